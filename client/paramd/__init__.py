@@ -1,0 +1,29 @@
+"""paramd: look into, and mend, the parameters of a running distributed training."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+from paramd.version import __version__
+
+if TYPE_CHECKING:
+    from paramd import aio as aio
+    from paramd.mesh.connect import connect as connect
+    from paramd.trainer.attach import attach as attach
+
+# Loaded on first use, so that `paramd --help` and the sidecar never import torch.
+_LAZY = {
+    "attach": "paramd.trainer.attach",
+    "connect": "paramd.mesh.connect",
+}
+
+__all__ = ["__version__", "aio", "attach", "connect"]
+
+
+def __getattr__(name: str) -> object:
+    if name == "aio":
+        return import_module("paramd.aio")
+    if name in _LAZY:
+        return getattr(import_module(_LAZY[name]), name)
+    raise AttributeError(f"module 'paramd' has no attribute {name!r}")

@@ -1,0 +1,113 @@
+"""Domain errors, and the one table from an error to gRPC, HTTP and the shell.
+
+An error says what was wrong, what was expected and what to do next. `public`
+text goes to the user; anything secret or internal belongs in the log instead.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+class ParamdError(Exception):
+    """Base of every error that paramd raises on purpose."""
+
+
+class UsageError(ParamdError, ValueError):
+    """An argument is wrong; nothing was tried."""
+
+
+class UnreachableError(ParamdError, ConnectionError):
+    """The service, or a part of it that is needed, does not answer."""
+
+
+class NotFoundError(ParamdError, LookupError):
+    """A job, name, snapshot or lease does not exist (any more)."""
+
+
+class ConflictError(ParamdError):
+    """The state does not allow it: stale epoch or layout, torn rank, attached twice."""
+
+
+class TornError(ConflictError):
+    """A trainer ended inside an update; its parameters mix two steps."""
+
+
+class PartialError(ParamdError):
+    """Only some ranks answered."""
+
+
+class DeniedError(ParamdError, PermissionError):
+    """Missing, wrong or expired credentials, or a role that may not do this."""
+
+
+class ExhaustedError(ParamdError):
+    """A budget is used up: bytes, leases or concurrent calls. Try again later."""
+
+
+class AbortedError(ParamdError):
+    """The attempt lost a race with training; trying again is right."""
+
+
+class DataLossError(ParamdError):
+    """Bytes did not match their checksum."""
+
+
+class DeadlineError(ParamdError, TimeoutError):
+    """It did not happen within the time allowed."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ErrorCodes:
+    """How one error looks from outside."""
+
+    grpc: str
+    """Name of a `grpc.StatusCode`."""
+    http: int
+    """HTTP status."""
+    exit: int
+    """Exit code of the command line."""
+    retry: bool = False
+    """A reader may try again by itself."""
+
+
+CODES: dict[type[ParamdError], ErrorCodes] = {
+    UsageError: ErrorCodes(grpc="INVALID_ARGUMENT", http=422, exit=2),
+    UnreachableError: ErrorCodes(grpc="UNAVAILABLE", http=503, exit=3, retry=True),
+    NotFoundError: ErrorCodes(grpc="NOT_FOUND", http=404, exit=4),
+    ConflictError: ErrorCodes(grpc="FAILED_PRECONDITION", http=409, exit=5),
+    PartialError: ErrorCodes(grpc="UNAVAILABLE", http=503, exit=6),
+    DeniedError: ErrorCodes(grpc="PERMISSION_DENIED", http=403, exit=7),
+    DeadlineError: ErrorCodes(grpc="DEADLINE_EXCEEDED", http=504, exit=8),
+    ExhaustedError: ErrorCodes(grpc="RESOURCE_EXHAUSTED", http=429, exit=1, retry=True),
+    AbortedError: ErrorCodes(grpc="ABORTED", http=409, exit=5, retry=True),
+    DataLossError: ErrorCodes(grpc="DATA_LOSS", http=500, exit=1, retry=True),
+    ParamdError: ErrorCodes(grpc="INTERNAL", http=500, exit=1),
+}
+
+_BY_GRPC: dict[str, type[ParamdError]] = {
+    "INVALID_ARGUMENT": UsageError,
+    "OUT_OF_RANGE": UsageError,
+    "UNAVAILABLE": UnreachableError,
+    "NOT_FOUND": NotFoundError,
+    "FAILED_PRECONDITION": ConflictError,
+    "PERMISSION_DENIED": DeniedError,
+    "UNAUTHENTICATED": DeniedError,
+    "DEADLINE_EXCEEDED": DeadlineError,
+    "RESOURCE_EXHAUSTED": ExhaustedError,
+    "ABORTED": AbortedError,
+    "DATA_LOSS": DataLossError,
+}
+
+
+def codes_of(error: BaseException) -> ErrorCodes:
+    """The codes of the nearest class of `error` that the table names."""
+    for kind in type(error).__mro__:
+        if kind in CODES:
+            return CODES[kind]
+    return CODES[ParamdError]
+
+
+def error_of_grpc(code_name: str) -> type[ParamdError]:
+    """The domain error that stands for a gRPC status, for the client's side."""
+    return _BY_GRPC.get(code_name, ParamdError)

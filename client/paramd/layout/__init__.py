@@ -1,0 +1,1 @@
+"""Where every element lives: pure data and pure plans."""

@@ -1,0 +1,135 @@
+"""The gate: what keeps a copy and an update from overlapping, and proves it did.
+
+Correctness rests on one word. `SEQ` is odd while parameters change; a copy that sees
+the same even `SEQ` before its first and after its last byte holds one step. The gate
+adds politeness, never correctness: the trainer waits a bounded time for a copy under
+way, and then goes on whatever the sidecar does. So a sidecar that is stopped, dead or
+slow costs at most one stall budget, once.
+
+Ordering: the trainer stores SEQ (odd) before its first parameter store, and SEQ (even)
+after its last; the sidecar loads SEQ before and after its copy. Stores and loads keep
+their order on x86-64. Elsewhere the interpreter's own atomics between those accesses
+order them in practice; docs/assumptions.md says so.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from enum import Enum
+
+from paramd.memory.control_page import ControlPage, Word
+
+COPY_CHUNK_BYTES = 4 << 20
+"""Bytes copied between two looks at SEQ: about half a millisecond of memory bandwidth."""
+
+POLL_S = 50e-6
+"""The trainer's sleep between two looks at the sidecar's words while it waits."""
+
+
+class TrainerGate:
+    """The trainer's side. One thread calls it: the one that runs the optimizer."""
+
+    def __init__(self, page: ControlPage, *, stall_budget_ns: int) -> None:
+        self._words = page.words
+        self._stall_budget_ns = stall_budget_ns
+        self._given_up: tuple[int, int, int] | None = None
+
+    def begin_update(self) -> None:
+        """Waits, within the budget, for copies under way; then SEQ is odd."""
+        words = self._words
+        if (
+            words[Word.COPY_BEGUN] != words[Word.COPY_ENDED]
+            or words[Word.SERVED] < words[Word.ANNOUNCE]
+        ):
+            self._wait_for_copies()
+        words[Word.SEQ] |= 1
+
+    def end_update(self) -> int:
+        """Publishes the next step with SEQ even again, and returns that step."""
+        words = self._words
+        step = words[Word.STEP] + 1
+        words[Word.STEP] = step
+        words[Word.SEQ] += 1
+        return step
+
+    def _wait_for_copies(self) -> None:
+        words = self._words
+        begin_ns = now_ns = time.monotonic_ns()
+        while not self._copies_done():
+            pending = (words[Word.COPY_BEGUN], words[Word.COPY_ENDED], words[Word.SERVED])
+            if pending == self._given_up:
+                return
+            if now_ns - begin_ns > self._stall_budget_ns:
+                # The same unfinished copy is not waited for twice: its sidecar may be dead.
+                self._given_up = pending
+                break
+            time.sleep(POLL_S)
+            now_ns = time.monotonic_ns()
+        stall_ns = now_ns - begin_ns
+        words[Word.STALL_COUNT] += 1
+        words[Word.STALL_TOTAL_NS] += stall_ns
+        words[Word.STALL_MAX_NS] = max(words[Word.STALL_MAX_NS], stall_ns)
+
+    def _copies_done(self) -> bool:
+        words = self._words
+        return (
+            words[Word.COPY_BEGUN] == words[Word.COPY_ENDED]
+            and words[Word.SERVED] >= words[Word.ANNOUNCE]
+        )
+
+
+class CopyEnd(Enum):
+    """How a copy ended."""
+
+    DONE = "done"
+    UPDATING = "the rank is inside an update"
+    OVERTAKEN = "an update began before the copy ended"
+
+
+@dataclass(frozen=True, slots=True)
+class CopySpan:
+    """Bytes to copy: addresses in this process, and a length."""
+
+    source: int
+    target: int
+    size_bytes: int
+
+
+def copy_at_one_step(
+    page: ControlPage,
+    spans: Sequence[CopySpan],
+    *,
+    at_point: Callable[[str], None] = lambda _: None,
+) -> tuple[CopyEnd, int]:
+    """The sidecar's side: copies all spans at one step, or says why not.
+
+    Runs on the sidecar's one copying thread; releases the GIL while bytes move. The
+    targets must be pre-faulted, for the trainer may be waiting. `at_point` is called at
+    the named points "copy-begun", "copy-chunk" and "copy-moved" (fault injection).
+
+    Returns the end and the step the bytes belong to (meaningful only for DONE).
+    """
+    words = page.words
+    seq = words[Word.SEQ]
+    if seq & 1:
+        return CopyEnd.UPDATING, words[Word.STEP]
+    words[Word.COPY_BEGUN] += 1
+    try:
+        at_point("copy-begun")
+        step = words[Word.STEP]
+        for span in spans:
+            for begin in range(0, span.size_bytes, COPY_CHUNK_BYTES):
+                if words[Word.SEQ] != seq:
+                    return CopyEnd.OVERTAKEN, step
+                size = min(COPY_CHUNK_BYTES, span.size_bytes - begin)
+                ctypes.memmove(span.target + begin, span.source + begin, size)
+                at_point("copy-chunk")
+        at_point("copy-moved")
+        if words[Word.SEQ] != seq:
+            return CopyEnd.OVERTAKEN, step
+        return CopyEnd.DONE, step
+    finally:
+        words[Word.COPY_ENDED] = words[Word.COPY_BEGUN]

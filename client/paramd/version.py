@@ -1,0 +1,3 @@
+"""Version of paramd."""
+
+__version__ = "0.1.0"

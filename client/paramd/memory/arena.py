@@ -1,0 +1,56 @@
+"""An arena: memory behind a descriptor, mapped here. CUDA arenas are its second kind."""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+from typing import Protocol
+
+# madvise(2): fault all pages in for writing now (Linux 5.14).
+_MADV_POPULATE_WRITE = 23
+
+
+class Arena(Protocol):
+    """Memory that both processes reach by one descriptor.
+
+    The sidecar makes it, the trainer maps it; it lives until both have let go, in
+    whatever order they end.
+    """
+
+    descriptor: int
+    size_bytes: int
+
+    def close(self) -> None:
+        """Unmaps it here. Idempotent. The descriptor stays its owner's."""
+
+
+class HostArena:
+    """A memfd mapped shared and writable.
+
+    `buffer` exports the memory: tensors made on it keep it mapped, and `close` then
+    only drops our own hold.
+    """
+
+    def __init__(self, descriptor: int, size_bytes: int) -> None:
+        self.descriptor = descriptor
+        self.size_bytes = size_bytes
+        # A map of length 0 is an error; an empty arena still needs an address.
+        self._map = (
+            mmap.mmap(descriptor, size_bytes) if size_bytes else mmap.mmap(-1, mmap.PAGESIZE)
+        )
+        self.buffer = memoryview(self._map)[:size_bytes]
+        self.address = ctypes.addressof(ctypes.c_char.from_buffer(self._map))
+
+    def populate(self) -> None:
+        """Faults all pages in, so that no later copy pays for first touch."""
+        try:
+            self._map.madvise(_MADV_POPULATE_WRITE)
+        except OSError:
+            ctypes.memset(self.address, 0, self.size_bytes)
+
+    def close(self) -> None:
+        self.buffer.release()
+        try:
+            self._map.close()
+        except BufferError:
+            pass  # a tensor still lives on it; the last one unmaps it

@@ -1,0 +1,88 @@
+"""Kernel objects that outlive either process: memory, wake events, process handles."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from paramd.errors import ExhaustedError
+
+# Memory left to others when an arena or a snapshot is made.
+_HEADROOM_BYTES = 256 << 20
+
+
+def create_memory(name: str, size_bytes: int) -> int:
+    """A descriptor of `size_bytes` of shared memory, all of it really there.
+
+    Preallocated: a bare ftruncate would let the first store beyond the machine's memory
+    end in SIGBUS. Contents are zero.
+
+    Raises:
+        ExhaustedError: the machine (or the container) has not that much memory.
+    """
+    available = available_bytes()
+    if size_bytes + _HEADROOM_BYTES > available:
+        raise ExhaustedError(
+            f"{name}: {size_bytes:,} bytes of shared memory are needed, {available:,} are "
+            f"available (and {_HEADROOM_BYTES:,} are left to others); use a machine or "
+            "container limit with more memory"
+        )
+    descriptor = os.memfd_create(name, os.MFD_CLOEXEC)
+    try:
+        if size_bytes:
+            os.posix_fallocate(descriptor, 0, size_bytes)
+    except OSError as error:
+        os.close(descriptor)
+        raise ExhaustedError(
+            f"{name}: the kernel refused {size_bytes:,} bytes of shared memory "
+            f"({error.strerror}); {available:,} were available"
+        ) from error
+    return descriptor
+
+
+def available_bytes() -> int:
+    """Memory that this process may still take: the machine's, or its cgroup's if less."""
+    fields = dict(line.split(":", 1) for line in _read("/proc/meminfo").splitlines())
+    machine = int(fields["MemAvailable"].split()[0]) << 10
+    return min(machine, _cgroup_available_bytes(machine))
+
+
+def _cgroup_available_bytes(default: int) -> int:
+    limit = _read("/sys/fs/cgroup/memory.max").strip()
+    used = _read("/sys/fs/cgroup/memory.current").strip()
+    return int(limit) - int(used) if limit.isdigit() and used.isdigit() else default
+
+
+def wake_event() -> int:
+    """An eventfd by which the trainer wakes its sidecar."""
+    return os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+
+
+def wake(descriptor: int) -> None:
+    """Wakes the reader of an eventfd; never blocks, never raises on a full counter."""
+    try:
+        os.eventfd_write(descriptor, 1)
+    except BlockingIOError:
+        pass  # 2**64 - 2 wakes are pending: the reader is awake anyway
+
+
+def pidfd(pid: int) -> int:
+    """A descriptor that becomes readable when the process ends."""
+    return os.pidfd_open(pid)
+
+
+def process_start(pid: int) -> int:
+    """Start time of a process in clock ticks since boot; 0 when there is no such process.
+
+    With the pid it names a process for ever, for pids are used again.
+    """
+    text = _read(f"/proc/{pid}/stat")
+    # The command name may hold spaces and brackets; what follows the last bracket is regular.
+    return int(text.rpartition(")")[2].split()[19]) if text else 0
+
+
+def _read(path: str) -> str:
+    try:
+        return Path(path).read_text()
+    except OSError:
+        return ""

@@ -1,0 +1,169 @@
+"""Messages with descriptors over a Unix socket: how arenas change hands.
+
+SOCK_SEQPACKET keeps message borders; each message is one JSON object, descriptors
+ride beside it (SCM_RIGHTS). The order of messages stands in docs/design.md.
+"""
+
+from __future__ import annotations
+
+import array
+import json
+import os
+import socket
+import struct
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from paramd.errors import DeniedError, UnreachableError, UsageError
+
+MAX_MESSAGE_BYTES = 128 << 10
+MAX_DESCRIPTORS = 8
+# sockaddr_un holds 108 bytes with the closing zero.
+_MAX_PATH_BYTES = 107
+
+Message = dict[str, Any]
+
+
+def listen(path: Path) -> socket.socket:
+    """A non-blocking listening socket at `path` (0600; its directory must be 0700 and ours).
+
+    A socket file that nobody listens on is replaced.
+
+    Raises:
+        UsageError: somebody listens there already, or the directory is open to others.
+    """
+    _check_directory(path.parent)
+    server = _socket()
+    try:
+        if path.exists():
+            if _answers(path):
+                raise UsageError(f"{path}: another sidecar listens there; stop it first")
+            path.unlink()
+        with _short_address(path) as address:
+            server.bind(address)
+        path.chmod(0o600)
+        server.listen(64)
+        server.setblocking(False)
+        return server
+    except BaseException:
+        server.close()
+        raise
+
+
+def connect(path: Path, *, timeout_s: float = 5.0) -> socket.socket:
+    """A connected socket, its peer checked to be our own user.
+
+    Raises:
+        UnreachableError: nobody listens there.
+        DeniedError: the listener belongs to another user.
+    """
+    client = _socket()
+    client.settimeout(timeout_s)
+    try:
+        with _short_address(path) as address:
+            client.connect(address)
+        check_peer(client)
+        return client
+    except OSError as error:
+        client.close()
+        raise UnreachableError(f"{path}: no sidecar answers there ({error.strerror})") from error
+    except BaseException:
+        client.close()
+        raise
+
+
+def check_peer(connection: socket.socket) -> int:
+    """The peer's pid, once its user is known to be ours (or root).
+
+    Raises:
+        DeniedError: it is somebody else's.
+    """
+    packed = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
+    pid, uid, _gid = struct.unpack("3i", packed)
+    if uid not in (os.geteuid(), 0):
+        raise DeniedError(f"process {pid} of user {uid} may not speak to this user's sidecar")
+    return int(pid)
+
+
+def send(connection: socket.socket, message: Message, descriptors: Sequence[int] = ()) -> None:
+    """Sends one message. The descriptors stay open here."""
+    data = json.dumps(message).encode()
+    if len(data) > MAX_MESSAGE_BYTES:
+        raise UsageError(f"a handover message of {len(data):,} bytes is over {MAX_MESSAGE_BYTES:,}")
+    rights = array.array("i", descriptors)
+    ancillary = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, rights)] if descriptors else []
+    connection.sendmsg([data], ancillary)
+
+
+def receive(connection: socket.socket) -> tuple[Message, list[int]]:
+    """The next message and its descriptors, which the caller now owns.
+
+    Raises:
+        EOFError: the peer has closed.
+        UsageError: what came is no message.
+        BlockingIOError, TimeoutError: as the socket is set.
+    """
+    space = socket.CMSG_SPACE(MAX_DESCRIPTORS * array.array("i").itemsize)
+    data, ancillary, flags, _ = connection.recvmsg(
+        MAX_MESSAGE_BYTES, space, socket.MSG_CMSG_CLOEXEC
+    )
+    descriptors = array.array("i")
+    for level, kind, payload in ancillary:
+        if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
+            descriptors.frombytes(payload[: len(payload) - len(payload) % descriptors.itemsize])
+    try:
+        if not data:
+            raise EOFError("the peer closed the handover socket")
+        if flags & (socket.MSG_TRUNC | socket.MSG_CTRUNC):
+            raise UsageError("a handover message was too long")
+        return _parse(data), list(descriptors)
+    except BaseException:
+        for descriptor in descriptors:
+            os.close(descriptor)
+        raise
+
+
+def _parse(data: bytes) -> Message:
+    try:
+        message = json.loads(data)
+    except ValueError as error:
+        raise UsageError("a handover message is not JSON") from error
+    if not isinstance(message, dict) or not isinstance(message.get("op"), str):
+        raise UsageError('a handover message must be an object with a string "op"')
+    return message
+
+
+def _socket() -> socket.socket:
+    return socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+
+
+def _answers(path: Path) -> bool:
+    try:
+        connect(path, timeout_s=1.0).close()
+    except UnreachableError:
+        return False
+    return True
+
+
+def _check_directory(directory: Path) -> None:
+    status = directory.stat()
+    if status.st_uid != os.geteuid() or status.st_mode & 0o077:
+        raise UsageError(
+            f"{directory}: must belong to user {os.geteuid()} with mode 0700 "
+            f"(is user {status.st_uid}, mode {status.st_mode & 0o777:04o})"
+        )
+
+
+@contextmanager
+def _short_address(path: Path) -> Iterator[str]:
+    """An address that fits: a long path is reached through its directory's descriptor."""
+    if len(os.fsencode(path)) <= _MAX_PATH_BYTES:
+        yield str(path)
+        return
+    directory = os.open(path.parent, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        yield f"/proc/self/fd/{directory}/{path.name}"
+    finally:
+        os.close(directory)

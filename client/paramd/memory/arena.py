@@ -27,15 +27,15 @@ class Arena(Protocol):
 class HostArena:
     """A memfd mapped shared and writable.
 
-    `buffer` exports the memory: tensors made on it keep it mapped, and `close` then
-    only drops our own hold.
+    `buffer` exports the memory. A tensor made on it holds the map by reference, not by a
+    buffer export, so the map is never closed by hand: it goes with its last holder.
     """
 
     def __init__(self, descriptor: int, size_bytes: int) -> None:
         self.descriptor = descriptor
         self.size_bytes = size_bytes
         # A map of length 0 is an error; an empty arena still needs an address.
-        self._map = (
+        self._map: mmap.mmap | None = (
             mmap.mmap(descriptor, size_bytes) if size_bytes else mmap.mmap(-1, mmap.PAGESIZE)
         )
         self.buffer = memoryview(self._map)[:size_bytes]
@@ -43,14 +43,12 @@ class HostArena:
 
     def populate(self) -> None:
         """Faults all pages in, so that no later copy pays for first touch."""
+        assert self._map is not None
         try:
             self._map.madvise(_MADV_POPULATE_WRITE)
         except OSError:
             ctypes.memset(self.address, 0, self.size_bytes)
 
     def close(self) -> None:
-        self.buffer.release()
-        try:
-            self._map.close()
-        except BufferError:
-            pass  # a tensor still lives on it; the last one unmaps it
+        self.buffer = memoryview(b"")
+        self._map = None

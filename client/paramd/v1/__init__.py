@@ -1,0 +1,1 @@
+"""Generated stubs of the protos; `make protos` writes them."""

@@ -87,9 +87,7 @@ def _present() -> dict[str, bytes]:
 
 def _report_stale(generated: dict[str, bytes]) -> int:
     present = _present() if STUBS.exists() else {}
-    stale = sorted(
-        name for name in generated | present if generated.get(name) != present.get(name)
-    )
+    stale = sorted(name for name in generated | present if generated.get(name) != present.get(name))
     for name in stale:
         print(f"client/paramd/v1/{name} does not match protos/; run `make protos`", file=sys.stderr)
     return 1 if stale else 0

@@ -1,0 +1,302 @@
+"""Where a job's processes find each other: the state dir and what lies in it.
+
+    <state dir>/<job>/            0700, ours
+        endpoint.json             0600: where the job's control plane answers, and its token
+        epoch                     the last epoch handed out
+        rank-<r>.sock             the sidecars' Unix sockets
+
+The state dir is PARAMD_STATE_DIR, else $XDG_STATE_HOME/paramd, else ~/.local/state/paramd.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import re
+import socket
+import stat
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+from paramd.errors import ConflictError, UnreachableError, UsageError
+
+ENDPOINT_FILE = "endpoint.json"
+EPOCH_FILE = "epoch"
+MAX_ENDPOINT_BYTES = 64 << 10
+
+_JOB_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Endpoint:
+    """Where a job's control plane answers. Holds a token: never log it."""
+
+    url: str
+    """Base of its REST side, for example "http://127.0.0.1:8470"."""
+    token: str = field(repr=False)
+    """Bearer token of the REST side."""
+    pid: int
+    """Process of the control plane."""
+    job: str
+    """Name of the job."""
+    grpc_address: str
+    """gRPC target "host:port" of the control plane."""
+    epoch: int = 0
+    """Epoch the control plane serves."""
+    pid_start: int = 0
+    """Start time of `pid` as /proc has it, so that a reused pid is told apart; 0 unknown."""
+
+
+def state_dir() -> Path:
+    """The state dir's path; nothing is created."""
+    named = os.environ.get("PARAMD_STATE_DIR")
+    if named:
+        return Path(named).expanduser().absolute()
+    xdg = os.environ.get("XDG_STATE_HOME")
+    base = Path(xdg) if xdg and os.path.isabs(xdg) else Path.home() / ".local" / "state"
+    return base / "paramd"
+
+
+def check_job_name(job: str) -> str:
+    """`job` itself when it may name a directory.
+
+    Raises:
+        UsageError: it may not.
+    """
+    if not _JOB_NAME.fullmatch(job):
+        raise UsageError(
+            f"job: {job!r} is not a job name; expected 1 to 64 of A-Z a-z 0-9 . _ - "
+            "beginning with a letter or digit"
+        )
+    return job
+
+
+def job_dir(job: str) -> Path:
+    """The job's directory, created when it is missing; 0700 and ours.
+
+    Raises:
+        UsageError: the name is not a job name, or the state dir cannot be written.
+        ConflictError: the directory belongs to another user or is open to others.
+    """
+    path = state_dir() / check_job_name(job)
+    with _state_dir_errors():
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        with suppress(FileExistsError):
+            path.mkdir(mode=0o700)
+        _check_private(path)
+        if not os.access(path, os.W_OK | os.X_OK):
+            raise PermissionError(f"{path} is not writable")
+    return path
+
+
+def socket_path(job: str, rank: int) -> Path:
+    """Path of the Unix socket of one rank's sidecar; may be longer than sun_path allows.
+
+    Raises:
+        UsageError: the name is not a job name or `rank` is negative.
+    """
+    if rank < 0:
+        raise UsageError(f"rank: {rank}; expected 0 or more")
+    return state_dir() / check_job_name(job) / f"rank-{rank}.sock"
+
+
+def write_endpoint(endpoint: Endpoint) -> Path:
+    """Replaces the job's endpoint.json as a whole (readers see the old or the new one).
+
+    Raises:
+        UsageError, ConflictError: as `job_dir`.
+    """
+    path = job_dir(endpoint.job) / ENDPOINT_FILE
+    with _state_dir_errors():
+        _replace(path, json.dumps(asdict(endpoint), sort_keys=True) + "\n")
+    return path
+
+
+def remove_endpoint(endpoint: Endpoint) -> bool:
+    """Removes the job's endpoint.json if it is still this one; says whether it did."""
+    path = state_dir() / check_job_name(endpoint.job) / ENDPOINT_FILE
+    try:
+        with _locked(path.parent):
+            if _load(path) != endpoint:
+                return False
+            path.unlink()
+            return True
+    except OSError:
+        return False
+
+
+def read_endpoint(job: str | None = None) -> Endpoint:
+    """The control plane of `job`, or of the one job that runs when none is named.
+
+    Endpoints whose process has ended are skipped.
+
+    Raises:
+        UsageError: the name is not a job name, or several jobs run and none was named.
+        UnreachableError: no such job runs here.
+    """
+    if job is not None:
+        found = _load(state_dir() / check_job_name(job) / ENDPOINT_FILE)
+        if found is not None and _alive(found):
+            return found
+        ended = "has ended" if found is not None else "is not known here"
+        raise UnreachableError(f"job {job!r} {ended}; {_next_step(running_jobs())}")
+    running = running_jobs()
+    if len(running) > 1:
+        names = ", ".join(sorted(endpoint.job for endpoint in running))
+        raise UsageError(f"several jobs run here: {names}; name one (job=, --job)")
+    if not running:
+        raise UnreachableError(f"no job runs here; {_next_step(running)}")
+    return running[0]
+
+
+def running_jobs() -> list[Endpoint]:
+    """Endpoints of this user's state dir whose process lives, ordered by job name."""
+    try:
+        paths = sorted(state_dir().iterdir())
+    except OSError:
+        return []
+    loaded = (_load(path / ENDPOINT_FILE) for path in paths if _JOB_NAME.fullmatch(path.name))
+    return [endpoint for endpoint in loaded if endpoint is not None and _alive(endpoint)]
+
+
+def host_id() -> str:
+    """Names the running kernel, so that programs of one host know each other."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        return socket.gethostname()
+
+
+def process_start(pid: int) -> int | None:
+    """Start time of a process in clock ticks since boot; None when it has ended."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return None
+    return None if fields[0] in "ZX" else int(fields[19])
+
+
+def next_epoch(job: str) -> int:
+    """Hands out the job's next epoch: 1 first, never one twice, durable when it returns.
+
+    Raises:
+        UsageError: as `job_dir`.
+        ConflictError: as `job_dir`, or the counter cannot be read.
+    """
+    directory = job_dir(job)
+    path = directory / EPOCH_FILE
+    with _state_dir_errors(), _locked(directory):
+        try:
+            text = path.read_text()
+        except FileNotFoundError:
+            text = "0"
+        if not re.fullmatch(r"[0-9]{1,18}\n?", text):
+            raise ConflictError(
+                f"{path} does not hold a number; write the job's last epoch into it, "
+                "or remove it when no process of the job is left"
+            )
+        epoch = int(text) + 1
+        _replace(path, f"{epoch}\n")
+    return epoch
+
+
+def _replace(path: Path, text: str) -> None:
+    descriptor, temporary = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
+    try:
+        with os.fdopen(descriptor, "w") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except BaseException:
+        os.unlink(temporary)
+        raise
+    _sync_directory(path.parent)
+
+
+def _sync_directory(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+@contextmanager
+def _locked(directory: Path) -> Iterator[None]:
+    descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)
+
+
+@contextmanager
+def _state_dir_errors() -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise UsageError(
+            f"the state dir {state_dir()} cannot be used: {error}; set PARAMD_STATE_DIR "
+            "to a directory that this user can write"
+        ) from error
+
+
+def _check_private(path: Path) -> None:
+    found = path.lstat()
+    if not stat.S_ISDIR(found.st_mode):
+        raise ConflictError(f"{path} is not a directory; remove it or set PARAMD_STATE_DIR")
+    if found.st_uid != os.geteuid():
+        raise ConflictError(
+            f"{path} belongs to uid {found.st_uid}, not to {os.geteuid()}; set PARAMD_STATE_DIR"
+        )
+    if stat.S_IMODE(found.st_mode) & 0o077:
+        raise ConflictError(
+            f"{path} is open to other users (mode {stat.S_IMODE(found.st_mode):04o}); "
+            f"run: chmod 700 {path}"
+        )
+
+
+def _load(path: Path) -> Endpoint | None:
+    """The endpoint in a file that is ours alone; None when there is no such file."""
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
+    except OSError:
+        return None
+    with os.fdopen(descriptor, "rb") as file:
+        found = os.fstat(descriptor)
+        # A token from a file that others can write would send our calls to them.
+        private = found.st_uid == os.geteuid() and not stat.S_IMODE(found.st_mode) & 0o077
+        if not (stat.S_ISREG(found.st_mode) and private):
+            return None
+        return _parse(file.read(MAX_ENDPOINT_BYTES), path.parent.name)
+
+
+def _parse(text: bytes, job: str) -> Endpoint | None:
+    try:
+        endpoint = Endpoint(**json.loads(text))
+    except (ValueError, TypeError, RecursionError):
+        return None
+    texts = (endpoint.url, endpoint.token, endpoint.grpc_address)
+    numbers = (endpoint.pid, endpoint.epoch, endpoint.pid_start)
+    typed = all(isinstance(t, str) for t in texts) and all(type(n) is int for n in numbers)
+    return endpoint if typed and endpoint.job == job and endpoint.pid > 0 else None
+
+
+def _alive(endpoint: Endpoint) -> bool:
+    start = process_start(endpoint.pid)
+    return start is not None and endpoint.pid_start in (0, start)
+
+
+def _next_step(running: list[Endpoint]) -> str:
+    if running:
+        return f"jobs that run here: {', '.join(endpoint.job for endpoint in running)}"
+    return (
+        "start one with paramd.attach(model, optimizer, job=...), or say where it is "
+        "(url and token, PARAMD_URL and PARAMD_TOKEN); state dir searched: " + str(state_dir())
+    )

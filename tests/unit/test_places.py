@@ -1,0 +1,196 @@
+"""The state dir: private, traversal-proof, atomic, and honest about what runs."""
+
+from __future__ import annotations
+
+import json
+import os
+import stat
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from paramd import places
+from paramd.errors import ConflictError, UnreachableError, UsageError
+from paramd.places import Endpoint
+
+
+@pytest.fixture(autouse=True)
+def state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("PARAMD_STATE_DIR", str(tmp_path / "state"))
+    return tmp_path / "state"
+
+
+@pytest.fixture
+def ended_pid() -> Iterator[int]:
+    process = subprocess.Popen([sys.executable, "-c", ""])
+    process.wait()
+    return process.pid
+
+
+def endpoint(job: str = "run", *, pid: int | None = None, token: str = "t") -> Endpoint:
+    return Endpoint(
+        url="http://127.0.0.1:8470",
+        token=token,
+        pid=pid if pid is not None else os.getpid(),
+        job=job,
+        grpc_address="127.0.0.1:8471",
+        epoch=1,
+        pid_start=places.process_start(os.getpid()) or 0 if pid is None else 0,
+    )
+
+
+def test_the_state_dir_follows_its_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert places.state_dir() == tmp_path / "state"
+    monkeypatch.setenv("PARAMD_STATE_DIR", "")
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "xdg"))
+    assert places.state_dir() == tmp_path / "xdg" / "paramd"
+    monkeypatch.delenv("XDG_STATE_HOME")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert places.state_dir() == tmp_path / ".local" / "state" / "paramd"
+
+
+BAD_NAMES = ["", ".", "..", "../x", "a/b", "/etc", "~", "-x", "a\x00", "a\n", "ä", "a" * 65, "%2e"]
+
+
+@pytest.mark.parametrize("name", BAD_NAMES)
+def test_a_name_that_could_leave_the_state_dir_is_refused(name: str, state: Path) -> None:
+    for use in (places.job_dir, places.read_endpoint, places.next_epoch):
+        with pytest.raises(UsageError, match="job"):
+            use(name)
+    with pytest.raises(UsageError, match="job"):
+        places.socket_path(name, 0)
+    assert not state.exists()
+
+
+def test_the_job_dir_is_private_and_made_once(state: Path) -> None:
+    path = places.job_dir("my-run.1")
+    assert path == state / "my-run.1" == places.job_dir("my-run.1")
+    assert stat.S_IMODE(path.stat().st_mode) == 0o700
+    assert places.socket_path("my-run.1", 3) == path / "rank-3.sock"
+
+
+def test_a_job_dir_open_to_others_is_refused_with_the_command_to_run(state: Path) -> None:
+    (state / "run").mkdir(parents=True)
+    (state / "run").chmod(0o755)
+    with pytest.raises(ConflictError, match="chmod 700"):
+        places.job_dir("run")
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a directory away")
+def test_a_job_dir_of_another_user_is_refused() -> None:
+    os.chown(places.job_dir("run"), 12345, -1)
+    with pytest.raises(ConflictError, match="belongs to uid 12345"):
+        places.job_dir("run")
+
+
+def test_a_link_instead_of_a_job_dir_is_refused(state: Path, tmp_path: Path) -> None:
+    state.mkdir()
+    (state / "run").symlink_to(tmp_path)
+    with pytest.raises(ConflictError, match="not a directory"):
+        places.job_dir("run")
+
+
+def test_an_unusable_state_dir_names_its_setting(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("PARAMD_STATE_DIR", str(tmp_path / "file" / "state"))
+    for use in (places.job_dir, places.next_epoch):
+        with pytest.raises(UsageError, match="PARAMD_STATE_DIR"):
+            use("run")
+
+
+def test_an_endpoint_comes_back_as_written_and_only_we_can_read_it() -> None:
+    path = places.write_endpoint(endpoint())
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    assert places.read_endpoint("run") == places.read_endpoint() == endpoint()
+    assert [entry.name for entry in path.parent.iterdir()] == ["endpoint.json"]
+
+
+def test_an_endpoint_does_not_show_its_token() -> None:
+    assert "hidden-token" not in repr(endpoint(token="hidden-token"))
+
+
+def test_several_jobs_must_be_told_apart() -> None:
+    places.write_endpoint(endpoint("one"))
+    places.write_endpoint(endpoint("two"))
+    with pytest.raises(UsageError, match="one, two"):
+        places.read_endpoint()
+    assert places.read_endpoint("two").job == "two"
+
+
+def test_no_job_is_unreachable_and_says_what_to_do() -> None:
+    with pytest.raises(UnreachableError, match=r"paramd\.attach"):
+        places.read_endpoint()
+    with pytest.raises(UnreachableError, match="'run' is not known here"):
+        places.read_endpoint("run")
+
+
+def test_an_endpoint_whose_process_ended_is_skipped(ended_pid: int) -> None:
+    places.write_endpoint(endpoint("old", pid=ended_pid))
+    places.write_endpoint(endpoint("new"))
+    assert places.read_endpoint().job == "new"
+    with pytest.raises(UnreachableError, match=r"'old' has ended; jobs that run here: new"):
+        places.read_endpoint("old")
+
+
+def test_a_reused_pid_is_told_apart_by_its_start() -> None:
+    written = places.write_endpoint(endpoint())
+    changed = json.loads(written.read_text()) | {"pid_start": 1}
+    written.write_text(json.dumps(changed))
+    with pytest.raises(UnreachableError, match="has ended"):
+        places.read_endpoint("run")
+
+
+@pytest.mark.parametrize(
+    "text", ["", "{", "[]", "{}", '{"url": 1}', "\xff", '{"job": "run"}', "[" * 60_000]
+)
+def test_a_damaged_endpoint_is_as_good_as_none(text: str) -> None:
+    places.write_endpoint(endpoint()).write_text(text)
+    with pytest.raises(UnreachableError):
+        places.read_endpoint("run")
+
+
+def test_an_endpoint_that_others_may_read_or_write_is_not_trusted() -> None:
+    places.write_endpoint(endpoint()).chmod(0o620)
+    with pytest.raises(UnreachableError):
+        places.read_endpoint("run")
+
+
+def test_only_its_own_endpoint_is_removed() -> None:
+    places.write_endpoint(endpoint(token="new"))
+    assert not places.remove_endpoint(endpoint(token="old"))
+    assert places.read_endpoint("run").token == "new"
+    assert places.remove_endpoint(endpoint(token="new"))
+    assert not places.remove_endpoint(endpoint(token="new"))
+
+
+def test_epochs_rise_from_one() -> None:
+    assert [places.next_epoch("run") for _ in range(3)] == [1, 2, 3]
+    assert places.next_epoch("other") == 1
+
+
+def test_epochs_are_never_handed_out_twice_under_contention() -> None:
+    got: list[int] = []
+    threads = [
+        threading.Thread(target=lambda: got.extend(places.next_epoch("run") for _ in range(10)))
+        for _ in range(4)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30.0)
+    assert sorted(got) == list(range(1, 41))
+
+
+def test_a_damaged_epoch_counter_is_not_guessed() -> None:
+    (places.job_dir("run") / "epoch").write_text("-1")
+    with pytest.raises(ConflictError, match="does not hold a number"):
+        places.next_epoch("run")
+
+
+def test_the_host_id_is_stable() -> None:
+    assert places.host_id() == places.host_id() != ""

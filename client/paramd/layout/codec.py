@@ -1,0 +1,179 @@
+"""Layout <-> paramd.v1 messages, and bytes for the exchange between trainers."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterable, Iterator
+
+from google.protobuf.message import DecodeError
+
+from paramd.errors import UsageError
+from paramd.layout.merge import LocalLayout, LocalTensor
+from paramd.layout.types import Box, Interval, Layout, Piece, Region, TensorKind, TensorLayout
+from paramd.v1 import layout_pb2
+
+_KIND_TO_PB = {
+    TensorKind.PARAMETER: layout_pb2.TENSOR_KIND_PARAMETER,
+    TensorKind.BUFFER: layout_pb2.TENSOR_KIND_BUFFER,
+}
+_KIND_FROM_PB = {theirs: ours for ours, theirs in _KIND_TO_PB.items()}
+_RANK = struct.Struct("<q")
+
+
+def encode_layout(layout: Layout) -> layout_pb2.Layout:
+    """The message of a whole layout."""
+    return layout_pb2.Layout(
+        world_size=layout.world_size,
+        arena_bytes=layout.arena_bytes,
+        tensors=map(_encode_tensor, layout.tensors),
+    )
+
+
+def decode_layout(message: layout_pb2.Layout) -> Layout:
+    """The layout of a message; `decode_layout(encode_layout(x)) == x`.
+
+    Raises:
+        UsageError: the message lacks a region or a kind, or counts do not agree.
+    """
+    if message.world_size != len(message.arena_bytes):
+        raise UsageError(
+            f"a layout of {message.world_size} ranks names {len(message.arena_bytes)} arenas; "
+            "expected one for each rank"
+        )
+    return Layout(
+        world_size=message.world_size,
+        arena_bytes=tuple(message.arena_bytes),
+        tensors=tuple(map(_decode_tensor, message.tensors)),
+    )
+
+
+def layout_batches(layout: Layout, max_tensors: int = 1000) -> Iterator[layout_pb2.Layout]:
+    """Messages of at most `max_tensors` tensors; the first, always there, has the ranks' facts."""
+    for begin in range(0, max(len(layout.tensors), 1), max_tensors):
+        batch = layout_pb2.Layout(
+            tensors=map(_encode_tensor, layout.tensors[begin : begin + max_tensors])
+        )
+        if begin == 0:
+            batch.world_size = layout.world_size
+            batch.arena_bytes.extend(layout.arena_bytes)
+        yield batch
+
+
+def join_batches(batches: Iterable[layout_pb2.Layout]) -> Layout:
+    """What `layout_batches` took apart, in the same order.
+
+    Raises:
+        UsageError: as `decode_layout`.
+    """
+    whole = layout_pb2.Layout()
+    for batch in batches:
+        whole.MergeFrom(batch)
+    return decode_layout(whole)
+
+
+def encode_local(local: LocalLayout) -> bytes:
+    """One rank's description, for its peers."""
+    message = layout_pb2.Layout(
+        arena_bytes=[local.arena_bytes], tensors=map(_encode_tensor, local.tensors)
+    )
+    return _RANK.pack(local.rank) + message.SerializeToString(deterministic=True)
+
+
+def decode_local(data: bytes) -> LocalLayout:
+    """What `encode_local` wrote.
+
+    Raises:
+        UsageError: the bytes are not such a description.
+    """
+    try:
+        (rank,) = _RANK.unpack_from(data)
+        message = layout_pb2.Layout.FromString(data[_RANK.size :])
+        (arena_bytes,) = message.arena_bytes
+    except (struct.error, DecodeError, ValueError) as error:
+        raise UsageError(
+            f"{len(data)} bytes are no layout of one rank ({error}); "
+            "do all ranks run the same version of paramd?"
+        ) from error
+    return LocalLayout(
+        rank=rank,
+        arena_bytes=arena_bytes,
+        tensors=tuple(_decode_local_tensor(tensor) for tensor in message.tensors),
+    )
+
+
+def _encode_tensor(tensor: TensorLayout | LocalTensor) -> layout_pb2.Tensor:
+    return layout_pb2.Tensor(
+        fqn=tensor.fqn,
+        aliases=tensor.aliases,
+        dtype=tensor.dtype,
+        shape=tensor.shape,
+        kind=_KIND_TO_PB[tensor.kind],
+        placement=tensor.placement,
+        pieces=map(_encode_piece, tensor.pieces),
+    )
+
+
+def _encode_piece(piece: Piece) -> layout_pb2.Piece:
+    message = layout_pb2.Piece(
+        rank=piece.rank,
+        arena_begin=piece.arena_begin,
+        strides=piece.strides if piece.strides is not None else (),
+    )
+    if isinstance(piece.region, Box):
+        message.box.CopyFrom(layout_pb2.Box(begin=piece.region.begin, end=piece.region.end))
+    else:
+        message.interval.CopyFrom(
+            layout_pb2.Interval(begin=piece.region.begin, end=piece.region.end)
+        )
+    return message
+
+
+def _decode_tensor(message: layout_pb2.Tensor) -> TensorLayout:
+    return TensorLayout(
+        fqn=message.fqn,
+        dtype=message.dtype,
+        shape=tuple(message.shape),
+        kind=_decode_kind(message),
+        pieces=tuple(_decode_piece(piece, message.fqn) for piece in message.pieces),
+        aliases=tuple(message.aliases),
+        placement=message.placement,
+    )
+
+
+def _decode_local_tensor(message: layout_pb2.Tensor) -> LocalTensor:
+    tensor = _decode_tensor(message)
+    return LocalTensor(
+        fqn=tensor.fqn,
+        dtype=tensor.dtype,
+        shape=tensor.shape,
+        kind=tensor.kind,
+        placement=tensor.placement,
+        pieces=tensor.pieces,
+        aliases=tensor.aliases,
+    )
+
+
+def _decode_kind(message: layout_pb2.Tensor) -> TensorKind:
+    kind = _KIND_FROM_PB.get(message.kind)
+    if kind is None:
+        raise UsageError(
+            f"tensor {message.fqn!r} has kind {message.kind}; expected parameter or buffer"
+        )
+    return kind
+
+
+def _decode_piece(message: layout_pb2.Piece, fqn: str) -> Piece:
+    region: Region
+    which = message.WhichOneof("region")
+    if which == "box":
+        region = Box(tuple(message.box.begin), tuple(message.box.end))
+    elif which == "interval":
+        region = Interval(message.interval.begin, message.interval.end)
+    else:
+        raise UsageError(f"a piece of tensor {fqn!r} has no region; expected a box or an interval")
+    return Piece(
+        rank=message.rank,
+        arena_begin=message.arena_begin,
+        region=region,
+        strides=tuple(message.strides) if message.strides else None,
+    )

@@ -109,6 +109,7 @@ class RankState(google.protobuf.message.Message):
     SNAPSHOT_COUNT_FIELD_NUMBER: builtins.int
     AGREEMENT_WORKS_FIELD_NUMBER: builtins.int
     AGREEMENT_REASON_FIELD_NUMBER: builtins.int
+    READY_BOUNDARY_FIELD_NUMBER: builtins.int
     rank: builtins.int
     """Rank as in torch.distributed."""
     phase: global___Phase.ValueType
@@ -141,6 +142,10 @@ class RankState(google.protobuf.message.Message):
     """False once the trainers gave up agreeing in this epoch; `agreement_reason` says why."""
     agreement_reason: builtins.str
     """Empty while the agreement works."""
+    ready_boundary: builtins.int
+    """Highest boundary request this rank was ever ready for in this epoch; 0 before the
+    first. A control plane that was restarted numbers its requests above it.
+    """
     def __init__(
         self,
         *,
@@ -160,8 +165,9 @@ class RankState(google.protobuf.message.Message):
         snapshot_count: builtins.int = ...,
         agreement_works: builtins.bool = ...,
         agreement_reason: builtins.str = ...,
+        ready_boundary: builtins.int = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["abandoned_copy_count", b"abandoned_copy_count", "agreement_reason", b"agreement_reason", "agreement_works", b"agreement_works", "arena_bytes", b"arena_bytes", "boundary_age_ns", b"boundary_age_ns", "phase", b"phase", "rank", b"rank", "sidecar_pid", b"sidecar_pid", "snapshot_bytes", b"snapshot_bytes", "snapshot_count", b"snapshot_count", "stall_count", b"stall_count", "stall_max_ns", b"stall_max_ns", "stall_total_ns", b"stall_total_ns", "step", b"step", "step_time_ns", b"step_time_ns", "trainer_pid", b"trainer_pid"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["abandoned_copy_count", b"abandoned_copy_count", "agreement_reason", b"agreement_reason", "agreement_works", b"agreement_works", "arena_bytes", b"arena_bytes", "boundary_age_ns", b"boundary_age_ns", "phase", b"phase", "rank", b"rank", "ready_boundary", b"ready_boundary", "sidecar_pid", b"sidecar_pid", "snapshot_bytes", b"snapshot_bytes", "snapshot_count", b"snapshot_count", "stall_count", b"stall_count", "stall_max_ns", b"stall_max_ns", "stall_total_ns", b"stall_total_ns", "step", b"step", "step_time_ns", b"step_time_ns", "trainer_pid", b"trainer_pid"]) -> None: ...
 
 global___RankState = RankState
 

@@ -1,0 +1,121 @@
+"""What `attach` returns: the training's hold on the service."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from paramd.memory.arena import HostArena
+from paramd.memory.control_page import ControlPage, Word
+from paramd.trainer.boundary import Boundary
+from paramd.trainer.control_link import ControlLink
+from paramd.trainer.exchange import Exchange
+from paramd.trainer.rehome import Home
+from paramd.trainer.sidecar_link import Identity, SidecarLink
+
+log = logging.getLogger("paramd")
+
+attached: dict[int, Attachment] = {}
+"""Living attachments by id of their model; they live on when the caller keeps none."""
+
+
+class Attachment:
+    """One rank's attachment. Made by `paramd.attach`; lives until `detach` or the process ends."""
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        identity: Identity,
+        *,
+        page: ControlPage,
+        arena: HostArena,
+        home: Home,
+        boundary: Boundary,
+        exchange: Exchange,
+        sidecar: SidecarLink,
+        control: ControlLink | None,
+        url: str,
+    ) -> None:
+        self._model = model
+        self._page = page
+        self._arena = arena
+        self._home = home
+        self._boundary = boundary
+        self._exchange = exchange
+        self._sidecar = sidecar
+        self._control = control
+        self._remove_hooks: list[Callable[[], None]] = []
+        self._detached = False
+        self._last_step = 0
+        self.job = identity.job
+        self.epoch = identity.epoch
+        self.rank = identity.rank
+        self.url = url
+        """Address of the embedded control plane; empty when it did not come up."""
+        attached[id(model)] = self
+
+    @property
+    def step(self) -> int:
+        """Number of finished updates. After `detach`, the last one."""
+        return self._page[Word.STEP] if not self._detached else self._last_step
+
+    @contextmanager
+    def update(self) -> Iterator[None]:
+        """A window for code that changes parameters outside `optimizer.step`.
+
+        All ranks must pass the same windows in the same order: each counts as one step.
+        When the block raises, the window stays open, for the parameters may be half
+        changed, and closes with the next good `update`.
+        """
+        if self._detached:
+            yield
+            return
+        self._boundary.begin(self)
+        yield
+        self._boundary.end(self)
+
+    def follow(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+        """Makes every step of these optimizers an update."""
+        boundary = self._boundary
+
+        def before(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+            boundary.begin(optimizer)
+
+        def after(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+            boundary.end(optimizer)
+
+        for optimizer in optimizers:
+            self._remove_hooks.append(optimizer.register_step_pre_hook(before).remove)
+            self._remove_hooks.append(optimizer.register_step_post_hook(after).remove)
+
+    def detach(self) -> None:
+        """Gives the parameters back to private memory and sends the sidecar home.
+
+        To be called on every rank after the same step. Idempotent. The training may go on.
+        """
+        if self._detached:
+            return
+        self._last_step = self._page[Word.STEP]
+        self._detached = True
+        attached.pop(id(self._model), None)
+        for remove in self._remove_hooks:
+            remove()
+        self._boundary.close()
+        self._home.move_out()
+        self._sidecar.close()
+        if self._control is not None:
+            self._control.close()
+        self._exchange.close()
+        self._page.close()
+        self._arena.close()
+
+    def __repr__(self) -> str:
+        state = "detached" if self._detached else f"at {self.url}" if self.url else "not reachable"
+        return (
+            f"<paramd.Attachment job={self.job!r} epoch={self.epoch} rank={self.rank} "
+            f"step={self.step}, {state}>"
+        )

@@ -1,0 +1,55 @@
+"""Starting the two programs that stand beside a trainer."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import IO
+
+# glibc gives blocks over its threshold back to the kernel and takes fresh pages for the
+# next one; first touch of a fresh page costs more than copying it (docs/decisions.md).
+_MALLOC = {"MALLOC_MMAP_THRESHOLD_": str(1 << 30), "MALLOC_TRIM_THRESHOLD_": str(1 << 32)}
+
+
+def spawn(
+    module: str, arguments: list[str], *, log_path: Path, stdin: bytes | None = None
+) -> tuple[subprocess.Popen[bytes], IO[bytes]]:
+    """Starts `python -m module` in a session of its own; returns it and its stdout.
+
+    The new session keeps a Ctrl-C in the trainer's terminal from ending it. stderr is
+    appended to `log_path` (0600). `stdin` carries secrets, which argv and the
+    environment must not.
+    """
+    environment = os.environ | _MALLOC | {"PYTHONSAFEPATH": "1", "PYTHONUNBUFFERED": "1"}
+    environment.pop("PARAMD_TOKEN", None)
+    log = os.open(log_path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
+    try:
+        process = subprocess.Popen(
+            [sys.executable, "-m", module, *arguments],
+            stdin=subprocess.PIPE if stdin is not None else subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=log,
+            env=environment,
+            start_new_session=True,
+        )
+    finally:
+        os.close(log)
+    assert process.stdout is not None
+    if stdin is not None:
+        assert process.stdin is not None
+        with process.stdin:
+            process.stdin.write(stdin)
+    return process, process.stdout
+
+
+def end(process: subprocess.Popen[bytes], *, grace_s: float) -> None:
+    """Waits for a process to end by itself, then makes it."""
+    for stop in (process.terminate, process.kill):
+        try:
+            process.wait(grace_s)
+            return
+        except subprocess.TimeoutExpired:
+            stop()
+    process.wait()

@@ -1,0 +1,219 @@
+"""The trainer's end of the handover: finds or starts the sidecar, and keeps one."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import subprocess
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from paramd.errors import ConflictError, ParamdError, UnreachableError, error_of_grpc
+from paramd.memory import descriptors, handover
+from paramd.memory.control_page import PAGE_BYTES
+from paramd.trainer.processes import end, spawn
+from paramd.trainer.settings import AttachSettings
+from paramd.trainer.supervisor import Supervisor
+from paramd.version import __version__
+
+CONNECT_POLL_S = 0.02
+
+
+@dataclass(frozen=True, kw_only=True)
+class Identity:
+    """Which rank of which incarnation this trainer is."""
+
+    job: str
+    epoch: int
+    rank: int
+    world_size: int
+    secret: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Descriptors:
+    """The kernel objects that trainer and sidecar share; the trainer keeps its own copies."""
+
+    page: int
+    wake: int
+    arena: int
+
+    @classmethod
+    def create(cls, arena_bytes: int) -> Descriptors:
+        """Made here when no sidecar was there to make them."""
+        return cls(
+            page=descriptors.create_memory("paramd-page", PAGE_BYTES),
+            wake=descriptors.wake_event(),
+            arena=descriptors.create_memory("paramd-arena", arena_bytes),
+        )
+
+    def as_list(self) -> list[int]:
+        return [self.page, self.wake, self.arena]
+
+    def close(self) -> None:
+        for descriptor in self.as_list():
+            os.close(descriptor)
+
+
+class SidecarLink:
+    """One rank's sidecar, whichever process that is at the moment."""
+
+    def __init__(
+        self, identity: Identity, settings: AttachSettings, *, socket_path: Path, arena_bytes: int
+    ) -> None:
+        self._identity = identity
+        self._settings = settings
+        self._socket_path = socket_path
+        self._arena_bytes = arena_bytes
+        self._connection: socket.socket | None = None
+        self._process: subprocess.Popen[bytes] | None = None
+        self._mesh: tuple[dict[str, Any], bytes] | None = None
+        self._supervisor = Supervisor(f"sidecar-{identity.rank}", self._restart)
+        self.descriptors: Descriptors | None = None
+        self.address = ""
+
+    def open(self) -> None:
+        """Brings up a sidecar and attaches to it.
+
+        Raises:
+            ConflictError: the sidecar there belongs to a living trainer.
+            ParamdError: none could be started.
+        """
+        self._attach(self._reach())
+
+    def own_descriptors(self) -> Descriptors:
+        """The shared objects; made here if no sidecar could make them."""
+        if self.descriptors is None:
+            self.descriptors = Descriptors.create(self._arena_bytes)
+        return self.descriptors
+
+    def serve(self, mesh: dict[str, Any], layout: bytes) -> None:
+        """Tells the sidecar what it holds; from now on one is always kept alive."""
+        self._mesh = (mesh, layout)
+        try:
+            self._send_mesh()
+            pidfd = self._pidfd()
+        except (ParamdError, OSError, EOFError):
+            pidfd = None
+        self._supervisor.start(pidfd)
+
+    def close(self) -> None:
+        """Sends the sidecar home and forgets it. Idempotent."""
+        if self._mesh is not None:
+            self._supervisor.close()
+            self._mesh = None
+        if self._connection is not None:
+            with contextlib.suppress(OSError):
+                handover.send(self._connection, {"op": "detach"})
+            self._connection.close()
+            self._connection = None
+        self._reap(grace_s=5.0)
+        if self.descriptors is not None:
+            self.descriptors.close()
+            self.descriptors = None
+
+    def _restart(self) -> int:
+        if self._connection is not None:
+            self._connection.close()
+            self._connection = None
+        self._reap(grace_s=0.0)
+        self._attach(self._reach())
+        self._send_mesh()
+        return self._pidfd()
+
+    def _reach(self) -> socket.socket:
+        with contextlib.suppress(UnreachableError):
+            return handover.connect(self._socket_path)
+        listen = self.address if self.address else self._settings.sidecar_listen
+        self._process, output = spawn(
+            "paramd_service.sidecar",
+            [
+                "--job", self._identity.job,
+                "--rank", str(self._identity.rank),
+                "--socket", str(self._socket_path),
+                "--listen", listen,
+                "--linger-s", str(self._settings.linger_s),
+            ],
+            log_path=self._socket_path.with_suffix(".log"),
+        )  # fmt: skip
+        output.close()
+        return self._await_socket(self._process)
+
+    def _await_socket(self, process: subprocess.Popen[bytes]) -> socket.socket:
+        deadline_s = time.monotonic() + self._settings.sidecar_start_timeout_s
+        while True:
+            with contextlib.suppress(UnreachableError):
+                return handover.connect(self._socket_path)
+            code = process.poll()
+            if code is not None or time.monotonic() > deadline_s:
+                fate = "did not answer in time" if code is None else f"ended with code {code}"
+                raise UnreachableError(
+                    f"the sidecar of rank {self._identity.rank} {fate}; "
+                    f"see {self._socket_path.with_suffix('.log')}"
+                )
+            time.sleep(CONNECT_POLL_S)
+
+    def _attach(self, connection: socket.socket) -> None:
+        identity = self._identity
+        message = {
+            "op": "attach",
+            "job": identity.job,
+            "epoch": identity.epoch,
+            "rank": identity.rank,
+            "world_size": identity.world_size,
+            "pid": os.getpid(),
+            "start": descriptors.process_start(os.getpid()),
+            "arena_bytes": self._arena_bytes,
+            "secret": identity.secret.hex(),
+            "version": __version__,
+        }
+        ours = self.descriptors.as_list() if self.descriptors is not None else []
+        # Copying and faulting nothing, a sidecar answers at once; making an arena takes longer.
+        connection.settimeout(self._settings.sidecar_start_timeout_s + self._arena_bytes / 1e9)
+        handover.send(connection, message, ours)
+        answer, received = _answer(connection, "attached")
+        if self.descriptors is None:
+            if len(received) != 3:
+                raise ConflictError(f"the sidecar sent {len(received)} descriptors instead of 3")
+            self.descriptors = Descriptors(*received)
+        else:
+            for descriptor in received:
+                os.close(descriptor)
+        self._connection = connection
+        self.address = str(answer["address"])
+
+    def _send_mesh(self) -> None:
+        assert self._mesh is not None
+        if self._connection is None:
+            raise UnreachableError("no sidecar is connected")
+        message, layout = self._mesh
+        memory = descriptors.create_memory("paramd-layout", len(layout))
+        try:
+            os.pwrite(memory, layout, 0)
+            handover.send(self._connection, message, [memory])
+        finally:
+            os.close(memory)
+        _answer(self._connection, "serving")
+
+    def _pidfd(self) -> int:
+        assert self._connection is not None
+        return descriptors.pidfd(handover.check_peer(self._connection))
+
+    def _reap(self, *, grace_s: float) -> None:
+        if self._process is not None:
+            end(self._process, grace_s=grace_s)
+            self._process = None
+
+
+def _answer(connection: socket.socket, expected: str) -> tuple[handover.Message, list[int]]:
+    message, received = handover.receive(connection)
+    if message["op"] == expected:
+        return message, received
+    for descriptor in received:
+        os.close(descriptor)
+    if message["op"] == "error":
+        raise error_of_grpc(str(message.get("code")))(str(message.get("message")))
+    raise ConflictError(f"the sidecar answered {message['op']!r} instead of {expected!r}")

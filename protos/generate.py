@@ -46,7 +46,7 @@ def _tool_environment() -> Path:
     if python.exists() and stamp.exists() and stamp.read_text() == wanted:
         return python
     venv.EnvBuilder(with_pip=True, clear=True).create(TOOLS)
-    pip = [python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
+    pip: list[str | Path] = [python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
     subprocess.run([*pip, "-r", REQUIREMENTS], check=True)
     stamp.write_text(wanted)
     return python
@@ -54,7 +54,7 @@ def _tool_environment() -> Path:
 
 def _generate(python: Path, out: Path) -> dict[str, bytes]:
     """Runs protoc once for all protos. Returns file name -> content."""
-    command = [
+    command: list[str | Path] = [
         python,
         "-m",
         "grpc_tools.protoc",

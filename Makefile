@@ -1,0 +1,63 @@
+# The targets that people and CI use. `make help` lists them.
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+FAST_TESTS := tests/unit tests/contract
+ALL_TESTS := $(FAST_TESTS) tests/integration tests/multiprocess
+MINUTES ?= 10
+
+.DEFAULT_GOAL := help
+.PHONY: help setup demo test verify fix bench soak protos surface clean
+
+help: ## list the targets
+	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-9s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+setup: $(STAMP) ## make .venv and install paramd with everything to build and test it
+
+# torch is named with its version, because a bare range takes the newest build and its CUDA
+# packages.
+$(STAMP): pyproject.toml constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet --disable-pip-version-check \
+		"$$(grep '^torch==' constraints.txt)" -c constraints.txt -e '.[dev]'
+	touch $@
+
+demo: setup ## train a small GPT on 2 ranks and look into it
+	$(BIN)/paramd demo
+
+test: setup ## all tests, with real processes (under 10 minutes on 2 cores)
+	$(BIN)/pytest -q $(ALL_TESTS)
+
+verify: setup ## style, types, import rules, protos, fast tests
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+	$(BIN)/buf lint
+	$(BIN)/buf format --diff --exit-code
+	$(BIN)/python protos/generate.py --check
+	$(BIN)/pytest -q $(FAST_TESTS)
+
+fix: setup ## format, and mend what can be mended by itself
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+	$(BIN)/buf format -w
+
+protos: setup ## write the stubs of the protos again
+	$(BIN)/buf format -w
+	$(BIN)/python protos/generate.py
+
+surface: setup ## write the frozen public surface again, after a wanted change
+	$(BIN)/python -m tests.contract.surface
+
+bench: setup ## the benchmarks behind the README's table
+	for script in benchmarks/bench_*.py; do $(BIN)/python "$$script" || exit 1; done
+
+soak: setup ## long runs with random faults: make soak MINUTES=60 [SEED=n]
+	$(BIN)/python -m tests.soak --minutes $(MINUTES) $(if $(SEED),--seed $(SEED))
+
+clean: ## remove what was built, not the environments
+	rm -rf build dist .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis
+	find client service tests benchmarks examples protos -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,43 @@
+"""What holds for every test: nothing is left behind, and no user state is touched."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests import leaks
+
+LEAK_TIMEOUT_S = 5.0
+
+
+def pytest_configure() -> None:
+    leaks.adopt_orphans()
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_left_behind() -> Iterator[None]:
+    """Fails a test after which a child process, thread or descriptor remains.
+
+    There is no way to opt out. What a wider fixture keeps was there before the test.
+    """
+    before = leaks.holdings()
+    yield
+    left = leaks.wait_until_gone(before, timeout_s=LEAK_TIMEOUT_S)
+    if left:
+        leaks.end_new_processes(before)
+        pytest.fail("the test left behind:\n  " + "\n  ".join(left), pytrace=False)
+
+
+@pytest.fixture(autouse=True)
+def private_state_dir(
+    nothing_is_left_behind: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Path:
+    """Keeps tests away from the jobs of whoever runs them."""
+    state_dir = tmp_path / "state"
+    state_dir.mkdir(mode=0o700)
+    for name in ("PARAMD_TOKEN", "PARAMD_LISTEN", "PARAMD_URL", "PARAMD_JOB"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("PARAMD_STATE_DIR", str(state_dir))
+    return state_dir

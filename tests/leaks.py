@@ -1,0 +1,118 @@
+"""What a process holds: children, threads, descriptors; and what a test left behind.
+
+before = holdings()
+...
+left = wait_until_gone(before, timeout_s=5)     # [] when nothing is left
+"""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import os
+import threading
+import time
+from contextlib import suppress
+from dataclasses import dataclass
+
+import psutil
+
+POLL_S = 0.02
+THREAD_PREFIX = "paramd"
+"""Threads of ours carry it in their name, and must end even when they are daemons."""
+
+_PR_SET_CHILD_SUBREAPER = 36
+_RESOURCE_TRACKER = "multiprocessing.resource_tracker"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Holdings:
+    """What a process held at one moment. Each entry says what it is in words."""
+
+    children: dict[tuple[int, float], str]
+    threads: dict[threading.Thread, str]
+    descriptors: dict[tuple[int, str], str]
+
+
+def adopt_orphans() -> None:
+    """Makes this process the parent of its orphaned descendants.
+
+    So a sidecar that outlives its trainer becomes our child and is seen as left behind,
+    instead of vanishing below init.
+    """
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+
+
+def holdings() -> Holdings:
+    """What this process holds now."""
+    return Holdings(children=_children(), threads=_threads(), descriptors=_descriptors())
+
+
+def left_behind(before: Holdings) -> list[str]:
+    """What is held now and was not held before, in words. Reaps adopted dead children."""
+    now = holdings()
+    _reap_adopted(before)
+    return sorted(
+        [text for key, text in now.children.items() if key not in before.children]
+        + [text for key, text in now.threads.items() if key not in before.threads]
+        + [text for key, text in now.descriptors.items() if key not in before.descriptors]
+    )
+
+
+def wait_until_gone(before: Holdings, *, timeout_s: float) -> list[str]:
+    """Waits until nothing new is held. Returns what is still there at the deadline."""
+    deadline = time.monotonic() + timeout_s
+    while left := left_behind(before):
+        # Objects in reference cycles hold their descriptors until they are collected.
+        gc.collect()
+        if not (left := left_behind(before)) or time.monotonic() > deadline:
+            break
+        time.sleep(POLL_S)
+    return left
+
+
+def end_new_processes(before: Holdings) -> None:
+    """Kills what was left behind, so that one leak does not spoil the tests after it."""
+    for pid, created in _children().keys() - before.children.keys():
+        with suppress(psutil.Error):
+            process = psutil.Process(pid)
+            if process.create_time() == created:
+                process.kill()
+
+
+def _children() -> dict[tuple[int, float], str]:
+    found = {}
+    for process in psutil.Process().children(recursive=True):
+        with suppress(psutil.Error):
+            command = " ".join(process.cmdline())
+            # The standard library keeps this one helper until the interpreter ends.
+            if _RESOURCE_TRACKER not in command and process.status() != psutil.STATUS_ZOMBIE:
+                found[process.pid, process.create_time()] = f"process {process.pid}: {command}"
+    return found
+
+
+def _threads() -> dict[threading.Thread, str]:
+    return {
+        thread: f"thread {thread.name!r}"
+        for thread in threading.enumerate()
+        if not thread.daemon or thread.name.startswith(THREAD_PREFIX)
+    }
+
+
+def _descriptors() -> dict[tuple[int, str], str]:
+    found = {}
+    for name in os.listdir("/proc/self/fd"):
+        # The listing's own descriptor is gone by now.
+        with suppress(OSError):
+            target = os.readlink(f"/proc/self/fd/{name}")
+            found[int(name), target] = f"descriptor {name}: {target}"
+    return found
+
+
+def _reap_adopted(before: Holdings) -> None:
+    """Collects dead children that we adopted; those that we started have a waiter."""
+    for process in psutil.Process().children():
+        with suppress(psutil.Error, ChildProcessError):
+            is_new = (process.pid, process.create_time()) not in before.children
+            if is_new and process.status() == psutil.STATUS_ZOMBIE:
+                os.waitpid(process.pid, os.WNOHANG)

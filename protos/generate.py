@@ -45,9 +45,9 @@ def _tool_environment() -> Path:
     wanted = REQUIREMENTS.read_text()
     if python.exists() and stamp.exists() and stamp.read_text() == wanted:
         return python
-    venv.EnvBuilder(with_pip=True, clear=True).create(TOOLS)
-    pip: list[str | Path] = [python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
-    subprocess.run([*pip, "-r", REQUIREMENTS], check=True)
+    venv.EnvBuilder(with_pip=True, clear=True, symlinks=True).create(TOOLS)
+    pip: list[str | Path] = [python, "-m", "pip", "install", "--quiet", "-r", REQUIREMENTS]
+    subprocess.run(pip, check=True)
     stamp.write_text(wanted)
     return python
 

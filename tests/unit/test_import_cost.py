@@ -1,0 +1,60 @@
+"""What starts light stays light: torch is loaded only by the modules that need it."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import paramd
+import paramd_service
+
+NEEDS_TORCH = ("paramd.trainer", "paramd.mesh.assemble")
+"""Modules, and packages with all of theirs, that may load torch when imported."""
+
+HEAVY = ("torch", "numpy")
+
+PROBE = """
+import importlib, sys
+heavy, modules = sys.argv[1].split(","), sys.argv[2:]
+for module in modules:
+    importlib.import_module(module)
+    loaded = [name for name in heavy if name in sys.modules]
+    if loaded:
+        print(f"{module} loads {loaded}")
+        break
+"""
+
+
+def test_no_module_outside_the_trainer_loads_torch_when_imported() -> None:
+    modules = [*_modules(paramd.__file__), *_modules(paramd_service.__file__)]
+    light = [module for module in modules if not _needs_torch(module)]
+    assert len(light) > 20
+    assert _first_heavy(light) == ""
+
+
+def test_the_probe_sees_torch_where_it_is_loaded() -> None:
+    assert _first_heavy(["json", "torch.version"]).startswith("torch.version loads ['torch'")
+
+
+def _modules(init_file: str | None) -> list[str]:
+    """Names of all modules of a package, from its files."""
+    assert init_file is not None
+    package = Path(init_file).parent
+    names = []
+    for path in sorted(package.rglob("*.py")):
+        parts = path.relative_to(package.parent).with_suffix("").parts
+        names.append(".".join(parts[:-1] if parts[-1] == "__init__" else parts))
+    return [name for name in names if not name.endswith("__main__")]
+
+
+def _needs_torch(module: str) -> bool:
+    return any(module == name or module.startswith(f"{name}.") for name in NEEDS_TORCH)
+
+
+def _first_heavy(modules: list[str]) -> str:
+    """Imports modules in order in a process of its own; names the first that loads torch."""
+    command = [sys.executable, "-c", PROBE, ",".join(HEAVY), *modules]
+    result = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
+    assert result.returncode == 0, result.stderr
+    return result.stdout.strip()

@@ -32,11 +32,12 @@ def nothing_is_left_behind() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def private_state_dir(
-    nothing_is_left_behind: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    nothing_is_left_behind: None,
+    tmp_path_factory: pytest.TempPathFactory,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> Path:
     """Keeps tests away from the jobs of whoever runs them."""
-    state_dir = tmp_path / "state"
-    state_dir.mkdir(mode=0o700)
+    state_dir = tmp_path_factory.mktemp("state")
     for name in ("PARAMD_TOKEN", "PARAMD_LISTEN", "PARAMD_URL", "PARAMD_JOB"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("PARAMD_STATE_DIR", str(state_dir))

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
 
 from tests import leaks
 
 LEAK_TIMEOUT_S = 5.0
+
+# Time limits per example fail on busy machines. CI repeats itself; people search on.
+settings.register_profile("paramd", deadline=None, derandomize="CI" in os.environ)
+settings.load_profile("paramd")
 
 
 def pytest_configure() -> None:

@@ -109,9 +109,16 @@ def write_endpoint(endpoint: Endpoint) -> Path:
 
     Raises:
         UsageError, ConflictError: as `job_dir`.
+        ConflictError: a newer epoch of the job is running.
     """
     path = job_dir(endpoint.job) / ENDPOINT_FILE
-    with _state_dir_errors():
+    with _state_dir_errors(), _locked(path.parent):
+        found = _load(path)
+        if found is not None and found.epoch > endpoint.epoch and _alive(found):
+            raise ConflictError(
+                f"epoch {found.epoch} of job {found.job!r} runs already (pid {found.pid}); "
+                f"this is epoch {endpoint.epoch}"
+            )
         _replace(path, json.dumps(asdict(endpoint), sort_keys=True) + "\n")
     return path
 

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -166,6 +167,17 @@ def test_only_its_own_endpoint_is_removed() -> None:
     assert places.read_endpoint("run").token == "new"
     assert places.remove_endpoint(endpoint(token="new"))
     assert not places.remove_endpoint(endpoint(token="new"))
+
+
+def test_an_older_epoch_does_not_replace_a_running_newer_one(ended_pid: int) -> None:
+    newer = replace(endpoint(token="newer"), epoch=2)
+    places.write_endpoint(newer)
+    with pytest.raises(ConflictError, match="epoch 2 of job 'run' runs already"):
+        places.write_endpoint(endpoint(token="older"))
+    assert places.read_endpoint("run") == newer
+    places.write_endpoint(replace(newer, epoch=3, pid=ended_pid, pid_start=0))
+    places.write_endpoint(newer)
+    assert places.read_endpoint("run") == newer
 
 
 def test_epochs_rise_from_one() -> None:

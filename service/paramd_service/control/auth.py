@@ -1,0 +1,126 @@
+"""Who gets in: tickets over gRPC, the user's token over HTTP. What is not named is denied."""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any, Final
+
+import grpc
+import grpc.aio
+
+from paramd.errors import DeniedError
+from paramd.tickets import Role, verify
+from paramd_service.control.config import Bootstrap
+from paramd_service.control.statuses import abort
+
+ANY_ROLE: Final = frozenset(Role)
+_CONTROL = "/paramd.v1.ControlService/"
+_REFLECTION = ".ServerReflection/ServerReflectionInfo"
+
+METHOD_ROLES: Final[dict[str, frozenset[Role]]] = {
+    _CONTROL + "Join": frozenset({Role.SIDECAR}),
+    _CONTROL + "ScheduleBoundary": frozenset({Role.READER, Role.SIDECAR}),
+    "/grpc.reflection.v1alpha" + _REFLECTION: ANY_ROLE,
+    "/grpc.reflection.v1" + _REFLECTION: ANY_ROLE,
+}
+"""Roles that may call a method. A method that stands in neither table is denied."""
+
+OPEN_METHODS: Final = frozenset({"/grpc.health.v1.Health/Check", "/grpc.health.v1.Health/Watch"})
+"""Say only whether the server serves; probes have no ticket. The server is on loopback."""
+
+
+class TicketInterceptor(grpc.aio.ServerInterceptor):
+    """First in the chain: lets a call through when its ticket's role may make it."""
+
+    def __init__(self, bootstrap: Bootstrap) -> None:
+        self._bootstrap = bootstrap
+
+    async def intercept_service(
+        self,
+        continuation: Callable[
+            [grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler[Any, Any] | None]
+        ],
+        handler_call_details: grpc.HandlerCallDetails,
+    ) -> Any:
+        method = handler_call_details.method
+        if method in OPEN_METHODS:
+            return await continuation(handler_call_details)
+        try:
+            self._check(method, handler_call_details.invocation_metadata)
+        except DeniedError as error:
+            return _denial(error, _status(error))
+        return await continuation(handler_call_details)
+
+    def _check(self, method: str, metadata: Any) -> None:
+        found = [value for key, value in metadata or () if key == "authorization"]
+        if len(found) != 1 or not isinstance(found[0], str) or not found[0].startswith("Bearer "):
+            raise DeniedError("expected metadata 'authorization: Bearer <ticket>', once")
+        mine = self._bootstrap
+        ticket = found[0].removeprefix("Bearer ")
+        claims = verify(mine.secret, ticket, job=mine.job, epoch=mine.epoch)
+        if claims.role not in METHOD_ROLES.get(method, frozenset()):
+            raise RoleError(f"a ticket of role {claims.role.value!r} may not call {method[:200]}")
+
+
+class RoleError(DeniedError):
+    """The ticket is good, but its role does not suffice."""
+
+
+class UserToken:
+    """The user's bearer token of the REST side."""
+
+    def __init__(self, token: str) -> None:
+        self._digest = hashlib.sha256(token.encode()).digest()
+
+    def matches(self, offered: str) -> bool:
+        """Compares in constant time; any text may be offered."""
+        digest = hashlib.sha256(offered.encode(errors="surrogatepass")).digest()
+        return hmac.compare_digest(digest, self._digest)
+
+
+class FailureLimit:
+    """Counts wrong tokens: `burst` at once, then `per_s` a second. Right ones never count.
+
+    So nobody who guesses can lock the owner out.
+    """
+
+    def __init__(
+        self,
+        *,
+        burst: float = 20.0,
+        per_s: float = 1.0,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._burst = burst
+        self._per_s = per_s
+        self._clock = clock
+        self._left = burst
+        self._seen_s = clock()
+
+    def allows(self) -> bool:
+        """Takes one failure; False when there have been too many."""
+        now_s = self._clock()
+        self._left = min(self._burst, self._left + (now_s - self._seen_s) * self._per_s)
+        self._seen_s = now_s
+        if self._left < 1.0:
+            return False
+        self._left -= 1.0
+        return True
+
+
+def _status(error: DeniedError) -> grpc.StatusCode:
+    if isinstance(error, RoleError):
+        return grpc.StatusCode.PERMISSION_DENIED
+    return grpc.StatusCode.UNAUTHENTICATED
+
+
+def _denial(error: DeniedError, code: grpc.StatusCode) -> Any:
+    async def deny(_requests: Any, context: Any) -> AsyncIterator[bytes]:
+        await abort(context, error, code)
+        yield b""
+
+    # Streaming both ways: it answers before, and whether or not, a request arrives.
+    return grpc.stream_stream_rpc_method_handler(deny)

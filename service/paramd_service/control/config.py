@@ -1,0 +1,128 @@
+"""Settings of the control plane, and what its parent tells it about the job."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, field, fields
+from typing import BinaryIO
+
+from paramd.errors import UsageError
+from paramd.places import check_job_name
+from paramd.tickets import MIN_SECRET_BYTES
+
+MAX_BOOTSTRAP_BYTES = 64 << 10
+MAX_WORLD_SIZE = 1 << 16
+MIN_TOKEN_CHARS = 16
+
+
+@dataclass(frozen=True, kw_only=True)
+class ControlConfig:
+    """How one control plane runs. Every field is an option of the command line."""
+
+    job: str = ""
+    """Name of the job; must be the one that stdin names."""
+    listen: str = "127.0.0.1:8470"
+    """Where REST listens, host:port; the next free port if it is taken; port 0: any."""
+    grpc_listen: str = ""
+    """Where gRPC listens, host:port; empty: the next free port above REST's."""
+    empty_end_s: float = 60.0
+    """It ends by itself after this long without any joined sidecar, in seconds, above 0."""
+    silent_after_s: float = 10.0
+    """A joined sidecar that has not reported for this long is shown as silent; above 0."""
+    ticket_ttl_s: float = 600.0
+    """Validity of a reader's ticket, in seconds, 1 to 86400."""
+    drain_s: float = 5.0
+    """How long calls under way may take to finish at the end, in seconds, 0 or more."""
+
+    def __post_init__(self) -> None:
+        check_job_name(self.job)
+        for name in ("empty_end_s", "silent_after_s"):
+            if not getattr(self, name) > 0:
+                raise UsageError(f"{name}: {getattr(self, name)}; expected above 0")
+        if not 1 <= self.ticket_ttl_s <= 86_400:
+            raise UsageError(f"ticket_ttl_s: {self.ticket_ttl_s}; expected 1 to 86400")
+        if not 0 <= self.drain_s <= 600:
+            raise UsageError(f"drain_s: {self.drain_s}; expected 0 to 600")
+
+    @classmethod
+    def from_arguments(cls, arguments: Sequence[str]) -> ControlConfig:
+        """Parses the command line; PARAMD_LISTEN is the default of `--listen`.
+
+        Raises:
+            UsageError: a value is out of range.
+        """
+        parser = argparse.ArgumentParser(
+            prog="python -m paramd_service.control",
+            description="The embedded control plane of one job. Its secrets come on stdin.",
+            allow_abbrev=False,
+        )
+        for option in fields(cls):
+            default = option.default
+            if option.name == "listen":
+                default = os.environ.get("PARAMD_LISTEN") or default
+            parser.add_argument(
+                f"--{option.name.replace('_', '-')}",
+                type=float if option.type == "float" else str,
+                default=default,
+                required=option.name == "job",
+            )
+        return cls(**vars(parser.parse_args(arguments)))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Bootstrap:
+    """One incarnation of a job and its secrets, as its parent wrote them to stdin."""
+
+    job: str
+    """Name of the job."""
+    epoch: int
+    """Number of the incarnation, 1 or more."""
+    world_size: int
+    """Number of ranks, 1 or more."""
+    secret: bytes = field(repr=False)
+    """Signs tickets; on the wire in hexadecimal digits."""
+    token: str = field(repr=False)
+    """Bearer token of the REST side."""
+
+
+def read_bootstrap(stdin: BinaryIO, *, job: str) -> Bootstrap:
+    """Reads the one JSON line `{"job", "epoch", "world_size", "secret", "token"}`.
+
+    Raises:
+        UsageError: it is missing, too long, malformed or about another job. The text
+            never holds what was read.
+    """
+    line = stdin.readline(MAX_BOOTSTRAP_BYTES + 1)
+    if not line or len(line) > MAX_BOOTSTRAP_BYTES:
+        raise UsageError("stdin: expected one JSON line with job, epoch, world_size, secret, token")
+    try:
+        found = json.loads(line)
+        bootstrap = Bootstrap(
+            job=str(found["job"]),
+            epoch=int(found["epoch"]),
+            world_size=int(found["world_size"]),
+            secret=bytes.fromhex(found["secret"]),
+            token=str(found["token"]),
+        )
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        raise UsageError(f"stdin: cannot be read ({type(error).__name__})") from None
+    if bootstrap.job != job:
+        raise UsageError(f"stdin: is about job {bootstrap.job!r}, --job says {job!r}")
+    _check_bounds(bootstrap)
+    return bootstrap
+
+
+def _check_bounds(bootstrap: Bootstrap) -> None:
+    if bootstrap.epoch < 1:
+        raise UsageError(f"stdin: epoch {bootstrap.epoch}; expected 1 or more")
+    if not 1 <= bootstrap.world_size <= MAX_WORLD_SIZE:
+        raise UsageError(
+            f"stdin: world_size {bootstrap.world_size}; expected 1 to {MAX_WORLD_SIZE}"
+        )
+    if len(bootstrap.secret) < MIN_SECRET_BYTES:
+        raise UsageError(f"stdin: secret is shorter than {MIN_SECRET_BYTES} bytes")
+    if len(bootstrap.token) < MIN_TOKEN_CHARS or not bootstrap.token.isascii():
+        raise UsageError(f"stdin: token is not {MIN_TOKEN_CHARS} or more ASCII characters")

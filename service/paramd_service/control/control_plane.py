@@ -1,0 +1,224 @@
+"""One control plane: its parts, the order they start in, and the order they drain in."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import socket
+import time
+from collections.abc import Iterator
+
+import grpc.aio
+import uvicorn
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection
+
+from paramd import places
+from paramd.errors import UnreachableError
+from paramd.places import Endpoint
+from paramd.v1 import control_pb2_grpc
+from paramd_service.control.app import build_app
+from paramd_service.control.auth import FailureLimit, TicketInterceptor, UserToken
+from paramd_service.control.config import Bootstrap, ControlConfig
+from paramd_service.control.coordinator import Coordinator
+from paramd_service.control.endpoint import (
+    Address,
+    announce,
+    bind_grpc,
+    open_listener,
+    parse_listen,
+    successor,
+)
+from paramd_service.control.metrics import LoopLag, Metrics
+from paramd_service.control.registry import Registry
+from paramd_service.control.services import Services
+from paramd_service.control.servicer import ControlServicer
+from paramd_service.control.sidecars import LayoutSource, SidecarCalls
+from paramd_service.control.view import why_end
+
+SERVICE = "paramd.v1.ControlService"
+TICK_S = 1.0
+HTTP_CONCURRENCY = 128
+GRPC_OPTIONS: tuple[tuple[str, int], ...] = (
+    # A taken port must look taken.
+    ("grpc.so_reuseport", 0),
+    # A stopped sidecar or client is noticed within seconds; theirs may ping us as often.
+    ("grpc.keepalive_time_ms", 5_000),
+    ("grpc.keepalive_timeout_ms", 5_000),
+    ("grpc.http2.ping_timeout_ms", 5_000),
+    ("grpc.keepalive_permit_without_calls", 1),
+    ("grpc.http2.min_recv_ping_interval_without_data_ms", 1_000),
+    ("grpc.http2.min_ping_interval_without_data_ms", 1_000),
+)
+
+log = logging.getLogger("paramd.control")
+
+
+class HttpServer(uvicorn.Server):
+    """uvicorn within our event loop; signals are the whole process's business, not its."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+class ControlPlane:
+    """`start`, `wait_until_done`, `stop`; on one event loop."""
+
+    def __init__(self, config: ControlConfig, bootstrap: Bootstrap) -> None:
+        self._config = config
+        self._bootstrap = bootstrap
+        self._registry = Registry(bootstrap, silent_after_s=config.silent_after_s)
+        self._calls = SidecarCalls(bootstrap)
+        self._layouts = LayoutSource(self._calls)
+        self._coordinator = Coordinator(self._calls, self._registry.view, epoch=bootstrap.epoch)
+        self._servicer = ControlServicer(bootstrap, self._registry, self._coordinator)
+        self._health = health.aio.HealthServicer()
+        self._lag = LoopLag()
+        self._done = asyncio.Event()
+        self._reason = ""
+        self._grpc: grpc.aio.Server | None = None
+        self._http: HttpServer | None = None
+        self._http_task: asyncio.Task[None] | None = None
+        self._endpoint: Endpoint | None = None
+
+    @property
+    def asked_to_stop(self) -> bool:
+        """Whether it has been told, or decided, to end."""
+        return self._done.is_set()
+
+    def ask_to_stop(self, reason: str) -> None:
+        """Makes `wait_until_done` return."""
+        self._reason = self._reason or reason
+        self._done.set()
+
+    async def start(self) -> Endpoint:
+        """Brings everything up, in this order.
+
+        Raises:
+            UsageError: an address or the state dir cannot be used.
+            UnreachableError: no port is free.
+            ConflictError: a newer epoch of the job runs already.
+        """
+        wanted = parse_listen(self._config.listen, option="--listen (PARAMD_LISTEN)")
+        # 1. REST's port is ours; connections wait in its backlog.
+        listener, http_address = open_listener(wanted)
+        try:
+            # 2. gRPC serves.
+            grpc_address = await self._start_grpc(http_address)
+            # 3. REST serves.
+            await self._start_http(listener, http_address, grpc_address)
+        except BaseException:
+            listener.close()
+            raise
+        # 4. The job's programs are told where.
+        self._endpoint = announce(self._bootstrap, http_address, grpc_address)
+        log.info("serves job %s, epoch %d, at %s", *_who(self._bootstrap), self._endpoint.url)
+        return self._endpoint
+
+    async def wait_until_done(self) -> str:
+        """Returns when there is nothing left to do, and says why."""
+        while True:
+            before_s = time.monotonic()
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._done.wait(), TICK_S)
+                return self._reason
+            self._lag.saw(time.monotonic() - before_s - TICK_S)
+            reason = self._why_end()
+            if reason is not None:
+                self.ask_to_stop(reason)
+            await self._calls.keep_only(self._registry.view())
+
+    async def stop(self) -> None:
+        """Drains, in this order. Safe after a failed start."""
+        self.ask_to_stop("stopped")
+        # 1. Nobody new is sent here.
+        if self._endpoint is not None:
+            places.remove_endpoint(self._endpoint)
+        # 2. Health says so; sidecars are sent away, boundaries under way may finish.
+        await self._health.enter_graceful_shutdown()
+        self._servicer.stop()
+        if self._grpc is not None:
+            await self._grpc.stop(self._config.drain_s)
+        await self._coordinator.close()
+        # 3. REST answers what it has begun.
+        if self._http is not None and self._http_task is not None:
+            self._http.should_exit = True
+            await asyncio.wait({self._http_task})
+        # 4. What we hold of others.
+        await self._calls.close()
+        self._layouts.close()
+
+    def _why_end(self) -> str | None:
+        assert self._endpoint is not None
+        newer = successor(self._endpoint)
+        if newer is not None:
+            return f"the control plane of epoch {newer.epoch} (pid {newer.pid}) has taken over"
+        return why_end(
+            self._registry.view(),
+            empty_since_s=self._registry.empty_since_s,
+            now_s=time.monotonic(),
+            empty_end_s=self._config.empty_end_s,
+        )
+
+    async def _start_grpc(self, http_address: Address) -> Address:
+        server = grpc.aio.server(
+            interceptors=[TicketInterceptor(self._bootstrap)], options=GRPC_OPTIONS
+        )
+        control_pb2_grpc.add_ControlServiceServicer_to_server(self._servicer, server)
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
+        names = (SERVICE, health.SERVICE_NAME, reflection.SERVICE_NAME)
+        reflection.enable_server_reflection(names, server)
+        wanted = Address(http_address.host, http_address.port + 1)
+        if self._config.grpc_listen:
+            wanted = parse_listen(self._config.grpc_listen, option="--grpc-listen")
+        address = bind_grpc(server, wanted)
+        self._grpc = server
+        await server.start()
+        for name in ("", SERVICE):
+            await self._health.set(name, health_pb2.HealthCheckResponse.SERVING)
+        return address
+
+    async def _start_http(
+        self, listener: socket.socket, http_address: Address, grpc_address: Address
+    ) -> None:
+        services = Services(
+            config=self._config,
+            bootstrap=self._bootstrap,
+            listen_host=http_address.host,
+            grpc_address=str(grpc_address),
+            registry=self._registry,
+            layouts=self._layouts,
+            metrics=Metrics(self._registry.view, self._coordinator, self._lag),
+            user_token=UserToken(self._bootstrap.token),
+            failures=FailureLimit(),
+            stopping=self._done.is_set,
+        )
+        self._http = HttpServer(
+            uvicorn.Config(
+                build_app(services),
+                http="h11",
+                ws="none",
+                lifespan="off",
+                log_config=None,
+                # Ours in guard.py leaves the query out.
+                access_log=False,
+                server_header=False,
+                proxy_headers=False,
+                limit_concurrency=HTTP_CONCURRENCY,
+                timeout_graceful_shutdown=max(1, round(self._config.drain_s)),
+            )
+        )
+        self._http_task = asyncio.create_task(
+            self._http.serve(sockets=[listener]), name="paramd-http"
+        )
+        while not self._http.started:
+            if self._http_task.done():
+                self._http_task.result()
+                raise UnreachableError("REST did not start; its log says why")
+            await asyncio.sleep(0.002)
+
+
+def _who(bootstrap: Bootstrap) -> tuple[str, int]:
+    return bootstrap.job, bootstrap.epoch

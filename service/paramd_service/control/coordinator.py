@@ -1,0 +1,260 @@
+"""Boundaries agreed by all trainers: numbers them, tells every sidecar, compares answers.
+
+Rounds run one after another; what is asked for while one is under way shares the next.
+A round ends at once when any rank cannot take part, so a dead rank delays nobody.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from paramd.errors import (
+    CODES,
+    ConflictError,
+    DeadlineError,
+    DeniedError,
+    ParamdError,
+    UnreachableError,
+)
+from paramd_service.control.view import MeshView, listed
+
+Snapshots = Mapping[int, Sequence[str]]
+"""Snapshot ids by rank."""
+
+
+@dataclass(frozen=True, slots=True)
+class RankAnswer:
+    """What one sidecar says of a boundary: where it was, or why its copy was missed."""
+
+    rank: int
+    epoch: int
+    step: int
+    captured: bool
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """All ranks' answers in one: `step` is -1 and `reason` tells why when not captured."""
+
+    captured: bool
+    step: int
+    reason: str
+
+
+class BoundaryCalls(Protocol):
+    """How the coordinator reaches sidecars."""
+
+    async def capture(
+        self, rank: int, address: str, boundary: int, snapshot_ids: Sequence[str], timeout_s: float
+    ) -> RankAnswer:
+        """Calls CaptureBoundary of one rank's sidecar. Raises ParamdErrors."""
+
+
+def margin_s(timeout_s: float) -> float:
+    """What is kept of a caller's time, so that the reason arrives before its deadline."""
+    return min(0.05 * timeout_s, 1.0)
+
+
+def decide(epoch: int, world_size: int, answers: Sequence[RankAnswer]) -> Verdict:
+    """Captured only when all ranks filled their snapshots at one step of this epoch."""
+    missed = [answer for answer in answers if not answer.captured or answer.step < 0]
+    if missed:
+        told = "; ".join(f"rank {a.rank}: {a.reason or 'no reason given'}" for a in missed[:8])
+        return Verdict(False, -1, told)
+    foreign = [answer for answer in answers if answer.epoch != epoch]
+    if foreign:
+        ranks = listed([answer.rank for answer in foreign])
+        return Verdict(False, -1, f"ranks {ranks} answered for another epoch than {epoch}")
+    steps = sorted({answer.step for answer in answers})
+    if len(steps) > 1:
+        told = ", ".join(f"rank {a.rank} at {a.step}" for a in answers[:8])
+        return Verdict(False, -1, f"the ranks captured different steps: {told}")
+    silent = set(range(world_size)) - {answer.rank for answer in answers}
+    if silent:
+        return Verdict(False, -1, f"ranks {listed(sorted(silent))} have not answered")
+    return Verdict(True, steps[0], "")
+
+
+def worst(failures: Mapping[int, ParamdError]) -> ParamdError:
+    """One error for all ranks that failed: of the kind that trying again helps least."""
+    order: tuple[type[ParamdError], ...] = (
+        DeniedError,
+        ConflictError,
+        UnreachableError,
+        DeadlineError,
+        ParamdError,
+    )
+    rank = next(
+        rank for wanted in order for rank in sorted(failures) if isinstance(failures[rank], wanted)
+    )
+    kind = next(kind for kind in type(failures[rank]).__mro__ if kind in CODES)
+    others = [str(failures[other]) for other in sorted(failures) if other != rank]
+    return kind("; ".join([str(failures[rank]), *others[:7]]))
+
+
+@dataclass(eq=False, slots=True)
+class _Request:
+    snapshots: Snapshots
+    deadline_s: float
+    answer: asyncio.Future[Verdict]
+
+
+class Coordinator:
+    """Runs the rounds of one epoch. Use on one event loop; `close` at the end."""
+
+    def __init__(
+        self,
+        calls: BoundaryCalls,
+        view: Callable[[], MeshView],
+        *,
+        epoch: int,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._calls = calls
+        self._view = view
+        self._epoch = epoch
+        self._clock = clock
+        self._last_boundary = 0
+        self._waiting: list[_Request] = []
+        self._current: list[_Request] = []
+        self._round: asyncio.Task[Verdict] | None = None
+        self._runner: asyncio.Task[None] | None = None
+        self.round_count = 0
+        """Rounds begun."""
+        self.captured_count = 0
+        """Rounds that captured."""
+
+    async def schedule(self, snapshots: Snapshots, *, timeout_s: float) -> Verdict:
+        """Has all snapshots filled at one boundary. Cancelling withdraws the request.
+
+        Raises:
+            UnreachableError: not all ranks are joined, or one does not answer.
+            ConflictError: a rank is torn or has no trainer.
+            DeadlineError: no boundary was agreed within `timeout_s`.
+        """
+        timeout_s -= margin_s(timeout_s)
+        request = _Request(
+            snapshots, self._clock() + timeout_s, asyncio.get_running_loop().create_future()
+        )
+        self._waiting.append(request)
+        if self._runner is None or self._runner.done():
+            self._runner = asyncio.create_task(self._run(), name="paramd-rounds")
+        try:
+            async with asyncio.timeout(timeout_s):
+                return await request.answer
+        except TimeoutError:
+            raise DeadlineError(
+                f"the trainers agreed on no boundary within {timeout_s:.1f} s; a rank is slow, "
+                "hung or not training"
+            ) from None
+        finally:
+            self._withdraw(request)
+
+    async def close(self) -> None:
+        """Ends the round under way; its callers get UnreachableError."""
+        if self._runner is not None:
+            self._runner.cancel()
+            await asyncio.wait({self._runner})
+        for request in [*self._current, *self._waiting]:
+            _fail(request, UnreachableError("the control plane is stopping; try again"))
+        self._waiting.clear()
+
+    def _withdraw(self, request: _Request) -> None:
+        request.answer.cancel()
+        if request in self._waiting:
+            self._waiting.remove(request)
+        if self._round is not None and all(other.answer.done() for other in self._current):
+            self._round.cancel()
+
+    async def _run(self) -> None:
+        while self._waiting:
+            self._current, self._waiting = self._waiting, []
+            self._round = asyncio.create_task(self._one_round(self._current))
+            try:
+                await asyncio.wait({self._round})
+            finally:
+                await _ended(self._round)
+            _settle(self._current, self._round)
+            self._current, self._round = [], None
+
+    async def _one_round(self, requests: Sequence[_Request]) -> Verdict:
+        view = self._view()
+        if view.absent:
+            told = "; ".join(f"rank {rank.rank}: {rank.reason}" for rank in view.absent[:8])
+            raise UnreachableError(f"a boundary needs all {len(view.ranks)} ranks; {told}")
+        self._last_boundary = max(self._last_boundary, view.highest_boundary) + 1
+        self.round_count += 1
+        timeout_s = max(request.deadline_s for request in requests) - self._clock()
+        ids = {
+            report.rank: [i for r in requests for i in r.snapshots.get(report.rank, ())]
+            for report in view.joined
+        }
+        tasks = {
+            asyncio.create_task(
+                self._calls.capture(
+                    report.rank,
+                    report.peer.address,
+                    self._last_boundary,
+                    ids[report.rank],
+                    timeout_s,
+                )
+            ): report.rank
+            for report in view.joined
+        }
+        try:
+            verdict = await self._gathered(tasks)
+        finally:
+            for task in tasks:
+                await _ended(task)
+        self.captured_count += verdict.captured
+        return verdict
+
+    async def _gathered(self, tasks: Mapping[asyncio.Task[RankAnswer], int]) -> Verdict:
+        pending = set(tasks)
+        answers: list[RankAnswer] = []
+        while pending:
+            done, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
+            failures: dict[int, ParamdError] = {}
+            for task in done:
+                error = task.exception()
+                if error is None:
+                    answers.append(task.result())
+                elif isinstance(error, ParamdError):
+                    failures[tasks[task]] = error
+                else:
+                    raise error
+            if failures:
+                raise worst(failures)
+            if not all(answer.captured for answer in answers):
+                break
+        answers.sort(key=lambda answer: answer.rank)
+        return decide(self._epoch, len(tasks), answers)
+
+
+async def _ended(task: asyncio.Task[RankAnswer] | asyncio.Task[Verdict]) -> None:
+    """Cancels a task if it still runs, and waits for its end, whatever it ends with."""
+    if not task.done():
+        task.cancel()
+        await asyncio.wait({task})
+    if not task.cancelled():
+        task.exception()
+
+
+def _settle(requests: Sequence[_Request], ended: asyncio.Task[Verdict]) -> None:
+    for request in requests:
+        if ended.cancelled():
+            _fail(request, UnreachableError("the round was withdrawn; try again"))
+        elif (error := ended.exception()) is not None:
+            _fail(request, error)
+        elif not request.answer.done():
+            request.answer.set_result(ended.result())
+
+
+def _fail(request: _Request, error: BaseException) -> None:
+    if not request.answer.done():
+        request.answer.set_exception(error)

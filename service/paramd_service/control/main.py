@@ -1,0 +1,59 @@
+"""The embedded control plane's process: parse, build, run, close."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import os
+import signal
+import sys
+from collections.abc import Sequence
+
+from paramd.errors import ParamdError, codes_of
+from paramd_service.control.config import Bootstrap, ControlConfig, read_bootstrap
+from paramd_service.control.control_plane import ControlPlane
+
+log = logging.getLogger("paramd.control")
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Runs one control plane until it has nothing left to do; returns the exit code."""
+    logging.basicConfig(
+        level=os.environ.get("PARAMD_LOG_LEVEL", "INFO").upper(),
+        format="%(asctime)s %(levelname)s %(name)s: %(message)s",
+        stream=sys.stderr,
+    )
+    try:
+        config = ControlConfig.from_arguments(arguments)
+        bootstrap = read_bootstrap(sys.stdin.buffer, job=config.job)
+        asyncio.run(_run(config, bootstrap))
+    except ParamdError as error:
+        print(f"paramd control: {error}", file=sys.stderr)
+        return codes_of(error).exit
+    return 0
+
+
+async def _run(config: ControlConfig, bootstrap: Bootstrap) -> None:
+    control = ControlPlane(config, bootstrap)
+    _handle_signals(control)
+    try:
+        endpoint = await control.start()
+        print(json.dumps({"url": endpoint.url, "grpc_address": endpoint.grpc_address}), flush=True)
+        reason = await control.wait_until_done()
+        log.info("ends: %s", reason)
+    finally:
+        await control.stop()
+
+
+def _handle_signals(control: ControlPlane) -> None:
+    """The first signal drains; a second one ends the process at once."""
+    loop = asyncio.get_running_loop()
+
+    def handle(number: int) -> None:
+        if control.asked_to_stop:
+            os._exit(128 + number)
+        control.ask_to_stop(f"signal {signal.Signals(number).name}")
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, handle, number)

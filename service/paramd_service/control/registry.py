@@ -1,0 +1,164 @@
+"""Who has joined: keeps each rank's last report, fenced by epoch and by stream."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from paramd.errors import ConflictError, UsageError
+from paramd.v1 import common_pb2, control_pb2
+from paramd_service.control.config import Bootstrap
+from paramd_service.control.view import MeshView, Report, mesh_view
+
+MAX_TEXT_CHARS = 4096
+"""Longest text that a report may hold in one field."""
+
+
+@dataclass(frozen=True, slots=True)
+class Member:
+    """One stream's right to speak for a rank, until another stream takes it over."""
+
+    rank: int
+    serial: int
+
+
+class Registry:
+    """The mesh of one epoch. Used on the event loop only; nothing here waits."""
+
+    def __init__(
+        self,
+        bootstrap: Bootstrap,
+        *,
+        silent_after_s: float,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._bootstrap = bootstrap
+        self._silent_after_s = silent_after_s
+        self._clock = clock
+        self._reports: dict[int, Report] = {}
+        self._serials: dict[int, int] = {}
+        self._next_serial = 0
+        self._changed = asyncio.Event()
+        self._empty_since_s: float | None = clock()
+
+    @property
+    def empty_since_s(self) -> float | None:
+        """Since when no sidecar has been joined (from the start on), or None."""
+        return self._empty_since_s
+
+    def view(self) -> MeshView:
+        """The mesh now."""
+        return mesh_view(
+            self._reports,
+            world_size=self._bootstrap.world_size,
+            now_s=self._clock(),
+            silent_after_s=self._silent_after_s,
+        )
+
+    def peers(self) -> list[common_pb2.Peer]:
+        """Where the joined sidecars are found, ordered by rank."""
+        reports = (self._reports[rank] for rank in sorted(self._reports))
+        return [report.peer for report in reports if report.connected and not report.leaving]
+
+    def changed(self) -> asyncio.Event:
+        """Is set once at the next change of `peers`; ask for a new one each time."""
+        return self._changed
+
+    def join(self, request: control_pb2.JoinRequest) -> Member:
+        """Takes in a stream's first report. A later stream of the same rank takes over.
+
+        Raises:
+            UsageError: rank, world size or a text is out of range.
+            ConflictError: another job or epoch.
+        """
+        self._check(request)
+        self._next_serial += 1
+        member = Member(request.header.rank, self._next_serial)
+        self._serials[member.rank] = member.serial
+        self._store(request)
+        return member
+
+    def update(self, member: Member, request: control_pb2.JoinRequest) -> None:
+        """Takes in a later report of a stream.
+
+        Raises:
+            UsageError, ConflictError: as `join`; or another stream took the rank over.
+        """
+        self._check(request)
+        if request.header.rank != member.rank:
+            raise UsageError(f"rank {request.header.rank} on the stream of rank {member.rank}")
+        if self._serials.get(member.rank) != member.serial:
+            raise ConflictError(f"another sidecar has joined as rank {member.rank}")
+        self._store(request)
+
+    def lose(self, member: Member) -> None:
+        """The stream has ended. Without effect when another one took the rank over."""
+        if self._serials.get(member.rank) != member.serial:
+            return
+        del self._serials[member.rank]
+        report = self._reports[member.rank]
+        self._put(replace(report, connected=False, changed_s=self._clock()))
+
+    def _store(self, request: control_pb2.JoinRequest) -> None:
+        self._put(
+            Report(
+                rank=request.header.rank,
+                step=request.header.step,
+                layout_digest=request.header.layout_digest,
+                peer=request.peer,
+                state=request.state,
+                version=request.version,
+                leaving=request.leaving,
+                connected=True,
+                changed_s=self._clock(),
+            )
+        )
+
+    def _put(self, report: Report) -> None:
+        before = self.peers()
+        self._reports[report.rank] = report
+        after = self.peers()
+        if before != after:
+            self._changed.set()
+            self._changed = asyncio.Event()
+        if after:
+            self._empty_since_s = None
+        elif self._empty_since_s is None:
+            self._empty_since_s = self._clock()
+
+    def _check(self, request: control_pb2.JoinRequest) -> None:
+        header, mine = request.header, self._bootstrap
+        if header.job != mine.job or header.epoch != mine.epoch:
+            raise ConflictError(
+                f"the report is of job {header.job[:64]!r}, epoch {header.epoch}; this is the "
+                f"control plane of job {mine.job!r}, epoch {mine.epoch}"
+            )
+        if request.world_size != mine.world_size:
+            raise UsageError(f"world_size: {request.world_size}; this mesh has {mine.world_size}")
+        if not 0 <= header.rank < mine.world_size:
+            raise UsageError(f"rank: {header.rank}; expected 0 to {mine.world_size - 1}")
+        if not header.rank == request.peer.rank == request.state.rank:
+            raise UsageError(
+                f"header, peer and state speak of different ranks: {header.rank}, "
+                f"{request.peer.rank}, {request.state.rank}"
+            )
+        _check_texts(request)
+
+
+def _check_texts(request: control_pb2.JoinRequest) -> None:
+    texts = {
+        "address": request.peer.address,
+        "socket_path": request.peer.socket_path,
+        "host_id": request.peer.host_id,
+        "version": request.version,
+        "layout_digest": request.header.layout_digest,
+        "agreement_reason": request.state.agreement_reason,
+    }
+    for name, text in texts.items():
+        if len(text) > MAX_TEXT_CHARS:
+            raise UsageError(f"{name}: {len(text)} characters; expected at most {MAX_TEXT_CHARS}")
+    host, _, port = request.peer.address.rpartition(":")
+    if not host or not port.isdecimal():
+        raise UsageError(f"address: {request.peer.address!r}; expected host:port")

@@ -9,7 +9,12 @@ from pathlib import Path
 import paramd
 import paramd_service
 
-NEEDS_TORCH = ("paramd.trainer", "paramd.mesh.assemble")
+NEEDS_TORCH = (
+    "paramd.trainer",
+    "paramd.examples",
+    "paramd.mesh.assemble",
+    "paramd.mesh.views",
+)
 """Modules, and packages with all of theirs, that may load torch when imported."""
 
 HEAVY = ("torch", "numpy")

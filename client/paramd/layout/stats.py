@@ -175,7 +175,8 @@ def stats_items(plan: ReadPlan) -> dict[int, tuple[StatsItem, ...]]:
 
 def _runs(landing: Landing, dtype: str, left: int) -> Iterator[StatsItem]:
     # The fastest dims that follow each other without a gap form one run.
-    run, outer = 1, []
+    run = 1
+    outer: list[tuple[int, int]] = []
     for stride, size in sorted(zip(landing.strides, landing.sizes, strict=True)):
         if size > 1:
             if not outer and stride == run:

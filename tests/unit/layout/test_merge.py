@@ -1,0 +1,299 @@
+"""Layouts merge only when all ranks agree and every element has exactly one region."""
+
+from __future__ import annotations
+
+import itertools
+import subprocess
+import sys
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from paramd.errors import UsageError
+from paramd.layout.codec import (
+    decode_layout,
+    decode_local,
+    encode_layout,
+    encode_local,
+    join_batches,
+    layout_batches,
+)
+from paramd.layout.merge import LocalLayout, LocalTensor, layout_digest, merge_layouts
+from paramd.layout.types import (
+    Box,
+    Interval,
+    Layout,
+    Piece,
+    Region,
+    TensorKind,
+    TensorLayout,
+)
+from paramd.v1 import layout_pb2
+from tests.unit.layout.simulate import BOXES, Spec, build, fsdp1
+
+SPECS = [
+    Spec(f"w{number}", "float32", shape)
+    for number, shape in enumerate([(), (0,), (7,), (5, 3), (3, 2, 5)])
+]
+
+
+def local(rank: int, *regions: Region, shape: tuple[int, ...] = (4, 6)) -> LocalLayout:
+    pieces = tuple(Piece(rank, 0, region) for region in regions)
+    tensor = LocalTensor(
+        fqn="w",
+        dtype="float32",
+        shape=shape,
+        kind=TensorKind.PARAMETER,
+        placement="?",
+        pieces=pieces,
+    )
+    return LocalLayout(rank=rank, arena_bytes=96, tensors=(tensor,))
+
+
+def changed(layout: LocalLayout, **fields: object) -> LocalLayout:
+    tensor = replace(layout.tensors[0], **fields)  # type: ignore[arg-type]
+    return replace(layout, tensors=(tensor,))
+
+
+TOP, BOTTOM = Box((0, 0), (2, 6)), Box((2, 0), (4, 6))
+
+
+def test_shards_merge_in_the_order_of_ranks() -> None:
+    layout = merge_layouts([local(1, BOTTOM), local(0, TOP), local(2)])
+    assert layout.world_size == 3
+    assert layout.arena_bytes == (96, 96, 96)
+    (tensor,) = layout.tensors
+    assert [(p.rank, p.region) for p in tensor.pieces] == [(0, TOP), (1, BOTTOM)]
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+@pytest.mark.parametrize("kind", [*BOXES, "fsdp1"])
+def test_every_way_of_sharding_covers_its_tensors(kind: str, world_size: int) -> None:
+    held = (
+        fsdp1(SPECS, world_size)
+        if kind == "fsdp1"
+        else [BOXES[kind](spec, world_size) for spec in SPECS]
+    )
+    layout = build(SPECS, held).layout
+    assert [tensor.fqn for tensor in layout.tensors] == [spec.fqn for spec in SPECS]
+    assert decode_layout(encode_layout(layout)) == layout
+
+
+@pytest.mark.parametrize(
+    ("regions", "reason"),
+    [
+        ([TOP], "no rank holds 12 of its 24 elements"),
+        ([TOP, Box((1, 0), (4, 6))], r"overlap: \[0:2, 0:6\] and \[1:4, 0:6\]"),
+        ([Box((0, 0), (4, 3)), Box((0, 2), (4, 5))], "overlap"),
+        ([Box((0, 0), (4, 6)), TOP], "overlap"),
+        ([Box((0, 0), (5, 6))], r"box \[0, 5\) lies outside of dim 0 with size 4"),
+        ([Box((0,), (4,))], "has not the 2 dims"),
+        ([Interval(0, 10), Interval(12, 24)], r"no rank holds elements \[10, 12\)"),
+        ([Interval(0, 13), Interval(12, 24)], r"different regions hold elements \[12, 13\)"),
+        ([Interval(0, 13)], r"no rank holds elements \[13, 24\)"),
+        ([Interval(0, 25)], "lies outside of 24 elements"),
+        ([Interval(0, 12), Box((0, 3), (4, 6))], "mix boxes with intervals"),
+        ([Interval(0, 12), Box((1, 0), (4, 6))], r"hold elements \[6, 12\)"),
+        ([], r"no rank holds elements \[0, 24\)"),
+    ],
+)
+def test_holes_overlaps_and_foreign_regions_are_refused(regions: list[Region], reason: str) -> None:
+    ranks = [local(rank, region) for rank, region in enumerate(regions)]
+    ranks.append(local(len(regions)))
+    with pytest.raises(UsageError, match=f"tensor 'w'.*{reason}"):
+        merge_layouts(ranks)
+
+
+def test_a_box_of_rows_and_intervals_may_share_a_tensor() -> None:
+    layout = merge_layouts([local(0, Interval(0, 12)), local(1, BOTTOM)])
+    assert len(layout.tensors[0].pieces) == 2
+
+
+@given(
+    cuts=st.lists(st.integers(0, 12), max_size=4),
+    drop=st.integers(0, 3),
+    shift=st.integers(0, 1),
+)
+def test_coverage_agrees_with_counting_elements(cuts: list[int], drop: int, shift: int) -> None:
+    edges = sorted({0, 12, *cuts})
+    boxes = [Box((low,), (min(high + shift, 12),)) for low, high in itertools.pairwise(edges)]
+    boxes = [box for at, box in enumerate(boxes) if at != drop - 1]
+    counts = [0] * 12
+    for box in boxes:
+        for at in range(box.begin[0], box.end[0]):
+            counts[at] += 1
+    ranks = [local(rank, box, shape=(12,)) for rank, box in enumerate(boxes)] or [
+        local(0, shape=(12,))
+    ]
+    if counts == [1] * 12:
+        assert len(merge_layouts(ranks).tensors[0].pieces) == len(boxes)
+    else:
+        with pytest.raises(UsageError, match="'w'"):
+            merge_layouts(ranks)
+
+
+@pytest.mark.parametrize(
+    ("fields", "reason"),
+    [
+        ({"dtype": "bfloat16"}, "rank 0 says dtype float32, rank 1 says bfloat16"),
+        ({"shape": (4, 7)}, r"shape \(4, 6\), rank 1 says \(4, 7\)"),
+        ({"kind": TensorKind.BUFFER}, "rank 1 says TensorKind.BUFFER"),
+        ({"fqn": "v"}, "rank 0 has tensor 'w' but rank 1 does not name it"),
+        ({"pieces": (Piece(1, 52, BOTTOM),)}, r"bytes \[52, 100\) lie outside of its arena of 96"),
+        ({"pieces": (Piece(1, -4, BOTTOM),)}, "lie outside of its arena"),
+        ({"pieces": (Piece(0, 0, BOTTOM),)}, "its piece says rank 0"),
+        ({"pieces": (Piece(1, 0, BOTTOM, (8, 1)),)}, r"strides \(8, 1\) are not dense"),
+        ({"pieces": (Piece(1, 0, BOTTOM, (1,)),)}, "are not dense"),
+        ({"pieces": (Piece(1, 0, Interval(12, 24), (1,)),)}, "an interval has no strides"),
+        ({"aliases": ("w",)}, "rank 1 names 'w' twice"),
+    ],
+)
+def test_ranks_that_disagree_or_err_are_named(fields: dict[str, object], reason: str) -> None:
+    with pytest.raises(UsageError, match=reason):
+        merge_layouts([local(0, TOP), changed(local(1, BOTTOM), **fields)])
+
+
+def test_an_unknown_dtype_is_refused() -> None:
+    with pytest.raises(UsageError, match="dtype 'quint8', which is not supported"):
+        merge_layouts([changed(local(0), dtype="quint8")])
+
+
+@pytest.mark.parametrize("ranks", [[], [1], [0, 0], [0, 2]])
+def test_missing_and_doubled_ranks_are_refused(ranks: list[int]) -> None:
+    with pytest.raises(UsageError, match="one layout from every rank"):
+        merge_layouts([local(rank, TOP) for rank in ranks])
+
+
+def test_row_major_strides_are_no_strides_and_aliases_unite() -> None:
+    one = changed(local(0, TOP), pieces=(Piece(0, 0, TOP, (6, 1)),), aliases=("a", "b"))
+    two = changed(local(1), pieces=(Piece(1, 0, BOTTOM, (1, 2)),), aliases=("b", "c"))
+    (tensor,) = merge_layouts([one, two]).tensors
+    assert [piece.strides for piece in tensor.pieces] == [None, (1, 2)]
+    assert tensor.aliases == ("a", "b", "c")
+
+
+def test_a_grid_of_many_ranks_merges() -> None:
+    spec = Spec("w", "float32", (512, 8))
+    assert len(build([spec], [BOXES["grid"](spec, 256)]).layout.tensors[0].pieces) == 256
+
+
+# Digests and codecs.
+
+regions = st.one_of(
+    st.builds(Interval, st.integers(0, 2**40), st.integers(0, 2**40)),
+    st.lists(st.tuples(st.integers(0, 9), st.integers(0, 9)), max_size=3).map(
+        lambda pairs: Box(tuple(b for b, _ in pairs), tuple(e for _, e in pairs))
+    ),
+)
+pieces = st.builds(
+    Piece,
+    st.integers(0, 3),
+    st.integers(0, 2**40),
+    regions,
+    st.none() | st.lists(st.integers(0, 99), min_size=1, max_size=3).map(tuple),
+)
+tensor_fields = {
+    "fqn": st.text(alphabet="ab.é", max_size=5),
+    "dtype": st.sampled_from(["float32", "bool"]),
+    "shape": st.lists(st.integers(0, 2**33), max_size=3).map(tuple),
+    "kind": st.sampled_from(TensorKind),
+    "pieces": st.lists(pieces, max_size=3).map(tuple),
+    "aliases": st.lists(st.text(alphabet="ab.", max_size=3), max_size=2).map(tuple),
+    "placement": st.sampled_from(["", "Shard(0) over 2"]),
+}
+tensors = st.builds(TensorLayout, **tensor_fields)  # type: ignore[arg-type]
+layouts = st.lists(tensors, max_size=5).flatmap(
+    lambda found: st.lists(st.integers(0, 2**45), max_size=4).map(
+        lambda arenas: Layout(len(arenas), tuple(arenas), tuple(found))
+    )
+)
+
+
+@given(layout=layouts, max_tensors=st.integers(1, 3))
+def test_what_is_encoded_decodes_to_the_same(layout: Layout, max_tensors: int) -> None:
+    data = encode_layout(layout).SerializeToString()
+    decoded = decode_layout(layout_pb2.Layout.FromString(data))
+    assert decoded == layout
+    assert layout_digest(decoded) == layout_digest(layout)
+    batches = list(layout_batches(layout, max_tensors))
+    assert all(len(batch.tensors) <= max_tensors for batch in batches)
+    assert len(batches) == max(1, -(-len(layout.tensors) // max_tensors))
+    assert join_batches(batches) == layout
+
+
+@given(one=layouts, other=layouts)
+def test_digests_are_equal_only_for_equal_layouts(one: Layout, other: Layout) -> None:
+    assert (layout_digest(one) == layout_digest(other)) == (one == other)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"fqn": "v"},
+        {"dtype": "int32"},
+        {"shape": (2, 12)},
+        {"kind": TensorKind.BUFFER},
+        {"aliases": ("v",)},
+        {"placement": "Replicate()"},
+        {"pieces": (Piece(0, 0, Interval(0, 24)),)},
+        {"pieces": (Piece(0, 4, Box((0, 0), (4, 6))),)},
+        {"pieces": (Piece(1, 0, Box((0, 0), (4, 6))),)},
+        {"pieces": (Piece(0, 0, Box((0, 0), (4, 6)), (1, 4)),)},
+    ],
+)
+def test_every_field_is_in_the_digest(fields: dict[str, object]) -> None:
+    layout = merge_layouts([local(0, Box((0, 0), (4, 6)))])
+    other = replace(layout.tensors[0], **fields)  # type: ignore[arg-type]
+    assert layout_digest(replace(layout, tensors=(other,))) != layout_digest(layout)
+    assert layout_digest(replace(layout, arena_bytes=(97,))) != layout_digest(layout)
+
+
+@given(
+    rank=st.integers(0, 2**31),
+    arena_bytes=st.integers(0, 2**45),
+    found=st.lists(st.builds(LocalTensor, **tensor_fields), max_size=3),  # type: ignore[arg-type]
+)
+def test_local_layouts_survive_the_exchange(
+    rank: int, arena_bytes: int, found: list[LocalTensor]
+) -> None:
+    whole = LocalLayout(rank=rank, arena_bytes=arena_bytes, tensors=tuple(found))
+    assert decode_local(encode_local(whole)) == whole
+
+
+def test_digests_are_the_same_in_every_process() -> None:
+    layout = merge_layouts([local(0, TOP), local(1, BOTTOM)])
+    script = (
+        "import sys; from paramd.layout.codec import decode_layout; "
+        "from paramd.layout.merge import layout_digest; from paramd.v1 import layout_pb2; "
+        "m = layout_pb2.Layout.FromString(sys.stdin.buffer.read()); "
+        "print(layout_digest(decode_layout(m)))"
+    )
+    answer = subprocess.run(
+        [sys.executable, "-c", script],
+        input=encode_layout(layout).SerializeToString(),
+        capture_output=True,
+        check=True,
+        timeout=60,
+        env={"PYTHONPATH": ":".join(sys.path), "PYTHONHASHSEED": "7"},
+    )
+    assert answer.stdout.decode().strip() == layout_digest(layout)
+
+
+@pytest.mark.parametrize("data", [b"", b"short", b"\0" * 8, b"\0" * 8 + b"\xff\xff\xff"])
+def test_bytes_that_are_no_local_layout_are_refused(data: bytes) -> None:
+    with pytest.raises(UsageError, match="no layout of one rank"):
+        decode_local(data)
+
+
+def test_messages_that_lack_something_are_refused() -> None:
+    with pytest.raises(UsageError, match="2 ranks names 0 arenas"):
+        decode_layout(layout_pb2.Layout(world_size=2))
+    with pytest.raises(UsageError, match="'w' has kind 0"):
+        decode_layout(layout_pb2.Layout(tensors=[layout_pb2.Tensor(fqn="w")]))
+    tensor = layout_pb2.Tensor(
+        fqn="w", kind=layout_pb2.TENSOR_KIND_BUFFER, pieces=[layout_pb2.Piece()]
+    )
+    with pytest.raises(UsageError, match="'w' has no region"):
+        decode_layout(layout_pb2.Layout(tensors=[tensor]))

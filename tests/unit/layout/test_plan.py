@@ -1,0 +1,254 @@
+"""Plans gather the right bytes, for every way of sharding that torch has."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from paramd.errors import UnreachableError, UsageError
+from paramd.layout.landings import Landing, blocks
+from paramd.layout.plan import ReadPlan, plan_read
+from paramd.layout.regions import cover_numel, full_box, row_major
+from paramd.layout.select import NameIndex, SelectedTensor, select
+from paramd.layout.stats import stats_items
+from paramd.layout.types import Box
+from tests.unit.layout.simulate import (
+    BOXES,
+    Held,
+    Spec,
+    World,
+    build,
+    cut,
+    element,
+    flat_indexes,
+    fsdp1,
+    gather,
+)
+
+DTYPES = ["float32", "bfloat16", "float8_e4m3fn", "bool", "int64", "complex128"]
+SHAPES = [(), (1,), (3,), (7,), (0,), (2, 0), (5, 3), (1, 4), (4, 6), (3, 2, 5), (2, 3, 2, 3)]
+SPECS = [
+    Spec(f"w{number}", DTYPES[number % len(DTYPES)], shape) for number, shape in enumerate(SHAPES)
+]
+KINDS = [*BOXES, "fsdp1"]
+
+
+def world_of(kind: str, world: int) -> World:
+    if kind == "fsdp1":
+        return build(SPECS, fsdp1(SPECS, world))
+    return build(SPECS, [BOXES[kind](spec, world) for spec in SPECS])
+
+
+def slices_of(shape: tuple[int, ...]) -> list[Box]:
+    """The whole, and for each dim the first, the last, and all but the edges."""
+    boxes = [full_box(shape)]
+    for dim, size in enumerate(shape):
+        for low, high in {(0, min(1, size)), (max(size - 1, 0), size), (size // 3, size)}:
+            begin, end = [0] * len(shape), list(shape)
+            begin[dim], end[dim] = low, high
+            boxes.append(Box(tuple(begin), tuple(end)))
+    boxes.append(Box(tuple(size // 4 for size in shape), tuple((3 * s + 3) // 4 for s in shape)))
+    return boxes
+
+
+def check_stats_items(plan: ReadPlan, world: World) -> None:
+    """The items hold exactly the wanted elements, in any order."""
+    snapshots = world.snapshots(plan)
+    found: list[list[bytes]] = [[] for _ in plan.tensors]
+    for rank, items in stats_items(plan).items():
+        for item in items:
+            size = plan.tensors[item.tensor].size_bytes // math.prod(
+                plan.tensors[item.tensor].shape
+            )
+            data = snapshots[rank][item.begin_bytes :]
+            found[item.tensor].extend(element(data, at, size) for at in range(item.numel))
+    for tensor, got, want in zip(plan.tensors, found, world.expected(plan), strict=True):
+        numel = math.prod(tensor.shape)
+        size = len(want) // numel if numel else 0
+        assert sorted(got) == sorted(element(want, at, size) for at in range(numel))
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+@pytest.mark.parametrize("kind", KINDS)
+def test_whole_model_is_gathered_byte_exact(kind: str, world_size: int) -> None:
+    world = world_of(kind, world_size)
+    plan = plan_read(world.layout, select(NameIndex(world.layout), "*"))
+    snapshots = world.snapshots(plan)
+    assert gather(plan, snapshots) == world.expected(plan)
+    assert gather(plan, snapshots, max_block_bytes=16) == world.expected(plan)
+    check_stats_items(plan, world)
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+@pytest.mark.parametrize("kind", KINDS)
+def test_slices_are_gathered_byte_exact(kind: str, world_size: int) -> None:
+    world = world_of(kind, world_size)
+    for tensor in world.layout.tensors:
+        for box in slices_of(tensor.shape):
+            plan = plan_read(world.layout, [SelectedTensor(tensor, tensor.fqn, box, ())])
+            snapshots = world.snapshots(plan)
+            assert gather(plan, snapshots) == world.expected(plan)
+            assert gather(plan, snapshots, max_block_bytes=32) == world.expected(plan)
+            check_stats_items(plan, world)
+
+
+@st.composite
+def sharded_worlds(draw: st.DrawFn) -> World:
+    shape = tuple(draw(st.lists(st.integers(1, 5), max_size=4)))
+    spec = Spec("w", draw(st.sampled_from(DTYPES)), shape)
+    boxes = [full_box(shape)]
+    for dim in draw(st.lists(st.integers(0, max(len(shape) - 1, 0)), max_size=2)):
+        parts = draw(st.integers(1, 3))
+        boxes = [cut(box, dim, parts, part) for box in boxes for part in range(parts)]
+    boxes = [box for box in dict.fromkeys(boxes) if box.numel]
+    replicas = draw(st.integers(1, 2))
+    held: Held = []
+    for box in boxes * replicas:
+        order = draw(st.permutations(range(len(shape))))
+        dense = row_major([box.sizes[dim] for dim in order])
+        strides = tuple(dense[order.index(dim)] for dim in range(len(shape)))
+        held.append([(box, strides or None)])
+    return build([spec], [held], seed=draw(st.integers(0, 9)))
+
+
+@settings(max_examples=300, deadline=None)
+@given(world=sharded_worlds(), data=st.data())
+def test_any_boxes_strides_and_slices_are_gathered_byte_exact(
+    world: World, data: st.DataObject
+) -> None:
+    (tensor,) = world.layout.tensors
+    bounds = [sorted(data.draw(st.tuples(*[st.integers(0, s)] * 2))) for s in tensor.shape]
+    box = Box(tuple(low for low, _ in bounds), tuple(high for _, high in bounds))
+    plan = plan_read(world.layout, [SelectedTensor(tensor, "w", box, ())])
+    snapshots = world.snapshots(plan)
+    limit = data.draw(st.integers(16, 200))
+    assert gather(plan, snapshots) == world.expected(plan)
+    assert gather(plan, snapshots, max_block_bytes=limit) == world.expected(plan)
+    check_stats_items(plan, world)
+    for read in plan.ranks:
+        begins = [landing.begin_bytes for landing in read.landings]
+        assert begins == sorted(begins)
+        assert all(a[1] < b[0] for a, b in itertools.pairwise(read.spans))
+        assert read.size_bytes == sum(end - begin for begin, end in read.spans)
+
+
+@settings(max_examples=200, deadline=None)
+@given(shape=st.lists(st.integers(1, 4), max_size=4).map(tuple), data=st.data())
+def test_any_intervals_and_slices_are_gathered_byte_exact(
+    shape: tuple[int, ...], data: st.DataObject
+) -> None:
+    specs = [Spec("a", "int16", (3,)), Spec("w", "float32", shape), Spec("b", "int8", (2, 2))]
+    world = build(specs, fsdp1(specs, data.draw(st.integers(1, 5))))
+    tensor = world.layout.tensors[1]
+    bounds = [sorted(data.draw(st.tuples(*[st.integers(0, s)] * 2))) for s in shape]
+    box = Box(tuple(low for low, _ in bounds), tuple(high for _, high in bounds))
+    plan = plan_read(world.layout, [SelectedTensor(tensor, "w", box, ())])
+    snapshots = world.snapshots(plan)
+    assert gather(plan, snapshots) == world.expected(plan)
+    assert gather(plan, snapshots, max_block_bytes=8) == world.expected(plan)
+    check_stats_items(plan, world)
+
+
+def test_only_what_a_slice_needs_is_read() -> None:
+    specs = [Spec("w", "float32", (64, 64))]
+    world = build(specs, [BOXES["fsdp2"](specs[0], 4)])
+    plan = plan_read(world.layout, select(NameIndex(world.layout), "w[16:18, 8:24]"))
+    (read,) = plan.ranks
+    assert read.rank == 1
+    # One row from the 8th element on, and the second up to its 24th.
+    assert read.size_bytes == (64 + 16) * 4
+    assert not read.landings[0].direct
+
+
+def test_rows_of_a_row_major_tensor_land_directly() -> None:
+    specs = [Spec("w", "float32", (8, 4))]
+    world = build(specs, [BOXES["fsdp2"](specs[0], 2)])
+    plan = plan_read(world.layout, select(NameIndex(world.layout), "w[2:6]"))
+    found = [(r.rank, r.size_bytes, r.landings[0].target_begin_bytes) for r in plan.ranks]
+    assert found == [(0, 32, 0), (1, 32, 32)]
+
+
+def test_neighbours_in_the_arena_become_one_span() -> None:
+    world = world_of("replicated", 1)
+    (read,) = plan_read(world.layout, select(NameIndex(world.layout), "*")).ranks
+    assert len(read.spans) == 1
+    assert len(read.landings) == sum(1 for spec in SPECS if spec.numel)
+
+
+def replicas(world_size: int) -> World:
+    specs = [Spec(f"w{number}", "float32", (4, 4)) for number in range(12)]
+    return build(specs, [BOXES["replicated"](spec, world_size) for spec in specs])
+
+
+def test_replicas_share_the_load_evenly() -> None:
+    world = replicas(4)
+    plan = plan_read(world.layout, select(NameIndex(world.layout), "*"))
+    assert [len(read.landings) for read in plan.ranks] == [3, 3, 3, 3]
+
+
+def test_costs_and_functions_choose_among_replicas() -> None:
+    world = replicas(3)
+    selection = select(NameIndex(world.layout), "*")
+    costs = plan_read(world.layout, selection, prefer={0: math.inf, 1: 1.0, 2: 3.0})
+    assert [(r.rank, len(r.landings)) for r in costs.ranks] == [(1, 9), (2, 3)]
+    highest = plan_read(world.layout, selection, prefer=max)
+    assert [(r.rank, len(r.landings)) for r in highest.ranks] == [(2, 12)]
+    with pytest.raises(UnreachableError, match=r"'w0' is held only by ranks \[0, 1, 2\]"):
+        plan_read(world.layout, selection, prefer=dict.fromkeys(range(3), math.inf))
+
+
+def test_tensors_without_elements_need_no_rank() -> None:
+    world = world_of("fsdp2", 2)
+    plan = plan_read(world.layout, select(NameIndex(world.layout), ["w4", "w5"]))
+    assert plan.ranks == ()
+    assert [tensor.shape for tensor in plan.tensors] == [(0,), (2, 0)]
+
+
+@given(
+    sizes=st.lists(st.integers(1, 6), min_size=1, max_size=4),
+    pads=st.lists(st.integers(0, 3), min_size=4, max_size=4),
+    max_numel=st.integers(1, 60),
+    order_seed=st.integers(0, 99),
+)
+def test_blocks_tile_a_landing_in_memory_order(
+    sizes: list[int], pads: list[int], max_numel: int, order_seed: int
+) -> None:
+    order = random.Random(order_seed).sample(range(len(sizes)), len(sizes))
+    strides = [0] * len(sizes)
+    step = 1
+    for dim in order:
+        strides[dim] = step
+        step *= sizes[dim] + pads[dim]
+    landing = Landing(
+        tensor=0,
+        begin_bytes=40,
+        sizes=tuple(sizes),
+        strides=tuple(strides),
+        target=Box((2,) * len(sizes), tuple(size + 2 for size in sizes)),
+        size_bytes=cover_numel(sizes, strides) * 4,
+        direct=False,
+    )
+    found = list(blocks(landing, 4, max_numel * 4))
+    assert all(block.end_bytes - block.begin_bytes <= max_numel * 4 for block in found)
+    assert all(a.end_bytes <= b.begin_bytes for a, b in itertools.pairwise(found))
+    assert found[0].begin_bytes == 40
+    assert found[-1].end_bytes == landing.end_bytes
+    shape = [size + 2 for size in sizes]
+    covered = [at for block in found for at in flat_indexes(block.target, shape)]
+    assert sorted(covered) == sorted(flat_indexes(landing.target, shape))
+    if max_numel >= cover_numel(sizes, strides):
+        assert len(found) == 1
+
+
+def test_a_block_must_hold_one_element() -> None:
+    world = build(
+        [Spec("w", "float32", (2, 2))], [BOXES["transposed"](Spec("w", "float32", (2, 2)), 1)]
+    )
+    (read,) = plan_read(world.layout, select(NameIndex(world.layout), "w")).ranks
+    with pytest.raises(UsageError, match="at least one item of 4"):
+        next(blocks(read.landings[0], 4, 3))

@@ -1,0 +1,156 @@
+"""Merged statistics equal those of all elements at once."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from paramd.errors import UsageError
+from paramd.layout.dtypes import ITEM_BYTES, SAFETENSORS_NAMES, item_bytes, safetensors_name
+from paramd.layout.landings import Landing
+from paramd.layout.plan import RankRead, ReadPlan, ResultTensor, plan_read
+from paramd.layout.select import NameIndex, select
+from paramd.layout.stats import EMPTY, Stats, merge, merge_all, stats_items, summarize
+from paramd.layout.types import Box
+from tests.unit.layout.simulate import BOXES, Spec, build
+
+
+def stats_of(values: list[float], begin: int = -8, bins: int = 16) -> Stats:
+    """Straight from the definitions."""
+    finite = [value for value in values if math.isfinite(value)]
+    mean = math.fsum(finite) / len(finite) if finite else 0.0
+    counts = [0] * bins
+    for value in finite:
+        if value:
+            counts[min(max(math.frexp(value)[1] - 1 - begin, 0), bins - 1)] += 1
+    return Stats(
+        count=len(values),
+        zero_count=values.count(0.0),
+        nan_count=sum(map(math.isnan, values)),
+        inf_count=sum(map(math.isinf, values)),
+        mean=mean,
+        m2=math.fsum((value - mean) ** 2 for value in finite),
+        sum_squares=math.fsum(value * value for value in finite),
+        min=min(finite, default=math.inf),
+        max=max(finite, default=-math.inf),
+        exponent_counts=tuple(counts),
+        exponent_begin=begin,
+    )
+
+
+def assert_close(one: Stats, other: Stats) -> None:
+    for field in ("count", "zero_count", "nan_count", "inf_count", "min", "max"):
+        assert getattr(one, field) == getattr(other, field), field
+    assert one.exponent_counts == other.exponent_counts
+    scale = max(abs(one.min), abs(one.max), 1.0) if one.finite_count else 1.0
+    assert one.mean == pytest.approx(other.mean, rel=1e-9, abs=1e-12 * scale)
+    assert one.m2 == pytest.approx(other.m2, rel=1e-6, abs=1e-9 * scale * scale)
+    assert one.sum_squares == pytest.approx(other.sum_squares, rel=1e-9)
+
+
+values = st.lists(
+    st.floats(-1e3, 1e3) | st.sampled_from([0.0, -0.0, math.nan, math.inf, -math.inf]), max_size=20
+)
+
+
+@given(parts=st.lists(values, max_size=5))
+def test_parts_merge_to_the_whole(parts: list[list[float]]) -> None:
+    whole = [value for part in parts for value in part]
+    merged = merge_all(map(stats_of, parts))
+    assert_close(merge(merged, stats_of([])), stats_of(whole))
+
+
+@given(part=values)
+def test_merging_nothing_changes_nothing(part: list[float]) -> None:
+    stats = stats_of(part)
+    assert merge(EMPTY, stats) == merge(stats, EMPTY) == stats
+
+
+def test_histograms_with_other_bins_keep_their_exponents() -> None:
+    merged = merge(stats_of([1.0, 2.0], begin=0, bins=3), stats_of([0.25, 2.0], begin=-3, bins=5))
+    assert merged.exponent_begin == -3
+    assert merged.exponent_counts == (0, 1, 0, 1, 2, 0)
+
+
+@given(part=st.lists(st.floats(-1e3, 1e3, width=32), min_size=2, max_size=30))
+def test_summaries_are_what_torch_says(part: list[float]) -> None:
+    tensor = torch.tensor(part, dtype=torch.float64)
+    summary = summarize(merge(stats_of(part[:1]), stats_of(part[1:])))
+    assert summary.norm == pytest.approx(tensor.norm().item(), rel=1e-9)
+    assert summary.mean == pytest.approx(tensor.mean().item(), rel=1e-9, abs=1e-9)
+    assert summary.std == pytest.approx(tensor.std().item(), rel=1e-6, abs=1e-6)
+    assert (summary.min, summary.max) == (tensor.min().item(), tensor.max().item())
+
+
+def test_summaries_leave_out_what_is_not_finite() -> None:
+    summary = summarize(stats_of([3.0, math.nan, 4.0, math.inf, 0.0]))
+    assert (summary.count, summary.zero_count, summary.nan_count, summary.inf_count) == (5, 1, 1, 1)
+    assert summary.norm == 5.0
+    assert summary.exponents == ((1, 1), (2, 1))
+
+
+def test_summaries_of_nothing_have_no_numbers() -> None:
+    summary = summarize(EMPTY)
+    assert summary.count == 0
+    assert summary.norm == 0.0
+    assert summary.exponents == ()
+    assert all(map(math.isnan, (summary.mean, summary.std, summary.min, summary.max)))
+    assert math.isnan(summarize(stats_of([2.0])).std)
+
+
+def test_a_transposed_piece_is_one_item() -> None:
+    spec = Spec("w", "float32", (6, 4))
+    world = build([spec], [BOXES["transposed"](spec, 2)])
+    index = NameIndex(world.layout)
+    whole = stats_items(plan_read(world.layout, select(index, "w")))
+    assert [[item.numel for item in items] for items in whole.values()] == [[12], [12]]
+    columns = stats_items(plan_read(world.layout, select(index, "w[:, 1:3]")))
+    assert [[item.numel for item in items] for items in columns.values()] == [[6], [6]]
+    rows = stats_items(plan_read(world.layout, select(index, "w[0:2]")))
+    assert [[item.numel for item in items] for items in rows.values()] == [[2] * 4]
+
+
+def test_slices_of_very_many_runs_are_refused() -> None:
+    rows = 100_001
+    landing = Landing(
+        tensor=0,
+        begin_bytes=0,
+        sizes=(rows, 1),
+        strides=(2, 1),
+        target=Box((0, 0), (rows, 1)),
+        size_bytes=(2 * rows - 1) * 4,
+        direct=False,
+    )
+    tensor = ResultTensor(
+        name="w",
+        fqn="w",
+        dtype="float32",
+        shape=(rows, 1),
+        global_shape=(rows, 2),
+        box=Box((0, 0), (rows, 1)),
+    )
+    size_bytes = landing.size_bytes
+    read = RankRead(rank=0, spans=((0, size_bytes),), size_bytes=size_bytes, landings=(landing,))
+    with pytest.raises(UsageError, match="more than 100000 runs"):
+        stats_items(ReadPlan(tensors=(tensor,), ranks=(read,)))
+
+
+def test_dtypes_have_the_sizes_that_torch_gives_them() -> None:
+    for name, size in ITEM_BYTES.items():
+        assert getattr(torch, name).itemsize == size, name
+    with pytest.raises(UsageError, match="'quint8' is not supported"):
+        item_bytes("quint8")
+
+
+def test_dtypes_have_the_names_that_safetensors_gives_them() -> None:
+    from safetensors.torch import _TYPES
+
+    for theirs, dtype in _TYPES.items():
+        assert safetensors_name(str(dtype).removeprefix("torch.")) == theirs
+    assert set(SAFETENSORS_NAMES) == set(ITEM_BYTES) - {"complex128"}
+    with pytest.raises(UsageError, match="cannot hold dtype 'complex128'"):
+        safetensors_name("complex128")

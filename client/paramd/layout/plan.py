@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
+from functools import lru_cache
+from operator import itemgetter
 from typing import TypeAlias
 
 from paramd.errors import UnreachableError
@@ -99,9 +101,9 @@ def plan_read(
     """
     chooser = _Chooser(prefer)
     tensors: list[ResultTensor] = []
-    reads: dict[int, list[_ArenaLanding]] = {}
+    reads: dict[int, list[_Found]] = {}
     for number, item in enumerate(selection):
-        tensor = item.tensor
+        tensor, size = item.tensor, item_bytes(item.tensor.dtype)
         tensors.append(
             ResultTensor(
                 name=item.name,
@@ -113,23 +115,20 @@ def plan_read(
             )
         )
         holders: dict[Region, list[Piece]] = {}
-        for piece in tensor.pieces if item.box.numel else ():
+        for piece in tensor.pieces:
             holders.setdefault(piece.region, []).append(piece)
-        for pieces in holders.values():
-            if not _meets(pieces[0].region, item):
+        for region, pieces in holders.items():
+            if not _views(region, pieces[0].strides, tensor.shape, item.box, size):
                 continue
-            piece = chooser.choose(pieces, item)
-            found = list(_landings(piece, item, number))
-            chooser.charge(piece.rank, sum(one.size_bytes for one in found))
-            reads.setdefault(piece.rank, []).extend(found)
+            piece = chooser.choose(pieces, region.numel * size, item.name)
+            for view in _views(region, piece.strides, tensor.shape, item.box, size):
+                chooser.charge(piece.rank, view.size_bytes)
+                begin_bytes = piece.arena_begin + view.offset_bytes
+                reads.setdefault(piece.rank, []).append((begin_bytes, number, view))
     return ReadPlan(
         tensors=tuple(tensors),
         ranks=tuple(_rank_read(rank, reads[rank]) for rank in sorted(reads)),
     )
-
-
-_ArenaLanding: TypeAlias = Landing
-"""A landing whose `begin_bytes` still counts from the begin of the arena."""
 
 
 @dataclass(slots=True)
@@ -137,19 +136,21 @@ class _Chooser:
     prefer: Preference | None
     _assigned_bytes: dict[int, int] = field(default_factory=dict)
 
-    def choose(self, pieces: list[Piece], item: SelectedTensor) -> Piece:
-        by_rank = {piece.rank: piece for piece in pieces}
+    def choose(self, pieces: list[Piece], region_bytes: int, name: str) -> Piece:
         prefer = self.prefer
+        if prefer is None and len(pieces) == 1:
+            return pieces[0]
+        by_rank = {piece.rank: piece for piece in pieces}
         if callable(prefer):
             return by_rank[prefer(tuple(sorted(by_rank)))]
         costs = {rank: prefer.get(rank, 1.0) if prefer is not None else 1.0 for rank in by_rank}
-        region = pieces[0].region.numel * item_bytes(item.tensor.dtype)
-        _, rank = min(
-            (costs[rank] * (self._assigned_bytes.get(rank, 0) + region), rank) for rank in by_rank
+        cost, rank = min(
+            (costs[rank] * (self._assigned_bytes.get(rank, 0) + region_bytes), rank)
+            for rank in by_rank
         )
-        if math.isinf(costs[rank]):
+        if math.isinf(cost):
             raise UnreachableError(
-                f"a part of {item.name!r} is held only by ranks {sorted(by_rank)}, and none of "
+                f"a part of {name!r} is held only by ranks {sorted(by_rank)}, and none of "
                 "them can be asked; `paramd status` shows the ranks that answer"
             )
         return by_rank[rank]
@@ -158,91 +159,112 @@ class _Chooser:
         self._assigned_bytes[rank] = self._assigned_bytes.get(rank, 0) + size_bytes
 
 
-def _meets(region: Region, item: SelectedTensor) -> bool:
-    if isinstance(region, Box):
-        return intersection(region, item.box) is not None
-    wanted = flat_interval(item.box, item.tensor.shape)
-    if wanted is not None:
-        return max(region.begin, wanted.begin) < min(region.end, wanted.end)
-    boxes = boxes_of_interval(region, item.tensor.shape)
-    return any(intersection(box, item.box) is not None for box in boxes)
+@dataclass(frozen=True, slots=True)
+class _View:
+    """A landing before it is known where its piece lies. Alike for the layers of a model."""
+
+    offset_bytes: int
+    """From the begin of the piece to the view's first element."""
+    sizes: tuple[int, ...]
+    strides: tuple[int, ...]
+    target: Region
+    size_bytes: int
+    target_begin_bytes: int | None
+    """None when the view is not direct."""
 
 
-def _landings(piece: Piece, item: SelectedTensor, number: int) -> Iterable[_ArenaLanding]:
-    size = item_bytes(item.tensor.dtype)
-    if isinstance(piece.region, Box):
-        strides = piece.strides if piece.strides is not None else row_major(piece.region.sizes)
-        yield _box_landing(piece.region, strides, piece.arena_begin, item, number)
-        return
-    wanted = flat_interval(item.box, item.tensor.shape)
-    if wanted is not None:
-        yield _interval_landing(piece.region, wanted, piece.arena_begin, size, number)
-        return
-    begin_bytes = piece.arena_begin
-    for box in boxes_of_interval(piece.region, item.tensor.shape):
-        if intersection(box, item.box) is not None:
-            yield _box_landing(box, row_major(box.sizes), begin_bytes, item, number)
-        begin_bytes += box.numel * size
+_Found: TypeAlias = tuple[int, int, _View]
+"""First byte in the arena, index of the tensor, and the view."""
 
 
-def _interval_landing(
-    held: Interval, wanted: Interval, arena_begin: int, item_size: int, number: int
-) -> _ArenaLanding:
+@lru_cache(maxsize=8192)
+def _views(
+    held: Region, strides: tuple[int, ...] | None, shape: tuple[int, ...], wanted: Box, size: int
+) -> tuple[_View, ...]:
+    """What a piece of `held` has of `wanted`; nothing when they share no element."""
+    if isinstance(held, Box):
+        steps = strides if strides is not None else row_major(held.sizes)
+        return _box_views(held, steps, wanted, size, 0)
+    if not wanted.numel:
+        return ()
+    run = flat_interval(wanted, shape)
+    if run is not None:
+        return _interval_views(held, run, size)
+    views: list[_View] = []
+    offset_bytes = 0
+    for box in boxes_of_interval(held, shape):
+        views.extend(_box_views(box, row_major(box.sizes), wanted, size, offset_bytes))
+        offset_bytes += box.numel * size
+    return tuple(views)
+
+
+def _interval_views(held: Interval, wanted: Interval, size: int) -> tuple[_View, ...]:
     begin, end = max(held.begin, wanted.begin), min(held.end, wanted.end)
-    return Landing(
-        tensor=number,
-        begin_bytes=arena_begin + (begin - held.begin) * item_size,
+    if begin >= end:
+        return ()
+    view = _View(
+        offset_bytes=(begin - held.begin) * size,
         sizes=(end - begin,),
         strides=(1,),
         target=Interval(begin - wanted.begin, end - wanted.begin),
-        size_bytes=(end - begin) * item_size,
-        direct=True,
-        target_begin_bytes=(begin - wanted.begin) * item_size,
+        size_bytes=(end - begin) * size,
+        target_begin_bytes=(begin - wanted.begin) * size,
     )
+    return (view,)
 
 
-def _box_landing(
-    held: Box, strides: tuple[int, ...], arena_begin: int, item: SelectedTensor, number: int
-) -> _ArenaLanding:
-    """The landing of what `held`, with these strides at `arena_begin`, shares with the item."""
-    shared = intersection(held, item.box)
-    assert shared is not None, "only regions that meet the wanted box are chosen"
-    size = item_bytes(item.tensor.dtype)
+def _box_views(
+    held: Box, strides: tuple[int, ...], wanted: Box, size: int, held_offset_bytes: int
+) -> tuple[_View, ...]:
+    shared = intersection(held, wanted)
+    if shared is None:
+        return ()
     offset = sum((s - h) * st for s, h, st in zip(shared.begin, held.begin, strides, strict=True))
     target = Box(
-        tuple(s - w for s, w in zip(shared.begin, item.box.begin, strict=True)),
-        tuple(s - w for s, w in zip(shared.end, item.box.begin, strict=True)),
+        tuple(s - w for s, w in zip(shared.begin, wanted.begin, strict=True)),
+        tuple(s - w for s, w in zip(shared.end, wanted.begin, strict=True)),
     )
-    run = flat_interval(target, item.box.sizes)
-    direct = run is not None and is_row_major(target.sizes, strides)
-    return Landing(
-        tensor=number,
-        begin_bytes=arena_begin + offset * size,
+    run = flat_interval(target, wanted.sizes) if is_row_major(target.sizes, strides) else None
+    view = _View(
+        offset_bytes=held_offset_bytes + offset * size,
         sizes=target.sizes,
         strides=strides,
         target=target,
         size_bytes=cover_numel(target.sizes, strides) * size,
-        direct=direct,
-        target_begin_bytes=run.begin * size if run is not None and direct else None,
+        target_begin_bytes=run.begin * size if run is not None else None,
     )
+    return (view,)
 
 
-def _rank_read(rank: int, found: list[_ArenaLanding]) -> RankRead:
-    found.sort(key=lambda landing: (landing.begin_bytes, landing.tensor))
+def _rank_read(rank: int, found: list[_Found]) -> RankRead:
+    found.sort(key=itemgetter(0, 1))
     spans: list[tuple[int, int]] = []
     landings: list[Landing] = []
     before_bytes = 0  # of the spans before the last one
-    for landing in found:
-        begin, end = landing.begin_bytes, landing.end_bytes
+    for begin, number, view in found:
+        end = begin + view.size_bytes
         if spans and begin <= spans[-1][1] + MAX_GAP_BYTES:
             spans[-1] = (spans[-1][0], max(end, spans[-1][1]))
         else:
             before_bytes += spans[-1][1] - spans[-1][0] if spans else 0
             spans.append((begin, end))
-        landings.append(replace(landing, begin_bytes=before_bytes + begin - spans[-1][0]))
+        landings.append(_landing(view, number, before_bytes + begin - spans[-1][0]))
     return RankRead(
         rank=rank,
         spans=tuple(spans),
         size_bytes=sum(end - begin for begin, end in spans),
         landings=tuple(landings),
+    )
+
+
+def _landing(view: _View, number: int, begin_bytes: int) -> Landing:
+    return Landing(
+        tensor=number,
+        begin_bytes=begin_bytes,
+        sizes=view.sizes,
+        strides=view.strides,
+        target=view.target,
+        size_bytes=view.size_bytes,
+        direct=view.target_begin_bytes is not None,
+        target_begin_bytes=view.target_begin_bytes,
     )

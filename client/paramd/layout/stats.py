@@ -16,8 +16,9 @@ from paramd.layout.dtypes import item_bytes
 from paramd.layout.landings import Landing
 from paramd.layout.plan import ReadPlan
 
-MAX_ITEMS = 100_000
-"""More runs than this in one plan are refused: naming them would cost more than reading."""
+MAX_RUNS = 100_000
+"""More runs of memory than this, beside whole pieces, are refused in one plan: naming them
+would cost more than reading them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -160,35 +161,42 @@ def stats_items(plan: ReadPlan) -> dict[int, tuple[StatsItem, ...]]:
     item whatever its strides; a slice of it is one item for each run of memory.
 
     Raises:
-        UsageError: the slices consist of more than `MAX_ITEMS` runs.
+        UsageError: the slices consist of more than `MAX_RUNS` runs.
     """
     items: dict[int, tuple[StatsItem, ...]] = {}
-    left = MAX_ITEMS
+    run_count = 0
     for read in plan.ranks:
         found: list[StatsItem] = []
         for landing in read.landings:
-            found.extend(_runs(landing, plan.tensors[landing.tensor].dtype, left - len(found)))
-        left -= len(found)
+            run, outer = _shape_of_runs(landing)
+            run_count += math.prod(size for _, size in outer) if outer else 0
+            if run_count > MAX_RUNS:
+                raise UsageError(
+                    f"statistics of these slices need more than {MAX_RUNS} runs of memory; "
+                    "slice the first dim only, or summon the slice and reduce it yourself"
+                )
+            found.extend(_runs(landing, plan.tensors[landing.tensor].dtype, run, outer))
         items[read.rank] = tuple(found)
     return items
 
 
-def _runs(landing: Landing, dtype: str, left: int) -> Iterator[StatsItem]:
-    # The fastest dims that follow each other without a gap form one run.
+def _shape_of_runs(landing: Landing) -> tuple[int, list[tuple[int, int]]]:
+    """Elements in a run, and (stride, size) of the dims that repeat it, fastest first."""
     run = 1
     outer: list[tuple[int, int]] = []
     for stride, size in sorted(zip(landing.strides, landing.sizes, strict=True)):
         if size > 1:
+            # The fastest dims that follow each other without a gap form one run.
             if not outer and stride == run:
                 run *= size
             else:
                 outer.append((stride, size))
-    count = math.prod(size for _, size in outer)
-    if count > left:
-        raise UsageError(
-            f"statistics of these slices need more than {MAX_ITEMS} runs of memory; "
-            "slice the first dim only, or summon the slice and reduce it yourself"
-        )
+    return run, outer
+
+
+def _runs(
+    landing: Landing, dtype: str, run: int, outer: list[tuple[int, int]]
+) -> Iterator[StatsItem]:
     size_bytes = item_bytes(dtype)
     for index in product(*(range(size) for _, size in reversed(outer))):
         offset = sum(i * stride for i, (stride, _) in zip(index, reversed(outer), strict=True))

@@ -203,7 +203,7 @@ tensor_fields = {
     "aliases": st.lists(st.text(alphabet="ab.", max_size=3), max_size=2).map(tuple),
     "placement": st.sampled_from(["", "Shard(0) over 2"]),
 }
-tensors = st.builds(TensorLayout, **tensor_fields)  # type: ignore[arg-type]
+tensors = st.builds(TensorLayout, **tensor_fields)
 layouts = st.lists(tensors, max_size=5).flatmap(
     lambda found: st.lists(st.integers(0, 2**45), max_size=4).map(
         lambda arenas: Layout(len(arenas), tuple(arenas), tuple(found))
@@ -253,7 +253,7 @@ def test_every_field_is_in_the_digest(fields: dict[str, object]) -> None:
 @given(
     rank=st.integers(0, 2**31),
     arena_bytes=st.integers(0, 2**45),
-    found=st.lists(st.builds(LocalTensor, **tensor_fields), max_size=3),  # type: ignore[arg-type]
+    found=st.lists(st.builds(LocalTensor, **tensor_fields), max_size=3),
 )
 def test_local_layouts_survive_the_exchange(
     rank: int, arena_bytes: int, found: list[LocalTensor]

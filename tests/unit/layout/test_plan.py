@@ -224,12 +224,13 @@ def test_blocks_tile_a_landing_in_memory_order(
     for dim in order:
         strides[dim] = step
         step *= sizes[dim] + pads[dim]
+    target = Box((2,) * len(sizes), tuple(size + 2 for size in sizes))
     landing = Landing(
         tensor=0,
         begin_bytes=40,
         sizes=tuple(sizes),
         strides=tuple(strides),
-        target=Box((2,) * len(sizes), tuple(size + 2 for size in sizes)),
+        target=target,
         size_bytes=cover_numel(sizes, strides) * 4,
         direct=False,
     )
@@ -240,7 +241,7 @@ def test_blocks_tile_a_landing_in_memory_order(
     assert found[-1].end_bytes == landing.end_bytes
     shape = [size + 2 for size in sizes]
     covered = [at for block in found for at in flat_indexes(block.target, shape)]
-    assert sorted(covered) == sorted(flat_indexes(landing.target, shape))
+    assert sorted(covered) == sorted(flat_indexes(target, shape))
     if max_numel >= cover_numel(sizes, strides):
         assert len(found) == 1
 

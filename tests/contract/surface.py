@@ -1,4 +1,4 @@
-"""The public surface as text: exported names, exit codes, protos.
+"""The public surface as text: exported names, exit codes, commands, REST, protos.
 
 The text is checked in as surface.txt, so that a change of what others rely on shows in
 review. After a wanted change write it again:
@@ -10,7 +10,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import Any
+from unittest.mock import MagicMock
 
+import typer
 from google.protobuf.descriptor import (
     Descriptor,
     EnumDescriptor,
@@ -20,8 +23,11 @@ from google.protobuf.descriptor import (
 )
 
 import paramd
+from paramd.cli.main import app
 from paramd.errors import CODES
 from paramd.v1 import common_pb2, control_pb2, layout_pb2, sidecar_pb2
+from paramd_service.control.app import build_app
+from paramd_service.control.services import Services
 
 FROZEN = Path(__file__).with_name("surface.txt")
 MODULES = (common_pb2, control_pb2, layout_pb2, sidecar_pb2)
@@ -39,6 +45,8 @@ def surface() -> str:
     lines = [f"# Written by `{COMMAND}`; see surface.py."]
     lines += [f"paramd.{name}" for name in sorted(paramd.__all__)]
     lines += _error_lines()
+    lines += _command_lines(typer.main.get_command(app), "paramd")
+    lines += _rest_lines(build_app(MagicMock(spec=Services)).openapi())
     for module in MODULES:
         lines += _file_lines(module.DESCRIPTOR)
     return "\n".join(lines) + "\n"
@@ -48,6 +56,47 @@ def _error_lines() -> Iterator[str]:
     for kind, codes in sorted(CODES.items(), key=lambda item: item[0].__name__):
         retry = " retry" if codes.retry else ""
         yield f"error {kind.__name__} exit={codes.exit} http={codes.http} grpc={codes.grpc}{retry}"
+
+
+def _command_lines(command: Any, path: str) -> Iterator[str]:
+    """Walks commands by their attributes: typer brings a click of its own, or uses click."""
+    for parameter in command.params:
+        names = "/".join([*parameter.opts, *parameter.secondary_opts])
+        environment = f" env={parameter.envvar}" if parameter.envvar else ""
+        yield f"command {path} {names}{environment}"
+    for name, sub in sorted(getattr(command, "commands", {}).items()):
+        yield f"command {path} {name}"
+        yield from _command_lines(sub, f"{path} {name}")
+
+
+def _rest_lines(document: dict[str, Any]) -> Iterator[str]:
+    for path, methods in sorted(document["paths"].items()):
+        for method, operation in sorted(methods.items()):
+            names = [f"{p['in']}:{p['name']}" for p in operation.get("parameters", [])]
+            yield " ".join(["rest", method.upper(), path, *names])
+            statuses: dict[str, list[str]] = {}
+            for status, answer in sorted(operation["responses"].items()):
+                statuses.setdefault(_answer_type(answer), []).append(status)
+            for answer_type, codes in statuses.items():
+                yield f"rest {method.upper()} {path} {','.join(codes)} {answer_type}"
+    for name, schema in sorted(document.get("components", {}).get("schemas", {}).items()):
+        for field, about in sorted(schema.get("properties", {}).items()):
+            yield f"rest schema {name} {field} {_schema_type(about)}"
+
+
+def _answer_type(answer: dict[str, Any]) -> str:
+    contents = answer.get("content", {})
+    return " ".join(f"{kind}={_schema_type(c.get('schema', {}))}" for kind, c in contents.items())
+
+
+def _schema_type(schema: dict[str, Any]) -> str:
+    if "$ref" in schema:
+        return str(schema["$ref"]).rsplit("/", 1)[-1]
+    if "anyOf" in schema:
+        return "|".join(_schema_type(part) for part in schema["anyOf"])
+    if schema.get("type") == "array":
+        return f"[{_schema_type(schema.get('items', {}))}]"
+    return str(schema.get("type", "any"))
 
 
 def _file_lines(file: FileDescriptor) -> Iterator[str]:

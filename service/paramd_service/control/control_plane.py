@@ -32,8 +32,8 @@ from paramd_service.control.endpoint import (
 )
 from paramd_service.control.metrics import LoopLag, Metrics
 from paramd_service.control.registry import Registry
-from paramd_service.control.services import Services
 from paramd_service.control.servicer import ControlServicer
+from paramd_service.control.services import Services
 from paramd_service.control.sidecars import LayoutSource, SidecarCalls
 from paramd_service.control.view import why_end
 

@@ -9,7 +9,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from paramd_service.control.coordinator import Coordinator
-from paramd_service.control.view import MeshView, Report, RankView
+from paramd_service.control.view import MeshView, RankView, Report
 
 _NS = 1e9
 

@@ -1,0 +1,239 @@
+"""The coordinator: one number a round, shared rounds, and answers only when all agree."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import pytest
+
+from paramd.errors import (
+    AbortedError,
+    ConflictError,
+    DeadlineError,
+    ExhaustedError,
+    ParamdError,
+    UnreachableError,
+)
+from paramd.v1 import common_pb2
+from paramd_service.control.coordinator import (
+    Coordinator,
+    RankAnswer,
+    Verdict,
+    decide,
+    margin_s,
+    worst,
+)
+from paramd_service.control.view import MeshView, Report, mesh_view
+
+
+def answer(rank: int, step: int = 5, **changed: object) -> RankAnswer:
+    fields: dict[str, object] = {"epoch": 1, "captured": True, "reason": ""}
+    return RankAnswer(rank=rank, step=step, **(fields | changed))  # type: ignore[arg-type]
+
+
+def test_equal_steps_of_all_ranks_are_captured() -> None:
+    assert decide(1, 2, [answer(0), answer(1)]) == Verdict(True, 5, "")
+
+
+@pytest.mark.parametrize(
+    ("answers", "reason"),
+    [
+        ([answer(0), answer(1, 6)], "different steps: rank 0 at 5, rank 1 at 6"),
+        ([answer(0), answer(1, captured=False, reason="overtaken")], "rank 1: overtaken"),
+        ([answer(0), answer(1, -1)], "rank 1: no reason given"),
+        ([answer(0), answer(1, epoch=2)], "ranks 1 answered for another epoch than 1"),
+        ([answer(0)], "ranks 1 have not answered"),
+    ],
+)
+def test_anything_less_is_refused_naming_ranks(answers: list[RankAnswer], reason: str) -> None:
+    verdict = decide(1, 2, answers)
+    assert (verdict.captured, verdict.step) == (False, -1)
+    assert reason in verdict.reason
+
+
+@pytest.mark.parametrize(
+    ("failures", "kind", "begin"),
+    [
+        ({0: UnreachableError("a"), 1: ConflictError("b")}, ConflictError, "b; a"),
+        ({0: DeadlineError("a"), 1: UnreachableError("b")}, UnreachableError, "b; a"),
+        ({0: AbortedError("a"), 1: DeadlineError("b")}, DeadlineError, "b; a"),
+        ({1: ExhaustedError("a")}, ExhaustedError, "a"),
+    ],
+)
+def test_the_failure_told_is_the_one_that_retrying_helps_least(
+    failures: dict[int, ParamdError], kind: type[ParamdError], begin: str
+) -> None:
+    error = worst(failures)
+    assert type(error) is kind
+    assert str(error) == begin
+
+
+def test_the_margin_is_a_twentieth_and_at_most_a_second() -> None:
+    assert margin_s(10.0) == pytest.approx(0.5)
+    assert margin_s(600.0) == 1.0
+
+
+@dataclass
+class Sidecars:
+    """Two ranks whose answers the test gives, round by round."""
+
+    calls: list[tuple[int, int, tuple[str, ...]]] = field(default_factory=list)
+    gates: dict[int, asyncio.Event] = field(default_factory=dict)
+    errors: dict[int, ParamdError] = field(default_factory=dict)
+    cancelled: list[int] = field(default_factory=list)
+
+    async def capture(
+        self, rank: int, address: str, boundary: int, snapshot_ids: Sequence[str], timeout_s: float
+    ) -> RankAnswer:
+        self.calls.append((rank, boundary, tuple(snapshot_ids)))
+        if rank in self.errors:
+            raise self.errors[rank]
+        try:
+            if rank in self.gates:
+                await self.gates[rank].wait()
+        except asyncio.CancelledError:
+            self.cancelled.append(rank)
+            raise
+        return answer(rank, step=10 + boundary)
+
+    @property
+    def boundaries(self) -> list[int]:
+        return sorted({boundary for _, boundary, _ in self.calls})
+
+
+def mesh(*ranks: int, ready: int = 0) -> MeshView:
+    reports = {
+        rank: Report(
+            rank=rank,
+            step=0,
+            layout_digest="d",
+            peer=common_pb2.Peer(rank=rank, address=f"h:{rank}"),
+            state=common_pb2.RankState(rank=rank, ready_boundary=ready, agreement_works=True),
+            version="",
+            leaving=False,
+            connected=True,
+            changed_s=0.0,
+        )
+        for rank in ranks
+    }
+    return mesh_view(reports, world_size=2, now_s=0.0, silent_after_s=10.0)
+
+
+def coordinator(sidecars: Sidecars, view: MeshView | None = None) -> Coordinator:
+    view = view if view is not None else mesh(0, 1)
+    return Coordinator(sidecars, lambda: view, epoch=1)
+
+
+async def until(condition: object) -> None:
+    """Waits for a callable to be true, with a deadline."""
+    assert callable(condition)
+    async with asyncio.timeout(5.0):
+        while not condition():  # noqa: ASYNC110  (what changes is a plain list)
+            await asyncio.sleep(0)
+
+
+async def test_all_ranks_are_called_with_their_own_snapshots() -> None:
+    sidecars = Sidecars()
+    verdict = await coordinator(sidecars).schedule({0: ["a"], 1: ["b", "c"]}, timeout_s=5.0)
+    assert verdict == Verdict(True, 11, "")
+    assert sorted(sidecars.calls) == [(0, 1, ("a",)), (1, 1, ("b", "c"))]
+
+
+async def test_ranks_without_snapshots_take_part_too() -> None:
+    sidecars = Sidecars()
+    await coordinator(sidecars).schedule({0: ["a"]}, timeout_s=5.0)
+    assert sorted(sidecars.calls) == [(0, 1, ("a",)), (1, 1, ())]
+
+
+async def test_numbers_rise_and_begin_above_what_ranks_were_ready_for() -> None:
+    sidecars = Sidecars()
+    rounds = coordinator(sidecars, mesh(0, 1, ready=41))
+    await rounds.schedule({}, timeout_s=5.0)
+    await rounds.schedule({}, timeout_s=5.0)
+    assert sidecars.boundaries == [42, 43]
+
+
+async def test_requests_during_a_round_share_the_next_one() -> None:
+    sidecars = Sidecars(gates={0: asyncio.Event()})
+    rounds = coordinator(sidecars)
+    first = asyncio.create_task(rounds.schedule({0: ["a"]}, timeout_s=5.0))
+    await until(lambda: len(sidecars.calls) == 2)
+    others = [
+        asyncio.create_task(rounds.schedule({0: [name], 1: [name]}, timeout_s=5.0))
+        for name in "bcd"
+    ]
+    await asyncio.sleep(0)
+    sidecars.gates[0].set()
+    assert (await first).step == 11
+    assert [v.step for v in await asyncio.gather(*others)] == [12, 12, 12]
+    assert sorted(sidecars.calls)[1:] == [
+        (0, 2, ("b", "c", "d")),
+        (1, 1, ()),
+        (1, 2, ("b", "c", "d")),
+    ]
+    assert (rounds.round_count, rounds.captured_count) == (2, 2)
+
+
+async def test_absent_ranks_are_refused_by_name_and_nobody_is_called() -> None:
+    sidecars = Sidecars()
+    with pytest.raises(UnreachableError, match="all 2 ranks; rank 1: its sidecar has not joined"):
+        await coordinator(sidecars, mesh(0)).schedule({0: ["a"]}, timeout_s=5.0)
+    assert sidecars.calls == []
+
+
+async def test_one_failed_rank_ends_the_round_for_all() -> None:
+    sidecars = Sidecars(gates={0: asyncio.Event()}, errors={1: ConflictError("rank 1: torn")})
+    with pytest.raises(ConflictError, match="rank 1: torn"):
+        await coordinator(sidecars).schedule({0: ["a"]}, timeout_s=5.0)
+    assert sidecars.cancelled == [0]
+
+
+async def test_a_caller_gets_its_reason_before_its_deadline() -> None:
+    sidecars = Sidecars(gates={0: asyncio.Event()})
+    began_s = asyncio.get_running_loop().time()
+    with pytest.raises(DeadlineError, match="agreed on no boundary"):
+        await coordinator(sidecars).schedule({0: ["a"]}, timeout_s=0.2)
+    assert asyncio.get_running_loop().time() - began_s < 2.0
+    await until(lambda: sidecars.cancelled == [0])
+
+
+async def test_a_round_nobody_waits_for_is_withdrawn_and_the_next_one_runs() -> None:
+    sidecars = Sidecars(gates={1: asyncio.Event()})
+    rounds = coordinator(sidecars)
+    first = asyncio.create_task(rounds.schedule({0: ["a"]}, timeout_s=5.0))
+    await until(lambda: len(sidecars.calls) == 2)
+    second = asyncio.create_task(rounds.schedule({0: ["b"]}, timeout_s=5.0))
+    await asyncio.sleep(0)
+    first.cancel()
+    await until(lambda: sidecars.cancelled == [1])
+    sidecars.gates[1].set()
+    assert (await second).step == 12
+
+
+async def test_a_withdrawn_request_is_not_part_of_the_next_round() -> None:
+    sidecars = Sidecars(gates={0: asyncio.Event()})
+    rounds = coordinator(sidecars)
+    first = asyncio.create_task(rounds.schedule({}, timeout_s=5.0))
+    await until(lambda: len(sidecars.calls) == 2)
+    second = asyncio.create_task(rounds.schedule({0: ["b"]}, timeout_s=5.0))
+    await asyncio.sleep(0)
+    second.cancel()
+    await asyncio.wait({second})
+    sidecars.gates[0].set()
+    await first
+    assert sidecars.boundaries == [1]
+
+
+async def test_closing_tells_the_callers() -> None:
+    sidecars = Sidecars(gates={0: asyncio.Event()})
+    rounds = coordinator(sidecars)
+    calls = [asyncio.create_task(rounds.schedule({}, timeout_s=5.0))]
+    await until(lambda: len(sidecars.calls) == 2)
+    calls.append(asyncio.create_task(rounds.schedule({}, timeout_s=5.0)))
+    await asyncio.sleep(0)
+    await rounds.close()
+    for call in calls:
+        with pytest.raises(UnreachableError, match="stopping"):
+            await call

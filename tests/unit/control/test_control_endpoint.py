@@ -1,0 +1,93 @@
+"""Addresses: loopback only, the next free port, no delay on connections."""
+
+from __future__ import annotations
+
+import os
+import socket
+from contextlib import closing
+
+import pytest
+
+from paramd import places
+from paramd.errors import ConflictError, UsageError
+from paramd_service.control.config import Bootstrap
+from paramd_service.control.endpoint import (
+    Address,
+    announce,
+    open_listener,
+    parse_listen,
+    successor,
+)
+
+
+@pytest.mark.parametrize(
+    ("text", "address"),
+    [
+        ("127.0.0.1:8470", Address("127.0.0.1", 8470)),
+        ("localhost:0", Address("127.0.0.1", 0)),
+        ("[::1]:8470", Address("::1", 8470)),
+        ("127.8.0.1:1", Address("127.8.0.1", 1)),
+    ],
+)
+def test_loopback_addresses_are_taken(text: str, address: Address) -> None:
+    assert parse_listen(text, option="--listen") == address
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "[::]", "192.168.1.5", "example.org", "8.8.8.8"])
+def test_what_other_hosts_could_reach_is_refused_with_a_way_out(host: str) -> None:
+    with pytest.raises(UsageError, match="ssh -L"):
+        parse_listen(f"{host}:8470", option="--listen")
+
+
+@pytest.mark.parametrize("text", ["", "127.0.0.1", ":8470", "127.0.0.1:", "127.0.0.1:70000", "x:y"])
+def test_what_is_no_address_is_refused(text: str) -> None:
+    with pytest.raises(UsageError, match="expected host:port"):
+        parse_listen(text, option="--listen")
+
+
+def test_an_address_is_written_as_urls_need_it() -> None:
+    assert str(Address("::1", 80)) == "[::1]:80"
+    assert str(Address("127.0.0.1", 80)) == "127.0.0.1:80"
+
+
+def test_a_taken_port_moves_on_to_the_next() -> None:
+    first, taken = open_listener(Address("127.0.0.1", 0))
+    with closing(first):
+        second, found = open_listener(taken)
+        with closing(second):
+            assert taken.port < found.port < taken.port + 100
+
+
+def test_accepted_connections_do_not_delay() -> None:
+    listener, address = open_listener(Address("127.0.0.1", 0))
+    with closing(listener), socket.create_connection((address.host, address.port)):
+        listener.setblocking(True)
+        connection, _ = listener.accept()
+        with closing(connection):
+            assert connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY) != 0
+
+
+def announced(epoch: int) -> places.Endpoint:
+    bootstrap = Bootstrap(job="run", epoch=epoch, world_size=1, secret=bytes(32), token="t" * 32)
+    return announce(bootstrap, Address("127.0.0.1", 1), Address("127.0.0.1", 2))
+
+
+def test_a_newer_epoch_takes_the_endpoint_over_and_an_older_one_cannot() -> None:
+    old = announced(1)
+    assert places.read_endpoint("run") == old
+    assert successor(old) is None
+    new = announced(2)
+    assert places.read_endpoint("run") == new
+    with pytest.raises(ConflictError, match="epoch 2"):
+        announced(1)
+
+
+def test_the_successor_is_a_living_process_of_no_older_epoch() -> None:
+    mine = announced(2)
+    start = places.process_start(os.getppid()) or 0
+    theirs = {"url": "u", "token": "t", "job": "run", "grpc_address": "g"}
+    other = places.Endpoint(**theirs, pid=os.getppid(), pid_start=start, epoch=3)
+    places.write_endpoint(other)
+    assert successor(mine) == other
+    places.write_endpoint(places.Endpoint(**theirs, pid=2**22 + 1, epoch=4))
+    assert successor(mine) is None

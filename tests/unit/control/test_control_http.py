@@ -1,0 +1,265 @@
+"""REST: nobody passes without the token, no foreign page passes at all, errors are problems."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import httpx2
+import pytest
+from fastapi import FastAPI
+from fastapi.routing import iter_route_contexts
+
+from paramd.errors import ConflictError
+from paramd.tickets import Role, verify
+from paramd_service.control.app import build_app
+from paramd_service.control.auth import FailureLimit, UserToken
+from paramd_service.control.config import Bootstrap, ControlConfig
+from paramd_service.control.coordinator import Coordinator
+from paramd_service.control.guard import SECURITY_HEADERS
+from paramd_service.control.metrics import LoopLag, Metrics
+from paramd_service.control.registry import Registry
+from paramd_service.control.services import Services
+from paramd_service.control.sidecars import LayoutSource, SidecarCalls
+
+TOKEN = "a-token-of-the-user"
+BOOTSTRAP = Bootstrap(job="run", epoch=3, world_size=2, secret=bytes(32), token=TOKEN)
+RIGHT = {"authorization": f"Bearer {TOKEN}"}
+OPEN = {"/healthz", "/readyz"}
+
+
+def services() -> Services:
+    registry = Registry(BOOTSTRAP, silent_after_s=10.0)
+    calls = SidecarCalls(BOOTSTRAP)
+    coordinator = Coordinator(calls, registry.view, epoch=3)
+    return Services(
+        config=ControlConfig(job="run"),
+        bootstrap=BOOTSTRAP,
+        listen_host="127.0.0.1",
+        grpc_address="127.0.0.1:8471",
+        registry=registry,
+        layouts=LayoutSource(calls),
+        metrics=Metrics(registry.view, coordinator, LoopLag()),
+        user_token=UserToken(TOKEN),
+        failures=FailureLimit(burst=1000.0),
+        stopping=lambda: False,
+    )
+
+
+@asynccontextmanager
+async def client_of(app: FastAPI) -> AsyncIterator[httpx2.AsyncClient]:
+    transport = httpx2.ASGITransport(app, raise_app_exceptions=False)
+    async with httpx2.AsyncClient(transport=transport, base_url="http://127.0.0.1:8470") as client:
+        yield client
+
+
+@pytest.fixture
+async def client() -> AsyncIterator[httpx2.AsyncClient]:
+    async with client_of(build_app(services())) as found:
+        yield found
+
+
+def all_routes() -> list[tuple[str, str]]:
+    """(method, path) of every route, those of included routers too."""
+    routes = iter_route_contexts(build_app(services()).routes)
+    return sorted(
+        (method, (route.path or "").replace("{job}", "run"))
+        for route in routes
+        for method in route.methods or ()
+    )
+
+
+def test_the_routes_are_those_we_know() -> None:
+    assert {path for _, path in all_routes()} == {
+        "/healthz",
+        "/readyz",
+        "/metrics",
+        "/api/v1/jobs",
+        "/api/v1/jobs/run",
+        "/api/v1/jobs/run/ranks",
+        "/api/v1/jobs/run/params",
+        "/api/v1/openapi.json",
+    }
+
+
+@pytest.mark.parametrize(
+    "offered",
+    [
+        None,
+        "",
+        TOKEN,
+        "Bearer",
+        "Bearer ",
+        f"Bearer {TOKEN}x",
+        f"Bearer {TOKEN[:-1]}",
+        f"Basic {TOKEN}",
+        "Bearer " + "x" * 4000,
+    ],
+)
+async def test_every_route_but_health_is_denied_without_the_right_token(
+    client: httpx2.AsyncClient, offered: str | None
+) -> None:
+    headers = {} if offered is None else {"authorization": offered}
+    for method, path in all_routes():
+        answer = await client.request(method, path, headers=headers)
+        assert (answer.status_code == 200) == (path in OPEN), (method, path)
+        if path not in OPEN:
+            assert answer.status_code == 401, (method, path)
+            assert answer.headers["www-authenticate"].startswith("Bearer")
+
+
+async def test_two_authorization_headers_are_denied(client: httpx2.AsyncClient) -> None:
+    headers = [("authorization", f"Bearer {TOKEN}"), ("authorization", "Bearer x")]
+    assert (await client.get("/api/v1/jobs", headers=headers)).status_code == 401
+
+
+async def test_a_route_added_carelessly_is_denied_too() -> None:
+    app = build_app(services())
+
+    @app.get("/careless")
+    async def careless() -> str:
+        return "secret"
+
+    async with client_of(app) as client:
+        assert (await client.get("/careless")).status_code == 401
+        assert (await client.get("/careless", headers=RIGHT)).status_code == 200
+
+
+async def test_the_right_token_opens_every_route(client: httpx2.AsyncClient) -> None:
+    for method, path in all_routes():
+        answer = await client.request(method, path, headers=RIGHT)
+        expected = 503 if path.endswith("/params") else 200
+        assert answer.status_code == expected, (method, path, answer.text)
+
+
+@pytest.mark.parametrize(
+    "query", ["token=x", "ACCESS_TOKEN=x", "ticket=", "a=1&authorization=z", f"pattern={TOKEN}"]
+)
+async def test_credentials_in_the_url_are_refused(client: httpx2.AsyncClient, query: str) -> None:
+    answer = await client.get(f"/api/v1/jobs?{query}", headers=RIGHT)
+    assert answer.status_code == 400
+    assert TOKEN not in answer.text
+
+
+@pytest.mark.parametrize(
+    "host", ["evil.example", "evil.example:8470", "127.0.0.1.evil.example", "", "0.0.0.0:8470"]
+)
+async def test_a_rebound_name_gets_nothing(client: httpx2.AsyncClient, host: str) -> None:
+    for path in ("/healthz", "/api/v1/jobs"):
+        answer = await client.get(path, headers=RIGHT | {"host": host})
+        assert answer.status_code == 400
+
+
+@pytest.mark.parametrize("host", ["localhost:9999", "127.0.0.1", "[::1]:8470", "LOCALHOST"])
+async def test_loopback_names_pass_with_any_port(client: httpx2.AsyncClient, host: str) -> None:
+    answer = await client.get("/api/v1/jobs", headers=RIGHT | {"host": host})
+    assert answer.status_code == 200
+
+
+@pytest.mark.parametrize(
+    "origin", ["https://evil.example", "null", "http://127.0.0.1:8471", "https://127.0.0.1:8470"]
+)
+async def test_a_page_of_another_origin_gets_nothing(
+    client: httpx2.AsyncClient, origin: str
+) -> None:
+    answer = await client.get("/api/v1/jobs", headers=RIGHT | {"origin": origin})
+    assert answer.status_code == 403
+
+
+async def test_our_own_origin_passes(client: httpx2.AsyncClient) -> None:
+    headers = RIGHT | {"origin": "http://127.0.0.1:8470"}
+    assert (await client.get("/api/v1/jobs", headers=headers)).status_code == 200
+
+
+async def test_every_answer_has_the_security_headers(client: httpx2.AsyncClient) -> None:
+    for path in ("/healthz", "/api/v1/jobs", "/nowhere", "/api/v1/jobs?token=x"):
+        answer = await client.get(path)
+        for name, value in SECURITY_HEADERS:
+            assert answer.headers[name.decode()] == value.decode(), path
+
+
+async def test_the_job_document_holds_a_reader_ticket_of_this_epoch(
+    client: httpx2.AsyncClient,
+) -> None:
+    found = (await client.get("/api/v1/jobs/run", headers=RIGHT)).json()
+    claims = verify(bytes(32), found["ticket"], job="run", epoch=3)
+    assert claims.role is Role.READER
+    assert claims.expires_s == pytest.approx(found["ticket_expires_s"])
+    assert claims.expires_s - time.time() == pytest.approx(600.0, abs=10.0)
+    assert found["peers"] == []
+    assert found["control_address"] == "127.0.0.1:8471"
+    assert found["reason"] == "0 of 2 ranks are joined; not: 0, 1"
+
+
+@pytest.mark.parametrize(
+    ("path", "status", "kind"),
+    [
+        ("/api/v1/jobs/other", 404, "not-found"),
+        ("/api/v1/jobs/..%2Frun", 404, "not-found"),
+        ("/nowhere", 404, "not-found"),
+        ("/api/v1/jobs/run/params?limit=0", 422, "usage"),
+        ("/api/v1/jobs/run/params?pattern=" + "a" * 1025, 422, "usage"),
+        ("/api/v1/jobs/run/params", 503, "unreachable"),
+        ("/boom-domain", 409, "conflict"),
+        ("/boom", 500, "paramd"),
+    ],
+)
+async def test_errors_are_problem_documents(path: str, status: int, kind: str) -> None:
+    app = build_app(services())
+
+    @app.get("/boom")
+    async def boom() -> None:
+        raise RuntimeError("internal detail")
+
+    @app.get("/boom-domain")
+    async def boom_domain() -> None:
+        raise ConflictError("the state does not allow it")
+
+    async with client_of(app) as client:
+        answer = await client.get(path, headers=RIGHT)
+    assert answer.headers["content-type"] == "application/problem+json"
+    assert answer.status_code == status == answer.json()["status"]
+    assert answer.json()["type"] == f"urn:paramd:error:{kind}"
+    assert "internal detail" not in answer.text
+
+
+async def test_other_methods_are_refused_as_a_problem(client: httpx2.AsyncClient) -> None:
+    answer = await client.post("/api/v1/jobs", headers=RIGHT, content=b"x")
+    assert answer.status_code == 405
+    assert answer.headers["content-type"] == "application/problem+json"
+
+
+async def test_openapi_names_operations_and_models(client: httpx2.AsyncClient) -> None:
+    found = (await client.get("/api/v1/openapi.json", headers=RIGHT)).json()
+    operations = {
+        operation["operationId"]: operation
+        for path in found["paths"].values()
+        for operation in path.values()
+    }
+    assert set(operations) == {"list_jobs", "get_job", "list_ranks", "list_params", "get_metrics"}
+    for name in set(operations) - {"get_metrics"}:
+        schema = operations[name]["responses"]["200"]["content"]["application/json"]["schema"]
+        assert "$ref" in schema
+
+
+async def test_metrics_have_a_fixed_label_set(client: httpx2.AsyncClient) -> None:
+    text = (await client.get("/metrics", headers=RIGHT)).text
+    assert "paramd_world_size 2.0" in text
+    assert 'paramd_rank_joined{rank="1"} 0.0' in text
+
+
+async def test_wrong_tokens_are_limited_and_the_right_one_never_is() -> None:
+    now_s = [0.0]
+    limit = FailureLimit(burst=2.0, per_s=1.0, clock=lambda: now_s[0])
+    parts = services()
+    app = build_app(
+        Services(**{n: getattr(parts, n) for n in Services.__slots__} | {"failures": limit})
+    )
+    async with client_of(app) as client:
+        wrong = {"authorization": "Bearer wrong"}
+        statuses = [(await client.get("/api/v1/jobs", headers=wrong)).status_code for _ in range(4)]
+        assert statuses == [401, 401, 429, 429]
+        assert (await client.get("/api/v1/jobs", headers=RIGHT)).status_code == 200
+        now_s[0] = 1.0
+        assert (await client.get("/api/v1/jobs", headers=wrong)).status_code == 401

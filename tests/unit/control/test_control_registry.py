@@ -1,0 +1,160 @@
+"""The registry: only this epoch's ranks speak, each through one stream at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from paramd.errors import ConflictError, UsageError
+from paramd.v1 import common_pb2, control_pb2
+from paramd_service.control.config import Bootstrap
+from paramd_service.control.registry import MAX_TEXT_CHARS, Registry
+from paramd_service.control.view import Membership
+
+BOOTSTRAP = Bootstrap(job="run", epoch=3, world_size=2, secret=bytes(32), token="t" * 32)
+
+
+class Clock:
+    """Time that moves when told to."""
+
+    now_s = 100.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+def request(rank: int = 0, *, port: int = 9000, leaving: bool = False) -> control_pb2.JoinRequest:
+    return control_pb2.JoinRequest(
+        header=common_pb2.Header(job="run", epoch=3, step=1, rank=rank, layout_digest="d"),
+        world_size=2,
+        peer=common_pb2.Peer(rank=rank, address=f"127.0.0.1:{port}"),
+        state=common_pb2.RankState(rank=rank, agreement_works=True),
+        leaving=leaving,
+    )
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture
+def registry(clock: Clock) -> Registry:
+    return Registry(BOOTSTRAP, silent_after_s=10.0, clock=clock)
+
+
+def foreign_job(r: control_pb2.JoinRequest) -> None:
+    r.header.job = "other"
+
+
+def old_epoch(r: control_pb2.JoinRequest) -> None:
+    r.header.epoch = 2
+
+
+def other_world(r: control_pb2.JoinRequest) -> None:
+    r.world_size = 3
+
+
+def rank_too_high(r: control_pb2.JoinRequest) -> None:
+    r.header.rank = r.peer.rank = r.state.rank = 2
+
+
+def rank_negative(r: control_pb2.JoinRequest) -> None:
+    r.header.rank = r.peer.rank = r.state.rank = -1
+
+
+def two_ranks(r: control_pb2.JoinRequest) -> None:
+    r.state.rank = 1
+
+
+def long_text(r: control_pb2.JoinRequest) -> None:
+    r.version = "x" * (MAX_TEXT_CHARS + 1)
+
+
+def no_port(r: control_pb2.JoinRequest) -> None:
+    r.peer.address = "127.0.0.1"
+
+
+@pytest.mark.parametrize(
+    ("spoil", "error"),
+    [
+        (foreign_job, ConflictError),
+        (old_epoch, ConflictError),
+        (other_world, UsageError),
+        (rank_too_high, UsageError),
+        (rank_negative, UsageError),
+        (two_ranks, UsageError),
+        (long_text, UsageError),
+        (no_port, UsageError),
+    ],
+)
+def test_a_foreign_or_malformed_report_is_refused_first_and_later(
+    registry: Registry,
+    spoil: Callable[[control_pb2.JoinRequest], None],
+    error: type[Exception],
+) -> None:
+    bad = request()
+    spoil(bad)
+    with pytest.raises(error):
+        registry.join(bad)
+    assert registry.peers() == []
+    member = registry.join(request())
+    with pytest.raises(error):
+        registry.update(member, bad)
+    assert [peer.address for peer in registry.peers()] == ["127.0.0.1:9000"]
+
+
+def test_a_stream_speaks_for_its_own_rank_only(registry: Registry) -> None:
+    member = registry.join(request(0))
+    with pytest.raises(UsageError, match="rank 1 on the stream of rank 0"):
+        registry.update(member, request(1))
+
+
+def test_a_later_stream_takes_the_rank_over(registry: Registry) -> None:
+    old = registry.join(request(port=9000))
+    new = registry.join(request(port=9001))
+    with pytest.raises(ConflictError, match="another sidecar"):
+        registry.update(old, request(port=9000))
+    registry.lose(old)
+    registry.update(new, request(port=9001))
+    assert [peer.address for peer in registry.peers()] == ["127.0.0.1:9001"]
+
+
+def test_peers_are_ordered_by_rank_and_change_is_signalled(registry: Registry) -> None:
+    changed = registry.changed()
+    registry.join(request(1, port=9001))
+    assert changed.is_set()
+    changed = registry.changed()
+    member = registry.join(request(0))
+    assert changed.is_set()
+    assert [peer.rank for peer in registry.peers()] == [0, 1]
+    changed = registry.changed()
+    registry.update(member, request(0))
+    assert not changed.is_set()
+    registry.lose(member)
+    assert changed.is_set()
+    assert [peer.rank for peer in registry.peers()] == [1]
+
+
+def test_farewell_lost_and_silent_are_told_apart(registry: Registry, clock: Clock) -> None:
+    one, two = registry.join(request(0)), registry.join(request(1))
+    clock.now_s += 11.0
+    assert [r.membership for r in registry.view().ranks] == [Membership.SILENT] * 2
+    registry.update(one, request(0, leaving=True))
+    registry.lose(one)
+    registry.lose(two)
+    memberships = [r.membership for r in registry.view().ranks]
+    assert memberships == [Membership.LEFT, Membership.GONE]
+
+
+def test_it_knows_since_when_it_is_empty(registry: Registry, clock: Clock) -> None:
+    assert registry.empty_since_s == 100.0
+    member = registry.join(request())
+    assert registry.empty_since_s is None
+    clock.now_s = 150.0
+    registry.update(member, request(leaving=True))
+    assert registry.empty_since_s == 150.0
+    clock.now_s = 160.0
+    registry.lose(member)
+    assert registry.empty_since_s == 150.0

@@ -1,0 +1,107 @@
+"""Where everything goes in an arena: pure arithmetic on the addresses of a model's storages."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import chain
+
+import torch
+
+from paramd.errors import ConflictError
+from paramd.layout.types import TensorKind
+from paramd.trainer.local_shard import LocalShard
+from paramd.trainer.storages import Range, Ranges, address, close_over, storage_range
+
+ALIGN_BYTES = 64
+"""torch's own alignment on the host. Kernels may choose their way by it, so every storage
+keeps its address modulo this, and with it the last bit of every result."""
+
+
+@dataclass(frozen=True, slots=True)
+class ArenaPlan:
+    """Places in an arena for the parameters' storages and, after them, for the buffers."""
+
+    arena_bytes: int
+    ranges: tuple[Range, ...]
+    """Private memory to move, in the order of the module tree."""
+    starts: tuple[int, ...]
+    """First arena byte of each range."""
+    begins: tuple[int | None, ...]
+    """First arena byte of each shard; None for one without elements."""
+
+
+def arena_kind(tensor: torch.Tensor) -> str:
+    """Which kind of arena can hold the tensor; so far there is only "host".
+
+    Raises:
+        ConflictError: there is no arena for its device.
+    """
+    if tensor.device.type != "cpu":
+        raise ConflictError(
+            f"parameters on {tensor.device}: this version serves parameters in host memory only"
+        )
+    return "host"
+
+
+def plan_arena(shards: Sequence[LocalShard], tensors: Sequence[torch.Tensor]) -> ArenaPlan:
+    """Gives every storage that a parameter uses a span, and every buffer one of its own.
+
+    Args:
+        shards: what the arena is for.
+        tensors: all tensors alive, so that memory they share with parameters moves whole.
+
+    Raises:
+        ConflictError: a tensor has no arena, or its memory is shared with other processes.
+    """
+    for shard in shards:
+        _check(shard)
+    params = [s for s in shards if s.kind is TensorKind.PARAMETER and s.tensor.numel()]
+    ranges = close_over(
+        Ranges(storage_range(s.tensor) for s in params),
+        [*tensors, *chain.from_iterable(s.holders for s in params)],
+    )
+    starts: dict[Range, int] = {}
+    cursor = 0
+    for home in dict.fromkeys(_home(ranges, s) for s in params):
+        starts[home] = _aligned(cursor) + home.begin % ALIGN_BYTES
+        cursor = starts[home] + home.end - home.begin
+    begins: list[int | None] = []
+    for shard in shards:
+        if shard.tensor.numel() == 0:
+            begins.append(None)
+        elif shard.kind is TensorKind.PARAMETER:
+            home = _home(ranges, shard)
+            begins.append(starts[home] + address(shard.tensor) - home.begin)
+        else:
+            begins.append(_aligned(cursor))
+            cursor = _aligned(cursor) + shard.tensor.numel() * shard.tensor.itemsize
+    return ArenaPlan(
+        arena_bytes=_aligned(cursor),
+        ranges=tuple(starts),
+        starts=tuple(starts.values()),
+        begins=tuple(begins),
+    )
+
+
+def _home(ranges: Ranges, shard: LocalShard) -> Range:
+    home = ranges.at(address(shard.tensor))
+    assert home is not None, "the ranges are those of the shards' storages"
+    return home
+
+
+def _check(shard: LocalShard) -> None:
+    try:
+        arena_kind(shard.tensor)
+    except ConflictError as error:
+        raise ConflictError(f"tensor {shard.fqn!r}: {error}") from None
+    if shard.kind is TensorKind.PARAMETER and shard.tensor.is_shared():
+        raise ConflictError(
+            f"parameter {shard.fqn!r} is in memory shared with other processes "
+            "(share_memory), which would stop seeing its updates; attach before sharing it "
+            "or do not share it"
+        )
+
+
+def _aligned(offset: int) -> int:
+    return -(-offset // ALIGN_BYTES) * ALIGN_BYTES

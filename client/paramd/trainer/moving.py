@@ -1,0 +1,169 @@
+"""Which tensors move together, and how those that left an arena are brought back."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import chain
+from operator import itemgetter
+
+import torch
+
+from paramd.errors import ConflictError
+from paramd.layout.regions import is_row_major
+from paramd.layout.types import Box, TensorKind
+from paramd.trainer.local_shard import LocalShard
+from paramd.trainer.storages import (
+    Range,
+    Ranges,
+    address,
+    extent,
+    live_tensors,
+    placed,
+    repoint,
+    storage_range,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Departed:
+    """A shard whose memory is elsewhere, and the address where it belongs."""
+
+    shard: LocalShard
+    home: int
+
+
+def users(
+    shards: Sequence[LocalShard], tensors: Sequence[torch.Tensor], ranges: Ranges
+) -> list[torch.Tensor]:
+    """Whose storage begins in `ranges`: of the tensors that the adapters know, and of `tensors`."""
+    known = chain.from_iterable((shard.tensor, *shard.holders) for shard in shards)
+    found: dict[int, torch.Tensor] = {}
+    for tensor in chain(known, tensors):
+        if ranges.at(tensor.untyped_storage().data_ptr()) is not None:
+            found[id(tensor)] = tensor
+    return list(found.values())
+
+
+def moved(tensor: torch.Tensor, base: torch.Tensor) -> torch.Tensor:
+    """What `tensor` is when its storage has become that of `base`."""
+    offset_bytes = tensor.storage_offset() * tensor.itemsize
+    return placed(tensor.dtype, base.untyped_storage(), offset_bytes, tensor.shape, tensor.stride())
+
+
+def strides_of(shard: LocalShard) -> tuple[int, ...] | None:
+    """Element strides of a box that is not row-major in memory; else None."""
+    strides = tuple(shard.tensor.stride())
+    if not isinstance(shard.region, Box) or is_row_major(shard.region.sizes, strides):
+        return None
+    return strides
+
+
+def differences(before: Sequence[LocalShard], after: Sequence[LocalShard]) -> list[str]:
+    """How the parameters differ in what a layout says of them, in words; empty if equal."""
+    if [s.fqn for s in before] != [s.fqn for s in after]:
+        gone = {s.fqn for s in before} - {s.fqn for s in after}
+        new = {s.fqn for s in after} - {s.fqn for s in before}
+        return [f"names gone {sorted(gone)}, names new {sorted(new)}"]
+    return [
+        f"{old.fqn!r} was {_said(old)} and is {_said(new)}"
+        for old, new in zip(before, after, strict=True)
+        if old.kind is TensorKind.PARAMETER and _said(old) != _said(new)
+    ]
+
+
+def _said(shard: LocalShard) -> str:
+    parts = [shard.dtype, str(list(shard.shape)), shard.placement]
+    if shard.aliases:
+        parts.append(f"also named {', '.join(shard.aliases)}")
+    if shard.region.numel:
+        parts.append(f"[{shard.region.begin}, {shard.region.end}) strides {strides_of(shard)}")
+    return " ".join(parts)
+
+
+def bring_back(left: Sequence[Departed], bases: Sequence[torch.Tensor]) -> None:
+    """Copies departed shards home and points their tensors there.
+
+    Tensors nobody announced move too, when all of their memory is that of a departed shard.
+
+    Args:
+        left: what to bring back.
+        bases: the arena's storages, ordered by address.
+
+    Raises:
+        ConflictError: departed shards share memory which they did not before, or one of their
+            tensors does not fit its old storage.
+    """
+    if not left:
+        return
+    ways = _Ways(left)
+    known = {id(t): t for d in left for t in (d.shard.tensor, *d.shard.holders)}
+    targets: list[tuple[torch.Tensor, torch.Tensor]] = []
+    for tensor in known.values():
+        delta = ways.delta(extent(tensor))
+        if delta is not None:
+            targets.append((tensor, _at_home(tensor, delta, bases)))
+    for tensor in live_tensors():
+        if id(tensor) not in known and ways.hold(extent(tensor)):
+            delta = ways.delta(extent(tensor))
+            assert delta is not None
+            targets.append((tensor, _at_home(tensor, delta, bases)))
+    with torch.no_grad():
+        for departed in left:
+            source = departed.shard.tensor
+            _at_home(source, departed.home - address(source), bases).copy_(source)
+    repoint(targets)
+
+
+class _Ways:
+    """By how many bytes each departed shard's memory has to move."""
+
+    def __init__(self, left: Sequence[Departed]) -> None:
+        ways = sorted(((extent(d.shard.tensor), d) for d in left), key=itemgetter(0))
+        self._ways: list[tuple[Range, int]] = []
+        for memory, departed in ways:
+            delta = departed.home - memory.begin
+            last, last_delta = self._ways[-1] if self._ways else (Range(0, 0), delta)
+            if memory.begin < last.end and delta != last_delta:
+                raise ConflictError(
+                    f"parameter {departed.shard.fqn!r} now shares its memory with another one; "
+                    "detach and attach again to serve them"
+                )
+            self._ways.append((memory, delta))
+        self._begins = [memory.begin for memory, _ in self._ways]
+
+    def delta(self, memory: Range) -> int | None:
+        """For memory that overlaps departed shards; None for other memory."""
+        deltas = {d for r, d in self._near(memory) if r.begin < memory.end and memory.begin < r.end}
+        if len(deltas) > 1:
+            raise ConflictError(
+                "parameters that stood apart now share one flat tensor; detach and attach again"
+            )
+        return deltas.pop() if deltas else None
+
+    def hold(self, memory: Range) -> bool:
+        """Whether the memory has elements and all belong to one departed shard."""
+        return memory.begin < memory.end and any(
+            r.begin <= memory.begin and memory.end <= r.end for r, _ in self._near(memory)
+        )
+
+    def _near(self, memory: Range) -> list[tuple[Range, int]]:
+        first = max(bisect_right(self._begins, memory.begin) - 1, 0)
+        return self._ways[first : bisect_right(self._begins, memory.end)]
+
+
+def _at_home(tensor: torch.Tensor, delta: int, bases: Sequence[torch.Tensor]) -> torch.Tensor:
+    memory = extent(tensor)
+    begin, end = memory.begin + delta, memory.end + delta
+    for base in bases:
+        home = storage_range(base)
+        if home.begin <= begin and end <= home.end:
+            offset_bytes = begin - home.begin
+            return placed(
+                tensor.dtype, base.untyped_storage(), offset_bytes, tensor.shape, tensor.stride()
+            )
+    raise ConflictError(
+        f"a tensor of shape {list(tensor.shape)} no longer fits the memory that its parameter had; "
+        "detach and attach again"
+    )

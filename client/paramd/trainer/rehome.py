@@ -1,0 +1,283 @@
+"""Moves a model's local parameters into an arena, and keeps them there.
+
+    home = Home(model)                     # looks, changes nothing
+    local = home.local_layout(rank)        # what stands where in an arena of home.arena_bytes
+    home.move_in(memory)                   # the parameters now live in the arena
+    home.check(); home.take_back()         # at boundaries: notice and bring back what left
+    home.copy_buffers()                    # buffers are copied when somebody asks
+    home.move_out()                        # private memory again
+
+Every storage keeps its size and the place of its tensors within it; only its address
+changes. So whoever compares storages (FSDP), saves one tensor (`torch.save`) or views
+several tensors of one storage sees no difference. Storages in the arena cannot be resized;
+FSDP resizes only unsharded and low-precision memory, which stays where it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+
+from paramd.errors import ConflictError, UsageError
+from paramd.layout.merge import LocalLayout, LocalTensor
+from paramd.layout.types import Piece, Region, TensorKind
+from paramd.trainer import plain
+from paramd.trainer.arena_plan import arena_kind, plan_arena
+from paramd.trainer.dtensor import split
+from paramd.trainer.local_shard import LocalShard, dtype_name
+from paramd.trainer.moving import Departed, bring_back, differences, moved, strides_of, users
+from paramd.trainer.shards import find_shards
+from paramd.trainer.storages import (
+    Range,
+    Ranges,
+    address,
+    bytes_of,
+    live_tensors,
+    repoint,
+    storage_range,
+)
+from paramd.trainer.watch import Watch, Watched
+
+__all__ = ["Home", "arena_kind"]
+
+
+class Home:
+    """Where the local parameters of one model live. One thread uses it: the training's.
+
+    States: *outside* (after the constructor and after `move_out`: parameters in private
+    memory) and *inside* (after `move_in`: in the arena).
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        """Looks at the model and plans an arena for it; changes nothing.
+
+        Raises:
+            ConflictError: a tensor cannot be served; the message names it.
+        """
+        self._model = model
+        self._shards = find_shards(model)
+        self._plan = plan_arena(self._shards, list(live_tensors()))
+        self._bases: list[torch.Tensor] = []
+        self._targets: list[torch.Tensor] = []
+        self._arena_address = 0
+        self._watch: Watch | None = None
+
+    @property
+    def arena_bytes(self) -> int:
+        """Size of the arena that `move_in` needs."""
+        return self._plan.arena_bytes
+
+    @property
+    def shards(self) -> list[LocalShard]:
+        """What this rank holds, in the order of the module tree."""
+        return list(self._shards)
+
+    def local_layout(self, rank: int) -> LocalLayout:
+        """All tensors with this rank's pieces, at their places in the arena."""
+        tensors: dict[str, LocalTensor] = {}
+        for shard, begin in zip(self._shards, self._plan.begins, strict=True):
+            known = tensors.get(shard.fqn)
+            pieces = known.pieces if known is not None else ()
+            tensors[shard.fqn] = LocalTensor(
+                fqn=shard.fqn,
+                dtype=shard.dtype,
+                shape=shard.shape,
+                kind=shard.kind,
+                placement=shard.placement,
+                pieces=pieces if begin is None else (*pieces, _piece(shard, rank, begin)),
+                aliases=shard.aliases,
+            )
+        return LocalLayout(rank=rank, arena_bytes=self.arena_bytes, tensors=tuple(tensors.values()))
+
+    def move_in(self, arena: memoryview) -> None:
+        """Copies every parameter's storage into `arena` and points all its tensors there.
+
+        Between two steps only, and once: a model that moved out gets a new Home. Either all
+        tensors have moved or, on an error, none. Draws no random numbers and keeps gradients,
+        `requires_grad` and the identity of parameters.
+
+        Args:
+            arena: writable memory of at least `arena_bytes`, aligned to a page. Referenced
+                until `move_out`, and as long as somebody keeps a tensor in it.
+
+        Raises:
+            UsageError: the arena is too small or read-only.
+            ConflictError: the model has changed since the constructor, or is inside already.
+        """
+        if self._bases:
+            raise ConflictError("the parameters are in an arena already; detach first")
+        _check_arena(arena, self.arena_bytes)
+        shards = find_shards(self._model)
+        alive = list(live_tensors())
+        if plan_arena(shards, alive) != self._plan or differences(self._shards, shards):
+            raise ConflictError(
+                "the model's parameters changed while they were being attached; attach again"
+            )
+        self._shards = []
+        tensors = users(shards, alive, Ranges(self._plan.ranges))
+        bases = self._filled_bases(arena, tensors)
+        repoint([(t, moved(t, bases[storage_range(t)])) for t in tensors])
+        self._arena_address = address(_bytes_at(arena, 0, 1))
+        self._bases = sorted(bases.values(), key=address)
+        self._shards = find_shards(self._model)
+        self._targets = [
+            _buffer_target(arena, shard, begin) for shard, begin in self._placed_buffers()
+        ]
+        self._watch = Watch(self._watched())
+        self.copy_buffers()
+
+    def _filled_bases(
+        self, arena: memoryview, tensors: Sequence[torch.Tensor]
+    ) -> dict[Range, torch.Tensor]:
+        """The arena's span for each storage that `tensors` use, with its bytes copied."""
+        starts = dict(zip(self._plan.ranges, self._plan.starts, strict=True))
+        homes = Ranges(starts)
+        bases: dict[Range, torch.Tensor] = {}
+        for tensor in tensors:
+            old = storage_range(tensor)
+            if old not in bases:
+                home = homes.at(old.begin)
+                assert home is not None
+                assert old.end <= home.end
+                begin = starts[home] + old.begin - home.begin
+                bases[old] = _bytes_at(arena, begin, old.end - old.begin)
+                bases[old].copy_(bytes_of(tensor.untyped_storage()))
+        return bases
+
+    def check(self, full: bool = False) -> list[str]:
+        """Names of parameters that left the arena; empty is the usual answer.
+
+        The cheap form looks at no more than about a hundred tensors a call, by their
+        canonical names, and at the next ones in the next call; `full` looks at all.
+        """
+        assert self._watch is not None, "move_in comes first"
+        return self._watch.look_at_all() if full else self._watch.look()
+
+    def take_back(self) -> list[str]:
+        """Brings parameters that left back into the arena, with the values they have now.
+
+        Inside an update only, since it writes the arena. Returns the names brought back.
+
+        Raises:
+            ConflictError: names, shape, dtype, strides or placement changed, or parameters
+                now share memory that did not; nothing was done.
+        """
+        assert self._watch is not None, "move_in comes first"
+        shards = find_shards(self._model)
+        changed = differences(self._shards, shards)
+        if changed:
+            raise ConflictError(
+                f"parameters changed their layout in training: {'; '.join(changed[:5])}; "
+                "detach and attach again to serve them"
+            )
+        left = [
+            Departed(shard, self._arena_address + begin)
+            for shard, begin in zip(shards, self._plan.begins, strict=True)
+            if begin is not None
+            and shard.kind is TensorKind.PARAMETER
+            and address(shard.tensor) != self._arena_address + begin
+        ]
+        bring_back(left, self._bases)
+        self._shards = find_shards(self._model)
+        self._watch = Watch(self._watched())
+        return list(dict.fromkeys(departed.shard.fqn for departed in left))
+
+    def copy_buffers(self) -> None:
+        """Copies all persistent buffers into the arena, as they are now.
+
+        Raises:
+            ConflictError: a buffer changed its shape, or its dtype to one that does not fit.
+        """
+        pairs = zip(self._placed_buffers(), self._targets, strict=True)
+        sources = [_live_buffer(shard, target) for (shard, _), target in pairs]
+        if sources:
+            with torch.no_grad():
+                torch._foreach_copy_(self._targets, sources)
+
+    def move_out(self) -> None:
+        """Points all tensors at private memory with the same bytes. Idempotent.
+
+        Afterwards no tensor that Python knows uses the arena.
+        """
+        inside = Ranges(storage_range(base) for base in self._bases)
+        self._bases, self._targets, self._watch, self._shards = [], [], None, []
+        tensors = users(find_shards(self._model), list(live_tensors()), inside)
+        copies: dict[Range, torch.Tensor] = {}
+        for tensor in tensors:
+            old = storage_range(tensor)
+            if old not in copies:
+                copies[old] = bytes_of(tensor.untyped_storage()).clone()
+        repoint([(t, moved(t, copies[storage_range(t)])) for t in tensors])
+
+    def _placed_buffers(self) -> list[tuple[LocalShard, int]]:
+        return [
+            (shard, begin)
+            for shard, begin in zip(self._shards, self._plan.begins, strict=True)
+            if shard.kind is TensorKind.BUFFER and begin is not None
+        ]
+
+    def _watched(self) -> list[Watched]:
+        """Each slot once, with the address its tensor has now."""
+        watched: dict[tuple[int, str], Watched] = {}
+        for shard, begin in zip(self._shards, self._plan.begins, strict=True):
+            if shard.kind is TensorKind.PARAMETER and begin is not None:
+                slot = shard.slot
+                local, _ = split(slot.tensor())
+                place = (id(slot.owner), slot.key)
+                watched.setdefault(place, Watched(shard.fqn, slot, local.data_ptr()))
+        return list(watched.values())
+
+
+def _piece(shard: LocalShard, rank: int, begin: int) -> Piece:
+    # Buffers are copied row-major, whatever their own memory is like.
+    strides = strides_of(shard) if shard.kind is TensorKind.PARAMETER else None
+    return Piece(rank=rank, arena_begin=begin, region=shard.region, strides=strides)
+
+
+def _check_arena(arena: memoryview, needed_bytes: int) -> None:
+    if arena.readonly or not arena.contiguous or arena.nbytes < needed_bytes:
+        raise UsageError(
+            f"the arena is {'read-only, ' if arena.readonly else ''}{arena.nbytes} bytes; "
+            f"expected at least {needed_bytes} writable, contiguous bytes"
+        )
+
+
+def _bytes_at(arena: memoryview, begin: int, size_bytes: int) -> torch.Tensor:
+    """A span of the arena as a 1-D uint8 tensor with a storage of just that size."""
+    return torch.frombuffer(arena, dtype=torch.uint8, count=size_bytes, offset=begin)
+
+
+def _buffer_target(arena: memoryview, shard: LocalShard, begin: int) -> torch.Tensor:
+    numel = shard.tensor.numel()
+    span = _bytes_at(arena, begin, numel * shard.tensor.itemsize)
+    return span.view(shard.tensor.dtype).view(shard.tensor.shape)
+
+
+def _live_buffer(shard: LocalShard, target: torch.Tensor) -> torch.Tensor:
+    value = shard.slot.owner.get(shard.slot.key)
+    for region, source in _buffer_regions(shard, value):
+        fits = torch.promote_types(source.dtype, target.dtype) == target.dtype
+        if region == shard.region and source.shape == target.shape and fits:
+            return source
+    raise ConflictError(
+        f"buffer {shard.fqn!r} was {shard.dtype} {list(shard.shape)} when attached and is "
+        f"{_described(value)} now; detach and attach again to serve it"
+    )
+
+
+def _buffer_regions(shard: LocalShard, value: object) -> list[tuple[Region, torch.Tensor]]:
+    if not isinstance(value, torch.Tensor):
+        return []
+    local, spec = split(value)
+    if spec is None and shard.region.numel == local.numel() and local.shape == shard.shape:
+        return [(shard.region, local.detach())]
+    found = plain.shards_of((shard.fqn,), value, shard.kind, shard.slot)
+    return [(part.region, part.tensor) for part in found]
+
+
+def _described(value: object) -> str:
+    if isinstance(value, torch.Tensor):
+        return f"{dtype_name(value.dtype)} {list(value.shape)}"
+    return repr(value)

@@ -1,0 +1,272 @@
+"""AsyncMesh: a running job's parameters, for asyncio programs."""
+
+# `timeout=` is what users of every other client write; it bounds retries, not one await.
+# ruff: noqa: ASYNC109
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from enum import Enum
+from types import TracebackType
+from typing import TYPE_CHECKING, Final, Literal
+
+from paramd.errors import UsageError
+from paramd.layout.plan import plan_read
+from paramd.layout.select import select
+from paramd.layout.types import Layout
+from paramd.mesh.pin import Pinned
+from paramd.mesh.reach import Reach
+from paramd.mesh.results import MeshStatus, ParamInfo, Params, StatsTable, Summoned
+from paramd.mesh.sidecars import Sidecars
+from paramd.mesh.status import mesh_status
+from paramd.mesh.summary import compute_stats
+from paramd.mesh.transfer import Chosen, Transfer, Transport, check_transport
+
+if TYPE_CHECKING:
+    import torch
+
+    from paramd.mesh.views import SnapshotView
+
+DEFAULT_TIMEOUT_S: Final = 60.0
+
+
+class Unset(Enum):
+    """Not given, which differs from None."""
+
+    UNSET = "unset"
+
+
+UNSET: Final = Unset.UNSET
+Timeout = float | None | Literal[Unset.UNSET]
+"""Seconds; None waits for as long as it takes; UNSET is the mesh's own default."""
+
+_FOREVER_S = 7 * 86_400.0
+
+
+class AsyncMesh:
+    """A running job, read from outside. Use as `async with`, or call `close`.
+
+    Everything it answers belongs to one (epoch, step). Methods may run concurrently. A
+    cancelled call releases what it pinned and leaves no task behind after `close`.
+    """
+
+    def __init__(
+        self, url: str, token: str, *, job: str | None = None, timeout_s: float | None = None
+    ) -> None:
+        """No I/O. `paramd.aio.connect` finds url and token.
+
+        Args:
+            url: The control plane's, for example "http://127.0.0.1:8470".
+            token: Its token.
+            job: Name of the job; may be left out when the control plane serves one.
+            timeout_s: Default time for one call, in seconds; None means 60.
+        """
+        self._timeout_s = timeout_s if timeout_s is not None else DEFAULT_TIMEOUT_S
+        if self._timeout_s <= 0:
+            raise UsageError(f"timeout_s: {timeout_s}; expected more than 0")
+        self._reach = Reach(url, token, job)
+        self._transfer = Transfer()
+
+    async def __aenter__(self) -> AsyncMesh:
+        try:
+            await self._reach.start()
+        except BaseException:
+            await self.close()
+            raise
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        await self.close()
+
+    async def close(self) -> None:
+        """Releases everything: leases, connections, threads. Idempotent."""
+        await self._reach.close()
+        self._transfer.close()
+
+    @property
+    def job(self) -> str:
+        """Name of the job."""
+        return self._reach.document.job
+
+    @property
+    def epoch(self) -> int:
+        """Incarnation of the job, as last heard."""
+        return self._reach.document.epoch
+
+    async def read_layout(self) -> Layout:
+        """All tensors and their pieces in the present epoch.
+
+        Raises:
+            UnreachableError: no sidecar answers.
+        """
+
+        async def attempt(sidecars: Sidecars) -> Layout:
+            return (await self._reach.index(sidecars)).layout
+
+        return await self._reach.attempts(attempt, self._deadline(UNSET))
+
+    async def status(self, *, timeout: Timeout = UNSET) -> MeshStatus:
+        """Every rank's state now; a rank that does not answer says so in its row."""
+        deadline_s = self._deadline(timeout)
+
+        async def attempt(sidecars: Sidecars) -> MeshStatus:
+            return await mesh_status(sidecars, deadline_s)
+
+        await self._reach.refresh()
+        return await self._reach.attempts(attempt, deadline_s)
+
+    async def params(
+        self, *patterns: str, buffers: bool = False, timeout: Timeout = UNSET
+    ) -> Params:
+        """The parameters that match any pattern (all, when none is given).
+
+        Raises:
+            NotFoundError: a pattern matches nothing; the text offers similar names.
+        """
+
+        async def attempt(sidecars: Sidecars) -> Params:
+            index = await self._reach.index(sidecars)
+            chosen = select(index, patterns or ("*",), with_buffers=buffers)
+            return Params(ParamInfo.of(item.tensor) for item in chosen)
+
+        return await self._reach.attempts(attempt, self._deadline(timeout))
+
+    async def stats(
+        self, *patterns: str, buffers: bool = False, timeout: Timeout = UNSET
+    ) -> StatsTable:
+        """Statistics of full tensors, computed where they lie; every element counts once.
+
+        Raises: as `summon`.
+        """
+        deadline_s = self._deadline(timeout)
+
+        async def attempt(sidecars: Sidecars) -> StatsTable:
+            chosen = await self._choose(sidecars, patterns or ("*",), buffers)
+            async with self._pinned(sidecars, chosen, deadline_s) as pinned:
+                return await compute_stats(sidecars, chosen.plan, pinned, deadline_s)
+
+        return await self._reach.attempts(attempt, deadline_s)
+
+    async def summon(
+        self,
+        *patterns: str,
+        dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None,
+        into: Mapping[str, torch.Tensor] | None = None,
+        buffers: bool = False,
+        timeout: Timeout = UNSET,
+        transport: Transport = "auto",
+    ) -> Summoned:
+        """Full tensors by name, all at one step. Training goes on meanwhile.
+
+        Args:
+            patterns: Globs over names; each may end in a slice, such as "w[0:4]".
+            dtype: Dtype of the results; None keeps each tensor's own.
+            device: Device of the results; None means CPU.
+            into: Tensors to fill, by name; the shape and dtype must fit. Reused memory is
+                faster than fresh memory. Undefined content when an error is raised.
+            buffers: Whether buffers may match; reading them needs training to go on.
+            timeout: Seconds; None waits for as long as it takes.
+            transport: "grpc" for streams, "same-host" for shared memory, "auto" chooses
+                for each rank.
+
+        Returns:
+            A dict from every name that matched to its tensor, with `step` and `epoch`.
+
+        Raises:
+            UsageError: an argument is wrong. NotFoundError: a pattern matches nothing.
+            UnreachableError: a needed rank does not answer; known within 5 s.
+            ConflictError: a needed rank is torn or has no trainer.
+            ExhaustedError: more than the sidecars' snapshot budget was asked for.
+            DeadlineError: no common step, or not all bytes, in time.
+        """
+        check_transport(transport)
+        if not patterns:
+            raise UsageError("no pattern was given; expected at least one, '*' summons all")
+        deadline_s = self._deadline(timeout)
+        began_s = time.monotonic()
+
+        async def attempt(sidecars: Sidecars) -> Summoned:
+            chosen = await self._choose(sidecars, patterns, buffers)
+            targets = self._transfer.targets(chosen, dtype=dtype, device=device, into=into)
+            async with self._pinned(sidecars, chosen, deadline_s) as pinned:
+                await self._transfer.read(
+                    sidecars, chosen.plan, pinned, targets, transport, deadline_s
+                )
+            return Summoned(
+                targets.results(),
+                job=sidecars.document.job,
+                epoch=pinned.epoch,
+                step=pinned.step,
+                seconds=time.monotonic() - began_s,
+                bytes=chosen.plan.size_bytes,
+            )
+
+        return await self._reach.attempts(attempt, deadline_s)
+
+    @asynccontextmanager
+    async def view(
+        self, *patterns: str, buffers: bool = False, timeout: Timeout = UNSET
+    ) -> AsyncIterator[SnapshotView]:
+        """Shards of one step on the sidecars' own memory, without a copy; same host only.
+
+        Tensors taken from the view stay right after it has ended.
+
+        Raises: as `summon`.
+        """
+        if not patterns:
+            raise UsageError("no pattern was given; expected at least one, '*' views all")
+        deadline_s = self._deadline(timeout)
+
+        async def attempt(sidecars: Sidecars) -> tuple[SnapshotView, AsyncExitStack]:
+            async with AsyncExitStack() as stack:
+                chosen = await self._choose(sidecars, patterns, buffers)
+                pinned = await stack.enter_async_context(self._pinned(sidecars, chosen, deadline_s))
+                found = await self._transfer.view(sidecars, chosen, pinned, stack)
+                return found, stack.pop_all()
+
+        found, stack = await self._reach.attempts(attempt, deadline_s)
+        async with stack:
+            # The shards go before the memory is let go of, else it could not be used again.
+            stack.callback(found.drop)
+            yield found
+
+    async def _choose(self, sidecars: Sidecars, patterns: Sequence[str], buffers: bool) -> Chosen:
+        index = await self._reach.index(sidecars)
+        selection = select(index, patterns, with_buffers=buffers)
+        plan = plan_read(index.layout, selection, prefer=self._reach.costs())
+        sidecars.check_not_stopped(read.rank for read in plan.ranks)
+        return Chosen(
+            names=[item.names for item in selection],
+            plan=plan,
+            with_buffers=selection.with_buffers,
+        )
+
+    @asynccontextmanager
+    async def _pinned(
+        self, sidecars: Sidecars, chosen: Chosen, deadline_s: float
+    ) -> AsyncIterator[Pinned]:
+        spans: dict[int, Sequence[tuple[int, int]]] = {
+            read.rank: read.spans for read in chosen.plan.ranks
+        }
+        if not spans:
+            # Nothing to read, but still something to say: which step it is.
+            spans = {min(sidecars.document.peers, default=0): ()}
+        pinner = self._reach.pinner(sidecars)
+        async with pinner.pinned(
+            spans, deadline_s=deadline_s, with_buffers=chosen.with_buffers
+        ) as pinned:
+            yield pinned
+
+    def _deadline(self, timeout: Timeout) -> float:
+        seconds = self._timeout_s if timeout is UNSET else timeout
+        if seconds is not None and seconds <= 0:
+            raise UsageError(f"timeout: {seconds}; expected more than 0, or None for no limit")
+        return time.monotonic() + (seconds if seconds is not None else _FOREVER_S)

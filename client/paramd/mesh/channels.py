@@ -1,0 +1,193 @@
+"""gRPC channels to sidecars and the control plane: options, ticket, deadlines, errors."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any, Final, TypeAlias, TypeVar
+
+import grpc
+import grpc.aio
+
+from paramd.errors import NotFoundError, ParamdError, UnreachableError, error_of_grpc
+from paramd.mesh.chunk import Chunk, parse_chunk
+from paramd.v1 import control_pb2_grpc, sidecar_pb2, sidecar_pb2_grpc
+
+LIVENESS_S: Final = 5.0
+"""Within this time a dead or stopped sidecar is noticed."""
+
+_PROBE_AFTER_S: Final = 1.5
+
+_READS: Final = ("GetState", "GetMesh", "GetLayout", "RenewSnapshot", "ReleaseSnapshot")
+# Only what is idempotent, and only UNAVAILABLE: anything else the server may have begun.
+_SERVICE_CONFIG: Final = json.dumps(
+    {
+        "methodConfig": [
+            {
+                "name": [{"service": "paramd.v1.SidecarService", "method": m} for m in _READS],
+                "retryPolicy": {
+                    "maxAttempts": 3,
+                    "initialBackoff": "0.05s",
+                    "maxBackoff": "0.5s",
+                    "backoffMultiplier": 2,
+                    "retryableStatusCodes": ["UNAVAILABLE"],
+                },
+            }
+        ]
+    }
+)
+CHANNEL_OPTIONS: Final[tuple[tuple[str, int | str], ...]] = (
+    ("grpc.keepalive_time_ms", 20_000),
+    ("grpc.keepalive_timeout_ms", 5_000),
+    # Without it a stopped peer is noticed after 44 to 59 s only.
+    ("grpc.http2.ping_timeout_ms", 5_000),
+    ("grpc.http2.max_frame_size", (16 << 20) - 1),
+    ("grpc.max_receive_message_length", 16 << 20),
+    ("grpc.max_send_message_length", 16 << 20),
+    # A sidecar that was killed is back within seconds; the default waits up to two minutes.
+    ("grpc.initial_reconnect_backoff_ms", 100),
+    ("grpc.min_reconnect_backoff_ms", 1_000),
+    ("grpc.max_reconnect_backoff_ms", 1_000),
+    # Connections must not outlive their mesh, nor be shared with another one's.
+    ("grpc.use_local_subchannel_pool", 1),
+    ("grpc.enable_http_proxy", 0),
+    ("grpc.service_config", _SERVICE_CONFIG),
+)
+
+
+class RankUnreachableError(UnreachableError):
+    """The sidecar of one rank does not answer."""
+
+    def __init__(self, rank: int, text: str, *, stopped: bool = False) -> None:
+        super().__init__(text)
+        self.rank = rank
+        """Whose sidecar."""
+        self.stopped = stopped
+        """It was given time and did not answer; trying again at once would take as long."""
+
+
+class LeaseEndedError(NotFoundError):
+    """A snapshot's lease ended before it was read; pinning anew is right."""
+
+
+Response = TypeVar("Response")
+Result = TypeVar("Result")
+
+UnaryCall: TypeAlias = Callable[..., Awaitable[Response]]
+"""A unary method of a generated stub on an asyncio channel."""
+
+
+class Channels:
+    """One channel per address, made on first use, all closed together.
+
+    `ticket` is asked at every call, so a renewed ticket needs no new channel.
+    """
+
+    def __init__(self, ticket: Callable[[], str]) -> None:
+        self._ticket = ticket
+        self._channels: dict[str, grpc.aio.Channel] = {}
+
+    def channel(self, address: str) -> grpc.aio.Channel:
+        """The channel to `address` ("host:port"). No I/O yet."""
+        if address not in self._channels:
+            self._channels[address] = grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS)
+        return self._channels[address]
+
+    def sidecar(self, address: str) -> Any:
+        """The asyncio stub of `SidecarService` at `address`."""
+        return sidecar_pb2_grpc.SidecarServiceStub(self.channel(address))
+
+    def control(self, address: str) -> Any:
+        """The asyncio stub of `ControlService` at `address`."""
+        return control_pb2_grpc.ControlServiceStub(self.channel(address))
+
+    async def keep_only(self, addresses: frozenset[str]) -> None:
+        """Closes channels to addresses that the mesh has left."""
+        gone = [self._channels.pop(a) for a in list(self._channels) if a not in addresses]
+        await asyncio.gather(*(channel.close() for channel in gone))
+
+    async def close(self) -> None:
+        """Closes every channel. Idempotent."""
+        await self.keep_only(frozenset())
+
+    @property
+    def metadata(self) -> tuple[tuple[str, str], ...]:
+        """Who we are, for one call."""
+        return (("authorization", f"Bearer {self._ticket()}"),)
+
+    async def call(
+        self, who: str, method: UnaryCall[Response], request: object, *, timeout_s: float
+    ) -> Response:
+        """Calls a unary method with ticket and deadline; `who` names the peer in errors.
+
+        Raises:
+            ParamdError: the class that the status stands for.
+        """
+        try:
+            return await method(request, timeout=max(timeout_s, 0.001), metadata=self.metadata)
+        except grpc.aio.AioRpcError as error:
+            raise error_of(error, who) from error
+
+    def read(
+        self, address: str, request: sidecar_pb2.ReadSnapshotRequest, *, timeout_s: float
+    ) -> AsyncIterator[Chunk]:
+        """The chunks of a snapshot. Closing the iterator cancels the call.
+
+        gRPC's own errors come out of it: the caller knows whom it reads and what to resume.
+        """
+        return _stream(
+            self.channel(address).unary_stream(
+                "/paramd.v1.SidecarService/ReadSnapshot",
+                request_serializer=sidecar_pb2.ReadSnapshotRequest.SerializeToString,
+                response_deserializer=parse_chunk,
+            )(request, timeout=max(timeout_s, 0.001), metadata=self.metadata)
+        )
+
+
+async def _stream(call: Any) -> AsyncIterator[Chunk]:
+    # `read` has less to do per message than the call's own iterator.
+    try:
+        while (chunk := await call.read()) is not grpc.aio.EOF:
+            yield chunk
+        if await call.code() is not grpc.StatusCode.OK:
+            await call
+    finally:
+        call.cancel()
+
+
+async def watched(call: Awaitable[Result], probe: Callable[[], Awaitable[None]]) -> Result:
+    """Awaits `call`, probing the peer now and then while it takes long."""
+    task = asyncio.ensure_future(call)
+    try:
+        while True:
+            done, _ = await asyncio.wait({task}, timeout=_PROBE_AFTER_S)
+            if done:
+                return task.result()
+            probing = asyncio.ensure_future(probe())
+            try:
+                await asyncio.wait({task, probing}, return_when=asyncio.FIRST_COMPLETED)
+                if not task.done():
+                    await probing
+            finally:
+                await cancelled(probing)
+    finally:
+        await cancelled(task)
+
+
+async def cancelled(task: asyncio.Future[Any]) -> None:
+    """Cancels a task and waits for its end, whatever it ends with."""
+    if not task.done():
+        task.cancel()
+        await asyncio.wait({task})
+    if not task.cancelled():
+        task.exception()
+
+
+def error_of(error: grpc.aio.AioRpcError, who: str) -> ParamdError:
+    """The domain error for a gRPC status; `who` says which peer it came from."""
+    code = error.code()
+    details = error.details() or code.name
+    # A server that drains cancels what it still runs: to a client that is an outage.
+    name = "UNAVAILABLE" if code is grpc.StatusCode.CANCELLED else code.name
+    return error_of_grpc(name)(f"{who}: {details}")

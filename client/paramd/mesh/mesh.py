@@ -1,0 +1,167 @@
+"""Mesh: a running job's parameters, for programs without asyncio, and for notebooks.
+
+A thin shell: every method runs its twin of AsyncMesh on the shared loop thread. Methods
+may be called from several threads.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Coroutine, Iterator, Mapping
+from contextlib import contextmanager
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from paramd.errors import UsageError
+from paramd.layout.types import Layout
+from paramd.mesh import loop
+from paramd.mesh.amesh import UNSET, AsyncMesh, Timeout
+from paramd.mesh.results import MeshStatus, Params, StatsTable, Summoned
+from paramd.mesh.transfer import Transport
+
+if TYPE_CHECKING:
+    import torch
+
+    from paramd.mesh.views import SnapshotView
+
+Result = TypeVar("Result")
+
+
+class Mesh:
+    """A running job, read from outside. `paramd.connect` makes one; `close` ends it.
+
+    Everything it answers belongs to one (epoch, step).
+    """
+
+    def __init__(
+        self, url: str, token: str, *, job: str | None = None, timeout_s: float | None = None
+    ) -> None:
+        """Connects. Arguments and errors as those of `paramd.connect`."""
+        thread = loop.acquire()
+        try:
+            self._mesh = thread.run(_opened(url, token, job, timeout_s))
+        except BaseException:
+            loop.release()
+            raise
+        self._thread = thread
+        # A mesh that is forgotten, not closed, must not keep connections or threads.
+        self._end = weakref.finalize(self, _close, thread, self._mesh)
+
+    def __enter__(self) -> Mesh:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        state = f"epoch {self._mesh.epoch}" if self._end.alive else "closed"
+        return f"<paramd.Mesh of job {self._mesh.job!r}, {state}>"
+
+    def close(self) -> None:
+        """Releases everything: leases, connections, threads. Idempotent."""
+        self._end()
+
+    @property
+    def job(self) -> str:
+        """Name of the job."""
+        return self._mesh.job
+
+    @property
+    def epoch(self) -> int:
+        """Incarnation of the job, as last heard."""
+        return self._mesh.epoch
+
+    @property
+    def layout(self) -> Layout:
+        """All tensors and their pieces."""
+        return self._run(self._mesh.read_layout())
+
+    def status(self, *, timeout: Timeout = UNSET) -> MeshStatus:
+        """Every rank's state now; a rank that does not answer says so in its row."""
+        return self._run(self._mesh.status(timeout=timeout))
+
+    def params(self, *patterns: str, buffers: bool = False, timeout: Timeout = UNSET) -> Params:
+        """The parameters that match any pattern (all, when none is given).
+
+        Raises:
+            NotFoundError: a pattern matches nothing; the text offers similar names.
+        """
+        return self._run(self._mesh.params(*patterns, buffers=buffers, timeout=timeout))
+
+    def stats(self, *patterns: str, buffers: bool = False, timeout: Timeout = UNSET) -> StatsTable:
+        """Statistics of full tensors, computed where they lie; every element counts once.
+
+        Raises: as `summon`.
+        """
+        return self._run(self._mesh.stats(*patterns, buffers=buffers, timeout=timeout))
+
+    def summon(
+        self,
+        *patterns: str,
+        dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None,
+        into: Mapping[str, torch.Tensor] | None = None,
+        buffers: bool = False,
+        timeout: Timeout = UNSET,
+        transport: Transport = "auto",
+    ) -> Summoned:
+        """Full tensors by name, all at one step. Training goes on meanwhile.
+
+        Args, Returns, Raises: as `AsyncMesh.summon`.
+        """
+        return self._run(
+            self._mesh.summon(
+                *patterns,
+                dtype=dtype,
+                device=device,
+                into=into,
+                buffers=buffers,
+                timeout=timeout,
+                transport=transport,
+            )
+        )
+
+    @contextmanager
+    def view(
+        self, *patterns: str, buffers: bool = False, timeout: Timeout = UNSET
+    ) -> Iterator[SnapshotView]:
+        """Shards of one step on the sidecars' own memory, without a copy; same host only.
+
+        Tensors taken from the view stay right after it has ended. Raises: as `summon`.
+        """
+        viewing = self._mesh.view(*patterns, buffers=buffers, timeout=timeout)
+        found = self._run(viewing.__aenter__())
+        try:
+            yield found
+        finally:
+            # An open view outlives a closed mesh; only its lease is gone then.
+            found.drop()
+            if self._end.alive:
+                self._run(viewing.__aexit__(None, None, None))
+
+    def _run(self, work: Coroutine[Any, Any, Result]) -> Result:
+        if not self._end.alive:
+            work.close()
+            raise UsageError(f"this mesh of job {self._mesh.job!r} is closed; connect again")
+        return self._thread.run(work)
+
+
+async def _opened(url: str, token: str, job: str | None, timeout_s: float | None) -> AsyncMesh:
+    return await AsyncMesh(url, token, job=job, timeout_s=timeout_s).__aenter__()
+
+
+def _close(thread: loop.LoopThread, mesh: AsyncMesh) -> None:
+    if thread.is_current():
+        # The garbage collector may run a finalizer on any thread; this one cannot wait for itself.
+        threading.Thread(target=_close, args=(thread, mesh), name="paramd-close").start()
+        return
+    try:
+        thread.run(mesh.close())
+    finally:
+        loop.release()

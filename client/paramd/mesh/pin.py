@@ -1,0 +1,285 @@
+"""One step on all ranks: try what the sidecars have, else an agreed boundary.
+
+Nothing here is trusted for correctness by itself: whichever way the pins came about,
+they count only when every rank's answer carries the same epoch and step.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from paramd.errors import (
+    AbortedError,
+    ConflictError,
+    DeadlineError,
+    ExhaustedError,
+)
+
+LEASE_S = 30.0
+"""Lease asked for; renewed at a third of it."""
+
+_FIRST_BACKOFF_S = 0.005
+_LAST_BACKOFF_S = 0.25
+# Others' snapshots end within moments; a request that the budget can never hold does not.
+_BUDGET_PATIENCE_S = 3.0
+
+
+@dataclass(frozen=True, slots=True)
+class RankPin:
+    """One rank's answer to a pin. `step` is -1 while a boundary has not filled it."""
+
+    rank: int
+    snapshot_id: str
+    epoch: int
+    step: int
+    size_bytes: int
+    lease_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Captured:
+    """The control plane's answer: all snapshots filled at `step`, or why not."""
+
+    captured: bool
+    epoch: int
+    step: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Pinned:
+    """Snapshots of all needed ranks at one (epoch, step)."""
+
+    epoch: int
+    step: int
+    pins: Mapping[int, RankPin]
+
+
+Spans = Mapping[int, Sequence[tuple[int, int]]]
+"""Arena spans wanted, by rank: sorted, half-open, in bytes."""
+
+
+class PinTransport(Protocol):
+    """What pinning needs from the outside; all methods raise ParamdErrors."""
+
+    async def pin(
+        self, rank: int, spans: Sequence[tuple[int, int]], how: PinKind, timeout_s: float
+    ) -> RankPin:
+        """Pins spans of one rank."""
+
+    async def schedule(self, pins: Sequence[RankPin], timeout_s: float) -> Captured:
+        """Has prepared snapshots filled at one agreed boundary."""
+
+    async def renew(self, pin: RankPin) -> float:
+        """Prolongs a lease; returns the seconds granted."""
+
+    def release(self, pin: RankPin) -> None:
+        """Ends a lease in the background; never fails and never waits."""
+
+
+@dataclass(frozen=True, slots=True)
+class PinKind:
+    """How a sidecar shall pin."""
+
+    at_boundary: bool = False
+    with_buffers: bool = False
+
+
+@dataclass(slots=True)
+class Optimism:
+    """Whether to try what the ranks have before asking for a boundary.
+
+    Each failed try costs a round of copies. So after steps differed, the boundary is
+    asked for at once during a while that doubles as tries keep failing.
+    """
+
+    first_pause_s: float = 0.5
+    last_pause_s: float = 8.0
+    _pause_s: float = 0.0
+    _until_s: float = field(default=float("-inf"))
+
+    def tries(self, now_s: float) -> bool:
+        """Whether to try at `now_s`."""
+        return now_s >= self._until_s
+
+    def differed(self, now_s: float) -> None:
+        """A try ended with different steps."""
+        self._pause_s = min(max(2 * self._pause_s, self.first_pause_s), self.last_pause_s)
+        self._until_s = now_s + self._pause_s
+
+    def agreed(self) -> None:
+        """A try ended with equal steps."""
+        self._pause_s = 0.0
+        self._until_s = float("-inf")
+
+
+def one_step(pins: Sequence[RankPin]) -> tuple[int, int] | None:
+    """The (epoch, step) that all pins share, or None."""
+    found = {(pin.epoch, pin.step) for pin in pins}
+    if len(found) != 1:
+        return None
+    ((epoch, step),) = found
+    return (epoch, step) if step >= 0 else None
+
+
+class Pinner:
+    """Pins one step on all ranks of a plan."""
+
+    def __init__(
+        self,
+        transport: PinTransport,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+        sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
+        optimism: Optimism | None = None,
+    ) -> None:
+        self._transport = transport
+        self._clock = clock
+        self._sleep = sleep
+        self._optimism = optimism if optimism is not None else Optimism()
+
+    @asynccontextmanager
+    async def pinned(
+        self, spans: Spans, *, deadline_s: float, with_buffers: bool = False
+    ) -> AsyncIterator[Pinned]:
+        """Snapshots of `spans` at one step, their leases renewed until the block ends.
+
+        Args:
+            deadline_s: On the clock given; when no step was had by then, it is refused.
+            with_buffers: The spans hold buffers, which only a boundary can copy.
+
+        Raises:
+            UnreachableError, PartialError: a needed sidecar does not answer.
+            ConflictError: torn, no trainer, stale epoch or layout.
+            DeadlineError: no common step in time; the text says why.
+        """
+        found = await self._pin(spans, deadline_s, with_buffers)
+        renewing = asyncio.create_task(self._renew(found), name="paramd-leases")
+        try:
+            yield found
+        finally:
+            renewing.cancel()
+            self._release(found.pins.values())
+            await asyncio.wait({renewing})
+
+    async def _pin(self, spans: Spans, deadline_s: float, with_buffers: bool) -> Pinned:
+        reason = "no try was made"
+        backoff_s = _FIRST_BACKOFF_S
+        patience_until_s = self._clock() + _BUDGET_PATIENCE_S
+        optimistic = not with_buffers
+        while True:
+            left_s = deadline_s - self._clock()
+            if left_s <= 0:
+                raise DeadlineError(
+                    f"no step that all of ranks {_listed(list(spans))} share was had in time; last "
+                    f"reason: {reason}; allow more time (timeout=), or pause training"
+                )
+            try:
+                if optimistic and (len(spans) == 1 or self._optimism.tries(self._clock())):
+                    found, reason = await self._try_now(spans, left_s)
+                else:
+                    found, reason = await self._at_boundary(spans, left_s, with_buffers)
+            except AbortedError as error:
+                found, reason = None, str(error)
+            except ExhaustedError as error:
+                if self._clock() > patience_until_s:
+                    raise
+                found, reason = None, str(error)
+            if found is not None:
+                return found
+            left_s = max(deadline_s - self._clock(), 0.0)
+            await self._sleep(min(backoff_s * random.uniform(0.5, 1.0), left_s))
+            backoff_s = min(2 * backoff_s, _LAST_BACKOFF_S)
+
+    async def _try_now(self, spans: Spans, left_s: float) -> tuple[Pinned | None, str]:
+        pins = await self._pin_all(spans, PinKind(), left_s)
+        common = one_step(pins)
+        if common is not None:
+            self._optimism.agreed()
+            return _pinned(common, pins), ""
+        self._release(pins)
+        self._optimism.differed(self._clock())
+        return None, "the ranks were at different steps: " + ", ".join(
+            f"rank {pin.rank} at {pin.step}" for pin in pins
+        )
+
+    async def _at_boundary(
+        self, spans: Spans, left_s: float, with_buffers: bool
+    ) -> tuple[Pinned | None, str]:
+        began_s = self._clock()
+        pins = await self._pin_all(spans, PinKind(True, with_buffers), left_s)
+        kept = False
+        try:
+            left_s -= self._clock() - began_s
+            answer = await self._schedule(pins, left_s)
+            kept = answer.captured and answer.step >= 0
+        finally:
+            if not kept:
+                self._release(pins)
+        if not kept:
+            return None, answer.reason or "the boundary was missed"
+        return _pinned((answer.epoch, answer.step), pins), ""
+
+    async def _schedule(self, pins: Sequence[RankPin], left_s: float) -> Captured:
+        try:
+            answer = await self._transport.schedule(pins, left_s)
+        except DeadlineError as error:
+            raise DeadlineError(
+                f"the trainers reached no common boundary within {left_s:.1f} s: training stands "
+                "still, is over, or a rank is slower than that; allow more time (timeout=), or "
+                "read parameters only (buffers=False), which needs no boundary while training rests"
+            ) from error
+        if any(pin.epoch != answer.epoch for pin in pins):
+            raise ConflictError("the job attached anew while its boundary was awaited; try again")
+        return answer
+
+    async def _pin_all(self, spans: Spans, how: PinKind, left_s: float) -> list[RankPin]:
+        """Pins on every rank, or on none: partial success is released."""
+        tasks = [
+            asyncio.create_task(self._transport.pin(rank, rank_spans, how, left_s))
+            for rank, rank_spans in spans.items()
+        ]
+        try:
+            await asyncio.gather(*tasks)
+        except BaseException:
+            await self._undo(tasks)
+            raise
+        return [task.result() for task in tasks]
+
+    async def _undo(self, tasks: Sequence[asyncio.Task[RankPin]]) -> None:
+        # A pin that is under way when it is cancelled may still be granted; its lease ends it.
+        for task in tasks:
+            task.cancel()
+        await asyncio.wait(tasks)
+        self._release(
+            [task.result() for task in tasks if not task.cancelled() and not task.exception()]
+        )
+
+    def _release(self, pins: Iterable[RankPin]) -> None:
+        for pin in pins:
+            self._transport.release(pin)
+
+    async def _renew(self, found: Pinned) -> None:
+        lease_s = min(pin.lease_s for pin in found.pins.values())
+        while True:
+            await asyncio.sleep(lease_s / 3)
+            # A lease that could not be renewed shows as NOT_FOUND at the next read.
+            await asyncio.gather(
+                *(self._transport.renew(pin) for pin in found.pins.values()),
+                return_exceptions=True,
+            )
+
+
+def _pinned(common: tuple[int, int], pins: Sequence[RankPin]) -> Pinned:
+    return Pinned(*common, {pin.rank: pin for pin in pins})
+
+
+def _listed(ranks: Sequence[int]) -> str:
+    shown = ", ".join(str(rank) for rank in sorted(ranks)[:8])
+    return shown if len(ranks) <= 8 else f"{shown}, ... ({len(ranks)} ranks)"

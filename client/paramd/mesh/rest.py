@@ -1,0 +1,213 @@
+"""Discovery and status over the control plane's REST side, `/api/v1`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+from urllib.parse import quote, urlsplit
+
+import httpx2
+
+from paramd.errors import (
+    DeadlineError,
+    DeniedError,
+    NotFoundError,
+    ParamdError,
+    UnreachableError,
+    UsageError,
+)
+from paramd.mesh.channels import RankUnreachableError
+
+REST_TIMEOUT_S = 5.0
+"""Deadline of one REST request, in seconds."""
+
+
+@dataclass(frozen=True, slots=True)
+class PeerAddress:
+    """Where one rank's sidecar is found."""
+
+    rank: int
+    address: str
+    """gRPC target, "host:port"."""
+    socket_path: str
+    """Its Unix socket, for programs of the same host."""
+    host_id: str
+    """Names the running kernel of its host."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class JobDocument:
+    """What the control plane says of a job. Holds a ticket: never log it."""
+
+    job: str
+    epoch: int
+    world_size: int
+    control_address: str
+    """gRPC target of the control plane."""
+    layout_digest: str
+    peers: Mapping[int, PeerAddress]
+    """By rank; ranks whose sidecar has not joined are absent."""
+    ticket: str = field(repr=False)
+    ticket_expires_s: float
+    """Seconds since the Unix epoch."""
+
+    def peer(self, rank: int) -> PeerAddress:
+        """Where the sidecar of `rank` is found.
+
+        Raises:
+            UnreachableError: it has not joined, or has left.
+        """
+        if rank not in self.peers:
+            raise RankUnreachableError(
+                rank,
+                f"rank {rank} of job {self.job!r} has no sidecar now "
+                f"({len(self.peers)} of {self.world_size} have joined); try again in a few "
+                f"seconds, or run: paramd status --job {self.job}",
+            )
+        return self.peers[rank]
+
+
+class RestClient:
+    """Asks one control plane. No I/O before the first request."""
+
+    def __init__(
+        self,
+        url: str,
+        token: str,
+        *,
+        transport: httpx2.AsyncBaseTransport | None = None,
+        timeout_s: float = REST_TIMEOUT_S,
+    ) -> None:
+        """`transport` replaces the network in tests."""
+        self.url = checked_url(url)
+        self._client = httpx2.AsyncClient(
+            base_url=self.url + "/api/v1",
+            headers={"authorization": f"Bearer {token}"},
+            timeout=timeout_s,
+            transport=transport,
+            # A proxy from the environment must not see the token.
+            trust_env=False,
+        )
+
+    async def jobs(self) -> list[str]:
+        """Names of the jobs that this control plane knows."""
+        found = await self._get("/jobs")
+        listed = found.get("jobs", []) if isinstance(found, Mapping) else found
+        return [str(job["job"] if isinstance(job, Mapping) else job) for job in listed]
+
+    async def job(self, job: str) -> JobDocument:
+        """The job's document, with a fresh ticket.
+
+        Raises:
+            UnreachableError, DeniedError, NotFoundError, DeadlineError: as they say.
+        """
+        found = await self._get(f"/jobs/{quote(job, safe='')}")
+        try:
+            return parse_job(found)
+        except (KeyError, TypeError, ValueError) as error:
+            raise ParamdError(
+                f"{self.url} gave a job document that this client cannot read ({error!r}); "
+                "client and job may run different versions of paramd"
+            ) from error
+
+    async def ranks(self, job: str) -> list[dict[str, Any]]:
+        """State of every rank, ordered by rank, as the control plane last heard it."""
+        found = await self._get(f"/jobs/{quote(job, safe='')}/ranks")
+        listed = found.get("ranks", []) if isinstance(found, Mapping) else found
+        return [dict(rank) for rank in listed]
+
+    async def close(self) -> None:
+        """Closes the connections. Idempotent."""
+        await self._client.aclose()
+
+    async def _get(self, path: str) -> Any:
+        try:
+            answer = await self._client.get(path)
+        except httpx2.TimeoutException as error:
+            raise UnreachableError(
+                f"{self.url} did not answer in time; is the control plane stopped? "
+                "Run: paramd doctor"
+            ) from error
+        except httpx2.HTTPError as error:
+            raise UnreachableError(
+                f"{self.url} does not answer ({error}); is the job running? "
+                "Run: paramd status --job JOB, or give the right url"
+            ) from error
+        if answer.status_code >= 400:
+            raise error_of_http(self.url, answer.status_code, problem_text(answer))
+        try:
+            return answer.json()
+        except ValueError as error:
+            raise UnreachableError(
+                f"{self.url} answered something that is not JSON; is it a paramd control plane?"
+            ) from error
+
+
+def parse_job(found: Mapping[str, Any]) -> JobDocument:
+    """The document in a JSON object. Raises KeyError, TypeError or ValueError."""
+    peers = [
+        PeerAddress(
+            rank=int(peer["rank"]),
+            address=str(peer["address"]),
+            socket_path=str(peer.get("socket_path") or ""),
+            host_id=str(peer.get("host_id") or ""),
+        )
+        for peer in found["peers"]
+    ]
+    return JobDocument(
+        job=str(found["job"]),
+        epoch=int(found["epoch"]),
+        world_size=int(found["world_size"]),
+        control_address=str(found["control_address"]),
+        layout_digest=str(found["layout_digest"]),
+        peers={peer.rank: peer for peer in peers},
+        ticket=str(found["ticket"]),
+        ticket_expires_s=float(found["ticket_expires_s"]),
+    )
+
+
+def checked_url(url: str) -> str:
+    """`url` without its trailing slash.
+
+    Raises:
+        UsageError: it is no http(s) URL.
+    """
+    parts = urlsplit(url)
+    if parts.scheme not in ("http", "https") or not parts.hostname:
+        raise UsageError(f"url: {url!r}; expected one like http://127.0.0.1:8470")
+    if parts.username or parts.password:
+        raise UsageError("url: it holds a user or password; give the token apart (token=)")
+    return url.rstrip("/")
+
+
+def problem_text(answer: httpx2.Response) -> str:
+    """The message in an error answer, or its first 200 characters."""
+    try:
+        found = answer.json()
+    except ValueError:
+        return answer.text[:200]
+    if isinstance(found, Mapping):
+        for key in ("message", "detail", "error"):
+            value = found.get(key)
+            if isinstance(value, Mapping):
+                value = value.get("message")
+            if isinstance(value, str):
+                return value
+    return answer.text[:200]
+
+
+def error_of_http(url: str, status: int, text: str) -> ParamdError:
+    """The domain error for an HTTP status."""
+    if status in (401, 403):
+        return DeniedError(
+            f"{url} refused the token ({text}); give the job's token (token=, PARAMD_TOKEN), "
+            "as endpoint.json of its state dir has it"
+        )
+    if status == 404:
+        return NotFoundError(f"{url}: {text}")
+    if status == 504:
+        return DeadlineError(f"{url}: {text}")
+    if status in (502, 503):
+        return UnreachableError(f"{url}: {text}")
+    return ParamdError(f"{url} answered HTTP {status}: {text}")

@@ -1,0 +1,300 @@
+"""What a mesh answers: values that print well in a terminal and in a notebook."""
+
+from __future__ import annotations
+
+import html
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
+
+from paramd.layout.stats import Summary
+from paramd.layout.types import TensorKind, TensorLayout
+
+if TYPE_CHECKING:
+    import torch
+
+SHOWN_ROWS = 40
+"""Rows that a table prints before it says how many more there are."""
+
+Item = TypeVar("Item")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ParamInfo:
+    """One parameter or buffer of the mesh."""
+
+    fqn: str
+    """Canonical name, as a user's state_dict has it."""
+    names: tuple[str, ...]
+    """All its names; more than one for tied tensors."""
+    shape: tuple[int, ...]
+    """Full shape."""
+    dtype: str
+    """torch dtype without its prefix."""
+    numel: int
+    """Elements of the full tensor."""
+    placement: str
+    """How it is distributed, in words."""
+    kind: TensorKind
+    """Parameter or buffer."""
+    ranks: tuple[int, ...]
+    """Ranks that hold a part of it."""
+
+    @classmethod
+    def of(cls, tensor: TensorLayout) -> ParamInfo:
+        """What the layout says of one tensor."""
+        return cls(
+            fqn=tensor.fqn,
+            names=(tensor.fqn, *tensor.aliases),
+            shape=tensor.shape,
+            dtype=tensor.dtype,
+            numel=tensor.numel,
+            placement=tensor.placement,
+            kind=tensor.kind,
+            ranks=tuple(sorted({piece.rank for piece in tensor.pieces if piece.region.numel})),
+        )
+
+
+class Table(tuple[Item, ...], Generic[Item]):
+    """An immutable list of rows that prints as a table."""
+
+    columns: Sequence[tuple[str, Callable[[Any], str]]] = ()
+    """Header and text of each column."""
+
+    def cells(self) -> list[list[str]]:
+        """Texts of the rows that are shown."""
+        return [[text(row) for _, text in self.columns] for row in self[:SHOWN_ROWS]]
+
+    def summary(self) -> str:
+        """One line about the whole."""
+        return f"{len(self)} rows"
+
+    def __repr__(self) -> str:
+        return text_table([name for name, _ in self.columns], self.cells(), self._below())
+
+    def _repr_html_(self) -> str:
+        return html_table([name for name, _ in self.columns], self.cells(), self._below())
+
+    def _below(self) -> str:
+        hidden = len(self) - SHOWN_ROWS
+        return self.summary() + (f" ({hidden} not shown)" if hidden > 0 else "")
+
+
+class Params(Table[ParamInfo]):
+    """Parameters (and buffers, when asked for) that a pattern matched."""
+
+    columns = (
+        ("name", lambda row: row.fqn),
+        ("shape", lambda row: shape_text(row.shape)),
+        ("dtype", lambda row: row.dtype),
+        ("numel", lambda row: f"{row.numel:,}"),
+        ("placement", lambda row: row.placement),
+        ("ranks", lambda row: ranks_text(row.ranks)),
+    )
+
+    def summary(self) -> str:
+        return f"{len(self)} tensors, {sum(row.numel for row in self):,} elements"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TensorStats:
+    """Statistics of one tensor over all its ranks, each element counted once."""
+
+    name: str
+    """The name it was asked by, or "total"."""
+    dtype: str
+    shape: tuple[int, ...]
+    summary: Summary
+
+
+class StatsTable(Table[TensorStats]):
+    """Statistics by tensor, all at one (`epoch`, `step`); `total` is over all of them."""
+
+    columns = (
+        ("name", lambda row: row.name),
+        ("shape", lambda row: shape_text(row.shape)),
+        ("dtype", lambda row: row.dtype),
+        ("norm", lambda row: f"{row.summary.norm:.6g}"),
+        ("mean", lambda row: f"{row.summary.mean:.4g}"),
+        ("std", lambda row: f"{row.summary.std:.4g}"),
+        ("min", lambda row: f"{row.summary.min:.4g}"),
+        ("max", lambda row: f"{row.summary.max:.4g}"),
+        ("zeros", lambda row: f"{row.summary.zero_count:,}"),
+        ("nan", lambda row: f"{row.summary.nan_count:,}"),
+        ("inf", lambda row: f"{row.summary.inf_count:,}"),
+    )
+    total: TensorStats
+    job: str
+    epoch: int
+    step: int
+
+    def __new__(
+        cls, rows: Iterable[TensorStats], *, total: TensorStats, job: str, epoch: int, step: int
+    ) -> StatsTable:
+        self = super().__new__(cls, rows)
+        self.total, self.job, self.epoch, self.step = total, job, epoch, step
+        return self
+
+    def cells(self) -> list[list[str]]:
+        """Texts of the rows that are shown; the last one is the total."""
+        return [*super().cells(), [text(self.total) for _, text in self.columns]]
+
+    def summary(self) -> str:
+        return f"{len(self)} tensors of {self.job!r} at step {self.step} (epoch {self.epoch})"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RankStatus:
+    """One rank, as its sidecar or else the control plane knows it."""
+
+    rank: int
+    phase: str
+    """For example "constant", "update", "torn", or "unreachable"."""
+    step: int
+    """Finished updates; -1 when unknown."""
+    step_time_s: float
+    """Smoothed time between two boundaries; 0 when unknown."""
+    stall_total_s: float
+    """Time that updates waited for copies."""
+    stall_count: int
+    snapshot_bytes: int
+    arena_bytes: int
+    address: str
+    reason: str
+    """What is wrong; empty when all is well."""
+
+
+class MeshStatus(Table[RankStatus]):
+    """The job as a whole (`job`, `epoch`, `world_size`), and its ranks as rows."""
+
+    columns = (
+        ("rank", lambda row: str(row.rank)),
+        ("phase", lambda row: row.phase),
+        ("step", lambda row: str(row.step) if row.step >= 0 else "-"),
+        ("step time", lambda row: f"{1e3 * row.step_time_s:.1f} ms" if row.step_time_s else "-"),
+        ("stalls", lambda row: f"{row.stall_count} ({1e3 * row.stall_total_s:.1f} ms)"),
+        ("arena", lambda row: bytes_text(row.arena_bytes)),
+        ("snapshots", lambda row: bytes_text(row.snapshot_bytes)),
+        ("note", lambda row: row.reason),
+    )
+    job: str
+    epoch: int
+    world_size: int
+
+    def __new__(
+        cls, rows: Iterable[RankStatus], *, job: str, epoch: int, world_size: int
+    ) -> MeshStatus:
+        self = super().__new__(cls, rows)
+        self.job, self.epoch, self.world_size = job, epoch, world_size
+        return self
+
+    @property
+    def step(self) -> int:
+        """The lowest step that any rank reports; -1 when none does."""
+        return min((row.step for row in self if row.step >= 0), default=-1)
+
+    def summary(self) -> str:
+        return (
+            f"job {self.job!r}, epoch {self.epoch}, step {self.step}, "
+            f"{sum(not row.reason for row in self)} of {self.world_size} ranks well"
+        )
+
+
+class Summoned(dict[str, "torch.Tensor"]):
+    """Full tensors by name, all at one step.
+
+    Tied names are keys of the same tensor object.
+    """
+
+    def __init__(
+        self,
+        tensors: Mapping[str, torch.Tensor],
+        *,
+        job: str,
+        epoch: int,
+        step: int,
+        seconds: float,
+        bytes: int,
+    ) -> None:
+        super().__init__(tensors)
+        self.job = job
+        """Name of the job."""
+        self.epoch = epoch
+        """Incarnation of the job."""
+        self.step = step
+        """Finished updates: the version that every value here belongs to."""
+        self.seconds = seconds
+        """Time it took."""
+        self.bytes = bytes
+        """Bytes read from the sidecars."""
+
+    def __repr__(self) -> str:
+        return text_table(_TENSOR_COLUMNS, self._cells(), self._below())
+
+    def _repr_html_(self) -> str:
+        return html_table(_TENSOR_COLUMNS, self._cells(), self._below())
+
+    def _cells(self) -> list[list[str]]:
+        return [
+            [name, shape_text(t.shape), str(t.dtype).removeprefix("torch."), str(t.device)]
+            for name, t in list(self.items())[:SHOWN_ROWS]
+        ]
+
+    def _below(self) -> str:
+        hidden = len(self) - SHOWN_ROWS
+        return (
+            f"{len(self)} tensors of {self.job!r} at step {self.step} (epoch {self.epoch}), "
+            f"{bytes_text(self.bytes)} in {self.seconds:.3f} s"
+            + (f" ({hidden} not shown)" if hidden > 0 else "")
+        )
+
+
+_TENSOR_COLUMNS = ["name", "shape", "dtype", "device"]
+
+
+def text_table(header: Sequence[str], rows: Sequence[Sequence[str]], below: str) -> str:
+    """A table in plain text, with a line below it."""
+    widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
+    lines = [
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+        for row in (header, *rows)
+    ]
+    return "\n".join([*lines, below])
+
+
+def html_table(header: Sequence[str], rows: Sequence[Sequence[str]], below: str) -> str:
+    """The same for a notebook. Names come from a training script: all text is escaped."""
+    head = "".join(f"<th>{html.escape(cell)}</th>" for cell in header)
+    body = "".join(
+        "<tr>" + "".join(f"<td>{html.escape(cell)}</td>" for cell in row) + "</tr>" for row in rows
+    )
+    return (
+        f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
+        f"<p>{html.escape(below)}</p>"
+    )
+
+
+def shape_text(shape: Iterable[int]) -> str:
+    """For example "[4, 8]"."""
+    return "[" + ", ".join(map(str, shape)) + "]"
+
+
+def ranks_text(ranks: Sequence[int]) -> str:
+    """For example "0-3, 6"."""
+    runs: list[list[int]] = []
+    for rank in sorted(ranks):
+        if runs and rank == runs[-1][1] + 1:
+            runs[-1][1] = rank
+        else:
+            runs.append([rank, rank])
+    return ", ".join(str(b) if b == e else f"{b}-{e}" for b, e in runs)
+
+
+def bytes_text(size_bytes: int) -> str:
+    """For example "1.5 MiB"."""
+    size = float(size_bytes)
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if size < 1024:
+            return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
+        size /= 1024
+    return f"{size:.1f} TiB"

@@ -1,0 +1,239 @@
+"""The sidecars of one epoch, as pinning and reading need them."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Coroutine, Iterable, Mapping, Sequence
+from types import MappingProxyType
+from typing import Any
+
+from paramd.errors import DeadlineError, NotFoundError, ParamdError, UnreachableError
+from paramd.mesh.channels import (
+    Channels,
+    LeaseEndedError,
+    RankUnreachableError,
+    UnaryCall,
+    watched,
+)
+from paramd.mesh.chunk import Chunk
+from paramd.mesh.pin import LEASE_S, Captured, PinKind, RankPin
+from paramd.mesh.rest import JobDocument
+from paramd.v1 import common_pb2, control_pb2, layout_pb2, sidecar_pb2
+
+LAYOUT_TIMEOUT_S = 30.0
+
+_PROBE_TIMEOUT_S = 2.5
+_RENEW_TIMEOUT_S = 5.0
+_RELEASE_TIMEOUT_S = 2.0
+
+
+class Background:
+    """Tasks that outlive the call that began them; all awaited at `close`."""
+
+    def __init__(self) -> None:
+        self._tasks: set[asyncio.Task[Any]] = set()
+
+    def start(self, work: Coroutine[Any, Any, Any]) -> None:
+        """Runs `work`; whatever it raises is its own matter."""
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._ended)
+
+    async def close(self) -> None:
+        """Waits for all of them: each has its own deadline."""
+        while self._tasks:
+            await asyncio.wait(self._tasks)
+
+    def _ended(self, task: asyncio.Task[Any]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled():
+            task.exception()
+
+
+class Sidecars:
+    """Calls the sidecars that a job document names. Errors name the rank."""
+
+    def __init__(
+        self,
+        channels: Channels,
+        document: JobDocument,
+        background: Background,
+        stopped: Mapping[int, RankUnreachableError] = MappingProxyType({}),
+    ) -> None:
+        self._channels = channels
+        self._background = background
+        self._stopped = stopped
+        self.document = document
+
+    def check_not_stopped(self, ranks: Iterable[int]) -> None:
+        """Refuses ranks that were found stopped a moment ago: waiting again takes as long.
+
+        Raises:
+            RankUnreachableError: one of the ranks is.
+        """
+        for rank in ranks:
+            if rank in self._stopped:
+                raise self._stopped[rank]
+
+    async def pin(
+        self, rank: int, spans: Sequence[tuple[int, int]], how: PinKind, timeout_s: float
+    ) -> RankPin:
+        """Pins spans of one rank; as long as it takes, as long as somebody answers there."""
+        request = sidecar_pb2.PinSnapshotRequest(
+            epoch=self.document.epoch,
+            layout_digest=self.document.layout_digest,
+            spans=[sidecar_pb2.Span(begin=begin, end=end) for begin, end in spans],
+            lease_ms=int(1000 * LEASE_S),
+            at_boundary=how.at_boundary,
+            with_buffers=how.with_buffers,
+        )
+        stub = self._stub(rank)
+        found = await self._watched(rank, stub.PinSnapshot, request, timeout_s)
+        return RankPin(
+            rank=rank,
+            snapshot_id=found.snapshot_id,
+            epoch=found.header.epoch,
+            step=found.header.step,
+            size_bytes=found.size_bytes,
+            lease_s=found.lease_ms / 1000,
+        )
+
+    async def schedule(self, pins: Sequence[RankPin], timeout_s: float) -> Captured:
+        """Has prepared snapshots filled at one agreed boundary."""
+        document = self.document
+        request = control_pb2.ScheduleBoundaryRequest(
+            job=document.job,
+            epoch=document.epoch,
+            snapshots=[
+                control_pb2.SnapshotRef(rank=pin.rank, snapshot_id=pin.snapshot_id) for pin in pins
+            ],
+        )
+        stub = self._channels.control(document.control_address)
+        found = await self._channels.call(
+            "control plane", stub.ScheduleBoundary, request, timeout_s=timeout_s
+        )
+        return Captured(found.captured, found.header.epoch, found.header.step, found.reason)
+
+    async def renew(self, pin: RankPin) -> float:
+        """Prolongs a lease; returns the seconds granted."""
+        request = sidecar_pb2.RenewSnapshotRequest(
+            snapshot_id=pin.snapshot_id, lease_ms=int(1000 * LEASE_S)
+        )
+        stub = self._stub(pin.rank)
+        found = await self._call(pin.rank, stub.RenewSnapshot, request, _RENEW_TIMEOUT_S)
+        return float(found.lease_ms / 1000)
+
+    def release(self, pin: RankPin) -> None:
+        """Ends a lease in the background; never fails and never waits."""
+        request = sidecar_pb2.ReleaseSnapshotRequest(snapshot_id=pin.snapshot_id)
+        method = self._stub(pin.rank).ReleaseSnapshot
+        self._background.start(self._call(pin.rank, method, request, _RELEASE_TIMEOUT_S))
+
+    async def state(self, rank: int, timeout_s: float) -> sidecar_pb2.GetStateResponse:
+        """State of one rank."""
+        request = sidecar_pb2.GetStateRequest()
+        found = await self._call(rank, self._stub(rank).GetState, request, timeout_s)
+        assert isinstance(found, sidecar_pb2.GetStateResponse)
+        return found
+
+    async def stats(
+        self, pin: RankPin, items: Sequence[sidecar_pb2.StatsItem], timeout_s: float
+    ) -> sidecar_pb2.ComputeStatsResponse:
+        """Reduces parts of a pinned snapshot."""
+        request = sidecar_pb2.ComputeStatsRequest(snapshot_id=pin.snapshot_id, items=items)
+        method = self._stub(pin.rank).ComputeStats
+        found = await self._watched(pin.rank, method, request, timeout_s)
+        assert isinstance(found, sidecar_pb2.ComputeStatsResponse)
+        return found
+
+    async def layout_batches(self, rank: int) -> tuple[common_pb2.Header, list[layout_pb2.Layout]]:
+        """The layout as one rank's sidecar holds it, and who it says it is."""
+        call = self._stub(rank).GetLayout(
+            sidecar_pb2.GetLayoutRequest(),
+            timeout=LAYOUT_TIMEOUT_S,
+            metadata=self._channels.metadata,
+        )
+
+        async def collect() -> list[sidecar_pb2.GetLayoutResponse]:
+            return [batch async for batch in call]
+
+        async def begin(_: object, **__: object) -> list[sidecar_pb2.GetLayoutResponse]:
+            return await collect()
+
+        found = await self._watched(rank, begin, None, LAYOUT_TIMEOUT_S)
+        if not found:
+            raise RankUnreachableError(rank, f"{self.who(rank)}: it sent no layout")
+        return found[0].header, [batch.layout for batch in found]
+
+    def source(self, pin: RankPin) -> SnapshotSource:
+        """A pinned snapshot, to be read."""
+        return SnapshotSource(self, self._channels, pin)
+
+    async def probe(self, rank: int) -> None:
+        """Asks for the state, to learn whether anybody answers there.
+
+        Raises:
+            RankUnreachableError: nobody does.
+        """
+        try:
+            await self.state(rank, _PROBE_TIMEOUT_S)
+        except (DeadlineError, UnreachableError) as error:
+            raise RankUnreachableError(
+                rank,
+                f"{self.who(rank)} does not answer: its sidecar is stopped, dead or cut off; "
+                "training goes on, try again in a few seconds",
+                stopped=True,
+            ) from error
+        except ParamdError:
+            pass  # it answered
+
+    def who(self, rank: int) -> str:
+        """Names a rank in errors."""
+        peer = self.document.peers.get(rank)
+        return f"rank {rank} ({peer.address})" if peer is not None else f"rank {rank}"
+
+    def _stub(self, rank: int) -> Any:
+        return self._channels.sidecar(self.document.peer(rank).address)
+
+    async def _watched(
+        self, rank: int, method: UnaryCall[Any], request: object, timeout_s: float
+    ) -> Any:
+        # A deadline alone cannot tell a rank in a long update from a stopped sidecar.
+        call = self._call(rank, method, request, timeout_s)
+        return await watched(call, lambda: self.probe(rank))
+
+    async def _call(
+        self, rank: int, method: UnaryCall[Any], request: object, timeout_s: float
+    ) -> Any:
+        try:
+            return await self._channels.call(self.who(rank), method, request, timeout_s=timeout_s)
+        except UnreachableError as error:
+            raise RankUnreachableError(
+                rank, f"{error}; its sidecar may be restarting, try again in a few seconds"
+            ) from error
+        except NotFoundError as error:
+            # Snapshots are the only things that a sidecar looks up.
+            raise LeaseEndedError(str(error)) from error
+
+
+class SnapshotSource:
+    """One rank's pinned snapshot over a stream."""
+
+    def __init__(self, sidecars: Sidecars, channels: Channels, pin: RankPin) -> None:
+        self._sidecars = sidecars
+        self._channels = channels
+        self._pin = pin
+        self.rank = pin.rank
+        self.who = sidecars.who(pin.rank)
+
+    def chunks(self, offset_bytes: int, timeout_s: float) -> AsyncIterator[Chunk]:
+        """The snapshot's bytes from `offset_bytes` on."""
+        address = self._sidecars.document.peer(self._pin.rank).address
+        request = sidecar_pb2.ReadSnapshotRequest(
+            snapshot_id=self._pin.snapshot_id, offset_bytes=offset_bytes
+        )
+        return self._channels.read(address, request, timeout_s=timeout_s)
+
+    async def probe(self) -> None:
+        """Raises RankUnreachableError when nobody answers there."""
+        await self._sidecars.probe(self._pin.rank)

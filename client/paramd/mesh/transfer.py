@@ -1,0 +1,214 @@
+"""Moves pinned bytes into tensors: streams, or shared memory of the same host."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final, Literal, TypeVar, get_args
+
+from paramd.errors import DeniedError, ParamdError, UnreachableError, UsageError
+from paramd.layout.plan import ReadPlan
+from paramd.mesh.landing import PlaceSink, fill_from
+from paramd.mesh.pin import Pinned, RankPin
+from paramd.mesh.read import Expected, Reader, keep_freed_memory
+from paramd.mesh.same_host import SharedSnapshot, is_same_host
+from paramd.mesh.sidecars import Sidecars
+
+if TYPE_CHECKING:
+    import mmap
+
+    import torch
+
+    from paramd.mesh.assemble import Targets
+    from paramd.mesh.views import SnapshotView
+
+Transport = Literal["auto", "grpc", "same-host"]
+
+MAX_COPY_THREADS: Final = 4
+"""Threads that copy from shared memory; two reach a small machine's memory bandwidth."""
+
+_LARGE_BYTES: Final = 8 << 20
+# One more coordinates each copy, and opening sockets blocks for moments.
+_OTHER_THREADS: Final = 8
+
+Result = TypeVar("Result")
+
+
+@dataclass(frozen=True, slots=True)
+class Chosen:
+    """What patterns chose, and how it is read."""
+
+    names: Sequence[tuple[str, ...]]
+    """The names that matched, for each tensor of the plan."""
+    plan: ReadPlan
+    with_buffers: bool
+
+
+def check_transport(transport: str) -> None:
+    """Raises UsageError for an unknown transport."""
+    if transport not in get_args(Transport):
+        raise UsageError(
+            f"transport: {transport!r}; expected one of {', '.join(get_args(Transport))}"
+        )
+
+
+class Transfer:
+    """Threads that copy; made at first use, joined at `close`."""
+
+    def __init__(self) -> None:
+        self._copy_threads = max(1, min(len(os.sched_getaffinity(0)), MAX_COPY_THREADS))
+        self._copiers = ThreadPoolExecutor(self._copy_threads, "paramd-copy")
+        self._blocking = ThreadPoolExecutor(_OTHER_THREADS, "paramd-blocking")
+
+    def close(self) -> None:
+        """Joins the threads. Blocks while a copy is under way."""
+        self._blocking.shutdown()
+        self._copiers.shutdown()
+
+    def targets(
+        self,
+        chosen: Chosen,
+        *,
+        dtype: torch.dtype | None,
+        device: torch.device | str | None,
+        into: Mapping[str, torch.Tensor] | None,
+    ) -> Targets:
+        """Destination tensors. Loads torch."""
+        import torch
+
+        from paramd.mesh.assemble import Targets
+
+        where = torch.device(device) if device is not None else None
+        return Targets(chosen.plan, chosen.names, dtype=dtype, device=where, into=into)
+
+    async def read(
+        self,
+        sidecars: Sidecars,
+        plan: ReadPlan,
+        pinned: Pinned,
+        targets: Targets,
+        transport: Transport,
+        deadline_s: float,
+    ) -> None:
+        """Fills the targets, all ranks at the same time; all has ended when it returns."""
+        if plan.size_bytes >= _LARGE_BYTES:
+            keep_freed_memory()
+        async with AsyncExitStack() as stack:
+            shared = await self._share(sidecars, pinned, transport, stack)
+            streams = [
+                Reader(
+                    sidecars.source(pinned.pins[read.rank]),
+                    PlaceSink(targets.places(read)),
+                    Expected(pinned.epoch, pinned.step, read.size_bytes),
+                ).run(deadline_s)
+                for read in plan.ranks
+                if read.rank not in shared
+            ]
+            jobs = [
+                (shared[read.rank], targets.places(read))
+                for read in plan.ranks
+                if read.rank in shared
+            ]
+            if jobs:
+                streams.append(
+                    self._run(lambda: fill_from(jobs, self._copiers, self._copy_threads))
+                )
+            await _all_ended(streams)
+
+    async def view(
+        self, sidecars: Sidecars, chosen: Chosen, pinned: Pinned, stack: AsyncExitStack
+    ) -> SnapshotView:
+        """Shards on the sidecars' memory, let go of when `stack` ends.
+
+        Raises:
+            UnreachableError: a needed rank is not on this host.
+        """
+        from paramd.mesh.views import SnapshotView
+
+        shared = await self._share(sidecars, pinned, "same-host", stack)
+        memories: dict[int, mmap.mmap] = {}
+        for rank, snapshot in shared.items():
+            memory = snapshot.map_private()
+            if memory is not None:
+                memories[rank] = memory
+        return SnapshotView(
+            chosen.plan,
+            chosen.names,
+            memories,
+            job=sidecars.document.job,
+            epoch=pinned.epoch,
+            step=pinned.step,
+        )
+
+    async def _share(
+        self, sidecars: Sidecars, pinned: Pinned, transport: Transport, stack: AsyncExitStack
+    ) -> dict[int, SharedSnapshot]:
+        """The snapshots whose memory this host may share, by rank."""
+        if transport == "grpc":
+            return {}
+        pins = [pin for pin in pinned.pins.values() if pin.size_bytes]
+        found = await asyncio.gather(
+            *(self._open(sidecars, pin, transport, stack) for pin in pins), return_exceptions=True
+        )
+        for one in found:
+            if isinstance(one, BaseException):
+                raise one
+        return {
+            pin.rank: one
+            for pin, one in zip(pins, found, strict=True)
+            if isinstance(one, SharedSnapshot)
+        }
+
+    async def _open(
+        self, sidecars: Sidecars, pin: RankPin, transport: Transport, stack: AsyncExitStack
+    ) -> SharedSnapshot | None:
+        document = sidecars.document
+        peer = document.peer(pin.rank)
+        if not is_same_host(peer):
+            if transport == "auto":
+                return None
+            raise UnreachableError(
+                f"rank {pin.rank} runs on another host, or its socket is not visible here "
+                '(another container or user); use transport="grpc"'
+            )
+        try:
+            shared = await self._run(
+                lambda: SharedSnapshot.open(peer, document.ticket, pin.snapshot_id)
+            )
+        except (UnreachableError, DeniedError):
+            if transport != "auto":
+                raise
+            await sidecars.probe(pin.rank)
+            return None  # another user's socket, say; the sidecar itself is well
+        stack.callback(shared.close)
+        return shared
+
+    async def _run(self, work: Callable[[], Result]) -> Result:
+        """Runs blocking work; also when cancelled, the thread has ended before this does.
+
+        Else it would go on writing into memory that the caller frees.
+        """
+        running = asyncio.get_running_loop().run_in_executor(self._blocking, work)
+        try:
+            return await asyncio.shield(running)
+        except asyncio.CancelledError:
+            await asyncio.wait({running})
+            if not running.cancelled() and isinstance(error := running.exception(), ParamdError):
+                raise asyncio.CancelledError from error
+            raise
+
+
+async def _all_ended(work: Sequence[object]) -> None:
+    """Runs all; when one fails the others are cancelled, and all have ended at the end."""
+    tasks = [asyncio.ensure_future(one) for one in work]  # type: ignore[call-overload]
+    try:
+        await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()
+        if tasks:
+            await asyncio.wait(tasks)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 
 import paramd
-from paramd.errors import CODES, ParamdError, codes_of
+from paramd.errors import CODES, ErrorCodes, ParamdError, codes_of
 from tests.contract.surface import COMMAND, FROZEN, surface
 
 DOCUMENTED_EXIT_CODES = {0, 1, 2, 3, 4, 5, 6, 7, 8}
@@ -24,14 +24,19 @@ def test_every_exported_name_exists() -> None:
 
 def test_every_error_has_documented_codes() -> None:
     kinds = [ParamdError, *_subclasses(ParamdError)]
-    assert {codes_of(kind("text")).exit for kind in kinds} <= DOCUMENTED_EXIT_CODES - {0}
-    assert {codes_of(kind("text")).http // 100 for kind in kinds} <= {4, 5}
+    assert {_codes(kind).exit for kind in kinds} <= DOCUMENTED_EXIT_CODES - {0}
+    assert {_codes(kind).http // 100 for kind in kinds} <= {4, 5}
 
 
 def test_an_error_without_codes_of_its_own_takes_its_parents() -> None:
     for kind in _subclasses(ParamdError):
         nearest = next(parent for parent in kind.__mro__ if parent in CODES)
-        assert codes_of(kind("text")) == CODES[nearest]
+        assert _codes(kind) == CODES[nearest]
+
+
+def _codes(kind: type[ParamdError]) -> ErrorCodes:
+    # Some take arguments of their own; only the class matters here.
+    return codes_of(kind.__new__(kind))
 
 
 def _subclasses(kind: type[ParamdError]) -> list[type[ParamdError]]:

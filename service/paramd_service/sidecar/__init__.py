@@ -1,0 +1,1 @@
+"""The sidecar: owns one rank's arena and serves byte spans of it, each at one step."""

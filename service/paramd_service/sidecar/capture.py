@@ -1,0 +1,285 @@
+"""What to copy, and when: decisions of the copying thread, without the thread.
+
+A copy belongs right after a boundary, where forward and backward hide it. So a request
+that finds the rank inside an update, or too near to the next one, raises WANT; the
+trainer announces its next boundary, and everything that waits is copied there. A request
+that finds the rank between updates with time to spare is copied at once.
+
+A boundary that all trainers agreed on (AGREED) is copied when it is announced. What was
+overtaken by the next update is reported as missed, with the times, and never repaired.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from paramd.memory.control_page import ControlPage, Word
+from paramd.memory.gate import CopyEnd, CopySpan, copy_at_one_step
+
+RETRY_NS = 250_000_000
+"""Time between two looks while something waits and nothing was announced."""
+
+_ASSUMED_BYTES_PER_S = 4e9
+_RATE_WEIGHT = 0.3
+
+Copy = Callable[..., tuple[CopyEnd, int]]
+
+
+@dataclass(eq=False, slots=True)
+class CopyJob:
+    """One snapshot to fill at any step."""
+
+    spans: Sequence[CopySpan]
+    done: Callable[[int | None], None]
+    """Called once, on the copying thread: the step of the bytes, or None when given up."""
+    attempts: int = 0
+    """Copies that were overtaken."""
+    longest_ns: int = 0
+    """The longest of those, until they were overtaken."""
+
+    @property
+    def size_bytes(self) -> int:
+        return sum(span.size_bytes for span in self.spans)
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """How a boundary request ended on this rank."""
+
+    step: int
+    """The boundary's step; -1 when it was not captured."""
+    reason: str
+    """Why not; empty when captured."""
+
+    @property
+    def captured(self) -> bool:
+        return not self.reason
+
+
+@dataclass(eq=False, slots=True)
+class Boundary:
+    """Snapshots to fill at the boundary that request `number` is agreed at."""
+
+    number: int
+    spans: Sequence[CopySpan]
+    with_buffers: bool
+    done: Callable[[Outcome], None]
+    """Called once, on the copying thread."""
+    deferred_step: int | None = field(default=None)
+
+    @property
+    def size_bytes(self) -> int:
+        return sum(span.size_bytes for span in self.spans)
+
+
+def worth_starting(*, now_ns: int, boundary_ns: int, step_time_ns: int, copy_ns: int) -> bool:
+    """Whether a copy begun now will probably end before the next update begins.
+
+    When the next boundary is overdue the rank is held, hung or evaluating: go.
+    """
+    if boundary_ns == 0 or step_time_ns == 0:
+        return True
+    age_ns = now_ns - boundary_ns
+    return age_ns + copy_ns < 0.9 * step_time_ns or age_ns > 2 * step_time_ns
+
+
+class Capture:
+    """The sidecar's words of the control page and what waits for a copy.
+
+    All methods run on one thread. `serve` is called on every wake, on every new request
+    and every `RETRY_NS` while something waits.
+    """
+
+    def __init__(
+        self,
+        page: ControlPage,
+        *,
+        clock_ns: Callable[[], int],
+        at_point: Callable[[str], None] = lambda _: None,
+        copy: Copy = copy_at_one_step,
+    ) -> None:
+        self._words = page.words
+        self._page = page
+        self._clock_ns = clock_ns
+        self._at_point = at_point
+        self._copy = copy
+        self._jobs: list[CopyJob] = []
+        self._armed: dict[int, Boundary] = {}
+        self._wanted_at: int | None = None
+        self._quiet_seq, self._quiet_since_ns = -1, 0
+        self._bytes_per_s = _ASSUMED_BYTES_PER_S
+        self.given_up_count = 0
+
+    @property
+    def waiting(self) -> bool:
+        """Whether anything waits for a copy."""
+        return bool(self._jobs or self._armed)
+
+    def submit(self, job: CopyJob) -> None:
+        """One more snapshot to fill at any step."""
+        self._jobs.append(job)
+
+    def cancel(self, job: CopyJob) -> None:
+        """Nobody waits for it any more. Does nothing when it is done."""
+        if job in self._jobs:
+            self._jobs.remove(job)
+            job.done(None)
+
+    def arm(self, boundary: Boundary) -> None:
+        """Declares the rank ready for a boundary request."""
+        agreed = self._words[Word.AGREED]
+        if boundary.number <= agreed:
+            boundary.done(
+                Outcome(-1, f"boundary {boundary.number} is past: {agreed} was agreed already")
+            )
+            return
+        self._armed[boundary.number] = boundary
+        if boundary.with_buffers:
+            self._words[Word.BUFFERS_WANTED] = max(
+                self._words[Word.BUFFERS_WANTED], boundary.number
+            )
+        self._words[Word.READY] = max(self._words[Word.READY], boundary.number)
+        self._at_point("capture-ready")
+
+    def withdraw(self, number: int, reason: str) -> None:
+        """The request ended without agreement; READY goes back unless a newer one is armed."""
+        boundary = self._armed.pop(number, None)
+        if boundary is None:
+            return
+        self._words[Word.READY] = max(self._armed, default=self._words[Word.AGREED])
+        boundary.done(Outcome(-1, reason))
+
+    def give_up(self, reason: str, *, jobs_too: bool) -> None:
+        """The trainer has ended: no boundary comes any more, and none to wait for when torn."""
+        for number in list(self._armed):
+            self.withdraw(number, reason)
+        if jobs_too:
+            for job in list(self._jobs):
+                self.cancel(job)
+
+    def serve(self) -> None:
+        """Copies what can be copied now, and tells the trainer what was handled."""
+        announce = self._words[Word.ANNOUNCE]
+        announced = announce != self._words[Word.SERVED]
+        try:
+            self._serve_boundaries(announced)
+            self._serve_jobs(announced)
+        finally:
+            # The trainer's next update waits for this word.
+            self._words[Word.SERVED] = announce
+
+    def _serve_jobs(self, announced: bool) -> None:
+        if announced:
+            self._wanted_at = None
+        while self._jobs:
+            end = self._try_jobs(announced)
+            if not self._jobs or not self._ask_for_boundary():
+                return
+            # Between the look at SEQ and WANT the update may have ended unannounced.
+            if end is not CopyEnd.UPDATING or self._words[Word.SEQ] & 1:
+                return
+
+    def _try_jobs(self, announced: bool) -> CopyEnd:
+        """Copies what is worth trying; stops where an update is in the way."""
+        quiet = self._is_quiet()
+        for job in list(self._jobs):
+            if announced or quiet or self._may_start(job):
+                end = self._copy_job(job)
+                if end is not CopyEnd.DONE:
+                    return end
+        return CopyEnd.DONE
+
+    def _may_start(self, job: CopyJob) -> bool:
+        """Whether to copy outside of an announced boundary, in a rank that is training."""
+        return not job.attempts and worth_starting(
+            now_ns=self._clock_ns(),
+            boundary_ns=self._words[Word.BOUNDARY_NS],
+            step_time_ns=self._words[Word.STEP_TIME_NS],
+            copy_ns=self.copy_ns(job.size_bytes),
+        )
+
+    def _is_quiet(self) -> bool:
+        """Whether no update began or ended for a while: training is held, hung or over."""
+        now_ns, seq = self._clock_ns(), self._words[Word.SEQ]
+        if seq != self._quiet_seq:
+            self._quiet_seq, self._quiet_since_ns = seq, now_ns
+        return now_ns - self._quiet_since_ns >= RETRY_NS
+
+    def _copy_job(self, job: CopyJob) -> CopyEnd:
+        begin_ns = self._clock_ns()
+        end, step = self._copy(self._page, job.spans, at_point=self._at_point)
+        took_ns = self._clock_ns() - begin_ns
+        if end is CopyEnd.DONE:
+            self._note_rate(job.size_bytes, took_ns)
+            self._jobs.remove(job)
+            job.done(step)
+        elif end is CopyEnd.OVERTAKEN:
+            self.given_up_count += 1
+            job.attempts += 1
+            job.longest_ns = max(job.longest_ns, took_ns)
+        return end
+
+    def _ask_for_boundary(self) -> bool:
+        """Raises WANT unless an earlier one is still to be answered; says whether it did."""
+        if self._wanted_at == self._words[Word.ANNOUNCE]:
+            return False
+        self._wanted_at = self._words[Word.ANNOUNCE]
+        self._words[Word.WANT] += 1
+        return True
+
+    def _serve_boundaries(self, announced: bool) -> None:
+        for number in sorted(self._armed):
+            boundary = self._armed[number]
+            if self._words[Word.AGREED] < number:
+                continue
+            outcome = self._capture(boundary, announced)
+            if outcome is not None:
+                del self._armed[number]
+                boundary.done(outcome)
+
+    def _capture(self, boundary: Boundary, announced: bool) -> Outcome | None:
+        words = self._words
+        agreed_step = words[Word.AGREED_STEP]
+        if words[Word.STEP] != agreed_step or words[Word.SEQ] & 1:
+            return self._not_there(boundary, announced, "the next update began before the copy")
+        if boundary.with_buffers and words[Word.BUFFERS_STEP] != agreed_step:
+            return self._not_there(boundary, announced, "the trainer did not copy its buffers")
+        begin_ns = self._clock_ns()
+        end, step = self._copy(self._page, boundary.spans, at_point=self._at_point)
+        took_ns = self._clock_ns() - begin_ns
+        self._at_point("boundary-copied")
+        if end is CopyEnd.DONE and step == agreed_step:
+            self._note_rate(boundary.size_bytes, took_ns)
+            return Outcome(step, "")
+        self.given_up_count += 1
+        return Outcome(-1, self.explain(boundary.size_bytes, took_ns))
+
+    def _not_there(self, boundary: Boundary, announced: bool, reason: str) -> Outcome | None:
+        """Missed once its announcement has come; until then the trainer is still writing words."""
+        step = self._words[Word.STEP]
+        if boundary.deferred_step is None:
+            boundary.deferred_step = step
+        if announced or step != boundary.deferred_step:
+            return Outcome(-1, reason)
+        return None
+
+    def _note_rate(self, size_bytes: int, took_ns: int) -> None:
+        # Short copies measure overheads, not the memory.
+        if size_bytes >= 1 << 20 and took_ns > 0:
+            rate = size_bytes * 1e9 / took_ns
+            self._bytes_per_s += _RATE_WEIGHT * (rate - self._bytes_per_s)
+
+    def copy_ns(self, size_bytes: int) -> int:
+        """How long a copy of that size takes, by what earlier copies took."""
+        return int(size_bytes * 1e9 / self._bytes_per_s)
+
+    def explain(self, size_bytes: int, longest_ns: int) -> str:
+        """Why no copy fitted, with the times."""
+        step_ms = self._words[Word.STEP_TIME_NS] / 1e6
+        needs_ms = max(self.copy_ns(size_bytes), longest_ns) / 1e6
+        return (
+            f"an update began before {size_bytes:,} bytes were copied (about {needs_ms:.1f} ms are "
+            f"needed, a whole step takes {step_ms:.1f} ms); ask for fewer tensors at once or raise "
+            "the trainer's stall budget"
+        )

@@ -1,0 +1,81 @@
+"""Settings of one sidecar."""
+
+from __future__ import annotations
+
+import ipaddress
+from dataclasses import dataclass
+from pathlib import Path
+
+from paramd.errors import UsageError
+from paramd.places import check_job_name
+
+
+@dataclass(frozen=True, kw_only=True)
+class SidecarConfig:
+    """What a sidecar needs to know before a trainer attaches. Holds no secret."""
+
+    job: str
+    """Name of the job."""
+    rank: int
+    """Rank whose parameters it owns; 0 or more."""
+    socket_path: Path
+    """Unix socket for the handover; its directory is 0700 and ours."""
+    listen: str = "127.0.0.1:0"
+    """gRPC address "host:port"; port 0 takes a free one. Loopback only."""
+    linger_s: float = 600.0
+    """How long it serves on after the trainer's end, and waits for a first one; above 0."""
+    budget_bytes: int | None = None
+    """Most bytes that snapshots may take; None means twice the arena."""
+    default_lease_s: float = 30.0
+    """Lease of a snapshot when a request names none; above 0."""
+    max_lease_s: float = 300.0
+    """Longest lease granted; at least `default_lease_s`."""
+    grace_s: float = 5.0
+    """How long running calls may finish while draining; 0 or more."""
+    max_calls: int = 64
+    """Calls served at once; more are refused; 1 or more."""
+    max_deadline_s: float = 600.0
+    """Longest deadline of a call; above 0."""
+    idle_memory_s: float = 60.0
+    """How long freed snapshot memory is kept for the next snapshot; 0 or more."""
+    report_s: float = 2.0
+    """Time between two reports to the control plane; above 0."""
+
+    def __post_init__(self) -> None:
+        check_job_name(self.job)
+        check_listen(self.listen)
+        for name, least in (("rank", 0), ("grace_s", 0), ("idle_memory_s", 0), ("max_calls", 1)):
+            if getattr(self, name) < least:
+                raise UsageError(f"{name}: {getattr(self, name)}; expected {least} or more")
+        for name in ("linger_s", "default_lease_s", "max_deadline_s", "report_s"):
+            if not getattr(self, name) > 0:
+                raise UsageError(f"{name}: {getattr(self, name)}; expected a number above 0")
+        if self.max_lease_s < self.default_lease_s:
+            raise UsageError(
+                f"max_lease_s: {self.max_lease_s}; expected at least default_lease_s "
+                f"({self.default_lease_s})"
+            )
+        if self.budget_bytes is not None and self.budget_bytes <= 0:
+            raise UsageError(f"budget_bytes: {self.budget_bytes}; expected a number above 0")
+
+
+def check_listen(listen: str) -> str:
+    """`listen` itself when it is a loopback address with a port.
+
+    Raises:
+        UsageError: it is not; without TLS nothing else may carry parameters and tickets.
+    """
+    host, colon, port = listen.rpartition(":")
+    host = host.removeprefix("[").removesuffix("]")
+    if not colon or not port.isdigit() or not 0 <= int(port) <= 65535:
+        raise UsageError(f"listen: {listen!r}; expected host:port, for example 127.0.0.1:0")
+    try:
+        loopback = host == "localhost" or ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        loopback = False
+    if not loopback:
+        raise UsageError(
+            f"listen: {listen!r} is not a loopback address; tickets and parameters would cross "
+            "the network unencrypted. Listen on 127.0.0.1 and reach it through a tunnel"
+        )
+    return listen

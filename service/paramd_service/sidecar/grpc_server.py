@@ -1,0 +1,74 @@
+"""The gRPC server of a sidecar: SidecarService, health and reflection on one address."""
+
+from __future__ import annotations
+
+import grpc.aio
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_health.v1.health import aio as health_aio
+from grpc_reflection.v1alpha import reflection
+
+from paramd.errors import UsageError
+from paramd_service.sidecar.auth import SERVICE, AuthInterceptor
+from paramd_service.sidecar.chunk import SERVER_OPTIONS
+from paramd_service.sidecar.gateway import Gateway
+from paramd_service.sidecar.rank import RankSidecar
+from paramd_service.sidecar.servicer import SidecarServicer
+
+_SERVING = health_pb2.HealthCheckResponse.SERVING
+_NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
+
+
+class GrpcServer:
+    """Health of "" says that the process works; that of the service, that there is a mesh."""
+
+    def __init__(self, rank: RankSidecar, gateway: Gateway) -> None:
+        self.address = ""
+        self._rank = rank
+        self._gateway = gateway
+        self._health = health_aio.HealthServicer()
+        self._server: grpc.aio.Server | None = None
+
+    async def start(self) -> None:
+        """Listens and serves.
+
+        Raises:
+            UsageError: the address cannot be listened on.
+        """
+        self._server = server = grpc.aio.server(
+            interceptors=[AuthInterceptor(self._rank.verify)], options=SERVER_OPTIONS
+        )
+        server.add_generic_rpc_handlers((SidecarServicer(self._rank, self._gateway).handler(),))
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
+        names = (SERVICE, "grpc.health.v1.Health", reflection.SERVICE_NAME)
+        reflection.enable_server_reflection(names, server)
+        self.address = self._bind(server)
+        await self._health.set(SERVICE, _NOT_SERVING)
+        self._rank.on_change.append(self._report_health)
+        await server.start()
+
+    async def say_not_serving(self) -> None:
+        """From now on health tells everybody to go elsewhere."""
+        await self._health.enter_graceful_shutdown()
+
+    async def stop(self, grace_s: float) -> None:
+        """Refuses new calls at once; cancels running ones after the grace time."""
+        if self._server is not None:
+            await self._server.stop(grace_s)
+        await self._gateway.close()
+
+    def _bind(self, server: grpc.aio.Server) -> str:
+        listen = self._rank.config.listen
+        host = listen.rpartition(":")[0]
+        try:
+            return f"{host}:{server.add_insecure_port(listen)}"
+        except RuntimeError:
+            # A successor is given its predecessor's port, which somebody may have taken.
+            self._rank.log("port-taken", listen=listen)
+        try:
+            return f"{host}:{server.add_insecure_port(f'{host}:0')}"
+        except RuntimeError as error:
+            raise UsageError(f"listen: cannot listen on {listen!r} ({error})") from error
+
+    def _report_health(self) -> None:
+        status = _SERVING if self._rank.mesh is not None else _NOT_SERVING
+        self._rank.start_task(self._health.set(SERVICE, status))

@@ -1,0 +1,30 @@
+"""Log lines as JSON on standard error.
+
+The sidecar's own few lines need no logging framework: structlog costs 5.5 MiB and a
+third of the start time (docs/decisions.md).
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from dataclasses import dataclass, field
+from typing import Any, TextIO
+
+
+@dataclass(frozen=True, kw_only=True)
+class Log:
+    """Writes one JSON object a line. Never give it tickets or secrets."""
+
+    fields: dict[str, Any]
+    """Stand in every line."""
+    stream: TextIO = field(default_factory=lambda: sys.stderr)
+
+    def __call__(self, event: str, **fields: Any) -> None:
+        line = {"time": round(time.time(), 3), "event": event, **self.fields, **fields}
+        try:
+            self.stream.write(json.dumps(line, default=str) + "\n")
+            self.stream.flush()
+        except (OSError, ValueError):
+            pass  # who reads the log has gone; serving matters more

@@ -1,0 +1,131 @@
+"""The sidecar process: parse, build, run, close."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+import signal
+import sys
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from paramd.errors import ParamdError, codes_of
+from paramd.memory import handover
+from paramd_service.sidecar.blocks import MemfdBlocks
+from paramd_service.sidecar.config import SidecarConfig
+from paramd_service.sidecar.faults import Faults
+from paramd_service.sidecar.gateway import Gateway
+from paramd_service.sidecar.grpc_server import GrpcServer
+from paramd_service.sidecar.joining import Joining
+from paramd_service.sidecar.log import Log
+from paramd_service.sidecar.malloc import keep_memory
+from paramd_service.sidecar.rank import RankSidecar
+from paramd_service.sidecar.unix_server import UnixServer
+
+# The copying thread must not wait long for the interpreter while messages are built.
+_SWITCH_INTERVAL_S = 0.0005
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs one sidecar until it is told to leave. Returns the exit code."""
+    try:
+        config = parse(argv)
+        faults = Faults(os.environ.get("PARAMD_FAULTS", ""))
+        keep_memory()
+        sys.setswitchinterval(_SWITCH_INTERVAL_S)
+        asyncio.run(run(config, faults))
+    except ParamdError as error:
+        print(f"paramd sidecar: {error}", file=sys.stderr)
+        return codes_of(error).exit
+    return 0
+
+
+def parse(argv: Sequence[str] | None) -> SidecarConfig:
+    """The config in command line arguments. Secrets come by the socket, never here.
+
+    Raises:
+        UsageError: a value is out of range.
+    """
+    defaults = SidecarConfig(job="job", rank=0, socket_path=Path("socket"))
+    parser = argparse.ArgumentParser(
+        prog="paramd sidecar serve", description="Serves the parameters of one training rank."
+    )
+    parser.add_argument("--job", required=True, help="name of the job")
+    parser.add_argument("--rank", required=True, type=int, help="rank whose parameters it owns")
+    parser.add_argument("--socket", required=True, type=Path, help="Unix socket for the handover")
+    parser.add_argument("--listen", default=defaults.listen, help="gRPC address (loopback)")
+    for name in ("linger_s", "grace_s", "default_lease_s", "max_lease_s", "idle_memory_s"):
+        option = "--" + name.replace("_", "-")
+        parser.add_argument(option, type=float, default=getattr(defaults, name), metavar="SECONDS")
+    parser.add_argument("--budget-bytes", type=int, default=None, metavar="BYTES")
+    parser.add_argument("--max-calls", type=int, default=defaults.max_calls, metavar="COUNT")
+    values = vars(parser.parse_args(argv))
+    return SidecarConfig(socket_path=values.pop("socket"), **values)
+
+
+async def run(config: SidecarConfig, faults: Faults) -> None:
+    """Starts the servers, waits until the sidecar shall leave, and drains.
+
+    Raises:
+        UsageError: the socket or the address cannot be listened on.
+    """
+    log = Log(fields={"job": config.job, "rank": config.rank, "pid": os.getpid()})
+    memory_thread = ThreadPoolExecutor(1, thread_name_prefix="paramd-memory")
+    stats_thread = ThreadPoolExecutor(1, thread_name_prefix="paramd-stats")
+    rank = RankSidecar(
+        config,
+        blocks=MemfdBlocks(memory_thread),
+        executor=memory_thread,
+        stats_executor=stats_thread,
+        faults=faults,
+        log=log,
+    )
+    listener = handover.listen(config.socket_path)
+    server = GrpcServer(rank, Gateway(rank))
+    unix = UnixServer(rank, listener, lambda: server.address)
+    try:
+        await server.start()
+        unix.start()
+        joining = Joining(rank, address=server.address)
+        joining.start()
+        rank.wait_for_trainer()
+        log("started", address=server.address, socket_path=str(config.socket_path))
+        _leave_on_signals(rank)
+        await rank.leaving.wait()
+        await _drain(rank, server, unix, joining)
+    finally:
+        unix.stop_listening()
+        memory_thread.shutdown()
+        stats_thread.shutdown(cancel_futures=True)
+
+
+async def _drain(rank: RankSidecar, server: GrpcServer, unix: UnixServer, joining: Joining) -> None:
+    """The numbered steps of leaving. A second signal ends the process at once."""
+    log = rank.log
+    log("drain", step=1, doing="health says NOT_SERVING")
+    await server.say_not_serving()
+    log("drain", step=2, doing="no new trainers or clients on the socket")
+    unix.stop_listening()
+    await joining.stop()
+    log("drain", step=3, doing=f"running calls may end within {rank.config.grace_s} s")
+    await server.stop(rank.config.grace_s)
+    log("drain", step=4, doing="snapshots are released")
+    await unix.close()
+    await rank.close()
+    log("drain", step=5, doing="closed")
+
+
+def _leave_on_signals(rank: RankSidecar) -> None:
+    loop = asyncio.get_running_loop()
+
+    def leave(number: signal.Signals) -> None:
+        if rank.leaving.is_set():
+            rank.log("forced", signal=number.name)
+            os._exit(128 + number)
+        rank.log("leaving", reason=number.name)
+        rank.leaving.set()
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, leave, number)

@@ -1,0 +1,99 @@
+"""Messages about this rank, as the servicer and the stream to the control plane send them."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator
+
+from paramd.memory.control_page import Word
+from paramd.v1 import common_pb2, layout_pb2
+from paramd_service.sidecar.owner import Ownership
+from paramd_service.sidecar.rank import PeerInfo, RankSidecar
+
+LAYOUT_BATCH_BYTES = 1 << 20
+_GAVE_UP = 2
+
+
+def header(rank: RankSidecar, step: int | None = None) -> common_pb2.Header:
+    """Whose answer it is; `step` None means the present step."""
+    return common_pb2.Header(
+        job=rank.config.job,
+        epoch=rank.epoch,
+        step=step if step is not None else rank.step,
+        rank=rank.config.rank,
+        layout_digest=rank.mesh.layout_digest if rank.mesh is not None else "",
+    )
+
+
+def phase(rank: RankSidecar) -> common_pb2.Phase.ValueType:
+    """What the rank is doing."""
+    possession = rank.possession
+    if possession is None:
+        return common_pb2.PHASE_WAITING
+    if rank.ownership is Ownership.TORN:
+        return common_pb2.PHASE_TORN
+    if rank.ownership is Ownership.ORPHANED:
+        return common_pb2.PHASE_ORPHANED
+    odd = possession.page[Word.SEQ] & 1
+    return common_pb2.PHASE_UPDATE if odd else common_pb2.PHASE_CONSTANT
+
+
+def rank_state(rank: RankSidecar) -> common_pb2.RankState:
+    """State of the rank, as its control page and its snapshots say."""
+    state = common_pb2.RankState(
+        rank=rank.config.rank,
+        phase=phase(rank),
+        step=rank.step,
+        sidecar_pid=os.getpid(),
+        boundary_age_ns=-1,
+        agreement_works=True,
+    )
+    possession = rank.possession
+    if possession is None:
+        return state
+    page = possession.page
+    boundary_ns = page[Word.BOUNDARY_NS]
+    state.trainer_pid = possession.request.pid
+    state.step_time_ns = page[Word.STEP_TIME_NS]
+    state.boundary_age_ns = time.monotonic_ns() - boundary_ns if boundary_ns else -1
+    state.stall_count = page[Word.STALL_COUNT]
+    state.stall_total_ns = page[Word.STALL_TOTAL_NS]
+    state.stall_max_ns = page[Word.STALL_MAX_NS]
+    state.arena_bytes = possession.request.arena_bytes
+    if page[Word.AGREEMENT_STATE] == _GAVE_UP:
+        state.agreement_works = False
+        state.agreement_reason = "the trainers gave up agreeing in this epoch; see their log"
+    if rank.has_pins:
+        state.abandoned_copy_count = rank.pins.copier.capture.given_up_count
+        state.snapshot_bytes = rank.pins.store.used_bytes
+        state.snapshot_count = rank.pins.store.lease_count
+    return state
+
+
+def peer(info: PeerInfo) -> common_pb2.Peer:
+    """Where a sidecar is found."""
+    return common_pb2.Peer(
+        rank=info.rank,
+        address=info.address,
+        socket_path=info.socket_path,
+        host_id=info.host_id,
+    )
+
+
+def layout_batches(serialized: bytes) -> Iterator[layout_pb2.Layout]:
+    """The layout in messages of about `LAYOUT_BATCH_BYTES`; the ranks' facts are in the first.
+
+    It is parsed anew for each caller: kept, the objects would take more than the sidecar.
+    """
+    whole = layout_pb2.Layout.FromString(serialized)
+    batch = layout_pb2.Layout(world_size=whole.world_size, arena_bytes=whole.arena_bytes)
+    size_bytes = 0
+    for tensor in whole.tensors:
+        tensor_bytes = tensor.ByteSize()
+        if size_bytes and size_bytes + tensor_bytes > LAYOUT_BATCH_BYTES:
+            yield batch
+            batch, size_bytes = layout_pb2.Layout(), 0
+        batch.tensors.append(tensor)
+        size_bytes += tensor_bytes
+    yield batch

@@ -1,0 +1,234 @@
+"""Who owns the sidecar's memory now: one trainer at a time, known by pid and start time.
+
+    WAITING --attach--> OWNED --its process ends outside an update--> ORPHANED
+                          \\--------- inside an update ----------> TORN
+    ORPHANED, TORN --attach of a newer epoch--> OWNED
+    WAITING, ORPHANED, TORN --linger--> the sidecar leaves
+
+The arena, the control page and the wake event live in `Possession`; in ORPHANED and TORN
+they are kept as they were, so that the last step is still served (or refused, when torn).
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any
+
+from paramd.errors import ConflictError, UsageError
+from paramd.memory import descriptors
+from paramd.memory.arena import HostArena
+from paramd.memory.control_page import MAGIC, PAGE_BYTES, ControlPage, Word
+from paramd.tickets import MIN_SECRET_BYTES
+
+# madvise(2): fault all pages in for reading now (Linux 5.14).
+_MADV_POPULATE_READ = 22
+
+
+class Ownership(Enum):
+    """See the module's text."""
+
+    WAITING = "no trainer has attached yet"
+    OWNED = "the trainer is attached"
+    ORPHANED = "the trainer has ended; its last step is still served"
+    TORN = "the trainer ended inside an update; its parameters mix two steps"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AttachRequest:
+    """What a trainer says of itself; checked types, nothing more."""
+
+    job: str
+    epoch: int
+    rank: int
+    world_size: int
+    pid: int
+    start: int
+    arena_bytes: int
+    secret: bytes
+    version: str
+
+
+def parse_attach(message: dict[str, Any]) -> AttachRequest:
+    """The request in an "attach" message.
+
+    Raises:
+        UsageError: a field is missing, of the wrong type, or out of range.
+    """
+    least = {"epoch": 1, "rank": 0, "world_size": 1, "pid": 1, "start": 1, "arena_bytes": 0}
+    numbers: dict[str, int] = {}
+    for name, at_least in least.items():
+        value = message.get(name)
+        if type(value) is not int or value < at_least:
+            raise UsageError(f"attach: {name} is {value!r}; expected a number from {at_least} on")
+        numbers[name] = value
+    texts: dict[str, str] = {}
+    for name in ("job", "secret", "version"):
+        value = message.get(name)
+        if not isinstance(value, str):
+            raise UsageError(f"attach: {name} is missing; expected text")
+        texts[name] = value
+    try:
+        secret = bytes.fromhex(texts["secret"])
+    except ValueError:
+        raise UsageError("attach: secret is not hexadecimal") from None
+    if len(secret) < MIN_SECRET_BYTES:
+        raise UsageError(f"attach: secret has less than {MIN_SECRET_BYTES} bytes")
+    return AttachRequest(job=texts["job"], version=texts["version"], secret=secret, **numbers)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class OwnerView:
+    """What the decision needs to know of the present owner."""
+
+    job: str
+    rank: int
+    ownership: Ownership
+    version: str
+    epoch: int = 0
+    pid: int = 0
+    start: int = 0
+
+
+def check_attach(view: OwnerView, request: AttachRequest) -> None:
+    """Returns when the trainer may have the sidecar.
+
+    Raises:
+        UsageError: it belongs to another job or rank.
+        ConflictError: another trainer lives, the epoch is stale, or the versions differ.
+    """
+    if (request.job, request.rank) != (view.job, view.rank):
+        raise UsageError(
+            f"this sidecar serves rank {view.rank} of job {view.job!r}, not rank "
+            f"{request.rank} of job {request.job!r}; start one for it"
+        )
+    if request.version != view.version:
+        raise ConflictError(
+            f"the sidecar runs paramd {view.version}, the trainer {request.version}; "
+            "stop the sidecar, and attach starts the right one"
+        )
+    same = (request.pid, request.start) == (view.pid, view.start)
+    if view.ownership is Ownership.OWNED and not same:
+        raise ConflictError(
+            f"another training process (pid {view.pid}) is attached as rank {view.rank} of job "
+            f"{view.job!r}; end it, or attach under another job name"
+        )
+    if request.epoch < view.epoch or (request.epoch == view.epoch and not same):
+        raise ConflictError(
+            f"epoch {request.epoch} is stale: the sidecar has served epoch {view.epoch}; "
+            "all ranks must attach again"
+        )
+
+
+def ownership_after_end(seq: int) -> Ownership:
+    """What the owner leaves behind when its process ends with that SEQ."""
+    return Ownership.TORN if seq & 1 else Ownership.ORPHANED
+
+
+class Possession:
+    """What one attached trainer and its sidecar share. The descriptors are ours to close."""
+
+    def __init__(self, request: AttachRequest, fds: Sequence[int], pidfd: int) -> None:
+        self.request = request
+        self.page_fd, self.wake_fd, self.arena_fd = fds
+        self.pidfd = pidfd
+        self.page = ControlPage(self.page_fd)
+        self.arena = HostArena(self.arena_fd, request.arena_bytes)
+
+    @property
+    def epoch(self) -> int:
+        return self.request.epoch
+
+    @property
+    def shared_fds(self) -> list[int]:
+        """As "attached" hands them over: page, wake, arena."""
+        return [self.page_fd, self.wake_fd, self.arena_fd]
+
+    def fault_in(self) -> None:
+        """Makes the page tables for reading, so that the first copy is a warm one. Slow."""
+        memory = self.arena.buffer.obj
+        if self.request.arena_bytes and isinstance(memory, mmap.mmap):
+            with suppress(OSError):  # an older kernel pays at the first copy
+                memory.madvise(_MADV_POPULATE_READ)
+
+    def close(self) -> None:
+        self.page.close()
+        self.arena.close()
+        for descriptor in (*self.shared_fds, self.pidfd):
+            os.close(descriptor)
+
+
+def take_possession(
+    request: AttachRequest,
+    handed_back: Sequence[int],
+    *,
+    create_memory: Callable[[str, int], int] = descriptors.create_memory,
+) -> Possession:
+    """New memory for a trainer, or what it hands back after its sidecar's end.
+
+    Slow: call it off the event loop. Takes over `handed_back`, also when it fails.
+
+    Raises:
+        UsageError: the descriptors or the process are not what the message says.
+        ExhaustedError: not enough memory for the arena.
+    """
+    fds = list(handed_back)
+    try:
+        if fds:
+            _check_handed_back(fds, request)
+        else:
+            fds.append(create_memory("paramd-page", PAGE_BYTES))
+            fds.append(descriptors.wake_event())
+            fds.append(create_memory("paramd-arena", request.arena_bytes))
+        fds.append(_trainer_pidfd(request))
+        possession = Possession(request, fds[:3], fds[3])
+    except BaseException:
+        for descriptor in fds:
+            os.close(descriptor)
+        raise
+    try:
+        _greet(possession)
+        possession.fault_in()
+    except BaseException:
+        possession.close()
+        raise
+    return possession
+
+
+def _check_handed_back(fds: Sequence[int], request: AttachRequest) -> None:
+    if len(fds) != 3:
+        raise UsageError(f"attach: {len(fds)} descriptors; expected none or page, wake, arena")
+    page_fd, wake_fd, arena_fd = fds
+    if os.fstat(page_fd).st_size < PAGE_BYTES or os.fstat(arena_fd).st_size < request.arena_bytes:
+        raise UsageError("attach: a descriptor is smaller than what it stands for")
+    if "eventfd" not in os.readlink(f"/proc/self/fd/{wake_fd}"):
+        raise UsageError("attach: the second descriptor is no eventfd")
+    os.set_blocking(wake_fd, False)
+
+
+def _trainer_pidfd(request: AttachRequest) -> int:
+    try:
+        descriptor = descriptors.pidfd(request.pid)
+    except OSError as error:
+        raise UsageError(f"attach: there is no process {request.pid} ({error.strerror})") from error
+    # Looked at after the pidfd is open: from now on the pid cannot become another's.
+    if descriptors.process_start(request.pid) != request.start:
+        os.close(descriptor)
+        raise UsageError(f"attach: process {request.pid} did not start at {request.start}")
+    return descriptor
+
+
+def _greet(possession: Possession) -> None:
+    """Sets our words. A respawned sidecar answers for what its predecessor left open."""
+    page = possession.page
+    # 0: nobody has been here. The trainer makes the page when no sidecar could be started.
+    if page[Word.MAGIC] not in (0, MAGIC):
+        raise ConflictError("attach: the control page is of another version of paramd")
+    page[Word.MAGIC] = MAGIC
+    page[Word.SIDECAR_PID] = os.getpid()
+    page[Word.COPY_ENDED] = page[Word.COPY_BEGUN]
+    page[Word.SERVED] = page[Word.ANNOUNCE]

@@ -1,0 +1,333 @@
+"""Pins of one epoch: from "these spans, please" to a lease on their bytes at one step.
+
+    pin      an equal snapshot of the present step, else a copy as soon as one fits
+    prepare  room for a boundary that `capture` fills
+    capture  declares the rank ready, and waits until the trainers agreed and it was copied
+
+Runs on the event loop. Memory is made on an executor, bytes are copied by the copier.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Coroutine, Sequence
+from concurrent.futures import Executor
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+from paramd.errors import AbortedError, ConflictError, TornError, UsageError
+from paramd.memory.control_page import Word
+from paramd.memory.gate import CopySpan
+from paramd_service.sidecar.blocks import BlockMaker
+from paramd_service.sidecar.capture import Boundary, CopyJob, Outcome
+from paramd_service.sidecar.copier import Copier
+from paramd_service.sidecar.faults import Faults
+from paramd_service.sidecar.owner import Ownership, Possession
+from paramd_service.sidecar.snapshots import Fill, Key, Lease, Snapshot, SnapshotStore
+
+_OUTCOMES_KEPT = 64
+
+
+@dataclass(eq=False, slots=True)
+class _Filling:
+    """A snapshot under way, and how many requests wait for it."""
+
+    snapshot: Snapshot
+    done: asyncio.Future[None]
+    waiters: int = 0
+    job: CopyJob | None = None
+    abandoned: bool = False
+
+
+@dataclass(eq=False, slots=True)
+class _Capturing:
+    """A boundary request and its answer, kept so that it may be asked again."""
+
+    snapshot_ids: tuple[str, ...]
+    done: asyncio.Future[Outcome]
+
+
+class Pins:
+    """Snapshots of one possession."""
+
+    def __init__(
+        self,
+        possession: Possession,
+        *,
+        store: SnapshotStore,
+        copier: Copier,
+        blocks: BlockMaker,
+        executor: Executor,
+        faults: Faults,
+    ) -> None:
+        self.store = store
+        self.copier = copier
+        self.ownership = Ownership.OWNED
+        self._possession = possession
+        self._blocks = blocks
+        self._executor = executor
+        self._faults = faults
+        self._loop = asyncio.get_running_loop()
+        self._fillings: dict[Key, _Filling] = {}
+        self._captures: dict[int, _Capturing] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._sweep_timer: asyncio.TimerHandle | None = None
+
+    async def pin(self, key: Key, *, lease_s: float, timeout_s: float) -> Lease:
+        """A lease on the spans' bytes at the present step. Equal requests share one copy.
+
+        Raises:
+            TornError: the trainer ended inside an update, and nothing equal was kept.
+            ExhaustedError: the snapshot budget, or the machine, has no room.
+            AbortedError: no copy fitted between two updates in time.
+        """
+        self.sweep()
+        torn = self.ownership is Ownership.TORN
+        snapshot = self.store.find(key, step=None if torn else self._possession.page[Word.STEP])
+        if snapshot is None:
+            snapshot = await self._join_filling(key, timeout_s)
+        return self._lease(snapshot, lease_s)
+
+    async def prepare(self, key: Key, *, with_buffers: bool, lease_s: float) -> Lease:
+        """A lease on room for the spans; `capture` fills it.
+
+        Raises:
+            ConflictError: the trainer has ended, so no boundary will come.
+            ExhaustedError: as `pin`.
+        """
+        self.sweep()
+        if self.ownership is not Ownership.OWNED:
+            raise ConflictError(f"no boundary will come: {self.ownership.value}")
+        snapshot = self.store.reserve(key, at_boundary=True, with_buffers=with_buffers)
+        try:
+            await asyncio.shield(self._start(self._make_block(self.store.hold(snapshot))))
+        except BaseException:
+            self.store.drop(snapshot)
+            raise
+        return self._lease(snapshot, lease_s)
+
+    async def capture(
+        self, number: int, snapshot_ids: Sequence[str], *, timeout_s: float
+    ) -> Outcome:
+        """Fills prepared snapshots at the boundary that request `number` is agreed at.
+
+        Asking again for the same number gives the same answer.
+
+        Raises:
+            NotFoundError: a lease has ended.
+            ConflictError: a snapshot was not prepared for a boundary or is in use, or the
+                number was asked with other snapshots.
+        """
+        capturing = self._captures.get(number)
+        if capturing is None:
+            capturing = self._begin_capture(number, tuple(snapshot_ids))
+        elif capturing.snapshot_ids != tuple(snapshot_ids):
+            raise ConflictError(f"boundary {number} was asked already, with other snapshots")
+        try:
+            async with asyncio.timeout(timeout_s):
+                return await asyncio.shield(capturing.done)
+        except TimeoutError:
+            self.copier.withdraw(number, self._why_not_agreed(number, timeout_s))
+            return await asyncio.shield(capturing.done)
+        except asyncio.CancelledError:
+            self.copier.withdraw(number, f"who asked for boundary {number} went away")
+            raise
+
+    def trainer_ended(self, ownership: Ownership) -> None:
+        """No boundary comes any more; when torn, no copy either."""
+        self.ownership = ownership
+        self.store.keep_for_ever()
+        self.copier.give_up(ownership.value, jobs_too=ownership is Ownership.TORN)
+
+    def sweep(self) -> None:
+        """Ends overdue leases, frees idle memory, and sees to it that this happens again."""
+        due_ns = self.store.expire()
+        if self._sweep_timer is not None:
+            self._sweep_timer.cancel()
+            self._sweep_timer = None
+        if due_ns is not None:
+            delay_s = max(0.0, due_ns / 1e9 - self._loop.time())
+            self._sweep_timer = self._loop.call_later(min(delay_s, 3600.0), self.sweep)
+
+    async def close(self) -> None:
+        """Ends all leases and the copying thread."""
+        await self._loop.run_in_executor(self._executor, self.copier.stop)
+        if self._tasks:
+            await asyncio.wait(self._tasks)
+        self.store.close()
+        if self._sweep_timer is not None:
+            self._sweep_timer.cancel()
+
+    def _lease(self, snapshot: Snapshot, lease_s: float) -> Lease:
+        try:
+            lease = self.store.lease(snapshot, lease_s)
+        except BaseException:
+            self.store.drop(snapshot)
+            raise
+        self.sweep()
+        return lease
+
+    async def _join_filling(self, key: Key, timeout_s: float) -> Snapshot:
+        """One holder of a snapshot of `key`, filled after this call began."""
+        if self.ownership is Ownership.TORN:
+            raise TornError(
+                f"{self.ownership.value}, and no equal snapshot of an earlier step is "
+                "left. Restart the training from its last checkpoint"
+            )
+        filling = self._fillings.get(key)
+        if filling is None:
+            filling = self._begin_filling(key)
+        filling.waiters += 1
+        snapshot = self.store.hold(filling.snapshot)
+        try:
+            async with asyncio.timeout(timeout_s):
+                await asyncio.shield(filling.done)
+        except BaseException as error:
+            self.store.drop(snapshot)
+            if isinstance(error, TimeoutError):
+                raise AbortedError(self._why_not_copied(filling, timeout_s)) from None
+            raise
+        finally:
+            filling.waiters -= 1
+            if filling.waiters == 0 and not filling.done.done():
+                self._abandon(filling)
+        return snapshot
+
+    def _begin_filling(self, key: Key) -> _Filling:
+        snapshot = self.store.reserve(key, at_boundary=False)
+        filling = _Filling(snapshot, self._loop.create_future())
+        self._fillings[key] = filling
+        self._start(self._fill(filling))
+        return filling
+
+    async def _fill(self, filling: _Filling) -> None:
+        snapshot = filling.snapshot
+        try:
+            await self._make_block(self.store.hold(snapshot))
+            self._faults.at("pin-prepared")
+            snapshot.step = await self._copy(filling)
+            snapshot.fill = Fill.FILLED
+            filling.done.set_result(None)
+        except Exception as error:
+            filling.done.set_exception(error)
+            filling.done.exception()  # seen, even when all waiters have gone
+        finally:
+            if self._fillings.get(snapshot.key) is filling:
+                del self._fillings[snapshot.key]
+            self.store.drop(snapshot)
+
+    async def _copy(self, filling: _Filling) -> int:
+        if filling.abandoned:
+            raise AbortedError("nobody waits for the snapshot any more")
+        copied: asyncio.Future[int | None] = self._loop.create_future()
+        filling.snapshot.fill = Fill.PENDING
+        filling.job = CopyJob(
+            self._copy_spans(filling.snapshot),
+            lambda step: self._post(copied.set_result, step),
+        )
+        self.copier.submit(filling.job)
+        step = await copied
+        if step is None:
+            if self.ownership is Ownership.TORN:
+                raise TornError(self.ownership.value)
+            raise AbortedError("the copy was given up; try again")
+        return step
+
+    def _abandon(self, filling: _Filling) -> None:
+        filling.abandoned = True
+        if self._fillings.get(filling.snapshot.key) is filling:
+            del self._fillings[filling.snapshot.key]
+        if filling.job is not None:
+            self.copier.cancel(filling.job)
+
+    async def _make_block(self, snapshot: Snapshot) -> None:
+        """Sees to the snapshot's memory, and drops one holder when it is there."""
+        try:
+            if snapshot.block is None and snapshot.size_bytes:
+                snapshot.block = await self._loop.run_in_executor(
+                    self._executor, self._blocks.make, snapshot.size_bytes
+                )
+        finally:
+            self.store.drop(snapshot)
+
+    def _begin_capture(self, number: int, snapshot_ids: tuple[str, ...]) -> _Capturing:
+        snapshots = [self.store.get(snapshot_id).snapshot for snapshot_id in snapshot_ids]
+        for snapshot in snapshots:
+            _check_capturable(snapshot)
+        if len(set(snapshot_ids)) != len(snapshot_ids):
+            raise UsageError("snapshot_ids: a snapshot is named twice")
+        capturing = _Capturing(snapshot_ids, self._loop.create_future())
+        self._captures[number] = capturing
+        for old in [n for n, c in self._captures.items() if c.done.done()][:-_OUTCOMES_KEPT]:
+            del self._captures[old]
+        for snapshot in snapshots:
+            self.store.hold(snapshot).fill = Fill.PENDING
+        self.copier.arm(
+            Boundary(
+                number,
+                [span for snapshot in snapshots for span in self._copy_spans(snapshot)],
+                any(snapshot.with_buffers for snapshot in snapshots),
+                lambda outcome: self._post(self._end_capture, capturing, snapshots, outcome),
+            )
+        )
+        return capturing
+
+    def _end_capture(
+        self, capturing: _Capturing, snapshots: Sequence[Snapshot], outcome: Outcome
+    ) -> None:
+        for snapshot in snapshots:
+            snapshot.fill = Fill.FILLED if outcome.captured else Fill.EMPTY
+            snapshot.step = outcome.step
+            self.store.drop(snapshot)
+        capturing.done.set_result(outcome)
+
+    def _copy_spans(self, snapshot: Snapshot) -> list[CopySpan]:
+        if snapshot.block is None:
+            return []
+        source, target = self._possession.arena.address, snapshot.block.address
+        spans = []
+        for begin, end in snapshot.key.spans:
+            spans.append(CopySpan(source + begin, target, end - begin))
+            target += end - begin
+        return spans
+
+    def _why_not_copied(self, filling: _Filling, timeout_s: float) -> str:
+        job, page = filling.job, self._possession.page
+        if job is None:
+            return f"{timeout_s:.1f} s were not enough to make room for the snapshot; allow more"
+        if job.attempts:
+            why = self.copier.capture.explain(job.size_bytes, job.longest_ns)
+            return f"no copy ended within {timeout_s:.1f} s in {job.attempts} attempts: {why}"
+        doing = "is inside an update" if page[Word.SEQ] & 1 else "did not reach a boundary"
+        return (
+            f"no copy could begin within {timeout_s:.1f} s: the rank {doing}; allow more time, and "
+            "look at the training when it stays so"
+        )
+
+    def _why_not_agreed(self, number: int, timeout_s: float) -> str:
+        page = self._possession.page
+        if page[Word.AGREEMENT_STATE] == 2:
+            return "the trainers gave up agreeing in this epoch; attach again to make it work"
+        return (
+            f"the trainers did not agree on boundary {number} within {timeout_s:.1f} s (this rank "
+            f"is at step {page[Word.STEP]}); training is paused, or a rank is not ready"
+        )
+
+    def _start(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        task = self._loop.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
+
+    def _post(self, action: Any, *args: Any) -> None:
+        """From the copying thread to the event loop, which may be closing."""
+        with suppress(RuntimeError):
+            self._loop.call_soon_threadsafe(action, *args)
+
+
+def _check_capturable(snapshot: Snapshot) -> None:
+    if not snapshot.at_boundary:
+        raise ConflictError("a snapshot was not pinned with at_boundary; pin it so")
+    if snapshot.fill is Fill.PENDING or snapshot.map_count or snapshot.tainted:
+        raise ConflictError("a snapshot is in use by another request; pin another one")

@@ -1,0 +1,301 @@
+"""One rank's sidecar without its servers: who owns it, what is pinned, who its peers are.
+
+All methods run on the event loop's thread.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+from collections.abc import Callable, Coroutine, Sequence
+from concurrent.futures import Executor
+from dataclasses import dataclass
+from typing import Any
+
+from paramd import tickets
+from paramd.errors import ConflictError, UnreachableError, UsageError
+from paramd.memory.control_page import Word
+from paramd.version import __version__
+from paramd_service.sidecar.blocks import BlockMaker
+from paramd_service.sidecar.capture import Capture
+from paramd_service.sidecar.config import SidecarConfig
+from paramd_service.sidecar.copier import Copier
+from paramd_service.sidecar.faults import Faults
+from paramd_service.sidecar.log import Log
+from paramd_service.sidecar.owner import (
+    AttachRequest,
+    Ownership,
+    OwnerView,
+    Possession,
+    check_attach,
+    ownership_after_end,
+    take_possession,
+)
+from paramd_service.sidecar.pins import Pins
+from paramd_service.sidecar.snapshots import SnapshotStore
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PeerInfo:
+    """Where one rank's sidecar is found."""
+
+    rank: int
+    address: str
+    socket_path: str
+    host_id: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Mesh:
+    """What the trainers found out together at attach."""
+
+    peers: tuple[PeerInfo, ...]
+    control_address: str
+    layout_digest: str
+    layout: bytes
+    """A serialized paramd.v1.Layout."""
+
+
+class RankSidecar:
+    """The state behind the gRPC and the Unix server."""
+
+    def __init__(
+        self,
+        config: SidecarConfig,
+        *,
+        blocks: BlockMaker,
+        executor: Executor,
+        stats_executor: Executor,
+        faults: Faults,
+        log: Log,
+    ) -> None:
+        self.config = config
+        self.faults = faults
+        self.log = log
+        self.executor = executor
+        self.stats_executor = stats_executor
+        self.ownership = Ownership.WAITING
+        self.mesh: Mesh | None = None
+        self.leaving = asyncio.Event()
+        """Set when the sidecar shall drain: detached, or nobody came for too long."""
+        self.detached = False
+        self.on_change: list[Callable[[], None]] = []
+        self._blocks = blocks
+        self._possession: Possession | None = None
+        self._pins: Pins | None = None
+        self._attaching = asyncio.Lock()
+        self._linger_timer: asyncio.TimerHandle | None = None
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    @property
+    def possession(self) -> Possession | None:
+        """What the trainer shares; None before the first attach."""
+        return self._possession
+
+    @property
+    def epoch(self) -> int:
+        return self._possession.epoch if self._possession is not None else 0
+
+    @property
+    def step(self) -> int:
+        """Finished updates; -1 before the first attach."""
+        return self._possession.page[Word.STEP] if self._possession is not None else -1
+
+    @property
+    def pins(self) -> Pins:
+        """Snapshots of the present epoch.
+
+        Raises:
+            UnreachableError: no trainer has attached yet.
+        """
+        if self._pins is None:
+            raise UnreachableError(f"{Ownership.WAITING.value}; try again when training runs")
+        return self._pins
+
+    @property
+    def has_pins(self) -> bool:
+        """Whether a trainer has attached."""
+        return self._pins is not None
+
+    def ready_mesh(self) -> Mesh:
+        """The mesh. Raises UnreachableError while the trainers are still attaching."""
+        if self.mesh is None:
+            raise UnreachableError("the trainers are still attaching; try again in a moment")
+        return self.mesh
+
+    def check_plan(self, epoch: int, layout_digest: str) -> None:
+        """Raises ConflictError when a plan was made for another epoch or layout."""
+        mesh = self.ready_mesh()
+        if epoch != self.epoch or layout_digest != mesh.layout_digest:
+            what = f"epoch {epoch}" if epoch != self.epoch else "another layout"
+            raise ConflictError(
+                f"the request was planned for {what}, the job is in epoch {self.epoch}; "
+                "fetch the layout again"
+            )
+
+    def verify(self, ticket: str) -> tickets.Claims:
+        """The claims of a ticket. Raises DeniedError, or UnreachableError before attach."""
+        if self._possession is None:
+            raise UnreachableError(f"{Ownership.WAITING.value}; try again when training runs")
+        request = self._possession.request
+        return tickets.verify(request.secret, ticket, job=request.job, epoch=request.epoch)
+
+    def wait_for_trainer(self) -> None:
+        """Leaves when no trainer comes within the linger time."""
+        loop = asyncio.get_running_loop()
+        self._linger_timer = loop.call_later(self.config.linger_s, self._linger_over)
+
+    async def attach(self, request: AttachRequest, handed_back: Sequence[int]) -> Possession:
+        """Gives the sidecar to a trainer. Takes over the descriptors, also when it fails.
+
+        Raises:
+            UsageError, ConflictError, ExhaustedError: as owner.py says.
+        """
+        async with self._attaching:
+            try:
+                check_attach(self._view(), request)
+            except BaseException:
+                for descriptor in handed_back:
+                    os.close(descriptor)
+                raise
+            await self._drop_possession()
+            loop = asyncio.get_running_loop()
+            possession = await loop.run_in_executor(
+                self.executor, take_possession, request, handed_back
+            )
+            self._own(possession)
+            self.log(
+                "attached", epoch=request.epoch, pid=request.pid, arena_bytes=request.arena_bytes
+            )
+            return possession
+
+    def set_mesh(self, mesh: Mesh) -> None:
+        """The trainers have met: from now on everything is served."""
+        self.mesh = mesh
+        self.log("serving", epoch=self.epoch, layout_digest=mesh.layout_digest)
+        self._changed()
+
+    def detach(self) -> None:
+        """The trainer leaves in order: so do we."""
+        self.detached = True
+        self.log("detached", epoch=self.epoch)
+        self._changed()
+        self.leaving.set()
+
+    def start_task(self, work: Coroutine[Any, Any, None]) -> None:
+        """Runs `work` beside everything else; `close` waits for it."""
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def close(self) -> None:
+        """Ends snapshots and possession. Call it when the servers have stopped."""
+        if self._linger_timer is not None:
+            self._linger_timer.cancel()
+        await self._drop_possession()
+        if self._tasks:
+            await asyncio.wait(self._tasks)
+
+    def budget_bytes(self, arena_bytes: int) -> int:
+        """Most bytes that snapshots may take."""
+        configured = self.config.budget_bytes
+        return configured if configured is not None else 2 * arena_bytes + (1 << 20)
+
+    def _own(self, possession: Possession) -> None:
+        if self._linger_timer is not None:
+            self._linger_timer.cancel()
+            self._linger_timer = None
+        self._possession = possession
+        self.ownership = Ownership.OWNED
+        store = SnapshotStore(
+            budget_bytes=self.budget_bytes(possession.request.arena_bytes),
+            blocks=self._blocks,
+            clock_ns=time.monotonic_ns,
+            idle_memory_s=self.config.idle_memory_s,
+        )
+        capture = Capture(possession.page, clock_ns=time.monotonic_ns, at_point=self.faults.at)
+        copier = Copier(capture, possession.wake_fd, self.log)
+        self._pins = Pins(
+            possession,
+            store=store,
+            copier=copier,
+            blocks=self._blocks,
+            executor=self.executor,
+            faults=self.faults,
+        )
+        copier.start()
+        asyncio.get_running_loop().add_reader(possession.pidfd, self._trainer_ended)
+        self._changed()
+
+    def _trainer_ended(self) -> None:
+        assert self._possession is not None
+        assert self._pins is not None
+        loop = asyncio.get_running_loop()
+        loop.remove_reader(self._possession.pidfd)
+        self.ownership = ownership_after_end(self._possession.page[Word.SEQ])
+        self._pins.trainer_ended(self.ownership)
+        self.log("trainer-ended", ownership=self.ownership.name, step=self.step, epoch=self.epoch)
+        self.wait_for_trainer()
+        self._changed()
+
+    def _linger_over(self) -> None:
+        self.log("leaving", reason=f"{self.ownership.value}, for {self.config.linger_s:.0f} s")
+        self.leaving.set()
+
+    async def _drop_possession(self) -> None:
+        pins, possession = self._pins, self._possession
+        self.mesh = None
+        self._pins = None
+        if pins is not None:
+            await pins.close()
+        if possession is not None:
+            asyncio.get_running_loop().remove_reader(possession.pidfd)
+            self._possession = None
+            self.ownership = Ownership.WAITING
+            possession.close()
+
+    def _view(self) -> OwnerView:
+        config, possession = self.config, self._possession
+        if possession is None:
+            return OwnerView(
+                job=config.job, rank=config.rank, ownership=self.ownership, version=__version__
+            )
+        return OwnerView(
+            job=config.job,
+            rank=config.rank,
+            ownership=self.ownership,
+            version=__version__,
+            epoch=possession.epoch,
+            pid=possession.request.pid,
+            start=possession.request.start,
+        )
+
+    def _changed(self) -> None:
+        for callback in self.on_change:
+            callback()
+
+
+def parse_mesh(message: dict[str, Any], layout: bytes) -> Mesh:
+    """The mesh in a "mesh" message. Raises UsageError."""
+    try:
+        peers = tuple(
+            PeerInfo(
+                rank=int(peer["rank"]),
+                address=str(peer["address"]),
+                socket_path=str(peer["socket_path"]),
+                host_id=str(peer["host_id"]),
+            )
+            for peer in message["peers"]
+        )
+        control_address, digest = message["control_address"], message["layout_digest"]
+    except (KeyError, TypeError, ValueError) as error:
+        raise UsageError(f"mesh: {error!r} is missing or of a wrong type") from None
+    if not isinstance(control_address, str | None) or not isinstance(digest, str):
+        raise UsageError("mesh: control_address and layout_digest must be text")
+    return Mesh(
+        peers=tuple(sorted(peers, key=lambda peer: peer.rank)),
+        control_address=control_address or "",
+        layout_digest=digest,
+        layout=layout,
+    )

@@ -1,0 +1,68 @@
+"""How a domain error reaches a gRPC client: one status, one public text, one reason."""
+
+from __future__ import annotations
+
+import re
+import secrets
+from typing import Any
+
+import grpc
+import grpc.aio
+
+from paramd.errors import ParamdError, codes_of
+from paramd_service.sidecar.log import Log
+
+DOMAIN = "paramd"
+RETRY_AFTER_S = 0.1
+_DETAILS_KEY = "grpc-status-details-bin"
+
+
+def reason_of(error: ParamdError) -> str:
+    """TornError -> "TORN": what a client may branch on."""
+    name = type(error).__name__.removesuffix("Error")
+    return re.sub(r"(?<=[a-z])(?=[A-Z])", "_", name).upper()
+
+
+async def abort_with(context: grpc.aio.ServicerContext[Any, Any], error: ParamdError) -> None:
+    """Ends the call with the error's status and ErrorInfo. Always raises."""
+    codes = codes_of(error)
+    code = grpc.StatusCode[codes.grpc]
+    details = _details(code, error, retry=codes.retry)
+    await context.abort(code, str(error), trailing_metadata=((_DETAILS_KEY, details),))
+
+
+async def abort_internal(
+    context: grpc.aio.ServicerContext[Any, Any], error: Exception, log: Log
+) -> None:
+    """Ends the call without a word of what went wrong; the log has it, under an id."""
+    error_id = secrets.token_hex(4)
+    log("internal-error", id=error_id, error=repr(error), at=_where(error))
+    await context.abort(
+        grpc.StatusCode.INTERNAL, f"internal error, see the sidecar's log (id {error_id})"
+    )
+
+
+def _where(error: Exception) -> str:
+    traceback = error.__traceback__
+    while traceback is not None and traceback.tb_next is not None:
+        traceback = traceback.tb_next
+    if traceback is None:
+        return ""
+    return f"{traceback.tb_frame.f_code.co_filename}:{traceback.tb_lineno}"
+
+
+def _details(code: grpc.StatusCode, error: ParamdError, *, retry: bool) -> bytes:
+    # Imported when first needed: a sidecar without errors does not pay for them.
+    from google.protobuf import any_pb2, duration_pb2
+    from google.rpc import error_details_pb2, status_pb2  # type: ignore[import-untyped]
+
+    status = status_pb2.Status(code=code.value[0], message=str(error))
+    details: list[Any] = [error_details_pb2.ErrorInfo(reason=reason_of(error), domain=DOMAIN)]
+    if retry:
+        delay = duration_pb2.Duration(nanos=int(RETRY_AFTER_S * 1e9))
+        details.append(error_details_pb2.RetryInfo(retry_delay=delay))
+    for detail in details:
+        packed = any_pb2.Any()
+        packed.Pack(detail)
+        status.details.append(packed)
+    return bytes(status.SerializeToString())

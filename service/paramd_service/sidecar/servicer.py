@@ -1,0 +1,223 @@
+"""SidecarService over gRPC: requests in, answers out. What they mean is decided elsewhere.
+
+Every method goes the same way: a deadline, a slot when it does heavy work, the request
+parsed here (so that bad bytes get a clear answer), and one mapping of errors.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
+from contextlib import aclosing, asynccontextmanager, nullcontext
+from typing import Any, TypeAlias
+
+import grpc
+import grpc.aio
+from google.protobuf.message import DecodeError, Message
+
+from paramd.errors import DeadlineError, ParamdError, UsageError
+from paramd.v1 import sidecar_pb2 as pb
+from paramd_service.sidecar import admission, messages
+from paramd_service.sidecar.auth import SERVICE
+from paramd_service.sidecar.chunk import CHUNK_BYTES, read_chunk
+from paramd_service.sidecar.gateway import Gateway
+from paramd_service.sidecar.rank import RankSidecar
+from paramd_service.sidecar.replies import abort_internal, abort_with
+from paramd_service.sidecar.snapshots import Key
+from paramd_service.sidecar.stats_answers import compute_stats
+
+Context: TypeAlias = grpc.aio.ServicerContext[Any, Any]
+Unary: TypeAlias = Callable[[Any, float], Awaitable[Message]]
+Stream: TypeAlias = Callable[[Any, float], AsyncGenerator[bytes, None]]
+
+
+class SidecarServicer:
+    """The methods of SidecarService for one rank."""
+
+    def __init__(self, rank: RankSidecar, gateway: Gateway) -> None:
+        self._rank = rank
+        self._gateway = gateway
+        self._slots = admission.Slots(rank.config.max_calls)
+
+    def handler(self) -> grpc.GenericRpcHandler:
+        """All methods, to be added to a server."""
+        return grpc.method_handlers_generic_handler(
+            SERVICE,
+            {
+                "GetState": self._unary(self._get_state, pb.GetStateRequest),
+                "GetMesh": self._unary(self._get_mesh, pb.GetMeshRequest),
+                "GetLayout": self._stream(self._get_layout, pb.GetLayoutRequest),
+                "PinSnapshot": self._unary(self._pin, pb.PinSnapshotRequest, heavy=True),
+                "CaptureBoundary": self._unary(self._capture, pb.CaptureBoundaryRequest),
+                "ReadSnapshot": self._stream(self._read, pb.ReadSnapshotRequest),
+                "RenewSnapshot": self._unary(self._renew, pb.RenewSnapshotRequest),
+                "ReleaseSnapshot": self._unary(self._release, pb.ReleaseSnapshotRequest),
+                "ComputeStats": self._unary(self._stats, pb.ComputeStatsRequest, heavy=True),
+                "Summon": self._stream(self._summon, pb.SummonRequest),
+            },
+        )
+
+    def _unary(
+        self, method: Unary, request_type: type[Message], *, heavy: bool = False
+    ) -> grpc.RpcMethodHandler[Any, Any]:
+        async def serve(data: bytes, context: Context) -> bytes:
+            async with self._admitted(context, heavy=heavy) as timeout_s:
+                answer = await method(_parse(request_type, data), timeout_s)
+                return answer.SerializeToString()
+            raise AssertionError("a refused call has been aborted")
+
+        return grpc.unary_unary_rpc_method_handler(serve)
+
+    def _stream(
+        self, method: Stream, request_type: type[Message]
+    ) -> grpc.RpcMethodHandler[Any, Any]:
+        async def serve(data: bytes, context: Context) -> None:
+            async with (
+                self._admitted(context, heavy=True) as timeout_s,
+                aclosing(method(_parse(request_type, data), timeout_s)) as answers,
+            ):
+                async for message in answers:
+                    await context.write(message)
+
+        return grpc.unary_stream_rpc_method_handler(serve)
+
+    @asynccontextmanager
+    async def _admitted(self, context: Context, *, heavy: bool) -> AsyncIterator[float]:
+        """Yields the seconds that the call may take; turns errors into statuses."""
+        try:
+            timeout_s = admission.check_deadline(
+                context.time_remaining(), self._rank.config.max_deadline_s
+            )
+            with self._slots.one() if heavy else nullcontext():
+                yield timeout_s
+        except grpc.aio.AbortError:
+            raise
+        except ParamdError as error:
+            await abort_with(context, error)
+        except TimeoutError:
+            await abort_with(context, DeadlineError("the work did not end within the deadline"))
+        except Exception as error:
+            await abort_internal(context, error, self._rank.log)
+
+    async def _get_state(self, _request: pb.GetStateRequest, _timeout_s: float) -> Message:
+        return pb.GetStateResponse(
+            header=messages.header(self._rank), state=messages.rank_state(self._rank)
+        )
+
+    async def _get_mesh(self, _request: pb.GetMeshRequest, _timeout_s: float) -> Message:
+        mesh, possession = self._rank.ready_mesh(), self._rank.possession
+        return pb.GetMeshResponse(
+            header=messages.header(self._rank),
+            world_size=possession.request.world_size if possession is not None else 0,
+            peers=[messages.peer(info) for info in mesh.peers],
+            control_address=mesh.control_address,
+        )
+
+    async def _get_layout(
+        self, _request: pb.GetLayoutRequest, _timeout_s: float
+    ) -> AsyncGenerator[bytes, None]:
+        mesh = self._rank.ready_mesh()
+        header = messages.header(self._rank)
+        for batch in messages.layout_batches(mesh.layout):
+            yield pb.GetLayoutResponse(header=header, layout=batch).SerializeToString()
+
+    async def _pin(self, request: pb.PinSnapshotRequest, timeout_s: float) -> Message:
+        rank = self._rank
+        rank.check_plan(request.epoch, request.layout_digest)
+        if request.with_buffers and not request.at_boundary:
+            raise UsageError("with_buffers: needs at_boundary; only a boundary copies buffers")
+        possession = rank.possession
+        assert possession is not None
+        spans = admission.check_spans(request.spans, possession.request.arena_bytes)
+        lease_s = self._lease_s(request.lease_ms)
+        key, pins = Key(request.epoch, spans), rank.pins
+        if request.at_boundary:
+            lease = await pins.prepare(key, with_buffers=request.with_buffers, lease_s=lease_s)
+        else:
+            lease = await pins.pin(key, lease_s=lease_s, timeout_s=timeout_s)
+        rank.faults.at("pin-answered")
+        return pb.PinSnapshotResponse(
+            header=messages.header(rank, lease.snapshot.step),
+            snapshot_id=lease.snapshot_id,
+            size_bytes=lease.snapshot.size_bytes,
+            lease_ms=int(lease_s * 1000),
+        )
+
+    async def _capture(self, request: pb.CaptureBoundaryRequest, timeout_s: float) -> Message:
+        rank = self._rank
+        rank.check_plan(request.epoch, rank.ready_mesh().layout_digest)
+        if request.boundary < 1 or len(request.snapshot_ids) > admission.MAX_SNAPSHOT_IDS:
+            raise UsageError(
+                f"boundary, snapshot_ids: {request.boundary}, {len(request.snapshot_ids)} ids; "
+                f"expected a number from 1 on and at most {admission.MAX_SNAPSHOT_IDS} ids"
+            )
+        outcome = await rank.pins.capture(
+            request.boundary, request.snapshot_ids, timeout_s=timeout_s
+        )
+        return pb.CaptureBoundaryResponse(
+            header=messages.header(rank, outcome.step),
+            captured=outcome.captured,
+            reason=outcome.reason,
+        )
+
+    async def _read(
+        self, request: pb.ReadSnapshotRequest, _timeout_s: float
+    ) -> AsyncGenerator[bytes, None]:
+        store = self._rank.pins.store
+        snapshot = store.filled(request.snapshot_id)
+        begin, end = admission.check_range(
+            request.offset_bytes, request.size_bytes, snapshot.size_bytes
+        )
+        header = messages.header(self._rank, snapshot.step)
+        yield pb.ReadSnapshotResponse(header=header).SerializeToString()
+        for offset in range(begin, end, CHUNK_BYTES):
+            # Between two chunks the lease may have ended and the memory be another's.
+            snapshot = store.filled(request.snapshot_id)
+            yield read_chunk(snapshot.view(), offset, min(offset + CHUNK_BYTES, end))
+            self._rank.faults.at("read-chunk")
+
+    async def _renew(self, request: pb.RenewSnapshotRequest, _timeout_s: float) -> Message:
+        lease_s = self._lease_s(request.lease_ms)
+        self._rank.pins.store.renew(request.snapshot_id, lease_s)
+        return pb.RenewSnapshotResponse(
+            header=messages.header(self._rank), lease_ms=int(lease_s * 1000)
+        )
+
+    async def _release(self, request: pb.ReleaseSnapshotRequest, _timeout_s: float) -> Message:
+        self._rank.pins.store.release(request.snapshot_id)
+        self._rank.pins.sweep()
+        return pb.ReleaseSnapshotResponse(header=messages.header(self._rank))
+
+    async def _stats(self, request: pb.ComputeStatsRequest, timeout_s: float) -> Message:
+        if len(request.items) > admission.MAX_STATS_ITEMS:
+            raise UsageError(
+                f"items: {len(request.items):,}; expected at most {admission.MAX_STATS_ITEMS:,}"
+            )
+        store = self._rank.pins.store
+        snapshot = store.hold(store.filled(request.snapshot_id))
+        try:
+            async with asyncio.timeout(timeout_s):
+                found = await compute_stats(self._rank, snapshot, request.items)
+        finally:
+            store.drop(snapshot)
+        return pb.ComputeStatsResponse(
+            header=messages.header(self._rank, snapshot.step), stats=found
+        )
+
+    async def _summon(
+        self, request: pb.SummonRequest, timeout_s: float
+    ) -> AsyncGenerator[bytes, None]:
+        async with aclosing(self._gateway.summon(request, timeout_s)) as parts:
+            async for message in parts:
+                yield message
+
+    def _lease_s(self, lease_ms: int) -> float:
+        config = self._rank.config
+        return admission.granted_lease_s(lease_ms, config.default_lease_s, config.max_lease_s)
+
+
+def _parse(request_type: type[Message], data: bytes) -> Message:
+    try:
+        return request_type.FromString(data)
+    except DecodeError:
+        raise UsageError(f"the request is no {request_type.DESCRIPTOR.full_name}") from None

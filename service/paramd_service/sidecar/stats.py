@@ -1,0 +1,225 @@
+"""Mergeable statistics of runs of equal elements. The only room of the sidecar with torch.
+
+Memory is walked once in pieces that fit a core's cache; each piece is reduced by a few
+vector operations while it is there. Sums are kept in float64 across pieces and rows; within
+a row of 1,024 elements float32 vector lanes are exact enough (relative error below 1e-6).
+Counts, minima and maxima are exact. The exponents are counted from the elements' own bits.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+
+from paramd.errors import UsageError
+
+PIECE_BYTES = 512 << 10
+"""Bytes reduced at a time; bounds temporary memory to a few times that."""
+
+EXPONENT_BEGIN = -64
+EXPONENT_BINS = 128
+"""Bins [-64, 64): weights and gradients lie far inside; the ends collect what does not."""
+
+_ROW = 1024
+# With less than this part of the mean square in the mean, subtracting loses no digits.
+_SMALL_MEAN = 0.05
+
+
+# The bits of a float32: a sign, 8 of exponent, 23 of mantissa.
+_MANTISSA_BITS = 23
+_BIAS = 127
+
+# Below this mean square the squares of float32 numbers lose digits.
+_TINY_SQUARE = 1e-30
+
+_WIDENED = {
+    "float16": torch.float32,
+    "bfloat16": torch.float32,
+    "float8_e4m3fn": torch.float32,
+    "float8_e4m3fnuz": torch.float32,
+    "float8_e5m2": torch.float32,
+    "float8_e5m2fnuz": torch.float32,
+    "float32": torch.float32,
+    "float64": torch.float64,
+    "bool": torch.float32,
+    "uint8": torch.float32,
+    "int8": torch.float32,
+    "int16": torch.float32,
+    "int32": torch.float64,
+    "int64": torch.float64,
+    "uint16": torch.float32,
+    "uint32": torch.float64,
+    "uint64": torch.float64,
+}
+
+
+@dataclass(slots=True)
+class Reduced:
+    """The numbers of one item; see `paramd.v1.Stats` for what they mean."""
+
+    count: int = 0
+    zero_count: int = 0
+    nan_count: int = 0
+    inf_count: int = 0
+    mean: float = 0.0
+    m2: float = 0.0
+    sum_squares: float = 0.0
+    min: float = math.inf
+    max: float = -math.inf
+    exponents: torch.Tensor | None = None
+
+    def add_moments(self, count: int, mean: float, m2: float, sum_squares: float) -> None:
+        """Merges the moments of `count` more finite elements (Chan's rule)."""
+        if count == 0:
+            return
+        before = self.finite_count
+        delta = mean - self.mean
+        total = before + count
+        self.mean += delta * count / total
+        self.m2 += m2 + delta * delta * before * count / total
+        self.sum_squares += sum_squares
+
+    @property
+    def finite_count(self) -> int:
+        return self.count - self.nan_count - self.inf_count
+
+
+def set_up() -> None:
+    """One thread: the cores belong to training."""
+    torch.set_num_threads(1)
+
+
+def item_bytes(dtype: str) -> int:
+    """Bytes of one element.
+
+    Raises:
+        UsageError: there are no statistics of that dtype.
+    """
+    found = getattr(torch, dtype, None) if dtype in _WIDENED else None
+    if not isinstance(found, torch.dtype):
+        why = " (complex numbers have no order)" if "complex" in dtype else ""
+        raise UsageError(
+            f"dtype: no statistics of {dtype!r}{why}; expected one of {', '.join(_WIDENED)}"
+        )
+    return found.itemsize
+
+
+def reduce_run(data: memoryview, dtype: str) -> Reduced:
+    """Statistics of a run of elements.
+
+    Args:
+        data: Their bytes; a whole number of elements, at any alignment.
+        dtype: torch dtype without its prefix.
+
+    Raises:
+        UsageError: there are no statistics of that dtype.
+    """
+    itemsize = item_bytes(dtype)
+    result = Reduced(exponents=torch.zeros(256, dtype=torch.int64))
+    numel = len(data) // itemsize
+    piece_numel = PIECE_BYTES // _WIDENED[dtype].itemsize
+    for begin in range(0, numel, piece_numel):
+        end = min(begin + piece_numel, numel)
+        raw = torch.frombuffer(data[begin * itemsize : end * itemsize], dtype=torch.uint8)
+        _add_piece(result, _widen(raw, dtype))
+    return result
+
+
+def exponent_counts(result: Reduced) -> list[int]:
+    """Counts of bins [EXPONENT_BEGIN, EXPONENT_BEGIN + EXPONENT_BINS)."""
+    assert result.exponents is not None
+    # Index i of the raw counts is the biased exponent of a float32: i - 127.
+    first = EXPONENT_BEGIN + _BIAS
+    raw = result.exponents.clone()
+    raw[first] += raw[:first].sum()
+    raw[first + EXPONENT_BINS - 1] += raw[first + EXPONENT_BINS :].sum()
+    counts: list[int] = raw[first : first + EXPONENT_BINS].tolist()
+    return counts
+
+
+def _widen(raw: torch.Tensor, dtype: str) -> torch.Tensor:
+    kind = getattr(torch, dtype)
+    if raw.data_ptr() % kind.itemsize:
+        raw = raw.clone()
+    return raw.view(kind).to(_WIDENED[dtype])
+
+
+def _add_piece(result: Reduced, piece: torch.Tensor) -> None:
+    low, high = (float(bound) for bound in torch.aminmax(piece))
+    numel = piece.numel()
+    if math.isfinite(low) and math.isfinite(high):
+        finite = piece
+    else:
+        nan_count = int(torch.isnan(piece).sum())
+        finite = piece[torch.isfinite(piece)]
+        result.nan_count += nan_count
+        result.inf_count += numel - nan_count - finite.numel()
+        result.count += numel - finite.numel()
+        if finite.numel() == 0:
+            return
+        low, high = (float(bound) for bound in torch.aminmax(finite))
+    result.add_moments(finite.numel(), *_moments(finite))
+    result.count += finite.numel()
+    result.min, result.max = min(result.min, low), max(result.max, high)
+    _add_exponents(result, finite)
+
+
+def _moments(values: torch.Tensor) -> tuple[float, float, float]:
+    """Mean, sum of squared distances from it, sum of squares."""
+    count = values.numel()
+    mean = _sum(values) / count
+    sum_squares = _sum_squares(values)
+    if count * mean * mean <= _SMALL_MEAN * sum_squares:
+        return mean, sum_squares - count * mean * mean, sum_squares
+    # The mean dominates: distances are taken first, or their digits would cancel.
+    distances = values.double() - mean
+    correction = float(distances.sum()) / count
+    m2 = float(distances.square().sum()) - count * correction * correction
+    mean += correction
+    return mean, max(m2, 0.0), max(m2, 0.0) + count * mean * mean
+
+
+def _sum(values: torch.Tensor) -> float:
+    whole = values.numel() // _ROW * _ROW
+    rows = values[:whole].view(-1, _ROW).sum(dim=1)
+    total = float(rows.double().sum()) + float(values[whole:].double().sum())
+    # Rows of very large float32 numbers overflow.
+    return total if math.isfinite(total) else float(values.double().sum())
+
+
+def _sum_squares(values: torch.Tensor) -> float:
+    whole = values.numel() // _ROW * _ROW
+    # The norm of a row is one fused pass; squares of single elements would be two.
+    norms = torch.linalg.vector_norm(values[:whole].view(-1, _ROW), dim=1).double()
+    total = float(norms.square().sum())
+    if not _TINY_SQUARE * whole <= total < math.inf:
+        return float(values.double().square().sum())
+    return total + float(values[whole:].double().square().sum())
+
+
+def _add_exponents(result: Reduced, values: torch.Tensor) -> None:
+    assert result.exponents is not None
+    if values.dtype == torch.float32:
+        # Shifting out the mantissa leaves sign and exponent; a byte has room for the latter.
+        biased = (values.view(torch.int32) >> _MANTISSA_BITS).to(torch.uint8)
+        counts = torch.bincount(biased, minlength=256)
+        small = int(counts[0])
+        counts[0] = 0
+        result.exponents += counts
+        if small:
+            _add_small(result, values, small)
+        return
+    nonzero = values[values != 0]
+    result.zero_count += values.numel() - nonzero.numel()
+    exponent = torch.frexp(nonzero).exponent + (_BIAS - 1)
+    result.exponents += torch.bincount(exponent.clamp_(0, 255), minlength=256)
+
+
+def _add_small(result: Reduced, values: torch.Tensor, small: int) -> None:
+    """Zeros and subnormals share the biased exponent 0; only zeros are counted apart."""
+    assert result.exponents is not None
+    zeros = values.numel() - int(torch.count_nonzero(values))
+    result.zero_count += zeros
+    result.exponents[0] += small - zeros

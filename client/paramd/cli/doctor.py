@@ -1,0 +1,88 @@
+"""`paramd doctor`: whether this machine and its jobs are well, and what to do if not."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import asdict, replace
+
+import typer
+
+from paramd import places
+from paramd.cli.checks import Finding, Verdict, machine
+from paramd.cli.options import Output, Target, with_target
+from paramd.cli.output import Column, Listing, emit
+from paramd.cli.shell import explain, say
+from paramd.errors import ParamdError
+
+COLUMNS = (
+    Column("check", "CHECK"),
+    Column("verdict", "RESULT"),
+    Column("detail", "FOUND"),
+    Column("advice", "WHAT TO DO"),
+)
+
+
+@with_target
+def doctor(target: Target, output: Output = None) -> None:
+    """Check this machine and its running jobs, and say what to do.
+
+    Looks at versions, the state dir, shared memory, sockets, the port and the
+    clock, and asks every running job (or the one named) for its ranks. Exit code
+    1 when anything has failed; a warning alone is 0.
+    """
+    findings = [*machine(), *jobs(target)]
+    rows = [{**asdict(finding), "verdict": finding.verdict.value} for finding in findings]
+    emit(
+        Listing(name="checks", rows=rows, columns=COLUMNS, about={}, id_key="check"),
+        target.format,
+    )
+    failed = [finding for finding in findings if finding.verdict is Verdict.FAILED]
+    warned = [finding for finding in findings if finding.verdict is Verdict.WARNING]
+    say(f"{len(findings)} checks, {len(failed)} failed, {len(warned)} warnings")
+    if failed:
+        raise typer.Exit(1)
+
+
+def jobs(target: Target) -> Iterator[Finding]:
+    """One finding for each running job, and one for each of its ranks that is not well."""
+    chosen = target.settings
+    if chosen.url is not None or chosen.job is not None:
+        targets = [target]
+    else:
+        running = places.running_jobs()
+        targets = [
+            Target(replace(chosen, job=job.job, url=job.url, token=job.token)) for job in running
+        ]
+        if not running:
+            yield Finding(check="jobs", verdict=Verdict.OK, detail="none runs here")
+    for one in targets:
+        yield from _job(one)
+
+
+def _job(target: Target) -> Iterator[Finding]:
+    chosen = target.settings
+    name = f"job {chosen.job}" if chosen.job is not None else str(chosen.url)
+    try:
+        with target.connect() as mesh:
+            found = mesh.status()
+    except (ParamdError, OSError) as error:
+        yield Finding(
+            check=name,
+            verdict=Verdict.FAILED,
+            detail=explain(error)[0],
+            advice=f"is it still running? Its logs lie in {places.state_dir()}",
+        )
+        return
+    yield Finding(
+        check=f"job {found.job}",
+        verdict=Verdict.OK,
+        detail=f"epoch {found.epoch}, step {found.step}, {found.world_size} ranks",
+    )
+    for row in found:
+        if row.reason:
+            yield Finding(
+                check=f"job {found.job} rank {row.rank}",
+                verdict=Verdict.FAILED,
+                detail=f"{row.phase}: {row.reason}",
+                advice=f"see rank-{row.rank}.log in {places.state_dir() / found.job}",
+            )

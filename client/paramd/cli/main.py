@@ -1,0 +1,106 @@
+"""The command line `paramd`: which commands there are, and how they run.
+
+Each group of commands has a file of its own. Nothing here imports torch or gRPC; a
+command does when it runs.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Sequence
+from typing import Annotated
+
+import typer
+
+from paramd.cli import shell
+from paramd.cli.demo import demo
+from paramd.cli.doctor import doctor
+from paramd.cli.options import Debug, Job, Token, Url, examples
+from paramd.cli.params import params
+from paramd.cli.serve import control, sidecar
+from paramd.cli.settings import Flags
+from paramd.cli.stats import stats
+from paramd.cli.status import status
+from paramd.cli.summon import summon
+from paramd.version import __version__
+
+app = typer.Typer(
+    name="paramd",
+    no_args_is_help=True,
+    rich_markup_mode="rich",
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+LOOK = "Look into a running training"
+RUN = "Run and check"
+
+
+def _add(command: Callable[..., None], panel: str, *lines: str) -> None:
+    """One command, where it stands in the help, and its examples."""
+    app.command(rich_help_panel=panel, epilog=examples(*lines))(command)
+
+
+_add(status, LOOK, "paramd status", "paramd status --job my-run -o json")
+_add(
+    params,
+    LOOK,
+    "paramd params",
+    "paramd params 'layers.*.weight' -o name",
+    "paramd params '*' --buffers",
+)
+_add(
+    stats,
+    LOOK,
+    "paramd stats '*'",
+    "paramd stats 'layers.0.*' -o json",
+    "paramd stats head.weight --histogram",
+)
+_add(
+    summon,
+    LOOK,
+    "paramd summon '*' -o model.safetensors",
+    "paramd summon 'layers.0.*' --dtype bfloat16 -o layer0.safetensors --force",
+    "paramd summon 'head.weight[0:4]' -o rows.safetensors",
+)
+_add(doctor, RUN, "paramd doctor", "paramd doctor -o json")
+_add(demo, RUN, "paramd demo", "paramd demo --keep")
+app.add_typer(control, name="control", rich_help_panel=RUN)
+app.add_typer(sidecar, name="sidecar", rich_help_panel=RUN)
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        print(f"paramd {__version__}")
+        raise typer.Exit
+
+
+@app.callback(epilog=examples("paramd demo", "paramd status", "paramd stats '*'"))
+def root(
+    context: typer.Context,
+    job: Job = None,
+    url: Url = None,
+    token: Token = None,
+    debug: Debug = False,
+    version: Annotated[
+        bool,
+        typer.Option("--version", callback=_print_version, is_eager=True, help="Show it."),
+    ] = False,
+) -> None:
+    """Look into the parameters of a running distributed PyTorch training.
+
+    Data goes to stdout, messages to stderr. A setting is taken from its flag,
+    else from PARAMD_*, else from paramd.toml (here, then in ~/.config/paramd).
+
+    Exit codes: 0 ok, 1 general, 2 usage, 3 unreachable, 4 not found,
+    5 conflict, 6 partial answer, 7 denied, 8 timeout.
+    """
+    context.obj = Flags(job=job, url=url, token=token)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs one command; returns the exit code. The entry point of the program `paramd`."""
+    given = list(arguments) if arguments is not None else sys.argv[1:]
+    debug = "--debug" in given or bool(os.environ.get("PARAMD_DEBUG"))
+    return shell.run(lambda: app(given, prog_name="paramd", standalone_mode=False), debug=debug)

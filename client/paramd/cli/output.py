@@ -1,0 +1,138 @@
+"""Data on stdout: as a table for people, as JSON or names for programs."""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TextIO
+
+from paramd.cli.options import Format
+from paramd.cli.shell import one_line
+
+Row = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Column:
+    """One column of a table: the row's key, its heading, how a value reads."""
+
+    key: str
+    heading: str
+    show: Callable[[Any], str] = str
+    right: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Listing:
+    """Data of one kind: rows, and what is true of all of them."""
+
+    name: str
+    """What the rows are; their key in the JSON document."""
+    rows: Sequence[Row]
+    columns: Sequence[Column]
+    about: Row
+    """Job, epoch, step and so on: beside the rows in JSON, in every line of JSON lines."""
+    total: Row | None = None
+    """One more row of the same columns, apart from the others."""
+    id_key: str = "fqn"
+    """Key of what `-o name` prints."""
+
+
+def emit(listing: Listing, form: Format, *, out: TextIO | None = None) -> None:
+    """Writes a listing to stdout. Numbers that JSON does not have (NaN, Inf) become null."""
+    out = out if out is not None else sys.stdout
+    if form is Format.TABLE:
+        _table(listing, out)
+    elif form is Format.NAME:
+        for row in listing.rows:
+            print(one_line(str(row[listing.id_key])), file=out)
+    elif form is Format.JSONL:
+        for row in listing.rows:
+            print(_json({**listing.about, **row}), file=out)
+    else:
+        document = {**listing.about, listing.name: list(listing.rows)}
+        if listing.total is not None:
+            document["total"] = listing.total
+        print(_json(document, indent=2), file=out)
+
+
+def _table(listing: Listing, out: TextIO) -> None:
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    console = Console(file=out, highlight=False)
+    # Columns that nobody looks at stay whole, so that `grep` and `awk` see every name.
+    width = None if console.is_terminal else 100_000
+    table = Table(box=None, pad_edge=False, header_style="bold", show_footer=bool(listing.total))
+    for index, column in enumerate(listing.columns):
+        footer = _cell(column, listing.total) if listing.total is not None else ""
+        table.add_column(
+            column.heading,
+            footer=Text(footer, style="bold"),
+            justify="right" if column.right else "left",
+            no_wrap=index > 0,
+            overflow="fold",
+        )
+    for row in listing.rows:
+        table.add_row(*(Text(_cell(column, row)) for column in listing.columns))
+    console.print(table, width=width, crop=width is None)
+
+
+def _cell(column: Column, row: Row | None) -> str:
+    value = row.get(column.key) if row is not None else None
+    return "" if value is None else one_line(column.show(value))
+
+
+def _json(value: Any, *, indent: int | None = None) -> str:
+    return json.dumps(_finite(value), indent=indent, allow_nan=False, ensure_ascii=False)
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {str(key): _finite(found) for key, found in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_finite(found) for found in value]
+    return value
+
+
+def count(value: int) -> str:
+    """An exact number with separators."""
+    return f"{value:,}"
+
+
+def number(value: float) -> str:
+    """A measured number, six digits."""
+    return f"{value:.6g}"
+
+
+def size(value_bytes: float) -> str:
+    """Bytes in decimal units, three digits."""
+    for unit in ("B", "kB", "MB", "GB"):
+        if value_bytes < 1000:
+            return f"{value_bytes:.3g} {unit}"
+        value_bytes /= 1000
+    return f"{value_bytes:,.2f} TB"
+
+
+def seconds(value_s: float) -> str:
+    """A duration in the unit that fits."""
+    if value_s < 1e-3:
+        return f"{value_s * 1e6:.0f} us"
+    if value_s < 1:
+        return f"{value_s * 1e3:.0f} ms"
+    if value_s < 120:
+        return f"{value_s:.1f} s"
+    minutes, left_s = divmod(round(value_s), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours} h {minutes} min" if hours else f"{minutes} min {left_s} s"
+
+
+def shape(value: Sequence[int]) -> str:
+    """A shape as people write it."""
+    return "scalar" if not value else "x".join(str(s) for s in value)

@@ -1,0 +1,64 @@
+"""How the program ends: one line for an error, its exit code, a traceback when asked."""
+
+from __future__ import annotations
+
+import os
+import sys
+import traceback
+from collections.abc import Callable
+
+from paramd.errors import ParamdError, codes_of
+
+INTERRUPTED = 130
+BROKEN_PIPE = 141
+
+
+def run(app: Callable[[], object], *, debug: bool) -> int:
+    """Runs a program and returns its exit code.
+
+    Codes: 0 ok, 1 general, 2 usage, 3 unreachable, 4 not found, 5 conflict, 6 partial,
+    7 denied, 8 timeout; 130 interrupted, 141 when the reader of stdout went away.
+    """
+    try:
+        result = app()
+        sys.stdout.flush()
+        return result if isinstance(result, int) else 0
+    except BrokenPipeError:
+        # Python would complain once more when it flushes stdout at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return BROKEN_PIPE
+    except KeyboardInterrupt:
+        return INTERRUPTED
+    except Exception as error:
+        if debug:
+            traceback.print_exc()
+        text, code = explain(error)
+        if text:
+            say(text)
+        return code
+
+
+def explain(error: Exception) -> tuple[str, int]:
+    """One line and an exit code for any exception."""
+    if isinstance(error, ParamdError):
+        return one_line(str(error)), codes_of(error).exit
+    message = getattr(error, "format_message", None)
+    if message is not None:
+        # Wrong command line, as the parser found it.
+        return f"{one_line(message())} (see: paramd --help)", getattr(error, "exit_code", 2)
+    if isinstance(error, ModuleNotFoundError) and error.name in ("torch", "numpy"):
+        return f"this needs {error.name}; run: pip install 'paramd[torch]'", 1
+    if isinstance(error, OSError):
+        return one_line(str(error)), 1
+    kind = type(error).__name__
+    return one_line(f"{kind}: {error}; this is a fault of paramd, --debug shows where"), 1
+
+
+def one_line(text: str) -> str:
+    """`text` on one line and without control characters, which could steer a terminal."""
+    return "".join(c if c.isprintable() else " " for c in text)
+
+
+def say(text: str) -> None:
+    """A message to the user: on stderr, never mixed with data."""
+    print(f"paramd: {text}", file=sys.stderr, flush=True)

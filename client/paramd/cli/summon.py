@@ -1,0 +1,150 @@
+"""`paramd summon`: full parameters of one step into a safetensors file."""
+
+from __future__ import annotations
+
+import ctypes
+import sys
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from paramd.cli.options import Buffers, Target, with_target
+from paramd.cli.output import seconds, size
+from paramd.cli.shell import say
+from paramd.errors import ConflictError, UsageError
+from paramd.safetensors_file import SafetensorsWriter, TensorSpec
+
+if TYPE_CHECKING:
+    import torch
+
+    from paramd.mesh.results import Summoned
+
+CHUNK_BYTES = 16 << 20
+SUFFIX = ".safetensors"
+
+
+@with_target
+def summon(
+    target: Target,
+    glob: Annotated[
+        list[str],
+        typer.Argument(metavar="GLOB...", help="Which names, or slices such as 'w[0:4]'."),
+    ],
+    output_file: Annotated[
+        Path,
+        typer.Option("-o", "--output", metavar="FILE.safetensors", help="Where to write them."),
+    ],
+    dtype: Annotated[
+        str | None, typer.Option("--dtype", metavar="NAME", help="Cast, for example to bfloat16.")
+    ] = None,
+    buffers: Buffers = False,
+    force: Annotated[bool, typer.Option("--force", help="Replace the file.")] = False,
+) -> None:
+    """Write full parameters, all of one step, into a safetensors file.
+
+    Training goes on meanwhile. The file appears when it is whole; its metadata
+    say job, epoch and step. A tied parameter is written once, its other names
+    are metadata.
+    """
+    check_destination(output_file, force=force)
+    with target.connect() as mesh, _spinner("reading"):
+        found = mesh.summon(*glob, dtype=_dtype(dtype), buffers=buffers)
+    with _spinner("writing"):
+        size_bytes = save(found, output_file, replace=force)
+    say(
+        f"{output_file}: {len(found):,} names, {size(size_bytes)} of job {found.job}, epoch "
+        f"{found.epoch}, step {found.step}, read in {seconds(found.seconds)}"
+    )
+
+
+def check_destination(path: Path, *, force: bool) -> None:
+    """Refuses early what writing would refuse after all the reading.
+
+    Raises:
+        UsageError: not a name for such a file, or no such directory.
+        ConflictError: the file exists and may not be replaced.
+    """
+    if path.suffix != SUFFIX:
+        raise UsageError(f"--output: {path} does not end in {SUFFIX}")
+    if not path.parent.is_dir():
+        raise UsageError(f"--output: there is no directory {path.parent}; make it first")
+    if path.is_dir():
+        raise UsageError(f"--output: {path} is a directory")
+    if path.exists() and not force:
+        raise ConflictError(f"{path} exists; give another name, or --force to replace it")
+
+
+def save(found: Summoned, path: Path, *, replace: bool) -> int:
+    """Writes what was summoned; returns the size of the file in bytes.
+
+    The metadata have the names that `safetensors.torch.load_model` knows for tied
+    tensors: alias to the name that was written.
+    """
+    kept, aliases = untie(found)
+    specs = [
+        TensorSpec(name=name, dtype=dtype_name(tensor), shape=tuple(tensor.shape))
+        for name, tensor in kept.items()
+    ]
+    metadata = {
+        **aliases,
+        "format": "pt",
+        "paramd_job": found.job,
+        "paramd_epoch": str(found.epoch),
+        "paramd_step": str(found.step),
+    }
+    with SafetensorsWriter(path, specs, metadata=metadata, replace=replace) as writer:
+        for spec in writer.specs:
+            _append(writer, kept[spec.name])
+    return writer.size_bytes
+
+
+def untie(found: Mapping[str, torch.Tensor]) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
+    """Each tensor under its first name, and the other names with that first one."""
+    first: dict[int, str] = {}
+    kept: dict[str, torch.Tensor] = {}
+    aliases: dict[str, str] = {}
+    for name, tensor in found.items():
+        canonical = first.setdefault(id(tensor), name)
+        if canonical == name:
+            kept[name] = tensor
+        else:
+            aliases[name] = canonical
+    return kept, aliases
+
+
+def dtype_name(tensor: torch.Tensor) -> str:
+    """The dtype without torch's prefix."""
+    return str(tensor.dtype).removeprefix("torch.")
+
+
+def _append(writer: SafetensorsWriter, tensor: torch.Tensor) -> None:
+    tensor = tensor.detach().cpu().contiguous()
+    size_bytes = tensor.numel() * tensor.element_size()
+    if not size_bytes:
+        return
+    # The bytes of any dtype, numpy's or not. `tensor` keeps them alive.
+    memory = memoryview((ctypes.c_ubyte * size_bytes).from_address(tensor.data_ptr())).cast("B")
+    for begin in range(0, size_bytes, CHUNK_BYTES):
+        writer.append(memory[begin : begin + CHUNK_BYTES])
+
+
+def _dtype(name: str | None) -> torch.dtype | None:
+    if name is None:
+        return None
+    try:
+        from paramd.mesh.assemble import torch_dtype
+    except ModuleNotFoundError:
+        raise UsageError("summon needs torch; run: pip install 'paramd[torch]'") from None
+    return torch_dtype(name.removeprefix("torch."))
+
+
+def _spinner(what: str) -> AbstractContextManager[Any]:
+    """A sign of life on stderr, when somebody looks at it."""
+    if not sys.stderr.isatty():
+        return nullcontext()
+    from rich.console import Console
+
+    return Console(stderr=True).status(f"{what} ...")

@@ -1,0 +1,143 @@
+"""The demo's training: two ranks of the example under torchrun, ended as they began."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from paramd import places
+from paramd.errors import DeadlineError, UnreachableError
+
+MODULE = "paramd.examples.train_gpt"
+RANKS = 2
+MAX_STEPS = 100_000
+"""Where the training would end by itself, should nobody be left to end it."""
+
+POLL_S = 0.05
+STOP_S = 30.0
+SHOWN_LINES = 15
+
+_LOSS = re.compile(r"^step (\d+) loss ([0-9.]+)$", re.MULTILINE)
+
+
+class Training:
+    """A training that this process has started."""
+
+    def __init__(self, job: str, process: subprocess.Popen[bytes], log_path: Path) -> None:
+        self.job = job
+        self._process = process
+        self._log_path = log_path
+
+    @property
+    def running(self) -> bool:
+        return self._process.poll() is None
+
+    def wait_until_open(self, *, timeout_s: float) -> None:
+        """Waits until the job can be found.
+
+        Raises:
+            UnreachableError: the training ended before; the text shows its last lines.
+            DeadlineError: it took too long.
+        """
+        deadline_s = time.monotonic() + timeout_s
+        while not any(found.job == self.job for found in places.running_jobs()):
+            self.check(deadline_s, "it did not attach")
+            time.sleep(POLL_S)
+
+    def check(self, deadline_s: float, what: str) -> None:
+        """Raises when the training has ended or the time is over."""
+        if not self.running:
+            raise UnreachableError(
+                f"the training ended with code {self._process.returncode}:\n{self.last_lines()}"
+            )
+        if time.monotonic() > deadline_s:
+            raise DeadlineError(f"{what} in time; the training's last lines:\n{self.last_lines()}")
+
+    def losses(self) -> dict[int, float]:
+        """The loss of every update so far, by its number."""
+        text = self._log_path.read_text(errors="replace")
+        return {int(step): float(loss) for step, loss in _LOSS.findall(text)}
+
+    def loss_around(self, step: int, *, timeout_s: float = 10.0, width: int = 20) -> float:
+        """Mean loss of the updates up to `step`, at most `width` of them.
+
+        Raises:
+            UnreachableError, DeadlineError: the training never printed that step.
+        """
+        deadline_s = time.monotonic() + timeout_s
+        while step not in (losses := self.losses()):
+            self.check(deadline_s, f"it did not print step {step}")
+            time.sleep(POLL_S)
+        near = [losses[at] for at in range(step - width + 1, step + 1) if at in losses]
+        return sum(near) / len(near)
+
+    def last_lines(self) -> str:
+        """The end of its output."""
+        with self._log_path.open(errors="replace") as file:
+            return "".join(deque(file, SHOWN_LINES)).rstrip()
+
+    def wait(self) -> int:
+        """Waits for its end; returns its exit code."""
+        return self._process.wait()
+
+    def stop(self) -> None:
+        """Asks the ranks to end after a step; makes them after `STOP_S`. Idempotent."""
+        if self.running:
+            self._process.terminate()
+            with suppress(subprocess.TimeoutExpired):
+                self._process.wait(STOP_S)
+        # torchrun's own session: it and its ranks, nothing else.
+        with suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()
+
+
+@contextmanager
+def started(job: str, folder: Path) -> Iterator[Training]:
+    """Two ranks that train until the block ends; their output goes to a file in `folder`."""
+    log_path = folder / "training.log"
+    environment = os.environ | {
+        "OMP_NUM_THREADS": "1",
+        "PYTHONUNBUFFERED": "1",
+        # Should the demo be killed, nothing of it serves on for the usual ten minutes.
+        "PARAMD_LINGER_S": "10",
+    }
+    environment.pop("PARAMD_TOKEN", None)
+    command = [
+        sys.executable, "-m", "torch.distributed.run",
+        "--standalone", "--nproc-per-node", str(RANKS),
+        "-m", MODULE, "--job", job, "--steps", str(MAX_STEPS), "--every", "1",
+    ]  # fmt: skip
+    with log_path.open("wb") as log:
+        process = subprocess.Popen(
+            command,
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            # A Ctrl-C in our terminal is ours; the ranks end in good order after it.
+            start_new_session=True,
+        )
+    training = Training(job, process, log_path)
+    try:
+        yield training
+    finally:
+        training.stop()
+
+
+def free_job_name(wanted: str) -> str:
+    """`wanted`, or with a number behind it when a job of that name runs."""
+    taken = {endpoint.job for endpoint in places.running_jobs()}
+    number, name = 1, wanted
+    while name in taken:
+        number += 1
+        name = f"{wanted}-{number}"
+    return name

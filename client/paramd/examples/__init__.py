@@ -1,0 +1,1 @@
+"""Programs that show how paramd is used. They import torch; nothing imports them."""

@@ -1,0 +1,177 @@
+"""A small GPT, trained for real under torchrun with FSDP2, and open to paramd.
+
+    torchrun --standalone --nproc-per-node 2 examples/train_gpt.py --job my-run
+
+and in another terminal, for example: `paramd stats "head.*"` or
+`paramd summon "head.*" -o head.safetensors`.
+With --no-attach it trains without paramd; the losses are the same to the last bit.
+
+It reads and predicts bytes of the help topics that come with every Python.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import os
+import signal
+import sys
+from pydoc_data.topics import topics
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+from torch.nn import functional
+
+import paramd
+
+VOCABULARY = 256
+CONTEXT = 128
+WIDTH = 128
+HEADS = 4
+LAYERS = 4
+BATCH = 8
+
+
+class Attention(nn.Module):
+    """Causal self-attention."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv = nn.Linear(WIDTH, 3 * WIDTH)
+        self.out = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(batch, time, width) to the same."""
+        batch, time, _ = x.shape
+        parts = self.qkv(x).view(batch, time, 3, HEADS, WIDTH // HEADS)
+        q, k, v = parts.permute(2, 0, 3, 1, 4)
+        mixed = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        out: Tensor = self.out(mixed.transpose(1, 2).reshape(batch, time, WIDTH))
+        return out
+
+
+class Block(nn.Module):
+    """Attention and an MLP, each behind a norm and around a residual."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm1 = nn.LayerNorm(WIDTH)
+        self.attention = Attention()
+        self.norm2 = nn.LayerNorm(WIDTH)
+        self.up = nn.Linear(WIDTH, 4 * WIDTH)
+        self.down = nn.Linear(4 * WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(batch, time, width) to the same."""
+        x = x + self.attention(self.norm1(x))
+        down: Tensor = self.down(functional.gelu(self.up(self.norm2(x))))
+        return x + down
+
+
+class GPT(nn.Module):
+    """Bytes in, the next byte's logits out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.token = nn.Embedding(VOCABULARY, WIDTH)
+        self.position = nn.Embedding(CONTEXT, WIDTH)
+        self.layers = nn.ModuleList(Block() for _ in range(LAYERS))
+        self.norm = nn.LayerNorm(WIDTH)
+        self.head = nn.Linear(WIDTH, VOCABULARY, bias=False)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """(batch, time) int64 to (batch, time, vocabulary)."""
+        x = self.token(tokens) + self.position.weight[: tokens.shape[1]]
+        for layer in self.layers:
+            x = layer(x)
+        logits: Tensor = self.head(self.norm(x))
+        return logits
+
+
+def build(seed: int) -> tuple[nn.Module, torch.optim.Optimizer]:
+    """The model, sharded over all ranks block by block, and its optimizer."""
+    torch.manual_seed(seed)
+    model = GPT()
+    for layer in model.layers:
+        fully_shard(layer)
+    fully_shard(model)
+    return model, torch.optim.AdamW(model.parameters(), lr=1e-3)
+
+
+def batches(seed: int) -> torch.Generator:
+    """Each rank draws its own passages."""
+    return torch.Generator().manual_seed(1000 * seed + dist.get_rank())
+
+
+def draw(text: Tensor, generator: torch.Generator) -> Tensor:
+    """(batch, context + 1) bytes as int64, from random places of the text."""
+    begins = torch.randint(len(text) - CONTEXT - 1, (BATCH,), generator=generator)
+    return torch.stack([text[b : b + CONTEXT + 1] for b in begins.tolist()]).long()
+
+
+class Stop:
+    """Ctrl-C and SIGTERM end the training after a step, on all ranks after the same one."""
+
+    def __init__(self) -> None:
+        self.asked = False
+        for name in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(name, self._ask)
+
+    def _ask(self, number: int, frame: object) -> None:
+        self.asked = True
+        # A second signal ends the process at once.
+        signal.signal(number, signal.SIG_DFL)
+
+
+def train(arguments: argparse.Namespace) -> None:
+    """Trains until the steps are done, or until it is asked to stop."""
+    model, optimizer = build(arguments.seed)
+    if arguments.attach:
+        attachment = paramd.attach(model, optimizer, job=arguments.job)
+    text = torch.tensor(list("\n".join(topics.values()).encode()), dtype=torch.uint8)
+    generator, stop, step = batches(arguments.seed), Stop(), 0
+    while arguments.keep or step < arguments.steps:
+        tokens = draw(text, generator)
+        logits = model(tokens[:, :-1])
+        loss = functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        step += 1
+        # One message for both: the mean loss, and whether any rank was asked to stop.
+        said = torch.tensor([loss.item(), float(stop.asked)], dtype=torch.float64)
+        dist.all_reduce(said)
+        if dist.get_rank() == 0 and (step % arguments.every == 0 or step == 1):
+            print(f"step {step} loss {said[0].item() / dist.get_world_size():.9f}", flush=True)
+        if said[1] > 0:
+            break
+    if arguments.attach:
+        attachment.detach()
+
+
+def main() -> int:
+    """One rank, as torchrun starts it."""
+    parser = argparse.ArgumentParser(description="Train a small GPT that paramd can look into.")
+    parser.add_argument("--steps", type=int, default=1000, help="updates to do (default 1000)")
+    parser.add_argument("--job", default="gpt", help="name of the job for paramd")
+    parser.add_argument("--keep", action="store_true", help="go on until Ctrl-C")
+    parser.add_argument("--no-attach", dest="attach", action="store_false", help="without paramd")
+    parser.add_argument("--every", type=int, default=10, help="print every n-th loss (default 10)")
+    parser.add_argument("--seed", type=int, default=0, help="of weights and passages (default 0)")
+    arguments = parser.parse_args()
+    if "RANK" not in os.environ:
+        parser.error("start it with: torchrun --standalone --nproc-per-node 2 " + sys.argv[0])
+    dist.init_process_group("gloo")
+    try:
+        train(arguments)
+    finally:
+        # The model is a cycle that holds the group; left to interpreter shutdown, gloo may abort.
+        gc.collect()
+        dist.destroy_process_group()
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,1 @@
+../client/paramd/examples/train_gpt.py

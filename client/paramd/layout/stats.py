@@ -187,7 +187,7 @@ def _shape_of_runs(landing: Landing) -> tuple[int, list[tuple[int, int]]]:
     for stride, size in sorted(zip(landing.strides, landing.sizes, strict=True)):
         if size > 1:
             # The fastest dims that follow each other without a gap form one run.
-            if not outer and stride == run:
+            if stride == run:
                 run *= size
             else:
                 outer.append((stride, size))

@@ -16,7 +16,7 @@ from paramd.layout.plan import ReadPlan, plan_read
 from paramd.layout.regions import cover_numel, full_box, row_major
 from paramd.layout.select import NameIndex, SelectedTensor, select
 from paramd.layout.stats import stats_items
-from paramd.layout.types import Box
+from paramd.layout.types import Box, Layout, Piece, TensorKind, TensorLayout
 from tests.unit.layout.simulate import (
     BOXES,
     Held,
@@ -178,6 +178,39 @@ def test_neighbours_in_the_arena_become_one_span() -> None:
     (read,) = plan_read(world.layout, select(NameIndex(world.layout), "*")).ranks
     assert len(read.spans) == 1
     assert len(read.landings) == sum(1 for spec in SPECS if spec.numel)
+
+
+def test_a_part_of_one_row_lands_directly() -> None:
+    specs = [Spec("w", "float32", (8, 4))]
+    world = build(specs, [BOXES["fsdp2"](specs[0], 2)])
+    (read,) = plan_read(world.layout, select(NameIndex(world.layout), "w[2:3, 1:3]")).ranks
+    assert read.size_bytes == 8
+    assert read.landings[0].direct
+
+
+def test_tensors_that_share_memory_share_a_span() -> None:
+    pieces = [
+        Piece(0, 0, Box((0,), (64,))),
+        Piece(0, 16, Box((0,), (8,))),
+    ]
+    layout = Layout(
+        world_size=1,
+        arena_bytes=(384,),
+        tensors=tuple(
+            TensorLayout(
+                fqn=f"w{number}",
+                dtype="float32",
+                shape=piece.region.sizes if isinstance(piece.region, Box) else (),
+                kind=TensorKind.PARAMETER,
+                pieces=(piece,),
+            )
+            for number, piece in enumerate(pieces)
+        ),
+    )
+    arena = random.Random(1).randbytes(384)
+    plan = plan_read(layout, select(NameIndex(layout), "*"))
+    assert [read.spans for read in plan.ranks] == [((0, 256),)]
+    assert gather(plan, {0: arena[:256]}) == [arena[:256], arena[16:48]]
 
 
 def replicas(world_size: int) -> World:

@@ -17,6 +17,9 @@ from paramd.v1 import control_pb2_grpc, sidecar_pb2, sidecar_pb2_grpc
 LIVENESS_S: Final = 5.0
 """Within this time a dead or stopped sidecar is noticed."""
 
+MAX_CALL_S: Final = 500.0
+"""Longest deadline of one call: sidecars refuse more than 600 s. Longer waits ask again."""
+
 _PROBE_AFTER_S: Final = 1.5
 
 _READS: Final = ("GetState", "GetMesh", "GetLayout", "RenewSnapshot", "ReleaseSnapshot")
@@ -125,7 +128,7 @@ class Channels:
             ParamdError: the class that the status stands for.
         """
         try:
-            return await method(request, timeout=max(timeout_s, 0.001), metadata=self.metadata)
+            return await method(request, timeout=call_timeout_s(timeout_s), metadata=self.metadata)
         except grpc.aio.AioRpcError as error:
             raise error_of(error, who) from error
 
@@ -141,8 +144,13 @@ class Channels:
                 "/paramd.v1.SidecarService/ReadSnapshot",
                 request_serializer=sidecar_pb2.ReadSnapshotRequest.SerializeToString,
                 response_deserializer=parse_chunk,
-            )(request, timeout=max(timeout_s, 0.001), metadata=self.metadata)
+            )(request, timeout=call_timeout_s(timeout_s), metadata=self.metadata)
         )
+
+
+def call_timeout_s(left_s: float) -> float:
+    """Deadline of one call when `left_s` seconds are left of the whole."""
+    return min(max(left_s, 0.001), MAX_CALL_S)
 
 
 async def _stream(call: Any) -> AsyncIterator[Chunk]:

@@ -26,6 +26,9 @@ LEASE_S = 30.0
 
 _FIRST_BACKOFF_S = 0.005
 _LAST_BACKOFF_S = 0.25
+_LAST_PATIENCE_S = 8.0
+# A deadline that one call met is the caller's own when less than this is left of it.
+_ANOTHER_CALL_S = 2.0
 # Others' snapshots end within moments; a request that the budget can never hold does not.
 _BUDGET_PATIENCE_S = 3.0
 
@@ -138,10 +141,12 @@ class Pinner:
         clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
         optimism: Optimism | None = None,
+        patience_s: float = 1.0,
     ) -> None:
         self._transport = transport
         self._clock = clock
         self._sleep = sleep
+        self._patience_s = patience_s
         self._optimism = optimism if optimism is not None else Optimism()
 
     @asynccontextmanager
@@ -172,7 +177,6 @@ class Pinner:
         reason = "no try was made"
         backoff_s = _FIRST_BACKOFF_S
         patience_until_s = self._clock() + _BUDGET_PATIENCE_S
-        optimistic = not with_buffers
         while True:
             left_s = deadline_s - self._clock()
             if left_s <= 0:
@@ -181,11 +185,17 @@ class Pinner:
                     f"reason: {reason}; allow more time (timeout=), or pause training"
                 )
             try:
-                if optimistic and (len(spans) == 1 or self._optimism.tries(self._clock())):
+                if with_buffers:
+                    found, reason = await self._at_boundary(spans, left_s, True)
+                elif len(spans) == 1 or self._optimism.tries(self._clock()):
                     found, reason = await self._try_now(spans, left_s)
                 else:
-                    found, reason = await self._at_boundary(spans, left_s, with_buffers)
+                    found, reason = await self._boundary_or_now(spans, left_s)
             except AbortedError as error:
+                found, reason = None, str(error)
+            except DeadlineError as error:
+                if deadline_s - self._clock() < _ANOTHER_CALL_S:
+                    raise
                 found, reason = None, str(error)
             except ExhaustedError as error:
                 if self._clock() > patience_until_s:
@@ -208,6 +218,35 @@ class Pinner:
         return None, "the ranks were at different steps: " + ", ".join(
             f"rank {pin.rank} at {pin.step}" for pin in pins
         )
+
+    async def _boundary_or_now(self, spans: Spans, left_s: float) -> tuple[Pinned | None, str]:
+        """Waits for a boundary; should training come to rest meanwhile, that is noticed."""
+        boundary = asyncio.create_task(self._at_boundary(spans, left_s, False))
+        patience_s = self._patience_s
+        wanted = False
+        try:
+            while not (await asyncio.wait({boundary}, timeout=patience_s))[0]:
+                patience_s = min(2 * patience_s, _LAST_PATIENCE_S)
+                try:
+                    found, _ = await self._try_now(spans, left_s)
+                except (AbortedError, ExhaustedError, DeadlineError):
+                    continue
+                if found is not None:
+                    return found, ""
+            wanted = True
+            return boundary.result()
+        finally:
+            if not wanted:
+                await self._withdraw(boundary)
+
+    async def _withdraw(self, boundary: asyncio.Task[tuple[Pinned | None, str]]) -> None:
+        """Ends a boundary that is not needed any more, or came a moment too late."""
+        boundary.cancel()
+        await asyncio.wait({boundary})
+        if not boundary.cancelled() and boundary.exception() is None:
+            late, _ = boundary.result()
+            if late is not None:
+                self._release(late.pins.values())
 
     async def _at_boundary(
         self, spans: Spans, left_s: float, with_buffers: bool

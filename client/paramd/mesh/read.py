@@ -119,6 +119,8 @@ class Reader:
                 )
             except grpc.aio.AioRpcError as found:
                 error = error_of(found, self._source.who)
+                if isinstance(error, DeadlineError) and time.monotonic() < deadline_s:
+                    continue  # one call's limit, not the caller's
                 if isinstance(error, NotFoundError):
                     raise LeaseEndedError(str(error)) from found
             except DataLossError as found:

@@ -1,0 +1,78 @@
+"""Bytes land where places say, however a stream is cut and whoever copies."""
+
+from __future__ import annotations
+
+import ctypes
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from paramd.errors import UnreachableError
+from paramd.mesh.landing import PART_BYTES, Place, PlaceSink, fill_from
+
+
+class Memory:
+    """Snapshot bytes with an address, and a target to compare with."""
+
+    def __init__(self, size_bytes: int) -> None:
+        self.source = bytearray(i * 7 % 251 for i in range(size_bytes))
+        self.target = bytearray(size_bytes)
+        self.source_at = ctypes.addressof(ctypes.c_char.from_buffer(self.source))
+        self.target_at = ctypes.addressof(ctypes.c_char.from_buffer(self.target))
+
+    def read_into(self, address: int, offset_bytes: int, size_bytes: int) -> None:
+        ctypes.memmove(address, self.source_at + offset_bytes, size_bytes)
+
+    def direct(self, begin: int, end: int) -> Place:
+        return Place(begin, end, self.target_at + begin)
+
+    def stored(self, begin: int, end: int) -> Place:
+        def store(address: int) -> None:
+            assert address % 16 == 0
+            ctypes.memmove(self.target_at + begin, address, end - begin)
+
+        return Place(begin, end, store=store)
+
+
+@given(cuts=st.lists(st.integers(0, 400), max_size=12))
+def test_a_stream_lands_whole_however_it_is_cut(cuts: list[int]) -> None:
+    memory = Memory(400)
+    # A gap at [100, 110), and places that overlap within [200, 300).
+    places = [
+        memory.direct(0, 100),
+        memory.stored(110, 205),
+        memory.stored(200, 300),
+        memory.direct(210, 220),
+        memory.direct(300, 400),
+    ]
+    sink = PlaceSink(places)
+    edges = sorted({0, 400, *cuts})
+    for begin, end in zip(edges, edges[1:], strict=False):
+        sink.write(begin, memory.source_at + begin, end - begin)
+    expected = bytearray(memory.source)
+    expected[100:110] = bytes(10)
+    assert memory.target == expected
+
+
+def test_threads_fill_all_places_of_all_snapshots() -> None:
+    one, other = Memory(2 * PART_BYTES + 5), Memory(1000)
+    jobs = [
+        (one, [one.direct(0, len(one.source))]),
+        (other, [other.stored(0, 300), other.direct(300, 1000)]),
+    ]
+    with ThreadPoolExecutor(3) as pool:
+        fill_from(jobs, pool, 3)
+    assert one.target == one.source
+    assert other.target == other.source
+
+
+def test_a_source_that_fails_fails_the_whole_after_all_threads_ended() -> None:
+    class Broken(Memory):
+        def read_into(self, address: int, offset_bytes: int, size_bytes: int) -> None:
+            raise UnreachableError("gone")
+
+    memory = Broken(100)
+    with ThreadPoolExecutor(2) as pool, pytest.raises(UnreachableError, match="gone"):
+        fill_from([(memory, [memory.direct(0, 50), memory.direct(50, 100)])], pool, 2)

@@ -1,0 +1,235 @@
+"""One step on all ranks, or nothing pinned."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+
+import pytest
+
+from paramd.errors import (
+    AbortedError,
+    ConflictError,
+    DeadlineError,
+    ExhaustedError,
+    ParamdError,
+    UnreachableError,
+)
+from paramd.mesh.pin import Captured, Optimism, Pinner, PinKind, RankPin
+
+SPANS = {0: [(0, 8)], 1: [(0, 8)]}
+
+
+class Clock:
+    """Time that passes only when somebody sleeps."""
+
+    def __init__(self) -> None:
+        self.now_s = 100.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+    async def sleep(self, seconds: float) -> None:
+        self.now_s += max(seconds, 0.001)
+        await asyncio.sleep(0)
+
+
+class Ranks:
+    """A transport whose answers are scripted; counts what is pinned."""
+
+    def __init__(self, steps: Callable[[int, int], int | ParamdError]) -> None:
+        self.steps = steps
+        """(rank, how often it was asked) -> step, or an error."""
+        self.asked: dict[int, int] = {}
+        self.held: set[str] = set()
+        self.kinds: list[PinKind] = []
+        self.captures: list[Captured | ParamdError] = []
+        self.schedule_count = 0
+        self.renewed = 0
+        self.boundary_never_comes = False
+        self.lease_s = 30.0
+
+    async def pin(
+        self, rank: int, spans: Sequence[tuple[int, int]], how: PinKind, timeout_s: float
+    ) -> RankPin:
+        count = self.asked[rank] = self.asked.get(rank, -1) + 1
+        self.kinds.append(how)
+        await asyncio.sleep(0)
+        step = self.steps(rank, count) if not how.at_boundary else -1
+        if isinstance(step, ParamdError):
+            raise step
+        name = f"{rank}/{count}"
+        self.held.add(name)
+        return RankPin(rank, name, 1, step, 8, self.lease_s)
+
+    async def schedule(self, pins: Sequence[RankPin], timeout_s: float) -> Captured:
+        self.schedule_count += 1
+        if self.boundary_never_comes:
+            await asyncio.Event().wait()
+        answer = self.captures.pop(0)
+        if isinstance(answer, ParamdError):
+            raise answer
+        return answer
+
+    async def renew(self, pin: RankPin) -> float:
+        self.renewed += 1
+        return self.lease_s
+
+    def release(self, pin: RankPin) -> None:
+        self.held.remove(pin.snapshot_id)
+
+
+def pinner(ranks: Ranks, clock: Clock | None = None, **options: object) -> Pinner:
+    clock = clock if clock is not None else Clock()
+    return Pinner(ranks, clock=clock, sleep=clock.sleep, **options)  # type: ignore[arg-type]
+
+
+async def test_equal_steps_need_no_boundary() -> None:
+    ranks = Ranks(lambda rank, count: 7)
+    async with pinner(ranks).pinned(SPANS, deadline_s=110) as pinned:
+        assert (pinned.epoch, pinned.step) == (1, 7)
+        assert ranks.held == {"0/0", "1/0"}
+    assert ranks.schedule_count == 0
+    assert not ranks.held
+
+
+async def test_different_steps_go_to_the_boundary_and_release_the_first_try() -> None:
+    ranks = Ranks(lambda rank, count: 7 + rank)
+    ranks.captures = [Captured(False, 1, -1, "overtaken"), Captured(True, 1, 9, "")]
+    async with pinner(ranks).pinned(SPANS, deadline_s=110) as pinned:
+        assert pinned.step == 9
+        assert len(ranks.held) == 2
+    assert ranks.schedule_count == 2
+    assert not ranks.held
+
+
+async def test_after_different_steps_the_boundary_is_asked_for_at_once_for_a_while() -> None:
+    ranks, clock = Ranks(lambda rank, count: 7 + rank * (count == 0)), Clock()
+    ranks.captures = [Captured(True, 1, 9, ""), Captured(True, 1, 10, "")]
+    one = pinner(ranks, clock)
+    for step in (9, 10):
+        async with one.pinned(SPANS, deadline_s=200) as pinned:
+            assert pinned.step == step
+    assert [kind.at_boundary for kind in ranks.kinds] == [False] * 2 + [True] * 4
+    clock.now_s += 1.0
+    async with one.pinned(SPANS, deadline_s=200) as pinned:
+        assert pinned.step == 7
+
+
+def test_the_while_doubles_up_to_a_limit_and_ends_with_success() -> None:
+    optimism = Optimism(first_pause_s=1, last_pause_s=4)
+    for now_s, pause_s in ((0, 1), (10, 2), (20, 4), (30, 4)):
+        assert optimism.tries(now_s)
+        optimism.differed(now_s)
+        assert not optimism.tries(now_s + pause_s - 0.1)
+        assert optimism.tries(now_s + pause_s)
+    optimism.agreed()
+    assert optimism.tries(30)
+
+
+async def test_a_boundary_that_never_comes_is_given_up_when_training_comes_to_rest() -> None:
+    ranks = Ranks(lambda rank, count: 7 + rank * (count == 0))
+    ranks.boundary_never_comes = True
+    async with pinner(ranks, patience_s=0.01).pinned(SPANS, deadline_s=110) as pinned:
+        assert pinned.step == 7
+        assert len(ranks.held) == 2
+    assert not ranks.held
+
+
+async def test_buffers_always_use_the_boundary() -> None:
+    ranks = Ranks(lambda rank, count: 7)
+    ranks.captures = [Captured(True, 1, 8, "")]
+    async with pinner(ranks).pinned(SPANS, deadline_s=110, with_buffers=True) as pinned:
+        assert pinned.step == 8
+    assert set(ranks.kinds) == {PinKind(True, True)}
+
+
+async def test_a_boundary_out_of_time_says_that_training_stands_still() -> None:
+    ranks, clock = Ranks(lambda rank, count: 7), Clock()
+
+    async def schedule(pins: Sequence[RankPin], timeout_s: float) -> Captured:
+        clock.now_s += timeout_s
+        raise DeadlineError("no boundary")
+
+    ranks.schedule = schedule  # type: ignore[method-assign]
+    with pytest.raises(DeadlineError, match="training stands still"):
+        async with pinner(ranks, clock).pinned(SPANS, deadline_s=110, with_buffers=True):
+            pass
+    assert not ranks.held
+
+
+async def test_partial_failure_releases_what_was_pinned() -> None:
+    ranks = Ranks(lambda rank, count: UnreachableError("rank 1 is gone") if rank else 7)
+    with pytest.raises(UnreachableError, match="rank 1"):
+        async with pinner(ranks).pinned(SPANS, deadline_s=110):
+            pass
+    assert not ranks.held
+
+
+async def test_a_torn_rank_is_not_asked_again() -> None:
+    ranks = Ranks(lambda rank, count: ConflictError("torn") if rank else 7)
+    with pytest.raises(ConflictError, match="torn"):
+        async with pinner(ranks).pinned(SPANS, deadline_s=110):
+            pass
+    assert ranks.asked == {0: 0, 1: 0}
+    assert not ranks.held
+
+
+async def test_a_copy_that_lost_its_race_is_tried_again() -> None:
+    ranks = Ranks(lambda rank, count: AbortedError("overtaken") if count < 3 else 7)
+    async with pinner(ranks).pinned(SPANS, deadline_s=110) as pinned:
+        assert pinned.step == 7
+    assert not ranks.held
+
+
+async def test_an_exhausted_budget_is_waited_for_briefly_then_told() -> None:
+    ranks, clock = Ranks(lambda rank, count: ExhaustedError("the budget is used up")), Clock()
+    with pytest.raises(ExhaustedError, match="budget"):
+        async with pinner(ranks, clock).pinned(SPANS, deadline_s=1000):
+            pass
+    assert 100 < clock.now_s < 110
+
+
+async def test_no_common_step_in_time_names_the_steps() -> None:
+    ranks = Ranks(lambda rank, count: 7 + rank)
+    ranks.captures = [Captured(False, 1, -1, "rank 1: overtaken")] * 1000
+    with pytest.raises(DeadlineError, match="rank 1"):
+        async with pinner(ranks).pinned(SPANS, deadline_s=102):
+            pass
+    assert not ranks.held
+
+
+async def test_another_epoch_at_the_boundary_is_refused() -> None:
+    ranks = Ranks(lambda rank, count: 7 + rank)
+    ranks.captures = [Captured(True, 2, 9, "")]
+    with pytest.raises(ConflictError, match="anew"):
+        async with pinner(ranks).pinned(SPANS, deadline_s=110):
+            pass
+    assert not ranks.held
+
+
+async def test_cancelling_releases_and_leaves_no_task() -> None:
+    ranks = Ranks(lambda rank, count: 7)
+    ranks.boundary_never_comes = True
+    before = asyncio.all_tasks()
+
+    async def use() -> None:
+        async with pinner(ranks).pinned(SPANS, deadline_s=110, with_buffers=True):
+            pass
+
+    using = asyncio.create_task(use())
+    while not ranks.schedule_count:
+        await asyncio.sleep(0)
+    using.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await using
+    assert not ranks.held
+    assert asyncio.all_tasks() == before
+
+
+async def test_leases_are_renewed_while_they_are_used() -> None:
+    ranks = Ranks(lambda rank, count: 7)
+    ranks.lease_s = 0.03
+    async with asyncio.timeout(10), pinner(ranks).pinned(SPANS, deadline_s=110):
+        while ranks.renewed < 4:
+            await asyncio.sleep(0.005)

@@ -8,11 +8,11 @@ import stat
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+
 from paramd import places
 from paramd.errors import ConflictError, UnreachableError, UsageError
 from paramd.places import Endpoint
@@ -25,7 +25,7 @@ def state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.fixture
-def ended_pid() -> Iterator[int]:
+def ended_pid() -> int:
     process = subprocess.Popen([sys.executable, "-c", ""])
     process.wait()
     return process.pid

@@ -129,6 +129,11 @@ class Coordinator:
         self.captured_count = 0
         """Rounds that captured."""
 
+    @property
+    def waiting_count(self) -> int:
+        """Requests that wait for the next round."""
+        return len(self._waiting)
+
     async def schedule(self, snapshots: Snapshots, *, timeout_s: float) -> Verdict:
         """Has all snapshots filled at one boundary. Cancelling withdraws the request.
 

@@ -63,6 +63,8 @@ class _MeshCollector(Collector):
         rounds.add_metric(["true"], captured)
         rounds.add_metric(["false"], self._coordinator.round_count - captured)
         yield rounds
+        waiting = self._coordinator.waiting_count
+        yield _gauge("paramd_boundary_waiting", "Requests for the next round", waiting)
         yield _gauge("paramd_loop_lag_seconds", "Event loop's last lag", self._lag.last_s)
         yield _gauge("paramd_loop_lag_max_seconds", "Event loop's longest lag", self._lag.max_s)
 

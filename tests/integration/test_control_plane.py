@@ -1,0 +1,655 @@
+"""The embedded control plane as a real process, with fake sidecars over loopback."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import select
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager, closing, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import grpc
+import grpc.aio
+import httpx2
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
+
+from paramd import places
+from paramd.errors import UnreachableError
+from paramd.layout.codec import layout_batches
+from paramd.layout.merge import layout_digest
+from paramd.layout.types import Box, Layout, Piece, TensorKind, TensorLayout
+from paramd.tickets import Role, mint, verify
+from paramd.v1 import (
+    common_pb2,
+    control_pb2,
+    control_pb2_grpc,
+    sidecar_pb2,
+    sidecar_pb2_grpc,
+)
+
+SECRET = bytes(range(32))
+TOKEN = "a-token-of-the-user"
+JOB = "run"
+PATIENCE_S = 20.0
+
+LAYOUT = Layout(
+    world_size=2,
+    arena_bytes=(4096, 4096),
+    tensors=tuple(
+        TensorLayout(
+            fqn=f"layers.{n}.weight",
+            dtype="float32",
+            shape=(4, 2),
+            kind=TensorKind.PARAMETER,
+            pieces=(
+                Piece(0, n * 64, Box((0, 0), (2, 2))),
+                Piece(1, n * 64, Box((2, 0), (4, 2))),
+            ),
+            placement="Shard(0) over 2",
+        )
+        for n in range(5)
+    ),
+)
+DIGEST = layout_digest(LAYOUT)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def grpc_is_up() -> Iterator[None]:
+    """gRPC's own descriptors live as long as a channel does; they are not a test's leak."""
+    with grpc.insecure_channel("127.0.0.1:1"):
+        asyncio.run(_first_aio_use())
+        yield
+
+
+async def _first_aio_use() -> None:
+    server = grpc.aio.server()
+    server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    await server.stop(None)
+
+
+@dataclass(frozen=True)
+class Control:
+    """A running control plane."""
+
+    process: subprocess.Popen[bytes]
+    url: str
+    grpc_address: str
+    log: Path
+
+    def get(self, path: str, token: str | None = TOKEN, **headers: str) -> httpx2.Response:
+        if token is not None:
+            headers["authorization"] = f"Bearer {token}"
+        return httpx2.get(self.url + path, headers=headers, trust_env=False)
+
+    def job(self) -> Any:
+        return self.get(f"/api/v1/jobs/{JOB}").json()
+
+    def wait(self, timeout_s: float = PATIENCE_S) -> int:
+        return self.process.wait(timeout_s)
+
+
+@contextmanager
+def control_plane(
+    *options: str, epoch: int = 1, listen: str = "127.0.0.1:0", world_size: int = 2
+) -> Iterator[Control]:
+    """Starts one and ends it, whatever the test did to it."""
+    log = places.state_dir() / f"control-{time.monotonic_ns()}.log"
+    bootstrap = {
+        "job": JOB,
+        "epoch": epoch,
+        "world_size": world_size,
+        "secret": SECRET.hex(),
+        "token": TOKEN,
+    }
+    command = [sys.executable, "-m", "paramd_service.control", "--job", JOB, "--listen", listen]
+    with log.open("wb") as stderr:
+        process = subprocess.Popen(
+            [*command, *options],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=stderr,
+            start_new_session=True,
+        )
+    assert process.stdin is not None
+    assert process.stdout is not None
+    try:
+        with process.stdin, process.stdout:
+            process.stdin.write(json.dumps(bootstrap).encode() + b"\n")
+            process.stdin.close()
+            assert select.select([process.stdout], [], [], PATIENCE_S)[0], log.read_text()
+            line = process.stdout.readline()
+            assert line, log.read_text()
+        ready = json.loads(line)
+        yield Control(process, ready["url"], ready["grpc_address"], log)
+    finally:
+        process.kill()
+        process.wait()
+
+
+def ticket(role: Role = Role.READER, *, epoch: int = 1, secret: bytes = SECRET) -> Any:
+    text = mint(secret, job=JOB, epoch=epoch, role=role, ttl_s=60.0)
+    return (("authorization", f"Bearer {text}"),)
+
+
+@dataclass
+class FakeSidecar(sidecar_pb2_grpc.SidecarServiceServicer):
+    """Joins as a rank; answers CaptureBoundary with `step`, once `gate` is open."""
+
+    rank: int
+    step: int = 10
+    captured: bool = True
+    reason: str = ""
+    ready_boundary: int = 0
+    gate: asyncio.Event = field(default_factory=asyncio.Event)
+    asked: list[tuple[int, tuple[str, ...]]] = field(default_factory=list)
+    peers: list[int] = field(default_factory=list)
+    address: str = ""
+
+    async def CaptureBoundary(self, request: Any, context: Any) -> Any:
+        authorization = dict(context.invocation_metadata())["authorization"]
+        claims = verify(SECRET, authorization.removeprefix("Bearer "), job=JOB, epoch=request.epoch)
+        assert claims.role is Role.CONTROL
+        self.asked.append((request.boundary, tuple(request.snapshot_ids)))
+        self.ready_boundary = max(self.ready_boundary, request.boundary)
+        await self.gate.wait()
+        step = self.step + request.boundary if self.captured else -1
+        return sidecar_pb2.CaptureBoundaryResponse(
+            header=self.header(request.epoch, step), captured=self.captured, reason=self.reason
+        )
+
+    async def GetState(self, request: Any, context: Any) -> Any:
+        return sidecar_pb2.GetStateResponse(header=self.header(1, 0))
+
+    async def GetLayout(self, request: Any, context: Any) -> Any:
+        for batch in layout_batches(LAYOUT, max_tensors=2):
+            yield sidecar_pb2.GetLayoutResponse(header=self.header(1, 0), layout=batch)
+
+    def header(self, epoch: int, step: int) -> common_pb2.Header:
+        return common_pb2.Header(
+            job=JOB, epoch=epoch, step=step, rank=self.rank, layout_digest=DIGEST
+        )
+
+    def report(self, *, epoch: int = 1, leaving: bool = False) -> control_pb2.JoinRequest:
+        return control_pb2.JoinRequest(
+            header=self.header(epoch, self.step),
+            world_size=2,
+            peer=common_pb2.Peer(rank=self.rank, address=self.address, host_id="h"),
+            state=common_pb2.RankState(
+                rank=self.rank,
+                phase=common_pb2.PHASE_CONSTANT,
+                ready_boundary=self.ready_boundary,
+                agreement_works=True,
+            ),
+            leaving=leaving,
+        )
+
+
+@asynccontextmanager
+async def serving(sidecar: FakeSidecar) -> AsyncIterator[FakeSidecar]:
+    """The fake sidecar's gRPC server, with its gate open."""
+    server = grpc.aio.server()
+    sidecar_pb2_grpc.add_SidecarServiceServicer_to_server(sidecar, server)
+    sidecar.address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
+    sidecar.gate.set()
+    await server.start()
+    try:
+        yield sidecar
+    finally:
+        await server.stop(None)
+
+
+@asynccontextmanager
+async def joined(
+    control: Control, sidecar: FakeSidecar, *, epoch: int = 1
+) -> AsyncIterator[Callable[[control_pb2.JoinRequest], Any]]:
+    """A Join stream; gives the function that sends another report."""
+    async with grpc.aio.insecure_channel(control.grpc_address) as channel:
+        stub: Any = control_pb2_grpc.ControlServiceStub(channel)
+        stream = stub.Join(metadata=ticket(Role.SIDECAR, epoch=epoch))
+        await stream.write(sidecar.report(epoch=epoch))
+
+        async def listen() -> None:
+            async for answer in stream:
+                sidecar.peers = [peer.rank for peer in answer.peers]
+
+        listening = asyncio.create_task(listen())
+        try:
+            await until(lambda: sidecar.rank in sidecar.peers)
+            yield stream.write
+        finally:
+            stream.cancel()
+            await asyncio.wait({listening})
+            if not listening.cancelled():
+                listening.exception()
+
+
+@asynccontextmanager
+async def mesh(control: Control, *, epoch: int = 1) -> AsyncIterator[list[FakeSidecar]]:
+    """Both ranks, serving and joined."""
+    zero, one = FakeSidecar(0), FakeSidecar(1)
+    async with (
+        serving(zero),
+        serving(one),
+        joined(control, zero, epoch=epoch),
+        joined(control, one, epoch=epoch),
+    ):
+        yield [zero, one]
+
+
+async def schedule(
+    control: Control, *snapshots: tuple[int, str], timeout_s: float | None = 10.0, epoch: int = 1
+) -> control_pb2.ScheduleBoundaryResponse:
+    request = control_pb2.ScheduleBoundaryRequest(
+        job=JOB,
+        epoch=epoch,
+        snapshots=[control_pb2.SnapshotRef(rank=r, snapshot_id=i) for r, i in snapshots],
+    )
+    async with grpc.aio.insecure_channel(control.grpc_address) as channel:
+        stub: Any = control_pb2_grpc.ControlServiceStub(channel)
+        answer: control_pb2.ScheduleBoundaryResponse = await stub.ScheduleBoundary(
+            request, timeout=timeout_s, metadata=ticket(epoch=epoch)
+        )
+        return answer
+
+
+async def until(condition: Callable[[], object], timeout_s: float = PATIENCE_S) -> None:
+    async with asyncio.timeout(timeout_s):
+        while not condition():  # noqa: ASYNC110  (other processes change it)
+            await asyncio.sleep(0.02)
+
+
+async def test_an_agreed_boundary_is_captured_on_all_ranks_at_one_step() -> None:
+    with control_plane() as control:
+        async with mesh(control) as (zero, one):
+            answer = await schedule(control, (0, "a"), (1, "b"), (1, "c"))
+            assert (answer.captured, answer.reason) == (True, "")
+            assert (answer.header.step, answer.header.epoch, answer.header.rank) == (11, 1, -1)
+            assert zero.asked == [(1, ("a",))]
+            assert one.asked == [(1, ("b", "c"))]
+            await until(lambda: zero.peers == one.peers == [0, 1])
+            document = control.job()
+            assert [peer["rank"] for peer in document["peers"]] == [0, 1]
+            assert document["peers"][1]["address"] == one.address
+            assert (document["layout_digest"], document["reason"]) == (DIGEST, "")
+            one.step = 20
+            answer = await schedule(control, (0, "d"))
+            assert not answer.captured
+            assert "different steps: rank 0 at 12, rank 1 at 22" in answer.reason
+            one.captured, one.reason = False, "an update began before the copy ended"
+            answer = await schedule(control, (0, "e"))
+            assert answer.header.step == -1
+            assert answer.reason == "rank 1: an update began before the copy ended"
+            text = control.get("/metrics").text
+            assert 'paramd_boundary_rounds_total{captured="true"} 1.0' in text
+            assert 'paramd_boundary_rounds_total{captured="false"} 2.0' in text
+            assert 'paramd_rank_step{rank="1"} 10.0' in text
+
+
+async def test_a_missing_rank_is_named_and_nobody_is_asked() -> None:
+    with control_plane() as control:
+        zero = FakeSidecar(0)
+        async with serving(zero), joined(control, zero):
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                await schedule(control, (0, "a"))
+            assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
+            assert "rank 1: its sidecar has not joined" in (caught.value.details() or "")
+            assert zero.asked == []
+            assert control.job()["reason"] == "1 of 2 ranks are joined; not: 1"
+
+
+async def test_a_sidecar_that_died_is_told_and_its_successor_takes_part() -> None:
+    with control_plane() as control:
+        zero = FakeSidecar(0)
+        async with serving(zero), joined(control, zero):
+            one = FakeSidecar(1)
+            async with serving(one), joined(control, one):
+                assert (await schedule(control)).captured
+            await until(lambda: zero.peers == [0])
+            ranks = control.get(f"/api/v1/jobs/{JOB}/ranks").json()["ranks"]
+            assert [rank["membership"] for rank in ranks] == ["joined", "gone"]
+            with pytest.raises(grpc.aio.AioRpcError, match="rank 1: its sidecar was lost"):
+                await schedule(control)
+            successor = FakeSidecar(1, ready_boundary=1)
+            async with serving(successor), joined(control, successor):
+                assert (await schedule(control)).captured
+                assert successor.address != one.address
+
+
+async def test_a_sidecar_that_stops_listening_is_refused_within_its_time() -> None:
+    with control_plane() as control:
+        zero, one = FakeSidecar(0), FakeSidecar(1)
+        async with serving(zero), joined(control, zero):
+            async with serving(one):
+                pass
+            async with joined(control, one):
+                began_s = time.monotonic()
+                with pytest.raises(grpc.aio.AioRpcError) as caught:
+                    await schedule(control, timeout_s=30.0)
+                assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
+                assert "rank 1" in (caught.value.details() or "")
+                assert time.monotonic() - began_s < 5.0
+
+
+async def test_requests_during_a_round_share_the_next_one() -> None:
+    with control_plane() as control:
+        async with mesh(control) as (zero, one):
+            zero.gate.clear()
+            first = asyncio.create_task(schedule(control, (0, "a")))
+            await until(lambda: zero.asked)
+            others = [asyncio.create_task(schedule(control, (0, name))) for name in "bcd"]
+            await until(lambda: "paramd_boundary_waiting 3.0" in control.get("/metrics").text)
+            zero.gate.set()
+            steps = [answer.header.step for answer in await asyncio.gather(first, *others)]
+            assert steps == [11, 12, 12, 12]
+            assert [number for number, _ in one.asked] == [1, 2]
+            assert sorted(zero.asked[1][1]) == ["b", "c", "d"]
+
+
+async def test_a_caller_gets_the_reason_before_its_deadline() -> None:
+    with control_plane() as control:
+        async with mesh(control) as (zero, _):
+            zero.gate.clear()
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                await schedule(control, timeout_s=1.0)
+            assert caught.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+            assert "agreed on no boundary" in (caught.value.details() or "")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code"),
+    [
+        ({"timeout_s": None}, grpc.StatusCode.INVALID_ARGUMENT),
+        ({"timeout_s": 3600.0}, grpc.StatusCode.INVALID_ARGUMENT),
+        ({"snapshots": [(2, "a")]}, grpc.StatusCode.INVALID_ARGUMENT),
+        ({"snapshots": [(-1, "a")]}, grpc.StatusCode.INVALID_ARGUMENT),
+        ({"snapshots": [(0, "")]}, grpc.StatusCode.INVALID_ARGUMENT),
+        ({"epoch": 2}, grpc.StatusCode.UNAUTHENTICATED),
+    ],
+)
+async def test_a_malformed_request_is_refused(
+    shared: Control, arguments: dict[str, Any], code: grpc.StatusCode
+) -> None:
+    snapshots = arguments.pop("snapshots", [])
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await schedule(shared, *snapshots, **arguments)
+    assert caught.value.code() is code
+
+
+@pytest.fixture(scope="module")
+def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Control]:
+    """One control plane for tests that only look at it."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PARAMD_STATE_DIR", str(tmp_path_factory.mktemp("shared")))
+        with control_plane() as control:
+            yield control
+
+
+async def test_a_restarted_control_plane_goes_on_above_what_ranks_were_ready_for() -> None:
+    with control_plane() as first:
+        async with mesh(first) as before:
+            await schedule(first)
+            await schedule(first)
+        first.process.kill()
+        first.wait()
+        http, rpc = first.url.removeprefix("http://"), first.grpc_address
+        with control_plane("--grpc-listen", rpc, listen=http) as second:
+            assert (second.url, second.grpc_address) == (first.url, first.grpc_address)
+            assert places.read_endpoint(JOB).pid == second.process.pid
+            again = [FakeSidecar(s.rank, ready_boundary=s.ready_boundary) for s in before]
+            async with (
+                serving(again[0]),
+                serving(again[1]),
+                joined(second, again[0]),
+                joined(second, again[1]),
+            ):
+                assert (await schedule(second)).captured
+                assert [number for number, _ in again[0].asked] == [3]
+
+
+async def test_parameters_come_page_by_page_from_the_sidecars_layout() -> None:
+    with control_plane() as control:
+        path = f"/api/v1/jobs/{JOB}/params"
+        assert control.get(path).status_code == 503
+        async with mesh(control):
+            names: list[str] = []
+            token = ""
+            for _ in range(3):
+                page = await asyncio.to_thread(
+                    control.get, f"{path}?pattern=layers.*&limit=2&page_token={token}"
+                )
+                names += [param["fqn"] for param in page.json()["params"]]
+                token = page.json()["next_page_token"]
+            assert names == [f"layers.{n}.weight" for n in range(5)]
+            assert token == ""
+            param = page.json()["params"][0]
+            assert (param["shape"], param["dtype"], param["numel"]) == ([4, 2], "float32", 8)
+            assert param["placement"] == "Shard(0) over 2"
+            unknown = await asyncio.to_thread(control.get, f"{path}?pattern=layer.0.weight")
+            assert unknown.status_code == 404
+            assert "layers.0.weight" in unknown.json()["detail"]
+            foreign = await asyncio.to_thread(control.get, f"{path}?page_token=MTpvdGhlcg==")
+            assert foreign.status_code == 409
+            broken = await asyncio.to_thread(control.get, f"{path}?page_token=%F0")
+            assert broken.status_code == 422
+
+
+def grpc_methods(control: Control) -> list[str]:
+    """Every method that the server's reflection names."""
+    with grpc.insecure_channel(control.grpc_address) as channel:
+        stub = reflection_pb2_grpc.ServerReflectionStub(channel)
+        request = reflection_pb2.ServerReflectionRequest(list_services="")
+        (answer,) = stub.ServerReflectionInfo(iter([request]), metadata=ticket(), timeout=5.0)
+    names = [service.name for service in answer.list_services_response.service]
+    pool = {
+        "paramd.v1.ControlService": control_pb2.DESCRIPTOR,
+        "grpc.health.v1.Health": health_pb2.DESCRIPTOR,
+        "grpc.reflection.v1alpha.ServerReflection": reflection_pb2.DESCRIPTOR,
+    }
+    assert set(names) == set(pool)
+    return [
+        f"/{name}/{method}"
+        for name, file in pool.items()
+        for method in file.services_by_name[name.rpartition(".")[2]].methods_by_name
+    ]
+
+
+def _metadata(kind: str) -> Any:
+    return {
+        "none": (),
+        "empty": (("authorization", "Bearer "),),
+        "garbage": (("authorization", "Bearer x.y"),),
+        "bare": tuple((k, v.removeprefix("Bearer ")) for k, v in ticket()),
+        "twice": ticket() + ticket(Role.SIDECAR),
+        "user-token": (("authorization", f"Bearer {TOKEN}"),),
+        "other-secret": ticket(Role.SIDECAR, secret=bytes(32)),
+        "other-epoch": ticket(Role.SIDECAR, epoch=2),
+    }[kind]
+
+
+def call(control: Control, method: str, metadata: Any) -> grpc.StatusCode:
+    with grpc.insecure_channel(control.grpc_address) as channel:
+        # Raw bytes, streaming both ways: any method can be called like this.
+        stream = channel.stream_stream(method)
+        try:
+            for _ in stream(iter([b""]), metadata=metadata, timeout=5.0):
+                break
+        except grpc.RpcError as error:
+            code: grpc.StatusCode = error.code()
+            return code
+        return grpc.StatusCode.OK
+
+
+@pytest.mark.parametrize(
+    "kind",
+    ["none", "empty", "garbage", "bare", "twice", "user-token", "other-secret", "other-epoch"],
+)
+def test_every_grpc_method_but_health_is_denied_without_a_good_ticket(
+    shared: Control, kind: str
+) -> None:
+    methods = [*grpc_methods(shared), "/paramd.v1.ControlService/Unknown", "/x.Y/Z"]
+    assert len(methods) >= 7
+    for method in methods:
+        if method in ("/grpc.health.v1.Health/Check", "/grpc.health.v1.Health/Watch"):
+            continue
+        assert call(shared, method, _metadata(kind)) is grpc.StatusCode.UNAUTHENTICATED, method
+
+
+@pytest.mark.parametrize(
+    ("method", "allowed"),
+    [
+        ("/paramd.v1.ControlService/Join", {Role.SIDECAR}),
+        ("/paramd.v1.ControlService/ScheduleBoundary", {Role.READER, Role.SIDECAR}),
+        ("/paramd.v1.ControlService/Unknown", set()),
+        ("/x.Y/Z", set()),
+    ],
+)
+def test_a_role_may_do_what_the_table_says_and_nothing_else(
+    shared: Control, method: str, allowed: set[Role]
+) -> None:
+    for role in Role:
+        denied = call(shared, method, ticket(role)) is grpc.StatusCode.PERMISSION_DENIED
+        assert denied == (role not in allowed), role
+
+
+def test_health_is_open_and_serving(shared: Control) -> None:
+    with grpc.insecure_channel(shared.grpc_address) as channel:
+        stub = health_pb2_grpc.HealthStub(channel)
+        for service in ("", "paramd.v1.ControlService"):
+            request = health_pb2.HealthCheckRequest(service=service)
+            answer = stub.Check(request, timeout=5.0)
+            assert answer.status == health_pb2.HealthCheckResponse.SERVING
+    assert shared.get("/healthz", None).status_code == 200
+    assert shared.get("/readyz", None).status_code == 200
+
+
+def test_the_real_server_refuses_wrong_tokens_hosts_and_origins(shared: Control) -> None:
+    paths = [*shared.get("/api/v1/openapi.json").json()["paths"], "/api/v1/openapi.json"]
+    assert len(paths) >= 6
+    for path in paths:
+        for token in (None, "wrong"):
+            answer = shared.get(path.replace("{job}", JOB), token)
+            assert answer.status_code == 401, path
+    assert shared.get("/api/v1/jobs", host="evil.example").status_code == 400
+    assert shared.get("/api/v1/jobs", origin="https://evil.example").status_code == 403
+    assert shared.get("/api/v1/jobs").status_code == 200
+
+
+def test_secrets_are_neither_in_argv_nor_environment_nor_log(shared: Control) -> None:
+    shared.get(f"/api/v1/jobs?token={TOKEN}")
+    process = Path(f"/proc/{shared.process.pid}")
+    for text in (
+        (process / "cmdline").read_bytes(),
+        (process / "environ").read_bytes(),
+        shared.log.read_bytes(),
+    ):
+        assert TOKEN.encode() not in text
+        assert SECRET.hex().encode() not in text
+    assert b"'/api/v1/jobs' 400" in shared.log.read_bytes()
+
+
+def test_taken_ports_move_on_to_the_next() -> None:
+    with closing(socket.socket()) as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        with control_plane(listen=f"127.0.0.1:{port}") as control:
+            http = int(control.url.rpartition(":")[2])
+            assert port < http < port + 100
+            assert http < int(control.grpc_address.rpartition(":")[2]) <= http + 100
+            assert control.job()["job"] == JOB
+
+
+def test_listening_to_other_hosts_is_refused_in_one_line() -> None:
+    line = json.dumps(
+        {"job": JOB, "epoch": 1, "world_size": 1, "secret": SECRET.hex(), "token": TOKEN}
+    )
+    command = [sys.executable, "-m", "paramd_service.control", "--job", JOB]
+    ended = subprocess.run(
+        [*command, "--listen", "0.0.0.0:0"],
+        input=line.encode(),
+        capture_output=True,
+        timeout=PATIENCE_S,
+        check=False,
+    )
+    assert ended.returncode == 2
+    assert b"is no loopback address" in ended.stderr
+    assert b"Traceback" not in ended.stderr
+
+
+async def test_it_ends_when_all_sidecars_said_farewell() -> None:
+    with control_plane() as control:
+        zero, one = FakeSidecar(0), FakeSidecar(1)
+        async with (
+            serving(zero),
+            serving(one),
+            joined(control, zero) as tell_zero,
+            joined(control, one) as tell_one,
+        ):
+            await tell_one(one.report(leaving=True))
+            await tell_zero(zero.report(leaving=True))
+            await until(lambda: control.process.poll() is not None)
+        assert control.wait() == 0
+        assert "all 2 ranks have detached" in control.log.read_text()
+        with pytest.raises(UnreachableError):
+            places.read_endpoint(JOB)
+
+
+def test_it_ends_when_no_sidecar_is_joined_for_long() -> None:
+    with control_plane("--empty-end-s", "1.5") as control:
+        assert control.wait() == 0
+        assert "no sidecar has been joined for 1.5 s" in control.log.read_text()
+
+
+def test_it_gives_way_to_a_newer_epoch_and_leaves_its_endpoint() -> None:
+    with (
+        control_plane(epoch=1) as old,
+        control_plane(epoch=2, listen=old.url.removeprefix("http://")) as new,
+    ):
+        assert new.url != old.url
+        assert old.wait() == 0
+        assert "epoch 2" in old.log.read_text()
+        endpoint = places.read_endpoint(JOB)
+        assert (endpoint.url, endpoint.epoch) == (new.url, 2)
+        assert new.job()["epoch"] == 2
+
+
+async def test_sigterm_drains_and_sends_sidecars_away() -> None:
+    with control_plane() as control:
+        zero = FakeSidecar(0)
+        async with serving(zero), grpc.aio.insecure_channel(control.grpc_address) as channel:
+            stub: Any = control_pb2_grpc.ControlServiceStub(channel)
+            stream = stub.Join(metadata=ticket(Role.SIDECAR))
+            await stream.write(zero.report())
+            await stream.read()
+            control.process.send_signal(signal.SIGTERM)
+            assert await stream.code() is grpc.StatusCode.UNAVAILABLE
+            await until(lambda: control.process.poll() is not None)
+        assert control.wait() == 0
+        assert not (places.state_dir() / JOB / "endpoint.json").exists()
+
+
+async def test_a_second_signal_forces() -> None:
+    with control_plane("--drain-s", "600") as control:
+        async with mesh(control) as (zero, _):
+            zero.gate.clear()
+            call = asyncio.create_task(schedule(control, timeout_s=60.0))
+            await until(lambda: zero.asked)
+            control.process.send_signal(signal.SIGTERM)
+            await until(lambda: not (places.state_dir() / JOB / "endpoint.json").exists())
+            assert control.process.poll() is None
+            control.process.send_signal(signal.SIGTERM)
+            await until(lambda: control.process.poll() is not None)
+            assert control.wait() == 128 + signal.SIGTERM
+            with pytest.raises(grpc.aio.AioRpcError):
+                await call

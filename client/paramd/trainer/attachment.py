@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -21,6 +22,15 @@ log = logging.getLogger("paramd")
 
 attached: dict[int, Attachment] = {}
 """Living attachments by id of their model; they live on when the caller keeps none."""
+
+
+@dataclass(frozen=True, slots=True)
+class Stalls:
+    """Waits of updates for copies under way."""
+
+    count: int
+    total_s: float
+    longest_s: float
 
 
 class Attachment:
@@ -91,6 +101,15 @@ class Attachment:
         for optimizer in optimizers:
             self._remove_hooks.append(optimizer.register_step_pre_hook(before).remove)
             self._remove_hooks.append(optimizer.register_step_post_hook(after).remove)
+
+    def stalls(self) -> Stalls:
+        """How long updates have waited for copies since attaching."""
+        page = self._page
+        return Stalls(
+            count=page[Word.STALL_COUNT],
+            total_s=page[Word.STALL_TOTAL_NS] / 1e9,
+            longest_s=page[Word.STALL_MAX_NS] / 1e9,
+        )
 
     def detach(self) -> None:
         """Gives the parameters back to private memory and sends the sidecar home.

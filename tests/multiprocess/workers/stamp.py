@@ -1,0 +1,89 @@
+"""A trainer whose optimizer writes the step number into every parameter, slowly.
+
+Whatever is read of it at one step holds that step's number in every element; a mix of
+steps shows at once. Ends after `--rounds` updates or when `--stop` exists.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+import paramd
+from tests.multiprocess import kinds
+
+
+class StampOptimizer(torch.optim.Optimizer):
+    """Fills each parameter with the number of the update, in parts, with rests between."""
+
+    def __init__(self, parameters: Any, *, rest_s: float) -> None:
+        super().__init__(list(parameters), {})
+        self._rest_s = rest_s
+        self.updates = 0
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        self.updates += 1
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                local = getattr(parameter, "_local_tensor", parameter.data)
+                for part in local.reshape(-1).chunk(2) if local.is_contiguous() else [local]:
+                    part.fill_(self.updates)
+                    if self._rest_s:
+                        time.sleep(self._rest_s)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--kind", required=True)
+    parser.add_argument("--job", default="stamp")
+    parser.add_argument("--rest-ms", type=float, default=0.2)
+    parser.add_argument("--gap-ms", type=float, default=0.0)
+    parser.add_argument("--lockstep", action="store_true")
+    parser.add_argument("--rounds", type=int, default=1_000_000)
+    parser.add_argument("--stop", type=Path, required=True)
+    arguments = parser.parse_args()
+
+    torch.set_num_threads(1)
+    if int(os.environ["WORLD_SIZE"]) > 1:
+        dist.init_process_group("gloo")
+    model = kinds.build(arguments.kind)
+    optimizer = StampOptimizer(model.parameters(), rest_s=arguments.rest_ms / 1e3)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            getattr(parameter, "_local_tensor", parameter.data).fill_(0)
+    attachment = paramd.attach(model, optimizer, job=arguments.job)
+    print("attached", flush=True)
+    for round_ in range(arguments.rounds):
+        optimizer.step()
+        if arguments.gap_ms:
+            time.sleep(arguments.gap_ms / 1e3)
+        if arguments.lockstep and dist.is_initialized():
+            dist.barrier()
+        if round_ % 20 == 19 and _all_stop(arguments.stop):
+            break
+    stalls = attachment.stalls()
+    print(f"steps {attachment.step} stalls {stalls}", flush=True)
+    attachment.detach()
+    for parameter in model.parameters():
+        local = getattr(parameter, "_local_tensor", parameter.data)
+        assert bool((local == optimizer.updates).all()), "a parameter lost its last value"
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def _all_stop(stop: Path) -> bool:
+    wanted = torch.tensor([int(stop.exists())])
+    if dist.is_initialized():
+        dist.all_reduce(wanted, op=dist.ReduceOp.MIN)
+    return bool(wanted.item())
+
+
+if __name__ == "__main__":
+    main()

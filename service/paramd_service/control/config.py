@@ -30,8 +30,9 @@ class ControlConfig:
     """Where gRPC listens, host:port; empty: the next free port above REST's."""
     empty_end_s: float = 60.0
     """It ends by itself after this long without any joined sidecar, in seconds, above 0."""
-    silent_after_s: float = 10.0
-    """A joined sidecar that has not reported for this long is shown as silent; above 0."""
+    silent_after_s: float = 6.0
+    """A joined sidecar that has not reported for this long is shown as silent, in seconds;
+    above 0. Sidecars report every 2 s."""
     ticket_ttl_s: float = 600.0
     """Validity of a reader's ticket, in seconds, 1 to 86400."""
     drain_s: float = 5.0

@@ -64,7 +64,9 @@ def rank_state(rank: RankSidecar) -> common_pb2.RankState:
     if page[Word.AGREEMENT_STATE] == _GAVE_UP:
         state.agreement_works = False
         state.agreement_reason = "the trainers gave up agreeing in this epoch; see their log"
+    state.ready_boundary = max(page[Word.READY], page[Word.AGREED])
     if rank.has_pins:
+        state.ready_boundary = max(state.ready_boundary, rank.pins.highest_boundary)
         state.abandoned_copy_count = rank.pins.copier.capture.given_up_count
         state.snapshot_bytes = rank.pins.store.used_bytes
         state.snapshot_count = rank.pins.store.lease_count

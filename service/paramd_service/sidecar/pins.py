@@ -107,6 +107,11 @@ class Pins:
             raise
         return self._lease(snapshot, lease_s)
 
+    @property
+    def highest_boundary(self) -> int:
+        """Highest boundary request that was asked for; 0 before the first."""
+        return max(self._captures, default=0)
+
     async def capture(
         self, number: int, snapshot_ids: Sequence[str], *, timeout_s: float
     ) -> Outcome:

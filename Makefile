@@ -53,7 +53,7 @@ surface: setup ## write the frozen public surface again, after a wanted change
 	$(BIN)/python -m tests.contract.surface
 
 bench: setup ## the benchmarks behind the README's table
-	for script in benchmarks/bench_*.py; do $(BIN)/python "$$script" || exit 1; done
+	$(BIN)/python -m benchmarks
 
 soak: setup ## long runs with random faults: make soak MINUTES=60 [SEED=n]
 	$(BIN)/python -m tests.soak --minutes $(MINUTES) $(if $(SEED),--seed $(SEED))

@@ -129,6 +129,11 @@ def kinds_for(world_size: int) -> list[Kind]:
     return [kind for kind in KINDS if world_size in kind.world_sizes]
 
 
+def named(name: str) -> Kind:
+    """The kind of that name."""
+    return next(kind for kind in KINDS if kind.name == name)
+
+
 def full_parameters(model: nn.Module) -> dict[str, torch.Tensor]:
     """Collective: every parameter whole, by the names of a user's state dict, as torch says.
 
@@ -334,6 +339,10 @@ def _parallelize(net: Net, mesh: DeviceMesh) -> None:
             "wide": RowwiseParallel(),
         }
         parallelize_module(block, mesh, plan)
+        if mesh.size() > block.narrow.out_features:
+            # torch gives empty shards gradients of another placement, which Adam refuses.
+            block.narrow.requires_grad_(False)
+            block.wide.requires_grad_(False)
 
 
 def _tp() -> Built:

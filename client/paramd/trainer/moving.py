@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_right
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import chain
@@ -62,10 +63,15 @@ def strides_of(shard: LocalShard) -> tuple[int, ...] | None:
 
 def differences(before: Sequence[LocalShard], after: Sequence[LocalShard]) -> list[str]:
     """How the parameters differ in what a layout says of them, in words; empty if equal."""
+    old_names, new_names = Counter(s.fqn for s in before), Counter(s.fqn for s in after)
+    if old_names != new_names:
+        return [
+            f"{name!r} was in {old_names[name]} and is in {new_names[name]} parts"
+            for name in old_names | new_names
+            if old_names[name] != new_names[name]
+        ]
     if [s.fqn for s in before] != [s.fqn for s in after]:
-        gone = {s.fqn for s in before} - {s.fqn for s in after}
-        new = {s.fqn for s in after} - {s.fqn for s in before}
-        return [f"names gone {sorted(gone)}, names new {sorted(new)}"]
+        return ["the order of the modules"]
     return [
         f"{old.fqn!r} was {_said(old)} and is {_said(new)}"
         for old, new in zip(before, after, strict=True)

@@ -15,6 +15,7 @@ FSDP resizes only unsharded and low-precision memory, which stays where it is.
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Sequence
 
 import torch
@@ -34,6 +35,7 @@ from paramd.trainer.storages import (
     Ranges,
     address,
     bytes_of,
+    has_unseen_users,
     live_tensors,
     repoint,
     storage_range,
@@ -117,6 +119,11 @@ class Home:
             )
         self._shards = []
         tensors = users(shards, alive, Ranges(self._plan.ranges))
+        if gc.get_freeze_count() and has_unseen_users(tensors):
+            raise ConflictError(
+                "gc.freeze() hides tensors that use the parameters' memory and would stop "
+                "following them; call gc.unfreeze() before paramd.attach"
+            )
         bases = self._filled_bases(arena, tensors)
         repoint([(t, moved(t, bases[storage_range(t)])) for t in tensors])
         self._arena_address = address(_bytes_at(arena, 0, 1))

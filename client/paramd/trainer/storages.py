@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import gc
 from bisect import bisect_right
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -76,14 +77,19 @@ def live_tensors() -> Iterator[torch.Tensor]:
     One pass over all objects of the process: tens of milliseconds. Tensors that were
     frozen away with `gc.freeze()`, and those that only C++ holds, are not seen.
     """
-    seen: dict[type, bool] = {}
+    classes = _classes(torch.Tensor)
     with torch._C.DisableTorchFunctionSubclass():
-        for item in gc.get_objects():
-            cls = type(item)
-            if cls not in seen:
-                seen[cls] = issubclass(cls, torch.Tensor)
-            if seen[cls] and _has_host_memory(item):
+        for item in [item for item in gc.get_objects() if type(item) in classes]:
+            if _has_host_memory(item):
                 yield item
+
+
+def _classes(root: type) -> set[type]:
+    """A class and all its subclasses, so that no object of another class is even touched."""
+    found = {root}
+    for cls in root.__subclasses__():
+        found |= _classes(cls)
+    return found
 
 
 def _has_host_memory(tensor: torch.Tensor) -> bool:
@@ -93,6 +99,13 @@ def _has_host_memory(tensor: torch.Tensor) -> bool:
     except (RuntimeError, NotImplementedError):
         # Wrappers that tracing leaves behind have no storage, and say so by raising.
         return False
+
+
+def has_unseen_users(tensors: Sequence[torch.Tensor]) -> bool:
+    """Whether more than `tensors`, all different, use one of their storages."""
+    known = Counter(t.untyped_storage()._cdata for t in tensors)
+    # One more reference than tensors: that of the storage object asked for its address.
+    return any(torch._C._storage_Use_Count(key) > count + 1 for key, count in known.items())
 
 
 def close_over(known: Ranges, tensors: Sequence[torch.Tensor]) -> Ranges:

@@ -1,0 +1,25 @@
+"""Training in an arena equals training outside, bit for bit, for every kind of model."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.launch import run_ranks
+from tests.multiprocess.kinds import kinds_for
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+def test_training_in_an_arena_is_bit_identical_and_readable_at_every_step(world_size: int) -> None:
+    results = run_ranks("tests.multiprocess.rehome_worker", world_size, timeout_s=110)
+
+    expected = [f"ok {kind.name}" for kind in kinds_for(world_size)]
+    for result in results:
+        passed = [" ".join(line.split()[:2]) for line in result.stdout.splitlines()]
+        assert passed == expected, f"rank {result.rank}"
+
+
+def test_parameters_that_leave_the_arena_are_noticed_and_taken_back() -> None:
+    results = run_ranks("tests.multiprocess.rehome_departures_worker", 2, timeout_s=60)
+
+    for result in results:
+        assert result.stdout.split() == ["assign", "data", "untied"], f"rank {result.rank}"

@@ -91,6 +91,7 @@ class _Stages:
         self._job = job
         self._sidecar: SidecarLink | None = None
         self._control: ControlLink | None = None
+        self._url = ""
 
     def discover(
         self,
@@ -167,9 +168,11 @@ class _Stages:
                     "host_id": places.host_id(),
                 },
                 "control_address": self._control.grpc_address if self._control else "",
+                "url": self._control.url if self._control else "",
             }
 
         answers = self._together(stage)
+        self._url = answers[0]["url"]
         return {
             "op": "mesh",
             "peers": [answer["peer"] for answer in answers],
@@ -217,7 +220,7 @@ class _Stages:
             exchange=self._exchange,
             sidecar=self._sidecar,
             control=self._control,
-            url=self._control.url if self._control is not None else "",
+            url=self._url,
         )
 
     def serve(self, mesh: dict[str, Any], layout: bytes) -> None:

@@ -125,6 +125,8 @@ class Attachment:
             remove()
         self._boundary.close()
         self._home.move_out()
+        if self._control is not None:
+            self._control.let_go()
         self._sidecar.close()
         if self._control is not None:
             self._control.close()

@@ -46,11 +46,15 @@ class ControlLink:
             raise
         self._supervisor.start(pidfd)
 
-    def close(self) -> None:
-        """It ends by itself when all sidecars have left; here it is only waited for."""
+    def let_go(self) -> None:
+        """Watches it no more: it ends by itself when all sidecars have left. Idempotent."""
         if self._watched:
             self._supervisor.close()
             self._watched = False
+
+    def close(self) -> None:
+        """Waits for its end, or makes one. Idempotent."""
+        self.let_go()
         if self._process is not None:
             end(self._process, grace_s=3.0)
             self._process = None

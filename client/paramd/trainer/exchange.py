@@ -33,19 +33,19 @@ class Exchange:
         if self.group is None:
             return [message]
         data = torch.frombuffer(bytearray(json.dumps(message).encode()), dtype=torch.uint8)
-        sizes = torch.empty(self.world_size, dtype=torch.int64)
-        dist.all_gather_into_tensor(sizes, torch.tensor([data.numel()]), group=self.group)
+        sizes = self._all_gather(torch.tensor([data.numel()]))
         # Every rank's message is padded to the longest, as all-gather wants equal parts.
-        longest = int(sizes.max())
-        mine = torch.zeros(longest, dtype=torch.uint8)
-        mine[: data.numel()] = data
-        everybody = torch.empty(self.world_size * longest, dtype=torch.uint8)
-        dist.all_gather_into_tensor(everybody, mine, group=self.group)
-        raw = ctypes.string_at(everybody.data_ptr(), everybody.numel())
+        padded = torch.zeros(int(max(sizes)), dtype=torch.uint8)
+        padded[: data.numel()] = data
         return [
-            json.loads(raw[rank * longest : rank * longest + int(size)])
-            for rank, size in enumerate(sizes)
+            json.loads(ctypes.string_at(part.data_ptr(), int(size)))
+            for part, size in zip(self._all_gather(padded), sizes, strict=True)
         ]
+
+    def _all_gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
+        parts = [torch.empty_like(tensor) for _ in range(self.world_size)]
+        dist.all_gather(parts, tensor, group=self.group)
+        return parts
 
     def close(self) -> None:
         """Gives the group back. Local; other ranks may still hold theirs."""

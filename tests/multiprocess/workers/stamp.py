@@ -47,13 +47,13 @@ def main() -> None:
     parser.add_argument("--gap-ms", type=float, default=0.0)
     parser.add_argument("--lockstep", action="store_true")
     parser.add_argument("--rounds", type=int, default=1_000_000)
-    parser.add_argument("--stop", type=Path, required=True)
+    parser.add_argument("--stop", type=Path, required=True, help="ends when this file exists")
     arguments = parser.parse_args()
 
     torch.set_num_threads(1)
     if int(os.environ["WORLD_SIZE"]) > 1:
         dist.init_process_group("gloo")
-    model = kinds.build(arguments.kind)
+    model = kinds.named(arguments.kind).build().model
     optimizer = StampOptimizer(model.parameters(), rest_s=arguments.rest_ms / 1e3)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -69,7 +69,10 @@ def main() -> None:
         if round_ % 20 == 19 and _all_stop(arguments.stop):
             break
     stalls = attachment.stalls()
-    print(f"steps {attachment.step} stalls {stalls}", flush=True)
+    print(
+        f"steps {attachment.step}, stalls {stalls.count}, longest {1e3 * stalls.longest_s:.1f} ms",
+        flush=True,
+    )
     attachment.detach()
     for parameter in model.parameters():
         local = getattr(parameter, "_local_tensor", parameter.data)

@@ -1,0 +1,106 @@
+"""Readers of a stamp trainer: every value must equal the step the answer carries."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+
+import paramd
+from paramd.errors import ParamdError
+from tests.launch import Ranks, start_ranks
+
+WORKER = "tests.multiprocess.workers.stamp"
+
+
+@dataclass(slots=True)
+class Readings:
+    """What several readers saw."""
+
+    answers: int = 0
+    steps: set[int] = field(default_factory=set)
+    wrong: list[str] = field(default_factory=list)
+    refused: list[str] = field(default_factory=list)
+    longest_refusal_s: float = 0.0
+
+
+@contextmanager
+def stamp_trainer(
+    tmp_path: Path, kind: str, world_size: int, *options: str, timeout_s: float = 60.0
+) -> Iterator[Ranks]:
+    """Runs the trainer until the block ends; then it must end well by itself."""
+    stop = tmp_path / "stop"
+    arguments = ["--kind", kind, "--stop", str(stop), *options]
+    with start_ranks(WORKER, world_size, args=arguments) as ranks:
+        ranks.wait_for_text("attached", rank=0)
+        try:
+            yield ranks
+        finally:
+            stop.touch()
+        for result in ranks.wait(timeout_s=timeout_s):
+            assert result.returncode == 0, ranks.outputs()
+
+
+def read_stamps(
+    state_dir: Path,
+    *,
+    seconds: float,
+    readers: int = 3,
+    during: Callable[[], None] = lambda: None,
+    timeout_s: float = 20.0,
+) -> Readings:
+    """Summons as fast as it goes, with several clients at once, while `during` runs."""
+    readings, lock = Readings(), threading.Lock()
+    end_s = time.monotonic() + seconds
+    transports = ("grpc", "same-host", "auto")
+    patterns = (("*",), ("*weight*",), ("*",))
+    url, token = _door(state_dir)
+
+    def read(index: int) -> None:
+        with paramd.connect(url, token) as mesh:
+            while time.monotonic() < end_s:
+                begin_s = time.monotonic()
+                try:
+                    params = mesh.summon(
+                        *patterns[index % 3], transport=transports[index % 3], timeout=timeout_s
+                    )
+                except ParamdError as error:
+                    with lock:
+                        readings.refused.append(f"{type(error).__name__}: {error}")
+                        readings.longest_refusal_s = max(
+                            readings.longest_refusal_s, time.monotonic() - begin_s
+                        )
+                    continue
+                bad = _differing(params)
+                with lock:
+                    readings.answers += 1
+                    readings.steps.add(params.step)
+                    readings.wrong += bad
+
+    threads = [threading.Thread(target=read, args=(index,)) for index in range(readers)]
+    for thread in threads:
+        thread.start()
+    during()
+    for thread in threads:
+        thread.join()
+    return readings
+
+
+def _differing(params: "paramd.mesh.results.Summoned") -> list[str]:
+    return [
+        f"step {params.step}: {name} holds {tensor.unique().tolist()[:4]}"
+        for name, tensor in params.items()
+        if tensor.numel() and not bool((tensor == torch.tensor(params.step).to(tensor.dtype)).all())
+    ]
+
+
+def _door(state_dir: Path) -> tuple[str, str]:
+    import json
+
+    endpoint = json.loads((state_dir / "stamp" / "endpoint.json").read_text())
+    return endpoint["url"], endpoint["token"]

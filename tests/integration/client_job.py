@@ -1,0 +1,259 @@
+"""A job without torch.distributed: real sidecars and control plane, and a fake trainer.
+
+The test's own process plays the trainers of all ranks in lockstep, so that a test decides
+when an update happens. Arenas hold whatever the test writes.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+from paramd.layout.codec import encode_layout
+from paramd.layout.merge import layout_digest
+from paramd.layout.types import Layout
+from paramd.memory import handover
+from paramd.memory.arena import HostArena
+from paramd.memory.control_page import ControlPage, Word
+from paramd.memory.descriptors import process_start, wake
+from paramd.memory.gate import TrainerGate
+from paramd.places import host_id, job_dir
+from paramd.version import __version__
+
+JOB = "client-test"
+DEADLINE_S = 20.0
+
+
+def wait_for(condition: Callable[[], bool], what: str) -> None:
+    """Polls until a condition holds."""
+    deadline_s = time.monotonic() + DEADLINE_S
+    while not condition():
+        assert time.monotonic() < deadline_s, f"{what} did not happen within {DEADLINE_S} s"
+        time.sleep(0.005)
+
+
+class Rank:
+    """One sidecar process and its trainer's half, held by the test."""
+
+    def __init__(self, rank: int, directory: Path, environment: dict[str, str]) -> None:
+        self.rank = rank
+        self.socket_path = directory / f"rank-{rank}.sock"
+        self._environment = environment
+        self.descriptors: list[int] = []
+        self.address = ""
+        self.start_process()
+
+    def start_process(self) -> None:
+        arguments = ["--job", JOB, "--rank", str(self.rank), "--socket", str(self.socket_path)]
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "paramd_service.sidecar", *arguments],
+            env=self._environment,
+            stderr=subprocess.DEVNULL,
+        )
+
+    def connect(self) -> socket.socket:
+        def listening() -> bool:
+            assert self.process.poll() is None, "the sidecar ended at once"
+            try:
+                self.connection = handover.connect(self.socket_path)
+            except Exception:
+                return False
+            return True
+
+        wait_for(listening, "the sidecar's socket")
+        return self.connection
+
+    def ask(self, message: dict[str, object], descriptors: list[int] | None = None) -> list[int]:
+        handover.send(self.connection, message, descriptors if descriptors is not None else [])
+        self.connection.settimeout(DEADLINE_S)
+        self.answer, received = handover.receive(self.connection)
+        assert self.answer["op"] != "error", self.answer
+        return received
+
+    def attach(self, secret: bytes, epoch: int, layout: Layout) -> None:
+        """Attaches, or gives a respawned sidecar what its predecessor made."""
+        self.connect()
+        again = bool(self.descriptors)
+        received = self.ask(
+            {
+                "op": "attach",
+                "job": JOB,
+                "epoch": epoch,
+                "rank": self.rank,
+                "world_size": layout.world_size,
+                "pid": os.getpid(),
+                "start": process_start(os.getpid()),
+                "arena_bytes": layout.arena_bytes[self.rank],
+                "secret": secret.hex(),
+                "version": __version__,
+            },
+            self.descriptors,
+        )
+        self.address = str(self.answer["address"])
+        if again:
+            for descriptor in received:
+                os.close(descriptor)
+            return
+        self.descriptors = received
+        self.page = ControlPage(received[0])
+        self.arena = HostArena(received[2], layout.arena_bytes[self.rank])
+        self.gate = TrainerGate(self.page, stall_budget_ns=200_000_000)
+        self.page[Word.EPOCH] = epoch
+        self.page[Word.TRAINER_PID] = os.getpid()
+        self.page[Word.AGREEMENT_STATE] = 1
+
+    def close(self) -> None:
+        self.process.send_signal(signal.SIGCONT)
+        self.process.kill()
+        self.process.wait()
+        self.connection.close()
+        self.page.close()
+        self.arena.close()
+        for descriptor in self.descriptors:
+            os.close(descriptor)
+
+
+class Job:
+    """All ranks of one epoch, and the control plane."""
+
+    def __init__(self, layout: Layout, stack: ExitStack) -> None:
+        self.layout = layout
+        self.epoch = 1
+        self.secret = secrets.token_bytes(32)
+        self.token = secrets.token_hex(16)
+        self._environment = dict(os.environ)
+        directory = job_dir(JOB)
+        self.control = self._start_control(stack)
+        self.ranks = [Rank(r, directory, self._environment) for r in range(layout.world_size)]
+        for rank in self.ranks:
+            stack.callback(rank.close)
+            rank.attach(self.secret, self.epoch, layout)
+        self._digest = layout_digest(layout)
+        for rank in self.ranks:
+            self.send_mesh(rank)
+        self._training: threading.Thread | None = None
+        self._stop = threading.Event()
+
+    def _start_control(self, stack: ExitStack) -> subprocess.Popen[str]:
+        control = stack.enter_context(
+            subprocess.Popen(
+                [sys.executable, "-m", "paramd_service.control", "--job", JOB]
+                + ["--listen", "127.0.0.1:0"],
+                env=self._environment,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.DEVNULL,
+                text=True,
+            )
+        )
+        stack.callback(control.kill)
+        assert control.stdin is not None
+        assert control.stdout is not None
+        bootstrap = {
+            "job": JOB,
+            "epoch": self.epoch,
+            "world_size": self.layout.world_size,
+            "secret": self.secret.hex(),
+            "token": self.token,
+        }
+        control.stdin.write(json.dumps(bootstrap) + "\n")
+        control.stdin.flush()
+        endpoint = json.loads(control.stdout.readline())
+        self.url, self.control_address = endpoint["url"], endpoint["grpc_address"]
+        return control
+
+    def send_mesh(self, rank: Rank) -> None:
+        """Tells a sidecar its peers and the layout; it serves from then on."""
+        peers = [
+            {
+                "rank": other.rank,
+                "address": other.address,
+                "socket_path": str(other.socket_path),
+                "host_id": host_id(),
+            }
+            for other in self.ranks
+        ]
+        with tempfile.TemporaryFile() as file:
+            file.write(encode_layout(self.layout).SerializeToString())
+            file.flush()
+            rank.ask(
+                {
+                    "op": "mesh",
+                    "peers": peers,
+                    "control_address": self.control_address,
+                    "layout_digest": self._digest,
+                },
+                [file.fileno()],
+            )
+
+    def respawn(self, rank: Rank) -> None:
+        """A new sidecar gets back what the last one made."""
+        rank.connection.close()
+        rank.process.wait()
+        rank.start_process()
+        rank.attach(self.secret, self.epoch, self.layout)
+        self.send_mesh(rank)
+
+    def update(self, write: Callable[[Rank, int], None] | None = None) -> None:
+        """One update on all ranks, one after the other, and then their boundary."""
+        agreed = min(rank.page[Word.READY] for rank in self.ranks)
+        for rank in self.ranks:
+            rank.gate.begin_update()
+            if write is not None:
+                write(rank, rank.page[Word.STEP] + 1)
+            step = rank.gate.end_update()
+            self._boundary(rank, step, agreed)
+
+    def _boundary(self, rank: Rank, step: int, agreed: int) -> None:
+        page, now_ns = rank.page, time.monotonic_ns()
+        if page[Word.BOUNDARY_NS]:
+            page[Word.STEP_TIME_NS] = now_ns - page[Word.BOUNDARY_NS]
+        page[Word.BOUNDARY_NS] = now_ns
+        announce = page[Word.WANT] != getattr(rank, "seen_want", 0)
+        rank.seen_want = page[Word.WANT]
+        if agreed > page[Word.AGREED]:
+            page[Word.AGREED_STEP] = step
+            page[Word.BUFFERS_STEP] = step
+            page[Word.AGREED] = agreed
+            announce = True
+        if announce:
+            page[Word.ANNOUNCE] += 1
+            wake(rank.descriptors[1])
+
+    def train(self, write: Callable[[Rank, int], None], every_s: float) -> None:
+        """Updates in the background until `rest`."""
+
+        def loop() -> None:
+            while not self._stop.wait(every_s):
+                self.update(write)
+
+        self._stop.clear()
+        self._training = threading.Thread(target=loop)
+        self._training.start()
+
+    def rest(self) -> None:
+        """Ends the background updates."""
+        if self._training is not None:
+            self._stop.set()
+            self._training.join()
+            self._training = None
+
+
+@contextmanager
+def running_job(layout: Layout) -> Iterator[Job]:
+    """A job whose ranks serve; everything it started ends with the block."""
+    with ExitStack() as stack:
+        job = Job(layout, stack)
+        stack.callback(job.rest)
+        yield job

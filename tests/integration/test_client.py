@@ -1,0 +1,304 @@
+"""A mesh against real sidecars: what it answers is right, whole and at one step."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+import paramd
+from paramd.errors import (
+    DeadlineError,
+    DeniedError,
+    NotFoundError,
+    UnreachableError,
+    UsageError,
+)
+from paramd.layout.types import Box, Interval, Layout, Piece, TensorKind, TensorLayout
+from paramd.mesh.mesh import Mesh
+from tests.integration.client_job import Job, Rank, running_job
+
+TRANSPORTS = ("grpc", "same-host")
+PARAMETER, BUFFER = TensorKind.PARAMETER, TensorKind.BUFFER
+
+
+def layout() -> Layout:
+    """Two ranks; every way in which a piece may lie."""
+    rows = (Piece(0, 0, Box((0, 0), (3, 4))), Piece(1, 0, Box((3, 0), (5, 4))))
+    columns = (Piece(0, 64, Box((0, 0), (6, 2))), Piece(1, 64, Box((0, 2), (6, 5))))
+    flat = (Piece(0, 192, Interval(0, 7)), Piece(1, 192, Interval(7, 15)))
+    both = (Piece(0, 256, Box((0,), (9,))), Piece(1, 256, Box((0,), (9,))))
+    turned = (Piece(1, 320, Box((0, 0), (4, 6)), strides=(1, 4)),)
+    return Layout(
+        world_size=2,
+        arena_bytes=(1024, 1024),
+        tensors=(
+            TensorLayout("rows", "float32", (5, 4), PARAMETER, rows, ("tied",), "Shard(0) over 2"),
+            TensorLayout("columns", "float32", (6, 5), PARAMETER, columns),
+            TensorLayout("flat", "float32", (3, 5), PARAMETER, flat),
+            TensorLayout("both", "float32", (9,), PARAMETER, both),
+            TensorLayout("turned", "float32", (4, 6), PARAMETER, turned),
+            TensorLayout("scalar", "int64", (), PARAMETER, (Piece(0, 512, Box((), ())),)),
+            TensorLayout("empty", "bfloat16", (0, 3), PARAMETER, ()),
+            TensorLayout("flags", "bool", (3,), PARAMETER, (Piece(0, 521, Box((0,), (3,))),)),
+            TensorLayout("running", "float32", (2,), BUFFER, (Piece(0, 600, Box((0,), (2,))),)),
+        ),
+    )
+
+
+def write_arenas(job: Job) -> dict[str, torch.Tensor]:
+    """Puts known tensors into the arenas piece by piece; returns them whole."""
+    generator = torch.Generator().manual_seed(7)
+    whole: dict[str, torch.Tensor] = {}
+    for tensor in job.layout.tensors:
+        dtype = getattr(torch, tensor.dtype)
+        values = torch.randint(0, 100, tensor.shape, generator=generator).to(dtype)
+        whole[tensor.fqn] = values
+        for piece in tensor.pieces:
+            arena = torch.frombuffer(job.ranks[piece.rank].arena.buffer, dtype=torch.uint8)
+            if isinstance(piece.region, Interval):
+                part = values.flatten()[piece.region.begin : piece.region.end]
+            else:
+                begin, end = piece.region.begin, piece.region.end
+                part = values[tuple(slice(b, e) for b, e in zip(begin, end, strict=True))]
+            if piece.strides is not None:
+                part = part.T
+            data = part.contiguous().flatten().view(torch.uint8)
+            arena[piece.arena_begin : piece.arena_begin + data.numel()] = data
+    return whole
+
+
+@pytest.fixture(scope="module")
+def state(tmp_path_factory: pytest.TempPathFactory) -> Iterator[pytest.MonkeyPatch]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PARAMD_STATE_DIR", str(tmp_path_factory.mktemp("client")))
+        yield patch
+
+
+@pytest.fixture(scope="module")
+def job(state: pytest.MonkeyPatch) -> Iterator[Job]:
+    with running_job(layout()) as job:
+        yield job
+
+
+@pytest.fixture(scope="module")
+def whole(job: Job) -> dict[str, torch.Tensor]:
+    return write_arenas(job)
+
+
+@pytest.fixture
+def mesh(job: Job, whole: dict[str, torch.Tensor]) -> Iterator[Mesh]:
+    with paramd.connect(job.url, job.token) as mesh:
+        yield mesh
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_every_kind_of_piece_is_byte_equal(
+    mesh: Mesh, whole: dict[str, torch.Tensor], transport: str
+) -> None:
+    found = mesh.summon("*", transport=transport)  # type: ignore[arg-type]
+    assert set(found) == set(whole) - {"running"} | {"tied"}
+    assert found["tied"] is found["rows"]
+    for name, expected in whole.items():
+        if name != "running":
+            assert found[name].dtype == expected.dtype
+            assert torch.equal(found[name], expected), name
+    assert (found.epoch, found.step, found.job) == (1, 0, "client-test")
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_slices_and_casts_land_right(
+    mesh: Mesh, whole: dict[str, torch.Tensor], transport: str
+) -> None:
+    for name, where in (
+        ("rows", (slice(1, 4), slice(1, 3))),
+        ("columns", (slice(2, 5), slice(1, 4))),
+        ("flat", (slice(0, 3), slice(2, 4))),
+        ("turned", (slice(1, 3), slice(0, 5))),
+    ):
+        text = ",".join(f"{s.start}:{s.stop}" for s in where)
+        found = mesh.summon(f"{name}[{text}]", dtype=torch.float64, transport=transport)  # type: ignore[arg-type]
+        assert torch.equal(found[name], whole[name][where].double()), name
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_given_tensors_are_filled_whatever_their_strides(
+    mesh: Mesh, whole: dict[str, torch.Tensor], transport: str
+) -> None:
+    rows, flat = torch.zeros(4, 5).T, torch.zeros(3, 10)[:, ::2]
+    columns = torch.zeros(6, 5, requires_grad=True)
+    into = {"tied": rows, "flat": flat, "columns": columns}
+    found = mesh.summon("rows", "tied", "flat", "columns", into=into, transport=transport)  # type: ignore[arg-type]
+    assert torch.equal(rows, whole["rows"])
+    assert torch.equal(flat, whole["flat"])
+    assert torch.equal(columns, whole["columns"])
+    assert found["rows"].data_ptr() == rows.data_ptr()
+
+
+@pytest.mark.parametrize(
+    ("into", "text"),
+    [
+        ({"rows": torch.zeros(4, 5)}, r"shape \[4, 5\]; expected \[5, 4\]"),
+        ({"rows": torch.zeros(5, 4, dtype=torch.float64)}, "dtype torch.float64; expected"),
+        ({"rows": torch.zeros(1, 4).expand(5, 4)}, "share memory"),
+        ({"other": torch.zeros(5, 4)}, "'other' is not among"),
+    ],
+)
+def test_a_tensor_that_does_not_fit_is_refused(
+    mesh: Mesh, into: dict[str, torch.Tensor], text: str
+) -> None:
+    with pytest.raises(UsageError, match=text):
+        mesh.summon("rows", into=into)
+
+
+def test_unknown_names_offer_similar_ones(mesh: Mesh) -> None:
+    with pytest.raises(NotFoundError, match="column"):
+        mesh.summon("colums")
+    with pytest.raises(NotFoundError, match="buffers=True"):
+        mesh.summon("running")
+    with pytest.raises(UsageError, match="no pattern"):
+        mesh.summon()
+
+
+def test_params_and_status_tell_the_mesh(mesh: Mesh) -> None:
+    params = {row.fqn: row for row in mesh.params()}
+    assert params["rows"].names == ("rows", "tied")
+    assert params["rows"].ranks == (0, 1)
+    assert params["turned"].ranks == (1,)
+    assert "running" not in params
+    assert [row.fqn for row in mesh.params("r*", buffers=True)] == ["rows", "running"]
+    status = mesh.status()
+    assert [(row.rank, row.phase, row.step) for row in status] == [
+        (0, "constant", 0),
+        (1, "constant", 0),
+    ]
+    assert "client-test" in repr(status)
+
+
+def test_statistics_count_each_element_once(mesh: Mesh, whole: dict[str, torch.Tensor]) -> None:
+    names = ["rows", "columns", "flat", "both", "turned"]
+    table = mesh.stats(*names)
+    values = {row.name: row.summary for row in table}
+    for name in names:
+        assert values[name].count == whole[name].numel()
+        assert values[name].norm == pytest.approx(whole[name].double().norm().item())
+        assert values[name].std == pytest.approx(whole[name].double().std().item())
+    everything = torch.cat([whole[name].flatten() for name in names]).double()
+    assert table.total.summary.norm == pytest.approx(everything.norm().item())
+    assert table.total.summary.mean == pytest.approx(everything.mean().item())
+    assert table.step == 0
+
+
+def test_a_view_has_the_shards_and_keeps_them(
+    mesh: Mesh, job: Job, whole: dict[str, torch.Tensor]
+) -> None:
+    with mesh.view("*") as view:
+        turned = view.tensor("turned")
+        shards = view["columns"]
+        assert view.step == 0
+        with pytest.raises(UsageError, match="2 shards"):
+            view.tensor("columns")
+    assert torch.equal(turned, whole["turned"])
+    for region, shard in shards:
+        assert isinstance(region, Box)
+        part = tuple(slice(b, e) for b, e in zip(region.begin, region.end, strict=True))
+        assert torch.equal(shard, whole["columns"][part])
+    turned.fill_(-1)
+    for _ in range(3):
+        assert torch.equal(mesh.summon("turned")["turned"], whole["turned"])
+    assert bool((turned == -1).all())
+
+
+def test_a_mesh_works_inside_a_running_loop_and_on_many_threads(
+    mesh: Mesh, whole: dict[str, torch.Tensor]
+) -> None:
+    async def notebook() -> torch.Tensor:
+        return mesh.summon("rows")["rows"]
+
+    assert torch.equal(asyncio.run(notebook()), whole["rows"])
+    found: list[torch.Tensor] = []
+    threads = [
+        threading.Thread(target=lambda: found.append(mesh.summon("rows")["rows"])) for _ in range(8)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(found) == 8
+    assert all(torch.equal(one, whole["rows"]) for one in found)
+
+
+async def test_the_async_mesh_answers_the_same(job: Job, whole: dict[str, torch.Tensor]) -> None:
+    async with paramd.aio.connect(job.url, job.token) as mesh:
+        one, other = await asyncio.gather(mesh.summon("rows"), mesh.summon("flat"))
+    assert torch.equal(one["rows"], whole["rows"])
+    assert torch.equal(other["flat"], whole["flat"])
+
+
+def test_the_state_dir_tells_where_the_job_is(
+    job: Job, state: pytest.MonkeyPatch, monkeypatch: pytest.MonkeyPatch, whole: object
+) -> None:
+    directory = job.ranks[0].socket_path.parent.parent
+    monkeypatch.setenv("PARAMD_STATE_DIR", str(directory))
+    for arguments in ({}, {"job": "client-test"}):
+        with paramd.connect(**arguments) as mesh:
+            assert mesh.summon("scalar").step == 0
+
+
+def test_a_wrong_token_and_a_wrong_url_say_what_to_do(job: Job) -> None:
+    with pytest.raises(DeniedError, match="endpoint.json"):
+        paramd.connect(job.url, "wrong")
+    with pytest.raises(UnreachableError, match="http://127.0.0.1:1"):
+        paramd.connect("http://127.0.0.1:1", job.token)
+    with pytest.raises(UsageError, match="expected one like"):
+        paramd.connect("127.0.0.1:8470", job.token)
+    with pytest.raises(NotFoundError, match="other-job"):
+        paramd.connect(job.url, job.token, job="other-job")
+
+
+def test_a_closed_mesh_says_so(job: Job) -> None:
+    mesh = paramd.connect(job.url, job.token)
+    mesh.close()
+    mesh.close()
+    with pytest.raises(UsageError, match="closed"):
+        mesh.summon("*")
+
+
+def test_buffers_while_training_rests_are_refused_with_the_reason(mesh: Mesh) -> None:
+    with pytest.raises(DeadlineError, match="boundary"):
+        mesh.summon("running", buffers=True, timeout=1.5)
+    assert mesh.summon("rows").step == 0
+
+
+def stamp(rank: Rank, step: int) -> None:
+    """Writes the step into every byte-aligned float of the arena, slowly."""
+    values = torch.frombuffer(rank.arena.buffer, dtype=torch.float32)
+    for begin in range(0, values.numel(), 64):
+        values[begin : begin + 64] = step
+        time.sleep(0.0001)
+
+
+@pytest.mark.parametrize("every_s", [0.002, 0.03])
+def test_every_value_equals_the_step_it_carries(tmp_path: Path, every_s: float) -> None:
+    with running_job(layout()) as job, paramd.connect(job.url, job.token) as mesh:
+        job.update(stamp)
+        job.train(stamp, every_s)
+        steps: set[int] = set()
+        for round_ in range(40):
+            buffers = round_ % 4 == 3
+            found = mesh.summon(
+                *("rows", "columns", "flat", "both", "turned"),
+                *(["running"] if buffers else []),
+                buffers=buffers,
+                transport=TRANSPORTS[round_ % 2],  # type: ignore[arg-type]
+            )
+            for name, tensor in found.items():
+                assert bool((tensor == found.step).all()), (name, found.step, tensor)
+            steps.add(found.step)
+        job.rest()
+        assert len(steps) > 5

@@ -35,6 +35,7 @@ from paramd_service.control.registry import Registry
 from paramd_service.control.servicer import ControlServicer
 from paramd_service.control.services import Services
 from paramd_service.control.sidecars import LayoutSource, SidecarCalls
+from paramd_service.control.statistics import StatsSource
 from paramd_service.control.view import why_end
 
 SERVICE = "paramd.v1.ControlService"
@@ -81,6 +82,7 @@ class ControlPlane:
         self._grpc: grpc.aio.Server | None = None
         self._http: HttpServer | None = None
         self._http_task: asyncio.Task[None] | None = None
+        self._statistics: StatsSource | None = None
         self._endpoint: Endpoint | None = None
 
     @property
@@ -147,6 +149,8 @@ class ControlPlane:
             self._http.should_exit = True
             await asyncio.wait({self._http_task})
         # 4. What we hold of others.
+        if self._statistics is not None:
+            await self._statistics.close()
         await self._calls.close()
         self._layouts.close()
 
@@ -183,6 +187,7 @@ class ControlPlane:
     async def _start_http(
         self, listener: socket.socket, http_address: Address, grpc_address: Address
     ) -> None:
+        self._statistics = StatsSource(self._bootstrap, f"http://{http_address}")
         services = Services(
             config=self._config,
             bootstrap=self._bootstrap,
@@ -190,6 +195,7 @@ class ControlPlane:
             grpc_address=str(grpc_address),
             registry=self._registry,
             layouts=self._layouts,
+            statistics=self._statistics,
             metrics=Metrics(self._registry.view, self._coordinator, self._lag),
             user_token=UserToken(self._bootstrap.token),
             failures=FailureLimit(),

@@ -101,3 +101,32 @@ class ParamPage(BaseModel):
     total_count: int = Field(description="Tensors that match, on all pages")
     params: list[ParamDocument]
     next_page_token: str = Field(description="Ask with it for the next page; empty at the end")
+
+
+class StatsDocument(BaseModel):
+    """Statistics of one full tensor; replicas count once. null: not a number."""
+
+    name: str = Field(description='Name it was found by, or "total"')
+    dtype: str
+    shape: list[int]
+    count: int = Field(description="Elements")
+    zero_count: int
+    nan_count: int
+    inf_count: int
+    norm: float | None = Field(description="Of the finite elements, like all that follow")
+    mean: float | None
+    std: float | None = Field(description="Unbiased")
+    min: float | None
+    max: float | None
+    exponents: list[tuple[int, int]] = Field(
+        description="[e, count] of elements with 2**e <= |x| < 2**(e+1), rising"
+    )
+
+
+class StatsList(BaseModel):
+    """Statistics of tensors, all at one step."""
+
+    epoch: int
+    step: int = Field(description="The step that all numbers belong to")
+    stats: list[StatsDocument]
+    total: StatsDocument = Field(description="Over all elements of all tensors above")

@@ -10,6 +10,7 @@ from paramd_service.control.config import Bootstrap, ControlConfig
 from paramd_service.control.metrics import Metrics
 from paramd_service.control.registry import Registry
 from paramd_service.control.sidecars import LayoutSource
+from paramd_service.control.statistics import StatsSource
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -24,6 +25,7 @@ class Services:
     """gRPC target of this control plane."""
     registry: Registry
     layouts: LayoutSource
+    statistics: StatsSource
     metrics: Metrics
     user_token: UserToken
     failures: FailureLimit

@@ -130,7 +130,7 @@ async def until(condition: object) -> None:
     """Waits for a callable to be true, with a deadline."""
     assert callable(condition)
     async with asyncio.timeout(5.0):
-        while not condition():  # noqa: ASYNC110  (what changes is a plain list)
+        while not condition():
             await asyncio.sleep(0)
 
 

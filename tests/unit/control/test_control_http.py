@@ -22,6 +22,7 @@ from paramd_service.control.metrics import LoopLag, Metrics
 from paramd_service.control.registry import Registry
 from paramd_service.control.services import Services
 from paramd_service.control.sidecars import LayoutSource, SidecarCalls
+from paramd_service.control.statistics import StatsSource
 
 TOKEN = "a-token-of-the-user"
 BOOTSTRAP = Bootstrap(job="run", epoch=3, world_size=2, secret=bytes(32), token=TOKEN)
@@ -40,6 +41,7 @@ def services() -> Services:
         grpc_address="127.0.0.1:8471",
         registry=registry,
         layouts=LayoutSource(calls),
+        statistics=StatsSource(BOOTSTRAP, "http://127.0.0.1:8470"),
         metrics=Metrics(registry.view, coordinator, LoopLag()),
         user_token=UserToken(TOKEN),
         failures=FailureLimit(burst=1000.0),
@@ -79,6 +81,7 @@ def test_the_routes_are_those_we_know() -> None:
         "/api/v1/jobs/run",
         "/api/v1/jobs/run/ranks",
         "/api/v1/jobs/run/params",
+        "/api/v1/jobs/run/params/stats",
         "/api/v1/openapi.json",
     }
 
@@ -128,8 +131,8 @@ async def test_a_route_added_carelessly_is_denied_too() -> None:
 
 async def test_the_right_token_opens_every_route(client: httpx2.AsyncClient) -> None:
     for method, path in all_routes():
-        answer = await client.request(method, path, headers=RIGHT)
-        expected = 503 if path.endswith("/params") else 200
+        answer = await client.request(method, path + "?pattern=*", headers=RIGHT)
+        expected = 503 if "/params" in path else 200
         assert answer.status_code == expected, (method, path, answer.text)
 
 
@@ -237,8 +240,9 @@ async def test_openapi_names_operations_and_models(client: httpx2.AsyncClient) -
         for path in found["paths"].values()
         for operation in path.values()
     }
-    assert set(operations) == {"list_jobs", "get_job", "list_ranks", "list_params", "get_metrics"}
-    for name in set(operations) - {"get_metrics"}:
+    names = {"list_jobs", "get_job", "list_ranks", "list_params", "get_stats", "get_metrics"}
+    assert set(operations) == names
+    for name in names - {"get_metrics"}:
         schema = operations[name]["responses"]["200"]["content"]["application/json"]["schema"]
         assert "$ref" in schema
 

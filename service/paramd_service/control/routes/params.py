@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import math
 from typing import Annotated
 
 from fastapi import APIRouter, Query
@@ -10,22 +11,25 @@ from fastapi import APIRouter, Query
 from paramd.errors import ConflictError, UsageError
 from paramd.layout.select import MAX_PATTERN_BYTES, select
 from paramd.layout.types import TensorLayout
-from paramd_service.control.models import ParamDocument, ParamPage
+from paramd.mesh.results import TensorStats
+from paramd_service.control.models import ParamDocument, ParamPage, StatsDocument, StatsList
 from paramd_service.control.routes.jobs import PROBLEMS, check_job
 from paramd_service.control.services import Services
 
 DEFAULT_LIMIT = 100
 MAX_LIMIT = 1000
+MAX_STATS = 1000
 
 Pattern = Annotated[
     str, Query(min_length=1, max_length=MAX_PATTERN_BYTES, description="Glob over names")
 ]
 Limit = Annotated[int, Query(ge=1, le=MAX_LIMIT, description="Tensors on a page")]
+Buffers = Annotated[bool, Query(description="Buffers too; reading them needs training to go on")]
 PageToken = Annotated[str, Query(max_length=256, description="From the page before")]
 
 
 def router(services: Services) -> APIRouter:
-    """/jobs/{job}/params."""
+    """/jobs/{job}/params, /jobs/{job}/params/stats."""
     routes = APIRouter(tags=["params"], responses=PROBLEMS)
 
     @routes.get("/jobs/{job}/params")
@@ -44,6 +48,24 @@ def router(services: Services) -> APIRouter:
             total_count=len(chosen),
             params=[_document(item.tensor) for item in page],
             next_page_token=_page_token(digest, end) if end < len(chosen) else "",
+        )
+
+    @routes.get("/jobs/{job}/params/stats")
+    async def get_stats(job: str, pattern: Pattern, buffers: Buffers = False) -> StatsList:
+        """Statistics of every tensor that matches, reduced where the tensors lie."""
+        check_job(services, job)
+        _, index = await services.layouts.get(services.registry.view())
+        matching = len(select(index, pattern, with_buffers=buffers))
+        if matching > MAX_STATS:
+            raise UsageError(
+                f"pattern: {matching} tensors match; at most {MAX_STATS} at once, narrow it"
+            )
+        table = await services.statistics.get(pattern, with_buffers=buffers)
+        return StatsList(
+            epoch=table.epoch,
+            step=table.step,
+            stats=[_stats(row) for row in table],
+            total=_stats(table.total),
         )
 
     return routes
@@ -79,3 +101,26 @@ def _document(tensor: TensorLayout) -> ParamDocument:
         kind=tensor.kind.value,
         placement=tensor.placement,
     )
+
+
+def _stats(row: TensorStats) -> StatsDocument:
+    found = row.summary
+    return StatsDocument(
+        name=row.name,
+        dtype=row.dtype,
+        shape=list(row.shape),
+        count=found.count,
+        zero_count=found.zero_count,
+        nan_count=found.nan_count,
+        inf_count=found.inf_count,
+        norm=_finite(found.norm),
+        mean=_finite(found.mean),
+        std=_finite(found.std),
+        min=_finite(found.min),
+        max=_finite(found.max),
+        exponents=list(found.exponents),
+    )
+
+
+def _finite(value: float) -> float | None:
+    return value if math.isfinite(value) else None

@@ -1,0 +1,266 @@
+"""A real control plane process for tests, fake sidecars that join it, and calls to it."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import select
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import grpc
+import grpc.aio
+import httpx2
+
+from paramd import places
+from paramd.layout.codec import layout_batches
+from paramd.layout.merge import layout_digest
+from paramd.layout.types import Box, Layout, Piece, TensorKind, TensorLayout
+from paramd.tickets import Role, mint, verify
+from paramd.v1 import (
+    common_pb2,
+    control_pb2,
+    control_pb2_grpc,
+    sidecar_pb2,
+    sidecar_pb2_grpc,
+)
+
+SECRET = bytes(range(32))
+TOKEN = "a-token-of-the-user"
+JOB = "run"
+PATIENCE_S = 20.0
+
+LAYOUT = Layout(
+    world_size=2,
+    arena_bytes=(4096, 4096),
+    tensors=tuple(
+        TensorLayout(
+            fqn=f"layers.{n}.weight",
+            dtype="float32",
+            shape=(4, 2),
+            kind=TensorKind.PARAMETER,
+            pieces=(
+                Piece(0, n * 64, Box((0, 0), (2, 2))),
+                Piece(1, n * 64, Box((2, 0), (4, 2))),
+            ),
+            placement="Shard(0) over 2",
+        )
+        for n in range(5)
+    ),
+)
+DIGEST = layout_digest(LAYOUT)
+
+
+@dataclass(frozen=True)
+class Control:
+    """A running control plane."""
+
+    process: subprocess.Popen[bytes]
+    url: str
+    grpc_address: str
+    log: Path
+    job_name: str = JOB
+
+    def get(self, path: str, token: str | None = TOKEN, **headers: str) -> httpx2.Response:
+        if token is not None:
+            headers["authorization"] = f"Bearer {token}"
+        return httpx2.get(self.url + path, headers=headers, trust_env=False)
+
+    def job(self) -> Any:
+        return self.get(f"/api/v1/jobs/{self.job_name}").json()
+
+    def wait(self, timeout_s: float = PATIENCE_S) -> int:
+        return self.process.wait(timeout_s)
+
+
+@contextmanager
+def control_plane(
+    *options: str, epoch: int = 1, listen: str = "127.0.0.1:0", world_size: int = 2, job: str = JOB
+) -> Iterator[Control]:
+    """Starts one and ends it, whatever the test did to it."""
+    log = places.state_dir() / f"control-{time.monotonic_ns()}.log"
+    bootstrap = {
+        "job": job,
+        "epoch": epoch,
+        "world_size": world_size,
+        "secret": SECRET.hex(),
+        "token": TOKEN,
+    }
+    command = [sys.executable, "-m", "paramd_service.control", "--job", job, "--listen", listen]
+    with log.open("wb") as stderr:
+        process = subprocess.Popen(
+            [*command, *options],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=stderr,
+            start_new_session=True,
+        )
+    assert process.stdin is not None
+    assert process.stdout is not None
+    try:
+        with process.stdin, process.stdout:
+            process.stdin.write(json.dumps(bootstrap).encode() + b"\n")
+            process.stdin.close()
+            assert select.select([process.stdout], [], [], PATIENCE_S)[0], log.read_text()
+            line = process.stdout.readline()
+            assert line, log.read_text()
+        ready = json.loads(line)
+        yield Control(process, ready["url"], ready["grpc_address"], log, job)
+    finally:
+        process.kill()
+        process.wait()
+
+
+def ticket(
+    role: Role = Role.READER, *, epoch: int = 1, secret: bytes = SECRET, job: str = JOB
+) -> Any:
+    text = mint(secret, job=job, epoch=epoch, role=role, ttl_s=60.0)
+    return (("authorization", f"Bearer {text}"),)
+
+
+@dataclass
+class FakeSidecar(sidecar_pb2_grpc.SidecarServiceServicer):  # type: ignore[misc]
+    """Joins as a rank; answers CaptureBoundary with `step`, once `gate` is open."""
+
+    rank: int
+    step: int = 10
+    captured: bool = True
+    reason: str = ""
+    ready_boundary: int = 0
+    gate: asyncio.Event = field(default_factory=asyncio.Event)
+    asked: list[tuple[int, tuple[str, ...]]] = field(default_factory=list)
+    peers: list[int] = field(default_factory=list)
+    address: str = ""
+
+    async def CaptureBoundary(self, request: Any, context: Any) -> Any:
+        authorization = dict(context.invocation_metadata())["authorization"]
+        claims = verify(SECRET, authorization.removeprefix("Bearer "), job=JOB, epoch=request.epoch)
+        assert claims.role is Role.CONTROL
+        self.asked.append((request.boundary, tuple(request.snapshot_ids)))
+        self.ready_boundary = max(self.ready_boundary, request.boundary)
+        await self.gate.wait()
+        step = self.step + request.boundary if self.captured else -1
+        return sidecar_pb2.CaptureBoundaryResponse(
+            header=self.header(request.epoch, step), captured=self.captured, reason=self.reason
+        )
+
+    async def GetState(self, request: Any, context: Any) -> Any:
+        return sidecar_pb2.GetStateResponse(header=self.header(1, 0))
+
+    async def GetLayout(self, request: Any, context: Any) -> Any:
+        for batch in layout_batches(LAYOUT, max_tensors=2):
+            yield sidecar_pb2.GetLayoutResponse(header=self.header(1, 0), layout=batch)
+
+    def header(self, epoch: int, step: int) -> common_pb2.Header:
+        return common_pb2.Header(
+            job=JOB, epoch=epoch, step=step, rank=self.rank, layout_digest=DIGEST
+        )
+
+    def report(self, *, epoch: int = 1, leaving: bool = False) -> control_pb2.JoinRequest:
+        return control_pb2.JoinRequest(
+            header=self.header(epoch, self.step),
+            world_size=2,
+            peer=common_pb2.Peer(rank=self.rank, address=self.address, host_id="h"),
+            state=common_pb2.RankState(
+                rank=self.rank,
+                phase=common_pb2.PHASE_CONSTANT,
+                ready_boundary=self.ready_boundary,
+                agreement_works=True,
+            ),
+            leaving=leaving,
+        )
+
+
+@asynccontextmanager
+async def serving(sidecar: FakeSidecar) -> AsyncIterator[FakeSidecar]:
+    """The fake sidecar's gRPC server, with its gate open."""
+    server = grpc.aio.server()
+    sidecar_pb2_grpc.add_SidecarServiceServicer_to_server(sidecar, server)
+    sidecar.address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
+    sidecar.gate.set()
+    await server.start()
+    try:
+        yield sidecar
+    finally:
+        await server.stop(None)
+
+
+@asynccontextmanager
+async def joined(
+    control: Control, sidecar: FakeSidecar, *, epoch: int = 1
+) -> AsyncIterator[Callable[[control_pb2.JoinRequest], Any]]:
+    """A Join stream; gives the function that sends another report."""
+    async with grpc.aio.insecure_channel(control.grpc_address) as channel:
+        stub: Any = control_pb2_grpc.ControlServiceStub(channel)
+        stream = stub.Join(metadata=ticket(Role.SIDECAR, epoch=epoch))
+        await stream.write(sidecar.report(epoch=epoch))
+
+        async def listen() -> None:
+            async for answer in stream:
+                sidecar.peers = [peer.rank for peer in answer.peers]
+
+        listening = asyncio.create_task(listen())
+        try:
+            await until(lambda: sidecar.rank in sidecar.peers)
+            yield stream.write
+        finally:
+            stream.cancel()
+            await asyncio.wait({listening})
+            if not listening.cancelled():
+                listening.exception()
+
+
+@asynccontextmanager
+async def mesh(control: Control, *, epoch: int = 1) -> AsyncIterator[list[FakeSidecar]]:
+    """Both ranks, serving and joined."""
+    zero, one = FakeSidecar(0), FakeSidecar(1)
+    async with (
+        serving(zero),
+        serving(one),
+        joined(control, zero, epoch=epoch),
+        joined(control, one, epoch=epoch),
+    ):
+        yield [zero, one]
+
+
+async def schedule(
+    control: Control, *snapshots: tuple[int, str], timeout_s: float | None = 10.0, epoch: int = 1
+) -> control_pb2.ScheduleBoundaryResponse:
+    request = control_pb2.ScheduleBoundaryRequest(
+        job=control.job_name,
+        epoch=epoch,
+        snapshots=[control_pb2.SnapshotRef(rank=r, snapshot_id=i) for r, i in snapshots],
+    )
+    async with grpc.aio.insecure_channel(control.grpc_address) as channel:
+        stub: Any = control_pb2_grpc.ControlServiceStub(channel)
+        answer: control_pb2.ScheduleBoundaryResponse = await stub.ScheduleBoundary(
+            request, timeout=timeout_s, metadata=ticket(epoch=epoch, job=control.job_name)
+        )
+        return answer
+
+
+async def until(condition: Callable[[], object], timeout_s: float = PATIENCE_S) -> None:
+    async with asyncio.timeout(timeout_s):
+        while not condition():
+            await asyncio.sleep(0.02)
+
+
+@contextmanager
+def first_grpc_use() -> Iterator[None]:
+    """gRPC's own descriptors live as long as a channel does; they are not a test's leak."""
+
+    async def serve_once() -> None:
+        server = grpc.aio.server()
+        server.add_insecure_port("127.0.0.1:0")
+        await server.start()
+        await server.stop(None)
+
+    with grpc.insecure_channel("127.0.0.1:1"):
+        asyncio.run(serve_once())
+        yield

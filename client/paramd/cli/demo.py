@@ -56,7 +56,7 @@ def demo(
             _next_steps(name, running=keep)
             if keep:
                 _keep(training)
-        _note("The training has ended; nothing was left running.")
+        _note("The training has ended.")
 
 
 def _check_installed() -> None:
@@ -119,6 +119,7 @@ def _list_params(mesh: Mesh) -> None:
 def _watch(mesh: Mesh, training: Training) -> Summoned:
     """Summons the layer a few times; returns the last one."""
     print(f"{'STEP':>6}  {'LOSS':>7}  {'NORM OF ' + WEIGHT:>26}  {'MOVED BY':>9}  {'TOOK':>7}")
+    mesh.summon(WEIGHT)  # the first one loads torch, which the last column is not about
     found = mesh.summon(LAYER)
     before = found[WEIGHT]
     for number in range(ROUNDS):

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from paramd import places
 from paramd.cli import settings
 from paramd.errors import UsageError
 
@@ -29,10 +30,15 @@ class Format(StrEnum):
     NAME = "name"
 
 
+def _running_jobs() -> list[str]:
+    """What the shell offers after --job."""
+    return [endpoint.job for endpoint in places.running_jobs()]
+
+
 Job = Annotated[
     str | None,
     typer.Option("--job", metavar="NAME", help="Job to ask; needed when several run here."
-                 " \\[env: PARAMD_JOB]", rich_help_panel=PANEL),
+                 " \\[env: PARAMD_JOB]", rich_help_panel=PANEL, autocompletion=_running_jobs),
 ]  # fmt: skip
 Url = Annotated[
     str | None,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -60,26 +61,31 @@ def emit(listing: Listing, form: Format, *, out: TextIO | None = None) -> None:
 
 
 def _table(listing: Listing, out: TextIO) -> None:
-    from rich.console import Console
-    from rich.table import Table
-    from rich.text import Text
+    """Never squeezed: a long name stays whole, for `grep` and for the eye."""
+    columns = listing.columns
+    rows = [[_cell(column, row) for column in columns] for row in listing.rows]
+    head = [column.heading for column in columns]
+    total = [_cell(column, listing.total) for column in columns] if listing.total else None
+    below = [total] if total is not None else []
+    widths = [max(map(len, cells)) for cells in zip(head, *rows, *below, strict=True)]
 
-    console = Console(file=out, highlight=False)
-    # Columns that nobody looks at stay whole, so that `grep` and `awk` see every name.
-    width = None if console.is_terminal else 100_000
-    table = Table(box=None, pad_edge=False, header_style="bold", show_footer=bool(listing.total))
-    for index, column in enumerate(listing.columns):
-        footer = _cell(column, listing.total) if listing.total is not None else ""
-        table.add_column(
-            column.heading,
-            footer=Text(footer, style="bold"),
-            justify="right" if column.right else "left",
-            no_wrap=index > 0,
-            overflow="fold",
+    def line(cells: Sequence[str]) -> str:
+        padded = (
+            cell.rjust(width) if column.right else cell.ljust(width)
+            for cell, width, column in zip(cells, widths, columns, strict=True)
         )
-    for row in listing.rows:
-        table.add_row(*(Text(_cell(column, row)) for column in listing.columns))
-    console.print(table, width=width, crop=width is None)
+        return "  ".join(padded).rstrip()
+
+    print(_bold(line(head), out), file=out)
+    for cells in rows:
+        print(line(cells), file=out)
+    for cells in below:
+        print(_bold(line(cells), out), file=out)
+
+
+def _bold(text: str, out: TextIO) -> str:
+    plain = not out.isatty() or os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb"
+    return text if plain else f"\033[1m{text}\033[0m"
 
 
 def _cell(column: Column, row: Row | None) -> str:
@@ -107,8 +113,8 @@ def count(value: int) -> str:
 
 
 def number(value: float) -> str:
-    """A measured number, six digits."""
-    return f"{value:.6g}"
+    """A measured number, four digits; JSON has them all."""
+    return f"{value:.4g}"
 
 
 def size(value_bytes: float) -> str:

@@ -27,7 +27,7 @@ COLUMNS = (
 def params(
     target: Target,
     glob: Annotated[
-        list[str] | None, typer.Argument(metavar="[GLOB]...", help="Which names; all by default.")
+        list[str] | None, typer.Argument(metavar="GLOB", help="Which names; all by default.")
     ] = None,
     buffers: Buffers = False,
     output: Output = None,

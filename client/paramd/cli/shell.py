@@ -45,13 +45,22 @@ def explain(error: Exception) -> tuple[str, int]:
     message = getattr(error, "format_message", None)
     if message is not None:
         # Wrong command line, as the parser found it.
-        return f"{one_line(message())} (see: paramd --help)", getattr(error, "exit_code", 2)
+        return _usage(error, one_line(message())), getattr(error, "exit_code", 2)
     if isinstance(error, ModuleNotFoundError) and error.name in ("torch", "numpy"):
         return f"this needs {error.name}; run: pip install 'paramd[torch]'", 1
     if isinstance(error, OSError):
         return one_line(str(error)), 1
     kind = type(error).__name__
     return one_line(f"{kind}: {error}; this is a fault of paramd, --debug shows where"), 1
+
+
+def _usage(error: Exception, message: str) -> str:
+    # Without any argument the help has been printed, and there is nothing to add.
+    if not message:
+        return ""
+    context = getattr(error, "ctx", None)
+    path = getattr(context, "command_path", "paramd")
+    return f"{message} (see: {path} --help)"
 
 
 def one_line(text: str) -> str:

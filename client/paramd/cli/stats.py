@@ -35,7 +35,7 @@ def stats(
     target: Target,
     glob: Annotated[
         list[str],
-        typer.Argument(metavar="GLOB...", help="Which names, or slices such as 'w[0:4]'."),
+        typer.Argument(metavar="GLOB", help="Which names, or slices such as 'w[0:4]'."),
     ],
     with_histogram: Annotated[
         bool, typer.Option("--histogram", help="How many elements lie between powers of 2.")

@@ -31,7 +31,7 @@ def summon(
     target: Target,
     glob: Annotated[
         list[str],
-        typer.Argument(metavar="GLOB...", help="Which names, or slices such as 'w[0:4]'."),
+        typer.Argument(metavar="GLOB", help="Which names, or slices such as 'w[0:4]'."),
     ],
     output_file: Annotated[
         Path,

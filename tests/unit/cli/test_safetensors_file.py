@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -41,6 +42,16 @@ def write(path: Path, tensors: dict[str, torch.Tensor], *, replace: bool = False
     with SafetensorsWriter(path, specs, metadata={"format": "pt"}, replace=replace) as writer:
         for spec in writer.specs:
             writer.append(bytes_of(tensors[spec.name]))
+
+
+def write_byte(
+    path: Path, *, shape: tuple[int, ...] = (1,), then: Callable[[], None] = lambda: None
+) -> None:
+    """One byte of a tensor of bytes."""
+    spec = TensorSpec(name="w", dtype="uint8", shape=shape)
+    with SafetensorsWriter(path, [spec], metadata={}) as writer:
+        writer.append(b"\0")
+        then()
 
 
 def test_every_dtype_and_shape_reads_back_equal(tmp_path: Path) -> None:
@@ -82,31 +93,27 @@ def test_an_existing_file_is_refused_and_kept(tmp_path: Path) -> None:
 
 def test_a_file_that_appears_meanwhile_is_not_overwritten(tmp_path: Path) -> None:
     path = tmp_path / "one.safetensors"
-    spec = TensorSpec(name="w", dtype="uint8", shape=(1,))
-    with (
-        pytest.raises(ConflictError),
-        SafetensorsWriter(path, [spec], metadata={}) as writer,
-    ):
-        writer.append(b"\0")
+
+    def meanwhile() -> None:
         path.write_text("somebody else's")
+
+    with pytest.raises(ConflictError):
+        write_byte(path, then=meanwhile)
     assert path.read_text() == "somebody else's"
+    assert [p.name for p in tmp_path.iterdir() if p.is_file()] == [path.name]
 
 
 def test_a_failure_leaves_nothing_behind(tmp_path: Path) -> None:
     folder = tmp_path / "out"
     folder.mkdir()
-    spec = TensorSpec(name="w", dtype="uint8", shape=(4,))
-    with (
-        pytest.raises(RuntimeError, match="the reader broke"),
-        SafetensorsWriter(folder / "a.safetensors", [spec], metadata={}) as writer,
-    ):
-        writer.append(b"\0")
+
+    def fail() -> None:
         raise RuntimeError("the reader broke")
-    with (
-        pytest.raises(UsageError, match="header promises"),
-        SafetensorsWriter(folder / "a.safetensors", [spec], metadata={}) as writer,
-    ):
-        writer.append(b"\0\0\0")
+
+    with pytest.raises(RuntimeError, match="the reader broke"):
+        write_byte(folder / "a.safetensors", then=fail)
+    with pytest.raises(UsageError, match="header promises"):
+        write_byte(folder / "a.safetensors", shape=(2,))
     assert list(folder.iterdir()) == []
 
 

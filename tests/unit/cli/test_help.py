@@ -1,0 +1,103 @@
+"""Help is quick, light and shows examples; what is passed on stays what it is."""
+
+from __future__ import annotations
+
+import os
+import resource
+import subprocess
+import sys
+
+import pytest
+
+from paramd.cli.main import main
+
+COMMANDS = ["status", "params", "stats", "summon", "doctor", "demo"]
+CPU_BUDGET_S = 0.3
+
+PROBE = """
+import sys
+from paramd.cli.main import main
+code = main(["--help"])
+heavy = ("torch", "numpy", "grpc", "google", "httpx2")
+print([name for name in heavy if name in sys.modules], file=sys.stderr)
+raise SystemExit(code)
+"""
+
+
+def test_help_loads_neither_torch_nor_grpc() -> None:
+    found = subprocess.run(
+        [sys.executable, "-c", PROBE], capture_output=True, text=True, check=True, timeout=60
+    )
+    assert found.stderr == "[]\n"
+    assert "Usage: paramd" in found.stdout
+
+
+def test_help_takes_little_time_of_the_cpu() -> None:
+    def cpu_s() -> float:
+        before = resource.getrusage(resource.RUSAGE_CHILDREN)
+        subprocess.run(
+            [sys.executable, "-m", "paramd.cli", "--help"],
+            stdout=subprocess.DEVNULL,
+            check=True,
+            timeout=60,
+        )
+        after = resource.getrusage(resource.RUSAGE_CHILDREN)
+        return (after.ru_utime - before.ru_utime) + (after.ru_stime - before.ru_stime)
+
+    # The least of five: other programs of a busy machine cost us cache misses and time.
+    assert min(cpu_s() for _ in range(5)) < CPU_BUDGET_S
+
+
+@pytest.mark.parametrize(
+    "command", [*([c] for c in COMMANDS), ["control", "serve"], ["sidecar", "serve"]], ids=" ".join
+)
+def test_every_command_ends_its_help_with_examples(
+    command: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([*command, "--help"]) == 0
+    captured = capsys.readouterr()
+    text = " ".join(captured.out.split())
+    assert f"Examples paramd {' '.join(command)}" in text
+
+
+def test_the_shell_is_offered_commands() -> None:
+    environment = os.environ | {
+        "_PARAMD_COMPLETE": "complete_bash",
+        "COMP_WORDS": "paramd st",
+        "COMP_CWORD": "1",
+    }
+    found = subprocess.run(
+        [sys.executable, "-m", "paramd.cli"],
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=60,
+    )
+    assert found.stdout.split() == ["status", "stats"]
+
+
+@pytest.mark.parametrize("module", ["control", "sidecar"])
+def test_serve_becomes_the_service_itself_with_its_arguments(
+    module: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started: list[list[str]] = []
+    monkeypatch.setattr(os, "execv", lambda path, arguments: started.append([path, *arguments]))
+    assert main([module, "serve", "--job", "x", "--listen", "127.0.0.1:0", "-o", "-y"]) == 0
+    passed_on = ["--job", "x", "--listen", "127.0.0.1:0", "-o", "-y"]
+    assert started == [
+        [sys.executable, sys.executable, "-m", f"paramd_service.{module}", *passed_on]
+    ]
+
+
+@pytest.mark.parametrize("module", ["control", "sidecar"])
+def test_the_service_itself_answers_help(module: str) -> None:
+    found = subprocess.run(
+        [sys.executable, "-m", "paramd.cli", module, "serve", "--", "--help"],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=60,
+    )
+    assert found.returncode == 0, found.stderr
+    assert "--job" in found.stdout

@@ -268,7 +268,7 @@ def _fsdp1_mixed(strategy: str, orig: bool) -> Built:
 
 
 def _fsdp1_inner() -> Built:
-    """The root is a plain module; only the blocks are FSDP, and a conv is channels-last."""
+    """The root is a plain module; only the blocks are FSDP, and a weight of each is transposed."""
     from torch.distributed.fsdp import FullyShardedDataParallel
 
     net = Net()

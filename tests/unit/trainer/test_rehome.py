@@ -1,0 +1,407 @@
+"""Home on models of one process: what moves, what is noticed, what is refused."""
+
+from __future__ import annotations
+
+import gc
+import io
+import mmap
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+from torch import nn
+
+from paramd.errors import ConflictError, UsageError
+from paramd.layout.merge import merge_layouts
+from paramd.layout.regions import row_major
+from paramd.layout.types import Box, TensorKind
+from paramd.trainer.rehome import Home, arena_kind
+from paramd.trainer.shards import find_shards
+
+
+class Arena:
+    """Anonymous memory in an arena's place."""
+
+    def __init__(self, size_bytes: int) -> None:
+        self.map = mmap.mmap(-1, max(size_bytes, 1))
+        self.memory = memoryview(self.map)
+        self.begin = torch.frombuffer(self.memory, dtype=torch.uint8).data_ptr()
+
+    def holds(self, tensor: torch.Tensor) -> bool:
+        return 0 <= tensor.data_ptr() - self.begin < len(self.memory)
+
+    def close(self) -> None:
+        self.memory.release()
+        self.map.close()
+
+
+MoveIn = Callable[[nn.Module], tuple[Home, Arena]]
+
+
+@pytest.fixture
+def move_in() -> Iterator[MoveIn]:
+    """Moves models in, and proves at the end that they let go of the memory."""
+    moved: list[tuple[Home, Arena]] = []
+
+    def move(model: nn.Module) -> tuple[Home, Arena]:
+        home = Home(model)
+        arena = Arena(home.arena_bytes)
+        home.move_in(arena.memory)
+        moved.append((home, arena))
+        return home, arena
+
+    yield move
+    for home, arena in moved:
+        home.move_out()
+        arena.close()
+
+
+def read(home: Home, arena: Arena) -> dict[str, torch.Tensor]:
+    """All tensors as a reader of the arena sees them."""
+    full: dict[str, torch.Tensor] = {}
+    for tensor in merge_layouts([home.local_layout(0)]).tensors:
+        full[tensor.fqn] = torch.empty(tensor.shape, dtype=getattr(torch, tensor.dtype))
+        for piece in tensor.pieces:
+            assert isinstance(piece.region, Box)
+            sizes = piece.region.sizes
+            strides = piece.strides if piece.strides is not None else row_major(sizes)
+            flat = torch.frombuffer(
+                bytearray(arena.memory[piece.arena_begin :]), dtype=full[tensor.fqn].dtype
+            )
+            spans = zip(piece.region.begin, piece.region.end, strict=True)
+            place = full[tensor.fqn][tuple(slice(b, e) for b, e in spans)]
+            place.copy_(flat.as_strided(sizes, strides))
+    return full
+
+
+DTYPES = [
+    torch.float64,
+    torch.float32,
+    torch.float16,
+    torch.bfloat16,
+    torch.float8_e4m3fn,
+    torch.float8_e5m2,
+    torch.int64,
+    torch.int8,
+    torch.uint8,
+    torch.bool,
+    torch.complex64,
+]
+SHAPES = [(), (1,), (5,), (3, 7), (2, 0, 3), (2, 3, 5, 7)]
+
+
+def test_every_dtype_and_shape_reads_back_byte_equal(move_in: MoveIn) -> None:
+    model = nn.Module()
+    for dtype in DTYPES:
+        for shape in SHAPES:
+            name = f"{str(dtype).removeprefix('torch.')}_{'x'.join(map(str, shape))}"
+            values = torch.randint(0, 2, shape).to(dtype)
+            model.register_parameter(name, nn.Parameter(values, requires_grad=False))
+            model.register_buffer(name + "_buffer", values.clone())
+    expected = {k: v.clone() for k, v in model.state_dict().items()}
+
+    home, arena = move_in(model)
+
+    for state in (read(home, arena), model.state_dict()):
+        assert set(state) == set(expected)
+        for name, value in expected.items():
+            assert state[name].dtype == value.dtype
+            assert bytes(state[name].contiguous().view(-1).view(torch.uint8).numpy()) == bytes(
+                value.contiguous().view(-1).view(torch.uint8).numpy()
+            ), name
+
+
+def test_dense_memory_in_any_order_of_dims_is_kept(move_in: MoveIn) -> None:
+    model = nn.Conv2d(3, 5, (2, 7)).to(memory_format=torch.channels_last)
+    model.turned = nn.Parameter(torch.randn(7, 3).t())
+    strides = {name: p.stride() for name, p in model.named_parameters()}
+    expected = {k: v.clone() for k, v in model.state_dict().items()}
+
+    home, arena = move_in(model)
+
+    assert {name: p.stride() for name, p in model.named_parameters()} == strides
+    assert all(torch.equal(v, expected[k]) for k, v in read(home, arena).items())
+
+
+def test_parameters_that_view_one_storage_keep_sharing_it(move_in: MoveIn) -> None:
+    whole = torch.randn(5, 7)
+    model = nn.ParameterList([nn.Parameter(whole[:, :3]), nn.Parameter(whole[:, 3:])])
+
+    home, arena = move_in(model)
+    with torch.no_grad():
+        whole.fill_(2.0)
+
+    assert arena.holds(whole)
+    assert all(bool((p == 2).all()) for p in model.parameters())
+    assert all(bool((t == 2).all()) for t in read(home, arena).values())
+
+
+def test_tensors_that_nobody_announced_follow_their_parameter(move_in: MoveIn) -> None:
+    model = nn.Linear(3, 5)
+    kept = [p.data for p in model.parameters()]
+    row = model.weight.detach()[2]
+
+    home, _ = move_in(model)
+    with torch.no_grad():
+        model.weight.fill_(3.0)
+    assert bool((kept[0] == 3).all())
+    assert bool((row == 3).all())
+    home.move_out()
+    kept[0].fill_(4.0)
+    assert bool((model.weight == 4).all())
+
+
+def test_storages_keep_their_size_so_saving_one_tensor_saves_only_it(move_in: MoveIn) -> None:
+    model = nn.Sequential(*(nn.Linear(31, 37) for _ in range(5)))
+
+    move_in(model)
+    saved = io.BytesIO()
+    torch.save(model[0].weight, saved)
+
+    assert model[0].weight.untyped_storage().nbytes() == 31 * 37 * 4
+    assert len(saved.getvalue()) < 2 * 31 * 37 * 4
+
+
+def test_moving_keeps_identity_gradients_versions_and_randomness() -> None:
+    model = nn.Linear(3, 5)
+    model.bias.requires_grad_(False)
+    model(torch.ones(2, 3)).sum().backward()
+    random = torch.get_rng_state()
+
+    def facts() -> list[object]:
+        return [(id(p), id(p.grad), p.requires_grad, p._version) for p in model.parameters()]
+
+    before = facts()
+    home = Home(model)
+    arena = Arena(home.arena_bytes)
+    home.move_in(arena.memory)
+    inside = facts()
+    home.move_out()
+    arena.close()
+
+    assert before == inside == facts()
+    assert torch.equal(torch.get_rng_state(), random)
+
+
+def test_a_graph_from_before_the_move_still_runs_backward(move_in: MoveIn) -> None:
+    model, reference = nn.Linear(3, 5), nn.Linear(3, 5)
+    reference.load_state_dict(model.state_dict())
+    inputs = torch.randn(2, 3, requires_grad=True)
+    loss = model(inputs).pow(2).sum()
+
+    move_in(model)
+    loss.backward()
+
+    reference(inputs.detach()).pow(2).sum().backward()
+    assert torch.equal(model.weight.grad, reference.weight.grad)
+
+
+@pytest.mark.parametrize("full", [False, True])
+def test_loading_with_assign_is_noticed_and_taken_back(move_in: MoveIn, full: bool) -> None:
+    model = nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 2))
+    home, arena = move_in(model)
+    assert home.check(full) == []
+    loaded = {name: torch.randn_like(value) for name, value in model.state_dict().items()}
+
+    model.load_state_dict(loaded, assign=True)
+
+    assert home.check(full) == ["0.weight", "0.bias", "1.weight", "1.bias"]
+    assert home.take_back() == ["0.weight", "0.bias", "1.weight", "1.bias"]
+    assert home.check(full) == []
+    assert all(arena.holds(p) for p in model.parameters())
+    for name, value in read(home, arena).items():
+        assert torch.equal(value, loaded[name])
+    # The loaded tensors and the parameters are the same memory, as assign promises.
+    assert arena.holds(loaded["0.weight"])
+
+
+def test_replaced_data_is_noticed_and_taken_back(move_in: MoveIn) -> None:
+    model = nn.Linear(3, 5)
+    home, arena = move_in(model)
+
+    model.weight.data = torch.full((5, 3), 7.0)
+
+    assert home.check() == ["weight"]
+    assert home.take_back() == ["weight"]
+    assert bool((read(home, arena)["weight"] == 7).all())
+    assert arena.holds(model.weight)
+
+
+def test_a_deleted_parameter_is_noticed(move_in: MoveIn) -> None:
+    model = nn.Linear(3, 5)
+    home, _ = move_in(model)
+
+    del model.bias
+
+    assert home.check() == ["bias"]
+    with pytest.raises(ConflictError, match="'bias' was in 1 and is in 0 parts"):
+        home.take_back()
+
+
+def test_all_of_many_parameters_are_looked_at_in_turn(move_in: MoveIn) -> None:
+    model = nn.ParameterList(nn.Parameter(torch.zeros(1)) for _ in range(250))
+    home, _ = move_in(model)
+
+    model[249].data = torch.ones(1)
+
+    assert [home.check() for _ in range(3)] == [[], [], ["249"]]
+    assert home.check(full=True) == ["249"]
+
+
+CHANGES: dict[str, Callable[[nn.Linear], object]] = {
+    "dtype": lambda model: model.double(),
+    "shape": lambda model: setattr(model, "weight", nn.Parameter(torch.zeros(4, 3))),
+    "strides": lambda model: setattr(model, "weight", nn.Parameter(torch.zeros(3, 5).t())),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_another_layout_is_refused_and_nothing_is_touched(move_in: MoveIn, change: str) -> None:
+    model = nn.Linear(3, 5)
+    home, arena = move_in(model)
+    before = bytes(arena.memory)
+
+    CHANGES[change](model)
+    changed = [p.data_ptr() for p in model.parameters()]
+
+    with pytest.raises(ConflictError, match=r"'weight' was .* detach and attach again"):
+        home.take_back()
+    assert bytes(arena.memory) == before
+    assert [p.data_ptr() for p in model.parameters()] == changed
+
+
+def test_parameters_that_came_to_share_memory_are_refused(move_in: MoveIn) -> None:
+    model = nn.ParameterList([nn.Parameter(torch.zeros(4)), nn.Parameter(torch.ones(4))])
+    home, _ = move_in(model)
+
+    shared = torch.zeros(4)
+    model[0].data, model[1].data = shared, shared
+
+    with pytest.raises(ConflictError, match="shares its memory"):
+        home.take_back()
+
+
+def test_buffers_are_copied_when_asked_also_when_replaced(move_in: MoveIn) -> None:
+    model = nn.BatchNorm1d(3)
+    model.register_buffer("mask", torch.tensor([[True, False, True]] * 2).t())
+    home, arena = move_in(model)
+    assert not arena.holds(model.running_mean)
+
+    model.running_mean.fill_(2.0)
+    model.num_batches_tracked = model.num_batches_tracked + 5
+    model.mask = ~model.mask
+    assert not bool((read(home, arena)["running_mean"] == 2).any())
+    home.copy_buffers()
+
+    assert all(torch.equal(v, model.state_dict()[k]) for k, v in read(home, arena).items())
+
+
+def test_a_buffer_of_another_shape_or_wider_dtype_is_refused(move_in: MoveIn) -> None:
+    model = nn.BatchNorm1d(3)
+    home, _ = move_in(model)
+
+    model.running_mean = model.running_mean.double()
+    with pytest.raises(ConflictError, match="'running_mean' was float32"):
+        home.copy_buffers()
+    model.running_mean = torch.zeros(4)
+    with pytest.raises(ConflictError, match=r"is float32 \[4\] now"):
+        home.copy_buffers()
+
+
+def test_a_model_that_changed_while_attaching_is_refused() -> None:
+    model = nn.Linear(3, 5)
+    home = Home(model)
+    arena = Arena(home.arena_bytes)
+    model.weight.data = torch.zeros(5, 3)
+
+    with pytest.raises(ConflictError, match="changed while"):
+        home.move_in(arena.memory)
+    assert not any(arena.holds(p) for p in model.parameters())
+    arena.close()
+
+
+def test_an_arena_that_is_too_small_or_read_only_is_refused() -> None:
+    home = Home(nn.Linear(3, 5))
+
+    with pytest.raises(UsageError, match="expected at least"):
+        home.move_in(memoryview(bytearray(home.arena_bytes - 1)))
+    with pytest.raises(UsageError, match="read-only"):
+        home.move_in(memoryview(bytes(home.arena_bytes)))
+
+
+def test_moving_in_twice_is_refused(move_in: MoveIn) -> None:
+    home, arena = move_in(nn.Linear(3, 5))
+
+    with pytest.raises(ConflictError, match="already"):
+        home.move_in(arena.memory)
+
+
+REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
+    "other device": (lambda: nn.Linear(2, 2, device="meta"), "'weight': parameters on meta"),
+    "shared": (lambda: nn.Linear(2, 2).share_memory(), "'weight' is in memory shared"),
+    "lazy": (lambda: nn.LazyLinear(2), "'weight' is not initialized"),
+    "expanded": (
+        lambda: nn.ParameterList([nn.Parameter(torch.zeros(1).expand(3))]),
+        "'0' .* overlaps itself",
+    ),
+    "sparse": (
+        lambda: nn.ParameterList([nn.Parameter(torch.eye(3).to_sparse())]),
+        "'0' is a Parameter with layout torch.sparse_coo",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_cannot_be_served_is_refused_by_name(case: str) -> None:
+    make, message = REFUSED[case]
+
+    with pytest.raises(ConflictError, match=message):
+        Home(make())
+
+
+def test_cuda_and_other_devices_have_no_arena_yet() -> None:
+    assert arena_kind(torch.zeros(1)) == "host"
+    with pytest.raises(ConflictError, match="parameters on meta"):
+        arena_kind(torch.zeros(1, device="meta"))
+
+
+def test_memory_with_gaps_is_told_as_dense_boxes() -> None:
+    model = nn.ParameterList([nn.Parameter(torch.arange(21.0).view(3, 7)[:, 2:4])])
+
+    shards = find_shards(model)
+
+    assert [s.region for s in shards] == [Box((i, 0), (i + 1, 2)) for i in range(3)]
+    assert all(s.tensor.is_contiguous() and s.kind is TensorKind.PARAMETER for s in shards)
+    assert torch.equal(torch.cat([s.tensor for s in shards]), model[0])
+
+
+def test_tensors_hidden_by_gc_freeze_are_refused_when_they_use_a_parameter() -> None:
+    alone, shared = nn.Linear(3, 5), nn.Linear(3, 5)
+    kept = shared.weight.data
+    gc.collect()
+    gc.freeze()
+    try:
+        home = Home(alone)
+        arena = Arena(home.arena_bytes)
+        home.move_in(arena.memory)
+        assert all(arena.holds(p) for p in alone.parameters())
+        home.move_out()
+        arena.close()
+
+        home = Home(shared)
+        arena = Arena(home.arena_bytes)
+        with pytest.raises(ConflictError, match=r"gc\.unfreeze"):
+            home.move_in(arena.memory)
+        assert not arena.holds(kept)
+        arena.close()
+    finally:
+        gc.unfreeze()
+
+
+def test_an_arena_can_be_used_under_a_default_device(move_in: MoveIn) -> None:
+    model = nn.Linear(3, 5)
+
+    with torch.device("meta"):
+        _, arena = move_in(model)
+
+    assert all(arena.holds(p) for p in model.parameters())

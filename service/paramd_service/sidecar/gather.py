@@ -10,8 +10,6 @@ import asyncio
 import time
 from collections.abc import AsyncGenerator, Sequence
 
-import numpy as np
-
 from paramd.errors import DataLossError, ExhaustedError, UsageError
 from paramd.layout.codec import decode_layout
 from paramd.layout.dtypes import item_bytes
@@ -189,6 +187,9 @@ def _begin(tensor: ResultTensor) -> bytes:
 
 def _place(data: bytearray, landing: Landing, tensor: ResultTensor, result: bytearray) -> None:
     """One strided copy of a piece into its box of the result."""
+    # Loaded when first needed: a sidecar that is no gateway stays small.
+    import numpy as np
+
     assert isinstance(landing.target, Box), "an interval is always direct"
     width = item_bytes(tensor.dtype)
     element = np.dtype(f"V{width}")

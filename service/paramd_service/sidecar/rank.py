@@ -166,7 +166,7 @@ class RankSidecar:
             )
             self._own(possession)
             self.log(
-                "attached", epoch=request.epoch, pid=request.pid, arena_bytes=request.arena_bytes
+                "attached", epoch=request.epoch, trainer_pid=request.pid, arena_bytes=request.arena_bytes
             )
             return possession
 

@@ -1,0 +1,232 @@
+"""A trainer without torch: it owns a control page, and stamps its step into the arena.
+
+Every update writes the new step into all 8-byte words of the arena, piece by piece, with
+pauses between. So a snapshot that mixes two steps shows at once. Runs as a thread of a
+test, or as a process (`python -m tests.integration.fake_trainer`) that may be killed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import os
+import socket
+import sys
+import threading
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from paramd.layout.codec import encode_layout
+from paramd.layout.merge import layout_digest
+from paramd.layout.types import Box, Layout, Piece, TensorKind, TensorLayout
+from paramd.memory import descriptors, handover
+from paramd.memory.arena import HostArena
+from paramd.memory.control_page import ControlPage, Word
+from paramd.memory.gate import TrainerGate
+from paramd.version import __version__
+
+SECRET = bytes(range(32))
+STALL_BUDGET_NS = 5_000_000
+PIECES = 8
+
+
+@dataclass(kw_only=True)
+class TrainerSettings:
+    """How the fake trainer behaves; may be changed while it runs."""
+
+    job: str = "job"
+    epoch: int = 1
+    rank: int = 0
+    arena_bytes: int = 1 << 20
+    constant_s: float = 0.02
+    """Time between two updates."""
+    update_s: float = 0.01
+    """Time within an update."""
+    agrees: bool = True
+    """Whether boundary requests are agreed (this rank alone is the mesh)."""
+    control_address: str = ""
+    die_in_update: int = -1
+    """Step in whose update the process ends itself; -1 never."""
+
+
+def layout_of(arena_bytes: int) -> Layout:
+    """One int64 parameter that fills the arena."""
+    numel = arena_bytes // 8
+    piece = Piece(0, 0, Box((0,), (numel,)))
+    tensor = TensorLayout("w", "int64", (numel,), TensorKind.PARAMETER, (piece,))
+    return Layout(1, (arena_bytes,), (tensor,))
+
+
+@dataclass
+class FakeTrainer:
+    """Attached to a sidecar; `run` trains until `stop` is set, or held while `held` is."""
+
+    settings: TrainerSettings
+    connection: socket.socket
+    fds: list[int]
+    address: str
+    stop: threading.Event = field(default_factory=threading.Event)
+    held: threading.Event = field(default_factory=threading.Event)
+
+    def __post_init__(self) -> None:
+        self.page = ControlPage(self.fds[0])
+        self.arena = HostArena(self.fds[2], self.settings.arena_bytes)
+        self.gate = TrainerGate(self.page, stall_budget_ns=STALL_BUDGET_NS)
+        self.page[Word.AGREEMENT_STATE] = 1
+        self._want_seen = self.page[Word.WANT]
+        self._thread: threading.Thread | None = None
+
+    def send_mesh(self, layout: Layout | None = None) -> None:
+        """Tells the sidecar the layout, and waits until it serves."""
+        layout = layout if layout is not None else layout_of(self.settings.arena_bytes)
+        serialized = encode_layout(layout).SerializeToString()
+        memory = os.memfd_create("layout")
+        os.write(memory, serialized)
+        peer = {
+            "rank": self.settings.rank,
+            "address": self.address,
+            "socket_path": "",
+            "host_id": "here",
+        }
+        message = {
+            "op": "mesh",
+            "peers": [peer],
+            "control_address": self.settings.control_address,
+            "layout_digest": layout_digest(layout),
+        }
+        handover.send(self.connection, message, [memory])
+        os.close(memory)
+        expect(self.connection, "serving")
+
+    def begin_update(self) -> None:
+        self.gate.begin_update()
+
+    def stamp(self, step: int, piece: int) -> None:
+        """Writes the step into one piece of the arena."""
+        words = self.arena.buffer[: self.settings.arena_bytes // 8 * 8].cast("q")
+        begin, end = (len(words) * number // PIECES for number in (piece, piece + 1))
+        pattern = step.to_bytes(8, "little") * (end - begin)
+        ctypes.memmove(self.arena.address + 8 * begin, pattern, len(pattern))
+
+    def update(self) -> None:
+        """One whole update and its boundary."""
+        step = self.page[Word.STEP] + 1
+        self.begin_update()
+        for piece in range(PIECES):
+            self.stamp(step, piece)
+            time.sleep(self.settings.update_s / PIECES)
+            if step == self.settings.die_in_update and piece == PIECES // 2:
+                os._exit(9)
+        self.gate.end_update()
+        self.boundary()
+
+    def boundary(self) -> None:
+        """Agrees (alone) and announces, as the real trainer does."""
+        page = self.page
+        now_ns = time.monotonic_ns()
+        last_ns, page[Word.BOUNDARY_NS] = page[Word.BOUNDARY_NS], now_ns
+        if last_ns:
+            page[Word.STEP_TIME_NS] = now_ns - last_ns
+        announce = False
+        if self.settings.agrees and page[Word.READY] > page[Word.AGREED]:
+            if page[Word.BUFFERS_WANTED] > page[Word.AGREED]:
+                page[Word.BUFFERS_STEP] = page[Word.STEP]
+            page[Word.AGREED_STEP] = page[Word.STEP]
+            page[Word.AGREED] = page[Word.READY]
+            announce = True
+        want = page[Word.WANT]
+        if announce or want != self._want_seen:
+            self._want_seen = want
+            page[Word.ANNOUNCE] += 1
+            descriptors.wake(self.fds[1])
+
+    def run(self) -> None:
+        while not self.stop.is_set():
+            if self.held.is_set():
+                time.sleep(0.001)
+                continue
+            self.update()
+            time.sleep(self.settings.constant_s)
+
+    def start(self) -> None:
+        self._thread = threading.Thread(target=self.run, name="paramd-fake-trainer")
+        self._thread.start()
+
+    def finish(self) -> None:
+        """Stops training; the sidecar is left alone."""
+        self.stop.set()
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+
+    def close(self) -> None:
+        self.finish()
+        self.page.close()
+        self.arena.close()
+        self.connection.close()
+        for descriptor in self.fds:
+            os.close(descriptor)
+        self.fds = []
+
+
+def expect(connection: socket.socket, op: str) -> tuple[handover.Message, list[int]]:
+    """The next message, which must be of that op."""
+    message, fds = handover.receive(connection)
+    if message["op"] != op:
+        raise AssertionError(f"the sidecar answered {message}")
+    return message, fds
+
+
+def attach_message(settings: TrainerSettings, **changes: object) -> handover.Message:
+    """An "attach" message of this very process."""
+    return {
+        "op": "attach",
+        "job": settings.job,
+        "epoch": settings.epoch,
+        "rank": settings.rank,
+        "world_size": 1,
+        "pid": os.getpid(),
+        "start": descriptors.process_start(os.getpid()),
+        "arena_bytes": settings.arena_bytes,
+        "secret": SECRET.hex(),
+        "version": __version__,
+        **changes,
+    }
+
+
+def attach(
+    path: Path, settings: TrainerSettings, handed_back: list[int] | None = None
+) -> FakeTrainer:
+    """Attaches this process to the sidecar at `path`."""
+    connection = handover.connect(path, timeout_s=10)
+    try:
+        handover.send(connection, attach_message(settings), handed_back or [])
+        message, fds = expect(connection, "attached")
+    except BaseException:
+        connection.close()
+        raise
+    return FakeTrainer(settings, connection, fds, message["address"])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--socket", type=Path, required=True)
+    parser.add_argument("--epoch", type=int, default=1)
+    parser.add_argument("--arena-bytes", type=int, default=1 << 20)
+    parser.add_argument("--die-in-update", type=int, default=-1)
+    parser.add_argument("--steps", type=int, default=10**9)
+    values = vars(parser.parse_args())
+    path, steps = values.pop("socket"), values.pop("steps")
+    trainer = attach(path, TrainerSettings(**values))
+    trainer.send_mesh()
+    print(trainer.address, flush=True)
+    while trainer.page[Word.STEP] < steps:
+        trainer.update()
+        time.sleep(trainer.settings.constant_s)
+    print("trained", flush=True)
+    sys.stdin.read()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,144 @@
+"""A real sidecar process for tests, and calls to it."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import grpc
+
+from paramd.layout.merge import layout_digest
+from paramd.tickets import Role, mint
+from paramd.v1 import sidecar_pb2 as pb
+from paramd.v1 import sidecar_pb2_grpc
+from tests.integration.fake_trainer import SECRET, FakeTrainer, layout_of
+
+READY_S = 10.0
+POLL_S = 0.01
+
+
+def wait_until(condition: Callable[[], bool], what: str, timeout_s: float = READY_S) -> None:
+    """Polls a condition until it holds."""
+    deadline_s = time.monotonic() + timeout_s
+    while not condition():
+        if time.monotonic() > deadline_s:
+            raise AssertionError(f"{what}: not within {timeout_s} s")
+        time.sleep(POLL_S)
+
+
+class SidecarProcess:
+    """`python -m paramd_service.sidecar`, ended with the block."""
+
+    def __init__(self, directory: Path, *options: str, faults: str = "") -> None:
+        directory.mkdir(mode=0o700, exist_ok=True)
+        self.socket_path = directory / "rank-0.sock"
+        self.log_path = directory / f"sidecar-{uuid.uuid4().hex}.log"
+        environment = {**os.environ, "PARAMD_FAULTS": faults}
+        command = [sys.executable, "-m", "paramd_service.sidecar", "--job", "job", "--rank", "0"]
+        command += ["--socket", str(self.socket_path), *options]
+        with self.log_path.open("ab") as log:
+            self.process = subprocess.Popen(
+                command, stdin=subprocess.DEVNULL, stderr=log, env=environment
+            )
+
+    def wait_until_started(self) -> None:
+        wait_until(lambda: '"started"' in self.log, "the sidecar starts")
+
+    @property
+    def log(self) -> str:
+        return self.log_path.read_text()
+
+    def terminate(self) -> int:
+        """SIGTERM, and the exit code."""
+        self.process.terminate()
+        return self.process.wait(timeout=10)
+
+    def end(self) -> None:
+        if self.process.poll() is None:
+            self.process.send_signal(signal.SIGCONT)
+            self.process.kill()
+        self.process.wait(timeout=10)
+
+
+@contextmanager
+def sidecar(directory: Path, *options: str, faults: str = "") -> Iterator[SidecarProcess]:
+    """A started sidecar."""
+    process = SidecarProcess(directory, *options, faults=faults)
+    try:
+        process.wait_until_started()
+        yield process
+    finally:
+        process.end()
+
+
+def ticket(role: Role = Role.READER, epoch: int = 1, job: str = "job", ttl_s: float = 60) -> str:
+    return mint(SECRET, job=job, epoch=epoch, role=role, ttl_s=ttl_s)
+
+
+class Client:
+    """Calls one sidecar with a ticket and a deadline."""
+
+    def __init__(
+        self, address: str, role: Role = Role.READER, epoch: int = 1, arena_bytes: int = 1 << 20
+    ) -> None:
+        self.channel = grpc.insecure_channel(
+            address, options=[("grpc.use_local_subchannel_pool", 1)]
+        )
+        self.stub = sidecar_pb2_grpc.SidecarServiceStub(self.channel)
+        self.metadata = (("authorization", f"Bearer {ticket(role, epoch)}"),)
+        self.epoch = epoch
+        self.arena_bytes = arena_bytes
+        self.digest = layout_digest(layout_of(arena_bytes))
+
+    def call(self, method: str, request: Any, timeout_s: float = 5.0) -> Any:
+        return getattr(self.stub, method)(request, timeout=timeout_s, metadata=self.metadata)
+
+    def state(self) -> Any:
+        return self.call("GetState", pb.GetStateRequest())
+
+    def pin_request(self, *spans: tuple[int, int], **fields: Any) -> pb.PinSnapshotRequest:
+        spans = spans or ((0, self.arena_bytes),)
+        return pb.PinSnapshotRequest(
+            epoch=self.epoch,
+            layout_digest=self.digest,
+            spans=[pb.Span(begin=begin, end=end) for begin, end in spans],
+            **fields,
+        )
+
+    def pin(self, *spans: tuple[int, int], timeout_s: float = 5.0, **fields: Any) -> Any:
+        return self.call("PinSnapshot", self.pin_request(*spans, **fields), timeout_s)
+
+    def read(self, snapshot_id: str, offset_bytes: int = 0, size_bytes: int = 0) -> bytes:
+        request = pb.ReadSnapshotRequest(
+            snapshot_id=snapshot_id, offset_bytes=offset_bytes, size_bytes=size_bytes
+        )
+        return b"".join(chunk.data for chunk in self.call("ReadSnapshot", request))
+
+    def release(self, snapshot_id: str) -> None:
+        self.call("ReleaseSnapshot", pb.ReleaseSnapshotRequest(snapshot_id=snapshot_id))
+
+    def close(self) -> None:
+        self.channel.close()
+
+
+@contextmanager
+def client_of(trainer: FakeTrainer, role: Role = Role.READER) -> Iterator[Client]:
+    settings = trainer.settings
+    client = Client(trainer.address, role, settings.epoch, settings.arena_bytes)
+    try:
+        yield client
+    finally:
+        client.close()
+
+
+def values_of(data: bytes) -> set[int]:
+    """The distinct 8-byte words."""
+    return set(memoryview(data).cast("q"))

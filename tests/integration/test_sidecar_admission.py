@@ -1,0 +1,298 @@
+"""What a sidecar refuses: strangers, calls without deadline, malformed requests, late comers."""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import os
+import signal
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import grpc
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha.proto_reflection_descriptor_database import (
+    ProtoReflectionDescriptorDatabase,
+)
+
+from paramd.memory import handover
+from paramd.memory.control_page import Word
+from paramd.tickets import Role
+from paramd.v1 import sidecar_pb2 as pb
+from tests.integration.fake_trainer import FakeTrainer, TrainerSettings, attach, expect
+from tests.integration.sidecar_process import (
+    Client,
+    SidecarProcess,
+    client_of,
+    sidecar,
+    ticket,
+    values_of,
+    wait_until,
+)
+
+ARENA_BYTES = 1 << 20
+SERVICE = "/paramd.v1.SidecarService/"
+METHODS = [method.name for method in pb.DESCRIPTOR.services_by_name["SidecarService"].methods]
+DENIED = (grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.PERMISSION_DENIED)
+
+
+@pytest.fixture
+def process(tmp_path: Path) -> Iterator[SidecarProcess]:
+    with sidecar(tmp_path / "s") as started:
+        yield started
+
+
+@pytest.fixture
+def trainer(process: SidecarProcess) -> Iterator[FakeTrainer]:
+    attached = attach(process.socket_path, TrainerSettings(arena_bytes=ARENA_BYTES))
+    try:
+        attached.send_mesh()
+        yield attached
+    finally:
+        attached.close()
+
+
+@pytest.fixture
+def client(trainer: FakeTrainer) -> Iterator[Client]:
+    with client_of(trainer) as connected:
+        yield connected
+
+
+def raw(
+    client: Client, path: str, data: bytes = b"", authorization: str | None = None
+) -> grpc.StatusCode:
+    """Status of a call with raw bytes."""
+    metadata = (("authorization", authorization),) if authorization is not None else ()
+    call = client.channel.unary_stream(path)(data, timeout=5, metadata=metadata)
+    with contextlib.suppress(grpc.RpcError):
+        for _ in call:
+            pass
+    code = call.code()
+    assert isinstance(code, grpc.StatusCode)
+    return code
+
+
+def test_every_method_refuses_everybody_without_a_good_ticket(client: Client) -> None:
+    assert len(METHODS) == 10
+    good = ticket()
+    bad = {
+        "none": None,
+        "empty": "",
+        "other scheme": f"Basic {good}",
+        "garbage": "Bearer garbage",
+        "another job": f"Bearer {ticket(job='other')}",
+        "another epoch": f"Bearer {ticket(epoch=2)}",
+        "changed": f"Bearer {good[:-1]}{'A' if good[-1] != 'A' else 'B'}",
+    }
+    for method in METHODS:
+        for what, authorization in bad.items():
+            code = raw(client, SERVICE + method, authorization=authorization)
+            assert code is grpc.StatusCode.UNAUTHENTICATED, (method, what)
+    assert raw(client, SERVICE + "GetState", authorization=f"Bearer {good}") is grpc.StatusCode.OK
+
+
+def test_roles_and_unknown_methods_are_denied_by_default(client: Client) -> None:
+    good = f"Bearer {ticket()}"
+    paths = [
+        SERVICE + "CaptureBoundary",
+        SERVICE + "StageEdit",
+        SERVICE + "getstate",
+        SERVICE,
+        "/paramd.v1.ControlService/Join",
+        "/x/y",
+    ]
+    for path in paths:
+        assert raw(client, path, authorization=good) in DENIED, path
+    reflection = "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo"
+    assert raw(client, reflection) is grpc.StatusCode.UNAUTHENTICATED
+    capture = raw(client, SERVICE + "CaptureBoundary", authorization=f"Bearer {_control()}")
+    assert capture is grpc.StatusCode.FAILED_PRECONDITION
+
+
+def _control() -> str:
+    return ticket(Role.CONTROL)
+
+
+def test_reflection_and_health_answer(client: Client) -> None:
+    with_ticket = grpc.intercept_channel(client.channel, _WithTicket())
+    names = ProtoReflectionDescriptorDatabase(with_ticket).get_services()
+    assert "paramd.v1.SidecarService" in names
+    health = health_pb2_grpc.HealthStub(client.channel)
+    for service in ("", "paramd.v1.SidecarService"):
+        answer = health.Check(health_pb2.HealthCheckRequest(service=service), timeout=5)
+        assert answer.status == health_pb2.HealthCheckResponse.SERVING
+
+
+class _WithTicket(grpc.StreamStreamClientInterceptor):
+    def intercept_stream_stream(self, continuation, details, requests):  # type: ignore[no-untyped-def]
+        details = details._replace(metadata=(("authorization", f"Bearer {ticket()}"),), timeout=5)
+        return continuation(details, requests)
+
+
+def test_before_the_first_trainer_everything_is_unavailable(process: SidecarProcess) -> None:
+    address = process.log.partition('"address": "')[2].partition('"')[0]
+    client = Client(address)
+    try:
+        for method in METHODS:
+            code = raw(client, SERVICE + method, authorization=f"Bearer {ticket()}")
+            assert code is grpc.StatusCode.UNAVAILABLE
+        health = health_pb2_grpc.HealthStub(client.channel)
+        request = health_pb2.HealthCheckRequest(service="paramd.v1.SidecarService")
+        answer = health.Check(request, timeout=5)
+        assert answer.status == health_pb2.HealthCheckResponse.NOT_SERVING
+    finally:
+        client.close()
+
+
+def test_a_call_needs_a_deadline_of_at_most_ten_minutes(client: Client) -> None:
+    for timeout in (None, 3600.0):
+        with pytest.raises(grpc.RpcError, match="deadline") as refused:
+            client.stub.GetState(pb.GetStateRequest(), timeout=timeout, metadata=client.metadata)
+        assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+
+
+@pytest.mark.parametrize(
+    "spans",
+    [
+        [(0, 0)],
+        [(8, 4)],
+        [(-8, 8)],
+        [(0, ARENA_BYTES + 1)],
+        [(8, 16), (0, 8)],
+        [(0, 16), (8, 24)],
+        [(2**62, 2**63 - 1)],
+    ],
+)
+def test_malformed_spans_are_refused(client: Client, spans: list[tuple[int, int]]) -> None:
+    with pytest.raises(grpc.RpcError, match="spans") as refused:
+        client.pin(*spans)
+    assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+
+
+def test_malformed_reads_and_reductions_are_refused(client: Client) -> None:
+    pin = client.pin()
+    for offset, size in ((-1, 0), (0, -1), (ARENA_BYTES + 1, 0), (8, ARENA_BYTES), (0, 2**63 - 1)):
+        with pytest.raises(grpc.RpcError, match="expected a range within"):
+            client.read(pin.snapshot_id, offset, size)
+    for begin, numel, dtype in (
+        (-8, 1, "int64"),
+        (0, -1, "int64"),
+        (0, 2**60, "float64"),
+        (ARENA_BYTES - 4, 1, "int64"),
+        (0, 1, "complex64"),
+        (0, 1, "load"),
+    ):
+        item = pb.StatsItem(begin_bytes=begin, numel=numel, dtype=dtype)
+        request = pb.ComputeStatsRequest(snapshot_id=pin.snapshot_id, items=[item])
+        with pytest.raises(grpc.RpcError) as refused:
+            client.call("ComputeStats", request, 30)
+        assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+
+
+def test_bytes_that_are_no_message_get_a_clear_answer(client: Client) -> None:
+    good = f"Bearer {ticket()}"
+    for data in (b"\xff" * 40, b"\x0a\xff\xff\xff\xff\x0f", os.urandom(100) + b"\xff"):
+        code = raw(client, SERVICE + "PinSnapshot", data, good)
+        assert code in (grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.FAILED_PRECONDITION)
+    huge = raw(client, SERVICE + "PinSnapshot", b"\x00" * (5 << 20), good)
+    assert huge is grpc.StatusCode.RESOURCE_EXHAUSTED
+
+
+def test_a_plan_for_another_epoch_or_layout_is_stale(client: Client) -> None:
+    for epoch, digest in ((2, client.digest), (1, "other")):
+        request = client.pin_request()
+        request.epoch, request.layout_digest = epoch, digest
+        with pytest.raises(grpc.RpcError, match="fetch the layout again") as refused:
+            client.call("PinSnapshot", request)
+        assert refused.value.code() is grpc.StatusCode.FAILED_PRECONDITION
+
+
+def test_a_client_of_the_same_host_maps_a_snapshot(trainer: FakeTrainer, client: Client) -> None:
+    trainer.update()
+    pin = client.pin()
+    connection = handover.connect(_socket_path(client, trainer))
+    try:
+        request = {"op": "map", "ticket": "wrong", "snapshot_id": pin.snapshot_id}
+        handover.send(connection, request)
+        assert expect(connection, "error")[0]["code"] == "PERMISSION_DENIED"
+        handover.send(connection, {**request, "ticket": ticket()})
+        message, (descriptor,) = expect(connection, "mapped")
+        with pytest.raises(PermissionError):
+            mmap.mmap(descriptor, message["size_bytes"], prot=mmap.PROT_WRITE)
+        with mmap.mmap(descriptor, message["size_bytes"], prot=mmap.PROT_READ) as memory:
+            os.close(descriptor)
+            # Released while it is mapped: its memory must never be used for another step.
+            client.release(pin.snapshot_id)
+            trainer.update()
+            assert values_of(client.read(client.pin().snapshot_id)) == {2}
+            assert values_of(bytes(memory)) == {1}
+    finally:
+        connection.close()
+
+
+def _socket_path(client: Client, trainer: FakeTrainer) -> Path:
+    return Path(trainer.connection.getpeername())
+
+
+def test_nonsense_on_the_unix_socket_is_answered(process: SidecarProcess) -> None:
+    connection = handover.connect(process.socket_path)
+    try:
+        for data in (
+            b"nonsense",
+            b"[]",
+            b'{"op": "fly"}',
+            b'{"op": "detach"}',
+            b'{"op": "attach"}',
+        ):
+            connection.send(data)
+            assert expect(connection, "error")[0]["code"] in (
+                "INVALID_ARGUMENT",
+                "FAILED_PRECONDITION",
+            )
+    finally:
+        connection.close()
+
+
+def test_detach_ends_the_sidecar_in_order(process: SidecarProcess, trainer: FakeTrainer) -> None:
+    handover.send(trainer.connection, {"op": "detach"})
+    assert process.process.wait(timeout=10) == 0
+    steps = [line for line in process.log.splitlines() if '"drain"' in line]
+    assert len(steps) == 5
+    assert not process.socket_path.exists()
+
+
+def test_a_running_call_may_end_while_the_sidecar_drains(
+    process: SidecarProcess, trainer: FakeTrainer, client: Client
+) -> None:
+    trainer.begin_update()
+    found: list[pb.PinSnapshotResponse] = []
+    pinning = threading.Thread(target=lambda: found.append(client.pin()))
+    pinning.start()
+    wait_until(lambda: trainer.page[Word.WANT] == 1, "the pin waits")
+    process.process.send_signal(signal.SIGTERM)
+    wait_until(lambda: '"step": 3' in process.log, "the sidecar drains")
+    trainer.gate.end_update()
+    trainer.boundary()
+    pinning.join()
+    assert found[0].header.step == 1
+    assert process.process.wait(timeout=10) == 0
+
+
+def test_a_second_signal_forces(process: SidecarProcess, trainer: FakeTrainer) -> None:
+    trainer.begin_update()
+    client = Client(trainer.address)
+    try:
+        call = client.stub.PinSnapshot.future(
+            client.pin_request(), timeout=20, metadata=client.metadata
+        )
+        wait_until(lambda: trainer.page[Word.WANT] == 1, "the pin waits")
+        process.process.send_signal(signal.SIGTERM)
+        wait_until(lambda: '"step": 3' in process.log, "the sidecar drains")
+        process.process.send_signal(signal.SIGTERM)
+        assert process.process.wait(timeout=2) == 128 + signal.SIGTERM
+        assert call.exception(timeout=5) is not None
+    finally:
+        client.close()
+        trainer.gate.end_update()

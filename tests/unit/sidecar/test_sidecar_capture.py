@@ -1,0 +1,251 @@
+"""Decisions of the copying thread, with a page, a clock and copies of the test's own."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import pytest
+
+from paramd.memory.control_page import PAGE_BYTES, ControlPage, Word
+from paramd.memory.gate import CopyEnd, CopySpan
+from paramd_service.sidecar.capture import (
+    RETRY_NS,
+    Boundary,
+    Capture,
+    CopyJob,
+    Outcome,
+    worth_starting,
+)
+
+MS = 1_000_000
+
+
+class Bench:
+    """A rank between two updates; `ends` says how the next copies end."""
+
+    def __init__(self) -> None:
+        descriptor = os.memfd_create("page")
+        os.ftruncate(descriptor, PAGE_BYTES)
+        self.page = ControlPage(descriptor)
+        os.close(descriptor)
+        self.now_ns = 1_000 * MS
+        self.ends: list[CopyEnd] = []
+        self.copies = 0
+        self.steps: list[int | None] = []
+        self.outcomes: list[Outcome] = []
+        self.capture = Capture(self.page, clock_ns=lambda: self.now_ns, copy=self._copy)
+
+    def _copy(self, page: ControlPage, spans: Sequence[CopySpan], **_: Any) -> tuple[CopyEnd, int]:
+        self.copies += 1
+        if page[Word.SEQ] & 1:
+            return CopyEnd.UPDATING, page[Word.STEP]
+        return (self.ends.pop(0) if self.ends else CopyEnd.DONE), page[Word.STEP]
+
+    def job(self, size_bytes: int = 100) -> CopyJob:
+        job = CopyJob([CopySpan(0, 0, size_bytes)], self.steps.append)
+        self.capture.submit(job)
+        return job
+
+    def arm(self, number: int, *, with_buffers: bool = False) -> None:
+        self.capture.arm(Boundary(number, [CopySpan(0, 0, 8)], with_buffers, self.outcomes.append))
+
+    def train(self, step_time_ms: int, age_ms: int) -> None:
+        """A rank that trains at this pace and reached its last boundary that long ago."""
+        self.page[Word.STEP_TIME_NS] = step_time_ms * MS
+        self.page[Word.BOUNDARY_NS] = self.now_ns - age_ms * MS
+
+    def boundary(self, *, agreed: int | None = None) -> None:
+        """An update ends; the boundary is announced when asked for or agreed."""
+        self.page[Word.STEP] += 1
+        self.page[Word.SEQ] = 2 * self.page[Word.STEP]
+        if agreed is not None:
+            self.page[Word.AGREED_STEP] = self.page[Word.STEP]
+            self.page[Word.AGREED] = agreed
+        self.page[Word.ANNOUNCE] += 1
+
+
+@pytest.fixture
+def bench() -> Iterator[Bench]:
+    bench = Bench()
+    yield bench
+    bench.page.close()
+
+
+def test_a_rank_between_updates_is_copied_at_once(bench: Bench) -> None:
+    bench.page[Word.STEP] = 7
+    bench.job()
+    bench.capture.serve()
+    assert bench.steps == [7]
+    assert bench.page[Word.WANT] == 0
+
+
+def test_inside_an_update_the_next_boundary_is_asked_for_once(bench: Bench) -> None:
+    bench.page[Word.SEQ] = 1
+    bench.job()
+    bench.job()
+    for _ in range(3):
+        bench.capture.serve()
+    assert bench.page[Word.WANT] == 1
+    assert bench.steps == []
+    bench.boundary()
+    bench.capture.serve()
+    assert bench.steps == [1, 1]
+    assert bench.page[Word.SERVED] == bench.page[Word.ANNOUNCE] == 1
+    assert not bench.capture.waiting
+
+
+def test_an_update_that_ends_while_want_is_raised_is_not_missed(bench: Bench) -> None:
+    bench.page[Word.SEQ] = 1
+    bench.job()
+    original = bench.capture._copy
+
+    def update_ends_after_the_look(*arguments: Any, **named: Any) -> tuple[CopyEnd, int]:
+        result = original(*arguments, **named)
+        bench.page[Word.SEQ] = 2
+        return result
+
+    bench.capture._copy = update_ends_after_the_look
+    bench.capture.serve()
+    assert bench.steps == [0]
+
+
+def test_an_overtaken_copy_waits_for_the_announced_boundary(bench: Bench) -> None:
+    bench.train(step_time_ms=100, age_ms=10)
+    bench.ends = [CopyEnd.OVERTAKEN]
+    job = bench.job()
+    bench.capture.serve()
+    bench.now_ns += 5 * MS
+    bench.capture.serve()
+    assert (bench.copies, job.attempts, bench.page[Word.WANT]) == (1, 1, 1)
+    bench.boundary()
+    bench.capture.serve()
+    assert bench.steps == [1]
+    assert bench.capture.given_up_count == 1
+
+
+def test_a_copy_overtaken_again_asks_again(bench: Bench) -> None:
+    bench.ends = [CopyEnd.OVERTAKEN, CopyEnd.OVERTAKEN]
+    bench.job()
+    bench.capture.serve()
+    bench.boundary()
+    bench.capture.serve()
+    assert bench.page[Word.WANT] == 2
+    assert bench.page[Word.SERVED] == 1
+
+
+def test_a_copy_that_would_not_end_in_time_is_not_begun(bench: Bench) -> None:
+    bench.train(step_time_ms=100, age_ms=85)
+    large, small = bench.job(size_bytes=400 << 20), bench.job(size_bytes=100)
+    bench.capture.serve()
+    assert bench.steps == [0]
+    assert bench.page[Word.WANT] == 1
+    assert large.attempts == small.attempts == 0
+
+
+def test_a_held_rank_is_copied_even_though_nothing_is_announced(bench: Bench) -> None:
+    bench.train(step_time_ms=100, age_ms=85)
+    bench.job(size_bytes=400 << 20)
+    bench.capture.serve()
+    assert bench.steps == []
+    bench.now_ns += RETRY_NS
+    bench.capture.serve()
+    assert bench.steps == [0]
+
+
+def test_an_announce_without_anything_to_do_is_served(bench: Bench) -> None:
+    bench.page[Word.ANNOUNCE] = 5
+    bench.capture.serve()
+    assert bench.page[Word.SERVED] == 5
+
+
+def test_a_cancelled_job_is_given_up_once(bench: Bench) -> None:
+    bench.page[Word.SEQ] = 1
+    job = bench.job()
+    bench.capture.cancel(job)
+    bench.capture.cancel(job)
+    assert bench.steps == [None]
+
+
+def test_an_agreed_boundary_is_captured_at_its_step(bench: Bench) -> None:
+    bench.arm(3)
+    assert bench.page[Word.READY] == 3
+    bench.capture.serve()
+    assert bench.outcomes == []
+    bench.boundary(agreed=3)
+    bench.capture.serve()
+    assert bench.outcomes == [Outcome(1, "")]
+
+
+def test_a_passed_boundary_is_missed(bench: Bench) -> None:
+    bench.arm(1)
+    bench.boundary(agreed=1)
+    bench.page[Word.STEP] += 1
+    bench.capture.serve()
+    assert [outcome.captured for outcome in bench.outcomes] == [False]
+    assert "the next update began" in bench.outcomes[0].reason
+
+
+def test_an_overtaken_boundary_is_missed_with_the_times(bench: Bench) -> None:
+    bench.train(step_time_ms=20, age_ms=0)
+    bench.arm(1)
+    bench.boundary(agreed=1)
+    bench.ends = [CopyEnd.OVERTAKEN]
+    bench.capture.serve()
+    assert "a whole step takes 20.0 ms" in bench.outcomes[0].reason
+    assert bench.page[Word.SERVED] == 1
+
+
+def test_words_of_an_agreement_still_being_written_are_waited_for(bench: Bench) -> None:
+    bench.arm(1)
+    bench.page[Word.STEP], bench.page[Word.SEQ] = 4, 8
+    bench.page[Word.AGREED] = 1
+    bench.capture.serve()
+    assert bench.outcomes == []
+    bench.page[Word.AGREED_STEP] = 4
+    bench.page[Word.ANNOUNCE] += 1
+    bench.capture.serve()
+    assert bench.outcomes == [Outcome(4, "")]
+
+
+def test_buffers_that_the_trainer_did_not_copy_are_missed(bench: Bench) -> None:
+    bench.arm(1, with_buffers=True)
+    assert bench.page[Word.BUFFERS_WANTED] == 1
+    bench.boundary(agreed=1)
+    bench.capture.serve()
+    assert "buffers" in bench.outcomes[0].reason
+
+
+def test_a_withdrawn_request_takes_ready_back_but_never_below_agreed(bench: Bench) -> None:
+    bench.page[Word.AGREED] = bench.page[Word.READY] = 4
+    bench.arm(5)
+    bench.arm(6)
+    bench.capture.withdraw(6, "late")
+    assert bench.page[Word.READY] == 5
+    bench.capture.withdraw(5, "late")
+    assert bench.page[Word.READY] == 4
+    assert [outcome.reason for outcome in bench.outcomes] == ["late", "late"]
+
+
+def test_a_request_that_is_past_is_not_armed(bench: Bench) -> None:
+    bench.page[Word.AGREED] = 4
+    bench.arm(4)
+    assert "is past" in bench.outcomes[0].reason
+    assert bench.page[Word.READY] == 0
+
+
+@pytest.mark.parametrize(
+    ("age_ms", "copy_ms", "worth"),
+    [(0, 10, True), (80, 5, True), (80, 15, False), (150, 10, False), (250, 500, True)],
+)
+def test_when_a_copy_is_begun(age_ms: int, copy_ms: int, worth: bool) -> None:
+    assert (
+        worth_starting(
+            now_ns=1_000 * MS,
+            boundary_ns=(1_000 - age_ms) * MS,
+            step_time_ns=100 * MS,
+            copy_ns=copy_ms * MS,
+        )
+        is worth
+    )

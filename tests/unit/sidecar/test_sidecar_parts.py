@@ -1,0 +1,203 @@
+"""Chunk bytes, faults, configuration, attach decisions, reconnect pauses."""
+
+from __future__ import annotations
+
+import signal
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import xxhash
+
+from paramd.errors import ConflictError, ParamdError, TornError, UsageError
+from paramd.v1 import sidecar_pb2 as pb
+from paramd_service.sidecar import admission
+from paramd_service.sidecar.chunk import read_chunk, summon_chunk, varint
+from paramd_service.sidecar.config import SidecarConfig
+from paramd_service.sidecar.faults import POINTS, Faults
+from paramd_service.sidecar.joining import LAST_BACKOFF_S, backoff_s
+from paramd_service.sidecar.main import parse
+from paramd_service.sidecar.owner import (
+    AttachRequest,
+    Ownership,
+    OwnerView,
+    check_attach,
+    ownership_after_end,
+    parse_attach,
+)
+from paramd_service.sidecar.replies import reason_of
+
+
+@pytest.mark.parametrize(("begin", "end"), [(0, 0), (0, 1), (0, 127), (5, 300), (0, 70_000)])
+def test_a_chunk_written_by_hand_is_the_message(begin: int, end: int) -> None:
+    data = bytes(number * 7 % 256 for number in range(70_000))
+    chunk = pb.ReadSnapshotResponse.FromString(read_chunk(memoryview(data), begin, end))
+    assert chunk.data == data[begin:end]
+    assert chunk.offset_bytes == begin
+    assert chunk.xxh3 == xxhash.xxh3_64_intdigest(data[begin:end])
+    part = pb.SummonResponse.FromString(summon_chunk(memoryview(data)[begin:end]))
+    assert (part.data, part.xxh3) == (chunk.data, chunk.xxh3)
+
+
+@pytest.mark.parametrize("value", [0, 1, 127, 128, 16_383, 16_384, 2**35, 2**62])
+def test_a_varint_is_read_back(value: int) -> None:
+    message = pb.ReadSnapshotResponse.FromString(b"\x18" + varint(value))
+    assert message.offset_bytes == value
+
+
+def test_faults_act_at_the_named_pass_once() -> None:
+    done: list[signal.Signals] = []
+    faults = Faults("copy-moved:kill@2, read-chunk:stop", act=done.append)
+    for point in ("copy-moved", "read-chunk", "copy-begun", "read-chunk"):
+        faults.at(point)
+    assert done == [signal.SIGSTOP]
+    faults.at("copy-moved")
+    faults.at("copy-moved")
+    assert done == [signal.SIGSTOP, signal.SIGKILL]
+
+
+@pytest.mark.parametrize(
+    "text", ["nowhere:kill", "copy-moved", "copy-moved:crash", "copy-moved:kill@0"]
+)
+def test_faults_that_make_no_sense_are_refused(text: str) -> None:
+    with pytest.raises(UsageError, match="PARAMD_FAULTS"):
+        Faults(text)
+
+
+def test_without_faults_points_do_nothing() -> None:
+    for point in POINTS:
+        Faults().at(point)
+
+
+@pytest.mark.parametrize("listen", ["0.0.0.0:0", "10.0.0.1:80", "example.org:1", "[::]:0"])
+def test_only_loopback_may_be_listened_on(listen: str) -> None:
+    with pytest.raises(UsageError, match="not a loopback address"):
+        parse(["--job", "j", "--rank", "0", "--socket", "s", "--listen", listen])
+
+
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [
+        ("--rank", "-1"),
+        ("--linger-s", "0"),
+        ("--listen", "127.0.0.1"),
+        ("--listen", "127.0.0.1:70000"),
+        ("--budget-bytes", "0"),
+        ("--max-calls", "0"),
+        ("--max-lease-s", "1"),
+        ("--grace-s", "-1"),
+        ("--job", "../x"),
+    ],
+)
+def test_options_out_of_range_are_refused_by_name(option: str, value: str) -> None:
+    arguments = ["--job", "j", "--rank", "0", "--socket", "s", option, value]
+    with pytest.raises(UsageError, match=option.removeprefix("--").replace("-", "_")):
+        parse(arguments)
+
+
+def test_options_reach_the_config() -> None:
+    arguments = "--job j --rank 3 --socket /x/s --listen [::1]:7 --linger-s 5 --budget-bytes 9"
+    assert parse(arguments.split()) == SidecarConfig(
+        job="j", rank=3, socket_path=Path("/x/s"), listen="[::1]:7", linger_s=5, budget_bytes=9
+    )
+
+
+REQUEST = AttachRequest(
+    job="job",
+    epoch=3,
+    rank=1,
+    world_size=2,
+    pid=10,
+    start=100,
+    arena_bytes=64,
+    secret=bytes(32),
+    version="1",
+)
+VIEW = OwnerView(
+    job="job", rank=1, ownership=Ownership.OWNED, version="1", epoch=3, pid=10, start=100
+)
+
+
+def test_the_first_trainer_and_the_same_one_may_attach() -> None:
+    check_attach(OwnerView(job="job", rank=1, ownership=Ownership.WAITING, version="1"), REQUEST)
+    check_attach(VIEW, REQUEST)
+    check_attach(VIEW, replace(REQUEST, epoch=4))
+
+
+@pytest.mark.parametrize("ownership", [Ownership.ORPHANED, Ownership.TORN])
+def test_a_newer_epoch_may_have_what_an_ended_trainer_left(ownership: Ownership) -> None:
+    check_attach(replace(VIEW, ownership=ownership), replace(REQUEST, epoch=4, pid=11))
+
+
+@pytest.mark.parametrize(
+    ("ownership", "changes", "text"),
+    [
+        (Ownership.OWNED, {"epoch": 4, "pid": 11}, r"another training process \(pid 10\)"),
+        (Ownership.OWNED, {"epoch": 4, "start": 101}, r"another training process \(pid 10\)"),
+        (Ownership.OWNED, {"epoch": 2}, "epoch 2 is stale"),
+        (Ownership.ORPHANED, {"pid": 11}, "epoch 3 is stale"),
+        (Ownership.ORPHANED, {"pid": 11, "epoch": 4, "version": "2"}, "runs paramd 1"),
+    ],
+)
+def test_who_may_not_attach_is_told_why(
+    ownership: Ownership, changes: dict[str, object], text: str
+) -> None:
+    request = replace(REQUEST, **changes)  # type: ignore[arg-type]
+    with pytest.raises(ConflictError, match=text):
+        check_attach(replace(VIEW, ownership=ownership), request)
+
+
+@pytest.mark.parametrize("changes", [{"job": "other"}, {"rank": 0}])
+def test_another_rank_or_job_is_a_mistake(changes: dict[str, object]) -> None:
+    with pytest.raises(UsageError, match="serves rank 1 of job 'job'"):
+        check_attach(VIEW, replace(REQUEST, **changes))  # type: ignore[arg-type]
+
+
+def test_an_odd_seq_makes_a_rank_torn() -> None:
+    assert ownership_after_end(6) is Ownership.ORPHANED
+    assert ownership_after_end(7) is Ownership.TORN
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"epoch": 0},
+        {"epoch": True},
+        {"arena_bytes": -1},
+        {"secret": "xyz"},
+        {"secret": "00"},
+        {"job": 1},
+        {"version": None},
+    ],
+)
+def test_an_attach_message_is_checked(changes: dict[str, object]) -> None:
+    message: dict[str, object] = {
+        "job": "job",
+        "epoch": 3,
+        "rank": 1,
+        "world_size": 2,
+        "pid": 10,
+        "start": 100,
+        "arena_bytes": 64,
+        "secret": bytes(32).hex(),
+        "version": "1",
+    }
+    assert parse_attach(message) == REQUEST
+    with pytest.raises(UsageError, match=next(iter(changes))):
+        parse_attach({**message, **changes})
+
+
+def test_what_is_kept_back_of_a_deadline() -> None:
+    assert admission.check_deadline(1.0, 600) == pytest.approx(0.9)
+    assert admission.check_deadline(60.0, 600) == pytest.approx(59.75)
+
+
+def test_pauses_grow_to_a_cap_and_are_spread() -> None:
+    assert backoff_s(0, 0.0) == pytest.approx(0.1)
+    assert backoff_s(1, 1.0) == pytest.approx(0.4)
+    assert backoff_s(1000, 1.0) == LAST_BACKOFF_S
+
+
+def test_an_error_names_its_reason() -> None:
+    assert reason_of(TornError("x")) == "TORN"
+    assert reason_of(ParamdError("x")) == "PARAMD"

@@ -1,0 +1,182 @@
+"""Leases, budget and kept memory, with a clock and blocks of the test's own."""
+
+from __future__ import annotations
+
+import pytest
+
+from paramd.errors import ConflictError, ExhaustedError, NotFoundError
+from paramd_service.sidecar.blocks import Block, block_bytes
+from paramd_service.sidecar.snapshots import Fill, Key, Snapshot, SnapshotStore
+
+PAGE = 4096
+
+
+class FakeBlock:
+    def __init__(self, size_bytes: int) -> None:
+        self.size_bytes = block_bytes(size_bytes)
+        self.buffer = memoryview(bytearray(self.size_bytes))
+
+
+class FakeBlocks:
+    def __init__(self) -> None:
+        self.disposed: list[Block] = []
+
+    def make(self, size_bytes: int) -> Block:
+        return FakeBlock(size_bytes)  # type: ignore[return-value]
+
+    def dispose(self, block: Block) -> None:
+        self.disposed.append(block)
+
+
+class Bench:
+    """A store of ten pages, and its clock."""
+
+    def __init__(self) -> None:
+        self.now_ns = 0
+        self.blocks = FakeBlocks()
+        self.store = SnapshotStore(
+            budget_bytes=10 * PAGE,
+            blocks=self.blocks,
+            clock_ns=lambda: self.now_ns,
+            idle_memory_s=60,
+        )
+
+    def filled(self, pages: int, step: int, *, at_boundary: bool = False) -> Snapshot:
+        """A held snapshot of the arena's first pages."""
+        snapshot = self.store.reserve(key(pages), at_boundary=at_boundary)
+        if snapshot.block is None:
+            snapshot.block = self.blocks.make(snapshot.size_bytes)
+        snapshot.step, snapshot.fill = step, Fill.FILLED
+        return snapshot
+
+
+def key(pages: int, epoch: int = 1) -> Key:
+    return Key(epoch, ((0, pages * PAGE),))
+
+
+@pytest.fixture
+def bench() -> Bench:
+    return Bench()
+
+
+def test_a_lease_ends_at_its_time_and_not_before(bench: Bench) -> None:
+    lease = bench.store.lease(bench.filled(2, 1), 30.0)
+    bench.now_ns = 30_000_000_000 - 1
+    assert bench.store.expire() == 30_000_000_000
+    assert bench.store.get(lease.snapshot_id) is lease
+    bench.now_ns += 1
+    with pytest.raises(NotFoundError, match="lease has ended"):
+        bench.store.get(lease.snapshot_id)
+    bench.store.expire()
+    assert bench.store.used_bytes == 0
+    assert bench.store.kept_bytes == 2 * PAGE
+
+
+def test_a_renewed_lease_counts_from_now(bench: Bench) -> None:
+    lease = bench.store.lease(bench.filled(1, 1), 10.0)
+    bench.now_ns = 9_000_000_000
+    bench.store.renew(lease.snapshot_id, 10.0)
+    bench.now_ns = 18_000_000_000
+    assert bench.store.get(lease.snapshot_id).expires_ns == 19_000_000_000
+
+
+def test_the_same_bytes_are_found_while_held_and_when_kept(bench: Bench) -> None:
+    snapshot = bench.filled(2, 5)
+    assert bench.store.find(key(2), step=5) is snapshot
+    for _ in range(2):
+        bench.store.drop(snapshot)
+    assert bench.store.used_bytes == 0
+    assert bench.store.find(key(2), step=5) is snapshot
+    assert bench.store.used_bytes == 2 * PAGE
+
+
+@pytest.mark.parametrize(("pages", "epoch", "step"), [(2, 1, 6), (1, 1, 5), (2, 2, 5)])
+def test_other_bytes_are_not_found(bench: Bench, pages: int, epoch: int, step: int) -> None:
+    bench.filled(2, 5)
+    assert bench.store.find(key(pages, epoch), step=step) is None
+
+
+def test_the_newest_bytes_are_found_when_any_step_will_do(bench: Bench) -> None:
+    old, new = bench.filled(2, 5), bench.filled(2, 6)
+    bench.store.drop(new)
+    assert bench.store.find(key(2), step=None) is new
+    assert old.holders == 1
+
+
+def test_what_a_boundary_filled_is_never_shared(bench: Bench) -> None:
+    snapshot = bench.filled(2, 5, at_boundary=True)
+    assert bench.store.find(key(2), step=5) is None
+    bench.store.drop(snapshot)
+    assert bench.store.find(key(2), step=5) is None
+
+
+def test_the_budget_is_checked_before_anything_is_made(bench: Bench) -> None:
+    bench.filled(7, 1)
+    with pytest.raises(ExhaustedError, match=r"16,384 bytes does not fit: 12,288 of the .*40,960"):
+        bench.store.reserve(key(4), at_boundary=False)
+    assert bench.store.used_bytes == 7 * PAGE
+
+
+def test_kept_memory_gives_way_to_new_snapshots(bench: Bench) -> None:
+    for pages in (3, 6):
+        bench.store.drop(bench.filled(pages, pages))
+    bench.store.reserve(key(9), at_boundary=False)
+    assert len(bench.blocks.disposed) == 2
+    assert bench.store.used_bytes + bench.store.kept_bytes <= 10 * PAGE
+
+
+def test_kept_memory_is_not_thrown_away_for_what_does_not_fit_anyway(bench: Bench) -> None:
+    bench.filled(7, 1)
+    bench.store.drop(bench.filled(2, 1))
+    with pytest.raises(ExhaustedError):
+        bench.store.reserve(key(4), at_boundary=False)
+    assert bench.blocks.disposed == []
+
+
+def test_memory_is_used_again_and_forgets_its_old_bytes(bench: Bench) -> None:
+    first = bench.filled(4, 1)
+    block = first.block
+    bench.store.drop(first)
+    second = bench.store.reserve(Key(1, ((PAGE, 5 * PAGE),)), at_boundary=False)
+    assert second.block is block
+    assert bench.store.find(key(4), step=1) is None
+
+
+@pytest.mark.parametrize("tainted", [False, True])
+def test_memory_that_a_client_may_still_map_is_forgotten(bench: Bench, tainted: bool) -> None:
+    snapshot = bench.filled(4, 1)
+    block = snapshot.block
+    if tainted:
+        snapshot.tainted = True
+    else:
+        snapshot.map_count = 1
+    bench.store.drop(snapshot)
+    assert bench.blocks.disposed == [block]
+    assert bench.store.kept_bytes == bench.store.used_bytes == 0
+
+
+def test_idle_memory_is_freed_but_not_after_the_trainer_ended(bench: Bench) -> None:
+    bench.store.drop(bench.filled(4, 1))
+    bench.now_ns = 60_000_000_000
+    assert bench.store.expire() is None
+    assert len(bench.blocks.disposed) == 1
+    bench.store.drop(bench.filled(4, 2))
+    bench.store.keep_for_ever()
+    bench.now_ns = 10**15
+    bench.store.expire()
+    assert bench.store.find(key(4), step=None) is not None
+
+
+def test_an_unfilled_snapshot_cannot_be_read(bench: Bench) -> None:
+    lease = bench.store.lease(bench.store.reserve(key(1), at_boundary=True), 30)
+    with pytest.raises(ConflictError, match="schedule a boundary first"):
+        bench.store.filled(lease.snapshot_id)
+
+
+def test_closing_frees_all_that_is_not_held_and_the_rest_when_dropped(bench: Bench) -> None:
+    bench.store.lease(bench.filled(1, 1), 30)
+    held = bench.filled(2, 1)
+    bench.store.close()
+    assert len(bench.blocks.disposed) == 1
+    bench.store.drop(held)
+    assert len(bench.blocks.disposed) == 2

@@ -1,0 +1,117 @@
+"""Reductions against numpy in float64, for every dtype and for the nasty values."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from paramd.errors import UsageError
+from paramd_service.sidecar import stats
+
+FLOATS = ["float16", "bfloat16", "float32", "float64", "float8_e4m3fn", "float8_e5m2"]
+INTEGERS = ["uint8", "int8", "int16", "int32", "int64"]
+
+
+def bytes_of(tensor: torch.Tensor) -> memoryview:
+    return memoryview(bytearray(tensor.contiguous().view(torch.uint8).numpy().tobytes()))
+
+
+def check(tensor: torch.Tensor, dtype: str) -> stats.Reduced:
+    """Compares all numbers with numpy's."""
+    found = stats.reduce_run(bytes_of(tensor), dtype)
+    values = tensor.to(torch.float64).numpy()
+    finite = values[np.isfinite(values)]
+    assert found.count == values.size
+    assert found.zero_count == int((values == 0).sum())
+    assert found.nan_count == int(np.isnan(values).sum())
+    assert found.inf_count == int(np.isinf(values).sum())
+    assert found.min == finite.min(initial=math.inf)
+    assert found.max == finite.max(initial=-math.inf)
+    if finite.size:
+        scale = float(np.sqrt(np.mean(finite**2)))
+        assert found.mean == pytest.approx(finite.mean(), rel=1e-6, abs=1e-6 * scale)
+        assert found.sum_squares == pytest.approx(float((finite**2).sum()), rel=2e-6)
+        deviation = float(((finite - finite.mean()) ** 2).sum())
+        assert found.m2 == pytest.approx(deviation, rel=1e-5, abs=1e-9 * scale**2)
+    assert stats.exponent_counts(found) == expected_exponents(finite)
+    return found
+
+
+def expected_exponents(finite: np.ndarray) -> list[int]:
+    nonzero = np.abs(finite[finite != 0])
+    exponents = np.floor(np.frexp(nonzero)[1] - 1).astype(int) - stats.EXPONENT_BEGIN
+    clipped = np.clip(exponents, 0, stats.EXPONENT_BINS - 1)
+    counts: list[int] = np.bincount(clipped, minlength=stats.EXPONENT_BINS).tolist()
+    return counts
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("numel", [0, 1, 1023, 1024, 300_000])
+def test_floats_are_reduced_as_numpy_does(dtype: str, numel: int) -> None:
+    torch.manual_seed(numel)
+    values = torch.randn(numel)
+    values[::7] = 0
+    check(values.to(getattr(torch, dtype)), dtype)
+
+
+@pytest.mark.parametrize("dtype", INTEGERS)
+def test_integers_are_reduced_as_numpy_does(dtype: str) -> None:
+    torch.manual_seed(1)
+    info = torch.iinfo(getattr(torch, dtype))
+    high = min(info.max, 2**40)
+    values = torch.randint(max(info.min, -high), high, (70_001,), dtype=torch.int64)
+    check(values.to(getattr(torch, dtype)), dtype)
+
+
+def test_booleans_count_as_zeros_and_ones() -> None:
+    found = check(torch.rand(10_000) < 0.25, "bool")
+    assert found.max == 1.0
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64"])
+def test_values_that_are_no_numbers_are_counted_apart(dtype: str) -> None:
+    values = torch.linspace(-3, 3, 200_000).to(getattr(torch, dtype))
+    values[5], values[150_000], values[9], values[10] = math.nan, math.nan, math.inf, -math.inf
+    found = check(values, dtype)
+    assert (found.nan_count, found.inf_count) == (2, 2)
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_a_run_without_any_number_has_no_bounds(value: float) -> None:
+    found = check(torch.full((3000,), value), "float32")
+    assert (found.min, found.max, found.mean, found.m2) == (math.inf, -math.inf, 0.0, 0.0)
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        torch.ones(300_000) + 1e-4 * torch.randn(300_000),
+        1e6 + torch.randn(100_000),
+        1e-25 * torch.randn(100_000),
+        1e30 * torch.randn(100_000),
+        torch.full((100_000,), 3e38),
+        torch.full((5000,), 1e-42),
+        torch.cat([torch.zeros(200_000), torch.ones(200_000)]),
+        torch.tensor([0.0, -0.0, 2.0**-149, -(2.0**-126), 1.0, 1.9999999]),
+    ],
+    ids=["ones", "offset", "tiny", "huge", "largest", "subnormal", "blocks", "edges"],
+)
+def test_hard_values_keep_their_digits(values: torch.Tensor) -> None:
+    check(values, "float32")
+
+
+def test_runs_at_odd_addresses_are_read() -> None:
+    values = torch.randn(1000)
+    shifted = memoryview(bytearray(b"x" + bytes(bytes_of(values))))[1:]
+    assert stats.reduce_run(shifted, "float32").sum_squares == pytest.approx(
+        float(values.double().square().sum()), rel=1e-6
+    )
+
+
+@pytest.mark.parametrize("dtype", ["complex64", "save", "quint8", ""])
+def test_a_dtype_without_statistics_is_refused(dtype: str) -> None:
+    with pytest.raises(UsageError, match="no statistics of"):
+        stats.reduce_run(memoryview(b""), dtype)

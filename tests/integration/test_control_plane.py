@@ -257,12 +257,12 @@ def _metadata(kind: str) -> Any:
     }[kind]
 
 
-def call(control: Control, method: str, metadata: Any) -> grpc.StatusCode:
+def call(control: Control, method: str, metadata: Any, message: bytes = b"") -> grpc.StatusCode:
     with grpc.insecure_channel(control.grpc_address) as channel:
         # Raw bytes, streaming both ways: any method can be called like this.
         stream = channel.stream_stream(method)
         try:
-            for _ in stream(iter([b""]), metadata=metadata, timeout=5.0):
+            for _ in stream(iter([message]), metadata=metadata, timeout=5.0):
                 break
         except grpc.RpcError as error:
             code: grpc.StatusCode = error.code()
@@ -300,6 +300,25 @@ def test_a_role_may_do_what_the_table_says_and_nothing_else(
     for role in Role:
         denied = call(shared, method, ticket(role)) is grpc.StatusCode.PERMISSION_DENIED
         assert denied == (role not in allowed), role
+
+
+@pytest.mark.parametrize("message", [b"\xff" * 64, b"\x0a\xff\xff\xff\xff\x7f", b"\x1a" * 999])
+def test_bytes_that_are_no_message_are_refused_and_it_goes_on(
+    shared: Control, message: bytes
+) -> None:
+    for method in ("Join", "ScheduleBoundary"):
+        path = f"/paramd.v1.ControlService/{method}"
+        assert call(shared, path, ticket(Role.SIDECAR), message) is not grpc.StatusCode.OK
+    assert shared.get("/readyz", None).status_code == 200
+
+
+def test_bytes_that_are_no_http_are_refused_and_it_goes_on(shared: Control) -> None:
+    host, port = shared.url.removeprefix("http://").split(":")
+    for sent in (b"\x00" * 512, b"GET " + b"a" * 100_000, b"GET / HTTP/1.1\r\n\r\n"):
+        with socket.create_connection((host, int(port)), timeout=10.0) as connection:
+            connection.sendall(sent)
+            assert connection.recv(4096).startswith(b"HTTP/1.1 400")
+    assert shared.get("/readyz", None).status_code == 200
 
 
 def test_health_is_open_and_serving(shared: Control) -> None:

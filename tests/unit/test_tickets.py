@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+
 from paramd.errors import DeniedError, UsageError
 from paramd.tickets import CLOCK_SKEW_S, MAX_TICKET_BYTES, Role, mint, verify
 

@@ -41,6 +41,7 @@ from paramd_service.control.view import why_end
 SERVICE = "paramd.v1.ControlService"
 TICK_S = 1.0
 HTTP_CONCURRENCY = 128
+GRPC_CALLERS = 256
 GRPC_OPTIONS: tuple[tuple[str, int], ...] = (
     # A taken port must look taken.
     ("grpc.so_reuseport", 0),
@@ -168,7 +169,10 @@ class ControlPlane:
 
     async def _start_grpc(self, http_address: Address) -> Address:
         server = grpc.aio.server(
-            interceptors=[TicketInterceptor(self._bootstrap)], options=GRPC_OPTIONS
+            interceptors=[TicketInterceptor(self._bootstrap)],
+            options=GRPC_OPTIONS,
+            # One Join stream a rank, its successor beside it, and callers.
+            maximum_concurrent_rpcs=2 * self._bootstrap.world_size + GRPC_CALLERS,
         )
         control_pb2_grpc.add_ControlServiceServicer_to_server(self._servicer, server)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, server)

@@ -1,7 +1,9 @@
 """Boundaries agreed by all trainers: numbers them, tells every sidecar, compares answers.
 
 Rounds run one after another; what is asked for while one is under way shares the next.
-A round ends at once when any rank cannot take part, so a dead rank delays nobody.
+A round ends at once when any rank cannot take part, so a dead rank delays nobody. A shared
+round that a sidecar refuses is tried again request by request: one caller's ended lease is
+nobody else's error.
 """
 
 from __future__ import annotations
@@ -17,8 +19,10 @@ from paramd.errors import (
     ConflictError,
     DeadlineError,
     DeniedError,
+    NotFoundError,
     ParamdError,
     UnreachableError,
+    UsageError,
 )
 from paramd_service.control.view import MeshView, listed
 
@@ -121,6 +125,7 @@ class Coordinator:
         self._clock = clock
         self._last_boundary = 0
         self._waiting: list[_Request] = []
+        self._alone: list[_Request] = []
         self._current: list[_Request] = []
         self._round: asyncio.Task[Verdict] | None = None
         self._runner: asyncio.Task[None] | None = None
@@ -165,26 +170,34 @@ class Coordinator:
         if self._runner is not None:
             self._runner.cancel()
             await asyncio.wait({self._runner})
-        for request in [*self._current, *self._waiting]:
+        for request in [*self._current, *self._alone, *self._waiting]:
             _fail(request, UnreachableError("the control plane is stopping; try again"))
+        self._alone.clear()
         self._waiting.clear()
 
     def _withdraw(self, request: _Request) -> None:
         request.answer.cancel()
-        if request in self._waiting:
-            self._waiting.remove(request)
+        for queue in (self._waiting, self._alone):
+            if request in queue:
+                queue.remove(request)
         if self._round is not None and all(other.answer.done() for other in self._current):
             self._round.cancel()
 
     async def _run(self) -> None:
-        while self._waiting:
-            self._current, self._waiting = self._waiting, []
+        while self._alone or self._waiting:
+            if self._alone:
+                self._current = [self._alone.pop(0)]
+            else:
+                self._current, self._waiting = self._waiting, []
             self._round = asyncio.create_task(self._one_round(self._current))
             try:
                 await asyncio.wait({self._round})
             finally:
                 await _ended(self._round)
-            _settle(self._current, self._round)
+            if len(self._current) > 1 and _refused(self._round):
+                self._alone += [r for r in self._current if not r.answer.done()]
+            else:
+                _settle(self._current, self._round)
             self._current, self._round = [], None
 
     async def _one_round(self, requests: Sequence[_Request]) -> Verdict:
@@ -248,6 +261,13 @@ async def _ended(task: asyncio.Task[RankAnswer] | asyncio.Task[Verdict]) -> None
         await asyncio.wait({task})
     if not task.cancelled():
         task.exception()
+
+
+def _refused(ended: asyncio.Task[Verdict]) -> bool:
+    """Whether a sidecar refused the round for what it was asked, perhaps by one caller only."""
+    if ended.cancelled():
+        return False
+    return isinstance(ended.exception(), NotFoundError | ConflictError | UsageError)
 
 
 def _settle(requests: Sequence[_Request], ended: asyncio.Task[Verdict]) -> None:

@@ -13,6 +13,7 @@ from paramd.errors import (
     ConflictError,
     DeadlineError,
     ExhaustedError,
+    NotFoundError,
     ParamdError,
     UnreachableError,
 )
@@ -83,6 +84,7 @@ class Sidecars:
     gates: dict[int, asyncio.Event] = field(default_factory=dict)
     errors: dict[int, ParamdError] = field(default_factory=dict)
     cancelled: list[int] = field(default_factory=list)
+    ended: set[str] = field(default_factory=set)
 
     async def capture(
         self, rank: int, address: str, boundary: int, snapshot_ids: Sequence[str], timeout_s: float
@@ -90,6 +92,8 @@ class Sidecars:
         self.calls.append((rank, boundary, tuple(snapshot_ids)))
         if rank in self.errors:
             raise self.errors[rank]
+        if self.ended & set(snapshot_ids):
+            raise NotFoundError("the lease has ended")
         try:
             if rank in self.gates:
                 await self.gates[rank].wait()
@@ -174,6 +178,20 @@ async def test_requests_during_a_round_share_the_next_one() -> None:
         (1, 2, ("b", "c", "d")),
     ]
     assert (rounds.round_count, rounds.captured_count) == (2, 2)
+
+
+async def test_one_callers_ended_lease_is_nobody_elses_error() -> None:
+    sidecars = Sidecars(gates={0: asyncio.Event()}, ended={"c"})
+    rounds = coordinator(sidecars)
+    first = asyncio.create_task(rounds.schedule({0: ["a"]}, timeout_s=5.0))
+    await until(lambda: len(sidecars.calls) == 2)
+    others = [asyncio.create_task(rounds.schedule({1: [name]}, timeout_s=5.0)) for name in "bcd"]
+    await asyncio.sleep(0)
+    sidecars.gates[0].set()
+    found = await asyncio.gather(first, *others, return_exceptions=True)
+    assert isinstance(found.pop(2), NotFoundError)
+    assert [verdict.captured for verdict in found if isinstance(verdict, Verdict)] == [True] * 3
+    assert sidecars.boundaries == [1, 2, 3, 4, 5]
 
 
 async def test_absent_ranks_are_refused_by_name_and_nobody_is_called() -> None:

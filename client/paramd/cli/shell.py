@@ -6,6 +6,7 @@ import os
 import sys
 import traceback
 from collections.abc import Callable
+from typing import TextIO
 
 from paramd.errors import ParamdError, codes_of
 
@@ -19,14 +20,18 @@ def run(app: Callable[[], object], *, debug: bool) -> int:
     Codes: 0 ok, 1 general, 2 usage, 3 unreachable, 4 not found, 5 conflict, 6 partial,
     7 denied, 8 timeout; 130 interrupted, 141 when the reader of stdout went away.
     """
+    stdout = sys.stdout
     try:
         result = app()
         sys.stdout.flush()
         return result if isinstance(result, int) else 0
     except BrokenPipeError:
-        # Python would complain once more when it flushes stdout at exit.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return BROKEN_PIPE
+        return _unread(stdout)
+    except SystemExit as end:
+        # The parser ends the process itself for a broken pipe, and after a completion.
+        if isinstance(end.__context__, BrokenPipeError):
+            return _unread(stdout)
+        raise
     except KeyboardInterrupt:
         return INTERRUPTED
     except Exception as error:
@@ -36,6 +41,14 @@ def run(app: Callable[[], object], *, debug: bool) -> int:
         if text:
             say(text)
         return code
+
+
+def _unread(stdout: TextIO) -> int:
+    """Nobody reads on; Python would complain once more when it flushes stdout at exit."""
+    devnull = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(devnull, stdout.fileno())
+    os.close(devnull)
+    return BROKEN_PIPE
 
 
 def explain(error: Exception) -> tuple[str, int]:

@@ -1,0 +1,249 @@
+"""The command line against a real job: what it prints is right, and how it ends."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file
+
+from paramd.cli.main import main
+from tests.integration.client_job import JOB, Job, running_job, wait_for
+from tests.integration.test_client import layout, write_arenas
+
+NAMES = ["rows", "columns", "flat", "both", "turned", "scalar", "empty", "flags"]
+Capture = pytest.CaptureFixture[str]
+
+
+@pytest.fixture(scope="module")
+def job_state(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("cli")
+
+
+@pytest.fixture(scope="module")
+def job(job_state: Path) -> Iterator[Job]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PARAMD_STATE_DIR", str(job_state))
+        with running_job(layout()) as job:
+            yield job
+
+
+@pytest.fixture(scope="module")
+def whole(job: Job) -> dict[str, torch.Tensor]:
+    return write_arenas(job)
+
+
+@pytest.fixture(autouse=True)
+def the_job_of_this_user(job_state: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PARAMD_STATE_DIR", str(job_state))
+    monkeypatch.delenv("PARAMD_OUTPUT", raising=False)
+
+
+def answer(capsys: Capture, *arguments: str, code: int = 0) -> tuple[str, str]:
+    """What a command wrote to stdout and stderr, once its exit code is the expected one."""
+    found = main(arguments)
+    captured = capsys.readouterr()
+    assert found == code, captured.err
+    return captured.out, captured.err
+
+
+def document(capsys: Capture, *arguments: str, code: int = 0) -> dict[str, Any]:
+    found = json.loads(answer(capsys, *arguments, "-o", "json", code=code)[0])
+    assert isinstance(found, dict)
+    return found
+
+
+def test_status_shows_every_rank(job: Job, capsys: Capture) -> None:
+    out, err = answer(capsys, "status")
+    assert [line.split()[:2] for line in out.splitlines()[1:]] == [
+        ["0", "constant"],
+        ["1", "constant"],
+    ]
+    assert err == f"paramd: job {JOB}, epoch 1, step 0\n"
+    found = document(capsys, "status")
+    assert (found["job"], found["epoch"], found["world_size"]) == (JOB, 1, 2)
+    assert [row["arena_bytes"] for row in found["ranks"]] == [1024, 1024]
+
+
+def test_params_are_listed_in_every_format(job: Job, capsys: Capture) -> None:
+    assert answer(capsys, "params", "-o", "name")[0].split() == NAMES
+    found = {row["fqn"]: row for row in document(capsys, "params")["params"]}
+    assert found["rows"]["shape"] == [5, 4]
+    assert found["rows"]["aliases"] == ["tied"]
+    lines = answer(capsys, "params", "r*", "s*", "-o", "jsonl")[0].splitlines()
+    assert [json.loads(line)["fqn"] for line in lines] == ["rows", "scalar"]
+    table = answer(capsys, "params", "--buffers")[0].splitlines()
+    assert [line.split()[0] for line in table] == ["NAME", *NAMES, "running"]
+
+
+def test_an_unknown_name_is_not_found_and_a_near_one_is_offered(job: Job, capsys: Capture) -> None:
+    out, err = answer(capsys, "params", "rowz", code=4)
+    assert out == ""
+    assert "rows" in err
+
+
+def test_statistics_are_those_of_the_full_tensors(
+    whole: dict[str, torch.Tensor], capsys: Capture
+) -> None:
+    found = document(capsys, "stats", "columns", "turned", "--histogram")
+    assert (found["step"], found["epoch"]) == (0, 1)
+    assert 0 <= found["age_s"] < 60
+    for row in found["stats"]:
+        values = whole[row["fqn"]].double()
+        assert row["count"] == values.numel()
+        assert row["zero_count"] == int((values == 0).sum())
+        for key, expected in (
+            ("norm", values.norm()),
+            ("mean", values.mean()),
+            ("std", values.std()),
+            ("min", values.min()),
+            ("max", values.max()),
+        ):
+            assert row[key] == pytest.approx(expected.item(), rel=1e-6), key
+        counted = sum(count for _, count in row["exponents"])
+        assert counted + row["zero_count"] == row["count"]
+    both = torch.cat([whole["columns"].flatten(), whole["turned"].flatten()]).double()
+    assert found["total"]["norm"] == pytest.approx(both.norm().item(), rel=1e-6)
+    assert found["total"]["count"] == both.numel()
+
+
+def test_the_statistics_table_has_a_total_and_histograms(job: Job, capsys: Capture) -> None:
+    out, err = answer(capsys, "stats", "rows", "flat", "--histogram")
+    lines = out.splitlines()
+    assert [line.split()[0] for line in lines[:4]] == ["NAME", "rows", "flat", "total"]
+    assert sum("█" in line for line in lines) >= 2
+    assert "step 0, at most" in err
+
+
+def test_summon_writes_what_the_safetensors_library_reads(
+    whole: dict[str, torch.Tensor], tmp_path: Path, capsys: Capture
+) -> None:
+    path = tmp_path / "all.safetensors"
+    out, err = answer(capsys, "summon", "*", "-o", str(path))
+    assert out == ""
+    assert "step 0" in err
+    read = load_file(path)
+    assert sorted(read) == sorted(NAMES)
+    for name in NAMES:
+        assert read[name].dtype == whole[name].dtype
+        assert torch.equal(read[name], whole[name]), name
+    with safe_open(path, framework="pt") as opened:
+        assert opened.metadata() == {
+            "format": "pt",
+            "paramd_job": JOB,
+            "paramd_epoch": "1",
+            "paramd_step": "0",
+            "tied": "rows",
+        }
+
+
+def test_summon_takes_slices_and_casts(
+    whole: dict[str, torch.Tensor], tmp_path: Path, capsys: Capture
+) -> None:
+    path = tmp_path / "part.safetensors"
+    answer(capsys, "summon", "columns[1:3]", "--dtype", "bfloat16", "-o", str(path))
+    assert torch.equal(load_file(path)["columns"], whole["columns"][1:3].bfloat16())
+    answer(capsys, "summon", "columns", "--dtype", "floaty", "-o", str(path), "--force", code=2)
+    assert load_file(path)["columns"].shape == (2, 5)
+
+
+def test_summon_replaces_a_file_only_by_force(job: Job, tmp_path: Path, capsys: Capture) -> None:
+    path = tmp_path / "one.safetensors"
+    path.write_text("mine")
+    _, err = answer(capsys, "summon", "flat", "-o", str(path), code=5)
+    assert "--force" in err
+    assert path.read_text() == "mine"
+    answer(capsys, "summon", "flat", "-o", str(path), "--force")
+    assert set(load_file(path)) == {"flat"}
+
+
+def test_url_and_token_are_enough(
+    job: Job, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture
+) -> None:
+    monkeypatch.setenv("PARAMD_STATE_DIR", str(tmp_path / "elsewhere"))
+    file = tmp_path / "token"
+    file.write_text(job.token + "\n")
+    answer(capsys, "status", "--url", job.url, "--token", f"@{file}")
+    answer(capsys, "--url", job.url, "--token", f"@{file}", "params", "--job", JOB)
+    monkeypatch.setenv("PARAMD_URL", job.url)
+    monkeypatch.setenv("PARAMD_TOKEN", job.token)
+    answer(capsys, "status")
+
+
+def test_a_wrong_token_is_denied_and_not_shown(
+    job: Job, monkeypatch: pytest.MonkeyPatch, capsys: Capture
+) -> None:
+    monkeypatch.setenv("PARAMD_TOKEN", "not-the-right-token")
+    out, err = answer(capsys, "status", code=7)
+    assert out == ""
+    assert "not-the-right-token" not in err
+
+
+def test_a_job_that_the_control_plane_does_not_know_is_not_found(
+    job: Job, monkeypatch: pytest.MonkeyPatch, capsys: Capture
+) -> None:
+    monkeypatch.setenv("PARAMD_TOKEN", job.token)
+    answer(capsys, "status", "--url", job.url, "--job", "another", code=4)
+
+
+def test_data_and_messages_stay_apart_in_a_real_shell(job: Job) -> None:
+    found = subprocess.run(
+        [sys.executable, "-m", "paramd.cli", "params", "rows", "-o", "json"],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=60,
+    )
+    assert found.returncode == 0, found.stderr
+    assert json.loads(found.stdout)["params"][0]["fqn"] == "rows"
+    assert found.stderr == "paramd: 1 tensors, 20 elements\n"
+
+
+def test_a_reader_that_goes_away_costs_no_traceback(job: Job) -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    try:
+        found = subprocess.run(
+            [sys.executable, "-m", "paramd.cli", "params"],
+            stdout=writer,
+            stderr=subprocess.PIPE,
+            text=True,
+            check=False,
+            timeout=60,
+        )
+    finally:
+        os.close(writer)
+    assert found.returncode == 141
+    assert "Error" not in found.stderr
+
+
+def test_the_doctor_finds_the_job_well(job: Job, capsys: Capture) -> None:
+    found = {row["check"]: row for row in document(capsys, "doctor")["checks"]}
+    assert found[f"job {JOB}"]["verdict"] == "ok"
+    assert "2 ranks" in found[f"job {JOB}"]["detail"]
+
+
+def test_a_rank_without_its_sidecar_is_shown_and_makes_the_answer_partial(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture
+) -> None:
+    monkeypatch.setenv("PARAMD_STATE_DIR", str(tmp_path / "state"))
+    with running_job(layout()) as job:
+        wait_for(lambda: main(["status", "-o", "name"]) == 0, "all ranks well")
+        capsys.readouterr()
+        job.ranks[1].process.kill()
+        job.ranks[1].process.wait()
+        out, err = answer(capsys, "status", code=6)
+        assert out.splitlines()[2].split()[:2] == ["1", "unreachable"]
+        assert "1 of 2 ranks are well" in err
+        rows = document(capsys, "doctor", code=1)["checks"]
+        found = {row["check"]: row for row in rows}
+        assert found[f"job {JOB} rank 1"]["verdict"] == "failed"
+        assert "rank-1.log" in found[f"job {JOB} rank 1"]["advice"]

@@ -34,6 +34,8 @@ from paramd.version import __version__
 JOB = "client-test"
 DEADLINE_S = 20.0
 
+_CONTROL = (sys.executable, "-m", "paramd_service.control")
+
 
 def wait_for(condition: Callable[[], bool], what: str) -> None:
     """Polls until a condition holds."""
@@ -148,8 +150,7 @@ class Job:
     def _start_control(self, stack: ExitStack) -> subprocess.Popen[str]:
         control = stack.enter_context(
             subprocess.Popen(
-                [sys.executable, "-m", "paramd_service.control", "--job", JOB]
-                + ["--listen", "127.0.0.1:0"],
+                [*_CONTROL, "--job", JOB, "--listen", "127.0.0.1:0"],
                 env=self._environment,
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,

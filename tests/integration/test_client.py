@@ -251,9 +251,9 @@ def test_the_state_dir_tells_where_the_job_is(
 
 
 def test_a_wrong_token_and_a_wrong_url_say_what_to_do(job: Job) -> None:
-    with pytest.raises(DeniedError, match="endpoint.json"):
+    with pytest.raises(DeniedError, match=r"endpoint\.json"):
         paramd.connect(job.url, "wrong")
-    with pytest.raises(UnreachableError, match="http://127.0.0.1:1"):
+    with pytest.raises(UnreachableError, match=r"http://127\.0\.0\.1:1"):
         paramd.connect("http://127.0.0.1:1", job.token)
     with pytest.raises(UsageError, match="expected one like"):
         paramd.connect("127.0.0.1:8470", job.token)

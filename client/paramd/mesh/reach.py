@@ -11,6 +11,8 @@ import time
 from collections.abc import Awaitable, Callable
 from typing import TypeVar
 
+import httpx2
+
 from paramd.errors import (
     ConflictError,
     DeniedError,
@@ -44,8 +46,16 @@ Result = TypeVar("Result")
 class Reach:
     """Finds the sidecars of one job, and finds them again when they moved."""
 
-    def __init__(self, url: str, token: str, job: str | None) -> None:
-        self._rest = RestClient(url, token)
+    def __init__(
+        self,
+        url: str,
+        token: str,
+        job: str | None,
+        *,
+        transport: httpx2.AsyncBaseTransport | None = None,
+    ) -> None:
+        """`transport` replaces the way to the control plane in tests."""
+        self._rest = RestClient(url, token, transport=transport)
         self._job = job
         self._document: JobDocument | None = None
         self._renew_at_s = 0.0

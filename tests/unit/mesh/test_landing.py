@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from concurrent.futures import ThreadPoolExecutor
+from itertools import pairwise
 
 import pytest
 from hypothesis import given
@@ -49,7 +50,7 @@ def test_a_stream_lands_whole_however_it_is_cut(cuts: list[int]) -> None:
     ]
     sink = PlaceSink(places)
     edges = sorted({0, 400, *cuts})
-    for begin, end in zip(edges, edges[1:], strict=False):
+    for begin, end in pairwise(edges):
         sink.write(begin, memory.source_at + begin, end - begin)
     expected = bytearray(memory.source)
     expected[100:110] = bytes(10)

@@ -15,7 +15,7 @@ from paramd.errors import (
     ParamdError,
     UnreachableError,
 )
-from paramd.mesh.pin import Captured, Optimism, Pinner, PinKind, RankPin
+from paramd.mesh.pin import Captured, Optimism, PinKind, Pinner, RankPin
 
 SPANS = {0: [(0, 8)], 1: [(0, 8)]}
 

@@ -1,0 +1,174 @@
+"""Sidecars that die, stop or come back: an answer is right, or refused within seconds."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+import paramd
+from paramd.errors import ParamdError, UnreachableError
+from paramd.layout.types import Box, Layout, Piece, TensorKind, TensorLayout
+from paramd.mesh.mesh import Mesh
+from tests.integration.client_job import Job, running_job
+
+NOTICED_S = 5.0
+MIB = 1 << 20
+
+
+def layout() -> Layout:
+    """`halves` needs both ranks, `both` either of them."""
+    half = 2 * MIB
+    kind = TensorKind.PARAMETER
+    halves = (Piece(0, 0, Box((0,), (half,))), Piece(1, 0, Box((half,), (2 * half,))))
+    both = (Piece(0, 4 * half, Box((0,), (100,))), Piece(1, 4 * half, Box((0,), (100,))))
+    return Layout(
+        world_size=2,
+        arena_bytes=(5 * half, 5 * half),
+        tensors=(
+            TensorLayout("halves", "float32", (2 * half,), kind, halves),
+            TensorLayout("both", "float32", (100,), kind, both),
+        ),
+    )
+
+
+@pytest.fixture
+def job() -> Iterator[Job]:
+    with running_job(layout()) as job:
+        for rank in job.ranks:
+            torch.frombuffer(rank.arena.buffer, dtype=torch.float32).fill_(3)
+        yield job
+
+
+@pytest.fixture
+def mesh(job: Job) -> Iterator[Mesh]:
+    with paramd.connect(job.url, job.token) as mesh:
+        mesh.summon("*")
+        yield mesh
+
+
+def refused_within(mesh: Mesh, *patterns: str, transport: str = "auto") -> float:
+    """Seconds until a summon was refused because a rank does not answer."""
+    begin_s = time.monotonic()
+    with pytest.raises(UnreachableError, match="rank 1"):
+        mesh.summon(*patterns, transport=transport)  # type: ignore[arg-type]
+    return time.monotonic() - begin_s
+
+
+@pytest.mark.parametrize("transport", ["auto", "grpc"])
+def test_a_stopped_sidecar_is_noticed_and_its_return_too(
+    job: Job, mesh: Mesh, transport: str
+) -> None:
+    job.ranks[1].process.send_signal(signal.SIGSTOP)
+    assert refused_within(mesh, "halves", transport=transport) < NOTICED_S + 0.5
+    assert mesh.status()[1].phase == "unreachable"
+    # Rank 0 holds all of it.
+    begin_s = time.monotonic()
+    assert bool((mesh.summon("both")["both"] == 3).all())
+    assert time.monotonic() - begin_s < NOTICED_S
+    job.ranks[1].process.send_signal(signal.SIGCONT)
+    found = mesh.summon("halves")["halves"]
+    assert bool((found == 3).all())
+
+
+def test_a_dead_sidecar_is_refused_but_replicas_stand_in(job: Job, mesh: Mesh) -> None:
+    job.ranks[1].process.kill()
+    job.ranks[1].process.wait()
+    assert bool((mesh.summon("both")["both"] == 3).all())
+    assert refused_within(mesh, "halves") < NOTICED_S + 0.5
+
+
+def test_a_sidecar_that_is_killed_and_comes_back_is_waited_for(job: Job, mesh: Mesh) -> None:
+    rank = job.ranks[1]
+    rank.process.kill()
+    found: list[torch.Tensor] = []
+    summoning = threading.Thread(target=lambda: found.append(mesh.summon("halves")["halves"]))
+    summoning.start()
+    job.respawn(rank)
+    summoning.join()
+    assert len(found) == 1
+    assert bool((found[0] == 3).all())
+
+
+def test_a_sidecar_that_stops_in_mid_stream_is_noticed(job: Job, mesh: Mesh) -> None:
+    outcomes: list[object] = []
+    ready = threading.Event()
+
+    def summon() -> None:
+        for _ in range(1000):
+            ready.set()
+            begin_s = time.monotonic()
+            try:
+                found = mesh.summon("halves", transport="grpc")["halves"]
+                assert bool((found == 3).all())
+            except UnreachableError:
+                outcomes.append(time.monotonic() - begin_s)
+                return
+            except BaseException as error:
+                outcomes.append(error)
+                return
+
+    summoning = threading.Thread(target=summon)
+    summoning.start()
+    ready.wait()
+    os.kill(job.ranks[1].process.pid, signal.SIGSTOP)
+    summoning.join()
+    assert len(outcomes) == 1
+    assert isinstance(outcomes[0], float)
+    assert outcomes[0] < NOTICED_S + 0.5
+
+
+def test_the_control_plane_may_be_away(job: Job, mesh: Mesh) -> None:
+    job.control.kill()
+    job.control.wait()
+    for transport in ("grpc", "same-host"):
+        found = mesh.summon("halves", transport=transport)  # type: ignore[arg-type]
+        assert bool((found["halves"] == 3).all())
+
+
+def test_kills_at_any_moment_never_give_a_wrong_value(job: Job, mesh: Mesh) -> None:
+    def stamp(rank: object, step: int) -> None:
+        values = torch.frombuffer(rank.arena.buffer, dtype=torch.float32)  # type: ignore[attr-defined]
+        for part in values.split(MIB // 2):
+            part.fill_(step)
+
+    job.update(stamp)
+    job.train(stamp, 0.01)
+    stop, failures = threading.Event(), []
+    answers = 0
+
+    def read() -> None:
+        nonlocal answers
+        while not stop.is_set():
+            try:
+                found = mesh.summon("*")
+            except ParamdError:
+                continue
+            answers += 1
+            failures.extend(
+                (found.step, name) for name, t in found.items() if not bool((t == found.step).all())
+            )
+
+    reading = threading.Thread(target=read)
+    reading.start()
+    try:
+        for number in range(4):
+            before, deadline_s = answers, time.monotonic() + 20
+            while answers < before + 3:
+                assert time.monotonic() < deadline_s, "no answers came any more"
+                time.sleep(0.001 * (number + 1))
+            job.rest()
+            job.ranks[number % 2].process.kill()
+            job.respawn(job.ranks[number % 2])
+            job.train(stamp, 0.01)
+    finally:
+        stop.set()
+        reading.join()
+        job.rest()
+    assert not failures
+    assert answers >= 12

@@ -1,0 +1,173 @@
+"""A read resumes, checks, and gives up in time."""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import time
+from collections.abc import AsyncIterator, Callable
+
+import grpc
+import grpc.aio
+import pytest
+import xxhash
+
+from paramd.errors import ConflictError, DataLossError, DeadlineError, UnreachableError
+from paramd.mesh import read as reading
+from paramd.mesh.channels import LeaseEndedError
+from paramd.mesh.chunk import Chunk, parse_chunk
+from paramd.mesh.landing import Place, PlaceSink
+from paramd.mesh.read import Expected, Reader
+from paramd.v1 import common_pb2, sidecar_pb2
+
+SNAPSHOT = bytes(i % 251 for i in range(1000))
+CHUNK_BYTES = 100
+
+
+def status(code: grpc.StatusCode) -> grpc.aio.AioRpcError:
+    return grpc.aio.AioRpcError(code, grpc.aio.Metadata(), grpc.aio.Metadata(), "told")
+
+
+def chunk_at(offset: int, data: bytes) -> Chunk:
+    message = sidecar_pb2.ReadSnapshotResponse(
+        data=data, xxh3=xxhash.xxh3_64_intdigest(data), offset_bytes=offset
+    )
+    return parse_chunk(message.SerializeToString())
+
+
+class Source:
+    """Serves SNAPSHOT; `mishap(stream, offset)` may raise, or replace a chunk."""
+
+    who = "rank 0"
+
+    def __init__(self, mishap: Callable[[int, int], Chunk | None] = lambda s, o: None) -> None:
+        self.mishap = mishap
+        self.begins: list[int] = []
+        self.step = 5
+        self.hangs_at: int | None = None
+        self.hanging_streams = 1000
+        self.probes: list[Exception | None] = []
+        self.probed = 0
+
+    async def chunks(self, offset_bytes: int, timeout_s: float) -> AsyncIterator[Chunk]:
+        self.begins.append(offset_bytes)
+        header = common_pb2.Header(epoch=1, step=self.step)
+        yield parse_chunk(sidecar_pb2.ReadSnapshotResponse(header=header).SerializeToString())
+        for offset in range(offset_bytes, len(SNAPSHOT), CHUNK_BYTES):
+            if offset == self.hangs_at and len(self.begins) <= self.hanging_streams:
+                await asyncio.Event().wait()
+            replaced = self.mishap(len(self.begins), offset)
+            data = SNAPSHOT[offset : offset + CHUNK_BYTES]
+            yield replaced if replaced is not None else chunk_at(offset, data)
+
+    async def probe(self) -> None:
+        self.probed += 1
+        error = self.probes.pop(0) if self.probes else None
+        if error is not None:
+            raise error
+
+
+async def run(source: Source, seconds: float = 30) -> bytes:
+    """What landed."""
+    target = bytearray(len(SNAPSHOT))
+    at = ctypes.addressof(ctypes.c_char.from_buffer(target))
+    sink = PlaceSink([Place(0, len(target), at)])
+    expected = Expected(1, 5, len(SNAPSHOT))
+    await Reader(source, sink, expected).run(time.monotonic() + seconds)
+    return bytes(target)
+
+
+async def test_a_whole_snapshot_lands() -> None:
+    assert await run(Source()) == SNAPSHOT
+
+
+async def test_a_dropped_stream_is_resumed_at_the_first_missing_byte() -> None:
+    def drop(stream: int, offset: int) -> None:
+        if stream <= 3 and offset == 300 * stream:
+            raise status(grpc.StatusCode.UNAVAILABLE)
+
+    source = Source(drop)
+    assert await run(source) == SNAPSHOT
+    assert source.begins == [0, 300, 600, 900]
+
+
+async def test_a_stream_that_never_moves_on_is_given_up() -> None:
+    def drop(stream: int, offset: int) -> None:
+        if offset == 300:
+            raise status(grpc.StatusCode.UNAVAILABLE)
+
+    source = Source(drop)
+    with pytest.raises(UnreachableError, match="rank 0"):
+        await run(source)
+    assert source.begins == [0, 300, 300, 300]
+
+
+async def test_a_bad_checksum_is_asked_for_again() -> None:
+    def flip(stream: int, offset: int) -> Chunk | None:
+        if stream == 1 and offset == 500:
+            good = chunk_at(offset, SNAPSHOT[offset : offset + CHUNK_BYTES])
+            return Chunk(good.message, good.begin, good.end, good.xxh3 ^ 1, good.offset_bytes)
+        return None
+
+    source = Source(flip)
+    assert await run(source) == SNAPSHOT
+    assert source.begins == [0, 500]
+
+
+async def test_bytes_that_stay_wrong_are_data_loss() -> None:
+    def skip(stream: int, offset: int) -> Chunk | None:
+        return chunk_at(offset + 1, SNAPSHOT[offset : offset + 10]) if offset == 500 else None
+
+    with pytest.raises(DataLossError, match="500 was next"):
+        await run(Source(skip))
+
+
+async def test_bytes_of_another_step_are_refused() -> None:
+    source = Source()
+    source.step = 6
+    with pytest.raises(ConflictError, match="step 6"):
+        await run(source)
+
+
+async def test_an_ended_lease_is_told_apart() -> None:
+    def end(stream: int, offset: int) -> None:
+        if offset == 100:
+            raise status(grpc.StatusCode.NOT_FOUND)
+
+    with pytest.raises(LeaseEndedError, match="told"):
+        await run(Source(end))
+
+
+async def test_a_hanging_stream_is_probed_and_a_dead_peer_ends_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(reading, "_LOOK_S", 0.01)
+    monkeypatch.setattr(reading, "_PROBE_AFTER_S", 0.02)
+    source = Source()
+    source.hangs_at = 400
+    source.probes = [None, UnreachableError("stopped")]
+    before = asyncio.all_tasks()
+    with pytest.raises(UnreachableError, match="stopped"):
+        await run(source)
+    assert source.probed == 2
+    assert asyncio.all_tasks() == before
+
+
+async def test_a_hanging_stream_of_a_living_peer_is_begun_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(reading, "_LOOK_S", 0.01)
+    monkeypatch.setattr(reading, "_PROBE_AFTER_S", 0.02)
+    monkeypatch.setattr(reading, "LIVENESS_S", 0.1)
+    source = Source()
+    source.hangs_at, source.hanging_streams = 400, 1
+    assert await run(source) == SNAPSHOT
+    assert source.begins == [0, 400]
+
+
+async def test_the_callers_deadline_ends_a_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reading, "_LOOK_S", 0.01)
+    source = Source()
+    source.hangs_at = 400
+    with pytest.raises(DeadlineError, match="400 of 1,000"):
+        await run(source, seconds=0.05)

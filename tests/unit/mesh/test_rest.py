@@ -1,0 +1,198 @@
+"""The job document, and what goes wrong on the way to it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import httpx2
+import pytest
+
+from paramd.errors import (
+    ConflictError,
+    DeniedError,
+    NotFoundError,
+    ParamdError,
+    UnreachableError,
+    UsageError,
+)
+from paramd.mesh.connect import resolve
+from paramd.mesh.reach import Reach
+from paramd.mesh.rest import RestClient, checked_url
+from paramd.places import Endpoint, write_endpoint
+
+URL = "http://control:8470"
+
+
+def document(epoch: int = 1, valid_s: float = 600) -> dict[str, Any]:
+    return {
+        "job": "my-run",
+        "epoch": epoch,
+        "world_size": 2,
+        "control_address": "control:8471",
+        "layout_digest": "abc",
+        "peers": [{"rank": 1, "address": "host:1", "socket_path": "", "host_id": "h"}],
+        "ticket": f"ticket-{epoch}",
+        "ticket_expires_s": time.time() + valid_s,
+        "a_newer_field": 1,
+    }
+
+
+def client(handler: Callable[[httpx2.Request], httpx2.Response]) -> RestClient:
+    return RestClient(URL + "/", "secret-token", transport=httpx2.MockTransport(handler))
+
+
+async def test_the_document_is_read_and_the_token_sent() -> None:
+    asked: list[httpx2.Request] = []
+
+    def answer(request: httpx2.Request) -> httpx2.Response:
+        asked.append(request)
+        return httpx2.Response(200, json=document())
+
+    rest = client(answer)
+    found = await rest.job("my-run")
+    await rest.close()
+    assert (found.job, found.epoch, found.world_size) == ("my-run", 1, 2)
+    assert found.peer(1).address == "host:1"
+    assert str(asked[0].url) == URL + "/api/v1/jobs/my-run"
+    assert asked[0].headers["authorization"] == "Bearer secret-token"
+    assert "ticket-1" not in repr(found)
+
+
+async def test_a_rank_without_a_sidecar_is_unreachable() -> None:
+    rest = client(lambda _: httpx2.Response(200, json=document()))
+    found = await rest.job("my-run")
+    await rest.close()
+    with pytest.raises(UnreachableError, match=r"rank 0 .*1 of 2 have joined"):
+        found.peer(0)
+
+
+@pytest.mark.parametrize(
+    ("status", "kind"),
+    [
+        (401, DeniedError),
+        (403, DeniedError),
+        (404, NotFoundError),
+        (503, UnreachableError),
+        (500, ParamdError),
+    ],
+)
+async def test_statuses_become_errors_with_the_servers_words(
+    status: int, kind: type[ParamdError]
+) -> None:
+    rest = client(lambda _: httpx2.Response(status, json={"detail": "because"}))
+    with pytest.raises(kind, match="because"):
+        await rest.job("my-run")
+    await rest.close()
+
+
+async def test_no_answer_names_the_url_and_the_next_step() -> None:
+    def refuse(request: httpx2.Request) -> httpx2.Response:
+        raise httpx2.ConnectError("refused")
+
+    rest = client(refuse)
+    with pytest.raises(UnreachableError, match=r"http://control:8470 .*paramd status"):
+        await rest.job("my-run")
+    await rest.close()
+
+
+async def test_an_answer_that_is_no_job_document_is_told() -> None:
+    for content in (b"<html>", b'{"job": "my-run"}'):
+        rest = client(lambda _, content=content: httpx2.Response(200, content=content))
+        with pytest.raises(ParamdError, match="http://control:8470"):
+            await rest.job("my-run")
+        await rest.close()
+
+
+@pytest.mark.parametrize("url", ["control:8470", "ftp://x", "http://", "http://me:pw@host"])
+def test_what_is_no_url_is_refused(url: str) -> None:
+    with pytest.raises(UsageError, match="url"):
+        checked_url(url)
+
+
+def test_arguments_go_before_the_environment_before_the_state_dir(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with pytest.raises(UnreachableError, match="no job runs here"):
+        resolve(None, None, None)
+    here = Endpoint(url="http://here:1", token="t", pid=1, job="run", grpc_address="here:2")
+    write_endpoint(here)
+    assert resolve(None, None, None) == ("http://here:1", "t", "run")
+    assert resolve("http://here:1", None, None) == ("http://here:1", "t", None)
+    with pytest.raises(UsageError, match="token"):
+        resolve("http://elsewhere:1", None, None)
+    monkeypatch.setenv("PARAMD_URL", "http://there:1")
+    monkeypatch.setenv("PARAMD_TOKEN", "other")
+    assert resolve(None, None, None) == ("http://there:1", "other", None)
+    assert resolve("http://mine:1", "own", "j") == ("http://mine:1", "own", "j")
+
+
+class Answers:
+    """A Reach whose control plane is scripted."""
+
+    def __init__(self, answers: list[dict[str, Any] | Exception]) -> None:
+        self.answers = answers
+        self.count = 0
+        self.reach = Reach(URL, "token", "my-run", transport=httpx2.MockTransport(self.handle))
+
+    def handle(self, request: httpx2.Request) -> httpx2.Response:
+        self.count += 1
+        answer = self.answers.pop(0) if len(self.answers) > 1 else self.answers[0]
+        if isinstance(answer, Exception):
+            raise answer
+        return httpx2.Response(200, json=answer)
+
+
+async def test_a_ticket_is_renewed_before_it_expires() -> None:
+    control = Answers([document(valid_s=0.0), document(valid_s=600)])
+    await control.reach.start()
+
+    async def attempt(sidecars: object) -> int:
+        return control.count
+
+    deadline_s = time.monotonic() + 10
+    assert await control.reach.attempts(attempt, deadline_s) == 2
+    assert await control.reach.attempts(attempt, deadline_s) == 2
+    await control.reach.close()
+
+
+async def test_a_valid_ticket_outlasts_its_control_plane() -> None:
+    control = Answers([document(valid_s=1.5), httpx2.ConnectError("refused")])
+    await control.reach.start()
+    control.reach._renew_at_s = 0.0
+
+    async def attempt(sidecars: object) -> str:
+        return "served"
+
+    assert await control.reach.attempts(attempt, time.monotonic() + 10) == "served"
+    await control.reach.close()
+
+
+async def test_a_refused_ticket_is_asked_for_anew_once() -> None:
+    control = Answers([document()])
+    await control.reach.start()
+    tries = 0
+
+    async def attempt(sidecars: object) -> None:
+        nonlocal tries
+        tries += 1
+        raise DeniedError("not yours")
+
+    with pytest.raises(DeniedError, match="not yours"):
+        await control.reach.attempts(attempt, time.monotonic() + 10)
+    assert tries == 2
+    await control.reach.close()
+
+
+async def test_a_new_epoch_is_followed() -> None:
+    control = Answers([document(epoch=1), document(epoch=2)])
+    await control.reach.start()
+
+    async def attempt(sidecars: Any) -> int:
+        if sidecars.document.epoch == 1:
+            raise ConflictError("stale epoch")
+        return int(sidecars.document.epoch)
+
+    assert await control.reach.attempts(attempt, time.monotonic() + 10) == 2
+    await control.reach.close()

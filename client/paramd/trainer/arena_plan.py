@@ -55,7 +55,7 @@ def plan_arena(shards: Sequence[LocalShard], tensors: Sequence[torch.Tensor]) ->
         ConflictError: a tensor has no arena, or its memory is shared with other processes.
     """
     for shard in shards:
-        _check(shard)
+        check_movable(shard)
     params = [s for s in shards if s.kind is TensorKind.PARAMETER and s.tensor.numel()]
     ranges = close_over(
         Ranges(storage_range(s.tensor) for s in params),
@@ -90,7 +90,12 @@ def _home(ranges: Ranges, shard: LocalShard) -> Range:
     return home
 
 
-def _check(shard: LocalShard) -> None:
+def check_movable(shard: LocalShard) -> None:
+    """Refuses what has no arena, and what other processes use.
+
+    Raises:
+        ConflictError: naming the tensor.
+    """
     try:
         arena_kind(shard.tensor)
     except ConflictError as error:

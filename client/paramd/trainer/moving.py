@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import chain
@@ -61,22 +60,26 @@ def strides_of(shard: LocalShard) -> tuple[int, ...] | None:
     return strides
 
 
-def differences(before: Sequence[LocalShard], after: Sequence[LocalShard]) -> list[str]:
-    """How the parameters differ in what a layout says of them, in words; empty if equal."""
-    old_names, new_names = Counter(s.fqn for s in before), Counter(s.fqn for s in after)
-    if old_names != new_names:
-        return [
-            f"{name!r} was in {old_names[name]} and is in {new_names[name]} parts"
-            for name in old_names | new_names
-            if old_names[name] != new_names[name]
-        ]
-    if [s.fqn for s in before] != [s.fqn for s in after]:
-        return ["the order of the modules"]
-    return [
-        f"{old.fqn!r} was {_said(old)} and is {_said(new)}"
-        for old, new in zip(before, after, strict=True)
-        if old.kind is TensorKind.PARAMETER and _said(old) != _said(new)
-    ]
+def differences(before: Sequence[LocalShard], after: Sequence[LocalShard]) -> dict[str, str]:
+    """What of a layout has changed: name of the parameter -> what was and what is, in words."""
+    old, new = _by_name(before), _by_name(after)
+    changed = {
+        name: f"was {old.get(name, 'absent')} and is {new.get(name, 'absent')}"
+        for name in old | new
+        if old.get(name) != new.get(name)
+    }
+    if not changed and list(old) != list(new):
+        return dict.fromkeys(new, "has another place in the module tree")
+    return changed
+
+
+def _by_name(shards: Sequence[LocalShard]) -> dict[str, str]:
+    said: dict[str, str] = {}
+    for shard in shards:
+        if shard.kind is TensorKind.PARAMETER:
+            known = f"{said[shard.fqn]}; " if shard.fqn in said else ""
+            said[shard.fqn] = known + _said(shard)
+    return said
 
 
 def _said(shard: LocalShard) -> str:
@@ -103,22 +106,22 @@ def bring_back(left: Sequence[Departed], bases: Sequence[torch.Tensor]) -> None:
     """
     if not left:
         return
-    ways = _Ways(left)
+    ways, homes = _Ways(left), _Homes(bases)
     known = {id(t): t for d in left for t in (d.shard.tensor, *d.shard.holders)}
     targets: list[tuple[torch.Tensor, torch.Tensor]] = []
     for tensor in known.values():
         delta = ways.delta(extent(tensor))
         if delta is not None:
-            targets.append((tensor, _at_home(tensor, delta, bases)))
+            targets.append((tensor, homes.view(tensor, delta)))
     for tensor in live_tensors():
         if id(tensor) not in known and ways.hold(extent(tensor)):
             delta = ways.delta(extent(tensor))
             assert delta is not None
-            targets.append((tensor, _at_home(tensor, delta, bases)))
+            targets.append((tensor, homes.view(tensor, delta)))
     with torch.no_grad():
         for departed in left:
             source = departed.shard.tensor
-            _at_home(source, departed.home - address(source), bases).copy_(source)
+            homes.view(source, departed.home - address(source)).copy_(source)
     repoint(targets)
 
 
@@ -159,17 +162,25 @@ class _Ways:
         return self._ways[first : bisect_right(self._begins, memory.end)]
 
 
-def _at_home(tensor: torch.Tensor, delta: int, bases: Sequence[torch.Tensor]) -> torch.Tensor:
-    memory = extent(tensor)
-    begin, end = memory.begin + delta, memory.end + delta
-    for base in bases:
-        home = storage_range(base)
-        if home.begin <= begin and end <= home.end:
-            offset_bytes = begin - home.begin
-            return placed(
-                tensor.dtype, base.untyped_storage(), offset_bytes, tensor.shape, tensor.stride()
-            )
-    raise ConflictError(
-        f"a tensor of shape {list(tensor.shape)} no longer fits the memory that its parameter had; "
-        "detach and attach again"
-    )
+class _Homes:
+    """The arena's storages, found by address."""
+
+    def __init__(self, bases: Sequence[torch.Tensor]) -> None:
+        self._bases = bases
+        self._begins = [address(base) for base in bases]
+
+    def view(self, tensor: torch.Tensor, delta: int) -> torch.Tensor:
+        """What `tensor` is when it lies `delta` bytes further on, in the arena."""
+        memory = extent(tensor)
+        begin, end = memory.begin + delta, memory.end + delta
+        index = bisect_right(self._begins, begin) - 1
+        # Storages overlap only where a user made one out of another's memory.
+        for base in reversed(self._bases[: index + 1]):
+            home = storage_range(base)
+            if end <= home.end:
+                storage, offset_bytes = base.untyped_storage(), begin - home.begin
+                return placed(tensor.dtype, storage, offset_bytes, tensor.shape, tensor.stride())
+        raise ConflictError(
+            f"a tensor of shape {list(tensor.shape)} does not fit the memory that its parameter "
+            "had; detach and attach again"
+        )

@@ -23,17 +23,18 @@ from torch import nn
 
 from paramd.errors import ConflictError, UsageError
 from paramd.layout.merge import LocalLayout, LocalTensor
-from paramd.layout.types import Piece, Region, TensorKind
-from paramd.trainer import plain
-from paramd.trainer.arena_plan import arena_kind, plan_arena
+from paramd.layout.types import Piece, TensorKind
+from paramd.trainer.arena_plan import ALIGN_BYTES, arena_kind, check_movable, plan_arena
+from paramd.trainer.buffers import BufferCopies
 from paramd.trainer.dtensor import split
-from paramd.trainer.local_shard import LocalShard, dtype_name
+from paramd.trainer.local_shard import LocalShard
 from paramd.trainer.moving import Departed, bring_back, differences, moved, strides_of, users
 from paramd.trainer.shards import find_shards
 from paramd.trainer.storages import (
     Range,
     Ranges,
     address,
+    bytes_at,
     bytes_of,
     has_unseen_users,
     live_tensors,
@@ -62,7 +63,7 @@ class Home:
         self._shards = find_shards(model)
         self._plan = plan_arena(self._shards, list(live_tensors()))
         self._bases: list[torch.Tensor] = []
-        self._targets: list[torch.Tensor] = []
+        self._buffers: BufferCopies | None = None
         self._arena_address = 0
         self._watch: Watch | None = None
 
@@ -126,12 +127,10 @@ class Home:
             )
         bases = self._filled_bases(arena, tensors)
         repoint([(t, moved(t, bases[storage_range(t)])) for t in tensors])
-        self._arena_address = address(_bytes_at(arena, 0, 1))
+        self._arena_address = _address_of(arena)
         self._bases = sorted(bases.values(), key=address)
         self._shards = find_shards(self._model)
-        self._targets = [
-            _buffer_target(arena, shard, begin) for shard, begin in self._placed_buffers()
-        ]
+        self._buffers = BufferCopies(arena, self._placed(TensorKind.BUFFER))
         self._watch = Watch(self._watched())
         self.copy_buffers()
 
@@ -149,18 +148,22 @@ class Home:
                 assert home is not None
                 assert old.end <= home.end
                 begin = starts[home] + old.begin - home.begin
-                bases[old] = _bytes_at(arena, begin, old.end - old.begin)
+                bases[old] = bytes_at(arena, begin, old.end - old.begin)
                 bases[old].copy_(bytes_of(tensor.untyped_storage()))
         return bases
 
     def check(self, full: bool = False) -> list[str]:
         """Names of parameters that left the arena; empty is the usual answer.
 
-        The cheap form looks at no more than about a hundred tensors a call, by their
-        canonical names, and at the next ones in the next call; `full` looks at all.
+        The cheap form takes some microseconds: it looks at no more than about a hundred
+        tensors, by their canonical names, and at the next ones in the next call. `full` looks
+        at all tensors and names, and also notices what `take_back` will refuse.
         """
         assert self._watch is not None, "move_in comes first"
-        return self._watch.look_at_all() if full else self._watch.look()
+        if not full:
+            return self._watch.look()
+        changed = differences(self._shards, find_shards(self._model))
+        return list(dict.fromkeys([*self._watch.look_at_all(), *changed]))
 
     def take_back(self) -> list[str]:
         """Brings parameters that left back into the arena, with the values they have now.
@@ -173,19 +176,19 @@ class Home:
         """
         assert self._watch is not None, "move_in comes first"
         shards = find_shards(self._model)
-        changed = differences(self._shards, shards)
-        if changed:
+        if changed := differences(self._shards, shards):
             raise ConflictError(
-                f"parameters changed their layout in training: {'; '.join(changed[:5])}; "
+                f"parameters changed their layout in training: {_said(changed)}; "
                 "detach and attach again to serve them"
             )
+        self._shards = shards
         left = [
             Departed(shard, self._arena_address + begin)
-            for shard, begin in zip(shards, self._plan.begins, strict=True)
-            if begin is not None
-            and shard.kind is TensorKind.PARAMETER
-            and address(shard.tensor) != self._arena_address + begin
+            for shard, begin in self._placed(TensorKind.PARAMETER)
+            if address(shard.tensor) != self._arena_address + begin
         ]
+        for departed in left:
+            check_movable(departed.shard)
         bring_back(left, self._bases)
         self._shards = find_shards(self._model)
         self._watch = Watch(self._watched())
@@ -197,11 +200,8 @@ class Home:
         Raises:
             ConflictError: a buffer changed its shape, or its dtype to one that does not fit.
         """
-        pairs = zip(self._placed_buffers(), self._targets, strict=True)
-        sources = [_live_buffer(shard, target) for (shard, _), target in pairs]
-        if sources:
-            with torch.no_grad():
-                torch._foreach_copy_(self._targets, sources)
+        assert self._buffers is not None, "move_in comes first"
+        self._buffers.refresh()
 
     def move_out(self) -> None:
         """Points all tensors at private memory with the same bytes. Idempotent.
@@ -209,7 +209,9 @@ class Home:
         Afterwards no tensor that Python knows uses the arena.
         """
         inside = Ranges(storage_range(base) for base in self._bases)
-        self._bases, self._targets, self._watch, self._shards = [], [], None, []
+        if not inside.items:
+            return
+        self._bases, self._buffers, self._watch, self._shards = [], None, None, []
         tensors = users(find_shards(self._model), list(live_tensors()), inside)
         copies: dict[Range, torch.Tensor] = {}
         for tensor in tensors:
@@ -218,22 +220,22 @@ class Home:
                 copies[old] = bytes_of(tensor.untyped_storage()).clone()
         repoint([(t, moved(t, copies[storage_range(t)])) for t in tensors])
 
-    def _placed_buffers(self) -> list[tuple[LocalShard, int]]:
+    def _placed(self, kind: TensorKind) -> list[tuple[LocalShard, int]]:
+        """Shards with elements and their first bytes in the arena."""
         return [
             (shard, begin)
             for shard, begin in zip(self._shards, self._plan.begins, strict=True)
-            if shard.kind is TensorKind.BUFFER and begin is not None
+            if shard.kind is kind and begin is not None
         ]
 
     def _watched(self) -> list[Watched]:
         """Each slot once, with the address its tensor has now."""
         watched: dict[tuple[int, str], Watched] = {}
-        for shard, begin in zip(self._shards, self._plan.begins, strict=True):
-            if shard.kind is TensorKind.PARAMETER and begin is not None:
-                slot = shard.slot
-                local, _ = split(slot.tensor())
-                place = (id(slot.owner), slot.key)
-                watched.setdefault(place, Watched(shard.fqn, slot, local.data_ptr()))
+        for shard, _ in self._placed(TensorKind.PARAMETER):
+            slot = shard.slot
+            local, _spec = split(slot.tensor())
+            place = (id(slot.owner), slot.key)
+            watched.setdefault(place, Watched(shard.fqn, slot, local.data_ptr()))
         return list(watched.values())
 
 
@@ -243,48 +245,22 @@ def _piece(shard: LocalShard, rank: int, begin: int) -> Piece:
     return Piece(rank=rank, arena_begin=begin, region=shard.region, strides=strides)
 
 
+def _said(changed: dict[str, str]) -> str:
+    words = [f"{name!r} {change}" for name, change in changed.items()]
+    more = f"; and {len(words) - 3} more" if len(words) > 3 else ""
+    return "; ".join(words[:3]) + more
+
+
 def _check_arena(arena: memoryview, needed_bytes: int) -> None:
     if arena.readonly or not arena.contiguous or arena.nbytes < needed_bytes:
         raise UsageError(
             f"the arena is {'read-only, ' if arena.readonly else ''}{arena.nbytes} bytes; "
             f"expected at least {needed_bytes} writable, contiguous bytes"
         )
+    if _address_of(arena) % ALIGN_BYTES:
+        raise UsageError(f"the arena's address is not a multiple of {ALIGN_BYTES}; expected a map")
 
 
-def _bytes_at(arena: memoryview, begin: int, size_bytes: int) -> torch.Tensor:
-    """A span of the arena as a 1-D uint8 tensor with a storage of just that size."""
-    return torch.frombuffer(arena, dtype=torch.uint8, count=size_bytes, offset=begin)
-
-
-def _buffer_target(arena: memoryview, shard: LocalShard, begin: int) -> torch.Tensor:
-    numel = shard.tensor.numel()
-    span = _bytes_at(arena, begin, numel * shard.tensor.itemsize)
-    return span.view(shard.tensor.dtype).view(shard.tensor.shape)
-
-
-def _live_buffer(shard: LocalShard, target: torch.Tensor) -> torch.Tensor:
-    value = shard.slot.owner.get(shard.slot.key)
-    for region, source in _buffer_regions(shard, value):
-        fits = torch.promote_types(source.dtype, target.dtype) == target.dtype
-        if region == shard.region and source.shape == target.shape and fits:
-            return source
-    raise ConflictError(
-        f"buffer {shard.fqn!r} was {shard.dtype} {list(shard.shape)} when attached and is "
-        f"{_described(value)} now; detach and attach again to serve it"
-    )
-
-
-def _buffer_regions(shard: LocalShard, value: object) -> list[tuple[Region, torch.Tensor]]:
-    if not isinstance(value, torch.Tensor):
-        return []
-    local, spec = split(value)
-    if spec is None and shard.region.numel == local.numel() and local.shape == shard.shape:
-        return [(shard.region, local.detach())]
-    found = plain.shards_of((shard.fqn,), value, shard.kind, shard.slot)
-    return [(part.region, part.tensor) for part in found]
-
-
-def _described(value: object) -> str:
-    if isinstance(value, torch.Tensor):
-        return f"{dtype_name(value.dtype)} {list(value.shape)}"
-    return repr(value)
+def _address_of(arena: memoryview) -> int:
+    # A rank may hold no element at all, and then needs no memory.
+    return address(bytes_at(arena, 0, 1)) if arena.nbytes else 0

@@ -124,6 +124,11 @@ def bytes_of(storage: torch.UntypedStorage) -> torch.Tensor:
     return placed(torch.uint8, storage, 0, (storage.nbytes(),), (1,))
 
 
+def bytes_at(memory: memoryview, begin: int, size_bytes: int) -> torch.Tensor:
+    """A span of `memory` as a 1-D uint8 tensor, with a storage of just that size."""
+    return torch.frombuffer(memory, dtype=torch.uint8, count=size_bytes, offset=begin)
+
+
 def placed(
     dtype: torch.dtype,
     storage: torch.UntypedStorage,

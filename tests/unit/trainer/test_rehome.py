@@ -234,7 +234,7 @@ def test_a_deleted_parameter_is_noticed(move_in: MoveIn) -> None:
     del model.bias
 
     assert home.check() == ["bias"]
-    with pytest.raises(ConflictError, match="'bias' was in 1 and is in 0 parts"):
+    with pytest.raises(ConflictError, match=r"'bias' was float32 .* and is absent"):
         home.take_back()
 
 
@@ -268,6 +268,39 @@ def test_another_layout_is_refused_and_nothing_is_touched(move_in: MoveIn, chang
         home.take_back()
     assert bytes(arena.memory) == before
     assert [p.data_ptr() for p in model.parameters()] == changed
+
+
+def test_a_replaced_alias_is_noticed_by_the_full_check(move_in: MoveIn) -> None:
+    model = nn.ModuleDict({"a": nn.Linear(3, 3), "b": nn.Linear(3, 3)})
+    model["b"].weight = model["a"].weight
+    home, _ = move_in(model)
+
+    model["b"].weight = nn.Parameter(torch.zeros(3, 3))
+
+    assert home.check(full=True) == ["a.weight", "b.weight"]
+    with pytest.raises(ConflictError, match=r"'b\.weight' was absent"):
+        home.take_back()
+
+
+def test_parameters_that_went_into_shared_memory_stay_there(move_in: MoveIn) -> None:
+    model = nn.Linear(3, 5)
+    home, _ = move_in(model)
+
+    model.share_memory()
+
+    assert home.check() == ["weight", "bias"]
+    with pytest.raises(ConflictError, match="shared with other processes"):
+        home.take_back()
+    assert model.weight.is_shared()
+
+
+def test_a_rank_that_holds_no_element_needs_no_memory(move_in: MoveIn) -> None:
+    model = nn.ParameterList([nn.Parameter(torch.zeros(0, 3))])
+    home, _ = move_in(model)
+
+    assert home.arena_bytes == 0
+    assert home.check() == home.take_back() == []
+    assert [t.pieces for t in home.local_layout(0).tensors] == [()]
 
 
 def test_parameters_that_came_to_share_memory_are_refused(move_in: MoveIn) -> None:

@@ -89,7 +89,7 @@ def _shards(handle: Any, index: int, names: Names) -> list[LocalShard]:
             slot=Slot(vars(handle), "flat_param") if original is None else Slot(table, name),
             holders=(flat, local, *_shared(handle), *own),
         )
-        for region, view in _regions(flat, index, shard)
+        for region, view in regions_of(flat, index, shard)
     ]
 
 
@@ -139,7 +139,7 @@ def _shard_of(
     return local[info.offset_in_shard : info.offset_in_shard + info.numel_in_shard]
 
 
-def _regions(flat: Any, index: int, shard: torch.Tensor) -> list[tuple[Region, torch.Tensor]]:
+def regions_of(flat: Any, index: int, shard: torch.Tensor) -> list[tuple[Region, torch.Tensor]]:
     info = flat._shard_param_infos[index]
     shape, strides = tuple(flat._shapes[index]), tuple(flat._strides[index])
     begin = info.intra_param_start_idx if info.in_shard else 0

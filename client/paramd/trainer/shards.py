@@ -8,6 +8,7 @@ modules, DDP, tensor parallelism; all buffers). What a DTensor holds, dtensor.py
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterator
+from dataclasses import dataclass, field
 
 from torch import nn
 
@@ -16,7 +17,23 @@ from paramd.trainer import fsdp1, fsdp2, plain
 from paramd.trainer.local_shard import Entry, LocalShard, Slot
 from paramd.trainer.names import walk
 
-__all__ = ["LocalShard", "find_shards"]
+__all__ = ["FoundTensor", "LocalShard", "find_shards", "find_tensors"]
+
+
+@dataclass(slots=True, eq=False)
+class FoundTensor:
+    """A parameter or persistent buffer, and everywhere that the module tree has it."""
+
+    entry: Entry
+    kind: TensorKind
+    names: dict[str, None] = field(default_factory=dict)
+    """Canonical name first, then the aliases."""
+    places: list[tuple[nn.Module, str]] = field(default_factory=list)
+    """Modules and the names that it has in them, in tree order."""
+
+    def shards(self) -> list[LocalShard]:
+        """What this rank holds of it, read now."""
+        return self.entry.shards(tuple(self.names))
 
 
 def find_shards(model: nn.Module) -> list[LocalShard]:
@@ -28,21 +45,38 @@ def find_shards(model: nn.Module) -> list[LocalShard]:
     Raises:
         ConflictError: a tensor is of a kind whose elements cannot be told exactly.
     """
+    return [shard for tensor in find_tensors(model) for shard in tensor.shards()]
+
+
+def find_tensors(model: nn.Module) -> list[FoundTensor]:
+    """All parameters and persistent buffers, in the order of the tree, tied ones once."""
     tree = list(walk(model))
     modules = list({id(module): module for _, module in tree}.values())
     managed = fsdp1.managed(modules) | fsdp2.managed(modules)
     localized = plain.localized_for_ddp(modules)
-    entries: dict[Hashable, Entry] = {}
-    names: dict[Hashable, dict[str, None]] = {}
+    found: dict[Hashable, FoundTensor] = {}
     for prefix, module in tree:
         own = dict(managed.get(id(module), {}))
-        for name, entry in _entries_of(module, own, id(module) in localized):
-            entries.setdefault(entry.key, entry)
-            names.setdefault(entry.key, {})[prefix + name] = None
-    return [s for key, entry in entries.items() for s in entry.shards(tuple(names[key]))]
+        for kind, name, entry in _entries_of(module, own, id(module) in localized):
+            tensor = found.setdefault(entry.key, FoundTensor(entry, kind))
+            tensor.names[prefix + name] = None
+            tensor.places.append((module, name))
+    return list(found.values())
 
 
 def _entries_of(
+    module: nn.Module, managed: dict[str, Entry], localized: bool
+) -> Iterator[tuple[TensorKind, str, Entry]]:
+    for name, entry in _parameters_of(module, managed, localized):
+        yield TensorKind.PARAMETER, name, entry
+    for name, buffer in module._buffers.items():
+        if buffer is not None and name not in module._non_persistent_buffers_set:
+            yield TensorKind.BUFFER, name, plain.entry(
+                Slot(module._buffers, name), TensorKind.BUFFER
+            )
+
+
+def _parameters_of(
     module: nn.Module, managed: dict[str, Entry], localized: bool
 ) -> Iterator[tuple[str, Entry]]:
     for name, param in module._parameters.items():
@@ -53,6 +87,3 @@ def _entries_of(
     yield from managed.items()
     for slot in plain.localized_slots(module) if localized else ():
         yield slot.key, plain.entry(slot, TensorKind.PARAMETER)
-    for name, buffer in module._buffers.items():
-        if buffer is not None and name not in module._non_persistent_buffers_set:
-            yield name, plain.entry(Slot(module._buffers, name), TensorKind.BUFFER)

@@ -1,0 +1,79 @@
+"""When a rank may not summon: in compiled code, in a forward, in a backward, or again."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable
+from types import FrameType
+
+import torch
+from torch import nn
+
+from paramd.errors import ConflictError
+
+_FORWARD_CODE = nn.Module._call_impl.__code__
+
+summoned: dict[tuple[int, str], str] = {}
+"""Places (id of a module, name in it) whose parameters are summoned now, and their names."""
+
+
+def check_not_compiling() -> None:
+    """Refuses calls from code that torch.compile traces or runs.
+
+    Raises:
+        ConflictError: it is called from there.
+    """
+    compiled = torch.compiler.is_compiling()
+    if not compiled:
+        # The part of a compiled function that is not traced runs as usual, with this set.
+        callback = torch._C._dynamo.eval_frame.get_eval_frame_callback()
+        compiled = callback is not None and callback is not False
+    if compiled:
+        raise ConflictError(
+            "summon_full_params was called in a region of torch.compile; call it outside, or "
+            "from a function under torch.compiler.disable"
+        )
+
+
+def check_idle(module: nn.Module) -> None:
+    """Refuses while a forward or a backward runs.
+
+    Raises:
+        ConflictError: a forward of `module`, of a part of it or of what contains it is running
+            in this thread, or a backward is.
+    """
+    if torch._C._current_graph_task_id() != -1:
+        raise ConflictError(
+            "summon_full_params was called inside backward; call it between two steps"
+        )
+    inside = {id(inner) for inner in module.modules()}
+    for running in _running_forwards(sys._getframe()):
+        if id(running) in inside or any(part is module for part in running.modules()):
+            raise ConflictError(
+                f"summon_full_params was called inside the forward of {type(running).__name__}; "
+                "call it between two steps"
+            )
+
+
+def _running_forwards(frame: FrameType | None) -> Iterable[nn.Module]:
+    while frame is not None:
+        if frame.f_code is _FORWARD_CODE:
+            running = frame.f_locals.get("self")
+            if isinstance(running, nn.Module):
+                yield running
+        frame = frame.f_back
+
+
+def check_not_summoned(places: Iterable[tuple[nn.Module, str]]) -> None:
+    """Refuses to summon what is summoned already.
+
+    Raises:
+        ConflictError: one of the places is; the message names it.
+    """
+    for module, name in places:
+        inside = summoned.get((id(module), name))
+        if inside is not None:
+            raise ConflictError(
+                f"parameter {inside!r} is summoned already by a surrounding summon_full_params; "
+                "leave that block first"
+            )

@@ -1,0 +1,181 @@
+"""All ranks come to one place, or none goes on: with a time limit, naming who is missing.
+
+It works over the store of the process group, not over collectives: a collective that one
+rank never joins hangs until the group's own timeout, and with NCCL ends the process.
+
+Calls are numbered. The first to write the verdict of a meeting decides for all: the last
+rank to come writes "go" (or why not), a rank whose time is up writes "failed". A rank that
+comes to a call which failed without it goes on to the next number, so that the ranks find
+each other again after a failure.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from dataclasses import dataclass
+
+import torch.distributed as dist
+from torch.distributed import distributed_c10d
+
+from paramd.errors import AbortedError, ConflictError, DeadlineError, ParamdError
+
+FIRST_POLL_S = 0.0002
+LONGEST_POLL_S = 0.02
+LEAVE_TIMEOUT_S = 1800.0
+"""Longest wait for ranks that are still in their block."""
+
+_next_numbers: dict[str, int] = {}
+"""Next call of each series. Kept when process groups come and go: their store may stay."""
+
+_stale_keys: dict[str, list[str]] = {}
+"""Keys of finished meetings of each series that this rank will delete."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Word:
+    """What a rank says when it comes to enter."""
+
+    question: str
+    """Must be the same on all ranks."""
+    refusal: str = ""
+    """Why this rank cannot go on; then nobody does."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Verdict:
+    state: str
+    text: str = ""
+
+
+class Meetings:
+    """The meetings of some ranks. Without a process group there is nobody to wait for.
+
+    Args:
+        name: names the calls in messages.
+        ranks: global ranks, ascending, this one included.
+    """
+
+    def __init__(self, name: str, ranks: tuple[int, ...]) -> None:
+        self._name = name
+        self._ranks = ranks
+        self._alone = len(ranks) == 1
+        self._me = ranks[0] if self._alone else dist.get_rank()
+        self._store = None if self._alone else distributed_c10d._get_default_store()
+        everybody = self._alone or len(ranks) == dist.get_world_size()
+        self._series = "all" if everybody else "-".join(map(str, ranks))
+
+    def enter(self, word: Word, *, timeout_s: float) -> int:
+        """Waits until all ranks have come. Returns the number of the call.
+
+        All-or-none: it returns on all ranks, or raises on every rank that came.
+
+        Raises:
+            DeadlineError: ranks did not come within `timeout_s`; the message names them.
+            ConflictError: a rank refused, or ranks asked different questions.
+        """
+        if self._store is None:
+            if word.refusal:
+                raise ConflictError(word.refusal)
+            return 0
+        while True:
+            number = _next_numbers.get(self._series, 0)
+            _next_numbers[self._series] = number + 1
+            if not self._has(number, "enter", "verdict"):
+                break
+        message = json.dumps([word.question, word.refusal])
+        verdict = self._meet(number, "enter", message, timeout_s)
+        if verdict.state == "failed":
+            raise DeadlineError(f"{self._name}: {verdict.text}")
+        if verdict.state == "refused":
+            raise ConflictError(f"{self._name}: {verdict.text}")
+        return number
+
+    def leave(self, number: int, problem: str, *, timeout_s: float = LEAVE_TIMEOUT_S) -> None:
+        """Waits until all ranks have come to the end of their block, unless one has a problem.
+
+        Args:
+            problem: why nobody should go on, empty if this rank can. With a problem it waits
+                for nobody.
+
+        Raises:
+            AbortedError: another rank had a problem.
+            DeadlineError: ranks did not come within `timeout_s`.
+        """
+        if self._store is None:
+            return
+        if problem:
+            self._decide(number, "leave", _Verdict("refused", f"rank {self._me} {problem}"))
+            return
+        verdict = self._meet(number, "leave", json.dumps(["", ""]), timeout_s)
+        if verdict.state != "go":
+            kind: type[ParamdError] = DeadlineError if verdict.state == "failed" else AbortedError
+            raise kind(f"{self._name}: {verdict.text}; no rank keeps its edits")
+
+    def _meet(self, number: int, part: str, message: str, timeout_s: float) -> _Verdict:
+        assert self._store is not None
+        deadline = time.monotonic() + timeout_s
+        self._store.set(self._key(number, part, str(self._me)), message)
+        if self._store.add(self._key(number, part, "came"), 1) == len(self._ranks):
+            self._decide(number, part, self._judged(number, part))
+        pause_s = FIRST_POLL_S
+        while not self._has(number, part, "verdict"):
+            if time.monotonic() > deadline:
+                self._decide(number, part, self._missing(number, part, timeout_s))
+                break
+            time.sleep(pause_s)
+            pause_s = min(pause_s * 1.5, LONGEST_POLL_S)
+        state, text = json.loads(self._store.get(self._key(number, part, "verdict")))
+        if state == "go":
+            self._tidy(number, part)
+        return _Verdict(state, text)
+
+    def _judged(self, number: int, part: str) -> _Verdict:
+        assert self._store is not None
+        store = self._store
+        words = {r: json.loads(store.get(self._key(number, part, str(r)))) for r in self._ranks}
+        refusals = [f"rank {rank}: {refusal}" for rank, (_, refusal) in words.items() if refusal]
+        if refusals:
+            return _Verdict("refused", "; ".join(refusals[:3]))
+        first = self._ranks[0]
+        for rank, (question, _) in words.items():
+            if question != words[first][0]:
+                return _Verdict(
+                    "refused",
+                    f"rank {first} asks for {words[first][0]}, but rank {rank} for {question}; "
+                    "call it alike on every rank",
+                )
+        return _Verdict("go")
+
+    def _missing(self, number: int, part: str, timeout_s: float) -> _Verdict:
+        missing = [rank for rank in self._ranks if not self._has(number, part, str(rank))]
+        return _Verdict(
+            "failed",
+            f"ranks {missing} of {len(self._ranks)} did not come in {timeout_s:g} s; every rank "
+            "must call it at the same place",
+        )
+
+    def _decide(self, number: int, part: str, verdict: _Verdict) -> None:
+        assert self._store is not None
+        message = json.dumps([verdict.state, verdict.text])
+        self._store.compare_set(self._key(number, part, "verdict"), "", message)
+
+    def _has(self, number: int, part: str, name: str) -> bool:
+        assert self._store is not None
+        return bool(self._store.check([self._key(number, part, name)]))
+
+    def _tidy(self, number: int, part: str) -> None:
+        """Deletes the keys of earlier meetings: who came to this one has read their verdicts."""
+        assert self._store is not None
+        stale = _stale_keys.setdefault(self._series, [])
+        if part == "enter":
+            for key in stale:
+                self._store.delete_key(key)
+            stale.clear()
+        names = [str(self._me)]
+        if self._me == self._ranks[0]:
+            names += ["came", "verdict"]
+        stale += [self._key(number, part, name) for name in names]
+
+    def _key(self, number: int, part: str, name: str) -> str:
+        return f"paramd/summon/{self._series}/{number}/{part}/{name}"

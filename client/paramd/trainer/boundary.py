@@ -91,7 +91,7 @@ class Boundary:
         try:
             if self._home.check():
                 names = self._home.take_back()
-                log.info("paramd: took %d parameters back, first %s", len(names), names[0])
+                log.info("paramd: took %d parameters back, first %s", len(names), names[:1])
         except Exception as error:
             # SEQ stays odd: what the arena holds is not what the training uses.
             log.error("paramd: parameters are served no more: %s", error)

@@ -50,8 +50,9 @@ def summon(
     are metadata.
     """
     check_destination(output_file, force=force)
+    wanted_dtype = _load_torch(dtype)
     with target.connect() as mesh, _spinner("reading"):
-        found = mesh.summon(*glob, dtype=_dtype(dtype), buffers=buffers)
+        found = mesh.summon(*glob, dtype=wanted_dtype, buffers=buffers)
     with _spinner("writing"):
         size_bytes = save(found, output_file, replace=force)
     say(
@@ -131,14 +132,11 @@ def _append(writer: SafetensorsWriter, tensor: torch.Tensor) -> None:
         writer.append(memory[begin : begin + CHUNK_BYTES])
 
 
-def _dtype(name: str | None) -> torch.dtype | None:
-    if name is None:
-        return None
-    try:
-        from paramd.mesh.assemble import torch_dtype
-    except ModuleNotFoundError:
-        raise UsageError("summon needs torch; run: pip install 'paramd[torch]'") from None
-    return torch_dtype(name.removeprefix("torch."))
+def _load_torch(dtype: str | None) -> torch.dtype | None:
+    """The dtype of that name. Loads torch, which shall not count as time of reading."""
+    from paramd.mesh.assemble import torch_dtype
+
+    return torch_dtype(dtype.removeprefix("torch.")) if dtype is not None else None
 
 
 def _spinner(what: str) -> AbstractContextManager[Any]:

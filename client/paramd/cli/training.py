@@ -23,7 +23,8 @@ MAX_STEPS = 100_000
 
 POLL_S = 0.05
 STOP_S = 30.0
-SHOWN_LINES = 15
+SHOWN_LINES = 80
+"""Of a training that failed: torchrun says much after the ranks' own last words."""
 
 _LOSS = re.compile(r"^step (\d+) loss ([0-9.]+)$", re.MULTILINE)
 
@@ -44,8 +45,7 @@ class Training:
         """Waits until the job can be found.
 
         Raises:
-            UnreachableError: the training ended before; the text shows its last lines.
-            DeadlineError: it took too long.
+            UnreachableError: the training ended before. DeadlineError: it took too long.
         """
         deadline_s = time.monotonic() + timeout_s
         while not any(found.job == self.job for found in places.running_jobs()):
@@ -53,13 +53,17 @@ class Training:
             time.sleep(POLL_S)
 
     def check(self, deadline_s: float, what: str) -> None:
-        """Raises when the training has ended or the time is over."""
+        """Raises when the training has ended or the time is over, and shows its last lines."""
+        if self.running and time.monotonic() <= deadline_s:
+            return
+        print(self.last_lines(), file=sys.stderr, flush=True)
         if not self.running:
             raise UnreachableError(
-                f"the training ended with code {self._process.returncode}:\n{self.last_lines()}"
+                f"the training ended with code {self._process.returncode}; its last lines stand "
+                "above. To run it alone: torchrun --standalone --nproc-per-node 2 "
+                f"-m {MODULE} --no-attach"
             )
-        if time.monotonic() > deadline_s:
-            raise DeadlineError(f"{what} in time; the training's last lines:\n{self.last_lines()}")
+        raise DeadlineError(f"the training: {what} in time; its last lines stand above")
 
     def losses(self) -> dict[int, float]:
         """The loss of every update so far, by its number."""

@@ -1,0 +1,99 @@
+"""The demo and its training: what a newcomer runs first."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from safetensors import safe_open
+
+from paramd.cli.main import main
+from paramd.cli.training import free_job_name
+from paramd.places import Endpoint, running_jobs, write_endpoint
+from tests.launch import run_ranks
+
+DEADLINE_S = 110.0
+
+
+@pytest.fixture(autouse=True)
+def any_free_port(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PARAMD_LISTEN", "127.0.0.1:0")
+
+
+@pytest.mark.timeout(180)
+def test_the_demo_shows_a_running_training_and_ends_it_on_ctrl_c(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out_path, err_path = tmp_path / "out", tmp_path / "err"
+    with out_path.open("wb") as out, err_path.open("wb") as err:
+        demo = subprocess.Popen(
+            [sys.executable, "-m", "paramd.cli", "demo", "--keep"], stdout=out, stderr=err
+        )
+    try:
+        deadline_s = time.monotonic() + DEADLINE_S
+        while "Ctrl-C ends it" not in err_path.read_text():
+            assert demo.poll() is None, err_path.read_text()
+            assert time.monotonic() < deadline_s, err_path.read_text()
+            time.sleep(0.1)
+        # One of the commands that it tells the user to try.
+        file = tmp_path / "model.safetensors"
+        assert main(["summon", "*", "-o", str(file), "--job", "demo"]) == 0
+        with safe_open(file, framework="pt") as opened:
+            assert opened.get_slice("layers.3.down.weight").get_shape() == [128, 512]
+            saved_step = int(opened.metadata()["paramd_step"])
+    finally:
+        demo.send_signal(signal.SIGINT)
+        code = demo.wait(60)
+    assert code == 0, err_path.read_text()
+    assert running_jobs() == []
+    shown = out_path.read_text()
+    assert "layers.0.up.weight" in shown
+    assert "the safetensors library reads 12 tensors, all equal" in shown
+    found = re.findall(r"^ +(\d+)  +(\d+\.\d{4})  ", shown, re.MULTILINE)
+    steps, losses = [int(step) for step, _ in found], [float(loss) for _, loss in found]
+    assert len(steps) == 6
+    assert steps[0] < steps[-1] < saved_step
+    assert losses[0] > losses[-1]
+
+
+def test_a_training_that_cannot_start_fails_the_demo_with_its_last_lines(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("PARAMD_STALL_BUDGET_MS", "much")
+    assert main(["demo"]) == 3
+    err = capsys.readouterr().err
+    assert "PARAMD_STALL_BUDGET_MS must be a number" in err
+    assert err.splitlines()[-1].startswith("paramd: the training ended with code 1")
+
+
+def test_the_example_trains_the_same_with_and_without_paramd() -> None:
+    def losses(*more: str) -> list[str]:
+        arguments = ["--steps", "8", "--every", "1", "--job", "same", *more]
+        first = run_ranks("paramd.examples.train_gpt", 2, args=arguments, timeout_s=100)[0]
+        return [line for line in first.stdout.splitlines() if line.startswith("step ")]
+
+    with_paramd = losses()
+    assert len(with_paramd) == 8
+    assert with_paramd == losses("--no-attach")
+
+
+def test_the_example_in_the_repository_is_the_one_in_the_package() -> None:
+    root = Path(__file__).resolve().parents[2]
+    packaged = root / "client" / "paramd" / "examples" / "train_gpt.py"
+    assert (root / "examples" / "train_gpt.py").resolve() == packaged
+
+
+def test_a_name_in_use_is_not_taken_by_the_demo() -> None:
+    assert free_job_name("demo") == "demo"
+    for name in ("demo", "demo-2"):
+        write_endpoint(
+            Endpoint(url="http://127.0.0.1:1", token="t", pid=os.getpid(), job=name,
+                     grpc_address="127.0.0.1:1")
+        )  # fmt: skip
+    assert free_job_name("demo") == "demo-3"

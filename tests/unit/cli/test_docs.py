@@ -1,0 +1,57 @@
+"""What the documents name exists."""
+
+from __future__ import annotations
+
+import ast
+import re
+from pathlib import Path
+
+import pytest
+import typer
+
+from paramd.cli.main import app
+
+ROOT = Path(__file__).resolve().parents[3]
+PAGES = ["README.md", "docs/guarantees.md", "docs/assumptions.md", "docs/faults.md"]
+
+
+def tests_of(path: Path) -> set[str]:
+    """Names of the test functions in a file."""
+    found = ast.walk(ast.parse(path.read_text()))
+    return {n.name for n in found if isinstance(n, ast.FunctionDef | ast.AsyncFunctionDef)}
+
+
+def test_every_test_that_the_ledger_names_exists() -> None:
+    named = re.findall(r"`([\w/]+\.py)::(\w+)`", (ROOT / "docs" / "faults.md").read_text())
+    assert len(named) > 30
+    for file, test in named:
+        assert test in tests_of(ROOT / "tests" / file), f"{file}::{test}"
+
+
+def test_every_row_of_the_ledger_has_a_test_or_says_that_it_has_none() -> None:
+    text = (ROOT / "docs" / "faults.md").read_text().split("## Bugs found")[0]
+    rows = [line for line in text.splitlines() if line.startswith("| ")]
+    rows = [row for row in rows if not row.startswith(("| fault ", "| attack "))]
+    assert len(rows) > 30
+    for row in rows:
+        assert "::test_" in row or "**untested**" in row, row
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_every_link_leads_somewhere(page: str) -> None:
+    path = ROOT / page
+    for target in re.findall(r"\]\(([^)#]+)\)", path.read_text()):
+        if "://" not in target:
+            assert (path.parent / target).exists(), target
+
+
+def test_every_command_that_the_readme_shows_exists() -> None:
+    commands = set(getattr(typer.main.get_command(app), "commands", {}))
+    shown = re.findall(r"(?:^    |`)paramd (\w+)", (ROOT / "README.md").read_text(), re.MULTILINE)
+    assert {"status", "stats", "summon", "doctor", "demo"} <= set(shown) <= commands
+
+
+def test_every_make_target_that_the_readme_shows_exists() -> None:
+    makefile = (ROOT / "Makefile").read_text()
+    for target in re.findall(r"make (\w+)", (ROOT / "README.md").read_text()):
+        assert re.search(rf"^{target}:", makefile, re.MULTILINE), target

@@ -5,6 +5,10 @@ the first) that the point is passed the process kills (`kill`) or stops (`stop`)
 
     PARAMD_FAULTS=copy-moved:kill@3,read-chunk:stop
 
+PARAMD_FAULTS_DIR names a directory where rules may be put for one sidecar while it runs:
+in `<dir>/<socket's name>`, for example `rank-0.sock`. The file is taken away as it is read,
+so a sidecar started in the dead one's place is not struck again.
+
 Points: pin-prepared, copy-begun, copy-chunk, copy-moved, pin-answered, capture-ready,
 boundary-copied, read-chunk, stats-item, mapped.
 """
@@ -16,6 +20,7 @@ import re
 import signal
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 
 from paramd.errors import UsageError
 
@@ -51,25 +56,21 @@ class Faults:
     """Knows the rules and counts the passes."""
 
     def __init__(
-        self, text: str = "", *, act: Callable[[signal.Signals], None] = _signal_self
+        self,
+        text: str = "",
+        *,
+        later: Path | None = None,
+        act: Callable[[signal.Signals], None] = _signal_self,
     ) -> None:
+        """`later` is the file where further rules may appear; None looks nowhere."""
         self._act = act
-        self._rules: dict[str, _Rule] = {}
-        for part in filter(None, (part.strip() for part in text.split(","))):
-            found = _RULE.fullmatch(part)
-            if found is None or found["point"] not in POINTS:
-                raise UsageError(
-                    f"PARAMD_FAULTS: {part!r}; expected point:kill or point:stop@n with a point "
-                    f"of {', '.join(sorted(POINTS))}"
-                )
-            self._rules[found["point"]] = _Rule(
-                _SIGNALS[found["action"]], int(found["count"] or "1")
-            )
+        self._later = later
+        self._rules = _parse(text)
 
     def at(self, point: str) -> None:
         """Passes a named point."""
-        if not self._rules:
-            return
+        if self._later is not None:
+            self._rules |= _parse(_taken(self._later))
         rule = self._rules.get(point)
         if rule is None:
             return
@@ -77,3 +78,36 @@ class Faults:
         if rule.left == 0:
             del self._rules[point]
             self._act(rule.signal)
+
+
+def from_environment(socket_path: Path) -> Faults:
+    """The faults of the sidecar that listens at `socket_path`.
+
+    Raises:
+        UsageError: PARAMD_FAULTS is not what the module's text says.
+    """
+    folder = os.environ.get("PARAMD_FAULTS_DIR")
+    later = Path(folder, socket_path.name) if folder else None
+    return Faults(os.environ.get("PARAMD_FAULTS", ""), later=later)
+
+
+def _parse(text: str) -> dict[str, _Rule]:
+    rules = {}
+    for part in filter(None, (part.strip() for part in text.split(","))):
+        found = _RULE.fullmatch(part)
+        if found is None or found["point"] not in POINTS:
+            raise UsageError(
+                f"PARAMD_FAULTS: {part!r}; expected point:kill or point:stop@n with a point "
+                f"of {', '.join(sorted(POINTS))}"
+            )
+        rules[found["point"]] = _Rule(_SIGNALS[found["action"]], int(found["count"] or "1"))
+    return rules
+
+
+def _taken(path: Path) -> str:
+    try:
+        text = path.read_text()
+        path.unlink()
+    except FileNotFoundError:
+        return ""
+    return text

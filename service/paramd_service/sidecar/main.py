@@ -15,7 +15,7 @@ from paramd.errors import ParamdError, codes_of
 from paramd.memory import handover
 from paramd_service.sidecar.blocks import MemfdBlocks
 from paramd_service.sidecar.config import SidecarConfig
-from paramd_service.sidecar.faults import Faults
+from paramd_service.sidecar.faults import Faults, from_environment
 from paramd_service.sidecar.gateway import Gateway
 from paramd_service.sidecar.grpc_server import GrpcServer
 from paramd_service.sidecar.joining import Joining
@@ -32,7 +32,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs one sidecar until it is told to leave. Returns the exit code."""
     try:
         config = parse(argv)
-        faults = Faults(os.environ.get("PARAMD_FAULTS", ""))
+        faults = from_environment(config.socket_path)
         keep_memory()
         sys.setswitchinterval(_SWITCH_INTERVAL_S)
         asyncio.run(run(config, faults))

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Sequence
+from contextlib import suppress
 
 import torch
 from torch import nn
@@ -211,8 +212,12 @@ class Home:
         inside = Ranges(storage_range(base) for base in self._bases)
         if not inside.items:
             return
+        shards = self._shards
+        with suppress(ConflictError):
+            # A model that cannot be served any more must still get its memory back.
+            shards = [*shards, *find_shards(self._model)]
         self._bases, self._buffers, self._watch, self._shards = [], None, None, []
-        tensors = users(find_shards(self._model), list(live_tensors()), inside)
+        tensors = users(shards, list(live_tensors()), inside)
         copies: dict[Range, torch.Tensor] = {}
         for tensor in tensors:
             old = storage_range(tensor)

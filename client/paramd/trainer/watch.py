@@ -15,6 +15,7 @@ import torch
 
 from paramd.trainer.dtensor import is_dtensor, split
 from paramd.trainer.local_shard import Slot
+from paramd.trainer.plain import has_plain_memory
 
 CHUNK_COUNT = 100
 """Tensors looked at in one call."""
@@ -95,7 +96,7 @@ def _look_at(chunk: _Chunk) -> list[str]:
     try:
         if chunk.in_place():
             return []
-    except (KeyError, TypeError, AttributeError):
+    except (KeyError, TypeError, AttributeError, RuntimeError):
         # Something else stands there now, or nothing: the slow way says which.
         pass
     return [w.fqn for w in chunk.items if not _stands(w)]
@@ -103,4 +104,7 @@ def _look_at(chunk: _Chunk) -> list[str]:
 
 def _stands(watched: Watched) -> bool:
     value = watched.slot.owner.get(watched.slot.key)
-    return isinstance(value, torch.Tensor) and split(value)[0].data_ptr() == watched.address
+    if not isinstance(value, torch.Tensor):
+        return False
+    local, _ = split(value)
+    return has_plain_memory(local) and local.data_ptr() == watched.address

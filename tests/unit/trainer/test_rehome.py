@@ -238,6 +238,21 @@ def test_a_deleted_parameter_is_noticed(move_in: MoveIn) -> None:
         home.take_back()
 
 
+def test_a_parameter_without_plain_memory_is_refused_and_the_rest_moves_out(
+    move_in: MoveIn,
+) -> None:
+    model = nn.Linear(3, 3)
+    home, arena = move_in(model)
+
+    model.weight = nn.Parameter(torch.eye(3).to_sparse())
+
+    assert home.check() == ["weight"]
+    with pytest.raises(ConflictError, match="'weight' is a Parameter with layout"):
+        home.take_back()
+    home.move_out()
+    assert not arena.holds(model.bias)
+
+
 def test_all_of_many_parameters_are_looked_at_in_turn(move_in: MoveIn) -> None:
     model = nn.ParameterList(nn.Parameter(torch.zeros(1)) for _ in range(250))
     home, _ = move_in(model)

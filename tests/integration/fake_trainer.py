@@ -38,6 +38,7 @@ class TrainerSettings:
     job: str = "job"
     epoch: int = 1
     rank: int = 0
+    world_size: int = 1
     arena_bytes: int = 1 << 20
     constant_s: float = 0.02
     """Time between two updates."""
@@ -77,21 +78,26 @@ class FakeTrainer:
         self._want_seen = self.page[Word.WANT]
         self._thread: threading.Thread | None = None
 
-    def send_mesh(self, layout: Layout | None = None) -> None:
-        """Tells the sidecar the layout, and waits until it serves."""
-        layout = layout if layout is not None else layout_of(self.settings.arena_bytes)
-        serialized = encode_layout(layout).SerializeToString()
-        memory = os.memfd_create("layout")
-        os.write(memory, serialized)
-        peer = {
+    def peer(self) -> dict[str, object]:
+        """Where this rank's sidecar is found."""
+        return {
             "rank": self.settings.rank,
             "address": self.address,
             "socket_path": "",
             "host_id": "here",
         }
+
+    def send_mesh(
+        self, layout: Layout | None = None, peers: list[dict[str, object]] | None = None
+    ) -> None:
+        """Tells the sidecar who is there and what they hold, and waits until it serves."""
+        layout = layout if layout is not None else layout_of(self.settings.arena_bytes)
+        serialized = encode_layout(layout).SerializeToString()
+        memory = os.memfd_create("layout")
+        os.write(memory, serialized)
         message = {
             "op": "mesh",
-            "peers": [peer],
+            "peers": peers if peers is not None else [self.peer()],
             "control_address": self.settings.control_address,
             "layout_digest": layout_digest(layout),
         }
@@ -185,7 +191,7 @@ def attach_message(settings: TrainerSettings, **changes: object) -> handover.Mes
         "job": settings.job,
         "epoch": settings.epoch,
         "rank": settings.rank,
-        "world_size": 1,
+        "world_size": settings.world_size,
         "pid": os.getpid(),
         "start": descriptors.process_start(os.getpid()),
         "arena_bytes": settings.arena_bytes,

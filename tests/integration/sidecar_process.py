@@ -37,13 +37,13 @@ def wait_until(condition: Callable[[], bool], what: str, timeout_s: float = READ
 class SidecarProcess:
     """`python -m paramd_service.sidecar`, ended with the block."""
 
-    def __init__(self, directory: Path, *options: str, faults: str = "") -> None:
+    def __init__(self, directory: Path, *options: str, faults: str = "", rank: int = 0) -> None:
         directory.mkdir(mode=0o700, exist_ok=True)
-        self.socket_path = directory / "rank-0.sock"
+        self.socket_path = directory / f"rank-{rank}.sock"
         self.log_path = directory / f"sidecar-{uuid.uuid4().hex}.log"
         environment = {**os.environ, "PARAMD_FAULTS": faults}
-        command = [sys.executable, "-m", "paramd_service.sidecar", "--job", "job", "--rank", "0"]
-        command += ["--socket", str(self.socket_path), *options]
+        command = [sys.executable, "-m", "paramd_service.sidecar", "--job", "job"]
+        command += ["--rank", str(rank), "--socket", str(self.socket_path), *options]
         with self.log_path.open("ab") as log:
             self.process = subprocess.Popen(
                 command, stdin=subprocess.DEVNULL, stderr=log, env=environment
@@ -69,9 +69,11 @@ class SidecarProcess:
 
 
 @contextmanager
-def sidecar(directory: Path, *options: str, faults: str = "") -> Iterator[SidecarProcess]:
+def sidecar(
+    directory: Path, *options: str, faults: str = "", rank: int = 0
+) -> Iterator[SidecarProcess]:
     """A started sidecar."""
-    process = SidecarProcess(directory, *options, faults=faults)
+    process = SidecarProcess(directory, *options, faults=faults, rank=rank)
     try:
         process.wait_until_started()
         yield process

@@ -24,6 +24,8 @@ class Copier:
         self._inbox: deque[Callable[[], None]] = deque()
         self._request_wake = descriptors.wake_event()
         self._stopping = False
+        self._stopped = False
+        self._posting = threading.Lock()
         self._thread = threading.Thread(target=self._run, name="paramd-copier", daemon=True)
 
     def start(self) -> None:
@@ -34,7 +36,9 @@ class Copier:
         self._stopping = True
         self._post(lambda: self.capture.give_up("the sidecar is stopping", jobs_too=True))
         self._thread.join()
-        os.close(self._request_wake)
+        with self._posting:
+            self._stopped = True
+            os.close(self._request_wake)
 
     def submit(self, job: CopyJob) -> None:
         self._post(lambda: self.capture.submit(job))
@@ -52,8 +56,11 @@ class Copier:
         self._post(lambda: self.capture.give_up(reason, jobs_too=jobs_too))
 
     def _post(self, action: Callable[[], None]) -> None:
-        self._inbox.append(action)
-        descriptors.wake(self._request_wake)
+        with self._posting:
+            # Its descriptor may be another's by now; what is posted late was given up.
+            if not self._stopped:
+                self._inbox.append(action)
+                descriptors.wake(self._request_wake)
 
     def _run(self) -> None:
         poll = select.poll()

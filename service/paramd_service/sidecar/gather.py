@@ -25,7 +25,8 @@ from paramd.tickets import Role, mint
 from paramd.v1 import common_pb2, layout_pb2
 from paramd.v1 import sidecar_pb2 as pb
 from paramd_service.sidecar.chunk import CHUNK_BYTES, summon_chunk
-from paramd_service.sidecar.rank import Mesh, RankSidecar
+from paramd_service.sidecar.mesh_info import Mesh
+from paramd_service.sidecar.rank import RankSidecar
 
 _TICKET_TTL_S = 600.0
 

@@ -18,11 +18,15 @@ from paramd.tickets import Role, mint
 from paramd.v1 import common_pb2, control_pb2, control_pb2_grpc
 from paramd.version import __version__
 from paramd_service.sidecar import messages
+from paramd_service.sidecar.mesh_info import Mesh, PeerInfo
 from paramd_service.sidecar.owner import Ownership
-from paramd_service.sidecar.rank import Mesh, PeerInfo, RankSidecar
+from paramd_service.sidecar.rank import RankSidecar
 
 FIRST_BACKOFF_S = 0.2
 LAST_BACKOFF_S = 15.0
+GOODBYE_S = 2.5
+"""How long the last report may take; a detaching trainer waits for us meanwhile."""
+
 TICKET_TTL_S = 300.0
 
 _OPTIONS: tuple[tuple[str, int], ...] = (
@@ -61,7 +65,7 @@ class Joining:
             return
         if self._rank.detached:
             # The last report says `leaving`; the stream then ends by itself.
-            await asyncio.wait([self._task], timeout=1.0)
+            await asyncio.wait([self._task], timeout=GOODBYE_S)
         self._task.cancel()
         await asyncio.wait([self._task])
         self._task = None

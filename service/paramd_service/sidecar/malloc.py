@@ -20,10 +20,3 @@ def keep_memory() -> bool:
     mmap_set = mallopt(_M_MMAP_THRESHOLD, _MMAP_THRESHOLD_BYTES)
     trim_set = mallopt(_M_TRIM_THRESHOLD, _TRIM_THRESHOLD_BYTES)
     return bool(mmap_set and trim_set)
-
-
-def give_back() -> None:
-    """Returns free memory to the system; for quiet times."""
-    malloc_trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
-    if malloc_trim is not None:
-        malloc_trim(0)

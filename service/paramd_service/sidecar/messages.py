@@ -8,8 +8,9 @@ from collections.abc import Iterator
 
 from paramd.memory.control_page import Word
 from paramd.v1 import common_pb2, layout_pb2
+from paramd_service.sidecar.mesh_info import PeerInfo
 from paramd_service.sidecar.owner import Ownership
-from paramd_service.sidecar.rank import PeerInfo, RankSidecar
+from paramd_service.sidecar.rank import RankSidecar
 
 LAYOUT_BATCH_BYTES = 1 << 20
 _GAVE_UP = 2
@@ -66,7 +67,7 @@ def rank_state(rank: RankSidecar) -> common_pb2.RankState:
         state.agreement_reason = "the trainers gave up agreeing in this epoch; see their log"
     state.ready_boundary = max(page[Word.READY], page[Word.AGREED])
     if rank.has_pins:
-        state.ready_boundary = max(state.ready_boundary, rank.pins.highest_boundary)
+        state.ready_boundary = max(state.ready_boundary, rank.pins.boundaries.highest)
         state.abandoned_copy_count = rank.pins.copier.capture.given_up_count
         state.snapshot_bytes = rank.pins.store.used_bytes
         state.snapshot_count = rank.pins.store.lease_count

@@ -1,8 +1,7 @@
 """Pins of one epoch: from "these spans, please" to a lease on their bytes at one step.
 
     pin      an equal snapshot of the present step, else a copy as soon as one fits
-    prepare  room for a boundary that `capture` fills
-    capture  declares the rank ready, and waits until the trainers agreed and it was copied
+    prepare  room for a boundary, which boundaries.py fills
 
 Runs on the event loop. Memory is made on an executor, bytes are copied by the copier.
 """
@@ -10,23 +9,22 @@ Runs on the event loop. Memory is made on an executor, bytes are copied by the c
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine, Sequence
+from collections.abc import Coroutine
 from concurrent.futures import Executor
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
-from paramd.errors import AbortedError, ConflictError, TornError, UsageError
+from paramd.errors import AbortedError, ConflictError, TornError
 from paramd.memory.control_page import Word
-from paramd.memory.gate import CopySpan
 from paramd_service.sidecar.blocks import BlockMaker
-from paramd_service.sidecar.capture import Boundary, CopyJob, Outcome
+from paramd_service.sidecar.boundaries import Boundaries
+from paramd_service.sidecar.capture import CopyJob
 from paramd_service.sidecar.copier import Copier
 from paramd_service.sidecar.faults import Faults
 from paramd_service.sidecar.owner import Ownership, Possession
-from paramd_service.sidecar.snapshots import Fill, Key, Lease, Snapshot, SnapshotStore
-
-_OUTCOMES_KEPT = 64
+from paramd_service.sidecar.snapshot import Fill, Key, Lease, Snapshot, copy_spans
+from paramd_service.sidecar.snapshots import SnapshotStore
 
 
 @dataclass(eq=False, slots=True)
@@ -38,14 +36,6 @@ class _Filling:
     waiters: int = 0
     job: CopyJob | None = None
     abandoned: bool = False
-
-
-@dataclass(eq=False, slots=True)
-class _Capturing:
-    """A boundary request and its answer, kept so that it may be asked again."""
-
-    snapshot_ids: tuple[str, ...]
-    done: asyncio.Future[Outcome]
 
 
 class Pins:
@@ -70,9 +60,10 @@ class Pins:
         self._faults = faults
         self._loop = asyncio.get_running_loop()
         self._fillings: dict[Key, _Filling] = {}
-        self._captures: dict[int, _Capturing] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._sweep_timer: asyncio.TimerHandle | None = None
+        self._closing = False
+        self.boundaries = Boundaries(possession, store, copier)
 
     async def pin(self, key: Key, *, lease_s: float, timeout_s: float) -> Lease:
         """A lease on the spans' bytes at the present step. Equal requests share one copy.
@@ -90,7 +81,7 @@ class Pins:
         return self._lease(snapshot, lease_s)
 
     async def prepare(self, key: Key, *, with_buffers: bool, lease_s: float) -> Lease:
-        """A lease on room for the spans; `capture` fills it.
+        """A lease on room for the spans; `Boundaries.capture` fills it.
 
         Raises:
             ConflictError: the trainer has ended, so no boundary will come.
@@ -107,41 +98,10 @@ class Pins:
             raise
         return self._lease(snapshot, lease_s)
 
-    @property
-    def highest_boundary(self) -> int:
-        """Highest boundary request that was asked for; 0 before the first."""
-        return max(self._captures, default=0)
-
-    async def capture(
-        self, number: int, snapshot_ids: Sequence[str], *, timeout_s: float
-    ) -> Outcome:
-        """Fills prepared snapshots at the boundary that request `number` is agreed at.
-
-        Asking again for the same number gives the same answer.
-
-        Raises:
-            NotFoundError: a lease has ended.
-            ConflictError: a snapshot was not prepared for a boundary or is in use, or the
-                number was asked with other snapshots.
-        """
-        capturing = self._captures.get(number)
-        if capturing is None:
-            capturing = self._begin_capture(number, tuple(snapshot_ids))
-        elif capturing.snapshot_ids != tuple(snapshot_ids):
-            raise ConflictError(f"boundary {number} was asked already, with other snapshots")
-        try:
-            async with asyncio.timeout(timeout_s):
-                return await asyncio.shield(capturing.done)
-        except TimeoutError:
-            self.copier.withdraw(number, self._why_not_agreed(number, timeout_s))
-            return await asyncio.shield(capturing.done)
-        except asyncio.CancelledError:
-            self.copier.withdraw(number, f"who asked for boundary {number} went away")
-            raise
-
     def trainer_ended(self, ownership: Ownership) -> None:
         """No boundary comes any more; when torn, no copy either."""
         self.ownership = ownership
+        self.boundaries.end(ownership.value)
         self.store.keep_for_ever()
         self.copier.give_up(ownership.value, jobs_too=ownership is Ownership.TORN)
 
@@ -157,12 +117,13 @@ class Pins:
 
     async def close(self) -> None:
         """Ends all leases and the copying thread."""
+        self._closing = True
+        self.boundaries.end("the epoch has ended")
         await self._loop.run_in_executor(self._executor, self.copier.stop)
         if self._tasks:
             await asyncio.wait(self._tasks)
         self.store.close()
-        if self._sweep_timer is not None:
-            self._sweep_timer.cancel()
+        self.sweep()
 
     def _lease(self, snapshot: Snapshot, lease_s: float) -> Lease:
         try:
@@ -223,12 +184,12 @@ class Pins:
             self.store.drop(snapshot)
 
     async def _copy(self, filling: _Filling) -> int:
-        if filling.abandoned:
-            raise AbortedError("nobody waits for the snapshot any more")
+        if filling.abandoned or self._closing:
+            raise AbortedError("the copy was given up before it began; try again")
         copied: asyncio.Future[int | None] = self._loop.create_future()
         filling.snapshot.fill = Fill.PENDING
         filling.job = CopyJob(
-            self._copy_spans(filling.snapshot),
+            copy_spans(filling.snapshot, self._possession.arena.address),
             lambda step: self._post(copied.set_result, step),
         )
         self.copier.submit(filling.job)
@@ -256,47 +217,6 @@ class Pins:
         finally:
             self.store.drop(snapshot)
 
-    def _begin_capture(self, number: int, snapshot_ids: tuple[str, ...]) -> _Capturing:
-        snapshots = [self.store.get(snapshot_id).snapshot for snapshot_id in snapshot_ids]
-        for snapshot in snapshots:
-            _check_capturable(snapshot)
-        if len(set(snapshot_ids)) != len(snapshot_ids):
-            raise UsageError("snapshot_ids: a snapshot is named twice")
-        capturing = _Capturing(snapshot_ids, self._loop.create_future())
-        self._captures[number] = capturing
-        for old in [n for n, c in self._captures.items() if c.done.done()][:-_OUTCOMES_KEPT]:
-            del self._captures[old]
-        for snapshot in snapshots:
-            self.store.hold(snapshot).fill = Fill.PENDING
-        self.copier.arm(
-            Boundary(
-                number,
-                [span for snapshot in snapshots for span in self._copy_spans(snapshot)],
-                any(snapshot.with_buffers for snapshot in snapshots),
-                lambda outcome: self._post(self._end_capture, capturing, snapshots, outcome),
-            )
-        )
-        return capturing
-
-    def _end_capture(
-        self, capturing: _Capturing, snapshots: Sequence[Snapshot], outcome: Outcome
-    ) -> None:
-        for snapshot in snapshots:
-            snapshot.fill = Fill.FILLED if outcome.captured else Fill.EMPTY
-            snapshot.step = outcome.step
-            self.store.drop(snapshot)
-        capturing.done.set_result(outcome)
-
-    def _copy_spans(self, snapshot: Snapshot) -> list[CopySpan]:
-        if snapshot.block is None:
-            return []
-        source, target = self._possession.arena.address, snapshot.block.address
-        spans = []
-        for begin, end in snapshot.key.spans:
-            spans.append(CopySpan(source + begin, target, end - begin))
-            target += end - begin
-        return spans
-
     def _why_not_copied(self, filling: _Filling, timeout_s: float) -> str:
         job, page = filling.job, self._possession.page
         if job is None:
@@ -310,15 +230,6 @@ class Pins:
             "look at the training when it stays so"
         )
 
-    def _why_not_agreed(self, number: int, timeout_s: float) -> str:
-        page = self._possession.page
-        if page[Word.AGREEMENT_STATE] == 2:
-            return "the trainers gave up agreeing in this epoch; attach again to make it work"
-        return (
-            f"the trainers did not agree on boundary {number} within {timeout_s:.1f} s (this rank "
-            f"is at step {page[Word.STEP]}); training is paused, or a rank is not ready"
-        )
-
     def _start(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         task = self._loop.create_task(work)
         self._tasks.add(task)
@@ -329,10 +240,3 @@ class Pins:
         """From the copying thread to the event loop, which may be closing."""
         with suppress(RuntimeError):
             self._loop.call_soon_threadsafe(action, *args)
-
-
-def _check_capturable(snapshot: Snapshot) -> None:
-    if not snapshot.at_boundary:
-        raise ConflictError("a snapshot was not pinned with at_boundary; pin it so")
-    if snapshot.fill is Fill.PENDING or snapshot.map_count or snapshot.tainted:
-        raise ConflictError("a snapshot is in use by another request; pin another one")

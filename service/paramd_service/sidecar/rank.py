@@ -10,11 +10,10 @@ import os
 import time
 from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import Executor
-from dataclasses import dataclass
 from typing import Any
 
 from paramd import tickets
-from paramd.errors import ConflictError, UnreachableError, UsageError
+from paramd.errors import ConflictError, UnreachableError
 from paramd.memory.control_page import Word
 from paramd.version import __version__
 from paramd_service.sidecar.blocks import BlockMaker
@@ -23,6 +22,7 @@ from paramd_service.sidecar.config import SidecarConfig
 from paramd_service.sidecar.copier import Copier
 from paramd_service.sidecar.faults import Faults
 from paramd_service.sidecar.log import Log
+from paramd_service.sidecar.mesh_info import Mesh
 from paramd_service.sidecar.owner import (
     AttachRequest,
     Ownership,
@@ -34,27 +34,6 @@ from paramd_service.sidecar.owner import (
 )
 from paramd_service.sidecar.pins import Pins
 from paramd_service.sidecar.snapshots import SnapshotStore
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class PeerInfo:
-    """Where one rank's sidecar is found."""
-
-    rank: int
-    address: str
-    socket_path: str
-    host_id: str
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Mesh:
-    """What the trainers found out together at attach."""
-
-    peers: tuple[PeerInfo, ...]
-    control_address: str
-    layout_digest: str
-    layout: bytes
-    """A serialized paramd.v1.Layout."""
 
 
 class RankSidecar:
@@ -143,8 +122,14 @@ class RankSidecar:
 
     def wait_for_trainer(self) -> None:
         """Leaves when no trainer comes within the linger time."""
+        self._stop_waiting()
         loop = asyncio.get_running_loop()
         self._linger_timer = loop.call_later(self.config.linger_s, self._linger_over)
+
+    def _stop_waiting(self) -> None:
+        if self._linger_timer is not None:
+            self._linger_timer.cancel()
+            self._linger_timer = None
 
     async def attach(self, request: AttachRequest, handed_back: Sequence[int]) -> Possession:
         """Gives the sidecar to a trainer. Takes over the descriptors, also when it fails.
@@ -159,14 +144,21 @@ class RankSidecar:
                 for descriptor in handed_back:
                     os.close(descriptor)
                 raise
-            await self._drop_possession()
-            loop = asyncio.get_running_loop()
-            possession = await loop.run_in_executor(
-                self.executor, take_possession, request, handed_back
-            )
+            self._stop_waiting()
+            try:
+                await self._drop_possession()
+                possession = await asyncio.get_running_loop().run_in_executor(
+                    self.executor, take_possession, request, handed_back
+                )
+            except BaseException:
+                self.wait_for_trainer()
+                raise
             self._own(possession)
             self.log(
-                "attached", epoch=request.epoch, trainer_pid=request.pid, arena_bytes=request.arena_bytes
+                "attached",
+                epoch=request.epoch,
+                trainer_pid=request.pid,
+                arena_bytes=request.arena_bytes,
             )
             return possession
 
@@ -191,8 +183,7 @@ class RankSidecar:
 
     async def close(self) -> None:
         """Ends snapshots and possession. Call it when the servers have stopped."""
-        if self._linger_timer is not None:
-            self._linger_timer.cancel()
+        self._stop_waiting()
         await self._drop_possession()
         if self._tasks:
             await asyncio.wait(self._tasks)
@@ -203,9 +194,6 @@ class RankSidecar:
         return configured if configured is not None else 2 * arena_bytes + (1 << 20)
 
     def _own(self, possession: Possession) -> None:
-        if self._linger_timer is not None:
-            self._linger_timer.cancel()
-            self._linger_timer = None
         self._possession = possession
         self.ownership = Ownership.OWNED
         store = SnapshotStore(
@@ -274,28 +262,3 @@ class RankSidecar:
     def _changed(self) -> None:
         for callback in self.on_change:
             callback()
-
-
-def parse_mesh(message: dict[str, Any], layout: bytes) -> Mesh:
-    """The mesh in a "mesh" message. Raises UsageError."""
-    try:
-        peers = tuple(
-            PeerInfo(
-                rank=int(peer["rank"]),
-                address=str(peer["address"]),
-                socket_path=str(peer["socket_path"]),
-                host_id=str(peer["host_id"]),
-            )
-            for peer in message["peers"]
-        )
-        control_address, digest = message["control_address"], message["layout_digest"]
-    except (KeyError, TypeError, ValueError) as error:
-        raise UsageError(f"mesh: {error!r} is missing or of a wrong type") from None
-    if not isinstance(control_address, str | None) or not isinstance(digest, str):
-        raise UsageError("mesh: control_address and layout_digest must be text")
-    return Mesh(
-        peers=tuple(sorted(peers, key=lambda peer: peer.rank)),
-        control_address=control_address or "",
-        layout_digest=digest,
-        layout=layout,
-    )

@@ -23,7 +23,7 @@ from paramd_service.sidecar.chunk import CHUNK_BYTES, read_chunk
 from paramd_service.sidecar.gateway import Gateway
 from paramd_service.sidecar.rank import RankSidecar
 from paramd_service.sidecar.replies import abort_internal, abort_with
-from paramd_service.sidecar.snapshots import Key
+from paramd_service.sidecar.snapshot import Key
 from paramd_service.sidecar.stats_answers import compute_stats
 
 Context: TypeAlias = grpc.aio.ServicerContext[Any, Any]
@@ -151,7 +151,7 @@ class SidecarServicer:
                 f"boundary, snapshot_ids: {request.boundary}, {len(request.snapshot_ids)} ids; "
                 f"expected a number from 1 on and at most {admission.MAX_SNAPSHOT_IDS} ids"
             )
-        outcome = await rank.pins.capture(
+        outcome = await rank.pins.boundaries.capture(
             request.boundary, request.snapshot_ids, timeout_s=timeout_s
         )
         return pb.CaptureBoundaryResponse(

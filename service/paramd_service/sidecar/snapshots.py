@@ -18,76 +18,16 @@ from __future__ import annotations
 import secrets
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from enum import Enum
 
 from paramd.errors import ConflictError, ExhaustedError, NotFoundError
 from paramd_service.sidecar.blocks import Block, BlockMaker, block_bytes
+from paramd_service.sidecar.snapshot import Fill, Key, Lease, Snapshot
 
 MAX_LEASES = 4096
 """More leases than that are refused: each is small, but not free."""
 
 # A kept block serves a smaller request when at most this part of it stays unused.
 _WASTE_DIVISOR = 4
-
-
-@dataclass(frozen=True, slots=True)
-class Key:
-    """What a snapshot holds; equal keys at one step mean equal bytes."""
-
-    epoch: int
-    spans: tuple[tuple[int, int], ...]
-    """Half-open byte spans of the arena, sorted, not overlapping."""
-
-    @property
-    def size_bytes(self) -> int:
-        return sum(end - begin for begin, end in self.spans)
-
-
-class Fill(Enum):
-    """Whether the bytes are there."""
-
-    EMPTY = "prepared, not filled"
-    PENDING = "being filled"
-    FILLED = "filled"
-
-
-@dataclass(eq=False, slots=True)
-class Snapshot:
-    """Bytes of one step, shared by the leases on them."""
-
-    key: Key
-    at_boundary: bool
-    with_buffers: bool = False
-    block: Block | None = None
-    fill: Fill = Fill.EMPTY
-    step: int = -1
-    holders: int = 0
-    """Leases, waiting requests, running copies and reductions."""
-    map_count: int = 0
-    """Clients that map the memory now."""
-    tainted: bool = False
-    """A client went away without saying that it unmapped: never use the memory again."""
-
-    @property
-    def size_bytes(self) -> int:
-        return self.key.size_bytes
-
-    @property
-    def shareable(self) -> bool:
-        return self.fill is Fill.FILLED and not self.at_boundary and not self.tainted
-
-    def view(self) -> memoryview:
-        """The bytes, in this process."""
-        return self.block.buffer[: self.size_bytes] if self.block is not None else memoryview(b"")
-
-
-@dataclass(eq=False, slots=True)
-class Lease:
-    """One holder's right to a snapshot until `expires_ns`."""
-
-    snapshot_id: str
-    snapshot: Snapshot
-    expires_ns: int
 
 
 @dataclass(eq=False, slots=True)
@@ -167,7 +107,10 @@ class SnapshotStore:
 
         Raises:
             ExhaustedError: too many leases; the caller still holds.
+            ConflictError: the epoch has ended; likewise.
         """
+        if self._closed:
+            raise ConflictError("the epoch of the snapshot has ended; fetch the layout again")
         if len(self._leases) >= MAX_LEASES:
             raise ExhaustedError(
                 f"{MAX_LEASES} snapshots are leased already; release some or let them expire"

@@ -9,7 +9,7 @@ from typing import Any
 from paramd.errors import UsageError
 from paramd.v1 import sidecar_pb2 as pb
 from paramd_service.sidecar.rank import RankSidecar
-from paramd_service.sidecar.snapshots import Snapshot
+from paramd_service.sidecar.snapshot import Snapshot
 
 
 async def compute_stats(

@@ -15,11 +15,13 @@ from typing import Any
 
 from paramd.errors import ConflictError, DeniedError, ParamdError, UsageError, codes_of
 from paramd.memory import handover
+from paramd_service.sidecar.mesh_info import parse_mesh
 from paramd_service.sidecar.owner import AttachRequest, Possession, parse_attach
-from paramd_service.sidecar.rank import RankSidecar, parse_mesh
-from paramd_service.sidecar.snapshots import Snapshot
+from paramd_service.sidecar.rank import RankSidecar
+from paramd_service.sidecar.snapshot import Snapshot
 
 MAX_CONNECTIONS = 256
+ACCEPT_PAUSE_S = 0.5
 MAX_LAYOUT_BYTES = 1 << 30
 
 
@@ -54,12 +56,21 @@ class UnixServer:
     def forget(self, connection: _Connection) -> None:
         self._connections.discard(connection)
 
+    def _accept_again(self) -> None:
+        if self._listener.fileno() >= 0:
+            self.start()
+
     def _accept(self) -> None:
         try:
             accepted, _ = self._listener.accept()
-        except OSError as error:  # BlockingIOError, or out of descriptors: the backlog keeps it
-            if not isinstance(error, BlockingIOError):
-                self.rank.log("accept-failed", error=repr(error))
+        except BlockingIOError:
+            return
+        except OSError as error:
+            # Out of descriptors: the backlog keeps it, and asking again at once would spin.
+            self.rank.log("accept-failed", error=repr(error))
+            loop = asyncio.get_running_loop()
+            loop.remove_reader(self._listener.fileno())
+            loop.call_later(ACCEPT_PAUSE_S, self._accept_again)
             return
         accepted.setblocking(False)
         try:

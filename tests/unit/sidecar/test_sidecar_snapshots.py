@@ -6,7 +6,8 @@ import pytest
 
 from paramd.errors import ConflictError, ExhaustedError, NotFoundError
 from paramd_service.sidecar.blocks import Block, block_bytes
-from paramd_service.sidecar.snapshots import Fill, Key, Snapshot, SnapshotStore
+from paramd_service.sidecar.snapshot import Fill, Key, Snapshot
+from paramd_service.sidecar.snapshots import SnapshotStore
 
 PAGE = 4096
 

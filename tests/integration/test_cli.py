@@ -75,7 +75,9 @@ def test_status_shows_every_rank(job: Job, capsys: Capture) -> None:
 
 def test_params_are_listed_in_every_format(job: Job, capsys: Capture) -> None:
     assert answer(capsys, "params", "-o", "name")[0].split() == NAMES
-    found = {row["fqn"]: row for row in document(capsys, "params")["params"]}
+    listed = document(capsys, "params")
+    assert (listed["job"], listed["epoch"]) == (JOB, 1)
+    found = {row["fqn"]: row for row in listed["params"]}
     assert found["rows"]["shape"] == [5, 4]
     assert found["rows"]["aliases"] == ["tied"]
     lines = answer(capsys, "params", "r*", "s*", "-o", "jsonl")[0].splitlines()

@@ -17,7 +17,8 @@ from paramd.cli import status as status_command
 from paramd.cli.options import Format
 from paramd.cli.output import Listing, emit, seconds, size
 from paramd.cli.summon import save, untie
-from paramd.errors import DataLossError, UsageError
+from paramd.errors import DataLossError, ParamdError, UsageError
+from paramd.places import state_dir
 
 if TYPE_CHECKING:
     from paramd.cli.training import Training
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
 
 LAYER = "layers.0.*"
 WEIGHT = "layers.0.up.weight"
+FIRST_STEPS = 3
 ROUNDS = 6
 ROUND_S = 1.5
 OPEN_TIMEOUT_S = 120.0
@@ -52,7 +54,11 @@ def demo(
         _note(f"Two ranks train a small GPT with FSDP2 on the CPU, as job {name!r} ...")
         with started(name, Path(folder)) as training:
             training.wait_until_open(timeout_s=OPEN_TIMEOUT_S)
-            _tour(training, Path(folder))
+            try:
+                _tour(training, Path(folder))
+            except ParamdError:
+                _note(f"Sidecars and control plane left their logs in {state_dir() / name}")
+                raise
             _next_steps(name, running=keep)
             if keep:
                 _keep(training)
@@ -90,11 +96,11 @@ def _tour(training: Training, folder: Path) -> None:
 
 
 def _wait_until_well(mesh: Mesh, training: Training) -> None:
-    """Until every rank answers and the first update is done."""
+    """Until every rank answers and the first updates are done."""
     deadline_s = time.monotonic() + OPEN_TIMEOUT_S
     while True:
         found = mesh.status()
-        if found.step >= 1 and not any(row.reason for row in found):
+        if found.step >= FIRST_STEPS and not any(row.reason for row in found):
             return
         training.check(deadline_s, "its ranks were not all reachable")
         time.sleep(0.2)

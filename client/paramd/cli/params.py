@@ -35,8 +35,9 @@ def params(
     """List parameters: full shape, dtype and how they are distributed."""
     with target.connect() as mesh:
         found = mesh.params(*(glob or ()), buffers=buffers)
+        about = {"job": mesh.job, "epoch": mesh.epoch}
     rows = [row(info) for info in found]
-    emit(Listing(name="params", rows=rows, columns=COLUMNS, about={}), target.format)
+    emit(Listing(name="params", rows=rows, columns=COLUMNS, about=about), target.format)
     say(f"{len(rows):,} tensors, {sum(info.numel for info in found):,} elements")
 
 

@@ -15,7 +15,7 @@ ROOT = Path(__file__).resolve().parents[3]
 PAGES = ["README.md", "docs/guarantees.md", "docs/assumptions.md", "docs/faults.md"]
 
 
-def tests_of(path: Path) -> set[str]:
+def functions_in(path: Path) -> set[str]:
     """Names of the test functions in a file."""
     found = ast.walk(ast.parse(path.read_text()))
     return {n.name for n in found if isinstance(n, ast.FunctionDef | ast.AsyncFunctionDef)}
@@ -25,7 +25,7 @@ def test_every_test_that_the_ledger_names_exists() -> None:
     named = re.findall(r"`([\w/]+\.py)::(\w+)`", (ROOT / "docs" / "faults.md").read_text())
     assert len(named) > 30
     for file, test in named:
-        assert test in tests_of(ROOT / "tests" / file), f"{file}::{test}"
+        assert test in functions_in(ROOT / "tests" / file), f"{file}::{test}"
 
 
 def test_every_row_of_the_ledger_has_a_test_or_says_that_it_has_none() -> None:

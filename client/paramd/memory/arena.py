@@ -44,9 +44,10 @@ class HostArena:
     def populate(self) -> None:
         """Faults all pages in, so that no later copy pays for first touch."""
         assert self._map is not None
-        try:
-            self._map.madvise(_MADV_POPULATE_WRITE)
-        except OSError:
+        # Through ctypes: mmap.madvise would hold the interpreter's lock for all that time.
+        madvise = ctypes.CDLL(None).madvise
+        madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+        if madvise(self.address, len(self._map), _MADV_POPULATE_WRITE):
             ctypes.memset(self.address, 0, self.size_bytes)
 
     def close(self) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from contextlib import suppress
 from pathlib import Path
 
 from paramd.errors import ExhaustedError
@@ -60,10 +61,9 @@ def wake_event() -> int:
 
 def wake(descriptor: int) -> None:
     """Wakes the reader of an eventfd; never blocks, never raises on a full counter."""
-    try:
+    # It blocks only while 2**64 - 2 wakes are pending: then the reader is awake anyway.
+    with suppress(BlockingIOError):
         os.eventfd_write(descriptor, 1)
-    except BlockingIOError:
-        pass  # 2**64 - 2 wakes are pending: the reader is awake anyway
 
 
 def pidfd(pid: int) -> int:

@@ -20,6 +20,7 @@ from paramd.layout.types import Layout
 from paramd.memory import descriptors
 from paramd.memory.arena import HostArena
 from paramd.memory.control_page import MAGIC, ControlPage, Word
+from paramd.memory.forking import private_in_children
 from paramd.trainer.agreement import Agreement
 from paramd.trainer.attachment import Attachment, attached
 from paramd.trainer.boundary import Boundary
@@ -188,6 +189,7 @@ class _Stages:
         shared = self._sidecar.own_descriptors()
         page = ControlPage(shared.page)
         arena = HostArena(shared.arena, home.arena_bytes)
+        private_in_children(arena)
 
         def stage() -> dict[str, Any]:
             arena.populate()
@@ -259,9 +261,7 @@ def _as_list(optimizer: Optimizers | None) -> list[torch.optim.Optimizer]:
     return [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else list(optimizer)
 
 
-def _check(
-    model: torch.nn.Module, optimizers: Sequence[torch.optim.Optimizer], job: str
-) -> None:
+def _check(model: torch.nn.Module, optimizers: Sequence[torch.optim.Optimizer], job: str) -> None:
     places.check_job_name(job)
     if id(model) in attached:
         raise ConflictError(f"this model is attached already ({attached[id(model)]!r}); detach it")
@@ -275,9 +275,7 @@ def _check(
                 "model; make the optimizer after wrapping the model, and pass that model"
             )
         updated |= mine
-    if optimizers and not all(
-        id(p) in updated for p in model.parameters() if p.requires_grad
-    ):
+    if optimizers and not all(id(p) in updated for p in model.parameters() if p.requires_grad):
         warnings.warn(
             "paramd.attach: some trainable parameters belong to none of the given optimizers; "
             "pass all optimizers, or change those parameters inside attachment.update()",

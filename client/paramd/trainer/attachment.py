@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -22,6 +23,15 @@ log = logging.getLogger("paramd")
 
 attached: dict[int, Attachment] = {}
 """Living attachments by id of their model; they live on when the caller keeps none."""
+
+
+def _forget_in_child() -> None:
+    for attachment in attached.values():
+        attachment._boundary.forget()
+    attached.clear()
+
+
+os.register_at_fork(after_in_child=_forget_in_child)
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,6 +20,10 @@ log = logging.getLogger("paramd")
 AGREEMENT_WORKS, AGREEMENT_LOST = 1, 2
 
 
+# Owns the window for ever, so that no other owner opens or closes one.
+_NOBODY = object()
+
+
 class HomeLike(Protocol):
     """What the boundary needs of the parameters' home (see rehome.py)."""
 
@@ -77,6 +81,11 @@ class Boundary:
             self._act(at_home)
         except Exception:
             log.exception("paramd: a boundary failed; the service degrades, training goes on")
+
+    def forget(self) -> None:
+        """In a forked child: the words and the rounds are the parent's alone."""
+        self._owner = _NOBODY
+        self._agreement = None
 
     def close(self) -> None:
         """Ends a round under way; no boundary follows."""

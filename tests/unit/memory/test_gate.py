@@ -1,0 +1,125 @@
+"""The gate: a copy is of one step or is none, and the trainer waits a bounded time."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from collections.abc import Iterator
+
+import pytest
+
+from paramd.memory import descriptors
+from paramd.memory import gate as gate_module
+from paramd.memory.control_page import PAGE_BYTES, ControlPage, Word
+from paramd.memory.gate import CopyEnd, CopySpan, TrainerGate, copy_at_one_step
+
+SIZE_BYTES = 1000
+Memory = ctypes.Array[ctypes.c_char]
+
+
+@pytest.fixture
+def page() -> Iterator[ControlPage]:
+    descriptor = descriptors.create_memory("paramd-test", PAGE_BYTES)
+    page = ControlPage(descriptor)
+    yield page
+    page.close()
+    os.close(descriptor)
+
+
+@pytest.fixture
+def source() -> Memory:
+    return ctypes.create_string_buffer(b"s" * SIZE_BYTES, SIZE_BYTES)
+
+
+@pytest.fixture
+def target() -> Memory:
+    return ctypes.create_string_buffer(SIZE_BYTES)
+
+
+def spans(source: Memory, target: Memory) -> list[CopySpan]:
+    begin, middle = ctypes.addressof(source), 300
+    into = ctypes.addressof(target)
+    return [
+        CopySpan(begin, into, middle),
+        CopySpan(begin + middle, into + middle, SIZE_BYTES - middle),
+    ]
+
+
+def test_a_copy_between_updates_carries_their_step(
+    page: ControlPage, source: Memory, target: Memory
+) -> None:
+    page[Word.STEP] = 7
+    assert copy_at_one_step(page, spans(source, target)) == (CopyEnd.DONE, 7)
+    assert target.raw == source.raw
+    assert page[Word.COPY_BEGUN] == page[Word.COPY_ENDED] == 1
+
+
+def test_no_copy_begins_inside_an_update(page: ControlPage, source: Memory, target: Memory) -> None:
+    TrainerGate(page, stall_budget_ns=0).begin_update()
+    end, _ = copy_at_one_step(page, spans(source, target))
+    assert end is CopyEnd.UPDATING
+    assert target.raw == bytes(SIZE_BYTES)
+    assert page[Word.COPY_BEGUN] == 0
+
+
+@pytest.mark.parametrize("point", ["copy-begun", "copy-chunk", "copy-moved"])
+def test_a_copy_that_an_update_overtakes_is_none(
+    page: ControlPage, source: Memory, target: Memory, point: str
+) -> None:
+    gate = TrainerGate(page, stall_budget_ns=0)
+
+    def update_at(name: str) -> None:
+        if name == point:
+            gate.begin_update()
+            gate.end_update()
+
+    end, _ = copy_at_one_step(page, spans(source, target), at_point=update_at)
+    assert end is CopyEnd.OVERTAKEN
+    assert page[Word.COPY_BEGUN] == page[Word.COPY_ENDED]
+
+
+def test_the_trainer_waits_for_one_unfinished_copy_once_and_no_longer(page: ControlPage) -> None:
+    budget_ns = 2_000_000
+    gate = TrainerGate(page, stall_budget_ns=budget_ns)
+    page[Word.COPY_BEGUN] = 1  # a sidecar that died while it copied
+    for _ in range(50):
+        gate.begin_update()
+        gate.end_update()
+    assert page[Word.STALL_COUNT] == 1
+    assert page[Word.STALL_TOTAL_NS] >= budget_ns
+    assert page[Word.STEP] == 50
+
+
+def test_the_trainer_waits_until_an_announced_boundary_was_served(
+    page: ControlPage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gate = TrainerGate(page, stall_budget_ns=10_000_000_000)
+    page[Word.ANNOUNCE] = 1
+    polls: list[float] = []
+
+    def serve_at_the_third_poll(seconds: float) -> None:
+        polls.append(seconds)
+        page[Word.SERVED] = len(polls) // 3
+
+    monkeypatch.setattr(gate_module.time, "sleep", serve_at_the_third_poll)
+    gate.begin_update()
+    assert len(polls) == 3
+    assert page[Word.SEQ] == 1
+
+
+def test_steps_and_seq_rise_together(page: ControlPage) -> None:
+    gate = TrainerGate(page, stall_budget_ns=0)
+    for step in range(1, 4):
+        gate.begin_update()
+        assert page[Word.SEQ] & 1
+        assert gate.end_update() == step
+        assert page[Word.SEQ] == 2 * step
+
+
+def test_an_update_that_failed_stays_open_until_the_next_good_one(page: ControlPage) -> None:
+    gate = TrainerGate(page, stall_budget_ns=0)
+    gate.begin_update()
+    gate.begin_update()
+    assert page[Word.SEQ] == 1
+    gate.end_update()
+    assert page[Word.SEQ] == 2

@@ -18,6 +18,7 @@ from paramd.layout.select import select
 from paramd.layout.types import Layout
 from paramd.mesh.pin import Pinned
 from paramd.mesh.reach import Reach
+from paramd.mesh.read import keep_freed_memory
 from paramd.mesh.results import MeshStatus, ParamInfo, Params, StatsTable, Summoned
 from paramd.mesh.sidecars import Sidecars
 from paramd.mesh.status import mesh_status
@@ -70,6 +71,8 @@ class AsyncMesh:
         self._transfer = Transfer()
 
     async def __aenter__(self) -> AsyncMesh:
+        # Before gRPC makes its threads: the limit of arenas holds for new ones only.
+        keep_freed_memory()
         try:
             await self._reach.start()
         except BaseException:

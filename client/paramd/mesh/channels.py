@@ -46,6 +46,10 @@ CHANNEL_OPTIONS: Final[tuple[tuple[str, int | str], ...]] = (
     # Without it a stopped peer is noticed after 44 to 59 s only.
     ("grpc.http2.ping_timeout_ms", 5_000),
     ("grpc.http2.max_frame_size", (16 << 20) - 1),
+    # A fixed window: left alone it grows with what it could send, to hundreds of MiB of
+    # chunks that wait for a reader. This one fills a link of 1 GB/s at 3 ms.
+    ("grpc.http2.bdp_probe", 0),
+    ("grpc.http2.lookahead_bytes", 3 << 20),
     ("grpc.max_receive_message_length", 16 << 20),
     ("grpc.max_send_message_length", 16 << 20),
     # A sidecar that was killed is back within seconds; the default waits up to two minutes.

@@ -38,9 +38,11 @@ _PROBE_AFTER_S = 1.5
 # mallopt(3) parameters.
 _M_TRIM_THRESHOLD = -1
 _M_MMAP_THRESHOLD = -3
+_M_ARENA_MAX = -8
 # glibc refuses a larger mmap threshold than this.
 _MMAP_THRESHOLD_BYTES = 32 << 20
 _TRIM_THRESHOLD_BYTES = 64 << 20
+_ARENAS = 2
 
 
 class Sink(Protocol):
@@ -87,6 +89,8 @@ def keep_freed_memory() -> None:
     # Setting one of them ends glibc's own adjusting, so both are needed.
     mallopt(_M_MMAP_THRESHOLD, _MMAP_THRESHOLD_BYTES)
     mallopt(_M_TRIM_THRESHOLD, _TRIM_THRESHOLD_BYTES)
+    # Each of gRPC's threads would keep freed chunks in an arena of its own.
+    mallopt(_M_ARENA_MAX, _ARENAS)
 
 
 class Reader:

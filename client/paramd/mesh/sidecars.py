@@ -22,7 +22,7 @@ from paramd.v1 import common_pb2, control_pb2, layout_pb2, sidecar_pb2
 
 LAYOUT_TIMEOUT_S = 30.0
 
-_PROBE_TIMEOUT_S = 2.5
+_PROBE_TIMEOUT_S = 3.0
 _RENEW_TIMEOUT_S = 5.0
 _RELEASE_TIMEOUT_S = 2.0
 

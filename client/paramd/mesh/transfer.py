@@ -14,7 +14,7 @@ from paramd.errors import DeniedError, ParamdError, UnreachableError, UsageError
 from paramd.layout.plan import ReadPlan
 from paramd.mesh.landing import PlaceSink, fill_from
 from paramd.mesh.pin import Pinned, RankPin
-from paramd.mesh.read import Expected, Reader, keep_freed_memory
+from paramd.mesh.read import Expected, Reader
 from paramd.mesh.same_host import SharedSnapshot, is_same_host
 from paramd.mesh.sidecars import Sidecars
 
@@ -31,7 +31,6 @@ Transport = Literal["auto", "grpc", "same-host"]
 MAX_COPY_THREADS: Final = 4
 """Threads that copy from shared memory; two reach a small machine's memory bandwidth."""
 
-_LARGE_BYTES: Final = 8 << 20
 # One more coordinates each copy, and opening sockets blocks for moments.
 _OTHER_THREADS: Final = 8
 
@@ -95,8 +94,6 @@ class Transfer:
         deadline_s: float,
     ) -> None:
         """Fills the targets, all ranks at the same time; all has ended when it returns."""
-        if plan.size_bytes >= _LARGE_BYTES:
-            keep_freed_memory()
         async with AsyncExitStack() as stack:
             shared = await self._share(sidecars, pinned, transport, stack)
             streams = [

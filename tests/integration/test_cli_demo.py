@@ -10,12 +10,14 @@ import sys
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 from safetensors import safe_open
 
 from paramd.cli.main import main
 from paramd.cli.training import free_job_name
 from paramd.places import Endpoint, running_jobs, write_endpoint
+from tests.integration.client_job import wait_for
 from tests.launch import run_ranks
 
 DEADLINE_S = 110.0
@@ -60,6 +62,22 @@ def test_the_demo_shows_a_running_training_and_ends_it_on_ctrl_c(
     assert len(steps) == 6
     assert steps[0] < steps[-1] < saved_step
     assert losses[0] > losses[-1]
+
+
+@pytest.mark.parametrize("number", [signal.SIGHUP, signal.SIGTERM], ids=lambda n: n.name)
+def test_a_demo_that_is_told_to_end_takes_its_training_with_it(number: signal.Signals) -> None:
+    with subprocess.Popen(
+        [sys.executable, "-m", "paramd.cli", "demo"],
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as demo:
+        assert demo.stderr is not None
+        assert demo.stderr.readline().startswith("Two ranks train")
+        wait_for(lambda: bool(psutil.Process(demo.pid).children()), "the training's start")
+        demo.send_signal(number)
+        # That no process is left, whatever its parent, is what the leak check looks at.
+        assert demo.wait(60) == 130
 
 
 def test_a_training_that_cannot_start_fails_the_demo_with_its_last_lines(

@@ -102,5 +102,5 @@ def root(
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs one command; returns the exit code. The entry point of the program `paramd`."""
     given = list(arguments) if arguments is not None else sys.argv[1:]
-    debug = "--debug" in given or bool(os.environ.get("PARAMD_DEBUG"))
+    debug = "--debug" in given or os.environ.get("PARAMD_DEBUG", "0") not in ("", "0")
     return shell.run(lambda: app(given, prog_name="paramd", standalone_mode=False), debug=debug)

@@ -18,7 +18,7 @@ from paramd.errors import DeadlineError, UnreachableError
 
 MODULE = "paramd.examples.train_gpt"
 RANKS = 2
-MAX_STEPS = 100_000
+MAX_STEPS = 20_000
 """Where the training would end by itself, should nobody be left to end it."""
 
 POLL_S = 0.05
@@ -131,10 +131,18 @@ def started(job: str, folder: Path) -> Iterator[Training]:
             start_new_session=True,
         )
     training = Training(job, process, log_path)
+    # Also when the terminal is closed or somebody ends us, the training must not stay.
+    before = {name: signal.signal(name, _interrupt) for name in (signal.SIGTERM, signal.SIGHUP)}
     try:
         yield training
     finally:
         training.stop()
+        for name, handler in before.items():
+            signal.signal(name, handler)
+
+
+def _interrupt(number: int, frame: object) -> None:
+    raise KeyboardInterrupt
 
 
 def free_job_name(wanted: str) -> str:

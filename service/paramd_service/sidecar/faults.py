@@ -18,6 +18,7 @@ from __future__ import annotations
 import os
 import re
 import signal
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -43,7 +44,8 @@ _RULE = re.compile(r"(?P<point>[a-z-]+):(?P<action>kill|stop)(?:@(?P<count>[1-9]
 
 
 def _signal_self(number: signal.Signals) -> None:
-    os.kill(os.getpid(), number)
+    # To this very thread: sent to the process, it may act some instructions later.
+    signal.pthread_kill(threading.get_ident(), number)
 
 
 @dataclass(slots=True)

@@ -11,14 +11,25 @@ if TYPE_CHECKING:
     from paramd import aio as aio
     from paramd.mesh.connect import connect as connect
     from paramd.trainer.attach import attach as attach
+    from paramd.trainer.local import summon_full_params as summon_full_params
+    from paramd.trainer.tp_ddp import pre_dp_module_transform as pre_dp_module_transform
 
 # Loaded on first use, so that `paramd --help` and the sidecar never import torch.
 _LAZY = {
     "attach": "paramd.trainer.attach",
     "connect": "paramd.mesh.connect",
+    "pre_dp_module_transform": "paramd.trainer.tp_ddp",
+    "summon_full_params": "paramd.trainer.local",
 }
 
-__all__ = ["__version__", "aio", "attach", "connect"]
+__all__ = [
+    "__version__",
+    "aio",
+    "attach",
+    "connect",
+    "pre_dp_module_transform",
+    "summon_full_params",
+]
 
 
 def __getattr__(name: str) -> object:

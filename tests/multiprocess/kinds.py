@@ -21,6 +21,8 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.nn.functional import cross_entropy
 
+from paramd.trainer.tp_ddp import pre_dp_module_transform
+
 WORDS = 29
 WIDTH = 7
 BATCH = 4
@@ -164,7 +166,8 @@ def _buffer_names(model: nn.Module) -> Iterator[str]:
 def _localized_restored(model: nn.Module) -> Iterator[dict[str, torch.Tensor] | None]:
     """torch's TP+DDP hides parameters from the state dict; they are gathered by hand."""
     hooks = [h for m in model.modules() for h in m._forward_pre_hooks.values()]
-    if not any(getattr(hook, "__name__", "") == "_reconstruct_dtensor" for hook in hooks):
+    hidden = any(getattr(hook, "__name__", "") == "_reconstruct_dtensor" for hook in hooks)
+    if not hidden and not any(hasattr(param, "_st_info") for param in model.parameters()):
         yield None
         return
     from torch.distributed.tensor import DTensor
@@ -362,12 +365,16 @@ def _tp_fsdp2() -> Built:
     return Built(model=net, data_rank=mesh.get_local_rank("dp"))
 
 
-def _tp_ddp() -> Built:
+def _tp_ddp_of_torch() -> Built:
     from torch.distributed.tensor.parallel.ddp import _pre_dp_module_transform
 
+    return _tp_ddp(_pre_dp_module_transform)
+
+
+def _tp_ddp(transform: Callable[[nn.Module], object]) -> Built:
     net, mesh = Net(), _mesh2(("dp", "tp"))
     _parallelize(net, mesh["tp"])
-    _pre_dp_module_transform(net)
+    transform(net)
     model = nn.parallel.DistributedDataParallel(net, process_group=mesh.get_group("dp"))
     return Built(model=model, data_rank=mesh.get_local_rank("dp"))
 
@@ -397,5 +404,10 @@ KINDS = (
     Kind(name="hsdp", make=_hsdp),
     Kind(name="tp", make=_tp),
     Kind(name="tp-fsdp2", make=_tp_fsdp2),
-    Kind(name="tp-ddp", make=_tp_ddp, world_sizes=(1, 2, 4)),
+    Kind(name="tp-ddp-of-torch", make=_tp_ddp_of_torch, world_sizes=(1, 2, 4)),
+    Kind(
+        name="tp-ddp",
+        make=lambda: _tp_ddp(pre_dp_module_transform),
+        world_sizes=(1, 2, 4),
+    ),
 )

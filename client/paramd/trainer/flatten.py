@@ -11,6 +11,7 @@ leaves it frozen, and unflattening it a thousand times leaves no thousand hooks 
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -60,7 +61,7 @@ def unflatten(
         stream: the stream on which to wait for the gradient; None is the current one.
 
     Raises:
-        UsageError: `tensor` is a DTensor already.
+        UsageError: `tensor` is a DTensor already, or has not the local shape.
     """
     if spec is None:
         return tensor
@@ -69,8 +70,30 @@ def unflatten(
             "unflatten expects the local tensor of a DTensor, got a DTensor; pass what flatten "
             "returned"
         )
-    whole: torch.Tensor = AsDTensor.apply(tensor, spec, stream)  # type: ignore[no-untyped-call]
+    whole: torch.Tensor = AsDTensor.apply(tensor, matching(spec, tensor), stream)  # type: ignore[no-untyped-call]
     return whole
+
+
+def matching(spec: DTensorSpec, local: torch.Tensor) -> DTensorSpec:
+    """The spec for this local tensor, which may have got another dtype since.
+
+    Raises:
+        UsageError: it has not the shape that this rank must have.
+    """
+    from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+    shape, _ = compute_local_shape_and_global_offset(spec.shape, spec.mesh, spec.placements)
+    if tuple(local.shape) != tuple(shape):
+        raise UsageError(
+            f"a tensor of shape {list(local.shape)} is no shard of {list(spec.shape)} with "
+            f"placements {spec.placements}; expected {list(shape)} on this rank"
+        )
+    assert spec.tensor_meta is not None
+    if spec.tensor_meta.dtype == local.dtype:
+        return spec
+    meta = TensorMeta(spec.tensor_meta.shape, spec.tensor_meta.stride, local.dtype)
+    return DTensorSpec(spec.mesh, spec.placements, tensor_meta=meta)
 
 
 def wait_for_gradient(gradient: torch.Tensor, *, stream: Stream | None = None) -> torch.Tensor:
@@ -92,21 +115,32 @@ def wait_for_gradient(gradient: torch.Tensor, *, stream: Stream | None = None) -
     return complete
 
 
+def as_dtensor(local: torch.Tensor, spec: DTensorSpec) -> DTensor:
+    """A DTensor over the memory of `local`, without a gradient to it."""
+    # Its constructor does nothing more, but takes longer than making it does.
+    cls = _dtensor_class()
+    whole: DTensor = cls.__new__(cls, local.detach(), spec, requires_grad=local.requires_grad)
+    return whole
+
+
+@lru_cache(maxsize=1)
+def _dtensor_class() -> type[DTensor]:
+    from torch.distributed.tensor import DTensor
+
+    return DTensor
+
+
 class AsDTensor(torch.autograd.Function):
     """`DTensor.from_local` without its checks, for a spec that is known to be right."""
 
     @staticmethod
     def forward(ctx: Any, local: torch.Tensor, spec: DTensorSpec, stream: Stream | None) -> DTensor:
-        from torch.distributed.tensor import DTensor
-
         ctx.spec, ctx.stream = spec, stream
         ctx.set_materialize_grads(False)
-        return DTensor(local.view_as(local), spec, requires_grad=local.requires_grad)
+        return as_dtensor(local, spec)
 
     @staticmethod
-    def backward(
-        ctx: Any, gradient: DTensor | None
-    ) -> tuple[torch.Tensor | None, None, None]:
+    def backward(ctx: Any, gradient: DTensor | None) -> tuple[torch.Tensor | None, None, None]:
         if gradient is None:
             return None, None, None
         if gradient.placements != ctx.spec.placements:

@@ -50,10 +50,11 @@ class FlatParameters:
 
     def hidden(self, places: Iterable[Place]) -> list[Place]:
         """Where flat parameters stand registered in the place of those original ones."""
+        # `module` looks through a checkpoint wrapper, as FSDP does when it registers them.
         return [
-            (state._fsdp_wrapped_module, "_flat_param")
+            (state.module, "_flat_param")
             for state in self._states_of(places)
-            if "_flat_param" in state._fsdp_wrapped_module._parameters
+            if "_flat_param" in state.module._parameters
         ]
 
     def parties(self) -> set[tuple[int, ...]]:

@@ -120,7 +120,7 @@ def started(job: str, folder: Path) -> Iterator[Training]:
         "--standalone", "--nproc-per-node", str(RANKS),
         "-m", MODULE, "--job", job, "--steps", str(MAX_STEPS), "--every", "1",
     ]  # fmt: skip
-    with log_path.open("wb") as log:
+    with _Interrupts() as interrupts, log_path.open("wb") as log:
         process = subprocess.Popen(
             command,
             env=environment,
@@ -130,19 +130,50 @@ def started(job: str, folder: Path) -> Iterator[Training]:
             # A Ctrl-C in our terminal is ours; the ranks end in good order after it.
             start_new_session=True,
         )
-    training = Training(job, process, log_path)
-    # Also when the terminal is closed or somebody ends us, the training must not stay.
-    before = {name: signal.signal(name, _interrupt) for name in (signal.SIGTERM, signal.SIGHUP)}
-    try:
-        yield training
-    finally:
-        training.stop()
-        for name, handler in before.items():
+        training = Training(job, process, log_path)
+        try:
+            interrupts.release()
+            yield training
+        finally:
+            interrupts.hold()
+            training.stop()
+
+
+class _Interrupts:
+    """Ctrl-C, SIGTERM and SIGHUP as KeyboardInterrupt, but never while they are held.
+
+    So none falls between the start of a process and the knowledge of it, or into its
+    ending. Held at first.
+    """
+
+    _NAMES = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+    def __init__(self) -> None:
+        self._held = True
+        self._came = False
+
+    def __enter__(self) -> _Interrupts:
+        self._before = {name: signal.signal(name, self._note) for name in self._NAMES}
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for name, handler in self._before.items():
             signal.signal(name, handler)
 
+    def hold(self) -> None:
+        """From now on they are only noted."""
+        self._held = True
 
-def _interrupt(number: int, frame: object) -> None:
-    raise KeyboardInterrupt
+    def release(self) -> None:
+        """From now on they raise; one that was noted raises here."""
+        self._held = False
+        if self._came:
+            raise KeyboardInterrupt
+
+    def _note(self, number: int, frame: object) -> None:
+        self._came = True
+        if not self._held:
+            raise KeyboardInterrupt
 
 
 def free_job_name(wanted: str) -> str:

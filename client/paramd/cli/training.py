@@ -94,14 +94,31 @@ class Training:
 
     def stop(self) -> None:
         """Asks the ranks to end after a step; makes them after `STOP_S`. Idempotent."""
-        if self.running:
-            self._process.terminate()
-            with suppress(subprocess.TimeoutExpired):
-                self._process.wait(STOP_S)
-        # torchrun's own session: it and its ranks, nothing else.
-        with suppress(ProcessLookupError):
-            os.killpg(self._process.pid, signal.SIGKILL)
-        self._process.wait()
+        if not self.running:
+            return
+        # torchrun gives each rank a session of its own, so they must be known one by one.
+        ranks = _children(self._process.pid)
+        self._process.terminate()
+        try:
+            self._process.wait(STOP_S)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+        for pidfd in ranks:
+            with suppress(ProcessLookupError):
+                signal.pidfd_send_signal(pidfd, signal.SIGKILL)
+            os.close(pidfd)
+
+
+def _children(pid: int) -> list[int]:
+    """A pidfd of each living child of a process."""
+    found: list[int] = []
+    for path in Path(f"/proc/{pid}/task").glob("*/children"):
+        with suppress(OSError):
+            for child in path.read_text().split():
+                with suppress(ProcessLookupError):
+                    found.append(os.pidfd_open(int(child)))
+    return found
 
 
 @contextmanager

@@ -119,9 +119,10 @@ class Rank:
         self.process.send_signal(signal.SIGCONT)
         self.process.kill()
         self.process.wait()
-        self.connection.close()
-        self.page.close()
-        self.arena.close()
+        if self.descriptors:
+            self.connection.close()
+            self.page.close()
+            self.arena.close()
         for descriptor in self.descriptors:
             os.close(descriptor)
 

@@ -214,6 +214,17 @@ def test_a_view_has_the_shards_and_keeps_them(
     assert bool((turned == -1).all())
 
 
+def test_closing_a_mesh_ends_its_views_but_not_their_tensors(
+    job: Job, whole: dict[str, torch.Tensor]
+) -> None:
+    mesh = paramd.connect(job.url, job.token)
+    with mesh.view("turned") as view:
+        turned = view.tensor("turned")
+        mesh.close()
+        assert not view
+    assert torch.equal(turned, whole["turned"])
+
+
 def test_a_mesh_works_inside_a_running_loop_and_on_many_threads(
     mesh: Mesh, whole: dict[str, torch.Tensor]
 ) -> None:

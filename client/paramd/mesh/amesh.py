@@ -69,6 +69,7 @@ class AsyncMesh:
             raise UsageError(f"timeout_s: {timeout_s}; expected more than 0")
         self._reach = Reach(url, token, job)
         self._transfer = Transfer()
+        self._views: set[AsyncExitStack] = set()
 
     async def __aenter__(self) -> AsyncMesh:
         # Before gRPC makes its threads: the limit of arenas holds for new ones only.
@@ -89,7 +90,9 @@ class AsyncMesh:
         await self.close()
 
     async def close(self) -> None:
-        """Releases everything: leases, connections, threads. Idempotent."""
+        """Releases everything: open views, leases, connections, threads. Idempotent."""
+        while self._views:
+            await self._views.pop().aclose()
         await self._reach.close()
         self._transfer.close()
 
@@ -194,6 +197,7 @@ class AsyncMesh:
         if not patterns:
             raise UsageError("no pattern was given; expected at least one, '*' summons all")
         deadline_s = self._deadline(timeout)
+        await self._transfer.load_torch()
         began_s = time.monotonic()
 
         async def attempt(sidecars: Sidecars) -> Summoned:
@@ -227,6 +231,7 @@ class AsyncMesh:
         if not patterns:
             raise UsageError("no pattern was given; expected at least one, '*' views all")
         deadline_s = self._deadline(timeout)
+        await self._transfer.load_torch()
 
         async def attempt(sidecars: Sidecars) -> tuple[SnapshotView, AsyncExitStack]:
             async with AsyncExitStack() as stack:
@@ -236,10 +241,14 @@ class AsyncMesh:
                 return found, stack.pop_all()
 
         found, stack = await self._reach.attempts(attempt, deadline_s)
-        async with stack:
-            # The shards go before the memory is let go of, else it could not be used again.
-            stack.callback(found.drop)
+        # The shards go before the memory is let go of, else it could not be used again.
+        stack.callback(found.drop)
+        self._views.add(stack)
+        try:
             yield found
+        finally:
+            self._views.discard(stack)
+            await stack.aclose()
 
     async def _choose(self, sidecars: Sidecars, patterns: Sequence[str], buffers: bool) -> Chosen:
         index = await self._reach.index(sidecars)

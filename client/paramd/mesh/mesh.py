@@ -140,8 +140,8 @@ class Mesh:
         try:
             yield found
         finally:
-            # An open view outlives a closed mesh; only its lease is gone then.
             found.drop()
+            # A closed mesh has ended its views already.
             if self._end.alive:
                 self._run(viewing.__aexit__(None, None, None))
 

@@ -169,7 +169,10 @@ class Reach:
             except (ConflictError, DeniedError) as error:
                 # Right again only when the job has a new epoch or layout, or we a new ticket.
                 was_denied, denied = denied, isinstance(error, DeniedError)
-                moved = _identity(await self.refresh()) != _identity(document)
+                try:
+                    moved = _identity(await self.refresh()) != _identity(document)
+                except UnreachableError:
+                    raise error from None  # what the sidecar said tells more
                 if time.monotonic() > give_up_s or not (moved or (denied and not was_denied)):
                     raise
             except (UnreachableError, LeaseEndedError) as error:

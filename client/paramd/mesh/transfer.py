@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import os
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
+from importlib import import_module
 from typing import TYPE_CHECKING, Final, Literal, TypeVar, get_args
 
 from paramd.errors import DeniedError, ParamdError, UnreachableError, UsageError
@@ -68,6 +70,22 @@ class Transfer:
         self._blocking.shutdown()
         self._copiers.shutdown()
 
+    async def load_torch(self) -> None:
+        """Imports torch off the event loop: the first time takes seconds.
+
+        Raises:
+            UsageError: it is not installed.
+        """
+        if "paramd.mesh.views" in sys.modules:
+            return
+        try:
+            await self._run(lambda: import_module("paramd.mesh.views"))
+        except ImportError as error:
+            raise UsageError(
+                f"tensors need torch, which cannot be imported here ({error}); "
+                "run: pip install 'paramd[torch]'"
+            ) from error
+
     def targets(
         self,
         chosen: Chosen,
@@ -76,7 +94,7 @@ class Transfer:
         device: torch.device | str | None,
         into: Mapping[str, torch.Tensor] | None,
     ) -> Targets:
-        """Destination tensors. Loads torch."""
+        """Destination tensors."""
         import torch
 
         from paramd.mesh.assemble import Targets

@@ -1,0 +1,152 @@
+"""A snapshot's memory: asked for, read, and let go of exactly when nobody holds it."""
+
+from __future__ import annotations
+
+import os
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+
+from paramd.errors import NotFoundError, UnreachableError
+from paramd.memory import handover
+from paramd.mesh import same_host
+from paramd.mesh.rest import PeerAddress
+from paramd.mesh.same_host import SharedSnapshot, is_same_host
+from paramd.places import host_id
+
+DATA = bytes(range(256)) * 64
+
+Serve = Callable[[socket.socket], None]
+
+
+@contextmanager
+def sidecar(directory: Path, serve: Serve) -> Iterator[PeerAddress]:
+    """A peer whose socket is served by `serve`, one connection, on a thread."""
+    directory.chmod(0o700)
+    path = directory / "rank-0.sock"
+    listener = handover.listen(path)
+    listener.setblocking(True)
+    listener.settimeout(10)
+
+    def run() -> None:
+        connection, _ = listener.accept()
+        with connection:
+            connection.settimeout(10)
+            serve(connection)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    try:
+        yield PeerAddress(0, "host:1", str(path), host_id())
+    finally:
+        thread.join()
+        listener.close()
+
+
+class Maps:
+    """Answers "map" with DATA, and keeps what it is told afterwards."""
+
+    def __init__(self, said_bytes: int = len(DATA)) -> None:
+        self.said_bytes = said_bytes
+        self.told: list[str] = []
+
+    def __call__(self, connection: socket.socket) -> None:
+        message, _ = handover.receive(connection)
+        assert (message["op"], message["ticket"], message["snapshot_id"]) == ("map", "t", "s")
+        memory = os.memfd_create("snapshot")
+        os.write(memory, DATA)
+        handover.send(connection, {"op": "mapped", "size_bytes": self.said_bytes}, [memory])
+        os.close(memory)
+        try:
+            while True:
+                self.told.append(handover.receive(connection)[0]["op"])
+        except EOFError:
+            self.told.append("closed")
+
+
+def test_memory_is_read_and_given_back(tmp_path: Path) -> None:
+    maps, target = Maps(), torch.zeros(1000, dtype=torch.uint8)
+    with sidecar(tmp_path, maps) as peer:
+        assert is_same_host(peer)
+        shared = SharedSnapshot.open(peer, "t", "s")
+        shared.read_into(target.data_ptr(), 300, 1000)
+        shared.close()
+        shared.close()
+    assert bytes(target.tolist()) == DATA[300:1300]
+    assert maps.told == ["unmap", "closed"]
+
+
+def test_memory_that_somebody_still_holds_is_not_given_back(tmp_path: Path) -> None:
+    maps = Maps()
+    with sidecar(tmp_path, maps) as peer:
+        shared = SharedSnapshot.open(peer, "t", "s")
+        memory = shared.map_private()
+        assert memory is not None
+        tensor = torch.frombuffer(memory, dtype=torch.uint8)
+        del memory
+        shared.close()
+    assert maps.told == ["closed"]
+    tensor[0] = 9
+    assert bytes(tensor[1:].tolist()) == DATA[1:]
+
+
+def test_a_map_that_everybody_dropped_is_given_back(tmp_path: Path) -> None:
+    maps = Maps()
+    with sidecar(tmp_path, maps) as peer:
+        shared = SharedSnapshot.open(peer, "t", "s")
+        memory = shared.map_private()
+        assert memory is not None
+        tensor = torch.frombuffer(memory, dtype=torch.uint8)
+        del memory, tensor
+        shared.close()
+    assert maps.told == ["unmap", "closed"]
+
+
+def test_a_refusal_keeps_its_kind(tmp_path: Path) -> None:
+    def refuse(connection: socket.socket) -> None:
+        handover.receive(connection)
+        handover.send(connection, {"op": "error", "code": "NOT_FOUND", "message": "ended"})
+
+    with sidecar(tmp_path, refuse) as peer, pytest.raises(NotFoundError, match="rank 0: ended"):
+        SharedSnapshot.open(peer, "t", "s")
+
+
+def test_a_sidecar_that_hangs_or_hangs_up_is_unreachable(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(same_host, "_ANSWER_S", 0.05)
+    done = threading.Event()
+    with sidecar(tmp_path, lambda _: done.wait(10) and None) as peer:
+        with pytest.raises(UnreachableError, match="rank 0"):
+            SharedSnapshot.open(peer, "t", "s")
+        done.set()
+    with (
+        sidecar(tmp_path, lambda c: handover.receive(c) and None) as peer,
+        pytest.raises(UnreachableError, match="closed"),
+    ):
+        SharedSnapshot.open(peer, "t", "s")
+
+
+def test_memory_shorter_than_said_is_refused_not_touched(tmp_path: Path) -> None:
+    maps, target = Maps(2 * len(DATA)), torch.zeros(2 * len(DATA), dtype=torch.uint8)
+    with sidecar(tmp_path, maps) as peer:
+        shared = SharedSnapshot.open(peer, "t", "s")
+        with pytest.raises(UnreachableError, match="shorter"):
+            shared.map_private()
+        with pytest.raises(UnreachableError, match="shorter"):
+            shared.read_into(target.data_ptr(), 0, len(target))
+        shared.close()
+
+
+def test_another_host_or_an_invisible_socket_is_not_the_same_host(tmp_path: Path) -> None:
+    path = tmp_path / "socket"
+    path.touch()
+    assert is_same_host(PeerAddress(0, "", str(path), host_id()))
+    assert not is_same_host(PeerAddress(0, "", str(path), "another"))
+    assert not is_same_host(PeerAddress(0, "", str(tmp_path / "absent"), host_id()))
+    assert not is_same_host(PeerAddress(0, "", "", host_id()))

@@ -2,12 +2,19 @@
 
 Whatever is read of it at one step holds that step's number in every element; a mix of
 steps shows at once. Ends after `--rounds` updates or when `--stop` exists.
+
+Beside `--stop` these files tell it more, rank by rank:
+
+    die-<rank>      the rank kills itself half way through its next update
+    raise-<rank>    its next update raises half way; after a while it is tried again
+    rest            all ranks rest between two updates, say "resting", and go on without it
 """
 
 from __future__ import annotations
 
 import argparse
 import os
+import signal
 import time
 from pathlib import Path
 from typing import Any
@@ -16,27 +23,43 @@ import torch
 import torch.distributed as dist
 
 import paramd
+from paramd.trainer.attachment import Attachment
 from tests.multiprocess import kinds
+
+RAISED_S = 4.0
+"""How long the update that raised is left as it is."""
 
 
 class StampOptimizer(torch.optim.Optimizer):
     """Fills each parameter with the number of the update, in parts, with rests between."""
 
-    def __init__(self, parameters: Any, *, rest_s: float) -> None:
+    def __init__(self, parameters: Any, *, rest_s: float, folder: Path) -> None:
         super().__init__(list(parameters), {})
         self._rest_s = rest_s
+        rank = os.environ["RANK"]
+        self._dies, self._raises = folder / f"die-{rank}", folder / f"raise-{rank}"
         self.updates = 0
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:
         self.updates += 1
         for group in self.param_groups:
-            for parameter in group["params"]:
+            for index, parameter in enumerate(group["params"]):
+                if index == len(group["params"]) // 2:
+                    self._half_way()
                 local = getattr(parameter, "_local_tensor", parameter.data)
                 for part in local.reshape(-1).chunk(2) if local.is_contiguous() else [local]:
                     part.fill_(self.updates)
                     if self._rest_s:
                         time.sleep(self._rest_s)
+
+    def _half_way(self) -> None:
+        if self._dies.exists():
+            os.kill(os.getpid(), signal.SIGKILL)
+        if self._raises.exists():
+            self._raises.unlink()
+            self.updates -= 1
+            raise ArithmeticError("half way")
 
 
 def main() -> None:
@@ -50,24 +73,27 @@ def main() -> None:
     parser.add_argument("--stop", type=Path, required=True, help="ends when this file exists")
     arguments = parser.parse_args()
 
+    folder = arguments.stop.parent
     torch.set_num_threads(1)
     if int(os.environ["WORLD_SIZE"]) > 1:
         dist.init_process_group("gloo")
     model = kinds.named(arguments.kind).build().model
-    optimizer = StampOptimizer(model.parameters(), rest_s=arguments.rest_ms / 1e3)
+    optimizer = StampOptimizer(model.parameters(), rest_s=arguments.rest_ms / 1e3, folder=folder)
     with torch.no_grad():
         for parameter in model.parameters():
             getattr(parameter, "_local_tensor", parameter.data).fill_(0)
     attachment = paramd.attach(model, optimizer, job=arguments.job)
     print("attached", flush=True)
     for round_ in range(arguments.rounds):
-        optimizer.step()
+        _update(optimizer)
         if arguments.gap_ms:
             time.sleep(arguments.gap_ms / 1e3)
         if arguments.lockstep and dist.is_initialized():
             dist.barrier()
-        if round_ % 20 == 19 and _all_stop(arguments.stop):
-            break
+        if round_ % 20 == 19:
+            if _all(arguments.stop):
+                break
+            _rest(folder / "rest", attachment)
     stalls = attachment.stalls()
     print(
         f"steps {attachment.step}, stalls {stalls.count}, longest {1e3 * stalls.longest_s:.1f} ms",
@@ -81,8 +107,27 @@ def main() -> None:
         dist.destroy_process_group()
 
 
-def _all_stop(stop: Path) -> bool:
-    wanted = torch.tensor([int(stop.exists())])
+def _update(optimizer: StampOptimizer) -> None:
+    try:
+        optimizer.step()
+    except ArithmeticError:
+        print("raised", flush=True)
+        time.sleep(RAISED_S)
+        optimizer.step()
+
+
+def _rest(wanted: Path, attachment: Attachment) -> None:
+    if not _all(wanted):
+        return
+    print(f"resting at {attachment.step}", flush=True)
+    while wanted.exists():
+        time.sleep(0.01)
+    if dist.is_initialized():
+        dist.barrier()
+
+
+def _all(path: Path) -> bool:
+    wanted = torch.tensor([int(path.exists())])
     if dist.is_initialized():
         dist.all_reduce(wanted, op=dist.ReduceOp.MIN)
     return bool(wanted.item())

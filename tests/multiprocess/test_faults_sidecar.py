@@ -1,0 +1,138 @@
+"""Sidecars and the control plane of a real job, killed and stopped: right, refused, never wrong."""
+
+from __future__ import annotations
+
+import signal
+import time
+from pathlib import Path
+
+import pytest
+
+from paramd.mesh.mesh import Mesh
+from tests.launch import Ranks
+from tests.multiprocess.striking import (
+    Answer,
+    Request,
+    allowed_s,
+    arm,
+    ask,
+    end_well,
+    helper,
+    is_down,
+    rest,
+    stamps,
+    stats_of_stamps,
+    summon_stamps,
+)
+from tests.multiprocess.truth import connect_to, wait_until
+
+OVER_GRPC = summon_stamps()
+AT_A_BOUNDARY = summon_stamps(buffers=True)
+
+KILLED: list[tuple[str, Request]] = [
+    ("pin-prepared", OVER_GRPC),
+    ("copy-begun", OVER_GRPC),
+    ("copy-chunk", OVER_GRPC),
+    ("copy-moved", OVER_GRPC),
+    ("pin-answered", OVER_GRPC),
+    ("capture-ready", AT_A_BOUNDARY),
+    ("boundary-copied", AT_A_BOUNDARY),
+    ("read-chunk", OVER_GRPC),
+    ("stats-item", stats_of_stamps),
+    ("mapped", summon_stamps("same-host")),
+]
+# Each costs the time it takes to notice; the soak stops them at all points.
+STOPPED = [KILLED[i] for i in (0, 2, 6, 7)]
+
+
+@pytest.mark.timeout(300)
+def test_sidecars_killed_at_named_points_are_back_and_right(tmp_path: Path) -> None:
+    with stamps(tmp_path) as ranks, connect_to(ranks.state_dir, "stamp") as mesh:
+        for index, (point, request) in enumerate(KILLED):
+            begin_s, answer = strike(ranks, mesh, tmp_path, index % 2, f"{point}:kill", request)
+            recovered(mesh, request, begin_s, answer, f"killed at {point}")
+            assert_trains_on(mesh, index % 2)
+        end_well(ranks, tmp_path)
+
+
+@pytest.mark.timeout(300)
+def test_sidecars_stopped_at_named_points_are_named_and_right_afterwards(tmp_path: Path) -> None:
+    with stamps(tmp_path) as ranks, connect_to(ranks.state_dir, "stamp") as mesh:
+        for index, (point, request) in enumerate(STOPPED):
+            rank = index % 2
+            process = helper(ranks, "sidecar", rank)
+            _, answer = strike(ranks, mesh, tmp_path, rank, f"{point}:stop", request)
+            assert answer.right or f"rank {rank}" in answer.reason, answer.reason
+            assert_trains_on(mesh, 1 - rank)
+            process.send_signal(signal.SIGCONT)
+            recovered(mesh, request, time.monotonic(), None, f"went on after {point}")
+        end_well(ranks, tmp_path)
+
+
+def strike(
+    ranks: Ranks, mesh: Mesh, folder: Path, rank: int, rule: str, request: Request
+) -> tuple[float, Answer]:
+    """Asks until the sidecar has struck itself; returns when that request began, and its end."""
+    process = helper(ranks, "sidecar", rank)
+    armed = arm(folder / "faults", rank, rule)
+    deadline_s = time.monotonic() + 30
+    while True:
+        begin_s = time.monotonic()
+        answer = ask(mesh, request)
+        assert answer.seconds < allowed_s(), (rule, answer)
+        if is_down(process):
+            assert not armed.exists()
+            print(f"{rule} rank {rank}: {'right' if answer.right else answer.reason[:70]}"
+                  f" after {answer.seconds:.2f} s")
+            return begin_s, answer
+        assert begin_s < deadline_s, f"{rule}: the point was not passed"
+
+
+def recovered(
+    mesh: Mesh, request: Request, begin_s: float, answer: Answer | None, what: str
+) -> None:
+    """Asks until it is right again; that must be soon."""
+    while answer is None or not answer.right:
+        answer = ask(mesh, request)
+        assert answer.seconds < allowed_s(), answer
+        taken_s = time.monotonic() - begin_s
+        assert answer.right or taken_s < allowed_s(), f"{what}: {answer.reason}"
+    print(f"  {what}: right again after {time.monotonic() - begin_s:.2f} s")
+
+
+def assert_trains_on(mesh: Mesh, rank: int) -> None:
+    """The ranks go in lockstep, so one rank's steps show all."""
+    first = step_of(mesh, rank)
+    wait_until(
+        lambda: step_of(mesh, rank) > first + 2, "training goes on", timeout_s=allowed_s()
+    )
+
+
+def step_of(mesh: Mesh, rank: int) -> int:
+    return next(row.step for row in mesh.status() if row.rank == rank)
+
+
+@pytest.mark.timeout(180)
+def test_without_its_control_plane_a_job_is_served_on_and_gets_a_new_one(tmp_path: Path) -> None:
+    with stamps(tmp_path) as ranks, connect_to(ranks.state_dir, "stamp") as mesh:
+        assert ask(mesh, OVER_GRPC).right
+        step = rest(ranks, tmp_path)
+        control = helper(ranks, "control")
+        begin_s = time.monotonic()
+        control.kill()
+        answer = ask(mesh, OVER_GRPC)
+        assert (answer.right, answer.step) == (True, step), answer
+        (tmp_path / "rest").unlink()
+
+        def answers_again() -> bool:
+            try:
+                with connect_to(ranks.state_dir, "stamp") as other:
+                    return ask(other, AT_A_BOUNDARY).right
+            except ConnectionError:
+                return False
+
+        wait_until(answers_again, "a new control plane", timeout_s=allowed_s())
+        print(f"control plane back after {time.monotonic() - begin_s:.2f} s")
+        assert helper(ranks, "control").pid != control.pid
+        assert ask(mesh, AT_A_BOUNDARY).right
+        end_well(ranks, tmp_path)

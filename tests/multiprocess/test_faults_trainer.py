@@ -1,0 +1,194 @@
+"""Trainers that are stopped, killed, raise or come back: served, refused, fenced."""
+
+from __future__ import annotations
+
+import signal
+import time
+from pathlib import Path
+
+import grpc
+import pytest
+
+from paramd.mesh.mesh import Mesh
+from paramd.v1 import sidecar_pb2, sidecar_pb2_grpc
+from tests.launch import Ranks, start_ranks
+from tests.multiprocess.striking import (
+    allowed_s,
+    ask,
+    end_well,
+    helper,
+    rest,
+    stamps,
+    stats_of_stamps,
+    summon_stamps,
+)
+from tests.multiprocess.test_attach import is_counter
+from tests.multiprocess.truth import assert_same_bytes, connect_to, read_truth, wait_until
+
+SUMMON = summon_stamps()
+SAME_HOST = summon_stamps("same-host")
+
+
+@pytest.mark.timeout(180)
+def test_stopped_and_dead_trainers_are_served_and_their_successors_fence_them(
+    tmp_path: Path,
+) -> None:
+    state_dir = tmp_path / "state"
+    with stamps(tmp_path, state_dir=state_dir) as first:
+        step = rest(first, tmp_path)
+        with connect_to(state_dir, "stamp") as mesh:
+            for rank in first:
+                rank.process.send_signal(signal.SIGSTOP)
+            assert_served(mesh, step)
+            first[1].process.kill()
+            wait_until(lambda: phases(mesh)[1] == "orphaned", "its end is noticed")
+            assert_served(mesh, step)
+            first[0].process.kill()
+            wait_until(lambda: phases(mesh) == ["orphaned"] * 2, "the end is noticed")
+            assert_served(mesh, step)
+            refused = ask(mesh, summon_stamps(buffers=True))
+            assert "no boundary will come" in refused.reason
+            assert refused.seconds < allowed_s()
+            old = pinned_by_hand(mesh)
+            (tmp_path / "rest").unlink()
+            with stamps(tmp_path, state_dir=state_dir) as second:
+                assert_successors_serve(mesh)
+                assert_fenced(mesh, old)
+                end_well(second, tmp_path)
+
+
+def assert_served(mesh: Mesh, step: int) -> None:
+    for request in (SUMMON, SAME_HOST, stats_of_stamps):
+        answer = ask(mesh, request)
+        assert (answer.right, answer.step) == (True, step), answer
+        assert answer.seconds < allowed_s()
+
+
+def assert_successors_serve(mesh: Mesh) -> None:
+    """The client that knew the old epoch follows to the new one by itself."""
+    assert mesh.epoch == 1
+
+    def follows() -> bool:
+        found = ask(mesh, SUMMON)
+        return found.right and mesh.epoch == 2
+
+    wait_until(follows, "the client follows to the new epoch", timeout_s=allowed_s())
+
+
+def phases(mesh: Mesh) -> list[str]:
+    return [row.phase for row in mesh.status()]
+
+
+def pinned_by_hand(mesh: Mesh) -> tuple[str, str, str]:
+    """Pins rank 0's first bytes; returns address, ticket and snapshot id."""
+    document = mesh._mesh._reach.document
+    peer = document.peers[0]
+    request = sidecar_pb2.PinSnapshotRequest(
+        epoch=document.epoch,
+        layout_digest=document.layout_digest,
+        spans=[sidecar_pb2.Span(begin=0, end=4)],
+        lease_ms=60_000,
+    )
+    with grpc.insecure_channel(peer.address) as channel:
+        stub = sidecar_pb2_grpc.SidecarServiceStub(channel)
+        found = stub.PinSnapshot(request, timeout=5, metadata=bearer(document.ticket))
+    return peer.address, document.ticket, found.snapshot_id
+
+
+def bearer(ticket: str) -> tuple[tuple[str, str], ...]:
+    return (("authorization", f"Bearer {ticket}"),)
+
+
+def assert_fenced(mesh: Mesh, old: tuple[str, str, str]) -> None:
+    """Neither the old ticket nor the old snapshot is good for anything any more."""
+    _, old_ticket, snapshot_id = old
+    document = mesh._mesh._reach.document
+    request = sidecar_pb2.ReadSnapshotRequest(snapshot_id=snapshot_id)
+    plan = sidecar_pb2.PinSnapshotRequest(epoch=1, layout_digest=document.layout_digest)
+    expected = (
+        (request, old_ticket, "ReadSnapshot", {"UNAUTHENTICATED", "PERMISSION_DENIED"}),
+        (request, document.ticket, "ReadSnapshot", {"NOT_FOUND"}),
+        (plan, document.ticket, "PinSnapshot", {"FAILED_PRECONDITION"}),
+    )
+    with grpc.insecure_channel(document.peers[0].address) as channel:
+        stub = sidecar_pb2_grpc.SidecarServiceStub(channel)
+        for message, ticket, method, codes in expected:
+            with pytest.raises(grpc.RpcError) as refused:
+                answer = getattr(stub, method)(message, timeout=5, metadata=bearer(ticket))
+                list(answer) if method == "ReadSnapshot" else None
+            assert refused.value.code().name in codes
+
+
+@pytest.mark.timeout(120)
+def test_a_trainer_killed_inside_an_update_is_torn(tmp_path: Path) -> None:
+    with stamps(tmp_path) as ranks, connect_to(ranks.state_dir, "stamp") as mesh:
+        assert ask(mesh, SUMMON).right
+        (tmp_path / "die-1").touch()
+        wait_until(lambda: ranks[1].process.poll() == -signal.SIGKILL, "rank 1 dies")
+        wait_until(lambda: phases(mesh)[1] == "torn", "it is known as torn", timeout_s=allowed_s())
+        for request in (SUMMON, SAME_HOST, stats_of_stamps, summon_stamps(buffers=True)):
+            answer = ask(mesh, request)
+            assert not answer.right
+            assert "inside an update" in answer.reason or "torn" in answer.reason, answer
+            assert answer.seconds < allowed_s()
+            print(f"refused after {answer.seconds:.2f} s: {answer.reason}")
+
+
+@pytest.mark.timeout(120)
+def test_an_update_that_raised_is_refused_until_it_is_done(tmp_path: Path) -> None:
+    with stamps(tmp_path) as ranks, connect_to(ranks.state_dir, "stamp") as mesh:
+        (tmp_path / "raise-1").touch()
+        ranks.wait_for_text("raised", rank=1)
+        begin_s = time.monotonic()
+        with pytest.raises(Exception, match=r"inside an update") as refused:
+            mesh.summon("*", timeout=2)
+        assert "Error" in type(refused.value).__name__
+        assert time.monotonic() - begin_s < 4.0, "the update was over before the answer"
+        wait_until(lambda: ask(mesh, SUMMON).right, "the next good update", timeout_s=allowed_s())
+        end_well(ranks, tmp_path)
+
+
+@pytest.mark.timeout(180)
+def test_losses_are_bit_identical_while_sidecars_and_control_plane_are_killed(
+    tmp_path: Path,
+) -> None:
+    arguments = ["--kinds", "fsdp2", "--folder", str(tmp_path)]
+    with start_ranks("tests.multiprocess.workers.train", 2, args=arguments) as ranks:
+        truth_path = tmp_path / "fsdp2.truth"
+        wait_until(truth_path.exists, "the training trains", timeout_s=90)
+        step, truth = read_truth(truth_path)
+        with connect_to(ranks.state_dir, "fsdp2") as mesh:
+            helper(ranks, "sidecar", 0).kill()
+            begin_s = time.monotonic()
+            found = mesh.summon("*")
+            print(f"killed while training rests: right after {time.monotonic() - begin_s:.2f} s")
+            assert found.step == step
+            assert_same_bytes(found, truth)
+            (tmp_path / "fsdp2.checked").touch()
+            for victim in (("sidecar", 0), ("sidecar", 1), ("control", None), ("sidecar", 0)):
+                kill_and_see_it_recover(ranks, mesh, *victim)
+        (tmp_path / "fsdp2.seen").touch()
+        results = ranks.wait(timeout_s=60)
+        for result in results:
+            assert result.returncode == 0, ranks.outputs()
+            assert result.stdout.startswith("ok fsdp2"), ranks.outputs()
+
+
+def kill_and_see_it_recover(ranks: Ranks, mesh: Mesh, program: str, rank: int | None) -> None:
+    process = helper(ranks, program, rank)
+    process.kill()
+    begin_s = time.monotonic()
+    counters = [info.fqn for info in mesh.params("*", buffers=True) if is_counter(info.fqn)]
+    assert counters
+
+    def right() -> bool:
+        answer = ask(mesh, counted)
+        assert answer.seconds < allowed_s(), answer
+        return answer.right
+
+    def counted(mesh: Mesh) -> tuple[int, list[str]]:
+        found = mesh.summon("*", buffers=True)
+        return found.step, [name for name in counters if found[name].item() != found.step]
+
+    wait_until(right, f"served again after the {program} was killed", timeout_s=allowed_s())
+    print(f"{program} {rank} killed in training: right after {time.monotonic() - begin_s:.2f} s")

@@ -18,7 +18,7 @@ from paramd.cli.main import main
 from paramd.cli.training import free_job_name
 from paramd.places import Endpoint, running_jobs, write_endpoint
 from tests.integration.client_job import wait_for
-from tests.launch import run_ranks
+from tests.launch import ROOT, run_ranks
 
 DEADLINE_S = 110.0
 
@@ -28,6 +28,13 @@ def any_free_port(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PARAMD_LISTEN", "127.0.0.1:0")
 
 
+def readme_reader() -> str:
+    """The program that the README shows to those who read a running job."""
+    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    (found,) = [block for block in blocks if "paramd.connect" in block]
+    return found
+
+
 @pytest.mark.timeout(180)
 def test_the_demo_shows_a_running_training_and_ends_it_on_ctrl_c(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -35,7 +42,9 @@ def test_the_demo_shows_a_running_training_and_ends_it_on_ctrl_c(
     out_path, err_path = tmp_path / "out", tmp_path / "err"
     with out_path.open("wb") as out, err_path.open("wb") as err:
         demo = subprocess.Popen(
-            [sys.executable, "-m", "paramd.cli", "demo", "--keep"], stdout=out, stderr=err
+            [sys.executable, "-m", "paramd.cli", "demo", "--keep", "--job", "my-run"],
+            stdout=out,
+            stderr=err,
         )
     try:
         deadline_s = time.monotonic() + DEADLINE_S
@@ -45,10 +54,19 @@ def test_the_demo_shows_a_running_training_and_ends_it_on_ctrl_c(
             time.sleep(0.1)
         # One of the commands that it tells the user to try.
         file = tmp_path / "model.safetensors"
-        assert main(["summon", "*", "-o", str(file), "--job", "demo"]) == 0
+        assert main(["summon", "*", "-o", str(file), "--job", "my-run"]) == 0
         with safe_open(file, framework="pt") as opened:
             assert opened.get_slice("layers.3.down.weight").get_shape() == [128, 512]
             saved_step = int(opened.metadata()["paramd_step"])
+        shown = subprocess.run(
+            [sys.executable, "-c", readme_reader()],
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=60,
+        )
+        assert shown.returncode == 0, shown.stderr
+        assert "layers.0.up.weight" in shown.stdout
     finally:
         demo.send_signal(signal.SIGINT)
         code = demo.wait(60)
@@ -102,9 +120,8 @@ def test_the_example_trains_the_same_with_and_without_paramd() -> None:
 
 
 def test_the_example_in_the_repository_is_the_one_in_the_package() -> None:
-    root = Path(__file__).resolve().parents[2]
-    packaged = root / "client" / "paramd" / "examples" / "train_gpt.py"
-    assert (root / "examples" / "train_gpt.py").resolve() == packaged
+    packaged = ROOT / "client" / "paramd" / "examples" / "train_gpt.py"
+    assert (ROOT / "examples" / "train_gpt.py").resolve() == packaged
 
 
 def test_a_name_in_use_is_not_taken_by_the_demo() -> None:

@@ -11,7 +11,7 @@ import random
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Protocol
 
 from paramd.errors import (
@@ -20,6 +20,7 @@ from paramd.errors import (
     DeadlineError,
     ExhaustedError,
 )
+from paramd.mesh.optimism import Optimism
 
 LEASE_S = 30.0
 """Lease asked for; renewed at a third of it."""
@@ -92,34 +93,6 @@ class PinKind:
 
     at_boundary: bool = False
     with_buffers: bool = False
-
-
-@dataclass(slots=True)
-class Optimism:
-    """Whether to try what the ranks have before asking for a boundary.
-
-    Each failed try costs a round of copies. So after steps differed, the boundary is
-    asked for at once during a while that doubles as tries keep failing.
-    """
-
-    first_pause_s: float = 0.5
-    last_pause_s: float = 8.0
-    _pause_s: float = 0.0
-    _until_s: float = field(default=float("-inf"))
-
-    def tries(self, now_s: float) -> bool:
-        """Whether to try at `now_s`."""
-        return now_s >= self._until_s
-
-    def differed(self, now_s: float) -> None:
-        """A try ended with different steps."""
-        self._pause_s = min(max(2 * self._pause_s, self.first_pause_s), self.last_pause_s)
-        self._until_s = now_s + self._pause_s
-
-    def agreed(self) -> None:
-        """A try ended with equal steps."""
-        self._pause_s = 0.0
-        self._until_s = float("-inf")
 
 
 def one_step(pins: Sequence[RankPin]) -> tuple[int, int] | None:

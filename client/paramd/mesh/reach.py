@@ -23,7 +23,8 @@ from paramd.errors import (
 from paramd.layout.codec import join_batches
 from paramd.layout.select import NameIndex
 from paramd.mesh.channels import Channels, LeaseEndedError, RankUnreachableError
-from paramd.mesh.pin import Optimism, Pinner
+from paramd.mesh.optimism import Optimism
+from paramd.mesh.pin import Pinner
 from paramd.mesh.rest import JobDocument, RestClient
 from paramd.mesh.sidecars import Background, Sidecars
 from paramd.v1 import layout_pb2

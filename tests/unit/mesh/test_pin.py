@@ -15,7 +15,8 @@ from paramd.errors import (
     ParamdError,
     UnreachableError,
 )
-from paramd.mesh.pin import Captured, Optimism, PinKind, Pinner, RankPin
+from paramd.mesh.optimism import Optimism
+from paramd.mesh.pin import Captured, PinKind, Pinner, RankPin
 
 SPANS = {0: [(0, 8)], 1: [(0, 8)]}
 

@@ -265,6 +265,11 @@ def _check(model: torch.nn.Module, optimizers: Sequence[torch.optim.Optimizer], 
     places.check_job_name(job)
     if id(model) in attached:
         raise ConflictError(f"this model is attached already ({attached[id(model)]!r}); detach it")
+    if any(other.job == job for other in attached.values()):
+        raise ConflictError(
+            f"another model is attached as job {job!r} in this process; detach it, or attach "
+            "this one under another job name"
+        )
     parameters = {id(parameter): name for name, parameter in model.named_parameters()}
     updated: set[int] = set()
     for index, optimizer in enumerate(optimizers):

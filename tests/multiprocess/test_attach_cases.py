@@ -1,0 +1,16 @@
+"""Attaching wrongly is refused on all ranks; updates, detaching and coming back work."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.launch import run_ranks
+from tests.multiprocess.workers import attach_cases
+
+
+@pytest.mark.timeout(180)
+def test_cases_around_attach() -> None:
+    results = run_ranks("tests.multiprocess.workers.attach_cases", 2, timeout_s=150)
+    for result in results:
+        passed = [line.split()[1] for line in result.stdout.splitlines() if line[:3] == "ok "]
+        assert passed == [case.__name__ for case in attach_cases.CASES]

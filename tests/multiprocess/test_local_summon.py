@@ -1,0 +1,25 @@
+"""`summon_full_params` in real ranks, against plain tensors and PyTorch's own means."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.launch import run_ranks
+
+WORKERS = "tests.multiprocess.workers"
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_all_flags_on_all_kinds_show_and_keep_what_they_say(world_size: int) -> None:
+    results = run_ranks(f"{WORKERS}.local_summon_matrix", world_size, timeout_s=110)
+    assert all(result.stdout.count("ok ") >= 23 for result in results)
+
+
+def test_what_cannot_be_is_refused_and_odd_blocks_keep_their_word() -> None:
+    results = run_ranks(f"{WORKERS}.local_summon_guards", 2, timeout_s=100)
+    assert all(result.stdout.count("ok ") >= 22 for result in results)
+
+
+def test_the_assertions_of_pytorchs_own_tests_hold() -> None:
+    results = run_ranks(f"{WORKERS}.local_summon_torch_models", 2, timeout_s=100)
+    assert all(result.stdout.count("ok ") >= 10 for result in results)

@@ -1,0 +1,236 @@
+"""One rank of small cases around attach; asserts, and says which it passed.
+
+Runs with two ranks. Rank 0 is its own client where one is needed.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+import torch.distributed as dist
+
+import paramd
+from paramd import places
+from paramd.errors import ParamdError
+from tests.multiprocess import kinds
+from tests.multiprocess.workers.train import raw
+
+CASES: list[Callable[[], None]] = []
+
+
+def case(function: Callable[[], None]) -> Callable[[], None]:
+    CASES.append(function)
+    return function
+
+
+def built(kind: str = "ddp") -> tuple[kinds.Built, torch.optim.Optimizer]:
+    made = kinds.named(kind).build()
+    trainable = [p for p in made.model.parameters() if p.requires_grad]
+    return made, torch.optim.SGD(trainable, lr=0.05)
+
+
+def refused_everywhere(kind: str, text: str, attach: Callable[[], Any]) -> None:
+    """Every rank gets the same kind of error, which says `text`; nothing is left."""
+    before = holdings()
+    told: list[str] = [""] * dist.get_world_size()
+    try:
+        attach()
+    except ParamdError as error:
+        mine = f"{type(error).__name__}: {error}"
+    else:
+        mine = "it attached"
+    dist.all_gather_object(told, mine)
+    assert all(line.startswith(kind) and text in line for line in told), told
+    assert_nothing_new(before)
+
+
+@case
+def a_state_dir_that_is_no_directory_on_one_rank() -> None:
+    made, optimizer = built()
+    state_dir = os.environ["PARAMD_STATE_DIR"]
+    if dist.get_rank() == 1:
+        file = Path(state_dir, "file")
+        file.touch()
+        os.environ["PARAMD_STATE_DIR"] = str(file / "below")
+    try:
+        refused_everywhere(
+            "UsageError", "set PARAMD_STATE_DIR", lambda: paramd.attach(
+                made.model, optimizer, job="no-dir"
+            )
+        )
+    finally:
+        os.environ["PARAMD_STATE_DIR"] = state_dir
+
+
+@case
+def job_names_that_differ_or_are_none() -> None:
+    made, optimizer = built()
+    refused_everywhere(
+        "UsageError", "the same on every rank",
+        lambda: paramd.attach(made.model, optimizer, job=f"job-{dist.get_rank()}"),
+    )  # fmt: skip
+    refused_everywhere(
+        "UsageError", "is not a job name", lambda: paramd.attach(made.model, optimizer, job="a/b")
+    )
+
+
+@case
+def an_optimizer_of_another_model_on_one_rank() -> None:
+    (made, optimizer), (_, foreign) = built(), built()
+    chosen = foreign if dist.get_rank() == 1 else optimizer
+    refused_everywhere(
+        "UsageError", "updates no parameter of this",
+        lambda: paramd.attach(made.model, chosen, job="foreign"),
+    )  # fmt: skip
+
+
+@case
+def attached_twice() -> None:
+    made, optimizer = built()
+    attachment = paramd.attach(made.model, optimizer, job="twice")
+    refused_everywhere(
+        "ConflictError", "attached already",
+        lambda: paramd.attach(made.model, optimizer, job="twice-other"),
+    )  # fmt: skip
+    other, other_optimizer = built()
+    refused_everywhere(
+        "ConflictError", "under another job name",
+        lambda: paramd.attach(other.model, other_optimizer, job="twice"),
+    )  # fmt: skip
+    train(made, optimizer)
+    assert attachment.step == 1
+    summon_and_compare(made, "twice", 1)
+    attachment.detach()
+
+
+@case
+def updates_outside_an_optimizer_count_and_are_whole() -> None:
+    for kind in ("fsdp2", "ddp"):
+        made, _ = built(kind)
+        attachment = paramd.attach(made.model, None, job=f"update-{kind}")
+        for step in range(3):
+            loss = made.loss(step)
+            loss.backward()
+            with attachment.update(), torch.no_grad():
+                for parameter in made.model.parameters():
+                    parameter.sub_(0.05 * parameter.grad if parameter.grad is not None else 0)
+                    parameter.grad = None
+        assert attachment.step == 3
+        summon_and_compare(made, f"update-{kind}", 3)
+        try:
+            with attachment.update():
+                raise ArithmeticError
+        except ArithmeticError:
+            pass
+        refused_inside_an_update(f"update-{kind}")
+        with attachment.update():
+            pass
+        summon_and_compare(made, f"update-{kind}", 4)
+        attachment.detach()
+
+
+@case
+def detach_leaves_nothing_and_attach_again_is_the_next_epoch() -> None:
+    made, optimizer = built("fsdp2")
+    train(made, optimizer)
+    before = holdings()
+    for epoch in (1, 2):
+        attachment = paramd.attach(made.model, optimizer, job="again")
+        assert attachment.epoch == epoch, attachment
+        for _ in range(2):
+            train(made, optimizer)
+        summon_and_compare(made, "again", attachment.step)
+        attachment.detach()
+        attachment.detach()
+        assert "detached" in repr(attachment)
+        del attachment
+        assert_nothing_new(before)
+        assert list(places.job_dir("again").glob("*.sock")) == [], "a socket is left"
+        assert not (places.job_dir("again") / "endpoint.json").exists() or dist.get_rank()
+        train(made, optimizer)
+
+
+def train(made: kinds.Built, optimizer: torch.optim.Optimizer) -> None:
+    optimizer.zero_grad()
+    made.loss(0).backward()
+    optimizer.step()
+
+
+def summon_and_compare(made: kinds.Built, job: str, step: int) -> None:
+    """Rank 0 summons what torch gathers here, while all ranks stand."""
+    truth = kinds.full_parameters(made.model)
+    if dist.get_rank() == 0:
+        with paramd.connect(job=job) as mesh:
+            found = mesh.summon("*")
+        assert found.step == step, (found.step, step)
+        assert {n: raw(t) for n, t in found.items()} == {n: raw(t) for n, t in truth.items()}
+    dist.barrier()
+
+
+def refused_inside_an_update(job: str) -> None:
+    if dist.get_rank() == 0:
+        with paramd.connect(job=job) as mesh:
+            try:
+                # Nobody asked for this before, so no snapshot of the step before is left of it.
+                mesh.summon("*bias[1:]", timeout=1)
+            except ParamdError as error:
+                assert "inside an update" in str(error), error
+            else:
+                raise AssertionError("a half changed parameter was served")
+    dist.barrier()
+
+
+def holdings() -> dict[str, set[str]]:
+    """What this process holds: descriptors, maps of memory files, threads, children."""
+    gc.collect()
+    descriptors = set()
+    for name in os.listdir("/proc/self/fd"):
+        try:
+            descriptors.add(f"{name} {os.readlink(f'/proc/self/fd/{name}')}")
+        except FileNotFoundError:
+            continue  # the listing's own
+    maps = {
+        line.split(maxsplit=5)[5].strip()
+        for line in Path("/proc/self/maps").read_text().splitlines()
+        if "memfd:" in line or "/dev/shm" in line
+    }
+    threads = {t.name for t in threading.enumerate() if t.name.startswith(("paramd", "asyncio"))}
+    children = {str(p.pid) for p in psutil.Process().children(recursive=True)}
+    return {"fd": descriptors, "map": maps, "thread": threads, "child": children}
+
+
+def assert_nothing_new(before: dict[str, set[str]]) -> None:
+    """gloo closes a group's sockets on threads of its own, so this waits for them."""
+    deadline_s = time.monotonic() + 10
+    while True:
+        now = holdings()
+        new = {what: now[what] - before[what] for what in now}
+        # Sockets of gloo's pairs change with every group; their number must not grow.
+        grown = len(now["fd"]) - len(before["fd"])
+        files = {text for text in new["fd"] if "socket:" not in text and "eventpoll" not in text}
+        if not (files or new["map"] or new["thread"] or new["child"] or grown > 0):
+            return
+        assert time.monotonic() < deadline_s, (new, grown)
+        time.sleep(0.05)
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    for check in CASES:
+        check()
+        dist.barrier()
+        print("ok", check.__name__, flush=True)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

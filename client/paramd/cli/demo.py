@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 import tempfile
 import time
@@ -14,11 +15,11 @@ import typer
 from paramd.cli import params as params_command
 from paramd.cli import stats as stats_command
 from paramd.cli import status as status_command
-from paramd.cli.options import Format
+from paramd.cli.options import Debug, Format
 from paramd.cli.output import Listing, emit, seconds, size
 from paramd.cli.summon import save, untie
 from paramd.errors import DataLossError, ParamdError, UsageError
-from paramd.places import state_dir
+from paramd.places import read_endpoint, state_dir
 
 if TYPE_CHECKING:
     from paramd.cli.training import Training
@@ -38,7 +39,7 @@ def demo(
     keep: Annotated[
         bool, typer.Option("--keep", help="Leave the training running until Ctrl-C.")
     ] = False,
-    debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")] = False,
+    debug: Debug = False,
 ) -> None:
     """Train a small GPT on two ranks and look into it, from outside.
 
@@ -52,7 +53,7 @@ def demo(
     name = free_job_name(job)
     with tempfile.TemporaryDirectory(prefix="paramd-demo-") as folder:
         _note(f"Two ranks train a small GPT with FSDP2 on the CPU, as job {name!r} ...")
-        with started(name, Path(folder)) as training:
+        with started(name, Path(folder), keep=keep) as training:
             training.wait_until_open(timeout_s=OPEN_TIMEOUT_S)
             try:
                 _tour(training, Path(folder))
@@ -75,7 +76,9 @@ def _check_installed() -> None:
 def _tour(training: Training, folder: Path) -> None:
     from paramd.mesh.connect import connect
 
-    with connect(job=training.job) as mesh:
+    # Not what PARAMD_URL and PARAMD_TOKEN may name: the training that we started.
+    endpoint = read_endpoint(training.job)
+    with connect(endpoint.url, endpoint.token, job=training.job) as mesh:
         _wait_until_well(mesh, training)
         _heading("What the ranks do", f"paramd status --job {training.job}")
         emit(status_command.listing(mesh.status()), Format.TABLE)
@@ -87,7 +90,7 @@ def _tour(training: Training, folder: Path) -> None:
             Format.TABLE,
         )
         _heading("A histogram of one weight", f"paramd stats {WEIGHT} --histogram")
-        stats_command.print_histograms(mesh.stats(WEIGHT))
+        stats_command.print_histograms(mesh.stats(WEIGHT, histogram=True))
         _heading("The layer, whole, while the loss falls", f"mesh.summon('{LAYER}')")
         found = _watch(mesh, training)
         path = folder / f"layer0-step-{found.step}.safetensors"
@@ -180,6 +183,8 @@ def _keep(training: Training) -> None:
         training.wait()
     except KeyboardInterrupt:
         _note("Ending it after the next step ...")
+    else:
+        training.check(math.inf, "it ended")
 
 
 def _heading(text: str, command: str) -> None:

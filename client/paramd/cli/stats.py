@@ -52,7 +52,7 @@ def stats(
     began_s = time.monotonic()
     with target.connect() as mesh:
         asked_s = time.monotonic()
-        found = mesh.stats(*glob, buffers=buffers)
+        found = mesh.stats(*glob, buffers=buffers, histogram=with_histogram)
     age_s = time.monotonic() - asked_s
     form = target.format
     emit(listing(found, age_s=age_s, with_histogram=with_histogram), form)

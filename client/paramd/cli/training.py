@@ -122,8 +122,11 @@ def _children(pid: int) -> list[int]:
 
 
 @contextmanager
-def started(job: str, folder: Path) -> Iterator[Training]:
-    """Two ranks that train until the block ends; their output goes to a file in `folder`."""
+def started(job: str, folder: Path, *, keep: bool) -> Iterator[Training]:
+    """Two ranks that train until the block ends; their output goes to a file in `folder`.
+
+    Without `keep` they also end by themselves, after `MAX_STEPS`.
+    """
     log_path = folder / "training.log"
     environment = os.environ | {
         "OMP_NUM_THREADS": "1",
@@ -136,6 +139,7 @@ def started(job: str, folder: Path) -> Iterator[Training]:
         sys.executable, "-m", "torch.distributed.run",
         "--standalone", "--nproc-per-node", str(RANKS),
         "-m", MODULE, "--job", job, "--steps", str(MAX_STEPS), "--every", "1",
+        *(["--keep"] if keep else []),
     ]  # fmt: skip
     with _Interrupts() as interrupts, log_path.open("wb") as log:
         process = subprocess.Popen(

@@ -12,6 +12,7 @@ forward.
 
 from __future__ import annotations
 
+import copy
 import sys
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
@@ -110,14 +111,26 @@ class _Shows:
         for item in localized:
             for owner, _ in item.places:
                 self._by_owner.setdefault(owner, []).append(item)
-        self._tables = {owner: (owner._parameters, vars(owner)) for owner in self._by_owner}
+        self._tables: dict[nn.Module, tuple[dict[str, Any], dict[str, Any]]] = {}
         self._depth = 0
         self._alone: set[nn.Module] = set()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Shows:
+        """Of the copied modules; the meshes are shared, as process groups have no copies."""
+        copied = _Shows.__new__(_Shows)
+        memo[id(self)] = copied
+        items = [
+            _Localized([(copy.deepcopy(owner, memo), name) for owner, name in i.places], i.spec)
+            for i in self._all
+        ]
+        copied.__init__(copy.deepcopy(self._root, memo), items)  # type: ignore[misc]
+        return copied
 
     def install(self) -> None:
         """Hooks on the root, and on the owners for when they run without it."""
         self._root.register_forward_pre_hook(self._enter)
         self._root.register_forward_hook(self._leave, always_call=True)
+        self._root.register_load_state_dict_post_hook(self._loaded)
         for owner in self._by_owner:
             if owner is not self._root:
                 # Recomputing a checkpoint in backward calls parts of the module alone.
@@ -149,6 +162,9 @@ class _Shows:
             self._hide(owner)
 
     def _show(self, localized: list[_Localized], only: nn.Module | None = None) -> None:
+        if not self._tables:
+            # Not earlier: while modules are copied, they have no tables yet.
+            self._tables = {owner: (owner._parameters, vars(owner)) for owner in self._by_owner}
         tables = self._tables
         for item in localized:
             shown: torch.Tensor | None = None
@@ -162,12 +178,21 @@ class _Shows:
                     shown, shown_for = self._as_dtensor(item, local), local
                 attributes[name] = shown
 
-    def _as_dtensor(self, item: _Localized, local: Any) -> torch.Tensor:
-        spec = item.spec
+    def _loaded(self, _root: nn.Module, _incompatible: Any) -> None:
+        for item in self._all:
+            for owner, name in item.places:
+                self._spec_for(item, owner._parameters[name])
+
+    def _spec_for(self, item: _Localized, local: Any) -> DTensorSpec:
+        spec: Any = item.spec
         if local.__dict__.get("_st_info") is not spec or local.dtype is not spec.tensor_meta.dtype:
-            # Assigned or converted since the last forward.
+            # Assigned or converted since it was last looked at.
             spec = item.spec = matching(spec, local)
             local._st_info = spec
+        return item.spec
+
+    def _as_dtensor(self, item: _Localized, local: Any) -> torch.Tensor:
+        spec = self._spec_for(item, local)
         if not torch.is_grad_enabled():
             return as_dtensor(local, spec)
         functorch = torch._C._are_functorch_transforms_active()
@@ -175,7 +200,7 @@ class _Shows:
         return shown
 
     def _hide(self, owner: nn.Module) -> None:
-        attributes = self._tables[owner][1]
+        attributes = vars(owner)
         for item in self._by_owner[owner]:
             for place, name in item.places:
                 if place is owner:

@@ -90,7 +90,10 @@ class FlatParameters:
                 )
 
     def settle(self) -> None:
-        """Shards what a forward without backward has left unsharded."""
+        """Shards what a forward without backward has left unsharded, and frees that memory.
+
+        Else the next forward would take it for the parameters, edited or not.
+        """
         if not self.states:
             return
         from torch.distributed.fsdp._runtime_utils import _reshard
@@ -101,7 +104,8 @@ class FlatParameters:
             if handle is None or not hasattr(handle.flat_param, "_local_shard"):
                 continue
             flat = handle.flat_param
-            if flat.data_ptr() != flat._local_shard.data_ptr():
+            unsharded = handle.uses_sharded_strategy and not handle.needs_unshard()
+            if unsharded or flat.data_ptr() != flat._local_shard.data_ptr():
                 _reshard(state, handle, handle.uses_sharded_strategy)
 
     @contextmanager

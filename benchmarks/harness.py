@@ -40,6 +40,12 @@ class Series:
         return statistics.median(sample.seconds for sample in self.samples)
 
     @property
+    def spread_s(self) -> tuple[float, float]:
+        """Fastest and slowest run in seconds."""
+        times = [sample.seconds for sample in self.samples]
+        return min(times), max(times)
+
+    @property
     def cpu_s(self) -> float:
         """Median CPU time of all watched processes in seconds."""
         return statistics.median(sample.cpu_s for sample in self.samples)
@@ -54,9 +60,9 @@ def run_rounds(
     contenders: Mapping[str, Callable[[], float | None]],
     *,
     rounds: int,
-    warm_ups: int = 1,
+    warm_ups: int = 3,
     watched: Callable[[], Iterable[int]] = lambda: (),
-    between: Callable[[], None] = lambda: None,
+    before: Callable[[str], None] = lambda _: None,
     seed: int = 0,
 ) -> dict[str, Series]:
     """Runs every contender once a round, in shuffled order.
@@ -65,13 +71,13 @@ def run_rounds(
         contenders: each does its work once; it returns its own measure in seconds where
             the caller's clock would be wrong (work in other processes), else None.
         watched: pids whose CPU time and page faults count; ended ones count nothing.
-        between: called before every run, unmeasured.
+        before: called with the contender's name before every run, unmeasured.
     """
     shuffle = random.Random(seed)
     series = {name: Series(name) for name in contenders}
     for round_ in range(rounds + warm_ups):
         for name in shuffle.sample(sorted(contenders), len(contenders)):
-            between()
+            before(name)
             sample = _measure(contenders[name], list(watched()))
             if round_ >= warm_ups:
                 series[name].samples.append(sample)
@@ -102,10 +108,3 @@ def _usage(pids: Sequence[int]) -> tuple[float, int]:
             continue
         cpu_s += times.user + times.system
     return cpu_s, faults
-
-
-def table(title: str, header: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
-    """A Markdown table, as it goes into the README."""
-    lines = [f"### {title}", "", "| " + " | ".join(header) + " |", "|---" * len(header) + "|"]
-    lines += ["| " + " | ".join(str(cell) for cell in row) + " |" for row in rows]
-    return "\n".join(lines) + "\n"

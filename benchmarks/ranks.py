@@ -1,14 +1,15 @@
-"""Ranks that obey: real torch.distributed processes that run one command at a time.
+"""Processes that obey: they run one command at a time, so that contenders take turns.
 
-Each line on a rank's stdin is a JSON list `[command, arguments...]`; the answer is one
-JSON line on its stdout. So trainer-side peers and paramd's clients are measured in turns
-within one run.
+Each line on a process's stdin is a JSON list `[command, arguments...]`; the answer is one
+JSON line on its stdout. Several of them make a real torch.distributed job; a single one is
+a client, or a sender of bytes.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import shutil
 import socket
 import subprocess
 import sys
@@ -19,33 +20,55 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-# Blocks go back to the heap, not to the kernel: the "warm heap" of the peers.
-_WARM_HEAP = {"MALLOC_MMAP_THRESHOLD_": str(1 << 31), "MALLOC_TRIM_THRESHOLD_": str(1 << 33)}
+WARM_HEAP = {
+    "MALLOC_MMAP_THRESHOLD_": str(1 << 31),
+    "MALLOC_TRIM_THRESHOLD_": str(1 << 33),
+    "MALLOC_ARENA_MAX": "1",
+}
+"""One heap from which glibc gives no block back: what was used a few times stays warm."""
+
+_LEAVE_S = 60.0
 
 
 class ObedientRanks(AbstractContextManager["ObedientRanks"]):
-    """`world_size` processes running `python -m module`; ended at exit by closing stdin."""
+    """`world_size` processes running `python -m module`; ended at exit by closing stdin.
 
-    def __init__(self, module: str, world_size: int, *, threads: int = 1) -> None:
-        self.state_dir = Path(tempfile.mkdtemp(prefix="paramd-bench-"))
-        self.state_dir.chmod(0o700)
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
-        environment = os.environ | _WARM_HEAP | {
+    Args:
+        module: its `main` must end in `obey`.
+        threads: threads of torch in each process.
+        state_dir: paramd's state dir; None makes a private one and removes it at exit.
+        environment: more variables, such as `WARM_HEAP`.
+    """
+
+    def __init__(
+        self,
+        module: str,
+        world_size: int = 1,
+        *,
+        threads: int = 1,
+        state_dir: Path | None = None,
+        environment: Mapping[str, str] | None = None,
+    ) -> None:
+        self._owns_state_dir = state_dir is None
+        self.state_dir = (
+            state_dir if state_dir is not None else Path(tempfile.mkdtemp(prefix="paramd-bench-"))
+        )
+        shared = os.environ | {
             "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": str(port),
+            "MASTER_PORT": str(_free_port()),
             "WORLD_SIZE": str(world_size),
             "OMP_NUM_THREADS": str(threads),
             "PARAMD_STATE_DIR": str(self.state_dir),
             "PARAMD_LISTEN": "127.0.0.1:0",
-        }  # fmt: skip
+            # Nothing must outlive a benchmark that fails.
+            "PARAMD_LINGER_S": "5",
+        } | (dict(environment) if environment is not None else {})  # fmt: skip
         self._processes = [
             subprocess.Popen(
                 [sys.executable, "-m", module],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
-                env=environment | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
+                env=shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
                 text=True,
             )
             for rank in range(world_size)
@@ -53,21 +76,34 @@ class ObedientRanks(AbstractContextManager["ObedientRanks"]):
 
     @property
     def pids(self) -> list[int]:
+        """Process ids by rank."""
         return [process.pid for process in self._processes]
 
     def call(self, *command: Any) -> list[Any]:
         """Runs one command on all ranks and returns their answers, by rank."""
+        self.tell(*command)
+        return self.hear()
+
+    def tell(self, *command: Any) -> None:
+        """Begins one command on all ranks; `hear` has to follow."""
         for process in self._processes:
             assert process.stdin is not None
             process.stdin.write(json.dumps(command) + "\n")
             process.stdin.flush()
+
+    def hear(self) -> list[Any]:
+        """Waits for the answers to what was told, by rank.
+
+        Raises:
+            RuntimeError: a rank ended instead.
+        """
         return [self._answer(process) for process in self._processes]
 
     def _answer(self, process: subprocess.Popen[str]) -> Any:
         assert process.stdout is not None
         line = process.stdout.readline()
         if not line:
-            raise RuntimeError(f"a rank ended with code {process.wait()}")
+            raise RuntimeError(f"a process of the benchmark ended with code {process.wait()}")
         return json.loads(line)
 
     def __exit__(
@@ -81,16 +117,28 @@ class ObedientRanks(AbstractContextManager["ObedientRanks"]):
             process.stdin.close()
         for process in self._processes:
             try:
-                process.wait(30)
+                process.wait(_LEAVE_S if error is None else 5.0)
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait()
             assert process.stdout is not None
             process.stdout.close()
+        if self._owns_state_dir:
+            shutil.rmtree(self.state_dir, ignore_errors=True)
 
 
 def obey(commands: Mapping[str, Callable[..., Any]]) -> None:
-    """A rank's main loop; ends with stdin."""
-    for line in sys.stdin:
-        name, *arguments = json.loads(line)
-        print(json.dumps(commands[name](*arguments)), flush=True)
+    """A process's main loop; ends with stdin."""
+    # Libraries print; only answers may reach the pipe.
+    with os.fdopen(os.dup(1), "w") as answers:
+        os.dup2(2, 1)
+        for line in sys.stdin:
+            name, *arguments = json.loads(line)
+            print(json.dumps(commands[name](*arguments)), file=answers, flush=True)
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port

@@ -1,0 +1,1 @@
+"""Processes that the benchmarks start: training ranks, clients, senders."""

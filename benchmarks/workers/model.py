@@ -1,0 +1,85 @@
+"""One rank of an attached FSDP2 model of any size; steps are empty unless asked for."""
+
+from __future__ import annotations
+
+import os
+import time
+from typing import Any
+
+import psutil
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+from torch.distributed.fsdp import fully_shard
+
+import paramd
+from benchmarks.ranks import WARM_HEAP, obey
+from paramd.trainer.attachment import Attachment
+
+JOB = "bench"
+
+
+class ModelRank:
+    """What the rank has been told to build."""
+
+    def __init__(self) -> None:
+        self._model: nn.Module = nn.Module()
+        self._attachment: Attachment | None = None
+
+    def build(self, width: int, layers: int) -> int:
+        """Layers of `width` x `width` float32 without bias; returns their bytes."""
+        torch.manual_seed(0)
+        self._model = nn.Sequential(*(nn.Linear(width, width, bias=False) for _ in range(layers)))
+        for layer in self._model:
+            fully_shard(layer)
+        fully_shard(self._model)
+        return 4 * sum(parameter.numel() for parameter in self._model.parameters())
+
+    def attach(self) -> list[int]:
+        """Returns the pids of the helper processes: the sidecar, on rank 0 the control plane."""
+        self._attachment = paramd.attach(self._model, None, job=JOB)
+        return [child.pid for child in psutil.Process().children()]
+
+    def advance(self) -> int:
+        """One update that changes nothing; returns the step."""
+        assert self._attachment is not None
+        with self._attachment.update():
+            pass
+        return self._attachment.step
+
+    def gather(self) -> float:
+        """The peer: every rank takes part, rank 0 has the full state on the CPU. Seconds."""
+        dist.barrier()
+        begin_s = time.perf_counter()
+        options = StateDictOptions(full_state_dict=True, cpu_offload=True)
+        state = get_model_state_dict(self._model, options=options)
+        seconds = time.perf_counter() - begin_s
+        if dist.get_rank() == 0:
+            assert state["0.weight"].shape == (len(state["0.weight"]),) * 2
+        return seconds
+
+    def detach(self) -> None:
+        if self._attachment is not None:
+            self._attachment.detach()
+
+
+def main() -> None:
+    for name in WARM_HEAP:
+        # It has done its work here, and sidecars must run as they do for users.
+        os.environ.pop(name, None)
+    torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
+    dist.init_process_group("gloo")
+    rank = ModelRank()
+    commands: dict[str, Any] = {
+        name: getattr(rank, name) for name in ("build", "attach", "advance", "gather")
+    }
+    try:
+        obey(commands)
+    finally:
+        rank.detach()
+        dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

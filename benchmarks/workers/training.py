@@ -1,0 +1,146 @@
+"""One rank that really trains: several copies of one model, each attached in its own way."""
+
+from __future__ import annotations
+
+import os
+import time
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+
+import paramd
+from benchmarks.ranks import obey
+from benchmarks.workers.inside import InsideSidecar
+from benchmarks.workers.saving import Saver
+from paramd.trainer.attachment import Attachment
+
+
+class Trained:
+    """A model, its optimizer, its input, and the time that its optimizer's hooks take."""
+
+    def __init__(self, width: int, layers: int, batch: int, *, sharded: bool) -> None:
+        torch.manual_seed(0)
+        self.model: nn.Module = nn.Sequential(
+            *(
+                nn.Sequential(nn.LayerNorm(width), nn.Linear(width, width), nn.GELU())
+                for _ in range(layers)
+            )
+        )
+        if sharded:
+            for layer in self.model.children():
+                fully_shard(layer)
+            fully_shard(self.model)
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=1e-4)
+        self.attachment: Attachment | None = None
+        self._input = torch.randn(batch, width)
+        self._marks: list[int] = []
+
+    def attach(self, job: str) -> None:
+        """Attaches, with a clock before and behind paramd's hooks."""
+        self.optimizer.register_step_pre_hook(self._mark)
+        self.optimizer.register_step_post_hook(self._mark)
+        self.attachment = paramd.attach(self.model, self.optimizer, job=job)
+        self.optimizer.register_step_pre_hook(self._mark)
+        self.optimizer.register_step_post_hook(self._mark)
+
+    def step(self) -> list[float]:
+        """One step: its seconds, the seconds inside hooks, the seconds of waiting for copies."""
+        self._marks.clear()
+        stalled_s = self._stalled_s()
+        begin_s = time.perf_counter()
+        self.model(self._input).square().mean().backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        seconds = time.perf_counter() - begin_s
+        hooks_ns = 0
+        if self._marks:
+            before, opened, closing, after = self._marks
+            hooks_ns = opened - before + after - closing
+        return [seconds, hooks_ns / 1e9, self._stalled_s() - stalled_s]
+
+    def _mark(self, *_: Any) -> None:
+        self._marks.append(time.perf_counter_ns())
+
+    def _stalled_s(self) -> float:
+        return self.attachment.stalls().total_s if self.attachment is not None else 0.0
+
+
+class Training:
+    """What the rank has been told to build."""
+
+    def __init__(self) -> None:
+        self._trained: list[Trained] = []
+        self._inside: list[InsideSidecar] = []
+        self._saver: Saver | None = None
+
+    def build(self, width: int, layers: int, batch: int, sharded: bool) -> int:
+        """One more copy of the same model; returns the bytes of its parameters."""
+        trained = Trained(width, layers, batch, sharded=sharded)
+        self._trained.append(trained)
+        return 4 * sum(parameter.numel() for parameter in trained.model.parameters())
+
+    def attach(self, number: int, job: str) -> list[int]:
+        """Attaches copy `number`; returns the pids of helper processes started for it."""
+        before = {child.pid for child in psutil.Process().children()}
+        self._trained[number].attach(job)
+        return [c.pid for c in psutil.Process().children() if c.pid not in before]
+
+    def attach_inside(self, number: int, job: str) -> None:
+        """Attaches copy `number` to a sidecar that runs in a thread of this very process."""
+        self._inside.append(InsideSidecar(job, dist.get_rank()))
+        self._trained[number].attach(job)
+
+    def train(self, order: list[int]) -> list[list[float]]:
+        """One step of each copy named, in this order; ranks start each together."""
+        found = []
+        for number in order:
+            dist.barrier()
+            found.append(self._trained[number].step())
+        return found
+
+    def save(self, number: int, kind: str, directory: str) -> float:
+        """Asynchronous DCP save of copy `number`; seconds the training stands still for it."""
+        if self._saver is None or self._saver.kind != kind:
+            self._close_saver()
+            self._saver = Saver(kind)
+        trained = self._trained[number]
+        dist.barrier()
+        return self._saver.save(trained.model, Path(directory), partial(trained.step))
+
+    def _close_saver(self) -> None:
+        if self._saver is not None:
+            self._saver.close()
+            self._saver = None
+
+    def close(self) -> None:
+        self._close_saver()
+        for trained in self._trained:
+            if trained.attachment is not None:
+                trained.attachment.detach()
+        for inside in self._inside:
+            inside.close()
+
+
+def main() -> None:
+    torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
+    dist.init_process_group("gloo")
+    training = Training()
+    commands = {
+        name: getattr(training, name)
+        for name in ("build", "attach", "attach_inside", "train", "save")
+    }
+    try:
+        obey(commands)
+    finally:
+        training.close()
+        dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

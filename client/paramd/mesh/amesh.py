@@ -145,9 +145,19 @@ class AsyncMesh:
         return await self._reach.attempts(attempt, self._deadline(timeout))
 
     async def stats(
-        self, *patterns: str, buffers: bool = False, timeout: Timeout = UNSET
+        self,
+        *patterns: str,
+        buffers: bool = False,
+        histogram: bool = False,
+        timeout: Timeout = UNSET,
     ) -> StatsTable:
         """Statistics of full tensors, computed where they lie; every element counts once.
+
+        Args:
+            patterns: Globs over names, as in `summon`; all parameters when none is given.
+            buffers: Whether buffers may match.
+            histogram: Count binary exponents too, several times the cost of all the rest.
+            timeout: Seconds; None waits for as long as it takes.
 
         Raises: as `summon`.
         """
@@ -156,7 +166,9 @@ class AsyncMesh:
         async def attempt(sidecars: Sidecars) -> StatsTable:
             chosen = await self._choose(sidecars, patterns or ("*",), buffers)
             async with self._pinned(sidecars, chosen, deadline_s) as pinned:
-                return await compute_stats(sidecars, chosen.plan, pinned, deadline_s)
+                return await compute_stats(
+                    sidecars, chosen.plan, pinned, deadline_s, with_exponents=histogram
+                )
 
         return await self._reach.attempts(attempt, deadline_s)
 

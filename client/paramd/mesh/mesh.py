@@ -94,12 +94,26 @@ class Mesh:
         """
         return self._run(self._mesh.params(*patterns, buffers=buffers, timeout=timeout))
 
-    def stats(self, *patterns: str, buffers: bool = False, timeout: Timeout = UNSET) -> StatsTable:
+    def stats(
+        self,
+        *patterns: str,
+        buffers: bool = False,
+        histogram: bool = False,
+        timeout: Timeout = UNSET,
+    ) -> StatsTable:
         """Statistics of full tensors, computed where they lie; every element counts once.
+
+        Args:
+            patterns: Globs over names, as in `summon`; all parameters when none is given.
+            buffers: Whether buffers may match.
+            histogram: Count binary exponents too, several times the cost of all the rest.
+            timeout: Seconds; None waits for as long as it takes.
 
         Raises: as `summon`.
         """
-        return self._run(self._mesh.stats(*patterns, buffers=buffers, timeout=timeout))
+        return self._run(
+            self._mesh.stats(*patterns, buffers=buffers, histogram=histogram, timeout=timeout)
+        )
 
     def summon(
         self,

@@ -137,10 +137,17 @@ class Sidecars:
         return found
 
     async def stats(
-        self, pin: RankPin, items: Sequence[sidecar_pb2.StatsItem], timeout_s: float
+        self,
+        pin: RankPin,
+        items: Sequence[sidecar_pb2.StatsItem],
+        timeout_s: float,
+        *,
+        with_exponents: bool,
     ) -> sidecar_pb2.ComputeStatsResponse:
         """Reduces parts of a pinned snapshot."""
-        request = sidecar_pb2.ComputeStatsRequest(snapshot_id=pin.snapshot_id, items=items)
+        request = sidecar_pb2.ComputeStatsRequest(
+            snapshot_id=pin.snapshot_id, items=items, with_exponents=with_exponents
+        )
         method = self._stub(pin.rank).ComputeStats
         found = await self._watched(pin.rank, method, request, timeout_s)
         assert isinstance(found, sidecar_pb2.ComputeStatsResponse)

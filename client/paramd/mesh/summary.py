@@ -18,14 +18,19 @@ ITEMS_PER_CALL = 2_000
 
 
 async def compute_stats(
-    sidecars: Sidecars, plan: ReadPlan, pinned: Pinned, deadline_s: float
+    sidecars: Sidecars,
+    plan: ReadPlan,
+    pinned: Pinned,
+    deadline_s: float,
+    *,
+    with_exponents: bool,
 ) -> StatsTable:
     """Has every rank reduce its share of the plan, and merges."""
     items = stats_items(plan)
     merged = [EMPTY] * len(plan.tensors)
     found = await asyncio.gather(
         *(
-            _rank_stats(sidecars, pinned, rank, items[rank], deadline_s)
+            _rank_stats(sidecars, pinned, rank, items[rank], deadline_s, with_exponents)
             for rank in items
             if items[rank]
         )
@@ -58,6 +63,7 @@ async def _rank_stats(
     rank: int,
     items: tuple[StatsItem, ...],
     deadline_s: float,
+    with_exponents: bool,
 ) -> list[tuple[StatsItem, Stats]]:
     found: list[tuple[StatsItem, Stats]] = []
     for begin in range(0, len(items), ITEMS_PER_CALL):
@@ -66,7 +72,12 @@ async def _rank_stats(
             sidecar_pb2.StatsItem(begin_bytes=i.begin_bytes, numel=i.numel, dtype=i.dtype)
             for i in batch
         ]
-        answer = await sidecars.stats(pinned.pins[rank], request, deadline_s - time.monotonic())
+        answer = await sidecars.stats(
+            pinned.pins[rank],
+            request,
+            deadline_s - time.monotonic(),
+            with_exponents=with_exponents,
+        )
         said = (answer.header.epoch, answer.header.step)
         counts = [stats.count for stats in answer.stats]
         if said != (pinned.epoch, pinned.step) or counts != [item.numel for item in batch]:

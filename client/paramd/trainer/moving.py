@@ -48,7 +48,7 @@ def users(
 
 def moved(tensor: torch.Tensor, base: torch.Tensor) -> torch.Tensor:
     """What `tensor` is when its storage has become that of `base`."""
-    offset_bytes = tensor.storage_offset() * tensor.itemsize
+    offset_bytes = int(tensor.storage_offset()) * tensor.itemsize
     return placed(tensor.dtype, base.untyped_storage(), offset_bytes, tensor.shape, tensor.stride())
 
 

@@ -54,12 +54,12 @@ def storage_range(tensor: torch.Tensor) -> Range:
     """Addresses of the whole storage of a tensor."""
     storage = tensor.untyped_storage()
     begin = storage.data_ptr()
-    return Range(begin, begin + storage.nbytes())
+    return Range(begin, begin + int(storage.nbytes()))
 
 
 def address(tensor: torch.Tensor) -> int:
     """Where the tensor begins; unlike `data_ptr`, also for one without elements."""
-    return tensor.untyped_storage().data_ptr() + tensor.storage_offset() * tensor.itemsize
+    return tensor.untyped_storage().data_ptr() + int(tensor.storage_offset()) * tensor.itemsize
 
 
 def extent(tensor: torch.Tensor) -> Range:
@@ -86,10 +86,8 @@ def live_tensors() -> Iterator[torch.Tensor]:
 
 def _classes(root: type) -> set[type]:
     """A class and all its subclasses, so that no object of another class is even touched."""
-    found = {root}
-    for cls in root.__subclasses__():
-        found |= _classes(cls)
-    return found
+    children: list[type] = root.__subclasses__()
+    return {root}.union(*map(_classes, children))
 
 
 def _has_host_memory(tensor: torch.Tensor) -> bool:
@@ -141,7 +139,7 @@ def placed(
     offset, rest = divmod(offset_bytes, empty.itemsize)
     assert rest == 0, "an element would begin between two elements of its storage"
     # The stub knows only typed storages; torch's own rebuilding of tensors passes untyped ones.
-    return empty.set_(storage, offset, tuple(shape), tuple(strides))  # type: ignore[call-overload,no-any-return]
+    return empty.set_(storage, offset, tuple(shape), tuple(strides))
 
 
 def repoint(targets: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:

@@ -472,8 +472,11 @@ class ComputeStatsRequest(google.protobuf.message.Message):
 
     SNAPSHOT_ID_FIELD_NUMBER: builtins.int
     ITEMS_FIELD_NUMBER: builtins.int
+    WITH_EXPONENTS_FIELD_NUMBER: builtins.int
     snapshot_id: builtins.str
     """Which snapshot."""
+    with_exponents: builtins.bool
+    """Count binary exponents too, which takes several times as long as all the rest."""
     @property
     def items(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___StatsItem]:
         """What to reduce; one answer each, in the same order."""
@@ -483,8 +486,9 @@ class ComputeStatsRequest(google.protobuf.message.Message):
         *,
         snapshot_id: builtins.str = ...,
         items: collections.abc.Iterable[global___StatsItem] | None = ...,
+        with_exponents: builtins.bool = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["items", b"items", "snapshot_id", b"snapshot_id"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["items", b"items", "snapshot_id", b"snapshot_id", "with_exponents", b"with_exponents"]) -> None: ...
 
 global___ComputeStatsRequest = ComputeStatsRequest
 
@@ -531,6 +535,7 @@ class Stats(google.protobuf.message.Message):
     def exponent_counts(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
         """Elements by binary exponent: bin i counts floor(log2(|x|)) == i + exponent_begin of
         the finite nonzero elements; the first and the last bin also take what lies beyond.
+        Empty unless asked for.
         """
 
     def __init__(

@@ -119,7 +119,8 @@ class StatsDocument(BaseModel):
     min: float | None
     max: float | None
     exponents: list[tuple[int, int]] = Field(
-        description="[e, count] of elements with 2**e <= |x| < 2**(e+1), rising"
+        description="[e, count] of elements with 2**e <= |x| < 2**(e+1), rising; "
+        "empty unless asked for"
     )
 
 

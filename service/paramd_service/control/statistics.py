@@ -29,7 +29,7 @@ class StatsSource:
         self._opening = asyncio.Lock()
         self._free = MAX_CONCURRENT
 
-    async def get(self, pattern: str, *, with_buffers: bool) -> StatsTable:
+    async def get(self, pattern: str, *, with_buffers: bool, with_histogram: bool) -> StatsTable:
         """Statistics of all tensors that match, at one step.
 
         Raises:
@@ -41,7 +41,9 @@ class StatsSource:
         self._free -= 1
         try:
             mesh = await self._opened()
-            return await mesh.stats(pattern, buffers=with_buffers, timeout=TIMEOUT_S)
+            return await mesh.stats(
+                pattern, buffers=with_buffers, histogram=with_histogram, timeout=TIMEOUT_S
+            )
         finally:
             self._free += 1
 

@@ -197,7 +197,9 @@ class SidecarServicer:
         snapshot = store.hold(store.filled(request.snapshot_id))
         try:
             async with asyncio.timeout(timeout_s):
-                found = await compute_stats(self._rank, snapshot, request.items)
+                found = await compute_stats(
+                    self._rank, snapshot, request.items, with_exponents=request.with_exponents
+                )
         finally:
             store.drop(snapshot)
         return pb.ComputeStatsResponse(

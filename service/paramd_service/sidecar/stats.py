@@ -106,18 +106,19 @@ def item_bytes(dtype: str) -> int:
     return found.itemsize
 
 
-def reduce_run(data: memoryview, dtype: str) -> Reduced:
+def reduce_run(data: memoryview, dtype: str, *, with_exponents: bool) -> Reduced:
     """Statistics of a run of elements.
 
     Args:
         data: Their bytes; a whole number of elements, at any alignment.
         dtype: torch dtype without its prefix.
+        with_exponents: Count binary exponents, several times the cost of all the rest.
 
     Raises:
         UsageError: there are no statistics of that dtype.
     """
     itemsize = item_bytes(dtype)
-    result = Reduced(exponents=torch.zeros(256, dtype=torch.int64))
+    result = Reduced(exponents=torch.zeros(256, dtype=torch.int64) if with_exponents else None)
     numel = len(data) // itemsize
     piece_numel = PIECE_BYTES // _WIDENED[dtype].itemsize
     for begin in range(0, numel, piece_numel):
@@ -128,8 +129,9 @@ def reduce_run(data: memoryview, dtype: str) -> Reduced:
 
 
 def exponent_counts(result: Reduced) -> list[int]:
-    """Counts of bins [EXPONENT_BEGIN, EXPONENT_BEGIN + EXPONENT_BINS)."""
-    assert result.exponents is not None
+    """Counts of bins [EXPONENT_BEGIN, EXPONENT_BEGIN + EXPONENT_BINS); none if not counted."""
+    if result.exponents is None:
+        return []
     # Index i of the raw counts is the biased exponent of a float32: i - 127.
     first = EXPONENT_BEGIN + _BIAS
     raw = result.exponents.clone()
@@ -163,7 +165,10 @@ def _add_piece(result: Reduced, piece: torch.Tensor) -> None:
     result.add_moments(finite.numel(), *_moments(finite))
     result.count += finite.numel()
     result.min, result.max = min(result.min, low), max(result.max, high)
-    _add_exponents(result, finite)
+    if result.exponents is None:
+        result.zero_count += finite.numel() - int(torch.count_nonzero(finite))
+    else:
+        _add_exponents(result, result.exponents, finite)
 
 
 def _moments(values: torch.Tensor) -> tuple[float, float, float]:
@@ -199,27 +204,21 @@ def _sum_squares(values: torch.Tensor) -> float:
     return total + float(values[whole:].double().square().sum())
 
 
-def _add_exponents(result: Reduced, values: torch.Tensor) -> None:
-    assert result.exponents is not None
+def _add_exponents(result: Reduced, exponents: torch.Tensor, values: torch.Tensor) -> None:
     if values.dtype == torch.float32:
         # Shifting out the mantissa leaves sign and exponent; a byte has room for the latter.
         biased = (values.view(torch.int32) >> _MANTISSA_BITS).to(torch.uint8)
         counts = torch.bincount(biased, minlength=256)
         small = int(counts[0])
         counts[0] = 0
-        result.exponents += counts
+        exponents += counts
         if small:
-            _add_small(result, values, small)
+            # Zeros and subnormals share the biased exponent 0; only zeros are counted apart.
+            zeros = values.numel() - int(torch.count_nonzero(values))
+            result.zero_count += zeros
+            exponents[0] += small - zeros
         return
     nonzero = values[values != 0]
     result.zero_count += values.numel() - nonzero.numel()
     exponent = torch.frexp(nonzero).exponent + (_BIAS - 1)
-    result.exponents += torch.bincount(exponent.clamp_(0, 255), minlength=256)
-
-
-def _add_small(result: Reduced, values: torch.Tensor, small: int) -> None:
-    """Zeros and subnormals share the biased exponent 0; only zeros are counted apart."""
-    assert result.exponents is not None
-    zeros = values.numel() - int(torch.count_nonzero(values))
-    result.zero_count += zeros
-    result.exponents[0] += small - zeros
+    exponents += torch.bincount(exponent.clamp_(0, 255), minlength=256)

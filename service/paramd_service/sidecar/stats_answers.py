@@ -13,7 +13,11 @@ from paramd_service.sidecar.snapshot import Snapshot
 
 
 async def compute_stats(
-    rank: RankSidecar, snapshot: Snapshot, items: Sequence[pb.StatsItem]
+    rank: RankSidecar,
+    snapshot: Snapshot,
+    items: Sequence[pb.StatsItem],
+    *,
+    with_exponents: bool,
 ) -> list[pb.Stats]:
     """One answer for each item, in order. The caller holds the snapshot until it returns.
 
@@ -25,7 +29,7 @@ async def compute_stats(
     """
     stop: list[bool] = []
     work = asyncio.get_running_loop().run_in_executor(
-        rank.stats_executor, _reduce_all, rank, snapshot.view(), items, stop
+        rank.stats_executor, _reduce_all, rank, snapshot.view(), items, with_exponents, stop
     )
     try:
         return await asyncio.shield(work)
@@ -36,7 +40,11 @@ async def compute_stats(
 
 
 def _reduce_all(
-    rank: RankSidecar, data: memoryview, items: Sequence[pb.StatsItem], stop: Sequence[bool]
+    rank: RankSidecar,
+    data: memoryview,
+    items: Sequence[pb.StatsItem],
+    with_exponents: bool,
+    stop: Sequence[bool],
 ) -> list[pb.Stats]:
     from paramd_service.sidecar import stats
 
@@ -46,7 +54,9 @@ def _reduce_all(
     for item, run in zip(items, runs, strict=True):
         if stop:
             break
-        answers.append(_answer(stats, stats.reduce_run(run, item.dtype)))
+        answers.append(
+            _answer(stats, stats.reduce_run(run, item.dtype, with_exponents=with_exponents))
+        )
         rank.faults.at("stats-item")
     return answers
 

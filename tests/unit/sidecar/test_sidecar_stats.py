@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import asdict
 
 import numpy as np
 import pytest
@@ -21,7 +22,10 @@ def bytes_of(tensor: torch.Tensor) -> memoryview:
 
 def check(tensor: torch.Tensor, dtype: str) -> stats.Reduced:
     """Compares all numbers with numpy's."""
-    found = stats.reduce_run(bytes_of(tensor), dtype)
+    found = stats.reduce_run(bytes_of(tensor), dtype, with_exponents=True)
+    plain = stats.reduce_run(bytes_of(tensor), dtype, with_exponents=False)
+    assert stats.exponent_counts(plain) == []
+    assert _numbers(plain) == _numbers(found)
     values = tensor.to(torch.float64).numpy()
     finite = values[np.isfinite(values)]
     assert found.count == values.size
@@ -106,7 +110,7 @@ def test_hard_values_keep_their_digits(values: torch.Tensor) -> None:
 def test_runs_at_odd_addresses_are_read() -> None:
     values = torch.randn(1000)
     shifted = memoryview(bytearray(b"x" + bytes(bytes_of(values))))[1:]
-    assert stats.reduce_run(shifted, "float32").sum_squares == pytest.approx(
+    assert stats.reduce_run(shifted, "float32", with_exponents=False).sum_squares == pytest.approx(
         float(values.double().square().sum()), rel=1e-6
     )
 
@@ -114,4 +118,8 @@ def test_runs_at_odd_addresses_are_read() -> None:
 @pytest.mark.parametrize("dtype", ["complex64", "save", "quint8", ""])
 def test_a_dtype_without_statistics_is_refused(dtype: str) -> None:
     with pytest.raises(UsageError, match="no statistics of"):
-        stats.reduce_run(memoryview(b""), dtype)
+        stats.reduce_run(memoryview(b""), dtype, with_exponents=True)
+
+
+def _numbers(reduced: stats.Reduced) -> dict[str, object]:
+    return {name: value for name, value in asdict(reduced).items() if name != "exponents"}

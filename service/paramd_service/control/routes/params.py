@@ -25,6 +25,7 @@ Pattern = Annotated[
 ]
 Limit = Annotated[int, Query(ge=1, le=MAX_LIMIT, description="Tensors on a page")]
 Buffers = Annotated[bool, Query(description="Buffers too; reading them needs training to go on")]
+Histogram = Annotated[bool, Query(description="Count binary exponents too")]
 PageToken = Annotated[str, Query(max_length=256, description="From the page before")]
 
 
@@ -51,7 +52,9 @@ def router(services: Services) -> APIRouter:
         )
 
     @routes.get("/jobs/{job}/params/stats")
-    async def get_stats(job: str, pattern: Pattern, buffers: Buffers = False) -> StatsList:
+    async def get_stats(
+        job: str, pattern: Pattern, buffers: Buffers = False, histogram: Histogram = False
+    ) -> StatsList:
         """Statistics of every tensor that matches, reduced where the tensors lie."""
         check_job(services, job)
         _, index = await services.layouts.get(services.registry.view())
@@ -60,7 +63,9 @@ def router(services: Services) -> APIRouter:
             raise UsageError(
                 f"pattern: {matching} tensors match; at most {MAX_STATS} at once, narrow it"
             )
-        table = await services.statistics.get(pattern, with_buffers=buffers)
+        table = await services.statistics.get(
+            pattern, with_buffers=buffers, with_histogram=histogram
+        )
         return StatsList(
             epoch=table.epoch,
             step=table.step,

@@ -585,6 +585,96 @@ class ComputeStatsResponse(google.protobuf.message.Message):
 global___ComputeStatsResponse = ComputeStatsResponse
 
 @typing.final
+class DigestSnapshotRequest(google.protobuf.message.Message):
+    """Request of DigestSnapshot."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    SNAPSHOT_ID_FIELD_NUMBER: builtins.int
+    RANGES_FIELD_NUMBER: builtins.int
+    snapshot_id: builtins.str
+    """Which snapshot."""
+    @property
+    def ranges(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___Span]:
+        """Ranges of bytes within the snapshot to digest; one answer each, in the same order. They
+        may overlap and may be empty. At most 100,000.
+        """
+
+    def __init__(
+        self,
+        *,
+        snapshot_id: builtins.str = ...,
+        ranges: collections.abc.Iterable[global___Span] | None = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["ranges", b"ranges", "snapshot_id", b"snapshot_id"]) -> None: ...
+
+global___DigestSnapshotRequest = DigestSnapshotRequest
+
+@typing.final
+class DigestSnapshotResponse(google.protobuf.message.Message):
+    """Answer of DigestSnapshot."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    HEADER_FIELD_NUMBER: builtins.int
+    DIGESTS_FIELD_NUMBER: builtins.int
+    @property
+    def header(self) -> paramd.v1.common_pb2.Header:
+        """Epoch and step of the bytes."""
+
+    @property
+    def digests(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.bytes]:
+        """XXH3 (128 bit, seed 0, canonical big-endian: 16 bytes) of each range, in order."""
+
+    def __init__(
+        self,
+        *,
+        header: paramd.v1.common_pb2.Header | None = ...,
+        digests: collections.abc.Iterable[builtins.bytes] | None = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["header", b"header"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["digests", b"digests", "header", b"header"]) -> None: ...
+
+global___DigestSnapshotResponse = DigestSnapshotResponse
+
+@typing.final
+class GetMetricsRequest(google.protobuf.message.Message):
+    """Request of GetMetrics."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+
+global___GetMetricsRequest = GetMetricsRequest
+
+@typing.final
+class GetMetricsResponse(google.protobuf.message.Message):
+    """Answer of GetMetrics."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    HEADER_FIELD_NUMBER: builtins.int
+    TEXT_FIELD_NUMBER: builtins.int
+    text: builtins.str
+    """Prometheus text format 0.0.4; every sample has the labels job and rank."""
+    @property
+    def header(self) -> paramd.v1.common_pb2.Header:
+        """Who answers."""
+
+    def __init__(
+        self,
+        *,
+        header: paramd.v1.common_pb2.Header | None = ...,
+        text: builtins.str = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["header", b"header"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["header", b"header", "text", b"text"]) -> None: ...
+
+global___GetMetricsResponse = GetMetricsResponse
+
+@typing.final
 class SummonRequest(google.protobuf.message.Message):
     """Request of Summon."""
 

@@ -81,6 +81,16 @@ class SidecarServiceStub(object):
                 request_serializer=paramd_dot_v1_dot_sidecar__pb2.ComputeStatsRequest.SerializeToString,
                 response_deserializer=paramd_dot_v1_dot_sidecar__pb2.ComputeStatsResponse.FromString,
                 _registered_method=True)
+        self.DigestSnapshot = channel.unary_unary(
+                '/paramd.v1.SidecarService/DigestSnapshot',
+                request_serializer=paramd_dot_v1_dot_sidecar__pb2.DigestSnapshotRequest.SerializeToString,
+                response_deserializer=paramd_dot_v1_dot_sidecar__pb2.DigestSnapshotResponse.FromString,
+                _registered_method=True)
+        self.GetMetrics = channel.unary_unary(
+                '/paramd.v1.SidecarService/GetMetrics',
+                request_serializer=paramd_dot_v1_dot_sidecar__pb2.GetMetricsRequest.SerializeToString,
+                response_deserializer=paramd_dot_v1_dot_sidecar__pb2.GetMetricsResponse.FromString,
+                _registered_method=True)
         self.Summon = channel.unary_stream(
                 '/paramd.v1.SidecarService/Summon',
                 request_serializer=paramd_dot_v1_dot_sidecar__pb2.SummonRequest.SerializeToString,
@@ -163,6 +173,21 @@ class SidecarServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def DigestSnapshot(self, request, context):
+        """Digests parts of a pinned snapshot, so that replicas may be compared without moving
+        them. Idempotent. NOT_FOUND: the lease ended.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def GetMetrics(self, request, context):
+        """Metrics of this sidecar as Prometheus text. Idempotent.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def Summon(self, request, context):
         """Gateway for thin clients: gathers whole tensors from all ranks and streams them
         one after the other. Idempotent.
@@ -218,6 +243,16 @@ def add_SidecarServiceServicer_to_server(servicer, server):
                     servicer.ComputeStats,
                     request_deserializer=paramd_dot_v1_dot_sidecar__pb2.ComputeStatsRequest.FromString,
                     response_serializer=paramd_dot_v1_dot_sidecar__pb2.ComputeStatsResponse.SerializeToString,
+            ),
+            'DigestSnapshot': grpc.unary_unary_rpc_method_handler(
+                    servicer.DigestSnapshot,
+                    request_deserializer=paramd_dot_v1_dot_sidecar__pb2.DigestSnapshotRequest.FromString,
+                    response_serializer=paramd_dot_v1_dot_sidecar__pb2.DigestSnapshotResponse.SerializeToString,
+            ),
+            'GetMetrics': grpc.unary_unary_rpc_method_handler(
+                    servicer.GetMetrics,
+                    request_deserializer=paramd_dot_v1_dot_sidecar__pb2.GetMetricsRequest.FromString,
+                    response_serializer=paramd_dot_v1_dot_sidecar__pb2.GetMetricsResponse.SerializeToString,
             ),
             'Summon': grpc.unary_stream_rpc_method_handler(
                     servicer.Summon,
@@ -470,6 +505,60 @@ class SidecarService(object):
             '/paramd.v1.SidecarService/ComputeStats',
             paramd_dot_v1_dot_sidecar__pb2.ComputeStatsRequest.SerializeToString,
             paramd_dot_v1_dot_sidecar__pb2.ComputeStatsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def DigestSnapshot(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/paramd.v1.SidecarService/DigestSnapshot',
+            paramd_dot_v1_dot_sidecar__pb2.DigestSnapshotRequest.SerializeToString,
+            paramd_dot_v1_dot_sidecar__pb2.DigestSnapshotResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GetMetrics(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/paramd.v1.SidecarService/GetMetrics',
+            paramd_dot_v1_dot_sidecar__pb2.GetMetricsRequest.SerializeToString,
+            paramd_dot_v1_dot_sidecar__pb2.GetMetricsResponse.FromString,
             options,
             channel_credentials,
             insecure,

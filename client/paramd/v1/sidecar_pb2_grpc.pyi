@@ -87,6 +87,20 @@ class SidecarServiceStub:
     ]
     """Reduces parts of a pinned snapshot to mergeable statistics. Idempotent."""
 
+    DigestSnapshot: grpc.UnaryUnaryMultiCallable[
+        paramd.v1.sidecar_pb2.DigestSnapshotRequest,
+        paramd.v1.sidecar_pb2.DigestSnapshotResponse,
+    ]
+    """Digests parts of a pinned snapshot, so that replicas may be compared without moving
+    them. Idempotent. NOT_FOUND: the lease ended.
+    """
+
+    GetMetrics: grpc.UnaryUnaryMultiCallable[
+        paramd.v1.sidecar_pb2.GetMetricsRequest,
+        paramd.v1.sidecar_pb2.GetMetricsResponse,
+    ]
+    """Metrics of this sidecar as Prometheus text. Idempotent."""
+
     Summon: grpc.UnaryStreamMultiCallable[
         paramd.v1.sidecar_pb2.SummonRequest,
         paramd.v1.sidecar_pb2.SummonResponse,
@@ -163,6 +177,20 @@ class SidecarServiceAsyncStub:
         paramd.v1.sidecar_pb2.ComputeStatsResponse,
     ]
     """Reduces parts of a pinned snapshot to mergeable statistics. Idempotent."""
+
+    DigestSnapshot: grpc.aio.UnaryUnaryMultiCallable[
+        paramd.v1.sidecar_pb2.DigestSnapshotRequest,
+        paramd.v1.sidecar_pb2.DigestSnapshotResponse,
+    ]
+    """Digests parts of a pinned snapshot, so that replicas may be compared without moving
+    them. Idempotent. NOT_FOUND: the lease ended.
+    """
+
+    GetMetrics: grpc.aio.UnaryUnaryMultiCallable[
+        paramd.v1.sidecar_pb2.GetMetricsRequest,
+        paramd.v1.sidecar_pb2.GetMetricsResponse,
+    ]
+    """Metrics of this sidecar as Prometheus text. Idempotent."""
 
     Summon: grpc.aio.UnaryStreamMultiCallable[
         paramd.v1.sidecar_pb2.SummonRequest,
@@ -258,6 +286,24 @@ class SidecarServiceServicer(metaclass=abc.ABCMeta):
         context: _ServicerContext,
     ) -> typing.Union[paramd.v1.sidecar_pb2.ComputeStatsResponse, collections.abc.Awaitable[paramd.v1.sidecar_pb2.ComputeStatsResponse]]:
         """Reduces parts of a pinned snapshot to mergeable statistics. Idempotent."""
+
+    @abc.abstractmethod
+    def DigestSnapshot(
+        self,
+        request: paramd.v1.sidecar_pb2.DigestSnapshotRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[paramd.v1.sidecar_pb2.DigestSnapshotResponse, collections.abc.Awaitable[paramd.v1.sidecar_pb2.DigestSnapshotResponse]]:
+        """Digests parts of a pinned snapshot, so that replicas may be compared without moving
+        them. Idempotent. NOT_FOUND: the lease ended.
+        """
+
+    @abc.abstractmethod
+    def GetMetrics(
+        self,
+        request: paramd.v1.sidecar_pb2.GetMetricsRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[paramd.v1.sidecar_pb2.GetMetricsResponse, collections.abc.Awaitable[paramd.v1.sidecar_pb2.GetMetricsResponse]]:
+        """Metrics of this sidecar as Prometheus text. Idempotent."""
 
     @abc.abstractmethod
     def Summon(

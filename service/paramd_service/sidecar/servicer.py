@@ -20,7 +20,9 @@ from paramd.v1 import sidecar_pb2 as pb
 from paramd_service.sidecar import admission, messages
 from paramd_service.sidecar.auth import SERVICE
 from paramd_service.sidecar.chunk import CHUNK_BYTES, read_chunk
+from paramd_service.sidecar.digests import digest_snapshot
 from paramd_service.sidecar.gateway import Gateway
+from paramd_service.sidecar.metrics import sidecar_metrics
 from paramd_service.sidecar.rank import RankSidecar
 from paramd_service.sidecar.replies import abort_internal, abort_with
 from paramd_service.sidecar.snapshot import Key
@@ -53,6 +55,8 @@ class SidecarServicer:
                 "RenewSnapshot": self._unary(self._renew, pb.RenewSnapshotRequest),
                 "ReleaseSnapshot": self._unary(self._release, pb.ReleaseSnapshotRequest),
                 "ComputeStats": self._unary(self._stats, pb.ComputeStatsRequest, heavy=True),
+                "DigestSnapshot": self._unary(self._digest, pb.DigestSnapshotRequest, heavy=True),
+                "GetMetrics": self._unary(self._metrics, pb.GetMetricsRequest),
                 "Summon": self._stream(self._summon, pb.SummonRequest),
             },
         )
@@ -205,6 +209,21 @@ class SidecarServicer:
         return pb.ComputeStatsResponse(
             header=messages.header(self._rank, snapshot.step), stats=found
         )
+
+    async def _digest(self, request: pb.DigestSnapshotRequest, timeout_s: float) -> Message:
+        store = self._rank.pins.store
+        snapshot = store.hold(store.filled(request.snapshot_id))
+        try:
+            async with asyncio.timeout(timeout_s):
+                digests = await digest_snapshot(self._rank, snapshot, request.ranges)
+        finally:
+            store.drop(snapshot)
+        header = messages.header(self._rank, snapshot.step)
+        return pb.DigestSnapshotResponse(header=header, digests=digests)
+
+    async def _metrics(self, _request: pb.GetMetricsRequest, _timeout_s: float) -> Message:
+        header = messages.header(self._rank)
+        return pb.GetMetricsResponse(header=header, text=sidecar_metrics(self._rank))
 
     async def _summon(
         self, request: pb.SummonRequest, timeout_s: float

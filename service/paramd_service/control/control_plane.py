@@ -30,6 +30,7 @@ from paramd_service.control.endpoint import (
     parse_listen,
     successor,
 )
+from paramd_service.control.events import EventBus
 from paramd_service.control.metrics import LoopLag, Metrics
 from paramd_service.control.registry import Registry
 from paramd_service.control.servicer import ControlServicer
@@ -78,6 +79,7 @@ class ControlPlane:
         self._servicer = ControlServicer(bootstrap, self._registry, self._coordinator)
         self._health = health.aio.HealthServicer()
         self._lag = LoopLag()
+        self._events = EventBus()
         self._done = asyncio.Event()
         self._reason = ""
         self._grpc: grpc.aio.Server | None = None
@@ -145,7 +147,8 @@ class ControlPlane:
         if self._grpc is not None:
             await self._grpc.stop(self._config.drain_s)
         await self._coordinator.close()
-        # 3. REST answers what it has begun.
+        # 3. REST answers what it has begun; streams of events would never end by themselves.
+        self._events.close()
         if self._http is not None and self._http_task is not None:
             self._http.should_exit = True
             await asyncio.wait({self._http_task})
@@ -203,6 +206,7 @@ class ControlPlane:
             metrics=Metrics(self._registry.view, self._coordinator, self._lag),
             user_token=UserToken(self._bootstrap.token),
             failures=FailureLimit(),
+            events=self._events,
             stopping=self._done.is_set,
         )
         self._http = HttpServer(

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from paramd_service.control.auth import FailureLimit, UserToken
 from paramd_service.control.config import Bootstrap, ControlConfig
+from paramd_service.control.events import EventBus
 from paramd_service.control.metrics import Metrics
 from paramd_service.control.registry import Registry
 from paramd_service.control.sidecars import LayoutSource
@@ -29,5 +30,7 @@ class Services:
     metrics: Metrics
     user_token: UserToken
     failures: FailureLimit
+    events: EventBus
+    """`events.publish(kind, data, job=)`: what viewers of the job are told at once."""
     stopping: Callable[[], bool]
     """True once it drains."""

@@ -26,13 +26,15 @@ from paramd.v1 import common_pb2 as paramd_dot_v1_dot_common__pb2
 from paramd.v1 import layout_pb2 as paramd_dot_v1_dot_layout__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17paramd/v1/sidecar.proto\x12\tparamd.v1\x1a\x16paramd/v1/common.proto\x1a\x16paramd/v1/layout.proto\"\x11\n\x0fGetStateRequest\"Z\n\x10GetStateResponse\x12!\n\x06header\x18\x01 \x01(\x0b\x32\x11.paramd.v1.Header\x12#\n\x05state\x18\x02 \x01(\x0b\x32\x14.paramd.v1.RankState\"\x10\n\x0eGetMeshRequest\"\x81\x01\n\x0fGetMeshResponse\x12!\n\x06header\x18\x01 \x01(\x0b\x32\x11.paramd.v1.Header\x12\x12\n\nworld_size\x18\x02 \x01(\x05\x12\x1e\n\x05peers\x18\x03 \x03(\x0b\x32\x0f.paramd.v1.Peer\x12\x17\n\x0f\x63ontrol_address\x18\x04 \x01(\t\"\x12\n\x10GetLayoutRequest\"Y\n\x11GetLayoutResponse\x12!\n\x06header\x18\x01 \x01(\x0b\x32\x11.paramd.v1.Header\x12!\n\x06layout\x18\x02 \x01(\x0b\x32\x11.paramd.v1.Layout\"\"\n\x04Span\x12\r\n\x05\x62\x65gin\x18\x01 \x01(\x03\x12\x0b\n\x03\x65nd\x18\x02 \x01(\x03\"\x97\x01\n\x12PinSnapshotRequest\x12\r\n\x05\x65poch\x18\x01 \x01(\x03\x12\x15\n\rlayout_digest\x18\x02 \x01(\t\x12\x1e\n\x05spans\x18\x03 \x03(\x0b\x32\x0f.paramd.v1.Span\x12\x10\n\x08lease_ms\x18\x04 \x01(\x03\x12\x13\n\x0b\x61t_boundary\x18\x05 \x01(\x08\x12\x14\n\x0cwith_buffers\x18\x06 \x01(\x08\"s\n\x13PinSnapshotResponse\x12!\n\x06header\x18\x01 \x01(\x0b\x32\x11.paramd.v1.Header\x12\x13\n\x0bsnapshot_id\x18\x02 \x01(\t\x12\x12\n\nsize_bytes\x18\x03 \x01(\x03\x12\x10\n\x08lease_ms\x18\x04 \x01(\x03\"O\n\x16\x43\x61ptureBoundaryRequest\x12\r\n\x05\x65poch\x18\x01 \x01(\x03\x12\x10\n\x08\x62oundary\x18\x02 \x01(\x03\x12\x14\n\x0csnapshot_ids\x18\x03 \x03(\t\"^\n\x17\x43\x61ptureBoundaryResponse\x12!\n\x06header\x18\x01 \x01(\x0b\x32\x11.paramd.v1.Header\x12\x10\n\x08\x63\x61ptured\x18\x02 \x01(\x08\x12\x0e\n\x06reason\x18\x03 \x01(\t\"T\n\x13ReadSnapshotRequest\x12\x13\n\x0bsnapshot_id\x18\x01 \x01(\t\x12\x14\n\x0coffset_bytes\x18\x02 \x01(\x03\x12\x12\n\nsize_bytes\x18\x03 \x01(\x03\"k\n\x14ReadSnapshotResponse\x12\x0c\n\x04\x64\x61ta\x18\x01 \x01(\x0c\x12\x0c\n\x04xxh3\x18\x02 \x01(\x06\x12\x14\n\x0coffset_bytes\x18\x03 \x01(\x03\x12!\n\x06header\x18\x04 \x01(\x0b\x32\x11.paramd.v1.Header\"=\n\x14RenewSnapshotRequest\x12\x13\n\x0bsnapshot_id\x18\x01 \x01(\t\x12\x10\n\x08lease_ms\x18\x02 \x01(\x03\"L\n\x15RenewSnapshotResponse\x12!\n\x06header\x18\x01 \x01(\x0b\x32\x11.paramd.v1.Header\x12\x10\n\x08lease_ms\x18\x02 \x01(\x03\"-\n\x16ReleaseSnapshotRequest\x12\x13\n\x0bsnapshot_id\x18\x01 \x01(\t\"<\n\x17ReleaseSnapshotResponse\x12!\n\x06header\x18\x01 \x01(\x0b\x32\x11.paramd.v1.Header\">\n\tStatsItem\x12\x13\n\x0b\x62\x65gin_bytes\x18\x01 \x01(\x03\x12\r\n\x05numel\x18\x02 \x01(\x03\x12\r\n\x05\x64type\x18\x03 \x01(\t\"g\n\x13\x43omputeStatsRequest\x12\x13\n\x0bsnapshot_id\x18\x01 \x01(\t\x12#\n\x05items\x18\x02 \x03(\x0b\x32\x14.paramd.v1.StatsItem\x12\x16\n\x0ewith_exponents\x18\x03 \x01(\x08\"\xca\x01\n\x05Stats\x12\r\n\x05\x63ount\x18\x01 \x01(\x03\x12\x12\n\nzero_count\x18\x02 \x01(\x03\x12\x11\n\tnan_count\x18\x03 \x01(\x03\x12\x11\n\tinf_count\x18\x04 \x01(\x03\x12\x0c\n\x04mean\x18\x05 \x01(\x01\x12\n\n\x02m2\x18\x06 \x01(\x01\x12\x13\n\x0bsum_squares\x18\x07 \x01(\x01\x12\x0b\n\x03min\x18\x08 \x01(\x01\x12\x0b\n\x03max\x18\t \x01(\x01\x12\x17\n\x0f\x65xponent_counts\x18\n \x03(\x03\x12\x16\n\x0e\x65xponent_begin\x18\x0b \x01(\x05\"Z\n\x14\x43omputeStatsResponse\x12!\n\x06header\x18\x01 \x01(\x0b\x32\x11.paramd.v1.Header\x12\x1f\n\x05stats\x18\x02 \x03(\x0b\x32\x10.paramd.v1.Stats\"M\n\x15\x44igestSnapshotRequest\x12\x13\n\x0bsnapshot_id\x18\x01 \x01(\t\x12\x1f\n\x06ranges\x18\x02 \x03(\x0b\x32\x0f.paramd.v1.Span\"L\n\x16\x44igestSnapshotResponse\x12!\n\x06header\x18\x01 \x01(\x0b\x32\x11.paramd.v1.Header\x12\x0f\n\x07\x64igests\x18\x02 \x03(\x0c\"\x13\n\x11GetMetricsRequest\"E\n\x12GetMetricsResponse\x12!\n\x06header\x18\x01 \x01(\x0b\x32\x11.paramd.v1.Header\x12\x0c\n\x04text\x18\x02 \x01(\t\"6\n\rSummonRequest\x12\x0f\n\x07pattern\x18\x01 \x01(\t\x12\x14\n\x0cwith_buffers\x18\x02 \x01(\x08\"M\n\x0cSummonTensor\x12\x0b\n\x03\x66qn\x18\x01 \x01(\t\x12\r\n\x05\x64type\x18\x02 \x01(\t\x12\r\n\x05shape\x18\x03 \x03(\x03\x12\x12\n\nsize_bytes\x18\x04 \x01(\x03\"x\n\x0eSummonResponse\x12\x0c\n\x04\x64\x61ta\x18\x01 \x01(\x0c\x12\x0c\n\x04xxh3\x18\x02 \x01(\x06\x12\'\n\x06tensor\x18\x03 \x01(\x0b\x32\x17.paramd.v1.SummonTensor\x12!\n\x06header\x18\x04 \x01(\x0b\x32\x11.paramd.v1.Header2\xbe\x07\n\x0eSidecarService\x12\x43\n\x08GetState\x12\x1a.paramd.v1.GetStateRequest\x1a\x1b.paramd.v1.GetStateResponse\x12@\n\x07GetMesh\x12\x19.paramd.v1.GetMeshRequest\x1a\x1a.paramd.v1.GetMeshResponse\x12H\n\tGetLayout\x12\x1b.paramd.v1.GetLayoutRequest\x1a\x1c.paramd.v1.GetLayoutResponse0\x01\x12L\n\x0bPinSnapshot\x12\x1d.paramd.v1.PinSnapshotRequest\x1a\x1e.paramd.v1.PinSnapshotResponse\x12X\n\x0f\x43\x61ptureBoundary\x12!.paramd.v1.CaptureBoundaryRequest\x1a\".paramd.v1.CaptureBoundaryResponse\x12Q\n\x0cReadSnapshot\x12\x1e.paramd.v1.ReadSnapshotRequest\x1a\x1f.paramd.v1.ReadSnapshotResponse0\x01\x12R\n\rRenewSnapshot\x12\x1f.paramd.v1.RenewSnapshotRequest\x1a .paramd.v1.RenewSnapshotResponse\x12X\n\x0fReleaseSnapshot\x12!.paramd.v1.ReleaseSnapshotRequest\x1a\".paramd.v1.ReleaseSnapshotResponse\x12O\n\x0c\x43omputeStats\x12\x1e.paramd.v1.ComputeStatsRequest\x1a\x1f.paramd.v1.ComputeStatsResponse\x12U\n\x0e\x44igestSnapshot\x12 .paramd.v1.DigestSnapshotRequest\x1a!.paramd.v1.DigestSnapshotResponse\x12I\n\nGetMetrics\x12\x1c.paramd.v1.GetMetricsRequest\x1a\x1d.paramd.v1.GetMetricsResponse\x12?\n\x06Summon\x12\x18.paramd.v1.SummonRequest\x1a\x19.paramd.v1.SummonResponse0\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17paramd/v1/sidecar.proto\x12\tparamd.v1\x1a\x16paramd/v1/common.proto\x1a\x16paramd/v1/layout.proto\"\x11\n\x0fGetStateRequest\"Z\n\x10GetStateResponse\x12!\n\x06header\x18\x01 \x01(\x0b\x32\x11.paramd.v1.Header\x12#\n\x05state\x18\x02 \x01(\x0b\x32\x14.paramd.v1.RankState\"\x10\n\x0eGetMeshRequest\"\x81\x01\n\x0fGetMeshResponse\x12!\n\x06header\x18\x01 \x01(\x0b\x32\x11.paramd.v1.Header\x12\x12\n\nworld_size\x18\x02 \x01(\x05\x12\x1e\n\x05peers\x18\x03 \x03(\x0b\x32\x0f.paramd.v1.Peer\x12\x17\n\x0f\x63ontrol_address\x18\x04 \x01(\t\"\x12\n\x10GetLayoutRequest\"Y\n\x11GetLayoutResponse\x12!\n\x06header\x18\x01 \x01(\x0b\x32\x11.paramd.v1.Header\x12!\n\x06layout\x18\x02 \x01(\x0b\x32\x11.paramd.v1.Layout\"\"\n\x04Span\x12\r\n\x05\x62\x65gin\x18\x01 \x01(\x03\x12\x0b\n\x03\x65nd\x18\x02 \x01(\x03\"\x97\x01\n\x12PinSnapshotRequest\x12\r\n\x05\x65poch\x18\x01 \x01(\x03\x12\x15\n\rlayout_digest\x18\x02 \x01(\t\x12\x1e\n\x05spans\x18\x03 \x03(\x0b\x32\x0f.paramd.v1.Span\x12\x10\n\x08lease_ms\x18\x04 \x01(\x03\x12\x13\n\x0b\x61t_boundary\x18\x05 \x01(\x08\x12\x14\n\x0cwith_buffers\x18\x06 \x01(\x08\"s\n\x13PinSnapshotResponse\x12!\n\x06header\x18\x01 \x01(\x0b\x32\x11.paramd.v1.Header\x12\x13\n\x0bsnapshot_id\x18\x02 \x01(\t\x12\x12\n\nsize_bytes\x18\x03 \x01(\x03\x12\x10\n\x08lease_ms\x18\x04 \x01(\x03\"c\n\x16\x43\x61ptureBoundaryRequest\x12\r\n\x05\x65poch\x18\x01 \x01(\x03\x12\x10\n\x08\x62oundary\x18\x02 \x01(\x03\x12\x14\n\x0csnapshot_ids\x18\x03 \x03(\t\x12\x12\n\ngeneration\x18\x04 \x01(\x03\"^\n\x17\x43\x61ptureBoundaryResponse\x12!\n\x06header\x18\x01 \x01(\x0b\x32\x11.paramd.v1.Header\x12\x10\n\x08\x63\x61ptured\x18\x02 \x01(\x08\x12\x0e\n\x06reason\x18\x03 \x01(\t\"T\n\x13ReadSnapshotRequest\x12\x13\n\x0bsnapshot_id\x18\x01 \x01(\t\x12\x14\n\x0coffset_bytes\x18\x02 \x01(\x03\x12\x12\n\nsize_bytes\x18\x03 \x01(\x03\"k\n\x14ReadSnapshotResponse\x12\x0c\n\x04\x64\x61ta\x18\x01 \x01(\x0c\x12\x0c\n\x04xxh3\x18\x02 \x01(\x06\x12\x14\n\x0coffset_bytes\x18\x03 \x01(\x03\x12!\n\x06header\x18\x04 \x01(\x0b\x32\x11.paramd.v1.Header\"=\n\x14RenewSnapshotRequest\x12\x13\n\x0bsnapshot_id\x18\x01 \x01(\t\x12\x10\n\x08lease_ms\x18\x02 \x01(\x03\"L\n\x15RenewSnapshotResponse\x12!\n\x06header\x18\x01 \x01(\x0b\x32\x11.paramd.v1.Header\x12\x10\n\x08lease_ms\x18\x02 \x01(\x03\"-\n\x16ReleaseSnapshotRequest\x12\x13\n\x0bsnapshot_id\x18\x01 \x01(\t\"<\n\x17ReleaseSnapshotResponse\x12!\n\x06header\x18\x01 \x01(\x0b\x32\x11.paramd.v1.Header\">\n\tStatsItem\x12\x13\n\x0b\x62\x65gin_bytes\x18\x01 \x01(\x03\x12\r\n\x05numel\x18\x02 \x01(\x03\x12\r\n\x05\x64type\x18\x03 \x01(\t\"v\n\x13\x43omputeStatsRequest\x12\x13\n\x0bsnapshot_id\x18\x01 \x01(\t\x12#\n\x05items\x18\x02 \x03(\x0b\x32\x14.paramd.v1.StatsItem\x12\x16\n\x0ewith_exponents\x18\x03 \x01(\x08\x12\r\n\x05\x65\x64ges\x18\x04 \x03(\x01\"\xdf\x01\n\x05Stats\x12\r\n\x05\x63ount\x18\x01 \x01(\x03\x12\x12\n\nzero_count\x18\x02 \x01(\x03\x12\x11\n\tnan_count\x18\x03 \x01(\x03\x12\x11\n\tinf_count\x18\x04 \x01(\x03\x12\x0c\n\x04mean\x18\x05 \x01(\x01\x12\n\n\x02m2\x18\x06 \x01(\x01\x12\x13\n\x0bsum_squares\x18\x07 \x01(\x01\x12\x0b\n\x03min\x18\x08 \x01(\x01\x12\x0b\n\x03max\x18\t \x01(\x01\x12\x17\n\x0f\x65xponent_counts\x18\n \x03(\x03\x12\x16\n\x0e\x65xponent_begin\x18\x0b \x01(\x05\x12\x13\n\x0b\x65\x64ge_counts\x18\x0c \x03(\x03\"Z\n\x14\x43omputeStatsResponse\x12!\n\x06header\x18\x01 \x01(\x0b\x32\x11.paramd.v1.Header\x12\x1f\n\x05stats\x18\x02 \x03(\x0b\x32\x10.paramd.v1.Stats\"\x86\x01\n\x08PoolItem\x12\x13\n\x0b\x62\x65gin_bytes\x18\x01 \x01(\x03\x12\r\n\x05sizes\x18\x02 \x03(\x03\x12\x0f\n\x07strides\x18\x03 \x03(\x03\x12\r\n\x05steps\x18\x04 \x03(\x03\x12\x10\n\x08row_dims\x18\x05 \x01(\x05\x12\x11\n\trow_begin\x18\x06 \x01(\x03\x12\x11\n\tcol_begin\x18\x07 \x01(\x03\"\xd6\x01\n\x13PoolSnapshotRequest\x12\x13\n\x0bsnapshot_id\x18\x01 \x01(\t\x12\r\n\x05\x64type\x18\x02 \x01(\t\x12!\n\x04mode\x18\x03 \x01(\x0e\x32\x13.paramd.v1.PoolMode\x12\x11\n\trow_count\x18\x04 \x01(\x03\x12\x11\n\tcol_count\x18\x05 \x01(\x03\x12\x16\n\x0e\x63\x65ll_row_count\x18\x06 \x01(\x05\x12\x16\n\x0e\x63\x65ll_col_count\x18\x07 \x01(\x05\x12\"\n\x05items\x18\x08 \x03(\x0b\x32\x13.paramd.v1.PoolItem\"\xd3\x01\n\x14PoolSnapshotResponse\x12!\n\x06header\x18\x01 \x01(\x0b\x32\x11.paramd.v1.Header\x12\x16\n\x0e\x63\x65ll_row_begin\x18\x02 \x01(\x05\x12\x16\n\x0e\x63\x65ll_col_begin\x18\x03 \x01(\x05\x12\x16\n\x0e\x63\x65ll_row_count\x18\x04 \x01(\x05\x12\x16\n\x0e\x63\x65ll_col_count\x18\x05 \x01(\x05\x12\x0e\n\x06values\x18\x06 \x03(\x01\x12\x0e\n\x06\x63ounts\x18\x07 \x03(\x03\x12\x18\n\x10nonfinite_counts\x18\x08 \x03(\x03\"\x16\n\x14ListSnapshotsRequest\"j\n\x0cSnapshotInfo\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0c\n\x04step\x18\x02 \x01(\x03\x12\x12\n\nsize_bytes\x18\x03 \x01(\x03\x12\x15\n\rlease_left_ms\x18\x04 \x01(\x03\x12\x13\n\x0b\x61t_boundary\x18\x05 \x01(\x08\"\xa5\x01\n\x15ListSnapshotsResponse\x12!\n\x06header\x18\x01 \x01(\x0b\x32\x11.paramd.v1.Header\x12*\n\tsnapshots\x18\x02 \x03(\x0b\x32\x17.paramd.v1.SnapshotInfo\x12\x13\n\x0blease_count\x18\x03 \x01(\x03\x12\x12\n\nused_bytes\x18\x04 \x01(\x03\x12\x14\n\x0c\x62udget_bytes\x18\x05 \x01(\x03\"M\n\x15\x44igestSnapshotRequest\x12\x13\n\x0bsnapshot_id\x18\x01 \x01(\t\x12\x1f\n\x06ranges\x18\x02 \x03(\x0b\x32\x0f.paramd.v1.Span\"L\n\x16\x44igestSnapshotResponse\x12!\n\x06header\x18\x01 \x01(\x0b\x32\x11.paramd.v1.Header\x12\x0f\n\x07\x64igests\x18\x02 \x03(\x0c\"\x13\n\x11GetMetricsRequest\"E\n\x12GetMetricsResponse\x12!\n\x06header\x18\x01 \x01(\x0b\x32\x11.paramd.v1.Header\x12\x0c\n\x04text\x18\x02 \x01(\t\"6\n\rSummonRequest\x12\x0f\n\x07pattern\x18\x01 \x01(\t\x12\x14\n\x0cwith_buffers\x18\x02 \x01(\x08\"M\n\x0cSummonTensor\x12\x0b\n\x03\x66qn\x18\x01 \x01(\t\x12\r\n\x05\x64type\x18\x02 \x01(\t\x12\r\n\x05shape\x18\x03 \x03(\x03\x12\x12\n\nsize_bytes\x18\x04 \x01(\x03\"x\n\x0eSummonResponse\x12\x0c\n\x04\x64\x61ta\x18\x01 \x01(\x0c\x12\x0c\n\x04xxh3\x18\x02 \x01(\x06\x12\'\n\x06tensor\x18\x03 \x01(\x0b\x32\x17.paramd.v1.SummonTensor\x12!\n\x06header\x18\x04 \x01(\x0b\x32\x11.paramd.v1.Header*t\n\x08PoolMode\x12\x19\n\x15POOL_MODE_UNSPECIFIED\x10\x00\x12\x11\n\rPOOL_MODE_SUM\x10\x01\x12\x11\n\rPOOL_MODE_MIN\x10\x02\x12\x11\n\rPOOL_MODE_MAX\x10\x03\x12\x14\n\x10POOL_MODE_ABSMAX\x10\x04\x32\xe3\x08\n\x0eSidecarService\x12\x43\n\x08GetState\x12\x1a.paramd.v1.GetStateRequest\x1a\x1b.paramd.v1.GetStateResponse\x12@\n\x07GetMesh\x12\x19.paramd.v1.GetMeshRequest\x1a\x1a.paramd.v1.GetMeshResponse\x12H\n\tGetLayout\x12\x1b.paramd.v1.GetLayoutRequest\x1a\x1c.paramd.v1.GetLayoutResponse0\x01\x12L\n\x0bPinSnapshot\x12\x1d.paramd.v1.PinSnapshotRequest\x1a\x1e.paramd.v1.PinSnapshotResponse\x12X\n\x0f\x43\x61ptureBoundary\x12!.paramd.v1.CaptureBoundaryRequest\x1a\".paramd.v1.CaptureBoundaryResponse\x12Q\n\x0cReadSnapshot\x12\x1e.paramd.v1.ReadSnapshotRequest\x1a\x1f.paramd.v1.ReadSnapshotResponse0\x01\x12R\n\rRenewSnapshot\x12\x1f.paramd.v1.RenewSnapshotRequest\x1a .paramd.v1.RenewSnapshotResponse\x12X\n\x0fReleaseSnapshot\x12!.paramd.v1.ReleaseSnapshotRequest\x1a\".paramd.v1.ReleaseSnapshotResponse\x12O\n\x0c\x43omputeStats\x12\x1e.paramd.v1.ComputeStatsRequest\x1a\x1f.paramd.v1.ComputeStatsResponse\x12O\n\x0cPoolSnapshot\x12\x1e.paramd.v1.PoolSnapshotRequest\x1a\x1f.paramd.v1.PoolSnapshotResponse\x12R\n\rListSnapshots\x12\x1f.paramd.v1.ListSnapshotsRequest\x1a .paramd.v1.ListSnapshotsResponse\x12U\n\x0e\x44igestSnapshot\x12 .paramd.v1.DigestSnapshotRequest\x1a!.paramd.v1.DigestSnapshotResponse\x12I\n\nGetMetrics\x12\x1c.paramd.v1.GetMetricsRequest\x1a\x1d.paramd.v1.GetMetricsResponse\x12?\n\x06Summon\x12\x18.paramd.v1.SummonRequest\x1a\x19.paramd.v1.SummonResponse0\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'paramd.v1.sidecar_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
+  _globals['_POOLMODE']._serialized_start=3283
+  _globals['_POOLMODE']._serialized_end=3399
   _globals['_GETSTATEREQUEST']._serialized_start=86
   _globals['_GETSTATEREQUEST']._serialized_end=103
   _globals['_GETSTATERESPONSE']._serialized_start=105
@@ -52,43 +54,55 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_PINSNAPSHOTRESPONSE']._serialized_start=648
   _globals['_PINSNAPSHOTRESPONSE']._serialized_end=763
   _globals['_CAPTUREBOUNDARYREQUEST']._serialized_start=765
-  _globals['_CAPTUREBOUNDARYREQUEST']._serialized_end=844
-  _globals['_CAPTUREBOUNDARYRESPONSE']._serialized_start=846
-  _globals['_CAPTUREBOUNDARYRESPONSE']._serialized_end=940
-  _globals['_READSNAPSHOTREQUEST']._serialized_start=942
-  _globals['_READSNAPSHOTREQUEST']._serialized_end=1026
-  _globals['_READSNAPSHOTRESPONSE']._serialized_start=1028
-  _globals['_READSNAPSHOTRESPONSE']._serialized_end=1135
-  _globals['_RENEWSNAPSHOTREQUEST']._serialized_start=1137
-  _globals['_RENEWSNAPSHOTREQUEST']._serialized_end=1198
-  _globals['_RENEWSNAPSHOTRESPONSE']._serialized_start=1200
-  _globals['_RENEWSNAPSHOTRESPONSE']._serialized_end=1276
-  _globals['_RELEASESNAPSHOTREQUEST']._serialized_start=1278
-  _globals['_RELEASESNAPSHOTREQUEST']._serialized_end=1323
-  _globals['_RELEASESNAPSHOTRESPONSE']._serialized_start=1325
-  _globals['_RELEASESNAPSHOTRESPONSE']._serialized_end=1385
-  _globals['_STATSITEM']._serialized_start=1387
-  _globals['_STATSITEM']._serialized_end=1449
-  _globals['_COMPUTESTATSREQUEST']._serialized_start=1451
-  _globals['_COMPUTESTATSREQUEST']._serialized_end=1554
-  _globals['_STATS']._serialized_start=1557
-  _globals['_STATS']._serialized_end=1759
-  _globals['_COMPUTESTATSRESPONSE']._serialized_start=1761
-  _globals['_COMPUTESTATSRESPONSE']._serialized_end=1851
-  _globals['_DIGESTSNAPSHOTREQUEST']._serialized_start=1853
-  _globals['_DIGESTSNAPSHOTREQUEST']._serialized_end=1930
-  _globals['_DIGESTSNAPSHOTRESPONSE']._serialized_start=1932
-  _globals['_DIGESTSNAPSHOTRESPONSE']._serialized_end=2008
-  _globals['_GETMETRICSREQUEST']._serialized_start=2010
-  _globals['_GETMETRICSREQUEST']._serialized_end=2029
-  _globals['_GETMETRICSRESPONSE']._serialized_start=2031
-  _globals['_GETMETRICSRESPONSE']._serialized_end=2100
-  _globals['_SUMMONREQUEST']._serialized_start=2102
-  _globals['_SUMMONREQUEST']._serialized_end=2156
-  _globals['_SUMMONTENSOR']._serialized_start=2158
-  _globals['_SUMMONTENSOR']._serialized_end=2235
-  _globals['_SUMMONRESPONSE']._serialized_start=2237
-  _globals['_SUMMONRESPONSE']._serialized_end=2357
-  _globals['_SIDECARSERVICE']._serialized_start=2360
-  _globals['_SIDECARSERVICE']._serialized_end=3318
+  _globals['_CAPTUREBOUNDARYREQUEST']._serialized_end=864
+  _globals['_CAPTUREBOUNDARYRESPONSE']._serialized_start=866
+  _globals['_CAPTUREBOUNDARYRESPONSE']._serialized_end=960
+  _globals['_READSNAPSHOTREQUEST']._serialized_start=962
+  _globals['_READSNAPSHOTREQUEST']._serialized_end=1046
+  _globals['_READSNAPSHOTRESPONSE']._serialized_start=1048
+  _globals['_READSNAPSHOTRESPONSE']._serialized_end=1155
+  _globals['_RENEWSNAPSHOTREQUEST']._serialized_start=1157
+  _globals['_RENEWSNAPSHOTREQUEST']._serialized_end=1218
+  _globals['_RENEWSNAPSHOTRESPONSE']._serialized_start=1220
+  _globals['_RENEWSNAPSHOTRESPONSE']._serialized_end=1296
+  _globals['_RELEASESNAPSHOTREQUEST']._serialized_start=1298
+  _globals['_RELEASESNAPSHOTREQUEST']._serialized_end=1343
+  _globals['_RELEASESNAPSHOTRESPONSE']._serialized_start=1345
+  _globals['_RELEASESNAPSHOTRESPONSE']._serialized_end=1405
+  _globals['_STATSITEM']._serialized_start=1407
+  _globals['_STATSITEM']._serialized_end=1469
+  _globals['_COMPUTESTATSREQUEST']._serialized_start=1471
+  _globals['_COMPUTESTATSREQUEST']._serialized_end=1589
+  _globals['_STATS']._serialized_start=1592
+  _globals['_STATS']._serialized_end=1815
+  _globals['_COMPUTESTATSRESPONSE']._serialized_start=1817
+  _globals['_COMPUTESTATSRESPONSE']._serialized_end=1907
+  _globals['_POOLITEM']._serialized_start=1910
+  _globals['_POOLITEM']._serialized_end=2044
+  _globals['_POOLSNAPSHOTREQUEST']._serialized_start=2047
+  _globals['_POOLSNAPSHOTREQUEST']._serialized_end=2261
+  _globals['_POOLSNAPSHOTRESPONSE']._serialized_start=2264
+  _globals['_POOLSNAPSHOTRESPONSE']._serialized_end=2475
+  _globals['_LISTSNAPSHOTSREQUEST']._serialized_start=2477
+  _globals['_LISTSNAPSHOTSREQUEST']._serialized_end=2499
+  _globals['_SNAPSHOTINFO']._serialized_start=2501
+  _globals['_SNAPSHOTINFO']._serialized_end=2607
+  _globals['_LISTSNAPSHOTSRESPONSE']._serialized_start=2610
+  _globals['_LISTSNAPSHOTSRESPONSE']._serialized_end=2775
+  _globals['_DIGESTSNAPSHOTREQUEST']._serialized_start=2777
+  _globals['_DIGESTSNAPSHOTREQUEST']._serialized_end=2854
+  _globals['_DIGESTSNAPSHOTRESPONSE']._serialized_start=2856
+  _globals['_DIGESTSNAPSHOTRESPONSE']._serialized_end=2932
+  _globals['_GETMETRICSREQUEST']._serialized_start=2934
+  _globals['_GETMETRICSREQUEST']._serialized_end=2953
+  _globals['_GETMETRICSRESPONSE']._serialized_start=2955
+  _globals['_GETMETRICSRESPONSE']._serialized_end=3024
+  _globals['_SUMMONREQUEST']._serialized_start=3026
+  _globals['_SUMMONREQUEST']._serialized_end=3080
+  _globals['_SUMMONTENSOR']._serialized_start=3082
+  _globals['_SUMMONTENSOR']._serialized_end=3159
+  _globals['_SUMMONRESPONSE']._serialized_start=3161
+  _globals['_SUMMONRESPONSE']._serialized_end=3281
+  _globals['_SIDECARSERVICE']._serialized_start=3402
+  _globals['_SIDECARSERVICE']._serialized_end=4525
 # @@protoc_insertion_point(module_scope)

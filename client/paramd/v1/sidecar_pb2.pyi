@@ -7,12 +7,51 @@ import builtins
 import collections.abc
 import google.protobuf.descriptor
 import google.protobuf.internal.containers
+import google.protobuf.internal.enum_type_wrapper
 import google.protobuf.message
 import paramd.v1.common_pb2
 import paramd.v1.layout_pb2
+import sys
 import typing
 
+if sys.version_info >= (3, 10):
+    import typing as typing_extensions
+else:
+    import typing_extensions
+
 DESCRIPTOR: google.protobuf.descriptor.FileDescriptor
+
+class _PoolMode:
+    ValueType = typing.NewType("ValueType", builtins.int)
+    V: typing_extensions.TypeAlias = ValueType
+
+class _PoolModeEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._EnumTypeWrapper[_PoolMode.ValueType], builtins.type):
+    DESCRIPTOR: google.protobuf.descriptor.EnumDescriptor
+    POOL_MODE_UNSPECIFIED: _PoolMode.ValueType  # 0
+    """Not said; refused."""
+    POOL_MODE_SUM: _PoolMode.ValueType  # 1
+    """Their sum in float64, from which a mean is made when all parts are there."""
+    POOL_MODE_MIN: _PoolMode.ValueType  # 2
+    """The smallest one."""
+    POOL_MODE_MAX: _PoolMode.ValueType  # 3
+    """The largest one."""
+    POOL_MODE_ABSMAX: _PoolMode.ValueType  # 4
+    """The largest absolute value."""
+
+class PoolMode(_PoolMode, metaclass=_PoolModeEnumTypeWrapper):
+    """PoolMode says what a cell of a picture tells of its finite elements."""
+
+POOL_MODE_UNSPECIFIED: PoolMode.ValueType  # 0
+"""Not said; refused."""
+POOL_MODE_SUM: PoolMode.ValueType  # 1
+"""Their sum in float64, from which a mean is made when all parts are there."""
+POOL_MODE_MIN: PoolMode.ValueType  # 2
+"""The smallest one."""
+POOL_MODE_MAX: PoolMode.ValueType  # 3
+"""The largest one."""
+POOL_MODE_ABSMAX: PoolMode.ValueType  # 4
+"""The largest absolute value."""
+global___PoolMode = PoolMode
 
 @typing.final
 class GetStateRequest(google.protobuf.message.Message):
@@ -245,10 +284,15 @@ class CaptureBoundaryRequest(google.protobuf.message.Message):
     EPOCH_FIELD_NUMBER: builtins.int
     BOUNDARY_FIELD_NUMBER: builtins.int
     SNAPSHOT_IDS_FIELD_NUMBER: builtins.int
+    GENERATION_FIELD_NUMBER: builtins.int
     epoch: builtins.int
     """Epoch the boundary belongs to."""
     boundary: builtins.int
     """Number of the request; rises by one within an epoch."""
+    generation: builtins.int
+    """Generation of the asking control plane. Lower than one that the sidecar has met:
+    FAILED_PRECONDITION.
+    """
     @property
     def snapshot_ids(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
         """Snapshots of this sidecar to fill; may be empty."""
@@ -259,8 +303,9 @@ class CaptureBoundaryRequest(google.protobuf.message.Message):
         epoch: builtins.int = ...,
         boundary: builtins.int = ...,
         snapshot_ids: collections.abc.Iterable[builtins.str] | None = ...,
+        generation: builtins.int = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["boundary", b"boundary", "epoch", b"epoch", "snapshot_ids", b"snapshot_ids"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["boundary", b"boundary", "epoch", b"epoch", "generation", b"generation", "snapshot_ids", b"snapshot_ids"]) -> None: ...
 
 global___CaptureBoundaryRequest = CaptureBoundaryRequest
 
@@ -473,6 +518,7 @@ class ComputeStatsRequest(google.protobuf.message.Message):
     SNAPSHOT_ID_FIELD_NUMBER: builtins.int
     ITEMS_FIELD_NUMBER: builtins.int
     WITH_EXPONENTS_FIELD_NUMBER: builtins.int
+    EDGES_FIELD_NUMBER: builtins.int
     snapshot_id: builtins.str
     """Which snapshot."""
     with_exponents: builtins.bool
@@ -481,14 +527,21 @@ class ComputeStatsRequest(google.protobuf.message.Message):
     def items(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___StatsItem]:
         """What to reduce; one answer each, in the same order."""
 
+    @property
+    def edges(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.float]:
+        """Count elements between these edges too: finite, strictly rising, at most 513. Empty:
+        do not.
+        """
+
     def __init__(
         self,
         *,
         snapshot_id: builtins.str = ...,
         items: collections.abc.Iterable[global___StatsItem] | None = ...,
         with_exponents: builtins.bool = ...,
+        edges: collections.abc.Iterable[builtins.float] | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["items", b"items", "snapshot_id", b"snapshot_id", "with_exponents", b"with_exponents"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["edges", b"edges", "items", b"items", "snapshot_id", b"snapshot_id", "with_exponents", b"with_exponents"]) -> None: ...
 
 global___ComputeStatsRequest = ComputeStatsRequest
 
@@ -511,6 +564,7 @@ class Stats(google.protobuf.message.Message):
     MAX_FIELD_NUMBER: builtins.int
     EXPONENT_COUNTS_FIELD_NUMBER: builtins.int
     EXPONENT_BEGIN_FIELD_NUMBER: builtins.int
+    EDGE_COUNTS_FIELD_NUMBER: builtins.int
     count: builtins.int
     """Elements."""
     zero_count: builtins.int
@@ -538,6 +592,12 @@ class Stats(google.protobuf.message.Message):
         Empty unless asked for.
         """
 
+    @property
+    def edge_counts(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
+        """Finite elements below the first edge, then those with edge i <= x < edge i + 1, then
+        those at or above the last edge: one more than edges. Empty unless asked for.
+        """
+
     def __init__(
         self,
         *,
@@ -552,8 +612,9 @@ class Stats(google.protobuf.message.Message):
         max: builtins.float = ...,
         exponent_counts: collections.abc.Iterable[builtins.int] | None = ...,
         exponent_begin: builtins.int = ...,
+        edge_counts: collections.abc.Iterable[builtins.int] | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["count", b"count", "exponent_begin", b"exponent_begin", "exponent_counts", b"exponent_counts", "inf_count", b"inf_count", "m2", b"m2", "max", b"max", "mean", b"mean", "min", b"min", "nan_count", b"nan_count", "sum_squares", b"sum_squares", "zero_count", b"zero_count"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["count", b"count", "edge_counts", b"edge_counts", "exponent_begin", b"exponent_begin", "exponent_counts", b"exponent_counts", "inf_count", b"inf_count", "m2", b"m2", "max", b"max", "mean", b"mean", "min", b"min", "nan_count", b"nan_count", "sum_squares", b"sum_squares", "zero_count", b"zero_count"]) -> None: ...
 
 global___Stats = Stats
 
@@ -583,6 +644,250 @@ class ComputeStatsResponse(google.protobuf.message.Message):
     def ClearField(self, field_name: typing.Literal["header", b"header", "stats", b"stats"]) -> None: ...
 
 global___ComputeStatsResponse = ComputeStatsResponse
+
+@typing.final
+class PoolItem(google.protobuf.message.Message):
+    """PoolItem is a strided view of a snapshot, and where its elements stand in the matrix that
+    the picture shows.
+    """
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    BEGIN_BYTES_FIELD_NUMBER: builtins.int
+    SIZES_FIELD_NUMBER: builtins.int
+    STRIDES_FIELD_NUMBER: builtins.int
+    STEPS_FIELD_NUMBER: builtins.int
+    ROW_DIMS_FIELD_NUMBER: builtins.int
+    ROW_BEGIN_FIELD_NUMBER: builtins.int
+    COL_BEGIN_FIELD_NUMBER: builtins.int
+    begin_bytes: builtins.int
+    """First byte within the snapshot."""
+    row_dims: builtins.int
+    """How many of the first dims count rows; the others count columns."""
+    row_begin: builtins.int
+    """Row of the first element."""
+    col_begin: builtins.int
+    """Column of the first element."""
+    @property
+    def sizes(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
+        """Elements in each dim of the view; none is 0. Empty for a single element."""
+
+    @property
+    def strides(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
+        """Elements of the snapshot between neighbours of each dim."""
+
+    @property
+    def steps(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
+        """Rows of the matrix (in the first `row_dims` dims) or columns (in the others) between
+        neighbours of each dim.
+        """
+
+    def __init__(
+        self,
+        *,
+        begin_bytes: builtins.int = ...,
+        sizes: collections.abc.Iterable[builtins.int] | None = ...,
+        strides: collections.abc.Iterable[builtins.int] | None = ...,
+        steps: collections.abc.Iterable[builtins.int] | None = ...,
+        row_dims: builtins.int = ...,
+        row_begin: builtins.int = ...,
+        col_begin: builtins.int = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["begin_bytes", b"begin_bytes", "col_begin", b"col_begin", "row_begin", b"row_begin", "row_dims", b"row_dims", "sizes", b"sizes", "steps", b"steps", "strides", b"strides"]) -> None: ...
+
+global___PoolItem = PoolItem
+
+@typing.final
+class PoolSnapshotRequest(google.protobuf.message.Message):
+    """Request of PoolSnapshot."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    SNAPSHOT_ID_FIELD_NUMBER: builtins.int
+    DTYPE_FIELD_NUMBER: builtins.int
+    MODE_FIELD_NUMBER: builtins.int
+    ROW_COUNT_FIELD_NUMBER: builtins.int
+    COL_COUNT_FIELD_NUMBER: builtins.int
+    CELL_ROW_COUNT_FIELD_NUMBER: builtins.int
+    CELL_COL_COUNT_FIELD_NUMBER: builtins.int
+    ITEMS_FIELD_NUMBER: builtins.int
+    snapshot_id: builtins.str
+    """Which snapshot."""
+    dtype: builtins.str
+    """torch dtype of all items, without its prefix."""
+    mode: global___PoolMode.ValueType
+    """What a cell tells."""
+    row_count: builtins.int
+    """Rows of the whole matrix, 1 or more."""
+    col_count: builtins.int
+    """Columns of the whole matrix, 1 or more."""
+    cell_row_count: builtins.int
+    """Rows of the picture, 1 to 512 and at most `row_count`. Row r of the matrix belongs to
+    row floor(r * cell_row_count / row_count) of the picture.
+    """
+    cell_col_count: builtins.int
+    """Columns of the picture; likewise."""
+    @property
+    def items(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___PoolItem]:
+        """What to shrink; at most 4,096. Elements are counted as often as items name them."""
+
+    def __init__(
+        self,
+        *,
+        snapshot_id: builtins.str = ...,
+        dtype: builtins.str = ...,
+        mode: global___PoolMode.ValueType = ...,
+        row_count: builtins.int = ...,
+        col_count: builtins.int = ...,
+        cell_row_count: builtins.int = ...,
+        cell_col_count: builtins.int = ...,
+        items: collections.abc.Iterable[global___PoolItem] | None = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["cell_col_count", b"cell_col_count", "cell_row_count", b"cell_row_count", "col_count", b"col_count", "dtype", b"dtype", "items", b"items", "mode", b"mode", "row_count", b"row_count", "snapshot_id", b"snapshot_id"]) -> None: ...
+
+global___PoolSnapshotRequest = PoolSnapshotRequest
+
+@typing.final
+class PoolSnapshotResponse(google.protobuf.message.Message):
+    """Answer of PoolSnapshot: the rectangle of cells that the items touch, row-major."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    HEADER_FIELD_NUMBER: builtins.int
+    CELL_ROW_BEGIN_FIELD_NUMBER: builtins.int
+    CELL_COL_BEGIN_FIELD_NUMBER: builtins.int
+    CELL_ROW_COUNT_FIELD_NUMBER: builtins.int
+    CELL_COL_COUNT_FIELD_NUMBER: builtins.int
+    VALUES_FIELD_NUMBER: builtins.int
+    COUNTS_FIELD_NUMBER: builtins.int
+    NONFINITE_COUNTS_FIELD_NUMBER: builtins.int
+    cell_row_begin: builtins.int
+    """First row of cells."""
+    cell_col_begin: builtins.int
+    """First column of cells."""
+    cell_row_count: builtins.int
+    """Rows of cells; 0 when there was no item."""
+    cell_col_count: builtins.int
+    """Columns of cells."""
+    @property
+    def header(self) -> paramd.v1.common_pb2.Header:
+        """Epoch and step of the numbers."""
+
+    @property
+    def values(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.float]:
+        """What each cell tells; means nothing where the cell has no finite element."""
+
+    @property
+    def counts(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
+        """Finite elements of each cell."""
+
+    @property
+    def nonfinite_counts(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
+        """NaN and infinite elements of each cell; empty when there is none."""
+
+    def __init__(
+        self,
+        *,
+        header: paramd.v1.common_pb2.Header | None = ...,
+        cell_row_begin: builtins.int = ...,
+        cell_col_begin: builtins.int = ...,
+        cell_row_count: builtins.int = ...,
+        cell_col_count: builtins.int = ...,
+        values: collections.abc.Iterable[builtins.float] | None = ...,
+        counts: collections.abc.Iterable[builtins.int] | None = ...,
+        nonfinite_counts: collections.abc.Iterable[builtins.int] | None = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["header", b"header"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["cell_col_begin", b"cell_col_begin", "cell_col_count", b"cell_col_count", "cell_row_begin", b"cell_row_begin", "cell_row_count", b"cell_row_count", "counts", b"counts", "header", b"header", "nonfinite_counts", b"nonfinite_counts", "values", b"values"]) -> None: ...
+
+global___PoolSnapshotResponse = PoolSnapshotResponse
+
+@typing.final
+class ListSnapshotsRequest(google.protobuf.message.Message):
+    """Request of ListSnapshots."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+
+global___ListSnapshotsRequest = ListSnapshotsRequest
+
+@typing.final
+class SnapshotInfo(google.protobuf.message.Message):
+    """SnapshotInfo is one lease on a snapshot."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: builtins.int
+    STEP_FIELD_NUMBER: builtins.int
+    SIZE_BYTES_FIELD_NUMBER: builtins.int
+    LEASE_LEFT_MS_FIELD_NUMBER: builtins.int
+    AT_BOUNDARY_FIELD_NUMBER: builtins.int
+    name: builtins.str
+    """First 8 characters of the snapshot's id. The whole id is a key to it, and stays with
+    who pinned.
+    """
+    step: builtins.int
+    """Step of the bytes; -1 while they are not there."""
+    size_bytes: builtins.int
+    """Length in bytes; shared with other leases on the same bytes."""
+    lease_left_ms: builtins.int
+    """What is left of the lease, in milliseconds."""
+    at_boundary: builtins.bool
+    """It was made for an agreed boundary."""
+    def __init__(
+        self,
+        *,
+        name: builtins.str = ...,
+        step: builtins.int = ...,
+        size_bytes: builtins.int = ...,
+        lease_left_ms: builtins.int = ...,
+        at_boundary: builtins.bool = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["at_boundary", b"at_boundary", "lease_left_ms", b"lease_left_ms", "name", b"name", "size_bytes", b"size_bytes", "step", b"step"]) -> None: ...
+
+global___SnapshotInfo = SnapshotInfo
+
+@typing.final
+class ListSnapshotsResponse(google.protobuf.message.Message):
+    """Answer of ListSnapshots."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    HEADER_FIELD_NUMBER: builtins.int
+    SNAPSHOTS_FIELD_NUMBER: builtins.int
+    LEASE_COUNT_FIELD_NUMBER: builtins.int
+    USED_BYTES_FIELD_NUMBER: builtins.int
+    BUDGET_BYTES_FIELD_NUMBER: builtins.int
+    lease_count: builtins.int
+    """Leases there are."""
+    used_bytes: builtins.int
+    """Bytes held by snapshots under lease."""
+    budget_bytes: builtins.int
+    """Most bytes that snapshots may take."""
+    @property
+    def header(self) -> paramd.v1.common_pb2.Header:
+        """Who answers."""
+
+    @property
+    def snapshots(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___SnapshotInfo]:
+        """Leases, by what is left of them; at most 1,024."""
+
+    def __init__(
+        self,
+        *,
+        header: paramd.v1.common_pb2.Header | None = ...,
+        snapshots: collections.abc.Iterable[global___SnapshotInfo] | None = ...,
+        lease_count: builtins.int = ...,
+        used_bytes: builtins.int = ...,
+        budget_bytes: builtins.int = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["header", b"header"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["budget_bytes", b"budget_bytes", "header", b"header", "lease_count", b"lease_count", "snapshots", b"snapshots", "used_bytes", b"used_bytes"]) -> None: ...
+
+global___ListSnapshotsResponse = ListSnapshotsResponse
 
 @typing.final
 class DigestSnapshotRequest(google.protobuf.message.Message):

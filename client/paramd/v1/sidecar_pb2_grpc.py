@@ -81,6 +81,16 @@ class SidecarServiceStub(object):
                 request_serializer=paramd_dot_v1_dot_sidecar__pb2.ComputeStatsRequest.SerializeToString,
                 response_deserializer=paramd_dot_v1_dot_sidecar__pb2.ComputeStatsResponse.FromString,
                 _registered_method=True)
+        self.PoolSnapshot = channel.unary_unary(
+                '/paramd.v1.SidecarService/PoolSnapshot',
+                request_serializer=paramd_dot_v1_dot_sidecar__pb2.PoolSnapshotRequest.SerializeToString,
+                response_deserializer=paramd_dot_v1_dot_sidecar__pb2.PoolSnapshotResponse.FromString,
+                _registered_method=True)
+        self.ListSnapshots = channel.unary_unary(
+                '/paramd.v1.SidecarService/ListSnapshots',
+                request_serializer=paramd_dot_v1_dot_sidecar__pb2.ListSnapshotsRequest.SerializeToString,
+                response_deserializer=paramd_dot_v1_dot_sidecar__pb2.ListSnapshotsResponse.FromString,
+                _registered_method=True)
         self.DigestSnapshot = channel.unary_unary(
                 '/paramd.v1.SidecarService/DigestSnapshot',
                 request_serializer=paramd_dot_v1_dot_sidecar__pb2.DigestSnapshotRequest.SerializeToString,
@@ -173,6 +183,20 @@ class SidecarServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def PoolSnapshot(self, request, context):
+        """Shrinks parts of a pinned snapshot to the cells of a picture. Idempotent.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ListSnapshots(self, request, context):
+        """Snapshots under lease here. Idempotent.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def DigestSnapshot(self, request, context):
         """Digests parts of a pinned snapshot, so that replicas may be compared without moving
         them. Idempotent. NOT_FOUND: the lease ended.
@@ -243,6 +267,16 @@ def add_SidecarServiceServicer_to_server(servicer, server):
                     servicer.ComputeStats,
                     request_deserializer=paramd_dot_v1_dot_sidecar__pb2.ComputeStatsRequest.FromString,
                     response_serializer=paramd_dot_v1_dot_sidecar__pb2.ComputeStatsResponse.SerializeToString,
+            ),
+            'PoolSnapshot': grpc.unary_unary_rpc_method_handler(
+                    servicer.PoolSnapshot,
+                    request_deserializer=paramd_dot_v1_dot_sidecar__pb2.PoolSnapshotRequest.FromString,
+                    response_serializer=paramd_dot_v1_dot_sidecar__pb2.PoolSnapshotResponse.SerializeToString,
+            ),
+            'ListSnapshots': grpc.unary_unary_rpc_method_handler(
+                    servicer.ListSnapshots,
+                    request_deserializer=paramd_dot_v1_dot_sidecar__pb2.ListSnapshotsRequest.FromString,
+                    response_serializer=paramd_dot_v1_dot_sidecar__pb2.ListSnapshotsResponse.SerializeToString,
             ),
             'DigestSnapshot': grpc.unary_unary_rpc_method_handler(
                     servicer.DigestSnapshot,
@@ -505,6 +539,60 @@ class SidecarService(object):
             '/paramd.v1.SidecarService/ComputeStats',
             paramd_dot_v1_dot_sidecar__pb2.ComputeStatsRequest.SerializeToString,
             paramd_dot_v1_dot_sidecar__pb2.ComputeStatsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def PoolSnapshot(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/paramd.v1.SidecarService/PoolSnapshot',
+            paramd_dot_v1_dot_sidecar__pb2.PoolSnapshotRequest.SerializeToString,
+            paramd_dot_v1_dot_sidecar__pb2.PoolSnapshotResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ListSnapshots(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/paramd.v1.SidecarService/ListSnapshots',
+            paramd_dot_v1_dot_sidecar__pb2.ListSnapshotsRequest.SerializeToString,
+            paramd_dot_v1_dot_sidecar__pb2.ListSnapshotsResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -87,6 +87,18 @@ class SidecarServiceStub:
     ]
     """Reduces parts of a pinned snapshot to mergeable statistics. Idempotent."""
 
+    PoolSnapshot: grpc.UnaryUnaryMultiCallable[
+        paramd.v1.sidecar_pb2.PoolSnapshotRequest,
+        paramd.v1.sidecar_pb2.PoolSnapshotResponse,
+    ]
+    """Shrinks parts of a pinned snapshot to the cells of a picture. Idempotent."""
+
+    ListSnapshots: grpc.UnaryUnaryMultiCallable[
+        paramd.v1.sidecar_pb2.ListSnapshotsRequest,
+        paramd.v1.sidecar_pb2.ListSnapshotsResponse,
+    ]
+    """Snapshots under lease here. Idempotent."""
+
     DigestSnapshot: grpc.UnaryUnaryMultiCallable[
         paramd.v1.sidecar_pb2.DigestSnapshotRequest,
         paramd.v1.sidecar_pb2.DigestSnapshotResponse,
@@ -177,6 +189,18 @@ class SidecarServiceAsyncStub:
         paramd.v1.sidecar_pb2.ComputeStatsResponse,
     ]
     """Reduces parts of a pinned snapshot to mergeable statistics. Idempotent."""
+
+    PoolSnapshot: grpc.aio.UnaryUnaryMultiCallable[
+        paramd.v1.sidecar_pb2.PoolSnapshotRequest,
+        paramd.v1.sidecar_pb2.PoolSnapshotResponse,
+    ]
+    """Shrinks parts of a pinned snapshot to the cells of a picture. Idempotent."""
+
+    ListSnapshots: grpc.aio.UnaryUnaryMultiCallable[
+        paramd.v1.sidecar_pb2.ListSnapshotsRequest,
+        paramd.v1.sidecar_pb2.ListSnapshotsResponse,
+    ]
+    """Snapshots under lease here. Idempotent."""
 
     DigestSnapshot: grpc.aio.UnaryUnaryMultiCallable[
         paramd.v1.sidecar_pb2.DigestSnapshotRequest,
@@ -286,6 +310,22 @@ class SidecarServiceServicer(metaclass=abc.ABCMeta):
         context: _ServicerContext,
     ) -> typing.Union[paramd.v1.sidecar_pb2.ComputeStatsResponse, collections.abc.Awaitable[paramd.v1.sidecar_pb2.ComputeStatsResponse]]:
         """Reduces parts of a pinned snapshot to mergeable statistics. Idempotent."""
+
+    @abc.abstractmethod
+    def PoolSnapshot(
+        self,
+        request: paramd.v1.sidecar_pb2.PoolSnapshotRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[paramd.v1.sidecar_pb2.PoolSnapshotResponse, collections.abc.Awaitable[paramd.v1.sidecar_pb2.PoolSnapshotResponse]]:
+        """Shrinks parts of a pinned snapshot to the cells of a picture. Idempotent."""
+
+    @abc.abstractmethod
+    def ListSnapshots(
+        self,
+        request: paramd.v1.sidecar_pb2.ListSnapshotsRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[paramd.v1.sidecar_pb2.ListSnapshotsResponse, collections.abc.Awaitable[paramd.v1.sidecar_pb2.ListSnapshotsResponse]]:
+        """Snapshots under lease here. Idempotent."""
 
     @abc.abstractmethod
     def DigestSnapshot(

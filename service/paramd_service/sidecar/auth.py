@@ -34,6 +34,8 @@ ROLES: dict[str, frozenset[Role]] = {
     f"/{SERVICE}/RenewSnapshot": _READERS,
     f"/{SERVICE}/ReleaseSnapshot": _READERS,
     f"/{SERVICE}/ComputeStats": _READERS,
+    f"/{SERVICE}/PoolSnapshot": _READERS,
+    f"/{SERVICE}/ListSnapshots": _READERS,
     f"/{SERVICE}/DigestSnapshot": _READERS,
     f"/{SERVICE}/GetMetrics": _READERS,
     f"/{SERVICE}/Summon": _READERS,

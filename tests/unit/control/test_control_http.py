@@ -18,6 +18,7 @@ from paramd_service.control.auth import FailureLimit, UserToken
 from paramd_service.control.config import Bootstrap, ControlConfig
 from paramd_service.control.coordinator import Coordinator
 from paramd_service.control.guard import SECURITY_HEADERS
+from paramd_service.control.events import EventBus
 from paramd_service.control.metrics import LoopLag, Metrics
 from paramd_service.control.registry import Registry
 from paramd_service.control.services import Services
@@ -45,6 +46,7 @@ def services() -> Services:
         metrics=Metrics(registry.view, coordinator, LoopLag()),
         user_token=UserToken(TOKEN),
         failures=FailureLimit(burst=1000.0),
+        events=EventBus(),
         stopping=lambda: False,
     )
 

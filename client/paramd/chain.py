@@ -1,0 +1,143 @@
+"""The hash chain of the audit: how records are linked, and how a chain is checked. Pure.
+
+A record's body is canonical JSON text; its hash is sha256(hash before || body). Both are
+kept and sent verbatim, so anybody can check a chain without our JSON writer.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+GENESIS = "0" * 64
+"""What stands for the hash before the first record."""
+
+
+@dataclass(frozen=True, slots=True)
+class Link:
+    """One record of a chain."""
+
+    seq: int
+    """Position in the chain, 1 for the first."""
+    body: str
+    """Canonical JSON of the record, as it was hashed."""
+    hash: str
+    """64 hexadecimal digits."""
+
+
+@dataclass(frozen=True, slots=True)
+class Head:
+    """The end of a chain as somebody remembered it."""
+
+    seq: int
+    """Records up to here; 0 when there was none."""
+    hash: str
+
+    def __str__(self) -> str:
+        return f"{self.seq}:{self.hash}"
+
+    @classmethod
+    def parse(cls, text: str) -> Head:
+        """The head in "SEQ:HASH". Raises ValueError."""
+        seq, colon, digest = text.strip().partition(":")
+        if not colon or not seq.isdecimal() or len(bytes.fromhex(digest)) != 32:
+            raise ValueError(f"{text[:100]!r}; expected SEQ:HASH with 64 hexadecimal digits")
+        return cls(int(seq), digest.lower())
+
+
+START = Head(0, GENESIS)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Verdict:
+    """What a check found."""
+
+    count: int
+    """Records that are good, from the first on."""
+    head: Head
+    """The last good record."""
+    bad_seq: int | None
+    """The first record that is changed or missing; None when all is well."""
+    reason: str
+    """Why; empty when all is well."""
+
+    @property
+    def good(self) -> bool:
+        """Nothing was changed, removed or cut off, as far as the anchors can tell."""
+        return self.bad_seq is None
+
+
+def canonical(record: Mapping[str, Any]) -> str:
+    """The one JSON text of a record. Raises ValueError for NaN and infinities."""
+    return json.dumps(record, sort_keys=True, separators=(",", ":"), allow_nan=False)
+
+
+def link_hash(previous: str, body: str) -> str:
+    """Hash of a record after the one whose hash is `previous`."""
+    return hashlib.sha256(bytes.fromhex(previous) + body.encode()).hexdigest()
+
+
+class ChainCheck:
+    """Checks a chain record by record, against heads that were kept elsewhere.
+
+    Feed with `take` from the first record on; `finish` gives the verdict.
+    """
+
+    def __init__(self, job: str, anchors: Sequence[Head] = ()) -> None:
+        self._job = job
+        self._anchors = sorted(anchors, key=lambda anchor: anchor.seq)
+        self._head = START
+        self._bad_seq: int | None = None
+        self._reason = ""
+
+    def take(self, link: Link) -> bool:
+        """Checks the next record; False once something is wrong."""
+        if self._bad_seq is not None:
+            return False
+        seq = self._head.seq + 1
+        if link.seq != seq:
+            return self._fail(seq, f"record {seq} is missing; {link.seq} stands in its place")
+        claimed = _claims(link, self._job)
+        if claimed is None:
+            return self._fail(seq, f"record {seq} is not a record of this chain")
+        if link_hash(claimed, link.body) != link.hash:
+            return self._fail(seq, f"record {seq} was changed: its hash is another one")
+        if claimed != self._head.hash:
+            # The record itself is whole and tells what stood before it.
+            return self._fail(max(seq - 1, 1), f"record {seq} does not follow record {seq - 1}")
+        for anchor in self._anchors:
+            if anchor.seq == seq and anchor.hash != link.hash:
+                return self._fail(seq, f"record {seq} is not the one whose hash was kept")
+        self._head = Head(seq, link.hash)
+        return True
+
+    def finish(self) -> Verdict:
+        """The verdict over all that was taken."""
+        last = self._anchors[-1].seq if self._anchors else 0
+        if self._bad_seq is None and last > self._head.seq:
+            self._fail(
+                self._head.seq + 1,
+                f"the end was cut off: {last} records were written, {self._head.seq} are there",
+            )
+        return Verdict(
+            count=self._head.seq, head=self._head, bad_seq=self._bad_seq, reason=self._reason
+        )
+
+    def _fail(self, seq: int, reason: str) -> bool:
+        self._bad_seq, self._reason = seq, reason
+        return False
+
+
+def _claims(link: Link, job: str) -> str | None:
+    """The hash before, as the record's body has it; None when the body is not such a record."""
+    try:
+        body = json.loads(link.body)
+        matches = body["seq"] == link.seq and body["job"] == job
+        previous = str(body["prev"])
+        whole = len(bytes.fromhex(previous)) == 32
+    except (ValueError, KeyError, TypeError, RecursionError):
+        return None
+    return previous if matches and whole else None

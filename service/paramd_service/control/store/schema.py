@@ -1,0 +1,110 @@
+"""The tables as they are now. A change here needs a revision in `migrations/versions`."""
+
+from __future__ import annotations
+
+from sqlalchemy import (
+    BigInteger,
+    Column,
+    Double,
+    ForeignKey,
+    Identity,
+    Index,
+    Integer,
+    MetaData,
+    String,
+    Table,
+    Text,
+    UniqueConstraint,
+)
+
+REVISION = "0001"
+"""The newest revision; a test holds it against the migrations."""
+
+MAX_JOB_CHARS = 64
+MAX_NAME_CHARS = 64
+
+metadata = MetaData(
+    naming_convention={
+        "pk": "pk_%(table_name)s",
+        "uq": "uq_%(table_name)s_%(column_0_name)s",
+        "ix": "ix_%(table_name)s_%(column_0_name)s",
+        "fk": "fk_%(table_name)s_%(column_0_name)s",
+    }
+)
+
+# SQLite numbers rows by itself only in a column of its own integer type.
+_Id = BigInteger().with_variant(Integer(), "sqlite")
+
+audit = Table(
+    "audit",
+    metadata,
+    Column("job", String(MAX_JOB_CHARS), primary_key=True, comment="empty: the site's own chain"),
+    Column("seq", BigInteger, primary_key=True, autoincrement=False, comment="1 and up, no gaps"),
+    Column("body", Text, nullable=False, comment="canonical JSON, as it was hashed"),
+    Column("hash", String(64), nullable=False, comment="sha256(hash before || body)"),
+    sqlite_with_rowid=False,
+    comment="append-only; paramd/chain.py says how records are linked",
+)
+
+tokens = Table(
+    "tokens",
+    metadata,
+    Column("name", String(MAX_NAME_CHARS), primary_key=True),
+    Column("digest", String(64), nullable=False, unique=True, comment="sha256 of the token"),
+    Column("role", String(16), nullable=False),
+    Column("created_s", Double, nullable=False, comment="seconds since the Unix epoch"),
+    Column("expires_s", Double, comment="null: never"),
+    Column("revoked_s", Double, comment="null: not revoked"),
+    comment="users of the REST side; the tokens themselves are nowhere",
+)
+
+alerts = Table(
+    "alerts",
+    metadata,
+    Column("id", _Id, Identity(), primary_key=True),
+    Column("job", String(MAX_JOB_CHARS), nullable=False),
+    Column("epoch", BigInteger, nullable=False),
+    Column("rank", Integer, nullable=False, comment="-1: the mesh as a whole"),
+    Column("step", BigInteger, nullable=False, comment="-1: not known"),
+    Column("rule", String(MAX_NAME_CHARS), nullable=False),
+    Column("severity", String(16), nullable=False),
+    Column("text", Text, nullable=False),
+    Column("detail", Text, nullable=False, comment="JSON object"),
+    Column("raised_s", Double, nullable=False, comment="seconds since the Unix epoch"),
+    Column("updated_s", Double, nullable=False),
+    Column("resolved_s", Double, comment="null: still true"),
+    Index("ix_alerts_job", "job", "id"),
+)
+
+metric_series = Table(
+    "metric_series",
+    metadata,
+    Column("id", _Id, Identity(), primary_key=True),
+    Column("job", String(MAX_JOB_CHARS), nullable=False),
+    Column("epoch", BigInteger, nullable=False),
+    Column("rank", Integer, nullable=False, comment="-1: the mesh as a whole"),
+    Column("name", String(MAX_NAME_CHARS), nullable=False),
+    UniqueConstraint("job", "epoch", "rank", "name"),
+    comment="what a number is about; its points hold only the id",
+)
+
+metric_points = Table(
+    "metric_points",
+    metadata,
+    Column(
+        "series_id",
+        _Id,
+        ForeignKey("metric_series.id", ondelete="CASCADE"),
+        primary_key=True,
+        autoincrement=False,
+    ),
+    Column("resolution_s", Integer, primary_key=True, autoincrement=False, comment="0: as it came"),
+    Column("time_ms", BigInteger, primary_key=True, autoincrement=False, comment="begin of it"),
+    Column("step", BigInteger, nullable=False, comment="the last step within; -1: not known"),
+    Column("mean", Double, comment="of finite values; null: there was none"),
+    Column("min", Double),
+    Column("max", Double),
+    Column("count", Integer, nullable=False, comment="finite values"),
+    Column("nonfinite_count", Integer, nullable=False, comment="NaN and infinities"),
+    sqlite_with_rowid=False,
+)

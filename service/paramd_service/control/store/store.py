@@ -1,0 +1,158 @@
+"""The store: one thread that writes, a few that read, and an event loop that never waits."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import queue
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
+
+from sqlalchemy import Connection, Engine
+
+from paramd_service.control.store.address import StoreAddress
+from paramd_service.control.store.engine import READERS, WRITES, make_engine
+from paramd_service.control.store.errors import StoreError, store_errors
+from paramd_service.control.store.migrate import migrate
+
+MAX_WAITING = 1024
+"""Writes that may wait; one more is refused."""
+
+T = TypeVar("T")
+
+log = logging.getLogger("paramd.control.store")
+
+
+@dataclass(frozen=True, slots=True)
+class _Write(Generic[T]):
+    work: Callable[[Connection], T]
+    then: Callable[[T], None]
+    done: Future[T]
+
+
+class Store:
+    """A database, from `start` to `stop`. Use on one event loop.
+
+    A store that cannot be opened is tried again with every write; until then all calls
+    raise `StoreError`. So a full disk costs what needs the store, and nothing else.
+    """
+
+    def __init__(self, address: StoreAddress, *, max_waiting: int = MAX_WAITING) -> None:
+        self.address = address
+        self._engine: Engine | None = None
+        self._open = False
+        self._writes: queue.Queue[_Write[Any] | None] = queue.Queue(max_waiting)
+        self._writer: threading.Thread | None = None
+        self._readers: ThreadPoolExecutor | None = None
+        self._stopping = False
+
+    @property
+    def waiting_count(self) -> int:
+        """Writes that have not begun."""
+        return self._writes.qsize()
+
+    async def start(self) -> None:
+        """Starts the threads and opens the store; migrations run now.
+
+        Raises:
+            UsageError: its driver is not installed.
+            ConflictError: a newer paramd has made this store.
+            StoreError: it cannot be opened now. The store stays started, and tries again.
+        """
+        self._engine = make_engine(self.address)
+        self._readers = ThreadPoolExecutor(READERS, "paramd-store-reader")
+        self._writer = threading.Thread(target=self._run, name="paramd-store-writer", daemon=True)
+        self._writer.start()
+        await self.write(lambda _: None)
+
+    async def stop(self) -> None:
+        """Performs the writes that wait, then closes. Idempotent; safe after a failed start."""
+        self._stopping = True
+        if self._writer is None or self._readers is None:
+            return
+        writer, self._writer = self._writer, None
+        loop = asyncio.get_running_loop()
+        await loop.run_in_executor(self._readers, self._end, writer)
+        self._readers.shutdown()
+
+    async def write(
+        self, work: Callable[[Connection], T], *, then: Callable[[T], None] = lambda _: None
+    ) -> T:
+        """Runs `work` in a transaction of its own; returns when it is durable.
+
+        `then` runs after the commit, on the writer's thread too, before the next write. A
+        cancelled call either has no effect or is performed as a whole.
+
+        Raises:
+            StoreError: nothing was written; or the commit's fate is unknown (connection lost).
+        """
+        return await asyncio.wrap_future(self.submit(work, then=then))
+
+    def submit(
+        self, work: Callable[[Connection], T], *, then: Callable[[T], None] = lambda _: None
+    ) -> Future[T]:
+        """As `write`, for callers that do not wait. Never blocks.
+
+        Raises:
+            StoreError: too many writes wait, or the store has stopped.
+        """
+        if self._stopping or self._writer is None:
+            raise StoreError("the store has stopped")
+        done: Future[T] = Future()
+        try:
+            self._writes.put_nowait(_Write(work, then, done))
+        except queue.Full:
+            raise StoreError(
+                f"the store {self.address} is behind: {self._writes.maxsize} writes wait; "
+                "try again in a few seconds"
+            ) from None
+        return done
+
+    async def read(self, work: Callable[[Connection], T]) -> T:
+        """Runs `work` on a reader's thread, in a transaction that must not write.
+
+        Raises:
+            StoreError: it cannot be read.
+        """
+        if self._stopping or self._readers is None:
+            raise StoreError("the store has stopped")
+        return await asyncio.get_running_loop().run_in_executor(self._readers, self._read, work)
+
+    def _read(self, work: Callable[[Connection], T]) -> T:
+        assert self._engine is not None
+        if not self._open:
+            raise StoreError(f"the store {self.address} is not open; the log says why")
+        with store_errors(self.address), self._engine.begin() as connection:
+            return work(connection)
+
+    def _run(self) -> None:
+        while (write := self._writes.get()) is not None:
+            if not write.done.set_running_or_notify_cancel():
+                continue
+            try:
+                result = self._perform(write)
+            except BaseException as error:
+                write.done.set_exception(error)
+            else:
+                write.done.set_result(result)
+
+    def _perform(self, write: _Write[T]) -> T:
+        assert self._engine is not None
+        with store_errors(self.address):
+            if not self._open:
+                before = migrate(self._engine, self.address)
+                self._open = True
+                log.info("store %s is open (revision before: %r)", self.address, before)
+            with self._engine.execution_options(**{WRITES: True}).begin() as connection:
+                result = write.work(connection)
+            write.then(result)
+            return result
+
+    def _end(self, writer: threading.Thread) -> None:
+        self._writes.put(None)
+        writer.join()
+        assert self._engine is not None
+        self._engine.dispose()

@@ -1,0 +1,104 @@
+"""Tokens of users at rest: names, digests, roles; never the tokens."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from sqlalchemy import Connection, Row, insert, select, update
+
+from paramd.errors import ConflictError, NotFoundError
+from paramd_service.control.store.schema import tokens
+from paramd_service.control.store.store import Store
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TokenRow:
+    """One token."""
+
+    name: str
+    """Unique, for ever: a revoked token keeps its name. At most 64 characters."""
+    digest: str
+    """sha256 of the token, 64 hexadecimal digits."""
+    role: str
+    created_s: float
+    """Seconds since the Unix epoch."""
+    expires_s: float | None = None
+    """None: never."""
+    revoked_s: float | None = None
+    """None: not revoked."""
+
+
+class TokenStore:
+    """Reads and writes the table. All methods raise StoreError when it cannot be used."""
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+
+    async def create(self, row: TokenRow) -> None:
+        """Adds one.
+
+        Raises:
+            ConflictError: the name has been used.
+        """
+
+        def work(connection: Connection) -> None:
+            found = select(tokens.c.name).where(tokens.c.name == row.name)
+            if connection.execute(found).first() is not None:
+                raise ConflictError(f"token {row.name!r}: the name has been used; take another")
+            connection.execute(
+                insert(tokens).values(
+                    name=row.name,
+                    digest=row.digest,
+                    role=row.role,
+                    created_s=row.created_s,
+                    expires_s=row.expires_s,
+                    revoked_s=row.revoked_s,
+                )
+            )
+
+        await self._store.write(work)
+
+    async def find(self, digest: str) -> TokenRow | None:
+        """The token with this digest, revoked or expired ones too; None when there is none."""
+        chosen = select(tokens).where(tokens.c.digest == digest)
+        row = await self._store.read(lambda connection: connection.execute(chosen).first())
+        return _token(row) if row is not None else None
+
+    async def get(self, name: str) -> TokenRow:
+        """The token of this name. Raises NotFoundError."""
+        chosen = select(tokens).where(tokens.c.name == name)
+        row = await self._store.read(lambda connection: connection.execute(chosen).first())
+        if row is None:
+            raise NotFoundError(f"token {name[:64]!r} does not exist; see: paramd token list")
+        return _token(row)
+
+    async def list(self) -> list[TokenRow]:
+        """All tokens, revoked ones too, ordered by name."""
+        chosen = select(tokens).order_by(tokens.c.name)
+        rows = await self._store.read(lambda connection: connection.execute(chosen).all())
+        return [_token(row) for row in rows]
+
+    async def revoke(self, name: str, *, now_s: float) -> TokenRow:
+        """Revokes one for ever; idempotent, the first time counts. Raises NotFoundError."""
+
+        def work(connection: Connection) -> None:
+            connection.execute(
+                update(tokens)
+                .where(tokens.c.name == name, tokens.c.revoked_s.is_(None))
+                .values(revoked_s=now_s)
+            )
+
+        await self._store.write(work)
+        return await self.get(name)
+
+
+def _token(row: Row[Any]) -> TokenRow:
+    return TokenRow(
+        name=row.name,
+        digest=row.digest,
+        role=row.role,
+        created_s=row.created_s,
+        expires_s=row.expires_s,
+        revoked_s=row.revoked_s,
+    )

@@ -29,6 +29,7 @@ from paramd.memory.control_page import ControlPage, Word
 from paramd.memory.descriptors import process_start, wake
 from paramd.memory.gate import TrainerGate
 from paramd.places import host_id, job_dir
+from paramd.tickets import Role, Signer, new_private_key
 from paramd.version import __version__
 
 JOB = "client-test"
@@ -83,7 +84,7 @@ class Rank:
         assert self.answer["op"] != "error", self.answer
         return received
 
-    def attach(self, secret: bytes, epoch: int, layout: Layout) -> None:
+    def attach(self, signer: Signer, epoch: int, layout: Layout) -> None:
         """Attaches, or gives a respawned sidecar what its predecessor made."""
         self.connect()
         again = bool(self.descriptors)
@@ -97,7 +98,10 @@ class Rank:
                 "pid": os.getpid(),
                 "start": process_start(os.getpid()),
                 "arena_bytes": layout.arena_bytes[self.rank],
-                "secret": secret.hex(),
+                "public_key": signer.public_key.hex(),
+                "rank_ticket": signer.mint(
+                    job=JOB, epoch=epoch, role=Role.SIDECAR, rank=self.rank, ttl_s=600.0
+                ),
                 "version": __version__,
             },
             self.descriptors,
@@ -133,7 +137,8 @@ class Job:
     def __init__(self, layout: Layout, stack: ExitStack) -> None:
         self.layout = layout
         self.epoch = 1
-        self.secret = secrets.token_bytes(32)
+        self.private_key = new_private_key()
+        self.signer = Signer(self.private_key)
         self.token = secrets.token_hex(16)
         self._environment = dict(os.environ)
         directory = job_dir(JOB)
@@ -141,7 +146,7 @@ class Job:
         self.ranks = [Rank(r, directory, self._environment) for r in range(layout.world_size)]
         for rank in self.ranks:
             stack.callback(rank.close)
-            rank.attach(self.secret, self.epoch, layout)
+            rank.attach(self.signer, self.epoch, layout)
         self._digest = layout_digest(layout)
         for rank in self.ranks:
             self.send_mesh(rank)
@@ -166,7 +171,7 @@ class Job:
             "job": JOB,
             "epoch": self.epoch,
             "world_size": self.layout.world_size,
-            "secret": self.secret.hex(),
+            "private_key": self.private_key.hex(),
             "token": self.token,
         }
         control.stdin.write(json.dumps(bootstrap) + "\n")
@@ -204,7 +209,7 @@ class Job:
         rank.connection.close()
         rank.process.wait()
         rank.start_process()
-        rank.attach(self.secret, self.epoch, self.layout)
+        rank.attach(self.signer, self.epoch, self.layout)
         self.send_mesh(rank)
 
     def update(self, write: Callable[[Rank, int], None] | None = None) -> None:

@@ -22,7 +22,7 @@ from paramd import places
 from paramd.layout.codec import layout_batches
 from paramd.layout.merge import layout_digest
 from paramd.layout.types import Box, Layout, Piece, TensorKind, TensorLayout
-from paramd.tickets import Role, mint, verify
+from paramd.tickets import Role, Signer, Verifier
 from paramd.v1 import (
     common_pb2,
     control_pb2,
@@ -31,7 +31,8 @@ from paramd.v1 import (
     sidecar_pb2_grpc,
 )
 
-SECRET = bytes(range(32))
+PRIVATE_KEY = bytes(range(32))
+SIGNER = Signer(PRIVATE_KEY)
 TOKEN = "a-token-of-the-user"
 JOB = "run"
 PATIENCE_S = 20.0
@@ -89,7 +90,7 @@ def control_plane(
         "job": job,
         "epoch": epoch,
         "world_size": world_size,
-        "secret": SECRET.hex(),
+        "private_key": PRIVATE_KEY.hex(),
         "token": TOKEN,
     }
     command = [sys.executable, "-m", "paramd_service.control", "--job", job, "--listen", listen]
@@ -118,9 +119,14 @@ def control_plane(
 
 
 def ticket(
-    role: Role = Role.READER, *, epoch: int = 1, secret: bytes = SECRET, job: str = JOB
+    role: Role = Role.READER,
+    *,
+    epoch: int = 1,
+    signer: Signer = SIGNER,
+    job: str = JOB,
+    rank: int = 0,
 ) -> Any:
-    text = mint(secret, job=job, epoch=epoch, role=role, ttl_s=60.0)
+    text = signer.mint(job=job, epoch=epoch, role=role, rank=rank, ttl_s=60.0)
     return (("authorization", f"Bearer {text}"),)
 
 
@@ -140,7 +146,8 @@ class FakeSidecar(sidecar_pb2_grpc.SidecarServiceServicer):  # type: ignore[misc
 
     async def CaptureBoundary(self, request: Any, context: Any) -> Any:
         authorization = dict(context.invocation_metadata())["authorization"]
-        claims = verify(SECRET, authorization.removeprefix("Bearer "), job=JOB, epoch=request.epoch)
+        offered = authorization.removeprefix("Bearer ")
+        claims = Verifier(SIGNER.public_key).verify(offered, job=JOB, epoch=request.epoch)
         assert claims.role is Role.CONTROL
         self.asked.append((request.boundary, tuple(request.snapshot_ids)))
         self.ready_boundary = max(self.ready_boundary, request.boundary)
@@ -198,7 +205,7 @@ async def joined(
     """A Join stream; gives the function that sends another report."""
     async with grpc.aio.insecure_channel(control.grpc_address) as channel:
         stub: Any = control_pb2_grpc.ControlServiceStub(channel)
-        stream = stub.Join(metadata=ticket(Role.SIDECAR, epoch=epoch))
+        stream = stub.Join(metadata=ticket(Role.SIDECAR, epoch=epoch, rank=sidecar.rank))
         await stream.write(sidecar.report(epoch=epoch))
 
         async def listen() -> None:

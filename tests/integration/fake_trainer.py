@@ -24,9 +24,10 @@ from paramd.memory import descriptors, handover
 from paramd.memory.arena import HostArena
 from paramd.memory.control_page import ControlPage, Word
 from paramd.memory.gate import TrainerGate
+from paramd.tickets import Role, Signer
 from paramd.version import __version__
 
-SECRET = bytes(range(32))
+SIGNER = Signer(bytes(range(32)))
 STALL_BUDGET_NS = 5_000_000
 PIECES = 8
 
@@ -195,7 +196,14 @@ def attach_message(settings: TrainerSettings, **changes: object) -> handover.Mes
         "pid": os.getpid(),
         "start": descriptors.process_start(os.getpid()),
         "arena_bytes": settings.arena_bytes,
-        "secret": SECRET.hex(),
+        "public_key": SIGNER.public_key.hex(),
+        "rank_ticket": SIGNER.mint(
+            job=settings.job,
+            epoch=settings.epoch,
+            role=Role.SIDECAR,
+            rank=settings.rank,
+            ttl_s=600.0,
+        ),
         "version": __version__,
         **changes,
     }

@@ -16,10 +16,10 @@ from typing import Any
 import grpc
 
 from paramd.layout.merge import layout_digest
-from paramd.tickets import Role, mint
+from paramd.tickets import Role
 from paramd.v1 import sidecar_pb2 as pb
 from paramd.v1 import sidecar_pb2_grpc
-from tests.integration.fake_trainer import SECRET, FakeTrainer, layout_of
+from tests.integration.fake_trainer import SIGNER, FakeTrainer, layout_of
 
 READY_S = 10.0
 POLL_S = 0.01
@@ -82,7 +82,7 @@ def sidecar(
 
 
 def ticket(role: Role = Role.READER, epoch: int = 1, job: str = "job", ttl_s: float = 60) -> str:
-    return mint(SECRET, job=job, epoch=epoch, role=role, ttl_s=ttl_s)
+    return SIGNER.mint(job=job, epoch=epoch, role=role, rank=0, ttl_s=ttl_s)
 
 
 class Client:

@@ -22,13 +22,13 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from paramd import places
 from paramd.errors import UnreachableError
-from paramd.tickets import Role
+from paramd.tickets import Role, Signer
 from paramd.v1 import control_pb2, control_pb2_grpc
 from tests.integration.control_process import (
     DIGEST,
     JOB,
     PATIENCE_S,
-    SECRET,
+    PRIVATE_KEY,
     TOKEN,
     Control,
     FakeSidecar,
@@ -252,7 +252,7 @@ def _metadata(kind: str) -> Any:
         "bare": tuple((k, v.removeprefix("Bearer ")) for k, v in ticket()),
         "twice": ticket() + ticket(Role.SIDECAR),
         "user-token": (("authorization", f"Bearer {TOKEN}"),),
-        "other-secret": ticket(Role.SIDECAR, secret=bytes(32)),
+        "other-key": ticket(Role.SIDECAR, signer=Signer(bytes(32))),
         "other-epoch": ticket(Role.SIDECAR, epoch=2),
     }[kind]
 
@@ -272,7 +272,7 @@ def call(control: Control, method: str, metadata: Any, message: bytes = b"") -> 
 
 @pytest.mark.parametrize(
     "kind",
-    ["none", "empty", "garbage", "bare", "twice", "user-token", "other-secret", "other-epoch"],
+    ["none", "empty", "garbage", "bare", "twice", "user-token", "other-key", "other-epoch"],
 )
 def test_every_grpc_method_but_health_is_denied_without_a_good_ticket(
     shared: Control, kind: str
@@ -289,7 +289,7 @@ def test_every_grpc_method_but_health_is_denied_without_a_good_ticket(
     ("method", "allowed"),
     [
         ("/paramd.v1.ControlService/Join", {Role.SIDECAR}),
-        ("/paramd.v1.ControlService/ScheduleBoundary", {Role.READER, Role.SIDECAR}),
+        ("/paramd.v1.ControlService/ScheduleBoundary", {Role.READER, Role.CONTROL}),
         ("/paramd.v1.ControlService/Unknown", set()),
         ("/x.Y/Z", set()),
     ],
@@ -353,7 +353,7 @@ def test_secrets_are_neither_in_argv_nor_environment_nor_log(shared: Control) ->
         shared.log.read_bytes(),
     ):
         assert TOKEN.encode() not in text
-        assert SECRET.hex().encode() not in text
+        assert PRIVATE_KEY.hex().encode() not in text
     assert b"'/api/v1/jobs' 400" in shared.log.read_bytes()
 
 
@@ -371,7 +371,7 @@ def test_taken_ports_move_on_to_the_next() -> None:
 
 def test_listening_to_other_hosts_is_refused_in_one_line() -> None:
     line = json.dumps(
-        {"job": JOB, "epoch": 1, "world_size": 1, "secret": SECRET.hex(), "token": TOKEN}
+        {"job": JOB, "epoch": 1, "world_size": 1, "private_key": PRIVATE_KEY.hex(), "token": TOKEN}
     )
     command = [sys.executable, "-m", "paramd_service.control", "--job", JOB]
     ended = subprocess.run(

@@ -16,10 +16,10 @@ import pytest
 from paramd.layout.merge import layout_digest
 from paramd.layout.types import Box, Layout, Piece, TensorKind, TensorLayout
 from paramd.memory import handover
-from paramd.tickets import Role, verify
+from paramd.tickets import Role, Verifier
 from paramd.v1 import common_pb2, control_pb2, control_pb2_grpc
 from paramd.v1 import sidecar_pb2 as pb
-from tests.integration.fake_trainer import SECRET, FakeTrainer, TrainerSettings, attach
+from tests.integration.fake_trainer import SIGNER, FakeTrainer, TrainerSettings, attach
 from tests.integration.sidecar_process import Client, sidecar, wait_until
 
 ROWS, COLUMNS = 4, 6
@@ -135,7 +135,8 @@ class Control(control_pb2_grpc.ControlServiceServicer):
 
     def Join(self, request_iterator: Any, context: Any) -> Iterator[control_pb2.JoinResponse]:
         (authorization,) = [v for k, v in context.invocation_metadata() if k == "authorization"]
-        claims = verify(SECRET, authorization.removeprefix("Bearer "), job="job", epoch=1)
+        verifier = Verifier(SIGNER.public_key)
+        claims = verifier.verify(authorization.removeprefix("Bearer "), job="job", epoch=1)
         assert claims.role is Role.SIDECAR
         yield control_pb2.JoinResponse()
         for report in request_iterator:

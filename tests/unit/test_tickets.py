@@ -1,4 +1,4 @@
-"""Tickets: only what this job's secret signed, for this epoch, in its time, passes."""
+"""Tickets: only what this job's private key signed, for this epoch, in its time, passes."""
 
 from __future__ import annotations
 
@@ -9,47 +9,95 @@ import time
 from typing import Any
 
 import pytest
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from hypothesis import given
 from hypothesis import strategies as st
 
 from paramd.errors import DeniedError, UsageError
-from paramd.tickets import CLOCK_SKEW_S, MAX_TICKET_BYTES, Role, mint, verify
+from paramd.tickets import (
+    CLOCK_SKEW_S,
+    MAX_TICKET_BYTES,
+    Claims,
+    Role,
+    Signer,
+    Verifier,
+    claimed,
+    key_from_hex,
+    new_private_key,
+)
 
-SECRET = bytes(range(32))
+KEY = bytes(range(32))
+SIGNER = Signer(KEY)
+PUBLIC = SIGNER.public_key
 NOW_S = 1_000_000.0
 
 
 def ticket(**changed: Any) -> str:
     options: dict[str, Any] = {"job": "run", "epoch": 3, "role": Role.READER, "ttl_s": 600.0}
-    return mint(SECRET, **(options | changed), now_s=NOW_S)
+    return SIGNER.mint(**({"rank": 5} | options | changed), now_s=NOW_S)
 
 
-def signed(claims: object) -> str:
-    """A rightly signed ticket with any claims."""
-    payload = base64.urlsafe_b64encode(json.dumps(claims).encode()).rstrip(b"=")
-    mac = base64.urlsafe_b64encode(hmac.digest(SECRET, payload, "sha256")).rstrip(b"=")
-    return f"{payload.decode()}.{mac.decode()}"
+def verify(text: Any, *, job: str = "run", epoch: int = 3, now_s: float | None = NOW_S) -> Claims:
+    return Verifier(PUBLIC).verify(text, job=job, epoch=epoch, now_s=now_s)
+
+
+def encoded(data: bytes) -> str:
+    return base64.urlsafe_b64encode(data).rstrip(b"=").decode()
+
+
+def signed(claims: object, header: object = None) -> str:
+    """A rightly signed token with any claims and header."""
+    header = header if header is not None else {"alg": "EdDSA", "typ": "JWT"}
+    parts = (json.dumps(part, separators=(",", ":")).encode() for part in (header, claims))
+    text = ".".join(encoded(part) for part in parts)
+    return f"{text}.{encoded(Ed25519PrivateKey.from_private_bytes(KEY).sign(text.encode()))}"
+
+
+CLAIMS = {"job": "run", "epoch": 3, "role": "reader", "exp": NOW_S, "jti": "x"}
 
 
 @pytest.mark.parametrize("role", Role)
 def test_a_minted_ticket_verifies_with_its_claims(role: Role) -> None:
-    claims = verify(SECRET, ticket(role=role), job="run", epoch=3, now_s=NOW_S)
-    assert (claims.job, claims.epoch, claims.role) == ("run", 3, role)
+    claims = verify(ticket(role=role))
+    assert (claims.job, claims.epoch, claims.role, claims.rank) == ("run", 3, role, 5)
     assert claims.expires_s == NOW_S + 600.0
 
 
+def test_every_ticket_has_an_id_of_its_own() -> None:
+    ids = {verify(ticket()).ticket_id for _ in range(50)}
+    assert len(ids) == 50
+
+
+def test_a_token_made_elsewhere_with_the_key_is_the_same_format() -> None:
+    assert verify(signed(CLAIMS)).ticket_id == "x"
+
+
 def test_the_clock_is_used_when_no_time_is_given() -> None:
-    text = mint(SECRET, job="run", epoch=1, role=Role.CONTROL, ttl_s=5.0)
-    assert verify(SECRET, text, job="run", epoch=1).expires_s == pytest.approx(
-        time.time() + 5.0, abs=2.0
-    )
+    text = SIGNER.mint(job="run", epoch=1, role=Role.CONTROL, ttl_s=5.0)
+    claims = verify(text, epoch=1, now_s=None)
+    assert claims.expires_s == pytest.approx(time.time() + 5.0, abs=2.0)
 
 
 def test_expiry_tolerates_the_skew_and_not_more() -> None:
     edge_s = NOW_S + 600.0 + CLOCK_SKEW_S
-    verify(SECRET, ticket(), job="run", epoch=3, now_s=edge_s)
+    verify(ticket(), now_s=edge_s)
     with pytest.raises(DeniedError, match="expired 61 s ago"):
-        verify(SECRET, ticket(), job="run", epoch=3, now_s=edge_s + 1.0)
+        verify(ticket(), now_s=edge_s + 1.0)
+
+
+def test_a_ticket_that_was_good_expires_all_the_same() -> None:
+    verifier, text = Verifier(PUBLIC), ticket()
+    verifier.verify(text, job="run", epoch=3, now_s=NOW_S)
+    for wrong in ({"now_s": NOW_S + 1e6}, {"epoch": 4}, {"job": "other"}):
+        with pytest.raises(DeniedError):
+            verifier.verify(text, **({"job": "run", "epoch": 3, "now_s": NOW_S} | wrong))
+
+
+def test_what_is_kept_of_good_tickets_is_bounded() -> None:
+    verifier = Verifier(PUBLIC)
+    for number in range(1100):
+        verifier.verify(ticket(epoch=number), job="run", epoch=number, now_s=NOW_S)
+    assert len(verifier._genuine) <= 1024
 
 
 @pytest.mark.parametrize(
@@ -57,12 +105,34 @@ def test_expiry_tolerates_the_skew_and_not_more() -> None:
 )
 def test_another_job_or_epoch_is_refused_with_the_reason(job: str, epoch: int, reason: str) -> None:
     with pytest.raises(DeniedError, match=reason):
-        verify(SECRET, ticket(), job=job, epoch=epoch, now_s=NOW_S)
+        verify(ticket(), job=job, epoch=epoch)
 
 
-def test_another_secret_is_refused() -> None:
+def test_another_key_is_refused() -> None:
+    other = Verifier(Signer(new_private_key()).public_key)
     with pytest.raises(DeniedError, match="not signed"):
-        verify(bytes(32), ticket(), job="run", epoch=3, now_s=NOW_S)
+        other.verify(ticket(), job="run", epoch=3, now_s=NOW_S)
+
+
+def test_what_a_sidecar_holds_cannot_sign() -> None:
+    """Neither as a private key nor as the secret of another algorithm."""
+    with pytest.raises(DeniedError, match="not signed"):
+        verify(Signer(PUBLIC).mint(job="run", epoch=3, role=Role.CONTROL, ttl_s=9, now_s=NOW_S))
+    for name in ("HS256", "none", "EdDSA"):
+        head = json.dumps({"alg": name, "typ": "JWT"}, separators=(",", ":")).encode()
+        text = f"{encoded(head)}.{encoded(json.dumps(CLAIMS).encode())}"
+        forged = hmac.digest(PUBLIC, text.encode(), "sha256") if name == "HS256" else b""
+        with pytest.raises(DeniedError, match="not"):
+            verify(f"{text}.{encoded(forged)}")
+
+
+@pytest.mark.parametrize(
+    "header",
+    [{"alg": "none"}, {"alg": "HS256", "typ": "JWT"}, {"alg": "EdDSA"}, {"typ": "JWT", "alg": "x"}],
+)
+def test_another_header_is_refused_though_it_is_signed(header: object) -> None:
+    with pytest.raises(DeniedError, match="not a ticket"):
+        verify(signed(CLAIMS, header))
 
 
 def test_every_changed_character_is_refused() -> None:
@@ -70,21 +140,29 @@ def test_every_changed_character_is_refused() -> None:
     for at in range(len(text)):
         other = "A" if text[at] != "A" else "B"
         with pytest.raises(DeniedError):
-            verify(SECRET, text[:at] + other + text[at + 1 :], job="run", epoch=3, now_s=NOW_S)
+            verify(text[:at] + other + text[at + 1 :])
+
+
+def test_other_encodings_of_the_same_bytes_are_refused() -> None:
+    text = ticket()
+    for changed in (text + "=", text + "==", text + "\n", " " + text, text.replace(".", "..", 1)):
+        with pytest.raises(DeniedError):
+            verify(changed)
 
 
 @pytest.mark.parametrize(
-    "text", ["", ".", "a.b", "\x00", "ä.ö", "\ud800", "a" * (MAX_TICKET_BYTES + 1), None, b"x", 7]
+    "text", ["", ".", "..", "a.b.c", "\x00", "ä.ö", "\ud800", "a" * (MAX_TICKET_BYTES + 1), None, 7]
 )
 def test_garbage_is_denied_and_nothing_else_is_raised(text: Any) -> None:
-    with pytest.raises(DeniedError):
-        verify(SECRET, text, job="run", epoch=3, now_s=NOW_S)
+    for check in (verify, claimed):
+        with pytest.raises(DeniedError):
+            check(text)
 
 
 @given(st.text(max_size=1100))
 def test_any_text_is_denied(text: str) -> None:
     with pytest.raises(DeniedError):
-        verify(SECRET, text, job="run", epoch=3, now_s=NOW_S)
+        verify(text)
 
 
 scalars = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8)
@@ -94,8 +172,10 @@ claim_sets = st.fixed_dictionaries(
     optional={
         "job": st.just("run") | values,
         "epoch": st.just(3) | values,
-        "role": st.just("reader") | values,
+        "role": st.just("reader") | st.just("sidecar") | values,
         "exp": st.just(10**400) | values,
+        "jti": st.just("x") | values,
+        "rank": values,
     },
 )
 
@@ -103,7 +183,7 @@ claim_sets = st.fixed_dictionaries(
 @given(claim_sets | values)
 def test_signed_claims_of_any_shape_raise_nothing_but_denied(claims: object) -> None:
     try:
-        found = verify(SECRET, signed(claims), job="run", epoch=3, now_s=NOW_S)
+        found = verify(signed(claims))
     except DeniedError:
         return
     assert isinstance(claims, dict)
@@ -111,10 +191,23 @@ def test_signed_claims_of_any_shape_raise_nothing_but_denied(claims: object) -> 
     assert found.expires_s + CLOCK_SKEW_S >= NOW_S
 
 
-def test_a_bool_is_no_epoch() -> None:
-    claims = {"job": "run", "epoch": True, "role": "reader", "exp": NOW_S}
+@pytest.mark.parametrize(
+    "changed", [{"epoch": True}, {"rank": True}, {"rank": 1.0}, {"jti": 7}, {"exp": float("inf")}]
+)
+def test_claims_of_wrong_types_are_denied(changed: dict[str, object]) -> None:
     with pytest.raises(DeniedError, match="wrong types"):
-        verify(SECRET, signed(claims), job="run", epoch=1, now_s=NOW_S)
+        verify(signed(CLAIMS | changed), epoch=1 if "epoch" in changed else 3)
+
+
+def test_a_sidecar_is_bound_to_a_rank() -> None:
+    with pytest.raises(UsageError, match="rank"):
+        ticket(role=Role.SIDECAR, rank=None)
+    with pytest.raises(DeniedError, match="names its rank"):
+        verify(signed(CLAIMS | {"role": "sidecar"}))
+
+
+def test_what_a_ticket_claims_names_the_key_to_ask_for() -> None:
+    assert claimed(ticket()) == ("run", 3)
 
 
 @pytest.mark.parametrize("ttl_s", [0.0, -1.0, float("inf"), float("nan")])
@@ -123,6 +216,20 @@ def test_a_useless_validity_is_a_usage_error(ttl_s: float) -> None:
         ticket(ttl_s=ttl_s)
 
 
-def test_a_short_secret_is_a_usage_error() -> None:
-    with pytest.raises(UsageError, match="secret"):
-        mint(b"short", job="run", epoch=1, role=Role.READER, ttl_s=1.0)
+@pytest.mark.parametrize("value", ["", "ab", "zz" * 32, "ab" * 33, None, 7])
+def test_a_malformed_key_is_refused_without_showing_it(value: object) -> None:
+    with pytest.raises(UsageError, match="expected 32") as refused:
+        key_from_hex({"private_key": value}, "private_key")
+    assert "abab" not in str(refused.value)
+    assert key_from_hex({"key": KEY.hex()}, "key") == KEY
+
+
+@pytest.mark.parametrize("make", [Signer, Verifier])
+def test_a_key_of_another_size_is_a_usage_error(make: Any) -> None:
+    with pytest.raises(UsageError, match="expected 32"):
+        make(bytes(31))
+
+
+def test_the_private_key_shows_nowhere() -> None:
+    assert KEY.hex() not in repr(SIGNER)
+    assert not hasattr(SIGNER, "__dict__")

@@ -32,7 +32,7 @@ def serve_control(context: typer.Context) -> None:
     `paramd.attach` starts one by itself beside rank 0; this is for those who
     start it by hand. Options are passed on: see `paramd control serve -- --help`.
     The job's secrets come as one JSON line on stdin, never as options:
-    {"job", "epoch", "world_size", "secret", "token"}.
+    {"job", "epoch", "world_size", "private_key", "token"}.
     """
     _become("paramd_service.control", context.args)
 
@@ -50,8 +50,8 @@ def serve_sidecar(context: typer.Context) -> None:
     """Run the sidecar of one rank in the foreground, before its trainer starts.
 
     `paramd.attach` starts one by itself where none listens. Options are passed
-    on: see `paramd sidecar serve -- --help`. The job's secret comes from the
-    trainer, over the socket.
+    on: see `paramd sidecar serve -- --help`. The job's public key
+    and the rank's ticket come from the trainer, over the socket.
     """
     _become("paramd_service.sidecar", context.args)
 

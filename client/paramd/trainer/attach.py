@@ -21,6 +21,7 @@ from paramd.memory import descriptors
 from paramd.memory.arena import HostArena
 from paramd.memory.control_page import MAGIC, ControlPage, Word
 from paramd.memory.forking import private_in_children
+from paramd.tickets import RANK_TICKET_TTL_S, Role, Signer, new_private_key
 from paramd.trainer.agreement import Agreement
 from paramd.trainer.attachment import Attachment, attached
 from paramd.trainer.boundary import Boundary
@@ -125,22 +126,29 @@ class _Stages:
         return homes[0], merge_layouts(layouts), max(answer["step"] for answer in answers)
 
     def identify(self) -> Identity:
-        """Rank 0 takes the next epoch and makes the job's secret."""
+        """Rank 0 takes the next epoch, makes the job's keys, and each rank's own ticket."""
         exchange = self._exchange
+        private_key = new_private_key() if exchange.rank == 0 else None
 
         def stage() -> dict[str, Any]:
             places.job_dir(self._job)
             if exchange.rank != 0:
                 return {}
-            return {"epoch": places.next_epoch(self._job), "secret": secrets.token_hex(32)}
+            assert private_key is not None
+            public_key = Signer(private_key).public_key.hex()
+            return {"epoch": places.next_epoch(self._job), "public_key": public_key}
 
         first = self._together(stage)[0]
+        # Each rank gets its own ticket and no other: the private key stays on rank 0.
+        tickets = _rank_tickets(private_key, self._job, first["epoch"], exchange.world_size)
         return Identity(
             job=self._job,
             epoch=first["epoch"],
             rank=exchange.rank,
             world_size=exchange.world_size,
-            secret=bytes.fromhex(first["secret"]),
+            public_key=bytes.fromhex(first["public_key"]),
+            rank_ticket=exchange.scatter(tickets),
+            private_key=private_key,
         )
 
     def open(self, identity: Identity, arena_bytes: int, digest: str) -> dict[str, Any]:
@@ -253,6 +261,18 @@ class _Stages:
                 kind = getattr(errors, answer["kind"], ConflictError)
                 raise kind(f"rank {rank}: {answer['error']}")
         return answers
+
+
+def _rank_tickets(
+    private_key: bytes | None, job: str, epoch: int, world_size: int
+) -> list[str] | None:
+    if private_key is None:
+        return None
+    signer = Signer(private_key)
+    return [
+        signer.mint(job=job, epoch=epoch, role=Role.SIDECAR, rank=rank, ttl_s=RANK_TICKET_TTL_S)
+        for rank in range(world_size)
+    ]
 
 
 def _as_list(optimizer: Optimizers | None) -> list[torch.optim.Optimizer]:

@@ -63,6 +63,7 @@ class ControlLink:
         if self._process is not None:
             self._process.wait()
         identity = self._identity
+        assert identity.private_key is not None, "rank 0 has it"
         listen = self.url.removeprefix("http://") if self.url else self._settings.listen
         arguments = ["--job", identity.job, "--listen", listen]
         if self.grpc_address:
@@ -71,7 +72,7 @@ class ControlLink:
             "job": identity.job,
             "epoch": identity.epoch,
             "world_size": identity.world_size,
-            "secret": identity.secret.hex(),
+            "private_key": identity.private_key.hex(),
             "token": self._token,
         }
         log_path = self._directory / "control.log"

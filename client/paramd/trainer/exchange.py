@@ -42,6 +42,20 @@ class Exchange:
             for part, size in zip(self._all_gather(padded), sizes, strict=True)
         ]
 
+    def scatter(self, texts: list[str] | None) -> str:
+        """The text that rank 0 has for this rank; the others give None. Collective."""
+        if self.group is None:
+            assert texts is not None
+            return texts[0]
+        # Ranks of the whole world and of this group are the same.
+        parts = [bytearray(text.encode()) for text in texts] if texts is not None else []
+        size = torch.tensor([max((len(part) for part in parts), default=0)])
+        dist.broadcast(size, src=0, group=self.group)
+        mine = torch.zeros(int(size), dtype=torch.uint8)
+        padded = [torch.frombuffer(part.ljust(int(size)), dtype=torch.uint8) for part in parts]
+        dist.scatter(mine, padded if parts else None, src=0, group=self.group)
+        return ctypes.string_at(mine.data_ptr(), int(size)).decode().rstrip(" ")
+
     def _all_gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
         parts = [torch.empty_like(tensor) for _ in range(self.world_size)]
         dist.all_gather(parts, tensor, group=self.group)

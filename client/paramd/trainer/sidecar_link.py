@@ -7,7 +7,7 @@ import os
 import socket
 import subprocess
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +30,12 @@ class Identity:
     epoch: int
     rank: int
     world_size: int
-    secret: bytes
+    public_key: bytes
+    """Verifies the job's tickets."""
+    rank_ticket: str = field(repr=False)
+    """Lets this rank's sidecar join the control plane as this rank."""
+    private_key: bytes | None = field(default=None, repr=False)
+    """Signs the job's tickets; on rank 0 alone, which starts the control plane."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,7 +172,8 @@ class SidecarLink:
             "pid": os.getpid(),
             "start": descriptors.process_start(os.getpid()),
             "arena_bytes": self._arena_bytes,
-            "secret": identity.secret.hex(),
+            "public_key": identity.public_key.hex(),
+            "rank_ticket": identity.rank_ticket,
             "version": __version__,
         }
         ours = self.descriptors.as_list() if self.descriptors is not None else []

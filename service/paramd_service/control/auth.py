@@ -6,14 +6,14 @@ import hashlib
 import hmac
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
+from contextvars import ContextVar
 from typing import Any, Final
 
 import grpc
 import grpc.aio
 
 from paramd.errors import DeniedError
-from paramd.tickets import Role, verify
-from paramd_service.control.config import Bootstrap
+from paramd.tickets import Claims, Role, Verifier, claimed
 from paramd_service.control.statuses import abort
 
 ANY_ROLE: Final = frozenset(Role)
@@ -22,7 +22,7 @@ _REFLECTION = ".ServerReflection/ServerReflectionInfo"
 
 METHOD_ROLES: Final[dict[str, frozenset[Role]]] = {
     _CONTROL + "Join": frozenset({Role.SIDECAR}),
-    _CONTROL + "ScheduleBoundary": frozenset({Role.READER, Role.SIDECAR}),
+    _CONTROL + "ScheduleBoundary": frozenset({Role.READER, Role.CONTROL}),
     "/grpc.reflection.v1alpha" + _REFLECTION: ANY_ROLE,
     "/grpc.reflection.v1" + _REFLECTION: ANY_ROLE,
 }
@@ -32,11 +32,15 @@ OPEN_METHODS: Final = frozenset({"/grpc.health.v1.Health/Check", "/grpc.health.v
 """Say only whether the server serves; probes have no ticket. The server is on loopback."""
 
 
+_caller: ContextVar[Claims] = ContextVar("paramd_caller")
+
+
 class TicketInterceptor(grpc.aio.ServerInterceptor):
     """First in the chain: lets a call through when its ticket's role may make it."""
 
-    def __init__(self, bootstrap: Bootstrap) -> None:
-        self._bootstrap = bootstrap
+    def __init__(self, verifier_of: Callable[[str, int], Verifier]) -> None:
+        """`verifier_of` a job and an epoch; it raises DeniedError for those not ours."""
+        self._verifier_of = verifier_of
 
     async def intercept_service(
         self,
@@ -49,20 +53,39 @@ class TicketInterceptor(grpc.aio.ServerInterceptor):
         if method in OPEN_METHODS:
             return await continuation(handler_call_details)
         try:
-            self._check(method, handler_call_details.invocation_metadata)
+            # The handler runs in this very task.
+            _caller.set(self._check(method, handler_call_details.invocation_metadata))
         except DeniedError as error:
             return _denial(error, _status(error))
         return await continuation(handler_call_details)
 
-    def _check(self, method: str, metadata: Any) -> None:
+    def _check(self, method: str, metadata: Any) -> Claims:
         found = [value for key, value in metadata or () if key == "authorization"]
         if len(found) != 1 or not isinstance(found[0], str) or not found[0].startswith("Bearer "):
             raise DeniedError("expected metadata 'authorization: Bearer <ticket>', once")
-        mine = self._bootstrap
         ticket = found[0].removeprefix("Bearer ")
-        claims = verify(mine.secret, ticket, job=mine.job, epoch=mine.epoch)
+        job, epoch = claimed(ticket)
+        claims = self._verifier_of(job, epoch).verify(ticket, job=job, epoch=epoch)
         if claims.role not in METHOD_ROLES.get(method, frozenset()):
             raise RoleError(f"a ticket of role {claims.role.value!r} may not call {method[:200]}")
+        return claims
+
+
+def check_epoch(job: str, epoch: int) -> None:
+    """Raises RoleError unless the present call's ticket is of this job and epoch."""
+    claims = _caller.get()
+    if (claims.job, claims.epoch) != (job, epoch):
+        raise RoleError(
+            f"the ticket is of job {claims.job!r}, epoch {claims.epoch}; it may not speak for "
+            f"job {job[:64]!r}, epoch {epoch}"
+        )
+
+
+def check_rank(rank: int) -> None:
+    """Raises RoleError unless the present call's ticket is bound to `rank`."""
+    claims = _caller.get()
+    if claims.rank != rank:
+        raise RoleError(f"the ticket is of rank {claims.rank}; it may not speak for rank {rank}")
 
 
 class RoleError(DeniedError):

@@ -11,7 +11,7 @@ from typing import BinaryIO
 
 from paramd.errors import UsageError
 from paramd.places import check_job_name
-from paramd.tickets import MIN_SECRET_BYTES
+from paramd.tickets import Signer, key_from_hex
 
 MAX_BOOTSTRAP_BYTES = 64 << 10
 MAX_WORLD_SIZE = 1 << 16
@@ -83,14 +83,19 @@ class Bootstrap:
     """Number of the incarnation, 1 or more."""
     world_size: int
     """Number of ranks, 1 or more."""
-    secret: bytes = field(repr=False)
-    """Signs tickets; on the wire in hexadecimal digits."""
+    private_key: bytes = field(repr=False)
+    """Signs the job's tickets; on the wire in hexadecimal digits."""
     token: str = field(repr=False)
-    """Bearer token of the REST side."""
+    """Bearer token of the REST side, with the role admin."""
+
+    @property
+    def signer(self) -> Signer:
+        """Makes tickets of this incarnation."""
+        return Signer(self.private_key)
 
 
 def read_bootstrap(stdin: BinaryIO, *, job: str) -> Bootstrap:
-    """Reads the one JSON line `{"job", "epoch", "world_size", "secret", "token"}`.
+    """Reads the one JSON line `{"job", "epoch", "world_size", "private_key", "token"}`.
 
     Raises:
         UsageError: it is missing, too long, malformed or about another job. The text
@@ -98,14 +103,16 @@ def read_bootstrap(stdin: BinaryIO, *, job: str) -> Bootstrap:
     """
     line = stdin.readline(MAX_BOOTSTRAP_BYTES + 1)
     if not line or len(line) > MAX_BOOTSTRAP_BYTES:
-        raise UsageError("stdin: expected one JSON line with job, epoch, world_size, secret, token")
+        raise UsageError(
+            "stdin: expected one JSON line with job, epoch, world_size, private_key, token"
+        )
     try:
         found = json.loads(line)
         bootstrap = Bootstrap(
             job=str(found["job"]),
             epoch=int(found["epoch"]),
             world_size=int(found["world_size"]),
-            secret=bytes.fromhex(found["secret"]),
+            private_key=key_from_hex(found, "private_key"),
             token=str(found["token"]),
         )
     except (ValueError, KeyError, TypeError, RecursionError) as error:
@@ -123,7 +130,5 @@ def _check_bounds(bootstrap: Bootstrap) -> None:
         raise UsageError(
             f"stdin: world_size {bootstrap.world_size}; expected 1 to {MAX_WORLD_SIZE}"
         )
-    if len(bootstrap.secret) < MIN_SECRET_BYTES:
-        raise UsageError(f"stdin: secret is shorter than {MIN_SECRET_BYTES} bytes")
     if len(bootstrap.token) < MIN_TOKEN_CHARS or not bootstrap.token.isascii():
         raise UsageError(f"stdin: token is not {MIN_TOKEN_CHARS} or more ASCII characters")

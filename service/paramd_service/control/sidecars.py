@@ -14,7 +14,7 @@ from paramd.layout.codec import decode_layout
 from paramd.layout.merge import layout_digest
 from paramd.layout.select import NameIndex
 from paramd.mesh.channels import Channels, error_of, watched
-from paramd.tickets import Role, mint
+from paramd.tickets import Role
 from paramd.v1 import layout_pb2, sidecar_pb2
 from paramd_service.control.config import Bootstrap
 from paramd_service.control.coordinator import RankAnswer
@@ -37,8 +37,7 @@ class ControlTicket:
     def __call__(self) -> str:
         now_s = self._clock()
         if now_s >= self._renew_s:
-            self._ticket = mint(
-                self._bootstrap.secret,
+            self._ticket = self._bootstrap.signer.mint(
                 job=self._bootstrap.job,
                 epoch=self._bootstrap.epoch,
                 role=Role.CONTROL,
@@ -52,8 +51,10 @@ class ControlTicket:
 class SidecarCalls:
     """The sidecars of one mesh over cached channels; implements `BoundaryCalls`."""
 
-    def __init__(self, bootstrap: Bootstrap) -> None:
+    def __init__(self, bootstrap: Bootstrap, *, generation: int = 0) -> None:
+        """No I/O. `generation` is this control plane's; sidecars follow the highest."""
         self._epoch = bootstrap.epoch
+        self._generation = generation
         self._channels = Channels(ControlTicket(bootstrap))
 
     async def capture(
@@ -65,7 +66,10 @@ class SidecarCalls:
             ParamdError: the class that the status stands for, naming the rank.
         """
         request = sidecar_pb2.CaptureBoundaryRequest(
-            epoch=self._epoch, boundary=boundary, snapshot_ids=snapshot_ids
+            epoch=self._epoch,
+            boundary=boundary,
+            snapshot_ids=snapshot_ids,
+            generation=self._generation,
         )
         method = self._channels.sidecar(address).CaptureBoundary
         call: Awaitable[sidecar_pb2.CaptureBoundaryResponse] = self._channels.call(

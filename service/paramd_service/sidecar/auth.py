@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Iterable
+from contextvars import ContextVar
 from typing import Any
 
 import grpc
@@ -13,7 +14,8 @@ from paramd.tickets import Claims, Role
 
 SERVICE = "paramd.v1.SidecarService"
 
-_READERS = frozenset({Role.READER, Role.CONTROL, Role.SIDECAR})
+_READERS = frozenset({Role.READER, Role.CONTROL})
+_VIEWERS = _READERS | {Role.VIEWER}
 _CONTROL = frozenset({Role.CONTROL})
 
 # Health says SERVING or not, and nothing else: probes of an operator have no ticket.
@@ -25,9 +27,9 @@ OPEN_METHODS = frozenset(
     }
 )
 ROLES: dict[str, frozenset[Role]] = {
-    f"/{SERVICE}/GetState": _READERS,
-    f"/{SERVICE}/GetMesh": _READERS,
-    f"/{SERVICE}/GetLayout": _READERS,
+    f"/{SERVICE}/GetState": _VIEWERS,
+    f"/{SERVICE}/GetMesh": _VIEWERS,
+    f"/{SERVICE}/GetLayout": _VIEWERS,
     f"/{SERVICE}/PinSnapshot": _READERS,
     f"/{SERVICE}/CaptureBoundary": _CONTROL,
     f"/{SERVICE}/ReadSnapshot": _READERS,
@@ -37,10 +39,13 @@ ROLES: dict[str, frozenset[Role]] = {
     f"/{SERVICE}/PoolSnapshot": _READERS,
     f"/{SERVICE}/ListSnapshots": _READERS,
     f"/{SERVICE}/DigestSnapshot": _READERS,
-    f"/{SERVICE}/GetMetrics": _READERS,
+    f"/{SERVICE}/GetMetrics": _VIEWERS,
     f"/{SERVICE}/Summon": _READERS,
-    "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo": _READERS,
+    "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo": _VIEWERS,
 }
+
+CALLER_TICKET: ContextVar[str] = ContextVar("paramd_caller_ticket")
+"""The ticket that came with the call which the running task serves; for forwarding it."""
 
 Verify = Callable[[str], Claims]
 Continuation = Callable[[grpc.HandlerCallDetails], Awaitable[Any]]
@@ -57,13 +62,15 @@ class AuthInterceptor(grpc.aio.ServerInterceptor):
     ) -> Any:
         details = handler_call_details
         try:
-            authorize(str(details.method), details.invocation_metadata or (), self._verify)
+            ticket = authorize(str(details.method), details.invocation_metadata or (), self._verify)
         except UnreachableError as error:
             return _refusing(grpc.StatusCode.UNAVAILABLE, error)
         except _UnknownCallerError as error:
             return _refusing(grpc.StatusCode.UNAUTHENTICATED, error)
         except DeniedError as error:
             return _refusing(grpc.StatusCode.PERMISSION_DENIED, error)
+        # The handler runs in this very task.
+        CALLER_TICKET.set(ticket)
         return await continuation(details)
 
 
@@ -71,15 +78,15 @@ class _UnknownCallerError(DeniedError):
     """No ticket, or one that is not good here and now."""
 
 
-def authorize(method: str, metadata: Iterable[Any], verify: Verify) -> None:
-    """Returns when the caller may call `method`.
+def authorize(method: str, metadata: Iterable[Any], verify: Verify) -> str:
+    """The caller's ticket, when it may call `method`; empty for a method open to all.
 
     Raises:
         DeniedError: it may not.
         UnreachableError: no trainer has attached, so nobody can be known yet.
     """
     if method in OPEN_METHODS:
-        return
+        return ""
     allowed = ROLES.get(method)
     if allowed is None:
         raise DeniedError(f"{method[:128]!r} is not a method that anybody may call here")
@@ -95,8 +102,19 @@ def authorize(method: str, metadata: Iterable[Any], verify: Verify) -> None:
     except DeniedError as error:
         raise _UnknownCallerError(str(error)) from None
     if claims.role not in allowed:
-        roles = ", ".join(sorted(role.value for role in allowed))
-        raise DeniedError(f"a ticket of role {claims.role.value} may not call it; needed: {roles}")
+        raise DeniedError(_wrong_role(claims.role, allowed))
+    return ticket
+
+
+def check_reader(claims: Claims) -> None:
+    """Raises DeniedError unless the ticket lets its holder read values."""
+    if claims.role not in _READERS:
+        raise DeniedError(_wrong_role(claims.role, _READERS))
+
+
+def _wrong_role(found: Role, allowed: frozenset[Role]) -> str:
+    roles = ", ".join(sorted(role.value for role in allowed))
+    return f"a ticket of role {found.value} may not do that; needed: {roles}"
 
 
 def _refusing(code: grpc.StatusCode, error: ParamdError) -> Any:

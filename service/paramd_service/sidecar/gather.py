@@ -1,6 +1,7 @@
 """Gathers whole tensors from all ranks, one after the other: the gateway's heavy half.
 
-It is an ordinary client of its peers (`paramd.mesh`), with a ticket that it signs itself.
+It is an ordinary client of its peers (`paramd.mesh`), with the ticket of its own caller: a
+sidecar has no right of its own to read its peers.
 Memory is bounded by the largest tensor and one of its pieces.
 """
 
@@ -21,14 +22,12 @@ from paramd.mesh.channels import Channels
 from paramd.mesh.pin import Pinned, Pinner, RankPin
 from paramd.mesh.rest import JobDocument, PeerAddress
 from paramd.mesh.sidecars import Background, Sidecars
-from paramd.tickets import Role, mint
 from paramd.v1 import common_pb2, layout_pb2
 from paramd.v1 import sidecar_pb2 as pb
+from paramd_service.sidecar.auth import CALLER_TICKET
 from paramd_service.sidecar.chunk import CHUNK_BYTES, summon_chunk
 from paramd_service.sidecar.mesh_info import Mesh
 from paramd_service.sidecar.rank import RankSidecar
-
-_TICKET_TTL_S = 600.0
 
 
 class Gatherer:
@@ -38,7 +37,7 @@ class Gatherer:
         self.mesh = mesh
         self._rank = rank
         self._background = Background()
-        self._channels = Channels(self._ticket)
+        self._channels = Channels(CALLER_TICKET.get)
         self._index: NameIndex | None = None
 
     async def close(self) -> None:
@@ -151,18 +150,6 @@ class Gatherer:
             },
             ticket="",
             ticket_expires_s=0.0,
-        )
-
-    def _ticket(self) -> str:
-        possession = self._rank.possession
-        if possession is None:
-            return ""
-        return mint(
-            possession.request.secret,
-            job=self._rank.config.job,
-            epoch=possession.epoch,
-            role=Role.SIDECAR,
-            ttl_s=_TICKET_TTL_S,
         )
 
     def _header(self, pinned: Pinned) -> common_pb2.Header:

@@ -14,7 +14,6 @@ from typing import Any
 import grpc.aio
 
 from paramd.places import host_id
-from paramd.tickets import Role, mint
 from paramd.v1 import common_pb2, control_pb2, control_pb2_grpc
 from paramd.version import __version__
 from paramd_service.sidecar import messages
@@ -26,8 +25,6 @@ FIRST_BACKOFF_S = 0.2
 LAST_BACKOFF_S = 15.0
 GOODBYE_S = 2.5
 """How long the last report may take; a detaching trainer waits for us meanwhile."""
-
-TICKET_TTL_S = 300.0
 
 _OPTIONS: tuple[tuple[str, int], ...] = (
     ("grpc.keepalive_time_ms", 20_000),
@@ -140,15 +137,7 @@ class Joining:
     def _metadata(self) -> tuple[tuple[str, str], ...]:
         possession = self._rank.possession
         assert possession is not None
-        request = possession.request
-        ticket = mint(
-            request.secret,
-            job=request.job,
-            epoch=request.epoch,
-            role=Role.SIDECAR,
-            ttl_s=TICKET_TTL_S,
-        )
-        return (("authorization", f"Bearer {ticket}"),)
+        return (("authorization", f"Bearer {possession.request.rank_ticket}"),)
 
 
 def _short(error: Exception) -> str:

@@ -15,7 +15,7 @@ import mmap
 import os
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
@@ -23,7 +23,7 @@ from paramd.errors import ConflictError, UsageError
 from paramd.memory import descriptors
 from paramd.memory.arena import HostArena
 from paramd.memory.control_page import MAGIC, PAGE_BYTES, ControlPage, Word
-from paramd.tickets import MIN_SECRET_BYTES
+from paramd.tickets import MAX_TICKET_BYTES, key_from_hex
 
 # madvise(2): fault all pages in for reading now (Linux 5.14).
 _MADV_POPULATE_READ = 22
@@ -49,8 +49,10 @@ class AttachRequest:
     pid: int
     start: int
     arena_bytes: int
-    secret: bytes
+    public_key: bytes
     version: str
+    rank_ticket: str = field(repr=False)
+    """Lets this sidecar join the control plane as its rank."""
 
 
 def parse_attach(message: dict[str, Any]) -> AttachRequest:
@@ -67,18 +69,14 @@ def parse_attach(message: dict[str, Any]) -> AttachRequest:
             raise UsageError(f"attach: {name} is {value!r}; expected a number from {at_least} on")
         numbers[name] = value
     texts: dict[str, str] = {}
-    for name in ("job", "secret", "version"):
+    for name in ("job", "rank_ticket", "version"):
         value = message.get(name)
         if not isinstance(value, str):
             raise UsageError(f"attach: {name} is missing; expected text")
         texts[name] = value
-    try:
-        secret = bytes.fromhex(texts["secret"])
-    except ValueError:
-        raise UsageError("attach: secret is not hexadecimal") from None
-    if len(secret) < MIN_SECRET_BYTES:
-        raise UsageError(f"attach: secret has less than {MIN_SECRET_BYTES} bytes")
-    return AttachRequest(job=texts["job"], version=texts["version"], secret=secret, **numbers)
+    if len(texts["rank_ticket"]) > MAX_TICKET_BYTES:
+        raise UsageError(f"attach: rank_ticket is longer than {MAX_TICKET_BYTES} characters")
+    return AttachRequest(**texts, **numbers, public_key=key_from_hex(message, "public_key"))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -12,9 +12,9 @@ from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import Executor
 from typing import Any
 
-from paramd import tickets
 from paramd.errors import ConflictError, UnreachableError
 from paramd.memory.control_page import Word
+from paramd.tickets import Claims, Verifier
 from paramd.version import __version__
 from paramd_service.sidecar.blocks import BlockMaker
 from paramd_service.sidecar.capture import Capture
@@ -62,6 +62,7 @@ class RankSidecar:
         self.on_change: list[Callable[[], None]] = []
         self._blocks = blocks
         self._possession: Possession | None = None
+        self._verifier: Verifier | None = None
         self._pins: Pins | None = None
         self._attaching = asyncio.Lock()
         self._linger_timer: asyncio.TimerHandle | None = None
@@ -113,12 +114,12 @@ class RankSidecar:
                 "fetch the layout again"
             )
 
-    def verify(self, ticket: str) -> tickets.Claims:
+    def verify(self, ticket: str) -> Claims:
         """The claims of a ticket. Raises DeniedError, or UnreachableError before attach."""
-        if self._possession is None:
+        if self._possession is None or self._verifier is None:
             raise UnreachableError(f"{Ownership.WAITING.value}; try again when training runs")
         request = self._possession.request
-        return tickets.verify(request.secret, ticket, job=request.job, epoch=request.epoch)
+        return self._verifier.verify(ticket, job=request.job, epoch=request.epoch)
 
     def wait_for_trainer(self) -> None:
         """Leaves when no trainer comes within the linger time."""
@@ -195,6 +196,7 @@ class RankSidecar:
 
     def _own(self, possession: Possession) -> None:
         self._possession = possession
+        self._verifier = Verifier(possession.request.public_key)
         self.ownership = Ownership.OWNED
         store = SnapshotStore(
             budget_bytes=self.budget_bytes(possession.request.arena_bytes),

@@ -15,6 +15,7 @@ from typing import Any
 
 from paramd.errors import ConflictError, DeniedError, ParamdError, UsageError, codes_of
 from paramd.memory import handover
+from paramd_service.sidecar.auth import check_reader
 from paramd_service.sidecar.mesh_info import parse_mesh
 from paramd_service.sidecar.owner import AttachRequest, Possession, parse_attach
 from paramd_service.sidecar.rank import RankSidecar
@@ -197,7 +198,7 @@ class _Connection:
             raise ConflictError(f"{op}: only the attached trainer may say that; attach first")
 
     async def _map(self, message: dict[str, Any], descriptors: list[int]) -> None:
-        self._rank.verify(str(message.get("ticket", "")))
+        check_reader(self._rank.verify(str(message.get("ticket", ""))))
         snapshot_id = str(message.get("snapshot_id", ""))
         snapshot = self._rank.pins.store.filled(snapshot_id)
         answer = {"op": "mapped", "size_bytes": snapshot.size_bytes}

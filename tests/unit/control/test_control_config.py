@@ -22,7 +22,7 @@ GOOD: dict[str, Any] = {
     "job": "run",
     "epoch": 3,
     "world_size": 2,
-    "secret": "ab" * 32,
+    "private_key": "ab" * 32,
     "token": "secret-token-of-the-user",
 }
 
@@ -34,7 +34,7 @@ def read(line: bytes) -> Bootstrap:
 def test_the_bootstrap_line_is_read_and_its_secrets_do_not_show() -> None:
     found = read(json.dumps(GOOD).encode() + b"\n")
     assert (found.job, found.epoch, found.world_size) == ("run", 3, 2)
-    assert found.secret == bytes.fromhex("ab" * 32)
+    assert found.private_key == bytes.fromhex("ab" * 32)
     assert "secret-token" not in repr(found)
     assert "xab" not in repr(found)
 
@@ -47,9 +47,9 @@ def test_the_bootstrap_line_is_read_and_its_secrets_do_not_show() -> None:
         {"epoch": None},
         {"world_size": 0},
         {"world_size": 1 << 20},
-        {"secret": "ab"},
-        {"secret": "not hex"},
-        {"secret": 7},
+        {"private_key": "ab"},
+        {"private_key": "not hex"},
+        {"private_key": 7},
         {"token": "short"},
         {"token": "ö" * 40},
     ],

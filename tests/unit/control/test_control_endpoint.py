@@ -68,7 +68,9 @@ def test_accepted_connections_do_not_delay() -> None:
 
 
 def announced(epoch: int) -> places.Endpoint:
-    bootstrap = Bootstrap(job="run", epoch=epoch, world_size=1, secret=bytes(32), token="t" * 32)
+    bootstrap = Bootstrap(
+        job="run", epoch=epoch, world_size=1, private_key=bytes(32), token="t" * 32
+    )
     return announce(bootstrap, Address("127.0.0.1", 1), Address("127.0.0.1", 2))
 
 

@@ -12,13 +12,13 @@ from fastapi import FastAPI
 from fastapi.routing import iter_route_contexts
 
 from paramd.errors import ConflictError
-from paramd.tickets import Role, verify
+from paramd.tickets import Role, Verifier
 from paramd_service.control.app import build_app
 from paramd_service.control.auth import FailureLimit, UserToken
 from paramd_service.control.config import Bootstrap, ControlConfig
 from paramd_service.control.coordinator import Coordinator
-from paramd_service.control.guard import SECURITY_HEADERS
 from paramd_service.control.events import EventBus
+from paramd_service.control.guard import SECURITY_HEADERS
 from paramd_service.control.metrics import LoopLag, Metrics
 from paramd_service.control.registry import Registry
 from paramd_service.control.services import Services
@@ -26,7 +26,7 @@ from paramd_service.control.sidecars import LayoutSource, SidecarCalls
 from paramd_service.control.statistics import StatsSource
 
 TOKEN = "a-token-of-the-user"
-BOOTSTRAP = Bootstrap(job="run", epoch=3, world_size=2, secret=bytes(32), token=TOKEN)
+BOOTSTRAP = Bootstrap(job="run", epoch=3, world_size=2, private_key=bytes(32), token=TOKEN)
 RIGHT = {"authorization": f"Bearer {TOKEN}"}
 OPEN = {"/healthz", "/readyz"}
 
@@ -188,7 +188,7 @@ async def test_the_job_document_holds_a_reader_ticket_of_this_epoch(
     client: httpx2.AsyncClient,
 ) -> None:
     found = (await client.get("/api/v1/jobs/run", headers=RIGHT)).json()
-    claims = verify(bytes(32), found["ticket"], job="run", epoch=3)
+    claims = Verifier(BOOTSTRAP.signer.public_key).verify(found["ticket"], job="run", epoch=3)
     assert claims.role is Role.READER
     assert claims.expires_s == pytest.approx(found["ticket_expires_s"])
     assert claims.expires_s - time.time() == pytest.approx(600.0, abs=10.0)

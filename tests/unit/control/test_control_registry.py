@@ -12,7 +12,7 @@ from paramd_service.control.config import Bootstrap
 from paramd_service.control.registry import MAX_TEXT_CHARS, Registry
 from paramd_service.control.view import Membership
 
-BOOTSTRAP = Bootstrap(job="run", epoch=3, world_size=2, secret=bytes(32), token="t" * 32)
+BOOTSTRAP = Bootstrap(job="run", epoch=3, world_size=2, private_key=bytes(32), token="t" * 32)
 
 
 class Clock:

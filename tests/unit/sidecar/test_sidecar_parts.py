@@ -110,7 +110,8 @@ REQUEST = AttachRequest(
     pid=10,
     start=100,
     arena_bytes=64,
-    secret=bytes(32),
+    public_key=bytes(32),
+    rank_ticket="t",
     version="1",
 )
 VIEW = OwnerView(
@@ -164,8 +165,9 @@ def test_an_odd_seq_makes_a_rank_torn() -> None:
         {"epoch": 0},
         {"epoch": True},
         {"arena_bytes": -1},
-        {"secret": "xyz"},
-        {"secret": "00"},
+        {"public_key": "xyz"},
+        {"rank_ticket": "t" * 1025},
+        {"public_key": "00"},
         {"job": 1},
         {"version": None},
     ],
@@ -179,7 +181,8 @@ def test_an_attach_message_is_checked(changes: dict[str, object]) -> None:
         "pid": 10,
         "start": 100,
         "arena_bytes": 64,
-        "secret": bytes(32).hex(),
+        "public_key": bytes(32).hex(),
+        "rank_ticket": "t",
         "version": "1",
     }
     assert parse_attach(message) == REQUEST

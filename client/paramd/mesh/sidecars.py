@@ -153,6 +153,19 @@ class Sidecars:
         assert isinstance(found, sidecar_pb2.ComputeStatsResponse)
         return found
 
+    async def digests(
+        self, pin: RankPin, ranges: Sequence[tuple[int, int]], timeout_s: float
+    ) -> sidecar_pb2.DigestSnapshotResponse:
+        """Digests half-open byte ranges of a pinned snapshot."""
+        request = sidecar_pb2.DigestSnapshotRequest(
+            snapshot_id=pin.snapshot_id,
+            ranges=[sidecar_pb2.Span(begin=begin, end=end) for begin, end in ranges],
+        )
+        method = self._stub(pin.rank).DigestSnapshot
+        found = await self._watched(pin.rank, method, request, timeout_s)
+        assert isinstance(found, sidecar_pb2.DigestSnapshotResponse)
+        return found
+
     async def layout_batches(self, rank: int) -> tuple[common_pb2.Header, list[layout_pb2.Layout]]:
         """The layout as one rank's sidecar holds it, and who it says it is."""
         call = self._stub(rank).GetLayout(

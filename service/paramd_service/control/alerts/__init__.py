@@ -1,0 +1,1 @@
+"""Alerts: what is wrong with a mesh, found by pure rules, kept while it lasts, told once."""

@@ -1,0 +1,164 @@
+"""What the watch looks for and how often. The table [alerts] of paramd.toml has these keys."""
+
+from __future__ import annotations
+
+import ipaddress
+import math
+from dataclasses import dataclass
+from enum import StrEnum
+from urllib.parse import urlsplit
+
+from paramd.errors import UsageError
+
+MAX_WEBHOOKS = 8
+
+
+class Rule(StrEnum):
+    """What may be wrong. The names are those of the documents and of `disabled`."""
+
+    NON_FINITE = "non-finite"
+    """NaN or infinity in a parameter."""
+    NORM_JUMP = "norm-jump"
+    """A parameter's norm left its running median by a large factor."""
+    REPLICA_DRIFT = "replica-drift"
+    """Replicas of a piece differ at one step."""
+    STALE_RANK = "stale-rank"
+    """A rank's sidecar is missing, gone or silent, or its trainer has ended."""
+    STALLED_RANK = "stalled-rank"
+    """A rank has not finished an update for long."""
+    STRAGGLER = "straggler"
+    """A rank's steps take longer than the others'."""
+    STALL_BUDGET = "stall-budget"
+    """Updates waited for copies longer than they may."""
+    LAYOUT_MISMATCH = "layout-mismatch"
+    """Ranks report different layouts."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class AlertConfig:
+    """Thresholds, paces and receivers. Everything is on by default but the webhooks."""
+
+    watch: bool = True
+    """Sample parameters at all. Off: only what sidecars report by themselves is judged."""
+    disabled: tuple[str, ...] = ()
+    """Rules that are never looked at, by their names."""
+    stats_every_s: float = 60.0
+    """Time between two rounds of statistics, in seconds, above 0."""
+    digests_every_s: float = 60.0
+    """Time between two comparisons of replicas, in seconds, above 0."""
+    sample_bytes: int = 64 << 20
+    """Most bytes of one rank that one round copies; what does not fit comes in a later round.
+    A tensor larger than that is sampled alone. 1 or more."""
+    sample_ranks: int = 64
+    """Most ranks whose replicas one comparison asks, 2 or more; the others come later."""
+    sample_timeout_s: float = 30.0
+    """Time for one round, in seconds, above 0."""
+    norm_jump_ratio: float = 10.0
+    """A norm this many times above or below its running median is a jump; above 1."""
+    norm_window: int = 20
+    """Rounds that the running median is taken over, 3 or more."""
+    norm_least: int = 5
+    """Rounds needed before a jump can be told, 1 or more."""
+    norm_floor: float = 1e-3
+    """Root mean square below which a parameter counts as still growing from zero; 0 or more."""
+    stale_after_s: float = 10.0
+    """A report this old makes its rank stale, in seconds, above 0."""
+    stalled_after_s: float = 300.0
+    """A rank without a boundary for this long (and for twenty of its steps) is stalled, in
+    seconds, above 0. Long evaluations look the same."""
+    straggler_ratio: float = 1.5
+    """A step time this many times the median of the ranks makes a straggler; above 1."""
+    straggler_least_s: float = 0.01
+    """Less time above the median than this is never a straggler, in seconds, 0 or more."""
+    straggler_hold_s: float = 10.0
+    """A straggler is told after it was one for this long, in seconds, 0 or more."""
+    stall_budget_s: float = 0.005
+    """Longest wait of one update for a copy, in seconds, above 0."""
+    stall_window_s: float = 60.0
+    """Time that the stall budget is judged over, in seconds, above 0."""
+    clear_after_s: float = 5.0
+    """What has not been seen for this long is over, in seconds, 0 or more."""
+    webhooks: tuple[str, ...] = ()
+    """Where every alert is posted as JSON: https, or http on this machine."""
+    webhook_timeout_s: float = 5.0
+    """Time for one attempt, in seconds, above 0."""
+    webhook_attempts: int = 5
+    """Attempts before a post is given up, 1 or more."""
+
+    def __post_init__(self) -> None:
+        for name in _ABOVE_ZERO:
+            _check(name, getattr(self, name), 0.0, exclusive=True)
+        for name in ("norm_jump_ratio", "straggler_ratio"):
+            _check(name, getattr(self, name), 1.0, exclusive=True)
+        for name, least in _AT_LEAST.items():
+            _check(name, getattr(self, name), least, exclusive=False)
+        unknown = set(self.disabled) - set(Rule)
+        if unknown:
+            raise UsageError(
+                f"disabled: {sorted(unknown)[0]!r} is no rule; expected some of {', '.join(Rule)}"
+            )
+        if len(self.webhooks) > MAX_WEBHOOKS:
+            raise UsageError(f"webhooks: {len(self.webhooks)}; expected at most {MAX_WEBHOOKS}")
+        for url in self.webhooks:
+            check_webhook(url)
+
+    def looks_for(self, rule: Rule) -> bool:
+        """Whether the rule is on."""
+        return rule not in self.disabled
+
+
+_ABOVE_ZERO = (
+    "stats_every_s",
+    "digests_every_s",
+    "sample_timeout_s",
+    "stale_after_s",
+    "stalled_after_s",
+    "stall_budget_s",
+    "stall_window_s",
+    "webhook_timeout_s",
+)
+_AT_LEAST = {
+    "sample_bytes": 1,
+    "sample_ranks": 2,
+    "norm_window": 3,
+    "norm_least": 1,
+    "norm_floor": 0,
+    "straggler_least_s": 0,
+    "straggler_hold_s": 0,
+    "clear_after_s": 0,
+    "webhook_attempts": 1,
+}
+
+
+def _check(name: str, value: float, least: float, *, exclusive: bool) -> None:
+    if not math.isfinite(value) or not (value > least if exclusive else value >= least):
+        wanted = f"above {least:g}" if exclusive else f"{least:g} or more"
+        raise UsageError(f"{name}: {value}; expected {wanted}")
+
+
+def check_webhook(url: str) -> None:
+    """Returns when alerts may be posted to `url`.
+
+    Raises:
+        UsageError: it is neither https nor http on this machine, or holds a user. The text
+            does not repeat it: such URLs often are secrets themselves.
+    """
+    parts = urlsplit(url)
+    host = parts.hostname or ""
+    if parts.username or parts.password:
+        raise UsageError("webhooks: a URL holds a user or password; expected none")
+    if parts.scheme == "https" and host:
+        return
+    if parts.scheme == "http" and _is_loopback(host):
+        return
+    raise UsageError(
+        f"webhooks: {parts.scheme or 'no scheme'} to {host or 'no host'}; expected https://..., "
+        "or http:// to 127.0.0.1, ::1 or localhost"
+    )
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return host == "localhost" or ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False

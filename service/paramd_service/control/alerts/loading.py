@@ -1,0 +1,99 @@
+"""Reads the alert config: [alerts] of paramd.toml, and PARAMD_ALERTS over it."""
+
+from __future__ import annotations
+
+import json
+import tomllib
+from collections.abc import Mapping, Sequence
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+from paramd.errors import UsageError
+from paramd_service.control.alerts.config import AlertConfig
+
+ENVIRONMENT = "PARAMD_ALERTS"
+"""The table as JSON; its keys win over those of files."""
+
+
+def parse_alerts(table: Mapping[str, Any], *, place: str, trusted: bool = True) -> dict[str, Any]:
+    """The fields of AlertConfig that a table sets, types checked.
+
+    Args:
+        place: Where the table stands, for errors.
+        trusted: False for a file that may have come with somebody else's project: it may
+            set thresholds, but not have alerts sent anywhere.
+
+    Raises:
+        UsageError: an unknown key or a value of another type.
+    """
+    kinds = {field.name: field for field in fields(AlertConfig)}
+    found: dict[str, Any] = {}
+    for key, value in table.items():
+        if key not in kinds:
+            raise UsageError(f"{place}: unknown key {key!r}; expected some of {', '.join(kinds)}")
+        if key == "webhooks" and not trusted:
+            raise UsageError(
+                f"{place}: webhooks in the working directory are not followed; set them in the "
+                f"user's own paramd.toml or in {ENVIRONMENT}"
+            )
+        found[key] = _value(place, key, value, kinds[key].default)
+    return found
+
+
+def _value(place: str, key: str, value: Any, default: Any) -> Any:
+    if isinstance(default, tuple):
+        if isinstance(value, list) and all(isinstance(item, str) for item in value):
+            return tuple(value)
+        raise UsageError(f"{place}: {key} is not a list of strings")
+    if isinstance(default, bool) or isinstance(value, bool):
+        good = isinstance(value, bool) and isinstance(default, bool)
+    elif isinstance(default, int):
+        good = isinstance(value, int)
+    else:
+        good = isinstance(value, int | float)
+    if not good:
+        raise UsageError(f"{place}: {key} is {value!r}; expected {type(default).__name__}")
+    return value
+
+
+def load_alerts(
+    files: Sequence[tuple[Path, bool]], environment: Mapping[str, str], *, watch: bool = True
+) -> AlertConfig:
+    """The config in force: the environment's JSON over the files' [alerts], first file first.
+
+    Args:
+        files: paramd.toml files and whether each is the user's own.
+        watch: False switches sampling off whatever is configured.
+
+    Raises:
+        UsageError: something cannot be read or is out of range.
+    """
+    merged: dict[str, Any] = {}
+    for path, trusted in reversed(files):
+        merged |= parse_alerts(_table_of(path), place=f"{path}: [alerts]", trusted=trusted)
+    text = environment.get(ENVIRONMENT)
+    if text:
+        try:
+            table = json.loads(text)
+        except (ValueError, RecursionError):
+            raise UsageError(f"{ENVIRONMENT}: expected a JSON object") from None
+        if not isinstance(table, dict):
+            raise UsageError(f"{ENVIRONMENT}: expected a JSON object")
+        merged |= parse_alerts(table, place=ENVIRONMENT)
+    if not watch:
+        merged["watch"] = False
+    return AlertConfig(**merged)
+
+
+def _table_of(path: Path) -> Mapping[str, Any]:
+    try:
+        found = tomllib.loads(path.read_text(encoding="utf-8"))
+    except (FileNotFoundError, NotADirectoryError):
+        return {}
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        raise UsageError(f"{path} cannot be read: {error}") from error
+    table = found.get("alerts", {})
+    if not isinstance(table, dict):
+        raise UsageError(f"{path}: alerts is not a table; write [alerts]")
+    return table

@@ -1,0 +1,184 @@
+"""The rules over what sidecars report by themselves. Pure: inputs in, findings out."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from statistics import median
+
+from paramd_service.control.alerts.book import Finding, Severity
+from paramd_service.control.alerts.config import AlertConfig, Rule
+
+STEPS_OF_PATIENCE = 20
+"""A rank with long steps is stalled after this many of them at the earliest."""
+
+PRESENT = frozenset({"joined", "silent"})
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RankInput:
+    """What is known of one rank at one moment."""
+
+    rank: int
+    membership: str
+    """missing, joined, silent, gone or left."""
+    reason: str
+    """Why it is not as it should be; empty when all is well."""
+    age_s: float
+    """Age of the last report."""
+    step: int
+    step_time_s: float
+    """Smoothed; 0 before the second boundary."""
+    boundary_age_s: float
+    """Time since the last boundary, the report's age included; -1 before the first."""
+    stall_count: int
+    stall_total_s: float
+    stall_max_s: float
+    layout_digest: str
+    trainer_lives: bool
+
+
+Ranks = Mapping[int, RankInput]
+
+
+def mesh_findings(now: Ranks, before: Ranks, config: AlertConfig) -> list[Finding]:
+    """What is wrong with the ranks. `before`: the same ranks about `stall_window_s` ago."""
+    rules: tuple[tuple[Rule, Iterator[Finding]], ...] = (
+        (Rule.STALE_RANK, stale_ranks(now, config)),
+        (Rule.STALLED_RANK, stalled_ranks(now, config)),
+        (Rule.STRAGGLER, stragglers(now, config)),
+        (Rule.STALL_BUDGET, stall_budgets(now, before, config)),
+        (Rule.LAYOUT_MISMATCH, layout_mismatch(now)),
+    )
+    return [finding for rule, found in rules if config.looks_for(rule) for finding in found]
+
+
+MESH_RULES = frozenset(
+    {
+        Rule.STALE_RANK,
+        Rule.STALLED_RANK,
+        Rule.STRAGGLER,
+        Rule.STALL_BUDGET,
+        Rule.LAYOUT_MISMATCH,
+    }
+)
+
+
+def stale_ranks(now: Ranks, config: AlertConfig) -> Iterator[Finding]:
+    """Ranks that nothing is heard of, and those whose trainer has ended."""
+    for rank in now.values():
+        if rank.membership == "left":
+            continue
+        if rank.membership not in PRESENT or rank.age_s >= config.stale_after_s:
+            reason = rank.reason or f"its last report is {rank.age_s:.0f} s old"
+            # A mesh that is just starting has missing ranks for a moment.
+            hold_s = config.stale_after_s if rank.membership == "missing" else 0.0
+        elif not rank.trainer_lives:
+            reason, hold_s = rank.reason or "its trainer has ended", 0.0
+        else:
+            continue
+        yield _of_rank(Rule.STALE_RANK, rank, Severity.CRITICAL, reason, hold_s=hold_s)
+
+
+def stalled_ranks(now: Ranks, config: AlertConfig) -> Iterator[Finding]:
+    """Ranks that live and report, but finish no update."""
+    present = [r for r in now.values() if r.membership in PRESENT and r.trainer_lives]
+    stalled = [
+        rank
+        for rank in present
+        if rank.boundary_age_s >= max(config.stalled_after_s, STEPS_OF_PATIENCE * rank.step_time_s)
+    ]
+    if stalled and len(stalled) == len(present):
+        longest_s = min(rank.boundary_age_s for rank in stalled)
+        yield Finding(
+            rule=Rule.STALLED_RANK,
+            subject="mesh",
+            severity=Severity.WARNING,
+            reason=f"no rank has finished an update for {_s(longest_s)}; it hangs, evaluates or "
+            "saves",
+            ranks=tuple(rank.rank for rank in stalled[:64]),
+            step=min(rank.step for rank in stalled),
+        )
+        return
+    for rank in stalled:
+        reason = f"it has not finished an update for {_s(rank.boundary_age_s)}; others have"
+        yield _of_rank(Rule.STALLED_RANK, rank, Severity.CRITICAL, reason)
+
+
+def stragglers(now: Ranks, config: AlertConfig) -> Iterator[Finding]:
+    """Ranks whose steps take longer. Ranks that wait for each other every step all look alike."""
+    timed = [r for r in now.values() if r.membership in PRESENT and r.step_time_s > 0]
+    if len(timed) < 2:
+        return
+    usual_s = median(rank.step_time_s for rank in timed)
+    # Of two ranks the median is their mean, which no rank exceeds by half: the faster one counts.
+    usual_s = min(r.step_time_s for r in timed) if len(timed) == 2 else usual_s
+    for rank in timed:
+        above_s = rank.step_time_s - usual_s
+        if above_s >= config.straggler_least_s and (
+            rank.step_time_s >= config.straggler_ratio * usual_s
+        ):
+            reason = f"its steps take {_s(rank.step_time_s)}, the others' {_s(usual_s)}"
+            yield _of_rank(
+                Rule.STRAGGLER, rank, Severity.WARNING, reason, hold_s=config.straggler_hold_s
+            )
+
+
+def stall_budgets(now: Ranks, before: Ranks, config: AlertConfig) -> Iterator[Finding]:
+    """Ranks whose updates waited for copies longer than the budget, within the window."""
+    for rank in now.values():
+        old = before.get(rank.rank)
+        if old is None or old.stall_count > rank.stall_count:
+            continue
+        count = rank.stall_count - old.stall_count
+        total_s = rank.stall_total_s - old.stall_total_s
+        new_longest = rank.stall_max_s > old.stall_max_s
+        if new_longest and rank.stall_max_s > config.stall_budget_s:
+            reason = f"an update waited {_s(rank.stall_max_s)} for a copy"
+        elif count > 0 and total_s / count > config.stall_budget_s:
+            reason = f"{count} updates waited {_s(total_s / count)} for copies on average"
+        else:
+            continue
+        reason += f"; the budget is {_s(config.stall_budget_s)}"
+        yield _of_rank(Rule.STALL_BUDGET, rank, Severity.WARNING, reason)
+
+
+def layout_mismatch(now: Ranks) -> Iterator[Finding]:
+    """Ranks that report another layout than most."""
+    digests = {
+        r.rank: r.layout_digest for r in now.values() if r.membership in PRESENT and r.layout_digest
+    }
+    counted = Counter(digests.values()).most_common()
+    if len(counted) < 2:
+        return
+    usual, count = counted[0]
+    tie = counted[1][1] == count
+    odd = tuple(rank for rank, digest in digests.items() if tie or digest != usual)
+    what = "no majority has one of them" if tie else f"{count} ranks have {usual[:12]}"
+    yield Finding(
+        rule=Rule.LAYOUT_MISMATCH,
+        subject="mesh",
+        severity=Severity.CRITICAL,
+        reason=f"the ranks report {len(counted)} different layouts ({what}); nothing can be "
+        "summoned as a whole",
+        ranks=odd[:64],
+    )
+
+
+def _of_rank(
+    rule: Rule, rank: RankInput, severity: Severity, reason: str, hold_s: float = 0.0
+) -> Finding:
+    return Finding(
+        rule=rule,
+        subject=f"rank {rank.rank}",
+        severity=severity,
+        reason=f"rank {rank.rank}: {reason}",
+        ranks=(rank.rank,),
+        step=rank.step,
+        hold_s=hold_s,
+    )
+
+
+def _s(value_s: float) -> str:
+    return f"{value_s * 1000:.3g} ms" if value_s < 1 else f"{value_s:.3g} s"

@@ -1,0 +1,213 @@
+"""Asks live sidecars: statistics and digests of sampled parameters, each at one step.
+
+It goes the way that users' reads go (pin, renew, release), so training feels no more of it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+from paramd.errors import ConflictError
+from paramd.layout.regions import full_box
+from paramd.layout.select import SelectedTensor
+from paramd.layout.types import Layout, TensorLayout
+from paramd_service.control.alerts.drift import Difference, ReplicaGroup, compare
+from paramd_service.control.alerts.places import Spans, ask_where, place_of, spans_of
+from paramd_service.control.alerts.tensors import TensorInput
+
+if TYPE_CHECKING:
+    from paramd.mesh.pin import Pinned
+    from paramd.mesh.reach import Reach
+    from paramd.mesh.sidecars import Sidecars
+
+# No order, or no arithmetic in torch: sidecars refuse statistics of these.
+NO_STATS = frozenset({"complex64", "complex128", "float8_e8m0fnu"})
+
+MAX_PLACES = 8
+"""Differences whose first differing bit is looked for; each costs a few calls."""
+
+RANGES_PER_CALL = 20_000
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StatsRound:
+    """Statistics of sampled tensors."""
+
+    step: int
+    tensors: tuple[TensorInput, ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DigestRound:
+    """Replicas compared."""
+
+    step: int
+    differences: tuple[Difference, ...]
+    places: Mapping[int, str]
+    """Where a difference lies, in words, by its index; only the first few are looked for."""
+
+
+class Sampler(Protocol):
+    """The way to the sidecars. Every method raises ParamdErrors."""
+
+    async def layout(self) -> Layout:
+        """The layout in force."""
+
+    async def stats(self, tensors: Sequence[TensorLayout], *, timeout_s: float) -> StatsRound:
+        """Statistics of full tensors."""
+
+    async def digests(self, groups: Sequence[ReplicaGroup], *, timeout_s: float) -> DigestRound:
+        """Compares the groups' replicas."""
+
+    async def close(self) -> None:
+        """Lets go of connections."""
+
+
+class MeshSampler:
+    """A `Sampler` over one control plane's own REST side. No I/O before the first question."""
+
+    def __init__(self, url: str, token: str, job: str) -> None:
+        self._url = url
+        self._token = token
+        self._job = job
+        self._reach: Reach | None = None
+        self._opening = asyncio.Lock()
+
+    async def layout(self) -> Layout:
+        reach = await self._opened()
+
+        async def attempt(sidecars: Sidecars) -> Layout:
+            return (await reach.index(sidecars)).layout
+
+        return await reach.attempts(attempt, time.monotonic() + 30.0)
+
+    async def stats(self, tensors: Sequence[TensorLayout], *, timeout_s: float) -> StatsRound:
+        from paramd.layout.plan import plan_read
+        from paramd.mesh.summary import compute_stats
+
+        reach, deadline_s = await self._opened(), time.monotonic() + timeout_s
+        chosen = [
+            SelectedTensor(tensor, tensor.fqn, full_box(tensor.shape), (tensor.fqn,))
+            for tensor in tensors
+            if tensor.dtype not in NO_STATS
+        ]
+
+        async def attempt(sidecars: Sidecars) -> StatsRound:
+            index = await reach.index(sidecars)
+            plan = plan_read(index.layout, chosen, prefer=reach.costs())
+            if not plan.ranks:
+                return StatsRound(step=-1, tensors=())
+            spans: Spans = {read.rank: read.spans for read in plan.ranks}
+            pinner = reach.pinner(sidecars)
+            async with pinner.pinned(spans, deadline_s=deadline_s) as pinned:
+                table = await compute_stats(
+                    sidecars, plan, pinned, deadline_s, with_exponents=False
+                )
+            rows = tuple(
+                TensorInput(
+                    fqn=row.name,
+                    count=row.summary.count,
+                    nan_count=row.summary.nan_count,
+                    inf_count=row.summary.inf_count,
+                    norm=row.summary.norm,
+                )
+                for row in table
+            )
+            return StatsRound(step=table.step, tensors=rows)
+
+        return await reach.attempts(attempt, deadline_s)
+
+    async def digests(self, groups: Sequence[ReplicaGroup], *, timeout_s: float) -> DigestRound:
+        reach, deadline_s = await self._opened(), time.monotonic() + timeout_s
+        spans = spans_of(groups)
+
+        async def attempt(sidecars: Sidecars) -> DigestRound:
+            pinner = reach.pinner(sidecars)
+            async with pinner.pinned(spans, deadline_s=deadline_s) as pinned:
+                return await _compared(_Pinned(reach, sidecars, pinned, spans, deadline_s), groups)
+
+        return await reach.attempts(attempt, deadline_s)
+
+    async def close(self) -> None:
+        async with self._opening:
+            if self._reach is not None:
+                await self._reach.close()
+                self._reach = None
+
+    async def _opened(self) -> Reach:
+        async with self._opening:
+            if self._reach is None:
+                # Loaded when first asked for: it is most of what this process would import.
+                from paramd.mesh.reach import Reach
+
+                reach = Reach(self._url, self._token, self._job)
+                try:
+                    await reach.start()
+                except BaseException:
+                    await reach.close()
+                    raise
+                self._reach = reach
+            return self._reach
+
+
+@dataclass(frozen=True, slots=True)
+class _Pinned:
+    """Digests of one set of pinned snapshots; implements `places.Digests`."""
+
+    reach: Reach
+    sidecars: Sidecars
+    pinned: Pinned
+    spans: Spans
+    deadline_s: float
+
+    async def ask(self, rank: int, ranges: Sequence[tuple[int, int]]) -> list[bytes]:
+        """Digests of byte ranges of the rank's arena, all within its spans."""
+        found: list[bytes] = []
+        offset_of = place_of(self.spans[rank])
+        moved = [(offset_of(begin), offset_of(begin) + end - begin) for begin, end in ranges]
+        for first in range(0, len(moved), RANGES_PER_CALL):
+            batch = moved[first : first + RANGES_PER_CALL]
+            answer = await self.sidecars.digests(
+                self.pinned.pins[rank], batch, self.deadline_s - time.monotonic()
+            )
+            said = (answer.header.epoch, answer.header.step, len(answer.digests))
+            if said != (self.pinned.epoch, self.pinned.step, len(batch)):
+                raise ConflictError(
+                    f"{self.sidecars.who(rank)} answered {said[2]} digests of epoch {said[0]}, "
+                    f"step {said[1]}; asked were {len(batch)} of epoch {self.pinned.epoch}, "
+                    f"step {self.pinned.step}; try again"
+                )
+            found.extend(answer.digests)
+        return found
+
+
+async def _compared(pinned: _Pinned, groups: Sequence[ReplicaGroup]) -> DigestRound:
+    asked: dict[int, list[int]] = {}
+    for index, group in enumerate(groups):
+        for rank in group.begins:
+            asked.setdefault(rank, []).append(index)
+
+    async def of(rank: int) -> list[bytes]:
+        parts = [groups[index] for index in asked[rank]]
+        ranges = [(g.begins[rank], g.begins[rank] + g.size_bytes) for g in parts]
+        return await pinned.ask(rank, ranges)
+
+    answers = await asyncio.gather(*(of(rank) for rank in asked))
+    digests: list[dict[int, bytes]] = [{} for _ in groups]
+    for rank, found in zip(asked, answers, strict=True):
+        for index, digest in zip(asked[rank], found, strict=True):
+            digests[index][rank] = digest
+    differences = tuple(
+        difference
+        for group, by_rank in zip(groups, digests, strict=True)
+        if (difference := compare(group, by_rank)) is not None
+    )
+    places = {
+        index: await ask_where(pinned, difference)
+        for index, difference in enumerate(differences[:MAX_PLACES])
+    }
+    return DigestRound(step=pinned.pinned.step, differences=differences, places=places)

@@ -1,0 +1,64 @@
+"""Where alerts and metric history are kept beyond this process's memory."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from paramd_service.control.alerts.book import Alert, State
+
+MAX_KEPT = 2000
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Point:
+    """One measured number, for the history."""
+
+    job: str
+    epoch: int
+    name: str
+    """step, step_time_s, stall_total_s (each by rank), norm (by tensor)."""
+    subject: str
+    """Rank as text, or the tensor's name."""
+    step: int
+    time_s: float
+    """Seconds since the Unix epoch."""
+    value: float
+
+
+class AlertStore(Protocol):
+    """Keeps alerts and history; called on the event loop, never waits for a disk there."""
+
+    async def save_alerts(self, alerts: Sequence[Alert]) -> None:
+        """Writes alerts anew or over their former state, by id."""
+
+    async def load_firing(self, job: str, epoch: int) -> Sequence[Alert]:
+        """Alerts of one epoch that fired when they were last written."""
+
+    async def save_points(self, points: Sequence[Point]) -> None:
+        """Appends to the history; may drop the oldest when it cannot keep up."""
+
+
+class MemoryStore:
+    """An `AlertStore` that forgets with its process."""
+
+    def __init__(self) -> None:
+        self.alerts: dict[str, Alert] = {}
+        self.points: list[Point] = []
+
+    async def save_alerts(self, alerts: Sequence[Alert]) -> None:
+        for alert in alerts:
+            self.alerts[alert.id] = alert
+        while len(self.alerts) > MAX_KEPT:
+            del self.alerts[next(iter(self.alerts))]
+
+    async def load_firing(self, job: str, epoch: int) -> Sequence[Alert]:
+        return [
+            alert
+            for alert in self.alerts.values()
+            if alert.state is State.FIRING and (alert.job, alert.epoch) == (job, epoch)
+        ]
+
+    async def save_points(self, points: Sequence[Point]) -> None:
+        self.points = [*self.points, *points][-MAX_KEPT:]

@@ -1,0 +1,125 @@
+"""Posts alerts to the operator's URLs. A receiver that is away delays nothing but its own posts.
+
+URLs come from the operator's config alone. They are never logged: many are secrets.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+from collections.abc import Awaitable, Callable, Sequence
+from urllib.parse import urlsplit
+
+import httpx2
+
+from paramd_service.control.alerts.book import Alert
+from paramd_service.control.alerts.config import AlertConfig
+from paramd_service.control.alerts.documents import document
+
+QUEUE_COUNT = 200
+"""Posts that wait for one receiver; the oldest is dropped for one too many."""
+
+FIRST_BACKOFF_S = 1.0
+LAST_BACKOFF_S = 30.0
+
+log = logging.getLogger("paramd.control.alerts")
+
+Sleep = Callable[[float], Awaitable[None]]
+
+
+class Webhooks:
+    """`start`, `post` as often as wanted, `close`. Use on one event loop."""
+
+    def __init__(
+        self,
+        config: AlertConfig,
+        *,
+        transport: httpx2.AsyncBaseTransport | None = None,
+        sleep: Sleep = asyncio.sleep,
+    ) -> None:
+        """No I/O. `transport` and `sleep` replace network and time in tests."""
+        self._config = config
+        self._sleep = sleep
+        self._client = httpx2.AsyncClient(
+            timeout=config.webhook_timeout_s,
+            transport=transport,
+            follow_redirects=False,
+            # No proxy and no credentials of the environment.
+            trust_env=False,
+        )
+        self._queues = [asyncio.Queue[Alert](QUEUE_COUNT) for _ in config.webhooks]
+        self._tasks: list[asyncio.Task[None]] = []
+        self.posted_count = 0
+        """Posts that a receiver took."""
+        self.failed_count = 0
+        """Posts given up or dropped."""
+
+    def start(self) -> None:
+        """Begins to post what comes in."""
+        self._tasks = [
+            asyncio.create_task(self._run(url, queue), name="paramd-webhook")
+            for url, queue in zip(self._config.webhooks, self._queues, strict=True)
+        ]
+
+    def post(self, alerts: Sequence[Alert]) -> None:
+        """Has every receiver told. Never waits and never fails."""
+        for alert in alerts:
+            for queue in self._queues:
+                if queue.full():
+                    queue.get_nowait()
+                    self.failed_count += 1
+                queue.put_nowait(alert)
+
+    async def close(self) -> None:
+        """Gives up what waits. Idempotent."""
+        for task in self._tasks:
+            task.cancel()
+        if self._tasks:
+            await asyncio.wait(self._tasks)
+        self._tasks = []
+        await self._client.aclose()
+
+    async def _run(self, url: str, queue: asyncio.Queue[Alert]) -> None:
+        host = urlsplit(url).hostname
+        failing = ""
+        while True:
+            alert = await queue.get()
+            reason = await self._deliver(url, alert)
+            if reason:
+                self.failed_count += 1
+            else:
+                self.posted_count += 1
+            if reason != failing:
+                failing = reason
+                if reason:
+                    log.warning("webhook of %s does not take alerts: %s", host, reason)
+                else:
+                    log.info("webhook of %s takes alerts again", host)
+
+    async def _deliver(self, url: str, alert: Alert) -> str:
+        """Posts one alert, again when it helps. Returns why it was given up, or ""."""
+        text = document(alert).model_dump_json()
+        headers = {"content-type": "application/json", "idempotency-key": _key(alert)}
+        reason = ""
+        for attempt in range(self._config.webhook_attempts):
+            if attempt:
+                full_s = min(FIRST_BACKOFF_S * 2.0 ** (attempt - 1), LAST_BACKOFF_S)
+                await self._sleep(full_s * (0.5 + 0.5 * random.random()))
+            try:
+                answer = await self._client.post(url, content=text, headers=headers)
+            except httpx2.HTTPError as error:
+                # Its text may hold the URL.
+                reason = type(error).__name__
+                continue
+            if answer.status_code < 300:
+                return ""
+            reason = f"HTTP {answer.status_code}"
+            if answer.status_code < 500 and answer.status_code not in (408, 429):
+                return reason
+        return reason
+
+
+def _key(alert: Alert) -> str:
+    """The same for every attempt at one message."""
+    return f"{alert.id}-{alert.state.value}"

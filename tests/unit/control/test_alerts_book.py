@@ -1,0 +1,151 @@
+"""The life of an alert, told once; what is read of config files."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from paramd.errors import UsageError
+from paramd_service.control.alerts import book
+from paramd_service.control.alerts.book import Book, Finding, Severity, State
+from paramd_service.control.alerts.config import Rule
+from paramd_service.control.alerts.loading import load_alerts
+
+
+def finding(subject: str = "rank 1", *, reason: str = "x", hold_s: float = 0.0) -> Finding:
+    return Finding(
+        rule=Rule.STALE_RANK,
+        subject=subject,
+        severity=Severity.CRITICAL,
+        reason=reason,
+        hold_s=hold_s,
+    )
+
+
+def new_book(clear_after_s: float = 5.0) -> Book:
+    return Book(job="job", epoch=2, clear_after_s=clear_after_s)
+
+
+def see(found: Book, now_s: float, *findings: Finding) -> list[tuple[str, str]]:
+    changes = found.observe(findings, covered=lambda _: True, now_s=now_s)
+    return [(alert.finding.subject, alert.state.value) for alert in changes]
+
+
+def test_an_alert_is_told_when_it_begins_and_when_it_is_over() -> None:
+    found = new_book()
+    assert see(found, 100, finding()) == [("rank 1", "firing")]
+    assert see(found, 101, finding(reason="y")) == []
+    (alert,) = found.firing
+    assert (alert.first_seen_s, alert.last_seen_s, alert.seen_count) == (100, 101, 2)
+    assert alert.finding.reason == "y"
+    assert see(found, 105) == []
+    assert see(found, 106) == [("rank 1", "resolved")]
+    (over,) = found.resolved
+    assert (over.state, over.resolved_s, over.id) == (State.RESOLVED, 106, alert.id)
+
+
+def test_what_comes_back_at_once_was_never_over() -> None:
+    found = new_book()
+    see(found, 100, finding())
+    assert see(found, 104) == []
+    assert see(found, 104.5, finding()) == []
+    assert see(found, 109) == []
+    assert len(found.firing) == 1
+
+
+def test_what_comes_back_after_its_end_is_a_new_alert() -> None:
+    found = new_book(clear_after_s=0)
+    see(found, 100, finding())
+    first = found.firing[0].id
+    see(found, 101)
+    assert see(found, 102, finding()) == [("rank 1", "firing")]
+    assert found.firing[0].id != first
+
+
+def test_a_finding_with_patience_is_told_only_when_it_lasts() -> None:
+    found = new_book()
+    assert see(found, 100, finding(hold_s=10)) == []
+    assert see(found, 109, finding(hold_s=10)) == []
+    assert see(found, 110, finding(hold_s=10)) == [("rank 1", "firing")]
+    assert found.firing[0].first_seen_s == 100
+    other = finding("rank 2", hold_s=10)
+    see(found, 110, finding(), other)
+    see(found, 112, finding())
+    assert see(found, 121, finding(), other) == []
+
+
+def test_a_look_that_does_not_cover_an_alert_does_not_end_it() -> None:
+    found = new_book(clear_after_s=0)
+    see(found, 100, finding("w"))
+    changes = found.observe([], covered=lambda f: f.subject != "w", now_s=200)
+    assert changes == []
+    assert len(found.firing) == 1
+
+
+def test_the_end_of_the_epoch_ends_every_alert() -> None:
+    found = new_book()
+    see(found, 100, finding("a"), finding("b"))
+    assert {alert.state for alert in found.close(101)} == {State.RESOLVED}
+    assert found.firing == ()
+
+
+def test_a_restarted_control_plane_goes_on_with_the_same_alerts() -> None:
+    before, after = new_book(), new_book()
+    see(before, 100, finding())
+    after.restore(before.firing)
+    assert see(after, 200, finding()) == []
+    assert after.firing[0].first_seen_s == 100
+    stranger = Book(job="job", epoch=3, clear_after_s=5)
+    stranger.restore(before.firing)
+    assert stranger.firing == ()
+
+
+def test_a_flood_of_alerts_is_bounded_and_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(book, "MAX_FIRING", 3)
+    found = new_book()
+    see(found, 1, *(finding(f"rank {n}") for n in range(10)))
+    assert (len(found.firing), found.dropped_count) == (3, 7)
+
+
+def test_the_environment_wins_over_the_directory_s_file_and_that_over_the_own(
+    tmp_path: Path,
+) -> None:
+    here, own = tmp_path / "here.toml", tmp_path / "own.toml"
+    here.write_text("[alerts]\nstats_every_s = 5\nnorm_jump_ratio = 3\n")
+    own.write_text('[alerts]\nstats_every_s = 7\nwebhooks = ["https://example.com/x"]\n')
+    places = [(here, False), (own, True), (tmp_path / "none.toml", True)]
+    config = load_alerts(places, {})
+    assert (config.stats_every_s, config.norm_jump_ratio) == (5, 3)
+    assert config.webhooks == ("https://example.com/x",)
+    assert load_alerts(places, {"PARAMD_ALERTS": '{"stats_every_s": 9}'}).stats_every_s == 9
+    assert load_alerts(places, {}).watch
+    assert not load_alerts(places, {}, watch=False).watch
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        '[alerts]\nwebhooks = ["http://127.0.0.1/x"]',
+        "[alerts]\nno_such_key = 1",
+        '[alerts]\nstats_every_s = "5"',
+        "[alerts]\nwatch = 1",
+        "[alerts]\nnorm_window = 2.5",
+        "[alerts]\nstats_every_s = true",
+        "[alerts]\ndisabled = [1]",
+        "[alerts]\nstats_every_s = -1",
+        "alerts = 3",
+        "not toml",
+    ],
+)
+def test_a_file_that_cannot_be_right_is_refused(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "paramd.toml"
+    path.write_text(text)
+    with pytest.raises(UsageError):
+        load_alerts([(path, False)], {})
+
+
+@pytest.mark.parametrize("text", ["[]", "{", '{"x": 1}', "[" * 100_000])
+def test_an_environment_that_is_no_table_is_refused(text: str) -> None:
+    with pytest.raises(UsageError, match="PARAMD_ALERTS"):
+        load_alerts([], {"PARAMD_ALERTS": text})

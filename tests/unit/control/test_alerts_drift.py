@@ -1,0 +1,198 @@
+"""What is compared, who is named, and where replicas differ."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+
+import pytest
+
+from paramd.layout.types import Box, Interval, Layout, Piece, TensorKind, TensorLayout
+from paramd_service.control.alerts.drift import (
+    Difference,
+    ReplicaGroup,
+    choose_holders,
+    compare,
+    drift_findings,
+    next_sample,
+    replica_groups,
+)
+from paramd_service.control.alerts.places import ask_where, place_of, spans_of
+from paramd_service.sidecar.digests import digest_all
+
+
+def tensor(
+    fqn: str, numel: int, ranks: Sequence[int], kind: TensorKind = TensorKind.PARAMETER
+) -> TensorLayout:
+    pieces = tuple(Piece(rank, 64 * rank, Box((0,), (numel,))) for rank in ranks)
+    return TensorLayout(fqn=fqn, dtype="float32", shape=(numel,), kind=kind, pieces=pieces)
+
+
+def group(size: int = 1000, ranks: Sequence[int] = (0, 1), fqn: str = "w") -> ReplicaGroup:
+    return ReplicaGroup(
+        fqn=fqn,
+        region=Interval(0, size // 4),
+        size_bytes=size,
+        item_bytes=4,
+        begins={rank: 10 * rank for rank in ranks},
+    )
+
+
+def test_replicas_are_pieces_of_the_same_region_on_several_ranks() -> None:
+    hybrid = TensorLayout(
+        fqn="w",
+        dtype="bfloat16",
+        shape=(8, 2),
+        kind=TensorKind.PARAMETER,
+        pieces=(
+            Piece(0, 0, Box((0, 0), (4, 2))),
+            Piece(1, 0, Box((4, 0), (8, 2))),
+            Piece(2, 100, Box((0, 0), (4, 2))),
+            Piece(3, 200, Box((4, 0), (8, 2))),
+            Piece(4, 0, Box((8, 0), (8, 2))),
+            Piece(5, 0, Box((8, 0), (8, 2))),
+        ),
+    )
+    found = replica_groups(hybrid)
+    assert [dict(g.begins) for g in found] == [{0: 0, 2: 100}, {1: 0, 3: 200}]
+    assert {(g.size_bytes, g.item_bytes) for g in found} == {(16, 2)}
+
+
+def test_another_order_of_elements_is_no_replica_and_neither_are_buffers() -> None:
+    mixed = TensorLayout(
+        fqn="w",
+        dtype="float32",
+        shape=(2, 3),
+        kind=TensorKind.PARAMETER,
+        pieces=(
+            Piece(0, 0, Box((0, 0), (2, 3))),
+            Piece(1, 0, Box((0, 0), (2, 3)), strides=(1, 2)),
+        ),
+    )
+    assert replica_groups(mixed) == []
+    assert replica_groups(tensor("w", 4, (0, 1), TensorKind.BUFFER)) == []
+    assert replica_groups(tensor("w", 4, (0,))) == []
+
+
+def test_rounds_go_through_all_parameters_within_their_bytes() -> None:
+    tensors = tuple(tensor(f"w{n}", 10 * (n + 1), (0, 1)) for n in range(7))
+    layout = Layout(world_size=2, arena_bytes=(9999, 9999), tensors=tensors)
+    seen: list[str] = []
+    begin = 0
+    for _ in range(7):
+        sample = next_sample(layout, begin, most_bytes=400)
+        size = sum(4 * t.numel for t in sample.tensors)
+        assert size <= 400 or len(sample.tensors) == 1
+        seen += [t.fqn for t in sample.tensors]
+        begin = sample.next_begin
+    assert set(seen) == {t.fqn for t in tensors}
+    whole = next_sample(layout, 3, most_bytes=1 << 20)
+    assert len(whole.tensors) == 7
+
+
+def test_what_fires_is_looked_at_again_first_and_the_others_still_have_their_turn() -> None:
+    tensors = tuple(tensor(f"w{n}", 10, (0, 1)) for n in range(20))
+    layout = Layout(world_size=2, arena_bytes=(9999, 9999), tensors=tensors)
+    begin, seen = 0, set()
+    for _ in range(20):
+        sample = next_sample(layout, begin, most_bytes=160, first=["w13", "w4"])
+        assert {"w13", "w4"} <= {t.fqn for t in sample.tensors}
+        seen |= {t.fqn for t in sample.tensors}
+        begin = sample.next_begin
+    assert len(seen) == 20
+
+
+def test_a_layout_without_parameters_gives_nothing_to_look_at() -> None:
+    buffers = Layout(
+        world_size=1, arena_bytes=(64,), tensors=(tensor("b", 4, (0,), TensorKind.BUFFER),)
+    )
+    assert next_sample(buffers, 5, most_bytes=100).tensors == ()
+
+
+def test_few_ranks_are_asked_and_all_have_their_turn() -> None:
+    groups = [group(ranks=range(100)), group(ranks=range(100), fqn="v")]
+    asked: set[int] = set()
+    for turn in range(100):
+        chosen = choose_holders(groups, most_ranks=8, turn=turn)
+        ranks = {rank for g in chosen for rank in g.begins}
+        assert len(chosen) == 2
+        assert len(ranks) == 8
+        asked |= ranks
+    assert asked == set(range(100))
+    (all_of_them,) = choose_holders([group(ranks=range(5))], most_ranks=8, turn=3)
+    assert set(all_of_them.begins) == set(range(5))
+
+
+def test_the_minority_is_named_and_two_alone_are_named_both() -> None:
+    three = group(ranks=(0, 1, 2))
+    assert compare(three, {0: b"a", 1: b"a", 2: b"a"}) is None
+    odd = compare(three, {0: b"a", 1: b"b", 2: b"a"})
+    assert odd == Difference(group=three, ranks=(1,), majority=2)
+    two = compare(group(), {0: b"a", 1: b"b"})
+    assert two is not None
+    assert (two.ranks, two.majority) == ((0, 1), 0)
+    (named,) = drift_findings([odd], {0: "bit 3 of element 5"}, 9)
+    assert (named.fqn, named.ranks, named.step) == ("w", (1,), 9)
+    assert "rank 1 differs from 2 equal replicas; bit 3 of element 5" in named.reason
+    (both,) = drift_findings([two], {}, 9)
+    assert "which is wrong, two cannot tell" in both.reason
+
+
+def test_many_tensors_that_drift_are_told_in_short() -> None:
+    differences = [
+        Difference(group=group(fqn=f"w{n}"), ranks=(0, 1), majority=0) for n in range(60)
+    ]
+    found = drift_findings(differences, {}, 1)
+    assert len(found) == 51
+    assert "10 more tensors" in found[-1].reason
+
+
+def test_spans_are_merged_and_offsets_follow_them() -> None:
+    a = ReplicaGroup(
+        fqn="a", region=Interval(0, 4), size_bytes=16, item_bytes=4, begins={0: 100, 1: 0}
+    )
+    b = ReplicaGroup(
+        fqn="b", region=Interval(0, 4), size_bytes=16, item_bytes=4, begins={0: 116, 1: 64}
+    )
+    c = ReplicaGroup(
+        fqn="c", region=Interval(0, 1), size_bytes=4, item_bytes=4, begins={0: 0, 1: 68}
+    )
+    spans = spans_of([a, b, c])
+    assert spans == {0: [(0, 4), (100, 132)], 1: [(0, 16), (64, 80)]}
+    offset_of = place_of(spans[0])
+    assert [offset_of(at) for at in (0, 100, 116, 131)] == [0, 4, 20, 35]
+
+
+class Memory:
+    """Arenas of ranks, digested as sidecars do."""
+
+    def __init__(self, arenas: dict[int, bytearray]) -> None:
+        self.arenas = arenas
+        self.calls = 0
+
+    async def ask(self, rank: int, ranges: Sequence[tuple[int, int]]) -> list[bytes]:
+        self.calls += 1
+        assert len(ranges) <= 64
+        return digest_all(memoryview(self.arenas[rank]), ranges)
+
+
+@pytest.mark.parametrize("size", [4, 64, 1000, 100_004])
+async def test_a_flipped_bit_is_found_wherever_it_is(size: int) -> None:
+    rng = random.Random(size)
+    content = rng.randbytes(size)
+    for _ in range(10):
+        memory = Memory({rank: bytearray(10 * rank) + bytearray(content) for rank in (0, 1, 2)})
+        byte, bit = rng.randrange(size), rng.randrange(8)
+        memory.arenas[1][10 + byte] ^= 1 << bit
+        difference = Difference(group=group(size, (0, 1, 2)), ranks=(1,), majority=2)
+        said = await ask_where(memory, difference)
+        expected = f"bit {8 * (byte % 4) + bit} of element {byte // 4} of its piece"
+        assert said == f"the first difference of rank 1 from rank 0 is {expected}"
+        assert memory.calls <= 10
+
+
+async def test_several_bits_are_counted() -> None:
+    memory = Memory({0: bytearray(8), 1: bytearray(18)})
+    memory.arenas[1][10:14] = b"\xff\x01\x00\x80"
+    said = await ask_where(memory, Difference(group=group(8), ranks=(0, 1), majority=0))
+    assert "is 10 bits of element 0" in said

@@ -7,10 +7,16 @@ import time
 from collections.abc import Iterator
 
 from paramd.memory.control_page import Word
-from paramd.v1 import common_pb2, layout_pb2
+from paramd.v1 import common_pb2, layout_pb2, sidecar_pb2
 from paramd_service.sidecar.mesh_info import PeerInfo
 from paramd_service.sidecar.owner import Ownership
 from paramd_service.sidecar.rank import RankSidecar
+
+MAX_LISTED = 1024
+"""Leases in one answer."""
+
+SNAPSHOT_NAME_CHARS = 8
+"""Of a snapshot's id: the whole of it lets whoever knows it release the snapshot."""
 
 LAYOUT_BATCH_BYTES = 1 << 20
 _GAVE_UP = 2
@@ -72,6 +78,27 @@ def rank_state(rank: RankSidecar) -> common_pb2.RankState:
         state.snapshot_bytes = rank.pins.store.used_bytes
         state.snapshot_count = rank.pins.store.lease_count
     return state
+
+
+def snapshot_list(rank: RankSidecar) -> sidecar_pb2.ListSnapshotsResponse:
+    """Leases of this rank. Raises as `RankSidecar.pins`."""
+    store, now_ns = rank.pins.store, time.monotonic_ns()
+    return sidecar_pb2.ListSnapshotsResponse(
+        header=header(rank),
+        snapshots=[
+            sidecar_pb2.SnapshotInfo(
+                name=lease.snapshot_id[:SNAPSHOT_NAME_CHARS],
+                step=lease.snapshot.step,
+                size_bytes=lease.snapshot.size_bytes,
+                lease_left_ms=(lease.expires_ns - now_ns) // 1_000_000,
+                at_boundary=lease.snapshot.at_boundary,
+            )
+            for lease in store.leases(now_ns)[:MAX_LISTED]
+        ],
+        lease_count=store.lease_count,
+        used_bytes=store.used_bytes,
+        budget_bytes=store.budget_bytes,
+    )
 
 
 def peer(info: PeerInfo) -> common_pb2.Peer:

@@ -26,7 +26,7 @@ from paramd_service.sidecar.metrics import sidecar_metrics
 from paramd_service.sidecar.rank import RankSidecar
 from paramd_service.sidecar.replies import abort_internal, abort_with
 from paramd_service.sidecar.snapshot import Key
-from paramd_service.sidecar.stats_answers import compute_stats
+from paramd_service.sidecar.stats_answers import compute_stats, pool_snapshot
 
 Context: TypeAlias = grpc.aio.ServicerContext[Any, Any]
 Unary: TypeAlias = Callable[[Any, float], Awaitable[Message]]
@@ -55,6 +55,8 @@ class SidecarServicer:
                 "RenewSnapshot": self._unary(self._renew, pb.RenewSnapshotRequest),
                 "ReleaseSnapshot": self._unary(self._release, pb.ReleaseSnapshotRequest),
                 "ComputeStats": self._unary(self._stats, pb.ComputeStatsRequest, heavy=True),
+                "PoolSnapshot": self._unary(self._pool, pb.PoolSnapshotRequest, heavy=True),
+                "ListSnapshots": self._unary(self._list, pb.ListSnapshotsRequest),
                 "DigestSnapshot": self._unary(self._digest, pb.DigestSnapshotRequest, heavy=True),
                 "GetMetrics": self._unary(self._metrics, pb.GetMetricsRequest),
                 "Summon": self._stream(self._summon, pb.SummonRequest),
@@ -202,13 +204,31 @@ class SidecarServicer:
         try:
             async with asyncio.timeout(timeout_s):
                 found = await compute_stats(
-                    self._rank, snapshot, request.items, with_exponents=request.with_exponents
+                    self._rank,
+                    snapshot,
+                    request.items,
+                    with_exponents=request.with_exponents,
+                    edges=request.edges,
                 )
         finally:
             store.drop(snapshot)
         return pb.ComputeStatsResponse(
             header=messages.header(self._rank, snapshot.step), stats=found
         )
+
+    async def _pool(self, request: pb.PoolSnapshotRequest, timeout_s: float) -> Message:
+        store = self._rank.pins.store
+        snapshot = store.hold(store.filled(request.snapshot_id))
+        try:
+            async with asyncio.timeout(timeout_s):
+                answer = await pool_snapshot(self._rank, snapshot, request)
+        finally:
+            store.drop(snapshot)
+        answer.header.CopyFrom(messages.header(self._rank, snapshot.step))
+        return answer
+
+    async def _list(self, _request: pb.ListSnapshotsRequest, _timeout_s: float) -> Message:
+        return messages.snapshot_list(self._rank)
 
     async def _digest(self, request: pb.DigestSnapshotRequest, timeout_s: float) -> Message:
         store = self._rank.pins.store

@@ -72,6 +72,11 @@ class SnapshotStore:
     def lease_count(self) -> int:
         return len(self._leases)
 
+    def leases(self, now_ns: int) -> list[Lease]:
+        """Leases that have not ended, by what is left of them."""
+        alive = [lease for lease in self._leases.values() if lease.expires_ns > now_ns]
+        return sorted(alive, key=lambda lease: lease.expires_ns)
+
     def find(self, key: Key, *, step: int | None) -> Snapshot | None:
         """A filled snapshot of `key` at `step` (None: the newest), for one more holder."""
         held = [snapshot for snapshot in self._live if _answers(snapshot, key, step)]

@@ -9,7 +9,9 @@ Counts, minima and maxima are exact. The exponents are counted from the elements
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 
@@ -17,6 +19,8 @@ from paramd.errors import UsageError
 
 PIECE_BYTES = 512 << 10
 """Bytes reduced at a time; bounds temporary memory to a few times that."""
+
+MAX_EDGES = 513
 
 EXPONENT_BEGIN = -64
 EXPONENT_BINS = 128
@@ -69,6 +73,8 @@ class Reduced:
     min: float = math.inf
     max: float = -math.inf
     exponents: torch.Tensor | None = None
+    between: torch.Tensor | None = None
+    """Counts below, between and above edges; see `paramd.v1.Stats.edge_counts`."""
 
     def add_moments(self, count: int, mean: float, m2: float, sum_squares: float) -> None:
         """Merges the moments of `count` more finite elements (Chan's rule)."""
@@ -106,13 +112,38 @@ def item_bytes(dtype: str) -> int:
     return found.itemsize
 
 
-def reduce_run(data: memoryview, dtype: str, *, with_exponents: bool) -> Reduced:
+def widened(dtype: str) -> torch.dtype:
+    """The dtype that elements of `dtype` are reduced in; `item_bytes` has accepted it."""
+    return _WIDENED[dtype]
+
+
+def make_edges(edges: Sequence[float]) -> torch.Tensor | None:
+    """Edges to count between, or None when there are none.
+
+    Raises:
+        UsageError: too many, not finite, or not strictly rising.
+    """
+    if not edges:
+        return None
+    rising = all(a < b for a, b in pairwise(edges))
+    if len(edges) > MAX_EDGES or not rising or not all(map(math.isfinite, edges)):
+        raise UsageError(
+            f"edges: {len(edges)} given; expected at most {MAX_EDGES} finite numbers, each above "
+            "the one before"
+        )
+    return torch.tensor(edges, dtype=torch.float64)
+
+
+def reduce_run(
+    data: memoryview, dtype: str, *, with_exponents: bool, edges: torch.Tensor | None = None
+) -> Reduced:
     """Statistics of a run of elements.
 
     Args:
         data: Their bytes; a whole number of elements, at any alignment.
         dtype: torch dtype without its prefix.
         with_exponents: Count binary exponents, several times the cost of all the rest.
+        edges: From `make_edges`; count finite elements between them.
 
     Raises:
         UsageError: there are no statistics of that dtype.
@@ -124,7 +155,10 @@ def reduce_run(data: memoryview, dtype: str, *, with_exponents: bool) -> Reduced
     for begin in range(0, numel, piece_numel):
         end = min(begin + piece_numel, numel)
         raw = torch.frombuffer(data[begin * itemsize : end * itemsize], dtype=torch.uint8)
-        _add_piece(result, _widen(raw, dtype))
+        piece = _widen(raw, dtype)
+        _add_piece(result, piece)
+        if edges is not None:
+            _add_between(result, piece, edges)
     return result
 
 
@@ -169,6 +203,13 @@ def _add_piece(result: Reduced, piece: torch.Tensor) -> None:
         result.zero_count += finite.numel() - int(torch.count_nonzero(finite))
     else:
         _add_exponents(result, result.exponents, finite)
+
+
+def _add_between(result: Reduced, piece: torch.Tensor, edges: torch.Tensor) -> None:
+    finite = piece[torch.isfinite(piece)].double()
+    bins = torch.bucketize(finite, edges, right=True)
+    counts = torch.bincount(bins, minlength=len(edges) + 1)
+    result.between = counts if result.between is None else result.between + counts
 
 
 def _moments(values: torch.Tensor) -> tuple[float, float, float]:

@@ -1,15 +1,29 @@
-"""ComputeStats: checks the items, then reduces them on a thread, torch loaded when first asked."""
+"""ComputeStats and PoolSnapshot: check the items, then reduce them on a thread.
+
+Torch is loaded when first asked.
+"""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
 
 from paramd.errors import UsageError
 from paramd.v1 import sidecar_pb2 as pb
 from paramd_service.sidecar.rank import RankSidecar
 from paramd_service.sidecar.snapshot import Snapshot
+
+MAX_POOL_ITEMS = 4096
+
+_MODES = {
+    pb.POOL_MODE_SUM: "sum",
+    pb.POOL_MODE_MIN: "min",
+    pb.POOL_MODE_MAX: "max",
+    pb.POOL_MODE_ABSMAX: "absmax",
+}
+
+Answer = TypeVar("Answer")
 
 
 async def compute_stats(
@@ -18,6 +32,7 @@ async def compute_stats(
     items: Sequence[pb.StatsItem],
     *,
     with_exponents: bool,
+    edges: Sequence[float] = (),
 ) -> list[pb.Stats]:
     """One answer for each item, in order. The caller holds the snapshot until it returns.
 
@@ -27,15 +42,35 @@ async def compute_stats(
     Raises:
         UsageError: an item leaves the snapshot, or its dtype has no statistics.
     """
-    stop: list[bool] = []
-    work = asyncio.get_running_loop().run_in_executor(
-        rank.stats_executor, _reduce_all, rank, snapshot.view(), items, with_exponents, stop
+    data = snapshot.view()
+    return await _on_thread(
+        rank, lambda stop: _reduce_all(rank, data, items, with_exponents, edges, stop)
     )
+
+
+async def pool_snapshot(
+    rank: RankSidecar, snapshot: Snapshot, request: pb.PoolSnapshotRequest
+) -> pb.PoolSnapshotResponse:
+    """The picture of the items, its header empty. The caller holds the snapshot likewise.
+
+    Raises:
+        UsageError: an item leaves the snapshot or the matrix, or something is out of range.
+    """
+    if len(request.items) > MAX_POOL_ITEMS:
+        raise UsageError(f"items: {len(request.items)}; expected at most {MAX_POOL_ITEMS}")
+    data = snapshot.view()
+    return await _on_thread(rank, lambda stop: _pool(rank, data, request, stop))
+
+
+async def _on_thread(rank: RankSidecar, work: Callable[[Sequence[bool]], Answer]) -> Answer:
+    """Runs `work` beside the event loop; it ends soon once its argument is not empty."""
+    stop: list[bool] = []
+    running = asyncio.get_running_loop().run_in_executor(rank.stats_executor, work, stop)
     try:
-        return await asyncio.shield(work)
+        return await asyncio.shield(running)
     except asyncio.CancelledError:
         stop.append(True)
-        await asyncio.wait([work])
+        await asyncio.wait([running])
         raise
 
 
@@ -44,21 +79,63 @@ def _reduce_all(
     data: memoryview,
     items: Sequence[pb.StatsItem],
     with_exponents: bool,
+    edges: Sequence[float],
     stop: Sequence[bool],
 ) -> list[pb.Stats]:
     from paramd_service.sidecar import stats
 
     stats.set_up()
+    between = stats.make_edges(edges)
     runs = [_run_of(data, item, stats.item_bytes(item.dtype)) for item in items]
     answers = []
     for item, run in zip(items, runs, strict=True):
         if stop:
             break
-        answers.append(
-            _answer(stats, stats.reduce_run(run, item.dtype, with_exponents=with_exponents))
-        )
+        reduced = stats.reduce_run(run, item.dtype, with_exponents=with_exponents, edges=between)
+        answers.append(_answer(stats, reduced))
         rank.faults.at("stats-item")
     return answers
+
+
+def _pool(
+    rank: RankSidecar, data: memoryview, request: pb.PoolSnapshotRequest, stop: Sequence[bool]
+) -> pb.PoolSnapshotResponse:
+    from paramd_service.sidecar import pooling, stats
+
+    stats.set_up()
+    stats.item_bytes(request.dtype)
+    mode = _MODES.get(request.mode)
+    if mode is None:
+        raise UsageError(f"mode: {request.mode}; expected one of {', '.join(_MODES.values())}")
+    grid = pooling.Grid(
+        mode, request.row_count, request.col_count, request.cell_row_count, request.cell_col_count
+    )
+    views = [
+        pooling.make_view(
+            item.begin_bytes,
+            item.sizes,
+            item.strides,
+            item.steps,
+            row_dims=item.row_dims,
+            origin=(item.row_begin, item.col_begin),
+            grid=grid,
+            data_bytes=len(data),
+            dtype=request.dtype,
+        )
+        for item in request.items
+    ]
+    rank.faults.at("pool")
+    picture = pooling.pool(data, request.dtype, grid, views, lambda: bool(stop))
+    height, width = picture.values.shape
+    return pb.PoolSnapshotResponse(
+        cell_row_begin=picture.begin[0],
+        cell_col_begin=picture.begin[1],
+        cell_row_count=height,
+        cell_col_count=width,
+        values=picture.values.flatten().tolist(),
+        counts=picture.counts.flatten().tolist(),
+        nonfinite_counts=picture.nonfinite.flatten().tolist() if picture.nonfinite.any() else (),
+    )
 
 
 def _run_of(data: memoryview, item: pb.StatsItem, itemsize: int) -> memoryview:
@@ -84,4 +161,5 @@ def _answer(stats: Any, reduced: Any) -> pb.Stats:
         max=reduced.max,
         exponent_counts=stats.exponent_counts(reduced),
         exponent_begin=stats.EXPONENT_BEGIN,
+        edge_counts=reduced.between.tolist() if reduced.between is not None else (),
     )

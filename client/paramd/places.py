@@ -187,8 +187,11 @@ def process_start(pid: int) -> int | None:
     return None if fields[0] in "ZX" else int(fields[19])
 
 
-def next_epoch(job: str) -> int:
+def next_epoch(job: str, *, above: int = 0) -> int:
     """Hands out the job's next epoch: 1 first, never one twice, durable when it returns.
+
+    Args:
+        above: The epoch is above this too: the last one that somebody else handed out.
 
     Raises:
         UsageError: as `job_dir`.
@@ -197,18 +200,38 @@ def next_epoch(job: str) -> int:
     directory = job_dir(job)
     path = directory / EPOCH_FILE
     with _state_dir_errors(), _locked(directory):
-        try:
-            text = path.read_text()
-        except FileNotFoundError:
-            text = "0"
-        if not re.fullmatch(r"[0-9]{1,18}\n?", text):
-            raise ConflictError(
-                f"{path} does not hold a number; write the job's last epoch into it, "
-                "or remove it when no process of the job is left"
-            )
-        epoch = int(text) + 1
+        epoch = max(_counted(path), above) + 1
         _replace(path, f"{epoch}\n")
     return epoch
+
+
+def last_epoch(job: str, *, at_least: int = 0) -> int:
+    """The last epoch handed out, 0 when none was; the counter is raised to `at_least`.
+
+    Raises:
+        UsageError, ConflictError: as `next_epoch`.
+    """
+    directory = job_dir(job)
+    path = directory / EPOCH_FILE
+    with _state_dir_errors(), _locked(directory):
+        epoch = _counted(path)
+        if epoch < at_least:
+            epoch = at_least
+            _replace(path, f"{epoch}\n")
+    return epoch
+
+
+def _counted(path: Path) -> int:
+    try:
+        text = path.read_text()
+    except FileNotFoundError:
+        return 0
+    if not re.fullmatch(r"[0-9]{1,18}\n?", text):
+        raise ConflictError(
+            f"{path} does not hold a number; write the job's last epoch into it, "
+            "or remove it when no process of the job is left"
+        )
+    return int(text)
 
 
 def _replace(path: Path, text: str) -> None:

@@ -141,7 +141,7 @@ class FakeSidecar(sidecar_pb2_grpc.SidecarServiceServicer):  # type: ignore[misc
     ready_boundary: int = 0
     gate: asyncio.Event = field(default_factory=asyncio.Event)
     asked: list[tuple[int, tuple[str, ...]]] = field(default_factory=list)
-    peers: list[int] = field(default_factory=list)
+    welcome: control_pb2.JoinResponse | None = None
     address: str = ""
 
     async def CaptureBoundary(self, request: Any, context: Any) -> Any:
@@ -205,16 +205,17 @@ async def joined(
     """A Join stream; gives the function that sends another report."""
     async with grpc.aio.insecure_channel(control.grpc_address) as channel:
         stub: Any = control_pb2_grpc.ControlServiceStub(channel)
+        sidecar.welcome = None
         stream = stub.Join(metadata=ticket(Role.SIDECAR, epoch=epoch, rank=sidecar.rank))
         await stream.write(sidecar.report(epoch=epoch))
 
         async def listen() -> None:
             async for answer in stream:
-                sidecar.peers = [peer.rank for peer in answer.peers]
+                sidecar.welcome = answer
 
         listening = asyncio.create_task(listen())
         try:
-            await until(lambda: sidecar.rank in sidecar.peers)
+            await until(lambda: sidecar.welcome is not None)
             yield stream.write
         finally:
             stream.cancel()

@@ -4,7 +4,9 @@ isort:skip_file
 Words shared by every paramd service."""
 
 import builtins
+import collections.abc
 import google.protobuf.descriptor
+import google.protobuf.internal.containers
 import google.protobuf.internal.enum_type_wrapper
 import google.protobuf.message
 import sys
@@ -28,13 +30,27 @@ class _PhaseEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._EnumType
     PHASE_WAITING: _Phase.ValueType  # 1
     """No trainer has attached yet."""
     PHASE_CONSTANT: _Phase.ValueType  # 2
-    """Parameters are constant: between two updates."""
+    """Parameters are constant, and nothing more is known (older sidecars said no more)."""
     PHASE_UPDATE: _Phase.ValueType  # 3
     """The optimizer is changing parameters."""
     PHASE_ORPHANED: _Phase.ValueType  # 4
     """The trainer has ended outside an update; its last step is still served."""
     PHASE_TORN: _Phase.ValueType  # 5
     """The trainer has ended inside an update; its parameters mix two steps and are refused."""
+    PHASE_IDLE: _Phase.ValueType  # 6
+    """Parameters are constant and no boundary is due: before the first update, or longer
+    since the last one than steps of this training take (evaluation, checkpoint, pause).
+    """
+    PHASE_FORWARD_BACKWARD: _Phase.ValueType  # 7
+    """Parameters are constant between two updates of a training that goes on."""
+    PHASE_SUMMON: _Phase.ValueType  # 8
+    """A copy, or a capture that all ranks agree on, is under way."""
+    PHASE_HELD: _Phase.ValueType  # 9
+    """Training waits at a boundary on request. No rank says so before holds exist."""
+    PHASE_STALLED: _Phase.ValueType  # 10
+    """The trainer lives, but its process is stopped, or no boundary came for many times
+    its own step time: hung in a collective, in long code without boundaries, or held.
+    """
 
 class Phase(_Phase, metaclass=_PhaseEnumTypeWrapper):
     """Phase of one rank, as its sidecar sees it."""
@@ -44,13 +60,27 @@ PHASE_UNSPECIFIED: Phase.ValueType  # 0
 PHASE_WAITING: Phase.ValueType  # 1
 """No trainer has attached yet."""
 PHASE_CONSTANT: Phase.ValueType  # 2
-"""Parameters are constant: between two updates."""
+"""Parameters are constant, and nothing more is known (older sidecars said no more)."""
 PHASE_UPDATE: Phase.ValueType  # 3
 """The optimizer is changing parameters."""
 PHASE_ORPHANED: Phase.ValueType  # 4
 """The trainer has ended outside an update; its last step is still served."""
 PHASE_TORN: Phase.ValueType  # 5
 """The trainer has ended inside an update; its parameters mix two steps and are refused."""
+PHASE_IDLE: Phase.ValueType  # 6
+"""Parameters are constant and no boundary is due: before the first update, or longer
+since the last one than steps of this training take (evaluation, checkpoint, pause).
+"""
+PHASE_FORWARD_BACKWARD: Phase.ValueType  # 7
+"""Parameters are constant between two updates of a training that goes on."""
+PHASE_SUMMON: Phase.ValueType  # 8
+"""A copy, or a capture that all ranks agree on, is under way."""
+PHASE_HELD: Phase.ValueType  # 9
+"""Training waits at a boundary on request. No rank says so before holds exist."""
+PHASE_STALLED: Phase.ValueType  # 10
+"""The trainer lives, but its process is stopped, or no boundary came for many times
+its own step time: hung in a collective, in long code without boundaries, or held.
+"""
 global___Phase = Phase
 
 @typing.final
@@ -110,6 +140,10 @@ class RankState(google.protobuf.message.Message):
     AGREEMENT_WORKS_FIELD_NUMBER: builtins.int
     AGREEMENT_REASON_FIELD_NUMBER: builtins.int
     READY_BOUNDARY_FIELD_NUMBER: builtins.int
+    PHASE_REASON_FIELD_NUMBER: builtins.int
+    SIDECAR_RSS_BYTES_FIELD_NUMBER: builtins.int
+    TRAINER_RSS_BYTES_FIELD_NUMBER: builtins.int
+    ALERTS_FIELD_NUMBER: builtins.int
     rank: builtins.int
     """Rank as in torch.distributed."""
     phase: global___Phase.ValueType
@@ -146,6 +180,16 @@ class RankState(google.protobuf.message.Message):
     """Highest boundary request this rank was ever ready for in this epoch; 0 before the
     first. A control plane that was restarted numbers its requests above it.
     """
+    phase_reason: builtins.str
+    """Why the phase is worth a look, in words; empty when it is not."""
+    sidecar_rss_bytes: builtins.int
+    """Resident memory of the sidecar's process, in bytes; the arena's touched pages count."""
+    trainer_rss_bytes: builtins.int
+    """Resident memory of the trainer's process, in bytes; 0 when it cannot be read."""
+    @property
+    def alerts(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
+        """What the sidecar itself finds wrong, each as a stable id; empty when nothing is."""
+
     def __init__(
         self,
         *,
@@ -166,8 +210,12 @@ class RankState(google.protobuf.message.Message):
         agreement_works: builtins.bool = ...,
         agreement_reason: builtins.str = ...,
         ready_boundary: builtins.int = ...,
+        phase_reason: builtins.str = ...,
+        sidecar_rss_bytes: builtins.int = ...,
+        trainer_rss_bytes: builtins.int = ...,
+        alerts: collections.abc.Iterable[builtins.str] | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["abandoned_copy_count", b"abandoned_copy_count", "agreement_reason", b"agreement_reason", "agreement_works", b"agreement_works", "arena_bytes", b"arena_bytes", "boundary_age_ns", b"boundary_age_ns", "phase", b"phase", "rank", b"rank", "ready_boundary", b"ready_boundary", "sidecar_pid", b"sidecar_pid", "snapshot_bytes", b"snapshot_bytes", "snapshot_count", b"snapshot_count", "stall_count", b"stall_count", "stall_max_ns", b"stall_max_ns", "stall_total_ns", b"stall_total_ns", "step", b"step", "step_time_ns", b"step_time_ns", "trainer_pid", b"trainer_pid"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["abandoned_copy_count", b"abandoned_copy_count", "agreement_reason", b"agreement_reason", "agreement_works", b"agreement_works", "alerts", b"alerts", "arena_bytes", b"arena_bytes", "boundary_age_ns", b"boundary_age_ns", "phase", b"phase", "phase_reason", b"phase_reason", "rank", b"rank", "ready_boundary", b"ready_boundary", "sidecar_pid", b"sidecar_pid", "sidecar_rss_bytes", b"sidecar_rss_bytes", "snapshot_bytes", b"snapshot_bytes", "snapshot_count", b"snapshot_count", "stall_count", b"stall_count", "stall_max_ns", b"stall_max_ns", "stall_total_ns", b"stall_total_ns", "step", b"step", "step_time_ns", b"step_time_ns", "trainer_pid", b"trainer_pid", "trainer_rss_bytes", b"trainer_rss_bytes"]) -> None: ...
 
 global___RankState = RankState
 

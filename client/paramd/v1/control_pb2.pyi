@@ -25,12 +25,15 @@ class JoinRequest(google.protobuf.message.Message):
     STATE_FIELD_NUMBER: builtins.int
     LEAVING_FIELD_NUMBER: builtins.int
     VERSION_FIELD_NUMBER: builtins.int
+    CONTROL_GENERATION_FIELD_NUMBER: builtins.int
     world_size: builtins.int
     """Ranks of the mesh."""
     leaving: builtins.bool
     """The sidecar leaves for good: the trainer detached."""
     version: builtins.str
     """Version of the reporter's paramd."""
+    control_generation: builtins.int
+    """Highest generation of a control plane that the reporter has met; 0 before the first."""
     @property
     def header(self) -> paramd.v1.common_pb2.Header:
         """Job, epoch, step, rank and layout of the reporter."""
@@ -52,36 +55,41 @@ class JoinRequest(google.protobuf.message.Message):
         state: paramd.v1.common_pb2.RankState | None = ...,
         leaving: builtins.bool = ...,
         version: builtins.str = ...,
+        control_generation: builtins.int = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["header", b"header", "peer", b"peer", "state", b"state"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["header", b"header", "leaving", b"leaving", "peer", b"peer", "state", b"state", "version", b"version", "world_size", b"world_size"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["control_generation", b"control_generation", "header", b"header", "leaving", b"leaving", "peer", b"peer", "state", b"state", "version", b"version", "world_size", b"world_size"]) -> None: ...
 
 global___JoinRequest = JoinRequest
 
 @typing.final
 class JoinResponse(google.protobuf.message.Message):
-    """What the control plane tells a sidecar."""
+    """What the control plane tells a sidecar that it lets in."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     HEADER_FIELD_NUMBER: builtins.int
-    PEERS_FIELD_NUMBER: builtins.int
+    GENERATION_FIELD_NUMBER: builtins.int
+    REPORT_INTERVAL_MS_FIELD_NUMBER: builtins.int
+    generation: builtins.int
+    """Of two control planes the one of the higher generation is right. Sidecars follow no
+    lower one than the highest they have met.
+    """
+    report_interval_ms: builtins.int
+    """Time between two reports that the control plane asks for; 0 leaves it to the sidecar."""
     @property
     def header(self) -> paramd.v1.common_pb2.Header:
         """Who answers."""
-
-    @property
-    def peers(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[paramd.v1.common_pb2.Peer]:
-        """All sidecars of the epoch known, ordered by rank."""
 
     def __init__(
         self,
         *,
         header: paramd.v1.common_pb2.Header | None = ...,
-        peers: collections.abc.Iterable[paramd.v1.common_pb2.Peer] | None = ...,
+        generation: builtins.int = ...,
+        report_interval_ms: builtins.int = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["header", b"header"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["header", b"header", "peers", b"peers"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["generation", b"generation", "header", b"header", "report_interval_ms", b"report_interval_ms"]) -> None: ...
 
 global___JoinResponse = JoinResponse
 

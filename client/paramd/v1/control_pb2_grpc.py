@@ -54,8 +54,10 @@ class ControlServiceServicer(object):
     """
 
     def Join(self, request_iterator, context):
-        """A sidecar joins and reports as long as the stream lives; the answers tell it the
-        peers whenever they change. The stream's end means that the sidecar has gone.
+        """A sidecar joins and reports as long as the stream lives. The one answer says that
+        it has been let in. The stream's end means that the sidecar has gone.
+        FAILED_PRECONDITION: another sidecar speaks for the rank, the epoch is over, or a
+        newer control plane is known.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

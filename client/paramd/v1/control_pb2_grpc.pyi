@@ -27,8 +27,10 @@ class ControlServiceStub:
         paramd.v1.control_pb2.JoinRequest,
         paramd.v1.control_pb2.JoinResponse,
     ]
-    """A sidecar joins and reports as long as the stream lives; the answers tell it the
-    peers whenever they change. The stream's end means that the sidecar has gone.
+    """A sidecar joins and reports as long as the stream lives. The one answer says that
+    it has been let in. The stream's end means that the sidecar has gone.
+    FAILED_PRECONDITION: another sidecar speaks for the rank, the epoch is over, or a
+    newer control plane is known.
     """
 
     ScheduleBoundary: grpc.UnaryUnaryMultiCallable[
@@ -48,8 +50,10 @@ class ControlServiceAsyncStub:
         paramd.v1.control_pb2.JoinRequest,
         paramd.v1.control_pb2.JoinResponse,
     ]
-    """A sidecar joins and reports as long as the stream lives; the answers tell it the
-    peers whenever they change. The stream's end means that the sidecar has gone.
+    """A sidecar joins and reports as long as the stream lives. The one answer says that
+    it has been let in. The stream's end means that the sidecar has gone.
+    FAILED_PRECONDITION: another sidecar speaks for the rank, the epoch is over, or a
+    newer control plane is known.
     """
 
     ScheduleBoundary: grpc.aio.UnaryUnaryMultiCallable[
@@ -71,8 +75,10 @@ class ControlServiceServicer(metaclass=abc.ABCMeta):
         request_iterator: _MaybeAsyncIterator[paramd.v1.control_pb2.JoinRequest],
         context: _ServicerContext,
     ) -> typing.Union[collections.abc.Iterator[paramd.v1.control_pb2.JoinResponse], collections.abc.AsyncIterator[paramd.v1.control_pb2.JoinResponse]]:
-        """A sidecar joins and reports as long as the stream lives; the answers tell it the
-        peers whenever they change. The stream's end means that the sidecar has gone.
+        """A sidecar joins and reports as long as the stream lives. The one answer says that
+        it has been let in. The stream's end means that the sidecar has gone.
+        FAILED_PRECONDITION: another sidecar speaks for the rank, the epoch is over, or a
+        newer control plane is known.
         """
 
     @abc.abstractmethod

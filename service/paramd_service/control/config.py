@@ -23,26 +23,36 @@ class ControlConfig:
     """How one control plane runs. Every field is an option of the command line."""
 
     job: str = ""
-    """Name of the job; must be the one that stdin names."""
+    """Name of the one job, whose secrets come on stdin; empty: a site, where jobs register."""
     listen: str = "127.0.0.1:8470"
     """Where REST listens, host:port; the next free port if it is taken; port 0: any."""
     grpc_listen: str = ""
     """Where gRPC listens, host:port; empty: the next free port above REST's."""
     empty_end_s: float = 60.0
-    """It ends by itself after this long without any joined sidecar, in seconds, above 0."""
-    silent_after_s: float = 6.0
+    """With --job, it ends by itself after this long without any joined sidecar, in seconds,
+    above 0."""
+    report_s: float = 2.0
+    """Time between two reports of a sidecar, in seconds, 0.05 to 60; meshes of more than
+    1,024 ranks take 2.5 times as long, here and in the next one."""
+    silent_after_s: float = 4.5
     """A joined sidecar that has not reported for this long is shown as silent, in seconds;
-    above 0. Sidecars report every 2 s."""
+    above report_s."""
     ticket_ttl_s: float = 600.0
     """Validity of a reader's ticket, in seconds, 1 to 86400."""
     drain_s: float = 5.0
     """How long calls under way may take to finish at the end, in seconds, 0 or more."""
 
     def __post_init__(self) -> None:
-        check_job_name(self.job)
-        for name in ("empty_end_s", "silent_after_s"):
-            if not getattr(self, name) > 0:
-                raise UsageError(f"{name}: {getattr(self, name)}; expected above 0")
+        if self.job:
+            check_job_name(self.job)
+        if not self.empty_end_s > 0:
+            raise UsageError(f"empty_end_s: {self.empty_end_s}; expected above 0")
+        if not 0.05 <= self.report_s <= 60:
+            raise UsageError(f"report_s: {self.report_s}; expected 0.05 to 60")
+        if not self.silent_after_s > self.report_s:
+            raise UsageError(
+                f"silent_after_s: {self.silent_after_s}; expected above report_s ({self.report_s})"
+            )
         if not 1 <= self.ticket_ttl_s <= 86_400:
             raise UsageError(f"ticket_ttl_s: {self.ticket_ttl_s}; expected 1 to 86400")
         if not 0 <= self.drain_s <= 600:
@@ -57,7 +67,8 @@ class ControlConfig:
         """
         parser = argparse.ArgumentParser(
             prog="python -m paramd_service.control",
-            description="The embedded control plane of one job. Its secrets come on stdin.",
+            description="The control plane of a site, where jobs register; with --job the "
+            "embedded one of that job, whose secrets come on stdin.",
             allow_abbrev=False,
         )
         for option in fields(cls):
@@ -68,7 +79,6 @@ class ControlConfig:
                 f"--{option.name.replace('_', '-')}",
                 type=float if option.type == "float" else str,
                 default=default,
-                required=option.name == "job",
             )
         return cls(**vars(parser.parse_args(arguments)))
 

@@ -5,9 +5,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import math
 import socket
 import time
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 import grpc.aio
 import uvicorn
@@ -19,9 +21,8 @@ from paramd.errors import UnreachableError
 from paramd.places import Endpoint
 from paramd.v1 import control_pb2_grpc
 from paramd_service.control.app import build_app
-from paramd_service.control.auth import FailureLimit, TicketInterceptor, UserToken
+from paramd_service.control.auth import FailureLimit, TicketInterceptor
 from paramd_service.control.config import Bootstrap, ControlConfig
-from paramd_service.control.coordinator import Coordinator
 from paramd_service.control.endpoint import (
     Address,
     announce,
@@ -30,19 +31,22 @@ from paramd_service.control.endpoint import (
     parse_listen,
     successor,
 )
+from paramd_service.control.epochs import EpochNotes
 from paramd_service.control.events import EventBus
+from paramd_service.control.incarnation import Terms
+from paramd_service.control.jobs import Jobs
 from paramd_service.control.metrics import LoopLag, Metrics
-from paramd_service.control.registry import Registry
 from paramd_service.control.servicer import ControlServicer
 from paramd_service.control.services import Services
-from paramd_service.control.sidecars import LayoutSource, SidecarCalls
-from paramd_service.control.statistics import StatsSource
-from paramd_service.control.view import why_end
+from paramd_service.control.site import Site, next_generation, open_site, site_dir
+from paramd_service.control.tokens.authority import Tokens
 
 SERVICE = "paramd.v1.ControlService"
 TICK_S = 1.0
 HTTP_CONCURRENCY = 128
 GRPC_CALLERS = 256
+SITE_RANKS = 16_384
+"""Ranks of all jobs of a site together that are let in."""
 GRPC_OPTIONS: tuple[tuple[str, int], ...] = (
     # A taken port must look taken.
     ("grpc.so_reuseport", 0),
@@ -66,26 +70,36 @@ class HttpServer(uvicorn.Server):
         yield
 
 
-class ControlPlane:
-    """`start`, `wait_until_done`, `stop`; on one event loop."""
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Whereabouts:
+    """Where a control plane answers."""
 
-    def __init__(self, config: ControlConfig, bootstrap: Bootstrap) -> None:
+    url: str
+    grpc_address: str
+
+
+class ControlPlane:
+    """`start`, `wait_until_done`, `stop`; on one event loop.
+
+    A site's and an embedded one are the same but for who opens jobs: whoever registers,
+    or `start`, with the one job that its parent named.
+    """
+
+    def __init__(self, config: ControlConfig, bootstrap: Bootstrap | None) -> None:
+        """`bootstrap` is the one job of an embedded control plane; None makes a site's."""
         self._config = config
         self._bootstrap = bootstrap
-        self._registry = Registry(bootstrap, silent_after_s=config.silent_after_s)
-        self._calls = SidecarCalls(bootstrap)
-        self._layouts = LayoutSource(self._calls)
-        self._coordinator = Coordinator(self._calls, self._registry.view, epoch=bootstrap.epoch)
-        self._servicer = ControlServicer(bootstrap, self._registry, self._coordinator)
         self._health = health.aio.HealthServicer()
         self._lag = LoopLag()
         self._events = EventBus()
+        self._epochs = EpochNotes()
         self._done = asyncio.Event()
         self._reason = ""
+        self._jobs: Jobs | None = None
+        self._token = ""
         self._grpc: grpc.aio.Server | None = None
         self._http: HttpServer | None = None
         self._http_task: asyncio.Task[None] | None = None
-        self._statistics: StatsSource | None = None
         self._endpoint: Endpoint | None = None
 
     @property
@@ -98,7 +112,7 @@ class ControlPlane:
         self._reason = self._reason or reason
         self._done.set()
 
-    async def start(self) -> Endpoint:
+    async def start(self) -> Whereabouts:
         """Brings everything up, in this order.
 
         Raises:
@@ -110,17 +124,20 @@ class ControlPlane:
         # 1. REST's port is ours; connections wait in its backlog.
         listener, http_address = open_listener(wanted)
         try:
-            # 2. gRPC serves.
-            grpc_address = await self._start_grpc(http_address)
-            # 3. REST serves.
-            await self._start_http(listener, http_address, grpc_address)
+            # 2. We know who we are, and an embedded one its job.
+            jobs = self._open_jobs(f"http://{http_address}")
+            # 3. gRPC serves.
+            grpc_address = await self._start_grpc(jobs, http_address)
+            # 4. REST serves.
+            await self._start_http(jobs, listener, http_address, grpc_address)
         except BaseException:
             listener.close()
             raise
-        # 4. The job's programs are told where.
-        self._endpoint = announce(self._bootstrap, http_address, grpc_address)
-        log.info("serves job %s, epoch %d, at %s", *_who(self._bootstrap), self._endpoint.url)
-        return self._endpoint
+        # 5. The job's programs are told where.
+        if self._bootstrap is not None:
+            self._endpoint = announce(self._bootstrap, http_address, grpc_address)
+        log.info("serves %s at %s", self._whose(), jobs.terms.url)
+        return Whereabouts(url=jobs.terms.url, grpc_address=str(grpc_address))
 
     async def wait_until_done(self) -> str:
         """Returns when there is nothing left to do, and says why."""
@@ -130,10 +147,12 @@ class ControlPlane:
                 await asyncio.wait_for(self._done.wait(), TICK_S)
                 return self._reason
             self._lag.saw(time.monotonic() - before_s - TICK_S)
-            reason = self._why_end()
+            assert self._jobs is not None
+            self._jobs.look(time.monotonic())
+            reason = self._why_end(self._jobs)
             if reason is not None:
                 self.ask_to_stop(reason)
-            await self._calls.keep_only(self._registry.view())
+            await self._jobs.keep_channels()
 
     async def stop(self) -> None:
         """Drains, in this order. Safe after a failed start."""
@@ -143,41 +162,71 @@ class ControlPlane:
             places.remove_endpoint(self._endpoint)
         # 2. Health says so; sidecars are sent away, boundaries under way may finish.
         await self._health.enter_graceful_shutdown()
-        self._servicer.stop()
+        if self._jobs is not None:
+            self._jobs.send_away(UnreachableError("the control plane is stopping; join again"))
         if self._grpc is not None:
             await self._grpc.stop(self._config.drain_s)
-        await self._coordinator.close()
         # 3. REST answers what it has begun; streams of events would never end by themselves.
         self._events.close()
         if self._http is not None and self._http_task is not None:
             self._http.should_exit = True
             await asyncio.wait({self._http_task})
         # 4. What we hold of others.
-        if self._statistics is not None:
-            await self._statistics.close()
-        await self._calls.close()
-        self._layouts.close()
+        if self._jobs is not None:
+            await self._jobs.close()
+        await self._epochs.close()
 
-    def _why_end(self) -> str | None:
-        assert self._endpoint is not None
+    def _open_jobs(self, url: str) -> Jobs:
+        mine = self._bootstrap
+        site: Site | None = None
+        if mine is None:
+            site = open_site(None)
+            generation = next_generation(site_dir())
+        else:
+            generation = next_generation(places.job_dir(mine.job))
+        self._token = mine.token if mine is not None else site.token if site is not None else ""
+        terms = Terms(
+            generation=generation,
+            url=url,
+            report_s=self._config.report_s,
+            silent_after_s=self._config.silent_after_s,
+        )
+        empty_end_s = self._config.empty_end_s if mine is not None else math.inf
+        self._jobs = jobs = Jobs(
+            terms, site=site, empty_end_s=empty_end_s, publish=self._events.publish
+        )
+        for noted in (jobs.on_begin, jobs.on_end):
+            noted.append(
+                lambda incarnation: self._epochs.note(incarnation.job, incarnation.record())
+            )
+        self._epochs.start()
+        if mine is not None:
+            jobs.open(mine)
+        return jobs
+
+    def _whose(self) -> str:
+        mine = self._bootstrap
+        return f"job {mine.job}, epoch {mine.epoch}" if mine is not None else "a site"
+
+    def _why_end(self, jobs: Jobs) -> str | None:
+        """Only an embedded one ends by itself."""
+        if self._bootstrap is None or self._endpoint is None:
+            return None
         newer = successor(self._endpoint)
         if newer is not None:
             return f"the control plane of epoch {newer.epoch} (pid {newer.pid}) has taken over"
-        return why_end(
-            self._registry.view(),
-            empty_since_s=self._registry.empty_since_s,
-            now_s=time.monotonic(),
-            empty_end_s=self._config.empty_end_s,
-        )
+        over = jobs.get(self._bootstrap.job).over
+        return str(over) if over is not None else None
 
-    async def _start_grpc(self, http_address: Address) -> Address:
+    async def _start_grpc(self, jobs: Jobs, http_address: Address) -> Address:
+        ranks = self._bootstrap.world_size if self._bootstrap is not None else SITE_RANKS
         server = grpc.aio.server(
-            interceptors=[TicketInterceptor(self._bootstrap)],
+            interceptors=[TicketInterceptor(jobs.verifier)],
             options=GRPC_OPTIONS,
             # One Join stream a rank, its successor beside it, and callers.
-            maximum_concurrent_rpcs=2 * self._bootstrap.world_size + GRPC_CALLERS,
+            maximum_concurrent_rpcs=2 * ranks + GRPC_CALLERS,
         )
-        control_pb2_grpc.add_ControlServiceServicer_to_server(self._servicer, server)
+        control_pb2_grpc.add_ControlServiceServicer_to_server(ControlServicer(jobs), server)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
         names = (SERVICE, health.SERVICE_NAME, reflection.SERVICE_NAME)
         reflection.enable_server_reflection(names, server)
@@ -192,19 +241,19 @@ class ControlPlane:
         return address
 
     async def _start_http(
-        self, listener: socket.socket, http_address: Address, grpc_address: Address
+        self,
+        jobs: Jobs,
+        listener: socket.socket,
+        http_address: Address,
+        grpc_address: Address,
     ) -> None:
-        self._statistics = StatsSource(self._bootstrap, f"http://{http_address}")
         services = Services(
             config=self._config,
-            bootstrap=self._bootstrap,
             listen_host=http_address.host,
             grpc_address=str(grpc_address),
-            registry=self._registry,
-            layouts=self._layouts,
-            statistics=self._statistics,
-            metrics=Metrics(self._registry.view, self._coordinator, self._lag),
-            user_token=UserToken(self._bootstrap.token),
+            jobs=jobs,
+            metrics=Metrics(jobs, self._lag),
+            tokens=Tokens(self._token),
             failures=FailureLimit(),
             events=self._events,
             stopping=self._done.is_set,
@@ -232,7 +281,3 @@ class ControlPlane:
                 self._http_task.result()
                 raise UnreachableError("REST did not start; its log says why")
             await asyncio.sleep(0.002)
-
-
-def _who(bootstrap: Bootstrap) -> tuple[str, int]:
-    return bootstrap.job, bootstrap.epoch

@@ -1,4 +1,4 @@
-"""The embedded control plane's process: parse, build, run, close."""
+"""The control plane's process: parse, build, run, close."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def main(arguments: Sequence[str]) -> int:
     )
     try:
         config = ControlConfig.from_arguments(arguments)
-        bootstrap = read_bootstrap(sys.stdin.buffer, job=config.job)
+        bootstrap = read_bootstrap(sys.stdin.buffer, job=config.job) if config.job else None
         asyncio.run(_run(config, bootstrap))
     except ParamdError as error:
         print(f"paramd control: {error}", file=sys.stderr)
@@ -34,12 +34,12 @@ def main(arguments: Sequence[str]) -> int:
     return 0
 
 
-async def _run(config: ControlConfig, bootstrap: Bootstrap) -> None:
+async def _run(config: ControlConfig, bootstrap: Bootstrap | None) -> None:
     control = ControlPlane(config, bootstrap)
     _handle_signals(control)
     try:
-        endpoint = await control.start()
-        print(json.dumps({"url": endpoint.url, "grpc_address": endpoint.grpc_address}), flush=True)
+        where = await control.start()
+        print(json.dumps({"url": where.url, "grpc_address": where.grpc_address}), flush=True)
         reason = await control.wait_until_done()
         log.info("ends: %s", reason)
     finally:

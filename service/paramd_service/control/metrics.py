@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from paramd_service.control.coordinator import Coordinator
-from paramd_service.control.view import MeshView, RankView, Report
+from paramd_service.control.jobs import Jobs
+from paramd_service.control.view import MeshView, RankView, Report, State
 
 _NS = 1e9
 
@@ -43,28 +43,30 @@ class LoopLag:
         self.max_s = max(self.max_s, self.last_s)
 
 
-class _MeshCollector(Collector):
-    def __init__(
-        self, view: Callable[[], MeshView], coordinator: Coordinator, lag: LoopLag
-    ) -> None:
-        self._view = view
-        self._coordinator = coordinator
+class _JobsCollector(Collector):
+    def __init__(self, jobs: Jobs, lag: LoopLag) -> None:
+        self._jobs = jobs
         self._lag = lag
 
     def collect(self) -> Iterator[Metric]:
-        view = self._view()
-        yield _gauge("paramd_world_size", "Ranks of the mesh", len(view.ranks))
-        yield _gauge("paramd_joined_ranks", "Ranks that are joined", len(view.joined))
-        yield from _rank_metrics(view.ranks)
+        incarnations = self._jobs.all()
+        views = [(i.job, i.registry.view()) for i in incarnations]
+        yield from _mesh_metrics(views)
+        yield from _rank_metrics([(job, rank) for job, view in views for rank in view.ranks])
         rounds = CounterMetricFamily(
-            "paramd_boundary_rounds", "Boundary rounds by their end", labels=["captured"]
+            "paramd_boundary_rounds", "Boundary rounds by their end", labels=["job", "captured"]
         )
-        captured = self._coordinator.captured_count
-        rounds.add_metric(["true"], captured)
-        rounds.add_metric(["false"], self._coordinator.round_count - captured)
+        waiting = GaugeMetricFamily(
+            "paramd_boundary_waiting", "Requests for the next round", labels=["job"]
+        )
+        for incarnation in incarnations:
+            job, coordinator = incarnation.job, incarnation.coordinator
+            captured = coordinator.captured_count
+            rounds.add_metric([job, "true"], captured)
+            rounds.add_metric([job, "false"], coordinator.round_count - captured)
+            waiting.add_metric([job], coordinator.waiting_count)
         yield rounds
-        waiting = self._coordinator.waiting_count
-        yield _gauge("paramd_boundary_waiting", "Requests for the next round", waiting)
+        yield waiting
         yield _gauge("paramd_loop_lag_seconds", "Event loop's last lag", self._lag.last_s)
         yield _gauge("paramd_loop_lag_max_seconds", "Event loop's longest lag", self._lag.max_s)
 
@@ -74,11 +76,9 @@ class Metrics:
 
     content_type = "text/plain; version=0.0.4; charset=utf-8"
 
-    def __init__(
-        self, view: Callable[[], MeshView], coordinator: Coordinator, lag: LoopLag
-    ) -> None:
+    def __init__(self, jobs: Jobs, lag: LoopLag) -> None:
         self._registry = CollectorRegistry()
-        self._registry.register(_MeshCollector(view, coordinator, lag))
+        self._registry.register(_JobsCollector(jobs, lag))
 
     def render(self) -> bytes:
         """The text that Prometheus scrapes."""
@@ -89,27 +89,41 @@ def _gauge(name: str, text: str, value: float) -> GaugeMetricFamily:
     return GaugeMetricFamily(name, text, value=value)
 
 
-def _rank_metrics(ranks: tuple[RankView, ...]) -> Iterator[Metric]:
-    joined = GaugeMetricFamily("paramd_rank_joined", "1 while joined", labels=["rank"])
-    age = GaugeMetricFamily("paramd_rank_report_age_seconds", "Last report", labels=["rank"])
-    for rank in ranks:
-        joined.add_metric([str(rank.rank)], rank.connected)
+def _mesh_metrics(views: Sequence[tuple[str, MeshView]]) -> Iterator[Metric]:
+    world = GaugeMetricFamily("paramd_world_size", "Ranks of the mesh", labels=["job"])
+    joined = GaugeMetricFamily("paramd_joined_ranks", "Ranks that are joined", labels=["job"])
+    well = GaugeMetricFamily("paramd_mesh_ok", "1 while all is well", labels=["job"])
+    for job, view in views:
+        world.add_metric([job], len(view.ranks))
+        joined.add_metric([job], len(view.joined))
+        well.add_metric([job], view.state is State.OK)
+    yield world
+    yield joined
+    yield well
+
+
+def _rank_metrics(ranks: Sequence[tuple[str, RankView]]) -> Iterator[Metric]:
+    labels = ["job", "rank"]
+    joined = GaugeMetricFamily("paramd_rank_joined", "1 while joined", labels=labels)
+    age = GaugeMetricFamily("paramd_rank_report_age_seconds", "Last report", labels=labels)
+    for job, rank in ranks:
+        joined.add_metric([job, str(rank.rank)], rank.connected)
         if rank.report is not None:
-            age.add_metric([str(rank.rank)], rank.age_s)
+            age.add_metric([job, str(rank.rank)], rank.age_s)
     yield joined
     yield age
     for name, text, read in _RANK_GAUGES:
-        yield _filled(GaugeMetricFamily(name, text, labels=["rank"]), ranks, read)
+        yield _filled(GaugeMetricFamily(name, text, labels=labels), ranks, read)
     for name, text, read in _RANK_COUNTERS:
-        yield _filled(CounterMetricFamily(name, text, labels=["rank"]), ranks, read)
+        yield _filled(CounterMetricFamily(name, text, labels=labels), ranks, read)
 
 
 def _filled(
     family: GaugeMetricFamily | CounterMetricFamily,
-    ranks: tuple[RankView, ...],
+    ranks: Sequence[tuple[str, RankView]],
     read: Callable[[Report], float],
 ) -> Metric:
-    for rank in ranks:
+    for job, rank in ranks:
         if rank.report is not None:
-            family.add_metric([str(rank.rank)], read(rank.report))
+            family.add_metric([job, str(rank.rank)], read(rank.report))
     return family

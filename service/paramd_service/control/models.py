@@ -22,13 +22,51 @@ class JobSummary(BaseModel):
     world_size: int = Field(description="Ranks of the mesh")
     joined_count: int = Field(description="Ranks whose sidecar is joined now")
     step: int = Field(description="Lowest step that a joined rank reported; -1 when none is")
-    reason: str = Field(description="Why the mesh is degraded; empty when it is not")
+    state: str = Field(description="ok, starting, degraded, down or ended")
+    reason: str = Field(description="Why the state is not ok; empty when it is")
 
 
 class JobList(BaseModel):
     """All jobs of this control plane."""
 
     jobs: list[JobSummary]
+
+
+class JobRegistration(BaseModel):
+    """What a job that attaches says of itself."""
+
+    job: str = Field(description="Name: letters, digits, . _ -", min_length=1, max_length=64)
+    world_size: int = Field(description="Ranks of the mesh", ge=1, le=65_536)
+    epoch_floor: int = Field(
+        0, description="The epoch given is above this one", ge=0, le=1_000_000_000_000
+    )
+
+
+class RegisteredJob(BaseModel):
+    """What the ranks of a new epoch need. Holds tickets: never log it."""
+
+    job: str
+    epoch: int = Field(description="Number of the new incarnation")
+    control_address: str = Field(description='gRPC target "host:port" that sidecars join')
+    public_key: str = Field(description="Verifies the epoch's tickets; hexadecimal digits")
+    rank_tickets: list[str] = Field(description="By rank; lets its sidecar join as that rank")
+
+
+class EpochDocument(BaseModel):
+    """One incarnation of a job."""
+
+    epoch: int
+    world_size: int
+    began_s: float = Field(description="Seconds since the Unix epoch")
+    ended_s: float | None = Field(description="null while it goes on")
+    reason: str = Field(description="Why it is over; empty while it goes on")
+    step: int = Field(description="Last step known at its end; -1 when none is")
+
+
+class EpochList(BaseModel):
+    """Incarnations of a job, the present one last."""
+
+    epochs: list[EpochDocument]
 
 
 class PeerDocument(BaseModel):
@@ -55,9 +93,13 @@ class RankDocument(BaseModel):
 
     rank: int
     membership: str = Field(description="missing, joined, silent, gone or left")
+    state: str = Field(description="ok, starting, degraded, down or ended")
     reason: str = Field(description="What is not as it should be; empty when all is well")
     age_s: float = Field(description="Seconds since the report, or since the stream ended")
-    phase: str = Field(description="waiting, constant, update, orphaned, torn or unspecified")
+    phase: str = Field(
+        description="waiting, idle, forward_backward, update, summon, held, stalled, orphaned, "
+        "torn, constant (an older sidecar's word) or unspecified"
+    )
     step: int = Field(description="Finished updates; -1 before the first report")
     trainer_pid: int
     sidecar_pid: int
@@ -70,8 +112,11 @@ class RankDocument(BaseModel):
     arena_bytes: int
     snapshot_bytes: int
     snapshot_count: int
+    sidecar_rss_bytes: int = Field(description="Resident memory of the sidecar's process")
+    trainer_rss_bytes: int = Field(description="Of the trainer's; 0 when it cannot be read")
     agreement_works: bool
     agreement_reason: str
+    alerts: list[str] = Field(description="Ids of what the sidecar itself finds wrong")
     version: str = Field(description="Version of the sidecar's paramd")
 
 

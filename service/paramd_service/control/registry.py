@@ -1,9 +1,12 @@
-"""Who has joined: keeps each rank's last report, fenced by epoch and by stream."""
+"""Who has joined: keeps each rank's last report, fenced by epoch and by stream.
+
+Taking in a report costs the same whatever the number of ranks; `view` looks at all of them.
+"""
 
 from __future__ import annotations
 
-import asyncio
 import time
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
@@ -14,6 +17,9 @@ from paramd_service.control.view import MeshView, Report, mesh_view
 
 MAX_TEXT_CHARS = 4096
 """Longest text that a report may hold in one field."""
+
+MAX_ALERTS = 64
+MAX_ALERT_CHARS = 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,14 +45,24 @@ class Registry:
         self._clock = clock
         self._reports: dict[int, Report] = {}
         self._serials: dict[int, int] = {}
+        self._digests: Counter[str] = Counter()
         self._next_serial = 0
-        self._changed = asyncio.Event()
         self._empty_since_s: float | None = clock()
 
     @property
     def empty_since_s(self) -> float | None:
         """Since when no sidecar has been joined (from the start on), or None."""
         return self._empty_since_s
+
+    @property
+    def layout_digest(self) -> str:
+        """As `MeshView.layout_digest`, without looking at every rank."""
+        return next(iter(self._digests)) if len(self._digests) == 1 else ""
+
+    @property
+    def last_step(self) -> int:
+        """Lowest step that the ranks reported last, whether they are still there or not; or -1."""
+        return min((report.step for report in self._reports.values()), default=-1)
 
     def view(self) -> MeshView:
         """The mesh now."""
@@ -60,11 +76,7 @@ class Registry:
     def peers(self) -> list[common_pb2.Peer]:
         """Where the joined sidecars are found, ordered by rank."""
         reports = (self._reports[rank] for rank in sorted(self._reports))
-        return [report.peer for report in reports if report.connected and not report.leaving]
-
-    def changed(self) -> asyncio.Event:
-        """Is set once at the next change of `peers`; ask for a new one each time."""
-        return self._changed
+        return [report.peer for report in reports if _present(report)]
 
     def join(self, request: control_pb2.JoinRequest) -> Member:
         """Takes in a stream's first report. A later stream of the same rank takes over.
@@ -117,16 +129,26 @@ class Registry:
         )
 
     def _put(self, report: Report) -> None:
-        before = self.peers()
+        before = self._reports.get(report.rank)
+        self._count(before, -1)
         self._reports[report.rank] = report
-        after = self.peers()
-        if before != after:
-            self._changed.set()
-            self._changed = asyncio.Event()
-        if after:
+        self._count(report, +1)
+        present = bool(self._serials) and (_present(report) or self._any_present())
+        if present:
             self._empty_since_s = None
         elif self._empty_since_s is None:
             self._empty_since_s = self._clock()
+
+    def _any_present(self) -> bool:
+        # Only asked for a rank that is leaving, so once a rank and not once a report.
+        return any(_present(self._reports[rank]) for rank in self._serials)
+
+    def _count(self, report: Report | None, by: int) -> None:
+        if report is None or not _present(report) or not report.layout_digest:
+            return
+        self._digests[report.layout_digest] += by
+        if self._digests[report.layout_digest] == 0:
+            del self._digests[report.layout_digest]
 
     def _check(self, request: control_pb2.JoinRequest) -> None:
         header, mine = request.header, self._bootstrap
@@ -147,6 +169,10 @@ class Registry:
         _check_texts(request)
 
 
+def _present(report: Report) -> bool:
+    return report.connected and not report.leaving
+
+
 def _check_texts(request: control_pb2.JoinRequest) -> None:
     texts = {
         "address": request.peer.address,
@@ -155,10 +181,16 @@ def _check_texts(request: control_pb2.JoinRequest) -> None:
         "version": request.version,
         "layout_digest": request.header.layout_digest,
         "agreement_reason": request.state.agreement_reason,
+        "phase_reason": request.state.phase_reason,
     }
     for name, text in texts.items():
         if len(text) > MAX_TEXT_CHARS:
             raise UsageError(f"{name}: {len(text)} characters; expected at most {MAX_TEXT_CHARS}")
+    alerts = request.state.alerts
+    if len(alerts) > MAX_ALERTS or any(len(alert) > MAX_ALERT_CHARS for alert in alerts):
+        raise UsageError(
+            f"alerts: expected at most {MAX_ALERTS} of at most {MAX_ALERT_CHARS} characters"
+        )
     host, _, port = request.peer.address.rpartition(":")
     if not host or not port.isdecimal():
         raise UsageError(f"address: {request.peer.address!r}; expected host:port")

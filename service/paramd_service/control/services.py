@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from paramd_service.control.auth import FailureLimit, UserToken
-from paramd_service.control.config import Bootstrap, ControlConfig
+from paramd_service.control.auth import FailureLimit
+from paramd_service.control.config import ControlConfig
 from paramd_service.control.events import EventBus
+from paramd_service.control.jobs import Jobs
 from paramd_service.control.metrics import Metrics
-from paramd_service.control.registry import Registry
-from paramd_service.control.sidecars import LayoutSource
-from paramd_service.control.statistics import StatsSource
+from paramd_service.control.tokens.authority import Denied, Tokens, unheard
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -19,18 +18,19 @@ class Services:
     """Parts of one control plane, made by main and used by the routes."""
 
     config: ControlConfig
-    bootstrap: Bootstrap
     listen_host: str
     """Host that HTTP listens on."""
     grpc_address: str
     """gRPC target of this control plane."""
-    registry: Registry
-    layouts: LayoutSource
-    statistics: StatsSource
+    jobs: Jobs
+    """`jobs.get(job)` is the job's `Incarnation`: registry, layouts, statistics, bootstrap."""
     metrics: Metrics
-    user_token: UserToken
+    tokens: Tokens
+    """`tokens.principal(offered)`: whose token it is."""
     failures: FailureLimit
     events: EventBus
     """`events.publish(kind, data, job=)`: what viewers of the job are told at once."""
     stopping: Callable[[], bool]
     """True once it drains."""
+    denied: Denied = unheard
+    """Is told of every refused request."""

@@ -8,11 +8,9 @@ from enum import Enum
 
 from paramd.v1 import common_pb2
 
-_PHASE_REASONS = {
-    common_pb2.PHASE_WAITING: "no trainer has attached yet",
-    common_pb2.PHASE_ORPHANED: "its trainer has ended; its last step is still served",
-    common_pb2.PHASE_TORN: "its trainer ended inside an update; its parameters are refused",
-}
+REPORT_RANKS = 1024
+"""Meshes of more ranks are asked to report `REPORT_STRETCH` times less often."""
+REPORT_STRETCH = 2.5
 
 
 class Membership(Enum):
@@ -28,6 +26,35 @@ class Membership(Enum):
     """Its stream ended without a farewell: killed, or its host is gone."""
     LEFT = "left"
     """It said farewell: the trainer detached."""
+
+
+class State(Enum):
+    """How well a rank, or the mesh as a whole, is; the worst comes last."""
+
+    ENDED = "ended"
+    """The trainer has detached."""
+    OK = "ok"
+    """Training goes on and is served."""
+    STARTING = "starting"
+    """Its sidecar or its trainer has not come yet."""
+    DEGRADED = "degraded"
+    """It answers, but something is not as it should be; the reason says what."""
+    DOWN = "down"
+    """Its parameters cannot be read: no sidecar, or they are torn."""
+
+
+_PHASES: Mapping[int, tuple[State, str]] = {
+    common_pb2.PHASE_WAITING: (State.STARTING, "no trainer has attached yet"),
+    common_pb2.PHASE_ORPHANED: (
+        State.DEGRADED,
+        "its trainer has ended; its last step is still served",
+    ),
+    common_pb2.PHASE_TORN: (
+        State.DOWN,
+        "its trainer ended inside an update; its parameters are refused",
+    ),
+    common_pb2.PHASE_STALLED: (State.DEGRADED, "its trainer has stalled"),
+}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -53,6 +80,7 @@ class RankView:
 
     rank: int
     membership: Membership
+    state: State
     reason: str
     """Empty when all is well."""
     report: Report | None
@@ -72,8 +100,9 @@ class MeshView:
     ranks: tuple[RankView, ...]
     layout_digest: str
     """What all connected ranks report; empty when none does or they differ."""
+    state: State
     reason: str
-    """Why the mesh as a whole is degraded; empty when it is not."""
+    """Why the mesh as a whole is not OK; empty when it is."""
 
     @property
     def joined(self) -> tuple[Report, ...]:
@@ -91,6 +120,20 @@ class MeshView:
         return max((report.state.ready_boundary for report in self.joined), default=0)
 
 
+@dataclass(frozen=True, slots=True)
+class Rhythm:
+    """How often ranks report, and when one that does not is shown as silent; in seconds."""
+
+    interval_s: float
+    silent_after_s: float
+
+
+def rhythm(world_size: int, *, report_s: float, silent_after_s: float) -> Rhythm:
+    """The rhythm of a mesh: large ones report less often, and are given as much more time."""
+    stretch = REPORT_STRETCH if world_size > REPORT_RANKS else 1.0
+    return Rhythm(report_s * stretch, silent_after_s * stretch)
+
+
 def mesh_view(
     reports: Mapping[int, Report], *, world_size: int, now_s: float, silent_after_s: float
 ) -> MeshView:
@@ -101,10 +144,12 @@ def mesh_view(
         for rank in ranks
         if rank.connected and rank.report is not None and rank.report.layout_digest
     }
+    state, reason = _mesh_state(ranks, len(digests))
     return MeshView(
         ranks=ranks,
         layout_digest=next(iter(digests)) if len(digests) == 1 else "",
-        reason=_mesh_reason(ranks, len(digests)),
+        state=state,
+        reason=reason,
     )
 
 
@@ -117,34 +162,67 @@ def listed(ranks: Sequence[int]) -> str:
 def why_end(
     view: MeshView, *, empty_since_s: float | None, now_s: float, empty_end_s: float
 ) -> str | None:
-    """Why a control plane has nothing left to do, or None. `empty_since_s`: see Registry."""
-    if all(rank.membership is Membership.LEFT for rank in view.ranks):
+    """Why an epoch has nothing left to do, or None. `empty_since_s`: see Registry."""
+    if view.state is State.ENDED:
         return f"all {len(view.ranks)} ranks have detached"
     if empty_since_s is not None and now_s - empty_since_s >= empty_end_s:
         return f"no sidecar has been joined for {empty_end_s:g} s"
     return None
 
 
+def trains(view: MeshView) -> bool:
+    """Whether some rank's trainer is known to live: the job's name is in use."""
+    ended = (common_pb2.PHASE_WAITING, common_pb2.PHASE_ORPHANED, common_pb2.PHASE_TORN)
+    return any(
+        rank.membership is Membership.JOINED
+        and rank.report is not None
+        and rank.report.state.phase not in ended
+        for rank in view.ranks
+    )
+
+
 def _rank_view(rank: int, report: Report | None, now_s: float, silent_after_s: float) -> RankView:
     age_s = max(now_s - report.changed_s, 0.0) if report is not None else 0.0
-    membership, reason = _standing(report, age_s, silent_after_s)
-    return RankView(rank=rank, membership=membership, reason=reason, report=report, age_s=age_s)
+    membership, state, reason = _standing(report, age_s, silent_after_s)
+    return RankView(
+        rank=rank, membership=membership, state=state, reason=reason, report=report, age_s=age_s
+    )
 
 
-def _standing(report: Report | None, age_s: float, silent_after_s: float) -> tuple[Membership, str]:
+def _standing(
+    report: Report | None, age_s: float, silent_after_s: float
+) -> tuple[Membership, State, str]:
     if report is None:
-        return Membership.MISSING, "its sidecar has not joined"
+        return Membership.MISSING, State.STARTING, "its sidecar has not joined"
     if report.leaving:
-        return Membership.LEFT, "its trainer has detached"
+        return Membership.LEFT, State.ENDED, "its trainer has detached"
     if not report.connected:
-        return Membership.GONE, f"its sidecar was lost {age_s:.0f} s ago"
+        return Membership.GONE, State.DOWN, f"its sidecar was lost {age_s:.0f} s ago"
     if age_s > silent_after_s:
-        return Membership.SILENT, f"its sidecar has not reported for {age_s:.0f} s"
-    reason = _PHASE_REASONS.get(report.state.phase, "")
-    if not reason and not report.state.agreement_works:
-        told = report.state.agreement_reason or "no reason given"
-        reason = f"the trainers gave up agreeing: {told}"
-    return Membership.JOINED, reason
+        reason = f"its sidecar has not reported for {age_s:.0f} s"
+        return Membership.SILENT, State.DEGRADED, reason
+    return Membership.JOINED, *_wellness(report.state)
+
+
+def _wellness(said: common_pb2.RankState) -> tuple[State, str]:
+    if said.phase in _PHASES:
+        state, reason = _PHASES[said.phase]
+        return state, said.phase_reason or reason
+    if not said.agreement_works:
+        told = said.agreement_reason or "no reason given"
+        return State.DEGRADED, f"the trainers gave up agreeing: {told}"
+    return State.OK, ""
+
+
+def _mesh_state(ranks: Sequence[RankView], digest_count: int) -> tuple[State, str]:
+    states = {rank.state for rank in ranks}
+    reason = _mesh_reason(ranks, digest_count)
+    if len(states) == 1 and State.OK not in states:
+        return ranks[0].state, reason
+    if reason:
+        started = states & {State.OK, State.DEGRADED, State.DOWN}
+        return State.DEGRADED if started else State.STARTING, reason
+    return State.OK, ""
 
 
 def _mesh_reason(ranks: Sequence[RankView], digest_count: int) -> str:

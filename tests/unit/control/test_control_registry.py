@@ -121,20 +121,45 @@ def test_a_later_stream_takes_the_rank_over(registry: Registry) -> None:
     assert [peer.address for peer in registry.peers()] == ["127.0.0.1:9001"]
 
 
-def test_peers_are_ordered_by_rank_and_change_is_signalled(registry: Registry) -> None:
-    changed = registry.changed()
+def test_peers_are_ordered_by_rank(registry: Registry) -> None:
     registry.join(request(1, port=9001))
-    assert changed.is_set()
-    changed = registry.changed()
     member = registry.join(request(0))
-    assert changed.is_set()
     assert [peer.rank for peer in registry.peers()] == [0, 1]
-    changed = registry.changed()
-    registry.update(member, request(0))
-    assert not changed.is_set()
     registry.lose(member)
-    assert changed.is_set()
     assert [peer.rank for peer in registry.peers()] == [1]
+
+
+def test_the_digest_that_is_kept_is_the_one_that_a_look_at_all_ranks_gives(
+    registry: Registry,
+) -> None:
+    def same() -> str:
+        assert registry.layout_digest == registry.view().layout_digest
+        return registry.layout_digest
+
+    assert same() == ""
+    zero, one = registry.join(request(0)), registry.join(request(1))
+    assert same() == "d"
+    other = request(1)
+    other.header.layout_digest = "other"
+    registry.update(one, other)
+    assert same() == ""
+    registry.update(zero, request(0, leaving=True))
+    assert same() == "other"
+    registry.lose(one)
+    registry.lose(zero)
+    assert same() == ""
+
+
+def test_a_registry_is_empty_from_the_last_ranks_end_on(registry: Registry, clock: Clock) -> None:
+    assert registry.empty_since_s == 100.0
+    zero, one = registry.join(request(0)), registry.join(request(1))
+    assert registry.empty_since_s is None
+    clock.now_s = 110.0
+    registry.lose(zero)
+    assert registry.empty_since_s is None
+    clock.now_s = 120.0
+    registry.update(one, request(1, leaving=True))
+    assert registry.empty_since_s == 120.0
 
 
 def test_farewell_lost_and_silent_are_told_apart(registry: Registry, clock: Clock) -> None:

@@ -13,7 +13,7 @@ from paramd.layout.select import MAX_PATTERN_BYTES, select
 from paramd.layout.types import TensorLayout
 from paramd.mesh.results import TensorStats
 from paramd_service.control.models import ParamDocument, ParamPage, StatsDocument, StatsList
-from paramd_service.control.routes.jobs import PROBLEMS, check_job
+from paramd_service.control.routes.jobs import PROBLEMS
 from paramd_service.control.services import Services
 
 DEFAULT_LIMIT = 100
@@ -38,8 +38,8 @@ def router(services: Services) -> APIRouter:
         job: str, pattern: Pattern = "*", limit: Limit = DEFAULT_LIMIT, page_token: PageToken = ""
     ) -> ParamPage:
         """Names, shapes, dtypes and placements of parameters and buffers."""
-        check_job(services, job)
-        digest, index = await services.layouts.get(services.registry.view())
+        mesh = services.jobs.get(job)
+        digest, index = await mesh.layouts.get(mesh.registry.view())
         begin = _begin(page_token, digest)
         chosen = select(index, pattern, with_buffers=True)
         page = chosen[begin : begin + limit]
@@ -56,14 +56,14 @@ def router(services: Services) -> APIRouter:
         job: str, pattern: Pattern, buffers: Buffers = False, histogram: Histogram = False
     ) -> StatsList:
         """Statistics of every tensor that matches, reduced where the tensors lie."""
-        check_job(services, job)
-        _, index = await services.layouts.get(services.registry.view())
+        mesh = services.jobs.get(job)
+        _, index = await mesh.layouts.get(mesh.registry.view())
         matching = len(select(index, pattern, with_buffers=buffers))
         if matching > MAX_STATS:
             raise UsageError(
                 f"pattern: {matching} tensors match; at most {MAX_STATS} at once, narrow it"
             )
-        table = await services.statistics.get(
+        table = await mesh.statistics.get(
             pattern, with_buffers=buffers, with_histogram=histogram
         )
         return StatsList(

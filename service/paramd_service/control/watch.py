@@ -1,0 +1,102 @@
+"""Tells the log and the viewers what changed in a mesh, once a change."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+from paramd.v1 import common_pb2
+from paramd_service.control.view import MeshView, RankView, State
+
+MOST_RANKS = 32
+"""Ranks told one by one; when more change at once, the mesh's reason says it for all."""
+
+_TOLD_PHASES = frozenset(
+    {
+        common_pb2.PHASE_WAITING,
+        common_pb2.PHASE_ORPHANED,
+        common_pb2.PHASE_TORN,
+        common_pb2.PHASE_STALLED,
+        common_pb2.PHASE_HELD,
+    }
+)
+
+
+class Publish(Protocol):
+    """How viewers are told; `EventBus.publish` is one."""
+
+    def __call__(self, kind: str, data: Mapping[str, Any], *, job: str) -> object:
+        """Kind ("rank", "step", "epoch"), what happened, and to which job."""
+
+
+log = logging.getLogger("paramd.control")
+
+
+def standing(rank: RankView) -> tuple[str, str, int]:
+    """What makes two views of a rank different; the phases of a running step do not."""
+    phase = rank.report.state.phase if rank.report is not None else 0
+    return rank.membership.value, rank.state.value, phase if phase in _TOLD_PHASES else 0
+
+
+class StateWatch:
+    """Compares each view of one incarnation with the one before."""
+
+    def __init__(self, *, job: str, epoch: int, publish: Publish) -> None:
+        self._job = job
+        self._epoch = epoch
+        self._publish = publish
+        self._ranks: dict[int, tuple[str, str, int]] = {}
+        self._state: State | None = None
+        self._step = -1
+
+    def look(self, view: MeshView) -> None:
+        """Logs and publishes what changed since the last look."""
+        changed = []
+        for rank in view.ranks:
+            now = standing(rank)
+            if self._ranks.get(rank.rank) != now:
+                changed.append(rank)
+                self._ranks[rank.rank] = now
+        self._tell_mesh(view, len(changed))
+        if len(changed) <= MOST_RANKS:
+            for rank in changed:
+                self._tell_rank(rank)
+        step = min((report.step for report in view.joined), default=-1)
+        if step != self._step:
+            self._step = step
+            self._publish("step", {"epoch": self._epoch, "step": step}, job=self._job)
+
+    def _tell_mesh(self, view: MeshView, changed_count: int) -> None:
+        many = changed_count > MOST_RANKS
+        if view.state is self._state and not many:
+            return
+        self._state = view.state
+        where = f"job {self._job}, epoch {self._epoch}"
+        level = logging.WARNING if view.state in (State.DEGRADED, State.DOWN) else logging.INFO
+        log.log(level, "%s is %s: %s", where, view.state.value, _or(view.reason))
+        data = {
+            "epoch": self._epoch,
+            "rank": -1,
+            "state": view.state.value,
+            "reason": view.reason,
+            "changed_count": changed_count,
+        }
+        self._publish("rank", data, job=self._job)
+
+    def _tell_rank(self, rank: RankView) -> None:
+        membership, state, _ = standing(rank)
+        if rank.reason:
+            log.info("job %s, rank %d: %s", self._job, rank.rank, rank.reason)
+        data = {
+            "epoch": self._epoch,
+            "rank": rank.rank,
+            "membership": membership,
+            "state": state,
+            "reason": rank.reason,
+        }
+        self._publish("rank", data, job=self._job)
+
+
+def _or(reason: str) -> str:
+    return reason or "all is well"

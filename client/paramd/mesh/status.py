@@ -48,7 +48,7 @@ def rank_status(rank: int, address: str, answer: sidecar_pb2.GetStateResponse) -
         phase = common_pb2.Phase.Name(state.phase).removeprefix("PHASE_").lower()
     except ValueError:
         phase = "unknown"  # a newer sidecar's word
-    reason = _REASONS.get(phase, "")
+    reason = _REASONS.get(phase, state.phase_reason)
     if not reason and not state.agreement_works and state.agreement_reason:
         reason = f"the trainers gave up agreeing: {state.agreement_reason}"
     return RankStatus(

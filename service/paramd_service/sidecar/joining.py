@@ -1,4 +1,4 @@
-"""The stream to the control plane: this rank's state, at every change and every 2 s.
+"""The stream to the control plane: this rank's state, at every lasting change and regularly.
 
 The control plane may be away for as long as it likes: nothing here depends on it.
 """
@@ -13,16 +13,25 @@ from typing import Any
 
 import grpc.aio
 
+from paramd.errors import ConflictError
 from paramd.places import host_id
 from paramd.v1 import common_pb2, control_pb2, control_pb2_grpc
 from paramd.version import __version__
 from paramd_service.sidecar import messages
 from paramd_service.sidecar.mesh_info import Mesh, PeerInfo
 from paramd_service.sidecar.owner import Ownership
+from paramd_service.sidecar.phase import LASTING
 from paramd_service.sidecar.rank import RankSidecar
 
 FIRST_BACKOFF_S = 0.2
 LAST_BACKOFF_S = 15.0
+JOINS_PER_S = 400.0
+"""Sidecars that come back to a control plane in one second, on average at most."""
+
+LOOK_S = 1.0
+"""Time between two looks at whether something lasting has changed: a stopped or stalled
+trainer tells nobody itself."""
+
 GOODBYE_S = 2.5
 """How long the last report may take; a detaching trainer waits for us meanwhile."""
 
@@ -37,10 +46,19 @@ _OPTIONS: tuple[tuple[str, int], ...] = (
 )
 
 
-def backoff_s(attempt: int, jitter: float) -> float:
-    """Pause before the next attempt; `jitter` in [0, 1) spreads it over its upper half."""
+def backoff_s(attempt: int, jitter: float, *, world_size: int = 1) -> float:
+    """Pause before the next attempt.
+
+    All ranks lose a control plane at the same moment, so the pause is spread over the time
+    in which it can take that many in; and it grows with every attempt in vain.
+
+    Args:
+        attempt: Attempts in vain before this one, 0 or more.
+        jitter: Random, in [0, 1).
+    """
     full_s = min(FIRST_BACKOFF_S * 2.0 ** min(attempt, 16), LAST_BACKOFF_S)
-    return full_s * (0.5 + 0.5 * jitter)
+    spread_s = max(full_s, world_size / JOINS_PER_S)
+    return 0.5 * full_s + jitter * (spread_s - 0.5 * full_s)
 
 
 class Joining:
@@ -50,6 +68,7 @@ class Joining:
         self._rank = rank
         self._address = address
         self._changed = asyncio.Event()
+        self._interval_s = rank.config.report_s
         self._task: asyncio.Task[None] | None = None
         rank.on_change.append(self._changed.set)
 
@@ -81,43 +100,65 @@ class Joining:
             except Exception as error:  # whatever it is, the next attempt may do better
                 if attempt == 0:
                     self._rank.log("control-plane-away", error=_short(error))
-            if not self._rank.detached:
-                await asyncio.sleep(backoff_s(attempt, random.random()))
+            if not self._rank.detached and self._rank.mesh is mesh:
+                pause_s = backoff_s(attempt, random.random(), world_size=self._world_size)
+                await asyncio.sleep(pause_s)
                 attempt += 1
 
     async def _join(self, mesh: Mesh) -> bool:
-        """One stream, until it ends. Says whether the control plane answered."""
-        answered = False
+        """One stream, until it ends. Says whether the control plane let us in."""
+        joined = False
+        self._interval_s = self._rank.config.report_s
         async with grpc.aio.insecure_channel(mesh.control_address, options=_OPTIONS) as channel:
             stub: Any = control_pb2_grpc.ControlServiceStub(channel)
             call = stub.Join(self._reports(mesh), metadata=self._metadata())
             try:
-                async for _answer in call:
-                    answered = True
-            except grpc.aio.AioRpcError as error:
-                if not answered:
+                async for welcome in call:
+                    self._rank.follow_control(welcome.generation)
+                    if welcome.report_interval_ms > 0:
+                        self._interval_s = welcome.report_interval_ms / 1000
+                    joined = True
+            except (grpc.aio.AioRpcError, ConflictError) as error:
+                if not joined:
                     raise
                 self._rank.log("control-plane-lost", error=_short(error))
             finally:
                 call.cancel()
-        return answered
+        return joined
 
     async def _reports(self, mesh: Mesh) -> AsyncIterator[control_pb2.JoinRequest]:
         while self._rank.mesh is mesh:
             self._changed.clear()
-            yield self._report()
+            report = self._report()
+            yield report
             if self._rank.detached:
                 return
+            await self._until_due(report.state.phase)
+
+    async def _until_due(self, reported: common_pb2.Phase.ValueType) -> None:
+        """Returns when something has changed, or at the time of the next report."""
+        loop = asyncio.get_running_loop()
+        begun_s = loop.time()
+        while (left_s := begun_s + self._interval_s - loop.time()) > 0:
             with suppress(TimeoutError):
-                async with asyncio.timeout(self._rank.config.report_s):
+                async with asyncio.timeout(min(left_s, LOOK_S)):
                     await self._changed.wait()
+                return
+            now = messages.doing_now(self._rank).phase
+            if now != reported and (now in LASTING or reported in LASTING):
+                return
+
+    @property
+    def _world_size(self) -> int:
+        possession = self._rank.possession
+        return possession.request.world_size if possession is not None else 1
 
     def _report(self) -> control_pb2.JoinRequest:
         rank = self._rank
-        possession = rank.possession
         return control_pb2.JoinRequest(
             header=messages.header(rank),
-            world_size=possession.request.world_size if possession is not None else 0,
+            world_size=self._world_size,
+            control_generation=rank.control_generation,
             peer=self._peer(),
             state=messages.rank_state(rank),
             leaving=rank.detached and rank.ownership is Ownership.OWNED,

@@ -10,6 +10,8 @@ from paramd.memory.control_page import Word
 from paramd.v1 import common_pb2, layout_pb2, sidecar_pb2
 from paramd_service.sidecar.mesh_info import PeerInfo
 from paramd_service.sidecar.owner import Ownership
+from paramd_service.sidecar.phase import Doing, doing
+from paramd_service.sidecar.processes import process_state, resident_bytes
 from paramd_service.sidecar.rank import RankSidecar
 
 MAX_LISTED = 1024
@@ -33,24 +35,27 @@ def header(rank: RankSidecar, step: int | None = None) -> common_pb2.Header:
     )
 
 
-def phase(rank: RankSidecar) -> common_pb2.Phase.ValueType:
-    """What the rank is doing."""
+def doing_now(rank: RankSidecar) -> Doing:
+    """What the rank is doing, and why that is worth a look."""
     possession = rank.possession
     if possession is None:
-        return common_pb2.PHASE_WAITING
-    if rank.ownership is Ownership.TORN:
-        return common_pb2.PHASE_TORN
-    if rank.ownership is Ownership.ORPHANED:
-        return common_pb2.PHASE_ORPHANED
-    odd = possession.page[Word.SEQ] & 1
-    return common_pb2.PHASE_UPDATE if odd else common_pb2.PHASE_CONSTANT
+        return doing(Ownership.WAITING, (), process_state="", now_ns=0)
+    return doing(
+        rank.ownership,
+        possession.page.words,
+        process_state=process_state(possession.request.pid),
+        now_ns=time.monotonic_ns(),
+    )
 
 
 def rank_state(rank: RankSidecar) -> common_pb2.RankState:
     """State of the rank, as its control page and its snapshots say."""
+    now = doing_now(rank)
     state = common_pb2.RankState(
         rank=rank.config.rank,
-        phase=phase(rank),
+        phase=now.phase,
+        phase_reason=now.reason,
+        sidecar_rss_bytes=resident_bytes(os.getpid()),
         step=rank.step,
         sidecar_pid=os.getpid(),
         boundary_age_ns=-1,
@@ -62,6 +67,9 @@ def rank_state(rank: RankSidecar) -> common_pb2.RankState:
     page = possession.page
     boundary_ns = page[Word.BOUNDARY_NS]
     state.trainer_pid = possession.request.pid
+    if rank.ownership is Ownership.OWNED:
+        # The pid of one that has ended may be another's by now.
+        state.trainer_rss_bytes = resident_bytes(possession.request.pid)
     state.step_time_ns = page[Word.STEP_TIME_NS]
     state.boundary_age_ns = time.monotonic_ns() - boundary_ns if boundary_ns else -1
     state.stall_count = page[Word.STALL_COUNT]

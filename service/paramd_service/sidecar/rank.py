@@ -59,6 +59,8 @@ class RankSidecar:
         self.leaving = asyncio.Event()
         """Set when the sidecar shall drain: detached, or nobody came for too long."""
         self.detached = False
+        self.control_generation = 0
+        """Highest generation of a control plane met in this epoch; no lower one is obeyed."""
         self.on_change: list[Callable[[], None]] = []
         self._blocks = blocks
         self._possession: Possession | None = None
@@ -113,6 +115,15 @@ class RankSidecar:
                 f"the request was planned for {what}, the job is in epoch {self.epoch}; "
                 "fetch the layout again"
             )
+
+    def follow_control(self, generation: int) -> None:
+        """A control plane of this generation speaks. Raises ConflictError for a fenced one."""
+        if generation < self.control_generation:
+            raise ConflictError(
+                f"a control plane of generation {self.control_generation} has taken over; "
+                f"generation {generation} is obeyed no more"
+            )
+        self.control_generation = generation
 
     def verify(self, ticket: str) -> Claims:
         """The claims of a ticket. Raises DeniedError, or UnreachableError before attach."""
@@ -196,6 +207,7 @@ class RankSidecar:
 
     def _own(self, possession: Possession) -> None:
         self._possession = possession
+        self.control_generation = 0
         self._verifier = Verifier(possession.request.public_key)
         self.ownership = Ownership.OWNED
         store = SnapshotStore(

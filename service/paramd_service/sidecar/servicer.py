@@ -157,6 +157,7 @@ class SidecarServicer:
                 f"boundary, snapshot_ids: {request.boundary}, {len(request.snapshot_ids)} ids; "
                 f"expected a number from 1 on and at most {admission.MAX_SNAPSHOT_IDS} ids"
             )
+        rank.follow_control(request.generation)
         outcome = await rank.pins.boundaries.capture(
             request.boundary, request.snapshot_ids, timeout_s=timeout_s
         )

@@ -1,0 +1,107 @@
+"""What a rank is doing, told from its control page, the clock and its trainer's process. Pure.
+
+    PHASE              said when
+    WAITING            no trainer has attached
+    TORN, ORPHANED     the trainer's process has ended, inside or outside an update
+    STALLED            the process is stopped, or its next boundary is long overdue
+    UPDATE             SEQ is odd
+    SUMMON             a copy is under way, or a boundary request waits for the trainers
+    IDLE               no boundary yet, or none for longer than a step takes
+    FORWARD_BACKWARD   else: between two updates of a training that goes on
+
+The first that fits is said. STALLED comes before UPDATE, for an optimizer may hang too. Nothing
+of it is needed for correct copies; those rest on SEQ alone (memory/gate.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from paramd.memory.control_page import Word
+from paramd.v1 import common_pb2
+from paramd_service.sidecar.owner import Ownership
+
+STALL_STEPS = 20
+"""A boundary is long overdue after this many of the trainer's own smoothed step times ..."""
+
+STALL_LEAST_S = 30.0
+"""... but never before this time: a validation or a checkpoint takes longer than a step."""
+
+IDLE_STEPS = 4
+IDLE_LEAST_S = 1.0
+"""A rank is idle when no boundary came for this many step times, and this long."""
+
+STOPPED_STATES = frozenset("Tt")
+"""Of /proc/<pid>/stat: stopped by a signal, or by a debugger."""
+
+LASTING = frozenset(
+    {
+        common_pb2.PHASE_WAITING,
+        common_pb2.PHASE_ORPHANED,
+        common_pb2.PHASE_TORN,
+        common_pb2.PHASE_STALLED,
+        common_pb2.PHASE_HELD,
+    }
+)
+"""Phases whose begin and end are reported at once; the others change many times a second."""
+
+_ENDED = {
+    Ownership.TORN: common_pb2.PHASE_TORN,
+    Ownership.ORPHANED: common_pb2.PHASE_ORPHANED,
+    Ownership.WAITING: common_pb2.PHASE_WAITING,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Doing:
+    """A phase, and why it is worth a look; the reason is empty when it is not."""
+
+    phase: common_pb2.Phase.ValueType
+    reason: str = ""
+
+
+def doing(ownership: Ownership, words: Sequence[int], *, process_state: str, now_ns: int) -> Doing:
+    """What the rank is doing now.
+
+    Args:
+        words: Of the control page; not looked at when `ownership` is WAITING.
+        process_state: The trainer's, one letter of /proc/<pid>/stat; empty when not known.
+        now_ns: CLOCK_MONOTONIC.
+    """
+    if ownership is not Ownership.OWNED:
+        return Doing(_ENDED[ownership], ownership.value)
+    if process_state in STOPPED_STATES:
+        return Doing(common_pb2.PHASE_STALLED, "its trainer's process is stopped (SIGSTOP)")
+    inside = words[Word.SEQ] & 1 == 1
+    boundary_ns, step_ns = words[Word.BOUNDARY_NS], words[Word.STEP_TIME_NS]
+    age_ns = max(now_ns - boundary_ns, 0) if boundary_ns else 0
+    if age_ns > stall_after_ns(step_ns):
+        return Doing(common_pb2.PHASE_STALLED, _overdue(age_ns, step_ns, inside=inside))
+    if inside:
+        return Doing(common_pb2.PHASE_UPDATE)
+    if _summoned(words):
+        return Doing(common_pb2.PHASE_SUMMON)
+    if not boundary_ns or age_ns > max(IDLE_STEPS * step_ns, IDLE_LEAST_S * 1e9):
+        return Doing(common_pb2.PHASE_IDLE)
+    return Doing(common_pb2.PHASE_FORWARD_BACKWARD)
+
+
+def stall_after_ns(step_time_ns: int) -> int:
+    """How old the last boundary of a training with such steps may become."""
+    return max(STALL_STEPS * step_time_ns, round(STALL_LEAST_S * 1e9))
+
+
+def _summoned(words: Sequence[int]) -> bool:
+    copying = words[Word.COPY_BEGUN] != words[Word.COPY_ENDED]
+    announced = words[Word.SERVED] < words[Word.ANNOUNCE]
+    return copying or announced or words[Word.READY] > words[Word.AGREED]
+
+
+def _overdue(age_ns: int, step_ns: int, *, inside: bool) -> str:
+    where = "inside an update" if inside else "outside an update"
+    usual = f"its steps take {step_ns / 1e9:.3g} s" if step_ns else "it has had one step"
+    return (
+        f"no boundary for {age_ns // 1_000_000_000} s, {usual}: the trainer lives, but hangs "
+        f"{where} or runs something long (evaluation, checkpoint)"
+    )

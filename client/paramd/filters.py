@@ -1,0 +1,304 @@
+"""The filter language of CLI and REST: globs, and terms that tensors must meet.
+
+    layers.*.weight  numel>1M  dtype=bfloat16  norm>10
+
+Words stand apart by spaces. A word that begins with a key and a comparison is a term; all
+terms must hold. Every other word is a glob over names, which may end in a slice; globs
+unite, and none means all. Double quotes make a word a glob whatever it looks like, and keep
+spaces in it.
+
+    facts         name placement kind dtype           = != ~ (contains)
+                  shape                               = != "4096x4096", "4096x*"; < > by its largest dim
+                  numel dims rank                     = != < <= > >=
+                  tied                                = != true, false
+    statistics    norm mean std min max absmax        = != < <= > >=
+                  nan inf zero (counts of elements)
+
+Numbers may end in k, M, G (powers of 1000). `dims` is how many dims there are; `rank=3` holds
+when rank 3 has a part. A statistic that does not exist (the mean of no finite element)
+meets no term.
+"""  # noqa: E501
+
+from __future__ import annotations
+
+import math
+import operator
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Final, Protocol
+
+from paramd.errors import UsageError
+
+MAX_FILTER_BYTES: Final = 1024
+MAX_WORDS: Final = 64
+
+TEXT_KEYS: Final = ("name", "placement", "kind", "dtype")
+COUNT_KEYS: Final = ("numel", "dims", "rank")
+STATISTIC_KEYS: Final = ("norm", "mean", "std", "min", "max", "absmax", "nan", "inf", "zero")
+KEYS: Final = (*TEXT_KEYS, "shape", *COUNT_KEYS, "tied", *STATISTIC_KEYS)
+
+_TERM = re.compile(r"([A-Za-z_]+)(!=|<=|>=|=|<|>|~)")
+_NUMBER = re.compile(r"([+-]?(?:[0-9]{1,40}(?:\.[0-9]{0,40})?|\.[0-9]{1,40})(?:e[+-]?[0-9]{1,3})?)"
+                     r"([kMG]?)\Z")  # fmt: skip
+_SHAPE = re.compile(r"(?:[0-9]{1,18}|\*)(?:x(?:[0-9]{1,18}|\*)){0,31}\Z")
+_SCALE: Final = {"": 1.0, "k": 1e3, "M": 1e6, "G": 1e9}
+_ORDER: Final[dict[str, Callable[[float, float], bool]]] = {
+    "=": operator.eq,
+    "!=": operator.ne,
+    "<": operator.lt,
+    "<=": operator.le,
+    ">": operator.gt,
+    ">=": operator.ge,
+}
+_DTYPES: Final = {
+    "bf16": "bfloat16",
+    "fp16": "float16",
+    "half": "float16",
+    "fp32": "float32",
+    "float": "float32",
+    "fp64": "float64",
+    "double": "float64",
+}
+
+
+class FilterError(UsageError):
+    """A filter that cannot be read; `position` is the character where that shows."""
+
+    def __init__(self, position: int, found: str, expected: str) -> None:
+        shown = repr(found if len(found) <= 40 else f"{found[:37]}...")
+        super().__init__(f"filter: at character {position + 1}, {shown}: expected {expected}")
+        self.position = position
+
+
+class Tensor(Protocol):
+    """What facts are asked of: an item of a layout, or of `mesh.params()`."""
+
+    @property
+    def fqn(self) -> str: ...
+    @property
+    def dtype(self) -> str: ...
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+    @property
+    def placement(self) -> str: ...
+    @property
+    def numel(self) -> int: ...
+
+
+class Numbers(Protocol):
+    """What statistics are asked of: `paramd.layout.stats.Summary`."""
+
+    @property
+    def norm(self) -> float: ...
+    @property
+    def mean(self) -> float: ...
+    @property
+    def std(self) -> float: ...
+    @property
+    def min(self) -> float: ...
+    @property
+    def max(self) -> float: ...
+    @property
+    def nan_count(self) -> int: ...
+    @property
+    def inf_count(self) -> int: ...
+    @property
+    def zero_count(self) -> int: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Facts:
+    """What is known of a tensor without its values."""
+
+    tensor: Tensor
+    kind: str
+    """parameter or buffer."""
+    names: tuple[str, ...]
+    """All its names; more than one when it is tied."""
+    ranks: frozenset[int]
+    """Ranks that hold a part."""
+
+
+@dataclass(frozen=True, slots=True)
+class Term:
+    """One comparison."""
+
+    key: str
+    comparison: str
+    text: str
+    """The value as it was written."""
+    number: float = math.nan
+    """The value of a number; NaN for texts."""
+
+    def __str__(self) -> str:
+        return f"{self.key}{self.comparison}{self.text}"
+
+
+@dataclass(frozen=True, slots=True)
+class Filter:
+    """A parsed filter. Immutable, hashable: equal filters choose the same."""
+
+    patterns: tuple[str, ...]
+    """Globs; ("*",) when none was given."""
+    facts: tuple[Term, ...]
+    statistics: tuple[Term, ...]
+
+    def matches(self, facts: Facts) -> bool:
+        """Whether all terms about facts hold."""
+        return all(_fact(term, facts) for term in self.facts)
+
+    def matches_numbers(self, numbers: Numbers) -> bool:
+        """Whether all terms about statistics hold."""
+        return all(
+            # No comparison with a number that does not exist holds, not even "!=".
+            not math.isnan(value := _statistic(term.key, numbers))
+            and _ORDER[term.comparison](value, term.number)
+            for term in self.statistics
+        )
+
+
+def parse_filter(text: str) -> Filter:
+    """Reads a filter; at a cost that grows with its length only.
+
+    Raises:
+        FilterError: at the first character that cannot be right, with what was expected.
+    """
+    size_bytes = len(text.encode("utf-8", "surrogatepass"))
+    if size_bytes > MAX_FILTER_BYTES:
+        raise FilterError(
+            MAX_FILTER_BYTES, f"{size_bytes} bytes", f"at most {MAX_FILTER_BYTES} bytes"
+        )
+    patterns: list[str] = []
+    terms: list[Term] = []
+    words = _words(text)
+    if len(words) > MAX_WORDS:
+        raise FilterError(words[MAX_WORDS][0], words[MAX_WORDS][1], f"at most {MAX_WORDS} words")
+    for position, word, quoted in words:
+        found = None if quoted else _TERM.match(word)
+        if found is None:
+            patterns.append(word)
+        else:
+            value = word[found.end() :]
+            terms.append(_term(found[1], found[2], value, position, position + found.end()))
+    return Filter(
+        tuple(patterns) if patterns else ("*",),
+        tuple(term for term in terms if term.key not in STATISTIC_KEYS),
+        tuple(term for term in terms if term.key in STATISTIC_KEYS),
+    )
+
+
+def _words(text: str) -> list[tuple[int, str, bool]]:
+    """(first character, word, whether it was quoted). Spaces in brackets belong to a slice."""
+    words: list[tuple[int, str, bool]] = []
+    at = 0
+    while at < len(text):
+        if text[at].isspace():
+            at += 1
+        elif text[at] == '"':
+            end = text.find('"', at + 1)
+            if end < 0:
+                raise FilterError(at, text[at:], 'a closing "')
+            if end == at + 1:
+                raise FilterError(at, '""', "a glob between the quotes")
+            words.append((at, text[at + 1 : end], True))
+            at = end + 1
+            if at < len(text) and not text[at].isspace():
+                raise FilterError(at, text[at:], "a space after the quotes")
+        else:
+            end = _end_of_word(text, at)
+            words.append((at, text[at:end], False))
+            at = end
+    return words
+
+
+def _end_of_word(text: str, begin: int) -> int:
+    opened = False
+    for at in range(begin, len(text)):
+        if text[at] == "[":
+            # A bracket that nobody closes is a character like any other.
+            opened = "]" in text[at:]
+        elif text[at] == "]":
+            opened = False
+        elif text[at].isspace() and not opened:
+            return at
+    return len(text)
+
+
+def _term(key: str, comparison: str, value: str, position: int, value_at: int) -> Term:
+    if key not in KEYS:
+        raise FilterError(
+            position, key, f'one of {", ".join(KEYS)} before {comparison!r} (or quotes: "...")'
+        )
+    if not value:
+        raise FilterError(value_at, value, f"a value after {key}{comparison}, without a space")
+    if key in TEXT_KEYS:
+        _check(comparison, ("=", "!=", "~"), key, value_at)
+        if key == "dtype" and comparison != "~":
+            value = value.removeprefix("torch.")
+            value = _DTYPES.get(value, value)
+        return Term(key, comparison, value)
+    if key == "tied":
+        _check(comparison, ("=", "!="), key, value_at)
+        if value not in ("true", "false"):
+            raise FilterError(value_at, value, "true or false")
+        return Term(key, comparison, value)
+    _check(comparison, tuple(_ORDER), key, value_at)
+    if key == "shape" and comparison in ("=", "!="):
+        if value != "scalar" and _SHAPE.match(value) is None:
+            raise FilterError(value_at, value, 'a shape such as "4096x4096", "4096x*" or "scalar"')
+        return Term(key, comparison, value)
+    found = _NUMBER.match(value)
+    if found is None:
+        raise FilterError(value_at, value, 'a number such as "10", "-1.5e-3" or "4M"')
+    return Term(key, comparison, value, float(found[1]) * _SCALE[found[2]])
+
+
+def _check(comparison: str, allowed: tuple[str, ...], key: str, at: int) -> None:
+    if comparison not in allowed:
+        raise FilterError(at - len(comparison), comparison, f"one of {' '.join(allowed)} for {key}")
+
+
+def _fact(term: Term, facts: Facts) -> bool:
+    tensor = facts.tensor
+    if term.key == "shape":
+        return _shape(term, tensor.shape)
+    if term.key == "tied":
+        return ((len(facts.names) > 1) == (term.text == "true")) == (term.comparison == "=")
+    if term.key == "rank":
+        return _rank(term, facts.ranks)
+    if term.key in COUNT_KEYS:
+        counted = tensor.numel if term.key == "numel" else len(tensor.shape)
+        return _ORDER[term.comparison](counted, term.number)
+    texts = {
+        "name": facts.names,
+        "placement": (tensor.placement,),
+        "kind": (facts.kind,),
+        "dtype": (tensor.dtype,),
+    }[term.key]
+    if term.comparison == "~":
+        return any(term.text.casefold() in text.casefold() for text in texts)
+    return (term.text in texts) == (term.comparison == "=")
+
+
+def _shape(term: Term, shape: tuple[int, ...]) -> bool:
+    if not math.isnan(term.number):
+        return _ORDER[term.comparison](max(shape, default=1), term.number)
+    wanted = term.text.split("x") if term.text != "scalar" else []
+    same = len(wanted) == len(shape) and all(
+        w == "*" or int(w) == size for w, size in zip(wanted, shape, strict=True)
+    )
+    return same == (term.comparison == "=")
+
+
+def _rank(term: Term, ranks: frozenset[int]) -> bool:
+    if term.comparison == "!=":
+        return all(rank != term.number for rank in ranks)
+    return any(_ORDER[term.comparison](rank, term.number) for rank in ranks)
+
+
+def _statistic(key: str, numbers: Numbers) -> float:
+    if key == "absmax":
+        return max(abs(numbers.min), abs(numbers.max))
+    found = getattr(numbers, f"{key}_count" if key in ("nan", "inf", "zero") else key)
+    return float(found)

@@ -1,0 +1,195 @@
+"""The filter language: what it chooses, and where it says what is wrong."""
+
+from __future__ import annotations
+
+import math
+import time
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from paramd.errors import UsageError
+from paramd.filters import KEYS, MAX_FILTER_BYTES, Facts, Filter, FilterError, parse_filter
+from paramd.layout.stats import Summary
+from paramd.layout.types import Box, Piece, TensorKind, TensorLayout
+
+
+def facts_of(
+    fqn: str = "layers.0.up.weight",
+    *,
+    dtype: str = "bfloat16",
+    shape: tuple[int, ...] = (4096, 1024),
+    aliases: tuple[str, ...] = (),
+    ranks: tuple[int, ...] = (0, 1),
+) -> Facts:
+    tensor = TensorLayout(
+        fqn=fqn,
+        dtype=dtype,
+        shape=shape,
+        kind=TensorKind.PARAMETER,
+        pieces=tuple(Piece(r, 0, Box((0,) * len(shape), shape)) for r in ranks),
+        aliases=aliases,
+        placement="Shard(0) over 2",
+    )
+    return Facts(tensor=tensor, kind="parameter", names=(fqn, *aliases), ranks=frozenset(ranks))
+
+
+def summary(**changes: float) -> Summary:
+    fields: dict[str, float] = {
+        "count": 10,
+        "zero_count": 1,
+        "nan_count": 0,
+        "inf_count": 0,
+        "norm": 12.5,
+        "mean": 0.1,
+        "std": 1.0,
+        "min": -4.0,
+        "max": 3.0,
+    }
+    return Summary(**fields | changes, exponents=())  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("text", "chosen"),
+    [
+        ("numel>1000", True),
+        ("numel>=4194304", True),
+        ("numel>4.2M", False),
+        ("numel<5M", True),
+        ("dims=2", True),
+        ("dims!=2", False),
+        ("shape=4096x1024", True),
+        ("shape=4096x*", True),
+        ("shape=*", False),
+        ("shape=*x*", True),
+        ("shape!=4096x1024", False),
+        ("shape>1000", True),
+        ("shape>4096", False),
+        ("shape=scalar", False),
+        ("dtype=bfloat16", True),
+        ("dtype=bf16", True),
+        ("dtype=torch.bfloat16", True),
+        ("dtype!=float32", True),
+        ("dtype~float", True),
+        ("kind=parameter", True),
+        ("kind=buffer", False),
+        ("placement~shard", True),
+        ("placement=shard", False),
+        ("name~UP", True),
+        ("rank=1", True),
+        ("rank=2", False),
+        ("rank!=1", False),
+        ("rank>0", True),
+        ("tied=false", True),
+        ("tied!=false", False),
+        ("numel>1000 dtype=float32", False),
+    ],
+)
+def test_facts_are_compared(text: str, chosen: bool) -> None:
+    assert parse_filter(text).matches(facts_of()) is chosen
+
+
+def test_a_scalar_has_a_largest_dim_of_one_and_the_shape_scalar() -> None:
+    scalar = facts_of(shape=(), aliases=("other",))
+    assert parse_filter("shape=scalar tied=true shape<2 numel=1").matches(scalar)
+
+
+@pytest.mark.parametrize(
+    ("text", "chosen"),
+    [
+        ("norm>10", True),
+        ("norm>1e2", False),
+        ("nan>0", False),
+        ("nan=0", True),
+        ("inf=0 zero>=1", True),
+        ("absmax=4", True),
+        ("min<-3.5 max<=3", True),
+        ("mean!=0.1", False),
+    ],
+)
+def test_statistics_are_compared(text: str, chosen: bool) -> None:
+    found = parse_filter(text)
+    assert found.statistics
+    assert not found.facts
+    assert found.matches_numbers(summary()) is chosen
+
+
+@pytest.mark.parametrize("comparison", ["=", "!=", "<", "<=", ">", ">="])
+def test_a_number_that_does_not_exist_meets_no_term(comparison: str) -> None:
+    nothing = summary(mean=math.nan, min=math.nan, max=math.nan)
+    for key in ("mean", "min", "max", "absmax"):
+        assert not parse_filter(f"{key}{comparison}1").matches_numbers(nothing)
+
+
+def test_globs_and_terms_are_told_apart() -> None:
+    found = parse_filter('layers.*  w[0:4, -3:] numel>10 "odd=name" "two words"')
+    assert found.patterns == ("layers.*", "w[0:4, -3:]", "odd=name", "two words")
+    assert [str(term) for term in found.facts] == ["numel>10"]
+    assert parse_filter(" ") == Filter(("*",), (), ())
+    assert parse_filter("w[ab x").patterns == ("w[ab", "x")
+
+
+@pytest.mark.parametrize(
+    ("text", "position", "expected"),
+    [
+        ("numl>3", 0, "one of name,"),
+        ("w numel>", 8, "a value"),
+        ("numel> 3", 6, "a value"),
+        ("numel>many", 6, "a number"),
+        ("numel>1e99999", 6, "a number"),
+        ("numel>nan", 6, "a number"),
+        ("norm>0x10", 5, "a number"),
+        ("dtype>float32", 5, "one of = != ~ for dtype"),
+        ("numel~3", 5, "one of = != < <= > >= for numel"),
+        ("shape=4096,4096", 6, "a shape"),
+        ("shape=axb", 6, "a shape"),
+        ("tied=maybe", 5, "true or false"),
+        ('a "b', 2, 'a closing "'),
+        ('""', 0, "a glob"),
+        ('"a"b', 3, "a space"),
+        ("a " * 70, 128, "at most 64 words"),
+    ],
+)
+def test_what_is_wrong_is_said_with_its_place(text: str, position: int, expected: str) -> None:
+    with pytest.raises(FilterError, match=f"at character {position + 1}") as raised:
+        parse_filter(text)
+    assert raised.value.position == position
+    assert expected in str(raised.value)
+
+
+def test_a_long_filter_is_refused_before_it_is_read() -> None:
+    parse_filter("a" * MAX_FILTER_BYTES)
+    began_s = time.perf_counter()
+    with pytest.raises(FilterError, match="at most 1024 bytes"):
+        parse_filter("[" * 10_000_000)
+    assert time.perf_counter() - began_s < 1.0
+
+
+@given(st.text(alphabet='abc[]=<>!~"*x.019 kM\tnumelshape', max_size=300))
+def test_any_text_is_read_or_refused_in_words(text: str) -> None:
+    try:
+        found = parse_filter(text)
+    except UsageError as error:
+        refusal = str(error)
+    else:
+        assert found.patterns
+        found.matches(facts_of())
+        found.matches_numbers(summary())
+        return
+    assert refusal.startswith("filter: at character")
+    assert len(refusal) < 600
+
+
+@given(
+    st.sampled_from(KEYS),
+    st.sampled_from(["=", "!=", "<", ">", "<=", ">=", "~"]),
+    st.sampled_from(["1", "true", "4x4", "x", "1k"]),
+)
+def test_a_term_that_was_read_reads_the_same_again(key: str, comparison: str, value: str) -> None:
+    try:
+        found = parse_filter(f"{key}{comparison}{value}")
+    except UsageError:
+        return
+    (term,) = found.facts or found.statistics
+    assert parse_filter(str(term)) == found

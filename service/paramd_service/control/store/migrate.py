@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import logging
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -52,6 +53,7 @@ def _revision(connection: Connection) -> str:
 
 def _upgrade(connection: Connection, found: str, address: StoreAddress) -> None:
     # Loaded only when there is something to do: it takes longer than the rest of a start.
+    logging.getLogger("alembic").setLevel(logging.WARNING)
     from alembic.config import Config
     from alembic.runtime.environment import EnvironmentContext
     from alembic.script import ScriptDirectory

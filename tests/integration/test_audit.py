@@ -1,0 +1,420 @@
+"""The audit over SQLite and over PostgreSQL: recorded before the effect, or no effect at all."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import resource
+import signal
+import sqlite3
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from sqlalchemy import text
+
+from paramd.chain import Head
+from paramd.errors import ConflictError
+from paramd_service.control.audit.audit import Action, Audit, AuditUnavailableError
+from paramd_service.control.audit.denials import Denials
+from paramd_service.control.audit.heads import SLOT_BYTES, HeadFiles, path_of
+from paramd_service.control.audit.hidden import Hidden
+from paramd_service.control.audit.offline import check
+from paramd_service.control.store.address import StoreAddress, parse_store
+from paramd_service.control.store.store import Store
+from paramd_service.control.store.tokens import TokenRow, TokenStore
+from tests.integration.store_process import KINDS, fresh_address, server_of, started
+from tests.postgres import Postgres
+
+CREATE = Action(actor="ops", role="admin", method="token.create", job="run", epoch=3)
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def server(request: pytest.FixtureRequest) -> Iterator[Postgres | None]:
+    with server_of(request.param) as found:
+        yield found
+
+
+@pytest.fixture
+def address(server: Postgres | None, tmp_path: Path) -> StoreAddress:
+    return fresh_address(server, tmp_path)
+
+
+@asynccontextmanager
+async def auditing(store: Store, directory: Path, **options: Any) -> AsyncIterator[Audit]:
+    audit = Audit(store, directory, **options)
+    try:
+        yield audit
+    finally:
+        await audit.stop()
+
+
+@asynccontextmanager
+async def alone(directory: Path) -> AsyncIterator[Audit]:
+    """An audit over a SQLite store of its own."""
+    address = parse_store("", directory=directory)
+    async with started(address) as store, auditing(store, directory) as audit:
+        yield audit
+
+
+async def bodies(audit: Audit, job: str = "run") -> list[dict[str, Any]]:
+    """All records, oldest first."""
+    return [
+        json.loads(link.body)
+        for link in reversed(await audit.page(job, before_seq=None, limit=1000))
+    ]
+
+
+async def some(audit: Audit, count: int) -> None:
+    for _ in range(count):
+        await audit.event(CREATE)
+
+
+async def execute(store: Store, statement: str) -> None:
+    await store.write(lambda connection: connection.execute(text(statement)))
+
+
+async def test_the_intent_is_durable_before_the_effect_and_the_outcome_follows(
+    address: StoreAddress, tmp_path: Path
+) -> None:
+    async with started(address) as store, auditing(store, tmp_path, clock=lambda: 1.5) as audit:
+        async with audit.mutation(CREATE) as entry:
+            # Another connection sees it: it is committed.
+            assert check(address, tmp_path, "run", []).count == 1
+            entry.outcome("created", name="ci")
+        intent, outcome = await bodies(audit)
+        assert intent == {
+            "kind": "intent", "time_ms": 1500, "actor": "ops", "role": "admin", "epoch": 3,
+            "method": "token.create", "step": -1, "detail": {}, "job": "run", "seq": 1,
+            "prev": "0" * 64,
+        }  # fmt: skip
+        assert (outcome["kind"], outcome["of"], outcome["result"]) == ("outcome", 1, "created")
+        assert outcome["detail"] == {"name": "ci"}
+
+
+async def test_a_failure_is_the_outcome_and_goes_on(address: StoreAddress, tmp_path: Path) -> None:
+    async with started(address) as store, auditing(store, tmp_path) as audit:
+        with pytest.raises(ConflictError):
+            async with audit.mutation(CREATE):
+                raise ConflictError("no")
+        with pytest.raises(ZeroDivisionError):
+            async with audit.mutation(CREATE):
+                1 / 0  # noqa: B018
+        results = [body.get("result") for body in await bodies(audit)]
+        assert results == [None, "failed: conflict", None, "failed: ZeroDivisionError"]
+
+
+async def test_secrets_are_recorded_as_digests_that_equal_each_other(
+    address: StoreAddress, tmp_path: Path
+) -> None:
+    secret = "hunter2"
+    detail = {"a": Hidden(secret), "b": [Hidden(secret.encode())], "c": {"d": Hidden("x")}}
+    action = Action(actor="ops", role="admin", method="m", job="run", detail=detail)
+    assert secret not in repr(action)
+    async with started(address) as store, auditing(store, tmp_path) as audit:
+        await audit.event(action)
+    async with started(address) as store, auditing(store, tmp_path) as audit:
+        await audit.event(action)
+        first, again = (body["detail"] for body in await bodies(audit))
+    assert first == again
+    assert first["a"] == first["b"][0] != first["c"]["d"]
+    assert len(first["a"]["hmac_sha256"]) == 64
+    if address.path is not None:
+        assert secret.encode() not in address.path.read_bytes()
+
+
+async def test_many_at_once_from_two_control_planes_are_one_chain_without_gaps(
+    address: StoreAddress, tmp_path: Path
+) -> None:
+    async with (
+        started(address) as one,
+        started(address) as two,
+        auditing(one, tmp_path) as here,
+        auditing(two, tmp_path) as there,
+    ):
+        await asyncio.gather(*(audit.event(CREATE) for audit in (here, there) for _ in range(40)))
+        assert here.failure == there.failure == ""
+    verdict = check(address, tmp_path, "run", [])
+    assert (verdict.count, verdict.bad_seq) == (80, None)
+
+
+async def test_each_job_and_the_site_have_chains_of_their_own(
+    address: StoreAddress, tmp_path: Path
+) -> None:
+    async with started(address) as store, auditing(store, tmp_path) as audit:
+        for job in ("run", "", "run", "b"):
+            await audit.event(Action(actor="a", role="r", method="m", job=job))
+    counts = {job: check(address, tmp_path, job, []).count for job in ("run", "b", "", "c")}
+    assert counts == {"run": 2, "b": 1, "": 1, "c": 0}
+
+
+CHANGES = {
+    "UPDATE audit SET body = replace(body, 'ops', 'eve') WHERE seq = 3": 3,
+    "UPDATE audit SET hash = replace(hash, substr(hash, 1, 1), 'f') WHERE seq = 2": 2,
+    "DELETE FROM audit WHERE seq = 4": 4,
+    "DELETE FROM audit WHERE seq = 1": 1,
+    "DELETE FROM audit WHERE seq > 3": 4,
+    "DELETE FROM audit": 1,
+    "UPDATE audit SET seq = seq + 1 WHERE seq = 5": 5,
+    "UPDATE audit SET job = 'b'": 1,
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+async def test_verify_names_the_first_bad_record(
+    address: StoreAddress, tmp_path: Path, change: str
+) -> None:
+    async with started(address) as store, auditing(store, tmp_path) as audit:
+        await some(audit, 5)
+        assert check(address, tmp_path, "run", []).good
+        await execute(store, change)
+    assert check(address, tmp_path, "run", []).bad_seq == CHANGES[change]
+
+
+async def test_after_a_cut_end_nothing_more_is_recorded_nor_done(
+    address: StoreAddress, tmp_path: Path
+) -> None:
+    """Else the next record would hide the cut. Also across a restart, by the head's file."""
+    async with started(address) as store:
+        async with auditing(store, tmp_path) as audit:
+            await some(audit, 5)
+            await execute(store, "DELETE FROM audit WHERE seq = 5")
+            with pytest.raises(AuditUnavailableError, match="record 5 of the audit was removed"):
+                async with audit.mutation(CREATE):
+                    pytest.fail("the body must not run")
+        async with auditing(store, tmp_path) as again:
+            with pytest.raises(AuditUnavailableError, match="record 5 of the audit was removed"):
+                async with again.mutation(CREATE):
+                    pytest.fail("the body must not run")
+            assert len(await again.page("run", before_seq=None, limit=9)) == 4
+
+
+async def test_heads_are_told_to_the_log_and_kept_in_the_file(
+    address: StoreAddress, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "paramd.control.audit")
+    async with started(address) as store, auditing(store, tmp_path, head_every=4) as audit:
+        await some(audit, 5)
+        links = await audit.page("run", before_seq=None, limit=9)
+        assert await audit.anchor("run") == Head(5, links[0].hash)
+    told = [record.getMessage() for record in caplog.records]
+    assert told == [
+        f"audit head of run: 4:{links[1].hash}",
+        f"audit head of run: 5:{links[0].hash}",
+    ]
+    kept = Head.parse(told[0].split()[-1])
+    assert check(address, tmp_path, "run", [kept]).good
+    path_of(tmp_path, "run").unlink()
+    async with started(address) as store:
+        await execute(store, "DELETE FROM audit WHERE seq > 3")
+    assert check(address, tmp_path, "run", []).good
+    assert check(address, tmp_path, "run", [kept]).bad_seq == 4
+
+
+async def test_a_torn_head_costs_the_newer_slot_only(tmp_path: Path) -> None:
+    heads = HeadFiles(tmp_path)
+    for seq in (1, 2, 3):
+        heads.write("run", Head(seq, f"{seq:064d}"))
+    heads.close()
+    path = path_of(tmp_path, "run")
+    assert HeadFiles(tmp_path).read("run") == Head(3, f"{3:064d}")
+    content = bytearray(path.read_bytes())
+    content[SLOT_BYTES + 20 : SLOT_BYTES + 60] = bytes(40)
+    path.write_bytes(content)
+    assert HeadFiles(tmp_path).read("run") == Head(2, f"{2:064d}")
+    path.write_bytes(b"")
+    assert HeadFiles(tmp_path).read("run") is None
+
+
+@contextmanager
+def no_file_grows_beyond(size_bytes: int) -> Iterator[None]:
+    """What a full disk does, for this process alone: writing further fails."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    before = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size_bytes, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+        signal.signal(signal.SIGXFSZ, before)
+
+
+@asynccontextmanager
+async def a_full_disk(store: Store) -> AsyncIterator[None]:
+    with no_file_grows_beyond(1):
+        yield
+
+
+@asynccontextmanager
+async def a_file_that_may_not_be_written(store: Store) -> AsyncIterator[None]:
+    on_every_connection(store, "PRAGMA query_only=ON")
+    try:
+        yield
+    finally:
+        on_every_connection(store, "PRAGMA query_only=OFF")
+
+
+@asynccontextmanager
+async def another_that_never_lets_go(store: Store) -> AsyncIterator[None]:
+    """Somebody opened the file by hand and left a transaction open."""
+    on_every_connection(store, "PRAGMA busy_timeout=50")
+    assert store.address.path is not None
+    other = sqlite3.connect(store.address.path, isolation_level=None)
+    other.execute("BEGIN IMMEDIATE")
+    try:
+        yield
+    finally:
+        other.close()
+
+
+def on_every_connection(store: Store, pragma: str) -> None:
+    """Which connection of the pool the next write takes is not ours to know."""
+    engine = store._engine
+    assert engine is not None
+    raws = [engine.raw_connection() for _ in range(5)]
+    for raw in raws:
+        raw.cursor().execute(pragma).close()
+    for raw in raws:
+        raw.close()
+
+
+@pytest.mark.parametrize(
+    "fault", [a_full_disk, a_file_that_may_not_be_written, another_that_never_lets_go]
+)
+async def test_when_the_audit_cannot_be_written_mutations_are_refused_and_reads_go_on(
+    tmp_path: Path, fault: Callable[[Store], AbstractAsyncContextManager[None]]
+) -> None:
+    address = parse_store("", directory=tmp_path)
+    async with started(address) as store, auditing(store, tmp_path) as audit:
+        await TokenStore(store).create(TokenRow(name="a", digest="0" * 64, role="x", created_s=1.0))
+        await some(audit, 2)
+        async with fault(store):
+            for _ in range(3):
+                with pytest.raises(AuditUnavailableError, match=r"^audit: it cannot be written"):
+                    async with audit.mutation(CREATE):
+                        pytest.fail("the body must not run")
+            assert audit.failure
+            assert [row.name for row in await TokenStore(store).list()] == ["a"]
+            assert len(await audit.page("run", before_seq=None, limit=9)) == 2
+        async with audit.mutation(CREATE):
+            pass
+        assert audit.failure == ""
+        kinds = [body["kind"] for body in await bodies(audit)]
+        assert kinds == ["event", "event", "intent", "outcome"]
+    assert check(address, tmp_path, "run", []).good
+
+
+async def test_an_event_that_cannot_be_recorded_is_logged_and_raises_nothing(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with alone(tmp_path) as audit:
+        with no_file_grows_beyond(1):
+            await audit.event(CREATE)
+    assert "not in the audit: token.create by ops" in caplog.text
+
+
+async def test_an_outcome_that_cannot_be_recorded_does_not_undo_the_effect(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with alone(tmp_path) as audit:
+        with no_file_grows_beyond(1 << 40):
+            async with audit.mutation(CREATE):
+                resource.setrlimit(
+                    resource.RLIMIT_FSIZE, (1, resource.getrlimit(resource.RLIMIT_FSIZE)[1])
+                )
+        assert [body["kind"] for body in await bodies(audit)] == ["intent"]
+    assert "the outcome of record 1 (token.create) is not in the audit: 'done'" in caplog.text
+
+
+async def test_cancelled_before_the_effect_it_is_recorded_as_such(tmp_path: Path) -> None:
+    async with alone(tmp_path) as audit:
+
+        async def mutate() -> None:
+            async with audit.mutation(CREATE):
+                pytest.fail("the body must not run")
+
+        task = asyncio.create_task(mutate())
+        await asyncio.sleep(0)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        found = await bodies(audit)
+    assert [body.get("result") for body in found] == [None, "failed: cancelled before it began"]
+
+
+async def test_refusals_are_recorded_up_to_a_rate_and_the_rest_counted(tmp_path: Path) -> None:
+    now = [0.0]
+    async with alone(tmp_path) as audit:
+        denials = Denials(audit, "run", burst=3, per_s=0.1, clock=lambda: now[0])
+
+        def refuse() -> None:
+            denials.saw(actor="", role="", method="GET /" + "x" * 900, reason="wrong token")
+
+        for _ in range(100):
+            refuse()
+        now[0] = 10.0
+        refuse()
+        refuse()
+        await denials.close()
+        found = [body["detail"] for body in await bodies(audit)]
+    assert [detail.get("unrecorded_before") for detail in found] == [None, None, None, 97, 1]
+    assert max(len(detail.get("method", "")) for detail in found) == 200
+
+
+def test_a_kill_between_intent_and_outcome_leaves_the_intent(tmp_path: Path) -> None:
+    script = """
+import asyncio, pathlib, sys
+from paramd_service.control.audit.audit import Action, Audit
+from paramd_service.control.store.address import parse_store
+from paramd_service.control.store.store import Store
+async def main():
+    directory = pathlib.Path(sys.argv[1])
+    store = Store(parse_store("", directory=directory))
+    await store.start()
+    audit = Audit(store, directory)
+    async with audit.mutation(Action(actor="a", role="r", method="m", job="run")):
+        print("inside", flush=True)
+        await asyncio.sleep(60)
+asyncio.run(main())
+"""
+    process = subprocess.Popen(
+        [sys.executable, "-c", script, str(tmp_path)], stdout=subprocess.PIPE
+    )
+    assert process.stdout is not None
+    with process.stdout:
+        assert process.stdout.readline() == b"inside\n"
+        process.kill()
+    process.wait(20)
+    address = parse_store("", directory=tmp_path)
+    verdict = check(address, tmp_path, "run", [])
+    assert (verdict.count, verdict.good) == (1, True)
+
+
+def run_offline(*arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "paramd_service.control.audit", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
+
+
+async def test_the_offline_check_needs_no_control_plane(private_state_dir: Path) -> None:
+    directory = private_state_dir / "run"
+    directory.mkdir(mode=0o700)
+    address = parse_store("", directory=directory)
+    missing = run_offline("--job", "run")
+    assert (missing.returncode, missing.stdout) == (4, "")
+    assert list(directory.iterdir()) == []
+    async with started(address) as store, auditing(store, directory) as audit:
+        await some(audit, 3)
+        head = await audit.anchor("run")
+    good = run_offline("--job", "run")
+    assert (good.returncode, good.stdout) == (0, f"3 records are whole; head {head}\n"), good.stderr
+    async with started(address) as store:
+        await execute(store, "DELETE FROM audit WHERE seq = 3")
+    cut = run_offline("--job", "run")
+    assert cut.returncode == 1
+    assert "the end was cut off: 3 records were written, 2 are there" in cut.stderr
+    assert run_offline("--job", "run", "--head", "x").returncode == 2

@@ -1,0 +1,382 @@
+"""The store over SQLite and over PostgreSQL: the same cases, the same answers."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+import os
+import sqlite3
+import stat
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from alembic.autogenerate import compare_metadata
+from alembic.config import Config
+from alembic.runtime.migration import MigrationContext
+from alembic.script import ScriptDirectory
+from sqlalchemy import Connection, text
+
+from paramd.errors import ConflictError, NotFoundError
+from paramd_service.control.store.address import StoreAddress, parse_store
+from paramd_service.control.store.alerts import AlertRow, AlertStore
+from paramd_service.control.store.engine import make_engine
+from paramd_service.control.store.errors import StoreError
+from paramd_service.control.store.history import MetricHistory
+from paramd_service.control.store.migrate import MIGRATIONS
+from paramd_service.control.store.points import Point, Sample, SeriesKey
+from paramd_service.control.store.schema import REVISION, metadata
+from paramd_service.control.store.store import Store
+from paramd_service.control.store.tokens import TokenRow, TokenStore
+from tests.integration.store_process import KINDS, fresh_address, server_of, started
+from tests.postgres import PASSWORD, Postgres
+
+FILES = ["control.sqlite" + end for end in ("", "-wal", "-shm", ".lock")]
+LOSS = SeriesKey(job="run", epoch=1, name="loss")
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def server(request: pytest.FixtureRequest) -> Iterator[Postgres | None]:
+    with server_of(request.param) as found:
+        yield found
+
+
+@pytest.fixture
+def address(server: Postgres | None, tmp_path: Path) -> StoreAddress:
+    return fresh_address(server, tmp_path)
+
+
+async def execute(store: Store, statement: str) -> None:
+    await store.write(lambda connection: connection.execute(text(statement)))
+
+
+async def test_the_migrations_make_the_tables_as_the_schema_has_them(address: StoreAddress) -> None:
+    def difference(connection: Connection) -> object:
+        context = MigrationContext.configure(connection, opts={"compare_type": True})
+        return compare_metadata(context, metadata)
+
+    async with started(address) as store:
+        assert await store.read(difference) == []
+
+
+def test_the_newest_migration_is_the_one_the_schema_names() -> None:
+    config = Config()
+    config.set_main_option("script_location", str(MIGRATIONS))
+    assert ScriptDirectory.from_config(config).get_heads() == [REVISION]
+
+
+async def test_what_was_written_is_there_after_a_restart(address: StoreAddress) -> None:
+    row = TokenRow(name="ci", digest="a" * 64, role="viewer", created_s=1.5, expires_s=2.5)
+    async with started(address) as store:
+        await TokenStore(store).create(row)
+    async with started(address) as store:
+        assert await TokenStore(store).get("ci") == row
+
+
+async def test_two_that_start_at_once_migrate_once(address: StoreAddress) -> None:
+    stores = [Store(address) for _ in range(4)]
+    try:
+        await asyncio.gather(*(store.start() for store in stores))
+        for store in stores:
+            assert await TokenStore(store).list() == []
+    finally:
+        for store in stores:
+            await store.stop()
+
+
+async def test_a_store_of_a_newer_paramd_is_refused_and_left_alone(address: StoreAddress) -> None:
+    async with started(address) as store:
+        await execute(store, "UPDATE alembic_version SET version_num = 'zz99'")
+    newer = Store(address)
+    try:
+        with pytest.raises(ConflictError, match="revision 'zz99', which this paramd does not know"):
+            await newer.start()
+        with pytest.raises(StoreError, match="not open"):
+            await TokenStore(newer).list()
+    finally:
+        await newer.stop()
+    engine = make_engine(address)
+    with engine.connect() as connection:
+        found = connection.execute(text("SELECT version_num FROM alembic_version")).scalar_one()
+    engine.dispose()
+    assert found == "zz99"
+
+
+async def test_tokens_are_found_by_digest_and_revoked_once(address: StoreAddress) -> None:
+    async with started(address) as store:
+        tokens = TokenStore(store)
+        for name in ("b", "a"):
+            await tokens.create(TokenRow(name=name, digest=name * 64, role="editor", created_s=1.0))
+        assert [row.name for row in await tokens.list()] == ["a", "b"]
+        with pytest.raises(ConflictError, match="'a': the name has been used"):
+            await tokens.create(TokenRow(name="a", digest="c" * 64, role="admin", created_s=1.0))
+        found = await tokens.find("b" * 64)
+        assert found is not None
+        assert (found.name, found.revoked_s) == ("b", None)
+        assert await tokens.find("c" * 64) is None
+        assert (await tokens.revoke("b", now_s=7.0)).revoked_s == 7.0
+        assert (await tokens.revoke("b", now_s=9.0)).revoked_s == 7.0
+        with pytest.raises(NotFoundError, match="'x' does not exist"):
+            await tokens.revoke("x", now_s=9.0)
+
+
+async def test_alerts_are_raised_resolved_and_paged(address: StoreAddress) -> None:
+    async with started(address) as store:
+        alerts = AlertStore(store)
+        rows = [
+            AlertRow(
+                job="run", epoch=2, rank=n, rule="nan", severity="critical", text="<b>é",
+                detail={"fqn": "w", "n": [1, None]}, raised_s=10.0 + n, updated_s=10.0 + n,
+            )
+            for n in range(3)
+        ]  # fmt: skip
+        ids = [await alerts.add(row) for row in rows]
+        assert ids == sorted(set(ids))
+        page = await alerts.page("run", limit=2)
+        assert [row.id for row in page] == [ids[2], ids[1]]
+        assert page[1].detail == {"fqn": "w", "n": [1, None]}
+        assert [row.id for row in await alerts.page("run", limit=9, before_id=ids[1])] == [ids[0]]
+        await alerts.replace(
+            AlertRow(
+                id=ids[1], job="run", epoch=2, rank=1, rule="nan", severity="critical", text="",
+                raised_s=11.0, updated_s=20.0, resolved_s=20.0,
+            )
+        )  # fmt: skip
+        still = await alerts.page("run", limit=9, only_open=True)
+        assert [row.id for row in still] == [ids[2], ids[0]]
+        assert await alerts.page("other", limit=9) == []
+        with pytest.raises(NotFoundError):
+            await alerts.replace(replace(still[0], id=10**6))
+
+
+async def test_samples_become_minutes_become_ten_minutes_and_go(address: StoreAddress) -> None:
+    """Forty days within a second: only the clock is ours."""
+    now = [0.0]
+    async with started(address) as store:
+        history = MetricHistory(store, clock=lambda: now[0])
+        begin_s = 40 * 86_400
+        values = [float(n) for n in range(1200)]
+        values[7] = math.nan
+        values[8] = math.inf
+        history.offer(
+            Sample(series=LOSS, time_s=begin_s + n, step=n, value=value)
+            for n, value in enumerate(values)
+        )
+        now[0] = begin_s + 1300.0
+        await history.flush()
+        raw = await history.read(LOSS, begin_s=begin_s, end_s=begin_s + 10)
+        assert [point.mean for point in raw[:7]] == values[:7]
+        assert raw[7].mean is None
+        assert (raw[7].count, raw[7].nonfinite_count) == (0, 1)
+        await history.sweep()
+        await history.sweep()
+        now[0] += 3600
+        await history.sweep()
+        minutes = await history.read(LOSS, begin_s=begin_s, end_s=begin_s + 1200)
+        assert len(minutes) == 20
+        assert minutes[0] == Point(
+            time_s=begin_s, resolution_s=60, step=59, min=0.0, max=59.0, count=58,
+            nonfinite_count=2, mean=(sum(range(60)) - 15) / 58,
+        )  # fmt: skip
+        now[0] += 86_400
+        await history.sweep()
+        tens = await history.read(LOSS, begin_s=begin_s, end_s=begin_s + 1200)
+        assert [point.resolution_s for point in tens] == [600, 600]
+        assert (tens[1].min, tens[1].max, tens[1].count, tens[1].step) == (600, 1199, 600, 1199)
+        assert tens[1].mean == pytest.approx(899.5)
+        count = "SELECT count(*) FROM metric_points WHERE resolution_s = 0"
+        assert await store.read(lambda c: c.execute(text(count)).scalar_one()) == 0
+        now[0] += 31 * 86_400
+        await history.sweep()
+        count = "SELECT count(*) FROM metric_points"
+        assert await store.read(lambda c: c.execute(text(count)).scalar_one()) == 0
+
+
+async def test_a_restart_goes_on_summing_up_where_it_was(address: StoreAddress) -> None:
+    async with started(address) as store:
+        history = MetricHistory(store, clock=lambda: 1000.0)
+        history.offer(Sample(series=LOSS, time_s=600.0 + n, value=1.0) for n in range(300))
+        await history.flush()
+        await history.sweep()
+        again = MetricHistory(store, clock=lambda: 1000.0)
+        again.offer([Sample(series=LOSS, time_s=899.5, value=1.0)])
+        await again.flush()
+        await again.sweep()
+        late = MetricHistory(store, clock=lambda: 600.0 + 3700)
+        points = await late.read(LOSS, begin_s=600, end_s=900)
+        assert [(point.time_s, point.count) for point in points] == [
+            (600.0 + 60 * n, 60) for n in range(5)
+        ]
+
+
+async def test_series_are_apart_and_the_same_moment_counts_once(address: StoreAddress) -> None:
+    async with started(address) as store:
+        history = MetricHistory(store, clock=lambda: 100.0)
+        others = [
+            SeriesKey(job="run", epoch=1, rank=0, name="loss"),
+            SeriesKey(job="run", epoch=2, name="loss"),
+            SeriesKey(job="b", epoch=1, name="loss"),
+        ]
+        for n, series in enumerate([LOSS, *others]):
+            history.offer([Sample(series=series, time_s=50.0, value=float(n))] * 2)
+        await history.flush()
+        for n, series in enumerate([LOSS, *others]):
+            points = await history.read(series, begin_s=0, end_s=100)
+            assert [point.mean for point in points] == [float(n)]
+
+
+async def test_a_write_that_fails_leaves_nothing_and_the_next_one_works(
+    address: StoreAddress,
+) -> None:
+    def half(connection: Connection) -> None:
+        connection.execute(text("DELETE FROM tokens"))
+        raise NotFoundError("after the effect")
+
+    async with started(address) as store:
+        tokens = TokenStore(store)
+        await tokens.create(TokenRow(name="a", digest="a" * 64, role="x", created_s=1.0))
+        with pytest.raises(NotFoundError):
+            await store.write(half)
+        with pytest.raises(StoreError, match="no_such_table"):
+            await execute(store, "DELETE FROM no_such_table")
+        assert [row.name for row in await tokens.list()] == ["a"]
+
+
+async def test_readers_go_on_while_a_write_takes_long(address: StoreAddress) -> None:
+    inside, go_on = threading.Event(), threading.Event()
+
+    def slow(connection: Connection) -> None:
+        connection.execute(text("DELETE FROM tokens"))
+        inside.set()
+        assert go_on.wait(20)
+
+    async with started(address) as store:
+        tokens = TokenStore(store)
+        await tokens.create(TokenRow(name="a", digest="a" * 64, role="x", created_s=1.0))
+        writing = asyncio.create_task(store.write(slow))
+        assert await asyncio.to_thread(inside.wait, 20)
+        try:
+            assert [row.name for row in await tokens.list()] == ["a"]
+        finally:
+            go_on.set()
+            await writing
+        assert await tokens.list() == []
+
+
+async def test_too_many_writes_are_refused_and_those_accepted_are_done_at_stop(
+    address: StoreAddress,
+) -> None:
+    store = Store(address, max_waiting=3)
+    go_on = threading.Event()
+    await store.start()
+    try:
+        inside = threading.Event()
+        first = store.submit(lambda _: (inside.set(), go_on.wait(20)))
+        assert await asyncio.to_thread(inside.wait, 20)
+        rows = [TokenRow(name=n, digest=n * 64, role="x", created_s=1.0) for n in "abc"]
+        waiting = [asyncio.create_task(TokenStore(store).create(row)) for row in rows]
+        await asyncio.sleep(0)
+        assert store.waiting_count == 3
+        with pytest.raises(StoreError, match="3 writes wait"):
+            store.submit(lambda _: None)
+        stopping = asyncio.create_task(store.stop())
+        await asyncio.sleep(0)
+        go_on.set()
+        await asyncio.gather(stopping, *waiting)
+        first.result(0)
+    finally:
+        go_on.set()
+        await store.stop()
+    with pytest.raises(StoreError, match="has stopped"):
+        await TokenStore(store).list()
+    async with started(address) as again:
+        assert [row.name for row in await TokenStore(again).list()] == ["a", "b", "c"]
+
+
+@pytest.mark.parametrize("server", ["postgres"], indirect=True)
+async def test_no_log_and_no_error_holds_the_password(
+    server: Postgres, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.DEBUG)
+    async with started(parse_store(server.url(), directory=tmp_path)) as store:
+        with pytest.raises(StoreError) as failed:
+            await execute(store, "SELECT 1/0")
+    wrong = Store(parse_store(server.url().replace("secret", "wrong"), directory=tmp_path))
+    try:
+        with pytest.raises(StoreError, match="password authentication failed") as refused:
+            await wrong.start()
+    finally:
+        await wrong.stop()
+    texts = [caplog.text, str(failed.value), str(refused.value), repr(store.address)]
+    for shown in (PASSWORD, "secret:of", "wrong%3A", "%3Aof"):
+        assert not [told for told in texts if shown in told]
+
+
+async def test_a_store_that_is_away_costs_only_what_needs_it_and_is_found_when_it_is_back(
+    tmp_path: Path,
+) -> None:
+    """SQLite alone: a directory stands where the file belongs."""
+    address = parse_store("", directory=tmp_path)
+    assert address.path is not None
+    address.path.mkdir()
+    store = Store(address)
+    try:
+        with pytest.raises(StoreError, match=r"control.sqlite cannot be used"):
+            await store.start()
+        with pytest.raises(StoreError):
+            await TokenStore(store).list()
+        address.path.rmdir()
+        await TokenStore(store).create(TokenRow(name="a", digest="a" * 64, role="x", created_s=1.0))
+        assert len(await TokenStore(store).list()) == 1
+    finally:
+        await store.stop()
+
+
+async def test_the_file_is_ours_alone_in_wal_mode_and_synced_in_full(tmp_path: Path) -> None:
+    address = parse_store("", directory=tmp_path)
+    async with started(address) as store:
+        await execute(store, "DELETE FROM tokens")
+        modes = {name: stat.S_IMODE(os.stat(tmp_path / name).st_mode) for name in FILES}
+        assert set(modes.values()) == {0o600}, modes
+        mode = await store.read(lambda c: c.exec_driver_sql("PRAGMA journal_mode").scalar_one())
+        level = await store.read(lambda c: c.exec_driver_sql("PRAGMA synchronous").scalar_one())
+        assert (mode, level) == ("wal", 2)
+
+
+def test_what_was_acknowledged_survives_a_kill(tmp_path: Path) -> None:
+    """A process that writes and says so is killed; what it said is in the file."""
+    script = """
+import asyncio, itertools, pathlib, sys
+from paramd_service.control.store.address import parse_store
+from paramd_service.control.store.store import Store
+from paramd_service.control.store.tokens import TokenRow, TokenStore
+async def main():
+    store = Store(parse_store("", directory=pathlib.Path(sys.argv[1])))
+    await store.start()
+    for n in itertools.count():
+        row = TokenRow(name=str(n), digest=f"{n:064d}", role="x", created_s=1.0)
+        await TokenStore(store).create(row)
+        print(n, flush=True)
+asyncio.run(main())
+"""
+    process = subprocess.Popen(
+        [sys.executable, "-c", script, str(tmp_path)], stdout=subprocess.PIPE, text=True
+    )
+    assert process.stdout is not None
+    with process.stdout:
+        for line in process.stdout:
+            if int(line) >= 20:
+                process.kill()
+                break
+        said = [int(line) for line in process.stdout if line.endswith("\n")]
+    process.wait(20)
+    last = max([20, *said])
+    with sqlite3.connect(tmp_path / "control.sqlite") as connection:
+        count = connection.execute("SELECT count(*) FROM tokens").fetchone()[0]
+    connection.close()
+    assert count >= last + 1

@@ -5,21 +5,21 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable
 from typing import Any
 
-from fastapi import Depends, FastAPI, Request
+from fastapi import Depends, FastAPI
 from fastapi.routing import APIRoute
 
 from paramd.version import __version__
 from paramd_service.control import problems
 from paramd_service.control.guard import Guard
-from paramd_service.control.problems import CredentialsError
-from paramd_service.control.routes import health, jobs, params
+from paramd_service.control.routes import alerts, health, jobs, params, tokens
 from paramd_service.control.services import Services
+from paramd_service.control.tokens.http import required
 
 API = "/api/v1"
 
 
 def build_app(services: Services) -> FastAPI:
-    """The whole app. Whatever is added through FastAPI is denied without the token."""
+    """The whole app. Whatever is added through FastAPI is denied without a token."""
     app = FastAPI(
         title="paramd control plane",
         version=__version__,
@@ -27,15 +27,15 @@ def build_app(services: Services) -> FastAPI:
         docs_url=None,
         redoc_url=None,
         redirect_slashes=False,
-        dependencies=[Depends(_require_token(services))],
+        dependencies=[Depends(required(services.tokens, services.failures, services.denied))],
         generate_unique_id_function=_operation_id,
     )
-    app.add_middleware(
-        Guard, listen_host=services.listen_host, is_token=services.user_token.matches
-    )
+    app.add_middleware(Guard, listen_host=services.listen_host, is_token=services.tokens.is_secret)
     problems.install(app)
     app.include_router(jobs.router(services), prefix=API)
     app.include_router(params.router(services), prefix=API)
+    app.include_router(tokens.router(services), prefix=API)
+    app.include_router(alerts.router(services), prefix=API)
     app.include_router(health.metrics_router(services))
     app.add_api_route(f"{API}/openapi.json", _openapi(app), include_in_schema=False)
     # Plain routes of Starlette: the dependency above does not reach them.
@@ -48,22 +48,6 @@ def _openapi(app: FastAPI) -> Callable[[], Awaitable[dict[str, Any]]]:
         return app.openapi()
 
     return get_openapi
-
-
-def _require_token(services: Services) -> Callable[[Request], Awaitable[None]]:
-    async def require_token(request: Request) -> None:
-        offered = request.headers.getlist("authorization")
-        scheme, _, token = offered[0].partition(" ") if len(offered) == 1 else ("", "", "")
-        if scheme.lower() == "bearer" and services.user_token.matches(token.strip()):
-            return
-        if not services.failures.allows():
-            raise CredentialsError("too many wrong tokens; wait a second", retry_after_s=1)
-        raise CredentialsError(
-            "no token, or a wrong one; send 'Authorization: Bearer <token>' with the token that "
-            "endpoint.json in the job's directory of the state dir holds"
-        )
-
-    return require_token
 
 
 def _operation_id(route: APIRoute) -> str:

@@ -1,9 +1,7 @@
-"""Who gets in: tickets over gRPC, the user's token over HTTP. What is not named is denied."""
+"""Who gets in over gRPC: tickets, by role. What is not named is denied."""
 
 from __future__ import annotations
 
-import hashlib
-import hmac
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextvars import ContextVar
@@ -31,6 +29,9 @@ METHOD_ROLES: Final[dict[str, frozenset[Role]]] = {
 OPEN_METHODS: Final = frozenset({"/grpc.health.v1.Health/Check", "/grpc.health.v1.Health/Watch"})
 """Say only whether the server serves; probes have no ticket. The server is on loopback."""
 
+
+MAX_SOURCES: Final = 1024
+"""Senders of wrong tokens that are told apart."""
 
 _caller: ContextVar[Claims] = ContextVar("paramd_caller")
 
@@ -92,22 +93,10 @@ class RoleError(DeniedError):
     """The ticket is good, but its role does not suffice."""
 
 
-class UserToken:
-    """The user's bearer token of the REST side."""
-
-    def __init__(self, token: str) -> None:
-        self._digest = hashlib.sha256(token.encode()).digest()
-
-    def matches(self, offered: str) -> bool:
-        """Compares in constant time; any text may be offered."""
-        digest = hashlib.sha256(offered.encode(errors="surrogatepass")).digest()
-        return hmac.compare_digest(digest, self._digest)
-
-
 class FailureLimit:
-    """Counts wrong tokens: `burst` at once, then `per_s` a second. Right ones never count.
+    """Counts wrong tokens by who sent them: `burst` at once, then `per_s` a second.
 
-    So nobody who guesses can lock the owner out.
+    Right ones never count, so nobody who guesses can lock the owner out.
     """
 
     def __init__(
@@ -120,18 +109,19 @@ class FailureLimit:
         self._burst = burst
         self._per_s = per_s
         self._clock = clock
-        self._left = burst
-        self._seen_s = clock()
+        self._left: dict[str, tuple[float, float]] = {}
 
-    def allows(self) -> bool:
-        """Takes one failure; False when there have been too many."""
+    def allows(self, source: str = "") -> bool:
+        """Takes one failure of a source (an address); False when it has had too many."""
         now_s = self._clock()
-        self._left = min(self._burst, self._left + (now_s - self._seen_s) * self._per_s)
-        self._seen_s = now_s
-        if self._left < 1.0:
-            return False
-        self._left -= 1.0
-        return True
+        left, seen_s = self._left.pop(source, (self._burst, now_s))
+        left = min(self._burst, left + (now_s - seen_s) * self._per_s)
+        allowed = left >= 1.0
+        # Put in again at the end: the first one is the one that has been quiet longest.
+        self._left[source] = (left - 1.0 if allowed else left, now_s)
+        if len(self._left) > MAX_SOURCES:
+            del self._left[next(iter(self._left))]
+        return allowed
 
 
 def _status(error: DeniedError) -> grpc.StatusCode:

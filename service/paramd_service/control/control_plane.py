@@ -20,6 +20,8 @@ from paramd import places
 from paramd.errors import UnreachableError
 from paramd.places import Endpoint
 from paramd.v1 import control_pb2_grpc
+from paramd_service.control.alerts.loading import open_watchers
+from paramd_service.control.alerts.watchers import Watchers
 from paramd_service.control.app import build_app
 from paramd_service.control.auth import FailureLimit, TicketInterceptor
 from paramd_service.control.config import Bootstrap, ControlConfig
@@ -96,6 +98,7 @@ class ControlPlane:
         self._done = asyncio.Event()
         self._reason = ""
         self._jobs: Jobs | None = None
+        self._watchers: Watchers | None = None
         self._token = ""
         self._grpc: grpc.aio.Server | None = None
         self._http: HttpServer | None = None
@@ -126,14 +129,21 @@ class ControlPlane:
         try:
             # 2. We know who we are, and an embedded one its job.
             jobs = self._open_jobs(f"http://{http_address}")
+            self._watchers = open_watchers(
+                watch=not self._config.no_watch,
+                strict=jobs.is_site,
+                publish=self._events.publish,
+            )
             # 3. gRPC serves.
             grpc_address = await self._start_grpc(jobs, http_address)
             # 4. REST serves.
-            await self._start_http(jobs, listener, http_address, grpc_address)
+            await self._start_http(jobs, self._watchers, listener, http_address, grpc_address)
         except BaseException:
             listener.close()
             raise
-        # 5. The job's programs are told where.
+        # 5. The watch begins; it asks through REST.
+        self._watchers.start(jobs)
+        # 6. The job's programs are told where.
         if self._bootstrap is not None:
             self._endpoint = announce(self._bootstrap, http_address, grpc_address)
         log.info("serves %s at %s", self._whose(), jobs.terms.url)
@@ -172,6 +182,8 @@ class ControlPlane:
             self._http.should_exit = True
             await asyncio.wait({self._http_task})
         # 4. What we hold of others.
+        if self._watchers is not None:
+            await self._watchers.close()
         if self._jobs is not None:
             await self._jobs.close()
         await self._epochs.close()
@@ -243,6 +255,7 @@ class ControlPlane:
     async def _start_http(
         self,
         jobs: Jobs,
+        watchers: Watchers,
         listener: socket.socket,
         http_address: Address,
         grpc_address: Address,
@@ -252,7 +265,8 @@ class ControlPlane:
             listen_host=http_address.host,
             grpc_address=str(grpc_address),
             jobs=jobs,
-            metrics=Metrics(jobs, self._lag),
+            metrics=Metrics(jobs, self._lag, watchers),
+            watchers=watchers,
             tokens=Tokens(self._token),
             failures=FailureLimit(),
             events=self._events,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from paramd_service.control.alerts.watchers import Watchers
 from paramd_service.control.auth import FailureLimit
 from paramd_service.control.config import ControlConfig
 from paramd_service.control.events import EventBus
@@ -25,6 +26,8 @@ class Services:
     jobs: Jobs
     """`jobs.get(job)` is the job's `Incarnation`: registry, layouts, statistics, bootstrap."""
     metrics: Metrics
+    watchers: Watchers
+    """`watchers.get(job)` knows the job's alerts."""
     tokens: Tokens
     """`tokens.principal(offered)`: whose token it is."""
     failures: FailureLimit

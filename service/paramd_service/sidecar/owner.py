@@ -76,7 +76,13 @@ def parse_attach(message: dict[str, Any]) -> AttachRequest:
         texts[name] = value
     if len(texts["rank_ticket"]) > MAX_TICKET_BYTES:
         raise UsageError(f"attach: rank_ticket is longer than {MAX_TICKET_BYTES} characters")
-    return AttachRequest(**texts, **numbers, public_key=key_from_hex(message, "public_key"))
+    return AttachRequest(
+        job=texts["job"],
+        version=texts["version"],
+        rank_ticket=texts["rank_ticket"],
+        public_key=key_from_hex(message, "public_key"),
+        **numbers,
+    )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -7,7 +7,7 @@ import json
 import time
 from typing import Any
 
-from fastapi import APIRouter
+from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from paramd.tickets import RANK_TICKET_TTL_S, Role, Signer
@@ -27,6 +27,8 @@ from paramd_service.control.models import (
     RegisteredJob,
 )
 from paramd_service.control.services import Services
+from paramd_service.control.tokens.http import principal_of
+from paramd_service.control.tokens.roles import ticket_role
 from paramd_service.control.view import MeshView, RankView
 
 PROBLEMS: dict[int | str, dict[str, Any]] = {
@@ -56,10 +58,11 @@ def router(services: Services) -> APIRouter:
         return await _registered(services, incarnation)
 
     @routes.get("/jobs/{job}")
-    async def get_job(job: str) -> JobDocument:
-        """A job, its sidecars, and a fresh reader's ticket."""
+    async def get_job(job: str, request: Request) -> JobDocument:
+        """A job, its sidecars, and a fresh ticket, a reader's when the token permits to read."""
         incarnation = services.jobs.get(job)
-        return _document(services, incarnation, incarnation.registry.view())
+        role = ticket_role(principal_of(request).role)
+        return _document(services, incarnation, incarnation.registry.view(), role)
 
     @routes.get("/jobs/{job}/ranks", response_model=RankList)
     async def list_ranks(job: str) -> Response:
@@ -127,11 +130,11 @@ def _summary(incarnation: Incarnation, view: MeshView) -> JobSummary:
     )
 
 
-def _document(services: Services, incarnation: Incarnation, view: MeshView) -> JobDocument:
+def _document(
+    services: Services, incarnation: Incarnation, view: MeshView, role: Role
+) -> JobDocument:
     mine, ttl_s, now_s = incarnation.bootstrap, services.config.ticket_ttl_s, time.time()
-    ticket = mine.signer.mint(
-        job=mine.job, epoch=mine.epoch, role=Role.READER, ttl_s=ttl_s, now_s=now_s
-    )
+    ticket = mine.signer.mint(job=mine.job, epoch=mine.epoch, role=role, ttl_s=ttl_s, now_s=now_s)
     peers = [
         PeerDocument(
             rank=peer.rank,

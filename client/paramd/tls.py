@@ -1,0 +1,148 @@
+"""The client's side of TLS: whom to trust, and what an address says about its server.
+
+An address is "host:port", or "grpcs://host:port" when its server speaks TLS. Settings:
+
+    PARAMD_TLS_CA            file of CA certificates to trust, instead of the system's
+    PARAMD_TLS_CLIENT_CERT   our certificate, for servers that ask for one (mTLS)
+    PARAMD_TLS_CLIENT_KEY    its private key
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import os
+import ssl
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import grpc
+import grpc.aio
+
+from paramd.errors import DeniedError, UsageError
+
+SCHEME = "grpcs://"
+MAX_FILE_BYTES = 1 << 20
+
+Options = Sequence[tuple[str, Any]]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ClientTls:
+    """Files that a client uses; all None trusts what the system trusts."""
+
+    ca: Path | None = None
+    """CA certificates to trust."""
+    cert: Path | None = None
+    """Our own certificate, with the chain to its CA."""
+    key: Path | None = None
+    """Its private key."""
+
+    def __post_init__(self) -> None:
+        if (self.cert is None) != (self.key is None):
+            raise UsageError(
+                "PARAMD_TLS_CLIENT_CERT and PARAMD_TLS_CLIENT_KEY belong together; set both"
+            )
+
+    @classmethod
+    def from_environment(cls) -> ClientTls:
+        """The settings above. Raises UsageError when they do not fit together."""
+        return cls(
+            ca=_path("PARAMD_TLS_CA"),
+            cert=_path("PARAMD_TLS_CLIENT_CERT"),
+            key=_path("PARAMD_TLS_CLIENT_KEY"),
+        )
+
+    def stamp(self) -> tuple[int, ...]:
+        """Changes when one of the files does: what was made of them is then out of date."""
+        return stamp_of(path for path in (self.ca, self.cert, self.key) if path is not None)
+
+    def channel_credentials(self) -> grpc.ChannelCredentials:
+        """For gRPC channels. Raises UsageError when a file cannot be read."""
+        return grpc.ssl_channel_credentials(
+            root_certificates=read_pem(self.ca) if self.ca is not None else None,
+            private_key=read_pem(self.key) if self.key is not None else None,
+            certificate_chain=read_pem(self.cert) if self.cert is not None else None,
+        )
+
+    def ssl_context(self) -> ssl.SSLContext:
+        """For HTTPS. Raises UsageError when a file cannot be used."""
+        try:
+            context = ssl.create_default_context(cafile=self.ca)
+            context.minimum_version = ssl.TLSVersion.TLSv1_2
+            if self.cert is not None:
+                context.load_cert_chain(self.cert, self.key)
+        except (OSError, ssl.SSLError) as error:
+            raise UsageError(f"TLS: the files of PARAMD_TLS_* cannot be used: {error}") from error
+        return context
+
+
+def is_secure(address: str) -> bool:
+    """Whether the server of a gRPC address speaks TLS."""
+    return address.startswith(SCHEME)
+
+
+def open_channel(
+    address: str, tls: ClientTls | None = None, *, options: Options = ()
+) -> grpc.aio.Channel:
+    """An asyncio channel to an address. No I/O but reading the files.
+
+    Args:
+        tls: None takes it from the environment.
+
+    Raises:
+        DeniedError: another host is addressed without TLS: the ticket would be read on the way.
+        UsageError: a file cannot be read.
+    """
+    if is_secure(address):
+        tls = tls if tls is not None else ClientTls.from_environment()
+        target = address.removeprefix(SCHEME)
+        return grpc.aio.secure_channel(target, tls.channel_credentials(), options=options)
+    if not is_loopback(address.rpartition(":")[0]):
+        raise DeniedError(
+            f"{address[:200]} is on another host and has no TLS; a ticket would cross the network "
+            "unencrypted. Give its server a certificate (PARAMD_TLS_CERT, PARAMD_TLS_KEY)"
+        )
+    return grpc.aio.insecure_channel(address, options=options)
+
+
+def is_loopback(host: str) -> bool:
+    """Whether `host` (a name or an address, perhaps in brackets) is this machine itself."""
+    host = host.removeprefix("[").removesuffix("]")
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def read_pem(path: Path) -> bytes:
+    """The bytes of a small file. Raises UsageError; the text never holds what was read."""
+    try:
+        with path.open("rb") as file:
+            data = file.read(MAX_FILE_BYTES + 1)
+    except OSError as error:
+        raise UsageError(f"TLS: {path} cannot be read: {error.strerror}") from error
+    if not data or len(data) > MAX_FILE_BYTES:
+        raise UsageError(f"TLS: {path} has {len(data)} bytes; expected PEM of up to 1 MiB")
+    return data
+
+
+def stamp_of(paths: Any) -> tuple[int, ...]:
+    """Changes when one of the files is replaced or written; 0 stands for one that is missing."""
+    found: list[int] = []
+    for path in paths:
+        try:
+            status = os.stat(path)
+        except OSError:
+            found.append(0)
+            continue
+        found += (status.st_mtime_ns, status.st_ino, status.st_size)
+    return tuple(found)
+
+
+def _path(name: str) -> Path | None:
+    text = os.environ.get(name)
+    return Path(text).expanduser() if text else None

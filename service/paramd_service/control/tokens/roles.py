@@ -1,0 +1,96 @@
+"""What a user may do: roles are sets of actions, and every REST operation needs one action.
+
+    viewer < reader < editor   < admin
+                    < exporter <
+    viewer < trainer           <
+
+An operation that stands in neither table is for admins alone.
+"""
+
+from __future__ import annotations
+
+from enum import Enum, StrEnum
+from typing import Final
+
+from paramd.errors import UsageError
+from paramd.tickets import Role
+
+
+class UserRole(StrEnum):
+    """Role of a token."""
+
+    VIEWER = "viewer"
+    READER = "reader"
+    EDITOR = "editor"
+    EXPORTER = "exporter"
+    TRAINER = "trainer"
+    ADMIN = "admin"
+
+
+class Action(Enum):
+    """What a request does."""
+
+    VIEW = "view"
+    """See jobs, ranks, names, shapes, whole tensors' statistics, metrics, alerts, events."""
+    READ = "read"
+    """See values of parameters, whole or in part."""
+    EDIT = "edit"
+    """Change parameters; pause and step training."""
+    EXPORT = "export"
+    """Write checkpoints to destinations that the operator allows."""
+    ATTACH = "attach"
+    """Register a job that trains."""
+    ADMINISTER = "administer"
+    """Tokens, audit, and whatever names no other action."""
+
+
+_VIEWER: Final = frozenset({Action.VIEW})
+_READER: Final = _VIEWER | {Action.READ}
+
+PERMITTED: Final[dict[UserRole, frozenset[Action]]] = {
+    UserRole.VIEWER: _VIEWER,
+    UserRole.READER: _READER,
+    UserRole.EDITOR: _READER | {Action.EDIT},
+    UserRole.EXPORTER: _READER | {Action.EXPORT},
+    UserRole.TRAINER: _VIEWER | {Action.ATTACH},
+    UserRole.ADMIN: frozenset(Action),
+}
+
+OPERATIONS: Final[dict[str, Action]] = {
+    "get_openapi": Action.VIEW,
+    "get_metrics": Action.VIEW,
+    "list_jobs": Action.VIEW,
+    "get_job": Action.VIEW,
+    "list_ranks": Action.VIEW,
+    "list_epochs": Action.VIEW,
+    "register_job": Action.ATTACH,
+    "list_params": Action.VIEW,
+    "get_stats": Action.VIEW,
+    "create_token": Action.ADMINISTER,
+    "list_tokens": Action.ADMINISTER,
+    "revoke_token": Action.ADMINISTER,
+}
+"""Action of each REST operation, by its operationId."""
+
+
+def needed_action(operation: str) -> Action:
+    """What one must be permitted for an operation."""
+    return OPERATIONS.get(operation, Action.ADMINISTER)
+
+
+def may(role: UserRole, action: Action) -> bool:
+    """Whether the role permits the action."""
+    return action in PERMITTED[role]
+
+
+def ticket_role(role: UserRole) -> Role:
+    """The role of the tickets that a user of this role is given for sidecars."""
+    return Role.READER if may(role, Action.READ) else Role.VIEWER
+
+
+def parse_role(text: str) -> UserRole:
+    """Raises UsageError when there is no such role."""
+    try:
+        return UserRole(text)
+    except ValueError:
+        raise UsageError(f"role: {text[:64]!r}; expected one of {', '.join(UserRole)}") from None

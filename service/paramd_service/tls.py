@@ -1,0 +1,239 @@
+"""The server's side of TLS: certificate, key and client CA from files that may be replaced.
+
+Files are looked at when somebody connects, so a new certificate is in force with the next
+handshake, and connections that exist go on with what they began with. Files that do not fit
+together (one of two has been replaced) leave the last good ones in force.
+
+    PARAMD_TLS_CERT        certificate, with the chain to its CA
+    PARAMD_TLS_KEY         its private key
+    PARAMD_TLS_CLIENT_CA   clients must show a certificate of this CA (mTLS)
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ipaddress
+import logging
+import os
+import ssl
+from dataclasses import dataclass
+from pathlib import Path
+
+import grpc
+from cryptography import x509
+from cryptography.hazmat.primitives.serialization import load_pem_private_key
+
+from paramd.errors import UsageError
+from paramd.tls import SCHEME, is_loopback, read_pem, stamp_of
+
+log = logging.getLogger("paramd.tls")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TlsFiles:
+    """Where a server's TLS files lie."""
+
+    cert: Path
+    key: Path
+    client_ca: Path | None = None
+    """None: clients need no certificate, only their token or ticket."""
+
+    @property
+    def all(self) -> list[Path]:
+        """The files that are there."""
+        return [path for path in (self.cert, self.key, self.client_ca) if path is not None]
+
+
+def tls_files(cert: str, key: str, client_ca: str) -> TlsFiles | None:
+    """The files that options name, else the environment; None when there are none.
+
+    Raises:
+        UsageError: only one of certificate and key, or a client CA without them.
+    """
+    names = ("PARAMD_TLS_CERT", "PARAMD_TLS_KEY", "PARAMD_TLS_CLIENT_CA")
+    given = zip((cert, key, client_ca), names, strict=True)
+    cert, key, client_ca = (value or os.environ.get(name, "") for value, name in given)
+    if not cert and not key and not client_ca:
+        return None
+    if not cert or not key:
+        raise UsageError(
+            "TLS: --tls-cert and --tls-key (PARAMD_TLS_CERT, PARAMD_TLS_KEY) belong together, "
+            "and a client CA needs both"
+        )
+    return TlsFiles(
+        cert=Path(cert).expanduser(),
+        key=Path(key).expanduser(),
+        client_ca=Path(client_ca).expanduser() if client_ca else None,
+    )
+
+
+def check_exposure(host: str, *, option: str, tls: bool, has_tokens: bool = True) -> None:
+    """Returns when a server may listen on `host`.
+
+    Raises:
+        UsageError: other hosts could reach it, and it lacks TLS or tokens.
+    """
+    if is_loopback(host):
+        return
+    if not tls:
+        raise UsageError(
+            f"{option}: {host!r} is no loopback address, and there is no TLS: tokens, tickets and "
+            "parameters would cross the network unencrypted. Give --tls-cert and --tls-key (try "
+            "paramd certs init), or listen on 127.0.0.1 and forward the port"
+        )
+    if not has_tokens:
+        raise UsageError(f"{option}: {host!r} is no loopback address, and there is no token")
+
+
+@dataclass(frozen=True, slots=True)
+class _Loaded:
+    stamp: tuple[int, ...]
+    cert: bytes
+    key: bytes
+    client_ca: bytes | None
+    expires_s: float
+    names: frozenset[str]
+
+
+class ServerTls:
+    """TLS of one server. Credentials made here follow the files."""
+
+    def __init__(self, files: TlsFiles) -> None:
+        """Reads the files. Raises UsageError when they cannot be used."""
+        self._files = files
+        self._loaded = _load(files)
+        self._tried = self._loaded.stamp
+        self.failure = ""
+        """Why the files as they are now are not in force; empty while they are."""
+
+    @property
+    def expires_s(self) -> float:
+        """When the certificate in force expires, in seconds since the Unix epoch."""
+        return self._loaded.expires_s
+
+    @property
+    def names(self) -> frozenset[str]:
+        """DNS names and IP addresses that the certificate is for, in lower case."""
+        return self._loaded.names
+
+    def refresh(self) -> bool:
+        """Takes up files that were replaced; says whether it did. Never raises."""
+        stamp = stamp_of(self._files.all)
+        if stamp in (self._loaded.stamp, self._tried):
+            return False
+        self._tried = stamp
+        try:
+            self._loaded = _load(self._files)
+        except UsageError as error:
+            self.failure = str(error)
+            log.error("%s; the last good certificate stays in force", error)
+            return False
+        self.failure = ""
+        log.info("TLS: new certificate from %s", self._files.cert)
+        return True
+
+    def grpc_credentials(self) -> grpc.ServerCredentials:
+        """For `add_secure_port`; asks the files at every handshake."""
+        seen = [self._loaded]
+
+        def renewed() -> grpc.ServerCertificateConfiguration | None:
+            self.refresh()
+            if self._loaded is seen[0]:
+                return None
+            seen[0] = self._loaded
+            return _grpc_configuration(self._loaded)
+
+        return grpc.dynamic_ssl_server_credentials(
+            _grpc_configuration(self._loaded),
+            renewed,  # type: ignore[arg-type] # None means unchanged
+            require_client_authentication=self._files.client_ca is not None,
+        )
+
+    def ssl_context(self) -> ssl.SSLContext:
+        """For HTTPS; asks the files at every handshake."""
+        seen, current = [self._loaded], [self._context()]
+
+        def at_handshake(sock: ssl.SSLObject, _name: str | None, _old: ssl.SSLContext) -> None:
+            self.refresh()
+            if self._loaded is not seen[0]:
+                # The files may be replaced once more meanwhile: then the next handshake tries.
+                with contextlib.suppress(OSError):
+                    current[0], seen[0] = self._context(), self._loaded
+            sock.context = current[0]
+
+        outer = self._context()
+        outer.sni_callback = at_handshake
+        return outer
+
+    def _context(self) -> ssl.SSLContext:
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        context.minimum_version = ssl.TLSVersion.TLSv1_2
+        context.set_alpn_protocols(["http/1.1"])
+        context.load_cert_chain(self._files.cert, self._files.key)
+        if self._loaded.client_ca is not None:
+            context.verify_mode = ssl.CERT_REQUIRED
+            context.load_verify_locations(cadata=self._loaded.client_ca.decode())
+        return context
+
+
+def advertised(listen_host: str, advertise: str, *, tls: bool) -> str:
+    """The host under which others find a server: as told, else where it listens.
+
+    Raises:
+        UsageError: it listens everywhere, and nobody said under which name.
+    """
+    if advertise:
+        return advertise
+    try:
+        everywhere = ipaddress.ip_address(listen_host).is_unspecified
+    except ValueError:
+        everywhere = False
+    if everywhere and tls:
+        raise UsageError(
+            f"listen: {listen_host} is every address of this host; say under which name others "
+            "find it, as its certificate has it: --advertise HOST (PARAMD_ADVERTISE)"
+        )
+    return listen_host
+
+
+def grpc_address(host: str, port: int, *, tls: bool) -> str:
+    """The address that clients are given: "host:port", or "grpcs://host:port"."""
+    name = f"[{host}]" if ":" in host else host
+    return f"{SCHEME if tls else ''}{name}:{port}"
+
+
+def _load(files: TlsFiles) -> _Loaded:
+    stamp = stamp_of(files.all)
+    cert, key = read_pem(files.cert), read_pem(files.key)
+    client_ca = read_pem(files.client_ca) if files.client_ca is not None else None
+    try:
+        first = x509.load_pem_x509_certificates(cert)[0]
+        fits = load_pem_private_key(key, None).public_key() == first.public_key()
+        if client_ca is not None:
+            x509.load_pem_x509_certificates(client_ca)
+    except (ValueError, TypeError) as error:
+        # Not the error's own text: it may quote the file.
+        raise UsageError(
+            f"TLS: {files.cert}, {files.key} or the client CA is no PEM that can be read "
+            f"({type(error).__name__}); keys must not be encrypted"
+        ) from None
+    if not fits:
+        raise UsageError(f"TLS: {files.key} is not the key of {files.cert}")
+    expires_s = first.not_valid_after_utc.timestamp()
+    return _Loaded(stamp, cert, key, client_ca, expires_s, _names(first))
+
+
+def _names(certificate: x509.Certificate) -> frozenset[str]:
+    try:
+        found = certificate.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
+    except x509.ExtensionNotFound:
+        return frozenset()
+    dns = found.get_values_for_type(x509.DNSName)
+    addresses = found.get_values_for_type(x509.IPAddress)
+    return frozenset(str(name).lower() for name in (*dns, *addresses))
+
+
+def _grpc_configuration(loaded: _Loaded) -> grpc.ServerCertificateConfiguration:
+    return grpc.ssl_server_certificate_configuration(
+        [(loaded.key, loaded.cert)], root_certificates=loaded.client_ca
+    )

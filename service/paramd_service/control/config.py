@@ -39,6 +39,8 @@ class ControlConfig:
     above report_s."""
     ticket_ttl_s: float = 600.0
     """Validity of a reader's ticket, in seconds, 1 to 86400."""
+    no_watch: bool = False
+    """Never sample parameters for alerts; what sidecars report by themselves is still judged."""
     drain_s: float = 5.0
     """How long calls under way may take to finish at the end, in seconds, 0 or more."""
 
@@ -75,8 +77,12 @@ class ControlConfig:
             default = option.default
             if option.name == "listen":
                 default = os.environ.get("PARAMD_LISTEN") or default
+            name = f"--{option.name.replace('_', '-')}"
+            if option.type == "bool":
+                parser.add_argument(name, action="store_true")
+                continue
             parser.add_argument(
-                f"--{option.name.replace('_', '-')}",
+                name,
                 type=float if option.type == "float" else str,
                 default=default,
             )

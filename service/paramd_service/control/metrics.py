@@ -1,13 +1,20 @@
-"""Prometheus metrics, made from the mesh view when they are scraped. The label set is fixed."""
+"""Prometheus metrics, made from the mesh view when they are scraped. The label set is fixed.
+
+Job and rank are the only labels whose values come from outside; rule, kind, ok and captured
+have a handful of values each.
+"""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from paramd_service.control.alerts.config import Rule
+from paramd_service.control.alerts.watchers import Watchers
 from paramd_service.control.jobs import Jobs
 from paramd_service.control.view import MeshView, RankView, Report, State
 
@@ -44,9 +51,10 @@ class LoopLag:
 
 
 class _JobsCollector(Collector):
-    def __init__(self, jobs: Jobs, lag: LoopLag) -> None:
+    def __init__(self, jobs: Jobs, lag: LoopLag, watchers: Watchers) -> None:
         self._jobs = jobs
         self._lag = lag
+        self._watchers = watchers
 
     def collect(self) -> Iterator[Metric]:
         incarnations = self._jobs.all()
@@ -67,6 +75,7 @@ class _JobsCollector(Collector):
             waiting.add_metric([job], coordinator.waiting_count)
         yield rounds
         yield waiting
+        yield from _alert_metrics(self._watchers)
         yield _gauge("paramd_loop_lag_seconds", "Event loop's last lag", self._lag.last_s)
         yield _gauge("paramd_loop_lag_max_seconds", "Event loop's longest lag", self._lag.max_s)
 
@@ -76,9 +85,9 @@ class Metrics:
 
     content_type = "text/plain; version=0.0.4; charset=utf-8"
 
-    def __init__(self, jobs: Jobs, lag: LoopLag) -> None:
+    def __init__(self, jobs: Jobs, lag: LoopLag, watchers: Watchers) -> None:
         self._registry = CollectorRegistry()
-        self._registry.register(_JobsCollector(jobs, lag))
+        self._registry.register(_JobsCollector(jobs, lag, watchers))
 
     def render(self) -> bytes:
         """The text that Prometheus scrapes."""
@@ -100,6 +109,29 @@ def _mesh_metrics(views: Sequence[tuple[str, MeshView]]) -> Iterator[Metric]:
     yield world
     yield joined
     yield well
+
+
+def _alert_metrics(watchers: Watchers) -> Iterator[Metric]:
+    firing = GaugeMetricFamily("paramd_alerts_firing", "Alerts now", labels=["job", "rule"])
+    fired = CounterMetricFamily("paramd_alerts_fired", "Alerts that ever began", labels=["job"])
+    rounds = CounterMetricFamily(
+        "paramd_watch_rounds", "Looks at parameters by their end", labels=["job", "kind", "ok"]
+    )
+    for job, watcher in watchers.all():
+        counts = Counter(alert.finding.rule for alert in watcher.book.firing)
+        for rule in Rule:
+            firing.add_metric([job, rule.value], counts[rule])
+        fired.add_metric([job], watcher.book.fired_count)
+        for ok, found in (("true", watcher.round_counts), ("false", watcher.failed_counts)):
+            for kind, count in found.items():
+                rounds.add_metric([job, kind, ok], count)
+    posts = CounterMetricFamily("paramd_webhook_posts", "Posts by their end", labels=["ok"])
+    posts.add_metric(["true"], watchers.webhooks.posted_count)
+    posts.add_metric(["false"], watchers.webhooks.failed_count)
+    yield firing
+    yield fired
+    yield rounds
+    yield posts
 
 
 def _rank_metrics(ranks: Sequence[tuple[str, RankView]]) -> Iterator[Metric]:

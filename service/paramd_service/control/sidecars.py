@@ -112,6 +112,18 @@ class SidecarCalls:
             raise error_of(error, f"rank {rank}") from error
         return whole
 
+    async def metrics(self, rank: int, address: str) -> str:
+        """The sidecar's own metrics as Prometheus text.
+
+        Raises:
+            ParamdError: as `capture`.
+        """
+        method = self._channels.sidecar(address).GetMetrics
+        call: Awaitable[sidecar_pb2.GetMetricsResponse] = self._channels.call(
+            f"rank {rank}", method, sidecar_pb2.GetMetricsRequest(), timeout_s=PROBE_TIMEOUT_S
+        )
+        return (await call).text
+
     async def keep_only(self, view: MeshView) -> None:
         """Closes channels to sidecars that have been replaced."""
         await self._channels.keep_only(frozenset(report.peer.address for report in view.joined))

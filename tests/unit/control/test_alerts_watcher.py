@@ -13,6 +13,7 @@ import pytest
 from paramd.errors import UnreachableError
 from paramd.layout.types import Box, Layout, Piece, TensorKind, TensorLayout
 from paramd.v1 import common_pb2
+from paramd_service.control.alerts import watcher as watcher_module
 from paramd_service.control.alerts.book import Alert, State
 from paramd_service.control.alerts.config import AlertConfig
 from paramd_service.control.alerts.drift import Difference, ReplicaGroup
@@ -104,9 +105,12 @@ def watcher_of(
     told: list[Alert],
     config: AlertConfig | None = None,
     store: MemoryStore | None = None,
+    webhooks: Webhooks | None = None,
 ) -> Watcher:
+    config = config if config is not None else AlertConfig()
     return Watcher(
-        config if config is not None else AlertConfig(),
+        config,
+        webhooks=webhooks if webhooks is not None else Webhooks(config),
         job="job",
         epoch=1,
         view=world.view,
@@ -117,43 +121,51 @@ def watcher_of(
     )
 
 
+async def looking(world: World, told: list[Alert], store: MemoryStore | None = None) -> Watcher:
+    """A watcher that has begun; its rounds run when the test says so."""
+    watcher = watcher_of(world, told, AlertConfig(watch=False), store)
+    watcher.start()
+    await _until(lambda: watcher.ready)
+    return watcher
+
+
 async def test_a_lost_sidecar_fires_and_is_resolved_when_it_is_back(
     world: World, caplog: pytest.LogCaptureFixture
 ) -> None:
     told: list[Alert] = []
-    watcher = watcher_of(world, told)
-    await watcher.look()
+    watcher = await looking(world, told)
+    watcher.look(world.view())
     assert told == []
     caplog.set_level(logging.INFO)
     world.now_s += 20
     for rank in (0, 1):
         world.reports[rank] = world.report(rank)
     for _ in range(3):
-        await watcher.look()
+        watcher.look(world.view())
     assert [(a.finding.rule.value, a.finding.ranks) for a in told] == [("stale-rank", (2,))]
     assert len([r for r in caplog.records if "rank 2" in r.getMessage()]) == 1
     world.now_s += 5
     world.reports = {rank: world.report(rank) for rank in range(3)}
-    await watcher.look()
+    watcher.look(world.view())
     assert [a.state for a in told] == [State.FIRING, State.RESOLVED]
     await watcher.close()
 
 
 async def test_a_stall_counts_within_its_window(world: World) -> None:
     told: list[Alert] = []
-    watcher = watcher_of(world, told)
-    await watcher.look()
+    watcher = await looking(world, told)
+    watcher.look(world.view())
     world.now_s += 2
     world.reports = {rank: world.report(rank) for rank in range(3)}
     world.reports[1] = world.report(1, stall_count=1, stall_total_ns=10**8, stall_max_ns=10**8)
-    await watcher.look()
+    watcher.look(world.view())
     assert [a.finding.rule.value for a in told] == ["stall-budget"]
     for _ in range(16):
         world.now_s += 5
         world.reports = {
             rank: world.report(rank, **_kept(world.reports[rank])) for rank in range(3)
         }
-        await watcher.look()
+        watcher.look(world.view())
     assert [a.state for a in told] == [State.FIRING, State.RESOLVED]
     await watcher.close()
 
@@ -172,10 +184,10 @@ async def test_nan_fires_with_the_tensor_s_name_and_is_over_when_it_has_gone(
 ) -> None:
     told: list[Alert] = []
     store = MemoryStore()
-    watcher = watcher_of(world, told, store=store)
+    watcher = await looking(world, told, store)
     world.bad = {"w2": TensorInput(fqn="w2", count=8, nan_count=1, inf_count=0, norm=1.0)}
-    await watcher.stats_round()
-    await watcher.look()  # does not cover tensors, so does not end it
+    await watcher.rounds.stats()
+    watcher.look(world.view())  # does not cover tensors, so does not end it
     assert [(a.finding.rule.value, a.finding.fqn) for a in told] == [("non-finite", "w2")]
     assert {point.subject for point in store.points if point.name == "norm"} == {
         "w0",
@@ -185,10 +197,10 @@ async def test_nan_fires_with_the_tensor_s_name_and_is_over_when_it_has_gone(
     }
     world.bad = {}
     world.now_s += 60
-    await watcher.stats_round()
+    await watcher.rounds.stats()
     assert told[-1].state is State.RESOLVED
-    assert store.alerts[told[-1].id].state is State.RESOLVED
     await watcher.close()
+    assert store.alerts[told[-1].id].state is State.RESOLVED
 
 
 async def test_a_drifting_replica_is_compared_again_until_it_is_equal(world: World) -> None:
@@ -196,12 +208,12 @@ async def test_a_drifting_replica_is_compared_again_until_it_is_equal(world: Wor
     watcher = watcher_of(world, told, AlertConfig(sample_bytes=32))
     world.differing = {"w1": (2,)}
     for _ in range(4):
-        await watcher.digests_round()
+        await watcher.rounds.digests()
     assert [(a.finding.fqn, a.finding.ranks) for a in told] == [("w1", (2,))]
     assert watcher.book.firing[0].seen_count >= 2
     world.differing = {}
     world.now_s += 60
-    await watcher.digests_round()
+    await watcher.rounds.digests()
     assert told[-1].state is State.RESOLVED
     await watcher.close()
 
@@ -209,10 +221,10 @@ async def test_a_drifting_replica_is_compared_again_until_it_is_equal(world: Wor
 async def test_ranks_that_are_not_joined_are_not_asked(world: World) -> None:
     watcher = watcher_of(world, [])
     del world.reports[1]
-    await watcher.digests_round()
+    await watcher.rounds.digests()
     assert world.asked == [frozenset({0, 2})]
     del world.reports[0]
-    await watcher.digests_round()
+    await watcher.rounds.digests()
     assert len(world.asked) == 1
     await watcher.close()
 
@@ -222,13 +234,50 @@ async def test_a_restart_of_the_control_plane_does_not_tell_again(world: World) 
     store = MemoryStore()
     before = watcher_of(world, told, store=store)
     world.differing = {"w1": (2,)}
-    await before.digests_round()
+    await before.rounds.digests()
     await before.close()
     after = watcher_of(world, told, AlertConfig(watch=False), store=store)
-    await after.start()
-    await after.digests_round()
+    after.start()
+    await _until(lambda: len(after.book.firing) == 1)
+    await after.rounds.digests()
     assert len(told) == 1
     await after.close()
+
+
+async def test_without_a_store_alerts_go_on_and_are_kept_when_it_is_back(
+    world: World, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Away(MemoryStore):
+        away = True
+
+        async def save_alerts(self, alerts: Sequence[Alert]) -> None:
+            if self.away:
+                raise UnreachableError("disk full")
+            await super().save_alerts(alerts)
+
+    monkeypatch.setattr(watcher_module, "KEEP_AGAIN_S", 0.01)
+    told: list[Alert] = []
+    store = Away()
+    watcher = await looking(world, told, store)
+    world.differing = {"w1": (2,)}
+    await watcher.rounds.digests()
+    await _until(lambda: "disk full" in caplog.text)
+    assert len(told) == 1
+    store.away = False
+    await _until(lambda: len(store.alerts) == 1)
+    await watcher.close()
+    assert caplog.text.count("disk full") == 1
+
+
+async def test_the_end_of_the_epoch_resolves_what_fires(world: World) -> None:
+    told: list[Alert] = []
+    store = MemoryStore()
+    watcher = await looking(world, told, store)
+    world.differing = {"w1": (2,)}
+    await watcher.rounds.digests()
+    await watcher.close(epoch_over=True)
+    assert [a.state for a in told] == [State.FIRING, State.RESOLVED]
+    assert [a.state for a in store.alerts.values()] == [State.RESOLVED]
 
 
 async def test_rounds_that_fail_are_told_once_and_go_on(
@@ -237,7 +286,7 @@ async def test_rounds_that_fail_are_told_once_and_go_on(
     config = AlertConfig(stats_every_s=0.01, digests_every_s=0.01)
     watcher = watcher_of(world, [], config)
     world.fails = True
-    await watcher.start()
+    watcher.start()
     await _until(lambda: min(watcher.failed_counts.values()) > 3)
     world.fails = False
     await _until(lambda: min(watcher.round_counts.values()) > 1)
@@ -268,15 +317,13 @@ async def test_webhooks_are_retried_and_carry_the_alert(
 
     config = AlertConfig(webhooks=("https://hooks.example.com/secret-path",), watch=False)
     hooks = Webhooks(config, transport=httpx2.MockTransport(receive), sleep=sleep)
-    watcher = Watcher(
-        config, job="job", epoch=1, view=world.view, sampler=world, webhooks=hooks,
-        clock=world.clock,
-    )  # fmt: skip
-    await watcher.start()
+    hooks.start()
+    watcher = watcher_of(world, [], config, webhooks=hooks)
     world.differing = {"w0": (1,)}
-    await watcher.digests_round()
+    await watcher.rounds.digests()
     await _until(lambda: hooks.posted_count == 1)
     await watcher.close()
+    await hooks.close()
     assert len({request.headers["idempotency-key"] for request in seen}) == 1
     body = json.loads(seen[-1].content)
     assert (body["rule"], body["fqn"], body["ranks"]) == ("replica-drift", "w0", [1])
@@ -300,7 +347,7 @@ async def test_a_receiver_that_refuses_is_not_asked_again_nor_followed(
     hooks.start()
     watcher = watcher_of(world, [])
     world.differing = {"w0": (1,), "w1": (1,)}
-    await watcher.digests_round()
+    await watcher.rounds.digests()
     hooks.post(watcher.book.firing)
     await _until(lambda: hooks.failed_count == 2)
     await hooks.close()

@@ -3,17 +3,49 @@
 from __future__ import annotations
 
 import json
+import logging
+import os
 import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
+from paramd.cli.settings import file_places
 from paramd.errors import UsageError
 from paramd_service.control.alerts.config import AlertConfig
+from paramd_service.control.alerts.store import AlertStore
+from paramd_service.control.alerts.watchers import Watchers
+from paramd_service.control.watch import Publish
 
 ENVIRONMENT = "PARAMD_ALERTS"
 """The table as JSON; its keys win over those of files."""
+
+log = logging.getLogger("paramd.control.alerts")
+
+
+def open_watchers(
+    *, watch: bool, strict: bool, publish: Publish, store: AlertStore | None = None
+) -> Watchers:
+    """The watchers of a control plane, with the config in force here and now.
+
+    Args:
+        watch: False never samples parameters.
+        strict: Refuse to begin with a config that cannot be right. A training's embedded
+            control plane is not strict: it says so, and goes on with the defaults.
+        store: Keeps alerts and history; None keeps alerts in memory alone.
+
+    Raises:
+        UsageError: the config cannot be right, and `strict`.
+    """
+    try:
+        config = load_alerts(file_places(), os.environ, watch=watch)
+    except UsageError as error:
+        if strict:
+            raise
+        log.error("alerts go on with their defaults: %s", error)
+        config = AlertConfig(watch=watch)
+    return Watchers(config, publish=publish, store=store)
 
 
 def parse_alerts(table: Mapping[str, Any], *, place: str, trusted: bool = True) -> dict[str, Any]:

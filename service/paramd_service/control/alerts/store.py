@@ -28,7 +28,7 @@ class Point:
 
 
 class AlertStore(Protocol):
-    """Keeps alerts and history; called on the event loop, never waits for a disk there."""
+    """Keeps alerts and history. Async methods raise ParamdErrors; none stops the event loop."""
 
     async def save_alerts(self, alerts: Sequence[Alert]) -> None:
         """Writes alerts anew or over their former state, by id."""
@@ -36,8 +36,8 @@ class AlertStore(Protocol):
     async def load_firing(self, job: str, epoch: int) -> Sequence[Alert]:
         """Alerts of one epoch that fired when they were last written."""
 
-    async def save_points(self, points: Sequence[Point]) -> None:
-        """Appends to the history; may drop the oldest when it cannot keep up."""
+    def offer(self, points: Sequence[Point]) -> None:
+        """Takes in history. Never waits, never fails; drops what it cannot keep."""
 
 
 class MemoryStore:
@@ -60,5 +60,5 @@ class MemoryStore:
             if alert.state is State.FIRING and (alert.job, alert.epoch) == (job, epoch)
         ]
 
-    async def save_points(self, points: Sequence[Point]) -> None:
+    def offer(self, points: Sequence[Point]) -> None:
         self.points = [*self.points, *points][-MAX_KEPT:]

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Annotated
 
-from fastapi import APIRouter
+from fastapi import APIRouter, Path
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 from starlette.routing import BaseRoute, Route
 
+from paramd.errors import NotFoundError
 from paramd_service.control.services import Services
 
 
@@ -27,12 +29,26 @@ def open_routes(services: Services) -> Sequence[BaseRoute]:
 
 
 def metrics_router(services: Services) -> APIRouter:
-    """/metrics, for Prometheus with the job's token."""
+    """/metrics and, for the sidecar of one rank, /api/v1/jobs/{job}/ranks/{rank}/metrics.
+
+    Both are for Prometheus, with a token. Sidecars listen nowhere for it: they are asked
+    over gRPC, when somebody scrapes.
+    """
     router = APIRouter(tags=["metrics"])
 
     @router.get("/metrics", response_class=PlainTextResponse)
     async def get_metrics() -> Response:
         """Prometheus text format."""
         return Response(services.metrics.render(), media_type=services.metrics.content_type)
+
+    @router.get("/api/v1/jobs/{job}/ranks/{rank}/metrics", response_class=PlainTextResponse)
+    async def get_rank_metrics(job: str, rank: Annotated[int, Path(ge=0)]) -> Response:
+        """One sidecar's own metrics, asked of it now; Prometheus text format."""
+        incarnation = services.jobs.get(job)
+        for report in incarnation.registry.view().joined:
+            if report.rank == rank:
+                text = await incarnation.calls.metrics(rank, report.peer.address)
+                return Response(text, media_type=services.metrics.content_type)
+        raise NotFoundError(f"rank {rank} of job {job[:64]!r} has no sidecar now")
 
     return router

@@ -1,0 +1,90 @@
+"""Alerts and history in a real SQLite file, over a restart."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from paramd_service.control.alerts.book import Alert, Finding, Severity, State
+from paramd_service.control.alerts.config import Rule
+from paramd_service.control.alerts.kept import KeptAlerts, alert_of, row_of, series_name
+from paramd_service.control.alerts.store import Point
+from paramd_service.control.store.address import sqlite_address
+from paramd_service.control.store.alerts import AlertStore as AlertTable
+from paramd_service.control.store.history import MetricHistory
+from paramd_service.control.store.points import SeriesKey
+from paramd_service.control.store.store import Store
+
+ALERT = Alert(
+    id="job-2-1-abc",
+    job="job",
+    epoch=2,
+    finding=Finding(
+        rule=Rule.REPLICA_DRIFT,
+        subject="layers.0.weight",
+        severity=Severity.CRITICAL,
+        reason="rank 1 differs",
+        ranks=(1,),
+        fqn="layers.0.weight",
+        step=9,
+    ),
+    state=State.FIRING,
+    first_seen_s=100.5,
+    last_seen_s=160.5,
+    seen_count=2,
+)
+OTHER_EPOCH = replace(ALERT, id="job-1-1-abc", epoch=1)
+
+
+def test_an_alert_survives_its_row() -> None:
+    assert alert_of(row_of(ALERT)) == ALERT
+    over = replace(ALERT, state=State.RESOLVED, resolved_s=170.0)
+    assert alert_of(row_of(over)) == over
+
+
+@pytest.mark.parametrize("wrong", [{"rule": "of-the-future"}, {"detail": {}}])
+def test_a_row_of_another_version_is_left_out(wrong: dict[str, object]) -> None:
+    assert alert_of(replace(row_of(ALERT), **wrong)) is None  # type: ignore[arg-type]
+
+
+def test_long_names_stay_apart_and_fit() -> None:
+    names = {series_name("norm", "x" * 100 + str(n)) for n in range(50)}
+    assert len(names) == 50
+    assert max(map(len, names)) <= 64
+    assert series_name("norm", "layers.0.weight") == "norm:layers.0.weight"
+
+
+async def test_a_restart_finds_what_fires_and_goes_on_with_its_row(tmp_path: Path) -> None:
+    address = sqlite_address(tmp_path / "paramd.db")
+    store = Store(address)
+    await store.start()
+    try:
+        table, history = AlertTable(store), MetricHistory(store, clock=lambda: 200.0)
+        before = KeptAlerts(table, history)
+        await before.save_alerts([OTHER_EPOCH, ALERT])
+        after = KeptAlerts(table, history)
+        assert list(await after.load_firing("job", 2)) == [ALERT]
+        over = replace(ALERT, state=State.RESOLVED, resolved_s=170.0)
+        await after.save_alerts([over])
+        assert list(await after.load_firing("job", 2)) == []
+        assert [alert_of(row) for row in await table.page("job", limit=9)] == [over, OTHER_EPOCH]
+        after.offer(
+            [
+                Point(
+                    job="job", epoch=2, name=name, subject=subject, step=3, time_s=150.0, value=1.5
+                )
+                for name, subject in (("step_time_s", "7"), ("norm", "7"), ("norm", "w"))
+            ]
+        )
+        await history.flush()
+        for series in (
+            SeriesKey(job="job", epoch=2, rank=7, name="step_time_s"),
+            SeriesKey(job="job", epoch=2, name="norm:7"),
+            SeriesKey(job="job", epoch=2, name="norm:w"),
+        ):
+            (point,) = await history.read(series, begin_s=100, end_s=200)
+            assert (point.mean, point.step) == (1.5, 3)
+    finally:
+        await store.stop()

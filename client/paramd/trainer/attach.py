@@ -8,6 +8,7 @@ import os
 import secrets
 import warnings
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -21,15 +22,16 @@ from paramd.memory import descriptors
 from paramd.memory.arena import HostArena
 from paramd.memory.control_page import MAGIC, ControlPage, Word
 from paramd.memory.forking import private_in_children
-from paramd.tickets import RANK_TICKET_TTL_S, Role, Signer, new_private_key
 from paramd.trainer.agreement import Agreement
 from paramd.trainer.attachment import Attachment, attached
 from paramd.trainer.boundary import Boundary
 from paramd.trainer.control_link import ControlLink
+from paramd.trainer.epoch import TakenEpoch, take_epoch
 from paramd.trainer.exchange import Exchange
 from paramd.trainer.rehome import Home
 from paramd.trainer.settings import AttachSettings
 from paramd.trainer.sidecar_link import Identity, SidecarLink
+from paramd.trainer.site_link import Registration
 
 log = logging.getLogger("paramd")
 
@@ -42,6 +44,7 @@ def attach(
     *,
     job: str,
     step: int | None = None,
+    control: str | None = None,
     settings: AttachSettings | None = None,
 ) -> Attachment:
     """Puts the parameters of `model` under the care of a sidecar, one on each rank.
@@ -57,6 +60,10 @@ def attach(
             stands in `attachment.update()`.
         job: name of the job: letters, digits, `.`, `_`, `-`; the same on every rank.
         step: number of updates already done; None takes it from the optimizer's state.
+        control: URL of a site's control plane, where rank 0 registers the job with the token
+            in PARAMD_TOKEN or PARAMD_TOKEN_FILE. None takes `settings.control`; when that is
+            empty too, rank 0 starts a control plane of the job's own. One that does not answer
+            costs this epoch the service, never the training.
         settings: None reads them from the environment (`PARAMD_*`).
 
     Returns:
@@ -65,9 +72,12 @@ def attach(
     Raises:
         UsageError, ConflictError: on all ranks when an argument is wrong on any; the
             training is untouched.
+        DeniedError: `control` refused the token; likewise.
         ExhaustedError: the machine has not the memory for the arena; likewise.
     """
     settings = settings if settings is not None else AttachSettings.from_environment()
+    if control is not None:
+        settings = replace(settings, control=control)
     exchange = Exchange(timeout_s=settings.attach_timeout_s)
     stages = _Stages(exchange, settings, job)
     try:
@@ -93,6 +103,7 @@ class _Stages:
         self._job = job
         self._sidecar: SidecarLink | None = None
         self._control: ControlLink | None = None
+        self._site: Registration | None = None
         self._url = ""
 
     def discover(
@@ -126,29 +137,29 @@ class _Stages:
         return homes[0], merge_layouts(layouts), max(answer["step"] for answer in answers)
 
     def identify(self) -> Identity:
-        """Rank 0 takes the next epoch, makes the job's keys, and each rank's own ticket."""
+        """Rank 0 takes the next epoch, the job's keys, and each rank's own ticket."""
         exchange = self._exchange
-        private_key = new_private_key() if exchange.rank == 0 else None
+        taken: list[TakenEpoch] = []
 
         def stage() -> dict[str, Any]:
             places.job_dir(self._job)
             if exchange.rank != 0:
                 return {}
-            assert private_key is not None
-            public_key = Signer(private_key).public_key.hex()
-            return {"epoch": places.next_epoch(self._job), "public_key": public_key}
+            mine = take_epoch(self._settings, job=self._job, world_size=exchange.world_size)
+            taken.append(mine)
+            self._site = mine.site
+            return {"epoch": mine.epoch, "public_key": mine.public_key.hex()}
 
         first = self._together(stage)[0]
-        # Each rank gets its own ticket and no other: the private key stays on rank 0.
-        tickets = _rank_tickets(private_key, self._job, first["epoch"], exchange.world_size)
+        # Each rank gets its own ticket and no other: the private key stays where it is made.
         return Identity(
             job=self._job,
             epoch=first["epoch"],
             rank=exchange.rank,
             world_size=exchange.world_size,
             public_key=bytes.fromhex(first["public_key"]),
-            rank_ticket=exchange.scatter(tickets),
-            private_key=private_key,
+            rank_ticket=exchange.scatter(taken[0].rank_tickets if taken else None),
+            private_key=taken[0].private_key if taken else None,
         )
 
     def open(self, identity: Identity, arena_bytes: int, digest: str) -> dict[str, Any]:
@@ -159,7 +170,7 @@ class _Stages:
             self._sidecar = SidecarLink(
                 identity, self._settings, socket_path=path, arena_bytes=arena_bytes
             )
-            if identity.rank == 0:
+            if identity.rank == 0 and not self._settings.control:
                 self._control = ControlLink(
                     identity,
                     self._settings,
@@ -176,8 +187,8 @@ class _Stages:
                     "socket_path": str(path),
                     "host_id": places.host_id(),
                 },
-                "control_address": self._control.grpc_address if self._control else "",
-                "url": self._control.url if self._control else "",
+                "control_address": self._control_address(),
+                "url": self._control_url(),
             }
 
         answers = self._together(stage)
@@ -188,6 +199,16 @@ class _Stages:
             "control_address": answers[0]["control_address"],
             "layout_digest": digest,
         }
+
+    def _control_address(self) -> str:
+        if self._site is not None:
+            return self._site.control_address
+        return self._control.grpc_address if self._control is not None else ""
+
+    def _control_url(self) -> str:
+        if self._site is not None:
+            return self._site.url
+        return self._control.url if self._control is not None else ""
 
     def move_in(
         self, model: torch.nn.Module, home: Home, identity: Identity, first_step: int
@@ -261,18 +282,6 @@ class _Stages:
                 kind = getattr(errors, answer["kind"], ConflictError)
                 raise kind(f"rank {rank}: {answer['error']}")
         return answers
-
-
-def _rank_tickets(
-    private_key: bytes | None, job: str, epoch: int, world_size: int
-) -> list[str] | None:
-    if private_key is None:
-        return None
-    signer = Signer(private_key)
-    return [
-        signer.mint(job=job, epoch=epoch, role=Role.SIDECAR, rank=rank, ttl_s=RANK_TICKET_TTL_S)
-        for rank in range(world_size)
-    ]
 
 
 def _as_list(optimizer: Optimizers | None) -> list[torch.optim.Optimizer]:

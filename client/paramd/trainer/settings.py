@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from paramd.errors import UsageError
 
@@ -24,6 +24,12 @@ class AttachSettings:
     """Where the sidecar's gRPC listens; port 0 takes a free one."""
     listen: str = "127.0.0.1:8470"
     """Where the embedded control plane listens; the next free port if taken."""
+    control: str = ""
+    """URL of a control plane of a site, where the job registers; empty starts one beside rank 0."""
+    token: str = field(default="", repr=False)
+    """Token that the job registers with at `control`."""
+    token_file: str = ""
+    """File that holds the token, when `token` is empty."""
     linger_s: float = 600.0
     """How long a sidecar serves the last step after its trainer has ended, in seconds."""
 
@@ -43,11 +49,11 @@ class AttachSettings:
             UsageError: a value is no number or out of range.
         """
         values: dict[str, float | str] = {}
-        for name, field in cls.__dataclass_fields__.items():
+        for name, option in cls.__dataclass_fields__.items():
             text = os.environ.get(f"PARAMD_{name.upper()}")
             if text is None:
                 continue
-            if field.type == "str":
+            if option.type == "str":
                 values[name] = text
                 continue
             try:

@@ -43,6 +43,8 @@ class Stats:
     """Bin i counts finite nonzero x with floor(log2(|x|)) == exponent_begin + i; the first and
     the last also take what lies beyond."""
     exponent_begin: int = 0
+    edge_counts: tuple[int, ...] = ()
+    """Finite elements below the first of some edges, between them, and from the last one on."""
 
     @property
     def finite_count(self) -> int:
@@ -79,12 +81,20 @@ def merge(a: Stats, b: Stats) -> Stats:
         max=max(a.max, b.max),
         exponent_counts=counts,
         exponent_begin=begin,
+        edge_counts=_added(a.edge_counts, b.edge_counts),
     )
 
 
 def merge_all(parts: Iterable[Stats]) -> Stats:
     """The statistics of the elements of all parts; `EMPTY` when there is none."""
     return reduce(merge, parts, EMPTY)
+
+
+def _added(a: tuple[int, ...], b: tuple[int, ...]) -> tuple[int, ...]:
+    """Counts between the same edges; empty ones were not asked for, or are of no element."""
+    if not a or not b:
+        return a if a else b
+    return tuple(one + other for one, other in zip(a, b, strict=True))
 
 
 def _merge_exponents(a: Stats, b: Stats) -> tuple[int, tuple[int, ...]]:
@@ -121,6 +131,8 @@ class Summary:
     """NaN without finite elements."""
     exponents: tuple[tuple[int, int], ...]
     """(e, count) of 2**e <= |x| < 2**(e+1), rising, from the first to the last bin in use."""
+    edge_counts: tuple[int, ...] = ()
+    """As in `Stats`."""
 
 
 def summarize(stats: Stats) -> Summary:
@@ -139,6 +151,7 @@ def summarize(stats: Stats) -> Summary:
         min=stats.min if finite else math.nan,
         max=stats.max if finite else math.nan,
         exponents=tuple(bins[used[0] : used[-1] + 1]) if used else (),
+        edge_counts=stats.edge_counts,
     )
 
 

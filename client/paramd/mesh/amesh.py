@@ -6,14 +6,14 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from enum import Enum
 from types import TracebackType
-from typing import TYPE_CHECKING, Final, Literal
+from typing import TYPE_CHECKING, Final, Literal, TypeVar
 
 from paramd.errors import UsageError
-from paramd.layout.plan import plan_read
+from paramd.layout.plan import ReadPlan, plan_read
 from paramd.layout.select import select
 from paramd.layout.types import Layout
 from paramd.mesh.pin import Pinned
@@ -45,6 +45,8 @@ Timeout = float | None | Literal[Unset.UNSET]
 
 _FOREVER_S = 7 * 86_400.0
 
+Result = TypeVar("Result")
+
 
 class AsyncMesh:
     """A running job, read from outside. Use as `async with`, or call `close`.
@@ -54,7 +56,13 @@ class AsyncMesh:
     """
 
     def __init__(
-        self, url: str, token: str, *, job: str | None = None, timeout_s: float | None = None
+        self,
+        url: str,
+        token: str,
+        *,
+        job: str | None = None,
+        timeout_s: float | None = None,
+        tls: ClientTls | None = None,
     ) -> None:
         """No I/O. `paramd.aio.connect` finds url and token.
 
@@ -63,11 +71,12 @@ class AsyncMesh:
             token: Its token.
             job: Name of the job; may be left out when the control plane serves one.
             timeout_s: Default time for one call, in seconds; None means 60.
+            tls: Whom to trust when the url is https; None takes it from the environment.
         """
         self._timeout_s = timeout_s if timeout_s is not None else DEFAULT_TIMEOUT_S
         if self._timeout_s <= 0:
             raise UsageError(f"timeout_s: {timeout_s}; expected more than 0")
-        self._reach = Reach(url, token, job)
+        self._reach = Reach(url, token, job, tls=tls)
         self._transfer = Transfer()
         self._views: set[AsyncExitStack] = set()
 
@@ -161,14 +170,34 @@ class AsyncMesh:
 
         Raises: as `summon`.
         """
+
+        def reduce(
+            sidecars: Sidecars, plan: ReadPlan, pinned: Pinned, deadline_s: float
+        ) -> Awaitable[StatsTable]:
+            return compute_stats(sidecars, plan, pinned, deadline_s, with_exponents=histogram)
+
+        return await self.reading(patterns or ("*",), reduce, buffers=buffers, timeout=timeout)
+
+    async def reading(
+        self,
+        patterns: Sequence[str],
+        work: Callable[[Sidecars, ReadPlan, Pinned, float], Awaitable[Result]],
+        *,
+        buffers: bool = False,
+        timeout: Timeout = UNSET,
+    ) -> Result:
+        """Runs `work` while what the patterns choose is pinned at one step.
+
+        It may run again, with new pins, when a sidecar was lost meanwhile.
+
+        Raises: as `summon`, and what `work` raises.
+        """
         deadline_s = self._deadline(timeout)
 
-        async def attempt(sidecars: Sidecars) -> StatsTable:
-            chosen = await self._choose(sidecars, patterns or ("*",), buffers)
+        async def attempt(sidecars: Sidecars) -> Result:
+            chosen = await self._choose(sidecars, patterns, buffers)
             async with self._pinned(sidecars, chosen, deadline_s) as pinned:
-                return await compute_stats(
-                    sidecars, chosen.plan, pinned, deadline_s, with_exponents=histogram
-                )
+                return await work(sidecars, chosen.plan, pinned, deadline_s)
 
         return await self._reach.attempts(attempt, deadline_s)
 

@@ -143,10 +143,11 @@ class Sidecars:
         timeout_s: float,
         *,
         with_exponents: bool,
+        edges: Sequence[float] = (),
     ) -> sidecar_pb2.ComputeStatsResponse:
         """Reduces parts of a pinned snapshot."""
         request = sidecar_pb2.ComputeStatsRequest(
-            snapshot_id=pin.snapshot_id, items=items, with_exponents=with_exponents
+            snapshot_id=pin.snapshot_id, items=items, with_exponents=with_exponents, edges=edges
         )
         method = self._stub(pin.rank).ComputeStats
         found = await self._watched(pin.rank, method, request, timeout_s)
@@ -164,6 +165,14 @@ class Sidecars:
         method = self._stub(pin.rank).DigestSnapshot
         found = await self._watched(pin.rank, method, request, timeout_s)
         assert isinstance(found, sidecar_pb2.DigestSnapshotResponse)
+        return found
+
+    async def pool(
+        self, rank: int, request: sidecar_pb2.PoolSnapshotRequest, timeout_s: float
+    ) -> sidecar_pb2.PoolSnapshotResponse:
+        """Shrinks parts of a pinned snapshot."""
+        found = await self._watched(rank, self._stub(rank).PoolSnapshot, request, timeout_s)
+        assert isinstance(found, sidecar_pb2.PoolSnapshotResponse)
         return found
 
     async def layout_batches(self, rank: int) -> tuple[common_pb2.Header, list[layout_pb2.Layout]]:

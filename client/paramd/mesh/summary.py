@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Sequence
 
 from paramd.errors import ConflictError
 from paramd.layout.plan import ReadPlan
@@ -24,13 +25,17 @@ async def compute_stats(
     deadline_s: float,
     *,
     with_exponents: bool,
+    edges: Sequence[float] = (),
 ) -> StatsTable:
-    """Has every rank reduce its share of the plan, and merges."""
+    """Has every rank reduce its share of the plan, and merges.
+
+    `edges` (finite, rising) are counted between, too.
+    """
     items = stats_items(plan)
     merged = [EMPTY] * len(plan.tensors)
     found = await asyncio.gather(
         *(
-            _rank_stats(sidecars, pinned, rank, items[rank], deadline_s, with_exponents)
+            _rank_stats(sidecars, pinned, rank, items[rank], deadline_s, with_exponents, edges)
             for rank in items
             if items[rank]
         )
@@ -64,6 +69,7 @@ async def _rank_stats(
     items: tuple[StatsItem, ...],
     deadline_s: float,
     with_exponents: bool,
+    edges: Sequence[float],
 ) -> list[tuple[StatsItem, Stats]]:
     found: list[tuple[StatsItem, Stats]] = []
     for begin in range(0, len(items), ITEMS_PER_CALL):
@@ -77,6 +83,7 @@ async def _rank_stats(
             request,
             deadline_s - time.monotonic(),
             with_exponents=with_exponents,
+            edges=edges,
         )
         said = (answer.header.epoch, answer.header.step)
         counts = [stats.count for stats in answer.stats]
@@ -103,4 +110,5 @@ def _stats_of(message: sidecar_pb2.Stats) -> Stats:
         max=message.max,
         exponent_counts=tuple(message.exponent_counts),
         exponent_begin=message.exponent_begin,
+        edge_counts=tuple(message.edge_counts),
     )

@@ -13,6 +13,8 @@ from fastapi.routing import iter_route_contexts
 
 from paramd.errors import ConflictError
 from paramd.tickets import Role, Verifier
+from paramd_service.control.alerts.config import AlertConfig
+from paramd_service.control.alerts.watchers import Watchers
 from paramd_service.control.app import build_app
 from paramd_service.control.auth import FailureLimit
 from paramd_service.control.config import Bootstrap, ControlConfig
@@ -33,12 +35,14 @@ OPEN = {"/healthz", "/readyz"}
 def services() -> Services:
     jobs = Jobs(Terms(generation=1, url="http://127.0.0.1:8470", silent_after_s=10.0), site=None)
     jobs.open(BOOTSTRAP)
+    watchers = Watchers(AlertConfig(watch=False), publish=lambda kind, data, *, job: None)
     return Services(
         config=ControlConfig(job="run"),
         listen_host="127.0.0.1",
         grpc_address="127.0.0.1:8471",
         jobs=jobs,
-        metrics=Metrics(jobs, LoopLag()),
+        metrics=Metrics(jobs, LoopLag(), watchers),
+        watchers=watchers,
         tokens=Tokens(TOKEN),
         failures=FailureLimit(burst=1000.0),
         events=EventBus(),
@@ -63,7 +67,7 @@ def all_routes() -> list[tuple[str, str]]:
     """(method, path) of every route, those of included routers too."""
     routes = iter_route_contexts(build_app(services()).routes)
     return sorted(
-        (method, (route.path or "").replace("{job}", "run"))
+        (method, (route.path or "").replace("{job}", "run").replace("{rank}", "0"))
         for route in routes
         for method in route.methods or ()
     )
@@ -76,8 +80,10 @@ def test_the_routes_are_those_we_know() -> None:
         "/metrics",
         "/api/v1/jobs",
         "/api/v1/jobs/run",
+        "/api/v1/jobs/run/alerts",
         "/api/v1/jobs/run/epochs",
         "/api/v1/jobs/run/ranks",
+        "/api/v1/jobs/run/ranks/0/metrics",
         "/api/v1/jobs/run/params",
         "/api/v1/jobs/run/params/stats",
         "/api/v1/openapi.json",

@@ -66,6 +66,8 @@ OPERATIONS: Final[dict[str, Action]] = {
     "register_job": Action.ATTACH,
     "list_params": Action.VIEW,
     "get_stats": Action.VIEW,
+    "list_alerts": Action.VIEW,
+    "get_rank_metrics": Action.VIEW,
     "create_token": Action.ADMINISTER,
     "list_tokens": Action.ADMINISTER,
     "revoke_token": Action.ADMINISTER,

@@ -10,7 +10,7 @@ from typing import Any, Final
 import grpc
 import grpc.aio
 
-from paramd.errors import DeniedError
+from paramd.errors import ConflictError, DeniedError
 from paramd.tickets import Claims, Role, Verifier, claimed
 from paramd_service.control.statuses import abort
 
@@ -73,10 +73,10 @@ class TicketInterceptor(grpc.aio.ServerInterceptor):
 
 
 def check_epoch(job: str, epoch: int) -> None:
-    """Raises RoleError unless the present call's ticket is of this job and epoch."""
+    """Raises ConflictError unless the present call's ticket is of this job and epoch."""
     claims = _caller.get()
     if (claims.job, claims.epoch) != (job, epoch):
-        raise RoleError(
+        raise ConflictError(
             f"the ticket is of job {claims.job!r}, epoch {claims.epoch}; it may not speak for "
             f"job {job[:64]!r}, epoch {epoch}"
         )

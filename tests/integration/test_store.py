@@ -20,7 +20,7 @@ from alembic.autogenerate import compare_metadata
 from alembic.config import Config
 from alembic.runtime.migration import MigrationContext
 from alembic.script import ScriptDirectory
-from sqlalchemy import Connection, text
+from sqlalchemy import Connection, inspect, text
 
 from paramd.errors import ConflictError, NotFoundError
 from paramd_service.control.store.address import StoreAddress, parse_store
@@ -55,13 +55,39 @@ async def execute(store: Store, statement: str) -> None:
     await store.write(lambda connection: connection.execute(text(statement)))
 
 
-async def test_the_migrations_make_the_tables_as_the_schema_has_them(address: StoreAddress) -> None:
-    def difference(connection: Connection) -> object:
-        context = MigrationContext.configure(connection, opts={"compare_type": True})
-        return compare_metadata(context, metadata)
+def _difference(connection: Connection) -> object:
+    context = MigrationContext.configure(connection, opts={"compare_type": True})
+    return compare_metadata(context, metadata)
 
-    async with started(address) as store:
-        assert await store.read(difference) == []
+
+def _described(connection: Connection) -> object:
+    """All that the database itself knows of our tables."""
+    found = inspect(connection)
+    names = sorted(found.get_table_names())
+    assert names == sorted([*metadata.tables, "alembic_version"])
+    kinds = ("columns", "pk_constraint", "unique_constraints", "foreign_keys", "indexes")
+    return {name: [repr(getattr(found, f"get_{kind}")(name)) for kind in kinds] for name in names}
+
+
+async def test_the_migrations_make_the_same_tables_as_a_new_store_has(
+    server: Postgres | None, tmp_path: Path
+) -> None:
+    (tmp_path / "new").mkdir()
+    (tmp_path / "old").mkdir()
+    new, old = (fresh_address(server, tmp_path / name) for name in ("new", "old"))
+    engine = make_engine(old)
+    with engine.begin() as connection:
+        connection.execute(
+            text(
+                "CREATE TABLE alembic_version (version_num VARCHAR(32) NOT NULL, "
+                "CONSTRAINT alembic_version_pkc PRIMARY KEY (version_num))"
+            )
+        )
+    engine.dispose()
+    async with started(new) as fresh, started(old) as migrated:
+        assert await fresh.read(_difference) == []
+        assert await migrated.read(_difference) == []
+        assert await fresh.read(_described) == await migrated.read(_described)
 
 
 def test_the_newest_migration_is_the_one_the_schema_names() -> None:

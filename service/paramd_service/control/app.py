@@ -11,7 +11,7 @@ from fastapi.routing import APIRoute
 from paramd.version import __version__
 from paramd_service.control import problems
 from paramd_service.control.guard import Guard
-from paramd_service.control.routes import alerts, health, jobs, params, tokens
+from paramd_service.control.routes import alerts, audit, health, jobs, params, tokens
 from paramd_service.control.services import Services
 from paramd_service.control.tokens.http import required
 
@@ -30,11 +30,17 @@ def build_app(services: Services) -> FastAPI:
         dependencies=[Depends(required(services.tokens, services.failures, services.denied))],
         generate_unique_id_function=_operation_id,
     )
-    app.add_middleware(Guard, listen_host=services.listen_host, is_token=services.tokens.is_secret)
+    app.add_middleware(
+        Guard,
+        listen_host=services.listen_host,
+        is_token=services.tokens.is_secret,
+        names=lambda: services.tls.names if services.tls is not None else frozenset(),
+    )
     problems.install(app)
     app.include_router(jobs.router(services), prefix=API)
     app.include_router(params.router(services), prefix=API)
     app.include_router(tokens.router(services), prefix=API)
+    app.include_router(audit.router(services), prefix=API)
     app.include_router(alerts.router(services), prefix=API)
     app.include_router(health.metrics_router(services))
     app.add_api_route(f"{API}/openapi.json", _openapi(app), include_in_schema=False)

@@ -12,6 +12,7 @@ from typing import BinaryIO
 from paramd.errors import UsageError
 from paramd.places import check_job_name
 from paramd.tickets import Signer, key_from_hex
+from paramd_service.control.store.address import holds_password
 
 MAX_BOOTSTRAP_BYTES = 64 << 10
 MAX_WORLD_SIZE = 1 << 16
@@ -28,6 +29,14 @@ class ControlConfig:
     """Where REST listens, host:port; the next free port if it is taken; port 0: any."""
     grpc_listen: str = ""
     """Where gRPC listens, host:port; empty: the next free port above REST's."""
+    advertise: str = ""
+    """Host under which others find it; empty: PARAMD_ADVERTISE, else the one it listens on."""
+    tls_cert: str = ""
+    """File of the server's certificate, with its chain; empty: PARAMD_TLS_CERT."""
+    tls_key: str = ""
+    """File of its private key; empty: PARAMD_TLS_KEY."""
+    tls_client_ca: str = ""
+    """Clients must show a certificate of this CA; empty: PARAMD_TLS_CLIENT_CA."""
     empty_end_s: float = 60.0
     """With --job, it ends by itself after this long without any joined sidecar, in seconds,
     above 0."""
@@ -41,6 +50,9 @@ class ControlConfig:
     """Validity of a reader's ticket, in seconds, 1 to 86400."""
     no_watch: bool = False
     """Never sample parameters for alerts; what sidecars report by themselves is still judged."""
+    store: str = field(default="", repr=False)
+    """URL of the store, sqlite:////path or postgresql://user@host/database (a password only in
+    PARAMD_STORE_URL); empty: control.sqlite in the directory of the job, or of the site."""
     drain_s: float = 5.0
     """How long calls under way may take to finish at the end, in seconds, 0 or more."""
 
@@ -62,7 +74,8 @@ class ControlConfig:
 
     @classmethod
     def from_arguments(cls, arguments: Sequence[str]) -> ControlConfig:
-        """Parses the command line; PARAMD_LISTEN is the default of `--listen`.
+        """Parses the command line; PARAMD_LISTEN is the default of `--listen`, and
+        PARAMD_STORE_URL of `--store`.
 
         Raises:
             UsageError: a value is out of range.
@@ -77,6 +90,8 @@ class ControlConfig:
             default = option.default
             if option.name == "listen":
                 default = os.environ.get("PARAMD_LISTEN") or default
+            if option.name == "store":
+                default = os.environ.get("PARAMD_STORE_URL") or default
             name = f"--{option.name.replace('_', '-')}"
             if option.type == "bool":
                 parser.add_argument(name, action="store_true")
@@ -86,7 +101,13 @@ class ControlConfig:
                 type=float if option.type == "float" else str,
                 default=default,
             )
-        return cls(**vars(parser.parse_args(arguments)))
+        given = parser.parse_args(arguments)
+        if given.store != os.environ.get("PARAMD_STORE_URL") and holds_password(given.store):
+            raise UsageError(
+                "store: a password on the command line is visible to other users of this machine; "
+                "set PARAMD_STORE_URL, or keep it in ~/.pgpass"
+            )
+        return cls(**vars(given))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

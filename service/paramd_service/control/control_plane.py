@@ -9,7 +9,7 @@ import math
 import socket
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import grpc.aio
 import uvicorn
@@ -20,6 +20,8 @@ from paramd import places
 from paramd.errors import UnreachableError
 from paramd.places import Endpoint
 from paramd.v1 import control_pb2_grpc
+from paramd.version import __version__
+from paramd_service.control.alerts.kept import KeptAlerts
 from paramd_service.control.alerts.loading import open_watchers
 from paramd_service.control.alerts.watchers import Watchers
 from paramd_service.control.app import build_app
@@ -38,10 +40,12 @@ from paramd_service.control.events import EventBus
 from paramd_service.control.incarnation import Terms
 from paramd_service.control.jobs import Jobs
 from paramd_service.control.metrics import LoopLag, Metrics
+from paramd_service.control.records import Records
 from paramd_service.control.servicer import ControlServicer
 from paramd_service.control.services import Services
 from paramd_service.control.site import Site, next_generation, open_site, site_dir
 from paramd_service.control.tokens.authority import Tokens
+from paramd_service.tls import ServerTls, advertised, grpc_address, tls_files
 
 SERVICE = "paramd.v1.ControlService"
 TICK_S = 1.0
@@ -78,6 +82,9 @@ class Whereabouts:
 
     url: str
     grpc_address: str
+    listen: str
+    """Where REST listens: for a successor."""
+    grpc_listen: str
 
 
 class ControlPlane:
@@ -91,6 +98,8 @@ class ControlPlane:
         """`bootstrap` is the one job of an embedded control plane; None makes a site's."""
         self._config = config
         self._bootstrap = bootstrap
+        files = tls_files(config.tls_cert, config.tls_key, config.tls_client_ca)
+        self._tls = ServerTls(files) if files is not None else None
         self._health = health.aio.HealthServicer()
         self._lag = LoopLag()
         self._events = EventBus()
@@ -98,6 +107,7 @@ class ControlPlane:
         self._done = asyncio.Event()
         self._reason = ""
         self._jobs: Jobs | None = None
+        self._records: Records | None = None
         self._watchers: Watchers | None = None
         self._token = ""
         self._grpc: grpc.aio.Server | None = None
@@ -123,31 +133,44 @@ class ControlPlane:
             UnreachableError: no port is free.
             ConflictError: a newer epoch of the job runs already.
         """
-        wanted = parse_listen(self._config.listen, option="--listen (PARAMD_LISTEN)")
+        wanted = parse_listen(
+            self._config.listen, option="--listen (PARAMD_LISTEN)", tls=self._tls is not None
+        )
         # 1. REST's port is ours; connections wait in its backlog.
         listener, http_address = open_listener(wanted)
         try:
-            # 2. We know who we are, and an embedded one its job.
-            jobs = self._open_jobs(f"http://{http_address}")
+            # 2. What is remembered can be written.
+            self._records = await self._open_records()
+            # 3. We know who we are, and an embedded one its job.
+            jobs = self._open_jobs(self._records, f"http://{http_address}")
             self._watchers = open_watchers(
                 watch=not self._config.no_watch,
                 strict=jobs.is_site,
                 publish=self._events.publish,
+                store=KeptAlerts(self._records.alerts, self._records.history),
             )
-            # 3. gRPC serves.
-            grpc_address = await self._start_grpc(jobs, http_address)
-            # 4. REST serves.
-            await self._start_http(jobs, self._watchers, listener, http_address, grpc_address)
+            # 4. gRPC serves.
+            grpc_listen = await self._start_grpc(jobs, http_address)
+            grpc_address = self._grpc_address(grpc_listen)
+            # 5. REST serves.
+            await self._start_http(
+                jobs, self._records, self._watchers, listener, http_address, grpc_address
+            )
         except BaseException:
             listener.close()
             raise
-        # 5. The watch begins; it asks through REST.
+        # 6. The watch begins; it asks through REST.
         self._watchers.start(jobs)
-        # 6. The job's programs are told where.
+        # 7. The job's programs are told where.
         if self._bootstrap is not None:
-            self._endpoint = announce(self._bootstrap, http_address, grpc_address)
+            self._endpoint = announce(self._bootstrap, jobs.terms.url, grpc_address)
         log.info("serves %s at %s", self._whose(), jobs.terms.url)
-        return Whereabouts(url=jobs.terms.url, grpc_address=str(grpc_address))
+        return Whereabouts(
+            url=jobs.terms.url,
+            grpc_address=grpc_address,
+            listen=str(http_address),
+            grpc_listen=str(grpc_listen),
+        )
 
     async def wait_until_done(self) -> str:
         """Returns when there is nothing left to do, and says why."""
@@ -187,8 +210,28 @@ class ControlPlane:
         if self._jobs is not None:
             await self._jobs.close()
         await self._epochs.close()
+        # 5. What is remembered of all that.
+        if self._records is not None:
+            await self._records.stop()
 
-    def _open_jobs(self, url: str) -> Jobs:
+    async def _open_records(self) -> Records:
+        mine, config = self._bootstrap, self._config
+        directory = places.job_dir(mine.job) if mine is not None else site_dir()
+        records = Records(
+            config.store,
+            directory,
+            chain=mine.job if mine is not None else "",
+            epoch=mine.epoch if mine is not None else 0,
+        )
+        settings = {item.name: getattr(config, item.name) for item in fields(config) if item.repr}
+        try:
+            await records.start({**settings, "version": __version__})
+        except BaseException:
+            await records.stop()
+            raise
+        return records
+
+    def _open_jobs(self, records: Records, url: str) -> Jobs:
         mine = self._bootstrap
         site: Site | None = None
         if mine is None:
@@ -211,10 +254,21 @@ class ControlPlane:
             noted.append(
                 lambda incarnation: self._epochs.note(incarnation.job, incarnation.record())
             )
+        jobs.on_begin.append(records.epoch_began)
+        jobs.on_end.append(records.epoch_ended)
         self._epochs.start()
         if mine is not None:
             jobs.open(mine)
         return jobs
+
+    def _url(self, listening: Address) -> str:
+        host = advertised(listening.host, self._config.advertise, tls=self._tls is not None)
+        scheme = "http" if self._tls is None else "https"
+        return f"{scheme}://{Address(host, listening.port)}"
+
+    def _grpc_address(self, listening: Address) -> str:
+        host = advertised(listening.host, self._config.advertise, tls=self._tls is not None)
+        return grpc_address(host, listening.port, tls=self._tls is not None)
 
     def _whose(self) -> str:
         mine = self._bootstrap
@@ -244,8 +298,11 @@ class ControlPlane:
         reflection.enable_server_reflection(names, server)
         wanted = Address(http_address.host, http_address.port + 1)
         if self._config.grpc_listen:
-            wanted = parse_listen(self._config.grpc_listen, option="--grpc-listen")
-        address = bind_grpc(server, wanted)
+            wanted = parse_listen(
+                self._config.grpc_listen, option="--grpc-listen", tls=self._tls is not None
+            )
+        credentials = self._tls.grpc_credentials() if self._tls is not None else None
+        address = bind_grpc(server, wanted, credentials)
         self._grpc = server
         await server.start()
         for name in ("", SERVICE):
@@ -255,38 +312,44 @@ class ControlPlane:
     async def _start_http(
         self,
         jobs: Jobs,
+        records: Records,
         watchers: Watchers,
         listener: socket.socket,
         http_address: Address,
-        grpc_address: Address,
+        grpc_address: str,
     ) -> None:
         services = Services(
             config=self._config,
             listen_host=http_address.host,
-            grpc_address=str(grpc_address),
+            grpc_address=grpc_address,
+            tls=self._tls,
             jobs=jobs,
             metrics=Metrics(jobs, self._lag, watchers),
             watchers=watchers,
-            tokens=Tokens(self._token),
+            tokens=Tokens(self._token, records.tokens, recorded=records.recorded),
+            records=records,
+            denied=records.denied,
             failures=FailureLimit(),
             events=self._events,
             stopping=self._done.is_set,
         )
-        self._http = HttpServer(
-            uvicorn.Config(
-                build_app(services),
-                http="h11",
-                ws="none",
-                lifespan="off",
-                log_config=None,
-                # Ours in guard.py leaves the query out.
-                access_log=False,
-                server_header=False,
-                proxy_headers=False,
-                limit_concurrency=HTTP_CONCURRENCY,
-                timeout_graceful_shutdown=max(1, round(self._config.drain_s)),
-            )
+        config = uvicorn.Config(
+            build_app(services),
+            http="h11",
+            ws="none",
+            lifespan="off",
+            log_config=None,
+            # Ours in guard.py leaves the query out.
+            access_log=False,
+            server_header=False,
+            proxy_headers=False,
+            limit_concurrency=HTTP_CONCURRENCY,
+            timeout_graceful_shutdown=max(1, round(self._config.drain_s)),
         )
+        config.load()
+        # In place of what uvicorn makes of files once and for all.
+        config.ssl = self._tls.ssl_context() if self._tls is not None else None
+        self._http = HttpServer(config)
         self._http_task = asyncio.create_task(
             self._http.serve(sockets=[listener]), name="paramd-http"
         )

@@ -11,7 +11,9 @@ from paramd_service.control.config import ControlConfig
 from paramd_service.control.events import EventBus
 from paramd_service.control.jobs import Jobs
 from paramd_service.control.metrics import Metrics
+from paramd_service.control.records import Records
 from paramd_service.control.tokens.authority import Denied, Tokens, unheard
+from paramd_service.tls import ServerTls
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -30,10 +32,14 @@ class Services:
     """`watchers.get(job)` knows the job's alerts."""
     tokens: Tokens
     """`tokens.principal(offered)`: whose token it is."""
+    records: Records
+    """Store, audit and metric history."""
     failures: FailureLimit
     events: EventBus
     """`events.publish(kind, data, job=)`: what viewers of the job are told at once."""
     stopping: Callable[[], bool]
     """True once it drains."""
+    tls: ServerTls | None = None
+    """None: plain HTTP and gRPC, on loopback."""
     denied: Denied = unheard
     """Is told of every refused request."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from pathlib import Path
 
 import httpx2
 import pytest
@@ -23,6 +24,7 @@ from paramd_service.control.guard import SECURITY_HEADERS
 from paramd_service.control.incarnation import Terms
 from paramd_service.control.jobs import Jobs
 from paramd_service.control.metrics import LoopLag, Metrics
+from paramd_service.control.records import Records
 from paramd_service.control.services import Services
 from paramd_service.control.tokens.authority import Tokens
 
@@ -44,6 +46,7 @@ def services() -> Services:
         metrics=Metrics(jobs, LoopLag(), watchers),
         watchers=watchers,
         tokens=Tokens(TOKEN),
+        records=Records("", Path("/nonexistent"), chain="run"),
         failures=FailureLimit(burst=1000.0),
         events=EventBus(),
         stopping=lambda: False,
@@ -80,7 +83,9 @@ def test_the_routes_are_those_we_know() -> None:
         "/metrics",
         "/api/v1/jobs",
         "/api/v1/jobs/run",
+        "/api/v1/audit",
         "/api/v1/jobs/run/alerts",
+        "/api/v1/jobs/run/audit",
         "/api/v1/jobs/run/epochs",
         "/api/v1/jobs/run/ranks",
         "/api/v1/jobs/run/ranks/0/metrics",

@@ -125,6 +125,11 @@ class Audit:
         read = partial(chain_store.newest, job=job, before_seq=before_seq, limit=limit)
         return await self._store.read(read)
 
+    async def oldest(self, job: str, *, after_seq: int, limit: int) -> list[Link]:
+        """Records after `after_seq`, oldest first. Raises StoreError."""
+        read = partial(chain_store.links, job=job, after_seq=after_seq, limit=limit)
+        return await self._store.read(read)
+
     async def anchor(self, job: str) -> Head | None:
         """The head that is kept apart from the store. Raises StoreError."""
         # A reader of its own: `self._heads` belongs to the writer's thread.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from sqlalchemy import Connection, insert, select, text
@@ -56,7 +56,7 @@ def head(connection: Connection, job: str) -> Head:
     return Head(row.seq, row.hash) if row is not None else START
 
 
-def links(connection: Connection, job: str, *, after_seq: int, limit: int) -> Sequence[Link]:
+def links(connection: Connection, job: str, *, after_seq: int, limit: int) -> list[Link]:
     """Records after `after_seq`, oldest first."""
     chosen = (
         select(audit).where(audit.c.job == job, audit.c.seq > after_seq).order_by(audit.c.seq)

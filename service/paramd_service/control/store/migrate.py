@@ -14,7 +14,7 @@ from sqlalchemy import Connection, Engine, inspect, text
 from paramd.errors import ConflictError
 from paramd_service.control.store.address import StoreAddress
 from paramd_service.control.store.engine import WRITES, create_file
-from paramd_service.control.store.schema import REVISION
+from paramd_service.control.store.schema import REVISION, metadata
 
 LOCK_KEY = 0x70617261_6D640001
 """PostgreSQL's advisory lock of whoever migrates."""
@@ -39,20 +39,38 @@ def migrate(engine: Engine, address: StoreAddress) -> str:
             if address.path is None:
                 connection.execute(text("SELECT pg_advisory_xact_lock(:key)"), {"key": LOCK_KEY})
             found = _revision(connection)
-            if found != REVISION:
+            if found is None:
+                _create(connection)
+            elif found != REVISION:
                 _upgrade(connection, found, address)
-    return found
+    return found if found is not None else ""
 
 
-def _revision(connection: Connection) -> str:
+def _revision(connection: Connection) -> str | None:
+    """The store's revision: None when it is new, empty before the first one."""
     if not inspect(connection).has_table("alembic_version"):
-        return ""
+        return None
     rows = connection.execute(text("SELECT version_num FROM alembic_version")).scalars().all()
     return str(rows[0]) if rows else ""
 
 
+def _create(connection: Connection) -> None:
+    """What all migrations together make; without Alembic, which takes a second to load."""
+    metadata.create_all(connection, checkfirst=False)
+    connection.execute(
+        text(
+            "CREATE TABLE alembic_version (version_num VARCHAR(32) NOT NULL, "
+            "CONSTRAINT alembic_version_pkc PRIMARY KEY (version_num))"
+        )
+    )
+    connection.execute(
+        text("INSERT INTO alembic_version (version_num) VALUES (:new)"), {"new": REVISION}
+    )
+
+
 def _upgrade(connection: Connection, found: str, address: StoreAddress) -> None:
-    # Loaded only when there is something to do: it takes longer than the rest of a start.
+    # Loaded only when there is something to do: it takes longer than the rest of a start,
+    # and tells the log what it loads.
     logging.getLogger("alembic").setLevel(logging.WARNING)
     from alembic.config import Config
     from alembic.runtime.environment import EnvironmentContext

@@ -1,0 +1,126 @@
+"""What a control plane remembers, as one part: the store, and what is written to it."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Mapping
+from contextlib import AbstractAsyncContextManager
+from pathlib import Path
+from typing import Any
+
+from paramd_service.control.audit.audit import Action, Audit
+from paramd_service.control.audit.denials import Denials
+from paramd_service.control.incarnation import Incarnation
+from paramd_service.control.store.address import parse_store
+from paramd_service.control.store.alerts import AlertStore
+from paramd_service.control.store.errors import StoreError
+from paramd_service.control.store.history import MetricHistory
+from paramd_service.control.store.store import Store
+from paramd_service.control.store.tokens import TokenStore
+from paramd_service.control.tokens.authority import Principal
+
+SELF = "control plane"
+"""Actor of what the control plane does by itself."""
+
+log = logging.getLogger("paramd.control")
+
+
+class Records:
+    """Use on one event loop, from `start` to `stop`."""
+
+    def __init__(self, store: str, directory: Path, *, chain: str, epoch: int = 0) -> None:
+        """No I/O.
+
+        Args:
+            store: URL of the store; empty: a file in `directory`.
+            directory: where heads and keys of the audit are kept, 0700 and ours.
+            chain: the job of an embedded control plane, empty for a site: whose chain has
+                what the control plane itself does.
+            epoch: that of an embedded one.
+
+        Raises:
+            UsageError: `store` is no URL of a kind that we know.
+        """
+        self.store = Store(parse_store(store, directory=directory))
+        self.audit = Audit(self.store, directory)
+        self.history = MetricHistory(self.store)
+        self.tokens = TokenStore(self.store)
+        self.alerts = AlertStore(self.store)
+        self.chain = chain
+        self._epoch = epoch
+        self._denials = Denials(self.audit, chain)
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._started = False
+
+    async def start(self, settings: Mapping[str, Any]) -> None:
+        """Opens the store and records the start. A store that is away is only logged.
+
+        Raises:
+            UsageError: the store's driver is not installed.
+            ConflictError: a newer paramd has used this store.
+        """
+        try:
+            await self.store.start()
+        except StoreError as error:
+            log.error("%s; until it can be used, nothing is changed and reading goes on", error)
+        self.history.start()
+        self._started = True
+        detail = {"settings": dict(settings), "store": str(self.store.address)}
+        await self.audit.event(self._action(SELF, "", "control.start", detail))
+
+    async def stop(self) -> None:
+        """Records the end, writes what waits, closes. Idempotent; safe after a failed start."""
+        if self._started:
+            self._started = False
+            if self._tasks:
+                await asyncio.wait(self._tasks)
+            await self._denials.close()
+            await self.audit.event(self._action(SELF, "", "control.stop", {}))
+            await self.history.stop()
+            await self.audit.stop()
+        await self.store.stop()
+
+    def recorded(
+        self, by: Principal, method: str, detail: Mapping[str, Any]
+    ) -> AbstractAsyncContextManager[object]:
+        """Records a mutation of the control plane's own around its effect; see `Audit`."""
+        return self.audit.mutation(self._action(by.name, by.role.value, method, detail))
+
+    def denied(self, actor: str, role: str, operation: str, reason: str) -> None:
+        """Takes in a refused call. Never waits, never fails."""
+        if self._started:
+            self._denials.saw(actor=actor, role=role, method=operation, reason=reason)
+
+    def epoch_began(self, incarnation: Incarnation) -> None:
+        """Records that a job's epoch began. Training never waits for that."""
+        self._note(incarnation, "epoch.begin", {"world_size": incarnation.bootstrap.world_size})
+
+    def epoch_ended(self, incarnation: Incarnation) -> None:
+        """Records that a job's epoch is over, and why."""
+        self._note(incarnation, "epoch.end", {"reason": str(incarnation.over)})
+
+    def _note(self, incarnation: Incarnation, method: str, detail: Mapping[str, Any]) -> None:
+        if not self._started:
+            return
+        action = Action(
+            actor=SELF,
+            role="",
+            method=method,
+            job=incarnation.job,
+            epoch=incarnation.epoch,
+            detail=detail,
+        )
+        task = asyncio.create_task(self.audit.event(action), name="paramd-audit-epoch")
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    def _action(self, actor: str, role: str, method: str, detail: Mapping[str, Any]) -> Action:
+        return Action(
+            actor=actor,
+            role=role,
+            method=method,
+            job=self.chain,
+            epoch=self._epoch,
+            detail=detail,
+        )

@@ -56,6 +56,8 @@ class Rounds:
 
     async def stats(self) -> None:
         """Statistics of the next parameters. Raises ParamdErrors."""
+        if not any(self._config.looks_for(rule) for rule in TENSOR_RULES):
+            return
         layout = await self._sampler.layout()
         self._norms.keep_only(tensor.fqn for tensor in layout.tensors)
         sample = self._next(layout, self._stats_begin, TENSOR_RULES)

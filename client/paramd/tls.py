@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import grpc
 import grpc.aio
@@ -46,10 +47,14 @@ class ClientTls:
             )
 
     @classmethod
-    def from_environment(cls) -> ClientTls:
-        """The settings above. Raises UsageError when they do not fit together."""
+    def from_environment(cls, ca: str | os.PathLike[str] | None = None) -> ClientTls:
+        """The settings above; `ca` goes before its variable.
+
+        Raises:
+            UsageError: they do not fit together.
+        """
         return cls(
-            ca=_path("PARAMD_TLS_CA"),
+            ca=Path(ca).expanduser() if ca is not None else _path("PARAMD_TLS_CA"),
             cert=_path("PARAMD_TLS_CLIENT_CERT"),
             key=_path("PARAMD_TLS_CLIENT_KEY"),
         )
@@ -105,6 +110,27 @@ def open_channel(
             "unencrypted. Give its server a certificate (PARAMD_TLS_CERT, PARAMD_TLS_KEY)"
         )
     return grpc.aio.insecure_channel(address, options=options)
+
+
+def https_context(url: str, tls: ClientTls | None = None) -> ssl.SSLContext | bool:
+    """What an HTTP client verifies `url` with; True stands for its own default.
+
+    Args:
+        tls: None takes it from the environment.
+
+    Raises:
+        UsageError: the url would send a token unencrypted to another host, or a file of
+            TLS cannot be used.
+    """
+    parts = urlsplit(url)
+    if parts.scheme == "https":
+        return (tls if tls is not None else ClientTls.from_environment()).ssl_context()
+    if not is_loopback(parts.hostname or ""):
+        raise UsageError(
+            f"url: {url!r} is on another host and not https; the token would cross the network "
+            "unencrypted. Use https, or forward the port and use http://127.0.0.1"
+        )
+    return True
 
 
 def is_loopback(host: str) -> bool:

@@ -177,11 +177,12 @@ class ServerTls:
 
 
 def advertised(listen_host: str, advertise: str, *, tls: bool) -> str:
-    """The host under which others find a server: as told, else where it listens.
+    """The host under which others find a server: as told (PARAMD_ADVERTISE), else where it listens.
 
     Raises:
         UsageError: it listens everywhere, and nobody said under which name.
     """
+    advertise = advertise or os.environ.get("PARAMD_ADVERTISE", "")
     if advertise:
         return advertise
     try:

@@ -14,6 +14,7 @@ from typing import Annotated
 import typer
 
 from paramd.cli import shell
+from paramd.cli.certs import certs
 from paramd.cli.demo import demo
 from paramd.cli.doctor import doctor
 from paramd.cli.options import Debug, Job, Token, Url, examples
@@ -23,6 +24,7 @@ from paramd.cli.settings import Flags
 from paramd.cli.stats import stats
 from paramd.cli.status import status
 from paramd.cli.summon import summon
+from paramd.cli.token import token as token_group
 from paramd.version import __version__
 
 app = typer.Typer(
@@ -68,6 +70,8 @@ _add(doctor, RUN, "paramd doctor", "paramd doctor -o json")
 _add(demo, RUN, "paramd demo", "paramd demo --keep")
 app.add_typer(control, name="control", rich_help_panel=RUN)
 app.add_typer(sidecar, name="sidecar", rich_help_panel=RUN)
+app.add_typer(token_group, name="token", rich_help_panel=RUN)
+app.add_typer(certs, name="certs", rich_help_panel=RUN)
 
 
 def _print_version(wanted: bool) -> None:

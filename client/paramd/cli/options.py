@@ -50,6 +50,11 @@ Token = Annotated[
     typer.Option("--token", metavar="-|@FILE", help="Where the token stands: - is stdin. "
                  "Better: \\[env: PARAMD_TOKEN]", rich_help_panel=PANEL),
 ]  # fmt: skip
+TlsCa = Annotated[
+    str | None,
+    typer.Option("--tls-ca", metavar="FILE", help="CA certificates to trust when the url is "
+                 "https. \\[env: PARAMD_TLS_CA]", rich_help_panel=PANEL),
+]  # fmt: skip
 Debug = Annotated[
     bool, typer.Option("--debug", help="Show the traceback of an error. \\[env: PARAMD_DEBUG]")
 ]
@@ -76,7 +81,7 @@ class Target:
         from paramd.mesh.connect import connect
 
         chosen = self.settings
-        return connect(chosen.url, token=chosen.token, job=chosen.job)
+        return connect(chosen.url, token=chosen.token, job=chosen.job, tls_ca=chosen.tls_ca)
 
     @property
     def format(self) -> Format:
@@ -104,7 +109,7 @@ def with_target(command: Callable[..., None]) -> Callable[..., None]:
     """
     own = inspect.signature(command, eval_str=True)
     _, *parameters = own.parameters.values()
-    shared: dict[str, Any] = {"job": Job, "url": Url, "token": Token}
+    shared: dict[str, Any] = {"job": Job, "url": Url, "token": Token, "tls_ca": TlsCa}
     context = inspect.Parameter(
         "context", inspect.Parameter.POSITIONAL_OR_KEYWORD, annotation=typer.Context
     )

@@ -18,7 +18,7 @@ from urllib.parse import urlsplit
 from paramd.errors import UsageError
 
 FILE_NAME = "paramd.toml"
-FILE_KEYS = ("job", "url", "token_file", "output")
+FILE_KEYS = ("job", "url", "token_file", "tls_ca", "output")
 MAX_TOKEN_BYTES = 16 << 10
 _LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
@@ -31,6 +31,7 @@ class Flags:
     url: str | None = None
     token: str | None = None
     """"-" or "@FILE"."""
+    tls_ca: str | None = None
     output: str | None = None
 
     def over(self, below: Flags) -> Flags:
@@ -39,6 +40,7 @@ class Flags:
             job=self.job if self.job is not None else below.job,
             url=self.url if self.url is not None else below.url,
             token=self.token if self.token is not None else below.token,
+            tls_ca=self.tls_ca if self.tls_ca is not None else below.tls_ca,
             output=self.output if self.output is not None else below.output,
         )
 
@@ -50,6 +52,7 @@ class Settings:
     job: str | None
     url: str | None
     token: str | None = field(repr=False)
+    tls_ca: str | None
     output: str | None
 
 
@@ -70,13 +73,16 @@ def load(flags: Flags, *, stdin: TextIO) -> Settings:
         job=flags.job if flags.job is not None else merged.get("job"),
         url=flags.url if flags.url is not None else merged.get("url"),
         token=token,
+        tls_ca=flags.tls_ca if flags.tls_ca is not None else merged.get("tls_ca"),
         output=flags.output if flags.output is not None else merged.get("output"),
     )
 
 
 def merge(environment: Mapping[str, str], files: Sequence[Mapping[str, str]]) -> dict[str, str]:
     """Each key's value where it stands first: in the environment, then in each file."""
-    named = {key: environment.get(f"PARAMD_{key.upper()}") for key in ("job", "url", "output")}
+    named = {
+        key: environment.get(f"PARAMD_{key.upper()}") for key in ("job", "url", "tls_ca", "output")
+    }
     merged = {key: value for key, value in named.items() if value}
     for found in files:
         merged = {**found, **merged}
@@ -131,8 +137,9 @@ def _check_key(path: Path, key: str, value: object) -> None:
 
 def _check_foreign(path: Path, values: Mapping[str, str]) -> None:
     own = file_places()[-1][0]
-    if "token_file" in values:
-        raise UsageError(f"{path}: token_file is read only from {own}; move it there")
+    for key in ("token_file", "tls_ca"):
+        if key in values:
+            raise UsageError(f"{path}: {key} is read only from {own}; move it there")
     if "url" in values and urlsplit(values["url"]).hostname not in _LOOPBACK:
         raise UsageError(
             f"{path}: a url in the working directory may only name this machine, is "

@@ -24,6 +24,7 @@ from paramd.mesh.sidecars import Sidecars
 from paramd.mesh.status import mesh_status
 from paramd.mesh.summary import compute_stats
 from paramd.mesh.transfer import Chosen, Transfer, Transport, check_transport
+from paramd.tls import ClientTls
 
 if TYPE_CHECKING:
     import torch

@@ -12,6 +12,7 @@ import grpc.aio
 
 from paramd.errors import NotFoundError, ParamdError, UnreachableError, error_of_grpc
 from paramd.mesh.chunk import Chunk, parse_chunk
+from paramd.tls import ClientTls, is_secure, open_channel
 from paramd.v1 import control_pb2_grpc, sidecar_pb2, sidecar_pb2_grpc
 
 LIVENESS_S: Final = 5.0
@@ -91,14 +92,28 @@ class Channels:
     `ticket` is asked at every call, so a renewed ticket needs no new channel.
     """
 
-    def __init__(self, ticket: Callable[[], str]) -> None:
+    def __init__(self, ticket: Callable[[], str], *, tls: ClientTls | None = None) -> None:
+        """`tls` is used for addresses that want it; None takes it from the environment."""
         self._ticket = ticket
+        self._tls = tls if tls is not None else ClientTls.from_environment()
+        self._stamps: dict[str, tuple[int, ...]] = {}
         self._channels: dict[str, grpc.aio.Channel] = {}
+        self._retired: list[grpc.aio.Channel] = []
 
     def channel(self, address: str) -> grpc.aio.Channel:
-        """The channel to `address` ("host:port"). No I/O yet."""
+        """The channel to `address` ("host:port", or "grpcs://host:port"). No connection yet.
+
+        Raises:
+            DeniedError: another host without TLS.
+            UsageError: a file of TLS cannot be read.
+        """
+        stamp = self._tls.stamp() if is_secure(address) else ()
+        if address in self._channels and self._stamps[address] != stamp:
+            # gRPC reads certificates once a channel. Calls under way go on with the old ones.
+            self._retired.append(self._channels.pop(address))
         if address not in self._channels:
-            self._channels[address] = grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS)
+            self._channels[address] = open_channel(address, self._tls, options=CHANNEL_OPTIONS)
+            self._stamps[address] = stamp
         return self._channels[address]
 
     def sidecar(self, address: str) -> Any:
@@ -117,6 +132,8 @@ class Channels:
     async def close(self) -> None:
         """Closes every channel. Idempotent."""
         await self.keep_only(frozenset())
+        retired, self._retired = self._retired, []
+        await asyncio.gather(*(channel.close() for channel in retired))
 
     @property
     def metadata(self) -> tuple[tuple[str, str], ...]:

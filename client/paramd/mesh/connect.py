@@ -8,6 +8,7 @@ from paramd.errors import UsageError
 from paramd.mesh.amesh import AsyncMesh
 from paramd.mesh.mesh import Mesh
 from paramd.places import read_endpoint, running_jobs
+from paramd.tls import ClientTls
 
 
 def connect(
@@ -16,6 +17,7 @@ def connect(
     *,
     job: str | None = None,
     timeout_s: float | None = None,
+    tls_ca: str | os.PathLike[str] | None = None,
 ) -> Mesh:
     """A mesh on a running job. Close it, or use it as a context manager.
 
@@ -25,6 +27,8 @@ def connect(
         token: Its token; without it PARAMD_TOKEN, else the state dir's.
         job: Name of the job; without it PARAMD_JOB, else the only one that runs.
         timeout_s: Default time for one call, in seconds; None means 60.
+        tls_ca: File of CA certificates to trust when the url is https; without it
+            PARAMD_TLS_CA, else those of the system.
 
     Raises:
         UnreachableError: no such job runs here, or its control plane does not answer.
@@ -32,7 +36,8 @@ def connect(
         UsageError: several jobs run and none was named.
     """
     url, token, job = resolve(url, token, job)
-    return Mesh(url, token, job=job, timeout_s=timeout_s)
+    tls = ClientTls.from_environment(tls_ca)
+    return Mesh(url, token, job=job, timeout_s=timeout_s, tls=tls)
 
 
 def async_connect(
@@ -41,10 +46,12 @@ def async_connect(
     *,
     job: str | None = None,
     timeout_s: float | None = None,
+    tls_ca: str | os.PathLike[str] | None = None,
 ) -> AsyncMesh:
     """A mesh for asyncio, to be used as `async with`. Arguments and errors as `connect`."""
     url, token, job = resolve(url, token, job)
-    return AsyncMesh(url, token, job=job, timeout_s=timeout_s)
+    tls = ClientTls.from_environment(tls_ca)
+    return AsyncMesh(url, token, job=job, timeout_s=timeout_s, tls=tls)
 
 
 def resolve(url: str | None, token: str | None, job: str | None) -> tuple[str, str, str | None]:

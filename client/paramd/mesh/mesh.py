@@ -19,6 +19,7 @@ from paramd.mesh import loop
 from paramd.mesh.amesh import UNSET, AsyncMesh, Timeout
 from paramd.mesh.results import MeshStatus, Params, StatsTable, Summoned
 from paramd.mesh.transfer import Transport
+from paramd.tls import ClientTls
 
 if TYPE_CHECKING:
     import torch
@@ -35,12 +36,18 @@ class Mesh:
     """
 
     def __init__(
-        self, url: str, token: str, *, job: str | None = None, timeout_s: float | None = None
+        self,
+        url: str,
+        token: str,
+        *,
+        job: str | None = None,
+        timeout_s: float | None = None,
+        tls: ClientTls | None = None,
     ) -> None:
         """Connects. Arguments and errors as those of `paramd.connect`."""
         thread = loop.acquire()
         try:
-            self._mesh = thread.run(_opened(url, token, job, timeout_s))
+            self._mesh = thread.run(_opened(url, token, job, timeout_s, tls))
         except BaseException:
             loop.release()
             raise
@@ -166,8 +173,10 @@ class Mesh:
         return self._thread.run(work)
 
 
-async def _opened(url: str, token: str, job: str | None, timeout_s: float | None) -> AsyncMesh:
-    return await AsyncMesh(url, token, job=job, timeout_s=timeout_s).__aenter__()
+async def _opened(
+    url: str, token: str, job: str | None, timeout_s: float | None, tls: ClientTls | None
+) -> AsyncMesh:
+    return await AsyncMesh(url, token, job=job, timeout_s=timeout_s, tls=tls).__aenter__()
 
 
 def _close(thread: loop.LoopThread, mesh: AsyncMesh) -> None:

@@ -27,6 +27,7 @@ from paramd.mesh.optimism import Optimism
 from paramd.mesh.pin import Pinner
 from paramd.mesh.rest import JobDocument, RestClient
 from paramd.mesh.sidecars import Background, Sidecars
+from paramd.tls import ClientTls
 from paramd.v1 import layout_pb2
 
 RECOVERY_S = 4.0
@@ -54,14 +55,15 @@ class Reach:
         job: str | None,
         *,
         transport: httpx2.AsyncBaseTransport | None = None,
+        tls: ClientTls | None = None,
     ) -> None:
         """`transport` replaces the way to the control plane in tests."""
-        self._rest = RestClient(url, token, transport=transport)
+        self._rest = RestClient(url, token, transport=transport, tls=tls)
         self._job = job
         self._document: JobDocument | None = None
         self._renew_at_s = 0.0
         self._refreshing = asyncio.Lock()
-        self._channels = Channels(lambda: self.document.ticket)
+        self._channels = Channels(lambda: self.document.ticket, tls=tls)
         self._background = Background()
         self._index: tuple[tuple[int, str], NameIndex] | None = None
         self._indexing = asyncio.Lock()

@@ -10,6 +10,7 @@ from urllib.parse import quote, urlsplit
 import httpx2
 
 from paramd.errors import (
+    ConflictError,
     DeadlineError,
     DeniedError,
     NotFoundError,
@@ -18,6 +19,7 @@ from paramd.errors import (
     UsageError,
 )
 from paramd.mesh.channels import RankUnreachableError
+from paramd.tls import ClientTls, https_context
 
 REST_TIMEOUT_S = 5.0
 """Deadline of one REST request, in seconds."""
@@ -78,14 +80,16 @@ class RestClient:
         *,
         transport: httpx2.AsyncBaseTransport | None = None,
         timeout_s: float = REST_TIMEOUT_S,
+        tls: ClientTls | None = None,
     ) -> None:
-        """`transport` replaces the network in tests."""
+        """`transport` replaces the network in tests; `tls` is the environment's when None."""
         self.url = checked_url(url)
         self._client = httpx2.AsyncClient(
             base_url=self.url + "/api/v1",
             headers={"authorization": f"Bearer {token}"},
             timeout=timeout_s,
             transport=transport,
+            verify=https_context(self.url, tls),
             # A proxy from the environment must not see the token.
             trust_env=False,
         )
@@ -122,8 +126,16 @@ class RestClient:
         await self._client.aclose()
 
     async def _get(self, path: str) -> Any:
+        return await self.send("GET", path)
+
+    async def send(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> Any:
+        """The JSON answer to one request below /api/v1. Sent once, never again.
+
+        Raises:
+            ParamdError: the class that the HTTP status stands for.
+        """
         try:
-            answer = await self._client.get(path)
+            answer = await self._client.request(method, path, json=body)
         except httpx2.TimeoutException as error:
             raise UnreachableError(
                 f"{self.url} did not answer in time; is the control plane stopped? "
@@ -206,6 +218,10 @@ def error_of_http(url: str, status: int, text: str) -> ParamdError:
         )
     if status == 404:
         return NotFoundError(f"{url}: {text}")
+    if status == 409:
+        return ConflictError(f"{url}: {text}")
+    if status == 422:
+        return UsageError(f"{url}: {text}")
     if status == 504:
         return DeadlineError(f"{url}: {text}")
     if status in (502, 503):

@@ -29,6 +29,8 @@ class ControlLink:
         self._process: subprocess.Popen[bytes] | None = None
         self._supervisor = Supervisor("control", self._start)
         self._watched = False
+        self._listen = ""
+        self._grpc_listen = ""
         self.url = ""
         self.grpc_address = ""
 
@@ -64,10 +66,10 @@ class ControlLink:
             self._process.wait()
         identity = self._identity
         assert identity.private_key is not None, "rank 0 has it"
-        listen = self.url.removeprefix("http://") if self.url else self._settings.listen
+        listen = self._listen if self._listen else self._settings.listen
         arguments = ["--job", identity.job, "--listen", listen]
         if self.grpc_address:
-            arguments += ["--grpc-listen", self.grpc_address]
+            arguments += ["--grpc-listen", self._grpc_listen]
         secrets = {
             "job": identity.job,
             "epoch": identity.epoch,
@@ -88,6 +90,7 @@ class ControlLink:
             end(self._process, grace_s=0.0)
             raise UnreachableError(f"the control plane did not start; see {log_path}")
         self.url, self.grpc_address = ready["url"], ready["grpc_address"]
+        self._listen, self._grpc_listen = ready["listen"], ready["grpc_listen"]
         return descriptors.pidfd(self._process.pid)
 
 

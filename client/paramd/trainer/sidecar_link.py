@@ -132,7 +132,7 @@ class SidecarLink:
     def _reach(self) -> socket.socket:
         with contextlib.suppress(UnreachableError):
             return handover.connect(self._socket_path)
-        listen = self.address if self.address else self._settings.sidecar_listen
+        listen = self._listen()
         self._process, output = spawn(
             "paramd_service.sidecar",
             [
@@ -146,6 +146,13 @@ class SidecarLink:
         )  # fmt: skip
         output.close()
         return self._await_socket(self._process)
+
+    def _listen(self) -> str:
+        """Where a sidecar is to listen: a successor on its predecessor's port."""
+        wanted = self._settings.sidecar_listen
+        if not self.address:
+            return wanted
+        return f"{wanted.rpartition(':')[0]}:{self.address.rpartition(':')[2]}"
 
     def _await_socket(self, process: subprocess.Popen[bytes]) -> socket.socket:
         deadline_s = time.monotonic() + self._settings.sidecar_start_timeout_s

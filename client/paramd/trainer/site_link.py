@@ -18,6 +18,7 @@ from paramd.errors import (
     UsageError,
 )
 from paramd.tickets import key_from_hex
+from paramd.tls import https_context
 from paramd.trainer.settings import AttachSettings
 
 TIMEOUT_S = 10.0
@@ -47,12 +48,13 @@ def register(
         UnreachableError: it does not answer, or cannot serve now.
         DeniedError: the token is missing, wrong, or may not register jobs.
         ConflictError: the job trains already, or the control plane is another job's own.
-        UsageError: the url is none.
+        UsageError: the url is none, or would send the token unencrypted to another host.
     """
     url = settings.control.rstrip("/")
     parts = urlsplit(url)
     if parts.scheme not in ("http", "https") or not parts.hostname:
         raise UsageError(f"control: {url!r}; expected one like http://127.0.0.1:8470")
+    verify = https_context(url)
     body = {"job": job, "world_size": world_size, "epoch_floor": epoch_floor}
     try:
         answer = httpx2.post(
@@ -60,6 +62,7 @@ def register(
             json=body,
             headers={"authorization": f"Bearer {token_of(settings)}"},
             timeout=TIMEOUT_S,
+            verify=verify,
             # A proxy from the environment must not see the token.
             trust_env=False,
         )

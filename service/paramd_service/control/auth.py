@@ -13,6 +13,7 @@ import grpc.aio
 from paramd.errors import ConflictError, DeniedError
 from paramd.tickets import Claims, Role, Verifier, claimed
 from paramd_service.control.statuses import abort
+from paramd_service.control.tokens.authority import Denied, unheard
 
 ANY_ROLE: Final = frozenset(Role)
 _CONTROL = "/paramd.v1.ControlService/"
@@ -39,9 +40,12 @@ _caller: ContextVar[Claims] = ContextVar("paramd_caller")
 class TicketInterceptor(grpc.aio.ServerInterceptor):
     """First in the chain: lets a call through when its ticket's role may make it."""
 
-    def __init__(self, verifier_of: Callable[[str, int], Verifier]) -> None:
+    def __init__(
+        self, verifier_of: Callable[[str, int], Verifier], denied: Denied = unheard
+    ) -> None:
         """`verifier_of` a job and an epoch; it raises DeniedError for those not ours."""
         self._verifier_of = verifier_of
+        self._denied = denied
 
     async def intercept_service(
         self,
@@ -57,6 +61,7 @@ class TicketInterceptor(grpc.aio.ServerInterceptor):
             # The handler runs in this very task.
             _caller.set(self._check(method, handler_call_details.invocation_metadata))
         except DeniedError as error:
+            self._denied("", "", str(method), str(error))
             return _denial(error, _status(error))
         return await continuation(handler_call_details)
 

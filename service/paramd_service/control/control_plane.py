@@ -44,7 +44,7 @@ from paramd_service.control.records import Records
 from paramd_service.control.servicer import ControlServicer
 from paramd_service.control.services import Services
 from paramd_service.control.site import Site, next_generation, open_site, site_dir
-from paramd_service.control.tokens.authority import Tokens
+from paramd_service.control.tokens.authority import Tokens, unheard
 from paramd_service.tls import ServerTls, advertised, grpc_address, tls_files
 
 SERVICE = "paramd.v1.ControlService"
@@ -142,7 +142,7 @@ class ControlPlane:
             # 2. What is remembered can be written.
             self._records = await self._open_records()
             # 3. We know who we are, and an embedded one its job.
-            jobs = self._open_jobs(self._records, f"http://{http_address}")
+            jobs = self._open_jobs(self._records, self._url(http_address))
             self._watchers = open_watchers(
                 watch=not self._config.no_watch,
                 strict=jobs.is_site,
@@ -287,7 +287,9 @@ class ControlPlane:
     async def _start_grpc(self, jobs: Jobs, http_address: Address) -> Address:
         ranks = self._bootstrap.world_size if self._bootstrap is not None else SITE_RANKS
         server = grpc.aio.server(
-            interceptors=[TicketInterceptor(jobs.verifier)],
+            interceptors=[
+                TicketInterceptor(jobs.verifier, self._records.denied if self._records else unheard)
+            ],
             options=GRPC_OPTIONS,
             # One Join stream a rank, its successor beside it, and callers.
             maximum_concurrent_rpcs=2 * ranks + GRPC_CALLERS,

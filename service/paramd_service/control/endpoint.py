@@ -8,12 +8,14 @@ import os
 import socket
 from dataclasses import dataclass
 
+import grpc
 import grpc.aio
 
 from paramd import places
 from paramd.errors import UnreachableError, UsageError
 from paramd.places import Endpoint
 from paramd_service.control.config import Bootstrap
+from paramd_service.tls import check_exposure
 
 PORTS_TRIED = 100
 BACKLOG = 128
@@ -21,7 +23,7 @@ BACKLOG = 128
 
 @dataclass(frozen=True, slots=True)
 class Address:
-    """A loopback host and a port."""
+    """A host and a port."""
 
     host: str
     port: int
@@ -30,11 +32,11 @@ class Address:
         return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
 
 
-def parse_listen(text: str, *, option: str) -> Address:
+def parse_listen(text: str, *, option: str, tls: bool = False) -> Address:
     """The address in "host:port".
 
     Raises:
-        UsageError: it is malformed, or other hosts could reach it.
+        UsageError: it is malformed, or other hosts could reach it and there is no TLS.
     """
     host, colon, port = text.rpartition(":")
     host = host.removeprefix("[").removesuffix("]")
@@ -42,15 +44,11 @@ def parse_listen(text: str, *, option: str) -> Address:
         raise UsageError(f"{option}: {text!r}; expected host:port, for example 127.0.0.1:8470")
     if host == "localhost":
         return Address("127.0.0.1", int(port))
+    check_exposure(host, option=option, tls=tls)
     try:
-        loopback = ipaddress.ip_address(host).is_loopback
+        ipaddress.ip_address(host)
     except ValueError:
-        loopback = False
-    if not loopback:
-        raise UsageError(
-            f"{option}: {host!r} is no loopback address, and this server has no TLS; listen on "
-            "127.0.0.1 and forward the port, for example: ssh -L 8470:127.0.0.1:8470 HOST"
-        )
+        raise UsageError(f"{option}: {host!r}; expected an IP address of this host") from None
     return Address(host, int(port))
 
 
@@ -67,7 +65,9 @@ def open_listener(wanted: Address) -> tuple[socket.socket, Address]:
     raise UnreachableError(_none_free(wanted))
 
 
-def bind_grpc(server: grpc.aio.Server, wanted: Address) -> Address:
+def bind_grpc(
+    server: grpc.aio.Server, wanted: Address, credentials: grpc.ServerCredentials | None = None
+) -> Address:
     """Binds a gRPC server to the wanted port or the next free one.
 
     The server must have been made with `grpc.so_reuseport` 0, or a taken port looks free.
@@ -77,13 +77,16 @@ def bind_grpc(server: grpc.aio.Server, wanted: Address) -> Address:
     """
     for port in _candidates(wanted.port):
         try:
-            return Address(wanted.host, server.add_insecure_port(str(Address(wanted.host, port))))
+            text = str(Address(wanted.host, port))
+            if credentials is None:
+                return Address(wanted.host, server.add_insecure_port(text))
+            return Address(wanted.host, server.add_secure_port(text, credentials))
         except RuntimeError:
             continue
     raise UnreachableError(_none_free(wanted))
 
 
-def announce(bootstrap: Bootstrap, http: Address, grpc_address: Address) -> Endpoint:
+def announce(bootstrap: Bootstrap, url: str, grpc_address: str) -> Endpoint:
     """Writes the job's endpoint file, in place of that of an older epoch.
 
     Raises:
@@ -91,11 +94,11 @@ def announce(bootstrap: Bootstrap, http: Address, grpc_address: Address) -> Endp
         UsageError: the state dir cannot be used.
     """
     endpoint = Endpoint(
-        url=f"http://{http}",
+        url=url,
         token=bootstrap.token,
         pid=os.getpid(),
         job=bootstrap.job,
-        grpc_address=str(grpc_address),
+        grpc_address=grpc_address,
         epoch=bootstrap.epoch,
         pid_start=places.process_start(os.getpid()) or 0,
     )

@@ -9,6 +9,7 @@ import os
 import signal
 import sys
 from collections.abc import Sequence
+from dataclasses import asdict
 
 from paramd.errors import ParamdError, codes_of
 from paramd_service.control.config import Bootstrap, ControlConfig, read_bootstrap
@@ -39,7 +40,7 @@ async def _run(config: ControlConfig, bootstrap: Bootstrap | None) -> None:
     _handle_signals(control)
     try:
         where = await control.start()
-        print(json.dumps({"url": where.url, "grpc_address": where.grpc_address}), flush=True)
+        print(json.dumps(asdict(where)), flush=True)
         reason = await control.wait_until_done()
         log.info("ends: %s", reason)
     finally:

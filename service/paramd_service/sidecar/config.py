@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import ipaddress
 from dataclasses import dataclass
 from pathlib import Path
 
 from paramd.errors import UsageError
 from paramd.places import check_job_name
+from paramd_service.tls import TlsFiles, check_exposure, tls_files
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,7 +21,15 @@ class SidecarConfig:
     socket_path: Path
     """Unix socket for the handover; its directory is 0700 and ours."""
     listen: str = "127.0.0.1:0"
-    """gRPC address "host:port"; port 0 takes a free one. Loopback only."""
+    """gRPC address "host:port"; port 0 takes a free one. Beyond loopback with TLS only."""
+    advertise: str = ""
+    """Host under which others find it; empty: the one it listens on."""
+    tls_cert: str = ""
+    """File of the server's certificate, with its chain; empty: PARAMD_TLS_CERT."""
+    tls_key: str = ""
+    """File of its private key; empty: PARAMD_TLS_KEY."""
+    tls_client_ca: str = ""
+    """Clients must show a certificate of this CA; empty: PARAMD_TLS_CLIENT_CA."""
     linger_s: float = 600.0
     """How long it serves on after the trainer's end, and waits for a first one; above 0."""
     budget_bytes: int | None = None
@@ -43,7 +51,7 @@ class SidecarConfig:
 
     def __post_init__(self) -> None:
         check_job_name(self.job)
-        check_listen(self.listen)
+        check_listen(self.listen, tls=self.tls_files is not None)
         for name, least in (("rank", 0), ("grace_s", 0), ("idle_memory_s", 0), ("max_calls", 1)):
             if getattr(self, name) < least:
                 raise UsageError(f"{name}: {getattr(self, name)}; expected {least} or more")
@@ -58,24 +66,21 @@ class SidecarConfig:
         if self.budget_bytes is not None and self.budget_bytes <= 0:
             raise UsageError(f"budget_bytes: {self.budget_bytes}; expected a number above 0")
 
+    @property
+    def tls_files(self) -> TlsFiles | None:
+        """The files of TLS; None without. Raises UsageError when one is missing."""
+        return tls_files(self.tls_cert, self.tls_key, self.tls_client_ca)
 
-def check_listen(listen: str) -> str:
-    """`listen` itself when it is a loopback address with a port.
+
+def check_listen(listen: str, *, tls: bool) -> str:
+    """`listen` itself when it is an address with a port, and loopback unless there is TLS.
 
     Raises:
-        UsageError: it is not; without TLS nothing else may carry parameters and tickets.
+        UsageError: it is not.
     """
     host, colon, port = listen.rpartition(":")
     host = host.removeprefix("[").removesuffix("]")
     if not colon or not port.isdigit() or not 0 <= int(port) <= 65535:
         raise UsageError(f"listen: {listen!r}; expected host:port, for example 127.0.0.1:0")
-    try:
-        loopback = host == "localhost" or ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        loopback = False
-    if not loopback:
-        raise UsageError(
-            f"listen: {listen!r} is not a loopback address; tickets and parameters would cross "
-            "the network unencrypted. Listen on 127.0.0.1 and reach it through a tunnel"
-        )
+    check_exposure(host, option="listen", tls=tls)
     return listen

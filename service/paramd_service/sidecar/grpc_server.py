@@ -13,6 +13,7 @@ from paramd_service.sidecar.chunk import SERVER_OPTIONS
 from paramd_service.sidecar.gateway import Gateway
 from paramd_service.sidecar.rank import RankSidecar
 from paramd_service.sidecar.servicer import SidecarServicer
+from paramd_service.tls import ServerTls, advertised, grpc_address
 
 _SERVING = health_pb2.HealthCheckResponse.SERVING
 _NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
@@ -23,6 +24,7 @@ class GrpcServer:
 
     def __init__(self, rank: RankSidecar, gateway: Gateway) -> None:
         self.address = ""
+        self.tls: ServerTls | None = None
         self._rank = rank
         self._gateway = gateway
         self._health = health_aio.HealthServicer()
@@ -57,15 +59,27 @@ class GrpcServer:
         await self._gateway.close()
 
     def _bind(self, server: grpc.aio.Server) -> str:
-        listen = self._rank.config.listen
-        host = listen.rpartition(":")[0]
+        config = self._rank.config
+        listen, files = config.listen, config.tls_files
+        host = listen.rpartition(":")[0].removeprefix("[").removesuffix("]")
+        name = advertised(host, config.advertise, tls=files is not None)
+        self.tls = ServerTls(files) if files is not None else None
+        credentials = self.tls.grpc_credentials() if self.tls is not None else None
+
+        def add(address: str) -> str:
+            if credentials is None:
+                port = server.add_insecure_port(address)
+            else:
+                port = server.add_secure_port(address, credentials)
+            return grpc_address(name, port, tls=credentials is not None)
+
         try:
-            return f"{host}:{server.add_insecure_port(listen)}"
+            return add(listen)
         except RuntimeError:
             # A successor is given its predecessor's port, which somebody may have taken.
             self._rank.log("port-taken", listen=listen)
         try:
-            return f"{host}:{server.add_insecure_port(f'{host}:0')}"
+            return add(f"{listen.rpartition(':')[0]}:0")
         except RuntimeError as error:
             raise UsageError(f"listen: cannot listen on {listen!r} ({error})") from error
 

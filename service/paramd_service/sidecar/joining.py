@@ -15,6 +15,7 @@ import grpc.aio
 
 from paramd.errors import ConflictError
 from paramd.places import host_id
+from paramd.tls import open_channel
 from paramd.v1 import common_pb2, control_pb2, control_pb2_grpc
 from paramd.version import __version__
 from paramd_service.sidecar import messages
@@ -109,7 +110,7 @@ class Joining:
         """One stream, until it ends. Says whether the control plane let us in."""
         joined = False
         self._interval_s = self._rank.config.report_s
-        async with grpc.aio.insecure_channel(mesh.control_address, options=_OPTIONS) as channel:
+        async with open_channel(mesh.control_address, options=_OPTIONS) as channel:
             stub: Any = control_pb2_grpc.ControlServiceStub(channel)
             call = stub.Join(self._reports(mesh), metadata=self._metadata())
             try:

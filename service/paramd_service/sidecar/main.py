@@ -24,6 +24,13 @@ from paramd_service.sidecar.malloc import keep_memory
 from paramd_service.sidecar.rank import RankSidecar
 from paramd_service.sidecar.unix_server import UnixServer
 
+_TLS_OPTIONS = {
+    "advertise": "host under which others find it",
+    "tls_cert": "file of the server's certificate [env: PARAMD_TLS_CERT]",
+    "tls_key": "file of its private key [env: PARAMD_TLS_KEY]",
+    "tls_client_ca": "CA whose certificates clients must have [env: PARAMD_TLS_CLIENT_CA]",
+}
+
 # The copying thread must not wait long for the interpreter while messages are built.
 _SWITCH_INTERVAL_S = 0.0005
 
@@ -55,7 +62,11 @@ def parse(argv: Sequence[str] | None) -> SidecarConfig:
     parser.add_argument("--job", required=True, help="name of the job")
     parser.add_argument("--rank", required=True, type=int, help="rank whose parameters it owns")
     parser.add_argument("--socket", required=True, type=Path, help="Unix socket for the handover")
-    parser.add_argument("--listen", default=defaults.listen, help="gRPC address (loopback)")
+    parser.add_argument(
+        "--listen", default=defaults.listen, help="gRPC address; beyond loopback with TLS"
+    )
+    for name, text in _TLS_OPTIONS.items():
+        parser.add_argument("--" + name.replace("_", "-"), default="", help=text)
     for name in ("linger_s", "grace_s", "default_lease_s", "max_lease_s", "idle_memory_s"):
         option = "--" + name.replace("_", "-")
         parser.add_argument(option, type=float, default=getattr(defaults, name), metavar="SECONDS")

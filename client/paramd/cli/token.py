@@ -1,0 +1,128 @@
+"""`paramd token create|list|revoke`: who may do what at a control plane."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import time
+from collections.abc import Mapping
+from typing import Annotated, Any
+from urllib.parse import quote
+
+import typer
+
+from paramd.cli.options import Output, Target, examples, with_target
+from paramd.cli.output import Column, Listing, emit, seconds
+from paramd.cli.shell import say
+from paramd.errors import UsageError
+
+token = typer.Typer(help="Tokens of users, with roles.", no_args_is_help=True)
+
+_UNITS_S = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86_400.0, "w": 604_800.0}
+_TTL = re.compile(r"([0-9]{1,9}(?:\.[0-9]{1,6})?)([smhdw])")
+
+
+def parse_ttl(text: str) -> float:
+    """Seconds in "90s", "15m", "12h", "30d" or "4w". Raises UsageError."""
+    found = _TTL.fullmatch(text)
+    if found is None or float(found[1]) == 0:
+        raise UsageError(f"--ttl: {text!r}; expected a number and s, m, h, d or w, such as 12h")
+    return float(found[1]) * _UNITS_S[found[2]]
+
+
+@token.command(
+    "create",
+    epilog=examples(
+        "paramd token create --role reader --ttl 12h --name notebook",
+        "paramd token create --role viewer --ttl 4w > viewer.token",
+    ),
+)
+@with_target
+def create(
+    target: Target,
+    role: Annotated[
+        str,
+        typer.Option("--role", metavar="ROLE", help="viewer: names, state, statistics; reader: "
+                     "values too; editor: and edits; exporter: values and exports; trainer: "
+                     "registers jobs; admin: everything."),
+    ],
+    ttl: Annotated[
+        str, typer.Option("--ttl", metavar="TIME", help="Validity: 90s, 15m, 12h, 30d or 4w.")
+    ] = "30d",
+    name: Annotated[
+        str | None, typer.Option("--name", metavar="NAME", help="For the list and the audit.")
+    ] = None,
+    output: Output = None,
+) -> None:  # fmt: skip
+    """Make a token and print it: this is the only time that it is shown."""
+    body: dict[str, Any] = {"role": role, "ttl_s": parse_ttl(ttl)}
+    if name is not None:
+        body["name"] = name
+    made = _ask(target, "POST", "/tokens", body)
+    if output is None:
+        say(f"token {made['name']}, role {made['role']}; keep it, it is not shown again")
+        print(made["token"])
+        return
+    emit(_listing([made]), target.format)
+
+
+@token.command("list", epilog=examples("paramd token list", "paramd token list -o json"))
+@with_target
+def list_all(target: Target, output: Output = None) -> None:
+    """List all tokens: names, roles and validity, never the tokens."""
+    emit(_listing(_ask(target, "GET", "/tokens")["tokens"]), target.format)
+
+
+@token.command("revoke", epilog=examples("paramd token revoke notebook"))
+@with_target
+def revoke(
+    target: Target,
+    name: Annotated[str, typer.Argument(metavar="NAME", help="As paramd token list has it.")],
+) -> None:
+    """Make a token worthless, at once and for ever."""
+    _ask(target, "DELETE", f"/tokens/{quote(name, safe='')}")
+    say(f"token {name} is revoked; tickets that it was given end by themselves, within minutes")
+
+
+def _ask(
+    target: Target, method: str, path: str, body: Mapping[str, Any] | None = None
+) -> dict[str, Any]:
+    from paramd.mesh.connect import resolve
+    from paramd.mesh.rest import RestClient
+    from paramd.tls import ClientTls
+
+    chosen = target.settings
+    url, secret, _ = resolve(chosen.url, chosen.token, chosen.job)
+
+    async def ask() -> dict[str, Any]:
+        client = RestClient(url, secret, tls=ClientTls.from_environment(chosen.tls_ca))
+        try:
+            found: dict[str, Any] = await client.send(method, path, body)
+            return found
+        finally:
+            await client.close()
+
+    return asyncio.run(ask())
+
+
+def _listing(rows: list[dict[str, Any]]) -> Listing:
+    return Listing(
+        name="tokens",
+        rows=[{**row, "state": _state(row, time.time())} for row in rows],
+        columns=(
+            Column("name", "NAME"),
+            Column("role", "ROLE"),
+            Column("state", "STATE"),
+        ),
+        about={},
+        id_key="name",
+    )
+
+
+def _state(row: Mapping[str, Any], now_s: float) -> str:
+    if row["revoked_s"] is not None:
+        return "revoked"
+    if row["expires_s"] is None:
+        return "valid"
+    left_s = float(row["expires_s"]) - now_s
+    return f"valid for {seconds(left_s)}" if left_s > 0 else "expired"

@@ -59,15 +59,15 @@ async def test_a_real_sidecar_joins_captures_is_reduced_and_leaves() -> None:
                 )
                 client.release(pin.snapshot_id)
 
-        params = control.get("/api/v1/jobs/job/params?pattern=w").json()
+        params = control.get("/api/v1/jobs/job/params?filter=w").json()
         assert params["params"][0]["shape"] == [ARENA_BYTES // 8]
-        found = control.get("/api/v1/jobs/job/params/stats?pattern=w")
+        found = control.get("/api/v1/jobs/job/params/stats?filter=w")
         assert found.status_code == 200, found.text
         stats = found.json()
         assert stats["step"] > 0
         assert stats["stats"][0]["min"] == stats["stats"][0]["max"] == stats["step"]
         assert stats["total"]["count"] == ARENA_BYTES // 8
-        unknown = control.get("/api/v1/jobs/job/params/stats?pattern=nothing")
+        unknown = control.get("/api/v1/jobs/job/params/stats?filter=nothing")
         assert unknown.status_code == 404
 
         trainer.finish()

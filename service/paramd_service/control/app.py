@@ -11,7 +11,18 @@ from fastapi.routing import APIRoute
 from paramd.version import __version__
 from paramd_service.control import problems
 from paramd_service.control.guard import Guard
-from paramd_service.control.routes import alerts, audit, health, jobs, params, tokens
+from paramd_service.control.outer import Outer
+from paramd_service.control.routes import (
+    alerts,
+    audit,
+    events,
+    health,
+    jobs,
+    numbers,
+    params,
+    snapshots,
+    tokens,
+)
 from paramd_service.control.services import Services
 from paramd_service.control.tokens.http import required
 
@@ -36,9 +47,13 @@ def build_app(services: Services) -> FastAPI:
         is_token=services.tokens.is_secret,
         names=lambda: services.tls.names if services.tls is not None else frozenset(),
     )
+    app.add_middleware(Outer)
     problems.install(app)
     app.include_router(jobs.router(services), prefix=API)
     app.include_router(params.router(services), prefix=API)
+    app.include_router(numbers.router(services), prefix=API)
+    app.include_router(snapshots.router(services), prefix=API)
+    app.include_router(events.router(services), prefix=API)
     app.include_router(tokens.router(services), prefix=API)
     app.include_router(audit.router(services), prefix=API)
     app.include_router(alerts.router(services), prefix=API)

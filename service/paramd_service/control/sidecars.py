@@ -112,6 +112,18 @@ class SidecarCalls:
             raise error_of(error, f"rank {rank}") from error
         return whole
 
+    async def snapshots(self, rank: int, address: str) -> sidecar_pb2.ListSnapshotsResponse:
+        """The leases of one rank.
+
+        Raises:
+            ParamdError: as `capture`.
+        """
+        method = self._channels.sidecar(address).ListSnapshots
+        call: Awaitable[sidecar_pb2.ListSnapshotsResponse] = self._channels.call(
+            f"rank {rank}", method, sidecar_pb2.ListSnapshotsRequest(), timeout_s=PROBE_TIMEOUT_S
+        )
+        return await call
+
     async def metrics(self, rank: int, address: str) -> str:
         """The sidecar's own metrics as Prometheus text.
 

@@ -1,17 +1,26 @@
-"""Statistics of parameters for the REST side, over the same mesh client that users have."""
+"""Numbers, pictures and values for the REST side, over the same mesh client that users have."""
 
 from __future__ import annotations
 
 import asyncio
-from contextlib import AsyncExitStack
-from typing import TYPE_CHECKING
+import math
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from typing import TYPE_CHECKING, TypeVar
 
-from paramd.errors import ExhaustedError
+from paramd.errors import ExhaustedError, UsageError
 from paramd_service.control.config import Bootstrap
+from paramd_service.control.held import Held, HeldSnapshots
 
 if TYPE_CHECKING:
+    from paramd.layout.plan import ReadPlan
     from paramd.mesh.amesh import AsyncMesh
+    from paramd.mesh.pin import Pinned
+    from paramd.mesh.pooled import Shown
     from paramd.mesh.results import StatsTable
+    from paramd.mesh.sidecars import Sidecars
+
+Result = TypeVar("Result")
 
 TIMEOUT_S = 30.0
 MAX_CONCURRENT = 4
@@ -28,28 +37,145 @@ class StatsSource:
         self._mesh: AsyncMesh | None = None
         self._opening = asyncio.Lock()
         self._free = MAX_CONCURRENT
+        self.held = HeldSnapshots()
+        """Snapshots under lease of REST's callers."""
 
-    async def get(self, pattern: str, *, with_buffers: bool, with_histogram: bool) -> StatsTable:
+    async def get(
+        self, patterns: str | Sequence[str], *, with_buffers: bool, with_histogram: bool = False
+    ) -> StatsTable:
         """Statistics of all tensors that match, at one step.
 
         Raises:
             ExhaustedError: too many questions at once.
             ParamdError: as `AsyncMesh.stats`.
         """
-        if self._free == 0:
-            raise ExhaustedError(f"{MAX_CONCURRENT} statistics are under way; try again later")
-        self._free -= 1
-        try:
-            mesh = await self._opened()
+        wanted = [patterns] if isinstance(patterns, str) else patterns
+        async with self._asking() as mesh:
             return await mesh.stats(
-                pattern, buffers=with_buffers, histogram=with_histogram, timeout=TIMEOUT_S
+                *wanted, buffers=with_buffers, histogram=with_histogram, timeout=TIMEOUT_S
             )
-        finally:
-            self._free += 1
+
+    async def histogram(
+        self, pattern: str, *, bins: int, low: float | None, high: float | None
+    ) -> tuple[StatsTable, list[float]]:
+        """Counts between `bins` equal bins of one tensor, and their edges.
+
+        Where no bound is given, it is the smallest (or largest) element at that very step; the
+        last bin then holds the largest one, too.
+
+        Raises: as `get`.
+        """
+        from paramd.mesh.summary import compute_stats
+
+        async def work(
+            sidecars: Sidecars, plan: ReadPlan, pinned: Pinned, deadline_s: float
+        ) -> tuple[StatsTable, list[float]]:
+            least, most = low, high
+            if low is None or high is None:
+                table = await compute_stats(
+                    sidecars, plan, pinned, deadline_s, with_exponents=False
+                )
+                found = table.total.summary
+                least = low if low is not None else found.min
+                most = high if high is not None else math.nextafter(found.max, math.inf)
+            assert least is not None
+            assert most is not None
+            edges = bin_edges(least, most, bins)
+            table = await compute_stats(
+                sidecars, plan, pinned, deadline_s, with_exponents=False, edges=edges
+            )
+            return table, edges
+
+        return await self._reading([pattern], work)
+
+    async def picture(
+        self, pattern: str, *, mode: str, rows: int, columns: int, row_dims: int | None
+    ) -> tuple[int, int, Shown]:
+        """(epoch, step, picture) of the one tensor that matches.
+
+        Raises: as `get`, and as `compute_picture`.
+        """
+        from paramd.mesh.pooled import compute_picture
+
+        async def work(
+            sidecars: Sidecars, plan: ReadPlan, pinned: Pinned, deadline_s: float
+        ) -> tuple[int, int, Shown]:
+            shown = await compute_picture(
+                sidecars,
+                plan,
+                pinned,
+                deadline_s,
+                mode=mode,
+                max_rows=rows,
+                max_columns=columns,
+                row_dims=row_dims,
+            )
+            return pinned.epoch, pinned.step, shown
+
+        return await self._reading([pattern], work)
+
+    async def values(self, pattern: str) -> tuple[int, int, list[str]]:
+        """(epoch, step, elements as exact text) of the one tensor that matches.
+
+        Raises: as `get`, and as `read_texts`.
+        """
+        from paramd.mesh.pooled import read_texts
+
+        async def work(
+            sidecars: Sidecars, plan: ReadPlan, pinned: Pinned, deadline_s: float
+        ) -> tuple[int, int, list[str]]:
+            texts = await read_texts(sidecars, plan, pinned, deadline_s)
+            return pinned.epoch, pinned.step, texts
+
+        return await self._reading([pattern], work)
+
+    async def pin(
+        self, patterns: Sequence[str], *, with_buffers: bool, filter_text: str, lease_s: float
+    ) -> Held:
+        """Holds a snapshot of all tensors that match; see `held`.
+
+        Raises: as `get`.
+        """
+        mesh = await self._opened()
+
+        async def pin(hold: Callable[[Pinned], Awaitable[None]]) -> None:
+            began = False
+
+            async def work(
+                _sidecars: Sidecars, _plan: ReadPlan, pinned: Pinned, _deadline_s: float
+            ) -> None:
+                nonlocal began
+                if not began:
+                    began = True
+                    await hold(pinned)
+
+            await mesh.reading(patterns, work, buffers=with_buffers, timeout=TIMEOUT_S)
+
+        return await self.held.pin(pin, filter_text=filter_text, lease_s=lease_s)
 
     async def close(self) -> None:
-        """Closes the mesh client."""
+        """Releases what is held, and closes the mesh client."""
+        await self.held.close()
         await self._stack.aclose()
+
+    async def _reading(
+        self,
+        patterns: Sequence[str],
+        work: Callable[[Sidecars, ReadPlan, Pinned, float], Awaitable[Result]],
+    ) -> Result:
+        async with self._asking() as mesh:
+            # One tensor was named: whether it is a buffer was the caller's choice.
+            return await mesh.reading(patterns, work, buffers=True, timeout=TIMEOUT_S)
+
+    @asynccontextmanager
+    async def _asking(self) -> AsyncIterator[AsyncMesh]:
+        if self._free == 0:
+            raise ExhaustedError(f"{MAX_CONCURRENT} questions are under way; try again later")
+        self._free -= 1
+        try:
+            yield await self._opened()
+        finally:
+            self._free += 1
 
     async def _opened(self) -> AsyncMesh:
         async with self._opening:
@@ -62,3 +188,18 @@ class StatsSource:
                     AsyncMesh(self._url, mine.token, job=mine.job)
                 )
             return self._mesh
+
+
+def bin_edges(low: float, high: float, bins: int) -> list[float]:
+    """`bins + 1` rising edges from `low` to `high`; a range of one number gets one bin.
+
+    Raises:
+        UsageError: a bound is no number, or they are in the wrong order.
+    """
+    if not (math.isfinite(low) and math.isfinite(high)):
+        raise UsageError("low, high: no finite element sets the range; give both bounds")
+    if not low < high or not math.isfinite(high - low):
+        raise UsageError(f"low, high: {low} and {high}; expected the first below the second")
+    edges = [low + (high - low) * i / bins for i in range(bins)] + [high]
+    # Bins narrower than the numbers there are would have equal edges.
+    return list(dict.fromkeys(edges))

@@ -318,7 +318,7 @@ async def test_too_many_writes_are_refused_and_those_accepted_are_done_at_stop(
     finally:
         go_on.set()
         await store.stop()
-    with pytest.raises(StoreError, match="has stopped"):
+    with pytest.raises(StoreError, match="not running"):
         await TokenStore(store).list()
     async with started(address) as again:
         assert [row.name for row in await TokenStore(again).list()] == ["a", "b", "c"]

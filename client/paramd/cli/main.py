@@ -14,6 +14,7 @@ from typing import Annotated
 import typer
 
 from paramd.cli import shell
+from paramd.cli.audit import audit
 from paramd.cli.certs import certs
 from paramd.cli.demo import demo
 from paramd.cli.doctor import doctor
@@ -68,6 +69,7 @@ _add(
 )
 _add(doctor, RUN, "paramd doctor", "paramd doctor -o json")
 _add(demo, RUN, "paramd demo", "paramd demo --keep")
+app.add_typer(audit, name="audit", rich_help_panel=RUN)
 app.add_typer(control, name="control", rich_help_panel=RUN)
 app.add_typer(sidecar, name="sidecar", rich_help_panel=RUN)
 app.add_typer(token_group, name="token", rich_help_panel=RUN)

@@ -121,6 +121,21 @@ class RestClient:
         listed = found.get("ranks", []) if isinstance(found, Mapping) else found
         return [dict(rank) for rank in listed]
 
+    async def audit(
+        self, job: str | None, *, order: str, limit: int, page_token: str = ""
+    ) -> dict[str, Any]:
+        """A page of the audit of a job, or with None of the control plane itself.
+
+        Raises:
+            UnreachableError, DeniedError, NotFoundError: as they say.
+        """
+        path = f"/jobs/{quote(job, safe='')}/audit" if job is not None else "/audit"
+        return dict(
+            await self._get(
+                f"{path}?order={order}&limit={limit}&page_token={quote(page_token, safe='')}"
+            )
+        )
+
     async def close(self) -> None:
         """Closes the connections. Idempotent."""
         await self._client.aclose()

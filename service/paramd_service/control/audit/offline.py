@@ -15,6 +15,7 @@ from paramd.chain import ChainCheck, Head, Verdict
 from paramd.errors import DataLossError, NotFoundError, ParamdError, UsageError, codes_of
 from paramd_service.control.audit import chain_store
 from paramd_service.control.audit.heads import HeadFiles
+from paramd_service.control.site import SITE_DIRECTORY
 from paramd_service.control.store.address import StoreAddress, parse_store
 from paramd_service.control.store.engine import make_engine
 from paramd_service.control.store.errors import store_errors
@@ -30,11 +31,15 @@ def main(arguments: Sequence[str]) -> int:
         "default it lies in the job's directory of the state dir.",
         allow_abbrev=False,
     )
-    parser.add_argument("--job", default="", help="name of the job; empty: the site's own audit")
+    parser.add_argument("--job", default="", help="name of the job")
+    parser.add_argument(
+        "--site", action="store_true", help="look where a site keeps it; without --job its own"
+    )
     parser.add_argument("--head", action="append", default=[], help="SEQ:HASH, from the log")
     given = parser.parse_args(arguments)
     try:
-        verdict = check_job(given.job, [_head(text) for text in given.head])
+        heads = [_head(text) for text in given.head]
+        verdict = check_job(given.job, heads, site=given.site)
         if not verdict.good:
             raise DataLossError(f"audit: {verdict.reason}; first bad record: {verdict.bad_seq}")
     except ParamdError as error:
@@ -44,13 +49,16 @@ def main(arguments: Sequence[str]) -> int:
     return 0
 
 
-def check_job(job: str, heads: Sequence[Head]) -> Verdict:
+def check_job(job: str, heads: Sequence[Head], *, site: bool) -> Verdict:
     """The verdict over a job's audit in the store that the settings name.
 
     Raises:
         UsageError, NotFoundError, StoreError: it cannot be looked at.
     """
-    directory = places.state_dir() / places.check_job_name(job) if job else places.state_dir()
+    if not job and not site:
+        raise UsageError("--job: which one? Or --site for a site's own audit")
+    name = places.check_job_name(job) if job else ""
+    directory = places.state_dir() / (SITE_DIRECTORY if site else name)
     address = parse_store(os.environ.get("PARAMD_STORE_URL", ""), directory=directory)
     return check(address, directory, job, heads)
 

@@ -100,7 +100,7 @@ class Store:
             StoreError: too many writes wait, or the store has stopped.
         """
         if self._stopping or self._writer is None:
-            raise StoreError("the store has stopped")
+            raise StoreError("the store is not running")
         done: Future[T] = Future()
         try:
             self._writes.put_nowait(_Write(work, then, done))
@@ -118,7 +118,7 @@ class Store:
             StoreError: it cannot be read.
         """
         if self._stopping or self._readers is None:
-            raise StoreError("the store has stopped")
+            raise StoreError("the store is not running")
         return await asyncio.get_running_loop().run_in_executor(self._readers, self._read, work)
 
     def _read(self, work: Callable[[Connection], T]) -> T:

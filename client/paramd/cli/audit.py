@@ -1,0 +1,231 @@
+"""`paramd audit`: who changed what; and whether the record of it is whole."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+from collections.abc import AsyncIterator, Callable
+from datetime import UTC, datetime
+from importlib.util import find_spec
+from typing import Annotated, Any
+
+import typer
+
+from paramd.chain import ChainCheck, Head, Link, Verdict
+from paramd.cli.options import Output, Target, examples, with_target
+from paramd.cli.output import Column, Listing, emit
+from paramd.cli.shell import say
+from paramd.errors import ParamdError, UsageError
+
+PAGE = 1000
+OFFLINE = "paramd_service.control.audit"
+
+audit = typer.Typer(
+    help="Who changed what, as the control plane recorded it. Needs a token of role admin."
+)
+
+
+def _when(time_ms: int) -> str:
+    moment = datetime.fromtimestamp(time_ms / 1000, UTC)
+    return moment.isoformat(sep=" ", timespec="seconds").removesuffix("+00:00")
+
+
+def _detail(detail: dict[str, Any]) -> str:
+    return " ".join(f"{key}={value}" for key, value in sorted(detail.items()))
+
+
+COLUMNS = (
+    Column("seq", "RECORD", right=True),
+    Column("time_ms", "TIME (UTC)", _when),
+    Column("actor", "ACTOR"),
+    Column("kind", "KIND"),
+    Column("method", "METHOD"),
+    Column("of", "OF", right=True),
+    Column("result", "RESULT"),
+    Column("detail", "DETAIL", _detail),
+)
+VERDICT_COLUMNS = (
+    Column("chain", "AUDIT OF"),
+    Column("count", "GOOD RECORDS", right=True),
+    Column("bad_seq", "FIRST BAD", right=True),
+    Column("head", "HEAD"),
+)
+
+Own = Annotated[
+    bool, typer.Option("--site", help="The control plane's own audit instead of the job's.")
+]
+Limit = Annotated[
+    int, typer.Option("-n", "--limit", min=1, max=1_000_000, help="Newest records to show.")
+]
+
+
+@with_target
+def list_records(
+    target: Target, limit: Limit = 100, site: Own = False, output: Output = None
+) -> None:
+    """Show the newest records: intents before their effect, outcomes after it, events."""
+    form = target.format
+    about, records = asyncio.run(_newest(target, site, limit))
+    for record in records:
+        del record["body"]
+    emit(Listing(name="records", rows=records, columns=COLUMNS, about=about, id_key="seq"), form)
+    say(f"{len(records):,} records, the newest first; head {about['anchor']}")
+
+
+@with_target
+def verify(
+    target: Target,
+    head: Annotated[
+        list[str] | None,
+        typer.Option("--head", metavar="SEQ:HASH", help="A head from the control plane's log; "
+                     "the chain must still hold it. May be repeated."),
+    ] = None,
+    site: Own = False,
+    offline: Annotated[
+        bool, typer.Option("--offline", help="Read the store itself; needs no control plane.")
+    ] = False,
+    output: Output = None,
+) -> None:  # fmt: skip
+    """Check that no record was changed or removed, and that the end was not cut off.
+
+    The chain is checked here, record by record, against the head that the control
+    plane keeps apart from the store, and against those given. Names the first bad
+    record; exit code 1 when there is one.
+    """
+    anchors = [_head(text) for text in head or ()]
+    if offline:
+        _offline(target, site, head or [])
+    form = target.format
+    chain, verdict = asyncio.run(_verified(target, site, anchors))
+    row = {
+        "chain": chain or "the site",
+        "count": verdict.count,
+        "head": str(verdict.head),
+        "good": verdict.good,
+        "bad_seq": verdict.bad_seq,
+        "reason": verdict.reason,
+    }
+    emit(
+        Listing(name="checks", rows=[row], columns=VERDICT_COLUMNS, about={}, id_key="chain"), form
+    )
+    if not verdict.good:
+        say(f"{verdict.reason}; first bad record: {verdict.bad_seq}")
+        raise typer.Exit(1)
+    say(f"{verdict.count:,} records are whole")
+
+
+def _head(text: str) -> Head:
+    try:
+        return Head.parse(text)
+    except ValueError as error:
+        raise UsageError(f"--head: {error}") from None
+
+
+def _offline(target: Target, site: bool, heads: list[str]) -> None:
+    """Becomes the service's own check of a store."""
+    job = target.settings.job
+    if job is None and not site:
+        raise UsageError("--offline: which job? Give --job NAME, or --site for a site's own audit")
+    if find_spec("paramd_service") is None:
+        raise UsageError(f"{OFFLINE} is not installed; run: pip install 'paramd[service]'")
+    options = [*(["--job", job] if job is not None else []), *(["--site"] if site else [])]
+    options += [f"--head={text}" for text in heads]
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os.execv(sys.executable, [sys.executable, "-m", OFFLINE, *options])
+
+
+async def _newest(
+    target: Target, site: bool, limit: int
+) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    found: list[dict[str, Any]] = []
+    about: dict[str, Any] = {}
+    async for page in _pages(target, site, "newest", min(limit, PAGE)):
+        about = about or {"job": page["job"], "anchor": _anchor(page)}
+        found += page["records"]
+        if len(found) >= limit:
+            break
+    return about, found[:limit]
+
+
+async def _verified(target: Target, site: bool, anchors: list[Head]) -> tuple[str, Verdict]:
+    check: ChainCheck | None = None
+    chain = ""
+    async for page in _pages(target, site, "oldest", PAGE):
+        if check is None:
+            chain = str(page["job"])
+            kept = [Head.parse(text)] if (text := _anchor(page)) else []
+            check = ChainCheck(chain, [*anchors, *kept])
+        for record in page["records"]:
+            if not check.take(Link(int(record["seq"]), str(record["body"]), str(record["hash"]))):
+                break
+    assert check is not None
+    return chain, check.finish()
+
+
+def _anchor(page: dict[str, Any]) -> str:
+    return f"{page['anchor_seq']}:{page['anchor_hash']}" if page["anchor_seq"] else ""
+
+
+async def _pages(
+    target: Target, site: bool, order: str, limit: int
+) -> AsyncIterator[dict[str, Any]]:
+    from paramd.mesh.connect import resolve
+    from paramd.mesh.rest import RestClient
+    from paramd.tls import ClientTls
+
+    chosen = target.settings
+    url, token, job = resolve(chosen.url, chosen.token, chosen.job)
+    client = RestClient(url, token, tls=ClientTls.from_environment(chosen.tls_ca))
+    try:
+        if job is None and not site:
+            job = _only(await client.jobs())
+        page_token = ""
+        while True:
+            page = await client.audit(
+                None if site else job, order=order, limit=limit, page_token=page_token
+            )
+            yield page
+            page_token = str(page["next_page_token"])
+            if not page_token:
+                return
+    except (KeyError, TypeError, ValueError) as error:
+        raise ParamdError(
+            f"{url} gave an audit that this client cannot read ({error!r}); client and control "
+            "plane may run different versions of paramd"
+        ) from error
+    finally:
+        await client.close()
+
+
+def _only(jobs: list[str]) -> str:
+    if len(jobs) != 1:
+        names = f"jobs there: {', '.join(sorted(jobs)[:8])}" if jobs else "no job is there"
+        raise UsageError(f"name a job (--job), or give --site for the control plane's own; {names}")
+    return jobs[0]
+
+
+def _bare(context: typer.Context, **given: Any) -> None:
+    """Without a command after it, `paramd audit` lists."""
+    if context.invoked_subcommand is None:
+        list_records(context, **given)
+
+
+def _as(command: Callable[..., None], like: Callable[..., None]) -> Callable[..., None]:
+    command.__signature__ = like.__signature__  # type: ignore[attr-defined]
+    command.__annotations__ = dict(like.__annotations__)
+    return command
+
+
+_EXAMPLES = ("paramd audit", "paramd audit -n 20 -o json", "paramd audit verify")
+audit.callback(invoke_without_command=True, epilog=examples(*_EXAMPLES))(_as(_bare, list_records))
+audit.command("list", epilog=examples("paramd audit list -o jsonl"))(list_records)
+audit.command(
+    "verify",
+    epilog=examples(
+        "paramd audit verify",
+        "paramd audit verify --head 100:9f86d081...",
+        "paramd audit verify --job my-run --offline",
+    ),
+)(verify)

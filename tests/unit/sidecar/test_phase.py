@@ -1,0 +1,107 @@
+"""What a rank is doing: a pure function of its control page, its trainer and the clock."""
+
+from __future__ import annotations
+
+import pytest
+
+from paramd.memory.control_page import Word
+from paramd.v1 import common_pb2
+from paramd_service.sidecar.joining import FIRST_BACKOFF_S, JOINS_PER_S, LAST_BACKOFF_S, backoff_s
+from paramd_service.sidecar.owner import Ownership
+from paramd_service.sidecar.phase import STALL_LEAST_S, doing, stall_after_ns
+
+S = 1_000_000_000
+NOW_NS = 1000 * S
+
+
+def words(**named: int) -> list[int]:
+    """A training of 0.1 s steps, 10 ms after a boundary."""
+    page = [0] * 128
+    page[Word.BOUNDARY_NS] = NOW_NS - S // 100
+    page[Word.STEP_TIME_NS] = S // 10
+    for name, value in named.items():
+        page[Word[name]] = value
+    return page
+
+
+def phase(page: list[int], *, state: str = "S", now_ns: int = NOW_NS) -> int:
+    return doing(Ownership.OWNED, page, process_state=state, now_ns=now_ns).phase
+
+
+@pytest.mark.parametrize(
+    ("page", "expected"),
+    [
+        (words(), common_pb2.PHASE_FORWARD_BACKWARD),
+        (words(SEQ=2), common_pb2.PHASE_FORWARD_BACKWARD),
+        (words(SEQ=3), common_pb2.PHASE_UPDATE),
+        (words(COPY_BEGUN=5, COPY_ENDED=4), common_pb2.PHASE_SUMMON),
+        (words(ANNOUNCE=5, SERVED=4), common_pb2.PHASE_SUMMON),
+        (words(READY=5, AGREED=4), common_pb2.PHASE_SUMMON),
+        (words(READY=4, AGREED=4), common_pb2.PHASE_FORWARD_BACKWARD),
+        (words(SEQ=3, COPY_BEGUN=5, COPY_ENDED=4), common_pb2.PHASE_UPDATE),
+        (words(BOUNDARY_NS=0, STEP_TIME_NS=0), common_pb2.PHASE_IDLE),
+        (words(BOUNDARY_NS=NOW_NS - 2 * S), common_pb2.PHASE_IDLE),
+    ],
+)
+def test_a_living_trainers_words_say_its_phase(page: list[int], expected: int) -> None:
+    assert phase(page) == expected
+    assert doing(Ownership.OWNED, page, process_state="R", now_ns=NOW_NS).reason == ""
+
+
+@pytest.mark.parametrize("inside", [0, 1])
+def test_a_trainer_without_boundaries_for_70_s_is_stalled_and_not_dead(inside: int) -> None:
+    now_ns = NOW_NS + 70 * S
+    found = doing(Ownership.OWNED, words(SEQ=inside), process_state="R", now_ns=now_ns)
+    assert found.phase == common_pb2.PHASE_STALLED
+    assert "no boundary for 70 s, its steps take 0.1 s" in found.reason
+    assert ("inside an update" in found.reason) == bool(inside)
+
+
+def test_how_long_is_too_long_depends_on_the_trainings_own_steps() -> None:
+    assert stall_after_ns(0) == STALL_LEAST_S * S
+    assert stall_after_ns(60 * S) == 1200 * S
+    slow = words(STEP_TIME_NS=60 * S)
+    assert phase(slow, now_ns=NOW_NS + 70 * S) == common_pb2.PHASE_FORWARD_BACKWARD
+    assert phase(slow, now_ns=NOW_NS + 1300 * S) == common_pb2.PHASE_STALLED
+
+
+@pytest.mark.parametrize("state", ["T", "t"])
+def test_a_stopped_process_is_stalled_at_once(state: str) -> None:
+    assert phase(words(), state=state) == common_pb2.PHASE_STALLED
+
+
+@pytest.mark.parametrize(
+    ("ownership", "expected"),
+    [
+        (Ownership.WAITING, common_pb2.PHASE_WAITING),
+        (Ownership.ORPHANED, common_pb2.PHASE_ORPHANED),
+        (Ownership.TORN, common_pb2.PHASE_TORN),
+    ],
+)
+def test_who_owns_the_memory_comes_before_what_the_words_say(
+    ownership: Ownership, expected: int
+) -> None:
+    # The pid of a trainer that has ended may be another's, which is stopped.
+    found = doing(ownership, words(SEQ=1), process_state="T", now_ns=NOW_NS)
+    assert (found.phase, found.reason) == (expected, ownership.value)
+
+
+@pytest.mark.parametrize("world_size", [1, 4, 256, 4096])
+def test_sidecars_do_not_come_back_all_at_once(world_size: int) -> None:
+    jitters = [(index + 0.5) / world_size for index in range(world_size)]
+    pauses = sorted(backoff_s(0, jitter, world_size=world_size) for jitter in jitters)
+    busiest = max(
+        sum(1 for pause in pauses if begin <= pause < begin + 1.0)
+        for begin in range(int(pauses[-1]) + 1)
+    )
+    assert busiest <= max(JOINS_PER_S * 1.05, FIRST_BACKOFF_S * JOINS_PER_S)
+    assert pauses[0] >= FIRST_BACKOFF_S / 2
+    assert pauses[-1] <= max(FIRST_BACKOFF_S, world_size / JOINS_PER_S)
+
+
+def test_pauses_grow_with_attempts_in_vain_and_stay_bounded() -> None:
+    longest = [backoff_s(attempt, 1.0) for attempt in range(40)]
+    assert longest == sorted(longest)
+    assert longest[0] == FIRST_BACKOFF_S
+    assert longest[-1] == LAST_BACKOFF_S
+    assert all(backoff_s(attempt, 0.0) == longest[attempt] / 2 for attempt in range(40))

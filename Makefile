@@ -9,10 +9,20 @@ ALL_TESTS := $(FAST_TESTS) tests/integration tests/multiprocess
 MINUTES ?= 10
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test verify fix bench soak protos surface clean
+.PHONY: help system setup demo test verify fix bench soak protos surface clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-9s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+system: ## what tests need of the operating system: PostgreSQL (Debian; installs it when root)
+	@if ls /usr/lib/postgresql/*/bin/initdb >/dev/null 2>&1; then \
+		echo "PostgreSQL is installed"; \
+	elif [ "$$(id -u)" = 0 ]; then \
+		apt-get update -qq && DEBIAN_FRONTEND=noninteractive \
+			apt-get install -y -qq --no-install-recommends postgresql; \
+	else \
+		echo "PostgreSQL is missing; run: sudo make system" >&2; exit 1; \
+	fi
 
 setup: $(STAMP) ## make .venv and install paramd with everything to build and test it
 

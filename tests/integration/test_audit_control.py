@@ -1,0 +1,205 @@
+"""A real control plane's audit: over REST, over the command line, when its disk is full."""
+
+from __future__ import annotations
+
+import json
+import resource
+import sqlite3
+import subprocess
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import httpx2
+import pytest
+
+from paramd import places
+from tests.integration.control_process import (
+    JOB,
+    TOKEN,
+    Control,
+    control_plane,
+    first_grpc_use,
+)
+
+LIMITLESS = resource.RLIM_INFINITY
+
+
+@pytest.fixture(scope="module", autouse=True)
+def grpc_is_up() -> Iterator[None]:
+    with first_grpc_use():
+        yield
+
+
+def make_token(control: Control, name: str) -> httpx2.Response:
+    return httpx2.post(
+        control.url + "/api/v1/tokens",
+        json={"role": "reader", "name": name},
+        headers={"authorization": f"Bearer {TOKEN}"},
+        trust_env=False,
+    )
+
+
+def records(control: Control) -> list[dict[str, Any]]:
+    """Oldest first."""
+    found = control.get(f"/api/v1/jobs/{JOB}/audit?order=oldest&limit=1000").json()["records"]
+    assert isinstance(found, list)
+    return found
+
+
+def paramd(*arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "paramd.cli", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
+
+
+def database() -> sqlite3.Connection:
+    return sqlite3.connect(places.state_dir() / JOB / "control.sqlite", timeout=20)
+
+
+def test_what_changes_something_is_recorded_with_who_did_it() -> None:
+    with control_plane() as control:
+        made = make_token(control, "ci")
+        assert made.status_code == 201
+        assert control.get("/api/v1/jobs", token="wrong").status_code == 401
+        assert control.get("/api/v1/tokens", token=made.json()["token"]).status_code == 403
+        assert make_token(control, "ci").status_code == 409
+        begun, epoch, *told = _without(records(control), "denied")
+        assert (begun["method"], begun["actor"]) == ("control.start", "control plane")
+        assert begun["detail"]["settings"]["job"] == JOB
+        assert (epoch["method"], epoch["epoch"]) == ("epoch.begin", 1)
+        assert [(r["kind"], r["method"], r["actor"], r["role"], r["result"]) for r in told] == [
+            ("intent", "token.create", "owner", "admin", None),
+            ("outcome", "token.create", "owner", "admin", "done"),
+            ("intent", "token.create", "owner", "admin", None),
+            ("outcome", "token.create", "owner", "admin", "failed: conflict"),
+        ]
+        assert told[1]["of"] == told[0]["seq"]
+        refused = [r for r in records(control) if r["method"] == "denied"]
+        assert [(r["actor"], r["role"], r["detail"]["method"]) for r in refused] == [
+            ("", "", "list_jobs"),
+            ("ci", "reader", "list_tokens"),
+        ]
+        page = control.get(f"/api/v1/jobs/{JOB}/audit").text
+        assert made.json()["token"] not in page
+        assert TOKEN not in page
+
+
+def _without(found: list[dict[str, Any]], method: str) -> list[dict[str, Any]]:
+    return [record for record in found if record["method"] != method]
+
+
+def test_pages_follow_each_other_in_both_orders() -> None:
+    with control_plane() as control:
+        for n in range(4):
+            make_token(control, f"t{n}")
+        every = [record["seq"] for record in records(control)]
+        assert every == list(range(1, len(every) + 1))
+        for order, expected in (("oldest", every), ("newest", every[::-1])):
+            seen: list[int] = []
+            token = ""
+            while True:
+                path = f"/api/v1/audit?order={order}&limit=3&page_token={token}"
+                page = control.get(path).json()
+                seen += [record["seq"] for record in page["records"]]
+                token = page["next_page_token"]
+                if not token:
+                    break
+            assert seen == expected
+            assert page["anchor_seq"] == len(every)
+        for bad in ("newest-3", "oldest-x", "oldest--3", "oldest-" + "9" * 40):
+            answer = control.get(f"/api/v1/audit?order=oldest&page_token={bad}")
+            assert answer.status_code == 422, bad
+        assert control.get("/api/v1/jobs/other/audit").status_code == 404
+
+
+def test_with_a_full_disk_tokens_are_refused_and_reading_goes_on() -> None:
+    with control_plane() as control:
+        assert make_token(control, "before").status_code == 201
+        pid = control.process.pid
+        resource.prlimit(pid, resource.RLIMIT_FSIZE, (1, LIMITLESS))
+        answer = make_token(control, "during")
+        assert answer.status_code == 503
+        assert answer.json()["type"] == "urn:paramd:error:audit-unavailable"
+        assert answer.json()["detail"].startswith("audit: it cannot be written")
+        for path in ("", "/ranks", "/audit"):
+            assert control.get(f"/api/v1/jobs/{JOB}{path}").status_code == 200, path
+        names = [token["name"] for token in control.get("/api/v1/tokens").json()["tokens"]]
+        assert names == ["before"]
+        resource.prlimit(pid, resource.RLIMIT_FSIZE, (LIMITLESS, LIMITLESS))
+        assert make_token(control, "after").status_code == 201
+        assert paramd("audit", "verify", "--job", JOB).returncode == 0
+
+
+def test_the_chain_goes_on_over_a_restart_and_the_end_is_recorded() -> None:
+    with control_plane() as control:
+        before = records(control)
+        control.process.terminate()
+        assert control.wait() == 0
+        log = control.log.read_text()
+    with control_plane(epoch=2) as control:
+        after = records(control)
+        assert after[: len(before)] == before
+        assert after[len(before)]["method"] == "control.stop"
+        stopped = after[len(before)]
+        assert f"audit head of {JOB}: {stopped['seq']}:{stopped['hash']}" in log
+        assert after[len(before) + 1]["epoch"] == 2
+
+
+def test_the_command_line_lists_and_checks_and_names_the_first_bad_record() -> None:
+    with control_plane() as control:
+        for n in range(3):
+            make_token(control, f"t{n}")
+        bare, listed = paramd("audit", "-o", "json"), paramd("audit", "list", "-o", "json")
+        assert bare.stdout == listed.stdout
+        document = json.loads(listed.stdout)
+        assert [r["seq"] for r in document["records"]] == list(range(8, 0, -1))
+        assert paramd("audit", "list", "-n", "2", "-o", "name").stdout == "8\n7\n"
+        assert "token.create" in paramd("audit").stdout
+        good = paramd("audit", "verify", "-o", "json")
+        assert good.returncode == 0, good.stderr
+        check = json.loads(good.stdout)["checks"][0]
+        assert (check["good"], check["head"]) == (True, document["anchor"])
+        forged = f"--head=3:{'0' * 64}"
+        assert paramd("audit", "verify", forged).returncode == 1
+        with database() as connection:
+            connection.execute("UPDATE audit SET body = replace(body, 'owner', 'eve') WHERE seq=5")
+        connection.close()
+        bad = paramd("audit", "verify", "-o", "json")
+        assert bad.returncode == 1
+        assert json.loads(bad.stdout)["checks"][0]["bad_seq"] == 5
+        assert "record 5 was changed" in bad.stderr
+        with database() as connection:
+            connection.execute("DELETE FROM audit WHERE seq > 3")
+        connection.close()
+        for options in ([], ["--offline", "--job", JOB]):
+            cut = paramd("audit", "verify", *options)
+            assert cut.returncode == 1, options
+            assert "the end was cut off: 8 records were written, 3 are there" in cut.stderr
+        # And nothing more is done that the audit could no longer prove.
+        assert make_token(control, "late").status_code == 503
+
+
+def run_control(*options: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "paramd_service.control", *options]
+    return subprocess.run(
+        command, capture_output=True, text=True, check=False, timeout=60, stdin=subprocess.DEVNULL
+    )
+
+
+def test_a_store_of_a_newer_version_is_not_started_with() -> None:
+    with control_plane() as control:
+        control.process.terminate()
+        control.wait()
+    with database() as connection:
+        connection.execute("UPDATE alembic_version SET version_num = 'zz99'")
+    connection.close()
+    refused = pytest.raises(AssertionError, match="revision 'zz99', which this paramd does not")
+    with refused, control_plane(epoch=2):
+        pytest.fail("it must not start")
+
+
+def test_a_password_on_the_command_line_is_refused_and_not_repeated() -> None:
+    ended = run_control("--job", JOB, "--store", "postgresql://u:s3cr3t@h/d")
+    assert ended.returncode == 2
+    assert "set PARAMD_STORE_URL" in ended.stderr
+    assert "s3cr3t" not in ended.stderr

@@ -10,6 +10,7 @@ from typing import Any, Final, TypeAlias, TypeVar
 import grpc
 import grpc.aio
 
+from paramd import requests
 from paramd.errors import NotFoundError, ParamdError, UnreachableError, error_of_grpc
 from paramd.mesh.chunk import Chunk, parse_chunk
 from paramd.tls import ClientTls, is_secure, open_channel
@@ -138,7 +139,7 @@ class Channels:
     @property
     def metadata(self) -> tuple[tuple[str, str], ...]:
         """Who we are, for one call."""
-        return (("authorization", f"Bearer {self._ticket()}"),)
+        return (("authorization", f"Bearer {self._ticket()}"), *requests.metadata())
 
     async def call(
         self, who: str, method: UnaryCall[Response], request: object, *, timeout_s: float

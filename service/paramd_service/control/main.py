@@ -11,7 +11,8 @@ import sys
 from collections.abc import Sequence
 from dataclasses import asdict
 
-from paramd.errors import ParamdError, codes_of
+from paramd.errors import ParamdError, UsageError, codes_of
+from paramd_service import logs
 from paramd_service.control.config import Bootstrap, ControlConfig, read_bootstrap
 from paramd_service.control.control_plane import ControlPlane
 
@@ -20,19 +21,24 @@ log = logging.getLogger("paramd.control")
 
 def main(arguments: Sequence[str]) -> int:
     """Runs one control plane until it has nothing left to do; returns the exit code."""
-    logging.basicConfig(
-        level=os.environ.get("PARAMD_LOG_LEVEL", "INFO").upper(),
-        format="%(asctime)s %(levelname)s %(name)s: %(message)s",
-        stream=sys.stderr,
-    )
     try:
+        formatter = logs.configure(level=_level(os.environ.get("PARAMD_LOG_LEVEL", "INFO")))
         config = ControlConfig.from_arguments(arguments)
         bootstrap = read_bootstrap(sys.stdin.buffer, job=config.job) if config.job else None
+        if bootstrap is not None:
+            formatter.hide(bootstrap.token, bootstrap.private_key.hex())
         asyncio.run(_run(config, bootstrap))
     except ParamdError as error:
         print(f"paramd control: {error}", file=sys.stderr)
         return codes_of(error).exit
     return 0
+
+
+def _level(wanted: str) -> str:
+    if wanted.upper() not in logging.getLevelNamesMapping():
+        levels = "DEBUG, INFO, WARNING or ERROR"
+        raise UsageError(f"PARAMD_LOG_LEVEL: {wanted!r}; expected {levels}")
+    return wanted.upper()
 
 
 async def _run(config: ControlConfig, bootstrap: Bootstrap | None) -> None:

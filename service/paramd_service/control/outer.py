@@ -5,17 +5,15 @@ from __future__ import annotations
 import asyncio
 import re
 import secrets
-from contextvars import ContextVar
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from paramd.requests import METADATA_KEY, request_id
 
 SEND_TIMEOUT_S = 20.0
 """How long a client may take no byte before its connection is ended."""
 
-REQUEST_ID = b"x-request-id"
-
-request_id: ContextVar[str] = ContextVar("request_id", default="")
-"""Id of the request that is served; empty outside of one."""
+REQUEST_ID = METADATA_KEY.encode()
 
 _RIGHT = re.compile(rb"[A-Za-z0-9._-]{1,64}\Z")
 

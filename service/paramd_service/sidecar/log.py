@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import sys
 import time
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, TextIO
 
@@ -19,10 +20,13 @@ class Log:
 
     fields: dict[str, Any]
     """Stand in every line."""
+    live: Callable[[], Mapping[str, Any]] = dict
+    """What changes from line to line: epoch, step."""
     stream: TextIO = field(default_factory=lambda: sys.stderr)
 
     def __call__(self, event: str, **fields: Any) -> None:
-        line = {"time": round(time.time(), 3), "event": event, **self.fields, **fields}
+        line = {"time": round(time.time(), 3), "event": event}
+        line |= {**self.fields, **self.live(), **fields}
         try:
             self.stream.write(json.dumps(line, default=str) + "\n")
             self.stream.flush()

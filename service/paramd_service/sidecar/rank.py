@@ -10,6 +10,7 @@ import os
 import time
 from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import Executor
+from dataclasses import replace
 from typing import Any
 
 from paramd.errors import ConflictError, UnreachableError
@@ -51,7 +52,7 @@ class RankSidecar:
     ) -> None:
         self.config = config
         self.faults = faults
-        self.log = log
+        self.log = replace(log, live=lambda: {"epoch": self.epoch, "step": self.step})
         self.executor = executor
         self.stats_executor = stats_executor
         self.ownership = Ownership.WAITING

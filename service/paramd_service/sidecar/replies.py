@@ -10,6 +10,7 @@ import grpc
 import grpc.aio
 
 from paramd.errors import ParamdError, codes_of
+from paramd.requests import MAX_ID_CHARS, METADATA_KEY
 from paramd_service.sidecar.log import Log
 
 DOMAIN = "paramd"
@@ -36,10 +37,24 @@ async def abort_internal(
 ) -> None:
     """Ends the call without a word of what went wrong; the log has it, under an id."""
     error_id = secrets.token_hex(4)
-    log("internal-error", id=error_id, error=repr(error), at=_where(error))
+    log(
+        "internal-error",
+        id=error_id,
+        error=repr(error),
+        at=_where(error),
+        request_id=_request_id(context),
+    )
     await context.abort(
         grpc.StatusCode.INTERNAL, f"internal error, see the sidecar's log (id {error_id})"
     )
+
+
+def _request_id(context: grpc.aio.ServicerContext[Any, Any]) -> str:
+    """The caller's id of the request; cut, for anybody may send anything."""
+    for key, value in context.invocation_metadata() or ():
+        if key == METADATA_KEY and isinstance(value, str):
+            return value[:MAX_ID_CHARS]
+    return ""
 
 
 def _where(error: Exception) -> str:

@@ -1,0 +1,109 @@
+"""Log lines of the control plane: one JSON object a line, without secrets.
+
+Every line has time, level, logger and event; then job, epoch, rank and step where the call
+gives them (`extra=`), and the id of the request that is served. Sidecars write the same shape
+with fewer means (sidecar/log.py).
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+import sys
+from collections.abc import Mapping
+from datetime import UTC, datetime
+from typing import Any, TextIO
+
+from paramd.requests import request_id
+
+FIELDS = ("job", "epoch", "rank", "step")
+"""What `extra=` may add; anything else in it is not written."""
+
+MAX_EVENT_CHARS = 4000
+HIDDEN = "(hidden)"
+
+QUIET = ("httpx2", "httpcore2", "asyncio", "alembic", "sqlalchemy")
+"""Loggers whose lines below WARNING stay out: some hold URLs, and URLs may be secrets."""
+
+# Users' tokens, what stands behind "Bearer", and signed tickets, wherever they come from.
+_SECRETS = re.compile(
+    r"pmd_[A-Za-z0-9_-]{20,}|(?<=[Bb]earer )[^\s'\"]+|eyJ[\w-]{10,}\.[\w-]{10,}\.[\w-]{20,}"
+    r"|(?<=://)[^/\s:@]+:[^/\s@]+(?=@)"
+)
+
+
+class JsonFormatter(logging.Formatter):
+    """Formats one record as one line of JSON."""
+
+    def __init__(self, fields: Mapping[str, Any] | None = None) -> None:
+        """`fields` stand in every line that does not say otherwise."""
+        super().__init__()
+        self._fields = dict(fields) if fields is not None else {}
+        self._hidden: tuple[str, ...] = ()
+
+    def hide(self, *secrets: str) -> None:
+        """Keeps these texts out of every line from now on."""
+        self._hidden = (*self._hidden, *(secret for secret in secrets if len(secret) >= 8))
+
+    def format(self, record: logging.LogRecord) -> str:
+        moment = datetime.fromtimestamp(record.created, UTC)
+        line: dict[str, Any] = {
+            "time": moment.isoformat(timespec="milliseconds").replace("+00:00", "Z"),
+            "level": record.levelname.lower(),
+            "logger": record.name,
+            "event": self._clean(record.getMessage()[:MAX_EVENT_CHARS]),
+            **self._fields,
+        }
+        for name in FIELDS:
+            if hasattr(record, name):
+                line[name] = getattr(record, name)
+        serving = request_id.get()
+        if serving:
+            line["request_id"] = serving
+        if record.exc_info:
+            line["exception"] = self._clean(self.formatException(record.exc_info))
+        return json.dumps(line, default=str)
+
+    def _clean(self, text: str) -> str:
+        for secret in self._hidden:
+            text = text.replace(secret, HIDDEN)
+        return _SECRETS.sub(HIDDEN, text)
+
+
+class Changes:
+    """Remembers what was said last of each subject, so that a reason is logged when it changes."""
+
+    def __init__(self) -> None:
+        self._said: dict[str, str] = {}
+
+    def changed(self, subject: str, reason: str) -> bool:
+        """Whether `reason` is news; "" says that all is well again."""
+        before = self._said.get(subject, "")
+        if reason:
+            self._said[subject] = reason
+        else:
+            self._said.pop(subject, None)
+        return reason != before
+
+
+def configure(
+    *, level: str, fields: Mapping[str, Any] | None = None, stream: TextIO | None = None
+) -> JsonFormatter:
+    """Sends all log lines of this process to `stream`, standard error by default.
+
+    Returns:
+        The formatter, which learns of secrets to hide.
+
+    Raises:
+        ValueError: there is no such level.
+    """
+    formatter = JsonFormatter(fields)
+    handler = logging.StreamHandler(stream if stream is not None else sys.stderr)
+    handler.setFormatter(formatter)
+    root = logging.getLogger()
+    root.handlers = [handler]
+    root.setLevel(level)
+    for name in QUIET:
+        logging.getLogger(name).setLevel(max(logging.WARNING, root.level))
+    return formatter

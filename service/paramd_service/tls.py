@@ -79,7 +79,8 @@ def check_exposure(host: str, *, option: str, tls: bool, has_tokens: bool = True
         raise UsageError(
             f"{option}: {host!r} is no loopback address, and there is no TLS: tokens, tickets and "
             "parameters would cross the network unencrypted. Give --tls-cert and --tls-key (try "
-            "paramd certs init), or listen on 127.0.0.1 and forward the port"
+            "paramd certs init), or listen on 127.0.0.1 and forward the port, for example: "
+            "ssh -L 8470:127.0.0.1:8470 HOST"
         )
     if not has_tokens:
         raise UsageError(f"{option}: {host!r} is no loopback address, and there is no token")

@@ -71,7 +71,7 @@ def announced(epoch: int) -> places.Endpoint:
     bootstrap = Bootstrap(
         job="run", epoch=epoch, world_size=1, private_key=bytes(32), token="t" * 32
     )
-    return announce(bootstrap, Address("127.0.0.1", 1), Address("127.0.0.1", 2))
+    return announce(bootstrap, "http://127.0.0.1:1", "127.0.0.1:2")
 
 
 def test_a_newer_epoch_takes_the_endpoint_over_and_an_older_one_cannot() -> None:

@@ -22,7 +22,7 @@ from paramd.mesh.reach import Reach
 from paramd.mesh.rest import RestClient, checked_url
 from paramd.places import Endpoint, write_endpoint
 
-URL = "http://control:8470"
+URL = "https://control:8470"
 
 
 def document(epoch: int = 1, valid_s: float = 600) -> dict[str, Any]:

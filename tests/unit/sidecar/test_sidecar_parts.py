@@ -71,7 +71,7 @@ def test_without_faults_points_do_nothing() -> None:
 
 @pytest.mark.parametrize("listen", ["0.0.0.0:0", "10.0.0.1:80", "example.org:1", "[::]:0"])
 def test_only_loopback_may_be_listened_on(listen: str) -> None:
-    with pytest.raises(UsageError, match="not a loopback address"):
+    with pytest.raises(UsageError, match="no loopback address"):
         parse(["--job", "j", "--rank", "0", "--socket", "s", "--listen", listen])
 
 

@@ -1,0 +1,228 @@
+"""TLS end to end: who is refused, and how certificates change under open streams."""
+
+from __future__ import annotations
+
+import ssl
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import grpc
+import grpc.aio
+import httpx2
+import pytest
+
+import paramd
+from paramd.cli import authority
+from paramd.errors import UnreachableError
+from paramd.layout.types import Box, Layout, Piece, TensorKind, TensorLayout
+from paramd.tickets import Role
+from paramd.tls import SCHEME, ClientTls, open_channel
+from paramd.v1 import control_pb2_grpc
+from tests.integration.client_job import Job, running_job
+from tests.integration.control_process import (
+    Control,
+    FakeSidecar,
+    control_plane,
+    first_grpc_use,
+    ticket,
+)
+
+NAMES = ["localhost", "127.0.0.1", "control.example"]
+
+
+@pytest.fixture(autouse=True)
+def warm() -> Iterator[None]:
+    with first_grpc_use():
+        yield
+
+
+@pytest.fixture
+def certs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Certificates that all processes of a test find in their environment."""
+    directory = tmp_path / "certs"
+    authority.write(directory, names=NAMES, days=30)
+    for name, file in (("CERT", "server.pem"), ("KEY", "server.key"), ("CA", "ca.pem")):
+        monkeypatch.setenv(f"PARAMD_TLS_{name}", str(directory / file))
+    return directory
+
+
+def tls(certs: Path, *, with_certificate: bool = False) -> ClientTls:
+    if not with_certificate:
+        return ClientTls(ca=certs / "ca.pem")
+    return ClientTls(ca=certs / "ca.pem", cert=certs / "client.pem", key=certs / "client.key")
+
+
+def health(control: Control, verify: ssl.SSLContext) -> int:
+    return httpx2.get(f"{control.url}/healthz", verify=verify, trust_env=False).status_code
+
+
+async def call_code(address: str, using: ClientTls) -> grpc.StatusCode:
+    """Status of a call of Join without a ticket: UNAUTHENTICATED once a handshake succeeded."""
+    async with open_channel(address, using) as channel:
+        call = channel.stream_stream("/paramd.v1.ControlService/Join")(timeout=10.0)
+        return await call.code()
+
+
+def peer_certificate(address: str, ca: Path) -> bytes:
+    """What a server shows in a new handshake. No SNI: the name is an address."""
+    host, _, port = address.removeprefix("https://").removeprefix(SCHEME).rpartition(":")
+    return ssl.get_server_certificate((host, int(port)), ca_certs=str(ca)).encode()
+
+
+async def test_rest_and_grpc_are_tls_and_strangers_of_another_ca_are_refused(
+    certs: Path, tmp_path: Path
+) -> None:
+    other = tmp_path / "other"
+    authority.write(other, names=NAMES, days=30)
+    with control_plane() as control:
+        assert control.url.startswith("https://127.0.0.1:")
+        assert control.grpc_address.startswith("grpcs://127.0.0.1:")
+        assert health(control, tls(certs).ssl_context()) == 200
+        with pytest.raises(httpx2.ConnectError, match="CERTIFICATE_VERIFY_FAILED"):
+            health(control, tls(other).ssl_context())
+        with pytest.raises(httpx2.HTTPError):
+            httpx2.get(control.url.replace("https", "http") + "/healthz", trust_env=False)
+        unauthenticated = grpc.StatusCode.UNAUTHENTICATED
+        assert await call_code(control.grpc_address, tls(certs)) is unauthenticated
+        assert await call_code(control.grpc_address, tls(other)) is grpc.StatusCode.UNAVAILABLE
+        plain = control.grpc_address.removeprefix(SCHEME)
+        assert await call_code(plain, tls(certs)) is grpc.StatusCode.UNAVAILABLE
+
+
+async def test_a_certificate_is_replaced_while_streams_go_on(certs: Path) -> None:
+    with control_plane() as control:
+        verify = tls(certs).ssl_context()
+        sidecar = FakeSidecar(0, address="127.0.0.1:1")
+        async with (
+            httpx2.AsyncClient(verify=verify, trust_env=False) as client,
+            open_channel(control.grpc_address, tls(certs)) as channel,
+        ):
+            stub: Any = control_pb2_grpc.ControlServiceStub(channel)
+            stream = stub.Join(metadata=ticket(Role.SIDECAR))
+            await stream.write(sidecar.report())
+            assert await stream.read() is not grpc.aio.EOF
+            assert (await client.get(f"{control.url}/healthz")).status_code == 200
+            before = (certs / "server.pem").read_bytes()
+            authority.write(certs, names=NAMES, days=30)
+            after = (certs / "server.pem").read_bytes()
+            assert before.split() != after.split()
+            for address in (control.url, control.grpc_address):
+                shown = peer_certificate(address, certs / "ca.pem")
+                assert shown.split() == after.split(), address
+            # The old stream and the old connection have not noticed.
+            await stream.write(sidecar.report())
+            assert not stream.done()
+            assert (await client.get(f"{control.url}/healthz")).status_code == 200
+            stream.cancel()
+
+
+async def test_files_that_do_not_fit_leave_the_last_good_ones_in_force(certs: Path) -> None:
+    with control_plane() as control:
+        good = (certs / "server.pem").read_bytes()
+        other = certs / "more"
+        authority.write(other, names=NAMES, days=30)
+        (certs / "server.key").write_bytes((other / "server.key").read_bytes())
+        for address in (control.url, control.grpc_address):
+            assert peer_certificate(address, certs / "ca.pem").split() == good.split()
+        assert "is not the key of" in control.log.read_text()
+        (certs / "server.key").write_bytes(b"garbage")
+        assert health(control, tls(certs).ssl_context()) == 200
+        authority.write(certs, names=NAMES, days=30)
+        shown = peer_certificate(control.url, certs / "ca.pem").split()
+        assert shown == (certs / "server.pem").read_bytes().split()
+
+
+async def test_clients_without_a_certificate_are_refused_when_one_is_asked_for(
+    certs: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PARAMD_TLS_CLIENT_CA", str(certs / "ca.pem"))
+    with control_plane() as control:
+        with pytest.raises(httpx2.HTTPError):
+            health(control, tls(certs).ssl_context())
+        mine = tls(certs, with_certificate=True)
+        assert health(control, mine.ssl_context()) == 200
+        assert await call_code(control.grpc_address, tls(certs)) is grpc.StatusCode.UNAVAILABLE
+        assert await call_code(control.grpc_address, mine) is grpc.StatusCode.UNAUTHENTICATED
+
+
+async def test_with_tls_and_tokens_other_hosts_may_be_listened_to(
+    certs: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PARAMD_ADVERTISE", "localhost")
+    with control_plane(listen="0.0.0.0:0") as control:
+        assert control.url.startswith("https://localhost:")
+        verify = tls(certs).ssl_context()
+        assert health(control, verify) == 200
+        # A name of the certificate is a name of this server; another name is not.
+        for host, status in (("control.example", 200), ("evil.example", 400)):
+            answer = httpx2.get(
+                f"{control.url}/healthz", headers={"host": host}, verify=verify, trust_env=False
+            )
+            assert answer.status_code == status, host
+            hsts = "strict-transport-security" in answer.headers
+            assert hsts, "other hosts come back over TLS only"
+
+
+def layout() -> Layout:
+    halves = (Piece(0, 0, Box((0, 0), (2, 4))), Piece(1, 0, Box((2, 0), (4, 4))))
+    weight = TensorLayout("weight", "float32", (4, 4), TensorKind.PARAMETER, halves)
+    return Layout(world_size=2, arena_bytes=(64, 64), tensors=(weight,))
+
+
+@pytest.fixture
+def job(certs: Path) -> Iterator[Job]:
+    with running_job(layout()) as found:
+        for rank in found.ranks:
+            floats = rank.arena.buffer.cast("f")
+            for at in range(8):
+                floats[at] = 8 * rank.rank + at
+            floats.release()
+        yield found
+
+
+def summoned(job: Job, ca: Path | None) -> list[float]:
+    with paramd.connect(job.url, job.token, tls_ca=ca) as mesh:
+        values: list[float] = mesh.summon("*", transport="grpc")["weight"].flatten().tolist()
+        return values
+
+
+def test_a_whole_job_works_over_tls_and_its_clients_trust_the_ca(
+    job: Job, certs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert job.url.startswith("https://")
+    assert all(rank.address.startswith("grpcs://") for rank in job.ranks)
+    deadline_s = time.monotonic() + 20.0
+    while True:
+        try:
+            assert summoned(job, None) == [float(n) for n in range(16)]
+            break
+        except UnreachableError:
+            assert time.monotonic() < deadline_s, "the sidecars have not joined over TLS"
+            time.sleep(0.05)
+    monkeypatch.delenv("PARAMD_TLS_CA")
+    assert summoned(job, certs / "ca.pem") == [float(n) for n in range(16)]
+    authority.write(tmp_path / "other", names=NAMES, days=30)
+    with pytest.raises(UnreachableError, match="CERTIFICATE_VERIFY_FAILED"):
+        summoned(job, tmp_path / "other" / "ca.pem")
+
+
+def test_a_sidecars_certificate_is_replaced_while_a_client_reads_on(job: Job, certs: Path) -> None:
+    address = job.ranks[0].address
+    with paramd.connect(job.url, job.token) as mesh:
+        deadline_s = time.monotonic() + 20.0
+        while not _summons(mesh):
+            assert time.monotonic() < deadline_s
+            time.sleep(0.05)
+        authority.write(certs, names=NAMES, days=30)
+        shown = peer_certificate(address, certs / "ca.pem")
+        assert shown.split() == (certs / "server.pem").read_bytes().split()
+        assert _summons(mesh)
+
+
+def _summons(mesh: Any) -> bool:
+    try:
+        return len(mesh.summon("*", transport="grpc")) == 1
+    except UnreachableError:
+        return False

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 
 from benchmarks.report import RESULTS, Goal, Report, goals_table, machine
 
-NAMES = ("summon", "wait", "idle", "serving", "stats", "select")
+NAMES = ("summon", "wait", "idle", "serving", "stats", "select", "store")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -10,9 +10,11 @@ from urllib.parse import quote, urlsplit
 import httpx2
 
 from paramd.errors import (
+    CODES,
     ConflictError,
     DeadlineError,
     DeniedError,
+    ExhaustedError,
     NotFoundError,
     ParamdError,
     UnreachableError,
@@ -162,7 +164,9 @@ class RestClient:
                 "Run: paramd status --job JOB, or give the right url"
             ) from error
         if answer.status_code >= 400:
-            raise error_of_http(self.url, answer.status_code, problem_text(answer))
+            raise error_of_http(
+                self.url, answer.status_code, problem_text(answer), problem_type(answer)
+            )
         try:
             return answer.json()
         except ValueError as error:
@@ -224,21 +228,49 @@ def problem_text(answer: httpx2.Response) -> str:
     return answer.text[:200]
 
 
-def error_of_http(url: str, status: int, text: str) -> ParamdError:
-    """The domain error for an HTTP status."""
+def problem_type(answer: httpx2.Response) -> str:
+    """The `type` of a problem document after RFC 9457; empty when the answer is none."""
+    try:
+        found = answer.json()
+    except ValueError:
+        return ""
+    kind = found.get("type") if isinstance(found, Mapping) else None
+    return kind if isinstance(kind, str) else ""
+
+
+def error_of_http(url: str, status: int, text: str, kind: str = "") -> ParamdError:
+    """The domain error that a problem of type `kind` names; else the one of the HTTP status."""
     if status in (401, 403):
         return DeniedError(
             f"{url} refused the token ({text}); give the job's token (token=, PARAMD_TOKEN), "
             "as endpoint.json of its state dir has it"
         )
-    if status == 404:
-        return NotFoundError(f"{url}: {text}")
-    if status == 409:
-        return ConflictError(f"{url}: {text}")
-    if status == 422:
-        return UsageError(f"{url}: {text}")
-    if status == 504:
-        return DeadlineError(f"{url}: {text}")
-    if status in (502, 503):
-        return UnreachableError(f"{url}: {text}")
+    named = _BY_TYPE.get(kind)
+    if named is not None and named is not ParamdError:
+        return named(f"{url}: {text}")
+    by_status = _BY_STATUS.get(status)
+    if by_status is not None:
+        return by_status(f"{url}: {text}")
     return ParamdError(f"{url} answered HTTP {status}: {text}")
+
+
+def _type_of(error: type[ParamdError]) -> str:
+    """As the control plane names it, for example "urn:paramd:error:not-found"."""
+    name = error.__name__.removesuffix("Error")
+    words = "".join(f"-{c}" if c.isupper() and at else c for at, c in enumerate(name))
+    return f"urn:paramd:error:{words.lower()}"
+
+
+_BY_TYPE: dict[str, type[ParamdError]] = {_type_of(error): error for error in CODES}
+
+# For what stands before the control plane, and for its own refusals of what HTTP forbids.
+_BY_STATUS: dict[int, type[ParamdError]] = {
+    400: UsageError,
+    404: NotFoundError,
+    409: ConflictError,
+    422: UsageError,
+    429: ExhaustedError,
+    502: UnreachableError,
+    503: UnreachableError,
+    504: DeadlineError,
+}

@@ -1,0 +1,326 @@
+"""REST over real sidecars: its numbers are those of the tensors that lie in the arenas."""
+
+from __future__ import annotations
+
+import json
+import math
+import threading
+import time
+from collections.abc import Iterator
+from itertools import pairwise
+from typing import Any
+
+import httpx2
+import pytest
+
+from paramd.errors import NotFoundError
+from tests.integration.client_job import Job, running_job
+from tests.integration.test_client import layout, write_arenas
+
+WHOLE = ("rows", "columns", "flat", "both", "turned")
+
+
+class Rest:
+    """GETs and POSTs to a job's control plane, checked for their status."""
+
+    def __init__(self, job: Job) -> None:
+        self.job = job
+        self.client = httpx2.Client(
+            base_url=f"{job.url}/api/v1/jobs/client-test",
+            headers={"authorization": f"Bearer {job.token}"},
+            trust_env=False,
+            timeout=40.0,
+        )
+
+    def joined_count(self) -> int:
+        found = self.client.get(f"{self.job.url}/api/v1/jobs/client-test").json()
+        return int(found["joined_count"])
+
+    def get(self, path: str, status: int = 200, **query: Any) -> Any:
+        return self.ask("GET", path, status, params=query).json()
+
+    def ask(self, method: str, path: str, status: int, **given: Any) -> httpx2.Response:
+        answer = self.client.request(method, path, **given)
+        assert answer.status_code == status, answer.text
+        return answer
+
+
+@pytest.fixture(scope="module")
+def rest(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Rest, dict[str, Any]]]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PARAMD_STATE_DIR", str(tmp_path_factory.mktemp("state")))
+        with running_job(layout()) as job:
+            whole = write_arenas(job)
+            job.update(lambda rank, step: None)
+            asked = Rest(job)
+            with asked.client:
+                _wait_until_joined(asked)
+                asked.get("/params/values", name="both")
+                yield asked, whole
+
+
+def _wait_until_joined(asked: Rest) -> None:
+    deadline_s = time.monotonic() + 20
+    while asked.joined_count() < 2:
+        assert time.monotonic() < deadline_s
+        time.sleep(0.02)
+
+
+Ready = tuple[Rest, dict[str, Any]]
+
+
+def test_filters_choose_by_name_fact_and_statistic(rest: Ready) -> None:
+    asked, whole = rest
+    names = [one["fqn"] for one in asked.get("/params")["params"]]
+    assert names == [tensor.fqn for tensor in asked.job.layout.tensors]
+    found = asked.get("/params", filter="numel>=20 dtype=float32 kind=parameter")
+    assert [one["fqn"] for one in found["params"]] == ["rows", "columns", "turned"]
+    assert (found["step"], found["partial"]) == (-1, False)
+    norms = {name: float(whole[name].double().norm()) for name in WHOLE}
+    bound = sorted(norms.values())[2] + 1e-3
+    found = asked.get("/params", filter=f"{' '.join(WHOLE)} norm>{bound}")
+    assert {one["fqn"] for one in found["params"]} == {n for n, v in norms.items() if v > bound}
+    assert found["step"] == 1
+    stats = asked.get("/params/stats", filter=f"{' '.join(WHOLE)} norm>{bound}")
+    assert {one["name"]: one["norm"] for one in stats["stats"]} == {
+        n: pytest.approx(v) for n, v in norms.items() if v > bound
+    }
+
+
+def test_pages_join_up(rest: Ready) -> None:
+    asked, _ = rest
+    for wanted in ("*", "* nan=0"):
+        whole = asked.get("/params", filter=wanted)
+        names, token, steps = [], "", set()
+        while True:
+            page = asked.get("/params", filter=wanted, limit=2, page_token=token)
+            assert page["total_count"] == whole["total_count"]
+            names += [one["fqn"] for one in page["params"]]
+            steps.add(page["step"])
+            token = page["next_page_token"]
+            if not token:
+                break
+        assert names == [one["fqn"] for one in whole["params"]]
+        assert len(steps) == 1
+    for token in ("!", "AAAA", "MTo=", "LTE6eA=="):
+        problem = asked.get("/params", page_token=token, status=422 if token != "MTo=" else 200)
+        assert token == "MTo=" or problem["type"] == "urn:paramd:error:usage"
+
+
+def test_layout_answers_have_an_etag_that_holds(rest: Ready) -> None:
+    asked, _ = rest
+    for path, query in (("/params", {}), ("/params/detail", {"name": "rows"})):
+        first = asked.ask("GET", path, 200, params=query)
+        tag = first.headers["etag"]
+        assert first.headers["cache-control"] == "private, no-cache"
+        again = asked.ask("GET", path, 304, params=query, headers={"if-none-match": tag})
+        assert again.content == b""
+        asked.ask("GET", path, 200, params=query, headers={"if-none-match": '"other"'})
+    fresh = asked.ask("GET", "/params/stats", 200, params={"filter": "rows"})
+    assert fresh.headers["cache-control"] == "no-store"
+
+
+def test_detail_says_who_holds_what(rest: Ready) -> None:
+    asked, _ = rest
+    found = asked.get("/params/detail", name="flat")
+    assert [(p["rank"], p["region"], p["begin"], p["end"]) for p in found["pieces"]] == [
+        (0, "interval", [0], [7]),
+        (1, "interval", [7], [15]),
+    ]
+    assert asked.get("/params/detail", 422, name="*")["detail"].startswith("name: 9 tensors")
+    assert asked.get("/params/detail", 404, name="rowz")["type"] == "urn:paramd:error:not-found"
+
+
+@pytest.mark.parametrize("name", [*WHOLE, "scalar", "empty", "flags"])
+def test_values_are_exact(rest: Ready, name: str) -> None:
+    asked, whole = rest
+    found = asked.get("/params/values", name=name)
+    expected = whole[name].flatten().tolist()
+    assert found["shape"] == list(whole[name].shape)
+    assert [json.loads(text) for text in found["values"]] == expected
+
+
+def test_a_slice_of_values_is_that_slice(rest: Ready) -> None:
+    asked, whole = rest
+    found = asked.get("/params/values", name="columns[1:3, -3:]")
+    assert (found["begin"], found["shape"]) == ([1, 2], [2, 3])
+    assert [float(t) for t in found["values"]] == whole["columns"][1:3, -3:].flatten().tolist()
+
+
+@pytest.mark.parametrize("mode", ["mean", "absmax", "min", "max"])
+@pytest.mark.parametrize(
+    ("name", "rows", "columns"),
+    [(n, r, c) for n in ("rows", "columns", "flat", "turned") for r, c in ((2, 2), (3, 1), (9, 9))]
+    + [("both", 1, 4), ("columns[1:6, 1:4]", 2, 3)],
+)
+def test_a_picture_merges_ranks_exactly(
+    rest: Ready, mode: str, name: str, rows: int, columns: int
+) -> None:
+    asked, whole = rest
+    found = asked.get("/params/heatmap", name=name, mode=mode, rows=rows, columns=columns)
+    matrix = whole[name.partition("[")[0]].double()
+    if "[" in name:
+        matrix = matrix[1:6, 1:4]
+    matrix = matrix.reshape(1, -1) if matrix.ndim == 1 else matrix
+    height, width = min(rows, matrix.shape[0]), min(columns, matrix.shape[1])
+    assert (found["cell_row_count"], found["cell_col_count"]) == (height, width)
+    cells: dict[int, list[float]] = {}
+    for r in range(matrix.shape[0]):
+        for c in range(matrix.shape[1]):
+            at = (r * height // matrix.shape[0]) * width + c * width // matrix.shape[1]
+            cells.setdefault(at, []).append(float(matrix[r, c]))
+    reduce = {"mean": lambda v: math.fsum(v) / len(v), "absmax": max, "min": min, "max": max}
+    expected = [reduce[mode](cells[at]) for at in range(height * width)]
+    assert found["values"] == pytest.approx(expected, rel=1e-6)
+    assert found["nonfinite"] == []
+
+
+def test_a_histogram_counts_every_element_once(rest: Ready) -> None:
+    asked, whole = rest
+    values = whole["columns"].double().flatten()
+    found = asked.get("/params/histogram", name="columns", bins=7)
+    assert sum(found["counts"]) == values.numel()
+    assert (found["below_count"], found["above_count"]) == (0, 0)
+    assert found["edges"][0] == float(values.min())
+    found = asked.get("/params/histogram", name="columns", bins=4, low=20, high=60)
+    edges = [20.0, 30.0, 40.0, 50.0, 60.0]
+    assert found["edges"] == edges
+    assert found["counts"] == [
+        int(((values >= a) & (values < b)).sum()) for a, b in pairwise(edges)
+    ]
+    assert found["below_count"] == int((values < 20).sum())
+    assert found["above_count"] == int((values >= 60).sum())
+    assert asked.get("/params/histogram", 422, name="columns", low=3, high=3)
+    assert asked.get("/params/histogram", 422, name="empty")
+
+
+def test_a_snapshot_is_held_renewed_seen_and_released(rest: Ready) -> None:
+    asked, _ = rest
+    before = asked.get("/snapshots")
+    assert (before["held"], before["partial"]) == ([], False)
+    assert [rank["rank"] for rank in before["ranks"]] == [0, 1]
+    body = {"filter": "rows columns numel>3", "lease_s": 60}
+    made = asked.ask("POST", "/snapshots", 201, json=body).json()
+    assert (made["step"], len(made["pins"])) == (1, 2)
+    path = f"/snapshots/{made['id']}"
+    assert asked.get(path)["id"] == made["id"]
+    seen = asked.get("/snapshots")
+    assert [held["id"] for held in seen["held"]] == [made["id"]]
+    for rank, pin in zip(seen["ranks"], made["pins"], strict=True):
+        assert pin["snapshot_id"][:8] in {lease["name"] for lease in rank["snapshots"]}
+        assert pin["snapshot_id"] not in json.dumps(rank)
+    renewed = asked.ask("POST", f"{path}/renew", 200, json={"lease_s": 200}).json()
+    assert renewed["lease_left_s"] > 100
+    asked.ask("DELETE", path, 204)
+    asked.ask("DELETE", path, 204)
+    deadline_s = time.monotonic() + 10
+    while any(rank["lease_count"] for rank in asked.get("/snapshots")["ranks"]):
+        assert time.monotonic() < deadline_s
+        time.sleep(0.02)
+    asked.get(path, 404)
+    refused = asked.ask("POST", "/snapshots", 422, json={"filter": "* norm>3"}).json()
+    assert "about statistics" in refused["detail"]
+
+
+def test_a_lease_that_nobody_renews_ends(rest: Ready) -> None:
+    asked, _ = rest
+    made = asked.ask("POST", "/snapshots", 201, json={"filter": "rows", "lease_s": 1}).json()
+    deadline_s = time.monotonic() + 10
+    while asked.client.get(f"/snapshots/{made['id']}").status_code == 200:
+        assert time.monotonic() < deadline_s
+        time.sleep(0.05)
+
+
+def read_events(asked: Rest, count: int, ready: threading.Event, **headers: str) -> list[Any]:
+    found: list[Any] = []
+    with asked.client.stream("GET", "/events", headers=headers) as answer:
+        assert answer.headers["content-type"].startswith("text/event-stream")
+        event: dict[str, str] = {}
+        for line in answer.iter_lines():
+            name, _, value = line.partition(": ")
+            if line:
+                event[name] = value
+                continue
+            ready.set()
+            if "event" in event:
+                found.append((event["event"], event["id"], json.loads(event["data"])))
+            event = {}
+            if len([kind for kind, *_ in found if kind in ("hello", "gap", "snapshot")]) == count:
+                break
+    return [one for one in found if one[0] in ("hello", "gap", "snapshot")]
+
+
+def test_events_are_streamed_and_resumed(rest: Ready) -> None:
+    asked, _ = rest
+    ready, found = threading.Event(), []
+    reader = threading.Thread(target=lambda: found.extend(read_events(asked, 3, ready)))
+    reader.start()
+    assert ready.wait(10)
+    made = asked.ask("POST", "/snapshots", 201, json={"filter": "rows"}).json()
+    asked.ask("DELETE", f"/snapshots/{made['id']}", 204)
+    reader.join(10)
+    assert not reader.is_alive()
+    assert [(kind, data.get("state")) for kind, _, data in found] == [
+        ("hello", None),
+        ("snapshot", "pinned"),
+        ("snapshot", "released"),
+    ]
+    again = read_events(asked, 2, ready, **{"Last-Event-ID": found[1][1]})
+    assert [(kind, data.get("state")) for kind, _, data in again] == [
+        ("hello", None),
+        ("snapshot", "released"),
+    ]
+    foreign = read_events(asked, 1, ready, **{"Last-Event-ID": "00000000-7"})
+    assert foreign[0][0] == "gap"
+    assert foreign[0][2]["missed"] == -1
+    problem = asked.ask("GET", "/events", 422, headers={"Last-Event-ID": "x"}).json()
+    assert problem["type"] == "urn:paramd:error:usage"
+
+
+def test_a_request_id_is_kept_or_made(rest: Ready) -> None:
+    asked, _ = rest
+    kept = asked.ask("GET", "/ranks", 200, headers={"x-request-id": "mine-1"})
+    assert kept.headers["x-request-id"] == "mine-1"
+    made = asked.ask("GET", "/ranks", 200, headers={"x-request-id": "a b\t<"})
+    assert len(made.headers["x-request-id"]) == 16
+
+
+def test_a_lost_rank_is_named_and_the_rest_is_answered(
+    private_state_dir: Any,
+) -> None:
+    with running_job(layout()) as job:
+        whole = write_arenas(job)
+        job.update(lambda rank, step: None)
+        asked = Rest(job)
+        with asked.client:
+            _wait_until_joined(asked)
+            asked.get("/params/stats", filter="rows")
+            job.ranks[1].process.kill()
+            deadline_s = time.monotonic() + 10
+            while asked.joined_count() == 2:
+                assert time.monotonic() < deadline_s
+                time.sleep(0.02)
+            found = asked.get("/params/stats", filter="rows both flags")
+            assert found["partial"]
+            assert {one["name"] for one in found["stats"]} == {"both", "flags"}
+            (missing,) = found["missing"]
+            assert (missing["name"], missing["ranks"]) == ("rows", [1])
+            assert "rank 1" in missing["reason"]
+            norm = next(one["norm"] for one in found["stats"] if one["name"] == "both")
+            assert norm == pytest.approx(float(whole["both"].double().norm()))
+            problem = asked.get("/params/stats", 503, filter="rows turned")
+            assert problem["type"] == "urn:paramd:error:unreachable"
+            asked.get("/params/values", 503, name="turned")
+            ranks = asked.get("/snapshots")
+            assert ranks["partial"]
+            assert [bool(rank["reason"]) for rank in ranks["ranks"]] == [False, True]
+
+
+def test_the_client_raises_the_exact_error_of_a_problem(rest: Ready) -> None:
+    from paramd.mesh.rest import error_of_http
+
+    asked, _ = rest
+    answer = asked.ask("GET", "/params/detail", 404, params={"name": "nobody"})
+    document = answer.json()
+    error = error_of_http("http://x", 404, document["detail"], document["type"])
+    assert type(error) is NotFoundError

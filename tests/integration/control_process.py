@@ -84,8 +84,7 @@ class Control:
 def control_plane(
     *options: str, epoch: int = 1, listen: str = "127.0.0.1:0", world_size: int = 2, job: str = JOB
 ) -> Iterator[Control]:
-    """Starts one and ends it, whatever the test did to it."""
-    log = places.state_dir() / f"control-{time.monotonic_ns()}.log"
+    """Starts an embedded one and ends it, whatever the test did to it."""
     bootstrap = {
         "job": job,
         "epoch": epoch,
@@ -93,10 +92,30 @@ def control_plane(
         "private_key": PRIVATE_KEY.hex(),
         "token": TOKEN,
     }
-    command = [sys.executable, "-m", "paramd_service.control", "--job", job, "--listen", listen]
+    stdin = json.dumps(bootstrap).encode() + b"\n"
+    with _started(["--job", job, "--listen", listen, *options], stdin) as (process, log, ready):
+        yield Control(process, ready["url"], ready["grpc_address"], log, job)
+
+
+@contextmanager
+def site_plane(*options: str, listen: str = "127.0.0.1:0") -> Iterator[Control]:
+    """Starts a site's and ends it; its token lies in the state dir."""
+    with _started(["--listen", listen, *options], b"") as (process, log, ready):
+        yield Control(process, ready["url"], ready["grpc_address"], log, "")
+
+
+def site_token() -> str:
+    return (places.state_dir() / "_site" / "token").read_text().strip()
+
+
+@contextmanager
+def _started(
+    arguments: list[str], stdin: bytes
+) -> Iterator[tuple[subprocess.Popen[bytes], Path, dict[str, str]]]:
+    log = places.state_dir() / f"control-{time.monotonic_ns()}.log"
     with log.open("wb") as stderr:
         process = subprocess.Popen(
-            [*command, *options],
+            [sys.executable, "-m", "paramd_service.control", *arguments],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=stderr,
@@ -106,13 +125,12 @@ def control_plane(
     assert process.stdout is not None
     try:
         with process.stdin, process.stdout:
-            process.stdin.write(json.dumps(bootstrap).encode() + b"\n")
+            process.stdin.write(stdin)
             process.stdin.close()
             assert select.select([process.stdout], [], [], PATIENCE_S)[0], log.read_text()
             line = process.stdout.readline()
             assert line, log.read_text()
-        ready = json.loads(line)
-        yield Control(process, ready["url"], ready["grpc_address"], log, job)
+        yield process, log, json.loads(line)
     finally:
         process.kill()
         process.wait()

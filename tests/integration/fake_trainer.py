@@ -229,6 +229,7 @@ def main() -> None:
     parser.add_argument("--epoch", type=int, default=1)
     parser.add_argument("--arena-bytes", type=int, default=1 << 20)
     parser.add_argument("--die-in-update", type=int, default=-1)
+    parser.add_argument("--control-address", default="")
     parser.add_argument("--steps", type=int, default=10**9)
     values = vars(parser.parse_args())
     path, steps = values.pop("socket"), values.pop("steps")

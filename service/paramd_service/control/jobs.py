@@ -195,10 +195,11 @@ class Jobs:
             self._verifiers.move_to_end((job, epoch))
             return found
         present = self._current.get(job)
-        if present is not None and present.epoch == epoch:
-            key = present.bootstrap.private_key
-        elif self._site is not None and (present is None or present.epoch < epoch):
+        if self._site is not None:
+            # Of any epoch: a genuine ticket of a past one is told so, and not just denied.
             key = self._site.private_key(job, epoch)
+        elif present is not None and present.epoch == epoch:
+            key = present.bootstrap.private_key
         else:
             raise DeniedError(
                 f"the ticket is for job {job[:64]!r}, epoch {epoch}, which is not served here"

@@ -1,0 +1,235 @@
+"""A site's control plane as a real process: jobs register, are kept apart, and come back."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import grpc
+import grpc.aio
+import httpx2
+import pytest
+
+from paramd.v1 import common_pb2, control_pb2, control_pb2_grpc
+from tests.integration.control_process import (
+    TOKEN,
+    Control,
+    FakeSidecar,
+    control_plane,
+    first_grpc_use,
+    joined,
+    serving,
+    site_plane,
+    site_token,
+    until,
+)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def grpc_is_up() -> Iterator[None]:
+    with first_grpc_use():
+        yield
+
+
+@dataclass(frozen=True)
+class Epoch:
+    """A registered epoch of a job."""
+
+    job: str
+    epoch: int
+    world_size: int
+    tickets: list[str]
+    control_address: str
+
+
+def post(control: Control, **body: object) -> httpx2.Response:
+    token = site_token() if control.job_name == "" else TOKEN
+    return httpx2.post(
+        f"{control.url}/api/v1/jobs",
+        json=body,
+        headers={"authorization": f"Bearer {token}"},
+        trust_env=False,
+    )
+
+
+def register(control: Control, job: str, world_size: int, **more: int) -> Epoch:
+    answer = post(control, job=job, world_size=world_size, **more)
+    assert answer.status_code == 201, answer.text
+    found = answer.json()
+    return Epoch(job, found["epoch"], world_size, found["rank_tickets"], found["control_address"])
+
+
+def document(control: Control, path: str) -> Any:
+    answer = control.get(f"/api/v1/jobs{path}", site_token())
+    assert answer.status_code == 200, answer.text
+    return answer.json()
+
+
+def report(
+    epoch: Epoch,
+    rank: int,
+    *,
+    phase: common_pb2.Phase.ValueType = common_pb2.PHASE_FORWARD_BACKWARD,
+    leaving: bool = False,
+    generation: int = 0,
+) -> control_pb2.JoinRequest:
+    return control_pb2.JoinRequest(
+        header=common_pb2.Header(job=epoch.job, epoch=epoch.epoch, step=7, rank=rank),
+        world_size=epoch.world_size,
+        peer=common_pb2.Peer(rank=rank, address="127.0.0.1:1"),
+        state=common_pb2.RankState(rank=rank, phase=phase, agreement_works=True),
+        leaving=leaving,
+        control_generation=generation,
+    )
+
+
+@asynccontextmanager
+async def join(
+    address: str, epoch: Epoch, rank: int, *, speaks_for: Epoch | None = None, **said: Any
+) -> AsyncIterator[Any]:
+    """A rank's stream, once it has been let in; yields it."""
+    async with grpc.aio.insecure_channel(address) as channel:
+        stub: Any = control_pb2_grpc.ControlServiceStub(channel)
+        metadata = (("authorization", f"Bearer {epoch.tickets[rank]}"),)
+        stream = stub.Join(metadata=metadata)
+        try:
+            await stream.write(
+                report(speaks_for if speaks_for is not None else epoch, rank, **said)
+            )
+            stream.welcome = await asyncio.wait_for(stream.read(), 10)
+            if stream.welcome is grpc.aio.EOF:
+                await stream  # raises its status
+            yield stream
+        finally:
+            stream.cancel()
+
+
+async def test_jobs_of_a_site_are_kept_apart() -> None:
+    with site_plane() as control:
+        one, two = register(control, "one", 1), register(control, "two", 2)
+        assert (one.epoch, two.epoch) == (1, 1)
+        assert one.control_address == control.grpc_address
+        async with join(control.grpc_address, one, 0), join(control.grpc_address, two, 1):
+            jobs = {job["job"]: job for job in document(control, "")["jobs"]}
+            assert (jobs["one"]["state"], jobs["one"]["reason"]) == ("ok", "")
+            assert (jobs["two"]["state"], jobs["two"]["joined_count"]) == ("degraded", 1)
+            for foreign in (two, one):
+                other = one if foreign is two else two
+                with pytest.raises(grpc.aio.AioRpcError) as caught:
+                    async with join(control.grpc_address, other, 0, speaks_for=foreign):
+                        pass
+                assert caught.value.code() is grpc.StatusCode.FAILED_PRECONDITION
+        assert control.get("/api/v1/jobs/three", site_token()).status_code == 404
+
+
+async def test_a_job_that_trains_keeps_its_name_and_one_that_ended_gets_a_new_epoch() -> None:
+    with site_plane() as control:
+        first = register(control, "run", 2)
+        async with join(control.grpc_address, first, 0) as stream:
+            refused = post(control, job="run", world_size=2)
+            assert refused.status_code == 409
+            assert "trains already, in epoch 1" in refused.json()["detail"]
+            await stream.write(report(first, 0, phase=common_pb2.PHASE_ORPHANED))
+            await until(lambda: document(control, "/run/ranks")["ranks"][0]["phase"] == "orphaned")
+            # The same job, restarted with another world size.
+            second = register(control, "run", 3)
+            assert second.epoch == 2
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                await stream.read()
+            assert caught.value.code() is grpc.StatusCode.FAILED_PRECONDITION
+            assert "epoch 2 has begun" in (caught.value.details() or "")
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            async with join(control.grpc_address, first, 0):
+                pass
+        assert caught.value.code() is grpc.StatusCode.FAILED_PRECONDITION
+        epochs = document(control, "/run/epochs")["epochs"]
+        assert [(e["epoch"], e["world_size"]) for e in epochs] == [(1, 2), (2, 3)]
+        assert "epoch 2 has begun" in epochs[0]["reason"]
+        assert epochs[0]["step"] == 7
+        assert (epochs[1]["ended_s"], document(control, "/run")["world_size"]) == (None, 3)
+
+
+async def test_an_epoch_is_over_when_all_ranks_have_detached_and_the_site_goes_on() -> None:
+    with site_plane() as control:
+        first = register(control, "run", 1)
+        async with join(control.grpc_address, first, 0, leaving=True):
+            await until(lambda: document(control, "/run/epochs")["epochs"][0]["ended_s"])
+        found = document(control, "/run")
+        assert (found["state"], found["reason"][:27]) == ("ended", "all 1 ranks have detached; ")
+        assert register(control, "run", 1, epoch_floor=40).epoch == 41
+
+
+async def test_a_restarted_site_knows_its_sidecars_again_and_hands_out_higher_epochs() -> None:
+    with site_plane() as first:
+        register(first, "run", 1)
+        epoch = register(first, "run", 1)
+        async with join(first.grpc_address, epoch, 0) as stream:
+            generation = stream.welcome.generation
+            first.process.kill()
+            first.wait()
+    with site_plane() as second:
+        assert document(second, "")["jobs"] == []
+        async with join(second.grpc_address, epoch, 0, generation=generation) as stream:
+            assert stream.welcome.generation > generation
+            found = document(second, "/run")
+            assert (found["epoch"], found["world_size"], found["state"]) == (2, 1, "ok")
+        assert register(second, "run", 1, epoch_floor=0).epoch == 3
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            async with join(second.grpc_address, epoch, 0):
+                pass
+        assert caught.value.code() is grpc.StatusCode.FAILED_PRECONDITION
+
+
+async def test_of_two_control_planes_the_older_is_fenced_by_the_sidecars() -> None:
+    with site_plane() as older:
+        epoch, other = register(older, "run", 1), register(older, "other", 1)
+        # The same state dir, as after a failover: the older one was thought dead.
+        with site_plane() as newer:
+            async with join(newer.grpc_address, epoch, 0) as stream:
+                generation = stream.welcome.generation
+            async with join(older.grpc_address, other, 0):
+                with pytest.raises(grpc.aio.AioRpcError) as caught:
+                    async with join(older.grpc_address, epoch, 0, generation=generation):
+                        pass
+                assert caught.value.code() is grpc.StatusCode.FAILED_PRECONDITION
+                assert "a newer control plane" in (caught.value.details() or "")
+                # It lets nobody into that job any more, and says why; other jobs go on.
+                with pytest.raises(grpc.aio.AioRpcError, match="a newer control plane"):
+                    async with join(older.grpc_address, epoch, 0):
+                        pass
+                assert "a newer control plane" in document(older, "/run")["reason"]
+                assert document(older, "/other")["state"] == "ok"
+
+
+async def test_a_fenced_embedded_control_plane_ends() -> None:
+    with control_plane() as control:
+        sidecar = FakeSidecar(0)
+        async with serving(sidecar), joined(control, sidecar) as write:
+            assert sidecar.welcome is not None
+            later = sidecar.report()
+            later.control_generation = sidecar.welcome.generation + 1
+            await write(later)
+            await until(lambda: control.process.poll() is not None)
+    assert control.wait() == 0
+    assert "a newer control plane" in control.log.read_text()
+
+
+def test_registering_is_refused_where_and_how_it_must_not_be() -> None:
+    with control_plane() as control:
+        refused = post(control, job="another", world_size=1)
+        assert refused.status_code == 409
+        assert "belongs to one job" in refused.json()["detail"]
+    with site_plane() as site:
+        for body in (
+            {"job": "../up", "world_size": 1},
+            {"job": "_site", "world_size": 1},
+            {"job": "run", "world_size": 0},
+            {"job": "run", "world_size": 1 << 20},
+            {"job": "run", "world_size": 1, "epoch_floor": -1},
+            {"job": "run"},
+        ):
+            assert post(site, **body).status_code == 422, body
+        assert document(site, "")["jobs"] == []

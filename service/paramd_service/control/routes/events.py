@@ -37,9 +37,11 @@ def router(services: Services) -> APIRouter:
         async with services.events.follow(job=job, after=last_event_id) as events:
             yield events
 
+    following = Depends(followed)
+
     @routes.get("/jobs/{job}/events", response_class=EventSourceResponse)
     async def follow_events(
-        job: str, events: Annotated[AsyncGenerator[Event, None], Depends(followed)]
+        job: str, events: AsyncGenerator[Event, None] = following
     ) -> AsyncIterator[ServerSentEvent]:
         """Changes of ranks, steps (once a second), epochs, alerts and snapshots.
 

@@ -1,0 +1,135 @@
+"""How soon the control plane shows what happened to a sidecar or a trainer; real processes.
+
+The times are those that are promised, with the defaults: killed 2 s, stopped 5 s.
+"""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+
+from paramd import places
+from tests.integration.control_process import Control, control_plane, first_grpc_use
+from tests.integration.sidecar_process import SidecarProcess, sidecar
+
+KILLED_S = 2.0
+STOPPED_S = 5.0
+READY_S = 30.0
+
+
+@pytest.fixture(scope="module", autouse=True)
+def grpc_is_up() -> Iterator[None]:
+    with first_grpc_use():
+        yield
+
+
+@dataclass(frozen=True)
+class Training:
+    """One rank: a control plane, a sidecar, and a trainer that is a process of its own."""
+
+    control: Control
+    sidecar: SidecarProcess
+    trainer: subprocess.Popen[bytes]
+
+    def rank(self) -> Any:
+        return self.control.get("/api/v1/jobs/job/ranks").json()["ranks"][0]
+
+    def shows(self, condition: Callable[[Any], bool], within_s: float) -> Any:
+        """The rank as soon as the condition holds; fails when that takes longer."""
+        begun_s = time.monotonic()
+        while not condition(rank := self.rank()):
+            assert time.monotonic() - begun_s < within_s, rank
+            time.sleep(0.02)
+        return rank
+
+    def is_well(self) -> Any:
+        return self.shows(lambda rank: rank["state"] == "ok" and rank["step"] > 0, READY_S)
+
+
+@contextmanager
+def training(*options: str, listen: str = "127.0.0.1:0") -> Iterator[Training]:
+    with (
+        control_plane(*options, job="job", world_size=1, listen=listen) as control,
+        sidecar(places.job_dir("job")) as process,
+    ):
+        command = [sys.executable, "-m", "tests.integration.fake_trainer"]
+        command += ["--socket", str(process.socket_path), "--arena-bytes", str(1 << 16)]
+        command += ["--control-address", control.grpc_address]
+        with subprocess.Popen(command, stdout=subprocess.PIPE) as trainer:
+            try:
+                found = Training(control, process, trainer)
+                found.is_well()
+                yield found
+            finally:
+                for number in (signal.SIGCONT, signal.SIGKILL):
+                    trainer.send_signal(number)
+
+
+def test_a_killed_sidecar_is_shown_in_time() -> None:
+    with training() as found:
+        found.sidecar.process.kill()
+        rank = found.shows(lambda rank: rank["membership"] == "gone", KILLED_S)
+        assert rank["state"] == "down"
+        assert "its sidecar was lost" in rank["reason"]
+
+
+def test_a_killed_trainer_is_shown_in_time() -> None:
+    with training() as found:
+        found.trainer.kill()
+        rank = found.shows(lambda rank: rank["phase"] in ("orphaned", "torn"), KILLED_S)
+        assert rank["membership"] == "joined"
+        assert rank["state"] == ("degraded" if rank["phase"] == "orphaned" else "down")
+
+
+def test_a_stopped_sidecar_is_shown_in_time_and_comes_back() -> None:
+    with training() as found:
+        found.sidecar.process.send_signal(signal.SIGSTOP)
+        rank = found.shows(lambda rank: rank["membership"] in ("silent", "gone"), STOPPED_S)
+        assert rank["state"] in ("degraded", "down")
+        found.sidecar.process.send_signal(signal.SIGCONT)
+        found.is_well()
+
+
+def test_a_stopped_trainer_is_stalled_and_not_dead_and_comes_back() -> None:
+    with training() as found:
+        found.trainer.send_signal(signal.SIGSTOP)
+        rank = found.shows(lambda rank: rank["phase"] == "stalled", STOPPED_S)
+        assert (rank["membership"], rank["state"]) == ("joined", "degraded")
+        assert "stopped" in rank["reason"]
+        found.trainer.send_signal(signal.SIGCONT)
+        found.is_well()
+
+
+@pytest.mark.parametrize("away", ["killed", "stopped"])
+def test_training_and_its_sidecar_go_on_while_the_control_plane_is_away(away: str) -> None:
+    rhythm = ("--report-s", "0.2", "--silent-after-s", "1.0")
+    with training(*rhythm) as found:
+        step = found.rank()["step"]
+        if away == "killed":
+            found.control.process.kill()
+            found.control.wait()
+        else:
+            found.control.process.send_signal(signal.SIGSTOP)
+        # Long enough for several attempts in vain of the sidecar.
+        deadline_s = time.monotonic() + 3.0
+        while time.monotonic() < deadline_s:
+            assert found.trainer.poll() is None
+            assert found.sidecar.process.poll() is None
+            time.sleep(0.1)
+        if away == "stopped":
+            found.control.process.send_signal(signal.SIGCONT)
+            assert found.is_well()["step"] > step
+            return
+        http = found.control.url.removeprefix("http://")
+        options = ("--grpc-listen", found.control.grpc_address)
+        with control_plane(*options, *rhythm, job="job", world_size=1, listen=http) as again:
+            back = Training(again, found.sidecar, found.trainer)
+            assert back.is_well()["step"] > step

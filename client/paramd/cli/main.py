@@ -14,6 +14,7 @@ from typing import Annotated
 import typer
 
 from paramd.cli import shell
+from paramd.cli.alerts import alerts
 from paramd.cli.audit import audit
 from paramd.cli.certs import certs
 from paramd.cli.demo import demo
@@ -26,6 +27,7 @@ from paramd.cli.stats import stats
 from paramd.cli.status import status
 from paramd.cli.summon import summon
 from paramd.cli.token import token as token_group
+from paramd.cli.top import top
 from paramd.version import __version__
 
 app = typer.Typer(
@@ -45,7 +47,9 @@ def _add(command: Callable[..., None], panel: str, *lines: str) -> None:
     app.command(rich_help_panel=panel, epilog=examples(*lines))(command)
 
 
-_add(status, LOOK, "paramd status", "paramd status --job my-run -o json")
+_add(status, LOOK, "paramd status", "paramd status --job my-run -o json", "paramd status -w")
+_add(top, LOOK, "paramd top", "paramd top --every 5")
+_add(alerts, LOOK, "paramd alerts", "paramd alerts --all -o json", "paramd alerts -w")
 _add(
     params,
     LOOK,

@@ -73,13 +73,10 @@ class Damage:
             done.write_text(str(time.time()))
 
     def _local(self, fqn: str) -> torch.Tensor:
-        for name, parameter in self._model.named_parameters():
-            steps = ("module.", "_fsdp_wrapped_module.", "_checkpoint_wrapped_module.")
-            plain = name.removeprefix(steps[0]) if name.startswith("module.blocks") else name
-            plain = "module.weight" if name == "module.module.weight" else plain
-            for prefix in steps[1:]:
-                plain = plain.replace(prefix, "")
-            if plain == fqn:
+        ddp = isinstance(self._model, nn.parallel.DistributedDataParallel)
+        model = self._model.module if ddp else self._model
+        for name, parameter in model.named_parameters():
+            if name.replace("_checkpoint_wrapped_module.", "") == fqn:
                 return getattr(parameter, "_local_tensor", parameter.data)
         raise LookupError(fqn)
 

@@ -11,14 +11,14 @@ import pytest
 
 from paramd.cli.main import main
 
-COMMANDS = ["status", "params", "stats", "summon", "doctor", "demo"]
+COMMANDS = ["status", "top", "alerts", "params", "stats", "summon", "doctor", "demo"]
 CPU_BUDGET_S = 0.3
 
 PROBE = """
 import sys
 from paramd.cli.main import main
 code = main(["--help"])
-heavy = ("torch", "numpy", "grpc", "google", "httpx2")
+heavy = ("torch", "numpy", "grpc", "google", "httpx2", "textual")
 print([name for name in heavy if name in sys.modules], file=sys.stderr)
 raise SystemExit(code)
 """

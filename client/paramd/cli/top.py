@@ -1,0 +1,38 @@
+"""`paramd top`: all ranks and alerts on one screen, kept up to date."""
+
+from __future__ import annotations
+
+import asyncio
+from importlib.util import find_spec
+from typing import Annotated
+
+import typer
+
+from paramd.cli.options import Target, with_target
+from paramd.cli.watching import open_door
+from paramd.errors import UsageError
+
+Every = Annotated[
+    float, typer.Option("--every", min=0.2, max=60.0, help="Seconds between two looks.")
+]
+
+
+@with_target
+def top(target: Target, every: Every = 1.0) -> None:
+    """Watch ranks and alerts on a full screen.
+
+    Arrows move, / filters ranks by number, phase or note, Escape shows all
+    again, q ends it. Needs the extra: pip install 'paramd[top]'.
+    """
+    if find_spec("textual") is None:
+        raise UsageError("this needs textual; run: pip install 'paramd[top]'")
+    asyncio.run(_show(target, every))
+
+
+async def _show(target: Target, every_s: float) -> None:
+    from paramd.cli.top_screen import TopApp
+
+    async with open_door(target.settings) as door:
+        # An error is better told on the shell than on a screen that goes away.
+        first = await door.look()
+        await TopApp(door.look, first=first, source=door.url, every_s=every_s).run_async()

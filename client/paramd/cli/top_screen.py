@@ -1,0 +1,177 @@
+"""The screen of `paramd top`. Everything shown is plain text: names may hold anything."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Awaitable, Callable
+from typing import Any, ClassVar
+
+from rich.text import Text
+from textual.app import App, ComposeResult
+from textual.binding import Binding, BindingType
+from textual.containers import VerticalScroll
+from textual.widgets import DataTable, Footer, Input, Static
+
+from paramd.cli.output import count, seconds, size
+from paramd.cli.shell import one_line
+from paramd.cli.watching import Look
+from paramd.errors import ParamdError
+
+COLUMNS = ("RANK", "PHASE", "STEP", "STEP TIME", "STALLS", "STALLED", "ARENA", "SNAPSHOTS", "NOTE")
+CLOCK_S = 0.5
+
+
+def cells(rank: dict[str, Any]) -> tuple[str, ...]:
+    """One rank as a row of `COLUMNS`."""
+    joined = rank["membership"] in ("joined", "silent")
+    return (
+        str(rank["rank"]),
+        rank["phase"] if joined else rank["membership"],
+        count(rank["step"]) if rank["step"] >= 0 else "-",
+        seconds(rank["step_time_ns"] / 1e9) if rank["step_time_ns"] else "-",
+        count(rank["stall_count"]),
+        seconds(rank["stall_total_ns"] / 1e9),
+        size(rank["arena_bytes"]),
+        size(rank["snapshot_bytes"]),
+        one_line(rank["reason"]),
+    )
+
+
+def shown(ranks: list[dict[str, Any]], wanted: str) -> list[dict[str, Any]]:
+    """Ranks whose number is `wanted`, or in whose phase or note it stands."""
+    text = wanted.strip().lower()
+    if not text:
+        return ranks
+    if text.isdecimal():
+        return [rank for rank in ranks if str(rank["rank"]) == text]
+    return [rank for rank in ranks if text in " ".join(cells(rank)).lower()]
+
+
+class TopApp(App[None]):
+    """Looks again every `every_s`; what it shows has an age, also while nobody answers."""
+
+    TITLE = "paramd top"
+    ENABLE_COMMAND_PALETTE = False
+    CSS = """
+    #about { height: 1; background: $primary-background; }
+    #ranks { height: 2fr; }
+    #alerts-pane { height: 1fr; border-top: solid $primary; }
+    #filter { display: none; }
+    #filter.open { display: block; }
+    """
+    BINDINGS: ClassVar[list[BindingType]] = [
+        Binding("q", "quit", "Quit"),
+        Binding("slash", "filter", "Filter", key_display="/"),
+        Binding("escape", "all", "All ranks", priority=True),
+    ]
+
+    def __init__(
+        self,
+        look: Callable[[], Awaitable[Look]],
+        *,
+        first: Look,
+        source: str,
+        every_s: float,
+    ) -> None:
+        """No I/O. `look` raises ParamdErrors; `source` names where the numbers come from."""
+        super().__init__()
+        self._ask = look
+        self._seen = first
+        self._source = source
+        self._every_s = every_s
+        self._wanted = ""
+        self._trouble = ""
+
+    def compose(self) -> ComposeResult:
+        yield Static(id="about", markup=False)
+        yield DataTable[Text](id="ranks", cursor_type="row", zebra_stripes=True)
+        with VerticalScroll(id="alerts-pane", can_focus=False):
+            yield Static(id="alerts", markup=False)
+        yield Input(id="filter", placeholder="rank, phase or note; Enter keeps it, Escape ends it")
+        yield Footer()
+
+    def on_mount(self) -> None:
+        self._table.add_columns(*COLUMNS)
+        self._table.focus()
+        self._draw()
+        self.set_interval(CLOCK_S, self._draw_about)
+        self.set_interval(self._every_s, self._again)
+
+    async def _again(self) -> None:
+        try:
+            self._seen = await self._ask()
+        except ParamdError as error:
+            self._trouble = one_line(str(error))
+            self._draw_about()
+            return
+        self._trouble = ""
+        self._draw()
+
+    @property
+    def _table(self) -> DataTable[Text]:
+        return self.query_one("#ranks", DataTable)
+
+    def _draw(self) -> None:
+        self._draw_about()
+        self._draw_ranks()
+        self._draw_alerts()
+
+    def _draw_about(self) -> None:
+        seen = self._seen
+        age_s = max(time.monotonic() - seen.at_s, 0.0)
+        step = count(seen.step) if seen.step >= 0 else "-"
+        text = (
+            f"job {seen.job}  epoch {seen.epoch}  step {step}  "
+            f"{len(seen.ranks)} ranks  {len(seen.alerts)} alerts  "
+            f"{seconds(age_s) if age_s >= 1 else 'now'} old, from {self._source}"
+        )
+        if self._wanted:
+            text += f"  filter: {self._wanted}"
+        if self._trouble:
+            text += f"  {self._trouble}"
+        self.query_one("#about", Static).update(one_line(text))
+
+    def _draw_ranks(self) -> None:
+        table = self._table
+        rows = {str(rank["rank"]): cells(rank) for rank in shown(self._seen.ranks, self._wanted)}
+        if [key.value for key in table.rows] != list(rows):
+            at = table.cursor_row
+            table.clear()
+            for key, row in rows.items():
+                table.add_row(*map(Text, row), key=key)
+            table.move_cursor(row=min(at, max(len(rows) - 1, 0)))
+            return
+        columns = list(table.columns)
+        for key, row in rows.items():
+            for column, cell in zip(columns, row, strict=True):
+                if str(table.get_cell(key, column)) != cell:
+                    table.update_cell(key, column, Text(cell))
+
+    def _draw_alerts(self) -> None:
+        lines = [
+            f"{alert['severity']:<9} {alert['rule']:<16} {one_line(alert['reason'])}"
+            for alert in self._seen.alerts
+        ]
+        self.query_one("#alerts", Static).update("\n".join(lines) or "no alerts")
+
+    def action_filter(self) -> None:
+        box = self.query_one("#filter", Input)
+        box.add_class("open")
+        box.focus()
+
+    def action_all(self) -> None:
+        self.query_one("#filter", Input).value = ""
+        self._wanted = ""
+        self._close_filter()
+
+    def on_input_changed(self, event: Input.Changed) -> None:
+        self._wanted = event.value
+        self._draw()
+
+    def on_input_submitted(self, _: Input.Submitted) -> None:
+        self._close_filter()
+
+    def _close_filter(self) -> None:
+        self.query_one("#filter", Input).remove_class("open")
+        self._table.focus()
+        self._draw()

@@ -1,0 +1,216 @@
+"""`paramd top` driven by keys: what it shows, filters and survives; `alerts -w`, `status -w`."""
+
+from __future__ import annotations
+
+import io
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from textual.pilot import Pilot
+from textual.widgets import DataTable, Input, Static
+
+from paramd.cli import status as status_command
+from paramd.cli.alerts import news
+from paramd.cli.options import Format
+from paramd.cli.top_screen import TopApp
+from paramd.cli.watching import Look, Outage
+from paramd.errors import UnreachableError, UsageError
+from paramd.mesh.results import MeshStatus, RankStatus
+
+
+def rank(number: int, **changes: Any) -> dict[str, Any]:
+    usual = {
+        "rank": number,
+        "membership": "joined",
+        "phase": "constant",
+        "step": 1200,
+        "step_time_ns": 70_000_000,
+        "stall_count": 2,
+        "stall_total_ns": 3_000_000,
+        "arena_bytes": 12_000_000,
+        "snapshot_bytes": 0,
+        "reason": "",
+    }
+    return usual | changes
+
+
+def alert(reason: str, state: str = "firing", identity: str = "a") -> dict[str, Any]:
+    return {
+        "id": identity,
+        "state": state,
+        "severity": "critical",
+        "rule": "replica-drift",
+        "reason": reason,
+    }
+
+
+class Service:
+    """Answers what the test says."""
+
+    def __init__(self, count: int) -> None:
+        self.ranks = [rank(number) for number in range(count)]
+        self.alerts: list[dict[str, Any]] = []
+        self.away = False
+        self.asked = 0
+
+    async def look(self) -> Look:
+        self.asked += 1
+        if self.away:
+            raise UnreachableError("nobody answers [bold]here[/bold]")
+        return Look(job="run", epoch=3, ranks=self.ranks, alerts=self.alerts, at_s=time.monotonic())
+
+
+async def app_of(service: Service) -> TopApp:
+    first = await service.look()
+    return TopApp(service.look, first=first, source="http://here", every_s=0.05)
+
+
+def table(app: TopApp) -> list[list[str]]:
+    found = app.query_one("#ranks", DataTable)
+    return [[str(cell) for cell in found.get_row_at(at)] for at in range(found.row_count)]
+
+
+def text(app: TopApp, name: str) -> str:
+    return str(app.query_one(name, Static).content)
+
+
+async def until(pilot: Pilot[None], condition: Callable[[], bool]) -> None:
+    deadline_s = time.monotonic() + 10
+    while not condition():
+        assert time.monotonic() < deadline_s, "it did not show"
+        await pilot.pause(0.02)
+
+
+async def test_ranks_and_alerts_are_shown_and_followed() -> None:
+    service = Service(3)
+    app = await app_of(service)
+    async with app.run_test(size=(140, 40)) as pilot:
+        assert len(table(app)) == 3
+        assert table(app)[0] == [
+            "0", "constant", "1,200", "70 ms", "2", "3 ms", "12 MB", "0 B", "",
+        ]  # fmt: skip
+        assert "job run  epoch 3  step 1,200  3 ranks  0 alerts" in text(app, "#about")
+        assert "http://here" in text(app, "#about")
+        assert text(app, "#alerts") == "no alerts"
+        service.ranks = [rank(n, step=1300 + n) for n in range(3)]
+        service.ranks[1] = rank(1, membership="gone", reason="its sidecar was lost")
+        service.alerts = [alert("w [red]at[/red] step 9: rank 1 differs\x1b[2J")]
+        await until(pilot, lambda: "1 alerts" in text(app, "#about"))
+        assert [row[1] for row in table(app)] == ["constant", "gone", "constant"]
+        assert table(app)[2][2] == "1,302"
+        # Markup and control characters of others are shown, not followed.
+        assert "w [red]at[/red] step 9: rank 1 differs [2J" in text(app, "#alerts")
+
+
+async def test_arrows_move_and_the_place_is_kept_when_numbers_change() -> None:
+    service = Service(5)
+    app = await app_of(service)
+    async with app.run_test() as pilot:
+        await pilot.press("down", "down", "down", "up")
+        ranks = app.query_one("#ranks", DataTable)
+        assert ranks.cursor_row == 2
+        service.ranks = [rank(n, step=2000) for n in range(5)]
+        await until(pilot, lambda: table(app)[0][2] == "2,000")
+        assert ranks.cursor_row == 2
+
+
+async def test_slash_filters_escape_shows_all_and_q_is_only_a_letter_meanwhile() -> None:
+    service = Service(12)
+    service.ranks[7] = rank(7, phase="torn", reason="seq is odd")
+    app = await app_of(service)
+    async with app.run_test() as pilot:
+        await pilot.press("slash", "t", "o", "r", "n")
+        assert [row[0] for row in table(app)] == ["7"]
+        await pilot.press("enter", "slash")
+        box = app.query_one("#filter", Input)
+        box.value = ""
+        await pilot.press("1")
+        await until(pilot, lambda: [row[0] for row in table(app)] == ["1"])
+        box.value = ""
+        await pilot.press("s", "e", "q")
+        assert box.value == "seq"
+        await until(pilot, lambda: [row[0] for row in table(app)] == ["7"])
+        await pilot.press("escape")
+        assert len(table(app)) == 12
+        assert not box.has_class("open")
+
+
+async def test_q_ends_it() -> None:
+    app = await app_of(Service(1))
+    async with app.run_test() as pilot:
+        await pilot.press("q")
+        await until(pilot, lambda: not app.is_running)
+    assert app.return_code == 0
+
+
+async def test_an_outage_is_told_with_the_age_of_what_is_shown() -> None:
+    service = Service(2)
+    app = await app_of(service)
+    async with app.run_test(size=(160, 24)) as pilot:
+        service.away = True
+        await until(pilot, lambda: "nobody answers [bold]here[/bold]" in text(app, "#about"))
+        assert len(table(app)) == 2
+        await until(pilot, lambda: " s old" in text(app, "#about"))
+        service.away = False
+        await until(pilot, lambda: "nobody answers" not in text(app, "#about"))
+
+
+def test_what_begins_and_ends_is_news_once() -> None:
+    told: dict[str, str] = {}
+    old = alert("old", "resolved", "o")
+    assert news([old], told) == []
+    fires = alert("x", identity="x")
+    assert news([fires, old], told) == [fires]
+    assert news([fires, old], told) == []
+    over = fires | {"state": "resolved"}
+    assert news([over, old], told) == [over]
+    assert news([over, old], told) == []
+
+
+def test_what_fires_at_the_first_look_is_news() -> None:
+    fires = alert("x")
+    assert news([fires], {}) == [fires]
+
+
+def test_an_outage_is_said_once_and_so_is_its_end() -> None:
+    outage, error = Outage(), UnreachableError("away")
+    said = [outage.news(found) for found in (None, error, error, None, None)]
+    assert said == ["", "away", "", "it answers again", ""]
+
+
+class _Enough(Exception):
+    """The test has seen enough."""
+
+
+def test_status_goes_on_over_an_outage(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    row = RankStatus(
+        rank=0, phase="constant", step=7, step_time_s=0.1, stall_total_s=0.0, stall_count=0,
+        snapshot_bytes=0, arena_bytes=1, address="h:1", reason="",
+    )  # fmt: skip
+    found = MeshStatus([row], job="run", epoch=1, world_size=1)
+    answers: list[object] = [found, UnreachableError("away"), UnreachableError("away"), found]
+
+    def look() -> MeshStatus:
+        if not answers:
+            raise _Enough
+        answer = answers.pop(0)
+        if isinstance(answer, Exception):
+            raise answer
+        assert isinstance(answer, MeshStatus)
+        return answer
+
+    monkeypatch.setattr(time, "sleep", lambda seconds: None)
+    out = io.StringIO()
+    with pytest.raises(_Enough):
+        status_command.follow(look, Format.TABLE, every_s=2.0, out=out)
+    assert out.getvalue().count("job run, epoch 1, step 7") == 2
+    assert status_command.CLEAR not in out.getvalue()
+    messages = capsys.readouterr().err
+    assert messages.count("away") == 1
+    assert messages.count("answers again") == 1
+    with pytest.raises(UsageError, match="jsonl"):
+        status_command.follow(look, Format.JSON, every_s=2.0, out=out)

@@ -17,8 +17,10 @@ from typing import Any
 import pytest
 
 from paramd import places
+from paramd.memory.control_page import Word
 from tests.integration.control_process import Control, control_plane, first_grpc_use
-from tests.integration.sidecar_process import SidecarProcess, sidecar
+from tests.integration.fake_trainer import TrainerSettings, attach
+from tests.integration.sidecar_process import SidecarProcess, client_of, sidecar
 
 KILLED_S = 2.0
 STOPPED_S = 5.0
@@ -37,7 +39,12 @@ class Training:
 
     control: Control
     sidecar: SidecarProcess
-    trainer: subprocess.Popen[bytes]
+    trainer: subprocess.Popen[bytes] | None = None
+    """None when it is a thread of the test."""
+
+    def signal_trainer(self, number: signal.Signals) -> None:
+        assert self.trainer is not None
+        self.trainer.send_signal(number)
 
     def rank(self) -> Any:
         return self.control.get("/api/v1/jobs/job/ranks").json()["ranks"][0]
@@ -83,7 +90,7 @@ def test_a_killed_sidecar_is_shown_in_time() -> None:
 
 def test_a_killed_trainer_is_shown_in_time() -> None:
     with training() as found:
-        found.trainer.kill()
+        found.signal_trainer(signal.SIGKILL)
         rank = found.shows(lambda rank: rank["phase"] in ("orphaned", "torn"), KILLED_S)
         assert rank["membership"] == "joined"
         assert rank["state"] == ("degraded" if rank["phase"] == "orphaned" else "down")
@@ -100,12 +107,39 @@ def test_a_stopped_sidecar_is_shown_in_time_and_comes_back() -> None:
 
 def test_a_stopped_trainer_is_stalled_and_not_dead_and_comes_back() -> None:
     with training() as found:
-        found.trainer.send_signal(signal.SIGSTOP)
+        found.signal_trainer(signal.SIGSTOP)
         rank = found.shows(lambda rank: rank["phase"] == "stalled", STOPPED_S)
         assert (rank["membership"], rank["state"]) == ("joined", "degraded")
         assert "stopped" in rank["reason"]
-        found.trainer.send_signal(signal.SIGCONT)
+        found.signal_trainer(signal.SIGCONT)
         found.is_well()
+
+
+def test_a_trainer_whose_boundary_is_70_s_old_is_stalled_and_still_served() -> None:
+    with (
+        control_plane(job="job", world_size=1) as control,
+        sidecar(places.job_dir("job")) as process,
+    ):
+        settings = TrainerSettings(arena_bytes=1 << 16, control_address=control.grpc_address)
+        trainer = attach(process.socket_path, settings)
+        try:
+            trainer.send_mesh()
+            trainer.start()
+            found = Training(control, process)
+            found.is_well()
+            trainer.finish()
+            # As if the interpreter had been held, or a collective had hung, for that long.
+            trainer.page[Word.BOUNDARY_NS] -= 70_000_000_000
+            rank = found.shows(lambda rank: rank["phase"] == "stalled", STOPPED_S)
+            assert (rank["membership"], rank["state"]) == ("joined", "degraded")
+            assert "no boundary for 7" in rank["reason"]
+            with client_of(trainer) as client:
+                pin = client.pin()
+                assert len(client.read(pin.snapshot_id)) == 1 << 16
+            trainer.update()
+            found.shows(lambda rank: rank["state"] == "ok", STOPPED_S)
+        finally:
+            trainer.close()
 
 
 @pytest.mark.parametrize("away", ["killed", "stopped"])
@@ -121,6 +155,7 @@ def test_training_and_its_sidecar_go_on_while_the_control_plane_is_away(away: st
         # Long enough for several attempts in vain of the sidecar.
         deadline_s = time.monotonic() + 3.0
         while time.monotonic() < deadline_s:
+            assert found.trainer is not None
             assert found.trainer.poll() is None
             assert found.sidecar.process.poll() is None
             time.sleep(0.1)

@@ -1,0 +1,32 @@
+"""A small training that registers at a site: `python -m tests.integration.site_trainer URL JOB`.
+
+Says its epoch on stdout, trains until its stdin is closed, and detaches.
+"""
+
+from __future__ import annotations
+
+import json
+import select
+import sys
+
+import torch
+
+import paramd
+
+
+def main() -> None:
+    url, job = sys.argv[1:]
+    torch.manual_seed(0)
+    model = torch.nn.Linear(8, 4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    attachment = paramd.attach(model, optimizer, job=job, control=url)
+    print(json.dumps({"epoch": attachment.epoch, "url": attachment.url}), flush=True)
+    while not select.select([sys.stdin], [], [], 0.02)[0]:
+        optimizer.zero_grad()
+        model(torch.ones(2, 8)).square().sum().backward()
+        optimizer.step()
+    attachment.detach()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,120 @@
+"""attach(control=...) and connect(url) over a site's control plane, with a real training."""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx2
+import pytest
+
+import paramd
+from paramd.errors import DeniedError, UsageError
+from paramd.trainer.epoch import take_epoch
+from paramd.trainer.settings import AttachSettings
+from paramd.trainer.site_link import token_of
+from tests.integration.control_process import Control, first_grpc_use, site_plane, site_token
+
+PATIENCE_S = 60.0
+
+
+@pytest.fixture(scope="module", autouse=True)
+def grpc_is_up() -> Iterator[None]:
+    with first_grpc_use():
+        yield
+
+
+@contextmanager
+def trainer(control: Control, job: str, directory: Path) -> Iterator[Any]:
+    """A training on another host, as it were: its state dir is its own."""
+    environment = {
+        **os.environ,
+        "PARAMD_STATE_DIR": str(directory),
+        "PARAMD_TOKEN": site_token(),
+        "OMP_NUM_THREADS": "1",
+    }
+    command = [sys.executable, "-m", "tests.integration.site_trainer", control.url, job]
+    with subprocess.Popen(
+        command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    ) as process:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        try:
+            assert select.select([process.stdout], [], [], PATIENCE_S)[0]
+            yield json.loads(process.stdout.readline())
+            process.stdin.close()
+            assert process.wait(PATIENCE_S) == 0
+        finally:
+            process.kill()
+
+
+def test_a_job_of_a_site_is_read_by_its_name_and_restarts_in_a_higher_epoch(
+    tmp_path: Path,
+) -> None:
+    with site_plane() as control:
+        with trainer(control, "one", tmp_path / "a") as said:
+            assert said == {"epoch": 1, "url": control.url}
+            with paramd.connect(control.url, site_token(), job="one") as mesh:
+                found = mesh.summon("weight")
+                assert (found.epoch, tuple(found["weight"].shape)) == (1, (4, 8))
+                assert mesh.status()[0].reason == ""
+            command = [sys.executable, "-m", "paramd.cli", "status"]
+            command += ["--url", control.url, "--job", "one", "-o", "json"]
+            shown = subprocess.run(
+                command,
+                env={**os.environ, "PARAMD_TOKEN": site_token()},
+                capture_output=True,
+                text=True,
+                timeout=PATIENCE_S,
+                check=False,
+            )
+            assert shown.returncode == 0, shown.stderr
+            assert json.loads(shown.stdout)["ranks"][0]["step"] > 0
+        # Another host: it has never heard of the first epoch.
+        with trainer(control, "one", tmp_path / "b") as said:
+            assert said["epoch"] == 2
+        answer = httpx2.get(
+            f"{control.url}/api/v1/jobs/one/epochs",
+            headers={"authorization": f"Bearer {site_token()}"},
+            trust_env=False,
+        )
+        reasons = [epoch["reason"] for epoch in answer.json()["epochs"]]
+        assert len(reasons) == 2
+        assert all("all 1 ranks have detached" in reason for reason in reasons[:1])
+
+
+def settings(url: str, token: str = "") -> AttachSettings:
+    return AttachSettings(control=url, token=token)
+
+
+def test_a_site_that_refuses_is_an_error_and_one_that_is_away_is_not() -> None:
+    with site_plane() as control:
+        with pytest.raises(DeniedError, match="no token"):
+            take_epoch(settings(control.url), job="run", world_size=2)
+        with pytest.raises(DeniedError):
+            take_epoch(settings(control.url, "wrong" * 8), job="run", world_size=2)
+        taken = take_epoch(settings(control.url, site_token()), job="run", world_size=2)
+        assert taken.site is not None
+        assert (taken.epoch, len(taken.rank_tickets), taken.private_key) == (1, 2, None)
+    with pytest.raises(UsageError, match="control"):
+        take_epoch(settings("nowhere", "t"), job="run", world_size=2)
+    # Nobody listens there any more: the training gets an epoch of its own, above the last.
+    alone = take_epoch(settings(control.url, "t" * 20), job="run", world_size=2)
+    assert (alone.epoch, alone.site, len(alone.rank_tickets)) == (2, None, 2)
+    assert alone.private_key is not None
+
+
+def test_the_token_comes_from_a_file_when_none_is_given(tmp_path: Path) -> None:
+    path = tmp_path / "token"
+    path.write_text("from-a-file\n")
+    assert token_of(AttachSettings(control="http://x", token_file=str(path))) == "from-a-file"
+    assert token_of(AttachSettings(control="http://x", token="t", token_file="x")) == "t"
+    with pytest.raises(UsageError, match="token_file"):
+        token_of(AttachSettings(control="http://x", token_file=str(tmp_path / "none")))

@@ -9,7 +9,7 @@ from fastapi import Depends, FastAPI
 from fastapi.routing import APIRoute
 
 from paramd.version import __version__
-from paramd_service.control import problems
+from paramd_service.control import openapi, problems
 from paramd_service.control.guard import Guard
 from paramd_service.control.outer import Outer
 from paramd_service.control.routes import (
@@ -24,7 +24,7 @@ from paramd_service.control.routes import (
     tokens,
 )
 from paramd_service.control.services import Services
-from paramd_service.control.tokens.http import required
+from paramd_service.control.tokens.http import TokenGate, permitted
 
 API = "/api/v1"
 
@@ -38,9 +38,13 @@ def build_app(services: Services) -> FastAPI:
         docs_url=None,
         redoc_url=None,
         redirect_slashes=False,
-        dependencies=[Depends(required(services.tokens, services.failures, services.denied))],
+        dependencies=[Depends(permitted(services.denied))],
         generate_unique_id_function=_operation_id,
     )
+    app.add_middleware(
+        TokenGate, tokens=services.tokens, failures=services.failures, denied=services.denied
+    )
+    # Added last, so it comes first.
     app.add_middleware(
         Guard,
         listen_host=services.listen_host,
@@ -59,6 +63,7 @@ def build_app(services: Services) -> FastAPI:
     app.include_router(alerts.router(services), prefix=API)
     app.include_router(health.metrics_router(services))
     app.add_api_route(f"{API}/openapi.json", _openapi(app), include_in_schema=False)
+    openapi.install(app)
     # Plain routes of Starlette: the dependency above does not reach them.
     app.router.routes.extend(health.open_routes(services))
     return app

@@ -50,15 +50,16 @@ def postgres() -> Iterator[Postgres]:
     try:
         password = directory / "password"
         password.write_text(PASSWORD + "\n")
-        account = _give_away(directory, password)
+        run_as = _give_away(directory, password)
         initdb = [
+            *run_as,
             *(str(_program("initdb")), "-D", str(directory / "data"), "-U", USER),
             *("--auth=scram-sha-256", f"--pwfile={password}", "-E", "UTF8", "--locale=C"),
             "--no-sync",
         ]
-        done = subprocess.run(initdb, capture_output=True, text=True, check=False, **account)
+        done = subprocess.run(initdb, capture_output=True, text=True, check=False)
         assert done.returncode == 0, done.stderr
-        process = _start(directory, account)
+        process = _start(directory, run_as)
         server = Postgres(directory, process)
         _wait(server)
         yield server
@@ -70,17 +71,16 @@ def postgres() -> Iterator[Postgres]:
         shutil.rmtree(directory, ignore_errors=True)
 
 
-def _start(directory: Path, account: dict[str, object]) -> subprocess.Popen[bytes]:
+def _start(directory: Path, run_as: list[str]) -> subprocess.Popen[bytes]:
     options = ["-c", "listen_addresses=", "-c", "shared_buffers=16MB", "-c", "max_connections=40"]
     command = [str(_program("postgres")), "-D", str(directory / "data"), "-k", str(directory)]
     with (directory / "log").open("wb") as log:
         return subprocess.Popen(
-            [*command, *options],
+            [*run_as, *command, *options],
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=log,
             start_new_session=True,
-            **account,  # type: ignore[call-overload, no-any-return]
         )
 
 
@@ -104,11 +104,15 @@ def _program(name: str) -> Path:
     return Path(found)
 
 
-def _give_away(*paths: Path) -> dict[str, object]:
-    """Whom the server runs as: us, or when we are root somebody else, who gets the paths."""
+def _give_away(*paths: Path) -> list[str]:
+    """Gives the paths to whom the server runs as; what its command begins with.
+
+    That is us, or when we are root somebody else. Not by Popen's `user`: that forks, and
+    gRPC's threads are restarted around a fork.
+    """
     if os.geteuid() != 0:
-        return {}
+        return []
     account = pwd.getpwnam(_SERVER_ACCOUNT)
     for path in paths:
         os.chown(path, account.pw_uid, account.pw_gid)
-    return {"user": account.pw_uid, "group": account.pw_gid, "extra_groups": ()}
+    return ["setpriv", f"--reuid={account.pw_uid}", f"--regid={account.pw_gid}", "--clear-groups"]

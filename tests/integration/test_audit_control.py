@@ -21,6 +21,7 @@ from tests.integration.control_process import (
     control_plane,
     first_grpc_use,
 )
+from tests.postgres import PASSWORD, postgres
 
 LIMITLESS = resource.RLIM_INFINITY
 
@@ -177,6 +178,40 @@ def test_the_command_line_lists_and_checks_and_names_the_first_bad_record() -> N
             assert "the end was cut off: 8 records were written, 3 are there" in cut.stderr
         # And nothing more is done that the audit could no longer prove.
         assert make_token(control, "late").status_code == 503
+
+
+def test_a_postgresql_named_in_the_environment_keeps_it_all(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with postgres() as server:
+        monkeypatch.setenv("PARAMD_STORE_URL", server.url())
+        with control_plane() as control:
+            token = make_token(control, "ci").json()["token"]
+            control.process.terminate()
+            control.wait()
+            logs = control.log.read_text()
+        with control_plane(epoch=2) as control:
+            assert control.get("/api/v1/jobs", token=token).status_code == 200
+            assert control.get("/api/v1/tokens", token=token).status_code == 403
+            assert paramd("audit", "verify").returncode == 0
+            begun = records(control)[0]
+            logs += control.log.read_text()
+        assert begun["detail"]["store"] == "postgresql://paramd@/postgres"
+        assert paramd("audit", "verify", "--offline", "--job", JOB).returncode == 0
+    assert PASSWORD not in logs
+    assert "%3Aof%40" not in logs
+    assert not (places.state_dir() / JOB / "control.sqlite").exists()
+
+
+def test_without_its_database_it_serves_all_that_reads(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PARAMD_STORE_URL", "postgresql://u:p@/d?host=/nonexistent")
+    with control_plane() as control:
+        assert control.get(f"/api/v1/jobs/{JOB}/ranks").status_code == 200
+        assert make_token(control, "ci").status_code == 503
+        assert control.get("/api/v1/jobs", token=f"{TOKEN}x").status_code == 401
+        control.process.terminate()
+        assert control.wait() == 0
+        assert "reading goes on" in control.log.read_text()
 
 
 def run_control(*options: str) -> subprocess.CompletedProcess[str]:

@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
+import psycopg
 import pytest
 from alembic.autogenerate import compare_metadata
 from alembic.config import Config
@@ -322,6 +323,25 @@ async def test_too_many_writes_are_refused_and_those_accepted_are_done_at_stop(
         await TokenStore(store).list()
     async with started(address) as again:
         assert [row.name for row in await TokenStore(again).list()] == ["a", "b", "c"]
+
+
+@pytest.mark.parametrize("server", ["postgres"], indirect=True)
+async def test_connections_that_the_server_ended_cost_no_failed_write(
+    server: Postgres, address: StoreAddress
+) -> None:
+    async with started(address) as store:
+        tokens = TokenStore(store)
+        assert await tokens.list() == []
+        with psycopg.connect(server.url(), autocommit=True) as other:
+            ended = other.execute(
+                "SELECT count(pg_terminate_backend(pid, 10000)) FROM pg_stat_activity "
+                "WHERE datname = %s",
+                [address.url.database],
+            ).fetchone()
+        assert ended is not None
+        assert ended[0] >= 1
+        await tokens.create(TokenRow(name="a", digest="a" * 64, role="x", created_s=1.0))
+        assert [row.name for row in await tokens.list()] == ["a"]
 
 
 @pytest.mark.parametrize("server", ["postgres"], indirect=True)

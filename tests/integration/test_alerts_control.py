@@ -1,0 +1,162 @@
+"""A real control plane tells what is wrong: over REST, to a webhook, in its log; and no secret."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
+
+import pytest
+
+from tests.integration.control_process import (
+    PRIVATE_KEY,
+    TOKEN,
+    Control,
+    FakeSidecar,
+    control_plane,
+    first_grpc_use,
+    joined,
+    serving,
+    ticket,
+    until,
+)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def grpc_is_up() -> Iterator[None]:
+    with first_grpc_use():
+        yield
+
+
+@asynccontextmanager
+async def receiver(refuse_first: int = 0) -> AsyncIterator[tuple[str, list[dict[str, object]]]]:
+    """A real HTTP server on a loopback port; gives its URL and the bodies that it took."""
+    taken: list[dict[str, object]] = []
+    refused = 0
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        nonlocal refused
+        head = (await reader.readuntil(b"\r\n\r\n")).decode().lower()
+        length = int(head.split("content-length: ")[1].split("\r\n")[0])
+        body = json.loads(await reader.readexactly(length))
+        assert head.startswith("post /hook/secret-path ")
+        assert "authorization" not in head
+        if refused < refuse_first:
+            refused += 1
+            status = "503 No"
+        else:
+            taken.append(body)
+            status = "200 OK"
+        writer.write(
+            f"HTTP/1.1 {status}\r\ncontent-length: 0\r\nconnection: close\r\n\r\n".encode()
+        )
+        await writer.drain()
+        writer.close()
+
+    server = await asyncio.start_server(serve, "127.0.0.1", 0)
+    port = server.sockets[0].getsockname()[1]
+    try:
+        yield f"http://127.0.0.1:{port}/hook/secret-path", taken
+    finally:
+        server.close()
+        await server.wait_closed()
+
+
+def alerts(control: Control, state: str = "firing") -> list[dict[str, object]]:
+    answer = control.get(f"/api/v1/jobs/run/alerts?state={state}")
+    assert answer.status_code == 200, answer.text
+    found: list[dict[str, object]] = answer.json()["alerts"]
+    return found
+
+
+async def test_a_lost_rank_is_told_everywhere_and_is_over_when_it_is_back(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    zero, one = FakeSidecar(0), FakeSidecar(1)
+    async with receiver(refuse_first=1) as (url, taken), serving(zero), serving(one):
+        settings = {"webhooks": [url], "clear_after_s": 0.5}
+        monkeypatch.setenv("PARAMD_ALERTS", json.dumps(settings))
+        with control_plane("--no-watch") as control:
+            async with joined(control, zero):
+                async with joined(control, one):
+                    await until(lambda: control.job()["reason"] == "")
+                    assert alerts(control) == []
+                await until(lambda: alerts(control))
+                (alert,) = alerts(control)
+                assert (alert["rule"], alert["ranks"]) == ("stale-rank", [1])
+                assert alert["severity"] == "critical"
+                text = control.get("/metrics").text
+                assert 'paramd_alerts_firing{job="run",rule="stale-rank"} 1.0' in text
+                await until(lambda: len(taken) == 1)
+                async with joined(control, one):
+                    await until(lambda: not alerts(control))
+                    (over,) = alerts(control, "resolved")
+                    assert over["id"] == alert["id"]
+                    await until(lambda: len(taken) == 2)
+            log = control.log.read_text()
+        assert [body["state"] for body in taken] == ["firing", "resolved"]
+        assert {body["id"] for body in taken} == {alert["id"]}
+        lines = [json.loads(line) for line in log.splitlines()]
+        told = [line["event"] for line in lines if line["logger"] == "paramd.control.alerts"]
+        assert len([event for event in told if "stale-rank fires" in event]) == 1
+        assert "secret-path" not in log
+
+
+def test_questions_that_cannot_be_are_refused() -> None:
+    with control_plane("--no-watch") as control:
+        for query in ("state=no", "limit=0", "limit=100000", "page_token=%FF", "page_token=YWJj"):
+            answer = control.get(f"/api/v1/jobs/run/alerts?{query}")
+            assert answer.status_code == 422, (query, answer.text)
+
+
+async def test_an_alert_outlives_the_control_plane(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PARAMD_ALERTS", json.dumps({"stale_after_s": 1.0}))
+    with control_plane("--no-watch", epoch=1) as first:
+        # Neither rank ever joins.
+        await until(lambda: len(alerts(first)) == 2)
+        before = {alert["id"] for alert in alerts(first)}
+        # It must be durable before the end that comes.
+        first.process.terminate()
+        first.wait()
+    with control_plane("--no-watch", epoch=1) as second:
+        await until(lambda: len(alerts(second)) == 2)
+        assert {alert["id"] for alert in alerts(second)} == before
+
+
+async def test_the_log_is_json_and_holds_no_secret(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PARAMD_LOG_LEVEL", "DEBUG")
+    stolen = "pmd_" + "x" * 43
+    zero = FakeSidecar(0)
+    async with serving(zero):
+        with control_plane("--no-watch") as control:
+            async with joined(control, zero):
+                answers = [
+                    control.get("/api/v1/jobs/run"),
+                    control.get("/api/v1/jobs/run", token=stolen),
+                    control.get(f"/api/v1/jobs/run?token={TOKEN}"),
+                    control.get(f"/api/v1/jobs/{stolen}"),
+                    control.get("/api/v1/jobs/none", **{"x-request-id": "my-request"}),
+                ]
+                reader = answers[0].json()["ticket"]
+            control.process.terminate()
+            control.wait()
+            log = control.log.read_text()
+    assert [answer.status_code for answer in answers] == [200, 401, 400, 400, 404]
+    assert len({answer.headers["x-request-id"] for answer in answers}) == len(answers)
+    lines = [json.loads(line) for line in log.splitlines()]
+    assert all({"time", "level", "logger", "event"} <= set(line) for line in lines)
+    served = [line for line in lines if line["logger"] == "paramd.control.access"]
+    assert "my-request" in {line.get("request_id") for line in served}
+    own = dict(ticket())["authorization"].removeprefix("Bearer ")
+    for secret in (TOKEN, stolen, PRIVATE_KEY.hex(), reader, own):
+        assert secret not in log
+
+
+async def test_a_config_that_cannot_be_does_not_stop_an_embedded_control_plane(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("PARAMD_ALERTS", '{"no_such_key": 1}')
+    with control_plane("--no-watch") as control:
+        assert alerts(control) == []
+        assert "unknown key 'no_such_key'" in control.log.read_text()

@@ -1,0 +1,114 @@
+"""Metrics as Prometheus' own tool reads them, of the control plane and of a real sidecar."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import grpc
+import pytest
+import xxhash
+from prometheus_client.parser import text_string_to_metric_families
+
+from paramd import places
+from paramd.v1 import sidecar_pb2 as pb
+from tests.integration.control_process import Control, control_plane, first_grpc_use, until
+from tests.integration.fake_trainer import FakeTrainer, TrainerSettings, attach
+from tests.integration.sidecar_process import client_of, sidecar
+
+ARENA_BYTES = 1 << 16
+LABELS = {"job", "rank", "rule", "kind", "ok", "captured", "le"}
+PROMTOOL = shutil.which("promtool")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def grpc_is_up() -> Iterator[None]:
+    with first_grpc_use():
+        yield
+
+
+@contextmanager
+def training(control_address: str = "") -> Iterator[FakeTrainer]:
+    settings = TrainerSettings(arena_bytes=ARENA_BYTES, control_address=control_address)
+    with sidecar(places.job_dir("job")) as process:
+        trainer = attach(process.socket_path, settings)
+        try:
+            trainer.send_mesh()
+            trainer.start()
+            yield trainer
+        finally:
+            trainer.close()
+
+
+def check(text: str) -> dict[str, dict[str, float]]:
+    """Values by metric and rank; strictly parsed, and by promtool where it is installed."""
+    found: dict[str, dict[str, float]] = {}
+    for family in text_string_to_metric_families(text):
+        assert family.documentation, family.name
+        for sample in family.samples:
+            assert set(sample.labels) <= LABELS, sample
+            if set(sample.labels) <= {"job", "rank"}:
+                assert sample.labels.get("job", "job") == "job"
+                found.setdefault(sample.name, {})[sample.labels.get("rank", "")] = sample.value
+    if PROMTOOL is not None:
+        said = subprocess.run(
+            [PROMTOOL, "check", "metrics"], input=text, text=True, capture_output=True, check=False
+        )
+        assert (said.returncode, said.stdout, said.stderr) == (0, "", "")
+    return found
+
+
+async def test_both_sides_are_scraped_and_agree() -> None:
+    with (
+        control_plane("--no-watch", job="job", world_size=1) as control,
+        training(control.grpc_address) as trainer,
+    ):
+        await until(lambda: control.job()["reason"] == "")
+        await until(lambda: _steps(control) > 3)
+        site = check(control.get("/metrics").text)
+        assert site["paramd_joined_ranks"] == {"": 1}
+        assert site["paramd_rank_arena_bytes"] == {"0": ARENA_BYTES}
+        assert site["paramd_alerts_fired_total"] == {"": 0}
+        answer = control.get("/api/v1/jobs/job/ranks/0/metrics")
+        assert answer.headers["content-type"].startswith("text/plain; version=0.0.4")
+        own = check(answer.text)
+        assert own["paramd_sidecar_arena_bytes"] == {"0": ARENA_BYTES}
+        assert own["paramd_sidecar_step"]["0"] >= site["paramd_rank_step"]["0"] > 0
+        assert own["paramd_sidecar_resident_bytes"]["0"] > 10 << 20
+        assert {rank for values in own.values() for rank in values} == {"0"}
+        assert control.get("/api/v1/jobs/job/ranks/1/metrics").status_code == 404
+        assert control.get("/api/v1/jobs/job/ranks/0/metrics", token=None).status_code == 401
+        trainer.finish()
+
+
+def _steps(control: Control) -> int:
+    found: int = control.job()["step"]
+    return found
+
+
+def test_a_sidecar_digests_what_it_pinned() -> None:
+    with training() as trainer, client_of(trainer) as client:
+        pin = client.pin()
+        data = client.read(pin.snapshot_id)
+        parts = [(0, len(data)), (8, 16), (5, 5), (len(data) - 1, len(data))]
+        answer = client.call(
+            "DigestSnapshot",
+            pb.DigestSnapshotRequest(
+                snapshot_id=pin.snapshot_id, ranges=[pb.Span(begin=b, end=e) for b, e in parts]
+            ),
+        )
+        assert list(answer.digests) == [xxhash.xxh3_128_digest(data[b:e]) for b, e in parts]
+        assert (answer.header.epoch, answer.header.step) == (1, pin.header.step)
+        for begin, end in ((0, len(data) + 1), (-1, 0), (2, 1)):
+            request = pb.DigestSnapshotRequest(
+                snapshot_id=pin.snapshot_id, ranges=[pb.Span(begin=begin, end=end)]
+            )
+            with pytest.raises(grpc.RpcError) as refused:
+                client.call("DigestSnapshot", request)
+            assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+        client.release(pin.snapshot_id)
+        with pytest.raises(grpc.RpcError) as gone:
+            client.call("DigestSnapshot", pb.DigestSnapshotRequest(snapshot_id=pin.snapshot_id))
+        assert gone.value.code() is grpc.StatusCode.NOT_FOUND

@@ -74,7 +74,14 @@ class StateWatch:
         self._state = view.state
         where = f"job {self._job}, epoch {self._epoch}"
         level = logging.WARNING if view.state in (State.DEGRADED, State.DOWN) else logging.INFO
-        log.log(level, "%s is %s: %s", where, view.state.value, _or(view.reason))
+        log.log(
+            level,
+            "%s is %s: %s",
+            where,
+            view.state.value,
+            _or(view.reason),
+            extra={"job": self._job, "epoch": self._epoch, "step": self._step},
+        )
         data = {
             "epoch": self._epoch,
             "rank": -1,
@@ -87,7 +94,14 @@ class StateWatch:
     def _tell_rank(self, rank: RankView) -> None:
         membership, state, _ = standing(rank)
         if rank.reason:
-            log.info("job %s, rank %d: %s", self._job, rank.rank, rank.reason)
+            step = rank.report.step if rank.report is not None else -1
+            log.info(
+                "job %s, rank %d: %s",
+                self._job,
+                rank.rank,
+                rank.reason,
+                extra={"job": self._job, "epoch": self._epoch, "rank": rank.rank, "step": step},
+            )
         data = {
             "epoch": self._epoch,
             "rank": rank.rank,

@@ -189,6 +189,7 @@ class Watcher:
                 alert.finding.rule.value,
                 "fires" if firing else "is over",
                 alert.finding.reason,
+                extra=_extra(alert),
             )
             self._tell(alert)
             self._unkept[alert.id] = alert
@@ -222,3 +223,9 @@ class Watcher:
         for key, alert in changed.items():
             if self._unkept.get(key) is alert:
                 del self._unkept[key]
+
+
+def _extra(alert: Alert) -> dict[str, object]:
+    found = alert.finding
+    fields: dict[str, object] = {"job": alert.job, "epoch": alert.epoch, "step": found.step}
+    return fields | ({"rank": found.ranks[0]} if len(found.ranks) == 1 else {})

@@ -20,8 +20,8 @@ LOOPBACK_NAMES = frozenset({"localhost", "127.0.0.1", "[::1]"})
 """Any port goes with them: a forwarded one is not ours."""
 
 MAX_QUERY_BYTES = 8192
+MAX_BODY_BYTES = 1 << 20
 _SECRET_NAMES = frozenset({"token", "access_token", "ticket", "authorization", "api_key", "bearer"})
-_BODILESS = frozenset({"GET", "HEAD", "OPTIONS"})
 
 SECURITY_HEADERS: tuple[tuple[bytes, bytes], ...] = (
     (b"cache-control", b"no-store"),
@@ -119,13 +119,14 @@ def _refused_url(scope: Scope, is_token: Callable[[str], bool]) -> tuple[int, st
 
 def _refused_body(scope: Scope) -> tuple[int, str] | None:
     """A page of another site can send forms and text, but JSON only when we allow it."""
-    if scope["method"] in _BODILESS:
-        return None
-    has_body = _values(scope, b"transfer-encoding") or any(
-        value != "0" for value in _values(scope, b"content-length")
-    )
+    if _values(scope, b"transfer-encoding"):
+        return 411, "the body has no length; send Content-Length"
+    lengths = [int(value) for value in _values(scope, b"content-length") if value.isdecimal()]
+    size_bytes = max(lengths, default=0)
+    if size_bytes > MAX_BODY_BYTES:
+        return 413, f"the body is longer than {MAX_BODY_BYTES} bytes"
     kinds = [value.partition(";")[0].strip() for value in _values(scope, b"content-type")]
-    if (has_body or kinds) and kinds != ["application/json"]:
+    if (size_bytes or (kinds and scope["method"] != "GET")) and kinds != ["application/json"]:
         return 415, "the body must be JSON; send 'Content-Type: application/json'"
     return None
 

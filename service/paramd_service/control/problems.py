@@ -16,14 +16,6 @@ from paramd_service.control.statuses import reason_of
 MAX_DETAIL_CHARS = 2048
 
 
-class CredentialsError(Exception):
-    """No token, or a wrong one. `retry_after_s` is set when there were too many."""
-
-    def __init__(self, text: str, *, retry_after_s: int | None = None) -> None:
-        super().__init__(text)
-        self.retry_after_s = retry_after_s
-
-
 def problem(
     status: int, reason: str, detail: str, headers: dict[str, str] | None = None
 ) -> JSONResponse:
@@ -42,7 +34,6 @@ def problem(
 def install(app: FastAPI) -> None:
     """Makes every error of the app a problem document."""
     app.add_exception_handler(ParamdError, _domain)
-    app.add_exception_handler(CredentialsError, _credentials)
     app.add_exception_handler(RequestValidationError, _validation)
     app.add_exception_handler(HTTPException, _http)
     app.add_exception_handler(Exception, _unexpected)
@@ -52,13 +43,6 @@ async def _domain(_: Request, error: Exception) -> JSONResponse:
     assert isinstance(error, ParamdError)
     reason = reason_of(error).lower().replace("_", "-")
     return problem(codes_of(error).http, reason, str(error))
-
-
-async def _credentials(_: Request, error: Exception) -> JSONResponse:
-    assert isinstance(error, CredentialsError)
-    if error.retry_after_s is not None:
-        return problem(429, "denied", str(error), {"retry-after": str(error.retry_after_s)})
-    return problem(401, "denied", str(error), {"www-authenticate": 'Bearer realm="paramd"'})
 
 
 async def _validation(_: Request, error: Exception) -> JSONResponse:

@@ -1,0 +1,242 @@
+"""Who may do what over REST: every route, every role, from one table written out here."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import AsyncIterator
+
+import httpx2
+import pytest
+from fastapi import FastAPI
+from fastapi.routing import iter_route_contexts
+
+from paramd.tickets import Role, Verifier
+from paramd.tokens import new_token
+from paramd_service.control.app import build_app
+from paramd_service.control.tokens.authority import OWNER, MemoryTokens, Tokens
+from paramd_service.control.tokens.http import OPEN_PATHS
+from paramd_service.control.tokens.roles import (
+    OPERATIONS,
+    PERMITTED,
+    Action,
+    UserRole,
+    needed_action,
+)
+from tests.unit.control.test_control_http import BOOTSTRAP, TOKEN, services
+
+V, R, E, X, T, A = UserRole
+EVERYBODY = {V, R, E, X, T, A}
+READERS = {R, E, X, A}
+
+EXPECTED: dict[tuple[str, str], set[UserRole]] = {
+    ("GET", "/metrics"): EVERYBODY,
+    ("GET", "/api/v1/openapi.json"): EVERYBODY,
+    ("GET", "/api/v1/jobs"): EVERYBODY,
+    ("POST", "/api/v1/jobs"): {T, A},
+    ("GET", "/api/v1/jobs/{job}"): EVERYBODY,
+    ("GET", "/api/v1/jobs/{job}/ranks"): EVERYBODY,
+    ("GET", "/api/v1/jobs/{job}/ranks/{rank}/metrics"): EVERYBODY,
+    ("GET", "/api/v1/jobs/{job}/epochs"): EVERYBODY,
+    ("GET", "/api/v1/jobs/{job}/alerts"): EVERYBODY,
+    ("GET", "/api/v1/jobs/{job}/events"): EVERYBODY,
+    ("GET", "/api/v1/jobs/{job}/params"): EVERYBODY,
+    ("GET", "/api/v1/jobs/{job}/params/detail"): EVERYBODY,
+    ("GET", "/api/v1/jobs/{job}/params/stats"): EVERYBODY,
+    ("GET", "/api/v1/jobs/{job}/params/histogram"): EVERYBODY,
+    ("GET", "/api/v1/jobs/{job}/params/heatmap"): READERS,
+    ("GET", "/api/v1/jobs/{job}/params/values"): READERS,
+    ("GET", "/api/v1/jobs/{job}/snapshots"): READERS,
+    ("POST", "/api/v1/jobs/{job}/snapshots"): READERS,
+    ("GET", "/api/v1/jobs/{job}/snapshots/{snapshot}"): READERS,
+    ("POST", "/api/v1/jobs/{job}/snapshots/{snapshot}/renew"): READERS,
+    ("DELETE", "/api/v1/jobs/{job}/snapshots/{snapshot}"): READERS,
+    ("GET", "/api/v1/audit"): {A},
+    ("GET", "/api/v1/jobs/{job}/audit"): {A},
+    ("GET", "/api/v1/tokens"): {A},
+    ("POST", "/api/v1/tokens"): {A},
+    ("DELETE", "/api/v1/tokens/{name}"): {A},
+}
+"""Roles that a route lets through, whatever it then answers. Every route stands here."""
+
+
+class Site:
+    """An app with a token of every role."""
+
+    def __init__(self) -> None:
+        self.tokens = Tokens(TOKEN, MemoryTokens())
+        self.denials: list[tuple[str, ...]] = []
+        parts = dataclasses.replace(
+            services(), tokens=self.tokens, denied=lambda *told: self.denials.append(told)
+        )
+        self.app: FastAPI = build_app(parts)
+        transport = httpx2.ASGITransport(self.app, raise_app_exceptions=False)
+        self.client = httpx2.AsyncClient(transport=transport, base_url="http://127.0.0.1:8470")
+        self.of: dict[UserRole, str] = {}
+
+    async def start(self) -> None:
+        for role in UserRole:
+            _, self.of[role] = await self.tokens.create(OWNER, role=role, ttl_s=60.0)
+
+    async def ask(self, method: str, path: str, token: str | None) -> httpx2.Response:
+        headers = {} if token is None else {"authorization": f"Bearer {token}"}
+        return await self.client.request(method, path, headers=headers)
+
+
+@pytest.fixture
+async def site() -> AsyncIterator[Site]:
+    found = Site()
+    await found.start()
+    async with found.client:
+        yield found
+
+
+def routes(app: FastAPI) -> set[tuple[str, str]]:
+    return {
+        (method, route.path or "")
+        for route in iter_route_contexts(app.routes)
+        for method in route.methods or ()
+        if method != "HEAD"
+    }
+
+
+def test_every_route_stands_in_the_table(site: Site) -> None:
+    found = {(method, path) for method, path in routes(site.app) if path not in OPEN_PATHS}
+    assert found == set(EXPECTED)
+
+
+def test_every_operation_names_its_action_and_none_is_named_twice(site: Site) -> None:
+    names = [
+        route.name for route in iter_route_contexts(site.app.routes) if route.path not in OPEN_PATHS
+    ]
+    assert len(names) == len(set(names)), "two operations of one name would share their rights"
+    assert set(names) == set(OPERATIONS)
+
+
+def concrete(path: str) -> str:
+    """A path of this shape that answers at once: no such job, token or snapshot."""
+    for name, value in (("job", "none"), ("rank", "0"), ("snapshot", "0" * 32), ("name", "none")):
+        path = path.replace("{" + name + "}", value)
+    return path
+
+
+@pytest.mark.parametrize("role", UserRole)
+async def test_a_role_passes_where_the_table_says_and_nowhere_else(
+    site: Site, role: UserRole
+) -> None:
+    for (method, path), roles in EXPECTED.items():
+        answer = await site.ask(method, concrete(path), site.of[role])
+        assert answer.status_code != 401, (method, path)
+        assert (answer.status_code == 403) == (role not in roles), (method, path, answer.text)
+
+
+@pytest.mark.parametrize("kind", ["none", "unknown", "expired", "revoked", "digest"])
+async def test_every_route_refuses_whoever_has_no_valid_token(
+    site: Site, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    row, made = await site.tokens.create(OWNER, role="admin", ttl_s=60.0, name="doomed")
+    offered = {"none": None, "unknown": new_token(), "digest": row.digest}.get(kind, made)
+    if kind == "revoked":
+        await site.tokens.revoke(OWNER, "doomed")
+    if kind == "expired":
+        later_s = time.time() + 61.0
+        monkeypatch.setattr(site.tokens, "_clock", lambda: later_s)
+    for method, path in [*EXPECTED, ("GET", "/no/such/path"), ("PUT", "/api/v1/jobs")]:
+        answer = await site.ask(method, concrete(path), offered)
+        assert answer.status_code == 401, (method, path)
+    # Never the token itself; a burst of refusals is told to the audit one by one.
+    assert len(site.denials) == len(EXPECTED) + 2
+    assert made not in repr(site.denials)
+
+
+async def test_a_refused_role_is_told_to_the_audit_by_name(site: Site) -> None:
+    await site.ask("GET", "/api/v1/tokens", site.of[R])
+    ((actor, role, operation, reason),) = site.denials
+    assert (role, operation) == ("reader", "list_tokens")
+    assert actor.startswith("reader-")
+    assert "administer" in reason
+
+
+async def test_an_operation_that_nobody_named_is_for_admins_alone(site: Site) -> None:
+    @site.app.get("/careless")
+    async def careless() -> str:
+        return "secret"
+
+    for role in UserRole:
+        answer = await site.ask("GET", "/careless", site.of[role])
+        assert answer.status_code == (200 if role is A else 403), role
+
+
+@pytest.mark.parametrize("query", ["pattern=w[0:1]", "pattern=w%5B0%5D", "q=%255B&pattern=w[0]"])
+async def test_slices_are_values_so_a_viewer_gets_no_statistics_of_them(
+    site: Site, query: str
+) -> None:
+    for path in ("stats", "histogram"):
+        url = f"/api/v1/jobs/none/params/{path}"
+        assert (await site.ask("GET", f"{url}?pattern=w", site.of[V])).status_code != 403
+        assert (await site.ask("GET", f"{url}?{query}", site.of[V])).status_code == 403
+        assert (await site.ask("GET", f"{url}?{query}", site.of[R])).status_code != 403
+
+
+@pytest.mark.parametrize("role", UserRole)
+async def test_the_ticket_of_a_job_is_no_stronger_than_the_token(
+    site: Site, role: UserRole
+) -> None:
+    found = (await site.ask("GET", "/api/v1/jobs/run", site.of[role])).json()
+    verifier = Verifier(BOOTSTRAP.signer.public_key)
+    claims = verifier.verify(found["ticket"], job="run", epoch=3)
+    assert claims.role is (Role.READER if role in READERS else Role.VIEWER)
+    assert claims.rank is None
+
+
+def test_roles_are_ordered_by_what_they_include() -> None:
+    assert PERMITTED[V] < PERMITTED[R] < PERMITTED[E] < PERMITTED[A]
+    assert PERMITTED[R] < PERMITTED[X] < PERMITTED[A]
+    assert PERMITTED[V] < PERMITTED[T] < PERMITTED[A]
+    assert not PERMITTED[E] & {Action.EXPORT}
+    assert not PERMITTED[X] & {Action.EDIT}
+    assert not PERMITTED[T] & {Action.READ}
+    assert needed_action("") is Action.ADMINISTER
+
+
+async def test_tokens_are_made_listed_and_revoked_by_admins(site: Site) -> None:
+    headers = {"authorization": f"Bearer {site.of[A]}"}
+    body = {"role": "reader", "ttl_s": 600, "name": "notebook"}
+    made = await site.client.post("/api/v1/tokens", headers=headers, json=body)
+    assert made.status_code == 201
+    token = made.json()["token"]
+    assert (await site.ask("GET", "/api/v1/jobs", token)).status_code == 200
+    listed = await site.ask("GET", "/api/v1/tokens", site.of[A])
+    assert {"notebook"} < {row["name"] for row in listed.json()["tokens"]}
+    assert token not in listed.text
+    assert (await site.client.post("/api/v1/tokens", headers=headers, json=body)).status_code == 409
+    gone = await site.ask("DELETE", "/api/v1/tokens/notebook", site.of[A])
+    assert gone.json()["revoked_s"] is not None
+    assert (await site.ask("GET", "/api/v1/jobs", token)).status_code == 401
+    again = await site.ask("DELETE", "/api/v1/tokens/notebook", site.of[A])
+    assert again.json() == gone.json()
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"role": "root"},
+        {"role": None},
+        {"ttl_s": 0},
+        {"ttl_s": -1},
+        {"ttl_s": 1e12},
+        {"ttl_s": "nan"},
+        {"name": ""},
+        {"name": "owner"},
+        {"name": "<b>"},
+        {"name": "a/b"},
+        {"name": "x" * 65},
+        {"name": new_token()},
+        {"more": 1},
+    ],
+)
+async def test_a_token_that_cannot_be_is_refused(site: Site, changed: dict[str, object]) -> None:
+    headers = {"authorization": f"Bearer {site.of[A]}"}
+    body = {"role": "reader", "ttl_s": 600} | changed
+    answer = await site.client.post("/api/v1/tokens", headers=headers, json=body)
+    assert answer.status_code == 422, answer.text

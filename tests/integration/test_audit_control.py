@@ -7,6 +7,7 @@ import resource
 import sqlite3
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -16,10 +17,13 @@ import pytest
 from paramd import places
 from tests.integration.control_process import (
     JOB,
+    PATIENCE_S,
     TOKEN,
     Control,
     control_plane,
     first_grpc_use,
+    site_plane,
+    site_token,
 )
 from tests.postgres import PASSWORD, postgres
 
@@ -201,6 +205,34 @@ def test_a_postgresql_named_in_the_environment_keeps_it_all(
     assert PASSWORD not in logs
     assert "%3Aof%40" not in logs
     assert not (places.state_dir() / JOB / "control.sqlite").exists()
+
+
+def test_a_site_has_an_audit_of_its_own_and_one_for_each_job(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with site_plane() as control:
+        token = site_token()
+        monkeypatch.setenv("PARAMD_URL", control.url)
+        monkeypatch.setenv("PARAMD_TOKEN", token)
+        registered = httpx2.post(
+            control.url + "/api/v1/jobs",
+            json={"job": "a", "world_size": 1},
+            headers={"authorization": f"Bearer {token}"},
+            trust_env=False,
+        )
+        assert registered.status_code == 201
+        own = control.get("/api/v1/audit", token=token).json()
+        assert (own["job"], [r["method"] for r in own["records"]]) == ("", ["control.start"])
+        deadline = time.monotonic() + PATIENCE_S
+        while not (found := control.get("/api/v1/jobs/a/audit", token=token).json()["records"]):
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+        assert [(r["method"], r["epoch"]) for r in found] == [("epoch.begin", 1)]
+        assert control.get("/api/v1/jobs/b/audit", token=token).status_code == 404
+        for options in (["--site"], ["--job", "a"], ["--offline", "--site"]):
+            assert paramd("audit", "verify", *options).returncode == 0, options
+        offline = paramd("audit", "verify", "--offline", "--site", "--job", "a")
+        assert offline.stdout.startswith("1 records are whole")
 
 
 def test_without_its_database_it_serves_all_that_reads(monkeypatch: pytest.MonkeyPatch) -> None:

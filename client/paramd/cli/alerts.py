@@ -38,7 +38,9 @@ COLUMNS = (
 
 
 @with_target
-def alerts(target: Target, everything: All = False, watch: Watch = False, output: Output = None) -> None:
+def alerts(
+    target: Target, everything: All = False, watch: Watch = False, output: Output = None
+) -> None:
     """Show what is wrong: NaN, norm jumps, differing replicas, stale or slow ranks.
 
     The control plane finds it; table [alerts] of its paramd.toml says how. With

@@ -25,7 +25,7 @@ from paramd_service.control.alerts.webhook import Webhooks
 from paramd_service.control.view import MeshView
 
 RANKS_PER_S = 1024
-"""A look at that many ranks is worth a second of time: it costs some 15 us a rank."""
+"""Ranks for each second between two looks: one costs about 3 us a rank, so 0.3 % of a core."""
 
 POINTS_EVERY_S = 10.0
 WINDOW_PARTS = 6

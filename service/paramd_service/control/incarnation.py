@@ -12,6 +12,7 @@ from paramd.errors import ConflictError, ParamdError
 from paramd_service.control.config import Bootstrap
 from paramd_service.control.coordinator import Coordinator
 from paramd_service.control.epochs import EpochRecord
+from paramd_service.control.rank_text import RankTexts
 from paramd_service.control.registry import Registry
 from paramd_service.control.sidecars import LayoutSource, SidecarCalls
 from paramd_service.control.statistics import StatsSource
@@ -53,6 +54,7 @@ class Incarnation:
         self.layouts = LayoutSource(self.calls)
         self.coordinator = Coordinator(self.calls, self.registry.view, epoch=bootstrap.epoch)
         self.statistics = StatsSource(bootstrap, terms.url)
+        self.rank_texts = RankTexts()
         self.watch = StateWatch(job=bootstrap.job, epoch=bootstrap.epoch, publish=publish)
         self.began_s = time.time()
         self.ended_s: float | None = None

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import time
 from typing import Any
 
@@ -11,7 +10,6 @@ from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from paramd.tickets import RANK_TICKET_TTL_S, Role, Signer
-from paramd.v1 import common_pb2
 from paramd_service.control.config import Bootstrap
 from paramd_service.control.incarnation import Incarnation
 from paramd_service.control.models import (
@@ -29,13 +27,11 @@ from paramd_service.control.models import (
 from paramd_service.control.services import Services
 from paramd_service.control.tokens.http import principal_of
 from paramd_service.control.tokens.roles import ticket_role
-from paramd_service.control.view import MeshView, RankView
+from paramd_service.control.view import MeshView
 
 PROBLEMS: dict[int | str, dict[str, Any]] = {
     code: {"model": Problem} for code in (400, 401, 403, 404, 409, 422, 429, 500, 503)
 }
-
-_NO_STATE = common_pb2.RankState(boundary_age_ns=-1)
 
 
 def router(services: Services) -> APIRouter:
@@ -69,9 +65,7 @@ def router(services: Services) -> APIRouter:
         """Every rank, with the reason when something is not as it should be."""
         incarnation = services.jobs.get(job)
         view = incarnation.registry.view()
-        # Written by hand: models of 4,096 ranks would stop the event loop for 0.2 s.
-        found = {"epoch": incarnation.epoch, "ranks": [_rank(rank) for rank in view.ranks]}
-        text = json.dumps(found, separators=(",", ":"), allow_nan=False)
+        text = incarnation.rank_texts.text(view, epoch=incarnation.epoch)
         return Response(text, media_type="application/json")
 
     @routes.get("/jobs/{job}/epochs")
@@ -152,45 +146,3 @@ def _document(
         ticket=ticket,
         ticket_expires_s=now_s + ttl_s,
     )
-
-
-def phase_name(phase: int) -> str:
-    """A phase as documents have it, e.g. "forward_backward"."""
-    return _PHASE_NAMES.get(phase, "unspecified")  # a newer sidecar's word
-
-
-_PHASE_NAMES: dict[int, str] = {
-    int(number): name.removeprefix("PHASE_").lower() for name, number in common_pb2.Phase.items()
-}
-
-
-def _rank(rank: RankView) -> dict[str, Any]:
-    """A `RankDocument` as plain objects; a test compares the two."""
-    report = rank.report
-    said = report.state if report is not None else _NO_STATE
-    return {
-        "rank": rank.rank,
-        "membership": rank.membership.value,
-        "state": rank.state.value,
-        "reason": rank.reason,
-        "age_s": round(rank.age_s, 3),
-        "phase": phase_name(said.phase),
-        "step": report.step if report is not None else -1,
-        "trainer_pid": said.trainer_pid,
-        "sidecar_pid": said.sidecar_pid,
-        "step_time_ns": said.step_time_ns,
-        "boundary_age_ns": said.boundary_age_ns,
-        "stall_count": said.stall_count,
-        "stall_total_ns": said.stall_total_ns,
-        "stall_max_ns": said.stall_max_ns,
-        "abandoned_copy_count": said.abandoned_copy_count,
-        "arena_bytes": said.arena_bytes,
-        "snapshot_bytes": said.snapshot_bytes,
-        "snapshot_count": said.snapshot_count,
-        "sidecar_rss_bytes": said.sidecar_rss_bytes,
-        "trainer_rss_bytes": said.trainer_rss_bytes,
-        "agreement_works": said.agreement_works,
-        "agreement_reason": said.agreement_reason,
-        "alerts": list(said.alerts),
-        "version": report.version if report is not None else "",
-    }

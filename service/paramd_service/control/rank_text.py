@@ -1,0 +1,84 @@
+"""The ranks of a mesh as JSON, written by hand: models of 4,096 would stop the event loop.
+
+What a report says does not change, so its text is made once a report and kept.
+"""
+
+from __future__ import annotations
+
+import json
+
+from paramd.v1 import common_pb2
+from paramd_service.control.view import MeshView, RankView, Report
+
+_PHASE_NAMES: dict[int, str] = {
+    int(number): name.removeprefix("PHASE_").lower() for name, number in common_pb2.Phase.items()
+}
+
+_SAID = (
+    '"phase":"%s","step":%d,"trainer_pid":%d,"sidecar_pid":%d,"step_time_ns":%d,'
+    '"boundary_age_ns":%d,"stall_count":%d,"stall_total_ns":%d,"stall_max_ns":%d,'
+    '"abandoned_copy_count":%d,"arena_bytes":%d,"snapshot_bytes":%d,"snapshot_count":%d,'
+    '"sidecar_rss_bytes":%d,"trainer_rss_bytes":%d,"agreement_works":%s,"agreement_reason":%s,'
+    '"alerts":%s,"version":%s'
+)
+
+
+def phase_name(phase: int) -> str:
+    """A phase as documents have it, e.g. "forward_backward"."""
+    return _PHASE_NAMES.get(phase, "unspecified")  # a newer sidecar's word
+
+
+class RankTexts:
+    """A `RankList` of one incarnation as JSON, again and again."""
+
+    def __init__(self) -> None:
+        self._kept: dict[int, tuple[Report, str]] = {}
+        self._silence = _said(common_pb2.RankState(boundary_age_ns=-1), -1, "")
+
+    def text(self, view: MeshView, *, epoch: int) -> str:
+        """The document of all ranks; a test holds it against the model."""
+        ranks = ",".join([self._rank(rank) for rank in view.ranks])
+        return f'{{"epoch":{epoch},"ranks":[{ranks}]}}'
+
+    def _rank(self, rank: RankView) -> str:
+        report, said = rank.report, self._silence
+        if report is not None:
+            kept = self._kept.get(rank.rank)
+            if kept is None or kept[0] is not report:
+                said = _said(report.state, report.step, report.version)
+                self._kept[rank.rank] = (report, said)
+            else:
+                said = kept[1]
+        return (
+            f'{{"rank":{rank.rank},"membership":"{rank.membership.value}",'
+            f'"state":"{rank.state.value}","reason":{_quoted(rank.reason)},'
+            f'"age_s":{rank.age_s:.3f},{said}}}'
+        )
+
+
+def _said(state: common_pb2.RankState, step: int, version: str) -> str:
+    return _SAID % (
+        phase_name(state.phase),
+        step,
+        state.trainer_pid,
+        state.sidecar_pid,
+        state.step_time_ns,
+        state.boundary_age_ns,
+        state.stall_count,
+        state.stall_total_ns,
+        state.stall_max_ns,
+        state.abandoned_copy_count,
+        state.arena_bytes,
+        state.snapshot_bytes,
+        state.snapshot_count,
+        state.sidecar_rss_bytes,
+        state.trainer_rss_bytes,
+        "true" if state.agreement_works else "false",
+        _quoted(state.agreement_reason),
+        json.dumps(list(state.alerts)) if state.alerts else "[]",
+        _quoted(version),
+    )
+
+
+def _quoted(text: str) -> str:
+    return json.dumps(text) if text else '""'

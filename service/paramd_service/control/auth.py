@@ -27,8 +27,8 @@ METHOD_ROLES: Final[dict[str, frozenset[Role]]] = {
 }
 """Roles that may call a method. A method that stands in neither table is denied."""
 
-OPEN_METHODS: Final = frozenset({"/grpc.health.v1.Health/Check", "/grpc.health.v1.Health/Watch"})
-"""Say only whether the server serves; probes have no ticket. The server is on loopback."""
+OPEN_METHODS: Final = frozenset(f"/grpc.health.v1.Health/{m}" for m in ("Check", "List", "Watch"))
+"""Say only whether the server serves: probes have no ticket."""
 
 
 MAX_SOURCES: Final = 1024

@@ -1,0 +1,216 @@
+"""Every gRPC method of both servers x every role: default deny, from tables written out here."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+from google.protobuf.descriptor import FileDescriptor
+from grpc_health.v1 import health_pb2
+from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
+
+from paramd import places
+from paramd.memory import handover
+from paramd.tickets import Role, Signer
+from paramd.v1 import control_pb2, sidecar_pb2
+from tests.integration.control_process import Control, control_plane
+from tests.integration.control_process import ticket as control_ticket
+from tests.integration.fake_trainer import SIGNER, TrainerSettings, attach
+from tests.integration.sidecar_process import sidecar, ticket
+
+V, R, C, S = Role.VIEWER, Role.READER, Role.CONTROL, Role.SIDECAR
+ALL = {V, R, C, S}
+OK_TO_ASK = {V, R, C}
+READS = {R, C}
+
+SIDECAR: dict[str, set[Role]] = {
+    "GetState": OK_TO_ASK,
+    "GetMesh": OK_TO_ASK,
+    "GetLayout": OK_TO_ASK,
+    "GetMetrics": OK_TO_ASK,
+    "PinSnapshot": READS,
+    "ReadSnapshot": READS,
+    "RenewSnapshot": READS,
+    "ReleaseSnapshot": READS,
+    "ListSnapshots": READS,
+    "ComputeStats": READS,
+    "PoolSnapshot": READS,
+    "DigestSnapshot": READS,
+    "Summon": READS,
+    "CaptureBoundary": {C},
+}
+CONTROL: dict[str, set[Role]] = {"Join": {S}, "ScheduleBoundary": READS}
+REFLECTION = "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo"
+OPEN = {f"/grpc.health.v1.Health/{method}" for method in ("Check", "List", "Watch")}
+UNAUTHENTICATED = grpc.StatusCode.UNAUTHENTICATED
+PERMISSION_DENIED = grpc.StatusCode.PERMISSION_DENIED
+
+
+@pytest.fixture(scope="module")
+def sidecar_address(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    with sidecar(tmp_path_factory.mktemp("s") / "s") as process:
+        trainer = attach(process.socket_path, TrainerSettings())
+        trainer.send_mesh()
+        try:
+            yield trainer.address
+        finally:
+            trainer.close()
+
+
+@pytest.fixture(scope="module")
+def control(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Control]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PARAMD_STATE_DIR", str(tmp_path_factory.mktemp("state")))
+        places.state_dir().mkdir(exist_ok=True)
+        with control_plane() as found:
+            yield found
+
+
+def code(address: str, path: str, authorization: str | None) -> grpc.StatusCode:
+    """Status of a call of raw bytes, streaming both ways: any method can be called so."""
+    metadata = [("authorization", authorization)] if authorization is not None else []
+    options = [("grpc.use_local_subchannel_pool", 1)]
+    with grpc.insecure_channel(address, options=options) as channel:
+        call = channel.stream_stream(path)(iter([b""]), timeout=10, metadata=metadata)
+        with contextlib.suppress(grpc.RpcError):
+            for _ in call:
+                break
+            call.cancel()
+        found = call.code()
+        assert isinstance(found, grpc.StatusCode)
+        return found
+
+
+def served(address: str, authorization: str) -> set[str]:
+    """The methods that a server itself says it has."""
+    files: dict[str, FileDescriptor] = {
+        "paramd.v1.SidecarService": sidecar_pb2.DESCRIPTOR,
+        "paramd.v1.ControlService": control_pb2.DESCRIPTOR,
+        "grpc.health.v1.Health": health_pb2.DESCRIPTOR,
+        "grpc.reflection.v1alpha.ServerReflection": reflection_pb2.DESCRIPTOR,
+    }
+    with grpc.insecure_channel(address) as channel:
+        stub = reflection_pb2_grpc.ServerReflectionStub(channel)
+        request = reflection_pb2.ServerReflectionRequest(list_services="")
+        metadata = (("authorization", authorization),)
+        (answer,) = stub.ServerReflectionInfo(iter([request]), metadata=metadata, timeout=10)
+    return {
+        f"/{service.name}/{method}"
+        for service in answer.list_services_response.service
+        for method in files[service.name]
+        .services_by_name[service.name.rpartition(".")[2]]
+        .methods_by_name
+    }
+
+
+def bearer(text: str) -> str:
+    return f"Bearer {text}"
+
+
+def check_roles(address: str, expected: dict[str, set[Role]], signer: Signer, job: str) -> None:
+    """Each method x each role; unknown ones are refused to all."""
+    unknown = {
+        "/paramd.v1.SidecarService/StageEverything": set[Role](),
+        "/paramd.v1.SidecarService/getstate": set[Role](),
+        "/paramd.v1.SidecarService/": set[Role](),
+        "/x.Y/Z": set[Role](),
+    }
+    for role in Role:
+        text = signer.mint(job=job, epoch=1, role=role, rank=0, ttl_s=60.0)
+        for path, roles in (expected | unknown).items():
+            denied = code(address, path, bearer(text)) is PERMISSION_DENIED
+            assert denied == (role not in roles), (path, role)
+
+
+def test_every_method_of_a_sidecar_for_every_role(sidecar_address: str) -> None:
+    service = "/paramd.v1.SidecarService/"
+    expected = {service + name: roles for name, roles in SIDECAR.items()}
+    expected[REFLECTION] = OK_TO_ASK
+    found = served(sidecar_address, bearer(ticket()))
+    assert found - OPEN == set(expected)
+    check_roles(sidecar_address, expected, SIGNER, "job")
+
+
+def test_every_method_of_the_control_plane_for_every_role(control: Control) -> None:
+    service = "/paramd.v1.ControlService/"
+    expected = {service + name: roles for name, roles in CONTROL.items()}
+    expected[REFLECTION] = ALL
+    ((_, authorization),) = control_ticket()
+    found = served(control.grpc_address, authorization)
+    assert found - OPEN == set(expected)
+    check_roles(control.grpc_address, expected, Signer(bytes(range(32))), "run")
+
+
+@pytest.mark.parametrize("kind", ["none", "other-key", "other-job", "other-epoch", "expired"])
+def test_every_method_refuses_who_has_no_good_ticket(
+    sidecar_address: str, control: Control, kind: str
+) -> None:
+    def offered(job: str, signer: Signer) -> str | None:
+        options: dict[str, Any] = {
+            "job": job, "epoch": 1, "role": C, "rank": 0, "ttl_s": 60.0,
+        }  # fmt: skip
+        if kind == "none":
+            return None
+        changed: dict[str, dict[str, Any]] = {
+            "other-job": {"job": "other"},
+            "other-epoch": {"epoch": 2},
+            "expired": {"now_s": 1.0},
+        }
+        signer = Signer(bytes(32)) if kind == "other-key" else signer
+        return bearer(signer.mint(**(options | changed.get(kind, {}))))
+
+    own = Signer(bytes(range(32)))
+    for method in SIDECAR:
+        path = f"/paramd.v1.SidecarService/{method}"
+        assert code(sidecar_address, path, offered("job", SIGNER)) is UNAUTHENTICATED, method
+    for method in CONTROL:
+        path = f"/paramd.v1.ControlService/{method}"
+        assert code(control.grpc_address, path, offered("run", own)) is UNAUTHENTICATED, method
+
+
+def test_health_alone_is_open(sidecar_address: str, control: Control) -> None:
+    for address in (sidecar_address, control.grpc_address):
+        for path in OPEN:
+            assert code(address, path, None) not in (UNAUTHENTICATED, PERMISSION_DENIED), path
+
+
+def test_a_rank_cannot_join_as_another_rank(control: Control) -> None:
+    from paramd.v1 import common_pb2
+
+    header = common_pb2.Header(job="run", epoch=1, rank=1)
+    report = control_pb2.JoinRequest(
+        header=header,
+        world_size=2,
+        peer=common_pb2.Peer(rank=1, address="127.0.0.1:1"),
+        state=common_pb2.RankState(rank=1),
+    )
+    with grpc.insecure_channel(control.grpc_address) as channel:
+        call = channel.stream_stream("/paramd.v1.ControlService/Join")(
+            iter([report.SerializeToString()]), timeout=10, metadata=control_ticket(S, rank=0)
+        )
+        with pytest.raises(grpc.RpcError, match="may not speak for rank 1"):
+            list(call)
+        assert call.code() is PERMISSION_DENIED
+
+
+@pytest.mark.parametrize("role", [V, S])
+def test_a_snapshot_is_not_mapped_for_who_may_not_read(tmp_path: Path, role: Role) -> None:
+    with sidecar(tmp_path / "s") as process:
+        trainer = attach(process.socket_path, TrainerSettings())
+        trainer.send_mesh()
+        connection = handover.connect(process.socket_path, timeout_s=10)
+        try:
+            message = {"op": "map", "ticket": ticket(role), "snapshot_id": "x"}
+            handover.send(connection, message)
+            answer, _ = handover.receive(connection)
+            assert (answer["op"], answer["code"]) == ("error", "PERMISSION_DENIED")
+            handover.send(connection, message | {"ticket": ticket(R)})
+            answer, _ = handover.receive(connection)
+            assert answer["code"] == "NOT_FOUND"
+        finally:
+            connection.close()
+            trainer.close()

@@ -221,7 +221,7 @@ class StatsDocument(BaseModel):
     std: float | None = Field(description="Unbiased")
     min: float | None
     max: float | None
-    exponents: list[tuple[int, int]] = Field(
+    exponents: list[list[int]] = Field(
         description="[e, count] of elements with 2**e <= |x| < 2**(e+1), rising; "
         "empty unless asked for"
     )
@@ -284,7 +284,7 @@ class HeatmapDocument(BaseModel):
     values: list[float | None] = Field(
         description="Row-major, 7 digits; over the finite elements, null where there is none"
     )
-    nonfinite: list[tuple[int, int, int]] = Field(
+    nonfinite: list[list[int]] = Field(
         description="[row, column, count] of cells with NaN or infinite elements"
     )
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from fastapi import FastAPI
 
-PROBLEM_STATUSES = (400, 401, 403, 404, 405, 409, 422, 429, 500, 503, 504)
+PROBLEM_STATUSES = (400, 401, 403, 404, 405, 409, 411, 413, 422, 429, 500, 503, 504)
 """Any operation may answer with a problem of these."""
 
 _PHRASES = {
@@ -16,6 +16,8 @@ _PHRASES = {
     404: "No such job, name or snapshot",
     405: "Not a method of this path",
     409: "The state does not allow it: another layout, epoch or boundary",
+    411: "The body comes without its length",
+    413: "The body is too long",
     422: "An argument is wrong",
     429: "A budget is used up; try again later",
     500: "A fault of the control plane; its log says more",

@@ -207,7 +207,7 @@ def _row(row: TensorStats) -> StatsDocument:
         std=_finite(found.std),
         min=_finite(found.min),
         max=_finite(found.max),
-        exponents=list(found.exponents),
+        exponents=[list(one) for one in found.exponents],
     )
 
 

@@ -1,0 +1,140 @@
+"""The OpenAPI document keeps its promises against a live control plane and real sidecars."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import httpx2
+import pytest
+
+from tests.integration.client_job import Job, running_job
+from tests.integration.test_client import layout, write_arenas
+
+SEED = "1"
+CHECKS = (
+    "not_a_server_error",
+    "status_code_conformance",
+    "content_type_conformance",
+    "response_schema_conformance",
+    "response_headers_conformance",
+)
+
+
+@pytest.fixture(scope="module")
+def job(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Job]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PARAMD_STATE_DIR", str(tmp_path_factory.mktemp("state")))
+        with running_job(layout()) as running:
+            write_arenas(running)
+            # Buffers can be read only while training goes on.
+            running.train(lambda rank, step: None, 0.05)
+            yield running
+
+
+def schemathesis(job: Job, folder: Path, *options: str, config: str = "") -> None:
+    """Runs it in a process of its own, with a fixed seed; fails with its report."""
+    (folder / "schemathesis.toml").write_text(config)
+    command = [sys.executable, "-m", "schemathesis.cli", "run", f"{job.url}/api/v1/openapi.json"]
+    command += ["--header", f"Authorization: Bearer {job.token}", "--checks", ",".join(CHECKS)]
+    command += ["--seed", SEED, "--phases", "fuzzing", "--generation-database", "none"]
+    # A stream of events never ends; its refusals are tested with it.
+    command += ["--exclude-path-regex", "/events$", "--continue-on-failure", "--no-color"]
+    command += ["--request-timeout", "35", "--no-shrink", *options]
+    environment = {**os.environ, "NO_COLOR": "1"}
+    done = subprocess.run(
+        command,
+        check=False,
+        cwd=folder,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=110,
+    )
+    assert done.returncode == 0, done.stdout[-8000:] + done.stderr[-2000:]
+    assert " passed" in done.stdout, done.stdout[-8000:]
+
+
+def test_whatever_is_asked_is_answered_as_the_document_says(job: Job, tmp_path: Path) -> None:
+    schemathesis(job, tmp_path, "--max-examples", "12")
+
+
+def test_numbers_of_a_tensor_are_answered_as_the_document_says(job: Job, tmp_path: Path) -> None:
+    schemathesis(
+        job,
+        tmp_path,
+        "--include-path-regex",
+        "/params/(detail|heatmap|histogram|values)$",
+        "--max-examples",
+        "12",
+        config='[parameters]\n"path.job" = "client-test"\n"query.name" = "columns"\n',
+    )
+
+
+def test_every_operation_says_its_problems_and_needs_a_token(job: Job) -> None:
+    with httpx2.Client(trust_env=False, base_url=job.url) as client:
+        right = {"authorization": f"Bearer {job.token}"}
+        document: dict[str, Any] = client.get("/api/v1/openapi.json", headers=right).json()
+    assert document["security"] == [{"token": []}]
+    for path, methods in document["paths"].items():
+        for method, operation in methods.items():
+            where = f"{method} {path}"
+            assert operation.get("description"), where
+            for status in ("401", "403", "404", "409", "422", "429", "503", "504"):
+                content = operation["responses"][status]["content"]
+                assert list(content) == ["application/problem+json"], where
+            assert "security" not in operation, where
+    for schema in ("ParamPage", "HeatmapDocument", "HistogramDocument", "ValuesDocument"):
+        assert document["components"]["schemas"][schema]["examples"], schema
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["<script>alert(1)</script>", "a" * 1000, "[" * 500, "\u202e", "%00", '"', "numel>", "*" * 900],
+)
+def test_names_like_attacks_are_harmless(job: Job, text: str) -> None:
+    with httpx2.Client(trust_env=False, base_url=job.url) as client:
+        right = {"authorization": f"Bearer {job.token}"}
+        for path, key in (
+            ("params", "filter"),
+            ("params/stats", "filter"),
+            ("params/values", "name"),
+        ):
+            query = {key: text}
+            answer = client.get(f"/api/v1/jobs/client-test/{path}", params=query, headers=right)
+            assert answer.status_code in (200, 404, 409, 422), answer.text
+            assert answer.headers["content-type"] != "text/html"
+            assert answer.headers["x-content-type-options"] == "nosniff"
+
+
+def test_ten_megabytes_of_filter_are_refused_and_the_next_request_is_served(job: Job) -> None:
+    with httpx2.Client(trust_env=False, base_url=job.url) as client:
+        right = {"authorization": f"Bearer {job.token}"}
+        where = "/api/v1/jobs/client-test/snapshots"
+        body = {"filter": "a" * 10_000_000}
+        # It may hang up instead of reading on.
+        with suppress(httpx2.TransportError):
+            assert client.post(where, json=body, headers=right).status_code == 413
+        chunks = (b"a" * 100_000 for _ in range(100))
+        with suppress(httpx2.TransportError):
+            assert client.post(where, content=chunks, headers=right).status_code in (411, 413)
+        head = f"GET /api/v1/jobs/client-test/params?filter={'a' * 10_000_000} HTTP/1.1\r\n\r\n"
+        assert b"200 OK" not in _raw(job, head.encode())
+        assert client.get("/api/v1/jobs/client-test/params", headers=right).status_code == 200
+
+
+def _raw(job: Job, data: bytes) -> bytes:
+    """What comes back for bytes that no client would send; empty when it hangs up."""
+    host, _, port = job.url.removeprefix("http://").partition(":")
+    with socket.create_connection((host, int(port)), timeout=10) as connection:
+        try:
+            connection.sendall(data)
+            return connection.recv(4096)
+        except OSError:
+            return b""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 from collections.abc import Mapping, Sequence
 from datetime import datetime
 from typing import Annotated, Any
@@ -94,6 +95,8 @@ def news(found: Sequence[Mapping[str, Any]], told: dict[str, str]) -> list[Mappi
 def _write(door: Door, epoch: int, rows: Sequence[Mapping[str, Any]], form: Format) -> None:
     if rows:
         emit(_listing(door.job, epoch, rows), form)
+        # A pipe's reader waits for it.
+        sys.stdout.flush()
 
 
 def _say(text: str) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import httpx2
 import pytest
@@ -21,7 +21,11 @@ from paramd_service.control.alerts.sampling import DigestRound, StatsRound
 from paramd_service.control.alerts.store import MemoryStore
 from paramd_service.control.alerts.tensors import TensorInput
 from paramd_service.control.alerts.watcher import Watcher
+from paramd_service.control.alerts.watchers import Watchers
 from paramd_service.control.alerts.webhook import Webhooks
+from paramd_service.control.config import Bootstrap
+from paramd_service.control.incarnation import Terms
+from paramd_service.control.jobs import Jobs
 from paramd_service.control.view import MeshView, Report, mesh_view
 
 LAYOUT = Layout(
@@ -356,3 +360,32 @@ async def test_a_receiver_that_refuses_is_not_asked_again_nor_followed(
     warnings = [r for r in caplog.records if "does not take alerts" in r.getMessage()]
     assert [r.getMessage().endswith(f"HTTP {status}") for r in warnings] == [True]
     assert "secret-path" not in caplog.text
+
+
+async def test_a_new_epoch_has_its_own_watcher_and_ends_the_alerts_of_the_old_one(
+    world: World,
+) -> None:
+    published: list[tuple[str, dict[str, object]]] = []
+
+    def publish(kind: str, data: Mapping[str, object], *, job: str) -> None:
+        assert job == "run"
+        published.append((kind, dict(data)))
+
+    jobs = Jobs(Terms(generation=1, url="http://127.0.0.1:1"), site=None)
+    watchers = Watchers(
+        AlertConfig(watch=False), publish=publish, make_sampler=lambda incarnation: world
+    )
+    jobs.open(Bootstrap(job="run", epoch=1, world_size=3, private_key=bytes(32), token="t" * 20))
+    watchers.start(jobs)
+    first = watchers.get("run")
+    assert first is not None
+    await _until(lambda: first.ready)
+    world.now_s += 20
+    first.look(world.view())
+    assert [data["state"] for kind, data in published if kind == "alert"] == ["firing"] * 3
+    jobs.open(Bootstrap(job="run", epoch=2, world_size=3, private_key=bytes(32), token="t" * 20))
+    assert watchers.get("run") is not first
+    await watchers.close()
+    states = [data["state"] for kind, data in published if kind == "alert"]
+    assert states == ["firing"] * 3 + ["resolved"] * 3
+    await jobs.close()

@@ -73,6 +73,19 @@ def test_status_shows_every_rank(job: Job, capsys: Capture) -> None:
     assert [row["arena_bytes"] for row in found["ranks"]] == [1024, 1024]
 
 
+def test_params_are_filtered_by_facts_and_statistics(job: Job, capsys: Capture) -> None:
+    every = {row["fqn"]: row for row in document(capsys, "params")["params"]}
+    largest = max(row["numel"] for row in every.values())
+    wanted = {name for name, row in every.items() if row["numel"] == largest}
+    assert set(answer(capsys, "params", f"numel>={largest}", "-o", "name")[0].split()) == wanted
+    norms = {row["fqn"]: row["norm"] for row in document(capsys, "stats", "rows")["stats"]}
+    found = document(capsys, "params", "rows", f"norm>{norms['rows'] - 1}")
+    assert ([row["fqn"] for row in found["params"]], found["step"] >= 0) == (["rows"], True)
+    assert document(capsys, "params", "rows", f"norm>{norms['rows'] + 1}")["params"] == []
+    _, err = answer(capsys, "params", "numl>3", code=2)
+    assert "at character 1, 'numl': expected one of" in err
+
+
 def test_params_are_listed_in_every_format(job: Job, capsys: Capture) -> None:
     assert answer(capsys, "params", "-o", "name")[0].split() == NAMES
     listed = document(capsys, "params")

@@ -9,6 +9,7 @@ import typer
 from paramd.cli.options import Buffers, Output, Target, with_target
 from paramd.cli.output import Column, Listing, count, emit, shape
 from paramd.cli.shell import say
+from paramd.filters import Facts, parse_filter
 
 if TYPE_CHECKING:
     from paramd.mesh.results import ParamInfo
@@ -26,19 +27,44 @@ COLUMNS = (
 @with_target
 def params(
     target: Target,
-    glob: Annotated[
-        list[str] | None, typer.Argument(metavar="GLOB", help="Which names; all by default.")
+    wanted: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="FILTER",
+            help="Which names; and terms that all must hold, such as 'numel>1M' "
+            "'dtype=bfloat16' 'shape=4096x*' 'norm>10' 'nan>0'. All by default.",
+        ),
     ] = None,
     buffers: Buffers = False,
     output: Output = None,
 ) -> None:
-    """List parameters: full shape, dtype and how they are distributed."""
+    """List parameters: full shape, dtype and how they are distributed.
+
+    Terms compare name, placement, kind, dtype, shape, numel, dims, rank and
+    tied; terms about norm, mean, std, min, max, absmax, nan, inf and zero have
+    statistics computed first, of all tensors that the rest chose.
+    """
+    chosen = parse_filter(" ".join(wanted if wanted is not None else ()))
     with target.connect() as mesh:
-        found = mesh.params(*(glob or ()), buffers=buffers)
-        about = {"job": mesh.job, "epoch": mesh.epoch}
+        found = [
+            info
+            for info in mesh.params(*chosen.patterns, buffers=buffers)
+            if chosen.matches(facts_of(info))
+        ]
+        about: dict[str, object] = {"job": mesh.job, "epoch": mesh.epoch}
+        if chosen.statistics and found:
+            stats = mesh.stats(*(info.fqn for info in found), buffers=buffers)
+            about |= {"epoch": stats.epoch, "step": stats.step}
+            pairs = zip(found, stats, strict=True)
+            found = [info for info, one in pairs if chosen.matches_numbers(one.summary)]
     rows = [row(info) for info in found]
     emit(Listing(name="params", rows=rows, columns=COLUMNS, about=about), target.format)
     say(f"{len(rows):,} tensors, {sum(info.numel for info in found):,} elements")
+
+
+def facts_of(info: ParamInfo) -> Facts:
+    """What filters compare."""
+    return Facts(tensor=info, kind=info.kind.value, names=info.names, ranks=frozenset(info.ranks))
 
 
 def row(info: ParamInfo) -> dict[str, object]:

@@ -1,0 +1,113 @@
+"""The ring of events: order, resuming, gaps, and readers that do not keep up."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from contextlib import AsyncExitStack
+
+import pytest
+
+from paramd.errors import ExhaustedError, UsageError
+from paramd_service.control.events import MAX_DATA_CHARS, Event, EventBus
+
+
+async def take(events: object, count: int) -> list[Event]:
+    async with asyncio.timeout(5):
+        return [await anext(events) for _ in range(count)]  # type: ignore[call-overload]
+
+
+def about(events: list[Event]) -> list[tuple[str, object]]:
+    return [(event.kind, json.loads(event.text).get("n")) for event in events]
+
+
+async def test_readers_get_every_event_of_their_job_in_order() -> None:
+    bus = EventBus()
+    async with bus.follow(job="a") as one, bus.follow(job="b") as other:
+        assert [e.kind for e in await take(one, 1) + await take(other, 1)] == ["hello", "hello"]
+        for n in range(4):
+            bus.publish("step", {"n": n}, job="a" if n % 2 else "b")
+        bus.publish("alert", {"n": 9})
+        assert about(await take(one, 3)) == [("step", 1), ("step", 3), ("alert", 9)]
+        assert about(await take(other, 3)) == [("step", 0), ("step", 2), ("alert", 9)]
+
+
+async def test_a_reader_goes_on_after_the_event_it_names() -> None:
+    bus = EventBus()
+    ids = [bus.publish("step", {"n": n}, job="a").id for n in range(5)]
+    async with bus.follow(job="a", after=ids[2]) as events:
+        assert about(await take(events, 3)) == [("hello", None), ("step", 3), ("step", 4)]
+
+
+async def test_an_id_of_hello_can_be_resumed_from() -> None:
+    bus = EventBus()
+    async with bus.follow(job="a") as events:
+        (hello,) = await take(events, 1)
+    bus.publish("step", {"n": 1}, job="a")
+    async with bus.follow(job="a", after=hello.id) as events:
+        assert about(await take(events, 2)) == [("hello", None), ("step", 1)]
+
+
+async def test_what_is_not_kept_any_more_is_a_gap_with_its_size() -> None:
+    bus = EventBus(ring_count=3)
+    ids = [bus.publish("step", {"n": n}, job="a").id for n in range(10)]
+    async with bus.follow(job="a", after=ids[2]) as events:
+        gap, *rest = await take(events, 4)
+        assert (gap.kind, json.loads(gap.text)["missed"]) == ("gap", 4)
+        assert about(rest) == [("step", 7), ("step", 8), ("step", 9)]
+
+
+async def test_a_reader_that_the_ring_overtakes_is_told_and_goes_on() -> None:
+    bus = EventBus(ring_count=3)
+    async with bus.follow(job="a") as events:
+        await take(events, 1)
+        for n in range(8):
+            bus.publish("step", {"n": n}, job="a")
+        gap, *rest = await take(events, 4)
+        assert (gap.kind, json.loads(gap.text)["missed"]) == ("gap", 5)
+        assert about(rest) == [("step", 5), ("step", 6), ("step", 7)]
+
+
+async def test_ids_of_another_server_or_of_the_future_are_a_gap_of_unknown_size() -> None:
+    bus = EventBus()
+    mine = bus.publish("step", {}, job="a").id
+    for foreign in ("00000000-1", mine.partition("-")[0] + "-99"):
+        async with bus.follow(job="a", after=foreign) as events:
+            (gap,) = await take(events, 1)
+            assert (gap.kind, json.loads(gap.text)["missed"]) == ("gap", -1)
+
+
+@pytest.mark.parametrize("bad", ["x", "1", "zzzzzzzz-1", "00000000-", "00000000-1\n", "-1"])
+async def test_what_is_no_id_is_refused(bad: str) -> None:
+    with pytest.raises(UsageError, match="Last-Event-ID"):
+        async with EventBus().follow(job="a", after=bad):
+            pass
+
+
+async def test_one_viewer_too_many_is_refused_and_a_place_comes_free() -> None:
+    bus = EventBus(max_viewers=2)
+    async with AsyncExitStack() as stack:
+        for _ in range(2):
+            await stack.enter_async_context(bus.follow(job="a"))
+        assert bus.viewer_count == 2
+        with pytest.raises(ExhaustedError):
+            await stack.enter_async_context(bus.follow(job="a"))
+    assert bus.viewer_count == 0
+    async with bus.follow(job="a"):
+        pass
+
+
+async def test_closing_ends_readers_that_wait() -> None:
+    bus = EventBus()
+    async with bus.follow(job="a") as events:
+        await take(events, 1)
+        waiting = asyncio.create_task(anext(events, None))
+        await asyncio.sleep(0)
+        bus.close()
+        assert await asyncio.wait_for(waiting, 5) is None
+
+
+def test_data_too_long_for_readers_is_cut_to_a_note() -> None:
+    event = EventBus(clock=lambda: 5.0).publish("alert", {"text": "x" * MAX_DATA_CHARS}, job="a")
+    assert json.loads(event.text)["cut_chars"] > MAX_DATA_CHARS
+    assert "\n" not in EventBus().publish("alert", {"text": "a\nb<script>"}).text

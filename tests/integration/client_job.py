@@ -19,6 +19,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from typing import BinaryIO
 
 from paramd.layout.codec import encode_layout
 from paramd.layout.merge import layout_digest
@@ -46,6 +47,12 @@ def wait_for(condition: Callable[[], bool], what: str) -> None:
         time.sleep(0.005)
 
 
+def _log(name: str) -> BinaryIO:
+    """A log file in the job's directory, as `attach` would have it."""
+    path = job_dir(JOB) / name
+    return os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600), "ab")
+
+
 class Rank:
     """One sidecar process and its trainer's half, held by the test."""
 
@@ -59,11 +66,12 @@ class Rank:
 
     def start_process(self) -> None:
         arguments = ["--job", JOB, "--rank", str(self.rank), "--socket", str(self.socket_path)]
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "paramd_service.sidecar", *arguments],
-            env=self._environment,
-            stderr=subprocess.DEVNULL,
-        )
+        with _log(f"rank-{self.rank}.log") as log:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "paramd_service.sidecar", *arguments],
+                env=self._environment,
+                stderr=log,
+            )
 
     def connect(self) -> socket.socket:
         def listening() -> bool:
@@ -160,7 +168,7 @@ class Job:
                 env=self._environment,
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
-                stderr=subprocess.DEVNULL,
+                stderr=stack.enter_context(_log("control.log")),
                 text=True,
             )
         )

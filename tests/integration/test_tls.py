@@ -22,6 +22,7 @@ from paramd.tls import SCHEME, ClientTls, open_channel
 from paramd.v1 import control_pb2_grpc
 from tests.integration.client_job import Job, running_job
 from tests.integration.control_process import (
+    TOKEN,
     Control,
     FakeSidecar,
     control_plane,
@@ -56,6 +57,14 @@ def tls(certs: Path, *, with_certificate: bool = False) -> ClientTls:
 
 def health(control: Control, verify: ssl.SSLContext) -> int:
     return httpx2.get(f"{control.url}/healthz", verify=verify, trust_env=False).status_code
+
+
+def expiry_metric(control: Control, verify: ssl.SSLContext) -> float:
+    """When the certificate in force ends, as Prometheus is told."""
+    headers = {"authorization": f"Bearer {TOKEN}"}
+    answer = httpx2.get(f"{control.url}/metrics", headers=headers, verify=verify, trust_env=False)
+    (line,) = [t for t in answer.text.splitlines() if t.startswith("paramd_tls_expiry_timestamp")]
+    return float(line.split()[1])
 
 
 async def call_code(address: str, using: ClientTls) -> grpc.StatusCode:
@@ -94,6 +103,8 @@ async def test_rest_and_grpc_are_tls_and_strangers_of_another_ca_are_refused(
 async def test_a_certificate_is_replaced_while_streams_go_on(certs: Path) -> None:
     with control_plane() as control:
         verify = tls(certs).ssl_context()
+        expiry_s = expiry_metric(control, verify)
+        assert expiry_s == pytest.approx(time.time() + 30 * 86_400, abs=3600)
         sidecar = FakeSidecar(0, address="127.0.0.1:1")
         async with (
             httpx2.AsyncClient(verify=verify, trust_env=False) as client,
@@ -105,7 +116,7 @@ async def test_a_certificate_is_replaced_while_streams_go_on(certs: Path) -> Non
             assert await stream.read() is not grpc.aio.EOF
             assert (await client.get(f"{control.url}/healthz")).status_code == 200
             before = (certs / "server.pem").read_bytes()
-            authority.write(certs, names=NAMES, days=30)
+            authority.write(certs, names=NAMES, days=60)
             after = (certs / "server.pem").read_bytes()
             assert before.split() != after.split()
             for address in (control.url, control.grpc_address):
@@ -116,6 +127,7 @@ async def test_a_certificate_is_replaced_while_streams_go_on(certs: Path) -> Non
             assert not stream.done()
             assert (await client.get(f"{control.url}/healthz")).status_code == 200
             stream.cancel()
+        assert expiry_metric(control, verify) > expiry_s + 29 * 86_400
 
 
 async def test_files_that_do_not_fit_leave_the_last_good_ones_in_force(certs: Path) -> None:

@@ -326,7 +326,7 @@ class ControlPlane:
             grpc_address=grpc_address,
             tls=self._tls,
             jobs=jobs,
-            metrics=Metrics(jobs, self._lag, watchers),
+            metrics=Metrics(jobs, self._lag, watchers, self._tls),
             watchers=watchers,
             tokens=Tokens(self._token, records.tokens, recorded=records.recorded),
             records=records,

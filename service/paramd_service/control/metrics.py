@@ -17,6 +17,7 @@ from paramd_service.control.alerts.config import Rule
 from paramd_service.control.alerts.watchers import Watchers
 from paramd_service.control.jobs import Jobs
 from paramd_service.control.view import MeshView, RankView, Report, State
+from paramd_service.tls import ServerTls
 
 _NS = 1e9
 
@@ -51,7 +52,8 @@ class LoopLag:
 
 
 class _JobsCollector(Collector):
-    def __init__(self, jobs: Jobs, lag: LoopLag, watchers: Watchers) -> None:
+    def __init__(self, jobs: Jobs, lag: LoopLag, watchers: Watchers, tls: ServerTls | None) -> None:
+        self._tls = tls
         self._jobs = jobs
         self._lag = lag
         self._watchers = watchers
@@ -76,6 +78,8 @@ class _JobsCollector(Collector):
         yield rounds
         yield waiting
         yield from _alert_metrics(self._watchers)
+        if self._tls is not None:
+            yield from _tls_metrics(self._tls)
         yield _gauge("paramd_loop_lag_seconds", "Event loop's last lag", self._lag.last_s)
         yield _gauge("paramd_loop_lag_max_seconds", "Event loop's longest lag", self._lag.max_s)
 
@@ -85,9 +89,11 @@ class Metrics:
 
     content_type = "text/plain; version=0.0.4; charset=utf-8"
 
-    def __init__(self, jobs: Jobs, lag: LoopLag, watchers: Watchers) -> None:
+    def __init__(
+        self, jobs: Jobs, lag: LoopLag, watchers: Watchers, tls: ServerTls | None = None
+    ) -> None:
         self._registry = CollectorRegistry()
-        self._registry.register(_JobsCollector(jobs, lag, watchers))
+        self._registry.register(_JobsCollector(jobs, lag, watchers, tls))
 
     def render(self) -> bytes:
         """The text that Prometheus scrapes."""
@@ -96,6 +102,15 @@ class Metrics:
 
 def _gauge(name: str, text: str, value: float) -> GaugeMetricFamily:
     return GaugeMetricFamily(name, text, value=value)
+
+
+def _tls_metrics(tls: ServerTls) -> Iterator[Metric]:
+    yield _gauge(
+        "paramd_tls_expiry_timestamp_seconds", "End of the certificate in force", tls.expires_s
+    )
+    yield _gauge(
+        "paramd_tls_files_ok", "0 while newer files of TLS cannot be used", not tls.failure
+    )
 
 
 def _mesh_metrics(views: Sequence[tuple[str, MeshView]]) -> Iterator[Metric]:

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 
 from benchmarks.report import RESULTS, Goal, Report, goals_table, machine
 
-NAMES = ("summon", "wait", "idle", "serving", "stats", "select", "store")
+NAMES = ("summon", "wait", "idle", "serving", "stats", "select", "store", "control_scale")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -22,17 +22,20 @@ _PASS_ON = {"allow_extra_args": True, "ignore_unknown_options": True}
     "serve",
     context_settings=_PASS_ON,
     epilog=examples(
+        "paramd control serve --listen 127.0.0.1:8470",
         "paramd control serve --job my-run --listen 127.0.0.1:8470 < secrets.json",
         "paramd control serve -- --help",
     ),
 )
 def serve_control(context: typer.Context) -> None:
-    """Run a job's control plane in the foreground.
+    """Run a control plane in the foreground: a site's, or one job's.
 
-    `paramd.attach` starts one by itself beside rank 0; this is for those who
-    start it by hand. Options are passed on: see `paramd control serve -- --help`.
-    The job's secrets come as one JSON line on stdin, never as options:
+    Without --job it serves a site: jobs register with paramd.attach(...,
+    control=URL). Its first token lies in the state dir, in _site/token.
+    With --job it is that job's own, which `paramd.attach` starts by itself;
+    the job's secrets come as one JSON line on stdin, never as options:
     {"job", "epoch", "world_size", "private_key", "token"}.
+    Options are passed on: see `paramd control serve -- --help`.
     """
     _become("paramd_service.control", context.args)
 

@@ -1,0 +1,218 @@
+"""A site's jobs, generations and lists of epochs, without a server."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import stat
+from pathlib import Path
+
+import pytest
+
+from paramd import places
+from paramd.errors import ConflictError, DeniedError, NotFoundError, UsageError
+from paramd.tickets import Role, Signer
+from paramd.v1 import common_pb2, control_pb2
+from paramd_service.control import jobs as jobs_module
+from paramd_service.control.epochs import EPOCHS_FILE, EpochNotes, EpochRecord, records
+from paramd_service.control.incarnation import Terms
+from paramd_service.control.jobs import Jobs
+from paramd_service.control.models import RankList
+from paramd_service.control.rank_text import RankTexts
+from paramd_service.control.site import Site, next_generation, open_site
+from paramd_service.control.view import REPORT_RANKS, Membership, State, rhythm
+from paramd_service.control.watch import MOST_RANKS
+
+TERMS = Terms(generation=5, url="http://127.0.0.1:8470")
+SITE = Site(bytes(32), "t" * 32)
+
+
+def report(
+    job: str, epoch: int, rank: int, world_size: int, **said: object
+) -> control_pb2.JoinRequest:
+    return control_pb2.JoinRequest(
+        header=common_pb2.Header(job=job, epoch=epoch, step=3, rank=rank, layout_digest="d"),
+        world_size=world_size,
+        peer=common_pb2.Peer(rank=rank, address="127.0.0.1:9"),
+        state=common_pb2.RankState(
+            rank=rank,
+            agreement_works=True,
+            **{"phase": common_pb2.PHASE_FORWARD_BACKWARD, **said},  # type: ignore[arg-type]
+        ),
+    )
+
+
+async def test_epochs_rise_also_above_what_the_trainers_know() -> None:
+    jobs = Jobs(TERMS, site=SITE)
+    assert (await jobs.register("run", world_size=1)).epoch == 1
+    assert (await jobs.register("run", world_size=1, epoch_floor=7)).epoch == 8
+    assert places.last_epoch("run") == 8
+    again = Jobs(TERMS, site=SITE)
+    assert (await again.register("run", world_size=1)).epoch == 9
+    for each in (jobs, again):
+        await each.close()
+
+
+async def test_a_sidecar_brings_its_epoch_back_but_no_past_one() -> None:
+    jobs = Jobs(TERMS, site=SITE)
+    assert (await jobs.admit("run", 4, 2)).bootstrap.world_size == 2
+    assert places.last_epoch("run") == 4
+    with pytest.raises(ConflictError, match="epoch 4"):
+        await jobs.admit("run", 3, 2)
+    with pytest.raises(UsageError, match="world_size"):
+        await jobs.admit("other", 1, 0)
+    await asyncio.to_thread(places.last_epoch, "late", at_least=9)
+    with pytest.raises(ConflictError, match="past epoch 8"):
+        await jobs.admit("late", 8, 1)
+    await jobs.close()
+
+
+async def test_an_embedded_control_plane_takes_in_no_other_job() -> None:
+    jobs = Jobs(TERMS, site=None)
+    with pytest.raises(ConflictError, match="belongs to one job"):
+        await jobs.register("run", world_size=1)
+    with pytest.raises(NotFoundError):
+        await jobs.admit("run", 1, 1)
+    with pytest.raises(DeniedError):
+        jobs.verifier("run", 1)
+
+
+def test_keys_of_epochs_and_jobs_differ_and_stay() -> None:
+    keys = {SITE.private_key(job, epoch) for job in ("a", "a1") for epoch in (1, 11)}
+    assert len(keys) == 4
+    assert SITE.private_key("a", 11) != SITE.private_key("a1", 1)
+    assert Site(bytes(32), "other").private_key("a", 1) == SITE.private_key("a", 1)
+    assert "t" * 32 not in repr(SITE)
+    verifier = Jobs(TERMS, site=SITE).verifier("a", 1)
+    ticket = Signer(SITE.private_key("a", 1)).mint(job="a", epoch=1, role=Role.READER, ttl_s=9)
+    assert verifier.verify(ticket, job="a", epoch=1).role is Role.READER
+
+
+async def test_the_oldest_job_that_is_over_makes_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(jobs_module, "MAX_JOBS", 2)
+    jobs = Jobs(TERMS, site=SITE)
+    kept = await jobs.register("a", world_size=1)
+    kept.registry.join(report("a", 1, 0, 1))
+    await jobs.register("b", world_size=1)
+    await jobs.register("c", world_size=1)
+    assert [incarnation.job for incarnation in jobs.all()] == ["a", "c"]
+    await jobs.close()
+
+
+async def test_what_changes_is_told_once_and_thousands_at_once_in_one_line() -> None:
+    told: list[tuple[str, dict[str, object]]] = []
+
+    def publish(kind: str, data: object, *, job: str) -> None:
+        assert isinstance(data, dict)
+        assert job == "run"
+        told.append((kind, data))
+
+    jobs = Jobs(TERMS, site=SITE, publish=publish)
+    mesh = await jobs.register("run", world_size=MOST_RANKS + 1)
+    assert told.pop() == ("epoch", {"epoch": 1, "world_size": MOST_RANKS + 1, "over": False})
+    jobs.look(0.0)
+    assert [(kind, data["rank"], data["state"]) for kind, data in told] == [
+        ("rank", -1, "starting")
+    ]
+    told.clear()
+    member = mesh.registry.join(report("run", 1, 0, MOST_RANKS + 1))
+    jobs.look(0.0)
+    jobs.look(0.0)
+    assert [data.get("rank") for kind, data in told if kind == "rank"] == [-1, 0]
+    told.clear()
+    stalled = report(
+        "run", 1, 0, MOST_RANKS + 1, phase=common_pb2.PHASE_STALLED, phase_reason="hangs"
+    )
+    mesh.registry.update(member, stalled)
+    jobs.look(0.0)
+    ranks = [data for kind, data in told if kind == "rank"]
+    assert [(data["rank"], data["state"], data["reason"]) for data in ranks] == [
+        (0, "degraded", "hangs")
+    ]
+    await jobs.close()
+
+
+def test_generations_rise_whatever_the_clock_and_the_file_say(tmp_path: Path) -> None:
+    first = next_generation(tmp_path, now_s=1000.0)
+    assert first == 1_000_000
+    assert next_generation(tmp_path, now_s=10.0) == first + 1
+    assert next_generation(tmp_path, now_s=2000.0) == 2_000_000
+    (tmp_path / "generation").write_text("garbage")
+    assert next_generation(tmp_path, now_s=3000.0) == 3_000_000
+
+
+def test_a_sites_secrets_are_made_once_and_are_ours_alone() -> None:
+    site = open_site(None)
+    assert open_site(None) == site
+    assert open_site("given" * 8).token == "given" * 8
+    for path in (places.state_dir() / "_site").iterdir():
+        assert stat.S_IMODE(path.stat().st_mode) == 0o600, path
+    (places.state_dir() / "_site" / "key").write_text("short")
+    with pytest.raises(ConflictError, match="holds no key"):
+        open_site(None)
+
+
+async def test_the_list_of_epochs_survives_and_passes_over_what_is_cut() -> None:
+    notes = EpochNotes()
+    notes.start()
+    notes.note("run", EpochRecord(epoch=1, world_size=2, began_s=10.0))
+    notes.note("run", EpochRecord(epoch=2, world_size=3, began_s=20.0))
+    over = EpochRecord(epoch=2, world_size=3, began_s=20.0, ended_s=30.0, reason="r", step=7)
+    notes.note("run", over)
+    await notes.close()
+    path = places.state_dir() / "run" / EPOCHS_FILE
+    with path.open("a") as file:
+        file.write('null\n[]\n{"epoch": "x"}\n{"epoch": 3, "world')
+    first, second = records("run")
+    assert (first.ended_s, first.reason) == (20.0, "epoch 2 has begun")
+    assert second == over
+    assert [json.loads(line)["epoch"] for line in path.read_text().splitlines()[:3]] == [1, 2, 2]
+
+
+async def test_the_ranks_document_is_what_the_model_says() -> None:
+    mesh = await Jobs(TERMS, site=SITE).register("run", world_size=3)
+    hostile = 'quote " \\ <b>\u2028\n'
+    mesh.registry.join(
+        report(
+            "run", 1, 1, 3, phase=common_pb2.PHASE_STALLED, phase_reason=hostile, alerts=[hostile]
+        )
+    )
+    mesh.registry.join(report("run", 1, 2, 3, phase=77))
+    texts = RankTexts()
+    for _ in range(2):
+        found = RankList.model_validate_json(texts.text(mesh.registry.view(), epoch=1), strict=True)
+        assert [rank.phase for rank in found.ranks] == ["unspecified", "stalled", "unspecified"]
+        assert (found.ranks[1].reason, found.ranks[1].alerts) == (hostile, [hostile])
+        assert (found.ranks[0].step, found.ranks[0].boundary_age_ns) == (-1, -1)
+        assert found.ranks[0].membership == Membership.MISSING.value
+    await mesh.close()
+
+
+def test_large_meshes_report_less_often_and_get_as_much_more_time() -> None:
+    small = rhythm(REPORT_RANKS, report_s=2.0, silent_after_s=4.5)
+    large = rhythm(REPORT_RANKS + 1, report_s=2.0, silent_after_s=4.5)
+    assert (small.interval_s, small.silent_after_s) == (2.0, 4.5)
+    assert (large.interval_s, large.silent_after_s) == (5.0, 11.25)
+
+
+@pytest.mark.parametrize(
+    ("phases", "expected"),
+    [
+        ({}, State.STARTING),
+        ({0: common_pb2.PHASE_IDLE}, State.DEGRADED),
+        ({0: common_pb2.PHASE_IDLE, 1: common_pb2.PHASE_UPDATE}, State.OK),
+        ({0: common_pb2.PHASE_WAITING, 1: common_pb2.PHASE_WAITING}, State.STARTING),
+        ({0: common_pb2.PHASE_UPDATE, 1: common_pb2.PHASE_STALLED}, State.DEGRADED),
+        ({0: common_pb2.PHASE_ORPHANED, 1: common_pb2.PHASE_ORPHANED}, State.DEGRADED),
+        ({0: common_pb2.PHASE_UPDATE, 1: common_pb2.PHASE_TORN}, State.DEGRADED),
+        ({0: common_pb2.PHASE_TORN, 1: common_pb2.PHASE_TORN}, State.DOWN),
+    ],
+)
+async def test_the_mesh_is_as_well_as_its_ranks(phases: dict[int, int], expected: State) -> None:
+    mesh = await Jobs(TERMS, site=SITE).register("run", world_size=2)
+    for rank, phase in phases.items():
+        mesh.registry.join(report("run", 1, rank, 2, phase=phase))
+    view = mesh.registry.view()
+    assert view.state is expected
+    assert (view.reason == "") == (expected is State.OK)
+    await mesh.close()

@@ -371,8 +371,8 @@ def between_forward_and_backward_looking_changes_nothing() -> None:
             torch.manual_seed(0)
             model = make()
             loss = model(batch()).sum()
-            if looks:
-                with summon(model, writeback=False, with_grads=True):
+            for rank0_only in (False, True) if looks else ():
+                with summon(model, with_grads=True, rank0_only=rank0_only):
                     pass
             loss.backward()
             with summon(model, writeback=False, with_grads=True) as params:

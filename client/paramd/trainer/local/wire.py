@@ -6,7 +6,7 @@ process group of the training, on a device that its backend knows.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -18,6 +18,10 @@ from paramd.trainer.local.streams import Cut, Run, span_bytes, spans, stream_byt
 
 Views = Mapping[int, torch.Tensor]
 """Tensors by the index of their part; what a rank neither has nor wants is missing."""
+
+
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+"""For comparing bytes, by their number: equal floats may have different ones."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,7 +93,7 @@ class Wire:
                 _all_gather(incoming.view(-1), data, self.group)
             if receives:
                 for row, of_rank in zip(incoming, cuts, strict=True):
-                    _unpack(of_rank[span], row, targets)
+                    _unpack(of_rank[span], row, targets, torch.Tensor.copy_)
 
     def scatter(
         self, streams: Sequence[Sequence[Run]], sources: Views, targets: Views, budget_bytes: int
@@ -112,7 +116,7 @@ class Wire:
                     for row, of_rank in zip(outgoing, cuts, strict=True)
                 ]
             dist.scatter(incoming, rows, group=self.group, group_src=0)
-            _unpack(cuts[self.index][span], incoming, targets)
+            _unpack(cuts[self.index][span], incoming, targets, write_changes)
 
     def broadcast(
         self, stream: Sequence[Run], sources: Views, targets: Views, budget_bytes: int
@@ -129,7 +133,7 @@ class Wire:
                 data = _packed(cuts[span], sources, buffer)
             dist.broadcast(data, group=self.group, group_src=0)
             if self.index != 0:
-                _unpack(cuts[span], buffer, targets)
+                _unpack(cuts[span], buffer, targets, write_changes)
 
     def _spans(
         self, streams: Sequence[Sequence[Run]], budget_bytes: int
@@ -165,13 +169,31 @@ def _packed(cuts: Sequence[Cut], sources: Views, buffer: torch.Tensor) -> torch.
     return buffer
 
 
-def _unpack(cuts: Sequence[Cut], buffer: torch.Tensor, targets: Views) -> None:
+def write_changes(target: torch.Tensor, source: torch.Tensor) -> None:
+    """Copies unless the bytes are equal, so that a forward may still go backward if they are.
+
+    Source: autograd, which refuses tensors written since it saved them.
+    """
+    same = _INTEGERS.get(target.itemsize)
+    if same is not None and source.dtype == target.dtype:
+        there, here = target.detach().view(same), source.detach().view(same)
+        if torch.equal(there, here.to(there.device)):
+            return
+    target.copy_(source)
+
+
+def _unpack(
+    cuts: Sequence[Cut],
+    buffer: torch.Tensor,
+    targets: Views,
+    write: Callable[[torch.Tensor, torch.Tensor], object],
+) -> None:
     for cut in cuts:
         if cut.part not in targets:
             continue
         at = cut.at
         for piece in _pieces(targets[cut.part], cut):
-            piece.copy_(_typed(buffer, at, piece))
+            write(piece, _typed(buffer, at, piece))
             at += piece.numel() * piece.itemsize
 
 

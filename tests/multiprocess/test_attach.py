@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from paramd.mesh.mesh import Mesh
-from tests.launch import Ranks, run_ranks, start_ranks
+from tests.launch import Ranks, start_ranks
 from tests.multiprocess.kinds import kinds_for
 from tests.multiprocess.striking import logs
 from tests.multiprocess.truth import assert_same_bytes, connect_to, read_truth, wait_until

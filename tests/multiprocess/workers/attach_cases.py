@@ -62,9 +62,9 @@ def a_state_dir_that_is_no_directory_on_one_rank() -> None:
         os.environ["PARAMD_STATE_DIR"] = str(file / "below")
     try:
         refused_everywhere(
-            "UsageError", "set PARAMD_STATE_DIR", lambda: paramd.attach(
-                made.model, optimizer, job="no-dir"
-            )
+            "UsageError",
+            "set PARAMD_STATE_DIR",
+            lambda: paramd.attach(made.model, optimizer, job="no-dir"),
         )
     finally:
         os.environ["PARAMD_STATE_DIR"] = state_dir

@@ -21,6 +21,9 @@ import torch.distributed as dist
 import paramd
 from paramd import places
 from paramd.errors import ParamdError
+from paramd.memory.control_page import Word
+from paramd.trainer.boundary import AGREEMENT_LOST
+from paramd.trainer.settings import AttachSettings
 from tests.multiprocess import kinds
 from tests.multiprocess.workers.train import raw
 
@@ -157,6 +160,58 @@ def detach_leaves_nothing_and_attach_again_is_the_next_epoch() -> None:
         assert list(places.job_dir("again").glob("*.sock")) == [], "a socket is left"
         assert not (places.job_dir("again") / "endpoint.json").exists() or dist.get_rank()
         train(made, optimizer)
+
+
+@case
+def a_sidecar_that_cannot_start_costs_the_service_not_the_training() -> None:
+    made, optimizer = built("fsdp2")
+    before = holdings()
+    if dist.get_rank() == 1:
+        os.environ["PARAMD_SIDECAR_LISTEN"] = "192.0.2.1:0"  # not a loopback address: it refuses
+    try:
+        attachment = paramd.attach(made.model, optimizer, job="no-sidecar")
+    finally:
+        os.environ.pop("PARAMD_SIDECAR_LISTEN", None)
+    for _ in range(3):
+        train(made, optimizer)
+    assert attachment.step == 3
+    if dist.get_rank() == 0:
+        with (
+            paramd.connect(job="no-sidecar") as mesh,
+            pytest.raises(ParamdError, match=r"rank 1|no sidecar"),
+        ):
+            mesh.summon("*", timeout=10)
+    dist.barrier()
+    attachment.detach()
+    train(made, optimizer)
+    assert_nothing_new(before)
+
+
+@case
+def a_rank_too_slow_for_the_agreement_ends_it_and_nothing_else() -> None:
+    made, optimizer = built("fsdp2")
+    settings = AttachSettings(agreement_timeout_s=0.5, listen="127.0.0.1:0")
+    attachment = paramd.attach(made.model, optimizer, job="slow", settings=settings)
+    if dist.get_rank() == 1:
+        time.sleep(3)
+    for _ in range(4):
+        with attachment.update():
+            pass
+    if dist.get_rank() == 0:
+        assert attachment._page[Word.AGREEMENT_STATE] == AGREEMENT_LOST
+    for _ in range(3):
+        train(made, optimizer)
+    assert attachment.step == 7
+    summon_and_compare(made, "slow", 7)
+    if dist.get_rank() == 0:
+        with (
+            paramd.connect(job="slow") as mesh,
+            pytest.raises(ParamdError, match="gave up agreeing"),
+        ):
+            mesh.summon("*", buffers=True, timeout=2)
+    dist.barrier()
+    attachment.detach()
+    train(made, optimizer)
 
 
 def train(made: kinds.Built, optimizer: torch.optim.Optimizer) -> None:

@@ -31,7 +31,7 @@ CASES.append(pytest.param(1, ["plain"], id="1-without-process-group"))
 TRUTH_AT = 4
 """The worker's: steps of the training when it writes its truth."""
 
-STEPS_SEEN = 3
+STEPS_SEEN = 2
 """Steps of the running training that a client sees."""
 
 

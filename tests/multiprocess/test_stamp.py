@@ -8,7 +8,7 @@ import pytest
 
 from tests.multiprocess.stamped import read_stamps, stamp_trainer
 
-SECONDS = 6.0
+SECONDS = 4.0
 
 # Ranks in lockstep, as a collective in the step keeps them, and ranks that run free.
 CASES = [

@@ -33,11 +33,7 @@ def run(*, quick: bool) -> Report:
         job = stack.enter_context(big(layers=4 if quick else 16))
         senders = stack.enter_context(ObedientRanks("benchmarks.workers.sender", WORLD_SIZE))
         warm = stack.enter_context(
-            ObedientRanks(
-                "benchmarks.workers.client",
-                state_dir=job.ranks.state_dir,
-                environment={"MALLOC_ARENA_MAX": "1"},
-            )
+            ObedientRanks("benchmarks.workers.client", state_dir=job.ranks.state_dir)
         )
         warm.call("keep_heap")
         warm.call("connect")

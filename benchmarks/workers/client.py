@@ -27,6 +27,7 @@ _KIB = 1 << 10
 # mallopt(3) parameters.
 _M_TRIM_THRESHOLD = -1
 _M_MMAP_MAX = -4
+_M_ARENA_MAX = -8
 
 
 class Client:
@@ -63,7 +64,8 @@ class Client:
         """From now on glibc keeps every freed block, as the peer's ranks do (`WARM_HEAP`)."""
         keep_freed_memory()  # sets thresholds once a process; ours come after it
         libc = ctypes.CDLL(None)
-        for parameter, value in ((_M_MMAP_MAX, 0), (_M_TRIM_THRESHOLD, (1 << 31) - 1)):
+        wanted = ((_M_MMAP_MAX, 0), (_M_TRIM_THRESHOLD, (1 << 31) - 1), (_M_ARENA_MAX, 1))
+        for parameter, value in wanted:
             assert libc.mallopt(parameter, value)
 
     def warm(self) -> int:

@@ -14,7 +14,10 @@ import torch.distributed as dist
 
 from paramd.layout.regions import boxes_of_interval
 from paramd.layout.types import Interval
-from paramd.trainer.local.streams import Cut, Run, span_bytes, spans, stream_bytes
+from paramd.trainer.local.streams import MAX_SPAN_BYTES, Cut, Run, span_bytes, spans, stream_bytes
+
+MAX_THRIFTY_BYTES = 1 << 20
+"""Spans where memory counts: gloo copies them, and its threads' heaps keep several copies."""
 
 Views = Mapping[int, torch.Tensor]
 """Tensors by the index of their part; what a rank neither has nor wants is missing."""
@@ -75,7 +78,7 @@ class Wire:
             targets: the parts this rank wants.
             budget_bytes: memory for what is on its way, about.
         """
-        plan = self._spans(streams, budget_bytes)
+        plan = self._spans(streams, budget_bytes, thrifty=only_to_first)
         if plan is None:
             return
         size, count, cuts = plan
@@ -136,19 +139,18 @@ class Wire:
                 _unpack(cuts[span], buffer, targets, write_changes)
 
     def _spans(
-        self, streams: Sequence[Sequence[Run]], budget_bytes: int
+        self, streams: Sequence[Sequence[Run]], budget_bytes: int, *, thrifty: bool = True
     ) -> tuple[int, int, list[list[list[Cut]]]] | None:
         longest = max(map(stream_bytes, streams), default=0)
         if longest == 0:
             return None
-        size = span_bytes(self.world_size, budget_bytes, longest)
+        ceiling = MAX_THRIFTY_BYTES if thrifty and self.device.type == "cpu" else MAX_SPAN_BYTES
+        size = span_bytes(self.world_size, budget_bytes, longest, ceiling)
         count = -(-longest // size)
         return size, count, [spans(stream, size, count) for stream in streams]
 
 
-def _all_gather(
-    output: torch.Tensor, mine: torch.Tensor, group: dist.ProcessGroup | None
-) -> None:
+def _all_gather(output: torch.Tensor, mine: torch.Tensor, group: dist.ProcessGroup | None) -> None:
     # The old name warns since torch 2.13, the new one is not there before.
     gather = getattr(dist, "all_gather_single", None)
     (gather if gather is not None else dist.all_gather_into_tensor)(output, mine, group=group)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import statistics
 from typing import Any
 
 from benchmarks.harness import GIB, Series, run_rounds
@@ -76,8 +75,7 @@ def _measured(
     }
     series = run_rounds(contenders, rounds=rounds, warm_ups=1, watched=lambda: ranks.pids)
     memory = {
-        name: [statistics.median(column) for column in zip(*found, strict=True)]
-        for name, found in taken.items()
+        name: [max(column) for column in zip(*found, strict=True)] for name, found in taken.items()
     }
     return series, memory
 

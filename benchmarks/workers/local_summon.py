@@ -30,6 +30,9 @@ class Rank:
             kind: "nested" FSDP1, one module a layer; "flat" FSDP1, one for all; or "fsdp2".
         """
         torch.manual_seed(0)
+        # What is imported and set up once is not the price of a summon.
+        with paramd.summon_full_params(fully_shard(nn.Linear(4, 4)), rank0_only=True):
+            pass
         net = nn.Sequential(*(nn.Linear(width, width, bias=False) for _ in range(layers)))
         device = torch.device("cpu")
         if kind == "fsdp2":

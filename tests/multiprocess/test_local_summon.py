@@ -11,9 +11,10 @@ from tests.launch import run_ranks
 WORKERS = "tests.multiprocess.workers"
 
 
+@pytest.mark.timeout(240)
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_all_flags_on_all_kinds_show_and_keep_what_they_say(world_size: int) -> None:
-    results = run_ranks(f"{WORKERS}.local_summon_matrix", world_size, timeout_s=110)
+    results = run_ranks(f"{WORKERS}.local_summon_matrix", world_size, timeout_s=220)
     assert all(result.stdout.count("ok ") >= 23 for result in results)
 
 
@@ -25,6 +26,11 @@ def test_what_cannot_be_is_refused_and_odd_blocks_keep_their_word() -> None:
 def test_the_assertions_of_pytorchs_own_tests_hold() -> None:
     results = run_ranks(f"{WORKERS}.local_summon_torch_models", 2, timeout_s=100)
     assert all(result.stdout.count("ok ") >= 10 for result in results)
+
+
+def test_stages_with_ranks_of_their_own_are_summoned_each_alone() -> None:
+    results = run_ranks(f"{WORKERS}.local_summon_parties", 4, timeout_s=60)
+    assert all(result.stdout.count("ok ") == 2 for result in results)
 
 
 @pytest.mark.parametrize("kind", ["fsdp1", "fsdp2"])

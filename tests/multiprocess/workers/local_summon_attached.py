@@ -41,6 +41,11 @@ def main() -> None:
             with suppress(AbortedError, ZeroDivisionError):
                 edit(model, -2.0, fails=dist.get_rank() == 1)
         assert attachment.step == step, f"{attachment.step} instead of {step}"
+    part = next(child for child in model.children())
+    with paramd.summon_full_params(part, rank0_only=True):
+        # A part of an attached model is attached.
+        pass
+    assert attachment.step == step + 1
     attachment.detach()
     with paramd.summon_full_params(model) as params:
         assert all(bool((param == step).all()) for param in params.values())

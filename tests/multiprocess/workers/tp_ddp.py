@@ -1,6 +1,6 @@
 """TP+DDP through `pre_dp_module_transform`, against the same module on one process.
 
-    python -m tests.multiprocess.workers.tp_ddp [CASE ...]        (2 or 4 ranks)
+python -m tests.multiprocess.workers.tp_ddp [CASE ...]        (2 or 4 ranks)
 """
 
 from __future__ import annotations
@@ -164,7 +164,9 @@ def whole(net: nn.Module) -> dict[str, torch.Tensor]:
             run_check=False,
             shape=param._st_info.shape,
             stride=param._st_info.stride,
-        ).full_tensor().clone()
+        )
+        .full_tensor()
+        .clone()
         for name, param in net.named_parameters()
     }
 
@@ -324,7 +326,8 @@ def frozen_parameters_stay_frozen(mesh: DeviceMesh) -> None:
     frozen = net.blocks[0].up.weight
     ddp = DistributedDataParallel(net, process_group=mesh.get_group("dp"))
     ddp(tokens(mesh, 0)).sum().backward()
-    assert not frozen.requires_grad and frozen.grad is None
+    assert not frozen.requires_grad
+    assert frozen.grad is None
     assert net.blocks[0].up.bias.grad is not None
 
 

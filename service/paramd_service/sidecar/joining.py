@@ -108,8 +108,10 @@ class Joining:
     async def _reports(self, mesh: Mesh) -> AsyncIterator[control_pb2.JoinRequest]:
         while self._rank.mesh is mesh:
             self._changed.clear()
+            # Detached while a report is on its way, the rank still owes the last one.
+            last = self._rank.detached
             yield self._report()
-            if self._rank.detached:
+            if last:
                 return
             with suppress(TimeoutError):
                 async with asyncio.timeout(self._rank.config.report_s):

@@ -368,6 +368,28 @@ def partial_gradients_arrive_summed(mesh: DeviceMesh) -> None:
 
 
 @case
+def partial_gradients_are_summoned_whole_and_edits_stay(mesh: DeviceMesh) -> None:
+    """Without DDP, where they stay partial sums."""
+    torch.manual_seed(0)
+    net, expected = parallelized(mesh, Net()), Net()
+    with paramd.summon_full_params(net, writeback=False) as params:
+        expected.load_state_dict(params)
+    for model in (net, expected):
+        model(tokens(mesh, 0, replica=0)).square().mean().backward()
+    grad = net.blocks[0].norm.weight.grad
+    assert any(placement.is_partial() for placement in grad.placements), grad.placements
+    for factor in (1, 2):
+        for rank0_only in (False, True):
+            with paramd.summon_full_params(net, rank0_only=rank0_only, with_grads=True) as params:
+                for name, param in expected.named_parameters() if params else ():
+                    torch.testing.assert_close(params[name].grad, factor * param.grad)
+                    if factor == 1 and rank0_only:
+                        params[name].grad.mul_(2)
+    theirs = expected.blocks[0].norm.weight.grad
+    torch.testing.assert_close(grad.full_tensor(), 2 * theirs)
+
+
+@case
 def parts_recompute_by_themselves(mesh: DeviceMesh) -> None:
     gradients = []
     for recompute in (False, True):

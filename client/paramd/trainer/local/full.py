@@ -135,7 +135,7 @@ class FullTensors:
         self._wire.scatter(
             streams, _regions(single, edited), self._views(single), self._budget_bytes
         )
-        ((*_, stream),) = [plan_streams([self._part(part, one=True) for part in shared], 1)]
+        (stream,) = plan_streams([self._part(part, one=True) for part in shared], 1)
         self._wire.broadcast(
             stream, _regions(shared, edited), self._views(shared), self._budget_bytes
         )

@@ -14,7 +14,19 @@ from collections.abc import Sequence
 
 from benchmarks.report import RESULTS, Goal, Report, goals_table, machine
 
-NAMES = ("summon", "wait", "idle", "serving", "stats", "select", "store", "control_scale")
+NAMES = (
+    "summon",
+    "wait",
+    "idle",
+    "serving",
+    "stats",
+    "select",
+    "local_summon",
+    "local_summon_cells",
+    "tp_ddp",
+    "store",
+    "control_scale",
+)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -39,6 +39,6 @@ def train_for(
     found: list[list[list[float]]] = [[] for _ in ranks.pids]
     end_s = time.perf_counter() + seconds
     while not found[0] or time.perf_counter() < end_s:
-        for steps, more in zip(found, ranks.call("train", list(order)), strict=True):
-            steps += more
+        for rank, steps in enumerate(ranks.call("train", list(order))):
+            found[rank] += steps
     return found

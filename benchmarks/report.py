@@ -7,7 +7,7 @@ import json
 import os
 import platform
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
@@ -64,7 +64,7 @@ class Report:
     tables: Sequence[Table]
     goals: Sequence[Goal]
     notes: Sequence[str] = ()
-    numbers: dict[str, object] = field(default_factory=dict)
+    numbers: Mapping[str, object] = field(default_factory=dict)
     """Everything that was measured, for the JSON file."""
 
     def markdown(self) -> str:
@@ -83,7 +83,7 @@ class Report:
             "goals": [asdict(goal) | {"met": goal.met} for goal in self.goals],
             "tables": [asdict(table) for table in self.tables],
             "notes": list(self.notes),
-            "numbers": self.numbers,
+            "numbers": dict(self.numbers),
         }
         path.write_text(json.dumps(document, indent=1) + "\n")
         return path

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import statistics
-from contextlib import ExitStack, nullcontext
+from contextlib import ExitStack
 
 from benchmarks.job import WORLD_SIZE, reading
 from benchmarks.ranks import ObedientRanks
@@ -45,17 +45,23 @@ def run(*, quick: bool) -> Report:
         for _ in range(rounds):
             for name, busy in shuffle.sample(sorted(times), len(times)):
                 number = list(_JOBS).index(name)
-                window = (
-                    reading(clients[name], transport="grpc", bytes_per_s=BYTES_PER_S)
-                    if busy
-                    else nullcontext({})
-                )
-                with window as read:
-                    steps = ranks.call("train", [number] * block)
-                times[name, busy] += [max(one[0] for one in both) for both in zip(*steps, strict=True)]
-                if busy:
-                    rates[name].append(read["bytes_per_s"])
+                steps, rate = _block(ranks, number, block, clients[name] if busy else None)
+                times[name, busy] += steps
+                rates[name] += [rate] if busy else []
     return _report(size_bytes, times, rates)
+
+
+def _block(
+    ranks: ObedientRanks, number: int, count: int, client: ObedientRanks | None
+) -> tuple[list[float], float]:
+    """`count` steps of one model: the slowest rank's seconds; bytes per second read meanwhile."""
+    read: dict[str, float] = {}
+    with ExitStack() as stack:
+        if client is not None:
+            read = stack.enter_context(reading(client, transport="grpc", bytes_per_s=BYTES_PER_S))
+        both = ranks.call("train", [number] * count)
+    steps = [max(one[0], other[0]) for one, other in zip(*both, strict=True)]
+    return steps, read.get("bytes_per_s", 0.0)
 
 
 def _report(

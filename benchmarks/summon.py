@@ -13,11 +13,13 @@ from benchmarks.report import Goal, Report, Table
 PEER = "FSDP2 get_model_state_dict, full, on the CPU"
 RAW = "two raw loopback sockets, warm memory"
 MEMCPY = "memcpy of the result, warm memory"
-GRPC_FRESH = "summon over gRPC, fresh result"
+GRPC_COLD = "summon over gRPC, fresh memory"
+GRPC_NEW = "summon over gRPC, new result, warm heap"
 GRPC_INTO = "summon over gRPC, into="
-HOST_FRESH = "summon on the same host, fresh result"
+HOST_COLD = "summon on the same host, fresh memory"
+HOST_NEW = "summon on the same host, new result, warm heap"
 HOST_INTO = "summon on the same host, into="
-HOST_SHARED = "the same, snapshot taken before"
+HOST_SHARED = "summon on the same host, into=, snapshot taken before"
 VIEW = "view of a new snapshot"
 VIEW_SHARED = "view of a snapshot taken before"
 
@@ -30,26 +32,33 @@ def run(*, quick: bool) -> Report:
     with ExitStack() as stack:
         job = stack.enter_context(big(layers=4 if quick else 16))
         senders = stack.enter_context(ObedientRanks("benchmarks.workers.sender", WORLD_SIZE))
+        warm = stack.enter_context(
+            ObedientRanks("benchmarks.workers.client", state_dir=job.ranks.state_dir)
+        )
+        warm.call("keep_heap")
+        warm.call("connect")
         ports = senders.call("port")
         senders.tell("accept")
         job.client.call("dial", ports)
         senders.hear()
         found = run_rounds(
-            _contenders(job, senders),
+            _contenders(job, warm, senders),
             rounds=3 if quick else 9,
-            watched=lambda: [*job.watched(), *senders.pids],
+            watched=lambda: [*job.watched(), *warm.pids, *senders.pids],
             before=lambda name: _prepare(job, name),
         )
         memory = {
-            GRPC_FRESH: _peak(job, "grpc", into=False),
+            GRPC_COLD: _peak(job, "grpc", into=False),
             GRPC_INTO: _peak(job, "grpc", into=True),
-            HOST_FRESH: _peak(job, "same-host", into=False),
+            HOST_COLD: _peak(job, "same-host", into=False),
             HOST_INTO: _peak(job, "same-host", into=True),
         }
         return _report(job, found, memory)
 
 
-def _contenders(job: Big, senders: ObedientRanks) -> Mapping[str, Callable[[], float]]:
+def _contenders(
+    job: Big, warm: ObedientRanks, senders: ObedientRanks
+) -> Mapping[str, Callable[[], float]]:
     part_bytes = job.size_bytes // WORLD_SIZE
 
     def raw() -> float:
@@ -62,9 +71,11 @@ def _contenders(job: Big, senders: ObedientRanks) -> Mapping[str, Callable[[], f
         PEER: lambda: float(job.ranks.call("gather")[0]),
         RAW: raw,
         MEMCPY: lambda: job.ask("memcpy"),
-        GRPC_FRESH: lambda: job.ask("summon", "grpc", False),
+        GRPC_COLD: lambda: job.ask("summon", "grpc", False),
+        GRPC_NEW: lambda: float(warm.call("summon", "grpc", False)[0]),
         GRPC_INTO: lambda: job.ask("summon", "grpc", True),
-        HOST_FRESH: lambda: job.ask("summon", "same-host", False),
+        HOST_COLD: lambda: job.ask("summon", "same-host", False),
+        HOST_NEW: lambda: float(warm.call("summon", "same-host", False)[0]),
         HOST_INTO: lambda: job.ask("summon", "same-host", True),
         HOST_SHARED: lambda: job.ask("summon", "same-host", True),
         VIEW: lambda: job.ask("view"),
@@ -111,7 +122,11 @@ def _report(job: Big, found: Mapping[str, Series], memory: Mapping[str, int]) ->
         name="summon",
         tables=[Table(title="Reading a whole model", header=header, rows=rows)],
         goals=_goals(job, found, memory),
-        notes=["CPU seconds and page faults are those of all processes together."],
+        notes=[
+            "CPU seconds and page faults are those of all processes together. The peer's ranks "
+            "keep a warm heap, so summons are judged with one too; 'fresh memory' is what the "
+            "first summon of a process gets, and later ones unless `into=` is given."
+        ],
         numbers={
             "seconds": {n: [x.seconds for x in s.samples] for n, s in found.items()},
             "cpu_s": {n: [x.cpu_s for x in s.samples] for n, s in found.items()},
@@ -124,7 +139,7 @@ def _report(job: Big, found: Mapping[str, Series], memory: Mapping[str, int]) ->
 def _goals(job: Big, found: Mapping[str, Series], memory: Mapping[str, int]) -> list[Goal]:
     peer, raw, memcpy = (found[name].seconds for name in (PEER, RAW, MEMCPY))
     goals = []
-    for name in (GRPC_FRESH, GRPC_INTO):
+    for name in (GRPC_NEW, GRPC_INTO):
         series = found[name]
         goals += [
             Goal(what=f"{name}: time / peer", measured=series.seconds / peer, limit=0.75),
@@ -136,12 +151,13 @@ def _goals(job: Big, found: Mapping[str, Series], memory: Mapping[str, int]) -> 
                 what=f"{name}: CPU per GiB, all processes", measured=series.cpu_s / job.gib,
                 limit=0.8, unit="s",
             ),
-            Goal(
-                what=f"{name}: client memory beyond the result", measured=memory[name] / _MIB,
-                limit=64, unit="MiB",
-            ),
         ]  # fmt: skip
-    for name in (HOST_FRESH, HOST_INTO, HOST_SHARED):
+    goals += [
+        Goal(what=f"{name}: client memory beyond the result", measured=size_bytes / _MIB,
+             limit=64, unit="MiB")
+        for name, size_bytes in memory.items()
+    ]  # fmt: skip
+    for name in (HOST_NEW, HOST_INTO, HOST_SHARED):
         seconds = found[name].seconds
         goals += [
             Goal(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import socket
 import threading
@@ -17,10 +18,16 @@ from benchmarks.ranks import obey
 from benchmarks.workers.model import JOB
 from paramd.errors import ParamdError
 from paramd.mesh.mesh import Mesh
+from paramd.mesh.read import keep_freed_memory
 from paramd.mesh.results import Summoned
 from paramd.mesh.transfer import Transport
 
 _KIB = 1 << 10
+
+# mallopt(3) parameters.
+_M_TRIM_THRESHOLD = -1
+_M_MMAP_MAX = -4
+_M_ARENA_MAX = -8
 
 
 class Client:
@@ -52,6 +59,14 @@ class Client:
                 return self.mesh.summon("*", timeout=1.0).step
             except ParamdError:
                 time.sleep(0.01)
+
+    def keep_heap(self) -> None:
+        """From now on glibc keeps every freed block, as the peer's ranks do (`WARM_HEAP`)."""
+        keep_freed_memory()  # sets thresholds once a process; ours come after it
+        libc = ctypes.CDLL(None)
+        wanted = ((_M_MMAP_MAX, 0), (_M_TRIM_THRESHOLD, (1 << 31) - 1), (_M_ARENA_MAX, 1))
+        for parameter, value in wanted:
+            assert libc.mallopt(parameter, value)
 
     def warm(self) -> int:
         """Makes the memory that `into` contenders fill; returns its bytes."""
@@ -169,7 +184,7 @@ def _receive(connection: socket.socket, parts: list[torch.Tensor], size_bytes: i
     connection.sendall(b"g")
     left = size_bytes
     for tensor in parts:
-        view = memoryview(tensor.numpy()).cast("B")
+        view = memoryview(tensor.view(torch.uint8).flatten().numpy().data)
         at = 0
         while at < len(view) and left:
             moved = connection.recv_into(view[at : at + left])
@@ -192,8 +207,8 @@ def main() -> None:
     commands: dict[str, Any] = {
         name: getattr(client, name)
         for name in (
-            "connect", "read_again", "warm", "summon", "view", "memcpy", "dial", "receive", "stats",
-            "torch_pass", "peak", "read_until",
+            "connect", "read_again", "keep_heap", "warm", "summon", "view", "memcpy", "dial",
+            "receive", "stats", "torch_pass", "peak", "read_until",
         )
     }  # fmt: skip
     try:

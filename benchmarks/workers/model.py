@@ -56,7 +56,9 @@ class ModelRank:
         state = get_model_state_dict(self._model, options=options)
         seconds = time.perf_counter() - begin_s
         if dist.get_rank() == 0:
-            assert state["0.weight"].shape == (len(state["0.weight"]),) * 2
+            first = state["0.weight"]
+            assert isinstance(first, torch.Tensor)
+            assert first.shape[0] == first.shape[1]
         return seconds
 
     def detach(self) -> None:

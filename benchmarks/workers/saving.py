@@ -9,10 +9,12 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
-import torch.distributed.checkpoint as dcp
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
+from torch.distributed.checkpoint.state_dict_saver import async_save
 
 KINDS = ("plain", "cached", "background")
 """The default; memory shared and kept for the next save; the same, copied by a thread."""
@@ -23,6 +25,8 @@ class Saver:
 
     def __init__(self, kind: str) -> None:
         self.kind = kind
+        # The saving thread must not mix its messages with the training's.
+        self._group = dist.new_group(backend="gloo")
         self._stager: DefaultStager | None = None
         if kind != "plain":
             self._stager = DefaultStager(
@@ -38,13 +42,14 @@ class Saver:
         """Saves once; returns the seconds that training stood still.
 
         That is the call, and for background staging also the wait for it where the next
-        update would begin: `step` is then taken for its time alone, of another model.
+        update would begin, after the work of one `step`.
         """
         state = get_model_state_dict(model)
         begin_s = time.perf_counter()
-        answer: Any = dcp.async_save(
+        answer: Any = async_save(
             state,
-            storage_writer=dcp.FileSystemWriter(directory, sync_files=False),
+            storage_writer=FileSystemWriter(directory, sync_files=False),
+            process_group=self._group,
             async_stager=self._stager,
         )
         blocked_s = time.perf_counter() - begin_s
@@ -62,3 +67,4 @@ class Saver:
     def close(self) -> None:
         if self._stager is not None:
             self._stager.close()
+        dist.destroy_process_group(self._group)

@@ -15,7 +15,7 @@ class Sender:
     def __init__(self) -> None:
         self._listener = socket.create_server(("127.0.0.1", 0))
         self._connection: socket.socket | None = None
-        self._memory = memoryview(bytes(b"\1") * (64 << 20))
+        self._memory = memoryview(b"\1" * (64 << 20))
 
     def port(self) -> int:
         return int(self._listener.getsockname()[1])

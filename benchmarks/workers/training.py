@@ -58,11 +58,19 @@ class Trained:
         self.optimizer.step()
         self.optimizer.zero_grad()
         seconds = time.perf_counter() - begin_s
-        hooks_ns = 0
-        if self._marks:
-            before, opened, closing, after = self._marks
-            hooks_ns = opened - before + after - closing
-        return [seconds, hooks_ns / 1e9, self._stalled_s() - stalled_s]
+        return [seconds, self._hooks_s(), self._stalled_s() - stalled_s]
+
+    def empty_step(self) -> float:
+        """A step of the optimizer without gradients: the seconds inside hooks, caches warm."""
+        self._marks.clear()
+        self.optimizer.step()
+        return self._hooks_s()
+
+    def _hooks_s(self) -> float:
+        if not self._marks:
+            return 0.0
+        before, opened, closing, after = self._marks
+        return (opened - before + after - closing) / 1e9
 
     def _mark(self, *_: Any) -> None:
         self._marks.append(time.perf_counter_ns())
@@ -104,6 +112,11 @@ class Training:
             found.append(self._trained[number].step())
         return found
 
+    def empty_steps(self, number: int, count: int) -> list[float]:
+        """Seconds inside the hooks of steps that do nothing else."""
+        dist.barrier()
+        return [self._trained[number].empty_step() for _ in range(count)]
+
     def save(self, number: int, kind: str, directory: str) -> float:
         """Asynchronous DCP save of copy `number`; seconds the training stands still for it."""
         if self._saver is None or self._saver.kind != kind:
@@ -133,7 +146,7 @@ def main() -> None:
     training = Training()
     commands = {
         name: getattr(training, name)
-        for name in ("build", "attach", "attach_inside", "train", "save")
+        for name in ("build", "attach", "attach_inside", "train", "empty_steps", "save")
     }
     try:
         obey(commands)

@@ -91,7 +91,7 @@ def read_stamps(
     return readings
 
 
-def _differing(params: "paramd.mesh.results.Summoned") -> list[str]:
+def _differing(params: paramd.mesh.results.Summoned) -> list[str]:
     return [
         f"step {params.step}: {name} holds {tensor.unique().tolist()[:4]}"
         for name, tensor in params.items()

@@ -132,14 +132,16 @@ def stamps(
     world_size: int = 2,
     *options: str,
     state_dir: Path | None = None,
+    lockstep: bool = True,
 ) -> Iterator[Ranks]:
-    """A stamp trainer in lockstep, with named faults to arm below `<folder>/faults`.
+    """A stamp trainer, by default in lockstep, with named faults to arm below `<folder>/faults`.
 
     The caller ends it well with `end_well`, or leaves it to be killed.
     """
     faults_dir = folder / "faults"
     faults_dir.mkdir(exist_ok=True)
-    arguments = ["--kind", kind, "--stop", str(folder / "stop"), "--lockstep", "--gap-ms", "3"]
+    arguments = ["--kind", kind, "--stop", str(folder / "stop")]
+    arguments += ["--lockstep", "--gap-ms", "3"] if lockstep else []
     with start_ranks(
         WORKER,
         world_size,

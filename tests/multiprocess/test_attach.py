@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from paramd.mesh.mesh import Mesh
-from tests.launch import Ranks, run_ranks, start_ranks
+from tests.launch import Ranks, start_ranks
 from tests.multiprocess.kinds import kinds_for
 from tests.multiprocess.striking import logs
 from tests.multiprocess.truth import assert_same_bytes, connect_to, read_truth, wait_until
@@ -31,7 +31,7 @@ CASES.append(pytest.param(1, ["plain"], id="1-without-process-group"))
 TRUTH_AT = 4
 """The worker's: steps of the training when it writes its truth."""
 
-STEPS_SEEN = 3
+STEPS_SEEN = 2
 """Steps of the running training that a client sees."""
 
 

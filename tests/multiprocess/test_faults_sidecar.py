@@ -82,8 +82,10 @@ def strike(
         assert answer.seconds < allowed_s(), (rule, answer)
         if is_down(process):
             assert not armed.exists()
-            print(f"{rule} rank {rank}: {'right' if answer.right else answer.reason[:70]}"
-                  f" after {answer.seconds:.2f} s")
+            print(
+                f"{rule} rank {rank}: {'right' if answer.right else answer.reason[:70]}"
+                f" after {answer.seconds:.2f} s"
+            )
             return begin_s, answer
         assert begin_s < deadline_s, f"{rule}: the point was not passed"
 
@@ -103,9 +105,7 @@ def recovered(
 def assert_trains_on(mesh: Mesh, rank: int) -> None:
     """The ranks go in lockstep, so one rank's steps show all."""
     first = step_of(mesh, rank)
-    wait_until(
-        lambda: step_of(mesh, rank) > first + 2, "training goes on", timeout_s=allowed_s()
-    )
+    wait_until(lambda: step_of(mesh, rank) > first + 2, "training goes on", timeout_s=allowed_s())
 
 
 def step_of(mesh: Mesh, rank: int) -> int:

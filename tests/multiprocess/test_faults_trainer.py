@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import signal
 import time
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 import grpc
+import psutil
 import pytest
 
 from paramd.mesh.mesh import Mesh
@@ -113,9 +115,9 @@ def assert_fenced(mesh: Mesh, old: tuple[str, str, str]) -> None:
     with grpc.insecure_channel(document.peers[0].address) as channel:
         stub = sidecar_pb2_grpc.SidecarServiceStub(channel)
         for message, ticket, method, codes in expected:
+            call = getattr(stub, method)
             with pytest.raises(grpc.RpcError) as refused:
-                answer = getattr(stub, method)(message, timeout=5, metadata=bearer(ticket))
-                list(answer) if method == "ReadSnapshot" else None
+                list(call(message, timeout=5, metadata=bearer(ticket)))
             assert refused.value.code().name in codes
 
 
@@ -192,3 +194,34 @@ def kill_and_see_it_recover(ranks: Ranks, mesh: Mesh, program: str, rank: int | 
 
     wait_until(right, f"served again after the {program} was killed", timeout_s=allowed_s())
     print(f"{program} {rank} killed in training: right after {time.monotonic() - begin_s:.2f} s")
+
+
+@pytest.mark.timeout(120)
+def test_forked_workers_that_outlive_their_trainer_keep_nothing_from_its_successor(
+    tmp_path: Path,
+) -> None:
+    die, state_dir = tmp_path / "die", tmp_path / "state"
+    with start_forking(die, state_dir) as first:
+        child = psutil.Process(int(first.wait_for_text("child", rank=0).split()[-1]))
+        with connect_to(state_dir, "forking") as mesh:
+            before = mesh.summon("*")
+            die.touch()
+            wait_until(lambda: phases(mesh) == ["orphaned"], "the end is noticed")
+            assert child.is_running(), "nobody was left to hold what it inherited"
+            found = mesh.summon("*")
+            assert (found.epoch, found.step) == (1, 3)
+            assert_same_bytes(found, before)
+        die.unlink()
+        with start_forking(die, state_dir) as second:
+            text = second.wait_for_text("child", rank=0)
+            assert text.startswith("epoch 2 step 3")
+            print(f"the successor: {text}", end="")
+            assert float(text.split()[5]) < allowed_s()
+            assert child.is_running()
+            with connect_to(state_dir, "forking") as mesh:
+                assert (mesh.epoch, mesh.summon("*").step) == (2, 3)
+
+
+def start_forking(die: Path, state_dir: Path) -> AbstractContextManager[Ranks]:
+    worker = "tests.multiprocess.workers.forking"
+    return start_ranks(worker, 1, args=["--die", str(die)], state_dir=state_dir)

@@ -2,17 +2,34 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 
 from tests.launch import run_ranks
+from tests.multiprocess.kinds import kinds_for
 
 WORKERS = "tests.multiprocess.workers"
 
 
-@pytest.mark.parametrize("world_size", [2, 4])
+# Every kind with two ranks; with four, those that two cannot show whole.
+KINDS = {
+    2: [kind.name for kind in kinds_for(2)],
+    4: [
+        "fsdp1-full", "fsdp1-hybrid", "fsdp1-hybrid-orig", "fsdp1-no-shard-orig",
+        "fsdp2", "hsdp", "tp-fsdp2", "tp-ddp",
+    ],
+}  # fmt: skip
+
+
+@pytest.mark.timeout(240)
+@pytest.mark.parametrize("world_size", KINDS)
 def test_all_flags_on_all_kinds_show_and_keep_what_they_say(world_size: int) -> None:
-    results = run_ranks(f"{WORKERS}.local_summon_matrix", world_size, timeout_s=110)
-    assert all(result.stdout.count("ok ") >= 23 for result in results)
+    kinds = KINDS[world_size]
+    results = run_ranks(f"{WORKERS}.local_summon_matrix", world_size, args=kinds, timeout_s=220)
+    for result in results:
+        passed = [line.split()[1] for line in result.stdout.splitlines() if line.startswith("ok ")]
+        assert sorted(passed) == sorted(kinds)
 
 
 def test_what_cannot_be_is_refused_and_odd_blocks_keep_their_word() -> None:
@@ -23,3 +40,25 @@ def test_what_cannot_be_is_refused_and_odd_blocks_keep_their_word() -> None:
 def test_the_assertions_of_pytorchs_own_tests_hold() -> None:
     results = run_ranks(f"{WORKERS}.local_summon_torch_models", 2, timeout_s=100)
     assert all(result.stdout.count("ok ") >= 10 for result in results)
+
+
+def test_stages_with_ranks_of_their_own_are_summoned_each_alone() -> None:
+    results = run_ranks(f"{WORKERS}.local_summon_parties", 4, timeout_s=60)
+    assert all(result.stdout.count("ok ") == 2 for result in results)
+
+
+@pytest.mark.parametrize("kind", ["fsdp1", "fsdp2"])
+def test_rank0_only_costs_the_others_nothing_and_rank_0_the_result(kind: str) -> None:
+    results = run_ranks(f"{WORKERS}.local_summon_memory", 2, args=[kind], timeout_s=100)
+    largest_bytes = 64 << 20
+    measured = [
+        [json.loads(line) for line in result.stdout.splitlines() if line.startswith("[{")]
+        for result in results
+    ]
+    for of_rank in measured:
+        assert len(of_rank) == 2
+    for flags, shard_bytes, taken_bytes in measured[0]:
+        assert taken_bytes > shard_bytes, f"{flags}: nothing was gathered"
+        assert taken_bytes <= 2 * shard_bytes + largest_bytes, flags
+    for flags, shard_bytes, taken_bytes in measured[1]:
+        assert taken_bytes <= 0.05 * shard_bytes, flags

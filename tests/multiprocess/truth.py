@@ -83,12 +83,12 @@ def assert_stats_equal(mesh: Mesh, truth: Tensors, step: int) -> None:
         if whole.numel():
             assert (found.min, found.max) == (whole.min().item(), whole.max().item()), row.name
             assert math.isclose(found.norm, whole.norm().item(), rel_tol=1e-9), row.name
-            assert math.isclose(
-                found.mean, whole.mean().item(), rel_tol=1e-9, abs_tol=1e-12
-            ), row.name
+            assert math.isclose(found.mean, whole.mean().item(), rel_tol=1e-9, abs_tol=1e-12), (
+                row.name
+            )
         if whole.numel() > 1:
-            assert math.isclose(
-                found.std, whole.std().item(), rel_tol=1e-7, abs_tol=1e-12
-            ), row.name
+            assert math.isclose(found.std, whole.std().item(), rel_tol=1e-7, abs_tol=1e-12), (
+                row.name
+            )
         seen += found.count
     assert table.total.summary.count == seen

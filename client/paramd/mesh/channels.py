@@ -186,12 +186,17 @@ async def _stream(call: Any) -> AsyncIterator[Chunk]:
         call.cancel()
 
 
-async def watched(call: Awaitable[Result], probe: Callable[[], Awaitable[None]]) -> Result:
-    """Awaits `call`, probing the peer now and then while it takes long."""
+async def watched(
+    call: Awaitable[Result],
+    probe: Callable[[], Awaitable[None]],
+    *,
+    after_s: float = _PROBE_AFTER_S,
+) -> Result:
+    """Awaits `call`, probing the peer every `after_s` seconds while it takes long."""
     task = asyncio.ensure_future(call)
     try:
         while True:
-            done, _ = await asyncio.wait({task}, timeout=_PROBE_AFTER_S)
+            done, _ = await asyncio.wait({task}, timeout=after_s)
             if done:
                 return task.result()
             probing = asyncio.ensure_future(probe())

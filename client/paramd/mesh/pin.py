@@ -147,16 +147,13 @@ class Pinner:
             await asyncio.wait({renewing})
 
     async def _pin(self, spans: Spans, deadline_s: float, with_buffers: bool) -> Pinned:
-        reason = "no try was made"
+        reason = ""
         backoff_s = _FIRST_BACKOFF_S
         patience_until_s = self._clock() + _BUDGET_PATIENCE_S
         while True:
             left_s = deadline_s - self._clock()
             if left_s <= 0:
-                raise DeadlineError(
-                    f"no step that all of ranks {_listed(list(spans))} share was had in time; last "
-                    f"reason: {reason}; allow more time (timeout=), or pause training"
-                )
+                raise _no_step_in_time(spans, reason if reason else "no try was made")
             try:
                 if with_buffers:
                     found, reason = await self._at_boundary(spans, left_s, True)
@@ -168,7 +165,10 @@ class Pinner:
                 found, reason = None, str(error)
             except DeadlineError as error:
                 if deadline_s - self._clock() < _ANOTHER_CALL_S:
-                    raise
+                    if not reason:
+                        raise
+                    # The last try's short rest says less than what kept the tries before it.
+                    raise _no_step_in_time(spans, reason) from error
                 found, reason = None, str(error)
             except ExhaustedError as error:
                 if self._clock() > patience_until_s:
@@ -286,6 +286,13 @@ class Pinner:
                 *(self._transport.renew(pin) for pin in found.pins.values()),
                 return_exceptions=True,
             )
+
+
+def _no_step_in_time(spans: Spans, reason: str) -> DeadlineError:
+    return DeadlineError(
+        f"no step that all of ranks {_listed(list(spans))} share was had in time; last "
+        f"reason: {reason}; allow more time (timeout=), or pause training"
+    )
 
 
 def _pinned(common: tuple[int, int], pins: Sequence[RankPin]) -> Pinned:

@@ -33,7 +33,8 @@ MAX_FAILURES = 3
 """Resumes without a single new byte before a read is given up."""
 
 _LOOK_S = 0.5
-_PROBE_AFTER_S = 1.5
+# Looked at every half second, so half a second later it is.
+_PROBE_AFTER_S = 1.0
 
 # mallopt(3) parameters.
 _M_TRIM_THRESHOLD = -1

@@ -13,6 +13,7 @@ from paramd.mesh.channels import (
     LeaseEndedError,
     RankUnreachableError,
     UnaryCall,
+    cancelled,
     watched,
 )
 from paramd.mesh.chunk import Chunk
@@ -23,6 +24,9 @@ from paramd.v1 import common_pb2, control_pb2, layout_pb2, sidecar_pb2
 LAYOUT_TIMEOUT_S = 30.0
 
 _PROBE_TIMEOUT_S = 3.0
+# Earlier than the control plane's own watch.
+_BOUNDARY_PROBE_AFTER_S = 1.0
+_BOUNDARY_PROBES = 64
 _RENEW_TIMEOUT_S = 5.0
 _RELEASE_TIMEOUT_S = 2.0
 
@@ -109,8 +113,16 @@ class Sidecars:
             ],
         )
         stub = self._channels.control(document.control_address)
-        found = await self._channels.call(
+        call = self._channels.call(
             "control plane", stub.ScheduleBoundary, request, timeout_s=timeout_s
+        )
+        # A boundary needs all ranks, those first that we have pinned. The control plane watches
+        # them too, but names none in a way that keeps the next attempt from waiting as long.
+        ranks = list(dict.fromkeys([*(pin.rank for pin in pins), *document.peers]))
+        found = await watched(
+            call,
+            lambda: self._probe_all(ranks[:_BOUNDARY_PROBES]),
+            after_s=_BOUNDARY_PROBE_AFTER_S,
         )
         return Captured(found.captured, found.header.epoch, found.header.step, found.reason)
 
@@ -197,6 +209,14 @@ class Sidecars:
     def source(self, pin: RankPin) -> SnapshotSource:
         """A pinned snapshot, to be read."""
         return SnapshotSource(self, self._channels, pin)
+
+    async def _probe_all(self, ranks: Sequence[int]) -> None:
+        probes = [asyncio.ensure_future(self.probe(rank)) for rank in ranks]
+        try:
+            for probe in asyncio.as_completed(probes):
+                await probe
+        finally:
+            await asyncio.gather(*(cancelled(probe) for probe in probes))
 
     async def probe(self, rank: int) -> None:
         """Asks for the state, to learn whether anybody answers there.

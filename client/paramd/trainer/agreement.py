@@ -38,6 +38,8 @@ class Agreement:
         buffer = bytearray(16)
         self._message = memoryview(buffer).cast("q")
         self._tensor = torch.frombuffer(buffer, dtype=torch.int64)
+        self._options = dist.AllreduceOptions()
+        self._options.reduceOp = dist.ReduceOp(dist.ReduceOp.MIN)
         self._work: dist.Work | None = None
         self._boundary = 0
         self._launched_at = 0
@@ -65,13 +67,13 @@ class Agreement:
             self._collect()
 
     def _launch(self, ready: int, step_time_ns: int) -> None:
+        assert self._group is not None
         pending = ready > self._agreed
         interval = 1 if pending else idle_interval(step_time_ns)
         self._message[0], self._message[1] = ready, interval
         try:
-            self._work = dist.all_reduce(
-                self._tensor, op=dist.ReduceOp.MIN, group=self._group, async_op=True
-            )
+            # The group's own method: `dist.all_reduce` would double the time of a round.
+            self._work = self._group.allreduce([self._tensor], self._options)
         except (RuntimeError, ValueError) as error:
             raise AgreementLost(f"a round could not be launched: {error}") from error
         self._launched_at = self._boundary

@@ -140,6 +140,11 @@ def _shard_of(
 
 
 def regions_of(flat: Any, index: int, shard: torch.Tensor) -> list[tuple[Region, torch.Tensor]]:
+    """The regions that this rank's elements of one original parameter are, with their views.
+
+    Args:
+        shard: those elements, 1-D in memory order: of the parameter or of its gradient.
+    """
     info = flat._shard_param_infos[index]
     shape, strides = tuple(flat._shapes[index]), tuple(flat._strides[index])
     begin = info.intra_param_start_idx if info.in_shard else 0

@@ -20,6 +20,10 @@ from paramd.memory.gate import CopyEnd, CopySpan, copy_at_one_step
 RETRY_NS = 250_000_000
 """Time between two looks while something waits and nothing was announced."""
 
+EAGER_ATTEMPTS = 3
+"""Overtaken copies after which a request asks for a boundary only every `RETRY_NS`: each
+such boundary may cost the trainer its whole stall budget."""
+
 _ASSUMED_BYTES_PER_S = 4e9
 _RATE_WEIGHT = 0.3
 
@@ -107,6 +111,7 @@ class Capture:
         self._jobs: list[CopyJob] = []
         self._armed: dict[int, Boundary] = {}
         self._wanted_at: int | None = None
+        self._wanted_ns = 0
         self._quiet_seq, self._quiet_since_ns = -1, 0
         self._bytes_per_s = _ASSUMED_BYTES_PER_S
         self.given_up_count = 0
@@ -224,7 +229,11 @@ class Capture:
         """Raises WANT unless an earlier one is still to be answered; says whether it did."""
         if self._wanted_at == self._words[Word.ANNOUNCE]:
             return False
-        self._wanted_at = self._words[Word.ANNOUNCE]
+        now_ns = self._clock_ns()
+        eager = any(job.attempts < EAGER_ATTEMPTS for job in self._jobs)
+        if not eager and now_ns - self._wanted_ns < RETRY_NS:
+            return False
+        self._wanted_at, self._wanted_ns = self._words[Word.ANNOUNCE], now_ns
         self._words[Word.WANT] += 1
         return True
 

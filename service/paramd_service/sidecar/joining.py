@@ -130,9 +130,11 @@ class Joining:
     async def _reports(self, mesh: Mesh) -> AsyncIterator[control_pb2.JoinRequest]:
         while self._rank.mesh is mesh:
             self._changed.clear()
+            # Detached while a report is on its way, the rank still owes the last one.
+            last = self._rank.detached
             report = self._report()
             yield report
-            if self._rank.detached:
+            if last:
                 return
             await self._until_due(report.state.phase)
 

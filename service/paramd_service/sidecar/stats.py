@@ -1,6 +1,6 @@
 """Mergeable statistics of runs of equal elements. The only room of the sidecar with torch.
 
-Memory is walked once in pieces that fit a core's cache; each piece is reduced by a few
+Memory is walked once in pieces that fit the cores' cache; each piece is reduced by a few
 vector operations while it is there. Sums are kept in float64 across pieces and rows; within
 a row of 1,024 elements float32 vector lanes are exact enough (relative error below 1e-6).
 Counts, minima and maxima are exact. The exponents are counted from the elements' own bits.
@@ -17,8 +17,11 @@ import torch
 
 from paramd.errors import UsageError
 
-PIECE_BYTES = 512 << 10
-"""Bytes reduced at a time; bounds temporary memory to a few times that."""
+PIECE_BYTES = 1 << 20
+"""Bytes reduced at a time; bounds temporary memory to a few times that.
+
+A fifth faster than 512 KiB, where the operations' overhead shows.
+"""
 
 MAX_EDGES = 513
 

@@ -14,12 +14,16 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+import pytest
 import torch
 import torch.distributed as dist
 
 import paramd
 from paramd import places
 from paramd.errors import ParamdError
+from paramd.memory.control_page import Word
+from paramd.trainer.boundary import AGREEMENT_LOST
+from paramd.trainer.settings import AttachSettings
 from tests.multiprocess import kinds
 from tests.multiprocess.workers.train import raw
 
@@ -62,9 +66,9 @@ def a_state_dir_that_is_no_directory_on_one_rank() -> None:
         os.environ["PARAMD_STATE_DIR"] = str(file / "below")
     try:
         refused_everywhere(
-            "UsageError", "set PARAMD_STATE_DIR", lambda: paramd.attach(
-                made.model, optimizer, job="no-dir"
-            )
+            "UsageError",
+            "set PARAMD_STATE_DIR",
+            lambda: paramd.attach(made.model, optimizer, job="no-dir"),
         )
     finally:
         os.environ["PARAMD_STATE_DIR"] = state_dir
@@ -158,6 +162,58 @@ def detach_leaves_nothing_and_attach_again_is_the_next_epoch() -> None:
         train(made, optimizer)
 
 
+@case
+def a_sidecar_that_cannot_start_costs_the_service_not_the_training() -> None:
+    made, optimizer = built("fsdp2")
+    before = holdings()
+    if dist.get_rank() == 1:
+        os.environ["PARAMD_SIDECAR_LISTEN"] = "192.0.2.1:0"  # not a loopback address: it refuses
+    try:
+        attachment = paramd.attach(made.model, optimizer, job="no-sidecar")
+    finally:
+        os.environ.pop("PARAMD_SIDECAR_LISTEN", None)
+    for _ in range(3):
+        train(made, optimizer)
+    assert attachment.step == 3
+    if dist.get_rank() == 0:
+        with (
+            paramd.connect(job="no-sidecar") as mesh,
+            pytest.raises(ParamdError, match=r"rank 1|no sidecar"),
+        ):
+            mesh.summon("*", timeout=10)
+    dist.barrier()
+    attachment.detach()
+    train(made, optimizer)
+    assert_nothing_new(before)
+
+
+@case
+def a_rank_too_slow_for_the_agreement_ends_it_and_nothing_else() -> None:
+    made, optimizer = built("fsdp2")
+    settings = AttachSettings(agreement_timeout_s=0.5, listen="127.0.0.1:0")
+    attachment = paramd.attach(made.model, optimizer, job="slow", settings=settings)
+    if dist.get_rank() == 1:
+        time.sleep(3)
+    for _ in range(4):
+        with attachment.update():
+            pass
+    if dist.get_rank() == 0:
+        assert attachment._page[Word.AGREEMENT_STATE] == AGREEMENT_LOST
+    for _ in range(3):
+        train(made, optimizer)
+    assert attachment.step == 7
+    summon_and_compare(made, "slow", 7)
+    if dist.get_rank() == 0:
+        with (
+            paramd.connect(job="slow") as mesh,
+            pytest.raises(ParamdError, match="gave up agreeing"),
+        ):
+            mesh.summon("*", buffers=True, timeout=2)
+    dist.barrier()
+    attachment.detach()
+    train(made, optimizer)
+
+
 def train(made: kinds.Built, optimizer: torch.optim.Optimizer) -> None:
     optimizer.zero_grad()
     made.loss(0).backward()
@@ -177,14 +233,12 @@ def summon_and_compare(made: kinds.Built, job: str, step: int) -> None:
 
 def refused_inside_an_update(job: str) -> None:
     if dist.get_rank() == 0:
-        with paramd.connect(job=job) as mesh:
-            try:
-                # Nobody asked for this before, so no snapshot of the step before is left of it.
-                mesh.summon("*bias[1:]", timeout=1)
-            except ParamdError as error:
-                assert "inside an update" in str(error), error
-            else:
-                raise AssertionError("a half changed parameter was served")
+        # Nobody asked for this before, so no snapshot of the step before is left of it.
+        with (
+            paramd.connect(job=job) as mesh,
+            pytest.raises(ParamdError, match="inside an update"),
+        ):
+            mesh.summon("*bias[1:]", timeout=1)
     dist.barrier()
 
 

@@ -1,6 +1,6 @@
 """What `summon_full_params` refuses, and what it does with odd blocks; world size 2.
 
-    python -m tests.multiprocess.workers.local_summon_guards [CASE ...]
+python -m tests.multiprocess.workers.local_summon_guards [CASE ...]
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterator
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -50,7 +51,9 @@ def main() -> None:
 
 
 def layers() -> nn.Sequential:
-    return nn.Sequential(nn.Linear(5, 7), nn.ReLU(), nn.Sequential(nn.Linear(7, 7)), nn.Linear(7, 3))
+    return nn.Sequential(
+        nn.Linear(5, 7), nn.ReLU(), nn.Sequential(nn.Linear(7, 7)), nn.Linear(7, 3)
+    )
 
 
 def fsdp1(*, orig: bool = True, strategy: str = "FULL_SHARD", **options: object) -> nn.Module:
@@ -84,13 +87,10 @@ def batch() -> torch.Tensor:
 
 @contextlib.contextmanager
 def raises(kind: type[Exception], *texts: str) -> Iterator[None]:
-    try:
+    with pytest.raises(kind) as caught:
         yield
-    except kind as error:
-        for text in texts:
-            assert text in str(error), f"{text!r} is not in {error}"
-    else:
-        raise AssertionError(f"{kind.__name__} was not raised")
+    for text in texts:
+        assert text in str(caught.value)
 
 
 def first(model: nn.Module) -> nn.Parameter:
@@ -104,9 +104,9 @@ def one_rank_alone_learns_who_did_not_come() -> None:
         other = 1 - alone
         if dist.get_rank() == alone:
             began = time.monotonic()
-            with raises(errors.DeadlineError, f"ranks [{other}] of 2 did not come"):
-                with summon(model, timeout_s=0.5):
-                    raise AssertionError("entered alone")
+            text = f"ranks [{other}] of 2 did not come"
+            with raises(errors.DeadlineError, text), summon(model, timeout_s=0.5):
+                raise AssertionError("entered alone")
             assert 0.4 < time.monotonic() - began < 5
         dist.barrier()
         with summon(model, timeout_s=30) as params:
@@ -148,9 +148,9 @@ def the_limit_comes_from_the_environment() -> None:
 
 @case
 def different_arguments_are_refused_everywhere() -> None:
-    with raises(errors.ConflictError, "call it alike on every rank"):
-        with summon(layers(), with_grads=dist.get_rank() == 1):
-            pass
+    text, second = "call it alike on every rank", dist.get_rank() == 1
+    with raises(errors.ConflictError, text), summon(layers(), with_grads=second):
+        pass
     different = layers() if dist.get_rank() == 0 else nn.Linear(2, 2)
     with raises(errors.ConflictError, "call it alike on every rank"), summon(different):
         pass
@@ -178,9 +178,12 @@ def inside_forward_it_is_refused() -> None:
 @case
 def inside_backward_it_is_refused() -> None:
     for make in MAKERS:
-        model, seen = make(), []
+        model: nn.Module = make()
+        seen: list[torch.Tensor] = []
 
-        def in_backward(grad: torch.Tensor, model: nn.Module = model) -> None:
+        def in_backward(
+            grad: torch.Tensor, model: nn.Module = model, seen: list[torch.Tensor] = seen
+        ) -> None:
             with raises(errors.ConflictError, "backward"), summon(model):
                 pass
             seen.append(grad)
@@ -203,9 +206,12 @@ def nested_on_the_same_parameters_it_is_refused() -> None:
                 for again in (model, inner):
                     with raises(errors.ConflictError, "summoned already"), summon(again):
                         pass
-            with summon(inner, rank0_only=rank0_only):
-                with raises(errors.ConflictError, "summoned already"), summon(model):
-                    pass
+            with (
+                summon(inner, rank0_only=rank0_only),
+                raises(errors.ConflictError, "summoned already"),
+                summon(model),
+            ):
+                pass
 
 
 @case
@@ -371,8 +377,8 @@ def between_forward_and_backward_looking_changes_nothing() -> None:
             torch.manual_seed(0)
             model = make()
             loss = model(batch()).sum()
-            if looks:
-                with summon(model, writeback=False, with_grads=True):
+            for rank0_only in (False, True) if looks else ():
+                with summon(model, with_grads=True, rank0_only=rank0_only):
                     pass
             loss.backward()
             with summon(model, writeback=False, with_grads=True) as params:
@@ -428,9 +434,7 @@ def padding_never_persists() -> None:
     """The flat parameter of 15 elements on two ranks has a 16th, and aligned ones more."""
     for orig in (False, True):
         net = nn.Linear(2, 5)
-        model = FullyShardedDataParallel(
-            net, device_id=torch.device("cpu"), use_orig_params=orig
-        )
+        model = FullyShardedDataParallel(net, device_id=torch.device("cpu"), use_orig_params=orig)
         flat = model._handle.flat_param
         local = getattr(flat, "_local_shard", flat.data)
         numel = sum(flat._numels_with_padding)

@@ -1,6 +1,6 @@
 """TP+DDP through `pre_dp_module_transform`, against the same module on one process.
 
-    python -m tests.multiprocess.workers.tp_ddp [CASE ...]        (2 or 4 ranks)
+python -m tests.multiprocess.workers.tp_ddp [CASE ...]        (2 or 4 ranks)
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from collections.abc import Callable
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed._functional_collectives import AsyncCollectiveTensor
+from torch.distributed._functional_collectives import AsyncCollectiveTensor, all_reduce
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import (
@@ -164,7 +164,9 @@ def whole(net: nn.Module) -> dict[str, torch.Tensor]:
             run_check=False,
             shape=param._st_info.shape,
             stride=param._st_info.stride,
-        ).full_tensor().clone()
+        )
+        .full_tensor()
+        .clone()
         for name, param in net.named_parameters()
     }
 
@@ -324,23 +326,67 @@ def frozen_parameters_stay_frozen(mesh: DeviceMesh) -> None:
     frozen = net.blocks[0].up.weight
     ddp = DistributedDataParallel(net, process_group=mesh.get_group("dp"))
     ddp(tokens(mesh, 0)).sum().backward()
-    assert not frozen.requires_grad and frozen.grad is None
+    assert not frozen.requires_grad
+    assert frozen.grad is None
     assert net.blocks[0].up.bias.grad is not None
 
 
 @case
 def asynchronous_gradients_arrive_complete(mesh: DeviceMesh) -> None:
+    """A gradient that is still under way in backward is complete when DDP gets it."""
+    net, ddp = ready(mesh)
+    local: list[torch.Tensor] = []
+
+    def promise(grad: DTensor) -> DTensor:
+        local.append(grad.to_local().clone())
+        under_way = all_reduce(local[0], "sum", mesh.get_group("tp"))
+        assert isinstance(under_way, AsyncCollectiveTensor)
+        return DTensor(under_way, grad._spec, requires_grad=False)
+
+    net.spare.register_forward_pre_hook(
+        lambda spare, _: spare.weight.register_hook(promise) and None
+    )
+    arrived: list[type] = []
+    net.spare.weight.register_hook(lambda grad: arrived.append(type(grad)))
+    ddp(tokens(mesh, 0)).square().mean().backward()
+    assert arrived == [torch.Tensor]
+    dist.all_reduce(local[0])
+    torch.testing.assert_close(net.spare.weight.grad, local[0] / mesh.size(0))
+
+
+@case
+def partial_gradients_arrive_summed(mesh: DeviceMesh) -> None:
+    """Those of a norm under sequence parallelism are partial sums on each rank."""
     net, _ = ready(mesh)
-    arrived: dict[str, type] = {}
-    for name, param in net.named_parameters():
-        param.register_hook(lambda grad, name=name: arrived.update({name: type(grad)}))
     net(tokens(mesh, 0)).square().mean().backward()
-    assert len(arrived) == len(list(net.parameters()))
-    assert AsyncCollectiveTensor not in arrived.values(), arrived
     expected = Net()
     expected.load_state_dict(whole(net) | {"head.weight": whole(net)["embed.weight"]})
     expected(tokens(mesh, 0)).square().mean().backward()
-    torch.testing.assert_close(net.blocks[0].norm.weight.grad, expected.blocks[0].norm.weight.grad)
+    for name in ("weight", "bias"):
+        ours, theirs = net.blocks[0].norm, expected.blocks[0].norm
+        torch.testing.assert_close(getattr(ours, name).grad, getattr(theirs, name).grad)
+
+
+@case
+def partial_gradients_are_summoned_whole_and_edits_stay(mesh: DeviceMesh) -> None:
+    """Without DDP, where they stay partial sums."""
+    torch.manual_seed(0)
+    net, expected = parallelized(mesh, Net()), Net()
+    with paramd.summon_full_params(net, writeback=False) as params:
+        expected.load_state_dict(params)
+    for model in (net, expected):
+        model(tokens(mesh, 0, replica=0)).square().mean().backward()
+    grad = net.blocks[0].norm.weight.grad
+    assert any(placement.is_partial() for placement in grad.placements), grad.placements
+    for factor in (1, 2):
+        for rank0_only in (False, True):
+            with paramd.summon_full_params(net, rank0_only=rank0_only, with_grads=True) as params:
+                for name, param in expected.named_parameters() if params else ():
+                    torch.testing.assert_close(params[name].grad, factor * param.grad)
+                    if factor == 1 and rank0_only:
+                        params[name].grad.mul_(2)
+    theirs = expected.blocks[0].norm.weight.grad
+    torch.testing.assert_close(grad.full_tensor(), 2 * theirs)
 
 
 @case

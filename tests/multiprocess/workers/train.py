@@ -102,7 +102,7 @@ def train_attached(job: str, training: Training, attach_at: int, folder: Path) -
     write_truth(folder / f"{job}.truth", training.built.model, attachment.step)
     wait_for(folder / f"{job}.checked")
     deadline_s = time.monotonic() + DEADLINE_S
-    while not everybody(lambda: (folder / f"{job}.seen").exists()):
+    while not everybody((folder / f"{job}.seen").exists):
         assert time.monotonic() < deadline_s, "the client has not seen the training"
         training.step()
     assert attachment.step == len(training.run.losses) * updates
@@ -149,8 +149,11 @@ def train_plainly(training: Training, steps: int) -> Run:
 
 
 def differences(ours: Run, theirs: Run) -> list[str]:
-    found = [f"step {i}: {a} != {b}" for i, (a, b) in enumerate(zip(ours.losses, theirs.losses))
-             if a != b]
+    found = [
+        f"step {i}: {a} != {b}"
+        for i, (a, b) in enumerate(zip(ours.losses, theirs.losses, strict=True))
+        if a != b
+    ]
     found += sorted(set(ours.full) ^ set(theirs.full))
     for name in set(ours.full) & set(theirs.full):
         if raw(ours.full[name]) != raw(theirs.full[name]):
@@ -185,8 +188,10 @@ def main() -> None:
         if bad:
             print(f"FAILED {name}: {bad[:5]}", flush=True)
             os._exit(1)
-        print(f"ok {name} {make.__name__} attached at {2 * (index % 2)}, "
-              f"{len(ours.losses)} steps", flush=True)
+        print(
+            f"ok {name} {make.__name__} attached at {2 * (index % 2)}, {len(ours.losses)} steps",
+            flush=True,
+        )
     if dist.is_initialized():
         dist.destroy_process_group()
 

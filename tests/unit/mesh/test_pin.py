@@ -234,3 +234,11 @@ async def test_leases_are_renewed_while_they_are_used() -> None:
     async with asyncio.timeout(10), pinner(ranks).pinned(SPANS, deadline_s=110):
         while ranks.renewed < 4:
             await asyncio.sleep(0.005)
+
+
+async def test_the_reason_of_earlier_tries_outlives_a_last_one_without_any() -> None:
+    answers = {0: AbortedError("rank 0 is inside an update"), 1: DeadlineError("too late")}
+    ranks = Ranks(lambda rank, count: answers[count])
+    with pytest.raises(DeadlineError, match="rank 0 is inside an update"):
+        async with pinner(ranks).pinned({0: SPANS[0]}, deadline_s=101):
+            pass

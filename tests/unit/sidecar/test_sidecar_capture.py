@@ -11,6 +11,7 @@ import pytest
 from paramd.memory.control_page import PAGE_BYTES, ControlPage, Word
 from paramd.memory.gate import CopyEnd, CopySpan
 from paramd_service.sidecar.capture import (
+    EAGER_ATTEMPTS,
     RETRY_NS,
     Boundary,
     Capture,
@@ -133,6 +134,19 @@ def test_a_copy_overtaken_again_asks_again(bench: Bench) -> None:
     bench.capture.serve()
     assert bench.page[Word.WANT] == 2
     assert bench.page[Word.SERVED] == 1
+
+
+def test_a_copy_that_never_fits_asks_ever_more_rarely(bench: Bench) -> None:
+    bench.ends = [CopyEnd.OVERTAKEN] * 100
+    bench.job()
+    asked = 0
+    for _ in range(50):
+        bench.capture.serve()
+        if bench.page[Word.WANT] > asked:
+            asked = bench.page[Word.WANT]
+            bench.boundary()
+        bench.now_ns += 10 * MS
+    assert EAGER_ATTEMPTS <= asked <= EAGER_ATTEMPTS + 1 + 500 * MS // RETRY_NS
 
 
 def test_a_copy_that_would_not_end_in_time_is_not_begun(bench: Bench) -> None:

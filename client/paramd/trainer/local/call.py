@@ -145,6 +145,7 @@ class Call:
             for gradient in self._gradients.values():
                 if gradient.commit is not None:
                     gradient.commit()
+        self._flat.refresh()
         self._sharded.refresh()
 
     def _places(self) -> Iterator[tuple[nn.Module, str]]:

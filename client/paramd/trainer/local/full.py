@@ -12,7 +12,7 @@ from paramd.layout.codec import decode_local, encode_local
 from paramd.layout.merge import LocalLayout, LocalTensor, merge_layouts
 from paramd.layout.types import Interval, Layout, Piece, Region, TensorKind
 from paramd.trainer.local.streams import Part, plan_streams
-from paramd.trainer.local.wire import Wire
+from paramd.trainer.local.wire import Wire, write_changes
 from paramd.trainer.local_shard import LocalShard
 
 
@@ -121,7 +121,7 @@ class FullTensors:
         same = {name: self._like(name, value) for name, value in edited.items()}
         for (name, region), view in self._own.items():
             if name in same:
-                view.copy_(region_of(same[name], region))
+                write_changes(view, region_of(same[name], region))
         if self._rank0_only:
             self._distribute(same)
 
@@ -135,7 +135,7 @@ class FullTensors:
         self._wire.scatter(
             streams, _regions(single, edited), self._views(single), self._budget_bytes
         )
-        ((*_, stream),) = [plan_streams([self._part(part, one=True) for part in shared], 1)]
+        (stream,) = plan_streams([self._part(part, one=True) for part in shared], 1)
         self._wire.broadcast(
             stream, _regions(shared, edited), self._views(shared), self._budget_bytes
         )

@@ -115,12 +115,37 @@ def _placed_like(grad: Any, param: Any) -> tuple[torch.Tensor, Callable[[], None
         placed = grad.redistribute(placements=param.placements)
         placed._local_tensor = wait_for_gradient(placed._local_tensor).clone()
 
+    version = placed._local_tensor._version
+
     def commit() -> None:
+        if _partial_only(grad, param) and placed._local_tensor._version == version:
+            return
         with torch.no_grad():
-            back = placed.redistribute(placements=grad.placements)
-            grad._local_tensor.copy_(wait_for_gradient(back._local_tensor))
+            grad._local_tensor.copy_(_placed_back(placed, grad))
 
     return placed, commit
+
+
+def _partial_only(grad: Any, param: Any) -> bool:
+    """Whether placing it back needs no communication, so that each rank may leave it out."""
+    return all(
+        one == other or one.is_partial()
+        for one, other in zip(grad.placements, param.placements, strict=True)
+    )
+
+
+def _placed_back(placed: Any, grad: Any) -> torch.Tensor:
+    """The local tensor of `placed` with the placements of `grad`."""
+    from torch.distributed.tensor import Replicate
+
+    whole = [Replicate() if p.is_partial() else p for p in grad.placements]
+    local = wait_for_gradient(placed.redistribute(placements=whole)._local_tensor)
+    coordinate = grad.device_mesh.get_coordinate()
+    for axis, placement in enumerate(grad.placements):
+        # Of a sum the first rank has all and the others nothing; an average is the same on all.
+        if placement.is_partial("sum") and coordinate[axis] != 0:
+            local = torch.zeros_like(local)
+    return local
 
 
 def _flat_shards(holding: Holding, handle: Any, index: int) -> Iterator[LocalShard]:

@@ -89,13 +89,15 @@ def stream_bytes(stream: Sequence[Run]) -> int:
     return stream[-1].at_bytes + stream[-1].size_bytes if stream else 0
 
 
-def span_bytes(world_size: int, budget_bytes: int, longest_bytes: int) -> int:
-    """Bytes of each stream that one collective moves.
+def span_bytes(
+    world_size: int, budget_bytes: int, longest_bytes: int, max_bytes: int = MAX_SPAN_BYTES
+) -> int:
+    """Bytes of each stream that one collective moves, at most `max_bytes`.
 
     `world_size + 1` spans are in memory at a time; they stay within the budget, but for a
     floor below which collectives get too many.
     """
-    wanted = min(budget_bytes // (world_size + 1), MAX_SPAN_BYTES, longest_bytes)
+    wanted = min(budget_bytes // (world_size + 1), max_bytes, longest_bytes)
     floor = min(MIN_SPAN_BYTES, longest_bytes)
     return max(_aligned(max(wanted, floor)), ALIGNMENT_BYTES)
 

@@ -6,7 +6,7 @@ process group of the training, on a device that its backend knows.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -14,10 +14,17 @@ import torch.distributed as dist
 
 from paramd.layout.regions import boxes_of_interval
 from paramd.layout.types import Interval
-from paramd.trainer.local.streams import Cut, Run, span_bytes, spans, stream_bytes
+from paramd.trainer.local.streams import MAX_SPAN_BYTES, Cut, Run, span_bytes, spans, stream_bytes
+
+MAX_THRIFTY_BYTES = 1 << 20
+"""Spans where memory counts: gloo copies them, and its threads' heaps keep several copies."""
 
 Views = Mapping[int, torch.Tensor]
 """Tensors by the index of their part; what a rank neither has nor wants is missing."""
+
+
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+"""For comparing bytes, by their number: equal floats may have different ones."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,7 +78,7 @@ class Wire:
             targets: the parts this rank wants.
             budget_bytes: memory for what is on its way, about.
         """
-        plan = self._spans(streams, budget_bytes)
+        plan = self._spans(streams, budget_bytes, thrifty=only_to_first)
         if plan is None:
             return
         size, count, cuts = plan
@@ -89,7 +96,7 @@ class Wire:
                 _all_gather(incoming.view(-1), data, self.group)
             if receives:
                 for row, of_rank in zip(incoming, cuts, strict=True):
-                    _unpack(of_rank[span], row, targets)
+                    _unpack(of_rank[span], row, targets, torch.Tensor.copy_)
 
     def scatter(
         self, streams: Sequence[Sequence[Run]], sources: Views, targets: Views, budget_bytes: int
@@ -112,7 +119,7 @@ class Wire:
                     for row, of_rank in zip(outgoing, cuts, strict=True)
                 ]
             dist.scatter(incoming, rows, group=self.group, group_src=0)
-            _unpack(cuts[self.index][span], incoming, targets)
+            _unpack(cuts[self.index][span], incoming, targets, write_changes)
 
     def broadcast(
         self, stream: Sequence[Run], sources: Views, targets: Views, budget_bytes: int
@@ -129,22 +136,21 @@ class Wire:
                 data = _packed(cuts[span], sources, buffer)
             dist.broadcast(data, group=self.group, group_src=0)
             if self.index != 0:
-                _unpack(cuts[span], buffer, targets)
+                _unpack(cuts[span], buffer, targets, write_changes)
 
     def _spans(
-        self, streams: Sequence[Sequence[Run]], budget_bytes: int
+        self, streams: Sequence[Sequence[Run]], budget_bytes: int, *, thrifty: bool = True
     ) -> tuple[int, int, list[list[list[Cut]]]] | None:
         longest = max(map(stream_bytes, streams), default=0)
         if longest == 0:
             return None
-        size = span_bytes(self.world_size, budget_bytes, longest)
+        ceiling = MAX_THRIFTY_BYTES if thrifty and self.device.type == "cpu" else MAX_SPAN_BYTES
+        size = span_bytes(self.world_size, budget_bytes, longest, ceiling)
         count = -(-longest // size)
         return size, count, [spans(stream, size, count) for stream in streams]
 
 
-def _all_gather(
-    output: torch.Tensor, mine: torch.Tensor, group: dist.ProcessGroup | None
-) -> None:
+def _all_gather(output: torch.Tensor, mine: torch.Tensor, group: dist.ProcessGroup | None) -> None:
     # The old name warns since torch 2.13, the new one is not there before.
     gather = getattr(dist, "all_gather_single", None)
     (gather if gather is not None else dist.all_gather_into_tensor)(output, mine, group=group)
@@ -165,13 +171,31 @@ def _packed(cuts: Sequence[Cut], sources: Views, buffer: torch.Tensor) -> torch.
     return buffer
 
 
-def _unpack(cuts: Sequence[Cut], buffer: torch.Tensor, targets: Views) -> None:
+def write_changes(target: torch.Tensor, source: torch.Tensor) -> None:
+    """Copies unless the bytes are equal, so that a forward may still go backward if they are.
+
+    Source: autograd, which refuses tensors written since it saved them.
+    """
+    same = _INTEGERS.get(target.itemsize)
+    if same is not None and source.dtype == target.dtype:
+        there, here = target.detach().view(same), source.detach().view(same)
+        if torch.equal(there, here.to(there.device)):
+            return
+    target.copy_(source)
+
+
+def _unpack(
+    cuts: Sequence[Cut],
+    buffer: torch.Tensor,
+    targets: Views,
+    write: Callable[[torch.Tensor, torch.Tensor], object],
+) -> None:
     for cut in cuts:
         if cut.part not in targets:
             continue
         at = cut.at
         for piece in _pieces(targets[cut.part], cut):
-            piece.copy_(_typed(buffer, at, piece))
+            write(piece, _typed(buffer, at, piece))
             at += piece.numel() * piece.itemsize
 
 

@@ -90,23 +90,32 @@ class FlatParameters:
                 )
 
     def settle(self) -> None:
-        """Shards what a forward without backward has left unsharded, and frees that memory.
+        """Frees low-precision unsharded memory that a forward has left, as FSDP itself does."""
+        for state, handle in self._left_unsharded():
+            if handle._uses_param_mixed_precision:
+                _reshard(state, handle)
 
-        Else the next forward would take it for the parameters, edited or not.
+    def refresh(self) -> None:
+        """Gathers again what a forward has left unsharded, from shards that have changed.
+
+        Else the next forward or backward would take it for the parameters. Collective.
         """
-        if not self.states:
-            return
-        from torch.distributed.fsdp._runtime_utils import _reshard
+        for state, handle in self._left_unsharded():
+            if handle.flat_param.device == handle.device:
+                # Into the same memory: views of it may be registered, or saved by autograd.
+                handle._all_gather_flat_param(handle._get_padded_unsharded_flat_param())
+            else:
+                _reshard(state, handle)
 
+    def _left_unsharded(self) -> Iterator[tuple[Any, Any]]:
+        """FSDP modules whose unsharded memory is still allocated, and their handles."""
         for state in self.states:
             handle = state._handle
             # Before the first forward nothing can be unsharded.
             if handle is None or not hasattr(handle.flat_param, "_local_shard"):
                 continue
-            flat = handle.flat_param
-            unsharded = handle.uses_sharded_strategy and not handle.needs_unshard()
-            if unsharded or flat.data_ptr() != flat._local_shard.data_ptr():
-                _reshard(state, handle, handle.uses_sharded_strategy)
+            if handle.uses_sharded_strategy and not handle.needs_unshard():
+                yield state, handle
 
     @contextmanager
     def under_usual_names(self, places: Iterable[Place]) -> Iterator[None]:
@@ -125,6 +134,12 @@ class FlatParameters:
         finally:
             for state, training_state in before:
                 state.training_state = training_state
+
+
+def _reshard(state: Any, handle: Any) -> None:
+    from torch.distributed.fsdp import _runtime_utils
+
+    _runtime_utils._reshard(state, handle, True)
 
 
 class ShardedParameters:

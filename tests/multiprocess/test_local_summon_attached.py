@@ -1,0 +1,29 @@
+"""Edits in `summon_full_params` are updates for whoever reads through the sidecars."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.launch import start_ranks
+from tests.multiprocess.stamped import read_stamps
+
+WORKER = "tests.multiprocess.workers.local_summon_attached"
+
+
+@pytest.mark.parametrize(("kind", "world_size"), [("fsdp1-full", 2), ("tp-ddp", 4)])
+def test_a_remote_summon_never_sees_half_of_a_local_edit(
+    kind: str, world_size: int, tmp_path: Path
+) -> None:
+    stop = tmp_path / "stop"
+    with start_ranks(WORKER, world_size, args=["--kind", kind, "--stop", str(stop)]) as ranks:
+        ranks.wait_for_text("attached", rank=0)
+        try:
+            readings = read_stamps(ranks.state_dir, seconds=2.0)
+        finally:
+            stop.touch()
+        results = ranks.wait(timeout_s=40)
+        assert [result.returncode for result in results] == [0] * world_size, ranks.outputs()
+        assert readings.wrong == []
+        assert len(readings.steps) > 2, readings

@@ -1,0 +1,73 @@
+"""A trainer whose only updates are edits in `summon_full_params`; each writes its step everywhere.
+
+So whatever a client reads at one step holds that step's number in every element. In between
+come blocks that must not count: without writeback, and raising on one rank.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from contextlib import suppress
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import paramd
+from paramd.errors import AbortedError
+from tests.multiprocess import kinds
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--kind", required=True)
+    parser.add_argument("--stop", type=Path, required=True, help="ends when this file exists")
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    model = kinds.named(arguments.kind).build().model
+    edit(model, 0.0)
+    attachment = paramd.attach(model, None, job="stamp")
+    print("attached", flush=True)
+    step = 0
+    while not everybody_sees(arguments.stop):
+        step += 1
+        edit(model, float(step), rank0_only=bool(step % 2), offload_to_cpu=step % 3 == 0)
+        assert attachment.step == step, f"{attachment.step} instead of {step}"
+        edit(model, -1.0, writeback=False)
+        if step % 5 == 0:
+            with suppress(AbortedError, ZeroDivisionError):
+                edit(model, -2.0, fails=dist.get_rank() == 1)
+        assert attachment.step == step, f"{attachment.step} instead of {step}"
+    part = next(child for child in model.children())
+    with paramd.summon_full_params(part, rank0_only=True):
+        # A part of an attached model is attached.
+        pass
+    assert attachment.step == step + 1
+    attachment.detach()
+    with paramd.summon_full_params(model) as params:
+        assert all(bool((param == step).all()) for param in params.values())
+    print(f"ok {step} steps", flush=True)
+    dist.destroy_process_group()
+
+
+def edit(model: nn.Module, value: float, *, fails: bool = False, **flags: bool) -> None:
+    with paramd.summon_full_params(model, **flags) as params, torch.no_grad():
+        for index, param in enumerate(params.values()):
+            param.fill_(value)
+            if index == len(params) // 2:
+                time.sleep(0.002)
+                if fails:
+                    raise ZeroDivisionError
+
+
+def everybody_sees(path: Path) -> bool:
+    seen = torch.tensor([int(path.exists())])
+    dist.all_reduce(seen, op=dist.ReduceOp.MIN)
+    return bool(seen.item())
+
+
+if __name__ == "__main__":
+    main()

@@ -142,9 +142,7 @@ class Wire:
         return size, count, [spans(stream, size, count) for stream in streams]
 
 
-def _all_gather(
-    output: torch.Tensor, mine: torch.Tensor, group: dist.ProcessGroup | None
-) -> None:
+def _all_gather(output: torch.Tensor, mine: torch.Tensor, group: dist.ProcessGroup | None) -> None:
     # The old name warns since torch 2.13, the new one is not there before.
     gather = getattr(dist, "all_gather_single", None)
     (gather if gather is not None else dist.all_gather_into_tensor)(output, mine, group=group)

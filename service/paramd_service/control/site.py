@@ -23,6 +23,7 @@ from pathlib import Path
 
 from paramd import places
 from paramd.errors import ConflictError, UsageError
+from paramd.tokens import new_token
 
 SITE_DIRECTORY = "_site"
 KEY_BYTES = 32
@@ -74,7 +75,7 @@ def open_site(token: str | None) -> Site:
     if not re.fullmatch(r"[0-9a-f]{64}", key):
         raise ConflictError(f"{directory / 'key'} holds no key; remove it, and jobs attach again")
     if token is None:
-        token = _kept(directory / "token", secrets.token_urlsafe(32))
+        token = _kept(directory / "token", new_token())
     return Site(bytes.fromhex(key), token)
 
 

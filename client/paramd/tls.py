@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import ipaddress
 import os
+import re
 import ssl
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -25,6 +26,8 @@ from paramd.errors import DeniedError, UsageError
 
 SCHEME = "grpcs://"
 MAX_FILE_BYTES = 1 << 20
+
+_ADDRESS = re.compile(r"(grpcs://)?(\[[0-9A-Fa-f:.]{2,45}\]|[A-Za-z0-9._-]{1,253}):[0-9]{1,5}")
 
 Options = Sequence[tuple[str, Any]]
 
@@ -83,6 +86,19 @@ class ClientTls:
         return context
 
 
+def check_address(address: str) -> str:
+    """`address` itself when it has one of the two forms above, and is no other gRPC target.
+
+    Raises:
+        UsageError: it has not.
+    """
+    if not _ADDRESS.fullmatch(address):
+        raise UsageError(
+            f"address: {address[:200]!r}; expected host:port, or grpcs://host:port with TLS"
+        )
+    return address
+
+
 def is_secure(address: str) -> bool:
     """Whether the server of a gRPC address speaks TLS."""
     return address.startswith(SCHEME)
@@ -98,8 +114,9 @@ def open_channel(
 
     Raises:
         DeniedError: another host is addressed without TLS: the ticket would be read on the way.
-        UsageError: a file cannot be read.
+        UsageError: a file cannot be read, or the address is none.
     """
+    check_address(address)
     if is_secure(address):
         tls = tls if tls is not None else ClientTls.from_environment()
         target = address.removeprefix(SCHEME)

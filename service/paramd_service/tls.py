@@ -18,13 +18,15 @@ import os
 import ssl
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import grpc
-from cryptography import x509
-from cryptography.hazmat.primitives.serialization import load_pem_private_key
 
 from paramd.errors import UsageError
 from paramd.tls import SCHEME, is_loopback, read_pem, stamp_of
+
+if TYPE_CHECKING:
+    from cryptography.x509 import Certificate
 
 log = logging.getLogger("paramd.tls")
 
@@ -67,11 +69,12 @@ def tls_files(cert: str, key: str, client_ca: str) -> TlsFiles | None:
     )
 
 
-def check_exposure(host: str, *, option: str, tls: bool, has_tokens: bool = True) -> None:
+def check_exposure(host: str, *, option: str, tls: bool) -> None:
     """Returns when a server may listen on `host`.
 
     Raises:
-        UsageError: other hosts could reach it, and it lacks TLS or tokens.
+        UsageError: other hosts could reach it, and there is no TLS. Tokens or tickets there
+            always are.
     """
     if is_loopback(host):
         return
@@ -82,8 +85,6 @@ def check_exposure(host: str, *, option: str, tls: bool, has_tokens: bool = True
             "paramd certs init), or listen on 127.0.0.1 and forward the port, for example: "
             "ssh -L 8470:127.0.0.1:8470 HOST"
         )
-    if not has_tokens:
-        raise UsageError(f"{option}: {host!r} is no loopback address, and there is no token")
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,6 +206,10 @@ def grpc_address(host: str, port: int, *, tls: bool) -> str:
 
 
 def _load(files: TlsFiles) -> _Loaded:
+    # Loaded when there is TLS: they are a tenth of a sidecar.
+    from cryptography import x509
+    from cryptography.hazmat.primitives.serialization import load_pem_private_key
+
     stamp = stamp_of(files.all)
     cert, key = read_pem(files.cert), read_pem(files.key)
     client_ca = read_pem(files.client_ca) if files.client_ca is not None else None
@@ -225,7 +230,9 @@ def _load(files: TlsFiles) -> _Loaded:
     return _Loaded(stamp, cert, key, client_ca, expires_s, _names(first))
 
 
-def _names(certificate: x509.Certificate) -> frozenset[str]:
+def _names(certificate: Certificate) -> frozenset[str]:
+    from cryptography import x509
+
     try:
         found = certificate.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
     except x509.ExtensionNotFound:

@@ -81,7 +81,7 @@ def test_what_changes_something_is_recorded_with_who_did_it() -> None:
         assert told[1]["of"] == told[0]["seq"]
         refused = [r for r in records(control) if r["method"] == "denied"]
         assert [(r["actor"], r["role"], r["detail"]["method"]) for r in refused] == [
-            ("", "", "list_jobs"),
+            ("", "", "GET /api/v1/jobs"),
             ("ci", "reader", "list_tokens"),
         ]
         page = control.get(f"/api/v1/jobs/{JOB}/audit").text

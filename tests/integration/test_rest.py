@@ -25,22 +25,27 @@ class Rest:
 
     def __init__(self, job: Job) -> None:
         self.job = job
-        self.client = httpx2.Client(
-            base_url=f"{job.url}/api/v1/jobs/client-test",
-            headers={"authorization": f"Bearer {job.token}"},
+
+    def client(self) -> httpx2.Client:
+        """A client of its own: no connection outlives the request that it was made for."""
+        return httpx2.Client(
+            base_url=f"{self.job.url}/api/v1/jobs/client-test",
+            headers={"authorization": f"Bearer {self.job.token}"},
             trust_env=False,
             timeout=40.0,
         )
 
     def joined_count(self) -> int:
-        found = self.client.get(f"{self.job.url}/api/v1/jobs/client-test").json()
+        with self.client() as client:
+            found = client.get(f"{self.job.url}/api/v1/jobs/client-test").json()
         return int(found["joined_count"])
 
     def get(self, path: str, status: int = 200, **query: Any) -> Any:
         return self.ask("GET", path, status, params=query).json()
 
     def ask(self, method: str, path: str, status: int, **given: Any) -> httpx2.Response:
-        answer = self.client.request(method, path, **given)
+        with self.client() as client:
+            answer = client.request(method, path, **given)
         assert answer.status_code == status, answer.text
         return answer
 
@@ -53,10 +58,9 @@ def rest(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Rest, dict[
             whole = write_arenas(job)
             job.update(lambda rank, step: None)
             asked = Rest(job)
-            with asked.client:
-                _wait_until_joined(asked)
-                asked.get("/params/values", name="both")
-                yield asked, whole
+            _wait_until_joined(asked)
+            asked.get("/params/values", name="both")
+            yield asked, whole
 
 
 def _wait_until_joined(asked: Rest) -> None:
@@ -226,14 +230,17 @@ def test_a_lease_that_nobody_renews_ends(rest: Ready) -> None:
     asked, _ = rest
     made = asked.ask("POST", "/snapshots", 201, json={"filter": "rows", "lease_s": 1}).json()
     deadline_s = time.monotonic() + 10
-    while asked.client.get(f"/snapshots/{made['id']}").status_code == 200:
+    while made["id"] in {held["id"] for held in asked.get("/snapshots")["held"]}:
         assert time.monotonic() < deadline_s
         time.sleep(0.05)
 
 
 def read_events(asked: Rest, count: int, ready: threading.Event, **headers: str) -> list[Any]:
     found: list[Any] = []
-    with asked.client.stream("GET", "/events", headers=headers) as answer:
+    with (
+        asked.client() as client,
+        client.stream("GET", "/events", headers=headers) as answer,
+    ):
         assert answer.headers["content-type"].startswith("text/event-stream")
         event: dict[str, str] = {}
         for line in answer.iter_lines():
@@ -292,28 +299,27 @@ def test_a_lost_rank_is_named_and_the_rest_is_answered(
         whole = write_arenas(job)
         job.update(lambda rank, step: None)
         asked = Rest(job)
-        with asked.client:
-            _wait_until_joined(asked)
-            asked.get("/params/stats", filter="rows")
-            job.ranks[1].process.kill()
-            deadline_s = time.monotonic() + 10
-            while asked.joined_count() == 2:
-                assert time.monotonic() < deadline_s
-                time.sleep(0.02)
-            found = asked.get("/params/stats", filter="rows both flags")
-            assert found["partial"]
-            assert {one["name"] for one in found["stats"]} == {"both", "flags"}
-            (missing,) = found["missing"]
-            assert (missing["name"], missing["ranks"]) == ("rows", [1])
-            assert "rank 1" in missing["reason"]
-            norm = next(one["norm"] for one in found["stats"] if one["name"] == "both")
-            assert norm == pytest.approx(float(whole["both"].double().norm()))
-            problem = asked.get("/params/stats", 503, filter="rows turned")
-            assert problem["type"] == "urn:paramd:error:unreachable"
-            asked.get("/params/values", 503, name="turned")
-            ranks = asked.get("/snapshots")
-            assert ranks["partial"]
-            assert [bool(rank["reason"]) for rank in ranks["ranks"]] == [False, True]
+        _wait_until_joined(asked)
+        asked.get("/params/stats", filter="rows")
+        job.ranks[1].process.kill()
+        deadline_s = time.monotonic() + 10
+        while asked.joined_count() == 2:
+            assert time.monotonic() < deadline_s
+            time.sleep(0.02)
+        found = asked.get("/params/stats", filter="rows both flags")
+        assert found["partial"]
+        assert {one["name"] for one in found["stats"]} == {"both", "flags"}
+        (missing,) = found["missing"]
+        assert (missing["name"], missing["ranks"]) == ("rows", [1])
+        assert "rank 1" in missing["reason"]
+        norm = next(one["norm"] for one in found["stats"] if one["name"] == "both")
+        assert norm == pytest.approx(float(whole["both"].double().norm()))
+        problem = asked.get("/params/stats", 503, filter="rows turned")
+        assert problem["type"] == "urn:paramd:error:unreachable"
+        asked.get("/params/values", 503, name="turned")
+        ranks = asked.get("/snapshots")
+        assert ranks["partial"]
+        assert [bool(rank["reason"]) for rank in ranks["ranks"]] == [False, True]
 
 
 def test_the_client_raises_the_exact_error_of_a_problem(rest: Ready) -> None:

@@ -14,10 +14,13 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+import grpc
 import pytest
 
 from paramd import places
 from paramd.memory.control_page import Word
+from paramd.tickets import Role
+from paramd.v1 import sidecar_pb2
 from tests.integration.control_process import Control, control_plane, first_grpc_use
 from tests.integration.fake_trainer import TrainerSettings, attach
 from tests.integration.sidecar_process import SidecarProcess, client_of, sidecar
@@ -138,6 +141,30 @@ def test_a_trainer_whose_boundary_is_70_s_old_is_stalled_and_still_served() -> N
                 assert len(client.read(pin.snapshot_id)) == 1 << 16
             trainer.update()
             found.shows(lambda rank: rank["state"] == "ok", STOPPED_S)
+        finally:
+            trainer.close()
+
+
+def test_a_sidecar_obeys_no_lower_generation_than_it_has_met() -> None:
+    with sidecar(places.job_dir("job")) as process:
+        trainer = attach(process.socket_path, TrainerSettings(arena_bytes=1 << 16))
+        try:
+            trainer.send_mesh()
+            trainer.start()
+            with client_of(trainer, Role.CONTROL) as client:
+
+                def capture(boundary: int, generation: int) -> Any:
+                    request = sidecar_pb2.CaptureBoundaryRequest(
+                        epoch=1, boundary=boundary, generation=generation
+                    )
+                    return client.call("CaptureBoundary", request)
+
+                assert capture(1, 5).captured
+                with pytest.raises(grpc.RpcError) as caught:
+                    capture(2, 4)
+                assert caught.value.code() is grpc.StatusCode.FAILED_PRECONDITION
+                assert "generation 5 has taken over" in caught.value.details()
+                assert capture(2, 6).captured
         finally:
             trainer.close()
 

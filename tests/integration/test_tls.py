@@ -11,6 +11,7 @@ from typing import Any
 import grpc
 import grpc.aio
 import httpx2
+import psutil
 import pytest
 
 import paramd
@@ -213,6 +214,8 @@ def test_a_whole_job_works_over_tls_and_its_clients_trust_the_ca(
         except UnreachableError:
             assert time.monotonic() < deadline_s, "the sidecars have not joined over TLS"
             time.sleep(0.05)
+    for rank in job.ranks:
+        assert psutil.Process(rank.process.pid).memory_info().rss <= 64 << 20
     monkeypatch.delenv("PARAMD_TLS_CA")
     assert summoned(job, certs / "ca.pem") == [float(n) for n in range(16)]
     authority.write(tmp_path / "other", names=NAMES, days=30)

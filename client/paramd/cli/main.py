@@ -17,9 +17,10 @@ from paramd.cli import shell
 from paramd.cli.alerts import alerts
 from paramd.cli.audit import audit
 from paramd.cli.certs import certs
+from paramd.cli.context_command import context as context_group
 from paramd.cli.demo import demo
 from paramd.cli.doctor import doctor
-from paramd.cli.options import Debug, Job, Token, Url, examples
+from paramd.cli.options import ContextName, Debug, Job, Token, Url, examples
 from paramd.cli.params import params
 from paramd.cli.serve import control, sidecar
 from paramd.cli.settings import Flags
@@ -77,6 +78,7 @@ app.add_typer(audit, name="audit", rich_help_panel=RUN)
 app.add_typer(control, name="control", rich_help_panel=RUN)
 app.add_typer(sidecar, name="sidecar", rich_help_panel=RUN)
 app.add_typer(token_group, name="token", rich_help_panel=RUN)
+app.add_typer(context_group, name="context", rich_help_panel=RUN)
 app.add_typer(certs, name="certs", rich_help_panel=RUN)
 
 
@@ -92,6 +94,7 @@ def root(
     job: Job = None,
     url: Url = None,
     token: Token = None,
+    context_name: ContextName = None,
     debug: Debug = False,
     version: Annotated[
         bool,
@@ -106,7 +109,7 @@ def root(
     Exit codes: 0 ok, 1 general, 2 usage, 3 unreachable, 4 not found,
     5 conflict, 6 partial answer, 7 denied, 8 timeout.
     """
-    context.obj = Flags(job=job, url=url, token=token)
+    context.obj = Flags(job=job, url=url, token=token, context_name=context_name)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -55,6 +55,11 @@ TlsCa = Annotated[
     typer.Option("--tls-ca", metavar="FILE", help="CA certificates to trust when the url is "
                  "https. \\[env: PARAMD_TLS_CA]", rich_help_panel=PANEL),
 ]  # fmt: skip
+ContextName = Annotated[
+    str | None,
+    typer.Option("--context", metavar="NAME", help="A named context of ~/.config/paramd/"
+                 "paramd.toml. \\[env: PARAMD_CONTEXT]", rich_help_panel=PANEL),
+]  # fmt: skip
 Debug = Annotated[
     bool, typer.Option("--debug", help="Show the traceback of an error. \\[env: PARAMD_DEBUG]")
 ]
@@ -109,7 +114,13 @@ def with_target(command: Callable[..., None]) -> Callable[..., None]:
     """
     own = inspect.signature(command, eval_str=True)
     _, *parameters = own.parameters.values()
-    shared: dict[str, Any] = {"job": Job, "url": Url, "token": Token, "tls_ca": TlsCa}
+    shared: dict[str, Any] = {
+        "job": Job,
+        "url": Url,
+        "token": Token,
+        "tls_ca": TlsCa,
+        "context_name": ContextName,
+    }
     context = inspect.Parameter(
         "context", inspect.Parameter.POSITIONAL_OR_KEYWORD, annotation=typer.Context
     )

@@ -1,5 +1,8 @@
 """Which job to ask, and with which token: flag, then PARAMD_*, then paramd.toml, then default.
 
+A named context stands where it is named: what the one of `--context` says goes before the
+environment, what the one of PARAMD_CONTEXT or paramd.toml says goes after it.
+
 A token never comes from the command line itself (other users read it there, and shells
 keep it): `--token -` reads it from stdin, `--token @FILE` from a file.
 """
@@ -12,13 +15,15 @@ import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TextIO
+from typing import Any, TextIO
 from urllib.parse import urlsplit
 
+from paramd.cli import contexts
+from paramd.cli.contexts import Context
 from paramd.errors import UsageError
 
 FILE_NAME = "paramd.toml"
-FILE_KEYS = ("job", "url", "token_file", "tls_ca", "output")
+FILE_KEYS = ("job", "url", "token_file", "tls_ca", "output", "context")
 MAX_TOKEN_BYTES = 16 << 10
 _LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
@@ -33,6 +38,7 @@ class Flags:
     """"-" or "@FILE"."""
     tls_ca: str | None = None
     output: str | None = None
+    context_name: str | None = None
 
     def over(self, below: Flags) -> Flags:
         """These flags, and those of `below` where these are None."""
@@ -42,6 +48,9 @@ class Flags:
             token=self.token if self.token is not None else below.token,
             tls_ca=self.tls_ca if self.tls_ca is not None else below.tls_ca,
             output=self.output if self.output is not None else below.output,
+            context_name=(
+                self.context_name if self.context_name is not None else below.context_name
+            ),
         )
 
 
@@ -54,6 +63,8 @@ class Settings:
     token: str | None = field(repr=False)
     tls_ca: str | None
     output: str | None
+    context_name: str | None = None
+    """The context that some of it comes from."""
 
 
 def load(flags: Flags, *, stdin: TextIO) -> Settings:
@@ -62,7 +73,12 @@ def load(flags: Flags, *, stdin: TextIO) -> Settings:
     Raises:
         UsageError: a flag, variable or file holds something that cannot be.
     """
-    files = [read_file(path, trusted=trusted) for path, trusted in file_places()]
+    files: list[Mapping[str, str]] = [
+        read_file(path, trusted=trusted) for path, trusted in file_places()
+    ]
+    context = _context_in_force(flags, files)
+    if context is not None:
+        flags, files = _with_context(context, flags, files)
     merged = merge(os.environ, files)
     token = read_token(flags.token, stdin=stdin) if flags.token is not None else None
     if token is None:
@@ -75,7 +91,47 @@ def load(flags: Flags, *, stdin: TextIO) -> Settings:
         token=token,
         tls_ca=flags.tls_ca if flags.tls_ca is not None else merged.get("tls_ca"),
         output=flags.output if flags.output is not None else merged.get("output"),
+        context_name=context.name if context is not None else None,
     )
+
+
+def context_in_force(flags: Flags) -> Context | None:
+    """The context that a flag, PARAMD_CONTEXT or a file names; reads no token.
+
+    Raises:
+        UsageError: there is no such context, or a file is malformed.
+    """
+    files = [read_file(path, trusted=trusted) for path, trusted in file_places()]
+    return _context_in_force(flags, files)
+
+
+def _context_in_force(flags: Flags, files: Sequence[Mapping[str, str]]) -> Context | None:
+    name = flags.context_name
+    if name is None:
+        name = os.environ.get("PARAMD_CONTEXT") or None
+    if name is None:
+        name = next((found["context"] for found in files if "context" in found), None)
+    return contexts.choose(own_contexts(), name, own_file()) if name is not None else None
+
+
+def _with_context(
+    context: Context, flags: Flags, files: Sequence[Mapping[str, str]]
+) -> tuple[Flags, list[Mapping[str, str]]]:
+    """Flags and files with what `context` says in its place: among the flags when one of them
+    names it, else before the files. Nothing of it when another url goes before its own."""
+    by_flag = flags.context_name is not None
+    url = flags.url
+    if url is None and not by_flag:
+        url = os.environ.get("PARAMD_URL") or None
+    if url is not None and url.rstrip("/") != context.url.rstrip("/"):
+        return flags, list(files)
+    # Tokens and CAs of other places are not for its url.
+    rest = [{key: found[key] for key in ("job", "output") if key in found} for found in files]
+    if by_flag:
+        token = f"@{context.token_file}" if context.token_file is not None else None
+        said = Flags(job=context.job, url=context.url, token=token, tls_ca=context.tls_ca)
+        return flags.over(said), [*rest]
+    return flags, [context.said(), *rest]
 
 
 def merge(environment: Mapping[str, str], files: Sequence[Mapping[str, str]]) -> dict[str, str]:
@@ -105,6 +161,34 @@ def read_file(path: Path, *, trusted: bool) -> dict[str, str]:
     Raises:
         UsageError: not TOML, an unknown key, or something such a file may not say.
     """
+    found = _parsed(path)
+    # Tables belong to other programs of ours (destinations of the control plane).
+    values = {key: value for key, value in found.items() if not isinstance(value, dict)}
+    for key, value in values.items():
+        _check_key(path, key, value)
+    if not trusted:
+        if contexts.TABLE in found:
+            raise UsageError(f"{path}: {contexts.TABLE} are read only from {own_file()}")
+        _check_foreign(path, values)
+    return values
+
+
+def own_file() -> Path:
+    """The user's own paramd.toml, whether it is there or not."""
+    return file_places()[-1][0]
+
+
+def own_contexts() -> dict[str, Context]:
+    """The contexts of the user's own paramd.toml, by their names.
+
+    Raises:
+        UsageError: the file or one of them is malformed.
+    """
+    path = own_file()
+    return contexts.parse(path, _parsed(path).get(contexts.TABLE, {}))
+
+
+def _parsed(path: Path) -> dict[str, Any]:
     try:
         text = path.read_text(encoding="utf-8")
     except (FileNotFoundError, NotADirectoryError):
@@ -112,16 +196,9 @@ def read_file(path: Path, *, trusted: bool) -> dict[str, str]:
     except (OSError, UnicodeDecodeError) as error:
         raise UsageError(f"{path} cannot be read: {error}") from error
     try:
-        found = tomllib.loads(text)
+        return tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
         raise UsageError(f"{path} is not TOML: {error}") from error
-    # Tables belong to other programs of ours (destinations of the control plane).
-    values = {key: value for key, value in found.items() if not isinstance(value, dict)}
-    for key, value in values.items():
-        _check_key(path, key, value)
-    if not trusted:
-        _check_foreign(path, values)
-    return values
 
 
 def _check_key(path: Path, key: str, value: object) -> None:
@@ -136,8 +213,8 @@ def _check_key(path: Path, key: str, value: object) -> None:
 
 
 def _check_foreign(path: Path, values: Mapping[str, str]) -> None:
-    own = file_places()[-1][0]
-    for key in ("token_file", "tls_ca"):
+    own = own_file()
+    for key in ("token_file", "tls_ca", "context"):
         if key in values:
             raise UsageError(f"{path}: {key} is read only from {own}; move it there")
     if "url" in values and urlsplit(values["url"]).hostname not in _LOOPBACK:

@@ -122,8 +122,12 @@ def _children(pid: int) -> list[int]:
 
 
 @contextmanager
-def started(job: str, folder: Path, *, keep: bool) -> Iterator[Training]:
-    """Two ranks that train until the block ends; their output goes to a file in `folder`.
+def started(
+    job: str, folder: Path, *, keep: bool, ranks: int = RANKS, control: str | None = None
+) -> Iterator[Training]:
+    """Ranks that train until the block ends; their output goes to a file in `folder`.
+
+    `control` is the URL of a site to register at; its token is then read from PARAMD_TOKEN_FILE.
 
     Without `keep` they also end by themselves, after `MAX_STEPS`.
     """
@@ -137,9 +141,10 @@ def started(job: str, folder: Path, *, keep: bool) -> Iterator[Training]:
     environment.pop("PARAMD_TOKEN", None)
     command = [
         sys.executable, "-m", "torch.distributed.run",
-        "--standalone", "--nproc-per-node", str(RANKS),
+        "--standalone", "--nproc-per-node", str(ranks),
         "-m", MODULE, "--job", job, "--steps", str(MAX_STEPS), "--every", "1",
         *(["--keep"] if keep else []),
+        *(["--control", control] if control is not None else []),
     ]  # fmt: skip
     with _Interrupts() as interrupts, log_path.open("wb") as log:
         process = subprocess.Popen(

@@ -129,7 +129,7 @@ def train(arguments: argparse.Namespace) -> None:
     """Trains until the steps are done, or until it is asked to stop."""
     model, optimizer = build(arguments.seed)
     if arguments.attach:
-        attachment = paramd.attach(model, optimizer, job=arguments.job)
+        attachment = paramd.attach(model, optimizer, job=arguments.job, control=arguments.control)
     text = torch.tensor(list("\n".join(topics.values()).encode()), dtype=torch.uint8)
     generator, stop, step = batches(arguments.seed), Stop(), 0
     while arguments.keep or step < arguments.steps:
@@ -156,6 +156,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description="Train a small GPT that paramd can look into.")
     parser.add_argument("--steps", type=int, default=1000, help="updates to do (default 1000)")
     parser.add_argument("--job", default="gpt", help="name of the job for paramd")
+    parser.add_argument("--control", metavar="URL", help="control plane of a site to register at")
     parser.add_argument("--keep", action="store_true", help="go on until Ctrl-C")
     parser.add_argument("--no-attach", dest="attach", action="store_false", help="without paramd")
     parser.add_argument("--every", type=int, default=10, help="print every n-th loss (default 10)")

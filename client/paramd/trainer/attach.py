@@ -5,7 +5,6 @@ from __future__ import annotations
 import base64
 import logging
 import os
-import secrets
 import warnings
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
@@ -22,6 +21,7 @@ from paramd.memory import descriptors
 from paramd.memory.arena import HostArena
 from paramd.memory.control_page import MAGIC, ControlPage, Word
 from paramd.memory.forking import private_in_children
+from paramd.tokens import new_token
 from paramd.trainer.agreement import Agreement
 from paramd.trainer.attachment import Attachment, attached
 from paramd.trainer.boundary import Boundary
@@ -175,7 +175,7 @@ class _Stages:
                     identity,
                     self._settings,
                     directory=path.parent,
-                    token=secrets.token_urlsafe(32),
+                    token=new_token(),
                 )
                 _fail_open(self._control.open)
             _fail_open(self._sidecar.open)

@@ -53,6 +53,9 @@ class ControlConfig:
     store: str = field(default="", repr=False)
     """URL of the store, sqlite:////path or postgresql://user@host/database (a password only in
     PARAMD_STORE_URL); empty: control.sqlite in the directory of the job, or of the site."""
+    token_file: str = field(default="", repr=False)
+    """File of a site's own token, role admin, such as a mounted secret; empty: a token of its
+    own making, in _site/token of its state dir."""
     drain_s: float = 5.0
     """How long calls under way may take to finish at the end, in seconds, 0 or more."""
 
@@ -69,6 +72,8 @@ class ControlConfig:
             )
         if not 1 <= self.ticket_ttl_s <= 86_400:
             raise UsageError(f"ticket_ttl_s: {self.ticket_ttl_s}; expected 1 to 86400")
+        if self.job and self.token_file:
+            raise UsageError("token_file: is for a site; with --job the token comes on stdin")
         if not 0 <= self.drain_s <= 600:
             raise UsageError(f"drain_s: {self.drain_s}; expected 0 to 600")
 

@@ -43,7 +43,7 @@ from paramd_service.control.metrics import LoopLag, Metrics
 from paramd_service.control.records import Records
 from paramd_service.control.servicer import ControlServicer
 from paramd_service.control.services import Services
-from paramd_service.control.site import Site, next_generation, open_site, site_dir
+from paramd_service.control.site import Site, next_generation, open_site, read_token, site_dir
 from paramd_service.control.tokens.authority import Tokens, unheard
 from paramd_service.tls import ServerTls, advertised, grpc_address, tls_files
 
@@ -57,9 +57,9 @@ GRPC_OPTIONS: tuple[tuple[str, int], ...] = (
     # A taken port must look taken.
     ("grpc.so_reuseport", 0),
     # A stopped sidecar or client is noticed within seconds; theirs may ping us as often.
-    ("grpc.keepalive_time_ms", 5_000),
-    ("grpc.keepalive_timeout_ms", 5_000),
-    ("grpc.http2.ping_timeout_ms", 5_000),
+    ("grpc.keepalive_time_ms", 2_500),
+    ("grpc.keepalive_timeout_ms", 2_000),
+    ("grpc.http2.ping_timeout_ms", 2_000),
     ("grpc.keepalive_permit_without_calls", 1),
     ("grpc.http2.min_recv_ping_interval_without_data_ms", 1_000),
     ("grpc.http2.min_ping_interval_without_data_ms", 1_000),
@@ -235,7 +235,7 @@ class ControlPlane:
         mine = self._bootstrap
         site: Site | None = None
         if mine is None:
-            site = open_site(None)
+            site = open_site(read_token(self._config.token_file))
             generation = next_generation(site_dir())
         else:
             generation = next_generation(places.job_dir(mine.job))

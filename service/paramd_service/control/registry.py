@@ -11,6 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from paramd.errors import ConflictError, UsageError
+from paramd.tls import check_address
 from paramd.v1 import common_pb2, control_pb2
 from paramd_service.control.config import Bootstrap
 from paramd_service.control.view import MeshView, Report, mesh_view
@@ -191,6 +192,4 @@ def _check_texts(request: control_pb2.JoinRequest) -> None:
         raise UsageError(
             f"alerts: expected at most {MAX_ALERTS} of at most {MAX_ALERT_CHARS} characters"
         )
-    host, _, port = request.peer.address.rpartition(":")
-    if not host or not port.isdecimal():
-        raise UsageError(f"address: {request.peer.address!r}; expected host:port")
+    check_address(request.peer.address)

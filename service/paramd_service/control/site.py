@@ -23,10 +23,12 @@ from pathlib import Path
 
 from paramd import places
 from paramd.errors import ConflictError, UsageError
+from paramd.tokens import new_token
 
 SITE_DIRECTORY = "_site"
 KEY_BYTES = 32
 MAX_FILE_BYTES = 1024
+MIN_TOKEN_CHARS = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,8 +75,29 @@ def open_site(token: str | None) -> Site:
     if not re.fullmatch(r"[0-9a-f]{64}", key):
         raise ConflictError(f"{directory / 'key'} holds no key; remove it, and jobs attach again")
     if token is None:
-        token = _kept(directory / "token", secrets.token_urlsafe(32))
+        token = _kept(directory / "token", new_token())
     return Site(bytes.fromhex(key), token)
+
+
+def read_token(path: str) -> str | None:
+    """The token in the first line of a file; None when `path` is empty.
+
+    Raises:
+        UsageError: it cannot be read, or holds no good token. The text never repeats it.
+    """
+    if not path:
+        return None
+    try:
+        with open(path, encoding="utf-8") as file:
+            token = file.readline(MAX_FILE_BYTES).strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError(f"token_file: {path} cannot be read: {error}") from None
+    if len(token) < MIN_TOKEN_CHARS or not re.fullmatch(r"[!-~]+", token):
+        raise UsageError(
+            f"token_file: the first line of {path} is not {MIN_TOKEN_CHARS} or more ASCII "
+            "characters without blanks; make one with: openssl rand -hex 32"
+        )
+    return token
 
 
 def next_generation(directory: Path, *, now_s: float | None = None) -> int:

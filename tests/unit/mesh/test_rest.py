@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Callable
 from typing import Any
@@ -10,6 +11,7 @@ import httpx2
 import pytest
 
 from paramd.errors import (
+    CODES,
     ConflictError,
     DeniedError,
     NotFoundError,
@@ -87,12 +89,25 @@ async def test_statuses_become_errors_with_the_servers_words(
     await rest.close()
 
 
+@pytest.mark.parametrize("kind", [kind for kind in CODES if kind is not DeniedError])
+async def test_a_problem_becomes_the_very_error_that_the_control_plane_raised(
+    kind: type[ParamdError],
+) -> None:
+    words = "-".join(re.findall("[A-Z][a-z]*", kind.__name__.removesuffix("Error"))).lower()
+    problem = {"type": f"urn:paramd:error:{words}", "status": 409, "detail": "because"}
+    rest = client(lambda _: httpx2.Response(CODES[kind].http, json=problem))
+    with pytest.raises(kind, match="because") as raised:
+        await rest.job("my-run")
+    assert type(raised.value) is kind
+    await rest.close()
+
+
 async def test_no_answer_names_the_url_and_the_next_step() -> None:
     def refuse(request: httpx2.Request) -> httpx2.Response:
         raise httpx2.ConnectError("refused")
 
     rest = client(refuse)
-    with pytest.raises(UnreachableError, match=r"http://control:8470 .*paramd status"):
+    with pytest.raises(UnreachableError, match=rf"{URL} .*paramd status"):
         await rest.job("my-run")
     await rest.close()
 
@@ -100,7 +115,7 @@ async def test_no_answer_names_the_url_and_the_next_step() -> None:
 async def test_an_answer_that_is_no_job_document_is_told() -> None:
     for content in (b"<html>", b'{"job": "my-run"}'):
         rest = client(lambda _, content=content: httpx2.Response(200, content=content))
-        with pytest.raises(ParamdError, match="http://control:8470"):
+        with pytest.raises(ParamdError, match=URL):
             await rest.job("my-run")
         await rest.close()
 

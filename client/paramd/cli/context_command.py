@@ -1,0 +1,104 @@
+"""`paramd context list|show`: the named contexts of the user's own paramd.toml."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from paramd.cli import settings
+from paramd.cli.contexts import Context, choose
+from paramd.cli.options import ContextName, Debug, Output, Target, examples
+from paramd.cli.output import Column, Listing, emit
+from paramd.cli.shell import say
+from paramd.errors import UsageError
+
+context = typer.Typer(help="Named contexts: control planes by a short name.", no_args_is_help=True)
+
+
+def _mark(used: bool) -> str:
+    return "*" if used else ""
+
+
+COLUMNS = (
+    Column("in_force", "IN FORCE", _mark),
+    Column("name", "NAME"),
+    Column("url", "URL"),
+    Column("job", "JOB"),
+)
+DETAILS = (
+    *COLUMNS,
+    Column("token_file", "TOKEN FILE"),
+    Column("token", "TOKEN"),
+    Column("tls_ca", "TLS CA"),
+)
+
+
+Name = Annotated[str | None, typer.Argument(metavar="NAME", help="By default the one in force.")]
+
+
+@context.command("list", epilog=examples("paramd context list", "PARAMD_CONTEXT=lab paramd status"))
+def list_all(
+    root: typer.Context,
+    context_name: ContextName = None,
+    output: Output = None,
+    debug: Debug = False,
+) -> None:
+    """List the contexts of ~/.config/paramd/paramd.toml, and mark the one in force."""
+    found = settings.own_contexts()
+    used = _used(root, context_name)
+    rows = [_row(found[name], used) for name in sorted(found)]
+    _emit(rows, COLUMNS, output)
+    if not found:
+        say(f"no contexts in {settings.own_file()}; add a table [contexts.NAME] with its url")
+
+
+@context.command("show", epilog=examples("paramd context show", "paramd context show lab -o json"))
+def show(
+    root: typer.Context,
+    name: Name = None,
+    context_name: ContextName = None,
+    output: Output = None,
+    debug: Debug = False,
+) -> None:
+    """Show what one context says; of its token only whether its file can be read."""
+    found, used = settings.own_contexts(), _used(root, context_name)
+    wanted = name if name is not None else used
+    if wanted is None:
+        raise UsageError(
+            "no context is in force; name one, or set PARAMD_CONTEXT, or see: paramd context list"
+        )
+    _emit([_row(choose(found, wanted, settings.own_file()), used)], DETAILS, output)
+
+
+def _used(root: typer.Context, context_name: str | None) -> str | None:
+    flags = settings.Flags(context_name=context_name)
+    before = root.find_root().obj
+    if isinstance(before, settings.Flags):
+        flags = flags.over(before)
+    found = settings.context_in_force(flags)
+    return found.name if found is not None else None
+
+
+def _emit(rows: list[dict[str, Any]], columns: tuple[Column, ...], output: str | None) -> None:
+    """No token is read for it, so that it also shows a context whose token cannot be."""
+    named = output if output is not None else os.environ.get("PARAMD_OUTPUT") or None
+    chosen = settings.Settings(job=None, url=None, token=None, tls_ca=None, output=named)
+    listing = Listing(name="contexts", rows=rows, columns=columns, about={}, id_key="name")
+    emit(listing, Target(chosen).format)
+
+
+def _row(one: Context, used: str | None) -> dict[str, Any]:
+    texts = {key: text if text is not None else "" for key, text in asdict(one).items()}
+    return {**texts, "in_force": one.name == used, "token": _token_state(one)}
+
+
+def _token_state(one: Context) -> str:
+    """Never the token itself."""
+    if one.token_file is None:
+        return "from PARAMD_TOKEN"
+    readable = os.access(Path(one.token_file).expanduser(), os.R_OK)
+    return "readable" if readable else "not readable"

@@ -1,0 +1,83 @@
+"""Bytes that are no messages, and pools that ask for what is not there, over real gRPC."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from typing import Any
+
+import grpc
+import pytest
+
+from paramd.tickets import Role
+from paramd.v1 import sidecar_pb2
+from tests.integration.client_job import JOB, Job, running_job
+from tests.integration.test_client import layout, write_arenas
+
+SIDECAR = "/paramd.v1.SidecarService/"
+CONTROL = "/paramd.v1.ControlService/"
+REFUSALS = {
+    grpc.StatusCode.INVALID_ARGUMENT,
+    grpc.StatusCode.NOT_FOUND,
+    grpc.StatusCode.FAILED_PRECONDITION,
+    grpc.StatusCode.PERMISSION_DENIED,
+    # What gRPC itself says of bytes that it cannot parse:
+    grpc.StatusCode.INTERNAL,
+    grpc.StatusCode.UNKNOWN,
+}
+
+
+@pytest.fixture(scope="module")
+def job(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Job]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PARAMD_STATE_DIR", str(tmp_path_factory.mktemp("state")))
+        with running_job(layout()) as running:
+            write_arenas(running)
+            running.update(lambda rank, step: None)
+            with grpc.insecure_channel(running.ranks[0].address):
+                yield running
+
+
+def metadata(job: Job, role: Role) -> tuple[tuple[str, str], ...]:
+    ticket = job.signer.mint(job=JOB, epoch=1, role=role, rank=0, ttl_s=60.0)
+    return (("authorization", f"Bearer {ticket}"),)
+
+
+def raw(job: Job, address: str, method: str, data: bytes, role: Role) -> grpc.StatusCode:
+    with grpc.insecure_channel(address) as channel:
+        call: Any = channel.unary_stream(method)
+        try:
+            for _ in call(data, timeout=5, metadata=metadata(job, role)):
+                pass
+        except grpc.RpcError as error:
+            return error.code()  # type: ignore[attr-defined,no-any-return]
+    return grpc.StatusCode.OK
+
+
+@pytest.mark.parametrize(
+    "method", ["PoolSnapshot", "ComputeStats", "PinSnapshot", "ReadSnapshot", "DigestSnapshot"]
+)
+def test_bytes_that_are_no_message_are_refused_by_sidecars(job: Job, method: str) -> None:
+    chance = random.Random(method)
+    for size in (1, 7, 300, 70_000):
+        data = b"\xff" + chance.randbytes(size)
+        found = raw(job, job.ranks[0].address, SIDECAR + method, data, Role.READER)
+        assert found is grpc.StatusCode.INVALID_ARGUMENT
+    assert job.ranks[0].process.poll() is None
+
+
+@pytest.mark.parametrize("method", ["Join", "ScheduleBoundary"])
+def test_bytes_that_are_no_message_end_only_their_call(job: Job, method: str) -> None:
+    for size in (1, 300, 70_000):
+        data = b"\xff" + random.Random(size).randbytes(size)
+        for role in (Role.SIDECAR, Role.READER):
+            assert raw(job, job.control_address, CONTROL + method, data, role) in REFUSALS
+    assert job.control.poll() is None
+
+
+def test_pools_of_what_is_not_there_are_refused(job: Job) -> None:
+    def ask(request: sidecar_pb2.PoolSnapshotRequest) -> grpc.StatusCode:
+        data = request.SerializeToString()
+        return raw(job, job.ranks[0].address, SIDECAR + "PoolSnapshot", data, Role.READER)
+
+    assert ask(sidecar_pb2.PoolSnapshotRequest(snapshot_id="x")) is grpc.StatusCode.NOT_FOUND

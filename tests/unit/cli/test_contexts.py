@@ -1,0 +1,146 @@
+"""A named context is one control plane; what belongs to it goes nowhere else."""
+
+from __future__ import annotations
+
+import io
+import json
+from pathlib import Path
+
+import pytest
+
+from paramd.cli import settings
+from paramd.cli.main import main
+from paramd.cli.settings import Flags, Settings
+from paramd.errors import UsageError
+
+LAB, LOCAL = "https://lab.example:8470", "http://127.0.0.1:8470"
+
+
+@pytest.fixture(autouse=True)
+def own_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A paramd.toml of the user's own, with two contexts and settings beside them."""
+    for name in ("here", "config/paramd"):
+        (tmp_path / name).mkdir(parents=True)
+    monkeypatch.chdir(tmp_path / "here")
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
+    for name in ("PARAMD_OUTPUT", "PARAMD_CONTEXT", "PARAMD_TLS_CA"):
+        monkeypatch.delenv(name, raising=False)
+    for name in ("lab", "top"):
+        (tmp_path / f"{name}.token").write_text(f"token-of-{name}\n")
+    path = tmp_path / "config" / "paramd" / "paramd.toml"
+    path.write_text(f"""
+        url = "http://127.0.0.1:1"
+        token_file = "{tmp_path}/top.token"
+        tls_ca = "top.pem"
+        [contexts.lab]
+        url = "{LAB}"
+        token_file = "{tmp_path}/lab.token"
+        job = "lab-job"
+        tls_ca = "lab.pem"
+        [contexts.local]
+        url = "{LOCAL}"
+    """)
+    return path
+
+
+def load(**flags: str) -> Settings:
+    return settings.load(Flags(**flags), stdin=io.StringIO(""))
+
+
+def facts(found: Settings) -> tuple[str | None, ...]:
+    return (found.url, found.job, found.token, found.tls_ca)
+
+
+LAB_FACTS = (LAB, "lab-job", "token-of-lab", "lab.pem")
+
+
+def test_a_flag_wins_over_the_variable_and_that_over_the_file(
+    own_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert load().context_name is None
+    own_file.write_text('context = "local"\n' + own_file.read_text())
+    assert (load().context_name, load().url) == ("local", LOCAL)
+    monkeypatch.setenv("PARAMD_CONTEXT", "lab")
+    assert facts(load()) == LAB_FACTS
+    assert load(context_name="local").url == LOCAL
+
+
+def test_what_a_context_says_stands_where_it_was_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PARAMD_JOB", "environment")
+    monkeypatch.setenv("PARAMD_URL", LAB)
+    monkeypatch.setenv("PARAMD_TOKEN", "token-of-environment")
+    assert facts(load(context_name="lab")) == LAB_FACTS
+    assert load(context_name="lab", job="flag").job == "flag"
+    monkeypatch.setenv("PARAMD_CONTEXT", "lab")
+    assert facts(load()) == (LAB, "environment", "token-of-environment", "lab.pem")
+
+
+@pytest.mark.parametrize("how", ["flag", "variable"])
+def test_its_token_job_and_ca_go_to_its_url_alone(
+    how: str, own_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own_file.write_text(own_file.read_text().replace("token_file", "# token_file", 1))
+    named = {"context_name": "lab"} if how == "flag" else {}
+    if how == "variable":
+        monkeypatch.setenv("PARAMD_CONTEXT", "lab")
+    assert facts(load(url="https://else.example", **named)) == (
+        "https://else.example", None, None, "top.pem",
+    )  # fmt: skip
+    assert load(url=LAB + "/", **named).token == "token-of-lab"
+    monkeypatch.setenv("PARAMD_URL", "https://else.example")
+    expected = "token-of-lab" if how == "flag" else None
+    assert load(**named).token == expected
+
+
+def test_tokens_and_cas_of_other_places_are_not_for_a_context() -> None:
+    assert facts(load()) == ("http://127.0.0.1:1", None, "token-of-top", "top.pem")
+    assert facts(load(context_name="local")) == (LOCAL, None, None, None)
+
+
+@pytest.mark.parametrize(
+    ("table", "complaint"),
+    [
+        ('[contexts.x]\njob = "a"', "url is missing"),
+        ('[contexts.x]\nurl = ""', "not empty"),
+        ('[contexts.x]\nurl = "http://a"\ntoken = "s3cr3t"', "does not belong here"),
+        ('[contexts.x]\nurl = "http://a"\nport = 3', "unknown key 'port'"),
+        ('[contexts]\nx = "http://a"', "must be a table"),
+        ('contexts = "x"', "unknown key 'contexts'"),
+    ],
+)
+def test_a_malformed_context_is_named(own_file: Path, table: str, complaint: str) -> None:
+    own_file.write_text(table)
+    with pytest.raises(UsageError, match=complaint) as caught:
+        load(context_name="x")
+    assert "s3cr3t" not in str(caught.value)
+
+
+def test_an_unknown_context_is_refused_with_a_hint() -> None:
+    with pytest.raises(UsageError, match="did you mean 'local'"):
+        load(context_name="locale")
+    with pytest.raises(UsageError, match="expected one of lab, local"):
+        load(context_name="zzz")
+
+
+@pytest.mark.parametrize("text", ['context = "lab"', f'[contexts.lab]\nurl = "{LAB}"'])
+def test_a_file_in_the_working_directory_neither_chooses_nor_makes_a_context(text: str) -> None:
+    Path("paramd.toml").write_text(text)
+    with pytest.raises(UsageError, match="read only from"):
+        load()
+
+
+def test_list_marks_the_one_in_force_and_show_never_shows_a_token(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["--context", "lab", "context", "list", "-o", "json"]) == 0
+    rows = json.loads(capsys.readouterr().out)["contexts"]
+    assert [(row["name"], row["in_force"]) for row in rows] == [("lab", True), ("local", False)]
+    assert main(["context", "show", "lab"]) == 0
+    shown = capsys.readouterr().out
+    assert LAB in shown
+    assert "token-of" not in shown
+    (tmp_path / "lab.token").unlink()
+    assert main(["context", "show", "--context", "lab", "-o", "json"]) == 0
+    (row,) = json.loads(capsys.readouterr().out)["contexts"]
+    assert row["token"] == "not readable"
+    assert main(["context", "show"]) == 2

@@ -71,8 +71,10 @@ def _entries_of(
         yield TensorKind.PARAMETER, name, entry
     for name, buffer in module._buffers.items():
         if buffer is not None and name not in module._non_persistent_buffers_set:
-            yield TensorKind.BUFFER, name, plain.entry(
-                Slot(module._buffers, name), TensorKind.BUFFER
+            yield (
+                TensorKind.BUFFER,
+                name,
+                plain.entry(Slot(module._buffers, name), TensorKind.BUFFER),
             )
 
 

@@ -127,7 +127,9 @@ async def test_requests_during_a_round_share_the_next_one() -> None:
             first = asyncio.create_task(schedule(control, (0, "a")))
             await until(lambda: zero.asked)
             others = [asyncio.create_task(schedule(control, (0, name))) for name in "bcd"]
-            await until(lambda: 'paramd_boundary_waiting{job="run"} 3.0' in control.get("/metrics").text)
+            await until(
+                lambda: 'paramd_boundary_waiting{job="run"} 3.0' in control.get("/metrics").text
+            )
             zero.gate.set()
             steps = [answer.header.step for answer in await asyncio.gather(first, *others)]
             assert steps == [11, 12, 12, 12]

@@ -49,7 +49,7 @@ class Door:
 def training(tmp_path: Path, kind: str, world_size: int, **alerts: float) -> Iterator[Door]:
     """A training that is watched as `alerts` say; it must end well by itself."""
     stop = tmp_path / "stop"
-    env = {"PARAMD_ALERTS": json.dumps(alerts)}
+    env = {"PARAMD_ALERTS": json.dumps({"watch": True, **alerts})}
     arguments = ["--kind", kind, "--stop", str(stop)]
     with start_ranks(WORKER, world_size, args=arguments, env=env) as ranks:
         ranks.wait_for_text("attached", rank=0)

@@ -14,6 +14,7 @@ NEEDS_TORCH = (
     "paramd.examples",
     "paramd.mesh.assemble",
     "paramd.mesh.views",
+    "paramd_service.sidecar.pooling",
     "paramd_service.sidecar.stats",
 )
 """Modules, and packages with all of theirs, that may load torch when imported."""

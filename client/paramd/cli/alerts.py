@@ -54,7 +54,7 @@ async def _once(target: Target, state: str) -> None:
     async with open_door(target.settings) as door:
         found = await door.alerts(state)
     emit(_listing(door.job, found["epoch"], found["alerts"]), target.format)
-    sampling = "" if found["watch"] else "; parameters are not sampled (--no-watch)"
+    sampling = "" if found["watch"] else "; parameters are not sampled"
     say(f"job {door.job}, epoch {found['epoch']}: {found['firing_count']} firing{sampling}")
 
 

@@ -115,12 +115,17 @@ def test_the_environment_wins_over_the_directory_s_file_and_that_over_the_own(
     here.write_text("[alerts]\nstats_every_s = 5\nnorm_jump_ratio = 3\n")
     own.write_text('[alerts]\nstats_every_s = 7\nwebhooks = ["https://example.com/x"]\n')
     places = [(here, False), (own, True), (tmp_path / "none.toml", True)]
-    config = load_alerts(places, {})
+    config = load_alerts(places, {}, watch=True)
     assert (config.stats_every_s, config.norm_jump_ratio) == (5, 3)
     assert config.webhooks == ("https://example.com/x",)
-    assert load_alerts(places, {"PARAMD_ALERTS": '{"stats_every_s": 9}'}).stats_every_s == 9
-    assert load_alerts(places, {}).watch
-    assert not load_alerts(places, {}, watch=False).watch
+    assert (
+        load_alerts(places, {"PARAMD_ALERTS": '{"stats_every_s": 9}'}, watch=True).stats_every_s
+        == 9
+    )
+    assert not config.watch
+    sampling = {"PARAMD_ALERTS": '{"watch": true}'}
+    assert load_alerts(places, sampling, watch=True).watch
+    assert not load_alerts(places, sampling, watch=False).watch
 
 
 @pytest.mark.parametrize(

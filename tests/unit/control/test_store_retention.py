@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -95,7 +97,7 @@ def test_reading_takes_the_finest_tier_that_still_has_the_time(age_s: int, tier:
 
 
 def test_each_resolution_is_a_multiple_of_the_one_before_and_kept_longer() -> None:
-    for finer, coarser in zip(TIERS, TIERS[1:], strict=False):
+    for finer, coarser in itertools.pairwise(TIERS):
         assert isinstance(finer, Tier)
         assert coarser.resolution_s % max(finer.resolution_s, 1) == 0
         assert coarser.keep_s > finer.keep_s

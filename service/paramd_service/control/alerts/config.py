@@ -36,10 +36,11 @@ class Rule(StrEnum):
 
 @dataclass(frozen=True, kw_only=True)
 class AlertConfig:
-    """Thresholds, paces and receivers. Everything is on by default but the webhooks."""
+    """Thresholds, paces and receivers. Off by default are sampling and the webhooks."""
 
-    watch: bool = True
-    """Sample parameters at all. Off: only what sidecars report by themselves is judged."""
+    watch: bool = False
+    """Sample parameters. Off: only what sidecars report by themselves is judged; a sample
+    costs copies beside the training, and its statistics load torch in every sidecar."""
     disabled: tuple[str, ...] = ()
     """Rules that are never looked at, by their names."""
     stats_every_s: float = 60.0

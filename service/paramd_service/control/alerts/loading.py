@@ -44,7 +44,7 @@ def open_watchers(
         if strict:
             raise
         log.error("alerts go on with their defaults: %s", error)
-        config = AlertConfig(watch=watch)
+        config = AlertConfig()
     return Watchers(config, publish=publish, store=store)
 
 
@@ -90,7 +90,7 @@ def _value(place: str, key: str, value: Any, default: Any) -> Any:
 
 
 def load_alerts(
-    files: Sequence[tuple[Path, bool]], environment: Mapping[str, str], *, watch: bool = True
+    files: Sequence[tuple[Path, bool]], environment: Mapping[str, str], *, watch: bool
 ) -> AlertConfig:
     """The config in force: the environment's JSON over the files' [alerts], first file first.
 

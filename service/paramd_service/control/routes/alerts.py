@@ -28,7 +28,7 @@ class AlertPage(BaseModel):
     """A page of alerts: what fires first, then what is over; the newest first in both."""
 
     epoch: int = Field(description="Epoch that is watched")
-    watch: bool = Field(description="Whether parameters are sampled; off with --no-watch")
+    watch: bool = Field(description="Whether parameters are sampled: [alerts] watch")
     firing_count: int = Field(description="Alerts that fire now, on all pages")
     alerts: list[AlertDocument]
     next_page_token: str = Field(description="Ask with it for the next page; empty at the end")

@@ -281,7 +281,7 @@ def test_every_grpc_method_but_health_is_denied_without_a_good_ticket(
     methods = [*grpc_methods(shared), "/paramd.v1.ControlService/Unknown", "/x.Y/Z"]
     assert len(methods) >= 7
     for method in methods:
-        if method in ("/grpc.health.v1.Health/Check", "/grpc.health.v1.Health/Watch"):
+        if method.startswith("/grpc.health.v1.Health/"):
             continue
         assert call(shared, method, _metadata(kind)) is grpc.StatusCode.UNAUTHENTICATED, method
 
@@ -339,7 +339,8 @@ def test_the_real_server_refuses_wrong_tokens_hosts_and_origins(shared: Control)
     for path in paths:
         for token in (None, "wrong"):
             answer = shared.get(path.replace("{job}", JOB), token)
-            assert answer.status_code == 401, path
+            # So many wrong ones at once are told to wait.
+            assert answer.status_code in (401, 429), path
     assert shared.get("/api/v1/jobs", host="evil.example").status_code == 400
     assert shared.get("/api/v1/jobs", origin="https://evil.example").status_code == 403
     assert shared.get("/api/v1/jobs").status_code == 200

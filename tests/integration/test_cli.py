@@ -64,8 +64,8 @@ def document(capsys: Capture, *arguments: str, code: int = 0) -> dict[str, Any]:
 def test_status_shows_every_rank(job: Job, capsys: Capture) -> None:
     out, err = answer(capsys, "status")
     assert [line.split()[:2] for line in out.splitlines()[1:]] == [
-        ["0", "constant"],
-        ["1", "constant"],
+        ["0", "idle"],
+        ["1", "idle"],
     ]
     assert err == f"paramd: job {JOB}, epoch 1, step 0\n"
     found = document(capsys, "status")

@@ -174,8 +174,8 @@ def test_params_and_status_tell_the_mesh(mesh: Mesh) -> None:
     assert [row.fqn for row in mesh.params("r*", buffers=True)] == ["rows", "running"]
     status = mesh.status()
     assert [(row.rank, row.phase, row.step) for row in status] == [
-        (0, "constant", 0),
-        (1, "constant", 0),
+        (0, "idle", 0),
+        (1, "idle", 0),
     ]
     assert "client-test" in repr(status)
 

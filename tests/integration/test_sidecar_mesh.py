@@ -174,7 +174,7 @@ def test_a_sidecar_reports_itself_and_says_goodbye(
             assert first.header.job == "job"
             assert first.peer.address == trainer.address
             assert first.peer.socket_path == str(process.socket_path)
-            assert first.state.phase == common_pb2.PHASE_CONSTANT
+            assert first.state.phase == common_pb2.PHASE_IDLE
             trainer.update()
             servicer.until(lambda report: report.state.step == 1)
             handover.send(trainer.connection, {"op": "detach"})

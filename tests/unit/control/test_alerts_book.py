@@ -147,10 +147,10 @@ def test_a_file_that_cannot_be_right_is_refused(tmp_path: Path, text: str) -> No
     path = tmp_path / "paramd.toml"
     path.write_text(text)
     with pytest.raises(UsageError):
-        load_alerts([(path, False)], {})
+        load_alerts([(path, False)], {}, watch=True)
 
 
 @pytest.mark.parametrize("text", ["[]", "{", '{"x": 1}', "[" * 100_000])
 def test_an_environment_that_is_no_table_is_refused(text: str) -> None:
     with pytest.raises(UsageError, match="PARAMD_ALERTS"):
-        load_alerts([], {"PARAMD_ALERTS": text})
+        load_alerts([], {"PARAMD_ALERTS": text}, watch=True)

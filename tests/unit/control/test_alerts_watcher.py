@@ -111,7 +111,7 @@ def watcher_of(
     store: MemoryStore | None = None,
     webhooks: Webhooks | None = None,
 ) -> Watcher:
-    config = config if config is not None else AlertConfig()
+    config = config if config is not None else AlertConfig(watch=True)
     return Watcher(
         config,
         webhooks=webhooks if webhooks is not None else Webhooks(config),
@@ -209,7 +209,7 @@ async def test_nan_fires_with_the_tensor_s_name_and_is_over_when_it_has_gone(
 
 async def test_a_drifting_replica_is_compared_again_until_it_is_equal(world: World) -> None:
     told: list[Alert] = []
-    watcher = watcher_of(world, told, AlertConfig(sample_bytes=32))
+    watcher = watcher_of(world, told, AlertConfig(watch=True, sample_bytes=32))
     world.differing = {"w1": (2,)}
     for _ in range(4):
         await watcher.rounds.digests()
@@ -287,7 +287,7 @@ async def test_the_end_of_the_epoch_resolves_what_fires(world: World) -> None:
 async def test_rounds_that_fail_are_told_once_and_go_on(
     world: World, caplog: pytest.LogCaptureFixture
 ) -> None:
-    config = AlertConfig(stats_every_s=0.01, digests_every_s=0.01)
+    config = AlertConfig(watch=True, stats_every_s=0.01, digests_every_s=0.01)
     watcher = watcher_of(world, [], config)
     world.fails = True
     watcher.start()

@@ -8,6 +8,7 @@ from dataclasses import asdict, replace
 import typer
 
 from paramd import places
+from paramd.cli import remote_checks
 from paramd.cli.checks import Finding, Verdict, machine
 from paramd.cli.options import Output, Target, with_target
 from paramd.cli.output import Column, Listing, emit
@@ -26,11 +27,16 @@ COLUMNS = (
 def doctor(target: Target, output: Output = None) -> None:
     """Check this machine and its running jobs, and say what to do.
 
-    Looks at versions, the state dir, shared memory, sockets, the port and the
-    clock, and asks every running job (or the one named) for its ranks. Exit code
-    1 when anything has failed; a warning alone is 0.
+    Looks at versions, the state dir, shared memory, sockets, ports, the clock and
+    files of TLS; compares clocks with the control planes, looks at their
+    certificates, and asks every running job (or the one named) for its ranks.
+    Exit code 1 when anything has failed; a warning alone is 0.
     """
-    findings = [*machine(), *jobs(target)]
+    chosen = target.settings
+    findings = [*machine(), *remote_checks.tls_files(chosen.tls_ca)]
+    for url in _urls(target):
+        findings += remote_checks.control_plane(url, chosen.tls_ca)
+    findings += jobs(target)
     rows = [{**asdict(finding), "verdict": finding.verdict.value} for finding in findings]
     emit(
         Listing(name="checks", rows=rows, columns=COLUMNS, about={}, id_key="check"),
@@ -41,6 +47,15 @@ def doctor(target: Target, output: Output = None) -> None:
     say(f"{len(findings)} checks, {len(failed)} failed, {len(warned)} warnings")
     if failed:
         raise typer.Exit(1)
+
+
+def _urls(target: Target) -> list[str]:
+    """The control planes to look at: the one named, else those of the jobs that run here."""
+    chosen = target.settings
+    if chosen.url is not None:
+        return [chosen.url]
+    running = places.running_jobs()
+    return sorted({found.url for found in running if chosen.job in (None, found.job)})
 
 
 def jobs(target: Target) -> Iterator[Finding]:

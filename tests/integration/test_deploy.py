@@ -113,7 +113,9 @@ def test_the_unit_starts_the_control_plane_with_options_that_it_has() -> None:
     assert (dash_m, module) == ("-m", "paramd_service.control")
     config = ControlConfig.from_arguments(arguments)
     assert config.token_file == "%d/token"
-    assert config.listen.startswith("127.0.0.1:")
+    assert re.search(
+        r"^Environment=PARAMD_LISTEN=127\.0\.0\.1:\d+$", UNIT.read_text(), re.MULTILINE
+    )
 
 
 @pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="needs systemd-analyze")

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterator
 from dataclasses import asdict, replace
 
 import typer
 
 from paramd import places
-from paramd.cli import remote_checks
 from paramd.cli.checks import Finding, Verdict, machine
 from paramd.cli.options import Output, Target, with_target
 from paramd.cli.output import Column, Listing, emit
@@ -32,6 +32,9 @@ def doctor(target: Target, output: Output = None) -> None:
     certificates, and asks every running job (or the one named) for its ranks.
     Exit code 1 when anything has failed; a warning alone is 0.
     """
+    # Loads gRPC.
+    from paramd.cli import remote_checks
+
     chosen = target.settings
     findings = [*machine(), *remote_checks.tls_files(chosen.tls_ca)]
     for url in _urls(target):
@@ -61,7 +64,15 @@ def _urls(target: Target) -> list[str]:
 def jobs(target: Target) -> Iterator[Finding]:
     """One finding for each running job, and one for each of its ranks that is not well."""
     chosen = target.settings
-    if chosen.url is not None or chosen.job is not None:
+    if chosen.url is not None and chosen.job is None:
+        try:
+            targets = [Target(replace(chosen, job=name)) for name in asyncio.run(_served(target))]
+        except (ParamdError, OSError) as error:
+            yield _silent(chosen.url, error)
+            return
+        if not targets:
+            yield Finding(check="jobs", verdict=Verdict.OK, detail=f"none is at {chosen.url}")
+    elif chosen.url is not None or chosen.job is not None:
         targets = [target]
     else:
         running = places.running_jobs()
@@ -74,6 +85,30 @@ def jobs(target: Target) -> Iterator[Finding]:
         yield from _job(one)
 
 
+async def _served(target: Target) -> list[str]:
+    """Names of the jobs at the control plane of `target`."""
+    from paramd.mesh.connect import resolve
+    from paramd.mesh.rest import RestClient
+    from paramd.tls import ClientTls
+
+    chosen = target.settings
+    url, token, _ = resolve(chosen.url, chosen.token, None)
+    client = RestClient(url, token, tls=ClientTls.from_environment(chosen.tls_ca))
+    try:
+        return await client.jobs()
+    finally:
+        await client.close()
+
+
+def _silent(name: str, error: Exception) -> Finding:
+    return Finding(
+        check=name,
+        verdict=Verdict.FAILED,
+        detail=explain(error)[0],
+        advice=f"is it still running? Its logs lie in {places.state_dir()}",
+    )
+
+
 def _job(target: Target) -> Iterator[Finding]:
     chosen = target.settings
     name = f"job {chosen.job}" if chosen.job is not None else str(chosen.url)
@@ -81,12 +116,7 @@ def _job(target: Target) -> Iterator[Finding]:
         with target.connect() as mesh:
             found = mesh.status()
     except (ParamdError, OSError) as error:
-        yield Finding(
-            check=name,
-            verdict=Verdict.FAILED,
-            detail=explain(error)[0],
-            advice=f"is it still running? Its logs lie in {places.state_dir()}",
-        )
+        yield _silent(name, error)
         return
     yield Finding(
         check=f"job {found.job}",

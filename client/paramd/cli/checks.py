@@ -10,7 +10,7 @@ import socket
 import stat
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from enum import StrEnum
@@ -176,18 +176,27 @@ def _passes(descriptor: int) -> bool:
 
 
 def _port() -> Iterator[Finding]:
-    mine = {job.url.rpartition(":")[2]: job.job for job in places.running_jobs()}
+    """REST's default port and gRPC's, which is the next one."""
+    mine: dict[str, str] = {}
+    for job in places.running_jobs():
+        for address in (job.url, job.grpc_address):
+            mine[address.rpartition(":")[2]] = job.job
+    for port in (DEFAULT_PORT, DEFAULT_PORT + 1):
+        yield _one_port(port, mine)
+
+
+def _one_port(port: int, mine: Mapping[str, str]) -> Finding:
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
-            probe.bind(("127.0.0.1", DEFAULT_PORT))
+            probe.bind(("127.0.0.1", port))
             detail, free = "free", True
         except OSError as error:
-            job = mine.get(str(DEFAULT_PORT))
+            job = mine.get(str(port))
             free = job is not None
             detail = f"serves job {job}" if job is not None else f"taken ({error.strerror})"
-    yield Finding(
-        check=f"port {DEFAULT_PORT}",
+    return Finding(
+        check=f"port {port}",
         verdict=Verdict.OK if free else Verdict.WARNING,
         detail=detail,
         advice=""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterator
 from dataclasses import asdict, replace
 
@@ -26,11 +27,19 @@ COLUMNS = (
 def doctor(target: Target, output: Output = None) -> None:
     """Check this machine and its running jobs, and say what to do.
 
-    Looks at versions, the state dir, shared memory, sockets, the port and the
-    clock, and asks every running job (or the one named) for its ranks. Exit code
-    1 when anything has failed; a warning alone is 0.
+    Looks at versions, the state dir, shared memory, sockets, ports, the clock and
+    files of TLS; compares clocks with the control planes, looks at their
+    certificates, and asks every running job (or the one named) for its ranks.
+    Exit code 1 when anything has failed; a warning alone is 0.
     """
-    findings = [*machine(), *jobs(target)]
+    # Loads gRPC.
+    from paramd.cli import remote_checks
+
+    chosen = target.settings
+    findings = [*machine(), *remote_checks.tls_files(chosen.tls_ca)]
+    for url in _urls(target):
+        findings += remote_checks.control_plane(url, chosen.tls_ca)
+    findings += jobs(target)
     rows = [{**asdict(finding), "verdict": finding.verdict.value} for finding in findings]
     emit(
         Listing(name="checks", rows=rows, columns=COLUMNS, about={}, id_key="check"),
@@ -43,10 +52,27 @@ def doctor(target: Target, output: Output = None) -> None:
         raise typer.Exit(1)
 
 
+def _urls(target: Target) -> list[str]:
+    """The control planes to look at: the one named, else those of the jobs that run here."""
+    chosen = target.settings
+    if chosen.url is not None:
+        return [chosen.url]
+    running = places.running_jobs()
+    return sorted({found.url for found in running if chosen.job in (None, found.job)})
+
+
 def jobs(target: Target) -> Iterator[Finding]:
     """One finding for each running job, and one for each of its ranks that is not well."""
     chosen = target.settings
-    if chosen.url is not None or chosen.job is not None:
+    if chosen.url is not None and chosen.job is None:
+        try:
+            targets = [Target(replace(chosen, job=name)) for name in asyncio.run(_served(target))]
+        except (ParamdError, OSError) as error:
+            yield _silent(chosen.url, error)
+            return
+        if not targets:
+            yield Finding(check="jobs", verdict=Verdict.OK, detail=f"none is at {chosen.url}")
+    elif chosen.url is not None or chosen.job is not None:
         targets = [target]
     else:
         running = places.running_jobs()
@@ -59,6 +85,30 @@ def jobs(target: Target) -> Iterator[Finding]:
         yield from _job(one)
 
 
+async def _served(target: Target) -> list[str]:
+    """Names of the jobs at the control plane of `target`."""
+    from paramd.mesh.connect import resolve
+    from paramd.mesh.rest import RestClient
+    from paramd.tls import ClientTls
+
+    chosen = target.settings
+    url, token, _ = resolve(chosen.url, chosen.token, None)
+    client = RestClient(url, token, tls=ClientTls.from_environment(chosen.tls_ca))
+    try:
+        return await client.jobs()
+    finally:
+        await client.close()
+
+
+def _silent(name: str, error: Exception) -> Finding:
+    return Finding(
+        check=name,
+        verdict=Verdict.FAILED,
+        detail=explain(error)[0],
+        advice=f"is it still running? Its logs lie in {places.state_dir()}",
+    )
+
+
 def _job(target: Target) -> Iterator[Finding]:
     chosen = target.settings
     name = f"job {chosen.job}" if chosen.job is not None else str(chosen.url)
@@ -66,12 +116,7 @@ def _job(target: Target) -> Iterator[Finding]:
         with target.connect() as mesh:
             found = mesh.status()
     except (ParamdError, OSError) as error:
-        yield Finding(
-            check=name,
-            verdict=Verdict.FAILED,
-            detail=explain(error)[0],
-            advice=f"is it still running? Its logs lie in {places.state_dir()}",
-        )
+        yield _silent(name, error)
         return
     yield Finding(
         check=f"job {found.job}",

@@ -12,7 +12,13 @@ import typer
 from paramd.cli.main import app
 
 ROOT = Path(__file__).resolve().parents[3]
-PAGES = ["README.md", "docs/guarantees.md", "docs/assumptions.md", "docs/faults.md"]
+PAGES = [
+    "README.md",
+    "docs/deploy.md",
+    "docs/guarantees.md",
+    "docs/assumptions.md",
+    "docs/faults.md",
+]
 
 
 def functions_in(path: Path) -> set[str]:

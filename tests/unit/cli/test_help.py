@@ -49,7 +49,15 @@ def test_help_takes_little_time_of_the_cpu() -> None:
 
 
 @pytest.mark.parametrize(
-    "command", [*([c] for c in COMMANDS), ["control", "serve"], ["sidecar", "serve"]], ids=" ".join
+    "command",
+    [
+        *([c] for c in COMMANDS),
+        ["control", "serve"],
+        ["sidecar", "serve"],
+        ["context", "list"],
+        ["context", "show"],
+    ],
+    ids=" ".join,
 )
 def test_every_command_ends_its_help_with_examples(
     command: list[str], capsys: pytest.CaptureFixture[str]

@@ -1,0 +1,183 @@
+"""What lies in deploy/ runs, or passes its checkers."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import shlex
+import shutil
+import signal
+import stat
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from paramd import places
+from paramd.cli.main import main
+from paramd.errors import UsageError
+from paramd_service.control.config import ControlConfig
+from paramd_service.control.site import read_token
+from tests.integration.control_process import first_grpc_use, site_plane
+from tests.launch import ROOT
+
+DEPLOY = ROOT / "deploy"
+UNIT = DEPLOY / "paramd-control.service"
+EXPOSURE_LIMIT = 2.0
+PATIENCE_S = 90.0
+
+
+@pytest.fixture(scope="module", autouse=True)
+def grpc_is_up() -> Iterator[None]:
+    with first_grpc_use():
+        yield
+
+
+def exports(text: str) -> dict[str, str]:
+    """The variables that local-mesh tells its reader to set, as a shell would set them."""
+    found = dict(re.findall(r"(PARAMD_(?:URL|JOB))=(\S+)", text))
+    (token_file,) = re.findall(r'PARAMD_TOKEN="\$\(cat (\S+)\)"', text)
+    assert stat.S_IMODE(os.stat(token_file).st_mode) == 0o600
+    return {**found, "PARAMD_TOKEN": Path(token_file).read_text().strip()}
+
+
+def test_the_local_mesh_is_read_as_it_says_and_ends_on_ctrl_c(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("PYTHON", sys.executable)
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    out, err = tmp_path / "out", tmp_path / "err"
+    with out.open("wb") as stdout, err.open("wb") as stderr:
+        mesh = subprocess.Popen(
+            [DEPLOY / "local-mesh", "--ranks", "2", "--listen", "127.0.0.1:0"],
+            stdout=stdout,
+            stderr=stderr,
+        )
+    try:
+        deadline_s = time.monotonic() + PATIENCE_S
+        while "Ctrl-C ends it." not in out.read_text():
+            assert mesh.poll() is None, err.read_text()
+            assert time.monotonic() < deadline_s, err.read_text()
+            time.sleep(0.1)
+        for name, value in exports(out.read_text()).items():
+            monkeypatch.setenv(name, value)
+        assert main(["status", "-o", "json"]) == 0
+        ranks = json.loads(capsys.readouterr().out)["ranks"]
+        assert [(rank["rank"], rank["reason"]) for rank in ranks] == [(0, ""), (1, "")]
+        token = os.environ["PARAMD_TOKEN"]
+        assert token not in out.read_text() + err.read_text()
+    finally:
+        mesh.send_signal(signal.SIGINT)
+        code = mesh.wait(PATIENCE_S)
+    # That no process is left is what the leak check looks at.
+    assert code == 0, err.read_text()
+    assert list(tmp_path.glob("paramd-mesh-*")) == []
+
+
+def test_a_site_takes_its_token_from_a_file_and_keeps_no_copy(tmp_path: Path) -> None:
+    path = tmp_path / "token"
+    path.write_text("a-token-from-a-file\n")
+    with site_plane("--token-file", str(path)) as control:
+        assert control.get("/api/v1/jobs", "a-token-from-a-file").status_code == 200
+        assert control.get("/api/v1/jobs", "another-token-of-that-size").status_code == 401
+        assert not (places.state_dir() / "_site" / "token").exists()
+        assert "a-token-from-a-file" not in control.log.read_text()
+
+
+@pytest.mark.parametrize("text", ["", "short\n", "with a blank in it, long\n", "ünicode" * 4])
+def test_a_file_without_a_good_token_is_refused(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "token"
+    path.write_text(text)
+    with pytest.raises(UsageError, match="token_file") as caught:
+        read_token(str(path))
+    assert not text.strip() or text.strip() not in str(caught.value)
+    with pytest.raises(UsageError, match="cannot be read"):
+        read_token(str(tmp_path / "none"))
+    assert read_token("") is None
+
+
+def unit_command() -> list[str]:
+    (line,) = re.findall(r"^ExecStart=(.*)$", UNIT.read_text(), re.MULTILINE)
+    return shlex.split(line)
+
+
+def test_the_unit_starts_the_control_plane_with_options_that_it_has() -> None:
+    _, dash_m, module, *arguments = unit_command()
+    assert (dash_m, module) == ("-m", "paramd_service.control")
+    config = ControlConfig.from_arguments(arguments)
+    assert config.token_file == "%d/token"
+    assert re.search(
+        r"^Environment=PARAMD_LISTEN=127\.0\.0\.1:\d+$", UNIT.read_text(), re.MULTILINE
+    )
+
+
+@pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="needs systemd-analyze")
+def test_the_unit_is_sound_and_little_exposed(tmp_path: Path) -> None:
+    unit = tmp_path / UNIT.name
+    unit.write_text(UNIT.read_text().replace(unit_command()[0], sys.executable))
+    verified = analyze("verify", str(unit))
+    assert (verified.returncode, verified.stdout + verified.stderr) == (0, "")
+    scored = analyze("security", "--offline=true", "--no-pager", str(unit))
+    (score,) = re.findall(r"Overall exposure level for \S+: ([0-9.]+)", scored.stdout)
+    assert float(score) <= EXPOSURE_LIMIT
+
+
+def analyze(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        ["systemd-analyze", *arguments], capture_output=True, text=True, timeout=60, check=False
+    )
+
+
+def test_the_dockerfile_is_clean() -> None:
+    hadolint = Path(sys.executable).with_name("hadolint")
+    found = subprocess.run(
+        [hadolint, DEPLOY / "Dockerfile"], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert (found.returncode, found.stdout) == (0, "")
+    users = re.findall(r"^USER (\S+)$", (DEPLOY / "Dockerfile").read_text(), re.MULTILINE)
+    assert users == ["10001"]
+
+
+@pytest.fixture
+def compose() -> Any:
+    return yaml.safe_load((DEPLOY / "compose.yaml").read_text())
+
+
+def test_the_compose_file_gives_options_that_its_programs_have(compose: Any) -> None:
+    group, command, *arguments = compose["services"]["control"]["command"]
+    assert (group, command) == ("control", "serve")
+    config = ControlConfig.from_arguments(arguments)
+    # The address of the mounted secret, and the one that the trainer registers at.
+    trainer = compose["services"]["trainer"]
+    assert config.token_file == trainer["environment"]["PARAMD_TOKEN_FILE"]
+    assert f"--control=http://{config.listen}" in trainer["command"]
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--standalone", action="store_true")
+    parser.add_argument("--nproc-per-node", type=int)
+    parser.add_argument("-m")
+    ranks = parser.parse_args(trainer["entrypoint"][1:])
+    assert (ranks.nproc_per_node, ranks.m) == (2, "paramd.examples.train_gpt")
+
+
+def test_the_compose_file_opens_no_port_and_gives_no_rights(compose: Any) -> None:
+    for service in compose["services"].values():
+        assert "ports" not in service
+        assert service["read_only"] is True
+        assert service["cap_drop"] == ["ALL"]
+        assert service["security_opt"] == ["no-new-privileges:true"]
+
+
+def test_the_healthcheck_of_the_compose_file_is_a_program(compose: Any) -> None:
+    kind, python, dash_c, program = compose["services"]["control"]["healthcheck"]["test"]
+    assert (kind, python, dash_c) == ("CMD", "python", "-c")
+    with site_plane() as control:
+        here = program.replace("http://127.0.0.1:8470", control.url)
+        assert here != program
+        subprocess.run([sys.executable, "-c", here], check=True, timeout=30)

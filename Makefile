@@ -38,7 +38,7 @@ demo: setup ## train a small GPT on 2 ranks and look into it
 	$(BIN)/paramd demo
 
 test: setup ## all tests, with real processes (under 10 minutes on 2 cores)
-	$(BIN)/pytest -q -n 2 $(ALL_TESTS)
+	$(BIN)/pytest -q -n 2 --dist worksteal $(ALL_TESTS)
 
 verify: setup ## style, types, import rules, protos, fast tests
 	$(BIN)/ruff check .

@@ -207,7 +207,7 @@ async def test_parameters_come_page_by_page_from_the_sidecars_layout() -> None:
             token = ""
             for _ in range(3):
                 page = await asyncio.to_thread(
-                    control.get, f"{path}?pattern=layers.*&limit=2&page_token={token}"
+                    control.get, f"{path}?filter=layers.*&limit=2&page_token={token}"
                 )
                 names += [param["fqn"] for param in page.json()["params"]]
                 token = page.json()["next_page_token"]
@@ -216,7 +216,7 @@ async def test_parameters_come_page_by_page_from_the_sidecars_layout() -> None:
             param = page.json()["params"][0]
             assert (param["shape"], param["dtype"], param["numel"]) == ([4, 2], "float32", 8)
             assert param["placement"] == "Shard(0) over 2"
-            unknown = await asyncio.to_thread(control.get, f"{path}?pattern=layer.0.weight")
+            unknown = await asyncio.to_thread(control.get, f"{path}?filter=layer.0.weight")
             assert unknown.status_code == 404
             assert "layers.0.weight" in unknown.json()["detail"]
             foreign = await asyncio.to_thread(control.get, f"{path}?page_token=MTpvdGhlcg==")

@@ -6,7 +6,9 @@ import hashlib
 import hmac
 import os
 import secrets
+import tempfile
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -25,19 +27,26 @@ class Hidden:
 def load_key(directory: Path) -> bytes:
     """The key of the digests, made when it is missing. Raises OSError."""
     path = directory / KEY_FILE
-    try:
-        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-    except FileExistsError:
-        key = path.read_bytes()
-        if len(key) == KEY_BYTES:
-            return key
-        raise OSError(f"{path} does not hold {KEY_BYTES} bytes; remove it") from None
-    with os.fdopen(descriptor, "wb") as file:
-        key = secrets.token_bytes(KEY_BYTES)
-        file.write(key)
-        file.flush()
-        os.fsync(descriptor)
+    if not path.exists():
+        _offer_key(path)
+    key = path.read_bytes()
+    if len(key) != KEY_BYTES:
+        raise OSError(f"{path} does not hold {KEY_BYTES} bytes; remove it")
     return key
+
+
+def _offer_key(path: Path) -> None:
+    """Makes a key, whole before it has its name; who comes second takes the first one's."""
+    descriptor, written = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    try:
+        with os.fdopen(descriptor, "wb") as file:
+            file.write(secrets.token_bytes(KEY_BYTES))
+            file.flush()
+            os.fsync(descriptor)
+        with suppress(FileExistsError):
+            os.link(written, path)
+    finally:
+        os.unlink(written)
 
 
 def shown(value: Any, key: bytes) -> Any:

@@ -94,7 +94,7 @@ class TopApp(App[None]):
         self._table.add_columns(*COLUMNS)
         self._table.focus()
         self._draw()
-        self.set_interval(CLOCK_S, self._draw_about)
+        self.set_interval(CLOCK_S, self._draw)
         self.set_interval(self._every_s, self._again)
 
     async def _again(self) -> None:
@@ -102,9 +102,8 @@ class TopApp(App[None]):
             self._seen = await self._ask()
         except ParamdError as error:
             self._trouble = one_line(str(error))
-            self._draw_about()
-            return
-        self._trouble = ""
+        else:
+            self._trouble = ""
         self._draw()
 
     @property
@@ -112,6 +111,9 @@ class TopApp(App[None]):
         return self.query_one("#ranks", DataTable)
 
     def _draw(self) -> None:
+        # An answer may come while the screen is being taken down.
+        if not self.query("#about"):
+            return
         self._draw_about()
         self._draw_ranks()
         self._draw_alerts()

@@ -121,10 +121,15 @@ async def test_slash_filters_escape_shows_all_and_q_is_only_a_letter_meanwhile()
     service.ranks[7] = rank(7, phase="torn", reason="seq is odd")
     app = await app_of(service)
     async with app.run_test() as pilot:
-        await pilot.press("slash", "t", "o", "r", "n")
-        assert [row[0] for row in table(app)] == ["7"]
-        await pilot.press("enter", "slash")
         box = app.query_one("#filter", Input)
+        await pilot.press("slash")
+        await until(pilot, lambda: box.has_focus)
+        await pilot.press("t", "o", "r", "n")
+        await until(pilot, lambda: [row[0] for row in table(app)] == ["7"])
+        await pilot.press("enter")
+        await until(pilot, lambda: not box.has_focus)
+        await pilot.press("slash")
+        await until(pilot, lambda: box.has_focus)
         box.value = ""
         await pilot.press("1")
         await until(pilot, lambda: [row[0] for row in table(app)] == ["1"])
@@ -133,8 +138,7 @@ async def test_slash_filters_escape_shows_all_and_q_is_only_a_letter_meanwhile()
         assert box.value == "seq"
         await until(pilot, lambda: [row[0] for row in table(app)] == ["7"])
         await pilot.press("escape")
-        assert len(table(app)) == 12
-        assert not box.has_class("open")
+        await until(pilot, lambda: len(table(app)) == 12 and not box.has_class("open"))
 
 
 async def test_q_ends_it() -> None:

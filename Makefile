@@ -37,7 +37,7 @@ $(STAMP): pyproject.toml constraints.txt
 demo: setup ## train a small GPT on 2 ranks and look into it
 	$(BIN)/paramd demo
 
-test: setup ## all tests, with real processes (under 10 minutes on 2 cores)
+test: system setup ## all tests, with real processes (under 10 minutes on 2 cores)
 	$(BIN)/pytest -q -n 2 --dist worksteal $(ALL_TESTS)
 
 verify: setup ## style, types, import rules, protos, fast tests

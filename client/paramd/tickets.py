@@ -51,8 +51,10 @@ class Role(Enum):
     """State, peers and layout of a sidecar: never a value of a parameter."""
     READER = "reader"
     """All reading methods of a sidecar; ScheduleBoundary of the control plane."""
+    EDITOR = "editor"
+    """What a reader may, and staging and previewing edits; not committing them."""
     CONTROL = "control"
-    """What a reader may, and CaptureBoundary of a sidecar."""
+    """What an editor may, and what all ranks do together (ReachBoundary and the like)."""
     SIDECAR = "sidecar"
     """Join of the control plane, as the one rank that the ticket names; nothing else."""
 

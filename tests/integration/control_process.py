@@ -150,7 +150,7 @@ def ticket(
 
 @dataclass
 class FakeSidecar(sidecar_pb2_grpc.SidecarServiceServicer):  # type: ignore[misc]
-    """Joins as a rank; answers CaptureBoundary with `step`, once `gate` is open."""
+    """Joins as a rank; answers ReachBoundary with `step`, once `gate` is open."""
 
     rank: int
     step: int = 10
@@ -162,7 +162,7 @@ class FakeSidecar(sidecar_pb2_grpc.SidecarServiceServicer):  # type: ignore[misc
     welcome: control_pb2.JoinResponse | None = None
     address: str = ""
 
-    async def CaptureBoundary(self, request: Any, context: Any) -> Any:
+    async def ReachBoundary(self, request: Any, context: Any) -> Any:
         authorization = dict(context.invocation_metadata())["authorization"]
         offered = authorization.removeprefix("Bearer ")
         claims = Verifier(SIGNER.public_key).verify(offered, job=JOB, epoch=request.epoch)
@@ -171,7 +171,7 @@ class FakeSidecar(sidecar_pb2_grpc.SidecarServiceServicer):  # type: ignore[misc
         self.ready_boundary = max(self.ready_boundary, request.boundary)
         await self.gate.wait()
         step = self.step + request.boundary if self.captured else -1
-        return sidecar_pb2.CaptureBoundaryResponse(
+        return sidecar_pb2.ReachBoundaryResponse(
             header=self.header(request.epoch, step), captured=self.captured, reason=self.reason
         )
 

@@ -41,7 +41,7 @@ SIDECAR: dict[str, set[Role]] = {
     "PoolSnapshot": READS,
     "DigestSnapshot": READS,
     "Summon": READS,
-    "CaptureBoundary": {C},
+    "ReachBoundary": {C},
 }
 CONTROL: dict[str, set[Role]] = {"Join": {S}, "ScheduleBoundary": READS}
 REFLECTION = "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo"

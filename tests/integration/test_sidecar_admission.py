@@ -96,7 +96,7 @@ def test_every_method_refuses_everybody_without_a_good_ticket(client: Client) ->
 def test_roles_and_unknown_methods_are_denied_by_default(client: Client) -> None:
     good = f"Bearer {ticket()}"
     paths = [
-        SERVICE + "CaptureBoundary",
+        SERVICE + "ReachBoundary",
         SERVICE + "StageEdit",
         SERVICE + "getstate",
         SERVICE,
@@ -107,7 +107,7 @@ def test_roles_and_unknown_methods_are_denied_by_default(client: Client) -> None
         assert raw(client, path, authorization=good) in DENIED, path
     reflection = "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo"
     assert raw(client, reflection) is grpc.StatusCode.UNAUTHENTICATED
-    capture = raw(client, SERVICE + "CaptureBoundary", authorization=f"Bearer {_control()}")
+    capture = raw(client, SERVICE + "ReachBoundary", authorization=f"Bearer {_control()}")
     assert capture is grpc.StatusCode.FAILED_PRECONDITION
 
 

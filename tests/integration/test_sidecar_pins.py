@@ -51,12 +51,12 @@ def client(trainer: FakeTrainer) -> Iterator[Client]:
 
 def capture(
     client: Client, number: int, *snapshot_ids: str, timeout_s: float = 5.0
-) -> pb.CaptureBoundaryResponse:
-    request = pb.CaptureBoundaryRequest(
+) -> pb.ReachBoundaryResponse:
+    request = pb.ReachBoundaryRequest(
         epoch=client.epoch, boundary=number, snapshot_ids=snapshot_ids
     )
-    answer = client.call("CaptureBoundary", request, timeout_s)
-    assert isinstance(answer, pb.CaptureBoundaryResponse)
+    answer = client.call("ReachBoundary", request, timeout_s)
+    assert isinstance(answer, pb.ReachBoundaryResponse)
     return answer
 
 

@@ -154,10 +154,10 @@ def test_a_sidecar_obeys_no_lower_generation_than_it_has_met() -> None:
             with client_of(trainer, Role.CONTROL) as client:
 
                 def capture(boundary: int, generation: int) -> Any:
-                    request = sidecar_pb2.CaptureBoundaryRequest(
+                    request = sidecar_pb2.ReachBoundaryRequest(
                         epoch=1, boundary=boundary, generation=generation
                     )
-                    return client.call("CaptureBoundary", request)
+                    return client.call("ReachBoundary", request)
 
                 assert capture(1, 5).captured
                 with pytest.raises(grpc.RpcError) as caught:

@@ -28,7 +28,7 @@ class Word(IntEnum):
     STEP = 9  # finished updates
     SEQ = 10  # odd inside an update
     ANNOUNCE = 11  # counts announced boundaries; each is followed by a wake
-    AGREED = 12  # highest boundary request agreed by all trainers
+    AGREED = 12  # last boundary request agreed by all trainers
     AGREED_STEP = 13  # step of that boundary
     BUFFERS_STEP = 14  # step at which buffers were last copied into the arena
     BOUNDARY_NS = 15  # time of the last boundary
@@ -39,15 +39,39 @@ class Word(IntEnum):
     AGREEMENT_STATE = 20  # 1 works, 2 gave up
     TRAINER_PID = 21
     TRAINER_START = 22  # start time from /proc, so that a reused pid is told apart
+    EDITS = 23  # edits applied in this epoch; changes only while SEQ is odd
+    PROMISED = 24  # request of the round under way; 0 when it has none
+    ROUNDS_LAUNCHED = 25
+    ROUNDS_COLLECTED = 26
+    AGREED_TOKEN = 27
+    EDIT_AGREED = 28  # request of the last edit agreed; written before anything is changed
+    EDIT_APPLIED = 29  # request of the last edit wholly applied
+    EDIT_TOKEN = 30  # its token
+    EDIT_STEP = 31  # its step
+    EDIT_NS = 32  # time that it kept the trainer
+    HELD = 33  # 0 runs, 1 held, 2 stepping within a hold
+    HOLD_STEPS_LEFT = 34
+    SLOT_DONE0 = 40  # update whose gradients slot 0 holds
+    SLOT_DONE1 = 41
+    MOMENTS_STEP = 42  # step at which optimizer state was last mirrored
 
     # Sidecar's words.
     SIDECAR_PID = 64
     WANT = 65  # counts requests for the next boundary of this rank alone
-    READY = 66  # highest boundary request this rank is ready for
-    BUFFERS_WANTED = 67  # highest boundary request that needs buffers
+    READY = 66  # boundary request this rank is ready for; 0 none
+    BUFFERS_WANTED = 67  # boundary request that needs buffers
     SERVED = 68  # last ANNOUNCE handled
     COPY_BEGUN = 69  # counts copies begun
     COPY_ENDED = 70  # counts copies ended, whether good or given up
+    TOKEN = 71  # of request READY
+    ACTION = 72  # what request READY asks for: a BoundaryAction
+    ARGUMENT = 73  # EDIT: where its program begins in the edit memory; STEP: boundaries to pass
+    HIGHEST = 74  # highest request this rank was ever ready for in this epoch
+    HOLD_UNTIL_NS = 75  # end of the hold's lease
+    MOMENTS_WANTED = 76  # request that needs optimizer state mirrored
+    ARM_STEP = 80  # announce the boundary of this step; 0 none
+    ARM_SLOT0 = 81  # update whose gradients are wanted in slot 0; 0 none
+    ARM_SLOT1 = 82
 
 
 class ControlPage:

@@ -46,7 +46,7 @@ class _PhaseEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._EnumType
     PHASE_SUMMON: _Phase.ValueType  # 8
     """A copy, or a capture that all ranks agree on, is under way."""
     PHASE_HELD: _Phase.ValueType  # 9
-    """Training waits at a boundary on request. No rank says so before holds exist."""
+    """Training waits at a boundary on request."""
     PHASE_STALLED: _Phase.ValueType  # 10
     """The trainer lives, but its process is stopped, or no boundary came for many times
     its own step time: hung in a collective, in long code without boundaries, or held.
@@ -76,7 +76,7 @@ PHASE_FORWARD_BACKWARD: Phase.ValueType  # 7
 PHASE_SUMMON: Phase.ValueType  # 8
 """A copy, or a capture that all ranks agree on, is under way."""
 PHASE_HELD: Phase.ValueType  # 9
-"""Training waits at a boundary on request. No rank says so before holds exist."""
+"""Training waits at a boundary on request."""
 PHASE_STALLED: Phase.ValueType  # 10
 """The trainer lives, but its process is stopped, or no boundary came for many times
 its own step time: hung in a collective, in long code without boundaries, or held.
@@ -94,6 +94,7 @@ class Header(google.protobuf.message.Message):
     STEP_FIELD_NUMBER: builtins.int
     RANK_FIELD_NUMBER: builtins.int
     LAYOUT_DIGEST_FIELD_NUMBER: builtins.int
+    EDITS_FIELD_NUMBER: builtins.int
     job: builtins.str
     """Name of the training job."""
     epoch: builtins.int
@@ -104,6 +105,8 @@ class Header(google.protobuf.message.Message):
     """Rank that answers; -1 for the control plane."""
     layout_digest: builtins.str
     """Digest of the layout in force; empty before the trainer has attached."""
+    edits: builtins.int
+    """Edits applied in this epoch. Epoch, step and edits together name a state; -1 as `step`."""
     def __init__(
         self,
         *,
@@ -112,8 +115,9 @@ class Header(google.protobuf.message.Message):
         step: builtins.int = ...,
         rank: builtins.int = ...,
         layout_digest: builtins.str = ...,
+        edits: builtins.int = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["epoch", b"epoch", "job", b"job", "layout_digest", b"layout_digest", "rank", b"rank", "step", b"step"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["edits", b"edits", "epoch", b"epoch", "job", b"job", "layout_digest", b"layout_digest", "rank", b"rank", "step", b"step"]) -> None: ...
 
 global___Header = Header
 
@@ -144,6 +148,11 @@ class RankState(google.protobuf.message.Message):
     SIDECAR_RSS_BYTES_FIELD_NUMBER: builtins.int
     TRAINER_RSS_BYTES_FIELD_NUMBER: builtins.int
     ALERTS_FIELD_NUMBER: builtins.int
+    HOLD_LEFT_MS_FIELD_NUMBER: builtins.int
+    HOLD_STEPS_LEFT_FIELD_NUMBER: builtins.int
+    EDITS_FIELD_NUMBER: builtins.int
+    EDIT_BYTES_FIELD_NUMBER: builtins.int
+    GRADIENT_BYTES_FIELD_NUMBER: builtins.int
     rank: builtins.int
     """Rank as in torch.distributed."""
     phase: global___Phase.ValueType
@@ -186,6 +195,18 @@ class RankState(google.protobuf.message.Message):
     """Resident memory of the sidecar's process, in bytes; the arena's touched pages count."""
     trainer_rss_bytes: builtins.int
     """Resident memory of the trainer's process, in bytes; 0 when it cannot be read."""
+    hold_left_ms: builtins.int
+    """What is left of the lease of a hold that this rank is in, in milliseconds; 0 when it is
+    in none.
+    """
+    hold_steps_left: builtins.int
+    """Boundaries that a held training may still pass (`step`); 0 when none."""
+    edits: builtins.int
+    """Edits applied in this epoch."""
+    edit_bytes: builtins.int
+    """Bytes reserved for staged edits and for what undoes applied ones."""
+    gradient_bytes: builtins.int
+    """Bytes reserved for gradients."""
     @property
     def alerts(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
         """What the sidecar itself finds wrong, each as a stable id; empty when nothing is."""
@@ -214,8 +235,13 @@ class RankState(google.protobuf.message.Message):
         sidecar_rss_bytes: builtins.int = ...,
         trainer_rss_bytes: builtins.int = ...,
         alerts: collections.abc.Iterable[builtins.str] | None = ...,
+        hold_left_ms: builtins.int = ...,
+        hold_steps_left: builtins.int = ...,
+        edits: builtins.int = ...,
+        edit_bytes: builtins.int = ...,
+        gradient_bytes: builtins.int = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["abandoned_copy_count", b"abandoned_copy_count", "agreement_reason", b"agreement_reason", "agreement_works", b"agreement_works", "alerts", b"alerts", "arena_bytes", b"arena_bytes", "boundary_age_ns", b"boundary_age_ns", "phase", b"phase", "phase_reason", b"phase_reason", "rank", b"rank", "ready_boundary", b"ready_boundary", "sidecar_pid", b"sidecar_pid", "sidecar_rss_bytes", b"sidecar_rss_bytes", "snapshot_bytes", b"snapshot_bytes", "snapshot_count", b"snapshot_count", "stall_count", b"stall_count", "stall_max_ns", b"stall_max_ns", "stall_total_ns", b"stall_total_ns", "step", b"step", "step_time_ns", b"step_time_ns", "trainer_pid", b"trainer_pid", "trainer_rss_bytes", b"trainer_rss_bytes"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["abandoned_copy_count", b"abandoned_copy_count", "agreement_reason", b"agreement_reason", "agreement_works", b"agreement_works", "alerts", b"alerts", "arena_bytes", b"arena_bytes", "boundary_age_ns", b"boundary_age_ns", "edit_bytes", b"edit_bytes", "edits", b"edits", "gradient_bytes", b"gradient_bytes", "hold_left_ms", b"hold_left_ms", "hold_steps_left", b"hold_steps_left", "phase", b"phase", "phase_reason", b"phase_reason", "rank", b"rank", "ready_boundary", b"ready_boundary", "sidecar_pid", b"sidecar_pid", "sidecar_rss_bytes", b"sidecar_rss_bytes", "snapshot_bytes", b"snapshot_bytes", "snapshot_count", b"snapshot_count", "stall_count", b"stall_count", "stall_max_ns", b"stall_max_ns", "stall_total_ns", b"stall_total_ns", "step", b"step", "step_time_ns", b"step_time_ns", "trainer_pid", b"trainer_pid", "trainer_rss_bytes", b"trainer_rss_bytes"]) -> None: ...
 
 global___RankState = RankState
 

@@ -21,6 +21,194 @@ else:
 
 DESCRIPTOR: google.protobuf.descriptor.FileDescriptor
 
+class _Source:
+    ValueType = typing.NewType("ValueType", builtins.int)
+    V: typing_extensions.TypeAlias = ValueType
+
+class _SourceEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._EnumTypeWrapper[_Source.ValueType], builtins.type):
+    DESCRIPTOR: google.protobuf.descriptor.EnumDescriptor
+    SOURCE_UNSPECIFIED: _Source.ValueType  # 0
+    """Parameters (and buffers)."""
+    SOURCE_GRADIENTS: _Source.ValueType  # 1
+    """Gradients; needs `at_step`."""
+    SOURCE_MOMENTS: _Source.ValueType  # 2
+    """One kind of optimizer state."""
+
+class Source(_Source, metaclass=_SourceEnumTypeWrapper):
+    """Source of a snapshot's bytes. All have the geometry of the arena."""
+
+SOURCE_UNSPECIFIED: Source.ValueType  # 0
+"""Parameters (and buffers)."""
+SOURCE_GRADIENTS: Source.ValueType  # 1
+"""Gradients; needs `at_step`."""
+SOURCE_MOMENTS: Source.ValueType  # 2
+"""One kind of optimizer state."""
+global___Source = Source
+
+class _BoundaryAction:
+    ValueType = typing.NewType("ValueType", builtins.int)
+    V: typing_extensions.TypeAlias = ValueType
+
+class _BoundaryActionEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._EnumTypeWrapper[_BoundaryAction.ValueType], builtins.type):
+    DESCRIPTOR: google.protobuf.descriptor.EnumDescriptor
+    BOUNDARY_ACTION_UNSPECIFIED: _BoundaryAction.ValueType  # 0
+    """Fill snapshots; there may be none."""
+    BOUNDARY_ACTION_EDIT: _BoundaryAction.ValueType  # 1
+    """Apply the staged edit `edit_id`."""
+    BOUNDARY_ACTION_HOLD: _BoundaryAction.ValueType  # 2
+    """Hold training under a lease of `lease_ms`."""
+    BOUNDARY_ACTION_STEP: _BoundaryAction.ValueType  # 3
+    """Let held training pass `step_count` boundaries."""
+    BOUNDARY_ACTION_RESUME: _BoundaryAction.ValueType  # 4
+    """End the hold."""
+
+class BoundaryAction(_BoundaryAction, metaclass=_BoundaryActionEnumTypeWrapper):
+    """BoundaryAction is what all ranks do at an agreed boundary."""
+
+BOUNDARY_ACTION_UNSPECIFIED: BoundaryAction.ValueType  # 0
+"""Fill snapshots; there may be none."""
+BOUNDARY_ACTION_EDIT: BoundaryAction.ValueType  # 1
+"""Apply the staged edit `edit_id`."""
+BOUNDARY_ACTION_HOLD: BoundaryAction.ValueType  # 2
+"""Hold training under a lease of `lease_ms`."""
+BOUNDARY_ACTION_STEP: BoundaryAction.ValueType  # 3
+"""Let held training pass `step_count` boundaries."""
+BOUNDARY_ACTION_RESUME: BoundaryAction.ValueType  # 4
+"""End the hold."""
+global___BoundaryAction = BoundaryAction
+
+class _BoundaryFate:
+    ValueType = typing.NewType("ValueType", builtins.int)
+    V: typing_extensions.TypeAlias = ValueType
+
+class _BoundaryFateEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._EnumTypeWrapper[_BoundaryFate.ValueType], builtins.type):
+    DESCRIPTOR: google.protobuf.descriptor.EnumDescriptor
+    BOUNDARY_FATE_UNSPECIFIED: _BoundaryFate.ValueType  # 0
+    """Not said."""
+    BOUNDARY_FATE_WITHDRAWN: _BoundaryFate.ValueType  # 1
+    """This rank never agreed and never will: nobody does what was asked for."""
+    BOUNDARY_FATE_IN_DOUBT: _BoundaryFate.ValueType  # 2
+    """The trainer takes part in a round that has not ended: not known yet, ask again."""
+    BOUNDARY_FATE_AGREED: _BoundaryFate.ValueType  # 3
+    """Agreed, so on all ranks; being done."""
+    BOUNDARY_FATE_DONE: _BoundaryFate.ValueType  # 4
+    """Agreed and done on this rank."""
+    BOUNDARY_FATE_TORN: _BoundaryFate.ValueType  # 5
+    """Agreed, but the trainer ended before it was done: the rank is torn."""
+
+class BoundaryFate(_BoundaryFate, metaclass=_BoundaryFateEnumTypeWrapper):
+    """Fate of a boundary request on one rank."""
+
+BOUNDARY_FATE_UNSPECIFIED: BoundaryFate.ValueType  # 0
+"""Not said."""
+BOUNDARY_FATE_WITHDRAWN: BoundaryFate.ValueType  # 1
+"""This rank never agreed and never will: nobody does what was asked for."""
+BOUNDARY_FATE_IN_DOUBT: BoundaryFate.ValueType  # 2
+"""The trainer takes part in a round that has not ended: not known yet, ask again."""
+BOUNDARY_FATE_AGREED: BoundaryFate.ValueType  # 3
+"""Agreed, so on all ranks; being done."""
+BOUNDARY_FATE_DONE: BoundaryFate.ValueType  # 4
+"""Agreed and done on this rank."""
+BOUNDARY_FATE_TORN: BoundaryFate.ValueType  # 5
+"""Agreed, but the trainer ended before it was done: the rank is torn."""
+global___BoundaryFate = BoundaryFate
+
+class _EditKind:
+    ValueType = typing.NewType("ValueType", builtins.int)
+    V: typing_extensions.TypeAlias = ValueType
+
+class _EditKindEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._EnumTypeWrapper[_EditKind.ValueType], builtins.type):
+    DESCRIPTOR: google.protobuf.descriptor.EnumDescriptor
+    EDIT_KIND_UNSPECIFIED: _EditKind.ValueType  # 0
+    """Not said; refused."""
+    EDIT_KIND_SET: _EditKind.ValueType  # 1
+    """x = data."""
+    EDIT_KIND_ADD: _EditKind.ValueType  # 2
+    """x = x + weight * (data or value)."""
+    EDIT_KIND_MUL: _EditKind.ValueType  # 3
+    """x = x * (data or value)."""
+    EDIT_KIND_LERP: _EditKind.ValueType  # 4
+    """x = x + weight * (data - x)."""
+    EDIT_KIND_FILL: _EditKind.ValueType  # 5
+    """x = value."""
+    EDIT_KIND_CLAMP: _EditKind.ValueType  # 6
+    """x = min(max(x, min), max)."""
+
+class EditKind(_EditKind, metaclass=_EditKindEnumTypeWrapper):
+    """EditKind is what an operation does with the elements it names."""
+
+EDIT_KIND_UNSPECIFIED: EditKind.ValueType  # 0
+"""Not said; refused."""
+EDIT_KIND_SET: EditKind.ValueType  # 1
+"""x = data."""
+EDIT_KIND_ADD: EditKind.ValueType  # 2
+"""x = x + weight * (data or value)."""
+EDIT_KIND_MUL: EditKind.ValueType  # 3
+"""x = x * (data or value)."""
+EDIT_KIND_LERP: EditKind.ValueType  # 4
+"""x = x + weight * (data - x)."""
+EDIT_KIND_FILL: EditKind.ValueType  # 5
+"""x = value."""
+EDIT_KIND_CLAMP: EditKind.ValueType  # 6
+"""x = min(max(x, min), max)."""
+global___EditKind = EditKind
+
+class _EditPhase:
+    ValueType = typing.NewType("ValueType", builtins.int)
+    V: typing_extensions.TypeAlias = ValueType
+
+class _EditPhaseEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._EnumTypeWrapper[_EditPhase.ValueType], builtins.type):
+    DESCRIPTOR: google.protobuf.descriptor.EnumDescriptor
+    EDIT_PHASE_UNSPECIFIED: _EditPhase.ValueType  # 0
+    """Not said."""
+    EDIT_PHASE_STAGING: _EditPhase.ValueType  # 1
+    """Data is missing."""
+    EDIT_PHASE_STAGED: _EditPhase.ValueType  # 2
+    """Complete and verified."""
+    EDIT_PHASE_READY: _EditPhase.ValueType  # 3
+    """Declared ready for a boundary."""
+    EDIT_PHASE_APPLIED: _EditPhase.ValueType  # 4
+    """Applied at the header's step."""
+
+class EditPhase(_EditPhase, metaclass=_EditPhaseEnumTypeWrapper):
+    """EditPhase of an edit on one rank."""
+
+EDIT_PHASE_UNSPECIFIED: EditPhase.ValueType  # 0
+"""Not said."""
+EDIT_PHASE_STAGING: EditPhase.ValueType  # 1
+"""Data is missing."""
+EDIT_PHASE_STAGED: EditPhase.ValueType  # 2
+"""Complete and verified."""
+EDIT_PHASE_READY: EditPhase.ValueType  # 3
+"""Declared ready for a boundary."""
+EDIT_PHASE_APPLIED: EditPhase.ValueType  # 4
+"""Applied at the header's step."""
+global___EditPhase = EditPhase
+
+class _GradientKind:
+    ValueType = typing.NewType("ValueType", builtins.int)
+    V: typing_extensions.TypeAlias = ValueType
+
+class _GradientKindEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._EnumTypeWrapper[_GradientKind.ValueType], builtins.type):
+    DESCRIPTOR: google.protobuf.descriptor.EnumDescriptor
+    GRADIENT_KIND_UNSPECIFIED: _GradientKind.ValueType  # 0
+    """Whole gradients."""
+    GRADIENT_KIND_STATS: _GradientKind.ValueType  # 1
+    """Statistics."""
+    GRADIENT_KIND_HISTOGRAM: _GradientKind.ValueType  # 2
+    """Statistics with binary exponents."""
+
+class GradientKind(_GradientKind, metaclass=_GradientKindEnumTypeWrapper):
+    """GradientKind is what a frame holds."""
+
+GRADIENT_KIND_UNSPECIFIED: GradientKind.ValueType  # 0
+"""Whole gradients."""
+GRADIENT_KIND_STATS: GradientKind.ValueType  # 1
+"""Statistics."""
+GRADIENT_KIND_HISTOGRAM: GradientKind.ValueType  # 2
+"""Statistics with binary exponents."""
+global___GradientKind = GradientKind
+
 class _PoolMode:
     ValueType = typing.NewType("ValueType", builtins.int)
     V: typing_extensions.TypeAlias = ValueType
@@ -212,6 +400,9 @@ class PinSnapshotRequest(google.protobuf.message.Message):
     LEASE_MS_FIELD_NUMBER: builtins.int
     AT_BOUNDARY_FIELD_NUMBER: builtins.int
     WITH_BUFFERS_FIELD_NUMBER: builtins.int
+    SOURCE_FIELD_NUMBER: builtins.int
+    AT_STEP_FIELD_NUMBER: builtins.int
+    STATE_KEY_FIELD_NUMBER: builtins.int
     epoch: builtins.int
     """Epoch the spans were planned in."""
     layout_digest: builtins.str
@@ -219,11 +410,19 @@ class PinSnapshotRequest(google.protobuf.message.Message):
     lease_ms: builtins.int
     """Lease in milliseconds; 0 means the default of 30 s; at most 300 s."""
     at_boundary: builtins.bool
-    """Only make room; the bytes come with CaptureBoundary."""
+    """Only make room; the bytes come with ReachBoundary."""
     with_buffers: builtins.bool
     """The spans hold buffers: the trainer copies them into the arena at the boundary.
     Needs `at_boundary`.
     """
+    source: global___Source.ValueType
+    """What the spans are bytes of."""
+    at_step: builtins.int
+    """Exact step wanted, at least 1: parameters after that update, or the gradients that it
+    consumes. 0: any. ABORTED "passed": it has begun. Not with `at_boundary`.
+    """
+    state_key: builtins.str
+    """Which optimizer state, for SOURCE_MOMENTS (needs `at_boundary`), such as "exp_avg"."""
     @property
     def spans(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___Span]:
         """Sorted, not overlapping. The snapshot is their concatenation."""
@@ -237,10 +436,71 @@ class PinSnapshotRequest(google.protobuf.message.Message):
         lease_ms: builtins.int = ...,
         at_boundary: builtins.bool = ...,
         with_buffers: builtins.bool = ...,
+        source: global___Source.ValueType = ...,
+        at_step: builtins.int = ...,
+        state_key: builtins.str = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["at_boundary", b"at_boundary", "epoch", b"epoch", "layout_digest", b"layout_digest", "lease_ms", b"lease_ms", "spans", b"spans", "with_buffers", b"with_buffers"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["at_boundary", b"at_boundary", "at_step", b"at_step", "epoch", b"epoch", "layout_digest", b"layout_digest", "lease_ms", b"lease_ms", "source", b"source", "spans", b"spans", "state_key", b"state_key", "with_buffers", b"with_buffers"]) -> None: ...
 
 global___PinSnapshotRequest = PinSnapshotRequest
+
+@typing.final
+class GradientNote(google.protobuf.message.Message):
+    """GradientNote says of one piece what its bytes do not."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    ARENA_BEGIN_FIELD_NUMBER: builtins.int
+    NONE_FIELD_NUMBER: builtins.int
+    PARTIAL_GROUP_FIELD_NUMBER: builtins.int
+    arena_begin: builtins.int
+    """Where the piece begins in the arena."""
+    none: builtins.bool
+    """The parameter had no gradient, or belongs to another optimizer; its bytes are zero."""
+    partial_group: builtins.int
+    """The gradient is the sum over the ranks that name the same group; 0 is no group, else
+    1 + the group's first rank.
+    """
+    def __init__(
+        self,
+        *,
+        arena_begin: builtins.int = ...,
+        none: builtins.bool = ...,
+        partial_group: builtins.int = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["arena_begin", b"arena_begin", "none", b"none", "partial_group", b"partial_group"]) -> None: ...
+
+global___GradientNote = GradientNote
+
+@typing.final
+class GradientFacts(google.protobuf.message.Message):
+    """GradientFacts holds for all gradients of one frame."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    SCALE_FIELD_NUMBER: builtins.int
+    CLIP_FACTOR_FIELD_NUMBER: builtins.int
+    NOTES_FIELD_NUMBER: builtins.int
+    scale: builtins.float
+    """Factor that gradients are still multiplied with (a loss scale); 1 when none."""
+    clip_factor: builtins.float
+    """Factor that clipping multiplied them with; 0 when it is not known whether they were
+    clipped.
+    """
+    @property
+    def notes(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___GradientNote]:
+        """Pieces of which there is something to say."""
+
+    def __init__(
+        self,
+        *,
+        scale: builtins.float = ...,
+        clip_factor: builtins.float = ...,
+        notes: collections.abc.Iterable[global___GradientNote] | None = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["clip_factor", b"clip_factor", "notes", b"notes", "scale", b"scale"]) -> None: ...
+
+global___GradientFacts = GradientFacts
 
 @typing.final
 class PinSnapshotResponse(google.protobuf.message.Message):
@@ -252,6 +512,7 @@ class PinSnapshotResponse(google.protobuf.message.Message):
     SNAPSHOT_ID_FIELD_NUMBER: builtins.int
     SIZE_BYTES_FIELD_NUMBER: builtins.int
     LEASE_MS_FIELD_NUMBER: builtins.int
+    GRADIENTS_FIELD_NUMBER: builtins.int
     snapshot_id: builtins.str
     """Names the snapshot and its lease."""
     size_bytes: builtins.int
@@ -262,6 +523,10 @@ class PinSnapshotResponse(google.protobuf.message.Message):
     def header(self) -> paramd.v1.common_pb2.Header:
         """Epoch and step of the bytes; step -1 while `at_boundary` has not been filled."""
 
+    @property
+    def gradients(self) -> global___GradientFacts:
+        """Set for SOURCE_GRADIENTS."""
+
     def __init__(
         self,
         *,
@@ -269,15 +534,16 @@ class PinSnapshotResponse(google.protobuf.message.Message):
         snapshot_id: builtins.str = ...,
         size_bytes: builtins.int = ...,
         lease_ms: builtins.int = ...,
+        gradients: global___GradientFacts | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["header", b"header"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["header", b"header", "lease_ms", b"lease_ms", "size_bytes", b"size_bytes", "snapshot_id", b"snapshot_id"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["gradients", b"gradients", "header", b"header"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["gradients", b"gradients", "header", b"header", "lease_ms", b"lease_ms", "size_bytes", b"size_bytes", "snapshot_id", b"snapshot_id"]) -> None: ...
 
 global___PinSnapshotResponse = PinSnapshotResponse
 
 @typing.final
-class CaptureBoundaryRequest(google.protobuf.message.Message):
-    """Request of CaptureBoundary."""
+class ReachBoundaryRequest(google.protobuf.message.Message):
+    """Request of ReachBoundary."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -285,6 +551,11 @@ class CaptureBoundaryRequest(google.protobuf.message.Message):
     BOUNDARY_FIELD_NUMBER: builtins.int
     SNAPSHOT_IDS_FIELD_NUMBER: builtins.int
     GENERATION_FIELD_NUMBER: builtins.int
+    ACTION_FIELD_NUMBER: builtins.int
+    TOKEN_FIELD_NUMBER: builtins.int
+    EDIT_ID_FIELD_NUMBER: builtins.int
+    STEP_COUNT_FIELD_NUMBER: builtins.int
+    LEASE_MS_FIELD_NUMBER: builtins.int
     epoch: builtins.int
     """Epoch the boundary belongs to."""
     boundary: builtins.int
@@ -293,6 +564,16 @@ class CaptureBoundaryRequest(google.protobuf.message.Message):
     """Generation of the asking control plane. Lower than one that the sidecar has met:
     FAILED_PRECONDITION.
     """
+    action: global___BoundaryAction.ValueType
+    """What to do."""
+    token: builtins.int
+    """Names the request's content, 1 to 2^63 - 1; trainers agree only on equal tokens."""
+    edit_id: builtins.str
+    """Edit to apply; 32 hexadecimal digits."""
+    step_count: builtins.int
+    """Boundaries to pass."""
+    lease_ms: builtins.int
+    """Lease of a hold."""
     @property
     def snapshot_ids(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
         """Snapshots of this sidecar to fill; may be empty."""
@@ -304,24 +585,32 @@ class CaptureBoundaryRequest(google.protobuf.message.Message):
         boundary: builtins.int = ...,
         snapshot_ids: collections.abc.Iterable[builtins.str] | None = ...,
         generation: builtins.int = ...,
+        action: global___BoundaryAction.ValueType = ...,
+        token: builtins.int = ...,
+        edit_id: builtins.str = ...,
+        step_count: builtins.int = ...,
+        lease_ms: builtins.int = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["boundary", b"boundary", "epoch", b"epoch", "generation", b"generation", "snapshot_ids", b"snapshot_ids"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["action", b"action", "boundary", b"boundary", "edit_id", b"edit_id", "epoch", b"epoch", "generation", b"generation", "lease_ms", b"lease_ms", "snapshot_ids", b"snapshot_ids", "step_count", b"step_count", "token", b"token"]) -> None: ...
 
-global___CaptureBoundaryRequest = CaptureBoundaryRequest
+global___ReachBoundaryRequest = ReachBoundaryRequest
 
 @typing.final
-class CaptureBoundaryResponse(google.protobuf.message.Message):
-    """Answer of CaptureBoundary."""
+class ReachBoundaryResponse(google.protobuf.message.Message):
+    """Answer of ReachBoundary."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     HEADER_FIELD_NUMBER: builtins.int
     CAPTURED_FIELD_NUMBER: builtins.int
     REASON_FIELD_NUMBER: builtins.int
+    STOP_NS_FIELD_NUMBER: builtins.int
     captured: builtins.bool
-    """True when every named snapshot was filled at that step."""
+    """True when everything that was asked for was done at that step."""
     reason: builtins.str
     """Why not, in words for the user; empty when captured."""
+    stop_ns: builtins.int
+    """How long an edit kept the trainer, in nanoseconds."""
     @property
     def header(self) -> paramd.v1.common_pb2.Header:
         """Step is the agreed boundary's; -1 when it was not reached."""
@@ -332,11 +621,623 @@ class CaptureBoundaryResponse(google.protobuf.message.Message):
         header: paramd.v1.common_pb2.Header | None = ...,
         captured: builtins.bool = ...,
         reason: builtins.str = ...,
+        stop_ns: builtins.int = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["header", b"header"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["captured", b"captured", "header", b"header", "reason", b"reason"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["captured", b"captured", "header", b"header", "reason", b"reason", "stop_ns", b"stop_ns"]) -> None: ...
 
-global___CaptureBoundaryResponse = CaptureBoundaryResponse
+global___ReachBoundaryResponse = ReachBoundaryResponse
+
+@typing.final
+class WithdrawBoundaryRequest(google.protobuf.message.Message):
+    """Request of WithdrawBoundary."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    EPOCH_FIELD_NUMBER: builtins.int
+    BOUNDARY_FIELD_NUMBER: builtins.int
+    GENERATION_FIELD_NUMBER: builtins.int
+    epoch: builtins.int
+    """Epoch of the request."""
+    boundary: builtins.int
+    """Number of the request."""
+    generation: builtins.int
+    """As in ReachBoundaryRequest."""
+    def __init__(
+        self,
+        *,
+        epoch: builtins.int = ...,
+        boundary: builtins.int = ...,
+        generation: builtins.int = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["boundary", b"boundary", "epoch", b"epoch", "generation", b"generation"]) -> None: ...
+
+global___WithdrawBoundaryRequest = WithdrawBoundaryRequest
+
+@typing.final
+class WithdrawBoundaryResponse(google.protobuf.message.Message):
+    """Answer of WithdrawBoundary."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    HEADER_FIELD_NUMBER: builtins.int
+    FATE_FIELD_NUMBER: builtins.int
+    fate: global___BoundaryFate.ValueType
+    """What became of the request."""
+    @property
+    def header(self) -> paramd.v1.common_pb2.Header:
+        """Step and edits are those of the boundary when it was done."""
+
+    def __init__(
+        self,
+        *,
+        header: paramd.v1.common_pb2.Header | None = ...,
+        fate: global___BoundaryFate.ValueType = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["header", b"header"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["fate", b"fate", "header", b"header"]) -> None: ...
+
+global___WithdrawBoundaryResponse = WithdrawBoundaryResponse
+
+@typing.final
+class RenewHoldRequest(google.protobuf.message.Message):
+    """Request of RenewHold."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    EPOCH_FIELD_NUMBER: builtins.int
+    GENERATION_FIELD_NUMBER: builtins.int
+    LEASE_MS_FIELD_NUMBER: builtins.int
+    epoch: builtins.int
+    """Epoch of the hold."""
+    generation: builtins.int
+    """As in ReachBoundaryRequest."""
+    lease_ms: builtins.int
+    """From now on; at most 300,000."""
+    def __init__(
+        self,
+        *,
+        epoch: builtins.int = ...,
+        generation: builtins.int = ...,
+        lease_ms: builtins.int = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["epoch", b"epoch", "generation", b"generation", "lease_ms", b"lease_ms"]) -> None: ...
+
+global___RenewHoldRequest = RenewHoldRequest
+
+@typing.final
+class RenewHoldResponse(google.protobuf.message.Message):
+    """Answer of RenewHold."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    HEADER_FIELD_NUMBER: builtins.int
+    LEASE_MS_FIELD_NUMBER: builtins.int
+    lease_ms: builtins.int
+    """Lease granted."""
+    @property
+    def header(self) -> paramd.v1.common_pb2.Header:
+        """Who answers."""
+
+    def __init__(
+        self,
+        *,
+        header: paramd.v1.common_pb2.Header | None = ...,
+        lease_ms: builtins.int = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["header", b"header"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["header", b"header", "lease_ms", b"lease_ms"]) -> None: ...
+
+global___RenewHoldResponse = RenewHoldResponse
+
+@typing.final
+class EditOp(google.protobuf.message.Message):
+    """EditOp changes one region of one parameter. Regions of an edit must not overlap."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    FQN_FIELD_NUMBER: builtins.int
+    BEGIN_FIELD_NUMBER: builtins.int
+    END_FIELD_NUMBER: builtins.int
+    KIND_FIELD_NUMBER: builtins.int
+    VALUE_FIELD_NUMBER: builtins.int
+    WEIGHT_FIELD_NUMBER: builtins.int
+    MIN_FIELD_NUMBER: builtins.int
+    MAX_FIELD_NUMBER: builtins.int
+    WITH_DATA_FIELD_NUMBER: builtins.int
+    fqn: builtins.str
+    """Canonical name."""
+    kind: global___EditKind.ValueType
+    """What is done."""
+    value: builtins.float
+    """Operand of FILL, ADD and MUL without data."""
+    weight: builtins.float
+    """Factor of ADD and LERP."""
+    min: builtins.float
+    """Lower bound of CLAMP; -inf when there is none."""
+    max: builtins.float
+    """Upper bound of CLAMP; +inf when there is none."""
+    with_data: builtins.bool
+    """The operand comes as data, in the parameter's dtype."""
+    @property
+    def begin(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
+        """First index of each dim; empty with `end`: the whole parameter."""
+
+    @property
+    def end(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
+        """One past the last index of each dim."""
+
+    def __init__(
+        self,
+        *,
+        fqn: builtins.str = ...,
+        begin: collections.abc.Iterable[builtins.int] | None = ...,
+        end: collections.abc.Iterable[builtins.int] | None = ...,
+        kind: global___EditKind.ValueType = ...,
+        value: builtins.float = ...,
+        weight: builtins.float = ...,
+        min: builtins.float = ...,
+        max: builtins.float = ...,
+        with_data: builtins.bool = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["begin", b"begin", "end", b"end", "fqn", b"fqn", "kind", b"kind", "max", b"max", "min", b"min", "value", b"value", "weight", b"weight", "with_data", b"with_data"]) -> None: ...
+
+global___EditOp = EditOp
+
+@typing.final
+class EditManifest(google.protobuf.message.Message):
+    """EditManifest is the same for all ranks of an edit; its digest is part of the token."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    EDIT_ID_FIELD_NUMBER: builtins.int
+    EPOCH_FIELD_NUMBER: builtins.int
+    LAYOUT_DIGEST_FIELD_NUMBER: builtins.int
+    OPS_FIELD_NUMBER: builtins.int
+    ALLOW_NONFINITE_FIELD_NUMBER: builtins.int
+    RESET_MOMENTS_FIELD_NUMBER: builtins.int
+    UNDOABLE_FIELD_NUMBER: builtins.int
+    UNDO_OF_FIELD_NUMBER: builtins.int
+    edit_id: builtins.str
+    """32 hexadecimal digits."""
+    epoch: builtins.int
+    """Epoch it was planned in."""
+    layout_digest: builtins.str
+    """Layout it was planned on."""
+    allow_nonfinite: builtins.bool
+    """NaN and infinities are wanted."""
+    reset_moments: builtins.bool
+    """Zero the optimizer's state of the changed elements."""
+    undoable: builtins.bool
+    """Keep what undoes it, as far as the budget allows."""
+    undo_of: builtins.str
+    """Applied edit that this one undoes, from what was kept; then `ops` are those of that
+    edit and no data comes.
+    """
+    @property
+    def ops(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___EditOp]:
+        """What is changed; at most 100,000."""
+
+    def __init__(
+        self,
+        *,
+        edit_id: builtins.str = ...,
+        epoch: builtins.int = ...,
+        layout_digest: builtins.str = ...,
+        ops: collections.abc.Iterable[global___EditOp] | None = ...,
+        allow_nonfinite: builtins.bool = ...,
+        reset_moments: builtins.bool = ...,
+        undoable: builtins.bool = ...,
+        undo_of: builtins.str = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["allow_nonfinite", b"allow_nonfinite", "edit_id", b"edit_id", "epoch", b"epoch", "layout_digest", b"layout_digest", "ops", b"ops", "reset_moments", b"reset_moments", "undo_of", b"undo_of", "undoable", b"undoable"]) -> None: ...
+
+global___EditManifest = EditManifest
+
+@typing.final
+class StageEditRequest(google.protobuf.message.Message):
+    """One message of staging: the manifest first, then chunks of this rank's data."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    DATA_FIELD_NUMBER: builtins.int
+    XXH3_FIELD_NUMBER: builtins.int
+    OFFSET_BYTES_FIELD_NUMBER: builtins.int
+    MANIFEST_FIELD_NUMBER: builtins.int
+    COPY_FROM_RANK_FIELD_NUMBER: builtins.int
+    data: builtins.bytes
+    """The bytes: of all ops in order, of each op this rank's pieces in the order of the plan,
+    dense and row-major.
+    """
+    xxh3: builtins.int
+    """XXH3 (64 bit, seed 0) of `data`."""
+    offset_bytes: builtins.int
+    """Where `data` begins within this rank's data."""
+    copy_from_rank: builtins.int
+    """First message only: another rank of the same host that has the same data staged; its
+    bytes are taken over the Unix socket and none come here.
+    """
+    @property
+    def manifest(self) -> global___EditManifest:
+        """First message only."""
+
+    def __init__(
+        self,
+        *,
+        data: builtins.bytes = ...,
+        xxh3: builtins.int = ...,
+        offset_bytes: builtins.int = ...,
+        manifest: global___EditManifest | None = ...,
+        copy_from_rank: builtins.int | None = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["_copy_from_rank", b"_copy_from_rank", "copy_from_rank", b"copy_from_rank", "manifest", b"manifest"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_copy_from_rank", b"_copy_from_rank", "copy_from_rank", b"copy_from_rank", "data", b"data", "manifest", b"manifest", "offset_bytes", b"offset_bytes", "xxh3", b"xxh3"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["_copy_from_rank", b"_copy_from_rank"]) -> typing.Literal["copy_from_rank"] | None: ...
+
+global___StageEditRequest = StageEditRequest
+
+@typing.final
+class StageEditResponse(google.protobuf.message.Message):
+    """Answer of StageEdit."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    HEADER_FIELD_NUMBER: builtins.int
+    PROGRESS_FIELD_NUMBER: builtins.int
+    @property
+    def header(self) -> paramd.v1.common_pb2.Header:
+        """Who answers."""
+
+    @property
+    def progress(self) -> global___EditProgress:
+        """Where it stands."""
+
+    def __init__(
+        self,
+        *,
+        header: paramd.v1.common_pb2.Header | None = ...,
+        progress: global___EditProgress | None = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["header", b"header", "progress", b"progress"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["header", b"header", "progress", b"progress"]) -> None: ...
+
+global___StageEditResponse = StageEditResponse
+
+@typing.final
+class EditProgress(google.protobuf.message.Message):
+    """EditProgress is how far an edit is on one rank."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    PHASE_FIELD_NUMBER: builtins.int
+    STAGED_BYTES_FIELD_NUMBER: builtins.int
+    SIZE_BYTES_FIELD_NUMBER: builtins.int
+    MANIFEST_DIGEST_FIELD_NUMBER: builtins.int
+    DATA_DIGESTS_FIELD_NUMBER: builtins.int
+    BOUNDARY_FIELD_NUMBER: builtins.int
+    TOKEN_FIELD_NUMBER: builtins.int
+    STOP_NS_FIELD_NUMBER: builtins.int
+    UNDO_REFUSAL_FIELD_NUMBER: builtins.int
+    phase: global___EditPhase.ValueType
+    """Where it stands."""
+    staged_bytes: builtins.int
+    """Bytes of this rank's data there, without a gap from the first."""
+    size_bytes: builtins.int
+    """Bytes of this rank's data in all."""
+    manifest_digest: builtins.bytes
+    """XXH3 (128 bit, canonical) of the manifest."""
+    boundary: builtins.int
+    """Applied: number and token of its boundary."""
+    token: builtins.int
+    """Applied: token that the trainer reported."""
+    stop_ns: builtins.int
+    """Applied: how long it kept the trainer, in nanoseconds."""
+    undo_refusal: builtins.str
+    """Applied: empty when it can be undone here, else why not."""
+    @property
+    def data_digests(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.bytes]:
+        """XXH3 (128 bit, canonical) of each op's data here, in order; replicas must be equal.
+        Empty while STAGING.
+        """
+
+    def __init__(
+        self,
+        *,
+        phase: global___EditPhase.ValueType = ...,
+        staged_bytes: builtins.int = ...,
+        size_bytes: builtins.int = ...,
+        manifest_digest: builtins.bytes = ...,
+        data_digests: collections.abc.Iterable[builtins.bytes] | None = ...,
+        boundary: builtins.int = ...,
+        token: builtins.int = ...,
+        stop_ns: builtins.int = ...,
+        undo_refusal: builtins.str = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["boundary", b"boundary", "data_digests", b"data_digests", "manifest_digest", b"manifest_digest", "phase", b"phase", "size_bytes", b"size_bytes", "staged_bytes", b"staged_bytes", "stop_ns", b"stop_ns", "token", b"token", "undo_refusal", b"undo_refusal"]) -> None: ...
+
+global___EditProgress = EditProgress
+
+@typing.final
+class GetEditRequest(google.protobuf.message.Message):
+    """Request of GetEdit."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    EDIT_ID_FIELD_NUMBER: builtins.int
+    edit_id: builtins.str
+    """Which edit."""
+    def __init__(
+        self,
+        *,
+        edit_id: builtins.str = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["edit_id", b"edit_id"]) -> None: ...
+
+global___GetEditRequest = GetEditRequest
+
+@typing.final
+class GetEditResponse(google.protobuf.message.Message):
+    """Answer of GetEdit."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    HEADER_FIELD_NUMBER: builtins.int
+    PROGRESS_FIELD_NUMBER: builtins.int
+    @property
+    def header(self) -> paramd.v1.common_pb2.Header:
+        """Step and edits are those after it was applied; else the present ones."""
+
+    @property
+    def progress(self) -> global___EditProgress:
+        """Where it stands."""
+
+    def __init__(
+        self,
+        *,
+        header: paramd.v1.common_pb2.Header | None = ...,
+        progress: global___EditProgress | None = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["header", b"header", "progress", b"progress"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["header", b"header", "progress", b"progress"]) -> None: ...
+
+global___GetEditResponse = GetEditResponse
+
+@typing.final
+class PreviewEditRequest(google.protobuf.message.Message):
+    """Request of PreviewEdit."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    EDIT_ID_FIELD_NUMBER: builtins.int
+    edit_id: builtins.str
+    """Which staged edit."""
+    def __init__(
+        self,
+        *,
+        edit_id: builtins.str = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["edit_id", b"edit_id"]) -> None: ...
+
+global___PreviewEditRequest = PreviewEditRequest
+
+@typing.final
+class PreviewEditResponse(google.protobuf.message.Message):
+    """Answer of PreviewEdit."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    HEADER_FIELD_NUMBER: builtins.int
+    BEFORE_FIELD_NUMBER: builtins.int
+    AFTER_FIELD_NUMBER: builtins.int
+    @property
+    def header(self) -> paramd.v1.common_pb2.Header:
+        """State that the numbers are of."""
+
+    @property
+    def before(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___Stats]:
+        """For each op of the manifest this rank's elements before."""
+
+    @property
+    def after(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___Stats]:
+        """And after."""
+
+    def __init__(
+        self,
+        *,
+        header: paramd.v1.common_pb2.Header | None = ...,
+        before: collections.abc.Iterable[global___Stats] | None = ...,
+        after: collections.abc.Iterable[global___Stats] | None = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["header", b"header"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["after", b"after", "before", b"before", "header", b"header"]) -> None: ...
+
+global___PreviewEditResponse = PreviewEditResponse
+
+@typing.final
+class DropEditRequest(google.protobuf.message.Message):
+    """Request of DropEdit."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    EDIT_ID_FIELD_NUMBER: builtins.int
+    GENERATION_FIELD_NUMBER: builtins.int
+    edit_id: builtins.str
+    """Which edit."""
+    generation: builtins.int
+    """As in ReachBoundaryRequest."""
+    def __init__(
+        self,
+        *,
+        edit_id: builtins.str = ...,
+        generation: builtins.int = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["edit_id", b"edit_id", "generation", b"generation"]) -> None: ...
+
+global___DropEditRequest = DropEditRequest
+
+@typing.final
+class DropEditResponse(google.protobuf.message.Message):
+    """Answer of DropEdit."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    HEADER_FIELD_NUMBER: builtins.int
+    @property
+    def header(self) -> paramd.v1.common_pb2.Header:
+        """Who answers."""
+
+    def __init__(
+        self,
+        *,
+        header: paramd.v1.common_pb2.Header | None = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["header", b"header"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["header", b"header"]) -> None: ...
+
+global___DropEditResponse = DropEditResponse
+
+@typing.final
+class StreamGradientsRequest(google.protobuf.message.Message):
+    """Request of StreamGradients."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    PATTERN_FIELD_NUMBER: builtins.int
+    EVERY_FIELD_NUMBER: builtins.int
+    KIND_FIELD_NUMBER: builtins.int
+    pattern: builtins.str
+    """Glob over names; may end in a slice such as "[0:4]"."""
+    every: builtins.int
+    """Updates between two frames, at least 1; 0 means 1."""
+    kind: global___GradientKind.ValueType
+    """What frames hold."""
+    def __init__(
+        self,
+        *,
+        pattern: builtins.str = ...,
+        every: builtins.int = ...,
+        kind: global___GradientKind.ValueType = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["every", b"every", "kind", b"kind", "pattern", b"pattern"]) -> None: ...
+
+global___StreamGradientsRequest = StreamGradientsRequest
+
+@typing.final
+class GradientTensor(google.protobuf.message.Message):
+    """A gradient that begins in a frame."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    FQN_FIELD_NUMBER: builtins.int
+    DTYPE_FIELD_NUMBER: builtins.int
+    SHAPE_FIELD_NUMBER: builtins.int
+    SIZE_BYTES_FIELD_NUMBER: builtins.int
+    NONE_FIELD_NUMBER: builtins.int
+    STATS_FIELD_NUMBER: builtins.int
+    fqn: builtins.str
+    """Canonical name."""
+    dtype: builtins.str
+    """torch dtype without its prefix."""
+    size_bytes: builtins.int
+    """Bytes that follow, row-major; 0 for statistics and for no gradient."""
+    none: builtins.bool
+    """There was no gradient."""
+    @property
+    def shape(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
+        """Shape of what is sent."""
+
+    @property
+    def stats(self) -> global___Stats:
+        """Set for statistics."""
+
+    def __init__(
+        self,
+        *,
+        fqn: builtins.str = ...,
+        dtype: builtins.str = ...,
+        shape: collections.abc.Iterable[builtins.int] | None = ...,
+        size_bytes: builtins.int = ...,
+        none: builtins.bool = ...,
+        stats: global___Stats | None = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["stats", b"stats"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["dtype", b"dtype", "fqn", b"fqn", "none", b"none", "shape", b"shape", "size_bytes", b"size_bytes", "stats", b"stats"]) -> None: ...
+
+global___GradientTensor = GradientTensor
+
+@typing.final
+class GradientFrame(google.protobuf.message.Message):
+    """A frame that begins in the stream."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    STEP_FIELD_NUMBER: builtins.int
+    DROPPED_FIELD_NUMBER: builtins.int
+    FACTS_FIELD_NUMBER: builtins.int
+    COUNT_FIELD_NUMBER: builtins.int
+    step: builtins.int
+    """The update that consumes the gradients."""
+    dropped: builtins.int
+    """Frames dropped since the last one."""
+    count: builtins.int
+    """Gradients that follow."""
+    @property
+    def facts(self) -> global___GradientFacts:
+        """What holds for all its gradients; without notes."""
+
+    def __init__(
+        self,
+        *,
+        step: builtins.int = ...,
+        dropped: builtins.int = ...,
+        facts: global___GradientFacts | None = ...,
+        count: builtins.int = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["facts", b"facts"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["count", b"count", "dropped", b"dropped", "facts", b"facts", "step", b"step"]) -> None: ...
+
+global___GradientFrame = GradientFrame
+
+@typing.final
+class StreamGradientsResponse(google.protobuf.message.Message):
+    """One message: a frame begins, a gradient begins, or its bytes go on."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    DATA_FIELD_NUMBER: builtins.int
+    XXH3_FIELD_NUMBER: builtins.int
+    TENSOR_FIELD_NUMBER: builtins.int
+    FRAME_FIELD_NUMBER: builtins.int
+    HEADER_FIELD_NUMBER: builtins.int
+    data: builtins.bytes
+    """The bytes; empty where a frame or a gradient begins."""
+    xxh3: builtins.int
+    """XXH3 (64 bit, seed 0) of `data`."""
+    @property
+    def tensor(self) -> global___GradientTensor:
+        """Set where a gradient begins."""
+
+    @property
+    def frame(self) -> global___GradientFrame:
+        """Set where a frame begins."""
+
+    @property
+    def header(self) -> paramd.v1.common_pb2.Header:
+        """Set where a frame begins; its epoch and step."""
+
+    def __init__(
+        self,
+        *,
+        data: builtins.bytes = ...,
+        xxh3: builtins.int = ...,
+        tensor: global___GradientTensor | None = ...,
+        frame: global___GradientFrame | None = ...,
+        header: paramd.v1.common_pb2.Header | None = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["frame", b"frame", "header", b"header", "tensor", b"tensor"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["data", b"data", "frame", b"frame", "header", b"header", "tensor", b"tensor", "xxh3", b"xxh3"]) -> None: ...
+
+global___StreamGradientsResponse = StreamGradientsResponse
 
 @typing.final
 class ReadSnapshotRequest(google.protobuf.message.Message):

@@ -56,10 +56,45 @@ class SidecarServiceStub(object):
                 request_serializer=paramd_dot_v1_dot_sidecar__pb2.PinSnapshotRequest.SerializeToString,
                 response_deserializer=paramd_dot_v1_dot_sidecar__pb2.PinSnapshotResponse.FromString,
                 _registered_method=True)
-        self.CaptureBoundary = channel.unary_unary(
-                '/paramd.v1.SidecarService/CaptureBoundary',
-                request_serializer=paramd_dot_v1_dot_sidecar__pb2.CaptureBoundaryRequest.SerializeToString,
-                response_deserializer=paramd_dot_v1_dot_sidecar__pb2.CaptureBoundaryResponse.FromString,
+        self.ReachBoundary = channel.unary_unary(
+                '/paramd.v1.SidecarService/ReachBoundary',
+                request_serializer=paramd_dot_v1_dot_sidecar__pb2.ReachBoundaryRequest.SerializeToString,
+                response_deserializer=paramd_dot_v1_dot_sidecar__pb2.ReachBoundaryResponse.FromString,
+                _registered_method=True)
+        self.WithdrawBoundary = channel.unary_unary(
+                '/paramd.v1.SidecarService/WithdrawBoundary',
+                request_serializer=paramd_dot_v1_dot_sidecar__pb2.WithdrawBoundaryRequest.SerializeToString,
+                response_deserializer=paramd_dot_v1_dot_sidecar__pb2.WithdrawBoundaryResponse.FromString,
+                _registered_method=True)
+        self.RenewHold = channel.unary_unary(
+                '/paramd.v1.SidecarService/RenewHold',
+                request_serializer=paramd_dot_v1_dot_sidecar__pb2.RenewHoldRequest.SerializeToString,
+                response_deserializer=paramd_dot_v1_dot_sidecar__pb2.RenewHoldResponse.FromString,
+                _registered_method=True)
+        self.StageEdit = channel.stream_unary(
+                '/paramd.v1.SidecarService/StageEdit',
+                request_serializer=paramd_dot_v1_dot_sidecar__pb2.StageEditRequest.SerializeToString,
+                response_deserializer=paramd_dot_v1_dot_sidecar__pb2.StageEditResponse.FromString,
+                _registered_method=True)
+        self.GetEdit = channel.unary_unary(
+                '/paramd.v1.SidecarService/GetEdit',
+                request_serializer=paramd_dot_v1_dot_sidecar__pb2.GetEditRequest.SerializeToString,
+                response_deserializer=paramd_dot_v1_dot_sidecar__pb2.GetEditResponse.FromString,
+                _registered_method=True)
+        self.PreviewEdit = channel.unary_unary(
+                '/paramd.v1.SidecarService/PreviewEdit',
+                request_serializer=paramd_dot_v1_dot_sidecar__pb2.PreviewEditRequest.SerializeToString,
+                response_deserializer=paramd_dot_v1_dot_sidecar__pb2.PreviewEditResponse.FromString,
+                _registered_method=True)
+        self.DropEdit = channel.unary_unary(
+                '/paramd.v1.SidecarService/DropEdit',
+                request_serializer=paramd_dot_v1_dot_sidecar__pb2.DropEditRequest.SerializeToString,
+                response_deserializer=paramd_dot_v1_dot_sidecar__pb2.DropEditResponse.FromString,
+                _registered_method=True)
+        self.StreamGradients = channel.unary_stream(
+                '/paramd.v1.SidecarService/StreamGradients',
+                request_serializer=paramd_dot_v1_dot_sidecar__pb2.StreamGradientsRequest.SerializeToString,
+                response_deserializer=paramd_dot_v1_dot_sidecar__pb2.StreamGradientsResponse.FromString,
                 _registered_method=True)
         self.ReadSnapshot = channel.unary_stream(
                 '/paramd.v1.SidecarService/ReadSnapshot',
@@ -136,7 +171,7 @@ class SidecarServiceServicer(object):
 
     def PinSnapshot(self, request, context):
         """Pins byte spans of the arena at one step, under a lease. With `at_boundary`
-        it only makes room, and CaptureBoundary fills it. Not idempotent.
+        it only makes room, and ReachBoundary fills it. Not idempotent.
         FAILED_PRECONDITION: torn, no trainer, stale epoch or layout.
         RESOURCE_EXHAUSTED: the snapshot budget is used up.
         ABORTED: no copy fitted between two updates before the deadline.
@@ -145,10 +180,65 @@ class SidecarServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
-    def CaptureBoundary(self, request, context):
+    def ReachBoundary(self, request, context):
         """Declares the rank ready for boundary request `boundary` and answers once the
-        trainers agreed on it and the named snapshots are filled. Control plane only.
-        Idempotent for the same boundary.
+        trainers agreed on it and did what it asks for. Control plane only. Idempotent for
+        the same boundary and token.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def WithdrawBoundary(self, request, context):
+        """Takes a boundary request back unless the trainers may have agreed on it. Control
+        plane only. Idempotent.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def RenewHold(self, request, context):
+        """Lets a hold's lease end later. Control plane only. Idempotent.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def StageEdit(self, request_iterator, context):
+        """Stages this rank's part of an edit: the manifest first, then its data in order. The
+        same edit may be staged again from the first missing byte. INVALID_ARGUMENT: it does
+        not fit the layout or is not finite. ALREADY_EXISTS: the id has another manifest.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def GetEdit(self, request, context):
+        """How far an edit is on this rank. Idempotent. NOT_FOUND: nothing is known of it.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def PreviewEdit(self, request, context):
+        """Statistics of this rank's part before and after a staged edit, which stays as it is.
+        Idempotent.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def DropEdit(self, request, context):
+        """Forgets a staged edit, or what would undo an applied one. Control plane only.
+        Idempotent. FAILED_PRECONDITION: the trainers may have agreed on it.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def StreamGradients(self, request, context):
+        """Gateway for thin clients: whole gradient frames, one after the other, until the
+        caller ends the stream.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -243,10 +333,45 @@ def add_SidecarServiceServicer_to_server(servicer, server):
                     request_deserializer=paramd_dot_v1_dot_sidecar__pb2.PinSnapshotRequest.FromString,
                     response_serializer=paramd_dot_v1_dot_sidecar__pb2.PinSnapshotResponse.SerializeToString,
             ),
-            'CaptureBoundary': grpc.unary_unary_rpc_method_handler(
-                    servicer.CaptureBoundary,
-                    request_deserializer=paramd_dot_v1_dot_sidecar__pb2.CaptureBoundaryRequest.FromString,
-                    response_serializer=paramd_dot_v1_dot_sidecar__pb2.CaptureBoundaryResponse.SerializeToString,
+            'ReachBoundary': grpc.unary_unary_rpc_method_handler(
+                    servicer.ReachBoundary,
+                    request_deserializer=paramd_dot_v1_dot_sidecar__pb2.ReachBoundaryRequest.FromString,
+                    response_serializer=paramd_dot_v1_dot_sidecar__pb2.ReachBoundaryResponse.SerializeToString,
+            ),
+            'WithdrawBoundary': grpc.unary_unary_rpc_method_handler(
+                    servicer.WithdrawBoundary,
+                    request_deserializer=paramd_dot_v1_dot_sidecar__pb2.WithdrawBoundaryRequest.FromString,
+                    response_serializer=paramd_dot_v1_dot_sidecar__pb2.WithdrawBoundaryResponse.SerializeToString,
+            ),
+            'RenewHold': grpc.unary_unary_rpc_method_handler(
+                    servicer.RenewHold,
+                    request_deserializer=paramd_dot_v1_dot_sidecar__pb2.RenewHoldRequest.FromString,
+                    response_serializer=paramd_dot_v1_dot_sidecar__pb2.RenewHoldResponse.SerializeToString,
+            ),
+            'StageEdit': grpc.stream_unary_rpc_method_handler(
+                    servicer.StageEdit,
+                    request_deserializer=paramd_dot_v1_dot_sidecar__pb2.StageEditRequest.FromString,
+                    response_serializer=paramd_dot_v1_dot_sidecar__pb2.StageEditResponse.SerializeToString,
+            ),
+            'GetEdit': grpc.unary_unary_rpc_method_handler(
+                    servicer.GetEdit,
+                    request_deserializer=paramd_dot_v1_dot_sidecar__pb2.GetEditRequest.FromString,
+                    response_serializer=paramd_dot_v1_dot_sidecar__pb2.GetEditResponse.SerializeToString,
+            ),
+            'PreviewEdit': grpc.unary_unary_rpc_method_handler(
+                    servicer.PreviewEdit,
+                    request_deserializer=paramd_dot_v1_dot_sidecar__pb2.PreviewEditRequest.FromString,
+                    response_serializer=paramd_dot_v1_dot_sidecar__pb2.PreviewEditResponse.SerializeToString,
+            ),
+            'DropEdit': grpc.unary_unary_rpc_method_handler(
+                    servicer.DropEdit,
+                    request_deserializer=paramd_dot_v1_dot_sidecar__pb2.DropEditRequest.FromString,
+                    response_serializer=paramd_dot_v1_dot_sidecar__pb2.DropEditResponse.SerializeToString,
+            ),
+            'StreamGradients': grpc.unary_stream_rpc_method_handler(
+                    servicer.StreamGradients,
+                    request_deserializer=paramd_dot_v1_dot_sidecar__pb2.StreamGradientsRequest.FromString,
+                    response_serializer=paramd_dot_v1_dot_sidecar__pb2.StreamGradientsResponse.SerializeToString,
             ),
             'ReadSnapshot': grpc.unary_stream_rpc_method_handler(
                     servicer.ReadSnapshot,
@@ -415,7 +540,7 @@ class SidecarService(object):
             _registered_method=True)
 
     @staticmethod
-    def CaptureBoundary(request,
+    def ReachBoundary(request,
             target,
             options=(),
             channel_credentials=None,
@@ -428,9 +553,198 @@ class SidecarService(object):
         return grpc.experimental.unary_unary(
             request,
             target,
-            '/paramd.v1.SidecarService/CaptureBoundary',
-            paramd_dot_v1_dot_sidecar__pb2.CaptureBoundaryRequest.SerializeToString,
-            paramd_dot_v1_dot_sidecar__pb2.CaptureBoundaryResponse.FromString,
+            '/paramd.v1.SidecarService/ReachBoundary',
+            paramd_dot_v1_dot_sidecar__pb2.ReachBoundaryRequest.SerializeToString,
+            paramd_dot_v1_dot_sidecar__pb2.ReachBoundaryResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def WithdrawBoundary(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/paramd.v1.SidecarService/WithdrawBoundary',
+            paramd_dot_v1_dot_sidecar__pb2.WithdrawBoundaryRequest.SerializeToString,
+            paramd_dot_v1_dot_sidecar__pb2.WithdrawBoundaryResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def RenewHold(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/paramd.v1.SidecarService/RenewHold',
+            paramd_dot_v1_dot_sidecar__pb2.RenewHoldRequest.SerializeToString,
+            paramd_dot_v1_dot_sidecar__pb2.RenewHoldResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def StageEdit(request_iterator,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.stream_unary(
+            request_iterator,
+            target,
+            '/paramd.v1.SidecarService/StageEdit',
+            paramd_dot_v1_dot_sidecar__pb2.StageEditRequest.SerializeToString,
+            paramd_dot_v1_dot_sidecar__pb2.StageEditResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GetEdit(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/paramd.v1.SidecarService/GetEdit',
+            paramd_dot_v1_dot_sidecar__pb2.GetEditRequest.SerializeToString,
+            paramd_dot_v1_dot_sidecar__pb2.GetEditResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def PreviewEdit(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/paramd.v1.SidecarService/PreviewEdit',
+            paramd_dot_v1_dot_sidecar__pb2.PreviewEditRequest.SerializeToString,
+            paramd_dot_v1_dot_sidecar__pb2.PreviewEditResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def DropEdit(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/paramd.v1.SidecarService/DropEdit',
+            paramd_dot_v1_dot_sidecar__pb2.DropEditRequest.SerializeToString,
+            paramd_dot_v1_dot_sidecar__pb2.DropEditResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def StreamGradients(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/paramd.v1.SidecarService/StreamGradients',
+            paramd_dot_v1_dot_sidecar__pb2.StreamGradientsRequest.SerializeToString,
+            paramd_dot_v1_dot_sidecar__pb2.StreamGradientsResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -46,19 +46,72 @@ class SidecarServiceStub:
         paramd.v1.sidecar_pb2.PinSnapshotResponse,
     ]
     """Pins byte spans of the arena at one step, under a lease. With `at_boundary`
-    it only makes room, and CaptureBoundary fills it. Not idempotent.
+    it only makes room, and ReachBoundary fills it. Not idempotent.
     FAILED_PRECONDITION: torn, no trainer, stale epoch or layout.
     RESOURCE_EXHAUSTED: the snapshot budget is used up.
     ABORTED: no copy fitted between two updates before the deadline.
     """
 
-    CaptureBoundary: grpc.UnaryUnaryMultiCallable[
-        paramd.v1.sidecar_pb2.CaptureBoundaryRequest,
-        paramd.v1.sidecar_pb2.CaptureBoundaryResponse,
+    ReachBoundary: grpc.UnaryUnaryMultiCallable[
+        paramd.v1.sidecar_pb2.ReachBoundaryRequest,
+        paramd.v1.sidecar_pb2.ReachBoundaryResponse,
     ]
     """Declares the rank ready for boundary request `boundary` and answers once the
-    trainers agreed on it and the named snapshots are filled. Control plane only.
-    Idempotent for the same boundary.
+    trainers agreed on it and did what it asks for. Control plane only. Idempotent for
+    the same boundary and token.
+    """
+
+    WithdrawBoundary: grpc.UnaryUnaryMultiCallable[
+        paramd.v1.sidecar_pb2.WithdrawBoundaryRequest,
+        paramd.v1.sidecar_pb2.WithdrawBoundaryResponse,
+    ]
+    """Takes a boundary request back unless the trainers may have agreed on it. Control
+    plane only. Idempotent.
+    """
+
+    RenewHold: grpc.UnaryUnaryMultiCallable[
+        paramd.v1.sidecar_pb2.RenewHoldRequest,
+        paramd.v1.sidecar_pb2.RenewHoldResponse,
+    ]
+    """Lets a hold's lease end later. Control plane only. Idempotent."""
+
+    StageEdit: grpc.StreamUnaryMultiCallable[
+        paramd.v1.sidecar_pb2.StageEditRequest,
+        paramd.v1.sidecar_pb2.StageEditResponse,
+    ]
+    """Stages this rank's part of an edit: the manifest first, then its data in order. The
+    same edit may be staged again from the first missing byte. INVALID_ARGUMENT: it does
+    not fit the layout or is not finite. ALREADY_EXISTS: the id has another manifest.
+    """
+
+    GetEdit: grpc.UnaryUnaryMultiCallable[
+        paramd.v1.sidecar_pb2.GetEditRequest,
+        paramd.v1.sidecar_pb2.GetEditResponse,
+    ]
+    """How far an edit is on this rank. Idempotent. NOT_FOUND: nothing is known of it."""
+
+    PreviewEdit: grpc.UnaryUnaryMultiCallable[
+        paramd.v1.sidecar_pb2.PreviewEditRequest,
+        paramd.v1.sidecar_pb2.PreviewEditResponse,
+    ]
+    """Statistics of this rank's part before and after a staged edit, which stays as it is.
+    Idempotent.
+    """
+
+    DropEdit: grpc.UnaryUnaryMultiCallable[
+        paramd.v1.sidecar_pb2.DropEditRequest,
+        paramd.v1.sidecar_pb2.DropEditResponse,
+    ]
+    """Forgets a staged edit, or what would undo an applied one. Control plane only.
+    Idempotent. FAILED_PRECONDITION: the trainers may have agreed on it.
+    """
+
+    StreamGradients: grpc.UnaryStreamMultiCallable[
+        paramd.v1.sidecar_pb2.StreamGradientsRequest,
+        paramd.v1.sidecar_pb2.StreamGradientsResponse,
+    ]
+    """Gateway for thin clients: whole gradient frames, one after the other, until the
+    caller ends the stream.
     """
 
     ReadSnapshot: grpc.UnaryStreamMultiCallable[
@@ -149,19 +202,72 @@ class SidecarServiceAsyncStub:
         paramd.v1.sidecar_pb2.PinSnapshotResponse,
     ]
     """Pins byte spans of the arena at one step, under a lease. With `at_boundary`
-    it only makes room, and CaptureBoundary fills it. Not idempotent.
+    it only makes room, and ReachBoundary fills it. Not idempotent.
     FAILED_PRECONDITION: torn, no trainer, stale epoch or layout.
     RESOURCE_EXHAUSTED: the snapshot budget is used up.
     ABORTED: no copy fitted between two updates before the deadline.
     """
 
-    CaptureBoundary: grpc.aio.UnaryUnaryMultiCallable[
-        paramd.v1.sidecar_pb2.CaptureBoundaryRequest,
-        paramd.v1.sidecar_pb2.CaptureBoundaryResponse,
+    ReachBoundary: grpc.aio.UnaryUnaryMultiCallable[
+        paramd.v1.sidecar_pb2.ReachBoundaryRequest,
+        paramd.v1.sidecar_pb2.ReachBoundaryResponse,
     ]
     """Declares the rank ready for boundary request `boundary` and answers once the
-    trainers agreed on it and the named snapshots are filled. Control plane only.
-    Idempotent for the same boundary.
+    trainers agreed on it and did what it asks for. Control plane only. Idempotent for
+    the same boundary and token.
+    """
+
+    WithdrawBoundary: grpc.aio.UnaryUnaryMultiCallable[
+        paramd.v1.sidecar_pb2.WithdrawBoundaryRequest,
+        paramd.v1.sidecar_pb2.WithdrawBoundaryResponse,
+    ]
+    """Takes a boundary request back unless the trainers may have agreed on it. Control
+    plane only. Idempotent.
+    """
+
+    RenewHold: grpc.aio.UnaryUnaryMultiCallable[
+        paramd.v1.sidecar_pb2.RenewHoldRequest,
+        paramd.v1.sidecar_pb2.RenewHoldResponse,
+    ]
+    """Lets a hold's lease end later. Control plane only. Idempotent."""
+
+    StageEdit: grpc.aio.StreamUnaryMultiCallable[
+        paramd.v1.sidecar_pb2.StageEditRequest,
+        paramd.v1.sidecar_pb2.StageEditResponse,
+    ]
+    """Stages this rank's part of an edit: the manifest first, then its data in order. The
+    same edit may be staged again from the first missing byte. INVALID_ARGUMENT: it does
+    not fit the layout or is not finite. ALREADY_EXISTS: the id has another manifest.
+    """
+
+    GetEdit: grpc.aio.UnaryUnaryMultiCallable[
+        paramd.v1.sidecar_pb2.GetEditRequest,
+        paramd.v1.sidecar_pb2.GetEditResponse,
+    ]
+    """How far an edit is on this rank. Idempotent. NOT_FOUND: nothing is known of it."""
+
+    PreviewEdit: grpc.aio.UnaryUnaryMultiCallable[
+        paramd.v1.sidecar_pb2.PreviewEditRequest,
+        paramd.v1.sidecar_pb2.PreviewEditResponse,
+    ]
+    """Statistics of this rank's part before and after a staged edit, which stays as it is.
+    Idempotent.
+    """
+
+    DropEdit: grpc.aio.UnaryUnaryMultiCallable[
+        paramd.v1.sidecar_pb2.DropEditRequest,
+        paramd.v1.sidecar_pb2.DropEditResponse,
+    ]
+    """Forgets a staged edit, or what would undo an applied one. Control plane only.
+    Idempotent. FAILED_PRECONDITION: the trainers may have agreed on it.
+    """
+
+    StreamGradients: grpc.aio.UnaryStreamMultiCallable[
+        paramd.v1.sidecar_pb2.StreamGradientsRequest,
+        paramd.v1.sidecar_pb2.StreamGradientsResponse,
+    ]
+    """Gateway for thin clients: whole gradient frames, one after the other, until the
+    caller ends the stream.
     """
 
     ReadSnapshot: grpc.aio.UnaryStreamMultiCallable[
@@ -260,21 +366,88 @@ class SidecarServiceServicer(metaclass=abc.ABCMeta):
         context: _ServicerContext,
     ) -> typing.Union[paramd.v1.sidecar_pb2.PinSnapshotResponse, collections.abc.Awaitable[paramd.v1.sidecar_pb2.PinSnapshotResponse]]:
         """Pins byte spans of the arena at one step, under a lease. With `at_boundary`
-        it only makes room, and CaptureBoundary fills it. Not idempotent.
+        it only makes room, and ReachBoundary fills it. Not idempotent.
         FAILED_PRECONDITION: torn, no trainer, stale epoch or layout.
         RESOURCE_EXHAUSTED: the snapshot budget is used up.
         ABORTED: no copy fitted between two updates before the deadline.
         """
 
     @abc.abstractmethod
-    def CaptureBoundary(
+    def ReachBoundary(
         self,
-        request: paramd.v1.sidecar_pb2.CaptureBoundaryRequest,
+        request: paramd.v1.sidecar_pb2.ReachBoundaryRequest,
         context: _ServicerContext,
-    ) -> typing.Union[paramd.v1.sidecar_pb2.CaptureBoundaryResponse, collections.abc.Awaitable[paramd.v1.sidecar_pb2.CaptureBoundaryResponse]]:
+    ) -> typing.Union[paramd.v1.sidecar_pb2.ReachBoundaryResponse, collections.abc.Awaitable[paramd.v1.sidecar_pb2.ReachBoundaryResponse]]:
         """Declares the rank ready for boundary request `boundary` and answers once the
-        trainers agreed on it and the named snapshots are filled. Control plane only.
-        Idempotent for the same boundary.
+        trainers agreed on it and did what it asks for. Control plane only. Idempotent for
+        the same boundary and token.
+        """
+
+    @abc.abstractmethod
+    def WithdrawBoundary(
+        self,
+        request: paramd.v1.sidecar_pb2.WithdrawBoundaryRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[paramd.v1.sidecar_pb2.WithdrawBoundaryResponse, collections.abc.Awaitable[paramd.v1.sidecar_pb2.WithdrawBoundaryResponse]]:
+        """Takes a boundary request back unless the trainers may have agreed on it. Control
+        plane only. Idempotent.
+        """
+
+    @abc.abstractmethod
+    def RenewHold(
+        self,
+        request: paramd.v1.sidecar_pb2.RenewHoldRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[paramd.v1.sidecar_pb2.RenewHoldResponse, collections.abc.Awaitable[paramd.v1.sidecar_pb2.RenewHoldResponse]]:
+        """Lets a hold's lease end later. Control plane only. Idempotent."""
+
+    @abc.abstractmethod
+    def StageEdit(
+        self,
+        request_iterator: _MaybeAsyncIterator[paramd.v1.sidecar_pb2.StageEditRequest],
+        context: _ServicerContext,
+    ) -> typing.Union[paramd.v1.sidecar_pb2.StageEditResponse, collections.abc.Awaitable[paramd.v1.sidecar_pb2.StageEditResponse]]:
+        """Stages this rank's part of an edit: the manifest first, then its data in order. The
+        same edit may be staged again from the first missing byte. INVALID_ARGUMENT: it does
+        not fit the layout or is not finite. ALREADY_EXISTS: the id has another manifest.
+        """
+
+    @abc.abstractmethod
+    def GetEdit(
+        self,
+        request: paramd.v1.sidecar_pb2.GetEditRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[paramd.v1.sidecar_pb2.GetEditResponse, collections.abc.Awaitable[paramd.v1.sidecar_pb2.GetEditResponse]]:
+        """How far an edit is on this rank. Idempotent. NOT_FOUND: nothing is known of it."""
+
+    @abc.abstractmethod
+    def PreviewEdit(
+        self,
+        request: paramd.v1.sidecar_pb2.PreviewEditRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[paramd.v1.sidecar_pb2.PreviewEditResponse, collections.abc.Awaitable[paramd.v1.sidecar_pb2.PreviewEditResponse]]:
+        """Statistics of this rank's part before and after a staged edit, which stays as it is.
+        Idempotent.
+        """
+
+    @abc.abstractmethod
+    def DropEdit(
+        self,
+        request: paramd.v1.sidecar_pb2.DropEditRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[paramd.v1.sidecar_pb2.DropEditResponse, collections.abc.Awaitable[paramd.v1.sidecar_pb2.DropEditResponse]]:
+        """Forgets a staged edit, or what would undo an applied one. Control plane only.
+        Idempotent. FAILED_PRECONDITION: the trainers may have agreed on it.
+        """
+
+    @abc.abstractmethod
+    def StreamGradients(
+        self,
+        request: paramd.v1.sidecar_pb2.StreamGradientsRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[collections.abc.Iterator[paramd.v1.sidecar_pb2.StreamGradientsResponse], collections.abc.AsyncIterator[paramd.v1.sidecar_pb2.StreamGradientsResponse]]:
+        """Gateway for thin clients: whole gradient frames, one after the other, until the
+        caller ends the stream.
         """
 
     @abc.abstractmethod

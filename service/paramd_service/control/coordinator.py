@@ -56,7 +56,7 @@ class BoundaryCalls(Protocol):
     async def capture(
         self, rank: int, address: str, boundary: int, snapshot_ids: Sequence[str], timeout_s: float
     ) -> RankAnswer:
-        """Calls CaptureBoundary of one rank's sidecar. Raises ParamdErrors."""
+        """Calls ReachBoundary of one rank's sidecar. Raises ParamdErrors."""
 
 
 def margin_s(timeout_s: float) -> float:

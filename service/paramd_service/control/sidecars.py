@@ -60,19 +60,19 @@ class SidecarCalls:
     async def capture(
         self, rank: int, address: str, boundary: int, snapshot_ids: Sequence[str], timeout_s: float
     ) -> RankAnswer:
-        """Calls CaptureBoundary; a sidecar that stopped answering is noticed within seconds.
+        """Calls ReachBoundary; a sidecar that stopped answering is noticed within seconds.
 
         Raises:
             ParamdError: the class that the status stands for, naming the rank.
         """
-        request = sidecar_pb2.CaptureBoundaryRequest(
+        request = sidecar_pb2.ReachBoundaryRequest(
             epoch=self._epoch,
             boundary=boundary,
             snapshot_ids=snapshot_ids,
             generation=self._generation,
         )
-        method = self._channels.sidecar(address).CaptureBoundary
-        call: Awaitable[sidecar_pb2.CaptureBoundaryResponse] = self._channels.call(
+        method = self._channels.sidecar(address).ReachBoundary
+        call: Awaitable[sidecar_pb2.ReachBoundaryResponse] = self._channels.call(
             f"rank {rank}", method, request, timeout_s=timeout_s
         )
         # A deadline alone cannot tell a rank in a long update from a stopped sidecar.

@@ -31,7 +31,7 @@ ROLES: dict[str, frozenset[Role]] = {
     f"/{SERVICE}/GetMesh": _VIEWERS,
     f"/{SERVICE}/GetLayout": _VIEWERS,
     f"/{SERVICE}/PinSnapshot": _READERS,
-    f"/{SERVICE}/CaptureBoundary": _CONTROL,
+    f"/{SERVICE}/ReachBoundary": _CONTROL,
     f"/{SERVICE}/ReadSnapshot": _READERS,
     f"/{SERVICE}/RenewSnapshot": _READERS,
     f"/{SERVICE}/ReleaseSnapshot": _READERS,

@@ -50,7 +50,7 @@ class SidecarServicer:
                 "GetMesh": self._unary(self._get_mesh, pb.GetMeshRequest),
                 "GetLayout": self._stream(self._get_layout, pb.GetLayoutRequest),
                 "PinSnapshot": self._unary(self._pin, pb.PinSnapshotRequest, heavy=True),
-                "CaptureBoundary": self._unary(self._capture, pb.CaptureBoundaryRequest),
+                "ReachBoundary": self._unary(self._capture, pb.ReachBoundaryRequest),
                 "ReadSnapshot": self._stream(self._read, pb.ReadSnapshotRequest),
                 "RenewSnapshot": self._unary(self._renew, pb.RenewSnapshotRequest),
                 "ReleaseSnapshot": self._unary(self._release, pb.ReleaseSnapshotRequest),
@@ -149,7 +149,7 @@ class SidecarServicer:
             lease_ms=int(lease_s * 1000),
         )
 
-    async def _capture(self, request: pb.CaptureBoundaryRequest, timeout_s: float) -> Message:
+    async def _capture(self, request: pb.ReachBoundaryRequest, timeout_s: float) -> Message:
         rank = self._rank
         rank.check_plan(request.epoch, rank.ready_mesh().layout_digest)
         if request.boundary < 1 or len(request.snapshot_ids) > admission.MAX_SNAPSHOT_IDS:
@@ -161,7 +161,7 @@ class SidecarServicer:
         outcome = await rank.pins.boundaries.capture(
             request.boundary, request.snapshot_ids, timeout_s=timeout_s
         )
-        return pb.CaptureBoundaryResponse(
+        return pb.ReachBoundaryResponse(
             header=messages.header(rank, outcome.step),
             captured=outcome.captured,
             reason=outcome.reason,

@@ -8,8 +8,8 @@ from pathlib import Path
 
 from paramd.errors import ExhaustedError
 
-# Memory left to others when an arena or a snapshot is made.
-_HEADROOM_BYTES = 256 << 20
+HEADROOM_BYTES = 256 << 20
+"""Memory left to others when an arena or a snapshot is made."""
 
 
 def create_memory(name: str, size_bytes: int) -> int:
@@ -22,10 +22,10 @@ def create_memory(name: str, size_bytes: int) -> int:
         ExhaustedError: the machine (or the container) has not that much memory.
     """
     available = available_bytes()
-    if size_bytes + _HEADROOM_BYTES > available:
+    if size_bytes + HEADROOM_BYTES > available:
         raise ExhaustedError(
             f"{name}: {size_bytes:,} bytes of shared memory are needed, {available:,} are "
-            f"available (and {_HEADROOM_BYTES:,} are left to others); use a machine or "
+            f"available (and {HEADROOM_BYTES:,} are left to others); use a machine or "
             "container limit with more memory"
         )
     descriptor = os.memfd_create(name, os.MFD_CLOEXEC)

@@ -11,9 +11,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from paramd.errors import ConflictError, ParamdError, UnreachableError, error_of_grpc
+from paramd.errors import (
+    ConflictError,
+    ParamdError,
+    UnreachableError,
+    UsageError,
+    error_of_grpc,
+)
 from paramd.memory import descriptors, handover
-from paramd.memory.control_page import PAGE_BYTES
+from paramd.memory.shared import Descriptors
 from paramd.trainer.processes import end, spawn
 from paramd.trainer.settings import AttachSettings
 from paramd.trainer.supervisor import Supervisor
@@ -36,31 +42,6 @@ class Identity:
     """Lets this rank's sidecar join the control plane as this rank."""
     private_key: bytes | None = field(default=None, repr=False)
     """Signs the job's tickets; on rank 0 alone, which starts the control plane."""
-
-
-@dataclass(frozen=True, slots=True)
-class Descriptors:
-    """The kernel objects that trainer and sidecar share; the trainer keeps its own copies."""
-
-    page: int
-    wake: int
-    arena: int
-
-    @classmethod
-    def create(cls, arena_bytes: int) -> Descriptors:
-        """Made here when no sidecar was there to make them."""
-        return cls(
-            page=descriptors.create_memory("paramd-page", PAGE_BYTES),
-            wake=descriptors.wake_event(),
-            arena=descriptors.create_memory("paramd-arena", arena_bytes),
-        )
-
-    def as_list(self) -> list[int]:
-        return [self.page, self.wake, self.arena]
-
-    def close(self) -> None:
-        for descriptor in self.as_list():
-            os.close(descriptor)
 
 
 class SidecarLink:
@@ -189,14 +170,20 @@ class SidecarLink:
         handover.send(connection, message, ours)
         answer, received = _answer(connection, "attached")
         if self.descriptors is None:
-            if len(received) != 3:
-                raise ConflictError(f"the sidecar sent {len(received)} descriptors instead of 3")
-            self.descriptors = Descriptors(*received)
+            self.descriptors = self._received(received)
         else:
             for descriptor in received:
                 os.close(descriptor)
         self._connection = connection
         self.address = str(answer["address"])
+
+    def _received(self, fds: list[int]) -> Descriptors:
+        try:
+            return Descriptors.received(fds, self._arena_bytes)
+        except UsageError as error:
+            for descriptor in fds:
+                os.close(descriptor)
+            raise ConflictError(f"the sidecar handed over what cannot be used: {error}") from error
 
     def _send_mesh(self) -> None:
         assert self._mesh is not None

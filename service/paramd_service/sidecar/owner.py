@@ -22,7 +22,8 @@ from typing import Any
 from paramd.errors import ConflictError, UsageError
 from paramd.memory import descriptors
 from paramd.memory.arena import HostArena
-from paramd.memory.control_page import MAGIC, PAGE_BYTES, ControlPage, Word
+from paramd.memory.control_page import MAGIC, ControlPage, Word
+from paramd.memory.shared import Descriptors
 from paramd.tickets import MAX_TICKET_BYTES, key_from_hex
 
 # madvise(2): fault all pages in for reading now (Linux 5.14).
@@ -136,21 +137,16 @@ def ownership_after_end(seq: int) -> Ownership:
 class Possession:
     """What one attached trainer and its sidecar share. The descriptors are ours to close."""
 
-    def __init__(self, request: AttachRequest, fds: Sequence[int], pidfd: int) -> None:
+    def __init__(self, request: AttachRequest, shared: Descriptors, pidfd: int) -> None:
         self.request = request
-        self.page_fd, self.wake_fd, self.arena_fd = fds
+        self.shared = shared
         self.pidfd = pidfd
-        self.page = ControlPage(self.page_fd)
-        self.arena = HostArena(self.arena_fd, request.arena_bytes)
+        self.page = ControlPage(shared.page)
+        self.arena = HostArena(shared.arena, request.arena_bytes)
 
     @property
     def epoch(self) -> int:
         return self.request.epoch
-
-    @property
-    def shared_fds(self) -> list[int]:
-        """As "attached" hands them over: page, wake, arena."""
-        return [self.page_fd, self.wake_fd, self.arena_fd]
 
     def fault_in(self) -> None:
         """Makes the page tables for reading, so that the first copy is a warm one. Slow."""
@@ -162,8 +158,8 @@ class Possession:
     def close(self) -> None:
         self.page.close()
         self.arena.close()
-        for descriptor in (*self.shared_fds, self.pidfd):
-            os.close(descriptor)
+        self.shared.close()
+        os.close(self.pidfd)
 
 
 def take_possession(
@@ -182,14 +178,11 @@ def take_possession(
     """
     fds = list(handed_back)
     try:
-        if fds:
-            _check_handed_back(fds, request)
-        else:
-            fds.append(create_memory("paramd-page", PAGE_BYTES))
-            fds.append(descriptors.wake_event())
-            fds.append(create_memory("paramd-arena", request.arena_bytes))
+        if not fds:
+            fds = Descriptors.create(request.arena_bytes, create_memory=create_memory).as_list()
+        shared = Descriptors.received(fds, request.arena_bytes)
         fds.append(_trainer_pidfd(request))
-        possession = Possession(request, fds[:3], fds[3])
+        possession = Possession(request, shared, fds[-1])
     except BaseException:
         for descriptor in fds:
             os.close(descriptor)
@@ -201,17 +194,6 @@ def take_possession(
         possession.close()
         raise
     return possession
-
-
-def _check_handed_back(fds: Sequence[int], request: AttachRequest) -> None:
-    if len(fds) != 3:
-        raise UsageError(f"attach: {len(fds)} descriptors; expected none or page, wake, arena")
-    page_fd, wake_fd, arena_fd = fds
-    if os.fstat(page_fd).st_size < PAGE_BYTES or os.fstat(arena_fd).st_size < request.arena_bytes:
-        raise UsageError("attach: a descriptor is smaller than what it stands for")
-    if "eventfd" not in os.readlink(f"/proc/self/fd/{wake_fd}"):
-        raise UsageError("attach: the second descriptor is no eventfd")
-    os.set_blocking(wake_fd, False)
 
 
 def _trainer_pidfd(request: AttachRequest) -> int:

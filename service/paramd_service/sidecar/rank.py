@@ -218,7 +218,7 @@ class RankSidecar:
             idle_memory_s=self.config.idle_memory_s,
         )
         capture = Capture(possession.page, clock_ns=time.monotonic_ns, at_point=self.faults.at)
-        copier = Copier(capture, possession.wake_fd, self.log)
+        copier = Copier(capture, possession.shared.wake, self.log)
         self._pins = Pins(
             possession,
             store=store,

@@ -169,7 +169,7 @@ class _Connection:
             "address": self._server.address(),
             "socket_path": str(self._rank.config.socket_path),
         }
-        handover.send(self._socket, answer, possession.shared_fds)
+        handover.send(self._socket, answer, possession.shared.as_list())
 
     def _check_pid(self, request: AttachRequest) -> None:
         # 0: the kernel could not name the peer in our pid namespace.

@@ -1,0 +1,78 @@
+"""Sparse shared memory: as large as it could ever get, with pages only where they are reserved.
+
+The sidecar reserves and lets go; the trainer maps the same descriptor once and touches
+reserved ranges only. Touching any other byte could end in SIGBUS, so nobody may.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+
+from paramd.errors import ExhaustedError
+from paramd.memory.descriptors import HEADROOM_BYTES, available_bytes
+
+PAGE = mmap.PAGESIZE
+_FALLOC_FL_KEEP_SIZE, _FALLOC_FL_PUNCH_HOLE = 1, 2
+
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.fallocate.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_long, ctypes.c_long)
+
+
+def create_sparse(name: str, size_bytes: int) -> int:
+    """A descriptor of `size_bytes` of shared memory (in whole pages) without a page in it."""
+    descriptor = os.memfd_create(name, os.MFD_CLOEXEC)
+    os.ftruncate(descriptor, pages(size_bytes))
+    return descriptor
+
+
+def pages(size_bytes: int) -> int:
+    """`size_bytes` rounded up to whole pages."""
+    return -(-size_bytes // PAGE) * PAGE
+
+
+class SparseMemory:
+    """One such memory, mapped here. Ranges are half-open bytes in whole pages."""
+
+    def __init__(self, descriptor: int) -> None:
+        self.descriptor = descriptor
+        self.size_bytes = os.fstat(descriptor).st_size
+        self._map: mmap.mmap | None = mmap.mmap(descriptor, self.size_bytes)
+        self.buffer = memoryview(self._map)
+        self.address = ctypes.addressof(ctypes.c_char.from_buffer(self._map))
+
+    def reserve(self, begin: int, end: int) -> None:
+        """Gives a range its pages; contents are zero where there were none. May take long.
+
+        Raises:
+            ExhaustedError: the machine (or the container) has not that much memory.
+        """
+        available = available_bytes()
+        if end - begin + HEADROOM_BYTES > available:
+            raise ExhaustedError(
+                f"{end - begin:,} bytes of shared memory are needed, {available:,} are available "
+                f"(and {HEADROOM_BYTES:,} are left to others); ask for less at a time"
+            )
+        try:
+            os.posix_fallocate(self.descriptor, begin, end - begin)
+        except OSError as error:
+            self.release(begin, end)
+            raise ExhaustedError(
+                f"the kernel refused {end - begin:,} bytes of shared memory ({error.strerror})"
+            ) from error
+
+    def release(self, begin: int, end: int) -> None:
+        """Gives the pages of a range back."""
+        how = _FALLOC_FL_KEEP_SIZE | _FALLOC_FL_PUNCH_HOLE
+        if end > begin and _libc.fallocate(self.descriptor, how, begin, end - begin):
+            raise OSError(ctypes.get_errno(), "a hole could not be punched")
+
+    def reserved_bytes(self) -> int:
+        """Bytes that have pages."""
+        return os.fstat(self.descriptor).st_blocks * 512
+
+    def close(self) -> None:
+        """Lets go of the map; it goes with its last user. The descriptor stays its owner's."""
+        self.buffer = memoryview(b"")
+        self._map = None

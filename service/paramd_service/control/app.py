@@ -12,14 +12,17 @@ from paramd.version import __version__
 from paramd_service.control import openapi, problems
 from paramd_service.control.guard import Guard
 from paramd_service.control.outer import Outer
+from paramd_service.control.page import Page
 from paramd_service.control.routes import (
     alerts,
     audit,
     events,
     health,
+    history,
     jobs,
     numbers,
     params,
+    session,
     snapshots,
     tokens,
 )
@@ -38,12 +41,18 @@ def build_app(services: Services) -> FastAPI:
         docs_url=None,
         redoc_url=None,
         redirect_slashes=False,
-        dependencies=[Depends(permitted(services.denied))],
+        dependencies=[Depends(permitted(services.denied, readonly=services.config.readonly))],
         generate_unique_id_function=_operation_id,
     )
     app.add_middleware(
-        TokenGate, tokens=services.tokens, failures=services.failures, denied=services.denied
+        TokenGate,
+        tokens=services.tokens,
+        sessions=services.sessions,
+        failures=services.failures,
+        denied=services.denied,
     )
+    # Before the gate: the page is no secret. Behind the guard: no other site gets it.
+    app.add_middleware(Page)
     # Added last, so it comes first.
     app.add_middleware(
         Guard,
@@ -59,6 +68,8 @@ def build_app(services: Services) -> FastAPI:
     app.include_router(snapshots.router(services), prefix=API)
     app.include_router(events.router(services), prefix=API)
     app.include_router(tokens.router(services), prefix=API)
+    app.include_router(session.router(services), prefix=API)
+    app.include_router(history.router(services), prefix=API)
     app.include_router(audit.router(services), prefix=API)
     app.include_router(alerts.router(services), prefix=API)
     app.include_router(health.metrics_router(services))

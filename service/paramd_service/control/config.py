@@ -50,6 +50,9 @@ class ControlConfig:
     """Validity of a reader's ticket, in seconds, 1 to 86400."""
     no_watch: bool = False
     """Never sample parameters for alerts; what sidecars report by themselves is still judged."""
+    readonly: bool = False
+    """Let nobody change parameters, hold training, export or make tokens through it, whatever
+    their role; jobs still register. PARAMD_READONLY=1 says the same."""
     store: str = field(default="", repr=False)
     """URL of the store, sqlite:////path or postgresql://user@host/database (a password only in
     PARAMD_STORE_URL); empty: control.sqlite in the directory of the job, or of the site."""
@@ -99,7 +102,8 @@ class ControlConfig:
                 default = os.environ.get("PARAMD_STORE_URL") or default
             name = f"--{option.name.replace('_', '-')}"
             if option.type == "bool":
-                parser.add_argument(name, action="store_true")
+                wanted = option.name == "readonly" and os.environ.get("PARAMD_READONLY") == "1"
+                parser.add_argument(name, action="store_true", default=wanted)
                 continue
             parser.add_argument(
                 name,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from paramd_service.control.alerts.watchers import Watchers
 from paramd_service.control.auth import FailureLimit
@@ -13,6 +13,7 @@ from paramd_service.control.jobs import Jobs
 from paramd_service.control.metrics import Metrics
 from paramd_service.control.records import Records
 from paramd_service.control.tokens.authority import Denied, Tokens, unheard
+from paramd_service.control.tokens.sessions import Sessions
 from paramd_service.tls import ServerTls
 
 
@@ -41,5 +42,7 @@ class Services:
     """True once it drains."""
     tls: ServerTls | None = None
     """None: plain HTTP and gRPC, on loopback."""
+    sessions: Sessions = field(default_factory=Sessions)
+    """Those of browsers."""
     denied: Denied = unheard
     """Is told of every refused request."""

@@ -32,6 +32,10 @@ READERS = {R, E, X, A}
 EXPECTED: dict[tuple[str, str], set[UserRole]] = {
     ("GET", "/metrics"): EVERYBODY,
     ("GET", "/api/v1/openapi.json"): EVERYBODY,
+    ("GET", "/api/v1/session"): EVERYBODY,
+    ("POST", "/api/v1/session"): EVERYBODY,
+    ("DELETE", "/api/v1/session"): EVERYBODY,
+    ("GET", "/api/v1/jobs/{job}/history"): EVERYBODY,
     ("GET", "/api/v1/jobs"): EVERYBODY,
     ("POST", "/api/v1/jobs"): {T, A},
     ("GET", "/api/v1/jobs/{job}"): EVERYBODY,

@@ -12,7 +12,8 @@ from paramd.errors import DeniedError, UnreachableError
 from paramd_service.control.auth import FailureLimit
 from paramd_service.control.problems import problem
 from paramd_service.control.tokens.authority import Denied, Principal, Tokens
-from paramd_service.control.tokens.roles import Action, needed_action
+from paramd_service.control.tokens.roles import Action, allowed, needed_action
+from paramd_service.control.tokens.sessions import KEY_HEADER, Sessions, cookie_name, cookie_value
 
 OPEN_PATHS = frozenset({"/healthz", "/readyz"})
 """Say only whether the process works: probes have no token."""
@@ -24,10 +25,17 @@ class TokenGate:
     """ASGI middleware: what is no open path needs a valid token, whether it exists or not."""
 
     def __init__(
-        self, app: ASGIApp, *, tokens: Tokens, failures: FailureLimit, denied: Denied
+        self,
+        app: ASGIApp,
+        *,
+        tokens: Tokens,
+        sessions: Sessions,
+        failures: FailureLimit,
+        denied: Denied,
     ) -> None:
         self._app = app
         self._tokens = tokens
+        self._sessions = sessions
         self._failures = failures
         self._denied = denied
 
@@ -36,7 +44,7 @@ class TokenGate:
             await self._app(scope, receive, send)
             return
         try:
-            principal = await self._tokens.principal(_offered(scope))
+            principal = await self._principal(scope)
         except UnreachableError as error:
             await problem(503, "unreachable", str(error))(scope, receive, send)
             return
@@ -46,6 +54,15 @@ class TokenGate:
             return
         scope.setdefault("state", {})[_STATE] = principal
         await self._app(scope, receive, send)
+
+    async def _principal(self, scope: Scope) -> Principal | None:
+        """A token counts before a session, and a wrong one is not mended by a session."""
+        if _values(scope, b"authorization"):
+            return await self._tokens.principal(bearer_of(scope))
+        keys = _values(scope, KEY_HEADER.encode())
+        key = keys[0] if len(keys) == 1 else ""
+        digest = self._sessions.token_digest(cookie_of(scope), key)
+        return await self._tokens.principal_of_digest(digest) if digest else None
 
     def _refusal(self, scope: Scope) -> ASGIApp:
         client = scope.get("client")
@@ -61,15 +78,20 @@ class TokenGate:
         )
 
 
-def permitted(denied: Denied) -> Callable[[Request], Awaitable[None]]:
-    """The dependency of every route: the caller's role permits the operation."""
+def permitted(denied: Denied, *, readonly: bool = False) -> Callable[[Request], Awaitable[None]]:
+    """The dependency of every route: the caller's role permits the operation.
+
+    With `readonly` nobody changes anything that is not their own: whatever changes
+    parameters or training, exports, or is not asked with GET by an admin, is refused.
+    """
 
     async def check_role(request: Request) -> None:
         operation = str(getattr(request.scope.get("route"), "name", ""))
         query = unquote(request.scope["query_string"].decode("latin-1"))
         action = needed_action(operation, query)
         principal = principal_of(request)
-        if principal.may(action):
+        keeps = not readonly or action is not Action.ADMINISTER or request.method == "GET"
+        if keeps and action in allowed(principal.role, readonly=readonly):
             return
         reason = _reason(principal, action)
         denied(principal.name, principal.role, operation, reason)
@@ -88,12 +110,25 @@ def principal_of(request: Request) -> Principal:
     return found
 
 
+def bearer_of(scope: Scope) -> str:
+    """The token of a request; empty when there is none, or more than one."""
+    found = _values(scope, b"authorization")
+    scheme, _, token = (found[0] if len(found) == 1 else "").partition(" ")
+    return token.strip() if scheme.lower() == "bearer" else ""
+
+
+def cookie_of(scope: Scope) -> str:
+    """The session's cookie of a request; empty when there is none."""
+    hosts = _values(scope, b"host")
+    name = cookie_name(hosts[0] if hosts else "", is_tls=scope["scheme"] == "https")
+    return cookie_value("; ".join(_values(scope, b"cookie")), name)
+
+
 def _reason(principal: Principal, action: Action) -> str:
+    if principal.may(action):
+        return "this control plane runs with --readonly, which lets nobody change anything"
     return f"the role {principal.role} does not permit to {action.value}"
 
 
-def _offered(scope: Scope) -> str:
-    """The token of a request; empty when there is none, or more than one."""
-    found = [value for name, value in scope["headers"] if name == b"authorization"]
-    scheme, _, token = (found[0] if len(found) == 1 else b"").decode("latin-1").partition(" ")
-    return token.strip() if scheme.lower() == "bearer" else ""
+def _values(scope: Scope, name: bytes) -> list[str]:
+    return [value.decode("latin-1") for key, value in scope["headers"] if key == name]

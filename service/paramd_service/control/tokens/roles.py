@@ -60,6 +60,9 @@ OPERATIONS: Final[dict[str, Action]] = {
     "get_openapi": Action.VIEW,
     "get_metrics": Action.VIEW,
     "get_rank_metrics": Action.VIEW,
+    "get_session": Action.VIEW,
+    "create_session": Action.VIEW,
+    "delete_session": Action.VIEW,
     "list_jobs": Action.VIEW,
     "register_job": Action.ATTACH,
     "get_job": Action.VIEW,
@@ -67,6 +70,7 @@ OPERATIONS: Final[dict[str, Action]] = {
     "list_epochs": Action.VIEW,
     "list_alerts": Action.VIEW,
     "follow_events": Action.VIEW,
+    "get_history": Action.VIEW,
     "list_params": Action.VIEW,
     "get_param": Action.VIEW,
     "get_stats": Action.VIEW,
@@ -100,6 +104,12 @@ def needed_action(operation: str, query: str = "") -> Action:
 def may(role: UserRole, action: Action) -> bool:
     """Whether the role permits the action."""
     return action in PERMITTED[role]
+
+
+def allowed(role: UserRole, *, readonly: bool) -> list[Action]:
+    """What the role may do here, in the order of `Action`; `readonly` leaves no changes."""
+    taken = {Action.EDIT, Action.EXPORT} if readonly else set()
+    return [action for action in Action if action in PERMITTED[role] - taken]
 
 
 def ticket_role(role: UserRole) -> Role:

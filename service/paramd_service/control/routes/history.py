@@ -1,0 +1,135 @@
+"""Numbers over time: what the control plane noted of ranks and of sampled parameters."""
+
+from __future__ import annotations
+
+import time
+from typing import Annotated, Literal
+
+from fastapi import APIRouter, Query
+from pydantic import BaseModel, ConfigDict, Field
+
+from paramd.errors import UsageError
+from paramd_service.control.alerts.kept import series_of
+from paramd_service.control.alerts.store import Point
+from paramd_service.control.routes.jobs import PROBLEMS
+from paramd_service.control.services import Services
+
+DEFAULT_SPAN_S = 3600.0
+MAX_POINTS = 5000
+
+Metric = Annotated[
+    Literal["norm", "step", "step_time_s", "stall_total_s"], Query(description="What was noted")
+]
+Subject = Annotated[
+    str,
+    Query(
+        min_length=1,
+        max_length=1024,
+        description="A tensor's name for norm; else a rank's number, or min, median, max of all "
+        "ranks of a mesh of more than 64",
+    ),
+]
+Time = Annotated[
+    float | None, Query(ge=0, le=1e11, allow_inf_nan=False, description="Unix time in seconds")
+]
+Epoch = Annotated[int | None, Query(ge=1, description="By default the job's last one")]
+
+
+class PointDocument(BaseModel):
+    """A stretch of time."""
+
+    time_s: float = Field(description="Its begin, seconds since the Unix epoch")
+    resolution_s: int = Field(description="Its length; 0: one sample")
+    step: int = Field(description="Highest step in it; -1 when not known")
+    mean: float | None = Field(description="Of the finite samples; null when there was none")
+    min: float | None
+    max: float | None
+    count: int = Field(description="Finite samples")
+    nonfinite_count: int
+
+
+class HistoryDocument(BaseModel):
+    """One series, oldest point first."""
+
+    model_config = ConfigDict(
+        json_schema_extra={
+            "examples": [
+                {
+                    "epoch": 3,
+                    "metric": "norm",
+                    "subject": "layers.0.up.weight",
+                    "watch": True,
+                    "points": [],
+                    "cut": False,
+                }
+            ]
+        }
+    )
+
+    epoch: int
+    metric: str
+    subject: str
+    watch: bool = Field(description="Whether parameters are sampled: [alerts] watch")
+    points: list[PointDocument]
+    cut: bool = Field(description="There are more: ask again from the last point on")
+
+
+def router(services: Services) -> APIRouter:
+    """/jobs/{job}/history."""
+    routes = APIRouter(tags=["history"], responses=PROBLEMS)
+
+    @routes.get("/jobs/{job}/history")
+    async def get_history(
+        job: str,
+        metric: Metric,
+        subject: Subject,
+        begin_s: Time = None,
+        end_s: Time = None,
+        epoch: Epoch = None,
+    ) -> HistoryDocument:
+        """A number over time, as fine as it is still kept: samples of the last hour, then
+        minutes for a day, then tens of minutes for a month. Norms are noted of tensors that
+        the watch has sampled.
+        """
+        found_epoch = epoch if epoch is not None else services.jobs.get(job).epoch
+        end = end_s if end_s is not None else time.time() + 1.0
+        # A little within the hour that samples are kept, or minutes would come.
+        begin = begin_s if begin_s is not None else end - DEFAULT_SPAN_S + 10.0
+        if begin > end:
+            raise UsageError(f"begin_s: {begin}; expected at most end_s ({end})")
+        series = series_of(
+            Point(
+                job=job,
+                epoch=found_epoch,
+                name=metric,
+                subject=subject,
+                step=-1,
+                time_s=0.0,
+                value=0.0,
+            )
+        )
+        points = await services.records.history.read(
+            series, begin_s=begin, end_s=end, limit=MAX_POINTS
+        )
+        return HistoryDocument(
+            epoch=found_epoch,
+            metric=metric,
+            subject=subject,
+            watch=services.watchers.config.watch,
+            points=[
+                PointDocument(
+                    time_s=point.time_s,
+                    resolution_s=point.resolution_s,
+                    step=point.step,
+                    mean=point.mean,
+                    min=point.min,
+                    max=point.max,
+                    count=point.count,
+                    nonfinite_count=point.nonfinite_count,
+                )
+                for point in points
+            ],
+            cut=len(points) == MAX_POINTS,
+        )
+
+    return routes

@@ -1,0 +1,168 @@
+"""Sessions of browsers: both halves, this origin only, no longer than the token; --readonly."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import httpx2
+import pytest
+
+from paramd_service.control.app import build_app
+from paramd_service.control.config import ControlConfig
+from paramd_service.control.page import CSP, Page, page_files
+from paramd_service.control.tokens.authority import OWNER, MemoryTokens, Tokens
+from paramd_service.control.tokens.roles import Action, UserRole, allowed
+from paramd_service.control.tokens.sessions import (
+    IDLE_S,
+    MAX_SESSIONS,
+    Sessions,
+    cookie_name,
+    cookie_value,
+)
+from tests.unit.control.test_control_http import RIGHT, TOKEN, client_of, services
+
+SESSION = "/api/v1/session"
+
+
+async def signed_in(client: httpx2.AsyncClient, token: str = TOKEN) -> dict[str, str]:
+    """Signs in; gives the headers of what the page sends from then on."""
+    answer = await client.post(SESSION, headers={"authorization": f"Bearer {token}"})
+    assert answer.status_code == 201, answer.text
+    kept = answer.headers["set-cookie"]
+    assert "HttpOnly" in kept
+    assert "SameSite=strict" in kept
+    client.cookies.clear()
+    return {"cookie": kept.partition(";")[0], "x-paramd-session": answer.json()["key"]}
+
+
+async def test_a_session_is_its_token_and_ends_at_sign_out() -> None:
+    async with client_of(build_app(services())) as client:
+        both = await signed_in(client)
+        told = (await client.get(SESSION, headers=both)).json()
+        assert (told["name"], told["role"]) == ("owner", "admin")
+        assert (await client.delete(SESSION, headers=both)).status_code == 204
+        assert (await client.get(SESSION, headers=both)).status_code == 401
+
+
+async def test_neither_half_of_a_session_suffices() -> None:
+    async with client_of(build_app(services())) as client:
+        one, other = await signed_in(client), await signed_in(client)
+        for wrong in (
+            {"cookie": one["cookie"]},
+            {"x-paramd-session": one["x-paramd-session"]},
+            {**one, "x-paramd-session": other["x-paramd-session"]},
+            {**one, "authorization": "Bearer wrong"},
+        ):
+            assert (await client.get(SESSION, headers=wrong)).status_code == 401
+
+
+async def test_a_session_does_not_sign_in_again() -> None:
+    async with client_of(build_app(services())) as client:
+        both = await signed_in(client)
+        assert (await client.post(SESSION, headers=both)).status_code == 422
+
+
+async def test_a_session_ends_with_its_token() -> None:
+    tokens = Tokens(TOKEN, MemoryTokens())
+    _, token = await tokens.create(OWNER, role="viewer", ttl_s=60.0, name="someone")
+    app = build_app(dataclasses.replace(services(), tokens=tokens))
+    async with client_of(app) as client:
+        both = await signed_in(client, token)
+        assert (await client.get(SESSION, headers=both)).json()["actions"] == ["view"]
+        await tokens.revoke(OWNER, "someone")
+        assert (await client.get(SESSION, headers=both)).status_code == 401
+
+
+@pytest.mark.parametrize(
+    "foreign",
+    [
+        {"host": "evil.example"},
+        {"origin": "http://evil.example"},
+        {"origin": "http://127.0.0.1:1"},
+        {"sec-fetch-site": "same-site", "sec-fetch-mode": "cors"},
+    ],
+)
+async def test_a_session_is_of_no_use_to_another_site(foreign: dict[str, str]) -> None:
+    async with client_of(build_app(services())) as client:
+        both = await signed_in(client)
+        assert (await client.get(SESSION, headers=both | foreign)).status_code in (400, 403)
+        assert (await client.get("/", headers=foreign)).status_code in (400, 403)
+
+
+def test_an_idle_session_ends_and_the_oldest_makes_place() -> None:
+    now_s = [0.0]
+    sessions = Sessions(clock=lambda: now_s[0])
+    first = sessions.open("digest")
+    now_s[0] = IDLE_S - 1
+    assert sessions.token_digest(first.cookie, first.key) == "digest"
+    now_s[0] += IDLE_S
+    assert sessions.token_digest(first.cookie, first.key) == ""
+    opened = [sessions.open(f"{n}") for n in range(MAX_SESSIONS + 1)]
+    assert sessions.token_digest(opened[0].cookie, opened[0].key) == ""
+    assert sessions.token_digest(opened[1].cookie, opened[1].key) == "1"
+
+
+@pytest.mark.parametrize(
+    ("host", "is_tls", "name"),
+    [
+        ("127.0.0.1:8470", False, "paramd-8470"),
+        ("[::1]:8470", False, "paramd-8470"),
+        ("[::1]", False, "paramd-default"),
+        ("train.example", True, "__Host-paramd-default"),
+    ],
+)
+def test_a_cookie_is_named_by_its_port(host: str, is_tls: bool, name: str) -> None:
+    assert cookie_name(host, is_tls=is_tls) == name
+
+
+@pytest.mark.parametrize("header", ["", "a", "=", "paramd-1", "x" * 5000, 'paramd-1="', "\x00"])
+def test_a_cookie_that_cannot_be_read_is_none(header: str) -> None:
+    assert cookie_value(header, "paramd-1") == ""
+
+
+@pytest.mark.parametrize("role", list(UserRole))
+def test_readonly_leaves_nobody_a_change(role: UserRole) -> None:
+    left = set(allowed(role, readonly=True))
+    assert not left & {Action.EDIT, Action.EXPORT}
+    assert left == set(allowed(role, readonly=False)) - {Action.EDIT, Action.EXPORT}
+
+
+async def test_readonly_refuses_changes_and_admins_may_still_look() -> None:
+    parts = dataclasses.replace(services(), config=ControlConfig(job="run", readonly=True))
+    async with client_of(build_app(parts)) as client:
+        answer = await client.post("/api/v1/tokens", headers=RIGHT, json={"role": "viewer"})
+        assert answer.status_code == 403
+        assert "--readonly" in answer.json()["detail"]
+        assert (await client.get("/api/v1/tokens", headers=RIGHT)).status_code != 403
+        assert (await client.get(SESSION, headers=RIGHT)).json()["readonly"] is True
+
+
+async def test_an_unbuilt_page_says_how_to_build_it(tmp_path: Path) -> None:
+    app = Page(build_app(services()), files=page_files(tmp_path))
+    transport = httpx2.ASGITransport(app)
+    async with httpx2.AsyncClient(transport=transport, base_url="http://127.0.0.1:8470") as client:
+        answer = await client.get("/")
+        assert "make web" in answer.text
+        assert (await client.post("/")).status_code == 401
+
+
+async def test_a_built_page_is_kept_by_browsers_and_names_no_other_file(tmp_path: Path) -> None:
+    (tmp_path / "assets").mkdir()
+    (tmp_path / "index.html").write_text("<title>page</title>")
+    (tmp_path / "assets" / "app-1.js").write_text("1")
+    (tmp_path / "assets" / "app-1.js.gz").write_bytes(b"packed")
+    (tmp_path / "secret.txt").write_text("no")
+    app = Page(build_app(services()), files=page_files(tmp_path))
+    transport = httpx2.ASGITransport(app)
+    async with httpx2.AsyncClient(transport=transport, base_url="http://127.0.0.1:8470") as client:
+        index = await client.get("/")
+        assert index.headers["content-security-policy"] == CSP
+        assert index.headers["cache-control"] == "no-cache"
+        again = await client.get("/", headers={"if-none-match": index.headers["etag"]})
+        assert (again.status_code, again.content) == (304, b"")
+        script = await client.get("/assets/app-1.js", headers={"accept-encoding": "identity"})
+        assert (script.content, script.headers["content-type"][:15]) == (b"1", "text/javascript")
+        assert "immutable" in script.headers["cache-control"]
+        for other in ("/secret.txt", "/assets/../secret.txt", "/index.html", "/assets/app-1.js.gz"):
+            assert (await client.get(other)).status_code == 401

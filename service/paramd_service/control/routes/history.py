@@ -18,7 +18,8 @@ DEFAULT_SPAN_S = 3600.0
 MAX_POINTS = 5000
 
 Metric = Annotated[
-    Literal["norm", "step", "step_time_s", "stall_total_s"], Query(description="What was noted")
+    Literal["norm", "grad_norm", "step", "step_time_s", "stall_total_s"],
+    Query(description="What was noted"),
 ]
 Subject = Annotated[
     str,

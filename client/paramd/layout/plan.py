@@ -9,23 +9,15 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from functools import lru_cache
 from operator import itemgetter
 from typing import TypeAlias
 
 from paramd.errors import UnreachableError
 from paramd.layout.dtypes import item_bytes
 from paramd.layout.landings import Block, Landing, blocks
-from paramd.layout.regions import (
-    boxes_of_interval,
-    cover_numel,
-    flat_interval,
-    intersection,
-    is_row_major,
-    row_major,
-)
 from paramd.layout.select import SelectedTensor
-from paramd.layout.types import Box, Interval, Layout, Piece, Region
+from paramd.layout.types import Box, Layout, Piece, Region
+from paramd.layout.views import View, views_of
 
 __all__ = ["Block", "Landing", "RankRead", "ReadPlan", "ResultTensor", "blocks", "plan_read"]
 
@@ -118,10 +110,10 @@ def plan_read(
         for piece in tensor.pieces:
             holders.setdefault(piece.region, []).append(piece)
         for region, pieces in holders.items():
-            if not _views(region, pieces[0].strides, tensor.shape, item.box, size):
+            if not views_of(region, pieces[0].strides, tensor.shape, item.box, size):
                 continue
             piece = chooser.choose(pieces, region.numel * size, item.name)
-            for view in _views(region, piece.strides, tensor.shape, item.box, size):
+            for view in views_of(region, piece.strides, tensor.shape, item.box, size):
                 chooser.charge(piece.rank, view.size_bytes)
                 begin_bytes = piece.arena_begin + view.offset_bytes
                 reads.setdefault(piece.rank, []).append((begin_bytes, number, view))
@@ -159,81 +151,8 @@ class _Chooser:
         self._assigned_bytes[rank] = self._assigned_bytes.get(rank, 0) + size_bytes
 
 
-@dataclass(frozen=True, slots=True)
-class _View:
-    """A landing before it is known where its piece lies. Alike for the layers of a model."""
-
-    offset_bytes: int
-    """From the begin of the piece to the view's first element."""
-    sizes: tuple[int, ...]
-    strides: tuple[int, ...]
-    target: Region
-    size_bytes: int
-    target_begin_bytes: int | None
-    """None when the view is not direct."""
-
-
-_Found: TypeAlias = tuple[int, int, _View]
+_Found: TypeAlias = tuple[int, int, View]
 """First byte in the arena, index of the tensor, and the view."""
-
-
-@lru_cache(maxsize=8192)
-def _views(
-    held: Region, strides: tuple[int, ...] | None, shape: tuple[int, ...], wanted: Box, size: int
-) -> tuple[_View, ...]:
-    """What a piece of `held` has of `wanted`; nothing when they share no element."""
-    if isinstance(held, Box):
-        steps = strides if strides is not None else row_major(held.sizes)
-        return _box_views(held, steps, wanted, size, 0)
-    if not wanted.numel:
-        return ()
-    run = flat_interval(wanted, shape)
-    if run is not None:
-        return _interval_views(held, run, size)
-    views: list[_View] = []
-    offset_bytes = 0
-    for box in boxes_of_interval(held, shape):
-        views.extend(_box_views(box, row_major(box.sizes), wanted, size, offset_bytes))
-        offset_bytes += box.numel * size
-    return tuple(views)
-
-
-def _interval_views(held: Interval, wanted: Interval, size: int) -> tuple[_View, ...]:
-    begin, end = max(held.begin, wanted.begin), min(held.end, wanted.end)
-    if begin >= end:
-        return ()
-    view = _View(
-        offset_bytes=(begin - held.begin) * size,
-        sizes=(end - begin,),
-        strides=(1,),
-        target=Interval(begin - wanted.begin, end - wanted.begin),
-        size_bytes=(end - begin) * size,
-        target_begin_bytes=(begin - wanted.begin) * size,
-    )
-    return (view,)
-
-
-def _box_views(
-    held: Box, strides: tuple[int, ...], wanted: Box, size: int, held_offset_bytes: int
-) -> tuple[_View, ...]:
-    shared = intersection(held, wanted)
-    if shared is None:
-        return ()
-    offset = sum((s - h) * st for s, h, st in zip(shared.begin, held.begin, strides, strict=True))
-    target = Box(
-        tuple(s - w for s, w in zip(shared.begin, wanted.begin, strict=True)),
-        tuple(s - w for s, w in zip(shared.end, wanted.begin, strict=True)),
-    )
-    run = flat_interval(target, wanted.sizes) if is_row_major(target.sizes, strides) else None
-    view = _View(
-        offset_bytes=held_offset_bytes + offset * size,
-        sizes=target.sizes,
-        strides=strides,
-        target=target,
-        size_bytes=cover_numel(target.sizes, strides) * size,
-        target_begin_bytes=run.begin * size if run is not None else None,
-    )
-    return (view,)
 
 
 def _rank_read(rank: int, found: list[_Found]) -> RankRead:
@@ -257,7 +176,7 @@ def _rank_read(rank: int, found: list[_Found]) -> RankRead:
     )
 
 
-def _landing(view: _View, number: int, begin_bytes: int) -> Landing:
+def _landing(view: View, number: int, begin_bytes: int) -> Landing:
     return Landing(
         tensor=number,
         begin_bytes=begin_bytes,

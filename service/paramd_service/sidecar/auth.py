@@ -32,6 +32,8 @@ ROLES: dict[str, frozenset[Role]] = {
     f"/{SERVICE}/GetLayout": _VIEWERS,
     f"/{SERVICE}/PinSnapshot": _READERS,
     f"/{SERVICE}/ReachBoundary": _CONTROL,
+    f"/{SERVICE}/WithdrawBoundary": _CONTROL,
+    f"/{SERVICE}/RenewHold": _CONTROL,
     f"/{SERVICE}/ReadSnapshot": _READERS,
     f"/{SERVICE}/RenewSnapshot": _READERS,
     f"/{SERVICE}/ReleaseSnapshot": _READERS,

@@ -7,7 +7,7 @@ parsed here (so that bad bytes get a clear answer), and one mapping of errors.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import aclosing, asynccontextmanager, nullcontext
 from typing import Any, TypeAlias
 
@@ -17,8 +17,16 @@ from google.protobuf.message import DecodeError, Message
 
 from paramd.errors import DeadlineError, ParamdError, UsageError
 from paramd.v1 import sidecar_pb2 as pb
-from paramd_service.sidecar import admission, messages
+from paramd_service.sidecar import (
+    admission,
+    boundary_calls,
+    edit_calls,
+    export_calls,
+    gradient_calls,
+    messages,
+)
 from paramd_service.sidecar.auth import SERVICE
+from paramd_service.sidecar.calls import Answers, Call, CallTable, Requests, Unary
 from paramd_service.sidecar.chunk import CHUNK_BYTES, read_chunk
 from paramd_service.sidecar.digests import digest_snapshot
 from paramd_service.sidecar.gateway import Gateway
@@ -29,8 +37,6 @@ from paramd_service.sidecar.snapshot import Key
 from paramd_service.sidecar.stats_answers import compute_stats, pool_snapshot
 
 Context: TypeAlias = grpc.aio.ServicerContext[Any, Any]
-Unary: TypeAlias = Callable[[Any, float], Awaitable[Message]]
-Stream: TypeAlias = Callable[[Any, float], AsyncGenerator[bytes, None]]
 
 
 class SidecarServicer:
@@ -43,28 +49,47 @@ class SidecarServicer:
 
     def handler(self) -> grpc.GenericRpcHandler:
         """All methods, to be added to a server."""
+        rank = self._rank
+        table: dict[str, Call] = {
+            **self._calls(),
+            **boundary_calls.calls(rank),
+            **edit_calls.calls(rank),
+            **gradient_calls.calls(rank),
+            **export_calls.calls(rank),
+        }
         return grpc.method_handlers_generic_handler(
-            SERVICE,
-            {
-                "GetState": self._unary(self._get_state, pb.GetStateRequest),
-                "GetMesh": self._unary(self._get_mesh, pb.GetMeshRequest),
-                "GetLayout": self._stream(self._get_layout, pb.GetLayoutRequest),
-                "PinSnapshot": self._unary(self._pin, pb.PinSnapshotRequest, heavy=True),
-                "ReachBoundary": self._unary(self._capture, pb.ReachBoundaryRequest),
-                "ReadSnapshot": self._stream(self._read, pb.ReadSnapshotRequest),
-                "RenewSnapshot": self._unary(self._renew, pb.RenewSnapshotRequest),
-                "ReleaseSnapshot": self._unary(self._release, pb.ReleaseSnapshotRequest),
-                "ComputeStats": self._unary(self._stats, pb.ComputeStatsRequest, heavy=True),
-                "PoolSnapshot": self._unary(self._pool, pb.PoolSnapshotRequest, heavy=True),
-                "ListSnapshots": self._unary(self._list, pb.ListSnapshotsRequest),
-                "DigestSnapshot": self._unary(self._digest, pb.DigestSnapshotRequest, heavy=True),
-                "GetMetrics": self._unary(self._metrics, pb.GetMetricsRequest),
-                "Summon": self._stream(self._summon, pb.SummonRequest),
-            },
+            SERVICE, {name: self._served(call) for name, call in table.items()}
         )
 
+    def _calls(self) -> CallTable:
+        return {
+            "GetState": Call(request=pb.GetStateRequest, unary=self._get_state),
+            "GetMesh": Call(request=pb.GetMeshRequest, unary=self._get_mesh),
+            "GetLayout": Call(request=pb.GetLayoutRequest, answers=self._get_layout),
+            "PinSnapshot": Call(request=pb.PinSnapshotRequest, unary=self._pin, heavy=True),
+            "ReadSnapshot": Call(request=pb.ReadSnapshotRequest, answers=self._read),
+            "RenewSnapshot": Call(request=pb.RenewSnapshotRequest, unary=self._renew),
+            "ReleaseSnapshot": Call(request=pb.ReleaseSnapshotRequest, unary=self._release),
+            "ComputeStats": Call(request=pb.ComputeStatsRequest, unary=self._stats, heavy=True),
+            "PoolSnapshot": Call(request=pb.PoolSnapshotRequest, unary=self._pool, heavy=True),
+            "ListSnapshots": Call(request=pb.ListSnapshotsRequest, unary=self._list),
+            "DigestSnapshot": Call(
+                request=pb.DigestSnapshotRequest, unary=self._digest, heavy=True
+            ),
+            "GetMetrics": Call(request=pb.GetMetricsRequest, unary=self._metrics),
+            "Summon": Call(request=pb.SummonRequest, answers=self._summon),
+        }
+
+    def _served(self, call: Call) -> grpc.RpcMethodHandler[Any, Any]:
+        if call.unary is not None:
+            return self._unary(call.unary, call.request, heavy=call.heavy)
+        if call.answers is not None:
+            return self._answering(call.answers, call.request)
+        assert call.requests is not None
+        return self._gathering(call.requests, call.request)
+
     def _unary(
-        self, method: Unary, request_type: type[Message], *, heavy: bool = False
+        self, method: Unary, request_type: type[Message], *, heavy: bool
     ) -> grpc.RpcMethodHandler[Any, Any]:
         async def serve(data: bytes, context: Context) -> bytes:
             async with self._admitted(context, heavy=heavy) as timeout_s:
@@ -74,8 +99,8 @@ class SidecarServicer:
 
         return grpc.unary_unary_rpc_method_handler(serve)
 
-    def _stream(
-        self, method: Stream, request_type: type[Message]
+    def _answering(
+        self, method: Answers, request_type: type[Message]
     ) -> grpc.RpcMethodHandler[Any, Any]:
         async def serve(data: bytes, context: Context) -> None:
             async with (
@@ -86,6 +111,21 @@ class SidecarServicer:
                     await context.write(message)
 
         return grpc.unary_stream_rpc_method_handler(serve)
+
+    def _gathering(
+        self, method: Requests, request_type: type[Message]
+    ) -> grpc.RpcMethodHandler[Any, Any]:
+        async def parsed(requests: AsyncIterator[bytes]) -> AsyncIterator[Message]:
+            async for data in requests:
+                yield _parse(request_type, data)
+
+        async def serve(requests: AsyncIterator[bytes], context: Context) -> bytes:
+            async with self._admitted(context, heavy=True) as timeout_s:
+                answer = await method(parsed(requests), timeout_s)
+                return answer.SerializeToString()
+            raise AssertionError("a refused call has been aborted")
+
+        return grpc.stream_unary_rpc_method_handler(serve)
 
     @asynccontextmanager
     async def _admitted(self, context: Context, *, heavy: bool) -> AsyncIterator[float]:
@@ -147,24 +187,6 @@ class SidecarServicer:
             snapshot_id=lease.snapshot_id,
             size_bytes=lease.snapshot.size_bytes,
             lease_ms=int(lease_s * 1000),
-        )
-
-    async def _capture(self, request: pb.ReachBoundaryRequest, timeout_s: float) -> Message:
-        rank = self._rank
-        rank.check_plan(request.epoch, rank.ready_mesh().layout_digest)
-        if request.boundary < 1 or len(request.snapshot_ids) > admission.MAX_SNAPSHOT_IDS:
-            raise UsageError(
-                f"boundary, snapshot_ids: {request.boundary}, {len(request.snapshot_ids)} ids; "
-                f"expected a number from 1 on and at most {admission.MAX_SNAPSHOT_IDS} ids"
-            )
-        rank.follow_control(request.generation)
-        outcome = await rank.pins.boundaries.capture(
-            request.boundary, request.snapshot_ids, timeout_s=timeout_s
-        )
-        return pb.ReachBoundaryResponse(
-            header=messages.header(rank, outcome.step),
-            captured=outcome.captured,
-            reason=outcome.reason,
         )
 
     async def _read(

@@ -1,0 +1,40 @@
+"""What a method of SidecarService is to the servicer: how it is called, what it is sent.
+
+Each `*_calls.py` has `calls(rank)`, a table of the methods of one subject by name; the
+servicer joins them and goes the same way with all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+from google.protobuf.message import Message
+
+Unary: TypeAlias = Callable[[Any, float], Awaitable[Message]]
+"""(request, seconds left) -> answer"""
+
+Answers: TypeAlias = Callable[[Any, float], AsyncGenerator[bytes, None]]
+"""(request, seconds left) -> serialized answers"""
+
+Requests: TypeAlias = Callable[[AsyncIterator[Any], float], Awaitable[Message]]
+"""(requests, seconds left) -> answer"""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Call:
+    """One method; exactly one of `unary`, `answers` and `requests` is set."""
+
+    request: type[Message]
+    unary: Unary | None = None
+    answers: Answers | None = None
+    """It answers with a stream; always heavy."""
+    requests: Requests | None = None
+    """It is sent a stream; always heavy."""
+    heavy: bool = False
+    """It takes one of the slots that bound the work done at once."""
+
+
+CallTable: TypeAlias = Mapping[str, Call]
+"""Methods by their name in SidecarService."""

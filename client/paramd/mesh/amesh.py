@@ -8,14 +8,14 @@ from __future__ import annotations
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
-from enum import Enum
 from types import TracebackType
-from typing import TYPE_CHECKING, Final, Literal, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from paramd.errors import UsageError
 from paramd.layout.plan import ReadPlan, plan_read
 from paramd.layout.select import select
 from paramd.layout.types import Layout
+from paramd.mesh.editing.methods import AsyncEditing
 from paramd.mesh.pin import Pinned
 from paramd.mesh.reach import Reach
 from paramd.mesh.read import keep_freed_memory
@@ -23,6 +23,7 @@ from paramd.mesh.results import MeshStatus, ParamInfo, Params, StatsTable, Summo
 from paramd.mesh.sidecars import Sidecars
 from paramd.mesh.status import mesh_status
 from paramd.mesh.summary import compute_stats
+from paramd.mesh.timeouts import DEFAULT_TIMEOUT_S, UNSET, Timeout, deadline
 from paramd.mesh.transfer import Chosen, Transfer, Transport, check_transport
 from paramd.tls import ClientTls
 
@@ -31,25 +32,10 @@ if TYPE_CHECKING:
 
     from paramd.mesh.views import SnapshotView
 
-DEFAULT_TIMEOUT_S: Final = 60.0
-
-
-class Unset(Enum):
-    """Not given, which differs from None."""
-
-    UNSET = "unset"
-
-
-UNSET: Final = Unset.UNSET
-Timeout = float | None | Literal[Unset.UNSET]
-"""Seconds; None waits for as long as it takes; UNSET is the mesh's own default."""
-
-_FOREVER_S = 7 * 86_400.0
-
 Result = TypeVar("Result")
 
 
-class AsyncMesh:
+class AsyncMesh(AsyncEditing):
     """A running job, read from outside. Use as `async with`, or call `close`.
 
     Everything it answers belongs to one (epoch, step). Methods may run concurrently. A
@@ -101,6 +87,7 @@ class AsyncMesh:
 
     async def close(self) -> None:
         """Releases everything: open views, leases, connections, threads. Idempotent."""
+        await self._stop_holding()
         while self._views:
             await self._views.pop().aclose()
         await self._reach.close()
@@ -320,7 +307,4 @@ class AsyncMesh:
             yield pinned
 
     def _deadline(self, timeout: Timeout) -> float:
-        seconds = self._timeout_s if timeout is UNSET else timeout
-        if seconds is not None and seconds <= 0:
-            raise UsageError(f"timeout: {seconds}; expected more than 0, or None for no limit")
-        return time.monotonic() + (seconds if seconds is not None else _FOREVER_S)
+        return deadline(timeout, self._timeout_s)

@@ -9,27 +9,30 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Coroutine, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, overload
 
 from paramd.errors import UsageError
 from paramd.layout.types import Layout
 from paramd.mesh import loop
-from paramd.mesh.amesh import UNSET, AsyncMesh, Timeout
+from paramd.mesh.amesh import AsyncMesh
+from paramd.mesh.editing.shell import Editing
 from paramd.mesh.results import MeshStatus, Params, StatsTable, Summoned
+from paramd.mesh.timeouts import UNSET, Timeout
 from paramd.mesh.transfer import Transport
 from paramd.tls import ClientTls
 
 if TYPE_CHECKING:
     import torch
 
+    from paramd.mesh.editing.upload import Progress
     from paramd.mesh.views import SnapshotView
 
 Result = TypeVar("Result")
 
 
-class Mesh:
+class Mesh(Editing):
     """A running job, read from outside. `paramd.connect` makes one; `close` ends it.
 
     Everything it answers belongs to one (epoch, step).
@@ -122,31 +125,46 @@ class Mesh:
             self._mesh.stats(*patterns, buffers=buffers, histogram=histogram, timeout=timeout)
         )
 
+    @overload
     def summon(
         self,
         *patterns: str,
+        writeback: Literal[False] = False,
         dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
         into: Mapping[str, torch.Tensor] | None = None,
         buffers: bool = False,
         timeout: Timeout = UNSET,
         transport: Transport = "auto",
-    ) -> Summoned:
+    ) -> Summoned: ...
+    @overload
+    def summon(
+        self,
+        *patterns: str,
+        writeback: Literal[True],
+        hold: bool = True,
+        mode: str | None = None,
+        if_step: bool = False,
+        reset_moments: bool = False,
+        note: str = "",
+        timeout: Timeout = UNSET,
+        progress: Progress | None = None,
+    ) -> AbstractContextManager[Summoned]: ...
+    def summon(
+        self, *patterns: str, writeback: bool = False, **options: Any
+    ) -> Summoned | AbstractContextManager[Summoned]:
         """Full tensors by name, all at one step. Training goes on meanwhile.
 
-        Args, Returns, Raises: as `AsyncMesh.summon`.
+        With `writeback=True` it is a block, at whose end what was changed is written back:
+
+            with mesh.summon("head.*", writeback=True) as params:
+                params["head.weight"].mul_(0.5)
+
+        Args, Returns, Raises: as `AsyncMesh.summon`, and as `AsyncMesh.writeback`.
         """
-        return self._run(
-            self._mesh.summon(
-                *patterns,
-                dtype=dtype,
-                device=device,
-                into=into,
-                buffers=buffers,
-                timeout=timeout,
-                transport=transport,
-            )
-        )
+        if writeback:
+            return self.writeback(*patterns, **options)
+        return self._run(self._mesh.summon(*patterns, **options))
 
     @contextmanager
     def view(

@@ -92,6 +92,11 @@ class Reach:
         await self._rest.close()
 
     @property
+    def rest(self) -> RestClient:
+        """The control plane."""
+        return self._rest
+
+    @property
     def document(self) -> JobDocument:
         """The job as last heard."""
         if self._document is None:

@@ -86,10 +86,10 @@ class RestClient:
     ) -> None:
         """`transport` replaces the network in tests; `tls` is the environment's when None."""
         self.url = checked_url(url)
+        self._timeout_s = timeout_s
         self._client = httpx2.AsyncClient(
             base_url=self.url + "/api/v1",
             headers={"authorization": f"Bearer {token}"},
-            timeout=timeout_s,
             transport=transport,
             verify=https_context(self.url, tls),
             # A proxy from the environment must not see the token.
@@ -145,14 +145,28 @@ class RestClient:
     async def _get(self, path: str) -> Any:
         return await self.send("GET", path)
 
-    async def send(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> Any:
+    async def send(
+        self,
+        method: str,
+        path: str,
+        body: Mapping[str, Any] | None = None,
+        *,
+        timeout_s: float | None = None,
+    ) -> Any:
         """The JSON answer to one request below /api/v1. Sent once, never again.
+
+        `timeout_s` is for requests that wait for something; None is the client's own.
 
         Raises:
             ParamdError: the class that the HTTP status stands for.
         """
         try:
-            answer = await self._client.request(method, path, json=body)
+            answer = await self._client.request(
+                method,
+                path,
+                json=body,
+                timeout=timeout_s if timeout_s is not None else self._timeout_s,
+            )
         except httpx2.TimeoutException as error:
             raise UnreachableError(
                 f"{self.url} did not answer in time; is the control plane stopped? "

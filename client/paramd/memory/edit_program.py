@@ -1,0 +1,267 @@
+"""Edit programs: what a sidecar writes and a trainer runs to change its part of the arena.
+
+A program lies in the memory of edits, at a multiple of 8 bytes that the request's ARGUMENT
+names. All is native 8-byte words: a header and one record for each strided view.
+
+    header   MAGIC, record count, 0, 0                                             int64
+    record   kind, dtype, dim count, flags, arena_begin, data_begin, preimage_begin  int64
+             value, weight, min, max                                               float64
+             8 sizes, 8 strides (unused ones 0)                                      int64
+
+- `arena_begin` is the first byte of the view in the arena; strides count elements and are
+  not negative; sizes are 1 or more, and the views of one program do not overlap.
+- `data_begin` is where the operand lies in the memory of edits: dense, row-major, in the
+  view's dtype and shape. NO_DATA: the operand is `value`.
+- `preimage_begin` is where the trainer is to keep what the view held before, likewise dense.
+  Equal to `data_begin` (of a SET): the two are swapped. NO_DATA: it is not kept.
+- All places are multiples of the dtype's size, and lie in ranges that the sidecar has
+  reserved; it lets none of them go while the trainer may run the program.
+
+The trainer parses before it promises to take part (`parse_program`), so nothing is left to
+fail when it applies: a program it cannot run is refused in words, and never agreed.
+"""
+
+from __future__ import annotations
+
+import math
+import struct
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from enum import IntEnum
+
+from paramd.errors import UsageError
+
+MAGIC = 0x7061_7261_6D64_6564
+MAX_DIMS = 8
+MAX_RECORDS = 1_000_000
+NO_DATA = -1
+
+_HEADER = struct.Struct("=4q")
+_RECORD = struct.Struct("=7q4d8q8q")
+
+HEADER_BYTES = _HEADER.size
+RECORD_BYTES = _RECORD.size
+
+
+class Op(IntEnum):
+    """What is done; the numbers are those of paramd.v1.EditKind."""
+
+    SET = 1  # x = data
+    ADD = 2  # x = x + weight * (data or value)
+    MUL = 3  # x = x * (data or value)
+    LERP = 4  # x = x + weight * (data - x)
+    FILL = 5  # x = value
+    CLAMP = 6  # x = min(max(x, min), max)
+
+
+class Flag(IntEnum):
+    """Bits of a record's flags."""
+
+    RESET_MOMENTS = 1  # zero the optimizer's state of the same elements
+
+
+@dataclass(frozen=True, slots=True)
+class DtypeCode:
+    """A dtype as programs write it."""
+
+    name: str
+    """torch dtype without its prefix."""
+    itemsize: int
+    floating: bool
+
+
+DTYPES: tuple[DtypeCode, ...] = (
+    DtypeCode("float32", 4, True),
+    DtypeCode("float64", 8, True),
+    DtypeCode("bfloat16", 2, True),
+    DtypeCode("float16", 2, True),
+    DtypeCode("int64", 8, False),
+    DtypeCode("int32", 4, False),
+    DtypeCode("int16", 2, False),
+    DtypeCode("int8", 1, False),
+    DtypeCode("uint8", 1, False),
+    DtypeCode("bool", 1, False),
+)
+"""By code. What is not floating can only be SET and FILLed."""
+
+DTYPE_CODES = {dtype.name: code for code, dtype in enumerate(DTYPES)}
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """One strided view of the arena and what is done with it; see the module's text."""
+
+    op: Op
+    dtype: str
+    arena_begin: int
+    sizes: tuple[int, ...]
+    strides: tuple[int, ...]
+    data_begin: int = NO_DATA
+    preimage_begin: int = NO_DATA
+    value: float = 0.0
+    weight: float = 1.0
+    min: float = -math.inf
+    max: float = math.inf
+    reset_moments: bool = False
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.sizes)
+
+    @property
+    def itemsize(self) -> int:
+        return DTYPES[DTYPE_CODES[self.dtype]].itemsize
+
+    @property
+    def size_bytes(self) -> int:
+        """Of the elements alone: of data and pre-image."""
+        return self.numel * self.itemsize
+
+    @property
+    def arena_end(self) -> int:
+        """One past the view's last byte in the arena."""
+        last = sum((n - 1) * s for n, s in zip(self.sizes, self.strides, strict=True))
+        return self.arena_begin + (last + 1) * self.itemsize
+
+
+def program_bytes(record_count: int) -> int:
+    """Room that a program of so many records needs."""
+    return HEADER_BYTES + record_count * RECORD_BYTES
+
+
+def write_program(memory: memoryview, begin: int, records: Iterable[Record]) -> int:
+    """Writes a program to byte `begin` of `memory` and returns its end.
+
+    Raises:
+        UsageError: more than MAX_DIMS dims, or a dtype that has no code.
+    """
+    end = begin + HEADER_BYTES
+    count = 0
+    for record in records:
+        _write_record(memory, end, record)
+        end += RECORD_BYTES
+        count += 1
+    _HEADER.pack_into(memory, begin, MAGIC, count, 0, 0)
+    return end
+
+
+def _write_record(memory: memoryview, begin: int, record: Record) -> None:
+    if len(record.sizes) > MAX_DIMS or record.dtype not in DTYPE_CODES:
+        raise UsageError(
+            f"a view of {len(record.sizes)} dims of {record.dtype} cannot be edited; expected at "
+            f"most {MAX_DIMS} dims of {', '.join(DTYPE_CODES)}"
+        )
+    unused = (0,) * (MAX_DIMS - len(record.sizes))
+    _RECORD.pack_into(
+        memory,
+        begin,
+        record.op,
+        DTYPE_CODES[record.dtype],
+        len(record.sizes),
+        Flag.RESET_MOMENTS if record.reset_moments else 0,
+        record.arena_begin,
+        record.data_begin,
+        record.preimage_begin,
+        record.value,
+        record.weight,
+        record.min,
+        record.max,
+        *record.sizes,
+        *unused,
+        *record.strides,
+        *unused,
+    )
+
+
+def parse_program(memory: memoryview, begin: int, *, arena_bytes: int) -> list[Record]:
+    """The records of the program at byte `begin` of the memory of edits, all checked.
+
+    Raises:
+        UsageError: it is no program, or names bytes outside of the arena or of `memory`, or
+            does with a dtype what cannot be done; the text says which record.
+    """
+    if begin < 0 or begin % 8 or begin + HEADER_BYTES > memory.nbytes:
+        raise UsageError(f"no edit program can begin at byte {begin} of {memory.nbytes}")
+    magic, count, _, _ = _HEADER.unpack_from(memory, begin)
+    if magic != MAGIC:
+        raise UsageError(f"there is no edit program at byte {begin}")
+    if not 0 <= count <= MAX_RECORDS or begin + program_bytes(count) > memory.nbytes:
+        raise UsageError(f"an edit program of {count} records does not fit at byte {begin}")
+    return list(_parsed(memory, begin + HEADER_BYTES, count, arena_bytes))
+
+
+def _parsed(memory: memoryview, begin: int, count: int, arena_bytes: int) -> Iterator[Record]:
+    memory_bytes = memory.nbytes
+    # Copied first: what was checked is what will run, whatever is written there meanwhile.
+    words = bytes(memory[begin : begin + count * RECORD_BYTES])
+    for number, fields in enumerate(_RECORD.iter_unpack(words)):
+        try:
+            yield _checked(fields, arena_bytes, memory_bytes)
+        except UsageError as error:
+            raise UsageError(f"record {number} of the edit program {error}") from None
+
+
+def _checked(fields: tuple[float, ...], arena_bytes: int, memory_bytes: int) -> Record:
+    op, code, dim_count, flags, arena_begin, data_begin, preimage_begin = map(int, fields[:7])
+    if not (Op.SET <= op <= Op.CLAMP and 0 <= code < len(DTYPES) and 0 <= dim_count <= MAX_DIMS):
+        raise UsageError(f"has op {op}, dtype code {code} and {dim_count} dims; none such is known")
+    sizes = tuple(int(n) for n in fields[11 : 11 + dim_count])
+    strides = tuple(int(n) for n in fields[19 : 19 + dim_count])
+    record = Record(
+        op=Op(op),
+        dtype=DTYPES[code].name,
+        arena_begin=arena_begin,
+        sizes=sizes,
+        strides=strides,
+        data_begin=data_begin,
+        preimage_begin=preimage_begin,
+        value=fields[7],
+        weight=fields[8],
+        min=fields[9],
+        max=fields[10],
+        reset_moments=bool(flags & Flag.RESET_MOMENTS),
+    )
+    if any(n < 1 for n in sizes) or any(n < 0 for n in strides):
+        raise UsageError(
+            f"has sizes {sizes} and strides {strides}; expected above 0, and not below 0"
+        )
+    _check_places(record, arena_bytes, memory_bytes)
+    _check_operand(record, floating=DTYPES[code].floating)
+    return record
+
+
+def _check_places(record: Record, arena_bytes: int, memory_bytes: int) -> None:
+    itemsize = record.itemsize
+    if record.arena_begin < 0 or record.arena_begin % itemsize or record.arena_end > arena_bytes:
+        raise UsageError(
+            f"names bytes {record.arena_begin} to {record.arena_end} of an arena of {arena_bytes}"
+        )
+    for place in (record.data_begin, record.preimage_begin):
+        if place == NO_DATA:
+            continue
+        if place < 0 or place % itemsize or place + record.size_bytes > memory_bytes:
+            raise UsageError(
+                f"names {record.size_bytes} bytes from {place} on of {memory_bytes} bytes of edits"
+            )
+
+
+def _check_operand(record: Record, *, floating: bool) -> None:
+    op, has_data = record.op, record.data_begin != NO_DATA
+    if not floating and op not in (Op.SET, Op.FILL):
+        raise UsageError(f"would {op.name} elements of {record.dtype}; they can only be set")
+    if has_data != (op in (Op.SET, Op.LERP)) and op not in (Op.ADD, Op.MUL):
+        raise UsageError(f"would {op.name} {'with' if has_data else 'without'} data")
+    if has_data and record.preimage_begin == record.data_begin and op is not Op.SET:
+        raise UsageError(f"would swap data with what it held, in {op.name}")
+    if op is Op.FILL and not floating and not _fits(record.dtype, record.value):
+        raise UsageError(f"would fill {record.dtype} with {record.value}")
+    if op is Op.CLAMP and not record.min <= record.max:
+        raise UsageError(f"would clamp to [{record.min}, {record.max}]")
+
+
+def _fits(dtype: str, value: float) -> bool:
+    """Whether a dtype that is not floating has this very value."""
+    bits = 8 * DTYPES[DTYPE_CODES[dtype]].itemsize
+    signed = dtype.startswith("int")
+    least, most = (-(1 << (bits - 1)), (1 << (bits - 1)) - 1) if signed else (0, (1 << bits) - 1)
+    return value.is_integer() and least <= value <= (1 if dtype == "bool" else most)

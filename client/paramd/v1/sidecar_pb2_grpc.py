@@ -3,6 +3,7 @@
 import grpc
 import warnings
 
+from paramd.v1 import export_pb2 as paramd_dot_v1_dot_export__pb2
 from paramd.v1 import sidecar_pb2 as paramd_dot_v1_dot_sidecar__pb2
 
 GRPC_GENERATED_VERSION = '1.71.2'
@@ -140,6 +141,46 @@ class SidecarServiceStub(object):
                 '/paramd.v1.SidecarService/Summon',
                 request_serializer=paramd_dot_v1_dot_sidecar__pb2.SummonRequest.SerializeToString,
                 response_deserializer=paramd_dot_v1_dot_sidecar__pb2.SummonResponse.FromString,
+                _registered_method=True)
+        self.BeginExport = channel.unary_unary(
+                '/paramd.v1.SidecarService/BeginExport',
+                request_serializer=paramd_dot_v1_dot_export__pb2.BeginExportRequest.SerializeToString,
+                response_deserializer=paramd_dot_v1_dot_export__pb2.BeginExportResponse.FromString,
+                _registered_method=True)
+        self.WriteExportFile = channel.unary_stream(
+                '/paramd.v1.SidecarService/WriteExportFile',
+                request_serializer=paramd_dot_v1_dot_export__pb2.WriteExportFileRequest.SerializeToString,
+                response_deserializer=paramd_dot_v1_dot_export__pb2.WriteExportFileResponse.FromString,
+                _registered_method=True)
+        self.StoreExportFile = channel.stream_unary(
+                '/paramd.v1.SidecarService/StoreExportFile',
+                request_serializer=paramd_dot_v1_dot_export__pb2.StoreExportFileRequest.SerializeToString,
+                response_deserializer=paramd_dot_v1_dot_export__pb2.StoreExportFileResponse.FromString,
+                _registered_method=True)
+        self.VerifyExportFile = channel.unary_stream(
+                '/paramd.v1.SidecarService/VerifyExportFile',
+                request_serializer=paramd_dot_v1_dot_export__pb2.VerifyExportFileRequest.SerializeToString,
+                response_deserializer=paramd_dot_v1_dot_export__pb2.VerifyExportFileResponse.FromString,
+                _registered_method=True)
+        self.ReadExportFile = channel.unary_stream(
+                '/paramd.v1.SidecarService/ReadExportFile',
+                request_serializer=paramd_dot_v1_dot_export__pb2.ReadExportFileRequest.SerializeToString,
+                response_deserializer=paramd_dot_v1_dot_export__pb2.ReadExportFileResponse.FromString,
+                _registered_method=True)
+        self.StreamExportFile = channel.unary_stream(
+                '/paramd.v1.SidecarService/StreamExportFile',
+                request_serializer=paramd_dot_v1_dot_export__pb2.StreamExportFileRequest.SerializeToString,
+                response_deserializer=paramd_dot_v1_dot_export__pb2.StreamExportFileResponse.FromString,
+                _registered_method=True)
+        self.FinishExport = channel.unary_unary(
+                '/paramd.v1.SidecarService/FinishExport',
+                request_serializer=paramd_dot_v1_dot_export__pb2.FinishExportRequest.SerializeToString,
+                response_deserializer=paramd_dot_v1_dot_export__pb2.FinishExportResponse.FromString,
+                _registered_method=True)
+        self.DropExport = channel.unary_unary(
+                '/paramd.v1.SidecarService/DropExport',
+                request_serializer=paramd_dot_v1_dot_export__pb2.DropExportRequest.SerializeToString,
+                response_deserializer=paramd_dot_v1_dot_export__pb2.DropExportResponse.FromString,
                 _registered_method=True)
 
 
@@ -310,6 +351,66 @@ class SidecarServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def BeginExport(self, request, context):
+        """Makes an export's place ready. Control plane only, as all that follow. Idempotent.
+        FAILED_PRECONDITION: something stands at the key. PERMISSION_DENIED, NOT_FOUND: the
+        destination cannot be written to. RESOURCE_EXHAUSTED: no room.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def WriteExportFile(self, request, context):
+        """Writes one file of an export from pinned snapshots, its peers' too. Idempotent: the
+        same file may be written again, also by another sidecar. NOT_FOUND: a lease ended.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def StoreExportFile(self, request_iterator, context):
+        """Stores a small file beside those that are planned. Idempotent.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def VerifyExportFile(self, request, context):
+        """Reads a written file back. Idempotent.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ReadExportFile(self, request, context):
+        """Bytes of a file of an export. Resumable. Idempotent.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def StreamExportFile(self, request, context):
+        """The bytes that WriteExportFile would write, to the caller. Resumable. Idempotent.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def FinishExport(self, request, context):
+        """Writes index and manifest and makes the export visible. Idempotent.
+        FAILED_PRECONDITION: something stands at the key. DATA_LOSS: a file is not as said.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def DropExport(self, request, context):
+        """Removes what an export left, or a finished one. Idempotent.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_SidecarServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -417,6 +518,46 @@ def add_SidecarServiceServicer_to_server(servicer, server):
                     servicer.Summon,
                     request_deserializer=paramd_dot_v1_dot_sidecar__pb2.SummonRequest.FromString,
                     response_serializer=paramd_dot_v1_dot_sidecar__pb2.SummonResponse.SerializeToString,
+            ),
+            'BeginExport': grpc.unary_unary_rpc_method_handler(
+                    servicer.BeginExport,
+                    request_deserializer=paramd_dot_v1_dot_export__pb2.BeginExportRequest.FromString,
+                    response_serializer=paramd_dot_v1_dot_export__pb2.BeginExportResponse.SerializeToString,
+            ),
+            'WriteExportFile': grpc.unary_stream_rpc_method_handler(
+                    servicer.WriteExportFile,
+                    request_deserializer=paramd_dot_v1_dot_export__pb2.WriteExportFileRequest.FromString,
+                    response_serializer=paramd_dot_v1_dot_export__pb2.WriteExportFileResponse.SerializeToString,
+            ),
+            'StoreExportFile': grpc.stream_unary_rpc_method_handler(
+                    servicer.StoreExportFile,
+                    request_deserializer=paramd_dot_v1_dot_export__pb2.StoreExportFileRequest.FromString,
+                    response_serializer=paramd_dot_v1_dot_export__pb2.StoreExportFileResponse.SerializeToString,
+            ),
+            'VerifyExportFile': grpc.unary_stream_rpc_method_handler(
+                    servicer.VerifyExportFile,
+                    request_deserializer=paramd_dot_v1_dot_export__pb2.VerifyExportFileRequest.FromString,
+                    response_serializer=paramd_dot_v1_dot_export__pb2.VerifyExportFileResponse.SerializeToString,
+            ),
+            'ReadExportFile': grpc.unary_stream_rpc_method_handler(
+                    servicer.ReadExportFile,
+                    request_deserializer=paramd_dot_v1_dot_export__pb2.ReadExportFileRequest.FromString,
+                    response_serializer=paramd_dot_v1_dot_export__pb2.ReadExportFileResponse.SerializeToString,
+            ),
+            'StreamExportFile': grpc.unary_stream_rpc_method_handler(
+                    servicer.StreamExportFile,
+                    request_deserializer=paramd_dot_v1_dot_export__pb2.StreamExportFileRequest.FromString,
+                    response_serializer=paramd_dot_v1_dot_export__pb2.StreamExportFileResponse.SerializeToString,
+            ),
+            'FinishExport': grpc.unary_unary_rpc_method_handler(
+                    servicer.FinishExport,
+                    request_deserializer=paramd_dot_v1_dot_export__pb2.FinishExportRequest.FromString,
+                    response_serializer=paramd_dot_v1_dot_export__pb2.FinishExportResponse.SerializeToString,
+            ),
+            'DropExport': grpc.unary_unary_rpc_method_handler(
+                    servicer.DropExport,
+                    request_deserializer=paramd_dot_v1_dot_export__pb2.DropExportRequest.FromString,
+                    response_serializer=paramd_dot_v1_dot_export__pb2.DropExportResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -988,6 +1129,222 @@ class SidecarService(object):
             '/paramd.v1.SidecarService/Summon',
             paramd_dot_v1_dot_sidecar__pb2.SummonRequest.SerializeToString,
             paramd_dot_v1_dot_sidecar__pb2.SummonResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def BeginExport(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/paramd.v1.SidecarService/BeginExport',
+            paramd_dot_v1_dot_export__pb2.BeginExportRequest.SerializeToString,
+            paramd_dot_v1_dot_export__pb2.BeginExportResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def WriteExportFile(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/paramd.v1.SidecarService/WriteExportFile',
+            paramd_dot_v1_dot_export__pb2.WriteExportFileRequest.SerializeToString,
+            paramd_dot_v1_dot_export__pb2.WriteExportFileResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def StoreExportFile(request_iterator,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.stream_unary(
+            request_iterator,
+            target,
+            '/paramd.v1.SidecarService/StoreExportFile',
+            paramd_dot_v1_dot_export__pb2.StoreExportFileRequest.SerializeToString,
+            paramd_dot_v1_dot_export__pb2.StoreExportFileResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def VerifyExportFile(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/paramd.v1.SidecarService/VerifyExportFile',
+            paramd_dot_v1_dot_export__pb2.VerifyExportFileRequest.SerializeToString,
+            paramd_dot_v1_dot_export__pb2.VerifyExportFileResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ReadExportFile(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/paramd.v1.SidecarService/ReadExportFile',
+            paramd_dot_v1_dot_export__pb2.ReadExportFileRequest.SerializeToString,
+            paramd_dot_v1_dot_export__pb2.ReadExportFileResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def StreamExportFile(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/paramd.v1.SidecarService/StreamExportFile',
+            paramd_dot_v1_dot_export__pb2.StreamExportFileRequest.SerializeToString,
+            paramd_dot_v1_dot_export__pb2.StreamExportFileResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def FinishExport(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/paramd.v1.SidecarService/FinishExport',
+            paramd_dot_v1_dot_export__pb2.FinishExportRequest.SerializeToString,
+            paramd_dot_v1_dot_export__pb2.FinishExportResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def DropExport(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/paramd.v1.SidecarService/DropExport',
+            paramd_dot_v1_dot_export__pb2.DropExportRequest.SerializeToString,
+            paramd_dot_v1_dot_export__pb2.DropExportResponse.FromString,
             options,
             channel_credentials,
             insecure,

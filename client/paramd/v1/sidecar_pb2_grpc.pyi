@@ -7,6 +7,7 @@ import abc
 import collections.abc
 import grpc
 import grpc.aio
+import paramd.v1.export_pb2
 import paramd.v1.sidecar_pb2
 import typing
 
@@ -174,6 +175,61 @@ class SidecarServiceStub:
     one after the other. Idempotent.
     """
 
+    BeginExport: grpc.UnaryUnaryMultiCallable[
+        paramd.v1.export_pb2.BeginExportRequest,
+        paramd.v1.export_pb2.BeginExportResponse,
+    ]
+    """Makes an export's place ready. Control plane only, as all that follow. Idempotent.
+    FAILED_PRECONDITION: something stands at the key. PERMISSION_DENIED, NOT_FOUND: the
+    destination cannot be written to. RESOURCE_EXHAUSTED: no room.
+    """
+
+    WriteExportFile: grpc.UnaryStreamMultiCallable[
+        paramd.v1.export_pb2.WriteExportFileRequest,
+        paramd.v1.export_pb2.WriteExportFileResponse,
+    ]
+    """Writes one file of an export from pinned snapshots, its peers' too. Idempotent: the
+    same file may be written again, also by another sidecar. NOT_FOUND: a lease ended.
+    """
+
+    StoreExportFile: grpc.StreamUnaryMultiCallable[
+        paramd.v1.export_pb2.StoreExportFileRequest,
+        paramd.v1.export_pb2.StoreExportFileResponse,
+    ]
+    """Stores a small file beside those that are planned. Idempotent."""
+
+    VerifyExportFile: grpc.UnaryStreamMultiCallable[
+        paramd.v1.export_pb2.VerifyExportFileRequest,
+        paramd.v1.export_pb2.VerifyExportFileResponse,
+    ]
+    """Reads a written file back. Idempotent."""
+
+    ReadExportFile: grpc.UnaryStreamMultiCallable[
+        paramd.v1.export_pb2.ReadExportFileRequest,
+        paramd.v1.export_pb2.ReadExportFileResponse,
+    ]
+    """Bytes of a file of an export. Resumable. Idempotent."""
+
+    StreamExportFile: grpc.UnaryStreamMultiCallable[
+        paramd.v1.export_pb2.StreamExportFileRequest,
+        paramd.v1.export_pb2.StreamExportFileResponse,
+    ]
+    """The bytes that WriteExportFile would write, to the caller. Resumable. Idempotent."""
+
+    FinishExport: grpc.UnaryUnaryMultiCallable[
+        paramd.v1.export_pb2.FinishExportRequest,
+        paramd.v1.export_pb2.FinishExportResponse,
+    ]
+    """Writes index and manifest and makes the export visible. Idempotent.
+    FAILED_PRECONDITION: something stands at the key. DATA_LOSS: a file is not as said.
+    """
+
+    DropExport: grpc.UnaryUnaryMultiCallable[
+        paramd.v1.export_pb2.DropExportRequest,
+        paramd.v1.export_pb2.DropExportResponse,
+    ]
+    """Removes what an export left, or a finished one. Idempotent."""
+
 class SidecarServiceAsyncStub:
     """SidecarService serves the parameters of one rank. Every method needs
     `authorization: Bearer <ticket>` and a deadline.
@@ -329,6 +385,61 @@ class SidecarServiceAsyncStub:
     """Gateway for thin clients: gathers whole tensors from all ranks and streams them
     one after the other. Idempotent.
     """
+
+    BeginExport: grpc.aio.UnaryUnaryMultiCallable[
+        paramd.v1.export_pb2.BeginExportRequest,
+        paramd.v1.export_pb2.BeginExportResponse,
+    ]
+    """Makes an export's place ready. Control plane only, as all that follow. Idempotent.
+    FAILED_PRECONDITION: something stands at the key. PERMISSION_DENIED, NOT_FOUND: the
+    destination cannot be written to. RESOURCE_EXHAUSTED: no room.
+    """
+
+    WriteExportFile: grpc.aio.UnaryStreamMultiCallable[
+        paramd.v1.export_pb2.WriteExportFileRequest,
+        paramd.v1.export_pb2.WriteExportFileResponse,
+    ]
+    """Writes one file of an export from pinned snapshots, its peers' too. Idempotent: the
+    same file may be written again, also by another sidecar. NOT_FOUND: a lease ended.
+    """
+
+    StoreExportFile: grpc.aio.StreamUnaryMultiCallable[
+        paramd.v1.export_pb2.StoreExportFileRequest,
+        paramd.v1.export_pb2.StoreExportFileResponse,
+    ]
+    """Stores a small file beside those that are planned. Idempotent."""
+
+    VerifyExportFile: grpc.aio.UnaryStreamMultiCallable[
+        paramd.v1.export_pb2.VerifyExportFileRequest,
+        paramd.v1.export_pb2.VerifyExportFileResponse,
+    ]
+    """Reads a written file back. Idempotent."""
+
+    ReadExportFile: grpc.aio.UnaryStreamMultiCallable[
+        paramd.v1.export_pb2.ReadExportFileRequest,
+        paramd.v1.export_pb2.ReadExportFileResponse,
+    ]
+    """Bytes of a file of an export. Resumable. Idempotent."""
+
+    StreamExportFile: grpc.aio.UnaryStreamMultiCallable[
+        paramd.v1.export_pb2.StreamExportFileRequest,
+        paramd.v1.export_pb2.StreamExportFileResponse,
+    ]
+    """The bytes that WriteExportFile would write, to the caller. Resumable. Idempotent."""
+
+    FinishExport: grpc.aio.UnaryUnaryMultiCallable[
+        paramd.v1.export_pb2.FinishExportRequest,
+        paramd.v1.export_pb2.FinishExportResponse,
+    ]
+    """Writes index and manifest and makes the export visible. Idempotent.
+    FAILED_PRECONDITION: something stands at the key. DATA_LOSS: a file is not as said.
+    """
+
+    DropExport: grpc.aio.UnaryUnaryMultiCallable[
+        paramd.v1.export_pb2.DropExportRequest,
+        paramd.v1.export_pb2.DropExportResponse,
+    ]
+    """Removes what an export left, or a finished one. Idempotent."""
 
 class SidecarServiceServicer(metaclass=abc.ABCMeta):
     """SidecarService serves the parameters of one rank. Every method needs
@@ -527,5 +638,76 @@ class SidecarServiceServicer(metaclass=abc.ABCMeta):
         """Gateway for thin clients: gathers whole tensors from all ranks and streams them
         one after the other. Idempotent.
         """
+
+    @abc.abstractmethod
+    def BeginExport(
+        self,
+        request: paramd.v1.export_pb2.BeginExportRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[paramd.v1.export_pb2.BeginExportResponse, collections.abc.Awaitable[paramd.v1.export_pb2.BeginExportResponse]]:
+        """Makes an export's place ready. Control plane only, as all that follow. Idempotent.
+        FAILED_PRECONDITION: something stands at the key. PERMISSION_DENIED, NOT_FOUND: the
+        destination cannot be written to. RESOURCE_EXHAUSTED: no room.
+        """
+
+    @abc.abstractmethod
+    def WriteExportFile(
+        self,
+        request: paramd.v1.export_pb2.WriteExportFileRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[collections.abc.Iterator[paramd.v1.export_pb2.WriteExportFileResponse], collections.abc.AsyncIterator[paramd.v1.export_pb2.WriteExportFileResponse]]:
+        """Writes one file of an export from pinned snapshots, its peers' too. Idempotent: the
+        same file may be written again, also by another sidecar. NOT_FOUND: a lease ended.
+        """
+
+    @abc.abstractmethod
+    def StoreExportFile(
+        self,
+        request_iterator: _MaybeAsyncIterator[paramd.v1.export_pb2.StoreExportFileRequest],
+        context: _ServicerContext,
+    ) -> typing.Union[paramd.v1.export_pb2.StoreExportFileResponse, collections.abc.Awaitable[paramd.v1.export_pb2.StoreExportFileResponse]]:
+        """Stores a small file beside those that are planned. Idempotent."""
+
+    @abc.abstractmethod
+    def VerifyExportFile(
+        self,
+        request: paramd.v1.export_pb2.VerifyExportFileRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[collections.abc.Iterator[paramd.v1.export_pb2.VerifyExportFileResponse], collections.abc.AsyncIterator[paramd.v1.export_pb2.VerifyExportFileResponse]]:
+        """Reads a written file back. Idempotent."""
+
+    @abc.abstractmethod
+    def ReadExportFile(
+        self,
+        request: paramd.v1.export_pb2.ReadExportFileRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[collections.abc.Iterator[paramd.v1.export_pb2.ReadExportFileResponse], collections.abc.AsyncIterator[paramd.v1.export_pb2.ReadExportFileResponse]]:
+        """Bytes of a file of an export. Resumable. Idempotent."""
+
+    @abc.abstractmethod
+    def StreamExportFile(
+        self,
+        request: paramd.v1.export_pb2.StreamExportFileRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[collections.abc.Iterator[paramd.v1.export_pb2.StreamExportFileResponse], collections.abc.AsyncIterator[paramd.v1.export_pb2.StreamExportFileResponse]]:
+        """The bytes that WriteExportFile would write, to the caller. Resumable. Idempotent."""
+
+    @abc.abstractmethod
+    def FinishExport(
+        self,
+        request: paramd.v1.export_pb2.FinishExportRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[paramd.v1.export_pb2.FinishExportResponse, collections.abc.Awaitable[paramd.v1.export_pb2.FinishExportResponse]]:
+        """Writes index and manifest and makes the export visible. Idempotent.
+        FAILED_PRECONDITION: something stands at the key. DATA_LOSS: a file is not as said.
+        """
+
+    @abc.abstractmethod
+    def DropExport(
+        self,
+        request: paramd.v1.export_pb2.DropExportRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[paramd.v1.export_pb2.DropExportResponse, collections.abc.Awaitable[paramd.v1.export_pb2.DropExportResponse]]:
+        """Removes what an export left, or a finished one. Idempotent."""
 
 def add_SidecarServiceServicer_to_server(servicer: SidecarServiceServicer, server: typing.Union[grpc.Server, grpc.aio.Server]) -> None: ...

@@ -45,6 +45,38 @@ SOURCE_MOMENTS: Source.ValueType  # 2
 """One kind of optimizer state."""
 global___Source = Source
 
+class _NoGradient:
+    ValueType = typing.NewType("ValueType", builtins.int)
+    V: typing_extensions.TypeAlias = ValueType
+
+class _NoGradientEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._EnumTypeWrapper[_NoGradient.ValueType], builtins.type):
+    DESCRIPTOR: google.protobuf.descriptor.EnumDescriptor
+    NO_GRADIENT_UNSPECIFIED: _NoGradient.ValueType  # 0
+    """There is one."""
+    NO_GRADIENT_NONE: _NoGradient.ValueType  # 1
+    """The parameter's `grad` is None."""
+    NO_GRADIENT_OTHER_OPTIMIZER: _NoGradient.ValueType  # 2
+    """The optimizer that makes this update does not have the parameter."""
+    NO_GRADIENT_PLACEMENT: _NoGradient.ValueType  # 3
+    """It is placed otherwise than the parameter, and this rank cannot tell its elements."""
+    NO_GRADIENT_UNSUPPORTED: _NoGradient.ValueType  # 4
+    """It is no dense tensor of a dtype that can be cast to the parameter's."""
+
+class NoGradient(_NoGradient, metaclass=_NoGradientEnumTypeWrapper):
+    """NoGradient is why there is no gradient of a piece."""
+
+NO_GRADIENT_UNSPECIFIED: NoGradient.ValueType  # 0
+"""There is one."""
+NO_GRADIENT_NONE: NoGradient.ValueType  # 1
+"""The parameter's `grad` is None."""
+NO_GRADIENT_OTHER_OPTIMIZER: NoGradient.ValueType  # 2
+"""The optimizer that makes this update does not have the parameter."""
+NO_GRADIENT_PLACEMENT: NoGradient.ValueType  # 3
+"""It is placed otherwise than the parameter, and this rank cannot tell its elements."""
+NO_GRADIENT_UNSUPPORTED: NoGradient.ValueType  # 4
+"""It is no dense tensor of a dtype that can be cast to the parameter's."""
+global___NoGradient = NoGradient
+
 class _BoundaryAction:
     ValueType = typing.NewType("ValueType", builtins.int)
     V: typing_extensions.TypeAlias = ValueType
@@ -403,6 +435,8 @@ class PinSnapshotRequest(google.protobuf.message.Message):
     SOURCE_FIELD_NUMBER: builtins.int
     AT_STEP_FIELD_NUMBER: builtins.int
     STATE_KEY_FIELD_NUMBER: builtins.int
+    REDUCTION_FIELD_NUMBER: builtins.int
+    LOSSLESS_EVERY_FIELD_NUMBER: builtins.int
     epoch: builtins.int
     """Epoch the spans were planned in."""
     layout_digest: builtins.str
@@ -423,9 +457,19 @@ class PinSnapshotRequest(google.protobuf.message.Message):
     """
     state_key: builtins.str
     """Which optimizer state, for SOURCE_MOMENTS (needs `at_boundary`), such as "exp_avg"."""
+    lossless_every: builtins.int
+    """Updates between two frames of a reader of gradients that wants to miss none; 0: it may
+    miss some. Where the trainer allows it, its update waits for such a reader for a while.
+    """
     @property
     def spans(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___Span]:
         """Sorted, not overlapping. The snapshot is their concatenation."""
+
+    @property
+    def reduction(self) -> global___Reduction:
+        """Only these numbers are wanted, for SOURCE_GRADIENTS: they come in the answer, nothing
+        stays pinned and `snapshot_id` is empty.
+        """
 
     def __init__(
         self,
@@ -439,10 +483,37 @@ class PinSnapshotRequest(google.protobuf.message.Message):
         source: global___Source.ValueType = ...,
         at_step: builtins.int = ...,
         state_key: builtins.str = ...,
+        reduction: global___Reduction | None = ...,
+        lossless_every: builtins.int = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["at_boundary", b"at_boundary", "at_step", b"at_step", "epoch", b"epoch", "layout_digest", b"layout_digest", "lease_ms", b"lease_ms", "source", b"source", "spans", b"spans", "state_key", b"state_key", "with_buffers", b"with_buffers"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["reduction", b"reduction"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["at_boundary", b"at_boundary", "at_step", b"at_step", "epoch", b"epoch", "layout_digest", b"layout_digest", "lease_ms", b"lease_ms", "lossless_every", b"lossless_every", "reduction", b"reduction", "source", b"source", "spans", b"spans", "state_key", b"state_key", "with_buffers", b"with_buffers"]) -> None: ...
 
 global___PinSnapshotRequest = PinSnapshotRequest
+
+@typing.final
+class Reduction(google.protobuf.message.Message):
+    """Reduction is what ComputeStats does, asked for before the bytes are there."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    ITEMS_FIELD_NUMBER: builtins.int
+    WITH_EXPONENTS_FIELD_NUMBER: builtins.int
+    with_exponents: builtins.bool
+    """As in ComputeStatsRequest."""
+    @property
+    def items(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___StatsItem]:
+        """What to reduce, by offset within the spans; at most 20,000. One answer each."""
+
+    def __init__(
+        self,
+        *,
+        items: collections.abc.Iterable[global___StatsItem] | None = ...,
+        with_exponents: builtins.bool = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["items", b"items", "with_exponents", b"with_exponents"]) -> None: ...
+
+global___Reduction = Reduction
 
 @typing.final
 class GradientNote(google.protobuf.message.Message):
@@ -455,8 +526,8 @@ class GradientNote(google.protobuf.message.Message):
     PARTIAL_GROUP_FIELD_NUMBER: builtins.int
     arena_begin: builtins.int
     """Where the piece begins in the arena."""
-    none: builtins.bool
-    """The parameter had no gradient, or belongs to another optimizer; its bytes are zero."""
+    none: global___NoGradient.ValueType
+    """Why there is none; then its bytes mean nothing."""
     partial_group: builtins.int
     """The gradient is the sum over the ranks that name the same group; 0 is no group, else
     1 + the group's first rank.
@@ -465,7 +536,7 @@ class GradientNote(google.protobuf.message.Message):
         self,
         *,
         arena_begin: builtins.int = ...,
-        none: builtins.bool = ...,
+        none: global___NoGradient.ValueType = ...,
         partial_group: builtins.int = ...,
     ) -> None: ...
     def ClearField(self, field_name: typing.Literal["arena_begin", b"arena_begin", "none", b"none", "partial_group", b"partial_group"]) -> None: ...
@@ -513,12 +584,16 @@ class PinSnapshotResponse(google.protobuf.message.Message):
     SIZE_BYTES_FIELD_NUMBER: builtins.int
     LEASE_MS_FIELD_NUMBER: builtins.int
     GRADIENTS_FIELD_NUMBER: builtins.int
+    STATS_FIELD_NUMBER: builtins.int
+    ENDED_FIELD_NUMBER: builtins.int
     snapshot_id: builtins.str
     """Names the snapshot and its lease."""
     size_bytes: builtins.int
     """Length of the snapshot in bytes."""
     lease_ms: builtins.int
     """Lease granted, in milliseconds."""
+    ended: builtins.bool
+    """The training has detached: no step comes any more. Then nothing is pinned."""
     @property
     def header(self) -> paramd.v1.common_pb2.Header:
         """Epoch and step of the bytes; step -1 while `at_boundary` has not been filled."""
@@ -526,6 +601,10 @@ class PinSnapshotResponse(google.protobuf.message.Message):
     @property
     def gradients(self) -> global___GradientFacts:
         """Set for SOURCE_GRADIENTS."""
+
+    @property
+    def stats(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___Stats]:
+        """One for each item of `reduction`, in order."""
 
     def __init__(
         self,
@@ -535,9 +614,11 @@ class PinSnapshotResponse(google.protobuf.message.Message):
         size_bytes: builtins.int = ...,
         lease_ms: builtins.int = ...,
         gradients: global___GradientFacts | None = ...,
+        stats: collections.abc.Iterable[global___Stats] | None = ...,
+        ended: builtins.bool = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["gradients", b"gradients", "header", b"header"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["gradients", b"gradients", "header", b"header", "lease_ms", b"lease_ms", "size_bytes", b"size_bytes", "snapshot_id", b"snapshot_id"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["ended", b"ended", "gradients", b"gradients", "header", b"header", "lease_ms", b"lease_ms", "size_bytes", b"size_bytes", "snapshot_id", b"snapshot_id", "stats", b"stats"]) -> None: ...
 
 global___PinSnapshotResponse = PinSnapshotResponse
 
@@ -1140,8 +1221,8 @@ class GradientTensor(google.protobuf.message.Message):
     """torch dtype without its prefix."""
     size_bytes: builtins.int
     """Bytes that follow, row-major; 0 for statistics and for no gradient."""
-    none: builtins.bool
-    """There was no gradient."""
+    none: global___NoGradient.ValueType
+    """Why there was none."""
     @property
     def shape(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
         """Shape of what is sent."""
@@ -1157,7 +1238,7 @@ class GradientTensor(google.protobuf.message.Message):
         dtype: builtins.str = ...,
         shape: collections.abc.Iterable[builtins.int] | None = ...,
         size_bytes: builtins.int = ...,
-        none: builtins.bool = ...,
+        none: global___NoGradient.ValueType = ...,
         stats: global___Stats | None = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["stats", b"stats"]) -> builtins.bool: ...

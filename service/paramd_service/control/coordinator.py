@@ -1,60 +1,56 @@
 """Boundaries agreed by all trainers: numbers them, tells every sidecar, compares answers.
 
-Rounds run one after another; what is asked for while one is under way shares the next.
-A round ends at once when any rank cannot take part, so a dead rank delays nobody. A shared
-round that a sidecar refuses is tried again request by request: one caller's ended lease is
-nobody else's error.
+Turns are taken one after another, in the order they were asked for. Captures share theirs:
+what is asked for while one is under way is in the next. An edit or a hold has its own, and keeps
+it until what became of it is known (`turn`). A round ends at once when any rank cannot take
+part, so a dead rank delays nobody. A shared round that a sidecar refuses is tried again request
+by request: one caller's ended lease is nobody else's error.
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Protocol
 
 from paramd.errors import (
-    CODES,
     ConflictError,
     DeadlineError,
-    DeniedError,
     NotFoundError,
     ParamdError,
     UnreachableError,
     UsageError,
 )
-from paramd_service.control.view import MeshView, listed
+from paramd_service.control.requests import BoundaryAction, BoundaryRequest, token_of
+from paramd_service.control.verdicts import RankAnswer, Verdict, decide, worst
+from paramd_service.control.view import MeshView
 
 Snapshots = Mapping[int, Sequence[str]]
 """Snapshot ids by rank."""
 
 
 @dataclass(frozen=True, slots=True)
-class RankAnswer:
-    """What one sidecar says of a boundary: where it was, or why its copy was missed."""
+class Turn:
+    """The right to ask all ranks for one thing, with a number that nobody used before."""
 
-    rank: int
-    epoch: int
-    step: int
-    captured: bool
-    reason: str
-
-
-@dataclass(frozen=True, slots=True)
-class Verdict:
-    """All ranks' answers in one: `step` is -1 and `reason` tells why when not captured."""
-
-    captured: bool
-    step: int
-    reason: str
+    number: int
+    view: MeshView
+    """The mesh when the turn came; all ranks are joined."""
 
 
 class BoundaryCalls(Protocol):
     """How the coordinator reaches sidecars."""
 
-    async def capture(
-        self, rank: int, address: str, boundary: int, snapshot_ids: Sequence[str], timeout_s: float
+    async def reach(
+        self,
+        rank: int,
+        address: str,
+        request: BoundaryRequest,
+        snapshot_ids: Sequence[str],
+        timeout_s: float,
     ) -> RankAnswer:
         """Calls ReachBoundary of one rank's sidecar. Raises ParamdErrors."""
 
@@ -62,43 +58,6 @@ class BoundaryCalls(Protocol):
 def margin_s(timeout_s: float) -> float:
     """What is kept of a caller's time, so that the reason arrives before its deadline."""
     return min(0.05 * timeout_s, 1.0)
-
-
-def decide(epoch: int, world_size: int, answers: Sequence[RankAnswer]) -> Verdict:
-    """Captured only when all ranks filled their snapshots at one step of this epoch."""
-    missed = [answer for answer in answers if not answer.captured or answer.step < 0]
-    if missed:
-        told = "; ".join(f"rank {a.rank}: {a.reason or 'no reason given'}" for a in missed[:8])
-        return Verdict(False, -1, told)
-    foreign = [answer for answer in answers if answer.epoch != epoch]
-    if foreign:
-        ranks = listed([answer.rank for answer in foreign])
-        return Verdict(False, -1, f"ranks {ranks} answered for another epoch than {epoch}")
-    steps = sorted({answer.step for answer in answers})
-    if len(steps) > 1:
-        told = ", ".join(f"rank {a.rank} at {a.step}" for a in answers[:8])
-        return Verdict(False, -1, f"the ranks captured different steps: {told}")
-    silent = set(range(world_size)) - {answer.rank for answer in answers}
-    if silent:
-        return Verdict(False, -1, f"ranks {listed(sorted(silent))} have not answered")
-    return Verdict(True, steps[0], "")
-
-
-def worst(failures: Mapping[int, ParamdError]) -> ParamdError:
-    """One error for all ranks that failed: of the kind that trying again helps least."""
-    order: tuple[type[ParamdError], ...] = (
-        DeniedError,
-        ConflictError,
-        UnreachableError,
-        DeadlineError,
-        ParamdError,
-    )
-    rank = next(
-        rank for wanted in order for rank in sorted(failures) if isinstance(failures[rank], wanted)
-    )
-    kind = next(kind for kind in type(failures[rank]).__mro__ if kind in CODES)
-    others = [str(failures[other]) for other in sorted(failures) if other != rank]
-    return kind("; ".join([str(failures[rank]), *others[:7]]))
 
 
 @dataclass(eq=False, slots=True)
@@ -117,13 +76,16 @@ class Coordinator:
         view: Callable[[], MeshView],
         *,
         epoch: int,
+        generation: int = 0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._calls = calls
         self._view = view
         self._epoch = epoch
+        self._generation = generation
         self._clock = clock
         self._last_boundary = 0
+        self._turns = asyncio.Lock()
         self._waiting: list[_Request] = []
         self._alone: list[_Request] = []
         self._current: list[_Request] = []
@@ -165,6 +127,57 @@ class Coordinator:
         finally:
             self._withdraw(request)
 
+    @asynccontextmanager
+    async def turn(self) -> AsyncIterator[Turn]:
+        """Waits for its turn, then keeps all other requests waiting until the block ends.
+
+        Raises:
+            UnreachableError: not all ranks are joined.
+        """
+        async with self._turns:
+            view = self._all_joined()
+            yield Turn(self._next_number(view), view)
+
+    @asynccontextmanager
+    async def pause(self) -> AsyncIterator[None]:
+        """Keeps all requests waiting until the block ends; needs no rank."""
+        async with self._turns:
+            yield
+
+    def used(self, number: int) -> None:
+        """A number that was used before this control plane began; the next ones are above it."""
+        self._last_boundary = max(self._last_boundary, number)
+
+    async def round(
+        self,
+        request: BoundaryRequest,
+        snapshots: Snapshots,
+        view: MeshView,
+        *,
+        timeout_s: float,
+    ) -> Verdict:
+        """Asks all ranks; within a turn. Raises as `schedule`."""
+        self.round_count += 1
+        tasks = {
+            asyncio.create_task(
+                self._calls.reach(
+                    report.rank,
+                    report.peer.address,
+                    request,
+                    snapshots.get(report.rank, ()),
+                    timeout_s,
+                )
+            ): report.rank
+            for report in view.joined
+        }
+        try:
+            verdict = await self._gathered(tasks)
+        finally:
+            for task in tasks:
+                await _ended(task)
+        self.captured_count += verdict.captured
+        return verdict
+
     async def close(self) -> None:
         """Ends the round under way; its callers get UnreachableError."""
         if self._runner is not None:
@@ -185,52 +198,48 @@ class Coordinator:
 
     async def _run(self) -> None:
         while self._alone or self._waiting:
-            if self._alone:
-                self._current = [self._alone.pop(0)]
-            else:
-                self._current, self._waiting = self._waiting, []
-            self._round = asyncio.create_task(self._one_round(self._current))
-            try:
-                await asyncio.wait({self._round})
-            finally:
-                await _ended(self._round)
-            if len(self._current) > 1 and _refused(self._round):
-                self._alone += [r for r in self._current if not r.answer.done()]
-            else:
-                _settle(self._current, self._round)
-            self._current, self._round = [], None
+            async with self._turns:
+                if self._alone or self._waiting:
+                    await self._shared_round()
+
+    async def _shared_round(self) -> None:
+        if self._alone:
+            self._current = [self._alone.pop(0)]
+        else:
+            self._current, self._waiting = self._waiting, []
+        self._round = asyncio.create_task(self._one_round(self._current))
+        try:
+            await asyncio.wait({self._round})
+        finally:
+            await _ended(self._round)
+        if len(self._current) > 1 and _refused(self._round):
+            self._alone += [r for r in self._current if not r.answer.done()]
+        else:
+            _settle(self._current, self._round)
+        self._current, self._round = [], None
 
     async def _one_round(self, requests: Sequence[_Request]) -> Verdict:
-        view = self._view()
-        if view.absent:
-            told = "; ".join(f"rank {rank.rank}: {rank.reason}" for rank in view.absent[:8])
-            raise UnreachableError(f"a boundary needs all {len(view.ranks)} ranks; {told}")
-        self._last_boundary = max(self._last_boundary, view.highest_boundary) + 1
-        self.round_count += 1
+        view = self._all_joined()
+        number = self._next_number(view)
+        token = token_of(self._generation, number, BoundaryAction.CAPTURE)
         timeout_s = max(request.deadline_s for request in requests) - self._clock()
         ids = {
             report.rank: [i for r in requests for i in r.snapshots.get(report.rank, ())]
             for report in view.joined
         }
-        tasks = {
-            asyncio.create_task(
-                self._calls.capture(
-                    report.rank,
-                    report.peer.address,
-                    self._last_boundary,
-                    ids[report.rank],
-                    timeout_s,
-                )
-            ): report.rank
-            for report in view.joined
-        }
-        try:
-            verdict = await self._gathered(tasks)
-        finally:
-            for task in tasks:
-                await _ended(task)
-        self.captured_count += verdict.captured
-        return verdict
+        request = BoundaryRequest(number=number, token=token)
+        return await self.round(request, ids, view, timeout_s=timeout_s)
+
+    def _all_joined(self) -> MeshView:
+        view = self._view()
+        if view.absent:
+            told = "; ".join(f"rank {rank.rank}: {rank.reason}" for rank in view.absent[:8])
+            raise UnreachableError(f"a boundary needs all {len(view.ranks)} ranks; {told}")
+        return view
+
+    def _next_number(self, view: MeshView) -> int:
+        self._last_boundary = max(self._last_boundary, view.highest_boundary) + 1
+        return self._last_boundary
 
     async def _gathered(self, tasks: Mapping[asyncio.Task[RankAnswer], int]) -> Verdict:
         pending = set(tasks)

@@ -52,7 +52,12 @@ class Incarnation:
         self.registry = Registry(bootstrap, silent_after_s=self.rhythm.silent_after_s)
         self.calls = SidecarCalls(bootstrap, generation=terms.generation)
         self.layouts = LayoutSource(self.calls)
-        self.coordinator = Coordinator(self.calls, self.registry.view, epoch=bootstrap.epoch)
+        self.coordinator = Coordinator(
+            self.calls,
+            self.registry.view,
+            epoch=bootstrap.epoch,
+            generation=terms.generation,
+        )
         self.statistics = StatsSource(bootstrap, terms.url)
         self.rank_texts = RankTexts()
         self.watch = StateWatch(job=bootstrap.job, epoch=bootstrap.epoch, publish=publish)

@@ -17,7 +17,8 @@ from paramd.mesh.channels import Channels, error_of, watched
 from paramd.tickets import Role
 from paramd.v1 import layout_pb2, sidecar_pb2
 from paramd_service.control.config import Bootstrap
-from paramd_service.control.coordinator import RankAnswer
+from paramd_service.control.requests import BoundaryRequest
+from paramd_service.control.verdicts import RankAnswer
 from paramd_service.control.view import MeshView
 
 TICKET_TTL_S = 600.0
@@ -57,28 +58,40 @@ class SidecarCalls:
         self._generation = generation
         self._channels = Channels(ControlTicket(bootstrap))
 
-    async def capture(
-        self, rank: int, address: str, boundary: int, snapshot_ids: Sequence[str], timeout_s: float
+    async def reach(
+        self,
+        rank: int,
+        address: str,
+        request: BoundaryRequest,
+        snapshot_ids: Sequence[str],
+        timeout_s: float,
     ) -> RankAnswer:
         """Calls ReachBoundary; a sidecar that stopped answering is noticed within seconds.
 
         Raises:
             ParamdError: the class that the status stands for, naming the rank.
         """
-        request = sidecar_pb2.ReachBoundaryRequest(
+        message = sidecar_pb2.ReachBoundaryRequest(
             epoch=self._epoch,
-            boundary=boundary,
+            boundary=request.number,
             snapshot_ids=snapshot_ids,
             generation=self._generation,
+            action=sidecar_pb2.BoundaryAction.ValueType(request.action),
+            token=request.token,
+            edit_id=request.edit_id,
+            step_count=request.step_count,
+            lease_ms=request.lease_ms,
         )
         method = self._channels.sidecar(address).ReachBoundary
         call: Awaitable[sidecar_pb2.ReachBoundaryResponse] = self._channels.call(
-            f"rank {rank}", method, request, timeout_s=timeout_s
+            f"rank {rank}", method, message, timeout_s=timeout_s
         )
         # A deadline alone cannot tell a rank in a long update from a stopped sidecar.
         answer = await watched(call, lambda: self._probe(rank, address))
         header = answer.header
-        return RankAnswer(rank, header.epoch, header.step, answer.captured, answer.reason)
+        return RankAnswer(
+            rank, header.epoch, header.step, answer.captured, answer.reason, header.edits
+        )
 
     async def _probe(self, rank: int, address: str) -> None:
         method = self._channels.sidecar(address).GetState
@@ -97,7 +110,7 @@ class SidecarCalls:
         """All batches of GetLayout as one message.
 
         Raises:
-            ParamdError: as `capture`.
+            ParamdError: as `reach`.
         """
         whole = layout_pb2.Layout()
         call = self._channels.sidecar(address).GetLayout(
@@ -116,7 +129,7 @@ class SidecarCalls:
         """The leases of one rank.
 
         Raises:
-            ParamdError: as `capture`.
+            ParamdError: as `reach`.
         """
         method = self._channels.sidecar(address).ListSnapshots
         call: Awaitable[sidecar_pb2.ListSnapshotsResponse] = self._channels.call(
@@ -128,7 +141,7 @@ class SidecarCalls:
         """The sidecar's own metrics as Prometheus text.
 
         Raises:
-            ParamdError: as `capture`.
+            ParamdError: as `reach`.
         """
         method = self._channels.sidecar(address).GetMetrics
         call: Awaitable[sidecar_pb2.GetMetricsResponse] = self._channels.call(

@@ -18,14 +18,9 @@ from paramd.errors import (
     UnreachableError,
 )
 from paramd.v1 import common_pb2
-from paramd_service.control.coordinator import (
-    Coordinator,
-    RankAnswer,
-    Verdict,
-    decide,
-    margin_s,
-    worst,
-)
+from paramd_service.control.coordinator import Coordinator, margin_s
+from paramd_service.control.requests import BoundaryAction, BoundaryRequest, token_of
+from paramd_service.control.verdicts import RankAnswer, Verdict, decide, worst
 from paramd_service.control.view import MeshView, Report, mesh_view
 
 
@@ -44,6 +39,7 @@ def test_equal_steps_of_all_ranks_are_captured() -> None:
         ([answer(0), answer(1, 6)], "different steps: rank 0 at 5, rank 1 at 6"),
         ([answer(0), answer(1, captured=False, reason="overtaken")], "rank 1: overtaken"),
         ([answer(0), answer(1, -1)], "rank 1: no reason given"),
+        ([answer(0), answer(1, edits=1)], "different edits: rank 0 after 0, rank 1 after 1"),
         ([answer(0), answer(1, epoch=2)], "ranks 1 answered for another epoch than 1"),
         ([answer(0)], "ranks 1 have not answered"),
     ],
@@ -85,10 +81,18 @@ class Sidecars:
     errors: dict[int, ParamdError] = field(default_factory=dict)
     cancelled: list[int] = field(default_factory=list)
     ended: set[str] = field(default_factory=set)
+    tokens: dict[int, set[int]] = field(default_factory=dict)
 
-    async def capture(
-        self, rank: int, address: str, boundary: int, snapshot_ids: Sequence[str], timeout_s: float
+    async def reach(
+        self,
+        rank: int,
+        address: str,
+        request: BoundaryRequest,
+        snapshot_ids: Sequence[str],
+        timeout_s: float,
     ) -> RankAnswer:
+        boundary = request.number
+        self.tokens.setdefault(boundary, set()).add(request.token)
         self.calls.append((rank, boundary, tuple(snapshot_ids)))
         if rank in self.errors:
             raise self.errors[rank]
@@ -255,3 +259,40 @@ async def test_closing_tells_the_callers() -> None:
     for call in calls:
         with pytest.raises(UnreachableError, match="stopping"):
             await call
+
+
+async def test_all_ranks_get_one_token_that_differs_between_numbers_and_generations() -> None:
+    sidecars = Sidecars()
+    rounds = coordinator(sidecars)
+    await rounds.schedule({}, timeout_s=5.0)
+    await rounds.schedule({}, timeout_s=5.0)
+    first, second = sidecars.tokens[1], sidecars.tokens[2]
+    assert len(first) == len(second) == 1
+    assert first != second
+    digests = [(), (b"a",), (b"ab",), (b"a", b"b")]
+    tokens = {
+        token_of(generation, 1, action, digest)
+        for generation in (1, 2)
+        for action in BoundaryAction
+        for digest in digests
+    }
+    assert len(tokens) == 2 * 5 * 4
+    assert all(0 < token < 1 << 63 for token in tokens)
+
+
+async def test_an_edit_has_a_number_of_its_own_and_captures_wait_for_its_turn() -> None:
+    sidecars = Sidecars()
+    rounds = coordinator(sidecars, mesh(0, 1, ready=7))
+    rounds.used(20)
+    async with rounds.turn() as turn:
+        assert turn.number == 21
+        capture = asyncio.create_task(rounds.schedule({}, timeout_s=5.0))
+        for _ in range(5):
+            await asyncio.sleep(0)
+        assert sidecars.calls == []
+        request = BoundaryRequest(number=turn.number, token=9, action=BoundaryAction.EDIT)
+        assert (await rounds.round(request, {}, turn.view, timeout_s=5.0)).step == 31
+    assert (await capture).step == 32
+    with pytest.raises(UnreachableError, match="all 2 ranks"):
+        async with coordinator(sidecars, mesh(0)).turn():
+            pass

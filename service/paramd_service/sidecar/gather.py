@@ -24,8 +24,8 @@ from paramd.mesh.rest import JobDocument, PeerAddress
 from paramd.mesh.sidecars import Background, Sidecars
 from paramd.v1 import common_pb2, layout_pb2
 from paramd.v1 import sidecar_pb2 as pb
+from paramd.wire import CHUNK_BYTES, summon_chunk
 from paramd_service.sidecar.auth import CALLER_TICKET
-from paramd_service.sidecar.chunk import CHUNK_BYTES, summon_chunk
 from paramd_service.sidecar.mesh_info import Mesh
 from paramd_service.sidecar.rank import RankSidecar
 

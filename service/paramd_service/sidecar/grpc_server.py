@@ -9,11 +9,28 @@ from grpc_reflection.v1alpha import reflection
 
 from paramd.errors import UsageError
 from paramd_service.sidecar.auth import SERVICE, AuthInterceptor
-from paramd_service.sidecar.chunk import SERVER_OPTIONS
 from paramd_service.sidecar.gateway import Gateway
 from paramd_service.sidecar.rank import RankSidecar
 from paramd_service.sidecar.servicer import SidecarServicer
 from paramd_service.tls import ServerTls, advertised, grpc_address
+
+SERVER_OPTIONS: tuple[tuple[str, int], ...] = (
+    # The largest that HTTP/2 has: fewer frames for the same bytes.
+    ("grpc.http2.max_frame_size", (1 << 24) - 1),
+    ("grpc.max_receive_message_length", 4 << 20),
+    ("grpc.max_send_message_length", 16 << 20),
+    # Two sidecars must never share a port.
+    ("grpc.so_reuseport", 0),
+    # A peer that stopped is noticed, and dead connections go.
+    ("grpc.keepalive_time_ms", 20_000),
+    ("grpc.keepalive_timeout_ms", 5_000),
+    ("grpc.keepalive_permit_without_calls", 1),
+    ("grpc.http2.ping_timeout_ms", 5_000),
+    ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
+    ("grpc.http2.max_ping_strikes", 10),
+    ("grpc.max_concurrent_streams", 256),
+    ("grpc.max_metadata_size", 16 << 10),
+)
 
 _SERVING = health_pb2.HealthCheckResponse.SERVING
 _NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING

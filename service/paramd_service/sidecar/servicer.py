@@ -17,6 +17,7 @@ from google.protobuf.message import DecodeError, Message
 
 from paramd.errors import DeadlineError, ParamdError, UsageError
 from paramd.v1 import sidecar_pb2 as pb
+from paramd.wire import CHUNK_BYTES, data_chunk
 from paramd_service.sidecar import (
     admission,
     boundary_calls,
@@ -27,7 +28,6 @@ from paramd_service.sidecar import (
 )
 from paramd_service.sidecar.auth import SERVICE
 from paramd_service.sidecar.calls import Answers, Call, CallTable, Requests, Unary
-from paramd_service.sidecar.chunk import CHUNK_BYTES, read_chunk
 from paramd_service.sidecar.digests import digest_snapshot
 from paramd_service.sidecar.gateway import Gateway
 from paramd_service.sidecar.metrics import sidecar_metrics
@@ -202,7 +202,7 @@ class SidecarServicer:
         for offset in range(begin, end, CHUNK_BYTES):
             # Between two chunks the lease may have ended and the memory be another's.
             snapshot = store.filled(request.snapshot_id)
-            yield read_chunk(snapshot.view(), offset, min(offset + CHUNK_BYTES, end))
+            yield data_chunk(snapshot.view()[offset : min(offset + CHUNK_BYTES, end)], offset)
             self._rank.faults.at("read-chunk")
 
     async def _renew(self, request: pb.RenewSnapshotRequest, _timeout_s: float) -> Message:

@@ -11,8 +11,8 @@ import xxhash
 
 from paramd.errors import ConflictError, ParamdError, TornError, UsageError
 from paramd.v1 import sidecar_pb2 as pb
+from paramd.wire import data_chunk, summon_chunk, varint
 from paramd_service.sidecar import admission
-from paramd_service.sidecar.chunk import read_chunk, summon_chunk, varint
 from paramd_service.sidecar.config import SidecarConfig
 from paramd_service.sidecar.faults import POINTS, Faults
 from paramd_service.sidecar.joining import LAST_BACKOFF_S, backoff_s
@@ -31,7 +31,7 @@ from paramd_service.sidecar.replies import reason_of
 @pytest.mark.parametrize(("begin", "end"), [(0, 0), (0, 1), (0, 127), (5, 300), (0, 70_000)])
 def test_a_chunk_written_by_hand_is_the_message(begin: int, end: int) -> None:
     data = bytes(number * 7 % 256 for number in range(70_000))
-    chunk = pb.ReadSnapshotResponse.FromString(read_chunk(memoryview(data), begin, end))
+    chunk = pb.ReadSnapshotResponse.FromString(data_chunk(memoryview(data)[begin:end], begin))
     assert chunk.data == data[begin:end]
     assert chunk.offset_bytes == begin
     assert chunk.xxh3 == xxhash.xxh3_64_intdigest(data[begin:end])

@@ -11,39 +11,23 @@ the bytes of all tensors one after the other. Source: huggingface/safetensors.
 
 from __future__ import annotations
 
-import json
 import os
 import secrets
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
-from math import prod
 from pathlib import Path
 from types import TracebackType
 from typing import BinaryIO
 
 from paramd.errors import ConflictError, ExhaustedError, UsageError
-from paramd.layout.dtypes import item_bytes, safetensors_name
+from paramd.layout.safetensors_header import (
+    MAX_HEADER_BYTES,
+    TensorSpec,
+    encode_header,
+    file_order,
+)
 
-MAX_HEADER_BYTES = 100_000_000
-"""Longer headers are refused by the readers."""
-
-_METADATA = "__metadata__"
-_ALIGNMENT_BYTES = 8
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class TensorSpec:
-    """What the header says of one tensor; `dtype` as torch names it, without its prefix."""
-
-    name: str
-    dtype: str
-    shape: tuple[int, ...]
-
-    @property
-    def size_bytes(self) -> int:
-        return prod(self.shape) * item_bytes(self.dtype)
+__all__ = ["MAX_HEADER_BYTES", "SafetensorsWriter", "TensorSpec", "encode_header"]
 
 
 class SafetensorsWriter:
@@ -72,8 +56,7 @@ class SafetensorsWriter:
             UsageError: a name twice, a dtype that the format has not, too long a header.
         """
         self.path = path
-        # As the reference writer does: wide elements first, so that every tensor is aligned.
-        self.specs = sorted(specs, key=lambda spec: -item_bytes(spec.dtype))
+        self.specs = file_order(specs)
         self._header = encode_header(self.specs, metadata)
         self.size_bytes = len(self._header) + sum(spec.size_bytes for spec in specs)
         self._replace = replace
@@ -161,32 +144,3 @@ class SafetensorsWriter:
                 f"{self.path}: {self.size_bytes:,} bytes are needed, {free_bytes:,} are free on "
                 "that disk; free some or write elsewhere"
             )
-
-
-def encode_header(specs: Sequence[TensorSpec], metadata: Mapping[str, str]) -> bytes:
-    """The length and the JSON header, padded so that the data begins aligned.
-
-    Raises:
-        UsageError: a name twice or reserved, a dtype that the format has not, too long.
-    """
-    twice = [name for name, times in Counter(s.name for s in specs).items() if times > 1]
-    if twice or any(spec.name == _METADATA for spec in specs):
-        raise UsageError(f"tensor name {(twice or [_METADATA])[0]!r} can stand there only once")
-    header: dict[str, object] = {_METADATA: dict(metadata)}
-    begin = 0
-    for spec in specs:
-        end = begin + spec.size_bytes
-        header[spec.name] = {
-            "dtype": safetensors_name(spec.dtype),
-            "shape": list(spec.shape),
-            "data_offsets": [begin, end],
-        }
-        begin = end
-    text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
-    text += b" " * (-len(text) % _ALIGNMENT_BYTES)
-    if len(text) > MAX_HEADER_BYTES:
-        raise UsageError(
-            f"the header of {len(specs):,} tensors takes {len(text):,} bytes; readers take "
-            f"{MAX_HEADER_BYTES:,}; write fewer tensors into one file"
-        )
-    return len(text).to_bytes(8, "little") + text

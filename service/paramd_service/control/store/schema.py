@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from sqlalchemy import (
     BigInteger,
+    Boolean,
     Column,
     Double,
     ForeignKey,
     Identity,
     Index,
     Integer,
+    LargeBinary,
     MetaData,
     String,
     Table,
@@ -17,7 +19,7 @@ from sqlalchemy import (
     UniqueConstraint,
 )
 
-REVISION = "0001"
+REVISION = "0002"
 """The newest revision; a test holds it against the migrations."""
 
 MAX_JOB_CHARS = 64
@@ -107,4 +109,62 @@ metric_points = Table(
     Column("count", Integer, nullable=False, comment="finite values"),
     Column("nonfinite_count", Integer, nullable=False, comment="NaN and infinities"),
     sqlite_with_rowid=False,
+)
+
+exports = Table(
+    "exports",
+    metadata,
+    Column("id", String(32), primary_key=True),
+    Column("job", String(MAX_JOB_CHARS), nullable=False),
+    Column("destination", Text, nullable=False, comment="name/key"),
+    Column("format", String(16), nullable=False),
+    Column("actor", String(MAX_NAME_CHARS), nullable=False),
+    Column("schedule", String(32), nullable=False, comment="empty: somebody asked for it"),
+    Column("request", Text, nullable=False, comment="JSON object"),
+    Column("state", String(16), nullable=False),
+    Column("reason", Text, nullable=False),
+    Column("epoch", BigInteger, nullable=False, comment="0: nothing is pinned"),
+    Column("step", BigInteger, nullable=False, comment="-1: nothing is pinned"),
+    Column("plan", LargeBinary, nullable=False, comment="paramd.v1.ExportPlan"),
+    Column("generation", BigInteger, nullable=False, comment="of who runs it"),
+    Column("drop_owed", Boolean(create_constraint=False), nullable=False),
+    Column("removed", Boolean(create_constraint=False), nullable=False),
+    Column("created_s", Double, nullable=False, comment="seconds since the Unix epoch"),
+    Column("ended_s", Double, comment="null: it goes on"),
+    Index("ix_exports_job", "job", "created_s"),
+    Index("ix_exports_schedule", "schedule"),
+)
+
+export_files = Table(
+    "export_files",
+    metadata,
+    Column(
+        "export_id",
+        String(32),
+        ForeignKey("exports.id", ondelete="CASCADE"),
+        primary_key=True,
+    ),
+    Column("name", String(255), primary_key=True),
+    Column("number", Integer, nullable=False, comment="place in the plan"),
+    Column("size_bytes", BigInteger, nullable=False),
+    Column("written_bytes", BigInteger, nullable=False),
+    Column("rank", Integer, nullable=False, comment="-1: given to none"),
+    Column("checksum", String(32), nullable=False, comment="XXH3, 128 bit; empty: not whole"),
+    Column("state", String(16), nullable=False),
+)
+
+export_schedules = Table(
+    "export_schedules",
+    metadata,
+    Column("id", String(32), primary_key=True),
+    Column("job", String(MAX_JOB_CHARS), nullable=False),
+    Column("actor", String(MAX_NAME_CHARS), nullable=False),
+    Column("request", Text, nullable=False, comment="JSON object"),
+    Column("rhythm", Text, nullable=False, comment="JSON object"),
+    Column("last_step", BigInteger, nullable=False, comment="of the last occasion"),
+    Column("last_s", Double, nullable=False, comment="of the last occasion"),
+    Column("skipped_count", Integer, nullable=False),
+    Column("created_s", Double, nullable=False, comment="seconds since the Unix epoch"),
+    Column("deleted_s", Double, comment="null: in force"),
+    Index("ix_export_schedules_job", "job"),
 )

@@ -1,0 +1,1 @@
+"""Exports as durable jobs: decided, kept, run, scheduled."""

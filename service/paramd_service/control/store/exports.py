@@ -1,0 +1,270 @@
+"""Exports and their schedules at rest.
+
+A control plane that takes an export over writes its own generation into it; one of a lower
+generation can then change nothing of it.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from sqlalchemy import Connection, Row, Select, delete, insert, select, update
+
+from paramd.errors import ConflictError, NotFoundError
+from paramd_service.control.store.schema import export_files, export_schedules, exports
+from paramd_service.control.store.store import Store
+
+OPEN_STATES = ("PLANNED", "RUNNING", "VERIFYING")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ExportRow:
+    """One export."""
+
+    id: str
+    """32 hexadecimal digits."""
+    job: str
+    destination: str
+    """Name of the destination, "/", key."""
+    format: str
+    actor: str
+    schedule: str = ""
+    """Id of the schedule that began it; empty: somebody did."""
+    request: Mapping[str, Any]
+    """As it was asked for."""
+    state: str = "PLANNED"
+    reason: str = ""
+    epoch: int = 0
+    """0 while nothing is pinned."""
+    step: int = -1
+    plan: bytes = b""
+    """paramd.v1.ExportPlan with the pins; empty while nothing is pinned."""
+    generation: int
+    """Of the control plane that runs it."""
+    drop_owed: bool = False
+    """Whether partial files could not be removed yet."""
+    removed: bool = False
+    """Whether a schedule's retention has removed it."""
+    created_s: float
+    """Seconds since the Unix epoch."""
+    ended_s: float | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ExportFileRow:
+    """One file of an export."""
+
+    name: str
+    size_bytes: int
+    written_bytes: int
+    rank: int
+    """-1: not given to any."""
+    checksum: str
+    state: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ScheduleRow:
+    """Exports that begin by themselves."""
+
+    id: str
+    job: str
+    actor: str
+    request: Mapping[str, Any]
+    """What each export is, and its `destination` with a key that has "{step}" in it or gets
+    "/step-N" behind it."""
+    rhythm: Mapping[str, Any] = field(default_factory=dict)
+    last_step: int
+    """Step of the last occasion, taken or skipped."""
+    last_s: float
+    """Its time."""
+    skipped_count: int = 0
+    created_s: float
+    deleted_s: float | None = None
+
+
+class ExportStore:
+    """Reads and writes the tables. All methods raise StoreError when they cannot be used."""
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+
+    async def add(self, row: ExportRow) -> None:
+        """Adds one. Raises ConflictError when the id is taken."""
+
+        def work(connection: Connection) -> None:
+            taken = select(exports.c.id).where(exports.c.id == row.id)
+            if connection.execute(taken).first() is not None:
+                raise ConflictError(f"export {row.id} exists already")
+            connection.execute(insert(exports).values(_export_values(row)))
+
+        await self._store.write(work)
+
+    async def save(self, row: ExportRow, files: Iterable[ExportFileRow] = ()) -> None:
+        """Writes an export and those of its files that are given.
+
+        Raises:
+            ConflictError: a control plane of a higher generation has taken it over.
+        """
+        listed = list(files)
+
+        def work(connection: Connection) -> None:
+            mine = exports.c.id == row.id, exports.c.generation <= row.generation
+            changed = connection.execute(update(exports).where(*mine).values(_export_values(row)))
+            if not changed.rowcount:
+                raise ConflictError(f"export {row.id}: a newer control plane goes on with it")
+            for number, file in enumerate(listed):
+                key = export_files.c.export_id == row.id, export_files.c.name == file.name
+                values = _file_values(file)
+                if not connection.execute(update(export_files).where(*key).values(values)).rowcount:
+                    new = {**values, "export_id": row.id, "number": number}
+                    connection.execute(insert(export_files).values(new))
+
+        await self._store.write(work)
+
+    async def get(self, job: str, export_id: str) -> ExportRow:
+        """One export. Raises NotFoundError."""
+        chosen = select(exports).where(exports.c.id == export_id, exports.c.job == job)
+        row = await self._store.read(lambda connection: connection.execute(chosen).first())
+        if row is None:
+            raise NotFoundError(f"export {export_id[:64]!r} does not exist; see: paramd exports")
+        return _export(row)
+
+    async def files(self, export_id: str) -> list[ExportFileRow]:
+        """Files of an export, in their order."""
+        chosen = (
+            select(export_files)
+            .where(export_files.c.export_id == export_id)
+            .order_by(export_files.c.number, export_files.c.name)
+        )
+        rows = await self._store.read(lambda connection: connection.execute(chosen).all())
+        return [_file(row) for row in rows]
+
+    async def page(
+        self, job: str, *, limit: int, offset: int = 0, state: str = ""
+    ) -> list[ExportRow]:
+        """Exports of a job, newest first."""
+        chosen = select(exports).where(exports.c.job == job)
+        if state:
+            chosen = chosen.where(exports.c.state == state)
+        newest = chosen.order_by(exports.c.created_s.desc(), exports.c.id)
+        return await self._all(newest.limit(limit).offset(offset))
+
+    async def unfinished(self, job: str) -> list[ExportRow]:
+        """Exports that go on, or of which partial files may be left; oldest first."""
+        chosen = select(exports).where(
+            exports.c.job == job, exports.c.state.in_(OPEN_STATES) | exports.c.drop_owed
+        )
+        return await self._all(chosen.order_by(exports.c.created_s))
+
+    async def of_schedule(self, schedule_id: str) -> list[ExportRow]:
+        """Exports that a schedule began and that are done, removed ones too; oldest first."""
+        chosen = select(exports).where(exports.c.schedule == schedule_id, exports.c.state == "DONE")
+        return await self._all(chosen.order_by(exports.c.created_s, exports.c.id))
+
+    async def add_schedule(self, row: ScheduleRow) -> None:
+        """Adds a schedule."""
+        statement = insert(export_schedules).values(_schedule_values(row))
+        await self._store.write(lambda connection: connection.execute(statement))
+
+    async def save_schedule(self, row: ScheduleRow) -> None:
+        """Writes a schedule anew; one that was deleted meanwhile stays deleted."""
+        key = export_schedules.c.id == row.id
+        if row.deleted_s is None:
+            key &= export_schedules.c.deleted_s.is_(None)
+        statement = update(export_schedules).where(key).values(_schedule_values(row))
+        await self._store.write(lambda connection: connection.execute(statement))
+
+    async def schedules(self, job: str) -> list[ScheduleRow]:
+        """Schedules of a job that are in force, oldest first."""
+        chosen = (
+            select(export_schedules)
+            .where(export_schedules.c.job == job, export_schedules.c.deleted_s.is_(None))
+            .order_by(export_schedules.c.created_s, export_schedules.c.id)
+        )
+        rows = await self._store.read(lambda connection: connection.execute(chosen).all())
+        return [_schedule(row) for row in rows]
+
+    async def forget(self, before_s: float) -> None:
+        """Forgets exports that ended before a time, but not those of schedules."""
+        old = exports.c.ended_s < before_s, exports.c.schedule == "", ~exports.c.drop_owed
+        statement = delete(exports).where(*old)
+        await self._store.write(lambda connection: connection.execute(statement))
+
+    async def _all(self, chosen: Select[Any]) -> list[ExportRow]:
+        rows = await self._store.read(lambda connection: connection.execute(chosen).all())
+        return [_export(row) for row in rows]
+
+
+def _export_values(row: ExportRow) -> dict[str, object]:
+    return {
+        "id": row.id,
+        "job": row.job,
+        "destination": row.destination,
+        "format": row.format,
+        "actor": row.actor,
+        "schedule": row.schedule,
+        "request": json.dumps(dict(row.request), sort_keys=True),
+        "state": row.state,
+        "reason": row.reason,
+        "epoch": row.epoch,
+        "step": row.step,
+        "plan": row.plan,
+        "generation": row.generation,
+        "drop_owed": row.drop_owed,
+        "removed": row.removed,
+        "created_s": row.created_s,
+        "ended_s": row.ended_s,
+    }
+
+
+def _export(row: Row[Any]) -> ExportRow:
+    found = dict(row._mapping)
+    return ExportRow(**{**found, "request": json.loads(row.request), "plan": bytes(row.plan)})
+
+
+def _file_values(row: ExportFileRow) -> dict[str, object]:
+    return {
+        "name": row.name,
+        "size_bytes": row.size_bytes,
+        "written_bytes": row.written_bytes,
+        "rank": row.rank,
+        "checksum": row.checksum,
+        "state": row.state,
+    }
+
+
+def _file(row: Row[Any]) -> ExportFileRow:
+    return ExportFileRow(
+        name=row.name,
+        size_bytes=row.size_bytes,
+        written_bytes=row.written_bytes,
+        rank=row.rank,
+        checksum=row.checksum,
+        state=row.state,
+    )
+
+
+def _schedule_values(row: ScheduleRow) -> dict[str, object]:
+    return {
+        "id": row.id,
+        "job": row.job,
+        "actor": row.actor,
+        "request": json.dumps(dict(row.request), sort_keys=True),
+        "rhythm": json.dumps(dict(row.rhythm), sort_keys=True),
+        "last_step": row.last_step,
+        "last_s": row.last_s,
+        "skipped_count": row.skipped_count,
+        "created_s": row.created_s,
+        "deleted_s": row.deleted_s,
+    }
+
+
+def _schedule(row: Row[Any]) -> ScheduleRow:
+    found = dict(row._mapping)
+    return ScheduleRow(
+        **{**found, "request": json.loads(row.request), "rhythm": json.loads(row.rhythm)}
+    )

@@ -64,22 +64,19 @@ _DATA: dict[EditKind, tuple[bool, ...]] = {
 }
 """Whether each kind takes its operand as data, as a number, or as either."""
 
-_FLOAT_MAX: dict[str, float] = {
-    "float64": math.inf,
+FLOAT_MAX: dict[str, float] = {
+    "float64": 1.7976931348623157e308,
     "float32": 3.4028234663852886e38,
     "float16": 65504.0,
     "bfloat16": 3.3895313892515355e38,
-    "complex128": math.inf,
-    "complex64": 3.4028234663852886e38,
-    "float8_e4m3fn": 448.0,
-    "float8_e5m2": 57344.0,
-    "float8_e4m3fnuz": 240.0,
-    "float8_e5m2fnuz": 57344.0,
 }
-"""Largest finite number of each dtype that has fractions."""
+"""Largest finite number of each dtype that edits compute with."""
 
-_BARE = frozenset({"bool", "uint16", "uint32", "uint64"} | {d for d in ITEM_BYTES if "8_" in d})
-"""Dtypes that torch stores but does not compute with: they can be set or filled."""
+_WHOLE = frozenset({"int64", "int32", "int16", "int8", "uint8", "bool"})
+"""Dtypes that can be set and filled."""
+
+_BITS = frozenset(d for d in ITEM_BYTES if "8_" in d) | {"uint16", "uint32", "uint64", "complex64"}
+"""Dtypes whose elements are set as they are, and nothing else."""
 
 
 def check_op(op: EditOp, dtype: str, *, allow_nonfinite: bool = False) -> None:
@@ -95,12 +92,9 @@ def check_op(op: EditOp, dtype: str, *, allow_nonfinite: bool = False) -> None:
             if not op.with_data
             else f"{where}: takes numbers, not data; use set, add, mul or lerp with data"
         )
-    if dtype in _BARE and op.kind not in (EditKind.SET, EditKind.FILL):
-        raise UsageError(f"{where}: dtype {dtype} is not computed with; use set or fill")
-    if op.kind is EditKind.LERP and dtype not in _FLOAT_MAX:
-        raise UsageError(f"{where}: dtype {dtype} has no numbers in between; use set or add")
+    _check_dtype(op, dtype, where)
     if op.kind is EditKind.CLAMP:
-        _check_clamp(op, dtype, where)
+        _check_clamp(op, where)
     for name, number in _numbers(op).items():
         _check_number(name, number, dtype, where, allow_nonfinite=allow_nonfinite)
 
@@ -118,9 +112,19 @@ def _numbers(op: EditOp) -> dict[str, float]:
     return numbers
 
 
-def _check_clamp(op: EditOp, dtype: str, where: str) -> None:
-    if "complex" in dtype:
-        raise UsageError(f"{where}: complex numbers have no order; use set, add, mul or lerp")
+def _check_dtype(op: EditOp, dtype: str, where: str) -> None:
+    if dtype in FLOAT_MAX:
+        return
+    if dtype not in _WHOLE and dtype not in _BITS:
+        raise UsageError(f"{where}: dtype {dtype} cannot be edited")
+    if op.kind is EditKind.FILL and dtype in _WHOLE:
+        return
+    if op.kind is not EditKind.SET:
+        instead = "set or fill" if dtype in _WHOLE else "set"
+        raise UsageError(f"{where}: dtype {dtype} is not computed with; use {instead}")
+
+
+def _check_clamp(op: EditOp, where: str) -> None:
     if not op.min <= op.max or (op.min, op.max) == (-math.inf, math.inf):
         raise UsageError(
             f"{where}: min {op.min} and max {op.max}; expected at least one bound, and min not "
@@ -133,11 +137,10 @@ def _check_number(
 ) -> None:
     if name == "weight" and number == 0:
         raise UsageError(f"{where}: weight 0 changes nothing; 1 adds the operand as it is")
-    if dtype in _FLOAT_MAX or dtype == "float8_e8m0fnu":
+    if dtype in FLOAT_MAX:
         if allow_nonfinite and name == "value":
             return
-        most = _FLOAT_MAX.get(dtype, math.inf)
-        if not math.isfinite(number) or abs(number) > most:
+        if not math.isfinite(number) or abs(number) > FLOAT_MAX[dtype]:
             raise UsageError(
                 f"{where}: {name} is {number}, which {dtype} cannot hold as a finite number; "
                 "an admin may allow that with allow_nonfinite"

@@ -1,0 +1,329 @@
+"""Plans of edits change the right elements, on every replica, for every way of sharding."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections import Counter
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from paramd.errors import NotFoundError, UsageError
+from paramd.layout.dtypes import item_bytes
+from paramd.layout.edit_messages import decode_ops, encode_op, manifest_digest
+from paramd.layout.edit_ops import EditKind, EditOp
+from paramd.layout.edit_words import EditWords, edit_ops
+from paramd.layout.edits import (
+    DATA_ALIGNMENT_BYTES,
+    EditPlan,
+    check_ops,
+    finder,
+    op_ranges,
+    overlap,
+    plan_edit,
+)
+from paramd.layout.regions import full_box, row_major
+from paramd.layout.select import NameIndex
+from paramd.layout.types import Box, Layout, Piece, TensorKind, TensorLayout
+from paramd.v1 import sidecar_pb2 as pb
+from tests.unit.layout.simulate import BOXES, Spec, World, build, element, flat_indexes, fsdp1
+from tests.unit.layout.test_plan import KINDS, SHAPES, SPECS, slices_of, world_of
+
+
+def operand(planned_index: int, at: int, size: int) -> bytes:
+    """The element `at` of an operation's operand, told apart from every other one."""
+    return (planned_index << 20 | at).to_bytes(4, "little").rjust(size, b"\x7f")[-size:]
+
+
+def check_plan(plan: EditPlan, world: World) -> None:
+    """Applies a plan of SETs element by element and compares with the full tensors."""
+    arenas = [bytearray(arena) for arena in world.arenas]
+    expected = {fqn: bytearray(data) for fqn, data in world.full.items()}
+    for number, planned in enumerate(plan.ops):
+        size = item_bytes(planned.tensor.dtype)
+        for at, flat in enumerate(flat_indexes(planned.box, planned.tensor.shape)):
+            expected[planned.op.fqn][flat * size : (flat + 1) * size] = operand(number, at, size)
+    for edit in plan.ranks:
+        touched: Counter[int] = Counter()
+        end_before = 0
+        for item in edit.items:
+            size = item_bytes(item.dtype)
+            assert item.data_begin % DATA_ALIGNMENT_BYTES == 0
+            assert end_before <= item.data_begin <= edit.data_bytes - item.size_bytes
+            end_before = item.data_begin + item.size_bytes
+            for index in itertools.product(*map(range, item.sizes)):
+                to = item.arena_begin + size * dot(index, item.strides)
+                source = item.source_begin + dot(index, item.source_strides)
+                assert item.arena_begin <= to <= item.arena_end - size
+                arenas[edit.rank][to : to + size] = operand(item.op, source, size)
+                touched.update(range(to, to + size))
+        assert set(touched.values()) <= {1}
+    check_arenas(arenas, expected, world)
+
+
+def dot(index: tuple[int, ...], strides: tuple[int, ...]) -> int:
+    return sum(i * stride for i, stride in zip(index, strides, strict=True))
+
+
+def check_arenas(arenas: list[bytearray], expected: dict[str, bytearray], world: World) -> None:
+    """Every replica of every region holds the expected bytes; nothing else has changed."""
+    for tensor in world.layout.tensors:
+        size = item_bytes(tensor.dtype)
+        for piece in tensor.pieces:
+            memory = arenas[piece.rank]
+            if isinstance(piece.region, Box):
+                strides = (
+                    piece.strides if piece.strides is not None else row_major(piece.region.sizes)
+                )
+                local = itertools.product(*map(range, piece.region.sizes))
+                places = [dot(index, strides) for index in local]
+                flats = list(flat_indexes(piece.region, tensor.shape))
+            else:
+                places = list(range(piece.region.numel))
+                flats = list(range(piece.region.begin, piece.region.end))
+            for place, flat in zip(places, flats, strict=True):
+                begin = piece.arena_begin + place * size
+                assert bytes(memory[begin : begin + size]) == element(
+                    bytes(expected[tensor.fqn]), flat, size
+                )
+    held = [bytearray(len(arena)) for arena in arenas]
+    for tensor in world.layout.tensors:
+        for piece in tensor.pieces:
+            end = piece.arena_begin + piece.region.numel * item_bytes(tensor.dtype)
+            held[piece.rank][piece.arena_begin : end] = b"\1" * (end - piece.arena_begin)
+    for rank, arena in enumerate(arenas):
+        for at, flag in enumerate(held[rank]):
+            assert flag or arena[at] == world.arenas[rank][at]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+def test_each_region_is_changed_on_every_holder_and_nothing_else(
+    kind: str, world_size: int
+) -> None:
+    world = world_of(kind, world_size)
+    for number in range(max(len(slices_of(shape)) for shape in SHAPES)):
+        ops = []
+        for spec in (spec for spec in SPECS if spec.dtype != "complex128"):
+            boxes = slices_of(spec.shape)
+            box = boxes[number % len(boxes)]
+            ops.append(EditOp(fqn=spec.fqn, box=box, kind=EditKind.SET, with_data=True))
+        plan = plan_edit(world.layout, ops)
+        assert [edit.rank for edit in plan.ranks] == list(range(world_size))
+        check_plan(plan, world)
+
+
+@st.composite
+def edits_of_worlds(draw: st.DrawFn) -> tuple[World, list[EditOp]]:
+    shapes = st.lists(st.integers(0, 5), max_size=4)
+    specs = [
+        Spec(f"w{n}", draw(st.sampled_from(["float32", "bfloat16", "int64"])), tuple(draw(shapes)))
+        for n in range(draw(st.integers(1, 4)))
+    ]
+    size = draw(st.sampled_from([1, 2, 3, 4]))
+    kind = draw(st.sampled_from(KINDS))
+    held = fsdp1(specs, size) if kind == "fsdp1" else [BOXES[kind](spec, size) for spec in specs]
+    ops = []
+    for spec in specs:
+        ends = tuple(draw(st.integers(0, n)) for n in spec.shape)
+        box = Box(tuple(draw(st.integers(0, n)) for n in ends), ends)
+        boxes = [box]
+        if spec.shape and draw(st.booleans()):
+            # The rest of the first dim too: several regions of one parameter.
+            boxes.append(Box((box.end[0], *box.begin[1:]), (spec.shape[0], *box.end[1:])))
+        ops += [EditOp(fqn=spec.fqn, box=b, kind=EditKind.SET, with_data=True) for b in boxes]
+    return build(specs, held), draw(st.permutations(ops))
+
+
+@settings(max_examples=120, deadline=None)
+@given(edits_of_worlds())
+def test_any_edit_of_any_layout_is_what_slicing_the_full_tensors_would_do(
+    drawn: tuple[World, list[EditOp]],
+) -> None:
+    world, ops = drawn
+    check_plan(plan_edit(world.layout, ops), world)
+
+
+def test_ranks_with_equal_data_keys_need_the_same_bytes_and_others_do_not() -> None:
+    specs = [Spec("w", "float32", (8, 4))]
+    ops = [EditOp(fqn="w", kind=EditKind.SET, with_data=True)]
+    hybrid = plan_edit(build(specs, [BOXES["hybrid"](specs[0], 4)]).layout, ops)
+    keys = [edit.data_key() for edit in hybrid.ranks]
+    assert keys[0] == keys[2] != keys[1] == keys[3]
+    only = plan_edit(build(specs, [BOXES["hybrid"](specs[0], 4)]).layout, ops, ranks=[3])
+    assert only.ranks == hybrid.ranks[3:]
+
+
+def test_data_ranges_tell_the_elements_of_each_operation_without_the_padding() -> None:
+    specs = [Spec("a", "bfloat16", (3,)), Spec("b", "float32", (5,)), Spec("c", "float32", (5,))]
+    world = build(specs, fsdp1(specs, 1))
+    plan = plan_edit(
+        world.layout,
+        [
+            EditOp(fqn="a", kind=EditKind.SET, with_data=True),
+            EditOp(fqn="b", kind=EditKind.FILL, value=1.0),
+            EditOp(fqn="c", kind=EditKind.LERP, weight=0.5, with_data=True),
+        ],
+    )
+    assert op_ranges(plan.ranks[0], 3) == [[(0, 6)], [], [(64, 84)]]
+    assert plan.ranks[0].data_bytes == 128
+    assert [planned.operand_bytes for planned in plan.ops] == [6, 0, 20]
+
+
+def layout(*tensors: tuple[str, str, tuple[int, ...]], buffers: tuple[str, ...] = ()) -> Layout:
+    made, begin = [], 0
+    for fqn, dtype, shape in tensors:
+        kind = TensorKind.BUFFER if fqn in buffers else TensorKind.PARAMETER
+        piece = Piece(0, begin, full_box(shape))
+        made.append(TensorLayout(fqn, dtype, shape, kind, (piece,), (f"tied.{fqn}",)))
+        begin += 1024
+    return Layout(1, (begin,), tuple(made))
+
+
+PLAIN = layout(
+    ("f", "float32", (4, 4)),
+    ("h", "float16", (4,)),
+    ("i", "int8", (4,)),
+    ("b", "bool", (4,)),
+    ("c", "complex64", (4,)),
+    ("q", "float8_e4m3fn", (4,)),
+    ("z", "complex128", (4,)),
+    ("running", "float32", (4,)),
+    buffers=("running",),
+)
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"fqn": "nope", "kind": EditKind.FILL}, "no parameter 'nope'"),
+        ({"fqn": "running", "kind": EditKind.FILL}, "is a buffer"),
+        ({"fqn": "f", "kind": EditKind.FILL, "box": Box((0,), (4,))}, "expected 2 of each"),
+        ({"fqn": "f", "kind": EditKind.FILL, "box": Box((0, 0), (5, 4))}, "out of range"),
+        ({"fqn": "f", "kind": EditKind.FILL, "box": Box((3, 0), (2, 4))}, "out of range"),
+        ({"fqn": "f", "kind": EditKind.FILL, "box": Box((-1, 0), (2, 4))}, "out of range"),
+        ({"fqn": "f", "kind": EditKind.SET}, "needs data"),
+        ({"fqn": "f", "kind": EditKind.LERP}, "needs data"),
+        ({"fqn": "f", "kind": EditKind.FILL, "with_data": True}, "not data"),
+        ({"fqn": "f", "kind": EditKind.CLAMP, "max": 1.0, "with_data": True}, "not data"),
+        ({"fqn": "f", "kind": EditKind.CLAMP}, "at least one bound"),
+        ({"fqn": "f", "kind": EditKind.CLAMP, "min": 2.0, "max": 1.0}, "not above max"),
+        ({"fqn": "f", "kind": EditKind.CLAMP, "min": math.nan}, "not above max"),
+        ({"fqn": "f", "kind": EditKind.ADD, "weight": 0.0}, "changes nothing"),
+        ({"fqn": "f", "kind": EditKind.ADD, "weight": math.inf}, "weight is inf"),
+        ({"fqn": "f", "kind": EditKind.FILL, "value": math.nan}, "allow_nonfinite"),
+        ({"fqn": "f", "kind": EditKind.MUL, "value": math.inf}, "allow_nonfinite"),
+        ({"fqn": "h", "kind": EditKind.FILL, "value": 70000.0}, "float16 cannot hold"),
+        ({"fqn": "q", "kind": EditKind.MUL, "value": 2.0}, "not computed with"),
+        ({"fqn": "q", "kind": EditKind.FILL, "value": 5.0}, "use set"),
+        ({"fqn": "z", "kind": EditKind.SET, "with_data": True}, "cannot be edited"),
+        ({"fqn": "b", "kind": EditKind.ADD, "value": 1.0}, "not computed with"),
+        ({"fqn": "b", "kind": EditKind.FILL, "value": 2.0}, "from 0 to 1"),
+        ({"fqn": "i", "kind": EditKind.FILL, "value": 0.5}, "whole number"),
+        ({"fqn": "i", "kind": EditKind.FILL, "value": 128.0}, "from -128 to 127"),
+        ({"fqn": "i", "kind": EditKind.ADD, "value": 1.0}, "use set or fill"),
+        ({"fqn": "c", "kind": EditKind.CLAMP, "max": 1.0}, "use set"),
+    ],
+)
+def test_what_cannot_be_done_is_refused_with_the_reason(
+    fields: dict[str, object], words: str
+) -> None:
+    with pytest.raises((UsageError, NotFoundError), match=words):
+        plan_edit(PLAIN, [EditOp(**fields)])  # type: ignore[arg-type]
+
+
+def test_nonfinite_numbers_pass_where_they_are_allowed() -> None:
+    op = EditOp(fqn="f", kind=EditKind.FILL, value=math.nan)
+    assert plan_edit(PLAIN, [op], allow_nonfinite=True).numel == 16
+
+
+def test_overlapping_regions_and_names_of_one_tensor_are_refused() -> None:
+    def fill(fqn: str, *box: tuple[int, ...]) -> EditOp:
+        return EditOp(fqn=fqn, box=Box(*box) if box else None, kind=EditKind.FILL)
+
+    top, low = fill("f", (0, 0), (2, 4)), fill("f", (2, 0), (4, 4))
+    assert plan_edit(PLAIN, [low, top]).numel == 16
+    column = fill("f", (0, 1), (4, 2))
+    empty = fill("f", (1, 1), (1, 4))
+    plan_edit(PLAIN, [top, empty])
+    for ops in ([top, column], [column, low], [fill("f"), top], [fill("f"), fill("tied.f")]):
+        with pytest.raises(UsageError, match="the same elements of 'f'"):
+            plan_edit(PLAIN, ops)
+    find = finder(PLAIN)
+    assert overlap(check_ops(find, [top]), check_ops(find, [fill("tied.f")])) == "f"
+    assert overlap(check_ops(find, [top, fill("h")]), check_ops(find, [low, fill("i")])) is None
+
+
+def test_limits_of_operations_and_regions_hold() -> None:
+    with pytest.raises(UsageError, match="expected 1 to"):
+        plan_edit(PLAIN, [])
+    wide = layout(("w", "float32", (2000,)))
+    rows = [EditOp(fqn="w", box=Box((n,), (n + 1,)), kind=EditKind.FILL) for n in range(1001)]
+    assert plan_edit(wide, rows[:1000]).numel == 1000
+    with pytest.raises(UsageError, match="at most 1,000 regions"):
+        plan_edit(wide, rows)
+
+
+def test_tensors_that_share_memory_under_two_names_are_not_edited_together() -> None:
+    pieces = (Piece(0, 0, Box((0,), (8,))),)
+    half = (Piece(0, 16, Box((0,), (4,))),)
+    tensors = tuple(
+        TensorLayout(fqn, "float32", (n,), TensorKind.PARAMETER, held)
+        for fqn, n, held in (("whole", 8, pieces), ("half", 4, half))
+    )
+    ops = [EditOp(fqn=fqn, kind=EditKind.FILL) for fqn in ("whole", "half")]
+    with pytest.raises(UsageError, match="share memory"):
+        plan_edit(Layout(1, (64,), tensors), ops)
+
+
+def test_words_become_operations_on_what_their_patterns_match() -> None:
+    index = NameIndex(PLAIN)
+    assert edit_ops(
+        index,
+        [
+            EditWords(pattern="f[1:3]", op="add", value=2.0),
+            EditWords(pattern="h", op="set", data=True),
+            EditWords(pattern="?", op="clamp", max=1.0),
+        ],
+    )[:3] == [
+        EditOp(fqn="f", box=Box((1, 0), (3, 4)), kind=EditKind.ADD, value=2.0),
+        EditOp(fqn="h", kind=EditKind.SET, with_data=True),
+        EditOp(fqn="f", kind=EditKind.CLAMP, max=1.0),
+    ]
+    assert edit_ops(index, [EditWords(pattern="tied.f", op="fill", value=0)])[0].fqn == "f"
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"pattern": "f", "op": "replace"}, "expected one of set, add"),
+        ({"pattern": "running", "op": "fill", "value": 0.0}, "buffers only"),
+        ({"pattern": "nothing.*", "op": "fill", "value": 0.0}, "no parameter matches"),
+        ({"pattern": "f", "op": "fill"}, "needs a value"),
+        ({"pattern": "f", "op": "add"}, "needs a value or data"),
+        ({"pattern": "f", "op": "lerp", "data": True}, "needs a weight"),
+        ({"pattern": "f", "op": "fill", "value": 1.0, "min": 0.0}, "takes no min"),
+        ({"pattern": "f", "op": "add", "value": 1.0, "data": True}, "takes no value"),
+        ({"pattern": "f", "op": "clamp", "min": math.nan}, "NaN"),
+    ],
+)
+def test_wrong_words_are_refused(fields: dict[str, object], words: str) -> None:
+    with pytest.raises((UsageError, NotFoundError), match=words):
+        edit_ops(NameIndex(PLAIN), [EditWords(**fields)])  # type: ignore[arg-type]
+
+
+def test_operations_survive_the_wire_and_manifests_have_digests() -> None:
+    ops = [
+        EditOp(fqn="f", box=Box((0, 1), (2, 2)), kind=EditKind.LERP, weight=0.5, with_data=True),
+        EditOp(fqn="s", kind=EditKind.CLAMP, min=-1.0),
+    ]
+    manifest = pb.EditManifest(edit_id="0" * 32, epoch=1, ops=map(encode_op, ops))
+    assert decode_ops(manifest.ops) == ops
+    again = pb.EditManifest.FromString(manifest.SerializeToString())
+    assert manifest_digest(again) == manifest_digest(manifest)
+    again.ops[1].min = -2.0
+    assert manifest_digest(again) != manifest_digest(manifest)
+    with pytest.raises(UsageError, match="kind 0"):
+        decode_ops([pb.EditOp(fqn="f")])

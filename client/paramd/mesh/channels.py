@@ -154,6 +154,19 @@ class Channels:
         except grpc.aio.AioRpcError as error:
             raise error_of(error, who) from error
 
+    def stage(
+        self, address: str, requests: AsyncIterator[bytes], *, timeout_s: float
+    ) -> Awaitable[sidecar_pb2.StageEditResponse]:
+        """A StageEdit call whose messages were written by hand. gRPC's errors come out of it."""
+        method: Any = self.channel(address).stream_unary(
+            "/paramd.v1.SidecarService/StageEdit",
+            response_deserializer=sidecar_pb2.StageEditResponse.FromString,
+        )
+        call: Awaitable[sidecar_pb2.StageEditResponse] = method(
+            requests, timeout=call_timeout_s(timeout_s), metadata=self.metadata
+        )
+        return call
+
     def read(
         self, address: str, request: sidecar_pb2.ReadSnapshotRequest, *, timeout_s: float
     ) -> AsyncIterator[Chunk]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Coroutine, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Coroutine, Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
@@ -205,6 +205,21 @@ class Sidecars:
         if not found:
             raise RankUnreachableError(rank, f"{self.who(rank)}: it sent no layout")
         return found[0].header, [batch.layout for batch in found]
+
+    def stage(
+        self, rank: int, requests: AsyncIterator[bytes], *, timeout_s: float
+    ) -> Awaitable[sidecar_pb2.StageEditResponse]:
+        """Streams StageEditRequests to one rank; gRPC's own errors come out of it."""
+        return self._channels.stage(self.document.peer(rank).address, requests, timeout_s=timeout_s)
+
+    async def get_edit(
+        self, rank: int, edit_id: str, timeout_s: float
+    ) -> sidecar_pb2.GetEditResponse:
+        """How far an edit is on one rank. Raises NotFoundError when it knows nothing of it."""
+        request = sidecar_pb2.GetEditRequest(edit_id=edit_id)
+        found = await self._watched(rank, self._stub(rank).GetEdit, request, timeout_s)
+        assert isinstance(found, sidecar_pb2.GetEditResponse)
+        return found
 
     def source(self, pin: RankPin) -> SnapshotSource:
         """A pinned snapshot, to be read."""

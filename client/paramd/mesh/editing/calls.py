@@ -39,14 +39,10 @@ class EditCalls:
         self._rest = rest
         self._path = f"/jobs/{quote(job, safe='')}"
 
-    async def create(
-        self, body: Mapping[str, Any], deadline_s: float
-    ) -> tuple[Edit, Mapping[str, Any]]:
-        """Creates the edit that `body["id"]` names, and the document it was answered with."""
-        found = await self._idempotent(
-            "POST", "/edits", {**body, "wait_s": _wait_s(deadline_s)}, deadline_s
-        )
-        return self._edit(found), found
+    async def create(self, body: Mapping[str, Any], deadline_s: float) -> Edit:
+        """Creates the edit that `body["id"]` names; without operands it is committed too."""
+        body = {**body, "wait_s": _wait_s(deadline_s)}
+        return self._edit(await self._idempotent("POST", "/edits", body, deadline_s))
 
     async def commit(self, edit_id: str, deadline_s: float) -> Edit:
         """Has a staged edit applied."""

@@ -8,14 +8,14 @@ from __future__ import annotations
 import time
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from paramd.errors import ConflictError, ParamdError, UsageError
 from paramd.layout.select import select
 from paramd.mesh.editing.calls import EditCalls, edit_body, new_edit_id
 from paramd.mesh.editing.holding import LEASE_S, Holder
 from paramd.mesh.editing.results import Edit, Edits, EditState, Hold, check_applied
-from paramd.mesh.editing.upload import Progress, Uploads
+from paramd.mesh.editing.upload import Progress, Uploads, manifest_of
 from paramd.mesh.editing.words import Op, ops_of
 from paramd.mesh.editing.writeback import Changes, check_mode
 from paramd.mesh.sidecars import Sidecars
@@ -136,9 +136,13 @@ class AsyncEditing:
             dry_run=dry_run,
             note=note,
         )
-        edit, document = await calls.create(body, deadline_s)
-        if edit.state is EditState.STAGING and any(op.operand is not None for op in ops):
-            edit = await self._uploaded(calls, edit, document, ops, deadline_s, progress)
+        with_data = any(op.operand is not None for op in ops)
+        if with_data:
+            await self._transfer.load_torch()
+        edit = await calls.create(body, deadline_s)
+        if with_data and not edit.ended:
+            flags = {"reset_moments": reset_moments, "allow_nonfinite": allow_nonfinite}
+            await self._uploaded(calls, edit.id, ops, deadline_s, progress, flags)
             if dry_run:
                 edit = await calls.preview(edit.id, deadline_s)
                 await calls.abort(edit.id)
@@ -151,25 +155,28 @@ class AsyncEditing:
     async def _uploaded(
         self,
         calls: EditCalls,
-        edit: Edit,
-        document: Mapping[str, Any],
+        edit_id: str,
         ops: Sequence[Op],
         deadline_s: float,
         progress: Progress | None,
-    ) -> Edit:
-        async def attempt(sidecars: Sidecars) -> Edit:
-            uploads = Uploads(sidecars, self._transfer, progress)
+        flags: Mapping[str, bool],
+    ) -> None:
+        from paramd.mesh.editing.operands import prepare
+
+        async def attempt(sidecars: Sidecars) -> None:
             index = await self._reach.index(sidecars)
-            await uploads.send(index, document, ops, deadline_s)
-            return edit
+            operands = prepare(index, ops, allow_nonfinite=flags["allow_nonfinite"])
+            manifest = manifest_of(edit_id, sidecars, operands, **flags)
+            await Uploads(
+                sidecars, manifest, operands, deadline_s=deadline_s, progress=progress
+            ).run()
 
         try:
-            await self._transfer.load_torch()
-            return await self._reach.attempts(attempt, deadline_s)
+            await self._reach.attempts(attempt, deadline_s)
         except BaseException:
             # Nobody will commit it; what was staged is let go of now, not when it expires.
             with suppress(ParamdError):
-                await calls.abort(edit.id)
+                await calls.abort(edit_id)
             raise
 
     async def edits(self, *, state: str | None = None, limit: int = 100) -> Edits:

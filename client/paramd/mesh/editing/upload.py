@@ -2,31 +2,138 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+import asyncio
+import time
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from typing import TYPE_CHECKING, Any, Final
 
-from paramd.layout.select import NameIndex
-from paramd.mesh.editing.words import Op
-from paramd.mesh.sidecars import Sidecars
-from paramd.mesh.transfer import Transfer
+import grpc.aio
+
+from paramd.errors import NotFoundError
+from paramd.layout.edit_messages import encode_op
+from paramd.layout.edits import RankEdit
+from paramd.mesh.channels import RankUnreachableError, call_timeout_s, error_of
+from paramd.v1 import sidecar_pb2
+from paramd.wire import data_chunk
+
+if TYPE_CHECKING:
+    from paramd.mesh.editing.operands import Operands
+    from paramd.mesh.sidecars import Sidecars
 
 Progress = Callable[[int, int], None]
 """Called with bytes sent and bytes in all."""
 
+_ASK_S: Final = 5.0
+
 
 class Uploads:
-    """Sends the operands of one edit."""
+    """Stages one edit on all ranks."""
 
-    def __init__(self, sidecars: Sidecars, transfer: Transfer, progress: Progress | None) -> None:
-        self._sidecars = sidecars
-        self._transfer = transfer
-        self._progress = progress
-
-    async def send(
+    def __init__(
         self,
-        index: NameIndex,
-        document: Mapping[str, Any],
-        ops: Sequence[Op],
+        sidecars: Sidecars,
+        manifest: sidecar_pb2.EditManifest,
+        operands: Operands,
+        *,
         deadline_s: float,
+        progress: Progress | None,
     ) -> None:
-        """Stages the operands of `ops` on every rank that holds a part of what they change."""
+        self._sidecars = sidecars
+        self._manifest = manifest
+        self._operands = operands
+        self._deadline_s = deadline_s
+        self._progress = progress
+        self._sent_bytes = 0
+        self._groups = _groups(sidecars, operands.plan.ranks)
+        self._total_bytes = sum(group[0].data_bytes for group in self._groups)
+
+    async def run(self) -> None:
+        """Sends what is missing anywhere; what was staged before is not sent again.
+
+        Raises:
+            RankUnreachableError: a sidecar does not answer; trying again goes on from there.
+            UsageError, ConflictError, ExhaustedError: a sidecar refused it.
+        """
+        tasks = [asyncio.ensure_future(self._group(group)) for group in self._groups]
+        try:
+            await asyncio.gather(*tasks)
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.wait(tasks)
+
+    async def _group(self, group: Sequence[RankEdit]) -> None:
+        """Ranks of one host that need the same data: the first gets it, the others copy."""
+        first, *others = group
+        await self._stage(first, copy_from=None)
+        await asyncio.gather(*(self._stage(rank, copy_from=first.rank) for rank in others))
+
+    async def _stage(self, rank: RankEdit, copy_from: int | None) -> None:
+        begin = await self._staged_bytes(rank.rank) if rank.data_bytes else 0
+        call = self._sidecars.stage(
+            rank.rank,
+            self._requests(rank, begin, copy_from),
+            timeout_s=call_timeout_s(self._deadline_s - time.monotonic()),
+        )
+        try:
+            await call
+        except grpc.aio.AioRpcError as error:
+            who = self._sidecars.who(rank.rank)
+            found = error_of(error, who)
+            if error.code() is grpc.StatusCode.UNAVAILABLE:
+                raise RankUnreachableError(rank.rank, str(found)) from error
+            raise found from error
+
+    async def _staged_bytes(self, rank: int) -> int:
+        try:
+            found = await self._sidecars.get_edit(rank, self._manifest.edit_id, _ASK_S)
+        except NotFoundError:
+            return 0
+        return int(found.progress.staged_bytes)
+
+    async def _requests(
+        self, rank: RankEdit, begin: int, copy_from: int | None
+    ) -> AsyncIterator[bytes]:
+        from paramd.mesh.editing.operands import parts
+
+        first = sidecar_pb2.StageEditRequest(manifest=self._manifest)
+        if copy_from is not None:
+            first.copy_from_rank = copy_from
+        yield first.SerializeToString()
+        if copy_from is not None:
+            return
+        self._told(begin)
+        for part in parts(self._operands, rank, begin):
+            yield data_chunk(part, begin)
+            begin += len(part)
+            self._told(len(part))
+
+    def _told(self, size_bytes: int) -> None:
+        self._sent_bytes += size_bytes
+        if self._progress is not None and self._total_bytes:
+            self._progress(min(self._sent_bytes, self._total_bytes), self._total_bytes)
+
+
+def manifest_of(
+    edit_id: str, sidecars: Sidecars, operands: Operands, **flags: Any
+) -> sidecar_pb2.EditManifest:
+    """The manifest that all ranks stage; the control plane makes the same."""
+    return sidecar_pb2.EditManifest(
+        edit_id=edit_id,
+        epoch=sidecars.document.epoch,
+        layout_digest=sidecars.document.layout_digest,
+        ops=map(encode_op, operands.ops),
+        undoable=True,
+        **flags,
+    )
+
+
+def _groups(sidecars: Sidecars, ranks: Iterable[RankEdit]) -> list[list[RankEdit]]:
+    """Ranks that can share an upload: same data, same host, a socket to copy through."""
+    groups: dict[object, list[RankEdit]] = {}
+    for rank in ranks:
+        peer = sidecars.document.peer(rank.rank)
+        alone = not rank.data_bytes or not peer.socket_path
+        key = rank.rank if alone else (peer.host_id, rank.data_key())
+        groups.setdefault(key, []).append(rank)
+    return list(groups.values())

@@ -130,7 +130,7 @@ def edits_of_worlds(draw: st.DrawFn) -> tuple[World, list[EditOp]]:
         ends = tuple(draw(st.integers(0, n)) for n in spec.shape)
         box = Box(tuple(draw(st.integers(0, n)) for n in ends), ends)
         boxes = [box]
-        if spec.shape and draw(st.booleans()):
+        if draw(st.booleans()) and spec.shape:
             # The rest of the first dim too: several regions of one parameter.
             boxes.append(Box((box.end[0], *box.begin[1:]), (spec.shape[0], *box.end[1:])))
         ops += [EditOp(fqn=spec.fqn, box=b, kind=EditKind.SET, with_data=True) for b in boxes]

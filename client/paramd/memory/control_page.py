@@ -4,9 +4,9 @@ One page of shared memory, aligned 8-byte words, **one writer per word**. A read
 never waits for a writer. Times are CLOCK_MONOTONIC nanoseconds, which both
 processes of one host share.
 
-The truth about a copy is `SEQ` alone: it is odd from the begin of an update to its
-end, so bytes copied between two reads of the same even value belong to `STEP`. All
-other words only make such copies likely (see gate.py).
+The truth about a copy is `SEQ` alone: it is odd from the begin of an update (or of an
+edit) to its end, so bytes copied between two reads of the same even value belong to the
+state that `STEP` and `EDITS` name. All other words only make such copies likely (gate.py).
 """
 
 from __future__ import annotations
@@ -51,9 +51,11 @@ class Word(IntEnum):
     EDIT_NS = 32  # time that it kept the trainer
     HELD = 33  # 0 runs, 1 held, 2 stepping within a hold
     HOLD_STEPS_LEFT = 34
+    REFUSED = 35  # request that this trainer cannot do and will never promise
+    EDIT_FAILED = 36  # request of an edit that failed half way; SEQ stays odd from then on
     SLOT_DONE0 = 40  # update whose gradients slot 0 holds
     SLOT_DONE1 = 41
-    MOMENTS_STEP = 42  # step at which optimizer state was last mirrored
+    MOMENTS_STEP = 42  # step at which optimizer state was last mirrored; -1 meanwhile
 
     # Sidecar's words.
     SIDECAR_PID = 64
@@ -72,6 +74,8 @@ class Word(IntEnum):
     ARM_STEP = 80  # announce the boundary of this step; 0 none
     ARM_SLOT0 = 81  # update whose gradients are wanted in slot 0; 0 none
     ARM_SLOT1 = 82
+    LOSSLESS_EVERY = 83  # updates between frames of readers that want to miss none; 0 nobody
+    LOSSLESS_UNTIL_NS = 84  # until when there is such a reader
 
 
 class ControlPage:

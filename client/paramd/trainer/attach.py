@@ -28,6 +28,7 @@ from paramd.trainer.boundary import Boundary
 from paramd.trainer.control_link import ControlLink
 from paramd.trainer.epoch import TakenEpoch, take_epoch
 from paramd.trainer.exchange import Exchange
+from paramd.trainer.gradients import GradientCapture
 from paramd.trainer.rehome import Home
 from paramd.trainer.settings import AttachSettings
 from paramd.trainer.sidecar_link import Identity, SidecarLink
@@ -241,6 +242,14 @@ class _Stages:
             Agreement(self._exchange.group, timeout_s=self._settings.agreement_timeout_s),
             stall_budget_ns=round(self._settings.stall_budget_ms * 1e6),
         )
+        gradients = GradientCapture(
+            page,
+            shared.wake,
+            shared.gradients,
+            arena_bytes=home.arena_bytes,
+            pieces=home.pieces,
+            lossless_budget_ns=round(self._settings.lossless_budget_ms * 1e6),
+        )
         return Attachment(
             model,
             identity,
@@ -248,6 +257,7 @@ class _Stages:
             arena=arena,
             home=home,
             boundary=boundary,
+            gradients=gradients,
             exchange=self._exchange,
             sidecar=self._sidecar,
             control=self._control,

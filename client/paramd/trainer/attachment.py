@@ -16,6 +16,7 @@ from paramd.memory.control_page import ControlPage, Word
 from paramd.trainer.boundary import Boundary
 from paramd.trainer.control_link import ControlLink
 from paramd.trainer.exchange import Exchange
+from paramd.trainer.gradients import GradientCapture
 from paramd.trainer.rehome import Home
 from paramd.trainer.sidecar_link import Identity, SidecarLink
 
@@ -55,6 +56,7 @@ class Attachment:
         arena: HostArena,
         home: Home,
         boundary: Boundary,
+        gradients: GradientCapture,
         exchange: Exchange,
         sidecar: SidecarLink,
         control: ControlLink | None,
@@ -65,6 +67,8 @@ class Attachment:
         self._arena = arena
         self._home = home
         self._boundary = boundary
+        self._gradients = gradients
+        boundary.before_update = gradients.before_update
         self._exchange = exchange
         self._sidecar = sidecar
         self._control = control
@@ -112,6 +116,15 @@ class Attachment:
             self._remove_hooks.append(optimizer.register_step_pre_hook(before).remove)
             self._remove_hooks.append(optimizer.register_step_post_hook(after).remove)
 
+    def clipped(self, total_norm: float | torch.Tensor, max_norm: float) -> None:
+        """Says that the gradients of the next update were clipped, for readers of gradients.
+
+        Call it right after `torch.nn.utils.clip_grad_norm_`, with what that returned and was
+        given. Without it nobody knows whether they were.
+        """
+        norm = float(total_norm)
+        self._gradients.clipped(min(1.0, max_norm / (norm + 1e-6)) if norm >= 0 else 0.0)
+
     def stalls(self) -> Stalls:
         """How long updates have waited for copies since attaching."""
         page = self._page
@@ -134,6 +147,7 @@ class Attachment:
         for remove in self._remove_hooks:
             remove()
         self._boundary.close()
+        self._gradients.close()
         self._home.move_out()
         if self._control is not None:
             self._control.let_go()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Callable
 from typing import Protocol
 
 from paramd.memory.control_page import ControlPage, Word
@@ -22,6 +23,10 @@ AGREEMENT_WORKS, AGREEMENT_LOST = 1, 2
 
 # Owns the window for ever, so that no other owner opens or closes one.
 _NOBODY = object()
+
+
+def _nothing(_owner: object) -> None:
+    """What happens before an update unless somebody wants gradients."""
 
 
 class HomeLike(Protocol):
@@ -61,12 +66,16 @@ class Boundary:
         self._agreed = page.words[Word.AGREED]
         self._want_seen = page.words[Word.WANT]
         self._owner: object | None = None
+        self.before_update: Callable[[object], None] = _nothing
+        """Called with the owner right before an update window opens; must not raise."""
         self._words[Word.AGREEMENT_STATE] = AGREEMENT_WORKS
 
     def begin(self, owner: object) -> None:
         """Opens an update window unless one is open already."""
         if self._owner is None:
             self._owner = owner
+            # While SEQ is even: copies of parameters go on meanwhile.
+            self.before_update(owner)
             self._gate.begin_update()
 
     def end(self, owner: object) -> None:

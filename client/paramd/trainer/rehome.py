@@ -78,6 +78,10 @@ class Home:
         """What this rank holds, in the order of the module tree."""
         return list(self._shards)
 
+    def pieces(self) -> list[tuple[LocalShard, int]]:
+        """Parameters with elements here, and the first byte of each in the arena."""
+        return self._placed(TensorKind.PARAMETER)
+
     def local_layout(self, rank: int) -> LocalLayout:
         """All tensors with this rank's pieces, at their places in the arena."""
         tensors: dict[str, LocalTensor] = {}

@@ -14,6 +14,9 @@ class AttachSettings:
 
     stall_budget_ms: float = 5.0
     """Longest wait of one update for a copy, in milliseconds; 0 never waits."""
+    lossless_budget_ms: float = 0.0
+    """Longest wait of one update for a reader that wants every gradient, in milliseconds; 0
+    never waits, so that such readers are told how many frames they missed."""
     agreement_timeout_s: float = 30.0
     """Longest wait for the slowest rank's agreement, in seconds; then agreeing ends."""
     attach_timeout_s: float = 300.0
@@ -34,7 +37,7 @@ class AttachSettings:
     """How long a sidecar serves the last step after its trainer has ended, in seconds."""
 
     def __post_init__(self) -> None:
-        for name in ("stall_budget_ms", "linger_s"):
+        for name in ("stall_budget_ms", "lossless_budget_ms", "linger_s"):
             if getattr(self, name) < 0:
                 raise UsageError(f"{name} must not be negative, is {getattr(self, name)}")
         for name in ("agreement_timeout_s", "attach_timeout_s", "sidecar_start_timeout_s"):

@@ -1,0 +1,181 @@
+"""One slot of the gradient memory: which bytes are wanted in it, and what was put there.
+
+    room     shaped like the arena: the gradient of the piece at arena byte x lies at byte x
+    program  the sidecar's: spans of the arena whose gradients are wanted
+    notes    the trainer's: of which update they are, and what their bytes do not tell
+
+The sidecar writes the program, then the slot's ARM word; the trainer reads them in the
+pre-hook of that update, fills the room, writes the notes, then the slot's DONE word. A
+program's version is odd while it is written; the notes say which version was served, so a
+program that was changed a moment too late is noticed. Room and tail must be reserved
+(sparse.py) before the slot is armed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import IntEnum
+
+from paramd.memory.control_page import Word
+from paramd.memory.shared import ROOM_EXTRA_BYTES, slot_bytes
+from paramd.memory.sparse import pages
+
+ARM_WORDS = (Word.ARM_SLOT0, Word.ARM_SLOT1)
+DONE_WORDS = (Word.SLOT_DONE0, Word.SLOT_DONE1)
+
+MAX_SPANS = 16_384
+"""Spans of one program; a whole model is usually one."""
+
+_HEAD = 8
+"""Words before the first span, and before the first note."""
+
+_NOTES_BEGIN_BYTES = ROOM_EXTRA_BYTES // 2
+MAX_NOTES = (ROOM_EXTRA_BYTES - _NOTES_BEGIN_BYTES) // 16 - _HEAD
+
+# Words of the program's head.
+_VERSION, _SPAN_COUNT = 0, 1
+# Words of the notes' head; scale and clip factor are doubles.
+_STEP, _SERVED_VERSION, _NOTE_COUNT, _SCALE, _CLIP = 0, 1, 2, 3, 4
+
+Spans = Sequence[tuple[int, int]]
+"""Half-open bytes of the arena; sorted, neither overlapping nor adjacent."""
+
+
+class NoGradient(IntEnum):
+    """Why there is no gradient of a piece; the numbers of paramd.v1.NoGradient."""
+
+    NONE = 1
+    OTHER_OPTIMIZER = 2
+    PLACEMENT = 3
+    UNSUPPORTED = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Note:
+    """What the bytes of one piece do not tell."""
+
+    arena_begin: int
+    none: int = 0
+    """A `NoGradient`, or 0 when there is one."""
+    partial_group: int = 0
+    """1 + first rank of the group over which gradients must be summed; 0: no group."""
+
+
+@dataclass(frozen=True, slots=True)
+class Notes:
+    """What holds for one captured frame on one rank."""
+
+    step: int
+    """Number of the update that consumes the gradients."""
+    version: int
+    """Of the program that was served."""
+    scale: float
+    """Factor that the gradients are still multiplied with."""
+    clip_factor: float
+    """Factor that clipping multiplied them with; 0 when nothing is known of that."""
+    notes: tuple[Note, ...]
+
+
+class Slot:
+    """One of the slots, as both processes see it.
+
+    Args:
+        memory: the whole gradient memory.
+        arena_bytes: size of the arena whose shape a room has.
+        index: which slot.
+    """
+
+    def __init__(self, memory: memoryview, arena_bytes: int, index: int) -> None:
+        self.arm_word, self.done_word = ARM_WORDS[index], DONE_WORDS[index]
+        self.begin_bytes = index * slot_bytes(arena_bytes)
+        """First byte of the room within the memory."""
+        self.tail_begin_bytes = self.begin_bytes + pages(arena_bytes)
+        self.end_bytes = self.begin_bytes + slot_bytes(arena_bytes)
+        tail = memory[self.tail_begin_bytes : self.end_bytes]
+        self._program = tail[:_NOTES_BEGIN_BYTES].cast("q")
+        notes = tail[_NOTES_BEGIN_BYTES:]
+        self._notes, self._doubles = notes.cast("q"), notes.cast("d")
+
+    def write_program(self, spans: Spans) -> int:
+        """Puts spans into the program; returns its version. At most `MAX_SPANS`."""
+        words = self._program
+        version = (words[_VERSION] | 1) + 1
+        words[_VERSION] = version - 1
+        words[_SPAN_COUNT] = len(spans)
+        at = _HEAD
+        for begin, end in spans:
+            words[at], words[at + 1] = begin, end
+            at += 2
+        words[_VERSION] = version
+        return version
+
+    def version(self) -> int:
+        """Of the program that is there; odd while it is being written."""
+        return self._program[_VERSION]
+
+    def read_program(self) -> tuple[int, list[tuple[int, int]]] | None:
+        """Version and spans; None when it is being written, or no program at all."""
+        words = self._program
+        version, count = words[_VERSION], words[_SPAN_COUNT]
+        if version & 1 or not 0 <= count <= MAX_SPANS:
+            return None
+        flat = words[_HEAD : _HEAD + 2 * count].tolist()
+        if words[_VERSION] != version:
+            return None
+        return version, list(zip(flat[::2], flat[1::2], strict=True))
+
+    def write_notes(self, found: Notes) -> None:
+        """Puts the notes there. At most `MAX_NOTES`."""
+        words, doubles = self._notes, self._doubles
+        words[_STEP], words[_SERVED_VERSION] = found.step, found.version
+        words[_NOTE_COUNT] = len(found.notes)
+        doubles[_SCALE], doubles[_CLIP] = found.scale, found.clip_factor
+        at = _HEAD
+        for note in found.notes:
+            words[at], words[at + 1] = note.arena_begin, note.none << 32 | note.partial_group
+            at += 2
+
+    def read_notes(self) -> Notes:
+        """What the trainer wrote; right once the DONE word says so."""
+        words, doubles = self._notes, self._doubles
+        count = min(max(words[_NOTE_COUNT], 0), MAX_NOTES)
+        flat = words[_HEAD : _HEAD + 2 * count].tolist()
+        return Notes(
+            step=words[_STEP],
+            version=words[_SERVED_VERSION],
+            scale=doubles[_SCALE],
+            clip_factor=doubles[_CLIP],
+            notes=tuple(
+                Note(begin, packed >> 32, packed & 0xFFFF_FFFF)
+                for begin, packed in zip(flat[::2], flat[1::2], strict=True)
+            ),
+        )
+
+    def close(self) -> None:
+        """Lets go of the memory."""
+        self._program.release()
+        self._notes.release()
+        self._doubles.release()
+
+
+def united(spans: Spans) -> tuple[tuple[int, int], ...]:
+    """The bytes of all spans, sorted, neither overlapping nor adjacent."""
+    found: list[tuple[int, int]] = []
+    for begin, end in sorted(spans):
+        if found and begin <= found[-1][1]:
+            found[-1] = (found[-1][0], max(end, found[-1][1]))
+        else:
+            found.append((begin, end))
+    return tuple(found)
+
+
+def covers(spans: Spans, wanted: Spans) -> bool:
+    """Whether every byte of `wanted` lies in `spans`; both as `united` makes them."""
+    at = 0
+    for begin, end in wanted:
+        while at < len(spans) and spans[at][1] < end:
+            at += 1
+        if at == len(spans) or spans[at][0] > begin:
+            return False
+    return True

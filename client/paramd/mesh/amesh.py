@@ -16,6 +16,7 @@ from paramd.layout.plan import ReadPlan, plan_read
 from paramd.layout.select import select
 from paramd.layout.types import Layout
 from paramd.mesh.editing.methods import AsyncEditing
+from paramd.mesh.exporting.methods import AsyncExporting
 from paramd.mesh.pin import Pinned
 from paramd.mesh.reach import Reach
 from paramd.mesh.read import keep_freed_memory
@@ -35,7 +36,7 @@ if TYPE_CHECKING:
 Result = TypeVar("Result")
 
 
-class AsyncMesh(AsyncEditing):
+class AsyncMesh(AsyncEditing, AsyncExporting):
     """A running job, read from outside. Use as `async with`, or call `close`.
 
     Everything it answers belongs to one (epoch, step). Methods may run concurrently. A

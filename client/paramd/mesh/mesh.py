@@ -18,6 +18,7 @@ from paramd.layout.types import Layout
 from paramd.mesh import loop
 from paramd.mesh.amesh import AsyncMesh
 from paramd.mesh.editing.shell import Editing
+from paramd.mesh.exporting.shell import Exporting
 from paramd.mesh.results import MeshStatus, Params, StatsTable, Summoned
 from paramd.mesh.timeouts import UNSET, Timeout
 from paramd.mesh.transfer import Transport
@@ -32,7 +33,7 @@ if TYPE_CHECKING:
 Result = TypeVar("Result")
 
 
-class Mesh(Editing):
+class Mesh(Editing, Exporting):
     """A running job, read from outside. `paramd.connect` makes one; `close` ends it.
 
     Everything it answers belongs to one (epoch, step).

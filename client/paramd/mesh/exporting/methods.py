@@ -1,0 +1,217 @@
+"""Exporting as methods of AsyncMesh."""
+
+# `timeout=` is what users of every other client write; it bounds retries, not one await.
+# ruff: noqa: ASYNC109
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+from paramd.errors import DeadlineError, UnreachableError
+from paramd.mesh.exporting.calls import ExportCalls, new_export_id, read_assets
+from paramd.mesh.exports import AsyncExport, ExportInfo, Progress
+
+if TYPE_CHECKING:
+    from paramd.mesh.reach import Reach
+
+_LOOK_S: Final = 0.5
+_FIRST_LOOK_S: Final = 0.05
+_AWAY_S: Final = 60.0
+_CREATE_S: Final = 15.0
+
+
+class AsyncExporting:
+    """Checkpoints of a running job, at places that its operator allows. Part of AsyncMesh."""
+
+    _reach: Reach
+
+    async def export(
+        self,
+        destination: str,
+        *,
+        format: str = "safetensors",
+        max_shard_size: str | int | None = None,
+        dtype: str | None = None,
+        include: Sequence[str] = ("parameters", "buffers"),
+        tied: str = "drop",
+        overwrite: bool = False,
+        name_map: Mapping[str, str] | None = None,
+        assets: str | Path | None = None,
+        verify: bool = True,
+        timeout_s: float | None = None,
+    ) -> AsyncExport:
+        """Begins to write a checkpoint of one step; training goes on. See docs/exports.md.
+
+        Args:
+            destination: Name of a configured destination, "/", a relative key, such as
+                "checkpoints/step-100".
+            format: "safetensors" as Hugging Face lays models out, or "dcp".
+            max_shard_size: Most bytes of tensors in one file of safetensors, a number or
+                a text such as "5GB", which is the default.
+            dtype: Cast floating tensors to it; None keeps each one's own.
+            include: Some of "parameters", "buffers", "optimizer".
+            tied: "drop" writes tied tensors once, "keep" under each name.
+            overwrite: Whether what stands at the key may be replaced.
+            name_map: Names in the model to names in the files; each may hold one "*".
+            assets: Directory whose plain files are copied beside, 64 MiB in all.
+            verify: Read everything back before it becomes visible.
+            timeout_s: The export fails after so many seconds; None: the control plane's limit.
+
+        Returns:
+            The export under way; its `wait()` returns when it is there.
+
+        Raises:
+            UsageError: an argument is wrong, or the destination's name or key is none.
+            NotFoundError: no such destination. DeniedError: the role does not suffice.
+            ExhaustedError: too many exports wait.
+        """
+        body = _body(
+            destination, format, max_shard_size, dtype, include, tied, overwrite, name_map, verify
+        )
+        if timeout_s is not None:
+            body["timeout_s"] = timeout_s
+        body["assets"] = await self._upload(body["id"], assets)
+        info = await self._exports().create(body, time.monotonic() + _CREATE_S)
+        return AsyncExport(self, info)
+
+    async def exports(self, *, state: str | None = None, limit: int = 100) -> list[ExportInfo]:
+        """The newest exports of the job, newest first; without their files.
+
+        Raises:
+            UsageError: `state` is no state.
+        """
+        return await self._exports().all(state=state, limit=limit)
+
+    async def get_export(self, export_id: str) -> ExportInfo:
+        """One export, with its files. Raises NotFoundError."""
+        return await self._exports().get(export_id)
+
+    async def cancel_export(self, export_id: str) -> ExportInfo:
+        """Ends an export. Raises ConflictError when it has ended in another way."""
+        return await self._exports().cancel(export_id, time.monotonic() + _CREATE_S)
+
+    async def export_ended(
+        self, info: ExportInfo, timeout: float | None = None, progress: Progress | None = None
+    ) -> ExportInfo:
+        """The export once it has ended. Args, Raises: as `AsyncExport.wait`."""
+        began_s = heard_s = time.monotonic()
+        pause_s = _FIRST_LOOK_S
+        while not info.ended:
+            left_s = timeout - (time.monotonic() - began_s) if timeout is not None else pause_s
+            if left_s <= 0:
+                raise DeadlineError(
+                    f"export {info.id} is {info.state} after {timeout:g} s and goes on; wait "
+                    f"longer, or end it: paramd exports --cancel {info.id}"
+                )
+            await asyncio.sleep(min(pause_s, left_s))
+            pause_s = min(2 * pause_s, _LOOK_S)
+            try:
+                info = await self.get_export(info.id)
+            except UnreachableError:
+                # A control plane that was killed goes on with it when it is back.
+                if time.monotonic() - heard_s > _AWAY_S:
+                    raise
+                continue
+            heard_s = time.monotonic()
+            if progress is not None:
+                progress(info)
+        return info
+
+    async def create_export_schedule(
+        self,
+        destination: str,
+        *,
+        every_steps: int | None = None,
+        every_s: float | None = None,
+        keep_last: int | None = None,
+        keep_every: int | None = None,
+        format: str = "safetensors",
+        max_shard_size: str | int | None = None,
+        dtype: str | None = None,
+        include: Sequence[str] = ("parameters", "buffers"),
+        tied: str = "drop",
+        name_map: Mapping[str, str] | None = None,
+        assets: str | Path | None = None,
+        verify: bool = True,
+    ) -> dict[str, Any]:
+        """Exports every so many steps or seconds, until it is deleted.
+
+        Args:
+            destination: As in `export`. "{step}" in the key becomes the step; without it
+                each export goes to "<key>/step-<step>".
+            every_steps: At, or soon after, each multiple of it.
+            every_s: So many seconds after the last one began.
+            keep_last: The newest so many stay; None removes none.
+            keep_every: Beside them every so many-th stays.
+
+        An occasion that comes while the previous export runs is skipped. Retention removes
+        only what this schedule itself wrote. Other Args, Raises: as `export`.
+        """
+        body = _body(
+            destination, format, max_shard_size, dtype, include, tied, False, name_map, verify
+        )
+        del body["overwrite"]
+        rhythm = {
+            "every_steps": every_steps,
+            "every_s": every_s,
+            "keep_last": keep_last,
+            "keep_every": keep_every,
+        }
+        body |= {key: value for key, value in rhythm.items() if value is not None}
+        body["assets"] = await self._upload(body["id"], assets)
+        return await self._exports().create_schedule(body)
+
+    async def export_schedules(self) -> list[dict[str, Any]]:
+        """Schedules in force, oldest first."""
+        return await self._exports().schedules()
+
+    async def delete_export_schedule(self, schedule_id: str) -> dict[str, Any]:
+        """Ends a schedule; what it exported stays. Raises NotFoundError."""
+        return await self._exports().delete_schedule(schedule_id)
+
+    async def destinations(self) -> list[dict[str, Any]]:
+        """Names and kinds of the places that exports may go to."""
+        return await self._exports().destinations()
+
+    async def _upload(self, owner_id: str, assets: str | Path | None) -> list[str]:
+        if assets is None:
+            return []
+        files = await asyncio.to_thread(read_assets, Path(assets))
+        await self._exports().upload_assets(owner_id, files)
+        return [name for name, _ in files]
+
+    def _exports(self) -> ExportCalls:
+        return ExportCalls(self._reach.rest, self._reach.document.job)
+
+
+def _body(
+    destination: str,
+    format: str,
+    max_shard_size: str | int | None,
+    dtype: str | None,
+    include: Sequence[str],
+    tied: str,
+    overwrite: bool,
+    name_map: Mapping[str, str] | None,
+    verify: bool,
+) -> dict[str, Any]:
+    body: dict[str, Any] = {
+        "id": new_export_id(),
+        "destination": destination,
+        "format": format,
+        "include": [include] if isinstance(include, str) else list(include),
+        "tied": tied,
+        "overwrite": overwrite,
+        "verify": verify,
+    }
+    if max_shard_size is not None:
+        body["max_shard_size"] = str(max_shard_size)
+    if dtype is not None:
+        body["dtype"] = dtype.removeprefix("torch.")
+    if name_map:
+        body["name_map"] = dict(name_map)
+    return body

@@ -1,0 +1,130 @@
+"""Exporting as methods of Mesh: thin twins of those in methods.py."""
+
+from __future__ import annotations
+
+from collections.abc import Coroutine, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from paramd.mesh.exports import Export, ExportInfo, Progress
+
+if TYPE_CHECKING:
+    from paramd.mesh.amesh import AsyncMesh
+
+Result = TypeVar("Result")
+
+
+class Exporting:
+    """Checkpoints of a running job, at places that its operator allows. Part of Mesh."""
+
+    _mesh: AsyncMesh
+
+    if TYPE_CHECKING:
+
+        def _run(self, work: Coroutine[Any, Any, Result]) -> Result: ...
+
+    def export(
+        self,
+        destination: str,
+        *,
+        format: str = "safetensors",
+        max_shard_size: str | int | None = None,
+        dtype: str | None = None,
+        include: Sequence[str] = ("parameters", "buffers"),
+        tied: str = "drop",
+        overwrite: bool = False,
+        name_map: Mapping[str, str] | None = None,
+        assets: str | Path | None = None,
+        verify: bool = True,
+        timeout_s: float | None = None,
+    ) -> Export:
+        """Begins to write a checkpoint of one step; training goes on. See docs/exports.md.
+
+        Args, Raises: as `AsyncMesh.export`. Returns the export under way; its `wait()`
+        returns when it is there.
+        """
+        begun = self._run(
+            self._mesh.export(
+                destination,
+                format=format,
+                max_shard_size=max_shard_size,
+                dtype=dtype,
+                include=include,
+                tied=tied,
+                overwrite=overwrite,
+                name_map=name_map,
+                assets=assets,
+                verify=verify,
+                timeout_s=timeout_s,
+            )
+        )
+        return Export(self, begun.info)
+
+    def exports(self, *, state: str | None = None, limit: int = 100) -> list[ExportInfo]:
+        """The newest exports of the job, newest first; without their files."""
+        return self._run(self._mesh.exports(state=state, limit=limit))
+
+    def get_export(self, export_id: str) -> ExportInfo:
+        """One export, with its files. Raises NotFoundError."""
+        return self._run(self._mesh.get_export(export_id))
+
+    def cancel_export(self, export_id: str) -> ExportInfo:
+        """Ends an export. Raises ConflictError when it has ended in another way."""
+        return self._run(self._mesh.cancel_export(export_id))
+
+    def export_ended(
+        self, info: ExportInfo, timeout: float | None = None, progress: Progress | None = None
+    ) -> ExportInfo:
+        """The export once it has ended. Args, Raises: as `AsyncExport.wait`."""
+        return self._run(self._mesh.export_ended(info, timeout, progress))
+
+    def create_export_schedule(
+        self,
+        destination: str,
+        *,
+        every_steps: int | None = None,
+        every_s: float | None = None,
+        keep_last: int | None = None,
+        keep_every: int | None = None,
+        format: str = "safetensors",
+        max_shard_size: str | int | None = None,
+        dtype: str | None = None,
+        include: Sequence[str] = ("parameters", "buffers"),
+        tied: str = "drop",
+        name_map: Mapping[str, str] | None = None,
+        assets: str | Path | None = None,
+        verify: bool = True,
+    ) -> dict[str, Any]:
+        """Exports every so many steps or seconds, until it is deleted.
+
+        Args, Raises: as `AsyncMesh.create_export_schedule`.
+        """
+        return self._run(
+            self._mesh.create_export_schedule(
+                destination,
+                every_steps=every_steps,
+                every_s=every_s,
+                keep_last=keep_last,
+                keep_every=keep_every,
+                format=format,
+                max_shard_size=max_shard_size,
+                dtype=dtype,
+                include=include,
+                tied=tied,
+                name_map=name_map,
+                assets=assets,
+                verify=verify,
+            )
+        )
+
+    def export_schedules(self) -> list[dict[str, Any]]:
+        """Schedules in force, oldest first."""
+        return self._run(self._mesh.export_schedules())
+
+    def delete_export_schedule(self, schedule_id: str) -> dict[str, Any]:
+        """Ends a schedule; what it exported stays. Raises NotFoundError."""
+        return self._run(self._mesh.delete_export_schedule(schedule_id))
+
+    def destinations(self) -> list[dict[str, Any]]:
+        """Names and kinds of the places that exports may go to."""
+        return self._run(self._mesh.destinations())

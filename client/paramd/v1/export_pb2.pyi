@@ -195,7 +195,7 @@ class ExportPlan(google.protobuf.message.Message):
     keep_tied: builtins.bool
     """Tied tensors are written under each of their names."""
     digest: builtins.bytes
-    """XXH3 (128 bit, canonical) of the files and spans that follow from all this."""
+    """SHA-256 of the files and spans that follow from all this."""
     @property
     def names(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___ExportNameRule]:
         """Renaming, in order; the first rule that fits holds."""

@@ -1,0 +1,252 @@
+"""Files of safetensors: how tensors are cut into shards, and which rank writes which. Pure."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from paramd.errors import UsageError
+from paramd.layout.dtypes import item_bytes
+from paramd.layout.export_optimizer import OptimizerTable, StateScalar
+from paramd.layout.export_settings import ExportSettings
+from paramd.layout.export_sources import HolderChoice, piece_bytes
+from paramd.layout.regions import full_box
+from paramd.layout.safetensors_header import TensorSpec, encode_header, file_order
+from paramd.layout.torch_archive import torch_archive
+from paramd.layout.types import Box, Piece, TensorKind, TensorLayout
+
+METADATA = {"format": "pt"}
+"""What readers expect in a header."""
+
+MODEL_FILES = "model"
+OPTIMIZER_FILES = "optimizer"
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """A tensor, or a box of one, in a file."""
+
+    name: str
+    """In the files."""
+    state_key: str
+    """Which source it is read from."""
+    tensor: int
+    """Index into that source's tensors; -1 for a constant."""
+    box: Box
+    """The part of the tensor; all of it in safetensors."""
+    dtype: str
+    """In the file."""
+    begin_bytes: int
+    """First byte within the file: of the data, or of the archive around it."""
+    archived: bool = False
+    """The data stand in a torch archive."""
+    constant: bytes | None = None
+    """The data, when they are no tensor's."""
+
+    @property
+    def data_bytes(self) -> int:
+        """Bytes of the data alone."""
+        if self.constant is not None:
+            return len(self.constant)
+        return self.box.numel * item_bytes(self.dtype)
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes within the file."""
+        if self.archived:
+            return torch_archive(self.dtype, self.box.sizes).size_bytes
+        return self.data_bytes
+
+
+@dataclass(frozen=True)
+class ExportFile:
+    """One file: its header, then its entries without gaps."""
+
+    name: str
+    rank: int
+    """Who should write it."""
+    header: bytes
+    entries: tuple[Entry, ...]
+
+    @cached_property
+    def size_bytes(self) -> int:
+        """Bytes of the whole file."""
+        return len(self.header) + sum(entry.size_bytes for entry in self.entries)
+
+
+@dataclass(frozen=True, slots=True)
+class _Item:
+    """A tensor to be written, before it has a place."""
+
+    spec: TensorSpec
+    layout: TensorLayout
+    state_key: str
+    tensor: int
+    constant: bytes | None = None
+
+    @property
+    def size_bytes(self) -> int:
+        return self.spec.size_bytes
+
+
+Planned = tuple[list[ExportFile], dict[str, Sequence[Piece]]]
+"""Files, and by tensor the pieces that are read."""
+
+
+def shard_files(
+    tensors: Sequence[TensorLayout],
+    names: Mapping[str, str],
+    settings: ExportSettings,
+    writers: Sequence[int],
+    choice: HolderChoice,
+    optimizer: OptimizerTable | None,
+) -> Planned:
+    """Shards as Hugging Face cuts them, given to writers evenly."""
+    shards = [(MODEL_FILES, cut) for cut in _cut(_model_items(tensors, names, settings), settings)]
+    if optimizer is not None:
+        states = _state_items(tensors, names, optimizer)
+        shards += [(OPTIMIZER_FILES, cut) for cut in _cut(states, settings)]
+    ranks = _assign([items for _, items in shards], writers)
+    pieces: dict[str, Sequence[Piece]] = {}
+    for (_, items), rank in zip(shards, ranks, strict=True):
+        for item in items:
+            if item.layout.fqn not in pieces and item.constant is None:
+                pieces[item.layout.fqn] = choice.pieces(item.layout, rank)
+    counts = {base: sum(kind == base for kind, _ in shards) for base, _ in shards}
+    seen: dict[str, int] = {}
+    files = []
+    for (base, items), rank in zip(shards, ranks, strict=True):
+        seen[base] = seen.get(base, 0) + 1
+        files.append(_file(shard_name(base, seen[base], counts[base]), rank, items))
+    return files, pieces
+
+
+def shard_name(base: str, number: int, count: int) -> str:
+    """Name of shard `number` (from 1 on) of `count`."""
+    if count == 1:
+        return f"{base}.safetensors"
+    return f"{base}-{number:05d}-of-{count:05d}.safetensors"
+
+
+def _model_items(
+    tensors: Sequence[TensorLayout], names: Mapping[str, str], settings: ExportSettings
+) -> Iterator[_Item]:
+    for number, tensor in enumerate(tensors):
+        dtype = settings.dtype_of(tensor.dtype)
+        for name in (tensor.fqn, *(tensor.aliases if settings.keep_tied else ())):
+            spec = TensorSpec(name=names[name], dtype=dtype, shape=tensor.shape)
+            yield _Item(spec, tensor, "", number)
+
+
+def _state_items(
+    tensors: Sequence[TensorLayout], names: Mapping[str, str], optimizer: OptimizerTable
+) -> Iterator[_Item]:
+    positions = state_positions(tensors, optimizer)
+    for tensor in tensors:
+        if tensor.kind is TensorKind.BUFFER:
+            continue
+        for key in optimizer.keys:
+            dtype = optimizer.states[key].get(tensor.fqn)
+            if dtype is not None:
+                name = f"{names[tensor.fqn]}.{key}"
+                spec = TensorSpec(name=name, dtype=dtype, shape=tensor.shape)
+                yield _Item(spec, tensor, key, positions[key, tensor.fqn])
+        for scalar in optimizer.scalars.get(tensor.fqn, ()):
+            name = f"{names[tensor.fqn]}.{scalar.key}"
+            spec = TensorSpec(name=name, dtype=scalar.dtype, shape=())
+            yield _Item(spec, tensor, scalar.key, -1, scalar_bytes(scalar))
+
+
+def state_positions(
+    tensors: Sequence[TensorLayout], optimizer: OptimizerTable
+) -> dict[tuple[str, str], int]:
+    """Index of each (key, name) among the tensors of that key's source."""
+    known = {tensor.fqn for tensor in tensors}
+    return {
+        (key, fqn): number
+        for key in optimizer.keys
+        for number, fqn in enumerate(f for f, _ in optimizer.tensors(key) if f in known)
+    }
+
+
+_SCALARS = {"float32": "<f", "float64": "<d", "int64": "<q", "int32": "<i", "bool": "<?"}
+
+
+def scalar_bytes(scalar: StateScalar) -> bytes:
+    """The bytes of a 0-dim state.
+
+    Raises:
+        UsageError: its dtype has no plain form.
+    """
+    form = _SCALARS.get(scalar.dtype)
+    if form is None:
+        raise UsageError(f"state {scalar.key!r}: 0-dim {scalar.dtype} cannot be written")
+    return struct.pack(form, scalar.value if "f" in form or "d" in form else int(scalar.value))
+
+
+def _cut(items: Iterator[_Item], settings: ExportSettings) -> list[list[_Item]]:
+    """Fills a shard until the next tensor is too much; one that is too large stands alone."""
+    shards: list[list[_Item]] = []
+    current: list[_Item] = []
+    current_bytes = 0
+    for item in items:
+        if item.size_bytes > settings.max_shard_bytes:
+            shards.append([item])
+            continue
+        if current_bytes + item.size_bytes > settings.max_shard_bytes:
+            shards.append(current)
+            current, current_bytes = [], 0
+        current.append(item)
+        current_bytes += item.size_bytes
+    if current:
+        shards.append(current)
+    return shards
+
+
+def _assign(shards: Sequence[Sequence[_Item]], writers: Sequence[int]) -> list[int]:
+    """A writer for each shard: bytes evenly, and what a writer holds itself costs half."""
+    loads = dict.fromkeys(writers, 0)
+    ranks = [writers[0]] * len(shards)
+    sizes = [sum(item.size_bytes for item in shard) for shard in shards]
+    for number in sorted(range(len(shards)), key=lambda n: -sizes[n]):
+        held = _held_bytes(shards[number])
+        cost = _costs(loads, 2 * sizes[number], held)
+        rank = min(writers, key=cost)
+        loads[rank] = cost(rank)[0]
+        ranks[number] = rank
+    return ranks
+
+
+def _costs(
+    loads: Mapping[int, int], size: int, held: Mapping[int, int]
+) -> Callable[[int], tuple[int, int]]:
+    return lambda rank: (loads[rank] + size - held.get(rank, 0), rank)
+
+
+def _held_bytes(shard: Sequence[_Item]) -> dict[int, int]:
+    held: dict[int, int] = {}
+    for item in shard:
+        if item.constant is None:
+            for piece in item.layout.pieces:
+                size = piece_bytes(piece, item.layout.dtype)
+                held[piece.rank] = held.get(piece.rank, 0) + size
+    return held
+
+
+def _file(name: str, rank: int, items: Sequence[_Item]) -> ExportFile:
+    by_name = {item.spec.name: item for item in items}
+    specs = file_order([item.spec for item in items])
+    header = encode_header(specs, METADATA)
+    entries = []
+    begin = len(header)
+    for spec in specs:
+        item = by_name[spec.name]
+        box = full_box(spec.shape)
+        entry = Entry(
+            spec.name, item.state_key, item.tensor, box, spec.dtype, begin, False, item.constant
+        )
+        entries.append(entry)
+        begin += entry.size_bytes
+    return ExportFile(name, rank, header, tuple(entries))

@@ -20,6 +20,9 @@ from paramd.cli.certs import certs
 from paramd.cli.context_command import context as context_group
 from paramd.cli.demo import demo
 from paramd.cli.doctor import doctor
+from paramd.cli.edit import edit
+from paramd.cli.edits import edits, undo
+from paramd.cli.hold import pause, resume, step
 from paramd.cli.options import ContextName, Debug, Job, Token, Url, examples
 from paramd.cli.params import params
 from paramd.cli.serve import control, sidecar
@@ -40,6 +43,7 @@ app = typer.Typer(
 )
 
 LOOK = "Look into a running training"
+CHANGE = "Change a running training"
 RUN = "Run and check"
 
 
@@ -72,6 +76,18 @@ _add(
     "paramd summon 'layers.0.*' --dtype bfloat16 -o layer0.safetensors --force",
     "paramd summon 'head.weight[0:4]' -o rows.safetensors",
 )
+_add(
+    edit,
+    CHANGE,
+    "paramd edit 'layers.0.up.bias' --fill 0",
+    "paramd edit 'layers.*.norm.weight' --mul 0.5 --dry-run",
+    "paramd edit 'head.weight[0:4]' --from mended.safetensors --note 'dead rows'",
+)
+_add(edits, CHANGE, "paramd edits", "paramd edits --state APPLIED -o json", "paramd edits 3f2a9c01")
+_add(undo, CHANGE, "paramd undo 3f2a9c01")
+_add(pause, CHANGE, "paramd pause", "paramd pause --lease 120", "paramd pause --keep")
+_add(step, CHANGE, "paramd step", "paramd step 10")
+_add(resume, CHANGE, "paramd resume")
 _add(doctor, RUN, "paramd doctor", "paramd doctor -o json")
 _add(demo, RUN, "paramd demo", "paramd demo --keep")
 app.add_typer(audit, name="audit", rich_help_panel=RUN)

@@ -71,7 +71,7 @@ def test_every_command_ends_its_help_with_examples(
 def test_the_shell_is_offered_commands() -> None:
     environment = os.environ | {
         "_PARAMD_COMPLETE": "complete_bash",
-        "COMP_WORDS": "paramd st",
+        "COMP_WORDS": "paramd stat",
         "COMP_CWORD": "1",
     }
     found = subprocess.run(

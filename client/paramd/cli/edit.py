@@ -1,0 +1,184 @@
+"""`paramd edit`: changes parameters of a running training, on all ranks or on none."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from paramd.cli.edits import emit_edit
+from paramd.cli.options import Output, Target, with_target
+from paramd.cli.shell import say
+from paramd.errors import NotFoundError, UsageError
+
+if TYPE_CHECKING:
+    import torch
+
+    from paramd.mesh.editing.upload import Progress
+    from paramd.mesh.mesh import Mesh
+
+PANEL = "What is done (exactly one)"
+
+Fill = Annotated[
+    float | None,
+    typer.Option("--fill", metavar="X", help="Set to a number.", rich_help_panel=PANEL),
+]
+Mul = Annotated[
+    float | None,
+    typer.Option("--mul", metavar="X", help="Multiply with a number.", rich_help_panel=PANEL),
+]
+Add = Annotated[
+    float | None, typer.Option("--add", metavar="X", help="Add a number.", rich_help_panel=PANEL)
+]
+Clamp = Annotated[
+    str | None,
+    typer.Option(
+        "--clamp", metavar="MIN:MAX", help="Clamp; either bound may be left out.",
+        rich_help_panel=PANEL,
+    ),
+]  # fmt: skip
+From = Annotated[
+    Path | None,
+    typer.Option(
+        "--from", metavar="FILE.safetensors", rich_help_panel=PANEL,
+        help="Set to what the file has under the names that match.",
+    ),
+]  # fmt: skip
+Lerp = Annotated[
+    float | None,
+    typer.Option("--lerp", metavar="W", help="With --from: go only that share of the way."),
+]
+IfStep = Annotated[
+    int | None,
+    typer.Option("--if-step", metavar="N", help="Only if training is still at that step."),
+]
+Note = Annotated[str, typer.Option("--note", metavar="TEXT", help="Why; kept with the edit.")]
+
+
+@with_target
+def edit(
+    target: Target,
+    glob: Annotated[
+        list[str],
+        typer.Argument(metavar="GLOB", help="Which names, or slices such as 'w[0:4]'."),
+    ],
+    fill: Fill = None,
+    mul: Mul = None,
+    add: Add = None,
+    clamp: Clamp = None,
+    from_file: From = None,
+    lerp: Lerp = None,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Change nothing; show before and after.")
+    ] = False,
+    if_step: IfStep = None,
+    reset_moments: Annotated[
+        bool,
+        typer.Option("--reset-moments", help="Zero the optimizer's state of what is changed."),
+    ] = False,
+    allow_nonfinite: Annotated[
+        bool, typer.Option("--allow-nonfinite", help="NaN and infinities are wanted (admins).")
+    ] = False,
+    note: Note = "",
+    wait: Annotated[
+        bool, typer.Option("--wait/--no-wait", help="Until it is applied, or refused.")
+    ] = True,
+    timeout: Annotated[
+        float, typer.Option("--timeout", metavar="S", help="Seconds to wait.")
+    ] = 60.0,
+    output: Output = None,
+) -> None:
+    """Change parameters of the running training, on all ranks at one step or on none.
+
+    Training goes on. The next update starts from the changed values. `paramd
+    undo` takes an edit back, as long as the sidecars keep what it needs.
+    """
+    numbers = {"fill": fill, "mul": mul, "add": add, "clamp": _bounds(clamp)}
+    form: dict[str, Any] = {name: value for name, value in numbers.items() if value is not None}
+    if len(form) + (from_file is not None) != 1:
+        raise UsageError("edit: give exactly one of --fill, --mul, --add, --clamp, --from")
+    if lerp is not None and from_file is None:
+        raise UsageError("--lerp: needs --from, whose tensors it goes towards")
+    with target.connect() as mesh, _progress() as progress:
+        patterns: Sequence[str] = glob
+        if from_file is not None:
+            given = tensors_of(from_file, mesh, glob)
+            form = {"set": given} if lerp is None else {"lerp": given, "weight": lerp}
+            patterns = ()
+        found = mesh.edit(
+            *patterns,
+            **form,
+            dry_run=dry_run,
+            if_step=if_step,
+            reset_moments=reset_moments,
+            allow_nonfinite=allow_nonfinite,
+            note=note,
+            wait=wait,
+            timeout=timeout,
+            progress=progress,
+        )
+    emit_edit(found, target.format)
+    if dry_run:
+        say("dry run: nothing was changed")
+
+
+def tensors_of(path: Path, mesh: Mesh, globs: Sequence[str]) -> Mapping[str, torch.Tensor]:
+    """Tensors of a safetensors file under the names of the mesh that match.
+
+    Raises:
+        UsageError: the file cannot be read. NotFoundError: it has none of the names.
+    """
+    names = {name: info.fqn for info in mesh.params(*globs) for name in info.names}
+    try:
+        from safetensors import SafetensorError, safe_open
+    except ImportError as error:
+        raise UsageError(f"--from needs safetensors ({error}); pip install 'paramd[torch]'") from (
+            error
+        )
+    try:
+        with safe_open(path, framework="pt") as file:
+            known = set(file.keys())
+            found = {fqn: file.get_tensor(name) for name, fqn in names.items() if name in known}
+    except (OSError, SafetensorError) as error:
+        raise UsageError(f"--from: {path} cannot be read as safetensors: {error}") from error
+    if not found:
+        raise NotFoundError(
+            f"{path} has none of the {len(set(names.values()))} names that match; it has "
+            f"{len(known)}, such as {sorted(known)[:3]}"
+        )
+    return found
+
+
+def _bounds(text: str | None) -> tuple[float | None, float | None] | None:
+    if text is None:
+        return None
+    low, colon, high = text.partition(":")
+    try:
+        if colon:
+            return (float(low) if low else None, float(high) if high else None)
+    except ValueError:
+        pass
+    raise UsageError(f"--clamp: {text!r}; expected MIN:MAX, such as -1:1, :6 or 0:")
+
+
+@contextmanager
+def _progress() -> Iterator[Progress | None]:
+    """A bar of bytes sent on stderr, when somebody looks at it and there is something to send."""
+    if not sys.stderr.isatty():
+        yield None
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, DownloadColumn, Progress, TimeRemainingColumn
+
+    columns = ("sending", BarColumn(), DownloadColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task("sending", total=None, visible=False)
+
+        def told(sent: int, total: int) -> None:
+            bar.update(task, completed=sent, total=total, visible=True)
+
+        yield told

@@ -41,7 +41,7 @@ def encode_plan(
         optimizer=plan.optimizer.to_json() if plan.optimizer is not None else b"",
         keep_tied=settings.keep_tied,
         names=[
-            export_pb2.ExportNameRule(**{"from": rule.source, "to": rule.target})
+            export_pb2.ExportNameRule(source=rule.source, target=rule.target)
             for rule in settings.names.rules
         ],
         writers=settings.writers,
@@ -59,7 +59,7 @@ def decode_settings(message: export_pb2.ExportPlan) -> ExportSettings:
     formats = {number: kind for kind, number in _FORMATS.items()}
     if message.format not in formats:
         raise UsageError(f"format: {message.format} is no format of exports")
-    rules = tuple(NameRule(getattr(rule, "from"), rule.to) for rule in message.names)
+    rules = tuple(NameRule(rule.source, rule.target) for rule in message.names)
     return ExportSettings(
         format=formats[message.format],
         max_shard_bytes=message.max_shard_bytes,

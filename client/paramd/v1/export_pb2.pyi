@@ -110,16 +110,19 @@ class ExportNameRule(google.protobuf.message.Message):
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
-    FROM_FIELD_NUMBER: builtins.int
-    TO_FIELD_NUMBER: builtins.int
-    to: builtins.str
+    SOURCE_FIELD_NUMBER: builtins.int
+    TARGET_FIELD_NUMBER: builtins.int
+    source: builtins.str
+    """Name in the model."""
+    target: builtins.str
     """Name in the files."""
     def __init__(
         self,
         *,
-        to: builtins.str = ...,
+        source: builtins.str = ...,
+        target: builtins.str = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["from", b"from", "to", b"to"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["source", b"source", "target", b"target"]) -> None: ...
 
 global___ExportNameRule = ExportNameRule
 

@@ -56,6 +56,7 @@ class Word(IntEnum):
     SLOT_DONE0 = 40  # update whose gradients slot 0 holds
     SLOT_DONE1 = 41
     MOMENTS_STEP = 42  # step at which optimizer state was last mirrored; -1 meanwhile
+    GRADIENTS_STEP = 43  # last update before which the ARM_SLOT words were looked at
 
     # Sidecar's words.
     SIDECAR_PID = 64

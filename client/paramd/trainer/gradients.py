@@ -88,6 +88,8 @@ class GradientCapture:
             self._serve(0, step, owner)
         if words[Word.ARM_SLOT1] == step:
             self._serve(1, step, owner)
+        # After the DONE words: who sees it knows that nothing follows for this update.
+        words[Word.GRADIENTS_STEP] = step
         self._clip_factor = 0.0
 
     def close(self) -> None:

@@ -79,7 +79,7 @@ class Transfer:
         if "paramd.mesh.views" in sys.modules:
             return
         try:
-            await self._run(lambda: import_module("paramd.mesh.views"))
+            await self.run(lambda: import_module("paramd.mesh.views"))
         except ImportError as error:
             raise UsageError(
                 f"tensors need torch, which cannot be imported here ({error}); "
@@ -129,9 +129,7 @@ class Transfer:
                 if read.rank in shared
             ]
             if jobs:
-                streams.append(
-                    self._run(lambda: fill_from(jobs, self._copiers, self._copy_threads))
-                )
+                streams.append(self.run(lambda: fill_from(jobs, self._copiers, self._copy_threads)))
             await _all_ended(streams)
 
     async def view(
@@ -191,7 +189,7 @@ class Transfer:
                 '(another container or user); use transport="grpc"'
             )
         try:
-            shared = await self._run(
+            shared = await self.run(
                 lambda: SharedSnapshot.open(peer, document.ticket, pin.snapshot_id)
             )
         except (UnreachableError, DeniedError):
@@ -202,7 +200,7 @@ class Transfer:
         stack.callback(shared.close)
         return shared
 
-    async def _run(self, work: Callable[[], Result]) -> Result:
+    async def run(self, work: Callable[[], Result]) -> Result:
         """Runs blocking work; also when cancelled, the thread has ended before this does.
 
         Else it would go on writing into memory that the caller frees.

@@ -20,6 +20,7 @@ from paramd.mesh.editing.words import Op, ops_of
 from paramd.mesh.editing.writeback import Changes, check_mode
 from paramd.mesh.sidecars import Sidecars
 from paramd.mesh.timeouts import UNSET, Timeout
+from paramd.mesh.transfer import check_transport
 
 if TYPE_CHECKING:
     import torch
@@ -63,6 +64,7 @@ class AsyncEditing:
         wait: bool = True,
         timeout: Timeout = UNSET,
         progress: Progress | None = None,
+        transport: Transport = "auto",
     ) -> Edit:
         """Changes parameters of the running training, on all ranks at one step or on none.
 
@@ -85,6 +87,8 @@ class AsyncEditing:
             wait: False returns once the edit is committed; see `get_edit`.
             timeout: Seconds; None waits for as long as it takes.
             progress: Called with bytes sent and bytes in all while operands travel.
+            transport: How operands travel: "grpc" for streams; "auto" and "same-host" use
+                shared memory where sidecars run on this host.
 
         A tensor operand has the shape of the one region that its pattern matches, and is
         converted to the parameter's dtype; a mapping gives one tensor for each name.
@@ -111,6 +115,7 @@ class AsyncEditing:
             wait=wait,
             deadline_s=self._deadline(timeout),
             progress=progress,
+            transport=transport,
         )
 
     async def _edit(
@@ -125,7 +130,9 @@ class AsyncEditing:
         note: str = "",
         wait: bool = True,
         progress: Progress | None = None,
+        transport: Transport = "auto",
     ) -> Edit:
+        check_transport(transport)
         calls = self._edit_calls()
         body = edit_body(
             new_edit_id(),
@@ -142,7 +149,7 @@ class AsyncEditing:
         edit = await calls.create(body, deadline_s)
         if with_data and not edit.ended:
             flags = {"reset_moments": reset_moments, "allow_nonfinite": allow_nonfinite}
-            await self._uploaded(calls, edit.id, ops, deadline_s, progress, flags)
+            await self._uploaded(calls, edit.id, ops, deadline_s, progress, transport, flags)
             if dry_run:
                 edit = await calls.preview(edit.id, deadline_s)
                 await calls.abort(edit.id)
@@ -159,6 +166,7 @@ class AsyncEditing:
         ops: Sequence[Op],
         deadline_s: float,
         progress: Progress | None,
+        transport: Transport,
         flags: Mapping[str, bool],
     ) -> None:
         from paramd.mesh.editing.operands import prepare
@@ -168,7 +176,13 @@ class AsyncEditing:
             operands = prepare(index, ops, allow_nonfinite=flags["allow_nonfinite"])
             manifest = manifest_of(edit_id, sidecars, operands, **flags)
             await Uploads(
-                sidecars, manifest, operands, deadline_s=deadline_s, progress=progress
+                sidecars,
+                manifest,
+                operands,
+                transfer=self._transfer,
+                transport=transport,
+                deadline_s=deadline_s,
+                progress=progress,
             ).run()
 
         try:

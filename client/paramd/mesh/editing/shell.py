@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from paramd.mesh.amesh import AsyncMesh
     from paramd.mesh.editing.upload import Progress
     from paramd.mesh.results import Summoned
+    from paramd.mesh.transfer import Transport
 
 Result = TypeVar("Result")
 
@@ -47,6 +48,7 @@ class Editing:
         wait: bool = True,
         timeout: Timeout = UNSET,
         progress: Progress | None = None,
+        transport: Transport = "auto",
     ) -> Edit:
         """Changes parameters of the running training, on all ranks at one step or on none.
 
@@ -70,6 +72,7 @@ class Editing:
                 wait=wait,
                 timeout=timeout,
                 progress=progress,
+                transport=transport,
             )
         )
 

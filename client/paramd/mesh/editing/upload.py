@@ -9,16 +9,19 @@ from typing import TYPE_CHECKING, Any, Final
 
 import grpc.aio
 
-from paramd.errors import NotFoundError
+from paramd.errors import NotFoundError, UnreachableError
 from paramd.layout.edit_messages import encode_op
 from paramd.layout.edits import RankEdit
 from paramd.mesh.channels import RankUnreachableError, call_timeout_s, error_of
+from paramd.mesh.editing.windows import Windows
+from paramd.mesh.same_host import is_same_host
 from paramd.v1 import sidecar_pb2
 from paramd.wire import data_chunk
 
 if TYPE_CHECKING:
     from paramd.mesh.editing.operands import Operands
     from paramd.mesh.sidecars import Sidecars
+    from paramd.mesh.transfer import Transfer, Transport
 
 Progress = Callable[[int, int], None]
 """Called with bytes sent and bytes in all."""
@@ -35,10 +38,14 @@ class Uploads:
         manifest: sidecar_pb2.EditManifest,
         operands: Operands,
         *,
+        transfer: Transfer,
+        transport: Transport,
         deadline_s: float,
         progress: Progress | None,
     ) -> None:
         self._sidecars = sidecars
+        self._transfer = transfer
+        self._transport = transport
         self._manifest = manifest
         self._operands = operands
         self._deadline_s = deadline_s
@@ -69,20 +76,46 @@ class Uploads:
         await asyncio.gather(*(self._stage(rank, copy_from=first.rank) for rank in others))
 
     async def _stage(self, rank: RankEdit, copy_from: int | None) -> None:
-        begin = await self._staged_bytes(rank.rank) if rank.data_bytes else 0
-        call = self._sidecars.stage(
-            rank.rank,
-            self._requests(rank, begin, copy_from),
-            timeout_s=call_timeout_s(self._deadline_s - time.monotonic()),
-        )
+        shared = copy_from is None and rank.data_bytes and self._is_here(rank.rank)
+        begin = 0
+        if rank.data_bytes and copy_from is None and not shared:
+            begin = await self._staged_bytes(rank.rank)
+        requests = self._requests(rank, begin, copy_from, with_data=not shared)
         try:
-            await call
+            await self._sidecars.stage(
+                rank.rank,
+                requests,
+                timeout_s=call_timeout_s(self._deadline_s - time.monotonic()),
+            )
         except grpc.aio.AioRpcError as error:
-            who = self._sidecars.who(rank.rank)
-            found = error_of(error, who)
+            found = error_of(error, self._sidecars.who(rank.rank))
             if error.code() is grpc.StatusCode.UNAVAILABLE:
                 raise RankUnreachableError(rank.rank, str(found)) from error
             raise found from error
+        if shared:
+            await self._by_windows(rank)
+
+    def _is_here(self, rank: int) -> bool:
+        return self._transport != "grpc" and is_same_host(self._sidecars.document.peer(rank))
+
+    async def _by_windows(self, rank: RankEdit) -> None:
+        document = self._sidecars.document
+        peer = document.peer(rank.rank)
+
+        def work() -> None:
+            from paramd.mesh.editing.operands import parts
+
+            windows = Windows.open(peer, document.ticket, self._manifest.edit_id)
+            try:
+                self._told(windows.staged_bytes)
+                windows.send(parts(self._operands, rank, windows.staged_bytes), self._told)
+            finally:
+                windows.close()
+
+        try:
+            await self._transfer.run(work)
+        except UnreachableError as error:
+            raise RankUnreachableError(rank.rank, str(error)) from error
 
     async def _staged_bytes(self, rank: int) -> int:
         try:
@@ -92,7 +125,7 @@ class Uploads:
         return int(found.progress.staged_bytes)
 
     async def _requests(
-        self, rank: RankEdit, begin: int, copy_from: int | None
+        self, rank: RankEdit, begin: int, copy_from: int | None, *, with_data: bool
     ) -> AsyncIterator[bytes]:
         from paramd.mesh.editing.operands import parts
 
@@ -100,7 +133,7 @@ class Uploads:
         if copy_from is not None:
             first.copy_from_rank = copy_from
         yield first.SerializeToString()
-        if copy_from is not None:
+        if copy_from is not None or not with_data:
             return
         self._told(begin)
         for part in parts(self._operands, rank, begin):

@@ -927,8 +927,8 @@ class StageEditRequest(google.protobuf.message.Message):
     MANIFEST_FIELD_NUMBER: builtins.int
     COPY_FROM_RANK_FIELD_NUMBER: builtins.int
     data: builtins.bytes
-    """The bytes: of all ops in order, of each op this rank's pieces in the order of the plan,
-    dense and row-major.
+    """The bytes: of all ops in order, of each op this rank's views in the order of the plan,
+    each dense and row-major, from a multiple of 64 bytes on; zeros between.
     """
     xxh3: builtins.int
     """XXH3 (64 bit, seed 0) of `data`."""

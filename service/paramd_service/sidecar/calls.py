@@ -32,8 +32,9 @@ class Call:
     """It answers with a stream; always heavy."""
     requests: Requests | None = None
     """It is sent a stream; always heavy."""
-    heavy: bool = False
-    """It takes one of the slots that bound the work done at once."""
+    heavy: bool | Callable[[Any], bool] = False
+    """It takes one of the slots that bound the work done at once; perhaps only with some
+    requests."""
 
 
 CallTable: TypeAlias = Mapping[str, Call]

@@ -37,6 +37,8 @@ class CopyJob:
     spans: Sequence[CopySpan]
     done: Callable[[int | None], None]
     """Called once, on the copying thread: the step of the bytes, or None when given up."""
+    at_step: int = 0
+    """Exact step wanted; 0: any."""
     attempts: int = 0
     """Copies that were overtaken."""
     longest_ns: int = 0
@@ -109,6 +111,8 @@ class Capture:
         self._at_point = at_point
         self._copy = copy
         self._jobs: list[CopyJob] = []
+        self._stepped: list[CopyJob] = []
+        """Those that wait for one step; the earliest is armed, and the trainer announces it."""
         self._armed: dict[int, Boundary] = {}
         self._wanted_at: int | None = None
         self._wanted_ns = 0
@@ -119,17 +123,23 @@ class Capture:
     @property
     def waiting(self) -> bool:
         """Whether anything waits for a copy."""
-        return bool(self._jobs or self._armed)
+        return bool(self._jobs or self._stepped or self._armed)
 
     def submit(self, job: CopyJob) -> None:
-        """One more snapshot to fill at any step."""
-        self._jobs.append(job)
+        """One more snapshot to fill."""
+        if job.at_step:
+            self._stepped.append(job)
+            self._arm_step()
+        else:
+            self._jobs.append(job)
 
     def cancel(self, job: CopyJob) -> None:
         """Nobody waits for it any more. Does nothing when it is done."""
-        if job in self._jobs:
-            self._jobs.remove(job)
-            job.done(None)
+        for waiting in (self._jobs, self._stepped):
+            if job in waiting:
+                waiting.remove(job)
+                job.done(None)
+        self._arm_step()
 
     def arm(self, boundary: Boundary) -> None:
         """Declares the rank ready for a boundary request."""
@@ -160,7 +170,7 @@ class Capture:
         for number in list(self._armed):
             self.withdraw(number, reason)
         if jobs_too:
-            for job in list(self._jobs):
+            for job in [*self._jobs, *self._stepped]:
                 self.cancel(job)
 
     def serve(self) -> None:
@@ -169,10 +179,32 @@ class Capture:
         announced = announce != self._words[Word.SERVED]
         try:
             self._serve_boundaries(announced)
+            self._serve_stepped()
             self._serve_jobs(announced)
         finally:
             # The trainer's next update waits for this word.
             self._words[Word.SERVED] = announce
+
+    def _serve_stepped(self) -> None:
+        """Copies what waits for the present step; what waits for an earlier one is given up."""
+        for job in list(self._stepped):
+            step = self._words[Word.STEP]
+            if step == job.at_step:
+                end, copied = self._copy(self._page, job.spans, at_point=self._at_point)
+                if end is CopyEnd.DONE and copied == job.at_step:
+                    self._stepped.remove(job)
+                    job.done(copied)
+                elif end is CopyEnd.OVERTAKEN:
+                    self.given_up_count += 1
+            elif step > job.at_step:
+                self._stepped.remove(job)
+                job.done(None)
+        self._arm_step()
+
+    def _arm_step(self) -> None:
+        wanted = min((job.at_step for job in self._stepped), default=0)
+        if self._words[Word.ARM_STEP] != wanted:
+            self._words[Word.ARM_STEP] = wanted
 
     def _serve_jobs(self, announced: bool) -> None:
         if announced:

@@ -20,6 +20,8 @@ class Copier:
     def __init__(self, capture: Capture, trainer_wake: int, log: Log) -> None:
         self.capture = capture
         self._trainer_wake = trainer_wake
+        self.on_wake: Callable[[], None] = lambda: None
+        """Called on the copying thread whenever the trainer woke it; must be quick."""
         self._log = log
         self._inbox: deque[Callable[[], None]] = deque()
         self._request_wake = descriptors.wake_event()
@@ -73,6 +75,7 @@ class Copier:
                     os.eventfd_read(descriptor)
             try:
                 self._serve_once()
+                self.on_wake()
             except Exception as error:  # a fault here must not end serving for good
                 self._log("copier-failed", error=repr(error))
             if self._stopping and not self._inbox:

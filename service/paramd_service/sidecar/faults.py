@@ -10,7 +10,7 @@ in `<dir>/<socket's name>`, for example `rank-0.sock`. The file is taken away as
 so a sidecar started in the dead one's place is not struck again.
 
 Points: pin-prepared, copy-begun, copy-chunk, copy-moved, pin-answered, capture-ready,
-boundary-copied, read-chunk, stats-item, mapped.
+boundary-copied, read-chunk, stats-item, mapped, gradients-copied, gradients-reduced.
 """
 
 from __future__ import annotations
@@ -37,6 +37,8 @@ POINTS = frozenset(
         "read-chunk",
         "stats-item",
         "mapped",
+        "gradients-copied",
+        "gradients-reduced",
     }
 )
 _SIGNALS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP}

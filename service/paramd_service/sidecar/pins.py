@@ -22,6 +22,8 @@ from paramd_service.sidecar.boundaries import Boundaries
 from paramd_service.sidecar.capture import CopyJob
 from paramd_service.sidecar.copier import Copier
 from paramd_service.sidecar.faults import Faults
+from paramd_service.sidecar.gradient_pins import GradientPins
+from paramd_service.sidecar.gradients import Gradients
 from paramd_service.sidecar.owner import Ownership, Possession
 from paramd_service.sidecar.snapshot import Fill, Key, Lease, Snapshot, copy_spans
 from paramd_service.sidecar.snapshots import SnapshotStore
@@ -33,6 +35,8 @@ class _Filling:
 
     snapshot: Snapshot
     done: asyncio.Future[None]
+    at_step: int
+    """Exact step wanted; 0: any."""
     waiters: int = 0
     job: CopyJob | None = None
     abandoned: bool = False
@@ -59,25 +63,38 @@ class Pins:
         self._executor = executor
         self._faults = faults
         self._loop = asyncio.get_running_loop()
-        self._fillings: dict[Key, _Filling] = {}
+        self._fillings: dict[tuple[Key, int], _Filling] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._sweep_timer: asyncio.TimerHandle | None = None
         self._closing = False
         self.boundaries = Boundaries(possession, store, copier)
+        gradients = Gradients(possession, executor=executor, idle_memory_s=store.idle_memory_s)
+        copier.on_wake = gradients.woken
+        self.gradient_pins = GradientPins(
+            gradients,
+            store=store,
+            blocks=blocks,
+            executor=executor,
+            lease=self._lease,
+            at_point=faults.at,
+        )
 
-    async def pin(self, key: Key, *, lease_s: float, timeout_s: float) -> Lease:
-        """A lease on the spans' bytes at the present step. Equal requests share one copy.
+    async def pin(self, key: Key, *, lease_s: float, timeout_s: float, at_step: int = 0) -> Lease:
+        """A lease on the spans' bytes at the present step, or at one that is to come.
+
+        Equal requests share one copy.
 
         Raises:
             TornError: the trainer ended inside an update, and nothing equal was kept.
             ExhaustedError: the snapshot budget, or the machine, has no room.
-            AbortedError: no copy fitted between two updates in time.
+            AbortedError: no copy fitted between two updates in time, or `at_step` has passed.
         """
         self.sweep()
         torn = self.ownership is Ownership.TORN
-        snapshot = self.store.find(key, step=None if torn else self._possession.page[Word.STEP])
+        step = at_step if at_step else self._possession.page[Word.STEP]
+        snapshot = self.store.find(key, step=None if torn and not at_step else step)
         if snapshot is None:
-            snapshot = await self._join_filling(key, timeout_s)
+            snapshot = await self._join_filling(key, timeout_s, at_step)
         return self._lease(snapshot, lease_s)
 
     async def prepare(self, key: Key, *, with_buffers: bool, lease_s: float) -> Lease:
@@ -102,6 +119,7 @@ class Pins:
         """No boundary comes any more; when torn, no copy either."""
         self.ownership = ownership
         self.boundaries.end(ownership.value)
+        self.gradient_pins.gradients.end(ConflictError(f"no update will come: {ownership.value}"))
         self.store.keep_for_ever()
         self.copier.give_up(ownership.value, jobs_too=ownership is Ownership.TORN)
 
@@ -119,6 +137,7 @@ class Pins:
         """Ends all leases and the copying thread."""
         self._closing = True
         self.boundaries.end("the epoch has ended")
+        await self.gradient_pins.gradients.close()
         await self._loop.run_in_executor(self._executor, self.copier.stop)
         if self._tasks:
             await asyncio.wait(self._tasks)
@@ -134,16 +153,16 @@ class Pins:
         self.sweep()
         return lease
 
-    async def _join_filling(self, key: Key, timeout_s: float) -> Snapshot:
+    async def _join_filling(self, key: Key, timeout_s: float, at_step: int) -> Snapshot:
         """One holder of a snapshot of `key`, filled after this call began."""
         if self.ownership is Ownership.TORN:
             raise TornError(
                 f"{self.ownership.value}, and no equal snapshot of an earlier step is "
                 "left. Restart the training from its last checkpoint"
             )
-        filling = self._fillings.get(key)
+        filling = self._fillings.get((key, at_step))
         if filling is None:
-            filling = self._begin_filling(key)
+            filling = self._begin_filling(key, at_step)
         filling.waiters += 1
         snapshot = self.store.hold(filling.snapshot)
         try:
@@ -160,10 +179,10 @@ class Pins:
                 self._abandon(filling)
         return snapshot
 
-    def _begin_filling(self, key: Key) -> _Filling:
+    def _begin_filling(self, key: Key, at_step: int) -> _Filling:
         snapshot = self.store.reserve(key, at_boundary=False)
-        filling = _Filling(snapshot, self._loop.create_future())
-        self._fillings[key] = filling
+        filling = _Filling(snapshot, self._loop.create_future(), at_step)
+        self._fillings[key, at_step] = filling
         self._start(self._fill(filling))
         return filling
 
@@ -179,8 +198,7 @@ class Pins:
             filling.done.set_exception(error)
             filling.done.exception()  # seen, even when all waiters have gone
         finally:
-            if self._fillings.get(snapshot.key) is filling:
-                del self._fillings[snapshot.key]
+            self._forget(filling)
             self.store.drop(snapshot)
 
     async def _copy(self, filling: _Filling) -> int:
@@ -191,19 +209,29 @@ class Pins:
         filling.job = CopyJob(
             copy_spans(filling.snapshot, self._possession.arena.address),
             lambda step: self._post(copied.set_result, step),
+            at_step=filling.at_step,
         )
         self.copier.submit(filling.job)
         step = await copied
         if step is None:
             if self.ownership is Ownership.TORN:
                 raise TornError(self.ownership.value)
+            if filling.at_step and self._possession.page[Word.STEP] >= filling.at_step:
+                raise AbortedError(
+                    f"step {filling.at_step} has passed uncopied, the rank has finished "
+                    f"{self._possession.page[Word.STEP]} updates; ask for a later one"
+                )
             raise AbortedError("the copy was given up; try again")
         return step
 
+    def _forget(self, filling: _Filling) -> None:
+        named = (filling.snapshot.key, filling.at_step)
+        if self._fillings.get(named) is filling:
+            del self._fillings[named]
+
     def _abandon(self, filling: _Filling) -> None:
         filling.abandoned = True
-        if self._fillings.get(filling.snapshot.key) is filling:
-            del self._fillings[filling.snapshot.key]
+        self._forget(filling)
         if filling.job is not None:
             self.copier.cancel(filling.job)
 

@@ -22,6 +22,7 @@ from paramd_service.sidecar.capture import Capture
 from paramd_service.sidecar.config import SidecarConfig
 from paramd_service.sidecar.copier import Copier
 from paramd_service.sidecar.faults import Faults
+from paramd_service.sidecar.gradients import EndedError
 from paramd_service.sidecar.log import Log
 from paramd_service.sidecar.mesh_info import Mesh
 from paramd_service.sidecar.owner import (
@@ -184,6 +185,8 @@ class RankSidecar:
     def detach(self) -> None:
         """The trainer leaves in order: so do we."""
         self.detached = True
+        if self._pins is not None:
+            self._pins.gradient_pins.gradients.end(EndedError("the training has detached"))
         self.log("detached", epoch=self.epoch)
         self._changed()
         self.leaving.set()

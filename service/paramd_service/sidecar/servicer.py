@@ -7,7 +7,7 @@ parsed here (so that bad bytes get a clear answer), and one mapping of errors.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from contextlib import aclosing, asynccontextmanager, nullcontext
 from typing import Any, TypeAlias
 
@@ -25,6 +25,7 @@ from paramd_service.sidecar import (
     export_calls,
     gradient_calls,
     messages,
+    pin_calls,
 )
 from paramd_service.sidecar.auth import SERVICE
 from paramd_service.sidecar.calls import Answers, Call, CallTable, Requests, Unary
@@ -33,7 +34,6 @@ from paramd_service.sidecar.gateway import Gateway
 from paramd_service.sidecar.metrics import sidecar_metrics
 from paramd_service.sidecar.rank import RankSidecar
 from paramd_service.sidecar.replies import abort_internal, abort_with
-from paramd_service.sidecar.snapshot import Key
 from paramd_service.sidecar.stats_answers import compute_stats, pool_snapshot
 
 Context: TypeAlias = grpc.aio.ServicerContext[Any, Any]
@@ -54,6 +54,7 @@ class SidecarServicer:
             **self._calls(),
             **boundary_calls.calls(rank),
             **edit_calls.calls(rank),
+            **pin_calls.calls(rank),
             **gradient_calls.calls(rank),
             **export_calls.calls(rank),
         }
@@ -66,7 +67,6 @@ class SidecarServicer:
             "GetState": Call(request=pb.GetStateRequest, unary=self._get_state),
             "GetMesh": Call(request=pb.GetMeshRequest, unary=self._get_mesh),
             "GetLayout": Call(request=pb.GetLayoutRequest, answers=self._get_layout),
-            "PinSnapshot": Call(request=pb.PinSnapshotRequest, unary=self._pin, heavy=True),
             "ReadSnapshot": Call(request=pb.ReadSnapshotRequest, answers=self._read),
             "RenewSnapshot": Call(request=pb.RenewSnapshotRequest, unary=self._renew),
             "ReleaseSnapshot": Call(request=pb.ReleaseSnapshotRequest, unary=self._release),
@@ -89,12 +89,19 @@ class SidecarServicer:
         return self._gathering(call.requests, call.request)
 
     def _unary(
-        self, method: Unary, request_type: type[Message], *, heavy: bool
+        self,
+        method: Unary,
+        request_type: type[Message],
+        *,
+        heavy: bool | Callable[[Any], bool],
     ) -> grpc.RpcMethodHandler[Any, Any]:
         async def serve(data: bytes, context: Context) -> bytes:
-            async with self._admitted(context, heavy=heavy) as timeout_s:
-                answer = await method(_parse(request_type, data), timeout_s)
-                return answer.SerializeToString()
+            async with self._admitted(context, heavy=heavy is True) as timeout_s:
+                request = _parse(request_type, data)
+                some_are = callable(heavy) and heavy(request)
+                with self._slots.one() if some_are else nullcontext():
+                    answer = await method(request, timeout_s)
+                    return answer.SerializeToString()
             raise AssertionError("a refused call has been aborted")
 
         return grpc.unary_unary_rpc_method_handler(serve)
@@ -166,28 +173,6 @@ class SidecarServicer:
         header = messages.header(self._rank)
         for batch in messages.layout_batches(mesh.layout):
             yield pb.GetLayoutResponse(header=header, layout=batch).SerializeToString()
-
-    async def _pin(self, request: pb.PinSnapshotRequest, timeout_s: float) -> Message:
-        rank = self._rank
-        rank.check_plan(request.epoch, request.layout_digest)
-        if request.with_buffers and not request.at_boundary:
-            raise UsageError("with_buffers: needs at_boundary; only a boundary copies buffers")
-        possession = rank.possession
-        assert possession is not None
-        spans = admission.check_spans(request.spans, possession.request.arena_bytes)
-        lease_s = self._lease_s(request.lease_ms)
-        key, pins = Key(request.epoch, spans), rank.pins
-        if request.at_boundary:
-            lease = await pins.prepare(key, with_buffers=request.with_buffers, lease_s=lease_s)
-        else:
-            lease = await pins.pin(key, lease_s=lease_s, timeout_s=timeout_s)
-        rank.faults.at("pin-answered")
-        return pb.PinSnapshotResponse(
-            header=messages.header(rank, lease.snapshot.step),
-            snapshot_id=lease.snapshot_id,
-            size_bytes=lease.snapshot.size_bytes,
-            lease_ms=int(lease_s * 1000),
-        )
 
     async def _read(
         self, request: pb.ReadSnapshotRequest, _timeout_s: float

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from enum import Enum
 
 from paramd.memory.gate import CopySpan
+from paramd.memory.gradient_program import Notes
 from paramd_service.sidecar.blocks import Block
 
 
@@ -16,6 +17,10 @@ class Key:
     epoch: int
     spans: tuple[tuple[int, int], ...]
     """Half-open byte spans of the arena, sorted, not overlapping."""
+    source: int = 0
+    """A `paramd.v1.Source`: what they are bytes of."""
+    state_key: str = ""
+    """Which optimizer state."""
 
     @property
     def size_bytes(self) -> int:
@@ -46,6 +51,8 @@ class Snapshot:
     """Clients that map the memory now."""
     tainted: bool = False
     """A client went away without saying that it unmapped: never use the memory again."""
+    notes: Notes | None = None
+    """Of gradients: what their bytes do not tell."""
 
     @property
     def size_bytes(self) -> int:

@@ -16,6 +16,7 @@ All methods run on the event loop's thread; nothing here blocks.
 from __future__ import annotations
 
 import secrets
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -51,17 +52,19 @@ class SnapshotStore:
         self.budget_bytes = budget_bytes
         self._blocks = blocks
         self._clock_ns = clock_ns
+        self.idle_memory_s = idle_memory_s
+        """How long freed memory is kept."""
         self._idle_ns = int(idle_memory_s * 1e9)
         self._leases: dict[str, Lease] = {}
         self._live: set[Snapshot] = set()
-        self._live_bytes = 0
+        self._live_bytes: Counter[int] = Counter()
         self._kept: list[_Kept] = []
         self._closed = False
 
     @property
     def used_bytes(self) -> int:
         """Bytes of snapshots that somebody holds."""
-        return self._live_bytes
+        return self._live_bytes.total()
 
     @property
     def kept_bytes(self) -> int:
@@ -104,7 +107,7 @@ class SnapshotStore:
         if snapshot.size_bytes:
             snapshot.block = self._take_kept(snapshot.size_bytes)
             if snapshot.block is None:
-                self._make_room(block_bytes(snapshot.size_bytes))
+                self._make_room(block_bytes(snapshot.size_bytes), key.source)
         return self._enliven(snapshot)
 
     def lease(self, snapshot: Snapshot, lease_s: float) -> Lease:
@@ -171,7 +174,7 @@ class SnapshotStore:
         assert snapshot.holders >= 0
         if snapshot.holders == 0:
             self._live.discard(snapshot)
-            self._live_bytes -= _taken_bytes(snapshot)
+            self._live_bytes[snapshot.key.source] -= _taken_bytes(snapshot)
             self._let_go(snapshot)
 
     def expire(self) -> int | None:
@@ -201,7 +204,7 @@ class SnapshotStore:
     def _enliven(self, snapshot: Snapshot) -> Snapshot:
         snapshot.holders = 1
         self._live.add(snapshot)
-        self._live_bytes += _taken_bytes(snapshot)
+        self._live_bytes[snapshot.key.source] += _taken_bytes(snapshot)
         return snapshot
 
     def _let_go(self, snapshot: Snapshot) -> None:
@@ -229,12 +232,14 @@ class SnapshotStore:
         self._kept.remove(entry)
         return entry.block
 
-    def _make_room(self, needed_bytes: int) -> None:
-        while self._kept and self._live_bytes + self.kept_bytes + needed_bytes > self.budget_bytes:
-            if self._live_bytes + needed_bytes > self.budget_bytes:
+    def _make_room(self, needed_bytes: int, source: int) -> None:
+        # Readers of gradients must not keep others from parameters: each source has the budget.
+        live_bytes = self._live_bytes[source]
+        while self._kept and live_bytes + self.kept_bytes + needed_bytes > self.budget_bytes:
+            if live_bytes + needed_bytes > self.budget_bytes:
                 break
             self._discard(min(self._kept, key=lambda entry: entry.since_ns))
-        free_bytes = self.budget_bytes - self._live_bytes
+        free_bytes = self.budget_bytes - live_bytes
         if needed_bytes > free_bytes:
             raise ExhaustedError(
                 f"a snapshot of {needed_bytes:,} bytes does not fit: {max(free_bytes, 0):,} of the "

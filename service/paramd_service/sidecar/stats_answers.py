@@ -92,7 +92,7 @@ def _reduce_all(
         if stop:
             break
         reduced = stats.reduce_run(run, item.dtype, with_exponents=with_exponents, edges=between)
-        answers.append(_answer(stats, reduced))
+        answers.append(stats_message(reduced))
         rank.faults.at("stats-item")
     return answers
 
@@ -148,7 +148,10 @@ def _run_of(data: memoryview, item: pb.StatsItem, itemsize: int) -> memoryview:
     return data[item.begin_bytes : item.begin_bytes + size_bytes]
 
 
-def _answer(stats: Any, reduced: Any) -> pb.Stats:
+def stats_message(reduced: Any) -> pb.Stats:
+    """A `stats.Reduced` as it is sent."""
+    from paramd_service.sidecar import stats
+
     return pb.Stats(
         count=reduced.count,
         zero_count=reduced.zero_count,

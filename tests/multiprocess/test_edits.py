@@ -1,0 +1,90 @@
+"""Edits of a running mesh: on all ranks at one step, or on none, whoever dies meanwhile."""
+
+from __future__ import annotations
+
+import threading
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+
+from paramd.errors import ParamdError
+from paramd.mesh.editing.results import EditState
+from paramd.mesh.mesh import Mesh
+from tests.multiprocess.frozen import edit_to, frozen, held
+from tests.multiprocess.truth import connect_to
+
+SECONDS = 3.0
+
+CASES = [
+    ("ddp", 2),
+    ("fsdp1-full", 2),
+    ("fsdp1-full-orig", 3),
+    ("fsdp2", 2),
+    ("hsdp", 4),
+    ("tp-fsdp2", 4),
+    ("tp-ddp", 4),
+]
+
+
+@dataclass(slots=True)
+class Seen:
+    """What readers saw while edits went."""
+
+    answers: int = 0
+    values: set[float] = field(default_factory=set)
+    wrong: list[str] = field(default_factory=list)
+
+
+def read_all(mesh: Mesh, seen: Seen, lock: threading.Lock, end: threading.Event) -> None:
+    """Reads everything again and again: each answer must hold one value, never an older one."""
+    newest = float("-inf")
+    while not end.is_set():
+        try:
+            found = mesh.summon("*")
+        except ParamdError as error:
+            with lock:
+                seen.wrong.append(f"refused: {error}")
+            continue
+        values = {float(v) for tensor in found.values() for v in tensor.float().unique()}
+        with lock:
+            seen.answers += 1
+            seen.values |= values
+            if len(values) != 1:
+                seen.wrong.append(f"step {found.step} mixes {sorted(values)[:4]}")
+            elif min(values) < newest:
+                seen.wrong.append(f"{min(values)} after {newest}")
+        newest = max(values)
+
+
+@pytest.mark.parametrize(("kind", "world_size"), CASES)
+def test_every_read_is_uniform_while_edits_go(kind: str, world_size: int, tmp_path: Path) -> None:
+    seen, lock, end = Seen(), threading.Lock(), threading.Event()
+    with (
+        frozen(tmp_path, kind, world_size) as ranks,
+        connect_to(ranks.state_dir, "frozen") as editor,
+        connect_to(ranks.state_dir, "frozen") as reader,
+    ):
+        readers = [
+            threading.Thread(target=read_all, args=(reader, seen, lock, end)) for _ in range(2)
+        ]
+        for thread in readers:
+            thread.start()
+        value, deadline_s = 0, time.monotonic() + SECONDS
+        try:
+            while time.monotonic() < deadline_s or value < 3:
+                value += 1
+                assert edit_to(editor, value).state is EditState.APPLIED
+        finally:
+            end.set()
+            for thread in readers:
+                thread.join()
+        last = editor.summon("*")
+        assert all(bool((tensor == value).all()) for tensor in last.values())
+        assert {row.state for row in editor.edits(limit=1000)} == {EditState.APPLIED}
+    print(f"{kind} x{world_size}: {value} edits, {seen.answers} answers")
+    assert seen.wrong == []
+    assert seen.values <= set(map(float, range(value + 1)))
+    assert len(seen.values) > 2
+    assert all(found == [value] for rank in held(ranks) for found in rank.values())

@@ -1,0 +1,1 @@
+"""Where exports go: destinations by name, and how files get there."""

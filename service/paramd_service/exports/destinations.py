@@ -1,0 +1,172 @@
+"""Destinations: names that the operator gave to places, and keys that clients may write. Pure.
+
+    PARAMD_DESTINATIONS='{"checkpoints": "/data/checkpoints",
+                          "cloud": {"root": "s3://bucket/prefix", "region": "eu-west-1"}}'
+
+A client says "checkpoints/run-7/step-100": a name, and a relative key. Nothing else of what
+it says takes part in opening anything, and the key is checked here before that.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import Enum
+
+from paramd.errors import NotFoundError, UsageError
+
+ENVIRONMENT = "PARAMD_DESTINATIONS"
+MAX_KEY_BYTES = 512
+MAX_SEGMENTS = 16
+MAX_SEGMENT_BYTES = 128
+OPTIONS = frozenset({"endpoint", "region", "allow_http", "virtual_hosted_style_request"})
+"""Settings of an object store. Keys to it come from the environment of who opens it."""
+
+_NAME = re.compile(r"[a-z0-9][a-z0-9_-]{0,63}")
+# Letters, digits and a few signs of ASCII; so no escapes, schemes, blanks or separators.
+_SEGMENT = re.compile(r"[A-Za-z0-9_](?:[A-Za-z0-9._=+-]*[A-Za-z0-9_=+-])?")
+_BUCKET = re.compile(r"[a-z0-9][a-z0-9.-]{1,61}[a-z0-9]")
+# Devices under Windows, whatever follows the dot: a share may be served to such a machine.
+_DEVICE = re.compile(r"(?:CON|PRN|AUX|NUL|COM[0-9]|LPT[0-9]|CONIN|CONOUT|CLOCK)(?:\.|$)", re.I)
+
+
+class DestinationKind(Enum):
+    """What stands behind a name."""
+
+    DIRECTORY = "directory"
+    S3 = "s3"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Destination:
+    """One configured place."""
+
+    name: str
+    kind: DestinationKind
+    root: str
+    """Absolute path, or "s3://bucket/prefix"."""
+    options: Mapping[str, str] = field(default_factory=dict)
+
+
+def parse_destinations(table: Mapping[str, object]) -> dict[str, Destination]:
+    """The destinations of a configuration, by name.
+
+    Raises:
+        UsageError: a name, a root or an option is not what it should be.
+    """
+    return {name: _destination(name, value) for name, value in table.items()}
+
+
+def destinations_of(text: str) -> dict[str, Destination]:
+    """As `parse_destinations`, from JSON; empty text means none.
+
+    Raises:
+        UsageError: it is no JSON object, or as `parse_destinations`.
+    """
+    if not text.strip():
+        return {}
+    try:
+        table = json.loads(text)
+    except ValueError as error:
+        raise UsageError(f"{ENVIRONMENT}: no JSON ({error})") from None
+    if not isinstance(table, dict):
+        raise UsageError(f"{ENVIRONMENT}: expected an object of names and roots")
+    return parse_destinations(table)
+
+
+def locate(destinations: Mapping[str, Destination], text: str) -> tuple[Destination, str]:
+    """The destination and the key that "name/key" means. Opens nothing.
+
+    Raises:
+        UsageError: it has no key, or one that is refused.
+        NotFoundError: there is no destination of that name.
+    """
+    name, slash, key = text.partition("/")
+    if not _NAME.fullmatch(name) or not slash:
+        raise UsageError(
+            f"destination {text[:80]!r}: expected the name of a destination, '/', and a relative "
+            "key, such as 'checkpoints/run-7/step-100'"
+        )
+    check_key(key)
+    found = destinations.get(name)
+    if found is None:
+        known = ", ".join(sorted(destinations)) or "none is configured"
+        raise NotFoundError(f"there is no destination {name!r}; known: {known}")
+    return found, key
+
+
+def check_key(key: str) -> tuple[str, ...]:
+    """The segments of a relative key.
+
+    Raises:
+        UsageError: it is anything but plain names joined by single slashes.
+    """
+    segments = tuple(key.split("/"))
+    if len(key) > MAX_KEY_BYTES or len(segments) > MAX_SEGMENTS:
+        raise UsageError(
+            f"the key has {len(key)} characters in {len(segments)} parts; expected at most "
+            f"{MAX_KEY_BYTES} in {MAX_SEGMENTS}"
+        )
+    for segment in segments:
+        check_file_name(segment)
+    return segments
+
+
+def check_file_name(name: str) -> str:
+    """A plain file name.
+
+    Raises:
+        UsageError: it is none.
+    """
+    plain = _SEGMENT.fullmatch(name) is not None and len(name) <= MAX_SEGMENT_BYTES
+    if not plain or _DEVICE.match(name):
+        raise UsageError(
+            f"{name[:80]!r} cannot be a part of a key: expected 1 to {MAX_SEGMENT_BYTES} of the "
+            "characters A-Z a-z 0-9 _ . = + -, beginning with a letter, a digit or '_', not "
+            "ending with a dot, and no name of a device"
+        )
+    return name
+
+
+def _destination(name: str, value: object) -> Destination:
+    if not isinstance(name, str) or not _NAME.fullmatch(name):
+        raise UsageError(f"destination {name!r}: expected a name such as 'checkpoints'")
+    table = {"root": value} if isinstance(value, str) else value
+    if not isinstance(table, dict) or not isinstance(table.get("root"), str):
+        raise UsageError(f"destination {name!r}: expected a root, or an object with a root")
+    options = {str(key): _text(option) for key, option in table.items() if key != "root"}
+    kind, root = parse_root(table["root"], name)
+    if set(options) - OPTIONS or (options and kind is DestinationKind.DIRECTORY):
+        raise UsageError(
+            f"destination {name!r}: {', '.join(sorted(options))}; an object store takes "
+            f"{', '.join(sorted(OPTIONS))}, a directory nothing"
+        )
+    return Destination(name=name, kind=kind, root=root, options=options)
+
+
+def parse_root(text: str, name: str) -> tuple[DestinationKind, str]:
+    """What a root is, and its canonical form.
+
+    Raises:
+        UsageError: neither an absolute path nor "s3://bucket/prefix".
+    """
+    scheme, separator, rest = text.partition("://")
+    if scheme == "s3" and separator:
+        bucket, _, prefix = rest.rstrip("/").partition("/")
+        if _BUCKET.fullmatch(bucket):
+            if prefix:
+                check_key(prefix)
+            return DestinationKind.S3, f"s3://{bucket}" + (f"/{prefix}" if prefix else "")
+    path = rest if scheme == "file" and separator else text
+    if path.startswith("/") and "\0" not in path and ".." not in path.split("/"):
+        return DestinationKind.DIRECTORY, path.rstrip("/") or "/"
+    raise UsageError(
+        f"destination {name!r}: {text[:80]!r}; expected an absolute path without '..', or "
+        "s3://bucket/prefix"
+    )
+
+
+def _text(option: object) -> str:
+    return str(option).lower() if isinstance(option, bool) else str(option)

@@ -1,0 +1,98 @@
+"""The seam between what is exported and where it goes. Everything here blocks: use threads.
+
+A place belongs to one export at one key. It keeps nothing in memory that another process
+would need: any sidecar may write, verify, finish or drop, also after another one died.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from paramd.errors import UsageError
+from paramd_service.exports.destinations import DestinationKind, check_key, parse_root
+
+MANIFEST = "paramd-export.json"
+"""Written last: an export without it is not one."""
+
+_EXPORT_ID = re.compile(r"[0-9a-f]{32}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Target:
+    """Where one export goes."""
+
+    destination: str
+    root: str
+    options: Mapping[str, str]
+    key: str
+    export_id: str
+    overwrite: bool
+
+
+class FileSink(Protocol):
+    """One file under way. `write` in order; then `finish` or `abort`, which is idempotent."""
+
+    def write(self, data: memoryview) -> None:
+        """Takes the next bytes; they may be changed once it returns."""
+
+    def finish(self) -> None:
+        """Makes the file whole and durable under its name."""
+
+    def abort(self) -> None:
+        """Leaves nothing of it."""
+
+
+class FileSource(Protocol):
+    """One file to be read."""
+
+    size_bytes: int
+
+    def read(self, offset_bytes: int, size_bytes: int) -> bytes:
+        """Bytes from `offset_bytes` on; fewer only at the end."""
+
+    def close(self) -> None:
+        """Lets go of it."""
+
+
+class Place(Protocol):
+    """Where an export is put together and then seen."""
+
+    def begin(self, size_bytes: int) -> None:
+        """Makes ready, and refuses what could not end well."""
+
+    def create(self, name: str, size_bytes: int) -> FileSink:
+        """A file of the export under way."""
+
+    def open(self, name: str, *, finished: bool) -> FileSource:
+        """A file to read: of the export under way, or of what stands at the key."""
+
+    def commit(self, small: Mapping[str, bytes], sizes: Mapping[str, int]) -> None:
+        """Adds small files, the last of them last, and makes all visible.
+
+        `sizes` names the files written before; anything else is removed.
+        """
+
+    def drop(self, names: Sequence[str], *, finished: bool) -> None:
+        """Removes what the export left, or the finished export. Idempotent."""
+
+
+def open_place(target: Target) -> Place:
+    """The place of a target. No I/O yet; the key is checked.
+
+    Raises:
+        UsageError: a malformed target.
+    """
+    check_key(target.key)
+    if not _EXPORT_ID.fullmatch(target.export_id):
+        raise UsageError("export_id: expected 32 hexadecimal digits")
+    kind, root = parse_root(target.root, target.destination)
+    if kind is DestinationKind.DIRECTORY:
+        from paramd_service.exports.directory import DirectoryPlace
+
+        return DirectoryPlace(root, target)
+    from paramd_service.exports.object_store import ObjectPlace
+
+    return ObjectPlace(root, target)

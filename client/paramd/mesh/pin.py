@@ -146,6 +146,13 @@ class Pinner:
             self._release(found.pins.values())
             await asyncio.wait({renewing})
 
+    async def pin(self, spans: Spans, *, deadline_s: float, with_buffers: bool = False) -> Pinned:
+        """Snapshots of `spans` at one step, whose leases the caller renews and releases.
+
+        Args, Raises: as `pinned`.
+        """
+        return await self._pin(spans, deadline_s, with_buffers)
+
     async def _pin(self, spans: Spans, deadline_s: float, with_buffers: bool) -> Pinned:
         reason = ""
         backoff_s = _FIRST_BACKOFF_S

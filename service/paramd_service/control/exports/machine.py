@@ -140,6 +140,14 @@ def written(export: Export, name: str, checksum: str) -> Export:
     return replace(found, state=State.VERIFYING) if whole else found
 
 
+def returned(export: Export, name: str) -> Export:
+    """A file's writer has given it back; it waits for another try."""
+    file = export.files[name]
+    if file.state is not FileState.WRITING:
+        return export
+    return _with(export, replace(file, state=FileState.WAITING, written_bytes=0))
+
+
 def lost(export: Export, rank: int, *, keeps_snapshot: bool, why: str) -> Export:
     """A rank writes no more. Its files wait for others, while all bytes still needed are held.
 
@@ -175,10 +183,11 @@ def verified(export: Export, name: str) -> Export:
     return _with(export, replace(export.files[name], state=FileState.VERIFIED))
 
 
-def committed(export: Export) -> Export:
-    """The commit marker is there."""
+def committed(export: Export, beside: Sequence[File] = ()) -> Export:
+    """The commit marker is there, and with it files such as the index."""
     _expect(export, State.VERIFYING)
-    return replace(export, state=State.DONE)
+    files = {**export.files, **{file.name: file for file in beside}}
+    return replace(export, state=State.DONE, files=files)
 
 
 def failed(export: Export, reason: str) -> Export:

@@ -7,11 +7,11 @@ generation can then change nothing of it.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from sqlalchemy import Connection, Row, Select, delete, insert, select, update
+from sqlalchemy import Connection, Row, Select, delete, func, insert, select, update
 
 from paramd.errors import ConflictError, NotFoundError
 from paramd_service.control.store.schema import export_files, export_schedules, exports
@@ -152,6 +152,14 @@ class ExportStore:
             chosen = chosen.where(exports.c.state == state)
         newest = chosen.order_by(exports.c.created_s.desc(), exports.c.id)
         return await self._all(newest.limit(limit).offset(offset))
+
+    async def sizes(self, ids: Sequence[str]) -> dict[str, tuple[int, int]]:
+        """Bytes in all and bytes written of exports whose files are known, by id."""
+        size, done = func.sum(export_files.c.size_bytes), func.sum(export_files.c.written_bytes)
+        key = export_files.c.export_id
+        chosen = select(key, size, done).where(key.in_(ids)).group_by(key)
+        rows = await self._store.read(lambda connection: connection.execute(chosen).all())
+        return {row[0]: (int(row[1]), int(row[2])) for row in rows}
 
     async def unfinished(self, job: str) -> list[ExportRow]:
         """Exports that go on, or of which partial files may be left; oldest first."""

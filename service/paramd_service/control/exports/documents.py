@@ -1,0 +1,222 @@
+"""Exports, schedules and destinations as REST tells of them."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, StringConstraints
+
+from paramd_service.control.store.exports import ExportFileRow, ExportRow, ScheduleRow
+
+Id = Annotated[str, StringConstraints(pattern="^[0-9a-f]{32}$")]
+AssetName = Annotated[str, StringConstraints(min_length=1, max_length=255)]
+
+MAX_TIMEOUT_S = 86_400.0
+
+
+class ExportOptions(BaseModel):
+    """What is exported, and how it is laid out."""
+
+    destination: str = Field(
+        min_length=3, max_length=1100, description='Name of a destination, "/", relative key'
+    )
+    format: Literal["safetensors", "dcp"] = "safetensors"
+    max_shard_size: str = Field(
+        "5GB", max_length=40, description='Most bytes of tensors in one file, such as "2GiB"'
+    )
+    dtype: Literal["float64", "float32", "float16", "bfloat16"] | None = Field(
+        None, description="Cast floating tensors to it; null keeps each one's own"
+    )
+    include: list[Literal["parameters", "buffers", "optimizer"]] = Field(
+        ["parameters", "buffers"], min_length=1, max_length=3
+    )
+    tied: Literal["drop", "keep"] = Field(
+        "drop", description="Tied tensors once, or under each of their names"
+    )
+    name_map: dict[str, str] = Field(
+        {}, max_length=20_000, description='Names in the model to names in the files; one "*" each'
+    )
+    verify: bool = Field(True, description="Read everything back before it becomes visible")
+    timeout_s: float = Field(
+        3600.0, gt=0, le=MAX_TIMEOUT_S, description="It fails after so many seconds"
+    )
+    assets: list[AssetName] = Field(
+        [], max_length=64, description="Files sent with store_export_asset, copied beside"
+    )
+
+    model_config = ConfigDict(extra="forbid")
+
+
+class ExportRequest(ExportOptions):
+    """An export. Sent twice with the same id it is begun once."""
+
+    id: Id | None = Field(None, description="32 hexadecimal digits; null: the control plane's")
+    overwrite: bool = Field(False, description="What stands at the key may be replaced")
+
+
+class ScheduleRequest(ExportOptions):
+    """Exports that begin by themselves; exactly one of every_steps and every_s."""
+
+    id: Id | None = Field(None, description="32 hexadecimal digits; null: the control plane's")
+    every_steps: int | None = Field(None, ge=1, description="At, or soon after, each multiple")
+    every_s: float | None = Field(None, ge=1, description="Seconds from begin to begin")
+    keep_last: int | None = Field(None, ge=1, description="The newest so many stay; null: all")
+    keep_every: int | None = Field(None, ge=1, description="And every so many-th beside them")
+
+
+class AssetRequest(BaseModel):
+    """A part of a small file that is to be copied beside an export."""
+
+    owner: Id = Field(description="Id of the export or schedule that will be created")
+    name: AssetName = Field(description="A plain file name")
+    offset_bytes: int = Field(ge=0, le=64 << 20, description="Where the part begins")
+    data: str = Field(max_length=720_000, description="Base64, at most 512 KiB of bytes")
+
+    model_config = ConfigDict(extra="forbid")
+
+
+class AssetDocument(BaseModel):
+    """A small file as far as it has come."""
+
+    name: str
+    size_bytes: int
+
+
+class ExportFileDocument(BaseModel):
+    """One file of an export."""
+
+    name: str
+    size_bytes: int
+    written_bytes: int
+    rank: int = Field(description="Whose sidecar writes it, or shall; -1: not known yet")
+    checksum: str = Field(description="XXH3, 128 bit, hexadecimal; empty while it is not whole")
+    state: str = Field(description="WAITING, WRITING, WRITTEN or VERIFIED")
+
+
+class ExportDocument(BaseModel):
+    """One export."""
+
+    id: str
+    job: str
+    epoch: int = Field(description="0 while no step is pinned")
+    step: int = Field(description="-1 while no step is pinned")
+    state: str = Field(description="PLANNED, RUNNING, VERIFYING, DONE, FAILED or CANCELLED")
+    reason: str = Field(description="Why it failed or was cancelled")
+    destination: str
+    format: str
+    actor: str = Field(description="Who asked for it, by the name of the token")
+    created_s: float = Field(description="Seconds since the Unix epoch")
+    ended_s: float | None = Field(description="Seconds since the Unix epoch; null: it goes on")
+    files: list[ExportFileDocument] = Field(description="Left out of lists")
+    size_bytes: int
+    written_bytes: int
+    schedule: str = Field(description="Id of the schedule that began it; empty: somebody did")
+    removed: bool = Field(description="The schedule's retention has removed it")
+
+
+class ExportList(BaseModel):
+    """Exports of a job, newest first."""
+
+    exports: list[ExportDocument]
+    next_page_token: str = Field(description="Ask with it for the next page; empty at the end")
+
+
+class ScheduleDocument(BaseModel):
+    """A schedule in force."""
+
+    id: str
+    job: str
+    destination: str
+    format: str
+    actor: str
+    every_steps: int | None
+    every_s: float | None
+    keep_last: int | None
+    keep_every: int | None
+    last_step: int = Field(description="Step of the last occasion, or of the schedule's making")
+    last_s: float
+    skipped_count: int = Field(description="Occasions that came while an export ran")
+    created_s: float
+    deleted_s: float | None
+
+
+class ScheduleList(BaseModel):
+    """Schedules in force, oldest first."""
+
+    schedules: list[ScheduleDocument]
+
+
+class DestinationDocument(BaseModel):
+    """A place that exports may go to."""
+
+    name: str
+    kind: str = Field(description='"file" or "s3"')
+
+
+class DestinationList(BaseModel):
+    """Destinations that the operator has configured; never where they lead."""
+
+    destinations: list[DestinationDocument]
+
+
+def export_document(
+    row: ExportRow, files: list[ExportFileRow], *, size: tuple[int, int] | None = None
+) -> ExportDocument:
+    """An export as `row` has it.
+
+    Args:
+        size: bytes in all and written; None is the sum of the files.
+    """
+    size_bytes = sum(file.size_bytes for file in files)
+    written_bytes = sum(file.written_bytes for file in files)
+    if size is not None:
+        size_bytes, written_bytes = size
+    return ExportDocument(
+        id=row.id,
+        job=row.job,
+        epoch=row.epoch,
+        step=row.step,
+        state=row.state,
+        reason=row.reason,
+        destination=row.destination,
+        format=row.format,
+        actor=row.actor,
+        created_s=row.created_s,
+        ended_s=row.ended_s,
+        files=[_file(file) for file in files],
+        size_bytes=size_bytes,
+        written_bytes=written_bytes,
+        schedule=row.schedule,
+        removed=row.removed,
+    )
+
+
+def _file(file: ExportFileRow) -> ExportFileDocument:
+    return ExportFileDocument(
+        name=file.name,
+        size_bytes=file.size_bytes,
+        written_bytes=file.written_bytes,
+        rank=file.rank,
+        checksum=file.checksum,
+        state=file.state,
+    )
+
+
+def schedule_document(row: ScheduleRow) -> ScheduleDocument:
+    """A schedule as it stands in the store."""
+    return ScheduleDocument(
+        id=row.id,
+        job=row.job,
+        destination=str(row.request["destination"]),
+        format=str(row.request["format"]),
+        actor=row.actor,
+        every_steps=row.rhythm.get("every_steps"),
+        every_s=row.rhythm.get("every_s"),
+        keep_last=row.rhythm.get("keep_last"),
+        keep_every=row.rhythm.get("keep_every"),
+        last_step=row.last_step,
+        last_s=row.last_s,
+        skipped_count=row.skipped_count,
+        created_s=row.created_s,
+        deleted_s=row.deleted_s,
+    )

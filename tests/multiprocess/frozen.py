@@ -11,6 +11,7 @@ import torch
 
 from paramd.mesh.editing.results import Edit
 from paramd.mesh.mesh import Mesh
+from paramd.mesh.transfer import Transport
 from tests.launch import Ranks, start_ranks
 from tests.multiprocess.striking import logs
 
@@ -53,5 +54,5 @@ def edit_to(mesh: Mesh, value: int, *, timeout_s: float = 60.0) -> Edit:
     tensors = {
         info.fqn: torch.full(info.shape, value, dtype=torch.float32) for info in mesh.params("*")
     }
-    transport = "grpc" if value % 4 else "auto"
+    transport: Transport = "grpc" if value % 4 else "auto"
     return mesh.edit(set=tensors, transport=transport, timeout=timeout_s)

@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -78,9 +79,7 @@ def test_a_sidecar_struck_at_a_point_leaves_all_or_none(action: str, tmp_path: P
         for index, point in enumerate(POINTS):
             # Values divisible by two travel as data; those by four over gRPC alone.
             new = 4 * (index + 1) + 2
-            strike(
-                ranks, tmp_path, index % 2, f"{point}:{action}", lambda new=new: try_edit(mesh, new)
-            )  # type: ignore[misc]
+            strike(ranks, tmp_path, index % 2, f"{point}:{action}", partial(try_edit, mesh, new))
             value = settled(mesh, value, new)
             print(f"{point}:{action}: {value}")
         edit_to(mesh, 99)
@@ -99,7 +98,7 @@ def test_a_control_plane_killed_under_edits_finds_the_truth(tmp_path: Path) -> N
             control = helper(ranks, "control")
             worker = threading.Thread(target=try_edit, args=(mesh, new))
             worker.start()
-            wait_until(lambda new=new: known(mesh, new), "the edit is known", timeout_s=20)  # type: ignore[misc]
+            wait_until(partial(known, mesh, new), "the edit is known", timeout_s=20)
             control.kill()
             worker.join()
             wait_until(lambda: answers(mesh), "a new control plane", timeout_s=allowed_s(20))

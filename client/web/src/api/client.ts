@@ -1,0 +1,184 @@
+/** Calls of the REST API, typed by its OpenAPI document: a break of contract does not compile. */
+
+import type { paths } from "./schema";
+
+export type Method = "get" | "post" | "delete";
+
+type Operation<P extends keyof paths, M extends Method> = NonNullable<paths[P][M]>;
+type Content<R> = R extends { content: { "application/json": infer J } } ? J : undefined;
+type Answers<O> = O extends { responses: infer R } ? R : never;
+export type Answer<P extends keyof paths, M extends Method> =
+  Answers<Operation<P, M>> extends infer R
+    ? Content<R[Extract<keyof R, 200 | 201 | 202 | 204>]>
+    : never;
+type Parameters<O> = O extends { parameters: infer Q } ? Q : never;
+type Query<O> = Parameters<O> extends { query?: infer Q } ? NonNullable<Q> : never;
+type Path<O> = Parameters<O> extends { path: infer Q } ? Q : Record<string, never>;
+type Body<O> = O extends { requestBody: { content: { "application/json": infer J } } } ? J : never;
+
+/** Paths of the document that have this method. */
+type With<M extends Method> = {
+  [P in keyof paths]: paths[P][M] extends undefined ? never : P;
+}[keyof paths];
+
+export interface Options<O> {
+  path?: Path<O>;
+  query?: Query<O>;
+  body?: Body<O>;
+  signal?: AbortSignal | undefined;
+}
+
+/** An answer that says what is wrong (RFC 9457), or none at all (status 0). */
+export class ApiError extends Error {
+  constructor(
+    readonly status: number,
+    readonly kind: string,
+    detail: string,
+  ) {
+    super(detail);
+    this.name = "ApiError";
+  }
+}
+
+const KEY = "paramd.session";
+const listeners = new Set<() => void>();
+
+/** Half of a session; the other half is a cookie that no script can read. */
+export function sessionKey(): string {
+  return localStorage.getItem(KEY) ?? "";
+}
+
+export function keepSessionKey(key: string): void {
+  if (key) localStorage.setItem(KEY, key);
+  else localStorage.removeItem(KEY);
+}
+
+/** Calls back when the server says that nobody is signed in. */
+export function onSignedOut(listener: () => void): () => void {
+  listeners.add(listener);
+  return () => listeners.delete(listener);
+}
+
+export function get<P extends With<"get">>(
+  path: P,
+  options: Options<Operation<P, "get">> = {},
+): Promise<Answer<P, "get">> {
+  return call("get", path, options) as Promise<Answer<P, "get">>;
+}
+
+export function post<P extends With<"post">>(
+  path: P,
+  options: Options<Operation<P, "post">> = {},
+): Promise<Answer<P, "post">> {
+  return call("post", path, options) as Promise<Answer<P, "post">>;
+}
+
+export function del<P extends With<"delete">>(
+  path: P,
+  options: Options<Operation<P, "delete">> = {},
+): Promise<Answer<P, "delete">> {
+  return call("delete", path, options) as Promise<Answer<P, "delete">>;
+}
+
+/** Signs in; the token is sent once, in a header, and kept nowhere in the page. */
+export async function signIn(token: string): Promise<Answer<"/api/v1/session", "post">> {
+  const answer = await send("post", "/api/v1/session", { authorization: `Bearer ${token}` });
+  const session = (await answer.json()) as Answer<"/api/v1/session", "post">;
+  keepSessionKey(session.key);
+  return session;
+}
+
+/** The text of an answer that is not JSON, such as metrics. */
+export async function text(path: string, signal?: AbortSignal): Promise<string> {
+  return (await send("get", path, {}, undefined, signal)).text();
+}
+
+/** A response whose body is still coming: server-sent events. */
+export function stream(
+  path: string,
+  headers: Record<string, string>,
+  signal: AbortSignal,
+): Promise<Response> {
+  return send("get", path, { accept: "text/event-stream", ...headers }, undefined, signal);
+}
+
+/** The URL path of an operation with its parameters filled in. */
+export function urlOf(
+  path: string,
+  parameters: Record<string, unknown> = {},
+  query: Record<string, unknown> = {},
+): string {
+  const filled = path.replace(/\{(\w+)\}/g, (_, name: string) =>
+    encodeURIComponent(String(parameters[name])),
+  );
+  const search = new URLSearchParams();
+  for (const [name, value] of Object.entries(query)) {
+    if (value !== undefined && value !== null && value !== "") search.set(name, String(value));
+  }
+  const shown = search.toString();
+  return shown ? `${filled}?${shown}` : filled;
+}
+
+async function call(
+  method: Method,
+  path: string,
+  options: { path?: unknown; query?: unknown; body?: unknown; signal?: AbortSignal | undefined },
+): Promise<unknown> {
+  const url = urlOf(
+    path,
+    options.path as Record<string, unknown>,
+    options.query as Record<string, unknown>,
+  );
+  const answer = await send(method, url, {}, options.body, options.signal);
+  return answer.status === 204 ? undefined : answer.json();
+}
+
+async function send(
+  method: Method,
+  url: string,
+  headers: Record<string, string>,
+  body?: unknown,
+  signal?: AbortSignal,
+): Promise<Response> {
+  const own: Record<string, string> = { "x-paramd-session": sessionKey(), ...headers };
+  if (!own["x-paramd-session"]) delete own["x-paramd-session"];
+  if (body !== undefined) own["content-type"] = "application/json";
+  let answer: Response;
+  try {
+    answer = await fetch(url, {
+      method: method.toUpperCase(),
+      headers: own,
+      credentials: "same-origin",
+      cache: "no-store",
+      redirect: "error",
+      ...(body !== undefined ? { body: JSON.stringify(body) } : {}),
+      ...(signal ? { signal } : {}),
+    });
+  } catch (error) {
+    if (error instanceof DOMException && error.name === "AbortError") throw error;
+    throw new ApiError(0, "unreachable", "the control plane does not answer");
+  }
+  if (answer.ok) return answer;
+  const problem = await problemOf(answer);
+  if (answer.status === 401 && !headers["authorization"]) for (const told of listeners) told();
+  throw problem;
+}
+
+async function problemOf(answer: Response): Promise<ApiError> {
+  try {
+    const found = (await answer.json()) as { type?: string; detail?: string };
+    const kind = String(found.type ?? "").replace("urn:paramd:error:", "");
+    return new ApiError(answer.status, kind, String(found.detail ?? answer.statusText));
+  } catch {
+    return new ApiError(answer.status, "", answer.statusText || `HTTP ${answer.status}`);
+  }
+}
+
+/** A call of an operation that the checked-in document does not hold yet. */
+export function raw<T>(
+  method: Method,
+  path: string,
+  options: { path?: object; query?: object; body?: unknown; signal?: AbortSignal } = {},
+): Promise<T> {
+  return call(method, path, options) as Promise<T>;
+}

@@ -1,0 +1,192 @@
+/** The shell: who is signed in, which job, which view. */
+
+import { type ReactNode, Suspense, lazy, useCallback, useEffect, useMemo, useState } from "react";
+
+import { ApiError, del, get, keepSessionKey, onSignedOut, sessionKey } from "./api/client";
+import type { JobSummary, SessionDocument } from "./api/schema";
+import { VIEWS, type View, placeHash } from "./lib/route";
+import { Badge, Empty, Trouble, toneOf } from "./ui/bits";
+import { Provider, useShared } from "./ui/context";
+import { go, usePlace, usePoll } from "./ui/hooks";
+import { Help, TITLES, useKeys } from "./ui/keys";
+import { SignIn } from "./ui/signin";
+import { useTheme } from "./ui/theme";
+
+const SCREENS: Record<View, ReturnType<typeof lazy>> = {
+  mesh: lazy(() => import("./views/mesh")),
+  params: lazy(() => import("./views/params")),
+  grads: lazy(() => import("./views/grads")),
+  edits: lazy(() => import("./views/edits")),
+  exports: lazy(() => import("./views/exports")),
+  alerts: lazy(() => import("./views/alerts")),
+  system: lazy(() => import("./views/system")),
+};
+
+export function App(): ReactNode {
+  const [session, setSession] = useState<SessionDocument | null>(null);
+  const [asked, setAsked] = useState(!sessionKey());
+  const [problem, setProblem] = useState("");
+  const [dark, toggle] = useTheme();
+  useEffect(
+    () =>
+      onSignedOut(() => {
+        keepSessionKey("");
+        setSession(null);
+      }),
+    [],
+  );
+  useEffect(() => {
+    if (asked) return;
+    get("/api/v1/session")
+      .then(setSession)
+      .catch((error: unknown) => {
+        if (!(error instanceof ApiError && error.status === 401)) setProblem(String(error));
+      })
+      .finally(() => setAsked(true));
+  }, [asked]);
+  if (!asked) return null;
+  if (!session) return <SignIn problem={problem} onSignedIn={setSession} />;
+  return <SignedIn session={session} dark={dark} toggle={toggle} onSignOut={() => setSession(null)} />;
+}
+
+function SignedIn(props: {
+  session: SessionDocument;
+  dark: boolean;
+  toggle: () => void;
+  onSignOut: () => void;
+}): ReactNode {
+  const { session, dark, toggle, onSignOut } = props;
+  const place = usePlace();
+  const jobs = usePoll("jobs", (signal) => get("/api/v1/jobs", { signal }), 10_000);
+  const all = jobs.data?.jobs ?? [];
+  const job = place.job || all[0]?.job || "";
+  useEffect(() => {
+    if (!place.job && job) go({ ...place, job }, { replace: true });
+  }, [place, job]);
+  const [help, setHelp] = useState(false);
+  const keys = useMemo(
+    () => ({
+      go: (view: View) => go({ job, view, query: {} }),
+      help: () => setHelp(true),
+      theme: toggle,
+    }),
+    [job, toggle],
+  );
+  useKeys(keys);
+  const signOut = useCallback(() => {
+    void del("/api/v1/session")
+      .catch(() => undefined)
+      .finally(() => {
+        keepSessionKey("");
+        onSignOut();
+      });
+  }, [onSignOut]);
+  const Screen = SCREENS[place.view];
+  const summary = all.find((one) => one.job === job);
+  useEffect(() => {
+    document.title = `${summary && summary.state !== "ok" ? `(${summary.state}) ` : ""}${job ? `${job} · ` : ""}${TITLES[place.view]} · paramd`;
+  }, [job, place.view, summary]);
+  return (
+    <Provider session={session} job={job} dark={dark}>
+      <div className="shell">
+        <Side jobs={all} job={job} view={place.view} session={session} dark={dark} toggle={toggle} help={keys.help} signOut={signOut} />
+        <main key={`${job}/${place.view}`}>
+          <Offline problem={jobs.error} />
+          {job ? (
+            <Suspense fallback={<Empty>…</Empty>}>
+              <Screen />
+            </Suspense>
+          ) : (
+            jobs.data && <Empty>No job has registered here. In a training script: paramd.attach(model, optimizer, job="…")</Empty>
+          )}
+        </main>
+      </div>
+      {help && <Help onClose={() => setHelp(false)} />}
+    </Provider>
+  );
+}
+
+function Side(props: {
+  jobs: readonly JobSummary[];
+  job: string;
+  view: View;
+  session: SessionDocument;
+  dark: boolean;
+  toggle: () => void;
+  help: () => void;
+  signOut: () => void;
+}): ReactNode {
+  const { jobs, job, view, session, dark, toggle, help, signOut } = props;
+  const summary = jobs.find((one) => one.job === job);
+  return (
+    <div className="side">
+      <div className="brand">
+        <img src="/favicon.svg" alt="" />
+        <span>paramd</span>
+      </div>
+      <select
+        aria-label="Job"
+        value={job}
+        onChange={(event) => go({ job: event.target.value, view, query: {} })}
+      >
+        {jobs.map((one) => (
+          <option key={one.job} value={one.job}>
+            {one.job}
+            {one.state === "ok" ? "" : ` (${one.state})`}
+          </option>
+        ))}
+        {!summary && <option value={job}>{job || "no job"}</option>}
+      </select>
+      <nav aria-label="Views">
+        {VIEWS.map((each) => (
+          <a
+            key={each}
+            href={placeHash({ job, view: each, query: {} })}
+            aria-current={each === view ? "page" : undefined}
+          >
+            {TITLES[each]}
+            {each === "mesh" && summary && summary.state !== "ok" && (
+              <Badge state={summary.state} tone={toneOf(summary.state)} />
+            )}
+          </a>
+        ))}
+      </nav>
+      <div className="foot">
+        <div className="who">
+          <div className="name" title={session.name}>
+            {session.name}
+          </div>
+          <div>
+            {session.role}
+            {session.readonly ? ", read-only" : ""} · {session.version}
+          </div>
+        </div>
+        <div className="row">
+          <button type="button" onClick={toggle} aria-label={dark ? "Light theme" : "Dark theme"}>
+            {dark ? "☀" : "☾"}
+          </button>
+          <button type="button" onClick={help} aria-label="Keyboard and filters">
+            ?
+          </button>
+          <button type="button" onClick={signOut}>
+            Sign out
+          </button>
+        </div>
+      </div>
+    </div>
+  );
+}
+
+/** The page says so when what it shows is no longer being told. */
+function Offline(props: { problem: string | null }): ReactNode {
+  const { live } = useShared();
+  if (props.problem) return <Trouble>{props.problem}; it is asked again, what is below is old</Trouble>;
+  if (live.problem && live.time_s > 0) {
+    return (
+      <p className="offline" role="status">
+        The event stream is interrupted ({live.problem}); changes show with the next poll.
+      </p>
+    );
+  }
+  return null;
+}

@@ -1,0 +1,67 @@
+/** Numbers and times as people read them. Pure. */
+
+export function number(value: number | null | undefined, digits = 4): string {
+  if (value === null || value === undefined) return "–";
+  if (!Number.isFinite(value)) return String(value);
+  if (value === 0) return "0";
+  const size = Math.abs(value);
+  if (size >= 1e5 || size < 1e-3) return value.toExponential(Math.max(0, digits - 2));
+  return String(Number(value.toPrecision(digits)));
+}
+
+export function count(value: number): string {
+  return value.toLocaleString("en-US");
+}
+
+/** 4.2 M; for columns where the digits do not matter. */
+export function short(value: number): string {
+  for (const [scale, unit] of [[1e12, "T"], [1e9, "G"], [1e6, "M"], [1e4, "k"]] as const) {
+    if (Math.abs(value) >= scale) {
+      const divisor = unit === "k" ? 1e3 : scale;
+      return `${Number((value / divisor).toPrecision(3))} ${unit}`;
+    }
+  }
+  return count(value);
+}
+
+export function bytes(value: number): string {
+  const units = ["B", "KiB", "MiB", "GiB", "TiB"];
+  let at = 0;
+  let left = value;
+  while (Math.abs(left) >= 1024 && at < units.length - 1) {
+    left /= 1024;
+    at += 1;
+  }
+  return `${at === 0 ? left : left.toFixed(left < 10 ? 1 : 0)} ${units[at]}`;
+}
+
+/** A duration in seconds. */
+export function duration(seconds: number): string {
+  if (!Number.isFinite(seconds)) return "–";
+  const size = Math.abs(seconds);
+  if (size === 0) return "0 s";
+  if (size < 1e-3) return `${(seconds * 1e6).toFixed(0)} µs`;
+  if (size < 1) return `${(seconds * 1e3).toFixed(size < 0.01 ? 1 : 0)} ms`;
+  if (size < 60) return `${seconds.toFixed(size < 10 ? 1 : 0)} s`;
+  if (size < 3600) return `${Math.floor(seconds / 60)} min ${Math.floor(seconds % 60)} s`;
+  if (size < 86_400) return `${Math.floor(seconds / 3600)} h ${Math.floor((seconds % 3600) / 60)} min`;
+  return `${Math.floor(seconds / 86_400)} d ${Math.floor((seconds % 86_400) / 3600)} h`;
+}
+
+export function clock(unixSeconds: number): string {
+  const date = new Date(unixSeconds * 1000);
+  const today = new Date().toDateString() === date.toDateString();
+  const time = date.toLocaleTimeString("en-GB");
+  return today ? time : `${date.toLocaleDateString("en-CA")} ${time}`;
+}
+
+export function shape(dims: readonly number[]): string {
+  return dims.length ? dims.join(" × ") : "scalar";
+}
+
+export function percent(part: number, whole: number): string {
+  if (whole === 0) return "–";
+  const share = (100 * part) / whole;
+  if (share === 0) return "0 %";
+  return share < 0.01 ? "< 0.01 %" : `${Number(share.toPrecision(3))} %`;
+}

@@ -1,0 +1,118 @@
+/** Frames of gradient statistics, folded into what is shown of each tensor. Pure. */
+
+export interface GradStats {
+  count: number;
+  norm: number | null;
+  mean: number | null;
+  std: number | null;
+  min: number | null;
+  max: number | null;
+  zero_count: number;
+  nan_count: number;
+  inf_count: number;
+}
+
+export interface GradParam extends GradStats {
+  fqn: string;
+  /** The parameter had no gradient. */
+  none: boolean;
+  exponents?: [number, number][];
+}
+
+export interface Frame {
+  epoch: number;
+  step: number;
+  dropped: number;
+  clip: { factor: number | null };
+  scale: number;
+  total: GradStats;
+  params: GradParam[];
+}
+
+export type Mark = "" | "none" | "vanishing" | "exploding" | "non-finite";
+
+export interface GradRow {
+  fqn: string;
+  last: GradParam;
+  /** Norms of the last frames, oldest first; null where not finite or absent. */
+  norms: (number | null)[];
+  /** Step at which NaN or an infinity was first seen by this page; null: never. */
+  firstBad: number | null;
+  mark: Mark;
+}
+
+export interface Grads {
+  epoch: number;
+  step: number;
+  frames: number;
+  dropped: number;
+  clip: number | null;
+  scale: number;
+  total: GradStats | null;
+  totals: [number, number | null][];
+  rows: ReadonlyMap<string, GradRow>;
+}
+
+export const KEPT_NORMS = 60;
+export const KEPT_TOTALS = 600;
+/** RMS of the elements below which a gradient is called vanishing. */
+export const VANISHING_RMS = 1e-9;
+export const EXPLODING_FACTOR = 10;
+const ENOUGH = 5;
+
+export const NO_GRADS: Grads = {
+  epoch: -1,
+  step: -1,
+  frames: 0,
+  dropped: 0,
+  clip: null,
+  scale: 1,
+  total: null,
+  totals: [],
+  rows: new Map(),
+};
+
+export function withFrame(before: Grads, frame: Frame): Grads {
+  const fresh = before.epoch !== frame.epoch;
+  const rows = new Map(fresh ? [] : before.rows);
+  for (const param of frame.params) rows.set(param.fqn, rowOf(rows.get(param.fqn), param, frame.step));
+  const totals = fresh ? [] : before.totals;
+  return {
+    epoch: frame.epoch,
+    step: frame.step,
+    frames: (fresh ? 0 : before.frames) + 1,
+    dropped: frame.dropped,
+    clip: frame.clip.factor,
+    scale: frame.scale,
+    total: frame.total,
+    totals: [...totals, [frame.step, frame.total.norm] as [number, number | null]].slice(-KEPT_TOTALS),
+    rows,
+  };
+}
+
+function rowOf(before: GradRow | undefined, param: GradParam, step: number): GradRow {
+  const bad = param.nan_count + param.inf_count > 0;
+  const norms = before?.norms ?? [];
+  const firstBad = before?.firstBad ?? (bad ? step : null);
+  return {
+    fqn: param.fqn,
+    last: param,
+    norms: [...norms, bad || param.none ? null : param.norm].slice(-KEPT_NORMS),
+    firstBad,
+    mark: markOf(param, norms),
+  };
+}
+
+/** What is wrong with a gradient, beside those before it. */
+export function markOf(param: GradParam, norms: readonly (number | null)[]): Mark {
+  if (param.none) return "none";
+  if (param.nan_count + param.inf_count > 0) return "non-finite";
+  const norm = param.norm ?? 0;
+  if (norm / Math.sqrt(Math.max(1, param.count)) < VANISHING_RMS) return "vanishing";
+  const known = norms.filter((one): one is number => one !== null).sort((a, b) => a - b);
+  const middle = known[known.length >> 1];
+  if (known.length >= ENOUGH && middle !== undefined && norm > EXPLODING_FACTOR * middle) {
+    return "exploding";
+  }
+  return "";
+}

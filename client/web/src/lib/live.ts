@@ -1,0 +1,66 @@
+/** What the event stream tells, folded into one state. Pure. */
+
+import type { ServerEvent } from "../api/sse";
+
+export interface Live {
+  /** Why the stream is not there; null while it is. */
+  problem: string | null;
+  /** Unix time in seconds of the last event. */
+  time_s: number;
+  epoch: number;
+  step: number;
+  /** Each rises when something of the kind happened: views ask anew. */
+  changes: Readonly<Record<string, number>>;
+  /** The last events, newest first. */
+  recent: readonly { id: string; kind: string; time_s: number; data: Readonly<Record<string, unknown>> }[];
+}
+
+export const MAX_RECENT = 60;
+
+export const NOTHING: Live = {
+  problem: "connecting",
+  time_s: 0,
+  epoch: -1,
+  step: -1,
+  changes: {},
+  recent: [],
+};
+
+export function withEvent(live: Live, event: ServerEvent): Live {
+  const data = parse(event.data);
+  const time_s = asNumber(data["time_s"], live.time_s);
+  const changes = { ...live.changes };
+  const bump = (kind: string): void => {
+    changes[kind] = (changes[kind] ?? 0) + 1;
+  };
+  if (event.kind === "gap" || event.kind === "hello") {
+    // What was missed is not known: everything may have changed.
+    for (const kind of ["rank", "epoch", "alert", "snapshot", "edit", "hold", "export"]) bump(kind);
+    return { ...live, time_s, changes };
+  }
+  bump(event.kind);
+  const epoch = asNumber(data["epoch"], live.epoch);
+  // A new epoch begins at its own steps; within one they only rise.
+  const step = epoch !== live.epoch ? asNumber(data["step"], -1) : asNumber(data["step"], live.step);
+  const next = { ...live, time_s, changes, epoch, step };
+  if (event.kind === "step") return next;
+  const one = { id: event.id, kind: event.kind, time_s, data };
+  return { ...next, recent: [one, ...live.recent].slice(0, MAX_RECENT) };
+}
+
+export function withProblem(live: Live, problem: string | null): Live {
+  return live.problem === problem ? live : { ...live, problem };
+}
+
+function parse(text: string): Record<string, unknown> {
+  try {
+    const found: unknown = JSON.parse(text);
+    return typeof found === "object" && found !== null ? (found as Record<string, unknown>) : {};
+  } catch {
+    return {};
+  }
+}
+
+function asNumber(value: unknown, fallback: number): number {
+  return typeof value === "number" && Number.isFinite(value) ? value : fallback;
+}

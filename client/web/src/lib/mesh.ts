@@ -1,0 +1,105 @@
+/** Ranks on their mesh axes, and which of them are unwell. Pure. */
+
+export interface Axis {
+  name: "data" | "shard" | "tensor" | "rank";
+  size: number;
+}
+
+interface Placed {
+  placement: string;
+}
+
+/**
+ * The axes that the placements of parameters tell, outermost first; their product is the
+ * world size. An axis that replicates everything is data; one where parameters are split
+ * along different dims, or some not at all, is tensor; one that shards is shard.
+ */
+export function axesOf(params: readonly Placed[], worldSize: number): Axis[] {
+  const plain: Axis[] = [{ name: "rank", size: worldSize }];
+  const whole: string[][] = [];
+  for (const { placement } of params) {
+    const parts = placement.split(/,\s+(?=[A-Za-z_])/);
+    const sizes = parts.map(sizeOf);
+    if (sizes.every((size) => size > 0) && product(sizes) === worldSize) whole.push(parts);
+  }
+  const longest = Math.max(0, ...whole.map((parts) => parts.length));
+  const chosen = whole.filter((parts) => parts.length === longest);
+  const first = chosen[0];
+  if (!first) {
+    const allReplicated = params.length > 0 && params.every((p) => p.placement === "replicated");
+    return allReplicated ? [{ name: "data", size: worldSize }] : plain;
+  }
+  return first.map((part, at) => {
+    const kinds = new Set(chosen.map((parts) => kindOf(parts[at] ?? "")));
+    return { name: axisName(kinds, at, longest), size: sizeOf(part) };
+  });
+}
+
+function axisName(kinds: ReadonlySet<string>, at: number, axes: number): Axis["name"] {
+  if (kinds.size === 1 && kinds.has("Replicate")) return "data";
+  if (kinds.size > 1 && at === axes - 1 && axes > 1) return "tensor";
+  return "shard";
+}
+
+function kindOf(part: string): string {
+  return part.replace(/^_/, "").replace(/\s+over\s+\d+$/, "").replace("Strided", "");
+}
+
+function sizeOf(part: string): number {
+  const found = / over (\d+)$/.exec(part);
+  return found ? Number(found[1]) : 0;
+}
+
+function product(sizes: readonly number[]): number {
+  return sizes.reduce((total, size) => total * size, 1);
+}
+
+/** Place of a rank on each axis, row-major as torch's DeviceMesh has it. */
+export function coordinates(rank: number, axes: readonly Axis[]): number[] {
+  const found: number[] = [];
+  let left = rank;
+  for (const axis of [...axes].reverse()) {
+    found.unshift(left % axis.size);
+    left = Math.floor(left / axis.size);
+  }
+  return found;
+}
+
+export interface RankLike {
+  rank: number;
+  state: string;
+  membership: string;
+  step: number;
+  step_time_ns: number;
+}
+
+export const STRAGGLER_FACTOR = 1.5;
+const STRAGGLER_MARGIN_NS = 10e6;
+
+/** Joined ranks whose step time is far above the median of all; the rule of the alerts. */
+export function stragglers(ranks: readonly RankLike[]): Set<number> {
+  const timed = ranks.filter((rank) => rank.membership === "joined" && rank.step_time_ns > 0);
+  const middle = median(timed.map((rank) => rank.step_time_ns));
+  return new Set(
+    timed
+      .filter(
+        (rank) =>
+          rank.step_time_ns > middle * STRAGGLER_FACTOR &&
+          rank.step_time_ns - middle > STRAGGLER_MARGIN_NS,
+      )
+      .map((rank) => rank.rank),
+  );
+}
+
+export function median(values: readonly number[]): number {
+  if (values.length === 0) return Number.NaN;
+  const sorted = [...values].sort((a, b) => a - b);
+  const half = sorted.length >> 1;
+  return sorted.length % 2 ? sorted[half]! : (sorted[half - 1]! + sorted[half]!) / 2;
+}
+
+export function countBy<T>(items: readonly T[], key: (item: T) => string): Map<string, number> {
+  const found = new Map<string, number>();
+  for (const item of items) found.set(key(item), (found.get(key(item)) ?? 0) + 1);
+  return found;
+}

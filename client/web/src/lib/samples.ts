@@ -1,0 +1,93 @@
+/** What the page has collected of tensors, to show how they change over steps. Pure. */
+
+export interface Histogram {
+  epoch: number;
+  step: number;
+  edges: number[];
+  counts: number[];
+  below_count: number;
+  above_count: number;
+}
+
+export interface Stats {
+  count: number;
+  zero_count: number;
+  nan_count: number;
+  inf_count: number;
+  norm: number | null;
+  mean: number | null;
+  std: number | null;
+  min: number | null;
+  max: number | null;
+}
+
+export interface Heat {
+  cell_row_count: number;
+  cell_col_count: number;
+  values: (number | null)[];
+}
+
+/** A tensor at one step. */
+export interface Sample {
+  epoch: number;
+  step: number;
+  /** Unix time in seconds at which the answer came. */
+  time_s: number;
+  stats: Stats;
+  histogram: Histogram;
+  heat: Heat | null;
+}
+
+export const MAX_SAMPLES = 240;
+
+/** With one more sample; one of the same step is replaced, the oldest make place. */
+export function withSample(samples: readonly Sample[], sample: Sample): Sample[] {
+  const kept = samples.filter((one) => one.epoch === sample.epoch && one.step !== sample.step);
+  kept.push(sample);
+  kept.sort((a, b) => a.step - b.step);
+  return kept.slice(-MAX_SAMPLES);
+}
+
+/** At most `wanted` of them, spread evenly, the first and the last among them. */
+export function spread<T>(items: readonly T[], wanted: number): T[] {
+  if (items.length <= wanted) return [...items];
+  if (wanted === 1) return [items[items.length - 1]!];
+  return Array.from(
+    { length: wanted },
+    (_, i) => items[Math.round((i * (items.length - 1)) / (wanted - 1))]!,
+  );
+}
+
+/** Exponential smoothing as TensorBoard has it: 0 leaves all as it is, 0.99 is very smooth. */
+export function smooth(values: readonly (number | null)[], weight: number): (number | null)[] {
+  let last = 0;
+  let debias = 0;
+  return values.map((value) => {
+    if (value === null) return null;
+    last = last * weight + (1 - weight) * value;
+    debias = debias * weight + (1 - weight);
+    return last / debias;
+  });
+}
+
+/** Counts of a histogram as density, so that those of other edges compare. */
+export function density(histogram: Histogram): [number, number][] {
+  const total =
+    histogram.counts.reduce((sum, n) => sum + n, 0) + histogram.below_count + histogram.above_count;
+  return histogram.counts.map((n, i) => {
+    const low = histogram.edges[i]!;
+    const high = histogram.edges[i + 1]!;
+    const width = high - low;
+    return [(low + high) / 2, total && width ? n / total / width : 0];
+  });
+}
+
+/** b - a of two pictures of the same size, cell by cell; null where either has none. */
+export function difference(a: Heat, b: Heat): Heat | null {
+  if (a.cell_row_count !== b.cell_row_count || a.cell_col_count !== b.cell_col_count) return null;
+  const values = b.values.map((value, i) => {
+    const before = a.values[i] ?? null;
+    return value === null || before === null ? null : value - before;
+  });
+  return { cell_row_count: b.cell_row_count, cell_col_count: b.cell_col_count, values };
+}

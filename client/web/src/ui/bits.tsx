@@ -1,0 +1,221 @@
+/** Small parts that every view is made of. */
+
+import { type ReactNode, useEffect, useRef } from "react";
+
+import { clock, duration } from "../lib/format";
+import { useNow } from "./hooks";
+
+/** Where numbers come from and how old they are. */
+export function Source(props: {
+  what: string;
+  at: number;
+  step?: number | undefined;
+  epoch?: number | undefined;
+  error?: string | null | undefined;
+  busy?: boolean | undefined;
+  refresh?: (() => void) | undefined;
+}): ReactNode {
+  const now = useNow();
+  const { what, at, step, epoch, error, busy, refresh } = props;
+  const age = at ? Math.max(0, (Math.max(now, at) - at) / 1000) : 0;
+  const old = at > 0 && error;
+  return (
+    <span className={`source${error ? " bad" : ""}`}>
+      <span className="what" title={`GET ${what}`}>
+        {what}
+      </span>
+      {at > 0 && (
+        <span title={clock(at / 1000)}>
+          {old ? "last answer " : ""}
+          {age < 1.5 ? "now" : `${duration(Math.round(age))} ago`}
+        </span>
+      )}
+      {at === 0 && !error && <span>{busy ? "asking …" : "not asked"}</span>}
+      {step !== undefined && step >= 0 && <span>step {step.toLocaleString("en-US")}</span>}
+      {epoch !== undefined && epoch >= 0 && <span>epoch {epoch}</span>}
+      {refresh && (
+        <button type="button" className="quiet" onClick={refresh} aria-label={`Ask ${what} again`}>
+          ↻
+        </button>
+      )}
+    </span>
+  );
+}
+
+/** What went wrong, in the server's words. */
+export function Trouble(props: { children: ReactNode }): ReactNode {
+  return (
+    <p className="trouble" role="alert">
+      {props.children}
+    </p>
+  );
+}
+
+export function Empty(props: { children: ReactNode }): ReactNode {
+  return <p className="empty">{props.children}</p>;
+}
+
+export type Tone = "ok" | "warn" | "bad" | "mute" | "info";
+
+const TONES: Record<string, Tone> = {
+  ok: "ok",
+  starting: "info",
+  degraded: "warn",
+  down: "bad",
+  ended: "mute",
+  firing: "bad",
+  resolved: "mute",
+  warning: "warn",
+  critical: "bad",
+  APPLIED: "ok",
+  DONE: "ok",
+  STAGING: "info",
+  STAGED: "info",
+  COMMITTED: "info",
+  PLANNED: "info",
+  RUNNING: "info",
+  VERIFYING: "info",
+  ABORTED: "mute",
+  CANCELLED: "mute",
+  FAILED: "bad",
+  LOST: "bad",
+  running: "ok",
+  held: "warn",
+  pausing: "info",
+  stepping: "info",
+};
+
+export function toneOf(state: string): Tone {
+  return TONES[state] ?? "mute";
+}
+
+export function Badge(props: { state: string; tone?: Tone }): ReactNode {
+  const { state, tone } = props;
+  return <span className={`badge ${tone ?? toneOf(state)}`}>{state}</span>;
+}
+
+/** A name from outside: text, whatever it holds, in its own direction. */
+export function Name(props: { children: string; className?: string }): ReactNode {
+  return (
+    <bdi className={`name ${props.className ?? ""}`} title={props.children}>
+      {props.children}
+    </bdi>
+  );
+}
+
+export function Panel(props: {
+  title: ReactNode;
+  source?: ReactNode;
+  actions?: ReactNode;
+  children: ReactNode;
+  className?: string;
+}): ReactNode {
+  return (
+    <section className={`panel ${props.className ?? ""}`}>
+      <header>
+        <h2>{props.title}</h2>
+        {props.actions && <div className="actions">{props.actions}</div>}
+        {props.source}
+      </header>
+      {props.children}
+    </section>
+  );
+}
+
+/** Label and value pairs. */
+export function Facts(props: { rows: [string, ReactNode][] }): ReactNode {
+  return (
+    <dl className="facts">
+      {props.rows.map(([label, value]) => (
+        <div key={label}>
+          <dt>{label}</dt>
+          <dd>{value}</dd>
+        </div>
+      ))}
+    </dl>
+  );
+}
+
+export function Choice<T extends string>(props: {
+  label: string;
+  value: T;
+  options: readonly (readonly [T, string])[];
+  onChange: (value: T) => void;
+}): ReactNode {
+  const { label, value, options, onChange } = props;
+  return (
+    <div className="choice" role="group" aria-label={label}>
+      {options.map(([each, shown]) => (
+        <button
+          key={each}
+          type="button"
+          aria-pressed={each === value}
+          onClick={() => onChange(each)}
+        >
+          {shown}
+        </button>
+      ))}
+    </div>
+  );
+}
+
+/** A modal dialog of the browser's own: focus is kept within, Escape closes. */
+export function Dialog(props: {
+  title: string;
+  onClose: () => void;
+  children: ReactNode;
+}): ReactNode {
+  const ref = useRef<HTMLDialogElement>(null);
+  useEffect(() => {
+    ref.current?.showModal();
+  }, []);
+  return (
+    <dialog ref={ref} onClose={props.onClose} aria-label={props.title}>
+      <header>
+        <h2>{props.title}</h2>
+        <button type="button" className="quiet" onClick={() => ref.current?.close()} aria-label="Close">
+          ✕
+        </button>
+      </header>
+      {props.children}
+    </dialog>
+  );
+}
+
+/** A small line of numbers; decoration beside a number that is text. */
+export function Spark(props: { values: readonly (number | null)[]; width?: number }): ReactNode {
+  const { values, width = 90 } = props;
+  const known = values.filter((v): v is number => v !== null && Number.isFinite(v));
+  if (known.length < 2) return <svg className="spark" width={width} height={18} aria-hidden />;
+  const low = Math.min(...known);
+  const span = Math.max(...known) - low || 1;
+  let path = "";
+  let pen = "M";
+  values.forEach((value, i) => {
+    if (value === null || !Number.isFinite(value)) {
+      pen = "M";
+      return;
+    }
+    const x = (i / Math.max(1, values.length - 1)) * (width - 2) + 1;
+    path += `${pen}${x.toFixed(1)} ${(16 - ((value - low) / span) * 14).toFixed(1)}`;
+    pen = "L";
+  });
+  return (
+    <svg className="spark" width={width} height={18} aria-hidden>
+      <path d={path} fill="none" stroke="currentColor" strokeWidth="1.2" />
+    </svg>
+  );
+}
+
+export function Bar(props: { share: number; tone?: Tone; label: string }): ReactNode {
+  const share = Math.min(1, Math.max(0, props.share));
+  return (
+    <meter
+      className={`bar ${props.tone ?? "info"}`}
+      min={0}
+      max={1}
+      value={share}
+      aria-label={props.label}
+    />
+  );
+}

@@ -1,0 +1,68 @@
+/** Line charts. Tooltips are drawn on the canvas, so that names stay text. */
+
+import type { LineSeriesOption } from "echarts/charts";
+import type {
+  GridComponentOption,
+  LegendComponentOption,
+  TooltipComponentOption,
+} from "echarts/components";
+import type { ComposeOption } from "echarts/core";
+import { type ReactNode, Suspense, lazy } from "react";
+
+export type ChartOption = ComposeOption<
+  LineSeriesOption | GridComponentOption | LegendComponentOption | TooltipComponentOption
+>;
+
+/** Colours of the page's theme, for canvas. */
+export interface Ink {
+  text: string;
+  faint: string;
+  line: string;
+  back: string;
+  series: string[];
+}
+
+export function inkOf(): Ink {
+  const style = getComputedStyle(document.documentElement);
+  const read = (name: string): string => style.getPropertyValue(name).trim();
+  return {
+    text: read("--text"),
+    faint: read("--faint"),
+    line: read("--line"),
+    back: read("--panel"),
+    series: [1, 2, 3, 4, 5, 6].map((n) => read(`--series-${n}`)),
+  };
+}
+
+export interface ChartProps {
+  label: string;
+  height: number;
+  /** Made anew when one of these changes. */
+  deps: readonly unknown[];
+  option: (ink: Ink) => ChartOption;
+}
+
+const EChart = lazy(() => import("./echart"));
+
+export function Chart(props: ChartProps): ReactNode {
+  return (
+    <Suspense fallback={<div className="chart" style={{ height: props.height }} />}>
+      <EChart {...props} />
+    </Suspense>
+  );
+}
+
+/** Axes in the page's colours. */
+export function axis(ink: Ink, name: string, more: Record<string, unknown> = {}): Record<string, unknown> {
+  return {
+    name,
+    nameLocation: "middle",
+    nameGap: 24,
+    nameTextStyle: { color: ink.faint },
+    axisLine: { lineStyle: { color: ink.line } },
+    axisLabel: { color: ink.faint, hideOverlap: true },
+    splitLine: { lineStyle: { color: ink.line, opacity: 0.5 } },
+    axisPointer: { label: { show: false } },
+    ...more,
+  };
+}

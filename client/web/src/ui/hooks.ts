@@ -1,0 +1,176 @@
+/** What views stand on: the place in the URL, polling with an age, one ticking clock. */
+
+import { useCallback, useEffect, useRef, useState, useSyncExternalStore } from "react";
+
+import { type Place, parsePlace, placeHash } from "../lib/route";
+
+function onHash(listener: () => void): () => void {
+  window.addEventListener("hashchange", listener);
+  return () => window.removeEventListener("hashchange", listener);
+}
+
+let parsed: { hash: string; place: Place } | null = null;
+
+function currentPlace(): Place {
+  const hash = window.location.hash;
+  if (parsed?.hash !== hash) parsed = { hash, place: parsePlace(hash) };
+  return parsed.place;
+}
+
+/** Where the page is. */
+export function usePlace(): Place {
+  return useSyncExternalStore(onHash, currentPlace);
+}
+
+/** Goes to a place; `replace` leaves no trace in the history (typing, zooming). */
+export function go(place: Place, options: { replace?: boolean } = {}): void {
+  const hash = placeHash(place);
+  if (hash === window.location.hash) return;
+  if (options.replace) {
+    window.history.replaceState(null, "", hash);
+    window.dispatchEvent(new HashChangeEvent("hashchange"));
+  } else {
+    window.location.hash = hash;
+  }
+}
+
+/** One entry of the view's state, and how to change it. */
+export function useQuery(name: string, fallback = ""): [string, (value: string) => void] {
+  const place = usePlace();
+  const value = place.query[name] ?? fallback;
+  const set = useCallback(
+    (next: string) => {
+      const here = currentPlace();
+      const query = { ...here.query, [name]: next === fallback ? "" : next };
+      go({ ...here, query }, { replace: true });
+    },
+    [name, fallback],
+  );
+  return [value, set];
+}
+
+/** Changes several entries of the view's state at once, as one step of the history. */
+export function patchQuery(patch: Record<string, string>): void {
+  const here = currentPlace();
+  go({ ...here, query: { ...here.query, ...patch } });
+}
+
+export interface Polled<T> {
+  data: T | null;
+  /** Unix time in milliseconds of the answer; 0: none yet. */
+  at: number;
+  error: string | null;
+  busy: boolean;
+  refresh: () => void;
+}
+
+/**
+ * Asks now, every `everyMs` (0: once) while the page is visible, and whenever `key` changes.
+ * An answer to an older key is dropped; one that fails leaves the last good one, with its age.
+ */
+export function usePoll<T>(
+  key: string | null,
+  ask: (signal: AbortSignal) => Promise<T>,
+  everyMs: number,
+): Polled<T> {
+  const [state, setState] = useState<Omit<Polled<T>, "refresh"> & { key: string | null }>({
+    key: null,
+    data: null,
+    at: 0,
+    error: null,
+    busy: false,
+  });
+  const [round, setRound] = useState(0);
+  const latest = useRef(ask);
+  latest.current = ask;
+  useEffect(() => {
+    if (key === null) return;
+    const controller = new AbortController();
+    let timer = 0;
+    const run = async (): Promise<void> => {
+      if (document.hidden && everyMs > 0) return schedule();
+      setState((old) => (old.key === key ? { ...old, busy: true } : { key, data: null, at: 0, error: null, busy: true }));
+      try {
+        const data = await latest.current(controller.signal);
+        if (!controller.signal.aborted) setState({ key, data, at: Date.now(), error: null, busy: false });
+      } catch (error) {
+        if (controller.signal.aborted) return;
+        const text = error instanceof Error ? error.message : String(error);
+        setState((old) => ({ ...old, key, error: text, busy: false }));
+      }
+      schedule();
+    };
+    const schedule = (): void => {
+      if (everyMs > 0 && !controller.signal.aborted) timer = window.setTimeout(() => void run(), everyMs);
+    };
+    const wake = (): void => {
+      if (document.hidden || everyMs === 0) return;
+      window.clearTimeout(timer);
+      void run();
+    };
+    void run();
+    document.addEventListener("visibilitychange", wake);
+    return () => {
+      controller.abort();
+      window.clearTimeout(timer);
+      document.removeEventListener("visibilitychange", wake);
+    };
+  }, [key, everyMs, round]);
+  const refresh = useCallback(() => setRound((n) => n + 1), []);
+  const mine = state.key === key;
+  return {
+    data: mine ? state.data : null,
+    at: mine ? state.at : 0,
+    error: mine ? state.error : null,
+    busy: state.busy,
+    refresh,
+  };
+}
+
+const tickers = new Set<() => void>();
+let now = Date.now();
+let timer = 0;
+
+function onTick(listener: () => void): () => void {
+  tickers.add(listener);
+  if (tickers.size === 1) {
+    now = Date.now();
+    timer = window.setInterval(() => {
+      now = Date.now();
+      for (const each of tickers) each();
+    }, 1000);
+  }
+  return () => {
+    tickers.delete(listener);
+    if (tickers.size === 0) window.clearInterval(timer);
+  };
+}
+
+/** Unix time in milliseconds, once a second. */
+export function useNow(): number {
+  return useSyncExternalStore(onTick, () => now);
+}
+
+/** A value that follows another one once that has been still for `ms`. */
+export function useSettled<T>(value: T, ms: number): T {
+  const [settled, setSettled] = useState(value);
+  useEffect(() => {
+    const waiting = window.setTimeout(() => setSettled(value), ms);
+    return () => window.clearTimeout(waiting);
+  }, [value, ms]);
+  return settled;
+}
+
+/** Size of an element in CSS pixels, as it changes. */
+export function useSize<E extends HTMLElement>(): [React.RefObject<E | null>, number, number] {
+  const ref = useRef<E>(null);
+  const [size, setSize] = useState<[number, number]>([0, 0]);
+  useEffect(() => {
+    const element = ref.current;
+    if (!element) return;
+    const observer = new ResizeObserver(() => setSize([element.clientWidth, element.clientHeight]));
+    observer.observe(element);
+    return () => observer.disconnect();
+  }, []);
+  return [ref, size[0], size[1]];
+}

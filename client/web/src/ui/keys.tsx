@@ -1,0 +1,105 @@
+/** The keyboard: / filters, ? helps, g and a letter goes to a view. */
+
+import { type ReactNode, useEffect } from "react";
+
+import { VIEWS, type View } from "../lib/route";
+import { Dialog } from "./bits";
+
+export const TITLES: Record<View, string> = {
+  mesh: "Mesh",
+  params: "Parameters",
+  grads: "Gradients",
+  edits: "Edits",
+  exports: "Exports",
+  alerts: "Alerts & audit",
+  system: "System",
+};
+
+export const LETTERS: Record<View, string> = {
+  mesh: "m",
+  params: "p",
+  grads: "g",
+  edits: "e",
+  exports: "x",
+  alerts: "a",
+  system: "s",
+};
+
+const CHORD_MS = 1500;
+
+export function useKeys(to: { go: (view: View) => void; help: () => void; theme: () => void }): void {
+  useEffect(() => {
+    let chordUntil = 0;
+    const onKey = (event: KeyboardEvent): void => {
+      if (event.ctrlKey || event.metaKey || event.altKey || event.defaultPrevented) return;
+      const target = event.target as HTMLElement;
+      const typing = /^(INPUT|TEXTAREA|SELECT)$/.test(target.tagName);
+      if (typing) {
+        if (event.key === "Escape") target.blur();
+        return;
+      }
+      if (document.querySelector("dialog[open]")) return;
+      if (Date.now() < chordUntil) {
+        chordUntil = 0;
+        const view = VIEWS.find((each) => LETTERS[each] === event.key);
+        if (view) {
+          event.preventDefault();
+          to.go(view);
+        }
+        return;
+      }
+      if (event.key === "g") chordUntil = Date.now() + CHORD_MS;
+      else if (event.key === "?") to.help();
+      else if (event.key === "t") to.theme();
+      else if (event.key === "/") {
+        const filter = document.querySelector<HTMLInputElement>("input[data-filter]");
+        if (!filter) return;
+        event.preventDefault();
+        filter.focus();
+        filter.select();
+      }
+    };
+    window.addEventListener("keydown", onKey);
+    return () => window.removeEventListener("keydown", onKey);
+  }, [to]);
+}
+
+export function Help(props: { onClose: () => void }): ReactNode {
+  return (
+    <Dialog title="Keyboard" onClose={props.onClose}>
+      <table className="plain">
+        <tbody>
+          {VIEWS.map((view) => (
+            <tr key={view}>
+              <td>
+                <kbd>g</kbd> <kbd>{LETTERS[view]}</kbd>
+              </td>
+              <td>{TITLES[view]}</td>
+            </tr>
+          ))}
+          {[
+            ["/", "to the filter of this view"],
+            ["↑ ↓", "up and down a table that has the focus"],
+            ["Esc", "out of the filter; closes what is open"],
+            ["t", "light or dark"],
+            ["?", "this page"],
+          ].map(([key, what]) => (
+            <tr key={key}>
+              <td>
+                <kbd>{key}</kbd>
+              </td>
+              <td>{what}</td>
+            </tr>
+          ))}
+        </tbody>
+      </table>
+      <h3>Filters</h3>
+      <p className="wrap">
+        Words apart by spaces. Globs unite: <code>layers.*.weight head.*</code>. Terms must all hold:{" "}
+        <code>numel&gt;1M dtype=bfloat16 shape=4096x* kind=buffer placement~Shard rank=3 tied=true</code>;
+        and on numbers that the ranks compute now: <code>norm&gt;10 std&lt;1e-3 nan&gt;0 zero&gt;100</code>.
+        The same language as <code>paramd params</code>.
+      </p>
+    </Dialog>
+  );
+}

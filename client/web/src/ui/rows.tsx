@@ -1,0 +1,130 @@
+/** A table of any length: only the rows in sight are in the document. */
+
+import { useVirtualizer } from "@tanstack/react-virtual";
+import { type ReactNode, type RefObject, memo, useEffect, useRef } from "react";
+
+export interface Column<T> {
+  key: string;
+  title: string;
+  /** A CSS grid track such as "minmax(12rem, 2fr)". */
+  width: string;
+  numeric?: boolean;
+  /** Left out on narrow screens. */
+  wide?: boolean;
+  render: (item: T, index: number) => ReactNode;
+}
+
+interface Props<T> {
+  label: string;
+  columns: readonly Column<T>[];
+  items: readonly T[];
+  keyOf: (item: T) => string;
+  selected?: string;
+  onPick?: ((item: T) => void) | undefined;
+  sort?: { key: string; down: boolean };
+  onSort?: (key: string) => void;
+  sortable?: ReadonlySet<string>;
+  /** Told which rows are in sight, [begin, end). */
+  onSight?: (begin: number, end: number) => void;
+  height?: string;
+  toneOf?: (item: T) => string;
+}
+
+const ROW_PX = 28;
+const OVERSCAN = 12;
+
+function RowsInner<T>(props: Props<T>): ReactNode {
+  const { columns, items, keyOf, selected, onPick, onSight } = props;
+  const box = useRef<HTMLDivElement>(null);
+  const virtual = useVirtualizer({
+    count: items.length,
+    getScrollElement: () => box.current,
+    estimateSize: () => ROW_PX,
+    overscan: OVERSCAN,
+  });
+  const shown = virtual.getVirtualItems();
+  const begin = shown[0]?.index ?? 0;
+  const end = (shown.at(-1)?.index ?? -1) + 1;
+  useEffect(() => onSight?.(begin, end), [onSight, begin, end]);
+  const tracks = columns.map((column) => column.width).join(" ");
+  const move = (by: number): void => {
+    if (!onPick || items.length === 0) return;
+    const at = items.findIndex((item) => keyOf(item) === selected);
+    const next = Math.min(items.length - 1, Math.max(0, at + by));
+    virtual.scrollToIndex(next);
+    onPick(items[next]!);
+  };
+  return (
+    <div
+      className="rows"
+      role="table"
+      aria-label={props.label}
+      aria-rowcount={items.length + 1}
+      ref={box}
+      tabIndex={0}
+      style={{ height: props.height ?? "100%", ["--tracks" as string]: tracks }}
+      onKeyDown={(event) => {
+        const by = { ArrowDown: 1, ArrowUp: -1, PageDown: 20, PageUp: -20 }[event.key];
+        if (by === undefined || !onPick) return;
+        event.preventDefault();
+        move(by);
+      }}
+    >
+      <Heads {...props} />
+      <div className="all" style={{ height: virtual.getTotalSize() }}>
+        {shown.map((row) => {
+          const item = items[row.index]!;
+          const key = keyOf(item);
+          return (
+            <div
+              key={key}
+              role="row"
+              aria-rowindex={row.index + 2}
+              aria-selected={onPick ? key === selected : undefined}
+              className={`row ${props.toneOf?.(item) ?? ""} ${onPick ? "pick" : ""}`}
+              style={{ transform: `translateY(${row.start}px)` }}
+              onClick={onPick ? () => onPick(item) : undefined}
+            >
+              {columns.map((column) => (
+                <div key={column.key} role="cell" className={cellClass(column)}>
+                  {column.render(item, row.index)}
+                </div>
+              ))}
+            </div>
+          );
+        })}
+      </div>
+    </div>
+  );
+}
+
+function Heads<T>(props: Props<T>): ReactNode {
+  const { columns, sort, onSort, sortable } = props;
+  return (
+    <div role="row" className="row heads" aria-rowindex={1}>
+      {columns.map((column) => {
+        const active = sort?.key === column.key;
+        const order = active ? (sort.down ? "descending" : "ascending") : undefined;
+        return (
+          <div key={column.key} role="columnheader" aria-sort={order} className={cellClass(column)}>
+            {onSort && sortable?.has(column.key) ? (
+              <button type="button" className="quiet" onClick={() => onSort(column.key)}>
+                {column.title}
+                {active ? (sort.down ? " ↓" : " ↑") : ""}
+              </button>
+            ) : (
+              column.title
+            )}
+          </div>
+        );
+      })}
+    </div>
+  );
+}
+
+function cellClass<T>(column: Column<T>): string {
+  return `${column.numeric ? "num" : ""} ${column.wide ? "wide" : ""}`;
+}
+
+export const Rows = memo(RowsInner) as typeof RowsInner;
+export type BoxRef = RefObject<HTMLDivElement | null>;

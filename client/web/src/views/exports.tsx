@@ -1,0 +1,198 @@
+/** Exports: start one, see it write and verify, what was written before, and what is scheduled. */
+
+import { type ReactNode, useState } from "react";
+
+import { raw } from "../api/client";
+import type { DestinationDocument, ExportDocument, ScheduleDocument } from "../api/documents";
+import { bytes, clock, count, duration } from "../lib/format";
+import { Badge, Bar, Empty, Name, Panel, Source, Trouble } from "../ui/bits";
+import { useMay, useShared } from "../ui/context";
+import { useNow, usePoll, useQuery } from "../ui/hooks";
+import { ExportForm } from "./export_form";
+
+const UNDER_WAY = new Set(["PLANNED", "RUNNING", "VERIFYING"]);
+
+export default function Exports(): ReactNode {
+  const { job, live, session } = useShared();
+  const mayExport = useMay("export");
+  const destinations = usePoll(
+    mayExport ? "destinations" : null,
+    (signal) => raw<{ destinations: DestinationDocument[] }>("get", "/api/v1/destinations", { signal }),
+    0,
+  );
+  const [fast, setFast] = useState(false);
+  const exports = usePoll(
+    `${job} exports ${live.changes["export"] ?? 0}`,
+    async (signal) => {
+      const found = await raw<{ exports: ExportDocument[] }>("get", "/api/v1/jobs/{job}/exports", { path: { job }, signal });
+      setFast(found.exports.some((one) => UNDER_WAY.has(one.state)));
+      return found;
+    },
+    fast ? 1000 : 10_000,
+  );
+  return (
+    <>
+      <div className="head">
+        <h1>Exports</h1>
+        {!mayExport && (
+          <span className="faint">{session.readonly ? "This control plane is read-only" : `The role ${session.role} does not export`}</span>
+        )}
+      </div>
+      {mayExport && destinations.error && <Trouble>{destinations.error}</Trouble>}
+      {mayExport && <ExportForm destinations={destinations.data?.destinations ?? []} onStarted={exports.refresh} />}
+      <List exports={exports.data?.exports ?? []} mayExport={mayExport} onChanged={exports.refresh} source={<Source what={`/jobs/${job}/exports`} at={exports.at} error={exports.error} busy={exports.busy} refresh={exports.refresh} />} error={exports.error} asked={exports.at > 0} />
+      <Schedules mayExport={mayExport} />
+    </>
+  );
+}
+
+function List(props: {
+  exports: readonly ExportDocument[];
+  mayExport: boolean;
+  onChanged: () => void;
+  source: ReactNode;
+  error: string | null;
+  asked: boolean;
+}): ReactNode {
+  const { exports, mayExport, onChanged, source, error, asked } = props;
+  const [filter, setFilter] = useQuery("filter");
+  const words = filter.toLowerCase().split(/\s+/).filter(Boolean);
+  const shown = [...exports]
+    .sort((a, b) => b.created_s - a.created_s)
+    .filter((one) => words.every((word) => `${one.destination} ${one.state} ${one.format} ${one.actor} ${one.id}`.toLowerCase().includes(word)));
+  return (
+    <Panel
+      title="History"
+      source={source}
+      actions={<input type="search" data-filter aria-label="Filter exports" placeholder="destination, state, who   ( / )" value={filter} onChange={(event) => setFilter(event.target.value)} />}
+    >
+      {error && <Trouble>{error}</Trouble>}
+      {asked && shown.length === 0 && <Empty>{filter ? "None matches the filter." : "Nothing has been exported."}</Empty>}
+      <ul className="bare">
+        {shown.map((one) => (
+          <One key={one.id} one={one} mayExport={mayExport} onChanged={onChanged} />
+        ))}
+      </ul>
+    </Panel>
+  );
+}
+
+function One(props: { one: ExportDocument; mayExport: boolean; onChanged: () => void }): ReactNode {
+  const { one, mayExport, onChanged } = props;
+  const { job } = useShared();
+  const now = useNow();
+  const [problem, setProblem] = useState("");
+  const [open, setOpen] = useQuery("export");
+  const working = UNDER_WAY.has(one.state);
+  const took = (one.ended_s ?? now / 1000) - one.created_s;
+  const share = one.size_bytes > 0 ? one.written_bytes / one.size_bytes : working ? 0 : 1;
+  const cancel = (): void => {
+    raw("delete", "/api/v1/jobs/{job}/exports/{id}", { path: { job, id: one.id } })
+      .then(onChanged)
+      .catch((error: unknown) => setProblem(error instanceof Error ? error.message : String(error)));
+  };
+  return (
+    <li className="alert" data-export={one.id}>
+      <div className="bar-row">
+        <Badge state={one.state} />
+        <strong>
+          <Name>{one.destination}</Name>
+        </strong>
+        <span>{one.format}</span>
+        <span className="faint">
+          {one.step >= 0 ? `step ${count(one.step)}, ` : ""}
+          {clock(one.created_s)}, {duration(Math.max(0, took))}, by {one.actor}
+          {one.schedule ? `, schedule ${one.schedule.slice(0, 8)}` : ""}
+        </span>
+        <span className="num">
+          {bytes(one.written_bytes)} of {bytes(one.size_bytes)}
+        </span>
+        <button type="button" className="quiet" aria-expanded={open === one.id} onClick={() => setOpen(open === one.id ? "" : one.id)}>
+          {count(one.files.length)} files
+        </button>
+        {mayExport && working && (
+          <button type="button" onClick={cancel}>
+            Cancel
+          </button>
+        )}
+      </div>
+      {working && <Bar share={share} label={`${one.destination}: ${Math.round(100 * share)} % written`} />}
+      {one.reason && <p className="wrap">{one.reason}</p>}
+      {problem && <Trouble>{problem}</Trouble>}
+      {open === one.id && <Files one={one} />}
+    </li>
+  );
+}
+
+function Files(props: { one: ExportDocument }): ReactNode {
+  return (
+    <div className="scroll">
+      <table className="plain" aria-label="Files">
+        <thead>
+          <tr>
+            <th>file</th>
+            <th>rank</th>
+            <th className="num">written</th>
+            <th className="num">size</th>
+            <th>state</th>
+            <th>checksum</th>
+          </tr>
+        </thead>
+        <tbody>
+          {props.one.files.slice(0, 500).map((file) => (
+            <tr key={file.name}>
+              <td>
+                <Name>{file.name}</Name>
+              </td>
+              <td>{file.rank}</td>
+              <td className="num">{bytes(file.written_bytes)}</td>
+              <td className="num">{bytes(file.size_bytes)}</td>
+              <td>{file.state}</td>
+              <td className="mono">{file.checksum.slice(0, 16)}</td>
+            </tr>
+          ))}
+        </tbody>
+      </table>
+    </div>
+  );
+}
+
+function Schedules(props: { mayExport: boolean }): ReactNode {
+  const { job, live } = useShared();
+  const [problem, setProblem] = useState("");
+  const found = usePoll(
+    `${job} schedules ${live.changes["export"] ?? 0}`,
+    (signal) => raw<{ schedules: ScheduleDocument[] }>("get", "/api/v1/jobs/{job}/export-schedules", { path: { job }, signal }),
+    30_000,
+  );
+  const rows = found.data?.schedules ?? [];
+  const remove = (id: string): void => {
+    raw("delete", "/api/v1/jobs/{job}/export-schedules/{id}", { path: { job, id } })
+      .then(found.refresh)
+      .catch((error: unknown) => setProblem(error instanceof Error ? error.message : String(error)));
+  };
+  return (
+    <Panel title="Schedules" source={<Source what={`/jobs/${job}/export-schedules`} at={found.at} error={found.error} busy={found.busy} refresh={found.refresh} />}>
+      {found.error && <Trouble>{found.error}</Trouble>}
+      {problem && <Trouble>{problem}</Trouble>}
+      {found.data && rows.length === 0 && <Empty>Nothing is scheduled.</Empty>}
+      <ul className="bare">
+        {rows.map((one) => (
+          <li key={one.id} className="bar-row">
+            <Name>{one.destination}</Name>
+            <span>
+              {one.every_steps ? `every ${count(one.every_steps)} steps` : one.every_s ? `every ${duration(one.every_s)}` : ""}
+              {one.keep_last ? `, the last ${count(one.keep_last)} are kept` : ""}
+              {one.keep_every ? `, and every ${count(one.keep_every)}th step` : ""}
+            </span>
+            {props.mayExport && (
+              <button type="button" onClick={() => remove(one.id)}>
+                Remove
+              </button>
+            )}
+          </li>
+        ))}
+      </ul>
+    </Panel>
+  );
+}

@@ -1,0 +1,199 @@
+/** Gradients, live: norms of each layer as updates consume them; what vanishes, explodes or breaks. */
+
+import { type ReactNode, useEffect, useMemo, useReducer, useState } from "react";
+
+import { get, urlOf } from "../api/client";
+import { follow, type ServerEvent } from "../api/sse";
+import { count, number, percent } from "../lib/format";
+import { type Frame, type GradRow, type Grads, type Mark, NO_GRADS, withFrame } from "../lib/grads";
+import { placeHash } from "../lib/route";
+import { Badge, Choice, Empty, Facts, Name, Panel, Source, Spark, type Tone, Trouble } from "../ui/bits";
+import { axis, Chart } from "../ui/chart";
+import { useShared } from "../ui/context";
+import { usePoll, useQuery, useSettled } from "../ui/hooks";
+import { type Column, Rows } from "../ui/rows";
+
+const TONES: Record<Mark, Tone> = {
+  "": "ok",
+  none: "mute",
+  vanishing: "warn",
+  exploding: "bad",
+  "non-finite": "bad",
+};
+/** Frames come as fast as training goes; the page draws at most so often. */
+const DRAW_MS = 250;
+
+interface Following {
+  grads: Grads;
+  at: number;
+  problem: string | null;
+}
+
+export default function Gradients(): ReactNode {
+  const { job, dark } = useShared();
+  const [filter, setFilter] = useQuery("filter");
+  const [every, setEvery] = useQuery("every", "1");
+  const [paused, setPaused] = useState(false);
+  const [name, setName] = useQuery("name");
+  const [marked, setMarked] = useQuery("marked", "all");
+  const asked = useSettled(filter, 300);
+  const { grads, at, problem } = useGrads(job, asked, every, paused);
+  const rows = useMemo(() => {
+    const all = [...grads.rows.values()];
+    return marked === "all" ? all : all.filter((row) => row.mark !== "" || row.firstBad !== null);
+  }, [grads, marked]);
+  const chosen = grads.rows.get(name);
+  const wrong = [...grads.rows.values()].filter((row) => row.mark === "non-finite" || row.firstBad !== null);
+  return (
+    <>
+      <div className="head">
+        <h1>Gradients</h1>
+        <Source what={`/jobs/${job}/grads`} at={at} step={grads.step} epoch={grads.epoch} error={problem} busy />
+      </div>
+      <div className="bar-row">
+        <div className="grow">
+          <input type="search" data-filter spellCheck={false} aria-label="Filter" placeholder="layers.*.weight   ( / )" value={filter} onChange={(event) => setFilter(event.target.value)} />
+        </div>
+        <Choice label="Every n-th step" value={every} options={[["1", "every step"], ["10", "10th"], ["100", "100th"]] as const} onChange={setEvery} />
+        <Choice label="Show" value={marked} options={[["all", "all"], ["marked", "marked"]] as const} onChange={setMarked} />
+        <button type="button" aria-pressed={paused} onClick={() => setPaused(!paused)}>
+          {paused ? "Follow" : "Stop following"}
+        </button>
+      </div>
+      {problem && <Trouble>{problem}</Trouble>}
+      {wrong.length > 0 && <Broken rows={wrong} />}
+      <Panel title="All together" source={<span className="source">{count(grads.frames)} frames, {count(grads.dropped)} dropped</span>}>
+        {grads.total === null && !problem && <Empty>Waiting for the next update that is consumed …</Empty>}
+        {grads.total && (
+          <Facts
+            rows={[
+              ["norm", number(grads.total.norm, 6)],
+              ["NaN, Inf", `${count(grads.total.nan_count)}, ${count(grads.total.inf_count)}`],
+              ["zeros", percent(grads.total.zero_count, grads.total.count)],
+              ["loss scale", number(grads.scale)],
+              ["clipped by", grads.clip === null ? "not known" : number(grads.clip)],
+            ]}
+          />
+        )}
+        {grads.totals.length > 1 && (
+          <Chart
+            label="Norm of all gradients over steps"
+            height={180}
+            deps={[grads.totals, dark]}
+            option={(ink) => ({
+              xAxis: axis(ink, "step", { type: "value", scale: true }),
+              yAxis: axis(ink, "norm", { type: "value", scale: true, nameGap: 50 }),
+              series: [{ type: "line", showSymbol: false, lineStyle: { width: 1.3 }, data: grads.totals.map(([step, norm]) => [step, norm === null ? "-" : Number(norm.toPrecision(7))]) }],
+            })}
+          />
+        )}
+      </Panel>
+      <Rows label="Gradients" columns={COLUMNS} items={rows} keyOf={(row) => row.fqn} selected={name} onPick={(row) => setName(row.fqn)} toneOf={(row) => TONES[row.mark]} height="28rem" />
+      {chosen && <One row={chosen} />}
+    </>
+  );
+}
+
+const COLUMNS: readonly Column<GradRow>[] = [
+  { key: "fqn", title: "name", width: "minmax(11rem, 2fr)", render: (row) => <Name>{row.fqn}</Name> },
+  { key: "norm", title: "norm", width: "6rem", numeric: true, render: (row) => (row.last.none ? "none" : number(row.last.norm)) },
+  { key: "spark", title: "last norms", width: "6.5rem", render: (row) => <Spark values={row.norms} /> },
+  { key: "mean", title: "mean", width: "6.5rem", numeric: true, wide: true, render: (row) => number(row.last.mean, 3) },
+  { key: "std", title: "std", width: "6rem", numeric: true, wide: true, render: (row) => number(row.last.std, 3) },
+  { key: "zeros", title: "zeros", width: "5rem", numeric: true, wide: true, render: (row) => percent(row.last.zero_count, row.last.count) },
+  { key: "nan", title: "NaN/Inf", width: "5rem", numeric: true, render: (row) => count(row.last.nan_count + row.last.inf_count) },
+  { key: "mark", title: "", width: "minmax(7rem, 1fr)", render: (row) => (row.mark ? <Badge state={row.mark} tone={TONES[row.mark]} /> : row.firstBad !== null ? `was not finite at ${count(row.firstBad)}` : "") },
+];
+
+function useGrads(job: string, filter: string, every: string, paused: boolean): Following {
+  const [grads, dispatch] = useReducer(
+    (old: Grads, frames: readonly Frame[] | null) => (frames ? frames.reduce(withFrame, old) : NO_GRADS),
+    NO_GRADS,
+  );
+  const [state, setState] = useState<{ at: number; problem: string | null }>({ at: 0, problem: null });
+  useEffect(() => dispatch(null), [job, filter]);
+  useEffect(() => {
+    if (paused) return;
+    const controller = new AbortController();
+    let waiting: Frame[] = [];
+    const flush = window.setInterval(() => {
+      if (waiting.length === 0) return;
+      dispatch(waiting);
+      waiting = [];
+    }, DRAW_MS);
+    const onEvent = (event: ServerEvent): void => {
+      if (event.kind !== "frame") return;
+      waiting.push(JSON.parse(event.data) as Frame);
+      setState({ at: Date.now(), problem: null });
+    };
+    const onState = (problem: string | null): void => setState((old) => ({ ...old, problem }));
+    const url = urlOf("/api/v1/jobs/{job}/grads", { job }, { filter: filter.trim() || "*", every, kind: "histogram" });
+    void follow(url, { onEvent, onState }, controller.signal);
+    return () => {
+      controller.abort();
+      window.clearInterval(flush);
+    };
+  }, [job, filter, every, paused]);
+  return { grads, ...state };
+}
+
+/** What is not finite, since which step; the ranks are those that the alerts name. */
+function Broken(props: { rows: readonly GradRow[] }): ReactNode {
+  const { job, live } = useShared();
+  const alerts = usePoll(
+    `${job} grads alerts ${live.changes["alert"] ?? 0}`,
+    (signal) => get("/api/v1/jobs/{job}/alerts", { path: { job }, query: { limit: 1000 }, signal }),
+    10_000,
+  );
+  return (
+    <Panel title={`${count(props.rows.length)} not finite`}>
+      <ul className="bare list-small">
+        {props.rows.slice(0, 50).map((row) => {
+          const alert = alerts.data?.alerts.find((one) => one.fqn === row.fqn && one.rule === "non-finite");
+          return (
+            <li key={row.fqn}>
+              <Name>{row.fqn}</Name> first seen by this page at step {count(row.firstBad ?? -1)}
+              {row.mark === "non-finite" ? `, now ${count(row.last.nan_count)} NaN and ${count(row.last.inf_count)} Inf` : ", finite again"}
+              {alert ? `; rank ${alert.ranks.join(", ")}: ${alert.reason}` : ""}
+            </li>
+          );
+        })}
+      </ul>
+    </Panel>
+  );
+}
+
+function One(props: { row: GradRow }): ReactNode {
+  const { row } = props;
+  const { job, dark } = useShared();
+  const exponents = row.last.exponents ?? [];
+  return (
+    <Panel
+      title={<Name className="wrap">{row.fqn}</Name>}
+      actions={<a href={placeHash({ job, view: "params", query: { name: row.fqn } })}>the parameter</a>}
+    >
+      <Facts
+        rows={[
+          ["norm", number(row.last.norm, 6)],
+          ["mean", number(row.last.mean)],
+          ["std", number(row.last.std)],
+          ["least", number(row.last.min)],
+          ["most", number(row.last.max)],
+          ["zeros", percent(row.last.zero_count, row.last.count)],
+        ]}
+      />
+      {exponents.length > 0 && (
+        <Chart
+          label="Binary exponents of the gradient's elements"
+          height={200}
+          deps={[exponents, dark]}
+          option={(ink) => ({
+            xAxis: axis(ink, "binary exponent e of 2^e ≤ |x|", { type: "value", scale: true }),
+            yAxis: axis(ink, "elements", { type: "value", nameGap: 50 }),
+            series: [{ type: "line", step: "middle", showSymbol: false, areaStyle: { opacity: 0.2 }, data: exponents.map(([e, n]) => [e, n]) }],
+          })}
+        />
+      )}
+    </Panel>
+  );
+}

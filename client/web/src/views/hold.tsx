@@ -1,0 +1,97 @@
+/** Pause, step and resume training; a hold is a lease that ends by itself. */
+
+import { type ReactNode, useState } from "react";
+
+import { raw } from "../api/client";
+import type { HoldDocument } from "../api/documents";
+import { leaseLeft } from "../lib/edits";
+import { clock, count } from "../lib/format";
+import { Badge, Panel, Source, Trouble } from "../ui/bits";
+import { useShared } from "../ui/context";
+import { useNow, usePoll, useQuery } from "../ui/hooks";
+
+const LEASES = ["30", "60", "120", "300"] as const;
+
+export function Hold(props: { mayEdit: boolean }): ReactNode {
+  const { job, live } = useShared();
+  const now = useNow();
+  const [lease, setLease] = useQuery("lease", "30");
+  const [steps, setSteps] = useState("1");
+  const [busy, setBusy] = useState(false);
+  const [problem, setProblem] = useState("");
+  const hold = usePoll(
+    `${job} hold ${live.changes["hold"] ?? 0}`,
+    (signal) => raw<HoldDocument>("get", "/api/v1/jobs/{job}/hold", { path: { job }, signal }),
+    3000,
+  );
+  const act = (method: "post" | "delete", path: string, body?: unknown): void => {
+    setBusy(true);
+    setProblem("");
+    raw<HoldDocument>(method, `/api/v1/jobs/{job}${path}`, { path: { job }, ...(body ? { body } : {}) })
+      .catch((error: unknown) => setProblem(error instanceof Error ? error.message : String(error)))
+      .finally(() => {
+        setBusy(false);
+        hold.refresh();
+      });
+  };
+  const found = hold.data;
+  const held = found !== null && found.state !== "running";
+  const left = leaseLeft(found?.lease_left_s, hold.at, now);
+  return (
+    <Panel
+      title="Training"
+      source={<Source what={`/jobs/${job}/hold`} at={hold.at} step={found?.step} error={hold.error} busy={hold.busy} />}
+    >
+      {hold.error && <Trouble>{hold.error}</Trouble>}
+      {problem && <Trouble>{problem}</Trouble>}
+      {found && (
+        <div className="hold">
+          <Badge state={found.state} />
+          {held && (
+            <span>
+              by {found.holder || "somebody"}
+              {found.since_s ? ` since ${clock(found.since_s)}` : ""}
+              {found.steps_left > 0 ? `, ${count(found.steps_left)} steps to go` : ""}; goes on by itself in{" "}
+              <strong data-testid="lease" className={left < 10 ? "source bad" : ""}>
+                {Math.ceil(left)} s
+              </strong>
+            </span>
+          )}
+          {props.mayEdit && (
+            <div className="actions">
+              <label className="tick">
+                for
+                <select aria-label="Lease" value={lease} onChange={(event) => setLease(event.target.value)}>
+                  {LEASES.map((each) => (
+                    <option key={each} value={each}>
+                      {each} s
+                    </option>
+                  ))}
+                </select>
+              </label>
+              {!held && (
+                <button type="button" disabled={busy} onClick={() => act("post", "/hold", { lease_s: Number(lease) })}>
+                  Pause
+                </button>
+              )}
+              {held && (
+                <>
+                  <button type="button" disabled={busy} onClick={() => act("post", "/hold/renew", { lease_s: Number(lease) })}>
+                    Renew
+                  </button>
+                  <input type="number" min={1} max={1000} aria-label="Steps" value={steps} onChange={(event) => setSteps(event.target.value)} />
+                  <button type="button" disabled={busy || !(Number(steps) >= 1)} onClick={() => act("post", "/hold/step", { steps: Number(steps) })}>
+                    Step
+                  </button>
+                  <button type="button" className="main" disabled={busy} onClick={() => act("delete", "/hold")}>
+                    Resume
+                  </button>
+                </>
+              )}
+            </div>
+          )}
+        </div>
+      )}
+    </Panel>
+  );
+}

@@ -1,0 +1,221 @@
+/** Mesh: every rank on its mesh axes, what it does, and since when. */
+
+import { type ReactNode, useMemo } from "react";
+
+import { get } from "../api/client";
+import type { RankDocument } from "../api/schema";
+import { bytes, clock, count, duration } from "../lib/format";
+import { type Axis, axesOf, countBy, median, stragglers } from "../lib/mesh";
+import { Badge, Empty, Facts, Panel, Source, Trouble } from "../ui/bits";
+import { useMay, useShared } from "../ui/context";
+import { patchQuery, usePoll, useQuery } from "../ui/hooks";
+import { Tiles, type TileData } from "./mesh_tiles";
+import { FieldMap } from "./mesh_field";
+import { RankTable } from "./mesh_table";
+import { StepTimes } from "./mesh_times";
+
+/** Above so many ranks they are cells of a map, no tiles with text. */
+const MAX_TILES = 128;
+
+/** Ranks of large meshes report every 5 s; their list costs the control plane most. */
+export function pollMs(worldSize: number): number {
+  if (worldSize <= 64) return 2000;
+  return worldSize <= 1024 ? 5000 : 15_000;
+}
+
+export default function Mesh(): ReactNode {
+  const { job, live } = useShared();
+  const jobs = usePoll(`job-of-${job}`, (signal) => get("/api/v1/jobs", { signal }), 5000);
+  const summary = jobs.data?.jobs.find((one) => one.job === job);
+  const world = summary?.world_size ?? 0;
+  const ranks = usePoll(
+    world ? `${job}/ranks` : null,
+    (signal) => get("/api/v1/jobs/{job}/ranks", { path: { job }, signal }),
+    pollMs(world),
+  );
+  const facts = usePoll(
+    world ? `${job}/axes/${summary?.epoch}` : null,
+    (signal) => get("/api/v1/jobs/{job}/params", { path: { job }, query: { limit: 1000 }, signal }),
+    0,
+  );
+  const alerts = usePoll(
+    `${job}/alerts/${live.changes["alert"] ?? 0}`,
+    (signal) => get("/api/v1/jobs/{job}/alerts", { path: { job }, query: { limit: 1000 }, signal }),
+    30_000,
+  );
+  const [picked] = useQuery("rank");
+  const axes = useMemo(() => axesOf(facts.data?.params ?? [], world), [facts.data, world]);
+  const all = ranks.data?.ranks ?? NO_RANKS;
+  const late = useMemo(() => stragglers(all), [all]);
+  const alertsOf = useMemo(() => {
+    const found = new Map<number, string[]>();
+    for (const alert of alerts.data?.alerts ?? []) {
+      for (const rank of alert.ranks) found.set(rank, [...(found.get(rank) ?? []), alert.reason]);
+    }
+    return found;
+  }, [alerts.data]);
+  const tiles = useMemo<TileData[]>(
+    () =>
+      all.map((rank) => ({
+        ...rank,
+        late: late.has(rank.rank),
+        alertCount: (alertsOf.get(rank.rank) ?? []).length + rank.alerts.length,
+      })),
+    [all, late, alertsOf],
+  );
+  const pick = (rank: number): void => patchQuery({ rank: String(rank) === picked ? "" : String(rank) });
+  const chosen = picked === "" ? undefined : tiles.find((rank) => String(rank.rank) === picked);
+  const axesText = axes.map((axis) => `${axis.name} ${axis.size}`).join(" × ");
+  return (
+    <>
+      <div className="head">
+        <h1>Mesh</h1>
+        {summary && <Badge state={summary.state} />}
+        {summary && (
+          <span>
+            {count(summary.joined_count)} of {count(world)} ranks · step{" "}
+            {count(Math.max(summary.step, live.epoch === summary.epoch ? live.step : -1))} · epoch {summary.epoch}
+          </span>
+        )}
+        <Source what={`/jobs/${job}/ranks`} at={ranks.at} error={ranks.error} busy={ranks.busy} refresh={ranks.refresh} />
+      </div>
+      {summary?.reason && <Trouble>{summary.reason}</Trouble>}
+      {ranks.error && <Trouble>{ranks.error}</Trouble>}
+      <Totals ranks={tiles} />
+      <Panel
+        title="Ranks"
+        source={<span className="source" title="From the placements of the parameters">axes {axesText}</span>}
+      >
+        {all.length === 0 && !ranks.error && <Empty>…</Empty>}
+        {all.length > 0 && all.length <= MAX_TILES && (
+          <Tiles ranks={tiles} axes={axes} picked={picked} onPick={pick} />
+        )}
+        {all.length > MAX_TILES && <FieldMap ranks={tiles} axes={axes} picked={picked} onPick={pick} />}
+      </Panel>
+      {chosen && <RankPanel rank={chosen} axes={axes} reasons={alertsOf.get(chosen.rank) ?? []} at={ranks.at} />}
+      {all.length > 16 && <RankTable ranks={tiles} at={ranks.at} picked={picked} onPick={pick} />}
+      <div className="two">
+        <StepTimes world={world} epoch={summary?.epoch ?? -1} />
+        <Epochs />
+      </div>
+    </>
+  );
+}
+
+const NO_RANKS: readonly RankDocument[] = [];
+
+function Totals(props: { ranks: readonly TileData[] }): ReactNode {
+  const { ranks } = props;
+  if (ranks.length === 0) return null;
+  const phases = [...countBy(ranks.filter((r) => r.membership === "joined"), (r) => r.phase)];
+  const middle = median(ranks.filter((r) => r.step_time_ns > 0).map((r) => r.step_time_ns));
+  const sum = (key: "arena_bytes" | "snapshot_bytes" | "sidecar_rss_bytes"): number =>
+    ranks.reduce((total, rank) => total + rank[key], 0);
+  return (
+    <Panel title="Now">
+      <Facts
+        rows={[
+          ["phases", phases.map(([phase, n]) => `${phase} ${count(n)}`).join(", ") || "–"],
+          ["median step time", duration(middle / 1e9)],
+          ["stragglers", count(ranks.filter((rank) => rank.late).length)],
+          ["not well", count(ranks.filter((rank) => rank.state !== "ok").length)],
+          ["parameters in arenas", bytes(sum("arena_bytes"))],
+          ["in snapshots", bytes(sum("snapshot_bytes"))],
+          ["sidecars' memory", bytes(sum("sidecar_rss_bytes"))],
+        ]}
+      />
+    </Panel>
+  );
+}
+
+function RankPanel(props: {
+  rank: TileData;
+  axes: readonly Axis[];
+  reasons: readonly string[];
+  at: number;
+}): ReactNode {
+  const { rank, reasons, at } = props;
+  const mayRead = useMay("read");
+  const { job } = useShared();
+  return (
+    <Panel
+      title={`Rank ${rank.rank}`}
+      source={<Source what={`rank ${rank.rank}'s report`} at={at - rank.age_s * 1000} step={rank.step} />}
+      actions={
+        <button type="button" className="quiet" aria-label="Close" onClick={() => patchQuery({ rank: "" })}>
+          ✕
+        </button>
+      }
+    >
+      {rank.reason && <Trouble>{rank.reason}</Trouble>}
+      {reasons.map((reason) => (
+        <Trouble key={reason}>{reason}</Trouble>
+      ))}
+      {!rank.agreement_works && rank.agreement_reason && <Trouble>{rank.agreement_reason}</Trouble>}
+      <Facts
+        rows={[
+          ["state", <Badge key="s" state={rank.state} />],
+          ["membership", rank.membership],
+          ["phase", rank.phase],
+          ["step", count(rank.step)],
+          ["step time", `${duration(rank.step_time_ns / 1e9)}${rank.late ? " (straggler)" : ""}`],
+          ["last report", `${duration(rank.age_s)} before this list`],
+          ["waited for copies", `${count(rank.stall_count)} times, ${duration(rank.stall_total_ns / 1e9)}`],
+          ["longest wait", duration(rank.stall_max_ns / 1e9)],
+          ["copies given up", count(rank.abandoned_copy_count)],
+          ["arena", bytes(rank.arena_bytes)],
+          ["snapshots", `${count(rank.snapshot_count)}, ${bytes(rank.snapshot_bytes)}`],
+          ["sidecar", `pid ${rank.sidecar_pid}, ${bytes(rank.sidecar_rss_bytes)}`],
+          ["trainer", `pid ${rank.trainer_pid}, ${bytes(rank.trainer_rss_bytes)}`],
+          ["agreement", rank.agreement_works ? "works" : "does not work"],
+          ["version", rank.version],
+          ["parameters", mayRead ? <a key="p" href={`#/${encodeURIComponent(job)}/params?filter=rank%3D${rank.rank}`}>of this rank</a> : "–"],
+        ]}
+      />
+    </Panel>
+  );
+}
+
+function Epochs(): ReactNode {
+  const { job, live } = useShared();
+  const epochs = usePoll(
+    `${job}/epochs/${live.changes["epoch"] ?? 0}`,
+    (signal) => get("/api/v1/jobs/{job}/epochs", { path: { job }, signal }),
+    60_000,
+  );
+  const rows = [...(epochs.data?.epochs ?? [])].reverse();
+  return (
+    <Panel
+      title="Epochs"
+      source={<Source what={`/jobs/${job}/epochs`} at={epochs.at} error={epochs.error} busy={epochs.busy} />}
+    >
+      {epochs.error && <Trouble>{epochs.error}</Trouble>}
+      <div className="scroll">
+        <table className="plain">
+          <thead>
+            <tr>
+              <th>epoch</th>
+              <th>ranks</th>
+              <th>began</th>
+              <th>ended</th>
+              <th>last step</th>
+              <th>why</th>
+            </tr>
+          </thead>
+          <tbody>
+            {rows.map((epoch) => (
+              <tr key={epoch.epoch}>
+                <td>{epoch.epoch}</td>
+                <td>{count(epoch.world_size)}</td>
+                <td>{clock(epoch.began_s)}</td>
+                <td>{epoch.ended_s === null ? "goes on" : clock(epoch.ended_s)}</td>
+                <td>{epoch.step >= 0 ? count(epoch.step) : "–"}</td>
+                <td className="wrap">{epoch.reason}</td>
+              </tr>
+            ))}
+          </tbody>
+        </table>
+      </div>
+    </Panel>
+  );
+}

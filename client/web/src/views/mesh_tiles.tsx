@@ -1,0 +1,98 @@
+/** Ranks as tiles: the last axis across, the one before it down, further ones as groups. */
+
+import type { ReactNode } from "react";
+
+import type { RankDocument } from "../api/schema";
+import { bytes, count, duration } from "../lib/format";
+import { type Axis, coordinates } from "../lib/mesh";
+import { toneOf, type Tone } from "../ui/bits";
+
+export interface TileData extends RankDocument {
+  late: boolean;
+  alertCount: number;
+}
+
+/** How a rank is shown: its state, or that it is late. */
+export function toneOfRank(rank: TileData): Tone {
+  if (rank.state === "ok" && (rank.late || rank.alertCount > 0)) return "warn";
+  return toneOf(rank.state);
+}
+
+export interface Group {
+  label: string;
+  ranks: TileData[];
+}
+
+/** Ranks by their place on all axes but the last two. */
+export function groupsOf(ranks: readonly TileData[], axes: readonly Axis[]): Group[] {
+  const outer = axes.slice(0, -2);
+  const found = new Map<string, Group>();
+  for (const rank of ranks) {
+    const place = coordinates(rank.rank, axes);
+    const label = outer.map((axis, i) => `${axis.name} ${place[i]}`).join(", ");
+    const group = found.get(label) ?? { label, ranks: [] };
+    group.ranks.push(rank);
+    found.set(label, group);
+  }
+  return [...found.values()];
+}
+
+export function Tiles(props: {
+  ranks: readonly TileData[];
+  axes: readonly Axis[];
+  picked: string;
+  onPick: (rank: number) => void;
+}): ReactNode {
+  const { ranks, axes, picked, onPick } = props;
+  const last = axes.at(-1)!;
+  const columns = Math.min(last.size, axes.length > 1 ? 16 : 8);
+  return (
+    <div className="axes">
+      {groupsOf(ranks, axes).map((group) => (
+        <div key={group.label} className={group.label ? "group" : ""}>
+          {group.label && <h3>{group.label}</h3>}
+          <div className="tiles" style={{ ["--cols" as string]: columns }}>
+            {group.ranks.map((rank) => (
+              <Tile key={rank.rank} rank={rank} axes={axes} picked={String(rank.rank) === picked} onPick={onPick} />
+            ))}
+          </div>
+        </div>
+      ))}
+    </div>
+  );
+}
+
+function Tile(props: {
+  rank: TileData;
+  axes: readonly Axis[];
+  picked: boolean;
+  onPick: (rank: number) => void;
+}): ReactNode {
+  const { rank, axes, picked, onPick } = props;
+  const place = coordinates(rank.rank, axes);
+  const where = axes.map((axis, i) => `${axis.name} ${place[i]}`).join(", ");
+  const notes = [rank.late ? "straggler" : "", rank.alertCount ? `${rank.alertCount} alert${rank.alertCount > 1 ? "s" : ""}` : ""];
+  return (
+    <button
+      type="button"
+      className={`tile ${toneOfRank(rank)}`}
+      aria-pressed={picked}
+      onClick={() => onPick(rank.rank)}
+      title={rank.reason || where}
+    >
+      <span className="top">
+        <span>rank {rank.rank}</span>
+        <span>{rank.state === "ok" ? rank.phase.replace("_", "+") : rank.state}</span>
+      </span>
+      <span className="line">
+        <span>step {count(rank.step)}</span>
+        <span>{duration(rank.step_time_ns / 1e9)}</span>
+      </span>
+      <span className="line faint">
+        <span>{bytes(rank.arena_bytes)}</span>
+        <span>{duration(rank.age_s)} old</span>
+      </span>
+      <span className="faint">{rank.reason || notes.filter(Boolean).join(", ") || where}</span>
+    </button>
+  );
+}

@@ -1,0 +1,64 @@
+/** Step time over the last hour, as the control plane noted it. */
+
+import type { ReactNode } from "react";
+
+import { get } from "../api/client";
+import { clock } from "../lib/format";
+import { Empty, Panel, Source, Trouble } from "../ui/bits";
+import { axis, Chart } from "../ui/chart";
+import { useShared } from "../ui/context";
+import { usePoll } from "../ui/hooks";
+
+const MAX_LINES = 6;
+/** Above so many ranks the control plane notes the least, the median and the most of all. */
+const MAX_RANKS_NOTED = 64;
+
+export function StepTimes(props: { world: number; epoch: number }): ReactNode {
+  const { world, epoch } = props;
+  const { job, dark } = useShared();
+  const subjects =
+    world > MAX_RANKS_NOTED
+      ? ["min", "median", "max"]
+      : Array.from({ length: Math.min(world, MAX_LINES) }, (_, i) => String(Math.round((i * (world - 1)) / Math.max(1, Math.min(world, MAX_LINES) - 1))));
+  const found = usePoll(
+    world > 0 ? `${job}/${epoch}/times/${world}` : null,
+    (signal) =>
+      Promise.all(
+        subjects.map((subject) =>
+          get("/api/v1/jobs/{job}/history", { path: { job }, query: { metric: "step_time_s", subject }, signal }),
+        ),
+      ),
+    30_000,
+  );
+  const series = found.data ?? [];
+  const points = series.reduce((sum, one) => sum + one.points.length, 0);
+  return (
+    <Panel
+      title="Step time"
+      source={<Source what={`/jobs/${job}/history`} at={found.at} error={found.error} busy={found.busy} />}
+    >
+      {found.error && <Trouble>{found.error}</Trouble>}
+      {found.data && points === 0 && <Empty>Nothing noted yet; a point comes every 10 s.</Empty>}
+      {points > 0 && (
+        <Chart
+          label="Step time over the last hour"
+          height={200}
+          deps={[found.data, dark]}
+          option={(ink) => ({
+            legend: { top: 0, right: 0, textStyle: { color: ink.faint }, itemHeight: 8 },
+            xAxis: axis(ink, "", { type: "time", axisLabel: { color: ink.faint, hideOverlap: true, formatter: (ms: number) => clock(ms / 1000).slice(-8, -3) } }),
+            yAxis: axis(ink, "ms", { type: "value", nameGap: 44, scale: true }),
+            series: series.map((one) => ({
+              type: "line" as const,
+              name: /^\d/.test(one.subject) ? `rank ${one.subject}` : one.subject,
+              showSymbol: false,
+              lineStyle: { width: 1.3 },
+              // The first sample of a rank that has made no step is no time.
+              data: one.points.filter((point) => point.mean).map((point) => [point.time_s * 1000, Number((point.mean! * 1000).toPrecision(4))]),
+            })),
+          })}
+        />
+      )}
+    </Panel>
+  );
+}

@@ -1,0 +1,144 @@
+/** Two steps beside each other: numbers, histograms, and the picture of what changed. */
+
+import { type ReactNode, useEffect, useState } from "react";
+
+import { colorer } from "../lib/color";
+import { clock, count, number } from "../lib/format";
+import { difference, type Heat, type Sample } from "../lib/samples";
+import { Empty, Panel } from "../ui/bits";
+import { Chart } from "../ui/chart";
+import { useShared } from "../ui/context";
+import { useQuery } from "../ui/hooks";
+import { overlay } from "./param_histogram";
+
+export function Compare(props: {
+  samples: readonly Sample[];
+  keep: (withHeat: boolean) => Promise<void>;
+  mayRead: boolean;
+}): ReactNode {
+  const { samples, keep, mayRead } = props;
+  const { dark } = useShared();
+  const [a, setA] = useQuery("a");
+  const [b, setB] = useQuery("b");
+  const [busy, setBusy] = useState(false);
+  const of = (step: string, fallback: Sample | undefined): Sample | undefined =>
+    samples.find((sample) => String(sample.step) === step) ?? fallback;
+  const before = of(a, samples[0]);
+  const after = of(b, samples.at(-1));
+  const change = before?.heat && after?.heat ? difference(before.heat, after.heat) : null;
+  return (
+    <Panel
+      title="Compare two steps"
+      actions={
+        <button
+          type="button"
+          disabled={busy}
+          onClick={() => {
+            setBusy(true);
+            void keep(mayRead).finally(() => setBusy(false));
+          }}
+        >
+          {mayRead ? "Keep this step with its picture" : "Keep this step"}
+        </button>
+      }
+      source={<span className="source">of the steps that this page collected</span>}
+    >
+      {samples.length < 2 || !before || !after ? (
+        <Empty>One step so far; keep another one.</Empty>
+      ) : (
+        <>
+          <div className="bar-row">
+            <Pick label="from" samples={samples} value={before} onPick={setA} />
+            <Pick label="to" samples={samples} value={after} onPick={setB} />
+          </div>
+          <Table before={before} after={after} />
+          <Chart label="Both histograms" height={220} deps={[before, after, dark]} option={(ink) => overlay(ink, [before, after])} />
+          {change && <Change heat={change} dark={dark} />}
+          {!change && mayRead && (
+            <p className="faint">Steps kept with their pictures show here, cell by cell, what changed.</p>
+          )}
+        </>
+      )}
+    </Panel>
+  );
+}
+
+function Pick(props: {
+  label: string;
+  samples: readonly Sample[];
+  value: Sample;
+  onPick: (step: string) => void;
+}): ReactNode {
+  return (
+    <label className="tick">
+      {props.label}
+      <select value={String(props.value.step)} onChange={(event) => props.onPick(event.target.value)}>
+        {props.samples.map((sample) => (
+          <option key={sample.step} value={String(sample.step)}>
+            step {count(sample.step)}, {clock(sample.time_s)}
+            {sample.heat ? " ▦" : ""}
+          </option>
+        ))}
+      </select>
+    </label>
+  );
+}
+
+function Table(props: { before: Sample; after: Sample }): ReactNode {
+  const { before, after } = props;
+  const rows = (["norm", "mean", "std", "min", "max", "zero_count", "nan_count", "inf_count"] as const).map((key) => {
+    const [x, y] = [before.stats[key], after.stats[key]];
+    const delta = x === null || y === null ? null : y - x;
+    const share = delta === null || !x ? null : (100 * delta) / Math.abs(x);
+    return { key, x, y, delta, share };
+  });
+  return (
+    <div className="scroll">
+      <table className="plain" aria-label="Change">
+        <thead>
+          <tr>
+            <th />
+            <th className="num">step {count(before.step)}</th>
+            <th className="num">step {count(after.step)}</th>
+            <th className="num">change</th>
+            <th className="num">in %</th>
+          </tr>
+        </thead>
+        <tbody>
+          {rows.map((row) => (
+            <tr key={row.key}>
+              <td>{row.key.replace("_count", "s")}</td>
+              <td className="num">{number(row.x, 6)}</td>
+              <td className="num">{number(row.y, 6)}</td>
+              <td className="num">{number(row.delta, 4)}</td>
+              <td className="num">{row.share === null ? "–" : `${number(row.share, 3)} %`}</td>
+            </tr>
+          ))}
+        </tbody>
+      </table>
+    </div>
+  );
+}
+
+function Change(props: { heat: Heat; dark: boolean }): ReactNode {
+  const { heat, dark } = props;
+  const [canvas, setCanvas] = useState<HTMLCanvasElement | null>(null);
+  const most = Math.max(0, ...heat.values.map((value) => Math.abs(value ?? 0)));
+  useEffect(() => {
+    if (!canvas) return;
+    canvas.width = heat.cell_col_count;
+    canvas.height = heat.cell_row_count;
+    const pen = canvas.getContext("2d");
+    if (!pen) return;
+    const image = pen.createImageData(heat.cell_col_count, heat.cell_row_count);
+    const color = colorer(-most, most, { signed: true, dark });
+    heat.values.forEach((value, i) => image.data.set([...(value === null ? [128, 128, 128] : color(value)), 255], i * 4));
+    pen.putImageData(image, 0, 0);
+  }, [canvas, heat, most, dark]);
+  return (
+    <figure className="heat" style={{ margin: 0 }}>
+      <canvas ref={setCanvas} role="img" aria-label="Change of each cell's mean" style={{ height: 220 }} />
+      <figcaption className="readout">change of each cell's mean, from {number(-most)} to {number(most)}</figcaption>
+    </figure>
+  );
+}

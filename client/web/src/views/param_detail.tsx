@@ -1,0 +1,109 @@
+/** One parameter: its numbers now and over steps, its picture, where it lies, its values. */
+
+import type { ReactNode } from "react";
+
+import { get } from "../api/client";
+import { literal } from "../lib/filters";
+import { count, number, percent, shape } from "../lib/format";
+import type { Sample } from "../lib/samples";
+import { Choice, Facts, Name, Panel, Source, Trouble } from "../ui/bits";
+import { useMay, useShared } from "../ui/context";
+import { patchQuery, usePoll, useQuery } from "../ui/hooks";
+import { Compare } from "./param_compare";
+import { HeatPanel } from "./param_heat";
+import { HistogramPanel } from "./param_histogram";
+import { NormPanel } from "./param_norm";
+import { Pieces } from "./param_pieces";
+import { useSamples } from "./param_samples";
+import { Values } from "./param_values";
+
+const PARTS = [
+  ["numbers", "Numbers"],
+  ["heat", "Heat map"],
+  ["where", "Where it lies"],
+  ["values", "Values"],
+  ["compare", "Compare"],
+] as const;
+type Part = (typeof PARTS)[number][0];
+
+export function ParamDetail(props: { name: string }): ReactNode {
+  const { name } = props;
+  const { job } = useShared();
+  const mayRead = useMay("read");
+  const [part, setPart] = useQuery("part", "numbers");
+  const [collecting, setCollecting] = useQuery("collect", "on");
+  const detail = usePoll(
+    `${job} ${name}`,
+    (signal) => get("/api/v1/jobs/{job}/params/detail", { path: { job }, query: { name: literal(name) }, signal }),
+    0,
+  );
+  const found = useSamples(name, collecting === "on");
+  const last = found.samples.at(-1);
+  const offered = PARTS.filter(([each]) => mayRead || (each !== "heat" && each !== "values"));
+  const facts = detail.data;
+  return (
+    <div className="detail">
+      <Panel
+        title={<Name className="wrap">{name}</Name>}
+        source={<Source what="/params/stats" at={found.at} step={last?.step} epoch={last?.epoch} error={found.error} />}
+        actions={
+          <button type="button" className="quiet" aria-label="Close the detail" onClick={() => patchQuery({ name: "", part: "" })}>
+            ✕
+          </button>
+        }
+      >
+        {detail.error && <Trouble>{detail.error}</Trouble>}
+        {found.error && <Trouble>{found.error}</Trouble>}
+        {facts && (
+          <Facts
+            rows={[
+              ["shape", shape(facts.shape)],
+              ["elements", count(facts.numel)],
+              ["dtype", facts.dtype],
+              ["placement", facts.placement],
+              ["kind", facts.kind],
+              ...(facts.aliases.length ? [["tied with", facts.aliases.join(", ")] as [string, string]] : []),
+              ...(last ? statRows(last) : []),
+            ]}
+          />
+        )}
+      </Panel>
+      <div className="bar-row">
+        <Choice label="Part" value={part as Part} options={offered} onChange={setPart} />
+        <label className="tick">
+          <input
+            type="checkbox"
+            checked={collecting === "on"}
+            onChange={(event) => setCollecting(event.target.checked ? "on" : "off")}
+          />
+          collect every 5 s
+        </label>
+        <span className="faint">{count(found.samples.length)} steps collected by this page</span>
+      </div>
+      {part === "numbers" && (
+        <>
+          <HistogramPanel samples={found.samples} />
+          <NormPanel name={name} samples={found.samples} />
+        </>
+      )}
+      {part === "heat" && facts && mayRead && <HeatPanel name={name} shape={facts.shape} />}
+      {part === "where" && facts && <Pieces detail={facts} at={detail.at} />}
+      {part === "values" && facts && mayRead && <Values name={name} shape={facts.shape} />}
+      {part === "compare" && <Compare samples={found.samples} keep={found.keep} mayRead={mayRead} />}
+    </div>
+  );
+}
+
+export function statRows(sample: Sample): [string, ReactNode][] {
+  const stats = sample.stats;
+  const bad = stats.nan_count + stats.inf_count;
+  return [
+    ["norm", number(stats.norm, 6)],
+    ["mean", number(stats.mean)],
+    ["std", number(stats.std)],
+    ["least", number(stats.min)],
+    ["most", number(stats.max)],
+    ["zeros", percent(stats.zero_count, stats.count)],
+    ["NaN, Inf", bad ? <strong key="n" className="source bad">{`${count(stats.nan_count)}, ${count(stats.inf_count)}`}</strong> : "0, 0"],
+  ];
+}

@@ -1,0 +1,199 @@
+/** A tensor as a picture: drag over a part to look closer, as a slice that the ranks shrink. */
+
+import { type ReactNode, useEffect, useMemo, useState } from "react";
+
+import { get } from "../api/client";
+import type { HeatmapDocument } from "../api/schema";
+import { colorer } from "../lib/color";
+import { parseSlice, type Range, sliced } from "../lib/filters";
+import { count, number } from "../lib/format";
+import { Choice, Panel, Source, Trouble } from "../ui/bits";
+import { useShared } from "../ui/context";
+import { patchQuery, usePoll, useQuery } from "../ui/hooks";
+
+const MODES = [["mean", "Mean"], ["absmax", "|x| max"], ["min", "Least"], ["max", "Most"]] as const;
+type Mode = (typeof MODES)[number][0];
+const CELLS = 160;
+const EVERY_MS = 15_000;
+
+interface Cell {
+  row: number;
+  col: number;
+}
+
+export function HeatPanel(props: { name: string; shape: readonly number[] }): ReactNode {
+  const { name, shape } = props;
+  const { job } = useShared();
+  const [mode, setMode] = useQuery("mode", "mean");
+  const [at] = useQuery("zoom");
+  const ranges = useMemo(() => parseSlice(`x${at}`).ranges, [at]);
+  const asked = sliced(name, ranges);
+  const heat = usePoll(
+    `${job} ${asked} ${mode}`,
+    (signal) =>
+      get("/api/v1/jobs/{job}/params/heatmap", {
+        path: { job },
+        query: { name: asked, mode: mode as Mode, rows: CELLS, columns: CELLS },
+        signal,
+      }),
+    EVERY_MS,
+  );
+  const found = heat.data;
+  const zoom = (next: readonly Range[]): void => patchQuery({ zoom: next.length ? sliced("", next) : "" });
+  return (
+    <Panel
+      title="Heat map"
+      actions={
+        <>
+          <Choice label="A cell tells" value={mode as Mode} options={MODES} onChange={setMode} />
+          <button type="button" disabled={ranges.length === 0} onClick={() => zoom([])}>
+            Whole
+          </button>
+        </>
+      }
+      source={<Source what="/params/heatmap" at={heat.at} step={found?.step} epoch={found?.epoch} error={heat.error} busy={heat.busy} refresh={heat.refresh} />}
+    >
+      {heat.error && <Trouble>{heat.error}</Trouble>}
+      {found && <Picture key={asked} heat={found} shape={shape} ranges={ranges} signed={mode !== "absmax"} onZoom={zoom} />}
+    </Panel>
+  );
+}
+
+function Picture(props: {
+  heat: HeatmapDocument;
+  shape: readonly number[];
+  ranges: readonly Range[];
+  signed: boolean;
+  onZoom: (ranges: Range[]) => void;
+}): ReactNode {
+  const { heat, shape, ranges, signed, onZoom } = props;
+  const { dark } = useShared();
+  const [canvas, setCanvas] = useState<HTMLCanvasElement | null>(null);
+  const [over, setOver] = useState<Cell | null>(null);
+  const [from, setFrom] = useState<Cell | null>(null);
+  const bounds = useMemo(() => extent(heat.values), [heat]);
+  useEffect(() => {
+    if (canvas) paint(canvas, heat, colorer(bounds[0], bounds[1], { signed, dark }));
+  }, [canvas, heat, bounds, signed, dark]);
+  const [rows, cols] = [heat.cell_row_count, heat.cell_col_count];
+  const cellAt = (event: React.PointerEvent<HTMLCanvasElement>): Cell => {
+    const rect = event.currentTarget.getBoundingClientRect();
+    const clamp = (part: number, n: number): number => Math.min(n - 1, Math.max(0, Math.floor(part * n)));
+    return {
+      row: clamp((event.clientY - rect.top) / rect.height, rows),
+      col: clamp((event.clientX - rect.left) / rect.width, cols),
+    };
+  };
+  const value = over ? heat.values[over.row * cols + over.col] : null;
+  const where = over && partOf(heat, over, over);
+  // Flat pictures of vectors and narrow matrices still have a height to point at.
+  const height = Math.min(480, Math.max(48, Math.round((480 * rows) / Math.max(rows, cols))));
+  const bad = heat.nonfinite.reduce((sum, one) => sum + (one[2] ?? 0), 0);
+  return (
+    <>
+      <div className="heat">
+        <canvas
+          ref={setCanvas}
+          role="img"
+          aria-label={`${heat.name}, ${count(heat.row_count)} by ${count(heat.col_count)}, from ${number(bounds[0])} to ${number(bounds[1])}`}
+          style={{ height }}
+          onPointerDown={(event) => {
+            event.currentTarget.setPointerCapture(event.pointerId);
+            setFrom(cellAt(event));
+          }}
+          onPointerMove={(event) => setOver(cellAt(event))}
+          onPointerLeave={() => setOver(null)}
+          onPointerUp={(event) => {
+            const to = cellAt(event);
+            if (from && (from.row !== to.row || from.col !== to.col)) onZoom(zoomed(heat, shape, ranges, from, to));
+            setFrom(null);
+          }}
+        />
+        {from && over && (
+          <div
+            className="drag"
+            style={{
+              left: `${(100 * Math.min(from.col, over.col)) / cols}%`,
+              top: `${(100 * Math.min(from.row, over.row)) / rows}%`,
+              width: `${(100 * (Math.abs(from.col - over.col) + 1)) / cols}%`,
+              height: `${(100 * (Math.abs(from.row - over.row) + 1)) / rows}%`,
+            }}
+          />
+        )}
+      </div>
+      <p className="readout" data-testid="readout">
+        {over && where
+          ? `rows ${where.rows.begin}–${where.rows.end - 1}, columns ${where.cols.begin}–${where.cols.end - 1} of what is shown: ${value === null || value === undefined ? "no finite element" : number(value, 5)}`
+          : "drag over a part to look closer"}
+      </p>
+      <div className="legend">
+        <span>
+          shown {heat.shape.join(" × ")}
+          {ranges.length > 0 && `, ${sliced("", ranges)}`}
+        </span>
+        <span>
+          {count(heat.row_count)} × {count(heat.col_count)} in {rows} × {cols} cells
+        </span>
+        <span>
+          from {number(bounds[0])} to {number(bounds[1])}
+        </span>
+        {bad > 0 && <span className="source bad">{count(bad)} not finite (drawn magenta)</span>}
+      </div>
+    </>
+  );
+}
+
+function extent(values: readonly (number | null)[]): [number, number] {
+  let low = Number.POSITIVE_INFINITY;
+  let high = Number.NEGATIVE_INFINITY;
+  for (const value of values) {
+    if (value === null) continue;
+    if (value < low) low = value;
+    if (value > high) high = value;
+  }
+  return low <= high ? [low, high] : [0, 0];
+}
+
+function paint(
+  canvas: HTMLCanvasElement,
+  heat: HeatmapDocument,
+  color: (value: number) => readonly [number, number, number],
+): void {
+  const [rows, cols] = [heat.cell_row_count, heat.cell_col_count];
+  canvas.width = cols;
+  canvas.height = rows;
+  const pen = canvas.getContext("2d");
+  if (!pen || rows * cols === 0) return;
+  const image = pen.createImageData(cols, rows);
+  heat.values.forEach((value, i) => {
+    const [r, g, b] = value === null ? [128, 128, 128] : color(value);
+    image.data.set([r, g, b, 255], i * 4);
+  });
+  for (const [row, col] of heat.nonfinite) image.data.set([255, 0, 200, 255], (row! * cols + col!) * 4);
+  pen.putImageData(image, 0, 0);
+}
+
+/** Rows and columns of the shown matrix under cells `from` to `to`. */
+function partOf(heat: HeatmapDocument, from: Cell, to: Cell): { rows: Range; cols: Range } {
+  const range = (a: number, b: number, cells: number, n: number): Range => ({
+    // Row r is in cell floor(r * cells / n).
+    begin: Math.ceil((Math.min(a, b) * n) / cells),
+    end: Math.ceil(((Math.max(a, b) + 1) * n) / cells),
+  });
+  return {
+    rows: range(from.row, to.row, heat.cell_row_count, heat.row_count),
+    cols: range(from.col, to.col, heat.cell_col_count, heat.col_count),
+  };
+}
+
+/** The slice of the whole tensor: of vectors their one dim, else the first, and of matrices both. */
+function zoomed(heat: HeatmapDocument, shape: readonly number[], ranges: readonly Range[], from: Cell, to: Cell): Range[] {
+  const part = partOf(heat, from, to);
+  const moved = (dim: number, range: Range): Range => {
+    const begin = ranges[dim]?.begin ?? 0;
+    return { begin: begin + range.begin, end: begin + range.end };
+  };
+  if (shape.length === 1) return [moved(0, part.cols)];
+  if (shape.length === 2) return [moved(0, part.rows), moved(1, part.cols)];
+  return [moved(0, part.rows)];
+}

@@ -1,0 +1,107 @@
+/** Histograms over steps: one above the other (offset), or over one another (overlay). */
+
+import { type ReactNode, useMemo } from "react";
+
+import { count, number } from "../lib/format";
+import { density, type Sample, spread } from "../lib/samples";
+import { Choice, Empty, Panel } from "../ui/bits";
+import { axis, Chart, type ChartOption, type Ink } from "../ui/chart";
+import { useShared } from "../ui/context";
+import { useQuery } from "../ui/hooks";
+
+const MAX_OFFSET = 14;
+const MAX_OVERLAY = 5;
+
+export function HistogramPanel(props: { samples: readonly Sample[] }): ReactNode {
+  const { samples } = props;
+  const { dark } = useShared();
+  const [mode, setMode] = useQuery("hist", "offset");
+  const shown = useMemo(() => spread(samples, mode === "overlay" ? MAX_OVERLAY : MAX_OFFSET), [samples, mode]);
+  const last = shown.at(-1);
+  return (
+    <Panel
+      title="Histogram over steps"
+      actions={<Choice label="Histograms" value={mode === "overlay" ? "overlay" : "offset"} options={[["offset", "Offset"], ["overlay", "Overlay"]] as const} onChange={setMode} />}
+      source={
+        <span className="source">
+          {last && `steps ${count(shown[0]!.histogram.step)} to ${count(last.histogram.step)}, ${last.histogram.counts.length} bins`}
+        </span>
+      }
+    >
+      {!last && <Empty>…</Empty>}
+      {last && (
+        <Chart
+          label={`Histograms of ${shown.length} steps`}
+          height={mode === "overlay" ? 240 : 120 + 18 * shown.length}
+          deps={[shown, mode, dark]}
+          option={(ink) => (mode === "overlay" ? overlay(ink, shown) : offset(ink, shown))}
+        />
+      )}
+    </Panel>
+  );
+}
+
+function label(sample: Sample): string {
+  return `step ${count(sample.histogram.step)}`;
+}
+
+export function overlay(ink: Ink, samples: readonly Sample[]): ChartOption {
+  return {
+    legend: { top: 0, right: 0, textStyle: { color: ink.faint }, itemHeight: 8 },
+    xAxis: axis(ink, "value", { type: "value", scale: true }),
+    yAxis: axis(ink, "density", { type: "value", nameGap: 44 }),
+    series: samples.map((sample, i) => ({
+      type: "line",
+      name: label(sample),
+      step: "middle",
+      showSymbol: false,
+      lineStyle: { width: i === samples.length - 1 ? 2 : 1.2 },
+      data: density(sample.histogram).map(([x, y]) => [round(x), round(y)]),
+    })),
+  };
+}
+
+/** Each histogram on a line of its own, the newest in front; heights are to one scale. */
+function offset(ink: Ink, samples: readonly Sample[]): ChartOption {
+  const all = samples.map((sample) => density(sample.histogram));
+  const top = Math.max(...all.flat().map(([, y]) => y), Number.MIN_VALUE);
+  const rise = 0.45;
+  return {
+    tooltip: { show: false },
+    grid: { left: 84, right: 16, top: 30, bottom: 36 },
+    xAxis: axis(ink, "value", { type: "value", scale: true }),
+    yAxis: axis(ink, "", {
+      type: "value",
+      min: 0,
+      max: (samples.length - 1) * rise + 1.05,
+      interval: rise,
+      splitLine: { show: false },
+      axisLabel: {
+        color: ink.faint,
+        formatter: (value: number) => {
+          const at = samples.length - 1 - Math.round(value / rise);
+          const sample = samples[at];
+          return sample && (at % Math.ceil(samples.length / 8) === 0 || at === samples.length - 1) ? count(sample.histogram.step) : "";
+        },
+      },
+    }),
+    // From the oldest, at the top and behind, to the newest.
+    series: samples.map((_, i) => {
+      const base = (samples.length - 1 - i) * rise;
+      return {
+        type: "line",
+        showSymbol: false,
+        silent: true,
+        z: i + 1,
+        lineStyle: { width: 1, color: ink.series[0]! },
+        itemStyle: { color: ink.series[0]! },
+        areaStyle: { color: ink.back, opacity: 0.85, origin: base },
+        data: all[i]!.map(([x, y]) => [round(x), base + y / top]),
+      };
+    }),
+  };
+}
+
+function round(value: number): number {
+  return Number(number(value, 6).replace("–", "0")) || 0;
+}

@@ -1,0 +1,196 @@
+/** Parameters: what there is, what the numbers say, and one of them in detail. */
+
+import { type ReactNode, useCallback, useMemo, useState } from "react";
+
+import type { ParamDocument, StatsDocument } from "../api/schema";
+import { count, number, percent, shape, short } from "../lib/format";
+import { type Row, rowsOf, treeOf } from "../lib/tree";
+import { Choice, Name, Source, Trouble } from "../ui/bits";
+import { useShared } from "../ui/context";
+import { patchQuery, useQuery, useSettled } from "../ui/hooks";
+import { type Column, Rows } from "../ui/rows";
+import { ParamDetail } from "./param_detail";
+import { MAX_WHOLE, useNumbers, useParams } from "./params_load";
+
+const TYPING_MS = 180;
+type Item = Row<ParamDocument>;
+
+export default function Params(): ReactNode {
+  const { job } = useShared();
+  const [filter, setFilter] = useQuery("filter");
+  const [as, setAs] = useQuery("as", "list");
+  const [sort, setSort] = useQuery("sort");
+  const [name] = useQuery("name");
+  const asked = useSettled(filter, TYPING_MS);
+  const [round, setRound] = useState(0);
+  const listed = useParams(job, asked, round);
+  const numbers = useNumbers(job, asked, listed);
+  const [closed, setClosed] = useState<ReadonlySet<string>>(new Set());
+  const tree = useMemo(() => (as === "tree" ? treeOf(listed.items) : null), [as, listed.items]);
+  const rows = useMemo<Item[]>(() => {
+    if (tree) return rowsOf(tree, closed);
+    const leaves = listed.items.map((item): Item => ({ kind: "leaf", item, label: item.fqn, depth: 0 }));
+    return sorted(leaves, sort, numbers.of);
+  }, [tree, closed, listed.items, sort, numbers.of]);
+  const toggle = useCallback((path: string) => {
+    setClosed((old) => {
+      const next = new Set(old);
+      if (!next.delete(path)) next.add(path);
+      return next;
+    });
+  }, []);
+  const columns = useMemo(() => columnsOf(numbers.of, name !== ""), [numbers.of, name]);
+  const { sight } = numbers;
+  const onSight = useCallback(
+    (begin: number, end: number) => {
+      sight(rows.slice(begin, end).flatMap((row) => (row.kind === "leaf" ? [row.item.fqn] : [])));
+    },
+    [rows, sight],
+  );
+  const onPick = useCallback(
+    (row: Item) => (row.kind === "branch" ? toggle(row.path) : patchQuery({ name: row.item.fqn, part: "" })),
+    [toggle],
+  );
+  const key = sort.replace(/^-/, "");
+  const steps = numbers.steps[0] === numbers.steps[1] ? numbers.steps[0] : undefined;
+  return (
+    <div className={`params ${name ? "open" : ""}`}>
+      <div className="list">
+        <div className="head">
+          <h1>Parameters</h1>
+          <span className="faint" role="status" data-testid="total">
+            {listed.done ? count(listed.total) : `${count(listed.items.length)} of ${count(listed.total)} …`}
+          </span>
+          <Source what="layout" at={listed.at} error={listed.error} refresh={() => setRound((n) => n + 1)} />
+          <Source
+            what="/params/stats"
+            at={numbers.at}
+            step={steps}
+            epoch={numbers.epoch}
+            error={numbers.error}
+            busy={numbers.busy}
+            refresh={numbers.refresh}
+          />
+        </div>
+        <div>
+          <div className="bar-row">
+            <div className="grow">
+              <input
+                type="search"
+                data-filter
+                spellCheck={false}
+                aria-label="Filter"
+                aria-invalid={listed.error !== null}
+                placeholder="layers.*.weight numel>1M norm>10   ( / , ? for help)"
+                value={filter}
+                onChange={(event) => setFilter(event.target.value)}
+              />
+            </div>
+            <Choice label="Show as" value={as === "tree" ? "tree" : "list"} options={[["list", "List"], ["tree", "Tree"]] as const} onChange={setAs} />
+          </div>
+          {listed.error && <Trouble>{listed.error}</Trouble>}
+          {numbers.error && !listed.error && <Trouble>{numbers.error}</Trouble>}
+          {listed.missing.length > 0 && (
+            <Trouble>
+              {listed.missing.length} cannot be had now, first {listed.missing[0]!.name}: {listed.missing[0]!.reason}
+            </Trouble>
+          )}
+          {steps === undefined && numbers.steps[0] >= 0 && (
+            <p className="faint">
+              Numbers of what is in sight, asked as it came: steps {count(numbers.steps[0])} to {count(numbers.steps[1])}.
+              Narrow the filter to {count(MAX_WHOLE)} for all at one step.
+            </p>
+          )}
+        </div>
+        <Rows
+          label="Parameters"
+          columns={columns}
+          items={rows}
+          keyOf={keyOf}
+          selected={name}
+          onPick={onPick}
+          sort={{ key, down: sort.startsWith("-") }}
+          onSort={as === "tree" ? noSort : (each) => setSort(next(sort, each))}
+          sortable={as === "tree" ? NONE : SORTABLE}
+          onSight={onSight}
+          toneOf={(row) => (row.kind === "leaf" && bad(numbers.of.get(row.item.fqn)) ? "bad" : "")}
+        />
+      </div>
+      {name && <ParamDetail key={`${job} ${name}`} name={name} />}
+    </div>
+  );
+}
+
+const NONE: ReadonlySet<string> = new Set();
+const noSort = (): void => undefined;
+const SORTABLE = new Set(["fqn", "dtype", "numel", "norm", "mean", "std", "zeros", "nan"]);
+const keyOf = (row: Item): string => (row.kind === "branch" ? `${row.path}/` : row.item.fqn);
+
+/** Up, down, as the model has it. */
+function next(sort: string, key: string): string {
+  if (sort === key) return `-${key}`;
+  return sort === `-${key}` ? "" : key;
+}
+
+function bad(stats: StatsDocument | undefined): boolean {
+  return stats !== undefined && stats.nan_count + stats.inf_count > 0;
+}
+
+function columnsOf(stats: ReadonlyMap<string, StatsDocument>, narrow: boolean): Column<Item>[] {
+  const of = (row: Item): StatsDocument | undefined => (row.kind === "leaf" ? stats.get(row.item.fqn) : undefined);
+  const cell = (row: Item, read: (found: StatsDocument) => ReactNode): ReactNode => {
+    const found = of(row);
+    return found ? read(found) : row.kind === "leaf" ? <span className="faint">…</span> : "";
+  };
+  const facts: Column<Item>[] = [
+    { key: "dtype", title: "dtype", width: "5.2rem", wide: true, render: (row) => (row.kind === "leaf" ? row.item.dtype : "") },
+    { key: "placement", title: "placement", width: "minmax(7rem, 1fr)", wide: true, render: (row) => (row.kind === "leaf" ? row.item.placement : "") },
+  ];
+  const name: Column<Item> = {
+    key: "fqn",
+    title: "name",
+    width: "minmax(11rem, 2.2fr)",
+    render: (row) =>
+      row.kind === "branch" ? (
+        <span style={{ paddingLeft: `${row.depth}rem` }}>
+          <span className="twist">{row.open ? "▾" : "▸"}</span>
+          <Name>{row.label}</Name> <span className="faint">{count(row.leaves)}</span>
+        </span>
+      ) : (
+        <span style={{ paddingLeft: `${row.depth}rem` }}>
+          {row.depth > 0 && <span className="twist" />}
+          <Name>{row.label}</Name>
+        </span>
+      ),
+  };
+  const rest: Column<Item>[] = [
+    { key: "numel", title: "elements", width: "5.2rem", numeric: true, render: (row) => short(row.kind === "leaf" ? row.item.numel : row.numel) },
+    { key: "norm", title: "norm", width: "5.4rem", numeric: true, render: (row) => cell(row, (s) => number(s.norm)) },
+    { key: "mean", title: "mean", width: "6rem", numeric: true, wide: true, render: (row) => cell(row, (s) => number(s.mean, 3)) },
+    { key: "std", title: "std", width: "5.4rem", numeric: true, wide: true, render: (row) => cell(row, (s) => number(s.std, 3)) },
+    { key: "zeros", title: "zeros", width: "4.6rem", numeric: true, wide: true, render: (row) => cell(row, (s) => percent(s.zero_count, s.count)) },
+    { key: "nan", title: "NaN/Inf", width: "4.4rem", numeric: true, render: (row) => cell(row, (s) => count(s.nan_count + s.inf_count)) },
+  ];
+  const shapes: Column<Item> = { key: "shape", title: "shape", width: "7.5rem", wide: true, render: (row) => (row.kind === "leaf" ? shape(row.item.shape) : "") };
+  return narrow ? [name, shapes, ...rest.filter((c) => c.key === "norm" || c.key === "nan")] : [name, shapes, ...facts, ...rest];
+}
+
+function sorted(rows: Item[], sort: string, stats: ReadonlyMap<string, StatsDocument>): Item[] {
+  const key = sort.replace(/^-/, "");
+  if (!SORTABLE.has(key)) return rows;
+  const sign = sort.startsWith("-") ? -1 : 1;
+  const read = (row: Item): string | number => (row.kind === "leaf" ? valueOf(row.item, key, stats.get(row.item.fqn)) : "");
+  const keyed = rows.map((row): [string | number, Item] => [read(row), row]);
+  keyed.sort(([a], [b]) => (a < b ? -sign : a > b ? sign : 0));
+  return keyed.map(([, row]) => row);
+}
+
+function valueOf(item: ParamDocument, key: string, found: StatsDocument | undefined): string | number {
+  if (key === "fqn") return item.fqn;
+  if (key === "dtype") return item.dtype;
+  if (key === "numel") return item.numel;
+  if (!found) return Number.NEGATIVE_INFINITY;
+  if (key === "zeros") return found.count ? found.zero_count / found.count : 0;
+  if (key === "nan") return found.nan_count + found.inf_count;
+  return found[key as "norm" | "mean" | "std"] ?? Number.NEGATIVE_INFINITY;
+}

@@ -1,0 +1,172 @@
+/** The list of parameters, page after page, and statistics of what is in sight. */
+
+import { useCallback, useEffect, useMemo, useRef, useState } from "react";
+
+import { get } from "../api/client";
+import type { MissingDocument, ParamDocument, StatsDocument } from "../api/schema";
+import { exactly, filtersFor } from "../lib/filters";
+import { useSettled } from "../ui/hooks";
+
+const PAGE = 1000;
+/** So many tensors get their statistics with one question, all at one step. */
+export const MAX_WHOLE = 1000;
+const SETTLE_MS = 250;
+
+export interface Listed {
+  key: string;
+  items: readonly ParamDocument[];
+  total: number;
+  done: boolean;
+  at: number;
+  error: string | null;
+  digest: string;
+  missing: readonly MissingDocument[];
+  /** Step of the statistics that the filter compared; -1: none. */
+  step: number;
+}
+
+const NOTHING: Listed = {
+  key: "",
+  items: [],
+  total: 0,
+  done: false,
+  at: 0,
+  error: null,
+  digest: "",
+  missing: [],
+  step: -1,
+};
+
+/** All tensors that the filter chooses. The first page shows at once, the others follow. */
+export function useParams(job: string, filter: string, round: number): Listed {
+  const [listed, setListed] = useState<Listed>(NOTHING);
+  const key = `${job} ${filter} ${round}`;
+  useEffect(() => {
+    const controller = new AbortController();
+    void loadAll(job, filter, key, controller.signal, setListed);
+    return () => controller.abort();
+  }, [job, filter, key]);
+  return listed;
+}
+
+async function loadAll(
+  job: string,
+  filter: string,
+  key: string,
+  signal: AbortSignal,
+  tell: (listed: Listed) => void,
+): Promise<void> {
+  let items: ParamDocument[] = [];
+  let token = "";
+  try {
+    do {
+      const page = await get("/api/v1/jobs/{job}/params", {
+        path: { job },
+        query: { filter: filter.trim() || "*", limit: PAGE, ...(token ? { page_token: token } : {}) },
+        signal,
+      });
+      if (signal.aborted) return;
+      items = items.concat(page.params);
+      token = page.next_page_token;
+      tell({
+        key,
+        items,
+        total: page.total_count,
+        done: token === "",
+        at: Date.now(),
+        error: null,
+        digest: page.layout_digest,
+        missing: page.missing,
+        step: page.step,
+      });
+    } while (token);
+  } catch (error) {
+    if (signal.aborted) return;
+    tell({ ...NOTHING, key, items, error: error instanceof Error ? error.message : String(error) });
+  }
+}
+
+export interface Numbers {
+  of: ReadonlyMap<string, StatsDocument>;
+  /** Lowest and highest step among them. */
+  steps: [number, number];
+  epoch: number;
+  at: number;
+  error: string | null;
+  busy: boolean;
+  refresh: () => void;
+  sight: (names: readonly string[]) => void;
+}
+
+interface Kept {
+  of: Map<string, StatsDocument>;
+  steps: [number, number];
+  epoch: number;
+  at: number;
+  error: string | null;
+}
+
+const fresh = (): Kept => ({ of: new Map(), steps: [-1, -1], epoch: -1, at: 0, error: null });
+
+/** Statistics of the listed tensors: of all when they are few, else of those in sight. */
+export function useNumbers(job: string, filter: string, listed: Listed): Numbers {
+  const [kept, setKept] = useState<Kept>(fresh);
+  const [busy, setBusy] = useState(false);
+  const [round, setRound] = useState(0);
+  const [inSight, setInSight] = useState<readonly string[]>([]);
+  const settled = useSettled(inSight, SETTLE_MS);
+  const have = useRef<Map<string, StatsDocument>>(new Map());
+  const whole = listed.done && listed.total <= MAX_WHOLE && listed.total > 0;
+  const large = listed.total > MAX_WHOLE;
+  useEffect(() => {
+    have.current = new Map();
+    setKept(fresh());
+  }, [listed.key, round]);
+  const ask = useCallback(
+    async (filters: readonly string[], signal: AbortSignal): Promise<void> => {
+      setBusy(true);
+      try {
+        for (const one of filters) {
+          const answer = await get("/api/v1/jobs/{job}/params/stats", {
+            path: { job },
+            query: { filter: one },
+            signal,
+          });
+          for (const row of answer.stats) have.current.set(row.name, row);
+          const { step, epoch } = answer;
+          setKept((old) => ({
+            of: new Map(have.current),
+            steps: old.steps[0] < 0 ? [step, step] : [Math.min(old.steps[0], step), Math.max(old.steps[1], step)],
+            epoch,
+            at: Date.now(),
+            error: null,
+          }));
+        }
+      } catch (error) {
+        if (!signal.aborted) setKept((old) => ({ ...old, error: error instanceof Error ? error.message : String(error) }));
+      } finally {
+        setBusy(false);
+      }
+    },
+    [job],
+  );
+  useEffect(() => {
+    if (!whole) return;
+    const controller = new AbortController();
+    void ask([filter.trim() || "*"], controller.signal);
+    return () => controller.abort();
+  }, [whole, filter, ask, listed.key, round]);
+  useEffect(() => {
+    if (!large || settled.length === 0) return;
+    const wanted = settled.filter((name) => !have.current.has(name) && exactly(name) !== null);
+    if (wanted.length === 0) return;
+    const controller = new AbortController();
+    void ask(filtersFor(wanted).map((words) => words.join(" ")), controller.signal);
+    return () => controller.abort();
+  }, [large, settled, ask, round]);
+  const refresh = useCallback(() => setRound((n) => n + 1), []);
+  return useMemo(
+    () => ({ ...kept, busy, refresh, sight: setInSight }),
+    [kept, busy, refresh],
+  );
+}

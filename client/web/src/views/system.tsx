@@ -1,0 +1,227 @@
+/** System: versions, what copies cost the training against its budget, leases, the control plane. */
+
+import { type ReactNode, useMemo } from "react";
+
+import { get, text } from "../api/client";
+import type { RankDocument } from "../api/schema";
+import { bytes, clock, count, duration } from "../lib/format";
+import { countBy } from "../lib/mesh";
+import { parseMetrics } from "../lib/prometheus";
+import { Badge, Bar, Empty, Facts, Name, Panel, Source, Trouble } from "../ui/bits";
+import { useMay, useShared } from "../ui/context";
+import { usePoll } from "../ui/hooks";
+import { type Column, Rows } from "../ui/rows";
+import { pollMs } from "./mesh";
+
+/** The default of the trainers' stall budget; they do not tell theirs. */
+const BUDGET_S = 0.005;
+
+export default function System(): ReactNode {
+  const { session } = useShared();
+  const mayRead = useMay("read");
+  const admin = useMay("administer");
+  return (
+    <>
+      <div className="head">
+        <h1>System</h1>
+        <span className="faint">
+          control plane {session.version} · {session.name}, {session.role}
+          {session.readonly ? " · read-only" : ""}
+        </span>
+      </div>
+      <Stalls />
+      {mayRead && <Leases />}
+      <div className="two">
+        <ControlPlane />
+        <Happenings />
+      </div>
+      {admin && <Tokens />}
+    </>
+  );
+}
+
+const STALL_COLUMNS: readonly Column<RankDocument>[] = [
+  { key: "rank", title: "rank", width: "4rem", numeric: true, render: (r) => r.rank },
+  { key: "count", title: "waits", width: "5rem", numeric: true, render: (r) => count(r.stall_count) },
+  { key: "mean", title: "mean wait", width: "6rem", numeric: true, render: (r) => duration(r.stall_count ? r.stall_total_ns / r.stall_count / 1e9 : 0) },
+  { key: "max", title: "longest", width: "6rem", numeric: true, render: (r) => duration(r.stall_max_ns / 1e9) },
+  { key: "share", title: "longest of budget", width: "minmax(8rem, 1fr)", render: (r) => <Bar share={r.stall_max_ns / 1e9 / BUDGET_S} tone={r.stall_max_ns / 1e9 > BUDGET_S ? "bad" : "ok"} label={`rank ${r.rank}: longest wait of the budget`} /> },
+  { key: "given", title: "given up", width: "5rem", numeric: true, render: (r) => count(r.abandoned_copy_count) },
+  { key: "agreement", title: "agreement", width: "6rem", wide: true, render: (r) => (r.agreement_works ? "works" : <span title={r.agreement_reason}>does not</span>) },
+  { key: "version", title: "version", width: "6rem", wide: true, render: (r) => r.version || "–" },
+];
+
+function Stalls(): ReactNode {
+  const { job } = useShared();
+  const ranks = usePoll(`${job}/ranks`, (signal) => get("/api/v1/jobs/{job}/ranks", { path: { job }, signal }), pollMs(2000));
+  const all = ranks.data?.ranks ?? [];
+  const total = all.reduce((sum, rank) => sum + rank.stall_total_ns, 0) / 1e9;
+  const waits = all.reduce((sum, rank) => sum + rank.stall_count, 0);
+  const most = Math.max(0, ...all.map((rank) => rank.stall_max_ns / 1e9));
+  const versions = [...countBy(all.filter((rank) => rank.version), (rank) => rank.version)];
+  return (
+    <Panel
+      title="What copies cost the training"
+      source={<Source what={`/jobs/${job}/ranks`} at={ranks.at} error={ranks.error} busy={ranks.busy} refresh={ranks.refresh} />}
+    >
+      {ranks.error && <Trouble>{ranks.error}</Trouble>}
+      <Facts
+        rows={[
+          ["longest wait of all", <span key="m" className={most > BUDGET_S ? "source bad" : ""}>{duration(most)}</span>],
+          ["budget (the default)", duration(BUDGET_S)],
+          ["waits of all ranks", `${count(waits)}, ${duration(total)}`],
+          ["sidecars' versions", versions.map(([version, n]) => `${version} (${count(n)})`).join(", ") || "–"],
+        ]}
+      />
+      <Rows label="Waits by rank" columns={STALL_COLUMNS} items={all} keyOf={(r) => String(r.rank)} height={all.length > 8 ? "18rem" : `${28 * (all.length + 1) + 18}px`} />
+    </Panel>
+  );
+}
+
+function Leases(): ReactNode {
+  const { job, live } = useShared();
+  const found = usePoll(
+    `${job}/snapshots/${live.changes["snapshot"] ?? 0}`,
+    (signal) => get("/api/v1/jobs/{job}/snapshots", { path: { job }, query: { limit: 64 }, signal }),
+    10_000,
+  );
+  const rows = (found.data?.ranks ?? []).flatMap((rank) => rank.snapshots.map((lease) => ({ rank: rank.rank, ...lease })));
+  const used = (found.data?.ranks ?? []).reduce((sum, rank) => sum + rank.used_bytes, 0);
+  const budget = (found.data?.ranks ?? []).reduce((sum, rank) => sum + rank.budget_bytes, 0);
+  return (
+    <Panel
+      title={`Leases, ${count(rows.length)}`}
+      source={<Source what={`/jobs/${job}/snapshots`} at={found.at} error={found.error} busy={found.busy} refresh={found.refresh} />}
+    >
+      {found.error && <Trouble>{found.error}</Trouble>}
+      <Facts
+        rows={[
+          ["held through REST", count(found.data?.held.length ?? 0)],
+          ["snapshots use", bytes(used)],
+          ["of budget", bytes(budget)],
+          ["ranks asked", count(found.data?.ranks.length ?? 0)],
+        ]}
+      />
+      {found.data && rows.length === 0 && <Empty>No snapshot is held.</Empty>}
+      {rows.length > 0 && (
+        <div className="scroll">
+          <table className="plain">
+            <thead>
+              <tr>
+                <th>rank</th>
+                <th>snapshot</th>
+                <th className="num">step</th>
+                <th className="num">size</th>
+                <th className="num">lease left</th>
+              </tr>
+            </thead>
+            <tbody>
+              {rows.slice(0, 200).map((lease) => (
+                <tr key={`${lease.rank} ${lease.name}`}>
+                  <td>{lease.rank}</td>
+                  <td className="mono">{lease.name}</td>
+                  <td className="num">{lease.step < 0 ? "–" : count(lease.step)}</td>
+                  <td className="num">{bytes(lease.size_bytes)}</td>
+                  <td className="num">{duration(lease.lease_left_ms / 1000)}</td>
+                </tr>
+              ))}
+            </tbody>
+          </table>
+        </div>
+      )}
+    </Panel>
+  );
+}
+
+function ControlPlane(): ReactNode {
+  const metrics = usePoll("metrics", async (signal) => parseMetrics(await text("/metrics", signal)), 30_000);
+  const shown = useMemo(
+    () => (metrics.data ?? []).filter((one) => !one.name.startsWith("paramd_rank_") && !one.name.startsWith("python_")),
+    [metrics.data],
+  );
+  return (
+    <Panel title="Requests and rounds" source={<Source what="/metrics" at={metrics.at} error={metrics.error} busy={metrics.busy} refresh={metrics.refresh} />}>
+      {metrics.error && <Trouble>{metrics.error}</Trouble>}
+      <div className="scroll" style={{ maxHeight: "20rem" }} tabIndex={0}>
+        <table className="plain">
+          <tbody>
+            {shown.map((one) => (
+              <tr key={`${one.name} ${JSON.stringify(one.labels)}`}>
+                <td>
+                  {one.name.replace(/^paramd_/, "").replaceAll("_", " ")}{" "}
+                  <span className="faint">{Object.entries(one.labels).filter(([key]) => key !== "job").map(([key, value]) => `${key}=${value}`).join(" ")}</span>
+                </td>
+                <td className="num">{one.name.endsWith("_seconds") ? duration(one.value) : count(one.value)}</td>
+              </tr>
+            ))}
+          </tbody>
+        </table>
+      </div>
+    </Panel>
+  );
+}
+
+function Happenings(): ReactNode {
+  const { job, live } = useShared();
+  return (
+    <Panel
+      title="What happened"
+      source={<Source what={`/jobs/${job}/events`} at={live.time_s * 1000} step={live.step} error={live.problem} />}
+    >
+      {live.recent.length === 0 && <Empty>Nothing since this page was opened.</Empty>}
+      <ul className="bare list-small">
+        {live.recent.map((event) => (
+          <li key={event.id}>
+            <span className="faint">{clock(event.time_s)}</span> <strong>{event.kind}</strong>{" "}
+            <span className="wrap">{words(event.data)}</span>
+          </li>
+        ))}
+      </ul>
+    </Panel>
+  );
+}
+
+function words(data: Readonly<Record<string, unknown>>): string {
+  return Object.entries(data)
+    .filter(([key, value]) => !["time_s", "job"].includes(key) && value !== "" && value !== null)
+    .map(([key, value]) => `${key} ${typeof value === "object" ? JSON.stringify(value) : String(value)}`)
+    .join(", ");
+}
+
+function Tokens(): ReactNode {
+  const tokens = usePoll("tokens", (signal) => get("/api/v1/tokens", { signal }), 60_000);
+  return (
+    <Panel title="Tokens" source={<Source what="/tokens" at={tokens.at} error={tokens.error} refresh={tokens.refresh} />}>
+      {tokens.error && <Trouble>{tokens.error}</Trouble>}
+      {tokens.data?.tokens.length === 0 && <Empty>None but the owner's. An admin makes them: paramd token create.</Empty>}
+      {(tokens.data?.tokens.length ?? 0) > 0 && (
+        <div className="scroll">
+          <table className="plain">
+            <thead>
+              <tr>
+                <th>name</th>
+                <th>role</th>
+                <th>made</th>
+                <th>until</th>
+                <th />
+              </tr>
+            </thead>
+            <tbody>
+              {tokens.data!.tokens.map((token) => (
+                <tr key={token.name}>
+                  <td>
+                    <Name>{token.name}</Name>
+                  </td>
+                  <td>{token.role}</td>
+                  <td>{clock(token.created_s)}</td>
+                  <td>{token.expires_s === null ? "for ever" : clock(token.expires_s)}</td>
+                  <td>{token.revoked_s !== null && <Badge state="revoked" tone="bad" />}</td>
+                </tr>
+              ))}
+            </tbody>
+          </table>
+        </div>
+      )}
+    </Panel>
+  );
+}

@@ -162,6 +162,24 @@ class Client:
         result_bytes = 0 if into else sum(tensor.nbytes for tensor in result.values())
         return _status_bytes("VmHWM") - before - result_bytes
 
+    def edit_small(self, pattern: str, count: int, value: float) -> list[tuple[float, float]]:
+        """So many edits without data, one after another: seconds, and how long training stood."""
+        found = []
+        for number in range(count):
+            begin_s = time.perf_counter()
+            edit = self.mesh.edit(pattern, fill=value + number)
+            assert edit.stop_ms is not None
+            found.append((time.perf_counter() - begin_s, edit.stop_ms / 1e3))
+        return found
+
+    def write_back(self, transport: Transport) -> tuple[float, float]:
+        """Sets all parameters to warm memory: seconds, and how long training stood."""
+        begin_s = time.perf_counter()
+        edit = self.mesh.edit(set=self._warm, transport=transport)
+        seconds = time.perf_counter() - begin_s
+        assert edit.stop_ms is not None
+        return seconds, edit.stop_ms / 1e3
+
     def close(self) -> None:
         with ExitStack() as stack:
             for one in self._sockets:
@@ -208,7 +226,7 @@ def main() -> None:
         name: getattr(client, name)
         for name in (
             "connect", "read_again", "keep_heap", "warm", "summon", "view", "memcpy", "dial",
-            "receive", "stats", "torch_pass", "peak", "read_until",
+            "receive", "stats", "torch_pass", "peak", "read_until", "edit_small", "write_back",
         )
     }  # fmt: skip
     try:

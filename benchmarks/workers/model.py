@@ -10,7 +10,11 @@ import psutil
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    set_model_state_dict,
+)
 from torch.distributed.fsdp import fully_shard
 
 import paramd
@@ -26,6 +30,7 @@ class ModelRank:
     def __init__(self) -> None:
         self._model: nn.Module = nn.Module()
         self._attachment: Attachment | None = None
+        self._full: dict[str, torch.Tensor] = {}
 
     def build(self, width: int, layers: int) -> int:
         """Layers of `width` x `width` float32 without bias; returns their bytes."""
@@ -47,6 +52,46 @@ class ModelRank:
         with self._attachment.update():
             pass
         return self._attachment.step
+
+    def pace(self, step_s: float, steps: int) -> int:
+        """Steps that change nothing, at a steady pace; returns the last one."""
+        assert self._attachment is not None
+        due_s = time.perf_counter()
+        for _ in range(steps):
+            self.advance()
+            due_s += step_s
+            time.sleep(max(0.0, due_s - time.perf_counter()))
+        return self._attachment.step
+
+    def pace_until(self, step_s: float, edits: int) -> int:
+        """Such steps until so many more edits have been applied; returns the last one."""
+        assert self._attachment is not None
+        wanted = self._attachment.edits + edits
+        while self._attachment.edits < wanted:
+            self.advance()
+            time.sleep(step_s)
+        return self._attachment.step
+
+    def scatter(self) -> float:
+        """The peer of a write-back: rank 0 has the full state, all ranks load it. Seconds."""
+        if not self._full and dist.get_rank() == 0:
+            self._full = {
+                f"{number}.weight": torch.zeros(layer.weight.shape)
+                for number, layer in enumerate(self._model)
+            }
+        dist.barrier()
+        begin_s = time.perf_counter()
+        options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+        set_model_state_dict(self._model, self._full, options=options)
+        return time.perf_counter() - begin_s
+
+    def edit_unit(self) -> float:
+        """The peer of a small edit: unshard one unit, change it, reshard it. Seconds."""
+        dist.barrier()
+        begin_s = time.perf_counter()
+        with paramd.summon_full_params(self._model[0]) as params, torch.no_grad():
+            next(iter(params.values()))[0:64].fill_(1.0)
+        return time.perf_counter() - begin_s
 
     def gather(self) -> float:
         """The peer: every rank takes part, rank 0 has the full state on the CPU. Seconds."""
@@ -74,7 +119,17 @@ def main() -> None:
     dist.init_process_group("gloo")
     rank = ModelRank()
     commands: dict[str, Any] = {
-        name: getattr(rank, name) for name in ("build", "attach", "advance", "gather")
+        name: getattr(rank, name)
+        for name in (
+            "build",
+            "attach",
+            "advance",
+            "pace",
+            "pace_until",
+            "scatter",
+            "edit_unit",
+            "gather",
+        )
     }
     try:
         obey(commands)

@@ -10,7 +10,9 @@ in `<dir>/<socket's name>`, for example `rank-0.sock`. The file is taken away as
 so a sidecar started in the dead one's place is not struck again.
 
 Points: pin-prepared, copy-begun, copy-chunk, copy-moved, pin-answered, capture-ready,
-boundary-copied, read-chunk, stats-item, mapped, gradients-copied, gradients-reduced.
+boundary-copied, read-chunk, stats-item, mapped, gradients-copied, gradients-reduced; of
+exports export-begun, export-file-begun, export-chunk, export-file-written, export-file-done,
+export-stored, export-verify, export-finish, export-marker, export-renamed, export-dropped.
 """
 
 from __future__ import annotations
@@ -37,6 +39,17 @@ POINTS = frozenset(
         "read-chunk",
         "stats-item",
         "mapped",
+        "export-begun",
+        "export-file-begun",
+        "export-chunk",
+        "export-file-written",
+        "export-file-done",
+        "export-stored",
+        "export-verify",
+        "export-finish",
+        "export-marker",
+        "export-renamed",
+        "export-dropped",
         "gradients-copied",
         "gradients-reduced",
     }

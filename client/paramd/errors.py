@@ -29,6 +29,10 @@ class ConflictError(ParamdError):
     """The state does not allow it: stale epoch or layout, torn rank, attached twice."""
 
 
+class ExistsError(ConflictError):
+    """The id names something else already."""
+
+
 class TornError(ConflictError):
     """A trainer ended inside an update; its parameters mix two steps."""
 
@@ -75,6 +79,7 @@ CODES: dict[type[ParamdError], ErrorCodes] = {
     UsageError: ErrorCodes(grpc="INVALID_ARGUMENT", http=422, exit=2),
     UnreachableError: ErrorCodes(grpc="UNAVAILABLE", http=503, exit=3, retry=True),
     NotFoundError: ErrorCodes(grpc="NOT_FOUND", http=404, exit=4),
+    ExistsError: ErrorCodes(grpc="ALREADY_EXISTS", http=409, exit=5),
     ConflictError: ErrorCodes(grpc="FAILED_PRECONDITION", http=409, exit=5),
     PartialError: ErrorCodes(grpc="UNAVAILABLE", http=503, exit=6),
     DeniedError: ErrorCodes(grpc="PERMISSION_DENIED", http=403, exit=7),
@@ -91,6 +96,7 @@ _BY_GRPC: dict[str, type[ParamdError]] = {
     "UNAVAILABLE": UnreachableError,
     "NOT_FOUND": NotFoundError,
     "FAILED_PRECONDITION": ConflictError,
+    "ALREADY_EXISTS": ExistsError,
     "PERMISSION_DENIED": DeniedError,
     "UNAUTHENTICATED": DeniedError,
     "DEADLINE_EXCEEDED": DeadlineError,

@@ -14,7 +14,8 @@ from paramd.tickets import Claims, Role
 
 SERVICE = "paramd.v1.SidecarService"
 
-_READERS = frozenset({Role.READER, Role.CONTROL})
+_EDITORS = frozenset({Role.EDITOR, Role.CONTROL})
+_READERS = _EDITORS | {Role.READER}
 _VIEWERS = _READERS | {Role.VIEWER}
 _CONTROL = frozenset({Role.CONTROL})
 
@@ -34,6 +35,10 @@ ROLES: dict[str, frozenset[Role]] = {
     f"/{SERVICE}/ReachBoundary": _CONTROL,
     f"/{SERVICE}/WithdrawBoundary": _CONTROL,
     f"/{SERVICE}/RenewHold": _CONTROL,
+    f"/{SERVICE}/StageEdit": _EDITORS,
+    f"/{SERVICE}/GetEdit": _EDITORS,
+    f"/{SERVICE}/PreviewEdit": _EDITORS,
+    f"/{SERVICE}/DropEdit": _CONTROL,
     f"/{SERVICE}/ReadSnapshot": _READERS,
     f"/{SERVICE}/RenewSnapshot": _READERS,
     f"/{SERVICE}/ReleaseSnapshot": _READERS,
@@ -112,6 +117,12 @@ def check_reader(claims: Claims) -> None:
     """Raises DeniedError unless the ticket lets its holder read values."""
     if claims.role not in _READERS:
         raise DeniedError(_wrong_role(claims.role, _READERS))
+
+
+def check_editor(claims: Claims) -> None:
+    """Raises DeniedError unless the ticket lets its holder stage edits."""
+    if claims.role not in _EDITORS:
+        raise DeniedError(_wrong_role(claims.role, _EDITORS))
 
 
 def _wrong_role(found: Role, allowed: frozenset[Role]) -> str:

@@ -46,16 +46,26 @@ class SidecarConfig:
     """Longest deadline of a call; above 0."""
     idle_memory_s: float = 60.0
     """How long freed snapshot memory is kept for the next snapshot; 0 or more."""
+    edit_pool_bytes: int = 64 << 20
+    """Shared memory kept ready for small edits, at most about the arena; 0 or more."""
+    edit_budget_bytes: int | None = None
+    """Most bytes that edits not yet applied may take; None: twice the arena and 64 MiB."""
+    undo_budget_bytes: int = 256 << 20
+    """Most bytes kept to undo applied edits; 0 or more."""
+    edit_expiry_s: float = 600.0
+    """How long a staged edit that nobody touches is kept; above 0."""
     report_s: float = 2.0
     """Time between two reports to the control plane; above 0."""
 
     def __post_init__(self) -> None:
         check_job_name(self.job)
         check_listen(self.listen, tls=self.tls_files is not None)
-        for name, least in (("rank", 0), ("grace_s", 0), ("idle_memory_s", 0), ("max_calls", 1)):
+        not_negative = ("rank", "grace_s", "idle_memory_s", "edit_pool_bytes", "undo_budget_bytes")
+        for name, least in (*((name, 0) for name in not_negative), ("max_calls", 1)):
             if getattr(self, name) < least:
                 raise UsageError(f"{name}: {getattr(self, name)}; expected {least} or more")
-        for name in ("linger_s", "default_lease_s", "max_deadline_s", "report_s"):
+        above = ("linger_s", "default_lease_s", "max_deadline_s", "report_s", "edit_expiry_s")
+        for name in above:
             if not getattr(self, name) > 0:
                 raise UsageError(f"{name}: {getattr(self, name)}; expected a number above 0")
         if self.max_lease_s < self.default_lease_s:
@@ -63,8 +73,10 @@ class SidecarConfig:
                 f"max_lease_s: {self.max_lease_s}; expected at least default_lease_s "
                 f"({self.default_lease_s})"
             )
-        if self.budget_bytes is not None and self.budget_bytes <= 0:
-            raise UsageError(f"budget_bytes: {self.budget_bytes}; expected a number above 0")
+        for name in ("budget_bytes", "edit_budget_bytes"):
+            value = getattr(self, name)
+            if value is not None and value <= 0:
+                raise UsageError(f"{name}: {value}; expected a number above 0")
 
     @property
     def tls_files(self) -> TlsFiles | None:

@@ -27,4 +27,10 @@ class ReadyEdits(Protocol):
         """
 
     def settle(self) -> None:
-        """Looks at the page: a ready edit was applied, or its request was withdrawn."""
+        """Looks at the page: a ready edit was applied, or nobody can apply it any more."""
+
+    def withdrawn(self, boundary: int) -> None:
+        """Withdrawing found for certain that this rank will never take part in a request.
+
+        Its edit may be dropped, or made ready for another request, at once.
+        """

@@ -11,6 +11,7 @@ so a sidecar started in the dead one's place is not struck again.
 
 Points: pin-prepared, copy-begun, copy-chunk, copy-moved, pin-answered, capture-ready,
 boundary-copied, read-chunk, stats-item, mapped, gradients-copied, gradients-reduced; of
+edits edit-staging, edit-staged, edit-ready, edit-applied; of
 exports export-begun, export-file-begun, export-chunk, export-file-written, export-file-done,
 export-stored, export-verify, export-finish, export-marker, export-renamed, export-dropped.
 """
@@ -50,6 +51,10 @@ POINTS = frozenset(
         "export-marker",
         "export-renamed",
         "export-dropped",
+        "edit-staging",
+        "edit-staged",
+        "edit-ready",
+        "edit-applied",
         "gradients-copied",
         "gradients-reduced",
     }

@@ -67,10 +67,19 @@ def parse(argv: Sequence[str] | None) -> SidecarConfig:
     )
     for name, text in _TLS_OPTIONS.items():
         parser.add_argument("--" + name.replace("_", "-"), default="", help=text)
-    for name in ("linger_s", "grace_s", "default_lease_s", "max_lease_s", "idle_memory_s"):
+    for name in (
+        "linger_s",
+        "grace_s",
+        "default_lease_s",
+        "max_lease_s",
+        "idle_memory_s",
+        "edit_expiry_s",
+    ):
         option = "--" + name.replace("_", "-")
         parser.add_argument(option, type=float, default=getattr(defaults, name), metavar="SECONDS")
-    parser.add_argument("--budget-bytes", type=int, default=None, metavar="BYTES")
+    for name in ("budget_bytes", "edit_budget_bytes", "edit_pool_bytes", "undo_budget_bytes"):
+        option = "--" + name.replace("_", "-")
+        parser.add_argument(option, type=int, default=getattr(defaults, name), metavar="BYTES")
     parser.add_argument("--max-calls", type=int, default=defaults.max_calls, metavar="COUNT")
     values = vars(parser.parse_args(argv))
     return SidecarConfig(socket_path=values.pop("socket"), **values)

@@ -165,6 +165,12 @@ def reduce_run(
     return result
 
 
+def add_elements(result: Reduced, elements: torch.Tensor, dtype: str) -> None:
+    """Adds the statistics of a tensor of `dtype`, small enough to be widened at once."""
+    if elements.numel():
+        _add_piece(result, elements.flatten().to(_WIDENED[dtype]))
+
+
 def exponent_counts(result: Reduced) -> list[int]:
     """Counts of bins [EXPONENT_BEGIN, EXPONENT_BEGIN + EXPONENT_BINS); none if not counted."""
     if result.exponents is None:

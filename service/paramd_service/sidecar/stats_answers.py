@@ -43,7 +43,7 @@ async def compute_stats(
         UsageError: an item leaves the snapshot, or its dtype has no statistics.
     """
     data = snapshot.view()
-    return await _on_thread(
+    return await on_stats_thread(
         rank, lambda stop: _reduce_all(rank, data, items, with_exponents, edges, stop)
     )
 
@@ -59,10 +59,10 @@ async def pool_snapshot(
     if len(request.items) > MAX_POOL_ITEMS:
         raise UsageError(f"items: {len(request.items)}; expected at most {MAX_POOL_ITEMS}")
     data = snapshot.view()
-    return await _on_thread(rank, lambda stop: _pool(rank, data, request, stop))
+    return await on_stats_thread(rank, lambda stop: _pool(rank, data, request, stop))
 
 
-async def _on_thread(rank: RankSidecar, work: Callable[[Sequence[bool]], Answer]) -> Answer:
+async def on_stats_thread(rank: RankSidecar, work: Callable[[Sequence[bool]], Answer]) -> Answer:
     """Runs `work` beside the event loop; it ends soon once its argument is not empty."""
     stop: list[bool] = []
     running = asyncio.get_running_loop().run_in_executor(rank.stats_executor, work, stop)

@@ -15,7 +15,9 @@ from typing import Any
 
 from paramd.errors import ConflictError, DeniedError, ParamdError, UsageError, codes_of
 from paramd.memory import handover
-from paramd_service.sidecar.auth import check_reader
+from paramd_service.sidecar.auth import check_editor, check_reader
+from paramd_service.sidecar.edit_peers import share_message
+from paramd_service.sidecar.edit_windows import Windows
 from paramd_service.sidecar.mesh_info import parse_mesh
 from paramd_service.sidecar.owner import AttachRequest, Possession, parse_attach
 from paramd_service.sidecar.rank import RankSidecar
@@ -98,6 +100,7 @@ class _Connection:
         self._peer_pid = peer_pid
         self._possession: Possession | None = None
         self._maps: dict[str, list[Snapshot]] = {}
+        self._windows: Windows | None = None
         self._task: asyncio.Task[None] | None = None
         self._closing = False
         self._handlers: dict[str, Callable[[dict[str, Any], list[int]], Coroutine[Any, Any, None]]]
@@ -107,6 +110,9 @@ class _Connection:
             "detach": self._detach,
             "map": self._map,
             "unmap": self._unmap,
+            "stage": self._stage,
+            "window": self._window,
+            "share": self._share,
         }
 
     def start(self) -> None:
@@ -221,6 +227,41 @@ class _Connection:
         if mapped:
             mapped.pop().map_count -= 1
 
+    async def _stage(self, message: dict[str, Any], descriptors: list[int]) -> None:
+        check_editor(self._rank.verify(str(message.get("ticket", ""))))
+        entry = self._rank.edits.get(str(message.get("edit_id", "")))
+        await asyncio.shield(entry.opened)
+        self._close_windows()
+        self._windows = Windows(entry)
+        handover.send(self._socket, self._windows.message(), [self._windows.descriptor])
+
+    async def _window(self, message: dict[str, Any], descriptors: list[int]) -> None:
+        windows = self._windows
+        if windows is None:
+            raise UsageError("window: there are no windows yet; send stage first")
+        offset_bytes, size_bytes, fill = windows.named(message)
+        await self._rank.edits.take(windows.entry, offset_bytes, size_bytes, fill)
+        progress = windows.entry.progress()
+        staged_bytes, size_bytes = progress.staged_bytes, progress.size_bytes
+        answer = {"op": "taken", "staged_bytes": staged_bytes, "size_bytes": size_bytes}
+        handover.send(self._socket, answer)
+
+    async def _share(self, message: dict[str, Any], descriptors: list[int]) -> None:
+        check_editor(self._rank.verify(str(message.get("ticket", ""))))
+        edits = self._rank.edits
+        answer = share_message(edits.get(str(message.get("edit_id", ""))))
+        path = f"/proc/self/fd/{edits.memory.sparse.descriptor}"
+        readable = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            handover.send(self._socket, answer, [readable])
+        finally:
+            os.close(readable)
+
+    def _close_windows(self) -> None:
+        windows, self._windows = self._windows, None
+        if windows is not None:
+            windows.close()
+
     def _refuse(self, error: ParamdError) -> None:
         answer = {"op": "error", "code": codes_of(error).grpc, "message": str(error)}
         try:
@@ -233,6 +274,7 @@ class _Connection:
             return
         asyncio.get_running_loop().remove_reader(self._socket.fileno())
         self._socket.close()
+        self._close_windows()
         for snapshots in self._maps.values():
             for snapshot in snapshots:
                 snapshot.map_count -= 1

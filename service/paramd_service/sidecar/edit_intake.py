@@ -1,0 +1,156 @@
+"""An edit's data as it comes in: copied, digested and looked at, in order, block by block.
+
+The checks read the staged copy, which only this process and its trainer have: what a sender
+does to its own memory afterwards changes nothing.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import xxhash
+
+from paramd.errors import DataLossError, UsageError
+from paramd.layout.dtypes import item_bytes
+
+Fill = Callable[[int, int], None]
+"""(address, bytes) -> None: puts that many bytes there."""
+
+_GRAIN = 64
+"""Blocks end at multiples of it, so that no element is looked at in halves."""
+
+_EXPONENTS: dict[str, int] = {"bfloat16": 0x7F80, "float16": 0x7C00}
+_NUMPY_FLOATS = {"float32": "f4", "float64": "f8"}
+
+
+@dataclass(frozen=True, slots=True)
+class DataRange:
+    """Elements of one item: [begin, end) in bytes of the rank's data."""
+
+    op: int
+    begin: int
+    end: int
+    dtype: str
+    fqn: str
+
+
+class NonfiniteError(UsageError):
+    """An edit's data holds NaN or infinities, and nobody said that they are wanted."""
+
+
+class Intake:
+    """The data of one edit on its way. Used by one thread at a time."""
+
+    def __init__(
+        self,
+        memory: memoryview,
+        address: int,
+        ranges: Sequence[DataRange],
+        *,
+        op_count: int,
+        allow_nonfinite: bool,
+    ) -> None:
+        """`memory` are the bytes at `address` where the data belongs; ranges are sorted."""
+        self.size_bytes = memory.nbytes
+        self.staged_bytes = 0
+        """Bytes there, without a gap from the first."""
+        self._memory = memory
+        self._address = address
+        self._ranges = ranges
+        self._allow_nonfinite = allow_nonfinite
+        self._digests = [xxhash.xxh3_128() for _ in range(op_count)]
+        self._verified = 0
+        self._next = 0
+
+    def take(self, offset_bytes: int, size_bytes: int, fill: Fill) -> None:
+        """Takes bytes [offset, offset + size); those that are there already are left alone.
+
+        Raises:
+            UsageError: a gap, or more than there is.
+            NonfiniteError: numbers that are not finite; the intake is of no more use.
+        """
+        end = offset_bytes + size_bytes
+        if 0 <= offset_bytes <= end <= self.staged_bytes:
+            return
+        if offset_bytes != self.staged_bytes or not offset_bytes <= end <= self.size_bytes:
+            raise UsageError(
+                f"offset_bytes: {size_bytes} bytes from {offset_bytes} on; {self.staged_bytes} of "
+                f"{self.size_bytes} are staged, so go on there"
+            )
+        fill(self._address + offset_bytes, size_bytes)
+        self._verify(end if end == self.size_bytes else end // _GRAIN * _GRAIN)
+        self.staged_bytes = end
+
+    def digests(self) -> list[bytes]:
+        """XXH3 (128 bit, canonical) of each operation's data, once all is there."""
+        assert self.staged_bytes == self.size_bytes
+        return [state.digest() for state in self._digests]
+
+    def _verify(self, end: int) -> None:
+        while self._next < len(self._ranges):
+            part = self._ranges[self._next]
+            low, high = max(part.begin, self._verified), min(part.end, end)
+            if low < high:
+                block = self._memory[low:high]
+                if not self._allow_nonfinite and not is_finite(block, part.dtype):
+                    raise NonfiniteError(_nonfinite(block, part, low))
+                self._digests[part.op].update(block)
+            if part.end > end:
+                break
+            self._next += 1
+        self._verified = end
+
+
+def copy_of(data: bytes, xxh3: int) -> Fill:
+    """Fills from bytes that came over the network.
+
+    Raises:
+        DataLossError: they do not match their checksum.
+    """
+    if xxhash.xxh3_64_intdigest(data) != xxh3:
+        raise DataLossError("data: the bytes do not match their XXH3; send them again")
+
+    def fill(address: int, size_bytes: int) -> None:
+        ctypes.memmove(address, data, size_bytes)
+
+    return fill
+
+
+def is_finite(block: memoryview, dtype: str) -> bool:
+    """Whether no element is NaN or infinite; dtypes without such numbers are finite.
+
+    Loads numpy when first asked. The block begins at a multiple of 64 bytes.
+    """
+    if not block.nbytes or (dtype not in _NUMPY_FLOATS and dtype not in _EXPONENTS):
+        return True
+    np = _numpy()
+    if dtype in _NUMPY_FLOATS:
+        values = np.frombuffer(block, _NUMPY_FLOATS[dtype])
+        with np.errstate(all="ignore"):
+            # A NaN or an infinity is never lost in a sum; finite numbers may overflow.
+            return bool(np.isfinite(values.sum()) or np.isfinite(values).all())
+    mask = _EXPONENTS[dtype]
+    return int((np.frombuffer(block, "u2") & mask).max()) != mask
+
+
+def _nonfinite(block: memoryview, part: DataRange, low: int) -> str:
+    np = _numpy()
+    if part.dtype in _NUMPY_FLOATS:
+        bad = ~np.isfinite(np.frombuffer(block, _NUMPY_FLOATS[part.dtype]))
+    else:
+        mask = _EXPONENTS[part.dtype]
+        bad = (np.frombuffer(block, "u2") & mask) == mask
+    first = (low - part.begin) // item_bytes(part.dtype) + int(bad.argmax())
+    return (
+        f"the data for {part.fqn!r} holds NaN or infinite numbers, first at element {first} of "
+        "this rank's part; an admin may allow that with allow_nonfinite"
+    )
+
+
+def _numpy() -> Any:
+    import numpy as np
+
+    return np

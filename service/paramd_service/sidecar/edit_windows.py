@@ -1,0 +1,88 @@
+"""Windows: shared memory that clients of this host fill with an edit's data, again and again.
+
+Sealed in its size, so that nobody can pull the memory away under us. What is in a window may
+change at any time; it is copied once, and only the copy is looked at.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import fcntl
+import mmap
+import os
+from typing import Any
+
+from paramd.errors import ExhaustedError, UsageError
+from paramd_service.sidecar.edit_entry import Entry
+from paramd_service.sidecar.edit_intake import Fill
+
+WINDOW_BYTES = 2 << 20
+WINDOW_COUNT = 4
+MAX_RINGS = 16
+"""Clients that may have windows at once: 128 MiB of them."""
+
+
+class Windows:
+    """The windows of one connection, for one edit."""
+
+    open_count = 0
+
+    def __init__(self, entry: Entry) -> None:
+        """Raises ExhaustedError: too many clients have windows."""
+        if Windows.open_count >= MAX_RINGS:
+            raise ExhaustedError(
+                f"{MAX_RINGS} clients are staging over shared memory; try again in a moment, or "
+                "stage over gRPC"
+            )
+        self.entry = entry
+        size_bytes = WINDOW_BYTES * WINDOW_COUNT
+        self.descriptor = os.memfd_create("paramd-windows", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        try:
+            os.posix_fallocate(self.descriptor, 0, size_bytes)
+            seals = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+            fcntl.fcntl(self.descriptor, fcntl.F_ADD_SEALS, seals)
+            self._map: mmap.mmap | None = mmap.mmap(self.descriptor, size_bytes)
+        except OSError as error:
+            os.close(self.descriptor)
+            raise ExhaustedError(f"no memory for windows ({error.strerror})") from error
+        self._address = ctypes.addressof(ctypes.c_char.from_buffer(self._map))
+        Windows.open_count += 1
+
+    def message(self) -> dict[str, Any]:
+        """The answer that hands them over."""
+        return {
+            "op": "staging",
+            "window_bytes": WINDOW_BYTES,
+            "window_count": WINDOW_COUNT,
+            "staged_bytes": self.entry.progress().staged_bytes,
+            "size_bytes": self.entry.size_bytes,
+        }
+
+    def named(self, message: dict[str, Any]) -> tuple[int, int, Fill]:
+        """Offset and size of the data in a window that a message names, and its copying.
+
+        Raises:
+            UsageError: there is no such window, or a number is missing.
+        """
+        fields = [message.get(name) for name in ("index", "offset_bytes", "size_bytes")]
+        index, offset_bytes, size_bytes = (n if type(n) is int else -1 for n in fields)
+        if not (
+            0 <= index < WINDOW_COUNT and 0 <= size_bytes <= WINDOW_BYTES and offset_bytes >= 0
+        ):
+            raise UsageError(
+                f"window: index, offset_bytes, size_bytes are {fields}; expected an index below "
+                f"{WINDOW_COUNT} and at most {WINDOW_BYTES:,} bytes"
+            )
+        source = self._address + index * WINDOW_BYTES
+
+        def fill(address: int, size: int) -> None:
+            ctypes.memmove(address, source, size)
+
+        return offset_bytes, size_bytes, fill
+
+    def close(self) -> None:
+        """Lets go of them; the client's map lives on, and nobody looks at it any more."""
+        if self._map is not None:
+            self._map = None
+            os.close(self.descriptor)
+            Windows.open_count -= 1

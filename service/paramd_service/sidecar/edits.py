@@ -1,0 +1,364 @@
+"""Edits of one possession: staged, made ready, applied, undone; see edit_entry.Phase.
+
+The trainer applies; this side never touches the arena. What became of a ready edit is read
+from the page alone (EDIT_APPLIED, EDIT_TOKEN), so a respawned sidecar tells the same. Runs on
+the event loop; data is copied and checked on threads.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import time
+from collections.abc import Callable, Coroutine, Iterator
+from contextlib import suppress
+from functools import partial
+from typing import Any
+
+from paramd.errors import ConflictError, ExhaustedError, ExistsError, NotFoundError, UsageError
+from paramd.layout.edit_messages import manifest_digest
+from paramd.memory.control_page import ControlPage, Word
+from paramd.v1 import sidecar_pb2 as pb
+from paramd_service.sidecar.edit_entry import Entry, Phase, UndoRefusal
+from paramd_service.sidecar.edit_fate import WITHDRAWN_NS, Fate, fate
+from paramd_service.sidecar.edit_index import EditIndex
+from paramd_service.sidecar.edit_intake import Fill, NonfiniteError
+from paramd_service.sidecar.edit_limits import EditLimits
+from paramd_service.sidecar.edit_memory import EditMemory
+from paramd_service.sidecar.edit_opening import Opener
+from paramd_service.sidecar.edit_recovery import recovered
+from paramd_service.sidecar.edit_undo import UndoBook
+from paramd_service.sidecar.faults import Faults
+from paramd_service.sidecar.owner import Ownership
+
+_ID = re.compile(r"[0-9a-f]{32}")
+_SWEEP_S = 5.0
+
+
+class Edits:
+    """The edits of one rank in one epoch."""
+
+    def __init__(
+        self,
+        memory: EditMemory,
+        page: ControlPage,
+        *,
+        rank: int,
+        arena_bytes: int,
+        limits: EditLimits,
+        layout: Callable[[], bytes],
+        faults: Faults,
+    ) -> None:
+        """`layout` gives the serialized layout; raises UnreachableError while there is none."""
+        self.memory = memory
+        self.applied_count = 0
+        """Edits seen applied by this process."""
+        self._page = page
+        self._limits = limits
+        self._faults = faults
+        self._loop = asyncio.get_running_loop()
+        self._entries: dict[str, Entry] = {}
+        self._index: EditIndex | None = None
+        self._undo = UndoBook(memory, limits.undo_budget_bytes, self._persist)
+        self._opener = Opener(
+            memory, self._undo, rank=rank, arena_bytes=arena_bytes, limits=limits, layout=layout
+        )
+        self._ended: Ownership | None = None
+        self._order = 0
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._timer: asyncio.TimerHandle | None = None
+
+    async def start(self) -> None:
+        """Finds what a predecessor left. Raises ExhaustedError."""
+        await self.memory.start()
+        self._index = EditIndex(self.memory.buffer)
+        self._entries = recovered(self._index, self.memory)
+        for entry in self._entries.values():
+            entry.touched_ns = time.monotonic_ns()
+            self._order = max(self._order, entry.order)
+            if entry.phase is Phase.APPLIED and entry.body is not None:
+                self._undo.keep(entry)
+        self.settle()
+        self._start(self._warm_up())
+        self._timer = self._loop.call_later(_SWEEP_S, self._sweep)
+
+    async def begin(self, manifest: pb.EditManifest) -> Entry:
+        """The edit of a manifest, with memory reserved; the same id and manifest, the same edit.
+
+        Raises:
+            ExistsError: the id has another manifest.
+            UsageError, NotFoundError: it does not fit the layout.
+            ExhaustedError: no room. ConflictError: it cannot undo what it names.
+        """
+        if _ID.fullmatch(manifest.edit_id) is None:
+            raise UsageError(f"edit_id: {manifest.edit_id[:64]!r}; expected 32 hexadecimal digits")
+        digest = manifest_digest(manifest)
+        entry = self._entries.get(manifest.edit_id)
+        if entry is None:
+            self._check_room()
+            entry = Entry(manifest=manifest, digest=digest, opened=self._loop.create_future())
+            self._entries[entry.edit_id] = entry
+            self._start(self._open(entry))
+        elif entry.digest != digest:
+            raise ExistsError(
+                f"edit {manifest.edit_id} is known here with another content; an id names one "
+                "edit for ever, so take a new one"
+            )
+        entry.touched_ns = time.monotonic_ns()
+        await asyncio.shield(entry.opened)
+        self.settle()
+        return entry
+
+    async def take(self, entry: Entry, offset_bytes: int, size_bytes: int, fill: Fill) -> None:
+        """Takes a part of the data; the last one makes the edit STAGED.
+
+        Raises:
+            UsageError: the part does not follow what is there, or is not finite: then the
+                edit is forgotten. DataLossError: as `fill` says.
+        """
+        async with entry.lock:
+            entry.touched_ns = time.monotonic_ns()
+            if self._entries.get(entry.edit_id) is not entry:
+                raise NotFoundError(f"edit {entry.edit_id} was dropped while its data came")
+            intake = entry.intake
+            if intake is None:
+                return
+            try:
+                await self._opener.on_thread(partial(intake.take, offset_bytes, size_bytes, fill))
+            except NonfiniteError:
+                self._forget(entry)
+                raise
+            self._faults.at("edit-staging")
+            await self._complete(entry)
+
+    def get(self, edit_id: str) -> Entry:
+        """An edit as it is now. Raises NotFoundError."""
+        self.settle()
+        entry = self._entries.get(edit_id)
+        if entry is None:
+            raise NotFoundError(
+                f"nothing is known of edit {edit_id[:64]!r} on this rank; it was never staged "
+                "here, or it expired"
+            )
+        return entry
+
+    async def planned(self, entry: Entry) -> Entry:
+        """The edit with `ops` and `edit` set, also when a predecessor staged it."""
+        await self._opener.plan(entry)
+        return entry
+
+    async def drop(self, edit_id: str) -> None:
+        """Forgets a staged edit, or lets go of what would undo an applied one. Idempotent.
+
+        Raises:
+            ConflictError: the trainers may have agreed on it, or an undo of it is staged.
+        """
+        self.settle()
+        entry = self._entries.get(edit_id)
+        if entry is None:
+            return
+        async with entry.lock:
+            if self._entries.get(edit_id) is not entry:
+                return
+            self.settle()
+            if entry.unready_ns:
+                await asyncio.sleep(WITHDRAWN_NS / 1e9)
+                self.settle()
+            if entry.phase is Phase.READY:
+                raise ConflictError(
+                    f"edit {edit_id}: the trainers may have agreed on it; ask for it again when "
+                    f"boundary {entry.boundary} has ended"
+                )
+            if entry.phase is not Phase.APPLIED:
+                self._forget(entry)
+            elif entry.undone_by is not None:
+                raise ConflictError(f"edit {edit_id}: {entry.undo_refusal}; drop that one first")
+            elif entry.body is not None:
+                self._undo.let_go(entry, UndoRefusal.DROPPED)
+
+    def make_ready(self, edit_id: str, *, boundary: int, token: int) -> int:
+        """See ReadyEdits."""
+        entry = self.get(edit_id)
+        if entry.phase in (Phase.READY, Phase.APPLIED):
+            if (entry.boundary, entry.token) == (boundary, token):
+                return entry.program_begin
+            raise ConflictError(
+                f"edit {edit_id} was applied already, at boundary {entry.boundary}"
+                if entry.phase is Phase.APPLIED
+                else f"edit {edit_id} is in doubt for boundary {entry.boundary}; withdraw that "
+                "one, and ask again when its round has ended"
+            )
+        if entry.phase is Phase.STAGING:
+            raise ConflictError(
+                f"edit {edit_id} is not complete on this rank: {entry.progress().staged_bytes:,} "
+                f"of {entry.size_bytes:,} bytes are staged"
+            )
+        entry.boundary, entry.token, entry.unready_ns = boundary, token, 0
+        entry.phase = Phase.READY
+        self._persist(entry)
+        self._faults.at("edit-ready")
+        return entry.program_begin
+
+    def settle(self) -> None:
+        """See ReadyEdits."""
+        for entry in [one for one in self._entries.values() if one.phase is Phase.READY]:
+            found = fate(entry, self._page.words, ended=self._ended, now_ns=time.monotonic_ns())
+            if found is Fate.APPLIED:
+                self._applied(entry)
+            elif found is Fate.NEVER:
+                self._unready(entry)
+
+    def withdrawn(self, boundary: int) -> None:
+        """See ReadyEdits."""
+        self.settle()
+        for entry in self._entries.values():
+            if entry.phase is Phase.READY and entry.boundary == boundary:
+                self._unready(entry)
+
+    def trainer_ended(self, ownership: Ownership) -> None:
+        """Nobody applies anything any more; what was applied stays told."""
+        self._ended = ownership
+        self.settle()
+
+    async def close(self) -> None:
+        """Lets go of everything here; the memory stays the trainer's."""
+        if self._timer is not None:
+            self._timer.cancel()
+        for task in self._tasks:
+            task.cancel()
+        if self._tasks:
+            await asyncio.wait(self._tasks)
+        await self._opener.close()
+        self._entries.clear()
+        if self._index is not None:
+            self._index.close()
+        await self.memory.close()
+
+    @property
+    def staged_bytes(self) -> int:
+        """Bytes of memory that edits which are not applied take."""
+        return sum(one.body.size_bytes for one in self._pending() if one.body is not None)
+
+    @property
+    def undo_bytes(self) -> int:
+        """Bytes kept for undoing."""
+        return self._undo.kept_bytes
+
+    def _pending(self) -> Iterator[Entry]:
+        """Edits that are not applied and have a body of their own."""
+        return (
+            one
+            for one in self._entries.values()
+            if one.phase is not Phase.APPLIED and one.undoes is None
+        )
+
+    def _check_room(self) -> None:
+        if self._ended is not None:
+            raise ConflictError(f"nothing can be edited any more: {self._ended.value}")
+        assert self._index is not None
+        staged = sum(one.phase is not Phase.APPLIED for one in self._entries.values())
+        if staged >= self._limits.max_edits:
+            raise ExhaustedError(
+                f"{staged} edits are staged on this rank, which is its limit; commit or abort some"
+            )
+        if self._index.free_count <= staged + 1:
+            oldest = [one for one in self._entries.values() if one.phase is Phase.APPLIED]
+            self._forget_applied(min(oldest, key=lambda one: one.order))
+
+    async def _open(self, entry: Entry) -> None:
+        try:
+            async with entry.lock:
+                if entry.manifest.undo_of:
+                    await self._opener.open_undo(entry, self.get(entry.manifest.undo_of))
+                else:
+                    await self._opener.open_new(entry, staged_bytes=self.staged_bytes)
+                self._faults.at("edit-staging")
+                await self._complete(entry)
+            entry.opened.set_result(None)
+        except BaseException as error:
+            self._forget(entry)
+            entry.opened.set_exception(error)
+            entry.opened.exception()  # seen, even when nobody waits any more
+            if not isinstance(error, Exception):
+                raise
+
+    async def _complete(self, entry: Entry) -> None:
+        """Makes the edit STAGED when all its data is there."""
+        intake = entry.intake
+        if intake is None or intake.staged_bytes < intake.size_bytes:
+            return
+        entry.data_digests = intake.digests()
+        meta = entry.meta_bytes()
+        entry.meta = await self._opener.reserve(len(meta))
+        self.memory.buffer[entry.meta[0] : entry.meta[0] + len(meta)] = meta
+        entry.intake = None
+        entry.phase = Phase.STAGED
+        self._order += 1
+        entry.order = self._order
+        self._persist(entry)
+        self._faults.at("edit-staged")
+
+    def _persist(self, entry: Entry) -> None:
+        assert self._index is not None
+        if entry.slot < 0:
+            entry.slot = self._index.add(entry.as_slot())
+        else:
+            self._index.change(entry.slot, entry.as_slot())
+
+    def _unready(self, entry: Entry) -> None:
+        entry.phase, entry.unready_ns = Phase.STAGED, 0
+        entry.touched_ns = time.monotonic_ns()
+        self._persist(entry)
+
+    def _applied(self, entry: Entry) -> None:
+        self._faults.at("edit-applied")
+        page = self._page
+        entry.step, entry.edits = page[Word.EDIT_STEP], page[Word.EDITS]
+        entry.stop_ns = page[Word.EDIT_NS]
+        entry.phase = Phase.APPLIED
+        self._order += 1
+        entry.order = self._order
+        self._persist(entry)
+        self.applied_count += 1
+        self._undo.applied(entry)
+
+    def _forget(self, entry: Entry) -> None:
+        """An edit that is not applied: everything of it goes."""
+        if self._entries.get(entry.edit_id) is entry:
+            del self._entries[entry.edit_id]
+        if entry.slot >= 0 and self._index is not None:
+            self._index.clear(entry.slot)
+        if entry.undoes is not None:
+            entry.undoes.undone_by = None
+        elif entry.body is not None:
+            self.memory.free(entry.body.begin, entry.body.end)
+        if entry.meta[1]:
+            self.memory.free(*entry.meta)
+        entry.body, entry.intake, entry.slot, entry.meta = None, None, -1, (0, 0)
+
+    def _forget_applied(self, entry: Entry) -> None:
+        if entry.undone_by is not None:
+            raise ExhaustedError("too many edits are known here; apply or drop what is staged")
+        if entry.body is not None:
+            self._undo.let_go(entry, UndoRefusal.CROWDED_OUT)
+        entry.undoes = None
+        self._forget(entry)
+
+    def _sweep(self) -> None:
+        self._timer = self._loop.call_later(_SWEEP_S, self._sweep)
+        self.settle()
+        before_ns = time.monotonic_ns() - int(self._limits.expiry_s * 1e9)
+        for entry in list(self._entries.values()):
+            idle = entry.phase in (Phase.STAGING, Phase.STAGED) and entry.touched_ns < before_ns
+            if idle and not entry.lock.locked():
+                self._forget(entry)
+
+    def _start(self, work: Coroutine[Any, Any, None]) -> None:
+        task = self._loop.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _warm_up(self) -> None:
+        # Without the pool edits are slower, and else as good.
+        with suppress(ExhaustedError):
+            await self.memory.warm_up()

@@ -14,6 +14,7 @@ import socket
 import sys
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -30,6 +31,8 @@ from paramd.version import __version__
 SIGNER = Signer(bytes(range(32)))
 STALL_BUDGET_NS = 5_000_000
 PIECES = 8
+EDIT, HOLD, STEP, RESUME = 1, 2, 3, 4
+"""A `paramd.v1.BoundaryAction`."""
 
 
 @dataclass(kw_only=True)
@@ -70,6 +73,8 @@ class FakeTrainer:
     address: str
     stop: threading.Event = field(default_factory=threading.Event)
     held: threading.Event = field(default_factory=threading.Event)
+    apply: Callable[[int], None] | None = None
+    """Runs the edit program that begins at that byte of the memory of edits; None does nothing."""
 
     def __post_init__(self) -> None:
         self.page = ControlPage(self.fds[0])
@@ -135,18 +140,51 @@ class FakeTrainer:
         last_ns, page[Word.BOUNDARY_NS] = page[Word.BOUNDARY_NS], now_ns
         if last_ns:
             page[Word.STEP_TIME_NS] = now_ns - last_ns
-        announce = False
-        if self.settings.agrees and page[Word.READY] > page[Word.AGREED]:
-            if page[Word.BUFFERS_WANTED] > page[Word.AGREED]:
-                page[Word.BUFFERS_STEP] = page[Word.STEP]
-            page[Word.AGREED_STEP] = page[Word.STEP]
-            page[Word.AGREED] = page[Word.READY]
-            announce = True
+        announce = self.settings.agrees and self._agree()
         want = page[Word.WANT]
         if announce or want != self._want_seen:
             self._want_seen = want
             page[Word.ANNOUNCE] += 1
             descriptors.wake(self.fds[1])
+
+    def _agree(self) -> bool:
+        """A whole round of a mesh of one: promises, agrees, and does what is asked for."""
+        page, number = self.page, self.page[Word.READY]
+        if number <= page[Word.AGREED]:
+            return False
+        token, action = page[Word.TOKEN], page[Word.ACTION]
+        argument = page[Word.ARGUMENT]
+        page[Word.PROMISED] = number
+        agreed = page[Word.READY] == number and page[Word.TOKEN] == token
+        page[Word.ROUNDS_LAUNCHED] += 1
+        if agreed:
+            if action == EDIT:
+                page[Word.EDIT_AGREED] = number
+            if page[Word.BUFFERS_WANTED] > page[Word.AGREED]:
+                page[Word.BUFFERS_STEP] = page[Word.STEP]
+            page[Word.AGREED_TOKEN] = token
+            page[Word.AGREED_STEP] = page[Word.STEP]
+            page[Word.AGREED] = number
+        page[Word.PROMISED] = 0
+        page[Word.ROUNDS_COLLECTED] += 1
+        if agreed and action == EDIT:
+            self._edit(number, token, argument)
+        elif agreed and action in (HOLD, STEP, RESUME):
+            page[Word.HELD] = {HOLD: 1, STEP: 2, RESUME: 0}[action]
+            page[Word.HOLD_STEPS_LEFT] = argument if action == STEP else 0
+        return agreed
+
+    def _edit(self, number: int, token: int, argument: int) -> None:
+        page = self.page
+        begin_ns = time.monotonic_ns()
+        self.gate.begin_update()
+        if self.apply is not None:
+            self.apply(argument)
+        self.gate.end_edit()
+        page[Word.EDIT_NS] = time.monotonic_ns() - begin_ns
+        page[Word.EDIT_STEP] = page[Word.STEP]
+        page[Word.EDIT_TOKEN] = token
+        page[Word.EDIT_APPLIED] = number
 
     def run(self) -> None:
         while not self.stop.is_set():

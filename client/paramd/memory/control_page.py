@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import mmap
 from enum import IntEnum
+from typing import Protocol
 
 PAGE_BYTES = 4096
 MAGIC = 0x7061_7261_6D64_0001
@@ -77,6 +78,13 @@ class Word(IntEnum):
     ARM_SLOT1 = 82
     LOSSLESS_EVERY = 83  # updates between frames of readers that want to miss none; 0 nobody
     LOSSLESS_UNTIL_NS = 84  # until when there is such a reader
+
+
+class Words(Protocol):
+    """The words by index, read and written one at a time."""
+
+    def __getitem__(self, word: int, /) -> int: ...
+    def __setitem__(self, word: int, value: int, /) -> None: ...
 
 
 class ControlPage:

@@ -173,6 +173,14 @@ def _write_record(memory: memoryview, begin: int, record: Record) -> None:
     )
 
 
+def record_count(memory: memoryview, begin: int) -> int:
+    """Records of the program at byte `begin`; 0 when there is none."""
+    if not 0 <= begin <= memory.nbytes - HEADER_BYTES:
+        return 0
+    magic, count, _, _ = _HEADER.unpack_from(memory, begin)
+    return int(count) if magic == MAGIC else 0
+
+
 def parse_program(memory: memoryview, begin: int, *, arena_bytes: int) -> list[Record]:
     """The records of the program at byte `begin` of the memory of edits, all checked.
 

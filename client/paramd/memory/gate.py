@@ -19,6 +19,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum
+from typing import NamedTuple
 
 from paramd.memory.control_page import ControlPage, Word
 
@@ -27,6 +28,13 @@ COPY_CHUNK_BYTES = 4 << 20
 
 POLL_S = 50e-6
 """The trainer's sleep between two looks at the sidecar's words while it waits."""
+
+
+class State(NamedTuple):
+    """What the parameters of one epoch are: updates finished, edits applied."""
+
+    step: int
+    edits: int
 
 
 class TrainerGate:
@@ -54,6 +62,12 @@ class TrainerGate:
         words[Word.STEP] = step
         words[Word.SEQ] += 1
         return step
+
+    def end_edit(self) -> None:
+        """Publishes one more edit of the same step, with SEQ even again."""
+        words = self._words
+        words[Word.EDITS] += 1
+        words[Word.SEQ] += 1
 
     def _wait_for_copies(self) -> None:
         words = self._words
@@ -98,38 +112,44 @@ class CopySpan:
     size_bytes: int
 
 
+def state_of(page: ControlPage) -> State:
+    """The present state; of one moment only when SEQ is the same even value before and after."""
+    words = page.words
+    return State(words[Word.STEP], words[Word.EDITS])
+
+
 def copy_at_one_step(
     page: ControlPage,
     spans: Sequence[CopySpan],
     *,
     at_point: Callable[[str], None] = lambda _: None,
-) -> tuple[CopyEnd, int]:
-    """The sidecar's side: copies all spans at one step, or says why not.
+) -> tuple[CopyEnd, State]:
+    """The sidecar's side: copies all spans of one state, or says why not.
 
     Runs on the sidecar's one copying thread; releases the GIL while bytes move. The
     targets must be pre-faulted, for the trainer may be waiting. `at_point` is called at
     the named points "copy-begun", "copy-chunk" and "copy-moved" (fault injection).
 
-    Returns the end and the step the bytes belong to (meaningful only for DONE).
+    Returns the end and the state the bytes belong to (meaningful only for DONE).
     """
     words = page.words
     seq = words[Word.SEQ]
     if seq & 1:
-        return CopyEnd.UPDATING, words[Word.STEP]
+        return CopyEnd.UPDATING, state_of(page)
     words[Word.COPY_BEGUN] += 1
     try:
         at_point("copy-begun")
-        step = words[Word.STEP]
+        state = state_of(page)
         for span in spans:
             for begin in range(0, span.size_bytes, COPY_CHUNK_BYTES):
                 if words[Word.SEQ] != seq:
-                    return CopyEnd.OVERTAKEN, step
+                    return CopyEnd.OVERTAKEN, state
                 size = min(COPY_CHUNK_BYTES, span.size_bytes - begin)
                 ctypes.memmove(span.target + begin, span.source + begin, size)
                 at_point("copy-chunk")
         at_point("copy-moved")
         if words[Word.SEQ] != seq:
-            return CopyEnd.OVERTAKEN, step
-        return CopyEnd.DONE, step
+            return CopyEnd.OVERTAKEN, state
+        return CopyEnd.DONE, state
     finally:
         words[Word.COPY_ENDED] = words[Word.COPY_BEGUN]

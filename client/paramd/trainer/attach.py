@@ -21,14 +21,19 @@ from paramd.memory import descriptors
 from paramd.memory.arena import HostArena
 from paramd.memory.control_page import MAGIC, ControlPage, Word
 from paramd.memory.forking import private_in_children
+from paramd.memory.sparse import SparseMemory
 from paramd.tokens import new_token
+from paramd.trainer import faults
 from paramd.trainer.agreement import Agreement
 from paramd.trainer.attachment import Attachment, attached
 from paramd.trainer.boundary import Boundary
 from paramd.trainer.control_link import ControlLink
+from paramd.trainer.editing import Editor
 from paramd.trainer.epoch import TakenEpoch, take_epoch
-from paramd.trainer.exchange import Exchange
+from paramd.trainer.exchange import Exchange, collective_timeout_s
 from paramd.trainer.gradients import GradientCapture
+from paramd.trainer.holding import cap_s
+from paramd.trainer.moments import Moments
 from paramd.trainer.rehome import Home
 from paramd.trainer.settings import AttachSettings
 from paramd.trainer.sidecar_link import Identity, SidecarLink
@@ -235,11 +240,18 @@ class _Stages:
             arena.close()
             raise
         _introduce(page, identity, first_step)
+        at_point = faults.from_environment(identity.rank)
+        editor = Editor(page, arena, SparseMemory(shared.edits), at_point=at_point)
+        moments = Moments(page, arena, SparseMemory(shared.moments))
         boundary = Boundary(
             page,
             shared.wake,
             home,
-            Agreement(self._exchange.group, timeout_s=self._settings.agreement_timeout_s),
+            self._agreement(),
+            editor=editor,
+            copy_buffers=home.copy_buffers,
+            mirror_moments=moments.mirror,
+            hold_cap_s=cap_s(collective_timeout_s()),
             stall_budget_ns=round(self._settings.stall_budget_ms * 1e6),
         )
         gradients = GradientCapture(
@@ -257,11 +269,20 @@ class _Stages:
             arena=arena,
             home=home,
             boundary=boundary,
+            editor=editor,
+            moments=moments,
             gradients=gradients,
             exchange=self._exchange,
             sidecar=self._sidecar,
             control=self._control,
             url=self._url,
+        )
+
+    def _agreement(self) -> Agreement:
+        return Agreement(
+            self._exchange.group,
+            timeout_s=self._settings.agreement_timeout_s,
+            edit_timeout_s=self._settings.attach_timeout_s,
         )
 
     def serve(self, mesh: dict[str, Any], layout: bytes) -> None:

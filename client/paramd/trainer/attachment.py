@@ -15,8 +15,10 @@ from paramd.memory.arena import HostArena
 from paramd.memory.control_page import ControlPage, Word
 from paramd.trainer.boundary import Boundary
 from paramd.trainer.control_link import ControlLink
+from paramd.trainer.editing import Editor
 from paramd.trainer.exchange import Exchange
 from paramd.trainer.gradients import GradientCapture
+from paramd.trainer.moments import Moments
 from paramd.trainer.rehome import Home
 from paramd.trainer.sidecar_link import Identity, SidecarLink
 
@@ -56,6 +58,8 @@ class Attachment:
         arena: HostArena,
         home: Home,
         boundary: Boundary,
+        editor: Editor,
+        moments: Moments,
         gradients: GradientCapture,
         exchange: Exchange,
         sidecar: SidecarLink,
@@ -67,6 +71,8 @@ class Attachment:
         self._arena = arena
         self._home = home
         self._boundary = boundary
+        self._editor = editor
+        self._moments = moments
         self._gradients = gradients
         boundary.before_update = gradients.before_update
         self._exchange = exchange
@@ -105,6 +111,7 @@ class Attachment:
     def follow(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
         """Makes every step of these optimizers an update."""
         boundary = self._boundary
+        self._editor.optimizers = self._moments.optimizers = optimizers
 
         def before(optimizer: torch.optim.Optimizer, *_: Any) -> None:
             boundary.begin(optimizer)
@@ -148,6 +155,8 @@ class Attachment:
             remove()
         self._boundary.close()
         self._gradients.close()
+        self._editor.close()
+        self._moments.close()
         self._home.move_out()
         if self._control is not None:
             self._control.let_go()

@@ -14,12 +14,11 @@ from typing import Protocol
 from paramd.memory.control_page import ControlPage, Word
 from paramd.memory.descriptors import wake
 from paramd.memory.gate import TrainerGate
-from paramd.trainer.agreement import Agreement, AgreementLost
+from paramd.trainer.acting import Acting, EditorLike
+from paramd.trainer.agreement import Agreement
+from paramd.trainer.holding import Hold
 
 log = logging.getLogger("paramd")
-
-AGREEMENT_WORKS, AGREEMENT_LOST = 1, 2
-
 
 # Owns the window for ever, so that no other owner opens or closes one.
 _NOBODY = object()
@@ -38,9 +37,6 @@ class HomeLike(Protocol):
     def take_back(self) -> list[str]:
         """Copies them into the arena again and returns their names."""
 
-    def copy_buffers(self) -> None:
-        """Copies buffers into the arena."""
-
 
 class Boundary:
     """Opens and closes update windows; one owner at a time.
@@ -56,19 +52,32 @@ class Boundary:
         home: HomeLike,
         agreement: Agreement,
         *,
+        editor: EditorLike,
+        copy_buffers: Callable[[], None],
+        mirror_moments: Callable[[], None],
+        hold_cap_s: float,
         stall_budget_ns: int,
     ) -> None:
         self._words = page.words
         self._wake_descriptor = wake_descriptor
         self._home = home
+        self._editor = editor
         self._gate = TrainerGate(page, stall_budget_ns=stall_budget_ns)
-        self._agreement: Agreement | None = agreement
-        self._agreed = page.words[Word.AGREED]
+        self._acting = Acting(
+            page,
+            agreement,
+            self._gate,
+            hold=Hold(page.words, cap_s=hold_cap_s, clock_ns=time.monotonic_ns),
+            editor=editor,
+            copy_buffers=copy_buffers,
+            mirror_moments=mirror_moments,
+            answer=self._answer,
+        )
         self._want_seen = page.words[Word.WANT]
+        self._armed_seen = 0
         self._owner: object | None = None
         self.before_update: Callable[[object], None] = _nothing
         """Called with the owner right before an update window opens; must not raise."""
-        self._words[Word.AGREEMENT_STATE] = AGREEMENT_WORKS
 
     def begin(self, owner: object) -> None:
         """Opens an update window unless one is open already."""
@@ -87,25 +96,24 @@ class Boundary:
             at_home = self._parameters_at_home()
             if at_home:
                 self._gate.end_update()
-            self._act(at_home)
+            self._note_time(time.monotonic_ns())
+            self._acting.at_boundary(at_home)
         except Exception:
             log.exception("paramd: a boundary failed; the service degrades, training goes on")
 
     def forget(self) -> None:
         """In a forked child: the words and the rounds are the parent's alone."""
         self._owner = _NOBODY
-        self._agreement = None
+        self._acting.forget()
 
     def close(self) -> None:
         """Ends a round under way; no boundary follows."""
-        agreement, self._agreement = self._agreement, None
-        if agreement is not None:
-            try:
-                agreement.finish()
-            except AgreementLost as error:
-                log.info("paramd: last agreement round: %s", error)
+        self._acting.close()
 
     def _parameters_at_home(self) -> bool:
+        if self._editor.failed:
+            # SEQ stays odd: the parameters mix two states.
+            return False
         try:
             if self._home.check():
                 names = self._home.take_back()
@@ -116,38 +124,17 @@ class Boundary:
             return False
         return True
 
-    def _act(self, at_home: bool) -> None:
+    def _answer(self, announce: bool) -> None:
+        """Wakes the sidecar for what was agreed, or when it asked for this boundary."""
         words = self._words
-        self._note_time(time.monotonic_ns())
-        # A rank that serves nothing still takes part: the others must not wait for it.
-        agreed = self._agree(words[Word.READY] if at_home else 0)
-        announce = False
-        if agreed > self._agreed:
-            step = words[Word.STEP]
-            if words[Word.BUFFERS_WANTED] > self._agreed:
-                self._home.copy_buffers()
-                words[Word.BUFFERS_STEP] = step
-            self._agreed = agreed
-            words[Word.AGREED_STEP] = step
-            words[Word.AGREED] = agreed
+        want, armed = words[Word.WANT], words[Word.ARM_STEP]
+        if armed and armed != self._armed_seen and armed == words[Word.STEP]:
+            self._armed_seen = armed
             announce = True
-        want = words[Word.WANT]
         if announce or want != self._want_seen:
             self._want_seen = want
             words[Word.ANNOUNCE] += 1
             wake(self._wake_descriptor)
-
-    def _agree(self, ready: int) -> int:
-        if self._agreement is None:
-            return self._agreed
-        words = self._words
-        try:
-            return self._agreement.boundary(ready, words[Word.STEP_TIME_NS])
-        except AgreementLost as error:
-            self._agreement = None
-            words[Word.AGREEMENT_STATE] = AGREEMENT_LOST
-            log.warning("paramd: the ranks no longer agree on boundaries: %s", error)
-            return self._agreed
 
     def _note_time(self, now_ns: int) -> None:
         words = self._words

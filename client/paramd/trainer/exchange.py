@@ -10,6 +10,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from paramd.trainer import leaving
+
 
 class Exchange:
     """The trainers' own gloo group: used to attach, and later to agree.
@@ -27,6 +29,7 @@ class Exchange:
             self.group = dist.new_group(
                 backend="gloo", timeout=timedelta(seconds=timeout_s), group_desc="paramd"
             )
+            leaving.owe(self)
 
     def gather(self, message: dict[str, Any]) -> list[dict[str, Any]]:
         """Everybody's JSON message, indexed by rank. Collective."""
@@ -66,3 +69,20 @@ class Exchange:
         if self.group is not None and dist.is_initialized():
             dist.destroy_process_group(self.group)
         self.group = None
+
+    def leave(self) -> None:
+        """The process ends; a round that has not ended keeps the group (see agreement.py)."""
+        self.close()
+
+
+def collective_timeout_s() -> float | None:
+    """The shortest time after which collectives of the training fail; None when not known."""
+    if not (dist.is_available() and dist.is_initialized()):
+        return None
+    group: Any = dist.group.WORLD
+    try:
+        backends = [group._get_backend(device) for device in group._device_types]
+        return float(min(b.options._timeout.total_seconds() for b in backends))
+    except (AttributeError, RuntimeError, ValueError):
+        # Another torch, or a backend without options.
+        return None

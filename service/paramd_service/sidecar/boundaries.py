@@ -1,116 +1,212 @@
-"""Boundary requests of one epoch: ready, agreed, captured; or why not. Runs on the event loop."""
+"""Boundary requests of one epoch: ready, agreed, done; or why not. Runs on the event loop."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
 from paramd.errors import ConflictError, UsageError
 from paramd.memory.control_page import Word
-from paramd_service.sidecar.capture import Boundary, Outcome
+from paramd.v1 import sidecar_pb2 as pb
 from paramd_service.sidecar.copier import Copier
+from paramd_service.sidecar.edit_hook import ReadyEdits
 from paramd_service.sidecar.owner import Possession
+from paramd_service.sidecar.reaching import (
+    CAPTURE,
+    EDIT,
+    STEP,
+    Boundary,
+    Outcome,
+    fate_of,
+)
 from paramd_service.sidecar.snapshot import Fill, Snapshot, copy_spans
 from paramd_service.sidecar.snapshots import SnapshotStore
 
+WITHDRAW_S = 0.010
+"""After READY = 0 the trainer cannot be between its two looks at READY for that long."""
+
 _OUTCOMES_KEPT = 64
+_DOUBT_POLL_S = 0.002
+_DOUBT_S = 0.25
 _GAVE_UP = 2
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Reach:
+    """What a boundary request asks of this rank; equal requests are the same one."""
+
+    number: int
+    token: int
+    action: pb.BoundaryAction.ValueType = CAPTURE
+    snapshot_ids: tuple[str, ...] = ()
+    edit_id: str = ""
+    step_count: int = 0
+    lease_s: float = 0.0
+
+
 @dataclass(eq=False, slots=True)
-class _Capturing:
+class _Asked:
     """A boundary request and its answer, kept so that it may be asked again."""
 
-    snapshot_ids: tuple[str, ...]
+    reach: Reach
     done: asyncio.Future[Outcome]
 
 
 class Boundaries:
-    """Fills prepared snapshots at boundaries that all trainers agree on."""
+    """Does what is asked for at boundaries that all trainers agree on."""
 
     def __init__(self, possession: Possession, store: SnapshotStore, copier: Copier) -> None:
         self._possession = possession
         self._store = store
         self._copier = copier
         self._loop = asyncio.get_running_loop()
-        self._captures: dict[int, _Capturing] = {}
+        self._asked: dict[int, _Asked] = {}
         self._ended = ""
-
-    @property
-    def highest(self) -> int:
-        """Highest boundary request that was asked for; 0 before the first."""
-        return max(self._captures, default=0)
+        self.edits: ReadyEdits | None = None
+        """Who knows the staged edits; None refuses all."""
 
     def end(self, reason: str) -> None:
         """No boundary will come any more. Those asked for are given up by the copier."""
         self._ended = reason
 
-    async def capture(
-        self, number: int, snapshot_ids: Sequence[str], *, timeout_s: float
-    ) -> Outcome:
-        """Fills prepared snapshots at the boundary that request `number` is agreed at.
+    async def reach(self, reach: Reach, *, timeout_s: float) -> Outcome:
+        """Makes the rank ready for a request; answers when it was agreed and done, or why not.
 
-        Asking again for the same number gives the same answer.
+        Asking again for the same request gives the same answer. A request that was not reached
+        in time is taken back; `withdraw` tells whether it was agreed nevertheless.
 
         Raises:
-            NotFoundError: a lease has ended.
-            ConflictError: no boundary will come, a snapshot was not prepared for one or is
-                in use, or the number was asked with other snapshots.
+            NotFoundError: a snapshot's lease has ended, or nothing is known of the edit.
+            ConflictError: no boundary will come, a later request was asked for, the number was
+                asked for with another request, or a snapshot or edit is not ready for it.
         """
-        capturing = self._captures.get(number)
-        if capturing is None:
-            capturing = self._begin(number, tuple(snapshot_ids))
-        elif capturing.snapshot_ids != tuple(snapshot_ids):
-            raise ConflictError(f"boundary {number} was asked already, with other snapshots")
+        asked = self._asked.get(reach.number)
+        if asked is None:
+            asked = self._begin(reach)
+        elif asked.reach != reach:
+            raise ConflictError(f"boundary {reach.number} was asked for already, for another end")
         try:
             async with asyncio.timeout(timeout_s):
-                return await asyncio.shield(capturing.done)
+                return await asyncio.shield(asked.done)
         except TimeoutError:
-            self._copier.withdraw(number, self._why_not_agreed(number, timeout_s))
-            return await asyncio.shield(capturing.done)
+            self._copier.withdraw(reach.number, self._why_not_agreed(reach.number, timeout_s))
+            return await asyncio.shield(asked.done)
         except asyncio.CancelledError:
-            self._copier.withdraw(number, f"who asked for boundary {number} went away")
+            self._copier.withdraw(reach.number, f"who asked for boundary {reach.number} went away")
             raise
 
-    def _begin(self, number: int, snapshot_ids: tuple[str, ...]) -> _Capturing:
+    async def withdraw(self, number: int) -> pb.BoundaryFate.ValueType:
+        """Takes a request back, and says what becomes of it. Idempotent.
+
+        Waits some milliseconds, and a little longer while the trainer has promised to take part.
+        """
+        self._copier.withdraw(number, f"boundary request {number} was withdrawn")
+        taken: asyncio.Future[None] = self._loop.create_future()
+        self._copier.take_back(number, lambda: self._post(taken))
+        if not self._ended:
+            await taken
+        await asyncio.sleep(WITHDRAW_S)
+        doubt_until_s = self._loop.time() + _DOUBT_S
+        while True:
+            fate = self._fate(number)
+            if fate != pb.BOUNDARY_FATE_IN_DOUBT or self._loop.time() > doubt_until_s:
+                break
+            await asyncio.sleep(_DOUBT_POLL_S)
+        if self.edits is not None:
+            self.edits.settle()
+            if fate == pb.BOUNDARY_FATE_WITHDRAWN:
+                self.edits.withdrawn(number)
+        return fate
+
+    def renew_hold(self, lease_s: float) -> None:
+        """Lets the lease of a hold end later.
+
+        Raises:
+            ConflictError: this rank is not held.
+        """
+        page = self._possession.page
+        if not page[Word.HELD]:
+            raise ConflictError("the training is not held: its lease has ended, or none began")
+        page[Word.HOLD_UNTIL_NS] = time.monotonic_ns() + int(lease_s * 1e9)
+
+    def _fate(self, number: int) -> pb.BoundaryFate.ValueType:
+        fate = fate_of(self._possession.page.words, number, ended=bool(self._ended))
+        if fate == pb.BOUNDARY_FATE_UNSPECIFIED:
+            asked = self._asked.get(number)
+            if asked is not None and asked.done.done() and asked.done.result().captured:
+                return pb.BOUNDARY_FATE_DONE
+        return fate
+
+    def _begin(self, reach: Reach) -> _Asked:
         if self._ended:
             raise ConflictError(f"no boundary will come: {self._ended}")
-        if len(set(snapshot_ids)) != len(snapshot_ids):
+        highest = self._possession.page[Word.HIGHEST]
+        if reach.number <= highest:
+            raise ConflictError(
+                f"boundary {reach.number} is past: this rank was asked for {highest} already"
+            )
+        if len(set(reach.snapshot_ids)) != len(reach.snapshot_ids):
             raise UsageError("snapshot_ids: a snapshot is named twice")
-        snapshots = [self._store.get(snapshot_id).snapshot for snapshot_id in snapshot_ids]
+        snapshots = [self._store.get(snapshot_id).snapshot for snapshot_id in reach.snapshot_ids]
         for snapshot in snapshots:
             _check_capturable(snapshot)
-        capturing = _Capturing(snapshot_ids, self._loop.create_future())
-        self._captures[number] = capturing
-        for old in [n for n, c in self._captures.items() if c.done.done()][:-_OUTCOMES_KEPT]:
-            del self._captures[old]
+        argument = self._argument(reach)
+        asked = _Asked(reach, self._loop.create_future())
+        self._asked[reach.number] = asked
+        for old in [n for n, one in self._asked.items() if one.done.done()][:-_OUTCOMES_KEPT]:
+            del self._asked[old]
         for snapshot in snapshots:
             self._store.hold(snapshot).fill = Fill.PENDING
-        arena_address = self._possession.arena.address
 
         def done(outcome: Outcome) -> None:
             # From the copying thread; the event loop may be closing.
             with suppress(RuntimeError):
-                self._loop.call_soon_threadsafe(self._end, capturing, snapshots, outcome)
+                self._loop.call_soon_threadsafe(self._end, asked, snapshots, outcome)
 
-        self._copier.arm(
-            Boundary(
-                number,
-                [span for one in snapshots for span in copy_spans(one, arena_address)],
-                any(snapshot.with_buffers for snapshot in snapshots),
-                done,
-            )
+        self._copier.arm(self._boundary(reach, snapshots, argument, done))
+        return asked
+
+    def _boundary(
+        self,
+        reach: Reach,
+        snapshots: Sequence[Snapshot],
+        argument: int,
+        done: Callable[[Outcome], None],
+    ) -> Boundary:
+        arena_address = self._possession.arena.address
+        return Boundary(
+            reach.number,
+            [span for one in snapshots for span in copy_spans(one, arena_address)],
+            any(snapshot.with_buffers for snapshot in snapshots),
+            done,
+            token=reach.token,
+            action=reach.action,
+            argument=argument,
+            hold_until_ns=time.monotonic_ns() + int(reach.lease_s * 1e9),
         )
-        return capturing
 
-    def _end(self, capturing: _Capturing, snapshots: Sequence[Snapshot], outcome: Outcome) -> None:
+    def _argument(self, reach: Reach) -> int:
+        if reach.action == EDIT:
+            if self.edits is None:
+                raise ConflictError("this sidecar takes no edits")
+            return self.edits.make_ready(reach.edit_id, boundary=reach.number, token=reach.token)
+        return reach.step_count if reach.action == STEP else 0
+
+    def _end(self, asked: _Asked, snapshots: Sequence[Snapshot], outcome: Outcome) -> None:
         for snapshot in snapshots:
             snapshot.fill = Fill.FILLED if outcome.captured else Fill.EMPTY
-            snapshot.step = outcome.step
+            snapshot.step, snapshot.edits = outcome.step, outcome.edits
             self._store.drop(snapshot)
-        capturing.done.set_result(outcome)
+        if asked.reach.action == EDIT and self.edits is not None:
+            self.edits.settle()
+        asked.done.set_result(outcome)
+
+    def _post(self, future: asyncio.Future[None]) -> None:
+        with suppress(RuntimeError):
+            self._loop.call_soon_threadsafe(future.set_result, None)
 
     def _why_not_agreed(self, number: int, timeout_s: float) -> str:
         page = self._possession.page

@@ -12,10 +12,11 @@ overtaken by the next update is reported as missed, with the times, and never re
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from paramd.memory.control_page import ControlPage, Word
-from paramd.memory.gate import CopyEnd, CopySpan, copy_at_one_step
+from paramd.memory.gate import CopyEnd, CopySpan, State, copy_at_one_step
+from paramd_service.sidecar.reaching import Boundary, Outcome, Reaching
 
 RETRY_NS = 250_000_000
 """Time between two looks while something waits and nothing was announced."""
@@ -27,7 +28,7 @@ such boundary may cost the trainer its whole stall budget."""
 _ASSUMED_BYTES_PER_S = 4e9
 _RATE_WEIGHT = 0.3
 
-Copy = Callable[..., tuple[CopyEnd, int]]
+Copy = Callable[..., tuple[CopyEnd, State]]
 
 
 @dataclass(eq=False, slots=True)
@@ -35,44 +36,14 @@ class CopyJob:
     """One snapshot to fill at any step."""
 
     spans: Sequence[CopySpan]
-    done: Callable[[int | None], None]
-    """Called once, on the copying thread: the step of the bytes, or None when given up."""
+    done: Callable[[State | None], None]
+    """Called once, on the copying thread: the state of the bytes, or None when given up."""
     at_step: int = 0
     """Exact step wanted; 0: any."""
     attempts: int = 0
     """Copies that were overtaken."""
     longest_ns: int = 0
     """The longest of those, until they were overtaken."""
-
-    @property
-    def size_bytes(self) -> int:
-        return sum(span.size_bytes for span in self.spans)
-
-
-@dataclass(frozen=True, slots=True)
-class Outcome:
-    """How a boundary request ended on this rank."""
-
-    step: int
-    """The boundary's step; -1 when it was not captured."""
-    reason: str
-    """Why not; empty when captured."""
-
-    @property
-    def captured(self) -> bool:
-        return not self.reason
-
-
-@dataclass(eq=False, slots=True)
-class Boundary:
-    """Snapshots to fill at the boundary that request `number` is agreed at."""
-
-    number: int
-    spans: Sequence[CopySpan]
-    with_buffers: bool
-    done: Callable[[Outcome], None]
-    """Called once, on the copying thread."""
-    deferred_step: int | None = field(default=None)
 
     @property
     def size_bytes(self) -> int:
@@ -113,7 +84,7 @@ class Capture:
         self._jobs: list[CopyJob] = []
         self._stepped: list[CopyJob] = []
         """Those that wait for one step; the earliest is armed, and the trainer announces it."""
-        self._armed: dict[int, Boundary] = {}
+        self.reaching = Reaching(page.words, self._capture, at_point)
         self._wanted_at: int | None = None
         self._wanted_ns = 0
         self._quiet_seq, self._quiet_since_ns = -1, 0
@@ -123,7 +94,7 @@ class Capture:
     @property
     def waiting(self) -> bool:
         """Whether anything waits for a copy."""
-        return bool(self._jobs or self._stepped or self._armed)
+        return bool(self._jobs or self._stepped or self.reaching)
 
     def submit(self, job: CopyJob) -> None:
         """One more snapshot to fill."""
@@ -141,34 +112,9 @@ class Capture:
                 job.done(None)
         self._arm_step()
 
-    def arm(self, boundary: Boundary) -> None:
-        """Declares the rank ready for a boundary request."""
-        agreed = self._words[Word.AGREED]
-        if boundary.number <= agreed:
-            boundary.done(
-                Outcome(-1, f"boundary {boundary.number} is past: {agreed} was agreed already")
-            )
-            return
-        self._armed[boundary.number] = boundary
-        if boundary.with_buffers:
-            self._words[Word.BUFFERS_WANTED] = max(
-                self._words[Word.BUFFERS_WANTED], boundary.number
-            )
-        self._words[Word.READY] = max(self._words[Word.READY], boundary.number)
-        self._at_point("capture-ready")
-
-    def withdraw(self, number: int, reason: str) -> None:
-        """The request ended without agreement; READY goes back unless a newer one is armed."""
-        boundary = self._armed.pop(number, None)
-        if boundary is None:
-            return
-        self._words[Word.READY] = max(self._armed, default=self._words[Word.AGREED])
-        boundary.done(Outcome(-1, reason))
-
     def give_up(self, reason: str, *, jobs_too: bool) -> None:
         """The trainer has ended: no boundary comes any more, and none to wait for when torn."""
-        for number in list(self._armed):
-            self.withdraw(number, reason)
+        self.reaching.give_up(reason)
         if jobs_too:
             for job in [*self._jobs, *self._stepped]:
                 self.cancel(job)
@@ -178,7 +124,7 @@ class Capture:
         announce = self._words[Word.ANNOUNCE]
         announced = announce != self._words[Word.SERVED]
         try:
-            self._serve_boundaries(announced)
+            self.reaching.serve(announced)
             self._serve_stepped()
             self._serve_jobs(announced)
         finally:
@@ -191,7 +137,7 @@ class Capture:
             step = self._words[Word.STEP]
             if step == job.at_step:
                 end, copied = self._copy(self._page, job.spans, at_point=self._at_point)
-                if end is CopyEnd.DONE and copied == job.at_step:
+                if end is CopyEnd.DONE and copied.step == job.at_step:
                     self._stepped.remove(job)
                     job.done(copied)
                 elif end is CopyEnd.OVERTAKEN:
@@ -245,12 +191,12 @@ class Capture:
 
     def _copy_job(self, job: CopyJob) -> CopyEnd:
         begin_ns = self._clock_ns()
-        end, step = self._copy(self._page, job.spans, at_point=self._at_point)
+        end, state = self._copy(self._page, job.spans, at_point=self._at_point)
         took_ns = self._clock_ns() - begin_ns
         if end is CopyEnd.DONE:
             self._note_rate(job.size_bytes, took_ns)
             self._jobs.remove(job)
-            job.done(step)
+            job.done(state)
         elif end is CopyEnd.OVERTAKEN:
             self.given_up_count += 1
             job.attempts += 1
@@ -269,16 +215,6 @@ class Capture:
         self._words[Word.WANT] += 1
         return True
 
-    def _serve_boundaries(self, announced: bool) -> None:
-        for number in sorted(self._armed):
-            boundary = self._armed[number]
-            if self._words[Word.AGREED] < number:
-                continue
-            outcome = self._capture(boundary, announced)
-            if outcome is not None:
-                del self._armed[number]
-                boundary.done(outcome)
-
     def _capture(self, boundary: Boundary, announced: bool) -> Outcome | None:
         words = self._words
         agreed_step = words[Word.AGREED_STEP]
@@ -286,13 +222,16 @@ class Capture:
             return self._not_there(boundary, announced, "the next update began before the copy")
         if boundary.with_buffers and words[Word.BUFFERS_STEP] != agreed_step:
             return self._not_there(boundary, announced, "the trainer did not copy its buffers")
+        if boundary.with_moments and words[Word.MOMENTS_STEP] != agreed_step:
+            return self._not_there(boundary, announced, "the trainer did not copy its moments")
         begin_ns = self._clock_ns()
-        end, step = self._copy(self._page, boundary.spans, at_point=self._at_point)
+        end, state = self._copy(self._page, boundary.spans, at_point=self._at_point)
         took_ns = self._clock_ns() - begin_ns
         self._at_point("boundary-copied")
-        if end is CopyEnd.DONE and step == agreed_step:
+        still = not boundary.with_moments or words[Word.MOMENTS_STEP] == agreed_step
+        if end is CopyEnd.DONE and state.step == agreed_step and still:
             self._note_rate(boundary.size_bytes, took_ns)
-            return Outcome(step, "")
+            return Outcome(state.step, "", edits=state.edits)
         self.given_up_count += 1
         return Outcome(-1, self.explain(boundary.size_bytes, took_ns))
 

@@ -10,8 +10,9 @@ from collections.abc import Callable
 from contextlib import suppress
 
 from paramd.memory import descriptors
-from paramd_service.sidecar.capture import RETRY_NS, Boundary, Capture, CopyJob
+from paramd_service.sidecar.capture import RETRY_NS, Capture, CopyJob
 from paramd_service.sidecar.log import Log
+from paramd_service.sidecar.reaching import Boundary
 
 
 class Copier:
@@ -49,10 +50,19 @@ class Copier:
         self._post(lambda: self.capture.cancel(job))
 
     def arm(self, boundary: Boundary) -> None:
-        self._post(lambda: self.capture.arm(boundary))
+        self._post(lambda: self.capture.reaching.arm(boundary))
 
     def withdraw(self, number: int, reason: str) -> None:
-        self._post(lambda: self.capture.withdraw(number, reason))
+        self._post(lambda: self.capture.reaching.withdraw(number, reason))
+
+    def take_back(self, number: int, done: Callable[[], None]) -> None:
+        """`done` is called on the copying thread."""
+
+        def act() -> None:
+            self.capture.reaching.take_back(number)
+            done()
+
+        self._post(act)
 
     def give_up(self, reason: str, *, jobs_too: bool) -> None:
         self._post(lambda: self.capture.give_up(reason, jobs_too=jobs_too))

@@ -24,12 +24,16 @@ LAYOUT_BATCH_BYTES = 1 << 20
 _GAVE_UP = 2
 
 
-def header(rank: RankSidecar, step: int | None = None) -> common_pb2.Header:
-    """Whose answer it is; `step` None means the present step."""
+def header(
+    rank: RankSidecar, step: int | None = None, edits: int | None = None
+) -> common_pb2.Header:
+    """Whose answer it is; `step` None means the present state, `edits` None of another: none."""
+    now = rank.state
     return common_pb2.Header(
         job=rank.config.job,
         epoch=rank.epoch,
-        step=step if step is not None else rank.step,
+        step=step if step is not None else now.step,
+        edits=edits if edits is not None else now.edits if step is None else -1,
         rank=rank.config.rank,
         layout_digest=rank.mesh.layout_digest if rank.mesh is not None else "",
     )
@@ -79,9 +83,12 @@ def rank_state(rank: RankSidecar) -> common_pb2.RankState:
     if page[Word.AGREEMENT_STATE] == _GAVE_UP:
         state.agreement_works = False
         state.agreement_reason = "the trainers gave up agreeing in this epoch; see their log"
-    state.ready_boundary = max(page[Word.READY], page[Word.AGREED])
+    state.ready_boundary = page[Word.HIGHEST]
+    state.edits = page[Word.EDITS]
+    if page[Word.HELD]:
+        state.hold_left_ms = max(0, page[Word.HOLD_UNTIL_NS] - time.monotonic_ns()) // 1_000_000
+        state.hold_steps_left = page[Word.HOLD_STEPS_LEFT]
     if rank.has_pins:
-        state.ready_boundary = max(state.ready_boundary, rank.pins.boundaries.highest)
         state.abandoned_copy_count = rank.pins.copier.capture.given_up_count
         state.snapshot_bytes = rank.pins.store.used_bytes
         state.snapshot_count = rank.pins.store.lease_count

@@ -22,7 +22,7 @@ from typing import Any
 from paramd.errors import ConflictError, UsageError
 from paramd.memory import descriptors
 from paramd.memory.arena import HostArena
-from paramd.memory.control_page import MAGIC, ControlPage, Word
+from paramd.memory.control_page import MAGIC, ControlPage, Word, Words
 from paramd.memory.shared import Descriptors
 from paramd.tickets import MAX_TICKET_BYTES, key_from_hex
 
@@ -36,7 +36,7 @@ class Ownership(Enum):
     WAITING = "no trainer has attached yet"
     OWNED = "the trainer is attached"
     ORPHANED = "the trainer has ended; its last step is still served"
-    TORN = "the trainer ended inside an update; its parameters mix two steps"
+    TORN = "the trainer ended inside an update or an edit; its parameters mix two states"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -129,9 +129,14 @@ def check_attach(view: OwnerView, request: AttachRequest) -> None:
         )
 
 
-def ownership_after_end(seq: int) -> Ownership:
-    """What the owner leaves behind when its process ends with that SEQ."""
-    return Ownership.TORN if seq & 1 else Ownership.ORPHANED
+def ownership_after_end(words: Words) -> Ownership:
+    """What the owner leaves behind when its process ends with these words.
+
+    An edit that was agreed and not wholly applied tears the rank too, even before the first
+    byte: the other ranks have applied it.
+    """
+    torn = words[Word.SEQ] & 1 or words[Word.EDIT_AGREED] > words[Word.EDIT_APPLIED]
+    return Ownership.TORN if torn else Ownership.ORPHANED
 
 
 class Possession:
@@ -216,5 +221,9 @@ def _greet(possession: Possession) -> None:
         raise ConflictError("attach: the control page is of another version of paramd")
     page[Word.MAGIC] = MAGIC
     page[Word.SIDECAR_PID] = os.getpid()
+    # What it was asked for it must be asked for again, under a higher number; what the trainer
+    # has promised already stays promised.
+    page[Word.READY] = 0
+    page[Word.ARM_STEP] = page[Word.ARM_SLOT0] = page[Word.ARM_SLOT1] = 0
     page[Word.COPY_ENDED] = page[Word.COPY_BEGUN]
     page[Word.SERVED] = page[Word.ANNOUNCE]

@@ -3,7 +3,9 @@
     PHASE              said when
     WAITING            no trainer has attached
     TORN, ORPHANED     the trainer's process has ended, inside or outside an update
-    STALLED            the process is stopped, or its next boundary is long overdue
+    STALLED            the process is stopped
+    HELD               the trainer waits at a boundary on request
+    STALLED            its next boundary is long overdue
     UPDATE             SEQ is odd
     SUMMON             a copy is under way, or a boundary request waits for the trainers
     IDLE               no boundary yet, or none for longer than a step takes
@@ -46,6 +48,8 @@ LASTING = frozenset(
 )
 """Phases whose begin and end are reported at once; the others change many times a second."""
 
+_HELD = 1
+
 _ENDED = {
     Ownership.TORN: common_pb2.PHASE_TORN,
     Ownership.ORPHANED: common_pb2.PHASE_ORPHANED,
@@ -73,6 +77,8 @@ def doing(ownership: Ownership, words: Sequence[int], *, process_state: str, now
         return Doing(_ENDED[ownership], ownership.value)
     if process_state in STOPPED_STATES:
         return Doing(common_pb2.PHASE_STALLED, "its trainer's process is stopped (SIGSTOP)")
+    if words[Word.HELD] == _HELD:
+        return Doing(common_pb2.PHASE_HELD, "training is held on request; it goes on by itself")
     inside = words[Word.SEQ] & 1 == 1
     boundary_ns, step_ns = words[Word.BOUNDARY_NS], words[Word.STEP_TIME_NS]
     age_ns = max(now_ns - boundary_ns, 0) if boundary_ns else 0

@@ -85,7 +85,7 @@ class _PinCalls:
 
     def _answer(self, lease: Lease, lease_s: float) -> pb.PinSnapshotResponse:
         return pb.PinSnapshotResponse(
-            header=messages.header(self._rank, lease.snapshot.step),
+            header=messages.header(self._rank, lease.snapshot.step, lease.snapshot.edits),
             snapshot_id=lease.snapshot_id,
             size_bytes=lease.snapshot.size_bytes,
             lease_ms=int(lease_s * 1000),

@@ -17,6 +17,7 @@ from typing import Any
 
 from paramd.errors import AbortedError, ConflictError, TornError
 from paramd.memory.control_page import Word
+from paramd.memory.gate import State, state_of
 from paramd_service.sidecar.blocks import BlockMaker
 from paramd_service.sidecar.boundaries import Boundaries
 from paramd_service.sidecar.capture import CopyJob
@@ -90,12 +91,18 @@ class Pins:
             AbortedError: no copy fitted between two updates in time, or `at_step` has passed.
         """
         self.sweep()
-        torn = self.ownership is Ownership.TORN
-        step = at_step if at_step else self._possession.page[Word.STEP]
-        snapshot = self.store.find(key, step=None if torn and not at_step else step)
+        snapshot = self._found(key, at_step)
         if snapshot is None:
             snapshot = await self._join_filling(key, timeout_s, at_step)
         return self._lease(snapshot, lease_s)
+
+    def _found(self, key: Key, at_step: int) -> Snapshot | None:
+        if at_step:
+            return self.store.find(key, step=at_step)
+        if self.ownership is Ownership.TORN:
+            return self.store.find(key)
+        step, edits = state_of(self._possession.page)
+        return self.store.find(key, step=step, edits=edits)
 
     async def prepare(self, key: Key, *, with_buffers: bool, lease_s: float) -> Lease:
         """A lease on room for the spans; `Boundaries.capture` fills it.
@@ -191,7 +198,7 @@ class Pins:
         try:
             await self._make_block(self.store.hold(snapshot))
             self._faults.at("pin-prepared")
-            snapshot.step = await self._copy(filling)
+            snapshot.step, snapshot.edits = await self._copy(filling)
             snapshot.fill = Fill.FILLED
             filling.done.set_result(None)
         except Exception as error:
@@ -201,19 +208,19 @@ class Pins:
             self._forget(filling)
             self.store.drop(snapshot)
 
-    async def _copy(self, filling: _Filling) -> int:
+    async def _copy(self, filling: _Filling) -> State:
         if filling.abandoned or self._closing:
             raise AbortedError("the copy was given up before it began; try again")
-        copied: asyncio.Future[int | None] = self._loop.create_future()
+        copied: asyncio.Future[State | None] = self._loop.create_future()
         filling.snapshot.fill = Fill.PENDING
         filling.job = CopyJob(
             copy_spans(filling.snapshot, self._possession.arena.address),
-            lambda step: self._post(copied.set_result, step),
+            lambda state: self._post(copied.set_result, state),
             at_step=filling.at_step,
         )
         self.copier.submit(filling.job)
-        step = await copied
-        if step is None:
+        state = await copied
+        if state is None:
             if self.ownership is Ownership.TORN:
                 raise TornError(self.ownership.value)
             if filling.at_step and self._possession.page[Word.STEP] >= filling.at_step:
@@ -222,7 +229,7 @@ class Pins:
                     f"{self._possession.page[Word.STEP]} updates; ask for a later one"
                 )
             raise AbortedError("the copy was given up; try again")
-        return step
+        return state
 
     def _forget(self, filling: _Filling) -> None:
         named = (filling.snapshot.key, filling.at_step)

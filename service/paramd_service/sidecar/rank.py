@@ -13,14 +13,18 @@ from concurrent.futures import Executor
 from dataclasses import replace
 from typing import Any
 
-from paramd.errors import ConflictError, UnreachableError
+from paramd.errors import ConflictError, ExhaustedError, UnreachableError
 from paramd.memory.control_page import Word
+from paramd.memory.gate import State, state_of
 from paramd.tickets import Claims, Verifier
 from paramd.version import __version__
 from paramd_service.sidecar.blocks import BlockMaker
 from paramd_service.sidecar.capture import Capture
 from paramd_service.sidecar.config import SidecarConfig
 from paramd_service.sidecar.copier import Copier
+from paramd_service.sidecar.edit_limits import EditLimits
+from paramd_service.sidecar.edit_memory import EditMemory
+from paramd_service.sidecar.edits import Edits
 from paramd_service.sidecar.faults import Faults
 from paramd_service.sidecar.gradients import EndedError
 from paramd_service.sidecar.log import Log
@@ -68,6 +72,7 @@ class RankSidecar:
         self._possession: Possession | None = None
         self._verifier: Verifier | None = None
         self._pins: Pins | None = None
+        self._edits: Edits | None = None
         self._attaching = asyncio.Lock()
         self._linger_timer: asyncio.TimerHandle | None = None
         self._tasks: set[asyncio.Task[None]] = set()
@@ -87,6 +92,13 @@ class RankSidecar:
         return self._possession.page[Word.STEP] if self._possession is not None else -1
 
     @property
+    def state(self) -> State:
+        """The present step and edits; of one moment only outside of updates."""
+        if self._possession is None:
+            return State(-1, -1)
+        return state_of(self._possession.page)
+
+    @property
     def pins(self) -> Pins:
         """Snapshots of the present epoch.
 
@@ -96,6 +108,23 @@ class RankSidecar:
         if self._pins is None:
             raise UnreachableError(f"{Ownership.WAITING.value}; try again when training runs")
         return self._pins
+
+    @property
+    def edits(self) -> Edits:
+        """Edits of the present epoch.
+
+        Raises:
+            UnreachableError: no trainer has attached yet, or their memory could not be made.
+        """
+        if self._edits is None:
+            why = self.ownership.value if self._pins is None else "edits have no memory here"
+            raise UnreachableError(f"{why}; try again when training runs")
+        return self._edits
+
+    @property
+    def has_edits(self) -> bool:
+        """Whether edits can be staged."""
+        return self._edits is not None
 
     @property
     def has_pins(self) -> bool:
@@ -168,6 +197,7 @@ class RankSidecar:
                 self.wait_for_trainer()
                 raise
             self._own(possession)
+            await self._start_edits(possession)
             self.log(
                 "attached",
                 epoch=request.epoch,
@@ -234,13 +264,49 @@ class RankSidecar:
         asyncio.get_running_loop().add_reader(possession.pidfd, self._trainer_ended)
         self._changed()
 
+    async def _start_edits(self, possession: Possession) -> None:
+        arena_bytes, config = possession.request.arena_bytes, self.config
+        memory = EditMemory(
+            possession.shared.edits,
+            # Nobody needs more than the whole arena and a little for programs.
+            pool_bytes=min(config.edit_pool_bytes, arena_bytes + (4 << 20)),
+            idle_s=config.idle_memory_s,
+            executor=self.executor,
+        )
+        budget = config.edit_budget_bytes
+        edits = Edits(
+            memory,
+            possession.page,
+            rank=config.rank,
+            arena_bytes=arena_bytes,
+            limits=EditLimits(
+                budget_bytes=budget if budget is not None else 2 * arena_bytes + (64 << 20),
+                undo_budget_bytes=config.undo_budget_bytes,
+                expiry_s=config.edit_expiry_s,
+            ),
+            layout=lambda: self.ready_mesh().layout,
+            faults=self.faults,
+        )
+        try:
+            await edits.start()
+        except ExhaustedError as error:
+            # Reading goes on without them.
+            self.log("no-edits", reason=str(error))
+            await edits.close()
+            return
+        self._edits = edits
+        if self._pins is not None:
+            self._pins.boundaries.edits = edits
+
     def _trainer_ended(self) -> None:
         assert self._possession is not None
         assert self._pins is not None
         loop = asyncio.get_running_loop()
         loop.remove_reader(self._possession.pidfd)
-        self.ownership = ownership_after_end(self._possession.page[Word.SEQ])
+        self.ownership = ownership_after_end(self._possession.page.words)
         self._pins.trainer_ended(self.ownership)
+        if self._edits is not None:
+            self._edits.trainer_ended(self.ownership)
         self.log("trainer-ended", ownership=self.ownership.name, step=self.step, epoch=self.epoch)
         self.wait_for_trainer()
         self._changed()
@@ -255,6 +321,9 @@ class RankSidecar:
         self._pins = None
         if pins is not None:
             await pins.close()
+        edits, self._edits = self._edits, None
+        if edits is not None:
+            await edits.close()
         if possession is not None:
             asyncio.get_running_loop().remove_reader(possession.pidfd)
             self._possession = None

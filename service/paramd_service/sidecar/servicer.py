@@ -182,7 +182,7 @@ class SidecarServicer:
         begin, end = admission.check_range(
             request.offset_bytes, request.size_bytes, snapshot.size_bytes
         )
-        header = messages.header(self._rank, snapshot.step)
+        header = messages.header(self._rank, snapshot.step, snapshot.edits)
         yield pb.ReadSnapshotResponse(header=header).SerializeToString()
         for offset in range(begin, end, CHUNK_BYTES):
             # Between two chunks the lease may have ended and the memory be another's.
@@ -221,7 +221,7 @@ class SidecarServicer:
         finally:
             store.drop(snapshot)
         return pb.ComputeStatsResponse(
-            header=messages.header(self._rank, snapshot.step), stats=found
+            header=messages.header(self._rank, snapshot.step, snapshot.edits), stats=found
         )
 
     async def _pool(self, request: pb.PoolSnapshotRequest, timeout_s: float) -> Message:
@@ -232,7 +232,7 @@ class SidecarServicer:
                 answer = await pool_snapshot(self._rank, snapshot, request)
         finally:
             store.drop(snapshot)
-        answer.header.CopyFrom(messages.header(self._rank, snapshot.step))
+        answer.header.CopyFrom(messages.header(self._rank, snapshot.step, snapshot.edits))
         return answer
 
     async def _list(self, _request: pb.ListSnapshotsRequest, _timeout_s: float) -> Message:
@@ -246,7 +246,7 @@ class SidecarServicer:
                 digests = await digest_snapshot(self._rank, snapshot, request.ranges)
         finally:
             store.drop(snapshot)
-        header = messages.header(self._rank, snapshot.step)
+        header = messages.header(self._rank, snapshot.step, snapshot.edits)
         return pb.DigestSnapshotResponse(header=header, digests=digests)
 
     async def _metrics(self, _request: pb.GetMetricsRequest, _timeout_s: float) -> Message:

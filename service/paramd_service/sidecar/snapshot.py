@@ -45,6 +45,8 @@ class Snapshot:
     block: Block | None = None
     fill: Fill = Fill.EMPTY
     step: int = -1
+    edits: int = -1
+    """With `step` it names the state that the bytes are of."""
     holders: int = 0
     """Leases, waiting requests, running copies and reductions."""
     map_count: int = 0

@@ -80,19 +80,19 @@ class SnapshotStore:
         alive = [lease for lease in self._leases.values() if lease.expires_ns > now_ns]
         return sorted(alive, key=lambda lease: lease.expires_ns)
 
-    def find(self, key: Key, *, step: int | None) -> Snapshot | None:
-        """A filled snapshot of `key` at `step` (None: the newest), for one more holder."""
-        held = [snapshot for snapshot in self._live if _answers(snapshot, key, step)]
-        kept = [entry for entry in self._kept if _answers(entry.snapshot, key, step)]
-        best = max(held, key=lambda snapshot: snapshot.step, default=None)
-        if best is not None and all(
-            k.snapshot is None or k.snapshot.step <= best.step for k in kept
-        ):
+    def find(
+        self, key: Key, *, step: int | None = None, edits: int | None = None
+    ) -> Snapshot | None:
+        """A filled snapshot of `key` for one more holder: of that state, else the newest."""
+        held = [snapshot for snapshot in self._live if _answers(snapshot, key, step, edits)]
+        kept = [entry for entry in self._kept if _answers(entry.snapshot, key, step, edits)]
+        best = max(held, key=_state, default=None)
+        if best is not None and all(_state(entry.snapshot) <= _state(best) for entry in kept):
             best.holders += 1
             return best
         if not kept:
             return None
-        entry = max(kept, key=lambda e: e.snapshot.step if e.snapshot is not None else -1)
+        entry = max(kept, key=lambda entry: _state(entry.snapshot))
         self._kept.remove(entry)
         assert entry.snapshot is not None
         return self._enliven(entry.snapshot)
@@ -259,10 +259,15 @@ def _taken_bytes(snapshot: Snapshot) -> int:
     return block_bytes(snapshot.size_bytes)
 
 
-def _answers(snapshot: Snapshot | None, key: Key, step: int | None) -> bool:
+def _state(snapshot: Snapshot | None) -> tuple[int, int]:
+    return (snapshot.step, snapshot.edits) if snapshot is not None else (-1, -1)
+
+
+def _answers(snapshot: Snapshot | None, key: Key, step: int | None, edits: int | None) -> bool:
     return (
         snapshot is not None
         and snapshot.shareable
         and snapshot.key == key
         and (step is None or snapshot.step == step)
+        and (edits is None or snapshot.edits == edits)
     )

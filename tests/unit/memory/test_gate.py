@@ -11,7 +11,7 @@ import pytest
 from paramd.memory import descriptors
 from paramd.memory import gate as gate_module
 from paramd.memory.control_page import PAGE_BYTES, ControlPage, Word
-from paramd.memory.gate import CopyEnd, CopySpan, TrainerGate, copy_at_one_step
+from paramd.memory.gate import CopyEnd, CopySpan, State, TrainerGate, copy_at_one_step, state_of
 
 SIZE_BYTES = 1000
 Memory = ctypes.Array[ctypes.c_char]
@@ -48,8 +48,8 @@ def spans(source: Memory, target: Memory) -> list[CopySpan]:
 def test_a_copy_between_updates_carries_their_step(
     page: ControlPage, source: Memory, target: Memory
 ) -> None:
-    page[Word.STEP] = 7
-    assert copy_at_one_step(page, spans(source, target)) == (CopyEnd.DONE, 7)
+    page[Word.STEP], page[Word.EDITS] = 7, 2
+    assert copy_at_one_step(page, spans(source, target)) == (CopyEnd.DONE, State(7, 2))
     assert target.raw == source.raw
     assert page[Word.COPY_BEGUN] == page[Word.COPY_ENDED] == 1
 
@@ -63,15 +63,19 @@ def test_no_copy_begins_inside_an_update(page: ControlPage, source: Memory, targ
 
 
 @pytest.mark.parametrize("point", ["copy-begun", "copy-chunk", "copy-moved"])
-def test_a_copy_that_an_update_overtakes_is_none(
-    page: ControlPage, source: Memory, target: Memory, point: str
+@pytest.mark.parametrize("edits", [False, True])
+def test_a_copy_that_an_update_or_an_edit_overtakes_is_none(
+    page: ControlPage, source: Memory, target: Memory, point: str, edits: bool
 ) -> None:
     gate = TrainerGate(page, stall_budget_ns=0)
 
     def update_at(name: str) -> None:
         if name == point:
             gate.begin_update()
-            gate.end_update()
+            if edits:
+                gate.end_edit()
+            else:
+                gate.end_update()
 
     end, _ = copy_at_one_step(page, spans(source, target), at_point=update_at)
     assert end is CopyEnd.OVERTAKEN
@@ -114,6 +118,17 @@ def test_steps_and_seq_rise_together(page: ControlPage) -> None:
         assert page[Word.SEQ] & 1
         assert gate.end_update() == step
         assert page[Word.SEQ] == 2 * step
+
+
+def test_an_edit_keeps_the_step_and_is_another_state(page: ControlPage) -> None:
+    gate = TrainerGate(page, stall_budget_ns=0)
+    gate.begin_update()
+    gate.end_update()
+    gate.begin_update()
+    assert page[Word.SEQ] & 1
+    gate.end_edit()
+    assert state_of(page) == State(1, 1)
+    assert page[Word.SEQ] == 4
 
 
 def test_an_update_that_failed_stays_open_until_the_next_good_one(page: ControlPage) -> None:

@@ -9,16 +9,15 @@ from typing import Any
 import pytest
 
 from paramd.memory.control_page import PAGE_BYTES, ControlPage, Word
-from paramd.memory.gate import CopyEnd, CopySpan
+from paramd.memory.gate import CopyEnd, CopySpan, State, state_of
 from paramd_service.sidecar.capture import (
     EAGER_ATTEMPTS,
     RETRY_NS,
-    Boundary,
     Capture,
     CopyJob,
-    Outcome,
     worth_starting,
 )
+from paramd_service.sidecar.reaching import Boundary, Outcome
 
 MS = 1_000_000
 
@@ -38,19 +37,28 @@ class Bench:
         self.outcomes: list[Outcome] = []
         self.capture = Capture(self.page, clock_ns=lambda: self.now_ns, copy=self._copy)
 
-    def _copy(self, page: ControlPage, spans: Sequence[CopySpan], **_: Any) -> tuple[CopyEnd, int]:
+    def _copy(
+        self, page: ControlPage, spans: Sequence[CopySpan], **_: Any
+    ) -> tuple[CopyEnd, State]:
         self.copies += 1
         if page[Word.SEQ] & 1:
-            return CopyEnd.UPDATING, page[Word.STEP]
-        return (self.ends.pop(0) if self.ends else CopyEnd.DONE), page[Word.STEP]
+            return CopyEnd.UPDATING, state_of(page)
+        return (self.ends.pop(0) if self.ends else CopyEnd.DONE), state_of(page)
 
     def job(self, size_bytes: int = 100) -> CopyJob:
-        job = CopyJob([CopySpan(0, 0, size_bytes)], self.steps.append)
+        job = CopyJob([CopySpan(0, 0, size_bytes)], self._done)
         self.capture.submit(job)
         return job
 
+    def _done(self, state: State | None) -> None:
+        self.steps.append(state.step if state is not None else None)
+
     def arm(self, number: int, *, with_buffers: bool = False) -> None:
-        self.capture.arm(Boundary(number, [CopySpan(0, 0, 8)], with_buffers, self.outcomes.append))
+        self.capture.reaching.arm(
+            Boundary(
+                number, [CopySpan(0, 0, 8)], with_buffers, self.outcomes.append, token=10 * number
+            )
+        )
 
     def train(self, step_time_ms: int, age_ms: int) -> None:
         """A rank that trains at this pace and reached its last boundary that long ago."""
@@ -102,7 +110,7 @@ def test_an_update_that_ends_while_want_is_raised_is_not_missed(bench: Bench) ->
     bench.job()
     original = bench.capture._copy
 
-    def update_ends_after_the_look(*arguments: Any, **named: Any) -> tuple[CopyEnd, int]:
+    def update_ends_after_the_look(*arguments: Any, **named: Any) -> tuple[CopyEnd, State]:
         result = original(*arguments, **named)
         bench.page[Word.SEQ] = 2
         return result
@@ -189,7 +197,7 @@ def test_an_agreed_boundary_is_captured_at_its_step(bench: Bench) -> None:
     assert bench.outcomes == []
     bench.boundary(agreed=3)
     bench.capture.serve()
-    assert bench.outcomes == [Outcome(1, "")]
+    assert bench.outcomes == [Outcome(1, "", edits=0)]
 
 
 def test_a_passed_boundary_is_missed(bench: Bench) -> None:
@@ -220,7 +228,7 @@ def test_words_of_an_agreement_still_being_written_are_waited_for(bench: Bench) 
     bench.page[Word.AGREED_STEP] = 4
     bench.page[Word.ANNOUNCE] += 1
     bench.capture.serve()
-    assert bench.outcomes == [Outcome(4, "")]
+    assert bench.outcomes == [Outcome(4, "", edits=0)]
 
 
 def test_buffers_that_the_trainer_did_not_copy_are_missed(bench: Bench) -> None:
@@ -229,24 +237,6 @@ def test_buffers_that_the_trainer_did_not_copy_are_missed(bench: Bench) -> None:
     bench.boundary(agreed=1)
     bench.capture.serve()
     assert "buffers" in bench.outcomes[0].reason
-
-
-def test_a_withdrawn_request_takes_ready_back_but_never_below_agreed(bench: Bench) -> None:
-    bench.page[Word.AGREED] = bench.page[Word.READY] = 4
-    bench.arm(5)
-    bench.arm(6)
-    bench.capture.withdraw(6, "late")
-    assert bench.page[Word.READY] == 5
-    bench.capture.withdraw(5, "late")
-    assert bench.page[Word.READY] == 4
-    assert [outcome.reason for outcome in bench.outcomes] == ["late", "late"]
-
-
-def test_a_request_that_is_past_is_not_armed(bench: Bench) -> None:
-    bench.page[Word.AGREED] = 4
-    bench.arm(4)
-    assert "is past" in bench.outcomes[0].reason
-    assert bench.page[Word.READY] == 0
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ import pytest
 import xxhash
 
 from paramd.errors import ConflictError, ParamdError, TornError, UsageError
+from paramd.memory.control_page import Word
 from paramd.v1 import sidecar_pb2 as pb
 from paramd.wire import data_chunk, summon_chunk, varint
 from paramd_service.sidecar import admission
@@ -154,9 +155,22 @@ def test_another_rank_or_job_is_a_mistake(changes: dict[str, object]) -> None:
         check_attach(VIEW, replace(REQUEST, **changes))  # type: ignore[arg-type]
 
 
-def test_an_odd_seq_makes_a_rank_torn() -> None:
-    assert ownership_after_end(6) is Ownership.ORPHANED
-    assert ownership_after_end(7) is Ownership.TORN
+@pytest.mark.parametrize(
+    ("seq", "agreed", "applied", "found"),
+    [
+        (6, 0, 0, Ownership.ORPHANED),
+        (7, 0, 0, Ownership.TORN),
+        (6, 4, 4, Ownership.ORPHANED),
+        (6, 4, 3, Ownership.TORN),
+        (7, 4, 3, Ownership.TORN),
+    ],
+)
+def test_an_update_or_an_edit_that_has_not_ended_tears_a_rank(
+    seq: int, agreed: int, applied: int, found: Ownership
+) -> None:
+    words = [0] * 128
+    words[Word.SEQ], words[Word.EDIT_AGREED], words[Word.EDIT_APPLIED] = seq, agreed, applied
+    assert ownership_after_end(words) is found
 
 
 @pytest.mark.parametrize(

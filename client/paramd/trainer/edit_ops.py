@@ -1,0 +1,102 @@
+"""What each record of an edit program does, as tensor operations; the same for trial runs."""
+
+from __future__ import annotations
+
+import torch
+
+from paramd.memory.edit_program import NO_DATA, Op, Record
+
+CHUNK_BYTES = 256 << 10
+"""Swapped at once: three chunks stay in a core's cache."""
+
+
+class Views:
+    """Tensors over one mapped memory, by place; nothing is touched by making them."""
+
+    def __init__(self, memory: memoryview) -> None:
+        self._memory = memory
+        self._whole: dict[str, torch.Tensor] = {}
+
+    def at(
+        self, dtype: str, begin: int, sizes: tuple[int, ...], strides: tuple[int, ...]
+    ) -> torch.Tensor:
+        """A strided view from byte `begin` on; strides count elements."""
+        whole = self._whole.get(dtype)
+        if whole is None:
+            kind = getattr(torch, dtype)
+            whole = torch.frombuffer(
+                self._memory, dtype=kind, count=self._memory.nbytes // kind.itemsize
+            )
+            self._whole[dtype] = whole
+        return whole.as_strided(sizes, strides, begin // whole.itemsize)
+
+    def dense(self, record: Record, begin: int) -> torch.Tensor | None:
+        """Shaped like the record's view, row-major; None for NO_DATA."""
+        if begin == NO_DATA:
+            return None
+        return self.at(record.dtype, begin, record.sizes, row_major(record.sizes))
+
+
+def row_major(sizes: tuple[int, ...]) -> tuple[int, ...]:
+    """Strides of dense memory in elements."""
+    strides, step = [], 1
+    for size in reversed(sizes):
+        strides.append(step)
+        step *= size
+    return tuple(reversed(strides))
+
+
+def run(
+    record: Record,
+    target: torch.Tensor,
+    data: torch.Tensor | None,
+    preimage: torch.Tensor | None,
+) -> None:
+    """Does with `target` what the record says, in its own dtype; keeps what it was before.
+
+    All tensors have the record's dtype and shape. Call it under `torch.no_grad`.
+    """
+    if record.op is Op.SET and data is not None and record.data_begin == record.preimage_begin:
+        _swap(target, data)
+        return
+    if preimage is not None:
+        preimage.copy_(target)
+    if record.op is Op.SET and data is not None:
+        target.copy_(data)
+    elif record.op is Op.FILL:
+        target.fill_(record.value if target.is_floating_point() else int(record.value))
+    elif record.op is Op.CLAMP:
+        target.clamp_(record.min, record.max)
+    else:
+        _compute(record, target, data)
+
+
+def _compute(record: Record, target: torch.Tensor, data: torch.Tensor | None) -> None:
+    if record.op is Op.ADD:
+        if data is not None:
+            target.add_(data, alpha=record.weight)
+        else:
+            target.add_(record.weight * record.value)
+    elif record.op is Op.MUL:
+        target.mul_(data if data is not None else record.value)
+    else:
+        assert record.op is Op.LERP
+        assert data is not None
+        target.lerp_(data, record.weight)
+
+
+def _swap(target: torch.Tensor, data: torch.Tensor) -> None:
+    if not target.is_contiguous():
+        before = target.clone()
+        target.copy_(data)
+        data.copy_(before)
+        return
+    flat, other = target.view(-1), data.view(-1)
+    chunk = max(1, CHUNK_BYTES // target.itemsize)
+    room = torch.empty(min(chunk, flat.numel()), dtype=target.dtype)
+    for begin in range(0, flat.numel(), chunk):
+        mine, its = flat[begin : begin + chunk], other[begin : begin + chunk]
+        kept = room[: mine.numel()]
+        kept.copy_(mine)
+        mine.copy_(its)
+        its.copy_(kept)

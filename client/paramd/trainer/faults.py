@@ -1,0 +1,67 @@
+"""Named points where tests may kill or stop a trainer. Inert without a setting.
+
+PARAMD_TRAINER_FAULTS is a comma-separated list of `point:action[@n]`: at the n-th time
+(default the first) that the point is passed the process kills (`kill`) or stops (`stop`)
+itself. PARAMD_TRAINER_FAULTS_DIR names a directory where a rule may be put for one rank
+while it runs, in `<dir>/rank-<r>`; the file is taken away as it is read.
+
+Points: agreed (an edit is agreed, nothing is changed yet), applying (after its first
+record, SEQ is odd), applied (all of it is, and the page says so).
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+from paramd.errors import UsageError
+
+POINTS = frozenset({"agreed", "applying", "applied"})
+_SIGNALS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP}
+_RULE = re.compile(r"(?P<point>[a-z-]+):(?P<action>kill|stop)(?:@(?P<count>[1-9][0-9]{0,8}))?")
+
+
+def from_environment(rank: int) -> Callable[[str], None] | None:
+    """What is to be called at every point; None without a setting.
+
+    Raises:
+        UsageError: PARAMD_TRAINER_FAULTS is not what the module's text says.
+    """
+    text = os.environ.get("PARAMD_TRAINER_FAULTS", "")
+    folder = os.environ.get("PARAMD_TRAINER_FAULTS_DIR", "")
+    if not text and not folder:
+        return None
+    rules = _parsed(text)
+    later = Path(folder, f"rank-{rank}") if folder else None
+
+    def at_point(point: str) -> None:
+        if later is not None and later.exists():
+            rules.update(_parsed(later.read_text()))
+            later.unlink()
+        action, left = rules.get(point, (None, 0))
+        if action is None:
+            return
+        rules[point] = (action, left - 1)
+        if left == 1:
+            del rules[point]
+            # To this very thread: sent to the process, it may act some instructions later.
+            signal.pthread_kill(threading.get_ident(), action)
+
+    return at_point
+
+
+def _parsed(text: str) -> dict[str, tuple[signal.Signals, int]]:
+    rules = {}
+    for part in filter(None, (part.strip() for part in text.split(","))):
+        found = _RULE.fullmatch(part)
+        if found is None or found["point"] not in POINTS:
+            raise UsageError(
+                f"PARAMD_TRAINER_FAULTS: {part!r}; expected point:kill or point:stop@n with a "
+                f"point of {', '.join(sorted(POINTS))}"
+            )
+        rules[found["point"]] = (_SIGNALS[found["action"]], int(found["count"] or "1"))
+    return rules

@@ -1,0 +1,90 @@
+"""Optimizer state of what lies in the arena: which tensors have a parameter's own geometry.
+
+An optimizer knows whole parameters, flat ones (FSDP1) or views of those; a piece of the
+arena is found in whichever it lies in. State tensors of the local shape (`exp_avg`, momentum
+buffers, also as DTensors) correspond to the parameter element by element.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from paramd.memory.edit_program import Record
+from paramd.trainer.dtensor import split
+from paramd.trainer.storages import extent
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Owned:
+    """An optimizer's parameter in the arena."""
+
+    begin: int
+    """First byte in the arena."""
+    end: int
+    param: torch.Tensor
+    """The key of the optimizer's state."""
+    local: torch.Tensor
+    optimizer: torch.optim.Optimizer
+    group: int
+    """Index in param_groups."""
+
+    def state(self) -> dict[str, Any]:
+        """Its state as it is now; empty before the first step."""
+        found = self.optimizer.state.get(self.param)
+        return found if isinstance(found, dict) else {}
+
+    def moments(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """State tensors, local, that have an element for each of its own."""
+        for key, value in self.state().items():
+            if isinstance(value, torch.Tensor):
+                local, _ = split(value)
+                if local.shape == self.local.shape and local.device.type == "cpu":
+                    yield key, local.detach()
+
+
+def find_owned(
+    optimizers: Sequence[torch.optim.Optimizer], arena_address: int, arena_bytes: int
+) -> list[Owned]:
+    """All parameters of the optimizers that lie in the arena, by place, each once."""
+    found: dict[int, Owned] = {}
+    for optimizer in optimizers:
+        for number, group in enumerate(optimizer.param_groups):
+            for param in group["params"]:
+                local = split(param)[0].detach()
+                span = extent(local)
+                begin, end = span.begin - arena_address, span.end - arena_address
+                if 0 <= begin < end <= arena_bytes:
+                    found[begin] = Owned(begin, end, param, local, optimizer, number)
+    return [found[begin] for begin in sorted(found)]
+
+
+def owner_of(owned: Sequence[Owned], record: Record) -> Owned | None:
+    """The parameter that a record's view lies in; None when no optimizer has it."""
+    index = bisect_right(owned, record.arena_begin, key=lambda one: one.begin) - 1
+    if index < 0 or record.arena_end > owned[index].end:
+        return None
+    return owned[index]
+
+
+def zero_moments(owner: Owned, record: Record) -> None:
+    """Zeroes the state of the very elements that the record changes."""
+    offset = (record.arena_begin - owner.begin) // record.itemsize
+    for _key, moment in owner.moments():
+        if moment.stride() == owner.local.stride():
+            begin = moment.storage_offset() + offset
+            moment.as_strided(record.sizes, record.strides, begin).zero_()
+        else:
+            moment.masked_fill_(_mask(owner.local, record, offset), 0)
+
+
+def _mask(local: torch.Tensor, record: Record, offset: int) -> torch.Tensor:
+    """True where the record's elements are, in the shape of the parameter."""
+    span = extent(local)
+    memory = torch.zeros((span.end - span.begin) // local.itemsize, dtype=torch.bool)
+    memory.as_strided(record.sizes, record.strides, offset).fill_(True)
+    return memory.as_strided(local.shape, local.stride(), 0)

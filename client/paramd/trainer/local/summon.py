@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 
+import torch.distributed as dist
 from torch import nn
 
+from paramd.trainer import leaving
 from paramd.trainer.local import guards
 from paramd.trainer.local.arguments import Arguments, timeout_from
 from paramd.trainer.local.call import Call
@@ -68,6 +70,8 @@ def summon_full_params(
         offload_to_cpu=offload_to_cpu,
         with_grads=with_grads,
     )
+    if dist.is_available() and dist.is_initialized():
+        leaving.settle_at_exit()
     call = Call(module, arguments)
     call.meet(timeout_from(timeout_s))
     with ExitStack() as inside:

@@ -23,6 +23,7 @@ from paramd.mesh.read import keep_freed_memory
 from paramd.mesh.results import MeshStatus, ParamInfo, Params, StatsTable, Summoned
 from paramd.mesh.sidecars import Sidecars
 from paramd.mesh.status import mesh_status
+from paramd.mesh.streaming import AsyncStreaming
 from paramd.mesh.summary import compute_stats
 from paramd.mesh.timeouts import DEFAULT_TIMEOUT_S, UNSET, Timeout, deadline
 from paramd.mesh.transfer import Chosen, Transfer, Transport, check_transport
@@ -36,7 +37,7 @@ if TYPE_CHECKING:
 Result = TypeVar("Result")
 
 
-class AsyncMesh(AsyncEditing, AsyncExporting):
+class AsyncMesh(AsyncEditing, AsyncExporting, AsyncStreaming):
     """A running job, read from outside. Use as `async with`, or call `close`.
 
     Everything it answers belongs to one (epoch, step). Methods may run concurrently. A
@@ -89,6 +90,7 @@ class AsyncMesh(AsyncEditing, AsyncExporting):
     async def close(self) -> None:
         """Releases everything: open views, leases, connections, threads. Idempotent."""
         await self._stop_holding()
+        await self._end_streams()
         while self._views:
             await self._views.pop().aclose()
         await self._reach.close()

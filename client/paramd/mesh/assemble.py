@@ -58,7 +58,8 @@ class Targets:
         device: torch.device | None,
         into: Mapping[str, torch.Tensor] | None,
     ) -> None:
-        self._plan = plan
+        self.plan = plan
+        """What is read."""
         self._names = names
         self._device = device if device is not None else torch.device("cpu")
         given = _given_tensors(names, into if into is not None else {})
@@ -76,7 +77,7 @@ class Targets:
             place
             for landing in read.landings
             for place in _places(
-                landing, self._plan.tensors[landing.tensor], self._tensors[landing.tensor]
+                landing, self.plan.tensors[landing.tensor], self._tensors[landing.tensor]
             )
         ]
         found.sort(key=lambda place: place.begin)

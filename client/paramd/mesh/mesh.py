@@ -20,6 +20,7 @@ from paramd.mesh.amesh import AsyncMesh
 from paramd.mesh.editing.shell import Editing
 from paramd.mesh.exporting.shell import Exporting
 from paramd.mesh.results import MeshStatus, Params, StatsTable, Summoned
+from paramd.mesh.streaming import Streaming
 from paramd.mesh.timeouts import UNSET, Timeout
 from paramd.mesh.transfer import Transport
 from paramd.tls import ClientTls
@@ -33,7 +34,7 @@ if TYPE_CHECKING:
 Result = TypeVar("Result")
 
 
-class Mesh(Editing, Exporting):
+class Mesh(Editing, Exporting, Streaming):
     """A running job, read from outside. `paramd.connect` makes one; `close` ends it.
 
     Everything it answers belongs to one (epoch, step).
@@ -184,6 +185,10 @@ class Mesh(Editing, Exporting):
             # A closed mesh has ended its views already.
             if self._end.alive:
                 self._run(viewing.__aexit__(None, None, None))
+
+    @property
+    def _alive(self) -> bool:
+        return self._end.alive
 
     def _run(self, work: Coroutine[Any, Any, Result]) -> Result:
         if not self._end.alive:

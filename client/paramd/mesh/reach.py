@@ -189,6 +189,15 @@ class Reach:
                     raise
                 await self._after_outage(error, document, stopped)
 
+    async def sidecars(self) -> Sidecars:
+        """The sidecars as last heard, with a ticket that lasts.
+
+        Raises:
+            UnreachableError: the ticket has expired and nobody gives another.
+        """
+        await self._renew_ticket()
+        return Sidecars(self._channels, self.document, self._background)
+
     async def _renew_ticket(self) -> None:
         if self._document is not None and time.monotonic() < self._renew_at_s:
             return

@@ -102,6 +102,14 @@ class Sidecars:
             lease_s=found.lease_ms / 1000,
         )
 
+    async def pin_step(
+        self, rank: int, request: sidecar_pb2.PinSnapshotRequest, timeout_s: float
+    ) -> sidecar_pb2.PinSnapshotResponse:
+        """Pins what a rank has, or will have, of one step; waits for that step."""
+        found = await self._watched(rank, self._stub(rank).PinSnapshot, request, timeout_s)
+        assert isinstance(found, sidecar_pb2.PinSnapshotResponse)
+        return found
+
     async def schedule(self, pins: Sequence[RankPin], timeout_s: float) -> Captured:
         """Has prepared snapshots filled at one agreed boundary."""
         document = self.document
@@ -126,10 +134,10 @@ class Sidecars:
         )
         return Captured(found.captured, found.header.epoch, found.header.step, found.reason)
 
-    async def renew(self, pin: RankPin) -> float:
+    async def renew(self, pin: RankPin, lease_s: float = LEASE_S) -> float:
         """Prolongs a lease; returns the seconds granted."""
         request = sidecar_pb2.RenewSnapshotRequest(
-            snapshot_id=pin.snapshot_id, lease_ms=int(1000 * LEASE_S)
+            snapshot_id=pin.snapshot_id, lease_ms=int(1000 * lease_s)
         )
         stub = self._stub(pin.rank)
         found = await self._call(pin.rank, stub.RenewSnapshot, request, _RENEW_TIMEOUT_S)
@@ -221,9 +229,9 @@ class Sidecars:
         assert isinstance(found, sidecar_pb2.GetEditResponse)
         return found
 
-    def source(self, pin: RankPin) -> SnapshotSource:
-        """A pinned snapshot, to be read."""
-        return SnapshotSource(self, self._channels, pin)
+    def source(self, pin: RankPin, *, end_bytes: int = 0) -> SnapshotSource:
+        """A pinned snapshot, to be read; up to a byte, or (0) to its end."""
+        return SnapshotSource(self, self._channels, pin, end_bytes)
 
     async def _probe_all(self, ranks: Sequence[int]) -> None:
         probes = [asyncio.ensure_future(self.probe(rank)) for rank in ranks]
@@ -283,7 +291,10 @@ class Sidecars:
 class SnapshotSource:
     """One rank's pinned snapshot over a stream."""
 
-    def __init__(self, sidecars: Sidecars, channels: Channels, pin: RankPin) -> None:
+    def __init__(
+        self, sidecars: Sidecars, channels: Channels, pin: RankPin, end_bytes: int = 0
+    ) -> None:
+        self._end_bytes = end_bytes
         self._sidecars = sidecars
         self._channels = channels
         self._pin = pin
@@ -294,7 +305,9 @@ class SnapshotSource:
         """The snapshot's bytes from `offset_bytes` on."""
         address = self._sidecars.document.peer(self._pin.rank).address
         request = sidecar_pb2.ReadSnapshotRequest(
-            snapshot_id=self._pin.snapshot_id, offset_bytes=offset_bytes
+            snapshot_id=self._pin.snapshot_id,
+            offset_bytes=offset_bytes,
+            size_bytes=max(self._end_bytes - offset_bytes, 0),
         )
         return self._channels.read(address, request, timeout_s=timeout_s)
 

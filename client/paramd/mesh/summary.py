@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from paramd.errors import ConflictError
 from paramd.layout.plan import ReadPlan
@@ -33,16 +33,11 @@ async def compute_stats(
     """
     items = stats_items(plan)
     merged = [EMPTY] * len(plan.tensors)
-    found = await asyncio.gather(
-        *(
-            _rank_stats(sidecars, pinned, rank, items[rank], deadline_s, with_exponents, edges)
-            for rank in items
-            if items[rank]
-        )
+    found = await compute_parts(
+        sidecars, pinned, items, deadline_s, with_exponents=with_exponents, edges=edges
     )
-    for rank_items in found:
-        for item, stats in rank_items:
-            merged[item.tensor] = merge(merged[item.tensor], stats)
+    for item, stats in found:
+        merged[item.tensor] = merge(merged[item.tensor], stats)
     rows = [
         TensorStats(
             name=tensor.name, dtype=tensor.dtype, shape=tensor.shape, summary=summarize(stats)
@@ -60,6 +55,26 @@ async def compute_stats(
     return StatsTable(
         rows, total=total, job=sidecars.document.job, epoch=pinned.epoch, step=pinned.step
     )
+
+
+async def compute_parts(
+    sidecars: Sidecars,
+    pinned: Pinned,
+    items: Mapping[int, tuple[StatsItem, ...]],
+    deadline_s: float,
+    *,
+    with_exponents: bool,
+    edges: Sequence[float] = (),
+) -> list[tuple[StatsItem, Stats]]:
+    """Has every rank reduce its items."""
+    found = await asyncio.gather(
+        *(
+            _rank_stats(sidecars, pinned, rank, items[rank], deadline_s, with_exponents, edges)
+            for rank in items
+            if items[rank]
+        )
+    )
+    return [one for of_rank in found for one in of_rank]
 
 
 async def _rank_stats(
@@ -93,11 +108,12 @@ async def _rank_stats(
                 f"elements of step {said[1]}; asked were {len(batch)} of "
                 f"{sum(item.numel for item in batch):,} of step {pinned.step}; try again"
             )
-        found.extend(zip(batch, map(_stats_of, answer.stats), strict=True))
+        found.extend(zip(batch, map(stats_of, answer.stats), strict=True))
     return found
 
 
-def _stats_of(message: sidecar_pb2.Stats) -> Stats:
+def stats_of(message: sidecar_pb2.Stats) -> Stats:
+    """Statistics as they were sent."""
     return Stats(
         count=message.count,
         zero_count=message.zero_count,

@@ -33,6 +33,9 @@ Transport = Literal["auto", "grpc", "same-host"]
 MAX_COPY_THREADS: Final = 4
 """Threads that copy from shared memory; two reach a small machine's memory bandwidth."""
 
+MAX_GAP_BYTES: Final = 1 << 18
+"""Bytes that nobody wants are read along up to here: a call of its own takes as long."""
+
 # One more coordinates each copy, and opening sockets blocks for moments.
 _OTHER_THREADS: Final = 8
 
@@ -132,6 +135,41 @@ class Transfer:
                 streams.append(self.run(lambda: fill_from(jobs, self._copiers, self._copy_threads)))
             await _all_ended(streams)
 
+    async def read_parts(
+        self,
+        sidecars: Sidecars,
+        plan: ReadPlan,
+        pinned: Pinned,
+        targets: Targets,
+        transport: Transport,
+        deadline_s: float,
+    ) -> None:
+        """As `read`, but of each snapshot only the bytes that land somewhere are moved."""
+        async with AsyncExitStack() as stack:
+            shared = await self._share(sidecars, pinned, transport, stack)
+            streams = [
+                _read_ranges(
+                    sidecars,
+                    pinned,
+                    read.rank,
+                    PlaceSink(targets.places(read)),
+                    _ranges([(one.begin_bytes, one.end_bytes) for one in read.landings]),
+                    deadline_s,
+                )
+                for read in plan.ranks
+                if read.rank not in shared
+            ]
+            jobs = [
+                (shared[read.rank], targets.places(read))
+                for read in plan.ranks
+                if read.rank in shared
+            ]
+            if jobs:
+                streams.append(
+                    self.run(lambda: fill_from(jobs, self._copiers, self._copy_threads))
+                )
+            await _all_ended(streams)
+
     async def view(
         self, sidecars: Sidecars, chosen: Chosen, pinned: Pinned, stack: AsyncExitStack
     ) -> SnapshotView:
@@ -213,6 +251,32 @@ class Transfer:
             if not running.cancelled() and isinstance(error := running.exception(), ParamdError):
                 raise asyncio.CancelledError from error
             raise
+
+
+async def _read_ranges(
+    sidecars: Sidecars,
+    pinned: Pinned,
+    rank: int,
+    sink: PlaceSink,
+    ranges: Sequence[tuple[int, int]],
+    deadline_s: float,
+) -> None:
+    for begin, end in ranges:
+        source = sidecars.source(pinned.pins[rank], end_bytes=end)
+        reader = Reader(source, sink, Expected(pinned.epoch, pinned.step, end))
+        reader.offset_bytes = begin
+        await reader.run(deadline_s)
+
+
+def _ranges(landings: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Ranges that cover all landings; a call costs more than the bytes of a short gap."""
+    found: list[tuple[int, int]] = []
+    for begin, end in sorted(landings):
+        if found and begin <= found[-1][1] + MAX_GAP_BYTES:
+            found[-1] = (found[-1][0], max(end, found[-1][1]))
+        else:
+            found.append((begin, end))
+    return found
 
 
 async def _all_ended(work: Sequence[object]) -> None:

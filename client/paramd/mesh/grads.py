@@ -1,0 +1,342 @@
+"""Gradients of a running job, frame by frame: asked for a little ahead, whole or not at all."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any, Final
+
+from paramd.errors import ConflictError, UsageError
+from paramd.layout.plan import ReadPlan
+from paramd.layout.stats import Stats, StatsItem, Summary, stats_items
+from paramd.mesh.frames import KINDS, GradFrame, Kind, lazily_summed
+from paramd.mesh.grad_plan import Asked, GradNote, GradPlan, Learnt, ask_for, make_plan
+from paramd.mesh.held_step import LEASE_S, HeldStep, hold_step
+from paramd.mesh.pin import Pinned
+from paramd.mesh.reach import Reach
+from paramd.mesh.sidecars import Sidecars
+from paramd.mesh.stepping import StepStream
+from paramd.mesh.summary import compute_parts, stats_of
+from paramd.mesh.transfer import Transfer, Transport
+from paramd.v1 import sidecar_pb2 as pb
+
+if TYPE_CHECKING:
+    import torch
+
+    from paramd.mesh.grad_tensors import TensorPool
+
+READ_S = 60.0
+"""Longest time to read what was captured of one step."""
+
+MAX_ITEMS = 20_000
+"""More items than that on one rank are reduced from a snapshot, in several calls."""
+
+REASONS: Final = {
+    pb.NO_GRADIENT_NONE: "its grad is None",
+    pb.NO_GRADIENT_OTHER_OPTIMIZER: "another optimizer updates it",
+    pb.NO_GRADIENT_PLACEMENT: "it is placed otherwise than its parameter",
+    pb.NO_GRADIENT_UNSUPPORTED: "it is no dense tensor that fits its parameter",
+}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GradRequest:
+    """What a reader of gradients wants."""
+
+    patterns: tuple[str, ...]
+    every: int = 1
+    """Updates between two frames; 1 or more. Frames come at its multiples."""
+    kind: Kind = "full"
+    dtype: torch.dtype | None = None
+    """Of whole gradients; None keeps each parameter's own."""
+    rows: int | None = None
+    """Rows of the first dim that are sampled, evenly; None: all."""
+    lossless: bool = False
+    """Updates wait for this reader, as far as the trainer's operator allows it."""
+    transport: Transport = "auto"
+
+    def __post_init__(self) -> None:
+        if not self.patterns:
+            raise UsageError("no pattern was given; expected at least one, '*' means all")
+        if self.every < 1:
+            raise UsageError(f"every: {self.every}; expected 1 or more")
+        if self.kind not in KINDS:
+            raise UsageError(f"kind: {self.kind!r}; expected one of {', '.join(KINDS)}")
+        if self.kind != "full" and self.dtype is not None:
+            raise UsageError("dtype: only frames of kind 'full' are cast")
+
+
+@dataclass(frozen=True, slots=True)
+class _Held:
+    """One step of everything that was asked for."""
+
+    plan: GradPlan
+    main: HeldStep
+    sums: HeldStep | None
+
+    def steps(self) -> list[HeldStep]:
+        return [self.main] if self.sums is None else [self.main, self.sums]
+
+
+class GradSteps:
+    """Asks for gradients and reads them; the stream decides which steps."""
+
+    def __init__(
+        self, reach: Reach, transfer: Transfer, wanted: GradRequest, asked: Sequence[Asked]
+    ) -> None:
+        self._reach = reach
+        self._transfer = transfer
+        self._wanted = wanted
+        self._asked = asked
+        self._learnt = Learnt()
+        self._plan: GradPlan | None = None
+        self._requests: dict[int, pb.PinSnapshotRequest] = {}
+        self._sum_requests: dict[int, pb.PinSnapshotRequest] = {}
+        self._items: dict[int, tuple[StatsItem, ...]] = {}
+        self._pool: TensorPool | None = None
+        self.ranks: tuple[int, ...] = ()
+
+    async def prepare(self, sidecars: Sidecars) -> None:
+        """Makes the first plan."""
+        await self._make_plan(sidecars)
+
+    async def hold(self, sidecars: Sidecars, step: int, timeout_s: float) -> _Held:
+        """As `Steps.hold`."""
+        if self._plan is None:
+            await self._make_plan(sidecars)
+        plan = self._plan
+        assert plan is not None
+        requests = [r for r in (self._requests, self._sum_requests) if r]
+        # Together: once the update has begun it is too late to ask.
+        tasks = [
+            asyncio.create_task(hold_step(sidecars, _at(one, step), step, timeout_s))
+            for one in requests
+        ]
+        try:
+            found = await asyncio.gather(*tasks)
+        except BaseException:
+            for task in tasks:
+                task.cancel()
+            await asyncio.wait(tasks)
+            for task in tasks:
+                if not task.cancelled() and task.exception() is None:
+                    task.result().let_go()
+            raise
+        return _Held(plan, found[0], found[1] if len(found) > 1 else None)
+
+    def let_go(self, held: _Held) -> None:
+        """As `Steps.let_go`."""
+        for step in held.steps():
+            step.let_go()
+
+    async def read(
+        self, sidecars: Sidecars, step: int, dropped: int, held: _Held
+    ) -> GradFrame[Any] | None:
+        """The frame; None when the notes make another plan necessary."""
+        notes = [note for one in held.steps() for note in _notes(held.plan, one)]
+        if not self._learnt.hear(held.plan, notes):
+            self._plan = None
+            return None
+        none = {
+            held.plan.asked[note.asked].name: REASONS.get(note.none, "of a reason unknown here")  # type: ignore[call-overload]
+            for note in notes
+            if note.none and (note.rank, note.asked) in held.plan.used
+        }
+        values, total = await self._values(sidecars, step, held, none)
+        facts = next(iter(held.main.answers.values())).gradients
+        return GradFrame(
+            values,
+            job=sidecars.document.job,
+            epoch=held.main.epoch,
+            step=step,
+            dropped=dropped,
+            none=none,
+            scale=facts.scale,
+            clip_factor=facts.clip_factor if facts.clip_factor else None,
+            total=total,
+        )
+
+    async def _make_plan(self, sidecars: Sidecars) -> None:
+        index = await self._reach.index(sidecars)
+        plan = make_plan(index.layout, self._asked, self._learnt, prefer=self._reach.costs())
+        self._items = stats_items(plan.plan) if self._wanted.kind != "full" else {}
+        self._requests = self._pins(sidecars, plan.plan, reduced=self._wanted.kind != "full")
+        self._sum_requests = self._pins(sidecars, plan.sums, reduced=False)
+        if not self._requests:
+            if self._sum_requests:
+                self._requests, self._sum_requests = self._sum_requests, {}
+            else:
+                # Nothing to read, but still something to say: at which step.
+                self._requests = {min(sidecars.document.peers): self._pin(sidecars, ())}
+        self.ranks = tuple(self._requests)
+        self._plan = plan
+
+    def _pins(
+        self, sidecars: Sidecars, plan: ReadPlan, *, reduced: bool
+    ) -> dict[int, pb.PinSnapshotRequest]:
+        found = {read.rank: self._pin(sidecars, read.spans) for read in plan.ranks}
+        if not reduced or any(len(items) > MAX_ITEMS for items in self._items.values()):
+            return found
+        for rank, request in found.items():
+            request.reduction.with_exponents = self._wanted.kind == "histogram"
+            request.reduction.items.extend(
+                pb.StatsItem(begin_bytes=item.begin_bytes, numel=item.numel, dtype=item.dtype)
+                for item in self._items[rank]
+            )
+        return found
+
+    def _pin(self, sidecars: Sidecars, spans: Sequence[tuple[int, int]]) -> pb.PinSnapshotRequest:
+        return pb.PinSnapshotRequest(
+            epoch=sidecars.document.epoch,
+            layout_digest=sidecars.document.layout_digest,
+            spans=[pb.Span(begin=begin, end=end) for begin, end in spans],
+            lease_ms=int(1000 * LEASE_S),
+            source=pb.SOURCE_GRADIENTS,
+            lossless_every=self._wanted.every if self._wanted.lossless else 0,
+        )
+
+    async def _values(
+        self, sidecars: Sidecars, step: int, held: _Held, none: Mapping[str, str]
+    ) -> tuple[dict[str, Callable[[], Any]], Callable[[], Summary] | None]:
+        plan, deadline_s = held.plan, time.monotonic() + READ_S
+        sums: dict[int, torch.Tensor] = {}
+        if plan.sums.tensors:
+            sums = await self._summed(sidecars, step, held, deadline_s)
+        values: dict[str, Callable[[], Any]] = {}
+        if self._wanted.kind == "full":
+            tensors = await self._tensors(sidecars, step, held, deadline_s)
+            for index, one in enumerate(plan.asked):
+                found = sums[index] if plan.layers[index] else tensors[index]
+                values[one.name] = partial(_same, None if one.name in none else found)
+            return values, None
+        parts = await self._parts(sidecars, step, held, deadline_s)
+        if sums:
+            from paramd.mesh.grad_tensors import tensor_stats
+
+            for index, tensor in sums.items():
+                parts[index] = [
+                    tensor_stats(tensor, with_exponents=self._wanted.kind == "histogram")
+                ]
+        everything: list[Stats] = []
+        for index, one in enumerate(plan.asked):
+            if one.name in none:
+                values[one.name] = partial(_same, None)
+                continue
+            everything += parts[index]
+            values[one.name] = lazily_summed(parts[index])
+        return values, lazily_summed(everything)
+
+    async def _parts(
+        self, sidecars: Sidecars, step: int, held: _Held, deadline_s: float
+    ) -> list[list[Stats]]:
+        """Statistics of what each rank holds, by index into what was asked for."""
+        owner = [index for index, of in enumerate(held.plan.numbers) for _ in of]
+        found: list[list[Stats]] = [[] for _ in held.plan.asked]
+        if held.main.pins and held.plan.plan.tensors:
+            pinned = Pinned(held.main.epoch, step, held.main.pins)
+            exponents = self._wanted.kind == "histogram"
+            items = await compute_parts(
+                sidecars, pinned, self._items, deadline_s, with_exponents=exponents
+            )
+            for item, stats in items:
+                found[owner[item.tensor]].append(stats)
+            return found
+        for rank, answer in held.main.answers.items():
+            items_here = self._items.get(rank, ())
+            if [item.numel for item in items_here] != [one.count for one in answer.stats]:
+                raise ConflictError(
+                    f"{sidecars.who(rank)} answered other statistics than were asked; try again"
+                )
+            for item, message in zip(items_here, answer.stats, strict=True):
+                found[owner[item.tensor]].append(stats_of(message))
+        return found
+
+    async def _tensors(
+        self, sidecars: Sidecars, step: int, held: _Held, deadline_s: float
+    ) -> dict[int, torch.Tensor]:
+        from paramd.mesh.grad_tensors import read_tensors
+
+        return await read_tensors(
+            sidecars, self._transfer, self.pool, held.plan.plan, held.plan.asked,
+            held.plan.numbers, Pinned(held.main.epoch, step, held.main.pins),
+            self._wanted.dtype, self._wanted.transport, deadline_s,
+        )  # fmt: skip
+
+    async def _summed(
+        self, sidecars: Sidecars, step: int, held: _Held, deadline_s: float
+    ) -> dict[int, torch.Tensor]:
+        """Gradients that are sums over ranks, added up in the order of ranks."""
+        from paramd.mesh.grad_tensors import read_tensors
+
+        await self._transfer.load_torch()
+        source = held.sums if held.sums is not None else held.main
+        pinned = Pinned(source.epoch, step, source.pins)
+        found: dict[int, torch.Tensor] = {}
+        for layer in range(max(map(len, held.plan.layers))):
+            numbers = [of[layer] if layer < len(of) else range(0) for of in held.plan.layers]
+            tensors = await read_tensors(
+                sidecars, self._transfer, self.pool, held.plan.sums, held.plan.asked, numbers,
+                pinned, self._wanted.dtype, self._wanted.transport, deadline_s,
+            )  # fmt: skip
+            for index, tensor in tensors.items():
+                found[index] = found[index].add_(tensor) if index in found else tensor
+        return found
+
+    @property
+    def pool(self) -> TensorPool:
+        if self._pool is None:
+            from paramd.mesh.grad_tensors import TensorPool
+
+            self._pool = TensorPool()
+        return self._pool
+
+
+async def open_stream(
+    reach: Reach, transfer: Transfer, wanted: GradRequest
+) -> StepStream[_Held, GradFrame[Any]]:
+    """A subscription; to be closed.
+
+    Raises:
+        NotFoundError: a pattern matches nothing. UnreachableError: no sidecar answers.
+    """
+    if wanted.kind == "full":
+        await transfer.load_torch()
+
+    async def attempt(sidecars: Sidecars) -> GradSteps:
+        index = await reach.index(sidecars)
+        asked = ask_for(index, wanted.patterns, wanted.rows)
+        steps = GradSteps(reach, transfer, wanted, asked)
+        await steps.prepare(sidecars)
+        return steps
+
+    steps = await reach.attempts(attempt, time.monotonic() + READ_S)
+    return StepStream(reach, steps, steps.read, every=wanted.every, keep_all=wanted.lossless)
+
+
+def _at(
+    requests: Mapping[int, pb.PinSnapshotRequest], step: int
+) -> dict[int, pb.PinSnapshotRequest]:
+    found = {}
+    for rank, template in requests.items():
+        request = pb.PinSnapshotRequest()
+        request.CopyFrom(template)
+        request.at_step = step
+        found[rank] = request
+    return found
+
+
+def _notes(plan: GradPlan, held: HeldStep) -> list[GradNote]:
+    found = []
+    for rank, answer in held.answers.items():
+        for note in answer.gradients.notes:
+            asked = plan.owners.get((rank, note.arena_begin))
+            if asked is not None:
+                found.append(GradNote(rank, asked, note.none, note.partial_group))
+    return found
+
+
+def _same(value: Any) -> Any:
+    return value

@@ -6,6 +6,7 @@ import { ApiError, del, get, keepSessionKey, onSignedOut, sessionKey } from "./a
 import type { JobSummary, SessionDocument } from "./api/schema";
 import { VIEWS, type View, placeHash } from "./lib/route";
 import { Badge, Empty, Trouble, toneOf } from "./ui/bits";
+import { Boundary } from "./ui/boundary";
 import { Provider, useShared } from "./ui/context";
 import { go, usePlace, usePoll } from "./ui/hooks";
 import { Help, TITLES, useKeys } from "./ui/keys";
@@ -93,9 +94,11 @@ function SignedIn(props: {
         <main key={`${job}/${place.view}`}>
           <Offline problem={jobs.error} />
           {job ? (
-            <Suspense fallback={<Empty>…</Empty>}>
-              <Screen />
-            </Suspense>
+            <Boundary>
+              <Suspense fallback={<Empty>…</Empty>}>
+                <Screen />
+              </Suspense>
+            </Boundary>
           ) : (
             jobs.data && <Empty>No job has registered here. In a training script: paramd.attach(model, optimizer, job="…")</Empty>
           )}

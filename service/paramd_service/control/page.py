@@ -22,7 +22,7 @@ BUILT = Path(__file__).with_name("web")
 CSP = (
     "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; "
     "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'; "
-    "require-trusted-types-for 'script'; trusted-types 'none'"
+    "require-trusted-types-for 'script'; trusted-types default"
 )
 _TYPES = {
     ".html": "text/html; charset=utf-8",

@@ -1,7 +1,7 @@
 /** A table of any length: only the rows in sight are in the document. */
 
 import { useVirtualizer } from "@tanstack/react-virtual";
-import { type ReactNode, type RefObject, memo, useEffect, useRef } from "react";
+import { type ReactNode, memo, useEffect, useMemo, useRef, useSyncExternalStore } from "react";
 
 export interface Column<T> {
   key: string;
@@ -30,11 +30,31 @@ interface Props<T> {
   toneOf?: (item: T) => string;
 }
 
-const ROW_PX = 28;
+export const ROW_PX = 28;
+const GAP_REM = 0.8;
 const OVERSCAN = 12;
 
+const phone = window.matchMedia("(max-width: 720px)");
+
+function useNarrow(): boolean {
+  return useSyncExternalStore(
+    (listener) => {
+      phone.addEventListener("change", listener);
+      return () => phone.removeEventListener("change", listener);
+    },
+    () => phone.matches,
+  );
+}
+
+/** The least width of a grid track, so that a table that is too wide scrolls as a whole. */
+function leastRem(track: string): number {
+  return Number(/([\d.]+)rem/.exec(track)?.[1] ?? 6);
+}
+
 function RowsInner<T>(props: Props<T>): ReactNode {
-  const { columns, items, keyOf, selected, onPick, onSight } = props;
+  const { items, keyOf, selected, onPick, onSight } = props;
+  const narrow = useNarrow();
+  const columns = useMemo(() => props.columns.filter((column) => !(narrow && column.wide)), [props.columns, narrow]);
   const box = useRef<HTMLDivElement>(null);
   const virtual = useVirtualizer({
     count: items.length,
@@ -47,6 +67,7 @@ function RowsInner<T>(props: Props<T>): ReactNode {
   const end = (shown.at(-1)?.index ?? -1) + 1;
   useEffect(() => onSight?.(begin, end), [onSight, begin, end]);
   const tracks = columns.map((column) => column.width).join(" ");
+  const least = columns.reduce((sum, column) => sum + leastRem(column.width), 0) + GAP_REM * columns.length;
   const move = (by: number): void => {
     if (!onPick || items.length === 0) return;
     const at = items.findIndex((item) => keyOf(item) === selected);
@@ -62,7 +83,7 @@ function RowsInner<T>(props: Props<T>): ReactNode {
       aria-rowcount={items.length + 1}
       ref={box}
       tabIndex={0}
-      style={{ height: props.height ?? "100%", ["--tracks" as string]: tracks }}
+      style={{ height: props.height ?? "100%", ["--tracks" as string]: tracks, ["--least" as string]: `${least}rem` }}
       onKeyDown={(event) => {
         const by = { ArrowDown: 1, ArrowUp: -1, PageDown: 20, PageUp: -20 }[event.key];
         if (by === undefined || !onPick) return;
@@ -70,7 +91,7 @@ function RowsInner<T>(props: Props<T>): ReactNode {
         move(by);
       }}
     >
-      <Heads {...props} />
+      <Heads {...props} columns={columns} />
       <div className="all" style={{ height: virtual.getTotalSize() }}>
         {shown.map((row) => {
           const item = items[row.index]!;
@@ -123,8 +144,7 @@ function Heads<T>(props: Props<T>): ReactNode {
 }
 
 function cellClass<T>(column: Column<T>): string {
-  return `${column.numeric ? "num" : ""} ${column.wide ? "wide" : ""}`;
+  return column.numeric ? "num" : "";
 }
 
 export const Rows = memo(RowsInner) as typeof RowsInner;
-export type BoxRef = RefObject<HTMLDivElement | null>;

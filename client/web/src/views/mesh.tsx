@@ -9,7 +9,7 @@ import { type Axis, axesOf, countBy, median, stragglers } from "../lib/mesh";
 import { Badge, Empty, Facts, Panel, Source, Trouble } from "../ui/bits";
 import { useMay, useShared } from "../ui/context";
 import { patchQuery, usePoll, useQuery } from "../ui/hooks";
-import { Tiles, type TileData } from "./mesh_tiles";
+import { phaseText, Tiles, type TileData } from "./mesh_tiles";
 import { FieldMap } from "./mesh_field";
 import { RankTable } from "./mesh_table";
 import { StepTimes } from "./mesh_times";
@@ -115,7 +115,7 @@ function Totals(props: { ranks: readonly TileData[] }): ReactNode {
     <Panel title="Now">
       <Facts
         rows={[
-          ["phases", phases.map(([phase, n]) => `${phase} ${count(n)}`).join(", ") || "–"],
+          ["phases", phases.map(([phase, n]) => `${count(n)} ${phaseText(phase)}`).join(", ") || "–"],
           ["median step time", duration(middle / 1e9)],
           ["stragglers", count(ranks.filter((rank) => rank.late).length)],
           ["not well", count(ranks.filter((rank) => rank.state !== "ok").length)],
@@ -156,7 +156,7 @@ function RankPanel(props: {
         rows={[
           ["state", <Badge key="s" state={rank.state} />],
           ["membership", rank.membership],
-          ["phase", rank.phase],
+          ["phase", phaseText(rank.phase)],
           ["step", count(rank.step)],
           ["step time", `${duration(rank.step_time_ns / 1e9)}${rank.late ? " (straggler)" : ""}`],
           ["last report", `${duration(rank.age_s)} before this list`],

@@ -7,7 +7,7 @@ import { type Axis, coordinates } from "../lib/mesh";
 import { inkOf } from "../ui/chart";
 import { useShared } from "../ui/context";
 import { useSize } from "../ui/hooks";
-import { type TileData, toneOfRank } from "./mesh_tiles";
+import { phaseText, type TileData, toneOfRank } from "./mesh_tiles";
 
 const GAP = 1;
 
@@ -68,7 +68,7 @@ export function FieldMap(props: {
       />
       <p className="readout">
         {over
-          ? `rank ${over.rank} (${axes.map((axis, i) => `${axis.name} ${place[i]}`).join(", ")}) · ${over.state} ${over.phase} · step ${count(over.step)} · ${duration(over.step_time_ns / 1e9)}${over.late ? " · straggler" : ""}${over.reason ? ` · ${over.reason}` : ""}`
+          ? `rank ${over.rank} (${axes.map((axis, i) => `${axis.name} ${place[i]}`).join(", ")}) · ${over.state} ${phaseText(over.phase)} · step ${count(over.step)} · ${duration(over.step_time_ns / 1e9)}${over.late ? " · straggler" : ""}${over.reason ? ` · ${over.reason}` : ""}`
           : "point at a rank"}
       </p>
       <div className="legend">

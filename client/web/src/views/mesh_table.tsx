@@ -6,12 +6,12 @@ import { bytes, count, duration } from "../lib/format";
 import { Badge, Panel } from "../ui/bits";
 import { useQuery } from "../ui/hooks";
 import { type Column, Rows } from "../ui/rows";
-import { type TileData, toneOfRank } from "./mesh_tiles";
+import { phaseText, type TileData, toneOfRank } from "./mesh_tiles";
 
 const COLUMNS: readonly Column<TileData>[] = [
   { key: "rank", title: "rank", width: "4rem", numeric: true, render: (r) => r.rank },
   { key: "state", title: "state", width: "6rem", render: (r) => <Badge state={r.state} /> },
-  { key: "phase", title: "phase", width: "9rem", render: (r) => r.phase },
+  { key: "phase", title: "phase", width: "9rem", render: (r) => phaseText(r.phase) },
   { key: "step", title: "step", width: "6rem", numeric: true, render: (r) => count(r.step) },
   { key: "step_time_ns", title: "step time", width: "6rem", numeric: true, render: (r) => duration(r.step_time_ns / 1e9) },
   { key: "age_s", title: "age", width: "5rem", numeric: true, render: (r) => duration(r.age_s) },
@@ -69,7 +69,7 @@ export function RankTable(props: {
 function chosen(ranks: readonly TileData[], filter: string, key: string, down: boolean): TileData[] {
   const words = filter.toLowerCase().split(/\s+/).filter(Boolean);
   const found = ranks.filter((rank) => {
-    const text = `${rank.rank} ${rank.state} ${rank.phase} ${rank.membership} ${rank.reason} ${rank.late ? "straggler" : ""}`.toLowerCase();
+    const text = `${rank.rank} ${rank.state} ${phaseText(rank.phase)} ${rank.membership} ${rank.reason} ${rank.late ? "straggler" : ""}`.toLowerCase();
     return words.every((word) => (/^\d+$/.test(word) ? String(rank.rank) === word : text.includes(word)));
   });
   const read = (rank: TileData): string | number => rank[key as keyof TileData] as string | number;

@@ -18,6 +18,11 @@ export function toneOfRank(rank: TileData): Tone {
   return toneOf(rank.state);
 }
 
+/** A phase in the words of people. */
+export function phaseText(phase: string): string {
+  return phase === "forward_backward" ? "computing" : phase;
+}
+
 export interface Group {
   label: string;
   ranks: TileData[];
@@ -82,7 +87,7 @@ function Tile(props: {
     >
       <span className="top">
         <span>rank {rank.rank}</span>
-        <span>{rank.state === "ok" ? rank.phase.replace("_", "+") : rank.state}</span>
+        <span className="what">{rank.state === "ok" ? phaseText(rank.phase) : rank.state}</span>
       </span>
       <span className="line">
         <span>step {count(rank.step)}</span>

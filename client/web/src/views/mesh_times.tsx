@@ -46,7 +46,7 @@ export function StepTimes(props: { world: number; epoch: number }): ReactNode {
           deps={[found.data, dark]}
           option={(ink) => ({
             legend: { top: 0, right: 0, textStyle: { color: ink.faint }, itemHeight: 8 },
-            xAxis: axis(ink, "", { type: "time", axisLabel: { color: ink.faint, hideOverlap: true, formatter: (ms: number) => clock(ms / 1000).slice(-8, -3) } }),
+            xAxis: axis(ink, "", { type: "time", axisLabel: { color: ink.faint, hideOverlap: true, formatter: (ms: number) => clock(ms / 1000).slice(-8) } }),
             yAxis: axis(ink, "ms", { type: "value", nameGap: 44, scale: true }),
             series: series.map((one) => ({
               type: "line" as const,

@@ -78,7 +78,7 @@ export function ParamDetail(props: { name: string }): ReactNode {
           />
           collect every 5 s
         </label>
-        <span className="faint">{count(found.samples.length)} steps collected by this page</span>
+        <span className="faint">collected by this page: {count(found.samples.length)}</span>
       </div>
       {part === "numbers" && (
         <>

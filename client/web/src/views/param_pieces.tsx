@@ -5,7 +5,7 @@ import type { ReactNode } from "react";
 import type { ParamDetail, PieceDocument } from "../api/schema";
 import { bytes, count } from "../lib/format";
 import { Panel, Source } from "../ui/bits";
-import { type Column, Rows } from "../ui/rows";
+import { type Column, ROW_PX, Rows } from "../ui/rows";
 
 const MAX_DRAWN = 1024;
 const WIDTH = 400;
@@ -27,7 +27,7 @@ export function Pieces(props: { detail: ParamDetail; at: number }): ReactNode {
         {regions.some((region) => region.ranks.length > 1) ? "; a region with several ranks is replicated" : ""}
       </p>
       <Drawing detail={detail} regions={regions.slice(0, MAX_DRAWN)} />
-      <Rows label="Pieces" columns={COLUMNS} items={detail.pieces} keyOf={(p) => `${p.rank} ${p.begin} ${p.end}`} height="15rem" />
+      <Rows label="Pieces" columns={COLUMNS} items={detail.pieces} keyOf={(p) => `${p.rank} ${p.begin} ${p.end}`} height={`${Math.min(9, detail.pieces.length + 1) * ROW_PX + 18}px`} />
     </Panel>
   );
 }

@@ -61,8 +61,9 @@ export default function Params(): ReactNode {
           <span className="faint" role="status" data-testid="total">
             {listed.done ? count(listed.total) : `${count(listed.items.length)} of ${count(listed.total)} …`}
           </span>
-          <Source what="layout" at={listed.at} error={listed.error} refresh={() => setRound((n) => n + 1)} />
-          <Source
+          <span className="sources">
+            <Source what="layout" at={listed.at} error={listed.error} refresh={() => setRound((n) => n + 1)} />
+            <Source
             what="/params/stats"
             at={numbers.at}
             step={steps}
@@ -70,7 +71,8 @@ export default function Params(): ReactNode {
             error={numbers.error}
             busy={numbers.busy}
             refresh={numbers.refresh}
-          />
+            />
+          </span>
         </div>
         <div>
           <div className="bar-row">

@@ -10,7 +10,7 @@ import { parseMetrics } from "../lib/prometheus";
 import { Badge, Bar, Empty, Facts, Name, Panel, Source, Trouble } from "../ui/bits";
 import { useMay, useShared } from "../ui/context";
 import { usePoll } from "../ui/hooks";
-import { type Column, Rows } from "../ui/rows";
+import { type Column, ROW_PX, Rows } from "../ui/rows";
 import { pollMs } from "./mesh";
 
 /** The default of the trainers' stall budget; they do not tell theirs. */
@@ -73,7 +73,7 @@ function Stalls(): ReactNode {
           ["sidecars' versions", versions.map(([version, n]) => `${version} (${count(n)})`).join(", ") || "–"],
         ]}
       />
-      <Rows label="Waits by rank" columns={STALL_COLUMNS} items={all} keyOf={(r) => String(r.rank)} height={all.length > 8 ? "18rem" : `${28 * (all.length + 1) + 18}px`} />
+      <Rows label="Waits by rank" columns={STALL_COLUMNS} items={all} keyOf={(r) => String(r.rank)} height={all.length > 8 ? "18rem" : `${ROW_PX * (all.length + 1) + 4}px`} />
     </Panel>
   );
 }
@@ -169,7 +169,7 @@ function Happenings(): ReactNode {
       source={<Source what={`/jobs/${job}/events`} at={live.time_s * 1000} step={live.step} error={live.problem} />}
     >
       {live.recent.length === 0 && <Empty>Nothing since this page was opened.</Empty>}
-      <ul className="bare list-small">
+      <ul className="bare list-small" hidden={live.recent.length === 0}>
         {live.recent.map((event) => (
           <li key={event.id}>
             <span className="faint">{clock(event.time_s)}</span> <strong>{event.kind}</strong>{" "}

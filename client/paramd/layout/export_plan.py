@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from paramd.errors import NotFoundError
@@ -79,6 +79,9 @@ def plan_export(
         ConflictError: two tensors would have one name.
         NotFoundError: nothing is included.
     """
+    if settings.format is ExportFormat.DCP:
+        # Its names share the bytes, and those who load it look for all of them.
+        settings = replace(settings, keep_tied=True)
     tensors = [tensor for tensor in layout.tensors if _included(tensor, settings)]
     if not tensors:
         raise NotFoundError("the export would be empty: no tensor is of an included kind")

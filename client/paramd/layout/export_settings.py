@@ -157,7 +157,8 @@ class ExportSettings:
     buffers: bool = True
     """Persistent buffers are in it."""
     keep_tied: bool = False
-    """Tied tensors are written under each of their names. (In dcp the names share the bytes.)"""
+    """Tied tensors are written under each of their names. (In dcp they always have all names,
+    which share the bytes.)"""
     names: NameMap = field(default_factory=NameMap)
     """Renaming."""
     writers: tuple[int, ...] = ()

@@ -17,9 +17,7 @@ def cast_into(source: memoryview, dtype: str, target: memoryview, wanted: str) -
     """Casts dense elements of `dtype` to `wanted`. Both are of `CAST_DTYPES`."""
     if wanted == "bfloat16":
         np.frombuffer(target, np.uint16)[:] = _to_bfloat16(_to_float32(source, dtype))
-    elif dtype == "float64" and wanted == "float16":
-        _store(target, wanted, _to_float32(source, dtype))
-    elif dtype == "bfloat16":
+    elif (dtype == "float64" and wanted == "float16") or dtype == "bfloat16":
         _store(target, wanted, _to_float32(source, dtype))
     else:
         _store(target, wanted, np.frombuffer(source, _FLOATS[dtype]))

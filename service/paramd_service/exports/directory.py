@@ -24,7 +24,7 @@ from paramd.errors import (
     UnreachableError,
 )
 from paramd_service.exports.destinations import check_file_name, check_key
-from paramd_service.exports.place import MANIFEST, Target
+from paramd_service.exports.place import MANIFEST, AtPoint, Target
 
 _DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _MAX_MANIFEST_BYTES = 64 << 20
@@ -120,7 +120,9 @@ class DirectoryPlace:
             folder = self._last if finished else self._hidden
             return DirectorySource(_open_file(parent, folder, name))
 
-    def commit(self, small: Mapping[str, bytes], sizes: Mapping[str, int]) -> None:
+    def commit(
+        self, small: Mapping[str, bytes], sizes: Mapping[str, int], at_point: AtPoint
+    ) -> None:
         with self._explained(), self._parent() as parent:
             if self._is_ours(parent):
                 return
@@ -137,8 +139,13 @@ class DirectoryPlace:
                 os.fsync(folder)
             finally:
                 os.close(folder)
+            at_point("export-marker")
             self._publish(parent)
+            at_point("export-renamed")
             os.fsync(parent)
+
+    def explain(self, error: BaseException) -> ParamdError:
+        return explained(error, self._target) if isinstance(error, OSError) else _unknown(error)
 
     def drop(self, names: Sequence[str], *, finished: bool) -> None:
         with self._explained(), suppress(FileNotFoundError), self._parent() as parent:
@@ -223,6 +230,10 @@ def explained(error: OSError, target: Target) -> ParamdError:
             "all hosts of the job?"
         )
     return UnreachableError(text)
+
+
+def _unknown(error: BaseException) -> ParamdError:
+    return UnreachableError(f"the destination failed: {error}")
 
 
 def _checked(name: str) -> str:

@@ -27,7 +27,7 @@ from paramd.errors import (
     UsageError,
 )
 from paramd_service.exports.destinations import OPTIONS, check_file_name, check_key
-from paramd_service.exports.place import MANIFEST, Target
+from paramd_service.exports.place import MANIFEST, AtPoint, Target
 
 RESERVATION = ".paramd-export"
 PART_BYTES = 6 << 20
@@ -200,7 +200,9 @@ class ObjectPlace:
             found = obstore.head(self.store, self._path(name))
             return ObjectSource(self, self._path(name), int(found["size"]))
 
-    def commit(self, small: Mapping[str, bytes], sizes: Mapping[str, int]) -> None:
+    def commit(
+        self, small: Mapping[str, bytes], sizes: Mapping[str, int], at_point: AtPoint
+    ) -> None:
         import obstore
 
         with self.explained():
@@ -217,8 +219,13 @@ class ObjectPlace:
             *others, (last, marker) = small.items()
             for name, content in others:
                 obstore.put(self.store, self._path(name), content, use_multipart=False)
+            at_point("export-marker")
             self._put_new(last, marker)
+            at_point("export-renamed")
             self._unreserve()
+
+    def explain(self, error: BaseException) -> ParamdError:
+        return explained(error, self.target)
 
     def drop(self, names: Sequence[str], *, finished: bool) -> None:
         with self.explained():

@@ -7,11 +7,11 @@ would need: any sidecar may write, verify, finish or drop, also after another on
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, TypeAlias
 
-from paramd.errors import UsageError
+from paramd.errors import ParamdError, UsageError
 from paramd_service.exports.destinations import DestinationKind, check_key, parse_root
 
 MANIFEST = "paramd-export.json"
@@ -30,6 +30,10 @@ class Target:
     key: str
     export_id: str
     overwrite: bool
+
+
+AtPoint: TypeAlias = Callable[[str], None]
+"""Passes a named point of fault injection."""
 
 
 class FileSink(Protocol):
@@ -69,14 +73,20 @@ class Place(Protocol):
     def open(self, name: str, *, finished: bool) -> FileSource:
         """A file to read: of the export under way, or of what stands at the key."""
 
-    def commit(self, small: Mapping[str, bytes], sizes: Mapping[str, int]) -> None:
-        """Adds small files, the last of them last, and makes all visible.
+    def commit(
+        self, small: Mapping[str, bytes], sizes: Mapping[str, int], at_point: AtPoint
+    ) -> None:
+        """Adds small files, the last of them last, and makes all visible. Idempotent.
 
-        `sizes` names the files written before; anything else is removed.
+        `sizes` names the files written before; anything else is removed. Passes the points
+        export-marker, before the last step that can be seen, and export-renamed after it.
         """
 
     def drop(self, names: Sequence[str], *, finished: bool) -> None:
         """Removes what the export left, or the finished export. Idempotent."""
+
+    def explain(self, error: BaseException) -> ParamdError:
+        """What an error of a sink means."""
 
 
 def open_place(target: Target) -> Place:

@@ -48,6 +48,14 @@ ROLES: dict[str, frozenset[Role]] = {
     f"/{SERVICE}/DigestSnapshot": _READERS,
     f"/{SERVICE}/GetMetrics": _VIEWERS,
     f"/{SERVICE}/Summon": _READERS,
+    f"/{SERVICE}/BeginExport": _CONTROL,
+    f"/{SERVICE}/WriteExportFile": _CONTROL,
+    f"/{SERVICE}/StoreExportFile": _CONTROL,
+    f"/{SERVICE}/VerifyExportFile": _CONTROL,
+    f"/{SERVICE}/ReadExportFile": _CONTROL,
+    f"/{SERVICE}/StreamExportFile": _CONTROL,
+    f"/{SERVICE}/FinishExport": _CONTROL,
+    f"/{SERVICE}/DropExport": _CONTROL,
     "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo": _VIEWERS,
 }
 

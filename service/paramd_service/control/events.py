@@ -47,8 +47,14 @@ class Kind(StrEnum):
     """An incarnation of a job began or ended."""
     ALERT = "alert"
     """An alert was raised, changed or cleared."""
+    EDIT = "edit"
+    """An edit came into another state."""
+    HOLD = "hold"
+    """Training was held, stepped or let go."""
     SNAPSHOT = "snapshot"
     """A snapshot was pinned or released through the control plane."""
+    EXPORT = "export"
+    """An export began, moved (at most once a second) or ended."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,7 +14,9 @@ from paramd_service.control.audit.denials import Denials
 from paramd_service.control.incarnation import Incarnation
 from paramd_service.control.store.address import parse_store
 from paramd_service.control.store.alerts import AlertStore
+from paramd_service.control.store.edits import EditStore
 from paramd_service.control.store.errors import StoreError
+from paramd_service.control.store.exports import ExportRow
 from paramd_service.control.store.history import MetricHistory
 from paramd_service.control.store.store import Store
 from paramd_service.control.store.tokens import TokenStore
@@ -44,9 +46,11 @@ class Records:
         """
         self.store = Store(parse_store(store, directory=directory))
         self.audit = Audit(self.store, directory)
+        self.directory = directory
         self.history = MetricHistory(self.store)
         self.tokens = TokenStore(self.store)
         self.alerts = AlertStore(self.store)
+        self.edits = EditStore(self.store)
         self.chain = chain
         self._epoch = epoch
         self._denials = Denials(self.audit, chain)
@@ -99,6 +103,21 @@ class Records:
     def epoch_ended(self, incarnation: Incarnation) -> None:
         """Records that a job's epoch is over, and why."""
         self._note(incarnation, "epoch.end", {"reason": str(incarnation.over)})
+
+    async def export_ended(self, row: ExportRow) -> None:
+        """Records how an export ended."""
+        detail = {"id": row.id, "destination": row.destination, "state": row.state}
+        action = Action(
+            actor=row.actor,
+            role="",
+            method="export.end",
+            job=row.job,
+            epoch=row.epoch,
+            step=row.step,
+            detail={**detail, "reason": row.reason, "schedule": row.schedule},
+        )
+        if self._started:
+            await self.audit.event(action)
 
     def _note(self, incarnation: Incarnation, method: str, detail: Mapping[str, Any]) -> None:
         if not self._started:

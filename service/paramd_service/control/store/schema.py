@@ -19,7 +19,7 @@ from sqlalchemy import (
     UniqueConstraint,
 )
 
-REVISION = "0002"
+REVISION = "0003"
 """The newest revision; a test holds it against the migrations."""
 
 MAX_JOB_CHARS = 64
@@ -167,4 +167,33 @@ export_schedules = Table(
     Column("created_s", Double, nullable=False, comment="seconds since the Unix epoch"),
     Column("deleted_s", Double, comment="null: in force"),
     Index("ix_export_schedules_job", "job"),
+)
+
+edits = Table(
+    "edits",
+    metadata,
+    Column("number", _Id, Identity(), primary_key=True, comment="rises with every new edit"),
+    Column("id", String(32), nullable=False, unique=True),
+    Column("job", String(MAX_JOB_CHARS), nullable=False),
+    Column("epoch", BigInteger, nullable=False),
+    Column("state", String(16), nullable=False),
+    Column("reason", Text, nullable=False),
+    Column("actor", String(MAX_NAME_CHARS), nullable=False),
+    Column("role", String(16), nullable=False),
+    Column("note", Text, nullable=False),
+    Column("created_s", Double, nullable=False, comment="seconds since the Unix epoch"),
+    Column("ended_s", Double, comment="null: it goes on"),
+    Column("boundary", BigInteger, nullable=False, comment="0: never committed"),
+    Column("token", BigInteger, nullable=False),
+    Column("step", BigInteger, nullable=False, comment="-1: not applied"),
+    Column("edits", BigInteger, nullable=False, comment="of the epoch, when it was applied; or -1"),
+    Column("stop_ns", BigInteger, nullable=False),
+    Column("size_bytes", BigInteger, nullable=False),
+    Column("manifest", LargeBinary, nullable=False, comment="paramd.v1.EditManifest, zlib"),
+    Column("digest", String(32), nullable=False, comment="XXH3-128 of the manifest"),
+    Column("detail", Text, nullable=False, comment="JSON object"),
+    Column("undo_of", String(32), nullable=False, comment="empty: it undoes none"),
+    Column("undone_by", String(32), nullable=False, comment="empty: not undone"),
+    Index("ix_edits_job", "job", "number"),
+    comment="never removed",
 )

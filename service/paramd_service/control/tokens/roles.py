@@ -82,6 +82,27 @@ OPERATIONS: Final[dict[str, Action]] = {
     "get_snapshot": Action.READ,
     "renew_snapshot": Action.READ,
     "release_snapshot": Action.READ,
+    "list_exports": Action.VIEW,
+    "get_export": Action.VIEW,
+    "create_export": Action.EXPORT,
+    "cancel_export": Action.EXPORT,
+    "store_export_asset": Action.EXPORT,
+    "list_schedules": Action.VIEW,
+    "create_schedule": Action.EXPORT,
+    "delete_schedule": Action.EXPORT,
+    "list_destinations": Action.VIEW,
+    "list_edits": Action.VIEW,
+    "get_edit": Action.VIEW,
+    "create_edit": Action.EDIT,
+    "commit_edit": Action.EDIT,
+    "preview_edit": Action.EDIT,
+    "undo_edit": Action.EDIT,
+    "abort_edit": Action.EDIT,
+    "get_hold": Action.VIEW,
+    "begin_hold": Action.EDIT,
+    "renew_hold": Action.EDIT,
+    "step_hold": Action.EDIT,
+    "end_hold": Action.EDIT,
     "list_audit": Action.ADMINISTER,
     "list_own_audit": Action.ADMINISTER,
     "create_token": Action.ADMINISTER,
@@ -114,6 +135,8 @@ def allowed(role: UserRole, *, readonly: bool) -> list[Action]:
 
 def ticket_role(role: UserRole) -> Role:
     """The role of the tickets that a user of this role is given for sidecars."""
+    if may(role, Action.EDIT):
+        return Role.EDITOR
     return Role.READER if may(role, Action.READ) else Role.VIEWER
 
 

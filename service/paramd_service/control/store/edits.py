@@ -1,0 +1,162 @@
+"""Edits at rest: what was asked for, and what became of it; never removed."""
+
+from __future__ import annotations
+
+import json
+import zlib
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from sqlalchemy import Connection, Row, insert, select, update
+
+from paramd.errors import ExistsError
+from paramd_service.control.store.schema import edits
+from paramd_service.control.store.store import Store
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EditRow:
+    """One edit."""
+
+    number: int = 0
+    """Given by the store; rises with every new edit. 0 before that."""
+    id: str
+    """32 hexadecimal digits."""
+    job: str
+    epoch: int
+    state: str
+    reason: str = ""
+    actor: str
+    """Name of the token of whoever asked for it."""
+    role: str
+    note: str = ""
+    created_s: float
+    """Seconds since the Unix epoch."""
+    ended_s: float | None = None
+    boundary: int = 0
+    token: int = 0
+    step: int = -1
+    edits: int = -1
+    stop_ns: int = 0
+    size_bytes: int = 0
+    """Bytes of the elements changed, replicas counted once."""
+    manifest: bytes
+    """A serialized paramd.v1.EditManifest."""
+    digest: str
+    """Of the manifest, in hexadecimal digits."""
+    detail: Mapping[str, Any] = field(default_factory=dict)
+    """Operations as documents have them, flags, numbers before and after."""
+    undo_of: str = ""
+    undone_by: str = ""
+
+
+class EditStore:
+    """Reads and writes the table. All methods raise StoreError when it cannot be used."""
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+
+    async def add(self, row: EditRow) -> int:
+        """Adds one; returns its number.
+
+        Raises:
+            ExistsError: the id has been used.
+        """
+
+        def work(connection: Connection) -> int:
+            used = select(edits.c.number).where(edits.c.id == row.id)
+            if connection.execute(used).first() is not None:
+                raise ExistsError(f"edit {row.id}: the id names another edit; take a new one")
+            statement = insert(edits).values(_values(row)).returning(edits.c.number)
+            return int(connection.execute(statement).scalar_one())
+
+        return await self._store.write(work)
+
+    async def save(self, row: EditRow) -> None:
+        """Writes what may have changed; an applied undo is written to what it undid, too."""
+        changed = {
+            "state": row.state,
+            "reason": row.reason,
+            "ended_s": row.ended_s,
+            "boundary": row.boundary,
+            "token": row.token,
+            "step": row.step,
+            "edits": row.edits,
+            "stop_ns": row.stop_ns,
+            "detail": json.dumps(dict(row.detail), sort_keys=True),
+        }
+
+        def work(connection: Connection) -> None:
+            connection.execute(update(edits).where(edits.c.id == row.id).values(changed))
+            if row.undo_of and row.state == "APPLIED":
+                undone = update(edits).where(edits.c.id == row.undo_of)
+                connection.execute(undone.values(undone_by=row.id))
+
+        await self._store.write(work)
+
+    async def find(self, edit_id: str) -> EditRow | None:
+        """The edit of this id; None when there is none."""
+        chosen = select(edits).where(edits.c.id == edit_id)
+        row = await self._store.read(lambda connection: connection.execute(chosen).first())
+        return _edit(row) if row is not None else None
+
+    async def page(
+        self, job: str, *, limit: int, before: int | None = None, state: str | None = None
+    ) -> list[EditRow]:
+        """The newest edits of a job, newest first; `before` goes on from a number."""
+        chosen = select(edits).where(edits.c.job == job).order_by(edits.c.number.desc())
+        if before is not None:
+            chosen = chosen.where(edits.c.number < before)
+        if state is not None:
+            chosen = chosen.where(edits.c.state == state)
+        rows = await self._store.read(
+            lambda connection: connection.execute(chosen.limit(limit)).all()
+        )
+        return [_edit(row) for row in rows]
+
+    async def of_job(
+        self, job: str, states: Collection[str], *, epoch: int | None = None, after: int = 0
+    ) -> list[EditRow]:
+        """All edits in one of the states, oldest first; of one epoch, with a number above."""
+        chosen = select(edits).where(
+            edits.c.job == job, edits.c.state.in_(list(states)), edits.c.number > after
+        )
+        if epoch is not None:
+            chosen = chosen.where(edits.c.epoch == epoch)
+        chosen = chosen.order_by(edits.c.number)
+        rows = await self._store.read(lambda connection: connection.execute(chosen).all())
+        return [_edit(row) for row in rows]
+
+
+def _values(row: EditRow) -> dict[str, object]:
+    return {
+        "id": row.id,
+        "job": row.job,
+        "epoch": row.epoch,
+        "state": row.state,
+        "reason": row.reason,
+        "actor": row.actor,
+        "role": row.role,
+        "note": row.note,
+        "created_s": row.created_s,
+        "ended_s": row.ended_s,
+        "boundary": row.boundary,
+        "token": row.token,
+        "step": row.step,
+        "edits": row.edits,
+        "stop_ns": row.stop_ns,
+        "size_bytes": row.size_bytes,
+        "manifest": zlib.compress(row.manifest, 1),
+        "digest": row.digest,
+        "detail": json.dumps(dict(row.detail), sort_keys=True),
+        "undo_of": row.undo_of,
+        "undone_by": row.undone_by,
+    }
+
+
+def _edit(row: Row[Any]) -> EditRow:
+    found = dict(row._mapping)
+    found["manifest"] = zlib.decompress(found["manifest"])
+    found["detail"] = json.loads(found["detail"])
+    return EditRow(**found)

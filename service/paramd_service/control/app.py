@@ -17,6 +17,7 @@ from paramd_service.control.routes import (
     alerts,
     audit,
     events,
+    exports,
     health,
     history,
     jobs,
@@ -72,6 +73,7 @@ def build_app(services: Services) -> FastAPI:
     app.include_router(history.router(services), prefix=API)
     app.include_router(audit.router(services), prefix=API)
     app.include_router(alerts.router(services), prefix=API)
+    app.include_router(exports.router(services), prefix=API)
     app.include_router(health.metrics_router(services))
     app.add_api_route(f"{API}/openapi.json", _openapi(app), include_in_schema=False)
     openapi.install(app)

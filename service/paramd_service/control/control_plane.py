@@ -37,6 +37,8 @@ from paramd_service.control.endpoint import (
 )
 from paramd_service.control.epochs import EpochNotes
 from paramd_service.control.events import EventBus
+from paramd_service.control.exports.exports import Exports
+from paramd_service.control.exports.loading import open_destinations
 from paramd_service.control.incarnation import Terms
 from paramd_service.control.jobs import Jobs
 from paramd_service.control.metrics import LoopLag, Metrics
@@ -109,6 +111,7 @@ class ControlPlane:
         self._jobs: Jobs | None = None
         self._records: Records | None = None
         self._watchers: Watchers | None = None
+        self._exports: Exports | None = None
         self._token = ""
         self._grpc: grpc.aio.Server | None = None
         self._http: HttpServer | None = None
@@ -149,18 +152,30 @@ class ControlPlane:
                 publish=self._events.publish,
                 store=KeptAlerts(self._records.alerts, self._records.history),
             )
+            self._exports = Exports(
+                self._records,
+                open_destinations(strict=jobs.is_site),
+                publish=self._events.publish,
+            )
             # 4. gRPC serves.
             grpc_listen = await self._start_grpc(jobs, http_address)
             grpc_address = self._grpc_address(grpc_listen)
             # 5. REST serves.
             await self._start_http(
-                jobs, self._records, self._watchers, listener, http_address, grpc_address
+                jobs,
+                self._records,
+                self._watchers,
+                self._exports,
+                listener,
+                http_address,
+                grpc_address,
             )
         except BaseException:
             listener.close()
             raise
-        # 6. The watch begins; it asks through REST.
+        # 6. The watch begins, and exports go on; they ask through REST.
         self._watchers.start(jobs)
+        self._exports.start(jobs)
         # 7. The job's programs are told where.
         if self._bootstrap is not None:
             self._endpoint = announce(self._bootstrap, jobs.terms.url, grpc_address)
@@ -205,6 +220,8 @@ class ControlPlane:
             self._http.should_exit = True
             await asyncio.wait({self._http_task})
         # 4. What we hold of others.
+        if self._exports is not None:
+            await self._exports.close()
         if self._watchers is not None:
             await self._watchers.close()
         if self._jobs is not None:
@@ -316,6 +333,7 @@ class ControlPlane:
         jobs: Jobs,
         records: Records,
         watchers: Watchers,
+        exports: Exports,
         listener: socket.socket,
         http_address: Address,
         grpc_address: str,
@@ -326,8 +344,9 @@ class ControlPlane:
             grpc_address=grpc_address,
             tls=self._tls,
             jobs=jobs,
-            metrics=Metrics(jobs, self._lag, watchers, self._tls),
+            metrics=Metrics(jobs, self._lag, watchers, self._tls, exports=exports),
             watchers=watchers,
+            exports=exports,
             tokens=Tokens(self._token, records.tokens, recorded=records.recorded),
             records=records,
             denied=records.denied,

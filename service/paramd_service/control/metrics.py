@@ -15,6 +15,8 @@ from prometheus_client.registry import Collector
 
 from paramd_service.control.alerts.config import Rule
 from paramd_service.control.alerts.watchers import Watchers
+from paramd_service.control.exports.exports import Exports
+from paramd_service.control.exports.machine import TERMINAL
 from paramd_service.control.jobs import Jobs
 from paramd_service.control.view import MeshView, RankView, Report, State
 from paramd_service.tls import ServerTls
@@ -52,8 +54,16 @@ class LoopLag:
 
 
 class _JobsCollector(Collector):
-    def __init__(self, jobs: Jobs, lag: LoopLag, watchers: Watchers, tls: ServerTls | None) -> None:
+    def __init__(
+        self,
+        jobs: Jobs,
+        lag: LoopLag,
+        watchers: Watchers,
+        tls: ServerTls | None,
+        exports: Exports | None,
+    ) -> None:
         self._tls = tls
+        self._exports = exports
         self._jobs = jobs
         self._lag = lag
         self._watchers = watchers
@@ -78,6 +88,8 @@ class _JobsCollector(Collector):
         yield rounds
         yield waiting
         yield from _alert_metrics(self._watchers)
+        if self._exports is not None:
+            yield from _export_metrics(self._exports, [job for job, _ in views])
         if self._tls is not None:
             yield from _tls_metrics(self._tls)
         yield _gauge("paramd_loop_lag_seconds", "Event loop's last lag", self._lag.last_s)
@@ -90,10 +102,16 @@ class Metrics:
     content_type = "text/plain; version=0.0.4; charset=utf-8"
 
     def __init__(
-        self, jobs: Jobs, lag: LoopLag, watchers: Watchers, tls: ServerTls | None = None
+        self,
+        jobs: Jobs,
+        lag: LoopLag,
+        watchers: Watchers,
+        tls: ServerTls | None = None,
+        *,
+        exports: Exports | None = None,
     ) -> None:
         self._registry = CollectorRegistry()
-        self._registry.register(_JobsCollector(jobs, lag, watchers, tls))
+        self._registry.register(_JobsCollector(jobs, lag, watchers, tls, exports))
 
     def render(self) -> bytes:
         """The text that Prometheus scrapes."""
@@ -124,6 +142,21 @@ def _mesh_metrics(views: Sequence[tuple[str, MeshView]]) -> Iterator[Metric]:
     yield world
     yield joined
     yield well
+
+
+def _export_metrics(exports: Exports, jobs: Sequence[str]) -> Iterator[Metric]:
+    running = GaugeMetricFamily("paramd_exports_running", "Exports under way", labels=["job"])
+    ended = CounterMetricFamily("paramd_exports", "Exports by their end", labels=["job", "state"])
+    written = CounterMetricFamily("paramd_export_bytes", "Bytes exported", labels=["job"])
+    counts = Counter(job.row.job for job in exports.running())
+    for job in jobs:
+        running.add_metric([job], counts[job])
+        for state in TERMINAL:
+            ended.add_metric([job, state.value], exports.ended_counts[job, state.value])
+        written.add_metric([job], exports.written_bytes[job])
+    yield running
+    yield ended
+    yield written
 
 
 def _alert_metrics(watchers: Watchers) -> Iterator[Metric]:

@@ -9,6 +9,7 @@ from paramd_service.control.alerts.watchers import Watchers
 from paramd_service.control.auth import FailureLimit
 from paramd_service.control.config import ControlConfig
 from paramd_service.control.events import EventBus
+from paramd_service.control.exports.exports import Exports
 from paramd_service.control.jobs import Jobs
 from paramd_service.control.metrics import Metrics
 from paramd_service.control.records import Records
@@ -35,6 +36,8 @@ class Services:
     """`tokens.principal(offered)`: whose token it is."""
     records: Records
     """Store, audit and metric history."""
+    exports: Exports
+    """Exports, their schedules and destinations."""
     failures: FailureLimit
     events: EventBus
     """`events.publish(kind, data, job=)`: what viewers of the job are told at once."""

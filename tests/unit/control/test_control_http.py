@@ -20,6 +20,7 @@ from paramd_service.control.app import build_app
 from paramd_service.control.auth import FailureLimit
 from paramd_service.control.config import Bootstrap, ControlConfig
 from paramd_service.control.events import EventBus
+from paramd_service.control.exports.exports import Exports
 from paramd_service.control.guard import SECURITY_HEADERS
 from paramd_service.control.incarnation import Terms
 from paramd_service.control.jobs import Jobs
@@ -38,6 +39,7 @@ def services() -> Services:
     jobs = Jobs(Terms(generation=1, url="http://127.0.0.1:8470", silent_after_s=10.0), site=None)
     jobs.open(BOOTSTRAP)
     watchers = Watchers(AlertConfig(watch=False), publish=lambda kind, data, *, job: None)
+    records = Records("", Path("/nonexistent"), chain="run")
     return Services(
         config=ControlConfig(job="run"),
         listen_host="127.0.0.1",
@@ -46,7 +48,8 @@ def services() -> Services:
         metrics=Metrics(jobs, LoopLag(), watchers),
         watchers=watchers,
         tokens=Tokens(TOKEN),
-        records=Records("", Path("/nonexistent"), chain="run"),
+        records=records,
+        exports=Exports(records, {}, publish=lambda kind, data, *, job: None),
         failures=FailureLimit(burst=1000.0),
         events=EventBus(),
         stopping=lambda: False,

@@ -150,7 +150,7 @@ class DestinationDocument(BaseModel):
     """A place that exports may go to."""
 
     name: str
-    kind: str = Field(description='"file" or "s3"')
+    kind: str = Field(description='"directory" or "s3"')
 
 
 class DestinationList(BaseModel):

@@ -6,20 +6,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from paramd.errors import UsageError
 from paramd.layout.export_settings import ExportFormat, ExportSettings, NameMap, parse_size
-
-STEP = "{step}"
-"""Stands in a schedule's key for the step."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Wish:
     """One request, read."""
 
-    destination: str
-    """Name of the destination."""
-    key: str
     settings: ExportSettings
     optimizer: bool
     """Whether the optimizer's state is wanted."""
@@ -34,18 +27,10 @@ def read_wish(request: Mapping[str, Any]) -> Wish:
     """What a request (as `ExportRequest` has it) asks for.
 
     Raises:
-        UsageError: a size, dtype, name rule or destination that cannot be.
+        UsageError: a size, dtype or name rule that cannot be.
     """
-    name, slash, key = str(request["destination"]).partition("/")
-    if not slash or not name or not key:
-        raise UsageError(
-            f"destination: {request['destination']!r}; expected the name of a destination, '/', "
-            "and a key, such as 'checkpoints/step-100'"
-        )
     include = set(request["include"])
     return Wish(
-        destination=name,
-        key=key,
         settings=ExportSettings(
             format=ExportFormat(request["format"]),
             max_shard_bytes=parse_size(str(request["max_shard_size"])),
@@ -63,8 +48,13 @@ def read_wish(request: Mapping[str, Any]) -> Wish:
     )
 
 
-def at_step(destination: str, step: int) -> str:
-    """The destination of a schedule's export: its key with the step."""
-    if STEP in destination:
-        return destination.replace(STEP, str(step))
-    return f"{destination.rstrip('/')}/step-{step}"
+def named_at(destination: str, *, epoch: int, step: int) -> str:
+    """A destination whose key has "{step}" or "{epoch}" in it, once they are known."""
+    return destination.replace("{step}", str(step)).replace("{epoch}", str(epoch))
+
+
+def scheduled(destination: str) -> str:
+    """The destination of a schedule, whose exports each need a key of their own."""
+    if "{step}" in destination:
+        return destination
+    return f"{destination.rstrip('/')}/step-{{step}}"

@@ -86,6 +86,10 @@ class ScheduleRow:
     deleted_s: float | None = None
 
 
+class TakenOverError(ConflictError):
+    """A control plane of a higher generation goes on with an export."""
+
+
 class ExportStore:
     """Reads and writes the tables. All methods raise StoreError when they cannot be used."""
 
@@ -107,7 +111,7 @@ class ExportStore:
         """Writes an export and those of its files that are given.
 
         Raises:
-            ConflictError: a control plane of a higher generation has taken it over.
+            TakenOverError: a control plane of a higher generation goes on with it.
         """
         listed = list(files)
 
@@ -115,7 +119,7 @@ class ExportStore:
             mine = exports.c.id == row.id, exports.c.generation <= row.generation
             changed = connection.execute(update(exports).where(*mine).values(_export_values(row)))
             if not changed.rowcount:
-                raise ConflictError(f"export {row.id}: a newer control plane goes on with it")
+                raise TakenOverError(f"export {row.id}: a newer control plane goes on with it")
             for number, file in enumerate(listed):
                 key = export_files.c.export_id == row.id, export_files.c.name == file.name
                 values = _file_values(file)
@@ -132,6 +136,10 @@ class ExportStore:
         if row is None:
             raise NotFoundError(f"export {export_id[:64]!r} does not exist; see: paramd exports")
         return _export(row)
+
+    async def find(self, export_id: str) -> list[ExportRow]:
+        """The export of this id, of any job; none when there is none."""
+        return await self._all(select(exports).where(exports.c.id == export_id))
 
     async def files(self, export_id: str) -> list[ExportFileRow]:
         """Files of an export, in their order."""

@@ -1,0 +1,194 @@
+"""The exports of one epoch of one job: some run, the others wait their turn."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import replace
+from typing import Final
+
+from paramd.errors import ExhaustedError, ParamdError
+from paramd_service.control.exports.crew import Crew
+from paramd_service.control.exports.job import ExportJob, Place, Told
+from paramd_service.control.exports.run import Run, drop
+from paramd_service.control.incarnation import Incarnation
+from paramd_service.control.store.errors import StoreError
+from paramd_service.control.store.exports import ExportFileRow, ExportRow, ExportStore
+
+MAX_RUNNING: Final = 2
+"""Each holds a snapshot, so more of them would need more memory."""
+MAX_WAITING: Final = 64
+
+_AGAIN_S: Final = 5.0
+
+log = logging.getLogger("paramd.control.exports")
+
+Ended = Callable[[ExportJob], Awaitable[None]]
+
+
+class Queue:
+    """`start`, then `add` and `cancel`, then `end` or `close`."""
+
+    def __init__(
+        self,
+        incarnation: Incarnation,
+        store: ExportStore,
+        *,
+        place: Place,
+        assets: Callable[[ExportRow], Awaitable[Mapping[str, bytes]]],
+        told: Told,
+        ended: Ended,
+    ) -> None:
+        """No I/O.
+
+        Args:
+            assets: Reads what is copied beside an export.
+            ended: Is awaited with every export that has come to its end here.
+        """
+        self.incarnation = incarnation
+        self.crew = Crew(incarnation)
+        self._store = store
+        self._place = place
+        self._assets = assets
+        self._told = told
+        self._ended = ended
+        self._runs: dict[str, Run] = {}
+        self._slots = asyncio.Semaphore(MAX_RUNNING)
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._over = ""
+
+    def start(self) -> None:
+        """Takes over what the store has of the job."""
+        self._task(self._take_over(), "paramd-exports-found")
+
+    def get(self, export_id: str) -> ExportJob | None:
+        """An export that runs or waits here."""
+        run = self._runs.get(export_id)
+        return run.job if run is not None else None
+
+    def all(self) -> list[ExportJob]:
+        """All that run or wait here."""
+        return [run.job for run in self._runs.values()]
+
+    def check_room(self) -> None:
+        """Raises ExhaustedError when too many wait."""
+        if len(self._runs) >= MAX_RUNNING + MAX_WAITING:
+            raise ExhaustedError(
+                f"{MAX_WAITING} exports of job {self.incarnation.job!r} wait already; try again "
+                "later"
+            )
+
+    def add(self, row: ExportRow, files: list[ExportFileRow]) -> ExportJob:
+        """Begins, or goes on with, an export as soon as there is a place for it."""
+        if row.id in self._runs:
+            return self._runs[row.id].job
+        job = ExportJob(
+            row,
+            files,
+            crew=self.crew,
+            place=self._place,
+            assets={},
+            store=self._store,
+            told=self._told,
+        )
+        run = self._runs[row.id] = Run(job)
+        if self._over:
+            run.fail(self._over)
+        self._task(self._run(run), f"paramd-export-slot-{row.id[:8]}")
+        return job
+
+    async def cancel(self, export_id: str, reason: str) -> None:
+        """Ends an export that is here, and waits for that.
+
+        Raises:
+            ConflictError: it cannot be cancelled any more.
+        """
+        run = self._runs.get(export_id)
+        if run is not None:
+            run.cancel(reason)
+            await run.over.wait()
+
+    async def end(self, reason: str) -> None:
+        """The epoch is over: all of it fails, for the sidecars leave."""
+        self._over = reason
+        for run in list(self._runs.values()):
+            run.fail(reason)
+        await self._wait()
+        await self.crew.close()
+
+    async def close(self) -> None:
+        """The control plane stops: what goes on is left to the next one. Idempotent."""
+        if not self._over:
+            for task in self._tasks:
+                task.cancel()
+        await self._wait()
+        await self.crew.close()
+
+    async def remove(self, job: ExportJob) -> bool:
+        """Removes a finished export from its destination; whether that could be done."""
+        return await drop(job, finished=True)
+
+    def known(self, row: ExportRow, files: list[ExportFileRow]) -> ExportJob:
+        """An export of the past as it is in the store, to be looked at or removed."""
+        return ExportJob(
+            row, files, crew=self.crew, place=self._place, assets={}, store=self._store
+        )
+
+    async def _run(self, run: Run) -> None:
+        job = run.job
+        try:
+            async with self._slots:
+                try:
+                    job.assets = await self._assets(job.row)
+                except ParamdError as error:
+                    run.fail(str(error))
+                await run.run()
+        finally:
+            self._runs.pop(job.row.id, None)
+            run.over.set()
+        await self._ended(job)
+
+    async def _take_over(self) -> None:
+        while True:
+            try:
+                for row in await self._store.unfinished(self.incarnation.job):
+                    if row.id not in self._runs:
+                        await self._take(row)
+                return
+            except StoreError as error:
+                log.warning("exports of the past are not known yet: %s", error)
+                await asyncio.sleep(_AGAIN_S)
+            except ParamdError as error:
+                log.warning("an export of the past cannot be gone on with: %s", error)
+                return
+
+    async def _take(self, row: ExportRow) -> None:
+        files = await self._store.files(row.id)
+        row = replace(row, generation=self.incarnation.terms.generation)
+        await self._store.save(row)
+        if row.ended_s is None:
+            self.add(row, files)
+        else:
+            self._task(self._drop_owed(row, files), "paramd-export-drop")
+
+    async def _drop_owed(self, row: ExportRow, files: list[ExportFileRow]) -> None:
+        await self.crew.wait_for([0])
+        if await drop(self.known(row, files)):
+            await self._store.save(replace(row, drop_owed=False))
+
+    def _task(self, work: Awaitable[None], name: str) -> None:
+        task = asyncio.ensure_future(work)
+        task.set_name(name)
+        self._tasks.add(task)
+        task.add_done_callback(self._done)
+
+    def _done(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            level = logging.WARNING if isinstance(error, ParamdError) else logging.ERROR
+            log.log(level, "%s ended with %r", task.get_name(), error)
+
+    async def _wait(self) -> None:
+        while self._tasks:
+            await asyncio.wait(set(self._tasks))

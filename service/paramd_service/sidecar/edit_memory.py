@@ -47,9 +47,15 @@ class EditMemory:
         return self.sparse.buffer
 
     @property
-    def resident_bytes(self) -> int:
-        """Bytes that have pages."""
-        return self._resident.size
+    def free_bytes(self) -> int:
+        """Bytes that nobody has."""
+        return self._free.size
+
+    @property
+    def idle_bytes(self) -> int:
+        """Bytes beyond the pool that have pages and that nobody has."""
+        parts = self._resident.within(self._pool_end, self.sparse.size_bytes)
+        return sum(high - low for part in parts for low, high in self._free.within(*part))
 
     async def start(self) -> None:
         """Gives the head its pages. Raises ExhaustedError."""

@@ -1,16 +1,18 @@
 """What a record of an edit would make of a copy of its elements: the torch of PreviewEdit.
 
 Block by block, so that temporary memory is bounded; what is done to a block is what the
-trainer does to the arena.
+trainer does to the arena, by the same code.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import torch
 
-from paramd.memory.edit_program import NO_DATA, Op, Record
+from paramd.memory.edit_program import NO_DATA, Record
+from paramd.trainer.edit_ops import run
 from paramd_service.sidecar import stats
 
 BLOCK_NUMEL = 1 << 18
@@ -36,13 +38,16 @@ def try_record(
     kind = getattr(torch, record.dtype)
     view = _strided(snapshot, begin_bytes, kind, record.sizes, record.strides)
     data = None
+    # Nothing is kept, and above all not in the place of the data.
+    record = replace(record, preimage_begin=NO_DATA)
     if record.data_begin != NO_DATA:
         end = record.data_begin + record.size_bytes
         data = torch.frombuffer(memory[record.data_begin : end], dtype=kind).view(record.sizes)
     for now, operand in _blocks(view, data):
         block = now.contiguous()
         stats.add_elements(before, block.view(getattr(torch, dtype)), dtype)
-        changed = _changed(block.clone(), operand, record)
+        changed = block.clone()
+        run(record, changed, operand, None)
         stats.add_elements(after, changed.view(getattr(torch, dtype)), dtype)
 
 
@@ -73,23 +78,3 @@ def _blocks(
             yield view[begin:end], part
         else:
             yield from _blocks(view[begin], part[0] if part is not None else None)
-
-
-def _changed(block: torch.Tensor, data: torch.Tensor | None, record: Record) -> torch.Tensor:
-    op = record.op
-    if op is Op.FILL:
-        return block.fill_(_number(record.value, block.dtype))
-    if op is Op.CLAMP:
-        return block.clamp_(record.min, record.max)
-    if op is Op.ADD:
-        if data is None:
-            return block.add_(record.value, alpha=record.weight)
-        return block.add_(data, alpha=record.weight)
-    if op is Op.MUL:
-        return block.mul_(data if data is not None else record.value)
-    assert data is not None
-    return block.copy_(data) if op is Op.SET else block.lerp_(data, record.weight)
-
-
-def _number(value: float, dtype: torch.dtype) -> float | int:
-    return value if dtype.is_floating_point else int(value)

@@ -80,7 +80,7 @@ class Edits:
                 self._undo.keep(entry)
         self.settle()
         self._start(self._warm_up())
-        self._timer = self._loop.call_later(_SWEEP_S, self._sweep)
+        self._timer = self._loop.call_later(_SWEEP_S, self._timed)
 
     async def begin(self, manifest: pb.EditManifest) -> Entry:
         """The edit of a manifest, with memory reserved; the same id and manifest, the same edit.
@@ -344,14 +344,18 @@ class Edits:
         entry.undoes = None
         self._forget(entry)
 
-    def _sweep(self) -> None:
-        self._timer = self._loop.call_later(_SWEEP_S, self._sweep)
+    def sweep(self) -> None:
+        """Forgets staged edits that nobody has touched for too long."""
         self.settle()
         before_ns = time.monotonic_ns() - int(self._limits.expiry_s * 1e9)
         for entry in list(self._entries.values()):
             idle = entry.phase in (Phase.STAGING, Phase.STAGED) and entry.touched_ns < before_ns
             if idle and not entry.lock.locked():
                 self._forget(entry)
+
+    def _timed(self) -> None:
+        self._timer = self._loop.call_later(_SWEEP_S, self._timed)
+        self.sweep()
 
     def _start(self, work: Coroutine[Any, Any, None]) -> None:
         task = self._loop.create_task(work)

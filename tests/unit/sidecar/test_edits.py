@@ -1,0 +1,488 @@
+"""Edits of one rank: what is staged is what is applied, told true, undone exactly."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+import xxhash
+
+from paramd.errors import (
+    ConflictError,
+    DataLossError,
+    ExhaustedError,
+    ExistsError,
+    NotFoundError,
+    UsageError,
+)
+from paramd.layout.edit_ops import EditKind, EditOp
+from paramd.layout.regions import full_box, row_major
+from paramd.layout.types import Box
+from paramd.memory.control_page import Word
+from paramd_service.sidecar.edit_entry import Phase
+from paramd_service.sidecar.edit_fate import WITHDRAWN_NS
+from paramd_service.sidecar.edit_intake import copy_of
+from paramd_service.sidecar.edit_memory import HEAD_BYTES
+from paramd_service.sidecar.edit_ranges import Ranges
+from paramd_service.sidecar.owner import Ownership
+from tests.unit.layout.simulate import BOXES, Spec, World, build, fsdp1, memory_of
+from tests.unit.layout.test_plan import KINDS
+from tests.unit.sidecar.edit_rank import Rank, bytes_of, stage
+
+SPECS = [
+    Spec("w", "float32", (6, 5)),
+    Spec("h", "bfloat16", (7,)),
+    Spec("d", "float64", (3, 2, 4)),
+    Spec("i", "int32", (5,)),
+    Spec("s", "float32", ()),
+]
+WHOLE = [
+    EditOp(fqn="w", kind=EditKind.LERP, weight=0.25, with_data=True),
+    EditOp(fqn="h", kind=EditKind.ADD, weight=0.5, with_data=True),
+    EditOp(fqn="d", box=Box((1, 0, 1), (3, 2, 4)), kind=EditKind.MUL, value=-2.0),
+    EditOp(fqn="i", box=Box((1,), (4,)), kind=EditKind.SET, with_data=True),
+    EditOp(fqn="s", kind=EditKind.FILL, value=0.5),
+]
+
+
+def world_of(kind: str, size: int) -> World:
+    held = fsdp1(SPECS, size) if kind == "fsdp1" else [BOXES[kind](s, size) for s in SPECS]
+    world = build(SPECS, held)
+    torch.manual_seed(0)
+    for spec in SPECS:
+        values = (torch.randn(spec.shape) * 8).to(getattr(torch, spec.dtype))
+        world.full[spec.fqn] = bytes_of(values)
+    for rank, arena in enumerate(world.arenas):
+        memory = bytearray(arena)
+        for tensor, spec in zip(world.layout.tensors, SPECS, strict=True):
+            for piece in tensor.pieces:
+                if piece.rank == rank:
+                    data = memory_of(piece.region, piece.strides, spec, world.full[spec.fqn])
+                    memory[piece.arena_begin : piece.arena_begin + len(data)] = data
+        world.arenas[rank] = bytes(memory)
+    return world
+
+
+@contextmanager
+def rank_of(kind: str = "replicated", size: int = 1, number: int = 0) -> Iterator[Rank]:
+    world = world_of(kind, size)
+    rank = Rank(world.layout, world.arenas[number], number)
+    try:
+        yield rank
+    finally:
+        rank.close()
+
+
+def run(test: Callable[[], Coroutine[Any, Any, None]]) -> None:
+    asyncio.run(test())
+
+
+def operands() -> list[torch.Tensor | None]:
+    torch.manual_seed(1)
+    found: list[torch.Tensor | None] = []
+    dtypes = {spec.fqn: getattr(torch, spec.dtype) for spec in SPECS}
+    shapes = {spec.fqn: spec.shape for spec in SPECS}
+    for op in WHOLE:
+        sizes = op.box.sizes if op.box is not None else shapes[op.fqn]
+        value = (torch.randn(sizes) * 8).to(dtypes[op.fqn])
+        found.append(value if op.with_data else None)
+    return found
+
+
+def pieces(rank: Rank) -> dict[tuple[str, int], torch.Tensor]:
+    """Each piece of this rank as a tensor that views its arena, in the tensor's own dims."""
+    found = {}
+    for tensor in rank.layout.tensors:
+        kind = getattr(torch, tensor.dtype)
+        for piece in tensor.pieces:
+            if piece.rank != rank.rank or not piece.region.numel:
+                continue
+            flat = torch.frombuffer(
+                rank.arena, dtype=kind, count=piece.region.numel, offset=piece.arena_begin
+            )
+            if isinstance(piece.region, Box):
+                strides = piece.strides if piece.strides else row_major(piece.region.sizes)
+                flat = flat.as_strided(piece.region.sizes, strides)
+            found[tensor.fqn, piece.arena_begin] = flat
+    return found
+
+
+def expected(world: World, rank: Rank) -> dict[tuple[str, int], torch.Tensor]:
+    """The pieces of this rank after WHOLE was done to the full tensors."""
+    full = {}
+    for spec in SPECS:
+        kind = getattr(torch, spec.dtype)
+        data = torch.frombuffer(bytearray(world.full[spec.fqn]), dtype=kind)
+        full[spec.fqn] = data.view(spec.shape)
+    for op, operand in zip(WHOLE, operands(), strict=True):
+        tensor = full[op.fqn]
+        box = op.box if op.box is not None else full_box(tuple(tensor.shape))
+        part = tensor[tuple(map(slice, box.begin, box.end))] if box.begin else tensor
+        if op.kind is EditKind.MUL:
+            part.mul_(op.value)
+        elif operand is None:
+            part.fill_(op.value)
+        elif op.kind is EditKind.LERP:
+            part.lerp_(operand, op.weight)
+        elif op.kind is EditKind.ADD:
+            part.add_(operand, alpha=op.weight)
+        else:
+            part.copy_(operand)
+    found = {}
+    for held in rank.layout.tensors:
+        for piece in held.pieces:
+            if piece.rank != rank.rank or not piece.region.numel:
+                continue
+            whole, region = full[held.fqn], piece.region
+            if isinstance(region, Box):
+                part = whole[tuple(map(slice, region.begin, region.end))] if region.begin else whole
+            else:
+                part = whole.flatten()[region.begin : region.end]
+            found[held.fqn, piece.arena_begin] = part
+    return found
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_edit_changes_what_its_operations_say_and_undo_puts_back_all_but_sums(kind: str) -> None:
+    async def test() -> None:
+        world, size = world_of(kind, 2), 2
+        for number in range(size):
+            with rank_of(kind, size, number) as rank:
+                before = bytes(rank.arena)
+                async with rank.edits() as edits:
+                    data = rank.data_of(WHOLE, operands())
+                    entry = await stage(edits, rank.manifest(1, WHOLE), data)
+                    assert entry.progress().phase == Phase.STAGED
+                    assert bytes(rank.arena) == before
+                    rank.boundary(edits, entry)
+                    assert entry.progress().phase == Phase.APPLIED
+                    assert (entry.edits, entry.stop_ns, entry.undo_refusal) == (1, 7, "")
+                    edited = bytes(rank.arena)
+                    wanted = expected(world, rank)
+                    for key, piece in pieces(rank).items():
+                        assert torch.equal(piece, wanted[key]), key
+                    undo = await edits.begin(rank.manifest(2, WHOLE, undo_of=entry.edit_id))
+                    assert entry.undo_refusal.endswith("staged already")
+                    rank.boundary(edits, undo)
+                    assert_as_before(rank, before)
+                    assert entry.undo_refusal == "it has been undone already"
+                    redo = await edits.begin(rank.manifest(3, WHOLE, undo_of=undo.edit_id))
+                    rank.boundary(edits, redo)
+                    assert_as_before(rank, edited)
+
+    run(test)
+
+
+def assert_as_before(rank: Rank, before: bytes) -> None:
+    """All bytes but those of the sum, which may be off in its last digits."""
+    now, sums = bytearray(rank.arena), bytearray(before)
+    for tensor in rank.layout.tensors:
+        for piece in tensor.pieces:
+            if tensor.fqn == "h" and piece.rank == rank.rank:
+                end = piece.arena_begin + 2 * piece.region.numel
+                one, other = (
+                    torch.frombuffer(data, dtype=torch.bfloat16)[piece.arena_begin // 2 : end // 2]
+                    for data in (now[: len(now) // 2 * 2], sums[: len(sums) // 2 * 2])
+                )
+                torch.testing.assert_close(one, other, rtol=0.05, atol=0.1)
+                now[piece.arena_begin : end] = sums[piece.arena_begin : end]
+    assert now == sums
+
+
+def test_an_id_names_one_edit_for_ever() -> None:
+    async def test() -> None:
+        with rank_of() as rank:
+            async with rank.edits() as edits:
+                fill = [EditOp(fqn="w", kind=EditKind.FILL, value=1.0)]
+                entry = await edits.begin(rank.manifest(1, fill))
+                assert await edits.begin(rank.manifest(1, fill)) is entry
+                rank.boundary(edits, entry)
+                assert (await edits.begin(rank.manifest(1, fill))).phase is Phase.APPLIED
+                other = [EditOp(fqn="w", kind=EditKind.FILL, value=2.0)]
+                with pytest.raises(ExistsError, match="another content"):
+                    await edits.begin(rank.manifest(1, other))
+                with pytest.raises(UsageError, match="32 hexadecimal"):
+                    await edits.begin(rank.manifest(1, fill, edit_id="../../x"))
+                with pytest.raises(NotFoundError, match="no parameter"):
+                    await edits.begin(rank.manifest(2, [EditOp(fqn="x", kind=EditKind.FILL)]))
+                with pytest.raises(NotFoundError, match="never staged"):
+                    edits.get(f"{2:032x}")
+
+    run(test)
+
+
+def test_data_comes_in_order_whole_and_finite_or_not_at_all() -> None:
+    async def test() -> None:
+        with rank_of() as rank:
+            async with rank.edits() as edits:
+                ops = [EditOp(fqn="h", kind=EditKind.SET, with_data=True), *WHOLE[:1]]
+                values: list[torch.Tensor | None] = [torch.ones(7).bfloat16(), torch.ones(6, 5)]
+                data = rank.data_of(ops, values)
+                entry = await edits.begin(rank.manifest(1, ops))
+                part = data[:50]
+                with pytest.raises(DataLossError, match="XXH3"):
+                    copy_of(part, xxhash.xxh3_64_intdigest(part) ^ 1)
+                fill = copy_of(part, xxhash.xxh3_64_intdigest(part))
+                with pytest.raises(UsageError, match="0 of 192 are staged"):
+                    await edits.take(entry, 50, 50, fill)
+                await edits.take(entry, 0, 50, fill)
+                await edits.take(entry, 0, 50, fill)
+                with pytest.raises(UsageError, match="50 of 192 are staged"):
+                    await edits.take(entry, 40, 50, fill)
+                with pytest.raises(UsageError, match="50 of 192"):
+                    await edits.take(entry, 50, 1000, fill)
+                with pytest.raises(ConflictError, match="50 of 192 bytes"):
+                    edits.make_ready(entry.edit_id, boundary=1, token=1)
+                rest = data[50:]
+                await edits.take(entry, 50, len(rest), copy_of(rest, hash_of(rest)))
+                assert entry.phase is Phase.STAGED
+                assert [d.hex() for d in entry.data_digests] == [
+                    xxhash.xxh3_128(bytes_of(value)).hexdigest()
+                    for value in values
+                    if value is not None
+                ]
+                for number, bad in enumerate((float("nan"), float("inf"), float("-inf"))):
+                    one = torch.ones(7).bfloat16()
+                    one[6] = bad
+                    data = rank.data_of(ops, [one, values[1]])
+                    with pytest.raises(UsageError, match=r"'h' holds NaN.*element 6 "):
+                        await stage(edits, rank.manifest(9, ops), data)
+                    with pytest.raises(NotFoundError):
+                        edits.get(f"{9:032x}")
+                    wanted = rank.manifest(10 + number, ops, allow_nonfinite=True)
+                    assert (await stage(edits, wanted, data)).phase is Phase.STAGED
+
+    run(test)
+
+
+def hash_of(data: bytes) -> int:
+    return xxhash.xxh3_64_intdigest(data)
+
+
+def test_a_ready_edit_is_let_go_of_only_when_nobody_can_apply_it() -> None:
+    async def test() -> None:
+        with rank_of() as rank:
+            page = rank.page
+            async with rank.edits() as edits:
+                entry = await edits.begin(
+                    rank.manifest(1, [EditOp(fqn="w", kind=EditKind.FILL, value=1.0)])
+                )
+                rank.ready(edits, entry)
+                for words in ({}, {Word.READY: 0, Word.PROMISED: 1}):
+                    for word, value in words.items():
+                        page[word] = value
+                    await asyncio.sleep(1.5 * WITHDRAWN_NS / 1e9)
+                    with pytest.raises(ConflictError, match="may have agreed"):
+                        await edits.drop(entry.edit_id)
+                with pytest.raises(ConflictError, match="in doubt for boundary 1"):
+                    edits.make_ready(entry.edit_id, boundary=2, token=5)
+                page[Word.PROMISED] = 0
+                edits.settle()
+                await asyncio.sleep(1.5 * WITHDRAWN_NS / 1e9)
+                edits.settle()
+                assert entry.phase is Phase.STAGED
+                rank.ready(edits, entry)
+                assert entry.boundary == 2
+                # Agreed by all, and not applied yet: the trainer may be reading it right now.
+                rank.agree()
+                page[Word.READY] = 0
+                await asyncio.sleep(1.5 * WITHDRAWN_NS / 1e9)
+                with pytest.raises(ConflictError, match="may have agreed"):
+                    await edits.drop(entry.edit_id)
+                rank.apply()
+                assert edits.get(entry.edit_id).phase is Phase.APPLIED
+                with pytest.raises(ConflictError, match="applied already, at boundary 2"):
+                    edits.make_ready(entry.edit_id, boundary=3, token=9)
+
+    run(test)
+
+
+def test_what_a_withdrawn_request_leaves_is_free_at_once() -> None:
+    async def test() -> None:
+        with rank_of() as rank:
+            async with rank.edits() as edits:
+                entry = await edits.begin(
+                    rank.manifest(1, [EditOp(fqn="w", kind=EditKind.FILL, value=1.0)])
+                )
+                rank.ready(edits, entry)
+                rank.page[Word.READY] = 0
+                edits.withdrawn(1)
+                assert entry.phase is Phase.STAGED
+                rank.ready(edits, entry)
+                # Another control plane's request of the same number was agreed instead.
+                rank.page[Word.TOKEN] = 77
+                rank.agree()
+                edits.settle()
+                assert entry.phase is Phase.STAGED
+                await edits.drop(entry.edit_id)
+                await edits.drop(entry.edit_id)
+                assert edits.staged_bytes == 0
+
+    run(test)
+
+
+def test_the_trainers_end_decides_what_became_of_a_ready_edit() -> None:
+    async def test() -> None:
+        for steps, phase in ((1, Phase.STAGED), (2, Phase.STAGED), (3, Phase.APPLIED)):
+            with rank_of() as rank:
+                async with rank.edits() as edits:
+                    entry = await edits.begin(
+                        rank.manifest(1, [EditOp(fqn="w", kind=EditKind.FILL, value=1.0)])
+                    )
+                    rank.ready(edits, entry)
+                    for step in (rank.agree, rank.apply)[: steps - 1]:
+                        step()
+                    edits.trainer_ended(Ownership.ORPHANED)
+                    assert entry.phase is phase
+                    with pytest.raises(ConflictError, match="any more"):
+                        await edits.begin(rank.manifest(2, WHOLE))
+        with rank_of() as rank:
+            async with rank.edits() as edits:
+                entry = await edits.begin(
+                    rank.manifest(1, [EditOp(fqn="w", kind=EditKind.FILL, value=1.0)])
+                )
+                rank.ready(edits, entry)
+                rank.agree()
+                rank.page[Word.EDIT_AGREED] = 1
+                edits.trainer_ended(Ownership.TORN)
+                assert entry.phase is Phase.READY
+
+    run(test)
+
+
+def test_budgets_bound_what_is_staged_and_what_is_kept() -> None:
+    async def test() -> None:
+        with rank_of() as rank:
+            small = [EditOp(fqn="s", kind=EditKind.FILL, value=1.0)]
+            async with rank.edits(undo_budget_bytes=2 * 4096, budget_bytes=3 * 4096) as edits:
+                applied = []
+                for number in range(4):
+                    entry = await edits.begin(rank.manifest(number, small))
+                    rank.boundary(edits, entry)
+                    applied.append(entry)
+                assert [bool(one.undo_refusal) for one in applied] == [True, True, False, False]
+                assert "later edits" in applied[0].undo_refusal
+                assert edits.undo_bytes == 2 * 4096
+                with pytest.raises(ConflictError, match="later edits"):
+                    await edits.begin(rank.manifest(10, small, undo_of=applied[0].edit_id))
+                # What a staged undo needs is not dropped for anybody.
+                undo = await edits.begin(rank.manifest(11, small, undo_of=applied[2].edit_id))
+                for number in range(20, 23):
+                    entry = await edits.begin(rank.manifest(number, small))
+                    rank.boundary(edits, entry)
+                assert applied[2].body is undo.body is not None
+                with pytest.raises(ConflictError, match="drop that one first"):
+                    await edits.drop(applied[2].edit_id)
+                for number in range(30, 33):
+                    await edits.begin(rank.manifest(number, small))
+                with pytest.raises(ExhaustedError, match="taken by others"):
+                    await edits.begin(rank.manifest(33, small))
+            async with rank.edits(undo_budget_bytes=100) as edits:
+                entry = await edits.begin(rank.manifest(40, small))
+                rank.boundary(edits, entry)
+                assert "whole undo budget" in entry.undo_refusal
+                bare = await edits.begin(rank.manifest(41, small, undoable=False))
+                rank.boundary(edits, bare)
+                assert "without keeping" in bare.undo_refusal
+
+    run(test)
+
+
+def test_staged_edits_that_nobody_touches_expire() -> None:
+    async def test() -> None:
+        with rank_of() as rank:
+            async with rank.edits(expiry_s=0.01) as edits:
+                entry = await edits.begin(rank.manifest(1, WHOLE))
+                ready = await edits.begin(rank.manifest(2, [EditOp(fqn="s", kind=EditKind.FILL)]))
+                rank.ready(edits, ready)
+                await asyncio.sleep(0.02)
+                edits.sweep()
+                with pytest.raises(NotFoundError, match="expired"):
+                    edits.get(entry.edit_id)
+                assert edits.get(ready.edit_id).phase is Phase.READY
+
+    run(test)
+
+
+def test_a_successor_tells_the_same_and_undoes_what_its_predecessor_applied() -> None:
+    async def test() -> None:
+        with rank_of("fsdp1", 2, 1) as rank:
+            before = bytes(rank.arena)
+            data = rank.data_of(WHOLE, operands())
+            async with rank.edits() as edits:
+                first = await stage(edits, rank.manifest(1, WHOLE), data)
+                rank.boundary(edits, first)
+                staged = await stage(edits, rank.manifest(2, WHOLE), data)
+                await edits.begin(rank.manifest(3, WHOLE))
+                undo = await edits.begin(rank.manifest(4, WHOLE, undo_of=first.edit_id))
+                rank.ready(edits, undo)
+                told = [one.progress() for one in (first, staged)]
+            # Applied while no sidecar was there.
+            rank.agree()
+            rank.apply()
+            assert_as_before(rank, before)
+            async with rank.edits() as edits:
+                with pytest.raises(NotFoundError):
+                    edits.get(f"{3:032x}")
+                assert edits.get(undo.edit_id).phase is Phase.APPLIED
+                again = [edits.get(one.edit_id).progress() for one in (first, staged)]
+                assert again[1] == told[1]
+                told[0].undo_refusal = "it has been undone already"
+                assert again[0] == told[0]
+                redo = await edits.begin(rank.manifest(5, WHOLE, undo_of=undo.edit_id))
+                rank.boundary(edits, redo)
+                await edits.drop(staged.edit_id)
+            async with rank.edits() as edits:
+                undo = await edits.begin(rank.manifest(6, WHOLE, undo_of=redo.edit_id))
+                rank.boundary(edits, undo)
+                assert_as_before(rank, before)
+                await edits.drop(undo.edit_id)
+                assert edits.undo_bytes == edits.staged_bytes == 0
+                assert (
+                    edits.get(undo.edit_id).undo_refusal == "what undoes it was dropped on request"
+                )
+
+    run(test)
+
+
+def test_all_memory_comes_back() -> None:
+    async def test() -> None:
+        with rank_of() as rank:
+            async with rank.edits(idle_s=0.0) as edits:
+                whole = edits.memory.free_bytes
+                assert whole == edits.memory.sparse.size_bytes - HEAD_BYTES
+                begin, end = await edits.memory.reserve(8 << 20)
+                assert edits.memory.sparse.reserved_bytes() >= 8 << 20
+                edits.memory.free(begin, end)
+                entries = [await edits.begin(rank.manifest(n, WHOLE)) for n in range(5)]
+                for entry in entries:
+                    await edits.drop(entry.edit_id)
+                async with asyncio.timeout(5):
+                    while edits.memory.free_bytes < whole or edits.memory.idle_bytes:
+                        await asyncio.sleep(0.001)
+                assert edits.memory.sparse.reserved_bytes() <= HEAD_BYTES + (1 << 20)
+
+    run(test)
+
+
+def test_ranges_add_remove_and_find_as_sets_do() -> None:
+    ranges = Ranges()
+    numbers: set[int] = set()
+    for step in range(300):
+        begin, size = step * 37 % 101, step * 13 % 17
+        change = (ranges.add, numbers.update) if step % 3 else (
+            ranges.remove, numbers.difference_update)  # fmt: skip
+        change[0](begin, begin + size)
+        change[1](range(begin, begin + size))
+        assert [n for low, high in ranges for n in range(low, high)] == sorted(numbers)
+        assert ranges.size == len(numbers)
+        inside = [n for low, high in ranges.within(20, 60) for n in range(low, high)]
+        outside = [n for low, high in ranges.missing(20, 60) for n in range(low, high)]
+        assert inside == sorted(numbers & set(range(20, 60)))
+        assert outside == sorted(set(range(20, 60)) - numbers)
+        fit = ranges.first_fit(5)
+        assert fit is None or set(range(fit, fit + 5)) <= numbers

@@ -244,6 +244,7 @@ class AsyncMesh(AsyncEditing, AsyncExporting, AsyncStreaming):
                 job=sidecars.document.job,
                 epoch=pinned.epoch,
                 step=pinned.step,
+                edits=pinned.edits,
                 seconds=time.monotonic() - began_s,
                 bytes=chosen.plan.size_bytes,
             )

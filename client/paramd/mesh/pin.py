@@ -1,7 +1,7 @@
 """One step on all ranks: try what the sidecars have, else an agreed boundary.
 
 Nothing here is trusted for correctness by itself: whichever way the pins came about,
-they count only when every rank's answer carries the same epoch and step.
+they count only when every rank's answer carries the same epoch, step and edits.
 """
 
 from __future__ import annotations
@@ -44,6 +44,8 @@ class RankPin:
     step: int
     size_bytes: int
     lease_s: float
+    edits: int = -1
+    """With epoch and step it names the state of the bytes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,15 +56,18 @@ class Captured:
     epoch: int
     step: int
     reason: str
+    edits: int = -1
 
 
 @dataclass(frozen=True, slots=True)
 class Pinned:
-    """Snapshots of all needed ranks at one (epoch, step)."""
+    """Snapshots of all needed ranks of one state: epoch, step and edits."""
 
     epoch: int
     step: int
     pins: Mapping[int, RankPin]
+    edits: int = -1
+    """Edits applied in the epoch; -1 for what edits do not change (gradients)."""
 
 
 Spans = Mapping[int, Sequence[tuple[int, int]]]
@@ -95,13 +100,13 @@ class PinKind:
     with_buffers: bool = False
 
 
-def one_step(pins: Sequence[RankPin]) -> tuple[int, int] | None:
-    """The (epoch, step) that all pins share, or None."""
-    found = {(pin.epoch, pin.step) for pin in pins}
+def one_step(pins: Sequence[RankPin]) -> tuple[int, int, int] | None:
+    """The state (epoch, step, edits) that all pins share, or None."""
+    found = {(pin.epoch, pin.step, pin.edits) for pin in pins}
     if len(found) != 1:
         return None
-    ((epoch, step),) = found
-    return (epoch, step) if step >= 0 else None
+    ((epoch, step, edits),) = found
+    return (epoch, step, edits) if step >= 0 else None
 
 
 class Pinner:
@@ -196,7 +201,7 @@ class Pinner:
         self._release(pins)
         self._optimism.differed(self._clock())
         return None, "the ranks were at different steps: " + ", ".join(
-            f"rank {pin.rank} at {pin.step}" for pin in pins
+            f"rank {pin.rank} at {_told(pin)}" for pin in pins
         )
 
     async def _boundary_or_now(self, spans: Spans, left_s: float) -> tuple[Pinned | None, str]:
@@ -243,7 +248,7 @@ class Pinner:
                 self._release(pins)
         if not kept:
             return None, answer.reason or "the boundary was missed"
-        return _pinned((answer.epoch, answer.step), pins), ""
+        return _pinned((answer.epoch, answer.step, answer.edits), pins), ""
 
     async def _schedule(self, pins: Sequence[RankPin], left_s: float) -> Captured:
         try:
@@ -302,8 +307,13 @@ def _no_step_in_time(spans: Spans, reason: str) -> DeadlineError:
     )
 
 
-def _pinned(common: tuple[int, int], pins: Sequence[RankPin]) -> Pinned:
-    return Pinned(*common, {pin.rank: pin for pin in pins})
+def _pinned(common: tuple[int, int, int], pins: Sequence[RankPin]) -> Pinned:
+    epoch, step, edits = common
+    return Pinned(epoch, step, {pin.rank: pin for pin in pins}, edits)
+
+
+def _told(pin: RankPin) -> str:
+    return f"{pin.step} with {pin.edits} edits" if pin.edits > 0 else str(pin.step)
 
 
 def _listed(ranks: Sequence[int]) -> str:

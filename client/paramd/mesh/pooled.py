@@ -147,7 +147,7 @@ async def _bytes(
         return data
     memory = (ctypes.c_char * len(data)).from_buffer(data)
     sink = PlaceSink([Place(0, len(data), ctypes.addressof(memory))])
-    expected = Expected(pinned.epoch, pinned.step, read.size_bytes)
+    expected = Expected(pinned.epoch, pinned.step, read.size_bytes, pinned.edits)
     await Reader(sidecars.source(pinned.pins[read.rank]), sink, expected).run(deadline_s)
     return data
 

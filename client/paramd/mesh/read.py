@@ -73,6 +73,8 @@ class Expected:
     epoch: int
     step: int
     size_bytes: int
+    edits: int = -1
+    """-1: not compared."""
 
 
 @functools.cache
@@ -174,10 +176,13 @@ class Reader:
     def _check_header(self, chunk: Chunk) -> None:
         header = chunk.header
         assert header is not None
-        if (header.epoch, header.step) != (self._expected.epoch, self._expected.step):
+        expected = self._expected
+        same = (header.epoch, header.step) == (expected.epoch, expected.step)
+        if not same or expected.edits not in (-1, header.edits):
             raise ConflictError(
-                f"{self._source.who} sent step {header.step} of epoch {header.epoch}; pinned was "
-                f"step {self._expected.step} of epoch {self._expected.epoch}; try again"
+                f"{self._source.who} sent step {header.step} (edits {header.edits}) of epoch "
+                f"{header.epoch}; pinned was step {expected.step} (edits {expected.edits}) of "
+                f"epoch {expected.epoch}; try again"
             )
 
     def _land(self, chunk: Chunk) -> None:

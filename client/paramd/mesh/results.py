@@ -215,6 +215,7 @@ class Summoned(dict[str, "torch.Tensor"]):
         step: int,
         seconds: float,
         bytes: int,
+        edits: int = 0,
     ) -> None:
         super().__init__(tensors)
         self.job = job
@@ -223,6 +224,8 @@ class Summoned(dict[str, "torch.Tensor"]):
         """Incarnation of the job."""
         self.step = step
         """Finished updates: the version that every value here belongs to."""
+        self.edits = edits
+        """Edits applied in this epoch until then; `epoch`, `step` and it name the state."""
         self.seconds = seconds
         """Time it took."""
         self.bytes = bytes

@@ -100,6 +100,7 @@ class Sidecars:
             step=found.header.step,
             size_bytes=found.size_bytes,
             lease_s=found.lease_ms / 1000,
+            edits=found.header.edits,
         )
 
     async def pin_step(
@@ -132,7 +133,8 @@ class Sidecars:
             lambda: self._probe_all(ranks[:_BOUNDARY_PROBES]),
             after_s=_BOUNDARY_PROBE_AFTER_S,
         )
-        return Captured(found.captured, found.header.epoch, found.header.step, found.reason)
+        header = found.header
+        return Captured(found.captured, header.epoch, header.step, found.reason, header.edits)
 
     async def renew(self, pin: RankPin, lease_s: float = LEASE_S) -> float:
         """Prolongs a lease; returns the seconds granted."""

@@ -121,7 +121,7 @@ class Transfer:
                 Reader(
                     sidecars.source(pinned.pins[read.rank]),
                     PlaceSink(targets.places(read)),
-                    Expected(pinned.epoch, pinned.step, read.size_bytes),
+                    Expected(pinned.epoch, pinned.step, read.size_bytes, pinned.edits),
                 ).run(deadline_s)
                 for read in plan.ranks
                 if read.rank not in shared
@@ -165,9 +165,7 @@ class Transfer:
                 if read.rank in shared
             ]
             if jobs:
-                streams.append(
-                    self.run(lambda: fill_from(jobs, self._copiers, self._copy_threads))
-                )
+                streams.append(self.run(lambda: fill_from(jobs, self._copiers, self._copy_threads)))
             await _all_ended(streams)
 
     async def view(
@@ -263,7 +261,7 @@ async def _read_ranges(
 ) -> None:
     for begin, end in ranges:
         source = sidecars.source(pinned.pins[rank], end_bytes=end)
-        reader = Reader(source, sink, Expected(pinned.epoch, pinned.step, end))
+        reader = Reader(source, sink, Expected(pinned.epoch, pinned.step, end, pinned.edits))
         reader.offset_bytes = begin
         await reader.run(deadline_s)
 

@@ -64,7 +64,7 @@ class ControlServicer(control_pb2_grpc.ControlServiceServicer):
                 raise UsageError(f"deadline: expected one of at most {MAX_TIMEOUT_S:.0f} s")
             verdict = await incarnation.coordinator.schedule(snapshots, timeout_s=timeout_s)
             return control_pb2.ScheduleBoundaryResponse(
-                header=_header(incarnation, verdict.step),
+                header=_header(incarnation, verdict.step, verdict.edits),
                 captured=verdict.captured,
                 reason=verdict.reason,
             )
@@ -108,11 +108,12 @@ def _snapshots(
     return found
 
 
-def _header(incarnation: Incarnation, step: int = -1) -> common_pb2.Header:
+def _header(incarnation: Incarnation, step: int = -1, edits: int = -1) -> common_pb2.Header:
     return common_pb2.Header(
         job=incarnation.job,
         epoch=incarnation.epoch,
         step=step,
+        edits=edits,
         rank=-1,
         layout_digest=incarnation.registry.layout_digest,
     )

@@ -36,6 +36,7 @@ class Verdict:
     captured: bool
     step: int
     reason: str
+    edits: int = -1
 
 
 def decide(epoch: int, world_size: int, answers: Sequence[RankAnswer]) -> Verdict:
@@ -58,7 +59,7 @@ def decide(epoch: int, world_size: int, answers: Sequence[RankAnswer]) -> Verdic
     silent = set(range(world_size)) - {answer.rank for answer in answers}
     if silent:
         return Verdict(False, -1, f"ranks {listed(sorted(silent))} have not answered")
-    return Verdict(True, steps[0], "")
+    return Verdict(True, steps[0], "", answers[0].edits)
 
 
 def worst(failures: Mapping[int, ParamdError]) -> ParamdError:

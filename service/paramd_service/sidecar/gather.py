@@ -157,6 +157,7 @@ class Gatherer:
             job=self._rank.config.job,
             epoch=pinned.epoch,
             step=pinned.step,
+            edits=pinned.edits,
             rank=self._rank.config.rank,
             layout_digest=self.mesh.layout_digest,
         )

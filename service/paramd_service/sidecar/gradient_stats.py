@@ -27,4 +27,4 @@ def reduce_items(
 
 def warm_up() -> None:
     """The first reduction of a process takes tens of milliseconds."""
-    stats.reduce_run(memoryview(bytes(4096)), "float32", with_exponents=True)
+    stats.reduce_run(memoryview(bytearray(4096)), "float32", with_exponents=True)

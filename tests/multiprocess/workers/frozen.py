@@ -1,6 +1,7 @@
 """A trainer whose optimizer changes nothing: whatever its parameters hold was edited into them.
 
-All parameters begin as zero. Ends when `--stop` exists; then each rank prints what its local
+With `--adds` each update adds one to every element: then they hold the step, and what was
+edited on top of it. All parameters begin as zero. Ends when `--stop` exists; then each rank prints what its local
 parameters hold ("holds {name: [values]}"), and all ranks compare replicas bit by bit.
 
     die-<rank>      beside `--stop`: the rank kills itself within its next update
@@ -23,15 +24,21 @@ import paramd
 from tests.multiprocess import kinds
 
 
-class Nothing(torch.optim.Optimizer):
-    """Updates that change nothing."""
+class Frozen(torch.optim.Optimizer):
+    """Updates that change nothing, or add one."""
 
-    def __init__(self, parameters: Any, *, update_s: float, dies: Path) -> None:
+    def __init__(self, parameters: Any, *, update_s: float, adds: bool, dies: Path) -> None:
         super().__init__(list(parameters), {})
         self._update_s = update_s
+        self._adds = adds
         self._dies = dies
 
+    @torch.no_grad()
     def step(self, closure: Any = None) -> None:
+        if self._adds:
+            for group in self.param_groups:
+                for parameter in group["params"]:
+                    local_of(parameter).add_(1)
         time.sleep(self._update_s)
         if self._dies.exists():
             os.kill(os.getpid(), signal.SIGKILL)
@@ -43,6 +50,7 @@ def main() -> None:
     parser.add_argument("--job", default="frozen")
     parser.add_argument("--update-ms", type=float, default=0.5)
     parser.add_argument("--gap-ms", type=float, default=3.0)
+    parser.add_argument("--adds", action="store_true")
     parser.add_argument("--stop", type=Path, required=True)
     arguments = parser.parse_args()
     torch.set_num_threads(1)
@@ -53,9 +61,10 @@ def main() -> None:
     with torch.no_grad():
         for parameter in model.parameters():
             local_of(parameter).fill_(0)
-    optimizer = Nothing(
+    optimizer = Frozen(
         model.parameters(),
         update_s=arguments.update_ms / 1e3,
+        adds=arguments.adds,
         dies=arguments.stop.parent / f"die-{rank}",
     )
     attachment = paramd.attach(model, optimizer, job=arguments.job)

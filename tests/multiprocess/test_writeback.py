@@ -1,0 +1,158 @@
+"""Write-back, undo and holds of a training whose every element holds its step."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from paramd.errors import ConflictError, UsageError
+from paramd.mesh.editing.results import EditState
+from paramd.mesh.mesh import Mesh
+from tests.multiprocess.frozen import frozen
+from tests.multiprocess.truth import connect_to, wait_until
+
+
+@pytest.fixture(scope="module", params=[("fsdp1-full-orig", 2), ("tp-fsdp2", 4)], ids=str)
+def mesh(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Mesh]:
+    kind, world_size = request.param
+    folder = tmp_path_factory.mktemp("writeback")
+    with (
+        frozen(folder, kind, world_size, "--adds") as ranks,
+        connect_to(ranks.state_dir, "frozen") as connected,
+    ):
+        yield connected
+
+
+def above_step(mesh: Mesh) -> float:
+    """What every element holds beyond the step; fails when they differ."""
+    found = mesh.summon("*")
+    values = {float(v) for tensor in found.values() for v in tensor.unique()}
+    assert len(values) == 1, (found.step, sorted(values)[:5])
+    return values.pop() - found.step
+
+
+def step_of(mesh: Mesh) -> int:
+    return min(row.step for row in mesh.status())
+
+
+def goes_on(mesh: Mesh) -> None:
+    first = step_of(mesh)
+    wait_until(lambda: step_of(mesh) > first + 2, "training goes on", timeout_s=20)
+
+
+def test_in_a_hold_training_waits_and_what_is_changed_is_written(mesh: Mesh) -> None:
+    before = above_step(mesh)
+    with mesh.summon("*", writeback=True) as params:
+        assert mesh.hold_state().state == "held"
+        for tensor in params.values():
+            tensor.add_(1000)
+        assert step_of(mesh) == params.step
+    edit = mesh.edits(limit=1)[0]
+    assert (edit.state, edit.step) == (EditState.APPLIED, params.step)
+    assert mesh.hold_state().state == "running"
+    assert above_step(mesh) == before + 1000
+    goes_on(mesh)
+
+
+def test_an_exception_in_the_block_and_an_unchanged_block_write_nothing(mesh: Mesh) -> None:
+    before, count = above_step(mesh), len(mesh.edits())
+    with pytest.raises(ZeroDivisionError), mesh.summon("*", writeback=True) as params:
+        for tensor in params.values():
+            tensor.zero_()
+        raise ZeroDivisionError
+    with mesh.summon("*", writeback=True, hold=False):
+        pass
+    with (
+        pytest.raises(UsageError, match="added to, or taken from"),
+        mesh.summon("*", writeback=True, hold=False) as params,
+    ):
+        params.clear()
+    assert mesh.hold_state().state == "running"
+    assert (above_step(mesh), len(mesh.edits())) == (before, count)
+
+
+def test_a_delta_is_added_to_what_training_made_of_it_and_undone_by_subtraction(
+    mesh: Mesh,
+) -> None:
+    before = above_step(mesh)
+    with mesh.summon("*", writeback=True, hold=False) as params:
+        for tensor in params.values():
+            tensor.add_(500)
+        wait_until(lambda: step_of(mesh) > params.step + 3, "training went on", timeout_s=20)
+    assert above_step(mesh) == before + 500
+    undone = mesh.undo(mesh.edits(limit=1)[0].id)
+    assert undone.state is EditState.APPLIED
+    assert above_step(mesh) == before
+    first = next(edit for edit in mesh.edits() if edit.id == undone.undo_of)
+    assert first.undone_by == undone.id
+    with pytest.raises(ConflictError):
+        mesh.undo(first.id)
+
+
+def test_a_replacement_overwrites_a_region_and_undo_puts_it_back(mesh: Mesh) -> None:
+    before = above_step(mesh)
+    name = next(info.fqn for info in mesh.params() if info.shape and info.shape[0] > 4)
+    edit = mesh.edit(f"{name}[1:3]", fill=-7.0)
+    found = mesh.summon(name)
+    expected = -7.0 + found.step - edit.step
+    assert bool((found[name][1:3] == expected).all())
+    assert bool((found[name][3:] == before + found.step).all())
+    with pytest.raises(ConflictError, match="later"):
+        other = mesh.edit(f"{name}[0:2]", add=1.0)
+        mesh.undo(edit.id)
+    mesh.undo(other.id)
+    undo = mesh.undo(edit.id)
+    found = mesh.summon(name)
+    # Put back as it was at the edit's step: what training made of it since is lost.
+    lost = undo.step - edit.step
+    assert bool((found[name][1:3] == before + found.step - lost).all())
+    mesh.edit(f"{name}[1:3]", add=float(lost))
+    assert above_step(mesh) == before
+
+
+def test_if_step_refuses_when_training_has_gone_on(mesh: Mesh) -> None:
+    before = above_step(mesh)
+    with (
+        pytest.raises(ConflictError, match="step"),
+        mesh.summon("*", writeback=True, hold=False, if_step=True) as params,
+    ):
+        for tensor in params.values():
+            tensor.zero_()
+        wait_until(lambda: step_of(mesh) > params.step + 1, "training went on", timeout_s=20)
+    assert above_step(mesh) == before
+
+
+def test_a_hold_steps_as_told_and_ends_with_its_lease(mesh: Mesh) -> None:
+    held = mesh.pause(lease_s=20)
+    assert held.held
+    first = step_of(mesh)
+    mesh.step(3)
+    wait_until(lambda: mesh.hold_state().state == "held", "three steps are over", timeout_s=20)
+    assert step_of(mesh) == first + 3
+    time.sleep(0.2)
+    assert step_of(mesh) == first + 3
+    mesh.edit("*", add=0.5)
+    mesh.edit("*", add=-0.5)
+    assert step_of(mesh) == first + 3
+    mesh.resume()
+    goes_on(mesh)
+    mesh.pause(lease_s=1.5, renew=False)
+    wait_until(lambda: mesh.hold_state().state == "running", "the lease ends", timeout_s=20)
+    goes_on(mesh)
+
+
+def test_a_dry_run_tells_and_changes_nothing(mesh: Mesh) -> None:
+    before = above_step(mesh)
+    with_step = step_of(mesh)
+    edit = mesh.edit("*", mul=2.0, dry_run=True)
+    assert edit.state is not EditState.APPLIED
+    assert edit.before is not None
+    assert edit.after is not None
+    assert edit.before.min >= before + with_step
+    assert edit.after.max == 2 * edit.before.max
+    assert above_step(mesh) == before

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
@@ -61,17 +60,24 @@ def test_in_a_hold_training_waits_and_what_is_changed_is_written(mesh: Mesh) -> 
 
 def test_an_exception_in_the_block_and_an_unchanged_block_write_nothing(mesh: Mesh) -> None:
     before, count = above_step(mesh), len(mesh.edits())
-    with pytest.raises(ZeroDivisionError), mesh.summon("*", writeback=True) as params:
-        for tensor in params.values():
-            tensor.zero_()
-        raise ZeroDivisionError
+
+    def fails() -> None:
+        with mesh.summon("*", writeback=True) as params:
+            for tensor in params.values():
+                tensor.zero_()
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        fails()
     with mesh.summon("*", writeback=True, hold=False):
         pass
-    with (
-        pytest.raises(UsageError, match="added to, or taken from"),
-        mesh.summon("*", writeback=True, hold=False) as params,
-    ):
-        params.clear()
+
+    def clears() -> None:
+        with mesh.summon("*", writeback=True, hold=False) as params:
+            params.clear()
+
+    with pytest.raises(UsageError, match="added to, or taken from"):
+        clears()
     assert mesh.hold_state().state == "running"
     assert (above_step(mesh), len(mesh.edits())) == (before, count)
 
@@ -102,8 +108,8 @@ def test_a_replacement_overwrites_a_region_and_undo_puts_it_back(mesh: Mesh) -> 
     expected = -7.0 + found.step - edit.step
     assert bool((found[name][1:3] == expected).all())
     assert bool((found[name][3:] == before + found.step).all())
+    other = mesh.edit(f"{name}[0:2]", add=1.0)
     with pytest.raises(ConflictError, match="later"):
-        other = mesh.edit(f"{name}[0:2]", add=1.0)
         mesh.undo(edit.id)
     mesh.undo(other.id)
     undo = mesh.undo(edit.id)
@@ -117,13 +123,15 @@ def test_a_replacement_overwrites_a_region_and_undo_puts_it_back(mesh: Mesh) -> 
 
 def test_if_step_refuses_when_training_has_gone_on(mesh: Mesh) -> None:
     before = above_step(mesh)
-    with (
-        pytest.raises(ConflictError, match="step"),
-        mesh.summon("*", writeback=True, hold=False, if_step=True) as params,
-    ):
-        for tensor in params.values():
-            tensor.zero_()
-        wait_until(lambda: step_of(mesh) > params.step + 1, "training went on", timeout_s=20)
+
+    def comes_late() -> None:
+        with mesh.summon("*", writeback=True, hold=False, if_step=True) as params:
+            for tensor in params.values():
+                tensor.zero_()
+            wait_until(lambda: step_of(mesh) > params.step + 1, "it went on", timeout_s=20)
+
+    with pytest.raises(ConflictError, match="step"):
+        comes_late()
     assert above_step(mesh) == before
 
 

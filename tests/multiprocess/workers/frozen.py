@@ -1,8 +1,8 @@
 """A trainer whose optimizer changes nothing: whatever its parameters hold was edited into them.
 
 With `--adds` each update adds one to every element: then they hold the step, and what was
-edited on top of it. All parameters begin as zero. Ends when `--stop` exists; then each rank prints what its local
-parameters hold ("holds {name: [values]}"), and all ranks compare replicas bit by bit.
+edited on top of it. All parameters begin as zero. Ends when `--stop` exists; then each rank
+prints what its local parameters hold ("holds {name: [values]}").
 
     die-<rank>      beside `--stop`: the rank kills itself within its next update
 """

@@ -30,7 +30,7 @@ def answer(rank: int, step: int = 5, **changed: object) -> RankAnswer:
 
 
 def test_equal_steps_of_all_ranks_are_captured() -> None:
-    assert decide(1, 2, [answer(0), answer(1)]) == Verdict(True, 5, "")
+    assert decide(1, 2, [answer(0), answer(1)]) == Verdict(True, 5, "", 0)
 
 
 @pytest.mark.parametrize(
@@ -145,7 +145,7 @@ async def until(condition: object) -> None:
 async def test_all_ranks_are_called_with_their_own_snapshots() -> None:
     sidecars = Sidecars()
     verdict = await coordinator(sidecars).schedule({0: ["a"], 1: ["b", "c"]}, timeout_s=5.0)
-    assert verdict == Verdict(True, 11, "")
+    assert verdict == Verdict(True, 11, "", 0)
     assert sorted(sidecars.calls) == [(0, 1, ("a",)), (1, 1, ("b", "c"))]
 
 

@@ -58,6 +58,11 @@ class SidecarCalls:
         self._generation = generation
         self._channels = Channels(ControlTicket(bootstrap))
 
+    @property
+    def channels(self) -> Channels:
+        """Channels with this control plane's ticket."""
+        return self._channels
+
     async def reach(
         self,
         rank: int,

@@ -1,0 +1,249 @@
+"""What goes on with the edits of one epoch beside the requests: staging, turns, restarts."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any
+
+from paramd.errors import ParamdError
+from paramd.layout.edits import PlannedOp
+from paramd.layout.select import NameIndex
+from paramd_service.control.audit.audit import Action
+from paramd_service.control.edits.calls import EditCalls
+from paramd_service.control.edits.driver import EditDriver
+from paramd_service.control.edits.limits import EditConfig
+from paramd_service.control.edits.machine import EditMachine, EditState, SameData, no_data
+from paramd_service.control.edits.planning import Planned
+from paramd_service.control.edits.staging import on_all, preview_all, stage_all
+from paramd_service.control.edits.words import CallOff, Commit, EpochEnded, Restarted
+from paramd_service.control.incarnation import Incarnation
+from paramd_service.control.records import SELF, Records
+from paramd_service.control.requests import BoundaryAction, token_of
+from paramd_service.control.store.edits import EditRow
+from paramd_service.control.store.errors import StoreError
+from paramd_service.control.view import MeshView
+
+LOAD_AGAIN_S = 1.0
+OPEN_STATES = (EditState.STAGING, EditState.STAGED, EditState.COMMITTED)
+_NS = 1e9
+
+log = logging.getLogger("paramd.control.edits")
+
+
+class EditWork:
+    """Use on one event loop. `begin` comes first, `close` last."""
+
+    def __init__(
+        self,
+        incarnation: Incarnation,
+        records: Records,
+        config: EditConfig,
+        *,
+        told: Callable[[EditRow], None],
+    ) -> None:
+        self._mesh = incarnation
+        self._records = records
+        self._config = config
+        self._told = told
+        self._loading: asyncio.Task[None] | None = None
+        self._committing: set[str] = set()
+        self._ending: set[asyncio.Task[None]] = set()
+        self.open: dict[str, EditDriver] = {}
+        """Edits that have not ended, by id."""
+        self.calls = EditCalls(
+            incarnation.calls.channels,
+            epoch=incarnation.epoch,
+            generation=incarnation.terms.generation,
+        )
+
+    def begin(self) -> None:
+        """Takes up what an earlier control plane left open; until then nobody has a turn."""
+        self._loading = asyncio.create_task(self._load(), name="paramd-edits-load")
+
+    def drive(self, row: EditRow, check: SameData) -> EditDriver:
+        """Runs an edit from where its row says that it is."""
+        machine = EditMachine(
+            world_size=self._mesh.bootstrap.world_size,
+            manifest_digest=bytes.fromhex(row.digest),
+            same_data=check,
+            # STAGED is told by the ranks, never remembered.
+            state=EditState.COMMITTED if row.state == EditState.COMMITTED else EditState.STAGING,
+            boundary=row.boundary,
+            token=row.token,
+        )
+        driver = self.open[row.id] = EditDriver(
+            machine,
+            row,
+            calls=self.calls,
+            boundaries=self._mesh.calls,
+            view=self._mesh.registry.view,
+            save=self._records.edits.save,
+            told=self._changed,
+        )
+        return driver
+
+    def is_committing(self, edit_id: str) -> bool:
+        """Whether it waits for its turn, or has it."""
+        return edit_id in self._committing
+
+    async def stage_and_commit(
+        self, driver: EditDriver, planned: Planned, index: NameIndex, *, dry_run: bool
+    ) -> None:
+        """An edit without data, to its end."""
+        view = self._mesh.registry.view()
+        try:
+            await stage_all(driver, self.calls, view, planned.manifest)
+            if dry_run:
+                found = await preview_all(self.calls, view, driver.row.id, index, planned.ops)
+                driver.describe(**found)
+                driver.feed(CallOff("dry run: nothing was changed"))
+                return
+        except ParamdError as error:
+            driver.feed(CallOff(str(error)))
+            return
+        await driver.until(EditState.STAGED, EditState.COMMITTED)
+        await self.commit(driver, index, planned.ops)
+
+    async def commit(
+        self, driver: EditDriver, index: NameIndex, ops: tuple[PlannedOp, ...]
+    ) -> None:
+        """A staged edit, to its end, recorded in the audit around it. Idempotent."""
+        row = driver.row
+        if row.id in self._committing or row.state != EditState.STAGED:
+            return
+        self._committing.add(row.id)
+        try:
+            async with self._records.audit.mutation(self._action(row)) as entry:
+                await self._ranges(driver, index, ops)
+                await self._in_turn(driver)
+                entry.outcome(driver.row.state.lower(), **_outcome(driver.row))
+        except ParamdError as error:
+            driver.feed(CallOff(str(error)))
+        finally:
+            self._committing.discard(row.id)
+
+    def look(self, now_s: float) -> None:
+        """Aborts what nobody commits. `now_s` is on the monotonic clock."""
+        for edit_id, driver in list(self.open.items()):
+            waits = driver.machine.state in (EditState.STAGING, EditState.STAGED)
+            late = now_s - driver.touched_s > self._config.staged_s
+            if waits and late and edit_id not in self._committing:
+                driver.feed(CallOff(f"nobody committed it within {self._config.staged_s:g} s"))
+
+    def epoch_ended(self, reason: str) -> None:
+        """The trainers are gone, and what they had agreed on with them."""
+        for driver in self.open.values():
+            driver.feed(EpochEnded(reason))
+
+    async def close(self) -> None:
+        """Stops; what is committed is resolved by the next control plane."""
+        if self._loading is not None:
+            self._loading.cancel()
+            await asyncio.wait({self._loading})
+        for task in list(self._ending):
+            task.cancel()
+        if self._ending:
+            await asyncio.wait(self._ending)
+        for driver in list(self.open.values()):
+            await driver.close()
+
+    def agree_s(self, view: MeshView) -> float:
+        """Time for the trainers to agree, in seconds."""
+        slowest_ns = max((report.state.step_time_ns for report in view.joined), default=0)
+        return self._config.agree_s + 4 * slowest_ns / _NS
+
+    async def _in_turn(self, driver: EditDriver) -> None:
+        async with self._mesh.coordinator.turn() as turn:
+            wanted = driver.row.detail.get("if_step")
+            if wanted is not None and (moved := await self._moved(turn.view, wanted)):
+                driver.feed(CallOff(moved))
+            elif driver.machine.state is EditState.STAGED:
+                machine = driver.machine
+                digests = [machine.manifest_digest, *machine.data_digests]
+                generation = self._mesh.terms.generation
+                token = token_of(generation, turn.number, BoundaryAction.EDIT, digests)
+                driver.reach_s = self.agree_s(turn.view)
+                driver.feed(Commit(turn.number, token))
+            await driver.until()
+
+    async def _moved(self, view: MeshView, wanted: int) -> str:
+        found = await on_all(view, self.calls.state)
+        moved = {rank: one.header.step for rank, one in found.items() if one.header.step != wanted}
+        if not moved:
+            return ""
+        rank = min(moved)
+        return f"if_step is {wanted}, and rank {rank} is at step {moved[rank]}"
+
+    async def _ranges(
+        self, driver: EditDriver, index: NameIndex, ops: tuple[PlannedOp, ...]
+    ) -> None:
+        """Numbers before and after, when they are there in time: an edit waits little for them."""
+        row, config = driver.row, self._config
+        if row.detail.get("before") or not config.range_s or row.size_bytes > config.range_bytes:
+            return
+        view = self._mesh.registry.view()
+        asking = preview_all(self.calls, view, row.id, index, ops, timeout_s=config.range_s)
+        with suppress(ParamdError):
+            driver.describe(**await asking)
+
+    async def _load(self) -> None:
+        while True:
+            with suppress(StoreError):
+                async with self._mesh.coordinator.pause():
+                    rows = await self._records.edits.of_job(self._mesh.job, OPEN_STATES)
+                    resolving = [driver for row in rows if (driver := self._take_up(row))]
+                    for driver in resolving:
+                        await driver.until()
+                        await self._records.audit.event(self._action(driver.row, resolved=True))
+                return
+            await asyncio.sleep(LOAD_AGAIN_S)
+
+    def _take_up(self, row: EditRow) -> EditDriver | None:
+        """The driver of an edit whose fate is to be found out."""
+        if row.epoch > self._mesh.epoch or row.id in self.open:
+            return None
+        driver = self.drive(row, no_data)
+        if row.epoch < self._mesh.epoch:
+            driver.feed(EpochEnded(f"epoch {row.epoch} ended"))
+            return driver
+        if row.state != EditState.COMMITTED:
+            return None
+        self._mesh.coordinator.used(row.boundary)
+        driver.feed(Restarted())
+        return driver
+
+    def _changed(self, row: EditRow) -> None:
+        if row.ended_s is not None and (driver := self.open.pop(row.id, None)) is not None:
+            # What it still does beside, forgetting, comes to its end.
+            task = asyncio.create_task(driver.finish(), name="paramd-edit-end")
+            self._ending.add(task)
+            task.add_done_callback(self._ending.discard)
+        self._told(row)
+
+    def _action(self, row: EditRow, *, resolved: bool = False) -> Action:
+        ops = [
+            {key: value for key, value in one.items() if key != "names"}
+            for one in row.detail.get("ops", [])[:16]
+        ]
+        detail: dict[str, Any] = {"job": row.job, "id": row.id, "ops": ops, "note": row.note}
+        if row.undo_of:
+            detail["undo_of"] = row.undo_of
+        if resolved:
+            detail |= {"state": row.state, **_outcome(row)}
+        return Action(
+            actor=SELF if resolved else row.actor,
+            role="" if resolved else row.role,
+            method="edit.resolve" if resolved else "edit.undo" if row.undo_of else "edit.commit",
+            job=self._records.chain,
+            epoch=row.epoch,
+            step=row.step,
+            detail=detail,
+        )
+
+
+def _outcome(row: EditRow) -> dict[str, Any]:
+    found = {"step": row.step, "before": row.detail.get("before"), "after": row.detail.get("after")}
+    return {**found, "reason": row.reason} if row.reason else found

@@ -55,7 +55,7 @@ async def begin(job: ExportJob) -> None:
         epoch=pinned.epoch,
         layout_digest=digest,
         step=pinned.step,
-        edits=getattr(pinned, "edits", 0),
+        edits=pinned.edits,
         pins=pins,
     )
     job.row = replace(

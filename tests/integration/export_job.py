@@ -1,0 +1,138 @@
+"""A job of `client_job` that exports into a directory, and what tests look at there."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import paramd
+from paramd.mesh.mesh import Mesh
+from paramd.places import job_dir
+from tests.integration.client_job import JOB, Job, running_job
+from tests.integration.test_client import layout, write_arenas
+
+DEADLINE_S = 30.0
+MANIFEST = "paramd-export.json"
+
+
+class ExportingJob:
+    """A job whose control plane knows the destination "checkpoints", and a mesh client."""
+
+    def __init__(self, job: Job, folder: Path, stack: ExitStack) -> None:
+        self.job = job
+        self.folder = folder
+        self.faults = folder.parent / "faults"
+        self.whole = write_arenas(job)
+        job.update()
+        self._stack = stack
+
+    def connect(self) -> Mesh:
+        """A client, to be closed by the caller."""
+        return paramd.connect(self.job.url, self.job.token, job=JOB)
+
+    def arm(self, rank: int, rule: str) -> None:
+        """Has a rank's sidecar strike itself at a named point."""
+        path = self.faults / f"rank-{rank}.sock"
+        part = path.with_suffix(".part")
+        part.write_text(rule)
+        part.replace(path)
+
+    def disarm(self) -> None:
+        """Takes back what has not struck."""
+        for path in self.faults.iterdir():
+            path.unlink()
+
+    def left(self) -> list[str]:
+        """Everything below the destination, hidden files too."""
+        return sorted(
+            str(p.relative_to(self.folder)) for p in self.folder.rglob("*") if p.is_file()
+        )
+
+    def check_whole(self, key: str) -> Mapping[str, Any]:
+        """An export at `key` is there with all its files; its manifest."""
+        found = json.loads((self.folder / key / MANIFEST).read_text())
+        tensors: dict[str, torch.Tensor] = {}
+        for path in (self.folder / key).glob("*.safetensors"):
+            tensors |= load_file(path)
+        assert set(tensors) == set(self.whole)
+        for name, tensor in tensors.items():
+            assert torch.equal(tensor, self.whole[name]), name
+        assert isinstance(found, dict)
+        return found
+
+    def check_nothing(self, key: str) -> None:
+        """Nothing that a reader could take for an export is at `key`."""
+        assert not (self.folder / key / MANIFEST).exists()
+        assert not list((self.folder / key).glob("*.safetensors"))
+
+    def kill_control(self) -> None:
+        """SIGKILL."""
+        self.job.control.kill()
+        self.job.control.wait()
+
+    def restart_control(self) -> None:
+        """Another one at the same addresses."""
+        url, grpc = self.job.url.removeprefix("http://"), self.job.control_address
+        with (job_dir(JOB) / "control.log").open("ab") as log:
+            control = subprocess.Popen(
+                [
+                    *(sys.executable, "-m", "paramd_service.control", "--job", JOB),
+                    *("--listen", url, "--grpc-listen", grpc),
+                ],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=log,
+                text=True,
+            )
+        self._stack.enter_context(control)
+        self._stack.callback(control.kill)
+        assert control.stdin is not None
+        assert control.stdout is not None
+        bootstrap = {
+            "job": JOB,
+            "epoch": self.job.epoch,
+            "world_size": self.job.layout.world_size,
+            "private_key": self.job.private_key.hex(),
+            "token": self.job.token,
+        }
+        control.stdin.write(json.dumps(bootstrap) + "\n")
+        control.stdin.flush()
+        assert json.loads(control.stdout.readline())["url"] == self.job.url
+        self.job.control = control
+
+
+@contextmanager
+def exporting_job(tmp_path: Path, **destinations: str) -> Iterator[ExportingJob]:
+    """The job; everything it started ends with the block."""
+    folder, faults = tmp_path / "checkpoints", tmp_path / "faults"
+    for path in (folder, faults, tmp_path / "state"):
+        path.mkdir()
+    with pytest.MonkeyPatch.context() as patch, ExitStack() as stack:
+        patch.setenv("PARAMD_STATE_DIR", str(tmp_path / "state"))
+        patch.setenv("PARAMD_FAULTS_DIR", str(faults))
+        table = {"checkpoints": str(folder), **destinations}
+        patch.setenv("PARAMD_DESTINATIONS", json.dumps(table))
+        job = stack.enter_context(running_job(layout()))
+        try:
+            yield ExportingJob(job, folder, stack)
+        except BaseException:
+            print((job_dir(JOB) / "control.log").read_text()[-6000:])
+            raise
+
+
+def until(condition: Callable[[], object], what: str) -> None:
+    """Polls until a condition holds."""
+    deadline_s = time.monotonic() + DEADLINE_S
+    while not condition():
+        assert time.monotonic() < deadline_s, f"{what} did not happen within {DEADLINE_S} s"
+        time.sleep(0.02)

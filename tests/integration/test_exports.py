@@ -1,0 +1,209 @@
+"""Exports of real sidecars through a real control plane: whole, or failed with the cause."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx2
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import paramd
+from paramd.errors import ConflictError, DeniedError, NotFoundError, UsageError
+from paramd.mesh.exports import ExportInfo, ExportState
+from paramd.mesh.mesh import Mesh
+from tests.integration.export_job import ExportingJob, exporting_job, until
+
+# Buffers need a boundary, and a job at rest has none.
+PARAMETERS = ("parameters",)
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ExportingJob]:
+    folder = tmp_path_factory.mktemp("exports")
+    tiny, few = folder / "tiny", folder / "few"
+    with exporting_job(
+        folder,
+        tiny=str(tiny),
+        few=str(few),
+        forbidden=str(folder / "forbidden"),
+        away=str(folder / "away"),
+    ) as found:
+        found.job.train(lambda rank, step: None, 0.02)
+        yield found
+
+
+@pytest.fixture
+def mesh(site: ExportingJob) -> Iterator[Mesh]:
+    with site.connect() as found:
+        yield found
+
+
+def failed(mesh: Mesh, destination: str, **options: object) -> str:
+    """The reason of an export that must fail."""
+    export = mesh.export(destination, **options)  # type: ignore[arg-type]
+    with pytest.raises(ConflictError, match="failed"):
+        export.wait(30)
+    assert export.info.state is ExportState.FAILED
+    return export.info.reason
+
+
+def test_a_running_job_is_exported_whole_and_followed(site: ExportingJob, mesh: Mesh) -> None:
+    seen: list[ExportInfo] = []
+    begun = mesh.export("checkpoints/whole", max_shard_size=200, assets=None)
+    done = begun.wait(30, progress=seen.append)
+    assert done.state is ExportState.DONE
+    assert done.written_bytes == done.size_bytes > 0
+    assert [one.state for one in done.files] == ["VERIFIED"] * len(done.files)
+    assert seen[-1] == done
+    manifest = site.check_whole("whole")
+    assert manifest["step"] == done.step
+    # What the control plane tells is what lies there.
+    sizes = {p.name: p.stat().st_size for p in (site.folder / "whole").iterdir()}
+    assert {one.name: one.size_bytes for one in done.files} == sizes
+    ranks = {one.rank for one in done.files if one.name.endswith(".safetensors")}
+    assert ranks == {0, 1}, "both sidecars write"
+
+
+def test_options_reach_the_files(site: ExportingJob, mesh: Mesh, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    export = mesh.export(
+        "checkpoints/options-{step}",
+        dtype="bfloat16",
+        include=PARAMETERS,
+        tied="keep",
+        name_map={"rows": "lines"},
+        assets=tmp_path,
+    )
+    done = export.wait(30)
+    folder = site.folder / f"options-{done.step}"
+    assert done.destination == f"checkpoints/options-{done.step}"
+    tensors = load_file(folder / "model.safetensors")
+    assert tensors["lines"].dtype is torch.bfloat16
+    assert "running" not in tensors, "buffers were not wanted"
+    assert "tied" in tensors
+    assert (folder / "config.json").read_text() == "{}"
+    assert "config.json" in {one.name for one in done.files}
+
+
+def test_what_stands_at_the_key_is_replaced_only_when_asked(site: ExportingJob, mesh: Mesh) -> None:
+    mesh.export("checkpoints/taken").wait(30)
+    before = site.left()
+    assert "overwrite" in failed(mesh, "checkpoints/taken")
+    assert site.left() == before
+    mesh.export("checkpoints/taken", overwrite=True, max_shard_size=200).wait(30)
+    site.check_whole("taken")
+
+
+@pytest.mark.parametrize(
+    "destination",
+    ["nowhere/x", "checkpoints", "checkpoints/../x", "/checkpoints/x", "s3://bucket/x"],
+)
+def test_what_is_no_destination_is_refused_at_once(
+    site: ExportingJob, mesh: Mesh, destination: str
+) -> None:
+    before = len(mesh.exports())
+    with pytest.raises((UsageError, NotFoundError)):
+        mesh.export(destination)
+    assert len(mesh.exports()) == before
+
+
+@pytest.fixture
+def disks(site: ExportingJob) -> Iterator[Path]:
+    """File systems: one too small, one that runs full in the middle, one for reading only."""
+    folder = site.folder.parent
+    options = {"tiny": "size=4k", "few": "size=1m,nr_inodes=6", "forbidden": "ro"}
+    mounted = []
+    try:
+        for name, option in options.items():
+            path = folder / name
+            path.mkdir(exist_ok=True)
+            command = ["mount", "-t", "tmpfs", "-o", option, "tmpfs", str(path)]
+            if subprocess.run(command, capture_output=True, check=False).returncode:
+                pytest.skip("small file systems need the right to mount")
+            mounted.append(path)
+        yield folder
+    finally:
+        for path in mounted:
+            subprocess.run(["umount", str(path)], check=True)
+
+
+def test_a_place_that_forbids_it_fails_with_the_cause(
+    site: ExportingJob, mesh: Mesh, disks: Path
+) -> None:
+    reason = failed(mesh, "forbidden/x")
+    assert "Read-only" in reason, reason
+    assert "away" in failed(mesh, "away/x"), "a root that is no more"
+
+
+def test_a_full_disk_fails_it_and_leaves_nothing(
+    site: ExportingJob, mesh: Mesh, disks: Path
+) -> None:
+    (disks / "tiny" / "filler").write_bytes(bytes(4096))
+    assert "free" in failed(mesh, "tiny/x")
+    reason = failed(mesh, "few/x", max_shard_size=16)
+    assert "space" in reason or "full" in reason, reason
+    for name in ("tiny", "few"):
+        left = [p for p in (disks / name).rglob("*") if p.is_file()]
+        assert [p.name for p in left if p.name != "filler"] == []
+
+
+def test_an_export_is_cancelled_and_leaves_nothing(site: ExportingJob, mesh: Mesh) -> None:
+    process = site.job.ranks[1].process
+    site.arm(1, "export-chunk:stop")
+    export = mesh.export("checkpoints/cancelled", max_shard_size=200)
+    until(lambda: is_stopped(process.pid), "the stop")
+    try:
+        ended = export.cancel()
+    finally:
+        process.send_signal(signal.SIGCONT)
+    assert (ended.state, ended.reason) == (ExportState.CANCELLED, "cancelled by owner")
+    # What the stopped one goes on with finds its place gone.
+    until(lambda: not [one for one in site.left() if "cancelled" in one], "the removal")
+    done = mesh.export("checkpoints/over").wait(30)
+    with pytest.raises(ConflictError):
+        mesh.cancel_export(done.id)
+
+
+def is_stopped(pid: int) -> bool:
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
+
+
+def test_one_id_is_begun_once(site: ExportingJob, mesh: Mesh) -> None:
+    body = {"id": "ab" * 16, "destination": "checkpoints/once"}
+    url = f"{site.job.url}/api/v1/jobs/{mesh.job}/exports"
+    headers = {"authorization": f"Bearer {site.job.token}"}
+    answers = [httpx2.post(url, json=body, headers=headers, trust_env=False) for _ in range(2)]
+    assert [one.status_code for one in answers] == [202, 202]
+    other = {**body, "destination": "checkpoints/another"}
+    refused = httpx2.post(url, json=other, headers=headers, trust_env=False)
+    assert refused.status_code == 409
+    until(lambda: mesh.get_export("ab" * 16).ended, "the end")
+    assert [one.id for one in mesh.exports()].count("ab" * 16) == 1
+
+
+def test_roles_events_metrics_and_audit(site: ExportingJob, mesh: Mesh) -> None:
+    headers = {"authorization": f"Bearer {site.job.token}"}
+    made = httpx2.post(
+        f"{site.job.url}/api/v1/tokens",
+        json={"role": "reader", "name": "somebody"},
+        headers=headers,
+        trust_env=False,
+    ).json()
+    with paramd.connect(site.job.url, made["token"], job=mesh.job) as reader:
+        assert reader.exports()
+        with pytest.raises(DeniedError):
+            reader.export("checkpoints/no")
+    text = httpx2.get(f"{site.job.url}/metrics", headers=headers, trust_env=False).text
+    assert 'paramd_exports_total{job="client-test",state="DONE"}' in text
+    audit = httpx2.get(
+        f"{site.job.url}/api/v1/jobs/{mesh.job}/audit?limit=200",
+        headers=headers,
+        trust_env=False,
+    ).text
+    assert "export.create" in audit
+    assert "export.end" in audit

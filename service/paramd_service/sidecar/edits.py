@@ -55,6 +55,7 @@ class Edits:
         """Edits seen applied by this process."""
         self._page = page
         self._limits = limits
+        self._sweep_s = min(_SWEEP_S, limits.expiry_s)
         self._faults = faults
         self._loop = asyncio.get_running_loop()
         self._entries: dict[str, Entry] = {}
@@ -80,7 +81,7 @@ class Edits:
                 self._undo.keep(entry)
         self.settle()
         self._start(self._warm_up())
-        self._timer = self._loop.call_later(_SWEEP_S, self._timed)
+        self._timer = self._loop.call_later(self._sweep_s, self._timed)
 
     async def begin(self, manifest: pb.EditManifest) -> Entry:
         """The edit of a manifest, with memory reserved; the same id and manifest, the same edit.
@@ -354,7 +355,7 @@ class Edits:
                 self._forget(entry)
 
     def _timed(self) -> None:
-        self._timer = self._loop.call_later(_SWEEP_S, self._timed)
+        self._timer = self._loop.call_later(self._sweep_s, self._timed)
         self.sweep()
 
     def _start(self, work: Coroutine[Any, Any, None]) -> None:

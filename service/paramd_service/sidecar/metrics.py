@@ -83,6 +83,28 @@ def _rank_samples(rank: RankSidecar) -> list[Sample]:
             rank.budget_bytes(state.arena_bytes) if store is not None else 0,
         ),
         Sample("paramd_sidecar_agreement_works", "1 while agreeing", state.agreement_works),
+        *_edit_samples(rank),
+    ]
+
+
+def _edit_samples(rank: RankSidecar) -> list[Sample]:
+    edits = rank.edits if rank.has_edits else None
+    return [
+        Sample(
+            "paramd_sidecar_edits_applied_total",
+            "Edits that this process saw applied",
+            edits.applied_count if edits is not None else 0,
+        ),
+        Sample(
+            "paramd_sidecar_edit_staged_bytes",
+            "Memory of edits that are not applied",
+            edits.staged_bytes if edits is not None else 0,
+        ),
+        Sample(
+            "paramd_sidecar_edit_undo_bytes",
+            "Memory kept to undo applied edits",
+            edits.undo_bytes if edits is not None else 0,
+        ),
     ]
 
 

@@ -23,6 +23,7 @@ from paramd.layout.edit_ops import EditKind, EditOp
 from paramd.layout.regions import full_box, row_major
 from paramd.layout.types import Box
 from paramd.memory.control_page import Word
+from paramd.v1 import sidecar_pb2 as pb
 from paramd_service.sidecar.edit_entry import Phase
 from paramd_service.sidecar.edit_fate import WITHDRAWN_NS
 from paramd_service.sidecar.edit_intake import copy_of
@@ -156,10 +157,10 @@ def test_an_edit_changes_what_its_operations_say_and_undo_puts_back_all_but_sums
                 async with rank.edits() as edits:
                     data = rank.data_of(WHOLE, operands())
                     entry = await stage(edits, rank.manifest(1, WHOLE), data)
-                    assert entry.progress().phase == Phase.STAGED
+                    assert entry.progress().phase == pb.EDIT_PHASE_STAGED
                     assert bytes(rank.arena) == before
                     rank.boundary(edits, entry)
-                    assert entry.progress().phase == Phase.APPLIED
+                    assert entry.progress().phase == pb.EDIT_PHASE_APPLIED
                     assert (entry.edits, entry.stop_ns, entry.undo_refusal) == (1, 7, "")
                     edited = bytes(rank.arena)
                     wanted = expected(world, rank)

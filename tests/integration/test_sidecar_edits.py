@@ -1,0 +1,353 @@
+"""Edits at a real sidecar: staged, applied, told true; also when it is killed in between."""
+
+from __future__ import annotations
+
+import fcntl
+import mmap
+import os
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import grpc
+import pytest
+import torch
+import xxhash
+
+from paramd.layout.edit_ops import EditKind, EditOp
+from paramd.layout.types import Box
+from paramd.memory import handover
+from paramd.memory.control_page import Word
+from paramd.mesh.editing.windows import Windows
+from paramd.tickets import Role
+from paramd.v1 import sidecar_pb2 as pb
+from tests.integration.edit_trainer import (
+    FILL_B,
+    SET_W,
+    W_BYTES,
+    Editing,
+    bytes_of,
+    editing,
+    matrix,
+)
+from tests.integration.sidecar_process import SidecarProcess, sidecar, ticket, wait_until
+
+
+@pytest.fixture(scope="module")
+def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Editing]:
+    """One rank with its sidecar; tests take numbers of edits and boundaries of their own."""
+    directory = tmp_path_factory.mktemp("edits", numbered=True)
+    directory.chmod(0o700)
+    with sidecar(directory / "s") as process, editing(process) as one:
+        # Connected before the first test, which is to leave nothing open.
+        one.call("GetState", pb.GetStateRequest())
+        yield one
+
+
+def refused(
+    code: grpc.StatusCode, words: str, work: object, *args: object, **kwargs: object
+) -> None:
+    with pytest.raises(grpc.RpcError, match=words) as caught:
+        work(*args, **kwargs)  # type: ignore[operator]
+    assert caught.value.code() is code
+
+
+def test_an_edit_goes_from_staged_to_applied_and_back(shared: Editing) -> None:
+    one, page = shared, shared.page
+    before, wanted = one.w.clone(), matrix(1)
+    ops = [*SET_W, *FILL_B]
+    progress = one.stage(one.manifest(0x10, ops), bytes_of(wanted))
+    assert (progress.phase, progress.staged_bytes) == (pb.EDIT_PHASE_STAGED, W_BYTES)
+    assert list(progress.data_digests) == [
+        xxhash.xxh3_128_digest(bytes_of(wanted)),
+        xxhash.xxh3_128_digest(b""),
+    ]
+    found = one.call("PreviewEdit", pb.PreviewEditRequest(edit_id=f"{0x10:032x}"))
+    both = [before, one.b, wanted, torch.full((1000,), 0.5)]
+    for stats, values in zip([*found.before, *found.after], both, strict=True):
+        assert (stats.count, stats.min) == (values.numel(), values.min())
+        assert stats.mean == pytest.approx(float(values.double().mean()))
+    assert torch.equal(one.w, before)
+    answer = one.commit(0x10, 1)
+    assert answer.captured, answer.reason
+    assert torch.equal(one.w, wanted)
+    assert one.b.eq(0.5).all()
+    state = one.call("GetEdit", pb.GetEditRequest(edit_id=f"{0x10:032x}"))
+    assert (state.header.step, state.header.edits) == (page[Word.STEP], 1)
+    assert (state.progress.phase, state.progress.boundary) == (pb.EDIT_PHASE_APPLIED, 1)
+    assert (state.progress.token, state.progress.undo_refusal) == (101, "")
+    assert state.progress.data_digests == progress.data_digests
+    one.stage(one.manifest(0x11, ops, undo_of=f"{0x10:032x}"))
+    undone = one.call("PreviewEdit", pb.PreviewEditRequest(edit_id=f"{0x11:032x}"))
+    assert undone.after[0].mean == pytest.approx(float(before.double().mean()))
+    assert one.commit(0x11, 2).captured
+    assert torch.equal(one.w, before)
+    assert one.b.eq(2).all()
+    assert "undone" in one.progress(0x10).undo_refusal
+    text = one.call("GetMetrics", pb.GetMetricsRequest()).text
+    labels = '{job="job",rank="0"}'
+    assert f"paramd_sidecar_edits_applied_total{labels} 2" in text
+    assert f"paramd_sidecar_edit_staged_bytes{labels} 0" in text
+
+
+def test_only_editors_stage_and_only_the_control_plane_drops(shared: Editing) -> None:
+    one = shared
+    denied = grpc.StatusCode.PERMISSION_DENIED
+    refused(denied, "may not", one.stage, one.manifest(0x20, FILL_B), role=Role.READER)
+    drop = pb.DropEditRequest(edit_id=f"{0x20:032x}")
+    refused(denied, "may not", one.call, "DropEdit", drop, Role.EDITOR)
+    for op in ("stage", "share"):
+        with handover.connect(Path(one.peer.socket_path)) as connection:
+            message = {"op": op, "ticket": ticket(Role.READER), "edit_id": f"{0x20:032x}"}
+            handover.send(connection, message)
+            assert handover.receive(connection)[0]["code"] == "PERMISSION_DENIED"
+
+
+def test_what_is_wrong_with_an_edit_is_said_and_nothing_is_kept(shared: Editing) -> None:
+    one, before = shared, shared.w.clone()
+    data = bytes_of(matrix(2))
+    bad = matrix(2)
+    bad[700, 3] = float("nan")
+    invalid = grpc.StatusCode.INVALID_ARGUMENT
+    refused(invalid, "holds NaN.*element 700003", one.stage, one.manifest(0x30), bytes_of(bad))
+    refused(grpc.StatusCode.NOT_FOUND, "nothing is known", one.progress, 0x30)
+    refused(grpc.StatusCode.NOT_FOUND, "no parameter", one.stage,
+            one.manifest(0x31, [EditOp(fqn="x", kind=EditKind.FILL)]))  # fmt: skip
+    out = [EditOp(fqn="b", box=Box((0,), (1001,)), kind=EditKind.FILL)]
+    refused(invalid, "out of range", one.stage, one.manifest(0x32, out))
+    refused(invalid, "first message", one.call, "StageEdit", iter([pb.StageEditRequest(data=b"x")]))
+    stale = one.manifest(0x33, FILL_B)
+    stale.epoch = 7
+    refused(grpc.StatusCode.FAILED_PRECONDITION, "epoch 7", one.stage, stale)
+    one.stage(one.manifest(0x34, FILL_B))
+    other = one.manifest(0x34, FILL_B, reset_moments=True)
+    refused(grpc.StatusCode.ALREADY_EXISTS, "another content", one.stage, other)
+    refused(grpc.StatusCode.FAILED_PRECONDITION, "not applied", one.stage,
+            one.manifest(0x35, FILL_B, undo_of=f"{0x34:032x}"))  # fmt: skip
+    assert one.stage(one.manifest(0x36), data[: 2 << 20]).phase == pb.EDIT_PHASE_STAGING
+    refused(grpc.StatusCode.FAILED_PRECONDITION, "not complete", one.reach(0x36, 90).result)
+    for number in (0x34, 0x36, 0x36):
+        one.call("DropEdit", pb.DropEditRequest(edit_id=f"{number:032x}"))
+    assert torch.equal(one.w, before)
+
+
+def test_a_broken_chunk_costs_itself_and_staging_goes_on_behind_the_last_good_one(
+    shared: Editing,
+) -> None:
+    one, data = shared, bytes_of(matrix(3))
+    manifest = one.manifest(0x40)
+    refused(grpc.StatusCode.DATA_LOSS, "XXH3", one.stage, manifest, data, spoil=2)
+    progress = one.progress(0x40)
+    assert (progress.phase, progress.staged_bytes) == (pb.EDIT_PHASE_STAGING, 2 << 20)
+    assert not progress.data_digests
+    refused(grpc.StatusCode.INVALID_ARGUMENT, "go on there", one.stage, manifest, data, 3 << 20)
+    progress = one.stage(manifest, data, progress.staged_bytes)
+    assert progress.phase == pb.EDIT_PHASE_STAGED
+    assert progress.data_digests == [xxhash.xxh3_128_digest(data)]
+    assert one.stage(manifest, data) == progress
+    one.call("DropEdit", pb.DropEditRequest(edit_id=f"{0x40:032x}"))
+
+
+def test_clients_that_stage_at_once_do_not_mix(shared: Editing) -> None:
+    one = shared
+    with ThreadPoolExecutor(3) as threads:
+        found = [
+            threads.submit(one.stage, one.manifest(0x50 + n), bytes_of(matrix(n))) for n in (0, 1)
+        ]
+        found.append(threads.submit(one.stage, one.manifest(0x50), bytes_of(matrix(0))))
+        staged = [future.result() for future in found[:2] if future.exception() is None]
+        again = found[2].exception()
+    # The two of one id may overtake each other; who is behind is told where to go on.
+    assert again is None or "go on there" in str(again) or len(staged) < 2
+    for n in (0, 1):
+        progress = one.progress(0x50 + n)
+        data = bytes_of(matrix(n))
+        progress = one.stage(one.manifest(0x50 + n), data, progress.staged_bytes)
+        assert progress.data_digests == [xxhash.xxh3_128_digest(data)]
+        one.call("DropEdit", pb.DropEditRequest(edit_id=f"{0x50 + n:032x}"))
+
+
+def test_what_a_client_writes_into_its_windows_later_reaches_nobody(shared: Editing) -> None:
+    one, wanted = shared, matrix(5)
+    data, over = bytes_of(wanted), threading.Event()
+    one.stage(one.manifest(0x60))
+    windows = Windows.open(one.peer, ticket(Role.EDITOR), f"{0x60:032x}")
+    names = {int(name): link_of(name) for name in os.listdir("/proc/self/fd")}
+    (descriptor,) = (fd for fd, name in names.items() if name.startswith("/memfd:paramd-windows"))
+    held = os.dup(descriptor)
+    memory = mmap.mmap(held, 0)
+    try:
+        for size in (0, 4096, len(memory) * 2):
+            with pytest.raises(PermissionError):
+                os.ftruncate(held, size)
+        assert fcntl.fcntl(held, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SEAL
+
+        def attack() -> None:
+            while not over.is_set():
+                memory[-4096:] = b"\xff" * 4096
+
+        def parts() -> Iterator[memoryview]:
+            for at in range(0, len(data), 100_000):
+                yield memoryview(data)[at : at + 100_000]
+
+        told: list[int] = []
+        windows.send(parts(), told.append)
+        assert sum(told) == len(data)
+        assert one.progress(0x60).phase == pb.EDIT_PHASE_STAGED
+        thread = threading.Thread(target=attack)
+        thread.start()
+        try:
+            memory[:] = b"\xff" * len(memory)
+            assert one.commit(0x60, 60).captured
+        finally:
+            over.set()
+            thread.join()
+        assert torch.equal(one.w, wanted)
+        assert one.progress(0x60).data_digests == [xxhash.xxh3_128_digest(data)]
+    finally:
+        windows.close()
+        memory.close()
+        os.close(held)
+
+
+def link_of(descriptor: str) -> str:
+    try:
+        return os.readlink(f"/proc/self/fd/{descriptor}")
+    except OSError:
+        return ""
+
+
+def test_bytes_that_change_in_a_window_are_verified_as_they_were_taken(shared: Editing) -> None:
+    one = shared
+    one.stage(one.manifest(0x70))
+    with handover.connect(Path(one.peer.socket_path), timeout_s=20) as connection:
+        message = {"op": "stage", "ticket": ticket(Role.EDITOR), "edit_id": f"{0x70:032x}"}
+        handover.send(connection, message)
+        answer, (descriptor,) = handover.receive(connection)
+        size = answer["window_bytes"]
+        for index in (-1, 4, "0", None):
+            handover.send(connection, {"op": "window", "index": index, "offset_bytes": 0,
+                                       "size_bytes": 64})  # fmt: skip
+            assert handover.receive(connection)[0]["code"] == "INVALID_ARGUMENT"
+        # Numbers race with NaN while they are taken: whichever came, the verdict is of those.
+        stop = threading.Event()
+        memory = mmap.mmap(descriptor, 0)
+
+        def race() -> None:
+            while not stop.is_set():
+                memory[size - 4 : size] = b"\x00\x00\xc0\x7f"
+                memory[size - 4 : size] = b"\x00\x00\x80\x3f"
+
+        thread = threading.Thread(target=race)
+        thread.start()
+        try:
+            handover.send(connection, {"op": "window", "index": 0, "offset_bytes": 0,
+                                       "size_bytes": size})  # fmt: skip
+            answer, _ = handover.receive(connection)
+        finally:
+            stop.set()
+            thread.join()
+            memory.close()
+            os.close(descriptor)
+        if answer["op"] == "taken":
+            staged = one.progress(0x70)
+            assert staged.staged_bytes == size
+            rest = bytes_of(matrix(0))[size:]
+            assert one.stage(one.manifest(0x70), bytes(size) + rest, size).data_digests
+            assert one.commit(0x70, 70).captured
+            assert bool(torch.isfinite(one.w).all())
+        else:
+            assert "NaN" in answer["message"]
+            refused(grpc.StatusCode.NOT_FOUND, "nothing is known", one.progress, 0x70)
+
+
+def test_a_replica_of_the_same_host_takes_the_data_from_its_peer(tmp_path: Path) -> None:
+    tmp_path.chmod(0o700)
+    with (
+        sidecar(tmp_path, rank=0) as first,
+        sidecar(tmp_path, rank=1) as second,
+        editing(first, world_size=2, meets=False) as zero,
+        editing(second, rank=1, world_size=2, meets=False) as one,
+    ):
+        for each in (zero, one):
+            each.meet([zero, one])
+        wanted = matrix(8)
+        manifest = zero.manifest(1)
+        zero.stage(manifest, bytes_of(wanted)[: 1 << 20])
+        refused(grpc.StatusCode.FAILED_PRECONDITION, "only what is STAGED", one.stage, manifest,
+                copy_from_rank=0)  # fmt: skip
+        staged = zero.stage(manifest, bytes_of(wanted), 1 << 20)
+        copied = one.stage(manifest, copy_from_rank=0)
+        assert copied.phase == pb.EDIT_PHASE_STAGED
+        assert copied.data_digests == staged.data_digests
+        assert one.commit(1, 1).captured
+        assert torch.equal(one.w, wanted)
+        refused(grpc.StatusCode.INVALID_ARGUMENT, "no other rank", one.stage, one.manifest(2),
+                copy_from_rank=5)  # fmt: skip
+
+
+@pytest.mark.parametrize("point", ["edit-staging", "edit-staged", "edit-ready", "edit-applied"])
+def test_a_successor_of_a_killed_sidecar_tells_the_truth(tmp_path: Path, point: str) -> None:
+    tmp_path.chmod(0o700)
+    wanted = matrix(9)
+    data = bytes_of(wanted)
+    with sidecar(tmp_path, faults=f"{point}:kill") as process, editing(process) as one:
+        before, manifest = one.w.clone(), one.manifest(1)
+        with pytest.raises(grpc.RpcError):
+            go_through(one, manifest, data)
+        process.process.wait(timeout=10)
+        assert torch.equal(one.w, wanted if point == "edit-applied" else before)
+        successor = SidecarProcess(tmp_path)
+        try:
+            successor.wait_until_started()
+            with editing(successor, back=one.trainer.fds) as again:
+                finish(again, point, manifest, data, before)
+        finally:
+            successor.end()
+
+
+def go_through(one: Editing, manifest: pb.EditManifest, data: bytes) -> None:
+    """An edit from its begin to what its sidecar tells of its end."""
+    one.stage(manifest, data)
+    assert one.commit(1, 1).captured
+    one.progress(1)
+
+
+def finish(
+    one: Editing, point: str, manifest: pb.EditManifest, data: bytes, before: torch.Tensor
+) -> None:
+    """What the successor says, and that it can go on from there to the same end."""
+    number = 1
+    if point == "edit-staging":
+        refused(grpc.StatusCode.NOT_FOUND, "nothing is known", one.progress, 1)
+        assert one.stage(manifest, data).phase == pb.EDIT_PHASE_STAGED
+    elif point != "edit-applied":
+        # Where it was ready, no trainer has seen the request: READY is written after it.
+        wait_until(lambda: one.progress(1).phase == pb.EDIT_PHASE_STAGED, "it is staged")
+        number = 2
+    progress = one.progress(1)
+    assert progress.data_digests == [xxhash.xxh3_128_digest(data)]
+    if point != "edit-applied":
+        assert one.commit(1, number).captured
+        progress = one.progress(1)
+    assert (progress.phase, progress.boundary) == (pb.EDIT_PHASE_APPLIED, number)
+    assert bytes_of(one.w) == data
+    one.stage(one.manifest(2, undo_of=manifest.edit_id))
+    assert one.commit(2, number + 1).captured
+    assert torch.equal(one.w, before)
+
+
+def test_staged_edits_expire(tmp_path: Path) -> None:
+    tmp_path.chmod(0o700)
+    with sidecar(tmp_path, "--edit-expiry-s", "0.05") as process, editing(process) as one:
+        one.stage(one.manifest(1, FILL_B))
+
+        def gone() -> bool:
+            try:
+                one.progress(1)
+            except grpc.RpcError as error:
+                return error.code() is grpc.StatusCode.NOT_FOUND
+            return False
+
+        wait_until(gone, "the edit expires")

@@ -5,16 +5,21 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 FAST_TESTS := tests/unit tests/contract
-ALL_TESTS := $(FAST_TESTS) tests/integration tests/multiprocess
+ALL_TESTS := $(FAST_TESTS) tests/integration tests/multiprocess tests/web
 MINUTES ?= 10
 
 .DEFAULT_GOAL := help
-.PHONY: help system setup demo test verify fix bench soak protos surface clean
+.PHONY: help system setup web page web-test web-types screenshot demo test verify fix bench soak protos surface clean
+
+WEB := client/web
+MODULES := $(WEB)/node_modules/.installed
+PAGE := service/paramd_service/control/web/index.html
+NPM := $(shell command -v npm 2>/dev/null)
 
 help: ## list the targets
-	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-9s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
-system: ## what tests need of the operating system: PostgreSQL (Debian; installs it when root)
+system: ## what tests need of the operating system: PostgreSQL, Chromium (Debian; installs them when root)
 	@if ls /usr/lib/postgresql/*/bin/initdb >/dev/null 2>&1; then \
 		echo "PostgreSQL is installed"; \
 	elif [ "$$(id -u)" = 0 ]; then \
@@ -22,6 +27,14 @@ system: ## what tests need of the operating system: PostgreSQL (Debian; installs
 			apt-get install -y -qq --no-install-recommends postgresql; \
 	else \
 		echo "PostgreSQL is missing; run: sudo make system" >&2; exit 1; \
+	fi
+	@if command -v chromium >/dev/null 2>&1; then \
+		echo "Chromium is installed"; \
+	elif [ "$$(id -u)" = 0 ]; then \
+		apt-get update -qq && DEBIAN_FRONTEND=noninteractive \
+			apt-get install -y -qq --no-install-recommends chromium; \
+	else \
+		echo "Chromium is missing; run: sudo make system" >&2; exit 1; \
 	fi
 
 setup: $(STAMP) ## make .venv and install paramd with everything to build and test it
@@ -34,10 +47,36 @@ $(STAMP): pyproject.toml constraints.txt
 		"$$(grep '^torch==' constraints.txt)" -c constraints.txt -e '.[dev]'
 	touch $@
 
+web: $(PAGE) ## build the dashboard into the package (Node 20.19 or newer)
+
+$(MODULES): $(WEB)/package-lock.json
+	cd $(WEB) && npm ci --silent && touch node_modules/.installed
+
+$(PAGE): $(MODULES) $(WEB)/index.html $(WEB)/vite.config.ts $(shell find $(WEB)/src $(WEB)/public -type f)
+	cd $(WEB) && npm run --silent build
+	touch $@
+
+page: ## the same, where npm is; without it the control plane says how to build the page
+ifdef NPM
+	@$(MAKE) --no-print-directory web
+else
+	@echo "npm is missing: the dashboard is not built, its tests are skipped"
+endif
+
+web-test: $(MODULES) ## types, unit tests of the dashboard
+	cd $(WEB) && npm run --silent check && npm run --silent test
+
+web-types: setup $(MODULES) ## write openapi.json and the dashboard's types again, after a wanted change
+	$(BIN)/python -m tests.contract.openapi_document
+	cd $(WEB) && npm run --silent types
+
+screenshot: setup web ## the README's pictures, of a real training
+	$(BIN)/python -m benchmarks.screenshot
+
 demo: setup ## train a small GPT on 2 ranks and look into it
 	$(BIN)/paramd demo
 
-test: system setup ## all tests, with real processes (under 10 minutes on 2 cores)
+test: system setup page $(if $(NPM),web-test) ## all tests, with real processes (under 10 minutes on 2 cores)
 	$(BIN)/pytest -q -n 2 --dist worksteal $(ALL_TESTS)
 
 verify: setup ## style, types, import rules, protos, fast tests
@@ -69,5 +108,5 @@ soak: setup ## long runs with random faults: make soak MINUTES=60 [SEED=n]
 	$(BIN)/python -m tests.soak --minutes $(MINUTES) $(if $(SEED),--seed $(SEED))
 
 clean: ## remove what was built, not the environments
-	rm -rf build dist .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis
+	rm -rf build dist service/paramd_service/control/web .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis
 	find client service tests benchmarks examples protos -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -146,6 +146,7 @@ function Side(props: {
             key={each}
             href={placeHash({ job, view: each, query: {} })}
             aria-current={each === view ? "page" : undefined}
+            ref={each === view ? showLink : undefined}
           >
             {TITLES[each]}
             {each === "mesh" && summary && summary.state !== "ok" && (
@@ -178,6 +179,11 @@ function Side(props: {
       </div>
     </div>
   );
+}
+
+/** On a phone the views lie in a row that scrolls. */
+function showLink(link: HTMLAnchorElement | null): void {
+  link?.scrollIntoView({ block: "nearest", inline: "nearest" });
 }
 
 /** The page says so when what it shows is no longer being told. */

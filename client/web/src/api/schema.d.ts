@@ -24,6 +24,26 @@ export interface paths {
         patch?: never;
         trace?: never;
     };
+    "/api/v1/destinations": {
+        parameters: {
+            query?: never;
+            header?: never;
+            path?: never;
+            cookie?: never;
+        };
+        /**
+         * List Destinations
+         * @description Names and kinds of the places that exports may go to; never where they lead.
+         */
+        get: operations["list_destinations"];
+        put?: never;
+        post?: never;
+        delete?: never;
+        options?: never;
+        head?: never;
+        patch?: never;
+        trace?: never;
+    };
     "/api/v1/jobs": {
         parameters: {
             query?: never;
@@ -147,6 +167,118 @@ export interface paths {
         put?: never;
         post?: never;
         delete?: never;
+        options?: never;
+        head?: never;
+        patch?: never;
+        trace?: never;
+    };
+    "/api/v1/jobs/{job}/export-assets": {
+        parameters: {
+            query?: never;
+            header?: never;
+            path?: never;
+            cookie?: never;
+        };
+        get?: never;
+        put?: never;
+        /**
+         * Store Export Asset
+         * @description Send a part of a small file that is to be copied beside an export. Idempotent.
+         */
+        post: operations["store_export_asset"];
+        delete?: never;
+        options?: never;
+        head?: never;
+        patch?: never;
+        trace?: never;
+    };
+    "/api/v1/jobs/{job}/export-schedules": {
+        parameters: {
+            query?: never;
+            header?: never;
+            path?: never;
+            cookie?: never;
+        };
+        /**
+         * List Schedules
+         * @description Schedules in force, oldest first.
+         */
+        get: operations["list_schedules"];
+        put?: never;
+        /**
+         * Create Schedule
+         * @description Have exports begin by themselves, from now on. Idempotent with an id.
+         */
+        post: operations["create_schedule"];
+        delete?: never;
+        options?: never;
+        head?: never;
+        patch?: never;
+        trace?: never;
+    };
+    "/api/v1/jobs/{job}/export-schedules/{schedule}": {
+        parameters: {
+            query?: never;
+            header?: never;
+            path?: never;
+            cookie?: never;
+        };
+        get?: never;
+        put?: never;
+        post?: never;
+        /**
+         * Delete Schedule
+         * @description End a schedule. What it exported stays; an export under way goes on.
+         */
+        delete: operations["delete_schedule"];
+        options?: never;
+        head?: never;
+        patch?: never;
+        trace?: never;
+    };
+    "/api/v1/jobs/{job}/exports": {
+        parameters: {
+            query?: never;
+            header?: never;
+            path?: never;
+            cookie?: never;
+        };
+        /**
+         * List Exports
+         * @description Exports of the job, newest first, without their files.
+         */
+        get: operations["list_exports"];
+        put?: never;
+        /**
+         * Create Export
+         * @description Begin an export of one step; follow it with get_export. Idempotent with an id.
+         */
+        post: operations["create_export"];
+        delete?: never;
+        options?: never;
+        head?: never;
+        patch?: never;
+        trace?: never;
+    };
+    "/api/v1/jobs/{job}/exports/{export}": {
+        parameters: {
+            query?: never;
+            header?: never;
+            path?: never;
+            cookie?: never;
+        };
+        /**
+         * Get Export
+         * @description One export with its files, as it stands now.
+         */
+        get: operations["get_export"];
+        put?: never;
+        post?: never;
+        /**
+         * Cancel Export
+         * @description End an export; what it wrote is removed. Idempotent; refused once it is over.
+         */
+        delete: operations["cancel_export"];
         options?: never;
         head?: never;
         patch?: never;
@@ -604,6 +736,42 @@ export interface components {
             watch: boolean;
         };
         /**
+         * AssetDocument
+         * @description A small file as far as it has come.
+         */
+        AssetDocument: {
+            /** Name */
+            name: string;
+            /** Size Bytes */
+            size_bytes: number;
+        };
+        /**
+         * AssetRequest
+         * @description A part of a small file that is to be copied beside an export.
+         */
+        AssetRequest: {
+            /**
+             * Data
+             * @description Base64, at most 512 KiB of bytes
+             */
+            data: string;
+            /**
+             * Name
+             * @description A plain file name
+             */
+            name: string;
+            /**
+             * Offset Bytes
+             * @description Where the part begins
+             */
+            offset_bytes: number;
+            /**
+             * Owner
+             * @description Id of the export or schedule that will be created
+             */
+            owner: string;
+        };
+        /**
          * AuditPage
          * @description A page of one chain.
          */
@@ -719,6 +887,27 @@ export interface components {
             time_ms: number;
         };
         /**
+         * DestinationDocument
+         * @description A place that exports may go to.
+         */
+        DestinationDocument: {
+            /**
+             * Kind
+             * @description "directory" or "s3"
+             */
+            kind: string;
+            /** Name */
+            name: string;
+        };
+        /**
+         * DestinationList
+         * @description Destinations that the operator has configured; never where they lead.
+         */
+        DestinationList: {
+            /** Destinations */
+            destinations: components["schemas"]["DestinationDocument"][];
+        };
+        /**
          * EpochDocument
          * @description One incarnation of a job.
          */
@@ -755,6 +944,194 @@ export interface components {
         EpochList: {
             /** Epochs */
             epochs: components["schemas"]["EpochDocument"][];
+        };
+        /**
+         * ExportDocument
+         * @description One export.
+         */
+        ExportDocument: {
+            /**
+             * Actor
+             * @description Who asked for it, by the name of the token
+             */
+            actor: string;
+            /**
+             * Created S
+             * @description Seconds since the Unix epoch
+             */
+            created_s: number;
+            /** Destination */
+            destination: string;
+            /**
+             * Ended S
+             * @description Seconds since the Unix epoch; null: it goes on
+             */
+            ended_s: number | null;
+            /**
+             * Epoch
+             * @description 0 while no step is pinned
+             */
+            epoch: number;
+            /**
+             * Files
+             * @description Left out of lists
+             */
+            files: components["schemas"]["ExportFileDocument"][];
+            /** Format */
+            format: string;
+            /** Id */
+            id: string;
+            /** Job */
+            job: string;
+            /**
+             * Reason
+             * @description Why it failed or was cancelled
+             */
+            reason: string;
+            /**
+             * Removed
+             * @description The schedule's retention has removed it
+             */
+            removed: boolean;
+            /**
+             * Schedule
+             * @description Id of the schedule that began it; empty: somebody did
+             */
+            schedule: string;
+            /** Size Bytes */
+            size_bytes: number;
+            /**
+             * State
+             * @description PLANNED, RUNNING, VERIFYING, DONE, FAILED or CANCELLED
+             */
+            state: string;
+            /**
+             * Step
+             * @description -1 while no step is pinned
+             */
+            step: number;
+            /** Written Bytes */
+            written_bytes: number;
+        };
+        /**
+         * ExportFileDocument
+         * @description One file of an export.
+         */
+        ExportFileDocument: {
+            /**
+             * Checksum
+             * @description XXH3, 128 bit, hexadecimal; empty while it is not whole
+             */
+            checksum: string;
+            /** Name */
+            name: string;
+            /**
+             * Rank
+             * @description Whose sidecar writes it, or shall; -1: not known yet
+             */
+            rank: number;
+            /** Size Bytes */
+            size_bytes: number;
+            /**
+             * State
+             * @description WAITING, WRITING, WRITTEN or VERIFIED
+             */
+            state: string;
+            /** Written Bytes */
+            written_bytes: number;
+        };
+        /**
+         * ExportList
+         * @description Exports of a job, newest first.
+         */
+        ExportList: {
+            /** Exports */
+            exports: components["schemas"]["ExportDocument"][];
+            /**
+             * Next Page Token
+             * @description Ask with it for the next page; empty at the end
+             */
+            next_page_token: string;
+        };
+        /**
+         * ExportRequest
+         * @description An export. Sent twice with the same id it is begun once.
+         */
+        ExportRequest: {
+            /**
+             * Assets
+             * @description Files sent with store_export_asset, copied beside
+             * @default []
+             */
+            assets: string[];
+            /**
+             * Destination
+             * @description Name of a destination, "/", relative key
+             */
+            destination: string;
+            /**
+             * Dtype
+             * @description Cast floating tensors to it; null keeps each one's own
+             */
+            dtype?: ("float64" | "float32" | "float16" | "bfloat16") | null;
+            /**
+             * Format
+             * @default safetensors
+             * @enum {string}
+             */
+            format: "safetensors" | "dcp";
+            /**
+             * Id
+             * @description 32 hexadecimal digits; null: the control plane's
+             */
+            id?: string | null;
+            /**
+             * Include
+             * @default [
+             *       "parameters",
+             *       "buffers"
+             *     ]
+             */
+            include: ("parameters" | "buffers" | "optimizer")[];
+            /**
+             * Max Shard Size
+             * @description Most bytes of tensors in one file, such as "2GiB"
+             * @default 5GB
+             */
+            max_shard_size: string;
+            /**
+             * Name Map
+             * @description Names in the model to names in the files; one "*" each
+             * @default {}
+             */
+            name_map: {
+                [key: string]: string;
+            };
+            /**
+             * Overwrite
+             * @description What stands at the key may be replaced
+             * @default false
+             */
+            overwrite: boolean;
+            /**
+             * Tied
+             * @description Tied tensors once, or under each of their names
+             * @default drop
+             * @enum {string}
+             */
+            tied: "drop" | "keep";
+            /**
+             * Timeout S
+             * @description It fails after so many seconds
+             * @default 3600
+             */
+            timeout_s: number;
+            /**
+             * Verify
+             * @description Read everything back before it becomes visible
+             * @default true
+             */
+            verify: boolean;
         };
         /**
          * HeatmapDocument
@@ -1624,6 +2001,148 @@ export interface components {
             rank_tickets: string[];
         };
         /**
+         * ScheduleDocument
+         * @description A schedule in force.
+         */
+        ScheduleDocument: {
+            /** Actor */
+            actor: string;
+            /** Created S */
+            created_s: number;
+            /** Deleted S */
+            deleted_s: number | null;
+            /** Destination */
+            destination: string;
+            /** Every S */
+            every_s: number | null;
+            /** Every Steps */
+            every_steps: number | null;
+            /** Format */
+            format: string;
+            /** Id */
+            id: string;
+            /** Job */
+            job: string;
+            /** Keep Every */
+            keep_every: number | null;
+            /** Keep Last */
+            keep_last: number | null;
+            /** Last S */
+            last_s: number;
+            /**
+             * Last Step
+             * @description Step of the last occasion, or of the schedule's making
+             */
+            last_step: number;
+            /**
+             * Skipped Count
+             * @description Occasions that came while an export ran
+             */
+            skipped_count: number;
+        };
+        /**
+         * ScheduleList
+         * @description Schedules in force, oldest first.
+         */
+        ScheduleList: {
+            /** Schedules */
+            schedules: components["schemas"]["ScheduleDocument"][];
+        };
+        /**
+         * ScheduleRequest
+         * @description Exports that begin by themselves; exactly one of every_steps and every_s.
+         */
+        ScheduleRequest: {
+            /**
+             * Assets
+             * @description Files sent with store_export_asset, copied beside
+             * @default []
+             */
+            assets: string[];
+            /**
+             * Destination
+             * @description Name of a destination, "/", relative key
+             */
+            destination: string;
+            /**
+             * Dtype
+             * @description Cast floating tensors to it; null keeps each one's own
+             */
+            dtype?: ("float64" | "float32" | "float16" | "bfloat16") | null;
+            /**
+             * Every S
+             * @description Seconds from begin to begin
+             */
+            every_s?: number | null;
+            /**
+             * Every Steps
+             * @description At, or soon after, each multiple
+             */
+            every_steps?: number | null;
+            /**
+             * Format
+             * @default safetensors
+             * @enum {string}
+             */
+            format: "safetensors" | "dcp";
+            /**
+             * Id
+             * @description 32 hexadecimal digits; null: the control plane's
+             */
+            id?: string | null;
+            /**
+             * Include
+             * @default [
+             *       "parameters",
+             *       "buffers"
+             *     ]
+             */
+            include: ("parameters" | "buffers" | "optimizer")[];
+            /**
+             * Keep Every
+             * @description And every so many-th beside them
+             */
+            keep_every?: number | null;
+            /**
+             * Keep Last
+             * @description The newest so many stay; null: all
+             */
+            keep_last?: number | null;
+            /**
+             * Max Shard Size
+             * @description Most bytes of tensors in one file, such as "2GiB"
+             * @default 5GB
+             */
+            max_shard_size: string;
+            /**
+             * Name Map
+             * @description Names in the model to names in the files; one "*" each
+             * @default {}
+             */
+            name_map: {
+                [key: string]: string;
+            };
+            /**
+             * Tied
+             * @description Tied tensors once, or under each of their names
+             * @default drop
+             * @enum {string}
+             */
+            tied: "drop" | "keep";
+            /**
+             * Timeout S
+             * @description It fails after so many seconds
+             * @default 3600
+             */
+            timeout_s: number;
+            /**
+             * Verify
+             * @description Read everything back before it becomes visible
+             * @default true
+             */
+            verify: boolean;
+        };
+        /**
          * SessionDocument
          * @description Who asks, and what this control plane lets them do.
          * @example {
@@ -1892,10 +2411,18 @@ export interface components {
 }
 export type AlertDocument = components['schemas']['AlertDocument'];
 export type AlertPage = components['schemas']['AlertPage'];
+export type AssetDocument = components['schemas']['AssetDocument'];
+export type AssetRequest = components['schemas']['AssetRequest'];
 export type AuditPage = components['schemas']['AuditPage'];
 export type AuditRecord = components['schemas']['AuditRecord'];
+export type DestinationDocument = components['schemas']['DestinationDocument'];
+export type DestinationList = components['schemas']['DestinationList'];
 export type EpochDocument = components['schemas']['EpochDocument'];
 export type EpochList = components['schemas']['EpochList'];
+export type ExportDocument = components['schemas']['ExportDocument'];
+export type ExportFileDocument = components['schemas']['ExportFileDocument'];
+export type ExportList = components['schemas']['ExportList'];
+export type ExportRequest = components['schemas']['ExportRequest'];
 export type HeatmapDocument = components['schemas']['HeatmapDocument'];
 export type HeldDocument = components['schemas']['HeldDocument'];
 export type HistogramDocument = components['schemas']['HistogramDocument'];
@@ -1922,6 +2449,9 @@ export type RankList = components['schemas']['RankList'];
 export type RankPinDocument = components['schemas']['RankPinDocument'];
 export type RankSnapshots = components['schemas']['RankSnapshots'];
 export type RegisteredJob = components['schemas']['RegisteredJob'];
+export type ScheduleDocument = components['schemas']['ScheduleDocument'];
+export type ScheduleList = components['schemas']['ScheduleList'];
+export type ScheduleRequest = components['schemas']['ScheduleRequest'];
 export type SessionDocument = components['schemas']['SessionDocument'];
 export type SnapshotList = components['schemas']['SnapshotList'];
 export type SnapshotRequest = components['schemas']['SnapshotRequest'];
@@ -1957,6 +2487,26 @@ export interface operations {
                 };
                 content: {
                     "application/json": components["schemas"]["AuditPage"];
+                };
+            };
+        };
+    };
+    list_destinations: {
+        parameters: {
+            query?: never;
+            header?: never;
+            path?: never;
+            cookie?: never;
+        };
+        requestBody?: never;
+        responses: {
+            /** @description Successful Response */
+            200: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["DestinationList"];
                 };
             };
         };
@@ -2133,6 +2683,215 @@ export interface operations {
                 };
                 content: {
                     "text/event-stream": unknown;
+                };
+            };
+        };
+    };
+    store_export_asset: {
+        parameters: {
+            query?: never;
+            header?: never;
+            path: {
+                /** @example my-run */
+                job: string;
+            };
+            cookie?: never;
+        };
+        requestBody: {
+            content: {
+                "application/json": components["schemas"]["AssetRequest"];
+            };
+        };
+        responses: {
+            /** @description Successful Response */
+            200: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["AssetDocument"];
+                };
+            };
+        };
+    };
+    list_schedules: {
+        parameters: {
+            query?: never;
+            header?: never;
+            path: {
+                /** @example my-run */
+                job: string;
+            };
+            cookie?: never;
+        };
+        requestBody?: never;
+        responses: {
+            /** @description Successful Response */
+            200: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["ScheduleList"];
+                };
+            };
+        };
+    };
+    create_schedule: {
+        parameters: {
+            query?: never;
+            header?: never;
+            path: {
+                /** @example my-run */
+                job: string;
+            };
+            cookie?: never;
+        };
+        requestBody: {
+            content: {
+                "application/json": components["schemas"]["ScheduleRequest"];
+            };
+        };
+        responses: {
+            /** @description Successful Response */
+            201: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["ScheduleDocument"];
+                };
+            };
+        };
+    };
+    delete_schedule: {
+        parameters: {
+            query?: never;
+            header?: never;
+            path: {
+                /** @example my-run */
+                job: string;
+                /** @description As create_schedule named it */
+                schedule: string;
+            };
+            cookie?: never;
+        };
+        requestBody?: never;
+        responses: {
+            /** @description Successful Response */
+            200: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["ScheduleDocument"];
+                };
+            };
+        };
+    };
+    list_exports: {
+        parameters: {
+            query?: {
+                /** @description Only those in this state; empty: all */
+                state?: "" | "PLANNED" | "RUNNING" | "VERIFYING" | "DONE" | "FAILED" | "CANCELLED";
+                /** @description Exports on a page */
+                limit?: number;
+                /** @description From the page before */
+                page_token?: string;
+            };
+            header?: never;
+            path: {
+                /** @example my-run */
+                job: string;
+            };
+            cookie?: never;
+        };
+        requestBody?: never;
+        responses: {
+            /** @description Successful Response */
+            200: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["ExportList"];
+                };
+            };
+        };
+    };
+    create_export: {
+        parameters: {
+            query?: never;
+            header?: never;
+            path: {
+                /** @example my-run */
+                job: string;
+            };
+            cookie?: never;
+        };
+        requestBody: {
+            content: {
+                "application/json": components["schemas"]["ExportRequest"];
+            };
+        };
+        responses: {
+            /** @description Successful Response */
+            202: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["ExportDocument"];
+                };
+            };
+        };
+    };
+    get_export: {
+        parameters: {
+            query?: never;
+            header?: never;
+            path: {
+                /** @example my-run */
+                job: string;
+                /** @description As create_export named it */
+                export: string;
+            };
+            cookie?: never;
+        };
+        requestBody?: never;
+        responses: {
+            /** @description Successful Response */
+            200: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["ExportDocument"];
+                };
+            };
+        };
+    };
+    cancel_export: {
+        parameters: {
+            query?: never;
+            header?: never;
+            path: {
+                /** @example my-run */
+                job: string;
+                /** @description As create_export named it */
+                export: string;
+            };
+            cookie?: never;
+        };
+        requestBody?: never;
+        responses: {
+            /** @description Successful Response */
+            200: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["ExportDocument"];
                 };
             };
         };

@@ -1,0 +1,137 @@
+import { describe, expect, it } from "vitest";
+
+import { EventParser } from "../src/api/sse";
+import { between, colorer } from "../src/lib/color";
+import { bodyOf, EMPTY, leaseLeft, newId, opText } from "../src/lib/edits";
+import { exactly, filtersFor, MAX_FILTER_BYTES, parseSlice, sliced } from "../src/lib/filters";
+import { bytes, duration, number, percent, shape, short } from "../src/lib/format";
+import { parseMetrics } from "../src/lib/prometheus";
+import { parsePlace, placeHash } from "../src/lib/route";
+
+describe("places", () => {
+  it.each([
+    { job: "run", view: "params" as const, query: { filter: "layers.*.weight norm>10", name: "a&b=c#?" } },
+    { job: "a/b ü", view: "mesh" as const, query: {} },
+    { job: "", view: "mesh" as const, query: {} },
+  ])("come back from the URL as they went in: %j", (place) => {
+    expect(parsePlace(placeHash(place))).toEqual(place);
+  });
+
+  it("that cannot be read are the mesh", () => {
+    expect(parsePlace("#/%E0%A4%A/nowhere?x")).toEqual({ job: "%E0%A4%A", view: "mesh", query: { x: "" } });
+  });
+
+  it("leave out what is empty", () => {
+    expect(placeHash({ job: "j", view: "mesh", query: { a: "", b: "1" } })).toBe("#/j/mesh?b=1");
+  });
+});
+
+describe("server-sent events", () => {
+  it("are the same however the text is cut", () => {
+    const text = 'id: a-1\r\nevent: step\r\ndata: {"a":\r\ndata: 1}\r\n\r\n: alive\n\nid: a-2\ndata: x\n\n';
+    const whole = new EventParser().push(text);
+    expect(whole).toEqual([
+      { id: "a-1", kind: "step", data: '{"a":\n1}' },
+      { id: "a-2", kind: "message", data: "x" },
+    ]);
+    for (let size = 1; size < 8; size += 1) {
+      const parser = new EventParser();
+      const found = [];
+      for (let at = 0; at < text.length; at += size) found.push(...parser.push(text.slice(at, at + size)));
+      expect(found).toEqual(whole);
+    }
+  });
+});
+
+describe("filters", () => {
+  it("name one tensor, whatever it is called", () => {
+    expect(exactly("layers.0.weight")).toBe('"layers.0.weight"');
+    expect(exactly("a*b[0]?")).toBe('"a[*]b[[]0][?]"');
+    expect(exactly('a"b')).toBeNull();
+    expect(exactly("")).toBeNull();
+  });
+
+  it("are cut to what one request may hold, and lose no name", () => {
+    const names = Array.from({ length: 500 }, (_, i) => `layers.${i}.${"ü".repeat(i % 50)}`);
+    const groups = filtersFor(names);
+    expect(groups.flat()).toHaveLength(500);
+    for (const group of groups) {
+      expect(new TextEncoder().encode(group.join(" ")).length).toBeLessThanOrEqual(MAX_FILTER_BYTES);
+      expect(group.length).toBeLessThanOrEqual(64);
+    }
+  });
+
+  it("know slices and write them", () => {
+    expect(parseSlice("w[0:4, 8:16]")).toEqual({ name: "w", ranges: [{ begin: 0, end: 4 }, { begin: 8, end: 16 }] });
+    expect(parseSlice("w[a:b]")).toEqual({ name: "w[a:b]", ranges: [] });
+    expect(sliced("w", [{ begin: 1, end: 2 }])).toBe("w[1:2]");
+  });
+});
+
+describe("text of numbers", () => {
+  it("is short and says its unit", () => {
+    expect([number(null), number(0), number(0.00012345), number(1234567), number(1.23456)]).toEqual(["–", "0", "1.23e-4", "1.23e+6", "1.235"]);
+    expect([bytes(0), bytes(1536), bytes(3 * 2 ** 30)]).toEqual(["0 B", "1.5 KiB", "3.0 GiB"]);
+    expect([duration(0), duration(2e-6), duration(0.25), duration(61), duration(90_000)]).toEqual(["0 s", "2 µs", "250 ms", "1 min 1 s", "1 d 1 h"]);
+    expect([percent(0, 5), percent(1, 3), percent(1, 1e9), percent(0, 0)]).toEqual(["0 %", "33.3 %", "< 0.01 %", "–"]);
+    expect([short(999), short(65_536), short(7e9), shape([]), shape([2, 3])]).toEqual(["999", "65.5 k", "7 G", "scalar", "2 × 3"]);
+  });
+});
+
+describe("edits", () => {
+  const draft = { ...EMPTY, pattern: " layers.* ", value: "0.5" };
+
+  it("become requests with all that was said", () => {
+    const made = bodyOf({ ...draft, ifStep: "7", note: "why", resetMoments: true }, "i".repeat(32), true);
+    expect(made).toEqual({
+      body: { id: "i".repeat(32), ops: [{ pattern: "layers.*", op: "mul", value: 0.5 }], wait_s: 30, if_step: 7, note: "why", reset_moments: true, dry_run: true },
+    });
+    expect(bodyOf({ ...draft, op: "clamp", min: "-1" }, "i", false)).toEqual({
+      body: { id: "i", ops: [{ pattern: "layers.*", op: "clamp", min: -1 }], wait_s: 30 },
+    });
+  });
+
+  it.each([
+    { pattern: "" },
+    { value: "" },
+    { value: "abc" },
+    { value: "NaN" },
+    { value: "Infinity" },
+    { op: "clamp" as const },
+    { op: "lerp" as const, weight: "" },
+    { ifStep: "1.5" },
+  ])("that are not whole say what is missing: %j", (patch) => {
+    expect(bodyOf({ ...draft, ...patch }, "i", false)).toHaveProperty("problem");
+  });
+
+  it("have ids of 32 digits and words", () => {
+    expect(newId()).toMatch(/^[0-9a-f]{32}$/);
+    expect(opText({ op: "lerp", value: 0, weight: 0.1, min: null })).toBe("lerp 0 weight 0.1");
+  });
+
+  it("hold for what is left of the lease", () => {
+    expect(leaseLeft(30, 1000, 11_000)).toBe(20);
+    expect(leaseLeft(30, 1000, 99_000)).toBe(0);
+    expect(leaseLeft(null, 1000, 1000)).toBe(0);
+  });
+});
+
+describe("metrics", () => {
+  it("are read with their labels", () => {
+    const text = '# HELP a b\na_total{job="x",rule="say \\"hi\\""} 3.0\nb 1e-3\nnonsense\n';
+    expect(parseMetrics(text)).toEqual([
+      { name: "a_total", labels: { job: "x", rule: 'say "hi"' }, value: 3 },
+      { name: "b", labels: {}, value: 0.001 },
+    ]);
+  });
+});
+
+describe("colours", () => {
+  it("are the ends at the ends, and the middle for zero", () => {
+    const scale = [[0, 0, 0], [100, 100, 100]] as const;
+    expect([between(scale, -1), between(scale, 0.5), between(scale, 9)]).toEqual([[0, 0, 0], [50, 50, 50], [100, 100, 100]]);
+    const color = colorer(-1, 4, { signed: true, dark: false });
+    expect(color(0)).toEqual([247, 247, 247]);
+    expect(color(4)).toEqual([178, 24, 43]);
+  });
+});

@@ -1,0 +1,237 @@
+"""Destinations and keys: what an attacker may write opens nothing."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from paramd.errors import DeniedError, NotFoundError, UsageError
+from paramd_service.exports.destinations import (
+    Destination,
+    DestinationKind,
+    check_key,
+    destinations_of,
+    locate,
+    parse_destinations,
+)
+from paramd_service.exports.place import Target, open_place
+
+EXPORT_ID = "0123456789abcdef" * 2
+
+
+def attacks() -> Iterator[str]:
+    """Keys that must be refused."""
+    traversal = ["..", "../x", "a/..", "a/../b", "a/../../b", "../../etc/passwd", "./a", "a/.", "."]
+    traversal += ["....//x", "..;/x", "a/..;/b", "...", "a/...", ".../a", "..\\x", "a\\..\\b"]
+    traversal += ["%2e%2e/x", "%2E%2E%2Fx", "..%2fx", "..%252fx", "%252e%252e/x", "..%c0%afx"]
+    traversal += ["%c0%ae%c0%ae/x", "..%5cx", "a/%2e%2e/b", "%2e", "a/%2e", "\u2024\u2024/x"]
+    traversal += ["\uff0e\uff0e/x", "..\u2215x", "..\u2044x", "a\u2216b", "..\uff0fx", "a/\u2025"]
+    yield from traversal
+    yield from ["", "/", "//", "a//b", "/a", "a/", "//a", "a///b", "/etc/passwd", "//host/share"]
+    yield from ["/..", "/.", "///etc", "/proc/self/root", "/dev/sda", "a/b/", "a/b//"]
+    yield from [
+        "~",
+        "~/x",
+        "~root",
+        "~root/x",
+        "a/~",
+        "a/~/b",
+        "$HOME/x",
+        "${HOME}",
+        "%HOME%",
+        "`id`",
+    ]
+    yield from [
+        "$(id)",
+        "a;b",
+        "a|b",
+        "a&b",
+        "a>b",
+        "a<b",
+        "a*b",
+        "a?b",
+        "a[b]",
+        "{a,b}",
+        "!a",
+        "#a",
+    ]
+    schemes = ["s3", "gs", "file", "http", "https", "ftp", "az", "hf", "memory", "simplecache"]
+    yield from [f"{scheme}://bucket/x" for scheme in schemes]
+    yield from [f"{scheme}:x" for scheme in schemes]
+    yield from [
+        "a::b",
+        "zip://a::file:///etc/passwd",
+        "filecache::s3://b/x",
+        "a:b",
+        ":a",
+        "a:",
+        "::",
+    ]
+    yield from ["a/b::c", "blockcache::file:///x", "reference::x", "C:", "C:/x", "C:\\x", "c:x"]
+    yield from ["\\\\host\\share", "\\\\?\\C:\\x", "\\\\.\\PhysicalDrive0", "a\\b", "\\a", "a\\"]
+    devices = ["con", "CON", "prn", "aux", "nul", "NUL", "com1", "COM9", "lpt1", "LPT9", "Con.txt"]
+    devices += ["nul.safetensors", "aux.tar.gz", "a/con", "con/a", "a/nul/b", "CONIN", "clock"]
+    yield from devices
+    yield from ["a.", "a..", "a ", " a", "a b", "a/ b", "a /b", "a./b", "a\t", "\ta", "a\u00a0b"]
+    yield from [f"a{chr(code)}b" for code in range(0x20)]
+    yield from [f"{chr(code)}" for code in (0, 0x7F, 0x80, 0x85, 0x9F)]
+    yield from ["\x00", "a\x00", "\x00a", "a/\x00/b", "a\x00/../b", "a\r\nb", "a\nb/c"]
+    yield from [f"a{mark}b" for mark in "\u200b\u200e\u202e\u2066\ufeff\u00ad\u2028\u2029\u0301"]
+    yield from [
+        "\u0430dmin",
+        "\u00e9",
+        "\u4e2d\u6587",
+        "\U0001f600",
+        "\ud800",
+        "a\ud800b",
+        "\uff41",
+    ]
+    yield from [
+        ".hidden",
+        "a/.hidden",
+        ".git",
+        ".paramd-export",
+        "a/.ssh/id",
+        ".a/b",
+        "-a",
+        "a/-rf",
+    ]
+    yield from ["--help", "-", "+a", "=a", "@a", "a@b", "a,b", "a'b", 'a"b', "a%b", "a%00b", "a^b"]
+    yield from ["a" * 129, "a/" * 300 + "a", "a" * 600, "/".join("a" * 17), "b/" + "a" * 129]
+    yield from ["x" * 4096, "a" * 100_000, "../" * 40 + "etc/passwd", "a/b/../../../c"]
+
+
+ATTACKS = list(dict.fromkeys(attacks()))
+
+
+def test_the_list_of_attacks_is_long() -> None:
+    assert len(ATTACKS) >= 200
+
+
+def test_every_attack_is_refused_before_anything_is_opened(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    known = parse_destinations({"here": str(tmp_path)})
+
+    def opened(*args: object, **_: object) -> object:
+        raise AssertionError(f"opened {args}")
+
+    for name in ("open", "mkdir", "stat", "rename", "listdir"):
+        monkeypatch.setattr(os, name, opened)
+    for key in ATTACKS:
+        with pytest.raises(UsageError):
+            check_key(key)
+        with pytest.raises(UsageError):
+            locate(known, f"here/{key}")
+        target = Target(
+            destination="here",
+            root=str(tmp_path),
+            options={},
+            key=key,
+            export_id=EXPORT_ID,
+            overwrite=True,
+        )
+        with pytest.raises(UsageError):
+            open_place(target)
+
+
+@pytest.mark.parametrize(
+    "key", ["a", "run-7/step-100", "A_b.c=1/2+3", "0", "_x", "a/b/c/d", "a" * 128, "x.y.z"]
+)
+def test_plain_keys_are_taken(key: str) -> None:
+    assert "/".join(check_key(key)) == key
+
+
+@pytest.mark.parametrize(
+    "text", ["", "here", "/a", "Here/a", "../here/a", "s3://b/a", "he re/a", "here:/a", "-/a"]
+)
+def test_what_names_no_destination_is_refused(text: str, tmp_path: Path) -> None:
+    with pytest.raises(UsageError):
+        locate(parse_destinations({"here": str(tmp_path)}), text)
+
+
+def test_an_unknown_destination_names_those_there_are() -> None:
+    with pytest.raises(NotFoundError, match="known: cloud, here"):
+        locate(parse_destinations({"here": "/x", "cloud": "s3://bucket"}), "there/a")
+
+
+def test_tables_are_read_from_json_and_checked() -> None:
+    text = '{"a": "/data/", "b": {"root": "s3://bucket/pre", "region": "x", "allow_http": true}}'
+    found = destinations_of(text)
+    assert found["a"] == Destination(name="a", kind=DestinationKind.DIRECTORY, root="/data")
+    assert found["b"].root == "s3://bucket/pre"
+    assert found["b"].options == {"region": "x", "allow_http": "true"}
+    assert destinations_of("  ") == {}
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "[]",
+        "{",
+        '{"a": "relative"}',
+        '{"a": "/x/../y"}',
+        '{"a": "s3://"}',
+        '{"a": "s3://B/x"}',
+        '{"a": "s3://bucket/../x"}',
+        '{"a": "http://host/x"}',
+        '{"A": "/x"}',
+        '{"a": 7}',
+        '{"a": {"root": "/x", "region": "y"}}',
+        '{"a": {"root": "s3://bucket", "secret_access_key": "y"}}',
+    ],
+)
+def test_malformed_tables_are_refused(text: str) -> None:
+    with pytest.raises(UsageError):
+        destinations_of(text)
+
+
+@pytest.mark.parametrize("where", ["parent", "last", "staging", "file"])
+def test_symbolic_links_below_the_root_are_never_followed(where: str, tmp_path: Path) -> None:
+    outside, root = tmp_path / "outside", tmp_path / "root"
+    outside.mkdir()
+    root.mkdir()
+    target = Target(
+        destination="here",
+        root=str(root),
+        options={},
+        key="run/key",
+        export_id=EXPORT_ID,
+        overwrite=True,
+    )
+    place = open_place(target)
+    if where == "parent":
+        (root / "run").symlink_to(outside)
+        with pytest.raises(DeniedError):
+            place.begin(1)
+    elif where == "last":
+        (root / "run").mkdir()
+        (root / "run" / "key").symlink_to(outside)
+        with pytest.raises(Exception, match="exists"):
+            place.begin(1)
+        with pytest.raises(DeniedError):
+            place.open("model.safetensors", finished=True)
+    elif where == "staging":
+        (root / "run").mkdir()
+        (root / "run" / f".key.{EXPORT_ID}.part").symlink_to(outside)
+        with pytest.raises(DeniedError):
+            place.begin(1)
+        with pytest.raises(DeniedError):
+            place.create("x", 1)
+    else:
+        place.begin(1)
+        secret = outside / "secret"
+        secret.write_text("s")
+        (root / "run" / f".key.{EXPORT_ID}.part" / "x").symlink_to(secret)
+        with pytest.raises(DeniedError):
+            place.open("x", finished=False)
+        sink = place.create("x", 1)
+        sink.write(memoryview(b"y"))
+        sink.finish()
+        assert secret.read_text() == "s"
+        place.drop(["x"], finished=False)
+        assert secret.read_text() == "s"
+    assert {path.name for path in outside.iterdir()} <= {"secret"}

@@ -7,7 +7,7 @@ import logging
 import time
 from typing import Final
 
-from paramd.errors import ConflictError, NotFoundError, ParamdError, UnreachableError, codes_of
+from paramd.errors import ConflictError, ParamdError, UnreachableError, codes_of
 from paramd.v1 import export_pb2
 from paramd_service.control.exports import machine
 from paramd_service.control.exports.calls import RankLostError
@@ -126,8 +126,6 @@ class Writing:
             self._gone.add(job.crew.ranks().get(error.rank, ""))
             job.rank_lost(error.rank, str(error))
             job.change(machine.returned(job.export, name))
-        except NotFoundError as error:
-            job.change(machine.failed(job.export, f"a part of the pinned step is gone: {error}"))
         except ParamdError as error:
             self._failed(name, rank, error)
         else:

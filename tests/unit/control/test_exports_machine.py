@@ -1,0 +1,132 @@
+"""An export's life: which states follow which, who gets files, what a loss means."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from paramd.errors import ConflictError
+from paramd_service.control.exports import machine
+from paramd_service.control.exports.machine import NEW, Export, File, FileState, State
+
+
+def file(name: str, rank: int, size_bytes: int = 10, sources: tuple[int, ...] = ()) -> File:
+    return File(name=name, rank=rank, size_bytes=size_bytes, sources=frozenset(sources))
+
+
+def running(*files: File) -> Export:
+    return machine.planned(NEW, epoch=3, step=7, files=files)
+
+
+def write_all(export: Export) -> Export:
+    for name, one in export.files.items():
+        export = machine.given(export, name, one.rank)
+        export = machine.written(export, name, "00" * 16)
+    return export
+
+
+def test_the_whole_way_to_done() -> None:
+    export = running(file("a", 0), file("b", 1))
+    assert (export.state, export.epoch, export.step) == (State.RUNNING, 3, 7)
+    assert machine.next_files(export, [0, 1], per_rank=1) == [("a", 0), ("b", 1)]
+    export = machine.given(export, "a", 0)
+    export = machine.moved(export, "a", 4)
+    assert (export.written_bytes, export.size_bytes) == (4, 20)
+    export = machine.written(export, "a", "aa" * 16)
+    assert export.state is State.RUNNING
+    export = machine.written(machine.given(export, "b", 1), "b", "bb" * 16)
+    assert export.state is State.VERIFYING
+    export = machine.verified(machine.verified(export, "a"), "b")
+    export = machine.committed(export, [file("index", 0, 3)])
+    assert export.state is State.DONE
+    assert list(export.files) == ["a", "b", "index"]
+
+
+def test_what_is_over_stays_over() -> None:
+    done = machine.committed(write_all(running(file("a", 0))))
+    for end in (
+        machine.failed(done, "x"),
+        machine.cancelled(done, "x"),
+        machine.lost(done, 0, keeps_snapshot=False, why="x"),
+    ):
+        assert end == done
+    failed = machine.failed(running(file("a", 0)), "the cause")
+    assert machine.cancelled(failed, "later").reason == "the cause"
+    assert machine.next_files(failed, [0], per_rank=1) == []
+
+
+@pytest.mark.parametrize("step", ["planned", "given", "written", "verified", "committed"])
+def test_an_event_out_of_its_state_is_refused(step: str) -> None:
+    plain = running(file("a", 0))
+    calls = {
+        "planned": lambda: machine.planned(plain, epoch=1, step=1, files=[]),
+        "given": lambda: machine.given(machine.given(plain, "a", 0), "a", 0),
+        "written": lambda: machine.written(write_all(plain), "a", ""),
+        "verified": lambda: machine.verified(plain, "a"),
+        "committed": lambda: machine.committed(plain),
+    }
+    with pytest.raises(ConflictError):
+        calls[step]()
+
+
+def test_files_of_a_lost_writer_go_to_whoever_has_least_to_do() -> None:
+    export = running(
+        file("a", 0, 100, (0,)), file("b", 1, 10, (0,)), file("c", 2, 10, (0,)), file("d", 2, 90)
+    )
+    export = machine.given(export, "d", 2)
+    export = machine.lost(export, 2, keeps_snapshot=False, why="killed")
+    assert export.state is State.RUNNING, "nobody needs what rank 2 had pinned"
+    assert export.files["d"].state is FileState.WAITING
+    assert machine.next_files(export, [0, 1], per_rank=1) == [("a", 0), ("b", 1)]
+    export = machine.written(machine.given(export, "b", 1), "b", "")
+    export = machine.given(export, "a", 0)
+    assert machine.next_files(export, [0, 1], per_rank=2) == [("c", 1), ("d", 1)]
+
+
+def test_a_lost_snapshot_ends_it_only_while_it_is_needed() -> None:
+    export = running(file("a", 0, 10, (0, 1)), file("b", 1, 10, (0, 1)))
+    both = machine.given(machine.given(export, "a", 0), "b", 1)
+    ended = machine.lost(both, 1, keeps_snapshot=False, why="its sidecar was killed")
+    assert ended.state is State.FAILED
+    assert "rank 1" in ended.reason
+    assert "killed" in ended.reason
+    kept = machine.lost(both, 1, keeps_snapshot=True, why="cut off")
+    assert kept.state is State.RUNNING
+    assert machine.next_files(kept, [0], per_rank=2) == [("b", 0)]
+    written = machine.written(both, "b", "")
+    assert machine.lost(written, 1, keeps_snapshot=False, why="x").state is State.FAILED
+    whole = machine.written(written, "a", "")
+    assert machine.lost(whole, 1, keeps_snapshot=False, why="x").state is State.VERIFYING
+
+
+def test_what_a_lost_writer_says_late_changes_nothing() -> None:
+    export = machine.given(running(file("a", 0)), "a", 0)
+    export = machine.lost(export, 0, keeps_snapshot=True, why="x")
+    assert machine.moved(export, "a", 9) == export
+    assert machine.returned(export, "a") == export
+
+
+def test_after_a_restart() -> None:
+    plan = running(file("a", 0), file("b", 1))
+    export = machine.written(machine.given(machine.given(plan, "a", 0), "b", 1), "a", "aa")
+    found, _ = machine.after_restart(export, epoch=3, snapshot_lives=True)
+    assert found.state is State.RUNNING
+    states = {name: one.state for name, one in found.files.items()}
+    assert states == {"a": FileState.WRITTEN, "b": FileState.WAITING}, "what was whole stays"
+    found, _ = machine.after_restart(export, epoch=3, snapshot_lives=False)
+    assert found.state is State.FAILED
+    assert "lease" in found.reason
+    found, _ = machine.after_restart(export, epoch=4, snapshot_lives=True)
+    assert found.state is State.FAILED
+    assert "epoch 3" in found.reason
+    verifying = machine.written(export, "b", "bb")
+    found, _ = machine.after_restart(verifying, epoch=3, snapshot_lives=False)
+    assert found == verifying, "the snapshot is needed no more"
+    assert machine.after_restart(NEW, epoch=9, snapshot_lives=False)[0] == NEW
+
+
+def test_a_file_of_a_rank_that_is_not_there_is_given_to_another() -> None:
+    export = running(file("a", 5), replace(file("b", 0), size_bytes=1))
+    assert machine.next_files(export, [0, 1], per_rank=1) == [("a", 1), ("b", 0)]
+    assert machine.next_files(export, [], per_rank=1) == []

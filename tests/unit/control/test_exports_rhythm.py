@@ -1,0 +1,75 @@
+"""When schedules export, and what they keep."""
+
+from __future__ import annotations
+
+import pytest
+
+from paramd.errors import UsageError
+from paramd_service.control.exports.rhythm import Due, Kept, Past, Rhythm, due, to_remove
+
+
+def past(step: int = 0, time_s: float = 100.0, *, running: bool = False) -> Past:
+    return Past(step=step, time_s=time_s, running=running)
+
+
+@pytest.mark.parametrize(
+    ("last", "step", "running", "expected"),
+    [
+        (0, 9, False, Due.NOT_YET),
+        (0, 10, False, Due.BEGIN),
+        (0, 57, False, Due.BEGIN),
+        (57, 59, False, Due.NOT_YET),
+        (57, 60, False, Due.BEGIN),
+        (57, 60, True, Due.SKIP),
+        (0, -1, False, Due.NOT_YET),
+        (57, 3, False, Due.NOT_YET),
+    ],
+)
+def test_every_so_many_steps(last: int, step: int, running: bool, expected: Due) -> None:
+    rhythm = Rhythm(every_steps=10)
+    assert due(rhythm, past(last, running=running), step=step, now_s=100.0) is expected
+
+
+@pytest.mark.parametrize(
+    ("now_s", "running", "expected"),
+    [
+        (104.9, False, Due.NOT_YET),
+        (105.0, False, Due.BEGIN),
+        (105.0, True, Due.SKIP),
+        (99.0, False, Due.BEGIN),  # the clock was set back
+    ],
+)
+def test_every_so_many_seconds(now_s: float, running: bool, expected: Due) -> None:
+    assert due(Rhythm(every_s=5.0), past(running=running), step=-1, now_s=now_s) is expected
+
+
+@pytest.mark.parametrize(
+    ("keep_last", "keep_every", "gone"),
+    [(None, None, []), (2, None, [0, 1, 2]), (2, 2, [1]), (9, None, []), (1, 3, [1, 2])],
+)
+def test_retention(keep_last: int | None, keep_every: int | None, gone: list[int]) -> None:
+    rhythm = Rhythm(every_steps=1, keep_last=keep_last, keep_every=keep_every)
+    assert to_remove(rhythm, [Kept(number, number) for number in range(5)]) == gone
+
+
+def test_what_was_removed_does_not_move_what_stays() -> None:
+    rhythm = Rhythm(every_steps=1, keep_last=1, keep_every=2)
+    there = [Kept(number, number) for number in (0, 2, 4, 5, 6)]
+    assert to_remove(rhythm, there) == [5]
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {},
+        {"every_steps": 1, "every_s": 1.0},
+        {"every_steps": 0},
+        {"every_s": 0.5},
+        {"every_s": float("nan")},
+        {"every_steps": 1, "keep_last": 0},
+        {"every_steps": 1, "keep_every": 2},
+    ],
+)
+def test_a_rhythm_that_cannot_be_is_refused(fields: dict[str, float]) -> None:
+    with pytest.raises(UsageError):
+        Rhythm(**fields)  # type: ignore[arg-type]

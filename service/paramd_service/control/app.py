@@ -16,10 +16,12 @@ from paramd_service.control.page import Page
 from paramd_service.control.routes import (
     alerts,
     audit,
+    edits,
     events,
     exports,
     health,
     history,
+    holds,
     jobs,
     numbers,
     params,
@@ -67,6 +69,8 @@ def build_app(services: Services) -> FastAPI:
     app.include_router(params.router(services), prefix=API)
     app.include_router(numbers.router(services), prefix=API)
     app.include_router(snapshots.router(services), prefix=API)
+    app.include_router(edits.router(services), prefix=API)
+    app.include_router(holds.router(services), prefix=API)
     app.include_router(events.router(services), prefix=API)
     app.include_router(tokens.router(services), prefix=API)
     app.include_router(session.router(services), prefix=API)

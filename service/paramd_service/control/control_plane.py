@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import logging
 import math
+import os
 import socket
 import time
 from collections.abc import Iterator
@@ -17,6 +18,7 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from paramd import places
+from paramd.cli.settings import file_places
 from paramd.errors import UnreachableError
 from paramd.places import Endpoint
 from paramd.v1 import control_pb2_grpc
@@ -27,6 +29,8 @@ from paramd_service.control.alerts.watchers import Watchers
 from paramd_service.control.app import build_app
 from paramd_service.control.auth import FailureLimit, TicketInterceptor
 from paramd_service.control.config import Bootstrap, ControlConfig
+from paramd_service.control.edits.book import Edits
+from paramd_service.control.edits.limits import load_edits
 from paramd_service.control.endpoint import (
     Address,
     announce,
@@ -110,6 +114,7 @@ class ControlPlane:
         self._reason = ""
         self._jobs: Jobs | None = None
         self._records: Records | None = None
+        self._edits: Edits | None = None
         self._watchers: Watchers | None = None
         self._exports: Exports | None = None
         self._token = ""
@@ -224,6 +229,8 @@ class ControlPlane:
             await self._exports.close()
         if self._watchers is not None:
             await self._watchers.close()
+        if self._edits is not None:
+            await self._edits.close()
         if self._jobs is not None:
             await self._jobs.close()
         await self._epochs.close()
@@ -273,6 +280,11 @@ class ControlPlane:
             )
         jobs.on_begin.append(records.epoch_began)
         jobs.on_end.append(records.epoch_ended)
+        config = load_edits(file_places(), os.environ, strict=mine is None)
+        self._edits = edits = Edits(records, config, publish=self._events.publish)
+        jobs.on_begin.append(edits.began)
+        jobs.on_end.append(edits.is_over)
+        jobs.on_view.append(edits.look)
         self._epochs.start()
         if mine is not None:
             jobs.open(mine)
@@ -338,13 +350,17 @@ class ControlPlane:
         http_address: Address,
         grpc_address: str,
     ) -> None:
+        assert self._edits is not None
         services = Services(
             config=self._config,
             listen_host=http_address.host,
             grpc_address=grpc_address,
             tls=self._tls,
             jobs=jobs,
-            metrics=Metrics(jobs, self._lag, watchers, self._tls, exports=exports),
+            metrics=Metrics(
+                jobs, self._lag, watchers, self._tls, exports=exports, edits=self._edits
+            ),
+            edits=self._edits,
             watchers=watchers,
             exports=exports,
             tokens=Tokens(self._token, records.tokens, recorded=records.recorded),

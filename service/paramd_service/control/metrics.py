@@ -15,6 +15,8 @@ from prometheus_client.registry import Collector
 
 from paramd_service.control.alerts.config import Rule
 from paramd_service.control.alerts.watchers import Watchers
+from paramd_service.control.edits.book import Edits
+from paramd_service.control.edits.metrics import EditsCollector
 from paramd_service.control.exports.exports import Exports
 from paramd_service.control.exports.machine import TERMINAL
 from paramd_service.control.jobs import Jobs
@@ -109,8 +111,11 @@ class Metrics:
         tls: ServerTls | None = None,
         *,
         exports: Exports | None = None,
+        edits: Edits | None = None,
     ) -> None:
         self._registry = CollectorRegistry()
+        if edits is not None:
+            self._registry.register(EditsCollector(edits))
         self._registry.register(_JobsCollector(jobs, lag, watchers, tls, exports))
 
     def render(self) -> bytes:

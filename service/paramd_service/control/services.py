@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from paramd_service.control.alerts.watchers import Watchers
 from paramd_service.control.auth import FailureLimit
 from paramd_service.control.config import ControlConfig
+from paramd_service.control.edits.book import Edits
 from paramd_service.control.events import EventBus
 from paramd_service.control.exports.exports import Exports
 from paramd_service.control.jobs import Jobs
@@ -38,6 +39,8 @@ class Services:
     """Store, audit and metric history."""
     exports: Exports
     """Exports, their schedules and destinations."""
+    edits: Edits
+    """`edits.desk(job)`: where edits of the job are asked for; `edits.hold(job)`: its hold."""
     failures: FailureLimit
     events: EventBus
     """`events.publish(kind, data, job=)`: what viewers of the job are told at once."""

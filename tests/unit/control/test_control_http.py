@@ -19,6 +19,8 @@ from paramd_service.control.alerts.watchers import Watchers
 from paramd_service.control.app import build_app
 from paramd_service.control.auth import FailureLimit
 from paramd_service.control.config import Bootstrap, ControlConfig
+from paramd_service.control.edits.book import Edits
+from paramd_service.control.edits.limits import EditConfig
 from paramd_service.control.events import EventBus
 from paramd_service.control.exports.exports import Exports
 from paramd_service.control.guard import SECURITY_HEADERS
@@ -49,6 +51,7 @@ def services() -> Services:
         watchers=watchers,
         tokens=Tokens(TOKEN),
         records=records,
+        edits=Edits(records, EditConfig(), publish=lambda kind, data, *, job: None),
         exports=Exports(records, {}, publish=lambda kind, data, *, job: None),
         failures=FailureLimit(burst=1000.0),
         events=EventBus(),
@@ -176,12 +179,12 @@ async def test_every_answer_has_the_security_headers(client: httpx2.AsyncClient)
             assert answer.headers[name.decode()] == value.decode(), path
 
 
-async def test_the_job_document_holds_a_reader_ticket_of_this_epoch(
+async def test_the_job_document_holds_an_editors_ticket_of_this_epoch_for_the_owner(
     client: httpx2.AsyncClient,
 ) -> None:
     found = (await client.get("/api/v1/jobs/run", headers=RIGHT)).json()
     claims = Verifier(BOOTSTRAP.signer.public_key).verify(found["ticket"], job="run", epoch=3)
-    assert claims.role is Role.READER
+    assert claims.role is Role.EDITOR
     assert claims.expires_s == pytest.approx(found["ticket_expires_s"])
     assert claims.expires_s - time.time() == pytest.approx(600.0, abs=10.0)
     assert found["peers"] == []

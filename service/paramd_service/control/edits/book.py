@@ -1,11 +1,11 @@
-"""All edits of a control plane: those under way by job, those in the store for ever."""
+"""All edits of a control plane: those under way by job, those in the store for ever; and holds."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from contextlib import suppress
 
 from paramd.errors import NotFoundError
@@ -14,6 +14,7 @@ from paramd_service.control.edits.limits import EditConfig, Pace
 from paramd_service.control.edits.machine import EditState
 from paramd_service.control.edits.work import EditWork
 from paramd_service.control.events import Kind
+from paramd_service.control.holds import Hold, HoldView
 from paramd_service.control.incarnation import Incarnation
 from paramd_service.control.records import Records
 from paramd_service.control.store.edits import EditRow
@@ -32,11 +33,12 @@ class Edits:
         self._records = records
         self._publish = publish
         self._desks: dict[str, tuple[int, EditDesk]] = {}
+        self._holds: dict[str, Hold] = {}
         self._paces: dict[str, Pace] = {}
         self._older: list[EditDesk] = []
         self.ended: Counter[tuple[str, str]] = Counter()
         """Edits that ended here, by job and state."""
-        self.seconds: Counter[str] = Counter()
+        self.seconds: dict[str, float] = defaultdict(float)
         """Time from creation to APPLIED of all of them together, by job; in seconds."""
 
     def began(self, incarnation: Incarnation) -> None:
@@ -48,6 +50,7 @@ class Edits:
         if job in self._desks:
             self._older.append(self._desks[job][1])
         self._desks[job] = (incarnation.epoch, desk)
+        self._holds[job] = Hold(incarnation, work.calls, agree_s=work.agree_s, told=self._hold_told)
         work.begin()
 
     def is_over(self, incarnation: Incarnation) -> None:
@@ -71,6 +74,15 @@ class Edits:
         if found is None:
             raise NotFoundError(f"job {job[:64]!r} is not served here")
         return found[1]
+
+    def hold(self, job: str) -> Hold:
+        """The hold of the job's last epoch. Raises NotFoundError."""
+        self.desk(job)
+        return self._holds[job]
+
+    def hold_counts(self) -> dict[str, int]:
+        """Holds begun here in the job's last epoch, by job."""
+        return {job: hold.begun_count for job, hold in self._holds.items()}
 
     def open_counts(self) -> Counter[tuple[str, str]]:
         """Edits under way, by job and state."""
@@ -130,3 +142,13 @@ class Edits:
             "undo_of": row.undo_of,
         }
         self._publish(Kind.EDIT, data, job=row.job)
+
+    def _hold_told(self, job: str, view: HoldView) -> None:
+        log.info("job %s is %s, held by %s", job, view.state, view.holder or "nobody")
+        data = {
+            "state": view.state.value,
+            "holder": view.holder,
+            "step": view.step,
+            "steps_left": view.steps_left,
+        }
+        self._publish(Kind.HOLD, data, job=job)

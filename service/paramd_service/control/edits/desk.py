@@ -7,6 +7,7 @@ import secrets
 import time
 from collections.abc import Mapping
 from contextlib import suppress
+from dataclasses import replace
 
 from paramd.errors import ConflictError, DeniedError, ExistsError, ParamdError
 from paramd.layout.edits import overlap
@@ -221,7 +222,7 @@ class EditDesk:
                 detail={"ops": planned.documents, **detail},
                 undo_of=undo_of,
             )
-            await self._store.add(row)
+            row = replace(row, number=await self._store.add(row))
             check = no_data if undo_of else same_data(index, planned.ops)
             return row, self.work.drive(row, check)
 

@@ -55,9 +55,9 @@ def router(services: Services) -> APIRouter:
 
     @routes.get("/jobs/{job}")
     async def get_job(job: str, request: Request) -> JobDocument:
-        """A job, its sidecars, and a fresh ticket, a reader's when the token permits to read."""
+        """A job, its sidecars, and a fresh ticket that permits what the token does."""
         incarnation = services.jobs.get(job)
-        role = ticket_role(principal_of(request).role)
+        role = ticket_role(principal_of(request).role, readonly=services.config.readonly)
         return _document(services, incarnation, incarnation.registry.view(), role)
 
     @routes.get("/jobs/{job}/ranks", response_model=RankList)

@@ -133,11 +133,12 @@ def allowed(role: UserRole, *, readonly: bool) -> list[Action]:
     return [action for action in Action if action in PERMITTED[role] - taken]
 
 
-def ticket_role(role: UserRole) -> Role:
+def ticket_role(role: UserRole, *, readonly: bool = False) -> Role:
     """The role of the tickets that a user of this role is given for sidecars."""
-    if may(role, Action.EDIT):
+    may_do = allowed(role, readonly=readonly)
+    if Action.EDIT in may_do:
         return Role.EDITOR
-    return Role.READER if may(role, Action.READ) else Role.VIEWER
+    return Role.READER if Action.READ in may_do else Role.VIEWER
 
 
 def parse_role(text: str) -> UserRole:

@@ -55,8 +55,8 @@ class GradPlan:
     """Tensors that are sums, as often as ranks belong together; no rank when there are none."""
     layers: tuple[tuple[range, ...], ...]
     """For each of `asked`, its tensors in `sums`: a range for each of the summed ranks."""
-    owners: Mapping[tuple[int, int], int]
-    """(rank, first arena byte of a piece) -> index into `asked`."""
+    owners: Mapping[tuple[int, int], Sequence[int]]
+    """(rank, first arena byte of a piece) -> indexes into `asked`."""
     used: frozenset[tuple[int, int]]
     """(rank, index into `asked`) of what is read."""
 
@@ -156,13 +156,17 @@ def make_plan(
         numbers=tuple(numbers),
         sums=sums,
         layers=tuple(layers),
-        owners={
-            (piece.rank, piece.arena_begin): index
-            for index, one in enumerate(asked)
-            for piece in one.tensor.pieces
-        },
+        owners=_owners(asked),
         used=frozenset(used),
     )
+
+
+def _owners(asked: Sequence[Asked]) -> dict[tuple[int, int], list[int]]:
+    found: dict[tuple[int, int], list[int]] = {}
+    for index, one in enumerate(asked):
+        for piece in one.tensor.pieces:
+            found.setdefault((piece.rank, piece.arena_begin), []).append(index)
+    return found
 
 
 def _used(plan: ReadPlan, owners: Sequence[int]) -> Iterator[tuple[int, int]]:

@@ -332,8 +332,7 @@ def _notes(plan: GradPlan, held: HeldStep) -> list[GradNote]:
     found = []
     for rank, answer in held.answers.items():
         for note in answer.gradients.notes:
-            asked = plan.owners.get((rank, note.arena_begin))
-            if asked is not None:
+            for asked in plan.owners.get((rank, note.arena_begin), ()):
                 found.append(GradNote(rank, asked, note.none, note.partial_group))
     return found
 

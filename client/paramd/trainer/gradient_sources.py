@@ -91,30 +91,55 @@ def find_sources(pieces: Pieces, spans: Spans, owner: object) -> tuple[list[Sour
         spans: bytes of the arena that are wanted; sorted, not overlapping.
         owner: the optimizer; anything else stands for all parameters.
     """
-    groups = getattr(owner, "param_groups", None)
-    params = None if groups is None else {_pointer(p): p for g in groups for p in g["params"]}
+    params = _params_of(owner)
     sources: dict[int, Source] = {}
     notes: list[Note] = []
+    shared = _shared_begins(pieces)
     for shard, begin in pieces:
         wanted = list(_wanted(shard, begin, spans))
         if not wanted:
             continue
         own = leaf_of(shard.slot.tensor())
-        pointer = _pointer(own)
-        param = own if params is None else params.get(pointer)
+        param = own if params is None else params.get(id(own), params.get(_pointer(own)))
         if param is None:
             why = NoGradient.OTHER_OPTIMIZER if own.requires_grad else NoGradient.NONE
             notes.append(Note(begin, why))
             continue
-        if pointer not in sources:
+        if begin in shared:
+            notes.append(Note(begin, NoGradient.UNSUPPORTED))
+            continue
+        if id(param) not in sources:
             local, spec = split(param)
-            sources[pointer] = Source(param, local.detach(), spec)
-        source = sources[pointer]
-        offset = (address(shard.tensor) - pointer) // shard.tensor.itemsize
+            sources[id(param)] = Source(param, local.detach(), spec)
+        source = sources[id(param)]
+        offset = (address(shard.tensor) - address(source.local)) // shard.tensor.itemsize
         source.parts.extend(Part(shard, begin, offset, low, high) for low, high in wanted)
     for source in sources.values():
         source.close()
     return list(sources.values()), notes
+
+
+def _params_of(owner: object) -> dict[int, torch.Tensor] | None:
+    """An optimizer's parameters by id, and by address for wrappers that made others of them."""
+    groups = getattr(owner, "param_groups", None)
+    if groups is None:
+        return None
+    params = [param for group in groups for param in group["params"]]
+    return {_pointer(param): param for param in params} | {id(param): param for param in params}
+
+
+def _shared_begins(pieces: Pieces) -> set[int]:
+    """Where parameters that are not the same tensor begin at the same byte.
+
+    Each has a gradient of its own, but there is room for one only.
+    """
+    seen: dict[int, torch.Tensor] = {}
+    found: set[int] = set()
+    for shard, begin in pieces:
+        tensor = shard.slot.tensor()
+        if seen.setdefault(begin, tensor) is not tensor:
+            found.add(begin)
+    return found
 
 
 def leaf_of(param: torch.Tensor) -> torch.Tensor:

@@ -22,6 +22,8 @@ from paramd.cli.demo import demo
 from paramd.cli.doctor import doctor
 from paramd.cli.edit import edit
 from paramd.cli.edits import edits, undo
+from paramd.cli.export_schedule import schedule as schedule_group
+from paramd.cli.exports import export, exports
 from paramd.cli.hold import pause, resume, step
 from paramd.cli.options import ContextName, Debug, Job, Token, Url, examples
 from paramd.cli.params import params
@@ -88,8 +90,24 @@ _add(undo, CHANGE, "paramd undo 3f2a9c01")
 _add(pause, CHANGE, "paramd pause", "paramd pause --lease 120", "paramd pause --keep")
 _add(step, CHANGE, "paramd step", "paramd step 10")
 _add(resume, CHANGE, "paramd resume")
+_add(
+    export,
+    LOOK,
+    "paramd export checkpoints/step-{step} --wait",
+    "paramd export checkpoints/final --max-shard-size 2GB --dtype bfloat16 --assets hf-config",
+    "paramd export checkpoints/resume --format dcp",
+)
+_add(
+    exports,
+    LOOK,
+    "paramd exports",
+    "paramd exports --state FAILED -o json",
+    "paramd exports 3f2a9c01 --wait",
+    "paramd exports 3f2a9c01 --cancel",
+)
 _add(doctor, RUN, "paramd doctor", "paramd doctor -o json")
 _add(demo, RUN, "paramd demo", "paramd demo --keep")
+app.add_typer(schedule_group, name="export-schedule", rich_help_panel=LOOK)
 app.add_typer(audit, name="audit", rich_help_panel=RUN)
 app.add_typer(control, name="control", rich_help_panel=RUN)
 app.add_typer(sidecar, name="sidecar", rich_help_panel=RUN)

@@ -11,7 +11,18 @@ import pytest
 
 from paramd.cli.main import main
 
-COMMANDS = ["status", "top", "alerts", "params", "stats", "summon", "doctor", "demo"]
+COMMANDS = [
+    "status",
+    "top",
+    "alerts",
+    "params",
+    "stats",
+    "summon",
+    "export",
+    "exports",
+    "doctor",
+    "demo",
+]
 CPU_BUDGET_S = 0.3
 
 PROBE = """
@@ -54,6 +65,7 @@ def test_help_takes_little_time_of_the_cpu() -> None:
         *([c] for c in COMMANDS),
         ["control", "serve"],
         ["sidecar", "serve"],
+        ["export-schedule", "create"],
         ["context", "list"],
         ["context", "show"],
     ],

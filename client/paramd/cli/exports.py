@@ -1,0 +1,245 @@
+"""`paramd export` and `paramd exports`: checkpoints of a running job."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from datetime import datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from paramd.cli.options import Format, Output, Target, with_target
+from paramd.cli.output import Column, Listing, count, emit, seconds, size
+from paramd.cli.progress import bar
+from paramd.cli.shell import say
+from paramd.errors import NotFoundError, UsageError
+
+if TYPE_CHECKING:
+    from paramd.mesh.exports import ExportInfo
+    from paramd.mesh.mesh import Mesh
+
+MAX_NAME_MAP_BYTES = 16 << 20
+_SHORT_CHARS = 8
+
+
+def when(time_s: float) -> str:
+    """A moment as lists show it."""
+    return datetime.fromtimestamp(time_s).astimezone().strftime("%m-%d %H:%M:%S")
+
+
+COLUMNS = (
+    Column("id", "ID", lambda found: found[:_SHORT_CHARS]),
+    Column("state", "STATE"),
+    Column("step", "STEP", lambda found: count(found) if found >= 0 else "", right=True),
+    Column("destination", "DESTINATION"),
+    Column("format", "FORMAT"),
+    Column("size_bytes", "SIZE", size, right=True),
+    Column("created_s", "WHEN", when),
+    Column("actor", "WHO"),
+    Column("reason", "REASON"),
+)
+
+FILE_COLUMNS = (
+    Column("name", "FILE"),
+    Column("state", "STATE"),
+    Column("size_bytes", "SIZE", size, right=True),
+    Column("written_bytes", "WRITTEN", size, right=True),
+    Column("rank", "RANK", lambda found: count(found) if found >= 0 else "", right=True),
+    Column("checksum", "XXH3"),
+)
+
+FormatOption = Annotated[str, typer.Option("--format", metavar="NAME", help="safetensors, or dcp.")]
+ShardSize = Annotated[
+    str | None,
+    typer.Option(
+        "--max-shard-size", metavar="SIZE", help="Most bytes in one file of safetensors; 5GB."
+    ),
+]
+Dtype = Annotated[
+    str | None, typer.Option("--dtype", metavar="NAME", help="Cast, for example to bfloat16.")
+]
+Include = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--include",
+        metavar="KIND",
+        help="Beside parameters and buffers: optimizer. Or name all that is wanted.",
+    ),
+]
+KeepTied = Annotated[
+    bool, typer.Option("--keep-tied", help="Tied tensors under each of their names.")
+]
+NameMapFile = Annotated[
+    Path | None,
+    typer.Option("--name-map", metavar="FILE", help='JSON of names, for example {"model.*": "*"}.'),
+]
+AssetsDir = Annotated[
+    Path | None,
+    typer.Option("--assets", metavar="DIR", help="Copy its files beside, 64 MiB in all."),
+]
+NoVerify = Annotated[
+    bool, typer.Option("--no-verify", help="Do not read back before it becomes visible.")
+]
+
+
+@with_target
+def export(
+    target: Target,
+    destination: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="[DEST/KEY]", help="A configured destination, and where in it. {step} is named."
+        ),
+    ] = None,
+    format: FormatOption = "safetensors",
+    max_shard_size: ShardSize = None,
+    dtype: Dtype = None,
+    include: Include = None,
+    keep_tied: KeepTied = False,
+    name_map: NameMapFile = None,
+    assets: AssetsDir = None,
+    overwrite: Annotated[
+        bool, typer.Option("--overwrite", help="Replace what stands there.")
+    ] = False,
+    no_verify: NoVerify = False,
+    timeout_s: Annotated[
+        float | None, typer.Option("--timeout", metavar="S", help="It fails after so long.")
+    ] = None,
+    wait: Annotated[bool, typer.Option("--wait", help="Until it is there, or has failed.")] = False,
+    output: Output = None,
+) -> None:
+    """Write a checkpoint of one step to a destination; training goes on.
+
+    The sidecars write it, straight to where it goes. It appears there when it is whole.
+    Without --wait it goes on by itself: see paramd exports.
+    """
+    if destination is None:
+        raise UsageError("say where: DEST/KEY; paramd exports --destinations lists destinations")
+    with target.connect() as mesh:
+        begun = mesh.export(
+            destination,
+            format=format,
+            max_shard_size=max_shard_size,
+            dtype=dtype,
+            include=included(include),
+            tied="keep" if keep_tied else "drop",
+            overwrite=overwrite,
+            name_map=read_name_map(name_map) if name_map is not None else None,
+            assets=assets,
+            verify=not no_verify,
+            timeout_s=timeout_s,
+        )
+        if not wait:
+            say(f"export {begun.id} goes on by itself; see: paramd exports {begun.id[:8]}")
+            emit(_listing(mesh, [begun.info]), target.format)
+            return
+        found = follow(mesh, begun.info)
+    emit(_listing(mesh, [found]), target.format)
+
+
+def follow(mesh: Mesh, info: ExportInfo) -> ExportInfo:
+    """Waits for an export with a bar of its bytes. Raises ConflictError when it fails."""
+    from paramd.mesh.exports import check_done
+
+    with bar("waits") as moved:
+        found = mesh.export_ended(
+            info,
+            progress=lambda now: moved(now.state.lower(), now.written_bytes, now.size_bytes),
+        )
+    check_done(found)
+    took_s = (found.ended_s if found.ended_s is not None else found.created_s) - found.created_s
+    say(
+        f"{found.destination}: {size(found.size_bytes)} of step {found.step} in "
+        f"{len(found.files)} files, {seconds(took_s)}"
+    )
+    return found
+
+
+@with_target
+def exports(
+    target: Target,
+    export_id: Annotated[
+        str | None, typer.Argument(metavar="[ID]", help="One export with its files.")
+    ] = None,
+    state: Annotated[
+        str | None, typer.Option("--state", metavar="STATE", help="Only those, such as FAILED.")
+    ] = None,
+    limit: Annotated[int, typer.Option("--limit", metavar="N", help="At most so many.")] = 50,
+    cancel: Annotated[bool, typer.Option("--cancel", help="End the one that ID names.")] = False,
+    wait: Annotated[bool, typer.Option("--wait", help="Wait for the one that ID names.")] = False,
+    destinations: Annotated[
+        bool, typer.Option("--destinations", help="List where exports may go.")
+    ] = False,
+    output: Output = None,
+) -> None:
+    """List the exports of a job, the newest first; with an ID, show one and its files."""
+    if export_id is None and (cancel or wait):
+        raise UsageError("--cancel, --wait: say which export: its ID")
+    with target.connect() as mesh:
+        if destinations:
+            _destinations(mesh, target.format)
+        elif export_id is None:
+            wanted = state.upper() if state is not None else None
+            emit(_listing(mesh, mesh.exports(state=wanted, limit=limit)), target.format)
+        else:
+            _one(mesh, export_id, target.format, cancel=cancel, wait=wait)
+
+
+def _one(mesh: Mesh, export_id: str, form: Format, *, cancel: bool, wait: bool) -> None:
+    found = mesh.get_export(whole_id(mesh, export_id))
+    if cancel:
+        found = mesh.cancel_export(found.id)
+    elif wait:
+        found = follow(mesh, found)
+    if form in (Format.JSON, Format.JSONL):
+        emit(_listing(mesh, [found]), form)
+        return
+    say(f"{found.destination}: {found.state}, step {found.step} {found.reason}".rstrip())
+    rows = [dict(one) for one in found.raw["files"]]
+    about = {"job": mesh.job, "id": found.id}
+    emit(Listing(name="files", rows=rows, columns=FILE_COLUMNS, about=about, id_key="name"), form)
+
+
+def _destinations(mesh: Mesh, form: Format) -> None:
+    columns = (Column("name", "NAME"), Column("kind", "KIND"))
+    rows = mesh.destinations()
+    emit(Listing(name="destinations", rows=rows, columns=columns, about={}, id_key="name"), form)
+
+
+def _listing(mesh: Mesh, found: Sequence[ExportInfo]) -> Listing:
+    rows: list[Mapping[str, Any]] = [dict(one.raw) for one in found]
+    return Listing(name="exports", rows=rows, columns=COLUMNS, about={"job": mesh.job}, id_key="id")
+
+
+def whole_id(mesh: Mesh, text: str) -> str:
+    """The id that begins with `text`. Raises NotFoundError, UsageError."""
+    if len(text) == 32:
+        return text
+    found = [one.id for one in mesh.exports(limit=1000) if one.id.startswith(text)]
+    if not found:
+        raise NotFoundError(f"no export's id begins with {text[:40]!r}; see: paramd exports")
+    if len(found) > 1:
+        raise UsageError(f"{len(found)} exports' ids begin with {text!r}; give more characters")
+    return found[0]
+
+
+def included(kinds: Sequence[str] | None) -> list[str]:
+    """What `--include` stands for: "optimizer" comes beside parameters and buffers."""
+    if not kinds or set(kinds) == {"optimizer"}:
+        return ["parameters", "buffers", *(kinds if kinds else ())]
+    return list(dict.fromkeys(kinds))
+
+
+def read_name_map(path: Path) -> dict[str, str]:
+    """A JSON object of names. Raises UsageError."""
+    try:
+        if path.stat().st_size > MAX_NAME_MAP_BYTES:
+            raise UsageError(f"--name-map: {path} is larger than {MAX_NAME_MAP_BYTES:,} bytes")
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise UsageError(f"--name-map: {path} cannot be read: {error}") from None
+    if not isinstance(found, dict) or not all(isinstance(v, str) for v in found.values()):
+        raise UsageError(f"--name-map: {path}: expected a JSON object of names to names")
+    return found

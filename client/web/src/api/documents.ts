@@ -1,4 +1,4 @@
-/** Documents of edits, holds and exports, after docs/design.md. */
+/** Documents of edits and holds, after docs/design.md. */
 
 export interface Measured {
   min: number | null;
@@ -56,47 +56,4 @@ export interface HoldDocument {
   steps_left: number;
   lease_left_s: number;
   since_s: number | null;
-}
-
-export interface ExportFile {
-  name: string;
-  size_bytes: number;
-  written_bytes: number;
-  rank: number;
-  checksum: string;
-  state: string;
-}
-
-export interface ExportDocument {
-  id: string;
-  job: string;
-  epoch: number;
-  step: number;
-  state: string;
-  reason: string;
-  destination: string;
-  format: string;
-  actor: string;
-  created_s: number;
-  ended_s: number | null;
-  files: ExportFile[];
-  size_bytes: number;
-  written_bytes: number;
-  schedule: string | null;
-}
-
-export interface ScheduleDocument {
-  id: string;
-  destination: string;
-  every_steps?: number | null;
-  every_s?: number | null;
-  keep_last?: number | null;
-  keep_every?: number | null;
-  format?: string;
-  [other: string]: unknown;
-}
-
-export interface DestinationDocument {
-  name: string;
-  kind: string;
 }

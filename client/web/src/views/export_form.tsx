@@ -2,11 +2,12 @@
 
 import { type FormEvent, type ReactNode, useState } from "react";
 
-import { raw } from "../api/client";
-import type { DestinationDocument } from "../api/documents";
+import { post } from "../api/client";
+import type { DestinationDocument, ExportRequest, ScheduleRequest } from "../api/schema";
 import { Empty, Panel, Trouble } from "../ui/bits";
 import { useShared } from "../ui/context";
 
+type ExportOptions = Omit<ExportRequest, "id" | "overwrite">;
 type When = "now" | "steps" | "seconds";
 
 interface Draft {
@@ -14,7 +15,7 @@ interface Draft {
   key: string;
   format: "safetensors" | "dcp";
   shard: string;
-  dtype: string;
+  dtype: "" | NonNullable<ExportOptions["dtype"]>;
   buffers: boolean;
   optimizer: boolean;
   overwrite: boolean;
@@ -23,6 +24,8 @@ interface Draft {
   every: string;
   keep: string;
 }
+
+const TIMEOUT_S = 3600;
 
 const EMPTY: Draft = {
   name: "",
@@ -39,22 +42,35 @@ const EMPTY: Draft = {
   keep: "3",
 };
 
-function bodyOf(draft: Draft, name: string): Record<string, unknown> {
-  const include = ["parameters", ...(draft.buffers ? ["buffers"] : []), ...(draft.optimizer ? ["optimizer"] : [])];
-  const body: Record<string, unknown> = {
+function optionsOf(draft: Draft, name: string): ExportOptions {
+  const include: ExportOptions["include"] = ["parameters"];
+  if (draft.buffers) include.push("buffers");
+  if (draft.optimizer) include.push("optimizer");
+  return {
     destination: `${name}/${draft.key.trim()}`,
     format: draft.format,
     include,
     verify: draft.verify,
+    max_shard_size: draft.shard.trim() || "5GB",
+    dtype: draft.dtype || null,
+    tied: "drop",
+    name_map: {},
+    timeout_s: TIMEOUT_S,
+    assets: [],
   };
-  if (draft.format === "safetensors" && draft.shard.trim()) body["max_shard_size"] = draft.shard.trim();
-  if (draft.dtype) body["dtype"] = draft.dtype;
-  if (draft.overwrite) body["overwrite"] = true;
-  if (draft.when !== "now") {
-    body[draft.when === "steps" ? "every_steps" : "every_s"] = Number(draft.every);
-    if (draft.keep.trim()) body["keep_last"] = Number(draft.keep);
-  }
-  return body;
+}
+
+function requestOf(draft: Draft, name: string): ExportRequest {
+  return { ...optionsOf(draft, name), overwrite: draft.overwrite };
+}
+
+function scheduleOf(draft: Draft, name: string): ScheduleRequest {
+  const rhythm = draft.when === "steps" ? { every_steps: Number(draft.every) } : { every_s: Number(draft.every) };
+  return {
+    ...optionsOf(draft, name),
+    ...rhythm,
+    keep_last: draft.keep.trim() ? Number(draft.keep) : null,
+  };
 }
 
 export function ExportForm(props: {
@@ -73,7 +89,11 @@ export function ExportForm(props: {
     event.preventDefault();
     setBusy(true);
     setProblem("");
-    raw("post", `/api/v1/jobs/{job}/${later ? "export-schedules" : "exports"}`, { path: { job }, body: bodyOf(draft, name) })
+    const path = { job };
+    const sent: Promise<unknown> = later
+      ? post("/api/v1/jobs/{job}/export-schedules", { path, body: scheduleOf(draft, name) })
+      : post("/api/v1/jobs/{job}/exports", { path, body: requestOf(draft, name) });
+    sent
       .then(onStarted)
       .catch((error: unknown) => setProblem(error instanceof Error ? error.message : String(error)))
       .finally(() => setBusy(false));
@@ -102,7 +122,7 @@ export function ExportForm(props: {
         </label>
         <label className="field">
           Key within it
-          <input type="text" className="mono" name="key" required spellCheck={false} placeholder={later ? "run-7/step-{step}" : "run-7/step-1000"} value={draft.key} onChange={(event) => set({ key: event.target.value })} />
+          <input type="text" className="mono" name="key" required spellCheck={false} placeholder="run-7/step-1000" value={draft.key} onChange={(event) => set({ key: event.target.value })} />
         </label>
         <label className="field">
           Format
@@ -119,7 +139,7 @@ export function ExportForm(props: {
         )}
         <label className="field">
           dtype
-          <select name="dtype" value={draft.dtype} onChange={(event) => set({ dtype: event.target.value })}>
+          <select name="dtype" value={draft.dtype} onChange={(event) => set({ dtype: event.target.value as Draft["dtype"] })}>
             <option value="">as it is</option>
             {["float32", "bfloat16", "float16"].map((one) => (
               <option key={one}>{one}</option>

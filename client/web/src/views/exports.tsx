@@ -2,8 +2,8 @@
 
 import { type ReactNode, useState } from "react";
 
-import { raw } from "../api/client";
-import type { DestinationDocument, ExportDocument, ScheduleDocument } from "../api/documents";
+import { del, get } from "../api/client";
+import type { ExportDocument } from "../api/schema";
 import { bytes, clock, count, duration } from "../lib/format";
 import { Badge, Bar, Empty, Name, Panel, Source, Trouble } from "../ui/bits";
 import { useMay, useShared } from "../ui/context";
@@ -17,14 +17,14 @@ export default function Exports(): ReactNode {
   const mayExport = useMay("export");
   const destinations = usePoll(
     mayExport ? "destinations" : null,
-    (signal) => raw<{ destinations: DestinationDocument[] }>("get", "/api/v1/destinations", { signal }),
+    (signal) => get("/api/v1/destinations", { signal }),
     0,
   );
   const [fast, setFast] = useState(false);
   const exports = usePoll(
     `${job} exports ${live.changes["export"] ?? 0}`,
     async (signal) => {
-      const found = await raw<{ exports: ExportDocument[] }>("get", "/api/v1/jobs/{job}/exports", { path: { job }, signal });
+      const found = await get("/api/v1/jobs/{job}/exports", { path: { job }, query: { limit: 200 }, signal });
       setFast(found.exports.some((one) => UNDER_WAY.has(one.state)));
       return found;
     },
@@ -87,7 +87,7 @@ function One(props: { one: ExportDocument; mayExport: boolean; onChanged: () => 
   const took = (one.ended_s ?? now / 1000) - one.created_s;
   const share = one.size_bytes > 0 ? one.written_bytes / one.size_bytes : working ? 0 : 1;
   const cancel = (): void => {
-    raw("delete", "/api/v1/jobs/{job}/exports/{id}", { path: { job, id: one.id } })
+    del("/api/v1/jobs/{job}/exports/{export}", { path: { job, export: one.id } })
       .then(onChanged)
       .catch((error: unknown) => setProblem(error instanceof Error ? error.message : String(error)));
   };
@@ -103,12 +103,13 @@ function One(props: { one: ExportDocument; mayExport: boolean; onChanged: () => 
           {one.step >= 0 ? `step ${count(one.step)}, ` : ""}
           {clock(one.created_s)}, {duration(Math.max(0, took))}, by {one.actor}
           {one.schedule ? `, schedule ${one.schedule.slice(0, 8)}` : ""}
+          {one.removed ? ", removed by its schedule" : ""}
         </span>
         <span className="num">
           {bytes(one.written_bytes)} of {bytes(one.size_bytes)}
         </span>
         <button type="button" className="quiet" aria-expanded={open === one.id} onClick={() => setOpen(open === one.id ? "" : one.id)}>
-          {count(one.files.length)} files
+          Files
         </button>
         {mayExport && working && (
           <button type="button" onClick={cancel}>
@@ -119,12 +120,21 @@ function One(props: { one: ExportDocument; mayExport: boolean; onChanged: () => 
       {working && <Bar share={share} label={`${one.destination}: ${Math.round(100 * share)} % written`} />}
       {one.reason && <p className="wrap">{one.reason}</p>}
       {problem && <Trouble>{problem}</Trouble>}
-      {open === one.id && <Files one={one} />}
+      {open === one.id && <Files id={one.id} everyMs={working ? 1000 : 0} />}
     </li>
   );
 }
 
-function Files(props: { one: ExportDocument }): ReactNode {
+function Files(props: { id: string; everyMs: number }): ReactNode {
+  const { id, everyMs } = props;
+  const { job } = useShared();
+  const found = usePoll(
+    `${job} ${id}`,
+    (signal) => get("/api/v1/jobs/{job}/exports/{export}", { path: { job, export: id }, signal }),
+    everyMs,
+  );
+  const files = found.data?.files ?? [];
+  if (found.error) return <Trouble>{found.error}</Trouble>;
   return (
     <div className="scroll">
       <table className="plain" aria-label="Files">
@@ -139,12 +149,12 @@ function Files(props: { one: ExportDocument }): ReactNode {
           </tr>
         </thead>
         <tbody>
-          {props.one.files.slice(0, 500).map((file) => (
+          {files.slice(0, 500).map((file) => (
             <tr key={file.name}>
               <td>
                 <Name>{file.name}</Name>
               </td>
-              <td>{file.rank}</td>
+              <td>{file.rank < 0 ? "–" : file.rank}</td>
               <td className="num">{bytes(file.written_bytes)}</td>
               <td className="num">{bytes(file.size_bytes)}</td>
               <td>{file.state}</td>
@@ -162,12 +172,12 @@ function Schedules(props: { mayExport: boolean }): ReactNode {
   const [problem, setProblem] = useState("");
   const found = usePoll(
     `${job} schedules ${live.changes["export"] ?? 0}`,
-    (signal) => raw<{ schedules: ScheduleDocument[] }>("get", "/api/v1/jobs/{job}/export-schedules", { path: { job }, signal }),
+    (signal) => get("/api/v1/jobs/{job}/export-schedules", { path: { job }, signal }),
     30_000,
   );
   const rows = found.data?.schedules ?? [];
   const remove = (id: string): void => {
-    raw("delete", "/api/v1/jobs/{job}/export-schedules/{id}", { path: { job, id } })
+    del("/api/v1/jobs/{job}/export-schedules/{schedule}", { path: { job, schedule: id } })
       .then(found.refresh)
       .catch((error: unknown) => setProblem(error instanceof Error ? error.message : String(error)));
   };
@@ -183,7 +193,8 @@ function Schedules(props: { mayExport: boolean }): ReactNode {
             <span>
               {one.every_steps ? `every ${count(one.every_steps)} steps` : one.every_s ? `every ${duration(one.every_s)}` : ""}
               {one.keep_last ? `, the last ${count(one.keep_last)} are kept` : ""}
-              {one.keep_every ? `, and every ${count(one.keep_every)}th step` : ""}
+              {one.keep_every ? `, and every ${count(one.keep_every)}th` : ""}
+              {one.skipped_count ? `, ${count(one.skipped_count)} left out while one ran` : ""}
             </span>
             {props.mayExport && (
               <button type="button" onClick={() => remove(one.id)}>

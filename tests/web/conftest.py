@@ -1,0 +1,88 @@
+"""One training and one browser for all tests of the page; a fresh, signed-in tab for each."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from paramd_service.control.page import BUILT
+from tests.launch import start_ranks
+from tests.web.door import Door, Tab
+from tests.web.training import JOB
+
+playwright_api = pytest.importorskip("playwright.sync_api")
+
+WORKER = "tests.web.training"
+FLAGS = (
+    # The tests' own pages are all that it opens; it may run as root, and without a GPU.
+    "--no-sandbox",
+    "--disable-gpu",
+    "--disable-quic",
+    "--no-first-run",
+    "--disable-background-networking",
+    "--disable-component-update",
+    "--disable-sync",
+    "--disable-breakpad",
+    "--disable-dev-shm-usage",
+)
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[playwright_api.Browser]:
+    """Debian's Chromium. Without it, or without a built page, tests are skipped, but in CI."""
+    path = shutil.which("chromium")
+    missing = "chromium (make system)" if path is None else "the page (make web)"
+    if path is None or not (BUILT / "index.html").is_file():
+        if "CI" in os.environ:
+            pytest.fail(f"{missing} is missing", pytrace=False)
+        pytest.skip(f"{missing} is missing")
+    with playwright_api.sync_playwright() as driver:
+        launched = driver.chromium.launch(executable_path=path, args=list(FLAGS))
+        # What a first page starts belongs to the browser, not to the first test.
+        launched.new_page().close()
+        yield launched
+        launched.close()
+
+
+@pytest.fixture(scope="module")
+def door(
+    browser: playwright_api.Browser, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Door]:
+    """A training of two ranks that is watched, may export, and can be told to break."""
+    folder = tmp_path_factory.mktemp("web")
+    exports = folder / "exports"
+    exports.mkdir()
+    env = {
+        "PARAMD_ALERTS": json.dumps({"watch": True, "stats_every_s": 1.0}),
+        "PARAMD_DESTINATIONS": json.dumps({"local": str(exports)}),
+    }
+    stop = folder / "stop"
+    with start_ranks(WORKER, 2, args=["--stop", str(stop)], env=env) as ranks:
+        ranks.wait_for_text("attached", rank=0)
+        found = Door(ranks, folder)
+        found.wait_until_well()
+        yield found
+        stop.touch()
+
+
+@pytest.fixture
+def tab(browser: playwright_api.Browser, door: Door) -> Iterator[Tab]:
+    """A tab of its own, signed in as the owner. A message in its console fails the test."""
+    with Tab(browser, door) as found:
+        found.sign_in(door.token)
+        yield found
+        found.check_quiet()
+
+
+@pytest.fixture
+def exports(door: Door) -> Path:
+    """Where the destination `local` leads."""
+    return door.folder / "exports"
+
+
+__all__ = ["JOB"]

@@ -1,0 +1,126 @@
+"""The API that tells the truth, and a browser's tab that shows it."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+from urllib.parse import urlencode
+
+import httpx2
+
+from tests.launch import Ranks
+from tests.web.training import JOB
+
+if TYPE_CHECKING:
+    from playwright.sync_api import Browser, Locator
+
+Found = TypeVar("Found")
+PATIENCE_S = 30.0
+
+
+def wait_for(what: str, condition: Callable[[], Found], timeout_s: float = PATIENCE_S) -> Found:
+    """Polls until a condition holds; gives what it found."""
+    deadline_s = time.monotonic() + timeout_s
+    while not (found := condition()):
+        assert time.monotonic() < deadline_s, f"{what} did not happen within {timeout_s} s"
+        time.sleep(0.05)
+    return found
+
+
+class Door:
+    """The REST side of the training's control plane, asked without the page."""
+
+    def __init__(self, ranks: Ranks, folder: Path) -> None:
+        self.ranks = ranks
+        self.folder = folder
+        endpoint = json.loads((ranks.state_dir / JOB / "endpoint.json").read_text())
+        self.url: str = endpoint["url"]
+        self.token: str = endpoint["token"]
+
+    def get(self, path: str, **query: object) -> Any:
+        """Of the job; a path that begins with / is taken as it is."""
+        where = path if path.startswith("/") else f"/jobs/{JOB}/{path}".rstrip("/")
+        return self._ask("GET", where, params=query)
+
+    def post(self, path: str, body: object) -> Any:
+        return self._ask("POST", path, json=body)
+
+    def wait_until_well(self) -> None:
+        def well() -> bool:
+            ranks = self.get("ranks")["ranks"]
+            return len(ranks) == 2 and all(r["state"] == "ok" and r["step"] > 2 for r in ranks)
+
+        wait_for("both ranks well", well)
+
+    def _ask(self, method: str, path: str, **more: Any) -> Any:
+        # Without a pool, which would keep a connection beyond a test.
+        answer = httpx2.request(
+            method,
+            f"{self.url}/api/v1{path}",
+            headers={"authorization": f"Bearer {self.token}"},
+            trust_env=False,
+            timeout=30.0,
+            **more,
+        )
+        assert answer.status_code < 300, answer.text
+        return answer.json()
+
+
+class Tab:
+    """One tab of a browser with nothing of other tabs in it."""
+
+    def __init__(self, browser: Browser, door: Door, *, theme: str = "light") -> None:
+        self._door = door
+        scheme: Any = theme
+        self._context = browser.new_context(
+            color_scheme=scheme, viewport={"width": 1400, "height": 900}
+        )
+        self.page = self._context.new_page()
+        self.page.set_default_timeout(PATIENCE_S * 1000)
+        self.messages: list[str] = []
+        self.requests: list[str] = []
+        self.page.on("console", lambda m: self.messages.append(f"{m.type}: {m.text}"))
+        self.page.on("pageerror", lambda e: self.messages.append(f"pageerror: {e}"))
+        self.page.on("request", lambda r: self.requests.append(r.url))
+
+    def __enter__(self) -> Tab:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._context.close()
+
+    def sign_in(self, token: str) -> None:
+        self.page.goto(self._door.url)
+        self.page.fill("input[name=token]", token)
+        self.page.click("button[type=submit]")
+        self.page.wait_for_selector("main h1")
+
+    def open(self, view: str, **query: str) -> None:
+        """Goes to a view as a link would."""
+        shown = f"?{urlencode(query)}" if query else ""
+        self.page.goto(f"{self._door.url}/#/{JOB}/{view}{shown}")
+        self.page.wait_for_selector("main h1")
+
+    def see(self, text: str, *, within: str = "main") -> Locator:
+        """Waits until some text is in sight."""
+        found = self.page.locator(within).get_by_text(text).first
+        found.wait_for()
+        return found
+
+    def see_name(self, name: str) -> None:
+        """Waits until a row of a table has a name, to the letter."""
+        names = self.page.locator("[role=table] .all bdi.name")
+        wait_for(name, lambda: name in names.all_text_contents())
+
+    def cookies(self) -> list[Any]:
+        return list(self._context.cookies())
+
+    def check_quiet(self) -> None:
+        """Nothing in the console, nothing asked of another host, no token in a URL."""
+        assert self.messages == []
+        for url in self.requests:
+            assert url.startswith(self._door.url), url
+            assert self._door.token not in url

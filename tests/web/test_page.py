@@ -1,0 +1,205 @@
+"""The page in a real browser: sign-in, what every view shows, names like attacks, other sites."""
+
+from __future__ import annotations
+
+import http.server
+import threading
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import httpx2
+import pytest
+
+from tests.web.door import Door, Tab, wait_for
+from tests.web.training import HOSTILE, JOB
+
+if TYPE_CHECKING:
+    from playwright.sync_api import Browser
+
+VIEWS = ("mesh", "params", "grads", "edits", "exports", "alerts", "system")
+
+
+def test_a_token_is_sent_once_and_kept_nowhere_in_the_page(browser: Browser, door: Door) -> None:
+    with Tab(browser, door) as tab:
+        tab.page.goto(door.url)
+        tab.page.fill("input[name=token]", "wrong-token-of-nobody")
+        tab.page.click("button[type=submit]")
+        tab.see("no token, or one that is not valid", within="form")
+        tab.messages.clear()  # the refusal
+        tab.sign_in(door.token)
+        (cookie,) = tab.cookies()
+        assert (cookie["httpOnly"], cookie["sameSite"]) == (True, "Strict")
+        kept = "JSON.stringify([localStorage, sessionStorage, document.cookie, location.href])"
+        assert door.token not in tab.page.evaluate(kept)
+        assert cookie["value"] not in tab.page.evaluate(kept)
+        tab.page.reload()
+        tab.page.wait_for_selector("main h1")
+        tab.page.click("text=Sign out")
+        tab.page.wait_for_selector("input[name=token]")
+        assert tab.cookies() == []
+        tab.check_quiet()
+
+
+def test_the_mesh_shows_what_the_ranks_report(tab: Tab, door: Door) -> None:
+    tab.open("mesh", rank="1")
+    tiles = tab.page.locator(".tile")
+    tiles.nth(1).wait_for()
+    told = door.get("ranks")["ranks"]
+    assert tiles.count() == len(told) == 2
+    tab.see(f"pid {told[1]['trainer_pid']},")
+    tab.see(f"pid {told[1]['sidecar_pid']},")
+    assert "axes shard 2" in tab.page.inner_text("main")
+    shown = int(tiles.nth(0).locator(".line").first.inner_text().split()[1].replace(",", ""))
+    assert 0 < shown <= door.get("ranks")["ranks"][0]["step"]
+
+
+def test_filter_and_keyboard_lead_through_the_page(tab: Tab, door: Door) -> None:
+    page = tab.page
+    page.keyboard.press("g")
+    page.keyboard.press("p")
+    page.wait_for_selector("main h1:text-is('Parameters')")
+    page.keyboard.press("?")
+    page.wait_for_selector("dialog[open]")
+    page.keyboard.press("Escape")
+    page.wait_for_selector("dialog", state="detached")
+    page.keyboard.press("/")
+    page.keyboard.type("layers.* shape=32x32")
+    wanted = door.get("params", filter="layers.* shape=32x32")
+    total = page.get_by_test_id("total")
+    wait_for("the filter", lambda: total.inner_text() == str(wanted["total_count"]))
+    rows = page.locator("[role=table] .all [role=row]")
+    assert rows.count() == 3
+    assert [one["fqn"] for one in wanted["params"]] == [
+        name.inner_text() for name in rows.locator(".name").all()
+    ]
+    page.keyboard.press("Control+A")
+    page.keyboard.type("numl>3")
+    tab.see("expected one of name")
+    tab.messages.clear()  # the refusal
+    page.keyboard.press("Escape")
+    page.keyboard.press("g")
+    page.keyboard.press("s")
+    page.wait_for_selector("main h1:text-is('System')")
+    page.go_back()
+    page.wait_for_selector("main h1:text-is('Parameters')")
+    assert page.input_value("input[data-filter]") == "numl>3"
+    tab.messages.clear()
+
+
+def test_numbers_and_values_are_those_of_the_api(tab: Tab, door: Door) -> None:
+    stats = door.get("params/stats", filter="still.weight")["stats"][0]
+    tab.open("params", filter="still.weight", name="still.weight")
+    tab.see(f"{stats['norm']:.6g}", within=".detail")
+    tab.page.click("text=Values")
+    wait_for("the values", lambda: tab.page.locator(".values td").count() == 16 * 8)
+    told = door.get("params/values", name="still.weight[0:16, 0:8]")["values"]
+    assert [cell.inner_text() for cell in tab.page.locator(".values td").all()] == told
+    tab.page.click("text=Where it lies")
+    pieces = tab.page.get_by_role("table", name="Pieces")
+    wait_for("the pieces", lambda: "20:40, 0:48" in pieces.inner_text())
+    tab.page.click("text=Heat map")
+    picture = tab.page.locator(".heat canvas")
+    picture.wait_for()
+    box = picture.bounding_box()
+    assert box is not None
+    # Cells are elements here: from the middle of one to that of another.
+    across, down = box["width"] / 48, box["height"] / 40
+    tab.page.mouse.move(box["x"] + 8.5 * across, box["y"] + 4.5 * down)
+    tab.page.mouse.down()
+    tab.page.mouse.move(box["x"] + 15.5 * across, box["y"] + 11.5 * down)
+    tab.page.mouse.up()
+    tab.see("shown 8 \u00d7 8, [4:12, 8:16]")
+    part = door.get("params/heatmap", name="still.weight[4:12, 8:16]")["values"]
+    box = picture.bounding_box()
+    assert box is not None
+    tab.page.mouse.move(box["x"] + box["width"] / 16, box["y"] + box["height"] / 16)
+    tab.see(f"columns 0\u20130 of what is shown: {part[0]:.5g}")
+
+
+def test_names_like_attacks_stay_text(tab: Tab) -> None:
+    tab.page.on("dialog", lambda dialog: tab.messages.append(f"dialog: {dialog.message}"))
+    for shown in ("list", "tree"):
+        tab.open("params", filter="odd.*", **{"as": shown})
+        for name in HOSTILE:
+            label = name if shown == "tree" else f"odd.{name}"
+            tab.see_name(label)
+    assert tab.page.locator("main img").count() == 0
+    widths = tab.page.locator("[role=table] .row").evaluate_all(
+        "rows => [...new Set(rows.map(row => row.getBoundingClientRect().width))]"
+    )
+    assert len(widths) == 1
+    for name in HOSTILE:
+        tab.open("params", filter="odd.*", name=f"odd.{name}")
+        tab.see("4.89898", within=".detail")  # the norm of 24 ones
+
+
+@pytest.mark.parametrize(("theme", "width"), [("light", 1400), ("dark", 390)])
+def test_every_view_fits_says_where_it_is_from_and_stays_quiet(
+    browser: Browser, door: Door, theme: str, width: int
+) -> None:
+    with Tab(browser, door, theme=theme) as tab:
+        tab.page.set_viewport_size({"width": width, "height": 844})
+        tab.sign_in(door.token)
+        assert tab.page.get_attribute("html", "data-theme") == theme
+        for view in VIEWS:
+            tab.open(view)
+            tab.page.wait_for_selector(".source")
+            tab.page.wait_for_timeout(300)  # what comes late must not widen the page either
+            over = "document.documentElement.scrollWidth - window.innerWidth"
+            assert tab.page.evaluate(over) <= 0, view
+            assert tab.page.locator("main .trouble").all_inner_texts() == [], view
+        tab.check_quiet()
+
+
+def test_what_a_role_may_not_is_not_offered_and_refused(browser: Browser, door: Door) -> None:
+    token = door.post("/tokens", {"role": "viewer", "ttl_s": 600.0})["token"]
+    with Tab(browser, door) as tab:
+        tab.sign_in(token)
+        tab.open("params", name="still.weight")
+        tab.see("1,920", within=".detail")
+        offered = tab.page.get_by_role("group", name="Part").inner_text()
+        assert "Heat map" not in offered
+        assert "Values" not in offered
+        for view, form in (("edits", "Edit"), ("exports", "Export")):
+            tab.open(view)
+            tab.page.wait_for_selector(".source")
+            assert tab.page.get_by_role("form", name=form).count() == 0
+        tab.check_quiet()
+        asked = f"""fetch('/api/v1/jobs/{JOB}/params/values?name=still.weight', {{
+            headers: {{'x-paramd-session': localStorage.getItem('paramd.session')}}
+        }}).then(answer => answer.status)"""
+        assert tab.page.evaluate(asked) == 403
+
+
+def test_other_sites_get_nothing(browser: Browser, door: Door, tmp_path: Path) -> None:
+    host = {"host": "evil.example"}
+    assert httpx2.get(door.url, headers=host, trust_env=False).status_code == 400
+    (tmp_path / "evil.html").write_text("<title>another site</title>")
+
+    class Quiet(http.server.SimpleHTTPRequestHandler):
+        def __init__(self, *arguments: object, **named: object) -> None:
+            super().__init__(*arguments, directory=str(tmp_path), **named)  # type: ignore[arg-type]
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    with Tab(browser, door) as tab, http.server.HTTPServer(("127.0.0.1", 0), Quiet) as server:
+        serving = threading.Thread(target=server.serve_forever, name="another-site")
+        serving.start()
+        try:
+            tab.sign_in(door.token)
+            # The same host, so the browser sends the cookie; another port, so another origin.
+            tab.page.goto(f"http://127.0.0.1:{server.server_port}/evil.html")
+            asked = f"""fetch('{door.url}/api/v1/session', {{credentials: 'include'}})
+                .then(answer => answer.text(), error => 'nothing: ' + error)"""
+            assert tab.page.evaluate(asked).startswith("nothing: ")
+            frame = f"""new Promise(resolve => {{
+                const frame = document.createElement('iframe');
+                frame.onload = () => resolve(frame.contentDocument === null ? 'refused' : 'shown');
+                frame.src = '{door.url}/';
+                document.body.append(frame);
+            }})"""
+            assert tab.page.evaluate(frame) == "refused"
+        finally:
+            server.shutdown()
+            serving.join()

@@ -1,0 +1,91 @@
+"""A real training for the browser: two ranks, FSDP2, names like attacks, and NaN when told.
+
+Files beside `--stop` tell it: `nan` puts NaN into the first element of `--nan-name`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+
+import paramd
+
+HOSTILE = (
+    "<img src=x onerror=alert(1)>",
+    "\u202egnihtemos",
+    "x" * 300,
+    "a b&c=d#e?f%00",
+)
+"""Names of parameters, which may be any text without a dot."""
+
+JOB = "web"
+
+
+class Model(nn.Module):
+    """A few layers that learn, and one that stands still."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(32, 32) for _ in range(3))
+        self.still = nn.Linear(48, 40)
+        self.odd = nn.Module()
+        for name in HOSTILE:
+            self.odd.register_parameter(name, nn.Parameter(torch.ones(6, 4)))
+        with torch.no_grad():
+            self.still.weight.copy_(torch.arange(40 * 48).view(40, 48) / 1000)
+        self.still.requires_grad_(False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """(batch, 32) to the same."""
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return x
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--stop", type=Path, required=True, help="ends when this file exists")
+    parser.add_argument("--nan-name", default="layers.1.weight")
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    torch.manual_seed(1)
+    dist.init_process_group("gloo")
+    model = Model()
+    fully_shard(model)
+    trainable = [p for p in model.parameters() if p.requires_grad]
+    optimizer = torch.optim.SGD(trainable, lr=1e-4)
+    attachment = paramd.attach(model, optimizer, job=JOB)
+    print("attached", flush=True)
+    told = arguments.stop.with_name("nan")
+    while not _all(arguments.stop):
+        optimizer.zero_grad()
+        model(torch.randn(4, 32)).square().mean().backward()
+        optimizer.step()
+        if _all(told):
+            with attachment.update():
+                _put_nan(model, arguments.nan_name)
+        time.sleep(0.02)
+    attachment.detach()
+    dist.destroy_process_group()
+
+
+def _put_nan(model: nn.Module, name: str) -> None:
+    local = dict(model.named_parameters())[name]._local_tensor
+    if dist.get_rank() == 0:
+        local.view(-1)[0] = float("nan")
+
+
+def _all(path: Path) -> bool:
+    wanted = torch.tensor([int(path.exists())])
+    dist.all_reduce(wanted, op=dist.ReduceOp.MIN)
+    return bool(wanted.item())
+
+
+if __name__ == "__main__":
+    main()

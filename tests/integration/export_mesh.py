@@ -1,7 +1,7 @@
 """Real sidecars that hold given tensors, distributed as torch's wrappers would; no trainers.
 
-    with still_mesh(tmp_path, tensors, "fsdp2", ranks=2) as mesh:
-        files = mesh.export(ExportSettings(), mesh.target(root, "key"))
+with still_mesh(tmp_path, tensors, "fsdp2", ranks=2) as mesh:
+    files = mesh.export(ExportSettings(), mesh.target(root, "key"))
 """
 
 from __future__ import annotations
@@ -23,9 +23,8 @@ from paramd.layout.types import Box, Interval, Layout, Piece, TensorKind
 from paramd.mesh.export_messages import encode_plan
 from paramd.places import host_id
 from paramd.tickets import Role
-from paramd.v1 import export_pb2
+from paramd.v1 import export_pb2, sidecar_pb2_grpc
 from paramd.v1 import sidecar_pb2 as pb
-from paramd.v1 import sidecar_pb2_grpc
 from tests.integration.fake_trainer import FakeTrainer, TrainerSettings, attach
 from tests.integration.sidecar_process import SidecarProcess, sidecar, ticket
 from tests.unit.layout.simulate import BOXES, Held, Spec, fsdp1
@@ -69,9 +68,7 @@ class StillMesh:
             assert found.header.step == STEP
             pins.append(export_pb2.ExportPin(rank=rank, snapshot_id=found.snapshot_id))
             self.pins.append((rank, found.snapshot_id))
-        return plan, encode_plan(
-            plan, epoch=1, layout_digest=digest, step=STEP, edits=0, pins=pins
-        )
+        return plan, encode_plan(plan, epoch=1, layout_digest=digest, step=STEP, edits=0, pins=pins)
 
     def begin(self, target: export_pb2.ExportTarget, size_bytes: int = 0) -> None:
         self.call(0, "BeginExport", export_pb2.BeginExportRequest(target=target))
@@ -174,7 +171,11 @@ def still_mesh(
         for trainer in trainers:
             trainer.send_mesh(layout, peers)
         metadata = (("authorization", f"Bearer {ticket(Role.CONTROL, ttl_s=600)}"),)
-        yield StillMesh(layout, trainers, processes, stubs, metadata)
+        mesh = StillMesh(layout, trainers, processes, stubs, metadata)
+        for rank in range(ranks):
+            # Connections are the mesh's, not those of the test that calls first.
+            mesh.call(rank, "GetState", pb.GetStateRequest())
+        yield mesh
 
 
 def _distributed(
@@ -216,9 +217,7 @@ def _distributed(
     return merge_layouts(locals_), arenas
 
 
-def _memory(
-    tensor: torch.Tensor, region: Box | Interval, strides: tuple[int, ...] | None
-) -> bytes:
+def _memory(tensor: torch.Tensor, region: Box | Interval, strides: tuple[int, ...] | None) -> bytes:
     """What a rank has of a tensor; strides stand for a transposed piece."""
     if isinstance(region, Interval):
         part = tensor.reshape(-1)[region.begin : region.end]

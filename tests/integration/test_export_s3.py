@@ -1,0 +1,202 @@
+"""Exports into an object store: a real S3 protocol server, real multipart uploads."""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import boto3
+import grpc
+import pytest
+import torch
+from safetensors.torch import load
+
+from paramd.errors import ConflictError, DataLossError, NotFoundError
+from paramd.layout.export_settings import ExportSettings
+from paramd_service.exports.object_store import ObjectPlace
+from paramd_service.exports.place import MANIFEST, Target, open_place
+from tests.integration.export_mesh import raw, still_mesh
+
+BUCKET = "checkpoints"
+_SERVER = """
+from moto.server import ThreadedMotoServer
+server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
+server.start()
+print(server.get_host_and_port()[1], flush=True)
+import threading
+threading.Event().wait()
+"""
+KEYS = {"AWS_ACCESS_KEY_ID": "test", "AWS_SECRET_ACCESS_KEY": "test"}
+
+
+class Store:
+    """The server, and what is in it."""
+
+    def __init__(self, port: int) -> None:
+        self.options = {
+            "endpoint": f"http://127.0.0.1:{port}",
+            "region": "us-east-1",
+            "allow_http": "true",
+        }
+        self.s3 = boto3.client("s3", endpoint_url=self.options["endpoint"], region_name="us-east-1")
+        self.s3.create_bucket(Bucket=BUCKET)
+
+    def names(self) -> set[str]:
+        found = self.s3.list_objects_v2(Bucket=BUCKET)
+        return {item["Key"] for item in found.get("Contents", [])}
+
+    def uploads(self) -> int:
+        return len(self.s3.list_multipart_uploads(Bucket=BUCKET).get("Uploads", []))
+
+    def place(self, key: str, **fields: object) -> ObjectPlace:
+        fields = {"export_id": secrets.token_hex(16), "overwrite": False, **fields}
+        target = Target(
+            destination="cloud",
+            root=f"s3://{BUCKET}/pre",
+            options=self.options,
+            key=key,
+            **fields,  # type: ignore[arg-type]
+        )
+        found = open_place(target)
+        assert isinstance(found, ObjectPlace)
+        return found
+
+
+@contextmanager
+def environment(values: dict[str, str]) -> Iterator[None]:
+    before = {name: os.environ.get(name) for name in values}
+    os.environ.update(values)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_left_behind() -> None:
+    """Not looked at here: the store's client keeps its connections as long as the process."""
+
+
+@pytest.fixture(scope="module")
+def store() -> Iterator[Store]:
+    command = [sys.executable, "-c", _SERVER]
+    with (
+        environment(KEYS),
+        subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as server,
+    ):
+        assert server.stdout is not None
+        try:
+            found = Store(int(server.stdout.readline()))
+            yield found
+            found.s3.close()
+        finally:
+            server.kill()
+
+
+def nothing(_: str) -> None:
+    pass
+
+
+def test_an_export_goes_there_in_parts_and_its_marker_last(store: Store, tmp_path: Path) -> None:
+    generator = torch.Generator().manual_seed(2)
+    tensors = {
+        "a": torch.randn(1_000, 5_001, generator=generator),
+        "b": torch.randn(7, generator=generator),
+    }
+    with still_mesh(tmp_path / "m", tensors, "fsdp2", ranks=2, same_host=False) as mesh:
+        target = mesh.target(f"s3://{BUCKET}/pre", "run/one")
+        for name, value in store.options.items():
+            target.options[name] = value
+        files = mesh.export(ExportSettings(max_shard_bytes=1_000_000), target)
+        assert store.names() == {f"pre/run/one/{file.name}" for file in files}
+        found = {}
+        for file in files:
+            if file.name.endswith(".safetensors"):
+                body = store.s3.get_object(Bucket=BUCKET, Key=f"pre/run/one/{file.name}")
+                found |= load(body["Body"].read())
+        assert {name: raw(tensor) for name, tensor in found.items()} == {
+            name: raw(tensor) for name, tensor in tensors.items()
+        }
+        again = mesh.target(f"s3://{BUCKET}/pre", "run/one")
+        again.options.update(store.options)
+        with pytest.raises(grpc.RpcError, match="exists"):
+            mesh.begin(again)
+        for file in files:
+            assert mesh.verify(1, target, file.name, finished=True) == file
+        mesh.drop(target, finished=True)
+        assert store.names() == set()
+    assert store.uploads() == 0
+
+
+def test_an_upload_given_up_leaves_no_parts(store: Store) -> None:
+    place = store.place("given-up")
+    place.begin(0)
+    sink = place.create("model.safetensors", 40 << 20)
+    for _ in range(3):
+        sink.write(memoryview(bytes(8 << 20)))
+    sink.abort()
+    place.drop(["model.safetensors"], finished=False)
+    assert store.names() == set()
+    assert store.uploads() == 0
+
+
+def test_only_one_export_at_a_time_has_a_key(store: Store) -> None:
+    one = store.place("key")
+    one.begin(0)
+    one.begin(0)
+    other = store.place("key")
+    with pytest.raises(ConflictError, match="under way"):
+        other.begin(0)
+    other.drop([], finished=False)
+    assert store.names() == {"pre/key/.paramd-export"}
+    sink = one.create("a", 3)
+    sink.write(memoryview(b"abc"))
+    sink.finish()
+    small = {MANIFEST: json.dumps({"export_id": one.target.export_id, "files": []}).encode()}
+    with pytest.raises(DataLossError):
+        one.commit(small, {"a": 4}, nothing)
+    assert f"pre/key/{MANIFEST}" not in store.names()
+    one.commit(small, {"a": 3}, nothing)
+    one.commit(small, {"a": 3}, nothing)
+    assert store.names() == {"pre/key/a", f"pre/key/{MANIFEST}"}
+    with pytest.raises(ConflictError, match="exists"):
+        store.place("key").begin(0)
+    store.place("key", overwrite=True).begin(0)
+    assert f"pre/key/{MANIFEST}" not in store.names()
+    for name in store.names():
+        store.s3.delete_object(Bucket=BUCKET, Key=name)
+
+
+def test_two_that_finish_at_once_do_not_both_win(store: Store) -> None:
+    one, other = store.place("race"), store.place("race", overwrite=True)
+    one.begin(0)
+    other.begin(0)
+    marker = {MANIFEST: json.dumps({"export_id": other.target.export_id, "files": []}).encode()}
+    other.commit(marker, {}, nothing)
+    with pytest.raises(ConflictError, match="meanwhile"):
+        one.commit({MANIFEST: b"{}"}, {}, nothing)
+    other.drop([], finished=True)
+    assert store.names() == set()
+
+
+def test_a_bucket_that_is_gone_is_named(store: Store) -> None:
+    target = Target(
+        destination="cloud",
+        root="s3://no-such-bucket/x",
+        options=store.options,
+        key="k",
+        export_id=secrets.token_hex(16),
+        overwrite=False,
+    )
+    with pytest.raises(NotFoundError, match="cloud/k"):
+        open_place(target).begin(0)

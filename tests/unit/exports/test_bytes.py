@@ -1,0 +1,55 @@
+"""What we write without torch, as torch itself would: casts, and archives of tensors."""
+
+from __future__ import annotations
+
+import io
+import itertools
+import zipfile
+from zlib import crc32
+
+import pytest
+import torch
+
+from paramd.layout.dtypes import ITEM_BYTES
+from paramd.layout.export_settings import CAST_DTYPES
+from paramd.layout.torch_archive import TorchArchive
+from paramd_service.exports.cast import cast_into
+from tests.integration.export_mesh import raw
+
+_BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
+_HARD = [0.0, -0.0, float("inf"), -float("inf"), float("nan"), 1e-45, 65504, 65520, 1e300, 3.4e38]
+
+
+def hard_numbers(dtype: torch.dtype) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(0)
+    wide = torch.randn(50_000, dtype=torch.float64, generator=generator)
+    spread = torch.exp(20 * torch.randn(50_000, dtype=torch.float64, generator=generator))
+    return torch.cat([wide * spread, wide, torch.tensor(_HARD)]).to(dtype)
+
+
+@pytest.mark.parametrize(("dtype", "wanted"), list(itertools.permutations(CAST_DTYPES, 2)))
+def test_casts_are_those_of_torch_bit_by_bit(dtype: str, wanted: str) -> None:
+    values = hard_numbers(getattr(torch, dtype))
+    theirs = values.to(getattr(torch, wanted))
+    target = bytearray(theirs.numel() * theirs.element_size())
+    cast_into(memoryview(raw(values)), dtype, memoryview(target), wanted)
+    ours = torch.frombuffer(target, dtype=theirs.dtype)
+    nan = torch.isnan(theirs)
+    assert torch.equal(nan, torch.isnan(ours))
+    bits = _BITS[theirs.element_size()]
+    assert torch.equal(ours[~nan].view(bits), theirs[~nan].view(bits))
+
+
+@pytest.mark.parametrize("dtype", list(ITEM_BYTES))
+@pytest.mark.parametrize("shape", [(), (0, 3), (2, 3), (300, 7), (1, 1, 70_000)])
+def test_torch_loads_our_archives(dtype: str, shape: tuple[int, ...]) -> None:
+    numel = torch.Size(shape).numel()
+    data = bytes(torch.randint(0, 2, (numel * ITEM_BYTES[dtype],), dtype=torch.uint8).tolist())
+    archive = TorchArchive(dtype, shape)
+    file = archive.before + data + archive.after(crc32(data))
+    assert len(file) == archive.size_bytes
+    assert zipfile.ZipFile(io.BytesIO(file)).testzip() is None
+    found = torch.load(io.BytesIO(file), weights_only=True)
+    assert (found.dtype, tuple(found.shape)) == (getattr(torch, dtype), shape)
+    assert found.is_contiguous()
+    assert raw(found) == data

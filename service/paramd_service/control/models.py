@@ -40,6 +40,9 @@ class JobSummary(BaseModel):
     step: int = Field(description="Lowest step that a joined rank reported; -1 when none is")
     state: str = Field(description="ok, starting, degraded, down or ended")
     reason: str = Field(description="Why the state is not ok; empty when it is")
+    hold: str = Field(
+        description="running, held or stepping, as the ranks last reported; see get_hold"
+    )
 
 
 class JobList(BaseModel):
@@ -132,6 +135,10 @@ class RankDocument(BaseModel):
     trainer_rss_bytes: int = Field(description="Of the trainer's; 0 when it cannot be read")
     agreement_works: bool
     agreement_reason: str
+    hold_left_ms: int = Field(description="Left of the lease of a hold; 0 when it is in none")
+    hold_steps_left: int = Field(description="Boundaries that held training may still pass")
+    edits: int = Field(description="Edits applied in this epoch")
+    edit_bytes: int = Field(description="Memory of staged edits and of what undoes applied ones")
     alerts: list[str] = Field(description="Ids of what the sidecar itself finds wrong")
     version: str = Field(description="Version of the sidecar's paramd")
 

@@ -19,6 +19,7 @@ _SAID = (
     '"boundary_age_ns":%d,"stall_count":%d,"stall_total_ns":%d,"stall_max_ns":%d,'
     '"abandoned_copy_count":%d,"arena_bytes":%d,"snapshot_bytes":%d,"snapshot_count":%d,'
     '"sidecar_rss_bytes":%d,"trainer_rss_bytes":%d,"agreement_works":%s,"agreement_reason":%s,'
+    '"hold_left_ms":%d,"hold_steps_left":%d,"edits":%d,"edit_bytes":%d,'
     '"alerts":%s,"version":%s'
 )
 
@@ -75,6 +76,10 @@ def _said(state: common_pb2.RankState, step: int, version: str) -> str:
         state.trainer_rss_bytes,
         "true" if state.agreement_works else "false",
         _quoted(state.agreement_reason),
+        state.hold_left_ms,
+        state.hold_steps_left,
+        state.edits,
+        state.edit_bytes,
         json.dumps(list(state.alerts)) if state.alerts else "[]",
         _quoted(version),
     )

@@ -11,6 +11,7 @@ from starlette.responses import Response
 
 from paramd.tickets import RANK_TICKET_TTL_S, Role, Signer
 from paramd_service.control.config import Bootstrap
+from paramd_service.control.holds import HoldState, hold_of
 from paramd_service.control.incarnation import Incarnation
 from paramd_service.control.models import (
     EpochDocument,
@@ -121,7 +122,13 @@ def _summary(incarnation: Incarnation, view: MeshView) -> JobSummary:
         step=min((report.step for report in view.joined), default=-1),
         state=view.state.value,
         reason=str(incarnation.over) if incarnation.over is not None else view.reason,
+        hold=_hold(view),
     )
+
+
+def _hold(view: MeshView) -> str:
+    states = (hold_of(report.state, report.step).state for report in view.joined)
+    return next((state for state in states if state is not HoldState.RUNNING), HoldState.RUNNING)
 
 
 def _document(

@@ -20,10 +20,10 @@ from paramd.errors import (
     ConflictError,
     DeadlineError,
     ExhaustedError,
+    NotFoundError,
     ParamdError,
     UnreachableError,
 )
-from paramd.mesh.channels import LeaseEndedError
 from paramd.mesh.reach import Reach
 from paramd.mesh.sidecars import Sidecars
 
@@ -136,7 +136,7 @@ class StepStream(Generic[Held, Result]):
             try:
                 sidecars = await self._reach.sidecars()
                 found = await self._read(sidecars, ask.step, self._dropped(ask.step), held)
-            except (LeaseEndedError, UnreachableError) as error:
+            except (NotFoundError, UnreachableError) as error:
                 await self._after(error)
                 continue
             finally:
@@ -207,7 +207,7 @@ class StepStream(Generic[Held, Result]):
         if isinstance(error, TrainingEndedError):
             await self.close()
             raise StreamOverError
-        if isinstance(error, AbortedError | ExhaustedError | LeaseEndedError | DeadlineError):
+        if isinstance(error, AbortedError | ExhaustedError | NotFoundError | DeadlineError):
             if isinstance(error, ExhaustedError):
                 await asyncio.sleep(_PAUSE_S)
             self._next = 0

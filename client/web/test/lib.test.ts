@@ -84,10 +84,19 @@ describe("edits", () => {
   it("become requests with all that was said", () => {
     const made = bodyOf({ ...draft, ifStep: "7", note: "why", resetMoments: true }, "i".repeat(32), true);
     expect(made).toEqual({
-      body: { id: "i".repeat(32), ops: [{ pattern: "layers.*", op: "mul", value: 0.5 }], wait_s: 30, if_step: 7, note: "why", reset_moments: true, dry_run: true },
+      body: {
+        id: "i".repeat(32),
+        ops: [{ pattern: "layers.*", op: "mul", value: 0.5, data: false }],
+        wait_s: 30,
+        if_step: 7,
+        note: "why",
+        reset_moments: true,
+        allow_nonfinite: false,
+        dry_run: true,
+      },
     });
-    expect(bodyOf({ ...draft, op: "clamp", min: "-1" }, "i", false)).toEqual({
-      body: { id: "i", ops: [{ pattern: "layers.*", op: "clamp", min: -1 }], wait_s: 30 },
+    expect(bodyOf({ ...draft, op: "clamp", min: "-1" }, "i", false)).toMatchObject({
+      body: { ops: [{ pattern: "layers.*", op: "clamp", min: -1 }], if_step: null, dry_run: false },
     });
   });
 
@@ -98,7 +107,6 @@ describe("edits", () => {
     { value: "NaN" },
     { value: "Infinity" },
     { op: "clamp" as const },
-    { op: "lerp" as const, weight: "" },
     { ifStep: "1.5" },
   ])("that are not whole say what is missing: %j", (patch) => {
     expect(bodyOf({ ...draft, ...patch }, "i", false)).toHaveProperty("problem");

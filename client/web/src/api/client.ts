@@ -173,12 +173,3 @@ async function problemOf(answer: Response): Promise<ApiError> {
     return new ApiError(answer.status, "", answer.statusText || `HTTP ${answer.status}`);
   }
 }
-
-/** A call of an operation that the checked-in document does not hold yet. */
-export function raw<T>(
-  method: Method,
-  path: string,
-  options: { path?: object; query?: object; body?: unknown; signal?: AbortSignal } = {},
-): Promise<T> {
-  return call(method, path, options) as Promise<T>;
-}

@@ -77,7 +77,7 @@ export interface paths {
         };
         /**
          * Get Job
-         * @description A job, its sidecars, and a fresh ticket, a reader's when the token permits to read.
+         * @description A job, its sidecars, and a fresh ticket that permits what the token does.
          */
         get: operations["get_job"];
         put?: never;
@@ -122,6 +122,117 @@ export interface paths {
         get: operations["list_audit"];
         put?: never;
         post?: never;
+        delete?: never;
+        options?: never;
+        head?: never;
+        patch?: never;
+        trace?: never;
+    };
+    "/api/v1/jobs/{job}/edits": {
+        parameters: {
+            query?: never;
+            header?: never;
+            path?: never;
+            cookie?: never;
+        };
+        /**
+         * List Edits
+         * @description Edits of the job, of all its epochs, newest first.
+         */
+        get: operations["list_edits"];
+        put?: never;
+        /**
+         * Create Edit
+         * @description Make an edit. Without data it is applied at once; with data it waits for the upload and
+         *     for commit_edit. Idempotent by id.
+         */
+        post: operations["create_edit"];
+        delete?: never;
+        options?: never;
+        head?: never;
+        patch?: never;
+        trace?: never;
+    };
+    "/api/v1/jobs/{job}/edits/{edit}": {
+        parameters: {
+            query?: never;
+            header?: never;
+            path?: never;
+            cookie?: never;
+        };
+        /**
+         * Get Edit
+         * @description An edit, when it has ended or after `wait_s`; of an applied one also whether the
+         *     sidecars still keep what undoes it.
+         */
+        get: operations["get_edit"];
+        put?: never;
+        post?: never;
+        /**
+         * Abort Edit
+         * @description Call an edit off, unless the trainers may have agreed on it: the state tells.
+         *     Idempotent.
+         */
+        delete: operations["abort_edit"];
+        options?: never;
+        head?: never;
+        patch?: never;
+        trace?: never;
+    };
+    "/api/v1/jobs/{job}/edits/{edit}/commit": {
+        parameters: {
+            query?: never;
+            header?: never;
+            path?: never;
+            cookie?: never;
+        };
+        get?: never;
+        put?: never;
+        /**
+         * Commit Edit
+         * @description Have an edit applied whose data has been uploaded. Idempotent.
+         */
+        post: operations["commit_edit"];
+        delete?: never;
+        options?: never;
+        head?: never;
+        patch?: never;
+        trace?: never;
+    };
+    "/api/v1/jobs/{job}/edits/{edit}/preview": {
+        parameters: {
+            query?: never;
+            header?: never;
+            path?: never;
+            cookie?: never;
+        };
+        get?: never;
+        put?: never;
+        /**
+         * Preview Edit
+         * @description Numbers before and after a staged edit, which stays as it is.
+         */
+        post: operations["preview_edit"];
+        delete?: never;
+        options?: never;
+        head?: never;
+        patch?: never;
+        trace?: never;
+    };
+    "/api/v1/jobs/{job}/edits/{edit}/undo": {
+        parameters: {
+            query?: never;
+            header?: never;
+            path?: never;
+            cookie?: never;
+        };
+        get?: never;
+        put?: never;
+        /**
+         * Undo Edit
+         * @description Make an edit that undoes an applied one. Idempotent by id.
+         */
+        post: operations["undo_edit"];
         delete?: never;
         options?: never;
         head?: never;
@@ -300,6 +411,74 @@ export interface paths {
         get: operations["get_history"];
         put?: never;
         post?: never;
+        delete?: never;
+        options?: never;
+        head?: never;
+        patch?: never;
+        trace?: never;
+    };
+    "/api/v1/jobs/{job}/hold": {
+        parameters: {
+            query?: never;
+            header?: never;
+            path?: never;
+            cookie?: never;
+        };
+        /**
+         * Get Hold
+         * @description Whether training waits at a boundary on request, and who holds it.
+         */
+        get: operations["get_hold"];
+        put?: never;
+        /**
+         * Begin Hold
+         * @description Have all ranks wait at one boundary; answers when they do. The lease ends by itself.
+         */
+        post: operations["begin_hold"];
+        /**
+         * End Hold
+         * @description Let training go on. Idempotent.
+         */
+        delete: operations["end_hold"];
+        options?: never;
+        head?: never;
+        patch?: never;
+        trace?: never;
+    };
+    "/api/v1/jobs/{job}/hold/renew": {
+        parameters: {
+            query?: never;
+            header?: never;
+            path?: never;
+            cookie?: never;
+        };
+        get?: never;
+        put?: never;
+        /**
+         * Renew Hold
+         * @description Let the lease end later, counted from now; trainers cap a hold at 300 s. Idempotent.
+         */
+        post: operations["renew_hold"];
+        delete?: never;
+        options?: never;
+        head?: never;
+        patch?: never;
+        trace?: never;
+    };
+    "/api/v1/jobs/{job}/hold/step": {
+        parameters: {
+            query?: never;
+            header?: never;
+            path?: never;
+            cookie?: never;
+        };
+        get?: never;
+        put?: never;
+        /**
+         * Step Hold
+         * @description Let held training finish some updates and wait again, under the same lease.
+         */
+        post: operations["step_hold"];
         delete?: never;
         options?: never;
         head?: never;
@@ -908,6 +1087,143 @@ export interface components {
             destinations: components["schemas"]["DestinationDocument"][];
         };
         /**
+         * EditDocument
+         * @description An edit as it is told now.
+         */
+        EditDocument: {
+            /**
+             * Actor
+             * @description Name of the token of who asked for it
+             */
+            actor: string;
+            after: components["schemas"]["RangeDocument"] | null;
+            /** @description null: not known */
+            before: components["schemas"]["RangeDocument"] | null;
+            /**
+             * Boundary
+             * @description Number of its request to the trainers; 0: none yet
+             */
+            boundary: number;
+            /**
+             * Created S
+             * @description Seconds since the Unix epoch
+             */
+            created_s: number;
+            /**
+             * Ended S
+             * @description null while it goes on
+             */
+            ended_s: number | null;
+            /** Epoch */
+            epoch: number;
+            /** Id */
+            id: string;
+            /** Job */
+            job: string;
+            /** Note */
+            note: string;
+            /** Ops */
+            ops: components["schemas"]["OpDocument"][];
+            /**
+             * Reason
+             * @description Why it is ABORTED or LOST; else empty
+             */
+            reason: string;
+            /**
+             * Size Bytes
+             * @description Of the elements it names, replicas counted once
+             */
+            size_bytes: number;
+            /**
+             * State
+             * @description APPLIED, ABORTED and LOST never change
+             * @enum {string}
+             */
+            state: "STAGING" | "STAGED" | "COMMITTED" | "APPLIED" | "ABORTED" | "LOST";
+            /**
+             * Step
+             * @description Step at whose boundary it was applied; -1: it was not
+             */
+            step: number;
+            /**
+             * Stop Ms
+             * @description Longest time that it kept a trainer
+             */
+            stop_ms: number | null;
+            undo: components["schemas"]["UndoDocument"];
+            /**
+             * Undo Of
+             * @description Edit that this one undoes
+             */
+            undo_of: string | null;
+            /**
+             * Undone By
+             * @description Edit that has undone this one
+             */
+            undone_by: string | null;
+        };
+        /**
+         * EditList
+         * @description Edits, newest first.
+         */
+        EditList: {
+            /** Edits */
+            edits: components["schemas"]["EditDocument"][];
+            /**
+             * Next Page Token
+             * @description Ask with it for older ones; empty at the end
+             */
+            next_page_token: string;
+        };
+        /**
+         * EditRequest
+         * @description An edit to be made, on all ranks at one step or on none.
+         */
+        EditRequest: {
+            /**
+             * Allow Nonfinite
+             * @description NaN and infinities are wanted; admins only
+             * @default false
+             */
+            allow_nonfinite: boolean;
+            /**
+             * Dry Run
+             * @description Only tell the numbers before and after
+             * @default false
+             */
+            dry_run: boolean;
+            /**
+             * Id
+             * @description Names it for ever: asking twice makes it once; made up when absent
+             */
+            id?: string | null;
+            /**
+             * If Step
+             * @description Abort unless all ranks are at this step when it is committed; only in a hold is that the step at which it is applied, else the boundary comes 1 to 2 steps later
+             */
+            if_step?: number | null;
+            /**
+             * Note
+             * @description Why; for the audit
+             * @default
+             */
+            note: string;
+            /** Ops */
+            ops: components["schemas"]["OpRequest"][];
+            /**
+             * Reset Moments
+             * @description Zero the optimizer's state of the changed elements
+             * @default false
+             */
+            reset_moments: boolean;
+            /**
+             * Wait S
+             * @description Longest wait for its end, in seconds
+             * @default 30
+             */
+            wait_s: number;
+        };
+        /**
          * EpochDocument
          * @description One incarnation of a job.
          */
@@ -1311,6 +1627,57 @@ export interface components {
             watch: boolean;
         };
         /**
+         * HoldDocument
+         * @description Whether training waits at a boundary on request.
+         */
+        HoldDocument: {
+            /**
+             * Holder
+             * @description Who holds it: name of the token, and a mark of its own
+             */
+            holder: string;
+            /** Lease Left S */
+            lease_left_s: number;
+            /**
+             * Since S
+             * @description Seconds since the Unix epoch; null when not known
+             */
+            since_s: number | null;
+            /**
+             * State
+             * @enum {string}
+             */
+            state: "running" | "pausing" | "held" | "stepping";
+            /**
+             * Step
+             * @description Finished updates; -1 when no rank tells
+             */
+            step: number;
+            /**
+             * Steps Left
+             * @description Boundaries that may pass before it waits again
+             */
+            steps_left: number;
+        };
+        /**
+         * HoldRequest
+         * @description For how long.
+         */
+        HoldRequest: {
+            /**
+             * Holder
+             * @description As the answer to begin_hold named it; empty: the one of this token
+             * @default
+             */
+            holder: string;
+            /**
+             * Lease S
+             * @description Seconds from now on; then training goes on by itself
+             * @default 30
+             */
+            lease_s: number;
+        };
+        /**
          * JobDocument
          * @description A job, how to reach its sidecars, and a ticket that lets a reader in.
          */
@@ -1576,6 +1943,85 @@ export interface components {
             token: string;
         };
         /**
+         * OpDocument
+         * @description One operation, and what it met.
+         */
+        OpDocument: {
+            /** Data */
+            data: boolean;
+            /** Max */
+            max: number | null;
+            /** Min */
+            min: number | null;
+            /** Name Count */
+            name_count: number;
+            /**
+             * Names
+             * @description The first 100 parameters
+             */
+            names: string[];
+            /**
+             * Numel
+             * @description Elements, replicas counted once
+             */
+            numel: number;
+            /** Op */
+            op: string;
+            /** Pattern */
+            pattern: string;
+            /** Value */
+            value: number | null;
+            /** Weight */
+            weight: number | null;
+        };
+        /**
+         * OpRequest
+         * @description What is done to the elements that a pattern names.
+         * @example {
+         *       "op": "mul",
+         *       "pattern": "norm.*",
+         *       "value": 0.5
+         *     }
+         */
+        OpRequest: {
+            /**
+             * Data
+             * @description The operand is uploaded to the sidecars
+             * @default false
+             */
+            data: boolean;
+            /**
+             * Max
+             * @description Upper bound of clamp
+             */
+            max?: number | null;
+            /**
+             * Min
+             * @description Lower bound of clamp
+             */
+            min?: number | null;
+            /**
+             * Op
+             * @enum {string}
+             */
+            op: "set" | "add" | "mul" | "lerp" | "fill" | "clamp";
+            /**
+             * Pattern
+             * @description Glob over names of parameters; may end in a slice: "w[0:4]"
+             */
+            pattern: string;
+            /**
+             * Value
+             * @description Operand of fill; of add and mul without data
+             */
+            value?: number | null;
+            /**
+             * Weight
+             * @description Factor of add (1 when absent) and of lerp
+             */
+            weight?: number | null;
+        };
+        /**
          * ParamDetail
          * @description A tensor and who holds which part of it.
          */
@@ -1832,6 +2278,24 @@ export interface components {
              * @description urn:paramd:error:<reason>, stable; what programs look at
              */
             type: string;
+        };
+        /**
+         * RangeDocument
+         * @description Statistics of all elements that an edit names. null: there is no finite one.
+         */
+        RangeDocument: {
+            /** Inf Count */
+            inf_count: number;
+            /** Max */
+            max: number | null;
+            /** Mean */
+            mean: number | null;
+            /** Min */
+            min: number | null;
+            /** Nan Count */
+            nan_count: number;
+            /** Norm */
+            norm: number | null;
         };
         /**
          * RankDocument
@@ -2298,6 +2762,24 @@ export interface components {
             total: components["schemas"]["StatsDocument"];
         };
         /**
+         * StepRequest
+         * @description How far.
+         */
+        StepRequest: {
+            /**
+             * Holder
+             * @description As the answer to begin_hold named it; empty: the one of this token
+             * @default
+             */
+            holder: string;
+            /**
+             * Steps
+             * @description Updates to finish
+             * @default 1
+             */
+            steps: number;
+        };
+        /**
          * TokenDocument
          * @description A token without the token.
          */
@@ -2355,6 +2837,42 @@ export interface components {
             ttl_s: number;
         };
         /**
+         * UndoDocument
+         * @description Whether it can be undone.
+         */
+        UndoDocument: {
+            /** Possible */
+            possible: boolean;
+            /**
+             * Reason
+             * @description Why not; empty when it can
+             */
+            reason: string;
+        };
+        /**
+         * UndoRequest
+         * @description How to undo.
+         */
+        UndoRequest: {
+            /**
+             * Force
+             * @description Although later edits changed some of the elements
+             * @default false
+             */
+            force: boolean;
+            /**
+             * Id
+             * @description Of the undoing edit; as in create
+             */
+            id?: string | null;
+            /**
+             * Wait S
+             * @description Longest wait for its end, in seconds
+             * @default 30
+             */
+            wait_s: number;
+        };
+        /**
          * UserRole
          * @description Role of a token.
          * @enum {string}
@@ -2402,6 +2920,18 @@ export interface components {
              */
             values: string[];
         };
+        /**
+         * WaitRequest
+         * @description How long to wait.
+         */
+        WaitRequest: {
+            /**
+             * Wait S
+             * @description Longest wait for its end, in seconds
+             * @default 30
+             */
+            wait_s: number;
+        };
     };
     responses: never;
     parameters: never;
@@ -2417,6 +2947,9 @@ export type AuditPage = components['schemas']['AuditPage'];
 export type AuditRecord = components['schemas']['AuditRecord'];
 export type DestinationDocument = components['schemas']['DestinationDocument'];
 export type DestinationList = components['schemas']['DestinationList'];
+export type EditDocument = components['schemas']['EditDocument'];
+export type EditList = components['schemas']['EditList'];
+export type EditRequest = components['schemas']['EditRequest'];
 export type EpochDocument = components['schemas']['EpochDocument'];
 export type EpochList = components['schemas']['EpochList'];
 export type ExportDocument = components['schemas']['ExportDocument'];
@@ -2427,6 +2960,8 @@ export type HeatmapDocument = components['schemas']['HeatmapDocument'];
 export type HeldDocument = components['schemas']['HeldDocument'];
 export type HistogramDocument = components['schemas']['HistogramDocument'];
 export type HistoryDocument = components['schemas']['HistoryDocument'];
+export type HoldDocument = components['schemas']['HoldDocument'];
+export type HoldRequest = components['schemas']['HoldRequest'];
 export type JobDocument = components['schemas']['JobDocument'];
 export type JobList = components['schemas']['JobList'];
 export type JobRegistration = components['schemas']['JobRegistration'];
@@ -2437,6 +2972,8 @@ export type MissingDocument = components['schemas']['MissingDocument'];
 export type Mode = components['schemas']['Mode'];
 export type NewSession = components['schemas']['NewSession'];
 export type NewToken = components['schemas']['NewToken'];
+export type OpDocument = components['schemas']['OpDocument'];
+export type OpRequest = components['schemas']['OpRequest'];
 export type ParamDetail = components['schemas']['ParamDetail'];
 export type ParamDocument = components['schemas']['ParamDocument'];
 export type ParamPage = components['schemas']['ParamPage'];
@@ -2444,6 +2981,7 @@ export type PeerDocument = components['schemas']['PeerDocument'];
 export type PieceDocument = components['schemas']['PieceDocument'];
 export type PointDocument = components['schemas']['PointDocument'];
 export type Problem = components['schemas']['Problem'];
+export type RangeDocument = components['schemas']['RangeDocument'];
 export type RankDocument = components['schemas']['RankDocument'];
 export type RankList = components['schemas']['RankList'];
 export type RankPinDocument = components['schemas']['RankPinDocument'];
@@ -2457,11 +2995,15 @@ export type SnapshotList = components['schemas']['SnapshotList'];
 export type SnapshotRequest = components['schemas']['SnapshotRequest'];
 export type StatsDocument = components['schemas']['StatsDocument'];
 export type StatsList = components['schemas']['StatsList'];
+export type StepRequest = components['schemas']['StepRequest'];
 export type TokenDocument = components['schemas']['TokenDocument'];
 export type TokenList = components['schemas']['TokenList'];
 export type TokenRequest = components['schemas']['TokenRequest'];
+export type UndoDocument = components['schemas']['UndoDocument'];
+export type UndoRequest = components['schemas']['UndoRequest'];
 export type UserRole = components['schemas']['UserRole'];
 export type ValuesDocument = components['schemas']['ValuesDocument'];
+export type WaitRequest = components['schemas']['WaitRequest'];
 export type $defs = Record<string, never>;
 export interface operations {
     list_own_audit: {
@@ -2634,6 +3176,199 @@ export interface operations {
                 };
                 content: {
                     "application/json": components["schemas"]["AuditPage"];
+                };
+            };
+        };
+    };
+    list_edits: {
+        parameters: {
+            query?: {
+                /** @description Only these */
+                state?: ("STAGING" | "STAGED" | "COMMITTED" | "APPLIED" | "ABORTED" | "LOST") | null;
+                /** @description Edits on a page */
+                limit?: number;
+                /** @description From the page before */
+                page_token?: string;
+            };
+            header?: never;
+            path: {
+                /** @example my-run */
+                job: string;
+            };
+            cookie?: never;
+        };
+        requestBody?: never;
+        responses: {
+            /** @description Successful Response */
+            200: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["EditList"];
+                };
+            };
+        };
+    };
+    create_edit: {
+        parameters: {
+            query?: never;
+            header?: never;
+            path: {
+                /** @example my-run */
+                job: string;
+            };
+            cookie?: never;
+        };
+        requestBody: {
+            content: {
+                "application/json": components["schemas"]["EditRequest"];
+            };
+        };
+        responses: {
+            /** @description Successful Response */
+            201: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["EditDocument"];
+                };
+            };
+        };
+    };
+    get_edit: {
+        parameters: {
+            query?: {
+                /** @description Longest wait for its end, in seconds */
+                wait_s?: number;
+            };
+            header?: never;
+            path: {
+                /** @example my-run */
+                job: string;
+                /** @description 32 hexadecimal digits */
+                edit: string;
+            };
+            cookie?: never;
+        };
+        requestBody?: never;
+        responses: {
+            /** @description Successful Response */
+            200: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["EditDocument"];
+                };
+            };
+        };
+    };
+    abort_edit: {
+        parameters: {
+            query?: never;
+            header?: never;
+            path: {
+                /** @example my-run */
+                job: string;
+                /** @description 32 hexadecimal digits */
+                edit: string;
+            };
+            cookie?: never;
+        };
+        requestBody?: never;
+        responses: {
+            /** @description Successful Response */
+            200: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["EditDocument"];
+                };
+            };
+        };
+    };
+    commit_edit: {
+        parameters: {
+            query?: never;
+            header?: never;
+            path: {
+                /** @example my-run */
+                job: string;
+                /** @description 32 hexadecimal digits */
+                edit: string;
+            };
+            cookie?: never;
+        };
+        requestBody: {
+            content: {
+                "application/json": components["schemas"]["WaitRequest"];
+            };
+        };
+        responses: {
+            /** @description Successful Response */
+            200: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["EditDocument"];
+                };
+            };
+        };
+    };
+    preview_edit: {
+        parameters: {
+            query?: never;
+            header?: never;
+            path: {
+                /** @example my-run */
+                job: string;
+                /** @description 32 hexadecimal digits */
+                edit: string;
+            };
+            cookie?: never;
+        };
+        requestBody?: never;
+        responses: {
+            /** @description Successful Response */
+            200: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["EditDocument"];
+                };
+            };
+        };
+    };
+    undo_edit: {
+        parameters: {
+            query?: never;
+            header?: never;
+            path: {
+                /** @example my-run */
+                job: string;
+                /** @description 32 hexadecimal digits */
+                edit: string;
+            };
+            cookie?: never;
+        };
+        requestBody: {
+            content: {
+                "application/json": components["schemas"]["UndoRequest"];
+            };
+        };
+        responses: {
+            /** @description Successful Response */
+            201: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["EditDocument"];
                 };
             };
         };
@@ -2926,6 +3661,136 @@ export interface operations {
                 };
                 content: {
                     "application/json": components["schemas"]["HistoryDocument"];
+                };
+            };
+        };
+    };
+    get_hold: {
+        parameters: {
+            query?: never;
+            header?: never;
+            path: {
+                /** @example my-run */
+                job: string;
+            };
+            cookie?: never;
+        };
+        requestBody?: never;
+        responses: {
+            /** @description Successful Response */
+            200: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["HoldDocument"];
+                };
+            };
+        };
+    };
+    begin_hold: {
+        parameters: {
+            query?: never;
+            header?: never;
+            path: {
+                /** @example my-run */
+                job: string;
+            };
+            cookie?: never;
+        };
+        requestBody: {
+            content: {
+                "application/json": components["schemas"]["HoldRequest"];
+            };
+        };
+        responses: {
+            /** @description Successful Response */
+            200: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["HoldDocument"];
+                };
+            };
+        };
+    };
+    end_hold: {
+        parameters: {
+            query?: {
+                /** @description As begin_hold named it */
+                holder?: string;
+            };
+            header?: never;
+            path: {
+                /** @example my-run */
+                job: string;
+            };
+            cookie?: never;
+        };
+        requestBody?: never;
+        responses: {
+            /** @description Successful Response */
+            200: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["HoldDocument"];
+                };
+            };
+        };
+    };
+    renew_hold: {
+        parameters: {
+            query?: never;
+            header?: never;
+            path: {
+                /** @example my-run */
+                job: string;
+            };
+            cookie?: never;
+        };
+        requestBody: {
+            content: {
+                "application/json": components["schemas"]["HoldRequest"];
+            };
+        };
+        responses: {
+            /** @description Successful Response */
+            200: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["HoldDocument"];
+                };
+            };
+        };
+    };
+    step_hold: {
+        parameters: {
+            query?: never;
+            header?: never;
+            path: {
+                /** @example my-run */
+                job: string;
+            };
+            cookie?: never;
+        };
+        requestBody: {
+            content: {
+                "application/json": components["schemas"]["StepRequest"];
+            };
+        };
+        responses: {
+            /** @description Successful Response */
+            200: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["HoldDocument"];
                 };
             };
         };

@@ -1,24 +1,23 @@
 /** Edits and holds as the page works with them. Pure. */
 
-export const OPS = ["fill", "mul", "add", "set", "lerp", "clamp"] as const;
+import type { EditRequest, OpRequest } from "../api/schema";
+
+/** Those that need no tensor of the user's: what needs one is for `paramd edit --from`. */
+export const OPS = ["mul", "add", "fill", "clamp"] as const;
 export type Op = (typeof OPS)[number];
 
 /** What each operation takes. */
-export const FIELDS: Record<Op, readonly ("value" | "weight" | "min" | "max")[]> = {
-  fill: ["value"],
+export const FIELDS: Record<Op, readonly ("value" | "min" | "max")[]> = {
   mul: ["value"],
   add: ["value"],
-  set: ["value"],
-  lerp: ["value", "weight"],
+  fill: ["value"],
   clamp: ["min", "max"],
 };
 
 export const MEANING: Record<Op, string> = {
-  fill: "every element becomes the value",
   mul: "times the value",
   add: "plus the value",
-  set: "every element becomes the value",
-  lerp: "x + weight · (value − x)",
+  fill: "the value everywhere",
   clamp: "not below min, not above max",
 };
 
@@ -26,7 +25,6 @@ export interface Draft {
   pattern: string;
   op: Op;
   value: string;
-  weight: string;
   min: string;
   max: string;
   ifStep: string;
@@ -39,7 +37,6 @@ export const EMPTY: Draft = {
   pattern: "",
   op: "mul",
   value: "",
-  weight: "",
   min: "",
   max: "",
   ifStep: "",
@@ -48,21 +45,13 @@ export const EMPTY: Draft = {
   resetMoments: false,
 };
 
-export interface EditBody {
-  id: string;
-  ops: Record<string, unknown>[];
-  if_step?: number;
-  allow_nonfinite?: boolean;
-  reset_moments?: boolean;
-  note?: string;
-  dry_run?: boolean;
-  wait_s: number;
-}
+/** Longest that an answer is waited for. */
+const WAIT_S = 30;
 
 /** The request of a draft, or what is missing in it. */
-export function bodyOf(draft: Draft, id: string, dryRun: boolean): { body: EditBody } | { problem: string } {
+export function bodyOf(draft: Draft, id: string, dryRun: boolean): { body: EditRequest } | { problem: string } {
   if (!draft.pattern.trim()) return { problem: "say which parameters: a name or a glob" };
-  const op: Record<string, unknown> = { pattern: draft.pattern.trim(), op: draft.op };
+  const op: OpRequest = { pattern: draft.pattern.trim(), op: draft.op, data: false };
   for (const field of FIELDS[draft.op]) {
     const text = draft[field].trim();
     if (text === "" && draft.op === "clamp") continue;
@@ -70,20 +59,25 @@ export function bodyOf(draft: Draft, id: string, dryRun: boolean): { body: EditB
     if (text === "" || !Number.isFinite(value)) return { problem: `${field}: expected a number` };
     op[field] = value;
   }
-  if (draft.op === "clamp" && op["min"] === undefined && op["max"] === undefined) {
+  if (draft.op === "clamp" && op.min === undefined && op.max === undefined) {
     return { problem: "min or max: expected a number for one of them" };
   }
-  const body: EditBody = { id, ops: [op], wait_s: 30 };
-  if (draft.ifStep.trim()) {
-    const step = Number(draft.ifStep);
-    if (!Number.isInteger(step) || step < 0) return { problem: "only at step: expected a whole number" };
-    body.if_step = step;
+  const step = draft.ifStep.trim() ? Number(draft.ifStep) : null;
+  if (step !== null && (!Number.isInteger(step) || step < 0)) {
+    return { problem: "only at step: expected a whole number" };
   }
-  if (draft.allowNonfinite) body.allow_nonfinite = true;
-  if (draft.resetMoments) body.reset_moments = true;
-  if (draft.note.trim()) body.note = draft.note.trim();
-  if (dryRun) body.dry_run = true;
-  return { body };
+  return {
+    body: {
+      id,
+      ops: [op],
+      if_step: step,
+      allow_nonfinite: draft.allowNonfinite,
+      reset_moments: draft.resetMoments,
+      note: draft.note.trim(),
+      dry_run: dryRun,
+      wait_s: WAIT_S,
+    },
+  };
 }
 
 /** 32 hexadecimal digits, so that an edit that is sent twice is one. */

@@ -35,7 +35,11 @@ export function useKeys(to: { go: (view: View) => void; help: () => void; theme:
       const target = event.target as HTMLElement;
       const typing = /^(INPUT|TEXTAREA|SELECT)$/.test(target.tagName);
       if (typing) {
-        if (event.key === "Escape") target.blur();
+        if (event.key === "Escape") {
+          // The browser would empty a search field.
+          event.preventDefault();
+          target.blur();
+        }
         return;
       }
       if (document.querySelector("dialog[open]")) return;

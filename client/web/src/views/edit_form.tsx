@@ -2,12 +2,12 @@
 
 import { type FormEvent, type ReactNode, useState } from "react";
 
-import { raw } from "../api/client";
-import type { EditDocument, Measured } from "../api/documents";
+import { post } from "../api/client";
+import type { EditDocument, RangeDocument } from "../api/schema";
 import { bodyOf, type Draft, EMPTY, FIELDS, MEANING, newId, type Op, OPS } from "../lib/edits";
 import { count, number } from "../lib/format";
 import { Badge, Dialog, Panel, Source, Trouble } from "../ui/bits";
-import { useShared } from "../ui/context";
+import { useMay, useShared } from "../ui/context";
 import { useQuery } from "../ui/hooks";
 import { Names } from "./edits";
 
@@ -19,6 +19,7 @@ interface Tried {
 
 export function EditForm(): ReactNode {
   const { job } = useShared();
+  const admin = useMay("administer");
   const [pattern, setPattern] = useQuery("pattern");
   const [draft, setDraft] = useState<Draft>(EMPTY);
   const [tried, setTried] = useState<Tried | null>(null);
@@ -40,7 +41,7 @@ export function EditForm(): ReactNode {
     setProblem("");
     setBusy(true);
     try {
-      return await raw<EditDocument>("post", "/api/v1/jobs/{job}/edits", { path: { job }, body: made.body });
+      return await post("/api/v1/jobs/{job}/edits", { path: { job }, body: made.body });
     } catch (error) {
       setProblem(error instanceof Error ? error.message : String(error));
       return null;
@@ -99,10 +100,12 @@ export function EditForm(): ReactNode {
           <input type="checkbox" checked={draft.resetMoments} onChange={(event) => set({ resetMoments: event.target.checked })} />
           reset the optimizer's moments there
         </label>
-        <label className="tick">
-          <input type="checkbox" checked={draft.allowNonfinite} onChange={(event) => set({ allowNonfinite: event.target.checked })} />
-          allow NaN and Inf
-        </label>
+        {admin && (
+          <label className="tick">
+            <input type="checkbox" checked={draft.allowNonfinite} onChange={(event) => set({ allowNonfinite: event.target.checked })} />
+            allow NaN and Inf
+          </label>
+        )}
         <div className="actions full">
           <button type="submit" className={tried ? "" : "main"} disabled={busy}>
             Dry run
@@ -145,7 +148,7 @@ export function EditForm(): ReactNode {
   );
 }
 
-export function BeforeAfter(props: { before: Measured | null; after: Measured | null }): ReactNode {
+export function BeforeAfter(props: { before: RangeDocument | null; after: RangeDocument | null }): ReactNode {
   const { before, after } = props;
   if (!before && !after) return null;
   return (

@@ -2,8 +2,8 @@
 
 import { type ReactNode, useState } from "react";
 
-import { raw } from "../api/client";
-import type { EditDocument, EditPage } from "../api/documents";
+import { get, post } from "../api/client";
+import type { EditDocument } from "../api/schema";
 import { newId, opText } from "../lib/edits";
 import { clock, count, duration } from "../lib/format";
 import { Badge, Dialog, Empty, Facts, Name, Panel, Source, Trouble } from "../ui/bits";
@@ -38,7 +38,7 @@ function Log(props: { mayEdit: boolean }): ReactNode {
   const [picked, setPicked] = useQuery("edit");
   const edits = usePoll(
     `${job} edits ${live.changes["edit"] ?? 0}`,
-    (signal) => raw<EditPage>("get", "/api/v1/jobs/{job}/edits", { path: { job }, query: { limit: 200 }, signal }),
+    (signal) => get("/api/v1/jobs/{job}/edits", { path: { job }, query: { limit: 200 }, signal }),
     10_000,
   );
   const words = filter.toLowerCase().split(/\s+/).filter(Boolean);
@@ -121,7 +121,7 @@ function One(props: {
   const [busy, setBusy] = useState(false);
   const undo = (): void => {
     setBusy(true);
-    raw<EditDocument>("post", "/api/v1/jobs/{job}/edits/{id}/undo", { path: { job, id: edit.id }, body: { id: newId(), wait_s: 30 } })
+    post("/api/v1/jobs/{job}/edits/{edit}/undo", { path: { job, edit: edit.id }, body: { id: newId(), force: false, wait_s: 30 } })
       .then(() => {
         onChanged();
         onClose();

@@ -2,14 +2,16 @@
 
 import { type ReactNode, useState } from "react";
 
-import { raw } from "../api/client";
-import type { HoldDocument } from "../api/documents";
+import { del, get, post } from "../api/client";
+import type { HoldDocument } from "../api/schema";
 import { leaseLeft } from "../lib/edits";
 import { clock, count } from "../lib/format";
 import { Badge, Panel, Source, Trouble } from "../ui/bits";
 import { useShared } from "../ui/context";
 import { useNow, usePoll, useQuery } from "../ui/hooks";
 
+/** The hold of this very token. */
+const MINE = "";
 const LEASES = ["30", "60", "120", "300"] as const;
 
 export function Hold(props: { mayEdit: boolean }): ReactNode {
@@ -21,13 +23,15 @@ export function Hold(props: { mayEdit: boolean }): ReactNode {
   const [problem, setProblem] = useState("");
   const hold = usePoll(
     `${job} hold ${live.changes["hold"] ?? 0}`,
-    (signal) => raw<HoldDocument>("get", "/api/v1/jobs/{job}/hold", { path: { job }, signal }),
+    (signal) => get("/api/v1/jobs/{job}/hold", { path: { job }, signal }),
     3000,
   );
-  const act = (method: "post" | "delete", path: string, body?: unknown): void => {
+  const path = { job };
+  const body = { lease_s: Number(lease), holder: MINE };
+  const act = (sent: Promise<HoldDocument>): void => {
     setBusy(true);
     setProblem("");
-    raw<HoldDocument>(method, `/api/v1/jobs/{job}${path}`, { path: { job }, ...(body ? { body } : {}) })
+    sent
       .catch((error: unknown) => setProblem(error instanceof Error ? error.message : String(error)))
       .finally(() => {
         setBusy(false);
@@ -70,20 +74,20 @@ export function Hold(props: { mayEdit: boolean }): ReactNode {
                 </select>
               </label>
               {!held && (
-                <button type="button" disabled={busy} onClick={() => act("post", "/hold", { lease_s: Number(lease) })}>
+                <button type="button" disabled={busy} onClick={() => act(post("/api/v1/jobs/{job}/hold", { path, body }))}>
                   Pause
                 </button>
               )}
               {held && (
                 <>
-                  <button type="button" disabled={busy} onClick={() => act("post", "/hold/renew", { lease_s: Number(lease) })}>
+                  <button type="button" disabled={busy} onClick={() => act(post("/api/v1/jobs/{job}/hold/renew", { path, body }))}>
                     Renew
                   </button>
                   <input type="number" min={1} max={1000} aria-label="Steps" value={steps} onChange={(event) => setSteps(event.target.value)} />
-                  <button type="button" disabled={busy || !(Number(steps) >= 1)} onClick={() => act("post", "/hold/step", { steps: Number(steps) })}>
+                  <button type="button" disabled={busy || !(Number(steps) >= 1)} onClick={() => act(post("/api/v1/jobs/{job}/hold/step", { path, body: { steps: Number(steps), holder: MINE } }))}>
                     Step
                   </button>
-                  <button type="button" className="main" disabled={busy} onClick={() => act("delete", "/hold")}>
+                  <button type="button" className="main" disabled={busy} onClick={() => act(del("/api/v1/jobs/{job}/hold", { path }))}>
                     Resume
                   </button>
                 </>

@@ -138,9 +138,13 @@ async def _fetch(job: Job, batch: Batch) -> dict[tuple[int, int], memoryview]:
                 found[at] = await memory.read(extent.begin_bytes, extent.size_bytes)
 
     sources = {(extent.rank, extent.state_key) for _, extent in wanted}
-    async with asyncio.TaskGroup() as group:
-        for source in sources:
-            group.create_task(one_peer(source))
+    try:
+        async with asyncio.TaskGroup() as group:
+            for source in sources:
+                group.create_task(one_peer(source))
+    except BaseExceptionGroup as errors:
+        # The caller is told which peer is gone, not that some group failed.
+        raise errors.exceptions[0] from None
     return found
 
 

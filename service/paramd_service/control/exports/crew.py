@@ -95,12 +95,14 @@ class Crew:
         *,
         first: int | None = None,
         wait: bool = True,
+        lost: Callable[[int, str], None] = lambda rank, why: None,
     ) -> tuple[int, Answer]:
         """Has one rank that is well do `work`; (rank, what it answers).
 
         Args:
             first: Is asked before the others.
             wait: Whether to wait for a rank to join when there is none.
+            lost: Is told of a rank that does not answer, and why.
 
         Raises:
             UnreachableError: nobody answers. ParamdError: what the first that does says.
@@ -112,8 +114,9 @@ class Crew:
         for rank in sorted(found, key=lambda rank: (rank != first, rank)):
             try:
                 return rank, await work(rank, found[rank])
-            except RankLostError as lost:
-                error = lost
+            except RankLostError as found_lost:
+                error = found_lost
+                lost(rank, str(found_lost))
         raise error
 
     async def close(self) -> None:

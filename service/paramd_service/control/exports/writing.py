@@ -65,7 +65,8 @@ class Writing:
         await job.crew.any(
             lambda rank, address: job.crew.calls.begin(
                 rank, address, job.target, job.export.size_bytes
-            )
+            ),
+            lost=job.rank_lost,
         )
 
     def _give(self) -> None:

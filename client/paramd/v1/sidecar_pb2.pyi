@@ -456,7 +456,12 @@ class PinSnapshotRequest(google.protobuf.message.Message):
     consumes. 0: any. ABORTED "passed": it has begun. Not with `at_boundary`.
     """
     state_key: builtins.str
-    """Which optimizer state, for SOURCE_MOMENTS (needs `at_boundary`), such as "exp_avg"."""
+    """Which optimizer state, for SOURCE_MOMENTS, such as "exp_avg", with `at_step`, the step
+    that it was mirrored at; once for the same bytes. Empty, with `at_boundary` and no
+    spans: has it mirrored, and pins the table that says which keys there are; the mirror
+    lives as long as the table's lease. ABORTED "passed": it has gone. FAILED_PRECONDITION
+    of the boundary: another reader has a mirror.
+    """
     lossless_every: builtins.int
     """Updates between two frames of a reader of gradients that wants to miss none; 0: it may
     miss some. Where the trainer allows it, its update waits for such a reader for a while.

@@ -8,11 +8,12 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
-from paramd.errors import ConflictError, UsageError
+from paramd.errors import ConflictError, ParamdError, UsageError
 from paramd.memory.control_page import Word
 from paramd.v1 import sidecar_pb2 as pb
 from paramd_service.sidecar.copier import Copier
 from paramd_service.sidecar.edit_hook import ReadyEdits
+from paramd_service.sidecar.moments import Moments, is_table
 from paramd_service.sidecar.owner import Possession
 from paramd_service.sidecar.reaching import (
     CAPTURE,
@@ -67,6 +68,8 @@ class Boundaries:
         self._ended = ""
         self.edits: ReadyEdits | None = None
         """Who knows the staged edits; None refuses all."""
+        self.moments: Moments | None = None
+        """Who has the optimizer's state; None refuses it."""
 
     def end(self, reason: str) -> None:
         """No boundary will come any more. Those asked for are given up by the copier."""
@@ -153,6 +156,8 @@ class Boundaries:
         snapshots = [self._store.get(snapshot_id).snapshot for snapshot_id in reach.snapshot_ids]
         for snapshot in snapshots:
             _check_capturable(snapshot)
+            if is_table(snapshot.key):
+                self._check_moments()
         argument = self._argument(reach)
         asked = _Asked(reach, self._loop.create_future())
         self._asked[reach.number] = asked
@@ -179,9 +184,15 @@ class Boundaries:
         arena_address = self._possession.arena.address
         return Boundary(
             reach.number,
-            [span for one in snapshots for span in copy_spans(one, arena_address)],
+            [
+                span
+                for one in snapshots
+                if not is_table(one.key)
+                for span in copy_spans(one, arena_address)
+            ],
             any(snapshot.with_buffers for snapshot in snapshots),
             done,
+            with_moments=any(is_table(snapshot.key) for snapshot in snapshots),
             token=reach.token,
             action=reach.action,
             argument=argument,
@@ -195,7 +206,23 @@ class Boundaries:
             return self.edits.make_ready(reach.edit_id, boundary=reach.number, token=reach.token)
         return reach.step_count if reach.action == STEP else 0
 
+    def _check_moments(self) -> None:
+        if self.moments is None:
+            raise ConflictError("this sidecar serves no optimizer state")
+        self.moments.check_free()
+
+    def _mirrored(self, snapshots: Sequence[Snapshot], outcome: Outcome) -> Outcome:
+        """Fills the table of optimizer state, when there is one; the outcome then."""
+        for snapshot in snapshots:
+            if is_table(snapshot.key) and self.moments is not None and outcome.captured:
+                try:
+                    self.moments.mirrored(snapshot)
+                except ParamdError as error:
+                    return Outcome(-1, str(error))
+        return outcome
+
     def _end(self, asked: _Asked, snapshots: Sequence[Snapshot], outcome: Outcome) -> None:
+        outcome = self._mirrored(snapshots, outcome)
         for snapshot in snapshots:
             snapshot.fill = Fill.FILLED if outcome.captured else Fill.EMPTY
             snapshot.step, snapshot.edits = outcome.step, outcome.edits

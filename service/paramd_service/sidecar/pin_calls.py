@@ -10,6 +10,7 @@ from paramd.v1 import sidecar_pb2 as pb
 from paramd_service.sidecar import admission, messages
 from paramd_service.sidecar.calls import Call, CallTable
 from paramd_service.sidecar.gradients import EndedError
+from paramd_service.sidecar.moments import table_key
 from paramd_service.sidecar.rank import RankSidecar
 from paramd_service.sidecar.snapshot import Key, Lease
 
@@ -48,6 +49,8 @@ class _PinCalls:
         if request.source == pb.SOURCE_GRADIENTS:
             return await self._gradients(request, key, lease_s, timeout_s)
         pins = rank.pins
+        if request.source == pb.SOURCE_MOMENTS:
+            return await self._moments(request, key, lease_s)
         if request.at_boundary:
             lease = await pins.prepare(key, with_buffers=request.with_buffers, lease_s=lease_s)
         else:
@@ -55,6 +58,16 @@ class _PinCalls:
                 key, lease_s=lease_s, timeout_s=timeout_s, at_step=request.at_step
             )
         rank.faults.at("pin-answered")
+        return self._answer(lease, lease_s)
+
+    async def _moments(self, request: pb.PinSnapshotRequest, key: Key, lease_s: float) -> Message:
+        pins = self._rank.pins
+        if request.at_boundary:
+            table = table_key(request.epoch)
+            lease = await pins.prepare(table, with_buffers=False, lease_s=lease_s)
+        else:
+            lease = await pins.moments.pin(key, request.at_step, lease_s)
+        self._rank.faults.at("pin-answered")
         return self._answer(lease, lease_s)
 
     async def _gradients(
@@ -102,8 +115,11 @@ def _check(request: pb.PinSnapshotRequest) -> None:
         )
     if request.source == pb.SOURCE_GRADIENTS and not request.at_step:
         raise UsageError("at_step: gradients are those of one update; name it")
-    if request.source == pb.SOURCE_MOMENTS and not (request.at_boundary and request.state_key):
-        raise UsageError("source: optimizer state needs at_boundary and a state_key")
+    moments = request.source == pb.SOURCE_MOMENTS
+    if moments and bool(request.state_key) != bool(request.at_step):
+        raise UsageError("source: optimizer state needs a state_key and the at_step of its table")
+    if moments and request.at_boundary and (request.state_key or request.spans):
+        raise UsageError("source: the table of optimizer state needs no state_key and no spans")
     if request.source not in pb.Source.values():
         raise UsageError(f"source: {request.source} is unknown to this sidecar")
     if request.source != pb.SOURCE_GRADIENTS and (

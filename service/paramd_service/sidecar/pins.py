@@ -25,6 +25,7 @@ from paramd_service.sidecar.copier import Copier
 from paramd_service.sidecar.faults import Faults
 from paramd_service.sidecar.gradient_pins import GradientPins
 from paramd_service.sidecar.gradients import Gradients
+from paramd_service.sidecar.moments import Moments
 from paramd_service.sidecar.owner import Ownership, Possession
 from paramd_service.sidecar.snapshot import Fill, Key, Lease, Snapshot, copy_spans
 from paramd_service.sidecar.snapshots import SnapshotStore
@@ -69,6 +70,10 @@ class Pins:
         self._sweep_timer: asyncio.TimerHandle | None = None
         self._closing = False
         self.boundaries = Boundaries(possession, store, copier)
+        self.moments = Moments(
+            possession, store=store, blocks=blocks, executor=executor, lease=self._lease
+        )
+        self.boundaries.moments = self.moments
         gradients = Gradients(possession, executor=executor, idle_memory_s=store.idle_memory_s)
         copier.on_wake = gradients.woken
         self.gradient_pins = GradientPins(
@@ -133,6 +138,7 @@ class Pins:
     def sweep(self) -> None:
         """Ends overdue leases, frees idle memory, and sees to it that this happens again."""
         due_ns = self.store.expire()
+        self.moments.sweep()
         if self._sweep_timer is not None:
             self._sweep_timer.cancel()
             self._sweep_timer = None
@@ -150,6 +156,7 @@ class Pins:
             await asyncio.wait(self._tasks)
         self.store.close()
         self.sweep()
+        self.moments.close()
 
     def _lease(self, snapshot: Snapshot, lease_s: float) -> Lease:
         try:

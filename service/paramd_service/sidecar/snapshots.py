@@ -21,6 +21,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from paramd.errors import ConflictError, ExhaustedError, NotFoundError
+from paramd.v1 import sidecar_pb2 as pb
 from paramd_service.sidecar.blocks import Block, BlockMaker, block_bytes
 from paramd_service.sidecar.snapshot import Fill, Key, Lease, Snapshot
 
@@ -29,6 +30,9 @@ MAX_LEASES = 4096
 
 # A kept block serves a smaller request when at most this part of it stays unused.
 _WASTE_DIVISOR = 4
+
+_BUDGETS: dict[int, int] = {pb.SOURCE_MOMENTS: 4}
+"""Budgets that a source has: optimizer state has several tensors for each parameter."""
 
 
 @dataclass(eq=False, slots=True)
@@ -235,15 +239,16 @@ class SnapshotStore:
     def _make_room(self, needed_bytes: int, source: int) -> None:
         # Readers of gradients must not keep others from parameters: each source has the budget.
         live_bytes = self._live_bytes[source]
-        while self._kept and live_bytes + self.kept_bytes + needed_bytes > self.budget_bytes:
-            if live_bytes + needed_bytes > self.budget_bytes:
+        budget_bytes = self.budget_bytes * _BUDGETS.get(source, 1)
+        while self._kept and live_bytes + self.kept_bytes + needed_bytes > budget_bytes:
+            if live_bytes + needed_bytes > budget_bytes:
                 break
             self._discard(min(self._kept, key=lambda entry: entry.since_ns))
-        free_bytes = self.budget_bytes - live_bytes
+        free_bytes = budget_bytes - live_bytes
         if needed_bytes > free_bytes:
             raise ExhaustedError(
                 f"a snapshot of {needed_bytes:,} bytes does not fit: {max(free_bytes, 0):,} of the "
-                f"snapshot budget of {self.budget_bytes:,} bytes are free. Ask for fewer tensors, "
+                f"snapshot budget of {budget_bytes:,} bytes are free. Ask for fewer tensors, "
                 "try again when other snapshots are released, or raise the sidecar's budget"
             )
 

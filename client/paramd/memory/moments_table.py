@@ -1,0 +1,57 @@
+"""Where optimizer state lies in the memory of moments, and the table behind it.
+
+What the table says stands in trainer/moments.py, which writes it.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+import zlib
+from typing import Any
+
+from paramd.errors import UsageError
+from paramd.memory.shared import MOMENT_ROOMS, ROOM_EXTRA_BYTES
+from paramd.memory.sparse import pages
+
+TABLE_BYTES = ROOM_EXTRA_BYTES
+"""Room for the table."""
+
+_LENGTH = struct.Struct("=q")
+_MAX_TEXT_BYTES = 64 << 20
+
+
+def room_begin(number: int, arena_bytes: int) -> int:
+    """First byte of a room."""
+    return number * pages(arena_bytes)
+
+
+def table_begin(arena_bytes: int) -> int:
+    """First byte of the table."""
+    return room_begin(MOMENT_ROOMS, arena_bytes)
+
+
+def table_size(memory: memoryview) -> int:
+    """Bytes that a table takes which begins at the first byte of `memory`."""
+    (length,) = _LENGTH.unpack_from(memory, 0)
+    if not 0 <= length <= TABLE_BYTES - _LENGTH.size:
+        raise UsageError(f"the table of optimizer state says that it has {length} bytes")
+    return _LENGTH.size + int(length)
+
+
+def parse_table(memory: memoryview | bytes) -> dict[str, Any]:
+    """The table whose bytes these are; what follows it is not looked at.
+
+    Raises:
+        UsageError: they are none.
+    """
+    size = table_size(memoryview(memory))
+    inflater = zlib.decompressobj()
+    try:
+        text = inflater.decompress(memory[_LENGTH.size : size], _MAX_TEXT_BYTES)
+        found = json.loads(text)
+    except (zlib.error, ValueError) as error:
+        raise UsageError(f"the table of optimizer state cannot be read: {error}") from None
+    if not isinstance(found, dict):
+        raise UsageError("the table of optimizer state is no object")
+    return found

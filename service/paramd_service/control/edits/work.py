@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
@@ -101,9 +102,11 @@ class EditWork:
                 driver.describe(**found)
                 driver.feed(CallOff("dry run: nothing was changed"))
                 return
-        except ParamdError as error:
-            driver.feed(CallOff(str(error)))
-            return
+        except Exception as error:
+            driver.feed(CallOff(_told(error)))
+            if isinstance(error, ParamdError):
+                return
+            raise
         await driver.until(EditState.STAGED, EditState.COMMITTED)
         await self.commit(driver, index, planned.ops)
 
@@ -120,8 +123,11 @@ class EditWork:
                 await self._ranges(driver, index, ops)
                 await self._in_turn(driver)
                 entry.outcome(driver.row.state.lower(), **_outcome(driver.row))
-        except ParamdError as error:
-            driver.feed(CallOff(str(error)))
+        except Exception as error:
+            # Whatever it was: an edit that nobody looks after must not stay half way.
+            driver.feed(CallOff(_told(error)))
+            if not isinstance(error, ParamdError):
+                raise
         finally:
             self._committing.discard(row.id)
 
@@ -225,7 +231,7 @@ class EditWork:
 
     def _action(self, row: EditRow, *, resolved: bool = False) -> Action:
         ops = [
-            {key: value for key, value in one.items() if key != "names"}
+            {key: _exact(value) for key, value in one.items() if key != "names"}
             for one in row.detail.get("ops", [])[:16]
         ]
         detail: dict[str, Any] = {"job": row.job, "id": row.id, "ops": ops, "note": row.note}
@@ -247,3 +253,12 @@ class EditWork:
 def _outcome(row: EditRow) -> dict[str, Any]:
     found = {"step": row.step, "before": row.detail.get("before"), "after": row.detail.get("after")}
     return {**found, "reason": row.reason} if row.reason else found
+
+
+def _exact(value: Any) -> Any:
+    """What the audit can hold: JSON has no NaN and no infinities."""
+    return repr(value) if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _told(error: Exception) -> str:
+    return str(error) if isinstance(error, ParamdError) else "internal error; see the log"

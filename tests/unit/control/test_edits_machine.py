@@ -1,0 +1,146 @@
+"""What an edit's machine concludes from single answers; histories are searched in tests/model."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+import pytest
+
+from paramd_service.control.edits.machine import EditMachine, EditState
+from paramd_service.control.edits.words import (
+    Applied,
+    CallOff,
+    Commit,
+    EpochEnded,
+    Fate,
+    Forget,
+    NotReached,
+    NotTold,
+    Persist,
+    Reach,
+    Reached,
+    Restarted,
+    Show,
+    Shown,
+    Staged,
+    Told,
+    Withdraw,
+)
+
+GOOD = Applied(boundary=7, token=70, step=5, edits=1, manifest_digest=b"m", stop_ns=3)
+
+
+def machine(**fields: object) -> EditMachine:
+    return EditMachine(world_size=2, manifest_digest=b"m", **fields)  # type: ignore[arg-type]
+
+
+def committed(**fields: object) -> EditMachine:
+    found = machine(**fields)
+    for rank in range(2):
+        found.handle(Staged(rank, b"m", (b"d",)))
+    assert found.handle(Commit(7, 70)) == [Persist(), Reach(0), Reach(1)]
+    return found
+
+
+def test_it_is_applied_once_every_rank_has_shown_the_same() -> None:
+    found = committed()
+    assert found.handle(Reached(0)) == [Show(0)]
+    assert found.handle(Shown(0, GOOD)) == []
+    assert found.state is EditState.COMMITTED
+    assert found.handle(Reached(1)) == [Show(1)]
+    assert found.handle(Shown(1, replace(GOOD, stop_ns=9))) == [Persist()]
+    assert (found.state, found.step, found.edits, found.stop_ns) == (EditState.APPLIED, 5, 1, 9)
+
+
+@pytest.mark.parametrize(
+    ("changed", "why"),
+    [
+        ({"token": 71}, "something else"),
+        ({"boundary": 8}, "something else"),
+        ({"manifest_digest": b"x"}, "something else"),
+        ({"step": 6}, "different steps"),
+        ({"edits": 2}, "different steps"),
+        ({"data_digests": (b"x",)}, "replicas differ"),
+    ],
+)
+def test_it_is_never_applied_when_ranks_show_different_things(
+    changed: dict[str, object], why: str
+) -> None:
+    def same(digests: Mapping[int, tuple[bytes, ...]]) -> str:
+        return "" if len(set(digests.values())) < 2 else "replicas differ"
+
+    found = committed(same_data=same)
+    found.handle(Shown(0, GOOD))
+    assert found.handle(Shown(1, replace(GOOD, **changed))) == [Persist()]  # type: ignore[arg-type]
+    assert found.state is EditState.LOST
+    assert why in found.reason
+
+
+def test_nothing_is_staged_while_replicas_were_sent_different_data() -> None:
+    found = machine(same_data=lambda digests: "ranks 0, 1 differ")
+    found.handle(Staged(0, b"m"))
+    assert found.handle(Staged(1, b"m")) == [Persist(), Forget(0), Forget(1)]
+    assert (found.state, found.reason) == (EditState.ABORTED, "ranks 0, 1 differ")
+
+
+def test_another_manifest_is_refused() -> None:
+    found = machine()
+    found.handle(Staged(0, b"x"))
+    assert found.state is EditState.ABORTED
+
+
+def test_one_certain_withdrawal_calls_it_off_everywhere() -> None:
+    found = committed()
+    assert found.handle(NotReached(1, "refused")) == [Withdraw(0), Withdraw(1)]
+    assert found.handle(Told(0, Fate.IN_DOUBT)) == [Withdraw(0, later=True)]
+    assert found.handle(NotTold(1)) == [Withdraw(1, later=True)]
+    assert found.state is EditState.COMMITTED
+    assert found.handle(Told(1, Fate.WITHDRAWN)) == [Persist(), Forget(0), Forget(1)]
+    assert (found.state, found.reason) == (EditState.ABORTED, "refused")
+
+
+@pytest.mark.parametrize("fate", [Fate.AGREED, Fate.DONE])
+def test_what_one_rank_agreed_on_is_waited_for_on_all(fate: Fate) -> None:
+    found = committed()
+    found.handle(CallOff("late"))
+    assert found.handle(Told(0, fate))
+    assert found.agreed
+    assert found.handle(CallOff("later")) == []
+    assert found.handle(Told(1, Fate.IN_DOUBT)) == [Withdraw(1, later=True)]
+    assert found.handle(Shown(1, None)) == [Withdraw(1, later=True)]
+    found.handle(Shown(0, GOOD))
+    found.handle(Shown(1, GOOD))
+    assert found.state is EditState.APPLIED
+
+
+def test_a_torn_rank_or_a_contradiction_loses_it() -> None:
+    for told in (Told(1, Fate.TORN), Told(1, Fate.WITHDRAWN)):
+        found = committed()
+        found.handle(Reached(0))
+        found.handle(told)
+        assert found.state is EditState.LOST
+
+
+@pytest.mark.parametrize("state", ["STAGING", "STAGED", "COMMITTED"])
+def test_the_end_of_the_epoch_loses_only_what_was_committed(state: str) -> None:
+    found = committed() if state == "COMMITTED" else machine()
+    if state == "STAGED":
+        found.handle(Staged(0, b"m"))
+        found.handle(Staged(1, b"m"))
+    assert found.state == state
+    found.handle(EpochEnded("over"))
+    assert found.state is (EditState.LOST if state == "COMMITTED" else EditState.ABORTED)
+
+
+def test_a_restart_asks_before_it_says_anything() -> None:
+    found = machine(state=EditState.COMMITTED, boundary=7, token=70)
+    assert found.handle(Restarted()) == [Withdraw(0), Withdraw(1)]
+    assert machine().handle(Restarted()) == []
+
+
+def test_an_end_is_an_end() -> None:
+    found = committed()
+    found.handle(Told(0, Fate.TORN))
+    for event in (Reached(0), CallOff("x"), Told(1, Fate.WITHDRAWN), EpochEnded("x")):
+        assert found.handle(event) == []

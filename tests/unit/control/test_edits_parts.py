@@ -1,0 +1,195 @@
+"""Planning, limits, and a driver whose store fails."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from paramd.errors import ExhaustedError, NotFoundError, UsageError
+from paramd.layout.edit_words import EditWords
+from paramd.layout.select import NameIndex
+from paramd.layout.stats import Stats
+from paramd.layout.types import Box, Layout, Piece, TensorKind, TensorLayout
+from paramd_service.control.edits.driver import EditDriver
+from paramd_service.control.edits.limits import EditConfig, Pace, load_edits
+from paramd_service.control.edits.machine import EditMachine
+from paramd_service.control.edits.planning import (
+    Wish,
+    merged,
+    ops_of,
+    plan_undo,
+    plan_wish,
+    same_data,
+)
+from paramd_service.control.edits.words import Commit, Fate, Staged
+from paramd_service.control.store.edits import EditRow
+from paramd_service.control.store.errors import StoreError
+from tests.unit.control.test_control_coordinator import mesh
+
+ID = "0" * 32
+
+
+def layout() -> Layout:
+    """Two ranks: one replicated vector, one sharded matrix, one buffer."""
+    whole = Box((0,), (4,))
+    return Layout(
+        world_size=2,
+        arena_bytes=(256, 256),
+        tensors=(
+            TensorLayout(
+                "bias",
+                "float32",
+                (4,),
+                TensorKind.PARAMETER,
+                (Piece(0, 0, whole), Piece(1, 0, whole)),
+            ),
+            TensorLayout(
+                "weight",
+                "float32",
+                (4, 2),
+                TensorKind.PARAMETER,
+                (Piece(0, 64, Box((0, 0), (2, 2))), Piece(1, 64, Box((2, 0), (4, 2)))),
+            ),
+            TensorLayout("count", "int64", (), TensorKind.BUFFER, (Piece(0, 128, Box((), ())),)),
+        ),
+    )
+
+
+def plan(*words: EditWords, **fields: Any) -> Any:
+    wish = Wish(words=words, **fields)
+    return plan_wish(NameIndex(layout()), wish, edit_id=ID, epoch=1, layout_digest="d")
+
+
+def test_a_plan_tells_names_sizes_and_the_share_of_the_model() -> None:
+    found = plan(EditWords(pattern="*", op="mul", value=0.5), reset_moments=True)
+    assert [op.fqn for op in found.manifest.ops] == ["bias", "weight"]
+    assert found.manifest.reset_moments
+    assert found.manifest.undoable
+    assert (found.size_bytes, found.share) == (48, 1.0)
+    (told,) = found.documents
+    assert (told["names"], told["name_count"], told["numel"]) == (["bias", "weight"], 2, 12)
+    again = plan(EditWords(pattern="*", op="mul", value=0.5), reset_moments=True)
+    assert found.digest == again.digest
+    other = plan(EditWords(pattern="*", op="mul", value=0.5))
+    assert found.digest != other.digest
+    part = plan(EditWords(pattern="weight[0:1]", op="fill", value=0.0))
+    assert part.share == pytest.approx(2 / 12)
+
+
+@pytest.mark.parametrize(
+    ("words", "error"),
+    [
+        (EditWords(pattern="nothing", op="fill", value=0.0), NotFoundError),
+        (EditWords(pattern="count", op="fill", value=0.0), UsageError),
+        (EditWords(pattern="bias", op="fill", value=float("nan")), UsageError),
+        (EditWords(pattern="bias", op="eval"), UsageError),
+    ],
+)
+def test_what_does_not_fit_is_refused(words: EditWords, error: type[Exception]) -> None:
+    with pytest.raises(error):
+        plan(words)
+
+
+def test_an_undo_has_the_operations_of_what_it_undoes() -> None:
+    done = plan(EditWords(pattern="weight", op="set", data=True))
+    found = plan_undo(NameIndex(layout()), done.manifest, done.documents, edit_id="1" * 32)
+    assert list(found.manifest.ops) == list(done.manifest.ops)
+    assert found.manifest.undo_of == ID
+    assert found.documents == done.documents
+
+
+def test_replicas_must_have_the_same_data_and_shards_need_not() -> None:
+    index = NameIndex(layout())
+    done = plan(
+        EditWords(pattern="bias", op="set", data=True),
+        EditWords(pattern="weight", op="set", data=True),
+    )
+    check = same_data(index, ops_of(index, done.manifest))
+    assert check({0: (b"a", b"x"), 1: (b"a", b"y")}) == ""
+    assert "'bias'" in check({0: (b"a", b"x"), 1: (b"b", b"x")})
+
+
+def test_statistics_count_replicas_once() -> None:
+    index = NameIndex(layout())
+    ops = ops_of(index, plan(EditWords(pattern="*", op="mul", value=2.0)).manifest)
+    one = Stats(count=4, mean=1.0, sum_squares=4.0, min=1.0, max=1.0)
+    found = merged(index, ops, {0: [one, one], 1: [one, one]})
+    assert found is not None
+    # bias once, both halves of weight.
+    assert found["norm"] == pytest.approx((3 * 4.0) ** 0.5)
+    assert found["mean"] == 1.0
+
+
+def test_a_minute_holds_so_many_edits() -> None:
+    pace = Pace(2)
+    pace.take(0.0)
+    pace.take(30.0)
+    with pytest.raises(ExhaustedError, match="wait 20 s"):
+        pace.take(40.0)
+    pace.take(60.0)
+
+
+def test_limits_come_from_ones_own_file_and_the_environment(tmp_path: Path) -> None:
+    mine, foreign = tmp_path / "mine.toml", tmp_path / "foreign.toml"
+    mine.write_text("[edits]\nmax_share = 0.1\nmax_per_minute = 5\n")
+    foreign.write_text("[edits]\nmax_share = 1.0\n")
+    files = [(foreign, False), (mine, True)]
+    assert load_edits(files, {}, strict=True) == EditConfig(max_share=0.1, max_per_minute=5)
+    over = {"PARAMD_EDITS": '{"max_per_minute": 7}'}
+    assert load_edits(files, over, strict=True).max_per_minute == 7
+    for text in ('{"max_share": 2}', '{"other": 1}', "[]", "x", '{"max_share": "all"}'):
+        wrong = {"PARAMD_EDITS": text}
+        with pytest.raises(UsageError):
+            load_edits([], wrong, strict=True)
+        assert load_edits([], wrong, strict=False) == EditConfig()
+
+
+class Calls:
+    """Sidecars that nobody may reach."""
+
+    def __init__(self) -> None:
+        self.asked: list[str] = []
+
+    async def reach(self, *_: object) -> Any:
+        self.asked.append("reach")
+
+    async def withdraw(self, *_: object) -> Fate:
+        self.asked.append("withdraw")
+        return Fate.WITHDRAWN
+
+    async def drop(self, *_: object) -> None:
+        self.asked.append("drop")
+
+
+async def test_a_commit_that_cannot_be_saved_reaches_nobody_and_is_aborted() -> None:
+    calls, saved, told = Calls(), [], []
+
+    async def save(row: EditRow) -> None:
+        if row.state == "COMMITTED":
+            raise StoreError("the disk is full")
+        saved.append(row.state)
+
+    row = EditRow(
+        id=ID, job="run", epoch=1, state="STAGING", actor="a", role="admin", created_s=0.0,
+        manifest=b"", digest="6d",
+    )  # fmt: skip
+    driver = EditDriver(
+        EditMachine(world_size=2, manifest_digest=b"m"),
+        row,
+        calls=calls,  # type: ignore[arg-type]
+        boundaries=calls,
+        view=lambda: mesh(0, 1),
+        save=save,
+        told=lambda row: told.append(row.state),
+    )
+    driver.feed(Staged(0, b"m"))
+    driver.feed(Staged(1, b"m"))
+    driver.feed(Commit(1, 5))
+    ended = await asyncio.wait_for(driver.until(), 5.0)
+    await driver.finish()
+    assert (ended.state, saved) == ("ABORTED", ["ABORTED"])
+    assert told == ["STAGED", "ABORTED"]
+    assert "reach" not in calls.asked

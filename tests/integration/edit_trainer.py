@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
@@ -137,8 +136,8 @@ class Editing:
     def progress(self, number: int) -> Any:
         return self.call("GetEdit", pb.GetEditRequest(edit_id=f"{number:032x}")).progress
 
-    def reach(self, number: int, boundary: int) -> Future[Any]:
-        """ReachBoundary under way."""
+    def reach(self, number: int, boundary: int) -> Any:
+        """ReachBoundary under way, as a future."""
         request = pb.ReachBoundaryRequest(
             epoch=1,
             boundary=boundary,
@@ -147,8 +146,7 @@ class Editing:
             edit_id=f"{number:032x}",
         )
         metadata = (("authorization", f"Bearer {ticket(Role.CONTROL)}"),)
-        found: Future[Any] = self.stub.ReachBoundary.future(request, timeout=20, metadata=metadata)
-        return found
+        return self.stub.ReachBoundary.future(request, timeout=20, metadata=metadata)
 
     def commit(self, number: int, boundary: int) -> Any:
         """One edit, from ready to applied."""

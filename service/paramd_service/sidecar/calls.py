@@ -32,6 +32,8 @@ class Call:
     """It answers with a stream; always heavy."""
     requests: Requests | None = None
     """It is sent a stream; always heavy."""
+    part: Callable[[bytes], Any] | None = None
+    """Reads one message of such a stream, where a protobuf object would cost a copy."""
     heavy: bool | Callable[[Any], bool] = False
     """It takes one of the slots that bound the work done at once; perhaps only with some
     requests."""

@@ -5,9 +5,10 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 
-from google.protobuf.message import Message
+from google.protobuf.message import DecodeError, Message
 
 from paramd.errors import UsageError
+from paramd.mesh.chunk import Chunk, parse_chunk
 from paramd.v1 import common_pb2
 from paramd.v1 import sidecar_pb2 as pb
 from paramd_service.sidecar import messages
@@ -19,6 +20,7 @@ from paramd_service.sidecar.edit_peers import copy_from_peer
 from paramd_service.sidecar.edit_preview import preview
 from paramd_service.sidecar.rank import RankSidecar
 
+_DATA_TAG = b"\x0a"
 _FIRST = "the first message names the manifest, and only the first"
 
 
@@ -26,7 +28,7 @@ def calls(rank: RankSidecar) -> CallTable:
     """Methods of this subject."""
     subject = _EditCalls(rank)
     return {
-        "StageEdit": Call(request=pb.StageEditRequest, requests=subject.stage),
+        "StageEdit": Call(request=pb.StageEditRequest, requests=subject.stage, part=_part),
         "GetEdit": Call(request=pb.GetEditRequest, unary=subject.get),
         "PreviewEdit": Call(request=pb.PreviewEditRequest, unary=subject.preview, heavy=True),
         "DropEdit": Call(request=pb.DropEditRequest, unary=subject.drop),
@@ -38,24 +40,24 @@ class _EditCalls:
         self._rank = rank
 
     async def stage(
-        self, requests: AsyncIterator[pb.StageEditRequest], timeout_s: float
+        self, requests: AsyncIterator[pb.StageEditRequest | Chunk], timeout_s: float
     ) -> Message:
         rank, entry = self._rank, None
         async with asyncio.timeout(timeout_s):
             async for request in requests:
-                if request.HasField("manifest") != (entry is None):
+                if isinstance(request, pb.StageEditRequest) != (entry is None):
                     raise UsageError(f"manifest: {_FIRST}")
-                if entry is None:
+                if isinstance(request, pb.StageEditRequest):
                     rank.check_plan(request.manifest.epoch, request.manifest.layout_digest)
                     entry = await rank.edits.begin(request.manifest)
                     if request.HasField("copy_from_rank"):
                         await copy_from_peer(
                             rank, entry, request.copy_from_rank, CALLER_TICKET.get()
                         )
-                if request.data:
-                    fill = copy_of(request.data, request.xxh3)
-                    size_bytes = len(request.data)
-                    await rank.edits.take(entry, request.offset_bytes, size_bytes, fill)
+                    continue
+                assert entry is not None
+                fill = copy_of(request.data, request.address, request.xxh3)
+                await rank.edits.take(entry, request.offset_bytes, request.size_bytes, fill)
         if entry is None:
             raise UsageError(f"manifest: the stream was empty; {_FIRST}")
         return pb.StageEditResponse(header=self._header(entry), progress=entry.progress())
@@ -83,3 +85,16 @@ class _EditCalls:
         header = messages.header(self._rank, entry.step)
         header.edits = entry.edits
         return header
+
+
+def _part(message: bytes) -> pb.StageEditRequest | Chunk:
+    """A manifest, or a chunk of data: its bytes lie in the message, and are copied once."""
+    try:
+        request = None if message[:1] == _DATA_TAG else pb.StageEditRequest.FromString(message)
+        if request is None or not request.HasField("manifest"):
+            return parse_chunk(message)
+    except DecodeError:
+        raise UsageError("the request is no paramd.v1.StageEditRequest") from None
+    if request.data:
+        raise UsageError("data: the first message has the manifest alone; data follows it")
+    return request

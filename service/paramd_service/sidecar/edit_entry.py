@@ -109,13 +109,17 @@ class Entry:
             return f"edit {self.undone_by.edit_id} that undoes it is staged already"
         return REFUSALS[self.refusal]
 
+    @property
+    def staged_bytes(self) -> int:
+        """Bytes of its data there, without a gap from the first."""
+        return self.size_bytes if self.intake is None else self.intake.staged_bytes
+
     def progress(self) -> pb.EditProgress:
         """The message."""
         applied = self.phase is Phase.APPLIED
-        staged = self.size_bytes if self.intake is None else self.intake.staged_bytes
         return pb.EditProgress(
             phase=pb.EditPhase.ValueType(self.phase),
-            staged_bytes=staged,
+            staged_bytes=self.staged_bytes,
             size_bytes=self.size_bytes,
             manifest_digest=self.digest,
             data_digests=self.data_digests,

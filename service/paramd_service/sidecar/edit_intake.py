@@ -22,6 +22,9 @@ Fill = Callable[[int, int], None]
 _GRAIN = 64
 """Blocks end at multiples of it, so that no element is looked at in halves."""
 
+_BLOCK_BYTES = 512 << 10
+"""Looked at and digested at a time: it stays in a core's cache in between."""
+
 _EXPONENTS: dict[str, int] = {"bfloat16": 0x7F80, "float16": 0x7C00}
 _NUMPY_FLOATS = {"float32": "f4", "float64": "f8"}
 
@@ -81,7 +84,10 @@ class Intake:
                 f"{self.size_bytes} are staged, so go on there"
             )
         fill(self._address + offset_bytes, size_bytes)
-        self._verify(end if end == self.size_bytes else end // _GRAIN * _GRAIN)
+        grained = end if end == self.size_bytes else end // _GRAIN * _GRAIN
+        for block_end in range(self._verified + _BLOCK_BYTES, grained, _BLOCK_BYTES):
+            self._verify(block_end)
+        self._verify(grained)
         self.staged_bytes = end
 
     def digests(self) -> list[bytes]:
@@ -104,17 +110,17 @@ class Intake:
         self._verified = end
 
 
-def copy_of(data: bytes, xxh3: int) -> Fill:
-    """Fills from bytes that came over the network.
+def copy_of(data: memoryview, address: int, xxh3: int) -> Fill:
+    """Fills from bytes that came over the network and lie at `address`.
 
     Raises:
-        DataLossError: they do not match their checksum.
+        DataLossError: when called, that they do not match their checksum.
     """
-    if xxhash.xxh3_64_intdigest(data) != xxh3:
-        raise DataLossError("data: the bytes do not match their XXH3; send them again")
 
-    def fill(address: int, size_bytes: int) -> None:
-        ctypes.memmove(address, data, size_bytes)
+    def fill(target: int, size_bytes: int) -> None:
+        if xxhash.xxh3_64_intdigest(data) != xxh3:
+            raise DataLossError("data: the bytes do not match their XXH3; send them again")
+        ctypes.memmove(target, address, size_bytes)
 
     return fill
 

@@ -49,7 +49,7 @@ async def copy_from_peer(rank: RankSidecar, entry: Entry, peer_rank: int, ticket
                 f"copy_from_rank: rank {peer_rank} has {size_bytes:,} bytes of this edit, rank "
                 f"{rank.config.rank} needs {entry.size_bytes:,}; they do not hold the same pieces"
             )
-        while (offset := entry.progress().staged_bytes) < size_bytes:
+        while (offset := entry.staged_bytes) < size_bytes:
             size = min(BLOCK_BYTES, size_bytes - offset)
             await rank.edits.take(entry, offset, size, _reading(descriptor, begin + offset))
     finally:

@@ -16,10 +16,10 @@ from paramd.errors import ExhaustedError, UsageError
 from paramd_service.sidecar.edit_entry import Entry
 from paramd_service.sidecar.edit_intake import Fill
 
-WINDOW_BYTES = 2 << 20
+WINDOW_BYTES = 4 << 20
 WINDOW_COUNT = 4
 MAX_RINGS = 16
-"""Clients that may have windows at once: 128 MiB of them."""
+"""Clients that may have windows at once: 256 MiB of them."""
 
 
 class Windows:

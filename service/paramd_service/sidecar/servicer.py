@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from contextlib import aclosing, asynccontextmanager, nullcontext
+from functools import partial
 from typing import Any, TypeAlias
 
 import grpc
@@ -86,7 +87,7 @@ class SidecarServicer:
         if call.answers is not None:
             return self._answering(call.answers, call.request)
         assert call.requests is not None
-        return self._gathering(call.requests, call.request)
+        return self._gathering(call.requests, call.part or partial(_parse, call.request))
 
     def _unary(
         self,
@@ -120,11 +121,11 @@ class SidecarServicer:
         return grpc.unary_stream_rpc_method_handler(serve)
 
     def _gathering(
-        self, method: Requests, request_type: type[Message]
+        self, method: Requests, part: Callable[[bytes], Any]
     ) -> grpc.RpcMethodHandler[Any, Any]:
-        async def parsed(requests: AsyncIterator[bytes]) -> AsyncIterator[Message]:
+        async def parsed(requests: AsyncIterator[bytes]) -> AsyncIterator[Any]:
             async for data in requests:
-                yield _parse(request_type, data)
+                yield part(data)
 
         async def serve(requests: AsyncIterator[bytes], context: Context) -> bytes:
             async with self._admitted(context, heavy=True) as timeout_s:

@@ -241,9 +241,8 @@ class _Connection:
             raise UsageError("window: there are no windows yet; send stage first")
         offset_bytes, size_bytes, fill = windows.named(message)
         await self._rank.edits.take(windows.entry, offset_bytes, size_bytes, fill)
-        progress = windows.entry.progress()
-        staged_bytes, size_bytes = progress.staged_bytes, progress.size_bytes
-        answer = {"op": "taken", "staged_bytes": staged_bytes, "size_bytes": size_bytes}
+        entry = windows.entry
+        answer = {"op": "taken", "staged_bytes": entry.staged_bytes, "size_bytes": entry.size_bytes}
         handover.send(self._socket, answer)
 
     async def _share(self, message: dict[str, Any], descriptors: list[int]) -> None:

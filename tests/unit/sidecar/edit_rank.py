@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 from collections.abc import AsyncIterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -22,7 +23,7 @@ from paramd.memory.sparse import SparseMemory, create_sparse
 from paramd.trainer.edit_ops import Views, run
 from paramd.v1 import sidecar_pb2 as pb
 from paramd_service.sidecar.edit_entry import Entry
-from paramd_service.sidecar.edit_intake import copy_of
+from paramd_service.sidecar.edit_intake import Fill, copy_of
 from paramd_service.sidecar.edit_limits import EditLimits
 from paramd_service.sidecar.edit_memory import EditMemory
 from paramd_service.sidecar.edits import Edits
@@ -156,6 +157,13 @@ async def stage(edits: Edits, manifest: pb.EditManifest, data: bytes, chunk: int
     entry = await edits.begin(manifest)
     for at in range(0, len(data), chunk):
         part = data[at : at + chunk]
-        fill = copy_of(part, xxhash.xxh3_64_intdigest(part))
+        fill = fill_of(part, xxhash.xxh3_64_intdigest(part))
         await edits.take(entry, at, len(part), fill)
     return entry
+
+
+def fill_of(data: bytes, xxh3: int) -> Fill:
+    """As the bytes of a message would be taken."""
+    address = ctypes.cast(ctypes.c_char_p(data), ctypes.c_void_p).value
+    assert address is not None
+    return copy_of(memoryview(data), address, xxh3)

@@ -26,13 +26,12 @@ from paramd.memory.control_page import Word
 from paramd.v1 import sidecar_pb2 as pb
 from paramd_service.sidecar.edit_entry import Phase
 from paramd_service.sidecar.edit_fate import WITHDRAWN_NS
-from paramd_service.sidecar.edit_intake import copy_of
 from paramd_service.sidecar.edit_memory import HEAD_BYTES
 from paramd_service.sidecar.edit_ranges import Ranges
 from paramd_service.sidecar.owner import Ownership
 from tests.unit.layout.simulate import BOXES, Spec, World, build, fsdp1, memory_of
 from tests.unit.layout.test_plan import KINDS
-from tests.unit.sidecar.edit_rank import Rank, bytes_of, stage
+from tests.unit.sidecar.edit_rank import Rank, bytes_of, fill_of, stage
 
 SPECS = [
     Spec("w", "float32", (6, 5)),
@@ -226,8 +225,8 @@ def test_data_comes_in_order_whole_and_finite_or_not_at_all() -> None:
                 entry = await edits.begin(rank.manifest(1, ops))
                 part = data[:50]
                 with pytest.raises(DataLossError, match="XXH3"):
-                    copy_of(part, xxhash.xxh3_64_intdigest(part) ^ 1)
-                fill = copy_of(part, xxhash.xxh3_64_intdigest(part))
+                    await edits.take(entry, 0, 50, fill_of(part, hash_of(part) ^ 1))
+                fill = fill_of(part, xxhash.xxh3_64_intdigest(part))
                 with pytest.raises(UsageError, match="0 of 192 are staged"):
                     await edits.take(entry, 50, 50, fill)
                 await edits.take(entry, 0, 50, fill)
@@ -239,7 +238,7 @@ def test_data_comes_in_order_whole_and_finite_or_not_at_all() -> None:
                 with pytest.raises(ConflictError, match="50 of 192 bytes"):
                     edits.make_ready(entry.edit_id, boundary=1, token=1)
                 rest = data[50:]
-                await edits.take(entry, 50, len(rest), copy_of(rest, hash_of(rest)))
+                await edits.take(entry, 50, len(rest), fill_of(rest, hash_of(rest)))
                 assert entry.phase is Phase.STAGED
                 assert [d.hex() for d in entry.data_digests] == [
                     xxhash.xxh3_128(bytes_of(value)).hexdigest()

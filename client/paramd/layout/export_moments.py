@@ -1,0 +1,157 @@
+"""From what each rank's table says of its optimizer to the state by names of parameters. Pure."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from paramd.errors import ConflictError, UsageError
+from paramd.layout.export_optimizer import OptimizerTable, StateScalar
+from paramd.layout.export_sources import piece_bytes
+from paramd.layout.types import Layout, Piece, TensorKind, TensorLayout
+
+_INFINITE = {"nan": float("nan"), "inf": float("inf"), "-inf": float("-inf")}
+
+
+@dataclass(frozen=True, slots=True)
+class _Param:
+    """What one rank's optimizer has of the bytes [begin, end) of its arena."""
+
+    begin: int
+    end: int
+    dtypes: Mapping[str, str]
+    scalars: Mapping[str, Any]
+    left_out: Mapping[str, str]
+    place: tuple[int, int]
+    """Its optimizer and its group there."""
+
+
+class _Rank:
+    """One rank's table, by place in the arena."""
+
+    def __init__(self, table: Mapping[str, Any]) -> None:
+        self.failure = str(table.get("failure", ""))
+        self.step = int(table["step"])
+        self.keys = [str(key) for key in table["keys"]]
+        self.groups = [list(groups) for groups in table["groups"]] if not self.failure else []
+        params = table["params"] if not self.failure else ()
+        self._params = sorted((_param(one) for one in params), key=lambda one: one.begin)
+
+    def find(self, begin: int, end: int) -> _Param | None:
+        at = bisect_right(self._params, begin, key=lambda one: one.begin) - 1
+        if at < 0 or end > self._params[at].end:
+            return None
+        return self._params[at]
+
+
+def optimizer_table(layout: Layout, tables: Mapping[int, Mapping[str, Any]]) -> OptimizerTable:
+    """The state of the whole job's optimizers.
+
+    Args:
+        layout: which parameters lie where.
+        tables: of each rank that holds a part of a parameter, as trainer/moments.py writes it.
+
+    Raises:
+        ConflictError: a rank could not mirror its state, ranks disagree, or state was left out.
+        UsageError: a table is malformed, or a rank's is missing.
+    """
+    try:
+        ranks = {rank: _Rank(table) for rank, table in tables.items()}
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise UsageError(f"a table of optimizer state is malformed: {error!r}") from None
+    for rank, found in ranks.items():
+        if found.failure:
+            raise ConflictError(
+                f"rank {rank} could not give its optimizer's state: {found.failure}"
+            )
+    if len({found.step for found in ranks.values()}) > 1:
+        raise ConflictError("the ranks' optimizer states are of different steps; try again")
+    params = {
+        tensor.fqn: _of_tensor(tensor, ranks)
+        for tensor in layout.tensors
+        if tensor.kind is TensorKind.PARAMETER
+    }
+    return _table({fqn: param for fqn, param in params.items() if param is not None}, ranks)
+
+
+def _of_tensor(tensor: TensorLayout, ranks: Mapping[int, _Rank]) -> _Param | None:
+    """What the optimizers have of a tensor; None when they have nothing."""
+    found = [_of_piece(tensor, piece, ranks) for piece in tensor.pieces if piece.region.numel]
+    if not found:
+        return None
+    first = found[0]
+    for other in found[1:]:
+        if _facts(first) != _facts(other):
+            raise ConflictError(
+                f"the ranks have different optimizer state of {tensor.fqn!r}; export without it"
+            )
+    if first is not None and first.left_out:
+        key, reason = next(iter(first.left_out.items()))
+        raise ConflictError(
+            f"state {key!r} of {tensor.fqn!r} cannot be exported: {reason}; export without the "
+            "optimizer"
+        )
+    return first
+
+
+def _of_piece(tensor: TensorLayout, piece: Piece, ranks: Mapping[int, _Rank]) -> _Param | None:
+    if piece.rank not in ranks:
+        raise UsageError(f"the table of rank {piece.rank}'s optimizer state is missing")
+    begin = piece.arena_begin
+    return ranks[piece.rank].find(begin, begin + piece_bytes(piece, tensor.dtype))
+
+
+def _facts(param: _Param | None) -> object:
+    if param is None:
+        return None
+    return dict(param.dtypes), dict(param.scalars), param.place
+
+
+def _table(params: Mapping[str, _Param], ranks: Mapping[int, _Rank]) -> OptimizerTable:
+    keys = list(dict.fromkeys(key for found in ranks.values() for key in found.keys))
+    states = {
+        key: {fqn: param.dtypes[key] for fqn, param in params.items() if key in param.dtypes}
+        for key in keys
+    }
+    scalars = {fqn: _scalars(param.scalars) for fqn, param in params.items() if param.scalars}
+    return OptimizerTable(
+        {key: names for key, names in states.items() if names}, scalars, _groups(params, ranks)
+    )
+
+
+def _scalars(values: Mapping[str, Any]) -> tuple[StateScalar, ...]:
+    return tuple(StateScalar(key, *_typed(value)) for key, value in values.items())
+
+
+def _typed(value: Any) -> tuple[str, float]:
+    """As torch's own optimizers hold their counters: floats of 32 bits."""
+    if isinstance(value, bool):
+        return "bool", value
+    if isinstance(value, int):
+        return "int64", value
+    return "float32", _INFINITE[value] if isinstance(value, str) else float(value)
+
+
+def _groups(params: Mapping[str, _Param], ranks: Mapping[int, _Rank]) -> tuple[dict[str, Any], ...]:
+    first = ranks[min(ranks)]
+    found: list[dict[str, Any]] = []
+    for optimizer, groups in enumerate(first.groups):
+        for number, settings in enumerate(groups):
+            names: Sequence[str] = [
+                fqn for fqn, param in params.items() if param.place == (optimizer, number)
+            ]
+            found.append({**settings, "params": list(names)})
+    return tuple(found)
+
+
+def _param(one: Mapping[str, Any]) -> _Param:
+    return _Param(
+        begin=int(one["begin"]),
+        end=int(one["end"]),
+        dtypes=dict(one["dtypes"]),
+        scalars=dict(one["scalars"]),
+        left_out=dict(one["left_out"]),
+        place=(int(one["optimizer"]), int(one["group"])),
+    )

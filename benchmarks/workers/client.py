@@ -21,6 +21,7 @@ from paramd.mesh.mesh import Mesh
 from paramd.mesh.read import keep_freed_memory
 from paramd.mesh.results import Summoned
 from paramd.mesh.transfer import Transport
+from tests.ending import end
 
 _KIB = 1 << 10
 
@@ -236,4 +237,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    end(main)

@@ -15,6 +15,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 
 import paramd
 from benchmarks.ranks import obey
+from tests.ending import end
 
 
 class Rank:
@@ -88,4 +89,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    end(main)

@@ -14,6 +14,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
 
 import paramd
 from benchmarks.ranks import obey
+from tests.ending import end
 
 LEARNING_RATE = 0.5
 
@@ -117,4 +118,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    end(main)

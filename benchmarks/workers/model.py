@@ -20,6 +20,7 @@ from torch.distributed.fsdp import fully_shard
 import paramd
 from benchmarks.ranks import WARM_HEAP, obey
 from paramd.trainer.attachment import Attachment
+from tests.ending import end
 
 JOB = "bench"
 
@@ -139,4 +140,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    end(main)

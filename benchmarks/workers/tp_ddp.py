@@ -14,6 +14,7 @@ from torch.distributed.tensor.parallel.ddp import _pre_dp_module_transform
 
 from benchmarks.ranks import obey
 from paramd.trainer.tp_ddp import pre_dp_module_transform
+from tests.ending import end
 
 
 class Layers(nn.Module):
@@ -78,4 +79,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    end(main)

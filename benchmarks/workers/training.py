@@ -19,6 +19,7 @@ from benchmarks.ranks import obey
 from benchmarks.workers.inside import InsideSidecar
 from benchmarks.workers.saving import Saver
 from paramd.trainer.attachment import Attachment
+from tests.ending import end
 
 
 class Trained:
@@ -156,4 +157,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    end(main)

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import nn
 
 from paramd.errors import ConflictError
+from tests.ending import end
 from tests.multiprocess.kinds import Built, Kind, full_parameters, kinds_for
 from tests.multiprocess.rehome_worker import assert_same_tensors, check_inside, move_in
 
@@ -103,4 +104,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    end(main)

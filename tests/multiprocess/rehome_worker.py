@@ -21,6 +21,7 @@ from paramd.layout.types import Box, Piece, TensorKind, TensorLayout
 from paramd.trainer.dtensor import split
 from paramd.trainer.rehome import Home
 from paramd.trainer.shards import find_shards
+from tests.ending import end
 from tests.multiprocess.kinds import Built, Kind, full_parameters, kinds_for
 
 STEPS = 7
@@ -249,4 +250,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    end(main)

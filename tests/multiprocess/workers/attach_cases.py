@@ -24,6 +24,7 @@ from paramd.errors import ParamdError
 from paramd.memory.control_page import Word
 from paramd.trainer.boundary import AGREEMENT_LOST
 from paramd.trainer.settings import AttachSettings
+from tests.ending import end
 from tests.multiprocess import kinds
 from tests.multiprocess.workers.train import raw
 
@@ -287,4 +288,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    end(main)

@@ -16,6 +16,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 import paramd
+from tests.ending import end
 from tests.multiprocess import kinds
 from tests.multiprocess.workers.train import rank, wait_for
 
@@ -55,4 +56,4 @@ def write_truth(path: Path, built: dict[str, kinds.Built], step: int) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    end(main)

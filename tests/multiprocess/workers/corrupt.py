@@ -22,6 +22,7 @@ import torch.distributed as dist
 from torch import nn
 
 import paramd
+from tests.ending import end
 from tests.multiprocess import kinds
 
 
@@ -99,4 +100,4 @@ def _all(path: Path) -> bool:
 
 
 if __name__ == "__main__":
-    main()
+    end(main)

@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 
 import paramd
+from tests.ending import end
 from tests.multiprocess import kinds
 
 
@@ -101,4 +102,4 @@ def everybody(mine: bool) -> bool:
 
 
 if __name__ == "__main__":
-    main()
+    end(main)

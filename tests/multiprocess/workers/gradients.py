@@ -18,6 +18,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 import paramd
+from tests.ending import end
 from tests.multiprocess import kinds
 
 JOB = "gradients"
@@ -98,4 +99,4 @@ def _all(path: Path) -> bool:
 
 
 if __name__ == "__main__":
-    main()
+    end(main)

@@ -17,6 +17,7 @@ from torch import nn
 
 import paramd
 from paramd.errors import AbortedError
+from tests.ending import end
 from tests.multiprocess import kinds
 
 
@@ -70,4 +71,4 @@ def everybody_sees(path: Path) -> bool:
 
 
 if __name__ == "__main__":
-    main()
+    end(main)

@@ -25,6 +25,7 @@ from torch.distributed.fsdp import (
 
 import paramd
 from paramd import errors
+from tests.ending import end
 from tests.multiprocess.kinds import full_parameters
 
 summon = paramd.summon_full_params
@@ -479,4 +480,4 @@ def custom_attributes_and_new_parameters_survive() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    end(main)

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import nn
 
 import paramd
+from tests.ending import end
 from tests.multiprocess.kinds import Built, Kind, full_parameters, kinds_for
 
 FLAGS = ("writeback", "rank0_only", "offload_to_cpu", "with_grads")
@@ -164,4 +165,4 @@ def enter_all(model: nn.Module) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    end(main)

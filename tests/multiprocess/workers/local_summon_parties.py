@@ -16,6 +16,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 
 import paramd
 from paramd.errors import DeadlineError
+from tests.ending import end
 
 
 def main() -> None:
@@ -56,4 +57,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    end(main)

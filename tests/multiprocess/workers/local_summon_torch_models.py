@@ -31,6 +31,7 @@ from torch.testing._internal.common_fsdp import (
 
 import paramd
 from paramd.errors import ConflictError
+from tests.ending import end
 
 summon = paramd.summon_full_params
 CPU = torch.device("cpu")
@@ -302,4 +303,4 @@ def rank0_only_with_writeback_reaches_every_rank() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    end(main)

@@ -24,6 +24,7 @@ import torch.distributed as dist
 
 import paramd
 from paramd.trainer.attachment import Attachment
+from tests.ending import end
 from tests.multiprocess import kinds
 
 RAISED_S = 4.0
@@ -134,4 +135,4 @@ def _all(path: Path) -> bool:
 
 
 if __name__ == "__main__":
-    main()
+    end(main)

@@ -28,6 +28,7 @@ from torch.testing._internal.distributed._tensor.common_dtensor import MLPModule
 from torch.utils.checkpoint import checkpoint
 
 import paramd
+from tests.ending import end
 
 CASES: list[Callable[[DeviceMesh], None]] = []
 TP = 2
@@ -469,4 +470,4 @@ def the_mlp_of_pytorchs_test_trains_alike(mesh: DeviceMesh) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    end(main)

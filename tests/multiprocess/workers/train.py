@@ -24,6 +24,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 import paramd
+from tests.ending import end
 from tests.multiprocess import kinds
 
 DEADLINE_S = 60.0
@@ -197,4 +198,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    end(main)

@@ -32,7 +32,7 @@ FLAGS = (
 )
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="package")
 def browser() -> Iterator[playwright_api.Browser]:
     """Debian's Chromium. Without it, or without a built page, tests are skipped, but in CI."""
     path = shutil.which("chromium")
@@ -49,7 +49,7 @@ def browser() -> Iterator[playwright_api.Browser]:
         launched.close()
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="package")
 def door(
     browser: playwright_api.Browser, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Door]:

@@ -1,0 +1,135 @@
+"""What is done through the page happens to the training, and what happens shows on the page."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+
+from tests.web.door import Door, Tab, wait_for
+
+NAME = "still.bias"
+"""Does not learn, so that its numbers are those of the edits alone."""
+
+
+def norm(door: Door, name: str = NAME) -> float:
+    return float(door.get("params/stats", filter=name)["stats"][0]["norm"])
+
+
+def test_an_edit_is_tried_confirmed_applied_and_undone(tab: Tab, door: Door) -> None:
+    page = tab.page
+    before = norm(door)
+    tab.open("edits", pattern=NAME)
+    page.select_option("select[name=op]", "fill")
+    page.fill("input[name=value]", "0.25")
+    page.fill("input[name=note]", "<b>why</b>")
+    assert page.get_by_role("button", name="Apply").is_disabled()
+    page.click("text=Dry run")
+    changes = page.get_by_role("list", name="What changes").first
+    changes.wait_for()
+    assert f"fill 0.25 {NAME}: 1 tensor, 40 elements" in changes.inner_text().replace("\n", " ")
+    measured = page.get_by_role("table", name="Before and after").first
+    assert "0.25" in measured.inner_text()
+    assert norm(door) == before
+    page.get_by_role("button", name="Apply").click()
+    page.wait_for_selector("dialog[open]")
+    page.click("text=Leave it")
+    assert norm(door) == before
+    page.get_by_role("button", name="Apply").click()
+    page.click("text=Change 40 elements of 1 tensors")
+    page.get_by_role("status").get_by_text("APPLIED").wait_for()
+    wait_for("the edit", lambda: abs(norm(door) - 0.25 * 40**0.5) < 1e-6)
+    told = next(edit for edit in door.get("edits")["edits"] if edit["state"] == "APPLIED")
+    row = page.locator(f"tr[data-edit='{told['id']}']")
+    row.wait_for()
+    assert told["actor"] in row.inner_text()
+    assert "<b>why</b>" in row.inner_text()
+    assert f"{told['step']:,}" in row.inner_text()
+    row.get_by_role("button", name="Show").click()
+    page.click("text=Undo …")
+    page.click("text=Undo: bring back 40 elements")
+    wait_for("the undo", lambda: norm(door) == before)
+    undo = wait_for("the log", lambda: door.get(f"edits/{told['id']}")["undone_by"])
+    page.locator(f"tr[data-edit='{undo}']").get_by_text(f"undoes {told['id'][:8]}").wait_for()
+
+
+def test_training_is_paused_stepped_and_resumed_with_the_lease_in_sight(
+    tab: Tab, door: Door
+) -> None:
+    page = tab.page
+    tab.open("edits", lease="60")
+    page.get_by_role("button", name="Pause").click()
+    lease = page.get_by_test_id("lease")
+    lease.wait_for()
+    held = door.get("hold")
+    assert held["state"] == "held"
+    left = int(lease.inner_text().split()[0])
+    assert 0 < left <= 60
+    wait_for("the countdown", lambda: int(lease.inner_text().split()[0]) < left)
+    page.get_by_label("Steps").fill("2")
+    page.get_by_role("button", name="Step", exact=True).click()
+    wait_for("two steps", lambda: door.get("hold")["step"] == held["step"] + 2)
+    page.get_by_role("button", name="Resume").click()
+    page.get_by_role("button", name="Pause").wait_for()
+    assert door.get("hold")["state"] == "running"
+
+
+def test_an_export_is_started_followed_and_verified(tab: Tab, door: Door, exports: Path) -> None:
+    page = tab.page
+    tab.open("exports")
+    page.fill("input[name=key]", "run/one")
+    page.get_by_role("button", name="Export", exact=True).click()
+    shown = page.locator("li[data-export]").first
+    shown.get_by_text("DONE").wait_for()
+    (told,) = door.get("exports")["exports"]
+    assert told["state"] == "DONE"
+    assert f"step {told['step']:,}" in shown.inner_text()
+    assert "local/run/one" in shown.inner_text()
+    shown.get_by_role("button", name="Files").click()
+    files = page.get_by_role("table", name="Files")
+    files.wait_for()
+    written = {path.name for path in (exports / "run" / "one").iterdir()}
+    for file in door.get(f"exports/{told['id']}")["files"]:
+        files.get_by_text(file["name"], exact=True).wait_for()
+        assert file["name"] in written
+    page.select_option("select[name=when]", "steps")
+    page.fill("input[name=key]", "run/more")
+    page.fill("input[name=every]", "1000000")
+    page.get_by_role("button", name="Schedule", exact=True).click()
+    page.get_by_text("every 1,000,000 steps, the last 3 are kept").wait_for()
+    page.get_by_role("button", name="Remove", exact=True).click()
+    wait_for("the schedule's end", lambda: door.get("export-schedules")["schedules"] == [])
+
+
+def test_planted_nan_is_marked_wherever_it_shows(tab: Tab, door: Door) -> None:
+    (door.folder / "nan").touch()
+    tab.open("alerts", state="firing")
+    alert = tab.page.locator("li[data-rule='non-finite']").first
+    alert.wait_for()
+    wait_for("the name", lambda: "layers.1.weight" in tab.page.inner_text("main"))
+    firing = [a for a in door.get("alerts")["alerts"] if a["rule"] == "non-finite"]
+    assert firing[0]["reason"] in tab.page.inner_text("main")
+    bad = door.get("params/stats", filter="nan>0")["stats"]
+    tab.open("params", filter="nan>0")
+    for row in bad:
+        tab.see_name(row["name"])
+    assert "layers.1.weight" in {row["name"] for row in bad}
+    assert tab.page.locator("[role=row].bad").count() == len(bad)
+
+
+def test_a_killed_rank_shows_with_the_reason(tab: Tab, door: Door) -> None:
+    tab.open("mesh")
+    tab.page.locator(".tile.ok").nth(0).wait_for()
+    os.kill(door.get("ranks")["ranks"][1]["trainer_pid"], signal.SIGKILL)
+
+    def lost() -> bool:
+        return "trainer" in door.get("ranks")["ranks"][1]["reason"]
+
+    wait_for("the loss", lost)
+    tile = tab.page.locator(".tile").nth(1)
+    wait_for("the tile", lambda: "trainer" in tile.inner_text())
+    told = door.get("ranks")["ranks"][1]
+    assert told["state"] != "ok"
+    assert told["state"] in tile.inner_text()
+    assert told["reason"] in tile.inner_text()
+    assert tab.page.locator(".tile.ok", has_text="rank 1").count() == 0

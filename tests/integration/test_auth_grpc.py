@@ -22,10 +22,15 @@ from tests.integration.control_process import ticket as control_ticket
 from tests.integration.fake_trainer import SIGNER, TrainerSettings, attach
 from tests.integration.sidecar_process import sidecar, ticket
 
-V, R, C, S = Role.VIEWER, Role.READER, Role.CONTROL, Role.SIDECAR
-ALL = {V, R, C, S}
-OK_TO_ASK = {V, R, C}
-READS = {R, C}
+V, R, E, C, S = Role.VIEWER, Role.READER, Role.EDITOR, Role.CONTROL, Role.SIDECAR
+ALL = {V, R, E, C, S}
+OK_TO_ASK = {V, R, E, C}
+READS = {R, E, C}
+EDITS = {E, C}
+EXPORTS = (
+    "BeginExport", "WriteExportFile", "StoreExportFile", "VerifyExportFile", "ReadExportFile",
+    "StreamExportFile", "FinishExport", "DropExport",
+)  # fmt: skip
 
 SIDECAR: dict[str, set[Role]] = {
     "GetState": OK_TO_ASK,
@@ -41,7 +46,15 @@ SIDECAR: dict[str, set[Role]] = {
     "PoolSnapshot": READS,
     "DigestSnapshot": READS,
     "Summon": READS,
+    "StreamGradients": READS,
+    "StageEdit": EDITS,
+    "GetEdit": EDITS,
+    "PreviewEdit": EDITS,
+    "DropEdit": {C},
     "ReachBoundary": {C},
+    "WithdrawBoundary": {C},
+    "RenewHold": {C},
+    **{method: {C} for method in EXPORTS},
 }
 CONTROL: dict[str, set[Role]] = {"Join": {S}, "ScheduleBoundary": READS}
 REFLECTION = "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo"

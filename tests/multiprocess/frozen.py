@@ -15,12 +15,20 @@ from paramd.mesh.transfer import Transport
 from tests.launch import Ranks, start_ranks
 from tests.multiprocess.striking import logs
 
+Held = list[dict[str, list[float]]]
+"""What each rank's own parameters held at the end."""
+
 WORKER = "tests.multiprocess.workers.frozen"
 
 
 @contextmanager
 def frozen(
-    folder: Path, kind: str, world_size: int, *options: str, ends_well: bool = True
+    folder: Path,
+    kind: str,
+    world_size: int,
+    *options: str,
+    ends_well: bool = True,
+    held: Held | None = None,
 ) -> Iterator[Ranks]:
     """A trainer that changes nothing. Within the block it runs; afterwards it has ended well."""
     stop, faults = folder / "stop", folder / "faults"
@@ -39,12 +47,8 @@ def frozen(
         stop.touch()
         for result in ranks.wait(timeout_s=60):
             assert result.returncode == 0, ranks.outputs()
-
-
-def held(ranks: Ranks) -> list[dict[str, list[float]]]:
-    """What each rank's own parameters held at the end."""
-    texts = [r.stdout.rpartition("holds ")[2].splitlines()[0] for r in ranks]
-    return [json.loads(text) for text in texts]
+            if held is not None:
+                held.append(json.loads(result.stdout.rpartition("holds ")[2].splitlines()[0]))
 
 
 def edit_to(mesh: Mesh, value: int, *, timeout_s: float = 60.0) -> Edit:

@@ -12,10 +12,10 @@ import pytest
 from paramd.errors import ParamdError
 from paramd.mesh.editing.results import EditState
 from paramd.mesh.mesh import Mesh
-from tests.multiprocess.frozen import edit_to, frozen, held
+from tests.multiprocess.frozen import Held, edit_to, frozen
 from tests.multiprocess.truth import connect_to
 
-SECONDS = 3.0
+SECONDS = 2.0
 
 CASES = [
     ("ddp", 2),
@@ -58,11 +58,17 @@ def read_all(mesh: Mesh, seen: Seen, lock: threading.Lock, end: threading.Event)
         newest = max(values)
 
 
+def enough(seen: Seen, seconds: float) -> bool:
+    """Whether readers have seen edits come and go; a busy machine takes longer."""
+    return seconds > SECONDS and (len(seen.values) > 4 or seconds > 10 * SECONDS)
+
+
 @pytest.mark.parametrize(("kind", "world_size"), CASES)
 def test_every_read_is_uniform_while_edits_go(kind: str, world_size: int, tmp_path: Path) -> None:
+    held: Held = []
     seen, lock, end = Seen(), threading.Lock(), threading.Event()
     with (
-        frozen(tmp_path, kind, world_size) as ranks,
+        frozen(tmp_path, kind, world_size, held=held) as ranks,
         connect_to(ranks.state_dir, "frozen") as editor,
         connect_to(ranks.state_dir, "frozen") as reader,
     ):
@@ -71,9 +77,9 @@ def test_every_read_is_uniform_while_edits_go(kind: str, world_size: int, tmp_pa
         ]
         for thread in readers:
             thread.start()
-        value, deadline_s = 0, time.monotonic() + SECONDS
+        value, begin_s = 0, time.monotonic()
         try:
-            while time.monotonic() < deadline_s or value < 3:
+            while not enough(seen, time.monotonic() - begin_s):
                 value += 1
                 assert edit_to(editor, value).state is EditState.APPLIED
         finally:
@@ -87,4 +93,6 @@ def test_every_read_is_uniform_while_edits_go(kind: str, world_size: int, tmp_pa
     assert seen.wrong == []
     assert seen.values <= set(map(float, range(value + 1)))
     assert len(seen.values) > 2
-    assert all(found == [value] for rank in held(ranks) for found in rank.values())
+    # Behind a flat parameter lies padding, which no edit reaches.
+    allowed = {value, 0} if kind == "fsdp1-full" else {value}
+    assert all(value in found and set(found) <= allowed for r in held for found in r.values())

@@ -1,0 +1,417 @@
+"""Agreement: equal requests on all ranks or none, over real gloo groups and in simulation."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from paramd.memory.control_page import Word
+from paramd.trainer import agreement as module
+from paramd.trainer.agreement import (
+    EAGER_BOUNDARIES,
+    EDIT,
+    NOTHING,
+    Agreement,
+    AgreementLost,
+    Request,
+    Round,
+    idle_interval,
+    promise,
+)
+from paramd.v1 import sidecar_pb2 as pb
+from paramd_service.sidecar.reaching import Boundary, Reaching, fate_of
+
+TIMEOUT_S = 20.0
+MS = 1_000_000
+
+
+def edit(number: int, token: int = 7) -> Request:
+    return Request(number, token, EDIT, 0)
+
+
+class Ranks:
+    """Agreements of several ranks of one gloo world, each with a thread of its own."""
+
+    def __init__(self, world_size: int) -> None:
+        store = dist.HashStore()
+        self.pool = ThreadPoolExecutor(world_size)
+
+        def make(rank: int) -> Agreement:
+            group = dist.ProcessGroupGloo(store, rank, world_size, timedelta(seconds=TIMEOUT_S))
+            return Agreement(group, timeout_s=TIMEOUT_S)
+
+        self.agreements = list(self.pool.map(make, range(world_size)))
+
+    def boundary(
+        self, *requests: Request, stay: bool = True, step_time_ns: int = 200 * MS
+    ) -> list[Round | None]:
+        """One boundary of every rank, in which each takes part with its request."""
+
+        def one(agreement: Agreement, request: Request) -> Round | None:
+            heard = agreement.collect()
+            if agreement.due:
+                agreement.launch(
+                    request, pending=request.number > 0, stay=stay, step_time_ns=step_time_ns
+                )
+            return heard
+
+        return list(self.pool.map(one, self.agreements, requests))
+
+
+@pytest.fixture
+def make() -> Iterator[Callable[..., Ranks]]:
+    made: list[Ranks] = []
+
+    def factory(world_size: int) -> Ranks:
+        made.append(Ranks(world_size))
+        return made[-1]
+
+    yield factory
+    for ranks in made:
+        ranks.pool.shutdown()
+        # The groups go with their agreements, and gloo's threads with them.
+        ranks.agreements.clear()
+
+
+def told(rounds: list[Round | None]) -> list[Request | None]:
+    return [heard.agreed if heard is not None else None for heard in rounds]
+
+
+def test_equal_requests_are_agreed_at_the_next_boundary_on_all_ranks(
+    make: Callable[..., Ranks],
+) -> None:
+    ranks = make(3)
+    assert told(ranks.boundary(edit(4), edit(4), edit(4))) == [None] * 3
+    assert told(ranks.boundary(NOTHING, NOTHING, NOTHING)) == [edit(4)] * 3
+    assert told(ranks.boundary(NOTHING, NOTHING, NOTHING)) == [None] * 3
+
+
+@pytest.mark.parametrize(
+    "unequal",
+    [
+        (edit(4), edit(4), NOTHING),
+        (edit(4), edit(5), edit(4)),
+        (edit(5), edit(4), edit(4)),
+        (edit(4, token=1), edit(4, token=2), edit(4, token=1)),
+    ],
+)
+def test_unequal_requests_are_agreed_by_nobody(
+    make: Callable[..., Ranks], unequal: tuple[Request, ...]
+) -> None:
+    ranks = make(3)
+    ranks.boundary(*unequal)
+    assert told(ranks.boundary(*unequal)) == [None] * 3
+    ranks.boundary(edit(9), edit(9), edit(9))
+    assert told(ranks.boundary(NOTHING, NOTHING, NOTHING)) == [edit(9)] * 3
+
+
+def test_a_request_that_was_agreed_is_not_agreed_again(make: Callable[..., Ranks]) -> None:
+    ranks = make(2)
+    ranks.boundary(edit(4), edit(4))
+    assert told(ranks.boundary(edit(4), edit(4))) == [edit(4)] * 2
+    assert told(ranks.boundary(edit(3), edit(3))) == [None] * 2
+    assert told(ranks.boundary(NOTHING, NOTHING)) == [None] * 2
+
+
+def test_rounds_are_rare_when_idle_and_at_every_boundary_after_a_request(
+    make: Callable[..., Ranks],
+) -> None:
+    ranks = make(2)
+    fast = 20 * MS
+    assert idle_interval(fast) == 10
+
+    def rounds(count: int) -> int:
+        heard = [ranks.boundary(NOTHING, NOTHING, step_time_ns=fast) for _ in range(count)]
+        return sum(one[0] is not None for one in heard)
+
+    assert rounds(21) == 2
+    # One rank alone brings rounds at every boundary, from the next one on.
+    for _ in range(12):
+        ranks.boundary(edit(1), NOTHING, step_time_ns=fast)
+    assert told(ranks.boundary(edit(1), edit(1), step_time_ns=fast)) == [None] * 2
+    assert told(ranks.boundary(NOTHING, NOTHING, step_time_ns=fast)) == [edit(1)] * 2
+    assert rounds(EAGER_BOUNDARIES) == EAGER_BOUNDARIES
+    assert rounds(40) <= 5
+
+
+def test_one_rank_that_does_not_want_to_stay_is_heard_by_all(make: Callable[..., Ranks]) -> None:
+    ranks = make(2)
+
+    def exchange(agreement: Agreement, stay: bool) -> Round:
+        return agreement.exchange(NOTHING, pending=False, stay=stay)
+
+    assert [r.stay for r in ranks.pool.map(exchange, ranks.agreements, (True, True))] == [True] * 2
+    assert [r.stay for r in ranks.pool.map(exchange, ranks.agreements, (True, False))] == [
+        False
+    ] * 2
+
+
+class Absent:
+    """A group whose other ranks never come."""
+
+    def __init__(self) -> None:
+        self.waited: list[timedelta] = []
+
+    def allreduce(self, _tensors: object, _options: object) -> Absent:
+        return self
+
+    def wait(self, timeout: timedelta) -> None:
+        self.waited.append(timeout)
+        raise RuntimeError("timed out")
+
+
+@pytest.mark.parametrize(("request_", "timeout_s"), [(NOTHING, 0.2), (edit(1), 9.0)])
+def test_a_rank_that_does_not_come_loses_the_agreement_later_when_an_edit_is_promised(
+    request_: Request, timeout_s: float
+) -> None:
+    group = Absent()
+    alone: Any = group
+    agreement = Agreement(alone, timeout_s=0.2, edit_timeout_s=9.0)
+    agreement.collect()
+    agreement.launch(request_, pending=False, stay=True, step_time_ns=0)
+    with pytest.raises(AgreementLost, match=r"did not end within"):
+        agreement.collect()
+    assert group.waited == [timedelta(seconds=timeout_s)]
+
+
+def test_a_world_of_one_agrees_at_once() -> None:
+    alone = Agreement(None, timeout_s=1)
+    assert alone.alone
+    alone.collect()
+    assert alone.exchange(edit(2), pending=True, stay=False) == Round(edit(2), False)
+    assert alone.exchange(edit(2), pending=True, stay=True) == Round(None, True)
+
+
+class Page:
+    """Words whose every access by the trainer may be preceded by something of the sidecar's."""
+
+    def __init__(self, before: Callable[[], None] = lambda: None) -> None:
+        self.words = [0] * 128
+        self.before = before
+
+    def __getitem__(self, word: int) -> int:
+        self.before()
+        return self.words[word]
+
+    def __setitem__(self, word: int, value: int) -> None:
+        self.before()
+        self.words[word] = value
+
+
+def ready(words: list[int], number: int, token: int = 7) -> None:
+    """What the sidecar writes, with its own code."""
+    reaching = Reaching(words, lambda *_: None, lambda _: None)
+    reaching.arm(Boundary(number, [], False, lambda _: None, token=token, action=EDIT))
+
+
+def test_a_request_taken_back_at_any_moment_is_promised_or_certainly_not() -> None:
+    ends = set()
+    for moment in range(12):
+        page = Page()
+        ready(page.words, 4)
+        accesses = 0
+
+        def sidecar(page: Page = page, moment: int = moment) -> None:
+            nonlocal accesses
+            if accesses == moment:
+                page.words[Word.READY] = 0
+            accesses += 1
+
+        page.before = sidecar
+        taken = promise(page, 0, lambda _: True)
+        # The pause before the look at PROMISED is longer than these few accesses.
+        fate = fate_of(page.words, 4, ended=False)
+        if taken == NOTHING:
+            assert fate == pb.BOUNDARY_FATE_WITHDRAWN
+        else:
+            assert taken == edit(4)
+            assert fate == pb.BOUNDARY_FATE_IN_DOUBT
+        ends.add(taken)
+    assert ends == {NOTHING, edit(4)}
+
+
+def test_a_request_written_over_at_any_moment_is_one_of_the_two() -> None:
+    for moment in range(12):
+        page = Page()
+        ready(page.words, 4, token=40)
+        accesses = 0
+
+        def sidecar(page: Page = page, moment: int = moment) -> None:
+            nonlocal accesses
+            if accesses == moment:
+                ready(page.words, 5, token=50)
+            accesses += 1
+
+        page.before = sidecar
+        assert promise(page, 0, lambda _: True) in (NOTHING, edit(4, 40), edit(5, 50))
+
+
+def test_what_is_not_accepted_is_not_promised() -> None:
+    page = Page()
+    ready(page.words, 4)
+    assert promise(page, 0, lambda _: False) == NOTHING
+    assert page.words[Word.PROMISED] == 0
+    assert promise(page, 4, lambda _: pytest.fail("an agreed request was looked at")) == NOTHING
+
+
+class Simulation:
+    """Trainers, sidecars and two control planes of one mesh, in any order that `chance` draws.
+
+    Each trainer passes boundaries at its own time; sidecars act between any two accesses of a
+    trainer to its page. Rounds are a minimum, collected when all ranks have launched them.
+    """
+
+    def __init__(self, chance: random.Random, world_size: int = 3) -> None:
+        self.chance = chance
+        self.pages = [Page(self._between) for _ in range(world_size)]
+        self.launched: list[dict[int, Request]] = []
+        self.at = [0] * world_size
+        self.agreed = [0] * world_size
+        self.applied: list[list[tuple[int, Request]]] = [[] for _ in range(world_size)]
+        self.pending: list[Callable[[], None]] = []
+        self.certain: set[int] = set()
+        self.number = 0
+        self.at_least = False
+        """A planted bug: the minimum of numbers counts, as if it were equal everywhere."""
+
+    def run(self, steps: int) -> list[str]:
+        """Violations of what must never be."""
+        for _ in range(steps):
+            self._sidecars(0.7)
+            self._trainer(self.chance.randrange(len(self.pages)))
+        for _ in range(4 * len(self.pages)):
+            for rank in range(len(self.pages)):
+                self._trainer(rank)
+        self._sidecars(0.0)
+        return self._violations()
+
+    def _between(self) -> None:
+        for _ in range(self.chance.choice((0, 0, 0, 1, 3))):
+            self._sidecars(0.7)
+
+    def _sidecars(self, probability: float) -> None:
+        if self.chance.random() >= probability:
+            return
+        if self.pending and self.chance.random() < 0.7:
+            self.pending.pop(self.chance.randrange(len(self.pending)))()
+        elif self.chance.random() < 0.4:
+            self._ask()
+
+    def _ask(self) -> None:
+        """A control plane asks all ranks; the calls arrive when they do, or never."""
+        self.number += self.chance.choice((0, 1, 1, 1))
+        number, token = max(1, self.number), self.chance.choice((1, 1, 1, 2))
+        for page in self.pages:
+            if self.chance.random() < 0.95:
+                self.pending.append(lambda page=page: ready(page.words, number, token))
+            if self.chance.random() < 0.3:
+                self.pending.append(lambda page=page: self._withdraw(page, number))
+
+    def _withdraw(self, page: Page, number: int) -> None:
+        Reaching(page.words, lambda *_: None, lambda _: None).take_back(number)
+        self.pending.append(lambda: self._look(page, number))
+
+    def _look(self, page: Page, number: int) -> None:
+        if fate_of(page.words, number, ended=False) == pb.BOUNDARY_FATE_WITHDRAWN:
+            self.certain.add(number)
+
+    def _trainer(self, rank: int) -> None:
+        page, boundary = self.pages[rank], self.at[rank]
+        if boundary:
+            messages = self.launched[boundary - 1]
+            if len(messages) < len(self.pages):
+                return
+            self._collect(rank, boundary, messages)
+        request = module.promise(page, self.agreed[rank], lambda _: self.chance.random() < 0.9)
+        if len(self.launched) == boundary:
+            self.launched.append({})
+        self.launched[boundary][rank] = request
+        self.at[rank] += 1
+
+    def _collect(self, rank: int, boundary: int, messages: dict[int, Request]) -> None:
+        page, mine = self.pages[rank], messages[rank]
+        least = min(message.number for message in messages.values())
+        equal = len({(message.number, message.token) for message in messages.values()}) == 1
+        if least > self.agreed[rank] and (equal or self.at_least):
+            self.agreed[rank] = mine.number
+            self.applied[rank].append((boundary, mine))
+            page[Word.EDIT_AGREED] = mine.number
+            page[Word.AGREED] = mine.number
+        page[Word.PROMISED] = 0
+
+    def _violations(self) -> list[str]:
+        found = []
+        # What only some ranks have collected yet the others will collect, too.
+        common = min(self.at)
+        known = [[one for one in applied if one[0] < common] for applied in self.applied]
+        if any(applied != known[0] for applied in known):
+            found.append("ranks differ")
+        if self.certain & {request.number for applied in self.applied for _, request in applied}:
+            found.append("withdrawn for certain, and applied")
+        return found
+
+
+@settings(max_examples=500, deadline=None)
+@given(st.integers(0, 1 << 40), st.integers(2, 4))
+def test_no_two_ranks_ever_differ_and_what_is_withdrawn_is_never_applied(
+    seed: int, world_size: int
+) -> None:
+    assert Simulation(random.Random(seed), world_size).run(60) == []
+
+
+def careless(words: Page, last_agreed: int, accept: Callable[[Request], bool]) -> Request:
+    """`promise` without its second look at READY."""
+    number = words[Word.READY]
+    if number <= last_agreed:
+        return NOTHING
+    request = Request(number, words[Word.TOKEN], EDIT, 0)
+    if not accept(request):
+        return NOTHING
+    words[Word.PROMISED] = number
+    return request
+
+
+def blind(words: list[int], number: int, *, ended: bool) -> pb.BoundaryFate.ValueType:
+    """`fate_of` without a look at PROMISED."""
+    return (
+        pb.BOUNDARY_FATE_WITHDRAWN if words[Word.AGREED] < number else pb.BOUNDARY_FATE_UNSPECIFIED
+    )
+
+
+@pytest.mark.parametrize("bug", ["at least", "careless", "blind", "repeated"])
+def test_the_simulation_catches_planted_bugs(bug: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if bug == "careless":
+        monkeypatch.setattr(module, "promise", careless)
+    if bug == "blind":
+        monkeypatch.setitem(globals(), "fate_of", blind)
+    if bug == "repeated":  # a number that was taken back comes again
+        monkeypatch.setattr(Reaching, "take_back", _forgetful)
+    worlds = []
+    for seed in range(400):
+        simulation = Simulation(random.Random(seed))
+        simulation.at_least = bug == "at least"
+        worlds.append(simulation.run(60))
+    assert any(worlds)
+
+
+def _forgetful(reaching: Reaching, number: int) -> None:
+    words = reaching._words
+    if words[Word.READY] == number:
+        words[Word.READY] = 0
+    words[Word.HIGHEST] = min(words[Word.HIGHEST], number - 1)
+
+
+def test_the_simulation_agrees_often_enough_to_show_something() -> None:
+    worlds = [Simulation(random.Random(seed)) for seed in range(50)]
+    for world in worlds:
+        world.run(60)
+    assert sum(len(world.applied[0]) for world in worlds) >= 20
+    assert sum(len(world.certain) for world in worlds) >= 20

@@ -58,16 +58,15 @@ def take_all(frames: Iterator[GradFrame[Any]]) -> None:
 
 
 def slow_reader_gets_the_newest(mesh: Mesh) -> None:
-    frames = []
+    """It is busy for 20 updates after each frame."""
+    frames, away = [], 20
     for frame in mesh.grads("*"):
         frames.append(frame)
-        now = mesh.status().step
-        assert now - frame.step < 40, "what was held for a slow reader is old"
         if len(frames) == 4:
             break
-        time.sleep(0.6)
+        wait_until(lambda: mesh.status().step > frames[-1].step + away, "training goes on")
     check(frames)
-    assert all(frame.dropped > 5 for frame in frames[1:])
+    assert all(frame.dropped >= away - 1 for frame in frames[1:]), [f.dropped for f in frames]
 
 
 def many_readers_share(mesh: Mesh, ranks: Ranks) -> None:

@@ -136,3 +136,8 @@ def until(condition: Callable[[], object], what: str) -> None:
     while not condition():
         assert time.monotonic() < deadline_s, f"{what} did not happen within {DEADLINE_S} s"
         time.sleep(0.02)
+
+
+def is_stopped(pid: int) -> bool:
+    """Whether a process has been stopped by a signal."""
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"

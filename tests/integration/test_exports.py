@@ -16,7 +16,7 @@ import paramd
 from paramd.errors import ConflictError, DeniedError, NotFoundError, UsageError
 from paramd.mesh.exports import ExportInfo, ExportState
 from paramd.mesh.mesh import Mesh
-from tests.integration.export_job import ExportingJob, exporting_job, until
+from tests.integration.export_job import ExportingJob, exporting_job, is_stopped, until
 
 # Buffers need a boundary, and a job at rest has none.
 PARAMETERS = ("parameters",)
@@ -167,10 +167,6 @@ def test_an_export_is_cancelled_and_leaves_nothing(site: ExportingJob, mesh: Mes
     done = mesh.export("checkpoints/over").wait(30)
     with pytest.raises(ConflictError):
         mesh.cancel_export(done.id)
-
-
-def is_stopped(pid: int) -> bool:
-    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
 
 
 def test_one_id_is_begun_once(site: ExportingJob, mesh: Mesh) -> None:

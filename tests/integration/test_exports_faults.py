@@ -1,0 +1,132 @@
+"""Exports while parts die: whole or nowhere, whatever was killed and when."""
+
+from __future__ import annotations
+
+import signal
+from pathlib import Path
+
+import httpx2
+
+from paramd.errors import ParamdError
+from paramd.mesh.exports import ExportState
+from paramd.mesh.mesh import Mesh
+from tests.integration.export_job import (
+    MANIFEST,
+    ExportingJob,
+    exporting_job,
+    is_stopped,
+    until,
+)
+
+POINTS = {
+    "export-begun": ExportState.FAILED,
+    "export-file-done": None,
+    "export-stored": ExportState.DONE,
+    "export-verify": ExportState.DONE,
+    "export-renamed": ExportState.DONE,
+    "export-dropped": ExportState.FAILED,
+}
+"""Where rank 0 is killed, and how the export must end then; None: either way. The sidecar's own
+tests have the other points."""
+
+
+def all_joined(site: ExportingJob) -> bool:
+    """Whether the control plane has all ranks."""
+    try:
+        with site.connect() as mesh:
+            return not any(row.reason for row in mesh.status())
+    except ParamdError:
+        return False
+
+
+def test_a_sidecar_killed_anywhere_leaves_an_export_whole_or_nowhere(tmp_path: Path) -> None:
+    (tmp_path / "beside").mkdir()
+    (tmp_path / "beside" / "notes.txt").write_text("beside")
+    with exporting_job(tmp_path) as site, site.connect() as mesh:
+        site.job.train(lambda rank, step: None, 0.02)
+        for point, expected in POINTS.items():
+            until(lambda: all_joined(site), "a whole mesh")
+            strike(site, mesh, point, expected)
+
+
+def strike(site: ExportingJob, mesh: Mesh, point: str, expected: ExportState | None) -> None:
+    site.arm(0, f"{point}:kill")
+    if point == "export-dropped":
+        site.arm(1, "export-file-begun:kill")
+    key = point.replace("-", "_")
+    beside = site.folder.parent / "beside"
+    export = mesh.export(f"checkpoints/{key}", max_shard_size=200, assets=beside)
+    ended = mesh.export_ended(export.info, 40)
+    assert expected in (None, ended.state), (point, ended)
+    if ended.state is ExportState.DONE:
+        manifest = site.check_whole(key)
+        assert manifest["step"] == ended.step
+        assert (site.folder / key / "notes.txt").read_text() == "beside"
+    else:
+        assert ended.state is ExportState.FAILED
+        assert "rank " in ended.reason, ended
+        left = [one for one in site.left() if key in one]
+        assert not left, "nothing is left, not even hidden"
+    assert site.job.ranks[0].process.wait(10) == -signal.SIGKILL, f"{point} was passed"
+    site.disarm()
+    for rank in site.job.ranks:
+        if rank.process.poll() is not None:
+            site.job.respawn(rank)
+
+
+def test_a_control_plane_killed_in_the_middle_goes_on_or_fails_cleanly(tmp_path: Path) -> None:
+    with exporting_job(tmp_path) as site:
+        site.job.train(lambda rank, step: None, 0.02)
+        body = {"destination": "checkpoints/on", "max_shard_size": "200"}
+        # Killed while a sidecar writes: the snapshot lives, so its successor goes on.
+        killed_in_the_middle(site, body, "cd" * 16)
+        site.restart_control()
+        assert ended(site, "cd" * 16)["state"] == "DONE"
+        site.check_whole("on")
+        # Killed, and a sidecar with a part of the step, too: it ends, and nothing is left.
+        killed_in_the_middle(site, {**body, "destination": "checkpoints/off"}, "ef" * 16)
+        site.job.ranks[1].process.kill()
+        site.job.respawn(site.job.ranks[1])
+        site.restart_control()
+        found = ended(site, "ef" * 16)
+        assert found["state"] == "FAILED"
+        assert found["reason"]
+        until(lambda: not [one for one in site.left() if "off" in one], "the removal")
+        # It is as good as new.
+        with site.connect() as mesh:
+            assert mesh.export("checkpoints/again").wait(30).state is ExportState.DONE
+            states = {one.destination: one.state for one in mesh.exports()}
+        assert states["checkpoints/on"] is ExportState.DONE
+        assert not (site.folder / "off" / MANIFEST).exists()
+
+
+def killed_in_the_middle(site: ExportingJob, body: dict[str, str], export_id: str) -> None:
+    """Begins an export, and kills the control plane while rank 1 writes a file."""
+    until(lambda: all_joined(site), "a whole mesh")
+    writer = site.job.ranks[1].process
+    site.arm(1, "export-chunk:stop")
+    url = f"{site.job.url}/api/v1/jobs/client-test/exports"
+    answer = httpx2.post(
+        url, json={**body, "id": export_id}, headers=headers(site), trust_env=False
+    )
+    assert answer.status_code == 202, answer.text
+    until(lambda: is_stopped(writer.pid), "the writing")
+    site.kill_control()
+    writer.send_signal(signal.SIGCONT)
+
+
+def ended(site: ExportingJob, export_id: str) -> dict[str, str]:
+    """An export once it has ended."""
+    url = f"{site.job.url}/api/v1/jobs/client-test/exports/{export_id}"
+
+    def is_over() -> bool:
+        found = httpx2.get(url, headers=headers(site), trust_env=False).json()
+        return found["ended_s"] is not None
+
+    until(is_over, "the end of the export")
+    found: dict[str, str] = httpx2.get(url, headers=headers(site), trust_env=False).json()
+    return found
+
+
+def headers(site: ExportingJob) -> dict[str, str]:
+    return {"authorization": f"Bearer {site.job.token}"}

@@ -6,9 +6,11 @@ import random
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -41,11 +43,13 @@ class Ranks:
     """Agreements of several ranks of one gloo world, each with a thread of its own."""
 
     def __init__(self, world_size: int) -> None:
-        store = dist.HashStore()
+        store = torch._C._distributed_c10d.HashStore()
         self.pool = ThreadPoolExecutor(world_size)
 
         def make(rank: int) -> Agreement:
-            group = dist.ProcessGroupGloo(store, rank, world_size, timedelta(seconds=TIMEOUT_S))
+            group: Any = dist.ProcessGroupGloo(
+                store, rank, world_size, timedelta(seconds=TIMEOUT_S)
+            )
             return Agreement(group, timeout_s=TIMEOUT_S)
 
         self.agreements = list(self.pool.map(make, range(world_size)))
@@ -311,9 +315,9 @@ class Simulation:
         number, token = max(1, self.number), self.chance.choice((1, 1, 1, 2))
         for page in self.pages:
             if self.chance.random() < 0.95:
-                self.pending.append(lambda page=page: ready(page.words, number, token))
+                self.pending.append(partial(ready, page.words, number, token))
             if self.chance.random() < 0.3:
-                self.pending.append(lambda page=page: self._withdraw(page, number))
+                self.pending.append(partial(self._withdraw, page, number))
 
     def _withdraw(self, page: Page, number: int) -> None:
         Reaching(page.words, lambda *_: None, lambda _: None).take_back(number)
@@ -412,6 +416,6 @@ def _forgetful(reaching: Reaching, number: int) -> None:
 def test_the_simulation_agrees_often_enough_to_show_something() -> None:
     worlds = [Simulation(random.Random(seed)) for seed in range(50)]
     for world in worlds:
-        world.run(60)
+        world.run(200)
     assert sum(len(world.applied[0]) for world in worlds) >= 20
     assert sum(len(world.certain) for world in worlds) >= 20

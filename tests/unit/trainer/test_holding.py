@@ -65,9 +65,9 @@ def test_resume_ends_a_hold_and_a_step(bench: Bench) -> None:
 def test_one_rank_that_does_not_want_to_stay_ends_it(bench: Bench) -> None:
     bench.agree(HOLD)
     bench.hold.hear(Round(None, True))
-    assert bench.hold.state is Holding.HELD
+    assert bench.state() == (Holding.HELD, 0)
     bench.hold.hear(Round(None, False))
-    assert bench.hold.state is Holding.RUNNING
+    assert bench.state() == (Holding.RUNNING, 0)
 
 
 def test_a_step_that_is_agreed_as_the_lease_ends_steps_no_more(bench: Bench) -> None:

@@ -104,11 +104,15 @@ def shard_files(
     optimizer: OptimizerTable | None,
 ) -> Planned:
     """Shards as Hugging Face cuts them, given to writers evenly."""
-    shards = [(MODEL_FILES, cut) for cut in _cut(_model_items(tensors, names, settings), settings)]
+    loads = dict.fromkeys(writers, 0)
+    model = _cut(_model_items(tensors, names, settings), settings)
+    ranks = _assign(model, loads)
+    shards = [(MODEL_FILES, cut) for cut in model]
     if optimizer is not None:
-        states = _state_items(tensors, names, optimizer)
-        shards += [(OPTIMIZER_FILES, cut) for cut in _cut(states, settings)]
-    ranks = _assign([items for _, items in shards], writers)
+        # After the model: what is pinned of it must not depend on the optimizer.
+        states = _cut(_state_items(tensors, names, optimizer), settings)
+        ranks += _assign(states, loads)
+        shards += [(OPTIMIZER_FILES, cut) for cut in states]
     pieces: dict[str, Sequence[Piece]] = {}
     for (_, items), rank in zip(shards, ranks, strict=True):
         for item in items:
@@ -205,15 +209,17 @@ def _cut(items: Iterator[_Item], settings: ExportSettings) -> list[list[_Item]]:
     return shards
 
 
-def _assign(shards: Sequence[Sequence[_Item]], writers: Sequence[int]) -> list[int]:
-    """A writer for each shard: bytes evenly, and what a writer holds itself costs half."""
-    loads = dict.fromkeys(writers, 0)
-    ranks = [writers[0]] * len(shards)
+def _assign(shards: Sequence[Sequence[_Item]], loads: dict[int, int]) -> list[int]:
+    """A writer for each shard: bytes evenly, and what a writer holds itself costs half.
+
+    `loads` are what writers have to do already; what they are given is added.
+    """
+    ranks = [min(loads)] * len(shards)
     sizes = [sum(item.size_bytes for item in shard) for shard in shards]
     for number in sorted(range(len(shards)), key=lambda n: -sizes[n]):
         held = _held_bytes(shards[number])
         cost = _costs(loads, 2 * sizes[number], held)
-        rank = min(writers, key=cost)
+        rank = min(loads, key=cost)
         loads[rank] = cost(rank)[0]
         ranks[number] = rank
     return ranks

@@ -51,11 +51,11 @@ def optimizer_table(layout: Layout, tables: Mapping[int, Mapping[str, Any]]) -> 
 
     Args:
         layout: which parameters lie where.
-        tables: of each rank that holds a part of a parameter, as trainer/moments.py writes it.
+        tables: of the ranks that are read, by rank, as trainer/moments.py writes them.
 
     Raises:
         ConflictError: a rank could not mirror its state, ranks disagree, or state was left out.
-        UsageError: a table is malformed, or a rank's is missing.
+        UsageError: a table is malformed, or nobody's who holds a parameter is there.
     """
     try:
         ranks = {rank: _Rank(table) for rank, table in tables.items()}
@@ -78,9 +78,12 @@ def optimizer_table(layout: Layout, tables: Mapping[int, Mapping[str, Any]]) -> 
 
 def _of_tensor(tensor: TensorLayout, ranks: Mapping[int, _Rank]) -> _Param | None:
     """What the optimizers have of a tensor; None when they have nothing."""
-    found = [_of_piece(tensor, piece, ranks) for piece in tensor.pieces if piece.region.numel]
-    if not found:
+    pieces = [piece for piece in tensor.pieces if piece.region.numel]
+    found = [_of_piece(tensor, piece, ranks) for piece in pieces if piece.rank in ranks]
+    if not pieces:
         return None
+    if not found:
+        raise UsageError(f"no table of optimizer state has come of a holder of {tensor.fqn!r}")
     first = found[0]
     for other in found[1:]:
         if _facts(first) != _facts(other):
@@ -97,8 +100,6 @@ def _of_tensor(tensor: TensorLayout, ranks: Mapping[int, _Rank]) -> _Param | Non
 
 
 def _of_piece(tensor: TensorLayout, piece: Piece, ranks: Mapping[int, _Rank]) -> _Param | None:
-    if piece.rank not in ranks:
-        raise UsageError(f"the table of rank {piece.rank}'s optimizer state is missing")
     begin = piece.arena_begin
     return ranks[piece.rank].find(begin, begin + piece_bytes(piece, tensor.dtype))
 

@@ -135,7 +135,7 @@ class Coordinator:
             UnreachableError: not all ranks are joined.
         """
         async with self._turns:
-            view = self._all_joined()
+            view = self.joined()
             yield Turn(self._next_number(view), view)
 
     @asynccontextmanager
@@ -219,7 +219,7 @@ class Coordinator:
         self._current, self._round = [], None
 
     async def _one_round(self, requests: Sequence[_Request]) -> Verdict:
-        view = self._all_joined()
+        view = self.joined()
         number = self._next_number(view)
         token = token_of(self._generation, number, BoundaryAction.CAPTURE)
         timeout_s = max(request.deadline_s for request in requests) - self._clock()
@@ -230,7 +230,8 @@ class Coordinator:
         request = BoundaryRequest(number=number, token=token)
         return await self.round(request, ids, view, timeout_s=timeout_s)
 
-    def _all_joined(self) -> MeshView:
+    def joined(self) -> MeshView:
+        """The mesh, when all its ranks are joined. Raises UnreachableError."""
         view = self._view()
         if view.absent:
             told = "; ".join(f"rank {rank.rank}: {rank.reason}" for rank in view.absent[:8])

@@ -128,7 +128,7 @@ class EditDesk:
             return
         index, _ = await self._layout()
         manifest = pb.EditManifest.FromString(row.manifest)
-        view = self._mesh.registry.view()
+        view = self._mesh.coordinator.joined()
         await look_all(driver, self.work.calls, view, manifest)
         await driver.until(EditState.STAGED, EditState.COMMITTED)
         driver.start(self.work.commit(driver, index, ops_of(index, manifest)))
@@ -137,7 +137,7 @@ class EditDesk:
         """Statistics before and after a staged edit, which stays as it is."""
         driver = self._driver_of(row)
         index, _ = await self._layout()
-        view = self._mesh.registry.view()
+        view = self._mesh.coordinator.joined()
         manifest = pb.EditManifest.FromString(row.manifest)
         await look_all(driver, self.work.calls, view, manifest)
         ops = ops_of(index, manifest)
@@ -227,7 +227,8 @@ class EditDesk:
             return row, self.work.drive(row, check)
 
     async def _layout(self) -> tuple[NameIndex, str]:
-        digest, index = await self._mesh.layouts.get(self._mesh.registry.view())
+        # All ranks: nothing is begun that the ranks which are missing could not take part in.
+        digest, index = await self._mesh.layouts.get(self._mesh.coordinator.joined())
         return index, digest
 
     def _driver_of(self, row: EditRow) -> EditDriver:

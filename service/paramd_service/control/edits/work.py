@@ -94,8 +94,8 @@ class EditWork:
         self, driver: EditDriver, planned: Planned, index: NameIndex, *, dry_run: bool
     ) -> None:
         """An edit without data, to its end."""
-        view = self._mesh.registry.view()
         try:
+            view = self._mesh.coordinator.joined()
             await stage_all(driver, self.calls, view, planned.manifest)
             if dry_run:
                 found = await preview_all(self.calls, view, driver.row.id, index, planned.ops)

@@ -100,6 +100,16 @@ async def pin_with_optimizer(
     return PinnedExport(whole, pinned.epoch, pinned.step, pinned.edits, tuple(named))
 
 
+async def pin_parameters(pinner: Pinner, plan: ExportPlan, *, deadline_s: float) -> PinnedExport:
+    """Pins what `plan` reads, which has no optimizer. Raises as `Pinner.pin`."""
+    spans = plan.sources[""].spans
+    pinned = await pinner.pin(
+        spans if spans else {0: ()}, deadline_s=deadline_s, with_buffers=plan.with_buffers
+    )
+    pins = tuple(_named(pin, "") for pin in pinned.pins.values())
+    return PinnedExport(plan, pinned.epoch, pinned.step, pinned.edits, pins)
+
+
 async def pin_moments(
     sidecars: Sidecars,
     rank: int,

@@ -9,7 +9,6 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 
 from paramd.errors import ConflictError, NotFoundError, UsageError
-from paramd.v1 import export_pb2
 from paramd_service.control.exports import machine
 from paramd_service.control.exports.job import ExportJob
 from paramd_service.control.exports.machine import File, State
@@ -33,21 +32,14 @@ async def begin(job: ExportJob) -> None:
     from paramd.layout.export_plan import plan_export
     from paramd.mesh.export_messages import encode_plan
 
-    if job.wish.optimizer:
-        raise UsageError(
-            "include: the optimizer's state cannot be exported by this version; leave it out"
-        )
     await job.crew.wait_for()
     digest, layout = await job.crew.layout()
     plan = await asyncio.to_thread(plan_export, layout, job.wish.settings)
     clash = {file.name for file in plan.files} & set(job.assets)
     if clash:
         raise UsageError(f"assets: {min(clash)!r} is the name of a file of the export")
-    pinned = await job.crew.pin(plan, timeout_s=PIN_S)
-    pins = [
-        export_pb2.ExportPin(rank=pin.rank, snapshot_id=pin.snapshot_id)
-        for pin in pinned.pins.values()
-    ]
+    pinned = await job.crew.pin(plan, timeout_s=PIN_S, optimizer=job.wish.optimizer)
+    plan, pins = pinned.plan, pinned.pins
     job.hold(pins)
     job.plan = plan
     job.message = encode_plan(

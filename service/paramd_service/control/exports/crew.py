@@ -15,7 +15,7 @@ from paramd_service.control.incarnation import Incarnation
 
 if TYPE_CHECKING:
     from paramd.layout.export_plan import ExportPlan
-    from paramd.mesh.pin import Pinned
+    from paramd.mesh.export_pins import PinnedExport
     from paramd.mesh.reach import Reach
     from paramd.mesh.sidecars import Sidecars
 
@@ -70,22 +70,24 @@ class Crew:
         digest, index = await self.incarnation.layouts.get(self.incarnation.registry.view())
         return digest, index.layout
 
-    async def pin(self, plan: ExportPlan, *, timeout_s: float) -> Pinned:
+    async def pin(
+        self, plan: ExportPlan, *, timeout_s: float, optimizer: bool = False
+    ) -> PinnedExport:
         """Pins all that a plan reads, at one step; the leases are the caller's.
 
-        Raises: as `AsyncMesh.summon`.
+        With `optimizer` its state too; the plan that is answered then has its files.
+
+        Raises: as `AsyncMesh.summon`; ConflictError when a rank cannot give the state.
         """
+        from paramd.mesh.export_pins import pin_parameters, pin_with_optimizer
+
         reach = await self._opened()
         deadline_s = time.monotonic() + timeout_s
 
-        async def attempt(sidecars: Sidecars) -> Pinned:
-            pinner = reach.pinner(sidecars)
-            spans = plan.sources[""].spans
-            return await pinner.pin(
-                spans if spans else {0: ()},
-                deadline_s=deadline_s,
-                with_buffers=plan.with_buffers,
-            )
+        async def attempt(sidecars: Sidecars) -> PinnedExport:
+            if optimizer:
+                return await pin_with_optimizer(sidecars, plan, deadline_s=deadline_s)
+            return await pin_parameters(reach.pinner(sidecars), plan, deadline_s=deadline_s)
 
         return await reach.attempts(attempt, deadline_s)
 

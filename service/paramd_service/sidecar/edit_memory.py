@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import ctypes
 from concurrent.futures import Executor
+from contextlib import suppress
 from functools import partial
 
 from paramd.errors import ExhaustedError
@@ -62,10 +63,12 @@ class EditMemory:
         await self._populate(0, HEAD_BYTES)
 
     async def warm_up(self) -> None:
-        """Gives back what a predecessor left, and the pool its pages. Raises ExhaustedError."""
+        """Gives back what a predecessor left, and the pool its pages."""
         self._give_back(Ranges((self._pool_end, self.sparse.size_bytes)))
-        for begin, end in self._resident.missing(0, self._pool_end):
-            await self._populate(begin, end)
+        # Without the pool edits are slower, and else as good.
+        with suppress(ExhaustedError):
+            for begin, end in self._resident.missing(0, self._pool_end):
+                await self._populate(begin, end)
 
     def take(self, begin: int, end: int) -> None:
         """A range that a predecessor has given out."""

@@ -10,24 +10,21 @@ from __future__ import annotations
 import asyncio
 import re
 import time
-from collections.abc import Callable, Coroutine, Iterator
-from contextlib import suppress
+from collections.abc import Callable, Coroutine
 from functools import partial
 from typing import Any
 
-from paramd.errors import ConflictError, ExhaustedError, ExistsError, NotFoundError, UsageError
+from paramd.errors import ConflictError, ExistsError, NotFoundError, UsageError
 from paramd.layout.edit_messages import manifest_digest
 from paramd.memory.control_page import ControlPage, Word
 from paramd.v1 import sidecar_pb2 as pb
-from paramd_service.sidecar.edit_entry import Entry, Phase, UndoRefusal
+from paramd_service.sidecar.edit_book import EditBook
+from paramd_service.sidecar.edit_entry import Entry, Phase
 from paramd_service.sidecar.edit_fate import WITHDRAWN_NS, Fate, fate
-from paramd_service.sidecar.edit_index import EditIndex
 from paramd_service.sidecar.edit_intake import Fill, NonfiniteError
 from paramd_service.sidecar.edit_limits import EditLimits
 from paramd_service.sidecar.edit_memory import EditMemory
 from paramd_service.sidecar.edit_opening import Opener
-from paramd_service.sidecar.edit_recovery import recovered
-from paramd_service.sidecar.edit_undo import UndoBook
 from paramd_service.sidecar.faults import Faults
 from paramd_service.sidecar.owner import Ownership
 
@@ -58,29 +55,25 @@ class Edits:
         self._sweep_s = min(_SWEEP_S, limits.expiry_s)
         self._faults = faults
         self._loop = asyncio.get_running_loop()
-        self._entries: dict[str, Entry] = {}
-        self._index: EditIndex | None = None
-        self._undo = UndoBook(memory, limits.undo_budget_bytes, self._persist)
+        self._book = EditBook(memory, limits)
         self._opener = Opener(
-            memory, self._undo, rank=rank, arena_bytes=arena_bytes, limits=limits, layout=layout
+            memory,
+            self._book.undo,
+            rank=rank,
+            arena_bytes=arena_bytes,
+            limits=limits,
+            layout=layout,
         )
         self._ended: Ownership | None = None
-        self._order = 0
         self._tasks: set[asyncio.Task[None]] = set()
         self._timer: asyncio.TimerHandle | None = None
 
     async def start(self) -> None:
         """Finds what a predecessor left. Raises ExhaustedError."""
         await self.memory.start()
-        self._index = EditIndex(self.memory.buffer)
-        self._entries = recovered(self._index, self.memory)
-        for entry in self._entries.values():
-            entry.touched_ns = time.monotonic_ns()
-            self._order = max(self._order, entry.order)
-            if entry.phase is Phase.APPLIED and entry.body is not None:
-                self._undo.keep(entry)
+        self._book.open()
         self.settle()
-        self._start(self._warm_up())
+        self._start(self.memory.warm_up())
         self._timer = self._loop.call_later(self._sweep_s, self._timed)
 
     async def begin(self, manifest: pb.EditManifest) -> Entry:
@@ -94,11 +87,13 @@ class Edits:
         if _ID.fullmatch(manifest.edit_id) is None:
             raise UsageError(f"edit_id: {manifest.edit_id[:64]!r}; expected 32 hexadecimal digits")
         digest = manifest_digest(manifest)
-        entry = self._entries.get(manifest.edit_id)
+        entry = self._book.entries.get(manifest.edit_id)
         if entry is None:
-            self._check_room()
+            if self._ended is not None:
+                raise ConflictError(f"nothing can be edited any more: {self._ended.value}")
+            self._book.check_room()
             entry = Entry(manifest=manifest, digest=digest, opened=self._loop.create_future())
-            self._entries[entry.edit_id] = entry
+            self._book.entries[entry.edit_id] = entry
             self._start(self._open(entry))
         elif entry.digest != digest:
             raise ExistsError(
@@ -107,6 +102,10 @@ class Edits:
             )
         entry.touched_ns = time.monotonic_ns()
         await asyncio.shield(entry.opened)
+        if entry.phase is Phase.STAGING:
+            # All data may be there, with no room for the rest when it came.
+            async with entry.lock:
+                await self._complete(entry)
         self.settle()
         return entry
 
@@ -119,7 +118,7 @@ class Edits:
         """
         async with entry.lock:
             entry.touched_ns = time.monotonic_ns()
-            if self._entries.get(entry.edit_id) is not entry:
+            if self._book.entries.get(entry.edit_id) is not entry:
                 raise NotFoundError(f"edit {entry.edit_id} was dropped while its data came")
             intake = entry.intake
             if intake is None:
@@ -127,7 +126,7 @@ class Edits:
             try:
                 await self._opener.on_thread(partial(intake.take, offset_bytes, size_bytes, fill))
             except NonfiniteError:
-                self._forget(entry)
+                self._book.forget(entry)
                 raise
             self._faults.at("edit-staging")
             await self._complete(entry)
@@ -135,7 +134,7 @@ class Edits:
     def get(self, edit_id: str) -> Entry:
         """An edit as it is now. Raises NotFoundError."""
         self.settle()
-        entry = self._entries.get(edit_id)
+        entry = self._book.entries.get(edit_id)
         if entry is None:
             raise NotFoundError(
                 f"nothing is known of edit {edit_id[:64]!r} on this rank; it was never staged "
@@ -155,11 +154,11 @@ class Edits:
             ConflictError: the trainers may have agreed on it, or an undo of it is staged.
         """
         self.settle()
-        entry = self._entries.get(edit_id)
+        entry = self._book.entries.get(edit_id)
         if entry is None:
             return
         async with entry.lock:
-            if self._entries.get(edit_id) is not entry:
+            if self._book.entries.get(edit_id) is not entry:
                 return
             self.settle()
             if entry.unready_ns:
@@ -170,12 +169,10 @@ class Edits:
                     f"edit {edit_id}: the trainers may have agreed on it; ask for it again when "
                     f"boundary {entry.boundary} has ended"
                 )
-            if entry.phase is not Phase.APPLIED:
-                self._forget(entry)
-            elif entry.undone_by is not None:
-                raise ConflictError(f"edit {edit_id}: {entry.undo_refusal}; drop that one first")
-            elif entry.body is not None:
-                self._undo.let_go(entry, UndoRefusal.DROPPED)
+            if entry.phase is Phase.APPLIED:
+                self._book.drop_undo(entry)
+            else:
+                self._book.forget(entry)
 
     def make_ready(self, edit_id: str, *, boundary: int, token: int) -> int:
         """See ReadyEdits."""
@@ -191,30 +188,30 @@ class Edits:
             )
         if entry.phase is Phase.STAGING:
             raise ConflictError(
-                f"edit {edit_id} is not complete on this rank: {entry.progress().staged_bytes:,} "
+                f"edit {edit_id} is not complete on this rank: {entry.staged_bytes:,} "
                 f"of {entry.size_bytes:,} bytes are staged"
             )
         entry.boundary, entry.token, entry.unready_ns = boundary, token, 0
         entry.phase = Phase.READY
-        self._persist(entry)
+        self._book.persist(entry)
         self._faults.at("edit-ready")
         return entry.program_begin
 
     def settle(self) -> None:
         """See ReadyEdits."""
-        for entry in [one for one in self._entries.values() if one.phase is Phase.READY]:
+        for entry in [one for one in self._book.entries.values() if one.phase is Phase.READY]:
             found = fate(entry, self._page.words, ended=self._ended, now_ns=time.monotonic_ns())
             if found is Fate.APPLIED:
                 self._applied(entry)
             elif found is Fate.NEVER:
-                self._unready(entry)
+                self._book.unready(entry)
 
     def withdrawn(self, boundary: int) -> None:
         """See ReadyEdits."""
         self.settle()
-        for entry in self._entries.values():
+        for entry in self._book.entries.values():
             if entry.phase is Phase.READY and entry.boundary == boundary:
-                self._unready(entry)
+                self._book.unready(entry)
 
     def trainer_ended(self, ownership: Ownership) -> None:
         """Nobody applies anything any more; what was applied stays told."""
@@ -230,41 +227,18 @@ class Edits:
         if self._tasks:
             await asyncio.wait(self._tasks)
         await self._opener.close()
-        self._entries.clear()
-        if self._index is not None:
-            self._index.close()
+        self._book.close()
         await self.memory.close()
 
     @property
     def staged_bytes(self) -> int:
         """Bytes of memory that edits which are not applied take."""
-        return sum(one.body.size_bytes for one in self._pending() if one.body is not None)
+        return self._book.staged_bytes
 
     @property
     def undo_bytes(self) -> int:
         """Bytes kept for undoing."""
-        return self._undo.kept_bytes
-
-    def _pending(self) -> Iterator[Entry]:
-        """Edits that are not applied and have a body of their own."""
-        return (
-            one
-            for one in self._entries.values()
-            if one.phase is not Phase.APPLIED and one.undoes is None
-        )
-
-    def _check_room(self) -> None:
-        if self._ended is not None:
-            raise ConflictError(f"nothing can be edited any more: {self._ended.value}")
-        assert self._index is not None
-        staged = sum(one.phase is not Phase.APPLIED for one in self._entries.values())
-        if staged >= self._limits.max_edits:
-            raise ExhaustedError(
-                f"{staged} edits are staged on this rank, which is its limit; commit or abort some"
-            )
-        if self._index.free_count <= staged + 1:
-            oldest = [one for one in self._entries.values() if one.phase is Phase.APPLIED]
-            self._forget_applied(min(oldest, key=lambda one: one.order))
+        return self._book.undo.kept_bytes
 
     async def _open(self, entry: Entry) -> None:
         try:
@@ -277,7 +251,7 @@ class Edits:
                 await self._complete(entry)
             entry.opened.set_result(None)
         except BaseException as error:
-            self._forget(entry)
+            self._book.forget(entry)
             entry.opened.set_exception(error)
             entry.opened.exception()  # seen, even when nobody waits any more
             if not isinstance(error, Exception):
@@ -294,22 +268,8 @@ class Edits:
         self.memory.buffer[entry.meta[0] : entry.meta[0] + len(meta)] = meta
         entry.intake = None
         entry.phase = Phase.STAGED
-        self._order += 1
-        entry.order = self._order
-        self._persist(entry)
+        self._book.in_order(entry)
         self._faults.at("edit-staged")
-
-    def _persist(self, entry: Entry) -> None:
-        assert self._index is not None
-        if entry.slot < 0:
-            entry.slot = self._index.add(entry.as_slot())
-        else:
-            self._index.change(entry.slot, entry.as_slot())
-
-    def _unready(self, entry: Entry) -> None:
-        entry.phase, entry.unready_ns = Phase.STAGED, 0
-        entry.touched_ns = time.monotonic_ns()
-        self._persist(entry)
 
     def _applied(self, entry: Entry) -> None:
         self._faults.at("edit-applied")
@@ -317,42 +277,17 @@ class Edits:
         entry.step, entry.edits = page[Word.EDIT_STEP], page[Word.EDITS]
         entry.stop_ns = page[Word.EDIT_NS]
         entry.phase = Phase.APPLIED
-        self._order += 1
-        entry.order = self._order
-        self._persist(entry)
         self.applied_count += 1
-        self._undo.applied(entry)
-
-    def _forget(self, entry: Entry) -> None:
-        """An edit that is not applied: everything of it goes."""
-        if self._entries.get(entry.edit_id) is entry:
-            del self._entries[entry.edit_id]
-        if entry.slot >= 0 and self._index is not None:
-            self._index.clear(entry.slot)
-        if entry.undoes is not None:
-            entry.undoes.undone_by = None
-        elif entry.body is not None:
-            self.memory.free(entry.body.begin, entry.body.end)
-        if entry.meta[1]:
-            self.memory.free(*entry.meta)
-        entry.body, entry.intake, entry.slot, entry.meta = None, None, -1, (0, 0)
-
-    def _forget_applied(self, entry: Entry) -> None:
-        if entry.undone_by is not None:
-            raise ExhaustedError("too many edits are known here; apply or drop what is staged")
-        if entry.body is not None:
-            self._undo.let_go(entry, UndoRefusal.CROWDED_OUT)
-        entry.undoes = None
-        self._forget(entry)
+        self._book.applied(entry)
 
     def sweep(self) -> None:
         """Forgets staged edits that nobody has touched for too long."""
         self.settle()
         before_ns = time.monotonic_ns() - int(self._limits.expiry_s * 1e9)
-        for entry in list(self._entries.values()):
+        for entry in list(self._book.entries.values()):
             idle = entry.phase in (Phase.STAGING, Phase.STAGED) and entry.touched_ns < before_ns
             if idle and not entry.lock.locked():
-                self._forget(entry)
+                self._book.forget(entry)
 
     def _timed(self) -> None:
         self._timer = self._loop.call_later(self._sweep_s, self._timed)
@@ -362,8 +297,3 @@ class Edits:
         task = self._loop.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
-
-    async def _warm_up(self) -> None:
-        # Without the pool edits are slower, and else as good.
-        with suppress(ExhaustedError):
-            await self.memory.warm_up()

@@ -24,6 +24,7 @@ from paramd.layout.regions import full_box, row_major
 from paramd.layout.types import Box
 from paramd.memory.control_page import Word
 from paramd.v1 import sidecar_pb2 as pb
+from paramd_service.sidecar import edit_book
 from paramd_service.sidecar.edit_entry import Phase
 from paramd_service.sidecar.edit_fate import WITHDRAWN_NS
 from paramd_service.sidecar.edit_memory import HEAD_BYTES
@@ -388,6 +389,29 @@ def test_budgets_bound_what_is_staged_and_what_is_kept() -> None:
                 bare = await edits.begin(rank.manifest(41, small, undoable=False))
                 rank.boundary(edits, bare)
                 assert "without keeping" in bare.undo_refusal
+
+    run(test)
+
+
+def test_what_is_told_of_applied_edits_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(edit_book, "MAX_TOLD_BYTES", 2 * 4096)
+
+    async def test() -> None:
+        with rank_of() as rank:
+            async with rank.edits() as edits:
+                whole = edits.memory.free_bytes
+                for number in range(4):
+                    entry = await edits.begin(
+                        rank.manifest(number, [EditOp(fqn="s", kind=EditKind.FILL)])
+                    )
+                    rank.boundary(edits, entry)
+                for number in (0, 1):
+                    with pytest.raises(NotFoundError):
+                        edits.get(f"{number:032x}")
+                for number in (2, 3):
+                    assert edits.get(f"{number:032x}").phase is Phase.APPLIED
+                    await edits.drop(f"{number:032x}")
+                assert whole - edits.memory.free_bytes == 2 * 4096
 
     run(test)
 

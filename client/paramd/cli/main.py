@@ -24,6 +24,7 @@ from paramd.cli.edit import edit
 from paramd.cli.edits import edits, undo
 from paramd.cli.export_schedule import schedule as schedule_group
 from paramd.cli.exports import export, exports
+from paramd.cli.grads import grads
 from paramd.cli.hold import pause, resume, step
 from paramd.cli.options import ContextName, Debug, Job, Token, Url, examples
 from paramd.cli.params import params
@@ -70,6 +71,13 @@ _add(
     "paramd stats '*'",
     "paramd stats 'layers.0.*' -o json",
     "paramd stats head.weight --histogram",
+)
+_add(
+    grads,
+    LOOK,
+    "paramd grads '*'",
+    "paramd grads 'layers.*' --every 10 -o jsonl",
+    "paramd grads head.weight --histogram -n 1 -o json",
 )
 _add(
     summon,

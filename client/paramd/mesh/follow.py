@@ -18,9 +18,8 @@ from paramd.layout.select import select
 from paramd.mesh.frames import ParamFrame
 from paramd.mesh.held_step import LEASE_S, HeldStep, hold_step
 from paramd.mesh.pin import Pinned
-from paramd.mesh.reach import Reach
 from paramd.mesh.sidecars import Sidecars
-from paramd.mesh.stepping import StepStream
+from paramd.mesh.stepping import ReachLike, StepStream
 from paramd.mesh.transfer import Transfer, Transport
 from paramd.v1 import sidecar_pb2 as pb
 
@@ -193,7 +192,7 @@ class FollowSteps:
 
 
 async def open_following(
-    reach: Reach, transfer: Transfer, wanted: FollowRequest
+    reach: ReachLike, transfer: Transfer, wanted: FollowRequest
 ) -> StepStream[HeldStep, ParamFrame]:
     """A subscription; to be closed. Raises as `open_stream` of gradients."""
     await transfer.load_torch()

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property
-from typing import TYPE_CHECKING, Generic, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar
 
 from paramd.layout.stats import Stats, Summary, merge_all, summarize
 
@@ -48,13 +49,13 @@ class GradFrame(Frame[Value]):
         none: Mapping[str, str],
         scale: float,
         clip_factor: float | None,
-        total: Callable[[], Summary] | None = None,
+        parts: Mapping[str, Sequence[Stats]] | None = None,
     ) -> None:
-        """Values are made when they are first looked at."""
+        """Values are made when they are first looked at. `parts` are those of statistics."""
         super().__init__(job=job, epoch=epoch, step=step, dropped=dropped)
         self._make = values
         self._values: dict[str, Value] = {}
-        self._total = total
+        self._parts = parts
         self.none = none
         """Why there is no gradient, by name."""
         self.scale = scale
@@ -80,9 +81,35 @@ class GradFrame(Frame[Value]):
         Raises:
             AttributeError: the frame holds whole gradients.
         """
-        if self._total is None:
+        if self._parts is None:
             raise AttributeError('frames of kind "full" have no total; ask for kind="stats"')
-        return self._total()
+        return summarize(merge_all(one for parts in self._parts.values() for one in parts))
+
+    def merged(self, name: str) -> Stats | None:
+        """Statistics that can be merged with others; None where there is no gradient."""
+        if self._parts is None or name not in self._parts:
+            return None
+        return merge_all(self._parts[name])
+
+    def document(self) -> dict[str, Any]:
+        """Numbers as REST and `paramd grads -o jsonl` write them; NaN is None there."""
+        rows = []
+        for name in self:
+            why = self.none.get(name)
+            row: dict[str, Any] = {"fqn": name, "none": why}
+            if why is None and self._parts is not None:
+                row |= _numbers(summarize(merge_all(self._parts[name])))
+            rows.append(row)
+        return {
+            "job": self.job,
+            "epoch": self.epoch,
+            "step": self.step,
+            "dropped": self.dropped,
+            "clip": {"factor": self.clip_factor},
+            "scale": self.scale,
+            "total": _numbers(self.total),
+            "params": rows,
+        }
 
     def __repr__(self) -> str:
         return (
@@ -125,6 +152,21 @@ class ParamFrame(Frame["torch.Tensor"]):
             f"(epoch {self.epoch}), {len(self.changed)} of them changed, {self.dropped} frames "
             "dropped before>"
         )
+
+
+def _numbers(summary: Summary) -> dict[str, Any]:
+    found: dict[str, Any] = {
+        "count": summary.count,
+        "zero_count": summary.zero_count,
+        "nan_count": summary.nan_count,
+        "inf_count": summary.inf_count,
+    }
+    for key in ("norm", "mean", "std", "min", "max"):
+        value = getattr(summary, key)
+        found[key] = value if math.isfinite(value) else None
+    if summary.exponents:
+        found["exponents"] = [list(bin_) for bin_ in summary.exponents]
+    return found
 
 
 def lazily_summed(parts: Sequence[Stats]) -> Callable[[], Summary]:

@@ -11,14 +11,13 @@ from typing import TYPE_CHECKING, Any, Final
 
 from paramd.errors import ConflictError, UsageError
 from paramd.layout.plan import ReadPlan
-from paramd.layout.stats import Stats, StatsItem, Summary, stats_items
+from paramd.layout.stats import Stats, StatsItem, stats_items
 from paramd.mesh.frames import KINDS, GradFrame, Kind, lazily_summed
 from paramd.mesh.grad_plan import Asked, GradNote, GradPlan, Learnt, ask_for, make_plan
 from paramd.mesh.held_step import LEASE_S, HeldStep, hold_step
 from paramd.mesh.pin import Pinned
-from paramd.mesh.reach import Reach
 from paramd.mesh.sidecars import Sidecars
-from paramd.mesh.stepping import StepStream
+from paramd.mesh.stepping import ReachLike, StepStream
 from paramd.mesh.summary import compute_parts, stats_of
 from paramd.mesh.transfer import Transfer, Transport
 from paramd.v1 import sidecar_pb2 as pb
@@ -85,7 +84,7 @@ class GradSteps:
     """Asks for gradients and reads them; the stream decides which steps."""
 
     def __init__(
-        self, reach: Reach, transfer: Transfer, wanted: GradRequest, asked: Sequence[Asked]
+        self, reach: ReachLike, transfer: Transfer, wanted: GradRequest, asked: Sequence[Asked]
     ) -> None:
         self._reach = reach
         self._transfer = transfer
@@ -145,7 +144,7 @@ class GradSteps:
             for note in notes
             if note.none and (note.rank, note.asked) in held.plan.used
         }
-        values, total = await self._values(sidecars, step, held, none)
+        values, parts = await self._values(sidecars, step, held, none)
         facts = next(iter(held.main.answers.values())).gradients
         return GradFrame(
             values,
@@ -156,7 +155,7 @@ class GradSteps:
             none=none,
             scale=facts.scale,
             clip_factor=facts.clip_factor if facts.clip_factor else None,
-            total=total,
+            parts=parts,
         )
 
     async def _make_plan(self, sidecars: Sidecars) -> None:
@@ -200,7 +199,7 @@ class GradSteps:
 
     async def _values(
         self, sidecars: Sidecars, step: int, held: _Held, none: Mapping[str, str]
-    ) -> tuple[dict[str, Callable[[], Any]], Callable[[], Summary] | None]:
+    ) -> tuple[dict[str, Callable[[], Any]], dict[str, list[Stats]] | None]:
         plan, deadline_s = held.plan, time.monotonic() + READ_S
         sums: dict[int, torch.Tensor] = {}
         if plan.sums.tensors:
@@ -220,14 +219,14 @@ class GradSteps:
                 parts[index] = [
                     tensor_stats(tensor, with_exponents=self._wanted.kind == "histogram")
                 ]
-        everything: list[Stats] = []
+        said: dict[str, list[Stats]] = {}
         for index, one in enumerate(plan.asked):
             if one.name in none:
                 values[one.name] = partial(_same, None)
                 continue
-            everything += parts[index]
+            said[one.name] = parts[index]
             values[one.name] = lazily_summed(parts[index])
-        return values, lazily_summed(everything)
+        return values, said
 
     async def _parts(
         self, sidecars: Sidecars, step: int, held: _Held, deadline_s: float
@@ -295,7 +294,7 @@ class GradSteps:
 
 
 async def open_stream(
-    reach: Reach, transfer: Transfer, wanted: GradRequest
+    reach: ReachLike, transfer: Transfer, wanted: GradRequest
 ) -> StepStream[_Held, GradFrame[Any]]:
     """A subscription; to be closed.
 

@@ -24,7 +24,8 @@ from paramd.errors import (
     ParamdError,
     UnreachableError,
 )
-from paramd.mesh.reach import Reach
+from paramd.layout.select import NameIndex
+from paramd.mesh.rest import JobDocument
 from paramd.mesh.sidecars import Sidecars
 
 AHEAD = 2
@@ -54,6 +55,32 @@ class StreamOverError(Exception):
 
 Held = TypeVar("Held")
 Result = TypeVar("Result")
+Answer = TypeVar("Answer")
+
+
+class ReachLike(Protocol):
+    """What streams need to know of their job; see `reach.Reach`."""
+
+    @property
+    def document(self) -> JobDocument:
+        """The job as last heard."""
+
+    async def refresh(self) -> JobDocument:
+        """The job, asked for again."""
+
+    async def sidecars(self) -> Sidecars:
+        """The sidecars as last heard."""
+
+    async def index(self, sidecars: Sidecars) -> NameIndex:
+        """Names and layout of the present epoch."""
+
+    def costs(self) -> dict[int, float]:
+        """Costs that make others stand in for ranks that lately did not answer."""
+
+    async def attempts(
+        self, attempt: Callable[[Sidecars], Awaitable[Answer]], deadline_s: float
+    ) -> Answer:
+        """Runs `attempt`, and again when what it relied on proved stale."""
 
 
 class Steps(Protocol[Held]):
@@ -85,7 +112,7 @@ class StepStream(Generic[Held, Result]):
 
     def __init__(
         self,
-        reach: Reach,
+        reach: ReachLike,
         steps: Steps[Held],
         read: Callable[[Sidecars, int, int, Held], Awaitable[Result | None]],
         *,

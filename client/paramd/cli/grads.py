@@ -1,0 +1,171 @@
+"""`paramd grads`: statistics of gradients, update by update."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from paramd.cli.options import Format, Output, Target, with_target
+from paramd.cli.output import Column, Listing, count, emit, number
+from paramd.cli.shell import one_line, say
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from paramd.mesh.frames import GradFrame, Kind
+
+BARS = "▁▂▃▄▅▆▇█"
+SPARK_FRAMES = 24
+SHOWN_ROWS = 40
+"""Rows of the live table; `-o jsonl` has all."""
+
+COLUMNS = (
+    Column("fqn", "NAME"),
+    Column("norm", "NORM", number, right=True),
+    Column("mean", "MEAN", number, right=True),
+    Column("std", "STD", number, right=True),
+    Column("min", "MIN", number, right=True),
+    Column("max", "MAX", number, right=True),
+    Column("zero_count", "ZEROS", count, right=True),
+    Column("nan_count", "NAN", count, right=True),
+    Column("inf_count", "INF", count, right=True),
+    Column("none", "NONE"),
+)
+
+
+@with_target
+def grads(
+    target: Target,
+    glob: Annotated[
+        list[str],
+        typer.Argument(metavar="GLOB", help="Which names, or slices such as 'w[0:4]'."),
+    ],
+    every: Annotated[int, typer.Option("--every", min=1, help="Updates between frames.")] = 1,
+    frames: Annotated[
+        int, typer.Option("-n", "--frames", min=0, help="End after so many; 0: with training.")
+    ] = 0,
+    with_histogram: Annotated[
+        bool, typer.Option("--histogram", help="Count elements between powers of 2, too.")
+    ] = False,
+    rows: Annotated[
+        int | None, typer.Option("--rows", min=1, help="Sample so many rows of each tensor.")
+    ] = None,
+    output: Output = None,
+) -> None:
+    """Show statistics of gradients as updates consume them, live.
+
+    Made where the gradients lie, over all ranks, each element once. Training
+    never waits: frames that come too fast are dropped and counted. With -o
+    jsonl one line for each frame; on a terminal a table with the norms'
+    history.
+    """
+    form = target.format
+    kind: Kind = "histogram" if with_histogram else "stats"
+    with target.connect() as mesh:
+        found = _limited(mesh.grads(*glob, every=every, kind=kind, rows=rows), frames)
+        if form in (Format.JSONL, Format.JSON):
+            for frame in found:
+                print(json.dumps(frame.document(), ensure_ascii=False), flush=True)
+        elif form is Format.NAME:
+            for name in _names(found):
+                print(one_line(name))
+        elif sys.stdout.isatty():
+            _live(found)
+        else:
+            for frame in found:
+                emit(listing(frame.document()), Format.TABLE)
+                say(headline(frame.document()))
+
+
+def listing(document: Mapping[str, Any]) -> Listing:
+    """One frame as rows."""
+    about = {key: document[key] for key in ("job", "epoch", "step", "dropped")}
+    total = {**document["total"], "fqn": "total"}
+    return Listing(
+        name="params", rows=document["params"], columns=COLUMNS, about=about, total=total
+    )
+
+
+def headline(document: Mapping[str, Any]) -> str:
+    """One line about a frame."""
+    factor, scale = document["clip"]["factor"], document["scale"]
+    clipped = "" if factor is None else f", clipped by {number(factor)}"
+    scaled = "" if scale == 1 else f", scaled by {number(scale)}"
+    dropped = f", {count(document['dropped'])} dropped before" if document["dropped"] else ""
+    return (
+        f"job {document['job']}, epoch {document['epoch']}, update {document['step']}"
+        f"{clipped}{scaled}{dropped}"
+    )
+
+
+def spark(values: Sequence[float | None]) -> str:
+    """Norms over time as bars between their lowest and highest; a dot where there is none."""
+    known = [value for value in values if value is not None]
+    low, high = min(known, default=0.0), max(known, default=0.0)
+    step = (high - low) / (len(BARS) - 1) if high > low else 1.0
+    return "".join("·" if v is None else BARS[round((v - low) / step)] for v in values)
+
+
+class History:
+    """Norms of the last frames, by name."""
+
+    def __init__(self) -> None:
+        self._norms: dict[str, deque[float | None]] = {}
+
+    def add(self, document: Mapping[str, Any]) -> None:
+        """Takes a frame in."""
+        for row in (*document["params"], {**document["total"], "fqn": "total"}):
+            norms = self._norms.setdefault(row["fqn"], deque(maxlen=SPARK_FRAMES))
+            norms.append(row.get("norm"))
+
+    def spark(self, name: str) -> str:
+        """The norms of one name."""
+        return spark(list(self._norms.get(name, ())))
+
+
+def table_of(document: Mapping[str, Any], history: History) -> Table:
+    """One frame for a terminal."""
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(caption=headline(document), caption_justify="left", box=None, pad_edge=False)
+    for column in COLUMNS:
+        table.add_column(column.heading, justify="right" if column.right else "left")
+    table.add_column("NORMS", no_wrap=True)
+    shown = document["params"][:SHOWN_ROWS]
+    for row in (*shown, {**document["total"], "fqn": "total"}):
+        cells = ["" if row.get(c.key) is None else c.show(row[c.key]) for c in COLUMNS]
+        table.add_row(*(Text(one_line(cell)) for cell in cells), history.spark(row["fqn"]))
+    hidden = len(document["params"]) - len(shown)
+    if hidden:
+        table.add_row(Text(f"... {count(hidden)} more; -o jsonl has all"))
+    return table
+
+
+def _live(found: Iterator[GradFrame[Any]]) -> None:
+    from rich.live import Live
+
+    history = History()
+    with Live(auto_refresh=False, transient=False) as live:
+        for frame in found:
+            document = frame.document()
+            history.add(document)
+            live.update(table_of(document, history), refresh=True)
+
+
+def _names(found: Iterator[GradFrame[Any]]) -> list[str]:
+    for frame in found:
+        return [name for name in frame if name not in frame.none]
+    return []
+
+
+def _limited(found: Iterator[GradFrame[Any]], frames: int) -> Iterator[GradFrame[Any]]:
+    for number_, frame in enumerate(found, 1):
+        yield frame
+        if number_ == frames:
+            return

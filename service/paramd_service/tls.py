@@ -135,7 +135,11 @@ class ServerTls:
         return True
 
     def grpc_credentials(self) -> grpc.ServerCredentials:
-        """For `add_secure_port`; asks the files at every handshake."""
+        """For one call of `add_secure_port`; asks the files at every handshake.
+
+        gRPC takes the certificate that it begins with once from each credentials: a second
+        port, also one tried because the first was taken, needs new ones.
+        """
         seen = [self._loaded]
 
         def renewed() -> grpc.ServerCertificateConfiguration | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import ssl
 import time
 from collections.abc import Iterator
@@ -21,6 +22,8 @@ from paramd.layout.types import Box, Layout, Piece, TensorKind, TensorLayout
 from paramd.tickets import Role
 from paramd.tls import SCHEME, ClientTls, open_channel
 from paramd.v1 import control_pb2_grpc
+from paramd_service.control.endpoint import Address, bind_grpc
+from paramd_service.tls import ServerTls, TlsFiles
 from tests.integration.client_job import Job, running_job
 from tests.integration.control_process import (
     TOKEN,
@@ -241,3 +244,16 @@ def _summons(mesh: Any) -> bool:
         return len(mesh.summon("*", transport="grpc")) == 1
     except UnreachableError:
         return False
+
+
+async def test_a_taken_port_leaves_the_next_one_its_certificate(certs: Path) -> None:
+    files = TlsFiles(cert=certs / "server.pem", key=certs / "server.key")
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        server = grpc.aio.server(options=[("grpc.so_reuseport", 0)])
+        try:
+            wanted = Address("127.0.0.1", port)
+            assert bind_grpc(server, wanted, ServerTls(files).grpc_credentials).port != port
+            await server.start()
+        finally:
+            await server.stop(None)

@@ -332,7 +332,7 @@ class ControlPlane:
             wanted = parse_listen(
                 self._config.grpc_listen, option="--grpc-listen", tls=self._tls is not None
             )
-        credentials = self._tls.grpc_credentials() if self._tls is not None else None
+        credentials = self._tls.grpc_credentials if self._tls is not None else None
         address = bind_grpc(server, wanted, credentials)
         self._grpc = server
         await server.start()

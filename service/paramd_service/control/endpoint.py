@@ -6,6 +6,7 @@ import errno
 import ipaddress
 import os
 import socket
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import grpc
@@ -66,11 +67,14 @@ def open_listener(wanted: Address) -> tuple[socket.socket, Address]:
 
 
 def bind_grpc(
-    server: grpc.aio.Server, wanted: Address, credentials: grpc.ServerCredentials | None = None
+    server: grpc.aio.Server,
+    wanted: Address,
+    credentials: Callable[[], grpc.ServerCredentials] | None = None,
 ) -> Address:
     """Binds a gRPC server to the wanted port or the next free one.
 
     The server must have been made with `grpc.so_reuseport` 0, or a taken port looks free.
+    `credentials` makes new ones for each port (see `ServerTls.grpc_credentials`).
 
     Raises:
         UnreachableError: none of the ports tried is free.
@@ -80,7 +84,7 @@ def bind_grpc(
             text = str(Address(wanted.host, port))
             if credentials is None:
                 return Address(wanted.host, server.add_insecure_port(text))
-            return Address(wanted.host, server.add_secure_port(text, credentials))
+            return Address(wanted.host, server.add_secure_port(text, credentials()))
         except RuntimeError:
             continue
     raise UnreachableError(_none_free(wanted))

@@ -80,15 +80,14 @@ class GrpcServer:
         listen, files = config.listen, config.tls_files
         host = listen.rpartition(":")[0].removeprefix("[").removesuffix("]")
         name = advertised(host, config.advertise, tls=files is not None)
-        self.tls = ServerTls(files) if files is not None else None
-        credentials = self.tls.grpc_credentials() if self.tls is not None else None
+        tls = self.tls = ServerTls(files) if files is not None else None
 
         def add(address: str) -> str:
-            if credentials is None:
+            if tls is None:
                 port = server.add_insecure_port(address)
             else:
-                port = server.add_secure_port(address, credentials)
-            return grpc_address(name, port, tls=credentials is not None)
+                port = server.add_secure_port(address, tls.grpc_credentials())
+            return grpc_address(name, port, tls=tls is not None)
 
         try:
             return add(listen)

@@ -4,27 +4,37 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
+import torch
 
 from paramd.errors import ConflictError, UsageError
 from paramd.mesh.editing.results import EditState
 from paramd.mesh.mesh import Mesh
+from paramd.mesh.results import Summoned
 from tests.multiprocess.frozen import frozen
 from tests.multiprocess.truth import connect_to, wait_until
 
 
 @pytest.fixture(scope="module", params=[("fsdp1-full-orig", 2), ("tp-fsdp2", 4)], ids=str)
-def mesh(
+def state_dir(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[Mesh]:
+) -> Iterator[Path]:
     kind, world_size = request.param
-    folder = tmp_path_factory.mktemp("writeback")
-    with (
-        frozen(folder, kind, world_size, "--adds") as ranks,
-        connect_to(ranks.state_dir, "frozen") as connected,
-    ):
+    with frozen(tmp_path_factory.mktemp("writeback"), kind, world_size, "--adds") as ranks:
+        yield ranks.state_dir
+
+
+@pytest.fixture
+def mesh(state_dir: Path) -> Iterator[Mesh]:
+    with connect_to(state_dir, "frozen") as connected:
         yield connected
+
+
+def distinct(params: Summoned) -> list[torch.Tensor]:
+    """Each tensor once: tied names share one."""
+    return list({id(tensor): tensor for tensor in params.values()}.values())
 
 
 def above_step(mesh: Mesh) -> float:
@@ -48,7 +58,7 @@ def test_in_a_hold_training_waits_and_what_is_changed_is_written(mesh: Mesh) -> 
     before = above_step(mesh)
     with mesh.summon("*", writeback=True) as params:
         assert mesh.hold_state().state == "held"
-        for tensor in params.values():
+        for tensor in distinct(params):
             tensor.add_(1000)
         assert step_of(mesh) == params.step
     edit = mesh.edits(limit=1)[0]
@@ -87,7 +97,7 @@ def test_a_delta_is_added_to_what_training_made_of_it_and_undone_by_subtraction(
 ) -> None:
     before = above_step(mesh)
     with mesh.summon("*", writeback=True, hold=False) as params:
-        for tensor in params.values():
+        for tensor in distinct(params):
             tensor.add_(500)
         wait_until(lambda: step_of(mesh) > params.step + 3, "training went on", timeout_s=20)
     assert above_step(mesh) == before + 500

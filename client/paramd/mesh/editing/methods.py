@@ -155,7 +155,9 @@ class AsyncEditing:
                 await calls.abort(edit.id)
                 return edit
             edit = await calls.commit(edit.id, deadline_s)
-        if dry_run or not wait:
+        if dry_run:
+            return await calls.ended(edit, deadline_s)
+        if not wait:
             return edit
         return check_applied(await calls.ended(edit, deadline_s))
 

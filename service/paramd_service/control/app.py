@@ -19,6 +19,7 @@ from paramd_service.control.routes import (
     edits,
     events,
     exports,
+    grads,
     health,
     history,
     holds,
@@ -72,6 +73,7 @@ def build_app(services: Services) -> FastAPI:
     app.include_router(edits.router(services), prefix=API)
     app.include_router(holds.router(services), prefix=API)
     app.include_router(events.router(services), prefix=API)
+    app.include_router(grads.router(services), prefix=API)
     app.include_router(tokens.router(services), prefix=API)
     app.include_router(session.router(services), prefix=API)
     app.include_router(history.router(services), prefix=API)

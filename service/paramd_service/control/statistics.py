@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
-from typing import TYPE_CHECKING, TypeVar
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import AsyncExitStack, aclosing, asynccontextmanager
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from paramd.errors import ExhaustedError, UsageError
 from paramd_service.control.config import Bootstrap
@@ -15,6 +15,7 @@ from paramd_service.control.held import Held, HeldSnapshots
 if TYPE_CHECKING:
     from paramd.layout.plan import ReadPlan
     from paramd.mesh.amesh import AsyncMesh
+    from paramd.mesh.frames import GradFrame, Kind
     from paramd.mesh.pin import Pinned
     from paramd.mesh.pooled import Shown
     from paramd.mesh.results import StatsTable
@@ -24,6 +25,8 @@ Result = TypeVar("Result")
 
 TIMEOUT_S = 30.0
 MAX_CONCURRENT = 4
+MAX_STREAMS = 32
+"""Readers of gradients at once."""
 
 
 class StatsSource:
@@ -37,6 +40,7 @@ class StatsSource:
         self._mesh: AsyncMesh | None = None
         self._opening = asyncio.Lock()
         self._free = MAX_CONCURRENT
+        self._free_streams = MAX_STREAMS
         self.held = HeldSnapshots()
         """Snapshots under lease of REST's callers."""
 
@@ -152,6 +156,25 @@ class StatsSource:
             await mesh.reading(patterns, work, buffers=with_buffers, timeout=TIMEOUT_S)
 
         return await self.held.pin(pin, filter_text=filter_text, lease_s=lease_s)
+
+    async def gradients(
+        self, patterns: Sequence[str], *, every: int, kind: Kind
+    ) -> AsyncGenerator[GradFrame[Any], None]:
+        """Statistics of gradients, frame by frame.
+
+        Raises:
+            ExhaustedError: too many follow already. ParamdError: as `AsyncMesh.grads`.
+        """
+        if self._free_streams == 0:
+            raise ExhaustedError(f"{MAX_STREAMS} streams of gradients are open; close one")
+        self._free_streams -= 1
+        try:
+            mesh = await self._opened()
+            async with aclosing(mesh.grads(*patterns, every=every, kind=kind)) as frames:  # type: ignore[type-var]
+                async for frame in frames:
+                    yield frame
+        finally:
+            self._free_streams += 1
 
     async def close(self) -> None:
         """Releases what is held, and closes the mesh client."""

@@ -70,6 +70,7 @@ OPERATIONS: Final[dict[str, Action]] = {
     "list_epochs": Action.VIEW,
     "list_alerts": Action.VIEW,
     "follow_events": Action.VIEW,
+    "follow_grads": Action.VIEW,
     "get_history": Action.VIEW,
     "list_params": Action.VIEW,
     "get_param": Action.VIEW,

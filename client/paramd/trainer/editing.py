@@ -123,7 +123,7 @@ class Editor:
         preparation, self._preparation = self._preparation, None
         if preparation is not None:
             preparation.done.wait()
-        self._edit_views = Views(memoryview(b""))
+        self._arena_views = self._edit_views = Views(memoryview(b""))
         self._edits.close()
 
     def _begin(self, preparation: _Preparation) -> None:

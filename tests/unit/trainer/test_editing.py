@@ -1,0 +1,228 @@
+"""Editing: programs run on views of the arena, keep what was there, and reset moments."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+
+import pytest
+import torch
+
+from paramd.memory.arena import HostArena
+from paramd.memory.control_page import ControlPage, Word
+from paramd.memory.edit_program import Op, Record, write_program
+from paramd.memory.gate import State, TrainerGate, state_of
+from paramd.memory.shared import Descriptors
+from paramd.memory.sparse import SparseMemory
+from paramd.trainer.agreement import EDIT, Request
+from paramd.trainer.editing import AT_ONCE_BYTES, AT_ONCE_RECORDS, Editor
+
+ARENA_BYTES = 8 << 20
+DATA, PREIMAGE = 1 << 16, 2 << 20
+ROWS, COLUMNS = 6, 8
+
+
+class Bench:
+    """A parameter [6, 8] at the arena's begin and one of 4 behind it, with Adam's state."""
+
+    def __init__(self) -> None:
+        self.shared = Descriptors.create(ARENA_BYTES)
+        self.page = ControlPage(self.shared.page)
+        self.arena = HostArena(self.shared.arena, ARENA_BYTES)
+        self.sidecar = SparseMemory(self.shared.edits)
+        self.points: list[str] = []
+        self.editor = Editor(
+            self.page, self.arena, SparseMemory(self.shared.edits), at_point=self.points.append
+        )
+        self.gate = TrainerGate(self.page, stall_budget_ns=0)
+        flat = torch.frombuffer(self.arena.buffer, dtype=torch.float32)
+        self.param = torch.nn.Parameter(flat[: ROWS * COLUMNS].view(ROWS, COLUMNS))
+        self.other = torch.nn.Parameter(flat[64:68])
+        self.adam = torch.optim.Adam([self.param, self.other])
+        self.editor.optimizers = [self.adam]
+        with torch.no_grad():
+            self.param.copy_(torch.arange(48.0).view(ROWS, COLUMNS))
+        for param in (self.param, self.other):
+            param.grad = torch.ones_like(param)
+        self.adam.step()
+        self.number = 0
+
+    def request(self, *records: Record) -> Request:
+        self.sidecar.reserve(0, 4 << 20)
+        write_program(self.sidecar.buffer, 0, records)
+        self.number += 1
+        return Request(self.number, 10 * self.number, EDIT, 0)
+
+    def put(self, values: torch.Tensor) -> None:
+        """Data of an edit."""
+        data = values.contiguous()
+        target = torch.frombuffer(
+            self.sidecar.buffer, dtype=data.dtype, count=data.numel(), offset=DATA
+        )
+        target.copy_(data.view(-1))
+
+    def kept(self, *shape: int, begin: int = PREIMAGE) -> torch.Tensor:
+        """A pre-image."""
+        count = torch.Size(shape).numel()
+        found = torch.frombuffer(
+            self.sidecar.buffer, dtype=torch.float32, count=count, offset=begin
+        )
+        return found.view(shape).clone()
+
+    def apply(self, *records: Record) -> None:
+        request = self.request(*records)
+        deadline_s = time.monotonic() + 20
+        while not self.editor.accept(request):
+            assert self.page[Word.REFUSED] != request.number
+            assert time.monotonic() < deadline_s
+            time.sleep(0.001)
+        self.editor.apply(request, self.gate)
+        assert self.page[Word.EDIT_APPLIED] == request.number
+        assert self.page[Word.EDIT_TOKEN] == request.token
+
+    def close(self) -> None:
+        self.editor.close()
+        self.page.close()
+        # The map goes with the last tensor in it.
+        del self.param, self.other, self.adam
+        self.editor.optimizers = []
+        self.arena.close()
+        self.sidecar.close()
+        self.shared.close()
+
+
+@pytest.fixture
+def bench() -> Iterator[Bench]:
+    bench = Bench()
+    yield bench
+    bench.close()
+
+
+def block(op: Op, **fields: float) -> Record:
+    """Rows [1, 3) and columns [2, 6) of the first parameter."""
+    begin = 4 * (1 * COLUMNS + 2)
+    record = Record(op, "float32", begin, (2, 4), (COLUMNS, 1), preimage_begin=PREIMAGE)
+    return replace(record, **fields)  # type: ignore[arg-type]
+
+
+Expected = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+
+CASES: dict[str, tuple[Record, Expected]] = {
+    "set": (block(Op.SET, data_begin=DATA), lambda x, d: d),
+    "add data": (block(Op.ADD, data_begin=DATA, weight=-2.0), lambda x, d: x - 2 * d),
+    "add a value": (block(Op.ADD, value=3.0, weight=2.0), lambda x, d: x + 6.0),
+    "mul by data": (block(Op.MUL, data_begin=DATA), lambda x, d: x * d),
+    "mul by a value": (block(Op.MUL, value=0.5), lambda x, d: x * 0.5),
+    "lerp": (block(Op.LERP, data_begin=DATA, weight=0.25), lambda x, d: torch.lerp(x, d, 0.25)),
+    "fill": (block(Op.FILL, value=7.0), lambda x, d: torch.full_like(x, 7.0)),
+    "clamp": (block(Op.CLAMP, min=11.0), lambda x, d: x.clamp(min=11.0)),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_an_operation_changes_its_block_alone_and_keeps_what_was_there(
+    bench: Bench, case: str
+) -> None:
+    record, expected = CASES[case]
+    data = torch.linspace(-1, 1, 8).view(2, 4)
+    bench.put(data)
+    before = bench.param.detach().clone()
+    moments = {k: v.clone() for k, v in bench.adam.state[bench.param].items()}
+    bench.apply(record)
+    after = before.clone()
+    after[1:3, 2:6] = expected(before[1:3, 2:6], data)
+    assert torch.equal(bench.param.detach(), after)
+    assert torch.equal(bench.kept(2, 4), before[1:3, 2:6])
+    assert all(torch.equal(v, moments[k]) for k, v in bench.adam.state[bench.param].items())
+
+
+@pytest.mark.parametrize("rows", [1, 6])
+def test_a_swap_leaves_what_was_there_where_the_data_were(bench: Bench, rows: int) -> None:
+    data = -torch.arange(1.0, 1 + 4 * rows).view(rows, 4)
+    bench.put(data)
+    before = bench.param.detach().clone()
+    record = Record(Op.SET, "float32", 0, (rows, 4), (COLUMNS, 1), DATA, DATA)
+    bench.apply(record)
+    assert torch.equal(bench.param[:rows, :4].detach(), data)
+    assert torch.equal(bench.kept(rows, 4, begin=DATA), before[:rows, :4])
+    # Applied once more, it undoes itself.
+    bench.apply(record)
+    assert torch.equal(bench.param.detach(), before)
+
+
+def test_moments_of_the_changed_elements_alone_are_reset(bench: Bench) -> None:
+    bench.apply(replace(block(Op.MUL, value=1.0), reset_moments=True))
+    changed = torch.zeros(ROWS, COLUMNS, dtype=torch.bool)
+    changed[1:3, 2:6] = True
+    state = bench.adam.state[bench.param]
+    for key in ("exp_avg", "exp_avg_sq"):
+        assert torch.equal(state[key] == 0, changed)
+        assert bool((bench.adam.state[bench.other][key] != 0).all())
+    assert state["step"] == 1
+
+
+def test_moments_with_other_strides_are_reset_too(bench: Bench) -> None:
+    state = bench.adam.state[bench.param]
+    state["exp_avg"] = state["exp_avg"].t().contiguous().t()
+    bench.apply(replace(block(Op.MUL, value=1.0), reset_moments=True))
+    changed = torch.zeros(ROWS, COLUMNS, dtype=torch.bool)
+    changed[1:3, 2:6] = True
+    assert torch.equal(state["exp_avg"] == 0, changed)
+
+
+def test_an_edit_is_a_state_of_its_own_at_the_same_step(bench: Bench) -> None:
+    bench.page[Word.STEP] = 5
+    bench.apply(block(Op.FILL, value=1.0))
+    assert state_of(bench.page) == State(5, 1)
+    assert bench.page[Word.SEQ] == 2
+    assert bench.page[Word.EDIT_STEP] == 5
+    assert bench.page[Word.EDIT_NS] > 0
+    assert bench.points == ["agreed", "applying", "applied"]
+
+
+def test_what_cannot_run_is_refused_and_said_so(bench: Bench) -> None:
+    for bad in (block(Op.SET), block(Op.ADD, data_begin=1 << 60), block(Op.FILL, arena_begin=-4)):
+        request = bench.request(bad)
+        assert not bench.editor.accept(request)
+        assert bench.page[Word.REFUSED] == request.number
+    assert bench.page[Word.SEQ] == 0
+
+
+@pytest.mark.parametrize("large", ["bytes", "records"])
+def test_a_large_program_is_made_ready_in_the_background(bench: Bench, large: str) -> None:
+    count = AT_ONCE_BYTES // 4 + 1024
+    records = [Record(Op.SET, "float32", 4096, (count,), (1,), DATA)]
+    if large == "records":
+        records = [
+            Record(Op.FILL, "float32", 4096 + 4 * i, (1,), (1,), value=float(i))
+            for i in range(AT_ONCE_RECORDS + 1)
+        ]
+    bench.apply(*records)
+    assert bench.page[Word.EDITS] == 1
+
+
+def test_an_edit_that_fails_half_way_is_never_served(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    request = bench.request(block(Op.FILL, value=1.0))
+    assert bench.editor.accept(request)
+
+    def fail(*_: object) -> None:
+        raise RuntimeError("out of luck")
+
+    monkeypatch.setattr("paramd.trainer.editing.run", fail)
+    with pytest.raises(RuntimeError, match="out of luck"):
+        bench.editor.apply(request, bench.gate)
+    monkeypatch.undo()
+    assert bench.editor.failed
+    assert bench.page[Word.SEQ] & 1
+    assert bench.page[Word.EDIT_FAILED] == request.number
+    assert bench.page[Word.EDITS] == bench.page[Word.EDIT_APPLIED] == 0
+    assert not bench.editor.accept(bench.request(block(Op.FILL, value=1.0)))
+
+
+def test_descriptors_stay_their_owners(bench: Bench) -> None:
+    bench.editor.close()
+    assert os.fstat(bench.shared.edits).st_size > 0

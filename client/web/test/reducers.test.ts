@@ -134,10 +134,10 @@ describe("samples", () => {
 
 describe("gradients", () => {
   const param = (fqn: string, norm: number | null, more: Partial<GradParam> = {}): GradParam => ({
-    fqn, none: false, count: 4, norm, mean: 0, std: 0, min: 0, max: 0, zero_count: 0, nan_count: 0, inf_count: 0, ...more,
+    fqn, none: null, count: 4, norm, mean: 0, std: 0, min: 0, max: 0, zero_count: 0, nan_count: 0, inf_count: 0, ...more,
   });
   const frame = (step: number, params: GradParam[], epoch = 1): Frame => ({
-    epoch, step, dropped: 0, clip: { factor: null }, scale: 1, total: param("total", 1), params,
+    epoch, step, dropped: 0, clip: { factor: null }, scale: 1, total: { count: 4, norm: 1, mean: 0, std: 0, min: 0, max: 0, zero_count: 0, nan_count: 0, inf_count: 0 }, params,
   });
 
   it("that are not finite are marked with the first step, also after they are finite again", () => {
@@ -154,6 +154,11 @@ describe("gradients", () => {
     expect(grads.rows.get("v")!.mark).toBe("vanishing");
     expect(withFrame(grads, frame(6, [param("w", 10.5)])).rows.get("w")!.mark).toBe("exploding");
     expect(withFrame(grads, frame(6, [param("w", 9.5)])).rows.get("w")!.mark).toBe("");
+  });
+
+  it("that are not there are marked so", () => {
+    const grads = withFrame(NO_GRADS, frame(1, [{ fqn: "w", none: "unused" }]));
+    expect(grads.rows.get("w")).toMatchObject({ mark: "none", norms: [null], firstBad: null });
   });
 
   it("begin anew with an epoch, and keep no more than so many", () => {

@@ -395,6 +395,31 @@ export interface paths {
         patch?: never;
         trace?: never;
     };
+    "/api/v1/jobs/{job}/grads": {
+        parameters: {
+            query?: never;
+            header?: never;
+            path?: never;
+            cookie?: never;
+        };
+        /**
+         * Follow Grads
+         * @description Statistics of the gradients that each n-th update consumes, over all ranks.
+         *
+         *     Events of kind frame: `{job, epoch, step, dropped, clip: {factor}, scale, total, params}`.
+         *     What a reader is too slow for is dropped and counted; training never waits. The last
+         *     event is of kind end: the training detached, or a problem document says why not. A
+         *     comment every 15 s keeps the line alive.
+         */
+        get: operations["follow_grads"];
+        put?: never;
+        post?: never;
+        delete?: never;
+        options?: never;
+        head?: never;
+        patch?: never;
+        trace?: never;
+    };
     "/api/v1/jobs/{job}/history": {
         parameters: {
             query?: never;
@@ -1450,6 +1475,12 @@ export interface components {
             verify: boolean;
         };
         /**
+         * GradKind
+         * @description What a frame says of each gradient.
+         * @enum {string}
+         */
+        GradKind: "stats" | "histogram";
+        /**
          * HeatmapDocument
          * @description A tensor as a picture: a matrix shrunk to cells, at one step.
          * @example {
@@ -1693,6 +1724,11 @@ export interface components {
              */
             epoch: number;
             /**
+             * Hold
+             * @description running, held or stepping, as the ranks last reported; see get_hold
+             */
+            hold: string;
+            /**
              * Job
              * @description Name of the job
              */
@@ -1783,6 +1819,11 @@ export interface components {
              * @description Incarnation of the job
              */
             epoch: number;
+            /**
+             * Hold
+             * @description running, held or stepping, as the ranks last reported; see get_hold
+             */
+            hold: string;
             /**
              * Job
              * @description Name of the job
@@ -2325,6 +2366,26 @@ export interface components {
              * @description Time since the last boundary when reported; or -1
              */
             boundary_age_ns: number;
+            /**
+             * Edit Bytes
+             * @description Memory of staged edits and of what undoes applied ones
+             */
+            edit_bytes: number;
+            /**
+             * Edits
+             * @description Edits applied in this epoch
+             */
+            edits: number;
+            /**
+             * Hold Left Ms
+             * @description Left of the lease of a hold; 0 when it is in none
+             */
+            hold_left_ms: number;
+            /**
+             * Hold Steps Left
+             * @description Boundaries that held training may still pass
+             */
+            hold_steps_left: number;
             /**
              * Membership
              * @description missing, joined, silent, gone or left
@@ -2956,6 +3017,7 @@ export type ExportDocument = components['schemas']['ExportDocument'];
 export type ExportFileDocument = components['schemas']['ExportFileDocument'];
 export type ExportList = components['schemas']['ExportList'];
 export type ExportRequest = components['schemas']['ExportRequest'];
+export type GradKind = components['schemas']['GradKind'];
 export type HeatmapDocument = components['schemas']['HeatmapDocument'];
 export type HeldDocument = components['schemas']['HeldDocument'];
 export type HistogramDocument = components['schemas']['HistogramDocument'];
@@ -3627,6 +3689,36 @@ export interface operations {
                 };
                 content: {
                     "application/json": components["schemas"]["ExportDocument"];
+                };
+            };
+        };
+    };
+    follow_grads: {
+        parameters: {
+            query: {
+                /** @description Globs over names, and terms that tensors must meet: `layers.*.weight numel>1M dtype=bfloat16 norm>10` */
+                filter: string;
+                /** @description Updates between two frames */
+                every?: number;
+                /** @description histogram counts binary exponents, too */
+                kind?: components["schemas"]["GradKind"];
+            };
+            header?: never;
+            path: {
+                /** @example my-run */
+                job: string;
+            };
+            cookie?: never;
+        };
+        requestBody?: never;
+        responses: {
+            /** @description Successful Response */
+            200: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "text/event-stream": unknown;
                 };
             };
         };

@@ -12,10 +12,11 @@ export interface GradStats {
   inf_count: number;
 }
 
-export interface GradParam extends GradStats {
+/** Without numbers where there is no gradient. */
+export interface GradParam extends Partial<GradStats> {
   fqn: string;
-  /** The parameter had no gradient. */
-  none: boolean;
+  /** Why the parameter had no gradient. */
+  none: string | null;
   exponents?: [number, number][];
 }
 
@@ -91,24 +92,28 @@ export function withFrame(before: Grads, frame: Frame): Grads {
 }
 
 function rowOf(before: GradRow | undefined, param: GradParam, step: number): GradRow {
-  const bad = param.nan_count + param.inf_count > 0;
+  const bad = badCount(param) > 0;
   const norms = before?.norms ?? [];
   const firstBad = before?.firstBad ?? (bad ? step : null);
   return {
     fqn: param.fqn,
     last: param,
-    norms: [...norms, bad || param.none ? null : param.norm].slice(-KEPT_NORMS),
+    norms: [...norms, bad || param.none !== null ? null : (param.norm ?? null)].slice(-KEPT_NORMS),
     firstBad,
     mark: markOf(param, norms),
   };
 }
 
+export function badCount(param: Partial<GradStats>): number {
+  return (param.nan_count ?? 0) + (param.inf_count ?? 0);
+}
+
 /** What is wrong with a gradient, beside those before it. */
 export function markOf(param: GradParam, norms: readonly (number | null)[]): Mark {
-  if (param.none) return "none";
-  if (param.nan_count + param.inf_count > 0) return "non-finite";
+  if (param.none !== null) return "none";
+  if (badCount(param) > 0) return "non-finite";
   const norm = param.norm ?? 0;
-  if (norm / Math.sqrt(Math.max(1, param.count)) < VANISHING_RMS) return "vanishing";
+  if (norm / Math.sqrt(Math.max(1, param.count ?? 0)) < VANISHING_RMS) return "vanishing";
   const known = norms.filter((one): one is number => one !== null).sort((a, b) => a - b);
   const middle = known[known.length >> 1];
   if (known.length >= ENOUGH && middle !== undefined && norm > EXPLODING_FACTOR * middle) {

@@ -5,7 +5,7 @@ import { type ReactNode, useEffect, useMemo, useReducer, useState } from "react"
 import { get, urlOf } from "../api/client";
 import { follow, type ServerEvent } from "../api/sse";
 import { count, number, percent } from "../lib/format";
-import { type Frame, type GradRow, type Grads, type Mark, NO_GRADS, withFrame } from "../lib/grads";
+import { badCount, type Frame, type GradRow, type Grads, type Mark, NO_GRADS, withFrame } from "../lib/grads";
 import { placeHash } from "../lib/route";
 import { Badge, Choice, Empty, Facts, Name, Panel, Source, Spark, type Tone, Trouble } from "../ui/bits";
 import { axis, Chart } from "../ui/chart";
@@ -96,12 +96,12 @@ export default function Gradients(): ReactNode {
 
 const COLUMNS: readonly Column<GradRow>[] = [
   { key: "fqn", title: "name", width: "minmax(11rem, 2fr)", render: (row) => <Name>{row.fqn}</Name> },
-  { key: "norm", title: "norm", width: "6rem", numeric: true, render: (row) => (row.last.none ? "none" : number(row.last.norm)) },
+  { key: "norm", title: "norm", width: "6rem", numeric: true, render: (row) => (row.last.none !== null ? <span title={row.last.none}>none</span> : number(row.last.norm)) },
   { key: "spark", title: "last norms", width: "6.5rem", render: (row) => <Spark values={row.norms} /> },
   { key: "mean", title: "mean", width: "6.5rem", numeric: true, wide: true, render: (row) => number(row.last.mean, 3) },
   { key: "std", title: "std", width: "6rem", numeric: true, wide: true, render: (row) => number(row.last.std, 3) },
-  { key: "zeros", title: "zeros", width: "5rem", numeric: true, wide: true, render: (row) => percent(row.last.zero_count, row.last.count) },
-  { key: "nan", title: "NaN/Inf", width: "5rem", numeric: true, render: (row) => count(row.last.nan_count + row.last.inf_count) },
+  { key: "zeros", title: "zeros", width: "5rem", numeric: true, wide: true, render: (row) => percent(row.last.zero_count ?? 0, row.last.count ?? 0) },
+  { key: "nan", title: "NaN/Inf", width: "5rem", numeric: true, render: (row) => count(badCount(row.last)) },
   { key: "mark", title: "", width: "minmax(7rem, 1fr)", render: (row) => (row.mark ? <Badge state={row.mark} tone={TONES[row.mark]} /> : row.firstBad !== null ? `was not finite at ${count(row.firstBad)}` : "") },
 ];
 
@@ -122,6 +122,9 @@ function useGrads(job: string, filter: string, every: string, paused: boolean): 
       waiting = [];
     }, DRAW_MS);
     const onEvent = (event: ServerEvent): void => {
+      if (event.kind === "end") {
+        setState((old) => ({ ...old, problem: (JSON.parse(event.data) as { detail: string }).detail }));
+      }
       if (event.kind !== "frame") return;
       waiting.push(JSON.parse(event.data) as Frame);
       setState({ at: Date.now(), problem: null });
@@ -153,7 +156,7 @@ function Broken(props: { rows: readonly GradRow[] }): ReactNode {
           return (
             <li key={row.fqn}>
               <Name>{row.fqn}</Name> first seen by this page at step {count(row.firstBad ?? -1)}
-              {row.mark === "non-finite" ? `, now ${count(row.last.nan_count)} NaN and ${count(row.last.inf_count)} Inf` : ", finite again"}
+              {row.mark === "non-finite" ? `, now ${count(row.last.nan_count ?? 0)} NaN and ${count(row.last.inf_count ?? 0)} Inf` : ", finite again"}
               {alert ? `; rank ${alert.ranks.join(", ")}: ${alert.reason}` : ""}
             </li>
           );
@@ -179,7 +182,7 @@ function One(props: { row: GradRow }): ReactNode {
           ["std", number(row.last.std)],
           ["least", number(row.last.min)],
           ["most", number(row.last.max)],
-          ["zeros", percent(row.last.zero_count, row.last.count)],
+          ["zeros", percent(row.last.zero_count ?? 0, row.last.count ?? 0)],
         ]}
       />
       {exponents.length > 0 && (

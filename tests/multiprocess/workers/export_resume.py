@@ -1,0 +1,106 @@
+"""Trains until told to stop, then resumes from a checkpoint that was exported meanwhile.
+
+Every step's parameters are remembered by a digest. After `--stop` exists, a fresh model and
+optimizer load the checkpoint at `--checkpoint` with torch.distributed.checkpoint, train on
+from its step, and must come to the very same parameters.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import time
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+
+import paramd
+from tests.ending import end
+from tests.multiprocess import kinds
+
+JOB = "resume"
+STEPS_AFTER = 3
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--kind", required=True)
+    parser.add_argument("--folder", type=Path, required=True)
+    arguments = parser.parse_args()
+    folder = arguments.folder
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    kind = kinds.named(arguments.kind)
+    built, optimizer = make(kind, seed=0)
+    attachment = paramd.attach(built.model, optimizer, job=JOB)
+    digests = {}
+    stop_at = None
+    step = 0
+    while stop_at is None or step < stop_at:
+        train(built, optimizer, step)
+        step += 1
+        digests[step] = digest(built.model)
+        if stop_at is None and told(folder / "stop"):
+            # What was exported may be of the step just made.
+            stop_at = step + STEPS_AFTER
+        time.sleep(0.01)
+    attachment.detach()
+    check_resumed(kind, folder / "out" / "ckpt", digests)
+    print("resumed", flush=True)
+    dist.destroy_process_group()
+
+
+def make(kind: kinds.Kind, *, seed: int) -> tuple[kinds.Built, torch.optim.Optimizer]:
+    built = kind.build(seed)
+    wanted = [param for param in built.model.parameters() if param.requires_grad]
+    return built, torch.optim.AdamW(wanted, lr=0.01, weight_decay=0.1)
+
+
+def train(built: kinds.Built, optimizer: torch.optim.Optimizer, step: int) -> None:
+    optimizer.zero_grad()
+    built.loss(step).backward()
+    optimizer.step()
+
+
+def digest(model: nn.Module) -> str:
+    """Names all parameters' values. Collective."""
+    found = hashlib.sha256()
+    for name, tensor in sorted(kinds.full_parameters(model).items()):
+        found.update(name.encode())
+        found.update(tensor.contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+    return found.hexdigest()
+
+
+def told(path: Path) -> bool:
+    """Whether the file exists; the same answer on all ranks."""
+    flag = torch.tensor(int(path.exists()))
+    dist.all_reduce(flag, op=dist.ReduceOp.MIN)
+    return bool(flag)
+
+
+def check_resumed(kind: kinds.Kind, checkpoint: Path, digests: dict[int, str]) -> None:
+    built, optimizer = make(kind, seed=1)
+    # Adam has no state before its first step; torch makes it so that it can be loaded.
+    model_state, optimizer_state = get_state_dict(built.model, optimizer)
+    state = {"model": model_state, "optim": optimizer_state}
+    dcp.load(state, checkpoint_id=str(checkpoint))
+    set_state_dict(
+        built.model,
+        optimizer,
+        model_state_dict=state["model"],
+        optim_state_dict=state["optim"],
+    )
+    step = json.loads((checkpoint / "paramd-export.json").read_text())["step"]
+    assert digest(built.model) == digests[step], f"loaded another state than step {step} had"
+    for number in range(step, step + STEPS_AFTER):
+        train(built, optimizer, number)
+        assert digest(built.model) == digests[number + 1], f"step {number + 1} differs"
+
+
+if __name__ == "__main__":
+    end(main)

@@ -48,6 +48,7 @@ ROLES: dict[str, frozenset[Role]] = {
     f"/{SERVICE}/DigestSnapshot": _READERS,
     f"/{SERVICE}/GetMetrics": _VIEWERS,
     f"/{SERVICE}/Summon": _READERS,
+    f"/{SERVICE}/StreamGradients": _READERS,
     f"/{SERVICE}/BeginExport": _CONTROL,
     f"/{SERVICE}/WriteExportFile": _CONTROL,
     f"/{SERVICE}/StoreExportFile": _CONTROL,

@@ -33,6 +33,19 @@ class Gateway:
             async for part in parts:
                 yield part
 
+    async def gradients(self, request: pb.StreamGradientsRequest) -> AsyncGenerator[bytes, None]:
+        """The serialized StreamGradientsResponses, until the caller goes or training detaches.
+
+        Raises:
+            ParamdError: as a client's own `grads`.
+        """
+        from paramd_service.sidecar.gradient_gateway import stream_gradients
+
+        gatherer = await self._current()
+        async with aclosing(stream_gradients(gatherer, request)) as parts:
+            async for part in parts:
+                yield part
+
     async def close(self) -> None:
         """Closes the channels to the peers."""
         if self._gatherer is not None:

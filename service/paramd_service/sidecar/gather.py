@@ -49,13 +49,11 @@ class Gatherer:
     ) -> AsyncGenerator[bytes, None]:
         """The serialized SummonResponses: the header, then each tensor's facts and bytes."""
         deadline_s = time.monotonic() + timeout_s
-        if self._index is None:
-            layout = layout_pb2.Layout.FromString(self.mesh.layout)
-            self._index = NameIndex(decode_layout(layout))
-        selection = select(self._index, request.pattern, with_buffers=request.with_buffers)
-        plan = plan_read(self._index.layout, selection)
+        index = self.index()
+        selection = select(index, request.pattern, with_buffers=request.with_buffers)
+        plan = plan_read(index.layout, selection)
         self._check_sizes(plan)
-        sidecars = Sidecars(self._channels, self._document(), self._background)
+        sidecars = self.sidecars()
         spans: dict[int, Sequence[tuple[int, int]]] = {r.rank: r.spans for r in plan.ranks}
         if not spans:
             spans = {self._rank.config.rank: ()}
@@ -68,6 +66,22 @@ class Gatherer:
                 yield _begin(tensor)
                 for begin in range(0, len(data), CHUNK_BYTES):
                     yield summon_chunk(memoryview(data)[begin : begin + CHUNK_BYTES])
+
+    @property
+    def rank(self) -> int:
+        """Who gathers."""
+        return self._rank.config.rank
+
+    def index(self) -> NameIndex:
+        """Names and layout of the epoch."""
+        if self._index is None:
+            layout = layout_pb2.Layout.FromString(self.mesh.layout)
+            self._index = NameIndex(decode_layout(layout))
+        return self._index
+
+    def sidecars(self) -> Sidecars:
+        """All ranks' sidecars, asked with the ticket of whoever asks us."""
+        return Sidecars(self._channels, self.document(), self._background)
 
     async def _tensor(
         self, plan: ReadPlan, number: int, pinned: Pinned, deadline_s: float
@@ -107,7 +121,7 @@ class Gatherer:
         request = pb.ReadSnapshotRequest(
             snapshot_id=pin.snapshot_id, offset_bytes=begin, size_bytes=size_bytes
         )
-        address = self._document().peer(pin.rank).address
+        address = self.document().peer(pin.rank).address
         data = bytearray(size_bytes)
         filled = 0
         stream = self._channels.read(address, request, timeout_s=deadline_s - time.monotonic())
@@ -134,7 +148,8 @@ class Gatherer:
                 f"of {budget:,}; ask for a slice of it, or use a client that reads from all ranks"
             )
 
-    def _document(self) -> JobDocument:
+    def document(self) -> JobDocument:
+        """The job as this sidecar knows it, without a ticket of its own."""
         possession = self._rank.possession
         if possession is None:
             raise UsageError("the trainer has gone")

@@ -2,10 +2,22 @@
 
 from __future__ import annotations
 
-from paramd_service.sidecar.calls import CallTable
-from paramd_service.sidecar.rank import RankSidecar
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+
+from paramd.v1 import sidecar_pb2 as pb
+from paramd_service.sidecar.calls import Call, CallTable
+from paramd_service.sidecar.gateway import Gateway
 
 
-def calls(rank: RankSidecar) -> CallTable:
+def calls(gateway: Gateway) -> CallTable:
     """Methods of this subject."""
-    return {}
+
+    async def stream(
+        request: pb.StreamGradientsRequest, _timeout_s: float
+    ) -> AsyncGenerator[bytes, None]:
+        async with aclosing(gateway.gradients(request)) as parts:
+            async for message in parts:
+                yield message
+
+    return {"StreamGradients": Call(request=pb.StreamGradientsRequest, answers=stream)}

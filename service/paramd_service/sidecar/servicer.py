@@ -56,7 +56,7 @@ class SidecarServicer:
             **boundary_calls.calls(rank),
             **edit_calls.calls(rank),
             **pin_calls.calls(rank),
-            **gradient_calls.calls(rank),
+            **gradient_calls.calls(self._gateway),
             **export_calls.calls(rank),
         }
         return grpc.method_handlers_generic_handler(

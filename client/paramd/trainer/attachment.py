@@ -81,6 +81,7 @@ class Attachment:
         self._remove_hooks: list[Callable[[], None]] = []
         self._detached = False
         self._last_step = 0
+        self._last_edits = 0
         self.job = identity.job
         self.epoch = identity.epoch
         self.rank = identity.rank
@@ -92,6 +93,11 @@ class Attachment:
     def step(self) -> int:
         """Number of finished updates. After `detach`, the last one."""
         return self._page[Word.STEP] if not self._detached else self._last_step
+
+    @property
+    def edits(self) -> int:
+        """Number of edits applied in this epoch. After `detach`, the last one."""
+        return self._page[Word.EDITS] if not self._detached else self._last_edits
 
     @contextmanager
     def update(self) -> Iterator[None]:
@@ -149,6 +155,7 @@ class Attachment:
         if self._detached:
             return
         self._last_step = self._page[Word.STEP]
+        self._last_edits = self._page[Word.EDITS]
         self._detached = True
         attached.pop(id(self._model), None)
         for remove in self._remove_hooks:

@@ -17,7 +17,7 @@ from paramd.cli import stats as stats_command
 from paramd.cli import status as status_command
 from paramd.cli.options import Debug, Format
 from paramd.cli.output import Listing, emit, seconds, size
-from paramd.cli.summon import save, untie
+from paramd.cli.saving import save, untie
 from paramd.errors import DataLossError, ParamdError, UsageError
 from paramd.places import read_endpoint, state_dir
 

@@ -108,6 +108,12 @@ def export(
         float | None, typer.Option("--timeout", metavar="S", help="It fails after so long.")
     ] = None,
     wait: Annotated[bool, typer.Option("--wait", help="Until it is there, or has failed.")] = False,
+    to_client: Annotated[
+        Path | None,
+        typer.Option(
+            "--to-client", metavar="FILE.safetensors", help="Into one file here, not to DEST/KEY."
+        ),
+    ] = None,
     output: Output = None,
 ) -> None:
     """Write a checkpoint of one step to a destination; training goes on.
@@ -115,6 +121,18 @@ def export(
     The sidecars write it, straight to where it goes. It appears there when it is whole.
     Without --wait it goes on by itself: see paramd exports.
     """
+    names = read_name_map(name_map) if name_map is not None else None
+    if to_client is not None:
+        given = {
+            "DEST/KEY": destination is not None,
+            "--format": format != "safetensors",
+            "--assets": assets is not None,
+            "--keep-tied": keep_tied,
+            "--include": bool(include),
+            "--max-shard-size": max_shard_size is not None,
+        }
+        _to_client(target, to_client, given, dtype=dtype, force=overwrite, names=names)
+        return
     if destination is None:
         raise UsageError("say where: DEST/KEY; paramd exports --destinations lists destinations")
     with target.connect() as mesh:
@@ -126,7 +144,7 @@ def export(
             include=included(include),
             tied="keep" if keep_tied else "drop",
             overwrite=overwrite,
-            name_map=read_name_map(name_map) if name_map is not None else None,
+            name_map=names,
             assets=assets,
             verify=not no_verify,
             timeout_s=timeout_s,
@@ -137,6 +155,28 @@ def export(
             return
         found = follow(mesh, begun.info)
     emit(_listing(mesh, [found]), target.format)
+
+
+def _to_client(
+    target: Target,
+    path: Path,
+    given: Mapping[str, bool],
+    *,
+    dtype: str | None,
+    force: bool,
+    names: Mapping[str, str] | None,
+) -> None:
+    from paramd.cli.summon import check_destination, fetch
+
+    wrong = [option for option, is_given in given.items() if is_given]
+    if wrong:
+        raise UsageError(
+            f"{wrong[0]}: not with --to-client, which writes parameters and buffers into one "
+            "file of safetensors"
+        )
+    check_destination(path, force=force)
+    with target.connect() as mesh:
+        fetch(mesh, path, "*", dtype=dtype, buffers=True, force=force, name_map=names)
 
 
 def follow(mesh: Mesh, info: ExportInfo) -> ExportInfo:

@@ -2,27 +2,23 @@
 
 from __future__ import annotations
 
-import ctypes
-import sys
 from collections.abc import Mapping
-from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from paramd.cli.options import Buffers, Target, with_target
 from paramd.cli.output import seconds, size
+from paramd.cli.progress import bar
 from paramd.cli.shell import say
 from paramd.errors import ConflictError, UsageError
-from paramd.safetensors_file import SafetensorsWriter, TensorSpec
 
 if TYPE_CHECKING:
     import torch
 
-    from paramd.mesh.results import Summoned
+    from paramd.mesh.mesh import Mesh
 
-CHUNK_BYTES = 16 << 20
 SUFFIX = ".safetensors"
 
 
@@ -47,16 +43,36 @@ def summon(
 
     Training goes on meanwhile. The file appears when it is whole; its metadata
     say job, epoch and step. A tied parameter is written once, its other names
-    are metadata.
+    are metadata. After a break the same command goes on where it was.
     """
     check_destination(output_file, force=force)
-    wanted_dtype = _load_torch(dtype)
-    with target.connect() as mesh, _spinner("reading"):
-        found = mesh.summon(*glob, dtype=wanted_dtype, buffers=buffers)
-    with _spinner("writing"):
-        size_bytes = save(found, output_file, replace=force)
+    with target.connect() as mesh:
+        fetch(mesh, output_file, *glob, dtype=dtype, buffers=buffers, force=force)
+
+
+def fetch(
+    mesh: Mesh,
+    path: Path,
+    *patterns: str,
+    dtype: str | None,
+    buffers: bool,
+    force: bool,
+    name_map: Mapping[str, str] | None = None,
+) -> None:
+    """Downloads into a file, with a bar of its bytes. Raises as `Mesh.download`."""
+    with bar(path.name) as moved:
+        found = mesh.download(
+            path,
+            *patterns,
+            dtype=_load_torch(dtype),
+            buffers=buffers,
+            replace=force,
+            name_map=name_map,
+            moved=lambda done_bytes, size_bytes: moved(path.name, done_bytes, size_bytes),
+            said=say,
+        )
     say(
-        f"{output_file}: {len(found):,} names, {size(size_bytes)} of job {found.job}, epoch "
+        f"{path}: {found.name_count:,} names, {size(found.size_bytes)} of job {found.job}, epoch "
         f"{found.epoch}, step {found.step}, read in {seconds(found.seconds)}"
     )
 
@@ -78,71 +94,8 @@ def check_destination(path: Path, *, force: bool) -> None:
         raise ConflictError(f"{path} exists; give another name, or --force to replace it")
 
 
-def save(found: Summoned, path: Path, *, replace: bool) -> int:
-    """Writes what was summoned; returns the size of the file in bytes.
-
-    The metadata have the names that `safetensors.torch.load_model` knows for tied
-    tensors: alias to the name that was written.
-    """
-    kept, aliases = untie(found)
-    specs = [
-        TensorSpec(name=name, dtype=dtype_name(tensor), shape=tuple(tensor.shape))
-        for name, tensor in kept.items()
-    ]
-    metadata = {
-        **aliases,
-        "format": "pt",
-        "paramd_job": found.job,
-        "paramd_epoch": str(found.epoch),
-        "paramd_step": str(found.step),
-    }
-    with SafetensorsWriter(path, specs, metadata=metadata, replace=replace) as writer:
-        for spec in writer.specs:
-            _append(writer, kept[spec.name])
-    return writer.size_bytes
-
-
-def untie(found: Mapping[str, torch.Tensor]) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
-    """Each tensor under its first name, and the other names with that first one."""
-    first: dict[int, str] = {}
-    kept: dict[str, torch.Tensor] = {}
-    aliases: dict[str, str] = {}
-    for name, tensor in found.items():
-        canonical = first.setdefault(id(tensor), name)
-        if canonical == name:
-            kept[name] = tensor
-        else:
-            aliases[name] = canonical
-    return kept, aliases
-
-
-def dtype_name(tensor: torch.Tensor) -> str:
-    """The dtype without torch's prefix."""
-    return str(tensor.dtype).removeprefix("torch.")
-
-
-def _append(writer: SafetensorsWriter, tensor: torch.Tensor) -> None:
-    tensor = tensor.detach().cpu().contiguous()
-    size_bytes = tensor.numel() * tensor.element_size()
-    if not size_bytes:
-        return
-    # The bytes of any dtype, numpy's or not. `tensor` keeps them alive.
-    memory = memoryview((ctypes.c_ubyte * size_bytes).from_address(tensor.data_ptr())).cast("B")
-    for begin in range(0, size_bytes, CHUNK_BYTES):
-        writer.append(memory[begin : begin + CHUNK_BYTES])
-
-
 def _load_torch(dtype: str | None) -> torch.dtype | None:
     """The dtype of that name. Loads torch, which shall not count as time of reading."""
     from paramd.mesh.assemble import torch_dtype
 
     return torch_dtype(dtype.removeprefix("torch.")) if dtype is not None else None
-
-
-def _spinner(what: str) -> AbstractContextManager[Any]:
-    """A sign of life on stderr, when somebody looks at it."""
-    if not sys.stderr.isatty():
-        return nullcontext()
-    from rich.console import Console
-
-    return Console(stderr=True).status(f"{what} ...")

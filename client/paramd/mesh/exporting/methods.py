@@ -9,14 +9,12 @@ import asyncio
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 from paramd.errors import DeadlineError, UnreachableError
 from paramd.mesh.exporting.calls import ExportCalls, new_export_id, read_assets
+from paramd.mesh.exporting.fetching import AsyncDownloading
 from paramd.mesh.exports import AsyncExport, ExportInfo, Progress
-
-if TYPE_CHECKING:
-    from paramd.mesh.reach import Reach
 
 _LOOK_S: Final = 0.5
 _FIRST_LOOK_S: Final = 0.05
@@ -24,10 +22,8 @@ _AWAY_S: Final = 60.0
 _CREATE_S: Final = 15.0
 
 
-class AsyncExporting:
+class AsyncExporting(AsyncDownloading):
     """Checkpoints of a running job, at places that its operator allows. Part of AsyncMesh."""
-
-    _reach: Reach
 
     async def export(
         self,

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from paramd.mesh.exports import Export, ExportInfo, Progress
 
 if TYPE_CHECKING:
+    import torch
+
     from paramd.mesh.amesh import AsyncMesh
+    from paramd.mesh.exporting.download import Downloaded
 
 Result = TypeVar("Result")
 
@@ -59,6 +62,37 @@ class Exporting:
             )
         )
         return Export(self, begun.info)
+
+    def download(
+        self,
+        path: str | Path,
+        *patterns: str,
+        dtype: torch.dtype | None = None,
+        buffers: bool = False,
+        replace: bool = False,
+        name_map: Mapping[str, str] | None = None,
+        timeout: float | None = None,
+        moved: Callable[[int, int], object] = lambda done_bytes, size_bytes: None,
+        said: Callable[[str], object] = lambda text: None,
+    ) -> Downloaded:
+        """Full tensors of one step into a local safetensors file; training goes on.
+
+        After a break the same call goes on where it was. Args, Raises: as
+        `AsyncMesh.download`.
+        """
+        return self._run(
+            self._mesh.download(
+                path,
+                *patterns,
+                dtype=dtype,
+                buffers=buffers,
+                replace=replace,
+                name_map=name_map,
+                timeout=timeout,
+                moved=moved,
+                said=said,
+            )
+        )
 
     def exports(self, *, state: str | None = None, limit: int = 100) -> list[ExportInfo]:
         """The newest exports of the job, newest first; without their files."""

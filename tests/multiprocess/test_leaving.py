@@ -1,0 +1,15 @@
+"""A training that is attached and ends without `detach` ends well, and soon."""
+
+from __future__ import annotations
+
+from tests.launch import run_ranks
+
+WORKER = "tests.multiprocess.workers.leaving"
+
+
+def test_processes_that_end_with_a_round_under_way_end_well() -> None:
+    # The last is longer than an ending process waits for its round.
+    lates_s = ["0"] * 12 + ["0.2"] * 4 + ["2.5"] * 2
+    (result,) = run_ranks(WORKER, 1, args=lates_s)
+    lines = [line for line in result.stdout.splitlines() if line.startswith("exit ")]
+    assert lines == ["exit [0, 0]"] * len(lates_s), result.stdout + result.stderr

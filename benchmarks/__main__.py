@@ -24,6 +24,9 @@ NAMES = (
     "local_summon",
     "local_summon_cells",
     "tp_ddp",
+    "edits",
+    "export",
+    "gradients",
     "store",
     "control_scale",
 )

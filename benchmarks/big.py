@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 
@@ -41,11 +41,18 @@ class Big:
 
 
 @contextmanager
-def big(*, layers: int) -> Iterator[Big]:
-    """An attached FSDP2 model of `layers` x 64 MiB on two ranks, and a connected client."""
+def big(*, layers: int, environment: Mapping[str, str] | None = None) -> Iterator[Big]:
+    """An attached FSDP2 model of `layers` x 64 MiB on two ranks, and a connected client.
+
+    `environment` has more variables for the ranks and what they start.
+    """
     with ExitStack() as stack:
         ranks = stack.enter_context(
-            ObedientRanks("benchmarks.workers.model", WORLD_SIZE, environment=WARM_HEAP)
+            ObedientRanks(
+                "benchmarks.workers.model",
+                WORLD_SIZE,
+                environment={**WARM_HEAP, **(environment if environment is not None else {})},
+            )
         )
         size_bytes = ranks.call("build", WIDTH, layers)[0]
         helpers = [pid for pids in ranks.call("attach") for pid in pids]

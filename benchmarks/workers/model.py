@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import os
 import time
+from pathlib import Path
 from typing import Any
 
 import psutil
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -32,6 +34,7 @@ class ModelRank:
         self._model: nn.Module = nn.Module()
         self._attachment: Attachment | None = None
         self._full: dict[str, torch.Tensor] = {}
+        self._warm = bytearray()
 
     def build(self, width: int, layers: int) -> int:
         """Layers of `width` x `width` float32 without bias; returns their bytes."""
@@ -107,6 +110,45 @@ class ModelRank:
             assert first.shape[0] == first.shape[1]
         return seconds
 
+    def raw_write(self, folder: str, sizes: list[int]) -> float:
+        """Writes warm memory into a file of its own, synced; sizes by rank, maybe 0. Seconds."""
+        size_bytes = sizes[dist.get_rank()]
+        if len(self._warm) < size_bytes:
+            self._warm = bytearray(os.urandom(1 << 20)) * (size_bytes >> 20)
+        dist.barrier()
+        begin_s = time.perf_counter()
+        if size_bytes:
+            view = memoryview(self._warm)[:size_bytes]
+            with Path(folder, f"raw-{dist.get_rank()}").open("wb", buffering=0) as file:
+                for begin in range(0, size_bytes, 8 << 20):
+                    file.write(view[begin : begin + (8 << 20)])
+                os.fsync(file.fileno())
+        return time.perf_counter() - begin_s
+
+    def dcp_save(self, folder: str) -> float:
+        """The peer of a sharded export: DCP's `save`, which training waits for. Seconds."""
+        dist.barrier()
+        begin_s = time.perf_counter()
+        dcp.save(get_model_state_dict(self._model), checkpoint_id=folder)
+        return time.perf_counter() - begin_s
+
+    def gather_save(self, path: str) -> float:
+        """The peer of one file: rank 0 gathers everything and saves it. Seconds."""
+        dist.barrier()
+        begin_s = time.perf_counter()
+        options = StateDictOptions(full_state_dict=True, cpu_offload=True)
+        state = get_model_state_dict(self._model, options=options)
+        if dist.get_rank() == 0:
+            torch.save(state, path)
+        dist.barrier()
+        return time.perf_counter() - begin_s
+
+    def stalls(self) -> list[float]:
+        """Seconds that updates waited for copies: in all, and the longest."""
+        assert self._attachment is not None
+        found = self._attachment.stalls()
+        return [found.total_s, found.longest_s]
+
     def detach(self) -> None:
         if self._attachment is not None:
             self._attachment.detach()
@@ -130,6 +172,10 @@ def main() -> None:
             "scatter",
             "edit_unit",
             "gather",
+            "raw_write",
+            "dcp_save",
+            "gather_save",
+            "stalls",
         )
     }
     try:

@@ -1,0 +1,239 @@
+"""Gradient frames against passes in the trainer; what a capture costs; whole gradients."""
+
+from __future__ import annotations
+
+import statistics
+import threading
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any
+
+from benchmarks.ranks import ObedientRanks
+from benchmarks.report import Goal, Report, Table
+
+WORLD_SIZE = 2
+SMALL = (512, 76, 96)
+"""Width, layers and batch: 20M parameters in 304 tensors."""
+LARGE = (2048, 16, 256)
+"""256 MiB of float32."""
+
+BARE, HISTC, WATCH = "nothing", "torch.histc of each gradient", "as wandb.watch does it"
+STATS, HISTOGRAM = "paramd, kind=stats", "paramd, kind=histogram"
+FULL_HOST, FULL_GRPC = "whole gradients, same host", "whole gradients, gRPC"
+_PASSES = {BARE: "bare", HISTC: "histc", WATCH: "watch"}
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """Some steps in a row with one contender."""
+
+    steps_s: list[float]
+    """Of the slower rank."""
+    hooks_s: list[float]
+    frames: int = 0
+    offered: int = 0
+    """Steps from the first frame to the last."""
+    waits_s: tuple[float, ...] = ()
+
+
+def run(*, quick: bool) -> Report:
+    """Two DDP ranks of one thread each, on as many cores as there are."""
+    rounds, steps = (2, 6) if quick else (8, 12)
+    with ExitStack() as stack:
+        small = _Job(stack, SMALL, "stats")
+        contenders = (BARE, HISTC, WATCH, STATS, HISTOGRAM)
+        for name in contenders:
+            small.block(name, 2)
+        found: dict[str, list[Block]] = {name: [] for name in contenders}
+        for round_ in range(rounds):
+            # Each is first as often as last.
+            for name in contenders[round_ % 5 :] + contenders[: round_ % 5]:
+                found[name].append(small.block(name, steps))
+        memcpy_s = max(small.ranks.call("memcpy"))
+        empty_s = [s for rank in small.ranks.call("empty_hooks", 2000) for s in rank]
+        small_bytes = small.size_bytes
+    with ExitStack() as stack:
+        large = _Job(stack, LARGE, "full")
+        senders = stack.enter_context(
+            ObedientRanks("benchmarks.workers.sender", WORLD_SIZE, state_dir=large.ranks.state_dir)
+        )
+        large.dial(senders)
+        names = (BARE, FULL_HOST, FULL_GRPC)
+        whole: dict[str, list[Block]] = {name: [] for name in names}
+        raw_s: list[float] = []
+        for _ in range(max(2, rounds // 2)):
+            for name in names:
+                whole[name].append(large.block(name, max(4, steps // 2)))
+            raw_s.append(large.raw(senders))
+        large_bytes = large.size_bytes
+    return _report(found, whole, raw_s, memcpy_s, empty_s, (small_bytes, large_bytes))
+
+
+class _Job:
+    """Two ranks that train, attached, and one reader."""
+
+    def __init__(self, stack: ExitStack, shape: tuple[int, int, int], kind: str) -> None:
+        self.ranks = stack.enter_context(ObedientRanks("benchmarks.workers.gradients", WORLD_SIZE))
+        self.reader = stack.enter_context(
+            ObedientRanks("benchmarks.workers.gradient_reader", state_dir=self.ranks.state_dir)
+        )
+        self.size_bytes = int(self.ranks.call("build", *shape)[0])
+        self.ranks.call("attach")
+        self.reader.call("connect")
+        # Sidecars load torch, memory becomes warm.
+        self._with_reader(kind, "auto", 3)
+
+    def block(self, name: str, count: int) -> Block:
+        """`count` steps with a contender."""
+        if name in _PASSES:
+            steps = self._steps(_PASSES[name], count)
+            return Block([s[1] for s in steps], [s[2] for s in steps])
+        kind = {STATS: "stats", HISTOGRAM: "histogram"}.get(name, "full")
+        transport = "grpc" if name == FULL_GRPC else "auto"
+        steps, frames = self._with_reader(kind, transport, count)
+        first, last = frames[0][0], frames[-1][0]
+        # Only steps between two frames: before and after nobody asked for anything.
+        within = [s for s in steps if first <= s[0] <= last]
+        return Block(
+            [s[1] for s in within],
+            [s[2] for s in within],
+            len(frames),
+            int(last - first) + 1,
+            tuple(frame[2] for frame in frames[1:]),
+        )
+
+    def dial(self, senders: ObedientRanks) -> None:
+        """Connects the reader to the raw senders."""
+        ports = senders.call("port")
+        senders.tell("accept")
+        self.reader.call("dial", ports)
+        senders.hear()
+
+    def raw(self, senders: ObedientRanks) -> float:
+        """Seconds that raw sockets need for the gradients' bytes while the ranks train."""
+        part_bytes = self.size_bytes // WORLD_SIZE
+        senders.tell("send", part_bytes)
+        self.reader.tell("receive", part_bytes)
+        _, found = self._until_heard()
+        senders.hear()
+        return float(found)
+
+    def _with_reader(
+        self, kind: str, transport: str, count: int
+    ) -> tuple[list[list[float]], list[list[float]]]:
+        self.reader.tell("frames", kind, transport, count, 0.0)
+        return self._until_heard()
+
+    def _until_heard(self) -> tuple[list[list[float]], Any]:
+        """Trains until the reader answers; the steps, and its answer."""
+        answers: list[Any] = []
+        hearing = threading.Thread(target=lambda: answers.extend(self.reader.hear()))
+        hearing.start()
+        steps = []
+        while hearing.is_alive():
+            steps += self._steps("bare", 2)
+        hearing.join()
+        return steps, answers[0]
+
+    def _steps(self, kind: str, count: int) -> list[list[float]]:
+        both = self.ranks.call("train", kind, count)
+        return [[a[0], max(a[1], b[1]), max(a[2], b[2])] for a, b in zip(*both, strict=True)]
+
+
+def _median(blocks: Sequence[Block]) -> float:
+    return statistics.median(s for block in blocks for s in block.steps_s)
+
+
+def _report(
+    found: Mapping[str, Sequence[Block]],
+    whole: Mapping[str, Sequence[Block]],
+    raw_s: Sequence[float],
+    memcpy_s: float,
+    empty_s: Sequence[float],
+    sizes: tuple[int, int],
+) -> Report:
+    small_bytes, large_bytes = sizes
+    bare_s, large_bare_s = _median(found[BARE]), _median(whole[BARE])
+    extra = {name: _median(blocks) - bare_s for name, blocks in found.items()}
+    rows = [
+        [
+            name,
+            f"{1e3 * _median(blocks):.1f}",
+            f"{_median(blocks) / bare_s:.3f}",
+            _share(blocks),
+        ]
+        for name, blocks in found.items()
+    ]
+    # Replicas share the work: each rank captures half of what DDP has on both.
+    hook_s = statistics.median(s for block in found[STATS] for s in block.hooks_s)
+    copies = hook_s / (memcpy_s / WORLD_SIZE)
+    raw = statistics.median(raw_s)
+    full_rows = []
+    for name in (FULL_HOST, FULL_GRPC):
+        wait_s = statistics.median(s for block in whole[name] for s in block.waits_s)
+        step_s = _median(whole[name])
+        full_rows.append(
+            [
+                name,
+                f"{1e3 * step_s:.1f}",
+                f"{step_s / large_bare_s:.3f}",
+                f"{(step_s - large_bare_s) / (large_bytes / 2**30):.2f}",
+                _share(whole[name]),
+                f"{large_bytes / wait_s / 1e9:.2f}",
+                f"{raw / wait_s:.2f}",
+            ]
+        )
+    best = max(
+        raw / statistics.median(s for block in whole[name] for s in block.waits_s)
+        for name in (FULL_HOST, FULL_GRPC)
+    )
+    empty_us = 1e6 * statistics.median(empty_s)
+    return Report(
+        name="gradients",
+        tables=[
+            Table(
+                title=f"Statistics each step, {small_bytes / 4e6:.0f}M parameters, DDP x2",
+                header=["contender", "step, ms", "ratio", "frames of steps"],
+                rows=rows,
+            ),
+            Table(
+                title=f"Whole gradients each step, {large_bytes / 2**20:.0f} MiB, DDP x2",
+                header=[
+                    "contender", "step, ms", "ratio", "s of step per GiB", "frames of steps",
+                    "GB/s while waited for", "share of a raw socket",
+                ],
+                rows=full_rows,
+            ),
+        ],
+        goals=[
+            Goal(what="statistics: added step time / wandb.watch's",
+                 measured=extra[STATS] / extra[WATCH], limit=0.1),
+            Goal(what="statistics: added step time / torch.histc's",
+                 measured=extra[STATS] / extra[HISTC], limit=0.1),
+            Goal(what="histogram: added step time / wandb.watch's",
+                 measured=extra[HISTOGRAM] / extra[WATCH], limit=0.1),
+            Goal(what="capture in memcpys of what is captured", measured=copies, limit=1.5),
+            Goal(what="pre-hook without a reader", measured=empty_us, limit=10, unit="us"),
+            Goal(what="whole gradients: share of a raw socket", measured=best, limit=0.42,
+                 at_least=True),
+            Goal(what="whole gradients, gRPC: step time ratio",
+                 measured=_median(whole[FULL_GRPC]) / large_bare_s, limit=1.10),
+        ],
+        notes=[
+            f"Bare steps take {1e3 * bare_s:.0f} ms (small) and {1e3 * large_bare_s:.0f} ms "
+            "(large); trainers, sidecars and the reader share the cores, so whatever a sidecar "
+            "computes is taken from training here. Passes of W&B's kind run on rank 0 alone, as "
+            "it does. Raw sockets are measured while the ranks train.",
+        ],
+        numbers={
+            "extra_s": extra, "memcpy_s": memcpy_s, "hook_s": hook_s, "raw_s": list(raw_s),
+            "steps_s": {n: [b.steps_s for b in blocks] for n, blocks in found.items()},
+            "whole_steps_s": {n: [b.steps_s for b in blocks] for n, blocks in whole.items()},
+        },
+    )  # fmt: skip
+
+
+def _share(blocks: Sequence[Block]) -> str:
+    frames, offered = sum(b.frames for b in blocks), sum(b.offered for b in blocks)
+    return f"{frames} of {offered}" if offered else ""

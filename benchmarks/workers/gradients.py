@@ -1,0 +1,144 @@
+"""One rank of a DDP model that trains; passes over its gradients as W&B makes them."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from typing import Any
+
+import psutil
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import paramd
+from benchmarks.ranks import obey
+from paramd.trainer.attachment import Attachment
+from tests.ending import end
+
+JOB = "bench"
+BINS = 64
+"""As many as `wandb.watch` counts."""
+
+
+class GradientRank:
+    """What the rank has been told to build."""
+
+    def __init__(self) -> None:
+        self._model: nn.Module = nn.Module()
+        self._optimizer: torch.optim.Optimizer | None = None
+        self._attachment: Attachment | None = None
+        self._input = torch.empty(0)
+        self._marks: list[int] = []
+        self._passes: dict[str, Callable[[torch.Tensor], Any]] = {
+            "bare": lambda gradient: None,
+            "histc": lambda gradient: torch.histc(gradient, BINS),
+            "watch": watch,
+        }
+
+    def build(self, width: int, layers: int, batch: int) -> int:
+        """`layers` of a norm and a linear layer; returns the bytes of the parameters."""
+        torch.manual_seed(0)
+        net = nn.Sequential(
+            *(
+                nn.Sequential(nn.LayerNorm(width), nn.Linear(width, width), nn.GELU())
+                for _ in range(layers)
+            )
+        )
+        self._model = DistributedDataParallel(net)
+        self._optimizer = torch.optim.SGD(self._model.parameters(), lr=1e-4)
+        self._input = torch.randn(batch, width)
+        return 4 * sum(parameter.numel() for parameter in net.parameters())
+
+    def attach(self) -> list[int]:
+        """Attaches with clocks around paramd's pre-hook; returns the helpers' pids."""
+        assert self._optimizer is not None
+        self._optimizer.register_step_pre_hook(self._mark)
+        self._attachment = paramd.attach(self._model, self._optimizer, job=JOB)
+        self._optimizer.register_step_pre_hook(self._mark)
+        return [child.pid for child in psutil.Process().children()]
+
+    def train(self, kind: str, count: int) -> list[list[float]]:
+        """Steps with a pass of that kind on rank 0: number, seconds, seconds of the pre-hook."""
+        found = []
+        dist.barrier()
+        for _ in range(count):
+            found.append(self._step(self._passes[kind]))
+        return found
+
+    def memcpy(self) -> float:
+        """Seconds to copy as many bytes as the rank's gradients into warm memory, once."""
+        gradients = [p.grad for p in self._model.parameters() if p.grad is not None]
+        targets = [torch.zeros_like(gradient) for gradient in gradients]
+        times = []
+        for _ in range(5):
+            begin_s = time.perf_counter()
+            for target, gradient in zip(targets, gradients, strict=True):
+                target.copy_(gradient)
+            times.append(time.perf_counter() - begin_s)
+        return sorted(times)[2]
+
+    def empty_hooks(self, count: int) -> list[float]:
+        """Seconds in the pre-hook of steps without gradients and without a reader."""
+        assert self._optimizer is not None
+        self._optimizer.zero_grad()
+        found = []
+        for _ in range(count):
+            self._marks.clear()
+            self._optimizer.step()
+            found.append((self._marks[1] - self._marks[0]) / 1e9)
+        return found
+
+    def _step(self, work: Callable[[torch.Tensor], Any]) -> list[float]:
+        assert self._optimizer is not None
+        self._marks.clear()
+        begin_s = time.perf_counter()
+        self._model(self._input).square().mean().backward()
+        if dist.get_rank() == 0:
+            for parameter in self._model.parameters():
+                assert parameter.grad is not None
+                work(parameter.grad)
+        self._optimizer.step()
+        seconds = time.perf_counter() - begin_s
+        hook_s = (self._marks[1] - self._marks[0]) / 1e9 if self._marks else 0.0
+        number = self._attachment.step if self._attachment is not None else 0
+        return [number, seconds, hook_s]
+
+    def _mark(self, *_: Any) -> None:
+        self._marks.append(time.perf_counter_ns())
+
+    def detach(self) -> None:
+        if self._attachment is not None:
+            self._attachment.detach()
+
+
+def watch(gradient: torch.Tensor) -> tuple[list[float], list[float]]:
+    """What `wandb.watch(log="gradients")` does with each gradient (wandb/integration/torch)."""
+    flat = gradient.reshape(-1)
+    if bool((torch.isnan(flat) | torch.isinf(flat)).all()):
+        return [], []
+    if not bool(torch.isfinite(flat).all()):
+        flat = flat[torch.isfinite(flat)]
+    low, high = flat.min().item(), flat.max().item()
+    counts = flat.histc(bins=BINS, min=low, max=high)
+    return counts.tolist(), torch.linspace(low, high, steps=BINS + 1).tolist()
+
+
+def main() -> None:
+    torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
+    dist.init_process_group("gloo")
+    rank = GradientRank()
+    commands: dict[str, Any] = {
+        name: getattr(rank, name) for name in ("build", "attach", "train", "memcpy", "empty_hooks")
+    }
+    try:
+        obey(commands)
+    finally:
+        rank.detach()
+        dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    end(main)

@@ -31,6 +31,9 @@ log = logging.getLogger("paramd")
 
 AGREEMENT_WORKS, AGREEMENT_LOST = 1, 2
 
+# Plain numbers cost a fraction of enumerations, and these are looked at in every step.
+_HELD = int(Word.HELD)
+
 
 class EditorLike(Protocol):
     """What applies edits (see editing.py)."""
@@ -105,13 +108,14 @@ class Acting:
 
     def _rounds(self, agreement: Agreement, at_home: bool) -> None:
         words = self._words
-        self._hold.pass_boundary()
+        if words[_HELD]:
+            self._hold.pass_boundary()
         heard = agreement.collect()
         if agreement.alone:
             heard = self._exchange(agreement, at_home)
         announce = heard is not None and self._hear(heard, at_home)
         self._answer(announce)
-        if words[Word.HELD] == Holding.HELD:
+        if words[_HELD]:
             self._wait(agreement, at_home)
         if agreement.due and not agreement.alone:
             request = self._request(at_home)

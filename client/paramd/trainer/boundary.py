@@ -20,6 +20,9 @@ from paramd.trainer.holding import Hold
 
 log = logging.getLogger("paramd")
 
+# Plain numbers cost a fraction of enumerations, and these are looked at in every step.
+_WANT, _ARM_STEP = int(Word.WANT), int(Word.ARM_STEP)
+
 # Owns the window for ever, so that no other owner opens or closes one.
 _NOBODY = object()
 
@@ -127,7 +130,7 @@ class Boundary:
     def _answer(self, announce: bool) -> None:
         """Wakes the sidecar for what was agreed, or when it asked for this boundary."""
         words = self._words
-        want, armed = words[Word.WANT], words[Word.ARM_STEP]
+        want, armed = words[_WANT], words[_ARM_STEP]
         if armed and armed != self._armed_seen and armed == words[Word.STEP]:
             self._armed_seen = armed
             announce = True

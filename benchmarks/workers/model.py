@@ -86,7 +86,8 @@ class ModelRank:
         dist.barrier()
         begin_s = time.perf_counter()
         options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
-        set_model_state_dict(self._model, self._full, options=options)
+        # It replaces the tensors of the dict it is given.
+        set_model_state_dict(self._model, dict(self._full), options=options)
         return time.perf_counter() - begin_s
 
     def edit_unit(self) -> float:

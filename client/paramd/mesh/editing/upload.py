@@ -26,6 +26,9 @@ if TYPE_CHECKING:
 Progress = Callable[[int, int], None]
 """Called with bytes sent and bytes in all."""
 
+WINDOWS_FROM_BYTES: Final = 4 << 20
+"""Less than that is faster over gRPC than by asking for windows first."""
+
 _ASK_S: Final = 5.0
 
 
@@ -76,7 +79,7 @@ class Uploads:
         await asyncio.gather(*(self._stage(rank, copy_from=first.rank) for rank in others))
 
     async def _stage(self, rank: RankEdit, copy_from: int | None) -> None:
-        shared = copy_from is None and rank.data_bytes and self._is_here(rank.rank)
+        shared = copy_from is None and rank.data_bytes and self._is_here(rank)
         begin = 0
         if rank.data_bytes and copy_from is None and not shared:
             begin = await self._staged_bytes(rank.rank)
@@ -95,8 +98,10 @@ class Uploads:
         if shared:
             await self._by_windows(rank)
 
-    def _is_here(self, rank: int) -> bool:
-        return self._transport != "grpc" and is_same_host(self._sidecars.document.peer(rank))
+    def _is_here(self, rank: RankEdit) -> bool:
+        peer = self._sidecars.document.peer(rank.rank)
+        small = self._transport == "auto" and rank.data_bytes < WINDOWS_FROM_BYTES
+        return self._transport != "grpc" and not small and is_same_host(peer)
 
     async def _by_windows(self, rank: RankEdit) -> None:
         document = self._sidecars.document

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 import time
@@ -35,6 +36,8 @@ class ExportingJob:
         self.whole = write_arenas(job)
         job.update()
         self._stack = stack
+        self._environment = dict(os.environ)
+        self._log = job_dir(JOB) / "control.log"
 
     def connect(self) -> Mesh:
         """A client, to be closed by the caller."""
@@ -83,12 +86,13 @@ class ExportingJob:
     def restart_control(self) -> None:
         """Another one at the same addresses."""
         url, grpc = self.job.url.removeprefix("http://"), self.job.control_address
-        with (job_dir(JOB) / "control.log").open("ab") as log:
+        with self._log.open("ab") as log:
             control = subprocess.Popen(
                 [
                     *(sys.executable, "-m", "paramd_service.control", "--job", JOB),
                     *("--listen", url, "--grpc-listen", grpc),
                 ],
+                env=self._environment,
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=log,

@@ -77,6 +77,8 @@ def strike(site: ExportingJob, mesh: Mesh, point: str, expected: ExportState | N
 def test_a_control_plane_killed_in_the_middle_goes_on_or_fails_cleanly(tmp_path: Path) -> None:
     with exporting_job(tmp_path) as site:
         site.job.train(lambda rank, step: None, 0.02)
+        with site.connect() as mesh:
+            rhythm = mesh.create_export_schedule("checkpoints/{step}", every_steps=50)
         body = {"destination": "checkpoints/on", "max_shard_size": "200"}
         # Killed while a sidecar writes: the snapshot lives, so its successor goes on.
         killed_in_the_middle(site, body, "cd" * 16)
@@ -95,7 +97,9 @@ def test_a_control_plane_killed_in_the_middle_goes_on_or_fails_cleanly(tmp_path:
         # It is as good as new.
         with site.connect() as mesh:
             assert mesh.export("checkpoints/again").wait(30).state is ExportState.DONE
+            assert [one["id"] for one in mesh.export_schedules()] == [rhythm["id"]]
             states = {one.destination: one.state for one in mesh.exports()}
+            assert rhythm["id"] in {one.schedule for one in mesh.exports()}
         assert states["checkpoints/on"] is ExportState.DONE
         assert not (site.folder / "off" / MANIFEST).exists()
 

@@ -1,0 +1,203 @@
+"""Downloads: the same bytes as a summon, resumed after a break, begun anew when they must."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file
+
+from paramd.errors import ConflictError, UnreachableError, UsageError
+from paramd.memory.control_page import Word
+from paramd.mesh.exporting import download as download_module
+from paramd.mesh.exporting import file_plan
+from paramd.mesh.mesh import Mesh
+from tests.integration.client_job import Rank
+from tests.integration.export_job import ExportingJob, exporting_job
+from tests.integration.test_client import write_arenas
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ExportingJob]:
+    with exporting_job(tmp_path_factory.mktemp("downloads")) as found:
+        yield found
+
+
+@pytest.fixture
+def mesh(site: ExportingJob) -> Iterator[Mesh]:
+    with site.connect() as found:
+        yield found
+
+
+def parameters(site: ExportingJob) -> dict[str, torch.Tensor]:
+    return {name: one for name, one in site.whole.items() if name != "running"}
+
+
+class Break(Exception):
+    """What ends a program in the middle."""
+
+
+def breaking(after_calls: int) -> Callable[[int, int], object]:
+    calls = 0
+
+    def moved(done_bytes: int, size_bytes: int) -> None:
+        nonlocal calls
+        calls += 1
+        if calls > after_calls:
+            raise Break
+
+    return moved
+
+
+def test_a_download_holds_what_a_summon_has(site: ExportingJob, mesh: Mesh, tmp_path: Path) -> None:
+    path = tmp_path / "all.safetensors"
+    moves: list[tuple[int, int]] = []
+    found = mesh.download(path, moved=lambda *move: moves.append(move))
+    tensors = load_file(path)
+    assert set(tensors) == set(parameters(site))
+    for name, tensor in parameters(site).items():
+        assert torch.equal(tensors[name], tensor), name
+    assert moves[-1] == (found.size_bytes, path.stat().st_size)
+    with safe_open(path, "pt") as file:
+        about = file.metadata()
+    assert about["tied"] == "rows"
+    assert (about["format"], about["paramd_step"]) == ("pt", str(found.step))
+    assert [p.name for p in tmp_path.iterdir()] == [path.name]
+
+
+def test_names_slices_and_dtypes(site: ExportingJob, mesh: Mesh, tmp_path: Path) -> None:
+    path = tmp_path / "part.safetensors"
+    mesh.download(
+        path, "columns[1:3]", "turned", dtype=torch.float64, name_map={"turned": "mapped"}
+    )
+    tensors = load_file(path)
+    assert torch.equal(tensors["columns"], site.whole["columns"][1:3].double())
+    assert torch.equal(tensors["mapped"], site.whole["turned"].double())
+
+
+def test_after_a_break_it_goes_on_with_the_same_step(
+    site: ExportingJob, mesh: Mesh, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(file_plan, "BATCH_BYTES", 100)
+    path = tmp_path / "all.safetensors"
+    with pytest.raises(Break):
+        mesh.download(path, moved=breaking(3))
+    assert not path.exists()
+    pinned = json.loads((tmp_path / ".all.safetensors.journal").read_text().splitlines()[0])
+
+    def overwrite(rank: Rank, step: int) -> None:
+        rank.arena.buffer[:256] = bytes(256)
+
+    site.job.update(overwrite)  # training goes on meanwhile
+    told: list[str] = []
+    with site.connect() as another:
+        found = another.download(path, said=told.append)
+    assert found.resumed_bytes > 0
+    assert any("goes on" in text for text in told), told
+    tensors = load_file(path)
+    for name, tensor in parameters(site).items():
+        assert torch.equal(tensors[name], tensor), name
+    assert found.step == pinned["step"] < site.job.ranks[0].page[Word.STEP]
+    write_arenas(site.job)
+
+
+def test_what_was_damaged_meanwhile_is_read_again(
+    site: ExportingJob, mesh: Mesh, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(file_plan, "BATCH_BYTES", 100)
+    path = tmp_path / "all.safetensors"
+    with pytest.raises(Break):
+        mesh.download(path, moved=breaking(3))
+    part, journal = tmp_path / ".all.safetensors.part", tmp_path / ".all.safetensors.journal"
+    lines = journal.read_text().splitlines()
+    noted = json.loads(lines[-1])
+    data = bytearray(part.read_bytes())
+    data[noted["begin"]] ^= 1
+    part.write_bytes(data)
+    journal.write_text("\n".join([*lines, '{"begin": 1, "en']))
+    found = mesh.download(path)
+    kept = sum(one["end"] - one["begin"] for one in map(json.loads, lines[1:-1]))
+    assert found.resumed_bytes == kept
+    tensors = load_file(path)
+    for name, tensor in parameters(site).items():
+        assert torch.equal(tensors[name], tensor), name
+
+
+def test_a_snapshot_that_is_no_more_or_another_request_begins_anew(
+    site: ExportingJob, mesh: Mesh, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(file_plan, "BATCH_BYTES", 100)
+    monkeypatch.setattr(download_module, "LEASE_S", 0.2)
+    path = tmp_path / "all.safetensors"
+    with pytest.raises(Break):
+        mesh.download(path, moved=breaking(3))
+    told: list[str] = []
+    found = mesh.download(path, "rows", said=told.append)
+    assert any("something else" in text for text in told), told
+    assert found.resumed_bytes == 0
+    with pytest.raises(Break):
+        mesh.download(path, replace=True, moved=breaking(3))
+    about = json.loads((tmp_path / ".all.safetensors.journal").read_text().splitlines()[0])
+    for rank, snapshot_id, _ in about["pins"]:
+        release(site, rank, snapshot_id)
+    told.clear()
+    found = mesh.download(path, replace=True, said=told.append)
+    assert any("no more" in text for text in told), told
+    assert found.resumed_bytes == 0
+    assert set(load_file(path)) == set(parameters(site))
+
+
+def release(site: ExportingJob, rank: int, snapshot_id: str) -> None:
+    """Ends a lease, as its time would."""
+    import grpc
+
+    from paramd.tickets import Role
+    from paramd.v1 import sidecar_pb2, sidecar_pb2_grpc
+
+    ticket = site.job.signer.mint(
+        job="client-test", epoch=site.job.epoch, role=Role.READER, ttl_s=60
+    )
+    with grpc.insecure_channel(site.job.ranks[rank].address) as channel:
+        sidecar_pb2_grpc.SidecarServiceStub(channel).ReleaseSnapshot(
+            sidecar_pb2.ReleaseSnapshotRequest(snapshot_id=snapshot_id),
+            timeout=5,
+            metadata=(("authorization", f"Bearer {ticket}"),),
+        )
+
+
+def test_a_taken_name_and_a_second_download_are_refused(mesh: Mesh, tmp_path: Path) -> None:
+    path = tmp_path / "all.safetensors"
+
+    def second(done_bytes: int, size_bytes: int) -> None:
+        from paramd.mesh.exporting.journal import PartialFile
+
+        with pytest.raises(ConflictError), PartialFile(path).opened():
+            pass
+
+    mesh.download(path, "rows", moved=second)
+    with pytest.raises(ConflictError):
+        mesh.download(path, "rows")
+    with pytest.raises(UsageError):
+        mesh.download(tmp_path / "no" / "x.safetensors", "rows")
+
+
+def test_a_dead_sidecar_ends_it_after_some_patience_and_keeps_what_came(
+    site: ExportingJob, mesh: Mesh, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(file_plan, "BATCH_BYTES", 100)
+    monkeypatch.setattr(download_module, "PATIENCE_S", 0.5)
+    path = tmp_path / "all.safetensors"
+    rank = site.job.ranks[1]
+
+    def kill(done_bytes: int, size_bytes: int) -> None:
+        if done_bytes and rank.process.poll() is None:
+            rank.process.kill()
+            rank.process.wait()
+
+    with pytest.raises(UnreachableError, match="is kept"):
+        mesh.download(path, moved=kill)
+    assert (tmp_path / ".all.safetensors.journal").exists()

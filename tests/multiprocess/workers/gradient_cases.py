@@ -23,6 +23,7 @@ from paramd.mesh.frames import GradFrame
 from paramd.mesh.mesh import Mesh
 from paramd.trainer.attachment import Attachment
 from paramd.trainer.settings import AttachSettings
+from tests.ending import end
 
 JOB = "cases"
 ROWS, WIDTH = 5, 3
@@ -213,7 +214,7 @@ def several_optimizers(cases: Cases) -> None:
         mine, theirs = ("plain", "other") if frame.step % 2 else ("other", "plain")
         assert frame[mine].unique().item() == frame.step
         assert frame[theirs] is None
-    assert {frame.step % 2 for frame in frames} == {0, 1}
+    assert not frames or {frame.step % 2 for frame in frames} == {0, 1}
 
 
 def accumulation(cases: Cases) -> None:
@@ -250,7 +251,7 @@ def clipping(cases: Cases) -> None:
             assert abs(frame.total.norm - 1) < 1e-5
         else:
             assert frame.clip_factor is None
-    assert {frame.step % 2 for frame in frames} == {0, 1}
+    assert not frames or {frame.step % 2 for frame in frames} == {0, 1}
 
 
 def skipped_steps(cases: Cases) -> None:
@@ -338,4 +339,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    end(main)

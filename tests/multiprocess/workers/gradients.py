@@ -20,6 +20,7 @@ from torch import nn
 import paramd
 from tests.ending import end
 from tests.multiprocess import kinds
+from tests.multiprocess.workers.gradient_cases import Idle
 
 JOB = "gradients"
 
@@ -40,7 +41,9 @@ def main() -> None:
     chosen = [k for k in kinds.kinds_for(dist.get_world_size()) if not names or k.name in names]
     built = {kind.name: kind.build() for kind in chosen}
     model = nn.ModuleDict({name: part.model for name, part in built.items()})
-    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=1e-3)
+    trained = [p for p in model.parameters() if p.requires_grad]
+    # A planted NaN must not spread.
+    optimizer = Idle(iter(trained)) if arguments.truth else torch.optim.SGD(trained, lr=1e-3)
     attachment = paramd.attach(model, optimizer, job=JOB)
     print("attached", flush=True)
     while not _all(arguments.folder / "stop"):

@@ -178,13 +178,17 @@ def host_id() -> str:
         return socket.gethostname()
 
 
-def process_start(pid: int) -> int | None:
-    """Start time of a process in clock ticks since boot; None when it has ended."""
+def process_start(pid: int) -> int:
+    """Start time of a process in clock ticks since boot; 0 when it has ended or never was.
+
+    With the pid it names a process for ever, for pids are used again. A zombie has ended.
+    """
+    # The command name may hold spaces and brackets; what follows the last bracket is regular.
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:
-        return None
-    return None if fields[0] in "ZX" else int(fields[19])
+        return 0
+    return int(fields[19]) if fields[0] not in "ZX" else 0
 
 
 def next_epoch(job: str, *, above: int = 0) -> int:
@@ -320,7 +324,7 @@ def _parse(text: bytes, job: str) -> Endpoint | None:
 
 def _alive(endpoint: Endpoint) -> bool:
     start = process_start(endpoint.pid)
-    return start is not None and endpoint.pid_start in (0, start)
+    return start != 0 and endpoint.pid_start in (0, start)
 
 
 def _next_step(running: list[Endpoint]) -> str:

@@ -27,9 +27,9 @@ from paramd.layout.types import Layout
 from paramd.memory import handover
 from paramd.memory.arena import HostArena
 from paramd.memory.control_page import ControlPage, Word
-from paramd.memory.descriptors import process_start, wake
+from paramd.memory.descriptors import wake
 from paramd.memory.gate import TrainerGate
-from paramd.places import host_id, job_dir
+from paramd.places import host_id, job_dir, process_start
 from paramd.tickets import Role, Signer, new_private_key
 from paramd.version import __version__
 

@@ -18,6 +18,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from paramd import places
 from paramd.layout.codec import encode_layout
 from paramd.layout.merge import layout_digest
 from paramd.layout.types import Box, Layout, Piece, TensorKind, TensorLayout
@@ -232,7 +233,7 @@ def attach_message(settings: TrainerSettings, **changes: object) -> handover.Mes
         "rank": settings.rank,
         "world_size": settings.world_size,
         "pid": os.getpid(),
-        "start": descriptors.process_start(os.getpid()),
+        "start": places.process_start(os.getpid()),
         "arena_bytes": settings.arena_bytes,
         "public_key": SIGNER.public_key.hex(),
         "rank_ticket": SIGNER.mint(

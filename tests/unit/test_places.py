@@ -39,7 +39,7 @@ def endpoint(job: str = "run", *, pid: int | None = None, token: str = "t") -> E
         job=job,
         grpc_address="127.0.0.1:8471",
         epoch=1,
-        pid_start=places.process_start(os.getpid()) or 0 if pid is None else 0,
+        pid_start=places.process_start(os.getpid()) if pid is None else 0,
     )
 
 

@@ -71,16 +71,6 @@ def pidfd(pid: int) -> int:
     return os.pidfd_open(pid)
 
 
-def process_start(pid: int) -> int:
-    """Start time of a process in clock ticks since boot; 0 when there is no such process.
-
-    With the pid it names a process for ever, for pids are used again.
-    """
-    text = _read(f"/proc/{pid}/stat")
-    # The command name may hold spaces and brackets; what follows the last bracket is regular.
-    return int(text.rpartition(")")[2].split()[19]) if text else 0
-
-
 def _read(path: str) -> str:
     try:
         return Path(path).read_text()

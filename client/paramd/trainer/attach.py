@@ -17,7 +17,6 @@ from paramd.errors import ConflictError, ParamdError, UsageError
 from paramd.layout.codec import decode_local, encode_layout, encode_local
 from paramd.layout.merge import layout_digest, merge_layouts
 from paramd.layout.types import Layout
-from paramd.memory import descriptors
 from paramd.memory.arena import HostArena
 from paramd.memory.control_page import MAGIC, ControlPage, Word
 from paramd.memory.forking import private_in_children
@@ -380,4 +379,4 @@ def _introduce(page: ControlPage, identity: Identity, first_step: int) -> None:
     words[Word.EPOCH] = identity.epoch
     words[Word.STEP] = first_step
     words[Word.TRAINER_PID] = os.getpid()
-    words[Word.TRAINER_START] = descriptors.process_start(os.getpid())
+    words[Word.TRAINER_START] = places.process_start(os.getpid())

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from paramd import places
 from paramd.errors import (
     ConflictError,
     ParamdError,
@@ -158,7 +159,7 @@ class SidecarLink:
             "rank": identity.rank,
             "world_size": identity.world_size,
             "pid": os.getpid(),
-            "start": descriptors.process_start(os.getpid()),
+            "start": places.process_start(os.getpid()),
             "arena_bytes": self._arena_bytes,
             "public_key": identity.public_key.hex(),
             "rank_ticket": identity.rank_ticket,

@@ -104,7 +104,7 @@ def announce(bootstrap: Bootstrap, url: str, grpc_address: str) -> Endpoint:
         job=bootstrap.job,
         grpc_address=grpc_address,
         epoch=bootstrap.epoch,
-        pid_start=places.process_start(os.getpid()) or 0,
+        pid_start=places.process_start(os.getpid()),
     )
     places.write_endpoint(endpoint)
     return endpoint

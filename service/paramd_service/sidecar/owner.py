@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
+from paramd import places
 from paramd.errors import ConflictError, UsageError
 from paramd.memory import descriptors
 from paramd.memory.arena import HostArena
@@ -207,7 +208,7 @@ def _trainer_pidfd(request: AttachRequest) -> int:
     except OSError as error:
         raise UsageError(f"attach: there is no process {request.pid} ({error.strerror})") from error
     # Looked at after the pidfd is open: from now on the pid cannot become another's.
-    if descriptors.process_start(request.pid) != request.start:
+    if places.process_start(request.pid) != request.start:
         os.close(descriptor)
         raise UsageError(f"attach: process {request.pid} did not start at {request.start}")
     return descriptor

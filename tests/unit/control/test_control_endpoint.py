@@ -86,7 +86,7 @@ def test_a_newer_epoch_takes_the_endpoint_over_and_an_older_one_cannot() -> None
 
 def test_the_successor_is_a_living_process_of_no_older_epoch() -> None:
     mine = announced(2)
-    start = places.process_start(os.getppid()) or 0
+    start = places.process_start(os.getppid())
     theirs = {"url": "u", "token": "t", "job": "run", "grpc_address": "g"}
     other = places.Endpoint(**theirs, pid=os.getppid(), pid_start=start, epoch=3)
     places.write_endpoint(other)

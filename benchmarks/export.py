@@ -27,7 +27,8 @@ OUR_DCP = "export (dcp)"
 DCP_SAVE = "DCP save"
 TORCH_SAVE = "get_model_state_dict + torch.save"
 
-STEP_S = 0.05
+STEP_S = 0.25
+"""About what a step of such a model takes at the least."""
 _MIB = 1 << 20
 
 
@@ -98,8 +99,8 @@ def _stops(job: Big, root: Path) -> float:
     longest = 0.0
     for name in (SHARDED, ONE_FILE):
         _clear(job, root)
-        job.ranks.tell("pace", STEP_S, 100)
-        time.sleep(5 * STEP_S)
+        job.ranks.tell("pace", STEP_S, 24)
+        time.sleep(3 * STEP_S)
         _export(job, name)
         job.ranks.hear()
         now = [total for total, _ in job.ranks.call("stalls")]

@@ -30,7 +30,10 @@ _DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _MAX_MANIFEST_BYTES = 64 << 20
 _RENAME_NOREPLACE = 1
 _RENAME_EXCHANGE = 2
+_SYNC_FILE_RANGE_WRITE = 2
+_WRITEBACK_BYTES = 32 << 20
 _libc = ctypes.CDLL(None, use_errno=True)
+_libc.sync_file_range.argtypes = (ctypes.c_int, ctypes.c_int64, ctypes.c_int64, ctypes.c_uint)
 
 
 class DirectorySink:
@@ -43,10 +46,19 @@ class DirectorySink:
         self._part = f".{name}.{secrets.token_hex(4)}"
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
         self._file = os.open(self._part, flags, 0o666, dir_fd=folder)
+        self._written = 0
+        self._begun = 0
 
     def write(self, data: memoryview) -> None:
         while data:
-            data = data[os.write(self._file, data) :]
+            written = os.write(self._file, data)
+            self._written += written
+            data = data[written:]
+        if self._written - self._begun >= _WRITEBACK_BYTES:
+            # The disk begins now, instead of at the end when all would wait for it.
+            size = self._written - self._begun
+            _libc.sync_file_range(self._file, self._begun, size, _SYNC_FILE_RANGE_WRITE)
+            self._begun = self._written
 
     def finish(self) -> None:
         os.fsync(self._file)

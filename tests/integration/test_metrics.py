@@ -19,7 +19,7 @@ from tests.integration.fake_trainer import FakeTrainer, TrainerSettings, attach
 from tests.integration.sidecar_process import client_of, sidecar
 
 ARENA_BYTES = 1 << 16
-LABELS = {"job", "rank", "rule", "kind", "ok", "captured", "le"}
+LABELS = {"job", "rank", "rule", "kind", "ok", "captured", "le", "state"}
 PROMTOOL = shutil.which("promtool")
 
 
@@ -71,6 +71,9 @@ async def test_both_sides_are_scraped_and_agree() -> None:
         assert site["paramd_joined_ranks"] == {"": 1}
         assert site["paramd_rank_arena_bytes"] == {"0": ARENA_BYTES}
         assert site["paramd_alerts_fired_total"] == {"": 0}
+        assert site["paramd_audit_ok"] == {"": 1}
+        assert site["paramd_store_writes_waiting"][""] >= 0
+        assert site["paramd_history_dropped_samples_total"] == {"": 0}
         answer = control.get("/api/v1/jobs/job/ranks/0/metrics")
         assert answer.headers["content-type"].startswith("text/plain; version=0.0.4")
         own = check(answer.text)

@@ -358,7 +358,13 @@ class ControlPlane:
             tls=self._tls,
             jobs=jobs,
             metrics=Metrics(
-                jobs, self._lag, watchers, self._tls, exports=exports, edits=self._edits
+                jobs,
+                self._lag,
+                watchers,
+                self._tls,
+                exports=exports,
+                edits=self._edits,
+                records=records,
             ),
             edits=self._edits,
             watchers=watchers,

@@ -20,6 +20,8 @@ from paramd_service.control.edits.metrics import EditsCollector
 from paramd_service.control.exports.exports import Exports
 from paramd_service.control.exports.machine import TERMINAL
 from paramd_service.control.jobs import Jobs
+from paramd_service.control.record_metrics import RecordsCollector
+from paramd_service.control.records import Records
 from paramd_service.control.view import MeshView, RankView, Report, State
 from paramd_service.tls import ServerTls
 
@@ -112,8 +114,11 @@ class Metrics:
         *,
         exports: Exports | None = None,
         edits: Edits | None = None,
+        records: Records | None = None,
     ) -> None:
         self._registry = CollectorRegistry()
+        if records is not None:
+            self._registry.register(RecordsCollector(records))
         if edits is not None:
             self._registry.register(EditsCollector(edits))
         self._registry.register(_JobsCollector(jobs, lag, watchers, tls, exports))

@@ -1,0 +1,120 @@
+"""Tables of optimizer state, merged by names of parameters."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+
+from paramd.errors import ConflictError, UsageError
+from paramd.layout.export_moments import optimizer_table
+from paramd.layout.export_optimizer import StateScalar
+from paramd.layout.types import Box, Interval, Layout, Piece, TensorKind, TensorLayout
+
+
+def table(*params: dict[str, Any], **fields: Any) -> dict[str, Any]:
+    found = {
+        "step": 7,
+        "keys": ["exp_avg"],
+        "params": list(params),
+        "groups": [[{"lr": 0.1, "betas": [0.9, 0.99]}, {"lr": 0.2}]],
+        "failure": "",
+    }
+    return {**found, **fields}
+
+
+def param(begin: int, end: int, **fields: Any) -> dict[str, Any]:
+    found = {
+        "begin": begin,
+        "end": end,
+        "dtypes": {"exp_avg": "float32"},
+        "scalars": {"step": 7.0},
+        "left_out": {},
+        "optimizer": 0,
+        "group": 0,
+    }
+    return {**found, **fields}
+
+
+def layout() -> Layout:
+    """`a` and `b` lie in one flat parameter on both ranks; `c` has no optimizer; `d` is whole."""
+
+    def flat(name: str, begin: int, cut: int, numel: int) -> TensorLayout:
+        pieces = (Piece(0, begin, Interval(0, cut)), Piece(1, begin, Interval(cut, numel)))
+        return TensorLayout(name, "float32", (numel,), TensorKind.PARAMETER, pieces)
+
+    whole = tuple(Piece(rank, 4096, Box((0,), (4,))) for rank in range(2))
+    frozen = tuple(Piece(rank, 8192, Box((0,), (4,))) for rank in range(2))
+    return Layout(
+        2,
+        (1 << 20, 1 << 20),
+        (
+            flat("a", 0, 4, 10),
+            flat("b", 64, 3, 5),
+            TensorLayout("c", "float32", (4,), TensorKind.PARAMETER, frozen),
+            TensorLayout("d", "float32", (4,), TensorKind.PARAMETER, whole),
+        ),
+    )
+
+
+def ranks(**fields: Any) -> dict[int, dict[str, Any]]:
+    one = table(param(0, 1024), param(4096, 4112, group=1))
+    return {0: one, 1: table(param(0, 1024), param(4096, 4112, group=1, **fields))}
+
+
+def test_state_of_flat_parameters_is_named_by_what_lies_in_them() -> None:
+    found = optimizer_table(layout(), ranks())
+    assert found.states == {"exp_avg": {"a": "float32", "b": "float32", "d": "float32"}}
+    assert found.scalars["b"] == (StateScalar("step", "float32", 7.0),)
+    assert found.groups == (
+        {"lr": 0.1, "betas": [0.9, 0.99], "params": ["a", "b"]},
+        {"lr": 0.2, "params": ["d"]},
+    )
+
+
+def test_numbers_that_json_has_not_come_back() -> None:
+    tables = {rank: table(param(0, 1024, scalars={"x": "nan", "n": 3})) for rank in range(2)}
+    for one in tables.values():
+        one["params"].append(param(4096, 4112))
+    scalars = optimizer_table(layout(), tables).scalars["a"]
+    assert math.isnan(scalars[0].value)
+    assert scalars[1] == StateScalar("n", "int64", 3)
+
+
+@pytest.mark.parametrize(
+    ("fields", "text"),
+    [
+        ({"dtypes": {}}, "different optimizer state of 'd'"),
+        ({"scalars": {"step": 8.0}}, "different optimizer state of 'd'"),
+    ],
+)
+def test_ranks_that_disagree_are_refused(fields: dict[str, Any], text: str) -> None:
+    with pytest.raises(ConflictError, match=text):
+        optimizer_table(layout(), ranks(**fields))
+
+
+def test_what_cannot_be_given_is_refused_with_its_reason() -> None:
+    tables = ranks()
+    tables[1]["failure"] = "no room"
+    with pytest.raises(ConflictError, match=r"rank 1 could not .* no room"):
+        optimizer_table(layout(), tables)
+    tables = {rank: table(param(0, 1024, left_out={"row": "odd"})) for rank in range(2)}
+    with pytest.raises(ConflictError, match="'row' of 'a' cannot be exported: odd"):
+        optimizer_table(layout(), tables)
+    other = ranks()
+    other[1]["step"] = 8
+    with pytest.raises(ConflictError, match="different steps"):
+        optimizer_table(layout(), other)
+
+
+@pytest.mark.parametrize("broken", [{}, {"params": 3}, {"keys": None}])
+def test_malformed_tables_are_refused(broken: dict[str, Any]) -> None:
+    tables: dict[int, dict[str, Any]] = {0: {**table(), **broken} if broken else {}, 1: table()}
+    with pytest.raises(UsageError, match="malformed"):
+        optimizer_table(layout(), tables)
+
+
+def test_a_table_of_nobody_who_holds_it_is_refused() -> None:
+    with pytest.raises(UsageError, match="holder of 'a'"):
+        optimizer_table(layout(), {5: table()})

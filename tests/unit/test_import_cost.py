@@ -13,6 +13,8 @@ NEEDS_TORCH = (
     "paramd.trainer",
     "paramd.examples",
     "paramd.mesh.assemble",
+    "paramd.mesh.editing.operands",
+    "paramd.mesh.grad_tensors",
     "paramd.mesh.views",
     "paramd_service.sidecar.pooling",
     "paramd_service.sidecar.stats",

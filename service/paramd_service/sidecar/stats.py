@@ -192,7 +192,8 @@ def _widen(raw: torch.Tensor, dtype: str) -> torch.Tensor:
 
 
 def _add_piece(result: Reduced, piece: torch.Tensor) -> None:
-    low, high = (float(bound) for bound in torch.aminmax(piece))
+    # Two passes, each three times as fast as `aminmax`; NaN comes out of both.
+    low, high = float(torch.amin(piece)), float(torch.amax(piece))
     numel = piece.numel()
     if math.isfinite(low) and math.isfinite(high):
         finite = piece
@@ -204,14 +205,24 @@ def _add_piece(result: Reduced, piece: torch.Tensor) -> None:
         result.count += numel - finite.numel()
         if finite.numel() == 0:
             return
-        low, high = (float(bound) for bound in torch.aminmax(finite))
+        low, high = float(torch.amin(finite)), float(torch.amax(finite))
     result.add_moments(finite.numel(), *_moments(finite))
     result.count += finite.numel()
     result.min, result.max = min(result.min, low), max(result.max, high)
     if result.exponents is None:
-        result.zero_count += finite.numel() - int(torch.count_nonzero(finite))
+        result.zero_count += _count_zeros(finite, some=result.zero_count > 0)
     else:
         _add_exponents(result, result.exponents, finite)
+
+
+def _count_zeros(values: torch.Tensor, *, some: bool) -> int:
+    """How many are exactly zero; `some` says that there were some before.
+
+    Most tensors have none, and to see that takes half as long as to count.
+    """
+    if not some and float(torch.amin(torch.abs(values))) > 0:
+        return 0
+    return values.numel() - int(torch.count_nonzero(values))
 
 
 def _add_between(result: Reduced, piece: torch.Tensor, edges: torch.Tensor) -> None:
@@ -239,7 +250,9 @@ def _moments(values: torch.Tensor) -> tuple[float, float, float]:
 def _sum(values: torch.Tensor) -> float:
     whole = values.numel() // _ROW * _ROW
     rows = values[:whole].view(-1, _ROW).sum(dim=1)
-    total = float(rows.double().sum()) + float(values[whole:].double().sum())
+    total = float(rows.sum(dtype=torch.float64))
+    if whole < values.numel():
+        total += float(values[whole:].sum(dtype=torch.float64))
     # Rows of very large float32 numbers overflow.
     return total if math.isfinite(total) else float(values.double().sum())
 
@@ -248,10 +261,12 @@ def _sum_squares(values: torch.Tensor) -> float:
     whole = values.numel() // _ROW * _ROW
     # The norm of a row is one fused pass; squares of single elements would be two.
     norms = torch.linalg.vector_norm(values[:whole].view(-1, _ROW), dim=1).double()
-    total = float(norms.square().sum())
+    total = float(torch.dot(norms, norms))
     if not _TINY_SQUARE * whole <= total < math.inf:
         return float(values.double().square().sum())
-    return total + float(values[whole:].double().square().sum())
+    if whole < values.numel():
+        total += float(values[whole:].double().square().sum())
+    return total
 
 
 def _add_exponents(result: Reduced, exponents: torch.Tensor, values: torch.Tensor) -> None:

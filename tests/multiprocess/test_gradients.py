@@ -100,7 +100,7 @@ def test_statistics_are_those_of_what_torch_gathers(tmp_path: Path) -> None:
     for frame in frames:
         truth = load_file(tmp_path / f"{frame.step}.grads")
         planted = frame.step % 2 == 0
-        assert frame.total.nan_count == (2 if planted else 0), "fsdp2 and tp-fsdp2, once each"
+        assert frame.total.nan_count == int(planted), "one rank of two has it"
         for name, found in frame.items():
             if found is None:
                 continue

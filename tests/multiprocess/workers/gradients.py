@@ -72,11 +72,11 @@ def fill(optimizer: torch.optim.Optimizer, value: float) -> None:
 
 
 def plant_nan(model: nn.Module, update: int) -> None:
-    """One NaN in the last shard of one sharded gradient, on the one rank that holds it."""
+    """One NaN in a shard of one gradient, on the one rank that holds it."""
     for name, param in model.named_parameters():
-        if name.endswith("embed.weight") and param.grad is not None:
+        if name.startswith("fsdp2.") and name.endswith("embed.weight") and param.grad is not None:
             local = getattr(param.grad, "_local_tensor", param.grad)
-            if "fsdp2" in name and dist.get_rank() == 0 and update % 2 == 0:
+            if dist.get_rank() == 0 and update % 2 == 0:
                 local.view(-1)[0] = float("nan")
 
 

@@ -28,6 +28,7 @@ from paramd.cli.grads import grads
 from paramd.cli.hold import pause, resume, step
 from paramd.cli.options import ContextName, Debug, Job, Token, Url, examples
 from paramd.cli.params import params
+from paramd.cli.restore import restore
 from paramd.cli.serve import control, sidecar
 from paramd.cli.settings import Flags
 from paramd.cli.stats import stats
@@ -95,6 +96,12 @@ _add(
 )
 _add(edits, CHANGE, "paramd edits", "paramd edits --state APPLIED -o json", "paramd edits 3f2a9c01")
 _add(undo, CHANGE, "paramd undo 3f2a9c01")
+_add(
+    restore,
+    CHANGE,
+    "paramd restore checkpoints/step-1000",
+    "paramd restore checkpoints/step-1000 --reset-moments --note 'before the spike'",
+)
 _add(pause, CHANGE, "paramd pause", "paramd pause --lease 120", "paramd pause --keep")
 _add(step, CHANGE, "paramd step", "paramd step 10")
 _add(resume, CHANGE, "paramd resume")

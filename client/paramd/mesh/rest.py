@@ -160,6 +160,30 @@ class RestClient:
         Raises:
             ParamdError: the class that the HTTP status stands for.
         """
+        answer = await self._answer(method, path, body, timeout_s)
+        try:
+            return answer.json()
+        except ValueError as error:
+            raise UnreachableError(
+                f"{self.url} answered something that is not JSON; is it a paramd control plane?"
+            ) from error
+
+    async def read_bytes(self, path: str, *, timeout_s: float = 60.0) -> tuple[int, bytes]:
+        """(size of a whole file, a part of it), as `read_export_file` answers.
+
+        Raises: as `send`.
+        """
+        answer = await self._answer("GET", path, None, timeout_s)
+        try:
+            return int(answer.headers["paramd-file-bytes"]), answer.content
+        except (KeyError, ValueError) as error:
+            raise UnreachableError(
+                f"{self.url} answered something that is no file; is it a paramd control plane?"
+            ) from error
+
+    async def _answer(
+        self, method: str, path: str, body: Mapping[str, Any] | None, timeout_s: float | None
+    ) -> httpx2.Response:
         try:
             answer = await self._client.request(
                 method,
@@ -181,12 +205,7 @@ class RestClient:
             raise error_of_http(
                 self.url, answer.status_code, problem_text(answer), problem_type(answer)
             )
-        try:
-            return answer.json()
-        except ValueError as error:
-            raise UnreachableError(
-                f"{self.url} answered something that is not JSON; is it a paramd control plane?"
-            ) from error
+        return answer
 
 
 def parse_job(found: Mapping[str, Any]) -> JobDocument:

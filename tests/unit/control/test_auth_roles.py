@@ -43,6 +43,7 @@ EXPECTED: dict[tuple[str, str], set[UserRole]] = {
     ("GET", "/api/v1/jobs/{job}/exports/{export}"): EVERYBODY,
     ("DELETE", "/api/v1/jobs/{job}/exports/{export}"): {X, A},
     ("POST", "/api/v1/jobs/{job}/export-assets"): {X, A},
+    ("GET", "/api/v1/jobs/{job}/export-file"): {E, A},
     ("GET", "/api/v1/jobs/{job}/export-schedules"): EVERYBODY,
     ("POST", "/api/v1/jobs/{job}/export-schedules"): {X, A},
     ("DELETE", "/api/v1/jobs/{job}/export-schedules/{schedule}"): {X, A},

@@ -7,14 +7,21 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from paramd.errors import DeadlineError, UnreachableError
 from paramd.mesh.exporting.calls import ExportCalls, new_export_id, read_assets
 from paramd.mesh.exporting.fetching import AsyncDownloading
 from paramd.mesh.exports import AsyncExport, ExportInfo, Progress
+from paramd.mesh.timeouts import UNSET, Timeout
+
+if TYPE_CHECKING:
+    import torch
+
+    from paramd.layout.types import Layout
+    from paramd.mesh.editing.results import Edit
 
 _LOOK_S: Final = 0.5
 _FIRST_LOOK_S: Final = 0.05
@@ -24,6 +31,20 @@ _CREATE_S: Final = 15.0
 
 class AsyncExporting(AsyncDownloading):
     """Checkpoints of a running job, at places that its operator allows. Part of AsyncMesh."""
+
+    if TYPE_CHECKING:
+
+        async def read_layout(self) -> Layout: ...
+
+        async def edit(
+            self,
+            *patterns: str,
+            set: torch.Tensor | Mapping[str, torch.Tensor] | None = None,
+            if_step: int | None = None,
+            reset_moments: bool = False,
+            note: str = "",
+            timeout: Timeout = UNSET,
+        ) -> Edit: ...
 
     async def export(
         self,
@@ -116,6 +137,51 @@ class AsyncExporting(AsyncDownloading):
             if progress is not None:
                 progress(info)
         return info
+
+    async def restore(
+        self,
+        destination: str,
+        *,
+        if_step: int | None = None,
+        reset_moments: bool = False,
+        note: str | None = None,
+        timeout: float | None = None,
+        moved: Callable[[int, int], object] = lambda done_bytes, size_bytes: None,
+    ) -> Edit:
+        """Writes the parameters of a safetensors export into the running mesh, as one edit.
+
+        On all ranks at one step, or on none. Buffers and the optimizer's state stay as they
+        are. What was renamed gets its name back; what was cast is cast back.
+
+        Args:
+            destination: Name of a configured destination, "/", key.
+            if_step: Refused when training is at another step when the edit is committed.
+            reset_moments: Zero the optimizer's state of the parameters, too.
+            note: Why, for the log; None says what was restored.
+            timeout: Seconds; None waits for as long as it takes.
+            moved: Told bytes read of the export, and bytes in all.
+
+        Raises: as `edit`, and
+            NotFoundError: no export stands there, or it has not all parameters.
+            UsageError: it is no export of safetensors, or a shape differs.
+            DataLossError: its files are not what was exported.
+        """
+        from paramd.mesh.exporting.restoring import ExportFiles, values_of
+
+        await self._transfer.load_torch()
+        layout = await self.read_layout()
+        files = ExportFiles(self._reach.rest, self._reach.document.job, destination)
+        manifest = await files.manifest()
+        tensors = await files.tensors(manifest, moved)
+        values = values_of(layout, tensors, manifest["renamed"])
+        said = f"restored {destination}, step {manifest['step']} of {manifest['job']}"
+        return await self.edit(
+            set=values,
+            if_step=if_step,
+            reset_moments=reset_moments,
+            note=note if note is not None else said,
+            timeout=timeout,
+        )
 
     async def create_export_schedule(
         self,

@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     import torch
 
     from paramd.mesh.amesh import AsyncMesh
+    from paramd.mesh.editing.results import Edit
     from paramd.mesh.exporting.download import Downloaded
 
 Result = TypeVar("Result")
@@ -111,6 +112,31 @@ class Exporting:
     ) -> ExportInfo:
         """The export once it has ended. Args, Raises: as `AsyncExport.wait`."""
         return self._run(self._mesh.export_ended(info, timeout, progress))
+
+    def restore(
+        self,
+        destination: str,
+        *,
+        if_step: int | None = None,
+        reset_moments: bool = False,
+        note: str | None = None,
+        timeout: float | None = None,
+        moved: Callable[[int, int], object] = lambda done_bytes, size_bytes: None,
+    ) -> Edit:
+        """Writes the parameters of a safetensors export into the running mesh, as one edit.
+
+        Args, Raises: as `AsyncMesh.restore`.
+        """
+        return self._run(
+            self._mesh.restore(
+                destination,
+                if_step=if_step,
+                reset_moments=reset_moments,
+                note=note,
+                timeout=timeout,
+                moved=moved,
+            )
+        )
 
     def create_export_schedule(
         self,

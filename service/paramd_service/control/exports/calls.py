@@ -15,8 +15,9 @@ from contextlib import aclosing, asynccontextmanager
 from typing import Any, Final
 
 import grpc.aio
+from xxhash import xxh3_64_intdigest
 
-from paramd.errors import DeadlineError, ParamdError, UnreachableError
+from paramd.errors import DataLossError, DeadlineError, ParamdError, UnreachableError
 from paramd.mesh.channels import Channels, call_timeout_s, cancelled, error_of, watched
 from paramd.v1 import export_pb2, sidecar_pb2
 from paramd_service.control.config import Bootstrap
@@ -26,6 +27,7 @@ UNARY_TIMEOUT_S: Final = 60.0
 PROBE_TIMEOUT_S: Final = 3.0
 QUIET_S: Final = 1.5
 """After so long without progress the ranks of a file are asked whether they live."""
+READ_BYTES: Final = 8 << 20
 STORE_PART_BYTES: Final = 512 << 10
 
 Moved = Callable[[int], None]
@@ -159,6 +161,40 @@ class ExportCalls:
             target=target, names=names, finished=finished, generation=self._generation
         )
         await self._unary(rank, address, "DropExport", request)
+
+    async def read(
+        self,
+        rank: int,
+        address: str,
+        target: export_pb2.ExportTarget,
+        name: str,
+        offset_bytes: int,
+    ) -> tuple[int, bytes]:
+        """(size of a finished export's file, up to READ_BYTES of it from an offset on).
+
+        Raises: as `write`; DataLossError: bytes do not match their checksum.
+        """
+        request = export_pb2.ReadExportFileRequest(
+            target=target,
+            name=name,
+            finished=True,
+            offset_bytes=offset_bytes,
+        )
+        call = self._channels.sidecar(address).ReadExportFile(
+            request, timeout=UNARY_TIMEOUT_S, metadata=self._channels.metadata
+        )
+        whole_bytes, data = 0, bytearray()
+        probe = self._probes([(rank, address)])
+        async with _answers(call, f"rank {rank}", probe) as messages:
+            async for message in messages:
+                if message.HasField("header"):
+                    whole_bytes = message.size_bytes
+                if message.data and xxh3_64_intdigest(message.data) != message.xxh3:
+                    raise DataLossError(f"rank {rank}: bytes of {name} came damaged; try again")
+                data += message.data
+                if len(data) >= READ_BYTES:
+                    break
+        return whole_bytes, bytes(data)
 
     async def renew(self, rank: int, address: str, snapshot_id: str, lease_s: float) -> float:
         """Prolongs a lease; the seconds granted. Raises NotFoundError when it has ended."""

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 import secrets
 import time
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import asdict
+from functools import partial
 from typing import Any, Final
 
-from paramd.errors import ConflictError, ExhaustedError
+from paramd.errors import ConflictError, ExhaustedError, NotFoundError
 from paramd.v1 import export_pb2
 from paramd_service.control.events import Kind
 from paramd_service.control.exports.assets import Assets
@@ -29,6 +31,7 @@ from paramd_service.control.store.exports import ExportRow, ExportStore, Schedul
 from paramd_service.control.view import MeshView
 from paramd_service.control.watch import Publish
 from paramd_service.exports.destinations import Destination, DestinationKind, locate
+from paramd_service.exports.place import MANIFEST
 
 TELL_EVERY_S: Final = 1.0
 """Between two events that tell only of bytes."""
@@ -154,6 +157,36 @@ class Exports:
         if found.state != "CANCELLED":
             raise ConflictError(f"export {export_id} is {found.state}; it is cancelled no more")
         return found
+
+    async def read_file(
+        self, incarnation: Incarnation, destination: str, name: str, offset_bytes: int
+    ) -> tuple[int, bytes]:
+        """(size of a file, up to 8 MiB of it from an offset on) of a finished export, whosoever's.
+
+        Raises:
+            UsageError, NotFoundError: no destination, no export there, no such file of it.
+        """
+        incarnation.check()
+        found, key = locate(self.destinations, destination)
+        target = export_pb2.ExportTarget(
+            destination=found.name,
+            root=found.root,
+            options=found.options,
+            key=key,
+            export_id="0" * 32,
+        )
+        crew = self._queues[incarnation.job].crew
+        if name != MANIFEST:
+            _, (_, text) = await crew.any(
+                partial(crew.calls.read, target=target, name=MANIFEST, offset_bytes=0)
+            )
+            # What lies there beside an export is nobody's business.
+            if name not in {str(file["name"]) for file in json.loads(text)["files"]}:
+                raise NotFoundError(f"{destination}: its manifest has no file {name[:80]!r}")
+        _, answer = await crew.any(
+            partial(crew.calls.read, target=target, name=name, offset_bytes=offset_bytes)
+        )
+        return answer
 
     def schedules(self, job: str) -> Schedules:
         """The schedules of a job that is served here."""

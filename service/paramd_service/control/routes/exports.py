@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from typing import Annotated, Any, Literal
 
-from fastapi import APIRouter, Path, Query, Request
+from fastapi import APIRouter, Path, Query, Request, Response
 
 from paramd.errors import UsageError
 from paramd_service.control.audit.audit import Action
@@ -41,6 +41,13 @@ Wanted = Annotated[
     Query(description="Only those in this state; empty: all"),
 ]
 Limit = Annotated[int, Query(ge=1, le=MAX_LIMIT, description="Exports on a page")]
+Where = Annotated[
+    str, Query(min_length=3, max_length=1100, description='Name of a destination, "/", key')
+]
+FileName = Annotated[
+    str, Query(min_length=1, max_length=255, description="A file that its manifest names, or that")
+]
+Offset = Annotated[int, Query(ge=0, le=1 << 50, description="First byte wanted")]
 PageToken = Annotated[str, Query(max_length=512, description="From the page before")]
 
 _PAGE = "exports"
@@ -52,6 +59,16 @@ def router(services: Services) -> APIRouter:
     routes = APIRouter(tags=["exports"], responses=PROBLEMS)
     _exports(services, routes)
     _schedules(services, routes)
+
+    @routes.get("/jobs/{job}/export-file", response_class=Response)
+    async def read_export_file(
+        job: str, destination: Where, name: FileName, offset_bytes: Offset = 0
+    ) -> Response:
+        """Up to 8 MiB of a file of a finished export; its size stands in paramd-file-bytes."""
+        mesh = services.jobs.get(job)
+        size_bytes, data = await services.exports.read_file(mesh, destination, name, offset_bytes)
+        headers = {"paramd-file-bytes": str(size_bytes)}
+        return Response(data, media_type="application/octet-stream", headers=headers)
 
     @routes.get("/destinations")
     async def list_destinations() -> DestinationList:

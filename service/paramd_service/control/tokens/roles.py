@@ -92,6 +92,7 @@ OPERATIONS: Final[dict[str, Action]] = {
     "create_schedule": Action.EXPORT,
     "delete_schedule": Action.EXPORT,
     "list_destinations": Action.VIEW,
+    "read_export_file": Action.EDIT,
     "list_edits": Action.VIEW,
     "get_edit": Action.VIEW,
     "create_edit": Action.EDIT,

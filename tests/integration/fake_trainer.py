@@ -76,6 +76,8 @@ class FakeTrainer:
     held: threading.Event = field(default_factory=threading.Event)
     apply: Callable[[int], None] | None = None
     """Runs the edit program that begins at that byte of the memory of edits; None does nothing."""
+    mirror: Callable[[], None] | None = None
+    """Mirrors optimizer state into the memory of moments; None says that it did."""
 
     def __post_init__(self) -> None:
         self.page = ControlPage(self.fds[0])
@@ -163,6 +165,10 @@ class FakeTrainer:
                 page[Word.EDIT_AGREED] = number
             if page[Word.BUFFERS_WANTED] > page[Word.AGREED]:
                 page[Word.BUFFERS_STEP] = page[Word.STEP]
+            if page[Word.MOMENTS_WANTED] > page[Word.AGREED]:
+                if self.mirror is not None:
+                    self.mirror()
+                page[Word.MOMENTS_STEP] = page[Word.STEP]
             page[Word.AGREED_TOKEN] = token
             page[Word.AGREED_STEP] = page[Word.STEP]
             page[Word.AGREED] = number

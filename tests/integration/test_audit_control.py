@@ -126,12 +126,14 @@ def test_with_a_full_disk_tokens_are_refused_and_reading_goes_on() -> None:
         assert answer.status_code == 503
         assert answer.json()["type"] == "urn:paramd:error:audit-unavailable"
         assert answer.json()["detail"].startswith("audit: it cannot be written")
+        assert "\nparamd_audit_ok 0.0\n" in control.get("/metrics").text
         for path in ("", "/ranks", "/audit"):
             assert control.get(f"/api/v1/jobs/{JOB}{path}").status_code == 200, path
         names = [token["name"] for token in control.get("/api/v1/tokens").json()["tokens"]]
         assert names == ["before"]
         resource.prlimit(pid, resource.RLIMIT_FSIZE, (LIMITLESS, LIMITLESS))
         assert make_token(control, "after").status_code == 201
+        assert "\nparamd_audit_ok 1.0\n" in control.get("/metrics").text
         assert paramd("audit", "verify", "--job", JOB).returncode == 0
 
 

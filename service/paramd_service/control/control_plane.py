@@ -156,6 +156,7 @@ class ControlPlane:
                 strict=jobs.is_site,
                 publish=self._events.publish,
                 store=KeptAlerts(self._records.alerts, self._records.history),
+                expires_s=lambda: self._tls.expires_s if self._tls is not None else None,
             )
             self._exports = Exports(
                 self._records,

@@ -8,7 +8,7 @@ import pytest
 
 from paramd.errors import UsageError
 from paramd_service.control.alerts.config import AlertConfig, Rule
-from paramd_service.control.alerts.rules import RankInput, mesh_findings
+from paramd_service.control.alerts.rules import RankInput, certificate, mesh_findings
 from paramd_service.control.alerts.tensors import NormHistory, TensorInput, tensor_findings
 
 CONFIG = AlertConfig()
@@ -111,6 +111,22 @@ def test_the_minority_layout_is_named_and_a_tie_names_all() -> None:
     assert found(well(0), well(1), odd) == [("layout-mismatch", (2,))]
     assert found(well(0), odd) == [("layout-mismatch", (0, 2))]
     assert found(well(0), replace(odd, membership="gone", reason="lost")) == [("stale-rank", (2,))]
+
+
+@pytest.mark.parametrize(
+    ("left_days", "severities"),
+    [(14.1, []), (14.0, ["warning"]), (1.1, ["warning"]), (1.0, ["critical"]), (-3, ["critical"])],
+)
+def test_a_certificate_is_told_of_before_it_expires(
+    left_days: float, severities: list[str]
+) -> None:
+    now_s = 1.7e9
+    told = list(certificate(now_s + left_days * 86_400, now_s, CONFIG))
+    assert [finding.severity.value for finding in told] == severities
+    assert all(f"{abs(left_days):.1f} days" in finding.reason for finding in told)
+    assert list(certificate(None, now_s, CONFIG)) == []
+    off = AlertConfig(disabled=("certificate",))
+    assert list(certificate(now_s - 1, now_s, off)) == []
 
 
 def test_a_rule_that_is_disabled_finds_nothing() -> None:

@@ -373,7 +373,10 @@ async def test_a_new_epoch_has_its_own_watcher_and_ends_the_alerts_of_the_old_on
 
     jobs = Jobs(Terms(generation=1, url="http://127.0.0.1:1"), site=None)
     watchers = Watchers(
-        AlertConfig(watch=False), publish=publish, make_sampler=lambda incarnation: world
+        AlertConfig(watch=False),
+        publish=publish,
+        make_sampler=lambda incarnation: world,
+        expires_s=lambda: world.now_s + 86_400,
     )
     jobs.open(Bootstrap(job="run", epoch=1, world_size=3, private_key=bytes(32), token="t" * 20))
     watchers.start(jobs)
@@ -382,10 +385,12 @@ async def test_a_new_epoch_has_its_own_watcher_and_ends_the_alerts_of_the_old_on
     await _until(lambda: first.ready)
     world.now_s += 20
     first.look(world.view())
-    assert [data["state"] for kind, data in published if kind == "alert"] == ["firing"] * 3
+    assert [data["state"] for kind, data in published if kind == "alert"] == ["firing"] * 4
+    rules = {str(data["rule"]) for kind, data in published if kind == "alert"}
+    assert rules == {"stale-rank", "certificate"}
     jobs.open(Bootstrap(job="run", epoch=2, world_size=3, private_key=bytes(32), token="t" * 20))
     assert watchers.get("run") is not first
     await watchers.close()
     states = [data["state"] for kind, data in published if kind == "alert"]
-    assert states == ["firing"] * 3 + ["resolved"] * 3
+    assert states == ["firing"] * 4 + ["resolved"] * 4
     await jobs.close()

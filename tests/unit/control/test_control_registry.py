@@ -105,6 +105,19 @@ def test_a_foreign_or_malformed_report_is_refused_first_and_later(
     assert [peer.address for peer in registry.peers()] == ["127.0.0.1:9000"]
 
 
+@pytest.mark.parametrize("step", [0, -1, -(2**63), 2**63 - 1])
+def test_a_rank_that_lies_about_its_step_harms_nobody(registry: Registry, step: int) -> None:
+    registry.join(request(0))
+    liar = registry.join(request(1))
+    lie = request(1)
+    lie.header.step = step
+    lie.state.step_time_ns = lie.state.boundary_age_ns = -(2**63)
+    registry.update(liar, lie)
+    assert [rank.report.step for rank in registry.view().ranks if rank.report] == [1, step]
+    registry.update(liar, request(1))
+    assert registry.last_step == 1
+
+
 def test_a_stream_speaks_for_its_own_rank_only(registry: Registry) -> None:
     member = registry.join(request(0))
     with pytest.raises(UsageError, match="rank 1 on the stream of rank 0"):

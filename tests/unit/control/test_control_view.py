@@ -35,6 +35,20 @@ def view(*reports: Report, world_size: int = 2, now_s: float = 101.0) -> MeshVie
     )
 
 
+@pytest.mark.parametrize("now_s", [100.0, 99.0, -1e9])
+def test_a_report_from_the_future_is_as_fresh_as_one_can_be(now_s: float) -> None:
+    found = view(report(0), report(1), now_s=now_s)
+    assert [(rank.age_s, rank.membership) for rank in found.ranks] == [(0.0, Membership.JOINED)] * 2
+    assert found.reason == ""
+
+
+def test_a_clock_that_jumps_ahead_makes_ranks_silent_until_they_report_again() -> None:
+    late = view(report(0), report(1), now_s=1e9)
+    assert {rank.membership for rank in late.ranks} == {Membership.SILENT}
+    again = (report(0, changed_s=1e9), report(1, changed_s=1e9))
+    assert view(*again, now_s=1e9).reason == ""
+
+
 def test_a_whole_mesh_has_no_reason() -> None:
     found = view(report(0), report(1))
     assert (found.reason, found.layout_digest) == ("", "d")

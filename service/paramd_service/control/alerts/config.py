@@ -32,6 +32,8 @@ class Rule(StrEnum):
     """Updates waited for copies longer than they may."""
     LAYOUT_MISMATCH = "layout-mismatch"
     """Ranks report different layouts."""
+    CERTIFICATE = "certificate"
+    """The control plane's TLS certificate expires soon, or has."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,6 +79,8 @@ class AlertConfig:
     """Longest wait of one update for a copy, in seconds, above 0."""
     stall_window_s: float = 60.0
     """Time that the stall budget is judged over, in seconds, above 0."""
+    certificate_days: float = 14.0
+    """A certificate that expires within this many days is told of, 0 or more."""
     clear_after_s: float = 5.0
     """What has not been seen for this long is over, in seconds, 0 or more."""
     webhooks: tuple[str, ...] = ()
@@ -126,6 +130,7 @@ _AT_LEAST = {
     "norm_floor": 0,
     "straggler_least_s": 0,
     "straggler_hold_s": 0,
+    "certificate_days": 0,
     "clear_after_s": 0,
     "webhook_attempts": 1,
 }

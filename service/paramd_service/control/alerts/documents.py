@@ -15,7 +15,7 @@ class AlertDocument(BaseModel):
     epoch: int
     rule: str = Field(
         description="non-finite, norm-jump, replica-drift, stale-rank, stalled-rank, straggler, "
-        "stall-budget or layout-mismatch"
+        "stall-budget, layout-mismatch or certificate"
     )
     subject: str = Field(description="What it is about: a rank, a tensor, the mesh")
     severity: str = Field(description="warning or critical")

@@ -6,7 +6,7 @@ import json
 import logging
 import os
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,12 @@ log = logging.getLogger("paramd.control.alerts")
 
 
 def open_watchers(
-    *, watch: bool, strict: bool, publish: Publish, store: AlertStore | None = None
+    *,
+    watch: bool,
+    strict: bool,
+    publish: Publish,
+    store: AlertStore | None = None,
+    expires_s: Callable[[], float | None] = lambda: None,
 ) -> Watchers:
     """The watchers of a control plane, with the config in force here and now.
 
@@ -34,6 +39,7 @@ def open_watchers(
         strict: Refuse to begin with a config that cannot be right. A training's embedded
             control plane is not strict: it says so, and goes on with the defaults.
         store: Keeps alerts and history; None keeps alerts in memory alone.
+        expires_s: When the control plane's certificate does; None without TLS.
 
     Raises:
         UsageError: the config cannot be right, and `strict`.
@@ -45,7 +51,7 @@ def open_watchers(
             raise
         log.error("alerts go on with their defaults: %s", error)
         config = AlertConfig()
-    return Watchers(config, publish=publish, store=store)
+    return Watchers(config, publish=publish, store=store, expires_s=expires_s)
 
 
 def parse_alerts(table: Mapping[str, Any], *, place: str, trusted: bool = True) -> dict[str, Any]:

@@ -13,6 +13,8 @@ from paramd_service.control.alerts.config import AlertConfig, Rule
 STEPS_OF_PATIENCE = 20
 """A rank with long steps is stalled after this many of them at the earliest."""
 
+DAY_S = 86_400
+
 PRESENT = frozenset({"joined", "silent"})
 
 
@@ -54,6 +56,23 @@ def mesh_findings(now: Ranks, before: Ranks, config: AlertConfig) -> list[Findin
     return [finding for rule, found in rules if config.looks_for(rule) for finding in found]
 
 
+def certificate(expires_s: float | None, now_s: float, config: AlertConfig) -> Iterator[Finding]:
+    """The certificate of the control plane. `expires_s`: Unix time; None without TLS."""
+    if expires_s is None or not config.looks_for(Rule.CERTIFICATE):
+        return
+    left_days = (expires_s - now_s) / DAY_S
+    if left_days > config.certificate_days:
+        return
+    what = "expires in" if left_days > 0 else "has been over for"
+    yield Finding(
+        rule=Rule.CERTIFICATE,
+        subject="control plane",
+        severity=Severity.WARNING if left_days > 1 else Severity.CRITICAL,
+        reason=f"the certificate of the control plane {what} {abs(left_days):.1f} days; replace "
+        "its files, they are taken up with the next connection",
+    )
+
+
 MESH_RULES = frozenset(
     {
         Rule.STALE_RANK,
@@ -61,8 +80,10 @@ MESH_RULES = frozenset(
         Rule.STRAGGLER,
         Rule.STALL_BUDGET,
         Rule.LAYOUT_MISMATCH,
+        Rule.CERTIFICATE,
     }
 )
+"""Judged at every look; the others when parameters were sampled."""
 
 
 def stale_ranks(now: Ranks, config: AlertConfig) -> Iterator[Finding]:

@@ -18,7 +18,7 @@ from paramd_service.control.alerts.book import Alert, Book, State
 from paramd_service.control.alerts.config import AlertConfig
 from paramd_service.control.alerts.inputs import points_of, rank_inputs
 from paramd_service.control.alerts.rounds import Rounds
-from paramd_service.control.alerts.rules import MESH_RULES, Ranks, mesh_findings
+from paramd_service.control.alerts.rules import MESH_RULES, Ranks, certificate, mesh_findings
 from paramd_service.control.alerts.sampling import Sampler
 from paramd_service.control.alerts.store import AlertStore, MemoryStore
 from paramd_service.control.alerts.webhook import Webhooks
@@ -52,6 +52,7 @@ class Watcher:
         webhooks: Webhooks,
         store: AlertStore | None = None,
         tell: Tell = lambda alert: None,
+        expires_s: Callable[[], float | None] = lambda: None,
         clock: Callable[[], float] = time.time,
     ) -> None:
         """No I/O. Use on one event loop.
@@ -60,6 +61,7 @@ class Watcher:
             view: The mesh now, for the rounds.
             webhooks: Started and closed by the caller; jobs share them.
             tell: Is called with every alert that begins or ends, for the event bus.
+            expires_s: When the control plane's certificate does; None without TLS.
             clock: Seconds since the Unix epoch.
         """
         self.config = config
@@ -70,6 +72,7 @@ class Watcher:
         self._webhooks = webhooks
         self._store: AlertStore = store if store is not None else MemoryStore()
         self._tell = tell
+        self._expires_s = expires_s
         self._clock = clock
         self._window: deque[tuple[float, Ranks]] = deque()
         self._look_due_s = 0.0
@@ -145,7 +148,10 @@ class Watcher:
         before = self._window[0][1] if self._window else {}
         self._told(
             self.book.observe(
-                mesh_findings(now, before, self.config),
+                [
+                    *mesh_findings(now, before, self.config),
+                    *certificate(self._expires_s(), now_s, self.config),
+                ],
                 covered=lambda finding: finding.rule in MESH_RULES,
                 now_s=now_s,
             )

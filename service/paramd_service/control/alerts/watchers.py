@@ -35,8 +35,10 @@ class Watchers:
         publish: Publish,
         store: AlertStore | None = None,
         make_sampler: MakeSampler = _sampler_of,
+        expires_s: Callable[[], float | None] = lambda: None,
     ) -> None:
-        """No I/O. `store` None keeps alerts in memory alone."""
+        """No I/O. `store` None keeps alerts in memory alone; `expires_s` as in `Watcher`."""
+        self._expires_s = expires_s
         self.config = config
         self.webhooks = Webhooks(config)
         self._publish = publish
@@ -81,6 +83,7 @@ class Watchers:
             webhooks=self.webhooks,
             store=self._store,
             tell=self._tell,
+            expires_s=self._expires_s,
         )
         watcher.start()
         self._watchers[incarnation.job] = watcher

@@ -29,6 +29,7 @@ NAMES = (
     "gradients",
     "store",
     "control_scale",
+    "dashboard",
 )
 
 

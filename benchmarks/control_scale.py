@@ -198,7 +198,7 @@ def _worker(registered: dict[str, Any], ranks: int, begin: int) -> Iterator[None
         "world_size": ranks,
         "tickets": registered["rank_tickets"],
         "report_s": REPORT_S,
-    }
+    } | {key: registered[key] for key in ("layout_address", "layout_digest") if key in registered}
     end = min(begin + RANKS_OF_A_WORKER, ranks)
     command = [sys.executable, "-m", "benchmarks.workers.joins", str(begin), str(end)]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:

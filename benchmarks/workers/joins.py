@@ -3,6 +3,8 @@
     python -m benchmarks.workers.joins BEGIN END < {"address", "job", "epoch", "world_size",
                                                     "tickets", "report_s"}
 
+With "layout_digest" and "layout_address", that is the layout that all report, and where it is.
+
 Says "joined" when all ranks [BEGIN, END) have been let in, then reports until it is killed.
 """
 
@@ -66,14 +68,15 @@ async def _sidecar(
 
 def _report(said: Mapping[str, Any], rank: int, step: int) -> control_pb2.JoinRequest:
     """As long as a real one."""
+    digest = said.get("layout_digest", "d" * 32)
     return control_pb2.JoinRequest(
         header=common_pb2.Header(
-            job=said["job"], epoch=said["epoch"], step=step, rank=rank, layout_digest="d" * 32
+            job=said["job"], epoch=said["epoch"], step=step, rank=rank, layout_digest=digest
         ),
         world_size=said["world_size"],
         peer=common_pb2.Peer(
             rank=rank,
-            address=f"10.0.{rank >> 8}.{rank & 255}:40000",
+            address=said.get("layout_address", f"10.0.{rank >> 8}.{rank & 255}:40000"),
             socket_path=f"/run/user/1000/paramd/run/rank-{rank}.sock",
             host_id="5b6f5e0a-2c1e-4df2-9d7b-000000000000",
         ),

@@ -32,7 +32,7 @@ interface Props<T> {
 
 export const ROW_PX = 28;
 const GAP_REM = 0.8;
-const OVERSCAN = 12;
+const OVERSCAN = 6;
 
 const phone = window.matchMedia("(max-width: 720px)");
 
@@ -61,6 +61,8 @@ function RowsInner<T>(props: Props<T>): ReactNode {
     getScrollElement: () => box.current,
     estimateSize: () => ROW_PX,
     overscan: OVERSCAN,
+    // Many scroll events come in a frame; each need not be drawn.
+    useFlushSync: false,
   });
   const shown = virtual.getVirtualItems();
   const begin = shown[0]?.index ?? 0;
@@ -97,27 +99,55 @@ function RowsInner<T>(props: Props<T>): ReactNode {
           const item = items[row.index]!;
           const key = keyOf(item);
           return (
-            <div
+            <One
               key={key}
-              role="row"
-              aria-rowindex={row.index + 2}
-              aria-selected={onPick ? key === selected : undefined}
-              className={`row ${props.toneOf?.(item) ?? ""} ${onPick ? "pick" : ""}`}
-              style={{ transform: `translateY(${row.start}px)` }}
-              onClick={onPick ? () => onPick(item) : undefined}
-            >
-              {columns.map((column) => (
-                <div key={column.key} role="cell" className={cellClass(column)}>
-                  {column.render(item, row.index)}
-                </div>
-              ))}
-            </div>
+              item={item}
+              index={row.index}
+              top={row.start}
+              columns={columns}
+              selected={onPick ? key === selected : undefined}
+              tone={props.toneOf?.(item) ?? ""}
+              onPick={onPick}
+            />
           );
         })}
       </div>
     </div>
   );
 }
+
+interface OneProps<T> {
+  item: T;
+  index: number;
+  top: number;
+  columns: readonly Column<T>[];
+  selected: boolean | undefined;
+  tone: string;
+  onPick: ((item: T) => void) | undefined;
+}
+
+function OneInner<T>(props: OneProps<T>): ReactNode {
+  const { item, index, top, columns, selected, tone, onPick } = props;
+  return (
+    <div
+      role="row"
+      aria-rowindex={index + 2}
+      aria-selected={selected}
+      className={`row ${tone} ${onPick ? "pick" : ""}`}
+      style={{ transform: `translateY(${top}px)` }}
+      onClick={onPick ? () => onPick(item) : undefined}
+    >
+      {columns.map((column) => (
+        <div key={column.key} role="cell" className={cellClass(column)}>
+          {column.render(item, index)}
+        </div>
+      ))}
+    </div>
+  );
+}
+
+/** Rows that stay in sight while others come are not drawn again. */
+const One = memo(OneInner) as typeof OneInner;
 
 function Heads<T>(props: Props<T>): ReactNode {
   const { columns, sort, onSort, sortable } = props;

@@ -89,8 +89,8 @@ export function EditForm(): ReactNode {
           </label>
         ))}
         <label className="field">
-          Only at step (empty: any)
-          <input type="text" inputMode="numeric" name="if_step" value={draft.ifStep} onChange={(event) => set({ ifStep: event.target.value })} />
+          Only at step
+          <input type="text" inputMode="numeric" placeholder="any" name="if_step" value={draft.ifStep} onChange={(event) => set({ ifStep: event.target.value })} />
         </label>
         <label className="field">
           Note for the log

@@ -47,11 +47,16 @@ export default function Params(): ReactNode {
     },
     [rows, sight],
   );
+  const toneOf = useCallback(
+    (row: Item) => (row.kind === "leaf" && bad(numbers.of.get(row.item.fqn)) ? "bad" : ""),
+    [numbers.of],
+  );
   const onPick = useCallback(
     (row: Item) => (row.kind === "branch" ? toggle(row.path) : patchQuery({ name: row.item.fqn, part: "" })),
     [toggle],
   );
-  const key = sort.replace(/^-/, "");
+  const order = useMemo(() => ({ key: sort.replace(/^-/, ""), down: sort.startsWith("-") }), [sort]);
+  const onSort = useCallback((each: string) => setSort(next(sort, each)), [sort, setSort]);
   const steps = numbers.steps[0] === numbers.steps[1] ? numbers.steps[0] : undefined;
   return (
     <div className={`params ${name ? "open" : ""}`}>
@@ -111,11 +116,11 @@ export default function Params(): ReactNode {
           keyOf={keyOf}
           selected={name}
           onPick={onPick}
-          sort={{ key, down: sort.startsWith("-") }}
-          onSort={as === "tree" ? noSort : (each) => setSort(next(sort, each))}
+          sort={order}
+          onSort={as === "tree" ? noSort : onSort}
           sortable={as === "tree" ? NONE : SORTABLE}
           onSight={onSight}
-          toneOf={(row) => (row.kind === "leaf" && bad(numbers.of.get(row.item.fqn)) ? "bad" : "")}
+          toneOf={toneOf}
         />
       </div>
       {name && <ParamDetail key={`${job} ${name}`} name={name} />}

@@ -5,7 +5,6 @@ import { useCallback, useEffect, useMemo, useRef, useState } from "react";
 import { get } from "../api/client";
 import type { MissingDocument, ParamDocument, StatsDocument } from "../api/schema";
 import { exactly, filtersFor } from "../lib/filters";
-import { useSettled } from "../ui/hooks";
 
 const PAGE = 1000;
 /** So many tensors get their statistics with one question, all at one step. */
@@ -113,8 +112,14 @@ export function useNumbers(job: string, filter: string, listed: Listed): Numbers
   const [kept, setKept] = useState<Kept>(fresh);
   const [busy, setBusy] = useState(false);
   const [round, setRound] = useState(0);
-  const [inSight, setInSight] = useState<readonly string[]>([]);
-  const settled = useSettled(inSight, SETTLE_MS);
+  const [settled, setSettled] = useState<readonly string[]>([]);
+  const timer = useRef(0);
+  // Not a state that follows every frame: the whole view would be drawn again with each.
+  const sight = useCallback((names: readonly string[]) => {
+    window.clearTimeout(timer.current);
+    timer.current = window.setTimeout(() => setSettled(names), SETTLE_MS);
+  }, []);
+  useEffect(() => () => window.clearTimeout(timer.current), []);
   const have = useRef<Map<string, StatsDocument>>(new Map());
   const whole = listed.done && listed.total <= MAX_WHOLE && listed.total > 0;
   const large = listed.total > MAX_WHOLE;
@@ -166,7 +171,7 @@ export function useNumbers(job: string, filter: string, listed: Listed): Numbers
   }, [large, settled, ask, round]);
   const refresh = useCallback(() => setRound((n) => n + 1), []);
   return useMemo(
-    () => ({ ...kept, busy, refresh, sight: setInSight }),
-    [kept, busy, refresh],
+    () => ({ ...kept, busy, refresh, sight }),
+    [kept, busy, refresh, sight],
   );
 }

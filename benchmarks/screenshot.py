@@ -1,0 +1,159 @@
+"""Pictures of the dashboard over a real training: `make screenshot` writes those of the README.
+
+    python -m benchmarks.screenshot [--all FOLDER]
+
+Trains the demo's GPT on two ranks, edits and exports, and opens the page in Chromium.
+`--all` writes every view in both themes and at the width of a phone, to be looked at.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+from urllib.parse import urlencode
+
+import httpx2
+
+from paramd.cli.training import free_job_name, started
+from paramd.places import Endpoint, read_endpoint
+
+if TYPE_CHECKING:
+    from playwright.sync_api import Browser, Page
+
+DOCS = Path(__file__).parent.parent / "docs"
+WIDE, PHONE = (1440, 900), (390, 844)
+OPEN_TIMEOUT_S = 120.0
+WEIGHT = "layers.0.up.weight"
+SETTLE_MS = 12_000
+"""Long enough for a few samples of what is collected while a page is open."""
+
+README: tuple[tuple[str, str, dict[str, str]], ...] = (("dashboard", "params", {"name": WEIGHT}),)
+ALL: tuple[tuple[str, str, dict[str, str]], ...] = (
+    ("mesh", "mesh", {"rank": "1"}),
+    ("params", "params", {}),
+    ("tree", "params", {"as": "tree"}),
+    ("numbers", "params", {"name": WEIGHT}),
+    ("overlay", "params", {"name": WEIGHT, "hist": "overlay", "smooth": "0.6"}),
+    ("heat", "params", {"name": WEIGHT, "part": "heat", "zoom": "[0:64, 0:64]"}),
+    ("where", "params", {"name": WEIGHT, "part": "where"}),
+    ("values", "params", {"name": WEIGHT, "part": "values"}),
+    ("compare", "params", {"name": WEIGHT, "part": "compare"}),
+    ("grads", "grads", {"name": WEIGHT}),
+    ("edits", "edits", {}),
+    ("exports", "exports", {}),
+    ("alerts", "alerts", {}),
+    ("system", "system", {}),
+)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--all", type=Path, metavar="FOLDER")
+    folder: Path | None = parser.parse_args().all
+    from playwright.sync_api import sync_playwright
+
+    with training() as endpoint, sync_playwright() as driver:
+        browser = driver.chromium.launch(
+            executable_path=shutil.which("chromium"),
+            args=["--no-sandbox", "--disable-gpu", "--no-first-run"],
+        )
+        if folder is None:
+            take(browser, endpoint, README, DOCS, theme="light", size=WIDE)
+        else:
+            folder.mkdir(parents=True, exist_ok=True)
+            for theme, size in (("light", WIDE), ("dark", WIDE), ("light", PHONE)):
+                take(browser, endpoint, ALL, folder, theme=theme, size=size)
+        browser.close()
+
+
+@contextmanager
+def training() -> Iterator[Endpoint]:
+    """The demo's training, watched, with an edit and an export behind it."""
+    with tempfile.TemporaryDirectory(prefix="paramd-shots-") as name:
+        folder = Path(name)
+        (folder / "exports").mkdir()
+        os.environ |= {
+            "PARAMD_STATE_DIR": str(folder / "state"),
+            "PARAMD_LISTEN": "127.0.0.1:0",
+            "PARAMD_ALERTS": json.dumps({"watch": True, "stats_every_s": 5.0}),
+            "PARAMD_DESTINATIONS": json.dumps({"checkpoints": str(folder / "exports")}),
+        }
+        (folder / "state").mkdir(mode=0o700)
+        with started(free_job_name("my-run"), folder, keep=True) as run:
+            run.wait_until_open(timeout_s=OPEN_TIMEOUT_S)
+            endpoint = read_endpoint(run.job)
+            _await(lambda: _ask(endpoint, "GET", "")["step"] >= 50)
+            edit = {"ops": [{"pattern": "head.*", "op": "mul", "value": 0.99}], "note": "try"}
+            _ask(endpoint, "POST", "/edits", json=edit)
+            _ask(endpoint, "POST", "/exports", json={"destination": "checkpoints/run/one"})
+            yield endpoint
+
+
+def take(
+    browser: Browser,
+    endpoint: Endpoint,
+    shots: tuple[tuple[str, str, dict[str, str]], ...],
+    folder: Path,
+    *,
+    theme: str,
+    size: tuple[int, int],
+) -> None:
+    """Signs in once and writes a PNG of each place."""
+    scheme: Any = theme
+    context = browser.new_context(
+        viewport={"width": size[0], "height": size[1]}, color_scheme=scheme
+    )
+    page = context.new_page()
+    page.on("console", lambda message: print(message.type, message.text, file=sys.stderr))
+    page.goto(endpoint.url)
+    page.fill("input[name=token]", endpoint.token)
+    page.click("button[type=submit]")
+    page.wait_for_selector("main h1")
+    suffix = "" if folder == DOCS else f"-{theme}-{size[0]}"
+    for name, view, query in shots:
+        _shoot(page, endpoint, view, query, folder / f"{name}{suffix}.png")
+    context.close()
+
+
+def _shoot(page: Page, endpoint: Endpoint, view: str, query: dict[str, str], path: Path) -> None:
+    shown = f"?{urlencode(query)}" if query else ""
+    page.goto(f"{endpoint.url}/#/{endpoint.job}/{view}{shown}")
+    page.wait_for_selector("main h1")
+    page.wait_for_timeout(SETTLE_MS if "name" in query and "part" not in query else 4000)
+    page.mouse.move(2, 2)
+    page.screenshot(path=path, full_page=path.parent != DOCS)
+    print(path)
+
+
+def _ask(endpoint: Endpoint, method: str, path: str, **more: Any) -> Any:
+    answer = httpx2.request(
+        method,
+        f"{endpoint.url}/api/v1/jobs/{endpoint.job}{path}",
+        headers={"authorization": f"Bearer {endpoint.token}"},
+        trust_env=False,
+        timeout=60.0,
+        **more,
+    )
+    answer.raise_for_status()
+    return answer.json()
+
+
+def _await(condition: Callable[[], bool]) -> None:
+    deadline_s = time.monotonic() + OPEN_TIMEOUT_S
+    while not condition():
+        if time.monotonic() > deadline_s:
+            raise TimeoutError("the training did not get going")
+        time.sleep(0.2)
+
+
+if __name__ == "__main__":
+    main()

@@ -55,7 +55,8 @@ def status(target: Target, watch: Watch = False, every: Every = 2.0, output: Out
         found = mesh.status()
     emit(listing(found), target.format)
     say(f"job {found.job}, epoch {found.epoch}, step {found.step}")
-    bad = [row.rank for row in found if row.reason]
+    # Held on request is well.
+    bad = [row.rank for row in found if row.reason and row.phase != "held"]
     if bad or len(found) < found.world_size:
         raise PartialError(
             f"{len(found) - len(bad)} of {found.world_size} ranks are well; see NOTE, the "

@@ -15,8 +15,9 @@ from benchmarks.report import Goal, Report, Table
 WORLD_SIZE = 2
 SMALL = (512, 76, 96)
 """Width, layers and batch: 20M parameters in 304 tensors."""
-LARGE = (2048, 16, 256)
+LARGE = (2048, 16, 128)
 """256 MiB of float32."""
+LARGE_QUICK = (2048, 4, 128)
 
 BARE, HISTC, WATCH = "nothing", "torch.histc of each gradient", "as wandb.watch does it"
 STATS, HISTOGRAM = "paramd, kind=stats", "paramd, kind=histogram"
@@ -39,7 +40,7 @@ class Block:
 
 def run(*, quick: bool) -> Report:
     """Two DDP ranks of one thread each, on as many cores as there are."""
-    rounds, steps = (2, 6) if quick else (8, 12)
+    rounds, steps = (1, 5) if quick else (8, 12)
     with ExitStack() as stack:
         small = _Job(stack, SMALL, "stats")
         contenders = (BARE, HISTC, WATCH, STATS, HISTOGRAM)
@@ -54,7 +55,7 @@ def run(*, quick: bool) -> Report:
         empty_s = [s for rank in small.ranks.call("empty_hooks", 2000) for s in rank]
         small_bytes = small.size_bytes
     with ExitStack() as stack:
-        large = _Job(stack, LARGE, "full")
+        large = _Job(stack, LARGE_QUICK if quick else LARGE, "full")
         senders = stack.enter_context(
             ObedientRanks("benchmarks.workers.sender", WORLD_SIZE, state_dir=large.ranks.state_dir)
         )

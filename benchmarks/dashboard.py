@@ -32,8 +32,11 @@ if TYPE_CHECKING:
 FLAGS = ["--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run"]
 FILTERS = ("model.layers.1*", "*.weight", "attention numel>100", "*.up.*", "")
 
+SCROLL_PIXELS, JUMP_PIXELS = 120, 900
+"""A fast wheel: some 250 rows a second; and the bar drawn at once."""
+
 # Frames of the whole document while `act` runs; windows of a second, so that a stop shows.
-RECORD = """async ([seconds, what]) => {
+RECORD = """async ([seconds, pixels]) => {
   const times = [];
   let on = true;
   const count = (now) => { times.push(now); if (on) requestAnimationFrame(count); };
@@ -41,9 +44,7 @@ RECORD = """async ([seconds, what]) => {
   const box = document.querySelector('.rows');
   const until = performance.now() + seconds * 1000;
   while (performance.now() < until) {
-    if (what === 'scroll' && box) {
-      box.scrollTop = (box.scrollTop + 400) % box.scrollHeight;
-    }
+    if (pixels) box.scrollTop = (box.scrollTop + pixels) % box.scrollHeight;
     await new Promise((resolve) => requestAnimationFrame(resolve));
   }
   on = false;
@@ -72,6 +73,7 @@ class Measured:
     list_s: float
     """Until all parameters are listed."""
     scroll: Frames
+    jump: Frames
     filtering: Frames
     mesh: Frames
     cpu_share: float
@@ -96,15 +98,17 @@ def run(*, quick: bool) -> Report:
         time.sleep(5.0)
         share = control_scale._cpu_share(process, window_s)
         rss = process.memory_info().rss - rss_before
-        mesh = _frames(page, 5.0, "mesh")
+        mesh = _frames(page, 5.0, pixels=0)
         list_s = _list(page, url, tensors)
-        scroll = _frames(page, 8.0, "scroll")
+        scroll = _frames(page, 8.0, pixels=SCROLL_PIXELS)
+        jump = _frames(page, 8.0, pixels=JUMP_PIXELS)
         found = Measured(
             gzip_bytes=_size_bytes(),
             first_paint_ms=paint_ms,
             usable_ms=usable_ms,
             list_s=list_s,
             scroll=scroll,
+            jump=jump,
             filtering=_filtering(page),
             mesh=mesh,
             cpu_share=share - before_share,
@@ -194,8 +198,8 @@ def _filtering(page: Page) -> Frames:
     return _summary(page.evaluate("window.on_ = false, window.frames_"))
 
 
-def _frames(page: Page, seconds: float, what: str) -> Frames:
-    return _summary(page.evaluate(RECORD, [seconds, what]))
+def _frames(page: Page, seconds: float, *, pixels: int) -> Frames:
+    return _summary(page.evaluate(RECORD, [seconds, pixels]))
 
 
 def _summary(times_ms: list[float]) -> Frames:
@@ -238,7 +242,8 @@ def _report(found: Measured, ranks: int, tensors: int, idle_share: float, *, qui
     rows = [
         [name, f"{one.mean_per_s:.0f}", f"{one.least_per_s:.0f}", f"{one.longest_ms:.0f}"]
         for name, one in (
-            (f"scrolling {tensors:,} parameters", found.scroll),
+            (f"scrolling {tensors:,} parameters, {SCROLL_PIXELS} pixels a frame", found.scroll),
+            (f"the same, {JUMP_PIXELS}: every row is new in every frame", found.jump),
             ("filtering them", found.filtering),
             (f"Mesh view of {ranks:,} ranks", found.mesh),
         )

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from paramd.cli import demo_changes
 from paramd.cli import params as params_command
 from paramd.cli import stats as stats_command
 from paramd.cli import status as status_command
@@ -45,7 +46,8 @@ def demo(
 
     FSDP2 on this machine's CPU, real text, nothing downloaded. Lists parameters,
     prints statistics and a histogram, summons a layer while the loss falls, saves
-    it and reads it back. Ends by itself.
+    it and reads it back; then gradients, an edit and its undo, a write-back, and
+    a checkpoint of the running training. Ends by itself.
     """
     _check_installed()
     from paramd.cli.training import free_job_name, started
@@ -96,6 +98,7 @@ def _tour(training: Training, folder: Path) -> None:
         path = folder / f"layer0-step-{found.step}.safetensors"
         _heading("Saved, and read back", f"paramd summon '{LAYER}' -o {path.name}")
         _save_and_compare(found, path)
+        demo_changes.show(mesh, training.checkpoints, _heading)
 
 
 def _wait_until_well(mesh: Mesh, training: Training) -> None:
@@ -172,6 +175,9 @@ def _next_steps(job: str, *, running: bool) -> None:
         f"paramd params 'layers.*.weight' --job {job} -o name",
         f"paramd stats '*' --job {job} -o json",
         f"paramd summon '*' -o model.safetensors --job {job}",
+        f"paramd grads 'layers.0.*' --job {job}",
+        f"paramd edit 'layers.0.norm1.*' --mul 0.9 --dry-run --job {job}",
+        f"paramd pause --job {job}; paramd step 3 --job {job}; paramd resume --job {job}",
         f"python -c \"import paramd; print(paramd.connect(job='{job}').summon('head.*'))\"",
     ):
         _note(f"  {line}")
@@ -196,7 +202,7 @@ def _heading(text: str, command: str) -> None:
     line = Text(f"\n{text}", style="bold")
     if command:
         line.append(f"   {command}", style="not bold dim")
-    Console(stderr=True, highlight=False).print(line)
+    Console(stderr=True, highlight=False).print(line, soft_wrap=True)
 
 
 def _note(text: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import signal
@@ -17,6 +18,10 @@ from paramd import places
 from paramd.errors import DeadlineError, UnreachableError
 
 MODULE = "paramd.examples.train_gpt"
+
+DESTINATION = "demo"
+"""Name of the destination that is configured for the training: a directory of its own."""
+
 RANKS = 2
 MAX_STEPS = 20_000
 """Where the training would end by itself, should nobody be left to end it."""
@@ -32,8 +37,12 @@ _LOSS = re.compile(r"^step (\d+) loss ([0-9.]+)$", re.MULTILINE)
 class Training:
     """A training that this process has started."""
 
-    def __init__(self, job: str, process: subprocess.Popen[bytes], log_path: Path) -> None:
+    def __init__(
+        self, job: str, process: subprocess.Popen[bytes], log_path: Path, checkpoints: Path
+    ) -> None:
         self.job = job
+        self.checkpoints = checkpoints
+        """Where the destination of the demo lies."""
         self._process = process
         self._log_path = log_path
 
@@ -131,12 +140,14 @@ def started(
 
     Without `keep` they also end by themselves, after `MAX_STEPS`.
     """
-    log_path = folder / "training.log"
+    log_path, checkpoints = folder / "training.log", folder / "checkpoints"
+    checkpoints.mkdir()
     environment = os.environ | {
         "OMP_NUM_THREADS": "1",
         "PYTHONUNBUFFERED": "1",
         # Should the demo be killed, nothing of it serves on for the usual ten minutes.
         "PARAMD_LINGER_S": "10",
+        "PARAMD_DESTINATIONS": json.dumps({DESTINATION: str(checkpoints)}),
     }
     environment.pop("PARAMD_TOKEN", None)
     command = [
@@ -156,7 +167,7 @@ def started(
             # A Ctrl-C in our terminal is ours; the ranks end in good order after it.
             start_new_session=True,
         )
-        training = Training(job, process, log_path)
+        training = Training(job, process, log_path, checkpoints)
         try:
             interrupts.release()
             yield training

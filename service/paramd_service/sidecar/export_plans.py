@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import asyncio
 
-from paramd.errors import ConflictError, UsageError
+from paramd.errors import UsageError
 from paramd.layout.codec import decode_layout
 from paramd.layout.export_files import ExportFile
 from paramd.layout.export_plan import ExportPlan
 from paramd.mesh.export_messages import decode_plan
 from paramd.v1 import export_pb2, layout_pb2
 from paramd_service.sidecar.rank import RankSidecar
+
+KEPT_S = 60.0
+"""How long a plan is kept after it was last asked for."""
 
 
 class Plans:
@@ -21,6 +24,7 @@ class Plans:
         self._key: tuple[int, str, bytes] | None = None
         self._kept: ExportPlan | None = None
         self._making = asyncio.Lock()
+        self._timer: asyncio.TimerHandle | None = None
 
     async def plan(self, message: export_pb2.ExportPlan) -> ExportPlan:
         """The plan.
@@ -36,7 +40,17 @@ class Plans:
                 layout = self._rank.ready_mesh().layout
                 self._kept = await asyncio.to_thread(_made, layout, message)
                 self._key = key
+            self._forget_later()
             return self._kept
+
+    def _forget_later(self) -> None:
+        """A plan of many tensors takes memory; it is made again when it is asked for again."""
+        if self._timer is not None:
+            self._timer.cancel()
+        self._timer = asyncio.get_running_loop().call_later(KEPT_S, self._forget)
+
+    def _forget(self) -> None:
+        self._kept = self._key = None
 
     async def file(
         self, message: export_pb2.ExportPlan, number: int
@@ -50,9 +64,3 @@ class Plans:
 
 def _made(layout: bytes, message: export_pb2.ExportPlan) -> ExportPlan:
     return decode_plan(message, decode_layout(layout_pb2.Layout.FromString(layout)))
-
-
-def check_state(message: export_pb2.ExportPlan) -> None:
-    """Raises ConflictError when the plan is of no step."""
-    if message.step < 0:
-        raise ConflictError("the plan's snapshots are of no step yet; fill them first")

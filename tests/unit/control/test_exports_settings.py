@@ -1,0 +1,131 @@
+"""Destinations as an operator names them, what a request asks for, small files beside."""
+
+from __future__ import annotations
+
+import base64
+from pathlib import Path
+
+import pytest
+
+from paramd.errors import ConflictError, ExhaustedError, NotFoundError, UsageError
+from paramd.layout.export_settings import ExportFormat
+from paramd_service.control.exports import assets as assets_module
+from paramd_service.control.exports.assets import Assets
+from paramd_service.control.exports.documents import ExportRequest
+from paramd_service.control.exports.loading import load_destinations
+from paramd_service.control.exports.wish import named_at, read_wish, scheduled
+
+OWNER = "ab" * 16
+
+
+def test_destinations_come_from_the_users_file_and_the_environment(tmp_path: Path) -> None:
+    file = tmp_path / "paramd.toml"
+    file.write_text(
+        '[destinations]\na = "/data/a"\nb = "/data/b"\n'
+        '[destinations.cloud]\nroot = "s3://bucket/prefix"\nregion = "eu-west-1"\n'
+    )
+    found = load_destinations(
+        [(tmp_path / "none.toml", False), (file, True)],
+        {"PARAMD_DESTINATIONS": '{"b": "/elsewhere"}'},
+    )
+    assert {name: one.root for name, one in found.items()} == {
+        "a": "/data/a",
+        "b": "/elsewhere",
+        "cloud": "s3://bucket/prefix",
+    }
+    assert found["cloud"].options == {"region": "eu-west-1"}
+
+
+def test_a_file_of_the_working_directory_names_no_destinations(tmp_path: Path) -> None:
+    file = tmp_path / "paramd.toml"
+    file.write_text('job = "x"\n')
+    assert load_destinations([(file, False)], {}) == {}
+    file.write_text('[destinations]\nmine = "/home/somebody"\n')
+    with pytest.raises(UsageError, match="working directory"):
+        load_destinations([(file, False)], {})
+
+
+@pytest.mark.parametrize(
+    "text", ["destinations = 3", "[destinations]\nA = 1", "[", '[destinations]\nx = "relative"']
+)
+def test_what_is_no_table_of_destinations_is_refused(text: str, tmp_path: Path) -> None:
+    file = tmp_path / "paramd.toml"
+    file.write_text(text)
+    with pytest.raises(UsageError):
+        load_destinations([(file, True)], {})
+
+
+def test_a_request_is_read() -> None:
+    request = ExportRequest.model_validate(
+        {
+            "destination": "a/b",
+            "format": "dcp",
+            "max_shard_size": "2GiB",
+            "include": ["parameters", "optimizer"],
+            "tied": "keep",
+            "name_map": {"old.*": "new.*"},
+        }
+    )
+    wish = read_wish(request.model_dump(exclude={"id"}))
+    assert wish.settings.format is ExportFormat.DCP
+    assert wish.settings.max_shard_bytes == 2 << 30
+    assert (wish.settings.parameters, wish.settings.buffers, wish.optimizer) == (True, False, True)
+    assert wish.settings.keep_tied
+    assert wish.settings.names.apply(["old.x"]) == {"old.x": "new.x"}
+    with pytest.raises(UsageError):
+        read_wish({**request.model_dump(), "max_shard_size": "many"})
+
+
+def test_keys_with_places_for_step_and_epoch() -> None:
+    assert named_at("a/{epoch}/s-{step}", epoch=2, step=70) == "a/2/s-70"
+    assert scheduled("a/run") == "a/run/step-{step}"
+    assert scheduled("a/run-{step}") == "a/run-{step}"
+
+
+def put(assets: Assets, name: str, data: bytes, offset_bytes: int = 0, owner: str = OWNER) -> int:
+    return assets.put(owner, name, offset_bytes, base64.b64encode(data).decode())
+
+
+def test_small_files_come_in_parts_and_go(tmp_path: Path) -> None:
+    assets = Assets(tmp_path)
+    assert put(assets, "config.json", b"abc") == 3
+    assert put(assets, "config.json", b"def", 3) == 6
+    assert put(assets, "config.json", b"def", 3) == 6, "the same part may come again"
+    assert put(assets, "empty", b"") == 0
+    assert assets.read(OWNER, ["config.json", "empty"]) == {"config.json": b"abcdef", "empty": b""}
+    with pytest.raises(ConflictError, match="begins at 9"):
+        put(assets, "config.json", b"x", 9)
+    with pytest.raises(NotFoundError):
+        assets.read(OWNER, ["other"])
+    assets.sweep([])
+    assert assets.read(OWNER, ["empty"]), "what has just come may still be claimed"
+    assets.forget(OWNER)
+    with pytest.raises(NotFoundError):
+        assets.read(OWNER, ["empty"])
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["../x", ".hidden", "a/b", "model.safetensors", "x.index.json", "__0_0.distcp", "a\0b", ""],
+)
+def test_names_that_are_no_plain_files_are_refused(name: str, tmp_path: Path) -> None:
+    with pytest.raises(UsageError):
+        put(Assets(tmp_path), name, b"x")
+    assert not list(tmp_path.rglob("*"))
+
+
+def test_small_files_are_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assets = Assets(tmp_path)
+    monkeypatch.setattr(assets_module, "MAX_BYTES", 10)
+    monkeypatch.setattr(assets_module, "MAX_FILES", 2)
+    monkeypatch.setattr(assets_module, "MAX_OWNERS", 1)
+    put(assets, "a", bytes(6))
+    with pytest.raises(ExhaustedError):
+        put(assets, "b", bytes(6))
+    with pytest.raises(ExhaustedError):
+        put(assets, "a", bytes(6), 6)
+    put(assets, "b", b"x")
+    with pytest.raises(ExhaustedError):
+        put(assets, "c", b"x")
+    with pytest.raises(ExhaustedError):
+        put(assets, "a", b"x", owner="cd" * 16)

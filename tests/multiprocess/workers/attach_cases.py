@@ -22,7 +22,7 @@ import paramd
 from paramd import places
 from paramd.errors import ParamdError
 from paramd.memory.control_page import Word
-from paramd.trainer.boundary import AGREEMENT_LOST
+from paramd.trainer.acting import AGREEMENT_LOST
 from paramd.trainer.settings import AttachSettings
 from tests.ending import end
 from tests.multiprocess import kinds

@@ -17,6 +17,7 @@ from pathlib import Path
 
 from benchmarks.big import WORLD_SIZE, Big, big
 from benchmarks.harness import Series, run_rounds
+from benchmarks.object_store import BUCKET, object_store
 from benchmarks.report import Goal, Report, Table
 
 RAW_TWO = "two raw writers, own files, synced"
@@ -25,6 +26,8 @@ SHARDED = "sharded export (safetensors)"
 ONE_FILE = "export into one file (safetensors)"
 OUR_DCP = "export (dcp)"
 DCP_SAVE = "DCP save"
+S3_EXPORT = "sharded export into moto's S3"
+S3_PLAIN = "one obstore put of the same bytes into moto's S3"
 TORCH_SAVE = "get_model_state_dict + torch.save"
 
 STEP_S = 0.25
@@ -36,7 +39,9 @@ def run(*, quick: bool) -> Report:
     """1 GiB of float32 over two ranks; `quick` takes a quarter of it and fewer rounds."""
     with ExitStack() as stack:
         root = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="paramd-export-")))
-        environment = {"PARAMD_DESTINATIONS": json.dumps({"here": str(root)})}
+        store = stack.enter_context(object_store())
+        places = {"here": str(root), "cloud": {"root": f"s3://{BUCKET}/x", **store.options}}
+        environment = {"PARAMD_DESTINATIONS": json.dumps(places)}
         job = stack.enter_context(big(layers=4 if quick else 16, environment=environment))
         # First of all, before any process keeps memory that it used once.
         before = {pid: _anonymous_bytes(pid) for pid in job.helpers}
@@ -49,7 +54,18 @@ def run(*, quick: bool) -> Report:
             before=lambda _: _clear(job, root),
         )
         stops = _stops(job, root)
-        return _report(job, found, memory, stops)
+        data = bytearray(job.size_bytes)
+        uploads = run_rounds(
+            {
+                S3_EXPORT: lambda: _export(job, SHARDED, "cloud/ours"),
+                S3_PLAIN: lambda: store.put("plain", data),
+            },
+            rounds=3 if quick else 1,
+            warm_ups=0,
+            watched=job.watched,
+            before=lambda _: store.clear(),
+        )
+        return _report(job, {**found, **uploads}, memory, stops)
 
 
 def _contenders(job: Big, root: Path) -> Mapping[str, Callable[[], float]]:
@@ -69,9 +85,9 @@ def _contenders(job: Big, root: Path) -> Mapping[str, Callable[[], float]]:
     }
 
 
-def _export(job: Big, name: str) -> float:
+def _export(job: Big, name: str, where: str = "here/ours") -> float:
     shard = str(job.size_bytes // WORLD_SIZE) if name == SHARDED else "100GB"
-    return job.ask("export", "here/ours", shard, "dcp" if name == OUR_DCP else "safetensors")
+    return job.ask("export", where, shard, "dcp" if name == OUR_DCP else "safetensors")
 
 
 def _clear(job: Big, root: Path) -> None:

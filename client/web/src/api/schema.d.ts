@@ -303,6 +303,26 @@ export interface paths {
         patch?: never;
         trace?: never;
     };
+    "/api/v1/jobs/{job}/export-file": {
+        parameters: {
+            query?: never;
+            header?: never;
+            path?: never;
+            cookie?: never;
+        };
+        /**
+         * Read Export File
+         * @description Up to 8 MiB of a file of a finished export; its size stands in paramd-file-bytes.
+         */
+        get: operations["read_export_file"];
+        put?: never;
+        post?: never;
+        delete?: never;
+        options?: never;
+        head?: never;
+        patch?: never;
+        trace?: never;
+    };
     "/api/v1/jobs/{job}/export-schedules": {
         parameters: {
             query?: never;
@@ -882,7 +902,7 @@ export interface components {
             resolved_s: number | null;
             /**
              * Rule
-             * @description non-finite, norm-jump, replica-drift, stale-rank, stalled-rank, straggler, stall-budget or layout-mismatch
+             * @description non-finite, norm-jump, replica-drift, stale-rank, stalled-rank, straggler, stall-budget, layout-mismatch or certificate
              */
             rule: string;
             /**
@@ -3507,6 +3527,36 @@ export interface operations {
                 };
                 content: {
                     "application/json": components["schemas"]["AssetDocument"];
+                };
+            };
+        };
+    };
+    read_export_file: {
+        parameters: {
+            query: {
+                /** @description Name of a destination, "/", key */
+                destination: string;
+                /** @description A file that its manifest names, or that */
+                name: string;
+                /** @description First byte wanted */
+                offset_bytes?: number;
+            };
+            header?: never;
+            path: {
+                /** @example my-run */
+                job: string;
+            };
+            cookie?: never;
+        };
+        requestBody?: never;
+        responses: {
+            /** @description Successful Response */
+            200: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/octet-stream": string;
                 };
             };
         };

@@ -51,6 +51,9 @@ Offset = Annotated[int, Query(ge=0, le=1 << 50, description="First byte wanted")
 PageToken = Annotated[str, Query(max_length=512, description="From the page before")]
 
 _PAGE = "exports"
+_BYTES: dict[int | str, dict[str, Any]] = {
+    200: {"content": {"application/octet-stream": {"schema": {"type": "string"}}}}
+}
 _RHYTHM = ("every_steps", "every_s", "keep_last", "keep_every")
 
 
@@ -60,7 +63,7 @@ def router(services: Services) -> APIRouter:
     _exports(services, routes)
     _schedules(services, routes)
 
-    @routes.get("/jobs/{job}/export-file", response_class=Response)
+    @routes.get("/jobs/{job}/export-file", response_class=Response, responses=_BYTES)
     async def read_export_file(
         job: str, destination: Where, name: FileName, offset_bytes: Offset = 0
     ) -> Response:

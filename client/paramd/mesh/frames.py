@@ -49,17 +49,23 @@ class GradFrame(Frame[Value]):
         none: Mapping[str, str],
         scale: float,
         clip_factor: float | None,
+        read_s: float = 0.0,
         parts: Mapping[str, Sequence[Stats]] | None = None,
+        bad_ranks: Mapping[str, Sequence[int]] | None = None,
     ) -> None:
         """Values are made when they are first looked at. `parts` are those of statistics."""
         super().__init__(job=job, epoch=epoch, step=step, dropped=dropped)
         self._make = values
         self._values: dict[str, Value] = {}
         self._parts = parts
+        self.bad_ranks = bad_ranks if bad_ranks is not None else {}
+        """Ranks that hold NaN or an infinity, by name; known of statistics alone."""
         self.none = none
         """Why there is no gradient, by name."""
         self.scale = scale
         """Factor (a loss scale) that the gradients are still multiplied with; 1 is none."""
+        self.read_s = read_s
+        """Seconds from when all ranks had captured it until it was here whole."""
         self.clip_factor = clip_factor
         """Factor that clipping multiplied them with; None when the trainer did not say."""
 
@@ -99,6 +105,8 @@ class GradFrame(Frame[Value]):
             row: dict[str, Any] = {"fqn": name, "none": why}
             if why is None and self._parts is not None:
                 row |= _numbers(summarize(merge_all(self._parts[name])))
+                if name in self.bad_ranks:
+                    row["bad_ranks"] = list(self.bad_ranks[name])
             rows.append(row)
         return {
             "job": self.job,

@@ -135,6 +135,7 @@ class GradSteps:
         self, sidecars: Sidecars, step: int, dropped: int, held: _Held
     ) -> GradFrame[Any] | None:
         """The frame; None when the notes make another plan necessary."""
+        began_s = time.monotonic()
         notes = [note for one in held.steps() for note in _notes(held.plan, one)]
         if not self._learnt.hear(held.plan, notes):
             self._plan = None
@@ -144,7 +145,8 @@ class GradSteps:
             for note in notes
             if note.none and (note.rank, note.asked) in held.plan.used
         }
-        values, parts = await self._values(sidecars, step, held, none)
+        bad: dict[str, list[int]] = {}
+        values, parts = await self._values(sidecars, step, held, none, bad)
         facts = next(iter(held.main.answers.values())).gradients
         return GradFrame(
             values,
@@ -155,7 +157,9 @@ class GradSteps:
             none=none,
             scale=facts.scale,
             clip_factor=facts.clip_factor if facts.clip_factor else None,
+            read_s=time.monotonic() - began_s,
             parts=parts,
+            bad_ranks=bad,
         )
 
     async def _make_plan(self, sidecars: Sidecars) -> None:
@@ -198,7 +202,12 @@ class GradSteps:
         )
 
     async def _values(
-        self, sidecars: Sidecars, step: int, held: _Held, none: Mapping[str, str]
+        self,
+        sidecars: Sidecars,
+        step: int,
+        held: _Held,
+        none: Mapping[str, str],
+        bad: dict[str, list[int]],
     ) -> tuple[dict[str, Callable[[], Any]], dict[str, list[Stats]] | None]:
         plan, deadline_s = held.plan, time.monotonic() + READ_S
         sums: dict[int, torch.Tensor] = {}
@@ -211,7 +220,7 @@ class GradSteps:
                 found = sums[index] if plan.layers[index] else tensors[index]
                 values[one.name] = partial(_same, None if one.name in none else found)
             return values, None
-        parts = await self._parts(sidecars, step, held, deadline_s)
+        parts = await self._parts(sidecars, step, held, deadline_s, bad)
         if sums:
             from paramd.mesh.grad_tensors import tensor_stats
 
@@ -229,9 +238,17 @@ class GradSteps:
         return values, said
 
     async def _parts(
-        self, sidecars: Sidecars, step: int, held: _Held, deadline_s: float
+        self,
+        sidecars: Sidecars,
+        step: int,
+        held: _Held,
+        deadline_s: float,
+        bad: dict[str, list[int]],
     ) -> list[list[Stats]]:
-        """Statistics of what each rank holds, by index into what was asked for."""
+        """Statistics of what each rank holds, by index into what was asked for.
+
+        `bad` gets the ranks whose part is not finite, by name.
+        """
         owner = [index for index, of in enumerate(held.plan.numbers) for _ in of]
         found: list[list[Stats]] = [[] for _ in held.plan.asked]
         if held.main.pins and held.plan.plan.tensors:
@@ -240,8 +257,10 @@ class GradSteps:
             items = await compute_parts(
                 sidecars, pinned, self._items, deadline_s, with_exponents=exponents
             )
-            for item, stats in items:
+            ranks = (rank for rank, asked in self._items.items() for _ in asked)
+            for rank, (item, stats) in zip(ranks, items, strict=True):
                 found[owner[item.tensor]].append(stats)
+                _note_bad(bad, held.plan.asked[owner[item.tensor]].name, rank, stats)
             return found
         for rank, answer in held.main.answers.items():
             items_here = self._items.get(rank, ())
@@ -250,7 +269,9 @@ class GradSteps:
                     f"{sidecars.who(rank)} answered other statistics than were asked; try again"
                 )
             for item, message in zip(items_here, answer.stats, strict=True):
-                found[owner[item.tensor]].append(stats_of(message))
+                stats = stats_of(message)
+                found[owner[item.tensor]].append(stats)
+                _note_bad(bad, held.plan.asked[owner[item.tensor]].name, rank, stats)
         return found
 
     async def _tensors(
@@ -334,6 +355,11 @@ def _notes(plan: GradPlan, held: HeldStep) -> list[GradNote]:
             for asked in plan.owners.get((rank, note.arena_begin), ()):
                 found.append(GradNote(rank, asked, note.none, note.partial_group))
     return found
+
+
+def _note_bad(bad: dict[str, list[int]], name: str, rank: int, stats: Stats) -> None:
+    if stats.nan_count + stats.inf_count and rank not in bad.setdefault(name, []):
+        bad[name].append(rank)
 
 
 def _same(value: Any) -> Any:

@@ -16,6 +16,8 @@ NEEDS_TORCH = (
     "paramd.mesh.editing.operands",
     "paramd.mesh.grad_tensors",
     "paramd.mesh.views",
+    "paramd_service.exports.cast",
+    "paramd_service.exports.dcp_writer",
     "paramd_service.sidecar.pooling",
     "paramd_service.sidecar.stats",
 )

@@ -46,7 +46,7 @@ class SidecarConfig:
     """Longest deadline of a call; above 0."""
     idle_memory_s: float = 60.0
     """How long freed snapshot memory is kept for the next snapshot; 0 or more."""
-    edit_pool_bytes: int = 64 << 20
+    edit_pool_bytes: int = 16 << 20
     """Shared memory kept ready for small edits, at most about the arena; 0 or more."""
     edit_budget_bytes: int | None = None
     """Most bytes that edits not yet applied may take; None: twice the arena and 64 MiB."""

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import json
 import os
+import sqlite3
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 from typing import Any
 
+import grpc
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -19,6 +21,8 @@ from safetensors.torch import load_file
 import paramd
 from paramd.mesh.mesh import Mesh
 from paramd.places import job_dir
+from paramd.tickets import Role
+from paramd.v1 import export_pb2, sidecar_pb2, sidecar_pb2_grpc
 from tests.integration.client_job import JOB, Job, running_job
 from tests.integration.test_client import layout, write_arenas
 
@@ -77,6 +81,28 @@ class ExportingJob:
         """Nothing that a reader could take for an export is at `key`."""
         assert not (self.folder / key / MANIFEST).exists()
         assert not list((self.folder / key).glob("*.safetensors"))
+
+    def release_snapshots(self, export_id: str, *, rank: int) -> None:
+        """Ends the leases of an export's snapshots at one rank, as their time would."""
+        store = self._log.parent / "control.sqlite"
+        with closing(sqlite3.connect(f"file:{store}?mode=ro", uri=True)) as opened:
+            query = "SELECT plan FROM exports WHERE id = ?"
+            ((plan,),) = opened.execute(query, (export_id,)).fetchall()
+        for pin in export_pb2.ExportPlan.FromString(plan).pins:
+            if pin.rank == rank:
+                self.release(rank, pin.snapshot_id)
+
+    def release(self, rank: int, snapshot_id: str) -> None:
+        """Ends one lease."""
+        job = self.job
+        ticket = job.signer.mint(job=JOB, epoch=job.epoch, role=Role.READER, ttl_s=60)
+        with grpc.insecure_channel(job.ranks[rank].address) as channel:
+            stub: Any = sidecar_pb2_grpc.SidecarServiceStub(channel)
+            stub.ReleaseSnapshot(
+                sidecar_pb2.ReleaseSnapshotRequest(snapshot_id=snapshot_id),
+                timeout=5,
+                metadata=(("authorization", f"Bearer {ticket}"),),
+            )
 
     def kill_control(self) -> None:
         """SIGKILL."""

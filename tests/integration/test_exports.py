@@ -169,6 +169,21 @@ def test_an_export_is_cancelled_and_leaves_nothing(site: ExportingJob, mesh: Mes
         mesh.cancel_export(done.id)
 
 
+def test_a_lease_that_ends_fails_it_with_the_cause(site: ExportingJob, mesh: Mesh) -> None:
+    process = site.job.ranks[0].process
+    site.arm(0, "export-file-begun:stop")
+    export = mesh.export("checkpoints/lost", include=PARAMETERS, max_shard_size=200)
+    until(lambda: is_stopped(process.pid), "the stop")
+    try:
+        site.release_snapshots(export.id, rank=1)
+    finally:
+        process.send_signal(signal.SIGCONT)
+    ended = mesh.export_ended(export.info, 30)
+    assert ended.state is ExportState.FAILED
+    assert "snapshot" in ended.reason or "lease" in ended.reason, ended.reason
+    assert not [one for one in site.left() if "lost" in one]
+
+
 def test_one_id_is_begun_once(site: ExportingJob, mesh: Mesh) -> None:
     body = {"id": "ab" * 16, "destination": "checkpoints/once"}
     url = f"{site.job.url}/api/v1/jobs/{mesh.job}/exports"

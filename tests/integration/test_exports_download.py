@@ -143,30 +143,12 @@ def test_a_snapshot_that_is_no_more_or_another_request_begins_anew(
         mesh.download(path, replace=True, moved=breaking(3))
     about = json.loads((tmp_path / ".all.safetensors.journal").read_text().splitlines()[0])
     for rank, snapshot_id, _ in about["pins"]:
-        release(site, rank, snapshot_id)
+        site.release(rank, snapshot_id)
     told.clear()
     found = mesh.download(path, replace=True, said=told.append)
     assert any("no more" in text for text in told), told
     assert found.resumed_bytes == 0
     assert set(load_file(path)) == set(parameters(site))
-
-
-def release(site: ExportingJob, rank: int, snapshot_id: str) -> None:
-    """Ends a lease, as its time would."""
-    import grpc
-
-    from paramd.tickets import Role
-    from paramd.v1 import sidecar_pb2, sidecar_pb2_grpc
-
-    ticket = site.job.signer.mint(
-        job="client-test", epoch=site.job.epoch, role=Role.READER, ttl_s=60
-    )
-    with grpc.insecure_channel(site.job.ranks[rank].address) as channel:
-        sidecar_pb2_grpc.SidecarServiceStub(channel).ReleaseSnapshot(
-            sidecar_pb2.ReleaseSnapshotRequest(snapshot_id=snapshot_id),
-            timeout=5,
-            metadata=(("authorization", f"Bearer {ticket}"),),
-        )
 
 
 def test_a_taken_name_and_a_second_download_are_refused(mesh: Mesh, tmp_path: Path) -> None:

@@ -40,7 +40,9 @@ async def begin(job: ExportJob) -> None:
         raise UsageError(f"assets: {min(clash)!r} is the name of a file of the export")
     pinned = await job.crew.pin(plan, timeout_s=PIN_S, optimizer=job.wish.optimizer)
     plan, pins = pinned.plan, pinned.pins
-    job.hold(pins)
+    leases = job.hold(pins)
+    await leases.renew()
+    leases.keep()
     job.plan = plan
     job.message = encode_plan(
         plan,
@@ -81,6 +83,7 @@ async def adopt(job: ExportJob) -> None:
     if lives and job.export.state is State.RUNNING:
         try:
             await leases.renew()
+            leases.keep()
         except NotFoundError:
             lives = False
     export, why = machine.after_restart(job.export, epoch=job.crew.epoch, snapshot_lives=lives)

@@ -8,7 +8,7 @@ import logging
 import secrets
 import time
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Coroutine, Mapping
 from dataclasses import asdict
 from functools import partial
 from typing import Any, Final
@@ -33,6 +33,8 @@ from paramd_service.control.watch import Publish
 from paramd_service.exports.destinations import Destination, DestinationKind, locate
 from paramd_service.exports.place import MANIFEST
 
+FORGET_S: Final = 90 * 86_400.0
+"""Exports that somebody asked for are listed for so long after their end."""
 TELL_EVERY_S: Final = 1.0
 """Between two events that tell only of bytes."""
 
@@ -250,15 +252,26 @@ class Exports:
         )
         self._queues[incarnation.job] = queue
         queue.start()
+        self._task(self._tidy(), "paramd-exports-tidy")
 
     def _end(self, incarnation: Incarnation) -> None:
         # An older epoch ends before its successor begins, so this is the right one.
         queue = self._queues.get(incarnation.job)
         if queue is not None:
             why = f"epoch {incarnation.epoch} of the job has ended; export again"
-            task = asyncio.create_task(queue.end(why), name="paramd-exports-end")
-            self._tasks.add(task)
-            task.add_done_callback(self._tasks.discard)
+            self._task(queue.end(why), "paramd-exports-end")
+
+    async def _tidy(self) -> None:
+        try:
+            await self.store.forget(time.time() - FORGET_S)
+            await asyncio.to_thread(self.assets.sweep, await self.store.owners())
+        except (StoreError, OSError) as error:
+            log.warning("old exports are not forgotten: %s", error)
+
+    def _task(self, work: Coroutine[Any, Any, None], name: str) -> None:
+        task = asyncio.create_task(work, name=name)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
 
     def _look(self, incarnation: Incarnation, view: MeshView) -> None:
         queue = self._queues.get(incarnation.job)

@@ -100,9 +100,8 @@ class ExportJob:
         self.change(machine.lost(self.export, rank, keeps_snapshot=False, why=why))
 
     def hold(self, pins: Sequence[export_pb2.ExportPin]) -> Leases:
-        """Renews the leases of these pins from now on."""
+        """Takes the leases of these pins over: they are released at the end."""
         self.leases = Leases(self.crew, pins, self.rank_lost)
-        self.leases.keep()
         return self.leases
 
     async def save(self) -> None:

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from sqlalchemy import Connection, Row, Select, delete, func, insert, select, update
+from sqlalchemy import Connection, Row, Select, delete, func, insert, select, union_all, update
 
 from paramd.errors import ConflictError, NotFoundError
 from paramd_service.control.store.schema import export_files, export_schedules, exports
@@ -203,6 +203,14 @@ class ExportStore:
         )
         rows = await self._store.read(lambda connection: connection.execute(chosen).all())
         return [_schedule(row) for row in rows]
+
+    async def owners(self) -> set[str]:
+        """Ids of all exports that go on and of all schedules in force, of any job."""
+        running = select(exports.c.id).where(exports.c.state.in_(OPEN_STATES))
+        rhythms = select(export_schedules.c.id).where(export_schedules.c.deleted_s.is_(None))
+        both = union_all(running, rhythms)
+        rows = await self._store.read(lambda connection: connection.execute(both).all())
+        return {str(row[0]) for row in rows}
 
     async def forget(self, before_s: float) -> None:
         """Forgets exports that ended before a time, but not those of schedules."""

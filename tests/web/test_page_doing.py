@@ -102,7 +102,14 @@ def test_an_export_is_started_followed_and_verified(tab: Tab, door: Door, export
 
 
 def test_planted_nan_is_marked_wherever_it_shows(tab: Tab, door: Door) -> None:
+    tab.open("grads", filter="layers.*")
+    row = tab.page.locator("[role=row]", has=tab.page.get_by_text("layers.2.bias", exact=True))
+    wait_for("a norm", lambda: float(row.locator(".num").first.inner_text()) > 0)
+    assert tab.page.get_by_text("non-finite").count() == 0
     (door.folder / "nan").touch()
+    row.get_by_text("non-finite").wait_for()
+    first = tab.page.get_by_role("list", name="Not finite").locator("li", has_text="layers.2.bias")
+    wait_for("its ranks", lambda: "on rank 0, 1" in first.inner_text())
     tab.open("alerts", state="firing")
     alert = tab.page.locator("li[data-rule='non-finite']").first
     alert.wait_for()

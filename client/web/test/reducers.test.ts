@@ -142,8 +142,12 @@ describe("gradients", () => {
 
   it("that are not finite are marked with the first step, also after they are finite again", () => {
     let grads = withFrame(NO_GRADS, frame(1, [param("w", 1)]));
-    grads = withFrame(grads, frame(2, [param("w", null, { nan_count: 3 })]));
-    expect(grads.rows.get("w")).toMatchObject({ mark: "non-finite", firstBad: 2 });
+    grads = withFrame(grads, frame(2, [param("w", null, { nan_count: 3, bad_ranks: [1] })]));
+    expect(grads.rows.get("w")).toMatchObject({ mark: "non-finite", firstBad: 2, firstBadRanks: [1] });
+    grads = withFrame(grads, frame(3, [param("w", null, { nan_count: 3, bad_ranks: [0, 1] })]));
+    expect(grads.rows.get("w")).toMatchObject({ firstBad: 2, firstBadRanks: [1] });
+    grads = withFrame(NO_GRADS, frame(1, [param("w", 1)]));
+    grads = withFrame(grads, frame(2, [param("w", null, { nan_count: 3, bad_ranks: [1] })]));
     grads = withFrame(grads, frame(3, [param("w", 1)]));
     expect(grads.rows.get("w")).toMatchObject({ mark: "", firstBad: 2, norms: [1, null, 1] });
   });

@@ -6,6 +6,9 @@ What a report says does not change, so its text is made once a report and kept.
 from __future__ import annotations
 
 import json
+import math
+import time
+from collections.abc import Callable, Iterator
 
 from paramd.v1 import common_pb2
 from paramd_service.control.view import MeshView, RankView, Report
@@ -29,17 +32,38 @@ def phase_name(phase: int) -> str:
     return _PHASE_NAMES.get(phase, "unspecified")  # a newer sidecar's word
 
 
+RANKS_OF_A_CHUNK = 256
+"""Some 160 KB of text; a whole answer of 4,096 ranks would take 3 MB, four times over."""
+
+KEPT_S = 4.0
+"""Texts are kept while somebody asks this often: reports come every 2 s, or every 5 s."""
+
+
 class RankTexts:
     """A `RankList` of one incarnation as JSON, again and again."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, clock: Callable[[], float] = time.monotonic) -> None:
         self._kept: dict[int, tuple[Report, str]] = {}
+        self._clock = clock
+        self._asked_s = -math.inf
+        self._keep = False
         self._silence = _said(common_pb2.RankState(boundary_age_ns=-1), -1, "")
 
     def text(self, view: MeshView, *, epoch: int) -> str:
         """The document of all ranks; a test holds it against the model."""
-        ranks = ",".join([self._rank(rank) for rank in view.ranks])
-        return f'{{"epoch":{epoch},"ranks":[{ranks}]}}'
+        return "".join(self.chunks(view, epoch=epoch))
+
+    def chunks(self, view: MeshView, *, epoch: int) -> Iterator[str]:
+        """The same, a few ranks at a time."""
+        now_s = self._clock()
+        self._keep, self._asked_s = now_s - self._asked_s < KEPT_S, now_s
+        if not self._keep:
+            self._kept = {}
+        yield f'{{"epoch":{epoch},"ranks":['
+        for begin in range(0, len(view.ranks), RANKS_OF_A_CHUNK):
+            chunk = view.ranks[begin : begin + RANKS_OF_A_CHUNK]
+            yield ("," if begin else "") + ",".join([self._rank(rank) for rank in chunk])
+        yield "]}"
 
     def _rank(self, rank: RankView) -> str:
         report, said = rank.report, self._silence
@@ -47,7 +71,8 @@ class RankTexts:
             kept = self._kept.get(rank.rank)
             if kept is None or kept[0] is not report:
                 said = _said(report.state, report.step, report.version)
-                self._kept[rank.rank] = (report, said)
+                if self._keep:
+                    self._kept[rank.rank] = (report, said)
             else:
                 said = kept[1]
         return (

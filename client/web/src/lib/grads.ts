@@ -18,6 +18,8 @@ export interface GradParam extends Partial<GradStats> {
   /** Why the parameter had no gradient. */
   none: string | null;
   exponents?: [number, number][];
+  /** Ranks that hold NaN or an infinity; absent when none is known to. */
+  bad_ranks?: number[];
 }
 
 export interface Frame {
@@ -39,6 +41,8 @@ export interface GradRow {
   norms: (number | null)[];
   /** Step at which NaN or an infinity was first seen by this page; null: never. */
   firstBad: number | null;
+  /** The ranks that held it then. */
+  firstBadRanks: readonly number[];
   mark: Mark;
 }
 
@@ -100,6 +104,7 @@ function rowOf(before: GradRow | undefined, param: GradParam, step: number): Gra
     last: param,
     norms: [...norms, bad || param.none !== null ? null : (param.norm ?? null)].slice(-KEPT_NORMS),
     firstBad,
+    firstBadRanks: before?.firstBad != null ? before.firstBadRanks : (param.bad_ranks ?? []),
     mark: markOf(param, norms),
   };
 }

@@ -2,7 +2,7 @@
 
 import { type ReactNode, useEffect, useMemo, useReducer, useState } from "react";
 
-import { get, urlOf } from "../api/client";
+import { urlOf } from "../api/client";
 import { follow, type ServerEvent } from "../api/sse";
 import { count, number, percent } from "../lib/format";
 import { badCount, type Frame, type GradRow, type Grads, type Mark, NO_GRADS, withFrame } from "../lib/grads";
@@ -10,7 +10,7 @@ import { placeHash } from "../lib/route";
 import { Badge, Choice, Empty, Facts, Name, Panel, Source, Spark, type Tone, Trouble } from "../ui/bits";
 import { axis, Chart } from "../ui/chart";
 import { useShared } from "../ui/context";
-import { usePoll, useQuery, useSettled } from "../ui/hooks";
+import { useQuery, useSettled } from "../ui/hooks";
 import { type Column, Rows } from "../ui/rows";
 
 const TONES: Record<Mark, Tone> = {
@@ -140,27 +140,20 @@ function useGrads(job: string, filter: string, every: string, paused: boolean): 
   return { grads, ...state };
 }
 
-/** What is not finite, since which step; the ranks are those that the alerts name. */
+/** What is not finite, since which step and on which ranks. */
 function Broken(props: { rows: readonly GradRow[] }): ReactNode {
-  const { job, live } = useShared();
-  const alerts = usePoll(
-    `${job} grads alerts ${live.changes["alert"] ?? 0}`,
-    (signal) => get("/api/v1/jobs/{job}/alerts", { path: { job }, query: { limit: 1000 }, signal }),
-    10_000,
-  );
   return (
     <Panel title={`${count(props.rows.length)} not finite`}>
-      <ul className="bare list-small">
-        {props.rows.slice(0, 50).map((row) => {
-          const alert = alerts.data?.alerts.find((one) => one.fqn === row.fqn && one.rule === "non-finite");
-          return (
-            <li key={row.fqn}>
-              <Name>{row.fqn}</Name> first seen by this page at step {count(row.firstBad ?? -1)}
-              {row.mark === "non-finite" ? `, now ${count(row.last.nan_count ?? 0)} NaN and ${count(row.last.inf_count ?? 0)} Inf` : ", finite again"}
-              {alert ? `; rank ${alert.ranks.join(", ")}: ${alert.reason}` : ""}
-            </li>
-          );
-        })}
+      <ul className="bare list-small" tabIndex={0} aria-label="Not finite">
+        {props.rows.slice(0, 50).map((row) => (
+          <li key={row.fqn}>
+            <Name>{row.fqn}</Name> first seen by this page at step {count(row.firstBad ?? -1)}
+            {row.firstBadRanks.length > 0 ? ` on rank ${row.firstBadRanks.join(", ")}` : ""}
+            {row.mark === "non-finite"
+              ? `, now ${count(row.last.nan_count ?? 0)} NaN and ${count(row.last.inf_count ?? 0)} Inf`
+              : ", finite again"}
+          </li>
+        ))}
       </ul>
     </Panel>
   );

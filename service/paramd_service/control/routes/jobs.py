@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
 from fastapi import APIRouter, Request
-from starlette.responses import Response
+from starlette.responses import Response, StreamingResponse
 
 from paramd.tickets import RANK_TICKET_TTL_S, Role, Signer
 from paramd_service.control.config import Bootstrap
@@ -66,8 +67,8 @@ def router(services: Services) -> APIRouter:
         """Every rank, with the reason when something is not as it should be."""
         incarnation = services.jobs.get(job)
         view = incarnation.registry.view()
-        text = incarnation.rank_texts.text(view, epoch=incarnation.epoch)
-        return Response(text, media_type="application/json")
+        chunks = incarnation.rank_texts.chunks(view, epoch=incarnation.epoch)
+        return StreamingResponse(_yielded(chunks), media_type="application/json")
 
     @routes.get("/jobs/{job}/epochs")
     async def list_epochs(job: str) -> EpochList:
@@ -88,6 +89,12 @@ def router(services: Services) -> APIRouter:
         )
 
     return routes
+
+
+async def _yielded(chunks: Iterator[str]) -> AsyncIterator[str]:
+    """As it comes: Starlette would run a plain iterator in a thread."""
+    for chunk in chunks:
+        yield chunk
 
 
 async def _registered(services: Services, incarnation: Incarnation) -> RegisteredJob:

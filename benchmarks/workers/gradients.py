@@ -61,7 +61,7 @@ class GradientRank:
         return [child.pid for child in psutil.Process().children()]
 
     def train(self, kind: str, count: int) -> list[list[float]]:
-        """Steps with a pass of that kind on rank 0: number, seconds, seconds of the pre-hook."""
+        """Steps with a pass of that kind on rank 0: number, seconds, CPU s of the pre-hook."""
         found = []
         dist.barrier()
         for _ in range(count):
@@ -69,19 +69,24 @@ class GradientRank:
         return found
 
     def memcpy(self) -> float:
-        """Seconds to copy as many bytes as the rank's gradients into warm memory, once."""
-        gradients = [p.grad for p in self._model.parameters() if p.grad is not None]
-        targets = [torch.zeros_like(gradient) for gradient in gradients]
+        """CPU seconds to copy all gradients of the rank, right after a backward, into warm memory.
+
+        CPU time: others on a shared machine would show in the clock.
+        """
+        targets = [torch.zeros_like(parameter) for parameter in self._model.parameters()]
         times = []
-        for _ in range(5):
-            begin_s = time.perf_counter()
-            for target, gradient in zip(targets, gradients, strict=True):
-                target.copy_(gradient)
-            times.append(time.perf_counter() - begin_s)
-        return sorted(times)[2]
+        for _ in range(7):
+            self._model(self._input).square().mean().backward()
+            begin_s = time.thread_time()
+            with torch.no_grad():
+                for target, parameter in zip(targets, self._model.parameters(), strict=True):
+                    assert parameter.grad is not None
+                    target.copy_(parameter.grad)
+            times.append(time.thread_time() - begin_s)
+        return sorted(times)[3]
 
     def empty_hooks(self, count: int) -> list[float]:
-        """Seconds in the pre-hook of steps without gradients and without a reader."""
+        """CPU seconds in the pre-hook of steps without gradients and without a reader."""
         assert self._optimizer is not None
         self._optimizer.zero_grad()
         found = []
@@ -107,7 +112,7 @@ class GradientRank:
         return [number, seconds, hook_s]
 
     def _mark(self, *_: Any) -> None:
-        self._marks.append(time.perf_counter_ns())
+        self._marks.append(time.thread_time_ns())
 
     def detach(self) -> None:
         if self._attachment is not None:

@@ -18,6 +18,8 @@ NEEDS_TORCH = (
     "paramd.mesh.views",
     "paramd_service.exports.cast",
     "paramd_service.exports.dcp_writer",
+    "paramd_service.sidecar.gradient_stats",
+    "paramd_service.sidecar.edit_trial",
     "paramd_service.sidecar.pooling",
     "paramd_service.sidecar.stats",
 )

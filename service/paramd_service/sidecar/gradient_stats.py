@@ -8,7 +8,6 @@ import torch
 
 from paramd.v1 import sidecar_pb2 as pb
 from paramd_service.sidecar import stats
-from paramd_service.sidecar.stats_answers import stats_message
 
 SMALL_NUMEL = 8192
 """Runs up to this long are reduced together, those of one length as rows of a matrix."""
@@ -32,7 +31,7 @@ def reduce_items(read: Read, items: Items, *, with_exponents: bool) -> list[pb.S
         if number not in found:
             run = read(begin, begin + item.numel * stats.item_bytes(item.dtype))
             reduced = stats.reduce_run(run, item.dtype, with_exponents=with_exponents)
-            found[number] = stats_message(reduced)
+            found[number] = stats.stats_message(reduced)
     return [found[number] for number in range(len(items))]
 
 

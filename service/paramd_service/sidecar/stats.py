@@ -16,6 +16,7 @@ from itertools import pairwise
 import torch
 
 from paramd.errors import UsageError
+from paramd.v1 import sidecar_pb2 as pb
 
 PIECE_BYTES = 1 << 20
 """Bytes reduced at a time; bounds temporary memory to a few times that.
@@ -287,3 +288,21 @@ def _add_exponents(result: Reduced, exponents: torch.Tensor, values: torch.Tenso
     result.zero_count += values.numel() - nonzero.numel()
     exponent = torch.frexp(nonzero).exponent + (_BIAS - 1)
     exponents += torch.bincount(exponent.clamp_(0, 255), minlength=256)
+
+
+def stats_message(reduced: Reduced) -> pb.Stats:
+    """What was reduced, as it is sent."""
+    return pb.Stats(
+        count=reduced.count,
+        zero_count=reduced.zero_count,
+        nan_count=reduced.nan_count,
+        inf_count=reduced.inf_count,
+        mean=reduced.mean,
+        m2=reduced.m2,
+        sum_squares=reduced.sum_squares,
+        min=reduced.min,
+        max=reduced.max,
+        exponent_counts=exponent_counts(reduced),
+        exponent_begin=EXPONENT_BEGIN,
+        edge_counts=reduced.between.tolist() if reduced.between is not None else (),
+    )

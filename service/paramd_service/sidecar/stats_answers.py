@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from paramd.errors import UsageError
 from paramd.v1 import sidecar_pb2 as pb
@@ -92,7 +92,7 @@ def _reduce_all(
         if stop:
             break
         reduced = stats.reduce_run(run, item.dtype, with_exponents=with_exponents, edges=between)
-        answers.append(stats_message(reduced))
+        answers.append(stats.stats_message(reduced))
         rank.faults.at("stats-item")
     return answers
 
@@ -149,20 +149,7 @@ def _run_of(data: memoryview, item: pb.StatsItem, itemsize: int) -> memoryview:
 
 
 def stats_message(reduced: Any) -> pb.Stats:
-    """A `stats.Reduced` as it is sent."""
+    """A `stats.Reduced` as it is sent; torch is loaded by then."""
     from paramd_service.sidecar import stats
 
-    return pb.Stats(
-        count=reduced.count,
-        zero_count=reduced.zero_count,
-        nan_count=reduced.nan_count,
-        inf_count=reduced.inf_count,
-        mean=reduced.mean,
-        m2=reduced.m2,
-        sum_squares=reduced.sum_squares,
-        min=reduced.min,
-        max=reduced.max,
-        exponent_counts=stats.exponent_counts(reduced),
-        exponent_begin=stats.EXPONENT_BEGIN,
-        edge_counts=reduced.between.tolist() if reduced.between is not None else (),
-    )
+    return stats.stats_message(reduced)

@@ -4,7 +4,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
-FAST_TESTS := tests/unit tests/contract
+FAST_TESTS := tests/unit tests/contract tests/model
 ALL_TESTS := $(FAST_TESTS) tests/integration tests/multiprocess tests/web
 MINUTES ?= 10
 

@@ -19,6 +19,7 @@ import torch
 from safetensors.torch import load_file
 
 import paramd
+from paramd.layout.types import Layout
 from paramd.mesh.mesh import Mesh
 from paramd.places import job_dir
 from paramd.tickets import Role
@@ -142,8 +143,10 @@ class ExportingJob:
 
 
 @contextmanager
-def exporting_job(tmp_path: Path, **destinations: str) -> Iterator[ExportingJob]:
-    """The job; everything it started ends with the block."""
+def exporting_job(
+    tmp_path: Path, *, of: Layout | None = None, **destinations: str
+) -> Iterator[ExportingJob]:
+    """The job (with the layout `of`); everything it started ends with the block."""
     folder, faults = tmp_path / "checkpoints", tmp_path / "faults"
     for path in (folder, faults, tmp_path / "state"):
         path.mkdir()
@@ -152,7 +155,7 @@ def exporting_job(tmp_path: Path, **destinations: str) -> Iterator[ExportingJob]
         patch.setenv("PARAMD_FAULTS_DIR", str(faults))
         table = {"checkpoints": str(folder), **destinations}
         patch.setenv("PARAMD_DESTINATIONS", json.dumps(table))
-        job = stack.enter_context(running_job(layout()))
+        job = stack.enter_context(running_job(of if of is not None else layout()))
         try:
             yield ExportingJob(job, folder, stack)
         except BaseException:

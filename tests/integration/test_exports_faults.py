@@ -8,6 +8,7 @@ from pathlib import Path
 import httpx2
 
 from paramd.errors import ParamdError
+from paramd.layout.types import Box, Layout, Piece, TensorKind, TensorLayout
 from paramd.mesh.exports import ExportState
 from paramd.mesh.mesh import Mesh
 from tests.integration.export_job import (
@@ -74,6 +75,26 @@ def strike(site: ExportingJob, mesh: Mesh, point: str, expected: ExportState | N
             site.job.respawn(rank)
 
 
+def test_files_of_a_killed_sidecar_go_to_another_that_has_their_bytes(tmp_path: Path) -> None:
+    held = tuple(
+        TensorLayout(
+            f"w{n}", "float32", (16,), TensorKind.PARAMETER, (Piece(0, 64 * n, Box((0,), (16,))),)
+        )
+        for n in range(6)
+    )
+    only_rank_0 = Layout(world_size=2, arena_bytes=(1024, 1024), tensors=held)
+    with exporting_job(tmp_path, of=only_rank_0) as site, site.connect() as mesh:
+        until(lambda: all_joined(site), "a whole mesh")
+        site.arm(1, "export-chunk:kill")
+        done = mesh.export("checkpoints/on", max_shard_size=64).wait(30)
+        assert site.job.ranks[1].process.wait(10) == -signal.SIGKILL
+        site.check_whole("on")
+        written = [one for one in done.files if one.name.endswith(".safetensors")]
+        assert len(written) == 6
+        assert {one.rank for one in written} <= {0, 1}
+        assert sum(one.rank == 0 for one in written) > 3, "rank 0 took over what rank 1 was given"
+
+
 def test_a_control_plane_killed_in_the_middle_goes_on_or_fails_cleanly(tmp_path: Path) -> None:
     with exporting_job(tmp_path) as site:
         site.job.train(lambda rank, step: None, 0.02)
@@ -99,7 +120,10 @@ def test_a_control_plane_killed_in_the_middle_goes_on_or_fails_cleanly(tmp_path:
             assert mesh.export("checkpoints/again").wait(30).state is ExportState.DONE
             assert [one["id"] for one in mesh.export_schedules()] == [rhythm["id"]]
             states = {one.destination: one.state for one in mesh.exports()}
-            assert rhythm["id"] in {one.schedule for one in mesh.exports()}
+            until(
+                lambda: rhythm["id"] in {one.schedule for one in mesh.exports()},
+                "an export of the schedule",
+            )
         assert states["checkpoints/on"] is ExportState.DONE
         assert not (site.folder / "off" / MANIFEST).exists()
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 import subprocess
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -90,6 +91,16 @@ def test_options_reach_the_files(site: ExportingJob, mesh: Mesh, tmp_path: Path)
     assert "config.json" in {one.name for one in done.files}
 
 
+async def test_the_asynchronous_twin(site: ExportingJob) -> None:
+    async with paramd.aio.connect(site.job.url, site.job.token, job="client-test") as mesh:
+        export = await mesh.export("checkpoints/twin", include=PARAMETERS)
+        done = await export.wait(30)
+        assert (await export.refresh()) == done
+        assert export.step == done.step >= 0
+        with pytest.raises(ConflictError):
+            await export.cancel()
+
+
 def test_what_stands_at_the_key_is_replaced_only_when_asked(site: ExportingJob, mesh: Mesh) -> None:
     mesh.export("checkpoints/taken").wait(30)
     before = site.left()
@@ -158,12 +169,20 @@ def test_an_export_is_cancelled_and_leaves_nothing(site: ExportingJob, mesh: Mes
     export = mesh.export("checkpoints/cancelled", max_shard_size=200)
     until(lambda: is_stopped(process.pid), "the stop")
     try:
+        # One that waits for its turn behind two others need not wait for its end, too.
+        behind = [mesh.export(f"checkpoints/cancelled-{n}", include=PARAMETERS) for n in range(2)]
+        begun_s = time.monotonic()
+        waiting = behind[1].cancel()
+        assert (waiting.state, waiting.step) == (ExportState.CANCELLED, -1)
+        assert time.monotonic() - begun_s < 2.0
         ended = export.cancel()
     finally:
         process.send_signal(signal.SIGCONT)
     assert (ended.state, ended.reason) == (ExportState.CANCELLED, "cancelled by owner")
+    mesh.export_ended(behind[0].info, 30)
     # What the stopped one goes on with finds its place gone.
-    until(lambda: not [one for one in site.left() if "cancelled" in one], "the removal")
+    until(lambda: not [one for one in site.left() if ".cancelled." in one], "the removal")
+    assert not (site.folder / "cancelled").exists()
     done = mesh.export("checkpoints/over").wait(30)
     with pytest.raises(ConflictError):
         mesh.cancel_export(done.id)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from contextlib import asynccontextmanager
 from dataclasses import replace
 from typing import Final
 
@@ -138,7 +139,7 @@ class Queue:
     async def _run(self, run: Run) -> None:
         job = run.job
         try:
-            async with self._slots:
+            async with self._turn(run):
                 try:
                     job.assets = await self._assets(job.row)
                 except ParamdError as error:
@@ -148,6 +149,19 @@ class Queue:
             self._runs.pop(job.row.id, None)
             run.over.set()
         await self._ended(job)
+
+    @asynccontextmanager
+    async def _turn(self, run: Run) -> AsyncIterator[None]:
+        """Waits for a place; what has been asked to end needs none."""
+        place = asyncio.ensure_future(self._slots.acquire())
+        asked = asyncio.ensure_future(run.asked_to_end.wait())
+        try:
+            await asyncio.wait({place, asked}, return_when=asyncio.FIRST_COMPLETED)
+            yield
+        finally:
+            asked.cancel()
+            if not place.cancel() and not place.cancelled():
+                self._slots.release()
 
     async def _take_over(self) -> None:
         while True:

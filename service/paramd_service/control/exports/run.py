@@ -31,6 +31,8 @@ class Run:
 
     def __init__(self, job: ExportJob) -> None:
         self.job = job
+        self.asked_to_end = asyncio.Event()
+        """Set by `cancel` and `fail`."""
         self.over = asyncio.Event()
         """Set by the queue when it runs no more."""
         self._work: asyncio.Task[None] | None = None
@@ -57,6 +59,7 @@ class Run:
 
     def _end(self, state: State, reason: str) -> None:
         self._ending = self._ending if self._ending is not None else (state, reason)
+        self.asked_to_end.set()
         if self._work is not None:
             self._work.cancel()
 

@@ -62,6 +62,8 @@ class Frames:
     least_per_s: float
     """In the worst second."""
     longest_ms: float
+    cpu_ms: float
+    """CPU time of the page's main thread for one frame: what a busy machine does not change."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -228,18 +230,38 @@ def _filtering(page: Page) -> Frames:
         " if (window.on_) requestAnimationFrame(count); })()"
     )
     field = page.locator("input[data-filter]")
-    for text in FILTERS:
-        field.fill("")
-        field.press_sequentially(text, delay=60)
-        page.wait_for_timeout(1500)
-    return _summary(page.evaluate("window.on_ = false, window.frames_"))
+    with _cpu_of(page) as cpu:
+        for text in FILTERS:
+            field.fill("")
+            field.press_sequentially(text, delay=60)
+            page.wait_for_timeout(1500)
+        times = page.evaluate("window.on_ = false, window.frames_")
+    return _summary(times, cpu[0])
+
+
+@contextmanager
+def _cpu_of(page: Page) -> Iterator[list[float]]:
+    """CPU seconds of the page's main thread within the block, as the one item of the list."""
+    session = page.context.new_cdp_session(page)
+    session.send("Performance.enable", {"timeDomain": "threadTicks"})
+
+    def spent_s() -> float:
+        found = session.send("Performance.getMetrics")["metrics"]
+        return float(next(one["value"] for one in found if one["name"] == "TaskDuration"))
+
+    result = [spent_s()]
+    yield result
+    result[0] = spent_s() - result[0]
+    session.detach()
 
 
 def _frames(page: Page, seconds: float, *, pixels: int) -> Frames:
-    return _summary(page.evaluate(RECORD, [seconds, pixels]))
+    with _cpu_of(page) as cpu:
+        times = page.evaluate(RECORD, [seconds, pixels])
+    return _summary(times, cpu[0])
 
 
-def _summary(times_ms: list[float]) -> Frames:
+def _summary(times_ms: list[float], cpu_s: float) -> Frames:
     gaps = [after - before for before, after in pairwise(times_ms)]
     begin, end = times_ms[0], times_ms[-1]
     windows = [
@@ -250,6 +272,7 @@ def _summary(times_ms: list[float]) -> Frames:
         mean_per_s=1000 * len(gaps) / (end - begin),
         least_per_s=min(windows),
         longest_ms=max(gaps),
+        cpu_ms=1e3 * cpu_s / len(gaps),
     )
 
 
@@ -277,7 +300,13 @@ def _report(found: Measured, ranks: int, tensors: int, idle_share: float, *, qui
              measured=found.rss_bytes / 2**20, limit=2, unit="MiB"),
     ]  # fmt: skip
     rows = [
-        [name, f"{one.mean_per_s:.0f}", f"{one.least_per_s:.0f}", f"{one.longest_ms:.0f}"]
+        [
+            name,
+            f"{one.mean_per_s:.0f}",
+            f"{one.least_per_s:.0f}",
+            f"{one.longest_ms:.0f}",
+            f"{one.cpu_ms:.1f}",
+        ]
         for name, one in (
             (f"scrolling {tensors:,} parameters, {SCROLL_PIXELS} pixels a frame", found.scroll),
             (f"the same, {JUMP_PIXELS}: every row is new in every frame", found.jump),
@@ -290,7 +319,13 @@ def _report(found: Measured, ranks: int, tensors: int, idle_share: float, *, qui
         tables=[
             Table(
                 title="Frames a second",
-                header=["what", "mean", "worst second", "longest frame ms"],
+                header=[
+                    "what",
+                    "mean",
+                    "worst second",
+                    "longest ms",
+                    "CPU of the page, ms a frame",
+                ],
                 rows=rows,
             )
         ],

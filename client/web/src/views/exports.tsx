@@ -21,6 +21,7 @@ export default function Exports(): ReactNode {
     0,
   );
   const [fast, setFast] = useState(false);
+  const [started, setStarted] = useState(0);
   const exports = usePoll(
     `${job} exports ${live.changes["export"] ?? 0}`,
     async (signal) => {
@@ -30,6 +31,10 @@ export default function Exports(): ReactNode {
     },
     fast ? 1000 : 10_000,
   );
+  const onStarted = (): void => {
+    setStarted((n) => n + 1);
+    exports.refresh();
+  };
   return (
     <>
       <div className="head">
@@ -39,9 +44,9 @@ export default function Exports(): ReactNode {
         )}
       </div>
       {mayExport && destinations.error && <Trouble>{destinations.error}</Trouble>}
-      {mayExport && <ExportForm destinations={destinations.data?.destinations ?? []} onStarted={exports.refresh} />}
+      {mayExport && <ExportForm destinations={destinations.data?.destinations ?? []} onStarted={onStarted} />}
       <List exports={exports.data?.exports ?? []} mayExport={mayExport} onChanged={exports.refresh} source={<Source what={`/jobs/${job}/exports`} at={exports.at} error={exports.error} busy={exports.busy} refresh={exports.refresh} />} error={exports.error} asked={exports.at > 0} />
-      <Schedules mayExport={mayExport} />
+      <Schedules key={started} mayExport={mayExport} />
     </>
   );
 }

@@ -56,6 +56,7 @@ class _Preparation:
 
     request: Request
     steps: list[_Step] | None = None
+    owners_found: bool = False
     refusal: str = ""
     done: threading.Event = field(default_factory=threading.Event)
 
@@ -93,6 +94,8 @@ class Editor:
         if preparation.refusal:
             self._refuse(preparation)
             return False
+        if not preparation.owners_found:
+            self._find_owners(preparation)
         return not self.failed
 
     def apply(self, request: Request, gate: TrainerGate) -> None:
@@ -152,10 +155,17 @@ class Editor:
             preparation.refusal = repr(error)
         preparation.done.set()
 
-    def _steps(self, records: Sequence[Record]) -> list[_Step]:
-        owned: list[Owned] = []
-        if any(record.reset_moments for record in records):
+    def _find_owners(self, preparation: _Preparation) -> None:
+        """Only at a boundary: elsewhere FSDP1 may have pointed parameters at gathered memory."""
+        preparation.owners_found = True
+        steps = preparation.steps if preparation.steps is not None else []
+        if any(step.record.reset_moments for step in steps):
             owned = find_owned(self.optimizers, self._arena.address, self._arena.size_bytes)
+            for step in steps:
+                if step.record.reset_moments:
+                    step.owner = owner_of(owned, step.record)
+
+    def _steps(self, records: Sequence[Record]) -> list[_Step]:
         at, dense = self._arena_views.at, self._edit_views.dense
         return [
             _Step(
@@ -163,7 +173,6 @@ class Editor:
                 at(record.dtype, record.arena_begin, record.sizes, record.strides),
                 dense(record, record.data_begin),
                 dense(record, record.preimage_begin),
-                owner_of(owned, record) if record.reset_moments else None,
             )
             for record in records
         ]

@@ -41,7 +41,8 @@ class Owned:
     def moments(self) -> Iterator[tuple[str, torch.Tensor]]:
         """State tensors, local, that have an element for each of its own."""
         for key, value in self.state().items():
-            if isinstance(value, torch.Tensor):
+            # Of a parameter without dims, the count of steps looks like a moment.
+            if isinstance(value, torch.Tensor) and (self.local.ndim or key != "step"):
                 local, _ = split(value)
                 if local.shape == self.local.shape and local.device.type == "cpu":
                     yield key, local.detach()
@@ -65,10 +66,23 @@ def find_owned(
 
 def owner_of(owned: Sequence[Owned], record: Record) -> Owned | None:
     """The parameter that a record's view lies in; None when no optimizer has it."""
-    index = bisect_right(owned, record.arena_begin, key=lambda one: one.begin) - 1
-    if index < 0 or record.arena_end > owned[index].end:
-        return None
-    return owned[index]
+    index = bisect_right(owned, record.arena_begin, key=lambda one: one.begin)
+    # Usually the first; parameters that are columns of one tensor lie in each other.
+    for one in reversed(owned[:index]):
+        if record.arena_end <= one.end and _has_element(one, record):
+            return one
+    return None
+
+
+def _has_element(owner: Owned, record: Record) -> bool:
+    """Whether the record's first element is one of the parameter's."""
+    rest = (record.arena_begin - owner.begin) // record.itemsize
+    dims = zip(owner.local.stride(), owner.local.shape, strict=True)
+    for stride, size in sorted(dims, reverse=True):
+        if stride and size > 1:
+            index = min(rest // stride, size - 1)
+            rest -= index * stride
+    return rest == 0
 
 
 def zero_moments(owner: Owned, record: Record) -> None:

@@ -29,7 +29,7 @@ from tests.multiprocess import kinds
 from tests.multiprocess.workers.train import Training, adam, differences, train_plainly
 
 DEADLINE_S = 30.0
-EDITS = 12
+EDITS = 5
 PROGRAM_BYTES = 1 << 16
 
 
@@ -85,10 +85,10 @@ class Driver(threading.Thread):
         self.ask(RESUME)
         self.until(lambda: self.page[Word.STEP] > held_at, "training goes on")
         begun_s = time.monotonic()
-        self.hold(0.5)
+        self.hold(0.4)
         held_at = self.page[Word.STEP]
         self.until(lambda: self.page[Word.HELD] == Holding.RUNNING, "the lease ends by itself")
-        assert 0.3 < time.monotonic() - begun_s < 10
+        assert 0.25 < time.monotonic() - begun_s < 10
         self.told.append(("lease ended", held_at))
         self.edit()
 

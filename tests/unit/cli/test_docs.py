@@ -18,6 +18,7 @@ PAGES = [
     "docs/guarantees.md",
     "docs/assumptions.md",
     "docs/faults.md",
+    "docs/exports.md",
 ]
 
 

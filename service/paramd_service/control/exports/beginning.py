@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 
-from paramd.errors import ConflictError, NotFoundError, UsageError
+from paramd.errors import ConflictError, DeadlineError, NotFoundError, UsageError
 from paramd_service.control.exports import machine
 from paramd_service.control.exports.job import ExportJob
 from paramd_service.control.exports.machine import File, State
@@ -38,7 +38,15 @@ async def begin(job: ExportJob) -> None:
     clash = {file.name for file in plan.files} & set(job.assets)
     if clash:
         raise UsageError(f"assets: {min(clash)!r} is the name of a file of the export")
-    pinned = await job.crew.pin(plan, timeout_s=PIN_S, optimizer=job.wish.optimizer)
+    try:
+        pinned = await job.crew.pin(plan, timeout_s=PIN_S, optimizer=job.wish.optimizer)
+    except DeadlineError as error:
+        if not (plan.with_buffers or job.wish.optimizer):
+            raise
+        raise DeadlineError(
+            f"{error}; parameters alone (--include parameters) need no boundary while training "
+            "stands still"
+        ) from error
     plan, pins = pinned.plan, pinned.pins
     leases = job.hold(pins)
     await leases.renew()

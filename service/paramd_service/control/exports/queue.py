@@ -168,14 +168,19 @@ class Queue:
             try:
                 for row in await self._store.unfinished(self.incarnation.job):
                     if row.id not in self._runs:
-                        await self._take(row)
+                        await self._take_if_possible(row)
                 return
             except StoreError as error:
                 log.warning("exports of the past are not known yet: %s", error)
                 await asyncio.sleep(_AGAIN_S)
-            except ParamdError as error:
-                log.warning("an export of the past cannot be gone on with: %s", error)
-                return
+
+    async def _take_if_possible(self, row: ExportRow) -> None:
+        try:
+            await self._take(row)
+        except StoreError:
+            raise
+        except ParamdError as error:
+            log.warning("export %s cannot be gone on with: %s", row.id, error)
 
     async def _take(self, row: ExportRow) -> None:
         files = await self._store.files(row.id)

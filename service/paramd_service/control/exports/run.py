@@ -166,8 +166,8 @@ class Run:
 async def drop(job: ExportJob, *, finished: bool = False) -> bool:
     """Removes what an export left at its destination; whether that could be done."""
     names = list(job.export.files)
-    work = partial(job.crew.calls.drop, target=job.target, names=names, finished=finished)
     try:
+        work = partial(job.crew.calls.drop, target=job.target, names=names, finished=finished)
         async with asyncio.timeout(DROP_S):
             await job.crew.any(work, wait=False)
     except (ParamdError, TimeoutError) as error:

@@ -30,6 +30,12 @@ POLL_S = 50e-6
 """The trainer's sleep between two looks at the sidecar's words while it waits."""
 
 
+# Plain numbers: looking up a member of an enumeration costs more than reading its word.
+_SEQ, _STEP, _EDITS = int(Word.SEQ), int(Word.STEP), int(Word.EDITS)
+_ANNOUNCE, _SERVED = int(Word.ANNOUNCE), int(Word.SERVED)
+_COPY_BEGUN, _COPY_ENDED = int(Word.COPY_BEGUN), int(Word.COPY_ENDED)
+
+
 class State(NamedTuple):
     """What the parameters of one epoch are: updates finished, edits applied."""
 
@@ -48,26 +54,23 @@ class TrainerGate:
     def begin_update(self) -> None:
         """Waits, within the budget, for copies under way; then SEQ is odd."""
         words = self._words
-        if (
-            words[Word.COPY_BEGUN] != words[Word.COPY_ENDED]
-            or words[Word.SERVED] < words[Word.ANNOUNCE]
-        ):
+        if words[_COPY_BEGUN] != words[_COPY_ENDED] or words[_SERVED] < words[_ANNOUNCE]:
             self._wait_for_copies()
-        words[Word.SEQ] |= 1
+        words[_SEQ] |= 1
 
     def end_update(self) -> int:
         """Publishes the next step with SEQ even again, and returns that step."""
         words = self._words
-        step = words[Word.STEP] + 1
-        words[Word.STEP] = step
-        words[Word.SEQ] += 1
+        step: int = words[_STEP] + 1
+        words[_STEP] = step
+        words[_SEQ] += 1
         return step
 
     def end_edit(self) -> None:
         """Publishes one more edit of the same step, with SEQ even again."""
         words = self._words
-        words[Word.EDITS] += 1
-        words[Word.SEQ] += 1
+        words[_EDITS] += 1
+        words[_SEQ] += 1
 
     def _wait_for_copies(self) -> None:
         words = self._words

@@ -32,7 +32,7 @@ log = logging.getLogger("paramd")
 AGREEMENT_WORKS, AGREEMENT_LOST = 1, 2
 
 # Plain numbers cost a fraction of enumerations, and these are looked at in every step.
-_HELD = int(Word.HELD)
+_HELD, _READY = int(Word.HELD), int(Word.READY)
 
 
 class EditorLike(Protocol):
@@ -81,11 +81,14 @@ class Acting:
             at_home: the parameters are in the arena. A rank of which they are not still takes
                 part, with nothing: the others must not wait for it.
         """
-        if self._agreement is None:
+        agreement, words = self._agreement, self._words
+        if agreement is None or (
+            not words[_HELD] and agreement.passes(wanted=words[_READY] > self._agreed)
+        ):
             self._answer(False)
             return
         try:
-            self._rounds(self._agreement, at_home)
+            self._rounds(agreement, at_home)
         except AgreementLost as error:
             self._agreement = None
             self._hold.end()

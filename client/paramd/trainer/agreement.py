@@ -80,8 +80,8 @@ def promise(words: Words, last_agreed: int, accept: Callable[[Request], bool]) -
 
 
 class Agreement:
-    """One rank's part in it. All ranks must call `collect` at each boundary, then `launch`
-    when a round is due, or `exchange` as often as each other.
+    """One rank's part in it. All ranks must call `passes` or `collect` at each boundary,
+    then `launch` when a round is due, or `exchange` as often as each other.
 
     Args:
         group: a gloo group over all ranks used by nobody else; None for a world of one.
@@ -124,6 +124,22 @@ class Agreement:
     def due(self) -> bool:
         """Whether a round is to be launched at this boundary; the same on all ranks."""
         return self._boundary >= self._next_launch
+
+    def passes(self, *, wanted: bool) -> bool:
+        """Counts a boundary at which there is nothing to do; False counts nothing.
+
+        Most boundaries are such: neither `collect` nor `launch` nor `exchange` is due.
+
+        Args:
+            wanted: the page has a request; only a world of one acts on that at once.
+        """
+        if self._group is None:
+            return not wanted
+        boundary = self._boundary + 1
+        if self._work is not None or boundary >= self._next_launch:
+            return False
+        self._boundary = boundary
+        return True
 
     def collect(self) -> Round | None:
         """Counts one boundary and ends the round under way, if there is one.

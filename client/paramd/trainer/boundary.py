@@ -21,7 +21,8 @@ from paramd.trainer.holding import Hold
 log = logging.getLogger("paramd")
 
 # Plain numbers cost a fraction of enumerations, and these are looked at in every step.
-_WANT, _ARM_STEP = int(Word.WANT), int(Word.ARM_STEP)
+_WANT, _ARM_STEP, _STEP = int(Word.WANT), int(Word.ARM_STEP), int(Word.STEP)
+_BOUNDARY_NS, _STEP_TIME_NS = int(Word.BOUNDARY_NS), int(Word.STEP_TIME_NS)
 
 # Owns the window for ever, so that no other owner opens or closes one.
 _NOBODY = object()
@@ -131,7 +132,7 @@ class Boundary:
         """Wakes the sidecar for what was agreed, or when it asked for this boundary."""
         words = self._words
         want, armed = words[_WANT], words[_ARM_STEP]
-        if armed and armed != self._armed_seen and armed == words[Word.STEP]:
+        if armed and armed != self._armed_seen and armed == words[_STEP]:
             self._armed_seen = armed
             announce = True
         if announce or want != self._want_seen:
@@ -141,7 +142,7 @@ class Boundary:
 
     def _note_time(self, now_ns: int) -> None:
         words = self._words
-        last_ns, words[Word.BOUNDARY_NS] = words[Word.BOUNDARY_NS], now_ns
+        last_ns, words[_BOUNDARY_NS] = words[_BOUNDARY_NS], now_ns
         if last_ns:
-            smoothed, latest = words[Word.STEP_TIME_NS], now_ns - last_ns
-            words[Word.STEP_TIME_NS] = latest if smoothed == 0 else (7 * smoothed + latest) // 8
+            smoothed, latest = words[_STEP_TIME_NS], now_ns - last_ns
+            words[_STEP_TIME_NS] = latest if smoothed == 0 else (7 * smoothed + latest) // 8

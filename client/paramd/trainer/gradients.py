@@ -24,6 +24,11 @@ from paramd.trainer.gradient_sources import Pieces, Room, Source, copy_gradient,
 
 log = logging.getLogger("paramd")
 
+# Plain numbers: these are looked at in every update.
+_STEP, _GRADIENTS_STEP = int(Word.STEP), int(Word.GRADIENTS_STEP)
+_ARM_SLOT0, _ARM_SLOT1 = int(Word.ARM_SLOT0), int(Word.ARM_SLOT1)
+_LOSSLESS_EVERY = int(Word.LOSSLESS_EVERY)
+
 POLL_S = 50e-6
 """Sleep between two looks while an update waits for a reader that wants to miss nothing."""
 
@@ -81,15 +86,15 @@ class GradientCapture:
             owner: the optimizer that makes the update; else all parameters are meant.
         """
         words = self._words
-        step = words[Word.STEP] + 1
-        if self._budget_ns and words[Word.LOSSLESS_EVERY]:
+        step = words[_STEP] + 1
+        if self._budget_ns and words[_LOSSLESS_EVERY]:
             self._await_reader(step)
-        if words[Word.ARM_SLOT0] == step:
+        if words[_ARM_SLOT0] == step:
             self._serve(0, step, owner)
-        if words[Word.ARM_SLOT1] == step:
+        if words[_ARM_SLOT1] == step:
             self._serve(1, step, owner)
         # After the DONE words: who sees it knows that nothing follows for this update.
-        words[Word.GRADIENTS_STEP] = step
+        words[_GRADIENTS_STEP] = step
         self._clip_factor = 0.0
 
     def close(self) -> None:

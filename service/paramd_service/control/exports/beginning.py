@@ -17,6 +17,7 @@ from paramd_service.control.exports.wish import named_at
 if TYPE_CHECKING:
     from paramd.layout.export_plan import ExportPlan
     from paramd.layout.export_sources import Source
+    from paramd.mesh.export_pins import PinnedExport
 
 PIN_S: Final = 60.0
 
@@ -38,15 +39,7 @@ async def begin(job: ExportJob) -> None:
     clash = {file.name for file in plan.files} & set(job.assets)
     if clash:
         raise UsageError(f"assets: {min(clash)!r} is the name of a file of the export")
-    try:
-        pinned = await job.crew.pin(plan, timeout_s=PIN_S, optimizer=job.wish.optimizer)
-    except DeadlineError as error:
-        if not (plan.with_buffers or job.wish.optimizer):
-            raise
-        raise DeadlineError(
-            f"{error}; parameters alone (--include parameters) need no boundary while training "
-            "stands still"
-        ) from error
+    pinned = await _pinned(job, plan)
     plan, pins = pinned.plan, pinned.pins
     leases = job.hold(pins)
     await leases.renew()
@@ -74,6 +67,18 @@ async def begin(job: ExportJob) -> None:
         )
     )
     await job.save()
+
+
+async def _pinned(job: ExportJob, plan: ExportPlan) -> PinnedExport:
+    try:
+        return await job.crew.pin(plan, timeout_s=PIN_S, optimizer=job.wish.optimizer)
+    except DeadlineError as error:
+        if not (plan.with_buffers or job.wish.optimizer):
+            raise
+        raise DeadlineError(
+            f"{error}; parameters alone (--include parameters) need no boundary while training "
+            "stands still"
+        ) from error
 
 
 async def adopt(job: ExportJob) -> None:

@@ -3,22 +3,21 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
 import secrets
 import time
 from collections import Counter
 from collections.abc import Coroutine, Mapping
 from dataclasses import asdict
-from functools import partial
 from typing import Any, Final
 
-from paramd.errors import ConflictError, ExhaustedError, NotFoundError
+from paramd.errors import ConflictError, ExhaustedError
 from paramd.v1 import export_pb2
 from paramd_service.control.events import Kind
 from paramd_service.control.exports.assets import Assets
 from paramd_service.control.exports.documents import ExportDocument, export_document
 from paramd_service.control.exports.job import ExportJob
+from paramd_service.control.exports.places import read_file, target_of
 from paramd_service.control.exports.queue import Queue
 from paramd_service.control.exports.rhythm import Rhythm
 from paramd_service.control.exports.schedules import MAX_SCHEDULES, Schedules
@@ -30,8 +29,7 @@ from paramd_service.control.store.errors import StoreError
 from paramd_service.control.store.exports import ExportRow, ExportStore, ScheduleRow
 from paramd_service.control.view import MeshView
 from paramd_service.control.watch import Publish
-from paramd_service.exports.destinations import Destination, DestinationKind, locate
-from paramd_service.exports.place import MANIFEST
+from paramd_service.exports.destinations import Destination, locate
 
 FORGET_S: Final = 90 * 86_400.0
 """Exports that somebody asked for are listed for so long after their end."""
@@ -169,26 +167,8 @@ class Exports:
             UsageError, NotFoundError: no destination, no export there, no such file of it.
         """
         incarnation.check()
-        found, key = locate(self.destinations, destination)
-        target = export_pb2.ExportTarget(
-            destination=found.name,
-            root=found.root,
-            options=found.options,
-            key=key,
-            export_id="0" * 32,
-        )
-        crew = self._queues[incarnation.job].crew
-        if name != MANIFEST:
-            _, (_, text) = await crew.any(
-                partial(crew.calls.read, target=target, name=MANIFEST, offset_bytes=0)
-            )
-            # What lies there beside an export is nobody's business.
-            if name not in {str(file["name"]) for file in json.loads(text)["files"]}:
-                raise NotFoundError(f"{destination}: its manifest has no file {name[:80]!r}")
-        _, answer = await crew.any(
-            partial(crew.calls.read, target=target, name=name, offset_bytes=offset_bytes)
-        )
-        return answer
+        target = target_of(self.destinations, destination)
+        return await read_file(self._queues[incarnation.job].crew, target, name, offset_bytes)
 
     def schedules(self, job: str) -> Schedules:
         """The schedules of a job that is served here."""
@@ -284,15 +264,8 @@ class Exports:
         await self.create(queue.incarnation, request, actor=row.actor, schedule=row.id)
 
     def _place(self, row: ExportRow) -> export_pb2.ExportTarget:
-        found, key = locate(self.destinations, row.destination)
-        return export_pb2.ExportTarget(
-            destination=found.name,
-            root=found.root,
-            options=found.options,
-            key=key,
-            export_id=row.id,
-            overwrite=bool(row.request.get("overwrite", False)),
-        )
+        overwrite = bool(row.request.get("overwrite", False))
+        return target_of(self.destinations, row.destination, export_id=row.id, overwrite=overwrite)
 
     async def _assets_of(self, row: ExportRow) -> Mapping[str, bytes]:
         owner = row.schedule or row.id
@@ -331,8 +304,3 @@ class Exports:
             "written_bytes": job.export.written_bytes,
         }
         self._publish(Kind.EXPORT, data, job=row.job)
-
-
-def kind_of(destination: Destination) -> str:
-    """What stands behind a name, in a word."""
-    return "s3" if destination.kind is DestinationKind.S3 else "directory"

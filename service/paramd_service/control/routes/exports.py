@@ -22,7 +22,7 @@ from paramd_service.control.exports.documents import (
     ScheduleRequest,
     schedule_document,
 )
-from paramd_service.control.exports.exports import kind_of
+from paramd_service.control.exports.places import kind_of
 from paramd_service.control.exports.rhythm import Rhythm
 from paramd_service.control.incarnation import Incarnation
 from paramd_service.control.routes.jobs import PROBLEMS

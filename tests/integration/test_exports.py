@@ -216,6 +216,27 @@ def test_one_id_is_begun_once(site: ExportingJob, mesh: Mesh) -> None:
     assert [one.id for one in mesh.exports()].count("ab" * 16) == 1
 
 
+def test_files_of_an_export_can_be_read_and_nothing_beside_them(
+    site: ExportingJob, mesh: Mesh
+) -> None:
+    mesh.export("checkpoints/readable", include=PARAMETERS).wait(30)
+    (site.folder / "readable" / "secret.txt").write_text("mine")
+    headers = {"authorization": f"Bearer {site.job.token}"}
+    url = f"{site.job.url}/api/v1/jobs/client-test/export-file"
+
+    def read(name: str, destination: str = "checkpoints/readable") -> httpx2.Response:
+        asked = {"destination": destination, "name": name, "offset_bytes": 0}
+        return httpx2.get(url, params=asked, headers=headers, trust_env=False)
+
+    found = read("model.safetensors")
+    assert found.content == (site.folder / "readable" / "model.safetensors").read_bytes()
+    assert found.headers["paramd-file-bytes"] == str(len(found.content))
+    assert read("secret.txt").status_code == 404
+    assert read("../readable/secret.txt").status_code == 404
+    assert read("model.safetensors", "checkpoints/nowhere").status_code == 404
+    assert read("paramd-export.json", "checkpoints/../x").status_code == 422
+
+
 def test_roles_events_metrics_and_audit(site: ExportingJob, mesh: Mesh) -> None:
     headers = {"authorization": f"Bearer {site.job.token}"}
     made = httpx2.post(

@@ -35,7 +35,7 @@ export default function Mesh(): ReactNode {
   );
   const facts = usePoll(
     world ? `${job}/axes/${summary?.epoch}` : null,
-    (signal) => get("/api/v1/jobs/{job}/params", { path: { job }, query: { limit: 1000 }, signal }),
+    (signal) => get("/api/v1/jobs/{job}/params", { path: { job }, query: { limit: 200 }, signal }),
     0,
   );
   const alerts = usePoll(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import signal
 import subprocess
 import time
@@ -237,7 +238,28 @@ def test_files_of_an_export_can_be_read_and_nothing_beside_them(
     assert read("paramd-export.json", "checkpoints/../x").status_code == 422
 
 
-def test_roles_events_metrics_and_audit(site: ExportingJob, mesh: Mesh) -> None:
+def test_an_export_is_told_of_as_events(site: ExportingJob, mesh: Mesh) -> None:
+    headers = {"authorization": f"Bearer {site.job.token}"}
+    url = f"{site.job.url}/api/v1/jobs/client-test/events"
+    states: list[str] = []
+    with httpx2.stream("GET", url, headers=headers, trust_env=False, timeout=30.0) as answer:
+        lines = answer.iter_lines()
+        next(lines)
+        begun = mesh.export("checkpoints/told", include=PARAMETERS)
+        kind = ""
+        for line in lines:
+            name, _, text = line.partition(": ")
+            kind = text if name == "event" else kind
+            if name == "data" and kind == "export":
+                told = json.loads(text)
+                assert (told["id"], told["destination"]) == (begun.id, "checkpoints/told")
+                states.append(told["state"])
+                if states[-1] == "DONE":
+                    break
+    assert list(dict.fromkeys(states)) == ["PLANNED", "RUNNING", "VERIFYING", "DONE"]
+
+
+def test_roles_metrics_and_audit(site: ExportingJob, mesh: Mesh) -> None:
     headers = {"authorization": f"Bearer {site.job.token}"}
     made = httpx2.post(
         f"{site.job.url}/api/v1/tokens",

@@ -23,6 +23,7 @@ from paramd.layout.codec import encode_layout
 from paramd.layout.merge import layout_digest
 from paramd.layout.types import Box, Layout, Piece, TensorKind, TensorLayout
 from paramd.memory import descriptors, handover
+from paramd.memory.agreed import note_agreed
 from paramd.memory.arena import HostArena
 from paramd.memory.control_page import ControlPage, Word
 from paramd.memory.gate import TrainerGate
@@ -85,6 +86,7 @@ class FakeTrainer:
         self.gate = TrainerGate(self.page, stall_budget_ns=STALL_BUDGET_NS)
         self.page[Word.AGREEMENT_STATE] = 1
         self._want_seen = self.page[Word.WANT]
+        self._agreed_count = 0
         self._thread: threading.Thread | None = None
 
     def peer(self) -> dict[str, object]:
@@ -169,6 +171,8 @@ class FakeTrainer:
                 if self.mirror is not None:
                     self.mirror()
                 page[Word.MOMENTS_STEP] = page[Word.STEP]
+            self._agreed_count += 1
+            note_agreed(page.words, self._agreed_count, number)
             page[Word.AGREED_TOKEN] = token
             page[Word.AGREED_STEP] = page[Word.STEP]
             page[Word.AGREED] = number

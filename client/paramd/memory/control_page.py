@@ -79,6 +79,8 @@ class Word(IntEnum):
     LOSSLESS_EVERY = 83  # updates between frames of readers that want to miss none; 0 nobody
     LOSSLESS_UNTIL_NS = 84  # until when there is such a reader
 
+    # Words 128 to 191 are the trainer's: the last requests agreed (agreed.py).
+
 
 class Words(Protocol):
     """The words by index, read and written one at a time."""

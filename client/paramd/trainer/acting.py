@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable
 from typing import Protocol
 
+from paramd.memory.agreed import note_agreed, note_failed
 from paramd.memory.control_page import ControlPage, Word
 from paramd.memory.gate import TrainerGate
 from paramd.trainer.agreement import (
@@ -72,6 +73,7 @@ class Acting:
         self._mirror_moments = mirror_moments
         self._answer = answer
         self._agreed = page.words[Word.AGREED]
+        self._agreed_count = 0
         self._words[Word.AGREEMENT_STATE] = AGREEMENT_WORKS
 
     def at_boundary(self, at_home: bool) -> None:
@@ -172,6 +174,8 @@ class Acting:
             self._agreed = request.number
             if request.action == EDIT:
                 words[Word.EDIT_AGREED] = request.number
+            self._agreed_count += 1
+            note_agreed(words, self._agreed_count, request.number)
             words[Word.AGREED_TOKEN] = request.token
             words[Word.AGREED_STEP] = words[Word.STEP]
             words[Word.AGREED] = request.number
@@ -186,6 +190,8 @@ class Acting:
         except Exception:
             # The others must not wait for this rank's next round.
             log.exception("paramd: boundary request %d failed on this rank", request.number)
+        if words[Word.EDIT_FAILED] == request.number:
+            note_failed(words, self._agreed_count, request.number)
         return True
 
     def _do(self, request: Request, wanted_above: int, at_home: bool) -> None:

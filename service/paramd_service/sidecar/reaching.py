@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+from paramd.memory.agreed import Past, past_of
 from paramd.memory.control_page import Word, Words
 from paramd.memory.gate import CopySpan
 from paramd.v1 import sidecar_pb2 as pb
@@ -176,7 +177,7 @@ def fate_of(words: Words, number: int, *, ended: bool) -> pb.BoundaryFate.ValueT
         ended: the trainer's process has ended, so no word of its own changes any more.
 
     Returns:
-        UNSPECIFIED when later requests have been agreed and the page tells nothing of this one.
+        UNSPECIFIED when so many have been agreed since that the page tells nothing of this one.
     """
     # In this order: the trainer writes AGREED before it clears PROMISED.
     promised = words[Word.PROMISED]
@@ -195,4 +196,12 @@ def fate_of(words: Words, number: int, *, ended: bool) -> pb.BoundaryFate.ValueT
         return pb.BOUNDARY_FATE_IN_DOUBT
     if agreed < number:
         return pb.BOUNDARY_FATE_WITHDRAWN
-    return pb.BOUNDARY_FATE_UNSPECIFIED
+    return _PAST[past_of(words, number)]
+
+
+_PAST = {
+    Past.DONE: pb.BOUNDARY_FATE_DONE,
+    Past.FAILED: pb.BOUNDARY_FATE_TORN,
+    Past.NEVER: pb.BOUNDARY_FATE_WITHDRAWN,
+    Past.FORGOTTEN: pb.BOUNDARY_FATE_UNSPECIFIED,
+}

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from paramd.memory.agreed import KEPT, note_agreed, note_failed
 from paramd.memory.control_page import Word
 from paramd.trainer import agreement as module
 from paramd.trainer.agreement import (
@@ -198,7 +199,7 @@ class Page:
     """Words whose every access by the trainer may be preceded by something of the sidecar's."""
 
     def __init__(self, before: Callable[[], None] = lambda: None) -> None:
-        self.words = [0] * 128
+        self.words = [0] * 512
         self.before = before
 
     def __getitem__(self, word: int) -> int:
@@ -264,6 +265,26 @@ def test_what_is_not_accepted_is_not_promised() -> None:
     assert promise(page, 0, lambda _: False) == NOTHING
     assert page.words[Word.PROMISED] == 0
     assert promise(page, 4, lambda _: pytest.fail("an agreed request was looked at")) == NOTHING
+
+
+def test_the_fate_of_an_old_request_is_told_for_as_long_as_it_is_kept() -> None:
+    words = [0] * 512
+    for nth, number in enumerate(range(2, 2 * KEPT + 2, 2)):
+        note_agreed(words, nth, number)
+        words[Word.AGREED] = number
+    note_failed(words, 3, 8)
+    fates = {number: fate_of(words, number, ended=False) for number in (1, 3, 6, 8, 9)}
+    assert fates == {
+        1: pb.BOUNDARY_FATE_UNSPECIFIED,  # below the oldest kept
+        3: pb.BOUNDARY_FATE_WITHDRAWN,
+        6: pb.BOUNDARY_FATE_DONE,
+        8: pb.BOUNDARY_FATE_TORN,
+        9: pb.BOUNDARY_FATE_WITHDRAWN,
+    }
+    # As a respawned sidecar may find it: later ones agreed, another one promised since.
+    words[Word.PROMISED] = words[Word.AGREED] + 1
+    assert fate_of(words, 6, ended=True) == pb.BOUNDARY_FATE_DONE
+    assert fate_of(words, words[Word.PROMISED], ended=True) == pb.BOUNDARY_FATE_IN_DOUBT
 
 
 class Simulation:
@@ -348,6 +369,7 @@ class Simulation:
             self.agreed[rank] = mine.number
             self.applied[rank].append((boundary, mine))
             page[Word.EDIT_AGREED] = mine.number
+            note_agreed(page, len(self.applied[rank]), mine.number)
             page[Word.AGREED] = mine.number
         page[Word.PROMISED] = 0
 

@@ -226,7 +226,7 @@ def test_files_of_an_export_can_be_read_and_nothing_beside_them(
     url = f"{site.job.url}/api/v1/jobs/client-test/export-file"
 
     def read(name: str, destination: str = "checkpoints/readable") -> httpx2.Response:
-        asked = {"destination": destination, "name": name, "offset_bytes": 0}
+        asked = {"destination": destination, "name": name, "offset_bytes": "0"}
         return httpx2.get(url, params=asked, headers=headers, trust_env=False)
 
     found = read("model.safetensors")

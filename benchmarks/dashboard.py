@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 import httpx2
 import psutil
 
-from benchmarks import control_scale
+from benchmarks import site
 from benchmarks.report import Goal, Report, Table
 from paramd_service.control.page import BUILT
 
@@ -98,7 +98,7 @@ def run(*, quick: bool) -> Report:
     ranks, tensors, window_s = (256, 5000, 8.0) if quick else (4096, 50_000, 60.0)
     with ExitStack() as stack:
         process, url, token = stack.enter_context(_mesh(ranks, tensors))
-        before_share = control_scale._cpu_share(process, window_s / 2)
+        before_share = site.cpu_share_of(process, window_s / 2)
         rss_before = _rss_bytes(process, window_s / 4)
         driver = stack.enter_context(sync_playwright())
         browser = driver.chromium.launch(executable_path=shutil.which("chromium"), args=FLAGS)
@@ -142,7 +142,7 @@ def _mesh(ranks: int, tensors: int) -> Iterator[tuple[psutil.Process, str, str]]
     """A site's control plane whose one job has all of them."""
     with ExitStack() as stack:
         directory = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="paramd-bench-")))
-        process, url = stack.enter_context(control_scale._site(directory))
+        process, url = stack.enter_context(site.site(directory))
         token = (directory / "_site" / "token").read_text().strip()
         with httpx2.Client(
             base_url=url,
@@ -152,11 +152,11 @@ def _mesh(ranks: int, tensors: int) -> Iterator[tuple[psutil.Process, str, str]]
         ) as client:
             said = client.post("/api/v1/jobs", json={"job": "run", "world_size": ranks}).json()
             said |= stack.enter_context(_layouts(said, ranks, tensors))
-            for begin in range(0, ranks, control_scale.RANKS_OF_A_WORKER):
-                stack.enter_context(control_scale._worker(said, ranks, begin))
-            control_scale._await_all(client, ranks)
+            for begin in range(0, ranks, site.RANKS_OF_A_WORKER):
+                stack.enter_context(site.simulated(said, ranks, begin))
+            site.await_all(client, ranks)
             _await_layout(client)
-        time.sleep(control_scale.REPORT_S)
+        time.sleep(site.REPORT_S)
         yield process, url, token
 
 
@@ -219,11 +219,11 @@ def _cost_s(process: psutil.Process, asked: Counter[str], token: str, idle_share
     headers = {"authorization": f"Bearer {token}"}
     with httpx2.Client(headers=headers, timeout=60.0, trust_env=False) as client:
         for url, count in asked.items():
-            before_s, begin_s = control_scale._cpu_s(process), time.perf_counter()
+            before_s, begin_s = site.cpu_used_s(process), time.perf_counter()
             for _ in range(REPEATS):
                 client.get(url).raise_for_status()
             took_s = time.perf_counter() - begin_s
-            cpu_s = control_scale._cpu_s(process) - before_s - idle_share * took_s
+            cpu_s = site.cpu_used_s(process) - before_s - idle_share * took_s
             total_s += count * max(0.0, cpu_s) / REPEATS
     return total_s
 
@@ -270,7 +270,7 @@ def _cpu_of(page: Page) -> Iterator[list[float]]:
 
 def _browser_s() -> float:
     found = psutil.Process().children(recursive=True)
-    return sum(control_scale._cpu_s(one) for one in found if "chrom" in one.name())
+    return sum(site.cpu_used_s(one) for one in found if "chrom" in one.name())
 
 
 def _rss_bytes(process: psutil.Process, window_s: float) -> float:

@@ -35,7 +35,7 @@ async def _run(said: Mapping[str, Any], ranks: range) -> None:
     gate = asyncio.Semaphore(AT_ONCE)
     ready = [asyncio.Event() for _ in ranks]
     tasks = [
-        asyncio.create_task(_sidecar(said, rank, gate, event))
+        asyncio.create_task(join_as(said, rank, gate, event))
         for rank, event in zip(ranks, ready, strict=True)
     ]
     for event in ready:
@@ -44,7 +44,7 @@ async def _run(said: Mapping[str, Any], ranks: range) -> None:
     await asyncio.gather(*tasks)
 
 
-async def _sidecar(
+async def join_as(
     said: Mapping[str, Any], rank: int, gate: asyncio.Semaphore, ready: asyncio.Event
 ) -> None:
     """One rank: a channel of its own, and one report after another."""

@@ -61,7 +61,7 @@ def main() -> None:
     folder: Path | None = parser.parse_args().all
     from playwright.sync_api import sync_playwright
 
-    with training() as endpoint, sync_playwright() as driver:
+    with training(busy=folder is not None) as endpoint, sync_playwright() as driver:
         browser = driver.chromium.launch(
             executable_path=shutil.which("chromium"),
             args=["--no-sandbox", "--disable-gpu", "--no-first-run"],
@@ -76,8 +76,8 @@ def main() -> None:
 
 
 @contextmanager
-def training() -> Iterator[Endpoint]:
-    """The demo's training, watched, with an edit and an export behind it."""
+def training(*, busy: bool) -> Iterator[Endpoint]:
+    """The demo's training, watched; `busy` with an edit and an export behind it."""
     with tempfile.TemporaryDirectory(prefix="paramd-shots-") as name:
         folder = Path(name)
         (folder / "exports").mkdir()
@@ -93,8 +93,9 @@ def training() -> Iterator[Endpoint]:
             endpoint = read_endpoint(run.job)
             _await(lambda: _ask(endpoint, "GET", "")["step"] >= 50)
             edit = {"ops": [{"pattern": "head.*", "op": "mul", "value": 0.99}], "note": "try"}
-            _ask(endpoint, "POST", "/edits", json=edit)
-            _ask(endpoint, "POST", "/exports", json={"destination": "checkpoints/run/one"})
+            if busy:
+                _ask(endpoint, "POST", "/edits", json=edit)
+                _ask(endpoint, "POST", "/exports", json={"destination": "checkpoints/run/one"})
             yield endpoint
 
 

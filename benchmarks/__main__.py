@@ -29,6 +29,7 @@ NAMES = (
     "gradients",
     "store",
     "control_scale",
+    "control_requests",
     "dashboard",
 )
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import mmap
+import os
 import signal
 import subprocess
 import sys
@@ -15,8 +17,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from paramd.errors import ParamdError
-from paramd.mesh.editing.results import TERMINAL, EditState
+from paramd.errors import ConflictError, ParamdError
+from paramd.memory.edit_program import MAGIC
+from paramd.mesh.editing.calls import EditCalls
+from paramd.mesh.editing.results import TERMINAL, Edit, EditState
 from paramd.mesh.mesh import Mesh
 from tests.launch import Ranks
 from tests.multiprocess.frozen import edit_to, frozen
@@ -154,6 +158,49 @@ def test_a_client_killed_while_it_sends_changes_nothing(tmp_path: Path) -> None:
         states = [row.state for row in mesh.edits()]
         assert states[0] is EditState.APPLIED
         assert EditState.APPLIED not in states[1:]
+
+
+@pytest.mark.timeout(120)
+def test_a_program_that_a_trainer_cannot_run_is_refused_with_its_reason(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with (
+        frozen(tmp_path, "fsdp2", 2) as ranks,
+        connect_to(ranks.state_dir, "frozen") as mesh,
+    ):
+        edit_to(mesh, 2)
+        tensors = {info.fqn: torch.full(info.shape, 4.0) for info in mesh.params("*")}
+
+        commit = EditCalls.commit
+
+        async def spoiled(calls: EditCalls, edit_id: str, deadline_s: float) -> Edit:
+            assert spoil_programs(ranks[1].process.pid)
+            return await commit(calls, edit_id, deadline_s)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(EditCalls, "commit", spoiled)
+            with pytest.raises(ConflictError, match="cannot run the edit's program"):
+                mesh.edit(set=tensors)
+        (edit,) = mesh.edits(limit=1)
+        assert edit.state is EditState.ABORTED
+        assert "cannot run the edit's program" in edit.reason
+        assert settled(mesh, 2, 4) == 2
+        edit_to(mesh, 6)
+        assert settled(mesh, 2, 6) == 6
+
+
+def spoil_programs(pid: int) -> int:
+    """Zeroes the head of every edit program in a trainer's memory of edits; how many."""
+    descriptors = Path(f"/proc/{pid}/fd")
+    path = next(p for p in descriptors.iterdir() if "paramd-edits" in os.readlink(p))
+    magic, count = MAGIC.to_bytes(8, "little"), 0
+    with path.open("r+b") as file, mmap.mmap(file.fileno(), 0) as memory:
+        at = memory.find(magic)
+        while at >= 0:
+            memory[at : at + 8] = bytes(8)
+            count += 1
+            at = memory.find(magic, at)
+    return count
 
 
 @pytest.mark.timeout(120)

@@ -10,25 +10,45 @@ The state dir is PARAMD_STATE_DIR, else $XDG_STATE_HOME/paramd, else ~/.local/st
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
 import re
-import socket
 import stat
-import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from paramd.errors import ConflictError, UnreachableError, UsageError
+from paramd.hosts import host_id, process_start
+from paramd.state_files import (
+    check_job_name,
+    is_job_name,
+    job_dir,
+    locked,
+    replace,
+    socket_path,
+    state_dir,
+    state_dir_errors,
+)
+
+__all__ = (
+    "Endpoint",
+    "check_job_name",
+    "host_id",
+    "job_dir",
+    "last_epoch",
+    "next_epoch",
+    "process_start",
+    "read_endpoint",
+    "remove_endpoint",
+    "running_jobs",
+    "socket_path",
+    "state_dir",
+    "write_endpoint",
+)
 
 ENDPOINT_FILE = "endpoint.json"
 EPOCH_FILE = "epoch"
 MAX_ENDPOINT_BYTES = 64 << 10
-
-_JOB_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -51,59 +71,6 @@ class Endpoint:
     """Start time of `pid` as /proc has it, so that a reused pid is told apart; 0 unknown."""
 
 
-def state_dir() -> Path:
-    """The state dir's path; nothing is created."""
-    named = os.environ.get("PARAMD_STATE_DIR")
-    if named:
-        return Path(named).expanduser().absolute()
-    xdg = os.environ.get("XDG_STATE_HOME")
-    base = Path(xdg) if xdg and os.path.isabs(xdg) else Path.home() / ".local" / "state"
-    return base / "paramd"
-
-
-def check_job_name(job: str) -> str:
-    """`job` itself when it may name a directory.
-
-    Raises:
-        UsageError: it may not.
-    """
-    if not _JOB_NAME.fullmatch(job):
-        raise UsageError(
-            f"job: {job!r} is not a job name; expected 1 to 64 of A-Z a-z 0-9 . _ - "
-            "beginning with a letter or digit"
-        )
-    return job
-
-
-def job_dir(job: str) -> Path:
-    """The job's directory, created when it is missing; 0700 and ours.
-
-    Raises:
-        UsageError: the name is not a job name, or the state dir cannot be written.
-        ConflictError: the directory belongs to another user or is open to others.
-    """
-    path = state_dir() / check_job_name(job)
-    with _state_dir_errors():
-        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        with suppress(FileExistsError):
-            path.mkdir(mode=0o700)
-        _check_private(path)
-        if not os.access(path, os.W_OK | os.X_OK):
-            raise PermissionError(f"{path} is not writable")
-    return path
-
-
-def socket_path(job: str, rank: int) -> Path:
-    """Path of the Unix socket of one rank's sidecar; may be longer than sun_path allows.
-
-    Raises:
-        UsageError: the name is not a job name or `rank` is negative.
-    """
-    if rank < 0:
-        raise UsageError(f"rank: {rank}; expected 0 or more")
-    return state_dir() / check_job_name(job) / f"rank-{rank}.sock"
-
-
 def write_endpoint(endpoint: Endpoint) -> Path:
     """Replaces the job's endpoint.json as a whole (readers see the old or the new one).
 
@@ -112,14 +79,14 @@ def write_endpoint(endpoint: Endpoint) -> Path:
         ConflictError: a newer epoch of the job is running.
     """
     path = job_dir(endpoint.job) / ENDPOINT_FILE
-    with _state_dir_errors(), _locked(path.parent):
+    with state_dir_errors(), locked(path.parent):
         found = _load(path)
         if found is not None and found.epoch > endpoint.epoch and _alive(found):
             raise ConflictError(
                 f"epoch {found.epoch} of job {found.job!r} runs already (pid {found.pid}); "
                 f"this is epoch {endpoint.epoch}"
             )
-        _replace(path, json.dumps(asdict(endpoint), sort_keys=True) + "\n")
+        replace(path, json.dumps(asdict(endpoint), sort_keys=True) + "\n")
     return path
 
 
@@ -127,7 +94,7 @@ def remove_endpoint(endpoint: Endpoint) -> bool:
     """Removes the job's endpoint.json if it is still this one; says whether it did."""
     path = state_dir() / check_job_name(endpoint.job) / ENDPOINT_FILE
     try:
-        with _locked(path.parent):
+        with locked(path.parent):
             if _load(path) != endpoint:
                 return False
             path.unlink()
@@ -166,29 +133,8 @@ def running_jobs() -> list[Endpoint]:
         paths = sorted(state_dir().iterdir())
     except OSError:
         return []
-    loaded = (_load(path / ENDPOINT_FILE) for path in paths if _JOB_NAME.fullmatch(path.name))
+    loaded = (_load(path / ENDPOINT_FILE) for path in paths if is_job_name(path.name))
     return [endpoint for endpoint in loaded if endpoint is not None and _alive(endpoint)]
-
-
-def host_id() -> str:
-    """Names the running kernel, so that programs of one host know each other."""
-    try:
-        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    except OSError:
-        return socket.gethostname()
-
-
-def process_start(pid: int) -> int:
-    """Start time of a process in clock ticks since boot; 0 when it has ended or never was.
-
-    With the pid it names a process for ever, for pids are used again. A zombie has ended.
-    """
-    # The command name may hold spaces and brackets; what follows the last bracket is regular.
-    try:
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    except OSError:
-        return 0
-    return int(fields[19]) if fields[0] not in "ZX" else 0
 
 
 def next_epoch(job: str, *, above: int = 0) -> int:
@@ -203,9 +149,9 @@ def next_epoch(job: str, *, above: int = 0) -> int:
     """
     directory = job_dir(job)
     path = directory / EPOCH_FILE
-    with _state_dir_errors(), _locked(directory):
+    with state_dir_errors(), locked(directory):
         epoch = max(_counted(path), above) + 1
-        _replace(path, f"{epoch}\n")
+        replace(path, f"{epoch}\n")
     return epoch
 
 
@@ -217,11 +163,11 @@ def last_epoch(job: str, *, at_least: int = 0) -> int:
     """
     directory = job_dir(job)
     path = directory / EPOCH_FILE
-    with _state_dir_errors(), _locked(directory):
+    with state_dir_errors(), locked(directory):
         epoch = _counted(path)
         if epoch < at_least:
             epoch = at_least
-            _replace(path, f"{epoch}\n")
+            replace(path, f"{epoch}\n")
     return epoch
 
 
@@ -236,64 +182,6 @@ def _counted(path: Path) -> int:
             "or remove it when no process of the job is left"
         )
     return int(text)
-
-
-def _replace(path: Path, text: str) -> None:
-    descriptor, temporary = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
-    try:
-        with os.fdopen(descriptor, "w") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    except BaseException:
-        os.unlink(temporary)
-        raise
-    _sync_directory(path.parent)
-
-
-def _sync_directory(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-@contextmanager
-def _locked(directory: Path) -> Iterator[None]:
-    descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX)
-        yield
-    finally:
-        os.close(descriptor)
-
-
-@contextmanager
-def _state_dir_errors() -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        raise UsageError(
-            f"the state dir {state_dir()} cannot be used: {error}; set PARAMD_STATE_DIR "
-            "to a directory that this user can write"
-        ) from error
-
-
-def _check_private(path: Path) -> None:
-    found = path.lstat()
-    if not stat.S_ISDIR(found.st_mode):
-        raise ConflictError(f"{path} is not a directory; remove it or set PARAMD_STATE_DIR")
-    if found.st_uid != os.geteuid():
-        raise ConflictError(
-            f"{path} belongs to uid {found.st_uid}, not to {os.geteuid()}; set PARAMD_STATE_DIR"
-        )
-    if stat.S_IMODE(found.st_mode) & 0o077:
-        raise ConflictError(
-            f"{path} is open to other users (mode {stat.S_IMODE(found.st_mode):04o}); "
-            f"run: chmod 700 {path}"
-        )
 
 
 def _load(path: Path) -> Endpoint | None:

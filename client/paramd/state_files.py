@@ -1,0 +1,135 @@
+"""The state dir: directories of jobs that are ours alone, and files replaced as a whole."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import re
+import stat
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from paramd.errors import ConflictError, UsageError
+
+_JOB_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
+
+
+def state_dir() -> Path:
+    """The state dir's path; nothing is created."""
+    named = os.environ.get("PARAMD_STATE_DIR")
+    if named:
+        return Path(named).expanduser().absolute()
+    xdg = os.environ.get("XDG_STATE_HOME")
+    base = Path(xdg) if xdg and os.path.isabs(xdg) else Path.home() / ".local" / "state"
+    return base / "paramd"
+
+
+def is_job_name(name: str) -> bool:
+    """Whether a job may have this name; it then names a directory."""
+    return _JOB_NAME.fullmatch(name) is not None
+
+
+def check_job_name(job: str) -> str:
+    """`job` itself when it may name a directory.
+
+    Raises:
+        UsageError: it may not.
+    """
+    if not is_job_name(job):
+        raise UsageError(
+            f"job: {job!r} is not a job name; expected 1 to 64 of A-Z a-z 0-9 . _ - "
+            "beginning with a letter or digit"
+        )
+    return job
+
+
+def job_dir(job: str) -> Path:
+    """The job's directory, created when it is missing; 0700 and ours.
+
+    Raises:
+        UsageError: the name is not a job name, or the state dir cannot be written.
+        ConflictError: the directory belongs to another user or is open to others.
+    """
+    path = state_dir() / check_job_name(job)
+    with state_dir_errors():
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        with suppress(FileExistsError):
+            path.mkdir(mode=0o700)
+        _check_private(path)
+        if not os.access(path, os.W_OK | os.X_OK):
+            raise PermissionError(f"{path} is not writable")
+    return path
+
+
+def socket_path(job: str, rank: int) -> Path:
+    """Path of the Unix socket of one rank's sidecar; may be longer than sun_path allows.
+
+    Raises:
+        UsageError: the name is not a job name or `rank` is negative.
+    """
+    if rank < 0:
+        raise UsageError(f"rank: {rank}; expected 0 or more")
+    return state_dir() / check_job_name(job) / f"rank-{rank}.sock"
+
+
+def replace(path: Path, text: str) -> None:
+    """Writes a file so that readers see the old or the new one, durable when it returns."""
+    descriptor, temporary = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
+    try:
+        with os.fdopen(descriptor, "w") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except BaseException:
+        os.unlink(temporary)
+        raise
+    _sync_directory(path.parent)
+
+
+def _sync_directory(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+@contextmanager
+def locked(directory: Path) -> Iterator[None]:
+    """Others who ask for the directory wait until the block ends."""
+    descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)
+
+
+@contextmanager
+def state_dir_errors() -> Iterator[None]:
+    """What the system refuses becomes a UsageError that says what to do."""
+    try:
+        yield
+    except OSError as error:
+        raise UsageError(
+            f"the state dir {state_dir()} cannot be used: {error}; set PARAMD_STATE_DIR "
+            "to a directory that this user can write"
+        ) from error
+
+
+def _check_private(path: Path) -> None:
+    found = path.lstat()
+    if not stat.S_ISDIR(found.st_mode):
+        raise ConflictError(f"{path} is not a directory; remove it or set PARAMD_STATE_DIR")
+    if found.st_uid != os.geteuid():
+        raise ConflictError(
+            f"{path} belongs to uid {found.st_uid}, not to {os.geteuid()}; set PARAMD_STATE_DIR"
+        )
+    if stat.S_IMODE(found.st_mode) & 0o077:
+        raise ConflictError(
+            f"{path} is open to other users (mode {stat.S_IMODE(found.st_mode):04o}); "
+            f"run: chmod 700 {path}"
+        )

@@ -16,14 +16,17 @@ import xxhash
 from paramd.errors import DataLossError, UsageError
 from paramd.layout.dtypes import item_bytes
 
-Fill = Callable[[int, int], None]
-"""(address, bytes) -> None: puts that many bytes there."""
+Fill = Callable[[int, int, int], None]
+"""(address, begin, size) -> None: puts bytes [begin, begin + size) of a part there.
+
+Called for all of the part, in order and in blocks; a first call that raises has put nothing.
+"""
 
 _GRAIN = 64
 """Blocks end at multiples of it, so that no element is looked at in halves."""
 
 _BLOCK_BYTES = 512 << 10
-"""Looked at and digested at a time: it stays in a core's cache in between."""
+"""Copied, looked at and digested at a time: it stays in a core's cache in between."""
 
 _EXPONENTS: dict[str, int] = {"bfloat16": 0x7F80, "float16": 0x7C00}
 _NUMPY_FLOATS = {"float32": "f4", "float64": "f8"}
@@ -83,12 +86,12 @@ class Intake:
                 f"offset_bytes: {size_bytes} bytes from {offset_bytes} on; {self.staged_bytes} of "
                 f"{self.size_bytes} are staged, so go on there"
             )
-        fill(self._address + offset_bytes, size_bytes)
-        grained = end if end == self.size_bytes else end // _GRAIN * _GRAIN
-        for block_end in range(self._verified + _BLOCK_BYTES, grained, _BLOCK_BYTES):
-            self._verify(block_end)
-        self._verify(grained)
-        self.staged_bytes = end
+        for at in range(offset_bytes, end, _BLOCK_BYTES):
+            block_end = min(at + _BLOCK_BYTES, end)
+            fill(self._address + at, at - offset_bytes, block_end - at)
+            whole = block_end == self.size_bytes
+            self._verify(block_end if whole else block_end // _GRAIN * _GRAIN)
+            self.staged_bytes = block_end
 
     def digests(self) -> list[bytes]:
         """XXH3 (128 bit, canonical) of each operation's data, once all is there."""
@@ -114,13 +117,13 @@ def copy_of(data: memoryview, address: int, xxh3: int) -> Fill:
     """Fills from bytes that came over the network and lie at `address`.
 
     Raises:
-        DataLossError: when called, that they do not match their checksum.
+        DataLossError: when first called, that they do not match their checksum.
     """
 
-    def fill(target: int, size_bytes: int) -> None:
-        if xxhash.xxh3_64_intdigest(data) != xxh3:
+    def fill(target: int, begin: int, size_bytes: int) -> None:
+        if begin == 0 and xxhash.xxh3_64_intdigest(data) != xxh3:
             raise DataLossError("data: the bytes do not match their XXH3; send them again")
-        ctypes.memmove(target, address, size_bytes)
+        ctypes.memmove(target, address + begin, size_bytes)
 
     return fill
 

@@ -109,11 +109,11 @@ def _shared(path: Path, ticket: str, edit_id: str, peer_rank: int) -> tuple[int,
 
 
 def _reading(descriptor: int, position: int) -> Fill:
-    def fill(address: int, size_bytes: int) -> None:
+    def fill(address: int, begin: int, size_bytes: int) -> None:
         target = memoryview((ctypes.c_char * size_bytes).from_address(address)).cast("B")
         done = 0
         while done < size_bytes:
-            moved = os.preadv(descriptor, [target[done:]], position + done)
+            moved = os.preadv(descriptor, [target[done:]], position + begin + done)
             if not moved:
                 raise DataLossError("copy_from_rank: the peer's memory is shorter than it says")
             done += moved

@@ -75,8 +75,8 @@ class Windows:
             )
         source = self._address + index * WINDOW_BYTES
 
-        def fill(address: int, size: int) -> None:
-            ctypes.memmove(address, source, size)
+        def fill(address: int, begin: int, size: int) -> None:
+            ctypes.memmove(address, source + begin, size)
 
         return offset_bytes, size_bytes, fill
 

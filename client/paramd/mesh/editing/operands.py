@@ -96,7 +96,7 @@ def _from(begin: int, size_bytes: int, offset_bytes: int) -> Iterator[memoryview
     """Zeros between items."""
     left = begin + size_bytes - max(begin, offset_bytes)
     if size_bytes and left > 0:
-        yield memoryview(bytes(left))
+        yield memoryview(bytearray(left))
 
 
 def _item_parts(item: EditItem, tensor: torch.Tensor, skip_bytes: int) -> Iterator[memoryview]:

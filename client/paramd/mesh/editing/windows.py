@@ -6,6 +6,7 @@ memory that the trainer will read, so what was verified cannot change afterwards
 
 from __future__ import annotations
 
+import ctypes
 import mmap
 import os
 import socket
@@ -31,6 +32,7 @@ class Windows:
         """Bytes staged already, from the first on."""
         self._map = mmap.mmap(memory, self._window_bytes * self._count)
         os.close(memory)
+        self._address = ctypes.addressof(ctypes.c_char.from_buffer(self._map))
 
     @classmethod
     def open(cls, peer: PeerAddress, ticket: str, edit_id: str) -> Windows:
@@ -70,13 +72,16 @@ class Windows:
         try:
             for part in parts:
                 done = 0
+                memory = part if not part.readonly else bytearray(part)
+                address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
                 while done < len(part):
                     if pending == self._count:
                         self._taken()
                         pending -= 1
                     room = min(self._window_bytes - filled, len(part) - done)
                     begin = index * self._window_bytes + filled
-                    self._map[begin : begin + room] = part[done : done + room]
+                    # Unlike a slice of the map, this lets other ranks' threads run.
+                    ctypes.memmove(self._address + begin, address + done, room)
                     filled, done = filled + room, done + room
                     if filled == self._window_bytes:
                         self._full(index, at, filled, told)

@@ -7,34 +7,26 @@ import contextlib
 import logging
 import math
 import os
-import socket
 import time
-from collections.abc import Iterator
-from dataclasses import dataclass, fields
-
-import grpc.aio
-import uvicorn
-from grpc_health.v1 import health, health_pb2, health_pb2_grpc
-from grpc_reflection.v1alpha import reflection
+from dataclasses import fields
 
 from paramd import places
 from paramd.cli.settings import file_places
 from paramd.errors import UnreachableError
 from paramd.places import Endpoint
-from paramd.v1 import control_pb2_grpc
 from paramd.version import __version__
 from paramd_service.control.alerts.kept import KeptAlerts
 from paramd_service.control.alerts.loading import open_watchers
 from paramd_service.control.alerts.watchers import Watchers
 from paramd_service.control.app import build_app
-from paramd_service.control.auth import FailureLimit, TicketInterceptor
+from paramd_service.control.auth import FailureLimit
 from paramd_service.control.config import Bootstrap, ControlConfig
 from paramd_service.control.edits.book import Edits
 from paramd_service.control.edits.limits import load_edits
 from paramd_service.control.endpoint import (
     Address,
+    Whereabouts,
     announce,
-    bind_grpc,
     open_listener,
     parse_listen,
     successor,
@@ -43,54 +35,22 @@ from paramd_service.control.epochs import EpochNotes
 from paramd_service.control.events import EventBus
 from paramd_service.control.exports.exports import Exports
 from paramd_service.control.exports.loading import open_destinations
+from paramd_service.control.grpc_server import GrpcServer
+from paramd_service.control.http_server import HttpServer
 from paramd_service.control.incarnation import Terms
 from paramd_service.control.jobs import Jobs
 from paramd_service.control.metrics import LoopLag, Metrics
 from paramd_service.control.records import Records
-from paramd_service.control.servicer import ControlServicer
 from paramd_service.control.services import Services
 from paramd_service.control.site import Site, next_generation, open_site, read_token, site_dir
 from paramd_service.control.tokens.authority import Tokens, unheard
 from paramd_service.tls import ServerTls, advertised, grpc_address, tls_files
 
-SERVICE = "paramd.v1.ControlService"
 TICK_S = 1.0
-HTTP_CONCURRENCY = 128
-GRPC_CALLERS = 256
 SITE_RANKS = 16_384
 """Ranks of all jobs of a site together that are let in."""
-GRPC_OPTIONS: tuple[tuple[str, int], ...] = (
-    # A taken port must look taken.
-    ("grpc.so_reuseport", 0),
-    # A stopped sidecar or client is noticed within seconds; theirs may ping us as often.
-    ("grpc.keepalive_time_ms", 2_500),
-    ("grpc.keepalive_timeout_ms", 2_000),
-    ("grpc.http2.ping_timeout_ms", 2_000),
-    ("grpc.keepalive_permit_without_calls", 1),
-    ("grpc.http2.min_recv_ping_interval_without_data_ms", 1_000),
-    ("grpc.http2.min_ping_interval_without_data_ms", 1_000),
-)
 
 log = logging.getLogger("paramd.control")
-
-
-class HttpServer(uvicorn.Server):
-    """uvicorn within our event loop; signals are the whole process's business, not its."""
-
-    @contextlib.contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        yield
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Whereabouts:
-    """Where a control plane answers."""
-
-    url: str
-    grpc_address: str
-    listen: str
-    """Where REST listens: for a successor."""
-    grpc_listen: str
 
 
 class ControlPlane:
@@ -106,7 +66,8 @@ class ControlPlane:
         self._bootstrap = bootstrap
         files = tls_files(config.tls_cert, config.tls_key, config.tls_client_ca)
         self._tls = ServerTls(files) if files is not None else None
-        self._health = health.aio.HealthServicer()
+        self._grpc = GrpcServer()
+        self._http = HttpServer(drain_s=config.drain_s)
         self._lag = LoopLag()
         self._events = EventBus()
         self._epochs = EpochNotes()
@@ -118,9 +79,6 @@ class ControlPlane:
         self._watchers: Watchers | None = None
         self._exports: Exports | None = None
         self._token = ""
-        self._grpc: grpc.aio.Server | None = None
-        self._http: HttpServer | None = None
-        self._http_task: asyncio.Task[None] | None = None
         self._endpoint: Endpoint | None = None
 
     @property
@@ -167,15 +125,8 @@ class ControlPlane:
             grpc_listen = await self._start_grpc(jobs, http_address)
             grpc_address = self._grpc_address(grpc_listen)
             # 5. REST serves.
-            await self._start_http(
-                jobs,
-                self._records,
-                self._watchers,
-                self._exports,
-                listener,
-                http_address,
-                grpc_address,
-            )
+            services = self._services(jobs, self._records, http_address, grpc_address)
+            await self._http.start(build_app(services), listener, tls=self._tls)
         except BaseException:
             listener.close()
             raise
@@ -215,25 +166,17 @@ class ControlPlane:
         if self._endpoint is not None:
             places.remove_endpoint(self._endpoint)
         # 2. Health says so; sidecars are sent away, boundaries under way may finish.
-        await self._health.enter_graceful_shutdown()
+        await self._grpc.say_stopping()
         if self._jobs is not None:
             self._jobs.send_away(UnreachableError("the control plane is stopping; join again"))
-        if self._grpc is not None:
-            await self._grpc.stop(self._config.drain_s)
+        await self._grpc.stop(self._config.drain_s)
         # 3. REST answers what it has begun; streams of events would never end by themselves.
         self._events.close()
-        if self._http is not None and self._http_task is not None:
-            self._http.should_exit = True
-            await asyncio.wait({self._http_task})
+        await self._http.stop()
         # 4. What we hold of others.
-        if self._exports is not None:
-            await self._exports.close()
-        if self._watchers is not None:
-            await self._watchers.close()
-        if self._edits is not None:
-            await self._edits.close()
-        if self._jobs is not None:
-            await self._jobs.close()
+        for part in (self._exports, self._watchers, self._edits, self._jobs):
+            if part is not None:
+                await part.close()
         await self._epochs.close()
         # 5. What is remembered of all that.
         if self._records is not None:
@@ -316,43 +259,21 @@ class ControlPlane:
 
     async def _start_grpc(self, jobs: Jobs, http_address: Address) -> Address:
         ranks = self._bootstrap.world_size if self._bootstrap is not None else SITE_RANKS
-        server = grpc.aio.server(
-            interceptors=[
-                TicketInterceptor(jobs.verifier, self._records.denied if self._records else unheard)
-            ],
-            options=GRPC_OPTIONS,
-            # One Join stream a rank, its successor beside it, and callers.
-            maximum_concurrent_rpcs=2 * ranks + GRPC_CALLERS,
-        )
-        control_pb2_grpc.add_ControlServiceServicer_to_server(ControlServicer(jobs), server)
-        health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
-        names = (SERVICE, health.SERVICE_NAME, reflection.SERVICE_NAME)
-        reflection.enable_server_reflection(names, server)
+        denied = self._records.denied if self._records is not None else unheard
         wanted = Address(http_address.host, http_address.port + 1)
         if self._config.grpc_listen:
             wanted = parse_listen(
                 self._config.grpc_listen, option="--grpc-listen", tls=self._tls is not None
             )
-        credentials = self._tls.grpc_credentials if self._tls is not None else None
-        address = bind_grpc(server, wanted, credentials)
-        self._grpc = server
-        await server.start()
-        for name in ("", SERVICE):
-            await self._health.set(name, health_pb2.HealthCheckResponse.SERVING)
-        return address
+        return await self._grpc.start(jobs, wanted, ranks=ranks, denied=denied, tls=self._tls)
 
-    async def _start_http(
-        self,
-        jobs: Jobs,
-        records: Records,
-        watchers: Watchers,
-        exports: Exports,
-        listener: socket.socket,
-        http_address: Address,
-        grpc_address: str,
-    ) -> None:
+    def _services(
+        self, jobs: Jobs, records: Records, http_address: Address, grpc_address: str
+    ) -> Services:
         assert self._edits is not None
-        services = Services(
+        assert self._watchers is not None
+        assert self._exports is not None
+        return Services(
             config=self._config,
             listen_host=http_address.host,
             grpc_address=grpc_address,
@@ -361,15 +282,15 @@ class ControlPlane:
             metrics=Metrics(
                 jobs,
                 self._lag,
-                watchers,
+                self._watchers,
                 self._tls,
-                exports=exports,
+                exports=self._exports,
                 edits=self._edits,
                 records=records,
             ),
             edits=self._edits,
-            watchers=watchers,
-            exports=exports,
+            watchers=self._watchers,
+            exports=self._exports,
             tokens=Tokens(self._token, records.tokens, recorded=records.recorded),
             records=records,
             denied=records.denied,
@@ -377,28 +298,3 @@ class ControlPlane:
             events=self._events,
             stopping=self._done.is_set,
         )
-        config = uvicorn.Config(
-            build_app(services),
-            http="h11",
-            ws="none",
-            lifespan="off",
-            log_config=None,
-            # Ours in guard.py leaves the query out.
-            access_log=False,
-            server_header=False,
-            proxy_headers=False,
-            limit_concurrency=HTTP_CONCURRENCY,
-            timeout_graceful_shutdown=max(1, round(self._config.drain_s)),
-        )
-        config.load()
-        # In place of what uvicorn makes of files once and for all.
-        config.ssl = self._tls.ssl_context() if self._tls is not None else None
-        self._http = HttpServer(config)
-        self._http_task = asyncio.create_task(
-            self._http.serve(sockets=[listener]), name="paramd-http"
-        )
-        while not self._http.started:
-            if self._http_task.done():
-                self._http_task.result()
-                raise UnreachableError("REST did not start; its log says why")
-            await asyncio.sleep(0.002)

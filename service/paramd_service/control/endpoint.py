@@ -33,6 +33,17 @@ class Address:
         return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Whereabouts:
+    """Where a control plane answers."""
+
+    url: str
+    grpc_address: str
+    listen: str
+    """Where REST listens: for a successor."""
+    grpc_listen: str
+
+
 def parse_listen(text: str, *, option: str, tls: bool = False) -> Address:
     """The address in "host:port".
 

@@ -19,24 +19,22 @@ from typing import Any
 from paramd import places
 from paramd.errors import (
     ConflictError,
-    DeniedError,
     ExhaustedError,
     NotFoundError,
     ParamdError,
     UsageError,
 )
-from paramd.tickets import Signer, Verifier
+from paramd.tickets import Verifier
 from paramd_service.control import epochs
 from paramd_service.control.config import MAX_WORLD_SIZE, Bootstrap
 from paramd_service.control.incarnation import Incarnation, Terms
 from paramd_service.control.site import Site
+from paramd_service.control.verifiers import Verifiers
 from paramd_service.control.view import MeshView, listed, trains, why_end
 from paramd_service.control.watch import Publish
 
 MAX_JOBS = 512
 """Jobs kept in memory; beyond it the one that ended first is forgotten."""
-
-MAX_VERIFIERS = 1024
 
 log = logging.getLogger("paramd.control")
 
@@ -67,7 +65,7 @@ class Jobs:
         self._empty_end_s = empty_end_s
         self._publish = publish
         self._current: OrderedDict[str, Incarnation] = OrderedDict()
-        self._verifiers: OrderedDict[tuple[str, int], Verifier] = OrderedDict()
+        self._verifiers = Verifiers(site, self._current)
         self._registering = asyncio.Lock()
         self._closing: set[asyncio.Task[None]] = set()
         self.on_begin: list[Told] = []
@@ -190,24 +188,7 @@ class Jobs:
 
     def verifier(self, job: str, epoch: int) -> Verifier:
         """Verifies tickets of an epoch. Raises DeniedError when no such epoch can be ours."""
-        found = self._verifiers.get((job, epoch))
-        if found is not None:
-            self._verifiers.move_to_end((job, epoch))
-            return found
-        present = self._current.get(job)
-        if self._site is not None:
-            # Of any epoch: a genuine ticket of a past one is told so, and not just denied.
-            key = self._site.private_key(job, epoch)
-        elif present is not None and present.epoch == epoch:
-            key = present.bootstrap.private_key
-        else:
-            raise DeniedError(
-                f"the ticket is for job {job[:64]!r}, epoch {epoch}, which is not served here"
-            )
-        found = self._verifiers[job, epoch] = Verifier(Signer(key).public_key)
-        if len(self._verifiers) > MAX_VERIFIERS:
-            self._verifiers.popitem(last=False)
-        return found
+        return self._verifiers.get(job, epoch)
 
     async def epochs(self, job: str) -> list[epochs.EpochRecord]:
         """All epochs known of a job, the newest last. Raises NotFoundError."""
@@ -288,12 +269,13 @@ class Jobs:
         if len(self._current) < MAX_JOBS:
             return
         # In the order of their beginnings; one whose epoch is over goes before one that waits.
-        for idle in (_is_over, _is_empty):
-            for incarnation in self._current.values():
-                if idle(incarnation):
-                    self._end(incarnation, ConflictError("forgotten for newer jobs; attach again"))
-                    del self._current[incarnation.job]
-                    return
+        known = list(self._current.values())
+        idle = [i for i in known if i.ended_s is not None]
+        idle += [i for i in known if i.registry.empty_since_s is not None]
+        if idle:
+            self._end(idle[0], ConflictError("forgotten for newer jobs; attach again"))
+            del self._current[idle[0].job]
+            return
         raise ExhaustedError(f"{MAX_JOBS} jobs are served already; try again later")
 
     def _end(self, incarnation: Incarnation, reason: ParamdError) -> None:
@@ -311,11 +293,3 @@ class Jobs:
         task = asyncio.create_task(work)
         self._closing.add(task)
         task.add_done_callback(self._closing.discard)
-
-
-def _is_over(incarnation: Incarnation) -> bool:
-    return incarnation.ended_s is not None
-
-
-def _is_empty(incarnation: Incarnation) -> bool:
-    return incarnation.registry.empty_since_s is not None

@@ -64,7 +64,13 @@ RowDims = Annotated[
 def router(services: Services) -> APIRouter:
     """/jobs/{job}/params/stats, histogram, heatmap and values."""
     routes = APIRouter(tags=["params"], responses=PROBLEMS)
+    _add_numbers(routes, services)
+    _add_heatmap(routes, services)
+    _add_values(routes, services)
+    return routes
 
+
+def _add_numbers(routes: APIRouter, services: Services) -> None:
     @routes.get("/jobs/{job}/params/stats")
     async def get_stats(
         job: str, wanted: Wanted, buffers: Buffers = False, histogram: Histogram = False
@@ -104,6 +110,8 @@ def router(services: Services) -> APIRouter:
             inf_count=found.inf_count,
         )
 
+
+def _add_heatmap(routes: APIRouter, services: Services) -> None:
     @routes.get("/jobs/{job}/params/heatmap", response_model=HeatmapDocument)
     async def get_heatmap(
         job: str,
@@ -137,6 +145,8 @@ def router(services: Services) -> APIRouter:
         text = json.dumps(document, allow_nan=False)[:-1] + f', "values": [{cells}]}}'
         return Response(text, media_type="application/json")
 
+
+def _add_values(routes: APIRouter, services: Services) -> None:
     @routes.get("/jobs/{job}/params/values")
     async def get_values(job: str, name: Name) -> ValuesDocument:
         """Elements of one tensor, or of the slice at the name's end, as exact text."""
@@ -152,8 +162,6 @@ def router(services: Services) -> APIRouter:
             shape=list(item.box.sizes),
             values=texts,
         )
-
-    return routes
 
 
 async def _stats(

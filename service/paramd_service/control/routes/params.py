@@ -75,7 +75,12 @@ def router(services: Services) -> APIRouter:
     """/jobs/{job}/params, /jobs/{job}/params/detail."""
     routes = APIRouter(tags=["params"], responses=PROBLEMS)
     pages: Pages[Found] = Pages()
+    _add_list(routes, services, pages)
+    _add_detail(routes, services)
+    return routes
 
+
+def _add_list(routes: APIRouter, services: Services, pages: Pages[Found]) -> None:
     @routes.get(
         "/jobs/{job}/params",
         response_model=ParamPage,
@@ -123,6 +128,8 @@ def router(services: Services) -> APIRouter:
             missing=missing_documents(found.missing),
         )
 
+
+def _add_detail(routes: APIRouter, services: Services) -> None:
     @routes.get(
         "/jobs/{job}/params/detail",
         response_model=ParamDetail,
@@ -144,8 +151,6 @@ def router(services: Services) -> APIRouter:
             piece_count=len(tensor.pieces),
             pieces=[_piece(piece, tensor.dtype) for piece in tensor.pieces[:MAX_PIECES]],
         )
-
-    return routes
 
 
 async def _find(mesh: Incarnation, wanted: Filter) -> Found:

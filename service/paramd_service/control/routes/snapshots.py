@@ -42,7 +42,13 @@ Ranks = Annotated[int, Query(ge=1, le=MAX_RANKS, description="Ranks on a page")]
 def router(services: Services) -> APIRouter:
     """/jobs/{job}/snapshots."""
     routes = APIRouter(tags=["snapshots"], responses=PROBLEMS)
+    _add_reading(routes, services)
+    _add_pinning(routes, services)
+    _add_leases(routes, services)
+    return routes
 
+
+def _add_reading(routes: APIRouter, services: Services) -> None:
     @routes.get("/jobs/{job}/snapshots")
     async def list_snapshots(
         job: str, limit: Ranks = 256, page_token: PageToken = ""
@@ -61,6 +67,13 @@ def router(services: Services) -> APIRouter:
             next_page_token=make_token(end, _PAGE) if end < len(ranks) else "",
         )
 
+    @routes.get("/jobs/{job}/snapshots/{snapshot}")
+    async def get_snapshot(job: str, snapshot: SnapshotId) -> HeldDocument:
+        """A snapshot that is held."""
+        return _document(services.jobs.get(job).statistics.held.get(snapshot))
+
+
+def _add_pinning(routes: APIRouter, services: Services) -> None:
     @routes.post("/jobs/{job}/snapshots", status_code=201)
     async def create_snapshot(job: str, request: SnapshotRequest) -> HeldDocument:
         """Pins all that matches at one step, on every rank that is needed. Not idempotent."""
@@ -86,11 +99,8 @@ def router(services: Services) -> APIRouter:
         _publish(services, job, held, "pinned")
         return _document(held)
 
-    @routes.get("/jobs/{job}/snapshots/{snapshot}")
-    async def get_snapshot(job: str, snapshot: SnapshotId) -> HeldDocument:
-        """A snapshot that is held."""
-        return _document(services.jobs.get(job).statistics.held.get(snapshot))
 
+def _add_leases(routes: APIRouter, services: Services) -> None:
     @routes.post("/jobs/{job}/snapshots/{snapshot}/renew")
     async def renew_snapshot(job: str, snapshot: SnapshotId, request: LeaseRequest) -> HeldDocument:
         """Lets the lease end later (or sooner), counted from now. Idempotent."""
@@ -104,8 +114,6 @@ def router(services: Services) -> APIRouter:
         if held is not None:
             _publish(services, job, held, "released")
         return Response(status_code=204)
-
-    return routes
 
 
 def _begin(page_token: str) -> int:

@@ -28,7 +28,6 @@ from paramd.memory.gate import TrainerGate
 from paramd.memory.sparse import SparseMemory
 from paramd.trainer.agreement import Request
 from paramd.trainer.edit_ops import Views, run
-from paramd.trainer.edit_threads import run_on, thread_count
 from paramd.trainer.optimizer_state import Owned, find_owned, owner_of, zero_moments
 
 log = logging.getLogger("paramd")
@@ -179,25 +178,19 @@ class Editor:
         ]
 
     def _run(self, steps: Sequence[_Step]) -> None:
-        threads = thread_count(sum(step.record.size_bytes for step in steps))
-        if any(step.owner is not None for step in steps):
-            # Two records may touch the same tensor of optimizer state.
-            threads = 1
-        run_on(1, steps[:1], _run)
-        self._at_point("applying")
-        run_on(threads, steps[1:], _run)
+        with torch.no_grad():
+            for number, step in enumerate(steps):
+                run(step.record, step.target, step.data, step.preimage)
+                if step.owner is not None:
+                    zero_moments(step.owner, step.record)
+                if number == 0:
+                    self._at_point("applying")
 
     def _refuse(self, preparation: _Preparation) -> None:
         number = preparation.request.number
         if self._words[Word.REFUSED] != number:
             self._words[Word.REFUSED] = number
             log.warning("paramd: edit request %d is refused: %s", number, preparation.refusal)
-
-
-def _run(step: _Step) -> None:
-    run(step.record, step.target, step.data, step.preimage)
-    if step.owner is not None:
-        zero_moments(step.owner, step.record)
 
 
 def _spans(records: Sequence[Record]) -> list[tuple[int, int]]:

@@ -122,6 +122,15 @@ async def test_an_alert_outlives_the_control_plane(monkeypatch: pytest.MonkeyPat
     with control_plane("--no-watch", epoch=1) as second:
         await until(lambda: len(alerts(second)) == 2)
         assert {alert["id"] for alert in alerts(second)} == before
+        second.process.terminate()
+        second.wait()
+    with control_plane("--no-watch", epoch=2) as third:
+        past = "/api/v1/jobs/run/alerts?epoch=1&state=all&limit=1"
+        first_page = third.get(past).json()
+        rest = third.get(f"{past}&page_token={first_page['next_page_token']}").json()
+        assert {alert["id"] for alert in first_page["alerts"] + rest["alerts"]} == before
+        assert first_page["epoch"] == 1
+        assert third.get("/api/v1/jobs/run/alerts?epoch=1&state=resolved").json()["alerts"] == []
 
 
 async def test_the_log_is_json_and_holds_no_secret(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,6 +6,7 @@ import shutil
 import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import grpc
 import pytest
@@ -80,10 +81,32 @@ async def test_both_sides_are_scraped_and_agree() -> None:
         assert own["paramd_sidecar_arena_bytes"] == {"0": ARENA_BYTES}
         assert own["paramd_sidecar_step"]["0"] >= site["paramd_rank_step"]["0"] > 0
         assert own["paramd_sidecar_resident_bytes"]["0"] > 10 << 20
+        assert own["paramd_sidecar_refused_calls_total"] == {"0": 0}
         assert {rank for values in own.values() for rank in values} == {"0"}
+        await until(lambda: {"metric": "step", "subject": "0"} in _series(control))
+        with client_of(trainer) as client:
+            for _ in range(2):
+                with pytest.raises(grpc.RpcError):
+                    client.stub.GetState(pb.GetStateRequest(), timeout=10.0)
+        own = check(control.get("/api/v1/jobs/job/ranks/0/metrics").text)
+        assert own["paramd_sidecar_refused_calls_total"] == {"0": 2}
+        await until(lambda: _refused(control))
+        (record,) = _refused(control)
+        assert (record["detail"]["rank"], record["detail"]["total"]) in ((0, 1), (0, 2))
+        assert "GetState: the call has no ticket" in record["detail"]["last"]
         assert control.get("/api/v1/jobs/job/ranks/1/metrics").status_code == 404
         assert control.get("/api/v1/jobs/job/ranks/0/metrics", token=None).status_code == 401
         trainer.finish()
+
+
+def _series(control: Control) -> list[dict[str, str]]:
+    found: list[dict[str, str]] = control.get("/api/v1/jobs/job/history/series").json()["series"]
+    return found
+
+
+def _refused(control: Control) -> list[dict[str, Any]]:
+    records: list[dict[str, Any]] = control.get("/api/v1/audit?limit=100").json()["records"]
+    return [record for record in records if record["method"] == "sidecar.denied"]
 
 
 def _steps(control: Control) -> int:

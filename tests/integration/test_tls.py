@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import socket
 import ssl
 import time
@@ -23,7 +24,7 @@ from paramd.tls import SCHEME, ClientTls, open_channel
 from paramd.v1 import control_pb2_grpc
 from paramd_service.control.endpoint import Address, bind_grpc
 from paramd_service.tls import ServerTls, TlsFiles
-from tests.integration.client_job import Job, running_job
+from tests.integration.client_job import JOB, Job, running_job
 from tests.integration.control_process import (
     TOKEN,
     Control,
@@ -225,6 +226,17 @@ def test_a_whole_job_works_over_tls_and_its_clients_trust_the_ca(
             time.sleep(0.05)
     for rank in job.ranks:
         assert own_memory_bytes(rank.process.pid) <= 64 << 20
+    answer = httpx2.get(
+        f"{job.url}/api/v1/jobs/{JOB}/ranks/1/metrics",
+        headers={"authorization": f"Bearer {job.token}"},
+        verify=ssl.create_default_context(cafile=str(certs / "ca.pem")),
+        trust_env=False,
+    )
+    assert f'paramd_sidecar_tls_files_ok{{job="{JOB}",rank="1"}} 1' in answer.text
+    (expiry,) = re.findall(
+        r"^paramd_sidecar_tls_expiry_timestamp_seconds{.*} (.*)$", answer.text, re.M
+    )
+    assert time.time() < float(expiry)
     monkeypatch.delenv("PARAMD_TLS_CA")
     assert summoned(job, certs / "ca.pem") == [float(n) for n in range(16)]
     authority.write(tmp_path / "other", names=NAMES, days=30)

@@ -153,6 +153,8 @@ class RankState(google.protobuf.message.Message):
     EDITS_FIELD_NUMBER: builtins.int
     EDIT_BYTES_FIELD_NUMBER: builtins.int
     GRADIENT_BYTES_FIELD_NUMBER: builtins.int
+    REFUSED_CALL_COUNT_FIELD_NUMBER: builtins.int
+    LAST_REFUSAL_FIELD_NUMBER: builtins.int
     rank: builtins.int
     """Rank as in torch.distributed."""
     phase: global___Phase.ValueType
@@ -207,6 +209,12 @@ class RankState(google.protobuf.message.Message):
     """Bytes reserved for staged edits and for what undoes applied ones."""
     gradient_bytes: builtins.int
     """Bytes reserved for gradients."""
+    refused_call_count: builtins.int
+    """Calls that the sidecar refused since it started: no ticket, one that is not good, or one
+    of a role that may not.
+    """
+    last_refusal: builtins.str
+    """Method and reason of the last of them, at most 256 characters; empty before the first."""
     @property
     def alerts(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
         """What the sidecar itself finds wrong, each as a stable id; empty when nothing is."""
@@ -240,8 +248,10 @@ class RankState(google.protobuf.message.Message):
         edits: builtins.int = ...,
         edit_bytes: builtins.int = ...,
         gradient_bytes: builtins.int = ...,
+        refused_call_count: builtins.int = ...,
+        last_refusal: builtins.str = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["abandoned_copy_count", b"abandoned_copy_count", "agreement_reason", b"agreement_reason", "agreement_works", b"agreement_works", "alerts", b"alerts", "arena_bytes", b"arena_bytes", "boundary_age_ns", b"boundary_age_ns", "edit_bytes", b"edit_bytes", "edits", b"edits", "gradient_bytes", b"gradient_bytes", "hold_left_ms", b"hold_left_ms", "hold_steps_left", b"hold_steps_left", "phase", b"phase", "phase_reason", b"phase_reason", "rank", b"rank", "ready_boundary", b"ready_boundary", "sidecar_pid", b"sidecar_pid", "sidecar_rss_bytes", b"sidecar_rss_bytes", "snapshot_bytes", b"snapshot_bytes", "snapshot_count", b"snapshot_count", "stall_count", b"stall_count", "stall_max_ns", b"stall_max_ns", "stall_total_ns", b"stall_total_ns", "step", b"step", "step_time_ns", b"step_time_ns", "trainer_pid", b"trainer_pid", "trainer_rss_bytes", b"trainer_rss_bytes"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["abandoned_copy_count", b"abandoned_copy_count", "agreement_reason", b"agreement_reason", "agreement_works", b"agreement_works", "alerts", b"alerts", "arena_bytes", b"arena_bytes", "boundary_age_ns", b"boundary_age_ns", "edit_bytes", b"edit_bytes", "edits", b"edits", "gradient_bytes", b"gradient_bytes", "hold_left_ms", b"hold_left_ms", "hold_steps_left", b"hold_steps_left", "last_refusal", b"last_refusal", "phase", b"phase", "phase_reason", b"phase_reason", "rank", b"rank", "ready_boundary", b"ready_boundary", "refused_call_count", b"refused_call_count", "sidecar_pid", b"sidecar_pid", "sidecar_rss_bytes", b"sidecar_rss_bytes", "snapshot_bytes", b"snapshot_bytes", "snapshot_count", b"snapshot_count", "stall_count", b"stall_count", "stall_max_ns", b"stall_max_ns", "stall_total_ns", b"stall_total_ns", "step", b"step", "step_time_ns", b"step_time_ns", "trainer_pid", b"trainer_pid", "trainer_rss_bytes", b"trainer_rss_bytes"]) -> None: ...
 
 global___RankState = RankState
 

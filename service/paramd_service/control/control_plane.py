@@ -224,6 +224,7 @@ class ControlPlane:
             )
         jobs.on_begin.append(records.epoch_began)
         jobs.on_end.append(records.epoch_ended)
+        jobs.on_view.append(records.look)
         config = load_edits(file_places(), os.environ, strict=mine is None)
         self._edits = edits = Edits(records, config, publish=self._events.publish)
         jobs.on_begin.append(edits.began)

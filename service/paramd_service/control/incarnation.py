@@ -13,6 +13,7 @@ from paramd_service.control.config import Bootstrap
 from paramd_service.control.coordinator import Coordinator
 from paramd_service.control.epochs import EpochRecord
 from paramd_service.control.rank_text import RankTexts
+from paramd_service.control.refusals import RefusalBook
 from paramd_service.control.registry import Registry
 from paramd_service.control.sidecars import LayoutSource, SidecarCalls
 from paramd_service.control.statistics import StatsSource
@@ -60,6 +61,7 @@ class Incarnation:
         )
         self.statistics = StatsSource(bootstrap, terms.url)
         self.rank_texts = RankTexts()
+        self.refusals = RefusalBook()
         self.watch = StateWatch(job=bootstrap.job, epoch=bootstrap.epoch, publish=publish)
         self.began_s = time.time()
         self.ended_s: float | None = None

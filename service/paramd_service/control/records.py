@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import Mapping
 from contextlib import AbstractAsyncContextManager
 from pathlib import Path
@@ -21,7 +22,9 @@ from paramd_service.control.store.history import MetricHistory
 from paramd_service.control.store.store import Store
 from paramd_service.control.store.tokens import TokenStore
 from paramd_service.control.tokens.authority import Principal
+from paramd_service.control.view import MeshView
 
+MAX_REFUSAL_CHARS = 256
 SELF = "control plane"
 """Actor of what the control plane does by itself."""
 
@@ -103,6 +106,18 @@ class Records:
     def epoch_ended(self, incarnation: Incarnation) -> None:
         """Records that a job's epoch is over, and why."""
         self._note(incarnation, "epoch.end", {"reason": str(incarnation.over)})
+
+    def look(self, incarnation: Incarnation, view: MeshView, now_s: float | None = None) -> None:
+        """Records what sidecars have refused, together; called once a second."""
+        now_s = now_s if now_s is not None else time.monotonic()
+        for refused in incarnation.refusals.look(view, now_s):
+            detail = {
+                "rank": refused.rank,
+                "count": refused.count,
+                "total": refused.total,
+                "last": refused.last[:MAX_REFUSAL_CHARS],
+            }
+            self._note(incarnation, "sidecar.denied", detail)
 
     async def export_ended(self, row: ExportRow) -> None:
         """Records how an export ended."""

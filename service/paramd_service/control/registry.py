@@ -183,6 +183,7 @@ def _check_texts(request: control_pb2.JoinRequest) -> None:
         "layout_digest": request.header.layout_digest,
         "agreement_reason": request.state.agreement_reason,
         "phase_reason": request.state.phase_reason,
+        "last_refusal": request.state.last_refusal,
     }
     for name, text in texts.items():
         if len(text) > MAX_TEXT_CHARS:

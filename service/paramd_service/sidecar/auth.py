@@ -70,8 +70,12 @@ Continuation = Callable[[grpc.HandlerCallDetails], Awaitable[Any]]
 class AuthInterceptor(grpc.aio.ServerInterceptor):
     """Refuses a call before its request is read."""
 
-    def __init__(self, verify: Verify) -> None:
+    def __init__(
+        self, verify: Verify, refused: Callable[[str, str], None] = lambda method, reason: None
+    ) -> None:
+        """`refused` hears the method and the reason of every call that was denied."""
         self._verify = verify
+        self._refused = refused
 
     async def intercept_service(
         self, continuation: Continuation, handler_call_details: grpc.HandlerCallDetails
@@ -82,8 +86,10 @@ class AuthInterceptor(grpc.aio.ServerInterceptor):
         except UnreachableError as error:
             return _refusing(grpc.StatusCode.UNAVAILABLE, error)
         except _UnknownCallerError as error:
+            self._refused(str(details.method), str(error))
             return _refusing(grpc.StatusCode.UNAUTHENTICATED, error)
         except DeniedError as error:
+            self._refused(str(details.method), str(error))
             return _refusing(grpc.StatusCode.PERMISSION_DENIED, error)
         # The handler runs in this very task.
         CALLER_TICKET.set(ticket)

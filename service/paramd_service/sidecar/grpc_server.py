@@ -41,7 +41,6 @@ class GrpcServer:
 
     def __init__(self, rank: RankSidecar, gateway: Gateway) -> None:
         self.address = ""
-        self.tls: ServerTls | None = None
         self._rank = rank
         self._gateway = gateway
         self._health = health_aio.HealthServicer()
@@ -54,7 +53,8 @@ class GrpcServer:
             UsageError: the address cannot be listened on.
         """
         self._server = server = grpc.aio.server(
-            interceptors=[AuthInterceptor(self._rank.verify)], options=SERVER_OPTIONS
+            interceptors=[AuthInterceptor(self._rank.verify, self._rank.refusals.saw)],
+            options=SERVER_OPTIONS,
         )
         server.add_generic_rpc_handlers((SidecarServicer(self._rank, self._gateway).handler(),))
         health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
@@ -80,7 +80,7 @@ class GrpcServer:
         listen, files = config.listen, config.tls_files
         host = listen.rpartition(":")[0].removeprefix("[").removesuffix("]")
         name = advertised(host, config.advertise, tls=files is not None)
-        tls = self.tls = ServerTls(files) if files is not None else None
+        tls = self._rank.tls = ServerTls(files) if files is not None else None
 
         def add(address: str) -> str:
             if tls is None:

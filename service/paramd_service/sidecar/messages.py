@@ -64,6 +64,8 @@ def rank_state(rank: RankSidecar) -> common_pb2.RankState:
         sidecar_pid=os.getpid(),
         boundary_age_ns=-1,
         agreement_works=True,
+        refused_call_count=rank.refusals.count,
+        last_refusal=rank.refusals.last,
     )
     possession = rank.possession
     if possession is None:
@@ -85,6 +87,8 @@ def rank_state(rank: RankSidecar) -> common_pb2.RankState:
         state.agreement_reason = "the trainers gave up agreeing in this epoch; see their log"
     state.ready_boundary = page[Word.HIGHEST]
     state.edits = page[Word.EDITS]
+    if rank.has_edits:
+        state.edit_bytes = rank.edits.staged_bytes + rank.edits.undo_bytes
     if page[Word.HELD]:
         state.hold_left_ms = max(0, page[Word.HOLD_UNTIL_NS] - time.monotonic_ns()) // 1_000_000
         state.hold_steps_left = page[Word.HOLD_STEPS_LEFT]

@@ -83,7 +83,30 @@ def _rank_samples(rank: RankSidecar) -> list[Sample]:
             rank.budget_bytes(state.arena_bytes) if store is not None else 0,
         ),
         Sample("paramd_sidecar_agreement_works", "1 while agreeing", state.agreement_works),
+        Sample(
+            "paramd_sidecar_refused_calls_total",
+            "Calls without a ticket that permits them",
+            rank.refusals.count,
+        ),
         *_edit_samples(rank),
+        *_tls_samples(rank),
+    ]
+
+
+def _tls_samples(rank: RankSidecar) -> list[Sample]:
+    if rank.tls is None:
+        return []
+    return [
+        Sample(
+            "paramd_sidecar_tls_expiry_timestamp_seconds",
+            "End of the certificate in force",
+            rank.tls.expires_s,
+        ),
+        Sample(
+            "paramd_sidecar_tls_files_ok",
+            "0 while newer files of TLS cannot be used",
+            not rank.tls.failure,
+        ),
     ]
 
 

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import Executor
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from paramd.errors import ConflictError, ExhaustedError, UnreachableError
 from paramd.memory.control_page import Word
@@ -39,7 +39,11 @@ from paramd_service.sidecar.owner import (
     take_possession,
 )
 from paramd_service.sidecar.pins import Pins
+from paramd_service.sidecar.refusals import Refusals
 from paramd_service.sidecar.snapshots import SnapshotStore
+
+if TYPE_CHECKING:
+    from paramd_service.tls import ServerTls
 
 
 class RankSidecar:
@@ -68,6 +72,9 @@ class RankSidecar:
         self.control_generation = 0
         """Highest generation of a control plane met in this epoch; no lower one is obeyed."""
         self.on_change: list[Callable[[], None]] = []
+        self.refusals = Refusals()
+        self.tls: ServerTls | None = None
+        """The gRPC server's, once it listens; None without TLS."""
         self._blocks = blocks
         self._possession: Possession | None = None
         self._verifier: Verifier | None = None

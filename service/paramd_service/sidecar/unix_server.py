@@ -80,6 +80,7 @@ class UnixServer:
             peer_pid = handover.check_peer(accepted)
         except DeniedError as error:
             self.rank.log("connection-refused", reason=str(error))
+            self.rank.refusals.saw("socket", str(error))
             accepted.close()
             return
         if len(self._connections) >= MAX_CONNECTIONS:

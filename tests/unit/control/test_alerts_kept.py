@@ -9,7 +9,7 @@ import pytest
 
 from paramd_service.control.alerts.book import Alert, Finding, Severity, State
 from paramd_service.control.alerts.config import Rule
-from paramd_service.control.alerts.kept import KeptAlerts, alert_of, row_of, series_name
+from paramd_service.control.alerts.kept import KeptAlerts, alert_of, row_of, series_name, subject_of
 from paramd_service.control.alerts.store import Point
 from paramd_service.control.store.address import sqlite_address
 from paramd_service.control.store.alerts import AlertStore as AlertTable
@@ -54,6 +54,8 @@ def test_long_names_stay_apart_and_fit() -> None:
     assert len(names) == 50
     assert max(map(len, names)) <= 64
     assert series_name("norm", "layers.0.weight") == "norm:layers.0.weight"
+    for name in names:
+        assert series_name(*subject_of(SeriesKey(job="job", epoch=1, name=name))) == name
 
 
 async def test_a_restart_finds_what_fires_and_goes_on_with_its_row(tmp_path: Path) -> None:
@@ -70,6 +72,13 @@ async def test_a_restart_finds_what_fires_and_goes_on_with_its_row(tmp_path: Pat
         await after.save_alerts([over])
         assert list(await after.load_firing("job", 2)) == []
         assert [alert_of(row) for row in await table.page("job", limit=9)] == [over, OTHER_EPOCH]
+        for epoch, only_resolved, expected in (
+            (1, False, [OTHER_EPOCH]),
+            (1, True, []),
+            (2, True, [over]),
+        ):
+            rows = await table.page("job", limit=9, epoch=epoch, only_resolved=only_resolved)
+            assert [alert_of(row) for row in rows] == expected
         after.offer(
             [
                 Point(
@@ -86,5 +95,11 @@ async def test_a_restart_finds_what_fires_and_goes_on_with_its_row(tmp_path: Pat
         ):
             (point,) = await history.read(series, begin_s=100, end_s=200)
             assert (point.mean, point.step) == (1.5, 3)
+        listed = [("norm", "7"), ("norm", "w"), ("step_time_s", "7")]
+        assert [subject_of(one) for one in await history.series("job", 2)] == listed
+        (first,) = await history.series("job", 2, limit=1)
+        rest = await history.series("job", 2, after=(first.name, first.rank))
+        assert [subject_of(one) for one in rest] == listed[1:]
+        assert await history.series("job", 1) == []
     finally:
         await store.stop()

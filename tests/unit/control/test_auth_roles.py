@@ -36,6 +36,7 @@ EXPECTED: dict[tuple[str, str], set[UserRole]] = {
     ("POST", "/api/v1/session"): EVERYBODY,
     ("DELETE", "/api/v1/session"): EVERYBODY,
     ("GET", "/api/v1/jobs/{job}/history"): EVERYBODY,
+    ("GET", "/api/v1/jobs/{job}/history/series"): EVERYBODY,
     ("GET", "/api/v1/jobs/{job}/grads"): EVERYBODY,
     ("GET", "/api/v1/destinations"): EVERYBODY,
     ("GET", "/api/v1/jobs/{job}/exports"): EVERYBODY,

@@ -97,7 +97,8 @@ export interface paths {
         };
         /**
          * List Alerts
-         * @description Alerts of the job's last epoch, as they stand now; older ones are in the store.
+         * @description Alerts of the job's last epoch, as they stand now; of a past one as they were kept:
+         *     the newest first, and firing where the control plane ended before they were over.
          */
         get: operations["list_alerts"];
         put?: never;
@@ -454,6 +455,26 @@ export interface paths {
          *     the watch has sampled.
          */
         get: operations["get_history"];
+        put?: never;
+        post?: never;
+        delete?: never;
+        options?: never;
+        head?: never;
+        patch?: never;
+        trace?: never;
+    };
+    "/api/v1/jobs/{job}/history/series": {
+        parameters: {
+            query?: never;
+            header?: never;
+            path?: never;
+            cookie?: never;
+        };
+        /**
+         * List Series
+         * @description What was noted in an epoch, by name; what began in the last seconds may lack.
+         */
+        get: operations["list_series"];
         put?: never;
         post?: never;
         delete?: never;
@@ -940,12 +961,12 @@ export interface components {
             alerts: components["schemas"]["AlertDocument"][];
             /**
              * Epoch
-             * @description Epoch that is watched
+             * @description Whose alerts these are
              */
             epoch: number;
             /**
              * Firing Count
-             * @description Alerts that fire now, on all pages
+             * @description Alerts that fire now, on all pages; 0 of a past epoch
              */
             firing_count: number;
             /**
@@ -2688,6 +2709,37 @@ export interface components {
             verify: boolean;
         };
         /**
+         * SeriesDocument
+         * @description A series: what `get_history` may be asked for.
+         */
+        SeriesDocument: {
+            /**
+             * Metric
+             * @description norm, grad_norm, step, step_time_s or stall_total_s
+             */
+            metric: string;
+            /**
+             * Subject
+             * @description A tensor's name, a rank's number, or min, median, max. A long name is cut and ends in a digest; get_history takes it as it stands here
+             */
+            subject: string;
+        };
+        /**
+         * SeriesPage
+         * @description A page of series.
+         */
+        SeriesPage: {
+            /** Epoch */
+            epoch: number;
+            /**
+             * Next Page Token
+             * @description Ask with it for the next page; empty at the end
+             */
+            next_page_token: string;
+            /** Series */
+            series: components["schemas"]["SeriesDocument"][];
+        };
+        /**
          * SessionDocument
          * @description Who asks, and what this control plane lets them do.
          * @example {
@@ -3072,6 +3124,8 @@ export type RegisteredJob = components['schemas']['RegisteredJob'];
 export type ScheduleDocument = components['schemas']['ScheduleDocument'];
 export type ScheduleList = components['schemas']['ScheduleList'];
 export type ScheduleRequest = components['schemas']['ScheduleRequest'];
+export type SeriesDocument = components['schemas']['SeriesDocument'];
+export type SeriesPage = components['schemas']['SeriesPage'];
 export type SessionDocument = components['schemas']['SessionDocument'];
 export type SnapshotList = components['schemas']['SnapshotList'];
 export type SnapshotRequest = components['schemas']['SnapshotRequest'];
@@ -3211,6 +3265,8 @@ export interface operations {
                 limit?: number;
                 /** @description From the page before */
                 page_token?: string;
+                /** @description By default the job's last one */
+                epoch?: number | null;
             };
             header?: never;
             path: {
@@ -3803,6 +3859,36 @@ export interface operations {
                 };
                 content: {
                     "application/json": components["schemas"]["HistoryDocument"];
+                };
+            };
+        };
+    };
+    list_series: {
+        parameters: {
+            query?: {
+                /** @description By default the job's last one */
+                epoch?: number | null;
+                /** @description Series on a page */
+                limit?: number;
+                /** @description From the page before */
+                page_token?: string;
+            };
+            header?: never;
+            path: {
+                /** @example my-run */
+                job: string;
+            };
+            cookie?: never;
+        };
+        requestBody?: never;
+        responses: {
+            /** @description Successful Response */
+            200: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["SeriesPage"];
                 };
             };
         };

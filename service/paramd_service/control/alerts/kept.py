@@ -69,6 +69,15 @@ def series_of(point: Point) -> SeriesKey:
     return SeriesKey(job=point.job, epoch=point.epoch, name=series_name(point.name, point.subject))
 
 
+def subject_of(series: SeriesKey) -> tuple[str, str]:
+    """(name, subject) of a series, the other way than `series_of`. A subject that was cut stays
+    so, and names the same series."""
+    if series.rank >= 0:
+        return series.name, str(series.rank)
+    name, _, subject = series.name.partition(":")
+    return name, subject
+
+
 def series_name(name: str, subject: str) -> str:
     """ "norm:layers.0.weight"; a long subject is cut, and ends in a digest of the whole."""
     whole = f"{name}:{subject}"

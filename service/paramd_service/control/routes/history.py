@@ -9,13 +9,16 @@ from fastapi import APIRouter, Query
 from pydantic import BaseModel, ConfigDict, Field
 
 from paramd.errors import UsageError
-from paramd_service.control.alerts.kept import series_of
+from paramd_service.control.alerts.kept import series_of, subject_of
 from paramd_service.control.alerts.store import Point
+from paramd_service.control.config import MAX_WORLD_SIZE
 from paramd_service.control.routes.jobs import PROBLEMS
+from paramd_service.control.routes.paging import make_token, read_token
 from paramd_service.control.services import Services
 
 DEFAULT_SPAN_S = 3600.0
 MAX_POINTS = 5000
+MAX_SERIES = 5000
 
 Metric = Annotated[
     Literal["norm", "grad_norm", "step", "step_time_s", "stall_total_s"],
@@ -33,7 +36,29 @@ Subject = Annotated[
 Time = Annotated[
     float | None, Query(ge=0, le=1e11, allow_inf_nan=False, description="Unix time in seconds")
 ]
-Epoch = Annotated[int | None, Query(ge=1, description="By default the job's last one")]
+Epoch = Annotated[int | None, Query(ge=1, le=2**53, description="By default the job's last one")]
+
+
+Limit = Annotated[int, Query(ge=1, le=MAX_SERIES, description="Series on a page")]
+PageToken = Annotated[str, Query(max_length=512, description="From the page before")]
+
+
+class SeriesDocument(BaseModel):
+    """A series: what `get_history` may be asked for."""
+
+    metric: str = Field(description="norm, grad_norm, step, step_time_s or stall_total_s")
+    subject: str = Field(
+        description="A tensor's name, a rank's number, or min, median, max. A long name is cut and "
+        "ends in a digest; get_history takes it as it stands here"
+    )
+
+
+class SeriesPage(BaseModel):
+    """A page of series."""
+
+    epoch: int
+    series: list[SeriesDocument]
+    next_page_token: str = Field(description="Ask with it for the next page; empty at the end")
 
 
 class PointDocument(BaseModel):
@@ -76,9 +101,45 @@ class HistoryDocument(BaseModel):
 
 
 def router(services: Services) -> APIRouter:
-    """/jobs/{job}/history."""
+    """/jobs/{job}/history, /jobs/{job}/history/series."""
     routes = APIRouter(tags=["history"], responses=PROBLEMS)
+    _add_points(routes, services)
+    _add_series(routes, services)
+    return routes
 
+
+def _add_series(routes: APIRouter, services: Services) -> None:
+    @routes.get("/jobs/{job}/history/series")
+    async def list_series(
+        job: str, epoch: Epoch = None, limit: Limit = 1000, page_token: PageToken = ""
+    ) -> SeriesPage:
+        """What was noted in an epoch, by name; what began in the last seconds may lack."""
+        last = services.jobs.get(job).epoch
+        found = await services.records.history.series(
+            job, epoch if epoch is not None else last, after=_after(page_token), limit=limit
+        )
+        told = [subject_of(series) for series in found]
+        return SeriesPage(
+            epoch=epoch if epoch is not None else last,
+            series=[SeriesDocument(metric=metric, subject=subject) for metric, subject in told],
+            next_page_token=(
+                make_token(found[-1].rank + 1, found[-1].name) if len(found) == limit else ""
+            ),
+        )
+
+
+def _after(page_token: str) -> tuple[str, int] | None:
+    """Name and rank of the last series of the page before."""
+    if not page_token:
+        return None
+    rank, name = read_token(page_token)
+    # The databases' numbers are smaller than ours, and PostgreSQL's texts hold no NUL.
+    if rank > MAX_WORLD_SIZE or "\0" in name:
+        raise UsageError("page_token: not one of ours; leave it out to begin anew")
+    return name, rank - 1
+
+
+def _add_points(routes: APIRouter, services: Services) -> None:
     @routes.get("/jobs/{job}/history")
     async def get_history(
         job: str,
@@ -132,5 +193,3 @@ def router(services: Services) -> APIRouter:
             ],
             cut=len(points) == MAX_POINTS,
         )
-
-    return routes

@@ -67,11 +67,18 @@ class AlertStore:
         limit: int,
         before_id: int | None = None,
         only_open: bool = False,
+        only_resolved: bool = False,
+        epoch: int | None = None,
     ) -> list[AlertRow]:
-        """The newest alerts of a job, newest first; `before_id` goes on from a page before."""
+        """The newest alerts of a job, newest first; `before_id` goes on from a page before.
+        `epoch` None takes all epochs."""
         chosen = select(alerts).where(alerts.c.job == job).order_by(alerts.c.id.desc()).limit(limit)
         if before_id is not None:
             chosen = chosen.where(alerts.c.id < before_id)
+        if epoch is not None:
+            chosen = chosen.where(alerts.c.epoch == epoch)
+        if only_resolved:
+            chosen = chosen.where(alerts.c.resolved_s.is_not(None))
         if only_open:
             chosen = chosen.where(alerts.c.resolved_s.is_(None))
         rows = await self._store.read(lambda connection: connection.execute(chosen).all())

@@ -18,6 +18,7 @@ from paramd_service.control.store.points import (
     drop,
     extremes,
     read_points,
+    read_series,
     roll_up,
     store_samples,
 )
@@ -81,6 +82,19 @@ class MetricHistory:
                 end_s=end_s,
                 limit=limit,
             )
+        )
+
+    async def series(
+        self, job: str, epoch: int, *, after: tuple[str, int] | None = None, limit: int = 1000
+    ) -> list[SeriesKey]:
+        """Series of an epoch by name and rank, the first after that name and rank; those of
+        the last seconds may not be written yet.
+
+        Raises:
+            StoreError: the store cannot be read.
+        """
+        return await self._store.read(
+            lambda connection: read_series(connection, job, epoch, after=after, limit=limit)
         )
 
     def start(self) -> None:

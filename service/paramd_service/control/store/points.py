@@ -18,6 +18,7 @@ from sqlalchemy import (
     func,
     literal,
     literal_column,
+    or_,
     select,
 )
 from sqlalchemy.dialects import postgresql, sqlite
@@ -156,6 +157,29 @@ def read_points(
         .limit(limit)
     )
     return [_point(row) for row in connection.execute(chosen)]
+
+
+def read_series(
+    connection: Connection, job: str, epoch: int, *, after: tuple[str, int] | None, limit: int
+) -> list[SeriesKey]:
+    """The first `limit` series of an epoch, by name and rank, after the one of that name and
+    rank."""
+    columns = metric_series.c
+    chosen = (
+        select(columns.name, columns.rank)
+        .where(columns.job == job, columns.epoch == epoch)
+        .order_by(columns.name, columns.rank)
+        .limit(limit)
+    )
+    if after is not None:
+        name, rank = after
+        chosen = chosen.where(
+            or_(columns.name > name, and_(columns.name == name, columns.rank > rank))
+        )
+    return [
+        SeriesKey(job=job, epoch=epoch, rank=row.rank, name=row.name)
+        for row in connection.execute(chosen)
+    ]
 
 
 def extremes(connection: Connection, resolution_s: int) -> tuple[int, int] | None:

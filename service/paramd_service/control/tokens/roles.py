@@ -72,6 +72,7 @@ OPERATIONS: Final[dict[str, Action]] = {
     "follow_events": Action.VIEW,
     "follow_grads": Action.VIEW,
     "get_history": Action.VIEW,
+    "list_series": Action.VIEW,
     "list_params": Action.VIEW,
     "get_param": Action.VIEW,
     "get_stats": Action.VIEW,

@@ -224,12 +224,11 @@ class ControlPlane:
             )
         jobs.on_begin.append(records.epoch_began)
         jobs.on_end.append(records.epoch_ended)
-        jobs.on_view.append(records.look)
         config = load_edits(file_places(), os.environ, strict=mine is None)
         self._edits = edits = Edits(records, config, publish=self._events.publish)
         jobs.on_begin.append(edits.began)
         jobs.on_end.append(edits.is_over)
-        jobs.on_view.append(edits.look)
+        jobs.on_view.extend((edits.look, records.look))
         self._epochs.start()
         if mine is not None:
             jobs.open(mine)

@@ -32,6 +32,11 @@ def pages(size_bytes: int) -> int:
     return -(-size_bytes // PAGE) * PAGE
 
 
+def reserved_bytes(descriptor: int) -> int:
+    """Bytes of such a memory that have pages."""
+    return os.fstat(descriptor).st_blocks * 512
+
+
 class SparseMemory:
     """One such memory, mapped here. Ranges are half-open bytes in whole pages."""
 
@@ -67,10 +72,6 @@ class SparseMemory:
         how = _FALLOC_FL_KEEP_SIZE | _FALLOC_FL_PUNCH_HOLE
         if end > begin and _libc.fallocate(self.descriptor, how, begin, end - begin):
             raise OSError(ctypes.get_errno(), "a hole could not be punched")
-
-    def reserved_bytes(self) -> int:
-        """Bytes that have pages."""
-        return os.fstat(self.descriptor).st_blocks * 512
 
     def close(self) -> None:
         """Lets go of the map; it goes with its last user. The descriptor stays its owner's."""

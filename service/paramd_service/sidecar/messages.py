@@ -7,6 +7,7 @@ import time
 from collections.abc import Iterator
 
 from paramd.memory.control_page import Word
+from paramd.memory.sparse import reserved_bytes
 from paramd.v1 import common_pb2, layout_pb2, sidecar_pb2
 from paramd_service.sidecar.mesh_info import PeerInfo
 from paramd_service.sidecar.owner import Ownership
@@ -87,6 +88,7 @@ def rank_state(rank: RankSidecar) -> common_pb2.RankState:
         state.agreement_reason = "the trainers gave up agreeing in this epoch; see their log"
     state.ready_boundary = page[Word.HIGHEST]
     state.edits = page[Word.EDITS]
+    state.gradient_bytes = reserved_bytes(possession.shared.gradients)
     if rank.has_edits:
         state.edit_bytes = rank.edits.staged_bytes + rank.edits.undo_bytes
     if page[Word.HELD]:

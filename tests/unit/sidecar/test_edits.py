@@ -23,6 +23,7 @@ from paramd.layout.edit_ops import EditKind, EditOp
 from paramd.layout.regions import full_box, row_major
 from paramd.layout.types import Box
 from paramd.memory.control_page import Word
+from paramd.memory.sparse import reserved_bytes
 from paramd.v1 import sidecar_pb2 as pb
 from paramd_service.sidecar import edit_book
 from paramd_service.sidecar.edit_entry import Phase
@@ -480,7 +481,7 @@ def test_all_memory_comes_back() -> None:
                 whole = edits.memory.free_bytes
                 assert whole == edits.memory.sparse.size_bytes - HEAD_BYTES
                 begin, end = await edits.memory.reserve(8 << 20)
-                assert edits.memory.sparse.reserved_bytes() >= 8 << 20
+                assert reserved_bytes(edits.memory.sparse.descriptor) >= 8 << 20
                 edits.memory.free(begin, end)
                 entries = [await edits.begin(rank.manifest(n, WHOLE)) for n in range(5)]
                 for entry in entries:
@@ -488,7 +489,7 @@ def test_all_memory_comes_back() -> None:
                 async with asyncio.timeout(5):
                     while edits.memory.free_bytes < whole or edits.memory.idle_bytes:
                         await asyncio.sleep(0.001)
-                assert edits.memory.sparse.reserved_bytes() <= HEAD_BYTES + (1 << 20)
+                assert reserved_bytes(edits.memory.sparse.descriptor) <= HEAD_BYTES + (1 << 20)
 
     run(test)
 

@@ -163,7 +163,7 @@ def test_a_torn_rank_is_refused_but_its_last_snapshot_is_served(tmp_path: Path) 
             with pytest.raises(grpc.RpcError) as refused:
                 client.pin((8, 4096))
             assert refused.value.code() is grpc.StatusCode.FAILED_PRECONDITION
-            assert "mix two steps" in refused.value.details()
+            assert "mix two states" in refused.value.details()
             last = client.pin()
             assert last.header.step == pin.header.step < 20
             assert values_of(client.read(last.snapshot_id)) == {last.header.step}

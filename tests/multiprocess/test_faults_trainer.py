@@ -131,7 +131,9 @@ def test_a_trainer_killed_inside_an_update_is_torn(tmp_path: Path) -> None:
         for request in (SUMMON, SAME_HOST, stats_of_stamps, summon_stamps(buffers=True)):
             answer = ask(mesh, request)
             assert not answer.right
-            assert "inside an update" in answer.reason or "torn" in answer.reason, answer
+            # The other rank's training fails at its next collective, and may say so first.
+            told = ("inside an update", "torn", "the trainer has ended")
+            assert any(text in answer.reason for text in told), answer
             assert answer.seconds < allowed_s()
             print(f"refused after {answer.seconds:.2f} s: {answer.reason}")
 

@@ -19,7 +19,7 @@ from paramd.errors import DeadlineError, UnreachableError
 
 MODULE = "paramd.examples.train_gpt"
 
-DESTINATION = "demo"
+DESTINATION = "checkpoints"
 """Name of the destination that is configured for the training: a directory of its own."""
 
 RANKS = 2

@@ -37,9 +37,7 @@ class AlertPage(BaseModel):
 
     epoch: int = Field(description="Whose alerts these are")
     watch: bool = Field(description="Whether parameters are sampled: [alerts] watch")
-    firing_count: int = Field(
-        description="Alerts that fire now, on all pages; 0 of a past epoch"
-    )
+    firing_count: int = Field(description="Alerts that fire now, on all pages; 0 of a past epoch")
     alerts: list[AlertDocument]
     next_page_token: str = Field(description="Ask with it for the next page; empty at the end")
 

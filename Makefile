@@ -76,7 +76,7 @@ screenshot: setup web ## the README's pictures, of a real training
 demo: setup ## train a small GPT on 2 ranks and look into it
 	$(BIN)/paramd demo
 
-test: system setup page $(if $(NPM),web-test) ## all tests, with real processes (under 10 minutes on 2 cores)
+test: system setup page $(if $(NPM),web-test) ## all tests, with real processes (about 20 minutes on 2 cores)
 	$(BIN)/pytest -q -n 2 --dist worksteal $(ALL_TESTS)
 
 verify: setup ## style, types, import rules, protos, fast tests

@@ -90,6 +90,26 @@ def test_a_sidecar_struck_at_a_point_leaves_all_or_none(action: str, tmp_path: P
         assert settled(mesh, value, 99) == 99
 
 
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize(
+    ("kind", "world_size"),
+    [("ddp", 2), ("fsdp1-full", 2), ("fsdp1-full-orig", 2), ("hsdp", 4), ("tp-fsdp2", 4),
+     ("tp-ddp", 4)],
+)  # fmt: skip
+def test_a_sidecar_of_any_kind_killed_when_ready_leaves_all_or_none(
+    kind: str, world_size: int, tmp_path: Path
+) -> None:
+    with (
+        frozen(tmp_path, kind, world_size) as ranks,
+        connect_to(ranks.state_dir, "frozen") as mesh,
+    ):
+        value = 0
+        for rank, new, point in ((world_size - 1, 6, "edit-ready"), (0, 9, "edit-applied")):
+            strike(ranks, tmp_path, rank, f"{point}:kill", partial(try_edit, mesh, new))
+            value = settled(mesh, value, new)
+            print(f"{kind} {point}: {value}")
+
+
 @pytest.mark.timeout(200)
 def test_a_control_plane_killed_under_edits_finds_the_truth(tmp_path: Path) -> None:
     with (

@@ -75,7 +75,9 @@ def test_the_demo_shows_a_running_training_and_ends_it_on_ctrl_c(
     shown = out_path.read_text()
     assert "layers.0.up.weight" in shown
     assert "the safetensors library reads 12 tensors, all equal" in shown
-    found = re.findall(r"^ +(\d+)  +(\d+\.\d{4})  ", shown, re.MULTILINE)
+    # Step, loss, norm, moved by: of the table of losses, not of the one of gradients below it.
+    row = r"^ +(\d+)  +(\d+\.\d{4})  +\d+\.\d{5}  +\d+\.\d{5}  "
+    found = re.findall(row, shown, re.MULTILINE)
     steps, losses = [int(step) for step, _ in found], [float(loss) for _, loss in found]
     assert len(steps) == 6
     assert steps[0] < steps[-1] < saved_step

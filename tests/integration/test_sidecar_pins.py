@@ -62,13 +62,14 @@ def capture(
 
 def test_every_pin_holds_the_step_it_says(trainer: FakeTrainer, client: Client) -> None:
     trainer.start()
-    until_s = time.monotonic() + 3.0
+    until_s, last_s = time.monotonic() + 3.0, time.monotonic() + 30.0
 
     def summon(number: int) -> int:
         count = 0
         # Different spans, so that not all of them share one copy.
         span = (8 * number, ARENA_BYTES)
-        while time.monotonic() < until_s:
+        # A busy machine is given longer.
+        while (now_s := time.monotonic()) < until_s or (count < 10 and now_s < last_s):
             pin = client.pin(span)
             assert values_of(client.read(pin.snapshot_id)) == {pin.header.step}
             client.release(pin.snapshot_id)
@@ -78,7 +79,7 @@ def test_every_pin_holds_the_step_it_says(trainer: FakeTrainer, client: Client) 
     with ThreadPoolExecutor(3) as pool:
         counts = list(pool.map(summon, range(3)))
     trainer.finish()
-    assert min(counts) > 10
+    assert min(counts) >= 10
     assert trainer.page[Word.STEP] > 10
 
 

@@ -8,7 +8,8 @@ import pytest
 
 from tests.multiprocess.stamped import read_stamps, stamp_trainer
 
-SECONDS = 4.0
+SECONDS = 3.0
+AT_LEAST = (20, 5)  # answers, steps
 
 # Ranks in lockstep, as a collective in the step keeps them, and ranks that run free.
 CASES = [
@@ -32,9 +33,9 @@ def test_every_value_equals_the_step_the_answer_carries(
 ) -> None:
     options = ["--lockstep", "--gap-ms", "3"] if pace == "lockstep" else []
     with stamp_trainer(tmp_path, kind, world_size, *options) as ranks:
-        readings = read_stamps(ranks.state_dir, seconds=SECONDS)
+        readings = read_stamps(ranks.state_dir, seconds=SECONDS, at_least=AT_LEAST)
     print(f"{kind} x{world_size} {pace}: {readings.answers} answers, {len(readings.steps)} steps")
     assert readings.wrong == []
     assert readings.refused == []
-    assert readings.answers > 20
-    assert len(readings.steps) > 5
+    assert readings.answers >= AT_LEAST[0]
+    assert len(readings.steps) >= AT_LEAST[1]

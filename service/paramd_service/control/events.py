@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 import re
 import secrets
 import time
@@ -16,6 +17,7 @@ from collections.abc import AsyncGenerator, Callable, Mapping
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass
 from enum import StrEnum
+from functools import cached_property
 from typing import Any
 
 from paramd.errors import ExhaustedError, UsageError
@@ -28,6 +30,9 @@ MAX_VIEWERS = 64
 
 MAX_DATA_CHARS = 16 << 10
 """Longest data of one event as JSON; longer ones are cut to a note."""
+
+RETRY_MS = 2000
+"""When a browser shall come back after the stream broke."""
 
 _ID = re.compile(r"([0-9a-f]{8})-([0-9]{1,15})\Z")
 
@@ -57,7 +62,7 @@ class Kind(StrEnum):
     """An export began, moved (at most once a second) or ended."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Event:
     """One thing that happened."""
 
@@ -70,6 +75,18 @@ class Event:
     """Job it is about; empty when about none."""
     text: str
     """The data as one line of JSON, made once for all readers."""
+
+    @cached_property
+    def frame(self) -> bytes:
+        """What is sent of it, made once for all readers; of `QUIET`, a comment."""
+        if not self.kind:
+            return b": quiet\n\n"
+        said = f"event: {self.kind}\ndata: {self.text}\nid: {self.id}\nretry: {RETRY_MS}\n\n"
+        return said.encode()
+
+
+QUIET = Event(0, "", "", "", "")
+"""Nothing has happened for a while: keeps a reader's connection alive."""
 
 
 class EventBus:
@@ -119,12 +136,13 @@ class EventBus:
 
     @asynccontextmanager
     async def follow(
-        self, *, job: str, after: str | None = None
+        self, *, job: str, after: str | None = None, quiet_s: float = math.inf
     ) -> AsyncGenerator[AsyncGenerator[Event, None], None]:
         """The events of `job` (and of none), from now on or after the event of id `after`.
 
         The first event is HELLO, or a GAP when some that were asked for are gone. A reader
-        that the ring overtakes gets a GAP, too. Ends when the bus is closed.
+        that the ring overtakes gets a GAP, too; and QUIET whenever nothing has happened for
+        `quiet_s` seconds. Ends when the bus is closed.
 
         Raises:
             ExhaustedError: too many readers.
@@ -138,7 +156,7 @@ class EventBus:
             )
         self._free -= 1
         try:
-            async with aclosing(self._events(job, begin, missed)) as events:
+            async with aclosing(self._events(job, begin, missed, quiet_s)) as events:
                 yield events
         finally:
             self._free += 1
@@ -148,13 +166,18 @@ class EventBus:
         self._closed = True
         self._news.set()
 
-    async def _events(self, job: str, place: int, missed: int) -> AsyncGenerator[Event, None]:
+    async def _events(
+        self, job: str, place: int, missed: int, quiet_s: float
+    ) -> AsyncGenerator[Event, None]:
         """`place` is the number of the last event that the reader has."""
         yield self._note(place, job, missed)
         while not self._closed:
             if place == self._last:
-                await self._news.wait()
+                if not await self._has_news(quiet_s):
+                    yield QUIET
                 continue
+            # One that comes back reads thousands; others want their turn.
+            await asyncio.sleep(0)
             first = self._ring[0].number
             if place + 1 < first:
                 missed, place = first - 1 - place, first - 1
@@ -164,6 +187,14 @@ class EventBus:
             place = event.number
             if event.job in ("", job):
                 yield event
+
+    async def _has_news(self, quiet_s: float) -> bool:
+        try:
+            async with asyncio.timeout(quiet_s if quiet_s < math.inf else None):
+                await self._news.wait()
+        except TimeoutError:
+            return False
+        return True
 
     def _place(self, after: str | None) -> tuple[int, int]:
         """Where a reader begins, and how many events it missed (-1: unknown)."""

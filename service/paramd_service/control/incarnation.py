@@ -12,7 +12,6 @@ from paramd.errors import ConflictError, ParamdError
 from paramd_service.control.config import Bootstrap
 from paramd_service.control.coordinator import Coordinator
 from paramd_service.control.epochs import EpochRecord
-from paramd_service.control.rank_text import RankTexts
 from paramd_service.control.refusals import RefusalBook
 from paramd_service.control.registry import Registry
 from paramd_service.control.sidecars import LayoutSource, SidecarCalls
@@ -60,7 +59,6 @@ class Incarnation:
             generation=terms.generation,
         )
         self.statistics = StatsSource(bootstrap, terms.url)
-        self.rank_texts = RankTexts()
         self.refusals = RefusalBook()
         self.watch = StateWatch(job=bootstrap.job, epoch=bootstrap.epoch, publish=publish)
         self.began_s = time.time()

@@ -14,11 +14,11 @@ from paramd.errors import ConflictError, DeniedError, NotFoundError, UsageError
 from paramd.tickets import Role, Signer
 from paramd.v1 import common_pb2, control_pb2
 from paramd_service.control import jobs as jobs_module
+from paramd_service.control import rank_text
 from paramd_service.control.epochs import EPOCHS_FILE, EpochNotes, EpochRecord, records
 from paramd_service.control.incarnation import Terms
 from paramd_service.control.jobs import Jobs
 from paramd_service.control.models import RankList
-from paramd_service.control.rank_text import RankTexts
 from paramd_service.control.site import Site, next_generation, open_site
 from paramd_service.control.view import REPORT_RANKS, Membership, State, rhythm
 from paramd_service.control.watch import MOST_RANKS
@@ -178,13 +178,11 @@ async def test_the_ranks_document_is_what_the_model_says() -> None:
         )
     )
     mesh.registry.join(report("run", 1, 2, 3, phase=77))
-    texts = RankTexts()
-    for _ in range(2):
-        found = RankList.model_validate_json(texts.text(mesh.registry.view(), epoch=1), strict=True)
-        assert [rank.phase for rank in found.ranks] == ["unspecified", "stalled", "unspecified"]
-        assert (found.ranks[1].reason, found.ranks[1].alerts) == (hostile, [hostile])
-        assert (found.ranks[0].step, found.ranks[0].boundary_age_ns) == (-1, -1)
-        assert found.ranks[0].membership == Membership.MISSING.value
+    found = RankList.model_validate_json(rank_text.text(mesh.registry.view(), epoch=1), strict=True)
+    assert [rank.phase for rank in found.ranks] == ["unspecified", "stalled", "unspecified"]
+    assert (found.ranks[1].reason, found.ranks[1].alerts) == (hostile, [hostile])
+    assert (found.ranks[0].step, found.ranks[0].boundary_age_ns) == (-1, -1)
+    assert found.ranks[0].membership == Membership.MISSING.value
     await mesh.close()
 
 

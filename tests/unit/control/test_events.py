@@ -9,7 +9,7 @@ from contextlib import AsyncExitStack
 import pytest
 
 from paramd.errors import ExhaustedError, UsageError
-from paramd_service.control.events import MAX_DATA_CHARS, Event, EventBus
+from paramd_service.control.events import MAX_DATA_CHARS, QUIET, Event, EventBus
 
 
 async def take(events: object, count: int) -> list[Event]:
@@ -105,6 +105,36 @@ async def test_closing_ends_readers_that_wait() -> None:
         await asyncio.sleep(0)
         bus.close()
         assert await asyncio.wait_for(waiting, 5) is None
+
+
+async def test_all_readers_are_sent_the_same_bytes() -> None:
+    bus = EventBus()
+    async with bus.follow(job="a") as one, bus.follow(job="a") as other:
+        await take(one, 1), await take(other, 1)
+        sent = bus.publish("step", {"n": 1}, job="a")
+        (first,), (second,) = await take(one, 1), await take(other, 1)
+        assert first.frame is second.frame
+        kind, data, name, retry, *end = first.frame.decode().split("\n")
+        assert (kind, name, retry, end) == (
+            "event: step",
+            f"id: {sent.id}",
+            "retry: 2000",
+            ["", ""],
+        )
+        assert json.loads(data.removeprefix("data: "))["n"] == 1
+
+
+async def test_a_quiet_stream_says_so_and_goes_on() -> None:
+    bus = EventBus()
+    async with bus.follow(job="a", quiet_s=0.01) as events:
+        _, *quiet = await take(events, 3)
+        assert quiet == [QUIET, QUIET]
+        assert QUIET.frame.startswith(b":")
+        bus.publish("step", {"n": 1}, job="a")
+        async with asyncio.timeout(5):
+            while (found := await anext(events)) is QUIET:
+                pass
+        assert about([found]) == [("step", 1)]
 
 
 def test_data_too_long_for_readers_is_cut_to_a_note() -> None:

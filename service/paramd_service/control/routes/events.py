@@ -6,14 +6,29 @@ from collections.abc import AsyncGenerator, AsyncIterator
 from typing import Annotated
 
 from fastapi import APIRouter, Depends, Header
-from fastapi.sse import EventSourceResponse, ServerSentEvent
+from fastapi.sse import EventSourceResponse
+from starlette.responses import StreamingResponse
 
 from paramd_service.control.events import Event
 from paramd_service.control.routes.jobs import PROBLEMS
 from paramd_service.control.services import Services
 
-RETRY_MS = 2000
-"""When a browser shall come back after the stream broke."""
+QUIET_S = 15.0
+"""Longest silence of a stream: proxies end idle connections after a minute or so."""
+
+# What FastAPI says of streams that it writes itself.
+_ITEM = {
+    "type": "object",
+    "properties": {
+        "data": {"type": "string"},
+        "event": {"type": "string"},
+        "id": {"type": "string"},
+        "retry": {"type": "integer", "minimum": 0},
+    },
+}
+_SAID = {"200": {"content": {"text/event-stream": {"itemSchema": _ITEM}}}}
+
+_HEADERS = {"cache-control": "no-cache", "x-accel-buffering": "no"}
 
 LastEventId = Annotated[
     str | None,
@@ -34,24 +49,30 @@ def router(services: Services) -> APIRouter:
     ) -> AsyncIterator[AsyncGenerator[Event, None]]:
         # Before the answer begins: a refusal has a status of its own.
         services.jobs.get(job)
-        async with services.events.follow(job=job, after=last_event_id) as events:
+        async with services.events.follow(job=job, after=last_event_id, quiet_s=QUIET_S) as events:
             yield events
 
     following = Depends(followed)
 
-    @routes.get("/jobs/{job}/events", response_class=EventSourceResponse)
+    # Not as its response_class: FastAPI would write each event anew for each viewer.
+    @routes.get(
+        "/jobs/{job}/events", response_class=StreamingResponse, openapi_extra={"responses": _SAID}
+    )
     async def follow_events(
         job: str, events: AsyncGenerator[Event, None] = following
-    ) -> AsyncIterator[ServerSentEvent]:
+    ) -> EventSourceResponse:
         """Changes of ranks, steps (once a second), epochs, alerts and snapshots.
 
         Kinds: hello (first), gap (`missed` events are not kept; -1 when nobody knows how
         many), rank, step, epoch, alert, snapshot. A comment every 15 s keeps the line alive.
         A reader that does not read is disconnected, and goes on with Last-Event-ID.
         """
-        async for event in events:
-            yield ServerSentEvent(
-                raw_data=event.text, event=event.kind, id=event.id, retry=RETRY_MS
-            )
+        return EventSourceResponse(_frames(events), headers=_HEADERS)
 
     return routes
+
+
+async def _frames(events: AsyncGenerator[Event, None]) -> AsyncIterator[bytes]:
+    """Bytes that all viewers share."""
+    async for event in events:
+        yield event.frame

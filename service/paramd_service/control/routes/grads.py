@@ -14,9 +14,9 @@ from fastapi.sse import EventSourceResponse, ServerSentEvent
 from paramd.errors import ParamdError, UsageError, codes_of
 from paramd.filters import parse_filter
 from paramd_service.control.choice import choose, pattern_of
+from paramd_service.control.events import RETRY_MS
 from paramd_service.control.incarnation import Incarnation
 from paramd_service.control.norms import NormHistory
-from paramd_service.control.routes.events import RETRY_MS
 from paramd_service.control.routes.jobs import PROBLEMS
 from paramd_service.control.routes.params import Wanted
 from paramd_service.control.services import Services

@@ -11,6 +11,7 @@ from fastapi import APIRouter, Request
 from starlette.responses import Response, StreamingResponse
 
 from paramd.tickets import RANK_TICKET_TTL_S, Role, Signer
+from paramd_service.control import rank_text
 from paramd_service.control.config import Bootstrap
 from paramd_service.control.holds import HoldState, hold_of
 from paramd_service.control.incarnation import Incarnation
@@ -67,7 +68,7 @@ def router(services: Services) -> APIRouter:
         """Every rank, with the reason when something is not as it should be."""
         incarnation = services.jobs.get(job)
         view = incarnation.registry.view()
-        chunks = incarnation.rank_texts.chunks(view, epoch=incarnation.epoch)
+        chunks = rank_text.chunks(view, epoch=incarnation.epoch)
         return StreamingResponse(_yielded(chunks), media_type="application/json")
 
     @routes.get("/jobs/{job}/epochs")

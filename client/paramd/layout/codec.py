@@ -26,6 +26,7 @@ def encode_layout(layout: Layout) -> layout_pb2.Layout:
         world_size=layout.world_size,
         arena_bytes=layout.arena_bytes,
         tensors=map(_encode_tensor, layout.tensors),
+        mirrored=layout.mirrored,
     )
 
 
@@ -44,6 +45,7 @@ def decode_layout(message: layout_pb2.Layout) -> Layout:
         world_size=message.world_size,
         arena_bytes=tuple(message.arena_bytes),
         tensors=tuple(map(_decode_tensor, message.tensors)),
+        mirrored=message.mirrored,
     )
 
 
@@ -56,6 +58,7 @@ def layout_batches(layout: Layout, max_tensors: int = 1000) -> Iterator[layout_p
         if begin == 0:
             batch.world_size = layout.world_size
             batch.arena_bytes.extend(layout.arena_bytes)
+            batch.mirrored = layout.mirrored
         yield batch
 
 

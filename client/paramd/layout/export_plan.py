@@ -52,6 +52,11 @@ class ExportPlan:
         names = {tensor.fqn for tensor in self.sources[""].tensors} if "" in self.sources else ()
         return any(t.kind is TensorKind.BUFFER and t.fqn in names for t in self.layout.tensors)
 
+    @property
+    def at_boundary(self) -> bool:
+        """Only an agreed boundary can copy it: it has buffers, or the arenas are mirrors."""
+        return self.with_buffers or self.layout.mirrored
+
     @cached_property
     def digest(self) -> bytes:
         """SHA-256 of files and spans."""

@@ -41,8 +41,12 @@ class LocalLayout:
     tensors: tuple[LocalTensor, ...]
 
 
-def merge_layouts(locals: Sequence[LocalLayout]) -> Layout:
+def merge_layouts(locals: Sequence[LocalLayout], *, mirrored: bool = False) -> Layout:
     """Merges the descriptions of all ranks, in any order, into one layout.
+
+    Args:
+        locals: one description of each rank.
+        mirrored: whether the arenas are copies of parameters that stay where they are.
 
     The order of tensors and their placements are those of rank 0; aliases are united.
     Pieces without elements are dropped; strides that are row-major become None.
@@ -68,6 +72,7 @@ def merge_layouts(locals: Sequence[LocalLayout]) -> Layout:
             _merge_tensor([names[tensor.fqn] for names in by_name], arena_bytes)
             for tensor in first.tensors
         ),
+        mirrored=mirrored,
     )
 
 
@@ -77,6 +82,8 @@ def layout_digest(layout: Layout) -> str:
     for part in (layout.world_size, layout.arena_bytes, *map(_canonical, layout.tensors)):
         digest.update(json.dumps(part, separators=(",", ":")).encode())
         digest.update(b"\n")
+    if layout.mirrored:
+        digest.update(b"mirrored\n")
     return digest.hexdigest()
 
 

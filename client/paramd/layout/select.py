@@ -94,6 +94,11 @@ class Selection(Sequence[SelectedTensor]):
         """Whether a buffer is among the tensors."""
         return bool(self._mask & self._index.buffers)
 
+    @property
+    def at_boundary(self) -> bool:
+        """Whether only an agreed boundary can copy it: buffers, and all of mirrored arenas."""
+        return self.with_buffers or self._index.layout.mirrored
+
     def __len__(self) -> int:
         tied = self._mask & self._index.tied
         if not tied:

@@ -88,3 +88,6 @@ class Layout:
     world_size: int
     arena_bytes: tuple[int, ...]
     tensors: tuple[TensorLayout, ...]
+    mirrored: bool = False
+    """The parameters stay in the trainers' own memory; arenas are copies, made at agreed
+    boundaries that ask for them. So nothing is read but at such a boundary."""

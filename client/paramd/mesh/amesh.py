@@ -291,7 +291,7 @@ class AsyncMesh(AsyncEditing, AsyncExporting, AsyncStreaming):
         return Chosen(
             names=[item.names for item in selection],
             plan=plan,
-            with_buffers=selection.with_buffers,
+            at_boundary=selection.at_boundary,
         )
 
     @asynccontextmanager
@@ -306,7 +306,7 @@ class AsyncMesh(AsyncEditing, AsyncExporting, AsyncStreaming):
             spans = {min(sidecars.document.peers, default=0): ()}
         pinner = self._reach.pinner(sidecars)
         async with pinner.pinned(
-            spans, deadline_s=deadline_s, with_buffers=chosen.with_buffers
+            spans, deadline_s=deadline_s, with_buffers=chosen.at_boundary
         ) as pinned:
             yield pinned
 

@@ -75,7 +75,7 @@ async def pin_with_optimizer(
         ConflictError: a rank could not give its optimizer's state, or ranks disagree.
         ParamdError: as `Pinner.pin`.
     """
-    transport = _Beside(sidecars, with_buffers=plan.with_buffers)
+    transport = _Beside(sidecars, with_buffers=plan.at_boundary)
     spans = dict(plan.sources[""].spans)
     tables = {-1 - rank: () for rank in spans}
     pinned = await Pinner(transport).pin(
@@ -104,7 +104,7 @@ async def pin_parameters(pinner: Pinner, plan: ExportPlan, *, deadline_s: float)
     """Pins what `plan` reads, which has no optimizer. Raises as `Pinner.pin`."""
     spans = plan.sources[""].spans
     pinned = await pinner.pin(
-        spans if spans else {0: ()}, deadline_s=deadline_s, with_buffers=plan.with_buffers
+        spans if spans else {0: ()}, deadline_s=deadline_s, with_buffers=plan.at_boundary
     )
     pins = tuple(_named(pin, "") for pin in pinned.pins.values())
     return PinnedExport(plan, pinned.epoch, pinned.step, pinned.edits, pins)

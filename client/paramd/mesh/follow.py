@@ -199,6 +199,11 @@ async def open_following(
 
     async def attempt(sidecars: Sidecars) -> FollowSteps:
         index = await reach.index(sidecars)
+        if index.layout.mirrored:
+            raise ConflictError(
+                "this job's parameters stay in its trainers' own memory (arena=\"mirror\"), where "
+                "no step can be followed; summon them, which asks for a copy at a boundary"
+            )
         selection = select(index, wanted.patterns, with_buffers=False)
         plan = plan_read(index.layout, selection, prefer=reach.costs())
         names = [item.names for item in selection]

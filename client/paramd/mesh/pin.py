@@ -135,7 +135,8 @@ class Pinner:
 
         Args:
             deadline_s: On the clock given; when no step was had by then, it is refused.
-            with_buffers: The spans hold buffers, which only a boundary can copy.
+            with_buffers: The spans hold what only a boundary can copy: buffers, or parameters
+                of mirrored arenas.
 
         Raises:
             UnreachableError, PartialError: a needed sidecar does not answer.

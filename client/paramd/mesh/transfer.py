@@ -49,7 +49,8 @@ class Chosen:
     names: Sequence[tuple[str, ...]]
     """The names that matched, for each tensor of the plan."""
     plan: ReadPlan
-    with_buffers: bool
+    at_boundary: bool
+    """Whether only an agreed boundary can copy it."""
 
 
 def check_transport(transport: str) -> None:

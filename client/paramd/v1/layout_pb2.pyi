@@ -52,8 +52,13 @@ class Layout(google.protobuf.message.Message):
     WORLD_SIZE_FIELD_NUMBER: builtins.int
     TENSORS_FIELD_NUMBER: builtins.int
     ARENA_BYTES_FIELD_NUMBER: builtins.int
+    MIRRORED_FIELD_NUMBER: builtins.int
     world_size: builtins.int
     """Number of ranks."""
+    mirrored: builtins.bool
+    """The parameters stay in the trainers' own memory and the arenas are copies of them, made at
+    agreed boundaries that ask for it: only pins with at_boundary are answered.
+    """
     @property
     def tensors(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___Tensor]:
         """In the order of the module tree."""
@@ -68,8 +73,9 @@ class Layout(google.protobuf.message.Message):
         world_size: builtins.int = ...,
         tensors: collections.abc.Iterable[global___Tensor] | None = ...,
         arena_bytes: collections.abc.Iterable[builtins.int] | None = ...,
+        mirrored: builtins.bool = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["arena_bytes", b"arena_bytes", "tensors", b"tensors", "world_size", b"world_size"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["arena_bytes", b"arena_bytes", "mirrored", b"mirrored", "tensors", b"tensors", "world_size", b"world_size"]) -> None: ...
 
 global___Layout = Layout
 

@@ -58,7 +58,7 @@ class Gatherer:
         if not spans:
             spans = {self._rank.config.rank: ()}
         async with Pinner(sidecars).pinned(
-            spans, deadline_s=deadline_s, with_buffers=selection.with_buffers
+            spans, deadline_s=deadline_s, with_buffers=selection.at_boundary
         ) as pinned:
             yield pb.SummonResponse(header=self._header(pinned)).SerializeToString()
             for number, tensor in enumerate(plan.tensors):

@@ -170,7 +170,7 @@ class Download:
         pinned = await self._reach.pinner(sidecars).pin(
             spans if spans else {min(sidecars.document.peers, default=0): ()},
             deadline_s=deadline_s,
-            with_buffers=chosen.with_buffers,
+            with_buffers=chosen.at_boundary,
         )
         await asyncio.gather(*(sidecars.renew(pin, LEASE_S) for pin in pinned.pins.values()))
         about = {"key": wanted.key, **told_of(pinned)}

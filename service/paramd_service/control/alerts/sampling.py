@@ -103,7 +103,9 @@ class MeshSampler:
                 return StatsRound(step=-1, tensors=())
             spans: Spans = {read.rank: read.spans for read in plan.ranks}
             pinner = reach.pinner(sidecars)
-            async with pinner.pinned(spans, deadline_s=deadline_s) as pinned:
+            async with pinner.pinned(
+                spans, deadline_s=deadline_s, with_buffers=index.layout.mirrored
+            ) as pinned:
                 table = await compute_stats(
                     sidecars, plan, pinned, deadline_s, with_exponents=False
                 )
@@ -126,8 +128,9 @@ class MeshSampler:
         spans = spans_of(groups)
 
         async def attempt(sidecars: Sidecars) -> DigestRound:
+            mirrored = (await reach.index(sidecars)).layout.mirrored
             pinner = reach.pinner(sidecars)
-            async with pinner.pinned(spans, deadline_s=deadline_s) as pinned:
+            async with pinner.pinned(spans, deadline_s=deadline_s, with_buffers=mirrored) as pinned:
                 return await _compared(_Pinned(reach, sidecars, pinned, spans, deadline_s), groups)
 
         return await reach.attempts(attempt, deadline_s)

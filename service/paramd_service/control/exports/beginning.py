@@ -73,7 +73,7 @@ async def _pinned(job: ExportJob, plan: ExportPlan) -> PinnedExport:
     try:
         return await job.crew.pin(plan, timeout_s=PIN_S, optimizer=job.wish.optimizer)
     except DeadlineError as error:
-        if not (plan.with_buffers or job.wish.optimizer):
+        if plan.layout.mirrored or not (plan.with_buffers or job.wish.optimizer):
             raise
         raise DeadlineError(
             f"{error}; parameters alone (--include parameters) need no boundary while training "

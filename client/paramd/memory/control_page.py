@@ -58,6 +58,8 @@ class Word(IntEnum):
     SLOT_DONE1 = 41
     MOMENTS_STEP = 42  # step at which optimizer state was last mirrored; -1 meanwhile
     GRADIENTS_STEP = 43  # last update before which the ARM_SLOT words were looked at
+    MIRRORED = 44  # 1: the arena is a copy of parameters that are elsewhere (mirror.py)
+    MIRRORED_FOR = 45  # request that the copy was last refreshed for
 
     # Sidecar's words.
     SIDECAR_PID = 64
@@ -78,6 +80,8 @@ class Word(IntEnum):
     ARM_SLOT1 = 82
     LOSSLESS_EVERY = 83  # updates between frames of readers that want to miss none; 0 nobody
     LOSSLESS_UNTIL_NS = 84  # until when there is such a reader
+    EXPECTED_NS = 85  # until when a request is expected soon, such as an edit whose data comes
+    EDIT_HOLES = 86  # counts ranges of the memory of edits whose pages were given back
 
     # Words 128 to 191 are the trainer's: the last requests agreed (agreed.py).
 

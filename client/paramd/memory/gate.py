@@ -72,6 +72,17 @@ class TrainerGate:
         words[_EDITS] += 1
         words[_SEQ] += 1
 
+    def end_refresh(self) -> None:
+        """SEQ even again; step and edits are what they were: a mirrored arena was refreshed."""
+        self._words[_SEQ] += 1
+
+    def note_stall(self, stall_ns: int) -> None:
+        """Counts a wait of the training for a reader."""
+        words = self._words
+        words[Word.STALL_COUNT] += 1
+        words[Word.STALL_TOTAL_NS] += stall_ns
+        words[Word.STALL_MAX_NS] = max(words[Word.STALL_MAX_NS], stall_ns)
+
     def _wait_for_copies(self) -> None:
         words = self._words
         begin_ns = now_ns = time.monotonic_ns()
@@ -85,10 +96,7 @@ class TrainerGate:
                 break
             time.sleep(POLL_S)
             now_ns = time.monotonic_ns()
-        stall_ns = now_ns - begin_ns
-        words[Word.STALL_COUNT] += 1
-        words[Word.STALL_TOTAL_NS] += stall_ns
-        words[Word.STALL_MAX_NS] = max(words[Word.STALL_MAX_NS], stall_ns)
+        self.note_stall(now_ns - begin_ns)
 
     def _copies_done(self) -> bool:
         words = self._words

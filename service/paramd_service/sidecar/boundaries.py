@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from paramd.errors import ConflictError, ParamdError, UsageError
 from paramd.memory.control_page import Word
+from paramd.memory.mirror import is_mirror, pack_wanted
 from paramd.v1 import sidecar_pb2 as pb
 from paramd_service.sidecar.copier import Copier
 from paramd_service.sidecar.edit_hook import ReadyEdits
@@ -158,7 +159,7 @@ class Boundaries:
             _check_capturable(snapshot)
             if is_table(snapshot.key):
                 self._check_moments()
-        argument = self._argument(reach)
+        argument = self._argument(reach, snapshots)
         asked = _Asked(reach, self._loop.create_future())
         self._asked[reach.number] = asked
         for old in [n for n, one in self._asked.items() if one.done.done()][:-_OUTCOMES_KEPT]:
@@ -199,7 +200,11 @@ class Boundaries:
             hold_until_ns=time.monotonic_ns() + int(reach.lease_s * 1e9),
         )
 
-    def _argument(self, reach: Reach) -> int:
+    def _argument(self, reach: Reach, snapshots: Sequence[Snapshot]) -> int:
+        if reach.action == CAPTURE and is_mirror(self._possession.page.words):
+            return pack_wanted(
+                span for one in snapshots if not is_table(one.key) for span in one.key.spans
+            )
         if reach.action == EDIT:
             if self.edits is None:
                 raise ConflictError("this sidecar takes no edits")

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 
 from paramd.memory.control_page import ControlPage, Word
 from paramd.memory.gate import CopyEnd, CopySpan, State, copy_at_one_step
+from paramd.memory.mirror import is_mirror
 from paramd_service.sidecar.reaching import Boundary, Outcome, Reaching
 
 RETRY_NS = 250_000_000
@@ -222,6 +223,8 @@ class Capture:
             return self._not_there(boundary, announced, "the next update began before the copy")
         if boundary.with_buffers and words[Word.BUFFERS_STEP] != agreed_step:
             return self._not_there(boundary, announced, "the trainer did not copy its buffers")
+        if boundary.spans and is_mirror(words) and words[Word.MIRRORED_FOR] != boundary.number:
+            return self._not_there(boundary, announced, "the trainer did not copy its parameters")
         if boundary.with_moments and words[Word.MOMENTS_STEP] != agreed_step:
             return self._not_there(boundary, announced, "the trainer did not copy its moments")
         begin_ns = self._clock_ns()

@@ -2,8 +2,11 @@
 
     WAITING --attach--> OWNED --its process ends outside an update--> ORPHANED
                           \\--------- inside an update ----------> TORN
-    ORPHANED, TORN --attach of a newer epoch--> OWNED
-    WAITING, ORPHANED, TORN --linger--> the sidecar leaves
+    ORPHANED, GONE, TORN --attach of a newer epoch--> OWNED
+    WAITING, ORPHANED, GONE, TORN --linger--> the sidecar leaves
+
+GONE is ORPHANED of a mirrored arena: what the arena holds is of an earlier step, so nothing
+is served but the snapshots that are held already.
 
 The arena, the control page and the wake event live in `Possession`; in ORPHANED and TORN
 they are kept as they were, so that the last step is still served (or refused, when torn).
@@ -24,6 +27,7 @@ from paramd.errors import ConflictError, UsageError
 from paramd.memory import descriptors
 from paramd.memory.arena import HostArena
 from paramd.memory.control_page import MAGIC, ControlPage, Word, Words
+from paramd.memory.mirror import is_mirror
 from paramd.memory.shared import Descriptors
 from paramd.tickets import MAX_TICKET_BYTES, key_from_hex
 
@@ -37,6 +41,7 @@ class Ownership(Enum):
     WAITING = "no trainer has attached yet"
     OWNED = "the trainer is attached"
     ORPHANED = "the trainer has ended; its last step is still served"
+    GONE = "the trainer has ended; its parameters were in its own memory and went with it"
     TORN = "the trainer ended inside an update or an edit; its parameters mix two states"
 
 
@@ -137,7 +142,9 @@ def ownership_after_end(words: Words) -> Ownership:
     byte: the other ranks have applied it.
     """
     torn = words[Word.SEQ] & 1 or words[Word.EDIT_AGREED] > words[Word.EDIT_APPLIED]
-    return Ownership.TORN if torn else Ownership.ORPHANED
+    if torn:
+        return Ownership.TORN
+    return Ownership.GONE if is_mirror(words) else Ownership.ORPHANED
 
 
 class Possession:

@@ -53,6 +53,7 @@ _HELD = 1
 _ENDED = {
     Ownership.TORN: common_pb2.PHASE_TORN,
     Ownership.ORPHANED: common_pb2.PHASE_ORPHANED,
+    Ownership.GONE: common_pb2.PHASE_ORPHANED,
     Ownership.WAITING: common_pb2.PHASE_WAITING,
 }
 

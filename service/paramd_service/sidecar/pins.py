@@ -18,6 +18,7 @@ from typing import Any
 from paramd.errors import AbortedError, ConflictError, TornError
 from paramd.memory.control_page import Word
 from paramd.memory.gate import State, state_of
+from paramd.memory.mirror import is_mirror
 from paramd_service.sidecar.blocks import BlockMaker
 from paramd_service.sidecar.boundaries import Boundaries
 from paramd_service.sidecar.capture import CopyJob
@@ -94,8 +95,11 @@ class Pins:
             TornError: the trainer ended inside an update, and nothing equal was kept.
             ExhaustedError: the snapshot budget, or the machine, has no room.
             AbortedError: no copy fitted between two updates in time, or `at_step` has passed.
+            ConflictError: the arena is a mirror, whose bytes are of an earlier step.
         """
         self.sweep()
+        if is_mirror(self._possession.page.words):
+            raise ConflictError(self._why_not_now())
         snapshot = self._found(key, at_step)
         if snapshot is None:
             snapshot = await self._join_filling(key, timeout_s, at_step)
@@ -119,6 +123,7 @@ class Pins:
         self.sweep()
         if self.ownership is not Ownership.OWNED:
             raise ConflictError(f"no boundary will come: {self.ownership.value}")
+        with_buffers = with_buffers or is_mirror(self._possession.page.words)
         snapshot = self.store.reserve(key, at_boundary=True, with_buffers=with_buffers)
         try:
             await asyncio.shield(self._start(self._make_block(self.store.hold(snapshot))))
@@ -237,6 +242,14 @@ class Pins:
                 )
             raise AbortedError("the copy was given up; try again")
         return state
+
+    def _why_not_now(self) -> str:
+        if self.ownership is not Ownership.OWNED:
+            return self.ownership.value
+        return (
+            "this job's parameters stay in the trainer's own memory and are copied at agreed "
+            "boundaries only; pin with at_boundary and schedule one, as summon does"
+        )
 
     def _forget(self, filling: _Filling) -> None:
         named = (filling.snapshot.key, filling.at_step)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -20,6 +21,17 @@ settings.load_profile("paramd")
 
 def pytest_configure() -> None:
     leaks.adopt_orphans()
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Begins to import torch for the ranks of tests, when any test starts ranks."""
+    if "tests.launch" in sys.modules and session.items and not session.config.option.collectonly:
+        sys.modules["tests.launch"].warm_start()
+
+
+def pytest_sessionfinish() -> None:
+    if "tests.launch" in sys.modules:
+        sys.modules["tests.launch"].end_warm_start()
 
 
 @pytest.fixture(autouse=True)

@@ -7,6 +7,7 @@
         ranks[1].process.send_signal(signal.SIGSTOP)
         results = ranks.wait(timeout_s=60, stop_on_failure=False)
 
+A module is forked from a process that has imported torch (`warm.py`); a script is started.
 A rank's output goes to files, so it can be read while the rank runs and nobody has to
 drain a pipe. Every process carries a tag in its environment; by it also those that left
 their parent's session (sidecars) are found and ended.
@@ -27,9 +28,12 @@ import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 import psutil
+
+from tests.warm import WarmProcess, WarmStart
 
 ROOT = Path(__file__).resolve().parent.parent
 TAG = "PARAMD_TEST_RUN"
@@ -62,7 +66,7 @@ class Rank:
     """One running rank and where its output goes."""
 
     rank: int
-    process: subprocess.Popen[bytes]
+    process: subprocess.Popen[bytes] | WarmProcess
     stdout_path: Path
     stderr_path: Path
 
@@ -179,12 +183,11 @@ def start_ranks(
     state = state_dir if state_dir is not None else folder / "state"
     state.mkdir(mode=0o700, exist_ok=True)
     common = _environment(world_size, state, tag) | dict(env if env is not None else {})
-    command = [*_python_command(target), *args]
     started: list[Rank] = []
     ranks = Ranks((), tag=tag, state_dir=state)
     try:
         for rank in range(world_size):
-            started.append(_start(command, rank, common, folder))
+            started.append(_start(str(target), args, rank, common, folder))
             ranks = Ranks(started, tag=tag, state_dir=state)
         yield ranks
     finally:
@@ -250,23 +253,37 @@ def _environment(world_size: int, state_dir: Path, tag: str) -> dict[str, str]:
     }
 
 
-def _python_command(target: str | Path) -> list[str]:
-    is_script = str(target).endswith(".py")
-    return [sys.executable, str(target)] if is_script else [sys.executable, "-m", str(target)]
+@cache
+def warm_start() -> WarmStart:
+    """What forks the ranks of this process; conftest.py starts and closes it."""
+    return WarmStart()
 
 
-def _start(command: Sequence[str], rank: int, common: Mapping[str, str], folder: Path) -> Rank:
+def end_warm_start() -> None:
+    """Ends what `warm_start` began, if it did."""
+    if warm_start.cache_info().currsize:
+        warm_start().close()
+
+
+def _start(
+    target: str, args: Sequence[str], rank: int, common: Mapping[str, str], folder: Path
+) -> Rank:
     stdout_path, stderr_path = folder / f"{rank}.out", folder / f"{rank}.err"
-    with stdout_path.open("wb") as out, stderr_path.open("wb") as err:
-        process = subprocess.Popen(
-            command,
-            cwd=ROOT,
-            env={**common, "RANK": str(rank), "LOCAL_RANK": str(rank)},
-            stdin=subprocess.DEVNULL,
-            stdout=out,
-            stderr=err,
-            start_new_session=True,
-        )
+    env = {**common, "RANK": str(rank), "LOCAL_RANK": str(rank)}
+    process: subprocess.Popen[bytes] | WarmProcess
+    if target.endswith(".py"):
+        with stdout_path.open("wb") as out, stderr_path.open("wb") as err:
+            process = subprocess.Popen(
+                [sys.executable, target, *args],
+                cwd=ROOT,
+                env=env,
+                stdin=subprocess.DEVNULL,
+                stdout=out,
+                stderr=err,
+                start_new_session=True,
+            )
+    else:
+        process = warm_start().start([target, *args], env, stdout_path, stderr_path)
     return Rank(rank=rank, process=process, stdout_path=stdout_path, stderr_path=stderr_path)
 
 
@@ -279,7 +296,7 @@ def _check_no_stragglers(ranks: Ranks) -> None:
         time.sleep(POLL_S)
 
 
-def _kill_group(process: subprocess.Popen[bytes]) -> None:
+def _kill_group(process: subprocess.Popen[bytes] | WarmProcess) -> None:
     try:
         os.killpg(process.pid, signal.SIGKILL)
     except ProcessLookupError:

@@ -18,6 +18,10 @@ ALIGN_BYTES = 64
 keeps its address modulo this, and with it the last bit of every result."""
 
 
+MIRRORED_DEVICES = ("cpu", "cuda")
+"""Types of devices whose tensors are copied into host memory."""
+
+
 @dataclass(frozen=True, slots=True)
 class ArenaPlan:
     """Places in an arena for the parameters' storages and, after them, for the buffers."""
@@ -39,9 +43,22 @@ def arena_kind(tensor: torch.Tensor) -> str:
     """
     if tensor.device.type != "cpu":
         raise ConflictError(
-            f"parameters on {tensor.device}: this version serves parameters in host memory only"
+            f"parameters on {tensor.device}: only those in host memory can be moved into an arena"
         )
     return "host"
+
+
+def check_reachable(shard: LocalShard) -> None:
+    """Refuses what cannot be copied into host memory.
+
+    Raises:
+        ConflictError: naming the tensor.
+    """
+    if shard.tensor.device.type not in MIRRORED_DEVICES:
+        raise ConflictError(
+            f"tensor {shard.fqn!r} is on {shard.tensor.device}; expected one of "
+            f"{', '.join(MIRRORED_DEVICES)}"
+        )
 
 
 def plan_arena(shards: Sequence[LocalShard], tensors: Sequence[torch.Tensor]) -> ArenaPlan:
@@ -51,11 +68,8 @@ def plan_arena(shards: Sequence[LocalShard], tensors: Sequence[torch.Tensor]) ->
         shards: what the arena is for.
         tensors: all tensors alive, so that memory they share with parameters moves whole.
 
-    Raises:
-        ConflictError: a tensor has no arena, or its memory is shared with other processes.
+    The addresses may be of any devices: those of one process never overlap.
     """
-    for shard in shards:
-        check_movable(shard)
     params = [s for s in shards if s.kind is TensorKind.PARAMETER and s.tensor.numel()]
     ranges = close_over(
         Ranges(storage_range(s.tensor) for s in params),

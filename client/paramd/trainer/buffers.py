@@ -34,9 +34,10 @@ class BufferCopies:
         """
         pairs = zip(self._shards, self._targets, strict=True)
         sources = [_live(shard, target) for shard, target in pairs]
-        if sources:
-            with torch.no_grad():
-                torch._foreach_copy_(self._targets, sources)
+        with torch.no_grad():
+            # One by one: they may be on devices, which `_foreach_copy_` takes no mixture of.
+            for target, source in zip(self._targets, sources, strict=True):
+                target.copy_(source)
 
 
 def _target(arena: memoryview, shard: LocalShard, begin: int) -> torch.Tensor:

@@ -40,6 +40,7 @@ from paramd.memory.sparse import SparseMemory, pages
 from paramd.trainer.dtensor import split
 from paramd.trainer.edit_ops import Views
 from paramd.trainer.local_shard import dtype_name
+from paramd.trainer.mirror import MirroredHome
 from paramd.trainer.optimizer_state import Owned, find_owned
 
 _LENGTH = struct.Struct("=q")
@@ -48,10 +49,19 @@ _LENGTH = struct.Struct("=q")
 class Moments:
     """One rank's optimizer state, as readers get it. One thread uses it: the training's."""
 
-    def __init__(self, page: ControlPage, arena: HostArena, memory: SparseMemory) -> None:
+    def __init__(
+        self,
+        page: ControlPage,
+        arena: HostArena,
+        memory: SparseMemory,
+        *,
+        mirror: MirroredHome | None = None,
+    ) -> None:
+        """`mirror` has the parameters when they are not in the arena themselves."""
         self._words = page.words
         self._arena = arena
         self._memory = memory
+        self._mirror = mirror
         self._views = Views(memory.buffer)
         self._room_bytes = pages(arena.size_bytes)
         self.optimizers: Sequence[torch.optim.Optimizer] = ()
@@ -74,7 +84,8 @@ class Moments:
         self._memory.close()
 
     def _copied(self) -> dict[str, Any]:
-        owned = find_owned(self.optimizers, self._arena.address, self._arena.size_bytes)
+        locate = self._mirror.locator() if self._mirror is not None else None
+        owned = find_owned(self.optimizers, self._arena.address, self._arena.size_bytes, locate)
         keys = list(dict.fromkeys(key for one in owned for key, _ in one.moments()))
         kept = keys[:MOMENT_ROOMS]
         self._memory.reserve(0, len(kept) * self._room_bytes)

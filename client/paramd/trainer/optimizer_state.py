@@ -8,7 +8,7 @@ buffers, also as DTensors) correspond to the parameter element by element.
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +16,7 @@ import torch
 
 from paramd.memory.edit_program import Record
 from paramd.trainer.dtensor import split
-from paramd.trainer.storages import extent
+from paramd.trainer.storages import Range, extent
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -44,21 +44,33 @@ class Owned:
             # Of a parameter without dims, the count of steps looks like a moment.
             if isinstance(value, torch.Tensor) and (self.local.ndim or key != "step"):
                 local, _ = split(value)
-                if local.shape == self.local.shape and local.device.type == "cpu":
+                if local.shape == self.local.shape and local.device.type != "meta":
                     yield key, local.detach()
 
 
 def find_owned(
-    optimizers: Sequence[torch.optim.Optimizer], arena_address: int, arena_bytes: int
+    optimizers: Sequence[torch.optim.Optimizer],
+    arena_address: int,
+    arena_bytes: int,
+    locate: Callable[[Range], int | None] | None = None,
 ) -> list[Owned]:
-    """All parameters of the optimizers that lie in the arena, by place, each once."""
+    """All parameters of the optimizers that lie in the arena, by place, each once.
+
+    Args:
+        arena_address: where it is mapped.
+        arena_bytes: its size.
+        locate: tells the arena byte of a parameter's memory when that is elsewhere (mirror.py).
+    """
     found: dict[int, Owned] = {}
     for optimizer in optimizers:
         for number, group in enumerate(optimizer.param_groups):
             for param in group["params"]:
                 local = split(param)[0].detach()
                 span = extent(local)
-                begin, end = span.begin - arena_address, span.end - arena_address
+                begin = locate(span) if locate is not None else span.begin - arena_address
+                if begin is None:
+                    continue
+                end = begin + span.end - span.begin
                 if 0 <= begin < end <= arena_bytes:
                     found[begin] = Owned(begin, end, param, local, optimizer, number)
     return [found[begin] for begin in sorted(found)]
@@ -93,7 +105,8 @@ def zero_moments(owner: Owned, record: Record) -> None:
             begin = moment.storage_offset() + offset
             moment.as_strided(record.sizes, record.strides, begin).zero_()
         else:
-            moment.masked_fill_(_mask(owner.local, record, offset), 0)
+            mask = _mask(owner.local, record, offset)
+            moment.masked_fill_(mask.to(moment.device), 0)
 
 
 def _mask(local: torch.Tensor, record: Record, offset: int) -> torch.Tensor:

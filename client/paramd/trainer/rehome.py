@@ -25,7 +25,13 @@ from torch import nn
 from paramd.errors import ConflictError, UsageError
 from paramd.layout.merge import LocalLayout, LocalTensor
 from paramd.layout.types import Piece, TensorKind
-from paramd.trainer.arena_plan import ALIGN_BYTES, arena_kind, check_movable, plan_arena
+from paramd.trainer.arena_plan import (
+    ALIGN_BYTES,
+    ArenaPlan,
+    arena_kind,
+    check_movable,
+    plan_arena,
+)
 from paramd.trainer.buffers import BufferCopies
 from paramd.trainer.dtensor import split
 from paramd.trainer.local_shard import LocalShard
@@ -54,6 +60,9 @@ class Home:
     memory) and *inside* (after `move_in`: in the arena).
     """
 
+    mirrored = False
+    """Whether the arena is a copy, and the parameters stay where they are (mirror.py)."""
+
     def __init__(self, model: nn.Module) -> None:
         """Looks at the model and plans an arena for it; changes nothing.
 
@@ -62,11 +71,16 @@ class Home:
         """
         self._model = model
         self._shards = find_shards(model)
-        self._plan = plan_arena(self._shards, list(live_tensors()))
+        self._plan = self._planned(self._shards)
         self._bases: list[torch.Tensor] = []
         self._buffers: BufferCopies | None = None
         self._arena_address = 0
         self._watch: Watch | None = None
+
+    def _planned(self, shards: Sequence[LocalShard]) -> ArenaPlan:
+        for shard in shards:
+            check_movable(shard)
+        return plan_arena(shards, list(live_tensors()))
 
     @property
     def arena_bytes(self) -> int:
@@ -116,9 +130,11 @@ class Home:
         """
         if self._bases:
             raise ConflictError("the parameters are in an arena already; detach first")
-        _check_arena(arena, self.arena_bytes)
+        check_arena(arena, self.arena_bytes)
         shards = find_shards(self._model)
         alive = list(live_tensors())
+        for shard in shards:
+            check_movable(shard)
         if plan_arena(shards, alive) != self._plan or differences(self._shards, shards):
             raise ConflictError(
                 "the model's parameters changed while they were being attached; attach again"
@@ -132,7 +148,7 @@ class Home:
             )
         bases = self._filled_bases(arena, tensors)
         repoint([(t, moved(t, bases[storage_range(t)])) for t in tensors])
-        self._arena_address = _address_of(arena)
+        self._arena_address = address_of(arena)
         self._bases = sorted(bases.values(), key=address)
         self._shards = find_shards(self._model)
         self._buffers = BufferCopies(arena, self._placed(TensorKind.BUFFER))
@@ -183,7 +199,7 @@ class Home:
         shards = find_shards(self._model)
         if changed := differences(self._shards, shards):
             raise ConflictError(
-                f"parameters changed their layout in training: {_said(changed)}; "
+                f"parameters changed their layout in training: {said(changed)}; "
                 "detach and attach again to serve them"
             )
         self._shards = shards
@@ -254,22 +270,22 @@ def _piece(shard: LocalShard, rank: int, begin: int) -> Piece:
     return Piece(rank=rank, arena_begin=begin, region=shard.region, strides=strides)
 
 
-def _said(changed: dict[str, str]) -> str:
+def said(changed: dict[str, str]) -> str:
     words = [f"{name!r} {change}" for name, change in changed.items()]
     more = f"; and {len(words) - 3} more" if len(words) > 3 else ""
     return "; ".join(words[:3]) + more
 
 
-def _check_arena(arena: memoryview, needed_bytes: int) -> None:
+def check_arena(arena: memoryview, needed_bytes: int) -> None:
     if arena.readonly or not arena.contiguous or arena.nbytes < needed_bytes:
         raise UsageError(
             f"the arena is {'read-only, ' if arena.readonly else ''}{arena.nbytes} bytes; "
             f"expected at least {needed_bytes} writable, contiguous bytes"
         )
-    if _address_of(arena) % ALIGN_BYTES:
+    if address_of(arena) % ALIGN_BYTES:
         raise UsageError(f"the arena's address is not a multiple of {ALIGN_BYTES}; expected a map")
 
 
-def _address_of(arena: memoryview) -> int:
+def address_of(arena: memoryview) -> int:
     # A rank may hold no element at all, and then needs no memory.
     return address(bytes_at(arena, 0, 1)) if arena.nbytes else 0

@@ -135,7 +135,7 @@ def placed(
     strides: Sequence[int],
 ) -> torch.Tensor:
     """A tensor over given memory; `strides` count elements."""
-    empty = torch.empty(0, dtype=dtype, device="cpu")
+    empty = torch.empty(0, dtype=dtype, device=storage.device)
     offset, rest = divmod(offset_bytes, empty.itemsize)
     assert rest == 0, "an element would begin between two elements of its storage"
     # The stub knows only typed storages; torch's own rebuilding of tensors passes untyped ones.

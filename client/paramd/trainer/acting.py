@@ -13,7 +13,7 @@ from collections.abc import Callable
 from typing import Protocol
 
 from paramd.memory.agreed import note_agreed, note_failed
-from paramd.memory.control_page import ControlPage, Word
+from paramd.memory.control_page import ControlPage, Word, Words
 from paramd.memory.gate import TrainerGate
 from paramd.trainer.agreement import (
     CAPTURE,
@@ -48,6 +48,13 @@ class EditorLike(Protocol):
         """Applies it."""
 
 
+class MirrorLike(Protocol):
+    """What copies parameters into the arena (see mirror.py)."""
+
+    def refresh_for(self, request: Request, words: Words, gate: TrainerGate) -> None:
+        """Copies what an agreed capture wants."""
+
+
 class Acting:
     """One rank's part in what all ranks do together. One thread uses it: the training's."""
 
@@ -62,8 +69,12 @@ class Acting:
         copy_buffers: Callable[[], None],
         mirror_moments: Callable[[], None],
         answer: Callable[[bool], None],
+        mirror: MirrorLike | None = None,
     ) -> None:
-        """`answer(announce)` wakes the sidecar when told to, or when it wants to be woken."""
+        """`answer(announce)` wakes the sidecar when told to, or when it wants to be woken.
+
+        `mirror` copies the parameters when they are not in the arena themselves.
+        """
         self._words = page.words
         self._agreement: Agreement | None = agreement
         self._gate = gate
@@ -71,6 +82,7 @@ class Acting:
         self._editor = editor
         self._copy_buffers = copy_buffers
         self._mirror_moments = mirror_moments
+        self._mirror = mirror
         self._answer = answer
         self._agreed = page.words[Word.AGREED]
         self._agreed_count = 0
@@ -201,6 +213,8 @@ class Acting:
                 self._editor.apply(request, self._gate)
             else:
                 words[Word.EDIT_FAILED] = request.number
+        if self._mirror is not None and request.action == CAPTURE and at_home:
+            self._mirror.refresh_for(request, words, self._gate)
         if words[Word.BUFFERS_WANTED] > wanted_above:
             self._copy_buffers()
             words[Word.BUFFERS_STEP] = words[Word.STEP]

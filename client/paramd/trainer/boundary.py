@@ -14,7 +14,7 @@ from typing import Protocol
 from paramd.memory.control_page import ControlPage, Word
 from paramd.memory.descriptors import wake
 from paramd.memory.gate import TrainerGate
-from paramd.trainer.acting import Acting, EditorLike
+from paramd.trainer.acting import Acting, EditorLike, MirrorLike
 from paramd.trainer.agreement import Agreement
 from paramd.trainer.holding import Hold
 
@@ -61,6 +61,7 @@ class Boundary:
         mirror_moments: Callable[[], None],
         hold_cap_s: float,
         stall_budget_ns: int,
+        mirror: MirrorLike | None = None,
     ) -> None:
         self._words = page.words
         self._wake_descriptor = wake_descriptor
@@ -76,6 +77,7 @@ class Boundary:
             copy_buffers=copy_buffers,
             mirror_moments=mirror_moments,
             answer=self._answer,
+            mirror=mirror,
         )
         self._want_seen = page.words[Word.WANT]
         self._armed_seen = 0

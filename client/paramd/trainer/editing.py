@@ -28,6 +28,7 @@ from paramd.memory.gate import TrainerGate
 from paramd.memory.sparse import SparseMemory
 from paramd.trainer.agreement import Request
 from paramd.trainer.edit_ops import Views, run
+from paramd.trainer.mirror import MirroredHome
 from paramd.trainer.optimizer_state import Owned, find_owned, owner_of, zero_moments
 
 log = logging.getLogger("paramd")
@@ -71,9 +72,12 @@ class Editor:
         edits: SparseMemory,
         *,
         at_point: Callable[[str], None] | None = None,
+        mirror: MirroredHome | None = None,
     ) -> None:
+        """`mirror` has the parameters when they are not in the arena themselves."""
         self._words = page.words
         self._arena = arena
+        self._mirror = mirror
         self._edits = edits
         self._arena_views = Views(arena.buffer)
         self._edit_views = Views(edits.buffer)
@@ -160,7 +164,9 @@ class Editor:
         preparation.owners_found = True
         steps = preparation.steps if preparation.steps is not None else []
         if any(step.record.reset_moments for step in steps):
-            owned = find_owned(self.optimizers, self._arena.address, self._arena.size_bytes)
+            locate = self._mirror.locator() if self._mirror is not None else None
+            arena = self._arena
+            owned = find_owned(self.optimizers, arena.address, arena.size_bytes, locate)
             for step in steps:
                 if step.record.reset_moments:
                     step.owner = owner_of(owned, step.record)
@@ -180,7 +186,12 @@ class Editor:
     def _run(self, steps: Sequence[_Step]) -> None:
         with torch.no_grad():
             for number, step in enumerate(steps):
+                live = self._mirror.live(step.record) if self._mirror is not None else None
+                if live is not None:
+                    step.target.copy_(live)
                 run(step.record, step.target, step.data, step.preimage)
+                if live is not None:
+                    live.copy_(step.target)
                 if step.owner is not None:
                     zero_moments(step.owner, step.record)
                 if number == 0:

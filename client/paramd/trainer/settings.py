@@ -8,6 +8,9 @@ from dataclasses import dataclass, field
 from paramd.errors import UsageError
 
 
+ARENAS = ("auto", "host", "mirror")
+
+
 @dataclass(frozen=True, kw_only=True)
 class AttachSettings:
     """How a trainer treats its sidecar. Every field has a `PARAMD_*` variable."""
@@ -23,6 +26,11 @@ class AttachSettings:
     """Longest wait for the other ranks while attaching, in seconds."""
     sidecar_start_timeout_s: float = 20.0
     """Longest wait for a new sidecar to answer, in seconds."""
+    arena: str = "auto"
+    """Where parameters are served from. "auto": those in host memory move into the arena, which
+    the sidecar owns; when any is on a device all stay where they are and are copied into the arena
+    at agreed boundaries that ask for it. "host": the same, and an arena of host memory in any
+    case. "mirror": all stay where they are, also in host memory."""
     sidecar_listen: str = "127.0.0.1:0"
     """Where the sidecar's gRPC listens; port 0 takes a free one."""
     listen: str = "127.0.0.1:8470"
@@ -40,6 +48,8 @@ class AttachSettings:
         for name in ("stall_budget_ms", "lossless_budget_ms", "linger_s"):
             if getattr(self, name) < 0:
                 raise UsageError(f"{name} must not be negative, is {getattr(self, name)}")
+        if self.arena not in ARENAS:
+            raise UsageError(f"arena must be one of {', '.join(ARENAS)}, is {self.arena!r}")
         for name in ("agreement_timeout_s", "attach_timeout_s", "sidecar_start_timeout_s"):
             if getattr(self, name) <= 0:
                 raise UsageError(f"{name} must be above 0, is {getattr(self, name)}")

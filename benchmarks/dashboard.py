@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import statistics
 import subprocess
 import sys
 import tempfile
@@ -24,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 import httpx2
 import psutil
 
-from benchmarks import site
+from benchmarks import page_memory, site
 from benchmarks.report import Goal, Report, Table
 from paramd_service.control.page import BUILT
 
@@ -85,10 +84,7 @@ class Measured:
     mesh: Frames
     cpu_share: float
     """Of one core of the control plane, for the requests of the Mesh view that is open."""
-    rss_bytes: float
-    """Of one more page, when the first has been open for a while."""
-    first_rss_bytes: float
-    """Of the first page, with all that its first requests load."""
+    memory: page_memory.Memory
 
 
 def run(*, quick: bool) -> Report:
@@ -98,23 +94,15 @@ def run(*, quick: bool) -> Report:
     ranks, tensors, window_s = (256, 5000, 8.0) if quick else (4096, 50_000, 60.0)
     with ExitStack() as stack:
         process, url, token = stack.enter_context(_mesh(ranks, tensors))
-        before_share = site.cpu_share_of(process, window_s / 2)
-        rss_before = _rss_bytes(process, window_s / 4)
+        # Its memory still rises for a while after thousands have joined.
+        before_share = site.cpu_share_of(process, window_s)
         driver = stack.enter_context(sync_playwright())
         browser = driver.chromium.launch(executable_path=shutil.which("chromium"), args=FLAGS)
-        page = browser.new_page(viewport={"width": 1440, "height": 900})
-        paint_ms, usable_ms = _first_paint(page, url, token)
-        page.wait_for_selector("canvas.field-map")
-        time.sleep(5.0)
+        memory, (paint_ms, usable_ms), page = page_memory.measure(
+            browser, process, lambda page: _opened(page, url, token), window_s / 3
+        )
         with _watched(page) as asked:
             time.sleep(window_s)
-        first_rss = _rss_bytes(process, window_s / 4)
-        other = browser.new_context().new_page()
-        _first_paint(other, url, token)
-        other.wait_for_selector("canvas.field-map")
-        time.sleep(window_s / 4)
-        rss = _rss_bytes(process, window_s / 4) - first_rss
-        other.close()
         share = _cost_s(process, asked, token, before_share) / window_s
         mesh = _frames(page, 5.0, pixels=0)
         list_s = _list(page, url, tensors)
@@ -130,8 +118,7 @@ def run(*, quick: bool) -> Report:
             filtering=_filtering(page),
             mesh=mesh,
             cpu_share=share,
-            rss_bytes=rss,
-            first_rss_bytes=first_rss - rss_before,
+            memory=memory,
         )
         browser.close()
     return _report(found, ranks, tensors, before_share, quick=quick)
@@ -193,6 +180,12 @@ def _first_paint(page: Page, url: str, token: str) -> tuple[float, float]:
     page.click("button[type=submit]")
     page.wait_for_selector("main h1")
     return float(paint_ms), 1e3 * (time.perf_counter() - begin_s)
+
+
+def _opened(page: Page, url: str, token: str) -> tuple[float, float]:
+    times = _first_paint(page, url, token)
+    page.wait_for_selector("canvas.field-map")
+    return times
 
 
 @contextmanager
@@ -273,16 +266,6 @@ def _browser_s() -> float:
     return sum(site.cpu_used_s(one) for one in found if "chrom" in one.name())
 
 
-def _rss_bytes(process: psutil.Process, window_s: float) -> float:
-    """Median over a while: reports of thousands of ranks come and go."""
-    found = []
-    end_s = time.monotonic() + window_s
-    while time.monotonic() < end_s:
-        found.append(process.memory_info().rss)
-        time.sleep(0.5)
-    return statistics.median(found)
-
-
 def _frames(page: Page, seconds: float, *, pixels: int) -> Frames:
     with _cpu_of(page) as cpu:
         times = page.evaluate(RECORD, [seconds, pixels])
@@ -325,8 +308,8 @@ def _report(found: Measured, ranks: int, tensors: int, idle_share: float, *, qui
              measured=found.filtering.least_per_s, limit=30, at_least=True),
         Goal(what=f"control plane's CPU for one open page, {ranks:,} ranks",
              measured=100 * found.cpu_share, limit=1, unit="%"),
-        Goal(what="control plane's memory for one open page",
-             measured=found.rss_bytes / 2**20, limit=2, unit="MiB"),
+        Goal(what="control plane's memory for one more open page",
+             measured=found.memory.page_bytes / 2**20, limit=2, unit="MiB"),
     ]  # fmt: skip
     rows = [
         [
@@ -364,8 +347,8 @@ def _report(found: Measured, ranks: int, tensors: int, idle_share: float, *, qui
         notes=[
             f"First paint {found.first_paint_ms:.0f} ms, a view {found.usable_ms:.0f} ms after "
             f"sign-in, all {tensors:,} names after {found.list_s:.1f} s. Without a page the "
-            f"control plane takes {100 * idle_share:.1f} % of a core. The first page that is ever "
-            f"opened takes {found.first_rss_bytes / 2**20:.1f} MiB, with what it loads for all.",
+            f"control plane takes {100 * idle_share:.1f} % of a core.",
+            page_memory.note(found.memory),
             "Simulated ranks, control plane and browser share this machine; the ranks know the "
             "layout and no values, so the table's statistics stay empty.",
         ],

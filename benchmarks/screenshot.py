@@ -17,6 +17,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlencode
@@ -70,7 +71,7 @@ def main() -> None:
             take(browser, endpoint, README, DOCS, theme="light", size=WIDE)
         else:
             folder.mkdir(parents=True, exist_ok=True)
-            for theme, size in (("light", WIDE), ("dark", WIDE), ("light", PHONE)):
+            for theme, size in product(("light", "dark"), (WIDE, PHONE)):
                 take(browser, endpoint, ALL, folder, theme=theme, size=size)
         browser.close()
 
@@ -116,12 +117,17 @@ def take(
     page = context.new_page()
     page.on("console", lambda message: print(message.type, message.text, file=sys.stderr))
     page.goto(endpoint.url)
+    page.wait_for_selector("input[name=token]")
+    suffix = "" if folder == DOCS else f"-{theme}-{size[0]}"
+    if shots is ALL:
+        page.screenshot(path=folder / f"signin{suffix}.png")
     page.fill("input[name=token]", endpoint.token)
     page.click("button[type=submit]")
     page.wait_for_selector("main h1")
-    suffix = "" if folder == DOCS else f"-{theme}-{size[0]}"
     for name, view, query in shots:
         _shoot(page, endpoint, view, query, folder / f"{name}{suffix}.png")
+    if shots is ALL:
+        _shoot_edit(page, endpoint, folder, suffix)
     context.close()
 
 
@@ -133,6 +139,19 @@ def _shoot(page: Page, endpoint: Endpoint, view: str, query: dict[str, str], pat
     page.mouse.move(2, 2)
     page.screenshot(path=path, full_page=path.parent != DOCS)
     print(path)
+
+
+def _shoot_edit(page: Page, endpoint: Endpoint, folder: Path, suffix: str) -> None:
+    """An edit after its dry run, and the question before it: which is left at that."""
+    page.goto(f"{endpoint.url}/#/{endpoint.job}/edits?{urlencode({'pattern': 'layers.0.*'})}")
+    page.fill("input[name=value]", "0.5")
+    page.get_by_role("button", name="Dry run").click()
+    page.get_by_role("table", name="Before and after").wait_for()
+    page.screenshot(path=folder / f"dry{suffix}.png", full_page=True)
+    page.get_by_role("button", name="Apply").click()
+    page.get_by_role("dialog").wait_for()
+    page.screenshot(path=folder / f"confirm{suffix}.png")
+    page.get_by_role("button", name="Leave it").click()
 
 
 def _ask(endpoint: Endpoint, method: str, path: str, **more: Any) -> Any:

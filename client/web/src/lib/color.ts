@@ -47,3 +47,9 @@ export function colorer(
   const width = high - low || 1;
   return (value) => between(RISING, (value - low) / width);
 }
+
+/** A part of `ink` on `ground`, both as "#rrggbb": what covers what is behind it, unlike opacity. */
+export function tint(ground: string, ink: string, part: number): string {
+  const [from, to] = [ground, ink].map((hex) => [1, 3, 5].map((at) => parseInt(hex.slice(at, at + 2), 16)) as unknown as Rgb);
+  return `rgb(${between([from!, to!], part).join(", ")})`;
+}

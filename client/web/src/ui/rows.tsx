@@ -26,6 +26,7 @@ interface Props<T> {
   sortable?: ReadonlySet<string>;
   /** Told which rows are in sight, [begin, end). */
   onSight?: (begin: number, end: number) => void;
+  /** At most; few rows take less. */
   height?: string;
   toneOf?: (item: T) => string;
 }
@@ -33,6 +34,8 @@ interface Props<T> {
 export const ROW_PX = 28;
 const GAP_REM = 0.8;
 const OVERSCAN = 6;
+const LEAST_ROWS = 2;
+const BORDERS_PX = 2;
 
 const phone = window.matchMedia("(max-width: 720px)");
 
@@ -85,7 +88,7 @@ function RowsInner<T>(props: Props<T>): ReactNode {
       aria-rowcount={items.length + 1}
       ref={box}
       tabIndex={0}
-      style={{ height: props.height ?? "100%", ["--tracks" as string]: tracks, ["--least" as string]: `${least}rem` }}
+      style={{ height: `min(${props.height ?? "100%"}, ${ROW_PX * (Math.max(items.length, LEAST_ROWS) + 1) + BORDERS_PX}px)`, ["--tracks" as string]: tracks, ["--least" as string]: `${least}rem` }}
       onKeyDown={(event) => {
         const by = { ArrowDown: 1, ArrowUp: -1, PageDown: 20, PageUp: -20 }[event.key];
         if (by === undefined || !onPick) return;

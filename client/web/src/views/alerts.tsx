@@ -99,10 +99,10 @@ function Alert(props: { alert: AlertDocument }): ReactNode {
 }
 
 const COLUMNS: readonly Column<AuditRecord>[] = [
-  { key: "seq", title: "#", width: "3.5rem", numeric: true, render: (r) => r.seq },
-  { key: "time", title: "when", width: "10rem", render: (r) => clock(r.time_ms / 1000) },
-  { key: "actor", title: "who", width: "9rem", render: (r) => <Name>{r.actor || "–"}</Name> },
-  { key: "method", title: "what", width: "10rem", render: (r) => <Name>{r.method}</Name> },
+  { key: "seq", title: "#", width: "3.5rem", numeric: true, wide: true, render: (r) => r.seq },
+  { key: "time", title: "when", width: "minmax(5rem, 8.6rem)", render: (r) => clock(r.time_ms / 1000) },
+  { key: "method", title: "what", width: "minmax(7rem, 10rem)", render: (r) => <Name>{r.method}</Name> },
+  { key: "actor", title: "who", width: "minmax(5rem, 9rem)", render: (r) => <Name>{r.actor || "–"}</Name> },
   { key: "kind", title: "kind", width: "5rem", wide: true, render: (r) => r.kind },
   { key: "result", title: "result", width: "8rem", render: (r) => <Name>{r.result ?? ""}</Name> },
   { key: "detail", title: "arguments", width: "minmax(12rem, 1fr)", render: (r) => <Name>{JSON.stringify(r.detail)}</Name> },

@@ -153,7 +153,7 @@ export function BeforeAfter(props: { before: RangeDocument | null; after: RangeD
   if (!before && !after) return null;
   return (
     <div className="scroll">
-      <table className="plain" aria-label="Before and after">
+      <table className="plain narrow" aria-label="Before and after">
         <thead>
           <tr>
             <th />

@@ -4,7 +4,7 @@ import { type FormEvent, type ReactNode, useState } from "react";
 
 import { post } from "../api/client";
 import type { DestinationDocument, ExportRequest, ScheduleRequest } from "../api/schema";
-import { Empty, Panel, Trouble } from "../ui/bits";
+import { Empty, Panel, Source, Trouble } from "../ui/bits";
 import { useShared } from "../ui/context";
 
 type ExportOptions = Omit<ExportRequest, "id" | "overwrite">;
@@ -75,9 +75,10 @@ function scheduleOf(draft: Draft, name: string): ScheduleRequest {
 
 export function ExportForm(props: {
   destinations: readonly DestinationDocument[];
+  at: number;
   onStarted: () => void;
 }): ReactNode {
-  const { destinations, onStarted } = props;
+  const { destinations, at, onStarted } = props;
   const { job } = useShared();
   const [draft, setDraft] = useState<Draft>(EMPTY);
   const [problem, setProblem] = useState("");
@@ -108,9 +109,9 @@ export function ExportForm(props: {
     );
   }
   return (
-    <Panel title="Export" source={<span className="source">/destinations</span>}>
+    <Panel title="Export" source={<Source what="/destinations" at={at} />}>
       <form className="form" onSubmit={submit} aria-label="Export">
-        <label className="field">
+        <label className="field broad">
           Destination
           <select name="destination" value={name} onChange={(event) => set({ name: event.target.value })}>
             {destinations.map((one) => (
@@ -176,6 +177,7 @@ export function ExportForm(props: {
           <button type="submit" className="main" disabled={busy || !draft.key.trim()}>
             {later ? "Schedule" : "Export"}
           </button>
+          {!draft.key.trim() && <span className="faint">name a key first: what is written lies under it</span>}
         </div>
       </form>
       {problem && <Trouble>{problem}</Trouble>}

@@ -44,7 +44,7 @@ export default function Exports(): ReactNode {
         )}
       </div>
       {mayExport && destinations.error && <Trouble>{destinations.error}</Trouble>}
-      {mayExport && <ExportForm destinations={destinations.data?.destinations ?? []} onStarted={onStarted} />}
+      {mayExport && <ExportForm destinations={destinations.data?.destinations ?? []} at={destinations.at} onStarted={onStarted} />}
       <List exports={exports.data?.exports ?? []} mayExport={mayExport} onChanged={exports.refresh} source={<Source what={`/jobs/${job}/exports`} at={exports.at} error={exports.error} busy={exports.busy} refresh={exports.refresh} />} error={exports.error} asked={exports.at > 0} />
       <Schedules key={started} mayExport={mayExport} />
     </>
@@ -113,7 +113,7 @@ function One(props: { one: ExportDocument; mayExport: boolean; onChanged: () => 
         <span className="num">
           {bytes(one.written_bytes)} of {bytes(one.size_bytes)}
         </span>
-        <button type="button" className="quiet" aria-expanded={open === one.id} onClick={() => setOpen(open === one.id ? "" : one.id)}>
+        <button type="button" className="small" aria-expanded={open === one.id} onClick={() => setOpen(open === one.id ? "" : one.id)}>
           Files
         </button>
         {mayExport && working && (

@@ -95,14 +95,14 @@ export default function Gradients(): ReactNode {
 }
 
 const COLUMNS: readonly Column<GradRow>[] = [
-  { key: "fqn", title: "name", width: "minmax(11rem, 2fr)", render: (row) => <Name>{row.fqn}</Name> },
-  { key: "norm", title: "norm", width: "6rem", numeric: true, render: (row) => (row.last.none !== null ? <span title={row.last.none}>none</span> : number(row.last.norm)) },
-  { key: "spark", title: "last norms", width: "6.5rem", render: (row) => <Spark values={row.norms} /> },
+  { key: "fqn", title: "name", width: "minmax(8.5rem, 2fr)", render: (row) => <Name>{row.fqn}</Name> },
+  { key: "norm", title: "norm", width: "5.2rem", numeric: true, render: (row) => (row.last.none !== null ? <span title={row.last.none}>none</span> : number(row.last.norm)) },
+  { key: "spark", title: "last norms", width: "6.5rem", wide: true, render: (row) => <Spark values={row.norms} /> },
   { key: "mean", title: "mean", width: "6.5rem", numeric: true, wide: true, render: (row) => number(row.last.mean, 3) },
   { key: "std", title: "std", width: "6rem", numeric: true, wide: true, render: (row) => number(row.last.std, 3) },
   { key: "zeros", title: "zeros", width: "5rem", numeric: true, wide: true, render: (row) => percent(row.last.zero_count ?? 0, row.last.count ?? 0) },
-  { key: "nan", title: "NaN/Inf", width: "5rem", numeric: true, render: (row) => count(badCount(row.last)) },
-  { key: "mark", title: "", width: "minmax(7rem, 1fr)", render: (row) => (row.mark ? <Badge state={row.mark} tone={TONES[row.mark]} /> : row.firstBad !== null ? `was not finite at ${count(row.firstBad)}` : "") },
+  { key: "nan", title: "NaN/Inf", width: "5rem", numeric: true, wide: true, render: (row) => count(badCount(row.last)) },
+  { key: "mark", title: "state", width: "minmax(5.6rem, 1fr)", render: (row) => (row.mark ? <Badge state={row.mark} tone={TONES[row.mark]} /> : row.firstBad !== null ? `was not finite at ${count(row.firstBad)}` : <span className="faint">ok</span>) },
 ];
 
 function useGrads(job: string, filter: string, every: string, paused: boolean): Following {
@@ -173,8 +173,8 @@ function One(props: { row: GradRow }): ReactNode {
           ["norm", number(row.last.norm, 6)],
           ["mean", number(row.last.mean)],
           ["std", number(row.last.std)],
-          ["least", number(row.last.min)],
-          ["most", number(row.last.max)],
+          ["min", number(row.last.min)],
+          ["max", number(row.last.max)],
           ["zeros", percent(row.last.zero_count ?? 0, row.last.count ?? 0)],
         ]}
       />

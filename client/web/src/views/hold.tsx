@@ -63,6 +63,15 @@ export function Hold(props: { mayEdit: boolean }): ReactNode {
           )}
           {props.mayEdit && (
             <div className="actions">
+              {held ? (
+                <button type="button" disabled={busy} onClick={() => act(post("/api/v1/jobs/{job}/hold/renew", { path, body }))}>
+                  Renew
+                </button>
+              ) : (
+                <button type="button" disabled={busy} onClick={() => act(post("/api/v1/jobs/{job}/hold", { path, body }))}>
+                  Pause
+                </button>
+              )}
               <label className="tick">
                 for
                 <select aria-label="Lease" value={lease} onChange={(event) => setLease(event.target.value)}>
@@ -73,16 +82,8 @@ export function Hold(props: { mayEdit: boolean }): ReactNode {
                   ))}
                 </select>
               </label>
-              {!held && (
-                <button type="button" disabled={busy} onClick={() => act(post("/api/v1/jobs/{job}/hold", { path, body }))}>
-                  Pause
-                </button>
-              )}
               {held && (
                 <>
-                  <button type="button" disabled={busy} onClick={() => act(post("/api/v1/jobs/{job}/hold/renew", { path, body }))}>
-                    Renew
-                  </button>
                   <input type="number" min={1} max={1000} aria-label="Steps" value={steps} onChange={(event) => setSteps(event.target.value)} />
                   <button type="button" disabled={busy || !(Number(steps) >= 1)} onClick={() => act(post("/api/v1/jobs/{job}/hold/step", { path, body: { steps: Number(steps), holder: MINE } }))}>
                     Step

@@ -159,7 +159,7 @@ function RankPanel(props: {
           ["phase", phaseText(rank.phase)],
           ["step", count(rank.step)],
           ["step time", `${duration(rank.step_time_ns / 1e9)}${rank.late ? " (straggler)" : ""}`],
-          ["last report", `${duration(rank.age_s)} before this list`],
+          ["report's age", duration(rank.age_s)],
           ["waited for copies", `${count(rank.stall_count)} times, ${duration(rank.stall_total_ns / 1e9)}`],
           ["longest wait", duration(rank.stall_max_ns / 1e9)],
           ["copies given up", count(rank.abandoned_copy_count)],

@@ -10,6 +10,7 @@ import { useShared } from "../ui/context";
 import { usePoll } from "../ui/hooks";
 
 const MAX_LINES = 6;
+const MIN_SPAN_MS = 60_000;
 /** Above so many ranks the control plane notes the least, the median and the most of all. */
 const MAX_RANKS_NOTED = 64;
 
@@ -31,7 +32,11 @@ export function StepTimes(props: { world: number; epoch: number }): ReactNode {
     30_000,
   );
   const series = found.data ?? [];
-  const points = series.reduce((sum, one) => sum + one.points.length, 0);
+  const times = series.flatMap((one) => one.points.map((point) => point.time_s * 1000));
+  const points = times.length;
+  const [begin, end] = [Math.min(...times), Math.max(...times)];
+  // A span of nothing would be drawn as two days.
+  const span = end - begin < MIN_SPAN_MS ? { min: begin - MIN_SPAN_MS / 2, max: end + MIN_SPAN_MS / 2 } : {};
   return (
     <Panel
       title="Step time"
@@ -45,13 +50,14 @@ export function StepTimes(props: { world: number; epoch: number }): ReactNode {
           height={200}
           deps={[found.data, dark]}
           option={(ink) => ({
-            legend: { top: 0, right: 0, textStyle: { color: ink.faint }, itemHeight: 8 },
-            xAxis: axis(ink, "", { type: "time", axisLabel: { color: ink.faint, hideOverlap: true, formatter: (ms: number) => clock(ms / 1000).slice(-8) } }),
+            legend: { top: 0, right: 0, textStyle: { color: ink.faint }, itemWidth: 14, itemHeight: 3, icon: "rect" },
+            xAxis: axis(ink, "", { type: "time", ...span, axisLabel: { color: ink.faint, hideOverlap: true, formatter: (ms: number) => clock(ms / 1000).slice(-8) } }),
             yAxis: axis(ink, "ms", { type: "value", nameGap: 44, scale: true }),
             series: series.map((one) => ({
               type: "line" as const,
               name: /^\d/.test(one.subject) ? `rank ${one.subject}` : one.subject,
-              showSymbol: false,
+              showSymbol: one.points.length < 4,
+              symbolSize: 5,
               lineStyle: { width: 1.3 },
               // The first sample of a rank that has made no step is no time.
               data: one.points.filter((point) => point.mean).map((point) => [point.time_s * 1000, Number((point.mean! * 1000).toPrecision(4))]),

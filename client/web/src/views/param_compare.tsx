@@ -84,6 +84,8 @@ function Pick(props: {
   );
 }
 
+const LABELS: Record<string, string> = { zero_count: "zeros", nan_count: "NaN", inf_count: "Inf" };
+
 function Table(props: { before: Sample; after: Sample }): ReactNode {
   const { before, after } = props;
   const rows = (["norm", "mean", "std", "min", "max", "zero_count", "nan_count", "inf_count"] as const).map((key) => {
@@ -94,7 +96,7 @@ function Table(props: { before: Sample; after: Sample }): ReactNode {
   });
   return (
     <div className="scroll">
-      <table className="plain" aria-label="Change">
+      <table className="plain narrow" aria-label="Change">
         <thead>
           <tr>
             <th />
@@ -107,7 +109,7 @@ function Table(props: { before: Sample; after: Sample }): ReactNode {
         <tbody>
           {rows.map((row) => (
             <tr key={row.key}>
-              <td>{row.key.replace("_count", "s")}</td>
+              <td>{LABELS[row.key] ?? row.key}</td>
               <td className="num">{number(row.x, 6)}</td>
               <td className="num">{number(row.y, 6)}</td>
               <td className="num">{number(row.delta, 4)}</td>

@@ -101,8 +101,8 @@ export function statRows(sample: Sample): [string, ReactNode][] {
     ["norm", number(stats.norm, 6)],
     ["mean", number(stats.mean)],
     ["std", number(stats.std)],
-    ["least", number(stats.min)],
-    ["most", number(stats.max)],
+    ["min", number(stats.min)],
+    ["max", number(stats.max)],
     ["zeros", percent(stats.zero_count, stats.count)],
     ["NaN, Inf", bad ? <strong key="n" className="source bad">{`${count(stats.nan_count)}, ${count(stats.inf_count)}`}</strong> : "0, 0"],
   ];

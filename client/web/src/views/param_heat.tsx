@@ -11,7 +11,7 @@ import { Choice, Panel, Source, Trouble } from "../ui/bits";
 import { useShared } from "../ui/context";
 import { patchQuery, usePoll, useQuery } from "../ui/hooks";
 
-const MODES = [["mean", "Mean"], ["absmax", "|x| max"], ["min", "Least"], ["max", "Most"]] as const;
+const MODES = [["mean", "Mean"], ["absmax", "|x| max"], ["min", "Min"], ["max", "Max"]] as const;
 type Mode = (typeof MODES)[number][0];
 const CELLS = 160;
 const EVERY_MS = 15_000;
@@ -87,7 +87,7 @@ function Picture(props: {
   const value = over ? heat.values[over.row * cols + over.col] : null;
   const where = over && partOf(heat, over, over);
   // Flat pictures of vectors and narrow matrices still have a height to point at.
-  const height = Math.min(480, Math.max(48, Math.round((480 * rows) / Math.max(rows, cols))));
+  const height = { aspectRatio: `${Math.max(1, cols)} / ${Math.max(1, rows)}`, minHeight: 48, maxHeight: 480 };
   const bad = heat.nonfinite.reduce((sum, one) => sum + (one[2] ?? 0), 0);
   return (
     <>
@@ -96,7 +96,7 @@ function Picture(props: {
           ref={setCanvas}
           role="img"
           aria-label={`${heat.name}, ${count(heat.row_count)} by ${count(heat.col_count)}, from ${number(bounds[0])} to ${number(bounds[1])}`}
-          style={{ height }}
+          style={height}
           onPointerDown={(event) => {
             event.currentTarget.setPointerCapture(event.pointerId);
             setFrom(cellAt(event));

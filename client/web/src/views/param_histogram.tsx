@@ -2,6 +2,7 @@
 
 import { type ReactNode, useMemo } from "react";
 
+import { tint } from "../lib/color";
 import { count, number } from "../lib/format";
 import { density, type Sample, spread } from "../lib/samples";
 import { Choice, Empty, Panel } from "../ui/bits";
@@ -32,7 +33,7 @@ export function HistogramPanel(props: { samples: readonly Sample[] }): ReactNode
       {last && (
         <Chart
           label={`Histograms of ${shown.length} steps`}
-          height={mode === "overlay" ? 240 : 120 + 18 * shown.length}
+          height={mode === "overlay" ? 240 : 140 + 18 * shown.length}
           deps={[shown, mode, dark]}
           option={(ink) => (mode === "overlay" ? overlay(ink, shown) : offset(ink, shown))}
         />
@@ -47,7 +48,7 @@ function label(sample: Sample): string {
 
 export function overlay(ink: Ink, samples: readonly Sample[]): ChartOption {
   return {
-    legend: { top: 0, right: 0, textStyle: { color: ink.faint }, itemHeight: 8 },
+    legend: { top: 0, right: 0, textStyle: { color: ink.faint }, itemWidth: 14, itemHeight: 3, icon: "rect" },
     xAxis: axis(ink, "value", { type: "value", scale: true }),
     yAxis: axis(ink, "density", { type: "value", nameGap: 44 }),
     series: samples.map((sample, i) => ({
@@ -68,7 +69,7 @@ function offset(ink: Ink, samples: readonly Sample[]): ChartOption {
   const rise = 0.45;
   return {
     tooltip: { show: false },
-    grid: { left: 84, right: 16, top: 30, bottom: 36 },
+    grid: { left: 84, right: 16, top: 12, bottom: 36 },
     xAxis: axis(ink, "value", { type: "value", scale: true }),
     yAxis: axis(ink, "", {
       type: "value",
@@ -95,7 +96,7 @@ function offset(ink: Ink, samples: readonly Sample[]): ChartOption {
         z: i + 1,
         lineStyle: { width: 1, color: ink.series[0]! },
         itemStyle: { color: ink.series[0]! },
-        areaStyle: { color: ink.back, opacity: 0.85, origin: base },
+        areaStyle: { color: tint(ink.back, ink.series[0]!, 0.12 + (0.22 * (i + 1)) / samples.length), opacity: 0.92, origin: base },
         data: all[i]!.map(([x, y]) => [round(x), base + y / top]),
       };
     }),

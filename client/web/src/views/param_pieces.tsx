@@ -5,7 +5,7 @@ import type { ReactNode } from "react";
 import type { ParamDetail, PieceDocument } from "../api/schema";
 import { bytes, count } from "../lib/format";
 import { Panel, Source } from "../ui/bits";
-import { type Column, ROW_PX, Rows } from "../ui/rows";
+import { type Column, Rows } from "../ui/rows";
 
 const MAX_DRAWN = 1024;
 const WIDTH = 400;
@@ -27,16 +27,16 @@ export function Pieces(props: { detail: ParamDetail; at: number }): ReactNode {
         {regions.some((region) => region.ranks.length > 1) ? "; a region with several ranks is replicated" : ""}
       </p>
       <Drawing detail={detail} regions={regions.slice(0, MAX_DRAWN)} />
-      <Rows label="Pieces" columns={COLUMNS} items={detail.pieces} keyOf={(p) => `${p.rank} ${p.begin} ${p.end}`} height={`${Math.min(9, detail.pieces.length + 1) * ROW_PX + 18}px`} />
+      <Rows label="Pieces" columns={COLUMNS} items={detail.pieces} keyOf={(p) => `${p.rank} ${p.begin} ${p.end}`} height="18rem" />
     </Panel>
   );
 }
 
 const COLUMNS: readonly Column<PieceDocument>[] = [
-  { key: "rank", title: "rank", width: "4rem", numeric: true, render: (p) => p.rank },
-  { key: "region", title: "part [begin, end)", width: "minmax(12rem, 1fr)", render: (p) => (p.numel ? p.begin.map((b, i) => `${b}:${p.end[i]}`).join(", ") + (p.region === "interval" ? " of the flattened tensor" : "") : "nothing") },
-  { key: "numel", title: "elements", width: "7rem", numeric: true, render: (p) => count(p.numel) },
-  { key: "bytes", title: "size", width: "6rem", numeric: true, render: (p) => bytes(p.size_bytes) },
+  { key: "rank", title: "rank", width: "3rem", numeric: true, render: (p) => p.rank },
+  { key: "region", title: "part [begin, end)", width: "minmax(8.5rem, 1fr)", render: (p) => (p.numel ? p.begin.map((b, i) => `${b}:${p.end[i]}`).join(", ") + (p.region === "interval" ? " of the flattened tensor" : "") : "nothing") },
+  { key: "numel", title: "elements", width: "6rem", numeric: true, render: (p) => count(p.numel) },
+  { key: "bytes", title: "size", width: "6rem", numeric: true, wide: true, render: (p) => bytes(p.size_bytes) },
 ];
 
 function regionsOf(pieces: readonly PieceDocument[]): Region[] {
@@ -66,11 +66,11 @@ function Drawing(props: { detail: ParamDetail; regions: readonly Region[] }): Re
         const [x0, x1] = two ? [region.begin[1]!, region.end[1]!] : [region.begin[0] ?? 0, region.end[0] ?? 1];
         const [x, y] = [(x0 / cols) * WIDTH, (y0 / rows) * height];
         const [w, h] = [((x1 - x0) / cols) * WIDTH, ((y1 - y0) / rows) * height];
-        const text = region.ranks.length > 4 ? `${region.ranks.length} ranks` : region.ranks.join(", ");
+        const text = region.ranks.length > 4 ? `${region.ranks.length} ranks` : `rank ${region.ranks.join(", ")}`;
         return (
           <g key={region.key}>
             <rect x={x} y={y} width={w} height={h} fill={`var(--series-${(i % 6) + 1})`} fillOpacity={0.22} stroke="var(--panel)" />
-            {w > 9 * text.length && h > 14 && (
+            {w > 7 * text.length && h > 14 && (
               <text x={x + w / 2} y={y + h / 2 + 4} textAnchor="middle" fontSize={11} fill="var(--text)">
                 {text}
               </text>

@@ -171,7 +171,7 @@ function columnsOf(stats: ReadonlyMap<string, StatsDocument>, narrow: boolean): 
       ),
   };
   const rest: Column<Item>[] = [
-    { key: "numel", title: "elements", width: "5.2rem", numeric: true, render: (row) => short(row.kind === "leaf" ? row.item.numel : row.numel) },
+    { key: "numel", title: "elements", width: "5.2rem", numeric: true, wide: true, render: (row) => short(row.kind === "leaf" ? row.item.numel : row.numel) },
     { key: "norm", title: "norm", width: "5.4rem", numeric: true, render: (row) => cell(row, (s) => number(s.norm)) },
     { key: "mean", title: "mean", width: "6rem", numeric: true, wide: true, render: (row) => cell(row, (s) => number(s.mean, 3)) },
     { key: "std", title: "std", width: "5.4rem", numeric: true, wide: true, render: (row) => cell(row, (s) => number(s.std, 3)) },

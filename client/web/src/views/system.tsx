@@ -10,7 +10,7 @@ import { parseMetrics } from "../lib/prometheus";
 import { Badge, Bar, Empty, Facts, Name, Panel, Source, Trouble } from "../ui/bits";
 import { useMay, useShared } from "../ui/context";
 import { usePoll } from "../ui/hooks";
-import { type Column, ROW_PX, Rows } from "../ui/rows";
+import { type Column, Rows } from "../ui/rows";
 import { pollMs } from "./mesh";
 
 /** The default of the trainers' stall budget; they do not tell theirs. */
@@ -73,7 +73,7 @@ function Stalls(): ReactNode {
           ["sidecars' versions", versions.map(([version, n]) => `${version} (${count(n)})`).join(", ") || "–"],
         ]}
       />
-      <Rows label="Waits by rank" columns={STALL_COLUMNS} items={all} keyOf={(r) => String(r.rank)} height={all.length > 8 ? "18rem" : `${ROW_PX * (all.length + 1) + 4}px`} />
+      <Rows label="Waits by rank" columns={STALL_COLUMNS} items={all} keyOf={(r) => String(r.rank)} height="18rem" />
     </Panel>
   );
 }

@@ -9,7 +9,7 @@ ALL_TESTS := $(FAST_TESTS) tests/integration tests/multiprocess tests/web
 MINUTES ?= 10
 
 .DEFAULT_GOAL := help
-.PHONY: help system setup web page web-test web-types screenshot demo test verify fix bench soak protos surface clean
+.PHONY: help system setup web page web-test web-types screenshot demo test test-gpu verify fix bench soak protos surface clean
 
 WEB := client/web
 MODULES := $(WEB)/node_modules/.installed
@@ -17,7 +17,7 @@ PAGE := service/paramd_service/control/web/index.html
 NPM := $(shell command -v npm 2>/dev/null)
 
 help: ## list the targets
-	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 system: ## what tests need of the operating system: PostgreSQL, Chromium (Debian; installs them when root)
 	@if ls /usr/lib/postgresql/*/bin/initdb >/dev/null 2>&1; then \
@@ -78,6 +78,9 @@ demo: setup ## train a small GPT on 2 ranks and look into it
 
 test: system setup page $(if $(NPM),web-test) ## all tests, with real processes (about 20 minutes on 2 cores)
 	$(BIN)/pytest -q -n 2 --dist worksteal $(ALL_TESTS)
+
+test-gpu: setup ## tests that need a CUDA device; skipped, with a reason, where there is none
+	$(BIN)/pytest -q tests/gpu
 
 verify: setup ## style, types, import rules, protos, fast tests
 	$(BIN)/ruff check .

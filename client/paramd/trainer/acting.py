@@ -142,6 +142,7 @@ class Acting:
                 pending=words[Word.READY] > self._agreed,
                 stay=self._hold.stay(),
                 step_time_ns=words[Word.STEP_TIME_NS],
+                expected=words[Word.EXPECTED_NS] > time.monotonic_ns(),
             )
 
     def _wait(self, agreement: Agreement, at_home: bool) -> None:

@@ -25,6 +25,9 @@ from paramd.trainer import leaving
 IDLE_ROUND_NS = 200_000_000
 """Time between two rounds when no request is pending."""
 
+EXPECTED_ROUND_NS = 10_000_000
+"""The same while a rank's sidecar expects one soon."""
+
 MAX_INTERVAL = 1000
 """Boundaries between two rounds at most, so that a sudden slow-down is noticed."""
 
@@ -150,16 +153,27 @@ class Agreement:
         self._boundary += 1
         return self._collected() if self._work is not None else None
 
-    def launch(self, request: Request, *, pending: bool, stay: bool, step_time_ns: int) -> None:
+    def launch(
+        self,
+        request: Request,
+        *,
+        pending: bool,
+        stay: bool,
+        step_time_ns: int,
+        expected: bool = False,
+    ) -> None:
         """Begins a round, which the next boundary's `collect` ends.
 
         Args:
             request: what `promise` gave.
             pending: this rank waits for a request to be agreed.
             stay: this rank wants to be held on.
+            expected: this rank will have a request soon.
         """
         assert self._group is not None
-        self._fill(request, pending=pending, stay=stay, step_time_ns=step_time_ns)
+        round_ns = EXPECTED_ROUND_NS if expected else IDLE_ROUND_NS
+        interval = idle_interval(step_time_ns, round_ns)
+        self._fill(request, pending=pending, stay=stay, interval=interval)
         try:
             # The group's own method: `dist.all_reduce` would double the time of a round.
             self._work = self._group.allreduce([self._tensor], self._options)
@@ -169,7 +183,7 @@ class Agreement:
     def exchange(self, request: Request, *, pending: bool, stay: bool) -> Round:
         """A whole round at once, as held ranks do it; a world of one always does."""
         if self._group is None:
-            self._fill(request, pending=pending, stay=stay, step_time_ns=0)
+            self._fill(request, pending=pending, stay=stay, interval=1)
         else:
             self.launch(request, pending=pending, stay=stay, step_time_ns=0)
         return self._collected()
@@ -187,12 +201,12 @@ class Agreement:
         if self._ended is not None:
             leaving.keep_for_ever(self._ended)
 
-    def _fill(self, request: Request, *, pending: bool, stay: bool, step_time_ns: int) -> None:
+    def _fill(self, request: Request, *, pending: bool, stay: bool, interval: int) -> None:
         eager = pending or self._boundary < self._eager_until
         message = self._message
         message[0], message[1] = request.number, -request.number
         message[2], message[3] = request.token, -request.token
-        message[4] = 1 if eager else idle_interval(step_time_ns)
+        message[4] = 1 if eager else interval
         message[5] = int(stay)
         self._request = request
         self._launched_at = self._boundary
@@ -222,8 +236,8 @@ class Agreement:
         return Round(self._request, bool(stay))
 
 
-def idle_interval(step_time_ns: int) -> int:
+def idle_interval(step_time_ns: int, round_ns: int = IDLE_ROUND_NS) -> int:
     """Boundaries between two rounds when nothing is pending; 1 while the time is unknown."""
     if step_time_ns <= 0:
         return 1
-    return min(MAX_INTERVAL, max(1, IDLE_ROUND_NS // step_time_ns))
+    return min(MAX_INTERVAL, max(1, round_ns // step_time_ns))

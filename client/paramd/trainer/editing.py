@@ -81,6 +81,7 @@ class Editor:
         self._edits = edits
         self._arena_views = Views(arena.buffer)
         self._edit_views = Views(edits.buffer)
+        self._present: tuple[int, list[tuple[int, int]]] = (0, [])
         self._at_point = at_point if at_point is not None else lambda _: None
         self._preparation: _Preparation | None = None
         self.optimizers: Sequence[torch.optim.Optimizer] = ()
@@ -150,7 +151,7 @@ class Editor:
             spans = _spans(records)
             if most_bytes is not None and sum(end - begin for begin, end in spans) > most_bytes:
                 return
-            _fault_in(self._edits, spans)
+            self._fault_in(spans)
             preparation.steps = self._steps(records)
         except ParamdError as error:
             preparation.refusal = str(error)
@@ -158,6 +159,15 @@ class Editor:
             log.exception("paramd: an edit could not be prepared")
             preparation.refusal = repr(error)
         preparation.done.set()
+
+    def _fault_in(self, spans: Sequence[tuple[int, int]]) -> None:
+        """Sees to the page tables of what will be touched; those that are made stay."""
+        holes, (seen, known) = self._words[Word.EDIT_HOLES], self._present
+        if holes != seen:
+            known = []
+        missing = [s for s in spans if not any(k[0] <= s[0] and s[1] <= k[1] for k in known)]
+        _fault_in(self._edits, missing)
+        self._present = holes, _joined([*known, *missing])
 
     def _find_owners(self, preparation: _Preparation) -> None:
         """Only at a boundary: elsewhere FSDP1 may have pointed parameters at gathered memory."""
@@ -206,14 +216,20 @@ class Editor:
 
 def _spans(records: Sequence[Record]) -> list[tuple[int, int]]:
     """What the program touches of the memory of edits, joined."""
-    places = sorted(
-        (place, place + record.size_bytes)
-        for record in records
-        for place in (record.data_begin, record.preimage_begin)
-        if place != NO_DATA
+    return _joined(
+        [
+            (place, place + record.size_bytes)
+            for record in records
+            for place in (record.data_begin, record.preimage_begin)
+            if place != NO_DATA
+        ]
     )
+
+
+def _joined(places: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Sorted, those that touch the same page or the next one made one."""
     joined: list[tuple[int, int]] = []
-    for begin, end in places:
+    for begin, end in sorted(places):
         if joined and begin <= joined[-1][1] + mmap.PAGESIZE:
             joined[-1] = (joined[-1][0], max(end, joined[-1][1]))
         else:

@@ -28,8 +28,13 @@ _GRAIN = 64
 _BLOCK_BYTES = 512 << 10
 """Copied, looked at and digested at a time: it stays in a core's cache in between."""
 
-_EXPONENTS: dict[str, int] = {"bfloat16": 0x7F80, "float16": 0x7C00}
-_NUMPY_FLOATS = {"float32": "f4", "float64": "f8"}
+_EXPONENTS: dict[str, tuple[int, int]] = {
+    "bfloat16": (2, 0x7F80),
+    "float16": (2, 0x7C00),
+    "float32": (4, 0x7F80_0000),
+    "float64": (8, 0x7FF0_0000_0000_0000),
+}
+"""Bytes of an element, and the bits of its exponent, which are all set if it is not finite."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,25 +138,23 @@ def is_finite(block: memoryview, dtype: str) -> bool:
 
     Loads numpy when first asked. The block begins at a multiple of 64 bytes.
     """
-    if not block.nbytes or (dtype not in _NUMPY_FLOATS and dtype not in _EXPONENTS):
+    if not block.nbytes or dtype not in _EXPONENTS:
         return True
+    size, exponent = _EXPONENTS[dtype]
+    sign = 1 << 8 * size - 1
     np = _numpy()
-    if dtype in _NUMPY_FLOATS:
-        values = np.frombuffer(block, _NUMPY_FLOATS[dtype])
-        with np.errstate(all="ignore"):
-            # A NaN or an infinity is never lost in a sum; finite numbers may overflow.
-            return bool(np.isfinite(values.sum()) or np.isfinite(values).all())
-    mask = _EXPONENTS[dtype]
-    return int((np.frombuffer(block, "u2") & mask).max()) != mask
+    # As integers: two maxima over the cached block are faster than any test of each number.
+    # Signed, what is not finite and positive is largest; unsigned, what is so and negative.
+    return (
+        int(np.frombuffer(block, f"i{size}").max()) < exponent
+        and int(np.frombuffer(block, f"u{size}").max()) < sign | exponent
+    )
 
 
 def _nonfinite(block: memoryview, part: DataRange, low: int) -> str:
     np = _numpy()
-    if part.dtype in _NUMPY_FLOATS:
-        bad = ~np.isfinite(np.frombuffer(block, _NUMPY_FLOATS[part.dtype]))
-    else:
-        mask = _EXPONENTS[part.dtype]
-        bad = (np.frombuffer(block, "u2") & mask) == mask
+    size, exponent = _EXPONENTS[part.dtype]
+    bad = (np.frombuffer(block, f"u{size}") & exponent) == exponent
     first = (low - part.begin) // item_bytes(part.dtype) + int(bad.argmax())
     return (
         f"the data for {part.fqn!r} holds NaN or infinite numbers, first at element {first} of "

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import ctypes
+from collections.abc import Callable
 from concurrent.futures import Executor
 from contextlib import suppress
 from functools import partial
@@ -25,6 +26,10 @@ HEAD_BYTES = 256 << 10
 _MADV_POPULATE_WRITE = 23
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+
+
+def _nothing() -> None:
+    """Nobody wants to know."""
 
 
 class EditMemory:
@@ -42,6 +47,8 @@ class EditMemory:
         self._loop = asyncio.get_running_loop()
         self._timer: asyncio.TimerHandle | None = None
         self._work: set[asyncio.Future[None]] = set()
+        self.on_hole: Callable[[], None] = _nothing
+        """Called before pages are given back: page tables made so far may be of no more use."""
 
     @property
     def buffer(self) -> memoryview:
@@ -142,6 +149,7 @@ class EditMemory:
         for begin, end in [idle for part in parts for idle in self._free.within(*part)]:
             self._free.remove(begin, end)
             self._resident.remove(begin, end)
+            self.on_hole()
             work = self._loop.run_in_executor(self._executor, self.sparse.release, begin, end)
             self._work.add(work)
             work.add_done_callback(partial(self._given, (begin, end)))

@@ -31,6 +31,9 @@ from paramd_service.sidecar.owner import Ownership
 _ID = re.compile(r"[0-9a-f]{32}")
 _SWEEP_S = 5.0
 
+EXPECTED_S = 1.0
+"""After data of an edit came, its request is expected for so long."""
+
 
 class Edits:
     """The edits of one rank in one epoch."""
@@ -67,6 +70,7 @@ class Edits:
         self._ended: Ownership | None = None
         self._tasks: set[asyncio.Task[None]] = set()
         self._timer: asyncio.TimerHandle | None = None
+        memory.on_hole = self._hole
 
     async def start(self) -> None:
         """Finds what a predecessor left. Raises ExhaustedError."""
@@ -94,6 +98,7 @@ class Edits:
             self._book.check_room()
             entry = Entry(manifest=manifest, digest=digest, opened=self._loop.create_future())
             self._book.entries[entry.edit_id] = entry
+            self._expect()
             self._start(self._open(entry))
         elif entry.digest != digest:
             raise ExistsError(
@@ -117,6 +122,7 @@ class Edits:
                 edit is forgotten. DataLossError: as `fill` says.
         """
         async with entry.lock:
+            self._expect()
             entry.touched_ns = time.monotonic_ns()
             if self._book.entries.get(entry.edit_id) is not entry:
                 raise NotFoundError(f"edit {entry.edit_id} was dropped while its data came")
@@ -270,6 +276,13 @@ class Edits:
         entry.phase = Phase.STAGED
         self._book.in_order(entry)
         self._faults.at("edit-staged")
+
+    def _expect(self) -> None:
+        """Has the trainers look for requests more often: one is about to come."""
+        self._page[Word.EXPECTED_NS] = time.monotonic_ns() + int(EXPECTED_S * 1e9)
+
+    def _hole(self) -> None:
+        self._page[Word.EDIT_HOLES] += 1
 
     def _applied(self, entry: Entry) -> None:
         self._faults.at("edit-applied")

@@ -138,7 +138,9 @@ def layout_batches(serialized: bytes) -> Iterator[layout_pb2.Layout]:
     It is parsed anew for each caller: kept, the objects would take more than the sidecar.
     """
     whole = layout_pb2.Layout.FromString(serialized)
-    batch = layout_pb2.Layout(world_size=whole.world_size, arena_bytes=whole.arena_bytes)
+    batch = layout_pb2.Layout(
+        world_size=whole.world_size, arena_bytes=whole.arena_bytes, mirrored=whole.mirrored
+    )
     size_bytes = 0
     for tensor in whole.tensors:
         tensor_bytes = tensor.ByteSize()

@@ -32,6 +32,7 @@ from paramd.trainer.epoch import TakenEpoch, take_epoch
 from paramd.trainer.exchange import Exchange, collective_timeout_s
 from paramd.trainer.gradients import GradientCapture
 from paramd.trainer.holding import cap_s
+from paramd.trainer.mirror import MirroredHome, home_of
 from paramd.trainer.moments import Moments
 from paramd.trainer.rehome import Home
 from paramd.trainer.settings import AttachSettings
@@ -50,6 +51,7 @@ def attach(
     job: str,
     step: int | None = None,
     control: str | None = None,
+    arena: str | None = None,
     settings: AttachSettings | None = None,
 ) -> Attachment:
     """Puts the parameters of `model` under the care of a sidecar, one on each rank.
@@ -60,7 +62,8 @@ def attach(
     running job, whole and at one step, with `paramd.connect(job=...)`.
 
     Args:
-        model: plain, DDP, FSDP1, FSDP2, HSDP, TP or a composition of them, on the CPU.
+        model: plain, DDP, FSDP1, FSDP2, HSDP, TP or a composition of them, in host memory or on
+            CUDA devices.
         optimizer: the optimizer, or all of them; None when every change of parameters
             stands in `attachment.update()`.
         job: name of the job: letters, digits, `.`, `_`, `-`; the same on every rank.
@@ -69,6 +72,9 @@ def attach(
             in PARAMD_TOKEN or PARAMD_TOKEN_FILE. None takes `settings.control`; when that is
             empty too, rank 0 starts a control plane of the job's own. One that does not answer
             costs this epoch the service, never the training.
+        arena: "auto", "host" or "mirror", as AttachSettings says; None takes `settings.arena`.
+            Parameters on devices are always mirrored: they stay where they are, and are read at
+            agreed boundaries only, never from a trainer that hangs or has ended.
         settings: None reads them from the environment (`PARAMD_*`).
 
     Returns:
@@ -83,6 +89,8 @@ def attach(
     settings = settings if settings is not None else AttachSettings.from_environment()
     if control is not None:
         settings = replace(settings, control=control)
+    if arena is not None:
+        settings = replace(settings, arena=arena)
     exchange = Exchange(timeout_s=settings.attach_timeout_s)
     stages = _Stages(exchange, settings, job)
     try:
@@ -122,12 +130,13 @@ class _Stages:
 
         def stage() -> dict[str, Any]:
             _check(model, optimizers, self._job)
-            home = Home(model)
+            home = home_of(model, self._settings.arena)
             homes.append(home)
             local = encode_local(home.local_layout(self._exchange.rank))
             return {
                 "job": self._job,
                 "layout": base64.b64encode(local).decode(),
+                "mirrored": home.mirrored,
                 "step": step if step is not None else _steps_done(optimizers),
             }
 
@@ -139,7 +148,14 @@ class _Stages:
                     f"rank {rank} says {answer['job']!r}"
                 )
         layouts = [decode_local(base64.b64decode(answer["layout"])) for answer in answers]
-        return homes[0], merge_layouts(layouts), max(answer["step"] for answer in answers)
+        mirrored = any(answer["mirrored"] for answer in answers)
+        if mirrored and self._exchange.rank == 0:
+            log.info(
+                "paramd: parameters stay where they are and are copied into host memory at agreed "
+                "boundaries; a trainer that hangs or has ended is not read"
+            )
+        layout = merge_layouts(layouts, mirrored=mirrored)
+        return homes[0], layout, max(answer["step"] for answer in answers)
 
     def identify(self) -> Identity:
         """Rank 0 takes the next epoch, the job's keys, and each rank's own ticket."""
@@ -239,9 +255,11 @@ class _Stages:
             arena.close()
             raise
         _introduce(page, identity, first_step)
+        mirror = home if isinstance(home, MirroredHome) else None
+        page[Word.MIRRORED] = int(mirror is not None)
         at_point = faults.from_environment(identity.rank)
-        editor = Editor(page, arena, SparseMemory(shared.edits), at_point=at_point)
-        moments = Moments(page, arena, SparseMemory(shared.moments))
+        editor = Editor(page, arena, SparseMemory(shared.edits), at_point=at_point, mirror=mirror)
+        moments = Moments(page, arena, SparseMemory(shared.moments), mirror=mirror)
         boundary = Boundary(
             page,
             shared.wake,
@@ -252,6 +270,7 @@ class _Stages:
             mirror_moments=moments.mirror,
             hold_cap_s=cap_s(collective_timeout_s()),
             stall_budget_ns=round(self._settings.stall_budget_ms * 1e6),
+            mirror=mirror,
         )
         gradients = GradientCapture(
             page,

@@ -93,7 +93,7 @@ def _swap(target: torch.Tensor, data: torch.Tensor) -> None:
         return
     flat, other = target.view(-1), data.view(-1)
     chunk = max(1, CHUNK_BYTES // target.itemsize)
-    room = torch.empty(min(chunk, flat.numel()), dtype=target.dtype)
+    room = torch.empty(min(chunk, flat.numel()), dtype=target.dtype, device=target.device)
     for begin in range(0, flat.numel(), chunk):
         mine, its = flat[begin : begin + chunk], other[begin : begin + chunk]
         kept = room[: mine.numel()]

@@ -36,9 +36,9 @@ class Exchange:
         if self.group is None:
             return [message]
         data = torch.frombuffer(bytearray(json.dumps(message).encode()), dtype=torch.uint8)
-        sizes = self._all_gather(torch.tensor([data.numel()]))
+        sizes = self._all_gather(torch.tensor([data.numel()], device="cpu"))
         # Every rank's message is padded to the longest, as all-gather wants equal parts.
-        padded = torch.zeros(int(max(sizes)), dtype=torch.uint8)
+        padded = torch.zeros(int(max(sizes)), dtype=torch.uint8, device="cpu")
         padded[: data.numel()] = data
         return [
             json.loads(ctypes.string_at(part.data_ptr(), int(size)))
@@ -52,9 +52,9 @@ class Exchange:
             return texts[0]
         # Ranks of the whole world and of this group are the same.
         parts = [bytearray(text.encode()) for text in texts] if texts is not None else []
-        size = torch.tensor([max((len(part) for part in parts), default=0)])
+        size = torch.tensor([max((len(part) for part in parts), default=0)], device="cpu")
         dist.broadcast(size, src=0, group=self.group)
-        mine = torch.zeros(int(size), dtype=torch.uint8)
+        mine = torch.zeros(int(size), dtype=torch.uint8, device="cpu")
         padded = [torch.frombuffer(part.ljust(int(size)), dtype=torch.uint8) for part in parts]
         dist.scatter(mine, padded if parts else None, src=0, group=self.group)
         return ctypes.string_at(mine.data_ptr(), int(size)).decode().rstrip(" ")

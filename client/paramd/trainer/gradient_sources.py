@@ -170,7 +170,8 @@ def _wanted(shard: LocalShard, begin: int, spans: Spans) -> Iterator[tuple[int, 
 def copy_gradient(source: Source, room: Room) -> list[Note]:
     """Copies what is wanted of one gradient into the room; returns what has to be noted.
 
-    Waits for collectives that the gradient itself still waits for, and for nothing else.
+    Waits for collectives that the gradient itself still waits for, and for nothing else. Of a
+    gradient on a device the copy may still be under way; `finish_copies` waits for it.
     """
     grad = source.param.grad
     if grad is None:
@@ -245,8 +246,9 @@ def _copy_local(
         return _none(source, NoGradient.UNSUPPORTED)
     grad = grad.detach()
     if grad.stride() != local.stride():
-        grad = torch.empty_strided(local.shape, local.stride(), dtype=grad.dtype).copy_(grad)
-    if grad.dtype is local.dtype and divisor == 1:
+        strided = torch.empty_strided(local.shape, local.stride(), dtype=grad.dtype, device="cpu")
+        grad = strided.copy_(grad)
+    if grad.dtype is local.dtype and divisor == 1 and grad.device.type == "cpu":
         begin = address(grad)
         for to, at, length in source.moves:
             ctypes.memmove(room.address + to, begin + at, length)
@@ -254,9 +256,10 @@ def _copy_local(
         for part in source.parts:
             numel = part.end - part.begin
             at = int(grad.storage_offset()) + part.offset + part.begin
-            _target(part, local.dtype, room).copy_(grad.as_strided((numel,), (1,), at))
+            target, piece = _target(part, local.dtype, room), grad.as_strided((numel,), (1,), at)
+            target.copy_(piece, non_blocking=divisor == 1)
             if divisor != 1:
-                _target(part, local.dtype, room).div_(divisor)
+                target.div_(divisor)
     if group == 0:
         return []
     return [Note(begin, 0, group) for begin in _begins(source)]
@@ -273,7 +276,7 @@ def _copy_slices(source: Source, whole: torch.Tensor, room: Room) -> list[Note]:
             return _none(source, NoGradient.PLACEMENT)
         cut = whole.detach()[tuple(slice(b, e) for b, e in zip(box.begin, box.end, strict=True))]
         shape, strides = part.shard.tensor.shape, part.shard.tensor.stride()
-        piece = torch.empty_strided(shape, strides, dtype=local.dtype).copy_(cut)
+        piece = torch.empty_strided(shape, strides, dtype=local.dtype, device="cpu").copy_(cut)
         flat = piece.as_strided((piece.numel(),), (1,))
         _target(part, local.dtype, room).copy_(flat[part.begin : part.end])
     return []

@@ -20,6 +20,7 @@ from paramd.memory.descriptors import wake
 from paramd.memory.gradient_program import MAX_NOTES, Note, Notes, Slot
 from paramd.memory.shared import GRADIENT_SLOTS
 from paramd.memory.sparse import SparseMemory
+from paramd.trainer.devices import finish_copies
 from paramd.trainer.gradient_sources import Pieces, Room, Source, copy_gradient, find_sources
 
 log = logging.getLogger("paramd")
@@ -44,6 +45,8 @@ class _Plan:
     """Parameters in each group of the optimizer: one added later changes the plan."""
     sources: list[Source]
     notes: list[Note]
+    devices: tuple[torch.device, ...]
+    """Where gradients are beside host memory."""
 
 
 class GradientCapture:
@@ -128,6 +131,7 @@ class GradientCapture:
         with torch.no_grad():
             for source in plan.sources:
                 notes += copy_gradient(source, room)
+        finish_copies(plan.devices)
         if len(notes) > MAX_NOTES:
             return False
         slot.write_notes(Notes(step, plan.version, _scale(owner), self._clip_factor, tuple(notes)))
@@ -143,7 +147,9 @@ class GradientCapture:
             return None
         version, spans = program
         sources, notes = find_sources(self._pieces(), spans, owner)
-        plan = _Plan(version, owner, shape, sources, notes)
+        found = dict.fromkeys(source.local.device for source in sources)
+        devices = tuple(device for device in found if device.type != "cpu")
+        plan = _Plan(version, owner, shape, sources, notes, devices)
         self._plans = {
             k: p for k, p in self._plans.items() if k[0] != index or p.version == version
         }

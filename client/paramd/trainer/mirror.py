@@ -41,14 +41,18 @@ Locate = Callable[[Range], int | None]
 
 
 class MirroredHome(Home):
-    """Parameters in the trainer's own memory, on any device, and their copies in an arena."""
+    """Parameters in the trainer's own memory, on any device, and their copies in an arena.
+
+    Outside after the constructor and after `move_out`, inside after `move_in`; in both the
+    model is what it was.
+    """
 
     mirrored = True
 
     def __init__(self, model: nn.Module) -> None:
         """As `Home`; parameters may be on CUDA devices too."""
         super().__init__(model)
-        self._memory = torch.empty(0)
+        self._memory = torch.empty(0, dtype=torch.uint8, device="cpu")
         self._copies: DeviceCopies | None = None
 
     def _planned(self, shards: Sequence[LocalShard]) -> ArenaPlan:
@@ -71,7 +75,8 @@ class MirroredHome(Home):
             )
         self._shards = shards
         self._arena_address = address_of(arena)
-        self._memory = bytes_at(arena, 0, arena.nbytes) if arena.nbytes else torch.empty(0)
+        if arena.nbytes:
+            self._memory = bytes_at(arena, 0, arena.nbytes)
         self._copies = (
             DeviceCopies(self._arena_address, arena.nbytes)
             if any(shard.tensor.device.type != "cpu" for shard in shards)
@@ -101,7 +106,7 @@ class MirroredHome(Home):
         if self._watch is None:
             return
         self._buffers, self._watch, self._shards = None, None, []
-        self._memory = torch.empty(0)
+        self._memory = self._memory.new_empty(0)
         if self._copies is not None:
             self._copies.close()
 

@@ -112,6 +112,7 @@ def zero_moments(owner: Owned, record: Record) -> None:
 def _mask(local: torch.Tensor, record: Record, offset: int) -> torch.Tensor:
     """True where the record's elements are, in the shape of the parameter."""
     span = extent(local)
-    memory = torch.zeros((span.end - span.begin) // local.itemsize, dtype=torch.bool)
+    numel = (span.end - span.begin) // local.itemsize
+    memory = torch.zeros(numel, dtype=torch.bool, device="cpu")
     memory.as_strided(record.sizes, record.strides, offset).fill_(True)
     return memory.as_strided(local.shape, local.stride(), 0)

@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 
 from paramd.errors import UsageError
 
-
 ARENAS = ("auto", "host", "mirror")
 
 
@@ -27,10 +26,10 @@ class AttachSettings:
     sidecar_start_timeout_s: float = 20.0
     """Longest wait for a new sidecar to answer, in seconds."""
     arena: str = "auto"
-    """Where parameters are served from. "auto": those in host memory move into the arena, which
-    the sidecar owns; when any is on a device all stay where they are and are copied into the arena
-    at agreed boundaries that ask for it. "host": the same, and an arena of host memory in any
-    case. "mirror": all stay where they are, also in host memory."""
+    """Where parameters are served from. "auto": those in host memory move into an arena that the
+    sidecar owns; when any is on a device, all stay where they are and are copied into the arena
+    at agreed boundaries that ask for it. "host": an arena in host memory in any case, which is
+    what "auto" takes too. "mirror": all stay where they are, also in host memory."""
     sidecar_listen: str = "127.0.0.1:0"
     """Where the sidecar's gRPC listens; port 0 takes a free one."""
     listen: str = "127.0.0.1:8470"

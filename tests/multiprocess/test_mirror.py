@@ -1,0 +1,252 @@
+"""Parameters that stay in the trainers' own memory: read at agreed boundaries, else refused."""
+
+from __future__ import annotations
+
+import json
+import signal
+import threading
+from functools import partial
+from pathlib import Path
+
+import grpc
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from paramd.errors import ConflictError, DeadlineError
+from paramd.mesh.editing.results import EditState
+from paramd.mesh.mesh import Mesh
+from paramd.v1 import sidecar_pb2 as pb
+from paramd.v1 import sidecar_pb2_grpc
+from tests.launch import start_ranks
+from tests.multiprocess.frozen import Held, edit_to, frozen
+from tests.multiprocess.stamped import read_stamps, stamp_trainer
+from tests.multiprocess.striking import (
+    ask,
+    helper,
+    logs,
+    rest,
+    stamps,
+    stats_of_stamps,
+    summon_stamps,
+)
+from tests.multiprocess.test_attach import WORKER as TRAIN
+from tests.multiprocess.test_attach import ended, watch_training
+from tests.multiprocess.test_edits import Seen, read_all
+from tests.multiprocess.test_exports_kinds import RESUME, environment, exported
+from tests.multiprocess.test_gradients import check, take, training
+from tests.multiprocess.test_reset_moments import reachable, slices_of
+from tests.multiprocess.truth import connect_to, read_truth, wait_until
+from tests.multiprocess.workers.moments_reset import FILL
+
+SECONDS = 1.5
+AT_LEAST = (10, 4)  # answers, steps
+
+CASES = [
+    ("ddp", 2, "free"),
+    ("fsdp1-full", 2, "lockstep"),
+    ("fsdp1-full-orig", 3, "free"),
+    ("fsdp2", 2, "free"),
+    ("tp-fsdp2", 4, "lockstep"),
+]
+
+
+@pytest.fixture(autouse=True)
+def mirrored(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What every trainer of these tests attaches with."""
+    monkeypatch.setenv("PARAMD_ARENA", "mirror")
+
+
+@pytest.mark.parametrize(("kind", "world_size", "pace"), CASES)
+def test_every_value_equals_the_step_the_answer_carries(
+    kind: str, world_size: int, pace: str, tmp_path: Path
+) -> None:
+    options = ["--lockstep", "--gap-ms", "3"] if pace == "lockstep" else []
+    with stamp_trainer(tmp_path, kind, world_size, *options) as ranks:
+        readings = read_stamps(ranks.state_dir, seconds=SECONDS, at_least=AT_LEAST)
+    print(f"{kind} x{world_size} {pace}: {readings.answers} answers, {len(readings.steps)} steps")
+    assert readings.wrong == []
+    assert readings.refused == []
+    assert readings.answers >= AT_LEAST[0]
+    assert len(readings.steps) >= AT_LEAST[1]
+
+
+def test_all_doors_lead_to_boundaries_and_none_past_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Statistics, views, one tensor, exports, the gateway; free pins; a sidecar killed; the end."""
+    for name, value in environment(tmp_path / "out").items():
+        monkeypatch.setenv(name, value)
+    with stamps(tmp_path) as ranks, connect_to(ranks.state_dir, "stamp") as mesh:
+        wait_until(lambda: ask(mesh, summon_stamps()).right, "sidecars join")
+        assert_doors_are_right(mesh, tmp_path)
+        assert_refused_past_boundaries(mesh)
+        helper(ranks, "sidecar", 1).send_signal(signal.SIGKILL)
+        wait_until(lambda: ask(mesh, summon_stamps(buffers=True)).right, "the sidecar is back")
+        assert_refused_past_boundaries(mesh)
+        rest(ranks, tmp_path)
+        with pytest.raises(DeadlineError):
+            mesh.summon("*", timeout=1.0)
+        (tmp_path / "rest").unlink()
+        wait_until(lambda: ask(mesh, stats_of_stamps).right, "training goes on")
+        rest(ranks, tmp_path)
+        ranks[1].process.send_signal(signal.SIGKILL)
+        wait_until(lambda: "its own memory and went with it" in refusal(mesh), "it is told")
+        ranks[0].process.send_signal(signal.SIGKILL)
+
+
+def assert_doors_are_right(mesh: Mesh, folder: Path) -> None:
+    assert ask(mesh, stats_of_stamps).right
+    (name, *_) = [info.fqn for info in mesh.params("*embed.weight")]
+    one = mesh.summon(name)
+    assert bool((one[name] == one.step).all())
+    with mesh.view("*") as view:
+        for shards in view.values():
+            assert all(bool((tensor == view.step).all()) for _, tensor in shards)
+    mesh.export("here/st", include=["parameters"]).wait(timeout=60)
+    step = json.loads((folder / "out" / "st" / "paramd-export.json").read_text())["step"]
+    for file in (folder / "out" / "st").glob("*.safetensors"):
+        assert all(bool((tensor == step).all()) for tensor in load_file(file).values())
+    with pytest.raises(ConflictError, match="no step can be followed"):
+        next(iter(mesh.follow("*")))
+    document = mesh._mesh._reach.document
+    with grpc.insecure_channel(document.peers[0].address) as channel:
+        stub = sidecar_pb2_grpc.SidecarServiceStub(channel)
+        head, *rest_ = stub.Summon(
+            pb.SummonRequest(pattern=name), timeout=20, metadata=bearer(document.ticket)
+        )
+    data = b"".join(part.data for part in rest_)
+    assert bool((torch.frombuffer(bytearray(data), dtype=torch.float32) == head.header.step).all())
+
+
+def assert_refused_past_boundaries(mesh: Mesh) -> None:
+    """Pins made by hand, of what a rank has now and of a later step."""
+    document = mesh._mesh._reach.document
+    for later in (0, 10**9):
+        request = pb.PinSnapshotRequest(
+            epoch=document.epoch,
+            layout_digest=document.layout_digest,
+            spans=[pb.Span(begin=0, end=4)],
+            at_step=later,
+        )
+        for peer in document.peers.values():
+            with grpc.insecure_channel(peer.address) as channel:
+                stub = sidecar_pb2_grpc.SidecarServiceStub(channel)
+                with pytest.raises(grpc.RpcError) as refused:
+                    stub.PinSnapshot(request, timeout=5, metadata=bearer(document.ticket))
+            assert refused.value.code() is grpc.StatusCode.FAILED_PRECONDITION
+            assert "agreed boundaries only" in refused.value.details()
+
+
+def bearer(ticket: str) -> tuple[tuple[str, str], ...]:
+    return (("authorization", f"Bearer {ticket}"),)
+
+
+def refusal(mesh: Mesh) -> str:
+    answer = ask(mesh, summon_stamps())
+    assert not answer.right
+    return answer.reason
+
+
+@pytest.mark.parametrize(("kind", "world_size"), [("fsdp1-full-orig", 2), ("tp-fsdp2", 4)])
+def test_edits_are_uniform_while_read_and_survive_updates(
+    kind: str, world_size: int, tmp_path: Path
+) -> None:
+    held: Held = []
+    seen, lock, end = Seen(), threading.Lock(), threading.Event()
+    with (
+        frozen(tmp_path, kind, world_size, held=held) as ranks,
+        connect_to(ranks.state_dir, "frozen") as editor,
+        connect_to(ranks.state_dir, "frozen") as reader,
+    ):
+        thread = threading.Thread(target=read_all, args=(reader, seen, lock, end))
+        thread.start()
+        try:
+            edits = [edit_to(editor, value) for value in range(1, 7)]
+        finally:
+            end.set()
+            thread.join()
+        assert {edit.state for edit in edits} == {EditState.APPLIED}
+        undone = editor.undo(edits[-1].id, timeout=60)
+        assert undone.state is EditState.APPLIED
+        read_while_held(editor)
+        last = editor.summon("*")
+        assert last.step > undone.step
+        assert all(bool((tensor == 5).all()) for tensor in last.values())
+    assert seen.wrong == []
+    assert seen.answers > 0
+    assert all(set(found) == {5.0} for rank in held for found in rank.values())
+
+
+def read_while_held(mesh: Mesh) -> None:
+    """At one step: some of it, an edit, then the rest, which no earlier copy may stand for."""
+    mesh.pause(timeout=60)
+    before = mesh.summon("*embed*")
+    edit = mesh.edit("*", fill=9.0, timeout=60)
+    after = mesh.summon("*")
+    assert (after.step, after.edits) == (before.step, before.edits + 1)
+    assert all(bool((tensor == 9).all()) for tensor in after.values())
+    mesh.undo(edit.id, timeout=60)
+    mesh.resume(timeout=60)
+
+
+def test_edits_reset_moments_of_exactly_what_they_change(tmp_path: Path) -> None:
+    kinds = ("ddp-odd", "fsdp1-full", "fsdp2")
+    arguments = ["--kinds", ",".join(kinds), "--folder", str(tmp_path)]
+    with start_ranks("tests.multiprocess.workers.moments_reset", 2, args=arguments) as ranks:
+        for kind in kinds:
+            ranks.wait_for_text(f"attached {kind}.", rank=0)
+            with connect_to(ranks.state_dir, kind) as mesh:
+                wait_until(partial(reachable, mesh), "sidecars join")
+                edit = mesh.edit(*slices_of(mesh), fill=FILL, reset_moments=True, timeout=60)
+                assert edit.state is EditState.APPLIED
+            (tmp_path / f"{kind}.seen").touch()
+        for result in ranks.wait(timeout_s=60):
+            assert result.returncode == 0, ranks.outputs()
+            assert result.stdout.count("ok ") == len(kinds), result.stdout
+
+
+def test_gradients_are_whole_and_of_their_update(tmp_path: Path) -> None:
+    with training(tmp_path, 2, "--kinds", "ddp-odd,fsdp1-full,fsdp2,tp") as (_, mesh):
+        check(take(mesh, 3, "*", transport="grpc"))
+        check(take(mesh, 3, "*", kind="stats"))
+
+
+def test_training_is_bit_identical_and_its_steps_are_seen(tmp_path: Path) -> None:
+    names = ["ddp-odd", "ddp-compiled", "fsdp1-full-orig", "fsdp2-mixed-unsharded", "tp-fsdp2"]
+    arguments = ["--kinds", ",".join(names), "--folder", str(tmp_path)]
+    with start_ranks(TRAIN, 2, args=arguments) as ranks:
+        try:
+            for name in names:
+                path = tmp_path / f"{name}.truth"
+                wait_until(lambda path=path: path.exists() or ended(ranks), f"{name} trains")
+                step, _ = read_truth(path)
+                # It stands still there, and a mirror answers at boundaries only.
+                (tmp_path / f"{name}.checked").touch()
+                with connect_to(ranks.state_dir, name) as mesh:
+                    watch_training(mesh, step)
+                (tmp_path / f"{name}.seen").touch()
+            results = ranks.wait(timeout_s=60)
+        except BaseException:
+            print(ranks.outputs(), logs(ranks), sep="\n")
+            raise
+    for result in results:
+        assert result.returncode == 0, ranks.outputs()
+        assert result.stdout.count("ok ") == len(names), result.stdout
+
+
+def test_a_training_resumes_from_what_was_exported_while_it_ran(
+    tmp_path: Path,
+) -> None:
+    """Optimizer state and all, of flat parameters."""
+    with start_ranks(
+        RESUME,
+        2,
+        args=["--kind", "fsdp1-full-orig", "--folder", str(tmp_path)],
+        env=environment(tmp_path / "out"),
+    ) as ranks:
+        exported(ranks, tmp_path)
+        (tmp_path / "stop").touch()
+        results = ranks.wait(timeout_s=90)
+        assert [r.returncode for r in results] == [0, 0], ranks.outputs()
+        assert "resumed" in results[0].stdout

@@ -1,0 +1,154 @@
+"""Mirrored homes: nothing moves, copies are of what was asked for, places are found by adding."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import nn
+
+from paramd.errors import ConflictError, UsageError
+from paramd.memory.arena import HostArena
+from paramd.memory.control_page import ControlPage, Word
+from paramd.memory.edit_program import Op, Record
+from paramd.memory.gate import TrainerGate
+from paramd.memory.mirror import pack_wanted, unpack_wanted
+from paramd.memory.shared import Descriptors
+from paramd.trainer.agreement import CAPTURE, Request
+from paramd.trainer.mirror import MirroredHome, home_of
+from paramd.trainer.optimizer_state import find_owned
+from paramd.trainer.rehome import Home
+from paramd.trainer.settings import AttachSettings
+
+
+class Odd(nn.Module):
+    """Columns of one tensor, transposed memory, a 0-dim parameter, tied names, a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        both = torch.arange(24.0).view(3, 8)
+        self.first, self.second = nn.Parameter(both[:, :3]), nn.Parameter(both[:, 3:])
+        self.turned = nn.Parameter(torch.arange(10.0, dtype=torch.float64).view(2, 5).t())
+        self.scale = nn.Parameter(torch.tensor(1.5))
+        self.tied = self.turned
+        self.register_buffer("count", torch.tensor(3))
+
+
+class Bench:
+    def __init__(self) -> None:
+        self.model = Odd()
+        self.home = MirroredHome(self.model)
+        self.shared = Descriptors.create(self.home.arena_bytes)
+        self.page = ControlPage(self.shared.page)
+        self.arena = HostArena(self.shared.arena, self.home.arena_bytes)
+        self.gate = TrainerGate(self.page, stall_budget_ns=0)
+        self.pointers = {name: p.data_ptr() for name, p in self.model.named_parameters()}
+        self.home.move_in(self.arena.buffer)
+        self.number = 0
+
+    def place(self, name: str) -> int:
+        return min(begin for shard, begin in self.home.pieces() if shard.fqn == name)
+
+    def refresh(self, *names: str) -> None:
+        """A capture that wants these, as a sidecar would ask for it."""
+        spans = [
+            (begin, begin + shard.tensor.numel() * shard.tensor.itemsize)
+            for shard, begin in self.home.pieces()
+            if shard.fqn in names
+        ]
+        self.number += 1
+        request = Request(self.number, 1, CAPTURE, pack_wanted(spans))
+        self.home.refresh_for(request, self.page.words, self.gate)
+
+    def held(self, name: str) -> torch.Tensor:
+        """What the arena holds of a parameter, in its own shape."""
+        parameter = getattr(self.model, name)
+        flat = torch.frombuffer(self.arena.buffer, dtype=parameter.dtype)
+        start = self.place(name) // flat.itemsize
+        return flat.as_strided(parameter.shape, parameter.stride(), start).clone()
+
+
+@pytest.fixture
+def bench() -> Iterator[Bench]:
+    bench = Bench()
+    yield bench
+    bench.home.move_out()
+    bench.home.move_out()
+    bench.page.close()
+    bench.arena.close()
+    bench.shared.close()
+
+
+def test_nothing_moves_and_a_capture_copies_what_the_training_has(bench: Bench) -> None:
+    names = list(bench.pointers)
+    bench.refresh(*names)
+    assert {n: p.data_ptr() for n, p in bench.model.named_parameters()} == bench.pointers
+    for name, parameter in bench.model.named_parameters():
+        assert torch.equal(bench.held(name), parameter.detach()), name
+    assert (bench.page[Word.MIRRORED_FOR], bench.page[Word.SEQ] & 1) == (1, 0)
+    assert bench.page[Word.STALL_COUNT] == 1
+    with torch.no_grad():
+        bench.model.turned.fill_(70)
+    assert not bool((bench.held("turned") == 70).any()), "copied though nobody asked"
+    bench.refresh("turned")
+    assert bool((bench.held("turned") == 70).all())
+
+
+def test_a_request_that_wants_nothing_is_not_answered(bench: Bench) -> None:
+    bench.refresh()
+    assert (bench.page[Word.MIRRORED_FOR], bench.page[Word.STALL_COUNT]) == (0, 0)
+
+
+def test_replaced_parameters_are_followed_and_changed_ones_refused(bench: Bench) -> None:
+    bench.model.scale = nn.Parameter(torch.tensor(2.5))
+    bench.model.turned.data = torch.ones(2, 5, dtype=torch.float64).t()
+    assert bench.home.check() == []
+    bench.refresh("scale", "turned")
+    assert bench.held("scale").item() == 2.5
+    assert bool((bench.held("turned") == 1).all())
+    bench.model.scale = nn.Parameter(torch.ones(3))
+    with pytest.raises(ConflictError, match="'scale' was float32"):
+        bench.home.check()
+    before = bench.page[Word.MIRRORED_FOR]
+    with pytest.raises(ConflictError):
+        bench.refresh("turned")
+    assert (bench.page[Word.MIRRORED_FOR], bench.page[Word.SEQ] & 1) == (before, 0)
+
+
+def test_an_edits_elements_are_the_trainings_own(bench: Bench) -> None:
+    at, turned = bench.place("turned"), bench.model.turned
+    record = Record(Op.FILL, "float64", at + 8, (2, 2), (1, 5), value=50.0)
+    version = turned._version
+    bench.home.live(record).fill_(50.0)
+    assert bool((turned[1:3] == 50).all())
+    assert int((turned == 50).sum()) == 4
+    assert turned._version == version, "autograd must not see an edit"
+    with pytest.raises(ConflictError, match="no parameter's"):
+        bench.home.live(Record(Op.FILL, "bfloat16", at, (1,), (1,), value=0.0))
+
+
+def test_optimizer_state_is_found_where_the_copy_would_be(bench: Bench) -> None:
+    adam = torch.optim.Adam(bench.model.parameters())
+    owned = find_owned([adam], 0, bench.home.arena_bytes, bench.home.locator())
+    places = {id(one.param): one.begin for one in owned}
+    for name, parameter in bench.model.named_parameters():
+        assert places[id(parameter)] == bench.place(name), name
+    stranger = torch.optim.Adam([nn.Parameter(torch.ones(3))])
+    assert find_owned([stranger], 0, bench.home.arena_bytes, bench.home.locator()) == []
+
+
+def test_which_home_a_model_gets() -> None:
+    assert type(home_of(Odd(), "mirror")) is MirroredHome
+    assert type(home_of(Odd(), "auto")) is type(home_of(Odd(), "host")) is Home
+    with pytest.raises(ConflictError, match="on meta; expected one of cpu, cuda"):
+        home_of(nn.Linear(2, 2, device="meta"), "auto")
+    with pytest.raises(UsageError, match="arena must be one of auto, host, mirror"):
+        AttachSettings(arena="device")
+
+
+def test_what_is_wanted_survives_its_word() -> None:
+    assert unpack_wanted(pack_wanted([(5, 9), (9000, 9001)])) == (0, 12288)
+    far = 7 << 40
+    assert unpack_wanted(pack_wanted([(far, far + 1)])) == (far, far + 4096)
+    assert pack_wanted([]) == pack_wanted([(0, 9 << 40)]) == 0

@@ -95,7 +95,7 @@ class FollowSteps:
     async def read(self, sidecars: Sidecars, step: int, dropped: int, held: HeldStep) -> ParamFrame:
         """The frame: what changed anew, all else as it was."""
         deadline_s = time.monotonic() + READ_S
-        pinned = Pinned(held.epoch, step, held.pins)
+        pinned = Pinned(held.epoch, step, held.pins, held.edits)
         digests = await self._digested(sidecars, pinned, deadline_s)
         changed = [
             number
@@ -129,10 +129,12 @@ class FollowSteps:
                 answer = await sidecars.digests(
                     pinned.pins[read.rank], ranges, deadline_s - time.monotonic()
                 )
-                if answer.header.step != pinned.step or len(answer.digests) != len(ranges):
+                said = (answer.header.step, answer.header.edits)
+                if said != (pinned.step, pinned.edits) or len(answer.digests) != len(ranges):
                     raise ConflictError(
                         f"{sidecars.who(read.rank)} answered {len(answer.digests)} digests of step "
-                        f"{answer.header.step}; asked were {len(ranges)} of step {pinned.step}"
+                        f"{said[0]} with {said[1]} edits; asked were {len(ranges)} of step "
+                        f"{pinned.step} with {pinned.edits}"
                     )
                 found.extend(answer.digests)
             return found

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from paramd.errors import AbortedError, ParamdError
@@ -25,11 +25,12 @@ class HeldStep:
     def __init__(
         self,
         sidecars: Sidecars,
-        epoch: int,
+        state: tuple[int, int],
         answers: Mapping[int, Any],
         pins: Mapping[int, RankPin],
     ) -> None:
-        self.epoch = epoch
+        """`state` is the epoch, and the edits that the bytes have in them (-1: gradients)."""
+        self.epoch, self.edits = state
         self.answers: Mapping[int, sidecar_pb2.PinSnapshotResponse] = answers
         self.pins = pins
         self._sidecars = sidecars
@@ -63,8 +64,11 @@ async def hold_step(
 ) -> HeldStep:
     """Asks all ranks at once; all answers are of `step`, or nothing is held.
 
+    An edit between two updates changes parameters but not the step, so answers must agree on
+    their edits, too: one rank may have copied before it, another one after it.
+
     Raises:
-        AbortedError: a rank missed the step.
+        AbortedError: a rank missed the step, or has it with other edits.
         TrainingEndedError: no step comes any more.
         ParamdError: as `Sidecars.pin_step`.
     """
@@ -84,29 +88,30 @@ async def hold_step(
         raise
     answers = {rank: task.result() for rank, task in tasks.items()}
     try:
-        epoch = _check(sidecars, answers, step)
+        state = _check(sidecars, answers, step)
     except ParamdError:
         for rank, answer in answers.items():
             _release(sidecars, rank, answer)
         raise
     pins = {rank: _pin_of(rank, answer) for rank, answer in answers.items() if answer.snapshot_id}
-    return HeldStep(sidecars, epoch, answers, pins)
+    return HeldStep(sidecars, state, answers, pins)
 
 
 def _check(
     sidecars: Sidecars, answers: Mapping[int, sidecar_pb2.PinSnapshotResponse], step: int
-) -> int:
+) -> tuple[int, int]:
+    """Epoch and edits of all answers."""
     if any(answer.ended for answer in answers.values()):
         raise TrainingEndedError("the training has detached")
-    said: Sequence[tuple[int, int]] = [
-        (answer.header.epoch, answer.header.step) for answer in answers.values()
-    ]
-    expected = (sidecars.document.epoch, step)
-    if any(found != expected for found in said):
+    headers = [answer.header for answer in answers.values()]
+    said = {(header.epoch, header.step, header.edits) for header in headers}
+    epoch, edits = sidecars.document.epoch, headers[0].edits
+    if said != {(epoch, step, edits)}:
         raise AbortedError(
-            f"asked for (epoch, step) {expected}, the ranks have {sorted(set(said))}"
+            f"asked for step {step} of epoch {epoch}, the ranks have (epoch, step, edits) "
+            f"{sorted(said)}"
         )
-    return expected[0]
+    return epoch, edits
 
 
 def _release(sidecars: Sidecars, rank: int, answer: sidecar_pb2.PinSnapshotResponse) -> None:
@@ -122,4 +127,5 @@ def _pin_of(rank: int, answer: sidecar_pb2.PinSnapshotResponse) -> RankPin:
         step=answer.header.step,
         size_bytes=answer.size_bytes,
         lease_s=answer.lease_ms / 1000,
+        edits=answer.header.edits,
     )

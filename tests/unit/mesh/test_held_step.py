@@ -1,0 +1,73 @@
+"""What several ranks have of one step counts when it is one state, edits included."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+
+from paramd.errors import AbortedError
+from paramd.mesh.held_step import HeldStep, hold_step
+from paramd.mesh.pin import RankPin
+from paramd.mesh.sidecars import Sidecars
+from paramd.mesh.stepping import TrainingEndedError
+from paramd.v1 import common_pb2
+from paramd.v1 import sidecar_pb2 as pb
+
+EPOCH, STEP = 3, 7
+
+
+class Answering:
+    """Sidecars whose answers are given."""
+
+    def __init__(self, answers: Mapping[int, pb.PinSnapshotResponse]) -> None:
+        self.document = SimpleNamespace(epoch=EPOCH)
+        self.answers = answers
+        self.released: list[str] = []
+
+    async def pin_step(
+        self, rank: int, request: pb.PinSnapshotRequest, timeout_s: float
+    ) -> pb.PinSnapshotResponse:
+        return self.answers[rank]
+
+    def release(self, pin: RankPin) -> None:
+        self.released.append(pin.snapshot_id)
+
+
+def answer(rank: int, *, step: int = STEP, edits: int, **more: Any) -> pb.PinSnapshotResponse:
+    header = common_pb2.Header(epoch=EPOCH, step=step, edits=edits, rank=rank)
+    return pb.PinSnapshotResponse(
+        header=header, snapshot_id=f"s{rank}", size_bytes=8, lease_ms=900, **more
+    )
+
+
+async def hold(sidecars: Answering) -> HeldStep:
+    requests = {rank: pb.PinSnapshotRequest(at_step=STEP) for rank in sidecars.answers}
+    return await hold_step(cast(Sidecars, sidecars), requests, STEP, 1.0)
+
+
+async def test_equal_states_are_held_with_their_edits() -> None:
+    sidecars = Answering({rank: answer(rank, edits=2) for rank in (0, 1)})
+    held = await hold(sidecars)
+    assert (held.epoch, held.edits) == (EPOCH, 2)
+    assert {pin.edits for pin in held.pins.values()} == {2}
+    assert not sidecars.released
+    held.let_go()
+    assert sorted(sidecars.released) == ["s0", "s1"]
+
+
+@pytest.mark.parametrize("other", [{"edits": 3}, {"edits": 2, "step": STEP + 1}])
+async def test_different_states_are_let_go_of(other: dict[str, int]) -> None:
+    sidecars = Answering({0: answer(0, edits=2), 1: answer(1, **other)})
+    with pytest.raises(AbortedError, match=r"\(epoch, step, edits\)"):
+        await hold(sidecars)
+    assert sorted(sidecars.released) == ["s0", "s1"]
+
+
+async def test_the_end_of_the_training_is_no_state() -> None:
+    sidecars = Answering({0: answer(0, edits=2), 1: answer(1, edits=0, ended=True)})
+    with pytest.raises(TrainingEndedError):
+        await hold(sidecars)
+    assert sorted(sidecars.released) == ["s0", "s1"]

@@ -73,8 +73,12 @@ class Claims:
     """End of validity, in seconds since the Unix epoch."""
     ticket_id: str
     """Names the ticket in logs and audit; 16 hexadecimal digits when we made it."""
+    issued_s: float = 0.0
+    """When it was made, in seconds since the Unix epoch; 0 when it does not say."""
     rank: int | None = None
     """The one rank that the holder is; None when it is none."""
+    token_id: str | None = None
+    """The user's token that it was given for; None when no token stands behind it."""
 
 
 def new_private_key() -> bytes:
@@ -105,6 +109,7 @@ class Signer:
         role: Role,
         ttl_s: float,
         rank: int | None = None,
+        token_id: str | None = None,
         now_s: float | None = None,
     ) -> str:
         """A ticket that is valid for `ttl_s` seconds from now on.
@@ -112,6 +117,8 @@ class Signer:
         Args:
             ttl_s: Validity in seconds, above 0.
             rank: The one rank that the holder is; needed for `Role.SIDECAR`.
+            token_id: Names the token that it is given for, so that it ends with it: an id,
+                never the token itself.
             now_s: Seconds since the Unix epoch; the clock when None.
 
         Raises:
@@ -127,10 +134,13 @@ class Signer:
             "epoch": epoch,
             "role": role.value,
             "exp": now_s + ttl_s,
+            "iat": now_s,
             "jti": secrets.token_hex(8),
         }
         if rank is not None:
             claims["rank"] = rank
+        if token_id is not None:
+            claims["token"] = token_id
         text = json.dumps(claims, sort_keys=True, separators=(",", ":"))
         signed = _HEADER + b"." + _encode(text.encode())
         return (signed + b"." + _encode(self._key.sign(signed))).decode()
@@ -219,16 +229,26 @@ def _parse(payload: bytes) -> Claims:
         found = json.loads(_decode(payload))
         job, epoch, expires_s = found["job"], found["epoch"], float(found["exp"])
         role, ticket_id, rank = Role(found["role"]), found["jti"], found.get("rank")
+        issued_s, token_id = float(found.get("iat", 0.0)), found.get("token")
     except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError):
         raise DeniedError(f"the ticket's claims cannot be read; {_ASK_AGAIN}") from None
-    texts = isinstance(job, str) and isinstance(ticket_id, str)
+    texts = all(
+        isinstance(text, str) for text in (job, ticket_id, token_id if token_id is not None else "")
+    )
     numbers = type(epoch) is int and (rank is None or type(rank) is int)
-    if not (texts and numbers and math.isfinite(expires_s)):
+    if not (texts and numbers and math.isfinite(expires_s) and math.isfinite(issued_s)):
         raise DeniedError(f"the ticket's claims have wrong types; {_ASK_AGAIN}")
     if role is Role.SIDECAR and rank is None:
         raise DeniedError(f"a sidecar's ticket names its rank, this one does not; {_ASK_AGAIN}")
     return Claims(
-        job=job, epoch=epoch, role=role, expires_s=expires_s, ticket_id=ticket_id, rank=rank
+        job=job,
+        epoch=epoch,
+        role=role,
+        expires_s=expires_s,
+        issued_s=issued_s,
+        ticket_id=ticket_id,
+        rank=rank,
+        token_id=token_id,
     )
 
 

@@ -81,7 +81,7 @@ def revoke(
 ) -> None:
     """Make a token worthless, at once and for ever."""
     _ask(target, "DELETE", f"/tokens/{quote(name, safe='')}")
-    say(f"token {name} is revoked; tickets that it was given end by themselves, within minutes")
+    say(f"token {name} is revoked; joined sidecars refuse its tickets within seconds")
 
 
 def _ask(

@@ -64,13 +64,14 @@ global___JoinRequest = JoinRequest
 
 @typing.final
 class JoinResponse(google.protobuf.message.Message):
-    """What the control plane tells a sidecar that it lets in."""
+    """What the control plane tells a sidecar that it lets in; all but `revoked` each time."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     HEADER_FIELD_NUMBER: builtins.int
     GENERATION_FIELD_NUMBER: builtins.int
     REPORT_INTERVAL_MS_FIELD_NUMBER: builtins.int
+    REVOKED_FIELD_NUMBER: builtins.int
     generation: builtins.int
     """Of two control planes the one of the higher generation is right. Sidecars follow no
     lower one than the highest they have met.
@@ -81,17 +82,57 @@ class JoinResponse(google.protobuf.message.Message):
     def header(self) -> paramd.v1.common_pb2.Header:
         """Who answers."""
 
+    @property
+    def revoked(self) -> global___Revocations:
+        """Tokens whose tickets are good no more: all in the first answer of a stream, what has
+        come since the one before in each later one.
+        """
+
     def __init__(
         self,
         *,
         header: paramd.v1.common_pb2.Header | None = ...,
         generation: builtins.int = ...,
         report_interval_ms: builtins.int = ...,
+        revoked: global___Revocations | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["header", b"header"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["generation", b"generation", "header", b"header", "report_interval_ms", b"report_interval_ms"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["header", b"header", "revoked", b"revoked"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["generation", b"generation", "header", b"header", "report_interval_ms", b"report_interval_ms", "revoked", b"revoked"]) -> None: ...
 
 global___JoinResponse = JoinResponse
+
+@typing.final
+class Revocations(google.protobuf.message.Message):
+    """Revocations names tokens that were revoked, or have expired, while tickets that were
+    given for them could still be valid.
+    """
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    TOKEN_IDS_FIELD_NUMBER: builtins.int
+    KEEP_MS_FIELD_NUMBER: builtins.int
+    REFUSED_BEFORE_NS_FIELD_NUMBER: builtins.int
+    keep_ms: builtins.int
+    """How long the ids are to be kept from now on: then no ticket of theirs is valid."""
+    refused_before_ns: builtins.int
+    """Tickets of users that were given before this time, in nanoseconds since the Unix
+    epoch, are good no more, whatever their token: there were more ids than are kept.
+    0: no such time.
+    """
+    @property
+    def token_ids(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
+        """Ids of the tokens, as their tickets name them; at most 4096 of at most 64 characters."""
+
+    def __init__(
+        self,
+        *,
+        token_ids: collections.abc.Iterable[builtins.str] | None = ...,
+        keep_ms: builtins.int = ...,
+        refused_before_ns: builtins.int = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["keep_ms", b"keep_ms", "refused_before_ns", b"refused_before_ns", "token_ids", b"token_ids"]) -> None: ...
+
+global___Revocations = Revocations
 
 @typing.final
 class SnapshotRef(google.protobuf.message.Message):

@@ -54,8 +54,9 @@ class ControlServiceServicer(object):
     """
 
     def Join(self, request_iterator, context):
-        """A sidecar joins and reports as long as the stream lives. The one answer says that
-        it has been let in. The stream's end means that the sidecar has gone.
+        """A sidecar joins and reports as long as the stream lives. The first answer says that
+        it has been let in, later ones that something in them is new, such as a token that
+        was revoked. The stream's end means that the sidecar has gone.
         FAILED_PRECONDITION: another sidecar speaks for the rank, the epoch is over, or a
         newer control plane is known.
         """

@@ -27,8 +27,9 @@ class ControlServiceStub:
         paramd.v1.control_pb2.JoinRequest,
         paramd.v1.control_pb2.JoinResponse,
     ]
-    """A sidecar joins and reports as long as the stream lives. The one answer says that
-    it has been let in. The stream's end means that the sidecar has gone.
+    """A sidecar joins and reports as long as the stream lives. The first answer says that
+    it has been let in, later ones that something in them is new, such as a token that
+    was revoked. The stream's end means that the sidecar has gone.
     FAILED_PRECONDITION: another sidecar speaks for the rank, the epoch is over, or a
     newer control plane is known.
     """
@@ -50,8 +51,9 @@ class ControlServiceAsyncStub:
         paramd.v1.control_pb2.JoinRequest,
         paramd.v1.control_pb2.JoinResponse,
     ]
-    """A sidecar joins and reports as long as the stream lives. The one answer says that
-    it has been let in. The stream's end means that the sidecar has gone.
+    """A sidecar joins and reports as long as the stream lives. The first answer says that
+    it has been let in, later ones that something in them is new, such as a token that
+    was revoked. The stream's end means that the sidecar has gone.
     FAILED_PRECONDITION: another sidecar speaks for the rank, the epoch is over, or a
     newer control plane is known.
     """
@@ -75,8 +77,9 @@ class ControlServiceServicer(metaclass=abc.ABCMeta):
         request_iterator: _MaybeAsyncIterator[paramd.v1.control_pb2.JoinRequest],
         context: _ServicerContext,
     ) -> typing.Union[collections.abc.Iterator[paramd.v1.control_pb2.JoinResponse], collections.abc.AsyncIterator[paramd.v1.control_pb2.JoinResponse]]:
-        """A sidecar joins and reports as long as the stream lives. The one answer says that
-        it has been let in. The stream's end means that the sidecar has gone.
+        """A sidecar joins and reports as long as the stream lives. The first answer says that
+        it has been let in, later ones that something in them is new, such as a token that
+        was revoked. The stream's end means that the sidecar has gone.
         FAILED_PRECONDITION: another sidecar speaks for the rank, the epoch is over, or a
         newer control plane is known.
         """

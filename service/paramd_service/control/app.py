@@ -52,6 +52,7 @@ def build_app(services: Services) -> FastAPI:
         TokenGate,
         tokens=services.tokens,
         sessions=services.sessions,
+        revocations=services.revocations,
         failures=services.failures,
         denied=services.denied,
     )

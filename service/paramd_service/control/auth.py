@@ -41,10 +41,16 @@ class TicketInterceptor(grpc.aio.ServerInterceptor):
     """First in the chain: lets a call through when its ticket's role may make it."""
 
     def __init__(
-        self, verifier_of: Callable[[str, int], Verifier], denied: Denied = unheard
+        self,
+        verifier_of: Callable[[str, int], Verifier],
+        check_revoked: Callable[[Claims], None],
+        denied: Denied = unheard,
     ) -> None:
-        """`verifier_of` a job and an epoch; it raises DeniedError for those not ours."""
+        """`verifier_of` a job and an epoch raises DeniedError for those not ours;
+        `check_revoked` for a ticket whose token is good no more.
+        """
         self._verifier_of = verifier_of
+        self._check_revoked = check_revoked
         self._denied = denied
 
     async def intercept_service(
@@ -72,6 +78,7 @@ class TicketInterceptor(grpc.aio.ServerInterceptor):
         ticket = found[0].removeprefix("Bearer ")
         job, epoch = claimed(ticket)
         claims = self._verifier_of(job, epoch).verify(ticket, job=job, epoch=epoch)
+        self._check_revoked(claims)
         if claims.role not in METHOD_ROLES.get(method, frozenset()):
             raise RoleError(f"a ticket of role {claims.role.value!r} may not call {method[:200]}")
         return claims

@@ -8,13 +8,11 @@ import logging
 import math
 import os
 import time
-from dataclasses import fields
 
 from paramd import places
 from paramd.cli.settings import file_places
 from paramd.errors import UnreachableError
 from paramd.places import Endpoint
-from paramd.version import __version__
 from paramd_service.control.alerts.kept import KeptAlerts
 from paramd_service.control.alerts.loading import open_watchers
 from paramd_service.control.alerts.watchers import Watchers
@@ -40,10 +38,11 @@ from paramd_service.control.http_server import HttpServer
 from paramd_service.control.incarnation import Terms
 from paramd_service.control.jobs import Jobs
 from paramd_service.control.metrics import LoopLag, Metrics
-from paramd_service.control.records import Records
+from paramd_service.control.records import Records, open_records
 from paramd_service.control.services import Services
 from paramd_service.control.site import Site, next_generation, open_site, read_token, site_dir
 from paramd_service.control.tokens.authority import Tokens, unheard
+from paramd_service.control.tokens.revocations import Revocations
 from paramd_service.tls import ServerTls, advertised, grpc_address, tls_files
 
 TICK_S = 1.0
@@ -71,6 +70,7 @@ class ControlPlane:
         self._lag = LoopLag()
         self._events = EventBus()
         self._epochs = EpochNotes()
+        self._revocations = Revocations(ticket_ttl_s=config.ticket_ttl_s)
         self._done = asyncio.Event()
         self._reason = ""
         self._jobs: Jobs | None = None
@@ -106,7 +106,8 @@ class ControlPlane:
         listener, http_address = open_listener(wanted)
         try:
             # 2. What is remembered can be written.
-            self._records = await self._open_records()
+            self._records = await open_records(self._config, self._bootstrap)
+            await self._revocations.start(self._records.tokens)
             # 3. We know who we are, and an embedded one its job.
             jobs = self._open_jobs(self._records, self._url(http_address))
             self._watchers = open_watchers(
@@ -178,26 +179,10 @@ class ControlPlane:
             if part is not None:
                 await part.close()
         await self._epochs.close()
+        await self._revocations.stop()
         # 5. What is remembered of all that.
         if self._records is not None:
             await self._records.stop()
-
-    async def _open_records(self) -> Records:
-        mine, config = self._bootstrap, self._config
-        directory = places.job_dir(mine.job) if mine is not None else site_dir()
-        records = Records(
-            config.store,
-            directory,
-            chain=mine.job if mine is not None else "",
-            epoch=mine.epoch if mine is not None else 0,
-        )
-        settings = {item.name: getattr(config, item.name) for item in fields(config) if item.repr}
-        try:
-            await records.start({**settings, "version": __version__})
-        except BaseException:
-            await records.stop()
-            raise
-        return records
 
     def _open_jobs(self, records: Records, url: str) -> Jobs:
         mine = self._bootstrap
@@ -265,7 +250,9 @@ class ControlPlane:
             wanted = parse_listen(
                 self._config.grpc_listen, option="--grpc-listen", tls=self._tls is not None
             )
-        return await self._grpc.start(jobs, wanted, ranks=ranks, denied=denied, tls=self._tls)
+        return await self._grpc.start(
+            jobs, self._revocations, wanted, ranks=ranks, denied=denied, tls=self._tls
+        )
 
     def _services(
         self, jobs: Jobs, records: Records, http_address: Address, grpc_address: str
@@ -291,7 +278,13 @@ class ControlPlane:
             edits=self._edits,
             watchers=self._watchers,
             exports=self._exports,
-            tokens=Tokens(self._token, records.tokens, recorded=records.recorded),
+            tokens=Tokens(
+                self._token,
+                records.tokens,
+                recorded=records.recorded,
+                on_revoked=self._revocations.revoked,
+            ),
+            revocations=self._revocations,
             records=records,
             denied=records.denied,
             failures=FailureLimit(),

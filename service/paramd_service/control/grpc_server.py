@@ -12,6 +12,7 @@ from paramd_service.control.endpoint import Address, bind_grpc
 from paramd_service.control.jobs import Jobs
 from paramd_service.control.servicer import ControlServicer
 from paramd_service.control.tokens.authority import Denied
+from paramd_service.control.tokens.revocations import Revocations
 from paramd_service.tls import ServerTls
 
 SERVICE = "paramd.v1.ControlService"
@@ -38,7 +39,14 @@ class GrpcServer:
         self._server: grpc.aio.Server | None = None
 
     async def start(
-        self, jobs: Jobs, wanted: Address, *, ranks: int, denied: Denied, tls: ServerTls | None
+        self,
+        jobs: Jobs,
+        revocations: Revocations,
+        wanted: Address,
+        *,
+        ranks: int,
+        denied: Denied,
+        tls: ServerTls | None,
     ) -> Address:
         """Serves, and says where.
 
@@ -50,12 +58,14 @@ class GrpcServer:
             UnreachableError: as `bind_grpc`.
         """
         server = grpc.aio.server(
-            interceptors=[TicketInterceptor(jobs.verifier, denied)],
+            interceptors=[TicketInterceptor(jobs.verifier, revocations.check, denied)],
             options=OPTIONS,
             # One Join stream a rank, its successor beside it, and callers.
             maximum_concurrent_rpcs=2 * ranks + CALLERS,
         )
-        control_pb2_grpc.add_ControlServiceServicer_to_server(ControlServicer(jobs), server)
+        control_pb2_grpc.add_ControlServiceServicer_to_server(
+            ControlServicer(jobs, revocations), server
+        )
         health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
         names = (SERVICE, health.SERVICE_NAME, reflection.SERVICE_NAME)
         reflection.enable_server_reflection(names, server)

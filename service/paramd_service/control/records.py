@@ -7,12 +7,17 @@ import logging
 import time
 from collections.abc import Mapping
 from contextlib import AbstractAsyncContextManager
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
+from paramd import places
+from paramd.version import __version__
 from paramd_service.control.audit.audit import Action, Audit
 from paramd_service.control.audit.denials import Denials
+from paramd_service.control.config import Bootstrap, ControlConfig
 from paramd_service.control.incarnation import Incarnation
+from paramd_service.control.site import site_dir
 from paramd_service.control.store.address import parse_store
 from paramd_service.control.store.alerts import AlertStore
 from paramd_service.control.store.edits import EditStore
@@ -158,3 +163,24 @@ class Records:
             epoch=self._epoch,
             detail=detail,
         )
+
+
+async def open_records(config: ControlConfig, mine: Bootstrap | None) -> Records:
+    """The records of a control plane, started; `mine` is the one job of an embedded one.
+
+    Raises:
+        UsageError, ConflictError: as `Records.start`.
+    """
+    records = Records(
+        config.store,
+        places.job_dir(mine.job) if mine is not None else site_dir(),
+        chain=mine.job if mine is not None else "",
+        epoch=mine.epoch if mine is not None else 0,
+    )
+    settings = {item.name: getattr(config, item.name) for item in fields(config) if item.repr}
+    try:
+        await records.start({**settings, "version": __version__})
+    except BaseException:
+        await records.stop()
+        raise
+    return records

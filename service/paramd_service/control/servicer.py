@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections import defaultdict
 from collections.abc import AsyncIterator
 from typing import Any, TypeAlias
@@ -14,6 +15,8 @@ from paramd_service.control.incarnation import Incarnation
 from paramd_service.control.jobs import Jobs
 from paramd_service.control.registry import Member
 from paramd_service.control.statuses import errors_as_statuses
+from paramd_service.control.tokens.revocations import Revocations
+from paramd_service.revoked import Notice
 
 MAX_TIMEOUT_S = 600.0
 MAX_SNAPSHOTS = 100_000
@@ -21,7 +24,6 @@ MAX_SNAPSHOT_ID_CHARS = 128
 LOGGED_RANKS = 64
 """Ranks of a mesh whose coming and going is logged one by one."""
 
-Answers: TypeAlias = AsyncIterator[control_pb2.JoinResponse]
 Requests: TypeAlias = AsyncIterator[control_pb2.JoinRequest]
 
 log = logging.getLogger("paramd.control")
@@ -30,10 +32,14 @@ log = logging.getLogger("paramd.control")
 class ControlServicer(control_pb2_grpc.ControlServiceServicer):
     """Translates between messages and the jobs."""
 
-    def __init__(self, jobs: Jobs) -> None:
+    def __init__(self, jobs: Jobs, revocations: Revocations) -> None:
         self._jobs = jobs
+        self._revocations = revocations
 
-    async def Join(self, request_iterator: Requests, context: Any) -> Answers:
+    # A coroutine that writes, not a generator: news come while reports are waited for.
+    async def Join(  # type: ignore[override]
+        self, request_iterator: Requests, context: Any
+    ) -> None:
         async with errors_as_statuses(context, "Join"):
             first = await anext(request_iterator, None)
             if first is None:
@@ -46,8 +52,10 @@ class ControlServicer(control_pb2_grpc.ControlServiceServicer):
             member = incarnation.registry.join(first)
             _log_join(incarnation, member, f"joined from {first.peer.address}")
             try:
-                yield _welcome(incarnation)
-                await incarnation.follow(_read(incarnation, member, request_iterator))
+                async with self._revocations.telling(
+                    lambda notice: context.write(_welcome(incarnation, notice))
+                ):
+                    await incarnation.follow(_read(incarnation, member, request_iterator))
             finally:
                 incarnation.registry.lose(member)
                 _log_join(incarnation, member, "its stream has ended")
@@ -85,11 +93,16 @@ def _log_join(incarnation: Incarnation, member: Member, what: str) -> None:
     log.log(level, "job %s, epoch %d, rank %d: %s", job, epoch, member.rank, what)
 
 
-def _welcome(incarnation: Incarnation) -> control_pb2.JoinResponse:
+def _welcome(incarnation: Incarnation, notice: Notice) -> control_pb2.JoinResponse:
     return control_pb2.JoinResponse(
         header=_header(incarnation),
         generation=incarnation.terms.generation,
         report_interval_ms=round(incarnation.rhythm.interval_s * 1000),
+        revoked=control_pb2.Revocations(
+            token_ids=notice.token_ids,
+            keep_ms=math.ceil(notice.keep_s * 1000),
+            refused_before_ns=math.ceil(notice.refused_before_s * 1e9),
+        ),
     )
 
 

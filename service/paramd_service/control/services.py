@@ -15,6 +15,7 @@ from paramd_service.control.jobs import Jobs
 from paramd_service.control.metrics import Metrics
 from paramd_service.control.records import Records
 from paramd_service.control.tokens.authority import Denied, Tokens, unheard
+from paramd_service.control.tokens.revocations import Revocations
 from paramd_service.control.tokens.sessions import Sessions
 from paramd_service.tls import ServerTls
 
@@ -35,6 +36,8 @@ class Services:
     """`watchers.get(job)` knows the job's alerts."""
     tokens: Tokens
     """`tokens.principal(offered)`: whose token it is."""
+    revocations: Revocations
+    """Whose tokens are good no more; told to sidecars, and to streams of REST."""
     records: Records
     """Store, audit and metric history."""
     exports: Exports

@@ -63,6 +63,9 @@ ROLES: dict[str, frozenset[Role]] = {
 CALLER_TICKET: ContextVar[str] = ContextVar("paramd_caller_ticket")
 """The ticket that came with the call which the running task serves; for forwarding it."""
 
+CALLER: ContextVar[Claims] = ContextVar("paramd_caller")
+"""What that ticket says."""
+
 Verify = Callable[[str], Claims]
 Continuation = Callable[[grpc.HandlerCallDetails], Awaitable[Any]]
 
@@ -82,7 +85,7 @@ class AuthInterceptor(grpc.aio.ServerInterceptor):
     ) -> Any:
         details = handler_call_details
         try:
-            ticket = authorize(str(details.method), details.invocation_metadata or (), self._verify)
+            caller = authorize(str(details.method), details.invocation_metadata or (), self._verify)
         except UnreachableError as error:
             return _refusing(grpc.StatusCode.UNAVAILABLE, error)
         except _UnknownCallerError as error:
@@ -91,8 +94,10 @@ class AuthInterceptor(grpc.aio.ServerInterceptor):
         except DeniedError as error:
             self._refused(str(details.method), str(error))
             return _refusing(grpc.StatusCode.PERMISSION_DENIED, error)
-        # The handler runs in this very task.
-        CALLER_TICKET.set(ticket)
+        if caller is not None:
+            # The handler runs in this very task.
+            CALLER_TICKET.set(caller[0])
+            CALLER.set(caller[1])
         return await continuation(details)
 
 
@@ -100,15 +105,15 @@ class _UnknownCallerError(DeniedError):
     """No ticket, or one that is not good here and now."""
 
 
-def authorize(method: str, metadata: Iterable[Any], verify: Verify) -> str:
-    """The caller's ticket, when it may call `method`; empty for a method open to all.
+def authorize(method: str, metadata: Iterable[Any], verify: Verify) -> tuple[str, Claims] | None:
+    """The caller's ticket, when it may call `method`; None for a method open to all.
 
     Raises:
         DeniedError: it may not.
         UnreachableError: no trainer has attached, so nobody can be known yet.
     """
     if method in OPEN_METHODS:
-        return ""
+        return None
     allowed = ROLES.get(method)
     if allowed is None:
         raise DeniedError(f"{method[:128]!r} is not a method that anybody may call here")
@@ -125,7 +130,7 @@ def authorize(method: str, metadata: Iterable[Any], verify: Verify) -> str:
         raise _UnknownCallerError(str(error)) from None
     if claims.role not in allowed:
         raise DeniedError(_wrong_role(claims.role, allowed))
-    return ticket
+    return ticket, claims
 
 
 def check_reader(claims: Claims) -> None:

@@ -116,6 +116,7 @@ class Joining:
             try:
                 async for welcome in call:
                     self._rank.follow_control(welcome.generation)
+                    self._take_revoked(welcome.revoked)
                     if welcome.report_interval_ms > 0:
                         self._interval_s = welcome.report_interval_ms / 1000
                     joined = True
@@ -126,6 +127,11 @@ class Joining:
             finally:
                 call.cancel()
         return joined
+
+    def _take_revoked(self, told: control_pb2.Revocations) -> None:
+        ended = self._rank.revocations.heard(told)
+        if told.token_ids:
+            self._rank.log("tokens-revoked", tokens=len(told.token_ids), ended_calls=ended)
 
     async def _reports(self, mesh: Mesh) -> AsyncIterator[control_pb2.JoinRequest]:
         while self._rank.mesh is mesh:

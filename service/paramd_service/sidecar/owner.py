@@ -30,6 +30,7 @@ from paramd.memory.control_page import MAGIC, ControlPage, Word, Words
 from paramd.memory.mirror import is_mirror
 from paramd.memory.shared import Descriptors
 from paramd.tickets import MAX_TICKET_BYTES, key_from_hex
+from paramd.version import __version__
 
 # madvise(2): fault all pages in for reading now (Linux 5.14).
 _MADV_POPULATE_READ = 22
@@ -103,6 +104,23 @@ class OwnerView:
     epoch: int = 0
     pid: int = 0
     start: int = 0
+
+
+def owner_view(
+    job: str, rank: int, ownership: Ownership, possession: Possession | None
+) -> OwnerView:
+    """The present owner of a rank's sidecar; `possession` is None while there is none."""
+    if possession is None:
+        return OwnerView(job=job, rank=rank, ownership=ownership, version=__version__)
+    return OwnerView(
+        job=job,
+        rank=rank,
+        ownership=ownership,
+        version=__version__,
+        epoch=possession.epoch,
+        pid=possession.request.pid,
+        start=possession.request.start,
+    )
 
 
 def check_attach(view: OwnerView, request: AttachRequest) -> None:

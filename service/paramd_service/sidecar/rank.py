@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import time
 from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import Executor
 from dataclasses import replace
@@ -17,13 +16,8 @@ from paramd.errors import ConflictError, ExhaustedError, UnreachableError
 from paramd.memory.control_page import Word
 from paramd.memory.gate import State, state_of
 from paramd.tickets import Claims, Verifier
-from paramd.version import __version__
 from paramd_service.sidecar.blocks import BlockMaker
-from paramd_service.sidecar.capture import Capture
 from paramd_service.sidecar.config import SidecarConfig
-from paramd_service.sidecar.copier import Copier
-from paramd_service.sidecar.edit_limits import EditLimits
-from paramd_service.sidecar.edit_memory import EditMemory
 from paramd_service.sidecar.edits import Edits
 from paramd_service.sidecar.faults import Faults
 from paramd_service.sidecar.gradients import EndedError
@@ -32,15 +26,16 @@ from paramd_service.sidecar.mesh_info import Mesh
 from paramd_service.sidecar.owner import (
     AttachRequest,
     Ownership,
-    OwnerView,
     Possession,
     check_attach,
+    owner_view,
     ownership_after_end,
     take_possession,
 )
+from paramd_service.sidecar.parts import make_edits, make_pins
 from paramd_service.sidecar.pins import Pins
 from paramd_service.sidecar.refusals import Refusals
-from paramd_service.sidecar.snapshots import SnapshotStore
+from paramd_service.sidecar.revocations import Revocations
 
 if TYPE_CHECKING:
     from paramd_service.tls import ServerTls
@@ -73,6 +68,7 @@ class RankSidecar:
         """Highest generation of a control plane met in this epoch; no lower one is obeyed."""
         self.on_change: list[Callable[[], None]] = []
         self.refusals = Refusals()
+        self.revocations = Revocations()
         self.tls: ServerTls | None = None
         """The gRPC server's, once it listens; None without TLS."""
         self._blocks = blocks
@@ -164,11 +160,18 @@ class RankSidecar:
         self.control_generation = generation
 
     def verify(self, ticket: str) -> Claims:
-        """The claims of a ticket. Raises DeniedError, or UnreachableError before attach."""
+        """The claims of a ticket whose token, if it names one, was not revoked.
+
+        Raises:
+            DeniedError: the ticket is no good.
+            UnreachableError: no trainer has attached yet.
+        """
         if self._possession is None or self._verifier is None:
             raise UnreachableError(f"{Ownership.WAITING.value}; try again when training runs")
         request = self._possession.request
-        return self._verifier.verify(ticket, job=request.job, epoch=request.epoch)
+        claims = self._verifier.verify(ticket, job=request.job, epoch=request.epoch)
+        self.revocations.check(claims)
+        return claims
 
     def wait_for_trainer(self) -> None:
         """Leaves when no trainer comes within the linger time."""
@@ -189,7 +192,10 @@ class RankSidecar:
         """
         async with self._attaching:
             try:
-                check_attach(self._view(), request)
+                view = owner_view(
+                    self.config.job, self.config.rank, self.ownership, self._possession
+                )
+                check_attach(view, request)
             except BaseException:
                 for descriptor in handed_back:
                     os.close(descriptor)
@@ -251,47 +257,24 @@ class RankSidecar:
         self.control_generation = 0
         self._verifier = Verifier(possession.request.public_key)
         self.ownership = Ownership.OWNED
-        store = SnapshotStore(
-            budget_bytes=self.budget_bytes(possession.request.arena_bytes),
-            blocks=self._blocks,
-            clock_ns=time.monotonic_ns,
-            idle_memory_s=self.config.idle_memory_s,
-        )
-        capture = Capture(possession.page, clock_ns=time.monotonic_ns, at_point=self.faults.at)
-        copier = Copier(capture, possession.shared.wake, self.log)
-        self._pins = Pins(
+        self._pins = make_pins(
             possession,
-            store=store,
-            copier=copier,
             blocks=self._blocks,
+            budget_bytes=self.budget_bytes(possession.request.arena_bytes),
+            idle_memory_s=self.config.idle_memory_s,
             executor=self.executor,
             faults=self.faults,
+            log=self.log,
         )
-        copier.start()
         asyncio.get_running_loop().add_reader(possession.pidfd, self._trainer_ended)
         self._changed()
 
     async def _start_edits(self, possession: Possession) -> None:
-        arena_bytes, config = possession.request.arena_bytes, self.config
-        memory = EditMemory(
-            possession.shared.edits,
-            # Nobody needs more than the whole arena and a little for programs.
-            pool_bytes=min(config.edit_pool_bytes, arena_bytes + (4 << 20)),
-            idle_s=config.idle_memory_s,
-            executor=self.executor,
-        )
-        budget = config.edit_budget_bytes
-        edits = Edits(
-            memory,
-            possession.page,
-            rank=config.rank,
-            arena_bytes=arena_bytes,
-            limits=EditLimits(
-                budget_bytes=budget if budget is not None else 2 * arena_bytes + (64 << 20),
-                undo_budget_bytes=config.undo_budget_bytes,
-                expiry_s=config.edit_expiry_s,
-            ),
+        edits = make_edits(
+            possession,
+            self.config,
             layout=lambda: self.ready_mesh().layout,
+            executor=self.executor,
             faults=self.faults,
         )
         try:
@@ -336,22 +319,6 @@ class RankSidecar:
             self._possession = None
             self.ownership = Ownership.WAITING
             possession.close()
-
-    def _view(self) -> OwnerView:
-        config, possession = self.config, self._possession
-        if possession is None:
-            return OwnerView(
-                job=config.job, rank=config.rank, ownership=self.ownership, version=__version__
-            )
-        return OwnerView(
-            job=config.job,
-            rank=config.rank,
-            ownership=self.ownership,
-            version=__version__,
-            epoch=possession.epoch,
-            pid=possession.request.pid,
-            start=possession.request.start,
-        )
 
     def _changed(self) -> None:
         for callback in self.on_change:

@@ -24,10 +24,17 @@ def reason_of(error: ParamdError) -> str:
     return re.sub(r"(?<=[a-z])(?=[A-Z])", "_", name).upper()
 
 
-async def abort_with(context: grpc.aio.ServicerContext[Any, Any], error: ParamdError) -> None:
-    """Ends the call with the error's status and ErrorInfo. Always raises."""
+async def abort_with(
+    context: grpc.aio.ServicerContext[Any, Any],
+    error: ParamdError,
+    code: grpc.StatusCode | None = None,
+) -> None:
+    """Ends the call with the error's status and ErrorInfo. Always raises.
+
+    `code` replaces the status that the table has for the error.
+    """
     codes = codes_of(error)
-    code = grpc.StatusCode[codes.grpc]
+    code = code if code is not None else grpc.StatusCode[codes.grpc]
     details = _details(code, error, retry=codes.retry)
     await context.abort(code, str(error), trailing_metadata=((_DETAILS_KEY, details),))
 

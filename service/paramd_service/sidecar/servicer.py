@@ -19,6 +19,7 @@ from google.protobuf.message import DecodeError, Message
 from paramd.errors import DeadlineError, ParamdError, UsageError
 from paramd.v1 import sidecar_pb2 as pb
 from paramd.wire import CHUNK_BYTES, data_chunk
+from paramd_service.revoked import TokenRevokedError
 from paramd_service.sidecar import (
     admission,
     boundary_calls,
@@ -28,7 +29,7 @@ from paramd_service.sidecar import (
     messages,
     pin_calls,
 )
-from paramd_service.sidecar.auth import SERVICE
+from paramd_service.sidecar.auth import CALLER, SERVICE
 from paramd_service.sidecar.calls import Answers, Call, CallTable, Requests, Unary
 from paramd_service.sidecar.digests import digest_snapshot
 from paramd_service.sidecar.gateway import Gateway
@@ -143,9 +144,12 @@ class SidecarServicer:
                 context.time_remaining(), self._rank.config.max_deadline_s
             )
             with self._slots.one() if heavy else nullcontext():
-                yield timeout_s
+                async with self._rank.revocations.running(CALLER.get()):
+                    yield timeout_s
         except grpc.aio.AbortError:
             raise
+        except TokenRevokedError as error:
+            await abort_with(context, error, grpc.StatusCode.UNAUTHENTICATED)
         except ParamdError as error:
             await abort_with(context, error)
         except TimeoutError:

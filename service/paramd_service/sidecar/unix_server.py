@@ -15,6 +15,7 @@ from typing import Any
 
 from paramd.errors import ConflictError, DeniedError, ParamdError, UsageError, codes_of
 from paramd.memory import handover
+from paramd.tickets import Claims
 from paramd_service.sidecar.auth import check_editor, check_reader
 from paramd_service.sidecar.edit_peers import share_message
 from paramd_service.sidecar.edit_windows import Windows
@@ -36,6 +37,7 @@ class UnixServer:
         self.address = address
         self._listener = listener
         self._connections: set[_Connection] = set()
+        rank.revocations.on_news.append(self._end_revoked)
 
     def start(self) -> None:
         asyncio.get_running_loop().add_reader(self._listener.fileno(), self._accept)
@@ -58,6 +60,11 @@ class UnixServer:
 
     def forget(self, connection: _Connection) -> None:
         self._connections.discard(connection)
+
+    def _end_revoked(self) -> None:
+        for connection in self._connections:
+            if connection.is_revoked():
+                self.rank.start_task(connection.close())
 
     def _accept_again(self) -> None:
         if self._listener.fileno() >= 0:
@@ -104,6 +111,7 @@ class _Connection:
         self._windows: Windows | None = None
         self._task: asyncio.Task[None] | None = None
         self._closing = False
+        self._claims: dict[str | None, Claims] = {}
         self._handlers: dict[str, Callable[[dict[str, Any], list[int]], Coroutine[Any, Any, None]]]
         self._handlers = {
             "attach": self._attach,
@@ -118,6 +126,10 @@ class _Connection:
 
     def start(self) -> None:
         asyncio.get_running_loop().add_reader(self._socket.fileno(), self._readable)
+
+    def is_revoked(self) -> bool:
+        """Whether it has shown a ticket whose token is good no more."""
+        return any(map(self._rank.revocations.refuses, self._claims.values()))
 
     async def close(self) -> None:
         self._closing = True
@@ -204,8 +216,13 @@ class _Connection:
         if self._possession is None or self._possession is not self._rank.possession:
             raise ConflictError(f"{op}: only the attached trainer may say that; attach first")
 
+    def _caller(self, message: dict[str, Any]) -> Claims:
+        claims = self._rank.verify(str(message.get("ticket", "")))
+        self._claims[claims.token_id] = claims
+        return claims
+
     async def _map(self, message: dict[str, Any], descriptors: list[int]) -> None:
-        check_reader(self._rank.verify(str(message.get("ticket", ""))))
+        check_reader(self._caller(message))
         snapshot_id = str(message.get("snapshot_id", ""))
         snapshot = self._rank.pins.store.filled(snapshot_id)
         answer = {"op": "mapped", "size_bytes": snapshot.size_bytes}
@@ -229,7 +246,7 @@ class _Connection:
             mapped.pop().map_count -= 1
 
     async def _stage(self, message: dict[str, Any], descriptors: list[int]) -> None:
-        check_editor(self._rank.verify(str(message.get("ticket", ""))))
+        check_editor(self._caller(message))
         entry = self._rank.edits.get(str(message.get("edit_id", "")))
         await asyncio.shield(entry.opened)
         self._close_windows()
@@ -240,14 +257,11 @@ class _Connection:
         windows = self._windows
         if windows is None:
             raise UsageError("window: there are no windows yet; send stage first")
-        offset_bytes, size_bytes, fill = windows.named(message)
-        await self._rank.edits.take(windows.entry, offset_bytes, size_bytes, fill)
-        entry = windows.entry
-        answer = {"op": "taken", "staged_bytes": entry.staged_bytes, "size_bytes": entry.size_bytes}
-        handover.send(self._socket, answer)
+        await self._rank.edits.take(windows.entry, windows.arriving(self._socket, message))
+        handover.send(self._socket, windows.taken())
 
     async def _share(self, message: dict[str, Any], descriptors: list[int]) -> None:
-        check_editor(self._rank.verify(str(message.get("ticket", ""))))
+        check_editor(self._caller(message))
         edits = self._rank.edits
         answer = share_message(edits.get(str(message.get("edit_id", ""))))
         path = f"/proc/self/fd/{edits.memory.sparse.descriptor}"

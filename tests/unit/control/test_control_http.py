@@ -30,6 +30,7 @@ from paramd_service.control.metrics import LoopLag, Metrics
 from paramd_service.control.records import Records
 from paramd_service.control.services import Services
 from paramd_service.control.tokens.authority import Tokens
+from paramd_service.control.tokens.revocations import Revocations
 
 TOKEN = "a-token-of-the-user"
 BOOTSTRAP = Bootstrap(job="run", epoch=3, world_size=2, private_key=bytes(32), token=TOKEN)
@@ -50,6 +51,7 @@ def services() -> Services:
         metrics=Metrics(jobs, LoopLag(), watchers),
         watchers=watchers,
         tokens=Tokens(TOKEN),
+        revocations=Revocations(ticket_ttl_s=600.0),
         records=records,
         edits=Edits(records, EditConfig(), publish=lambda kind, data, *, job: None),
         exports=Exports(records, {}, publish=lambda kind, data, *, job: None),

@@ -28,6 +28,7 @@ from paramd_service.control.models import (
     RegisteredJob,
 )
 from paramd_service.control.services import Services
+from paramd_service.control.tokens.authority import Principal
 from paramd_service.control.tokens.http import principal_of
 from paramd_service.control.tokens.roles import ticket_role
 from paramd_service.control.view import MeshView
@@ -60,8 +61,7 @@ def router(services: Services) -> APIRouter:
     async def get_job(job: str, request: Request) -> JobDocument:
         """A job, its sidecars, and a fresh ticket that permits what the token does."""
         incarnation = services.jobs.get(job)
-        role = ticket_role(principal_of(request).role, readonly=services.config.readonly)
-        return _document(services, incarnation, incarnation.registry.view(), role)
+        return _document(services, incarnation, incarnation.registry.view(), principal_of(request))
 
     @routes.get("/jobs/{job}/ranks", response_model=RankList)
     async def list_ranks(job: str) -> Response:
@@ -140,10 +140,18 @@ def _hold(view: MeshView) -> str:
 
 
 def _document(
-    services: Services, incarnation: Incarnation, view: MeshView, role: Role
+    services: Services, incarnation: Incarnation, view: MeshView, principal: Principal
 ) -> JobDocument:
-    mine, ttl_s, now_s = incarnation.bootstrap, services.config.ticket_ttl_s, time.time()
-    ticket = mine.signer.mint(job=mine.job, epoch=mine.epoch, role=role, ttl_s=ttl_s, now_s=now_s)
+    mine, now_s = incarnation.bootstrap, time.time()
+    ttl_s = _ticket_ttl_s(services.config.ticket_ttl_s, principal, now_s)
+    ticket = mine.signer.mint(
+        job=mine.job,
+        epoch=mine.epoch,
+        role=ticket_role(principal.role, readonly=services.config.readonly),
+        ttl_s=ttl_s,
+        token_id=principal.token_id,
+        now_s=now_s,
+    )
     peers = [
         PeerDocument(
             rank=peer.rank,
@@ -161,3 +169,11 @@ def _document(
         ticket=ticket,
         ticket_expires_s=now_s + ttl_s,
     )
+
+
+def _ticket_ttl_s(ttl_s: float, principal: Principal, now_s: float) -> float:
+    """No ticket is valid for longer than its token."""
+    if principal.expires_s is None:
+        return ttl_s
+    # Above 0, also for a token that has expired since it was looked at.
+    return max(min(ttl_s, principal.expires_s - now_s), 0.001)

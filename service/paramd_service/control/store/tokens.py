@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
-from sqlalchemy import Connection, Row, insert, select, update
+from sqlalchemy import Connection, Row, and_, func, insert, or_, select, update
 
 from paramd.errors import ConflictError, NotFoundError
 from paramd_service.control.store.schema import tokens
@@ -27,6 +28,12 @@ class TokenRow:
     """None: never."""
     revoked_s: float | None = None
     """None: not revoked."""
+
+    @property
+    def ended_s(self) -> float:
+        """When it became worthless, or will: revoked, else expired; infinite when neither."""
+        ended_s = self.revoked_s if self.revoked_s is not None else self.expires_s
+        return ended_s if ended_s is not None else math.inf
 
 
 class TokenStore:
@@ -78,6 +85,16 @@ class TokenStore:
         chosen = select(tokens).order_by(tokens.c.name)
         rows = await self._store.read(lambda connection: connection.execute(chosen).all())
         return [_token(row) for row in rows]
+
+    async def ended(self, *, since_s: float, now_s: float, limit: int) -> list[TokenRow]:
+        """The tokens that were revoked or have expired since a time, at most the last `limit`."""
+        revoked = tokens.c.revoked_s > since_s
+        expires_s = tokens.c.expires_s
+        expired = and_(tokens.c.revoked_s.is_(None), expires_s > since_s, expires_s <= now_s)
+        ended_s = func.coalesce(tokens.c.revoked_s, expires_s)
+        chosen = select(tokens).where(or_(revoked, expired)).order_by(ended_s.desc()).limit(limit)
+        rows = await self._store.read(lambda connection: connection.execute(chosen).all())
+        return [_token(row) for row in reversed(rows)]
 
     async def revoke(self, name: str, *, now_s: float) -> TokenRow:
         """Revokes one for ever; idempotent, the first time counts. Raises NotFoundError."""

@@ -10,7 +10,7 @@ import secrets
 import time
 from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from paramd.errors import ConflictError, NotFoundError, UnreachableError, UsageError
@@ -27,6 +27,11 @@ KEPT_S = 2.0
 
 _KEPT = 1024
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._@-]{0,63}")
+
+
+def token_id(row: TokenRow) -> str:
+    """Names a token in the tickets that it is given: 64 bits of its digest, no secret."""
+    return row.digest[:16]
 
 
 class TokenStore(Protocol):
@@ -82,6 +87,10 @@ class Principal:
     name: str
     """Name of the token; for the audit."""
     role: UserRole
+    token_id: str | None = field(default=None, compare=False)
+    """Names the token in tickets; None for the process's own, which cannot be revoked."""
+    expires_s: float | None = field(default=None, compare=False)
+    """When the token does, in seconds since the Unix epoch; None: never."""
 
     def may(self, action: Action) -> bool:
         """Whether the role permits it."""
@@ -118,12 +127,17 @@ class Tokens:
         store: TokenStore | None = None,
         *,
         recorded: Mutation = _unrecorded,
+        on_revoked: Callable[[TokenRow], None] = lambda row: None,
         clock: Callable[[], float] = time.time,
     ) -> None:
-        """`own_token` is that of this process's owner, with the role admin; never stored."""
+        """`own_token` is that of this process's owner, with the role admin; never stored.
+
+        `on_revoked` hears of each token that is revoked here, before its revoker does.
+        """
         self._own_digest = _digest(own_token)
         self._store = store
         self._recorded = recorded
+        self._on_revoked = on_revoked
         self._clock = clock
         self._found: dict[str, tuple[TokenRow, float]] = {}
 
@@ -205,6 +219,7 @@ class Tokens:
         async with self._recorded(by, "token.revoke", {"name": name[:MAX_NAME_CHARS]}):
             row = await store.revoke(name, now_s=self._clock())
         self._found.pop(row.digest, None)
+        self._on_revoked(row)
         return row
 
     def _is_own(self, offered: str) -> bool:
@@ -237,7 +252,7 @@ def _principal(row: TokenRow, now_s: float) -> Principal | None:
     if expired or row.revoked_s is not None:
         return None
     try:
-        return Principal(row.name, UserRole(row.role))
+        return Principal(row.name, UserRole(row.role), token_id(row), row.expires_s)
     except ValueError:
         return None  # a role of a newer version: what it may do is not known here
 

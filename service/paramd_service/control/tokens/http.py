@@ -12,6 +12,8 @@ from paramd.errors import DeniedError, UnreachableError
 from paramd_service.control.auth import FailureLimit
 from paramd_service.control.problems import problem
 from paramd_service.control.tokens.authority import Denied, Principal, Tokens
+from paramd_service.control.tokens.ending import run_until
+from paramd_service.control.tokens.revocations import Revocations
 from paramd_service.control.tokens.roles import Action, allowed, needed_action
 from paramd_service.control.tokens.sessions import KEY_HEADER, Sessions, cookie_name, cookie_value
 
@@ -30,10 +32,12 @@ class TokenGate:
         *,
         tokens: Tokens,
         sessions: Sessions,
+        revocations: Revocations,
         failures: FailureLimit,
         denied: Denied,
     ) -> None:
         self._app = app
+        self._revocations = revocations
         self._tokens = tokens
         self._sessions = sessions
         self._failures = failures
@@ -53,7 +57,11 @@ class TokenGate:
             await self._refusal(scope)(scope, receive, send)
             return
         scope.setdefault("state", {})[_STATE] = principal
-        await self._app(scope, receive, send)
+        if principal.token_id is None or scope["method"] != "GET":
+            await self._app(scope, receive, send)
+            return
+        with self._revocations.following(principal) as ended:
+            await run_until(ended, self._app, scope, receive, send)
 
     async def _principal(self, scope: Scope) -> Principal | None:
         """A token counts before a session, and a wrong one is not mended by a session."""

@@ -1,0 +1,293 @@
+"""Revoked tokens: who is told, for how long, and what ends with them."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+
+from paramd.errors import DeniedError, UnreachableError
+from paramd.tickets import CLOCK_SKEW_S, Claims, Role
+from paramd.v1 import control_pb2
+from paramd_service import revoked
+from paramd_service.control.store.tokens import TokenRow
+from paramd_service.control.tokens.authority import KEPT_S, Principal, token_id
+from paramd_service.control.tokens.ending import run_until
+from paramd_service.control.tokens.revocations import Revocations
+from paramd_service.control.tokens.roles import UserRole
+from paramd_service.revoked import Notice, RevokedTokens, TokenRevokedError
+from paramd_service.sidecar.revocations import Revocations as SidecarRevocations
+
+NOW_S = 1_000_000.0
+TTL_S = 600.0
+KEEP_S = TTL_S + 2 * CLOCK_SKEW_S + KEPT_S
+DEADLINE_S = 10.0
+
+
+class Clock:
+    def __init__(self, now_s: float = NOW_S) -> None:
+        self.now_s = now_s
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+def claims(token: str | None, issued_s: float = NOW_S) -> Claims:
+    return Claims(
+        job="run",
+        epoch=1,
+        role=Role.READER,
+        expires_s=NOW_S + TTL_S,
+        issued_s=issued_s,
+        ticket_id="x",
+        token_id=token,
+    )
+
+
+def row(name: str, *, expires_s: float | None = None, revoked_s: float | None = None) -> TokenRow:
+    return TokenRow(
+        name=name,
+        digest=name * (64 // len(name)),
+        role="reader",
+        created_s=0.0,
+        expires_s=expires_s,
+        revoked_s=revoked_s,
+    )
+
+
+class Store:
+    """What the store answers, and what it was asked."""
+
+    def __init__(self, *rows: TokenRow) -> None:
+        self.rows = list(rows)
+        self.since_s: list[float] = []
+        self.away = False
+
+    async def ended(self, *, since_s: float, now_s: float, limit: int) -> list[TokenRow]:
+        self.since_s.append(since_s)
+        if self.away:
+            raise UnreachableError("away")
+        return [found for found in self.rows if since_s < found.ended_s <= now_s][-limit:]
+
+
+def test_a_revoked_tokens_tickets_are_refused_for_as_long_as_they_can_be_valid() -> None:
+    clock = Clock(0.0)
+    tokens = RevokedTokens(clock=clock)
+    assert tokens.learn({"a": 10.0})
+    assert not tokens.learn({"a": 5.0}), "known already"
+    with pytest.raises(TokenRevokedError, match="revoked or has expired; ask an admin"):
+        tokens.check(claims("a"))
+    tokens.check(claims("b"))
+    tokens.check(claims(None))
+    clock.now_s = 9.9
+    assert tokens.refuses(claims("a"))
+    clock.now_s = 10.0
+    assert not tokens.refuses(claims("a"))
+    assert tokens.since(0).token_ids == ()
+    tokens.learn({})
+    assert len(tokens) == 0, "what is over takes no memory"
+
+
+def test_news_are_told_once_and_a_newcomer_is_told_all() -> None:
+    tokens = RevokedTokens(clock=Clock(0.0))
+    tokens.learn({"a": 10.0})
+    first = tokens.since(0)
+    tokens.learn({"b": 20.0})
+    assert (first.token_ids, first.keep_s) == (("a",), 10.0)
+    assert tokens.since(first.serial).token_ids == ("b",)
+    assert tokens.since(0).token_ids == ("a", "b")
+    assert tokens.since(tokens.serial) == Notice(
+        token_ids=(), keep_s=0.0, refused_before_s=0.0, serial=2
+    )
+
+
+def test_beyond_the_bound_every_earlier_ticket_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(revoked, "MAX_REVOKED", 3)
+    tokens = RevokedTokens(clock=Clock(0.0), wall_clock=Clock())
+    tokens.learn(dict.fromkeys("abcd", 10.0))
+    assert len(tokens) == 3
+    assert tokens.refuses(claims("a", NOW_S - 1)), "whose id was given up"
+    assert tokens.refuses(claims("z", NOW_S - 1)), "who must ask for another ticket"
+    assert not tokens.refuses(claims("z", NOW_S)), "and has it"
+    assert tokens.refuses(claims("d", NOW_S))
+    assert not tokens.refuses(claims(None, 0.0)), "the control plane's own"
+    other = RevokedTokens(clock=Clock(0.0))
+    other.learn({}, refused_before_s=tokens.since(0).refused_before_s)
+    assert other.refuses(claims("a", NOW_S - 1))
+
+
+async def listening(revocations: Revocations) -> tuple[Any, asyncio.Queue[Notice]]:
+    told: asyncio.Queue[Notice] = asyncio.Queue()
+    manager = revocations.telling(told.put)
+    await manager.__aenter__()
+    return manager, told
+
+
+async def test_streams_hear_of_a_revoked_token_at_once() -> None:
+    clock = Clock()
+    old = row("o", revoked_s=NOW_S - 100)
+    revocations = Revocations(ticket_ttl_s=TTL_S, clock=clock)
+    await revocations.start(Store(old, row("p", revoked_s=NOW_S - KEEP_S - 1)))
+    manager, told = await listening(revocations)
+    first = told.get_nowait()
+    assert first.token_ids == (token_id(old),), "what ended before, but not what is long over"
+    assert first.keep_s == pytest.approx(KEEP_S - 100, abs=0.5)
+    new = row("n", revoked_s=NOW_S)
+    revocations.revoked(new)
+    notice = await asyncio.wait_for(told.get(), DEADLINE_S)
+    assert notice.token_ids == (token_id(new),)
+    assert notice.keep_s == pytest.approx(KEEP_S, abs=0.5)
+    with pytest.raises(DeniedError):
+        revocations.check(claims(token_id(new)))
+    await manager.__aexit__(None, None, None)
+    await revocations.stop()
+
+
+async def test_what_expires_or_is_revoked_elsewhere_is_seen_at_the_next_look(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("paramd_service.control.tokens.revocations.LOOK_S", 0.005)
+    clock, store = Clock(), Store(row("e", expires_s=NOW_S + 5))
+    store.away = True
+    revocations = Revocations(ticket_ttl_s=TTL_S, clock=clock)
+    await revocations.start(store)
+    manager, told = await listening(revocations)
+    assert told.get_nowait().token_ids == ()
+    store.away = False
+    store.rows.append(row("r", revoked_s=NOW_S))
+    assert (await asyncio.wait_for(told.get(), DEADLINE_S)).token_ids == ("r" * 16,)
+    clock.now_s = NOW_S + 5
+    assert (await asyncio.wait_for(told.get(), DEADLINE_S)).token_ids == ("e" * 16,)
+    looks = len(store.since_s)
+    while len(store.since_s) < looks + 3:
+        await asyncio.sleep(0.005)
+    assert told.empty(), "each is told once"
+    await manager.__aexit__(None, None, None)
+    await revocations.stop()
+
+
+async def test_a_stream_is_written_to_by_one_at_a_time_and_hears_what_came_meanwhile() -> None:
+    revocations = Revocations(ticket_ttl_s=TTL_S, clock=Clock())
+    written: list[tuple[str, ...]] = []
+    writing = 0
+    free = asyncio.Event()
+    free.set()
+
+    async def write(notice: Notice) -> None:
+        nonlocal writing
+        writing += 1
+        assert writing == 1
+        await free.wait()
+        writing -= 1
+        written.append(notice.token_ids)
+
+    async with asyncio.timeout(DEADLINE_S), revocations.telling(write):
+        free.clear()
+        for name in "abc":
+            revocations.revoked(row(name, revoked_s=NOW_S))
+            await asyncio.sleep(0)
+        free.set()
+        while sum(map(len, written)) < 3:
+            await asyncio.sleep(0)
+    assert written == [(), ("a" * 16,), ("b" * 16, "c" * 16)]
+
+
+async def test_a_broken_stream_does_not_disturb_the_others() -> None:
+    revocations = Revocations(ticket_ttl_s=TTL_S, clock=Clock())
+    is_broken = False
+
+    async def write(_: Notice) -> None:
+        if is_broken:
+            raise RuntimeError("the stream has ended")
+
+    manager, told = await listening(revocations)
+    async with revocations.telling(write):
+        is_broken = True
+        revocations.revoked(row("a", revoked_s=NOW_S))
+        told.get_nowait()
+        assert (await asyncio.wait_for(told.get(), DEADLINE_S)).token_ids == ("a" * 16,)
+    await manager.__aexit__(None, None, None)
+
+
+async def test_a_running_call_ends_with_its_token_and_no_other_does() -> None:
+    revocations = SidecarRevocations()
+    news: list[None] = []
+    revocations.on_news.append(lambda: news.append(None))
+
+    async def call(token: str | None) -> None:
+        async with revocations.running(claims(token)):
+            await asyncio.Event().wait()
+
+    calls = {token: asyncio.create_task(call(token)) for token in ("a", "b", None)}
+    await asyncio.sleep(0)
+    assert revocations.heard(control_pb2.Revocations(token_ids=["a"], keep_ms=60_000)) == 1
+    with pytest.raises(TokenRevokedError, match="has been revoked"):
+        await asyncio.wait_for(calls["a"], DEADLINE_S)
+    assert revocations.heard(control_pb2.Revocations(token_ids=["a"], keep_ms=60_000)) == 0
+    assert len(news) == 1
+    assert not calls["b"].done()
+    assert not calls[None].done()
+    with pytest.raises(TokenRevokedError):
+        revocations.check(claims("a"))
+    for other in (calls["b"], calls[None]):
+        other.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await other
+
+
+async def test_a_calls_own_timeout_stays_what_it_is() -> None:
+    revocations = SidecarRevocations()
+    with pytest.raises(TimeoutError):
+        async with revocations.running(claims("a")), asyncio.timeout(0):
+            await asyncio.Event().wait()
+
+
+def test_a_lying_notice_is_harmless() -> None:
+    revocations = SidecarRevocations()
+    told = control_pb2.Revocations(token_ids=["x" * 65, ""], keep_ms=-1, refused_before_ns=-1)
+    assert revocations.heard(told) == 0
+    revocations.check(claims("x" * 65))
+
+
+async def streaming(scope: Any, receive: Any, send: Any) -> None:
+    """Streams until its caller has left, as an SSE response does."""
+    await send({"type": "http.response.start", "status": 200, "headers": []})
+    await send({"type": "http.response.body", "body": b"1", "more_body": True})
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+async def never() -> AsyncIterator[Any]:
+    await asyncio.Event().wait()
+    yield
+
+
+async def test_a_stream_of_rest_ends_in_order_with_its_token() -> None:
+    revocations = Revocations(ticket_ttl_s=TTL_S, clock=Clock())
+    ended_row = row("a", revoked_s=NOW_S)
+    sent: list[Any] = []
+    begun = asyncio.Event()
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+        begun.set()
+
+    async def run(principal: Principal) -> None:
+        with revocations.following(principal) as ended:
+            await run_until(ended, streaming, {}, never().__anext__, send)
+
+    principal = Principal("a", UserRole.READER, token_id(ended_row))
+    other = asyncio.create_task(run(Principal("b", UserRole.READER, "b" * 16)))
+    stream = asyncio.create_task(run(principal))
+    await asyncio.wait_for(begun.wait(), DEADLINE_S)
+    await asyncio.sleep(0)
+    revocations.revoked(ended_row)
+    await asyncio.wait_for(stream, DEADLINE_S)
+    assert sent[-1] == {"type": "http.response.body", "body": b"", "more_body": False}
+    assert not other.done()
+    other.cancel()
+    await asyncio.wait([other])
+    # A request that was let in a moment before.
+    await asyncio.wait_for(run(principal), DEADLINE_S)

@@ -12,9 +12,10 @@ from types import TracebackType
 from typing import TYPE_CHECKING, TypeVar
 
 from paramd.errors import UsageError
-from paramd.layout.plan import ReadPlan, plan_read
+from paramd.layout.plan import ReadPlan
 from paramd.layout.select import select
 from paramd.layout.types import Layout
+from paramd.mesh.choosing import choose, pinned
 from paramd.mesh.editing.methods import AsyncEditing
 from paramd.mesh.exporting.methods import AsyncExporting
 from paramd.mesh.pin import Pinned
@@ -26,7 +27,7 @@ from paramd.mesh.status import mesh_status
 from paramd.mesh.streaming import AsyncStreaming
 from paramd.mesh.summary import compute_stats
 from paramd.mesh.timeouts import DEFAULT_TIMEOUT_S, UNSET, Timeout, deadline
-from paramd.mesh.transfer import Chosen, Transfer, Transport, check_transport
+from paramd.mesh.transfer import Transfer, Transport, check_transport
 from paramd.tls import ClientTls
 
 if TYPE_CHECKING:
@@ -186,9 +187,9 @@ class AsyncMesh(AsyncEditing, AsyncExporting, AsyncStreaming):
         deadline_s = self._deadline(timeout)
 
         async def attempt(sidecars: Sidecars) -> Result:
-            chosen = await self._choose(sidecars, patterns, buffers)
-            async with self._pinned(sidecars, chosen, deadline_s) as pinned:
-                return await work(sidecars, chosen.plan, pinned, deadline_s)
+            chosen = await choose(self._reach, sidecars, patterns, buffers=buffers)
+            async with pinned(self._reach, sidecars, chosen, deadline_s) as pins:
+                return await work(sidecars, chosen.plan, pins, deadline_s)
 
         return await self._reach.attempts(attempt, deadline_s)
 
@@ -233,18 +234,18 @@ class AsyncMesh(AsyncEditing, AsyncExporting, AsyncStreaming):
         began_s = time.monotonic()
 
         async def attempt(sidecars: Sidecars) -> Summoned:
-            chosen = await self._choose(sidecars, patterns, buffers)
+            chosen = await choose(self._reach, sidecars, patterns, buffers=buffers)
             targets = self._transfer.targets(chosen, dtype=dtype, device=device, into=into)
-            async with self._pinned(sidecars, chosen, deadline_s) as pinned:
+            async with pinned(self._reach, sidecars, chosen, deadline_s) as pins:
                 await self._transfer.read(
-                    sidecars, chosen.plan, pinned, targets, transport, deadline_s
+                    sidecars, chosen.plan, pins, targets, transport, deadline_s
                 )
             return Summoned(
                 targets.results(),
                 job=sidecars.document.job,
-                epoch=pinned.epoch,
-                step=pinned.step,
-                edits=pinned.edits,
+                epoch=pins.epoch,
+                step=pins.step,
+                edits=pins.edits,
                 seconds=time.monotonic() - began_s,
                 bytes=chosen.plan.size_bytes,
             )
@@ -268,9 +269,11 @@ class AsyncMesh(AsyncEditing, AsyncExporting, AsyncStreaming):
 
         async def attempt(sidecars: Sidecars) -> tuple[SnapshotView, AsyncExitStack]:
             async with AsyncExitStack() as stack:
-                chosen = await self._choose(sidecars, patterns, buffers)
-                pinned = await stack.enter_async_context(self._pinned(sidecars, chosen, deadline_s))
-                found = await self._transfer.view(sidecars, chosen, pinned, stack)
+                chosen = await choose(self._reach, sidecars, patterns, buffers=buffers)
+                pins = await stack.enter_async_context(
+                    pinned(self._reach, sidecars, chosen, deadline_s)
+                )
+                found = await self._transfer.view(sidecars, chosen, pins, stack)
                 return found, stack.pop_all()
 
         found, stack = await self._reach.attempts(attempt, deadline_s)
@@ -282,33 +285,6 @@ class AsyncMesh(AsyncEditing, AsyncExporting, AsyncStreaming):
         finally:
             self._views.discard(stack)
             await stack.aclose()
-
-    async def _choose(self, sidecars: Sidecars, patterns: Sequence[str], buffers: bool) -> Chosen:
-        index = await self._reach.index(sidecars)
-        selection = select(index, patterns, with_buffers=buffers)
-        plan = plan_read(index.layout, selection, prefer=self._reach.costs())
-        sidecars.check_not_stopped(read.rank for read in plan.ranks)
-        return Chosen(
-            names=[item.names for item in selection],
-            plan=plan,
-            at_boundary=selection.at_boundary,
-        )
-
-    @asynccontextmanager
-    async def _pinned(
-        self, sidecars: Sidecars, chosen: Chosen, deadline_s: float
-    ) -> AsyncIterator[Pinned]:
-        spans: dict[int, Sequence[tuple[int, int]]] = {
-            read.rank: read.spans for read in chosen.plan.ranks
-        }
-        if not spans:
-            # Nothing to read, but still something to say: which step it is.
-            spans = {min(sidecars.document.peers, default=0): ()}
-        pinner = self._reach.pinner(sidecars)
-        async with pinner.pinned(
-            spans, deadline_s=deadline_s, with_buffers=chosen.at_boundary
-        ) as pinned:
-            yield pinned
 
     def _deadline(self, timeout: Timeout) -> float:
         return deadline(timeout, self._timeout_s)

@@ -9,10 +9,8 @@ from __future__ import annotations
 import asyncio
 import random
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
-from typing import Protocol
 
 from paramd.errors import (
     AbortedError,
@@ -21,9 +19,31 @@ from paramd.errors import (
     ExhaustedError,
 )
 from paramd.mesh.optimism import Optimism
+from paramd.mesh.pinned import (
+    LEASE_S,
+    Captured,
+    PinKind,
+    Pinned,
+    PinTransport,
+    RankPin,
+    Spans,
+    no_step_in_time,
+    one_step,
+    pinned_at,
+    told_step,
+)
 
-LEASE_S = 30.0
-"""Lease asked for; renewed at a third of it."""
+__all__ = [
+    "LEASE_S",
+    "Captured",
+    "PinKind",
+    "PinTransport",
+    "Pinned",
+    "Pinner",
+    "RankPin",
+    "Spans",
+    "one_step",
+]
 
 _FIRST_BACKOFF_S = 0.005
 _LAST_BACKOFF_S = 0.25
@@ -32,81 +52,6 @@ _LAST_PATIENCE_S = 8.0
 _ANOTHER_CALL_S = 2.0
 # Others' snapshots end within moments; a request that the budget can never hold does not.
 _BUDGET_PATIENCE_S = 3.0
-
-
-@dataclass(frozen=True, slots=True)
-class RankPin:
-    """One rank's answer to a pin. `step` is -1 while a boundary has not filled it."""
-
-    rank: int
-    snapshot_id: str
-    epoch: int
-    step: int
-    size_bytes: int
-    lease_s: float
-    edits: int = -1
-    """With epoch and step it names the state of the bytes."""
-
-
-@dataclass(frozen=True, slots=True)
-class Captured:
-    """The control plane's answer: all snapshots filled at `step`, or why not."""
-
-    captured: bool
-    epoch: int
-    step: int
-    reason: str
-    edits: int = -1
-
-
-@dataclass(frozen=True, slots=True)
-class Pinned:
-    """Snapshots of all needed ranks of one state: epoch, step and edits."""
-
-    epoch: int
-    step: int
-    pins: Mapping[int, RankPin]
-    edits: int = -1
-    """Edits applied in the epoch; -1 for what edits do not change (gradients)."""
-
-
-Spans = Mapping[int, Sequence[tuple[int, int]]]
-"""Arena spans wanted, by rank: sorted, half-open, in bytes."""
-
-
-class PinTransport(Protocol):
-    """What pinning needs from the outside; all methods raise ParamdErrors."""
-
-    async def pin(
-        self, rank: int, spans: Sequence[tuple[int, int]], how: PinKind, timeout_s: float
-    ) -> RankPin:
-        """Pins spans of one rank."""
-
-    async def schedule(self, pins: Sequence[RankPin], timeout_s: float) -> Captured:
-        """Has prepared snapshots filled at one agreed boundary."""
-
-    async def renew(self, pin: RankPin) -> float:
-        """Prolongs a lease; returns the seconds granted."""
-
-    def release(self, pin: RankPin) -> None:
-        """Ends a lease in the background; never fails and never waits."""
-
-
-@dataclass(frozen=True, slots=True)
-class PinKind:
-    """How a sidecar shall pin."""
-
-    at_boundary: bool = False
-    with_buffers: bool = False
-
-
-def one_step(pins: Sequence[RankPin]) -> tuple[int, int, int] | None:
-    """The state (epoch, step, edits) that all pins share, or None."""
-    found = {(pin.epoch, pin.step, pin.edits) for pin in pins}
-    if len(found) != 1:
-        return None
-    ((epoch, step, edits),) = found
-    return (epoch, step, edits) if step >= 0 else None
 
 
 class Pinner:
@@ -166,7 +111,7 @@ class Pinner:
         while True:
             left_s = deadline_s - self._clock()
             if left_s <= 0:
-                raise _no_step_in_time(spans, reason if reason else "no try was made")
+                raise no_step_in_time(spans, reason if reason else "no try was made")
             try:
                 if with_buffers:
                     found, reason = await self._at_boundary(spans, left_s, True)
@@ -181,7 +126,7 @@ class Pinner:
                     if not reason:
                         raise
                     # The last try's short rest says less than what kept the tries before it.
-                    raise _no_step_in_time(spans, reason) from error
+                    raise no_step_in_time(spans, reason) from error
                 found, reason = None, str(error)
             except ExhaustedError as error:
                 if self._clock() > patience_until_s:
@@ -198,11 +143,11 @@ class Pinner:
         common = one_step(pins)
         if common is not None:
             self._optimism.agreed()
-            return _pinned(common, pins), ""
+            return pinned_at(common, pins), ""
         self._release(pins)
         self._optimism.differed(self._clock())
         return None, "the ranks were at different steps: " + ", ".join(
-            f"rank {pin.rank} at {_told(pin)}" for pin in pins
+            f"rank {pin.rank} at {told_step(pin)}" for pin in pins
         )
 
     async def _boundary_or_now(self, spans: Spans, left_s: float) -> tuple[Pinned | None, str]:
@@ -249,7 +194,7 @@ class Pinner:
                 self._release(pins)
         if not kept:
             return None, answer.reason or "the boundary was missed"
-        return _pinned((answer.epoch, answer.step, answer.edits), pins), ""
+        return pinned_at((answer.epoch, answer.step, answer.edits), pins), ""
 
     async def _schedule(self, pins: Sequence[RankPin], left_s: float) -> Captured:
         try:
@@ -299,24 +244,3 @@ class Pinner:
                 *(self._transport.renew(pin) for pin in found.pins.values()),
                 return_exceptions=True,
             )
-
-
-def _no_step_in_time(spans: Spans, reason: str) -> DeadlineError:
-    return DeadlineError(
-        f"no step that all of ranks {_listed(list(spans))} share was had in time; last "
-        f"reason: {reason}; allow more time (timeout=), or pause training"
-    )
-
-
-def _pinned(common: tuple[int, int, int], pins: Sequence[RankPin]) -> Pinned:
-    epoch, step, edits = common
-    return Pinned(epoch, step, {pin.rank: pin for pin in pins}, edits)
-
-
-def _told(pin: RankPin) -> str:
-    return f"{pin.step} with {pin.edits} edits" if pin.edits > 0 else str(pin.step)
-
-
-def _listed(ranks: Sequence[int]) -> str:
-    shown = ", ".join(str(rank) for rank in sorted(ranks)[:8])
-    return shown if len(ranks) <= 8 else f"{shown}, ... ({len(ranks)} ranks)"

@@ -22,11 +22,12 @@ from paramd.errors import (
 )
 from paramd.layout.codec import join_batches
 from paramd.layout.select import NameIndex
+from paramd.mesh.background import Background
 from paramd.mesh.channels import Channels, LeaseEndedError, RankUnreachableError
 from paramd.mesh.optimism import Optimism
 from paramd.mesh.pin import Pinner
 from paramd.mesh.rest import JobDocument, RestClient
-from paramd.mesh.sidecars import Background, Sidecars
+from paramd.mesh.sidecars import Sidecars
 from paramd.tls import ClientTls
 from paramd.v1 import layout_pb2
 

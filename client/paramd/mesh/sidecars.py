@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Coroutine, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
 from paramd.errors import DeadlineError, NotFoundError, ParamdError, UnreachableError
+from paramd.mesh.background import Background
 from paramd.mesh.channels import (
     Channels,
     LeaseEndedError,
@@ -16,9 +17,9 @@ from paramd.mesh.channels import (
     cancelled,
     watched,
 )
-from paramd.mesh.chunk import Chunk
 from paramd.mesh.pin import LEASE_S, Captured, PinKind, RankPin
 from paramd.mesh.rest import JobDocument
+from paramd.mesh.snapshot_source import SnapshotSource
 from paramd.v1 import common_pb2, control_pb2, layout_pb2, sidecar_pb2
 
 LAYOUT_TIMEOUT_S = 30.0
@@ -29,29 +30,6 @@ _BOUNDARY_PROBE_AFTER_S = 1.0
 _BOUNDARY_PROBES = 64
 _RENEW_TIMEOUT_S = 5.0
 _RELEASE_TIMEOUT_S = 2.0
-
-
-class Background:
-    """Tasks that outlive the call that began them; all awaited at `close`."""
-
-    def __init__(self) -> None:
-        self._tasks: set[asyncio.Task[Any]] = set()
-
-    def start(self, work: Coroutine[Any, Any, Any]) -> None:
-        """Runs `work`; whatever it raises is its own matter."""
-        task = asyncio.create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._ended)
-
-    async def close(self) -> None:
-        """Waits for all of them: each has its own deadline."""
-        while self._tasks:
-            await asyncio.wait(self._tasks)
-
-    def _ended(self, task: asyncio.Task[Any]) -> None:
-        self._tasks.discard(task)
-        if not task.cancelled():
-            task.exception()
 
 
 class Sidecars:
@@ -233,7 +211,14 @@ class Sidecars:
 
     def source(self, pin: RankPin, *, end_bytes: int = 0) -> SnapshotSource:
         """A pinned snapshot, to be read; up to a byte, or (0) to its end."""
-        return SnapshotSource(self, self._channels, pin, end_bytes)
+        return SnapshotSource(
+            self._channels,
+            pin,
+            address=self.document.peer(pin.rank).address,
+            who=self.who(pin.rank),
+            probe=lambda: self.probe(pin.rank),
+            end_bytes=end_bytes,
+        )
 
     async def _probe_all(self, ranks: Sequence[int]) -> None:
         probes = [asyncio.ensure_future(self.probe(rank)) for rank in ranks]
@@ -288,31 +273,3 @@ class Sidecars:
         except NotFoundError as error:
             # Snapshots are the only things that a sidecar looks up.
             raise LeaseEndedError(str(error)) from error
-
-
-class SnapshotSource:
-    """One rank's pinned snapshot over a stream."""
-
-    def __init__(
-        self, sidecars: Sidecars, channels: Channels, pin: RankPin, end_bytes: int = 0
-    ) -> None:
-        self._end_bytes = end_bytes
-        self._sidecars = sidecars
-        self._channels = channels
-        self._pin = pin
-        self.rank = pin.rank
-        self.who = sidecars.who(pin.rank)
-
-    def chunks(self, offset_bytes: int, timeout_s: float) -> AsyncIterator[Chunk]:
-        """The snapshot's bytes from `offset_bytes` on."""
-        address = self._sidecars.document.peer(self._pin.rank).address
-        request = sidecar_pb2.ReadSnapshotRequest(
-            snapshot_id=self._pin.snapshot_id,
-            offset_bytes=offset_bytes,
-            size_bytes=max(self._end_bytes - offset_bytes, 0),
-        )
-        return self._channels.read(address, request, timeout_s=timeout_s)
-
-    async def probe(self) -> None:
-        """Raises RankUnreachableError when nobody answers there."""
-        await self._sidecars.probe(self._pin.rank)

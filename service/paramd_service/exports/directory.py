@@ -6,9 +6,7 @@ link, so nothing outside of the root can be reached, whoever else writes there.
 
 from __future__ import annotations
 
-import ctypes
 import errno
-import json
 import os
 import secrets
 from collections.abc import Iterator, Mapping, Sequence
@@ -16,80 +14,26 @@ from contextlib import contextmanager, suppress
 
 from paramd.errors import (
     ConflictError,
-    DataLossError,
     DeniedError,
     ExhaustedError,
     NotFoundError,
     ParamdError,
     UnreachableError,
 )
-from paramd_service.exports.destinations import check_file_name, check_key
-from paramd_service.exports.place import MANIFEST, AtPoint, Target
-
-_DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
-_MAX_MANIFEST_BYTES = 64 << 20
-_RENAME_NOREPLACE = 1
-_RENAME_EXCHANGE = 2
-_SYNC_FILE_RANGE_WRITE = 2
-_WRITEBACK_BYTES = 32 << 20
-_libc = ctypes.CDLL(None, use_errno=True)
-_libc.sync_file_range.argtypes = (ctypes.c_int, ctypes.c_int64, ctypes.c_int64, ctypes.c_uint)
-
-
-class DirectorySink:
-    """A file under another name until it is whole."""
-
-    def __init__(self, folder: int, name: str) -> None:
-        """Takes over the descriptor `folder`."""
-        self._folder = folder
-        self._name = name
-        self._part = f".{name}.{secrets.token_hex(4)}"
-        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
-        self._file = os.open(self._part, flags, 0o666, dir_fd=folder)
-        self._written = 0
-        self._begun = 0
-
-    def write(self, data: memoryview) -> None:
-        while data:
-            written = os.write(self._file, data)
-            self._written += written
-            data = data[written:]
-        if self._written - self._begun >= _WRITEBACK_BYTES:
-            # The disk begins now, instead of at the end when all would wait for it.
-            size = self._written - self._begun
-            _libc.sync_file_range(self._file, self._begun, size, _SYNC_FILE_RANGE_WRITE)
-            self._begun = self._written
-
-    def finish(self) -> None:
-        os.fsync(self._file)
-        os.rename(self._part, self._name, src_dir_fd=self._folder, dst_dir_fd=self._folder)
-        self._close()
-
-    def abort(self) -> None:
-        if self._file < 0:
-            return
-        with suppress(FileNotFoundError):
-            os.unlink(self._part, dir_fd=self._folder)
-        self._close()
-
-    def _close(self) -> None:
-        os.close(self._file)
-        os.close(self._folder)
-        self._file = -1
-
-
-class DirectorySource:
-    """A file to read."""
-
-    def __init__(self, descriptor: int) -> None:
-        self._file = descriptor
-        self.size_bytes = os.fstat(descriptor).st_size
-
-    def read(self, offset_bytes: int, size_bytes: int) -> bytes:
-        return os.pread(self._file, size_bytes, offset_bytes)
-
-    def close(self) -> None:
-        os.close(self._file)
+from paramd_service.exports.destinations import check_key
+from paramd_service.exports.directory_files import DirectorySink, DirectorySource
+from paramd_service.exports.folders import (
+    DIRECTORY,
+    EXCHANGE,
+    NOREPLACE,
+    check_sizes,
+    checked,
+    export_id_at,
+    open_file,
+    remove,
+    rename,
+)
+from paramd_service.exports.place import AtPoint, Target
 
 
 class DirectoryPlace:
@@ -114,12 +58,12 @@ class DirectoryPlace:
                 )
             with suppress(FileExistsError):
                 os.mkdir(self._hidden, dir_fd=parent)
-            os.close(os.open(self._hidden, _DIRECTORY, dir_fd=parent))
+            os.close(os.open(self._hidden, DIRECTORY, dir_fd=parent))
 
     def create(self, name: str, size_bytes: int) -> DirectorySink:
-        _checked(name)
+        checked(name)
         with self._explained(), self._parent() as parent:
-            folder = os.open(self._hidden, _DIRECTORY, dir_fd=parent)
+            folder = os.open(self._hidden, DIRECTORY, dir_fd=parent)
             try:
                 return DirectorySink(folder, name)
             except BaseException:
@@ -127,10 +71,10 @@ class DirectoryPlace:
                 raise
 
     def open(self, name: str, *, finished: bool) -> DirectorySource:
-        _checked(name)
+        checked(name)
         with self._explained(), self._parent() as parent:
             folder = self._last if finished else self._hidden
-            return DirectorySource(_open_file(parent, folder, name))
+            return DirectorySource(open_file(parent, folder, name))
 
     def commit(
         self, small: Mapping[str, bytes], sizes: Mapping[str, int], at_point: AtPoint
@@ -138,11 +82,11 @@ class DirectoryPlace:
         with self._explained(), self._parent() as parent:
             if self._is_ours(parent):
                 return
-            folder = os.open(self._hidden, _DIRECTORY, dir_fd=parent)
+            folder = os.open(self._hidden, DIRECTORY, dir_fd=parent)
             try:
-                _check_sizes(folder, sizes)
+                check_sizes(folder, sizes)
                 for name, content in small.items():
-                    sink = DirectorySink(os.dup(folder), _checked(name))
+                    sink = DirectorySink(os.dup(folder), checked(name))
                     sink.write(memoryview(content))
                     sink.finish()
                 for name in os.listdir(folder):
@@ -161,26 +105,26 @@ class DirectoryPlace:
 
     def drop(self, names: Sequence[str], *, finished: bool) -> None:
         with self._explained(), suppress(FileNotFoundError), self._parent() as parent:
-            _remove(parent, self._hidden)
+            remove(parent, self._hidden)
             if finished and self._is_ours(parent):
                 # Out of sight at once; what is removed piece by piece has no name any more.
                 os.rename(self._last, self._hidden, src_dir_fd=parent, dst_dir_fd=parent)
-                _remove(parent, self._hidden)
+                remove(parent, self._hidden)
             os.fsync(parent)
 
     def _publish(self, parent: int) -> None:
-        if _rename(parent, self._hidden, self._last, _RENAME_NOREPLACE):
+        if rename(parent, self._hidden, self._last, NOREPLACE):
             return
         self._check_free(parent)
-        if _rename(parent, self._hidden, self._last, _RENAME_EXCHANGE):
-            _remove(parent, self._hidden)  # what stood there before
+        if rename(parent, self._hidden, self._last, EXCHANGE):
+            remove(parent, self._hidden)  # what stood there before
             return
         # A file system without the exchange: for a moment nothing stands there.
         old = f".{self._last}.{secrets.token_hex(4)}.old"
         with suppress(FileNotFoundError):
             os.rename(self._last, old, src_dir_fd=parent, dst_dir_fd=parent)
         os.rename(self._hidden, self._last, src_dir_fd=parent, dst_dir_fd=parent)
-        _remove(parent, old)
+        remove(parent, old)
 
     def _check_free(self, parent: int) -> None:
         try:
@@ -190,7 +134,7 @@ class DirectoryPlace:
         where = f"{self._target.destination}/{self._target.key}"
         if not self._target.overwrite:
             raise ConflictError(f"{where} exists; choose another key, or allow to overwrite it")
-        if _export_id_at(parent, self._last) is None:
+        if export_id_at(parent, self._last) is None:
             raise ConflictError(
                 f"{where} exists and is no export of paramd, so it is not replaced; choose "
                 "another key"
@@ -198,7 +142,7 @@ class DirectoryPlace:
 
     def _is_ours(self, parent: int) -> bool:
         """Whether this very export stands at the key."""
-        return _export_id_at(parent, self._last) == self._target.export_id
+        return export_id_at(parent, self._last) == self._target.export_id
 
     @contextmanager
     def _parent(self, *, make: bool = False) -> Iterator[int]:
@@ -209,7 +153,7 @@ class DirectoryPlace:
                 if make:
                     with suppress(FileExistsError):
                         os.mkdir(name, dir_fd=folder)
-                inner = os.open(name, _DIRECTORY, dir_fd=folder)
+                inner = os.open(name, DIRECTORY, dir_fd=folder)
                 os.close(folder)
                 folder = inner
             yield folder
@@ -246,69 +190,3 @@ def explained(error: OSError, target: Target) -> ParamdError:
 
 def _unknown(error: BaseException) -> ParamdError:
     return UnreachableError(f"the destination failed: {error}")
-
-
-def _checked(name: str) -> str:
-    # Two names that begin with a dot or underscores are the format's own.
-    return name if name == ".metadata" else check_file_name(name)
-
-
-def _open_file(parent: int, folder_name: str, name: str) -> int:
-    folder = os.open(folder_name, _DIRECTORY, dir_fd=parent)
-    try:
-        flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
-        return os.open(name, flags, dir_fd=folder)
-    finally:
-        os.close(folder)
-
-
-def _export_id_at(parent: int, folder_name: str) -> str | None:
-    """The id of the export that stands there; None when it is none."""
-    try:
-        file = _open_file(parent, folder_name, MANIFEST)
-    except OSError:
-        return None
-    try:
-        found = json.loads(os.pread(file, _MAX_MANIFEST_BYTES, 0))
-        return str(found["export_id"])
-    except (ValueError, KeyError, TypeError):
-        return None
-    finally:
-        os.close(file)
-
-
-def _check_sizes(folder: int, sizes: Mapping[str, int]) -> None:
-    for name, size_bytes in sizes.items():
-        found = os.stat(_checked(name), dir_fd=folder, follow_symlinks=False).st_size
-        if found != size_bytes:
-            raise DataLossError(f"{name} has {found:,} bytes; {size_bytes:,} were written")
-
-
-def _remove(parent: int, name: str) -> None:
-    """Removes a directory of plain files, and its directories if somebody made any."""
-    try:
-        folder = os.open(name, _DIRECTORY, dir_fd=parent)
-    except FileNotFoundError:
-        return
-    try:
-        for inner in os.listdir(folder):
-            try:
-                os.unlink(inner, dir_fd=folder)
-            except IsADirectoryError:
-                _remove(folder, inner)
-    finally:
-        os.close(folder)
-    os.rmdir(name, dir_fd=parent)
-
-
-def _rename(parent: int, source: str, target: str, flags: int) -> bool:
-    """renameat2; False when the target stands in the way or the file system has not got it."""
-    done: int = _libc.renameat2(
-        parent, os.fsencode(source), parent, os.fsencode(target), ctypes.c_uint(flags)
-    )
-    if done == 0:
-        return True
-    number = ctypes.get_errno()
-    if number in (errno.EEXIST, errno.ENOTEMPTY, errno.EINVAL, errno.ENOSYS, errno.ENOENT):
-        return False
-    raise OSError(number, os.strerror(number))

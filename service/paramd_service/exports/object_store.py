@@ -10,133 +10,24 @@ Keys to the store come from the environment of this process (AWS_ACCESS_KEY_ID a
 from __future__ import annotations
 
 import json
-import queue
-import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any
 
 from paramd.errors import (
-    AbortedError,
     ConflictError,
     DataLossError,
-    DeniedError,
-    NotFoundError,
     ParamdError,
-    UnreachableError,
     UsageError,
 )
 from paramd_service.exports.destinations import OPTIONS, check_file_name, check_key
+from paramd_service.exports.object_errors import explained
+from paramd_service.exports.object_streams import ObjectSink, ObjectSource
 from paramd_service.exports.place import MANIFEST, AtPoint, Target
 
 RESERVATION = ".paramd-export"
-PART_BYTES = 6 << 20
-CONCURRENCY = 4
-"""Parts under way at once: they and the one being filled bound the memory of an upload."""
-
-_MAX_PARTS = 9_000
 _RETRIES = 4
 _RETRY_S = 30
-
-
-class ObjectSink:
-    """A multipart upload under way, fed through a queue of one part."""
-
-    def __init__(self, place: ObjectPlace, path: str, size_bytes: int) -> None:
-        self._place = place
-        self._path = path
-        self._part_bytes = max(PART_BYTES, -(-size_bytes // _MAX_PARTS))
-        self._parts: queue.Queue[bytearray | None] = queue.Queue(1)
-        self._pending = bytearray()
-        self._aborted = False
-        self._error: BaseException | None = None
-        self._thread = threading.Thread(target=self._upload, name="paramd-upload", daemon=True)
-        self._thread.start()
-
-    def write(self, data: memoryview) -> None:
-        while data:
-            room = self._part_bytes - len(self._pending)
-            self._pending += data[:room]
-            data = data[room:]
-            if len(self._pending) == self._part_bytes:
-                self._pass_on()
-
-    def finish(self) -> None:
-        if self._pending:
-            self._pass_on()
-        self._put(None)
-        self._thread.join()
-        self._check()
-
-    def abort(self) -> None:
-        self._aborted = True
-        while self._thread.is_alive():
-            with suppress(queue.Full):
-                self._parts.put(None, timeout=0.05)
-            self._thread.join(0.05)
-
-    def _pass_on(self) -> None:
-        part, self._pending = self._pending, bytearray()
-        self._put(part)
-
-    def _put(self, part: bytearray | None) -> None:
-        while True:
-            self._check()
-            try:
-                self._parts.put(part, timeout=0.2)
-                return
-            except queue.Full:
-                continue
-
-    def _check(self) -> None:
-        if self._error is not None:
-            raise explained(self._error, self._place.target)
-
-    def _upload(self) -> None:
-        try:
-            import obstore
-
-            obstore.put(
-                self._place.store,
-                self._path,
-                self._taken(),
-                use_multipart=True,
-                chunk_size=self._part_bytes,
-                max_concurrency=CONCURRENCY,
-            )
-        except BaseException as error:
-            self._error = error
-
-    def _taken(self) -> Iterator[bytearray]:
-        while (part := self._parts.get()) is not None:
-            yield part
-        if self._aborted:
-            # The store drops the parts that it has when its source fails.
-            raise AbortedError("the upload was given up")
-
-
-class ObjectSource:
-    """An object to read."""
-
-    def __init__(self, place: ObjectPlace, path: str, size_bytes: int) -> None:
-        self._place = place
-        self._path = path
-        self.size_bytes = size_bytes
-
-    def read(self, offset_bytes: int, size_bytes: int) -> bytes:
-        import obstore
-
-        length = min(size_bytes, self.size_bytes - offset_bytes)
-        if length <= 0:
-            return b""
-        with self._place.explained():
-            found = obstore.get_range(
-                self._place.store, self._path, start=offset_bytes, length=length
-            )
-            return bytes(found)
-
-    def close(self) -> None:
-        pass
 
 
 class ObjectPlace:
@@ -329,28 +220,6 @@ class ObjectPlace:
         found = obstore.list(self.store, prefix=head)
         objects = [item for batch in found for item in batch]
         return {str(item["path"]).removeprefix(head): int(item["size"]) for item in objects}
-
-
-def explained(error: BaseException, target: Target) -> ParamdError:
-    """What a store's error means for an export."""
-    from obstore.exceptions import PermissionDeniedError, UnauthenticatedError
-
-    if isinstance(error, ParamdError):
-        return error
-    where = f"{target.destination}/{target.key}"
-    if isinstance(error, PermissionDeniedError | UnauthenticatedError):
-        return DeniedError(
-            f"{where}: the object store refuses; the sidecars' environment must hold keys that "
-            "may read, write, list and delete there"
-        )
-    if isinstance(error, FileNotFoundError):
-        return NotFoundError(f"{where}: the bucket, or the object, is not there")
-    return UnreachableError(f"{where}: the object store failed ({_first_line(error)})")
-
-
-def _first_line(error: BaseException) -> str:
-    lines = str(error).strip().splitlines()
-    return (lines[0] if lines else type(error).__name__)[:300]
 
 
 def _retry() -> Any:

@@ -18,10 +18,11 @@ from paramd.layout.landings import Landing
 from paramd.layout.plan import ReadPlan, ResultTensor, plan_read
 from paramd.layout.select import NameIndex, select
 from paramd.layout.types import Box
+from paramd.mesh.background import Background
 from paramd.mesh.channels import Channels
 from paramd.mesh.pin import Pinned, Pinner, RankPin
 from paramd.mesh.rest import JobDocument, PeerAddress
-from paramd.mesh.sidecars import Background, Sidecars
+from paramd.mesh.sidecars import Sidecars
 from paramd.v1 import common_pb2, layout_pb2
 from paramd.v1 import sidecar_pb2 as pb
 from paramd.wire import CHUNK_BYTES, summon_chunk

@@ -5,11 +5,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from paramd.layout.export_settings import NameMap
+from paramd.mesh.choosing import choose
 from paramd.mesh.timeouts import deadline
 
 if TYPE_CHECKING:
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
     from paramd.mesh.exporting.file_plan import Wanted
     from paramd.mesh.reach import Reach
     from paramd.mesh.sidecars import Sidecars
-    from paramd.mesh.transfer import Chosen, Transfer
+    from paramd.mesh.transfer import Transfer
 
 
 class AsyncDownloading:
@@ -27,12 +28,6 @@ class AsyncDownloading:
 
     _reach: Reach
     _transfer: Transfer
-
-    if TYPE_CHECKING:
-
-        async def _choose(
-            self, sidecars: Sidecars, patterns: Sequence[str], buffers: bool
-        ) -> Chosen: ...
 
     async def download(
         self,
@@ -75,8 +70,8 @@ class AsyncDownloading:
         await self._transfer.load_torch()
         rules = NameMap.of(name_map) if name_map else NameMap()
 
-        async def choose(sidecars: Sidecars) -> Wanted:
-            chosen = await self._choose(sidecars, patterns or ("*",), buffers)
+        async def wanted(sidecars: Sidecars) -> Wanted:
+            chosen = await choose(self._reach, sidecars, patterns or ("*",), buffers=buffers)
             names = rules.apply(item[0] for item in chosen.names)
             aliases = {alias: names[item[0]] for item in chosen.names for alias in item[1:]}
             document = sidecars.document
@@ -91,4 +86,4 @@ class AsyncDownloading:
         file = PartialFile(Path(path))
         file.check(replace=replace)
         download = Download(self._reach, file, replace=replace, moved=moved, said=said)
-        return await download.run(choose, deadline(timeout, 0.0))
+        return await download.run(wanted, deadline(timeout, 0.0))

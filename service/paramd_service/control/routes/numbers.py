@@ -15,7 +15,7 @@ from paramd.filters import Filter, parse_filter
 from paramd.layout.select import SelectedTensor
 from paramd_service.control.choice import choose, choose_one, pattern_of, split
 from paramd_service.control.incarnation import Incarnation
-from paramd_service.control.models import (
+from paramd_service.control.models_params import (
     HeatmapDocument,
     HistogramDocument,
     StatsDocument,

@@ -15,7 +15,7 @@ from paramd.layout.select import SelectedTensor
 from paramd.layout.types import Box, Piece, TensorLayout
 from paramd_service.control.choice import Missing, choose, choose_one, pattern_of, split
 from paramd_service.control.incarnation import Incarnation
-from paramd_service.control.models import (
+from paramd_service.control.models_params import (
     MissingDocument,
     ParamDetail,
     ParamDocument,

@@ -14,7 +14,7 @@ from paramd_service.control.choice import choose, pattern_of
 from paramd_service.control.events import Kind
 from paramd_service.control.held import Held
 from paramd_service.control.incarnation import Incarnation
-from paramd_service.control.models import (
+from paramd_service.control.models_snapshots import (
     HeldDocument,
     LeaseDocument,
     LeaseRequest,

@@ -13,10 +13,12 @@ import stat
 import subprocess
 import sys
 import time
+import zipfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import httpx2
 import pytest
 import yaml
 
@@ -145,6 +147,53 @@ def test_the_dockerfile_is_clean() -> None:
     assert users == ["10001"]
 
 
+def copied(context: Path, instruction: str) -> None:
+    """Does one COPY of the stage that builds, with what git has and without what is ignored."""
+    *sources, target = [word for word in instruction.split()[1:] if not word.startswith("--")]
+    into = context / target
+    if "--from=page" in instruction:
+        # Made by the stage before, which runs npm.
+        into.mkdir(parents=True)
+        (into / "index.html").write_text("<!doctype html>")
+        return
+    for source in sources:
+        found = ROOT / source
+        if found.is_dir():
+            skip = shutil.ignore_patterns("__pycache__", "node_modules", "web")
+            shutil.copytree(found, into, ignore=skip)
+        else:
+            shutil.copy(found, into)
+
+
+def allowed(path: str) -> bool:
+    """Whether .dockerignore, which begins with everything, lets a file into the build."""
+    lines = (ROOT / ".dockerignore").read_text().split()
+    assert lines[0] == "*"
+    return f"!{path.partition('/')[0]}" in lines
+
+
+def test_the_image_builds_the_package_from_what_it_copies(tmp_path: Path) -> None:
+    lines = (DEPLOY / "Dockerfile").read_text().splitlines()
+    begin = next(n for n, line in enumerate(lines) if line.endswith(" AS build"))
+    end = next(n for n, line in enumerate(lines) if n > begin and line.startswith("FROM "))
+    for line in lines[begin:end]:
+        if line.startswith("COPY "):
+            words = [word for word in line.split()[1:-1] if not word.startswith("--")]
+            assert "--from" in line or all(map(allowed, words)), line
+            copied(tmp_path, line)
+    built = subprocess.run(
+        [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", "dist"],
+        cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False,
+    )  # fmt: skip
+    assert built.returncode == 0, built.stderr
+    (wheel,) = (tmp_path / "dist").glob("*.whl")
+    with zipfile.ZipFile(wheel) as archive:
+        names = set(archive.namelist())
+    wanted = {"paramd/v1/sidecar_pb2.py", "paramd_service/sidecar/main.py"}
+    wanted |= {"paramd/py.typed", "paramd_service/control/web/index.html"}
+    assert wanted <= names
+
+
 @pytest.fixture
 def compose() -> Any:
     return yaml.safe_load((DEPLOY / "compose.yaml").read_text())
@@ -174,10 +223,42 @@ def test_the_compose_file_opens_no_port_and_gives_no_rights(compose: Any) -> Non
         assert service["security_opt"] == ["no-new-privileges:true"]
 
 
-def test_the_healthcheck_of_the_compose_file_is_a_program(compose: Any) -> None:
-    kind, python, dash_c, program = compose["services"]["control"]["healthcheck"]["test"]
+def test_the_compose_files_command_serves_and_its_healthcheck_says_so(
+    compose: Any, tmp_path: Path
+) -> None:
+    service = compose["services"]["control"]
+    kind, python, dash_c, program = service["healthcheck"]["test"]
     assert (kind, python, dash_c) == ("CMD", "python", "-c")
-    with site_plane() as control:
-        here = program.replace("http://127.0.0.1:8470", control.url)
-        assert here != program
-        subprocess.run([sys.executable, "-c", here], check=True, timeout=30)
+    token = tmp_path / "token"
+    token.write_text("a-token-of-the-compose-file\n")
+    here = {"127.0.0.1:8470": "127.0.0.1:0", "127.0.0.1:8471": "127.0.0.1:0"}
+    here["/run/secrets/token"] = str(token)
+    arguments = []
+    for word in service["command"]:
+        option, equals, value = word.partition("=")
+        # Each address and path is one that the rest of the file relies on.
+        arguments.append(f"{option}={here.pop(value, value)}" if equals else word)
+        assert not equals or value not in here
+    paramd = Path(sys.executable).with_name("paramd")
+    with subprocess.Popen([paramd, *arguments], stdout=subprocess.PIPE, text=True) as control:
+        try:
+            assert control.stdout is not None
+            url = json.loads(control.stdout.readline())["url"]
+            probe = program.replace("http://127.0.0.1:8470", url)
+            assert probe != program
+            subprocess.run([sys.executable, "-c", probe], check=True, timeout=30)
+            bearer = {"authorization": f"Bearer {token.read_text().strip()}"}
+            assert httpx2.get(f"{url}/api/v1/jobs", headers=bearer).json() == {"jobs": []}
+        finally:
+            control.terminate()
+        assert control.wait(PATIENCE_S) == 0
+
+
+def test_the_compose_files_trainer_has_the_options_it_is_given(compose: Any) -> None:
+    trainer = compose["services"]["trainer"]
+    told = subprocess.run(
+        [sys.executable, "-m", trainer["entrypoint"][-1], "--help"],
+        capture_output=True, text=True, timeout=60, check=True,
+    ).stdout  # fmt: skip
+    for word in trainer["command"]:
+        assert re.search(rf"{re.escape(word.partition('=')[0])}\b", told), word

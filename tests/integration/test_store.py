@@ -152,6 +152,26 @@ async def test_tokens_are_found_by_digest_and_revoked_once(address: StoreAddress
             await tokens.revoke("x", now_s=9.0)
 
 
+async def test_tokens_that_have_ended_are_those_of_a_time(address: StoreAddress) -> None:
+    async with started(address) as store:
+        tokens = TokenStore(store)
+        rows = {
+            "expired": {"expires_s": 50.0},
+            "expired-long-ago": {"expires_s": 10.0},
+            "revoked": {"expires_s": 45.0, "revoked_s": 40.0},
+            "revoked-long-ago": {"expires_s": 55.0, "revoked_s": 5.0},
+            "good": {"expires_s": 61.0},
+            "for-ever": {},
+        }
+        for n, (name, times_s) in enumerate(rows.items()):
+            row = TokenRow(name=name, digest=str(n) * 64, role="reader", created_s=1.0)
+            await tokens.create(replace(row, **times_s))
+        found = await tokens.ended(since_s=10.0, now_s=60.0, limit=9)
+        assert [(row.name, row.ended_s) for row in found] == [("revoked", 40.0), ("expired", 50.0)]
+        found = await tokens.ended(since_s=10.0, now_s=60.0, limit=1)
+        assert [row.name for row in found] == ["expired"], "the latest, when there are too many"
+
+
 async def test_alerts_are_raised_resolved_and_paged(address: StoreAddress) -> None:
     async with started(address) as store:
         alerts = AlertStore(store)
@@ -255,6 +275,40 @@ async def test_series_are_apart_and_the_same_moment_counts_once(address: StoreAd
         for n, series in enumerate([LOSS, *others]):
             points = await history.read(series, begin_s=0, end_s=100)
             assert [point.mean for point in points] == [float(n)]
+
+
+async def test_series_are_listed_by_name_and_rank_in_pages(address: StoreAddress) -> None:
+    async with started(address) as store:
+        history = MetricHistory(store, clock=lambda: 100.0)
+        wanted = [
+            SeriesKey(job="run", epoch=2, name="Norm:w"),
+            SeriesKey(job="run", epoch=2, name="norm:layers.0.weight"),
+            SeriesKey(job="run", epoch=2, name="norm:layers_0"),
+            SeriesKey(job="run", epoch=2, name="norm:é%_'"),
+            SeriesKey(job="run", epoch=2, name="step_time_s"),
+            *(SeriesKey(job="run", epoch=2, rank=n, name="step_time_s") for n in (0, 2, 10)),
+        ]
+        others = [
+            SeriesKey(job="run", epoch=1, name="norm:w"),
+            SeriesKey(job="b", epoch=2, name="norm:w"),
+        ]
+        assert await history.series("run", 2) == []
+        history.offer(
+            Sample(series=series, time_s=50.0, value=1.0)
+            for series in reversed([*wanted, *others, *wanted])
+        )
+        await history.flush()
+        assert await history.series("run", 2) == wanted
+        for size in (1, 3, len(wanted)):
+            paged: list[SeriesKey] = []
+            after: tuple[str, int] | None = None
+            while page := await history.series("run", 2, after=after, limit=size):
+                assert len(page) <= size
+                paged += page
+                after = (page[-1].name, page[-1].rank)
+            assert paged == wanted
+        assert await history.series("run", 1) == others[:1]
+        assert await history.series("none", 2) == []
 
 
 async def test_a_write_that_fails_leaves_nothing_and_the_next_one_works(

@@ -59,7 +59,9 @@ class Word(IntEnum):
     MOMENTS_STEP = 42  # step at which optimizer state was last mirrored; -1 meanwhile
     GRADIENTS_STEP = 43  # last update before which the ARM_SLOT words were looked at
     MIRRORED = 44  # 1: the arena is a copy of parameters that are elsewhere (mirror.py)
-    MIRRORED_FOR = 45  # request that the copy was last refreshed for
+    MIRRORED_FOR = 45  # request that the copy was made for; 0 while it is written to
+    MIRRORED_STEP = 46  # step of that copy
+    MIRRORED_EDITS = 47  # edits of that copy
 
     # Sidecar's words.
     SIDECAR_PID = 64

@@ -46,7 +46,9 @@ class State(NamedTuple):
 class TrainerGate:
     """The trainer's side. One thread calls it: the one that runs the optimizer."""
 
-    def __init__(self, page: ControlPage, *, stall_budget_ns: int) -> None:
+    def __init__(self, page: ControlPage, *, stall_budget_ns: int, mirrored: bool = False) -> None:
+        """`mirrored`: updates do not touch the arena, so they wait for no copy of it."""
+        self._mirrored = mirrored
         self._words = page.words
         self._stall_budget_ns = stall_budget_ns
         self._given_up: tuple[int, int, int] | None = None
@@ -54,7 +56,9 @@ class TrainerGate:
     def begin_update(self) -> None:
         """Waits, within the budget, for copies under way; then SEQ is odd."""
         words = self._words
-        if words[_COPY_BEGUN] != words[_COPY_ENDED] or words[_SERVED] < words[_ANNOUNCE]:
+        if not self._mirrored and (
+            words[_COPY_BEGUN] != words[_COPY_ENDED] or words[_SERVED] < words[_ANNOUNCE]
+        ):
             self._wait_for_copies()
         words[_SEQ] |= 1
 
@@ -72,9 +76,19 @@ class TrainerGate:
         words[_EDITS] += 1
         words[_SEQ] += 1
 
-    def end_refresh(self) -> None:
-        """SEQ even again; step and edits are what they were: a mirrored arena was refreshed."""
-        self._words[_SEQ] += 1
+    def begin_mirror(self) -> None:
+        """Waits, within the budget, for copies under way; then the mirrored arena is nobody's."""
+        words = self._words
+        if words[_COPY_BEGUN] != words[_COPY_ENDED]:
+            self._wait_for_copies()
+        words[Word.MIRRORED_FOR] = 0
+
+    def end_mirror(self, number: int) -> None:
+        """The arena has what request `number` wants of the present state."""
+        words = self._words
+        words[Word.MIRRORED_STEP] = words[_STEP]
+        words[Word.MIRRORED_EDITS] = words[_EDITS]
+        words[Word.MIRRORED_FOR] = number
 
     def note_stall(self, stall_ns: int) -> None:
         """Counts a wait of the training for a reader."""
@@ -143,23 +157,48 @@ def copy_at_one_step(
 
     Returns the end and the state the bytes belong to (meaningful only for DONE).
     """
-    words = page.words
-    seq = words[Word.SEQ]
+    seq = page.words[Word.SEQ]
     if seq & 1:
         return CopyEnd.UPDATING, state_of(page)
+    return _copy_while(page, spans, (Word.SEQ, seq), (Word.STEP, Word.EDITS), at_point)
+
+
+def copy_of_request(
+    page: ControlPage,
+    spans: Sequence[CopySpan],
+    number: int,
+    *,
+    at_point: Callable[[str], None] = lambda _: None,
+) -> tuple[CopyEnd, State]:
+    """As `copy_at_one_step`, from a mirrored arena: what was copied there for a request."""
+    if page.words[Word.MIRRORED_FOR] != number:
+        return CopyEnd.UPDATING, state_of(page)
+    state = (Word.MIRRORED_STEP, Word.MIRRORED_EDITS)
+    return _copy_while(page, spans, (Word.MIRRORED_FOR, number), state, at_point)
+
+
+def _copy_while(
+    page: ControlPage,
+    spans: Sequence[CopySpan],
+    good: tuple[Word, int],
+    state_words: tuple[Word, Word],
+    at_point: Callable[[str], None],
+) -> tuple[CopyEnd, State]:
+    """Copies as long as a word has its value; the state is what two other words say then."""
+    words, (proof, value) = page.words, good
     words[Word.COPY_BEGUN] += 1
     try:
         at_point("copy-begun")
-        state = state_of(page)
+        state = State(words[state_words[0]], words[state_words[1]])
         for span in spans:
             for begin in range(0, span.size_bytes, COPY_CHUNK_BYTES):
-                if words[Word.SEQ] != seq:
+                if words[proof] != value:
                     return CopyEnd.OVERTAKEN, state
                 size = min(COPY_CHUNK_BYTES, span.size_bytes - begin)
                 ctypes.memmove(span.target + begin, span.source + begin, size)
                 at_point("copy-chunk")
         at_point("copy-moved")
-        if words[Word.SEQ] != seq:
+        if words[proof] != value:
             return CopyEnd.OVERTAKEN, state
         return CopyEnd.DONE, state
     finally:

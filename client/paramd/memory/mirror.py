@@ -1,8 +1,12 @@
 """Mirrored arenas: copies of parameters that stay in the trainer's own memory.
 
-The words: MIRRORED says that the arena is such a copy, and MIRRORED_FOR which boundary
-request it was last refreshed for. Only a snapshot of that very request may be taken from it;
-its other bytes are of earlier steps. While the trainer refreshes it, SEQ is odd.
+The words: MIRRORED says that the arena is such a copy, MIRRORED_FOR which boundary request it
+was last refreshed for, MIRRORED_STEP and MIRRORED_EDITS of which state. Only a snapshot of
+that very request may be taken from it; its other bytes are of earlier steps.
+
+The trainer writes MIRRORED_FOR = 0 before it writes to the arena and n after it; numbers never
+come twice. So a copy during which MIRRORED_FOR was n all the time is whole, whatever the
+training did meanwhile: an update does not touch the arena and waits for no copy.
 
 What a request wants of the arena stands in its ARGUMENT: one range of whole pages that holds
 all spans asked for, so that the trainer need not copy everything for a reader of one tensor.
@@ -17,6 +21,8 @@ from paramd.memory.control_page import Word, Words
 _PAGE_BYTES = 4096
 _BITS = 31
 _MASK = (1 << _BITS) - 1
+_NOTHING = 1 << _BITS | 1
+"""An empty range: no bytes are wanted, but which state it is."""
 
 
 def is_mirror(words: Words) -> bool:
@@ -25,14 +31,14 @@ def is_mirror(words: Words) -> bool:
 
 
 def pack_wanted(spans: Iterable[tuple[int, int]]) -> int:
-    """The ARGUMENT for half-open byte spans of the arena; 0 when there are none.
+    """The ARGUMENT for half-open byte spans of the arena, perhaps none.
 
-    Arenas above 8 TiB have no such word: 0 then too, which wants nothing, so that the
-    request is missed and never answered with other bytes.
+    Arenas above 8 TiB have no such word: 0 then, which no trainer answers, so that the
+    request is missed and never filled with other bytes.
     """
     found = list(spans)
     if not found:
-        return 0
+        return _NOTHING
     begin = min(begin for begin, _ in found) // _PAGE_BYTES
     end = -(-max(end for _, end in found) // _PAGE_BYTES)
     return begin << _BITS | end if end <= _MASK else 0

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from typing import Protocol
 
 from paramd.memory.agreed import note_agreed, note_failed
-from paramd.memory.control_page import ControlPage, Word, Words
+from paramd.memory.control_page import ControlPage, Word
 from paramd.memory.gate import TrainerGate
 from paramd.trainer.agreement import (
     CAPTURE,
@@ -51,8 +51,8 @@ class EditorLike(Protocol):
 class MirrorLike(Protocol):
     """What copies parameters into the arena (see mirror.py)."""
 
-    def refresh_for(self, request: Request, words: Words, gate: TrainerGate) -> None:
-        """Copies what an agreed capture wants."""
+    def refresh_for(self, request: Request, gate: TrainerGate) -> None:
+        """Copies what an agreed capture wants, buffers too."""
 
 
 class Acting:
@@ -214,12 +214,13 @@ class Acting:
                 self._editor.apply(request, self._gate)
             else:
                 words[Word.EDIT_FAILED] = request.number
-        if self._mirror is not None and request.action == CAPTURE and at_home:
-            self._mirror.refresh_for(request, words, self._gate)
-        if words[Word.BUFFERS_WANTED] > wanted_above:
+        if self._mirror is None and words[Word.BUFFERS_WANTED] > wanted_above:
             self._copy_buffers()
             words[Word.BUFFERS_STEP] = words[Word.STEP]
         if words[Word.MOMENTS_WANTED] > wanted_above:
             words[Word.MOMENTS_STEP] = -1
             self._mirror_moments()
             words[Word.MOMENTS_STEP] = words[Word.STEP]
+        if self._mirror is not None and request.action == CAPTURE and at_home:
+            # The last of all: what it writes says that the request can be filled.
+            self._mirror.refresh_for(request, self._gate)

@@ -67,7 +67,7 @@ class Boundary:
         self._wake_descriptor = wake_descriptor
         self._home = home
         self._editor = editor
-        self._gate = TrainerGate(page, stall_budget_ns=stall_budget_ns)
+        self._gate = TrainerGate(page, stall_budget_ns=stall_budget_ns, mirrored=mirror is not None)
         self._acting = Acting(
             page,
             agreement,

@@ -113,6 +113,8 @@ class Editor:
         try:
             if preparation is None or preparation.request != request or preparation.steps is None:
                 raise AssertionError("an edit was promised that had not been prepared")
+            if self._mirror is not None:
+                gate.begin_mirror()
             self._run(preparation.steps)
         except BaseException:
             # SEQ stays odd: the parameters mix two states.

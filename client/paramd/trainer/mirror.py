@@ -21,7 +21,6 @@ from torch import nn
 
 from paramd.errors import ConflictError
 from paramd.layout.types import TensorKind
-from paramd.memory.control_page import Word, Words
 from paramd.memory.edit_program import Record
 from paramd.memory.gate import TrainerGate
 from paramd.memory.mirror import unpack_wanted
@@ -110,25 +109,27 @@ class MirroredHome(Home):
         if self._copies is not None:
             self._copies.close()
 
-    def refresh_for(self, request: Request, words: Words, gate: TrainerGate) -> None:
-        """Copies what an agreed capture wants into the arena. SEQ is odd meanwhile.
+    def refresh_for(self, request: Request, gate: TrainerGate) -> None:
+        """Copies what an agreed capture wants into the arena, buffers too.
 
         Waits first, within the stall budget, for a sidecar that still copies from it. All of
         that is counted as a stall.
 
         Raises:
-            ConflictError: a parameter changed its layout; the request is missed on this rank.
+            ConflictError: a tensor changed its layout; the request is missed on this rank.
         """
+        if request.argument == 0:
+            return
         begin, end = unpack_wanted(request.argument)
-        if begin >= end:
+        gate.begin_mirror()
+        if begin == end:
+            gate.end_mirror(request.number)
             return
         begin_ns = time.monotonic_ns()
-        gate.begin_update()
-        try:
-            self._refresh(begin, end)
-        finally:
-            gate.end_refresh()
-        words[Word.MIRRORED_FOR] = request.number
+        self._refresh(begin, end)
+        if any(at < end for _, at in self._placed(TensorKind.BUFFER)):
+            self.copy_buffers()
+        gate.end_mirror(request.number)
         gate.note_stall(time.monotonic_ns() - begin_ns)
 
     def live(self, record: Record) -> torch.Tensor:

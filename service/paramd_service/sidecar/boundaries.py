@@ -202,9 +202,9 @@ class Boundaries:
 
     def _argument(self, reach: Reach, snapshots: Sequence[Snapshot]) -> int:
         if reach.action == CAPTURE and is_mirror(self._possession.page.words):
-            return pack_wanted(
-                span for one in snapshots if not is_table(one.key) for span in one.key.spans
-            )
+            # What a table of optimizer state is pinned with are no bytes of the arena.
+            keys = [one.key for one in snapshots if not is_table(one.key)]
+            return pack_wanted(span for key in keys for span in key.spans)
         if reach.action == EDIT:
             if self.edits is None:
                 raise ConflictError("this sidecar takes no edits")

@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from paramd.memory.control_page import ControlPage, Word
-from paramd.memory.gate import CopyEnd, CopySpan, State, copy_at_one_step
+from paramd.memory.gate import CopyEnd, CopySpan, State, copy_at_one_step, copy_of_request
 from paramd.memory.mirror import is_mirror
 from paramd_service.sidecar.reaching import Boundary, Outcome, Reaching
 
@@ -218,13 +218,13 @@ class Capture:
 
     def _capture(self, boundary: Boundary, announced: bool) -> Outcome | None:
         words = self._words
+        if is_mirror(words):
+            return self._capture_mirrored(boundary, announced)
         agreed_step = words[Word.AGREED_STEP]
         if words[Word.STEP] != agreed_step or words[Word.SEQ] & 1:
             return self._not_there(boundary, announced, "the next update began before the copy")
         if boundary.with_buffers and words[Word.BUFFERS_STEP] != agreed_step:
             return self._not_there(boundary, announced, "the trainer did not copy its buffers")
-        if boundary.spans and is_mirror(words) and words[Word.MIRRORED_FOR] != boundary.number:
-            return self._not_there(boundary, announced, "the trainer did not copy its parameters")
         if boundary.with_moments and words[Word.MOMENTS_STEP] != agreed_step:
             return self._not_there(boundary, announced, "the trainer did not copy its moments")
         begin_ns = self._clock_ns()
@@ -237,6 +237,22 @@ class Capture:
             return Outcome(state.step, "", edits=state.edits)
         self.given_up_count += 1
         return Outcome(-1, self.explain(boundary.size_bytes, took_ns))
+
+    def _capture_mirrored(self, boundary: Boundary, announced: bool) -> Outcome | None:
+        """From an arena that updates do not touch: whatever the step is by now."""
+        words, number = self._words, boundary.number
+        begin_ns = self._clock_ns()
+        end, state = copy_of_request(self._page, boundary.spans, number, at_point=self._at_point)
+        if end is CopyEnd.UPDATING:
+            return self._not_there(boundary, announced, "the trainer did not copy its parameters")
+        self._at_point("boundary-copied")
+        if end is CopyEnd.OVERTAKEN:
+            self.given_up_count += 1
+            return Outcome(-1, "a later request overtook the copy of this one")
+        if boundary.with_moments and words[Word.MOMENTS_STEP] != state.step:
+            return self._not_there(boundary, announced, "the trainer did not copy its moments")
+        self._note_rate(boundary.size_bytes, self._clock_ns() - begin_ns)
+        return Outcome(state.step, "", edits=state.edits)
 
     def _not_there(self, boundary: Boundary, announced: bool, reason: str) -> Outcome | None:
         """Missed once its announcement has come; until then the trainer is still writing words."""

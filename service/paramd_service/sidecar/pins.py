@@ -123,7 +123,6 @@ class Pins:
         self.sweep()
         if self.ownership is not Ownership.OWNED:
             raise ConflictError(f"no boundary will come: {self.ownership.value}")
-        with_buffers = with_buffers or is_mirror(self._possession.page.words)
         snapshot = self.store.reserve(key, at_boundary=True, with_buffers=with_buffers)
         try:
             await asyncio.shield(self._start(self._make_block(self.store.hold(snapshot))))

@@ -11,7 +11,15 @@ import pytest
 from paramd.memory import descriptors
 from paramd.memory import gate as gate_module
 from paramd.memory.control_page import PAGE_BYTES, ControlPage, Word
-from paramd.memory.gate import CopyEnd, CopySpan, State, TrainerGate, copy_at_one_step, state_of
+from paramd.memory.gate import (
+    CopyEnd,
+    CopySpan,
+    State,
+    TrainerGate,
+    copy_at_one_step,
+    copy_of_request,
+    state_of,
+)
 
 SIZE_BYTES = 1000
 Memory = ctypes.Array[ctypes.c_char]
@@ -80,6 +88,42 @@ def test_a_copy_that_an_update_or_an_edit_overtakes_is_none(
     end, _ = copy_at_one_step(page, spans(source, target), at_point=update_at)
     assert end is CopyEnd.OVERTAKEN
     assert page[Word.COPY_BEGUN] == page[Word.COPY_ENDED]
+
+
+def test_a_mirror_answers_the_request_that_it_was_made_for_whatever_updates_do(
+    page: ControlPage, source: Memory, target: Memory
+) -> None:
+    gate = TrainerGate(page, stall_budget_ns=0, mirrored=True)
+    page[Word.STEP], page[Word.EDITS] = 7, 2
+    gate.begin_mirror()
+    assert copy_of_request(page, spans(source, target), 5)[0] is CopyEnd.UPDATING
+    gate.end_mirror(5)
+
+    def update(_: str) -> None:
+        gate.begin_update()
+        gate.end_update()
+
+    found = copy_of_request(page, spans(source, target), 5, at_point=update)
+    assert found == (CopyEnd.DONE, State(7, 2))
+    assert target.raw == source.raw
+    assert page[Word.STALL_COUNT] == 0, "an update does not touch the mirror"
+    assert copy_of_request(page, spans(source, target), 4)[0] is CopyEnd.UPDATING
+
+
+@pytest.mark.parametrize("point", ["copy-begun", "copy-chunk", "copy-moved"])
+def test_a_copy_from_a_mirror_that_is_written_to_is_none(
+    page: ControlPage, source: Memory, target: Memory, point: str
+) -> None:
+    gate = TrainerGate(page, stall_budget_ns=0, mirrored=True)
+    gate.end_mirror(5)
+
+    def write_at(name: str) -> None:
+        if name == point:
+            gate.begin_mirror()
+            gate.end_mirror(6)
+
+    end, _ = copy_of_request(page, spans(source, target), 5, at_point=write_at)
+    assert end is CopyEnd.OVERTAKEN
 
 
 def test_the_trainer_waits_for_one_unfinished_copy_once_and_no_longer(page: ControlPage) -> None:

@@ -59,7 +59,7 @@ class Bench:
         ]
         self.number += 1
         request = Request(self.number, 1, CAPTURE, pack_wanted(spans))
-        self.home.refresh_for(request, self.page.words, self.gate)
+        self.home.refresh_for(request, self.gate)
 
     def held(self, name: str) -> torch.Tensor:
         """What the arena holds of a parameter, in its own shape."""
@@ -95,9 +95,13 @@ def test_nothing_moves_and_a_capture_copies_what_the_training_has(bench: Bench) 
     assert bool((bench.held("turned") == 70).all())
 
 
-def test_a_request_that_wants_nothing_is_not_answered(bench: Bench) -> None:
+def test_a_request_for_no_bytes_is_told_the_state_and_one_too_large_nothing(bench: Bench) -> None:
+    bench.page[Word.STEP], bench.page[Word.EDITS] = 7, 2
     bench.refresh()
-    assert (bench.page[Word.MIRRORED_FOR], bench.page[Word.STALL_COUNT]) == (0, 0)
+    words = (Word.MIRRORED_FOR, Word.MIRRORED_STEP, Word.MIRRORED_EDITS, Word.STALL_COUNT)
+    assert [bench.page[word] for word in words] == [1, 7, 2, 0]
+    bench.home.refresh_for(Request(2, 1, CAPTURE, 0), bench.gate)
+    assert bench.page[Word.MIRRORED_FOR] == 1
 
 
 def test_replaced_parameters_are_followed_and_changed_ones_refused(bench: Bench) -> None:
@@ -110,10 +114,9 @@ def test_replaced_parameters_are_followed_and_changed_ones_refused(bench: Bench)
     bench.model.scale = nn.Parameter(torch.ones(3))
     with pytest.raises(ConflictError, match="'scale' was float32"):
         bench.home.check()
-    before = bench.page[Word.MIRRORED_FOR]
     with pytest.raises(ConflictError):
         bench.refresh("turned")
-    assert (bench.page[Word.MIRRORED_FOR], bench.page[Word.SEQ] & 1) == (before, 0)
+    assert (bench.page[Word.MIRRORED_FOR], bench.page[Word.SEQ] & 1) == (0, 0)
 
 
 def test_an_edits_elements_are_the_trainings_own(bench: Bench) -> None:
@@ -151,4 +154,6 @@ def test_what_is_wanted_survives_its_word() -> None:
     assert unpack_wanted(pack_wanted([(5, 9), (9000, 9001)])) == (0, 12288)
     far = 7 << 40
     assert unpack_wanted(pack_wanted([(far, far + 1)])) == (far, far + 4096)
-    assert pack_wanted([]) == pack_wanted([(0, 9 << 40)]) == 0
+    begin, end = unpack_wanted(pack_wanted([]))
+    assert begin == end
+    assert pack_wanted([]) != pack_wanted([(0, 9 << 40)]) == 0

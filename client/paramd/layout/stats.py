@@ -6,10 +6,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import reduce
 from itertools import product
+from typing import Protocol
 
 from paramd.errors import UsageError
 from paramd.layout.dtypes import item_bytes
@@ -55,57 +55,105 @@ EMPTY = Stats()
 """Statistics of no element; merging it changes nothing."""
 
 
-def merge(a: Stats, b: Stats) -> Stats:
-    """The statistics of the elements of both.
+class Part(Protocol):
+    """What can be merged: `Stats`, or a message with the same fields."""
+
+    @property
+    def count(self) -> int: ...
+    @property
+    def zero_count(self) -> int: ...
+    @property
+    def nan_count(self) -> int: ...
+    @property
+    def inf_count(self) -> int: ...
+    @property
+    def mean(self) -> float: ...
+    @property
+    def m2(self) -> float: ...
+    @property
+    def sum_squares(self) -> float: ...
+    @property
+    def min(self) -> float: ...
+    @property
+    def max(self) -> float: ...
+    @property
+    def exponent_counts(self) -> Sequence[int]: ...
+    @property
+    def exponent_begin(self) -> int: ...
+    @property
+    def edge_counts(self) -> Sequence[int]: ...
+
+
+def merge(a: Part, b: Part) -> Stats:
+    """The statistics of the elements of both."""
+    return merge_all((a, b))
+
+
+def merge_all(parts: Iterable[Part]) -> Stats:
+    """The statistics of the elements of all parts; `EMPTY` when there is none.
 
     Source: Chan, Golub, LeVeque, "Updating formulae and a pairwise algorithm for computing
     sample variances", 1979, for `mean` and `m2`.
     """
-    begin, counts = _merge_exponents(a, b)
-    total = a.finite_count + b.finite_count
-    mean, m2 = 0.0, 0.0
-    if total:
-        delta = b.mean - a.mean
-        share = b.finite_count / total
-        mean = a.mean + delta * share
-        m2 = a.m2 + b.m2 + delta * delta * a.finite_count * share
+    count = zero_count = nan_count = inf_count = finite = 0
+    mean = m2 = sum_squares = 0.0
+    low, high = math.inf, -math.inf
+    exponents: list[Part] = []
+    edges: list[Sequence[int]] = []
+    # One pass with plain numbers: a frame of gradients has hundreds of parts.
+    for part in parts:
+        bad = part.nan_count + part.inf_count
+        part_count = part.count
+        count += part_count
+        zero_count += part.zero_count
+        if bad:
+            nan_count += part.nan_count
+            inf_count += part.inf_count
+        more = part_count - bad
+        if more:
+            delta = part.mean - mean
+            share = more / (finite + more)
+            mean += delta * share
+            m2 += part.m2 + delta * delta * finite * share
+            finite += more
+            sum_squares += part.sum_squares
+            low, high = min(low, part.min), max(high, part.max)
+        if part.exponent_counts:
+            exponents.append(part)
+        if part.edge_counts:
+            edges.append(part.edge_counts)
+    begin, counts = _added_exponents(exponents)
     return Stats(
-        count=a.count + b.count,
-        zero_count=a.zero_count + b.zero_count,
-        nan_count=a.nan_count + b.nan_count,
-        inf_count=a.inf_count + b.inf_count,
+        count=count,
+        zero_count=zero_count,
+        nan_count=nan_count,
+        inf_count=inf_count,
         mean=mean,
         m2=m2,
-        sum_squares=a.sum_squares + b.sum_squares,
-        min=min(a.min, b.min),
-        max=max(a.max, b.max),
+        sum_squares=sum_squares,
+        min=low,
+        max=high,
         exponent_counts=counts,
         exponent_begin=begin,
-        edge_counts=_added(a.edge_counts, b.edge_counts),
+        # Empty ones were not asked for, or are of no element.
+        edge_counts=_added(edges),
     )
 
 
-def merge_all(parts: Iterable[Stats]) -> Stats:
-    """The statistics of the elements of all parts; `EMPTY` when there is none."""
-    return reduce(merge, parts, EMPTY)
+def _added(counts: Iterable[Sequence[int]]) -> tuple[int, ...]:
+    """Sums of what stands at the same places."""
+    return tuple(map(sum, zip(*counts, strict=True)))
 
 
-def _added(a: tuple[int, ...], b: tuple[int, ...]) -> tuple[int, ...]:
-    """Counts between the same edges; empty ones were not asked for, or are of no element."""
-    if not a or not b:
-        return a if a else b
-    return tuple(one + other for one, other in zip(a, b, strict=True))
-
-
-def _merge_exponents(a: Stats, b: Stats) -> tuple[int, tuple[int, ...]]:
-    if not a.exponent_counts:
-        return b.exponent_begin, b.exponent_counts
-    if not b.exponent_counts:
-        return a.exponent_begin, a.exponent_counts
-    begin = min(a.exponent_begin, b.exponent_begin)
-    end = max(part.exponent_begin + len(part.exponent_counts) for part in (a, b))
-    counts = [0] * (end - begin)
-    for part in (a, b):
+def _added_exponents(parts: Sequence[Part]) -> tuple[int, tuple[int, ...]]:
+    spans = {(part.exponent_begin, len(part.exponent_counts)) for part in parts}
+    if not spans:
+        return 0, ()
+    begin = min(first for first, _ in spans)
+    if len(spans) == 1:
+        return begin, _added(part.exponent_counts for part in parts)
+    counts = [0] * (max(first + size for first, size in spans) - begin)
+    for part in parts:
         for at, count in enumerate(part.exponent_counts, part.exponent_begin - begin):
             counts[at] += count
     return begin, tuple(counts)

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar
 
-from paramd.layout.stats import Stats, Summary, merge_all, summarize
+from paramd.layout.stats import Part, Stats, Summary, merge_all, summarize
 
 if TYPE_CHECKING:
     import torch
@@ -50,7 +50,7 @@ class GradFrame(Frame[Value]):
         scale: float,
         clip_factor: float | None,
         read_s: float = 0.0,
-        parts: Mapping[str, Sequence[Stats]] | None = None,
+        parts: Mapping[str, Sequence[Part]] | None = None,
         bad_ranks: Mapping[str, Sequence[int]] | None = None,
     ) -> None:
         """Values are made when they are first looked at. `parts` are those of statistics."""
@@ -177,6 +177,6 @@ def _numbers(summary: Summary) -> dict[str, Any]:
     return found
 
 
-def lazily_summed(parts: Sequence[Stats]) -> Callable[[], Summary]:
+def lazily_summed(parts: Sequence[Part]) -> Callable[[], Summary]:
     """The summary of all parts together, made when it is asked for."""
     return lambda: summarize(merge_all(parts))

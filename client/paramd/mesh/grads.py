@@ -7,19 +7,18 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any
 
-from paramd.errors import ConflictError, UsageError
-from paramd.layout.plan import ReadPlan
-from paramd.layout.stats import Stats, StatsItem, stats_items
-from paramd.mesh.frames import KINDS, GradFrame, Kind, lazily_summed
+from paramd.layout.stats import Part, StatsItem, stats_items
+from paramd.mesh.frames import GradFrame, lazily_summed
+from paramd.mesh.grad_parts import at_step, pin_request, pin_requests, read_parts
 from paramd.mesh.grad_plan import Asked, GradNote, GradPlan, Learnt, ask_for, make_plan
-from paramd.mesh.held_step import LEASE_S, HeldStep, hold_step
+from paramd.mesh.grad_request import REASONS, GradRequest
+from paramd.mesh.held_step import HeldStep, hold_step
 from paramd.mesh.pin import Pinned
 from paramd.mesh.sidecars import Sidecars
 from paramd.mesh.stepping import ReachLike, StepStream
-from paramd.mesh.summary import compute_parts, stats_of
-from paramd.mesh.transfer import Transfer, Transport
+from paramd.mesh.transfer import Transfer
 from paramd.v1 import sidecar_pb2 as pb
 
 if TYPE_CHECKING:
@@ -29,43 +28,6 @@ if TYPE_CHECKING:
 
 READ_S = 60.0
 """Longest time to read what was captured of one step."""
-
-MAX_ITEMS = 20_000
-"""More items than that on one rank are reduced from a snapshot, in several calls."""
-
-REASONS: Final = {
-    pb.NO_GRADIENT_NONE: "its grad is None",
-    pb.NO_GRADIENT_OTHER_OPTIMIZER: "another optimizer updates it",
-    pb.NO_GRADIENT_PLACEMENT: "it is placed otherwise than its parameter",
-    pb.NO_GRADIENT_UNSUPPORTED: "it is no dense tensor that fits its parameter",
-}
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class GradRequest:
-    """What a reader of gradients wants."""
-
-    patterns: tuple[str, ...]
-    every: int = 1
-    """Updates between two frames; 1 or more. Frames come at its multiples."""
-    kind: Kind = "full"
-    dtype: torch.dtype | None = None
-    """Of whole gradients; None keeps each parameter's own."""
-    rows: int | None = None
-    """Rows of the first dim that are sampled, evenly; None: all."""
-    lossless: bool = False
-    """Updates wait for this reader, as far as the trainer's operator allows it."""
-    transport: Transport = "auto"
-
-    def __post_init__(self) -> None:
-        if not self.patterns:
-            raise UsageError("no pattern was given; expected at least one, '*' means all")
-        if self.every < 1:
-            raise UsageError(f"every: {self.every}; expected 1 or more")
-        if self.kind not in KINDS:
-            raise UsageError(f"kind: {self.kind!r}; expected one of {', '.join(KINDS)}")
-        if self.kind != "full" and self.dtype is not None:
-            raise UsageError("dtype: only frames of kind 'full' are cast")
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,7 +73,7 @@ class GradSteps:
         requests = [r for r in (self._requests, self._sum_requests) if r]
         # Together: once the update has begun it is too late to ask.
         tasks = [
-            asyncio.create_task(hold_step(sidecars, _at(one, step), step, timeout_s))
+            asyncio.create_task(hold_step(sidecars, at_step(one, step), step, timeout_s))
             for one in requests
         ]
         try:
@@ -166,40 +128,18 @@ class GradSteps:
         index = await self._reach.index(sidecars)
         plan = make_plan(index.layout, self._asked, self._learnt, prefer=self._reach.costs())
         self._items = stats_items(plan.plan) if self._wanted.kind != "full" else {}
-        self._requests = self._pins(sidecars, plan.plan, reduced=self._wanted.kind != "full")
-        self._sum_requests = self._pins(sidecars, plan.sums, reduced=False)
+        self._requests = pin_requests(sidecars, plan.plan, self._wanted, self._items)
+        self._sum_requests = pin_requests(sidecars, plan.sums, self._wanted, {})
         if not self._requests:
             if self._sum_requests:
                 self._requests, self._sum_requests = self._sum_requests, {}
             else:
                 # Nothing to read, but still something to say: at which step.
-                self._requests = {min(sidecars.document.peers): self._pin(sidecars, ())}
+                self._requests = {
+                    min(sidecars.document.peers): pin_request(sidecars, self._wanted, ())
+                }
         self.ranks = tuple(self._requests)
         self._plan = plan
-
-    def _pins(
-        self, sidecars: Sidecars, plan: ReadPlan, *, reduced: bool
-    ) -> dict[int, pb.PinSnapshotRequest]:
-        found = {read.rank: self._pin(sidecars, read.spans) for read in plan.ranks}
-        if not reduced or any(len(items) > MAX_ITEMS for items in self._items.values()):
-            return found
-        for rank, request in found.items():
-            request.reduction.with_exponents = self._wanted.kind == "histogram"
-            request.reduction.items.extend(
-                pb.StatsItem(begin_bytes=item.begin_bytes, numel=item.numel, dtype=item.dtype)
-                for item in self._items[rank]
-            )
-        return found
-
-    def _pin(self, sidecars: Sidecars, spans: Sequence[tuple[int, int]]) -> pb.PinSnapshotRequest:
-        return pb.PinSnapshotRequest(
-            epoch=sidecars.document.epoch,
-            layout_digest=sidecars.document.layout_digest,
-            spans=[pb.Span(begin=begin, end=end) for begin, end in spans],
-            lease_ms=int(1000 * LEASE_S),
-            source=pb.SOURCE_GRADIENTS,
-            lossless_every=self._wanted.every if self._wanted.lossless else 0,
-        )
 
     async def _values(
         self,
@@ -208,7 +148,7 @@ class GradSteps:
         held: _Held,
         none: Mapping[str, str],
         bad: dict[str, list[int]],
-    ) -> tuple[dict[str, Callable[[], Any]], dict[str, list[Stats]] | None]:
+    ) -> tuple[dict[str, Callable[[], Any]], dict[str, list[Part]] | None]:
         plan, deadline_s = held.plan, time.monotonic() + READ_S
         sums: dict[int, torch.Tensor] = {}
         if plan.sums.tensors:
@@ -220,15 +160,16 @@ class GradSteps:
                 found = sums[index] if plan.layers[index] else tensors[index]
                 values[one.name] = partial(_same, None if one.name in none else found)
             return values, None
-        parts = await self._parts(sidecars, step, held, deadline_s, bad)
+        exponents = self._wanted.kind == "histogram"
+        parts = await read_parts(
+            sidecars, held.plan, held.main, self._items, deadline_s, bad, with_exponents=exponents
+        )
         if sums:
             from paramd.mesh.grad_tensors import tensor_stats
 
             for index, tensor in sums.items():
-                parts[index] = [
-                    tensor_stats(tensor, with_exponents=self._wanted.kind == "histogram")
-                ]
-        said: dict[str, list[Stats]] = {}
+                parts[index] = [tensor_stats(tensor, with_exponents=exponents)]
+        said: dict[str, list[Part]] = {}
         for index, one in enumerate(plan.asked):
             if one.name in none:
                 values[one.name] = partial(_same, None)
@@ -236,43 +177,6 @@ class GradSteps:
             said[one.name] = parts[index]
             values[one.name] = lazily_summed(parts[index])
         return values, said
-
-    async def _parts(
-        self,
-        sidecars: Sidecars,
-        step: int,
-        held: _Held,
-        deadline_s: float,
-        bad: dict[str, list[int]],
-    ) -> list[list[Stats]]:
-        """Statistics of what each rank holds, by index into what was asked for.
-
-        `bad` gets the ranks whose part is not finite, by name.
-        """
-        owner = [index for index, of in enumerate(held.plan.numbers) for _ in of]
-        found: list[list[Stats]] = [[] for _ in held.plan.asked]
-        if held.main.pins and held.plan.plan.tensors:
-            pinned = Pinned(held.main.epoch, step, held.main.pins)
-            exponents = self._wanted.kind == "histogram"
-            items = await compute_parts(
-                sidecars, pinned, self._items, deadline_s, with_exponents=exponents
-            )
-            ranks = (rank for rank, asked in self._items.items() for _ in asked)
-            for rank, (item, stats) in zip(ranks, items, strict=True):
-                found[owner[item.tensor]].append(stats)
-                _note_bad(bad, held.plan.asked[owner[item.tensor]].name, rank, stats)
-            return found
-        for rank, answer in held.main.answers.items():
-            items_here = self._items.get(rank, ())
-            if [item.numel for item in items_here] != [one.count for one in answer.stats]:
-                raise ConflictError(
-                    f"{sidecars.who(rank)} answered other statistics than were asked; try again"
-                )
-            for item, message in zip(items_here, answer.stats, strict=True):
-                stats = stats_of(message)
-                found[owner[item.tensor]].append(stats)
-                _note_bad(bad, held.plan.asked[owner[item.tensor]].name, rank, stats)
-        return found
 
     async def _tensors(
         self, sidecars: Sidecars, step: int, held: _Held, deadline_s: float
@@ -336,18 +240,6 @@ async def open_stream(
     return StepStream(reach, steps, steps.read, every=wanted.every, keep_all=wanted.lossless)
 
 
-def _at(
-    requests: Mapping[int, pb.PinSnapshotRequest], step: int
-) -> dict[int, pb.PinSnapshotRequest]:
-    found = {}
-    for rank, template in requests.items():
-        request = pb.PinSnapshotRequest()
-        request.CopyFrom(template)
-        request.at_step = step
-        found[rank] = request
-    return found
-
-
 def _notes(plan: GradPlan, held: HeldStep) -> list[GradNote]:
     found = []
     for rank, answer in held.answers.items():
@@ -355,11 +247,6 @@ def _notes(plan: GradPlan, held: HeldStep) -> list[GradNote]:
             for asked in plan.owners.get((rank, note.arena_begin), ()):
                 found.append(GradNote(rank, asked, note.none, note.partial_group))
     return found
-
-
-def _note_bad(bad: dict[str, list[int]], name: str, rank: int, stats: Stats) -> None:
-    if stats.nan_count + stats.inf_count and rank not in bad.setdefault(name, []):
-        bad[name].append(rank)
 
 
 def _same(value: Any) -> Any:

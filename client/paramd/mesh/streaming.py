@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from paramd.mesh.follow import FollowRequest, open_following
 from paramd.mesh.frames import GradFrame, Kind, ParamFrame
-from paramd.mesh.grads import GradRequest, open_stream
+from paramd.mesh.grad_request import GradRequest
+from paramd.mesh.grads import open_stream
 from paramd.mesh.stepping import StepStream, StreamOverError
 from paramd.mesh.transfer import check_transport
 

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any, Final, TypeVar
 from paramd.errors import UsageError
 from paramd.layout.select import NameIndex
 from paramd.mesh.frames import GradFrame, Kind
-from paramd.mesh.grads import REASONS, GradRequest, open_stream
+from paramd.mesh.grad_request import REASONS, GradRequest
+from paramd.mesh.grads import open_stream
 from paramd.mesh.rest import JobDocument
 from paramd.mesh.sidecars import Sidecars
 from paramd.mesh.stepping import StreamOverError

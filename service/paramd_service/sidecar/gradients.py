@@ -16,18 +16,23 @@ from __future__ import annotations
 import asyncio
 import os
 import threading
-import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Coroutine
 from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass, field
-from enum import Enum
 from typing import Any
 
 from paramd.errors import AbortedError, ExhaustedError, ParamdError
 from paramd.memory.control_page import Word
 from paramd.memory.gradient_program import MAX_SPANS, Notes, Slot, covers, united
 from paramd.memory.shared import GRADIENT_SLOTS
+from paramd_service.sidecar.gradient_frames import (
+    Frame,
+    LosslessReaders,
+    Spans,
+    State,
+    Want,
+    Work,
+)
 from paramd_service.sidecar.owner import Possession
 from paramd_service.sidecar.slot_memory import SlotMemory
 
@@ -37,47 +42,11 @@ MAX_ASKS = 1024
 LOOK_S = 0.1
 """Time between two looks at the words while something waits and no wake came."""
 
-LOSSLESS_S = 0.9
-"""How long a reader that wants each frame is believed to be there after it was last heard."""
-
 _NICENESS = 5
-
-Spans = tuple[tuple[int, int], ...]
-Work = Callable[["SlotMemory", int], Any]
-"""Takes what it wants from the room of a slot, on the gradient thread."""
-
-
-class State(Enum):
-    """See the module's text."""
-
-    QUEUED = "waits for a slot"
-    RESERVING = "its memory is made"
-    ARMED = "waits for its update"
-    SERVING = "is taken from its slot"
 
 
 class EndedError(ParamdError):
     """The training has detached: no step comes any more."""
-
-
-@dataclass(eq=False, slots=True)
-class _Want:
-    spans: Spans
-    work: Work
-    done: asyncio.Future[tuple[Any, Notes]]
-
-
-@dataclass(eq=False, slots=True)
-class _Frame:
-    step: int
-    state: State = State.QUEUED
-    wants: list[_Want] = field(default_factory=list)
-    slot: int = -1
-    programs: dict[int, Spans] = field(default_factory=dict)
-    """Spans by version: the trainer says which one it served."""
-
-    def spans(self) -> Spans:
-        return united([span for want in self.wants for span in want.spans])
 
 
 class Gradients:
@@ -96,12 +65,12 @@ class Gradients:
         self._thread = ThreadPoolExecutor(
             1, thread_name_prefix="paramd-gradients", initializer=_be_nice
         )
-        self._frames: dict[int, _Frame] = {}
-        self._in_slot: list[_Frame | None] = [None] * GRADIENT_SLOTS
+        self._frames: dict[int, Frame] = {}
+        self._in_slot: list[Frame | None] = [None] * GRADIENT_SLOTS
         self._tasks: set[asyncio.Task[None]] = set()
         self._timer: asyncio.TimerHandle | None = None
         self._idle_timer: asyncio.TimerHandle | None = None
-        self._readers: dict[int, float] = {}
+        self._lossless = LosslessReaders(self._words)
         self._why_over: ParamdError | None = None
         self.captured_count = 0
         """Frames that a slot was filled with."""
@@ -119,10 +88,10 @@ class Gradients:
             EndedError: the training has detached. ConflictError: it has ended.
         """
         self._check(step, spans)
-        want = _Want(spans, work, self._loop.create_future())
-        frame = self._frames.setdefault(step, _Frame(step))
+        want = Want(spans, work, self._loop.create_future())
+        frame = self._frames.setdefault(step, Frame(step))
         frame.wants.append(want)
-        if frame.state is State.ARMED and not covers(united(self._program(frame)), spans):
+        if frame.state is State.ARMED and not covers(united(frame.program()), spans):
             self._start(self._arm(frame))
         self._look()
         try:
@@ -135,14 +104,7 @@ class Gradients:
 
     def heard(self, every: int) -> None:
         """A reader that wants every such frame is there."""
-        if every <= 0:
-            return
-        now_s = time.monotonic()
-        self._readers[every] = now_s + LOSSLESS_S
-        self._readers = {n: until_s for n, until_s in self._readers.items() if until_s > now_s}
-        self._words[Word.LOSSLESS_UNTIL_NS] = int(max(self._readers.values()) * 1e9)
-        # Readers of other multiples are not waited for: most of those steps nobody asks for.
-        self._words[Word.LOSSLESS_EVERY] = min(self._readers)
+        self._lossless.heard(every)
 
     def woken(self) -> None:
         """The trainer has done something. From any thread; cheap when nothing is armed."""
@@ -191,9 +153,6 @@ class Gradients:
             f"{self._words[Word.STEP]} updates, ask for a later one"
         )
 
-    def _program(self, frame: _Frame) -> Spans:
-        return frame.programs[max(frame.programs)] if frame.programs else ()
-
     def _look(self) -> None:
         """Acts on what the words say; called on every wake, every request and every `LOOK_S`."""
         for frame in sorted(self._frames.values(), key=lambda frame: frame.step):
@@ -209,7 +168,7 @@ class Gradients:
                 self._start(self._arm(frame))
         self._look_again()
 
-    def _look_at(self, frame: _Frame) -> None:
+    def _look_at(self, frame: Frame) -> None:
         # In this order: the trainer writes the DONE word first.
         begun = self._begun(frame.step)
         slot = self._memory.slots[frame.slot]
@@ -240,12 +199,12 @@ class Gradients:
         if not self._frames:
             self._executor.submit(self._memory.release)
 
-    async def _arm(self, frame: _Frame) -> None:
+    async def _arm(self, frame: Frame) -> None:
         """Makes room for all that is wanted, writes the program, and arms the slot."""
         slot, index = self._memory.slots[frame.slot], frame.slot
         while frame.wants and frame.state in (State.RESERVING, State.ARMED):
             spans = frame.spans()
-            if covers(self._program(frame), spans):
+            if covers(frame.program(), spans):
                 break
             try:
                 if len(spans) > MAX_SPANS:
@@ -266,7 +225,7 @@ class Gradients:
             self._words[slot.arm_word] = frame.step
             self._look()
 
-    async def _serve(self, frame: _Frame, slot: Slot) -> None:
+    async def _serve(self, frame: Frame, slot: Slot) -> None:
         notes = slot.read_notes()
         served = frame.programs.get(notes.version, ())
         for want in list(frame.wants):
@@ -280,27 +239,27 @@ class Gradients:
                     self._thread, want.work, self._memory, frame.slot
                 )
             except Exception as error:
-                _refuse(want, error)
+                want.refuse(error)
             else:
                 if not want.done.done():
                     want.done.set_result((found, notes))
         self._end(frame)
         self._look()
 
-    def _miss(self, frame: _Frame, error: ParamdError) -> None:
+    def _miss(self, frame: Frame, error: ParamdError) -> None:
         self.missed_count += 1
         self._fail(frame, error)
 
-    def _miss_one(self, want: _Want, error: ParamdError) -> None:
+    def _miss_one(self, want: Want, error: ParamdError) -> None:
         self.missed_count += 1
-        _refuse(want, error)
+        want.refuse(error)
 
-    def _fail(self, frame: _Frame, error: ParamdError) -> None:
+    def _fail(self, frame: Frame, error: ParamdError) -> None:
         for want in frame.wants:
-            _refuse(want, error)
+            want.refuse(error)
         self._end(frame)
 
-    def _withdraw(self, frame: _Frame, want: _Want) -> None:
+    def _withdraw(self, frame: Frame, want: Want) -> None:
         want.done.cancel()
         if want in frame.wants:
             frame.wants.remove(want)
@@ -308,7 +267,7 @@ class Gradients:
             self._end(frame)
             self._look()
 
-    def _end(self, frame: _Frame) -> None:
+    def _end(self, frame: Frame) -> None:
         if self._frames.get(frame.step) is frame:
             del self._frames[frame.step]
         if frame.slot >= 0 and self._in_slot[frame.slot] is frame:
@@ -321,12 +280,6 @@ class Gradients:
         task = self._loop.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
-
-
-def _refuse(want: _Want, error: Exception) -> None:
-    if not want.done.done():
-        want.done.set_exception(error)
-        want.done.exception()  # seen, even when nobody waits any more
 
 
 def _be_nice() -> None:

@@ -1,0 +1,143 @@
+"""Slots of one sidecar with a trainer played by the test: what is asked for, served and missed."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import AsyncIterator
+from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+import torch
+
+from paramd.errors import AbortedError
+from paramd.memory.control_page import PAGE_BYTES, ControlPage, Word
+from paramd.memory.descriptors import create_memory
+from paramd.memory.gradient_program import ARM_WORDS, Notes, Slot
+from paramd.memory.shared import GRADIENT_SLOTS, gradients_bytes
+from paramd.memory.sparse import SparseMemory, create_sparse
+from paramd.v1 import sidecar_pb2 as pb
+from paramd_service.sidecar.gradient_pins import GradientPins
+from paramd_service.sidecar.gradients import EndedError, Gradients
+from paramd_service.sidecar.snapshot import Key
+
+ARENA_BYTES = 1 << 16
+NUMEL = 6000
+KEY = Key(1, ((0, ARENA_BYTES),), pb.SOURCE_GRADIENTS, "")
+
+
+class Training:
+    """The trainer's side of the slots, and the sidecar's objects on the other."""
+
+    def __init__(self, executor: ThreadPoolExecutor) -> None:
+        page = create_memory("page", PAGE_BYTES)
+        slots = create_sparse("slots", gradients_bytes(ARENA_BYTES))
+        self._descriptors = [page, slots]
+        self.page = ControlPage(page)
+        self._memory = SparseMemory(slots)
+        self._slots = [
+            Slot(self._memory.buffer, ARENA_BYTES, index) for index in range(GRADIENT_SLOTS)
+        ]
+        possession: Any = SimpleNamespace(
+            page=self.page,
+            request=SimpleNamespace(arena_bytes=ARENA_BYTES),
+            shared=SimpleNamespace(gradients=slots),
+        )
+        self.gradients = Gradients(possession, executor=executor, idle_memory_s=60.0)
+        nothing = cast(Any, None)
+        self.pins = GradientPins(
+            self.gradients, store=nothing, blocks=nothing, executor=executor, lease=nothing,
+            at_point=lambda _: None,
+        )  # fmt: skip
+
+    async def close(self) -> None:
+        await self.gradients.close()
+        for slot in self._slots:
+            slot.close()
+        self._memory.close()
+        self.page.close()
+        for descriptor in self._descriptors:
+            os.close(descriptor)
+
+    async def armed(self, step: int) -> Slot:
+        """The slot that is armed for an update, as soon as it is."""
+        async with asyncio.timeout(30):
+            while True:
+                for slot, word in zip(self._slots, ARM_WORDS, strict=True):
+                    if self.page[word] == step:
+                        return slot
+                await asyncio.sleep(0.001)
+
+    def update(self, step: int, slot: Slot | None = None, value: float = 0.0) -> None:
+        """Update `step` begins; all gradients are `value` when a slot is filled."""
+        if slot is not None:
+            program = slot.read_program()
+            assert program is not None
+            room = self._memory.buffer[slot.begin_bytes : slot.begin_bytes + 4 * NUMEL]
+            torch.frombuffer(room, dtype=torch.float32).fill_(value)
+            slot.write_notes(Notes(step, program[0], 1.0, 0.5, ()))
+            self.page[slot.done_word] = step
+        self.page[Word.GRADIENTS_STEP] = step
+        self.gradients.woken()
+
+    def reduce(self, step: int, numel: int = NUMEL) -> asyncio.Task[tuple[list[pb.Stats], Notes]]:
+        item = pb.StatsItem(begin_bytes=0, numel=numel, dtype="float32")
+        work = self.pins.reduce(KEY, step, pb.Reduction(items=[item]), timeout_s=30.0)
+        return asyncio.create_task(work)
+
+
+@pytest.fixture
+async def training() -> AsyncIterator[Training]:
+    with ThreadPoolExecutor(1) as executor:
+        found = Training(executor)
+        yield found
+        await found.close()
+
+
+async def test_two_updates_are_armed_at_once_and_equal_requests_share_one(
+    training: Training,
+) -> None:
+    asked = [training.reduce(5), training.reduce(5), training.reduce(6, 100)]
+    slots = [await training.armed(5), await training.armed(6)]
+    assert slots[0] is not slots[1]
+    training.update(5, slots[0], 2.0)
+    training.update(6, slots[1], 3.0)
+    first, again, second = await asyncio.gather(*asked)
+    assert first[0] is again[0]
+    (stats,), notes = first
+    assert (stats.count, stats.sum_squares, stats.min, stats.max) == (NUMEL, 4.0 * NUMEL, 2.0, 2.0)
+    assert (notes.step, notes.clip_factor) == (5, 0.5)
+    assert (second[0][0].count, second[0][0].mean, second[1].step) == (100, 3.0, 6)
+    assert training.gradients.captured_count == 2
+
+
+async def test_an_update_that_began_without_us_is_missed(training: Training) -> None:
+    asked = training.reduce(5)
+    await training.armed(5)
+    training.update(5)
+    with pytest.raises(AbortedError, match="update 5 has begun"):
+        await asked
+    assert training.gradients.missed_count == 1
+    assert [training.page[word] for word in ARM_WORDS] == [0, 0]
+    with pytest.raises(AbortedError):
+        await training.reduce(5)
+
+
+async def test_the_end_is_told_to_all_that_wait(training: Training) -> None:
+    asked = training.reduce(9)
+    await training.armed(9)
+    training.gradients.end(EndedError("the training has detached"))
+    with pytest.raises(EndedError):
+        await asked
+
+
+async def test_lossless_readers_are_told_to_the_trainer_for_a_while(training: Training) -> None:
+    training.gradients.heard(0)
+    assert training.page[Word.LOSSLESS_EVERY] == 0
+    training.gradients.heard(6)
+    training.gradients.heard(3)
+    training.gradients.heard(6)
+    assert training.page[Word.LOSSLESS_EVERY] == 3
+    assert training.page[Word.LOSSLESS_UNTIL_NS] > 0

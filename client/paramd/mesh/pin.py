@@ -203,7 +203,8 @@ class Pinner:
             raise DeadlineError(
                 f"the trainers reached no common boundary within {left_s:.1f} s: training stands "
                 "still, is over, or a rank is slower than that; allow more time (timeout=), or "
-                "read parameters only (buffers=False), which needs no boundary while training rests"
+                "read parameters only (buffers=False), which needs no boundary while training "
+                "rests unless they are mirrored"
             ) from error
         if any(pin.epoch != answer.epoch for pin in pins):
             raise ConflictError("the job attached anew while its boundary was awaited; try again")

@@ -102,8 +102,6 @@ class MirroredHome(Home):
 
     def move_out(self) -> None:
         """Lets go of the arena. Idempotent."""
-        if self._watch is None:
-            return
         self._buffers, self._watch, self._shards = None, None, []
         self._memory = self._memory.new_empty(0)
         if self._copies is not None:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from paramd.errors import ConflictError
 from paramd.memory.edit_program import Record, parse_program
+from paramd.memory.mirror import is_mirror
 from paramd.v1 import sidecar_pb2 as pb
 from paramd_service.sidecar.edit_entry import Entry, Phase
 from paramd_service.sidecar.edit_ranges import Range, Ranges
@@ -31,7 +32,7 @@ async def preview(rank: RankSidecar, entry: Entry, timeout_s: float) -> Preview:
     Pins a snapshot of them for as long as it takes.
 
     Raises:
-        ConflictError: the edit is not STAGED, or was applied meanwhile.
+        ConflictError: the edit is not STAGED, or was applied meanwhile; the arena is a mirror.
         ExhaustedError, AbortedError, TornError: as pinning says.
         UsageError: a dtype has no statistics.
     """
@@ -40,6 +41,11 @@ async def preview(rank: RankSidecar, entry: Entry, timeout_s: float) -> Preview:
         await rank.edits.planned(entry)
         possession, edit = rank.possession, entry.edit
         assert possession is not None
+        if is_mirror(possession.page.words):
+            raise ConflictError(
+                "previews need what the parameters are now, and these stay in the trainer's own "
+                "memory; summon them to compute what an edit would do, or apply and undo it"
+            )
         assert edit is not None
         arena_bytes, memory = possession.request.arena_bytes, rank.edits.memory.buffer
         records = parse_program(memory, entry.program_begin, arena_bytes=arena_bytes)

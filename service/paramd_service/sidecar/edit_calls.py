@@ -57,7 +57,7 @@ class _EditCalls:
                     continue
                 assert entry is not None
                 fill = copy_of(request.data, request.address, request.xxh3)
-                await rank.edits.take(entry, request.offset_bytes, request.size_bytes, fill)
+                await rank.edits.take(entry, [(request.offset_bytes, request.size_bytes, fill)])
         if entry is None:
             raise UsageError(f"manifest: the stream was empty; {_FIRST}")
         return pb.StageEditResponse(header=self._header(entry), progress=entry.progress())

@@ -7,9 +7,9 @@ does to its own memory afterwards changes nothing.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import xxhash
 
@@ -21,6 +21,9 @@ Fill = Callable[[int, int, int], None]
 
 Called for all of the part, in order and in blocks; a first call that raises has put nothing.
 """
+
+Part: TypeAlias = tuple[int, int, Fill]
+"""Offset and size in bytes, and what puts it there."""
 
 _GRAIN = 64
 """Blocks end at multiples of it, so that no element is looked at in halves."""
@@ -75,6 +78,11 @@ class Intake:
         self._digests = [xxhash.xxh3_128() for _ in range(op_count)]
         self._verified = 0
         self._next = 0
+
+    def take_all(self, parts: Iterable[Part]) -> None:
+        """Takes each part in turn, as `take` does."""
+        for part in parts:
+            self.take(*part)
 
     def take(self, offset_bytes: int, size_bytes: int, fill: Fill) -> None:
         """Takes bytes [offset, offset + size); those that are there already are left alone.

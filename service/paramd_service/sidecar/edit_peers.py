@@ -51,7 +51,7 @@ async def copy_from_peer(rank: RankSidecar, entry: Entry, peer_rank: int, ticket
             )
         while (offset := entry.staged_bytes) < size_bytes:
             size = min(BLOCK_BYTES, size_bytes - offset)
-            await rank.edits.take(entry, offset, size, _reading(descriptor, begin + offset))
+            await rank.edits.take(entry, [(offset, size, _reading(descriptor, begin + offset))])
     finally:
         os.close(descriptor)
     if [digest.hex() for digest in entry.data_digests] != answer["data_digests"]:

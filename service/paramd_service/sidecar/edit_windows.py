@@ -10,14 +10,25 @@ import ctypes
 import fcntl
 import mmap
 import os
+import select
+import socket
+from collections.abc import Iterator
 from typing import Any
 
 from paramd.errors import ExhaustedError, UsageError
+from paramd.memory import handover
 from paramd_service.sidecar.edit_entry import Entry
-from paramd_service.sidecar.edit_intake import Fill
+from paramd_service.sidecar.edit_intake import Part
 
 WINDOW_BYTES = 4 << 20
 WINDOW_COUNT = 4
+_TURN_BYTES = 64 << 20
+"""Taken on a thread at most before others have their turn."""
+
+_PATIENCE_MS = 2
+"""How long the thread waits for the next window: asking it to come back takes about as long."""
+
+_WINDOW = b'{"op": "window"'
 MAX_RINGS = 16
 """Clients that may have windows at once: 256 MiB of them."""
 
@@ -58,7 +69,39 @@ class Windows:
             "size_bytes": self.entry.size_bytes,
         }
 
-    def named(self, message: dict[str, Any]) -> tuple[int, int, Fill]:
+    def arriving(self, connection: socket.socket, message: dict[str, Any]) -> Iterator[Part]:
+        """The data that a message names, and what follows it at once; for a thread.
+
+        All but the last of them are answered here, when they have been taken.
+
+        Raises:
+            UsageError: as `named`. OSError: the client is gone.
+        """
+        waiting = select.poll()
+        waiting.register(connection, select.POLLIN)
+        turn_bytes = 0
+        while True:
+            part = self.named(message)
+            yield part
+            turn_bytes += part[1]
+            if turn_bytes >= _TURN_BYTES or self.entry.staged_bytes == self.entry.size_bytes:
+                return
+            if not waiting.poll(_PATIENCE_MS):
+                return
+            # Anything else is left for whoever serves the connection.
+            if connection.recv(len(_WINDOW), socket.MSG_PEEK) != _WINDOW:
+                return
+            handover.send(connection, self.taken())
+            message, descriptors = handover.receive(connection)
+            for descriptor in descriptors:
+                os.close(descriptor)
+
+    def taken(self) -> dict[str, Any]:
+        """The answer to a window that has been taken."""
+        entry = self.entry
+        return {"op": "taken", "staged_bytes": entry.staged_bytes, "size_bytes": entry.size_bytes}
+
+    def named(self, message: dict[str, Any]) -> Part:
         """Offset and size of the data in a window that a message names, and its copying.
 
         Raises:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import re
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Iterable
 from functools import partial
 from typing import Any
 
@@ -21,7 +21,7 @@ from paramd.v1 import sidecar_pb2 as pb
 from paramd_service.sidecar.edit_book import EditBook
 from paramd_service.sidecar.edit_entry import Entry, Phase
 from paramd_service.sidecar.edit_fate import WITHDRAWN_NS, Fate, fate
-from paramd_service.sidecar.edit_intake import Fill, NonfiniteError
+from paramd_service.sidecar.edit_intake import NonfiniteError, Part
 from paramd_service.sidecar.edit_limits import EditLimits
 from paramd_service.sidecar.edit_memory import EditMemory
 from paramd_service.sidecar.edit_opening import Opener
@@ -114,12 +114,15 @@ class Edits:
         self.settle()
         return entry
 
-    async def take(self, entry: Entry, offset_bytes: int, size_bytes: int, fill: Fill) -> None:
-        """Takes a part of the data; the last one makes the edit STAGED.
+    async def take(self, entry: Entry, parts: Iterable[Part]) -> None:
+        """Takes parts of the data; the last one makes the edit STAGED.
+
+        Args:
+            parts: iterated over on a thread, the next asked for when one has been taken.
 
         Raises:
-            UsageError: the part does not follow what is there, or is not finite: then the
-                edit is forgotten. DataLossError: as `fill` says.
+            UsageError: a part does not follow what is there, or is not finite: then the
+                edit is forgotten. DataLossError: as a part's `fill` says.
         """
         async with entry.lock:
             self._expect()
@@ -130,7 +133,7 @@ class Edits:
             if intake is None:
                 return
             try:
-                await self._opener.on_thread(partial(intake.take, offset_bytes, size_bytes, fill))
+                await self._opener.on_thread(partial(intake.take_all, parts))
             except NonfiniteError:
                 self._book.forget(entry)
                 raise

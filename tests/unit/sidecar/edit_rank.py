@@ -158,7 +158,7 @@ async def stage(edits: Edits, manifest: pb.EditManifest, data: bytes, chunk: int
     for at in range(0, len(data), chunk):
         part = data[at : at + chunk]
         fill = fill_of(part, xxhash.xxh3_64_intdigest(part))
-        await edits.take(entry, at, len(part), fill)
+        await edits.take(entry, [(at, len(part), fill)])
     return entry
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import math
+import time
 from collections.abc import Callable, Coroutine, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -28,6 +30,7 @@ from paramd.v1 import sidecar_pb2 as pb
 from paramd_service.sidecar import edit_book
 from paramd_service.sidecar.edit_entry import Phase
 from paramd_service.sidecar.edit_fate import WITHDRAWN_NS
+from paramd_service.sidecar.edit_intake import is_finite
 from paramd_service.sidecar.edit_memory import HEAD_BYTES
 from paramd_service.sidecar.edit_ranges import Ranges
 from paramd_service.sidecar.owner import Ownership
@@ -225,22 +228,23 @@ def test_data_comes_in_order_whole_and_finite_or_not_at_all() -> None:
                 values: list[torch.Tensor | None] = [torch.ones(7).bfloat16(), torch.ones(6, 5)]
                 data = rank.data_of(ops, values)
                 entry = await edits.begin(rank.manifest(1, ops))
+                assert rank.page[Word.EXPECTED_NS] > time.monotonic_ns()
                 part = data[:50]
                 with pytest.raises(DataLossError, match="XXH3"):
-                    await edits.take(entry, 0, 50, fill_of(part, hash_of(part) ^ 1))
+                    await edits.take(entry, [(0, 50, fill_of(part, hash_of(part) ^ 1))])
                 fill = fill_of(part, xxhash.xxh3_64_intdigest(part))
                 with pytest.raises(UsageError, match="0 of 192 are staged"):
-                    await edits.take(entry, 50, 50, fill)
-                await edits.take(entry, 0, 50, fill)
-                await edits.take(entry, 0, 50, fill)
+                    await edits.take(entry, [(50, 50, fill)])
+                await edits.take(entry, [(0, 50, fill)])
+                await edits.take(entry, [(0, 50, fill)])
                 with pytest.raises(UsageError, match="50 of 192 are staged"):
-                    await edits.take(entry, 40, 50, fill)
+                    await edits.take(entry, [(40, 50, fill)])
                 with pytest.raises(UsageError, match="50 of 192"):
-                    await edits.take(entry, 50, 1000, fill)
+                    await edits.take(entry, [(50, 1000, fill)])
                 with pytest.raises(ConflictError, match="50 of 192 bytes"):
                     edits.make_ready(entry.edit_id, boundary=1, token=1)
                 rest = data[50:]
-                await edits.take(entry, 50, len(rest), fill_of(rest, hash_of(rest)))
+                await edits.take(entry, [(50, len(rest), fill_of(rest, hash_of(rest)))])
                 assert entry.phase is Phase.STAGED
                 assert [d.hex() for d in entry.data_digests] == [
                     xxhash.xxh3_128(bytes_of(value)).hexdigest()
@@ -259,6 +263,17 @@ def test_data_comes_in_order_whole_and_finite_or_not_at_all() -> None:
                     assert (await stage(edits, wanted, data)).phase is Phase.STAGED
 
     run(test)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64", "bfloat16", "float16"])
+def test_what_is_not_finite_is_found_among_numbers_of_any_sign(dtype: str) -> None:
+    limits = torch.finfo(getattr(torch, dtype))
+    numbers = [0.0, -0.0, 1.0, limits.max, limits.min, limits.tiny, -limits.tiny]
+    for other in (0.0, 1.0, -1.0, limits.max, limits.min):
+        for number in [*numbers, math.nan, -math.nan, math.inf, -math.inf]:
+            values = torch.full((70,), other, dtype=getattr(torch, dtype))
+            values[33] = number
+            assert is_finite(memoryview(bytes_of(values)), dtype) is math.isfinite(number)
 
 
 def hash_of(data: bytes) -> int:
@@ -482,6 +497,7 @@ def test_all_memory_comes_back() -> None:
                 assert whole == edits.memory.sparse.size_bytes - HEAD_BYTES
                 begin, end = await edits.memory.reserve(8 << 20)
                 assert reserved_bytes(edits.memory.sparse.descriptor) >= 8 << 20
+                holes = rank.page[Word.EDIT_HOLES]
                 edits.memory.free(begin, end)
                 entries = [await edits.begin(rank.manifest(n, WHOLE)) for n in range(5)]
                 for entry in entries:
@@ -490,6 +506,8 @@ def test_all_memory_comes_back() -> None:
                     while edits.memory.free_bytes < whole or edits.memory.idle_bytes:
                         await asyncio.sleep(0.001)
                 assert reserved_bytes(edits.memory.sparse.descriptor) <= HEAD_BYTES + (1 << 20)
+                # The trainer's page tables of them are gone, and it is told.
+                assert rank.page[Word.EDIT_HOLES] > holes
 
     run(test)
 

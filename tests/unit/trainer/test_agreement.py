@@ -56,15 +56,26 @@ class Ranks:
         self.agreements = list(self.pool.map(make, range(world_size)))
 
     def boundary(
-        self, *requests: Request, stay: bool = True, step_time_ns: int = 200 * MS
+        self,
+        *requests: Request,
+        stay: bool = True,
+        step_time_ns: int = 200 * MS,
+        expecting: int = -1,
     ) -> list[Round | None]:
-        """One boundary of every rank, in which each takes part with its request."""
+        """One boundary of every rank, in which each takes part with its request.
+
+        `expecting` is a rank whose sidecar expects one soon.
+        """
 
         def one(agreement: Agreement, request: Request) -> Round | None:
             heard = agreement.collect()
             if agreement.due:
                 agreement.launch(
-                    request, pending=request.number > 0, stay=stay, step_time_ns=step_time_ns
+                    request,
+                    pending=request.number > 0,
+                    stay=stay,
+                    step_time_ns=step_time_ns,
+                    expected=expecting >= 0 and agreement is self.agreements[expecting],
                 )
             return heard
 
@@ -145,6 +156,23 @@ def test_rounds_are_rare_when_idle_and_at_every_boundary_after_a_request(
     assert told(ranks.boundary(NOTHING, NOTHING, step_time_ns=fast)) == [edit(1)] * 2
     assert rounds(EAGER_BOUNDARIES) == EAGER_BOUNDARIES
     assert rounds(40) <= 5
+
+
+def test_one_rank_that_expects_a_request_brings_rounds_more_often(
+    make: Callable[..., Ranks],
+) -> None:
+    ranks = make(2)
+
+    def rounds(expecting: int) -> int:
+        heard = [
+            ranks.boundary(NOTHING, NOTHING, step_time_ns=2 * MS, expecting=expecting)
+            for _ in range(200)
+        ]
+        return sum(one[0] is not None for one in heard)
+
+    assert rounds(expecting=-1) == 2
+    assert 20 <= rounds(expecting=1) <= 41
+    assert rounds(expecting=-1) <= 3
 
 
 def test_one_rank_that_does_not_want_to_stay_is_heard_by_all(make: Callable[..., Ranks]) -> None:

@@ -16,6 +16,7 @@ from paramd.memory.edit_program import Op, Record, write_program
 from paramd.memory.gate import State, TrainerGate, state_of
 from paramd.memory.shared import Descriptors
 from paramd.memory.sparse import SparseMemory
+from paramd.trainer import editing
 from paramd.trainer.agreement import EDIT, Request
 from paramd.trainer.editing import AT_ONCE_BYTES, AT_ONCE_RECORDS, Editor
 
@@ -201,6 +202,21 @@ def test_a_large_program_is_made_ready_in_the_background(bench: Bench, large: st
         ]
     bench.apply(*records)
     assert bench.page[Word.EDITS] == 1
+
+
+def test_page_tables_are_made_once_until_pages_were_given_back(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[list[tuple[int, int]]] = []
+    monkeypatch.setattr(editing, "_fault_in", lambda _memory, spans: made.append(list(spans)))
+    record = Record(Op.SET, "float32", 0, (48,), (1,), data_begin=DATA)
+    bench.apply(record)
+    bench.apply(replace(record, sizes=(8,)))
+    assert made == [[(DATA, DATA + 192)], []]
+    bench.page[Word.EDIT_HOLES] += 1
+    bench.apply(replace(record, sizes=(8,)))
+    bench.apply(record)
+    assert made[2:] == [[(DATA, DATA + 32)], [(DATA, DATA + 192)]]
 
 
 def test_an_edit_that_fails_half_way_is_never_served(

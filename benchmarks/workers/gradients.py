@@ -68,13 +68,14 @@ class GradientRank:
             found.append(self._step(self._passes[kind]))
         return found
 
-    def memcpy(self) -> float:
+    def memcpy(self) -> tuple[float, float]:
         """CPU seconds to copy all gradients of the rank, right after a backward, into warm memory.
 
-        CPU time: others on a shared machine would show in the clock.
+        And those to read the copies once (`torch.sum`). CPU time: others on a shared machine would
+        show in the clock.
         """
         targets = [torch.zeros_like(parameter) for parameter in self._model.parameters()]
-        times = []
+        times, reads = [], []
         for _ in range(7):
             self._model(self._input).square().mean().backward()
             begin_s = time.thread_time()
@@ -83,7 +84,11 @@ class GradientRank:
                     assert parameter.grad is not None
                     target.copy_(parameter.grad)
             times.append(time.thread_time() - begin_s)
-        return sorted(times)[3]
+            begin_s = time.thread_time()
+            for target in targets:
+                target.sum()
+            reads.append(time.thread_time() - begin_s)
+        return sorted(times)[3], sorted(reads)[3]
 
     def empty_hooks(self, count: int) -> list[float]:
         """CPU seconds in the pre-hook of steps without gradients and without a reader."""

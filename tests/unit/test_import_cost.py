@@ -20,6 +20,7 @@ NEEDS_TORCH = (
     "paramd_service.exports.dcp_writer",
     "paramd_service.sidecar.gradient_stats",
     "paramd_service.sidecar.edit_trial",
+    "paramd_service.sidecar.exponents",
     "paramd_service.sidecar.pooling",
     "paramd_service.sidecar.stats",
 )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import ctypes
-from collections.abc import AsyncIterator, Callable, Coroutine, Hashable
+from collections.abc import AsyncIterator, Callable, Coroutine, Hashable, Iterable
 from concurrent.futures import Executor
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -159,7 +159,7 @@ class GradientPins:
         # Imported before the slot is armed: that takes seconds the first time.
         await self._loop.run_in_executor(self._executor, _load_torch)
         places = Places(key.spans)
-        begins = [_begin(places, item) for item in reduction.items]
+        begins = _begins(places, reduction.items)
 
         def work(memory: SlotMemory, slot: int) -> list[pb.Stats]:
             from paramd_service.sidecar.gradient_stats import reduce_items
@@ -186,14 +186,18 @@ def _load_torch() -> None:
     gradient_stats.warm_up()
 
 
-def _begin(places: Places, item: pb.StatsItem) -> int:
+def _begins(places: Places, items: Iterable[pb.StatsItem]) -> list[int]:
+    """First arena byte of each item. Raises UsageError when one is not within a span."""
     from paramd_service.sidecar.stats import item_bytes
 
-    size_bytes = item.numel * item_bytes(item.dtype)
-    found = places.arena_byte(item.begin_bytes, size_bytes) if item.numel >= 0 else None
-    if found is None or item.begin_bytes < 0:
-        raise UsageError(
-            f"items: {item.numel} elements of {item.dtype} from byte {item.begin_bytes} on are "
-            f"not within one span of the {places.size_bytes} bytes asked for"
-        )
+    found = []
+    for item in items:
+        size_bytes = item.numel * item_bytes(item.dtype)
+        at = places.arena_byte(item.begin_bytes, size_bytes) if item.numel >= 0 else None
+        if at is None or item.begin_bytes < 0:
+            raise UsageError(
+                f"items: {item.numel} elements of {item.dtype} from byte {item.begin_bytes} on "
+                f"are not within one span of the {places.size_bytes} bytes asked for"
+            )
+        found.append(at)
     return found

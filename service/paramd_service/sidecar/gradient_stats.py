@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import itertools
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import torch
 
 from paramd.v1 import sidecar_pb2 as pb
 from paramd_service.sidecar import stats
+from paramd_service.sidecar.exponents import EXPONENT_BEGIN, count_biased_rows, folded
 
 SMALL_NUMEL = 8192
 """Runs up to this long are reduced together, those of one length as rows of a matrix."""
@@ -24,9 +26,8 @@ Items = Sequence[tuple[int, pb.StatsItem]]
 def reduce_items(read: Read, items: Items, *, with_exponents: bool) -> list[pb.Stats]:
     """One answer for each item, in order."""
     found: dict[int, pb.Stats] = {}
-    if not with_exponents:
-        for numbers in _alike(items).values():
-            found |= _reduce_rows(read, items, numbers)
+    for numbers in _alike(items).values():
+        found |= _reduce_rows(read, items, numbers, with_exponents=with_exponents)
     for number, (begin, item) in enumerate(items):
         if number not in found:
             run = read(begin, begin + item.numel * stats.item_bytes(item.dtype))
@@ -44,7 +45,9 @@ def _alike(items: Items) -> Mapping[tuple[str, int], list[int]]:
     return {alike: numbers for alike, numbers in found.items() if len(numbers) >= _LEAST_ROWS}
 
 
-def _reduce_rows(read: Read, items: Items, numbers: Sequence[int]) -> dict[int, pb.Stats]:
+def _reduce_rows(
+    read: Read, items: Items, numbers: Sequence[int], *, with_exponents: bool
+) -> dict[int, pb.Stats]:
     """Answers of items of one length; nothing of those with an element that is not finite."""
     first = items[numbers[0]][1]
     kind, size_bytes = getattr(torch, first.dtype), stats.item_bytes(first.dtype)
@@ -53,6 +56,10 @@ def _reduce_rows(read: Read, items: Items, numbers: Sequence[int]) -> dict[int, 
     rows = raw.view(kind).view(len(runs), first.numel).double()
     low, high = torch.amin(rows, dim=1), torch.amax(rows, dim=1)
     mean = rows.mean(dim=1)
+    finite = torch.isfinite(low) & torch.isfinite(high)
+    biased: Iterable[torch.Tensor | None] = itertools.repeat(None, len(runs))
+    if with_exponents:
+        biased = count_biased_rows(torch.where(finite[:, None], rows, 0.0))
     columns = zip(
         numbers,
         low.tolist(),
@@ -61,7 +68,8 @@ def _reduce_rows(read: Read, items: Items, numbers: Sequence[int]) -> dict[int, 
         (rows - mean[:, None]).square_().sum(dim=1).tolist(),
         torch.linalg.vector_norm(rows, dim=1).square_().tolist(),
         torch.count_nonzero(rows, dim=1).tolist(),
-        (torch.isfinite(low) & torch.isfinite(high)).tolist(),
+        finite.tolist(),
+        biased,
         strict=True,
     )
     return {
@@ -73,10 +81,11 @@ def _reduce_rows(read: Read, items: Items, numbers: Sequence[int]) -> dict[int, 
             sum_squares=squares,
             min=least,
             max=most,
-            exponent_begin=stats.EXPONENT_BEGIN,
+            exponent_counts=folded(counts) if counts is not None else (),
+            exponent_begin=EXPONENT_BEGIN,
         )
-        for number, least, most, average, m2, squares, nonzero, finite in columns
-        if finite
+        for number, least, most, average, m2, squares, nonzero, is_finite, counts in columns
+        if is_finite
     }
 
 

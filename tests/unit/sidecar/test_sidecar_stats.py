@@ -10,7 +10,9 @@ import pytest
 import torch
 
 from paramd.errors import UsageError
-from paramd_service.sidecar import stats
+from paramd.v1 import sidecar_pb2 as pb
+from paramd_service.sidecar import gradient_stats, stats
+from paramd_service.sidecar.exponents import EXPONENT_BEGIN, EXPONENT_BINS
 
 FLOATS = ["float16", "bfloat16", "float32", "float64", "float8_e4m3fn", "float8_e5m2"]
 INTEGERS = ["uint8", "int8", "int16", "int32", "int64"]
@@ -46,9 +48,9 @@ def check(tensor: torch.Tensor, dtype: str) -> stats.Reduced:
 
 def expected_exponents(finite: np.ndarray) -> list[int]:
     nonzero = np.abs(finite[finite != 0])
-    exponents = np.floor(np.frexp(nonzero)[1] - 1).astype(int) - stats.EXPONENT_BEGIN
-    clipped = np.clip(exponents, 0, stats.EXPONENT_BINS - 1)
-    counts: list[int] = np.bincount(clipped, minlength=stats.EXPONENT_BINS).tolist()
+    exponents = np.floor(np.frexp(nonzero)[1] - 1).astype(int) - EXPONENT_BEGIN
+    clipped = np.clip(exponents, 0, EXPONENT_BINS - 1)
+    counts: list[int] = np.bincount(clipped, minlength=EXPONENT_BINS).tolist()
     return counts
 
 
@@ -100,11 +102,59 @@ def test_a_run_without_any_number_has_no_bounds(value: float) -> None:
         torch.full((5000,), 1e-42),
         torch.cat([torch.zeros(200_000), torch.ones(200_000)]),
         torch.tensor([0.0, -0.0, 2.0**-149, -(2.0**-126), 1.0, 1.9999999]),
+        # An odd number of them below 2, zeros of both signs among them; then one that is not.
+        torch.cat([torch.tensor([0.0, -0.0, 1e-42]), 1e-3 * torch.randn(150_000)]),
+        torch.cat([1e-3 * torch.randn(150_000), torch.tensor([-2.0])]),
+        torch.tensor([1e-3, -1e-3]).repeat(150_000),
     ],
-    ids=["ones", "offset", "tiny", "huge", "largest", "subnormal", "blocks", "edges"],
+    ids=[
+        "ones",
+        "offset",
+        "tiny",
+        "huge",
+        "largest",
+        "subnormal",
+        "blocks",
+        "edges",
+        "odd",
+        "two",
+        "equal",
+    ],
 )
 def test_hard_values_keep_their_digits(values: torch.Tensor) -> None:
     check(values, "float32")
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float64"])
+@pytest.mark.parametrize("with_exponents", [False, True])
+def test_small_items_reduced_together_are_as_each_by_itself(
+    dtype: str, with_exponents: bool
+) -> None:
+    torch.manual_seed(2)
+    values = torch.randn(9, 500).to(getattr(torch, dtype))
+    values[0], values[1, ::3], values[2, 7], values[3, 1] = 0.0, -0.0, math.nan, -math.inf
+    values[4] *= 1e-30
+    data = bytes_of(values)
+    size_bytes = len(data) // len(values)
+    items = [
+        (size_bytes * row, pb.StatsItem(begin_bytes=size_bytes * row, numel=500, dtype=dtype))
+        for row in range(len(values))
+    ]
+    found = gradient_stats.reduce_items(
+        lambda begin, end: data[begin:end], items, with_exponents=with_exponents
+    )
+    for message, (begin, _) in zip(found, items, strict=True):
+        run = data[begin : begin + size_bytes]
+        one = stats.reduce_run(run, dtype, with_exponents=with_exponents)
+        alone = stats.stats_message(one)
+        for name in ("count", "zero_count", "nan_count", "inf_count", "min", "max"):
+            assert getattr(message, name) == getattr(alone, name), name
+        scale = math.sqrt(alone.sum_squares / 500) if alone.sum_squares else 1.0
+        assert message.mean == pytest.approx(alone.mean, rel=1e-6, abs=1e-6 * scale)
+        assert message.m2 == pytest.approx(alone.m2, rel=2e-6)
+        assert message.sum_squares == pytest.approx(alone.sum_squares, rel=2e-6)
+        assert list(message.exponent_counts) == list(alone.exponent_counts)
+        assert bool(message.exponent_counts) == with_exponents
 
 
 def test_runs_at_odd_addresses_are_read() -> None:

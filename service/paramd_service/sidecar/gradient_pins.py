@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import ctypes
-from collections.abc import AsyncIterator, Callable, Coroutine, Hashable, Iterable
+import functools
+from collections.abc import AsyncIterator, Callable, Coroutine, Hashable
 from concurrent.futures import Executor
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -56,6 +57,7 @@ class GradientPins:
         self._at_point = at_point
         self._loop = asyncio.get_running_loop()
         self._shared: dict[Hashable, _Shared] = {}
+        self._has_torch = False
 
     async def pin(self, key: Key, step: int, *, lease_s: float, timeout_s: float) -> Lease:
         """A lease on the gradients that update `step` consumes.
@@ -75,8 +77,8 @@ class GradientPins:
         self, key: Key, step: int, reduction: pb.Reduction, *, timeout_s: float
     ) -> tuple[list[pb.Stats], Notes]:
         """Statistics of the items, one each. Raises as `pin`, and UsageError for an item."""
-        named = (key, step, reduction.SerializeToString(deterministic=True))
-        shared = self._join(named, lambda: self._reduce(key, step, reduction), _nothing)
+        wanted = reduction.SerializeToString(deterministic=True)
+        shared = self._join((key, step, wanted), lambda: self._reduce(key, step, wanted), _nothing)
         async with self._waiting(shared, step, timeout_s) as found:
             answer: tuple[list[pb.Stats], Notes] = found
             return answer
@@ -153,21 +155,20 @@ class GradientPins:
             target += end - begin
         self._at_point("gradients-copied")
 
-    async def _reduce(
-        self, key: Key, step: int, reduction: pb.Reduction
-    ) -> tuple[list[pb.Stats], Notes]:
-        # Imported before the slot is armed: that takes seconds the first time.
-        await self._loop.run_in_executor(self._executor, _load_torch)
-        places = Places(key.spans)
-        begins = _begins(places, reduction.items)
+    async def _reduce(self, key: Key, step: int, reduction: bytes) -> tuple[list[pb.Stats], Notes]:
+        if not self._has_torch:
+            # Before the slot is armed: that takes seconds the first time.
+            await self._loop.run_in_executor(self._executor, _load_torch)
+            self._has_torch = True
+        placed, with_exponents = _placed(key.spans, reduction)
 
         def work(memory: SlotMemory, slot: int) -> list[pb.Stats]:
             from paramd_service.sidecar.gradient_stats import reduce_items
 
             found = reduce_items(
                 lambda begin, end: memory.room(slot, begin, end),
-                list(zip(begins, reduction.items, strict=True)),
-                with_exponents=reduction.with_exponents,
+                placed,
+                with_exponents=with_exponents,
             )
             self._at_point("gradients-reduced")
             return found
@@ -186,12 +187,21 @@ def _load_torch() -> None:
     gradient_stats.warm_up()
 
 
-def _begins(places: Places, items: Iterable[pb.StatsItem]) -> list[int]:
-    """First arena byte of each item. Raises UsageError when one is not within a span."""
+@functools.lru_cache(maxsize=8)
+def _placed(
+    spans: tuple[tuple[int, int], ...], reduction: bytes
+) -> tuple[list[tuple[int, pb.StatsItem]], bool]:
+    """(first arena byte, item) of each item of a `Reduction`, and whether it wants exponents.
+
+    A reader asks for the same in every update, so the last answers are kept.
+
+    Raises:
+        UsageError: an item is not within a span.
+    """
     from paramd_service.sidecar.stats import item_bytes
 
-    found = []
-    for item in items:
+    places, wanted, found = Places(spans), pb.Reduction.FromString(reduction), []
+    for item in wanted.items:
         size_bytes = item.numel * item_bytes(item.dtype)
         at = places.arena_byte(item.begin_bytes, size_bytes) if item.numel >= 0 else None
         if at is None or item.begin_bytes < 0:
@@ -199,5 +209,5 @@ def _begins(places: Places, items: Iterable[pb.StatsItem]) -> list[int]:
                 f"items: {item.numel} elements of {item.dtype} from byte {item.begin_bytes} on "
                 f"are not within one span of the {places.size_bytes} bytes asked for"
             )
-        found.append(at)
-    return found
+        found.append((at, item))
+    return found, wanted.with_exponents

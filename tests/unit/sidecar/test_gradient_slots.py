@@ -12,7 +12,7 @@ from typing import Any, cast
 import pytest
 import torch
 
-from paramd.errors import AbortedError
+from paramd.errors import AbortedError, UsageError
 from paramd.memory.control_page import PAGE_BYTES, ControlPage, Word
 from paramd.memory.descriptors import create_memory
 from paramd.memory.gradient_program import ARM_WORDS, Notes, Slot
@@ -123,6 +123,13 @@ async def test_an_update_that_began_without_us_is_missed(training: Training) -> 
     assert [training.page[word] for word in ARM_WORDS] == [0, 0]
     with pytest.raises(AbortedError):
         await training.reduce(5)
+
+
+async def test_an_item_outside_of_what_is_wanted_is_refused(training: Training) -> None:
+    for _ in range(2):
+        with pytest.raises(UsageError, match="not within one span"):
+            await training.reduce(5, ARENA_BYTES)
+    assert [training.page[word] for word in ARM_WORDS] == [0, 0]
 
 
 async def test_the_end_is_told_to_all_that_wait(training: Training) -> None:

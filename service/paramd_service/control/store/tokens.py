@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -86,7 +87,7 @@ class TokenStore:
         rows = await self._store.read(lambda connection: connection.execute(chosen).all())
         return [_token(row) for row in rows]
 
-    async def ended(self, *, since_s: float, now_s: float, limit: int) -> list[TokenRow]:
+    async def ended(self, *, since_s: float, now_s: float, limit: int) -> Sequence[TokenRow]:
         """The tokens that were revoked or have expired since a time, at most the last `limit`."""
         revoked = tokens.c.revoked_s > since_s
         expires_s = tokens.c.expires_s

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from typing import Any
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -25,7 +26,8 @@ async def run_until(
     async def receive_or_end() -> Message:
         coming = asyncio.ensure_future(receive())
         try:
-            await asyncio.wait({coming, ended}, return_when=asyncio.FIRST_COMPLETED)
+            either: set[asyncio.Future[Any]] = {coming, ended}
+            await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
             return coming.result() if coming.done() else _GONE
         finally:
             coming.cancel()

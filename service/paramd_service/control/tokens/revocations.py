@@ -10,7 +10,7 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from typing import Final, Protocol
 
 from paramd.errors import UnreachableError
@@ -29,7 +29,7 @@ log = logging.getLogger("paramd.control")
 class EndedTokens(Protocol):
     """The store, as far as it is asked here."""
 
-    async def ended(self, *, since_s: float, now_s: float, limit: int) -> list[TokenRow]: ...
+    async def ended(self, *, since_s: float, now_s: float, limit: int) -> Sequence[TokenRow]: ...
 
 
 class Revocations:
@@ -113,7 +113,7 @@ class Revocations:
         except UnreachableError as error:
             log.debug("revoked tokens cannot be read now: %s", error)
 
-    def _learn(self, rows: list[TokenRow]) -> None:
+    def _learn(self, rows: Sequence[TokenRow]) -> None:
         now_s = self._clock()
         keep_s = {token_id(row): self._keep_s - (now_s - row.ended_s) for row in rows}
         if not self._tokens.learn({key: left_s for key, left_s in keep_s.items() if left_s > 0}):

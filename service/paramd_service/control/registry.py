@@ -14,7 +14,7 @@ from paramd.errors import ConflictError, UsageError
 from paramd.tls import check_address
 from paramd.v1 import common_pb2, control_pb2
 from paramd_service.control.config import Bootstrap
-from paramd_service.control.view import MeshView, Report, mesh_view
+from paramd_service.control.view import MeshView, RankView, Report, mesh_view, rank_views
 
 MAX_TEXT_CHARS = 4096
 """Longest text that a report may hold in one field."""
@@ -72,6 +72,12 @@ class Registry:
             world_size=self._bootstrap.world_size,
             now_s=self._clock(),
             silent_after_s=self._silent_after_s,
+        )
+
+    def rank_views(self, ranks: range) -> tuple[RankView, ...]:
+        """Some of its ranks now: what lists them need not hold a view of all meanwhile."""
+        return rank_views(
+            self._reports, ranks, now_s=self._clock(), silent_after_s=self._silent_after_s
         )
 
     def peers(self) -> list[common_pb2.Peer]:

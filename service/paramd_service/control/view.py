@@ -138,7 +138,7 @@ def mesh_view(
     reports: Mapping[int, Report], *, world_size: int, now_s: float, silent_after_s: float
 ) -> MeshView:
     """The mesh at `now_s` (monotonic), as the reports by rank tell it."""
-    ranks = tuple(_rank_view(r, reports.get(r), now_s, silent_after_s) for r in range(world_size))
+    ranks = rank_views(reports, range(world_size), now_s=now_s, silent_after_s=silent_after_s)
     digests = {
         rank.report.layout_digest
         for rank in ranks
@@ -151,6 +151,13 @@ def mesh_view(
         state=state,
         reason=reason,
     )
+
+
+def rank_views(
+    reports: Mapping[int, Report], ranks: range, *, now_s: float, silent_after_s: float
+) -> tuple[RankView, ...]:
+    """Some of the mesh's ranks at `now_s`."""
+    return tuple(_rank_view(r, reports.get(r), now_s, silent_after_s) for r in ranks)
 
 
 def listed(ranks: Sequence[int]) -> str:

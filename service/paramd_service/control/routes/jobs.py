@@ -67,8 +67,11 @@ def router(services: Services) -> APIRouter:
     async def list_ranks(job: str) -> Response:
         """Every rank, with the reason when something is not as it should be."""
         incarnation = services.jobs.get(job)
-        view = incarnation.registry.view()
-        chunks = rank_text.chunks(view, epoch=incarnation.epoch)
+        chunks = rank_text.chunks(
+            incarnation.registry,
+            world_size=incarnation.bootstrap.world_size,
+            epoch=incarnation.epoch,
+        )
         return StreamingResponse(_yielded(chunks), media_type="application/json")
 
     @routes.get("/jobs/{job}/epochs")

@@ -121,7 +121,8 @@ def test_planted_nan_is_marked_wherever_it_shows(tab: Tab, door: Door) -> None:
     for row in bad:
         tab.see_name(row["name"])
     assert "layers.1.weight" in {row["name"] for row in bad}
-    assert tab.page.locator("[role=row].bad").count() == len(bad)
+    marked = tab.page.locator("[role=row].bad")
+    wait_for("their numbers", lambda: marked.count() == len(bad))
 
 
 def test_a_killed_rank_shows_with_the_reason(tab: Tab, door: Door) -> None:

@@ -1,7 +1,7 @@
 import { describe, expect, it } from "vitest";
 
 import { EventParser } from "../src/api/sse";
-import { between, colorer } from "../src/lib/color";
+import { between, colorer, tint } from "../src/lib/color";
 import { bodyOf, EMPTY, leaseLeft, newId, opText } from "../src/lib/edits";
 import { exactly, filtersFor, MAX_FILTER_BYTES, parseSlice, sliced } from "../src/lib/filters";
 import { bytes, duration, number, percent, shape, short } from "../src/lib/format";
@@ -135,6 +135,10 @@ describe("metrics", () => {
 });
 
 describe("colours", () => {
+  it("covers what is behind a tint, whatever length the theme's colours have", () => {
+    expect(tint("#fff", "#000000", 0.2)).toBe("rgb(204, 204, 204)");
+    expect(tint("#1a1f1e", "#6cc3c4", 0)).toBe("rgb(26, 31, 30)");
+  });
   it("are the ends at the ends, and the middle for zero", () => {
     const scale = [[0, 0, 0], [100, 100, 100]] as const;
     expect([between(scale, -1), between(scale, 0.5), between(scale, 9)]).toEqual([[0, 0, 0], [50, 50, 50], [100, 100, 100]]);

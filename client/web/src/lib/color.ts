@@ -48,8 +48,12 @@ export function colorer(
   return (value) => between(RISING, (value - low) / width);
 }
 
-/** A part of `ink` on `ground`, both as "#rrggbb": what covers what is behind it, unlike opacity. */
+/** A part of `ink` on `ground`, "#rrggbb" or "#rgb": what covers what is behind it, unlike opacity. */
 export function tint(ground: string, ink: string, part: number): string {
-  const [from, to] = [ground, ink].map((hex) => [1, 3, 5].map((at) => parseInt(hex.slice(at, at + 2), 16)) as unknown as Rgb);
-  return `rgb(${between([from!, to!], part).join(", ")})`;
+  return `rgb(${between([rgbOf(ground), rgbOf(ink)], part).join(", ")})`;
+}
+
+function rgbOf(hex: string): Rgb {
+  const digits = hex.length === 4 ? [...hex.slice(1)].map((digit) => digit + digit).join("") : hex.slice(1);
+  return [0, 2, 4].map((at) => parseInt(digits.slice(at, at + 2), 16)) as unknown as Rgb;
 }

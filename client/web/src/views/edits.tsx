@@ -57,7 +57,7 @@ function Log(props: { mayEdit: boolean }): ReactNode {
       {edits.data && shown.length === 0 && <Empty>{filter ? "None matches the filter." : "Nothing has been edited."}</Empty>}
       {shown.length > 0 && (
         <div className="scroll">
-          <table className="plain" aria-label="Edits">
+          <table className="plain roomy" aria-label="Edits">
             <thead>
               <tr>
                 <th>when</th>

@@ -142,7 +142,7 @@ function Files(props: { id: string; everyMs: number }): ReactNode {
   if (found.error) return <Trouble>{found.error}</Trouble>;
   return (
     <div className="scroll">
-      <table className="plain" aria-label="Files">
+      <table className="plain roomy" aria-label="Files">
         <thead>
           <tr>
             <th>file</th>

@@ -63,7 +63,7 @@ export default function Gradients(): ReactNode {
       {problem && <Trouble>{problem}</Trouble>}
       {wrong.length > 0 && <Broken rows={wrong} />}
       <Panel title="All together" source={<span className="source">{count(grads.frames)} frames, {count(grads.dropped)} dropped</span>}>
-        {grads.total === null && !problem && <Empty>Waiting for the next update that is consumed …</Empty>}
+        {grads.total === null && <Empty>{problem ? "No frame has come: the reason stands above." : "Waiting for the next update that is consumed …"}</Empty>}
         {grads.total && (
           <Facts
             rows={[
@@ -88,7 +88,8 @@ export default function Gradients(): ReactNode {
           />
         )}
       </Panel>
-      <Rows label="Gradients" columns={COLUMNS} items={rows} keyOf={(row) => row.fqn} selected={name} onPick={(row) => setName(row.fqn)} toneOf={(row) => TONES[row.mark]} height="28rem" />
+      {rows.length === 0 && grads.rows.size > 0 && <Empty>None is marked: nothing vanishes, explodes or is not finite.</Empty>}
+      {rows.length > 0 && <Rows label="Gradients" columns={COLUMNS} items={rows} keyOf={(row) => row.fqn} selected={name} onPick={(row) => setName(row.fqn)} toneOf={(row) => TONES[row.mark]} height="28rem" />}
       {chosen && <One row={chosen} />}
     </>
   );
@@ -116,6 +117,7 @@ function useGrads(job: string, filter: string, every: string, paused: boolean): 
     if (paused) return;
     const controller = new AbortController();
     let waiting: Frame[] = [];
+    let ended = "";
     const flush = window.setInterval(() => {
       if (waiting.length === 0) return;
       dispatch(waiting);
@@ -123,13 +125,16 @@ function useGrads(job: string, filter: string, every: string, paused: boolean): 
     }, DRAW_MS);
     const onEvent = (event: ServerEvent): void => {
       if (event.kind === "end") {
-        setState((old) => ({ ...old, problem: (JSON.parse(event.data) as { detail: string }).detail }));
+        ended = (JSON.parse(event.data) as { detail: string }).detail;
+        setState((old) => ({ ...old, problem: ended }));
       }
       if (event.kind !== "frame") return;
+      ended = "";
       waiting.push(JSON.parse(event.data) as Frame);
       setState({ at: Date.now(), problem: null });
     };
-    const onState = (problem: string | null): void => setState((old) => ({ ...old, problem }));
+    // Why the server ended it says more than that it did, until a frame comes again.
+    const onState = (problem: string | null): void => setState((old) => ({ ...old, problem: ended || problem }));
     const url = urlOf("/api/v1/jobs/{job}/grads", { job }, { filter: filter.trim() || "*", every, kind: "histogram" });
     void follow(url, { onEvent, onState }, controller.signal);
     return () => {

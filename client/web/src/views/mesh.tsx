@@ -86,7 +86,7 @@ export default function Mesh(): ReactNode {
         title="Ranks"
         source={<span className="source" title="From the placements of the parameters">axes {axesText}</span>}
       >
-        {all.length === 0 && !ranks.error && <Empty>…</Empty>}
+        {all.length === 0 && !ranks.error && <Empty>Asking for the ranks …</Empty>}
         {all.length > 0 && all.length <= MAX_TILES && (
           <Tiles ranks={tiles} axes={axes} picked={picked} onPick={pick} />
         )}

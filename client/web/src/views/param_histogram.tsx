@@ -25,11 +25,11 @@ export function HistogramPanel(props: { samples: readonly Sample[] }): ReactNode
       actions={<Choice label="Histograms" value={mode === "overlay" ? "overlay" : "offset"} options={[["offset", "Offset"], ["overlay", "Overlay"]] as const} onChange={setMode} />}
       source={
         <span className="source">
-          {last && `steps ${count(shown[0]!.histogram.step)} to ${count(last.histogram.step)}, ${last.histogram.counts.length} bins`}
+          {last && `${shown.length > 1 ? `steps ${count(shown[0]!.histogram.step)} to` : "step"} ${count(last.histogram.step)}, ${last.histogram.counts.length} bins`}
         </span>
       }
     >
-      {!last && <Empty>…</Empty>}
+      {!last && <Empty>No sample yet: one comes every 5 s while this is open and collecting.</Empty>}
       {last && (
         <Chart
           label={`Histograms of ${shown.length} steps`}

@@ -52,7 +52,7 @@ export function NormPanel(props: { name: string; samples: readonly Sample[] }): 
         {count(noted)} points noted by the control plane
         {history.data && !history.data.watch ? " (its watch of parameters is off)" : ""}, {count(samples.length)} collected by this page
       </p>
-      {points.length < 2 && <Empty>One point so far.</Empty>}
+      {points.length < 2 && <Empty>{points.length === 1 ? "One point so far: a line needs two." : "No point yet."}</Empty>}
       {points.length >= 2 && (
         <Chart
           label={`Norm at ${points.length} steps`}

@@ -79,7 +79,7 @@ export default function Params(): ReactNode {
             />
           </span>
         </div>
-        <div>
+        <div className="stack">
           <div className="bar-row">
             <div className="grow">
               <input

@@ -16,13 +16,21 @@ from paramd.errors import ConflictError, UsageError
 _JOB_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 
 
+def home_dir() -> Path:
+    """The user's home; "/" for an account that has none, as container engines have it."""
+    try:
+        return Path.home()
+    except RuntimeError:
+        return Path("/")
+
+
 def state_dir() -> Path:
     """The state dir's path; nothing is created."""
     named = os.environ.get("PARAMD_STATE_DIR")
     if named:
         return Path(named).expanduser().absolute()
     xdg = os.environ.get("XDG_STATE_HOME")
-    base = Path(xdg) if xdg and os.path.isabs(xdg) else Path.home() / ".local" / "state"
+    base = Path(xdg) if xdg and os.path.isabs(xdg) else home_dir() / ".local" / "state"
     return base / "paramd"
 
 

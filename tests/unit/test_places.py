@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import pwd
 import stat
 import subprocess
 import sys
@@ -14,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from paramd import places
+from paramd.cli.settings import file_places
 from paramd.errors import ConflictError, UnreachableError, UsageError
 from paramd.places import Endpoint
 
@@ -64,6 +66,18 @@ def test_a_name_that_could_leave_the_state_dir_is_refused(name: str, state: Path
     with pytest.raises(UsageError, match="job"):
         places.socket_path(name, 0)
     assert not state.exists()
+
+
+def test_an_account_without_a_home_is_no_crash(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("HOME", "PARAMD_STATE_DIR", "XDG_STATE_HOME", "XDG_CONFIG_HOME"):
+        monkeypatch.delenv(name, raising=False)
+
+    def unknown(uid: int) -> None:
+        raise KeyError(uid)
+
+    monkeypatch.setattr(pwd, "getpwuid", unknown)
+    assert places.state_dir() == Path("/.local/state/paramd")
+    assert file_places()[-1] == (Path("/.config/paramd/paramd.toml"), True)
 
 
 def test_the_job_dir_is_private_and_made_once(state: Path) -> None:

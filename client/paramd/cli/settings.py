@@ -21,6 +21,7 @@ from urllib.parse import urlsplit
 from paramd.cli import contexts
 from paramd.cli.contexts import Context
 from paramd.errors import UsageError
+from paramd.state_files import home_dir
 
 FILE_NAME = "paramd.toml"
 FILE_KEYS = ("job", "url", "token_file", "tls_ca", "output", "context")
@@ -148,7 +149,7 @@ def merge(environment: Mapping[str, str], files: Sequence[Mapping[str, str]]) ->
 def file_places() -> list[tuple[Path, bool]]:
     """Where paramd.toml may lie, first one first, and whether it is the user's own."""
     base = os.environ.get("XDG_CONFIG_HOME")
-    config = Path(base) if base and os.path.isabs(base) else Path.home() / ".config"
+    config = Path(base) if base and os.path.isabs(base) else home_dir() / ".config"
     return [(Path(FILE_NAME), False), (config / "paramd" / FILE_NAME, True)]
 
 

@@ -244,7 +244,7 @@ class Pins:
 
     def _why_not_now(self) -> str:
         if self.ownership is not Ownership.OWNED:
-            return self.ownership.value
+            return str(self.ownership.value)
         return (
             "this job's parameters stay in the trainer's own memory and are copied at agreed "
             "boundaries only; pin with at_boundary and schedule one, as summon does"

@@ -20,7 +20,7 @@ from paramd.memory import handover
 from paramd_service.sidecar.edit_entry import Entry
 from paramd_service.sidecar.edit_intake import Part
 
-WINDOW_BYTES = 4 << 20
+WINDOW_BYTES = 2 << 20
 WINDOW_COUNT = 4
 _TURN_BYTES = 64 << 20
 """Taken on a thread at most before others have their turn."""
@@ -30,7 +30,7 @@ _PATIENCE_MS = 2
 
 _WINDOW = b'{"op": "window"'
 MAX_RINGS = 16
-"""Clients that may have windows at once: 256 MiB of them."""
+"""Clients that may have windows at once: 128 MiB of them."""
 
 
 class Windows:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import math
+import mmap
+import socket
 import time
 from collections.abc import Callable, Coroutine, Iterator
 from contextlib import contextmanager
@@ -24,6 +26,7 @@ from paramd.errors import (
 from paramd.layout.edit_ops import EditKind, EditOp
 from paramd.layout.regions import full_box, row_major
 from paramd.layout.types import Box
+from paramd.memory import handover
 from paramd.memory.control_page import Word
 from paramd.memory.sparse import reserved_bytes
 from paramd.v1 import sidecar_pb2 as pb
@@ -33,6 +36,7 @@ from paramd_service.sidecar.edit_fate import WITHDRAWN_NS
 from paramd_service.sidecar.edit_intake import is_finite
 from paramd_service.sidecar.edit_memory import HEAD_BYTES
 from paramd_service.sidecar.edit_ranges import Ranges
+from paramd_service.sidecar.edit_windows import WINDOW_BYTES, Windows
 from paramd_service.sidecar.owner import Ownership
 from tests.unit.layout.simulate import BOXES, Spec, World, build, fsdp1, memory_of
 from tests.unit.layout.test_plan import KINDS
@@ -261,6 +265,41 @@ def test_data_comes_in_order_whole_and_finite_or_not_at_all() -> None:
                         edits.get(f"{9:032x}")
                     wanted = rank.manifest(10 + number, ops, allow_nonfinite=True)
                     assert (await stage(edits, wanted, data)).phase is Phase.STAGED
+
+    run(test)
+
+
+def test_windows_that_are_there_already_are_taken_at_once_and_anything_else_is_left() -> None:
+    def window(index: int) -> dict[str, object]:
+        return {"op": "window", "index": index, "offset_bytes": 64 * index, "size_bytes": 64}
+
+    async def test() -> None:
+        with rank_of() as rank:
+            async with rank.edits() as edits:
+                ops = [EditOp(fqn="h", kind=EditKind.SET, with_data=True), *WHOLE[:1]]
+                data = rank.data_of(ops, [torch.ones(7).bfloat16(), torch.ones(6, 5)])
+                entry = await edits.begin(rank.manifest(1, ops))
+                windows = Windows(entry)
+                ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+                with ours, theirs, mmap.mmap(windows.descriptor, 0) as memory:
+                    for index in range(2):
+                        begin = index * WINDOW_BYTES
+                        memory[begin : begin + 64] = data[64 * index : 64 * index + 64]
+                    handover.send(theirs, window(1))
+                    handover.send(theirs, {"op": "unmap"})
+                    await edits.take(entry, windows.arriving(ours, window(0)))
+                    assert entry.staged_bytes == 128
+                    # The last one is answered by whoever serves the connection.
+                    theirs.settimeout(0)
+                    assert handover.receive(theirs)[0] == {
+                        "op": "taken", "staged_bytes": 64, "size_bytes": 192
+                    }  # fmt: skip
+                    with pytest.raises(BlockingIOError):
+                        handover.receive(theirs)
+                    assert handover.receive(ours)[0]["op"] == "unmap"
+                    with pytest.raises(UsageError, match="window: index"):
+                        await edits.take(entry, windows.arriving(ours, window(99)))
+                windows.close()
 
     run(test)
 

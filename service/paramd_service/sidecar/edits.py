@@ -21,6 +21,7 @@ from paramd.v1 import sidecar_pb2 as pb
 from paramd_service.sidecar.edit_book import EditBook
 from paramd_service.sidecar.edit_entry import Entry, Phase
 from paramd_service.sidecar.edit_fate import WITHDRAWN_NS, Fate, fate
+from paramd_service.sidecar.edit_hints import count_hole, expect_request
 from paramd_service.sidecar.edit_intake import NonfiniteError, Part
 from paramd_service.sidecar.edit_limits import EditLimits
 from paramd_service.sidecar.edit_memory import EditMemory
@@ -30,9 +31,6 @@ from paramd_service.sidecar.owner import Ownership
 
 _ID = re.compile(r"[0-9a-f]{32}")
 _SWEEP_S = 5.0
-
-EXPECTED_S = 1.0
-"""After data of an edit came, its request is expected for so long."""
 
 
 class Edits:
@@ -70,7 +68,7 @@ class Edits:
         self._ended: Ownership | None = None
         self._tasks: set[asyncio.Task[None]] = set()
         self._timer: asyncio.TimerHandle | None = None
-        memory.on_hole = self._hole
+        memory.on_hole = partial(count_hole, page.words)
 
     async def start(self) -> None:
         """Finds what a predecessor left. Raises ExhaustedError."""
@@ -98,7 +96,7 @@ class Edits:
             self._book.check_room()
             entry = Entry(manifest=manifest, digest=digest, opened=self._loop.create_future())
             self._book.entries[entry.edit_id] = entry
-            self._expect()
+            expect_request(self._page.words)
             self._start(self._open(entry))
         elif entry.digest != digest:
             raise ExistsError(
@@ -115,17 +113,14 @@ class Edits:
         return entry
 
     async def take(self, entry: Entry, parts: Iterable[Part]) -> None:
-        """Takes parts of the data; the last one makes the edit STAGED.
-
-        Args:
-            parts: iterated over on a thread, the next asked for when one has been taken.
+        """Takes parts of the data, on a thread, one by one; the last makes the edit STAGED.
 
         Raises:
-            UsageError: a part does not follow what is there, or is not finite: then the
-                edit is forgotten. DataLossError: as a part's `fill` says.
+            UsageError: a part does not follow, or is not finite: then the edit is forgotten.
+            DataLossError: as a part's `fill` says.
         """
         async with entry.lock:
-            self._expect()
+            expect_request(self._page.words)
             entry.touched_ns = time.monotonic_ns()
             if self._book.entries.get(entry.edit_id) is not entry:
                 raise NotFoundError(f"edit {entry.edit_id} was dropped while its data came")
@@ -279,13 +274,6 @@ class Edits:
         entry.phase = Phase.STAGED
         self._book.in_order(entry)
         self._faults.at("edit-staged")
-
-    def _expect(self) -> None:
-        """Has the trainers look for requests more often: one is about to come."""
-        self._page[Word.EXPECTED_NS] = time.monotonic_ns() + int(EXPECTED_S * 1e9)
-
-    def _hole(self) -> None:
-        self._page[Word.EDIT_HOLES] += 1
 
     def _applied(self, entry: Entry) -> None:
         self._faults.at("edit-applied")

@@ -196,9 +196,11 @@ class Editor:
         ]
 
     def _run(self, steps: Sequence[_Step]) -> None:
+        lives: Sequence[torch.Tensor | None] = [None] * len(steps)
+        if self._mirror is not None:
+            lives = self._mirror.live([step.record for step in steps])
         with torch.no_grad():
-            for number, step in enumerate(steps):
-                live = self._mirror.live(step.record) if self._mirror is not None else None
+            for number, (step, live) in enumerate(zip(steps, lives, strict=True)):
                 if live is not None:
                     step.target.copy_(live)
                 run(step.record, step.target, step.data, step.preimage)

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import time
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from operator import itemgetter
 
 import torch
@@ -76,11 +76,8 @@ class MirroredHome(Home):
         self._arena_address = address_of(arena)
         if arena.nbytes:
             self._memory = bytes_at(arena, 0, arena.nbytes)
-        self._copies = (
-            DeviceCopies(self._arena_address, arena.nbytes)
-            if any(shard.tensor.device.type != "cpu" for shard in shards)
-            else None
-        )
+        if not _on_host(shard.tensor for shard in shards):
+            self._copies = DeviceCopies(self._arena_address, arena.nbytes)
         self._buffers = BufferCopies(arena, self._placed(TensorKind.BUFFER))
         self._watch = Watch(self._watched())
         self.copy_buffers()
@@ -130,31 +127,18 @@ class MirroredHome(Home):
         gate.end_mirror(request.number)
         gate.note_stall(time.monotonic_ns() - begin_ns)
 
-    def live(self, record: Record) -> torch.Tensor:
-        """The training's own elements that a record is about, shaped like its view.
+    def live(self, records: Sequence[Record]) -> list[torch.Tensor]:
+        """The training's own elements that each record is about, shaped like its view.
 
-        At a boundary only. Writing to it changes the parameter, not its version counter.
+        At a boundary only. Writing to one changes the parameter, not its version counter.
 
         Raises:
             ConflictError: no parameter of this rank has them all.
         """
-        pieces = self._by_place()
-        index = bisect_right(pieces, record.arena_begin, key=itemgetter(0))
-        for begin, shard in reversed(pieces[:index]):
-            tensor = shard.tensor
-            fits = record.arena_end <= begin + _span_bytes(tensor)
-            if fits and record.dtype == dtype_name(tensor.dtype):
-                first = int(tensor.storage_offset()) * tensor.itemsize
-                return placed(
-                    tensor.dtype,
-                    tensor.untyped_storage(),
-                    first + record.arena_begin - begin,
-                    record.sizes,
-                    record.strides,
-                )
-        raise ConflictError(
-            f"bytes [{record.arena_begin}, {record.arena_end}) of the arena are no parameter's"
-        )
+        self._follow()
+        found = [(begin, shard) for shard, begin in self._placed(TensorKind.PARAMETER)]
+        pieces = sorted(found, key=itemgetter(0))
+        return [_live(pieces, record) for record in records]
 
     def locator(self) -> Locate:
         """Where the memory of parameters is in the arena, as it is at this boundary."""
@@ -183,15 +167,12 @@ class MirroredHome(Home):
         sources = [tensor for tensor, _ in wanted]
         targets = [placed(t.dtype, storage, at, t.shape, t.stride()) for t, at in wanted]
         with torch.no_grad():
-            if self._copies is not None:
+            if not _on_host(sources):
+                if self._copies is None:
+                    self._copies = DeviceCopies(self._arena_address, self._memory.numel())
                 self._copies.to_host(targets, sources)
             elif targets:
                 torch._foreach_copy_(targets, sources)
-
-    def _by_place(self) -> list[tuple[int, LocalShard]]:
-        self._follow()
-        found = [(begin, shard) for shard, begin in self._placed(TensorKind.PARAMETER)]
-        return sorted(found, key=itemgetter(0))
 
     def _follow(self) -> None:
         """Sees to it that the shards are those of the tensors that the training has now."""
@@ -208,6 +189,10 @@ class MirroredHome(Home):
         self._watch = Watch(self._watched())
 
 
+def _on_host(tensors: Iterable[torch.Tensor]) -> bool:
+    return all(tensor.device.type == "cpu" for tensor in tensors)
+
+
 def home_of(model: nn.Module, arena: str) -> Home:
     """A home of the kind that `arena` (see AttachSettings) and the model's devices call for.
 
@@ -218,6 +203,26 @@ def home_of(model: nn.Module, arena: str) -> Home:
         return MirroredHome(model)
     devices = {shard.tensor.device for shard in find_shards(model)}
     return Home(model) if {d.type for d in devices} <= {"cpu"} else MirroredHome(model)
+
+
+def _live(pieces: Sequence[tuple[int, LocalShard]], record: Record) -> torch.Tensor:
+    """Of pieces in the order of their first bytes in the arena."""
+    index = bisect_right(pieces, record.arena_begin, key=itemgetter(0))
+    for begin, shard in reversed(pieces[:index]):
+        tensor = shard.tensor
+        fits = record.arena_end <= begin + _span_bytes(tensor)
+        if fits and record.dtype == dtype_name(tensor.dtype):
+            first = int(tensor.storage_offset()) * tensor.itemsize
+            return placed(
+                tensor.dtype,
+                tensor.untyped_storage(),
+                first + record.arena_begin - begin,
+                record.sizes,
+                record.strides,
+            )
+    raise ConflictError(
+        f"bytes [{record.arena_begin}, {record.arena_end}) of the arena are no parameter's"
+    )
 
 
 def _span_bytes(tensor: torch.Tensor) -> int:

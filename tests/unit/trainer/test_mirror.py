@@ -123,12 +123,12 @@ def test_an_edits_elements_are_the_trainings_own(bench: Bench) -> None:
     at, turned = bench.place("turned"), bench.model.turned
     record = Record(Op.FILL, "float64", at + 8, (2, 2), (1, 5), value=50.0)
     version = turned._version
-    bench.home.live(record).fill_(50.0)
+    bench.home.live([record])[0].fill_(50.0)
     assert bool((turned[1:3] == 50).all())
     assert int((turned == 50).sum()) == 4
     assert turned._version == version, "autograd must not see an edit"
     with pytest.raises(ConflictError, match="no parameter's"):
-        bench.home.live(Record(Op.FILL, "bfloat16", at, (1,), (1,), value=0.0))
+        bench.home.live([Record(Op.FILL, "bfloat16", at, (1,), (1,), value=0.0)])
 
 
 def test_optimizer_state_is_found_where_the_copy_would_be(bench: Bench) -> None:

@@ -105,6 +105,7 @@ async def test_what_does_not_fit_or_may_not_be_is_refused(ranks: list[EditingSid
                 "dry run: nothing was changed",
             )
             assert dry["after"]["max"] == 3.0
+            assert dry["dry_run"]
             late = await make(control, if_step=9)
             assert late["state"] == "ABORTED"
             assert "if_step is 9" in late["reason"]

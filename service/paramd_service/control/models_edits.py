@@ -124,6 +124,7 @@ class EditDocument(BaseModel):
     reason: str = Field(description="Why it is ABORTED or LOST; else empty")
     actor: str = Field(description="Name of the token of who asked for it")
     note: str
+    dry_run: bool = Field(description="It was only to tell before and after; it ends as ABORTED")
     created_s: float = Field(description="Seconds since the Unix epoch")
     ended_s: float | None = Field(description="null while it goes on")
     step: int = Field(description="Step at whose boundary it was applied; -1: it was not")

@@ -54,6 +54,8 @@ class Edit:
     """Step at whose boundary it was applied; -1 while it was not."""
     actor: str
     note: str
+    dry_run: bool
+    """It was only to tell `before` and `after`: nothing was changed, and it ends as ABORTED."""
     created_s: float
     """Seconds since the Unix epoch."""
     ops: tuple[Mapping[str, Any], ...]
@@ -116,6 +118,7 @@ def parse_edit(found: Mapping[str, Any]) -> Edit:
         step=_number(found.get("step"), -1),
         actor=str(found.get("actor") or ""),
         note=str(found.get("note") or ""),
+        dry_run=bool(found.get("dry_run", False)),
         created_s=float(found.get("created_s") or 0.0),
         ops=tuple(dict(op) for op in found.get("ops", ())),
         size_bytes=_number(found.get("size_bytes"), 0),

@@ -1176,6 +1176,11 @@ export interface components {
              */
             created_s: number;
             /**
+             * Dry Run
+             * @description It was only to tell before and after; it ends as ABORTED
+             */
+            dry_run: boolean;
+            /**
              * Ended S
              * @description null while it goes on
              */

@@ -78,7 +78,7 @@ function Log(props: { mayEdit: boolean }): ReactNode {
                     <Name>{edit.actor}</Name>
                   </td>
                   <td>
-                    <Badge state={edit.state} />
+                    <State edit={edit} />
                   </td>
                   <td>
                     {edit.undo_of && <span className="faint">undoes {edit.undo_of.slice(0, 8)} </span>}
@@ -87,7 +87,7 @@ function Log(props: { mayEdit: boolean }): ReactNode {
                         {opText(op)} <Name>{op.pattern}</Name>
                       </div>
                     ))}
-                    {edit.reason && <div className="faint wrap">{edit.reason}</div>}
+                    {edit.reason && !(edit.dry_run && edit.after) && <div className="faint wrap">{edit.reason}</div>}
                   </td>
                   <td className="num">{edit.step >= 0 ? count(edit.step) : "–"}</td>
                   <td className="num">{count(edit.ops.reduce((sum, op) => sum + op.numel, 0))}</td>
@@ -106,6 +106,13 @@ function Log(props: { mayEdit: boolean }): ReactNode {
       {chosen && <One edit={chosen} mayEdit={props.mayEdit} onClose={() => setPicked("")} onChanged={edits.refresh} />}
     </Panel>
   );
+}
+
+/** A dry run that ended well is no edit that failed. */
+function State(props: { edit: EditDocument }): ReactNode {
+  const { edit } = props;
+  const well = edit.dry_run && edit.after !== null;
+  return well ? <Badge state="DRY RUN" tone="mute" /> : <Badge state={edit.state} />;
 }
 
 function One(props: {
@@ -133,7 +140,7 @@ function One(props: {
     <Dialog title={`Edit ${edit.id.slice(0, 8)}`} onClose={onClose}>
       <Facts
         rows={[
-          ["state", <Badge key="s" state={edit.state} />],
+          ["state", <State key="s" edit={edit} />],
           ["who", edit.actor],
           ["when", clock(edit.created_s)],
           ["applied at step", edit.step >= 0 ? count(edit.step) : "–"],

@@ -158,6 +158,7 @@ def document_of(row: EditRow, undo_refusal: str) -> EditDocument:
         reason=row.reason,
         actor=row.actor,
         note=row.note,
+        dry_run=bool(row.detail.get("dry_run", False)),
         created_s=row.created_s,
         ended_s=row.ended_s,
         step=row.step,

@@ -9,8 +9,8 @@
 
 A module is forked from a process that has imported torch (`warm.py`); a script is started.
 A rank's output goes to files, so it can be read while the rank runs and nobody has to
-drain a pipe. Every process carries a tag in its environment; by it also those that left
-their parent's session (sidecars) are found and ended.
+drain a pipe. What a rank starts carries a tag in its environment; by it also those that left
+the rank's session (sidecars) are found and ended.
 """
 
 from __future__ import annotations
@@ -137,7 +137,7 @@ class Ranks:
     def stragglers(self) -> list[psutil.Process]:
         """Living processes of this launch other than the ranks: sidecars, workers."""
         ranks = {r.process.pid for r in self._ranks}
-        return [p for p in _tagged(self._tag) if p.pid not in ranks]
+        return [p for p in _processes(self._tag, ranks) if p.pid not in ranks]
 
     def outputs(self) -> str:
         """The end of every rank's output, for a failure's message."""
@@ -303,14 +303,16 @@ def _kill_group(process: subprocess.Popen[bytes] | WarmProcess) -> None:
         process.kill()
 
 
-def _tagged(tag: str) -> list[psutil.Process]:
+def _processes(tag: str, sessions: set[int]) -> list[psutil.Process]:
+    """Living processes with the tag, or in the session of a rank: forked ones show no tag."""
     found = []
     for process in psutil.process_iter():
-        try:
-            if process.status() != psutil.STATUS_ZOMBIE and process.environ().get(TAG) == tag:
+        with suppress(psutil.Error, ProcessLookupError):
+            is_alive = process.status() != psutil.STATUS_ZOMBIE
+            if is_alive and (
+                os.getsid(process.pid) in sessions or process.environ().get(TAG) == tag
+            ):
                 found.append(process)
-        except psutil.Error:
-            continue
     return found
 
 

@@ -283,6 +283,9 @@ def _start(
                 start_new_session=True,
             )
     else:
+        # Readable from now on, not only from when the rank has come to open them.
+        stdout_path.touch()
+        stderr_path.touch()
         process = warm_start().start([target, *args], env, stdout_path, stderr_path)
     return Rank(rank=rank, process=process, stdout_path=stdout_path, stderr_path=stderr_path)
 

@@ -46,7 +46,7 @@ def test_an_edit_is_tried_confirmed_applied_and_undone(tab: Tab, door: Door) -> 
     assert "<b>why</b>" in row.inner_text()
     assert f"{told['step']:,}" in row.inner_text()
     dry = next(edit for edit in door.get("edits")["edits"] if edit["dry_run"])
-    assert "DRY RUN" in page.locator(f"tr[data-edit='{dry['id']}']").inner_text()
+    assert "dry run" in page.locator(f"tr[data-edit='{dry['id']}']").inner_text()
     row.get_by_role("button", name="Show").click()
     page.click("text=Undo …")
     page.click("text=Undo: bring back 40 elements")

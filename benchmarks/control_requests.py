@@ -6,10 +6,7 @@ them and its checks of their answers are real, and what a sidecar does for an an
 
 from __future__ import annotations
 
-import json
 import statistics
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -24,7 +21,15 @@ import httpx2
 import psutil
 
 from benchmarks.report import Goal, Report, Table
-from benchmarks.site import await_all, cpu_share_of, cpu_used_s, signed_in, simulated, site
+from benchmarks.site import (
+    await_all,
+    cpu_share_of,
+    cpu_used_s,
+    signed_in,
+    simulated,
+    site,
+    told_worker,
+)
 from paramd.v1 import control_pb2, control_pb2_grpc
 
 SIZES = (32, 128)
@@ -181,18 +186,8 @@ def _viewers(client: httpx2.Client) -> Iterator[None]:
         "token": client.headers["authorization"].removeprefix("Bearer "),
         "job": "run",
     }
-    command = [sys.executable, "-m", "benchmarks.workers.viewers", str(VIEWERS)]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
-        try:
-            assert process.stdin is not None
-            assert process.stdout is not None
-            process.stdin.write(json.dumps(said).encode())
-            process.stdin.close()
-            if process.stdout.readline() != b"watching\n":
-                raise RuntimeError("the viewers' streams did not begin")
-            yield
-        finally:
-            process.kill()
+    with told_worker("viewers", str(VIEWERS), said=said, answer="watching"):
+        yield
 
 
 def _request_goals(asked: list[Asked]) -> list[Goal]:

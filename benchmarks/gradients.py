@@ -74,7 +74,18 @@ def run(*, quick: bool) -> Report:
                 whole[name].append(large.block(name, max(4, steps // 2)))
             raw_s.append(large.raw(senders))
         large_bytes = large.size_bytes
-    return _report(found, whole, raw_s, floor_s, empty_s, (small_bytes, large_bytes))
+    return _report(
+        _Measured(
+            small=found,
+            large=whole,
+            raw_s=raw_s,
+            memcpy_s=floor_s[0],
+            scan_s=floor_s[1],
+            empty_s=empty_s,
+            small_bytes=small_bytes,
+            large_bytes=large_bytes,
+        )
+    )
 
 
 class _Job:
@@ -168,108 +179,138 @@ def _cpu(blocks: Sequence[Block]) -> float:
     return statistics.median(block.cpu_s for block in blocks)
 
 
-def _report(
-    found: Mapping[str, Sequence[Block]],
-    whole: Mapping[str, Sequence[Block]],
-    raw_s: Sequence[float],
-    floor_s: tuple[float, float],
-    empty_s: Sequence[float],
-    sizes: tuple[int, int],
-) -> Report:
-    small_bytes, large_bytes = sizes
-    memcpy_s, scan_s = floor_s
-    bare_s, large_bare_s = _median(found[BARE]), _median(whole[BARE])
-    bare_cpu_s, large_cpu_s = _cpu(found[BARE]), _cpu(whole[BARE])
-    extra = {name: _median(blocks) - bare_s for name, blocks in found.items()}
-    rows = [
-        [
-            name,
-            f"{1e3 * _median(blocks):.1f}",
-            f"{_median(blocks) / bare_s:.3f}",
-            f"{1e3 * _cpu(blocks):.0f}",
-            f"{1e3 * (_cpu(blocks) - bare_cpu_s):+.0f}",
-            _share(blocks),
-        ]
-        for name, blocks in found.items()
-    ]
-    added = {name: _cpu(blocks) - bare_cpu_s for name, blocks in found.items()}
-    # Replicas share the work: each rank captures half of what DDP has on both.
-    hook_s = statistics.median(s for block in found[STATS] for s in block.hooks_s)
-    copies = hook_s / (memcpy_s / WORLD_SIZE)
-    raw = statistics.median(raw_s)
-    full_rows = []
-    for name in (FULL_HOST, FULL_GRPC):
-        read_s = statistics.median(s for block in whole[name] for s in block.reads_s)
-        step_s = _median(whole[name])
-        full_rows.append(
-            [
-                name,
-                f"{1e3 * step_s:.1f}",
-                f"{step_s / large_bare_s:.3f}",
-                f"{(step_s - large_bare_s) / (large_bytes / 2**30):.2f}",
-                f"{(_cpu(whole[name]) - large_cpu_s) / (large_bytes / 2**30):.2f}",
-                _share(whole[name]),
-                f"{large_bytes / read_s / 1e9:.2f}",
-                f"{raw / read_s:.2f}",
-            ]
-        )
-    best = max(
-        raw / statistics.median(s for block in whole[name] for s in block.reads_s)
-        for name in (FULL_HOST, FULL_GRPC)
-    )
-    empty_us = 1e6 * statistics.median(empty_s)
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Measured:
+    """All that was measured."""
+
+    small: Mapping[str, Sequence[Block]]
+    large: Mapping[str, Sequence[Block]]
+    raw_s: Sequence[float]
+    """Raw sockets, the large model's bytes."""
+    memcpy_s: float
+    scan_s: float
+    """To copy the small model's gradients once, to read the copy once."""
+    empty_s: Sequence[float]
+    small_bytes: int
+    large_bytes: int
+
+    def added_cpu_s(self, name: str) -> float:
+        """CPU that a contender adds to a step of the small model."""
+        return _cpu(self.small[name]) - _cpu(self.small[BARE])
+
+    def added_s(self, name: str) -> float:
+        return _median(self.small[name]) - _median(self.small[BARE])
+
+    def read_s(self, name: str) -> float:
+        return statistics.median(s for block in self.large[name] for s in block.reads_s)
+
+    def share_of_raw(self, name: str) -> float:
+        return statistics.median(self.raw_s) / self.read_s(name)
+
+    @property
+    def hook_s(self) -> float:
+        return statistics.median(s for block in self.small[STATS] for s in block.hooks_s)
+
+
+def _report(measured: _Measured) -> Report:
+    small, large = measured.small, measured.large
     return Report(
         name="gradients",
-        tables=[
-            Table(
-                title=f"Statistics each step, {small_bytes / 4e6:.0f}M parameters, DDP x2",
-                header=[
-                    "contender", "step, ms", "ratio", "CPU ms a step", "added", "frames of steps",
-                ],
-                rows=rows,
-            ),
-            Table(
-                title=f"Whole gradients each step, {large_bytes / 2**20:.0f} MiB, DDP x2",
-                header=[
-                    "contender", "step, ms", "ratio", "s of step per GiB", "CPU s per GiB",
-                    "frames of steps", "GB/s read", "share of a raw socket",
-                ],
-                rows=full_rows,
-            ),
-        ],
-        goals=[
-            Goal(what="statistics: added CPU / that of wandb.watch's pass",
-                 measured=added[STATS] / added[WATCH], limit=0.1),
-            Goal(what="statistics: added CPU / that of torch.histc's pass",
-                 measured=added[STATS] / added[HISTC], limit=0.1),
-            Goal(what="histogram: added CPU / that of wandb.watch's pass",
-                 measured=added[HISTOGRAM] / added[WATCH], limit=0.1),
-            Goal(what="statistics: step time ratio", measured=_median(found[STATS]) / bare_s,
-                 limit=1 + 0.1 * extra[WATCH] / bare_s),
-            Goal(what="capture in memcpys of what is captured", measured=copies, limit=1.5),
-            Goal(what="pre-hook without a reader", measured=empty_us, limit=10, unit="us"),
-            Goal(what="whole gradients: share of a raw socket", measured=best, limit=0.42,
-                 at_least=True),
-            Goal(what="whole gradients, gRPC: step time ratio",
-                 measured=_median(whole[FULL_GRPC]) / large_bare_s, limit=1.10),
-        ],
-        notes=[
-            f"Bare steps take {1e3 * bare_s:.0f} ms (small) and {1e3 * large_bare_s:.0f} ms "
-            "(large); trainers, sidecars and the reader share the cores, so whatever a sidecar "
-            "computes is taken from training here. Passes of W&B's kind run on rank 0 alone, as "
-            "it does. Raw sockets are measured while the ranks train. Where cores are busy the "
-            "added CPU is what training loses, and it is the steadier figure.",
-            f"The floor: to copy all gradients once takes {1e3 * memcpy_s:.1f} ms of CPU, to read "
-            f"the copy once {1e3 * scan_s:.1f} ms; together {sum(floor_s) / added[WATCH]:.3f} of "
-            "what wandb.watch's pass takes.",
-        ],
+        tables=[_small_table(measured), _large_table(measured)],
+        goals=_goals(measured),
+        notes=_notes(measured),
         numbers={
-            "extra_s": extra, "added_cpu_s": added,
-            "memcpy_s": memcpy_s, "floor_read_s": scan_s, "hook_s": hook_s, "raw_s": list(raw_s),
-            "steps_s": {n: [b.steps_s for b in blocks] for n, blocks in found.items()},
-            "whole_steps_s": {n: [b.steps_s for b in blocks] for n, blocks in whole.items()},
+            "extra_s": {name: measured.added_s(name) for name in small},
+            "added_cpu_s": {name: measured.added_cpu_s(name) for name in small},
+            "memcpy_s": measured.memcpy_s, "floor_read_s": measured.scan_s,
+            "hook_s": measured.hook_s, "raw_s": list(measured.raw_s),
+            "steps_s": {n: [b.steps_s for b in blocks] for n, blocks in small.items()},
+            "whole_steps_s": {n: [b.steps_s for b in blocks] for n, blocks in large.items()},
         },
     )  # fmt: skip
+
+
+def _small_table(measured: _Measured) -> Table:
+    bare_s = _median(measured.small[BARE])
+    return Table(
+        title=f"Statistics each step, {measured.small_bytes / 4e6:.0f}M parameters, DDP x2",
+        header=["contender", "step, ms", "ratio", "CPU ms a step", "added", "frames of steps"],
+        rows=[
+            [
+                name,
+                f"{1e3 * _median(blocks):.1f}",
+                f"{_median(blocks) / bare_s:.3f}",
+                f"{1e3 * _cpu(blocks):.0f}",
+                f"{1e3 * measured.added_cpu_s(name):+.0f}",
+                _share(blocks),
+            ]
+            for name, blocks in measured.small.items()
+        ],
+    )
+
+
+def _large_table(measured: _Measured) -> Table:
+    large, size_gib = measured.large, measured.large_bytes / 2**30
+    bare_s, bare_cpu_s = _median(large[BARE]), _cpu(large[BARE])
+    return Table(
+        title=f"Whole gradients each step, {measured.large_bytes / 2**20:.0f} MiB, DDP x2",
+        header=[
+            "contender", "step, ms", "ratio", "s of step per GiB", "CPU s per GiB",
+            "frames of steps", "GB/s read", "share of a raw socket",
+        ],
+        rows=[
+            [
+                name,
+                f"{1e3 * _median(large[name]):.1f}",
+                f"{_median(large[name]) / bare_s:.3f}",
+                f"{(_median(large[name]) - bare_s) / size_gib:.2f}",
+                f"{(_cpu(large[name]) - bare_cpu_s) / size_gib:.2f}",
+                _share(large[name]),
+                f"{measured.large_bytes / measured.read_s(name) / 1e9:.2f}",
+                f"{measured.share_of_raw(name):.2f}",
+            ]
+            for name in (FULL_HOST, FULL_GRPC)
+        ],
+    )  # fmt: skip
+
+
+def _goals(measured: _Measured) -> list[Goal]:
+    small, large, added = measured.small, measured.large, measured.added_cpu_s
+    bare_s = _median(small[BARE])
+    # Replicas share the work: each rank captures half of what DDP has on both.
+    copies = measured.hook_s / (measured.memcpy_s / WORLD_SIZE)
+    return [
+        Goal(what="statistics: added CPU / that of wandb.watch's pass",
+             measured=added(STATS) / added(WATCH), limit=0.1),
+        Goal(what="statistics: added CPU / that of torch.histc's pass",
+             measured=added(STATS) / added(HISTC), limit=0.1),
+        Goal(what="histogram: added CPU / that of wandb.watch's pass",
+             measured=added(HISTOGRAM) / added(WATCH), limit=0.1),
+        Goal(what="statistics: step time ratio", measured=_median(small[STATS]) / bare_s,
+             limit=1 + 0.1 * measured.added_s(WATCH) / bare_s),
+        Goal(what="capture in memcpys of what is captured", measured=copies, limit=1.5),
+        Goal(what="pre-hook without a reader", unit="us",
+             measured=1e6 * statistics.median(measured.empty_s), limit=10),
+        Goal(what="whole gradients: share of a raw socket", at_least=True, limit=0.42,
+             measured=max(measured.share_of_raw(name) for name in (FULL_HOST, FULL_GRPC))),
+        Goal(what="whole gradients, gRPC: step time ratio",
+             measured=_median(large[FULL_GRPC]) / _median(large[BARE]), limit=1.10),
+    ]  # fmt: skip
+
+
+def _notes(measured: _Measured) -> list[str]:
+    floor_s = measured.memcpy_s + measured.scan_s
+    return [
+        f"Bare steps take {1e3 * _median(measured.small[BARE]):.0f} ms (small) and "
+        f"{1e3 * _median(measured.large[BARE]):.0f} ms "
+        "(large); trainers, sidecars and the reader share the cores, so whatever a sidecar "
+        "computes is taken from training here. Passes of W&B's kind run on rank 0 alone, as "
+        "it does. Raw sockets are measured while the ranks train. Where cores are busy the "
+        "added CPU is what training loses, and it is the steadier figure.",
+        f"The floor: to copy all gradients once takes {1e3 * measured.memcpy_s:.1f} ms of CPU, to "
+        f"read the copy once {1e3 * measured.scan_s:.1f} ms; together "
+        f"{floor_s / measured.added_cpu_s(WATCH):.3f} of what wandb.watch's pass takes.",
+    ]
 
 
 def _share(blocks: Sequence[Block]) -> str:

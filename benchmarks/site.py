@@ -7,7 +7,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -100,15 +100,22 @@ def simulated(
         "report_s": report_s,
     } | {key: registered[key] for key in ("layout_address", "layout_digest") if key in registered}
     end = min(begin + ranks_of_a_worker, ranks)
-    command = [sys.executable, "-m", f"benchmarks.workers.{worker}", str(begin), str(end)]
+    with told_worker(worker, str(begin), str(end), said=said, answer="joined") as pid:
+        yield pid
+
+
+@contextmanager
+def told_worker(name: str, *arguments: str, said: Mapping[str, Any], answer: str) -> Iterator[int]:
+    """A process of `benchmarks.workers` (its pid) that was told `said` and has answered."""
+    command = [sys.executable, "-m", f"benchmarks.workers.{name}", *arguments]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
         try:
             assert process.stdin is not None
             assert process.stdout is not None
             process.stdin.write(json.dumps(said).encode())
             process.stdin.close()
-            if process.stdout.readline() != b"joined\n":
-                raise RuntimeError("simulated sidecars could not join")
+            if process.stdout.readline() != f"{answer}\n".encode():
+                raise RuntimeError(f"the worker {name} ended before it said {answer!r}")
             yield process.pid
         finally:
             process.kill()

@@ -47,6 +47,21 @@ def stamp_trainer(
             assert result.returncode == 0, ranks.outputs()
 
 
+def assert_stamped(
+    folder: Path, case: tuple[str, int, str], *, seconds: float, at_least: tuple[int, int]
+) -> None:
+    """Runs a case (kind, world size, "free" or "lockstep"): every value is its answer's step."""
+    kind, world_size, pace = case
+    options = ["--lockstep", "--gap-ms", "3"] if pace == "lockstep" else []
+    with stamp_trainer(folder, kind, world_size, *options) as ranks:
+        readings = read_stamps(ranks.state_dir, seconds=seconds, at_least=at_least)
+    print(f"{kind} x{world_size} {pace}: {readings.answers} answers, {len(readings.steps)} steps")
+    assert readings.wrong == []
+    assert readings.refused == []
+    assert readings.answers >= at_least[0]
+    assert len(readings.steps) >= at_least[1]
+
+
 def read_stamps(
     state_dir: Path,
     *,

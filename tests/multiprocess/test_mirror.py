@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import signal
 import threading
-from functools import partial
 from pathlib import Path
 
 import grpc
@@ -20,7 +19,7 @@ from paramd.v1 import sidecar_pb2 as pb
 from paramd.v1 import sidecar_pb2_grpc
 from tests.launch import start_ranks
 from tests.multiprocess.frozen import Held, edit_to, frozen
-from tests.multiprocess.stamped import read_stamps, stamp_trainer
+from tests.multiprocess.stamped import assert_stamped
 from tests.multiprocess.striking import (
     ask,
     helper,
@@ -35,9 +34,8 @@ from tests.multiprocess.test_attach import ended, watch_training
 from tests.multiprocess.test_edits import Seen, read_all
 from tests.multiprocess.test_exports_kinds import RESUME, environment, exported
 from tests.multiprocess.test_gradients import check, take, training
-from tests.multiprocess.test_reset_moments import reachable, slices_of
+from tests.multiprocess.test_reset_moments import assert_moments_are_reset
 from tests.multiprocess.truth import connect_to, read_truth, wait_until
-from tests.multiprocess.workers.moments_reset import FILL
 
 SECONDS = 1.5
 AT_LEAST = (10, 4)  # answers, steps
@@ -61,14 +59,7 @@ def mirrored(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_every_value_equals_the_step_the_answer_carries(
     kind: str, world_size: int, pace: str, tmp_path: Path
 ) -> None:
-    options = ["--lockstep", "--gap-ms", "3"] if pace == "lockstep" else []
-    with stamp_trainer(tmp_path, kind, world_size, *options) as ranks:
-        readings = read_stamps(ranks.state_dir, seconds=SECONDS, at_least=AT_LEAST)
-    print(f"{kind} x{world_size} {pace}: {readings.answers} answers, {len(readings.steps)} steps")
-    assert readings.wrong == []
-    assert readings.refused == []
-    assert readings.answers >= AT_LEAST[0]
-    assert len(readings.steps) >= AT_LEAST[1]
+    assert_stamped(tmp_path, (kind, world_size, pace), seconds=SECONDS, at_least=AT_LEAST)
 
 
 def test_all_doors_lead_to_boundaries_and_none_past_them(
@@ -191,19 +182,7 @@ def read_while_held(mesh: Mesh) -> None:
 
 
 def test_edits_reset_moments_of_exactly_what_they_change(tmp_path: Path) -> None:
-    kinds = ("ddp-odd", "fsdp1-full")
-    arguments = ["--kinds", ",".join(kinds), "--folder", str(tmp_path)]
-    with start_ranks("tests.multiprocess.workers.moments_reset", 2, args=arguments) as ranks:
-        for kind in kinds:
-            ranks.wait_for_text(f"attached {kind}.", rank=0)
-            with connect_to(ranks.state_dir, kind) as mesh:
-                wait_until(partial(reachable, mesh), "sidecars join")
-                edit = mesh.edit(*slices_of(mesh), fill=FILL, reset_moments=True, timeout=60)
-                assert edit.state is EditState.APPLIED
-            (tmp_path / f"{kind}.seen").touch()
-        for result in ranks.wait(timeout_s=60):
-            assert result.returncode == 0, ranks.outputs()
-            assert result.stdout.count("ok ") == len(kinds), result.stdout
+    assert_moments_are_reset(tmp_path, ("ddp-odd", "fsdp1-full"))
 
 
 def test_gradients_are_whole_and_of_their_update(tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.multiprocess.stamped import read_stamps, stamp_trainer
+from tests.multiprocess.stamped import assert_stamped
 
 SECONDS = 3.0
 AT_LEAST = (20, 5)  # answers, steps
@@ -31,11 +31,4 @@ CASES = [
 def test_every_value_equals_the_step_the_answer_carries(
     kind: str, world_size: int, pace: str, tmp_path: Path
 ) -> None:
-    options = ["--lockstep", "--gap-ms", "3"] if pace == "lockstep" else []
-    with stamp_trainer(tmp_path, kind, world_size, *options) as ranks:
-        readings = read_stamps(ranks.state_dir, seconds=SECONDS, at_least=AT_LEAST)
-    print(f"{kind} x{world_size} {pace}: {readings.answers} answers, {len(readings.steps)} steps")
-    assert readings.wrong == []
-    assert readings.refused == []
-    assert readings.answers >= AT_LEAST[0]
-    assert len(readings.steps) >= AT_LEAST[1]
+    assert_stamped(tmp_path, (kind, world_size, pace), seconds=SECONDS, at_least=AT_LEAST)

@@ -18,6 +18,7 @@ from paramd.layout.types import Layout
 from paramd.memory.arena import HostArena
 from paramd.memory.control_page import MAGIC, ControlPage, Word
 from paramd.memory.forking import private_in_children
+from paramd.memory.shared import Descriptors
 from paramd.memory.sparse import SparseMemory
 from paramd.tokens import new_token
 from paramd.trainer import faults
@@ -178,7 +179,6 @@ class Stages:
         def stage() -> dict[str, Any]:
             arena.populate()
             home.move_in(arena.buffer)
-            home.copy_buffers()
             return {}
 
         try:
@@ -206,14 +206,6 @@ class Stages:
             stall_budget_ns=round(self._settings.stall_budget_ms * 1e6),
             mirror=mirror,
         )
-        gradients = GradientCapture(
-            page,
-            shared.wake,
-            shared.gradients,
-            arena_bytes=home.arena_bytes,
-            pieces=home.pieces,
-            lossless_budget_ns=round(self._settings.lossless_budget_ms * 1e6),
-        )
         return Attachment(
             model,
             identity,
@@ -223,11 +215,21 @@ class Stages:
             boundary=boundary,
             editor=editor,
             moments=moments,
-            gradients=gradients,
+            gradients=self._gradients(page, shared, home),
             exchange=self._exchange,
             sidecar=self._sidecar,
             control=self._control,
             url=self._url,
+        )
+
+    def _gradients(self, page: ControlPage, shared: Descriptors, home: Home) -> GradientCapture:
+        return GradientCapture(
+            page,
+            shared.wake,
+            shared.gradients,
+            arena_bytes=home.arena_bytes,
+            pieces=home.pieces,
+            lossless_budget_ns=round(self._settings.lossless_budget_ms * 1e6),
         )
 
     def _agreement(self) -> Agreement:

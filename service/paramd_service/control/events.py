@@ -20,6 +20,8 @@ from enum import StrEnum
 from functools import cached_property
 from typing import Any
 
+from fastapi.sse import KEEPALIVE_COMMENT, format_sse_event
+
 from paramd.errors import ExhaustedError, UsageError
 
 RING_COUNT = 4096
@@ -80,9 +82,8 @@ class Event:
     def frame(self) -> bytes:
         """What is sent of it, made once for all readers; of `QUIET`, a comment."""
         if not self.kind:
-            return b": quiet\n\n"
-        said = f"event: {self.kind}\ndata: {self.text}\nid: {self.id}\nretry: {RETRY_MS}\n\n"
-        return said.encode()
+            return KEEPALIVE_COMMENT
+        return format_sse_event(data_str=self.text, event=self.kind, id=self.id, retry=RETRY_MS)
 
 
 QUIET = Event(0, "", "", "", "")

@@ -36,13 +36,11 @@ RANKS_OF_A_CHUNK = 128
 """Some 80 KB of text: a whole answer of 4,096 ranks would take 3 MB, four times over."""
 
 
-def text(registry: Registry, *, world_size: int, epoch: int) -> str:
-    """The `RankList` of one incarnation; a test holds it against the model."""
-    return "".join(chunks(registry, world_size=world_size, epoch=epoch))
-
-
 def chunks(registry: Registry, *, world_size: int, epoch: int) -> Iterator[str]:
-    """The same, a few ranks at a time: each as it is when its turn comes."""
+    """The `RankList` of one incarnation, a few ranks at a time: each as it is at its turn.
+
+    A test holds it against the model.
+    """
     yield f'{{"epoch":{epoch},"ranks":['
     for begin in range(0, world_size, RANKS_OF_A_CHUNK):
         views = registry.rank_views(range(begin, min(begin + RANKS_OF_A_CHUNK, world_size)))

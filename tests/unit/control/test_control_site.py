@@ -179,7 +179,7 @@ async def test_the_ranks_document_is_what_the_model_says() -> None:
     )
     mesh.registry.join(report("run", 1, 2, 3, phase=77))
     found = RankList.model_validate_json(
-        rank_text.text(mesh.registry, world_size=3, epoch=1), strict=True
+        "".join(rank_text.chunks(mesh.registry, world_size=3, epoch=1)), strict=True
     )
     assert [rank.phase for rank in found.ranks] == ["unspecified", "stalled", "unspecified"]
     assert (found.ranks[1].reason, found.ranks[1].alerts) == (hostile, [hostile])

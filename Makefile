@@ -6,10 +6,19 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 FAST_TESTS := tests/unit tests/contract tests/model
 ALL_TESTS := $(FAST_TESTS) tests/integration tests/multiprocess tests/web
+SECURITY_TESTS := tests/unit/test_tickets.py tests/unit/test_places.py tests/unit/test_tls.py \
+	tests/unit/control/test_auth_guard.py tests/unit/control/test_auth_roles.py \
+	tests/unit/control/test_auth_tokens.py tests/unit/control/test_session.py \
+	tests/unit/control/test_revocations.py tests/unit/control/test_doorway.py \
+	tests/integration/test_auth_grpc.py tests/integration/test_revocation.py \
+	tests/integration/test_sidecar_admission.py tests/integration/test_tls.py
 MINUTES ?= 10
+FUZZ_SECONDS ?= 60
+SCHEMATHESIS_EXAMPLES ?= 50
 
 .DEFAULT_GOAL := help
-.PHONY: help system setup web page web-test web-types screenshot demo test test-gpu verify fix bench soak protos surface clean
+.PHONY: help system setup web page web-test web-types screenshot demo test test-gpu test-long verify fix \
+	security bench soak fuzz mutants mutation-score protos surface clean
 
 WEB := client/web
 MODULES := $(WEB)/node_modules/.installed
@@ -19,22 +28,23 @@ NPM := $(shell command -v npm 2>/dev/null)
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
-system: ## what tests need of the operating system: PostgreSQL, Chromium (Debian; installs them when root)
-	@if ls /usr/lib/postgresql/*/bin/initdb >/dev/null 2>&1; then \
-		echo "PostgreSQL is installed"; \
+# Programs that tests run, and the Debian packages that have them. RUNLEVEL=1 keeps packages from
+# starting their servers: tests start their own.
+PROGRAMS := chromium:chromium promtool:prometheus systemd-analyze:systemd ip:iproute2
+
+system: ## what tests need of the operating system (Debian; installs it when root)
+	@missing=""; \
+	ls /usr/lib/postgresql/*/bin/initdb >/dev/null 2>&1 || missing="postgresql"; \
+	for pair in $(PROGRAMS); do \
+		command -v $${pair%:*} >/dev/null 2>&1 || missing="$$missing $${pair#*:}"; \
+	done; \
+	if [ -z "$$missing" ]; then \
+		echo "PostgreSQL and $(foreach pair,$(PROGRAMS),$(firstword $(subst :, ,$(pair)))) are installed"; \
 	elif [ "$$(id -u)" = 0 ]; then \
-		apt-get update -qq && DEBIAN_FRONTEND=noninteractive \
-			apt-get install -y -qq --no-install-recommends postgresql; \
+		apt-get update -qq && RUNLEVEL=1 DEBIAN_FRONTEND=noninteractive \
+			apt-get install -y -qq --no-install-recommends $$missing; \
 	else \
-		echo "PostgreSQL is missing; run: sudo make system" >&2; exit 1; \
-	fi
-	@if command -v chromium >/dev/null 2>&1; then \
-		echo "Chromium is installed"; \
-	elif [ "$$(id -u)" = 0 ]; then \
-		apt-get update -qq && DEBIAN_FRONTEND=noninteractive \
-			apt-get install -y -qq --no-install-recommends chromium; \
-	else \
-		echo "Chromium is missing; run: sudo make system" >&2; exit 1; \
+		echo "missing:$$missing; run: sudo make system" >&2; exit 1; \
 	fi
 
 setup: $(STAMP) ## make .venv and install paramd with everything to build and test it
@@ -103,12 +113,35 @@ protos: setup ## write the stubs of the protos again
 
 surface: setup ## write the frozen public surface again, after a wanted change
 	$(BIN)/python -m tests.contract.surface
+	$(BIN)/python -m tests.contract.security_page
+
+security: setup ## the tests of who gets in, as python -O runs us: no assertion keeps anybody out
+	PYTHONOPTIMIZE=1 $(BIN)/pytest -q -W ignore::pytest.PytestConfigWarning $(SECURITY_TESTS)
 
 bench: setup ## the benchmarks behind the README's table
 	$(BIN)/python -m benchmarks
 
-soak: setup ## long runs with random faults: make soak MINUTES=60 [SEED=n]
-	$(BIN)/python -m tests.soak --minutes $(MINUTES) $(if $(SEED),--seed $(SEED))
+soak: system setup ## everything at once under faults: make soak MINUTES=60 [SEED=n [EPISODE=n]]
+	$(BIN)/python -m tests.soak --minutes $(MINUTES) $(if $(SEED),--seed $(SEED)) $(if $(EPISODE),--episode $(EPISODE))
+
+LONGER := tests/multiprocess/test_stamp.py \
+	tests/multiprocess/test_edits.py::test_every_read_is_uniform_while_edits_go \
+	tests/integration/test_site_detection.py::test_training_and_its_sidecar_go_on_while_the_control_plane_is_away
+
+test-long: setup ## tests that watch for minutes instead of seconds (about 50 minutes)
+	PARAMD_TESTS_LONG=1 $(BIN)/pytest -q -o timeout=1200 $(LONGER)
+
+fuzz: setup ## parsers and servers: make fuzz [FUZZ_SECONDS=60 | FUZZ_RUNS=n, each] [FUZZ=TARGETS]
+	$(BIN)/python -m tests.fuzz $(FUZZ) \
+		$(if $(FUZZ_RUNS),--runs $(FUZZ_RUNS),--seconds $(FUZZ_SECONDS))
+	$(if $(SCHEMATHESIS_EXAMPLES),SCHEMATHESIS_EXAMPLES=$(SCHEMATHESIS_EXAMPLES) \
+		$(BIN)/pytest -q tests/contract/test_openapi.py)
+
+mutation-score: setup ## mutmut over auth, tickets, validation, coordinator, agreement, machines
+	$(BIN)/python -m tests.mutants.score $(FILES)
+
+mutants: setup ## plant each known bug in a copy; the tests must see it: make mutants [BUGS=WORDS]
+	$(BIN)/python -m tests.mutants $(BUGS)
 
 clean: ## remove what was built, not the environments
 	rm -rf build dist service/paramd_service/control/web .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis

@@ -24,7 +24,7 @@ from urllib.parse import urlencode
 
 import httpx2
 
-from paramd.cli.training import free_job_name, started
+from paramd.cli.demo import free_job_name, started
 from paramd.places import Endpoint, read_endpoint
 
 if TYPE_CHECKING:

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks.report import Goal, Report, Table
-from paramd_service.control.audit.audit import Action, Audit
+from paramd_service.control.records.audit.audit import Action, Audit
 from paramd_service.control.store.address import parse_store
 from paramd_service.control.store.history import MetricHistory
 from paramd_service.control.store.points import Sample, SeriesKey

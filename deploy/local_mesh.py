@@ -20,7 +20,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from paramd.cli.training import Training, started
+from paramd.cli.demo import Training, started
 from paramd.errors import ParamdError, UnreachableError
 from paramd.mesh.connect import connect
 from paramd.places import check_job_name

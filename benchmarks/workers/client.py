@@ -18,9 +18,9 @@ from benchmarks.ranks import obey
 from benchmarks.workers.model import JOB
 from paramd.errors import ParamdError
 from paramd.mesh.mesh import Mesh
-from paramd.mesh.read import keep_freed_memory
+from paramd.mesh.reading.stream import keep_freed_memory
+from paramd.mesh.reading.transfer import Transport
 from paramd.mesh.results import Summoned
-from paramd.mesh.transfer import Transport
 from tests.ending import end
 
 _KIB = 1 << 10

@@ -9,9 +9,9 @@ from typing import Any
 import paramd
 from benchmarks.ranks import obey
 from benchmarks.workers.gradients import JOB
-from paramd.mesh.frames import Kind
+from paramd.mesh.frames.frames import Kind
 from paramd.mesh.mesh import Mesh
-from paramd.mesh.transfer import Transport
+from paramd.mesh.reading.transfer import Transport
 
 
 class Reader:

@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import paramd
 from benchmarks.ranks import obey
-from paramd.trainer.attachment import Attachment
+from paramd.trainer.attaching.attachment import Attachment
 from tests.ending import end
 
 JOB = "bench"

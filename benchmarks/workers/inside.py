@@ -8,16 +8,16 @@ from concurrent.futures import ThreadPoolExecutor
 
 from paramd import places
 from paramd.memory import handover
-from paramd_service.sidecar.blocks import MemfdBlocks
 from paramd_service.sidecar.config import SidecarConfig
 from paramd_service.sidecar.faults import Faults
-from paramd_service.sidecar.gateway import Gateway
-from paramd_service.sidecar.grpc_server import GrpcServer
-from paramd_service.sidecar.joining import Joining
 from paramd_service.sidecar.log import Log
-from paramd_service.sidecar.malloc import keep_memory
+from paramd_service.sidecar.main import keep_memory
 from paramd_service.sidecar.rank import RankSidecar
-from paramd_service.sidecar.unix_server import UnixServer
+from paramd_service.sidecar.rpc.control_link import Joining
+from paramd_service.sidecar.rpc.gateway import Gateway
+from paramd_service.sidecar.rpc.grpc_server import GrpcServer
+from paramd_service.sidecar.rpc.unix_server import UnixServer
+from paramd_service.sidecar.snapshots.blocks import MemfdBlocks
 
 
 class InsideSidecar:

@@ -20,10 +20,12 @@ from typing import Any
 
 import grpc.aio
 
+from paramd.places import host_id
 from paramd.v1 import common_pb2, control_pb2, control_pb2_grpc
 
 _OPTIONS = (("grpc.use_local_subchannel_pool", 1), ("grpc.enable_http_proxy", 0))
 AT_ONCE = 32
+_HOST = host_id()
 
 
 def main() -> None:
@@ -78,7 +80,7 @@ def _report(said: Mapping[str, Any], rank: int, step: int) -> control_pb2.JoinRe
             rank=rank,
             address=said.get("layout_address", f"10.0.{rank >> 8}.{rank & 255}:40000"),
             socket_path=f"/run/user/1000/paramd/run/rank-{rank}.sock",
-            host_id="5b6f5e0a-2c1e-4df2-9d7b-000000000000",
+            host_id=_HOST,
         ),
         state=common_pb2.RankState(
             rank=rank,

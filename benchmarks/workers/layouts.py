@@ -15,6 +15,7 @@ from typing import Any
 
 import grpc.aio
 
+from paramd.errors import RANK_KEY
 from paramd.layout.codec import layout_batches
 from paramd.layout.merge import layout_digest
 from paramd.layout.types import Box, Layout, Piece, TensorKind, TensorLayout
@@ -53,15 +54,18 @@ def _tensor(index: int, world_size: int) -> TensorLayout:
 
 
 class LayoutServicer(sidecar_pb2_grpc.SidecarServiceServicer):  # type: ignore[misc]
-    """Answers GetLayout, whoever asks."""
+    """Answers GetLayout for every rank, whoever asks."""
 
     def __init__(self, layout: Layout, header: common_pb2.Header) -> None:
         self._batches = list(layout_batches(layout, max_tensors=1000))
         self._header = header
 
     async def GetLayout(self, request: Any, context: Any) -> AsyncIterator[Any]:
+        header = common_pb2.Header()
+        header.CopyFrom(self._header)
+        header.rank = int(dict(context.invocation_metadata())[RANK_KEY])
         for batch in self._batches:
-            yield sidecar_pb2.GetLayoutResponse(header=self._header, layout=batch)
+            yield sidecar_pb2.GetLayoutResponse(header=header, layout=batch)
 
 
 async def main() -> None:

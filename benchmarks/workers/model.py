@@ -21,7 +21,7 @@ from torch.distributed.fsdp import fully_shard
 
 import paramd
 from benchmarks.ranks import WARM_HEAP, obey
-from paramd.trainer.attachment import Attachment
+from paramd.trainer.attaching.attachment import Attachment
 from tests.ending import end
 
 JOB = "bench"

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.distributed.tensor.parallel.ddp import _pre_dp_module_transform
 
 from benchmarks.ranks import obey
-from paramd.trainer.tp_ddp import pre_dp_module_transform
+from paramd.trainer.model.tp_ddp import pre_dp_module_transform
 from tests.ending import end
 
 

@@ -13,12 +13,16 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import fully_shard
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
 
 import paramd
 from benchmarks.ranks import obey
 from benchmarks.workers.inside import InsideSidecar
 from benchmarks.workers.saving import Saver
-from paramd.trainer.attachment import Attachment
+from paramd.trainer.attaching.attachment import Attachment
 from tests.ending import end
 
 
@@ -43,12 +47,16 @@ class Trained:
         self._marks: list[int] = []
 
     def attach(self, job: str) -> None:
-        """Attaches, with a clock before and behind paramd's hooks."""
-        self.optimizer.register_step_pre_hook(self._mark)
-        self.optimizer.register_step_post_hook(self._mark)
+        """Attaches, with a clock before and behind each of paramd's hooks."""
+        self._add_clocks()
         self.attachment = paramd.attach(self.model, self.optimizer, job=job)
-        self.optimizer.register_step_pre_hook(self._mark)
-        self.optimizer.register_step_post_hook(self._mark)
+        self._add_clocks()
+
+    def _add_clocks(self) -> None:
+        # As paramd's own: global hooks run apart from an optimizer's, and its forward hook first.
+        register_optimizer_step_pre_hook(self._mark)
+        register_optimizer_step_post_hook(self._mark)
+        self.model.register_forward_pre_hook(self._mark, prepend=True)
 
     def step(self) -> list[float]:
         """One step: its seconds, the seconds inside hooks, the seconds of waiting for copies."""
@@ -68,13 +76,11 @@ class Trained:
         return self._hooks_s()
 
     def _hooks_s(self) -> float:
-        if not self._marks:
-            return 0.0
-        before, opened, closing, after = self._marks
-        return (opened - before + after - closing) / 1e9
+        return sum(b - a for a, b in zip(self._marks[::2], self._marks[1::2], strict=True)) / 1e9
 
-    def _mark(self, *_: Any) -> None:
-        self._marks.append(time.perf_counter_ns())
+    def _mark(self, whose: Any, *_: Any) -> None:
+        if whose is self.optimizer or whose is self.model:
+            self._marks.append(time.perf_counter_ns())
 
     def _stalled_s(self) -> float:
         return self.attachment.stalls().total_s if self.attachment is not None else 0.0

@@ -10,16 +10,16 @@ from paramd.version import __version__
 if TYPE_CHECKING:
     from paramd import aio as aio
     from paramd.mesh.connect import connect as connect
-    from paramd.trainer.attach import attach as attach
-    from paramd.trainer.local import summon_full_params as summon_full_params
-    from paramd.trainer.tp_ddp import pre_dp_module_transform as pre_dp_module_transform
+    from paramd.trainer.attaching.attach import attach as attach
+    from paramd.trainer.model.tp_ddp import pre_dp_module_transform as pre_dp_module_transform
+    from paramd.trainer.summon import summon_full_params as summon_full_params
 
 # Loaded on first use, so that `paramd --help` and the sidecar never import torch.
 _LAZY = {
-    "attach": "paramd.trainer.attach",
+    "attach": "paramd.trainer.attaching.attach",
     "connect": "paramd.mesh.connect",
-    "pre_dp_module_transform": "paramd.trainer.tp_ddp",
-    "summon_full_params": "paramd.trainer.local",
+    "pre_dp_module_transform": "paramd.trainer.model.tp_ddp",
+    "summon_full_params": "paramd.trainer.summon",
 }
 
 __all__ = [

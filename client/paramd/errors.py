@@ -6,7 +6,41 @@ text goes to the user; anything secret or internal belongs in the log instead.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from contextvars import ContextVar
 from dataclasses import dataclass
+from typing import Any
+
+METADATA_KEY = "x-request-id"
+"""Header of HTTP, key of gRPC metadata."""
+
+RANK_KEY = "paramd-rank"
+"""Key of gRPC metadata: the rank that a call to a sidecar is for, in decimal digits."""
+
+MAX_ID_CHARS = 64
+
+request_id: ContextVar[str] = ContextVar("request_id", default="")
+"""Id of the request that this task serves or makes; empty when there is none."""
+
+ASKED_BY_KEY = "x-paramd-asked-by"
+"""Key of gRPC metadata. It counts only with a ticket behind which no user's token stands: the
+control plane's, who asks in the name of others."""
+
+asked_by: ContextVar[str] = ContextVar("asked_by", default="")
+"""Names the token that the request came with; empty for the owner's, and for our own needs."""
+
+
+def metadata() -> tuple[tuple[str, str], ...]:
+    """What a gRPC call takes along."""
+    told = ((METADATA_KEY, request_id.get()), (ASKED_BY_KEY, asked_by.get()))
+    return tuple((key, value) for key, value in told if value)
+
+
+def asked_by_of(found: Iterable[Any]) -> str:
+    """What a call's metadata says of who asked; empty when it is not to be read."""
+    values = [value for key, value in found if key == ASKED_BY_KEY]
+    value = values[0] if len(values) == 1 else ""
+    return value if isinstance(value, str) and len(value) <= MAX_ID_CHARS else ""
 
 
 class ParamdError(Exception):
@@ -117,3 +151,9 @@ def codes_of(error: BaseException) -> ErrorCodes:
 def error_of_grpc(code_name: str) -> type[ParamdError]:
     """The domain error that stands for a gRPC status, for the client's side."""
     return _BY_GRPC.get(code_name, ParamdError)
+
+
+def reason_of(error: ParamdError) -> str:
+    """The error's class as ErrorInfo and problem documents name it, e.g. "NOT_FOUND"."""
+    name = type(error).__name__.removesuffix("Error")
+    return "".join(f"_{c}" if c.isupper() and i else c for i, c in enumerate(name)).upper()

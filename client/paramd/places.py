@@ -18,12 +18,13 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from paramd.errors import ConflictError, UnreachableError, UsageError
-from paramd.hosts import host_id, process_start
 from paramd.state_files import (
     check_job_name,
+    host_id,
     is_job_name,
     job_dir,
     locked,
+    process_start,
     replace,
     socket_path,
     state_dir,

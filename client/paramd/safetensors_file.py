@@ -20,7 +20,7 @@ from types import TracebackType
 from typing import BinaryIO
 
 from paramd.errors import ConflictError, ExhaustedError, UsageError
-from paramd.layout.safetensors_header import (
+from paramd.layout.exports.safetensors import (
     MAX_HEADER_BYTES,
     TensorSpec,
     encode_header,

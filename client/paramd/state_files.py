@@ -5,15 +5,57 @@ from __future__ import annotations
 import fcntl
 import os
 import re
+import socket
 import stat
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from functools import cache
 from pathlib import Path
 
 from paramd.errors import ConflictError, UsageError
 
 _JOB_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
+
+FILE_NAME = "paramd.toml"
+
+
+@cache
+def host_id() -> str:
+    """Names the running kernel and the network of this process: "KERNEL/NETWORK".
+
+    Programs of one kernel can share memory (containers too); those of one network are the same
+    host to each other, loopback included.
+    """
+    try:
+        kernel = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return f"{kernel}/{os.stat('/proc/self/ns/net').st_ino}"
+    except OSError:
+        return socket.gethostname()
+
+
+def kernel_of(host: str) -> str:
+    """The kernel that a host id names."""
+    return host.partition("/")[0]
+
+
+def same_network(one: str, other: str) -> bool:
+    """Whether two host ids are of processes that share loopback, as far as both tell."""
+    networks = {one.partition("/")[2], other.partition("/")[2]} - {""}
+    return kernel_of(one) == kernel_of(other) and len(networks) < 2
+
+
+def process_start(pid: int) -> int:
+    """Start time of a process in clock ticks since boot; 0 when it has ended or never was.
+
+    With the pid it names a process for ever, for pids are used again. A zombie has ended.
+    """
+    # The command name may hold spaces and brackets; what follows the last bracket is regular.
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return 0
+    return int(fields[19]) if fields[0] not in "ZX" else 0
 
 
 def home_dir() -> Path:
@@ -141,3 +183,10 @@ def _check_private(path: Path) -> None:
             f"{path} is open to other users (mode {stat.S_IMODE(found.st_mode):04o}); "
             f"run: chmod 700 {path}"
         )
+
+
+def file_places() -> list[tuple[Path, bool]]:
+    """Where paramd.toml may lie, first one first, and whether it is the user's own."""
+    base = os.environ.get("XDG_CONFIG_HOME")
+    config = Path(base) if base and os.path.isabs(base) else home_dir() / ".config"
+    return [(Path(FILE_NAME), False), (config / "paramd" / FILE_NAME, True)]

@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from datetime import UTC, datetime
 from typing import Any, TextIO
 
-from paramd.requests import request_id
+from paramd.errors import request_id
 
 FIELDS = ("job", "epoch", "rank", "step")
 """What `extra=` may add; anything else in it is not written."""

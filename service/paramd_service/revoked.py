@@ -14,8 +14,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Final
 
+from paramd.clock import now_s
 from paramd.errors import DeniedError
-from paramd.tickets import Claims
+from paramd.security.tickets import Claims
 
 MAX_REVOKED: Final = 4096
 """Ids kept at once."""
@@ -47,7 +48,7 @@ class RevokedTokens:
         self,
         *,
         clock: Callable[[], float] = time.monotonic,
-        wall_clock: Callable[[], float] = time.time,
+        wall_clock: Callable[[], float] = now_s,
     ) -> None:
         self._clock = clock
         self._wall_clock = wall_clock

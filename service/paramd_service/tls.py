@@ -23,12 +23,12 @@ from typing import TYPE_CHECKING
 import grpc
 
 from paramd.errors import UsageError
-from paramd.tls import SCHEME, is_loopback, read_pem, stamp_of
+from paramd.security.tls import SCHEME, is_loopback, read_pem, stamp_of
 
 if TYPE_CHECKING:
     from cryptography.x509 import Certificate
 
-log = logging.getLogger("paramd.tls")
+log = logging.getLogger("paramd.security.tls")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -11,8 +11,8 @@ import json
 from pathlib import Path
 from unittest.mock import MagicMock
 
-from paramd_service.control.app import build_app
-from paramd_service.control.services import Services
+from paramd_service.control.api.app import build_app
+from paramd_service.control.api.services import Services
 
 FROZEN = Path(__file__).parents[2] / "client" / "web" / "openapi.json"
 COMMAND = "make web-types"

@@ -26,8 +26,8 @@ import paramd
 from paramd.cli.main import app
 from paramd.errors import CODES
 from paramd.v1 import common_pb2, control_pb2, layout_pb2, sidecar_pb2
-from paramd_service.control.app import build_app
-from paramd_service.control.services import Services
+from paramd_service.control.api.app import build_app
+from paramd_service.control.api.services import Services
 
 FROZEN = Path(__file__).with_name("surface.txt")
 MODULES = (common_pb2, control_pb2, layout_pb2, sidecar_pb2)

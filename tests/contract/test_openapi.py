@@ -18,6 +18,10 @@ from tests.integration.client_job import Job, running_job
 from tests.integration.test_client import layout, write_arenas
 
 SEED = "1"
+EXAMPLES = os.environ.get("SCHEMATHESIS_EXAMPLES", "12")
+"""Requests to each operation; `make fuzz` has more."""
+PATIENCE_S = max(110, 10 * int(EXAMPLES))
+
 CHECKS = (
     "not_a_server_error",
     "status_code_conformance",
@@ -55,16 +59,18 @@ def schemathesis(job: Job, folder: Path, *options: str, config: str = "") -> Non
         env=environment,
         capture_output=True,
         text=True,
-        timeout=110,
+        timeout=PATIENCE_S,
     )
     assert done.returncode == 0, done.stdout[-8000:] + done.stderr[-2000:]
     assert " passed" in done.stdout, done.stdout[-8000:]
 
 
+@pytest.mark.timeout(PATIENCE_S + 10)
 def test_whatever_is_asked_is_answered_as_the_document_says(job: Job, tmp_path: Path) -> None:
-    schemathesis(job, tmp_path, "--max-examples", "12")
+    schemathesis(job, tmp_path, "--max-examples", EXAMPLES)
 
 
+@pytest.mark.timeout(PATIENCE_S + 10)
 def test_numbers_of_a_tensor_are_answered_as_the_document_says(job: Job, tmp_path: Path) -> None:
     schemathesis(
         job,
@@ -72,7 +78,7 @@ def test_numbers_of_a_tensor_are_answered_as_the_document_says(job: Job, tmp_pat
         "--include-path-regex",
         "/params/(detail|heatmap|histogram|values)$",
         "--max-examples",
-        "12",
+        EXAMPLES,
         config='[parameters]\n"path.job" = "client-test"\n"query.name" = "columns"\n',
     )
 

@@ -16,8 +16,10 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from itertools import cycle
 from pathlib import Path
 from typing import BinaryIO
 
@@ -30,7 +32,7 @@ from paramd.memory.control_page import ControlPage, Word
 from paramd.memory.descriptors import wake
 from paramd.memory.gate import TrainerGate
 from paramd.places import host_id, job_dir, process_start
-from paramd.tickets import Role, Signer, new_private_key
+from paramd.security.tickets import Role, Signer, new_private_key
 from paramd.version import __version__
 
 JOB = "client-test"
@@ -53,22 +55,40 @@ def _log(name: str) -> BinaryIO:
     return os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600), "ab")
 
 
+@dataclass(frozen=True)
+class Place:
+    """Where a process of the job runs."""
+
+    listen: str = "127.0.0.1:0"
+    prefix: tuple[str, ...] = ()
+    """A command that runs another one there."""
+    host_id: str = field(default_factory=host_id)
+
+
+HERE = Place()
+
+
 class Rank:
     """One sidecar process and its trainer's half, held by the test."""
 
-    def __init__(self, rank: int, directory: Path, environment: dict[str, str]) -> None:
+    def __init__(
+        self, rank: int, directory: Path, environment: dict[str, str], place: Place
+    ) -> None:
         self.rank = rank
+        self.place = place
         self.socket_path = directory / f"rank-{rank}.sock"
         self._environment = environment
         self.descriptors: list[int] = []
         self.address = ""
+        self.listen = place.listen
         self.start_process()
 
     def start_process(self) -> None:
         arguments = ["--job", JOB, "--rank", str(self.rank), "--socket", str(self.socket_path)]
+        arguments += ["--listen", self.listen]
         with _log(f"rank-{self.rank}.log") as log:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", "paramd_service.sidecar", *arguments],
+                [*self.place.prefix, sys.executable, "-m", "paramd_service.sidecar", *arguments],
                 env=self._environment,
                 stderr=log,
             )
@@ -142,16 +162,22 @@ class Rank:
 class Job:
     """All ranks of one epoch, and the control plane."""
 
-    def __init__(self, layout: Layout, stack: ExitStack) -> None:
+    def __init__(
+        self, layout: Layout, stack: ExitStack, epoch: int, listen: str, places: Sequence[Place]
+    ) -> None:
         self.layout = layout
-        self.epoch = 1
+        self._control_listen = listen
+        self.epoch = epoch
         self.private_key = new_private_key()
         self.signer = Signer(self.private_key)
         self.token = secrets.token_hex(16)
         self._environment = dict(os.environ)
         directory = job_dir(JOB)
         self.control = self._start_control(stack)
-        self.ranks = [Rank(r, directory, self._environment) for r in range(layout.world_size)]
+        self.ranks = [
+            Rank(rank, directory, self._environment, place)
+            for rank, place in zip(range(layout.world_size), cycle(places), strict=False)
+        ]
         for rank in self.ranks:
             stack.callback(rank.close)
             rank.attach(self.signer, self.epoch, layout)
@@ -164,7 +190,7 @@ class Job:
     def _start_control(self, stack: ExitStack) -> subprocess.Popen[str]:
         control = stack.enter_context(
             subprocess.Popen(
-                [*_CONTROL, "--job", JOB, "--listen", "127.0.0.1:0"],
+                [*_CONTROL, "--job", JOB, "--listen", self._control_listen],
                 env=self._environment,
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
@@ -195,7 +221,7 @@ class Job:
                 "rank": other.rank,
                 "address": other.address,
                 "socket_path": str(other.socket_path),
-                "host_id": host_id(),
+                "host_id": other.place.host_id,
             }
             for other in self.ranks
         ]
@@ -227,7 +253,8 @@ class Job:
             rank.gate.begin_update()
             if write is not None:
                 write(rank, rank.page[Word.STEP] + 1)
-            step = rank.gate.end_update()
+            step = rank.page[Word.STEP] + 1
+            rank.gate.settle(step, 0, proven=True)
             self._boundary(rank, step, agreed)
 
     def _boundary(self, rank: Rank, step: int, agreed: int) -> None:
@@ -266,9 +293,14 @@ class Job:
 
 
 @contextmanager
-def running_job(layout: Layout) -> Iterator[Job]:
-    """A job whose ranks serve; everything it started ends with the block."""
+def running_job(
+    layout: Layout, *, epoch: int = 1, listen: str = HERE.listen, places: Sequence[Place] = (HERE,)
+) -> Iterator[Job]:
+    """A job whose ranks serve; everything it started ends with the block.
+
+    `listen` is the control plane's, `places` those of its ranks.
+    """
     with ExitStack() as stack:
-        job = Job(layout, stack)
+        job = Job(layout, stack, epoch, listen, places)
         stack.callback(job.rest)
         yield job

@@ -22,7 +22,7 @@ from paramd import places
 from paramd.layout.codec import layout_batches
 from paramd.layout.merge import layout_digest
 from paramd.layout.types import Box, Layout, Piece, TensorKind, TensorLayout
-from paramd.tickets import Role, Signer, Verifier
+from paramd.security.tickets import Role, Signer, Verifier
 from paramd.v1 import (
     common_pb2,
     control_pb2,
@@ -191,7 +191,7 @@ class FakeSidecar(sidecar_pb2_grpc.SidecarServiceServicer):  # type: ignore[misc
         return control_pb2.JoinRequest(
             header=self.header(epoch, self.step),
             world_size=2,
-            peer=common_pb2.Peer(rank=self.rank, address=self.address, host_id="h"),
+            peer=common_pb2.Peer(rank=self.rank, address=self.address, host_id=places.host_id()),
             state=common_pb2.RankState(
                 rank=self.rank,
                 phase=common_pb2.PHASE_CONSTANT,
@@ -218,13 +218,20 @@ async def serving(sidecar: FakeSidecar) -> AsyncIterator[FakeSidecar]:
 
 @asynccontextmanager
 async def joined(
-    control: Control, sidecar: FakeSidecar, *, epoch: int = 1
+    control: Control, sidecar: FakeSidecar, *, epoch: int = 1, offered: str = ""
 ) -> AsyncIterator[Callable[[control_pb2.JoinRequest], Any]]:
-    """A Join stream; gives the function that sends another report."""
+    """A Join stream; gives the function that sends another report.
+
+    Args:
+        offered: the rank's ticket, where a site gave it.
+    """
+    metadata = ticket(Role.SIDECAR, epoch=epoch, rank=sidecar.rank)
+    if offered:
+        metadata = (("authorization", f"Bearer {offered}"),)
     async with grpc.aio.insecure_channel(control.grpc_address) as channel:
         stub: Any = control_pb2_grpc.ControlServiceStub(channel)
         sidecar.welcome = None
-        stream = stub.Join(metadata=ticket(Role.SIDECAR, epoch=epoch, rank=sidecar.rank))
+        stream = stub.Join(metadata=metadata)
         await stream.write(sidecar.report(epoch=epoch))
 
         async def listen() -> None:

@@ -10,23 +10,22 @@ from typing import Any
 
 import grpc
 import torch
-import xxhash
 
-from paramd.layout.edit_messages import encode_op
-from paramd.layout.edit_ops import EditKind, EditOp
+from paramd.layout.edits.ops import EditKind, EditOp, encode_op
 from paramd.layout.merge import layout_digest
 from paramd.layout.regions import full_box
 from paramd.layout.types import Layout, Piece, TensorKind, TensorLayout
 from paramd.memory.control_page import Word
 from paramd.memory.edit_program import parse_program
 from paramd.memory.sparse import SparseMemory
-from paramd.mesh.rest import PeerAddress
+from paramd.mesh.peers.control import PeerAddress
 from paramd.places import host_id
-from paramd.tickets import Role
-from paramd.trainer.edit_ops import Views
-from paramd.trainer.edit_ops import run as run_record
+from paramd.security.tickets import Role
+from paramd.tensors.edit_ops import Views
+from paramd.tensors.edit_ops import run as run_record
 from paramd.v1 import sidecar_pb2 as pb
 from paramd.v1 import sidecar_pb2_grpc
+from paramd.wire import checksum_of
 from tests.integration.fake_trainer import FakeTrainer, TrainerSettings, attach
 from tests.integration.sidecar_process import SidecarProcess, ticket, wait_until
 
@@ -108,8 +107,10 @@ class Editing:
             **fields,
         )
 
-    def call(self, method: str, request: Any, role: Role = Role.CONTROL) -> Any:
-        metadata = (("authorization", f"Bearer {ticket(role)}"),)
+    def call(
+        self, method: str, request: Any, role: Role = Role.CONTROL, token_id: str | None = None
+    ) -> Any:
+        metadata = (("authorization", f"Bearer {ticket(role, token_id=token_id)}"),)
         return getattr(self.stub, method)(request, timeout=20, metadata=metadata)
 
     def stage(
@@ -120,6 +121,7 @@ class Editing:
         *,
         spoil: int = -1,
         role: Role = Role.EDITOR,
+        token_id: str | None = None,
         **fields: Any,
     ) -> Any:
         """StageEdit with the data from byte `begin` on; chunk number `spoil` gets a wrong hash."""
@@ -128,10 +130,10 @@ class Editing:
             yield pb.StageEditRequest(manifest=manifest, **fields)
             for number, at in enumerate(range(begin, len(data), 1 << 20)):
                 part = data[at : at + (1 << 20)]
-                xxh3 = xxhash.xxh3_64_intdigest(part) ^ (number == spoil)
+                xxh3 = checksum_of(part, at) ^ (number == spoil)
                 yield pb.StageEditRequest(data=part, xxh3=xxh3, offset_bytes=at)
 
-        return self.call("StageEdit", requests(), role).progress
+        return self.call("StageEdit", requests(), role, token_id).progress
 
     def progress(self, number: int) -> Any:
         return self.call("GetEdit", pb.GetEditRequest(edit_id=f"{number:032x}")).progress

@@ -10,7 +10,7 @@ from typing import Any
 
 import grpc
 
-from paramd.layout.edit_messages import manifest_digest
+from paramd.layout.edits.ops import manifest_digest
 from paramd.v1 import common_pb2
 from paramd.v1 import sidecar_pb2 as pb
 from tests.integration.control_process import Control, FakeSidecar, joined, serving, until
@@ -58,6 +58,8 @@ class Staged:
 
     manifest: pb.EditManifest
     phase: int = pb.EDIT_PHASE_STAGED
+    size_bytes: int = 0
+    author: str = ""
     reached: pb.ReachBoundaryRequest | None = None
 
 
@@ -115,6 +117,14 @@ class EditingSidecar(FakeSidecar):
         self.asked.append((number, (request.edit_id,)))
         if request.edit_id:
             self.staged[request.edit_id].reached = request
+        wanted = self.staged[request.edit_id].manifest if request.edit_id else pb.EditManifest()
+        step = trainers.step + (not trainers.held)
+        if wanted.HasField("if_step") and wanted.if_step != step:
+            answer = pb.ReachBoundaryResponse(
+                reason=f"if_step is {wanted.if_step}, and the next boundary is at step {step}"
+            )
+            answer.header.CopyFrom(self.header(request.epoch, -1))
+            return answer
         trainers.ready[self.rank] = request
         while number not in trainers.done:
             if self.rank not in trainers.ready:
@@ -153,6 +163,8 @@ class EditingSidecar(FakeSidecar):
             boundary=reached.boundary if reached is not None else 0,
             token=reached.token if reached is not None else 0,
             stop_ns=500_000,
+            size_bytes=found.size_bytes,
+            author=found.author,
         )
 
     def now(self) -> common_pb2.Header:

@@ -22,7 +22,7 @@ import paramd
 from paramd.layout.types import Layout
 from paramd.mesh.mesh import Mesh
 from paramd.places import job_dir
-from paramd.tickets import Role
+from paramd.security.tickets import Role
 from paramd.v1 import export_pb2, sidecar_pb2, sidecar_pb2_grpc
 from tests.integration.client_job import JOB, Job, running_job
 from tests.integration.test_client import layout, write_arenas
@@ -144,7 +144,7 @@ class ExportingJob:
 
 @contextmanager
 def exporting_job(
-    tmp_path: Path, *, of: Layout | None = None, **destinations: str
+    tmp_path: Path, *, of: Layout | None = None, **destinations: str | Mapping[str, str]
 ) -> Iterator[ExportingJob]:
     """The job (with the layout `of`); everything it started ends with the block."""
     folder, faults = tmp_path / "checkpoints", tmp_path / "faults"

@@ -16,13 +16,13 @@ from typing import Any
 import grpc
 import torch
 
-from paramd.layout.export_plan import ExportPlan, plan_export
-from paramd.layout.export_settings import ExportSettings
+from paramd.layout.exports.plan import ExportPlan, plan_export
+from paramd.layout.exports.settings import ExportSettings
 from paramd.layout.merge import LocalLayout, LocalTensor, layout_digest, merge_layouts
 from paramd.layout.types import Box, Interval, Layout, Piece, TensorKind
-from paramd.mesh.export_messages import encode_plan
+from paramd.mesh.exports.messages import encode_plan
 from paramd.places import host_id
-from paramd.tickets import Role
+from paramd.security.tickets import Role
 from paramd.v1 import export_pb2, sidecar_pb2_grpc
 from paramd.v1 import sidecar_pb2 as pb
 from tests.integration.fake_trainer import FakeTrainer, TrainerSettings, attach

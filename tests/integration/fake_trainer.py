@@ -27,7 +27,7 @@ from paramd.memory.agreed import note_agreed
 from paramd.memory.arena import HostArena
 from paramd.memory.control_page import ControlPage, Word
 from paramd.memory.gate import TrainerGate
-from paramd.tickets import Role, Signer
+from paramd.security.tickets import Role, Signer
 from paramd.version import __version__
 
 SIGNER = Signer(bytes(range(32)))
@@ -95,7 +95,7 @@ class FakeTrainer:
             "rank": self.settings.rank,
             "address": self.address,
             "socket_path": "",
-            "host_id": "here",
+            "host_id": places.host_id(),
         }
 
     def send_mesh(
@@ -135,8 +135,12 @@ class FakeTrainer:
             time.sleep(self.settings.update_s / PIECES)
             if step == self.settings.die_in_update and piece == PIECES // 2:
                 os._exit(9)
-        self.gate.end_update()
+        self.end_update()
         self.boundary()
+
+    def end_update(self) -> None:
+        """The update is over, and training has gone on."""
+        self.gate.settle(self.page[Word.STEP] + 1, 0, proven=True)
 
     def boundary(self) -> None:
         """Agrees (alone) and announces, as the real trainer does."""

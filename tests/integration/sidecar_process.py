@@ -16,7 +16,7 @@ from typing import Any
 import grpc
 
 from paramd.layout.merge import layout_digest
-from paramd.tickets import Role
+from paramd.security.tickets import Role
 from paramd.v1 import sidecar_pb2 as pb
 from paramd.v1 import sidecar_pb2_grpc
 from tests.integration.fake_trainer import SIGNER, FakeTrainer, layout_of
@@ -81,8 +81,14 @@ def sidecar(
         process.end()
 
 
-def ticket(role: Role = Role.READER, epoch: int = 1, job: str = "job", ttl_s: float = 60) -> str:
-    return SIGNER.mint(job=job, epoch=epoch, role=role, rank=0, ttl_s=ttl_s)
+def ticket(
+    role: Role = Role.READER,
+    epoch: int = 1,
+    job: str = "job",
+    ttl_s: float = 60,
+    token_id: str | None = None,
+) -> str:
+    return SIGNER.mint(job=job, epoch=epoch, role=role, rank=0, ttl_s=ttl_s, token_id=token_id)
 
 
 class Client:

@@ -20,11 +20,10 @@ from sqlalchemy import text
 
 from paramd.chain import Head
 from paramd.errors import ConflictError
-from paramd_service.control.audit.audit import Action, Audit, AuditUnavailableError
-from paramd_service.control.audit.denials import Denials
-from paramd_service.control.audit.heads import SLOT_BYTES, HeadFiles, path_of
-from paramd_service.control.audit.hidden import Hidden
-from paramd_service.control.audit.offline import check
+from paramd_service.control.records.audit.audit import Action, Audit, AuditUnavailableError, Hidden
+from paramd_service.control.records.audit.denials import Denials
+from paramd_service.control.records.audit.heads import SLOT_BYTES, HeadFiles, path_of
+from paramd_service.control.records.audit.offline import check
 from paramd_service.control.store.address import StoreAddress, parse_store
 from paramd_service.control.store.store import Store
 from paramd_service.control.store.tokens import TokenRow, TokenStore
@@ -369,7 +368,7 @@ async def test_refusals_are_recorded_up_to_a_rate_and_the_rest_counted(tmp_path:
 def test_a_kill_between_intent_and_outcome_leaves_the_intent(tmp_path: Path) -> None:
     script = """
 import asyncio, pathlib, sys
-from paramd_service.control.audit.audit import Action, Audit
+from paramd_service.control.records.audit.audit import Action, Audit
 from paramd_service.control.store.address import parse_store
 from paramd_service.control.store.store import Store
 async def main():
@@ -396,7 +395,7 @@ asyncio.run(main())
 
 
 def run_offline(*arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "paramd_service.control.audit", *arguments]
+    command = [sys.executable, "-m", "paramd_service.control.records.audit", *arguments]
     return subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
 
 

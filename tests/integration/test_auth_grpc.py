@@ -15,7 +15,7 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from paramd import places
 from paramd.memory import handover
-from paramd.tickets import Role, Signer
+from paramd.security.tickets import Role, Signer
 from paramd.v1 import control_pb2, sidecar_pb2
 from tests.integration.control_process import Control, control_plane
 from tests.integration.control_process import ticket as control_ticket
@@ -83,9 +83,9 @@ def control(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Control]:
             yield found
 
 
-def code(address: str, path: str, authorization: str | None) -> grpc.StatusCode:
+def code(address: str, path: str, *authorizations: str | None) -> grpc.StatusCode:
     """Status of a call of raw bytes, streaming both ways: any method can be called so."""
-    metadata = [("authorization", authorization)] if authorization is not None else []
+    metadata = [("authorization", one) for one in authorizations if one is not None]
     options = [("grpc.use_local_subchannel_pool", 1)]
     with grpc.insecure_channel(address, options=options) as channel:
         call = channel.stream_stream(path)(iter([b""]), timeout=10, metadata=metadata)
@@ -183,6 +183,17 @@ def test_every_method_refuses_who_has_no_good_ticket(
     for method in CONTROL:
         path = f"/paramd.v1.ControlService/{method}"
         assert code(control.grpc_address, path, offered("run", own)) is UNAUTHENTICATED, method
+
+
+def test_two_tickets_are_no_ticket(sidecar_address: str, control: Control) -> None:
+    ((_, own),) = control_ticket()
+    for address, path, good in (
+        (sidecar_address, "/paramd.v1.SidecarService/GetState", bearer(ticket())),
+        (control.grpc_address, "/paramd.v1.ControlService/ScheduleBoundary", own),
+    ):
+        for both in ((good, good), (good, "Bearer x"), ("Bearer x", good)):
+            assert code(address, path, *both) is UNAUTHENTICATED, (path, both)
+        assert code(address, path, good) is not UNAUTHENTICATED
 
 
 def test_health_alone_is_open(sidecar_address: str, control: Control) -> None:

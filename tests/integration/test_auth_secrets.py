@@ -1,12 +1,16 @@
-"""A running mesh shows no token, ticket or key: not in argv, environment, logs or files."""
+"""A running mesh shows no token, ticket or key, and nothing at all to another local user."""
 
 from __future__ import annotations
 
 import base64
 import json
 import os
+import stat
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import psutil
@@ -53,6 +57,24 @@ def used(job: Job) -> list[str]:
     return secrets
 
 
+class Break(Exception):
+    """What ends a download in the middle."""
+
+
+def broken_off(job: Job, folder: Path) -> None:
+    """A download that leaves its partial file and its journal."""
+
+    def moved(done_bytes: int, size_bytes: int) -> None:
+        raise Break
+
+    with paramd.connect(job.url, job.token) as mesh, pytest.raises(Break):
+        mesh.download(folder / "all.safetensors", moved=moved)
+    assert {path.name for path in folder.glob(".all.*")} == {
+        ".all.safetensors.part",
+        ".all.safetensors.journal",
+    }
+
+
 def processes() -> list[psutil.Process]:
     """Sidecars and control plane: children of this process."""
     found = [p for p in psutil.Process().children(recursive=True) if p.status() != "zombie"]
@@ -62,11 +84,16 @@ def processes() -> list[psutil.Process]:
 
 
 def texts(job: Job, tmp_path: Path) -> Iterator[tuple[str, bytes]]:
-    """What others can see: /proc of every process, and every file of the state dir."""
-    for process in processes():
-        for name in ("cmdline", "environ"):
-            yield f"{process.pid} {name}", Path(f"/proc/{process.pid}/{name}").read_bytes()
-    for path in places.state_dir().rglob("*"):
+    """What others can see: /proc of every process, and every file that one of them wrote."""
+    for pid in (*(process.pid for process in processes()), os.getpid()):
+        for name in ("cmdline", "environ", "maps", "comm"):
+            yield f"{pid} {name}", Path(f"/proc/{pid}/{name}").read_bytes()
+        links = Path(f"/proc/{pid}/fd").iterdir()
+        yield (
+            f"{pid} fd",
+            "\n".join(os.readlink(link) for link in links if link.is_symlink()).encode(),
+        )
+    for path in (*places.state_dir().rglob("*"), *tmp_path.rglob("*")):
         # Where the owner's token is meant to be, 0600.
         if path.is_file() and path.name != places.ENDPOINT_FILE:
             yield str(path), path.read_bytes()
@@ -76,6 +103,7 @@ def test_no_secret_is_seen_in_a_running_mesh(
     job: Job, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     secrets = used(job)
+    broken_off(job, tmp_path)
     monkeypatch.setenv("PARAMD_TOKEN", job.token)
     create = ["token", "create", "--url", job.url, "--job", JOB, "--role", "viewer", "--ttl", "5m"]
     assert paramd_command([*create, "--name", "seen"]) == 0
@@ -95,6 +123,7 @@ def test_no_secret_is_seen_in_a_running_mesh(
     said = capfd.readouterr()
     monkeypatch.delenv("PARAMD_TOKEN")
     seen = [*texts(job, tmp_path), ("cli", (listed.out + said.out + said.err).encode())]
+    assert any(name.endswith(".journal") for name, _ in seen)
     assert any(name.endswith("cmdline") and b"paramd_service.sidecar" in t for name, t in seen)
     logs = b"".join(text for name, text in seen if name.endswith(".log"))
     assert b"/api/v1/tokens" in logs, "the control plane's log is looked at, with debug lines"
@@ -108,3 +137,115 @@ def test_files_with_secrets_are_ours_alone(job: Job) -> None:
     for path in (places.state_dir() / JOB).iterdir():
         mode = os.lstat(path).st_mode & 0o777
         assert not mode & 0o077, (path.name, oct(mode))
+
+
+def test_helpers_dump_no_core_and_only_root_may_look_into_them(job: Job) -> None:
+    for process in processes():
+        limits = Path(f"/proc/{process.pid}/limits").read_text()
+        (line,) = [line for line in limits.splitlines() if line.startswith("Max core file size")]
+        assert line.split()[4:6] == ["0", "0"]
+        # Another process of this user would own it, were it open to tracing.
+        assert os.stat(f"/proc/{process.pid}/mem").st_uid == 0
+
+
+NOBODY = 65534
+_TRIES = """
+import json, os, socket, sys
+
+def connect(path):
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as one:
+        one.connect(path)
+        one.settimeout(10)
+        one.send(b'{"op": "nothing"}')
+        if not one.recv(1000):
+            raise PermissionError("hung up")
+
+ways = {"read": lambda path: os.close(os.open(path, os.O_RDONLY)),
+        "write": lambda path: os.close(os.open(path, os.O_RDWR)),
+        "list": os.listdir, "connect": connect}
+user, tries = json.load(sys.stdin)
+if user:
+    os.setgroups([])
+    os.setgid(user)
+    os.setuid(user)
+
+def outcome(way, path):
+    try:
+        ways[way](path)
+    except OSError as error:
+        return type(error).__name__
+    return ""
+
+json.dump([outcome(way, path) for way, path in tries], sys.stdout)
+"""
+
+
+def outcomes(tries: list[tuple[str, str]], *, user: int) -> dict[tuple[str, str], str]:
+    """How a process of a user fares with each; empty: it gets in."""
+    done = subprocess.run(
+        [sys.executable, "-I", "-c", _TRIES],
+        input=json.dumps([user, tries]),
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+    )
+    return dict(zip(tries, json.loads(done.stdout), strict=True))
+
+
+def test_another_local_user_gets_at_nothing(job: Job, tmp_path: Path) -> None:
+    """Socket, files, memory, journals and processes; once more when the directories are open."""
+    wanted = {places.ENDPOINT_FILE, "rank-0.log", ".all.safetensors.journal"}
+    if os.geteuid() != 0:
+        pytest.skip("only root can become another user")
+    used(job)
+    broken_off(job, tmp_path)
+    sockets = [("connect", str(rank.socket_path)) for rank in job.ranks]
+    files = [
+        *(path for path in places.state_dir().rglob("*") if path.is_file()),
+        *tmp_path.glob(".all.*"),
+    ]
+    assert wanted <= {file.name for file in files}
+    tries = [*sockets, *((way, str(file)) for file in files for way in ("read", "write"))]
+    memories = 0
+    for pid in (*(process.pid for process in processes()), os.getpid()):
+        assert "/dev/shm/" not in Path(f"/proc/{pid}/maps").read_text(), "memory has no name"
+        tries += [("list", f"/proc/{pid}/fd"), ("read", f"/proc/{pid}/environ")]
+        for link in Path(f"/proc/{pid}/fd").iterdir():
+            if link.is_symlink() and os.readlink(link).startswith("/memfd:"):
+                memories += 1
+                tries.append(("read", str(link)))
+    assert memories > 4, "arenas, pages and snapshots of two ranks, at both their ends"
+    tries.append(("list", str(places.state_dir() / JOB)))
+    mine = outcomes(tries, user=0)
+    assert not any(mine.values()), {key: value for key, value in mine.items() if value}
+    theirs = outcomes(tries, user=NOBODY)
+    assert set(theirs.values()) == {"PermissionError"}, theirs
+    # Not only because they cannot come near: a careless chmod of what leads there opens nothing.
+    with reachable(*places.state_dir().glob("*"), places.state_dir(), tmp_path):
+        theirs = outcomes(tries[:-1], user=NOBODY)
+        assert set(theirs.values()) == {"PermissionError"}, theirs
+        for _, path in sockets:
+            os.chmod(path, 0o666)
+        hung_up = outcomes(sockets, user=NOBODY)
+        assert set(hung_up.values()) <= {
+            "PermissionError",
+            "ConnectionResetError",
+            "BrokenPipeError",
+        }
+        assert "" not in hung_up.values()
+
+
+@contextmanager
+def reachable(*leaves: Path) -> Iterator[None]:
+    """All directories that lead there may be entered and listed by everybody."""
+    found = {leaf for leaf in leaves if leaf.is_dir()}
+    found |= {parent for leaf in found for parent in leaf.parents}
+    modes = {path: stat.S_IMODE(path.stat().st_mode) for path in found}
+    try:
+        for path, mode in modes.items():
+            path.chmod(mode | 0o055)
+        yield
+    finally:
+        for path, mode in modes.items():
+            path.chmod(mode)

@@ -14,8 +14,8 @@ import psutil
 import pytest
 from safetensors import safe_open
 
+from paramd.cli.demo import free_job_name
 from paramd.cli.main import main
-from paramd.cli.training import free_job_name
 from paramd.places import Endpoint, running_jobs, write_endpoint
 from tests.integration.client_job import wait_for
 from tests.launch import ROOT, run_ranks

@@ -7,6 +7,7 @@ import signal
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import ExitStack
 
 import pytest
 import torch
@@ -15,7 +16,7 @@ import paramd
 from paramd.errors import ParamdError, UnreachableError
 from paramd.layout.types import Box, Layout, Piece, TensorKind, TensorLayout
 from paramd.mesh.mesh import Mesh
-from tests.integration.client_job import Job, running_job
+from tests.integration.client_job import DEADLINE_S, JOB, Job, running_job
 
 NOTICED_S = 5.0
 MIB = 1 << 20
@@ -173,3 +174,15 @@ def test_kills_at_any_moment_never_give_a_wrong_value(job: Job, mesh: Mesh) -> N
         job.rest()
     assert not failures
     assert answers >= 12
+
+
+def test_a_next_incarnation_at_another_address_is_found() -> None:
+    with ExitStack() as stack:
+        with running_job(layout()) as first:
+            mesh = stack.enter_context(paramd.connect(job=JOB))
+            assert mesh.summon("both").epoch == 1
+        with running_job(layout(), epoch=2) as second:
+            assert second.url != first.url
+            found = mesh.summon("both", timeout=DEADLINE_S)
+            assert (found.epoch, mesh.epoch) == (2, 2)
+            assert mesh.status().epoch == 2

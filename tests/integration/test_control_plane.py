@@ -22,7 +22,7 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from paramd import places
 from paramd.errors import UnreachableError
-from paramd.tickets import Role, Signer
+from paramd.security.tickets import Role, Signer
 from paramd.v1 import control_pb2, control_pb2_grpc
 from tests.integration.control_process import (
     DIGEST,

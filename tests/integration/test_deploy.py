@@ -25,10 +25,11 @@ import yaml
 from paramd import places
 from paramd.cli.main import main
 from paramd.errors import UsageError
-from paramd_service.control.config import ControlConfig
-from paramd_service.control.site import read_token
+from paramd_service.control.base.config import ControlConfig
+from paramd_service.control.base.site import read_token
 from tests.integration.control_process import first_grpc_use, site_plane
 from tests.launch import ROOT
+from tests.needs import program
 
 DEPLOY = ROOT / "deploy"
 UNIT = DEPLOY / "paramd-control.service"
@@ -120,7 +121,6 @@ def test_the_unit_starts_the_control_plane_with_options_that_it_has() -> None:
     )
 
 
-@pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="needs systemd-analyze")
 def test_the_unit_is_sound_and_little_exposed(tmp_path: Path) -> None:
     unit = tmp_path / UNIT.name
     unit.write_text(UNIT.read_text().replace(unit_command()[0], sys.executable))
@@ -133,7 +133,11 @@ def test_the_unit_is_sound_and_little_exposed(tmp_path: Path) -> None:
 
 def analyze(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        ["systemd-analyze", *arguments], capture_output=True, text=True, timeout=60, check=False
+        [program("systemd-analyze"), *arguments],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
     )
 
 

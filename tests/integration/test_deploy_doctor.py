@@ -11,8 +11,8 @@ from typing import Any
 import httpx2
 import pytest
 
-from paramd.cli import authority
 from paramd.cli.main import main
+from paramd.security import authority
 from tests.integration.control_process import first_grpc_use, site_plane, site_token
 
 

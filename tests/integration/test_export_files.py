@@ -14,7 +14,7 @@ import torch.distributed.checkpoint as dcp
 from safetensors import safe_open
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
-from paramd.layout.export_settings import ExportFormat, ExportSettings, NameMap
+from paramd.layout.exports.settings import ExportFormat, ExportSettings, NameMap
 from paramd.v1 import export_pb2
 from tests.integration.export_mesh import StillMesh, Tensors, raw, still_mesh
 from tests.integration.sidecar_process import wait_until

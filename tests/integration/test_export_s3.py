@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import secrets
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -18,10 +19,14 @@ import torch
 from safetensors.torch import load
 
 from paramd.errors import ConflictError, DataLossError, NotFoundError
-from paramd.layout.export_settings import ExportSettings
-from paramd_service.exports.object_store import ObjectPlace
-from paramd_service.exports.place import MANIFEST, Target, open_place
+from paramd.layout.exports.settings import ExportSettings
+from paramd.mesh.exports.results import ExportState
+from paramd_service.destinations.object_store import ObjectPlace
+from paramd_service.destinations.open import open_place
+from paramd_service.destinations.place import MANIFEST, Target
+from tests.integration.export_job import ExportingJob, exporting_job, until
 from tests.integration.export_mesh import raw, still_mesh
+from tests.integration.test_exports_faults import all_joined, ended, killed_in_the_middle
 
 BUCKET = "checkpoints"
 _SERVER = """
@@ -53,6 +58,12 @@ class Store:
 
     def uploads(self) -> int:
         return len(self.s3.list_multipart_uploads(Bucket=BUCKET).get("Uploads", []))
+
+    def end_uploads(self) -> None:
+        """Removes parts of uploads that nobody goes on with, as a bucket's lifecycle rule does."""
+        found = self.s3.list_multipart_uploads(Bucket=BUCKET).get("Uploads", [])
+        for one in found:
+            self.s3.abort_multipart_upload(Bucket=BUCKET, Key=one["Key"], UploadId=one["UploadId"])
 
     def place(self, key: str, **fields: object) -> ObjectPlace:
         fields = {"export_id": secrets.token_hex(16), "overwrite": False, **fields}
@@ -136,6 +147,58 @@ def test_an_export_goes_there_in_parts_and_its_marker_last(store: Store, tmp_pat
         mesh.drop(target, finished=True)
         assert store.names() == set()
     assert store.uploads() == 0
+
+
+def test_a_job_exports_into_a_bucket_whole_or_not_at_all_when_its_writer_is_killed(
+    store: Store, tmp_path: Path
+) -> None:
+    """Through the control plane, as users do: a sidecar or the control plane is killed amid it."""
+    cloud = {"root": f"s3://{BUCKET}/jobs", **store.options}
+    with exporting_job(tmp_path, cloud=cloud) as site:
+        site.job.train(lambda rank, step: None, 0.02)
+        with site.connect() as mesh:
+            until(lambda: all_joined(site), "a whole mesh")
+            for point in ("export-chunk",):
+                site.arm(1, f"{point}:kill")
+                export = mesh.export(f"cloud/{point}", max_shard_size=200)
+                ended_as = mesh.export_ended(export.info, 60)
+                assert site.job.ranks[1].process.wait(10) == -signal.SIGKILL, f"passed {point}"
+                check_bucket(store, site, f"jobs/{point}/", ended_as.state, ended_as.reason)
+                site.disarm()
+                site.job.respawn(site.job.ranks[1])
+                until(lambda: all_joined(site), "a whole mesh")
+        body = {"destination": "cloud/on", "max_shard_size": "200"}
+        killed_in_the_middle(site, body, "ab" * 16)
+        assert f"jobs/on/{MANIFEST}" not in store.names(), "it is not visible half-way"
+        site.restart_control()
+        found = ended(site, "ab" * 16)
+        check_bucket(store, site, "jobs/on/", ExportState(found["state"]), found["reason"])
+        with site.connect() as mesh:
+            last = mesh.export("cloud/last").wait(60)
+        check_bucket(store, site, "jobs/last/", last.state, "")
+        assert last.state is ExportState.DONE
+    for name in store.names():
+        store.s3.delete_object(Bucket=BUCKET, Key=name)
+    store.end_uploads()
+
+
+def check_bucket(
+    store: Store, site: ExportingJob, prefix: str, state: ExportState, reason: str
+) -> None:
+    """DONE with all bytes right, or FAILED with the cause and no object left there."""
+    if state is not ExportState.DONE:
+        assert (state, bool(reason)) == (ExportState.FAILED, True)
+        until(lambda: not [n for n in store.names() if n.startswith(prefix)], "the removal")
+        return
+    names = [name for name in store.names() if name.startswith(prefix)]
+    assert prefix + MANIFEST in names
+    found = {}
+    for name in names:
+        if name.endswith(".safetensors"):
+            found |= load(store.s3.get_object(Bucket=BUCKET, Key=name)["Body"].read())
+    assert {name: raw(one) for name, one in found.items()} == {
+        name: raw(one) for name, one in site.whole.items()
+    }
 
 
 def test_an_upload_given_up_leaves_no_parts(store: Store) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from paramd.layout.export_settings import ExportSettings
+from paramd.layout.exports.settings import ExportSettings
 from tests.integration.export_mesh import raw, still_mesh
 
 transformers = pytest.importorskip("transformers")

@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 
 import paramd
 from paramd.errors import ConflictError, DeniedError, NotFoundError, UsageError
-from paramd.mesh.exports import ExportInfo, ExportState
+from paramd.mesh.exports.results import ExportInfo, ExportState
 from paramd.mesh.mesh import Mesh
 from tests.integration.export_job import ExportingJob, exporting_job, is_stopped, until
 
@@ -90,6 +90,13 @@ def test_options_reach_the_files(site: ExportingJob, mesh: Mesh, tmp_path: Path)
     assert "tied" in tensors
     assert (folder / "config.json").read_text() == "{}"
     assert "config.json" in {one.name for one in done.files}
+    headers = {"authorization": f"Bearer {site.job.token}"}
+    audit = httpx2.get(
+        f"{site.job.url}/api/v1/jobs/{mesh.job}/audit?limit=200", headers=headers, trust_env=False
+    ).json()["records"]
+    stored = [one for one in audit if one["method"] == "export-asset.store"]
+    assert [one["kind"] for one in stored] == ["outcome", "intent"], "newest first"
+    assert stored[1]["detail"]["name"] == "config.json"
 
 
 async def test_the_asynchronous_twin(site: ExportingJob) -> None:

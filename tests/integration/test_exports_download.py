@@ -13,8 +13,8 @@ from safetensors.torch import load_file
 
 from paramd.errors import ConflictError, UnreachableError, UsageError
 from paramd.memory.control_page import Word
-from paramd.mesh.exporting import download as download_module
-from paramd.mesh.exporting import file_plan
+from paramd.mesh.exports import download as download_module
+from paramd.mesh.exports import file_plan
 from paramd.mesh.mesh import Mesh
 from tests.integration.client_job import Rank
 from tests.integration.export_job import ExportingJob, exporting_job
@@ -155,7 +155,7 @@ def test_a_taken_name_and_a_second_download_are_refused(mesh: Mesh, tmp_path: Pa
     path = tmp_path / "all.safetensors"
 
     def second(done_bytes: int, size_bytes: int) -> None:
-        from paramd.mesh.exporting.journal import PartialFile
+        from paramd.mesh.exports.journal import PartialFile
 
         with pytest.raises(ConflictError), PartialFile(path).opened():
             pass

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
-import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -18,10 +16,10 @@ from paramd.v1 import sidecar_pb2 as pb
 from tests.integration.control_process import Control, control_plane, first_grpc_use, until
 from tests.integration.fake_trainer import FakeTrainer, TrainerSettings, attach
 from tests.integration.sidecar_process import client_of, sidecar
+from tests.needs import check_with_promtool
 
 ARENA_BYTES = 1 << 16
 LABELS = {"job", "rank", "rule", "kind", "ok", "captured", "le", "state"}
-PROMTOOL = shutil.which("promtool")
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -53,11 +51,7 @@ def check(text: str) -> dict[str, dict[str, float]]:
             if set(sample.labels) <= {"job", "rank"}:
                 assert sample.labels.get("job", "job") == "job"
                 found.setdefault(sample.name, {})[sample.labels.get("rank", "")] = sample.value
-    if PROMTOOL is not None:
-        said = subprocess.run(
-            [PROMTOOL, "check", "metrics"], input=text, text=True, capture_output=True, check=False
-        )
-        assert (said.returncode, said.stdout, said.stderr) == (0, "", "")
+    check_with_promtool(text)
     return found
 
 

@@ -7,6 +7,7 @@ import math
 import threading
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
@@ -14,6 +15,9 @@ import httpx2
 import pytest
 
 from paramd.errors import NotFoundError
+from paramd.layout.types import Box, Layout, Piece, TensorKind, TensorLayout
+from paramd_service.control.access.roles import ELEMENTS_OF_BIN, SMALL_NUMEL
+from paramd_service.control.mesh.held import MAX_HELD
 from tests.integration.client_job import Job, running_job
 from tests.integration.test_client import layout, write_arenas
 
@@ -23,14 +27,22 @@ WHOLE = ("rows", "columns", "flat", "both", "turned")
 class Rest:
     """GETs and POSTs to a job's control plane, checked for their status."""
 
-    def __init__(self, job: Job) -> None:
+    def __init__(self, job: Job, token: str = "") -> None:
         self.job = job
+        self.token = token or job.token
+
+    def another(self, role: str) -> Rest:
+        """The same with a new token of that role."""
+        with self.client() as client:
+            answer = client.post(f"{self.job.url}/api/v1/tokens", json={"role": role})
+        assert answer.status_code == 201, answer.text
+        return Rest(self.job, answer.json()["token"])
 
     def client(self) -> httpx2.Client:
         """A client of its own: no connection outlives the request that it was made for."""
         return httpx2.Client(
             base_url=f"{self.job.url}/api/v1/jobs/client-test",
-            headers={"authorization": f"Bearer {self.job.token}"},
+            headers={"authorization": f"Bearer {self.token}"},
             trust_env=False,
             timeout=40.0,
         )
@@ -54,13 +66,20 @@ class Rest:
 def rest(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Rest, dict[str, Any]]]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PARAMD_STATE_DIR", str(tmp_path_factory.mktemp("state")))
-        with running_job(layout()) as job:
+        with running_job(with_large(layout())) as job:
             whole = write_arenas(job)
             job.update(lambda rank, step: None)
             asked = Rest(job)
             _wait_until_joined(asked)
             asked.get("/params/values", name="both")
             yield asked, whole
+
+
+def with_large(small: Layout) -> Layout:
+    """The same with a tensor of which viewers may have statistics."""
+    piece = Piece(0, 640, Box((0, 0), (16, 4)))
+    large = TensorLayout("large", "float32", (16, 4), TensorKind.PARAMETER, (piece,))
+    return replace(small, tensors=(*small.tensors, large))
 
 
 def _wait_until_joined(asked: Rest) -> None:
@@ -78,7 +97,7 @@ def test_filters_choose_by_name_fact_and_statistic(rest: Ready) -> None:
     names = [one["fqn"] for one in asked.get("/params")["params"]]
     assert names == [tensor.fqn for tensor in asked.job.layout.tensors]
     found = asked.get("/params", filter="numel>=20 dtype=float32 kind=parameter")
-    assert [one["fqn"] for one in found["params"]] == ["rows", "columns", "turned"]
+    assert [one["fqn"] for one in found["params"]] == ["rows", "columns", "turned", "large"]
     assert (found["step"], found["partial"]) == (-1, False)
     norms = {name: float(whole[name].double().norm()) for name in WHOLE}
     bound = sorted(norms.values())[2] + 1e-3
@@ -131,7 +150,7 @@ def test_detail_says_who_holds_what(rest: Ready) -> None:
         (0, "interval", [0], [7]),
         (1, "interval", [7], [15]),
     ]
-    assert asked.get("/params/detail", 422, name="*")["detail"].startswith("name: 9 tensors")
+    assert asked.get("/params/detail", 422, name="*")["detail"].startswith("name: 10 tensors")
     assert asked.get("/params/detail", 404, name="rowz")["type"] == "urn:paramd:error:not-found"
 
 
@@ -224,6 +243,70 @@ def test_a_snapshot_is_held_renewed_seen_and_released(rest: Ready) -> None:
     asked.get(path, 404)
     refused = asked.ask("POST", "/snapshots", 422, json={"filter": "* norm>3"}).json()
     assert "about statistics" in refused["detail"]
+
+
+def test_a_viewer_has_no_statistics_that_are_values(rest: Ready) -> None:
+    admin, _ = rest
+    sizes = {t.fqn: t.numel for t in admin.job.layout.tensors}
+    small = [name for name in WHOLE if 0 < sizes[name] < SMALL_NUMEL]
+    (large,) = [name for name, numel in sizes.items() if numel >= SMALL_NUMEL]
+    viewer = admin.another("viewer")
+    for name in small:
+        for path in ("stats", "histogram"):
+            query = {"filter": name} if path == "stats" else {"name": name}
+            told = viewer.get(f"/params/{path}", 403, **query)
+            assert "tell values" in told["detail"]
+            admin.get(f"/params/{path}", 200, **query)
+    viewer.get("/params", 403, filter=f"{small[0]} norm>1")
+    viewer.get("/grads", 403, filter=small[0])
+    # Nor over time.
+    for name in small:
+        assert "tell values" in viewer.get("/history", 403, metric="norm", subject=name)["detail"]
+        admin.get("/history", metric="norm", subject=name)
+    assert viewer.get("/history", metric="norm", subject=large)["points"] == []
+    viewer.get("/history", 404, metric="norm", subject="gone")
+    viewer.get("/history", metric="grad_norm", subject="0")
+    # Nor by what a total has more than its parts.
+    both = viewer.get("/params/stats", filter=f"{large} {' '.join(small)}")
+    assert [row["name"] for row in both["stats"]] == [large]
+    assert both["total"]["count"] == sizes[large]
+    assert {one["name"] for one in both["missing"]} == set(small)
+    found = viewer.get("/params/histogram", name=large, bins=500)
+    assert len(found["counts"]) == sizes[large] // ELEMENTS_OF_BIN
+    viewer.get("/params/histogram", 403, name=large, low=0.0)
+    assert len(admin.get("/params/histogram", name=large, bins=500, low=0.0)["counts"]) == 500
+
+
+def test_a_held_snapshot_is_renewed_and_released_by_its_holder_or_an_admin(rest: Ready) -> None:
+    admin, _ = rest
+    holder, other = admin.another("reader"), admin.another("editor")
+    for releasing in (holder, admin):
+        made = holder.ask("POST", "/snapshots", 201, json={"filter": "rows"}).json()
+        path = f"/snapshots/{made['id']}"
+        denied = other.ask("DELETE", path, 403).json()
+        assert "another token pinned it" in denied["detail"]
+        other.ask("POST", f"{path}/renew", 403, json={"lease_s": 1})
+        holder.ask("POST", f"{path}/renew", 200, json={"lease_s": 60})
+        releasing.ask("DELETE", path, 204)
+
+
+def test_snapshots_that_one_token_holds_leave_room_for_others(rest: Ready) -> None:
+    admin, _ = rest
+    greedy, other = admin.another("reader"), admin.another("reader")
+    made = []
+    with greedy.client() as client:
+        for _ in range(MAX_HELD):
+            answer = client.post("/snapshots", json={"filter": "rows", "lease_s": 60})
+            if answer.status_code == 429:
+                assert "your token has" in answer.json()["detail"]
+                break
+            made.append(answer.json()["id"])
+    assert 0 < len(made) < MAX_HELD // 2
+    for one in (other, admin):
+        held = one.ask("POST", "/snapshots", 201, json={"filter": "rows"}).json()
+        one.ask("DELETE", f"/snapshots/{held['id']}", 204)
+    for held_id in made:
+        greedy.ask("DELETE", f"/snapshots/{held_id}", 204)
 
 
 def test_a_lease_that_nobody_renews_ends(rest: Ready) -> None:
@@ -323,7 +406,7 @@ def test_a_lost_rank_is_named_and_the_rest_is_answered(
 
 
 def test_the_client_raises_the_exact_error_of_a_problem(rest: Ready) -> None:
-    from paramd.mesh.rest import error_of_http
+    from paramd.mesh.peers.control import error_of_http
 
     asked, _ = rest
     answer = asked.ask("GET", "/params/detail", 404, params={"name": "nobody"})

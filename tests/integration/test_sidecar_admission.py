@@ -19,7 +19,7 @@ from grpc_reflection.v1alpha.proto_reflection_descriptor_database import (
 
 from paramd.memory import handover
 from paramd.memory.control_page import Word
-from paramd.tickets import Role
+from paramd.security.tickets import Role
 from paramd.v1 import sidecar_pb2 as pb
 from tests.integration.fake_trainer import FakeTrainer, TrainerSettings, attach, expect
 from tests.integration.sidecar_process import (
@@ -273,7 +273,7 @@ def test_a_running_call_may_end_while_the_sidecar_drains(
     wait_until(lambda: trainer.page[Word.WANT] == 1, "the pin waits")
     process.process.send_signal(signal.SIGTERM)
     wait_until(lambda: '"step": 3' in process.log, "the sidecar drains")
-    trainer.gate.end_update()
+    trainer.end_update()
     trainer.boundary()
     pinning.join()
     assert found[0].header.step == 1
@@ -295,4 +295,4 @@ def test_a_second_signal_forces(process: SidecarProcess, trainer: FakeTrainer) -
         assert call.exception(timeout=5) is not None
     finally:
         client.close()
-        trainer.gate.end_update()
+        trainer.end_update()

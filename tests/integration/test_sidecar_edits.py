@@ -15,12 +15,12 @@ import pytest
 import torch
 import xxhash
 
-from paramd.layout.edit_ops import EditKind, EditOp
+from paramd.layout.edits.ops import EditKind, EditOp
 from paramd.layout.types import Box
 from paramd.memory import handover
 from paramd.memory.control_page import Word
-from paramd.mesh.editing.windows import Windows
-from paramd.tickets import Role
+from paramd.mesh.edits.windows import Windows
+from paramd.security.tickets import Role
 from paramd.v1 import sidecar_pb2 as pb
 from tests.integration.edit_trainer import (
     FILL_B,
@@ -104,6 +104,43 @@ def test_only_editors_stage_and_only_the_control_plane_drops(shared: Editing) ->
             assert handover.receive(connection)[0]["code"] == "PERMISSION_DENIED"
 
 
+def test_only_the_token_that_stages_an_edit_adds_data_to_it(tmp_path: Path) -> None:
+    """Over gRPC, over windows and from a peer; also when the sidecar has been replaced."""
+    tmp_path.chmod(0o700)
+    denied, data = grpc.StatusCode.PERMISSION_DENIED, bytes_of(matrix(11))
+
+    def by_socket(one: Editing, op: str, token_id: str | None) -> str:
+        with handover.connect(Path(one.peer.socket_path)) as connection:
+            shown = ticket(Role.EDITOR, token_id=token_id)
+            handover.send(connection, {"op": op, "ticket": shown, "edit_id": manifest.edit_id})
+            answer, descriptors = handover.receive(connection)
+        for descriptor in descriptors:
+            os.close(descriptor)
+        return str(answer.get("code", answer["op"]))
+
+    with sidecar(tmp_path, faults="edit-ready:kill") as process, editing(process) as one:
+        manifest = one.manifest(1)
+        assert one.stage(manifest, data[: 1 << 20], token_id="ann").author == "ann"
+        for other in ("bob", None):
+            refused(denied, "another token", one.stage, manifest, data, 1 << 20, token_id=other)
+            assert by_socket(one, "stage", other) == "PERMISSION_DENIED"
+            assert by_socket(one, "share", other) == "PERMISSION_DENIED"
+        assert one.progress(1).staged_bytes == 1 << 20
+        assert by_socket(one, "stage", "ann") == "staging"
+        staged = one.stage(manifest, data, 1 << 20, token_id="ann")
+        assert staged.data_digests == [xxhash.xxh3_128_digest(data)]
+        with pytest.raises(grpc.RpcError):
+            one.reach(1, 1).result()
+        process.process.wait(timeout=10)
+        with sidecar(tmp_path) as successor, editing(successor, back=one.trainer.fds) as again:
+            # What somebody else has staged whole is not taken for one's own data either.
+            refused(denied, "another token", again.stage, manifest, data, token_id="bob")
+            assert again.stage(manifest, data, token_id="ann").phase == pb.EDIT_PHASE_STAGED
+            # Without data there is nothing to add: the control plane stages it for whoever asks.
+            again.stage(again.manifest(2, FILL_B), token_id="ann")
+            again.stage(again.manifest(2, FILL_B), role=Role.CONTROL)
+
+
 def test_what_is_wrong_with_an_edit_is_said_and_nothing_is_kept(shared: Editing) -> None:
     one, before = shared, shared.w.clone()
     data = bytes_of(matrix(2))
@@ -137,7 +174,7 @@ def test_a_broken_chunk_costs_itself_and_staging_goes_on_behind_the_last_good_on
 ) -> None:
     one, data = shared, bytes_of(matrix(3))
     manifest = one.manifest(0x40)
-    refused(grpc.StatusCode.DATA_LOSS, "XXH3", one.stage, manifest, data, spoil=2)
+    refused(grpc.StatusCode.DATA_LOSS, "checksum", one.stage, manifest, data, spoil=2)
     progress = one.progress(0x40)
     assert (progress.phase, progress.staged_bytes) == (pb.EDIT_PHASE_STAGING, 2 << 20)
     assert not progress.data_digests

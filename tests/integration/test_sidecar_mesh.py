@@ -16,7 +16,7 @@ import pytest
 from paramd.layout.merge import layout_digest
 from paramd.layout.types import Box, Layout, Piece, TensorKind, TensorLayout
 from paramd.memory import handover
-from paramd.tickets import Role, Verifier
+from paramd.security.tickets import Role, Verifier
 from paramd.v1 import common_pb2, control_pb2, control_pb2_grpc
 from paramd.v1 import sidecar_pb2 as pb
 from tests.integration.fake_trainer import SIGNER, FakeTrainer, TrainerSettings, attach
@@ -138,7 +138,7 @@ class Control(control_pb2_grpc.ControlServiceServicer):
         verifier = Verifier(SIGNER.public_key)
         claims = verifier.verify(authorization.removeprefix("Bearer "), job="job", epoch=1)
         assert claims.role is Role.SIDECAR
-        yield control_pb2.JoinResponse()
+        yield control_pb2.JoinResponse(header=common_pb2.Header(job="job", epoch=1))
         for report in request_iterator:
             self.reports.put(report)
 

@@ -15,7 +15,7 @@ import pytest
 
 from paramd.memory.moments_table import parse_table, room_begin, table_begin
 from paramd.memory.sparse import SparseMemory, pages
-from paramd.tickets import Role
+from paramd.security.tickets import Role
 from paramd.v1 import sidecar_pb2 as pb
 from tests.integration.fake_trainer import FakeTrainer, TrainerSettings, attach
 from tests.integration.sidecar_process import Client, client_of, sidecar, wait_until

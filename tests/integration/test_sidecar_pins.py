@@ -12,7 +12,7 @@ import grpc
 import pytest
 
 from paramd.memory.control_page import Word
-from paramd.tickets import Role
+from paramd.security.tickets import Role
 from paramd.v1 import sidecar_pb2 as pb
 from tests.integration.fake_trainer import FakeTrainer, TrainerSettings, attach
 from tests.integration.sidecar_process import (
@@ -109,7 +109,7 @@ def test_a_pin_inside_an_update_gets_the_next_boundary(
         wait_until(lambda: trainer.page[Word.WANT] == 1, "the sidecar asks for a boundary")
         for piece in range(8):
             trainer.stamp(1, piece)
-        trainer.gate.end_update()
+        trainer.end_update()
         trainer.boundary()
         pin = pinning.result(timeout=5)
     assert pin.header.step == 1
@@ -126,7 +126,7 @@ def test_a_pin_that_never_finds_a_boundary_is_aborted_with_the_reason(
     begin_s = time.monotonic()
     with pytest.raises(grpc.RpcError) as refused:
         client.pin(timeout_s=1.0)
-    trainer.gate.end_update()
+    trainer.end_update()
     assert refused.value.code() is grpc.StatusCode.ABORTED
     assert "is inside an update" in refused.value.details()
     assert time.monotonic() - begin_s < 1.5
@@ -229,7 +229,7 @@ def test_a_call_above_the_cap_is_refused_at_once(tmp_path: Path) -> None:
                 refused = _first_exhausted(client)
                 assert refused.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
                 assert client.state().state.step == 0
-                trainer.gate.end_update()
+                trainer.end_update()
                 for thread in waiting:
                     thread.join()
         finally:

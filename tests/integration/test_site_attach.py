@@ -17,9 +17,9 @@ import pytest
 
 import paramd
 from paramd.errors import DeniedError, UsageError
-from paramd.trainer.epoch import take_epoch
+from paramd.trainer.attaching.epoch import take_epoch
+from paramd.trainer.helpers.site_link import token_of
 from paramd.trainer.settings import AttachSettings
-from paramd.trainer.site_link import token_of
 from tests.integration.control_process import Control, first_grpc_use, site_plane, site_token
 
 PATIENCE_S = 60.0

@@ -11,6 +11,7 @@ import stat
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -23,7 +24,10 @@ from alembic.runtime.migration import MigrationContext
 from alembic.script import ScriptDirectory
 from sqlalchemy import Connection, inspect, text
 
+from paramd.clock import now_s
 from paramd.errors import ConflictError, NotFoundError
+from paramd_service.control.alerts.watcher import Watcher
+from paramd_service.control.api.norms import NormHistory
 from paramd_service.control.store.address import StoreAddress, parse_store
 from paramd_service.control.store.alerts import AlertRow, AlertStore
 from paramd_service.control.store.engine import make_engine
@@ -242,6 +246,23 @@ async def test_samples_become_minutes_become_ten_minutes_and_go(address: StoreAd
         await history.sweep()
         count = "SELECT count(*) FROM metric_points"
         assert await store.read(lambda c: c.execute(text(count)).scalar_one()) == 0
+
+
+async def test_a_jump_of_the_clock_sums_up_and_drops_nothing(
+    address: StoreAddress, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with started(address) as store:
+        history, begin_s = MetricHistory(store), now_s() - 60.0
+        history.offer([Sample(series=LOSS, time_s=begin_s, value=1.0)])
+        await history.flush()
+        with monkeypatch.context() as jump:
+            jump.setattr(now_s, "_wall", lambda: time.time() + 40 * 86_400)
+            await history.sweep()
+        # Bound when the class was made: with time.time there nothing above would move it.
+        defaults = [MetricHistory.__init__, NormHistory.__init__, Watcher.__init__]
+        assert [d.__kwdefaults__["clock"] for d in defaults] == [now_s, now_s, now_s]
+        (point,) = await history.read(LOSS, begin_s=begin_s - 1, end_s=begin_s + 1)
+        assert (point.resolution_s, point.mean) == (0, 1.0)
 
 
 async def test_a_restart_goes_on_summing_up_where_it_was(address: StoreAddress) -> None:

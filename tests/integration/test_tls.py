@@ -16,13 +16,13 @@ import httpx2
 import pytest
 
 import paramd
-from paramd.cli import authority
 from paramd.errors import UnreachableError
 from paramd.layout.types import Box, Layout, Piece, TensorKind, TensorLayout
-from paramd.tickets import Role
-from paramd.tls import SCHEME, ClientTls, open_channel
+from paramd.security import authority
+from paramd.security.tickets import Role
+from paramd.security.tls import SCHEME, ClientTls, open_channel
 from paramd.v1 import control_pb2_grpc
-from paramd_service.control.endpoint import Address, bind_grpc
+from paramd_service.control.base.endpoint import Address, bind_grpc
 from paramd_service.tls import ServerTls, TlsFiles
 from tests.integration.client_job import JOB, Job, running_job
 from tests.integration.control_process import (

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from paramd_service.control.edits.words import Applied, Fate
+from paramd_service.control.edits.machine import Applied, Fate
 
 
 @dataclass(eq=False)
@@ -24,8 +24,10 @@ class Page:
     collected: int = 0
     agreed: int = 0
     edit_agreed: int = 0
+    refused: int = 0
     applied: list[tuple[int, int, int]] = field(default_factory=list)
     """(number, token, boundary that it was applied at) of each edit applied."""
+    applied_steps: list[int] = field(default_factory=list)
     step: int = 0
 
 
@@ -54,9 +56,14 @@ class Sidecar:
 class Mesh:
     """All ranks. Rounds of the trainers' collective are numbered from 0 on."""
 
-    def __init__(self, world_size: int, manifest: bytes) -> None:
+    def __init__(
+        self, world_size: int, manifest: bytes, *, if_step: int | None = None, apart: int = 0
+    ) -> None:
+        """`if_step` is the edit's; the last rank is `apart` steps ahead of the others."""
         self.manifest = manifest
+        self.if_step = if_step
         self.pages = [Page() for _ in range(world_size)]
+        self.pages[-1].step = apart
         self.trainers = [Trainer(page) for page in self.pages]
         self.sidecars = [Sidecar(page) for page in self.pages]
         self.rounds: list[dict[int, tuple[int, int]]] = []
@@ -74,12 +81,20 @@ class Mesh:
         elif page.launched > page.collected:
             self._collect(trainer)
         elif trainer.offer is None:
-            trainer.offer = (page.ready, page.token) if page.ready > page.agreed else (0, 0)
+            wanted = page.ready > page.agreed and self._accepts(page)
+            trainer.offer = (page.ready, page.token) if wanted else (0, 0)
             page.promised = trainer.offer[0]
             if not page.promised:
                 self._launch(rank, trainer)
         else:
             self._launch(rank, trainer)
+
+    def _accepts(self, page: Page) -> bool:
+        """Whether the edit is for the step that the round's end will have."""
+        if self.if_step in (None, page.step + 1):
+            return True
+        page.refused = page.ready
+        return False
 
     def _launch(self, rank: int, trainer: Trainer) -> None:
         page = trainer.page
@@ -111,6 +126,7 @@ class Mesh:
         assert trainer.to_apply is not None
         number, token = trainer.to_apply
         trainer.page.applied.append((number, token, trainer.page.collected))
+        trainer.page.applied_steps.append(trainer.page.step)
         trainer.page.promised = 0
         trainer.to_apply = None
 

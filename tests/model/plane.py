@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass
 
-from paramd_service.control.edits.machine import EditMachine, EditState
-from paramd_service.control.edits.words import (
+from paramd_service.control.edits.machine import (
     Action,
     Commit,
+    EditMachine,
+    EditState,
     Event,
     Forget,
     NotReached,
@@ -164,7 +165,7 @@ class Plane:
                 message.answer = message.failure
         elif any(one[0] == number for one in page.applied):
             message.answer = Reached(rank)
-        elif page.ready != number:
+        elif page.ready != number or page.refused == number:
             message.answer = message.failure
 
     def time_out(self, at: int) -> None:

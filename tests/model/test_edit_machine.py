@@ -23,10 +23,12 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from paramd_service.control.edits.machine import TERMINAL, EditMachine, EditState
-from paramd_service.control.edits.words import (
+from paramd_service.control.edits.machine import (
+    TERMINAL,
     Action,
     CallOff,
+    EditMachine,
+    EditState,
     EpochEnded,
     Event,
     Fate,
@@ -34,7 +36,7 @@ from paramd_service.control.edits.words import (
     Persist,
     Restarted,
 )
-from tests.model.mesh import Mesh
+from tests.model.mesh import Mesh, Page, Trainer
 from tests.model.plane import MANIFEST, Kept, Plane
 
 RANKS = 2
@@ -66,16 +68,21 @@ class Histories(RuleBasedStateMachine):
     """One edit, from staging to its end, and whatever may come between."""
 
     machine: type[EditMachine] = EditMachine
+    trainers: type[Mesh] = Mesh
 
     @initialize(
         faults=st.sets(st.sampled_from(Fault), max_size=2),
         order=st.integers(0, 1 << 32),
         begun=st.integers(0, 90),
+        if_step=st.sampled_from([None, None, None, None, 2, 3]),
+        apart=st.integers(0, 1),
     )
-    def begin(self, faults: set[Fault], order: int, begun: int) -> None:
+    def begin(
+        self, faults: set[Fault], order: int, begun: int, if_step: int | None, apart: int
+    ) -> None:
         """Faults come anywhere in the life of an edit, not only near its beginning."""
         self.faults_left = dict.fromkeys(faults, MAX_FAULTS)
-        self.mesh = Mesh(RANKS, MANIFEST)
+        self.mesh = self.trainers(RANKS, MANIFEST, if_step=if_step, apart=apart)
         self.plane = Plane(self.mesh, self.machine)
         self.told = Kept()
         if begun:
@@ -167,6 +174,8 @@ class Histories(RuleBasedStateMachine):
         elif kept.state is EditState.LOST:
             assert dead, "LOST was said, and nobody had died"
         assert dead or all(len(page.applied) < 2 for page in self.mesh.pages), "applied twice"
+        steps = {step for page in self.mesh.pages for step in page.applied_steps}
+        assert self.mesh.if_step is None or steps <= {self.mesh.if_step}, "at another step"
 
     def teardown(self) -> None:
         """With no further faults it ends, on all ranks or on none."""
@@ -274,8 +283,32 @@ BUGS = [
 ]
 
 
-def search(machine: type[EditMachine], *, examples: int, phases: list[Phase]) -> None:
-    kind = type("History", (Histories,), {"machine": machine})
+class NotCompared(Mesh):
+    """The control plane has looked at the step; it was right a moment ago."""
+
+    def _accepts(self, page: Page) -> bool:
+        return True
+
+
+class ComparedWhenApplied(NotCompared):
+    """Each rank looks at its step when it applies; they have all the same one."""
+
+    def _apply(self, trainer: Trainer) -> None:
+        if self.if_step in (None, trainer.page.step):
+            super()._apply(trainer)
+            return
+        # Undone without a trace: it was never agreed, as far as this rank is concerned.
+        trainer.page.promised, trainer.page.edit_agreed, trainer.to_apply = 0, 0, None
+
+
+def search(
+    machine: type[EditMachine],
+    *,
+    examples: int,
+    phases: list[Phase],
+    trainers: type[Mesh] = Mesh,
+) -> None:
+    kind = type("History", (Histories,), {"machine": machine, "trainers": trainers})
     run_state_machine_as_test(
         kind,
         settings=settings(
@@ -298,4 +331,18 @@ def test_no_history_makes_the_control_plane_lie() -> None:
 @pytest.mark.parametrize("bug", BUGS, ids=lambda bug: bug.__name__)
 def test_a_planted_bug_is_found(bug: type[EditMachine]) -> None:
     with pytest.raises(AssertionError, match=r"was said|has changed|applied twice"):
-        search(bug, examples=500, phases=[Phase.generate])
+        search(bug, examples=5_000, phases=[Phase.generate])
+
+
+@pytest.mark.parametrize(
+    ("trainers", "found"),
+    [
+        (NotCompared, "at another step"),
+        (ComparedWhenApplied, "was said|some ranks have it|does not end"),
+    ],
+)
+def test_trainers_that_compare_the_step_too_early_or_too_late_are_found(
+    trainers: type[Mesh], found: str
+) -> None:
+    with pytest.raises(AssertionError, match=found):
+        search(EditMachine, examples=5_000, phases=[Phase.generate], trainers=trainers)

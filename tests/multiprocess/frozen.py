@@ -9,9 +9,9 @@ from pathlib import Path
 
 import torch
 
-from paramd.mesh.editing.results import Edit
+from paramd.mesh.edits.results import Edit
 from paramd.mesh.mesh import Mesh
-from paramd.mesh.transfer import Transport
+from paramd.mesh.reading.transfer import Transport
 from tests.launch import Ranks, start_ranks
 from tests.multiprocess.striking import logs
 

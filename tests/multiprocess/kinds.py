@@ -21,7 +21,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.nn.functional import cross_entropy
 
-from paramd.trainer.tp_ddp import pre_dp_module_transform
+from paramd.trainer.model.tp_ddp import pre_dp_module_transform
 
 WORDS = 29
 WIDTH = 7

@@ -18,9 +18,9 @@ from torch import nn
 from paramd.layout.merge import LocalLayout, merge_layouts
 from paramd.layout.regions import row_major
 from paramd.layout.types import Box, Piece, TensorKind, TensorLayout
-from paramd.trainer.dtensor import split
-from paramd.trainer.rehome import Home
-from paramd.trainer.shards import find_shards
+from paramd.trainer.home.owned import Home
+from paramd.trainer.model.dtensor import split
+from paramd.trainer.model.shards import find_shards
 from tests.ending import end
 from tests.multiprocess.kinds import Built, Kind, full_parameters, kinds_for
 

@@ -8,9 +8,9 @@ from tests.launch import run_ranks
 from tests.multiprocess.workers import attach_cases
 
 
-@pytest.mark.timeout(180)
+@pytest.mark.timeout(300)
 def test_cases_around_attach() -> None:
-    results = run_ranks("tests.multiprocess.workers.attach_cases", 2, timeout_s=150)
+    results = run_ranks("tests.multiprocess.workers.attach_cases", 2, timeout_s=270)
     for result in results:
         passed = [line.split()[1] for line in result.stdout.splitlines() if line[:3] == "ok "]
         assert passed == [case.__name__ for case in attach_cases.CASES]

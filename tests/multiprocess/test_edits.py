@@ -10,12 +10,13 @@ from pathlib import Path
 import pytest
 
 from paramd.errors import ParamdError
-from paramd.mesh.editing.results import EditState
+from paramd.mesh.edits.results import EditState
 from paramd.mesh.mesh import Mesh
+from tests.longer import seconds as longer
 from tests.multiprocess.frozen import Held, edit_to, frozen
 from tests.multiprocess.truth import connect_to
 
-SECONDS = 2.0
+SECONDS = longer(2.0, 60.0)
 
 CASES = [
     ("ddp", 2),

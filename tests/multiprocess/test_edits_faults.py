@@ -5,12 +5,9 @@ from __future__ import annotations
 import json
 import mmap
 import os
-import signal
 import subprocess
 import sys
 import threading
-import time
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
@@ -19,57 +16,49 @@ import torch
 
 from paramd.errors import ConflictError, ParamdError
 from paramd.memory.edit_program import MAGIC
-from paramd.mesh.editing.calls import EditCalls
-from paramd.mesh.editing.results import TERMINAL, Edit, EditState
+from paramd.mesh.edits.calls import EditCalls
+from paramd.mesh.edits.results import Edit, EditState
 from paramd.mesh.mesh import Mesh
-from tests.launch import Ranks
+from paramd.trainer.faults import POINTS as TRAINER_FAULTS
+from paramd_service.sidecar.faults import POINTS as SIDECAR_FAULTS
+from tests.multiprocess.edit_matrix import (
+    CELLS,
+    KINDS,
+    SIDECAR_POINTS,
+    Cell,
+    run,
+    settled,
+    strike,
+    try_edit,
+)
 from tests.multiprocess.frozen import edit_to, frozen
-from tests.multiprocess.striking import allowed_s, arm, helper, is_down
+from tests.multiprocess.striking import allowed_s, helper
 from tests.multiprocess.truth import connect_to, wait_until
 
-POINTS = ("edit-staging", "edit-staged", "edit-ready", "edit-applied")
+SAMPLE = (
+    "ddp-2-edit-applied-kill",
+    "fsdp1-full-orig-2-applied-stop",
+    "fsdp2-2-applying-stop",
+    "fsdp2-2-applied-kill",
+    "hsdp-4-agreed-kill",
+    "tp-fsdp2-4-applying-kill",
+)
+"""Cells that stand for others; soak runs all of them."""
 
 
-def try_edit(mesh: Mesh, value: int, timeout_s: float = 30.0) -> None:
-    """Edits; every end is fine, as long as it is one of ours."""
-    try:
-        edit_to(mesh, value, timeout_s=timeout_s)
-    except ParamdError as error:
-        print(f"  {value}: {type(error).__name__}: {str(error)[:100]}")
+def test_the_matrix_has_every_point_on_every_kind() -> None:
+    assert {cell.point for cell in CELLS} == TRAINER_FAULTS | {
+        point for point in SIDECAR_FAULTS if point.startswith("edit-")
+    }
+    assert len(set(map(str, CELLS))) == len(CELLS) == len(KINDS) * 7 * 2
 
 
-def settled(mesh: Mesh, old: int, new: int) -> int:
-    """Waits until the last edit has ended, and checks that all ranks hold what it says."""
-    deadline_s = time.monotonic() + allowed_s(20)
-    while True:
-        assert time.monotonic() < deadline_s, "the edit did not come to an end"
-        try:
-            (edit,) = mesh.edits(limit=1)
-            edit = mesh.get_edit(edit.id, wait=True, timeout=5)
-            if edit.state not in TERMINAL:
-                continue
-            found = mesh.summon("*")
-        except ParamdError:
-            time.sleep(0.1)
-            continue
-        values = {float(v) for tensor in found.values() for v in tensor.float().unique()}
-        expected = new if edit.state is EditState.APPLIED else old
-        assert values == {expected}, f"{edit!r}, but the ranks hold {values}"
-        return expected
-
-
-def strike(ranks: Ranks, folder: Path, rank: int, rule: str, work: Callable[[], None]) -> None:
-    """Runs `work` while a rank's sidecar is armed, until it has struck itself."""
-    process = helper(ranks, "sidecar", rank)
-    arm(folder / "faults", rank, rule)
-    worker = threading.Thread(target=work)
-    worker.start()
-    wait_until(lambda: is_down(process), f"{rule} of rank {rank}", timeout_s=allowed_s(15))
-    if rule.endswith("stop"):
-        # Long enough for the control plane to notice and to act on it.
-        worker.join(timeout=2.0)
-        process.send_signal(signal.SIGCONT)
-    worker.join()
+@pytest.mark.timeout(240)
+@pytest.mark.parametrize("cell", [cell for cell in CELLS if str(cell) in SAMPLE], ids=str)
+def test_a_cell_of_the_matrix_leaves_all_or_none_and_is_told_true(
+    cell: Cell, tmp_path: Path
+) -> None:
+    print(f"{cell}: {run(cell, tmp_path)}")
 
 
 @pytest.mark.timeout(300)
@@ -80,22 +69,18 @@ def test_a_sidecar_struck_at_a_point_leaves_all_or_none(action: str, tmp_path: P
         connect_to(ranks.state_dir, "frozen") as mesh,
     ):
         value = 0
-        for index, point in enumerate(POINTS):
+        for index, point in enumerate(SIDECAR_POINTS):
             # Values divisible by two travel as data; those by four over gRPC alone.
             new = 4 * (index + 1) + 2
-            strike(ranks, tmp_path, index % 2, f"{point}:{action}", partial(try_edit, mesh, new))
-            value = settled(mesh, value, new)
-            print(f"{point}:{action}: {value}")
+            cell = Cell(kind="fsdp2", world_size=2, point=point, action=action)
+            value = strike(cell, ranks, tmp_path, mesh, value, new)
+            print(f"{cell}: {value}")
         edit_to(mesh, 99)
         assert settled(mesh, value, 99) == 99
 
 
 @pytest.mark.timeout(120)
-@pytest.mark.parametrize(
-    ("kind", "world_size"),
-    [("ddp", 2), ("fsdp1-full", 2), ("fsdp1-full-orig", 2), ("hsdp", 4), ("tp-fsdp2", 4),
-     ("tp-ddp", 4)],
-)  # fmt: skip
+@pytest.mark.parametrize(("kind", "world_size"), [one for one in KINDS if one[0] != "fsdp2"])
 def test_a_sidecar_of_any_kind_killed_when_ready_leaves_all_or_none(
     kind: str, world_size: int, tmp_path: Path
 ) -> None:
@@ -104,10 +89,10 @@ def test_a_sidecar_of_any_kind_killed_when_ready_leaves_all_or_none(
         connect_to(ranks.state_dir, "frozen") as mesh,
     ):
         value = 0
-        for rank, new, point in ((world_size - 1, 6, "edit-ready"), (0, 9, "edit-applied")):
-            strike(ranks, tmp_path, rank, f"{point}:kill", partial(try_edit, mesh, new))
-            value = settled(mesh, value, new)
-            print(f"{kind} {point}: {value}")
+        for new, point in ((6, "edit-ready"), (9, "edit-applied")):
+            cell = Cell(kind=kind, world_size=world_size, point=point, action="kill")
+            value = strike(cell, ranks, tmp_path, mesh, value, new)
+            print(f"{cell}: {value}")
 
 
 @pytest.mark.timeout(200)
@@ -221,28 +206,3 @@ def spoil_programs(pid: int) -> int:
             count += 1
             at = memory.find(magic, at)
     return count
-
-
-@pytest.mark.timeout(120)
-@pytest.mark.parametrize("point", ["agreed", "applying"])
-def test_a_trainer_killed_before_it_applied_never_makes_the_edit_applied(
-    point: str, tmp_path: Path
-) -> None:
-    with (
-        frozen(tmp_path, "hsdp", 4, ends_well=False) as ranks,
-        connect_to(ranks.state_dir, "frozen") as mesh,
-    ):
-        edit_to(mesh, 1)
-        (tmp_path / "faults" / "rank-1").write_text(f"{point}:kill")
-        try_edit(mesh, 3, timeout_s=15)
-        wait_until(lambda: ranks[1].process.poll() is not None, "rank 1 has ended", timeout_s=20)
-        edit = mesh.get_edit(mesh.edits(limit=1)[0].id, wait=True, timeout=allowed_s(10))
-        print(f"{point}: {edit!r}")
-        assert edit.state in (EditState.LOST, EditState.ABORTED)
-        # What can still be read holds one value, or is refused.
-        try:
-            values = {float(v) for t in mesh.summon("*").values() for v in torch.unique(t)}
-        except ParamdError as error:
-            print(f"  refused: {str(error)[:100]}")
-        else:
-            assert len(values) == 1

@@ -12,7 +12,7 @@ import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file
 
 from paramd.mesh.mesh import Mesh
-from tests.launch import Ranks, start_ranks
+from tests.launch import Ranks, run_ranks, start_ranks
 from tests.multiprocess.truth import (
     Tensors,
     assert_same_bytes,
@@ -56,6 +56,14 @@ def test_every_kind_is_exported_as_torch_gathers_it(tmp_path: Path) -> None:
         found |= load_file(file)
     assert_same_bytes(found, truth)
     assert_same_bytes(load_dcp(root / "dcp", truth), truth)
+    # And by another world than the one that trained: each of its ranks takes its own shard.
+    told = run_ranks(
+        "tests.multiprocess.workers.dcp_reader",
+        3,
+        args=["--checkpoint", str(root / "dcp"), "--truth", str(path)],
+        timeout_s=90,
+    )
+    assert all(f"equal in {len(truth)} tensors" in one.stdout for one in told), told
     for folder in ("st", "dcp"):
         manifest = json.loads((root / folder / "paramd-export.json").read_text())
         assert manifest["step"] == step

@@ -10,9 +10,9 @@ import pytest
 import torch
 
 import paramd
-from paramd import tickets
 from paramd.errors import DeniedError, NotFoundError, UnreachableError, UsageError
 from paramd.mesh.mesh import Mesh
+from paramd.security import tickets
 from paramd.v1 import sidecar_pb2, sidecar_pb2_grpc
 from tests.multiprocess.striking import ask, end_well, stamps, summon_stamps
 from tests.multiprocess.test_faults_trainer import bearer

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from pathlib import Path
 
-from paramd.mesh.frames import ParamFrame
+from paramd.mesh.frames.frames import ParamFrame
 from paramd.mesh.mesh import Mesh
 from tests.launch import start_ranks
 from tests.multiprocess.truth import connect_to

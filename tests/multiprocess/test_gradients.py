@@ -16,7 +16,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from paramd.mesh.frames import GradFrame
+from paramd.mesh.frames.frames import GradFrame
 from paramd.mesh.mesh import Mesh
 from tests.launch import Ranks, run_ranks, start_ranks
 from tests.multiprocess.truth import connect_to

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from paramd.errors import ConflictError
-from paramd.mesh.frames import GradFrame
+from paramd.mesh.frames.frames import GradFrame
 from paramd.mesh.mesh import Mesh
 from tests.launch import Ranks, start_ranks
 from tests.multiprocess.test_gradients import check, take, wrong_values

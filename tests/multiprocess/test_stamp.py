@@ -6,9 +6,10 @@ from pathlib import Path
 
 import pytest
 
+from tests.longer import seconds
 from tests.multiprocess.stamped import assert_stamped
 
-SECONDS = 3.0
+SECONDS = seconds(3.0, 60.0)
 AT_LEAST = (20, 5)  # answers, steps
 
 # Ranks in lockstep, as a collective in the step keeps them, and ranks that run free.

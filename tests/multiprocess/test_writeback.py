@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from paramd.errors import ConflictError, UsageError
-from paramd.mesh.editing.results import EditState
+from paramd.mesh.edits.results import EditState
 from paramd.mesh.mesh import Mesh
 from paramd.mesh.results import Summoned
 from tests.multiprocess.frozen import frozen
@@ -145,13 +145,42 @@ def test_if_step_refuses_when_training_has_gone_on(mesh: Mesh) -> None:
     assert above_step(mesh) == before
 
 
+def step_or_why(mesh: Mesh, wanted: int) -> tuple[int, str]:
+    """Where an edit for a step was applied, or why it was not."""
+    try:
+        return mesh.edit("*", add=1.0, if_step=wanted).step, ""
+    except ConflictError as error:
+        return -1, str(error)
+
+
+def test_an_edit_for_a_step_is_applied_at_that_step_or_on_no_rank(mesh: Mesh) -> None:
+    held = mesh.pause(lease_s=60)
+    try:
+        for passed in (held.step - 1, held.step + 1):
+            with pytest.raises(ConflictError, match=f"if_step is {passed}, .* step {held.step}"):
+                mesh.edit("*", add=1.0, if_step=passed)
+        assert mesh.edit("*", add=1.0, if_step=held.step).step == held.step
+        assert mesh.edit("*", add=-1.0, if_step=held.step).step == held.step
+    finally:
+        mesh.resume()
+    # While it trains, the step of the next common boundary can only be guessed.
+    before = above_step(mesh)
+    for ahead in range(6):
+        wanted = step_of(mesh) + ahead
+        step, why = step_or_why(mesh, wanted)
+        assert step == wanted or f"if_step is {wanted}, " in why
+        if not why:
+            mesh.edit("*", add=-1.0)
+        assert above_step(mesh) == before
+
+
 def test_a_hold_steps_as_told_and_ends_with_its_lease(mesh: Mesh) -> None:
     held = mesh.pause(lease_s=20)
     assert held.held
     first = step_of(mesh)
-    mesh.step(3)
-    wait_until(lambda: mesh.hold_state().state == "held", "three steps are over", timeout_s=20)
-    assert step_of(mesh) == first + 3
+    stepped = mesh.step(3)
+    assert [row.step for row in mesh.status()] == [first + 3] * len(mesh.status())
+    assert (stepped.state, stepped.steps_left, stepped.step) == ("held", 0, first + 3)
     time.sleep(0.2)
     assert step_of(mesh) == first + 3
     mesh.edit("*", add=0.5)

@@ -1,18 +1,25 @@
-"""Parse, run episodes until the time is over, report."""
+"""Parse, run episodes until the time is over, print the table."""
 
 from __future__ import annotations
 
 import argparse
 import gc
+import json
 import secrets
+import signal
 import sys
 import time
-
-import psutil
+from pathlib import Path
 
 from tests import leaks
+from tests.integration.control_process import first_grpc_use
+from tests.launch import end_warm_start, warm_start
 from tests.soak import episode, plan
-from tests.soak.usage import MIB, Usage
+from tests.soak.oracle import Tally
+from tests.soak.usage import MIB, WARM_S, Usage
+from tests.soak.watchdog import Watchdog
+
+LEFT_S = 20.0
 
 
 def main() -> int:
@@ -20,52 +27,123 @@ def main() -> int:
     parser.add_argument("--minutes", type=float, default=10.0)
     parser.add_argument("--seed", type=int, default=None, help="repeats the soak that printed it")
     parser.add_argument("--episode", type=int, default=None, help="runs this one alone")
+    parser.add_argument("--first", type=int, default=0, help="begins with this episode")
+    parser.add_argument(
+        "--faults", help="one episode of these: 'sidecar clock +@0; sidecars all kill'"
+    )
+    parser.add_argument("--kind", default="ddp", help="of the model that they are done to")
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--store", default="embedded", choices=plan.STORES)
+    parser.add_argument("--result", type=Path, help="the table as JSON goes there")
     arguments = parser.parse_args()
     seed = arguments.seed if arguments.seed is not None else secrets.randbelow(1 << 31)
     print(f"seed {seed}", flush=True)
     leaks.adopt_orphans()
-    if arguments.episode is not None:
-        _run(seed, arguments.episode)
-        return 0
-    return _soak(seed, arguments.minutes)
+    # Who ends it early gets the same clearing up: processes, mounts, folders.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    # Forks the ranks of all episodes; it is there before the first, so no episode left it.
+    warm_start()
+    tally, usage = Tally(), Usage()
+    begin_s = time.monotonic()
+    first = arguments.episode if arguments.episode is not None else arguments.first
+    alone = arguments.episode is not None or arguments.faults is not None
+    until_s = float("inf") if alone else begin_s + 60 * arguments.minutes
+    number, failed = first, False
+    try:
+        # gRPC's own descriptors live as long as any channel; they are no episode's.
+        with first_grpc_use():
+            while time.monotonic() < until_s:
+                failed = not _run(
+                    _chosen(arguments, seed, number),
+                    f"make soak SEED={seed} EPISODE={number}",
+                    tally,
+                    usage,
+                    until_s,
+                )
+                number += 1
+                if failed or alone:
+                    break
+    finally:
+        end_warm_start()
+        table = _table(seed, first, number, tally, usage, time.monotonic() - begin_s)
+        print("\n".join(table))
+        if arguments.result is not None:
+            arguments.result.write_text(json.dumps(_figures(seed, first, number, tally), indent=1))
+    missed = {k: n - tally.struck[k] - _skipped(tally, k) for k, n in tally.planned.items()}
+    missed = {k: n for k, n in missed.items() if n}
+    if missed:
+        print(f"planned and not reached: {missed}", file=sys.stderr)
+    return int(failed or bool(missed))
 
 
-def _soak(seed: int, minutes: float) -> int:
-    end_s = time.monotonic() + 60 * minutes
-    client, answers, number = Usage("this client"), 0, 0
-    while time.monotonic() < end_s:
-        answers += _run(seed, number)
-        gc.collect()
-        client.sample(psutil.Process())
-        number += 1
-    complaint = client.complaint(rss_bytes=16 * MIB, descriptors=4)
-    print(f"{number} episodes, {answers} right answers, none wrong; seed {seed}")
-    print(f"client: {[b // MIB for b in client.rss_bytes]} MiB, {client.descriptors} descriptors")
-    if complaint:
-        print(complaint, file=sys.stderr)
-    return int(bool(complaint))
+def _chosen(given: argparse.Namespace, seed: int, number: int) -> plan.Episode:
+    if given.faults is None:
+        return plan.episode(seed, number)
+    return plan.told(given.faults, kind=given.kind, world_size=given.ranks, store=given.store)
 
 
-def _run(seed: int, number: int) -> int:
-    chosen = plan.episode(seed, number)
-    pace = "lockstep" if chosen.lockstep else "free"
-    print(f"episode {number}: {chosen.kind} x{chosen.world_size}, {pace}, ends {chosen.end}")
+def _run(chosen: plan.Episode, again: str, tally: Tally, usage: Usage, until_s: float) -> bool:
+    print(
+        f"episode {chosen.number}: {chosen.kind} x{chosen.world_size}, {chosen.store}", flush=True
+    )
     before = leaks.holdings()
     try:
-        found = episode.run(chosen)
-    except BaseException:
-        again = f"--seed {seed} --episode {number}"
-        print(f"FAILED; repeat it with: python -m tests.soak {again}", file=sys.stderr)
-        raise
-    left = leaks.wait_until_gone(before, timeout_s=10)
-    assert not left, left
-    print(
-        f"  {found.right} right answers at {len(found.steps)} steps, "
-        f"refused {dict(found.refused)}, "
-        f"longest {found.longest_s:.2f} s {found.longest_reason[:80]}",
-        flush=True,
-    )
-    return found.right
+        with Watchdog(again) as watchdog:
+            episode.run(chosen, tally, usage, until_s, watchdog)
+        gc.collect()
+        left = leaks.wait_until_gone(before, timeout_s=LEFT_S)
+        if left:
+            raise episode.FailedError(f"left behind: {left}")
+    except episode.FailedError as error:
+        print(f"FAILED: {error}\nrepeat it with: {again}", file=sys.stderr, flush=True)
+        return False
+    return True
+
+
+def _table(
+    seed: int, first: int, end: int, tally: Tally, usage: Usage, taken_s: float
+) -> list[str]:
+    kinds = sorted(tally.planned)
+    lines = [
+        "",
+        f"seed {seed}, episodes {first} to {end - 1}, {taken_s / 60:.1f} minutes",
+        f"answers checked     {sum(tally.answers.values())}: {dict(tally.answers)}",
+        f"refused             {dict(tally.refused)}",
+        f"edits               {dict(tally.edits)}",
+        "mixed, stale, split or lost: each ends the campaign; see FAILED",
+        f"updates compared    {tally.updates}; loss digests equal: {tally.digests}",
+        f"longest recovery    {tally.longest_recovery_s:.1f} s",
+        f"faults              {sum(tally.struck.values())} of {sum(tally.planned.values())} "
+        f"planned, {len(tally.struck)} kinds",
+        *(f"  {kind:<38} {tally.struck[kind]} of {tally.planned[kind]}" for kind in kinds),
+        *(f"  not possible here: {what} ({n} times)" for what, n in tally.not_possible.items()),
+        f"slopes, each process from {WARM_S:.0f} s after its start on:",
+    ]
+    for slope in usage.slopes():
+        lines.append(
+            f"  {slope.name:<20} {slope.rss_bytes_per_hour / MIB:+8.1f} MiB/h "
+            f"{slope.descriptors_per_hour:+8.1f} descriptors/h over {slope.seconds:.0f} s of "
+            f"{slope.processes} processes, at most {slope.most_bytes // MIB} MiB"
+        )
+    return lines
+
+
+def _figures(seed: int, first: int, end: int, tally: Tally) -> dict[str, object]:
+    return {
+        "seed": seed,
+        "episodes": [first, end],
+        "answers": dict(tally.answers),
+        "edits": dict(tally.edits),
+        "planned": dict(tally.planned),
+        "struck": dict(tally.struck),
+        "updates": tally.updates,
+        "digests": tally.digests,
+        "longest_recovery_s": tally.longest_recovery_s,
+    }
+
+
+def _skipped(tally: Tally, kind: str) -> int:
+    return sum(n for what, n in tally.not_possible.items() if what.startswith(f"{kind}:"))
 
 
 if __name__ == "__main__":

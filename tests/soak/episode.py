@@ -1,143 +1,166 @@
-"""One episode: a stamp trainer, readers, events; and what must hold all the while."""
+"""One episode: the stage, everybody who uses it, one fault after the other."""
 
 from __future__ import annotations
 
-import signal
-import tempfile
+import subprocess
+import sys
 import time
-from contextlib import suppress
-from pathlib import Path
+import traceback
+from collections.abc import Sequence
+from contextlib import ExitStack, suppress
 
 import psutil
 
-from tests.launch import Ranks
-from tests.multiprocess.striking import (
-    LIMIT_S,
-    allowed_s,
-    arm,
-    ask,
-    end_well,
-    helper,
-    logs,
-    rest,
-    stamps,
-    summon_stamps,
-)
-from tests.multiprocess.truth import connect_to, wait_until
-from tests.soak.plan import Episode, Event
-from tests.soak.readers import Readers, Readings
-from tests.soak.usage import MIB, Usage
+from paramd.errors import ParamdError
+from tests.multiprocess.striking import LIMIT_S
+from tests.soak import actors, strike
+from tests.soak.actors import Actor
+from tests.soak.oracle import Oracle, Tally
+from tests.soak.plan import Episode, Fault
+from tests.soak.stage import Stage, patience_s
+from tests.soak.usage import Usage
+from tests.soak.watchdog import Watchdog
 
-JOB = "stamp"
+SOON = ("grpc", "same-host", "buffers", "edit 0")
+"""Lanes that must be right again soon after each fault; all others by the episode's end."""
+
+RECOVERY_S = 6 * LIMIT_S
+END_S = 120.0
+LEAVE_S = 90.0
+"""How long everybody together may take to end what they are at; above a call's deadline."""
 
 
-def run(plan: Episode) -> Readings:
-    """Runs an episode to its end. Raises AssertionError when something did not hold."""
-    with tempfile.TemporaryDirectory(prefix="paramd-soak-") as name:
-        folder = Path(name)
-        with stamps(folder, plan.kind, plan.world_size, lockstep=plan.lockstep) as ranks:
-            readers = Readers(ranks.state_dir, JOB)
-            readers.start()
-            try:
-                _suffer(plan, ranks, folder)
-            except BaseException:
-                print(ranks.outputs(), logs(ranks), sep="\n")
-                raise
-            finally:
-                readers.stop()
-            _end(plan, ranks, folder)
-        found = readers.readings
-        assert found.failures == [], found.failures
-        assert found.right > 0, "nobody got an answer"
-        assert found.longest_s < allowed_s(2 * LIMIT_S), (found.longest_s, found.longest_reason)
-        return found
+class FailedError(AssertionError):
+    """Something did not hold; the text says what."""
 
 
-def _suffer(plan: Episode, ranks: Ranks, folder: Path) -> None:
-    usages = [(Usage(f"trainer {r.rank}"), psutil.Process(r.process.pid)) for r in ranks]
-    for event in plan.events:
-        what = event.rule if event.name == "fault-point" else f"{event.seconds:.1f} s"
-        print(f"  {event.name} rank {event.rank} {what}", end="", flush=True)
-        _happen(event, ranks, folder)
-        begin_s = time.monotonic()
-        _await_recovery(ranks)
-        print(f", right again after {time.monotonic() - begin_s:.2f} s", flush=True)
-        assert all(rank.process.poll() is None for rank in ranks), "a trainer has ended"
-        for usage, process in usages:
-            usage.sample(process)
-    for usage, _ in usages:
-        complaint = usage.complaint(rss_bytes=16 * MIB, descriptors=4)
-        assert not complaint, complaint
-
-
-def _await_recovery(ranks: Ranks) -> None:
-    """A new client gets an answer of a step that was not yet there when it came."""
-    first: list[int] = []
-
-    def goes_on() -> bool:
-        with suppress(ConnectionError), connect_to(ranks.state_dir, JOB) as mesh:
-            answer = ask(mesh, summon_stamps())
-            if answer.right:
-                first.append(answer.step)
-        return bool(first) and first[-1] > first[0]
-
-    wait_until(goes_on, "it is served again and trains", timeout_s=allowed_s(2 * LIMIT_S))
-
-
-def _happen(event: Event, ranks: Ranks, folder: Path) -> None:
-    match event.name:
-        case "kill-sidecar":
-            helper(ranks, "sidecar", event.rank).kill()
-        case "kill-control":
-            helper(ranks, "control").kill()
-        case "stop-sidecar":
-            _stopped([helper(ranks, "sidecar", event.rank)], event.seconds)
-        case "stop-control":
-            _stopped([helper(ranks, "control")], event.seconds)
-        case "stop-trainers":
-            _stopped([psutil.Process(r.process.pid) for r in ranks], event.seconds)
-        case "fault-point":
-            _fault(event, ranks, folder)
-        case _:
-            time.sleep(event.seconds)
-
-
-def _stopped(processes: list[psutil.Process], seconds: float) -> None:
-    for process in processes:
-        process.send_signal(signal.SIGSTOP)
+def run(plan: Episode, tally: Tally, usage: Usage, until_s: float, watchdog: Watchdog) -> None:
+    """Runs an episode to its end, or until that moment. Raises FailedError."""
+    expected = (AssertionError, OSError, psutil.Error, ParamdError, subprocess.SubprocessError)
     try:
-        time.sleep(seconds)
+        watchdog.expect("start of the stage")
+        with Stage(plan) as stage:
+            _run(stage, tally, usage, until_s, watchdog)
+            watchdog.expect("end of the stage")
+    except expected as error:
+        raise FailedError(f"{type(error).__name__}: {error}") from error
+
+
+def _run(stage: Stage, tally: Tally, usage: Usage, until_s: float, watchdog: Watchdog) -> None:
+    oracles = {job.name: Oracle(job, tally) for job in stage.jobs}
+    cast = actors.cast(stage, oracles)
+    try:
+        for actor in cast:
+            actor.start()
+        _recovered(cast, "beginning", tally)
+        for event in stage.plan.events:
+            if time.monotonic() > until_s:
+                break
+            watchdog.expect(" + ".join(fault.kind for fault in event))
+            _suffer(stage, event, cast, tally)
+            for name, process in stage.processes():
+                usage.sample(name, process)
+            usage.sample("client", psutil.Process())
+        watchdog.expect("a round of everybody, and an alert")
+        _rounds_of_all(cast, "the end", END_S)
+        actors.alerted(stage, stage.main, oracles["main"], patience_s(60.0))
+    except BaseException as error:
+        watchdog.expect("report of a failure")
+        print(f"\n{_told(stage, cast)}\n{type(error).__name__}: {error}", flush=True)
+        raise
     finally:
-        for process in processes:
-            process.send_signal(signal.SIGCONT)
+        watchdog.expect("end of everybody's work")
+        _leave(stage, cast)
+    _check(cast)
+    for job in stage.jobs:
+        watchdog.expect(f"end of job {job.name}")
+        job.end()
+        watchdog.expect(f"losses of job {job.name}", 1200.0)
+        tally.digests += job.digests()
+    tally.updates += stage.updates
 
 
-def _fault(event: Event, ranks: Ranks, folder: Path) -> None:
-    """The readers pass the point, or nobody does in time."""
-    process = helper(ranks, "sidecar", event.rank)
-    armed = arm(folder / "faults", event.rank, event.rule)
-    time.sleep(event.seconds)
-    armed.unlink(missing_ok=True)
-    with suppress(psutil.NoSuchProcess):
-        process.send_signal(signal.SIGCONT)
+def _leave(stage: Stage, cast: Sequence[Actor]) -> None:
+    """Everybody ends their work; who does not has failed."""
+    for actor in cast:
+        actor.stop()
+    stage.resume_all()
+    deadline_s = time.monotonic() + LEAVE_S
+    for actor in cast:
+        actor.join(max(0.0, deadline_s - time.monotonic()))
+    for actor in cast:
+        if actor.is_alive() and actor.ident is not None:
+            where = "".join(traceback.format_stack(sys._current_frames()[actor.ident]))
+            actor.failure += f"{actor.lane}: not over after {LEAVE_S:.0f} s:\n{where}"
 
 
-def _end(plan: Episode, ranks: Ranks, folder: Path) -> None:
-    """By itself, or killed at rest (then still right), or inside an update (then refused)."""
-    if plan.end == "well":
-        end_well(ranks, folder)
-        return
-    if plan.end == "killed-resting":
-        step = rest(ranks, folder)
-        for rank in ranks:
-            rank.process.kill()
-        with connect_to(ranks.state_dir, JOB) as mesh:
-            answer = ask(mesh, summon_stamps())
-            assert not plan.lockstep or answer.step == step, answer
-        return
-    last = plan.world_size - 1
-    (folder / f"die-{last}").touch()
-    wait_until(lambda: ranks[last].process.poll() is not None, "the trainer dies")
-    with connect_to(ranks.state_dir, JOB) as mesh:
-        answer = ask(mesh, summon_stamps())
-        print(f"  killed inside an update: {answer.reason or f'served step {answer.step}'}")
+def _suffer(stage: Stage, event: Sequence[Fault], cast: list[Actor], tally: Tally) -> None:
+    with ExitStack() as stack:
+        for fault in event:
+            tally.count(tally.planned, fault.kind)
+            print(f"  {fault.kind}, rank {fault.rank}, {fault.seconds} s", end="", flush=True)
+            try:
+                stack.enter_context(strike.struck(stage, fault))
+                tally.count(tally.struck, fault.kind)
+            except strike.NotPossibleError as error:
+                tally.count(tally.not_possible, f"{fault.kind}: {error}")
+                print(f" (not possible: {error})", end="")
+            except strike.NotReachedError:
+                print(f" (NOT REACHED)\n{_lanes(cast)}", end="")
+            _check(cast)
+        time.sleep(max(fault.seconds for fault in event))
+    stage.resume_all()
+    if any(fault.ends_training for fault in event):
+        stage.main.restart()
+    begin_s = time.monotonic()
+    _recovered(cast, " + ".join(fault.kind for fault in event), tally)
+    print(f": right again after {time.monotonic() - begin_s:.2f} s", flush=True)
+
+
+def _recovered(cast: list[Actor], what: str, tally: Tally) -> None:
+    begin_s = time.monotonic()
+    _rounds_of_all([a for a in cast if a.lane in SOON], what, RECOVERY_S)
+    taken_s = time.monotonic() - begin_s
+    tally.longest_recovery_s = max(tally.longest_recovery_s, taken_s)
+
+
+def _rounds_of_all(cast: Sequence[Actor], what: str, limit_s: float) -> None:
+    """Everybody does the whole of their work once more."""
+    before = {actor: actor.rounds for actor in cast}
+    begin_s = time.monotonic()
+    while late := [a for a in cast if a.rounds < before[a] + 1]:
+        _check(cast)
+        if time.monotonic() - begin_s > patience_s(limit_s):
+            told = "; ".join(f"{a.lane}: {a.last_refusal}" for a in late)
+            raise FailedError(f"not right again within {limit_s:.0f} s after {what}: {told}")
+        time.sleep(0.02)
+
+
+def _check(cast: Sequence[Actor]) -> None:
+    failures = [actor.failure for actor in cast if actor.failure]
+    if failures:
+        raise FailedError("\n".join(failures))
+
+
+def _lanes(cast: Sequence[Actor]) -> str:
+    return "\n".join(f"{a.lane}: {a.rounds} rounds; {a.last_refusal}" for a in cast)
+
+
+def _told(stage: Stage, cast: Sequence[Actor]) -> str:
+    """What everybody saw last, for a failure's message."""
+    last = [_lanes(cast)]
+    for name, process in stage.processes():
+        with suppress(psutil.Error):
+            lived_s = time.time() - process.create_time()
+            last.append(f"{name}: pid {process.pid}, {process.status()}, {lived_s:.1f} s old")
+    try:
+        with stage.connect() as mesh:
+            last += [
+                *map(str, mesh.status()),
+                str(mesh.hold_state()),
+                *map(str, mesh.edits(limit=8)),
+            ]
+    except ParamdError as error:
+        last.append(f"no status: {error}")
+    ranks = [job.now.ranks.outputs() for job in stage.jobs]
+    return "\n".join([*last, *ranks, stage.logs()])

@@ -12,17 +12,17 @@ import paramd_service
 NEEDS_TORCH = (
     "paramd.trainer",
     "paramd.examples",
-    "paramd.mesh.assemble",
-    "paramd.mesh.editing.operands",
-    "paramd.mesh.grad_tensors",
-    "paramd.mesh.views",
-    "paramd_service.exports.cast",
-    "paramd_service.exports.dcp_writer",
-    "paramd_service.sidecar.gradient_stats",
-    "paramd_service.sidecar.edit_trial",
-    "paramd_service.sidecar.exponents",
-    "paramd_service.sidecar.pooling",
-    "paramd_service.sidecar.stats",
+    "paramd.tensors",
+    "paramd.mesh.reading.assemble",
+    "paramd.mesh.edits.operands",
+    "paramd.mesh.frames.grad_tensors",
+    "paramd.mesh.reading.views",
+    "paramd_service.formats.cast",
+    "paramd_service.formats.dcp_writer",
+    "paramd_service.sidecar.statistics.reduce_many",
+    "paramd_service.sidecar.edits.trial",
+    "paramd_service.sidecar.statistics.pooling",
+    "paramd_service.sidecar.statistics.reduce",
 )
 """Modules, and packages with all of theirs, that may load torch when imported."""
 

@@ -15,9 +15,9 @@ from pathlib import Path
 import pytest
 
 from paramd import places
-from paramd.cli.settings import file_places
 from paramd.errors import ConflictError, UnreachableError, UsageError
 from paramd.places import Endpoint
+from paramd.state_files import file_places
 
 
 @pytest.fixture(autouse=True)

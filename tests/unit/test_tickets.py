@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from paramd.errors import DeniedError, UsageError
-from paramd.tickets import (
+from paramd.security.tickets import (
     CLOCK_SKEW_S,
     MAX_TICKET_BYTES,
     Claims,

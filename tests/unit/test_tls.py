@@ -9,11 +9,11 @@ from pathlib import Path
 import grpc
 import pytest
 
-from paramd.cli import authority
 from paramd.cli.main import main as paramd_command
 from paramd.errors import ConflictError, DeniedError, UsageError
-from paramd.tls import ClientTls, check_address, https_context, open_channel
-from paramd_service.control.endpoint import Address, parse_listen
+from paramd.security import authority
+from paramd.security.tls import ClientTls, check_address, https_context, open_channel
+from paramd_service.control.base.endpoint import Address, parse_listen
 from paramd_service.sidecar.main import parse
 from paramd_service.tls import ServerTls, TlsFiles, advertised, grpc_address, tls_files
 
@@ -83,7 +83,7 @@ async def test_no_token_goes_to_another_host_in_the_clear() -> None:
 
 @pytest.mark.parametrize(
     "address",
-    ["unix:/tmp/x", "dns:///127.0.0.1:1", "127.0.0.1", "127.0.0.1:", ":1", "a b:1", "a:1\n",
+    ["unix:a.sock", "dns:///127.0.0.1:1", "127.0.0.1", "127.0.0.1:", ":1", "a b:1", "a:1\n",
      "grpcs://dns:///a:1", "http://a:1", "grpcs://a:1/x", "ipv4:127.0.0.1:1"],
 )  # fmt: skip
 def test_other_targets_of_grpc_are_no_addresses(address: str) -> None:

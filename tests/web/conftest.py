@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from paramd_service.control.page import BUILT
+from paramd_service.control.api.page import BUILT
 from tests.launch import start_ranks
+from tests.needs import missing
 from tests.web.door import Door, Tab
 from tests.web.training import JOB
 
@@ -36,11 +36,10 @@ FLAGS = (
 def browser() -> Iterator[playwright_api.Browser]:
     """Debian's Chromium. Without it, or without a built page, tests are skipped, but in CI."""
     path = shutil.which("chromium")
-    missing = "chromium (make system)" if path is None else "the page (make web)"
-    if path is None or not (BUILT / "index.html").is_file():
-        if "CI" in os.environ:
-            pytest.fail(f"{missing} is missing", pytrace=False)
-        pytest.skip(f"{missing} is missing")
+    if path is None:
+        missing("chromium (make system)")
+    if not (BUILT / "index.html").is_file():
+        missing("the page (make web)")
     with playwright_api.sync_playwright() as driver:
         launched = driver.chromium.launch(executable_path=path, args=list(FLAGS))
         # What a first page starts belongs to the browser, not to the first test.

@@ -13,7 +13,7 @@ import typer
 from paramd.cli.options import Format, Output, Target, with_target
 from paramd.cli.output import Column, Listing, emit
 from paramd.cli.shell import say
-from paramd.cli.watching import Door, Outage, open_door
+from paramd.cli.status import Door, Outage, open_door
 from paramd.errors import ParamdError, UsageError
 
 EVERY_S = 2.0

@@ -19,7 +19,7 @@ from paramd.cli.shell import say
 from paramd.errors import ParamdError, UsageError
 
 PAGE = 1000
-OFFLINE = "paramd_service.control.audit"
+OFFLINE = "paramd_service.control.records.audit"
 
 audit = typer.Typer(
     help="Who changed what, as the control plane recorded it. Needs a token of role admin."
@@ -172,8 +172,8 @@ async def _pages(
     target: Target, site: bool, order: str, limit: int
 ) -> AsyncIterator[dict[str, Any]]:
     from paramd.mesh.connect import resolve
-    from paramd.mesh.rest import RestClient
-    from paramd.tls import ClientTls
+    from paramd.mesh.peers.control import RestClient
+    from paramd.security.tls import ClientTls
 
     chosen = target.settings
     url, token, job = resolve(chosen.url, chosen.token, chosen.job)

@@ -41,7 +41,7 @@ def init(
     themselves. In production, use the certificates of your own CA.
     """
     try:
-        from paramd.cli import authority
+        from paramd.security import authority
     except ModuleNotFoundError as error:
         raise UsageError("this needs cryptography; run: pip install 'paramd[service]'") from error
     names = ["localhost", "127.0.0.1", "::1", socket.gethostname(), *(name or [])]

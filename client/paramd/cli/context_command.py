@@ -10,9 +10,9 @@ from typing import Annotated, Any
 import typer
 
 from paramd.cli import settings
-from paramd.cli.contexts import Context, choose
 from paramd.cli.options import ContextName, Debug, Output, Target, examples
 from paramd.cli.output import Column, Listing, emit
+from paramd.cli.settings import Context, choose
 from paramd.cli.shell import say
 from paramd.errors import UsageError
 

@@ -2,30 +2,59 @@
 
 from __future__ import annotations
 
+import json
 import math
+import os
+import re
+import signal
+import subprocess
 import sys
 import tempfile
 import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from paramd.cli import demo_changes
+from paramd import places
 from paramd.cli import params as params_command
 from paramd.cli import stats as stats_command
 from paramd.cli import status as status_command
 from paramd.cli.options import Debug, Format
 from paramd.cli.output import Listing, emit, seconds, size
-from paramd.cli.saving import save, untie
-from paramd.errors import DataLossError, ParamdError, UsageError
+from paramd.cli.summon import save, untie
+from paramd.errors import DataLossError, DeadlineError, ParamdError, UnreachableError, UsageError
 from paramd.places import read_endpoint, state_dir
 
 if TYPE_CHECKING:
-    from paramd.cli.training import Training
     from paramd.mesh.mesh import Mesh
     from paramd.mesh.results import Summoned
+
+MODULE = "paramd.examples.train_gpt"
+
+DESTINATION = "checkpoints"
+"""Name of the destination that is configured for the training: a directory of its own."""
+
+RANKS = 2
+MAX_STEPS = 20_000
+"""Where the training would end by itself, should nobody be left to end it."""
+
+POLL_S = 0.05
+STOP_S = 30.0
+SHOWN_LINES = 80
+"""Of a training that failed: torchrun says much after the ranks' own last words."""
+
+_LOSS = re.compile(r"^step (\d+) loss ([0-9.]+)$", re.MULTILINE)
+
+Heading = Callable[[str, str], None]
+
+GRADIENTS = "layers.*.up.weight"
+ROWS = "layers.0.up.weight[0:4]"
+FRAMES = 4
 
 LAYER = "layers.0.*"
 WEIGHT = "layers.0.up.weight"
@@ -33,6 +62,260 @@ FIRST_STEPS = 3
 ROUNDS = 6
 ROUND_S = 1.5
 OPEN_TIMEOUT_S = 120.0
+
+
+class Training:
+    """A training that this process has started."""
+
+    def __init__(
+        self, job: str, process: subprocess.Popen[bytes], log_path: Path, checkpoints: Path
+    ) -> None:
+        self.job = job
+        self.checkpoints = checkpoints
+        """Where the destination of the demo lies."""
+        self._process = process
+        self._log_path = log_path
+
+    @property
+    def running(self) -> bool:
+        return self._process.poll() is None
+
+    def wait_until_open(self, *, timeout_s: float) -> None:
+        """Waits until the job can be found.
+
+        Raises:
+            UnreachableError: the training ended before. DeadlineError: it took too long.
+        """
+        deadline_s = time.monotonic() + timeout_s
+        while not any(found.job == self.job for found in places.running_jobs()):
+            self.check(deadline_s, "it did not attach")
+            time.sleep(POLL_S)
+
+    def check(self, deadline_s: float, what: str) -> None:
+        """Raises when the training has ended or the time is over, and shows its last lines."""
+        if self.running and time.monotonic() <= deadline_s:
+            return
+        print(self.last_lines(), file=sys.stderr, flush=True)
+        if not self.running:
+            raise UnreachableError(
+                f"the training ended with code {self._process.returncode}; its last lines stand "
+                "above. To run it alone: torchrun --standalone --nproc-per-node 2 "
+                f"-m {MODULE} --no-attach"
+            )
+        raise DeadlineError(f"the training: {what} in time; its last lines stand above")
+
+    def losses(self) -> dict[int, float]:
+        """The loss of every update so far, by its number."""
+        text = self._log_path.read_text(errors="replace")
+        return {int(step): float(loss) for step, loss in _LOSS.findall(text)}
+
+    def loss_around(self, step: int, *, timeout_s: float = 10.0, width: int = 20) -> float:
+        """Mean loss of the updates up to `step`, at most `width` of them.
+
+        Raises:
+            UnreachableError, DeadlineError: the training never printed that step.
+        """
+        deadline_s = time.monotonic() + timeout_s
+        while step not in (losses := self.losses()):
+            self.check(deadline_s, f"it did not print step {step}")
+            time.sleep(POLL_S)
+        near = [losses[at] for at in range(step - width + 1, step + 1) if at in losses]
+        return sum(near) / len(near)
+
+    def last_lines(self) -> str:
+        """The end of its output."""
+        with self._log_path.open(errors="replace") as file:
+            return "".join(deque(file, SHOWN_LINES)).rstrip()
+
+    def wait(self) -> int:
+        """Waits for its end; returns its exit code."""
+        return self._process.wait()
+
+    def stop(self) -> None:
+        """Asks the ranks to end after a step; makes them after `STOP_S`. Idempotent."""
+        if not self.running:
+            return
+        # torchrun gives each rank a session of its own, so they must be known one by one.
+        ranks = _children(self._process.pid)
+        self._process.terminate()
+        try:
+            self._process.wait(STOP_S)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+        for pidfd in ranks:
+            with suppress(ProcessLookupError):
+                signal.pidfd_send_signal(pidfd, signal.SIGKILL)
+            os.close(pidfd)
+
+
+def _children(pid: int) -> list[int]:
+    """A pidfd of each living child of a process."""
+    found: list[int] = []
+    for path in Path(f"/proc/{pid}/task").glob("*/children"):
+        with suppress(OSError):
+            for child in path.read_text().split():
+                with suppress(ProcessLookupError):
+                    found.append(os.pidfd_open(int(child)))
+    return found
+
+
+@contextmanager
+def started(
+    job: str, folder: Path, *, keep: bool, ranks: int = RANKS, control: str | None = None
+) -> Iterator[Training]:
+    """Ranks that train until the block ends; their output goes to a file in `folder`.
+
+    `control` is the URL of a site to register at; its token is then read from PARAMD_TOKEN_FILE.
+
+    Without `keep` they also end by themselves, after `MAX_STEPS`.
+    """
+    log_path, checkpoints = folder / "training.log", folder / "checkpoints"
+    checkpoints.mkdir()
+    environment = os.environ | {
+        "OMP_NUM_THREADS": "1",
+        "PYTHONUNBUFFERED": "1",
+        # Should the demo be killed, nothing of it serves on for the usual ten minutes.
+        "PARAMD_LINGER_S": "10",
+        "PARAMD_DESTINATIONS": json.dumps({DESTINATION: str(checkpoints)}),
+    }
+    environment.pop("PARAMD_TOKEN", None)
+    command = [
+        sys.executable, "-m", "torch.distributed.run",
+        "--standalone", "--nproc-per-node", str(ranks),
+        "-m", MODULE, "--job", job, "--steps", str(MAX_STEPS), "--every", "1",
+        *(["--keep"] if keep else []),
+        *(["--control", control] if control is not None else []),
+    ]  # fmt: skip
+    with _Interrupts() as interrupts, log_path.open("wb") as log:
+        process = subprocess.Popen(
+            command,
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            # A Ctrl-C in our terminal is ours; the ranks end in good order after it.
+            start_new_session=True,
+        )
+        training = Training(job, process, log_path, checkpoints)
+        try:
+            interrupts.release()
+            yield training
+        finally:
+            interrupts.hold()
+            training.stop()
+
+
+class _Interrupts:
+    """Ctrl-C, SIGTERM and SIGHUP as KeyboardInterrupt, but never while they are held.
+
+    So none falls between the start of a process and the knowledge of it, or into its
+    ending. Held at first.
+    """
+
+    _NAMES = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+    def __init__(self) -> None:
+        self._held = True
+        self._came = False
+
+    def __enter__(self) -> _Interrupts:
+        self._before = {name: signal.signal(name, self._note) for name in self._NAMES}
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for name, handler in self._before.items():
+            signal.signal(name, handler)
+
+    def hold(self) -> None:
+        """From now on they are only noted."""
+        self._held = True
+
+    def release(self) -> None:
+        """From now on they raise; one that was noted raises here."""
+        self._held = False
+        if self._came:
+            raise KeyboardInterrupt
+
+    def _note(self, number: int, frame: object) -> None:
+        self._came = True
+        if not self._held:
+            raise KeyboardInterrupt
+
+
+def free_job_name(wanted: str) -> str:
+    """`wanted`, or with a number behind it when a job of that name runs."""
+    taken = {endpoint.job for endpoint in places.running_jobs()}
+    number, name = 1, wanted
+    while name in taken:
+        number += 1
+        name = f"{wanted}-{number}"
+    return name
+
+
+def show(mesh: Mesh, checkpoints: Path, heading: Heading) -> None:
+    """Runs all of it against a training that goes on.
+
+    Raises:
+        DataLossError: the running training does not hold what it was told to.
+    """
+    heading("Gradients, as updates consume them", f"paramd grads '{GRADIENTS}'")
+    _gradients(mesh)
+    heading("Four rows edited on all ranks at one step", f"paramd edit '{ROWS}' --mul 0.5")
+    _edit_and_undo(mesh)
+    heading("Training held, changed in place, let go", f"mesh.summon('{ROWS}', writeback=True)")
+    _write_back(mesh)
+    heading("A checkpoint of the run, taken now", f"paramd export {DESTINATION}/now --wait")
+    _export(mesh, checkpoints)
+
+
+def _gradients(mesh: Mesh) -> None:
+    print(
+        f"{'UPDATE':>6}  {'NORM':>10}  {'SMALLEST':>10}  {'LARGEST':>10}  {'ZEROS':>6}  {'NAN':>4}"
+    )
+    for number, frame in enumerate(mesh.grads(GRADIENTS, kind="stats"), 1):
+        total = frame.total
+        print(
+            f"{frame.step:>6}  {total.norm:>10.4g}  {total.min:>10.3g}  {total.max:>10.3g}  "
+            f"{total.zero_count:>6,}  {total.nan_count:>4,}",
+            flush=True,
+        )
+        if number == FRAMES:
+            return
+
+
+def _edit_and_undo(mesh: Mesh) -> None:
+    edit = mesh.edit(ROWS, mul=0.5, note="demo")
+    print(f"edit {edit.id[:8]}: {edit.state} at step {edit.step}; training stood "
+          f"{seconds((edit.stop_ms or 0.0) / 1e3)}")  # fmt: skip
+    undo = mesh.undo(edit.id)
+    print(f"edit {undo.id[:8]}: {undo.state} at step {undo.step}, which undoes {edit.id[:8]}")
+
+
+def _write_back(mesh: Mesh) -> None:
+    with mesh.summon(ROWS, writeback=True, note="demo") as params:
+        (rows,) = params.values()
+        rows.clamp_(-0.05, 0.05)
+    edit = mesh.edits(limit=1)[0]
+    if edit.step != params.step:
+        raise DataLossError(f"the write-back was applied at {edit.step}, not at {params.step}")
+    print(f"held at step {params.step}; edit {edit.id[:8]}: {edit.state} at step {edit.step}")
+
+
+def _export(mesh: Mesh, checkpoints: Path) -> None:
+    from safetensors import safe_open
+
+    export = mesh.export(f"{DESTINATION}/now").wait()
+    path = checkpoints / "now" / "model.safetensors"
+    with safe_open(path, framework="pt") as opened:
+        names = set(opened.keys())
+    missing = {info.fqn for info in mesh.params()} - names
+    if missing:
+        raise DataLossError(f"the checkpoint lacks {sorted(missing)[:3]}")
+    print(
+        f"{path.name}: {size(path.stat().st_size)}, step {export.step}, {len(names)} tensors, as "
+        "the safetensors library reads it"
+    )
 
 
 def demo(
@@ -50,7 +333,6 @@ def demo(
     a checkpoint of the running training. Ends by itself.
     """
     _check_installed()
-    from paramd.cli.training import free_job_name, started
 
     name = free_job_name(job)
     with tempfile.TemporaryDirectory(prefix="paramd-demo-") as folder:
@@ -98,7 +380,7 @@ def _tour(training: Training, folder: Path) -> None:
         path = folder / f"layer0-step-{found.step}.safetensors"
         _heading("Saved, and read back", f"paramd summon '{LAYER}' -o {path.name}")
         _save_and_compare(found, path)
-        demo_changes.show(mesh, training.checkpoints, _heading)
+        show(mesh, training.checkpoints, _heading)
 
 
 def _wait_until_well(mesh: Mesh, training: Training) -> None:

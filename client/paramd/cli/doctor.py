@@ -3,23 +3,263 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
-from dataclasses import asdict, replace
+import importlib.metadata
+import mmap
+import os
+import re
+import socket
+import ssl
+import stat
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
+from dataclasses import asdict, dataclass, replace
+from email.utils import parsedate_to_datetime
+from enum import StrEnum
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
 
 import typer
 
 from paramd import places
-from paramd.cli.checks import Finding, Verdict, machine
 from paramd.cli.options import Output, Target, with_target
-from paramd.cli.output import Column, Listing, emit
+from paramd.cli.output import Column, Listing, emit, seconds
 from paramd.cli.shell import explain, say
-from paramd.errors import ParamdError
+from paramd.errors import ExhaustedError, ParamdError, UsageError
+from paramd.security.tickets import CLOCK_SKEW_S
+
+if TYPE_CHECKING:
+    from paramd.security.tls import ClientTls
+
+DEFAULT_PORT = 8470
+LITTLE_MEMORY_BYTES = 1 << 30
+
+FLOORS = {
+    "grpcio": "1.71.2",
+    "protobuf": "5.29.6",
+    "httpx2": "2.16",
+    "xxhash": "3.5",
+    "torch": "2.10",
+    "fastapi": "0.136",
+    "starlette": "1.3.1",
+    "uvicorn": "0.30",
+}
+"""Oldest versions that work or that have no known hole; the same as in pyproject.toml."""
+
+EXTRAS = {"torch": "torch", "fastapi": "service", "starlette": "service", "uvicorn": "service"}
+"""Packages that a part of the users needs, and the extra that brings them."""
+
+_SECCOMP = "the container's seccomp profile or sandbox forbids it; allow sendmsg with descriptors"
 
 COLUMNS = (
     Column("check", "CHECK"),
     Column("verdict", "RESULT"),
     Column("detail", "FOUND"),
     Column("advice", "WHAT TO DO"),
+)
+
+TIMEOUT_S = 5.0
+NOTABLE_SKEW_S = 5.0
+"""The Date header has whole seconds; what is above this is no rounding and no network."""
+
+SOON_S = 7 * 86_400.0
+"""A certificate that ends within this time is a warning."""
+
+CERTIFICATES = ("PARAMD_TLS_CERT", "PARAMD_TLS_CLIENT_CERT", "PARAMD_TLS_CLIENT_CA")
+KEYS = ("PARAMD_TLS_KEY", "PARAMD_TLS_CLIENT_KEY")
+
+
+class Verdict(StrEnum):
+    """What a check came to."""
+
+    OK = "ok"
+    WARNING = "warning"
+    FAILED = "failed"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Finding:
+    """One line of the report."""
+
+    check: str
+    verdict: Verdict
+    detail: str
+    advice: str = ""
+    """What to do; empty only when all is well."""
+
+
+def machine() -> Iterator[Finding]:
+    """All checks of this machine, in order. A check that breaks is a finding, not an error."""
+    for name, check in _CHECKS:
+        try:
+            yield from check()
+        except Exception as error:
+            yield Finding(
+                check=name,
+                verdict=Verdict.FAILED,
+                detail=f"{type(error).__name__}: {error}",
+                advice="the check itself broke; run with --debug and report it",
+            )
+
+
+def _python() -> Iterator[Finding]:
+    found = ".".join(str(part) for part in sys.version_info[:3])
+    good = sys.version_info >= (3, 11)
+    yield _finding("python", good, found, "install Python 3.11 or newer")
+
+
+def _packages() -> Iterator[Finding]:
+    for name, floor in FLOORS.items():
+        extra = EXTRAS.get(name)
+        install = f"pip install 'paramd[{extra}]'" if extra else "pip install paramd"
+        try:
+            found = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            verdict = Verdict.WARNING if extra else Verdict.FAILED
+            use = "to summon and to train" if name == "torch" else "to serve"
+            yield Finding(
+                check=name,
+                verdict=verdict,
+                detail="not installed",
+                advice=f"needed {use if extra else 'always'}: {install}",
+            )
+            continue
+        good = release(found) >= release(floor)
+        yield _finding(name, good, found, f"{floor} or newer is needed: {install} --upgrade")
+
+
+def release(version: str) -> tuple[int, ...]:
+    """The numbers a version begins with: "2.13.0+cpu" is (2, 13, 0)."""
+    found = re.match(r"\d+(\.\d+)*", version)
+    return tuple(int(part) for part in found[0].split(".")) if found else ()
+
+
+def _state_dir() -> Iterator[Finding]:
+    path = places.state_dir()
+    if not path.exists():
+        parent = next(p for p in path.parents if p.exists())
+        yield _finding(
+            "state dir",
+            os.access(parent, os.W_OK | os.X_OK),
+            f"{path} will be made",
+            f"{parent} is not writable: set PARAMD_STATE_DIR to a directory of yours",
+        )
+        return
+    found = path.stat()
+    if found.st_uid != os.geteuid():
+        problem = "belongs to another user: set PARAMD_STATE_DIR to a directory of yours"
+    elif not os.access(path, os.W_OK | os.X_OK):
+        problem = f"is not writable: chmod u+rwx {path}"
+    elif stat.S_IMODE(found.st_mode) & 0o022:
+        problem = f"can be changed by others: chmod go-w {path}"
+    else:
+        problem = ""
+    yield _finding("state dir", not problem, str(path), problem)
+    for entry in sorted(path.iterdir()):
+        if entry.is_dir() and stat.S_IMODE(entry.stat().st_mode) & 0o077:
+            yield _finding("job dir", False, f"{entry} is open to others", f"chmod 700 {entry}")
+
+
+def _memory() -> Iterator[Finding]:
+    from paramd.memory import descriptors
+
+    available = descriptors.available_bytes()
+    yield Finding(
+        check="shared memory",
+        verdict=Verdict.OK if available >= LITTLE_MEMORY_BYTES else Verdict.WARNING,
+        detail=f"{available / 1e9:,.1f} GB may be taken",
+        advice=""
+        if available >= LITTLE_MEMORY_BYTES
+        else "each rank needs its parameters' bytes twice; raise the container's memory limit",
+    )
+    try:
+        descriptor = descriptors.create_memory("paramd-doctor", mmap.PAGESIZE)
+    except ExhaustedError as error:
+        yield _finding("memfd", False, str(error), "free memory or raise the limit")
+        return
+    try:
+        os.close(descriptors.wake_event())
+        os.close(descriptors.pidfd(os.getpid()))
+        yield _finding("memfd, eventfd, pidfd", True, "work", "")
+        yield _finding("SCM_RIGHTS", _passes(descriptor), "descriptors change hands", _SECCOMP)
+    finally:
+        os.close(descriptor)
+
+
+def _passes(descriptor: int) -> bool:
+    """Whether a descriptor of shared memory survives the way through a Unix socket."""
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with ours, theirs:
+        socket.send_fds(ours, [b"x"], [descriptor])
+        _, received, _, _ = socket.recv_fds(theirs, 1, 1)
+    if not received:
+        return False
+    with mmap.mmap(descriptor, mmap.PAGESIZE) as mine:
+        mine[0] = 7
+    try:
+        with mmap.mmap(received[0], mmap.PAGESIZE) as other:
+            return other[0] == 7
+    finally:
+        os.close(received[0])
+
+
+def _port() -> Iterator[Finding]:
+    """REST's default port and gRPC's, which is the next one."""
+    mine: dict[str, str] = {}
+    for job in places.running_jobs():
+        for address in (job.url, job.grpc_address):
+            mine[address.rpartition(":")[2]] = job.job
+    for port in (DEFAULT_PORT, DEFAULT_PORT + 1):
+        yield _one_port(port, mine)
+
+
+def _one_port(port: int, mine: Mapping[str, str]) -> Finding:
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("127.0.0.1", port))
+            detail, free = "free", True
+        except OSError as error:
+            job = mine.get(str(port))
+            free = job is not None
+            detail = f"serves job {job}" if job is not None else f"taken ({error.strerror})"
+    return Finding(
+        check=f"port {port}",
+        verdict=Verdict.OK if free else Verdict.WARNING,
+        detail=detail,
+        advice=""
+        if free
+        else "the next free port is used instead; to choose one set PARAMD_LISTEN=127.0.0.1:PORT",
+    )
+
+
+def _clock() -> Iterator[Finding]:
+    installed_s = Path(__file__).stat().st_mtime
+    now_s = time.time()
+    good = now_s > installed_s - 86_400
+    detail = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(now_s))
+    yield _finding(
+        "clock", good, detail, "it is before paramd was installed, tickets will not fit: set it"
+    )
+    with suppress(OSError):
+        source = Path("/sys/devices/system/clocksource/clocksource0/current_clocksource")
+        yield _finding("clock source", True, source.read_text().strip(), "")
+
+
+def _finding(check: str, good: bool, detail: str, advice: str) -> Finding:
+    verdict = Verdict.OK if good else Verdict.FAILED
+    return Finding(check=check, verdict=verdict, detail=detail, advice="" if good else advice)
+
+
+_CHECKS: tuple[tuple[str, Callable[[], Iterator[Finding]]], ...] = (
+    ("python", _python),
+    ("packages", _packages),
+    ("state dir", _state_dir),
+    ("memory", _memory),
+    ("port", _port),
+    ("clock", _clock),
 )
 
 
@@ -33,12 +273,11 @@ def doctor(target: Target, output: Output = None) -> None:
     Exit code 1 when anything has failed; a warning alone is 0.
     """
     # Loads gRPC.
-    from paramd.cli import remote_checks
 
     chosen = target.settings
-    findings = [*machine(), *remote_checks.tls_files(chosen.tls_ca)]
+    findings = [*machine(), *tls_files(chosen.tls_ca)]
     for url in _urls(target):
-        findings += remote_checks.control_plane(url, chosen.tls_ca)
+        findings += control_plane(url, chosen.tls_ca)
     findings += jobs(target)
     rows = [{**asdict(finding), "verdict": finding.verdict.value} for finding in findings]
     emit(
@@ -88,8 +327,8 @@ def jobs(target: Target) -> Iterator[Finding]:
 async def _served(target: Target) -> list[str]:
     """Names of the jobs at the control plane of `target`."""
     from paramd.mesh.connect import resolve
-    from paramd.mesh.rest import RestClient
-    from paramd.tls import ClientTls
+    from paramd.mesh.peers.control import RestClient
+    from paramd.security.tls import ClientTls
 
     chosen = target.settings
     url, token, _ = resolve(chosen.url, chosen.token, None)
@@ -131,3 +370,169 @@ def _job(target: Target) -> Iterator[Finding]:
                 detail=f"{row.phase}: {row.reason}",
                 advice=f"see rank-{row.rank}.log in {places.state_dir() / found.job}",
             )
+
+
+def control_plane(url: str, tls_ca: str | None) -> Iterator[Finding]:
+    """Its clock against ours and, with https, its certificate. No token is sent."""
+    parts = urlsplit(url)
+    host = parts.netloc
+    try:
+        from paramd.security.tls import ClientTls
+
+        tls = ClientTls.from_environment(tls_ca)
+        if parts.scheme == "https":
+            certificate = _certificate(host, parts.hostname or "", parts.port or 443, tls)
+            yield certificate
+            if certificate.verdict is Verdict.FAILED:
+                return
+        yield _remote_clock(host, url, tls)
+    except (ParamdError, OSError) as error:
+        yield Finding(
+            check=f"control plane {host}",
+            verdict=Verdict.FAILED,
+            detail=str(error),
+            advice="is it running, and is the port reachable from here?",
+        )
+
+
+def _remote_clock(host: str, url: str, tls: ClientTls) -> Finding:
+    import httpx2
+
+    from paramd.security.tls import https_context
+
+    before_s = time.time()
+    try:
+        answer = httpx2.get(
+            url.rstrip("/") + "/healthz",
+            verify=https_context(url, tls),
+            timeout=TIMEOUT_S,
+            trust_env=False,
+        )
+    except httpx2.HTTPError as error:
+        raise OSError(f"{url} does not answer ({error})") from error
+    return clock_finding(host, answer.headers.get("date"), (before_s + time.time()) / 2)
+
+
+def clock_finding(host: str, date: str | None, now_s: float) -> Finding:
+    """What a Date header says about our clock, which showed `now_s` when it was written."""
+    check = f"clock of {host}"
+    try:
+        # Cut to whole seconds, so half a second is missing on average.
+        theirs_s = parsedate_to_datetime(date or "").timestamp() + 0.5
+    except ValueError:
+        return Finding(
+            check=check,
+            verdict=Verdict.WARNING,
+            detail=f"it says no time (Date: {date!r})",
+            advice="is it a paramd control plane? A proxy may have taken the header away",
+        )
+    ahead_s = now_s - theirs_s
+    skew_s = abs(ahead_s)
+    if skew_s <= NOTABLE_SKEW_S:
+        return Finding(check=check, verdict=Verdict.OK, detail="as ours, to a few seconds")
+    advice = "tickets and tokens would be refused" if skew_s > CLOCK_SKEW_S else "more is too much"
+    return Finding(
+        check=check,
+        verdict=Verdict.FAILED if skew_s > CLOCK_SKEW_S else Verdict.WARNING,
+        detail=f"ours is {seconds(skew_s)} {'ahead' if ahead_s > 0 else 'behind'}",
+        advice=f"set the clocks (NTP); {advice}",
+    )
+
+
+def _certificate(host: str, name: str, port: int, tls: ClientTls) -> Finding:
+    check = f"TLS of {host}"
+    context = tls.ssl_context()
+    try:
+        with (
+            socket.create_connection((name, port), TIMEOUT_S) as plain,
+            context.wrap_socket(plain, server_hostname=name) as secure,
+        ):
+            found = secure.getpeercert()
+    except ssl.SSLCertVerificationError as error:
+        return Finding(
+            check=check,
+            verdict=Verdict.FAILED,
+            detail=error.verify_message,
+            advice=_verify_advice(error.verify_code, tls),
+        )
+    except ssl.SSLError as error:
+        return Finding(
+            check=check,
+            verdict=Verdict.FAILED,
+            detail=str(error),
+            advice="does it speak TLS there? It may ask for a client certificate: "
+            "PARAMD_TLS_CLIENT_CERT and PARAMD_TLS_CLIENT_KEY",
+        )
+    assert found is not None
+    parts: Any = found["issuer"]
+    issuer = ", ".join(value for part in parts for _, value in part)
+    end_s = float(ssl.cert_time_to_seconds(str(found["notAfter"])))
+    return expiry_finding(check, f"issued by {issuer}", end_s, time.time())
+
+
+def _verify_advice(code: int, tls: ClientTls) -> str:
+    expired, not_yet, wrong_name, wrong_ip = 10, 9, 62, 64
+    if code in (expired, not_yet):
+        return "renew its certificate, or set this machine's clock"
+    if code in (wrong_name, wrong_ip):
+        return "use a name that its certificate has, or issue it for this one"
+    used = f"{tls.ca} is not its CA" if tls.ca is not None else "the system does not know its CA"
+    return f"{used}; give the right one with --tls-ca FILE or PARAMD_TLS_CA"
+
+
+def expiry_finding(check: str, what: str, end_s: float, now_s: float) -> Finding:
+    """Whether a certificate that ends at `end_s` is good at `now_s` and for a while."""
+    left_s = end_s - now_s
+    day = time.strftime("%Y-%m-%d", time.gmtime(end_s))
+    verdict = Verdict.OK if left_s > SOON_S else Verdict.WARNING
+    if left_s <= 0:
+        verdict = Verdict.FAILED
+    return Finding(
+        check=check,
+        verdict=verdict,
+        detail=f"{what}, {'valid until' if left_s > 0 else 'ended on'} {day}",
+        advice="" if verdict is Verdict.OK else "renew it; servers take up new files by themselves",
+    )
+
+
+def tls_files(tls_ca: str | None) -> Iterator[Finding]:
+    """The files that PARAMD_TLS_* and --tls-ca name: their dates, and who can read the keys."""
+    named = {name: os.environ.get(name) for name in (*CERTIFICATES, *KEYS)}
+    named["TLS CA"] = tls_ca if tls_ca is not None else os.environ.get("PARAMD_TLS_CA")
+    for name, text in named.items():
+        if not text:
+            continue
+        path = Path(text).expanduser()
+        try:
+            yield _key_file(name, path) if name in KEYS else _certificate_file(name, path)
+        except (UsageError, OSError, ValueError) as error:
+            advice = "name a PEM file that this user can read"
+            yield Finding(check=name, verdict=Verdict.FAILED, detail=str(error), advice=advice)
+
+
+def _key_file(name: str, path: Path) -> Finding:
+    from paramd.security.tls import read_pem
+
+    read_pem(path)
+    if stat.S_IMODE(path.stat().st_mode) & 0o077:
+        return Finding(
+            check=name,
+            verdict=Verdict.FAILED,
+            detail=f"{path} is open to other users",
+            advice=f"chmod 600 {path}",
+        )
+    return Finding(check=name, verdict=Verdict.OK, detail=f"{path}, for its owner alone")
+
+
+def _certificate_file(name: str, path: Path) -> Finding:
+    from paramd.security.tls import read_pem
+
+    data = read_pem(path)
+    try:
+        from cryptography import x509
+    except ModuleNotFoundError:
+        detail = f"{path}; its dates are looked at with paramd[service] installed"
+        return Finding(check=name, verdict=Verdict.OK, detail=detail)
+    found = x509.load_pem_x509_certificates(data)
+    end_s = min(certificate.not_valid_after_utc.timestamp() for certificate in found)
+    return expiry_finding(name, str(path), end_s, time.time())

@@ -10,45 +10,19 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from paramd.cli.options import Format, Output, Target, with_target
+from paramd.cli.edit import emit_edit
+from paramd.cli.options import Format, Output, Target, examples, with_target
 from paramd.cli.output import Column, Listing, count, emit, seconds, size
-from paramd.cli.progress import bar
 from paramd.cli.shell import say
+from paramd.cli.summon import bar
 from paramd.errors import NotFoundError, UsageError
 
 if TYPE_CHECKING:
-    from paramd.mesh.exports import ExportInfo
+    from paramd.mesh.exports.results import ExportInfo
     from paramd.mesh.mesh import Mesh
 
 MAX_NAME_MAP_BYTES = 16 << 20
 _SHORT_CHARS = 8
-
-
-def when(time_s: float) -> str:
-    """A moment as lists show it."""
-    return datetime.fromtimestamp(time_s).astimezone().strftime("%m-%d %H:%M:%S")
-
-
-COLUMNS = (
-    Column("id", "ID", lambda found: found[:_SHORT_CHARS]),
-    Column("state", "STATE"),
-    Column("step", "STEP", lambda found: count(found) if found >= 0 else "", right=True),
-    Column("destination", "DESTINATION"),
-    Column("format", "FORMAT"),
-    Column("size_bytes", "SIZE", size, right=True),
-    Column("created_s", "WHEN", when),
-    Column("actor", "WHO"),
-    Column("reason", "REASON"),
-)
-
-FILE_COLUMNS = (
-    Column("name", "FILE"),
-    Column("state", "STATE"),
-    Column("size_bytes", "SIZE", size, right=True),
-    Column("written_bytes", "WRITTEN", size, right=True),
-    Column("rank", "RANK", lambda found: count(found) if found >= 0 else "", right=True),
-    Column("checksum", "XXH3"),
-)
 
 FormatOption = Annotated[str, typer.Option("--format", metavar="NAME", help="safetensors, or dcp.")]
 ShardSize = Annotated[
@@ -82,6 +56,68 @@ AssetsDir = Annotated[
 NoVerify = Annotated[
     bool, typer.Option("--no-verify", help="Do not read back before it becomes visible.")
 ]
+
+schedule = typer.Typer(
+    help="Export every so many steps or seconds, and keep some of it.", no_args_is_help=True
+)
+
+
+@with_target
+def restore(
+    target: Target,
+    destination: Annotated[
+        str, typer.Argument(metavar="DEST/KEY", help="An export of safetensors.")
+    ],
+    if_step: Annotated[
+        int | None, typer.Option("--if-step", metavar="N", help="Refuse at any other step.")
+    ] = None,
+    reset_moments: Annotated[
+        bool, typer.Option("--reset-moments", help="Zero the optimizer's state, too.")
+    ] = False,
+    note: Annotated[str | None, typer.Option("--note", metavar="TEXT", help="Why.")] = None,
+    output: Output = None,
+) -> None:
+    """Write the parameters of an export back into the running training, as one edit.
+
+    On all ranks at one step, or on none. Buffers and the optimizer's state stay as they are.
+    paramd undo takes it back.
+    """
+    with target.connect() as mesh, bar(destination) as moved:
+        found = mesh.restore(
+            destination,
+            if_step=if_step,
+            reset_moments=reset_moments,
+            note=note,
+            moved=lambda done_bytes, size_bytes: moved(destination, done_bytes, size_bytes),
+        )
+    emit_edit(found, target.format)
+
+
+def when(time_s: float) -> str:
+    """A moment as lists show it."""
+    return datetime.fromtimestamp(time_s).astimezone().strftime("%m-%d %H:%M:%S")
+
+
+COLUMNS = (
+    Column("id", "ID", lambda found: found[:_SHORT_CHARS]),
+    Column("state", "STATE"),
+    Column("step", "STEP", lambda found: count(found) if found >= 0 else "", right=True),
+    Column("destination", "DESTINATION"),
+    Column("format", "FORMAT"),
+    Column("size_bytes", "SIZE", size, right=True),
+    Column("created_s", "WHEN", when),
+    Column("actor", "WHO"),
+    Column("reason", "REASON"),
+)
+
+FILE_COLUMNS = (
+    Column("name", "FILE"),
+    Column("state", "STATE"),
+    Column("size_bytes", "SIZE", size, right=True),
+    Column("written_bytes", "WRITTEN", size, right=True),
+    Column("rank", "RANK", lambda found: count(found) if found >= 0 else "", right=True),
+    Column("checksum", "XXH3"),
+)
 
 
 @with_target
@@ -181,7 +217,7 @@ def _to_client(
 
 def follow(mesh: Mesh, info: ExportInfo) -> ExportInfo:
     """Waits for an export with a bar of its bytes. Raises ConflictError when it fails."""
-    from paramd.mesh.exports import check_done
+    from paramd.mesh.exports.results import check_done
 
     with bar("waits") as moved:
         found = mesh.export_ended(
@@ -283,3 +319,110 @@ def read_name_map(path: Path) -> dict[str, str]:
     if not isinstance(found, dict) or not all(isinstance(v, str) for v in found.values()):
         raise UsageError(f"--name-map: {path}: expected a JSON object of names to names")
     return found
+
+
+SCHEDULE_COLUMNS = (
+    Column("id", "ID", lambda found: found[:8]),
+    Column("destination", "DESTINATION"),
+    Column("format", "FORMAT"),
+    Column("every_steps", "STEPS", count, right=True),
+    Column("every_s", "EVERY", seconds, right=True),
+    Column("keep_last", "KEEP", count, right=True),
+    Column("keep_every", "AND EACH", count, right=True),
+    Column("last_step", "LAST STEP", count, right=True),
+    Column("last_s", "LAST", when),
+    Column("skipped_count", "SKIPPED", count, right=True),
+    Column("actor", "WHO"),
+)
+
+
+@schedule.command(
+    epilog=examples(
+        "paramd export-schedule create checkpoints/run --every-steps 1000 --keep-last 3",
+        "paramd export-schedule create checkpoints/run-{step} --every 600 --keep-last 2 "
+        "--keep-every 10",
+    )
+)
+@with_target
+def create(
+    target: Target,
+    destination: Annotated[
+        str, typer.Argument(metavar="DEST/KEY", help="{step} in it is named; else /step-N follows.")
+    ],
+    every_steps: Annotated[
+        int | None, typer.Option("--every-steps", metavar="N", help="At, or soon after, each N-th.")
+    ] = None,
+    every_s: Annotated[
+        float | None, typer.Option("--every", metavar="S", help="Every so many seconds.")
+    ] = None,
+    keep_last: Annotated[
+        int | None, typer.Option("--keep-last", metavar="N", help="The newest N stay; else all.")
+    ] = None,
+    keep_every: Annotated[
+        int | None, typer.Option("--keep-every", metavar="N", help="And each N-th beside them.")
+    ] = None,
+    format: FormatOption = "safetensors",
+    max_shard_size: ShardSize = None,
+    dtype: Dtype = None,
+    include: Include = None,
+    keep_tied: KeepTied = False,
+    name_map: NameMapFile = None,
+    assets: AssetsDir = None,
+    no_verify: NoVerify = False,
+    output: Output = None,
+) -> None:
+    """Have exports begin by themselves, from now on.
+
+    An occasion that comes while the previous export runs is skipped. Only what the schedule
+    itself wrote is ever removed.
+    """
+    with target.connect() as mesh:
+        found = mesh.create_export_schedule(
+            destination,
+            every_steps=every_steps,
+            every_s=every_s,
+            keep_last=keep_last,
+            keep_every=keep_every,
+            format=format,
+            max_shard_size=max_shard_size,
+            dtype=dtype,
+            include=included(include),
+            tied="keep" if keep_tied else "drop",
+            name_map=read_name_map(name_map) if name_map is not None else None,
+            assets=assets,
+            verify=not no_verify,
+        )
+        emit(_schedule_listing(mesh, [found]), target.format)
+
+
+@schedule.command("list", epilog=examples("paramd export-schedule list -o json"))
+@with_target
+def list_(target: Target, output: Output = None) -> None:
+    """List the schedules in force."""
+    with target.connect() as mesh:
+        emit(_schedule_listing(mesh, mesh.export_schedules()), target.format)
+
+
+@schedule.command(epilog=examples("paramd export-schedule delete 3f2a9c01"))
+@with_target
+def delete(
+    target: Target,
+    schedule_id: Annotated[str, typer.Argument(metavar="ID", help="Its first characters suffice.")],
+) -> None:
+    """End a schedule. What it exported stays; an export under way goes on."""
+    with target.connect() as mesh:
+        ids = [str(one["id"]) for one in mesh.export_schedules()]
+        found = [one for one in ids if one.startswith(schedule_id)]
+        if len(found) != 1:
+            raise NotFoundError(
+                f"{len(found)} schedules' ids begin with {schedule_id[:40]!r}; see: paramd "
+                "export-schedule list"
+            )
+        mesh.delete_export_schedule(found[0])
+    say(f"schedule {found[0]} has ended; its exports stay")
+
+
+def _schedule_listing(mesh: Mesh, rows: Sequence[Mapping[str, Any]]) -> Listing:
+    return Listing(
+        name="schedules", rows=rows, columns=SCHEDULE_COLUMNS, about={"job": mesh.job}, id_key="id"
+    )

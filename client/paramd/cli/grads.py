@@ -17,7 +17,7 @@ from paramd.cli.shell import one_line, say
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from paramd.mesh.frames import GradFrame, Kind
+    from paramd.mesh.frames.frames import GradFrame, Kind
 
 BARS = "▁▂▃▄▅▆▇█"
 SPARK_FRAMES = 24

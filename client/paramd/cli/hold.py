@@ -13,7 +13,7 @@ from paramd.cli.shell import say
 
 if TYPE_CHECKING:
     from paramd.cli.options import Format
-    from paramd.mesh.editing.results import Hold
+    from paramd.mesh.edits.results import Hold
 
 LOOK_S = 1.0
 
@@ -68,12 +68,17 @@ def pause(
 def step(
     target: Target,
     steps: Annotated[int, typer.Argument(metavar="[N]", help="Updates to let pass.")] = 1,
-    timeout: Timeout = 60.0,
+    wait: Annotated[
+        bool, typer.Option("--wait/--no-wait", help="Until the updates are finished.")
+    ] = True,
+    timeout: Annotated[
+        float, typer.Option("--timeout", metavar="S", help="Seconds until they are finished.")
+    ] = 60.0,
     output: Output = None,
 ) -> None:
     """Let held training finish some updates, then wait again."""
     with target.connect() as mesh:
-        _emit(mesh.job, mesh.step(steps, timeout=timeout), target.format)
+        _emit(mesh.job, mesh.step(steps, wait=wait, timeout=timeout), target.format)
 
 
 @with_target

@@ -20,15 +20,13 @@ from paramd.cli.certs import certs
 from paramd.cli.context_command import context as context_group
 from paramd.cli.demo import demo
 from paramd.cli.doctor import doctor
-from paramd.cli.edit import edit
-from paramd.cli.edits import edits, undo
-from paramd.cli.export_schedule import schedule as schedule_group
-from paramd.cli.exports import export, exports
+from paramd.cli.edit import edit, edits, undo
+from paramd.cli.exports import export, exports, restore
+from paramd.cli.exports import schedule as schedule_group
 from paramd.cli.grads import grads
 from paramd.cli.hold import pause, resume, step
 from paramd.cli.options import ContextName, Debug, Job, Token, Url, examples
 from paramd.cli.params import params
-from paramd.cli.restore import restore
 from paramd.cli.serve import control, sidecar
 from paramd.cli.settings import Flags
 from paramd.cli.stats import stats

@@ -18,15 +18,76 @@ from pathlib import Path
 from typing import Any, TextIO
 from urllib.parse import urlsplit
 
-from paramd.cli import contexts
-from paramd.cli.contexts import Context
 from paramd.errors import UsageError
-from paramd.state_files import home_dir
+from paramd.state_files import file_places
 
-FILE_NAME = "paramd.toml"
+TABLE = "contexts"
+KEYS = ("url", "token_file", "job", "tls_ca")
+
 FILE_KEYS = ("job", "url", "token_file", "tls_ca", "output", "context")
 MAX_TOKEN_BYTES = 16 << 10
 _LOOPBACK = ("127.0.0.1", "localhost", "::1")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Context:
+    """One of them. None leaves the choice to what comes after it."""
+
+    name: str
+    url: str
+    token_file: str | None = None
+    job: str | None = None
+    tls_ca: str | None = None
+
+    def said(self) -> dict[str, str]:
+        """Its keys and values, as a file would have them."""
+        texts = {key: getattr(self, key) for key in KEYS}
+        return {key: text for key, text in texts.items() if text is not None}
+
+
+def parse(path: Path, tables: object) -> dict[str, Context]:
+    """The contexts in the table `[contexts]` of the file `path`, by their names.
+
+    Raises:
+        UsageError: one is malformed.
+    """
+    if not isinstance(tables, Mapping):
+        raise UsageError(f"{path}: {TABLE} must be a table of tables, such as [{TABLE}.lab]")
+    return {name: _context(path, name, table) for name, table in tables.items()}
+
+
+def choose(found: Mapping[str, Context], name: str, path: Path) -> Context:
+    """The context called `name`.
+
+    Raises:
+        UsageError: there is none; the text names those that are.
+    """
+    if name in found:
+        return found[name]
+    near = difflib.get_close_matches(name, found, n=1)
+    if near:
+        hint = f"did you mean {near[0]!r}?"
+    elif found:
+        hint = f"expected one of {', '.join(sorted(found))}"
+    else:
+        hint = f"there are none; add a table [{TABLE}.{name}] with its url"
+    raise UsageError(f"context {name!r} is not in {path}; {hint}")
+
+
+def _context(path: Path, name: str, table: object) -> Context:
+    where = f"{path}: [{TABLE}.{name}]"
+    if not isinstance(table, Mapping):
+        raise UsageError(f"{where} must be a table with the keys {', '.join(KEYS)}")
+    for key, value in table.items():
+        if key == "token":
+            raise UsageError(f"{where}: a token does not belong here; name its file: token_file")
+        if key not in KEYS:
+            raise UsageError(f"{where}: unknown key {key!r}; expected one of {', '.join(KEYS)}")
+        if not isinstance(value, str) or not value:
+            raise UsageError(f"{where}: {key} must be a string that is not empty, is {value!r}")
+    if "url" not in table:
+        raise UsageError(f'{where}: url is missing; for example url = "http://127.0.0.1:8470"')
+    return Context(name=name, **table)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,7 +173,7 @@ def _context_in_force(flags: Flags, files: Sequence[Mapping[str, str]]) -> Conte
         name = os.environ.get("PARAMD_CONTEXT") or None
     if name is None:
         name = next((found["context"] for found in files if "context" in found), None)
-    return contexts.choose(own_contexts(), name, own_file()) if name is not None else None
+    return choose(own_contexts(), name, own_file()) if name is not None else None
 
 
 def _with_context(
@@ -146,13 +207,6 @@ def merge(environment: Mapping[str, str], files: Sequence[Mapping[str, str]]) ->
     return merged
 
 
-def file_places() -> list[tuple[Path, bool]]:
-    """Where paramd.toml may lie, first one first, and whether it is the user's own."""
-    base = os.environ.get("XDG_CONFIG_HOME")
-    config = Path(base) if base and os.path.isabs(base) else home_dir() / ".config"
-    return [(Path(FILE_NAME), False), (config / "paramd" / FILE_NAME, True)]
-
-
 def read_file(path: Path, *, trusted: bool) -> dict[str, str]:
     """The keys of one paramd.toml that concern the command line; empty when there is none.
 
@@ -168,8 +222,8 @@ def read_file(path: Path, *, trusted: bool) -> dict[str, str]:
     for key, value in values.items():
         _check_key(path, key, value)
     if not trusted:
-        if contexts.TABLE in found:
-            raise UsageError(f"{path}: {contexts.TABLE} are read only from {own_file()}")
+        if TABLE in found:
+            raise UsageError(f"{path}: {TABLE} are read only from {own_file()}")
         _check_foreign(path, values)
     return values
 
@@ -186,7 +240,7 @@ def own_contexts() -> dict[str, Context]:
         UsageError: the file or one of them is malformed.
     """
     path = own_file()
-    return contexts.parse(path, _parsed(path).get(contexts.TABLE, {}))
+    return parse(path, _parsed(path).get(TABLE, {}))
 
 
 def _parsed(path: Path) -> dict[str, Any]:

@@ -4,17 +4,22 @@ from __future__ import annotations
 
 import sys
 import time
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from paramd.cli.histogram import histogram
 from paramd.cli.options import Buffers, Format, Output, Target, with_target
 from paramd.cli.output import Column, Listing, count, emit, number, seconds
 from paramd.cli.shell import one_line, say
 
 if TYPE_CHECKING:
     from paramd.mesh.results import StatsTable, TensorStats
+
+WIDTH = 40
+"""Characters of the longest bar."""
+
+_EIGHTHS = " ▏▎▍▌▋▊▉"
 
 COLUMNS = (
     Column("fqn", "NAME"),
@@ -30,6 +35,29 @@ COLUMNS = (
 )
 
 
+def histogram(exponents: Sequence[tuple[int, int]], *, zero_count: int = 0) -> list[str]:
+    """One line a bin: its lower bound, a bar as long as its share, its count.
+
+    Args:
+        exponents: (e, count) of 2**e <= |x| < 2**(e+1), rising.
+        zero_count: elements that are exactly zero; a line of their own when there are any.
+    """
+    rows = [(f"2^{exponent}", found) for exponent, found in exponents]
+    if zero_count:
+        rows.insert(0, ("0", zero_count))
+    most = max((found for _, found in rows), default=0)
+    return [f"{name:>6} {bar(found, most):<{WIDTH}} {found:,}".rstrip() for name, found in rows]
+
+
+def bar(value: int, most: int) -> str:
+    """A bar of `value`, `WIDTH` characters for `most`; never empty for a value above 0."""
+    if value <= 0:
+        return ""
+    eighths = max(1, round(8 * WIDTH * value / most))
+    whole, left = divmod(eighths, 8)
+    return "█" * whole + (_EIGHTHS[left] if left else "")
+
+
 @with_target
 def stats(
     target: Target,
@@ -41,6 +69,12 @@ def stats(
         bool, typer.Option("--histogram", help="How many elements lie between powers of 2.")
     ] = False,
     buffers: Buffers = False,
+    unsettled: Annotated[
+        bool,
+        typer.Option(
+            "--unsettled", help="Take weights swapped in since the last update, too, as they are."
+        ),
+    ] = False,
     output: Output = None,
 ) -> None:
     """Show statistics of full tensors, all at one step.
@@ -52,14 +86,17 @@ def stats(
     began_s = time.monotonic()
     with target.connect() as mesh:
         asked_s = time.monotonic()
-        found = mesh.stats(*glob, buffers=buffers, histogram=with_histogram)
+        found = mesh.stats(*glob, buffers=buffers, histogram=with_histogram, unsettled=unsettled)
+    from paramd.mesh.results import UNSETTLED_TEXT
+
     age_s = time.monotonic() - asked_s
     form = target.format
     emit(listing(found, age_s=age_s, with_histogram=with_histogram), form)
     if with_histogram and form is Format.TABLE:
         print_histograms(found)
     say(
-        f"job {found.job}, epoch {found.epoch}, step {found.step}, at most {seconds(age_s)} old "
+        f"job {found.job}, epoch {found.epoch}, step {found.step}"
+        f"{UNSETTLED_TEXT if found.unsettled else ''}, at most {seconds(age_s)} old "
         f"({seconds(time.monotonic() - began_s)} in all)"
     )
 
@@ -70,7 +107,13 @@ def listing(found: StatsTable, *, age_s: float, with_histogram: bool) -> Listing
         name="stats",
         rows=[_row(row, with_histogram) for row in found],
         columns=COLUMNS,
-        about={"job": found.job, "epoch": found.epoch, "step": found.step, "age_s": age_s},
+        about={
+            "job": found.job,
+            "epoch": found.epoch,
+            "step": found.step,
+            "unsettled": found.unsettled,
+            "age_s": age_s,
+        },
         total={**_numbers(found.total, with_histogram), "fqn": "total"},
     )
 

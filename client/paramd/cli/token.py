@@ -88,8 +88,8 @@ def _ask(
     target: Target, method: str, path: str, body: Mapping[str, Any] | None = None
 ) -> dict[str, Any]:
     from paramd.mesh.connect import resolve
-    from paramd.mesh.rest import RestClient
-    from paramd.tls import ClientTls
+    from paramd.mesh.peers.control import RestClient
+    from paramd.security.tls import ClientTls
 
     chosen = target.settings
     url, secret, _ = resolve(chosen.url, chosen.token, chosen.job)

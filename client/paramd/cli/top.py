@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from paramd.cli.options import Target, with_target
-from paramd.cli.watching import open_door
+from paramd.cli.status import open_door
 from paramd.errors import UsageError
 
 Every = Annotated[

@@ -14,7 +14,7 @@ from textual.widgets import DataTable, Footer, Input, Static
 
 from paramd.cli.output import count, seconds, size
 from paramd.cli.shell import one_line
-from paramd.cli.watching import Look
+from paramd.cli.status import Look
 from paramd.errors import ParamdError
 
 COLUMNS = ("RANK", "PHASE", "STEP", "STEP TIME", "STALLS", "STALLED", "ARENA", "SNAPSHOTS", "NOTE")

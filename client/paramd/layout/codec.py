@@ -169,6 +169,11 @@ def _decode_piece(message: layout_pb2.Piece, fqn: str) -> Piece:
     region: Region
     which = message.WhichOneof("region")
     if which == "box":
+        if len(message.box.begin) != len(message.box.end):
+            raise UsageError(
+                f"a box of tensor {fqn!r} has {len(message.box.begin)} begins and "
+                f"{len(message.box.end)} ends; expected one of each for every dim"
+            )
         region = Box(tuple(message.box.begin), tuple(message.box.end))
     elif which == "interval":
         region = Interval(message.interval.begin, message.interval.end)

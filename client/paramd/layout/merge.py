@@ -8,14 +8,94 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
+from math import prod
 
 from paramd.errors import UsageError
-from paramd.layout import coverage
 from paramd.layout.dtypes import ITEM_BYTES
-from paramd.layout.regions import is_dense, is_row_major
-from paramd.layout.types import Box, Interval, Layout, Piece, TensorKind, TensorLayout
+from paramd.layout.regions import flat_interval, full_box, intersection, is_dense, is_row_major
+from paramd.layout.types import Box, Interval, Layout, Piece, Region, TensorKind, TensorLayout
+
+
+def outside(region: Region, shape: Sequence[int]) -> str | None:
+    """Why `region` is not a part of a tensor of `shape`; None when it is."""
+    if isinstance(region, Interval):
+        if 0 <= region.begin <= region.end <= prod(shape):
+            return None
+        return f"interval [{region.begin}, {region.end}) lies outside of {prod(shape)} elements"
+    if not len(region.begin) == len(region.end) == len(shape):
+        return f"box {region.begin}..{region.end} has not the {len(shape)} dims of the tensor"
+    for dim, (begin, end, size) in enumerate(zip(region.begin, region.end, shape, strict=True)):
+        if not 0 <= begin <= end <= size:
+            return f"box [{begin}, {end}) lies outside of dim {dim} with size {size}"
+    return None
+
+
+@lru_cache(maxsize=4096)
+def defect(shape: tuple[int, ...], regions: tuple[Region, ...]) -> str | None:
+    """Why the regions do not cover every element exactly once; None when they do.
+
+    Equal regions are replicas and count once. Cached, since the layers of a model
+    are alike. The cost is that of sorting for intervals and grids of boxes.
+    """
+    distinct = [region for region in dict.fromkeys(regions) if region.numel]
+    boxes = [region for region in distinct if isinstance(region, Box)]
+    if boxes and len(boxes) < len(distinct):
+        intervals = _as_intervals(distinct, shape)
+        if intervals is None:
+            return "its ranks mix boxes with intervals"
+        return _defect_of_intervals(intervals, prod(shape))
+    if boxes:
+        return _defect_of_boxes(boxes, shape)
+    return _defect_of_intervals([r for r in distinct if isinstance(r, Interval)], prod(shape))
+
+
+def _as_intervals(regions: Iterable[Region], shape: tuple[int, ...]) -> list[Interval] | None:
+    result: dict[Interval, None] = {}
+    for region in regions:
+        interval = flat_interval(region, shape) if isinstance(region, Box) else region
+        if interval is None:
+            return None
+        result[interval] = None
+    return list(result)
+
+
+def _defect_of_intervals(intervals: list[Interval], numel: int) -> str | None:
+    reached = 0
+    for interval in sorted(intervals, key=lambda i: (i.begin, i.end)):
+        if interval.begin > reached:
+            return f"no rank holds elements [{reached}, {interval.begin})"
+        if interval.begin < reached:
+            return f"different regions hold elements [{interval.begin}, {reached})"
+        reached = interval.end
+    return None if reached == numel else f"no rank holds elements [{reached}, {numel})"
+
+
+def _defect_of_boxes(boxes: list[Box], shape: tuple[int, ...]) -> str | None:
+    if boxes == [full_box(shape)]:
+        return None
+    for one, other in _overlaps(boxes, len(shape)):
+        return f"different boxes overlap: {_said(one)} and {_said(other)}"
+    missing = prod(shape) - sum(box.numel for box in boxes)
+    return f"no rank holds {missing} of its {prod(shape)} elements" if missing else None
+
+
+def _overlaps(boxes: list[Box], ndim: int) -> Iterable[tuple[Box, Box]]:
+    # A sweep along the dim that is cut most often keeps few boxes to compare with.
+    dim = max(range(ndim), key=lambda d: len({box.begin[d] for box in boxes}), default=0)
+    active: list[Box] = []
+    for box in sorted(boxes, key=lambda b: b.begin[dim] if ndim else 0):
+        active = [other for other in active if other.end[dim] > box.begin[dim]] if ndim else active
+        for other in active:
+            if intersection(box, other) is not None:
+                yield other, box
+        active.append(box)
+
+
+def _said(box: Box) -> str:
+    return "[" + ", ".join(f"{b}:{e}" for b, e in zip(box.begin, box.end, strict=True)) + "]"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -137,13 +217,13 @@ def _merge_tensor(tensors: list[LocalTensor], arena_bytes: tuple[int, ...]) -> T
         pieces.extend(
             _checked(piece, tensor, rank, arena_bytes[rank])
             for piece in tensor.pieces
-            if piece.region.numel or coverage.outside(piece.region, tensor.shape)
+            if piece.region.numel or outside(piece.region, tensor.shape)
         )
-    defect = coverage.defect(first.shape, tuple(piece.region for piece in pieces))
-    if defect is not None:
+    found = defect(first.shape, tuple(piece.region for piece in pieces))
+    if found is not None:
         holders = sorted({piece.rank for piece in pieces})
         raise UsageError(
-            f"tensor {first.fqn!r} of shape {list(first.shape)}: {defect}; ranks {holders} "
+            f"tensor {first.fqn!r} of shape {list(first.shape)}: {found}; ranks {holders} "
             f"of {len(tensors)} hold pieces; expected every element in exactly one region"
         )
     return TensorLayout(
@@ -171,9 +251,9 @@ def _checked(piece: Piece, tensor: LocalTensor, rank: int, arena_bytes: int) -> 
 def _wrong(piece: Piece, tensor: LocalTensor, rank: int, arena_bytes: int) -> str | None:
     if piece.rank != rank:
         return f"its piece says rank {piece.rank}"
-    outside = coverage.outside(piece.region, tensor.shape)
-    if outside is not None:
-        return outside
+    beyond = outside(piece.region, tensor.shape)
+    if beyond is not None:
+        return beyond
     end = piece.arena_begin + piece.region.numel * ITEM_BYTES[tensor.dtype]
     if not 0 <= piece.arena_begin <= end <= arena_bytes:
         return f"bytes [{piece.arena_begin}, {end}) lie outside of its arena of {arena_bytes} bytes"

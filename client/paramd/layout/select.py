@@ -12,10 +12,9 @@ from itertools import compress, groupby
 from typing import overload
 
 from paramd.errors import NotFoundError, UsageError
-from paramd.layout.globs import NameColumns, parse_glob
+from paramd.layout.globs import NameColumns, did_you_mean, parse_glob
 from paramd.layout.regions import full_box
 from paramd.layout.slices import Slices, split_slices
-from paramd.layout.suggest import did_you_mean
 from paramd.layout.types import Box, Layout, TensorKind, TensorLayout
 
 MAX_PATTERN_BYTES = 1024

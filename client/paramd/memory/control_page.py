@@ -5,20 +5,25 @@ never waits for a writer. Times are CLOCK_MONOTONIC nanoseconds, which both
 processes of one host share.
 
 The truth about a copy is `SEQ` alone: it is odd from the begin of an update (or of an
-edit) to its end, so bytes copied between two reads of the same even value belong to the
-state that `STEP` and `EDITS` name. All other words only make such copies likely (gate.py).
+edit) until the state is settled, so bytes copied between two reads of the same even value
+belong to the state that `STEP`, `EDITS` and `ITERATION` name. A state that is not settled
+yet may be read too while it rests: the same `REST` before and after proves that no update
+began, no more; such an answer says so. All other words only make copies likely (gate.py).
+
+The second half of the page is text and samples (`rest.py`).
 """
 
 from __future__ import annotations
 
 import mmap
-from enum import IntEnum
+from enum import IntEnum, unique
 from typing import Protocol
 
 PAGE_BYTES = 4096
 MAGIC = 0x7061_7261_6D64_0001
 
 
+@unique
 class Word(IntEnum):
     """Index of each word; the comment says who writes it and what it holds."""
 
@@ -62,6 +67,24 @@ class Word(IntEnum):
     MIRRORED_FOR = 45  # request that the copy was made for; 0 while it is written to
     MIRRORED_STEP = 46  # step of that copy
     MIRRORED_EDITS = 47  # edits of that copy
+    ROUND_ITERATION = 38  # this rank's iteration in the last round
+    MIRRORED_ITERATION = 37  # iteration of that copy
+
+    ITERATION = 48  # backward passes seen before the update that made STEP began
+    REST = 49  # rises with each rest: an update is over, but not settled; 0 otherwise
+    REST_STEP = 50  # step that the resting state will have
+    REST_NS = 51  # since when it rests
+    REST_DIGEST = 52  # of the samples when the rest began (rest.py)
+    REST_ITERATION = 53  # the iteration that the resting state will have
+    STRAY_COUNT = 54  # settled spans within which parameters changed
+    STRAY_SEQ = 55  # SEQ of the last of them: what was copied under it is no state
+    STRICT = 56  # 1: SEQ is even at boundaries only, for parameters change in between
+    UNSERVED = 57  # 1: the parameters cannot be served; the page's text says why
+    APART_LOW = 58  # lowest and highest iteration of the last round in which ranks differed;
+    APART_HIGH = 59  # equal when they are in lock-step
+    REFUSED_STEP = 60  # step of the boundary that REFUSED, an edit for another, had; else -1
+    REFUSED_IF_STEP = 61  # the step that it was for
+    REST_SEEN_NS = 62  # when a look began that found everything that rests in its place
 
     # Sidecar's words.
     SIDECAR_PID = 64
@@ -83,9 +106,11 @@ class Word(IntEnum):
     LOSSLESS_EVERY = 83  # updates between frames of readers that want to miss none; 0 nobody
     LOSSLESS_UNTIL_NS = 84  # until when there is such a reader
     EXPECTED_NS = 85  # until when a request is expected soon, such as an edit whose data comes
+    LOOK_WANTED = 87  # counts copies at rest, each of which waits for the trainer's look
     EDIT_HOLES = 86  # counts ranges of the memory of edits whose pages were given back
 
     # Words 128 to 191 are the trainer's: the last requests agreed (agreed.py).
+    # Words 192 to 511 are the trainer's: its text and the places of its samples (rest.py).
 
 
 class Words(Protocol):

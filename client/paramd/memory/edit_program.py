@@ -3,7 +3,7 @@
 A program lies in the memory of edits, at a multiple of 8 bytes that the request's ARGUMENT
 names. All is native 8-byte words: a header and one record for each strided view.
 
-    header   MAGIC, record count, 0, 0                                             int64
+    header   MAGIC, record count, wanted step + 1 (0: any), 0                      int64
     record   kind, dtype, dim count, flags, arena_begin, data_begin, preimage_begin  int64
              value, weight, min, max                                               float64
              8 sizes, 8 strides (unused ones 0)                                      int64
@@ -35,6 +35,7 @@ MAGIC = 0x7061_7261_6D64_6564
 MAX_DIMS = 8
 MAX_RECORDS = 1_000_000
 NO_DATA = -1
+ANY_STEP = -1
 
 _HEADER = struct.Struct("=4q")
 _RECORD = struct.Struct("=7q4d8q8q")
@@ -129,8 +130,13 @@ def program_bytes(record_count: int) -> int:
     return HEADER_BYTES + record_count * RECORD_BYTES
 
 
-def write_program(memory: memoryview, begin: int, records: Iterable[Record]) -> int:
+def write_program(
+    memory: memoryview, begin: int, records: Iterable[Record], *, if_step: int = ANY_STEP
+) -> int:
     """Writes a program to byte `begin` of `memory` and returns its end.
+
+    Args:
+        if_step: step at whose boundary alone it may be applied.
 
     Raises:
         UsageError: more than MAX_DIMS dims, or a dtype that has no code.
@@ -141,7 +147,7 @@ def write_program(memory: memoryview, begin: int, records: Iterable[Record]) -> 
         _write_record(memory, end, record)
         end += RECORD_BYTES
         count += 1
-    _HEADER.pack_into(memory, begin, MAGIC, count, 0, 0)
+    _HEADER.pack_into(memory, begin, MAGIC, count, if_step + 1, 0)
     return end
 
 
@@ -179,6 +185,11 @@ def record_count(memory: memoryview, begin: int) -> int:
         return 0
     magic, count, _, _ = _HEADER.unpack_from(memory, begin)
     return int(count) if magic == MAGIC else 0
+
+
+def wanted_step(memory: memoryview, begin: int) -> int:
+    """The step that the program at byte `begin` is for, or ANY_STEP."""
+    return int(_HEADER.unpack_from(memory, begin)[2]) - 1
 
 
 def parse_program(memory: memoryview, begin: int, *, arena_bytes: int) -> list[Record]:

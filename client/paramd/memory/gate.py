@@ -1,10 +1,14 @@
 """The gate: what keeps a copy and an update from overlapping, and proves it did.
 
-Correctness rests on one word. `SEQ` is odd while parameters change; a copy that sees
-the same even `SEQ` before its first and after its last byte holds one step. The gate
-adds politeness, never correctness: the trainer waits a bounded time for a copy under
-way, and then goes on whatever the sidecar does. So a sidecar that is stopped, dead or
-slow costs at most one stall budget, once.
+Correctness rests on one word. `SEQ` is odd from the begin of an update until the training goes
+on after it (trainer/boundary/boundary.py); a copy that sees the same even `SEQ` before its
+first and after its last byte holds one step. The gate adds politeness, never correctness: the
+trainer waits a bounded time for a copy under way, and then goes on whatever the sidecar
+does. So a sidecar that is stopped, dead or slow costs at most one stall budget, once.
+
+A state whose update is over and after which training has not gone on *rests*. Nobody can
+prove that the script will not change it yet (clamp it, swap averaged weights in), so SEQ
+stays odd; a copy of it is proven by the word `REST` and marked as not settled.
 
 Ordering: the trainer stores SEQ (odd) before its first parameter store, and SEQ (even)
 after its last; the sidecar loads SEQ before and after its copy. Stores and loads keep
@@ -19,7 +23,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 from paramd.memory.control_page import ControlPage, Word
 
@@ -31,7 +35,14 @@ POLL_S = 50e-6
 
 
 # Plain numbers: looking up a member of an enumeration costs more than reading its word.
-_SEQ, _STEP, _EDITS = int(Word.SEQ), int(Word.STEP), int(Word.EDITS)
+_SEQ, _STEP, _EDITS, _ITERATION = (
+    int(Word.SEQ),
+    int(Word.STEP),
+    int(Word.EDITS),
+    int(Word.ITERATION),
+)
+_REST, _REST_STEP, _REST_NS = int(Word.REST), int(Word.REST_STEP), int(Word.REST_NS)
+_REST_DIGEST, _REST_ITERATION = int(Word.REST_DIGEST), int(Word.REST_ITERATION)
 _ANNOUNCE, _SERVED = int(Word.ANNOUNCE), int(Word.SERVED)
 _COPY_BEGUN, _COPY_ENDED = int(Word.COPY_BEGUN), int(Word.COPY_ENDED)
 
@@ -41,6 +52,16 @@ class State(NamedTuple):
 
     step: int
     edits: int
+    iteration: int = 0
+    """Backward passes before the last update: tells ranks that skipped an update apart."""
+    unsettled: bool = False
+    """Copied from a state that rests: training has not gone on after its last update."""
+    proof: int = 0
+    """SEQ of a settled state, -REST of one that rests: equal proofs mean equal bytes."""
+
+
+STALL_BUDGET_MS: Final = 5.0
+"""Longest wait of one update for a copy, in milliseconds, unless PARAMD_STALL_BUDGET_MS says so."""
 
 
 class TrainerGate:
@@ -52,23 +73,41 @@ class TrainerGate:
         self._words = page.words
         self._stall_budget_ns = stall_budget_ns
         self._given_up: tuple[int, int, int] | None = None
+        self._rests = 0
 
     def begin_update(self) -> None:
-        """Waits, within the budget, for copies under way; then SEQ is odd."""
+        """Waits, within the budget, for copies under way; then SEQ is odd and nothing rests."""
         words = self._words
+        words[_REST] = 0
         if not self._mirrored and (
             words[_COPY_BEGUN] != words[_COPY_ENDED] or words[_SERVED] < words[_ANNOUNCE]
         ):
             self._wait_for_copies()
         words[_SEQ] |= 1
 
-    def end_update(self) -> int:
-        """Publishes the next step with SEQ even again, and returns that step."""
+    def rest(self, step: int, iteration: int, digest: int) -> None:
+        """The update is over; nobody knows yet whether the script changes more.
+
+        Args:
+            step: what the state will be, once it is settled.
+            iteration: backward passes before the update.
+            digest: of the samples as they are now (see rest.py).
+        """
         words = self._words
-        step: int = words[_STEP] + 1
-        words[_STEP] = step
-        words[_SEQ] += 1
-        return step
+        words[_REST] = 0
+        words[_REST_STEP], words[_REST_ITERATION] = step, iteration
+        words[_REST_DIGEST], words[_REST_NS] = digest, time.monotonic_ns()
+        self._rests += 1
+        # The last store: whoever sees this number sees the words above.
+        words[_REST] = self._rests
+
+    def settle(self, step: int, iteration: int, *, proven: bool) -> None:
+        """Publishes the step; SEQ is even again when the parameters were found `proven`."""
+        words = self._words
+        words[_REST] = 0
+        words[_STEP], words[_ITERATION] = step, iteration
+        if proven and words[_SEQ] & 1:
+            words[_SEQ] += 1
 
     def end_edit(self) -> None:
         """Publishes one more edit of the same step, with SEQ even again."""
@@ -88,6 +127,7 @@ class TrainerGate:
         words = self._words
         words[Word.MIRRORED_STEP] = words[_STEP]
         words[Word.MIRRORED_EDITS] = words[_EDITS]
+        words[Word.MIRRORED_ITERATION] = words[_ITERATION]
         words[Word.MIRRORED_FOR] = number
 
     def note_stall(self, stall_ns: int) -> None:
@@ -126,6 +166,7 @@ class CopyEnd(Enum):
     DONE = "done"
     UPDATING = "the rank is inside an update"
     OVERTAKEN = "an update began before the copy ended"
+    CHANGED = "parameters were changed after the last update, and training has not gone on"
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,7 +181,43 @@ class CopySpan:
 def state_of(page: ControlPage) -> State:
     """The present state; of one moment only when SEQ is the same even value before and after."""
     words = page.words
-    return State(words[Word.STEP], words[Word.EDITS])
+    return State(words[_STEP], words[_EDITS], words[_ITERATION], proof=words[_SEQ])
+
+
+def resting_state(page: ControlPage) -> State | None:
+    """The state that rests, or None; of one moment only when REST is the same afterwards."""
+    words = page.words
+    rest = words[_REST]
+    if not rest:
+        return None
+    return State(words[_REST_STEP], words[_EDITS], words[_REST_ITERATION], True, -rest)
+
+
+def copy_at_rest(
+    page: ControlPage,
+    spans: Sequence[CopySpan],
+    digest: Callable[[], int],
+    *,
+    changed_too: bool = False,
+    at_point: Callable[[str], None] = lambda _: None,
+) -> tuple[CopyEnd, State]:
+    """As `copy_at_one_step`, of a state that rests.
+
+    Args:
+        digest: of the samples as they are in the arena now. It tells weights that were swapped
+            in or merged after the update; a few changed elements it may miss.
+        changed_too: copy also what was changed since; refused is still what changes meanwhile.
+    """
+    state = resting_state(page)
+    if state is None:
+        return CopyEnd.UPDATING, state_of(page)
+    before = digest()
+    if before != page.words[_REST_DIGEST] and not changed_too:
+        return CopyEnd.CHANGED, state
+    end, _ = _copy_while(page, spans, (Word.REST, -state.proof), _STATE_WORDS, at_point)
+    if end is CopyEnd.DONE and digest() != before:
+        return CopyEnd.CHANGED, state
+    return end, state
 
 
 def copy_at_one_step(
@@ -160,7 +237,7 @@ def copy_at_one_step(
     seq = page.words[Word.SEQ]
     if seq & 1:
         return CopyEnd.UPDATING, state_of(page)
-    return _copy_while(page, spans, (Word.SEQ, seq), (Word.STEP, Word.EDITS), at_point)
+    return _copy_while(page, spans, (Word.SEQ, seq), _STATE_WORDS, at_point)
 
 
 def copy_of_request(
@@ -173,23 +250,27 @@ def copy_of_request(
     """As `copy_at_one_step`, from a mirrored arena: what was copied there for a request."""
     if page.words[Word.MIRRORED_FOR] != number:
         return CopyEnd.UPDATING, state_of(page)
-    state = (Word.MIRRORED_STEP, Word.MIRRORED_EDITS)
+    state = (Word.MIRRORED_STEP, Word.MIRRORED_EDITS, Word.MIRRORED_ITERATION)
     return _copy_while(page, spans, (Word.MIRRORED_FOR, number), state, at_point)
+
+
+_STATE_WORDS = (Word.STEP, Word.EDITS, Word.ITERATION)
 
 
 def _copy_while(
     page: ControlPage,
     spans: Sequence[CopySpan],
     good: tuple[Word, int],
-    state_words: tuple[Word, Word],
+    state_words: tuple[Word, Word, Word],
     at_point: Callable[[str], None],
 ) -> tuple[CopyEnd, State]:
-    """Copies as long as a word has its value; the state is what two other words say then."""
+    """Copies as long as a word has its value; the state is what three other words say then."""
     words, (proof, value) = page.words, good
     words[Word.COPY_BEGUN] += 1
     try:
         at_point("copy-begun")
-        state = State(words[state_words[0]], words[state_words[1]])
+        step, edits, iteration = (words[word] for word in state_words)
+        state = State(step, edits, iteration, proof=value)
         for span in spans:
             for begin in range(0, span.size_bytes, COPY_CHUNK_BYTES):
                 if words[proof] != value:

@@ -36,7 +36,7 @@ MAX_NOTES = (ROOM_EXTRA_BYTES - _NOTES_BEGIN_BYTES) // 16 - _HEAD
 # Words of the program's head.
 _VERSION, _SPAN_COUNT = 0, 1
 # Words of the notes' head; scale and clip factor are doubles.
-_STEP, _SERVED_VERSION, _NOTE_COUNT, _SCALE, _CLIP = 0, 1, 2, 3, 4
+_STEP, _SERVED_VERSION, _NOTE_COUNT, _SCALE, _CLIP, _ITERATION = 0, 1, 2, 3, 4, 5
 
 Spans = Sequence[tuple[int, int]]
 """Half-open bytes of the arena; sorted, neither overlapping nor adjacent."""
@@ -75,6 +75,8 @@ class Notes:
     clip_factor: float
     """Factor that clipping multiplied them with; 0 when nothing is known of that."""
     notes: tuple[Note, ...]
+    iteration: int = -1
+    """Backward passes before the update; equal on ranks in lock-step."""
 
 
 class Slot:
@@ -129,7 +131,7 @@ class Slot:
         """Puts the notes there. At most `MAX_NOTES`."""
         words, doubles = self._notes, self._doubles
         words[_STEP], words[_SERVED_VERSION] = found.step, found.version
-        words[_NOTE_COUNT] = len(found.notes)
+        words[_NOTE_COUNT], words[_ITERATION] = len(found.notes), found.iteration
         doubles[_SCALE], doubles[_CLIP] = found.scale, found.clip_factor
         at = _HEAD
         for note in found.notes:
@@ -146,6 +148,7 @@ class Slot:
             version=words[_SERVED_VERSION],
             scale=doubles[_SCALE],
             clip_factor=doubles[_CLIP],
+            iteration=words[_ITERATION],
             notes=tuple(
                 Note(begin, packed >> 32, packed & 0xFFFF_FFFF)
                 for begin, packed in zip(flat[::2], flat[1::2], strict=True)

@@ -11,6 +11,7 @@ import json
 import os
 import socket
 import struct
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -22,6 +23,7 @@ MAX_MESSAGE_BYTES = 128 << 10
 MAX_DESCRIPTORS = 8
 # sockaddr_un holds 108 bytes with the closing zero.
 _MAX_PATH_BYTES = 107
+_FULL_PAUSE_S = 0.01
 
 Message = dict[str, Any]
 
@@ -63,7 +65,7 @@ def connect(path: Path, *, timeout_s: float = 5.0) -> socket.socket:
     client.settimeout(timeout_s)
     try:
         with _short_address(path) as address:
-            client.connect(address)
+            _connect(client, address, timeout_s)
         check_peer(client)
         return client
     except OSError as error:
@@ -72,6 +74,19 @@ def connect(path: Path, *, timeout_s: float = 5.0) -> socket.socket:
     except BaseException:
         client.close()
         raise
+
+
+def _connect(client: socket.socket, address: str, timeout_s: float) -> None:
+    """Waits while more connections than the listener's backlog are waiting there already."""
+    deadline_s = time.monotonic() + timeout_s
+    while True:
+        try:
+            client.connect(address)
+            return
+        except BlockingIOError:
+            if time.monotonic() > deadline_s:
+                raise
+            time.sleep(_FULL_PAUSE_S)
 
 
 def check_peer(connection: socket.socket) -> int:
@@ -128,7 +143,7 @@ def receive(connection: socket.socket) -> tuple[Message, list[int]]:
 def _parse(data: bytes) -> Message:
     try:
         message = json.loads(data)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise UsageError("a handover message is not JSON") from error
     if not isinstance(message, dict) or not isinstance(message.get("op"), str):
         raise UsageError('a handover message must be an object with a string "op"')

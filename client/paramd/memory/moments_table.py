@@ -1,6 +1,6 @@
 """Where optimizer state lies in the memory of moments, and the table behind it.
 
-What the table says stands in trainer/moments.py, which writes it.
+What the table says stands in trainer/boundary/moments.py, which writes it.
 """
 
 from __future__ import annotations
@@ -33,6 +33,8 @@ def table_begin(arena_bytes: int) -> int:
 
 def table_size(memory: memoryview) -> int:
     """Bytes that a table takes which begins at the first byte of `memory`."""
+    if memory.nbytes < _LENGTH.size:
+        raise UsageError(f"{memory.nbytes} bytes are no table of optimizer state")
     (length,) = _LENGTH.unpack_from(memory, 0)
     if not 0 <= length <= TABLE_BYTES - _LENGTH.size:
         raise UsageError(f"the table of optimizer state says that it has {length} bytes")
@@ -50,7 +52,7 @@ def parse_table(memory: memoryview | bytes) -> dict[str, Any]:
     try:
         text = inflater.decompress(memory[_LENGTH.size : size], _MAX_TEXT_BYTES)
         found = json.loads(text)
-    except (zlib.error, ValueError) as error:
+    except (zlib.error, ValueError, RecursionError) as error:
         raise UsageError(f"the table of optimizer state cannot be read: {error}") from None
     if not isinstance(found, dict):
         raise UsageError("the table of optimizer state is no object")

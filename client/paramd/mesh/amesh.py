@@ -15,25 +15,25 @@ from paramd.errors import UsageError
 from paramd.layout.plan import ReadPlan
 from paramd.layout.select import select
 from paramd.layout.types import Layout
-from paramd.mesh.choosing import choose, pinned
-from paramd.mesh.editing.methods import AsyncEditing
-from paramd.mesh.exporting.methods import AsyncExporting
-from paramd.mesh.pin import Pinned
-from paramd.mesh.reach import Reach
-from paramd.mesh.read import keep_freed_memory
-from paramd.mesh.results import MeshStatus, ParamInfo, Params, StatsTable, Summoned
-from paramd.mesh.sidecars import Sidecars
-from paramd.mesh.status import mesh_status
+from paramd.mesh.edits.methods import AsyncEditing
+from paramd.mesh.exports.methods import AsyncExporting
+from paramd.mesh.loop import DEFAULT_TIMEOUT_S, UNSET, Timeout, deadline
+from paramd.mesh.peers.control import Find
+from paramd.mesh.peers.discovery import Reach
+from paramd.mesh.peers.pins import Pinned
+from paramd.mesh.peers.sidecars import Sidecars
+from paramd.mesh.reading.select import choose, pinned
+from paramd.mesh.reading.stream import keep_freed_memory
+from paramd.mesh.reading.summary import compute_stats
+from paramd.mesh.reading.transfer import Transfer, Transport, check_transport
+from paramd.mesh.results import MeshStatus, ParamInfo, Params, StatsTable, Summoned, mesh_status
 from paramd.mesh.streaming import AsyncStreaming
-from paramd.mesh.summary import compute_stats
-from paramd.mesh.timeouts import DEFAULT_TIMEOUT_S, UNSET, Timeout, deadline
-from paramd.mesh.transfer import Transfer, Transport, check_transport
-from paramd.tls import ClientTls
+from paramd.security.tls import ClientTls
 
 if TYPE_CHECKING:
     import torch
 
-    from paramd.mesh.views import SnapshotView
+    from paramd.mesh.reading.views import SnapshotView
 
 Result = TypeVar("Result")
 
@@ -53,6 +53,7 @@ class AsyncMesh(AsyncEditing, AsyncExporting, AsyncStreaming):
         job: str | None = None,
         timeout_s: float | None = None,
         tls: ClientTls | None = None,
+        find: Find | None = None,
     ) -> None:
         """No I/O. `paramd.aio.connect` finds url and token.
 
@@ -62,11 +63,12 @@ class AsyncMesh(AsyncEditing, AsyncExporting, AsyncStreaming):
             job: Name of the job; may be left out when the control plane serves one.
             timeout_s: Default time for one call, in seconds; None means 60.
             tls: Whom to trust when the url is https; None takes it from the environment.
+            find: Says url and token anew, for a job whose next incarnation is elsewhere.
         """
         self._timeout_s = timeout_s if timeout_s is not None else DEFAULT_TIMEOUT_S
         if self._timeout_s <= 0:
             raise UsageError(f"timeout_s: {timeout_s}; expected more than 0")
-        self._reach = Reach(url, token, job, tls=tls)
+        self._reach = Reach(url, token, job, tls=tls, find=find)
         self._transfer = Transfer()
         self._views: set[AsyncExitStack] = set()
 
@@ -150,6 +152,7 @@ class AsyncMesh(AsyncEditing, AsyncExporting, AsyncStreaming):
         *patterns: str,
         buffers: bool = False,
         histogram: bool = False,
+        unsettled: bool = False,
         timeout: Timeout = UNSET,
     ) -> StatsTable:
         """Statistics of full tensors, computed where they lie; every element counts once.
@@ -158,6 +161,7 @@ class AsyncMesh(AsyncEditing, AsyncExporting, AsyncStreaming):
             patterns: Globs over names, as in `summon`; all parameters when none is given.
             buffers: Whether buffers may match.
             histogram: Count binary exponents too, several times the cost of all the rest.
+            unsettled: As in `summon`.
             timeout: Seconds; None waits for as long as it takes.
 
         Raises: as `summon`.
@@ -168,7 +172,9 @@ class AsyncMesh(AsyncEditing, AsyncExporting, AsyncStreaming):
         ) -> Awaitable[StatsTable]:
             return compute_stats(sidecars, plan, pinned, deadline_s, with_exponents=histogram)
 
-        return await self.reading(patterns or ("*",), reduce, buffers=buffers, timeout=timeout)
+        return await self.reading(
+            patterns or ("*",), reduce, buffers=buffers, unsettled=unsettled, timeout=timeout
+        )
 
     async def reading(
         self,
@@ -176,6 +182,7 @@ class AsyncMesh(AsyncEditing, AsyncExporting, AsyncStreaming):
         work: Callable[[Sidecars, ReadPlan, Pinned, float], Awaitable[Result]],
         *,
         buffers: bool = False,
+        unsettled: bool = False,
         timeout: Timeout = UNSET,
     ) -> Result:
         """Runs `work` while what the patterns choose is pinned at one step.
@@ -188,7 +195,9 @@ class AsyncMesh(AsyncEditing, AsyncExporting, AsyncStreaming):
 
         async def attempt(sidecars: Sidecars) -> Result:
             chosen = await choose(self._reach, sidecars, patterns, buffers=buffers)
-            async with pinned(self._reach, sidecars, chosen, deadline_s) as pins:
+            async with pinned(
+                self._reach, sidecars, chosen, deadline_s, unsettled=unsettled
+            ) as pins:
                 return await work(sidecars, chosen.plan, pins, deadline_s)
 
         return await self._reach.attempts(attempt, deadline_s)
@@ -200,6 +209,7 @@ class AsyncMesh(AsyncEditing, AsyncExporting, AsyncStreaming):
         device: torch.device | str | None = None,
         into: Mapping[str, torch.Tensor] | None = None,
         buffers: bool = False,
+        unsettled: bool = False,
         timeout: Timeout = UNSET,
         transport: Transport = "auto",
     ) -> Summoned:
@@ -212,6 +222,9 @@ class AsyncMesh(AsyncEditing, AsyncExporting, AsyncStreaming):
             into: Tensors to fill, by name; the shape and dtype must fit. Reused memory is
                 faster than fresh memory. Undefined content when an error is raised.
             buffers: Whether buffers may match; reading them needs training to go on.
+            unsettled: Take parameters that were changed after their last update while training
+                has not gone on, too: averaged weights swapped in for an evaluation, say.
+                Otherwise such are waited for, and refused in the end.
             timeout: Seconds; None waits for as long as it takes.
             transport: "grpc" for streams, "same-host" for shared memory, "auto" chooses
                 for each rank.
@@ -236,7 +249,9 @@ class AsyncMesh(AsyncEditing, AsyncExporting, AsyncStreaming):
         async def attempt(sidecars: Sidecars) -> Summoned:
             chosen = await choose(self._reach, sidecars, patterns, buffers=buffers)
             targets = self._transfer.targets(chosen, dtype=dtype, device=device, into=into)
-            async with pinned(self._reach, sidecars, chosen, deadline_s) as pins:
+            async with pinned(
+                self._reach, sidecars, chosen, deadline_s, unsettled=unsettled
+            ) as pins:
                 await self._transfer.read(
                     sidecars, chosen.plan, pins, targets, transport, deadline_s
                 )
@@ -246,6 +261,7 @@ class AsyncMesh(AsyncEditing, AsyncExporting, AsyncStreaming):
                 epoch=pins.epoch,
                 step=pins.step,
                 edits=pins.edits,
+                unsettled=pins.unsettled,
                 seconds=time.monotonic() - began_s,
                 bytes=chosen.plan.size_bytes,
             )

@@ -7,8 +7,9 @@ import os
 from paramd.errors import UsageError
 from paramd.mesh.amesh import AsyncMesh
 from paramd.mesh.mesh import Mesh
+from paramd.mesh.peers.control import Find
 from paramd.places import read_endpoint, running_jobs
-from paramd.tls import ClientTls
+from paramd.security.tls import ClientTls
 
 
 def connect(
@@ -23,7 +24,7 @@ def connect(
 
     Args:
         url: The control plane's; without it PARAMD_URL, else what the job wrote into the
-            state dir of this user on this host.
+            state dir of this user on this host, read again when the job begins anew.
         token: Its token; without it PARAMD_TOKEN, else the state dir's.
         job: Name of the job; without it PARAMD_JOB, else the only one that runs.
         timeout_s: Default time for one call, in seconds; None means 60.
@@ -35,9 +36,9 @@ def connect(
         DeniedError: the token is missing or wrong.
         UsageError: several jobs run and none was named.
     """
-    url, token, job = resolve(url, token, job)
-    tls = ClientTls.from_environment(tls_ca)
-    return Mesh(url, token, job=job, timeout_s=timeout_s, tls=tls)
+    at, secret, name = resolve(url, token, job)
+    tls, find = ClientTls.from_environment(tls_ca), _finder(url, token, name)
+    return Mesh(at, secret, job=name, timeout_s=timeout_s, tls=tls, find=find)
 
 
 def async_connect(
@@ -49,9 +50,9 @@ def async_connect(
     tls_ca: str | os.PathLike[str] | None = None,
 ) -> AsyncMesh:
     """A mesh for asyncio, to be used as `async with`. Arguments and errors as `connect`."""
-    url, token, job = resolve(url, token, job)
-    tls = ClientTls.from_environment(tls_ca)
-    return AsyncMesh(url, token, job=job, timeout_s=timeout_s, tls=tls)
+    at, secret, name = resolve(url, token, job)
+    tls, find = ClientTls.from_environment(tls_ca), _finder(url, token, name)
+    return AsyncMesh(at, secret, job=name, timeout_s=timeout_s, tls=tls, find=find)
 
 
 def resolve(url: str | None, token: str | None, job: str | None) -> tuple[str, str, str | None]:
@@ -69,6 +70,18 @@ def resolve(url: str | None, token: str | None, job: str | None) -> tuple[str, s
     if token is None:
         token = _known_token(url, job)
     return url, token, job
+
+
+def _finder(url: str | None, token: str | None, job: str | None) -> Find | None:
+    """Reads again where a job is; None when the state dir is not what said it."""
+    if url is not None or os.environ.get("PARAMD_URL") is not None:
+        return None
+
+    def find() -> tuple[str, str]:
+        at, secret, _ = resolve(None, token, job)
+        return at, secret
+
+    return find
 
 
 def _known_token(url: str, job: str | None) -> str:

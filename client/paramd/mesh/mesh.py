@@ -1,40 +1,114 @@
 """Mesh: a running job's parameters, for programs without asyncio, and for notebooks.
 
-A thin shell: every method runs its twin of AsyncMesh on the shared loop thread. Methods
-may be called from several threads.
+Every method is its twin of AsyncMesh, run on the shared loop thread: same arguments, same
+answers, same docstring. Methods may be called from several threads.
 """
 
 from __future__ import annotations
 
+import functools
 import threading
 import weakref
-from collections.abc import Coroutine, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Iterator, Mapping
+from contextlib import AbstractAsyncContextManager, AbstractContextManager, contextmanager
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Literal, TypeVar, overload
+from typing import TYPE_CHECKING, Any, Concatenate, Literal, ParamSpec, TypeVar, overload
 
 from paramd.errors import UsageError
 from paramd.layout.types import Layout
 from paramd.mesh import loop
 from paramd.mesh.amesh import AsyncMesh
-from paramd.mesh.editing.shell import Editing
-from paramd.mesh.exporting.shell import Exporting
-from paramd.mesh.results import MeshStatus, Params, StatsTable, Summoned
-from paramd.mesh.streaming import Streaming
-from paramd.mesh.timeouts import UNSET, Timeout
-from paramd.mesh.transfer import Transport
-from paramd.tls import ClientTls
+from paramd.mesh.exports.results import Export
+from paramd.mesh.loop import UNSET, Timeout
+from paramd.mesh.peers.control import Find
+from paramd.mesh.reading.transfer import Transport
+from paramd.mesh.results import Summoned
+from paramd.security.tls import ClientTls
 
 if TYPE_CHECKING:
     import torch
 
-    from paramd.mesh.editing.upload import Progress
-    from paramd.mesh.views import SnapshotView
+    from paramd.mesh.edits.upload import Progress
+    from paramd.mesh.reading.views import SnapshotView
 
+P = ParamSpec("P")
 Result = TypeVar("Result")
+Other = TypeVar("Other")
 
 
-class Mesh(Editing, Exporting, Streaming):
+def _blocking(
+    method: Callable[Concatenate[AsyncMesh, P], Coroutine[Any, Any, Result]],
+) -> Callable[Concatenate[Mesh, P], Result]:
+    @functools.wraps(method)
+    def run(mesh: Mesh, /, *args: P.args, **kwargs: P.kwargs) -> Result:
+        return mesh._run(method(mesh._mesh, *args, **kwargs))
+
+    return run
+
+
+def _blocking_as(
+    method: Callable[Concatenate[AsyncMesh, P], Coroutine[Any, Any, Result]],
+    shown: Callable[[Mesh, Result], Other],
+) -> Callable[Concatenate[Mesh, P], Other]:
+    @functools.wraps(method)
+    def run(mesh: Mesh, /, *args: P.args, **kwargs: P.kwargs) -> Other:
+        return shown(mesh, mesh._run(method(mesh._mesh, *args, **kwargs)))
+
+    return run
+
+
+def _iterating(
+    method: Callable[Concatenate[AsyncMesh, P], AsyncIterator[Result]],
+) -> Callable[Concatenate[Mesh, P], Iterator[Result]]:
+    @functools.wraps(method)
+    def each(mesh: Mesh, /, *args: P.args, **kwargs: P.kwargs) -> Iterator[Result]:
+        frames = method(mesh._mesh, *args, **kwargs)
+        try:
+            while True:
+                try:
+                    frame = mesh._run(_next(frames))
+                except StopAsyncIteration:
+                    return
+                yield frame
+        finally:
+            # Leaving the loop ends the subscription; a closed mesh has ended it already.
+            if mesh._end.alive and isinstance(frames, AsyncGenerator):
+                mesh._run(_ended(frames))
+
+    return each
+
+
+def _block(
+    method: Callable[Concatenate[AsyncMesh, P], AbstractAsyncContextManager[Result]],
+) -> Callable[Concatenate[Mesh, P], AbstractContextManager[Result]]:
+    @functools.wraps(method)
+    @contextmanager
+    def entered(mesh: Mesh, /, *args: P.args, **kwargs: P.kwargs) -> Iterator[Result]:
+        block = method(mesh._mesh, *args, **kwargs)
+        found = mesh._run(_awaited(block.__aenter__()))
+        try:
+            yield found
+        except BaseException as error:
+            mesh._run(_awaited(block.__aexit__(type(error), error, error.__traceback__)))
+            raise
+        mesh._run(_awaited(block.__aexit__(None, None, None)))
+
+    return entered
+
+
+async def _awaited(work: Any) -> Any:
+    return await work
+
+
+async def _next(frames: AsyncIterator[Result]) -> Result:
+    return await anext(frames)
+
+
+async def _ended(frames: AsyncGenerator[Any, None]) -> None:
+    await frames.aclose()
+
+
+class Mesh:
     """A running job, read from outside. `paramd.connect` makes one; `close` ends it.
 
     Everything it answers belongs to one (epoch, step).
@@ -48,11 +122,14 @@ class Mesh(Editing, Exporting, Streaming):
         job: str | None = None,
         timeout_s: float | None = None,
         tls: ClientTls | None = None,
+        find: Find | None = None,
     ) -> None:
         """Connects. Arguments and errors as those of `paramd.connect`."""
         thread = loop.acquire()
         try:
-            self._mesh = thread.run(_opened(url, token, job, timeout_s, tls))
+            self._mesh = thread.run(
+                AsyncMesh(url, token, job=job, timeout_s=timeout_s, tls=tls, find=find).__aenter__()
+            )
         except BaseException:
             loop.release()
             raise
@@ -94,38 +171,35 @@ class Mesh(Editing, Exporting, Streaming):
         """All tensors and their pieces."""
         return self._run(self._mesh.read_layout())
 
-    def status(self, *, timeout: Timeout = UNSET) -> MeshStatus:
-        """Every rank's state now; a rank that does not answer says so in its row."""
-        return self._run(self._mesh.status(timeout=timeout))
+    status = _blocking(AsyncMesh.status)
+    params = _blocking(AsyncMesh.params)
+    stats = _blocking(AsyncMesh.stats)
 
-    def params(self, *patterns: str, buffers: bool = False, timeout: Timeout = UNSET) -> Params:
-        """The parameters that match any pattern (all, when none is given).
+    edit = _blocking(AsyncMesh.edit)
+    edits = _blocking(AsyncMesh.edits)
+    get_edit = _blocking(AsyncMesh.get_edit)
+    abort_edit = _blocking(AsyncMesh.abort_edit)
+    undo = _blocking(AsyncMesh.undo)
+    hold_state = _blocking(AsyncMesh.hold_state)
+    pause = _blocking(AsyncMesh.pause)
+    step = _blocking(AsyncMesh.step)
+    resume = _blocking(AsyncMesh.resume)
+    writeback = _block(AsyncMesh.writeback)
 
-        Raises:
-            NotFoundError: a pattern matches nothing; the text offers similar names.
-        """
-        return self._run(self._mesh.params(*patterns, buffers=buffers, timeout=timeout))
+    export = _blocking_as(AsyncMesh.export, lambda mesh, begun: Export(mesh, begun.info))
+    exports = _blocking(AsyncMesh.exports)
+    get_export = _blocking(AsyncMesh.get_export)
+    cancel_export = _blocking(AsyncMesh.cancel_export)
+    export_ended = _blocking(AsyncMesh.export_ended)
+    download = _blocking(AsyncMesh.download)
+    restore = _blocking(AsyncMesh.restore)
+    create_export_schedule = _blocking(AsyncMesh.create_export_schedule)
+    export_schedules = _blocking(AsyncMesh.export_schedules)
+    delete_export_schedule = _blocking(AsyncMesh.delete_export_schedule)
+    destinations = _blocking(AsyncMesh.destinations)
 
-    def stats(
-        self,
-        *patterns: str,
-        buffers: bool = False,
-        histogram: bool = False,
-        timeout: Timeout = UNSET,
-    ) -> StatsTable:
-        """Statistics of full tensors, computed where they lie; every element counts once.
-
-        Args:
-            patterns: Globs over names, as in `summon`; all parameters when none is given.
-            buffers: Whether buffers may match.
-            histogram: Count binary exponents too, several times the cost of all the rest.
-            timeout: Seconds; None waits for as long as it takes.
-
-        Raises: as `summon`.
-        """
-        return self._run(
-            self._mesh.stats(*patterns, buffers=buffers, histogram=histogram, timeout=timeout)
-        )
+    grads = _iterating(AsyncMesh.grads)
+    follow = _iterating(AsyncMesh.follow)
 
     @overload
     def summon(
@@ -136,6 +210,7 @@ class Mesh(Editing, Exporting, Streaming):
         device: torch.device | str | None = None,
         into: Mapping[str, torch.Tensor] | None = None,
         buffers: bool = False,
+        unsettled: bool = False,
         timeout: Timeout = UNSET,
         transport: Transport = "auto",
     ) -> Summoned: ...
@@ -186,21 +261,11 @@ class Mesh(Editing, Exporting, Streaming):
             if self._end.alive:
                 self._run(viewing.__aexit__(None, None, None))
 
-    @property
-    def _alive(self) -> bool:
-        return self._end.alive
-
     def _run(self, work: Coroutine[Any, Any, Result]) -> Result:
         if not self._end.alive:
             work.close()
             raise UsageError(f"this mesh of job {self._mesh.job!r} is closed; connect again")
         return self._thread.run(work)
-
-
-async def _opened(
-    url: str, token: str, job: str | None, timeout_s: float | None, tls: ClientTls | None
-) -> AsyncMesh:
-    return await AsyncMesh(url, token, job=job, timeout_s=timeout_s, tls=tls).__aenter__()
 
 
 def _close(thread: loop.LoopThread, mesh: AsyncMesh) -> None:

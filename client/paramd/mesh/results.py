@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
 import html
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
+from paramd.errors import ParamdError
 from paramd.layout.stats import Summary
 from paramd.layout.types import TensorKind, TensorLayout
+from paramd.mesh.peers.sidecars import Sidecars
+from paramd.v1 import common_pb2, sidecar_pb2
 
 if TYPE_CHECKING:
     import torch
@@ -17,6 +22,20 @@ SHOWN_ROWS = 40
 """Rows that a table prints before it says how many more there are."""
 
 Item = TypeVar("Item")
+
+UNSETTLED_TEXT = "; not settled: training has not gone on since"
+"""Stands behind the step of values that rest."""
+
+_TENSOR_COLUMNS = ["name", "shape", "dtype", "device"]
+
+STATE_TIMEOUT_S = 2.0
+"""A sidecar that does not tell its state within this time is shown as unreachable."""
+
+_REASONS = {
+    "waiting": "no trainer has attached yet",
+    "orphaned": "its trainer has ended; its last step is still served",
+    "torn": "its trainer ended inside an update; its parameters are refused",
+}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -127,12 +146,22 @@ class StatsTable(Table[TensorStats]):
     job: str
     epoch: int
     step: int
+    unsettled: bool
+    """As in `Summoned`."""
 
     def __new__(
-        cls, rows: Iterable[TensorStats], *, total: TensorStats, job: str, epoch: int, step: int
+        cls,
+        rows: Iterable[TensorStats],
+        *,
+        total: TensorStats,
+        job: str,
+        epoch: int,
+        step: int,
+        unsettled: bool = False,
     ) -> StatsTable:
         self = super().__new__(cls, rows)
         self.total, self.job, self.epoch, self.step = total, job, epoch, step
+        self.unsettled = unsettled
         return self
 
     def cells(self) -> list[list[str]]:
@@ -140,7 +169,10 @@ class StatsTable(Table[TensorStats]):
         return [*super().cells(), [text(self.total) for _, text in self.columns]]
 
     def summary(self) -> str:
-        return f"{len(self)} tensors of {self.job!r} at step {self.step} (epoch {self.epoch})"
+        rests = UNSETTLED_TEXT if self.unsettled else ""
+        return (
+            f"{len(self)} tensors of {self.job!r} at step {self.step} (epoch {self.epoch}{rests})"
+        )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -216,6 +248,7 @@ class Summoned(dict[str, "torch.Tensor"]):
         seconds: float,
         bytes: int,
         edits: int = 0,
+        unsettled: bool = False,
     ) -> None:
         super().__init__(tensors)
         self.job = job
@@ -226,6 +259,9 @@ class Summoned(dict[str, "torch.Tensor"]):
         """Finished updates: the version that every value here belongs to."""
         self.edits = edits
         """Edits applied in this epoch until then; `epoch`, `step` and it name the state."""
+        self.unsettled = unsettled
+        """Training has not gone on since update `step`: the script may still change these values
+        (clamp or average them, say), and nothing but their rest says that it has not."""
         self.seconds = seconds
         """Time it took."""
         self.bytes = bytes
@@ -246,13 +282,11 @@ class Summoned(dict[str, "torch.Tensor"]):
     def _below(self) -> str:
         hidden = len(self) - SHOWN_ROWS
         return (
-            f"{len(self)} tensors of {self.job!r} at step {self.step} (epoch {self.epoch}), "
+            f"{len(self)} tensors of {self.job!r} at step {self.step} (epoch {self.epoch}"
+            f"{UNSETTLED_TEXT if self.unsettled else ''}), "
             f"{bytes_text(self.bytes)} in {self.seconds:.3f} s"
             + (f" ({hidden} not shown)" if hidden > 0 else "")
         )
-
-
-_TENSOR_COLUMNS = ["name", "shape", "dtype", "device"]
 
 
 def text_table(header: Sequence[str], rows: Sequence[Sequence[str]], below: str) -> str:
@@ -301,3 +335,63 @@ def bytes_text(size_bytes: int) -> str:
             return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
         size /= 1024
     return f"{size:.1f} TiB"
+
+
+async def mesh_status(sidecars: Sidecars, deadline_s: float) -> MeshStatus:
+    """Asks all ranks at once; those that do not answer have a row that says so."""
+    document = sidecars.document
+    timeout_s = min(STATE_TIMEOUT_S, deadline_s - time.monotonic())
+    rows = await asyncio.gather(
+        *(_rank_status(sidecars, rank, timeout_s) for rank in range(document.world_size))
+    )
+    return MeshStatus(rows, job=document.job, epoch=document.epoch, world_size=document.world_size)
+
+
+async def _rank_status(sidecars: Sidecars, rank: int, timeout_s: float) -> RankStatus:
+    peer = sidecars.document.peers.get(rank)
+    if peer is None:
+        return _silent(rank, "", "its sidecar has not joined")
+    try:
+        answer = await sidecars.state(rank, timeout_s)
+    except ParamdError as error:
+        return _silent(rank, peer.address, str(error))
+    return rank_status(rank, peer.address, answer)
+
+
+def rank_status(rank: int, address: str, answer: sidecar_pb2.GetStateResponse) -> RankStatus:
+    """A row of what a sidecar answered."""
+    state = answer.state
+    try:
+        phase = common_pb2.Phase.Name(state.phase).removeprefix("PHASE_").lower()
+    except ValueError:
+        phase = "unknown"  # a newer sidecar's word
+    reason = _REASONS.get(phase, state.phase_reason)
+    if not reason and not state.agreement_works and state.agreement_reason:
+        reason = state.agreement_reason
+    return RankStatus(
+        rank=rank,
+        phase=phase,
+        step=state.step,
+        step_time_s=state.step_time_ns / 1e9,
+        stall_total_s=state.stall_total_ns / 1e9,
+        stall_count=state.stall_count,
+        snapshot_bytes=state.snapshot_bytes,
+        arena_bytes=state.arena_bytes,
+        address=address,
+        reason=reason,
+    )
+
+
+def _silent(rank: int, address: str, reason: str) -> RankStatus:
+    return RankStatus(
+        rank=rank,
+        phase="unreachable",
+        step=-1,
+        step_time_s=0.0,
+        stall_total_s=0.0,
+        stall_count=0,
+        snapshot_bytes=0,
+        arena_bytes=0,
+        address=address,
+        reason=reason,
+    )

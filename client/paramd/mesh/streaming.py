@@ -1,23 +1,21 @@
-"""Gradient frames and followed parameters as methods of AsyncMesh and Mesh."""
+"""Gradient frames and followed parameters as methods of AsyncMesh."""
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, AsyncIterator, Coroutine, Iterator
+from collections.abc import AsyncIterator
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from paramd.mesh.follow import FollowRequest, open_following
-from paramd.mesh.frames import GradFrame, Kind, ParamFrame
-from paramd.mesh.grad_request import GradRequest
-from paramd.mesh.grads import open_stream
-from paramd.mesh.stepping import StepStream, StreamOverError
-from paramd.mesh.transfer import check_transport
+from paramd.mesh.frames.follow import FollowRequest, open_following
+from paramd.mesh.frames.frames import GradFrame, Kind, ParamFrame
+from paramd.mesh.frames.grads import GradRequest, open_stream
+from paramd.mesh.frames.stepping import StepStream, StreamOverError
+from paramd.mesh.reading.transfer import check_transport
 
 if TYPE_CHECKING:
     import torch
 
-    from paramd.mesh.amesh import AsyncMesh
-    from paramd.mesh.reach import Reach
-    from paramd.mesh.transfer import Transfer, Transport
+    from paramd.mesh.peers.discovery import Reach
+    from paramd.mesh.reading.transfer import Transfer, Transport
 
 Result = TypeVar("Result")
 
@@ -118,76 +116,3 @@ class AsyncStreaming:
         """Ends all subscriptions; their iterators end."""
         while streams := self._open_streams():
             await streams.pop().close()
-
-
-class Streaming:
-    """The same for programs without asyncio. Part of Mesh."""
-
-    if TYPE_CHECKING:
-        _mesh: AsyncMesh
-
-        def _run(self, work: Coroutine[Any, Any, Result]) -> Result: ...
-
-        @property
-        def _alive(self) -> bool: ...
-
-    def grads(
-        self,
-        *patterns: str,
-        every: int = 1,
-        kind: Kind = "full",
-        dtype: torch.dtype | None = None,
-        rows: int | None = None,
-        lossless: bool = False,
-        transport: Transport = "auto",
-    ) -> Iterator[GradFrame[Any]]:
-        """Gradients, frame by frame, as the optimizer's update consumes them; endless.
-
-        Leaving the loop ends the subscription. Args, Yields, Raises: as `AsyncMesh.grads`.
-        """
-        return self._each(
-            self._mesh.grads(
-                *patterns,
-                every=every,
-                kind=kind,
-                dtype=dtype,
-                rows=rows,
-                lossless=lossless,
-                transport=transport,
-            )
-        )
-
-    def follow(
-        self,
-        *patterns: str,
-        every: int = 1,
-        dtype: torch.dtype | None = None,
-        transport: Transport = "auto",
-    ) -> Iterator[ParamFrame]:
-        """Parameters after updates that are multiples of `every`, frame by frame; endless.
-
-        Args, Yields, Raises: as `AsyncMesh.follow`.
-        """
-        return self._each(
-            self._mesh.follow(*patterns, every=every, dtype=dtype, transport=transport)
-        )
-
-    def _each(self, frames: AsyncIterator[Result]) -> Iterator[Result]:
-        try:
-            while True:
-                try:
-                    frame = self._run(_next(frames))
-                except StopAsyncIteration:
-                    return
-                yield frame
-        finally:
-            if self._alive and isinstance(frames, AsyncGenerator):
-                self._run(_ended(frames))
-
-
-async def _next(frames: AsyncIterator[Result]) -> Result:
-    return await anext(frames)
-
-
-async def _ended(frames: AsyncGenerator[Any, None]) -> None:
-    await frames.aclose()

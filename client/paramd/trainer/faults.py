@@ -3,7 +3,8 @@
 PARAMD_TRAINER_FAULTS is a comma-separated list of `point:action[@n]`: at the n-th time
 (default the first) that the point is passed the process kills (`kill`) or stops (`stop`)
 itself. PARAMD_TRAINER_FAULTS_DIR names a directory where a rule may be put for one rank
-while it runs, in `<dir>/rank-<r>`; the file is taken away as it is read.
+while it runs, in `<dir>/rank-<r>`; the file is taken away as it is read, and what an earlier
+one said is over then.
 
 Points: agreed (an edit is agreed, nothing is changed yet), applying (after its first
 record, SEQ is odd), applied (all of it is, and the page says so).
@@ -35,19 +36,21 @@ def from_environment(rank: int) -> Callable[[str], None] | None:
     folder = os.environ.get("PARAMD_TRAINER_FAULTS_DIR", "")
     if not text and not folder:
         return None
-    rules = _parsed(text)
+    given, told = _parsed(text), _parsed("")
     later = Path(folder, f"rank-{rank}") if folder else None
 
     def at_point(point: str) -> None:
         if later is not None and later.exists():
-            rules.update(_parsed(later.read_text()))
+            told.clear()
+            told.update(_parsed(later.read_text()))
             later.unlink()
-        action, left = rules.get(point, (None, 0))
-        if action is None:
-            return
-        rules[point] = (action, left - 1)
-        if left == 1:
-            del rules[point]
+        for rules in (told, given):
+            if point not in rules:
+                continue
+            action, left = rules.pop(point)
+            if left > 1:
+                rules[point] = (action, left - 1)
+                continue
             # To this very thread: sent to the process, it may act some instructions later.
             signal.pthread_kill(threading.get_ident(), action)
 

@@ -2,19 +2,38 @@
 
 from __future__ import annotations
 
+import math
 import os
 from dataclasses import dataclass, field
 
 from paramd.errors import UsageError
+from paramd.memory.gate import STALL_BUDGET_MS
 
 ARENAS = ("auto", "host", "mirror")
+
+LIMITS = (
+    "budget_bytes",
+    "default_lease_s",
+    "max_lease_s",
+    "grace_s",
+    "max_calls",
+    "max_deadline_s",
+    "idle_memory_s",
+    "edit_pool_bytes",
+    "edit_budget_bytes",
+    "undo_budget_bytes",
+    "edit_expiry_s",
+)
+"""Limits of the sidecar that are handed to it."""
+
+_MAY_BE_ZERO = frozenset({"grace_s", "idle_memory_s", "edit_pool_bytes", "undo_budget_bytes"})
 
 
 @dataclass(frozen=True, kw_only=True)
 class AttachSettings:
     """How a trainer treats its sidecar. Every field has a `PARAMD_*` variable."""
 
-    stall_budget_ms: float = 5.0
+    stall_budget_ms: float = STALL_BUDGET_MS
     """Longest wait of one update for a copy, in milliseconds; 0 never waits."""
     lossless_budget_ms: float = 0.0
     """Longest wait of one update for a reader that wants every gradient, in milliseconds; 0
@@ -43,6 +62,30 @@ class AttachSettings:
     linger_s: float = 600.0
     """How long a sidecar serves the last step after its trainer has ended, in seconds."""
 
+    budget_bytes: float | None = None
+    """Most bytes of snapshots on a rank, above 0. None, here and below: the sidecar's default,
+    as `paramd sidecar serve --help` tells it."""
+    default_lease_s: float | None = None
+    """Lease of a snapshot when a request names none, in seconds, above 0."""
+    max_lease_s: float | None = None
+    """Longest lease granted, in seconds, above 0."""
+    grace_s: float | None = None
+    """How long running calls may finish while a sidecar drains, in seconds; 0 or more."""
+    max_calls: float | None = None
+    """Calls served at once by a sidecar; 1 or more."""
+    max_deadline_s: float | None = None
+    """Longest deadline of a call, in seconds, above 0."""
+    idle_memory_s: float | None = None
+    """How long freed snapshot memory is kept for the next one, in seconds; 0 or more."""
+    edit_pool_bytes: float | None = None
+    """Shared memory kept ready for small edits; 0 or more."""
+    edit_budget_bytes: float | None = None
+    """Most bytes that edits not yet applied may take on a rank, above 0."""
+    undo_budget_bytes: float | None = None
+    """Most bytes kept on a rank to undo applied edits; 0 or more."""
+    edit_expiry_s: float | None = None
+    """How long a staged edit that nobody touches is kept, in seconds, above 0."""
+
     def __post_init__(self) -> None:
         for name in ("stall_budget_ms", "lossless_budget_ms", "linger_s"):
             if getattr(self, name) < 0:
@@ -52,6 +95,26 @@ class AttachSettings:
         for name in ("agreement_timeout_s", "attach_timeout_s", "sidecar_start_timeout_s"):
             if getattr(self, name) <= 0:
                 raise UsageError(f"{name} must be above 0, is {getattr(self, name)}")
+
+        self._check_limits()
+
+    def _check_limits(self) -> None:
+        for name in LIMITS:
+            value = getattr(self, name)
+            if value is None or (value == 0 and name in _MAY_BE_ZERO):
+                continue
+            if not (math.isfinite(value) and value > 0):
+                raise UsageError(f"{name} must be a number above 0, is {value}")
+
+    def sidecar_options(self) -> list[str]:
+        """The sidecar's limits that were set, as options of its command line."""
+        options = []
+        for name in LIMITS:
+            value = getattr(self, name)
+            if value is not None:
+                text = str(float(value)) if name.endswith("_s") else str(int(value))
+                options += [f"--{name.replace('_', '-')}", text]
+        return options
 
     @classmethod
     def from_environment(cls) -> AttachSettings:

@@ -95,6 +95,8 @@ class Header(google.protobuf.message.Message):
     RANK_FIELD_NUMBER: builtins.int
     LAYOUT_DIGEST_FIELD_NUMBER: builtins.int
     EDITS_FIELD_NUMBER: builtins.int
+    ITERATION_FIELD_NUMBER: builtins.int
+    UNSETTLED_FIELD_NUMBER: builtins.int
     job: builtins.str
     """Name of the training job."""
     epoch: builtins.int
@@ -107,6 +109,15 @@ class Header(google.protobuf.message.Message):
     """Digest of the layout in force; empty before the trainer has attached."""
     edits: builtins.int
     """Edits applied in this epoch. Epoch, step and edits together name a state; -1 as `step`."""
+    iteration: builtins.int
+    """Backward passes that the rank had seen before the update that made `step`: ranks at the
+    same step with different iterations are not at the same step of training, because one of
+    them left an update out. -1 where nothing was counted or it is no matter.
+    """
+    unsettled: builtins.bool
+    """The bytes rest: training has not gone on since update `step`, so nothing proves that the
+    script will not change them yet (clamped, averaged or merged weights).
+    """
     def __init__(
         self,
         *,
@@ -116,8 +127,10 @@ class Header(google.protobuf.message.Message):
         rank: builtins.int = ...,
         layout_digest: builtins.str = ...,
         edits: builtins.int = ...,
+        iteration: builtins.int = ...,
+        unsettled: builtins.bool = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["edits", b"edits", "epoch", b"epoch", "job", b"job", "layout_digest", b"layout_digest", "rank", b"rank", "step", b"step"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["edits", b"edits", "epoch", b"epoch", "iteration", b"iteration", "job", b"job", "layout_digest", b"layout_digest", "rank", b"rank", "step", b"step", "unsettled", b"unsettled"]) -> None: ...
 
 global___Header = Header
 
@@ -155,6 +168,9 @@ class RankState(google.protobuf.message.Message):
     GRADIENT_BYTES_FIELD_NUMBER: builtins.int
     REFUSED_CALL_COUNT_FIELD_NUMBER: builtins.int
     LAST_REFUSAL_FIELD_NUMBER: builtins.int
+    UNSERVED_REASON_FIELD_NUMBER: builtins.int
+    STRAY_COUNT_FIELD_NUMBER: builtins.int
+    STRICT_FIELD_NUMBER: builtins.int
     rank: builtins.int
     """Rank as in torch.distributed."""
     phase: global___Phase.ValueType
@@ -215,6 +231,18 @@ class RankState(google.protobuf.message.Message):
     """
     last_refusal: builtins.str
     """Method and reason of the last of them, at most 256 characters; empty before the first."""
+    unserved_reason: builtins.str
+    """Why the parameters of this rank cannot be served, in the trainer's words; empty when they
+    can.
+    """
+    stray_count: builtins.int
+    """Spans between two updates within which parameters changed, so that what was copied in
+    them is of no step. They should change in optimizer steps and declared updates only.
+    """
+    strict: builtins.bool
+    """Parameters are read at boundaries alone, because they change in between or because that
+    is not known yet of a new attachment.
+    """
     @property
     def alerts(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
         """What the sidecar itself finds wrong, each as a stable id; empty when nothing is."""
@@ -250,8 +278,11 @@ class RankState(google.protobuf.message.Message):
         gradient_bytes: builtins.int = ...,
         refused_call_count: builtins.int = ...,
         last_refusal: builtins.str = ...,
+        unserved_reason: builtins.str = ...,
+        stray_count: builtins.int = ...,
+        strict: builtins.bool = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["abandoned_copy_count", b"abandoned_copy_count", "agreement_reason", b"agreement_reason", "agreement_works", b"agreement_works", "alerts", b"alerts", "arena_bytes", b"arena_bytes", "boundary_age_ns", b"boundary_age_ns", "edit_bytes", b"edit_bytes", "edits", b"edits", "gradient_bytes", b"gradient_bytes", "hold_left_ms", b"hold_left_ms", "hold_steps_left", b"hold_steps_left", "last_refusal", b"last_refusal", "phase", b"phase", "phase_reason", b"phase_reason", "rank", b"rank", "ready_boundary", b"ready_boundary", "refused_call_count", b"refused_call_count", "sidecar_pid", b"sidecar_pid", "sidecar_rss_bytes", b"sidecar_rss_bytes", "snapshot_bytes", b"snapshot_bytes", "snapshot_count", b"snapshot_count", "stall_count", b"stall_count", "stall_max_ns", b"stall_max_ns", "stall_total_ns", b"stall_total_ns", "step", b"step", "step_time_ns", b"step_time_ns", "trainer_pid", b"trainer_pid", "trainer_rss_bytes", b"trainer_rss_bytes"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["abandoned_copy_count", b"abandoned_copy_count", "agreement_reason", b"agreement_reason", "agreement_works", b"agreement_works", "alerts", b"alerts", "arena_bytes", b"arena_bytes", "boundary_age_ns", b"boundary_age_ns", "edit_bytes", b"edit_bytes", "edits", b"edits", "gradient_bytes", b"gradient_bytes", "hold_left_ms", b"hold_left_ms", "hold_steps_left", b"hold_steps_left", "last_refusal", b"last_refusal", "phase", b"phase", "phase_reason", b"phase_reason", "rank", b"rank", "ready_boundary", b"ready_boundary", "refused_call_count", b"refused_call_count", "sidecar_pid", b"sidecar_pid", "sidecar_rss_bytes", b"sidecar_rss_bytes", "snapshot_bytes", b"snapshot_bytes", "snapshot_count", b"snapshot_count", "stall_count", b"stall_count", "stall_max_ns", b"stall_max_ns", "stall_total_ns", b"stall_total_ns", "step", b"step", "step_time_ns", b"step_time_ns", "stray_count", b"stray_count", "strict", b"strict", "trainer_pid", b"trainer_pid", "trainer_rss_bytes", b"trainer_rss_bytes", "unserved_reason", b"unserved_reason"]) -> None: ...
 
 global___RankState = RankState
 

@@ -175,6 +175,7 @@ class ExportPlan(google.protobuf.message.Message):
     WRITERS_FIELD_NUMBER: builtins.int
     DIGEST_FIELD_NUMBER: builtins.int
     PINS_FIELD_NUMBER: builtins.int
+    UNSETTLED_FIELD_NUMBER: builtins.int
     epoch: builtins.int
     """Epoch of the snapshots."""
     layout_digest: builtins.str
@@ -199,6 +200,8 @@ class ExportPlan(google.protobuf.message.Message):
     """Tied tensors are written under each of their names."""
     digest: builtins.bytes
     """SHA-256 of the files and spans that follow from all this."""
+    unsettled: builtins.bool
+    """Training has not gone on since update `step`: its manifest says so, too."""
     @property
     def names(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___ExportNameRule]:
         """Renaming, in order; the first rule that fits holds."""
@@ -229,8 +232,9 @@ class ExportPlan(google.protobuf.message.Message):
         writers: collections.abc.Iterable[builtins.int] | None = ...,
         digest: builtins.bytes = ...,
         pins: collections.abc.Iterable[global___ExportPin] | None = ...,
+        unsettled: builtins.bool = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["buffers", b"buffers", "digest", b"digest", "dtype", b"dtype", "edits", b"edits", "epoch", b"epoch", "format", b"format", "keep_tied", b"keep_tied", "layout_digest", b"layout_digest", "max_shard_bytes", b"max_shard_bytes", "names", b"names", "optimizer", b"optimizer", "parameters", b"parameters", "pins", b"pins", "step", b"step", "writers", b"writers"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["buffers", b"buffers", "digest", b"digest", "dtype", b"dtype", "edits", b"edits", "epoch", b"epoch", "format", b"format", "keep_tied", b"keep_tied", "layout_digest", b"layout_digest", "max_shard_bytes", b"max_shard_bytes", "names", b"names", "optimizer", b"optimizer", "parameters", b"parameters", "pins", b"pins", "step", b"step", "unsettled", b"unsettled", "writers", b"writers"]) -> None: ...
 
 global___ExportPlan = ExportPlan
 
@@ -539,7 +543,7 @@ class ReadExportFileResponse(google.protobuf.message.Message):
     data: builtins.bytes
     """The bytes."""
     xxh3: builtins.int
-    """XXH3 (64 bit, seed 0) of `data`."""
+    """XXH3 (64 bit, seed `offset_bytes`) of `data`."""
     offset_bytes: builtins.int
     """Offset of the first byte within the file."""
     size_bytes: builtins.int
@@ -605,7 +609,7 @@ class StreamExportFileResponse(google.protobuf.message.Message):
     data: builtins.bytes
     """The bytes."""
     xxh3: builtins.int
-    """XXH3 (64 bit, seed 0) of `data`."""
+    """XXH3 (64 bit, seed `offset_bytes`) of `data`."""
     offset_bytes: builtins.int
     """Offset of the first byte within the file."""
     size_bytes: builtins.int
@@ -706,10 +710,13 @@ class DropExportRequest(google.protobuf.message.Message):
     NAMES_FIELD_NUMBER: builtins.int
     FINISHED_FIELD_NUMBER: builtins.int
     GENERATION_FIELD_NUMBER: builtins.int
+    WAIT_ONLY_FIELD_NUMBER: builtins.int
     finished: builtins.bool
     """Remove the finished export `export_id` from the key, marker first."""
     generation: builtins.int
     """As in ReachBoundaryRequest."""
+    wait_only: builtins.bool
+    """Only wait until this sidecar writes nothing of the export any more; remove nothing."""
     @property
     def target(self) -> global___ExportTarget:
         """Where."""
@@ -725,9 +732,10 @@ class DropExportRequest(google.protobuf.message.Message):
         names: collections.abc.Iterable[builtins.str] | None = ...,
         finished: builtins.bool = ...,
         generation: builtins.int = ...,
+        wait_only: builtins.bool = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["target", b"target"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["finished", b"finished", "generation", b"generation", "names", b"names", "target", b"target"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["finished", b"finished", "generation", b"generation", "names", b"names", "target", b"target", "wait_only", b"wait_only"]) -> None: ...
 
 global___DropExportRequest = DropExportRequest
 

@@ -437,6 +437,7 @@ class PinSnapshotRequest(google.protobuf.message.Message):
     STATE_KEY_FIELD_NUMBER: builtins.int
     REDUCTION_FIELD_NUMBER: builtins.int
     LOSSLESS_EVERY_FIELD_NUMBER: builtins.int
+    UNSETTLED_FIELD_NUMBER: builtins.int
     epoch: builtins.int
     """Epoch the spans were planned in."""
     layout_digest: builtins.str
@@ -466,6 +467,10 @@ class PinSnapshotRequest(google.protobuf.message.Message):
     """Updates between two frames of a reader of gradients that wants to miss none; 0: it may
     miss some. Where the trainer allows it, its update waits for such a reader for a while.
     """
+    unsettled: builtins.bool
+    """Take parameters that were changed after the last update while training has not gone on,
+    too: weights swapped in or merged for an evaluation, say. The answer is marked unsettled.
+    """
     @property
     def spans(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___Span]:
         """Sorted, not overlapping. The snapshot is their concatenation."""
@@ -490,9 +495,10 @@ class PinSnapshotRequest(google.protobuf.message.Message):
         state_key: builtins.str = ...,
         reduction: global___Reduction | None = ...,
         lossless_every: builtins.int = ...,
+        unsettled: builtins.bool = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["reduction", b"reduction"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["at_boundary", b"at_boundary", "at_step", b"at_step", "epoch", b"epoch", "layout_digest", b"layout_digest", "lease_ms", b"lease_ms", "lossless_every", b"lossless_every", "reduction", b"reduction", "source", b"source", "spans", b"spans", "state_key", b"state_key", "with_buffers", b"with_buffers"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["at_boundary", b"at_boundary", "at_step", b"at_step", "epoch", b"epoch", "layout_digest", b"layout_digest", "lease_ms", b"lease_ms", "lossless_every", b"lossless_every", "reduction", b"reduction", "source", b"source", "spans", b"spans", "state_key", b"state_key", "unsettled", b"unsettled", "with_buffers", b"with_buffers"]) -> None: ...
 
 global___PinSnapshotRequest = PinSnapshotRequest
 
@@ -884,6 +890,7 @@ class EditManifest(google.protobuf.message.Message):
     RESET_MOMENTS_FIELD_NUMBER: builtins.int
     UNDOABLE_FIELD_NUMBER: builtins.int
     UNDO_OF_FIELD_NUMBER: builtins.int
+    IF_STEP_FIELD_NUMBER: builtins.int
     edit_id: builtins.str
     """32 hexadecimal digits."""
     epoch: builtins.int
@@ -900,6 +907,10 @@ class EditManifest(google.protobuf.message.Message):
     """Applied edit that this one undoes, from what was kept; then `ops` are those of that
     edit and no data comes.
     """
+    if_step: builtins.int
+    """The trainers apply it at the boundary of this step alone, else refuse it on all ranks.
+    Absent: at any step.
+    """
     @property
     def ops(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___EditOp]:
         """What is changed; at most 100,000."""
@@ -915,8 +926,11 @@ class EditManifest(google.protobuf.message.Message):
         reset_moments: builtins.bool = ...,
         undoable: builtins.bool = ...,
         undo_of: builtins.str = ...,
+        if_step: builtins.int | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["allow_nonfinite", b"allow_nonfinite", "edit_id", b"edit_id", "epoch", b"epoch", "layout_digest", b"layout_digest", "ops", b"ops", "reset_moments", b"reset_moments", "undo_of", b"undo_of", "undoable", b"undoable"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["_if_step", b"_if_step", "if_step", b"if_step"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_if_step", b"_if_step", "allow_nonfinite", b"allow_nonfinite", "edit_id", b"edit_id", "epoch", b"epoch", "if_step", b"if_step", "layout_digest", b"layout_digest", "ops", b"ops", "reset_moments", b"reset_moments", "undo_of", b"undo_of", "undoable", b"undoable"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["_if_step", b"_if_step"]) -> typing.Literal["if_step"] | None: ...
 
 global___EditManifest = EditManifest
 
@@ -936,7 +950,7 @@ class StageEditRequest(google.protobuf.message.Message):
     each dense and row-major, from a multiple of 64 bytes on; zeros between.
     """
     xxh3: builtins.int
-    """XXH3 (64 bit, seed 0) of `data`."""
+    """XXH3 (64 bit, seed `offset_bytes`) of `data`."""
     offset_bytes: builtins.int
     """Where `data` begins within this rank's data."""
     copy_from_rank: builtins.int
@@ -1004,6 +1018,7 @@ class EditProgress(google.protobuf.message.Message):
     TOKEN_FIELD_NUMBER: builtins.int
     STOP_NS_FIELD_NUMBER: builtins.int
     UNDO_REFUSAL_FIELD_NUMBER: builtins.int
+    AUTHOR_FIELD_NUMBER: builtins.int
     phase: global___EditPhase.ValueType
     """Where it stands."""
     staged_bytes: builtins.int
@@ -1020,6 +1035,10 @@ class EditProgress(google.protobuf.message.Message):
     """Applied: how long it kept the trainer, in nanoseconds."""
     undo_refusal: builtins.str
     """Applied: empty when it can be undone here, else why not."""
+    author: builtins.str
+    """Id of the token that stages it, which alone adds data to it. Empty: the owner's, or the control
+    plane.
+    """
     @property
     def data_digests(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.bytes]:
         """XXH3 (128 bit, canonical) of each op's data here, in order; replicas must be equal.
@@ -1038,8 +1057,9 @@ class EditProgress(google.protobuf.message.Message):
         token: builtins.int = ...,
         stop_ns: builtins.int = ...,
         undo_refusal: builtins.str = ...,
+        author: builtins.str = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["boundary", b"boundary", "data_digests", b"data_digests", "manifest_digest", b"manifest_digest", "phase", b"phase", "size_bytes", b"size_bytes", "staged_bytes", b"staged_bytes", "stop_ns", b"stop_ns", "token", b"token", "undo_refusal", b"undo_refusal"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["author", b"author", "boundary", b"boundary", "data_digests", b"data_digests", "manifest_digest", b"manifest_digest", "phase", b"phase", "size_bytes", b"size_bytes", "staged_bytes", b"staged_bytes", "stop_ns", b"stop_ns", "token", b"token", "undo_refusal", b"undo_refusal"]) -> None: ...
 
 global___EditProgress = EditProgress
 
@@ -1364,7 +1384,7 @@ class ReadSnapshotResponse(google.protobuf.message.Message):
     data: builtins.bytes
     """The bytes. Field 1, so that a server may write the message without an object."""
     xxh3: builtins.int
-    """XXH3 (64 bit, seed 0) of `data`."""
+    """XXH3 (64 bit, seed `offset_bytes`) of `data`."""
     offset_bytes: builtins.int
     """Offset of the first byte within the snapshot."""
     @property

@@ -10,18 +10,19 @@ import os
 import time
 
 from paramd import places
-from paramd.cli.settings import file_places
 from paramd.errors import UnreachableError
 from paramd.places import Endpoint
+from paramd.state_files import file_places
+from paramd_service.control.access.authority import Tokens, unheard
+from paramd_service.control.access.doorway import Doorway
+from paramd_service.control.access.join import FailureLimit
+from paramd_service.control.access.revocations import Revocations
 from paramd_service.control.alerts.kept import KeptAlerts
-from paramd_service.control.alerts.loading import open_watchers
-from paramd_service.control.alerts.watchers import Watchers
-from paramd_service.control.app import build_app
-from paramd_service.control.auth import FailureLimit
-from paramd_service.control.config import Bootstrap, ControlConfig
-from paramd_service.control.edits.book import Edits
-from paramd_service.control.edits.limits import load_edits
-from paramd_service.control.endpoint import (
+from paramd_service.control.alerts.service import Watchers, open_watchers
+from paramd_service.control.api.app import build_app
+from paramd_service.control.api.services import Services
+from paramd_service.control.base.config import Bootstrap, ControlConfig
+from paramd_service.control.base.endpoint import (
     Address,
     Whereabouts,
     announce,
@@ -29,20 +30,19 @@ from paramd_service.control.endpoint import (
     parse_listen,
     successor,
 )
-from paramd_service.control.epochs import EpochNotes
-from paramd_service.control.events import EventBus
-from paramd_service.control.exports.exports import Exports
+from paramd_service.control.base.epochs import EpochNotes
+from paramd_service.control.base.site import Site, next_generation, open_site, read_token, site_dir
+from paramd_service.control.edits.limits import load_edits
+from paramd_service.control.edits.service import Edits
 from paramd_service.control.exports.loading import open_destinations
+from paramd_service.control.exports.service import Exports
 from paramd_service.control.grpc_server import GrpcServer
 from paramd_service.control.http_server import HttpServer
-from paramd_service.control.incarnation import Terms
-from paramd_service.control.jobs import Jobs
-from paramd_service.control.metrics import LoopLag, Metrics
-from paramd_service.control.records import Records, open_records
-from paramd_service.control.services import Services
-from paramd_service.control.site import Site, next_generation, open_site, read_token, site_dir
-from paramd_service.control.tokens.authority import Tokens, unheard
-from paramd_service.control.tokens.revocations import Revocations
+from paramd_service.control.mesh.incarnation import Terms
+from paramd_service.control.mesh.jobs import Jobs
+from paramd_service.control.metrics.metrics import LoopLag, Metrics
+from paramd_service.control.records.events import EventBus
+from paramd_service.control.records.records import Records, open_records
 from paramd_service.tls import ServerTls, advertised, grpc_address, tls_files
 
 TICK_S = 1.0
@@ -66,7 +66,8 @@ class ControlPlane:
         files = tls_files(config.tls_cert, config.tls_key, config.tls_client_ca)
         self._tls = ServerTls(files) if files is not None else None
         self._grpc = GrpcServer()
-        self._http = HttpServer(drain_s=config.drain_s)
+        self._doorway = Doorway()
+        self._http = HttpServer(self._doorway, drain_s=config.drain_s)
         self._lag = LoopLag()
         self._events = EventBus()
         self._epochs = EpochNotes()
@@ -288,6 +289,7 @@ class ControlPlane:
             records=records,
             denied=records.denied,
             failures=FailureLimit(),
+            doorway=self._doorway,
             events=self._events,
             stopping=self._done.is_set,
         )

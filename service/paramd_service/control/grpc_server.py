@@ -7,17 +7,26 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from paramd.v1 import control_pb2_grpc
-from paramd_service.control.auth import TicketInterceptor
-from paramd_service.control.endpoint import Address, bind_grpc
-from paramd_service.control.jobs import Jobs
-from paramd_service.control.servicer import ControlServicer
-from paramd_service.control.tokens.authority import Denied
-from paramd_service.control.tokens.revocations import Revocations
+from paramd_service.control.access.authority import Denied
+from paramd_service.control.access.join import OPEN_METHODS, TicketInterceptor, caller_token
+from paramd_service.control.access.revocations import Revocations
+from paramd_service.control.base.endpoint import Address, bind_grpc
+from paramd_service.control.join_service import MAX_STREAMS_OF_RANK, ControlServicer
+from paramd_service.control.mesh.jobs import Jobs
+from paramd_service.grpc_doors import CONNECTION_OPTIONS, Doors
+from paramd_service.shares import Shares
 from paramd_service.tls import ServerTls
 
 SERVICE = "paramd.v1.ControlService"
+JOIN = f"/{SERVICE}/Join"
 CALLERS = 256
+"""Calls at once of whoever is no sidecar."""
+
+STRANGERS = 256
+"""Calls at once that have not been looked at yet, or that need no ticket."""
+
 OPTIONS: tuple[tuple[str, int], ...] = (
+    *CONNECTION_OPTIONS,
     # A taken port must look taken.
     ("grpc.so_reuseport", 0),
     # A stopped sidecar or client is noticed within seconds; theirs may ping us as often.
@@ -57,11 +66,17 @@ class GrpcServer:
         Raises:
             UnreachableError: as `bind_grpc`.
         """
+        doors = Doors(
+            open_methods=OPEN_METHODS,
+            counted=lambda method: method != JOIN,
+            calls=Shares(CALLERS, "calls"),
+            who=caller_token,
+        )
         server = grpc.aio.server(
-            interceptors=[TicketInterceptor(jobs.verifier, revocations.check, denied)],
+            interceptors=[TicketInterceptor(jobs.verifier, revocations.check, denied), doors],
             options=OPTIONS,
-            # One Join stream a rank, its successor beside it, and callers.
-            maximum_concurrent_rpcs=2 * ranks + CALLERS,
+            # A rank's Join streams, and the calls of all others, who have fewer places than that.
+            maximum_concurrent_rpcs=MAX_STREAMS_OF_RANK * ranks + CALLERS + STRANGERS,
         )
         control_pb2_grpc.add_ControlServiceServicer_to_server(
             ControlServicer(jobs, revocations), server

@@ -5,30 +5,192 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import socket
-from collections.abc import Iterator
+import ssl
+from collections.abc import Callable, Iterator
+from typing import Any, Final
 
 import uvicorn
 from fastapi import FastAPI
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from paramd.errors import UnreachableError
+from paramd_service.control.access.doorway import Doorway
 from paramd_service.tls import ServerTls
 
-CONCURRENCY = 128
+HEAD_S: Final = 10.0
+"""Within this time a request's head is there, and before it the handshake of TLS."""
+
+BODY_S: Final = 30.0
+"""And within this time after it the whole body."""
+
+
+class _Connection(H11Protocol):
+    """uvicorn's, which by itself waits for ever for a peer that says nothing."""
+
+    def __init__(self, doorway: Doorway, **options: Any) -> None:
+        super().__init__(**options)
+        self._doorway = doorway
+        self._awaits: tuple[object, float] | None = None
+        self._early = b""
+        self._timer: asyncio.TimerHandle | None = None
+
+    @property
+    def address(self) -> tuple[str, int]:
+        """Of the peer."""
+        assert self.client is not None
+        return self.client
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether a request is being answered."""
+        return self.cycle is not None and not self.cycle.response_complete
+
+    def shut(self) -> None:
+        """Ends it at once."""
+        self.transport.abort()
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        if self.client is None:
+            transport.abort()  # it went away before it came
+            return
+        self._doorway.opened(self)
+        self._await_peer()
+        early, self._early = self._early, b""
+        if early:
+            self.data_received(early)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self.connections.discard(self)
+        if self.client is None:
+            return  # it has never been made
+        if self._timer is not None:
+            self._timer.cancel()
+        self._doorway.closed(self)
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        if self.client is None:
+            # What came with the end of TLS's handshake, before we are told of that.
+            self._early += data
+            return
+        super().data_received(data)
+        self._await_peer()
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        self._await_peer()
+
+    def _await_peer(self) -> None:
+        """Sees to it that what the peer owes comes in time: a byte now and then does not do."""
+        awaits: tuple[object, float] | None = (self.cycle, HEAD_S)
+        if self.is_busy:
+            awaits = (self.cycle, BODY_S) if self.cycle.more_body else None
+        if awaits == self._awaits:
+            return
+        self._awaits = awaits
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        if awaits is not None and not self.transport.is_closing():
+            self._timer = self.loop.call_later(awaits[1], self.shut)
+
+
+class _Handshake(asyncio.Protocol):
+    """A connection until TLS stands: a stranger like others, and no longer than `HEAD_S`."""
+
+    is_busy = False
+
+    def __init__(
+        self, doorway: Doorway, context: ssl.SSLContext, then: Callable[[], _Connection]
+    ) -> None:
+        self.address = ("", 0)
+        self._doorway = doorway
+        self._context = context
+        self._then = then
+        self._transport: asyncio.Transport | None = None
+        self._task: asyncio.Task[None] | None = None
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.Transport)
+        peer = transport.get_extra_info("peername")
+        if not peer:
+            transport.abort()
+            return
+        self.address = (str(peer[0]), int(peer[1]))
+        self._transport = transport
+        transport.pause_reading()
+        self._doorway.opened(self)
+        self._task = asyncio.get_running_loop().create_task(self._shake(transport))
+
+    def shut(self) -> None:
+        """Ends it at once."""
+        assert self._transport is not None
+        self._transport.abort()
+
+    async def _shake(self, transport: asyncio.Transport) -> None:
+        connection = self._then()
+        try:
+            secure = await asyncio.get_running_loop().start_tls(
+                transport,
+                connection,
+                self._context,
+                server_side=True,
+                ssl_handshake_timeout=HEAD_S,
+            )
+        except (OSError, ssl.SSLError):  # whatever a stranger says
+            transport.abort()
+            return
+        finally:
+            self._doorway.closed(self)
+        if secure is not None and not transport.is_closing():
+            connection.connection_made(secure)
 
 
 class _Uvicorn(uvicorn.Server):
     """Signals are the whole process's business, not its."""
 
+    def __init__(self, config: uvicorn.Config, doorway: Doorway, tls: ServerTls | None) -> None:
+        super().__init__(config)
+        self._doorway = doorway
+        self._tls = tls
+
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
         yield
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Listens as uvicorn does, with connections of ours."""
+        await self.lifespan.startup()
+        loop = asyncio.get_running_loop()
+        context = self._tls.ssl_context() if self._tls is not None else None
+
+        def accept() -> asyncio.BaseProtocol:
+            if context is None:
+                return self._connection()
+            return _Handshake(self._doorway, context, self._connection)
+
+        self.servers = [
+            await loop.create_server(accept, sock=one, backlog=self.config.backlog)
+            for one in sockets or ()
+        ]
+        self.started = True
+
+    def _connection(self) -> _Connection:
+        return _Connection(
+            self._doorway,
+            config=self.config,
+            server_state=self.server_state,
+            app_state=self.lifespan.state,
+        )
 
 
 class HttpServer:
     """`start`, `stop`; on one event loop."""
 
-    def __init__(self, *, drain_s: float) -> None:
+    def __init__(self, doorway: Doorway, *, drain_s: float) -> None:
         """No I/O. `drain_s` is how long requests under way may take when it stops."""
+        self._doorway = doorway
         self._drain_s = drain_s
         self._server: _Uvicorn | None = None
         self._task: asyncio.Task[None] | None = None
@@ -49,13 +211,10 @@ class HttpServer:
             access_log=False,
             server_header=False,
             proxy_headers=False,
-            limit_concurrency=CONCURRENCY,
             timeout_graceful_shutdown=max(1, round(self._drain_s)),
         )
         config.load()
-        # In place of what uvicorn makes of files once and for all.
-        config.ssl = tls.ssl_context() if tls is not None else None
-        self._server = _Uvicorn(config)
+        self._server = _Uvicorn(config, self._doorway, tls)
         self._task = asyncio.create_task(self._server.serve(sockets=[listener]), name="paramd-http")
         while not self._server.started:
             if self._task.done():

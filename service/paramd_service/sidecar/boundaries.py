@@ -12,20 +12,20 @@ from paramd.errors import ConflictError, ParamdError, UsageError
 from paramd.memory.control_page import Word
 from paramd.memory.mirror import is_mirror, pack_wanted
 from paramd.v1 import sidecar_pb2 as pb
-from paramd_service.sidecar.copier import Copier
-from paramd_service.sidecar.edit_hook import ReadyEdits
-from paramd_service.sidecar.moments import Moments, is_table
-from paramd_service.sidecar.owner import Possession
-from paramd_service.sidecar.reaching import (
+from paramd_service.sidecar.copying.page_requests import (
     CAPTURE,
     EDIT,
     STEP,
     Boundary,
     Outcome,
+    ReadyEdits,
     fate_of,
 )
-from paramd_service.sidecar.snapshot import Fill, Snapshot, copy_spans
-from paramd_service.sidecar.snapshots import SnapshotStore
+from paramd_service.sidecar.copying.thread import Copier
+from paramd_service.sidecar.owner import Possession
+from paramd_service.sidecar.snapshots.blocks import Fill, Snapshot, copy_spans
+from paramd_service.sidecar.snapshots.moments import Moments, is_table
+from paramd_service.sidecar.snapshots.store import SnapshotStore
 
 WITHDRAW_S = 0.010
 """After READY = 0 the trainer cannot be between its two looks at READY for that long."""

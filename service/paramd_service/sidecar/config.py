@@ -33,7 +33,8 @@ class SidecarConfig:
     linger_s: float = 600.0
     """How long it serves on after the trainer's end, and waits for a first one; above 0."""
     budget_bytes: int | None = None
-    """Most bytes that snapshots may take; None means twice the arena."""
+    """Most bytes that snapshots may take, above 0; None: three times the arena and 1 MiB. A third
+    is for the control plane and the owner alone, a third is the most that one token takes."""
     default_lease_s: float = 30.0
     """Lease of a snapshot when a request names none; above 0."""
     max_lease_s: float = 300.0
@@ -49,7 +50,8 @@ class SidecarConfig:
     edit_pool_bytes: int = 16 << 20
     """Shared memory kept ready for small edits, at most about the arena; 0 or more."""
     edit_budget_bytes: int | None = None
-    """Most bytes that edits not yet applied may take; None: twice the arena and 64 MiB."""
+    """Most bytes that edits not yet applied may take; None: three times the arena and
+    64 MiB; of it three eighths are the most that one token takes."""
     undo_budget_bytes: int = 256 << 20
     """Most bytes kept to undo applied edits; 0 or more."""
     edit_expiry_s: float = 600.0

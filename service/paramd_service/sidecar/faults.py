@@ -7,10 +7,11 @@ the first) that the point is passed the process kills (`kill`) or stops (`stop`)
 
 PARAMD_FAULTS_DIR names a directory where rules may be put for one sidecar while it runs:
 in `<dir>/<socket's name>`, for example `rank-0.sock`. The file is taken away as it is read,
-so a sidecar started in the dead one's place is not struck again.
+so a sidecar started in the dead one's place is not struck again; what an earlier file said is
+over then, so an empty one calls it off.
 
 Points: pin-prepared, copy-begun, copy-chunk, copy-moved, pin-answered, capture-ready,
-boundary-copied, read-chunk, stats-item, mapped, gradients-copied, gradients-reduced; of
+boundary-copied, read-chunk, stats-item, pool, mapped, gradients-copied, gradients-reduced; of
 edits edit-staging, edit-staged, edit-ready, edit-applied; of
 exports export-begun, export-file-begun, export-chunk, export-file-written, export-file-done,
 export-stored, export-verify, export-finish, export-marker, export-renamed, export-dropped.
@@ -39,6 +40,7 @@ POINTS = frozenset(
         "boundary-copied",
         "read-chunk",
         "stats-item",
+        "pool",
         "mapped",
         "export-begun",
         "export-file-begun",
@@ -87,19 +89,21 @@ class Faults:
         """`later` is the file where further rules may appear; None looks nowhere."""
         self._act = act
         self._later = later
-        self._rules = _parse(text)
+        self._given = _parse(text)
+        self._told: dict[str, _Rule] = {}
 
     def at(self, point: str) -> None:
         """Passes a named point."""
-        if self._later is not None:
-            self._rules |= _parse(_taken(self._later))
-        rule = self._rules.get(point)
-        if rule is None:
-            return
-        rule.left -= 1
-        if rule.left == 0:
-            del self._rules[point]
-            self._act(rule.signal)
+        if self._later is not None and (told := _taken(self._later)) is not None:
+            self._told = _parse(told)
+        for rules in (self._told, self._given):
+            rule = rules.get(point)
+            if rule is None:
+                continue
+            rule.left -= 1
+            if rule.left == 0:
+                del rules[point]
+                self._act(rule.signal)
 
 
 def from_environment(socket_path: Path) -> Faults:
@@ -126,10 +130,10 @@ def _parse(text: str) -> dict[str, _Rule]:
     return rules
 
 
-def _taken(path: Path) -> str:
+def _taken(path: Path) -> str | None:
     try:
         text = path.read_text()
         path.unlink()
     except FileNotFoundError:
-        return ""
+        return None
     return text

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import ctypes
 import os
 import signal
 import sys
@@ -11,18 +12,27 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+from paramd import clock
 from paramd.errors import ParamdError, codes_of
 from paramd.memory import handover
-from paramd_service.sidecar.blocks import MemfdBlocks
+from paramd_service import core_dumps
+from paramd_service.grpc_doors import raise_descriptor_limit
 from paramd_service.sidecar.config import SidecarConfig
 from paramd_service.sidecar.faults import Faults, from_environment
-from paramd_service.sidecar.gateway import Gateway
-from paramd_service.sidecar.grpc_server import GrpcServer
-from paramd_service.sidecar.joining import Joining
 from paramd_service.sidecar.log import Log
-from paramd_service.sidecar.malloc import keep_memory
 from paramd_service.sidecar.rank import RankSidecar
-from paramd_service.sidecar.unix_server import UnixServer
+from paramd_service.sidecar.rpc.control_link import Joining
+from paramd_service.sidecar.rpc.gateway import Gateway
+from paramd_service.sidecar.rpc.grpc_server import GrpcServer
+from paramd_service.sidecar.rpc.unix_server import UnixServer
+from paramd_service.sidecar.snapshots.blocks import MemfdBlocks
+
+_M_TRIM_THRESHOLD = -1
+_M_MMAP_THRESHOLD = -3
+
+# The most that glibc takes: blocks below it come from the heap, where pages stay warm.
+_MMAP_THRESHOLD_BYTES = 32 << 20
+_TRIM_THRESHOLD_BYTES = 256 << 20
 
 _TLS_OPTIONS = {
     "advertise": "host under which others find it",
@@ -35,14 +45,27 @@ _TLS_OPTIONS = {
 _SWITCH_INTERVAL_S = 0.0005
 
 
+def keep_memory() -> bool:
+    """Sets the thresholds; False when the C library has no mallopt (musl)."""
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is None:
+        return False
+    mmap_set = mallopt(_M_MMAP_THRESHOLD, _MMAP_THRESHOLD_BYTES)
+    trim_set = mallopt(_M_TRIM_THRESHOLD, _TRIM_THRESHOLD_BYTES)
+    return bool(mmap_set and trim_set)
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one sidecar until it is told to leave. Returns the exit code."""
+    core_dumps.forbid()
     try:
         config = parse(argv)
         faults = from_environment(config.socket_path)
         keep_memory()
+        raise_descriptor_limit()
         sys.setswitchinterval(_SWITCH_INTERVAL_S)
-        asyncio.run(run(config, faults))
+        with clock.kept(config.socket_path.with_suffix(".clock")):
+            asyncio.run(run(config, faults))
     except ParamdError as error:
         print(f"paramd sidecar: {error}", file=sys.stderr)
         return codes_of(error).exit
@@ -72,6 +95,7 @@ def parse(argv: Sequence[str] | None) -> SidecarConfig:
         "grace_s",
         "default_lease_s",
         "max_lease_s",
+        "max_deadline_s",
         "idle_memory_s",
         "edit_expiry_s",
     ):

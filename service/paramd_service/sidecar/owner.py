@@ -1,7 +1,7 @@
-"""Who owns the sidecar's memory now: one trainer at a time, known by pid and start time.
+r"""Who owns the sidecar's memory now: one trainer at a time, known by pid and start time.
 
     WAITING --attach--> OWNED --its process ends outside an update--> ORPHANED
-                          \\--------- inside an update ----------> TORN
+                          \--------- inside an update ----------> TORN
     ORPHANED, GONE, TORN --attach of a newer epoch--> OWNED
     WAITING, ORPHANED, GONE, TORN --linger--> the sidecar leaves
 
@@ -20,6 +20,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from enum import Enum
+from pathlib import Path
 from typing import Any
 
 from paramd import places
@@ -29,11 +30,76 @@ from paramd.memory.arena import HostArena
 from paramd.memory.control_page import MAGIC, ControlPage, Word, Words
 from paramd.memory.mirror import is_mirror
 from paramd.memory.shared import Descriptors
-from paramd.tickets import MAX_TICKET_BYTES, key_from_hex
+from paramd.security.tickets import MAX_TICKET_BYTES, key_from_hex
 from paramd.version import __version__
+
+_PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 
 # madvise(2): fault all pages in for reading now (Linux 5.14).
 _MADV_POPULATE_READ = 22
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PeerInfo:
+    """Where one rank's sidecar is found."""
+
+    rank: int
+    address: str
+    socket_path: str
+    host_id: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Mesh:
+    """What the trainers found out together at attach."""
+
+    peers: tuple[PeerInfo, ...]
+    control_address: str
+    layout_digest: str
+    layout: bytes
+    """A serialized paramd.v1.Layout."""
+
+
+def parse_mesh(message: dict[str, Any], layout: bytes) -> Mesh:
+    """The mesh in a "mesh" message. Raises UsageError."""
+    try:
+        peers = tuple(
+            PeerInfo(
+                rank=int(peer["rank"]),
+                address=str(peer["address"]),
+                socket_path=str(peer["socket_path"]),
+                host_id=str(peer["host_id"]),
+            )
+            for peer in message["peers"]
+        )
+        control_address, digest = message["control_address"], message["layout_digest"]
+    except (KeyError, TypeError, ValueError) as error:
+        raise UsageError(f"mesh: {error!r} is missing or of a wrong type") from None
+    if not isinstance(control_address, str | None) or not isinstance(digest, str):
+        raise UsageError("mesh: control_address and layout_digest must be text")
+    return Mesh(
+        peers=tuple(sorted(peers, key=lambda peer: peer.rank)),
+        control_address=control_address or "",
+        layout_digest=digest,
+        layout=layout,
+    )
+
+
+def process_state(pid: int) -> str:
+    """Its state as one letter ("R", "S", "T", ...); empty when it cannot be read."""
+    try:
+        text = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return ""
+    return text.rpartition(")")[2][1:2]
+
+
+def resident_bytes(pid: int) -> int:
+    """Its resident memory; 0 when it cannot be read."""
+    try:
+        return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * _PAGE_BYTES
+    except (OSError, IndexError, ValueError):
+        return 0
 
 
 class Ownership(Enum):
@@ -159,7 +225,9 @@ def ownership_after_end(words: Words) -> Ownership:
     An edit that was agreed and not wholly applied tears the rank too, even before the first
     byte: the other ranks have applied it.
     """
-    torn = words[Word.SEQ] & 1 or words[Word.EDIT_AGREED] > words[Word.EDIT_APPLIED]
+    # What rests has odd SEQ too, but no update is under way.
+    inside = words[Word.SEQ] & 1 and not words[Word.REST]
+    torn = inside or words[Word.EDIT_AGREED] > words[Word.EDIT_APPLIED]
     if torn:
         return Ownership.TORN
     return Ownership.GONE if is_mirror(words) else Ownership.ORPHANED

@@ -6,7 +6,7 @@
     STALLED            the process is stopped
     HELD               the trainer waits at a boundary on request
     STALLED            its next boundary is long overdue
-    UPDATE             SEQ is odd
+    UPDATE             SEQ is odd and nothing rests
     SUMMON             a copy is under way, or a boundary request waits for the trainers
     IDLE               no boundary yet, or none for longer than a step takes
     FORWARD_BACKWARD   else: between two updates of a training that goes on
@@ -80,7 +80,7 @@ def doing(ownership: Ownership, words: Sequence[int], *, process_state: str, now
         return Doing(common_pb2.PHASE_STALLED, "its trainer's process is stopped (SIGSTOP)")
     if words[Word.HELD] == _HELD:
         return Doing(common_pb2.PHASE_HELD, "training is held on request; it goes on by itself")
-    inside = words[Word.SEQ] & 1 == 1
+    inside = words[Word.SEQ] & 1 == 1 and not words[Word.REST]
     boundary_ns, step_ns = words[Word.BOUNDARY_NS], words[Word.STEP_TIME_NS]
     age_ns = max(now_ns - boundary_ns, 0) if boundary_ns else 0
     if age_ns > stall_after_ns(step_ns):

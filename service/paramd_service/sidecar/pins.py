@@ -17,19 +17,26 @@ from typing import Any
 
 from paramd.errors import AbortedError, ConflictError, TornError
 from paramd.memory.control_page import Word
-from paramd.memory.gate import State, state_of
+from paramd.memory.gate import State, resting_state, state_of
 from paramd.memory.mirror import is_mirror
-from paramd_service.sidecar.blocks import BlockMaker
+from paramd_service.shares import CALLER, Who
 from paramd_service.sidecar.boundaries import Boundaries
-from paramd_service.sidecar.capture import CopyJob
-from paramd_service.sidecar.copier import Copier
+from paramd_service.sidecar.copying.capture import CopyJob
+from paramd_service.sidecar.copying.thread import Copier
 from paramd_service.sidecar.faults import Faults
-from paramd_service.sidecar.gradient_pins import GradientPins
-from paramd_service.sidecar.gradients import Gradients
-from paramd_service.sidecar.moments import Moments
+from paramd_service.sidecar.gradients.pins import GradientPins
+from paramd_service.sidecar.gradients.slots import Gradients
 from paramd_service.sidecar.owner import Ownership, Possession
-from paramd_service.sidecar.snapshot import Fill, Key, Lease, Snapshot, copy_spans
-from paramd_service.sidecar.snapshots import SnapshotStore
+from paramd_service.sidecar.snapshots.blocks import (
+    BlockMaker,
+    Fill,
+    Key,
+    Lease,
+    Snapshot,
+    copy_spans,
+)
+from paramd_service.sidecar.snapshots.moments import Moments
+from paramd_service.sidecar.snapshots.store import SnapshotStore
 
 
 @dataclass(eq=False, slots=True)
@@ -40,9 +47,17 @@ class _Filling:
     done: asyncio.Future[None]
     at_step: int
     """Exact step wanted; 0: any."""
+    who: Who
+    """Whose request began it, and is charged for it while it goes on."""
+    unsettled: bool = False
     waiters: int = 0
     job: CopyJob | None = None
     abandoned: bool = False
+
+    @property
+    def named(self) -> tuple[Key, int, bool]:
+        """What it is found by."""
+        return self.snapshot.key, self.at_step, self.unsettled
 
 
 class Pins:
@@ -66,7 +81,7 @@ class Pins:
         self._executor = executor
         self._faults = faults
         self._loop = asyncio.get_running_loop()
-        self._fillings: dict[tuple[Key, int], _Filling] = {}
+        self._fillings: dict[tuple[Key, int, bool], _Filling] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._sweep_timer: asyncio.TimerHandle | None = None
         self._closing = False
@@ -77,6 +92,7 @@ class Pins:
         self.boundaries.moments = self.moments
         gradients = Gradients(possession, executor=executor, idle_memory_s=store.idle_memory_s)
         copier.on_wake = gradients.woken
+        store.check = self.check_true
         self.gradient_pins = GradientPins(
             gradients,
             store=store,
@@ -86,23 +102,33 @@ class Pins:
             at_point=faults.at,
         )
 
-    async def pin(self, key: Key, *, lease_s: float, timeout_s: float, at_step: int = 0) -> Lease:
+    async def pin(
+        self,
+        key: Key,
+        *,
+        lease_s: float,
+        timeout_s: float,
+        at_step: int = 0,
+        unsettled: bool = False,
+    ) -> Lease:
         """A lease on the spans' bytes at the present step, or at one that is to come.
 
-        Equal requests share one copy.
+        Equal requests share one copy. `unsettled` takes parameters that were changed after
+        their update too, while training has not gone on.
 
         Raises:
             TornError: the trainer ended inside an update, and nothing equal was kept.
             ExhaustedError: the snapshot budget, or the machine, has no room.
             AbortedError: no copy fitted between two updates in time, or `at_step` has passed.
-            ConflictError: the arena is a mirror, whose bytes are of an earlier step.
+            ConflictError: the arena is a mirror, whose bytes are of an earlier step, or the
+                trainer cannot serve its parameters; the text says why.
         """
         self.sweep()
         if is_mirror(self._possession.page.words):
             raise ConflictError(self._why_not_now())
-        snapshot = self._found(key, at_step)
+        snapshot = self._found(key, at_step) if not unsettled else None
         if snapshot is None:
-            snapshot = await self._join_filling(key, timeout_s, at_step)
+            snapshot = await self._join_filling(key, timeout_s, at_step, unsettled)
         return self._lease(snapshot, lease_s)
 
     def _found(self, key: Key, at_step: int) -> Snapshot | None:
@@ -110,8 +136,31 @@ class Pins:
             return self.store.find(key, step=at_step)
         if self.ownership is Ownership.TORN:
             return self.store.find(key)
-        step, edits = state_of(self._possession.page)
-        return self.store.find(key, step=step, edits=edits)
+        page = self._possession.page
+        if not page[Word.SEQ] & 1:
+            state: State | None = state_of(page)
+        else:
+            # Of a living trainer only a look after the copy proves what rests: copy anew.
+            state = resting_state(page) if self.copier.capture.trainer_ended else None
+        if state is None or self._is_stray(state.proof):
+            return None
+        return self.store.find(key, proof=state.proof)
+
+    def _is_stray(self, proof: int) -> bool:
+        """Whether parameters changed while what this proves was copied."""
+        return proof > 0 and self._possession.page[Word.STRAY_SEQ] == proof
+
+    def check_true(self, snapshot: Snapshot) -> None:
+        """Returns unless the trainer has found since that the bytes are of no one step.
+
+        Raises:
+            AbortedError: it has; ask again.
+        """
+        if self._is_stray(snapshot.proof):
+            raise AbortedError(
+                f"parameters changed while step {snapshot.step} was read, outside of any update; "
+                "ask again. Put what changes them into attachment.update()"
+            )
 
     async def prepare(self, key: Key, *, with_buffers: bool, lease_s: float) -> Lease:
         """A lease on room for the spans; `Boundaries.capture` fills it.
@@ -123,13 +172,17 @@ class Pins:
         self.sweep()
         if self.ownership is not Ownership.OWNED:
             raise ConflictError(f"no boundary will come: {self.ownership.value}")
-        snapshot = self.store.reserve(key, at_boundary=True, with_buffers=with_buffers)
+        who = CALLER.get()
+        snapshot = self.store.reserve(key, at_boundary=True, with_buffers=with_buffers, who=who)
         try:
-            await asyncio.shield(self._start(self._make_block(self.store.hold(snapshot))))
-        except BaseException:
-            self.store.drop(snapshot)
-            raise
-        return self._lease(snapshot, lease_s)
+            try:
+                await asyncio.shield(self._start(self._make_block(self.store.hold(snapshot))))
+            except BaseException:
+                self.store.drop(snapshot)
+                raise
+            return self._lease(snapshot, lease_s)
+        finally:
+            self.store.uncharge(snapshot, who)
 
     def trainer_ended(self, ownership: Ownership) -> None:
         """No boundary comes any more; when torn, no copy either."""
@@ -137,6 +190,7 @@ class Pins:
         self.boundaries.end(ownership.value)
         self.gradient_pins.gradients.end(ConflictError(f"no update will come: {ownership.value}"))
         self.store.keep_for_ever()
+        self.copier.capture.trainer_ended = True
         self.copier.give_up(ownership.value, jobs_too=ownership is Ownership.TORN)
 
     def sweep(self) -> None:
@@ -164,23 +218,25 @@ class Pins:
 
     def _lease(self, snapshot: Snapshot, lease_s: float) -> Lease:
         try:
-            lease = self.store.lease(snapshot, lease_s)
+            lease = self.store.lease(snapshot, lease_s, CALLER.get())
         except BaseException:
             self.store.drop(snapshot)
             raise
         self.sweep()
         return lease
 
-    async def _join_filling(self, key: Key, timeout_s: float, at_step: int) -> Snapshot:
+    async def _join_filling(
+        self, key: Key, timeout_s: float, at_step: int, unsettled: bool
+    ) -> Snapshot:
         """One holder of a snapshot of `key`, filled after this call began."""
         if self.ownership is Ownership.TORN:
             raise TornError(
                 f"{self.ownership.value}, and no equal snapshot of an earlier step is "
                 "left. Restart the training from its last checkpoint"
             )
-        filling = self._fillings.get((key, at_step))
+        filling = self._fillings.get((key, at_step, unsettled))
         if filling is None:
-            filling = self._begin_filling(key, at_step)
+            filling = self._begin_filling(key, at_step, unsettled)
         filling.waiters += 1
         snapshot = self.store.hold(filling.snapshot)
         try:
@@ -197,10 +253,11 @@ class Pins:
                 self._abandon(filling)
         return snapshot
 
-    def _begin_filling(self, key: Key, at_step: int) -> _Filling:
-        snapshot = self.store.reserve(key, at_boundary=False)
-        filling = _Filling(snapshot, self._loop.create_future(), at_step)
-        self._fillings[key, at_step] = filling
+    def _begin_filling(self, key: Key, at_step: int, unsettled: bool) -> _Filling:
+        who = CALLER.get()
+        snapshot = self.store.reserve(key, at_boundary=False, who=who)
+        filling = _Filling(snapshot, self._loop.create_future(), at_step, who, unsettled)
+        self._fillings[filling.named] = filling
         self._start(self._fill(filling))
         return filling
 
@@ -209,7 +266,11 @@ class Pins:
         try:
             await self._make_block(self.store.hold(snapshot))
             self._faults.at("pin-prepared")
-            snapshot.step, snapshot.edits = await self._copy(filling)
+            state = await self._copy(filling)
+            snapshot.step, snapshot.edits = state.step, state.edits
+            snapshot.iteration, snapshot.unsettled = state.iteration, state.unsettled
+            # A state that was changed while it rested is nobody else's answer.
+            snapshot.proof = state.proof if not filling.unsettled else 0
             snapshot.fill = Fill.FILLED
             filling.done.set_result(None)
         except Exception as error:
@@ -217,6 +278,7 @@ class Pins:
             filling.done.exception()  # seen, even when all waiters have gone
         finally:
             self._forget(filling)
+            self.store.uncharge(snapshot, filling.who)
             self.store.drop(snapshot)
 
     async def _copy(self, filling: _Filling) -> State:
@@ -228,12 +290,15 @@ class Pins:
             copy_spans(filling.snapshot, self._possession.arena.address),
             lambda state: self._post(copied.set_result, state),
             at_step=filling.at_step,
+            unsettled=filling.unsettled,
         )
         self.copier.submit(filling.job)
         state = await copied
         if state is None:
             if self.ownership is Ownership.TORN:
                 raise TornError(self.ownership.value)
+            if filling.job.refused:
+                raise ConflictError(f"the parameters cannot be served: {filling.job.refused}")
             if filling.at_step and self._possession.page[Word.STEP] >= filling.at_step:
                 raise AbortedError(
                     f"step {filling.at_step} has passed uncopied, the rank has finished "
@@ -251,9 +316,8 @@ class Pins:
         )
 
     def _forget(self, filling: _Filling) -> None:
-        named = (filling.snapshot.key, filling.at_step)
-        if self._fillings.get(named) is filling:
-            del self._fillings[named]
+        if self._fillings.get(filling.named) is filling:
+            del self._fillings[filling.named]
 
     def _abandon(self, filling: _Filling) -> None:
         filling.abandoned = True
@@ -275,10 +339,24 @@ class Pins:
         job, page = filling.job, self._possession.page
         if job is None:
             return f"{timeout_s:.1f} s were not enough to make room for the snapshot; allow more"
+        if job.changed:
+            return (
+                f"after update {page[Word.REST_STEP]} parameters were changed, and training has "
+                "not gone on since: weights swapped in, merged or averaged for an evaluation? Ask "
+                "again later, or with unsettled=True (--unsettled) for what lies there now"
+            )
+        if job.unseen is not None:
+            return (
+                "the rank rests after an update, and its trainer has not confirmed what was copied "
+                "meanwhile: other tensors stand in the parameters' place, or its Python does not "
+                "run. Ask again later"
+            )
         if job.attempts:
             why = self.copier.capture.explain(job.size_bytes, job.longest_ns)
             return f"no copy ended within {timeout_s:.1f} s in {job.attempts} attempts: {why}"
-        doing = "is inside an update" if page[Word.SEQ] & 1 else "did not reach a boundary"
+        doing = "did not reach a boundary"
+        if page[Word.SEQ] & 1:
+            doing = "rests after an update" if page[Word.REST] else "is inside an update"
         return (
             f"no copy could begin within {timeout_s:.1f} s: the rank {doing}; allow more time, and "
             "look at the training when it stays so"

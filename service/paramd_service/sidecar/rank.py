@@ -7,38 +7,110 @@ from __future__ import annotations
 
 import asyncio
 import os
+import time
 from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import Executor
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from paramd.errors import ConflictError, ExhaustedError, UnreachableError
-from paramd.memory.control_page import Word
-from paramd.memory.gate import State, state_of
-from paramd.tickets import Claims, Verifier
-from paramd_service.sidecar.blocks import BlockMaker
+from paramd.memory.gate import State, resting_state, state_of
+from paramd.memory.rest import sample_digest
+from paramd.security.tickets import Claims, Verifier
 from paramd_service.sidecar.config import SidecarConfig
-from paramd_service.sidecar.edits import Edits
+from paramd_service.sidecar.copying.capture import Capture
+from paramd_service.sidecar.copying.thread import Copier
+from paramd_service.sidecar.edits.entry import EditLimits
+from paramd_service.sidecar.edits.manager import Edits
+from paramd_service.sidecar.edits.memory import EditMemory
 from paramd_service.sidecar.faults import Faults
-from paramd_service.sidecar.gradients import EndedError
+from paramd_service.sidecar.gradients.slots import EndedError
 from paramd_service.sidecar.log import Log
-from paramd_service.sidecar.mesh_info import Mesh
 from paramd_service.sidecar.owner import (
     AttachRequest,
+    Mesh,
     Ownership,
     Possession,
     check_attach,
     owner_view,
     ownership_after_end,
+    process_state,
     take_possession,
 )
-from paramd_service.sidecar.parts import make_edits, make_pins
 from paramd_service.sidecar.pins import Pins
-from paramd_service.sidecar.refusals import Refusals
-from paramd_service.sidecar.revocations import Revocations
+from paramd_service.sidecar.revocations import Refusals, Revocations
+from paramd_service.sidecar.snapshots.blocks import BlockMaker
+from paramd_service.sidecar.snapshots.store import SnapshotStore
 
 if TYPE_CHECKING:
     from paramd_service.tls import ServerTls
+
+_PROGRAM_BYTES = 4 << 20
+
+
+def make_pins(
+    possession: Possession,
+    *,
+    blocks: BlockMaker,
+    budget_bytes: int,
+    idle_memory_s: float,
+    executor: Executor,
+    faults: Faults,
+    log: Log,
+) -> Pins:
+    """Snapshots of a trainer's memory; the thread that copies them runs from now on."""
+    store = SnapshotStore(
+        budget_bytes=budget_bytes,
+        blocks=blocks,
+        clock_ns=time.monotonic_ns,
+        idle_memory_s=idle_memory_s,
+    )
+    capture = Capture(
+        possession.page,
+        clock_ns=time.monotonic_ns,
+        at_point=faults.at,
+        digest=lambda: sample_digest(possession.page, possession.arena.buffer),
+        stopped=lambda: process_state(possession.request.pid) == "T",
+    )
+    copier = Copier(capture, possession.shared.wake, log)
+    pins = Pins(
+        possession, store=store, copier=copier, blocks=blocks, executor=executor, faults=faults
+    )
+    copier.start()
+    return pins
+
+
+def make_edits(
+    possession: Possession,
+    config: SidecarConfig,
+    *,
+    layout: Callable[[], bytes],
+    executor: Executor,
+    faults: Faults,
+) -> Edits:
+    """Edits of a trainer's memory, not started: `Edits.start` reserves what they need."""
+    arena_bytes = possession.request.arena_bytes
+    memory = EditMemory(
+        possession.shared.edits,
+        # Nobody needs more than the whole arena and a little for programs.
+        pool_bytes=min(config.edit_pool_bytes, arena_bytes + _PROGRAM_BYTES),
+        idle_s=config.idle_memory_s,
+        executor=executor,
+    )
+    budget = config.edit_budget_bytes
+    return Edits(
+        memory,
+        possession.page,
+        rank=config.rank,
+        arena_bytes=arena_bytes,
+        limits=EditLimits(
+            budget_bytes=budget if budget is not None else 3 * arena_bytes + (64 << 20),
+            undo_budget_bytes=config.undo_budget_bytes,
+            expiry_s=config.edit_expiry_s,
+        ),
+        layout=layout,
+        faults=faults,
+    )
 
 
 class RankSidecar:
@@ -91,15 +163,17 @@ class RankSidecar:
 
     @property
     def step(self) -> int:
-        """Finished updates; -1 before the first attach."""
-        return self._possession.page[Word.STEP] if self._possession is not None else -1
+        """Finished updates, settled or not; -1 before the first attach."""
+        return self.state.step
 
     @property
     def state(self) -> State:
-        """The present step and edits; of one moment only outside of updates."""
+        """The present state; of one moment only outside of updates."""
         if self._possession is None:
             return State(-1, -1)
-        return state_of(self._possession.page)
+        page = self._possession.page
+        rests = resting_state(page)
+        return rests if rests is not None else state_of(page)
 
     @property
     def pins(self) -> Pins:
@@ -148,6 +222,18 @@ class RankSidecar:
             raise ConflictError(
                 f"the request was planned for {what}, the job is in epoch {self.epoch}; "
                 "fetch the layout again"
+            )
+
+    def identity(self) -> dict[str, Any]:
+        """Who answers, on the Unix socket; over gRPC a header says it."""
+        return {"job": self.config.job, "epoch": self.epoch, "rank": self.config.rank}
+
+    def check_meant(self, rank: object) -> None:
+        """Raises UnreachableError when a request is for another rank; None names none."""
+        if rank is not None and str(rank) != str(self.config.rank):
+            raise UnreachableError(
+                f"this is rank {self.config.rank} of job {self.config.job!r}, not rank "
+                f"{str(rank)[:16]}; somebody else's sidecar is found at this address"
             )
 
     def follow_control(self, generation: int) -> None:
@@ -250,7 +336,8 @@ class RankSidecar:
     def budget_bytes(self, arena_bytes: int) -> int:
         """Most bytes that snapshots may take."""
         configured = self.config.budget_bytes
-        return configured if configured is not None else 2 * arena_bytes + (1 << 20)
+        # One arena for tokens' holders twice over, and one for the control plane and the owner.
+        return configured if configured is not None else 3 * arena_bytes + (1 << 20)
 
     def _own(self, possession: Possession) -> None:
         self._possession = possession

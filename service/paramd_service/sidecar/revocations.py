@@ -10,9 +10,28 @@ import asyncio
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 
-from paramd.tickets import Claims
+from paramd.security.tickets import Claims
 from paramd.v1 import control_pb2
 from paramd_service.revoked import MAX_ID_CHARS, MAX_REVOKED, RevokedTokens
+
+MAX_CHARS = 256
+
+
+class Refusals:
+    """Counts on the event loop's thread."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        """Since the process began."""
+        self.last = ""
+        """Method and reason of the last one; empty before the first."""
+
+    def saw(self, method: str, reason: str) -> None:
+        """One call was refused. Never fails, whatever the caller wrote."""
+        self.count += 1
+        # What a caller wrote may stand in the reason: only what any log can show.
+        told = f"{method[:MAX_CHARS]}: {reason}"[:MAX_CHARS]
+        self.last = told.encode("ascii", "replace").decode()
 
 
 class Revocations:

@@ -22,9 +22,9 @@ import paramd
 from paramd.memory.control_page import Word
 from paramd.memory.edit_program import Op, Record, write_program
 from paramd.memory.sparse import SparseMemory
-from paramd.trainer.agreement import EDIT, HOLD, RESUME, STEP
-from paramd.trainer.attachment import Attachment
-from paramd.trainer.holding import Holding
+from paramd.trainer.attaching.attachment import Attachment
+from paramd.trainer.boundary.agreement import EDIT, HOLD, RESUME, STEP
+from paramd.trainer.boundary.hold import Holding
 from tests.multiprocess import kinds
 from tests.multiprocess.workers.train import Training, adam, differences, train_plainly
 

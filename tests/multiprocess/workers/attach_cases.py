@@ -9,6 +9,7 @@ import gc
 import os
 import threading
 import time
+import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -21,8 +22,14 @@ import torch.distributed as dist
 import paramd
 from paramd import places
 from paramd.errors import ParamdError
+from paramd.memory.arena import HostArena
 from paramd.memory.control_page import Word
-from paramd.trainer.acting import AGREEMENT_LOST
+from paramd.security.tickets import new_token
+from paramd.trainer.attaching.attachment import Attachment
+from paramd.trainer.boundary.boundary import Boundary
+from paramd.trainer.boundary.requests import AGREEMENT_LOST
+from paramd.trainer.helpers.sidecar_link import SidecarLink
+from paramd.trainer.home.owned import Home
 from paramd.trainer.settings import AttachSettings
 from tests.ending import end
 from tests.multiprocess import kinds
@@ -44,16 +51,18 @@ def built(kind: str = "ddp") -> tuple[kinds.Built, torch.optim.Optimizer]:
 
 def refused_everywhere(kind: str, text: str, attach: Callable[[], Any]) -> None:
     """Every rank gets the same kind of error, which says `text`; nothing is left."""
+    dist.barrier()
     before = holdings()
     told: list[str] = [""] * dist.get_world_size()
     try:
         attach()
-    except ParamdError as error:
+    except (ParamdError, _Planted) as error:
         mine = f"{type(error).__name__}: {error}"
     else:
         mine = "it attached"
     dist.all_gather_object(told, mine)
-    assert all(line.startswith(kind) and text in line for line in told), told
+    assert mine.startswith(kind), mine
+    assert all(text in line for line in told), told
     assert_nothing_new(before)
 
 
@@ -95,6 +104,116 @@ def an_optimizer_of_another_model_on_one_rank() -> None:
         "UsageError", "updates no parameter of this",
         lambda: paramd.attach(made.model, chosen, job="foreign"),
     )  # fmt: skip
+
+
+class Wrapper(torch.optim.Optimizer):
+    """Like accelerate's: an optimizer by its type, never made as one, with the real one inside."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.optimizer = optimizer
+
+    @property
+    def param_groups(self) -> Any:
+        return self.optimizer.param_groups
+
+
+@case
+def an_optimizer_in_a_wrapper_is_followed_and_what_is_none_is_refused_everywhere() -> None:
+    made, optimizer = built()
+    wrong: Any = object() if dist.get_rank() == 1 else optimizer
+    refused_everywhere(
+        "UsageError", "not object", lambda: paramd.attach(made.model, wrong, job="none")
+    )
+    attachment = paramd.attach(made.model, Wrapper(optimizer), job="wrapped")
+    train(made, optimizer)
+    assert attachment.step == 1
+    summon_and_compare(made, "wrapped", 1)
+    attachment.detach()
+
+
+PLANTED = [
+    (SidecarLink, "open"),
+    (HostArena, "populate"),
+    (Home, "move_in"),
+    (Boundary, "__init__"),
+    (Attachment, "__init__"),
+    (Attachment, "follow"),
+    (SidecarLink, "_send_mesh"),
+    (threading.Thread, "start"),
+]
+"""What attaching does, in order; each is made to raise once it has done its work."""
+
+
+@case
+def whatever_raises_on_one_rank_leaves_no_rank_attached() -> None:
+    made, optimizer = built("fsdp2")
+    train(made, optimizer)
+    # A site that does not answer: no control plane of the job's own has to start each time.
+    settings = AttachSettings(control="http://127.0.0.1:1", token=new_token())
+    for owner, name in PLANTED:
+        truth = {n: raw(t) for n, t in kinds.full_parameters(made.model).items()}
+        with pytest.MonkeyPatch.context() as patch:
+            if dist.get_rank() == 1:
+                patch.setattr(owner, name, failing(getattr(owner, name)))
+            refused_everywhere(
+                "ConflictError" if dist.get_rank() == 0 else "_Planted",
+                "planted",
+                lambda: paramd.attach(made.model, optimizer, job="undone", settings=settings),
+            )
+        assert {n: raw(t) for n, t in kinds.full_parameters(made.model).items()} == truth
+        train(made, optimizer)
+    attachment = paramd.attach(made.model, optimizer, job="undone")
+    train(made, optimizer)
+    summon_and_compare(made, "undone", attachment.step)
+    attachment.detach()
+
+
+class _Planted(AttributeError):
+    """No error of ours, and none that fails open."""
+
+
+def failing(original: Callable[..., Any]) -> Callable[..., Any]:
+    def fails(*args: Any, **kwargs: Any) -> None:
+        original(*args, **kwargs)
+        raise _Planted("planted")
+
+    return fails
+
+
+@case
+def a_forked_child_that_detaches_leaves_its_parents_service_alone() -> None:
+    made, optimizer = built()
+    attachment = paramd.attach(made.model, optimizer, job="forked")
+    train(made, optimizer)
+    sidecars = holdings()["child"]
+    child = os.fork()
+    if child == 0:
+        os._exit(detached_in_a_child(made, attachment))
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    train(made, optimizer)
+    summon_and_compare(made, "forked", 2)
+    assert holdings()["child"] == sidecars, "a sidecar was sent home"
+    attachment.detach()
+
+
+def detached_in_a_child(made: kinds.Built, attachment: Any) -> int:
+    """0 when the child's parameters have their values in memory of its own."""
+    try:
+        before = [raw(p.detach()) for p in made.model.parameters()]
+        attachment.detach()
+        inside = attachment._arena.address
+        with torch.no_grad():
+            same = before == [raw(p.detach()) for p in made.model.parameters()]
+            for parameter in made.model.parameters():
+                parameter.fill_(7)
+        left = all(
+            not inside <= p.data_ptr() < inside + attachment._arena.size_bytes
+            for p in made.model.parameters()
+        )
+        return 0 if same and left and attachment.step == 1 else 1
+    except BaseException:
+        traceback.print_exc()
+        return 2
 
 
 @case

@@ -19,9 +19,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
 import paramd
-from paramd.mesh.frames import GradFrame
+from paramd.mesh.frames.frames import GradFrame
 from paramd.mesh.mesh import Mesh
-from paramd.trainer.attachment import Attachment
+from paramd.trainer.attaching.attachment import Attachment
 from paramd.trainer.settings import AttachSettings
 from tests.ending import end
 

@@ -19,8 +19,8 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from paramd.trainer.agreement import NOTHING, Agreement
-from paramd.trainer.exchange import Exchange
+from paramd.trainer.attaching.exchange import Exchange
+from paramd.trainer.boundary.agreement import NOTHING, Agreement
 from tests.ending import end
 
 LASTS: list[object] = []

@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 import paramd
 from paramd.memory.control_page import Word
-from paramd.trainer.attachment import Attachment
+from paramd.trainer.attaching.attachment import Attachment
 from tests.ending import end
 from tests.multiprocess import kinds
 from tests.multiprocess.workers.train import DEADLINE_S, Training, adam, everybody, raw
@@ -97,23 +97,25 @@ def wrong_after_next(edited: list[Held], updated: list[Held]) -> list[str]:
 def train(name: str, folder: Path) -> list[str]:
     training = Training(kinds.named(name), adam)
     (optimizer,) = training.optimizers
-    updated: list[list[Held]] = [[]]
-    optimizer.register_step_post_hook(lambda *_: updated.__setitem__(0, held_now(optimizer)))
+    # An edit is applied when training goes on: between one step's end and the next one's begin.
+    ends: list[list[Held]] = [[], []]
+    begins: list[list[Held]] = [[]]
+    optimizer.register_step_pre_hook(lambda *_: begins.__setitem__(0, held_now(optimizer)))
+    optimizer.register_step_post_hook(lambda *_: ends.append(held_now(optimizer)))
     for _ in range(STEPS_BEFORE):
         training.step()
     attachment = paramd.attach(training.built.model, optimizer, job=name)
     print(f"attached {name}.", flush=True)
     step_until_edited(training, attachment)
-    edited = held_now(optimizer)
-    wrong, lost = wrong_after_edit(updated[0], edited)
+    edited, before, after = begins[0], ends[-2], ends[-1]
+    wrong, lost = wrong_after_edit(before, edited)
     told = torch.tensor([lost])
     dist.all_reduce(told)
     if not told.item():
         wrong.append("no moment was reset on any rank")
     if name in REPLICATED:
         wrong += differing_replicas(edited)
-    training.step()
-    wrong += wrong_after_next(edited, updated[0])
+    wrong += wrong_after_next(edited, after)
     deadline_s = time.monotonic() + DEADLINE_S
     while not everybody((folder / f"{name}.seen").exists):
         assert time.monotonic() < deadline_s, "the client has not seen the edit"

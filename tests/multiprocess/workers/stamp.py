@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 
 import paramd
-from paramd.trainer.attachment import Attachment
+from paramd.trainer.attaching.attachment import Attachment
 from tests.ending import end
 from tests.multiprocess import kinds
 

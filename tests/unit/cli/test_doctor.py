@@ -11,35 +11,35 @@ from pathlib import Path
 import pytest
 
 from paramd import places
-from paramd.cli import checks
-from paramd.cli.checks import Finding, Verdict
+from paramd.cli import doctor
+from paramd.cli.doctor import Finding, Verdict
 from paramd.cli.main import main
 
 PYPROJECT = Path(__file__).resolve().parents[3] / "pyproject.toml"
 
 
 def found_by_name() -> dict[str, Finding]:
-    return {finding.check: finding for finding in checks.machine()}
+    return {finding.check: finding for finding in doctor.machine()}
 
 
 def test_the_floors_are_those_of_pyproject() -> None:
     project = tomllib.loads(PYPROJECT.read_text())["project"]
     extras = project["optional-dependencies"].values()
     required = [*project["dependencies"], *(line for extra in extras for line in extra)]
-    for name, floor in checks.FLOORS.items():
+    for name, floor in doctor.FLOORS.items():
         assert any(line.startswith(f"{name}>={floor}") for line in required), name
 
 
 def test_a_machine_that_runs_these_tests_is_well() -> None:
-    failed = [f for f in checks.machine() if f.verdict is Verdict.FAILED]
+    failed = [f for f in doctor.machine() if f.verdict is Verdict.FAILED]
     assert failed == []
 
 
 def test_every_finding_that_is_not_well_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(checks, "FLOORS", {**dict.fromkeys(checks.FLOORS, "999"), "absent-x": "1"})
-    monkeypatch.setattr(checks, "LITTLE_MEMORY_BYTES", 1 << 60)
-    monkeypatch.setattr(checks.time, "time", lambda: 0.0)
-    findings = list(checks.machine())
+    monkeypatch.setattr(doctor, "FLOORS", {**dict.fromkeys(doctor.FLOORS, "999"), "absent-x": "1"})
+    monkeypatch.setattr(doctor, "LITTLE_MEMORY_BYTES", 1 << 60)
+    monkeypatch.setattr(doctor.time, "time", lambda: 0.0)
+    findings = list(doctor.machine())
     bad = [f for f in findings if f.verdict is not Verdict.OK]
     assert {"torch", "grpcio", "absent-x", "shared memory", "clock"} <= {f.check for f in bad}
     assert all(f.advice for f in bad)
@@ -77,7 +77,7 @@ def test_a_taken_port_is_a_warning_and_our_own_job_is_not(monkeypatch: pytest.Mo
         server.bind(("127.0.0.1", 0))
         server.listen()
         port = server.getsockname()[1]
-        monkeypatch.setattr(checks, "DEFAULT_PORT", port)
+        monkeypatch.setattr(doctor, "DEFAULT_PORT", port)
         finding = found_by_name()[f"port {port}"]
         assert finding.verdict is Verdict.WARNING
         assert "PARAMD_LISTEN" in finding.advice
@@ -104,7 +104,7 @@ def test_a_job_that_does_not_answer_fails_the_doctor(capsys: pytest.CaptureFixtu
     [("2.13.0+cpu", (2, 13, 0)), ("1.71.2rc1", (1, 71, 2)), ("7", (7,)), ("odd", ())],
 )
 def test_versions_are_compared_by_their_numbers(version: str, numbers: tuple[int, ...]) -> None:
-    assert checks.release(version) == numbers
+    assert doctor.release(version) == numbers
 
 
 def endpoint(job: str, url: str) -> places.Endpoint:

@@ -8,9 +8,9 @@ import math
 
 import pytest
 
-from paramd.cli.histogram import WIDTH, bar, histogram
 from paramd.cli.options import Format
 from paramd.cli.output import Column, Listing, emit, seconds, size
+from paramd.cli.stats import WIDTH, bar, histogram
 
 LONG = "layers.0." + "x" * 200
 LISTING = Listing(

@@ -13,8 +13,9 @@ from pathlib import Path
 
 import pytest
 
-from paramd.cli import authority, remote_checks
-from paramd.cli.checks import Finding, Verdict
+from paramd.cli import doctor
+from paramd.cli.doctor import Finding, Verdict
+from paramd.security import authority
 
 NOW_S = 1_800_000_000.5
 DAY_S = 86_400.0
@@ -34,14 +35,14 @@ def test_a_clock_that_differs_from_the_control_planes_is_found(
     ahead_s: float, verdict: Verdict, text: str
 ) -> None:
     date = formatdate(int(NOW_S), usegmt=True)
-    found = remote_checks.clock_finding("host", date, NOW_S + ahead_s)
+    found = doctor.clock_finding("host", date, NOW_S + ahead_s)
     assert (found.verdict, bool(found.advice)) == (verdict, verdict is not Verdict.OK)
     assert text in found.detail
 
 
 @pytest.mark.parametrize("date", [None, "", "yesterday"])
 def test_a_control_plane_that_says_no_time_is_a_warning(date: str | None) -> None:
-    assert remote_checks.clock_finding("host", date, NOW_S).verdict is Verdict.WARNING
+    assert doctor.clock_finding("host", date, NOW_S).verdict is Verdict.WARNING
 
 
 @pytest.mark.parametrize(
@@ -53,7 +54,7 @@ def test_a_control_plane_that_says_no_time_is_a_warning(date: str | None) -> Non
     ],
 )
 def test_the_end_of_a_certificate_is_seen_before_it_comes(left_s: float, verdict: Verdict) -> None:
-    found = remote_checks.expiry_finding("TLS", "x", NOW_S + left_s, NOW_S)
+    found = doctor.expiry_finding("TLS", "x", NOW_S + left_s, NOW_S)
     assert (found.verdict, bool(found.advice)) == (verdict, verdict is not Verdict.OK)
 
 
@@ -90,7 +91,7 @@ def tls_server(directory: Path) -> Iterator[int]:
 
 
 def looked_at(port: int, ca: Path) -> list[Finding]:
-    return list(remote_checks.control_plane(f"https://127.0.0.1:{port}", str(ca)))
+    return list(doctor.control_plane(f"https://127.0.0.1:{port}", str(ca)))
 
 
 def test_certificate_and_clock_of_a_server_are_looked_at_over_tls(tmp_path: Path) -> None:
@@ -117,20 +118,20 @@ def test_nobody_there_is_a_finding_and_not_an_error() -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
     for scheme in ("http", "https"):
-        (found,) = remote_checks.control_plane(f"{scheme}://127.0.0.1:{port}", None)
+        (found,) = doctor.control_plane(f"{scheme}://127.0.0.1:{port}", None)
         assert found.verdict is Verdict.FAILED
         assert found.advice
 
 
 def test_files_of_tls_are_looked_at(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in (*remote_checks.CERTIFICATES, *remote_checks.KEYS, "PARAMD_TLS_CA"):
+    for name in (*doctor.CERTIFICATES, *doctor.KEYS, "PARAMD_TLS_CA"):
         monkeypatch.delenv(name, raising=False)
-    assert list(remote_checks.tls_files(None)) == []
+    assert list(doctor.tls_files(None)) == []
     authority.write(tmp_path, names=["localhost"], days=3)
     monkeypatch.setenv("PARAMD_TLS_CERT", str(tmp_path / "server.pem"))
     monkeypatch.setenv("PARAMD_TLS_KEY", str(tmp_path / "server.key"))
     monkeypatch.setenv("PARAMD_TLS_CLIENT_CERT", str(tmp_path / "none.pem"))
-    found = {f.check: f.verdict for f in remote_checks.tls_files(str(tmp_path / "ca.pem"))}
+    found = {f.check: f.verdict for f in doctor.tls_files(str(tmp_path / "ca.pem"))}
     assert found == {
         "PARAMD_TLS_CERT": Verdict.WARNING,
         "PARAMD_TLS_KEY": Verdict.OK,
@@ -138,5 +139,5 @@ def test_files_of_tls_are_looked_at(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         "TLS CA": Verdict.OK,
     }
     os.chmod(tmp_path / "server.key", 0o644)
-    again = {f.check: f for f in remote_checks.tls_files(None)}
+    again = {f.check: f for f in doctor.tls_files(None)}
     assert again["PARAMD_TLS_KEY"].advice == f"chmod 600 {tmp_path / 'server.key'}"

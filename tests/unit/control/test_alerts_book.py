@@ -7,10 +7,11 @@ from pathlib import Path
 import pytest
 
 from paramd.errors import UsageError
+from paramd.trainer.settings import AttachSettings
 from paramd_service.control.alerts import book
 from paramd_service.control.alerts.book import Book, Finding, Severity, State
 from paramd_service.control.alerts.config import Rule
-from paramd_service.control.alerts.loading import load_alerts
+from paramd_service.control.alerts.service import load_alerts
 
 
 def finding(subject: str = "rank 1", *, reason: str = "x", hold_s: float = 0.0) -> Finding:
@@ -126,6 +127,19 @@ def test_the_environment_wins_over_the_directory_s_file_and_that_over_the_own(
     sampling = {"PARAMD_ALERTS": '{"watch": true}'}
     assert load_alerts(places, sampling, watch=True).watch
     assert not load_alerts(places, sampling, watch=False).watch
+
+
+def test_waits_are_judged_by_the_trainers_own_budget() -> None:
+    def judged(**environment: str) -> float:
+        return load_alerts([], environment, watch=True).stall_budget_s
+
+    assert judged() == AttachSettings().stall_budget_ms / 1e3
+    assert judged(PARAMD_STALL_BUDGET_MS="20") == 0.02
+    assert judged(PARAMD_STALL_BUDGET_MS="0") == judged()
+    both = {"PARAMD_STALL_BUDGET_MS": "20", "PARAMD_ALERTS": '{"stall_budget_s": 0.5}'}
+    assert judged(**both) == 0.5
+    with pytest.raises(UsageError, match="PARAMD_STALL_BUDGET_MS must be a number"):
+        judged(PARAMD_STALL_BUDGET_MS="much")
 
 
 @pytest.mark.parametrize(

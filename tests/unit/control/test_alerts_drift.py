@@ -11,14 +11,16 @@ from paramd.layout.types import Box, Interval, Layout, Piece, TensorKind, Tensor
 from paramd_service.control.alerts.drift import (
     Difference,
     ReplicaGroup,
+    ask_where,
     choose_holders,
     compare,
     drift_findings,
     next_sample,
+    place_of,
     replica_groups,
+    spans_of,
 )
-from paramd_service.control.alerts.places import ask_where, place_of, spans_of
-from paramd_service.sidecar.digests import digest_all
+from paramd_service.sidecar.rpc.digests import digest_all
 
 
 def tensor(

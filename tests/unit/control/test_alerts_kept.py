@@ -7,10 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from paramd_service.control.alerts.book import Alert, Finding, Severity, State
+from paramd_service.control.alerts.book import Alert, Finding, Point, Severity, State
 from paramd_service.control.alerts.config import Rule
 from paramd_service.control.alerts.kept import KeptAlerts, alert_of, row_of, series_name, subject_of
-from paramd_service.control.alerts.store import Point
 from paramd_service.control.store.address import sqlite_address
 from paramd_service.control.store.alerts import AlertStore as AlertTable
 from paramd_service.control.store.history import MetricHistory

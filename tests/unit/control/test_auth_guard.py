@@ -11,9 +11,9 @@ import pytest
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse
 
-from paramd.tokens import holds_token, new_token
-from paramd_service.control.auth import MAX_SOURCES, FailureLimit
-from paramd_service.control.guard import MAX_BODY_BYTES, SECURITY_HEADERS, Guard
+from paramd.security.tickets import holds_token, new_token
+from paramd_service.control.access.join import MAX_SOURCES, FailureLimit
+from paramd_service.control.api.guard import MAX_BODY_BYTES, SECURITY_HEADERS, Guard
 
 HOST = "127.0.0.1:8470"
 reached: list[str] = []
@@ -179,6 +179,9 @@ def test_who_sends_wrong_tokens_is_limited_and_nobody_else() -> None:
     assert limit.allows("b")
     now_s[0] = 1.0
     assert [limit.allows("a") for _ in range(2)] == [True, False]
+    # However long it has been quiet: no more than the burst at once.
+    now_s[0] = 1e6
+    assert [limit.allows("a") for _ in range(4)] == [True, True, False, False]
     for number in range(2 * MAX_SOURCES):
         limit.allows(str(number))
     assert len(limit._left) == MAX_SOURCES

@@ -11,18 +11,17 @@ import pytest
 from fastapi import FastAPI
 from fastapi.routing import iter_route_contexts
 
-from paramd.tickets import Role, Verifier
-from paramd.tokens import new_token
-from paramd_service.control.app import build_app
-from paramd_service.control.tokens.authority import OWNER, MemoryTokens, Tokens
-from paramd_service.control.tokens.http import OPEN_PATHS
-from paramd_service.control.tokens.roles import (
+from paramd.security.tickets import Role, Verifier, new_token
+from paramd_service.control.access.authority import OWNER, MemoryTokens, Tokens
+from paramd_service.control.access.http import OPEN_PATHS
+from paramd_service.control.access.roles import (
     OPERATIONS,
     PERMITTED,
     Action,
     UserRole,
     needed_action,
 )
+from paramd_service.control.api.app import build_app
 from tests.unit.control.test_control_http import BOOTSTRAP, TOKEN, services
 
 V, R, E, X, T, A = UserRole

@@ -7,9 +7,8 @@ import hashlib
 import pytest
 
 from paramd.errors import ConflictError, NotFoundError, UnreachableError, UsageError
-from paramd.tokens import holds_token, new_token
-from paramd_service.control.store.tokens import TokenRow
-from paramd_service.control.tokens.authority import (
+from paramd.security.tickets import holds_token, new_token
+from paramd_service.control.access.authority import (
     KEPT_S,
     MAX_TTL_S,
     OWNER,
@@ -17,7 +16,8 @@ from paramd_service.control.tokens.authority import (
     Principal,
     Tokens,
 )
-from paramd_service.control.tokens.roles import UserRole
+from paramd_service.control.access.roles import UserRole
+from paramd_service.control.store.tokens import TokenRow
 
 OWN = "the-owners-own-token"
 
@@ -99,7 +99,7 @@ async def test_another_control_planes_revocation_is_seen_within_seconds(
     elsewhere = Tokens("other", store, clock=clock)
     _, token = await tokens.create(OWNER, role="admin", name="n")
     now_s = [0.0]
-    monkeypatch.setattr("paramd_service.control.tokens.authority.time.monotonic", lambda: now_s[0])
+    monkeypatch.setattr("paramd_service.control.access.authority.time.monotonic", lambda: now_s[0])
     assert await tokens.principal(token) is not None
     await elsewhere.revoke(OWNER, "n")
     now_s[0] = KEPT_S

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from paramd.errors import UsageError
-from paramd_service.control.config import (
+from paramd_service.control.base.config import (
     MAX_BOOTSTRAP_BYTES,
     Bootstrap,
     ControlConfig,

@@ -16,12 +16,21 @@ from paramd.errors import (
     NotFoundError,
     ParamdError,
     UnreachableError,
+    UsageError,
 )
 from paramd.v1 import common_pb2
-from paramd_service.control.coordinator import Coordinator, margin_s
-from paramd_service.control.requests import BoundaryAction, BoundaryRequest, token_of
-from paramd_service.control.verdicts import RankAnswer, Verdict, decide, worst
-from paramd_service.control.view import MeshView, Report, mesh_view
+from paramd_service.control.mesh.coordinator import (
+    BoundaryAction,
+    BoundaryRequest,
+    Coordinator,
+    RankAnswer,
+    Verdict,
+    decide,
+    margin_s,
+    token_of,
+    worst,
+)
+from paramd_service.control.mesh.view import MeshView, Report, mesh_view
 
 
 def answer(rank: int, step: int = 5, **changed: object) -> RankAnswer:
@@ -80,7 +89,8 @@ class Sidecars:
     gates: dict[int, asyncio.Event] = field(default_factory=dict)
     errors: dict[int, ParamdError] = field(default_factory=dict)
     cancelled: list[int] = field(default_factory=list)
-    ended: set[str] = field(default_factory=set)
+    refused: dict[str, ParamdError] = field(default_factory=dict)
+    """What a sidecar says to a round with that snapshot."""
     tokens: dict[int, set[int]] = field(default_factory=dict)
 
     async def reach(
@@ -96,8 +106,8 @@ class Sidecars:
         self.calls.append((rank, boundary, tuple(snapshot_ids)))
         if rank in self.errors:
             raise self.errors[rank]
-        if self.ended & set(snapshot_ids):
-            raise NotFoundError("the lease has ended")
+        for name in self.refused.keys() & set(snapshot_ids):
+            raise self.refused[name]
         try:
             if rank in self.gates:
                 await self.gates[rank].wait()
@@ -163,6 +173,18 @@ async def test_numbers_rise_and_begin_above_what_ranks_were_ready_for() -> None:
     assert sidecars.boundaries == [42, 43]
 
 
+async def test_numbers_are_never_lowered() -> None:
+    """By what an older control plane used, nor by ranks that were respawned and know of none."""
+    sidecars = Sidecars()
+    ready = iter([41, 0, 3])
+    rounds = Coordinator(sidecars, lambda: mesh(0, 1, ready=next(ready)), epoch=1)
+    rounds.used(50)
+    rounds.used(7)
+    for _ in range(3):
+        await rounds.schedule({}, timeout_s=5.0)
+    assert sidecars.boundaries == [51, 52, 53]
+
+
 async def test_requests_during_a_round_share_the_next_one() -> None:
     sidecars = Sidecars(gates={0: asyncio.Event()})
     rounds = coordinator(sidecars)
@@ -184,18 +206,42 @@ async def test_requests_during_a_round_share_the_next_one() -> None:
     assert (rounds.round_count, rounds.captured_count) == (2, 2)
 
 
-async def test_one_callers_ended_lease_is_nobody_elses_error() -> None:
-    sidecars = Sidecars(gates={0: asyncio.Event()}, ended={"c"})
-    rounds = coordinator(sidecars)
+async def crowd(rounds: Coordinator, sidecars: Sidecars) -> list[Verdict | BaseException]:
+    """What "a", and those who come for "b", "c" and "d" while its round goes on, are told."""
     first = asyncio.create_task(rounds.schedule({0: ["a"]}, timeout_s=5.0))
     await until(lambda: len(sidecars.calls) == 2)
     others = [asyncio.create_task(rounds.schedule({1: [name]}, timeout_s=5.0)) for name in "bcd"]
     await asyncio.sleep(0)
     sidecars.gates[0].set()
-    found = await asyncio.gather(first, *others, return_exceptions=True)
-    assert isinstance(found.pop(2), NotFoundError)
+    return await asyncio.gather(first, *others, return_exceptions=True)
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        NotFoundError("the lease has ended"),
+        ConflictError("a snapshot is in use by another request"),
+        UsageError("snapshot_ids: a snapshot is named twice"),
+    ],
+    ids=lambda error: type(error).__name__,
+)
+async def test_one_callers_mistake_is_nobody_elses_error(error: ParamdError) -> None:
+    sidecars = Sidecars(gates={0: asyncio.Event()}, refused={"c": error})
+    found = await crowd(coordinator(sidecars), sidecars)
+    mistaken = found.pop(2)
+    assert type(mistaken) is type(error)
+    assert str(mistaken) == str(error)
     assert [verdict.captured for verdict in found if isinstance(verdict, Verdict)] == [True] * 3
     assert sidecars.boundaries == [1, 2, 3, 4, 5]
+
+
+@pytest.mark.parametrize("error", [UnreachableError("rank 1 is away"), DeadlineError("too slow")])
+async def test_a_rank_that_cannot_answer_is_asked_once_for_all_callers(error: ParamdError) -> None:
+    """Request by request, each caller would wait for the same dead rank in turn."""
+    sidecars = Sidecars(gates={0: asyncio.Event()}, refused={"c": error})
+    found = await crowd(coordinator(sidecars), sidecars)
+    assert [type(one) for one in found] == [Verdict] + [type(error)] * 3
+    assert sidecars.boundaries == [1, 2]
 
 
 async def test_absent_ranks_are_refused_by_name_and_nobody_is_called() -> None:

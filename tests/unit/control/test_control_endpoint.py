@@ -10,8 +10,8 @@ import pytest
 
 from paramd import places
 from paramd.errors import ConflictError, UsageError
-from paramd_service.control.config import Bootstrap
-from paramd_service.control.endpoint import (
+from paramd_service.control.base.config import Bootstrap
+from paramd_service.control.base.endpoint import (
     Address,
     announce,
     open_listener,

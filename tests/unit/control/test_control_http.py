@@ -13,24 +13,24 @@ from fastapi import FastAPI
 from fastapi.routing import iter_route_contexts
 
 from paramd.errors import ConflictError
-from paramd.tickets import Role, Verifier
+from paramd.security.tickets import Role, Verifier
+from paramd_service.control.access.authority import Tokens
+from paramd_service.control.access.join import FailureLimit
+from paramd_service.control.access.revocations import Revocations
 from paramd_service.control.alerts.config import AlertConfig
-from paramd_service.control.alerts.watchers import Watchers
-from paramd_service.control.app import build_app
-from paramd_service.control.auth import FailureLimit
-from paramd_service.control.config import Bootstrap, ControlConfig
-from paramd_service.control.edits.book import Edits
+from paramd_service.control.alerts.service import Watchers
+from paramd_service.control.api.app import build_app
+from paramd_service.control.api.guard import SECURITY_HEADERS
+from paramd_service.control.api.services import Services
+from paramd_service.control.base.config import Bootstrap, ControlConfig
 from paramd_service.control.edits.limits import EditConfig
-from paramd_service.control.events import EventBus
-from paramd_service.control.exports.exports import Exports
-from paramd_service.control.guard import SECURITY_HEADERS
-from paramd_service.control.incarnation import Terms
-from paramd_service.control.jobs import Jobs
-from paramd_service.control.metrics import LoopLag, Metrics
-from paramd_service.control.records import Records
-from paramd_service.control.services import Services
-from paramd_service.control.tokens.authority import Tokens
-from paramd_service.control.tokens.revocations import Revocations
+from paramd_service.control.edits.service import Edits
+from paramd_service.control.exports.service import Exports
+from paramd_service.control.mesh.incarnation import Terms
+from paramd_service.control.mesh.jobs import Jobs
+from paramd_service.control.metrics.metrics import LoopLag, Metrics
+from paramd_service.control.records.events import EventBus
+from paramd_service.control.records.records import Records
 
 TOKEN = "a-token-of-the-user"
 BOOTSTRAP = Bootstrap(job="run", epoch=3, world_size=2, private_key=bytes(32), token=TOKEN)

@@ -6,11 +6,11 @@ from collections.abc import Callable
 
 import pytest
 
-from paramd.errors import ConflictError, UsageError
+from paramd.errors import ConflictError, UnreachableError, UsageError
 from paramd.v1 import common_pb2, control_pb2
-from paramd_service.control.config import Bootstrap
-from paramd_service.control.registry import MAX_TEXT_CHARS, Registry
-from paramd_service.control.view import Membership
+from paramd_service.control.base.config import Bootstrap
+from paramd_service.control.mesh.registry import MAX_TEXT_CHARS, Registry
+from paramd_service.control.mesh.view import Membership, State
 
 BOOTSTRAP = Bootstrap(job="run", epoch=3, world_size=2, private_key=bytes(32), token="t" * 32)
 
@@ -196,3 +196,20 @@ def test_it_knows_since_when_it_is_empty(registry: Registry, clock: Clock) -> No
     clock.now_s = 160.0
     registry.lose(member)
     assert registry.empty_since_s == 150.0
+
+
+def test_a_rank_on_loopback_of_another_host_is_down_with_the_cure_and_never_called(
+    registry: Registry,
+) -> None:
+    elsewhere = request(1)
+    elsewhere.peer.host_id = "another-kernel/1"
+    registry.join(request(0))
+    registry.join(elsewhere)
+    view = registry.view()
+    assert [rank.state for rank in view.ranks] == [State.OK, State.DOWN]
+    assert "PARAMD_SIDECAR_LISTEN" in view.ranks[1].reason
+    assert "rank 1" in view.reason
+    good, bad = view.joined
+    assert good.address == "127.0.0.1:9000"
+    with pytest.raises(UnreachableError, match="rank 1 listens on"):
+        _ = bad.address

@@ -11,17 +11,17 @@ import pytest
 
 from paramd import places
 from paramd.errors import ConflictError, DeniedError, NotFoundError, UsageError
-from paramd.tickets import Role, Signer
+from paramd.security.tickets import Role, Signer
 from paramd.v1 import common_pb2, control_pb2
-from paramd_service.control import jobs as jobs_module
-from paramd_service.control import rank_text
-from paramd_service.control.epochs import EPOCHS_FILE, EpochNotes, EpochRecord, records
-from paramd_service.control.incarnation import Terms
-from paramd_service.control.jobs import Jobs
-from paramd_service.control.models import RankList
-from paramd_service.control.site import Site, next_generation, open_site
-from paramd_service.control.view import REPORT_RANKS, Membership, State, rhythm
-from paramd_service.control.watch import MOST_RANKS
+from paramd_service.control.api import rank_text
+from paramd_service.control.api.models import RankList
+from paramd_service.control.base.epochs import EPOCHS_FILE, EpochNotes, EpochRecord, records
+from paramd_service.control.base.site import Site, next_generation, open_site
+from paramd_service.control.mesh import jobs as jobs_module
+from paramd_service.control.mesh.incarnation import Terms
+from paramd_service.control.mesh.jobs import Jobs
+from paramd_service.control.mesh.view import REPORT_RANKS, Membership, State, rhythm
+from paramd_service.control.mesh.watch import MOST_RANKS
 
 TERMS = Terms(generation=5, url="http://127.0.0.1:8470")
 SITE = Site(bytes(32), "t" * 32)
@@ -179,8 +179,10 @@ async def test_the_ranks_document_is_what_the_model_says() -> None:
     )
     mesh.registry.join(report("run", 1, 2, 3, phase=77))
     found = RankList.model_validate_json(
-        "".join(rank_text.chunks(mesh.registry, world_size=3, epoch=1)), strict=True
+        "".join(rank_text.chunks(mesh.registry, world_size=3, epoch=1, stall_budget_s=0.005)),
+        strict=True,
     )
+    assert found.stall_budget_s == 0.005
     assert [rank.phase for rank in found.ranks] == ["unspecified", "stalled", "unspecified"]
     assert (found.ranks[1].reason, found.ranks[1].alerts) == (hostile, [hostile])
     assert (found.ranks[0].step, found.ranks[0].boundary_age_ns) == (-1, -1)

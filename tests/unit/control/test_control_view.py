@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from paramd.v1 import common_pb2
-from paramd_service.control.view import Membership, MeshView, Report, mesh_view, why_end
+from paramd_service.control.mesh.view import Membership, MeshView, Report, mesh_view, why_end
 
 STATE_FIELDS = ("phase", "agreement_works", "agreement_reason", "ready_boundary")
 
@@ -69,7 +69,7 @@ def test_a_whole_mesh_has_no_reason() -> None:
             {"agreement_works": False, "agreement_reason": "rank 3 was slow"},
             101.0,
             Membership.JOINED,
-            "gave up agreeing: rank 3 was slow",
+            "rank 3 was slow",
         ),
     ],
 )

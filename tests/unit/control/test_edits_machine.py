@@ -7,11 +7,12 @@ from dataclasses import replace
 
 import pytest
 
-from paramd_service.control.edits.machine import EditMachine, EditState
-from paramd_service.control.edits.words import (
+from paramd_service.control.edits.machine import (
     Applied,
     CallOff,
     Commit,
+    EditMachine,
+    EditState,
     EpochEnded,
     Fate,
     Forget,

@@ -9,13 +9,12 @@ from typing import Any
 import pytest
 
 from paramd.errors import ExhaustedError, NotFoundError, UsageError
-from paramd.layout.edit_words import EditWords
+from paramd.layout.edits.ops import EditWords
 from paramd.layout.select import NameIndex
 from paramd.layout.stats import Stats
 from paramd.layout.types import Box, Layout, Piece, TensorKind, TensorLayout
-from paramd_service.control.edits.driver import EditDriver
 from paramd_service.control.edits.limits import EditConfig, Pace, load_edits
-from paramd_service.control.edits.machine import EditMachine
+from paramd_service.control.edits.machine import Commit, EditMachine, Fate, Staged
 from paramd_service.control.edits.planning import (
     Wish,
     merged,
@@ -24,7 +23,7 @@ from paramd_service.control.edits.planning import (
     plan_wish,
     same_data,
 )
-from paramd_service.control.edits.words import Commit, Fate, Staged
+from paramd_service.control.edits.runner import EditDriver
 from paramd_service.control.store.edits import EditRow
 from paramd_service.control.store.errors import StoreError
 from tests.unit.control.test_control_coordinator import mesh

@@ -9,7 +9,7 @@ from contextlib import AsyncExitStack
 import pytest
 
 from paramd.errors import ExhaustedError, UsageError
-from paramd_service.control.events import MAX_DATA_CHARS, QUIET, Event, EventBus
+from paramd_service.control.records.events import MAX_DATA_CHARS, QUIET, Event, EventBus
 
 
 async def take(events: object, count: int) -> list[Event]:

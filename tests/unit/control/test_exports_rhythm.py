@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from paramd.errors import UsageError
-from paramd_service.control.exports.rhythm import Due, Kept, Past, Rhythm, due, to_remove
+from paramd_service.control.exports.schedules import Due, Kept, Past, Rhythm, due, to_remove
 
 
 def past(step: int = 0, time_s: float = 100.0, *, running: bool = False) -> Past:

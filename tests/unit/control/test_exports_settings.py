@@ -8,12 +8,11 @@ from pathlib import Path
 import pytest
 
 from paramd.errors import ConflictError, ExhaustedError, NotFoundError, UsageError
-from paramd.layout.export_settings import ExportFormat
+from paramd.layout.exports.settings import ExportFormat
 from paramd_service.control.exports import assets as assets_module
 from paramd_service.control.exports.assets import Assets
-from paramd_service.control.exports.documents import ExportRequest
+from paramd_service.control.exports.documents import ExportRequest, named_at, read_wish, scheduled
 from paramd_service.control.exports.loading import load_destinations
-from paramd_service.control.exports.wish import named_at, read_wish, scheduled
 
 OWNER = "ab" * 16
 

@@ -11,9 +11,8 @@ from typing import Any
 
 import pytest
 
-from paramd.requests import metadata, request_id
-from paramd.tickets import Role, Signer
-from paramd.tokens import new_token
+from paramd.errors import metadata, request_id
+from paramd.security.tickets import Role, Signer, new_token
 from paramd_service import logs
 from paramd_service.sidecar.log import Log
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from paramd.v1 import common_pb2
-from paramd_service.control.refusals import EVERY_S, RefusalBook
-from paramd_service.control.view import MeshView, Report, mesh_view
-from paramd_service.sidecar.refusals import MAX_CHARS, Refusals
+from paramd_service.control.mesh.view import MeshView, Report, mesh_view
+from paramd_service.control.mesh.watch import EVERY_S, RefusalBook
+from paramd_service.sidecar.revocations import MAX_CHARS, Refusals
 
 
 def mesh(*totals: int, pid: int = 1) -> MeshView:

@@ -9,14 +9,15 @@ from typing import Any
 import pytest
 
 from paramd.errors import DeniedError, UnreachableError
-from paramd.tickets import CLOCK_SKEW_S, Claims, Role
+from paramd.security.tickets import CLOCK_SKEW_S, Claims, Role, Signer, Verifier
 from paramd.v1 import control_pb2
 from paramd_service import revoked
+from paramd_service.control.access.authority import KEPT_S, Principal, token_id
+from paramd_service.control.access.http import run_until
+from paramd_service.control.access.join import TicketInterceptor
+from paramd_service.control.access.revocations import Revocations
+from paramd_service.control.access.roles import UserRole
 from paramd_service.control.store.tokens import TokenRow
-from paramd_service.control.tokens.authority import KEPT_S, Principal, token_id
-from paramd_service.control.tokens.ending import run_until
-from paramd_service.control.tokens.revocations import Revocations
-from paramd_service.control.tokens.roles import UserRole
 from paramd_service.revoked import Notice, RevokedTokens, TokenRevokedError
 from paramd_service.sidecar.revocations import Revocations as SidecarRevocations
 
@@ -148,7 +149,7 @@ async def test_streams_hear_of_a_revoked_token_at_once() -> None:
 async def test_what_expires_or_is_revoked_elsewhere_is_seen_at_the_next_look(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("paramd_service.control.tokens.revocations.LOOK_S", 0.005)
+    monkeypatch.setattr("paramd_service.control.access.revocations.LOOK_S", 0.005)
     clock, store = Clock(), Store(row("e", expires_s=NOW_S + 5))
     store.away = True
     revocations = Revocations(ticket_ttl_s=TTL_S, clock=clock)
@@ -291,3 +292,25 @@ async def test_a_stream_of_rest_ends_in_order_with_its_token() -> None:
     await asyncio.wait([other])
     # A request that was let in a moment before.
     await asyncio.wait_for(run(principal), DEADLINE_S)
+
+
+def test_grpc_looks_whether_a_tickets_token_was_revoked() -> None:
+    signer = Signer(bytes(range(32)))
+    asked: list[str | None] = []
+
+    def check(claims: Claims) -> None:
+        asked.append(claims.token_id)
+        if claims.token_id == "gone":
+            raise DeniedError("revoked")
+
+    gate = TicketInterceptor(lambda job, epoch: Verifier(signer.public_key), check)
+    method = "/paramd.v1.ControlService/ScheduleBoundary"
+    for name in ("kept", "gone"):
+        ticket = signer.mint(job="j", epoch=1, role=Role.READER, ttl_s=60.0, token_id=name)
+        metadata = [("authorization", f"Bearer {ticket}")]
+        if name == "kept":
+            assert gate._check(method, metadata).token_id == "kept"
+            continue
+        with pytest.raises(DeniedError, match="revoked"):
+            gate._check(method, metadata)
+    assert asked == ["kept", "gone"]

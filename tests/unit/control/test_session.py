@@ -8,18 +8,19 @@ from pathlib import Path
 import httpx2
 import pytest
 
-from paramd_service.control.app import build_app
-from paramd_service.control.config import ControlConfig
-from paramd_service.control.page import CSP, Page, page_files
-from paramd_service.control.tokens.authority import OWNER, MemoryTokens, Tokens
-from paramd_service.control.tokens.roles import Action, UserRole, allowed
-from paramd_service.control.tokens.sessions import (
+from paramd_service.control.access.authority import OWNER, MemoryTokens, Tokens
+from paramd_service.control.access.roles import Action, UserRole, allowed
+from paramd_service.control.access.sessions import (
     IDLE_S,
+    MAX_OF_TOKEN,
     MAX_SESSIONS,
     Sessions,
     cookie_name,
     cookie_value,
 )
+from paramd_service.control.api.app import build_app
+from paramd_service.control.api.page import CSP, Page, page_files
+from paramd_service.control.base.config import ControlConfig
 from tests.unit.control.test_control_http import RIGHT, TOKEN, client_of, services
 
 SESSION = "/api/v1/session"
@@ -53,6 +54,10 @@ async def test_neither_half_of_a_session_suffices() -> None:
             {"x-paramd-session": one["x-paramd-session"]},
             {**one, "x-paramd-session": other["x-paramd-session"]},
             {**one, "authorization": "Bearer wrong"},
+            # What is no bearer's token is a wrong one, too, and not as if none had been sent.
+            {**one, "authorization": ""},
+            {**one, "authorization": "Basic wrong"},
+            {**one, "authorization": "Bearer"},
         ):
             assert (await client.get(SESSION, headers=wrong)).status_code == 401
 
@@ -98,9 +103,21 @@ def test_an_idle_session_ends_and_the_oldest_makes_place() -> None:
     assert sessions.token_digest(first.cookie, first.key) == "digest"
     now_s[0] += IDLE_S
     assert sessions.token_digest(first.cookie, first.key) == ""
-    opened = [sessions.open(f"{n}") for n in range(MAX_SESSIONS + 1)]
+    opened = [sessions.open("one") for _ in range(MAX_OF_TOKEN + 1)]
     assert sessions.token_digest(opened[0].cookie, opened[0].key) == ""
-    assert sessions.token_digest(opened[1].cookie, opened[1].key) == "1"
+    assert sessions.token_digest(opened[1].cookie, opened[1].key) == "one"
+
+
+def test_whoever_has_most_sessions_loses_one_when_there_are_too_many() -> None:
+    sessions = Sessions(clock=lambda: 0.0)
+    admin = sessions.open("admin")
+    crowd = [
+        [sessions.open(f"{n}") for _ in range(MAX_OF_TOKEN)]
+        for n in range(MAX_SESSIONS // MAX_OF_TOKEN)
+    ]
+    assert sessions.token_digest(admin.cookie, admin.key) == "admin"
+    assert sessions.token_digest(crowd[0][0].cookie, crowd[0][0].key) == ""
+    assert sessions.token_digest(crowd[0][1].cookie, crowd[0][1].key) == "0"
 
 
 @pytest.mark.parametrize(
@@ -124,8 +141,9 @@ def test_a_cookie_that_cannot_be_read_is_none(header: str) -> None:
 @pytest.mark.parametrize("role", list(UserRole))
 def test_readonly_leaves_nobody_a_change(role: UserRole) -> None:
     left = set(allowed(role, readonly=True))
-    assert not left & {Action.EDIT, Action.EXPORT}
-    assert left == set(allowed(role, readonly=False)) - {Action.EDIT, Action.EXPORT}
+    changes = {Action.EDIT, Action.EDIT_ANY, Action.EXPORT}
+    assert not left & changes
+    assert left == set(allowed(role, readonly=False)) - changes
 
 
 async def test_readonly_refuses_changes_and_admins_may_still_look() -> None:

@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import io
 import itertools
+import os
+import stat
 import zipfile
+from pathlib import Path
 from zlib import crc32
 
 import pytest
 import torch
 
 from paramd.layout.dtypes import ITEM_BYTES
-from paramd.layout.export_settings import CAST_DTYPES
-from paramd.layout.torch_archive import TorchArchive
-from paramd_service.exports.cast import cast_into
+from paramd.layout.exports.settings import CAST_DTYPES
+from paramd.layout.exports.torch_archive import TorchArchive
+from paramd_service.destinations.directory import DirectorySink
+from paramd_service.formats.cast import cast_into
 from tests.integration.export_mesh import raw
 
 _BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -53,3 +57,17 @@ def test_torch_loads_our_archives(dtype: str, shape: tuple[int, ...]) -> None:
     assert (found.dtype, tuple(found.shape)) == (getattr(torch, dtype), shape)
     assert found.is_contiguous()
     assert raw(found) == data
+
+
+@pytest.mark.parametrize(("umask", "mode"), [(0o022, 0o644), (0o077, 0o600)])
+def test_exported_files_have_the_mode_that_the_umask_leaves(
+    tmp_path: Path, umask: int, mode: int
+) -> None:
+    before = os.umask(umask)
+    try:
+        sink = DirectorySink(os.open(tmp_path, os.O_RDONLY), "file")
+        sink.write(memoryview(b"x"))
+        sink.finish()
+    finally:
+        os.umask(before)
+    assert stat.S_IMODE((tmp_path / "file").stat().st_mode) == mode

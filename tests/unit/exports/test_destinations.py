@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from paramd.errors import DeniedError, NotFoundError, UsageError
-from paramd_service.exports.destinations import (
+from paramd_service.destinations.destinations import (
     Destination,
     DestinationKind,
     check_key,
@@ -17,7 +17,8 @@ from paramd_service.exports.destinations import (
     locate,
     parse_destinations,
 )
-from paramd_service.exports.place import Target, open_place
+from paramd_service.destinations.open import open_place
+from paramd_service.destinations.place import Target
 
 EXPORT_ID = "0123456789abcdef" * 2
 

@@ -12,10 +12,16 @@ from hypothesis import strategies as st
 
 from paramd.errors import NotFoundError, UsageError
 from paramd.layout.dtypes import item_bytes
-from paramd.layout.edit_messages import decode_ops, encode_op, manifest_digest
-from paramd.layout.edit_ops import EditKind, EditOp
-from paramd.layout.edit_words import EditWords, edit_ops
-from paramd.layout.edits import (
+from paramd.layout.edits.ops import (
+    EditKind,
+    EditOp,
+    EditWords,
+    decode_ops,
+    edit_ops,
+    encode_op,
+    manifest_digest,
+)
+from paramd.layout.edits.plan import (
     DATA_ALIGNMENT_BYTES,
     EditPlan,
     check_ops,

@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 
 from paramd.errors import ConflictError, UsageError
-from paramd.layout.export_moments import optimizer_table
-from paramd.layout.export_optimizer import StateScalar
+from paramd.layout.exports.optimizer import StateScalar, optimizer_table
 from paramd.layout.types import Box, Interval, Layout, Piece, TensorKind, TensorLayout
 
 

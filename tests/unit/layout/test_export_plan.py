@@ -7,15 +7,10 @@ import json
 import pytest
 
 from paramd.errors import ConflictError, NotFoundError, UsageError
-from paramd.layout.export_chunks import MAX_CHUNK_BYTES
-from paramd.layout.export_optimizer import OptimizerTable, StateScalar
-from paramd.layout.export_plan import plan_export
-from paramd.layout.export_settings import (
-    ExportFormat,
-    ExportSettings,
-    NameMap,
-    parse_size,
-)
+from paramd.layout.exports.dcp import MAX_CHUNK_BYTES
+from paramd.layout.exports.optimizer import OptimizerTable, StateScalar
+from paramd.layout.exports.plan import plan_export
+from paramd.layout.exports.settings import ExportFormat, ExportSettings, NameMap, parse_size
 from paramd.layout.types import Box, Interval, Layout, Piece, TensorKind, TensorLayout
 
 

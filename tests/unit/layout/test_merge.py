@@ -155,6 +155,13 @@ def test_ranks_that_disagree_or_err_are_named(fields: dict[str, object], reason:
         merge_layouts([local(0, TOP), changed(local(1, BOTTOM), **fields)])
 
 
+def test_a_tensor_that_only_a_later_rank_has_is_refused_by_its_name() -> None:
+    more = local(1, BOTTOM)
+    extra = replace(more.tensors[0], fqn="v", pieces=())
+    with pytest.raises(UsageError, match="rank 1 has tensor 'v' but rank 0 does not name it"):
+        merge_layouts([local(0, TOP), replace(more, tensors=(*more.tensors, extra))])
+
+
 def test_an_unknown_dtype_is_refused() -> None:
     with pytest.raises(UsageError, match="dtype 'quint8', which is not supported"):
         merge_layouts([changed(local(0), dtype="quint8")])
@@ -248,6 +255,15 @@ def test_every_field_is_in_the_digest(fields: dict[str, object]) -> None:
     other = replace(layout.tensors[0], **fields)  # type: ignore[arg-type]
     assert layout_digest(replace(layout, tensors=(other,))) != layout_digest(layout)
     assert layout_digest(replace(layout, arena_bytes=(97,))) != layout_digest(layout)
+    assert layout_digest(replace(layout, world_size=2)) != layout_digest(layout)
+
+
+def test_where_the_parameters_live_is_in_the_digest_and_in_the_layout() -> None:
+    """Of an arena that is a copy nothing may be read as of one that is the parameters' home."""
+    regions = [local(0, Box((0, 0), (4, 6)))]
+    home, mirror = merge_layouts(regions), merge_layouts(regions, mirrored=True)
+    assert (home.mirrored, mirror.mirrored) == (False, True)
+    assert layout_digest(home) != layout_digest(mirror)
 
 
 @given(

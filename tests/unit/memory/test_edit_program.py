@@ -9,6 +9,7 @@ import pytest
 
 from paramd.errors import UsageError
 from paramd.memory.edit_program import (
+    ANY_STEP,
     HEADER_BYTES,
     MAX_DIMS,
     RECORD_BYTES,
@@ -16,6 +17,7 @@ from paramd.memory.edit_program import (
     Record,
     parse_program,
     program_bytes,
+    wanted_step,
     write_program,
 )
 
@@ -28,6 +30,15 @@ def round_trip(*records: Record, size_bytes: int = 1 << 16, begin: int = 0) -> l
     end = write_program(memory, begin, records)
     assert end == begin + program_bytes(len(records))
     return parse_program(memory, begin, arena_bytes=ARENA_BYTES)
+
+
+@pytest.mark.parametrize("step", [ANY_STEP, 0, 7, 1 << 62])
+def test_a_program_says_at_which_step_it_may_run(step: int) -> None:
+    memory = memoryview(bytearray(4096))
+    write_program(memory, 64, [SET], if_step=step)
+    assert wanted_step(memory, 64) == step
+    write_program(memory, 64, [SET])
+    assert wanted_step(memory, 64) == ANY_STEP
 
 
 def test_what_is_written_is_what_is_parsed() -> None:

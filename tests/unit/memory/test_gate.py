@@ -5,6 +5,8 @@ from __future__ import annotations
 import ctypes
 import os
 from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -83,7 +85,7 @@ def test_a_copy_that_an_update_or_an_edit_overtakes_is_none(
             if edits:
                 gate.end_edit()
             else:
-                gate.end_update()
+                gate.settle(page[Word.STEP] + 1, 0, proven=True)
 
     end, _ = copy_at_one_step(page, spans(source, target), at_point=update_at)
     assert end is CopyEnd.OVERTAKEN
@@ -101,10 +103,10 @@ def test_a_mirror_answers_the_request_that_it_was_made_for_whatever_updates_do(
 
     def update(_: str) -> None:
         gate.begin_update()
-        gate.end_update()
+        gate.settle(page[Word.STEP] + 1, 0, proven=True)
 
-    found = copy_of_request(page, spans(source, target), 5, at_point=update)
-    assert found == (CopyEnd.DONE, State(7, 2))
+    end, state = copy_of_request(page, spans(source, target), 5, at_point=update)
+    assert (end, state[:2]) == (CopyEnd.DONE, (7, 2))
     assert target.raw == source.raw
     assert page[Word.STALL_COUNT] == 0, "an update does not touch the mirror"
     assert copy_of_request(page, spans(source, target), 4)[0] is CopyEnd.UPDATING
@@ -132,7 +134,7 @@ def test_the_trainer_waits_for_one_unfinished_copy_once_and_no_longer(page: Cont
     page[Word.COPY_BEGUN] = 1  # a sidecar that died while it copied
     for _ in range(50):
         gate.begin_update()
-        gate.end_update()
+        gate.settle(page[Word.STEP] + 1, 0, proven=True)
     assert page[Word.STALL_COUNT] == 1
     assert page[Word.STALL_TOTAL_NS] >= budget_ns
     assert page[Word.STEP] == 50
@@ -160,18 +162,51 @@ def test_steps_and_seq_rise_together(page: ControlPage) -> None:
     for step in range(1, 4):
         gate.begin_update()
         assert page[Word.SEQ] & 1
-        assert gate.end_update() == step
+        gate.settle(step, 10 * step, proven=True)
+        assert (page[Word.STEP], page[Word.ITERATION]) == (step, 10 * step)
         assert page[Word.SEQ] == 2 * step
+
+
+class Written:
+    """Words that note, after each store, what a reader would find."""
+
+    def __init__(self) -> None:
+        self._words: dict[int, int] = {}
+        self.states: dict[int, set[tuple[int, int]]] = {}
+
+    def __getitem__(self, word: int) -> int:
+        return self._words.get(word, 0)
+
+    def __setitem__(self, word: int, value: int) -> None:
+        self._words[word] = value
+        found = self.states.setdefault(self[Word.SEQ], set())
+        found.add((self[Word.STEP], self[Word.EDITS]))
+
+
+def test_one_even_seq_names_one_state_after_every_single_store() -> None:
+    """Published before STEP or EDITS, SEQ would vouch for a copy under the state before."""
+    words = Written()
+    page: Any = SimpleNamespace(words=words)
+    gate = TrainerGate(page, stall_budget_ns=0)
+
+    def end_update() -> None:
+        gate.settle(words[Word.STEP] + 1, 0, proven=True)
+
+    for end in (end_update, gate.end_edit, gate.end_edit, end_update):
+        gate.begin_update()
+        end()
+    named = {seq: states for seq, states in words.states.items() if not seq & 1}
+    assert named == {0: {(0, 0)}, 2: {(1, 0)}, 4: {(1, 1)}, 6: {(1, 2)}, 8: {(2, 2)}}
 
 
 def test_an_edit_keeps_the_step_and_is_another_state(page: ControlPage) -> None:
     gate = TrainerGate(page, stall_budget_ns=0)
     gate.begin_update()
-    gate.end_update()
+    gate.settle(page[Word.STEP] + 1, 0, proven=True)
     gate.begin_update()
     assert page[Word.SEQ] & 1
     gate.end_edit()
-    assert state_of(page) == State(1, 1)
+    assert state_of(page)[:2] == (1, 1)
     assert page[Word.SEQ] == 4
 
 
@@ -180,5 +215,5 @@ def test_an_update_that_failed_stays_open_until_the_next_good_one(page: ControlP
     gate.begin_update()
     gate.begin_update()
     assert page[Word.SEQ] == 1
-    gate.end_update()
+    gate.settle(page[Word.STEP] + 1, 0, proven=True)
     assert page[Word.SEQ] == 2

@@ -5,13 +5,12 @@ from __future__ import annotations
 import ctypes
 
 import pytest
-import xxhash
 from hypothesis import given
 from hypothesis import strategies as st
 
 from paramd.errors import DataLossError
-from paramd.mesh.chunk import parse_chunk
 from paramd.v1 import common_pb2, sidecar_pb2
+from paramd.wire import checksum_of, parse_chunk
 
 
 @given(data=st.binary(max_size=300), xxh3=st.integers(0, 2**64 - 1), offset=st.integers(0, 2**62))
@@ -44,7 +43,7 @@ def test_the_address_is_that_of_the_data() -> None:
 
 def test_a_flipped_bit_is_data_loss() -> None:
     data = bytes(range(200))
-    message = sidecar_pb2.ReadSnapshotResponse(data=data, xxh3=xxhash.xxh3_64_intdigest(data))
+    message = sidecar_pb2.ReadSnapshotResponse(data=data, xxh3=checksum_of(data, 0))
     wire = bytearray(message.SerializeToString())
     parse_chunk(bytes(wire)).check()
     wire[50] ^= 1

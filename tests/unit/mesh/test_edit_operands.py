@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from paramd.errors import UsageError
+from paramd.layout.edits.ops import ops_of
 from paramd.layout.select import NameIndex
 from paramd.layout.types import Box, Interval, Layout, Piece, TensorKind, TensorLayout
-from paramd.mesh.editing.operands import Operands, parts, prepare
-from paramd.mesh.editing.words import ops_of
+from paramd.mesh.edits.operands import Operands, parts, prepare
 
 ROWS, COLS = 700, 900
 

@@ -15,8 +15,8 @@ from paramd.errors import (
     ParamdError,
     UnreachableError,
 )
-from paramd.mesh.optimism import Optimism
-from paramd.mesh.pin import Captured, PinKind, Pinner, RankPin
+from paramd.mesh.peers.pins import Captured, FastPathBackoff, PinKind, RankPin
+from paramd.mesh.reading.pin import Pinner
 
 SPANS = {0: [(0, 8)], 1: [(0, 8)]}
 
@@ -49,6 +49,7 @@ class Ranks:
         self.renewed = 0
         self.boundary_never_comes = False
         self.lease_s = 30.0
+        self.edits: Callable[[int, int], int] = lambda rank, count: -1
 
     async def pin(
         self, rank: int, spans: Sequence[tuple[int, int]], how: PinKind, timeout_s: float
@@ -61,7 +62,7 @@ class Ranks:
             raise step
         name = f"{rank}/{count}"
         self.held.add(name)
-        return RankPin(rank, name, 1, step, 8, self.lease_s)
+        return RankPin(rank, name, 1, step, 8, self.lease_s, self.edits(rank, count))
 
     async def schedule(self, pins: Sequence[RankPin], timeout_s: float) -> Captured:
         self.schedule_count += 1
@@ -104,6 +105,16 @@ async def test_different_steps_go_to_the_boundary_and_release_the_first_try() ->
     assert not ranks.held
 
 
+async def test_one_step_before_and_after_an_edit_is_not_one_state() -> None:
+    ranks = Ranks(lambda rank, count: 7)
+    ranks.edits = lambda rank, count: 2 + (rank == 1 and count == 0)
+    ranks.captures = [Captured(True, 1, 7, "", 3)]
+    async with pinner(ranks).pinned(SPANS, deadline_s=110) as pinned:
+        assert (pinned.step, pinned.edits) == (7, 3)
+        assert ranks.held == {"0/1", "1/1"}
+    assert ranks.schedule_count == 1
+
+
 async def test_after_different_steps_the_boundary_is_asked_for_at_once_for_a_while() -> None:
     ranks, clock = Ranks(lambda rank, count: 7 + rank * (count == 0)), Clock()
     ranks.captures = [Captured(True, 1, 9, ""), Captured(True, 1, 10, "")]
@@ -118,7 +129,7 @@ async def test_after_different_steps_the_boundary_is_asked_for_at_once_for_a_whi
 
 
 def test_the_while_doubles_up_to_a_limit_and_ends_with_success() -> None:
-    optimism = Optimism(first_pause_s=1, last_pause_s=4)
+    optimism = FastPathBackoff(first_pause_s=1, last_pause_s=4)
     for now_s, pause_s in ((0, 1), (10, 2), (20, 4), (30, 4)):
         assert optimism.tries(now_s)
         optimism.differed(now_s)

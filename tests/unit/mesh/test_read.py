@@ -10,15 +10,14 @@ from collections.abc import AsyncIterator, Callable
 import grpc
 import grpc.aio
 import pytest
-import xxhash
 
 from paramd.errors import ConflictError, DataLossError, DeadlineError, UnreachableError
-from paramd.mesh import read as reading
-from paramd.mesh.channels import LeaseEndedError
-from paramd.mesh.chunk import Chunk, parse_chunk
-from paramd.mesh.landing import Place, PlaceSink
-from paramd.mesh.read import Expected, Reader
+from paramd.mesh.peers.grpc import LeaseEndedError
+from paramd.mesh.reading import stream as reading
+from paramd.mesh.reading.landing import Place, PlaceSink
+from paramd.mesh.reading.stream import Expected, Reader
 from paramd.v1 import common_pb2, sidecar_pb2
+from paramd.wire import Chunk, checksum_of, parse_chunk
 
 SNAPSHOT = bytes(i % 251 for i in range(1000))
 CHUNK_BYTES = 100
@@ -30,7 +29,7 @@ def status(code: grpc.StatusCode) -> grpc.aio.AioRpcError:
 
 def chunk_at(offset: int, data: bytes) -> Chunk:
     message = sidecar_pb2.ReadSnapshotResponse(
-        data=data, xxh3=xxhash.xxh3_64_intdigest(data), offset_bytes=offset
+        data=data, xxh3=checksum_of(data, offset), offset_bytes=offset
     )
     return parse_chunk(message.SerializeToString())
 
@@ -43,16 +42,18 @@ class Source:
     def __init__(self, mishap: Callable[[int, int], Chunk | None] = lambda s, o: None) -> None:
         self.mishap = mishap
         self.begins: list[int] = []
-        self.step = 5
+        self.step, self.edits = 5, 2
         self.hangs_at: int | None = None
         self.hanging_streams = 1000
+        self.headless_streams = 0
         self.probes: list[Exception | None] = []
         self.probed = 0
 
     async def chunks(self, offset_bytes: int, timeout_s: float) -> AsyncIterator[Chunk]:
         self.begins.append(offset_bytes)
-        header = common_pb2.Header(epoch=1, step=self.step)
-        yield parse_chunk(sidecar_pb2.ReadSnapshotResponse(header=header).SerializeToString())
+        header = common_pb2.Header(epoch=1, step=self.step, edits=self.edits)
+        if len(self.begins) > self.headless_streams:
+            yield parse_chunk(sidecar_pb2.ReadSnapshotResponse(header=header).SerializeToString())
         for offset in range(offset_bytes, len(SNAPSHOT), CHUNK_BYTES):
             if offset == self.hangs_at and len(self.begins) <= self.hanging_streams:
                 await asyncio.Event().wait()
@@ -72,7 +73,7 @@ async def run(source: Source, seconds: float = 30) -> bytes:
     target = bytearray(len(SNAPSHOT))
     at = ctypes.addressof(ctypes.c_char.from_buffer(target))
     sink = PlaceSink([Place(0, len(target), at)])
-    expected = Expected(1, 5, len(SNAPSHOT))
+    expected = Expected(1, 5, len(SNAPSHOT), 2)
     await Reader(source, sink, expected).run(time.monotonic() + seconds)
     return bytes(target)
 
@@ -122,10 +123,47 @@ async def test_bytes_that_stay_wrong_are_data_loss() -> None:
         await run(Source(skip))
 
 
+async def test_bytes_under_another_offset_are_asked_for_again_and_then_data_loss() -> None:
+    """Two chunks of one size with their offsets exchanged join up, and are in the wrong place."""
+
+    def exchanged(times: int) -> Callable[[int, int], Chunk | None]:
+        def mishap(stream: int, offset: int) -> Chunk | None:
+            other = {500: 600, 600: 500}.get(offset)
+            if other is None or stream > times:
+                return None
+            good = chunk_at(other, SNAPSHOT[other : other + CHUNK_BYTES])
+            return Chunk(good.message, good.begin, good.end, good.xxh3, offset)
+
+        return mishap
+
+    source = Source(exchanged(1))
+    assert await run(source) == SNAPSHOT
+    assert source.begins == [0, 500]
+    with pytest.raises(DataLossError, match="offset 500 do not match"):
+        await run(Source(exchanged(100)))
+
+
+async def test_a_stream_without_a_header_is_a_broken_answer() -> None:
+    source = Source()
+    source.headless_streams = 1
+    assert await run(source) == SNAPSHOT
+    assert source.begins == [0, 0]
+    source.headless_streams = 100
+    with pytest.raises(DataLossError, match="rank 0: its stream began without a header"):
+        await run(source)
+
+
 async def test_bytes_of_another_step_are_refused() -> None:
     source = Source()
     source.step = 6
     with pytest.raises(ConflictError, match="step 6"):
+        await run(source)
+
+
+async def test_bytes_of_the_same_step_after_another_edit_are_refused() -> None:
+    source = Source()
+    source.edits = 3
+    with pytest.raises(ConflictError, match=r"step 5 \(edits 3\).*pinned was step 5 \(edits 2\)"):
         await run(source)
 
 

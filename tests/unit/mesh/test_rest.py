@@ -20,9 +20,10 @@ from paramd.errors import (
     UsageError,
 )
 from paramd.mesh.connect import resolve
-from paramd.mesh.reach import Reach
-from paramd.mesh.rest import RestClient, checked_url
+from paramd.mesh.peers.control import RestClient, checked_url
+from paramd.mesh.peers.discovery import Reach
 from paramd.places import Endpoint, write_endpoint
+from paramd.security.tickets import Role, Signer
 
 URL = "https://control:8470"
 
@@ -35,7 +36,9 @@ def document(epoch: int = 1, valid_s: float = 600) -> dict[str, Any]:
         "control_address": "control:8471",
         "layout_digest": "abc",
         "peers": [{"rank": 1, "address": "host:1", "socket_path": "", "host_id": "h"}],
-        "ticket": f"ticket-{epoch}",
+        "ticket": Signer(bytes(32)).mint(
+            job="my-run", epoch=epoch, role=Role.READER, ttl_s=max(valid_s, 1e-6)
+        ),
         "ticket_expires_s": time.time() + valid_s,
         "a_newer_field": 1,
     }
@@ -110,6 +113,13 @@ async def test_no_answer_names_the_url_and_the_next_step() -> None:
     with pytest.raises(UnreachableError, match=rf"{URL} .*paramd status"):
         await rest.job("my-run")
     await rest.close()
+
+
+async def test_a_request_after_the_client_was_closed_is_an_outage() -> None:
+    rest = client(lambda request: httpx2.Response(200, json=document()))
+    await rest.close()
+    with pytest.raises(UnreachableError, match="was closed meanwhile; connect again"):
+        await rest.job("my-run")
 
 
 async def test_an_answer_that_is_no_job_document_is_told() -> None:
@@ -211,3 +221,55 @@ async def test_a_new_epoch_is_followed() -> None:
 
     assert await control.reach.attempts(attempt, time.monotonic() + 10) == 2
     await control.reach.close()
+
+
+class Moved:
+    """Two control planes: the one of the state dir, and whoever is at the first address."""
+
+    def __init__(self, at_first: int | None) -> None:
+        self.at_first = at_first
+        self.now = ("https://first:8470", "token-1")
+        self.asked: list[str] = []
+
+    def handle(self, request: httpx2.Request) -> httpx2.Response:
+        token = request.headers["authorization"].removeprefix("Bearer ")
+        self.asked.append(f"{request.method} {request.url.host} {token}")
+        if request.url.host == "first" and self.now[0] != URL.replace("control", "first"):
+            if self.at_first is None:
+                raise httpx2.ConnectError("refused")
+            return httpx2.Response(self.at_first, json={"detail": "not here"})
+        return httpx2.Response(200, json=document())
+
+    def client(self) -> RestClient:
+        transport = httpx2.MockTransport(self.handle)
+        return RestClient(*self.now, transport=transport, find=lambda: self.now)
+
+
+@pytest.mark.parametrize("at_first", [None, 401, 404])
+async def test_a_control_plane_that_moved_is_followed_with_its_new_token(
+    at_first: int | None,
+) -> None:
+    moved = Moved(at_first)
+    rest = moved.client()
+    await rest.job("my-run")
+    moved.now = ("https://second:8471", "token-2")
+    assert (await rest.job("my-run")).job == "my-run"
+    await rest.send("POST", "/jobs/my-run/edits", {})
+    assert rest.url == "https://second:8471"
+    assert moved.asked == [
+        "GET first token-1",
+        "GET first token-1",
+        "GET second token-2",
+        "POST second token-2",
+    ]
+    await rest.close()
+
+
+async def test_a_change_that_may_have_happened_is_not_sent_elsewhere() -> None:
+    moved = Moved(503)
+    rest = moved.client()
+    moved.now = ("https://second:8471", "token-2")
+    with pytest.raises(UnreachableError):
+        await rest.send("POST", "/jobs/my-run/edits", {})
+    await rest.close()
+    assert moved.asked == ["POST first token-1"]

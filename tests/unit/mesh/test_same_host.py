@@ -14,12 +14,15 @@ import torch
 
 from paramd.errors import NotFoundError, UnreachableError
 from paramd.memory import handover
-from paramd.mesh import same_host
-from paramd.mesh.rest import PeerAddress
-from paramd.mesh.same_host import SharedSnapshot, is_same_host
+from paramd.mesh.peers.control import PeerAddress
+from paramd.mesh.reading import same_host
+from paramd.mesh.reading.same_host import SharedSnapshot, is_same_host
 from paramd.places import host_id
+from paramd.security.tickets import Role, Signer, new_private_key
 
 DATA = bytes(range(256)) * 64
+TICKET = Signer(new_private_key()).mint(job="run", epoch=3, role=Role.READER, ttl_s=60)
+IDENTITY = {"job": "run", "epoch": 3, "rank": 0}
 
 Serve = Callable[[socket.socket], None]
 
@@ -51,16 +54,16 @@ def sidecar(directory: Path, serve: Serve) -> Iterator[PeerAddress]:
 class Maps:
     """Answers "map" with DATA, and keeps what it is told afterwards."""
 
-    def __init__(self, said_bytes: int = len(DATA)) -> None:
-        self.said_bytes = said_bytes
+    def __init__(self, said_bytes: int = len(DATA), **other: object) -> None:
+        self.said = {"op": "mapped", "size_bytes": said_bytes, **IDENTITY, **other}
         self.told: list[str] = []
 
     def __call__(self, connection: socket.socket) -> None:
         message, _ = handover.receive(connection)
-        assert (message["op"], message["ticket"], message["snapshot_id"]) == ("map", "t", "s")
+        assert (message["op"], message["ticket"], message["snapshot_id"]) == ("map", TICKET, "s")
         memory = os.memfd_create("snapshot")
         os.write(memory, DATA)
-        handover.send(connection, {"op": "mapped", "size_bytes": self.said_bytes}, [memory])
+        handover.send(connection, self.said, [memory])
         os.close(memory)
         try:
             while True:
@@ -73,7 +76,7 @@ def test_memory_is_read_and_given_back(tmp_path: Path) -> None:
     maps, target = Maps(), torch.zeros(1000, dtype=torch.uint8)
     with sidecar(tmp_path, maps) as peer:
         assert is_same_host(peer)
-        shared = SharedSnapshot.open(peer, "t", "s")
+        shared = SharedSnapshot.open(peer, TICKET, "s")
         shared.read_into(target.data_ptr(), 300, 1000)
         shared.close()
         shared.close()
@@ -84,7 +87,7 @@ def test_memory_is_read_and_given_back(tmp_path: Path) -> None:
 def test_memory_that_somebody_still_holds_is_not_given_back(tmp_path: Path) -> None:
     maps = Maps()
     with sidecar(tmp_path, maps) as peer:
-        shared = SharedSnapshot.open(peer, "t", "s")
+        shared = SharedSnapshot.open(peer, TICKET, "s")
         memory = shared.map_private()
         assert memory is not None
         tensor = torch.frombuffer(memory, dtype=torch.uint8)
@@ -98,7 +101,7 @@ def test_memory_that_somebody_still_holds_is_not_given_back(tmp_path: Path) -> N
 def test_a_map_that_everybody_dropped_is_given_back(tmp_path: Path) -> None:
     maps = Maps()
     with sidecar(tmp_path, maps) as peer:
-        shared = SharedSnapshot.open(peer, "t", "s")
+        shared = SharedSnapshot.open(peer, TICKET, "s")
         memory = shared.map_private()
         assert memory is not None
         tensor = torch.frombuffer(memory, dtype=torch.uint8)
@@ -107,13 +110,22 @@ def test_a_map_that_everybody_dropped_is_given_back(tmp_path: Path) -> None:
     assert maps.told == ["unmap", "closed"]
 
 
+@pytest.mark.parametrize("other", [{"rank": 1}, {"epoch": 2}, {"job": "walk"}, {"rank": None}])
+def test_memory_of_somebody_else_is_not_taken(tmp_path: Path, other: dict[str, object]) -> None:
+    with (
+        sidecar(tmp_path, Maps(len(DATA), **other)) as peer,
+        pytest.raises(UnreachableError, match="rank 0 of job 'run', epoch 3, is not at its Unix"),
+    ):
+        SharedSnapshot.open(peer, TICKET, "s")
+
+
 def test_a_refusal_keeps_its_kind(tmp_path: Path) -> None:
     def refuse(connection: socket.socket) -> None:
         handover.receive(connection)
         handover.send(connection, {"op": "error", "code": "NOT_FOUND", "message": "ended"})
 
     with sidecar(tmp_path, refuse) as peer, pytest.raises(NotFoundError, match="rank 0: ended"):
-        SharedSnapshot.open(peer, "t", "s")
+        SharedSnapshot.open(peer, TICKET, "s")
 
 
 def test_a_sidecar_that_hangs_or_hangs_up_is_unreachable(
@@ -123,19 +135,19 @@ def test_a_sidecar_that_hangs_or_hangs_up_is_unreachable(
     done = threading.Event()
     with sidecar(tmp_path, lambda _: done.wait(10) and None) as peer:
         with pytest.raises(UnreachableError, match="rank 0"):
-            SharedSnapshot.open(peer, "t", "s")
+            SharedSnapshot.open(peer, TICKET, "s")
         done.set()
     with (
         sidecar(tmp_path, lambda c: handover.receive(c) and None) as peer,
         pytest.raises(UnreachableError, match="closed"),
     ):
-        SharedSnapshot.open(peer, "t", "s")
+        SharedSnapshot.open(peer, TICKET, "s")
 
 
 def test_memory_shorter_than_said_is_refused_not_touched(tmp_path: Path) -> None:
     maps, target = Maps(2 * len(DATA)), torch.zeros(2 * len(DATA), dtype=torch.uint8)
     with sidecar(tmp_path, maps) as peer:
-        shared = SharedSnapshot.open(peer, "t", "s")
+        shared = SharedSnapshot.open(peer, TICKET, "s")
         with pytest.raises(UnreachableError, match="shorter"):
             shared.map_private()
         with pytest.raises(UnreachableError, match="shorter"):

@@ -2,31 +2,28 @@
 
 from __future__ import annotations
 
-import ctypes
 import os
 from collections.abc import AsyncIterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 
 import torch
-import xxhash
 
 from paramd.layout.codec import encode_layout
-from paramd.layout.edit_messages import encode_op
-from paramd.layout.edit_ops import EditOp
-from paramd.layout.edits import plan_edit
+from paramd.layout.edits.ops import EditOp, encode_op
+from paramd.layout.edits.plan import plan_edit
 from paramd.layout.types import Layout
 from paramd.memory.control_page import ControlPage, Word
 from paramd.memory.edit_program import parse_program
 from paramd.memory.shared import edits_bytes
 from paramd.memory.sparse import SparseMemory, create_sparse
-from paramd.trainer.edit_ops import Views, run
+from paramd.tensors.edit_ops import Views, run
 from paramd.v1 import sidecar_pb2 as pb
-from paramd_service.sidecar.edit_entry import Entry
-from paramd_service.sidecar.edit_intake import Fill, copy_of
-from paramd_service.sidecar.edit_limits import EditLimits
-from paramd_service.sidecar.edit_memory import EditMemory
-from paramd_service.sidecar.edits import Edits
+from paramd.wire import Chunk, checksum_of
+from paramd_service.sidecar.edits.entry import EditLimits, Entry
+from paramd_service.sidecar.edits.manager import Edits
+from paramd_service.sidecar.edits.memory import EditMemory
+from paramd_service.sidecar.edits.receive import Fill, copy_of
 from paramd_service.sidecar.faults import Faults
 
 
@@ -157,13 +154,11 @@ async def stage(edits: Edits, manifest: pb.EditManifest, data: bytes, chunk: int
     entry = await edits.begin(manifest)
     for at in range(0, len(data), chunk):
         part = data[at : at + chunk]
-        fill = fill_of(part, xxhash.xxh3_64_intdigest(part))
-        await edits.take(entry, [(at, len(part), fill)])
+        await edits.take(entry, [(at, len(part), fill_of(part, at))])
     return entry
 
 
-def fill_of(data: bytes, xxh3: int) -> Fill:
-    """As the bytes of a message would be taken."""
-    address = ctypes.cast(ctypes.c_char_p(data), ctypes.c_void_p).value
-    assert address is not None
-    return copy_of(memoryview(data), address, xxh3)
+def fill_of(data: bytes, offset: int, *, checked_at: int | None = None) -> Fill:
+    """Takes bytes as from a message; `checked_at`: the offset that its checksum was made for."""
+    at = checked_at if checked_at is not None else offset
+    return copy_of(Chunk(data, 0, len(data), checksum_of(data, at), offset))

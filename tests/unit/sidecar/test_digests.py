@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import random
-import shutil
-import subprocess
 
 import pytest
 import xxhash
@@ -12,8 +10,9 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from paramd.errors import UsageError
 from paramd.v1 import sidecar_pb2 as pb
-from paramd_service.sidecar import digests
-from paramd_service.sidecar.metrics import Sample, render
+from paramd_service.sidecar.rpc import digests
+from paramd_service.sidecar.rpc.metrics import Sample, render
+from tests.needs import check_with_promtool
 
 DATA = memoryview(random.Random(1).randbytes(1 << 20))
 
@@ -64,6 +63,4 @@ def test_the_metrics_text_keeps_values_and_escapes_the_job() -> None:
         (sample,) = family.samples
         assert sample.labels == {"job": job, "rank": "7"}
     assert families["y"].samples[0].value == 3
-    promtool = shutil.which("promtool")
-    if promtool is not None:
-        subprocess.run([promtool, "check", "metrics"], input=text, text=True, check=True)
+    check_with_promtool(text)

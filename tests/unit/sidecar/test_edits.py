@@ -5,10 +5,12 @@ from __future__ import annotations
 import asyncio
 import math
 import mmap
+import random
 import socket
 import time
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -23,20 +25,19 @@ from paramd.errors import (
     NotFoundError,
     UsageError,
 )
-from paramd.layout.edit_ops import EditKind, EditOp
+from paramd.layout.edits.ops import EditKind, EditOp
 from paramd.layout.regions import full_box, row_major
 from paramd.layout.types import Box
 from paramd.memory import handover
 from paramd.memory.control_page import Word
+from paramd.memory.edit_program import ANY_STEP, wanted_step
 from paramd.memory.sparse import reserved_bytes
 from paramd.v1 import sidecar_pb2 as pb
-from paramd_service.sidecar import edit_book
-from paramd_service.sidecar.edit_entry import Phase
-from paramd_service.sidecar.edit_fate import WITHDRAWN_NS
-from paramd_service.sidecar.edit_intake import is_finite
-from paramd_service.sidecar.edit_memory import HEAD_BYTES
-from paramd_service.sidecar.edit_ranges import Ranges
-from paramd_service.sidecar.edit_windows import WINDOW_BYTES, Windows
+from paramd_service.sidecar.edits import table
+from paramd_service.sidecar.edits.entry import WITHDRAWN_NS, Phase
+from paramd_service.sidecar.edits.memory import HEAD_BYTES, Ranges
+from paramd_service.sidecar.edits.receive import is_finite
+from paramd_service.sidecar.edits.windows import WINDOW_BYTES, Windows
 from paramd_service.sidecar.owner import Ownership
 from tests.unit.layout.simulate import BOXES, Spec, World, build, fsdp1, memory_of
 from tests.unit.layout.test_plan import KINDS
@@ -58,16 +59,20 @@ WHOLE = [
 ]
 
 
-def world_of(kind: str, size: int) -> World:
-    held = fsdp1(SPECS, size) if kind == "fsdp1" else [BOXES[kind](s, size) for s in SPECS]
-    world = build(SPECS, held)
+ALIKE = [Spec(name, "float32", (4, 6)) for name in "abcdef"] + [Spec("t", "float32", (8, 6))]
+EXACT = [EditKind.SET, EditKind.MUL, EditKind.LERP, EditKind.FILL, EditKind.CLAMP]
+
+
+def world_of(kind: str, size: int, specs: Sequence[Spec] = SPECS) -> World:
+    held = fsdp1(specs, size) if kind == "fsdp1" else [BOXES[kind](s, size) for s in specs]
+    world = build(specs, held)
     torch.manual_seed(0)
-    for spec in SPECS:
+    for spec in specs:
         values = (torch.randn(spec.shape) * 8).to(getattr(torch, spec.dtype))
         world.full[spec.fqn] = bytes_of(values)
     for rank, arena in enumerate(world.arenas):
         memory = bytearray(arena)
-        for tensor, spec in zip(world.layout.tensors, SPECS, strict=True):
+        for tensor, spec in zip(world.layout.tensors, specs, strict=True):
             for piece in tensor.pieces:
                 if piece.rank == rank:
                     data = memory_of(piece.region, piece.strides, spec, world.full[spec.fqn])
@@ -77,8 +82,10 @@ def world_of(kind: str, size: int) -> World:
 
 
 @contextmanager
-def rank_of(kind: str = "replicated", size: int = 1, number: int = 0) -> Iterator[Rank]:
-    world = world_of(kind, size)
+def rank_of(
+    kind: str = "replicated", size: int = 1, number: int = 0, specs: Sequence[Spec] = SPECS
+) -> Iterator[Rank]:
+    world = world_of(kind, size, specs)
     rank = Rank(world.layout, world.arenas[number], number)
     try:
         yield rank
@@ -186,6 +193,79 @@ def test_an_edit_changes_what_its_operations_say_and_undo_puts_back_all_but_sums
     run(test)
 
 
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("seed", range(2))
+def test_undo_puts_ranges_of_equal_shape_back_each_in_its_own_place(kind: str, seed: int) -> None:
+    """Whatever would take one of them for another leaves bytes that are right somewhere else."""
+    ops, data = alike(random.Random(seed))
+    halves = [(ops[:4], data[:4]), (ops[4:], data[4:])]
+
+    async def test() -> None:
+        for number in range(2):
+            with rank_of(kind, 2, number, ALIKE) as rank:
+                async with rank.edits() as edits:
+                    done, states = [], [bytes(rank.arena)]
+                    for turn, (some, operands) in enumerate(halves):
+                        staged = rank.data_of(some, operands)
+                        entry = await stage(edits, rank.manifest(turn, some), staged, chunk=512)
+                        rank.boundary(edits, entry)
+                        done.append(entry)
+                        states.append(bytes(rank.arena))
+                    # Either may be undone first: they have no element in common.
+                    for turn, (which, left) in enumerate([(0, [1]), (1, []), (0, [0])], start=2):
+                        some = halves[which][0]
+                        manifest = rank.manifest(turn, some, undo_of=done[which].edit_id)
+                        done[which] = await edits.begin(manifest)
+                        rank.boundary(edits, done[which])
+                        assert bytes(rank.arena) == mixed(rank, states, left), f"turn {turn}"
+
+    run(test)
+
+
+def mixed(rank: Rank, states: Sequence[bytes], halves: Sequence[int]) -> bytes:
+    """The arena with some of both edits, which change different bytes."""
+    found = bytearray(states[0])
+    for half in halves:
+        before, after = states[half], states[half + 1]
+        for at in (at for at in range(len(found)) if before[at] != after[at]):
+            found[at] = after[at]
+    return bytes(found)
+
+
+def alike(chance: random.Random) -> tuple[list[EditOp], list[torch.Tensor | None]]:
+    """Operations on regions of equal shape, each with operands of its own, in any order."""
+    boxes = {spec.fqn: [Box((0, 0), (4, 6))] for spec in ALIKE}
+    boxes["t"] = [Box((0, 0), (4, 6)), Box((4, 0), (8, 6))]
+    regions = [(fqn, box) for fqn, found in boxes.items() for box in found]
+    chance.shuffle(regions)
+    ops = []
+    for number, (fqn, box) in enumerate(regions):
+        op = EditOp(fqn=fqn, box=box, kind=chance.choice(EXACT), value=-1.5 - number)
+        with_data = op.kind in (EditKind.SET, EditKind.LERP)
+        op = replace(op, with_data=with_data, weight=0.25, min=-1.0 - number, max=1.0)
+        ops.append(op)
+    generator = torch.Generator().manual_seed(chance.randrange(1 << 30))
+    return ops, [torch.randn(4, 6, generator=generator) if op.with_data else None for op in ops]
+
+
+def test_the_program_is_for_the_step_that_the_manifest_wants_and_its_undo_for_any() -> None:
+    async def test() -> None:
+        fill = [EditOp(fqn="w", kind=EditKind.FILL, value=1.0)]
+        with rank_of() as rank:
+            async with rank.edits() as edits:
+                with pytest.raises(UsageError, match=r"if_step: -2; expected 0 or more"):
+                    await edits.begin(rank.manifest(9, fill, if_step=-2))
+                for number, fields in enumerate([{}, {"if_step": 0}, {"if_step": 7}]):
+                    entry = await edits.begin(rank.manifest(number, fill, **fields))
+                    buffer = edits.memory.buffer
+                    assert wanted_step(buffer, entry.program_begin) == fields.get("if_step", -1)
+                rank.boundary(edits, entry)
+                undo = await edits.begin(rank.manifest(8, fill, undo_of=entry.edit_id))
+                assert wanted_step(buffer, undo.program_begin) == ANY_STEP
+
+    run(test)
+
+
 def assert_as_before(rank: Rank, before: bytes) -> None:
     """All bytes but those of the sum, which may be off in its last digits."""
     now, sums = bytearray(rank.arena), bytearray(before)
@@ -234,9 +314,9 @@ def test_data_comes_in_order_whole_and_finite_or_not_at_all() -> None:
                 entry = await edits.begin(rank.manifest(1, ops))
                 assert rank.page[Word.EXPECTED_NS] > time.monotonic_ns()
                 part = data[:50]
-                with pytest.raises(DataLossError, match="XXH3"):
-                    await edits.take(entry, [(0, 50, fill_of(part, hash_of(part) ^ 1))])
-                fill = fill_of(part, xxhash.xxh3_64_intdigest(part))
+                with pytest.raises(DataLossError, match="checksum"):
+                    await edits.take(entry, [(0, 50, fill_of(part, 0, checked_at=50))])
+                fill = fill_of(part, 0)
                 with pytest.raises(UsageError, match="0 of 192 are staged"):
                     await edits.take(entry, [(50, 50, fill)])
                 await edits.take(entry, [(0, 50, fill)])
@@ -248,7 +328,7 @@ def test_data_comes_in_order_whole_and_finite_or_not_at_all() -> None:
                 with pytest.raises(ConflictError, match="50 of 192 bytes"):
                     edits.make_ready(entry.edit_id, boundary=1, token=1)
                 rest = data[50:]
-                await edits.take(entry, [(50, len(rest), fill_of(rest, hash_of(rest)))])
+                await edits.take(entry, [(50, len(rest), fill_of(rest, 50))])
                 assert entry.phase is Phase.STAGED
                 assert [d.hex() for d in entry.data_digests] == [
                     xxhash.xxh3_128(bytes_of(value)).hexdigest()
@@ -313,10 +393,6 @@ def test_what_is_not_finite_is_found_among_numbers_of_any_sign(dtype: str) -> No
             values = torch.full((70,), other, dtype=getattr(torch, dtype))
             values[33] = number
             assert is_finite(memoryview(bytes_of(values)), dtype) is math.isfinite(number)
-
-
-def hash_of(data: bytes) -> int:
-    return xxhash.xxh3_64_intdigest(data)
 
 
 def test_a_ready_edit_is_let_go_of_only_when_nobody_can_apply_it() -> None:
@@ -435,7 +511,7 @@ def test_budgets_bound_what_is_staged_and_what_is_kept() -> None:
                     await edits.drop(applied[2].edit_id)
                 for number in range(30, 33):
                     await edits.begin(rank.manifest(number, small))
-                with pytest.raises(ExhaustedError, match="taken by others"):
+                with pytest.raises(ExhaustedError, match="bytes of staged edits are taken"):
                     await edits.begin(rank.manifest(33, small))
             async with rank.edits(undo_budget_bytes=100) as edits:
                 entry = await edits.begin(rank.manifest(40, small))
@@ -449,7 +525,7 @@ def test_budgets_bound_what_is_staged_and_what_is_kept() -> None:
 
 
 def test_what_is_told_of_applied_edits_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(edit_book, "MAX_TOLD_BYTES", 2 * 4096)
+    monkeypatch.setattr(table, "MAX_TOLD_BYTES", 2 * 4096)
 
     async def test() -> None:
         with rank_of() as rank:

@@ -19,9 +19,9 @@ from paramd.memory.gradient_program import ARM_WORDS, Notes, Slot
 from paramd.memory.shared import GRADIENT_SLOTS, gradients_bytes
 from paramd.memory.sparse import SparseMemory, create_sparse
 from paramd.v1 import sidecar_pb2 as pb
-from paramd_service.sidecar.gradient_pins import GradientPins
-from paramd_service.sidecar.gradients import EndedError, Gradients
-from paramd_service.sidecar.snapshot import Key
+from paramd_service.sidecar.gradients.pins import GradientPins
+from paramd_service.sidecar.gradients.slots import EndedError, Gradients
+from paramd_service.sidecar.snapshots.blocks import Key
 
 ARENA_BYTES = 1 << 16
 NUMEL = 6000

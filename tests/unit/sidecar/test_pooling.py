@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from paramd.errors import UsageError
-from paramd_service.sidecar import pooling
+from paramd_service.sidecar.statistics import pooling
 
 MODES = ("sum", "min", "max", "absmax")
 

@@ -10,14 +10,15 @@ import pytest
 
 from paramd.memory.control_page import PAGE_BYTES, ControlPage, Word
 from paramd.memory.gate import CopyEnd, CopySpan, State, state_of
-from paramd_service.sidecar.capture import (
+from paramd_service.sidecar.copying.capture import (
     EAGER_ATTEMPTS,
+    REST_NS,
     RETRY_NS,
     Capture,
     CopyJob,
     worth_starting,
 )
-from paramd_service.sidecar.reaching import Boundary, Outcome
+from paramd_service.sidecar.copying.page_requests import Boundary, Outcome
 
 MS = 1_000_000
 
@@ -35,7 +36,13 @@ class Bench:
         self.copies = 0
         self.steps: list[int | None] = []
         self.outcomes: list[Outcome] = []
-        self.capture = Capture(self.page, clock_ns=lambda: self.now_ns, copy=self._copy)
+        self.stopped = False
+        self.capture = Capture(
+            self.page,
+            clock_ns=lambda: self.now_ns,
+            copy=self._copy,
+            stopped=lambda: self.stopped,
+        )
 
     def _copy(
         self, page: ControlPage, spans: Sequence[CopySpan], **_: Any
@@ -253,3 +260,101 @@ def test_when_a_copy_is_begun(age_ms: int, copy_ms: int, worth: bool) -> None:
         )
         is worth
     )
+
+
+def test_a_number_that_was_ever_asked_for_or_taken_back_is_past_for_good(bench: Bench) -> None:
+    reaching = bench.capture.reaching
+    bench.arm(9)
+    reaching.take_back(4)
+    assert (bench.page[Word.READY], bench.page[Word.HIGHEST]) == (9, 9)
+    reaching.withdraw(9, "withdrawn")
+    assert (bench.page[Word.READY], bench.page[Word.HIGHEST]) == (0, 9)
+    reaching.take_back(12)
+    for number in (4, 9, 12):
+        bench.arm(number)
+        assert bench.outcomes.pop().reason == f"boundary {number} is past: 12 was asked for"
+        assert bench.page[Word.READY] == 0
+    bench.arm(13)
+    assert (bench.page[Word.READY], bench.page[Word.HIGHEST]) == (13, 13)
+
+
+def test_an_edit_that_the_trainer_refuses_for_its_step_is_told_with_both_steps(
+    bench: Bench,
+) -> None:
+    for number, step, reason in (
+        (
+            1,
+            12,
+            "if_step is 11, and the next boundary of all ranks is at step 12 or later; "
+            "hold training to edit it at a certain step",
+        ),
+        (2, -1, "the trainer cannot run the edit's program; its log says why"),
+    ):
+        bench.arm(number)
+        bench.page[Word.REFUSED_STEP], bench.page[Word.REFUSED_IF_STEP] = step, 11
+        bench.page[Word.REFUSED] = number
+        bench.capture.serve()
+        assert bench.outcomes.pop() == Outcome(-1, reason)
+        assert bench.page[Word.READY] == 0
+
+
+def rested(bench: Bench) -> None:
+    """The rank's update 8 is over, and has rested for long enough to be read."""
+    bench.page[Word.SEQ] = 15
+    bench.page[Word.REST_STEP], bench.page[Word.REST_NS] = 8, bench.now_ns - REST_NS
+    bench.page[Word.REST] += 1
+
+
+def test_a_copy_at_rest_counts_once_the_trainer_has_looked_since(bench: Bench) -> None:
+    rested(bench)
+    jobs = [CopyJob([], bench._done), CopyJob([], bench._done)]
+    for job in jobs:
+        bench.capture.submit(job)
+    bench.now_ns += RETRY_NS
+    bench.page[Word.REST_SEEN_NS] = bench.now_ns - 1
+    for _ in range(3):
+        bench.capture.serve()
+    assert bench.steps == []
+    assert all(job.unseen is not None for job in jobs)
+    bench.page[Word.REST_SEEN_NS] = bench.now_ns
+    bench.capture.serve()
+    assert bench.steps == [8, 8]
+
+
+def test_what_was_copied_of_a_rest_that_is_over_is_copied_anew(bench: Bench) -> None:
+    rested(bench)
+    bench.capture.submit(CopyJob([], bench._done))
+    bench.now_ns += RETRY_NS
+    bench.capture.serve()
+    bench.page[Word.REST_STEP] = 9
+    bench.page[Word.REST] += 1
+    bench.page[Word.REST_SEEN_NS] = bench.now_ns
+    bench.now_ns += RETRY_NS
+    bench.capture.serve()
+    assert bench.steps == []
+    bench.page[Word.REST_SEEN_NS] = bench.now_ns
+    bench.capture.serve()
+    assert bench.steps == [9]
+
+
+def test_what_a_dead_trainer_left_at_rest_needs_nobodys_look(bench: Bench) -> None:
+    rested(bench)
+    bench.capture.trainer_ended = True
+    bench.capture.submit(CopyJob([], bench._done))
+    bench.now_ns += RETRY_NS
+    bench.capture.serve()
+    assert bench.steps == [8]
+
+
+def test_of_a_stopped_trainer_its_last_look_at_this_rest_counts(bench: Bench) -> None:
+    rested(bench)
+    bench.stopped = True
+    bench.page[Word.REST_SEEN_NS] = bench.page[Word.REST_NS] - 1
+    bench.capture.submit(CopyJob([], bench._done))
+    bench.now_ns += RETRY_NS
+    for _ in range(2):
+        bench.capture.serve()
+    assert bench.steps == [], "that look was at another rest"
+    bench.page[Word.REST_SEEN_NS] = bench.page[Word.REST_NS] + 1
+    bench.capture.serve()
+    assert bench.steps == [8]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import math
 import signal
 from dataclasses import replace
 from pathlib import Path
@@ -9,14 +11,14 @@ from pathlib import Path
 import pytest
 import xxhash
 
-from paramd.errors import ConflictError, ParamdError, TornError, UsageError
+from paramd.errors import ConflictError, DeniedError, ParamdError, TornError, UsageError, reason_of
 from paramd.memory.control_page import Word
+from paramd.security.tickets import Claims, Role
+from paramd.trainer.settings import LIMITS, AttachSettings
 from paramd.v1 import sidecar_pb2 as pb
 from paramd.wire import data_chunk, summon_chunk, varint
-from paramd_service.sidecar import admission
 from paramd_service.sidecar.config import SidecarConfig
 from paramd_service.sidecar.faults import POINTS, Faults
-from paramd_service.sidecar.joining import LAST_BACKOFF_S, backoff_s
 from paramd_service.sidecar.main import parse
 from paramd_service.sidecar.owner import (
     AttachRequest,
@@ -26,7 +28,8 @@ from paramd_service.sidecar.owner import (
     ownership_after_end,
     parse_attach,
 )
-from paramd_service.sidecar.replies import reason_of
+from paramd_service.sidecar.rpc import auth, limits
+from paramd_service.sidecar.rpc.control_link import LAST_BACKOFF_S, backoff_s
 
 
 @pytest.mark.parametrize(("begin", "end"), [(0, 0), (0, 1), (0, 127), (5, 300), (0, 70_000)])
@@ -35,9 +38,9 @@ def test_a_chunk_written_by_hand_is_the_message(begin: int, end: int) -> None:
     chunk = pb.ReadSnapshotResponse.FromString(data_chunk(memoryview(data)[begin:end], begin))
     assert chunk.data == data[begin:end]
     assert chunk.offset_bytes == begin
-    assert chunk.xxh3 == xxhash.xxh3_64_intdigest(data[begin:end])
+    assert chunk.xxh3 == xxhash.xxh3_64_intdigest(data[begin:end], seed=begin)
     part = pb.SummonResponse.FromString(summon_chunk(memoryview(data)[begin:end]))
-    assert (part.data, part.xxh3) == (chunk.data, chunk.xxh3)
+    assert (part.data, part.xxh3) == (chunk.data, xxhash.xxh3_64_intdigest(chunk.data))
 
 
 @pytest.mark.parametrize("value", [0, 1, 127, 128, 16_383, 16_384, 2**35, 2**62])
@@ -205,8 +208,8 @@ def test_an_attach_message_is_checked(changes: dict[str, object]) -> None:
 
 
 def test_what_is_kept_back_of_a_deadline() -> None:
-    assert admission.check_deadline(1.0, 600) == pytest.approx(0.9)
-    assert admission.check_deadline(60.0, 600) == pytest.approx(59.75)
+    assert limits.check_deadline(1.0, 600) == pytest.approx(0.9)
+    assert limits.check_deadline(60.0, 600) == pytest.approx(59.75)
 
 
 def test_pauses_grow_to_a_cap_and_are_spread() -> None:
@@ -218,3 +221,72 @@ def test_pauses_grow_to_a_cap_and_are_spread() -> None:
 def test_an_error_names_its_reason() -> None:
     assert reason_of(TornError("x")) == "TORN"
     assert reason_of(ParamdError("x")) == "PARAMD"
+
+
+def test_a_later_file_replaces_an_earlier_one_and_an_empty_one_calls_it_off(tmp_path: Path) -> None:
+    done: list[signal.Signals] = []
+    later = tmp_path / "rank-0.sock"
+    faults = Faults("mapped:stop", later=later, act=done.append)
+    for text in ("copy-moved:kill", "read-chunk:stop", ""):
+        later.write_text(text)
+        faults.at("pool")
+        assert not later.exists()
+    faults.at("copy-moved")
+    faults.at("read-chunk")
+    assert done == []
+    faults.at("mapped")
+    assert done == [signal.SIGSTOP]
+
+
+def test_what_attach_is_set_to_reaches_every_limit_of_its_sidecar(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    told = {"job", "rank", "socket_path", "listen", "linger_s"}  # by attach itself
+    inherited = {"advertise", "tls_cert", "tls_key", "tls_client_ca"}  # from its environment
+    controls = {"report_s"}  # the control plane says so
+    names = {one.name for one in dataclasses.fields(SidecarConfig)} - told - inherited - controls
+    assert names == set(LIMITS)
+    values = {name: 7.0 + number for number, name in enumerate(LIMITS)}
+    for name, value in values.items():
+        monkeypatch.setenv(f"PARAMD_{name.upper()}", str(value))
+    options = AttachSettings.from_environment().sidecar_options()
+    config = parse(["--job", "j", "--rank", "0", "--socket", "/x", *options])
+    assert {name: getattr(config, name) for name in names} == values
+    assert AttachSettings().sidecar_options() == []
+    for name in LIMITS:
+        with pytest.raises(UsageError, match=name):
+            AttachSettings(**{name: -1.0})
+        with pytest.raises(UsageError, match=name):
+            AttachSettings(**{name: math.inf})
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        [],
+        ["Bearer good", "Bearer good"],
+        ["Bearer good", "Bearer bad"],
+        [b"Bearer good"],
+        ["Basic good"],
+        ["good"],
+        ["Bearer bad"],
+        ["Bearer"],
+    ],
+)
+def test_one_good_ticket_and_nothing_else_lets_a_call_in(values: list[str]) -> None:
+    def verify(ticket: str) -> Claims:
+        if ticket != "good":
+            raise DeniedError("no good")
+        return Claims(job="j", epoch=1, role=Role.READER, expires_s=0.0, ticket_id="1")
+
+    method = f"/{auth.SERVICE}/PinSnapshot"
+    known = auth.authorize(method, [("other", "x"), ("authorization", "bearer good")], verify)
+    assert known is not None
+    assert known[0] == "good"
+    with pytest.raises(DeniedError):
+        auth.authorize(method, [("authorization", value) for value in values], verify)
+    with pytest.raises(DeniedError, match="role reader may not"):
+        auth.authorize(f"/{auth.SERVICE}/ReachBoundary", [("authorization", "Bearer good")], verify)
+    with pytest.raises(DeniedError, match="not a method"):
+        auth.authorize(f"/{auth.SERVICE}/Nothing", [("authorization", "Bearer good")], verify)
+    assert auth.authorize("/grpc.health.v1.Health/Check", [], verify) is None

@@ -5,9 +5,8 @@ from __future__ import annotations
 import pytest
 
 from paramd.errors import ConflictError, ExhaustedError, NotFoundError
-from paramd_service.sidecar.blocks import Block, block_bytes
-from paramd_service.sidecar.snapshot import Fill, Key, Snapshot
-from paramd_service.sidecar.snapshots import SnapshotStore
+from paramd_service.sidecar.snapshots.blocks import Block, Fill, Key, Snapshot, block_bytes
+from paramd_service.sidecar.snapshots.store import SnapshotStore
 
 PAGE = 4096
 
@@ -95,6 +94,20 @@ def test_the_same_bytes_are_found_while_held_and_when_kept(bench: Bench) -> None
 def test_other_bytes_are_not_found(bench: Bench, pages: int, epoch: int, step: int) -> None:
     bench.filled(2, 5)
     assert bench.store.find(key(pages, epoch), step=step) is None
+
+
+def test_the_bytes_before_an_edit_are_not_found_after_it(bench: Bench) -> None:
+    before, after = bench.filled(2, 5), bench.filled(2, 5)
+    before.edits, after.edits = 0, 1
+    before.proof, after.proof = 10, 12
+    assert bench.store.find(key(2), proof=10) is before
+    assert bench.store.find(key(2), proof=12) is after
+    assert bench.store.find(key(2), proof=14) is None
+    for snapshot in (before, before, after, after):
+        bench.store.drop(snapshot)
+    assert bench.store.find(key(2), proof=14) is None
+    assert bench.store.find(key(2)) is after, "the newest state, when any will do"
+    assert bench.store.find(key(2), proof=10) is before
 
 
 def test_the_newest_bytes_are_found_when_any_step_will_do(bench: Bench) -> None:

@@ -11,8 +11,8 @@ import torch
 
 from paramd.errors import UsageError
 from paramd.v1 import sidecar_pb2 as pb
-from paramd_service.sidecar import gradient_stats, stats
-from paramd_service.sidecar.exponents import EXPONENT_BEGIN, EXPONENT_BINS
+from paramd_service.sidecar.statistics import reduce, reduce_many
+from paramd_service.sidecar.statistics.reduce import EXPONENT_BEGIN, EXPONENT_BINS
 
 FLOATS = ["float16", "bfloat16", "float32", "float64", "float8_e4m3fn", "float8_e5m2"]
 INTEGERS = ["uint8", "int8", "int16", "int32", "int64"]
@@ -22,11 +22,11 @@ def bytes_of(tensor: torch.Tensor) -> memoryview:
     return memoryview(bytearray(tensor.contiguous().view(torch.uint8).numpy().tobytes()))
 
 
-def check(tensor: torch.Tensor, dtype: str) -> stats.Reduced:
+def check(tensor: torch.Tensor, dtype: str) -> reduce.Reduced:
     """Compares all numbers with numpy's."""
-    found = stats.reduce_run(bytes_of(tensor), dtype, with_exponents=True)
-    plain = stats.reduce_run(bytes_of(tensor), dtype, with_exponents=False)
-    assert stats.exponent_counts(plain) == []
+    found = reduce.reduce_run(bytes_of(tensor), dtype, with_exponents=True)
+    plain = reduce.reduce_run(bytes_of(tensor), dtype, with_exponents=False)
+    assert reduce.exponent_counts(plain) == []
     assert _numbers(plain) == _numbers(found)
     values = tensor.to(torch.float64).numpy()
     finite = values[np.isfinite(values)]
@@ -42,7 +42,7 @@ def check(tensor: torch.Tensor, dtype: str) -> stats.Reduced:
         assert found.sum_squares == pytest.approx(float((finite**2).sum()), rel=2e-6)
         deviation = float(((finite - finite.mean()) ** 2).sum())
         assert found.m2 == pytest.approx(deviation, rel=1e-5, abs=1e-9 * scale**2)
-    assert stats.exponent_counts(found) == expected_exponents(finite)
+    assert reduce.exponent_counts(found) == expected_exponents(finite)
     return found
 
 
@@ -140,13 +140,13 @@ def test_small_items_reduced_together_are_as_each_by_itself(
         (size_bytes * row, pb.StatsItem(begin_bytes=size_bytes * row, numel=500, dtype=dtype))
         for row in range(len(values))
     ]
-    found = gradient_stats.reduce_items(
+    found = reduce_many.reduce_items(
         lambda begin, end: data[begin:end], items, with_exponents=with_exponents
     )
     for message, (begin, _) in zip(found, items, strict=True):
         run = data[begin : begin + size_bytes]
-        one = stats.reduce_run(run, dtype, with_exponents=with_exponents)
-        alone = stats.stats_message(one)
+        one = reduce.reduce_run(run, dtype, with_exponents=with_exponents)
+        alone = reduce.stats_message(one)
         for name in ("count", "zero_count", "nan_count", "inf_count", "min", "max"):
             assert getattr(message, name) == getattr(alone, name), name
         scale = math.sqrt(alone.sum_squares / 500) if alone.sum_squares else 1.0
@@ -160,7 +160,7 @@ def test_small_items_reduced_together_are_as_each_by_itself(
 def test_runs_at_odd_addresses_are_read() -> None:
     values = torch.randn(1000)
     shifted = memoryview(bytearray(b"x" + bytes(bytes_of(values))))[1:]
-    assert stats.reduce_run(shifted, "float32", with_exponents=False).sum_squares == pytest.approx(
+    assert reduce.reduce_run(shifted, "float32", with_exponents=False).sum_squares == pytest.approx(
         float(values.double().square().sum()), rel=1e-6
     )
 
@@ -168,8 +168,8 @@ def test_runs_at_odd_addresses_are_read() -> None:
 @pytest.mark.parametrize("dtype", ["complex64", "save", "quint8", ""])
 def test_a_dtype_without_statistics_is_refused(dtype: str) -> None:
     with pytest.raises(UsageError, match="no statistics of"):
-        stats.reduce_run(memoryview(b""), dtype, with_exponents=True)
+        reduce.reduce_run(memoryview(b""), dtype, with_exponents=True)
 
 
-def _numbers(reduced: stats.Reduced) -> dict[str, object]:
+def _numbers(reduced: reduce.Reduced) -> dict[str, object]:
     return {name: value for name, value in asdict(reduced).items() if name != "exponents"}

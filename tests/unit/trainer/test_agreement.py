@@ -17,8 +17,8 @@ from hypothesis import strategies as st
 
 from paramd.memory.agreed import KEPT, note_agreed, note_failed
 from paramd.memory.control_page import Word
-from paramd.trainer import agreement as module
-from paramd.trainer.agreement import (
+from paramd.trainer.boundary import agreement as module
+from paramd.trainer.boundary.agreement import (
     EAGER_BOUNDARIES,
     EDIT,
     NOTHING,
@@ -30,7 +30,7 @@ from paramd.trainer.agreement import (
     promise,
 )
 from paramd.v1 import sidecar_pb2 as pb
-from paramd_service.sidecar.reaching import Boundary, Reaching, fate_of
+from paramd_service.sidecar.copying.page_requests import Boundary, Reaching, fate_of
 
 TIMEOUT_S = 20.0
 MS = 1_000_000

@@ -12,13 +12,13 @@ import torch
 
 from paramd.memory.arena import HostArena
 from paramd.memory.control_page import ControlPage, Word
-from paramd.memory.edit_program import Op, Record, write_program
-from paramd.memory.gate import State, TrainerGate, state_of
+from paramd.memory.edit_program import ANY_STEP, Op, Record, write_program
+from paramd.memory.gate import TrainerGate, state_of
 from paramd.memory.shared import Descriptors
 from paramd.memory.sparse import SparseMemory
-from paramd.trainer import editing
-from paramd.trainer.agreement import EDIT, Request
-from paramd.trainer.editing import AT_ONCE_BYTES, AT_ONCE_RECORDS, Editor
+from paramd.trainer.boundary import edits
+from paramd.trainer.boundary.agreement import EDIT, Request
+from paramd.trainer.boundary.edits import AT_ONCE_BYTES, AT_ONCE_RECORDS, Editor
 
 ARENA_BYTES = 8 << 20
 DATA, PREIMAGE = 1 << 16, 2 << 20
@@ -50,9 +50,9 @@ class Bench:
         self.adam.step()
         self.number = 0
 
-    def request(self, *records: Record) -> Request:
+    def request(self, *records: Record, if_step: int = ANY_STEP) -> Request:
         self.sidecar.reserve(0, 4 << 20)
-        write_program(self.sidecar.buffer, 0, records)
+        write_program(self.sidecar.buffer, 0, records, if_step=if_step)
         self.number += 1
         return Request(self.number, 10 * self.number, EDIT, 0)
 
@@ -75,7 +75,7 @@ class Bench:
     def apply(self, *records: Record) -> None:
         request = self.request(*records)
         deadline_s = time.monotonic() + 20
-        while not self.editor.accept(request):
+        while not self.editor.accept(request, now=True):
             assert self.page[Word.REFUSED] != request.number
             assert time.monotonic() < deadline_s
             time.sleep(0.001)
@@ -176,7 +176,7 @@ def test_moments_with_other_strides_are_reset_too(bench: Bench) -> None:
 def test_an_edit_is_a_state_of_its_own_at_the_same_step(bench: Bench) -> None:
     bench.page[Word.STEP] = 5
     bench.apply(block(Op.FILL, value=1.0))
-    assert state_of(bench.page) == State(5, 1)
+    assert state_of(bench.page)[:2] == (5, 1)
     assert bench.page[Word.SEQ] == 2
     assert bench.page[Word.EDIT_STEP] == 5
     assert bench.page[Word.EDIT_NS] > 0
@@ -186,9 +186,42 @@ def test_an_edit_is_a_state_of_its_own_at_the_same_step(bench: Bench) -> None:
 def test_what_cannot_run_is_refused_and_said_so(bench: Bench) -> None:
     for bad in (block(Op.SET), block(Op.ADD, data_begin=1 << 60), block(Op.FILL, arena_begin=-4)):
         request = bench.request(bad)
-        assert not bench.editor.accept(request)
-        assert bench.page[Word.REFUSED] == request.number
+        assert not bench.editor.accept(request, now=True)
+        assert (bench.page[Word.REFUSED], bench.page[Word.REFUSED_STEP]) == (request.number, -1)
     assert bench.page[Word.SEQ] == 0
+
+
+@pytest.mark.parametrize(
+    ("step", "now", "told"),
+    [(5, True, 5), (7, True, 7), (0, True, 0), (6, False, 7), (5, False, 6)],
+)
+def test_an_edit_for_another_step_is_refused_and_both_are_named(
+    bench: Bench, step: int, now: bool, told: int
+) -> None:
+    words = bench.page
+    words[Word.STEP] = step
+    request = bench.request(block(Op.FILL, value=1.0), if_step=6)
+    assert not bench.editor.accept(request, now=now)
+    found = words[Word.REFUSED], words[Word.REFUSED_STEP], words[Word.REFUSED_IF_STEP]
+    assert found == (request.number, told, 6)
+    assert (words[Word.SEQ], words[Word.EDITS]) == (0, 0)
+
+
+def test_an_edit_for_its_step_is_applied_there_and_nowhere_else(bench: Bench) -> None:
+    bench.page[Word.STEP] = 6
+    request = bench.request(block(Op.FILL, value=1.0), if_step=6)
+    assert bench.editor.accept(request, now=True)
+    bench.editor.apply(request, bench.gate)
+    assert (bench.page[Word.EDIT_APPLIED], bench.page[Word.EDIT_STEP]) == (request.number, 6)
+    # Should its boundary turn out to be another's all the same, nothing is touched.
+    request = bench.request(block(Op.FILL, value=2.0), if_step=6)
+    assert bench.editor.accept(request, now=True)
+    bench.page[Word.STEP] = 8
+    with pytest.raises(AssertionError, match="another step"):
+        bench.editor.apply(request, bench.gate)
+    assert bench.page[Word.EDIT_FAILED] == request.number
+    assert (bench.page[Word.SEQ], bench.page[Word.EDITS]) == (2, 1)
+    assert bool((bench.param[1:3, 2:6] == 1.0).all())
 
 
 @pytest.mark.parametrize("large", ["bytes", "records"])
@@ -208,7 +241,7 @@ def test_page_tables_are_made_once_until_pages_were_given_back(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made: list[list[tuple[int, int]]] = []
-    monkeypatch.setattr(editing, "_fault_in", lambda _memory, spans: made.append(list(spans)))
+    monkeypatch.setattr(edits, "_fault_in", lambda _memory, spans: made.append(list(spans)))
     record = Record(Op.SET, "float32", 0, (48,), (1,), data_begin=DATA)
     bench.apply(record)
     bench.apply(replace(record, sizes=(8,)))
@@ -223,12 +256,12 @@ def test_an_edit_that_fails_half_way_is_never_served(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     request = bench.request(block(Op.FILL, value=1.0))
-    assert bench.editor.accept(request)
+    assert bench.editor.accept(request, now=True)
 
     def fail(*_: object) -> None:
         raise RuntimeError("out of luck")
 
-    monkeypatch.setattr("paramd.trainer.editing.run", fail)
+    monkeypatch.setattr("paramd.trainer.boundary.edits.run", fail)
     with pytest.raises(RuntimeError, match="out of luck"):
         bench.editor.apply(request, bench.gate)
     monkeypatch.undo()
@@ -236,7 +269,7 @@ def test_an_edit_that_fails_half_way_is_never_served(
     assert bench.page[Word.SEQ] & 1
     assert bench.page[Word.EDIT_FAILED] == request.number
     assert bench.page[Word.EDITS] == bench.page[Word.EDIT_APPLIED] == 0
-    assert not bench.editor.accept(bench.request(block(Op.FILL, value=1.0)))
+    assert not bench.editor.accept(bench.request(block(Op.FILL, value=1.0)), now=True)
 
 
 def test_descriptors_stay_their_owners(bench: Bench) -> None:

@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
 from paramd.errors import UsageError
-from paramd.trainer.flatten import flatten, unflatten, wait_for_gradient
+from paramd.trainer.model.flatten import flatten, unflatten, wait_for_gradient
 
 
 @pytest.fixture(scope="module")

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from paramd.memory.control_page import Word
-from paramd.trainer.agreement import CAPTURE, EDIT, HOLD, RESUME, STEP, Request, Round
-from paramd.trainer.holding import CAP_S, Hold, Holding, cap_s
+from paramd.trainer.boundary.agreement import CAPTURE, EDIT, HOLD, RESUME, STEP, Request, Round
+from paramd.trainer.boundary.hold import CAP_S, Hold, Holding, cap_s
 
 S = 1_000_000_000
 

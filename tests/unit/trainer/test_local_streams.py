@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paramd.trainer.local.streams import (
+from paramd.trainer.summon.streams import (
     ALIGNMENT_BYTES,
     Part,
     plan_streams,

@@ -15,10 +15,10 @@ from paramd.memory.edit_program import Op, Record
 from paramd.memory.gate import TrainerGate
 from paramd.memory.mirror import pack_wanted, unpack_wanted
 from paramd.memory.shared import Descriptors
-from paramd.trainer.agreement import CAPTURE, Request
-from paramd.trainer.mirror import MirroredHome, home_of
-from paramd.trainer.optimizer_state import find_owned
-from paramd.trainer.rehome import Home
+from paramd.trainer.boundary.agreement import CAPTURE, Request
+from paramd.trainer.boundary.optimizer_state import find_owned
+from paramd.trainer.home.mirrored import MirroredHome, home_of
+from paramd.trainer.home.owned import Home
 from paramd.trainer.settings import AttachSettings
 
 

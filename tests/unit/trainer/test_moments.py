@@ -10,7 +10,7 @@ from paramd.memory.arena import HostArena
 from paramd.memory.control_page import ControlPage, Word
 from paramd.memory.shared import Descriptors
 from paramd.memory.sparse import SparseMemory, pages
-from paramd.trainer.moments import Moments, read_table
+from paramd.trainer.boundary.moments import Moments, read_table
 
 ARENA_BYTES = 1 << 14
 

@@ -7,8 +7,8 @@ from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 from paramd.layout.types import TensorKind
-from paramd.trainer.names import walk
-from paramd.trainer.shards import find_shards
+from paramd.trainer.model.names import walk
+from paramd.trainer.model.shards import find_shards
 
 
 class Named(nn.Module):

@@ -6,8 +6,8 @@ import torch
 from torch import nn
 
 from paramd.memory.edit_program import Op, Record
-from paramd.trainer.optimizer_state import find_owned, owner_of, zero_moments
-from paramd.trainer.storages import address
+from paramd.trainer.boundary.optimizer_state import find_owned, owner_of, zero_moments
+from paramd.trainer.home.storages import address
 
 
 def stepped(*params: nn.Parameter) -> torch.optim.Adam:

@@ -15,8 +15,8 @@ from paramd.errors import ConflictError, UsageError
 from paramd.layout.merge import merge_layouts
 from paramd.layout.regions import row_major
 from paramd.layout.types import Box, TensorKind
-from paramd.trainer.rehome import Home, arena_kind
-from paramd.trainer.shards import find_shards
+from paramd.trainer.home.owned import Home, arena_kind
+from paramd.trainer.model.shards import find_shards
 
 
 class Arena:
@@ -253,14 +253,108 @@ def test_a_parameter_without_plain_memory_is_refused_and_the_rest_moves_out(
     assert not arena.holds(model.bias)
 
 
-def test_all_of_many_parameters_are_looked_at_in_turn(move_in: MoveIn) -> None:
-    model = nn.ParameterList(nn.Parameter(torch.zeros(1)) for _ in range(250))
+def test_all_of_many_parameters_are_looked_at_at_once(move_in: MoveIn) -> None:
+    model = nn.ParameterList(nn.Parameter(torch.zeros(1)) for _ in range(2500))
     home, _ = move_in(model)
 
     model[249].data = torch.ones(1)
+    model[2499].data = torch.ones(1)
 
-    assert [home.check() for _ in range(3)] == [[], [], ["249"]]
-    assert home.check(full=True) == ["249"]
+    assert home.check() == ["249", "2499"]
+    assert home.check(full=True) == ["249", "2499"]
+
+
+def test_a_replaced_module_is_noticed_and_taken_back(move_in: MoveIn) -> None:
+    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+    home, arena = move_in(model)
+
+    model[1] = nn.Linear(3, 3)
+
+    assert home.check() == ["1.weight", "1.bias"]
+    assert home.take_back() == ["1.weight", "1.bias"]
+    assert home.check() == []
+    assert torch.equal(read(home, arena)["1.weight"], model[1].weight)
+
+
+def test_a_parameter_added_to_the_tree_is_noticed(move_in: MoveIn) -> None:
+    model = nn.Sequential(nn.Linear(3, 3))
+    home, _ = move_in(model)
+
+    model[0].adapter = nn.Parameter(torch.zeros(3))
+
+    assert home.check() == ["0.adapter"]
+    with pytest.raises(ConflictError, match=r"'0\.adapter' was absent"):
+        home.take_back()
+
+
+def test_memory_put_aside_keeps_its_values(move_in: MoveIn) -> None:
+    """Averaged weights swapped in by address: what was put aside is the training's."""
+    model = nn.Linear(3, 3)
+    home, arena = move_in(model)
+    aside = model.weight.data
+    view = aside[1:]
+    before = aside.clone()
+
+    model.weight.data = torch.zeros(3, 3)
+
+    assert home.take_back() == ["weight"]
+    assert torch.equal(aside, before)
+    assert not arena.holds(aside)
+    view.zero_()
+    assert bool((aside[1:] == 0).all()), "views of one memory stay views of one memory"
+    model.weight.data = aside
+    assert home.take_back() == ["weight"]
+    assert arena.holds(model.weight)
+    assert torch.equal(model.weight[0], before[0])
+
+
+def test_a_parameter_that_an_optimizer_still_has_is_its_own(move_in: MoveIn) -> None:
+    model = nn.Linear(3, 3)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    home, arena = move_in(model)
+    old = model.weight.detach().clone()
+
+    model.weight = nn.Parameter(torch.zeros(3, 3))
+
+    assert home.take_back() == ["weight"]
+    kept = optimizer.param_groups[0]["params"][0]
+    assert torch.equal(kept, old)
+    kept.data.add_(1.0)
+    assert bool((read(home, arena)["weight"] == 0).all())
+
+
+def test_memory_that_a_graph_still_needs_is_not_written_to(move_in: MoveIn) -> None:
+    model = nn.Linear(3, 3)
+    home, _ = move_in(model)
+    inputs = torch.ones(2, 3, requires_grad=True)
+    loss = model(inputs).sum()
+    old = model.weight.detach().clone()
+
+    model.weight = nn.Parameter(torch.zeros(3, 3))
+
+    with pytest.raises(ConflictError, match="awaits its backward"):
+        home.take_back()
+    loss.backward()
+    assert torch.equal(inputs.grad, old.sum(0).expand(2, 3))
+    del loss
+    assert home.take_back() == ["weight"]
+
+
+def test_what_changes_between_updates_is_seen(move_in: MoveIn) -> None:
+    model = nn.Sequential(nn.Linear(64, 64), nn.LayerNorm(64))
+    home, _ = move_in(model)
+    contents = home.contents
+    assert contents is not None
+
+    contents.remember()
+    assert not contents.strayed()
+    model[1].weight.data.mul_(0.5)  # no version counter tells it
+    assert contents.strayed()
+
+    contents.remember()
+    with torch.no_grad():
+        model[0].weight[0, 0] = 3.0  # hardly a sample, but a version counter
+    assert contents.strayed()
 
 
 CHANGES: dict[str, Callable[[nn.Linear], object]] = {

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.distributed.tensor.placement_types import Shard, _StridedShard
 
-from paramd.trainer.dtensor import Runs, shard_runs
+from paramd.trainer.model.dtensor import Runs, shard_runs
 
 SIZES = (0, 1, 2, 3, 5, 7, 8, 13, 29)
 

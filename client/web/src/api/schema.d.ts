@@ -171,8 +171,8 @@ export interface paths {
         post?: never;
         /**
          * Abort Edit
-         * @description Call an edit off, unless the trainers may have agreed on it: the state tells.
-         *     Idempotent.
+         * @description Call an edit off, unless the trainers may have agreed on it: the state tells. Its
+         *     author's token, or an admin's. Idempotent.
          */
         delete: operations["abort_edit"];
         options?: never;
@@ -191,7 +191,8 @@ export interface paths {
         put?: never;
         /**
          * Commit Edit
-         * @description Have an edit applied whose data has been uploaded. Idempotent.
+         * @description Have an edit applied whose data has been uploaded. Its author's token, or an admin's.
+         *     Idempotent.
          */
         post: operations["commit_edit"];
         delete?: never;
@@ -231,7 +232,8 @@ export interface paths {
         put?: never;
         /**
          * Undo Edit
-         * @description Make an edit that undoes an applied one. Idempotent by id.
+         * @description Make an edit that undoes an applied one. Optimizer state that it zeroed stays zero; the
+         *     note says so. Idempotent by id.
          */
         post: operations["undo_edit"];
         delete?: never;
@@ -452,7 +454,7 @@ export interface paths {
          * Get History
          * @description A number over time, as fine as it is still kept: samples of the last hour, then
          *     minutes for a day, then tens of minutes for a month. Norms are noted of tensors that
-         *     the watch has sampled.
+         *     the watch has sampled; those of small tensors are for readers.
          */
         get: operations["get_history"];
         put?: never;
@@ -562,7 +564,8 @@ export interface paths {
          * List Params
          * @description Names, shapes, dtypes and placements of the parameters and buffers that match.
          *
-         *     Terms about statistics are compared at one step; buffers do not match those.
+         *     Terms about statistics are compared at one step; buffers do not match those, nor do
+         *     small tensors for who may not read values.
          */
         get: operations["list_params"];
         put?: never;
@@ -623,6 +626,9 @@ export interface paths {
         /**
          * Get Histogram
          * @description Elements of one tensor between equal bins. Binary exponents are with the statistics.
+         *
+         *     Who may not read values has no small tensors, at least 16 elements for each bin (fewer
+         *     bins are given than were asked for), and no bounds of its own choice.
          */
         get: operations["get_histogram"];
         put?: never;
@@ -645,7 +651,8 @@ export interface paths {
          * @description Statistics of every tensor that matches, all at one step.
          *
          *     The total is over what globs and facts chose, whatever terms about statistics left of
-         *     it. Tensors of ranks that are gone are listed as missing.
+         *     it. Tensors of ranks that are gone are listed as missing, and so are small ones for who
+         *     may not read values.
          */
         get: operations["get_stats"];
         put?: never;
@@ -757,6 +764,8 @@ export interface paths {
         /**
          * Release Snapshot
          * @description Ends the lease. Idempotent: what has ended is no error.
+         *
+         *     Only with the token that pinned it, or by an admin.
          */
         delete: operations["release_snapshot"];
         options?: never;
@@ -776,6 +785,8 @@ export interface paths {
         /**
          * Renew Snapshot
          * @description Lets the lease end later (or sooner), counted from now. Idempotent.
+         *
+         *     Only with the token that pinned it, or by an admin.
          */
         post: operations["renew_snapshot"];
         delete?: never;
@@ -1163,13 +1174,18 @@ export interface components {
              */
             actor: string;
             after: components["schemas"]["RangeDocument"] | null;
-            /** @description null: not known */
+            /** @description null: not known, or not for your token's role */
             before: components["schemas"]["RangeDocument"] | null;
             /**
              * Boundary
              * @description Number of its request to the trainers; 0: none yet
              */
             boundary: number;
+            /**
+             * Committed By
+             * @description And of who had it applied; null: nobody yet
+             */
+            committed_by: string | null;
             /**
              * Created S
              * @description Seconds since the Unix epoch
@@ -1270,7 +1286,7 @@ export interface components {
             id?: string | null;
             /**
              * If Step
-             * @description Abort unless all ranks are at this step when it is committed; only in a hold is that the step at which it is applied, else the boundary comes 1 to 2 steps later
+             * @description Apply it at the boundary of this step, or abort: hold training first, or it goes on before all ranks have agreed
              */
             if_step?: number | null;
             /**
@@ -1973,7 +1989,7 @@ export interface components {
         NewSession: {
             /**
              * Actions
-             * @description Of view, read, edit, export, attach, administer
+             * @description Of view, read, edit, edit-any, export, attach, administer
              */
             actions: string[];
             /**
@@ -2506,6 +2522,11 @@ export interface components {
             epoch: number;
             /** Ranks */
             ranks: components["schemas"]["RankDocument"][];
+            /**
+             * Stall Budget S
+             * @description Longest that an update may wait for a copy
+             */
+            stall_budget_s: number;
         };
         /**
          * RankPinDocument
@@ -2761,7 +2782,7 @@ export interface components {
         SessionDocument: {
             /**
              * Actions
-             * @description Of view, read, edit, export, attach, administer
+             * @description Of view, read, edit, edit-any, export, attach, administer
              */
             actions: string[];
             /**

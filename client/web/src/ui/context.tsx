@@ -7,7 +7,7 @@ import { follow } from "../api/sse";
 import { urlOf } from "../api/client";
 import { type Live, NOTHING, withEvent, withProblem } from "../lib/live";
 
-export type Action = "view" | "read" | "edit" | "export" | "attach" | "administer";
+export type Action = "view" | "read" | "edit" | "edit-any" | "export" | "attach" | "administer";
 
 interface Shared {
   session: SessionDocument;

@@ -13,9 +13,6 @@ import { usePoll } from "../ui/hooks";
 import { type Column, Rows } from "../ui/rows";
 import { pollMs } from "./mesh";
 
-/** The default of the trainers' stall budget; they do not tell theirs. */
-const BUDGET_S = 0.005;
-
 export default function System(): ReactNode {
   const { session } = useShared();
   const mayRead = useMay("read");
@@ -40,12 +37,12 @@ export default function System(): ReactNode {
   );
 }
 
-const STALL_COLUMNS: readonly Column<RankDocument>[] = [
+const stallColumns = (budgetS: number): readonly Column<RankDocument>[] => [
   { key: "rank", title: "rank", width: "4rem", numeric: true, render: (r) => r.rank },
   { key: "count", title: "waits", width: "5rem", numeric: true, render: (r) => count(r.stall_count) },
   { key: "mean", title: "mean wait", width: "6rem", numeric: true, render: (r) => duration(r.stall_count ? r.stall_total_ns / r.stall_count / 1e9 : 0) },
   { key: "max", title: "longest", width: "6rem", numeric: true, render: (r) => duration(r.stall_max_ns / 1e9) },
-  { key: "share", title: "longest of budget", width: "minmax(8rem, 1fr)", render: (r) => <Bar share={r.stall_max_ns / 1e9 / BUDGET_S} tone={r.stall_max_ns / 1e9 > BUDGET_S ? "bad" : "ok"} label={`rank ${r.rank}: longest wait of the budget`} /> },
+  { key: "share", title: "longest of budget", width: "minmax(8rem, 1fr)", render: (r) => <Bar share={r.stall_max_ns / 1e9 / budgetS} tone={r.stall_max_ns / 1e9 > budgetS ? "bad" : "ok"} label={`rank ${r.rank}: longest wait of the budget`} /> },
   { key: "given", title: "given up", width: "5rem", numeric: true, render: (r) => count(r.abandoned_copy_count) },
   { key: "agreement", title: "agreement", width: "6rem", wide: true, render: (r) => (r.agreement_works ? "works" : <span title={r.agreement_reason}>does not</span>) },
   { key: "version", title: "version", width: "6rem", wide: true, render: (r) => r.version || "–" },
@@ -55,6 +52,8 @@ function Stalls(): ReactNode {
   const { job } = useShared();
   const ranks = usePoll(`${job}/ranks`, (signal) => get("/api/v1/jobs/{job}/ranks", { path: { job }, signal }), pollMs(2000));
   const all = ranks.data?.ranks ?? [];
+  const budgetS = ranks.data?.stall_budget_s ?? Number.POSITIVE_INFINITY;
+  const columns = useMemo(() => stallColumns(budgetS), [budgetS]);
   const total = all.reduce((sum, rank) => sum + rank.stall_total_ns, 0) / 1e9;
   const waits = all.reduce((sum, rank) => sum + rank.stall_count, 0);
   const most = Math.max(0, ...all.map((rank) => rank.stall_max_ns / 1e9));
@@ -67,13 +66,13 @@ function Stalls(): ReactNode {
       {ranks.error && <Trouble>{ranks.error}</Trouble>}
       <Facts
         rows={[
-          ["longest wait of all", <span key="m" className={most > BUDGET_S ? "source bad" : ""}>{duration(most)}</span>],
-          ["budget (the default)", duration(BUDGET_S)],
+          ["longest wait of all", <span key="m" className={most > budgetS ? "source bad" : ""}>{duration(most)}</span>],
+          ["budget", ranks.data ? duration(budgetS) : "–"],
           ["waits of all ranks", `${count(waits)}, ${duration(total)}`],
           ["sidecars' versions", versions.map(([version, n]) => `${version} (${count(n)})`).join(", ") || "–"],
         ]}
       />
-      <Rows label="Waits by rank" columns={STALL_COLUMNS} items={all} keyOf={(r) => String(r.rank)} height="18rem" />
+      <Rows label="Waits by rank" columns={columns} items={all} keyOf={(r) => String(r.rank)} height="18rem" />
     </Panel>
   );
 }

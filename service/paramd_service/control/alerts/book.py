@@ -12,6 +12,9 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
+from typing import Protocol
+
+from pydantic import BaseModel, Field
 
 from paramd_service.control.alerts.config import Rule
 
@@ -20,6 +23,8 @@ MAX_FIRING = 1000
 
 MAX_RESOLVED = 500
 """Resolved alerts kept in memory; the store keeps them longer."""
+
+MAX_KEPT = 2000
 
 
 class Severity(StrEnum):
@@ -175,3 +180,101 @@ class Book:
         ended = replace(self._firing.pop(key), state=State.RESOLVED, resolved_s=now_s)
         self._resolved.append(ended)
         return ended
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Point:
+    """One measured number, for the history."""
+
+    job: str
+    epoch: int
+    name: str
+    """step, step_time_s, stall_total_s (each by rank), norm (by tensor)."""
+    subject: str
+    """Rank as text, or the tensor's name."""
+    step: int
+    time_s: float
+    """Seconds since the Unix epoch."""
+    value: float
+
+
+class AlertStore(Protocol):
+    """Keeps alerts and history. Async methods raise ParamdErrors; none stops the event loop."""
+
+    async def save_alerts(self, alerts: Sequence[Alert]) -> None:
+        """Writes alerts anew or over their former state, by id."""
+
+    async def load_firing(self, job: str, epoch: int) -> Sequence[Alert]:
+        """Alerts of one epoch that fired when they were last written."""
+
+    def offer(self, points: Sequence[Point]) -> None:
+        """Takes in history. Never waits, never fails; drops what it cannot keep."""
+
+
+class MemoryStore:
+    """An `AlertStore` that forgets with its process."""
+
+    def __init__(self) -> None:
+        self.alerts: dict[str, Alert] = {}
+        self.points: list[Point] = []
+
+    async def save_alerts(self, alerts: Sequence[Alert]) -> None:
+        for alert in alerts:
+            self.alerts[alert.id] = alert
+        while len(self.alerts) > MAX_KEPT:
+            del self.alerts[next(iter(self.alerts))]
+
+    async def load_firing(self, job: str, epoch: int) -> Sequence[Alert]:
+        return [
+            alert
+            for alert in self.alerts.values()
+            if alert.state is State.FIRING and (alert.job, alert.epoch) == (job, epoch)
+        ]
+
+    def offer(self, points: Sequence[Point]) -> None:
+        self.points = [*self.points, *points][-MAX_KEPT:]
+
+
+class AlertDocument(BaseModel):
+    """One trouble, from its first to its last sight."""
+
+    id: str
+    job: str
+    epoch: int
+    rule: str = Field(
+        description="non-finite, norm-jump, replica-drift, stale-rank, stalled-rank, straggler, "
+        "stall-budget, layout-mismatch or certificate"
+    )
+    subject: str = Field(description="What it is about: a rank, a tensor, the mesh")
+    severity: str = Field(description="warning or critical")
+    state: str = Field(description="firing or resolved")
+    reason: str = Field(description="In words; names ranks and tensors, never values")
+    ranks: list[int] = Field(description="Ranks it is about")
+    fqn: str = Field(description="Tensor it is about; empty when about none")
+    step: int = Field(description="Step it was last found at; -1 when about none")
+    first_seen_s: float = Field(description="Seconds since the Unix epoch, as the next two")
+    last_seen_s: float
+    resolved_s: float | None = Field(description="null while it fires")
+    seen_count: int = Field(description="How often it was found")
+
+
+def document(alert: Alert) -> AlertDocument:
+    """The alert for programs."""
+    found = alert.finding
+    return AlertDocument(
+        id=alert.id,
+        job=alert.job,
+        epoch=alert.epoch,
+        rule=found.rule.value,
+        subject=found.subject,
+        severity=found.severity.value,
+        state=alert.state.value,
+        reason=found.reason,
+        ranks=list(found.ranks),
+        fqn=found.fqn,
+        step=found.step,
+        first_seen_s=alert.first_seen_s,
+        last_seen_s=alert.last_seen_s,
+        resolved_s=alert.resolved_s,
+        seen_count=alert.seen_count,
+    )

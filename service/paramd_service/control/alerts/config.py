@@ -9,6 +9,7 @@ from enum import StrEnum
 from urllib.parse import urlsplit
 
 from paramd.errors import UsageError
+from paramd.memory.gate import STALL_BUDGET_MS
 
 MAX_WEBHOOKS = 8
 
@@ -75,8 +76,9 @@ class AlertConfig:
     """Less time above the median than this is never a straggler, in seconds, 0 or more."""
     straggler_hold_s: float = 10.0
     """A straggler is told after it was one for this long, in seconds, 0 or more."""
-    stall_budget_s: float = 0.005
-    """Longest wait of one update for a copy, in seconds, above 0."""
+    stall_budget_s: float = STALL_BUDGET_MS / 1e3
+    """Longest wait of one update for a copy, in seconds, above 0. The trainers' own, where the
+    environment has it."""
     stall_window_s: float = 60.0
     """Time that the stall budget is judged over, in seconds, above 0."""
     certificate_days: float = 14.0

@@ -8,9 +8,8 @@ from dataclasses import replace
 
 import xxhash
 
-from paramd_service.control.alerts.book import Alert, Finding, Severity, State
+from paramd_service.control.alerts.book import Alert, Finding, Point, Severity, State
 from paramd_service.control.alerts.config import Rule
-from paramd_service.control.alerts.store import Point
 from paramd_service.control.store.alerts import AlertRow
 from paramd_service.control.store.alerts import AlertStore as AlertTable
 from paramd_service.control.store.history import MetricHistory

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from statistics import median
 
-from paramd_service.control.alerts.book import Finding, Severity
+from paramd.v1 import common_pb2
+from paramd_service.control.alerts.book import Finding, Point, Severity
 from paramd_service.control.alerts.config import AlertConfig, Rule
+from paramd_service.control.mesh.view import MeshView, RankView
 
 STEPS_OF_PATIENCE = 20
 """A rank with long steps is stalled after this many of them at the earliest."""
@@ -16,6 +18,24 @@ STEPS_OF_PATIENCE = 20
 DAY_S = 86_400
 
 PRESENT = frozenset({"joined", "silent"})
+
+MESH_RULES = frozenset(
+    {
+        Rule.STALE_RANK,
+        Rule.STALLED_RANK,
+        Rule.STRAGGLER,
+        Rule.STALL_BUDGET,
+        Rule.LAYOUT_MISMATCH,
+        Rule.CERTIFICATE,
+    }
+)
+"""Judged at every look; the others when parameters were sampled."""
+
+_NS = 1e9
+MAX_RANKS_KEPT = 64
+"""Meshes with more ranks than this have no history of single ranks."""
+
+_ENDED = (common_pb2.PHASE_ORPHANED, common_pb2.PHASE_TORN)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -71,19 +91,6 @@ def certificate(expires_s: float | None, now_s: float, config: AlertConfig) -> I
         reason=f"the certificate of the control plane {what} {abs(left_days):.1f} days; replace "
         "its files, they are taken up with the next connection",
     )
-
-
-MESH_RULES = frozenset(
-    {
-        Rule.STALE_RANK,
-        Rule.STALLED_RANK,
-        Rule.STRAGGLER,
-        Rule.STALL_BUDGET,
-        Rule.LAYOUT_MISMATCH,
-        Rule.CERTIFICATE,
-    }
-)
-"""Judged at every look; the others when parameters were sampled."""
 
 
 def stale_ranks(now: Ranks, config: AlertConfig) -> Iterator[Finding]:
@@ -203,3 +210,65 @@ def _of_rank(
 
 def _s(value_s: float) -> str:
     return f"{value_s * 1000:.3g} ms" if value_s < 1 else f"{value_s:.3g} s"
+
+
+_MEASURED: tuple[tuple[str, Callable[[RankInput], float]], ...] = (
+    ("step", lambda rank: float(rank.step)),
+    ("step_time_s", lambda rank: rank.step_time_s),
+    ("stall_total_s", lambda rank: rank.stall_total_s),
+)
+
+
+def rank_inputs(view: MeshView) -> dict[int, RankInput]:
+    """Every rank of the mesh, by its number."""
+    return {rank.rank: _input(rank) for rank in view.ranks}
+
+
+def _input(rank: RankView) -> RankInput:
+    report = rank.report
+    state = report.state if report is not None else common_pb2.RankState(boundary_age_ns=-1)
+    boundary_age_s = state.boundary_age_ns / _NS + rank.age_s if state.boundary_age_ns >= 0 else -1
+    return RankInput(
+        rank=rank.rank,
+        membership=rank.membership.value,
+        reason=rank.reason,
+        age_s=rank.age_s,
+        step=report.step if report is not None else -1,
+        step_time_s=state.step_time_ns / _NS,
+        boundary_age_s=boundary_age_s,
+        stall_count=state.stall_count,
+        stall_total_s=state.stall_total_ns / _NS,
+        stall_max_s=state.stall_max_ns / _NS,
+        layout_digest=report.layout_digest if report is not None else "",
+        trainer_lives=state.phase not in _ENDED,
+    )
+
+
+def points_of(ranks: Ranks, *, job: str, epoch: int, time_s: float) -> list[Point]:
+    """What the history keeps of a look: step, step time and stalls of the joined ranks.
+
+    Of each rank where they are few, else the least, the median and the most of all.
+    """
+    joined = [rank for rank in ranks.values() if rank.membership == "joined"]
+    points: list[Point] = []
+    for name, read in _MEASURED:
+        for subject, value in _subjects({str(rank.rank): read(rank) for rank in joined}):
+            points.append(
+                Point(
+                    job=job,
+                    epoch=epoch,
+                    name=name,
+                    subject=subject,
+                    step=min(rank.step for rank in joined),
+                    time_s=time_s,
+                    value=value,
+                )
+            )
+    return points
+
+
+def _subjects(values: Mapping[str, float]) -> list[tuple[str, float]]:
+    if len(values) <= MAX_RANKS_KEPT:
+        return list(values.items())
+    ordered = sorted(values.values())
+    return [("min", ordered[0]), ("median", median(ordered)), ("max", ordered[-1])]

@@ -15,14 +15,22 @@ from paramd.errors import ConflictError
 from paramd.layout.regions import full_box
 from paramd.layout.select import SelectedTensor
 from paramd.layout.types import Layout, TensorLayout
-from paramd_service.control.alerts.drift import Difference, ReplicaGroup, compare
-from paramd_service.control.alerts.places import Spans, ask_where, place_of, spans_of
+from paramd.mesh.reading.pin import Pinner
+from paramd_service.control.alerts.drift import (
+    Difference,
+    ReplicaGroup,
+    Spans,
+    ask_where,
+    compare,
+    place_of,
+    spans_of,
+)
 from paramd_service.control.alerts.tensors import TensorInput
 
 if TYPE_CHECKING:
-    from paramd.mesh.pin import Pinned
-    from paramd.mesh.reach import Reach
-    from paramd.mesh.sidecars import Sidecars
+    from paramd.mesh.peers.discovery import Reach
+    from paramd.mesh.peers.pins import Pinned
+    from paramd.mesh.peers.sidecars import Sidecars
 
 # No order, or no arithmetic in torch: sidecars refuse statistics of these.
 NO_STATS = frozenset({"complex64", "complex128", "float8_e8m0fnu"})
@@ -87,7 +95,7 @@ class MeshSampler:
 
     async def stats(self, tensors: Sequence[TensorLayout], *, timeout_s: float) -> StatsRound:
         from paramd.layout.plan import plan_read
-        from paramd.mesh.summary import compute_stats
+        from paramd.mesh.reading.summary import compute_stats
 
         reach, deadline_s = await self._opened(), time.monotonic() + timeout_s
         chosen = [
@@ -102,7 +110,7 @@ class MeshSampler:
             if not plan.ranks:
                 return StatsRound(step=-1, tensors=())
             spans: Spans = {read.rank: read.spans for read in plan.ranks}
-            pinner = reach.pinner(sidecars)
+            pinner = Pinner(sidecars, backoff=reach.backoff)
             async with pinner.pinned(
                 spans, deadline_s=deadline_s, with_buffers=index.layout.mirrored
             ) as pinned:
@@ -129,7 +137,7 @@ class MeshSampler:
 
         async def attempt(sidecars: Sidecars) -> DigestRound:
             mirrored = (await reach.index(sidecars)).layout.mirrored
-            pinner = reach.pinner(sidecars)
+            pinner = Pinner(sidecars, backoff=reach.backoff)
             async with pinner.pinned(spans, deadline_s=deadline_s, with_buffers=mirrored) as pinned:
                 return await _compared(_Pinned(reach, sidecars, pinned, spans, deadline_s), groups)
 
@@ -145,7 +153,7 @@ class MeshSampler:
         async with self._opening:
             if self._reach is None:
                 # Loaded when first asked for: it is most of what this process would import.
-                from paramd.mesh.reach import Reach
+                from paramd.mesh.peers.discovery import Reach
 
                 reach = Reach(self._url, self._token, self._job)
                 try:

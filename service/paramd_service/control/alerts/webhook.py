@@ -13,9 +13,8 @@ from urllib.parse import urlsplit
 
 import httpx2
 
-from paramd_service.control.alerts.book import Alert
+from paramd_service.control.alerts.book import Alert, document
 from paramd_service.control.alerts.config import AlertConfig
-from paramd_service.control.alerts.documents import document
 
 QUEUE_COUNT = 200
 """Posts that wait for one receiver; the oldest is dropped for one too many."""

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Awaitable
+from collections.abc import AsyncIterator
 from typing import Any
 
-import grpc.aio
-
 from paramd.errors import UnreachableError
-from paramd.mesh.channels import Channels, call_timeout_s, error_of
 from paramd.v1 import sidecar_pb2 as pb
-from paramd_service.control.edits.words import Applied, Fate
-from paramd_service.control.view import MeshView
+from paramd_service.control.edits.machine import Applied, Fate
+from paramd_service.control.mesh.sidecars import SidecarCalls
+from paramd_service.control.mesh.view import MeshView
 
 ASK_S = 5.0
 """A sidecar that takes longer for a short answer is asked again."""
@@ -29,8 +27,8 @@ _FATES = {
 class EditCalls:
     """Calls to the sidecars of one epoch. All raise the ParamdError of the status."""
 
-    def __init__(self, channels: Channels, *, epoch: int, generation: int) -> None:
-        self._channels = channels
+    def __init__(self, sidecars: SidecarCalls, *, epoch: int, generation: int) -> None:
+        self._sidecars = sidecars
         self._epoch = epoch
         self._generation = generation
 
@@ -40,13 +38,9 @@ class EditCalls:
         async def messages() -> AsyncIterator[pb.StageEditRequest]:
             yield pb.StageEditRequest(manifest=manifest)
 
-        call = self._channels.sidecar(address).StageEdit(
-            messages(), timeout=STAGE_S, metadata=self._channels.metadata
+        answer: pb.StageEditResponse = await self._ask(
+            rank, address, "StageEdit", messages(), STAGE_S
         )
-        try:
-            answer: pb.StageEditResponse = await call
-        except grpc.aio.AioRpcError as error:
-            raise error_of(error, f"rank {rank}") from error
         return answer.progress
 
     async def get(self, rank: int, address: str, edit_id: str) -> pb.GetEditResponse:
@@ -98,13 +92,7 @@ class EditCalls:
     async def _ask(
         self, rank: int, address: str, method: str, request: object, timeout_s: float = ASK_S
     ) -> Any:
-        call: Awaitable[Any] = self._channels.call(
-            f"rank {rank}",
-            getattr(self._channels.sidecar(address), method),
-            request,
-            timeout_s=call_timeout_s(timeout_s),
-        )
-        return await call
+        return await self._sidecars.ask(rank, address, method, request, timeout_s=timeout_s)
 
 
 def address_of(view: MeshView, rank: int) -> str:
@@ -112,7 +100,7 @@ def address_of(view: MeshView, rank: int) -> str:
     found = view.ranks[rank]
     if found.report is None or not found.connected:
         raise UnreachableError(f"rank {rank}: {found.reason}")
-    return found.report.peer.address
+    return found.report.address
 
 
 def applied_of(answer: pb.GetEditResponse) -> Applied | None:

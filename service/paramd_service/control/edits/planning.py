@@ -8,15 +8,14 @@ from typing import Any
 
 from paramd.errors import UsageError
 from paramd.layout.dtypes import item_bytes
-from paramd.layout.edit_messages import decode_ops, encode_op, manifest_digest
-from paramd.layout.edit_words import EditWords, edit_ops
-from paramd.layout.edits import PlannedOp, RankEdit, check_ops, finder, rank_edits
+from paramd.layout.edits.ops import EditWords, decode_ops, edit_ops, encode_op, manifest_digest
+from paramd.layout.edits.plan import PlannedOp, RankEdit, check_ops, finder, rank_edits
 from paramd.layout.select import NameIndex
 from paramd.layout.stats import Stats, merge_all, summarize
 from paramd.layout.types import TensorKind
 from paramd.v1 import sidecar_pb2
 from paramd_service.control.edits.machine import SameData, no_data
-from paramd_service.control.view import listed
+from paramd_service.control.mesh.view import listed
 
 NAMES_TOLD = 100
 MAX_MANIFEST_BYTES = 15 << 20
@@ -77,6 +76,7 @@ def plan_wish(
         allow_nonfinite=wish.allow_nonfinite,
         reset_moments=wish.reset_moments,
         undoable=True,
+        if_step=wish.if_step,
     )
     return _planned(index, manifest, planned, documents)
 

@@ -5,27 +5,36 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any
 
 from paramd.errors import ParamdError
-from paramd.layout.edits import PlannedOp
+from paramd.layout.edits.plan import PlannedOp, overlap
 from paramd.layout.select import NameIndex
-from paramd_service.control.audit.audit import Action
+from paramd.v1 import sidecar_pb2 as pb
+from paramd_service.control.access.authority import Principal
 from paramd_service.control.edits.calls import EditCalls
-from paramd_service.control.edits.driver import EditDriver
 from paramd_service.control.edits.limits import EditConfig
-from paramd_service.control.edits.machine import EditMachine, EditState, SameData, no_data
-from paramd_service.control.edits.planning import Planned
-from paramd_service.control.edits.staging import on_all, preview_all, stage_all
-from paramd_service.control.edits.words import CallOff, Commit, EpochEnded, Restarted
-from paramd_service.control.incarnation import Incarnation
-from paramd_service.control.records import SELF, Records
-from paramd_service.control.requests import BoundaryAction, token_of
+from paramd_service.control.edits.machine import (
+    CallOff,
+    Commit,
+    EditMachine,
+    EditState,
+    EpochEnded,
+    Restarted,
+    SameData,
+    no_data,
+)
+from paramd_service.control.edits.planning import Planned, ops_of
+from paramd_service.control.edits.runner import EditDriver, on_all, preview_all, stage_all
+from paramd_service.control.mesh.coordinator import BoundaryAction, token_of
+from paramd_service.control.mesh.incarnation import Incarnation
+from paramd_service.control.mesh.view import MeshView
+from paramd_service.control.records.audit.audit import Action
+from paramd_service.control.records.records import SELF, Records
 from paramd_service.control.store.edits import EditRow
 from paramd_service.control.store.errors import StoreError
-from paramd_service.control.view import MeshView
 
 LOAD_AGAIN_S = 1.0
 OPEN_STATES = (EditState.STAGING, EditState.STAGED, EditState.COMMITTED)
@@ -55,7 +64,7 @@ class EditWork:
         self.open: dict[str, EditDriver] = {}
         """Edits that have not ended, by id."""
         self.calls = EditCalls(
-            incarnation.calls.channels,
+            incarnation.calls,
             epoch=incarnation.epoch,
             generation=incarnation.terms.generation,
         )
@@ -91,27 +100,27 @@ class EditWork:
         return edit_id in self._committing
 
     async def stage_and_commit(
-        self, driver: EditDriver, planned: Planned, index: NameIndex, *, dry_run: bool
+        self, driver: EditDriver, by: Principal, planned: Planned, index: NameIndex
     ) -> None:
         """An edit without data, to its end."""
         try:
             view = self._mesh.coordinator.joined()
             await stage_all(driver, self.calls, view, planned.manifest)
-            if dry_run:
+            if driver.row.detail.get("dry_run"):
                 found = await preview_all(self.calls, view, driver.row.id, index, planned.ops)
                 driver.describe(**found)
                 driver.feed(CallOff("dry run: nothing was changed"))
                 return
         except Exception as error:
-            driver.feed(CallOff(_told(error)))
+            driver.feed(CallOff(_why(error)))
             if isinstance(error, ParamdError):
                 return
             raise
         await driver.until(EditState.STAGED, EditState.COMMITTED)
-        await self.commit(driver, index, planned.ops)
+        await self.commit(driver, by, index, planned.ops)
 
     async def commit(
-        self, driver: EditDriver, index: NameIndex, ops: tuple[PlannedOp, ...]
+        self, driver: EditDriver, by: Principal, index: NameIndex, ops: tuple[PlannedOp, ...]
     ) -> None:
         """A staged edit, to its end, recorded in the audit around it. Idempotent."""
         row = driver.row
@@ -119,13 +128,15 @@ class EditWork:
             return
         self._committing.add(row.id)
         try:
-            async with self._records.audit.mutation(self._action(row)) as entry:
+            method = "edit.undo" if row.undo_of else "edit.commit"
+            async with self._records.recorded(by, method, told(row), self._mesh) as entry:
+                driver.describe(committed_by=by.name)
                 await self._ranges(driver, index, ops)
-                await self._in_turn(driver)
+                await self._in_turn(driver, index, ops)
                 entry.outcome(driver.row.state.lower(), **_outcome(driver.row))
         except Exception as error:
             # Whatever it was: an edit that nobody looks after must not stay half way.
-            driver.feed(CallOff(_told(error)))
+            driver.feed(CallOff(_why(error)))
             if not isinstance(error, ParamdError):
                 raise
         finally:
@@ -137,7 +148,10 @@ class EditWork:
             waits = driver.machine.state in (EditState.STAGING, EditState.STAGED)
             late = now_s - driver.touched_s > self._config.staged_s
             if waits and late and edit_id not in self._committing:
-                driver.feed(CallOff(f"nobody committed it within {self._config.staged_s:g} s"))
+                reason = f"nobody committed it within {self._config.staged_s:g} s"
+                driver.feed(CallOff(reason))
+                detail = {"id": edit_id, "staged_by": driver.row.actor, "reason": reason}
+                self._records.note(self._mesh, "edit.abort", detail)
 
     def epoch_ended(self, reason: str) -> None:
         """The trainers are gone, and what they had agreed on with them."""
@@ -161,11 +175,25 @@ class EditWork:
         slowest_ns = max((report.state.step_time_ns for report in view.joined), default=0)
         return self._config.agree_s + 4 * slowest_ns / _NS
 
-    async def _in_turn(self, driver: EditDriver) -> None:
+    async def changed_since(
+        self, index: NameIndex, done: EditRow, ops: Sequence[PlannedOp]
+    ) -> EditRow | None:
+        """The newest edit after `done` that changed an element of `ops`, and was not undone."""
+        since = await self._records.edits.of_job(done.job, (EditState.APPLIED,), epoch=done.epoch)
+        later = [row for row in since if row.edits > done.edits]
+        numbers = {row.id for row in later}
+        for row in sorted(later, key=lambda row: -row.edits):
+            undone = row.undone_by in numbers or row.undo_of in numbers
+            if not undone and overlap(ops, ops_of(index, pb.EditManifest.FromString(row.manifest))):
+                return row
+        return None
+
+    async def _in_turn(
+        self, driver: EditDriver, index: NameIndex, ops: tuple[PlannedOp, ...]
+    ) -> None:
         async with self._mesh.coordinator.turn() as turn:
-            wanted = driver.row.detail.get("if_step")
-            if wanted is not None and (moved := await self._moved(turn.view, wanted)):
-                driver.feed(CallOff(moved))
+            if reason := await self._why_not_now(driver.row, turn.view, index, ops):
+                driver.feed(CallOff(reason))
             elif driver.machine.state is EditState.STAGED:
                 machine = driver.machine
                 digests = [machine.manifest_digest, *machine.data_digests]
@@ -175,9 +203,27 @@ class EditWork:
                 driver.feed(Commit(turn.number, token))
             await driver.until()
 
+    async def _why_not_now(
+        self, row: EditRow, view: MeshView, index: NameIndex, ops: tuple[PlannedOp, ...]
+    ) -> str:
+        """What edits before it in turn, or the training, have made of its conditions."""
+        wanted = row.detail.get("if_step")
+        # The trainers compare when they agree; who is too late already need not wait for that.
+        if wanted is not None and (moved := await self._moved(view, wanted)):
+            return moved
+        if not row.undo_of or row.detail.get("force"):
+            return ""
+        done = await self._records.edits.find(row.undo_of)
+        if done is None or not (later := await self.changed_since(index, done, ops)):
+            return ""
+        return (
+            f"edit {later.id} of {later.actor} changed some of the same elements while this undo "
+            "waited for its turn; undo that one first, or give force=true to lose what it did"
+        )
+
     async def _moved(self, view: MeshView, wanted: int) -> str:
         found = await on_all(view, self.calls.state)
-        moved = {rank: one.header.step for rank, one in found.items() if one.header.step != wanted}
+        moved = {rank: one.header.step for rank, one in found.items() if one.header.step > wanted}
         if not moved:
             return ""
         rank = min(moved)
@@ -203,7 +249,7 @@ class EditWork:
                     resolving = [driver for row in rows if (driver := self._take_up(row))]
                     for driver in resolving:
                         await driver.until()
-                        await self._records.audit.event(self._action(driver.row, resolved=True))
+                        await self._records.audit.event(self._resolved(driver.row))
                 return
             await asyncio.sleep(LOAD_AGAIN_S)
 
@@ -229,25 +275,28 @@ class EditWork:
             task.add_done_callback(self._ending.discard)
         self._told(row)
 
-    def _action(self, row: EditRow, *, resolved: bool = False) -> Action:
-        ops = [
-            {key: _exact(value) for key, value in one.items() if key != "names"}
-            for one in row.detail.get("ops", [])[:16]
-        ]
-        detail: dict[str, Any] = {"job": row.job, "id": row.id, "ops": ops, "note": row.note}
-        if row.undo_of:
-            detail["undo_of"] = row.undo_of
-        if resolved:
-            detail |= {"state": row.state, **_outcome(row)}
+    def _resolved(self, row: EditRow) -> Action:
         return Action(
-            actor=SELF if resolved else row.actor,
-            role="" if resolved else row.role,
-            method="edit.resolve" if resolved else "edit.undo" if row.undo_of else "edit.commit",
-            job=self._records.chain,
+            actor=SELF,
+            role="",
+            method="edit.resolve",
+            job=row.job,
             epoch=row.epoch,
             step=row.step,
-            detail=detail,
+            detail={**told(row), "state": row.state, **_outcome(row)},
         )
+
+
+def told(row: EditRow) -> dict[str, Any]:
+    """What the audit says of an edit."""
+    ops = [
+        {key: _exact(value) for key, value in one.items() if key != "names"}
+        for one in row.detail.get("ops", [])[:16]
+    ]
+    detail: dict[str, Any] = {"job": row.job, "id": row.id, "staged_by": row.actor}
+    detail |= {"ops": ops, "note": row.note}
+    detail |= {name: True for name in ("allow_nonfinite", "force") if row.detail.get(name)}
+    return {**detail, "undo_of": row.undo_of} if row.undo_of else detail
 
 
 def _outcome(row: EditRow) -> dict[str, Any]:
@@ -260,5 +309,5 @@ def _exact(value: Any) -> Any:
     return repr(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def _told(error: Exception) -> str:
+def _why(error: Exception) -> str:
     return str(error) if isinstance(error, ParamdError) else "internal error; see the log"

@@ -5,13 +5,14 @@ from __future__ import annotations
 import base64
 import os
 import shutil
-import time
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Final
 
+from paramd import clock
 from paramd.errors import ConflictError, ExhaustedError, NotFoundError, UnreachableError, UsageError
-from paramd_service.exports.destinations import check_file_name
+from paramd_service.destinations.destinations import check_file_name
+from paramd_service.shares import CALLER, Shares, Who
 
 MAX_BYTES: Final = 64 << 20
 """Of all files of one owner."""
@@ -28,6 +29,7 @@ class Assets:
 
     def __init__(self, directory: Path) -> None:
         self._root = directory / "export-assets"
+        self._whose: dict[str, Who] = {}
 
     def put(self, owner: str, name: str, offset_bytes: int, data: str) -> int:
         """Writes one part, in order; the file's size. The same part may come again.
@@ -52,6 +54,7 @@ class Assets:
         if not folder.exists():
             self._make_room()
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            self._whose[folder.name] = CALLER.get()
         path = folder / name
         others = [other for other in folder.iterdir() if other != path]
         size_bytes = sum(other.stat().st_size for other in others) + offset_bytes + len(part)
@@ -95,12 +98,16 @@ class Assets:
         if not self._root.exists():
             return
         for folder in self._root.iterdir():
-            if folder.name not in kept and time.time() - folder.stat().st_mtime > UNOWNED_S:
+            if folder.name not in kept and clock.now_s() - folder.stat().st_mtime > UNOWNED_S:
                 shutil.rmtree(folder, ignore_errors=True)
 
     def _make_room(self) -> None:
-        if self._root.exists() and len(list(self._root.iterdir())) >= MAX_OWNERS:
-            raise ExhaustedError("assets: too many exports with assets wait; try again later")
+        there = [one.name for one in self._root.iterdir()] if self._root.exists() else []
+        self._whose = {name: self._whose.get(name) for name in there}
+        shares = Shares(MAX_OWNERS, "exports that wait with assets")
+        for holder in self._whose.values():
+            shares.count(holder)
+        shares.check(CALLER.get())
 
 
 def check_asset_name(name: str) -> str:

@@ -15,13 +15,14 @@ from contextlib import aclosing, asynccontextmanager
 from typing import Any, Final
 
 import grpc.aio
-from xxhash import xxh3_64_intdigest
 
 from paramd.errors import DataLossError, DeadlineError, ParamdError, UnreachableError
-from paramd.mesh.channels import Channels, call_timeout_s, cancelled, error_of, watched
+from paramd.mesh.asked import Asked
+from paramd.mesh.peers.grpc import Channels, cancelled, error_of, watched
 from paramd.v1 import export_pb2, sidecar_pb2
-from paramd_service.control.config import Bootstrap
-from paramd_service.control.sidecars import ControlTicket
+from paramd.wire import checksum_of
+from paramd_service.control.base.config import Bootstrap
+from paramd_service.control.mesh.sidecars import ControlTicket
 
 UNARY_TIMEOUT_S: Final = 60.0
 PROBE_TIMEOUT_S: Final = 3.0
@@ -48,6 +49,7 @@ class ExportCalls:
     def __init__(self, bootstrap: Bootstrap, *, generation: int) -> None:
         """No I/O."""
         self._generation = generation
+        self._bootstrap = bootstrap
         self._channels = Channels(ControlTicket(bootstrap))
 
     async def close(self) -> None:
@@ -84,11 +86,10 @@ class ExportCalls:
             UnreachableError: the call broke though all of them answer.
             ParamdError: what the writer says.
         """
-        call = self._channels.sidecar(address).WriteExportFile(
-            request, timeout=call_timeout_s(timeout_s), metadata=self._channels.metadata
-        )
+        asked = self._bootstrap.asked(rank, address)
+        call = self._channels.open(asked, "WriteExportFile", request, timeout_s=timeout_s)
         probe = self._probes([(rank, address), *sources])
-        async with _answers(call, f"rank {rank}", probe) as messages:
+        async with _answers(call, asked, probe) as messages:
             async for message in messages:
                 moved(message.written_bytes)
                 if message.HasField("done"):
@@ -104,11 +105,10 @@ class ExportCalls:
         timeout_s: float,
     ) -> export_pb2.ExportedFile:
         """Has a rank read a file back. Raises as `write`."""
-        call = self._channels.sidecar(address).VerifyExportFile(
-            request, timeout=call_timeout_s(timeout_s), metadata=self._channels.metadata
-        )
+        asked = self._bootstrap.asked(rank, address)
+        call = self._channels.open(asked, "VerifyExportFile", request, timeout_s=timeout_s)
         probe = self._probes([(rank, address)])
-        async with _answers(call, f"rank {rank}", probe) as messages:
+        async with _answers(call, asked, probe) as messages:
             async for message in messages:
                 if message.HasField("found"):
                     return _file(message.found)
@@ -155,10 +155,18 @@ class ExportCalls:
         names: Iterable[str],
         *,
         finished: bool = False,
+        wait_only: bool = False,
     ) -> None:
-        """Removes what an export left, or a finished one. Raises as `begin`."""
+        """Removes what an export left, or a finished one, once the rank writes no more of it.
+
+        `wait_only` removes nothing. Raises as `begin`.
+        """
         request = export_pb2.DropExportRequest(
-            target=target, names=names, finished=finished, generation=self._generation
+            target=target,
+            names=names,
+            finished=finished,
+            generation=self._generation,
+            wait_only=wait_only,
         )
         await self._unary(rank, address, "DropExport", request)
 
@@ -180,16 +188,15 @@ class ExportCalls:
             finished=True,
             offset_bytes=offset_bytes,
         )
-        call = self._channels.sidecar(address).ReadExportFile(
-            request, timeout=UNARY_TIMEOUT_S, metadata=self._channels.metadata
-        )
+        asked = self._bootstrap.asked(rank, address)
+        call = self._channels.open(asked, "ReadExportFile", request, timeout_s=UNARY_TIMEOUT_S)
         whole_bytes, data = 0, bytearray()
         probe = self._probes([(rank, address)])
-        async with _answers(call, f"rank {rank}", probe) as messages:
+        async with _answers(call, asked, probe) as messages:
             async for message in messages:
                 if message.HasField("header"):
                     whole_bytes = message.size_bytes
-                if message.data and xxh3_64_intdigest(message.data) != message.xxh3:
+                if message.data and checksum_of(message.data, message.offset_bytes) != message.xxh3:
                     raise DataLossError(f"rank {rank}: bytes of {name} came damaged; try again")
                 data += message.data
                 if len(data) >= READ_BYTES:
@@ -218,10 +225,8 @@ class ExportCalls:
         *,
         timeout_s: float = UNARY_TIMEOUT_S,
     ) -> Any:
-        method = getattr(self._channels.sidecar(address), name)
-        call: Awaitable[Any] = self._channels.call(
-            f"rank {rank}", method, request, timeout_s=timeout_s
-        )
+        asked = self._bootstrap.asked(rank, address)
+        call = self._channels.ask(asked, name, request, timeout_s=timeout_s)
         try:
             return await watched(call, lambda: self._probe(rank, address))
         except RankLostError:
@@ -240,10 +245,9 @@ class ExportCalls:
         return probe
 
     async def _probe(self, rank: int, address: str) -> None:
-        method = self._channels.sidecar(address).GetState
-        request = sidecar_pb2.GetStateRequest()
+        asked, request = self._bootstrap.asked(rank, address), sidecar_pb2.GetStateRequest()
         try:
-            await self._channels.call(f"rank {rank}", method, request, timeout_s=PROBE_TIMEOUT_S)
+            await self._channels.ask(asked, "GetState", request, timeout_s=PROBE_TIMEOUT_S)
         except (DeadlineError, UnreachableError) as error:
             raise RankLostError(
                 rank, f"rank {rank} does not answer: its sidecar is stopped, dead or cut off"
@@ -254,10 +258,10 @@ class ExportCalls:
 
 @asynccontextmanager
 async def _answers(
-    call: Any, who: str, probe: Callable[[], Awaitable[None]]
+    call: Any, asked: Asked, probe: Callable[[], Awaitable[None]]
 ) -> AsyncIterator[AsyncIterator[Any]]:
     """Messages of a streaming call, with somebody asking whether its ranks live."""
-    async with aclosing(_messages(call, who, probe)) as messages:
+    async with aclosing(_messages(call, asked, probe)) as messages:
         try:
             yield messages
         finally:
@@ -265,15 +269,19 @@ async def _answers(
 
 
 async def _messages(
-    call: Any, who: str, probe: Callable[[], Awaitable[None]]
+    call: Any, asked: Asked, probe: Callable[[], Awaitable[None]]
 ) -> AsyncGenerator[Any, None]:
+    first = True
     try:
         while (message := await _next(call, probe)) is not grpc.aio.EOF:
+            if first or message.HasField("header"):
+                asked.check(message.header)
+            first = False
             yield message
         if await call.code() is not grpc.StatusCode.OK:
             await call
     except grpc.aio.AioRpcError as error:
-        found = error_of(error, who)
+        found = error_of(error, asked.who)
         if isinstance(found, UnreachableError | DeadlineError):
             await probe()
         raise found from error

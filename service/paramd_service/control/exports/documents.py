@@ -2,16 +2,70 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints
 
+from paramd.layout.exports.settings import ExportFormat, ExportSettings, NameMap, parse_size
 from paramd_service.control.store.exports import ExportFileRow, ExportRow, ScheduleRow
 
 Id = Annotated[str, StringConstraints(pattern="^[0-9a-f]{32}$")]
 AssetName = Annotated[str, StringConstraints(min_length=1, max_length=255)]
 
 MAX_TIMEOUT_S = 86_400.0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Wish:
+    """One request, read."""
+
+    settings: ExportSettings
+    optimizer: bool
+    """Whether the optimizer's state is wanted."""
+    overwrite: bool
+    verify: bool
+    timeout_s: float
+    assets: tuple[str, ...]
+    """Names of files that are copied beside."""
+
+
+def read_wish(request: Mapping[str, Any]) -> Wish:
+    """What a request (as `ExportRequest` has it) asks for.
+
+    Raises:
+        UsageError: a size, dtype or name rule that cannot be.
+    """
+    include = set(request["include"])
+    return Wish(
+        settings=ExportSettings(
+            format=ExportFormat(request["format"]),
+            max_shard_bytes=parse_size(str(request["max_shard_size"])),
+            dtype=request["dtype"],
+            parameters="parameters" in include,
+            buffers="buffers" in include,
+            keep_tied=request["tied"] == "keep",
+            names=NameMap.of(request["name_map"]),
+        ),
+        optimizer="optimizer" in include,
+        overwrite=bool(request.get("overwrite", False)),
+        verify=bool(request["verify"]),
+        timeout_s=float(request["timeout_s"]),
+        assets=tuple(request["assets"]),
+    )
+
+
+def named_at(destination: str, *, epoch: int, step: int) -> str:
+    """A destination whose key has "{step}" or "{epoch}" in it, once they are known."""
+    return destination.replace("{step}", str(step)).replace("{epoch}", str(epoch))
+
+
+def scheduled(destination: str) -> str:
+    """The destination of a schedule, whose exports each need a key of their own."""
+    if "{step}" in destination:
+        return destination
+    return f"{destination.rstrip('/')}/step-{{step}}"
 
 
 class ExportOptions(BaseModel):

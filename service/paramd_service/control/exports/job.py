@@ -10,14 +10,14 @@ from typing import TYPE_CHECKING, Final
 
 from paramd.v1 import export_pb2
 from paramd_service.control.exports import machine
-from paramd_service.control.exports.crew import Crew, Leases
+from paramd_service.control.exports.documents import Wish, read_wish
 from paramd_service.control.exports.machine import Export, File, FileState, State
-from paramd_service.control.exports.wish import Wish, read_wish
+from paramd_service.control.exports.sidecars import Crew, Leases
 from paramd_service.control.store.errors import StoreError
 from paramd_service.control.store.exports import ExportFileRow, ExportRow, ExportStore
 
 if TYPE_CHECKING:
-    from paramd.layout.export_plan import ExportPlan
+    from paramd.layout.exports.plan import ExportPlan
 
 SAVE_EVERY_S: Final = 1.0
 

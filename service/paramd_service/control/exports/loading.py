@@ -9,9 +9,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from paramd.cli.settings import file_places
 from paramd.errors import UsageError
-from paramd_service.exports.destinations import (
+from paramd.state_files import file_places
+from paramd_service.destinations.destinations import (
     ENVIRONMENT,
     Destination,
     destinations_of,

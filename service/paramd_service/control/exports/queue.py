@@ -10,10 +10,10 @@ from dataclasses import replace
 from typing import Final
 
 from paramd.errors import ExhaustedError, ParamdError
-from paramd_service.control.exports.crew import Crew
 from paramd_service.control.exports.job import ExportJob, Place, Told
-from paramd_service.control.exports.run import Run, drop
-from paramd_service.control.incarnation import Incarnation
+from paramd_service.control.exports.runner import Run, drop
+from paramd_service.control.exports.sidecars import Crew
+from paramd_service.control.mesh.incarnation import Incarnation
 from paramd_service.control.store.errors import StoreError
 from paramd_service.control.store.exports import ExportFileRow, ExportRow, ExportStore
 

@@ -10,6 +10,7 @@ from functools import partial
 
 from sqlalchemy import Connection
 
+from paramd.clock import now_s
 from paramd_service.control.store.errors import StoreError
 from paramd_service.control.store.points import (
     Point,
@@ -43,7 +44,7 @@ class MetricHistory:
         self,
         store: Store,
         *,
-        clock: Callable[[], float] = time.time,
+        clock: Callable[[], float] = now_s,
         tiers: tuple[Tier, ...] = TIERS,
     ) -> None:
         self._store = store

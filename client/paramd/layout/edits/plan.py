@@ -1,0 +1,295 @@
+"""From the operations of an edit to what each rank changes: views of its arena.
+
+Replicas change all alike, so every holder of a region has its items. The elements of an
+operand that a rank needs are its *data*: item after item, each dense and row-major, each
+beginning at a multiple of `DATA_ALIGNMENT_BYTES`. Bytes in between mean nothing and are zero.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from math import prod
+
+from paramd.errors import NotFoundError, UsageError
+from paramd.layout.dtypes import item_bytes
+from paramd.layout.edits.ops import EditOp, check_op
+from paramd.layout.regions import cover_numel, full_box, intersection, row_major
+from paramd.layout.types import Box, Interval, Layout, Piece, TensorKind, TensorLayout
+from paramd.layout.views import View, views_of
+
+MAX_OPS = 100_000
+"""Operations of one edit."""
+
+MAX_REGIONS = 1_000
+"""Regions of one parameter in one edit."""
+
+DATA_ALIGNMENT_BYTES = 64
+
+Find = Callable[[str], TensorLayout | None]
+"""The tensor of a name, aliases included."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EditItem:
+    """A strided view of a rank's arena, and where the elements of its operand come from."""
+
+    op: int
+    """Index of its operation."""
+    arena_begin: int
+    """Byte of the arena at which the view's first element lies."""
+    dtype: str
+    """torch dtype without its prefix."""
+    sizes: tuple[int, ...]
+    """Elements in each dim of the view; never 0."""
+    strides: tuple[int, ...]
+    """Elements of the arena between neighbours of each dim."""
+    data_begin: int
+    """Byte of the rank's data at which its elements begin; -1 when the operation has none."""
+    source_begin: int
+    """Its first element in the operation's operand, a row-major tensor of the region's shape."""
+    source_strides: tuple[int, ...]
+    """Elements of the operand between neighbours of each dim."""
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of its elements."""
+        return prod(self.sizes) * item_bytes(self.dtype)
+
+    @property
+    def arena_end(self) -> int:
+        """Byte of the arena after its last element."""
+        return self.arena_begin + cover_numel(self.sizes, self.strides) * item_bytes(self.dtype)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankEdit:
+    """What an edit is on one rank."""
+
+    rank: int
+    items: tuple[EditItem, ...]
+    """In the order of the operations. Views of one edit never overlap."""
+    data_bytes: int
+    """Length of the rank's data."""
+
+    def data_key(self) -> tuple[tuple[object, ...], ...]:
+        """Equal for ranks that need the same data, byte for byte."""
+        return tuple(
+            (item.op, item.sizes, item.source_begin, item.source_strides)
+            for item in self.items
+            if item.data_begin >= 0
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlannedOp:
+    """An operation, and the parameter that it changes."""
+
+    op: EditOp
+    tensor: TensorLayout
+    box: Box
+    """The region, in coordinates of the whole parameter."""
+
+    @property
+    def operand_bytes(self) -> int:
+        """Bytes of its whole operand, row-major; 0 without data."""
+        return self.box.numel * item_bytes(self.tensor.dtype) if self.op.with_data else 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EditPlan:
+    """How an edit is made."""
+
+    ops: tuple[PlannedOp, ...]
+    ranks: tuple[RankEdit, ...]
+    """Ordered by rank; ranks without items too, for all take part."""
+
+    @property
+    def numel(self) -> int:
+        """Elements of the model that are changed, replicas counted once."""
+        return sum(planned.box.numel for planned in self.ops)
+
+
+def plan_edit(
+    layout: Layout,
+    ops: Sequence[EditOp],
+    *,
+    ranks: Iterable[int] | None = None,
+    allow_nonfinite: bool = False,
+) -> EditPlan:
+    """Plans an edit for all ranks, or for `ranks`.
+
+    Raises:
+        UsageError: an operation does not fit its parameter, regions overlap, or one names a
+            buffer or is beyond the limits of this module.
+        NotFoundError: no parameter has that name.
+    """
+    planned = check_ops(finder(layout), ops, allow_nonfinite=allow_nonfinite)
+    wanted = range(layout.world_size) if ranks is None else sorted(ranks)
+    return EditPlan(ops=planned, ranks=rank_edits(planned, wanted))
+
+
+def finder(layout: Layout) -> Find:
+    """Finds the tensors of a layout by any of their names."""
+    found = {name: one for one in layout.tensors for name in (one.fqn, *one.aliases)}
+    return found.get
+
+
+def check_ops(
+    find: Find, ops: Sequence[EditOp], *, allow_nonfinite: bool = False
+) -> tuple[PlannedOp, ...]:
+    """The operations with what they change. Raises as `plan_edit`."""
+    if not 0 < len(ops) <= MAX_OPS:
+        raise UsageError(f"ops: {len(ops):,} operations; expected 1 to {MAX_OPS:,}")
+    planned = tuple(_planned(find, op, allow_nonfinite) for op in ops)
+    by_tensor: dict[str, list[Box]] = {}
+    for one in planned:
+        by_tensor.setdefault(one.tensor.fqn, []).append(one.box)
+    for fqn, boxes in by_tensor.items():
+        _check_disjoint(fqn, boxes)
+    _check_memory({one.tensor.fqn: one.tensor for one in planned}.values())
+    return planned
+
+
+def rank_edits(planned: Sequence[PlannedOp], ranks: Iterable[int]) -> tuple[RankEdit, ...]:
+    """The items of each of `ranks`."""
+    builders = {rank: _Builder(rank) for rank in ranks}
+    for number, one in enumerate(planned):
+        for piece in one.tensor.pieces:
+            builder = builders.get(piece.rank)
+            if builder is not None:
+                builder.add(number, one, piece)
+    return tuple(builder.built() for builder in builders.values())
+
+
+def overlap(ops: Iterable[PlannedOp], others: Iterable[PlannedOp]) -> str | None:
+    """Name of a parameter of which both change a common element; None when there is none."""
+    boxes: dict[str, list[Box]] = {}
+    for one in ops:
+        boxes.setdefault(one.tensor.fqn, []).append(one.box)
+    for other in others:
+        for box in boxes.get(other.tensor.fqn, ()):
+            if intersection(box, other.box) is not None:
+                return other.tensor.fqn
+    return None
+
+
+def op_ranges(edit: RankEdit, op_count: int) -> list[list[tuple[int, int]]]:
+    """For each operation the half-open byte ranges of the rank's data that are its elements."""
+    ranges: list[list[tuple[int, int]]] = [[] for _ in range(op_count)]
+    for item in edit.items:
+        if item.data_begin >= 0:
+            ranges[item.op].append((item.data_begin, item.data_begin + item.size_bytes))
+    return ranges
+
+
+def _planned(find: Find, op: EditOp, allow_nonfinite: bool) -> PlannedOp:
+    tensor = find(op.fqn)
+    if tensor is None:
+        raise NotFoundError(
+            f"there is no parameter {op.fqn[:200]!r} in this layout; `paramd params` lists them"
+        )
+    if tensor.kind is TensorKind.BUFFER:
+        raise UsageError(
+            f"{op.fqn!r} is a buffer: it lies in the trainer's own memory, where no edit "
+            "reaches; only parameters can be edited"
+        )
+    box = full_box(tensor.shape) if op.box is None else op.box
+    _check_box(op.fqn, box, tensor.shape)
+    check_op(op, tensor.dtype, allow_nonfinite=allow_nonfinite)
+    return PlannedOp(op=op, tensor=tensor, box=box)
+
+
+def _check_box(fqn: str, box: Box, shape: tuple[int, ...]) -> None:
+    if len(box.begin) != len(shape) or len(box.end) != len(shape):
+        raise UsageError(
+            f"a region of {fqn!r} has {len(box.begin)} and {len(box.end)} bounds; expected "
+            f"{len(shape)} of each, for its shape is {list(shape)}"
+        )
+    for dim, (begin, end, size) in enumerate(zip(box.begin, box.end, shape, strict=True)):
+        if not 0 <= begin <= end <= size:
+            raise UsageError(
+                f"[{begin}, {end}) of dim {dim} of {fqn!r} is out of range; expected bounds in "
+                f"order, from 0 to {size}"
+            )
+
+
+def _check_disjoint(fqn: str, boxes: list[Box]) -> None:
+    boxes = [box for box in boxes if box.numel]
+    if len(boxes) < 2:
+        return
+    if len(boxes) > MAX_REGIONS:
+        raise UsageError(
+            f"{len(boxes):,} operations change {fqn!r}; expected at most {MAX_REGIONS:,} regions "
+            "of one parameter, so give larger ones"
+        )
+    dims = range(len(boxes[0].begin))
+    dim = max(dims, key=lambda d: len({box.begin[d] for box in boxes}), default=-1)
+    active: list[Box] = []
+    for box in sorted(boxes, key=lambda box: box.begin[dim] if dim >= 0 else 0):
+        active = [one for one in active if dim < 0 or one.end[dim] > box.begin[dim]]
+        if any(intersection(one, box) is not None for one in active):
+            raise UsageError(
+                f"two operations change the same elements of {fqn!r}; one edit changes each "
+                "element once, so make two edits"
+            )
+        active.append(box)
+
+
+def _check_memory(tensors: Iterable[TensorLayout]) -> None:
+    """Refuses tensors of different names that share memory without being tied."""
+    spans: dict[int, list[tuple[int, int, str]]] = {}
+    for tensor in tensors:
+        size = item_bytes(tensor.dtype)
+        for piece in tensor.pieces:
+            end = piece.arena_begin + piece.region.numel * size
+            if end > piece.arena_begin:
+                spans.setdefault(piece.rank, []).append((piece.arena_begin, end, tensor.fqn))
+    for found in spans.values():
+        found.sort()
+        for one, other in pairwise(found):
+            if other[0] < one[1] and one[2] != other[2]:
+                raise UsageError(
+                    f"{one[2]!r} and {other[2]!r} share memory; edit one of them at a time"
+                )
+
+
+class _Builder:
+    """Collects one rank's items."""
+
+    def __init__(self, rank: int) -> None:
+        self._rank = rank
+        self._items: list[EditItem] = []
+        self._data_bytes = 0
+
+    def add(self, number: int, planned: PlannedOp, piece: Piece) -> None:
+        tensor, size = planned.tensor, item_bytes(planned.tensor.dtype)
+        for view in views_of(piece.region, piece.strides, tensor.shape, planned.box, size):
+            begin, strides = _source(view, planned.box)
+            item = EditItem(
+                op=number,
+                arena_begin=piece.arena_begin + view.offset_bytes,
+                dtype=tensor.dtype,
+                sizes=view.sizes,
+                strides=view.strides,
+                data_begin=self._data_bytes if planned.op.with_data else -1,
+                source_begin=begin,
+                source_strides=strides,
+            )
+            self._items.append(item)
+            if planned.op.with_data:
+                end = self._data_bytes + item.size_bytes
+                self._data_bytes = -(-end // DATA_ALIGNMENT_BYTES) * DATA_ALIGNMENT_BYTES
+
+    def built(self) -> RankEdit:
+        return RankEdit(rank=self._rank, items=tuple(self._items), data_bytes=self._data_bytes)
+
+
+def _source(view: View, wanted: Box) -> tuple[int, tuple[int, ...]]:
+    """Where a view's elements stand in a row-major tensor of the wanted shape."""
+    if isinstance(view.target, Interval):
+        return view.target.begin, (1,)
+    strides = row_major(wanted.sizes)
+    offsets = (b * stride for b, stride in zip(view.target.begin, strides, strict=True))
+    return sum(offsets), strides

@@ -1,0 +1,1 @@
+"""What each file of an export holds, byte by byte. Pure."""

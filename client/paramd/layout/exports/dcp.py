@@ -1,0 +1,143 @@
+"""Files as torch.distributed.checkpoint has them: each rank writes what it holds. Pure.
+
+A tensor is cut into chunks, each a box; a flat interval (FSDP1) becomes several boxes. Names
+are those that `dcp.load({"model": ..., "optim": ...})` looks for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+
+from paramd.layout.dtypes import item_bytes
+from paramd.layout.exports.optimizer import OptimizerTable
+from paramd.layout.exports.safetensors import (
+    Entry,
+    ExportFile,
+    Planned,
+    scalar_bytes,
+    state_positions,
+)
+from paramd.layout.exports.settings import ExportSettings
+from paramd.layout.exports.sources import HolderChoice
+from paramd.layout.landings import Landing, blocks
+from paramd.layout.regions import boxes_of_interval, full_box, row_major
+from paramd.layout.types import Box, Piece, TensorLayout
+
+MAX_CHUNK_BYTES = 32 << 20
+"""Most bytes of data in one chunk."""
+
+MODEL_KEY = "model"
+OPTIMIZER_KEY = "optim"
+
+
+class _Writing:
+    """Entries by rank, each placed behind the one before."""
+
+    def __init__(self) -> None:
+        self.entries: dict[int, list[Entry]] = {}
+        self._ends: dict[int, int] = {}
+
+    def append(
+        self,
+        rank: int,
+        name: str,
+        source: tuple[str, int],
+        box: Box,
+        dtype: str,
+        constant: bytes | None = None,
+    ) -> None:
+        begin = self._ends.get(rank, 0)
+        entry = Entry(name, *source, box, dtype, begin, True, constant)
+        self.entries.setdefault(rank, []).append(entry)
+        self._ends[rank] = begin + entry.size_bytes
+
+
+def rank_files(
+    tensors: Sequence[TensorLayout],
+    names: Mapping[str, str],
+    settings: ExportSettings,
+    writers: Sequence[int],
+    choice: HolderChoice,
+    optimizer: OptimizerTable | None,
+) -> Planned:
+    """One file for each rank that holds something."""
+    writing = _Writing()
+    pieces: dict[str, Sequence[Piece]] = {}
+    for number, tensor in enumerate(tensors):
+        chosen = pieces[tensor.fqn] = choice.pieces(tensor, None)
+        name = f"{MODEL_KEY}.{names[tensor.fqn]}"
+        dtype = settings.dtype_of(tensor.dtype)
+        _append(writing, tensor, name, chosen, ("", number), dtype, writers[0])
+    if optimizer is not None:
+        _append_states(writing, tensors, names, pieces, optimizer, writers[0])
+    files = [
+        ExportFile(f"__{rank}_0.distcp", rank, b"", tuple(writing.entries[rank]))
+        for rank in sorted(writing.entries)
+    ]
+    return files, pieces
+
+
+def _append(
+    writing: _Writing,
+    tensor: TensorLayout,
+    name: str,
+    chosen: Sequence[Piece],
+    source: tuple[str, int],
+    dtype: str,
+    first: int,
+) -> None:
+    if not chosen:
+        writing.append(first, name, source, full_box(tensor.shape), dtype)
+        return
+    for piece in chosen:
+        for box in chunk_boxes(piece, tensor.shape, dtype):
+            writing.append(piece.rank, name, source, box, dtype)
+
+
+def _append_states(
+    writing: _Writing,
+    tensors: Sequence[TensorLayout],
+    names: Mapping[str, str],
+    pieces: Mapping[str, Sequence[Piece]],
+    optimizer: OptimizerTable,
+    first: int,
+) -> None:
+    positions = state_positions(tensors, optimizer)
+    for tensor in tensors:
+        head = f"{OPTIMIZER_KEY}.state.{names[tensor.fqn]}"
+        for key in optimizer.keys:
+            dtype = optimizer.states[key].get(tensor.fqn)
+            if dtype is not None:
+                source = (key, positions[key, tensor.fqn])
+                chosen = pieces[tensor.fqn]
+                _append(writing, tensor, f"{head}.{key}", chosen, source, dtype, first)
+        for scalar in optimizer.scalars.get(tensor.fqn, ()):
+            name, data = f"{head}.{scalar.key}", scalar_bytes(scalar)
+            writing.append(first, name, (scalar.key, -1), Box((), ()), scalar.dtype, data)
+
+
+def chunk_boxes(piece: Piece, shape: tuple[int, ...], dtype: str) -> Iterator[Box]:
+    """Cuts a piece into boxes of at most `MAX_CHUNK_BYTES` each."""
+    region = piece.region
+    boxes = [region] if isinstance(region, Box) else boxes_of_interval(region, shape)
+    for box in boxes:
+        yield from cut_box(box, item_bytes(dtype), MAX_CHUNK_BYTES)
+
+
+def cut_box(box: Box, item_bytes: int, max_bytes: int) -> Iterator[Box]:
+    """Cuts a box, in row-major order, into boxes of at most `max_bytes` each.
+
+    Each is one run of the box's own row-major bytes.
+    """
+    strides = row_major(box.sizes)
+    whole = Landing(
+        tensor=0,
+        begin_bytes=0,
+        sizes=box.sizes,
+        strides=strides,
+        target=box,
+        size_bytes=box.numel * item_bytes,
+        direct=False,
+    )
+    for block in blocks(whole, item_bytes, max_bytes):
+        yield block.target

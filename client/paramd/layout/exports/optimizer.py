@@ -1,0 +1,235 @@
+"""From what each rank's table says of its optimizer to the state by names of parameters. Pure."""
+
+from __future__ import annotations
+
+import json
+from bisect import bisect_right
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from paramd.errors import ConflictError, UsageError
+from paramd.layout.dtypes import ITEM_BYTES
+from paramd.layout.exports.sources import piece_bytes
+from paramd.layout.types import Layout, Piece, TensorKind, TensorLayout
+
+MAX_TABLE_BYTES = 64 << 20
+
+_INFINITE = {"nan": float("nan"), "inf": float("inf"), "-inf": float("-inf")}
+
+
+@dataclass(frozen=True, slots=True)
+class StateScalar:
+    """A 0-dim state such as Adam's "step"; the same on all ranks."""
+
+    key: str
+    dtype: str
+    value: float
+
+
+@dataclass(frozen=True, slots=True)
+class OptimizerTable:
+    """The state of one optimizer at one step, by names of parameters."""
+
+    states: Mapping[str, Mapping[str, str]]
+    """State key -> name of the parameter -> dtype of that state, which has its shape."""
+    scalars: Mapping[str, tuple[StateScalar, ...]]
+    """Name of the parameter -> its 0-dim states."""
+    groups: tuple[Mapping[str, Any], ...]
+    """Parameter groups: settings, and the names of their parameters under "params"."""
+
+    @property
+    def keys(self) -> tuple[str, ...]:
+        """Keys of tensors, in order."""
+        return tuple(self.states)
+
+    def tensors(self, key: str) -> Iterator[tuple[str, str]]:
+        """(name of the parameter, dtype of its state) for one key."""
+        return iter(self.states[key].items())
+
+    def to_json(self) -> bytes:
+        """The table as text; equal tables have equal text."""
+        return json.dumps(
+            {
+                "states": {key: dict(names) for key, names in self.states.items()},
+                "scalars": {
+                    fqn: [[s.key, s.dtype, s.value] for s in scalars]
+                    for fqn, scalars in self.scalars.items()
+                },
+                "groups": [dict(group) for group in self.groups],
+            },
+            separators=(",", ":"),
+        ).encode()
+
+    @classmethod
+    def from_json(cls, text: bytes) -> OptimizerTable:
+        """The way back.
+
+        Raises:
+            UsageError: it is no such table.
+        """
+        if len(text) > MAX_TABLE_BYTES:
+            raise UsageError(f"an optimizer's table of {len(text):,} bytes; at most 64 MiB")
+        try:
+            found = json.loads(text)
+            states = {str(k): _names(v) for k, v in found["states"].items()}
+            scalars = {
+                str(fqn): _scalars_of_group(items) for fqn, items in found["scalars"].items()
+            }
+            return cls(states, scalars, tuple(dict(group) for group in found["groups"]))
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+            raise UsageError(f"the optimizer's table cannot be read: {error!r}") from None
+
+
+def _names(table: Mapping[str, str]) -> dict[str, str]:
+    for fqn, dtype in table.items():
+        if dtype not in ITEM_BYTES:
+            raise ValueError(f"{fqn}: dtype {dtype!r}")
+    return dict(table)
+
+
+def _scalars_of_group(items: Iterable[Any]) -> tuple[StateScalar, ...]:
+    return tuple(StateScalar(str(key), str(dtype), value) for key, dtype, value in items)
+
+
+@dataclass(frozen=True, slots=True)
+class _Param:
+    """What one rank's optimizer has of the bytes [begin, end) of its arena."""
+
+    begin: int
+    end: int
+    dtypes: Mapping[str, str]
+    scalars: Mapping[str, Any]
+    left_out: Mapping[str, str]
+    place: tuple[int, int]
+    """Its optimizer and its group there."""
+
+
+class _Rank:
+    """One rank's table, by place in the arena."""
+
+    def __init__(self, table: Mapping[str, Any]) -> None:
+        self.failure = str(table.get("failure", ""))
+        self.step = int(table["step"])
+        self.keys = [str(key) for key in table["keys"]]
+        self.groups = [list(groups) for groups in table["groups"]] if not self.failure else []
+        params = table["params"] if not self.failure else ()
+        self._params = sorted((_param(one) for one in params), key=lambda one: one.begin)
+
+    def find(self, begin: int, end: int) -> _Param | None:
+        at = bisect_right(self._params, begin, key=lambda one: one.begin) - 1
+        if at < 0 or end > self._params[at].end:
+            return None
+        return self._params[at]
+
+
+def optimizer_table(layout: Layout, tables: Mapping[int, Mapping[str, Any]]) -> OptimizerTable:
+    """The state of the whole job's optimizers.
+
+    Args:
+        layout: which parameters lie where.
+        tables: of the ranks that are read, by rank, as trainer/boundary/moments.py writes them.
+
+    Raises:
+        ConflictError: a rank could not mirror its state, ranks disagree, or state was left out.
+        UsageError: a table is malformed, or nobody's who holds a parameter is there.
+    """
+    try:
+        ranks = {rank: _Rank(table) for rank, table in tables.items()}
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise UsageError(f"a table of optimizer state is malformed: {error!r}") from None
+    for rank, found in ranks.items():
+        if found.failure:
+            raise ConflictError(
+                f"rank {rank} could not give its optimizer's state: {found.failure}"
+            )
+    if len({found.step for found in ranks.values()}) > 1:
+        raise ConflictError("the ranks' optimizer states are of different steps; try again")
+    params = {
+        tensor.fqn: _of_tensor(tensor, ranks)
+        for tensor in layout.tensors
+        if tensor.kind is TensorKind.PARAMETER
+    }
+    return _table({fqn: param for fqn, param in params.items() if param is not None}, ranks)
+
+
+def _of_tensor(tensor: TensorLayout, ranks: Mapping[int, _Rank]) -> _Param | None:
+    """What the optimizers have of a tensor; None when they have nothing."""
+    pieces = [piece for piece in tensor.pieces if piece.region.numel]
+    found = [_of_piece(tensor, piece, ranks) for piece in pieces if piece.rank in ranks]
+    if not pieces:
+        return None
+    if not found:
+        raise UsageError(f"no table of optimizer state has come of a holder of {tensor.fqn!r}")
+    first = found[0]
+    for other in found[1:]:
+        if _facts(first) != _facts(other):
+            raise ConflictError(
+                f"the ranks have different optimizer state of {tensor.fqn!r}; export without it"
+            )
+    if first is not None and first.left_out:
+        key, reason = next(iter(first.left_out.items()))
+        raise ConflictError(
+            f"state {key!r} of {tensor.fqn!r} cannot be exported: {reason}; export without the "
+            "optimizer"
+        )
+    return first
+
+
+def _of_piece(tensor: TensorLayout, piece: Piece, ranks: Mapping[int, _Rank]) -> _Param | None:
+    begin = piece.arena_begin
+    return ranks[piece.rank].find(begin, begin + piece_bytes(piece, tensor.dtype))
+
+
+def _facts(param: _Param | None) -> object:
+    if param is None:
+        return None
+    return dict(param.dtypes), dict(param.scalars), param.place
+
+
+def _table(params: Mapping[str, _Param], ranks: Mapping[int, _Rank]) -> OptimizerTable:
+    keys = list(dict.fromkeys(key for found in ranks.values() for key in found.keys))
+    states = {
+        key: {fqn: param.dtypes[key] for fqn, param in params.items() if key in param.dtypes}
+        for key in keys
+    }
+    scalars = {fqn: _scalars(param.scalars) for fqn, param in params.items() if param.scalars}
+    return OptimizerTable(
+        {key: names for key, names in states.items() if names}, scalars, _groups(params, ranks)
+    )
+
+
+def _scalars(values: Mapping[str, Any]) -> tuple[StateScalar, ...]:
+    return tuple(StateScalar(key, *_typed(value)) for key, value in values.items())
+
+
+def _typed(value: Any) -> tuple[str, float]:
+    """As torch's own optimizers hold their counters: floats of 32 bits."""
+    if isinstance(value, bool):
+        return "bool", value
+    if isinstance(value, int):
+        return "int64", value
+    return "float32", _INFINITE[value] if isinstance(value, str) else float(value)
+
+
+def _groups(params: Mapping[str, _Param], ranks: Mapping[int, _Rank]) -> tuple[dict[str, Any], ...]:
+    first = ranks[min(ranks)]
+    found: list[dict[str, Any]] = []
+    for optimizer, groups in enumerate(first.groups):
+        for number, settings in enumerate(groups):
+            names: Sequence[str] = [
+                fqn for fqn, param in params.items() if param.place == (optimizer, number)
+            ]
+            found.append({**settings, "params": list(names)})
+    return tuple(found)
+
+
+def _param(one: Mapping[str, Any]) -> _Param:
+    return _Param(
+        begin=int(one["begin"]),
+        end=int(one["end"]),
+        dtypes=dict(one["dtypes"]),
+        scalars=dict(one["scalars"]),
+        left_out=dict(one["left_out"]),
+        place=(int(one["optimizer"]), int(one["group"])),
+    )

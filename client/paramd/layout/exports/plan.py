@@ -1,0 +1,154 @@
+"""From a layout and settings to the files of an export. Pure: equal inputs, equal plans.
+
+    plan = plan_export(layout, ExportSettings(max_shard_bytes=parse_size("2GiB")))
+    plan.sources[""].spans         # what to pin of each rank
+    for file in plan.files:        # file.rank should write it
+
+Each side that needs the plan makes it for itself; `digest` proves that they agree.
+Source: huggingface/huggingface_hub: serialization/_base.py (how shards are cut and named).
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+from paramd.errors import NotFoundError
+from paramd.layout.exports.dcp import rank_files
+from paramd.layout.exports.optimizer import OptimizerTable
+from paramd.layout.exports.safetensors import ExportFile, shard_files
+from paramd.layout.exports.settings import ExportFormat, ExportSettings
+from paramd.layout.exports.sources import HolderChoice, Source, make_source
+from paramd.layout.types import Layout, Piece, TensorKind, TensorLayout
+
+__all__ = ["ExportFile", "ExportPlan", "plan_export"]
+
+
+@dataclass(frozen=True)
+class ExportPlan:
+    """All files of an export, and what has to be pinned for them."""
+
+    settings: ExportSettings
+    layout: Layout
+    files: tuple[ExportFile, ...]
+    """Those that sidecars write from snapshots; index, manifest and the like come beside."""
+    sources: Mapping[str, Source]
+    """By state key; "" are parameters and buffers."""
+    names: Mapping[str, str]
+    """From a tensor's name in the model, its other names too, to its name in the files. A
+    tied name that is not written stands for the one that is."""
+    optimizer: OptimizerTable | None
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of all files."""
+        return sum(file.size_bytes for file in self.files)
+
+    @property
+    def with_buffers(self) -> bool:
+        """A buffer is in it, which only an agreed boundary can copy."""
+        names = {tensor.fqn for tensor in self.sources[""].tensors} if "" in self.sources else ()
+        return any(t.kind is TensorKind.BUFFER and t.fqn in names for t in self.layout.tensors)
+
+    @property
+    def at_boundary(self) -> bool:
+        """Only an agreed boundary can copy it: it has buffers, or the arenas are mirrors."""
+        return self.with_buffers or self.layout.mirrored
+
+    @cached_property
+    def digest(self) -> bytes:
+        """SHA-256 of files and spans."""
+        found = hashlib.sha256()
+        for file in self.files:
+            facts = (file.name, file.rank, file.size_bytes, file.header, file.entries)
+            found.update(repr(facts).encode())
+        for key, source in self.sources.items():
+            found.update(repr((key, dict(source.spans), source.tensors)).encode())
+        return found.digest()
+
+
+def plan_export(
+    layout: Layout, settings: ExportSettings, optimizer: OptimizerTable | None = None
+) -> ExportPlan:
+    """Plans an export of everything that `settings` includes.
+
+    Args:
+        layout: where the tensors lie.
+        settings: what is asked for.
+        optimizer: what state the optimizer has; None leaves it out.
+
+    Raises:
+        UsageError: a dtype that the format has not, a name rule that fits nothing.
+        ConflictError: two tensors would have one name.
+        NotFoundError: nothing is included.
+    """
+    if settings.format is ExportFormat.DCP:
+        # Its names share the bytes, and those who load it look for all of them.
+        settings = replace(settings, keep_tied=True)
+    tensors = [tensor for tensor in layout.tensors if _included(tensor, settings)]
+    if not tensors:
+        raise NotFoundError("the export would be empty: no tensor is of an included kind")
+    names = settings.names.apply(_written_names(tensors, settings))
+    writers = settings.writers or tuple(range(layout.world_size))
+    make = rank_files if settings.format is ExportFormat.DCP else shard_files
+    choice = HolderChoice()
+    files, pieces = make(tensors, names, settings, writers, choice, optimizer)
+    return ExportPlan(
+        settings=settings,
+        layout=layout,
+        files=tuple(files),
+        sources=_sources(tensors, pieces, optimizer),
+        names=_all_names(tensors, names),
+        optimizer=optimizer,
+    )
+
+
+def _included(tensor: TensorLayout, settings: ExportSettings) -> bool:
+    if tensor.kind is TensorKind.BUFFER:
+        return settings.buffers
+    return settings.parameters
+
+
+def _written_names(tensors: Iterable[TensorLayout], settings: ExportSettings) -> list[str]:
+    aliases = settings.keep_tied
+    return [n for t in tensors for n in (t.fqn, *(t.aliases if aliases else ()))]
+
+
+def _all_names(tensors: Iterable[TensorLayout], names: Mapping[str, str]) -> dict[str, str]:
+    return {
+        name: names.get(name, names[tensor.fqn])
+        for tensor in tensors
+        for name in (tensor.fqn, *tensor.aliases)
+    }
+
+
+def _sources(
+    tensors: Sequence[TensorLayout],
+    pieces: Mapping[str, Sequence[Piece]],
+    optimizer: OptimizerTable | None,
+) -> dict[str, Source]:
+    found = {"": make_source("", ((t, t.dtype, pieces[t.fqn]) for t in tensors))}
+    if optimizer is None:
+        return found
+    by_name = {tensor.fqn: tensor for tensor in tensors}
+    for key in optimizer.keys:
+        items = [
+            (by_name[fqn], dtype, pieces[fqn])
+            for fqn, dtype in optimizer.tensors(key)
+            if fqn in by_name
+        ]
+        found[key] = make_source(key, items)
+    return found
+
+
+def tied_names(plan: ExportPlan) -> dict[str, str]:
+    """Names that stand for another one's tensor, and that name; both as in the model."""
+    included = {tensor.fqn for tensor in plan.sources[""].tensors}
+    return {
+        alias: tensor.fqn
+        for tensor in plan.layout.tensors
+        if tensor.fqn in included
+        for alias in tensor.aliases
+    }

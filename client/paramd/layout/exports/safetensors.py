@@ -1,0 +1,312 @@
+"""Files of safetensors: how tensors are cut into shards, and which rank writes which. Pure."""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from math import prod
+
+from paramd.errors import UsageError
+from paramd.layout.dtypes import item_bytes, safetensors_name
+from paramd.layout.exports.optimizer import OptimizerTable, StateScalar
+from paramd.layout.exports.settings import ExportSettings
+from paramd.layout.exports.sources import HolderChoice, piece_bytes
+from paramd.layout.exports.torch_archive import torch_archive
+from paramd.layout.regions import full_box
+from paramd.layout.types import Box, Piece, TensorKind, TensorLayout
+
+MAX_HEADER_BYTES = 100_000_000
+"""Longer headers are refused by the readers."""
+
+_METADATA = "__metadata__"
+_ALIGNMENT_BYTES = 8
+
+METADATA = {"format": "pt"}
+"""What readers expect in a header."""
+
+MODEL_FILES = "model"
+OPTIMIZER_FILES = "optimizer"
+
+_SCALARS = {"float32": "<f", "float64": "<d", "int64": "<q", "int32": "<i", "bool": "<?"}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TensorSpec:
+    """What the header says of one tensor; `dtype` as torch names it, without its prefix."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+
+    @property
+    def size_bytes(self) -> int:
+        return prod(self.shape) * item_bytes(self.dtype)
+
+
+def file_order(specs: Iterable[TensorSpec]) -> list[TensorSpec]:
+    """As the reference writer does: wide elements first, so that every tensor is aligned."""
+    return sorted(specs, key=lambda spec: -item_bytes(spec.dtype))
+
+
+def encode_header(specs: Sequence[TensorSpec], metadata: Mapping[str, str]) -> bytes:
+    """The length and the JSON header, padded so that the data begins aligned.
+
+    Raises:
+        UsageError: a name twice or reserved, a dtype that the format has not, too long.
+    """
+    twice = [name for name, times in Counter(s.name for s in specs).items() if times > 1]
+    if twice or any(spec.name == _METADATA for spec in specs):
+        raise UsageError(f"tensor name {(twice or [_METADATA])[0]!r} can stand there only once")
+    header: dict[str, object] = {_METADATA: dict(metadata)}
+    begin = 0
+    for spec in specs:
+        end = begin + spec.size_bytes
+        header[spec.name] = {
+            "dtype": safetensors_name(spec.dtype),
+            "shape": list(spec.shape),
+            "data_offsets": [begin, end],
+        }
+        begin = end
+    text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+    text += b" " * (-len(text) % _ALIGNMENT_BYTES)
+    if len(text) > MAX_HEADER_BYTES:
+        raise UsageError(
+            f"the header of {len(specs):,} tensors takes {len(text):,} bytes; readers take "
+            f"{MAX_HEADER_BYTES:,}; write fewer tensors into one file"
+        )
+    return len(text).to_bytes(8, "little") + text
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """A tensor, or a box of one, in a file."""
+
+    name: str
+    """In the files."""
+    state_key: str
+    """Which source it is read from."""
+    tensor: int
+    """Index into that source's tensors; -1 for a constant."""
+    box: Box
+    """The part of the tensor; all of it in safetensors."""
+    dtype: str
+    """In the file."""
+    begin_bytes: int
+    """First byte within the file: of the data, or of the archive around it."""
+    archived: bool = False
+    """The data stand in a torch archive."""
+    constant: bytes | None = None
+    """The data, when they are no tensor's."""
+
+    @property
+    def data_bytes(self) -> int:
+        """Bytes of the data alone."""
+        if self.constant is not None:
+            return len(self.constant)
+        return self.box.numel * item_bytes(self.dtype)
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes within the file."""
+        if self.archived:
+            return torch_archive(self.dtype, self.box.sizes).size_bytes
+        return self.data_bytes
+
+
+@dataclass(frozen=True)
+class ExportFile:
+    """One file: its header, then its entries without gaps."""
+
+    name: str
+    rank: int
+    """Who should write it."""
+    header: bytes
+    entries: tuple[Entry, ...]
+
+    @cached_property
+    def size_bytes(self) -> int:
+        """Bytes of the whole file."""
+        return len(self.header) + sum(entry.size_bytes for entry in self.entries)
+
+
+@dataclass(frozen=True, slots=True)
+class _Item:
+    """A tensor to be written, before it has a place."""
+
+    spec: TensorSpec
+    layout: TensorLayout
+    state_key: str
+    tensor: int
+    constant: bytes | None = None
+
+    @property
+    def size_bytes(self) -> int:
+        return self.spec.size_bytes
+
+
+Planned = tuple[list[ExportFile], dict[str, Sequence[Piece]]]
+"""Files, and by tensor the pieces that are read."""
+
+
+def shard_files(
+    tensors: Sequence[TensorLayout],
+    names: Mapping[str, str],
+    settings: ExportSettings,
+    writers: Sequence[int],
+    choice: HolderChoice,
+    optimizer: OptimizerTable | None,
+) -> Planned:
+    """Shards as Hugging Face cuts them, given to writers evenly."""
+    loads = dict.fromkeys(writers, 0)
+    model = _cut(_model_items(tensors, names, settings), settings)
+    ranks = _assign(model, loads)
+    shards = [(MODEL_FILES, cut) for cut in model]
+    if optimizer is not None:
+        # After the model: what is pinned of it must not depend on the optimizer.
+        states = _cut(_state_items(tensors, names, optimizer), settings)
+        ranks += _assign(states, loads)
+        shards += [(OPTIMIZER_FILES, cut) for cut in states]
+    pieces: dict[str, Sequence[Piece]] = {}
+    for (_, items), rank in zip(shards, ranks, strict=True):
+        for item in items:
+            if item.layout.fqn not in pieces and item.constant is None:
+                pieces[item.layout.fqn] = choice.pieces(item.layout, rank)
+    counts = {base: sum(kind == base for kind, _ in shards) for base, _ in shards}
+    seen: dict[str, int] = {}
+    files = []
+    for (base, items), rank in zip(shards, ranks, strict=True):
+        seen[base] = seen.get(base, 0) + 1
+        files.append(_file(shard_name(base, seen[base], counts[base]), rank, items))
+    return files, pieces
+
+
+def shard_name(base: str, number: int, count: int) -> str:
+    """Name of shard `number` (from 1 on) of `count`."""
+    if count == 1:
+        return f"{base}.safetensors"
+    return f"{base}-{number:05d}-of-{count:05d}.safetensors"
+
+
+def _model_items(
+    tensors: Sequence[TensorLayout], names: Mapping[str, str], settings: ExportSettings
+) -> Iterator[_Item]:
+    for number, tensor in enumerate(tensors):
+        dtype = settings.dtype_of(tensor.dtype)
+        for name in (tensor.fqn, *(tensor.aliases if settings.keep_tied else ())):
+            spec = TensorSpec(name=names[name], dtype=dtype, shape=tensor.shape)
+            yield _Item(spec, tensor, "", number)
+
+
+def _state_items(
+    tensors: Sequence[TensorLayout], names: Mapping[str, str], optimizer: OptimizerTable
+) -> Iterator[_Item]:
+    positions = state_positions(tensors, optimizer)
+    for tensor in tensors:
+        if tensor.kind is TensorKind.BUFFER:
+            continue
+        for key in optimizer.keys:
+            dtype = optimizer.states[key].get(tensor.fqn)
+            if dtype is not None:
+                name = f"{names[tensor.fqn]}.{key}"
+                spec = TensorSpec(name=name, dtype=dtype, shape=tensor.shape)
+                yield _Item(spec, tensor, key, positions[key, tensor.fqn])
+        for scalar in optimizer.scalars.get(tensor.fqn, ()):
+            name = f"{names[tensor.fqn]}.{scalar.key}"
+            spec = TensorSpec(name=name, dtype=scalar.dtype, shape=())
+            yield _Item(spec, tensor, scalar.key, -1, scalar_bytes(scalar))
+
+
+def state_positions(
+    tensors: Sequence[TensorLayout], optimizer: OptimizerTable
+) -> dict[tuple[str, str], int]:
+    """Index of each (key, name) among the tensors of that key's source."""
+    known = {tensor.fqn for tensor in tensors}
+    return {
+        (key, fqn): number
+        for key in optimizer.keys
+        for number, fqn in enumerate(f for f, _ in optimizer.tensors(key) if f in known)
+    }
+
+
+def scalar_bytes(scalar: StateScalar) -> bytes:
+    """The bytes of a 0-dim state.
+
+    Raises:
+        UsageError: its dtype has no plain form.
+    """
+    form = _SCALARS.get(scalar.dtype)
+    if form is None:
+        raise UsageError(f"state {scalar.key!r}: 0-dim {scalar.dtype} cannot be written")
+    return struct.pack(form, scalar.value if "f" in form or "d" in form else int(scalar.value))
+
+
+def _cut(items: Iterator[_Item], settings: ExportSettings) -> list[list[_Item]]:
+    """Fills a shard until the next tensor is too much; one that is too large stands alone."""
+    shards: list[list[_Item]] = []
+    current: list[_Item] = []
+    current_bytes = 0
+    for item in items:
+        if item.size_bytes > settings.max_shard_bytes:
+            shards.append([item])
+            continue
+        if current_bytes + item.size_bytes > settings.max_shard_bytes:
+            shards.append(current)
+            current, current_bytes = [], 0
+        current.append(item)
+        current_bytes += item.size_bytes
+    if current:
+        shards.append(current)
+    return shards
+
+
+def _assign(shards: Sequence[Sequence[_Item]], loads: dict[int, int]) -> list[int]:
+    """A writer for each shard: bytes evenly, and what a writer holds itself costs half.
+
+    `loads` are what writers have to do already; what they are given is added.
+    """
+    ranks = [min(loads)] * len(shards)
+    sizes = [sum(item.size_bytes for item in shard) for shard in shards]
+    for number in sorted(range(len(shards)), key=lambda n: -sizes[n]):
+        held = _held_bytes(shards[number])
+        cost = _costs(loads, 2 * sizes[number], held)
+        rank = min(loads, key=cost)
+        loads[rank] = cost(rank)[0]
+        ranks[number] = rank
+    return ranks
+
+
+def _costs(
+    loads: Mapping[int, int], size: int, held: Mapping[int, int]
+) -> Callable[[int], tuple[int, int]]:
+    return lambda rank: (loads[rank] + size - held.get(rank, 0), rank)
+
+
+def _held_bytes(shard: Sequence[_Item]) -> dict[int, int]:
+    held: dict[int, int] = {}
+    for item in shard:
+        if item.constant is None:
+            for piece in item.layout.pieces:
+                size = piece_bytes(piece, item.layout.dtype)
+                held[piece.rank] = held.get(piece.rank, 0) + size
+    return held
+
+
+def _file(name: str, rank: int, items: Sequence[_Item]) -> ExportFile:
+    by_name = {item.spec.name: item for item in items}
+    specs = file_order([item.spec for item in items])
+    header = encode_header(specs, METADATA)
+    entries = []
+    begin = len(header)
+    for spec in specs:
+        item = by_name[spec.name]
+        box = full_box(spec.shape)
+        entry = Entry(
+            spec.name, item.state_key, item.tensor, box, spec.dtype, begin, False, item.constant
+        )
+        entries.append(entry)
+        begin += entry.size_bytes
+    return ExportFile(name, rank, header, tuple(entries))

@@ -1,0 +1,234 @@
+"""Edits and holds over the control plane's REST side."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from typing import Any, Final
+from urllib.parse import quote, urlencode
+
+from paramd.errors import ConflictError, DeadlineError, ParamdError, UnreachableError, UsageError
+from paramd.mesh.edits.results import Edit, Edits, Hold, parse_edit, parse_hold, unreadable
+from paramd.mesh.peers.control import REST_TIMEOUT_S, RestClient
+
+_WAIT_S: Final = 3.0
+"""How long one request lets the control plane wait; below the deadline of a request."""
+
+_AGAIN_S: Final = 0.2
+_PAGE: Final = 200
+
+LEASE_S: Final = 30.0
+"""Lease of a hold, renewed at a third of it; it ends by itself when its holder dies."""
+
+CAP_S: Final = 300.0
+"""The trainers end a hold that lasted this long, whoever renews it."""
+
+_RENEW_TIMEOUT_S: Final = 5.0
+_FIRST_LOOK_S: Final = 0.01
+_LAST_LOOK_S: Final = 0.5
+
+
+def new_edit_id() -> str:
+    """A name for an edit, made before it is sent: sending it twice does it once."""
+    return secrets.token_hex(16)
+
+
+class EditCalls:
+    """Requests about one job. What is idempotent is asked again when nobody answered."""
+
+    def __init__(self, rest: RestClient, job: str) -> None:
+        self._rest = rest
+        self._path = f"/jobs/{quote(job, safe='')}"
+
+    async def create(self, body: Mapping[str, Any], deadline_s: float) -> Edit:
+        """Creates the edit that `body["id"]` names; without operands it is committed too."""
+        body = {**body, "wait_s": _wait_s(deadline_s)}
+        return self._edit(await self._idempotent("POST", "/edits", body, deadline_s))
+
+    async def commit(self, edit_id: str, deadline_s: float) -> Edit:
+        """Has a staged edit applied."""
+        body = {"wait_s": _wait_s(deadline_s)}
+        return self._edit(
+            await self._idempotent("POST", f"/edits/{edit_id}/commit", body, deadline_s)
+        )
+
+    async def preview(self, edit_id: str, deadline_s: float) -> Edit:
+        """Statistics before and after a staged edit."""
+        return self._edit(
+            await self._idempotent("POST", f"/edits/{edit_id}/preview", {}, deadline_s)
+        )
+
+    async def undo(self, edit_id: str, undo_id: str, *, force: bool, deadline_s: float) -> Edit:
+        """Creates the edit `undo_id` that undoes another."""
+        body = {"id": undo_id, "force": force, "wait_s": _wait_s(deadline_s)}
+        return self._edit(
+            await self._idempotent("POST", f"/edits/{edit_id}/undo", body, deadline_s)
+        )
+
+    async def abort(self, edit_id: str) -> Edit:
+        """Calls an edit off, unless the trainers may have agreed on it."""
+        return self._edit(await self._rest.send("DELETE", f"{self._path}/edits/{edit_id}"))
+
+    async def get(self, edit_id: str, wait_s: float = 0.0) -> Edit:
+        """One edit. Waits up to `wait_s` seconds for its end."""
+        path = f"{self._path}/edits/{quote(edit_id, safe='')}?wait_s={wait_s:g}"
+        return self._edit(await self._rest.send("GET", path))
+
+    async def ended(self, edit: Edit, deadline_s: float) -> Edit:
+        """The edit when it has ended, or as it is at the deadline."""
+        while not edit.ended and (left_s := deadline_s - time.monotonic()) > 0:
+            try:
+                edit = await self.get(edit.id, min(_WAIT_S, left_s))
+            except UnreachableError:
+                if time.monotonic() + _AGAIN_S >= deadline_s:
+                    raise
+                await asyncio.sleep(_AGAIN_S)
+        return edit
+
+    async def all(self, *, state: str | None, limit: int) -> Edits:
+        """Edits of the job, newest first."""
+        rows: list[Edit] = []
+        token = ""
+        while len(rows) < limit:
+            query = {"limit": str(min(_PAGE, limit - len(rows)))}
+            query |= {"state": state} if state is not None else {}
+            query |= {"page_token": token} if token else {}
+            found = await self._rest.send("GET", f"{self._path}/edits?{urlencode(query)}")
+            rows += [self._edit(document) for document in found["edits"]]
+            token = found.get("next_page_token", "")
+            if not token:
+                break
+        return Edits(rows)
+
+    async def hold(
+        self, method: str, path: str, body: Mapping[str, Any] | None, deadline_s: float
+    ) -> Hold:
+        """A request about the job's hold; `path` begins behind "/hold"."""
+        # Agreeing takes as long as a step of the training takes.
+        found = await self._rest.send(
+            method, f"{self._path}/hold{path}", body, timeout_s=_left_s(deadline_s)
+        )
+        try:
+            return parse_hold(found)
+        except (KeyError, TypeError, ValueError) as error:
+            raise unreadable(self._rest.url, error) from error
+
+    async def _idempotent(
+        self, method: str, path: str, body: Mapping[str, Any], deadline_s: float
+    ) -> Mapping[str, Any]:
+        while True:
+            try:
+                found = await self._rest.send(
+                    method, self._path + path, body, timeout_s=_WAIT_S + REST_TIMEOUT_S
+                )
+                return dict(found)
+            except UnreachableError:
+                # The id names it: whether it arrived or not, asking again does it once.
+                if time.monotonic() + _AGAIN_S >= deadline_s:
+                    raise
+                await asyncio.sleep(_AGAIN_S)
+
+    def _edit(self, found: Mapping[str, Any]) -> Edit:
+        try:
+            return parse_edit(found)
+        except (KeyError, TypeError, ValueError) as error:
+            raise unreadable(self._rest.url, error) from error
+
+
+def edit_body(
+    edit_id: str,
+    ops: Sequence[Mapping[str, Any]],
+    *,
+    if_step: int | None,
+    allow_nonfinite: bool,
+    reset_moments: bool,
+    note: str,
+    dry_run: bool,
+) -> dict[str, Any]:
+    """The request of create_edit."""
+    body: dict[str, Any] = {"id": edit_id, "ops": list(ops)}
+    if if_step is not None:
+        body["if_step"] = if_step
+    flags = {"allow_nonfinite": allow_nonfinite, "reset_moments": reset_moments, "dry_run": dry_run}
+    body.update({name: True for name, wanted in flags.items() if wanted})
+    if note:
+        body["note"] = note
+    return body
+
+
+def _wait_s(deadline_s: float) -> float:
+    return round(min(_WAIT_S, max(deadline_s - time.monotonic(), 0.0)), 3)
+
+
+def _left_s(deadline_s: float) -> float:
+    return max(1.0, deadline_s - time.monotonic())
+
+
+class Holder:
+    """The hold of one mesh. Use on one event loop."""
+
+    def __init__(self, calls: EditCalls) -> None:
+        self._calls = calls
+        self._lease_s = LEASE_S
+        self._renewing: asyncio.Task[None] | None = None
+
+    async def pause(self, lease_s: float, *, renew: bool, deadline_s: float) -> Hold:
+        """Begins a hold; with `renew` its lease is kept alive until `resume` or `close`."""
+        if not 0 < lease_s <= CAP_S:
+            raise UsageError(f"lease_s: {lease_s}; expected above 0 and at most {CAP_S:g}")
+        found = await self._calls.hold("POST", "", {"lease_s": lease_s}, deadline_s)
+        await self.stop_renewing()
+        if renew:
+            self._lease_s = lease_s
+            self._renewing = asyncio.create_task(self._renew(), name="paramd-hold")
+        return found
+
+    async def step(self, steps: int, *, wait: bool, deadline_s: float) -> Hold:
+        """Lets held training finish `steps` updates; with `wait` until all ranks wait again."""
+        if steps < 1:
+            raise UsageError(f"steps: {steps}; expected at least 1")
+        found = await self._calls.hold("POST", "/step", {"steps": steps}, deadline_s)
+        pause_s = _FIRST_LOOK_S
+        while wait and found.state == "stepping":
+            left_s = deadline_s - time.monotonic()
+            if left_s <= 0:
+                raise DeadlineError(
+                    f"{found.steps_left} of {steps} updates are left; training goes on with them, "
+                    "then waits again. Allow more time (timeout=), or do not wait (wait=False)"
+                )
+            await asyncio.sleep(min(pause_s, left_s))
+            pause_s = min(2 * pause_s, _LAST_LOOK_S)
+            found = await self._calls.hold("GET", "", None, deadline_s)
+        if wait and not found.held:
+            raise ConflictError(
+                f"the hold ended before its {steps} updates did, at step {found.step}; training "
+                "goes on: a longer lease, or one that is renewed, covers more"
+            )
+        return found
+
+    async def resume(self, *, deadline_s: float) -> Hold:
+        """Ends the hold. Idempotent."""
+        await self.stop_renewing()
+        return await self._calls.hold("DELETE", "", None, deadline_s)
+
+    async def stop_renewing(self) -> None:
+        """The lease will run out, unless the hold is ended before. Idempotent."""
+        task, self._renewing = self._renewing, None
+        if task is not None:
+            task.cancel()
+            await asyncio.wait({task})
+
+    async def _renew(self) -> None:
+        while True:
+            await asyncio.sleep(self._lease_s / 3)
+            # A lease that cannot be renewed ends, which is what leases are for.
+            with suppress(ParamdError):
+                await self._calls.hold(
+                    "POST",
+                    "/renew",
+                    {"lease_s": self._lease_s},
+                    time.monotonic() + _RENEW_TIMEOUT_S,
+                )

@@ -1,0 +1,135 @@
+"""Operands of an edit as each rank's data: the bytes that its sidecar stages, in order."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from math import prod
+
+import torch
+
+from paramd.errors import UsageError
+from paramd.layout.edits.ops import EditOp, EditWords, Op, edit_ops
+from paramd.layout.edits.plan import EditItem, EditPlan, RankEdit, plan_edit
+from paramd.layout.select import NameIndex
+from paramd.mesh.reading.assemble import torch_dtype
+from paramd.wire import CHUNK_BYTES
+
+
+@dataclass(frozen=True, slots=True)
+class Operands:
+    """A planned edit and the tensors it needs, by number of operation."""
+
+    ops: Sequence[EditOp]
+    plan: EditPlan
+    tensors: dict[int, torch.Tensor]
+    """On the CPU, row-major, in the parameter's dtype."""
+
+
+def prepare(index: NameIndex, ops: Sequence[Op], *, allow_nonfinite: bool) -> Operands:
+    """Plans an edit whose operands are tensors.
+
+    Raises:
+        UsageError: an operand does not have the shape of the one region that is meant.
+        NotFoundError: a pattern matches nothing.
+    """
+    planned: list[EditOp] = []
+    given: dict[int, torch.Tensor] = {}
+    for op in ops:
+        found = edit_ops(index, [_words(op)])
+        if op.operand is not None:
+            if len(found) != 1:
+                raise UsageError(
+                    f"{op.pattern!r} matches {len(found)} parameters, but one tensor was given; "
+                    f"give a mapping from names to tensors ({op.op}={{name: tensor, ...}})"
+                )
+            given[len(planned)] = op.operand
+        planned += found
+    plan = plan_edit(index.layout, planned, allow_nonfinite=allow_nonfinite)
+    tensors = {
+        number: _converted(tensor, plan.ops[number].tensor.dtype, plan.ops[number].box.sizes,
+                           planned[number].fqn)
+        for number, tensor in given.items()
+    }  # fmt: skip
+    return Operands(planned, plan, tensors)
+
+
+def _words(op: Op) -> EditWords:
+    return EditWords(
+        pattern=op.pattern,
+        op=op.op,
+        value=op.value,
+        weight=op.weight,
+        min=op.min,
+        max=op.max,
+        data=op.operand is not None,
+    )
+
+
+def _converted(tensor: torch.Tensor, dtype: str, sizes: tuple[int, ...], fqn: str) -> torch.Tensor:
+    if tuple(tensor.shape) != sizes:
+        raise UsageError(
+            f"the operand for {fqn!r} has shape {list(tensor.shape)}; expected {list(sizes)}"
+        )
+    return tensor.detach().to(device="cpu", dtype=torch_dtype(dtype)).contiguous()
+
+
+def parts(operands: Operands, rank: RankEdit, offset_bytes: int = 0) -> Iterator[memoryview]:
+    """A rank's data from `offset_bytes` on, in parts of at most `CHUNK_BYTES`.
+
+    A part is good until the next one is asked for.
+    """
+    at = 0
+    for item in rank.items:
+        if item.data_begin < 0:
+            continue
+        yield from _from(at, item.data_begin - at, offset_bytes)
+        yield from _item_parts(item, operands.tensors[item.op], offset_bytes - item.data_begin)
+        at = item.data_begin + item.size_bytes
+    yield from _from(at, rank.data_bytes - at, offset_bytes)
+
+
+def _from(begin: int, size_bytes: int, offset_bytes: int) -> Iterator[memoryview]:
+    """Zeros between items."""
+    left = begin + size_bytes - max(begin, offset_bytes)
+    if size_bytes and left > 0:
+        yield memoryview(bytearray(left))
+
+
+def _item_parts(item: EditItem, tensor: torch.Tensor, skip_bytes: int) -> Iterator[memoryview]:
+    view = tensor.reshape(-1).as_strided(item.sizes, item.source_strides, item.source_begin)
+    if item.size_bytes <= skip_bytes:
+        return
+    begin = 0
+    for block in _blocks(view):
+        dense = block.contiguous()
+        memory = _bytes_of(dense)
+        for at in range(0, len(memory), CHUNK_BYTES):
+            part = memory[at : at + CHUNK_BYTES]
+            cut = max(0, skip_bytes - begin)
+            begin += len(part)
+            if cut < len(part):
+                yield part[cut:]
+
+
+def _blocks(view: torch.Tensor) -> Iterator[torch.Tensor]:
+    """Views of it in row-major order, small enough to be copied unless they are dense."""
+    size_bytes = prod(view.shape) * view.element_size()
+    if view.is_contiguous() or size_bytes <= CHUNK_BYTES or view.dim() == 0:
+        yield view
+        return
+    rows = max(1, CHUNK_BYTES * view.shape[0] // size_bytes)
+    for part in view.split(rows):
+        if rows == 1:
+            yield from _blocks(part[0])
+        else:
+            yield part
+
+
+def _bytes_of(tensor: torch.Tensor) -> memoryview:
+    size_bytes = tensor.numel() * tensor.element_size()
+    memory = (ctypes.c_ubyte * size_bytes).from_address(tensor.data_ptr())
+    # The array keeps the tensor, and with it the memory, alive.
+    memory.tensor = tensor  # type: ignore[attr-defined]
+    return memoryview(memory).cast("B")

@@ -1,0 +1,179 @@
+"""Operands to the sidecars that need them: each host once, all ranks at the same time."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from typing import TYPE_CHECKING, Any, Final
+
+import grpc.aio
+
+from paramd.errors import NotFoundError, UnreachableError
+from paramd.layout.edits.ops import encode_op
+from paramd.layout.edits.plan import RankEdit
+from paramd.mesh.asked import RankUnreachableError
+from paramd.mesh.edits.windows import Windows
+from paramd.mesh.peers.grpc import call_timeout_s, error_of
+from paramd.mesh.reading.same_host import is_same_host
+from paramd.state_files import kernel_of
+from paramd.v1 import sidecar_pb2
+from paramd.wire import data_chunk
+
+if TYPE_CHECKING:
+    from paramd.mesh.edits.operands import Operands
+    from paramd.mesh.peers.sidecars import Sidecars
+    from paramd.mesh.reading.transfer import Transfer, Transport
+
+Progress = Callable[[int, int], None]
+"""Called with bytes sent and bytes in all."""
+
+WINDOWS_FROM_BYTES: Final = 4 << 20
+"""Less than that is faster over gRPC than by asking for windows first."""
+
+_ASK_S: Final = 5.0
+
+
+class Uploads:
+    """Stages one edit on all ranks."""
+
+    def __init__(
+        self,
+        sidecars: Sidecars,
+        manifest: sidecar_pb2.EditManifest,
+        operands: Operands,
+        *,
+        transfer: Transfer,
+        transport: Transport,
+        deadline_s: float,
+        progress: Progress | None,
+    ) -> None:
+        self._sidecars = sidecars
+        self._transfer = transfer
+        self._transport = transport
+        self._manifest = manifest
+        self._operands = operands
+        self._deadline_s = deadline_s
+        self._progress = progress
+        self._sent_bytes = 0
+        self._groups = _groups(sidecars, operands.plan.ranks)
+        self._total_bytes = sum(group[0].data_bytes for group in self._groups)
+
+    async def run(self) -> None:
+        """Sends what is missing anywhere; what was staged before is not sent again.
+
+        Raises:
+            RankUnreachableError: a sidecar does not answer; trying again goes on from there.
+            UsageError, ConflictError, ExhaustedError: a sidecar refused it.
+        """
+        tasks = [asyncio.ensure_future(self._group(group)) for group in self._groups]
+        try:
+            await asyncio.gather(*tasks)
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.wait(tasks)
+
+    async def _group(self, group: Sequence[RankEdit]) -> None:
+        """Ranks of one host that need the same data: the first gets it, the others copy."""
+        first, *others = group
+        await self._stage(first, copy_from=None)
+        await asyncio.gather(*(self._stage(rank, copy_from=first.rank) for rank in others))
+
+    async def _stage(self, rank: RankEdit, copy_from: int | None) -> None:
+        shared = copy_from is None and rank.data_bytes and self._is_here(rank)
+        begin = 0
+        if rank.data_bytes and copy_from is None and not shared:
+            begin = await self._staged_bytes(rank.rank)
+        requests = self._requests(rank, begin, copy_from, with_data=not shared)
+        try:
+            await self._sidecars.stage(
+                rank.rank,
+                requests,
+                timeout_s=call_timeout_s(self._deadline_s - time.monotonic()),
+            )
+        except grpc.aio.AioRpcError as error:
+            found = error_of(error, self._sidecars.who(rank.rank))
+            if error.code() is grpc.StatusCode.UNAVAILABLE:
+                raise RankUnreachableError(rank.rank, str(found)) from error
+            raise found from error
+        if shared:
+            await self._by_windows(rank)
+
+    def _is_here(self, rank: RankEdit) -> bool:
+        peer = self._sidecars.document.peer(rank.rank)
+        small = self._transport == "auto" and rank.data_bytes < WINDOWS_FROM_BYTES
+        return self._transport != "grpc" and not small and is_same_host(peer)
+
+    async def _by_windows(self, rank: RankEdit) -> None:
+        document = self._sidecars.document
+        peer = document.peer(rank.rank)
+
+        def work() -> None:
+            from paramd.mesh.edits.operands import parts
+
+            windows = Windows.open(peer, document.ticket, self._manifest.edit_id)
+            try:
+                self._told(windows.staged_bytes)
+                windows.send(parts(self._operands, rank, windows.staged_bytes), self._told)
+            finally:
+                windows.close()
+
+        try:
+            await self._transfer.run(work)
+        except UnreachableError as error:
+            raise RankUnreachableError(rank.rank, str(error)) from error
+
+    async def _staged_bytes(self, rank: int) -> int:
+        try:
+            found = await self._sidecars.get_edit(rank, self._manifest.edit_id, _ASK_S)
+        except NotFoundError:
+            return 0
+        return int(found.progress.staged_bytes)
+
+    async def _requests(
+        self, rank: RankEdit, begin: int, copy_from: int | None, *, with_data: bool
+    ) -> AsyncIterator[bytes]:
+        from paramd.mesh.edits.operands import parts
+
+        first = sidecar_pb2.StageEditRequest(manifest=self._manifest)
+        if copy_from is not None:
+            first.copy_from_rank = copy_from
+        yield first.SerializeToString()
+        if copy_from is not None or not with_data:
+            return
+        self._told(begin)
+        for part in parts(self._operands, rank, begin):
+            yield data_chunk(part, begin)
+            begin += len(part)
+            self._told(len(part))
+
+    def _told(self, size_bytes: int) -> None:
+        self._sent_bytes += size_bytes
+        if self._progress is not None and self._total_bytes:
+            self._progress(min(self._sent_bytes, self._total_bytes), self._total_bytes)
+
+
+def manifest_of(
+    edit_id: str, sidecars: Sidecars, operands: Operands, **flags: Any
+) -> sidecar_pb2.EditManifest:
+    """The manifest that all ranks stage; the control plane makes the same."""
+    return sidecar_pb2.EditManifest(
+        edit_id=edit_id,
+        epoch=sidecars.document.epoch,
+        layout_digest=sidecars.document.layout_digest,
+        ops=map(encode_op, operands.ops),
+        undoable=True,
+        **flags,
+    )
+
+
+def _groups(sidecars: Sidecars, ranks: Iterable[RankEdit]) -> list[list[RankEdit]]:
+    """Ranks that can share an upload: same data, same host, a socket to copy through."""
+    groups: dict[object, list[RankEdit]] = {}
+    for rank in ranks:
+        peer = sidecars.document.peer(rank.rank)
+        alone = not rank.data_bytes or not peer.socket_path
+        key = rank.rank if alone else (kernel_of(peer.host_id), rank.data_key())
+        groups.setdefault(key, []).append(rank)
+    return list(groups.values())

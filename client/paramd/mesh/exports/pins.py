@@ -1,0 +1,203 @@
+"""Pins parameters and the optimizer's state at one boundary.
+
+The tables of the ranks' optimizers are pinned beside the parameters; the trainers mirror
+their state at the boundary that is agreed for both. Once the tables are read it is known
+which state there is, and that is pinned out of the mirrors, at the same step.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass, replace
+from typing import Any
+
+from paramd.errors import DataLossError
+from paramd.layout.exports.optimizer import optimizer_table
+from paramd.layout.exports.plan import ExportPlan, plan_export
+from paramd.memory.moments_table import parse_table
+from paramd.mesh.peers.pins import LEASE_S, Captured, PinKind, Pinned, RankPin
+from paramd.mesh.peers.sidecars import Sidecars
+from paramd.mesh.reading.pin import Pinner
+from paramd.v1 import export_pb2
+from paramd.v1 import sidecar_pb2 as pb
+
+
+@dataclass(frozen=True, slots=True)
+class PinnedExport:
+    """A plan, and the snapshots of all that it reads, at one state. The caller releases them."""
+
+    plan: ExportPlan
+    epoch: int
+    step: int
+    edits: int
+    pins: tuple[export_pb2.ExportPin, ...]
+    unsettled: bool = False
+    """Training has not gone on since update `step`."""
+
+
+class _Beside:
+    """A PinTransport that has tables too: number -1 - r means the table of rank r."""
+
+    def __init__(self, sidecars: Sidecars, *, with_buffers: bool) -> None:
+        self._sidecars = sidecars
+        self._with_buffers = with_buffers
+
+    async def pin(
+        self, rank: int, spans: Sequence[tuple[int, int]], how: PinKind, timeout_s: float
+    ) -> RankPin:
+        if rank >= 0:
+            kind = replace(how, with_buffers=self._with_buffers)
+            return await self._sidecars.pin(rank, spans, kind, timeout_s)
+        request = pb.PinSnapshotRequest(source=pb.SOURCE_MOMENTS, at_boundary=True)
+        return await pin_moments(self._sidecars, -1 - rank, request, timeout_s, number=rank)
+
+    async def schedule(self, pins: Sequence[RankPin], timeout_s: float) -> Captured:
+        return await self._sidecars.schedule([_real(pin) for pin in pins], timeout_s)
+
+    async def renew(self, pin: RankPin) -> float:
+        return await self._sidecars.renew(_real(pin))
+
+    def release(self, pin: RankPin) -> None:
+        self._sidecars.release(_real(pin))
+
+
+async def pin_with_optimizer(
+    sidecars: Sidecars, plan: ExportPlan, *, deadline_s: float
+) -> PinnedExport:
+    """Pins what `plan` reads, and the optimizer's state; the plan with it.
+
+    Args:
+        sidecars: of the mesh that the plan was made for.
+        plan: made without the optimizer.
+        deadline_s: on time.monotonic's clock.
+
+    Raises:
+        ConflictError: a rank could not give its optimizer's state, or ranks disagree.
+        ParamdError: as `Pinner.pin`.
+    """
+    transport = _Beside(sidecars, with_buffers=plan.at_boundary)
+    spans = dict(plan.sources[""].spans)
+    tables = {-1 - rank: () for rank in spans}
+    pinned = await Pinner(transport).pin(
+        {**spans, **tables}, deadline_s=deadline_s, with_buffers=True
+    )
+    held = {rank: pin for rank, pin in pinned.pins.items() if rank >= 0}
+    named = [_named(pin, "") for pin in held.values()]
+    try:
+        found = await _tables(sidecars, pinned, deadline_s)
+        table = await asyncio.to_thread(optimizer_table, plan.layout, found)
+        whole = await asyncio.to_thread(plan_export, plan.layout, plan.settings, table)
+        assert whole.sources[""].spans == plan.sources[""].spans
+        named += await _states(sidecars, whole, pinned.step, held, deadline_s)
+    except BaseException:
+        for pin in held.values():
+            sidecars.release(pin)
+        raise
+    finally:
+        for rank, pin in pinned.pins.items():
+            if rank < 0:
+                transport.release(pin)
+    return PinnedExport(whole, pinned.epoch, pinned.step, pinned.edits, tuple(named))
+
+
+async def pin_parameters(pinner: Pinner, plan: ExportPlan, *, deadline_s: float) -> PinnedExport:
+    """Pins what `plan` reads, which has no optimizer. Raises as `Pinner.pin`."""
+    spans = plan.sources[""].spans
+    pinned = await pinner.pin(
+        spans if spans else {0: ()}, deadline_s=deadline_s, with_buffers=plan.at_boundary
+    )
+    pins = tuple(_named(pin, "") for pin in pinned.pins.values())
+    return PinnedExport(
+        plan, pinned.epoch, pinned.step, pinned.edits, pins, unsettled=pinned.unsettled
+    )
+
+
+async def pin_moments(
+    sidecars: Sidecars,
+    rank: int,
+    request: pb.PinSnapshotRequest,
+    timeout_s: float,
+    *,
+    number: int,
+) -> RankPin:
+    """One pin of a rank's optimizer state, named `number`."""
+    request.epoch = sidecars.document.epoch
+    request.layout_digest = sidecars.document.layout_digest
+    request.lease_ms = int(1000 * LEASE_S)
+    found = await sidecars.pin_step(rank, request, timeout_s)
+    return RankPin(
+        rank=number,
+        snapshot_id=found.snapshot_id,
+        epoch=found.header.epoch,
+        step=found.header.step,
+        size_bytes=found.size_bytes,
+        lease_s=found.lease_ms / 1000,
+        edits=found.header.edits,
+    )
+
+
+async def _states(
+    sidecars: Sidecars,
+    plan: ExportPlan,
+    step: int,
+    held: Mapping[int, RankPin],
+    deadline_s: float,
+) -> list[export_pb2.ExportPin]:
+    """Pins every key of every rank; on none when one fails."""
+
+    async def one(key: str, rank: int, spans: Sequence[tuple[int, int]]) -> export_pb2.ExportPin:
+        request = pb.PinSnapshotRequest(
+            source=pb.SOURCE_MOMENTS,
+            state_key=key,
+            at_step=step,
+            spans=[pb.Span(begin=begin, end=end) for begin, end in spans],
+        )
+        left_s = deadline_s - time.monotonic()
+        return _named(await pin_moments(sidecars, rank, request, left_s, number=rank), key)
+
+    wanted = [
+        asyncio.ensure_future(one(key, rank, spans))
+        for key, source in plan.sources.items()
+        if key
+        for rank, spans in source.spans.items()
+    ]
+    found = await asyncio.gather(*wanted, return_exceptions=True)
+    failed = next((error for error in found if isinstance(error, BaseException)), None)
+    pins = [pin for pin in found if isinstance(pin, export_pb2.ExportPin)]
+    if failed is not None:
+        for pin in pins:
+            sidecars.release(replace(held[pin.rank], snapshot_id=pin.snapshot_id))
+        raise failed
+    return pins
+
+
+async def _tables(
+    sidecars: Sidecars, pinned: Pinned, deadline_s: float
+) -> dict[int, dict[str, Any]]:
+    async def one(pin: RankPin) -> dict[str, Any]:
+        data = bytearray()
+        source = sidecars.source(_real(pin))
+        chunks: Any = source.chunks(0, deadline_s - time.monotonic())
+        async with aclosing(chunks):
+            async for chunk in chunks:
+                if chunk.size_bytes:
+                    chunk.check()
+                    data += chunk.data
+        if len(data) != pin.size_bytes:
+            raise DataLossError(f"{source.who}: {len(data)} of {pin.size_bytes} bytes came")
+        return parse_table(bytes(data))
+
+    pins = [pin for rank, pin in pinned.pins.items() if rank < 0]
+    found = await asyncio.gather(*(one(pin) for pin in pins))
+    return {-1 - pin.rank: table for pin, table in zip(pins, found, strict=True)}
+
+
+def _real(pin: RankPin) -> RankPin:
+    return pin if pin.rank >= 0 else replace(pin, rank=-1 - pin.rank)
+
+
+def _named(pin: RankPin, state_key: str) -> export_pb2.ExportPin:
+    return export_pb2.ExportPin(rank=pin.rank, state_key=state_key, snapshot_id=pin.snapshot_id)

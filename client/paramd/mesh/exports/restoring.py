@@ -1,0 +1,144 @@
+"""A safetensors export back into the running mesh, as one edit."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any, Final
+from urllib.parse import quote, urlencode
+
+from xxhash import xxh3_128_hexdigest
+
+from paramd.errors import DataLossError, NotFoundError, ParamdError, UsageError
+from paramd.layout.types import Layout, TensorKind
+from paramd.mesh.peers.control import RestClient
+
+if TYPE_CHECKING:
+    import torch
+
+MANIFEST: Final = "paramd-export.json"
+SUFFIX: Final = ".safetensors"
+MODEL: Final = "model"
+"""What files of parameters and buffers begin with; others hold the optimizer's state."""
+
+Moved = Callable[[int, int], object]
+"""Is told bytes that are there, and bytes in all."""
+
+
+class ExportFiles:
+    """Files of a finished export, read through the control plane and checked."""
+
+    def __init__(self, rest: RestClient, job: str, destination: str) -> None:
+        self._rest = rest
+        self._path = f"/jobs/{quote(job, safe='')}/export-file"
+        self._destination = destination
+
+    async def manifest(self) -> Mapping[str, Any]:
+        """What stands there.
+
+        Raises:
+            NotFoundError: no export. ParamdError: none that this version can read.
+        """
+        try:
+            found = json.loads(await self.read(MANIFEST))
+            if not isinstance(found, dict) or found["paramd_export"] != 1:
+                raise ValueError("another version of the manifest")
+        except (ValueError, KeyError, RecursionError) as error:
+            raise ParamdError(
+                f"{self._destination}: its {MANIFEST} cannot be read ({error})"
+            ) from error
+        return found
+
+    async def read(self, name: str, moved: Callable[[int], object] = lambda size: None) -> bytes:
+        """The whole of a file. Raises ParamdErrors."""
+        data = bytearray()
+        while True:
+            asked = urlencode(
+                {"destination": self._destination, "name": name, "offset_bytes": len(data)}
+            )
+            size_bytes, part = await self._rest.read_bytes(f"{self._path}?{asked}")
+            data += part
+            moved(len(part))
+            if len(data) >= size_bytes:
+                return bytes(data)
+            if not part:
+                raise DataLossError(f"{self._destination}: {name} ended too early; try again")
+
+    async def tensors(self, manifest: Mapping[str, Any], moved: Moved) -> dict[str, torch.Tensor]:
+        """All parameters and buffers, by their names in the files.
+
+        Raises:
+            UsageError: it is no export of safetensors.
+            DataLossError: a file is not what the manifest says.
+        """
+        if manifest["format"] != "safetensors":
+            raise UsageError(
+                f"{self._destination} is of format {manifest['format']!r}; only safetensors can be "
+                "restored into a running mesh"
+            )
+        files = [one for one in manifest["files"] if _is_model(str(one["name"]))]
+        whole_bytes = sum(int(one["size_bytes"]) for one in files)
+        done_bytes = 0
+
+        def more(size_bytes: int) -> None:
+            nonlocal done_bytes
+            done_bytes += size_bytes
+            moved(done_bytes, whole_bytes)
+
+        found: dict[str, torch.Tensor] = {}
+        for one in files:
+            data = await self.read(str(one["name"]), more)
+            if xxh3_128_hexdigest(data) != one["xxh3"]:
+                raise DataLossError(
+                    f"{self._destination}: {one['name']} is not what was exported; its checksum "
+                    "differs from the manifest's"
+                )
+            name = f"{self._destination}: {one['name']}"
+            found |= await asyncio.to_thread(loaded, data, name)
+        return found
+
+
+def loaded(data: bytes, name: str) -> dict[str, torch.Tensor]:
+    """The tensors of a whole safetensors file. Raises DataLossError: it is none."""
+    from safetensors import SafetensorError
+    from safetensors.torch import load
+
+    try:
+        return load(data)
+    except SafetensorError as error:
+        raise DataLossError(f"{name} cannot be read as safetensors: {error}") from error
+
+
+def values_of(
+    layout: Layout, tensors: Mapping[str, torch.Tensor], renamed: Mapping[str, str]
+) -> dict[str, torch.Tensor]:
+    """The value of every parameter of a layout.
+
+    Args:
+        tensors: by their names in the files.
+        renamed: from names in the model to names in the files, where they differ.
+
+    Raises:
+        NotFoundError: a parameter is not there. UsageError: a shape differs.
+    """
+    found: dict[str, torch.Tensor] = {}
+    for one in layout.tensors:
+        if one.kind is TensorKind.BUFFER or not one.numel:
+            continue
+        names = [renamed.get(name, name) for name in (one.fqn, *one.aliases)]
+        value = next((tensors[name] for name in names if name in tensors), None)
+        if value is None:
+            raise NotFoundError(
+                f"the export has no {names[0]!r}; it is of another model, or holds a part of one"
+            )
+        if tuple(value.shape) != one.shape:
+            raise UsageError(
+                f"{one.fqn}: the export has shape {tuple(value.shape)}, the mesh {one.shape}"
+            )
+        found[one.fqn] = value
+    return found
+
+
+def _is_model(name: str) -> bool:
+    return name.startswith(MODEL) and name.endswith(SUFFIX)

@@ -1,0 +1,1 @@
+"""Values step by step: gradient frames, followed parameters, held steps."""

@@ -1,0 +1,215 @@
+"""Parameters at agreed later steps, for evaluation jobs and inference engines.
+
+The same asking as for gradients. Before anything is read, every rank digests what it
+pinned; tensors whose digests are those of the last frame are not read again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from paramd.errors import ConflictError, UsageError
+from paramd.layout.plan import RankRead, ReadPlan, plan_read
+from paramd.layout.select import select
+from paramd.mesh.frames.frames import ParamFrame
+from paramd.mesh.frames.held_step import LEASE_S, HeldStep, hold_step
+from paramd.mesh.frames.stepping import ReachLike, StepStream
+from paramd.mesh.peers.pins import Pinned
+from paramd.mesh.peers.sidecars import Sidecars
+from paramd.mesh.reading.transfer import Transfer, Transport
+from paramd.v1 import sidecar_pb2 as pb
+
+if TYPE_CHECKING:
+    import torch
+
+READ_S = 60.0
+RANGES_PER_CALL = 20_000
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FollowRequest:
+    """What a follower wants."""
+
+    patterns: tuple[str, ...]
+    every: int = 1
+    """Updates between two frames; 1 or more. Frames come at its multiples."""
+    dtype: torch.dtype | None = None
+    """Of the tensors; None keeps each one's own."""
+    transport: Transport = "auto"
+
+    def __post_init__(self) -> None:
+        if not self.patterns:
+            raise UsageError("no pattern was given; expected at least one, '*' follows all")
+        if self.every < 1:
+            raise UsageError(f"every: {self.every}; expected 1 or more")
+
+
+class FollowSteps:
+    """Asks for parameters at steps, and reads what changed."""
+
+    def __init__(
+        self,
+        sidecars: Sidecars,
+        transfer: Transfer,
+        wanted: FollowRequest,
+        plan: ReadPlan,
+        names: Sequence[tuple[str, ...]],
+    ) -> None:
+        self._transfer = transfer
+        self._wanted = wanted
+        self._plan = plan
+        self._names = names
+        reads: Iterable[tuple[int, Sequence[tuple[int, int]]]] = [
+            (read.rank, read.spans) for read in plan.ranks
+        ] or [(min(sidecars.document.peers), ())]
+        self._requests = {
+            rank: pb.PinSnapshotRequest(
+                epoch=sidecars.document.epoch,
+                layout_digest=sidecars.document.layout_digest,
+                spans=[pb.Span(begin=begin, end=end) for begin, end in spans],
+                lease_ms=int(1000 * LEASE_S),
+            )
+            for rank, spans in reads
+        }
+        self.ranks = tuple(self._requests)
+        self._digests: list[tuple[bytes, ...]] = []
+        self._tensors: dict[str, torch.Tensor] = {}
+
+    async def hold(self, sidecars: Sidecars, step: int, timeout_s: float) -> HeldStep:
+        """As `Steps.hold`."""
+        requests = {}
+        for rank, template in self._requests.items():
+            requests[rank] = pb.PinSnapshotRequest()
+            requests[rank].CopyFrom(template)
+            requests[rank].at_step = step
+        return await hold_step(sidecars, requests, step, timeout_s)
+
+    def let_go(self, held: HeldStep) -> None:
+        """As `Steps.let_go`."""
+        held.let_go()
+
+    async def read(self, sidecars: Sidecars, step: int, dropped: int, held: HeldStep) -> ParamFrame:
+        """The frame: what changed anew, all else as it was."""
+        deadline_s = time.monotonic() + READ_S
+        pinned = Pinned(held.epoch, step, held.pins, held.edits)
+        digests = await self._digested(sidecars, pinned, deadline_s)
+        changed = [
+            number
+            for number, found in enumerate(digests)
+            if not self._digests or found != self._digests[number]
+        ]
+        tensors = await self._read_tensors(sidecars, pinned, changed, deadline_s)
+        self._tensors |= tensors
+        self._digests = digests
+        return ParamFrame(
+            {name: self._tensors[name] for names in self._names for name in names},
+            changed=[name for number in changed for name in self._names[number]],
+            job=sidecars.document.job,
+            epoch=held.epoch,
+            step=step,
+            dropped=dropped,
+        )
+
+    async def _digested(
+        self, sidecars: Sidecars, pinned: Pinned, deadline_s: float
+    ) -> list[tuple[bytes, ...]]:
+        """Digests of all parts of each tensor, in the order of ranks and landings."""
+
+        async def of(read: RankRead) -> list[bytes]:
+            found: list[bytes] = []
+            for begin in range(0, len(read.landings), RANGES_PER_CALL):
+                ranges = [
+                    (one.begin_bytes, one.end_bytes)
+                    for one in read.landings[begin : begin + RANGES_PER_CALL]
+                ]
+                answer = await sidecars.digests(
+                    pinned.pins[read.rank], ranges, deadline_s - time.monotonic()
+                )
+                said = (answer.header.step, answer.header.edits)
+                if said != (pinned.step, pinned.edits) or len(answer.digests) != len(ranges):
+                    raise ConflictError(
+                        f"{sidecars.who(read.rank)} answered {len(answer.digests)} digests of step "
+                        f"{said[0]} with {said[1]} edits; asked were {len(ranges)} of step "
+                        f"{pinned.step} with {pinned.edits}"
+                    )
+                found.extend(answer.digests)
+            return found
+
+        answers = await asyncio.gather(*(of(read) for read in self._plan.ranks))
+        parts: list[list[bytes]] = [[] for _ in self._plan.tensors]
+        for read, digests in zip(self._plan.ranks, answers, strict=True):
+            for landing, digest in zip(read.landings, digests, strict=True):
+                parts[landing.tensor].append(digest)
+        return [tuple(found) for found in parts]
+
+    async def _read_tensors(
+        self, sidecars: Sidecars, pinned: Pinned, numbers: Sequence[int], deadline_s: float
+    ) -> dict[str, torch.Tensor]:
+        """The tensors of these numbers, by name. Tied names share one."""
+        from paramd.mesh.reading.assemble import Targets
+
+        if not numbers:
+            return {}
+        plan, names = self._plan, self._names
+        if len(numbers) < len(plan.tensors):
+            return await self._read_some(sidecars, pinned, numbers, deadline_s)
+        targets = Targets(plan, names, dtype=self._wanted.dtype, device=None, into=None)
+        await self._transfer.read(
+            sidecars, plan, pinned, targets, self._wanted.transport, deadline_s
+        )
+        return targets.results()
+
+    async def _read_some(
+        self, sidecars: Sidecars, pinned: Pinned, numbers: Sequence[int], deadline_s: float
+    ) -> dict[str, torch.Tensor]:
+        from paramd.mesh.reading.assemble import Targets
+
+        part = self._plan_of(numbers)
+        names = [self._names[number] for number in numbers]
+        targets = Targets(part, names, dtype=self._wanted.dtype, device=None, into=None)
+        await self._transfer.read_parts(
+            sidecars, part, pinned, targets, self._wanted.transport, deadline_s
+        )
+        return targets.results()
+
+    def _plan_of(self, numbers: Sequence[int]) -> ReadPlan:
+        """The plan of these tensors alone, in the same snapshots."""
+        place = {number: at for at, number in enumerate(numbers)}
+        reads = []
+        for read in self._plan.ranks:
+            landings = tuple(
+                replace(one, tensor=place[one.tensor])
+                for one in read.landings
+                if one.tensor in place
+            )
+            if landings:
+                reads.append(replace(read, landings=landings))
+        return ReadPlan(
+            tensors=tuple(self._plan.tensors[number] for number in numbers), ranks=tuple(reads)
+        )
+
+
+async def open_following(
+    reach: ReachLike, transfer: Transfer, wanted: FollowRequest
+) -> StepStream[HeldStep, ParamFrame]:
+    """A subscription; to be closed. Raises as `open_stream` of gradients."""
+    await transfer.load_torch()
+
+    async def attempt(sidecars: Sidecars) -> FollowSteps:
+        index = await reach.index(sidecars)
+        if index.layout.mirrored:
+            raise ConflictError(
+                "this job's parameters stay in its trainers' own memory (arena=\"mirror\"), where "
+                "no step can be followed; summon them, which asks for a copy at a boundary"
+            )
+        selection = select(index, wanted.patterns, with_buffers=False)
+        plan = plan_read(index.layout, selection, prefer=reach.costs())
+        names = [item.names for item in selection]
+        return FollowSteps(sidecars, transfer, wanted, plan, names)
+
+    steps = await reach.attempts(attempt, time.monotonic() + READ_S)
+    return StepStream(reach, steps, steps.read, every=wanted.every)

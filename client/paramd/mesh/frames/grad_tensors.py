@@ -1,0 +1,128 @@
+"""Whole gradients as tensors, in memory that is used again once the reader let go of it."""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+
+from paramd.layout.plan import ReadPlan
+from paramd.layout.stats import Stats
+from paramd.mesh.frames.grad_plan import Asked
+from paramd.mesh.peers.pins import Pinned
+from paramd.mesh.peers.sidecars import Sidecars
+from paramd.mesh.reading.assemble import Targets, allocate, torch_dtype
+from paramd.mesh.reading.transfer import Transfer, Transport
+
+_KEPT = 4
+"""Tensors of one shape that are kept for each that is in use."""
+
+EXPONENT_BEGIN = -64
+EXPONENT_BINS = 128
+
+
+class TensorPool:
+    """Warm memory for results: fresh pages cost more than the copies into them.
+
+    What is handed out is an alias of a kept tensor; when nobody else uses that storage any
+    more, it is handed out again.
+    """
+
+    def __init__(self) -> None:
+        self._kept: dict[tuple[tuple[int, ...], torch.dtype], list[torch.Tensor]] = defaultdict(
+            list
+        )
+
+    def take(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        """A tensor with undefined content."""
+        kept = self._kept[shape, dtype]
+        for tensor in kept:
+            if _is_alone(tensor):
+                return tensor.detach()
+        tensor = allocate(shape, dtype)
+        if len(kept) >= _KEPT:
+            kept.pop(0)
+        kept.append(tensor)
+        return tensor.detach()
+
+
+def _is_alone(tensor: torch.Tensor) -> bool:
+    # The tensor itself, and the storage object that is asked for its address.
+    return bool(torch._C._storage_Use_Count(tensor.untyped_storage()._cdata) <= 2)
+
+
+async def read_tensors(
+    sidecars: Sidecars,
+    transfer: Transfer,
+    pool: TensorPool,
+    plan: ReadPlan,
+    asked: Sequence[Asked],
+    numbers: Sequence[range],
+    pinned: Pinned,
+    dtype: torch.dtype | None,
+    transport: Transport,
+    deadline_s: float,
+) -> dict[int, torch.Tensor]:
+    """Reads the plan's tensors `numbers[i]` as one tensor each, by index into `asked`.
+
+    Raises: as `Transfer.read`.
+    """
+    results: dict[int, torch.Tensor] = {}
+    into: dict[str, torch.Tensor] = {}
+    names = [(f"#{number}",) for number in range(len(plan.tensors))]
+    for index, (one, of) in enumerate(zip(asked, numbers, strict=True)):
+        if not len(of):
+            continue
+        kind = dtype if dtype is not None else torch_dtype(one.tensor.dtype)
+        whole = pool.take(one.shape, kind)
+        results[index] = whole
+        if len(of) == 1:
+            into[f"#{of[0]}"] = whole
+            continue
+        for row, number in enumerate(of):
+            into[f"#{number}"] = whole[row : row + 1]
+    targets = Targets(_part_of(plan, numbers), names, dtype=dtype, device=None, into=into)
+    await transfer.read(sidecars, targets.plan, pinned, targets, transport, deadline_s)
+    return results
+
+
+def _part_of(plan: ReadPlan, numbers: Sequence[range]) -> ReadPlan:
+    """The plan with landings of these tensors alone; snapshots stay as they are."""
+    wanted = {number for of in numbers for number in of}
+    if len(wanted) == len(plan.tensors):
+        return plan
+    reads = tuple(
+        replace(read, landings=tuple(one for one in read.landings if one.tensor in wanted))
+        for read in plan.ranks
+    )
+    return replace(plan, ranks=reads)
+
+
+def tensor_stats(tensor: torch.Tensor, *, with_exponents: bool) -> Stats:
+    """Statistics of a tensor that is here already, as sidecars make them."""
+    values = tensor.detach().double().flatten()
+    finite = values[torch.isfinite(values)]
+    count = finite.numel()
+    nan_count = int(torch.isnan(values).sum())
+    mean = float(finite.mean()) if count else 0.0
+    exponents: tuple[int, ...] = ()
+    if with_exponents:
+        powers = torch.frexp(finite[finite != 0]).exponent - 1 - EXPONENT_BEGIN
+        bins = torch.bincount(powers.clamp(0, EXPONENT_BINS - 1).long(), minlength=EXPONENT_BINS)
+        exponents = tuple(bins.tolist())
+    return Stats(
+        count=values.numel(),
+        zero_count=int((finite == 0).sum()),
+        nan_count=nan_count,
+        inf_count=values.numel() - nan_count - count,
+        mean=mean,
+        m2=float((finite - mean).square().sum()),
+        sum_squares=float(finite.square().sum()),
+        min=float(finite.min()) if count else math.inf,
+        max=float(finite.max()) if count else -math.inf,
+        exponent_counts=exponents,
+        exponent_begin=EXPONENT_BEGIN,
+    )

@@ -1,0 +1,389 @@
+"""Gradients of a running job, frame by frame: asked for a little ahead, whole or not at all."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any, Final
+
+from paramd.errors import ConflictError, UsageError
+from paramd.layout.plan import ReadPlan
+from paramd.layout.stats import Part, StatsItem, stats_items
+from paramd.mesh.frames.frames import KINDS, GradFrame, Kind, lazily_summed
+from paramd.mesh.frames.grad_plan import Asked, GradNote, GradPlan, Learnt, ask_for, make_plan
+from paramd.mesh.frames.held_step import LEASE_S, HeldStep, hold_step
+from paramd.mesh.frames.stepping import ReachLike, StepStream
+from paramd.mesh.peers.pins import Pinned
+from paramd.mesh.peers.sidecars import Sidecars
+from paramd.mesh.reading.summary import compute_parts
+from paramd.mesh.reading.transfer import Transfer, Transport
+from paramd.v1 import sidecar_pb2 as pb
+
+if TYPE_CHECKING:
+    import torch
+
+    from paramd.mesh.frames.grad_tensors import TensorPool
+
+REASONS: Final = {
+    pb.NO_GRADIENT_NONE: "its grad is None",
+    pb.NO_GRADIENT_OTHER_OPTIMIZER: "another optimizer updates it",
+    pb.NO_GRADIENT_PLACEMENT: "it is placed otherwise than its parameter",
+    pb.NO_GRADIENT_UNSUPPORTED: "it is no dense tensor that fits its parameter",
+}
+
+READ_S = 60.0
+"""Longest time to read what was captured of one step."""
+
+MAX_ITEMS = 20_000
+"""More items than that on one rank are reduced from a snapshot, in several calls."""
+
+Items = Mapping[int, Sequence[StatsItem]]
+"""What each rank reduces; of no rank, when whole gradients are wanted."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GradRequest:
+    """What a reader of gradients wants."""
+
+    patterns: tuple[str, ...]
+    every: int = 1
+    """Updates between two frames; 1 or more. Frames come at its multiples."""
+    kind: Kind = "full"
+    dtype: torch.dtype | None = None
+    """Of whole gradients; None keeps each parameter's own."""
+    rows: int | None = None
+    """Rows of the first dim that are sampled, evenly; None: all."""
+    lossless: bool = False
+    """Updates wait for this reader, as far as the trainer's operator allows it."""
+    transport: Transport = "auto"
+
+    def __post_init__(self) -> None:
+        if not self.patterns:
+            raise UsageError("no pattern was given; expected at least one, '*' means all")
+        if self.every < 1:
+            raise UsageError(f"every: {self.every}; expected 1 or more")
+        if self.kind not in KINDS:
+            raise UsageError(f"kind: {self.kind!r}; expected one of {', '.join(KINDS)}")
+        if self.kind != "full" and self.dtype is not None:
+            raise UsageError("dtype: only frames of kind 'full' are cast")
+
+
+@dataclass(frozen=True, slots=True)
+class _Held:
+    """One step of everything that was asked for."""
+
+    plan: GradPlan
+    main: HeldStep
+    sums: HeldStep | None
+
+    def steps(self) -> list[HeldStep]:
+        return [self.main] if self.sums is None else [self.main, self.sums]
+
+
+class GradSteps:
+    """Asks for gradients and reads them; the stream decides which steps."""
+
+    def __init__(
+        self, reach: ReachLike, transfer: Transfer, wanted: GradRequest, asked: Sequence[Asked]
+    ) -> None:
+        self._reach = reach
+        self._transfer = transfer
+        self._wanted = wanted
+        self._asked = asked
+        self._learnt = Learnt()
+        self._plan: GradPlan | None = None
+        self._requests: dict[int, pb.PinSnapshotRequest] = {}
+        self._sum_requests: dict[int, pb.PinSnapshotRequest] = {}
+        self._items: dict[int, tuple[StatsItem, ...]] = {}
+        self._pool: TensorPool | None = None
+        self.ranks: tuple[int, ...] = ()
+
+    async def prepare(self, sidecars: Sidecars) -> None:
+        """Makes the first plan."""
+        await self._make_plan(sidecars)
+
+    async def hold(self, sidecars: Sidecars, step: int, timeout_s: float) -> _Held:
+        """As `Steps.hold`."""
+        if self._plan is None:
+            await self._make_plan(sidecars)
+        plan = self._plan
+        assert plan is not None
+        requests = [r for r in (self._requests, self._sum_requests) if r]
+        # Together: once the update has begun it is too late to ask.
+        tasks = [
+            asyncio.create_task(hold_step(sidecars, at_step(one, step), step, timeout_s))
+            for one in requests
+        ]
+        try:
+            found = await asyncio.gather(*tasks)
+        except BaseException:
+            for task in tasks:
+                task.cancel()
+            await asyncio.wait(tasks)
+            for task in tasks:
+                if not task.cancelled() and task.exception() is None:
+                    task.result().let_go()
+            raise
+        return _Held(plan, found[0], found[1] if len(found) > 1 else None)
+
+    def let_go(self, held: _Held) -> None:
+        """As `Steps.let_go`."""
+        for step in held.steps():
+            step.let_go()
+
+    async def read(
+        self, sidecars: Sidecars, step: int, dropped: int, held: _Held
+    ) -> GradFrame[Any] | None:
+        """The frame; None when the notes make another plan necessary."""
+        began_s = time.monotonic()
+        notes = [note for one in held.steps() for note in _notes(held.plan, one)]
+        if not self._learnt.hear(held.plan, notes):
+            self._plan = None
+            return None
+        none = {
+            held.plan.asked[note.asked].name: REASONS.get(note.none, "of a reason unknown here")  # type: ignore[call-overload]
+            for note in notes
+            if note.none and (note.rank, note.asked) in held.plan.used
+        }
+        bad: dict[str, list[int]] = {}
+        values, parts = await self._values(sidecars, step, held, none, bad)
+        facts = next(iter(held.main.answers.values())).gradients
+        return GradFrame(
+            values,
+            job=sidecars.document.job,
+            epoch=held.main.epoch,
+            step=step,
+            dropped=dropped,
+            none=none,
+            scale=facts.scale,
+            clip_factor=facts.clip_factor if facts.clip_factor else None,
+            read_s=time.monotonic() - began_s,
+            parts=parts,
+            bad_ranks=bad,
+        )
+
+    async def _make_plan(self, sidecars: Sidecars) -> None:
+        index = await self._reach.index(sidecars)
+        plan = make_plan(index.layout, self._asked, self._learnt, prefer=self._reach.costs())
+        self._items = stats_items(plan.plan) if self._wanted.kind != "full" else {}
+        self._requests = pin_requests(sidecars, plan.plan, self._wanted, self._items)
+        self._sum_requests = pin_requests(sidecars, plan.sums, self._wanted, {})
+        if not self._requests:
+            if self._sum_requests:
+                self._requests, self._sum_requests = self._sum_requests, {}
+            else:
+                # Nothing to read, but still something to say: at which step.
+                self._requests = {
+                    min(sidecars.document.peers): pin_request(sidecars, self._wanted, ())
+                }
+        self.ranks = tuple(self._requests)
+        self._plan = plan
+
+    async def _values(
+        self,
+        sidecars: Sidecars,
+        step: int,
+        held: _Held,
+        none: Mapping[str, str],
+        bad: dict[str, list[int]],
+    ) -> tuple[dict[str, Callable[[], Any]], dict[str, list[Part]] | None]:
+        plan, deadline_s = held.plan, time.monotonic() + READ_S
+        sums: dict[int, torch.Tensor] = {}
+        if plan.sums.tensors:
+            sums = await self._summed(sidecars, step, held, deadline_s)
+        values: dict[str, Callable[[], Any]] = {}
+        if self._wanted.kind == "full":
+            tensors = await self._tensors(sidecars, step, held, deadline_s)
+            for index, one in enumerate(plan.asked):
+                found = sums[index] if plan.layers[index] else tensors[index]
+                values[one.name] = partial(_same, None if one.name in none else found)
+            return values, None
+        exponents = self._wanted.kind == "histogram"
+        parts = await read_parts(
+            sidecars, held.plan, held.main, self._items, deadline_s, bad, with_exponents=exponents
+        )
+        if sums:
+            from paramd.mesh.frames.grad_tensors import tensor_stats
+
+            for index, tensor in sums.items():
+                parts[index] = [tensor_stats(tensor, with_exponents=exponents)]
+        said: dict[str, list[Part]] = {}
+        for index, one in enumerate(plan.asked):
+            if one.name in none:
+                values[one.name] = partial(_same, None)
+                continue
+            said[one.name] = parts[index]
+            values[one.name] = lazily_summed(parts[index])
+        return values, said
+
+    async def _tensors(
+        self, sidecars: Sidecars, step: int, held: _Held, deadline_s: float
+    ) -> dict[int, torch.Tensor]:
+        from paramd.mesh.frames.grad_tensors import read_tensors
+
+        return await read_tensors(
+            sidecars, self._transfer, self.pool, held.plan.plan, held.plan.asked,
+            held.plan.numbers, Pinned(held.main.epoch, step, held.main.pins),
+            self._wanted.dtype, self._wanted.transport, deadline_s,
+        )  # fmt: skip
+
+    async def _summed(
+        self, sidecars: Sidecars, step: int, held: _Held, deadline_s: float
+    ) -> dict[int, torch.Tensor]:
+        """Gradients that are sums over ranks, added up in the order of ranks."""
+        from paramd.mesh.frames.grad_tensors import read_tensors
+
+        await self._transfer.load_torch()
+        source = held.sums if held.sums is not None else held.main
+        pinned = Pinned(source.epoch, step, source.pins)
+        found: dict[int, torch.Tensor] = {}
+        for layer in range(max(map(len, held.plan.layers))):
+            numbers = [of[layer] if layer < len(of) else range(0) for of in held.plan.layers]
+            tensors = await read_tensors(
+                sidecars, self._transfer, self.pool, held.plan.sums, held.plan.asked, numbers,
+                pinned, self._wanted.dtype, self._wanted.transport, deadline_s,
+            )  # fmt: skip
+            for index, tensor in tensors.items():
+                found[index] = found[index].add_(tensor) if index in found else tensor
+        return found
+
+    @property
+    def pool(self) -> TensorPool:
+        if self._pool is None:
+            from paramd.mesh.frames.grad_tensors import TensorPool
+
+            self._pool = TensorPool()
+        return self._pool
+
+
+async def open_stream(
+    reach: ReachLike, transfer: Transfer, wanted: GradRequest
+) -> StepStream[_Held, GradFrame[Any]]:
+    """A subscription; to be closed.
+
+    Raises:
+        NotFoundError: a pattern matches nothing. UnreachableError: no sidecar answers.
+    """
+    if wanted.kind == "full":
+        await transfer.load_torch()
+
+    async def attempt(sidecars: Sidecars) -> GradSteps:
+        index = await reach.index(sidecars)
+        asked = ask_for(index, wanted.patterns, wanted.rows)
+        steps = GradSteps(reach, transfer, wanted, asked)
+        await steps.prepare(sidecars)
+        return steps
+
+    steps = await reach.attempts(attempt, time.monotonic() + READ_S)
+    return StepStream(reach, steps, steps.read, every=wanted.every, keep_all=wanted.lossless)
+
+
+def _notes(plan: GradPlan, held: HeldStep) -> list[GradNote]:
+    found = []
+    for rank, answer in held.answers.items():
+        for note in answer.gradients.notes:
+            for asked in plan.owners.get((rank, note.arena_begin), ()):
+                found.append(GradNote(rank, asked, note.none, note.partial_group))
+    return found
+
+
+def _same(value: Any) -> Any:
+    return value
+
+
+def pin_requests(
+    sidecars: Sidecars, plan: ReadPlan, wanted: GradRequest, items: Items
+) -> dict[int, pb.PinSnapshotRequest]:
+    """What each rank of a plan is asked for; `at_step` makes it one of some step."""
+    found = {read.rank: pin_request(sidecars, wanted, read.spans) for read in plan.ranks}
+    if not items or any(len(of_rank) > MAX_ITEMS for of_rank in items.values()):
+        return found
+    for rank, request in found.items():
+        request.reduction.with_exponents = wanted.kind == "histogram"
+        request.reduction.items.extend(
+            pb.StatsItem(begin_bytes=item.begin_bytes, numel=item.numel, dtype=item.dtype)
+            for item in items[rank]
+        )
+    return found
+
+
+def pin_request(
+    sidecars: Sidecars, wanted: GradRequest, spans: Sequence[tuple[int, int]]
+) -> pb.PinSnapshotRequest:
+    """What one rank is asked for."""
+    return pb.PinSnapshotRequest(
+        epoch=sidecars.document.epoch,
+        layout_digest=sidecars.document.layout_digest,
+        spans=[pb.Span(begin=begin, end=end) for begin, end in spans],
+        lease_ms=int(1000 * LEASE_S),
+        source=pb.SOURCE_GRADIENTS,
+        lossless_every=wanted.every if wanted.lossless else 0,
+    )
+
+
+def at_step(
+    requests: Mapping[int, pb.PinSnapshotRequest], step: int
+) -> dict[int, pb.PinSnapshotRequest]:
+    """The requests, of one step."""
+    found = {}
+    for rank, template in requests.items():
+        request = pb.PinSnapshotRequest()
+        request.CopyFrom(template)
+        request.at_step = step
+        found[rank] = request
+    return found
+
+
+async def read_parts(
+    sidecars: Sidecars,
+    plan: GradPlan,
+    held: HeldStep,
+    items: Mapping[int, tuple[StatsItem, ...]],
+    deadline_s: float,
+    bad: dict[str, list[int]],
+    *,
+    with_exponents: bool,
+) -> list[list[Part]]:
+    """Statistics of what each rank holds, by index into what was asked for.
+
+    `bad` gets the ranks whose part is not finite, by name.
+
+    Raises:
+        ConflictError: a rank answered other statistics than were asked.
+    """
+    owner = [index for index, of in enumerate(plan.numbers) for _ in of]
+    found: list[list[Part]] = [[] for _ in plan.asked]
+
+    def note(rank: int, item: StatsItem, part: Part) -> None:
+        index = owner[item.tensor]
+        found[index].append(part)
+        if part.nan_count or part.inf_count:
+            ranks = bad.setdefault(plan.asked[index].name, [])
+            if rank not in ranks:
+                ranks.append(rank)
+
+    if held.pins and plan.plan.tensors:
+        pinned = Pinned(held.epoch, _step_of(held), held.pins)
+        parts = await compute_parts(
+            sidecars, pinned, items, deadline_s, with_exponents=with_exponents
+        )
+        ranks = (rank for rank, asked in items.items() for _ in asked)
+        for rank, (item, stats) in zip(ranks, parts, strict=True):
+            note(rank, item, stats)
+        return found
+    for rank, answer in held.answers.items():
+        asked = items.get(rank, ())
+        if [item.numel for item in asked] != [one.count for one in answer.stats]:
+            raise ConflictError(
+                f"{sidecars.who(rank)} answered other statistics than were asked; try again"
+            )
+        for item, message in zip(asked, answer.stats, strict=True):
+            note(rank, item, message)
+    return found
+
+
+def _step_of(held: HeldStep) -> int:
+    return next(iter(held.pins.values())).step

@@ -1,0 +1,289 @@
+"""Asks all ranks for the same later steps, a little ahead, and hands out what came of it.
+
+Two steps are asked for ahead. A step counts when every rank has it; one that any rank
+missed is dropped on all. A reader that is late is given the newest there is: what was
+captured for it while it was busy elsewhere is let go of when training went on since.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import deque
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Generic, Protocol, TypeVar
+
+from paramd.errors import (
+    AbortedError,
+    ConflictError,
+    DeadlineError,
+    ExhaustedError,
+    NotFoundError,
+    ParamdError,
+    UnreachableError,
+)
+from paramd.layout.select import NameIndex
+from paramd.mesh.peers.control import JobDocument
+from paramd.mesh.peers.sidecars import Sidecars
+
+AHEAD = 2
+"""Steps asked for at once; sidecars have as many slots."""
+
+OUTAGE_S = 20.0
+"""How long a rank that does not answer is waited for before the stream ends with its error."""
+
+_FRESH_S = 0.25
+"""Younger frames are handed out without asking whether training went on."""
+
+_ANSWER_S = 0.01
+"""How long asking takes at most, usually: so much later must a step be that is asked for."""
+
+_STATE_TIMEOUT_S = 3.0
+_STEP_TIMEOUT_S = 480.0
+_PAUSE_S = 0.05
+
+
+class TrainingEndedError(ParamdError):
+    """The training has detached in order: no step comes any more."""
+
+
+class StreamOverError(Exception):
+    """There are no more frames; whoever iterates ends quietly."""
+
+
+Held = TypeVar("Held")
+Result = TypeVar("Result")
+Answer = TypeVar("Answer")
+
+
+class ReachLike(Protocol):
+    """What streams need to know of their job; see `reach.Reach`."""
+
+    @property
+    def document(self) -> JobDocument:
+        """The job as last heard."""
+
+    async def refresh(self) -> JobDocument:
+        """The job, asked for again."""
+
+    async def sidecars(self) -> Sidecars:
+        """The sidecars as last heard."""
+
+    async def index(self, sidecars: Sidecars) -> NameIndex:
+        """Names and layout of the present epoch."""
+
+    def costs(self) -> dict[int, float]:
+        """Costs that make others stand in for ranks that lately did not answer."""
+
+    async def attempts(
+        self, attempt: Callable[[Sidecars], Awaitable[Answer]], deadline_s: float
+    ) -> Answer:
+        """Runs `attempt`, and again when what it relied on proved stale."""
+
+
+class Steps(Protocol[Held]):
+    """What a stream is of."""
+
+    ranks: tuple[int, ...]
+    """Whom it asks; the first one is asked how far training is."""
+
+    async def hold(self, sidecars: Sidecars, step: int, timeout_s: float) -> Held:
+        """What all ranks have of one step, on all of them or on none.
+
+        Raises:
+            AbortedError: a rank missed it. TrainingEndedError: no step comes any more.
+        """
+
+    def let_go(self, held: Held) -> None:
+        """Ends what `hold` began; never waits."""
+
+
+@dataclass(eq=False, slots=True)
+class _Ask(Generic[Held]):
+    step: int
+    task: asyncio.Task[Held]
+    done_s: float = field(default=0.0)
+
+
+class StepStream(Generic[Held, Result]):
+    """One subscription. Use from one task at a time."""
+
+    def __init__(
+        self,
+        reach: ReachLike,
+        steps: Steps[Held],
+        read: Callable[[Sidecars, int, int, Held], Awaitable[Result | None]],
+        *,
+        every: int,
+        keep_all: bool = False,
+    ) -> None:
+        """
+        Args:
+            read: what to make of (sidecars, step, dropped, held); None when it came to nothing,
+                which counts as dropped.
+            every: updates between two frames; steps are its multiples.
+            keep_all: hand out also what is old by now, for readers that want each frame.
+        """
+        self._reach = reach
+        self._steps = steps
+        self._read = read
+        self._every = every
+        self._keep_all = keep_all
+        self._identity = (reach.document.epoch, reach.document.layout_digest)
+        self._asks: deque[_Ask[Held]] = deque()
+        self._next = 0
+        """Next step to ask for; 0 when that is to be found out."""
+        self._asked = 0
+        """Last step that was asked for."""
+        self._last = 0
+        """Step of the last frame that was handed out."""
+        self._down_since_s: float | None = None
+        self._over = False
+
+    async def next(self) -> Result:
+        """The next frame. A cancelled call loses none.
+
+        Raises:
+            StreamOverError: the training has detached, or the stream was closed.
+            ConflictError: the job attached anew, a trainer ended, or a rank is torn.
+            UnreachableError: a rank did not answer for `OUTAGE_S`.
+        """
+        while not self._over:
+            await self._ask_ahead()
+            ask = self._asks[0]
+            await asyncio.wait({ask.task})
+            if self._over:
+                break
+            if not await self._usable(ask):
+                continue
+            self._asks.popleft()
+            held = ask.task.result()
+            try:
+                sidecars = await self._reach.sidecars()
+                found = await self._read(sidecars, ask.step, self._dropped(ask.step), held)
+            except (NotFoundError, UnreachableError) as error:
+                await self._after(error)
+                continue
+            finally:
+                self._steps.let_go(held)
+            if found is not None:
+                self._last = ask.step
+                self._down_since_s = None
+                return found
+        raise StreamOverError
+
+    async def close(self) -> None:
+        """Lets go of everything. Idempotent."""
+        self._over = True
+        await self._drop_asks()
+
+    def _dropped(self, step: int) -> int:
+        return (step - self._last) // self._every - 1 if self._last else 0
+
+    async def _ask_ahead(self) -> None:
+        while len(self._asks) < AHEAD:
+            if not self._next:
+                self._next = await self._first_step()
+            sidecars = await self._reach.sidecars()
+            step, self._asked, self._next = self._next, self._next, self._next + self._every
+            task = asyncio.create_task(self._steps.hold(sidecars, step, _STEP_TIMEOUT_S))
+            ask = _Ask(step, task)
+            task.add_done_callback(partial(_note_time, ask))
+            self._asks.append(ask)
+
+    async def _first_step(self) -> int:
+        """The next multiple that can still be asked for in time."""
+        while True:
+            try:
+                sidecars = await self._reach.sidecars()
+                self._check_identity()
+                found = await sidecars.state(self._steps.ranks[0], _STATE_TIMEOUT_S)
+                break
+            except (UnreachableError, DeadlineError) as error:
+                await self._after(error)
+        step_s = found.state.step_time_ns / 1e9
+        lead = 1 + int(_ANSWER_S / step_s) if step_s > 0 else 1
+        earliest = max(found.header.step + 1 + lead, self._asked + 1)
+        return -(-earliest // self._every) * self._every
+
+    async def _usable(self, ask: _Ask[Held]) -> bool:
+        """Whether an ask that has ended came to something worth reading; else it is over."""
+        error = ask.task.exception() if not ask.task.cancelled() else None
+        if ask.task.cancelled() or error is not None:
+            self._asks.popleft()
+            if error is not None:
+                await self._after(error)
+            return False
+        if self._keep_all or time.monotonic() - ask.done_s < _FRESH_S:
+            return True
+        try:
+            step = await self._first_step()
+        except ParamdError:
+            return True
+        if step - ask.step <= 2 * self._every + 1:
+            return True
+        # The reader was away: newer ones are to be had, and those that were held are old.
+        await self._drop_asks()
+        self._next = step
+        return False
+
+    async def _after(self, error: BaseException) -> None:
+        """Learns from what failed; raises what ends the stream."""
+        if isinstance(error, TrainingEndedError):
+            await self.close()
+            raise StreamOverError
+        if isinstance(error, AbortedError | ExhaustedError | NotFoundError | DeadlineError):
+            if isinstance(error, ExhaustedError):
+                await asyncio.sleep(_PAUSE_S)
+            self._next = 0
+            return
+        if not isinstance(error, UnreachableError):
+            await self._tell_new_epoch()
+            raise error
+        now_s = time.monotonic()
+        if self._down_since_s is None:
+            self._down_since_s = now_s
+        if now_s - self._down_since_s > OUTAGE_S:
+            raise error
+        await self._drop_asks()
+        self._next = 0
+        await asyncio.sleep(_PAUSE_S)
+        await self._tell_new_epoch()
+
+    async def _tell_new_epoch(self) -> None:
+        try:
+            await self._reach.refresh()
+        except ParamdError:
+            return  # what the sidecar said tells more
+        self._check_identity()
+
+    def _check_identity(self) -> None:
+        document = self._reach.document
+        epoch, digest = self._identity
+        if document.epoch != epoch:
+            raise ConflictError(
+                f"the job attached anew: epoch {epoch} has ended, epoch {document.epoch} goes on; "
+                "subscribe again"
+            )
+        # Empty while a rank is away: then nothing is known of it, and nothing has changed.
+        if digest and document.layout_digest not in ("", digest):
+            raise ConflictError(
+                f"the layout of epoch {epoch} is not the one subscribed to; subscribe again"
+            )
+        self._identity = (epoch, document.layout_digest or digest)
+
+    async def _drop_asks(self) -> None:
+        asks, self._asks = list(self._asks), deque()
+        for ask in asks:
+            ask.task.cancel()
+        if asks:
+            await asyncio.wait([ask.task for ask in asks])
+        for ask in asks:
+            if not ask.task.cancelled() and ask.task.exception() is None:
+                self._steps.let_go(ask.task.result())
+
+
+def _note_time(ask: _Ask[Held], _task: asyncio.Task[Held]) -> None:
+    ask.done_s = time.monotonic()

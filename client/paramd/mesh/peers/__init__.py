@@ -1,0 +1,1 @@
+"""The connections of a client: the control plane over REST, sidecars over gRPC."""

@@ -1,0 +1,244 @@
+"""What a mesh knows of its job: document, ticket, layout, and who answers.
+
+All of it may be stale at any time: the sidecars check epoch and layout with every pin, and
+what they refuse is asked for anew.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable
+from typing import TypeVar
+
+import httpx2
+
+from paramd.errors import (
+    ConflictError,
+    DeniedError,
+    ParamdError,
+    UnreachableError,
+    UsageError,
+)
+from paramd.layout.codec import join_batches
+from paramd.layout.select import NameIndex
+from paramd.mesh.asked import RankUnreachableError
+from paramd.mesh.peers.background import Background
+from paramd.mesh.peers.control import Find, JobDocument, RestClient
+from paramd.mesh.peers.grpc import Channels, LeaseEndedError
+from paramd.mesh.peers.pins import FastPathBackoff
+from paramd.mesh.peers.sidecars import Sidecars
+from paramd.security import tickets
+from paramd.security.tls import ClientTls
+from paramd.v1 import layout_pb2
+
+RECOVERY_S = 4.0
+"""How long a sidecar that was killed is waited for: it is back by then, or not soon."""
+
+TICKET_MARGIN_S = 60.0
+"""A ticket is renewed when less validity than this is left (or a third of its life)."""
+
+_DOWN_S = 10.0
+# Finite: when nobody can stand in, they are asked all the same.
+_DOWN_COST = 1e9
+_RENEW_AGAIN_S = 5.0
+_RETRY_S = 0.2
+
+Result = TypeVar("Result")
+
+
+class Reach:
+    """Finds the sidecars of one job, and finds them again when they moved."""
+
+    def __init__(
+        self,
+        url: str,
+        token: str,
+        job: str | None,
+        *,
+        transport: httpx2.AsyncBaseTransport | None = None,
+        tls: ClientTls | None = None,
+        find: Find | None = None,
+    ) -> None:
+        """`transport` replaces the way to the control plane in tests; `find` as RestClient."""
+        self._rest = RestClient(url, token, transport=transport, tls=tls, find=find)
+        self._job = job
+        self._document: JobDocument | None = None
+        self._renew_at_s = 0.0
+        self._ends_at_s = 0.0
+        self._refreshing = asyncio.Lock()
+        self._channels = Channels(lambda: self.document.ticket, tls=tls)
+        self._background = Background()
+        self._index: tuple[tuple[int, str], NameIndex] | None = None
+        self._indexing = asyncio.Lock()
+        self.backoff = FastPathBackoff()
+        """What was learnt of the job's pace, kept between calls; see `Pinner`."""
+        self._down: dict[int, float] = {}
+
+    async def start(self) -> None:
+        """Reads the job's document.
+
+        Raises:
+            UnreachableError, DeniedError, NotFoundError: as they say.
+            UsageError: no job was named, and there is not exactly one.
+        """
+        if self._job is None:
+            jobs = await self._rest.jobs()
+            if len(jobs) != 1:
+                found = ", ".join(sorted(jobs)) or "none"
+                raise UsageError(f"job: name one; {self._rest.url} serves {found}")
+            self._job = jobs[0]
+        await self.refresh()
+
+    async def close(self) -> None:
+        """Waits for releases under way, then closes all connections. Idempotent."""
+        await self._background.close()
+        await self._channels.close()
+        await self._rest.close()
+
+    @property
+    def rest(self) -> RestClient:
+        """The control plane."""
+        return self._rest
+
+    @property
+    def document(self) -> JobDocument:
+        """The job as last heard."""
+        if self._document is None:
+            raise UsageError("the mesh is not connected; use it as a context manager")
+        return self._document
+
+    async def refresh(self) -> JobDocument:
+        """Asks the control plane again; callers at the same time share one request."""
+        before = self._document
+        async with self._refreshing:
+            if self._document is not before:
+                return self.document
+            assert self._job is not None
+            # The predecessor of an incarnation may answer for a while, with what has ended.
+            self._rest.look_again()
+            document = await self._rest.job(self._job)
+            self._document = document
+            # By its own account: this host's clock may be another than the control plane's.
+            life_s = tickets.life_s(document.ticket)
+            self._ends_at_s = time.monotonic() + life_s
+            margin_s = min(TICKET_MARGIN_S, life_s / 3)
+            self._renew_at_s = time.monotonic() + life_s - margin_s
+            return document
+
+    def costs(self) -> dict[int, float]:
+        """Costs that make others stand in for ranks that lately did not answer."""
+        now_s = time.monotonic()
+        self._down = {rank: until_s for rank, until_s in self._down.items() if until_s > now_s}
+        return dict.fromkeys(self._down, _DOWN_COST)
+
+    async def index(self, sidecars: Sidecars) -> NameIndex:
+        """Names and layout of the job's present epoch, read once."""
+        document = sidecars.document
+        wanted = (document.epoch, document.layout_digest)
+        async with self._indexing:
+            if self._index is None or self._index[0] != wanted:
+                self._index = (wanted, await self._read_index(sidecars))
+            return self._index[1]
+
+    async def _read_index(self, sidecars: Sidecars) -> NameIndex:
+        document = sidecars.document
+        error: ParamdError = UnreachableError(
+            f"no sidecar of job {document.job!r} has joined; is it attached yet? "
+            f"Run: paramd status --job {document.job}"
+        )
+        for rank in sorted(document.peers, key=lambda rank: (rank in self._down, rank)):
+            try:
+                batches = await sidecars.layout_batches(rank)
+            except RankUnreachableError as found:
+                error = found
+                continue
+            return await asyncio.to_thread(_index_of, batches)
+        raise error
+
+    async def attempts(
+        self, attempt: Callable[[Sidecars], Awaitable[Result]], deadline_s: float
+    ) -> Result:
+        """Runs `attempt`, and again when what it relied on proved stale.
+
+        A restarted sidecar, a new epoch, an expired ticket and an ended lease are each
+        found anew; what stays wrong is raised within `RECOVERY_S`.
+        """
+        give_up_s = deadline_s
+        stopped: dict[int, RankUnreachableError] = {}
+        denied = False
+        while True:
+            await self._renew_ticket()
+            document = self.document
+            sidecars = Sidecars(self._channels, document, self._background, dict(stopped))
+            try:
+                return await attempt(sidecars)
+            except (ConflictError, DeniedError) as error:
+                # Right again only when the job has a new epoch or layout, or we a new ticket.
+                was_denied, denied = denied, isinstance(error, DeniedError)
+                try:
+                    moved = _identity(await self.refresh()) != _identity(document)
+                except UnreachableError:
+                    raise error from None  # what the sidecar said tells more
+                if time.monotonic() > give_up_s or not (moved or (denied and not was_denied)):
+                    raise
+            except (UnreachableError, LeaseEndedError) as error:
+                give_up_s = min(give_up_s, time.monotonic() + RECOVERY_S)
+                if time.monotonic() >= give_up_s:
+                    raise
+                await self._after_outage(error, document, stopped)
+
+    async def sidecars(self) -> Sidecars:
+        """The sidecars as last heard, with a ticket that lasts.
+
+        Raises:
+            UnreachableError: the ticket has expired and nobody gives another.
+        """
+        await self._renew_ticket()
+        return Sidecars(self._channels, self.document, self._background)
+
+    async def _renew_ticket(self) -> None:
+        if self._document is not None and time.monotonic() < self._renew_at_s:
+            return
+        try:
+            await self.refresh()
+        except UnreachableError:
+            if self._document is None or time.monotonic() > self._ends_at_s:
+                raise
+            # Sidecars serve without the control plane as long as the ticket lasts.
+            self._renew_at_s = time.monotonic() + _RENEW_AGAIN_S
+
+    async def _after_outage(
+        self,
+        error: UnreachableError | LeaseEndedError,
+        before: JobDocument,
+        stopped: dict[int, RankUnreachableError],
+    ) -> None:
+        """Learns from an outage what the next attempt shall do otherwise."""
+        replan = False
+        if isinstance(error, RankUnreachableError):
+            if error.stopped and error.rank in stopped:
+                raise error
+            replan = error.rank not in self._down
+            self._down[error.rank] = time.monotonic() + _DOWN_S
+            if error.stopped:
+                stopped[error.rank] = error
+        try:
+            after = await self.refresh()
+        except UnreachableError:
+            after = before
+        for rank, peer in after.peers.items():
+            if peer != before.peers.get(rank):
+                self._down.pop(rank, None)
+                stopped.pop(rank, None)
+                replan = True
+        if not replan:
+            await asyncio.sleep(_RETRY_S)
+
+
+def _index_of(batches: list[layout_pb2.Layout]) -> NameIndex:
+    return NameIndex(join_batches(batches))
+
+
+def _identity(document: JobDocument) -> tuple[int, str]:
+    return document.epoch, document.layout_digest

@@ -1,0 +1,282 @@
+"""gRPC channels to sidecars and the control plane: options, ticket, deadlines, errors."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, Final, TypeAlias, TypeVar
+
+import grpc
+import grpc.aio
+
+from paramd import errors
+from paramd.errors import NotFoundError, ParamdError, UnreachableError, error_of_grpc
+from paramd.mesh.asked import Asked
+from paramd.security.tls import ClientTls, is_secure, open_channel
+from paramd.v1 import control_pb2_grpc, sidecar_pb2, sidecar_pb2_grpc
+from paramd.wire import Chunk, parse_chunk
+
+LIVENESS_S: Final = 5.0
+"""Within this time a dead or stopped sidecar is noticed."""
+
+MAX_CALL_S: Final = 500.0
+"""Longest deadline of one call: sidecars refuse more than 600 s. Longer waits ask again."""
+
+_PROBE_AFTER_S: Final = 1.5
+
+_READS: Final = ("GetState", "GetMesh", "GetLayout", "RenewSnapshot", "ReleaseSnapshot")
+# Only what is idempotent, and only UNAVAILABLE: anything else the server may have begun.
+_SERVICE_CONFIG: Final = json.dumps(
+    {
+        "methodConfig": [
+            {
+                "name": [{"service": "paramd.v1.SidecarService", "method": m} for m in _READS],
+                "retryPolicy": {
+                    "maxAttempts": 3,
+                    "initialBackoff": "0.05s",
+                    "maxBackoff": "0.5s",
+                    "backoffMultiplier": 2,
+                    "retryableStatusCodes": ["UNAVAILABLE"],
+                },
+            }
+        ]
+    }
+)
+CHANNEL_OPTIONS: Final[tuple[tuple[str, int | str], ...]] = (
+    ("grpc.keepalive_time_ms", 20_000),
+    ("grpc.keepalive_timeout_ms", 5_000),
+    # Without it a stopped peer is noticed after 44 to 59 s only.
+    ("grpc.http2.ping_timeout_ms", 5_000),
+    ("grpc.http2.max_frame_size", (16 << 20) - 1),
+    # A fixed window: left alone it grows with what it could send, to hundreds of MiB of
+    # chunks that wait for a reader. This one fills a link of 1 GB/s at 3 ms.
+    ("grpc.http2.bdp_probe", 0),
+    ("grpc.http2.lookahead_bytes", 3 << 20),
+    ("grpc.max_receive_message_length", 16 << 20),
+    ("grpc.max_send_message_length", 16 << 20),
+    # A sidecar that was killed is back within seconds; the default waits up to two minutes.
+    ("grpc.initial_reconnect_backoff_ms", 100),
+    ("grpc.min_reconnect_backoff_ms", 1_000),
+    ("grpc.max_reconnect_backoff_ms", 1_000),
+    # Connections must not outlive their mesh, nor be shared with another one's.
+    ("grpc.use_local_subchannel_pool", 1),
+    ("grpc.enable_http_proxy", 0),
+    ("grpc.service_config", _SERVICE_CONFIG),
+)
+
+
+class LeaseEndedError(NotFoundError):
+    """A snapshot's lease ended before it was read; pinning anew is right."""
+
+
+Response = TypeVar("Response")
+Result = TypeVar("Result")
+
+UnaryCall: TypeAlias = Callable[..., Awaitable[Response]]
+"""A unary method of a generated stub on an asyncio channel."""
+
+
+class Channels:
+    """One channel per address, made on first use, all closed together.
+
+    `ticket` is asked at every call, so a renewed ticket needs no new channel.
+    """
+
+    def __init__(self, ticket: Callable[[], str], *, tls: ClientTls | None = None) -> None:
+        """`tls` is used for addresses that want it; None takes it from the environment."""
+        self._ticket = ticket
+        self._tls = tls if tls is not None else ClientTls.from_environment()
+        self._stamps: dict[str, tuple[int, ...]] = {}
+        self._channels: dict[str, grpc.aio.Channel] = {}
+        self._retired: list[grpc.aio.Channel] = []
+
+    def channel(self, address: str) -> grpc.aio.Channel:
+        """The channel to `address` ("host:port", or "grpcs://host:port"). No connection yet.
+
+        Raises:
+            DeniedError: another host without TLS.
+            UsageError: a file of TLS cannot be read.
+        """
+        stamp = self._tls.stamp() if is_secure(address) else ()
+        if address in self._channels and self._stamps[address] != stamp:
+            # gRPC reads certificates once a channel. Calls under way go on with the old ones.
+            self._retired.append(self._channels.pop(address))
+        if address not in self._channels:
+            self._channels[address] = open_channel(address, self._tls, options=CHANNEL_OPTIONS)
+            self._stamps[address] = stamp
+        return self._channels[address]
+
+    def control(self, address: str) -> Any:
+        """The asyncio stub of `ControlService` at `address`."""
+        return control_pb2_grpc.ControlServiceStub(self.channel(address))
+
+    async def keep_only(self, addresses: frozenset[str]) -> None:
+        """Closes channels to addresses that the mesh has left."""
+        gone = [self._channels.pop(a) for a in list(self._channels) if a not in addresses]
+        await asyncio.gather(*(channel.close() for channel in gone))
+
+    async def close(self) -> None:
+        """Closes every channel. Idempotent."""
+        await self.keep_only(frozenset())
+        retired, self._retired = self._retired, []
+        await asyncio.gather(*(channel.close() for channel in retired))
+
+    async def control_call(
+        self, method: UnaryCall[Response], request: object, *, timeout_s: float
+    ) -> Response:
+        """Calls a unary method of the control plane with ticket and deadline.
+
+        Raises:
+            ParamdError: the class that the status stands for.
+        """
+        metadata = (self._authorization(), *errors.metadata())
+        with told_errors("control plane"):
+            return await method(request, timeout=call_timeout_s(timeout_s), metadata=metadata)
+
+    async def ask(self, asked: Asked, method: str, request: Any, *, timeout_s: float) -> Any:
+        """The one answer of a sidecar's method, which only that rank can have given.
+
+        Raises:
+            ParamdError: the class that the status stands for, naming the rank.
+            RankUnreachableError, ConflictError: somebody else answered, as `Asked.check`.
+        """
+        with told_errors(asked.who):
+            answer = await self.open(asked, method, request, timeout_s=timeout_s)
+        asked.check(answer.header)
+        return answer
+
+    def open(self, asked: Asked, method: str, request: Any, *, timeout_s: float) -> Any:
+        """A call of a sidecar's method. gRPC's errors come out of it, and answers unchecked."""
+        stub = sidecar_pb2_grpc.SidecarServiceStub(self.channel(asked.address))
+        return getattr(stub, method)(request, **self._terms(asked, timeout_s))
+
+    async def stage(
+        self, asked: Asked, requests: AsyncIterator[bytes], *, timeout_s: float
+    ) -> sidecar_pb2.StageEditResponse:
+        """A StageEdit call whose messages were written by hand. gRPC's errors come out of it.
+
+        Raises:
+            RankUnreachableError, ConflictError: as `ask`.
+        """
+        method: Any = self.channel(asked.address).stream_unary(
+            "/paramd.v1.SidecarService/StageEdit",
+            response_deserializer=sidecar_pb2.StageEditResponse.FromString,
+        )
+        answer: sidecar_pb2.StageEditResponse = await method(
+            requests, **self._terms(asked, timeout_s)
+        )
+        asked.check(answer.header)
+        return answer
+
+    def read(
+        self, asked: Asked, request: sidecar_pb2.ReadSnapshotRequest, *, timeout_s: float
+    ) -> AsyncIterator[Chunk]:
+        """The chunks of a snapshot. Closing the iterator cancels the call.
+
+        gRPC's own errors come out of it: the caller knows whom it reads and what to resume.
+
+        Raises:
+            RankUnreachableError, ConflictError: as `ask`, before any byte is handed out.
+        """
+        call = self.channel(asked.address).unary_stream(
+            "/paramd.v1.SidecarService/ReadSnapshot",
+            request_serializer=sidecar_pb2.ReadSnapshotRequest.SerializeToString,
+            response_deserializer=parse_chunk,
+        )(request, **self._terms(asked, timeout_s))
+        return _stream(call, asked)
+
+    def _terms(self, asked: Asked, timeout_s: float) -> dict[str, Any]:
+        metadata = (self._authorization(), *asked.metadata())
+        return {"timeout": call_timeout_s(timeout_s), "metadata": metadata}
+
+    def _authorization(self) -> tuple[str, str]:
+        return ("authorization", f"Bearer {self._ticket()}")
+
+
+@contextmanager
+def told_errors(who: str) -> Iterator[None]:
+    """Raises the ParamdError of what a call within the block ended with.
+
+    A call whose channel is closed meanwhile, because its peer has left the mesh, ends as if its
+    task had been cancelled; nobody cancelled that, so it is told as an outage. So is one that
+    finds its channel closed already.
+    """
+    try:
+        yield
+    except grpc.aio.AioRpcError as error:
+        raise error_of(error, who) from error
+    except grpc.aio.UsageError as error:
+        raise UnreachableError(
+            f"{who}: its sidecar was lost before the call; try again in a few seconds"
+        ) from error
+    except asyncio.CancelledError as error:
+        task = asyncio.current_task()
+        if task is None or task.cancelling():
+            raise
+        raise UnreachableError(
+            f"{who}: its sidecar was lost in the middle of the call; try again in a few seconds"
+        ) from error
+
+
+def call_timeout_s(left_s: float) -> float:
+    """Deadline of one call when `left_s` seconds are left of the whole."""
+    return min(max(left_s, 0.001), MAX_CALL_S)
+
+
+async def _stream(call: Any, asked: Asked) -> AsyncIterator[Chunk]:
+    # `read` has less to do per message than the call's own iterator.
+    try:
+        first = True
+        while (chunk := await call.read()) is not grpc.aio.EOF:
+            if first:
+                asked.check(chunk.header)
+                first = False
+            yield chunk
+        if await call.code() is not grpc.StatusCode.OK:
+            await call
+    finally:
+        call.cancel()
+
+
+async def watched(
+    call: Awaitable[Result],
+    probe: Callable[[], Awaitable[None]],
+    *,
+    after_s: float = _PROBE_AFTER_S,
+) -> Result:
+    """Awaits `call`, probing the peer every `after_s` seconds while it takes long."""
+    task = asyncio.ensure_future(call)
+    try:
+        while True:
+            done, _ = await asyncio.wait({task}, timeout=after_s)
+            if done:
+                return task.result()
+            probing = asyncio.ensure_future(probe())
+            try:
+                await asyncio.wait({task, probing}, return_when=asyncio.FIRST_COMPLETED)
+                if not task.done():
+                    await probing
+            finally:
+                await cancelled(probing)
+    finally:
+        await cancelled(task)
+
+
+async def cancelled(task: asyncio.Future[Any]) -> None:
+    """Cancels a task and waits for its end, whatever it ends with."""
+    if not task.done():
+        task.cancel()
+        await asyncio.wait({task})
+    if not task.cancelled():
+        task.exception()
+
+
+def error_of(error: grpc.aio.AioRpcError, who: str) -> ParamdError:
+    """The domain error for a gRPC status; `who` says which peer it came from."""
+    code = error.code()
+    details = error.details() or code.name
+    # A server that drains cancels what it still runs: to a client that is an outage.
+    name = "UNAVAILABLE" if code is grpc.StatusCode.CANCELLED else code.name
+    return error_of_grpc(name)(f"{who}: {details}")

@@ -1,0 +1,312 @@
+"""The sidecars of one epoch, as pinning and reading need them."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
+from types import MappingProxyType
+from typing import Any, TypeVar
+
+from paramd.errors import (
+    ConflictError,
+    DeadlineError,
+    NotFoundError,
+    ParamdError,
+    UnreachableError,
+)
+from paramd.mesh.asked import Asked, RankUnreachableError
+from paramd.mesh.peers.background import Background
+from paramd.mesh.peers.control import JobDocument
+from paramd.mesh.peers.grpc import Channels, LeaseEndedError, cancelled, told_errors, watched
+from paramd.mesh.peers.pins import LEASE_S, Captured, PinKind, RankPin
+from paramd.v1 import control_pb2, layout_pb2, sidecar_pb2
+from paramd.wire import Chunk
+
+Result = TypeVar("Result")
+
+LAYOUT_TIMEOUT_S = 30.0
+
+_PROBE_TIMEOUT_S = 3.0
+# Earlier than the control plane's own watch.
+_BOUNDARY_PROBE_AFTER_S = 1.0
+_BOUNDARY_PROBES = 64
+_RENEW_TIMEOUT_S = 5.0
+_RELEASE_TIMEOUT_S = 2.0
+
+
+class SnapshotSource:
+    """One rank's pinned snapshot over a stream."""
+
+    def __init__(
+        self,
+        channels: Channels,
+        pin: RankPin,
+        *,
+        asked: Asked,
+        probe: Callable[[], Awaitable[None]],
+        end_bytes: int = 0,
+    ) -> None:
+        """`end_bytes` (0: the end) is where reading ends."""
+        self._channels = channels
+        self._pin = pin
+        self._asked = asked
+        self._probe = probe
+        self._end_bytes = end_bytes
+        self.rank = pin.rank
+        self.who = asked.who
+
+    def chunks(self, offset_bytes: int, timeout_s: float) -> AsyncIterator[Chunk]:
+        """The snapshot's bytes from `offset_bytes` on."""
+        request = sidecar_pb2.ReadSnapshotRequest(
+            snapshot_id=self._pin.snapshot_id,
+            offset_bytes=offset_bytes,
+            size_bytes=max(self._end_bytes - offset_bytes, 0),
+        )
+        return self._channels.read(self._asked, request, timeout_s=timeout_s)
+
+    async def probe(self) -> None:
+        """Raises RankUnreachableError when nobody answers there."""
+        await self._probe()
+
+
+class Sidecars:
+    """Calls the sidecars that a job document names. Errors name the rank."""
+
+    def __init__(
+        self,
+        channels: Channels,
+        document: JobDocument,
+        background: Background,
+        stopped: Mapping[int, RankUnreachableError] = MappingProxyType({}),
+    ) -> None:
+        self._channels = channels
+        self._background = background
+        self._stopped = stopped
+        self.document = document
+
+    def check_not_stopped(self, ranks: Iterable[int]) -> None:
+        """Refuses ranks that were found stopped a moment ago: waiting again takes as long.
+
+        Raises:
+            RankUnreachableError: one of the ranks is.
+        """
+        for rank in ranks:
+            if rank in self._stopped:
+                raise self._stopped[rank]
+
+    async def pin(
+        self, rank: int, spans: Sequence[tuple[int, int]], how: PinKind, timeout_s: float
+    ) -> RankPin:
+        """Pins spans of one rank; as long as it takes, as long as somebody answers there."""
+        request = sidecar_pb2.PinSnapshotRequest(
+            epoch=self.document.epoch,
+            layout_digest=self.document.layout_digest,
+            spans=[sidecar_pb2.Span(begin=begin, end=end) for begin, end in spans],
+            lease_ms=int(1000 * LEASE_S),
+            at_boundary=how.at_boundary,
+            with_buffers=how.with_buffers,
+            unsettled=how.unsettled,
+        )
+        found = await self._watched(rank, "PinSnapshot", request, timeout_s)
+        return RankPin(
+            rank=rank,
+            snapshot_id=found.snapshot_id,
+            epoch=found.header.epoch,
+            step=found.header.step,
+            size_bytes=found.size_bytes,
+            lease_s=found.lease_ms / 1000,
+            edits=found.header.edits,
+            iteration=found.header.iteration,
+            unsettled=found.header.unsettled,
+        )
+
+    async def pin_step(
+        self, rank: int, request: sidecar_pb2.PinSnapshotRequest, timeout_s: float
+    ) -> sidecar_pb2.PinSnapshotResponse:
+        """Pins what a rank has, or will have, of one step; waits for that step."""
+        found = await self._watched(rank, "PinSnapshot", request, timeout_s)
+        assert isinstance(found, sidecar_pb2.PinSnapshotResponse)
+        return found
+
+    async def schedule(self, pins: Sequence[RankPin], timeout_s: float) -> Captured:
+        """Has prepared snapshots filled at one agreed boundary."""
+        document = self.document
+        request = control_pb2.ScheduleBoundaryRequest(
+            job=document.job,
+            epoch=document.epoch,
+            snapshots=[
+                control_pb2.SnapshotRef(rank=pin.rank, snapshot_id=pin.snapshot_id) for pin in pins
+            ],
+        )
+        stub = self._channels.control(document.control_address)
+        call = self._channels.control_call(stub.ScheduleBoundary, request, timeout_s=timeout_s)
+        # A boundary needs all ranks, those first that we have pinned. The control plane watches
+        # them too, but names none in a way that keeps the next attempt from waiting as long.
+        ranks = list(dict.fromkeys([*(pin.rank for pin in pins), *document.peers]))
+        found = await watched(
+            call,
+            lambda: self._probe_all(ranks[:_BOUNDARY_PROBES]),
+            after_s=_BOUNDARY_PROBE_AFTER_S,
+        )
+        header = found.header
+        if (header.job, header.epoch) != (document.job, document.epoch):
+            raise ConflictError(
+                f"the control plane at {document.control_address} answers for job "
+                f"{header.job!r}, epoch {header.epoch}; asked was job {document.job!r}, epoch "
+                f"{document.epoch}; try again in a moment"
+            )
+        return Captured(found.captured, header.epoch, header.step, found.reason, header.edits)
+
+    async def renew(self, pin: RankPin, lease_s: float = LEASE_S) -> float:
+        """Prolongs a lease; returns the seconds granted."""
+        request = sidecar_pb2.RenewSnapshotRequest(
+            snapshot_id=pin.snapshot_id, lease_ms=int(1000 * lease_s)
+        )
+        found = await self._call(pin.rank, "RenewSnapshot", request, _RENEW_TIMEOUT_S)
+        return float(found.lease_ms / 1000)
+
+    def release(self, pin: RankPin) -> None:
+        """Ends a lease in the background; never fails and never waits."""
+        request = sidecar_pb2.ReleaseSnapshotRequest(snapshot_id=pin.snapshot_id)
+        self._background.start(self._call(pin.rank, "ReleaseSnapshot", request, _RELEASE_TIMEOUT_S))
+
+    async def state(self, rank: int, timeout_s: float) -> sidecar_pb2.GetStateResponse:
+        """State of one rank."""
+        request = sidecar_pb2.GetStateRequest()
+        found = await self._call(rank, "GetState", request, timeout_s)
+        assert isinstance(found, sidecar_pb2.GetStateResponse)
+        return found
+
+    async def stats(
+        self,
+        pin: RankPin,
+        items: Sequence[sidecar_pb2.StatsItem],
+        timeout_s: float,
+        *,
+        with_exponents: bool,
+        edges: Sequence[float] = (),
+    ) -> sidecar_pb2.ComputeStatsResponse:
+        """Reduces parts of a pinned snapshot."""
+        request = sidecar_pb2.ComputeStatsRequest(
+            snapshot_id=pin.snapshot_id, items=items, with_exponents=with_exponents, edges=edges
+        )
+        found = await self._watched(pin.rank, "ComputeStats", request, timeout_s)
+        assert isinstance(found, sidecar_pb2.ComputeStatsResponse)
+        return found
+
+    async def digests(
+        self, pin: RankPin, ranges: Sequence[tuple[int, int]], timeout_s: float
+    ) -> sidecar_pb2.DigestSnapshotResponse:
+        """Digests half-open byte ranges of a pinned snapshot."""
+        request = sidecar_pb2.DigestSnapshotRequest(
+            snapshot_id=pin.snapshot_id,
+            ranges=[sidecar_pb2.Span(begin=begin, end=end) for begin, end in ranges],
+        )
+        found = await self._watched(pin.rank, "DigestSnapshot", request, timeout_s)
+        assert isinstance(found, sidecar_pb2.DigestSnapshotResponse)
+        return found
+
+    async def pool(
+        self, rank: int, request: sidecar_pb2.PoolSnapshotRequest, timeout_s: float
+    ) -> sidecar_pb2.PoolSnapshotResponse:
+        """Shrinks parts of a pinned snapshot."""
+        found = await self._watched(rank, "PoolSnapshot", request, timeout_s)
+        assert isinstance(found, sidecar_pb2.PoolSnapshotResponse)
+        return found
+
+    async def layout_batches(self, rank: int) -> list[layout_pb2.Layout]:
+        """The layout in force, as one rank's sidecar holds it."""
+        asked = self.document.asked(rank)
+
+        async def collect() -> list[layout_pb2.Layout]:
+            request, batches = sidecar_pb2.GetLayoutRequest(), []
+            call = self._channels.open(asked, "GetLayout", request, timeout_s=LAYOUT_TIMEOUT_S)
+            with told_errors(asked.who):
+                async for batch in call:
+                    asked.check(batch.header)
+                    batches.append(batch.layout)
+            return batches
+
+        batches = await watched(self._told(rank, collect()), lambda: self.probe(rank))
+        if not batches:
+            raise RankUnreachableError(rank, f"{asked.who}: it sent no layout")
+        return batches
+
+    async def stage(
+        self, rank: int, requests: AsyncIterator[bytes], *, timeout_s: float
+    ) -> sidecar_pb2.StageEditResponse:
+        """Streams StageEditRequests to one rank; gRPC's own errors come out of it."""
+        return await self._channels.stage(self.document.asked(rank), requests, timeout_s=timeout_s)
+
+    async def get_edit(
+        self, rank: int, edit_id: str, timeout_s: float
+    ) -> sidecar_pb2.GetEditResponse:
+        """How far an edit is on one rank. Raises NotFoundError when it knows nothing of it."""
+        request = sidecar_pb2.GetEditRequest(edit_id=edit_id)
+        found = await self._watched(rank, "GetEdit", request, timeout_s)
+        assert isinstance(found, sidecar_pb2.GetEditResponse)
+        return found
+
+    def source(self, pin: RankPin, *, end_bytes: int = 0) -> SnapshotSource:
+        """A pinned snapshot, to be read; up to a byte, or (0) to its end."""
+        return SnapshotSource(
+            self._channels,
+            pin,
+            asked=self.document.asked(pin.rank),
+            probe=lambda: self.probe(pin.rank),
+            end_bytes=end_bytes,
+        )
+
+    async def _probe_all(self, ranks: Sequence[int]) -> None:
+        probes = [asyncio.ensure_future(self.probe(rank)) for rank in ranks]
+        try:
+            for probe in asyncio.as_completed(probes):
+                await probe
+        finally:
+            await asyncio.gather(*(cancelled(probe) for probe in probes))
+
+    async def probe(self, rank: int) -> None:
+        """Asks for the state, to learn whether anybody answers there.
+
+        Raises:
+            RankUnreachableError: nobody does.
+        """
+        try:
+            await self.state(rank, _PROBE_TIMEOUT_S)
+        except (DeadlineError, UnreachableError) as error:
+            raise RankUnreachableError(
+                rank,
+                f"{self.who(rank)} does not answer: its sidecar is stopped, dead or cut off; "
+                "training goes on, try again in a few seconds",
+                stopped=True,
+            ) from error
+        except ParamdError:
+            pass  # it answered
+
+    def who(self, rank: int) -> str:
+        """Names a rank in errors."""
+        peer = self.document.peers.get(rank)
+        return f"rank {rank} ({peer.address})" if peer is not None else f"rank {rank}"
+
+    async def _watched(self, rank: int, method: str, request: object, timeout_s: float) -> Any:
+        # A deadline alone cannot tell a rank in a long update from a stopped sidecar.
+        call = self._call(rank, method, request, timeout_s)
+        return await watched(call, lambda: self.probe(rank))
+
+    async def _call(self, rank: int, method: str, request: object, timeout_s: float) -> Any:
+        asked = self.document.asked(rank)
+        return await self._told(
+            rank, self._channels.ask(asked, method, request, timeout_s=timeout_s)
+        )
+
+    async def _told(self, rank: int, call: Awaitable[Result]) -> Result:
+        """What comes of a call; errors tell the rank and what to do."""
+        try:
+            return await call
+        except UnreachableError as error:
+            raise RankUnreachableError(
+                rank, f"{error}; its sidecar may be restarting, try again in a few seconds"
+            ) from error
+        except NotFoundError as error:
+            # Snapshots are the only things that a sidecar looks up.
+            raise LeaseEndedError(str(error)) from error

@@ -1,0 +1,1 @@
+"""From a pinned snapshot to assembled tensors and statistics."""

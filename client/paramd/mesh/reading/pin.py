@@ -1,0 +1,265 @@
+"""One step on all ranks: try what the sidecars have, else an agreed boundary.
+
+Nothing here is trusted for correctness by itself: whichever way the pins came about,
+they count only when every rank's answer carries the same epoch, step and edits.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
+from contextlib import asynccontextmanager
+
+from paramd.errors import (
+    AbortedError,
+    ConflictError,
+    DeadlineError,
+    ExhaustedError,
+)
+from paramd.mesh.peers.pins import (
+    Captured,
+    FastPathBackoff,
+    PinKind,
+    Pinned,
+    PinTransport,
+    RankPin,
+    Spans,
+    no_step_in_time,
+    one_step,
+    pinned_at,
+    told_step,
+)
+
+_FIRST_BACKOFF_S = 0.005
+_LAST_BACKOFF_S = 0.25
+_LAST_PATIENCE_S = 8.0
+# A deadline that one call met is the caller's own when less than this is left of it.
+_ANOTHER_CALL_S = 2.0
+# Others' snapshots end within moments; a request that the budget can never hold does not.
+_BUDGET_PATIENCE_S = 3.0
+
+
+NOW = PinKind()
+
+
+class Pinner:
+    """Pins one step on all ranks of a plan."""
+
+    def __init__(
+        self,
+        transport: PinTransport,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+        sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
+        backoff: FastPathBackoff | None = None,
+        patience_s: float = 1.0,
+    ) -> None:
+        self._transport = transport
+        self._clock = clock
+        self._sleep = sleep
+        self._patience_s = patience_s
+        self._backoff = backoff if backoff is not None else FastPathBackoff()
+
+    @asynccontextmanager
+    async def pinned(
+        self,
+        spans: Spans,
+        *,
+        deadline_s: float,
+        with_buffers: bool = False,
+        unsettled: bool = False,
+    ) -> AsyncIterator[Pinned]:
+        """Snapshots of `spans` at one step, their leases renewed until the block ends.
+
+        Args:
+            deadline_s: On the clock given; when no step was had by then, it is refused.
+            with_buffers: The spans hold what only a boundary can copy: buffers, or parameters
+                of mirrored arenas.
+            unsettled: Parameters that were changed after their update will do, too, while
+                training has not gone on.
+
+        Raises:
+            UnreachableError, PartialError: a needed sidecar does not answer.
+            ConflictError: torn, no trainer, stale epoch or layout.
+            DeadlineError: no common step in time; the text says why.
+        """
+        found = await self._pin(spans, deadline_s, with_buffers, unsettled)
+        renewing = asyncio.create_task(self._renew(found), name="paramd-leases")
+        try:
+            yield found
+        finally:
+            renewing.cancel()
+            self._release(found.pins.values())
+            await asyncio.wait({renewing})
+
+    async def pin(
+        self,
+        spans: Spans,
+        *,
+        deadline_s: float,
+        with_buffers: bool = False,
+        unsettled: bool = False,
+    ) -> Pinned:
+        """Snapshots of `spans` at one step, whose leases the caller renews and releases.
+
+        Args, Raises: as `pinned`.
+        """
+        return await self._pin(spans, deadline_s, with_buffers, unsettled)
+
+    async def _pin(
+        self, spans: Spans, deadline_s: float, with_buffers: bool, unsettled: bool
+    ) -> Pinned:
+        reason = ""
+        backoff_s = _FIRST_BACKOFF_S
+        patience_until_s = self._clock() + _BUDGET_PATIENCE_S
+        while True:
+            left_s = deadline_s - self._clock()
+            if left_s <= 0:
+                raise no_step_in_time(spans, reason if reason else "no try was made")
+            try:
+                found, reason = await self._try_once(spans, left_s, with_buffers, unsettled)
+            except AbortedError as error:
+                found, reason = None, str(error)
+            except DeadlineError as error:
+                if deadline_s - self._clock() < _ANOTHER_CALL_S:
+                    if not reason:
+                        raise
+                    # The last try's short rest says less than what kept the tries before it.
+                    raise no_step_in_time(spans, reason) from error
+                found, reason = None, str(error)
+            except ExhaustedError as error:
+                if self._clock() > patience_until_s:
+                    raise
+                found, reason = None, str(error)
+            if found is not None:
+                return found
+            left_s = max(deadline_s - self._clock(), 0.0)
+            await self._sleep(min(backoff_s * random.uniform(0.5, 1.0), left_s))
+            backoff_s = min(2 * backoff_s, _LAST_BACKOFF_S)
+
+    async def _try_once(
+        self, spans: Spans, left_s: float, with_buffers: bool, unsettled: bool
+    ) -> tuple[Pinned | None, str]:
+        if with_buffers:
+            return await self._at_boundary(spans, left_s, True)
+        if unsettled:
+            return await self._try_now(spans, left_s, PinKind(unsettled=True))
+        if len(spans) == 1 or self._backoff.tries(self._clock()):
+            return await self._try_now(spans, left_s)
+        return await self._boundary_or_now(spans, left_s)
+
+    async def _try_now(
+        self, spans: Spans, left_s: float, how: PinKind = NOW
+    ) -> tuple[Pinned | None, str]:
+        pins = await self._pin_all(spans, how, left_s)
+        try:
+            common = one_step(pins)
+        except ConflictError:
+            self._release(pins)
+            raise
+        if common is not None:
+            self._backoff.agreed()
+            return pinned_at(common, pins), ""
+        self._release(pins)
+        self._backoff.differed(self._clock())
+        return None, "the ranks were at different steps: " + ", ".join(
+            f"rank {pin.rank} at {told_step(pin)}" for pin in pins
+        )
+
+    async def _boundary_or_now(self, spans: Spans, left_s: float) -> tuple[Pinned | None, str]:
+        """Waits for a boundary; should training come to rest meanwhile, that is noticed."""
+        boundary = asyncio.create_task(self._at_boundary(spans, left_s, False))
+        patience_s = self._patience_s
+        wanted = False
+        try:
+            while not (await asyncio.wait({boundary}, timeout=patience_s))[0]:
+                patience_s = min(2 * patience_s, _LAST_PATIENCE_S)
+                try:
+                    found, _ = await self._try_now(spans, left_s)
+                except (AbortedError, ExhaustedError, DeadlineError):
+                    continue
+                if found is not None:
+                    return found, ""
+            wanted = True
+            return boundary.result()
+        finally:
+            if not wanted:
+                await self._withdraw(boundary)
+
+    async def _withdraw(self, boundary: asyncio.Task[tuple[Pinned | None, str]]) -> None:
+        """Ends a boundary that is not needed any more, or came a moment too late."""
+        boundary.cancel()
+        await asyncio.wait({boundary})
+        if not boundary.cancelled() and boundary.exception() is None:
+            late, _ = boundary.result()
+            if late is not None:
+                self._release(late.pins.values())
+
+    async def _at_boundary(
+        self, spans: Spans, left_s: float, with_buffers: bool
+    ) -> tuple[Pinned | None, str]:
+        began_s = self._clock()
+        pins = await self._pin_all(spans, PinKind(True, with_buffers), left_s)
+        kept = False
+        try:
+            left_s -= self._clock() - began_s
+            answer = await self._schedule(pins, left_s)
+            kept = answer.captured and answer.step >= 0
+        finally:
+            if not kept:
+                self._release(pins)
+        if not kept:
+            return None, answer.reason or "the boundary was missed"
+        return pinned_at((answer.epoch, answer.step, answer.edits), pins), ""
+
+    async def _schedule(self, pins: Sequence[RankPin], left_s: float) -> Captured:
+        try:
+            answer = await self._transport.schedule(pins, left_s)
+        except DeadlineError as error:
+            raise DeadlineError(
+                f"the trainers reached no common boundary within {max(left_s, 0.0):.1f} s: "
+                "training stands still, is over, or a rank is slower than that; allow more time "
+                "(timeout=), or read parameters only (buffers=False), which needs no boundary "
+                "while training rests unless they are mirrored"
+            ) from error
+        if any(pin.epoch != answer.epoch for pin in pins):
+            raise ConflictError("the job attached anew while its boundary was awaited; try again")
+        return answer
+
+    async def _pin_all(self, spans: Spans, how: PinKind, left_s: float) -> list[RankPin]:
+        """Pins on every rank, or on none: partial success is released."""
+        tasks = [
+            asyncio.create_task(self._transport.pin(rank, rank_spans, how, left_s))
+            for rank, rank_spans in spans.items()
+        ]
+        try:
+            await asyncio.gather(*tasks)
+        except BaseException:
+            await self._undo(tasks)
+            raise
+        return [task.result() for task in tasks]
+
+    async def _undo(self, tasks: Sequence[asyncio.Task[RankPin]]) -> None:
+        # A pin that is under way when it is cancelled may still be granted; its lease ends it.
+        for task in tasks:
+            task.cancel()
+        await asyncio.wait(tasks)
+        self._release(
+            [task.result() for task in tasks if not task.cancelled() and not task.exception()]
+        )
+
+    def _release(self, pins: Iterable[RankPin]) -> None:
+        for pin in pins:
+            self._transport.release(pin)
+
+    async def _renew(self, found: Pinned) -> None:
+        lease_s = min(pin.lease_s for pin in found.pins.values())
+        while True:
+            await asyncio.sleep(lease_s / 3)
+            # A lease that could not be renewed shows as NOT_FOUND at the next read.
+            await asyncio.gather(
+                *(self._transport.renew(pin) for pin in found.pins.values()),
+                return_exceptions=True,
+            )

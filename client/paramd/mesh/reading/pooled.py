@@ -1,0 +1,208 @@
+"""Pictures and values of one tensor, over snapshots that are pinned already. No torch."""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import time
+from dataclasses import dataclass
+
+from paramd.errors import ConflictError, UsageError
+from paramd.layout.elements import element_texts, place_elements
+from paramd.layout.pictures import (
+    MAX_CELLS,
+    MODES,
+    Matrix,
+    Picture,
+    PictureItem,
+    PicturePart,
+    matrix_of,
+    merge_parts,
+    picture_items,
+)
+from paramd.layout.plan import RankRead, ReadPlan
+from paramd.mesh.peers.pins import Pinned
+from paramd.mesh.peers.sidecars import Sidecars
+from paramd.mesh.reading.landing import Place, PlaceSink
+from paramd.mesh.reading.stream import Expected, Reader
+from paramd.v1 import sidecar_pb2
+
+MAX_VALUES = 16_384
+"""Elements in one answer of values."""
+
+MAX_VALUES_BYTES = 64 << 20
+"""Bytes read for them: a slice of columns reads the rows that it lies in."""
+
+_POOL_MODES = {
+    "mean": sidecar_pb2.POOL_MODE_SUM,
+    "absmax": sidecar_pb2.POOL_MODE_ABSMAX,
+    "min": sidecar_pb2.POOL_MODE_MIN,
+    "max": sidecar_pb2.POOL_MODE_MAX,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Shown:
+    """A picture and what it shows."""
+
+    picture: Picture
+    matrix: Matrix
+
+
+async def compute_picture(
+    sidecars: Sidecars,
+    plan: ReadPlan,
+    pinned: Pinned,
+    deadline_s: float,
+    *,
+    mode: str,
+    max_rows: int,
+    max_columns: int,
+    row_dims: int | None = None,
+) -> Shown:
+    """Has every rank shrink its share of the plan's one tensor, and merges.
+
+    Args:
+        mode: One of `MODES`.
+        max_rows: Most rows of the picture, 1 to `MAX_CELLS`; likewise `max_columns`.
+        row_dims: How many of the first dims count rows; None as `matrix_of`.
+
+    Raises:
+        UsageError: not exactly one tensor, or an argument is out of range.
+    """
+    _check_one(plan)
+    if mode not in MODES or min(max_rows, max_columns) < 1:
+        raise UsageError(
+            f"mode, cells: {mode!r}; expected one of {', '.join(MODES)}; 1 cell or more"
+        )
+    matrix = matrix_of(plan.tensors[0].shape, row_dims)
+    rows = min(max_rows, matrix.rows, MAX_CELLS)
+    columns = min(max_columns, matrix.columns, MAX_CELLS)
+    if rows == 0 or columns == 0:
+        nothing = Picture(rows=rows, columns=columns, values=[], nonfinite=[], count=0)
+        return Shown(nothing, matrix)
+    items = picture_items(plan, matrix)
+    answers = await asyncio.gather(
+        *(
+            _part(
+                sidecars, plan, pinned, rank, items[rank], deadline_s, mode, matrix, rows, columns
+            )
+            for rank in items
+            if items[rank]
+        )
+    )
+    picture = await asyncio.to_thread(merge_parts, answers, mode=mode, rows=rows, columns=columns)
+    numel = matrix.rows * matrix.columns
+    if picture.count != numel:
+        raise ConflictError(f"the ranks counted {picture.count:,} elements of {numel:,}; try again")
+    return Shown(picture, matrix)
+
+
+async def read_texts(
+    sidecars: Sidecars, plan: ReadPlan, pinned: Pinned, deadline_s: float
+) -> list[str]:
+    """The elements of the plan's one tensor as exact text, row-major.
+
+    Raises:
+        UsageError: not exactly one tensor, or too many elements or bytes.
+    """
+    check_values(plan)
+    tensor = plan.tensors[0]
+    result = bytearray(tensor.size_bytes)
+    snapshots = await asyncio.gather(
+        *(_bytes(sidecars, pinned, read, deadline_s) for read in plan.ranks)
+    )
+    for read, snapshot in zip(plan.ranks, snapshots, strict=True):
+        for landing in read.landings:
+            place_elements(landing, snapshot, result, tensor.shape, tensor.dtype)
+    return element_texts(result, tensor.dtype)
+
+
+def check_values(plan: ReadPlan) -> None:
+    """Raises UsageError when a plan is more than `read_texts` reads."""
+    _check_one(plan)
+    numel = sum(tensor.box.numel for tensor in plan.tensors)
+    if numel > MAX_VALUES:
+        raise UsageError(
+            f"name: {numel:,} elements; at most {MAX_VALUES:,} at once, ask for a slice such as "
+            "'w[0:4, 0:8]'"
+        )
+    if plan.size_bytes > MAX_VALUES_BYTES:
+        raise UsageError(
+            f"name: the slice lies within {plan.size_bytes:,} bytes; at most "
+            f"{MAX_VALUES_BYTES:,}, ask for fewer rows"
+        )
+
+
+def _check_one(plan: ReadPlan) -> None:
+    if len(plan.tensors) != 1:
+        raise UsageError(f"name: {len(plan.tensors)} tensors match; name exactly one")
+
+
+async def _bytes(
+    sidecars: Sidecars, pinned: Pinned, read: RankRead, deadline_s: float
+) -> bytearray:
+    data = bytearray(read.size_bytes)
+    if not data:
+        return data
+    memory = (ctypes.c_char * len(data)).from_buffer(data)
+    sink = PlaceSink([Place(0, len(data), ctypes.addressof(memory))])
+    expected = Expected(pinned.epoch, pinned.step, read.size_bytes, pinned.edits)
+    await Reader(sidecars.source(pinned.pins[read.rank]), sink, expected).run(deadline_s)
+    return data
+
+
+async def _part(
+    sidecars: Sidecars,
+    plan: ReadPlan,
+    pinned: Pinned,
+    rank: int,
+    items: tuple[PictureItem, ...],
+    deadline_s: float,
+    mode: str,
+    matrix: Matrix,
+    rows: int,
+    columns: int,
+) -> PicturePart:
+    request = sidecar_pb2.PoolSnapshotRequest(
+        snapshot_id=pinned.pins[rank].snapshot_id,
+        dtype=plan.tensors[0].dtype,
+        mode=_POOL_MODES[mode],
+        row_count=matrix.rows,
+        col_count=matrix.columns,
+        cell_row_count=rows,
+        cell_col_count=columns,
+        items=[
+            sidecar_pb2.PoolItem(
+                begin_bytes=item.begin_bytes,
+                sizes=item.sizes,
+                strides=item.strides,
+                steps=item.steps,
+                row_dims=item.row_dims,
+                row_begin=item.row_begin,
+                col_begin=item.col_begin,
+            )
+            for item in items
+        ],
+    )
+    found = await sidecars.pool(rank, request, deadline_s - time.monotonic())
+    cells = found.cell_row_count * found.cell_col_count
+    fits = (
+        0 <= found.cell_row_begin <= rows - found.cell_row_count
+        and 0 <= found.cell_col_begin <= columns - found.cell_col_count
+        and len(found.values) == len(found.counts) == cells
+        and len(found.nonfinite_counts) in (0, cells)
+    )
+    if (found.header.epoch, found.header.step) != (pinned.epoch, pinned.step) or not fits:
+        raise ConflictError(
+            f"{sidecars.who(rank)} sent no part of the picture asked for; try again"
+        )
+    return PicturePart(
+        row_begin=found.cell_row_begin,
+        col_begin=found.cell_col_begin,
+        rows=found.cell_row_count,
+        columns=found.cell_col_count,
+        values=found.values,
+        counts=found.counts,
+        nonfinite=found.nonfinite_counts,
+    )

@@ -1,0 +1,59 @@
+"""What patterns choose in a job, and pinning just that at one step."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+
+from paramd.layout.plan import plan_read
+from paramd.layout.select import select
+from paramd.mesh.peers.discovery import Reach
+from paramd.mesh.peers.pins import Pinned
+from paramd.mesh.peers.sidecars import Sidecars
+from paramd.mesh.reading.pin import Pinner
+from paramd.mesh.reading.transfer import Chosen
+
+
+async def choose(
+    reach: Reach, sidecars: Sidecars, patterns: Sequence[str], *, buffers: bool
+) -> Chosen:
+    """Names and a read plan that spares ranks which lately did not answer.
+
+    Raises:
+        NotFoundError: a pattern matches nothing.
+        RankUnreachableError: a needed rank was found stopped a moment ago.
+    """
+    index = await reach.index(sidecars)
+    selection = select(index, patterns, with_buffers=buffers)
+    plan = plan_read(index.layout, selection, prefer=reach.costs())
+    sidecars.check_not_stopped(read.rank for read in plan.ranks)
+    return Chosen(
+        names=[item.names for item in selection],
+        plan=plan,
+        at_boundary=selection.at_boundary,
+    )
+
+
+@asynccontextmanager
+async def pinned(
+    reach: Reach,
+    sidecars: Sidecars,
+    chosen: Chosen,
+    deadline_s: float,
+    *,
+    unsettled: bool = False,
+) -> AsyncIterator[Pinned]:
+    """Snapshots of what was chosen. Args, Raises: as `Pinner.pinned`."""
+    spans: dict[int, Sequence[tuple[int, int]]] = {
+        read.rank: read.spans for read in chosen.plan.ranks
+    }
+    if not spans:
+        # Nothing to read, but still something to say: which step it is.
+        spans = {min(sidecars.document.peers, default=0): ()}
+    async with Pinner(sidecars, backoff=reach.backoff).pinned(
+        spans,
+        deadline_s=deadline_s,
+        with_buffers=chosen.at_boundary,
+        unsettled=unsettled,
+    ) as found:
+        yield found

@@ -1,0 +1,205 @@
+"""Streams of pinned snapshots into their landings: checked, resumed, watched.
+
+The order of defence: a checksum for every chunk, offsets that must join up, the header's
+(epoch, step) against the pin's. What does not fit is asked for again from the first
+missing byte, a few times; then the read is refused.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import functools
+import time
+from collections.abc import AsyncIterator
+from contextlib import aclosing
+from dataclasses import dataclass
+from typing import Protocol
+
+import grpc.aio
+
+from paramd.errors import (
+    ConflictError,
+    DataLossError,
+    DeadlineError,
+    NotFoundError,
+    ParamdError,
+    UnreachableError,
+)
+from paramd.mesh.peers.grpc import LIVENESS_S, LeaseEndedError, cancelled, error_of
+from paramd.wire import Chunk
+
+MAX_FAILURES = 3
+"""Resumes without a single new byte before a read is given up."""
+
+_LOOK_S = 0.5
+# Looked at every half second, so half a second later it is.
+_PROBE_AFTER_S = 1.0
+
+# mallopt(3) parameters.
+_M_TRIM_THRESHOLD = -1
+_M_MMAP_THRESHOLD = -3
+_M_ARENA_MAX = -8
+# glibc refuses a larger mmap threshold than this.
+_MMAP_THRESHOLD_BYTES = 32 << 20
+_TRIM_THRESHOLD_BYTES = 64 << 20
+_ARENAS = 2
+
+
+class Sink(Protocol):
+    """Where a snapshot's bytes go. Called in order of offsets, each byte once."""
+
+    def write(self, offset_bytes: int, address: int, size_bytes: int) -> None:
+        """Copies `size_bytes` from `address` to where snapshot byte `offset_bytes` belongs."""
+
+
+class Source(Protocol):
+    """One rank's snapshot, to be read from any offset."""
+
+    who: str
+    """Names the rank in errors."""
+
+    def chunks(self, offset_bytes: int, timeout_s: float) -> AsyncIterator[Chunk]:
+        """The snapshot's bytes from `offset_bytes` on; closing it cancels the call."""
+
+    async def probe(self) -> None:
+        """Raises UnreachableError when nobody answers there."""
+
+
+@dataclass(frozen=True, slots=True)
+class Expected:
+    """What the pin promised."""
+
+    epoch: int
+    step: int
+    size_bytes: int
+    edits: int = -1
+    """-1: not compared."""
+
+
+@functools.cache
+def keep_freed_memory() -> None:
+    """Keeps glibc from giving big blocks back to the kernel; once a process.
+
+    gRPC allocates every received message anew. By default glibc maps and unmaps blocks of
+    that size, and each first touch of a fresh page costs more than copying it: streams
+    then move at half the speed.
+    """
+    try:
+        mallopt = ctypes.CDLL(None).mallopt
+    except (AttributeError, OSError):
+        return  # not glibc: slower, not wrong
+    # Setting one of them ends glibc's own adjusting, so both are needed.
+    mallopt(_M_MMAP_THRESHOLD, _MMAP_THRESHOLD_BYTES)
+    mallopt(_M_TRIM_THRESHOLD, _TRIM_THRESHOLD_BYTES)
+    # Each of gRPC's threads would keep freed chunks in an arena of its own.
+    mallopt(_M_ARENA_MAX, _ARENAS)
+
+
+class Reader:
+    """Reads one rank's snapshot into a sink, resuming at the first missing byte."""
+
+    def __init__(self, source: Source, sink: Sink, expected: Expected) -> None:
+        self._source = source
+        self._sink = sink
+        self._expected = expected
+        self.offset_bytes = 0
+        """Bytes landed so far."""
+
+    async def run(self, deadline_s: float) -> None:
+        """Reads to the end, or raises; `deadline_s` is on the monotonic clock.
+
+        Raises:
+            UnreachableError: the sidecar died, hangs, or the stream broke too often.
+            DataLossError: bytes did not match their checksum, or came before the header that
+                says what they are, time and again.
+            LeaseEndedError: pin anew. ConflictError: another step's bytes came.
+            DeadlineError: it took too long.
+        """
+        failures = 0
+        while self.offset_bytes < self._expected.size_bytes:
+            begin = self.offset_bytes
+            try:
+                await self._watched_read(deadline_s)
+                error: ParamdError = UnreachableError(
+                    f"{self._source.who}: the stream ended at byte {self.offset_bytes:,} of "
+                    f"{self._expected.size_bytes:,}"
+                )
+            except grpc.aio.AioRpcError as found:
+                error = error_of(found, self._source.who)
+                if isinstance(error, DeadlineError) and time.monotonic() < deadline_s:
+                    continue  # one call's limit, not the caller's
+                if isinstance(error, NotFoundError):
+                    raise LeaseEndedError(str(error)) from found
+            except DataLossError as found:
+                error = DataLossError(f"{self._source.who}: {found}")
+            if self.offset_bytes >= self._expected.size_bytes:
+                return
+            if not isinstance(error, UnreachableError | DataLossError):
+                raise error
+            failures = 1 if self.offset_bytes > begin else failures + 1
+            if failures > MAX_FAILURES:
+                raise error
+            await asyncio.sleep(0.05 * failures)
+
+    async def _watched_read(self, deadline_s: float) -> None:
+        """One stream, with somebody watching whether it goes on."""
+        reading = asyncio.ensure_future(self._read(deadline_s))
+        moved_s, moved = time.monotonic(), self.offset_bytes
+        try:
+            while not (await asyncio.wait({reading}, timeout=_LOOK_S))[0]:
+                now_s = time.monotonic()
+                if self.offset_bytes != moved:
+                    moved_s, moved = now_s, self.offset_bytes
+                elif now_s - moved_s > LIVENESS_S:
+                    return
+                elif now_s - moved_s > _PROBE_AFTER_S:
+                    await self._source.probe()
+                if now_s > deadline_s:
+                    raise DeadlineError(
+                        f"{self._source.who}: {self.offset_bytes:,} of "
+                        f"{self._expected.size_bytes:,} bytes came in the time allowed; "
+                        "allow more (timeout=)"
+                    )
+            reading.result()
+        finally:
+            await cancelled(reading)
+
+    async def _read(self, deadline_s: float) -> None:
+        left_s = deadline_s - time.monotonic()
+        proven = False
+        async with aclosing(self._source.chunks(self.offset_bytes, left_s)) as chunks:  # type: ignore[type-var]
+            async for chunk in chunks:
+                if chunk.header is not None:
+                    self._check_header(chunk)
+                    proven = True
+                if chunk.size_bytes:
+                    if not proven:
+                        raise DataLossError(
+                            "its stream began without a header, so nothing says of which step "
+                            "its bytes are"
+                        )
+                    self._land(chunk)
+
+    def _check_header(self, chunk: Chunk) -> None:
+        header = chunk.header
+        assert header is not None
+        expected = self._expected
+        same = (header.epoch, header.step) == (expected.epoch, expected.step)
+        if not same or expected.edits not in (-1, header.edits):
+            raise ConflictError(
+                f"{self._source.who} sent step {header.step} (edits {header.edits}) of epoch "
+                f"{header.epoch}; pinned was step {expected.step} (edits {expected.edits}) of "
+                f"epoch {expected.epoch}; try again"
+            )
+
+    def _land(self, chunk: Chunk) -> None:
+        end = chunk.offset_bytes + chunk.size_bytes
+        if chunk.offset_bytes != self.offset_bytes or end > self._expected.size_bytes:
+            raise DataLossError(
+                f"bytes [{chunk.offset_bytes:,}, {end:,}) came where {self.offset_bytes:,} was "
+                f"next of {self._expected.size_bytes:,}"
+            )
+        chunk.check()
+        self._sink.write(chunk.offset_bytes, chunk.address, chunk.size_bytes)
+        self.offset_bytes = end

@@ -1,0 +1,135 @@
+"""Statistics of full tensors from what each rank reduced."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Mapping, Sequence
+
+from paramd.errors import ConflictError
+from paramd.layout.plan import ReadPlan
+from paramd.layout.stats import EMPTY, Stats, StatsItem, merge, merge_all, stats_items, summarize
+from paramd.mesh.peers.pins import Pinned
+from paramd.mesh.peers.sidecars import Sidecars
+from paramd.mesh.results import StatsTable, TensorStats
+from paramd.v1 import sidecar_pb2
+
+ITEMS_PER_CALL = 2_000
+"""Keeps requests and answers far below gRPC's message limits."""
+
+
+async def compute_stats(
+    sidecars: Sidecars,
+    plan: ReadPlan,
+    pinned: Pinned,
+    deadline_s: float,
+    *,
+    with_exponents: bool,
+    edges: Sequence[float] = (),
+) -> StatsTable:
+    """Has every rank reduce its share of the plan, and merges.
+
+    `edges` (finite, rising) are counted between, too.
+    """
+    items = stats_items(plan)
+    merged = [EMPTY] * len(plan.tensors)
+    found = await compute_parts(
+        sidecars, pinned, items, deadline_s, with_exponents=with_exponents, edges=edges
+    )
+    for item, stats in found:
+        merged[item.tensor] = merge(merged[item.tensor], stats)
+    rows = [
+        TensorStats(
+            name=tensor.name, dtype=tensor.dtype, shape=tensor.shape, summary=summarize(stats)
+        )
+        for tensor, stats in zip(plan.tensors, merged, strict=True)
+    ]
+    whole = merge_all(merged)
+    dtypes = {tensor.dtype for tensor in plan.tensors}
+    total = TensorStats(
+        name="total",
+        dtype=dtypes.pop() if len(dtypes) == 1 else "",
+        shape=(whole.count,),
+        summary=summarize(whole),
+    )
+    return StatsTable(
+        rows,
+        total=total,
+        job=sidecars.document.job,
+        epoch=pinned.epoch,
+        step=pinned.step,
+        unsettled=pinned.unsettled,
+    )
+
+
+async def compute_parts(
+    sidecars: Sidecars,
+    pinned: Pinned,
+    items: Mapping[int, tuple[StatsItem, ...]],
+    deadline_s: float,
+    *,
+    with_exponents: bool,
+    edges: Sequence[float] = (),
+) -> list[tuple[StatsItem, Stats]]:
+    """Has every rank reduce its items."""
+    found = await asyncio.gather(
+        *(
+            _rank_stats(sidecars, pinned, rank, items[rank], deadline_s, with_exponents, edges)
+            for rank in items
+            if items[rank]
+        )
+    )
+    return [one for of_rank in found for one in of_rank]
+
+
+async def _rank_stats(
+    sidecars: Sidecars,
+    pinned: Pinned,
+    rank: int,
+    items: tuple[StatsItem, ...],
+    deadline_s: float,
+    with_exponents: bool,
+    edges: Sequence[float],
+) -> list[tuple[StatsItem, Stats]]:
+    found: list[tuple[StatsItem, Stats]] = []
+    for begin in range(0, len(items), ITEMS_PER_CALL):
+        batch = items[begin : begin + ITEMS_PER_CALL]
+        request = [
+            sidecar_pb2.StatsItem(begin_bytes=i.begin_bytes, numel=i.numel, dtype=i.dtype)
+            for i in batch
+        ]
+        answer = await sidecars.stats(
+            pinned.pins[rank],
+            request,
+            deadline_s - time.monotonic(),
+            with_exponents=with_exponents,
+            edges=edges,
+        )
+        said = (answer.header.epoch, answer.header.step)
+        counts = [stats.count for stats in answer.stats]
+        if said != (pinned.epoch, pinned.step) or counts != [item.numel for item in batch]:
+            raise ConflictError(
+                f"{sidecars.who(rank)} answered {len(counts)} statistics of {sum(counts):,} "
+                f"elements of step {said[1]}; asked were {len(batch)} of "
+                f"{sum(item.numel for item in batch):,} of step {pinned.step}; try again"
+            )
+        found.extend(zip(batch, map(stats_of, answer.stats), strict=True))
+    return found
+
+
+def stats_of(message: sidecar_pb2.Stats) -> Stats:
+    """Statistics as they were sent."""
+    return Stats(
+        count=message.count,
+        zero_count=message.zero_count,
+        nan_count=message.nan_count,
+        inf_count=message.inf_count,
+        mean=message.mean,
+        m2=message.m2,
+        sum_squares=message.sum_squares,
+        min=message.min,
+        max=message.max,
+        exponent_counts=tuple(message.exponent_counts),
+        exponent_begin=message.exponent_begin,
+        edge_counts=tuple(message.edge_counts),
+    )

@@ -1,0 +1,291 @@
+"""Moves pinned bytes into tensors: streams, or shared memory of the same host."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
+from importlib import import_module
+from typing import TYPE_CHECKING, Final, Literal, TypeVar, get_args
+
+from paramd.errors import DeniedError, ParamdError, UnreachableError, UsageError
+from paramd.layout.plan import ReadPlan
+from paramd.mesh.peers.pins import Pinned, RankPin
+from paramd.mesh.peers.sidecars import Sidecars
+from paramd.mesh.reading.landing import PlaceSink, fill_from
+from paramd.mesh.reading.same_host import SharedSnapshot, is_same_host
+from paramd.mesh.reading.stream import Expected, Reader
+
+if TYPE_CHECKING:
+    import mmap
+
+    import torch
+
+    from paramd.mesh.reading.assemble import Targets
+    from paramd.mesh.reading.views import SnapshotView
+
+Transport = Literal["auto", "grpc", "same-host"]
+
+MAX_COPY_THREADS: Final = 4
+"""Threads that copy from shared memory; two reach a small machine's memory bandwidth."""
+
+MAX_GAP_BYTES: Final = 1 << 18
+"""Bytes that nobody wants are read along up to here: a call of its own takes as long."""
+
+# One more coordinates each copy, and opening sockets blocks for moments.
+_OTHER_THREADS: Final = 8
+
+Result = TypeVar("Result")
+
+
+@dataclass(frozen=True, slots=True)
+class Chosen:
+    """What patterns chose, and how it is read."""
+
+    names: Sequence[tuple[str, ...]]
+    """The names that matched, for each tensor of the plan."""
+    plan: ReadPlan
+    at_boundary: bool
+    """Whether only an agreed boundary can copy it."""
+
+
+def check_transport(transport: str) -> None:
+    """Raises UsageError for an unknown transport."""
+    if transport not in get_args(Transport):
+        raise UsageError(
+            f"transport: {transport!r}; expected one of {', '.join(get_args(Transport))}"
+        )
+
+
+class Transfer:
+    """Threads that copy; made at first use, joined at `close`."""
+
+    def __init__(self) -> None:
+        self._copy_threads = max(1, min(len(os.sched_getaffinity(0)), MAX_COPY_THREADS))
+        self._copiers = ThreadPoolExecutor(self._copy_threads, "paramd-copy")
+        self._blocking = ThreadPoolExecutor(_OTHER_THREADS, "paramd-blocking")
+
+    def close(self) -> None:
+        """Joins the threads. Blocks while a copy is under way."""
+        self._blocking.shutdown()
+        self._copiers.shutdown()
+
+    async def load_torch(self) -> None:
+        """Imports torch off the event loop: the first time takes seconds.
+
+        Raises:
+            UsageError: it is not installed.
+        """
+        if "paramd.mesh.reading.views" in sys.modules:
+            return
+        try:
+            await self.run(lambda: import_module("paramd.mesh.reading.views"))
+        except ImportError as error:
+            raise UsageError(
+                f"tensors need torch, which cannot be imported here ({error}); "
+                "run: pip install 'paramd[torch]'"
+            ) from error
+
+    def targets(
+        self,
+        chosen: Chosen,
+        *,
+        dtype: torch.dtype | None,
+        device: torch.device | str | None,
+        into: Mapping[str, torch.Tensor] | None,
+    ) -> Targets:
+        """Destination tensors."""
+        import torch
+
+        from paramd.mesh.reading.assemble import Targets
+
+        where = torch.device(device) if device is not None else None
+        return Targets(chosen.plan, chosen.names, dtype=dtype, device=where, into=into)
+
+    async def read(
+        self,
+        sidecars: Sidecars,
+        plan: ReadPlan,
+        pinned: Pinned,
+        targets: Targets,
+        transport: Transport,
+        deadline_s: float,
+    ) -> None:
+        """Fills the targets, all ranks at the same time; all has ended when it returns."""
+        async with AsyncExitStack() as stack:
+            shared = await self._share(sidecars, pinned, transport, stack)
+            streams = [
+                Reader(
+                    sidecars.source(pinned.pins[read.rank]),
+                    PlaceSink(targets.places(read)),
+                    Expected(pinned.epoch, pinned.step, read.size_bytes, pinned.edits),
+                ).run(deadline_s)
+                for read in plan.ranks
+                if read.rank not in shared
+            ]
+            jobs = [
+                (shared[read.rank], targets.places(read))
+                for read in plan.ranks
+                if read.rank in shared
+            ]
+            if jobs:
+                streams.append(self.run(lambda: fill_from(jobs, self._copiers, self._copy_threads)))
+            await _all_ended(streams)
+
+    async def read_parts(
+        self,
+        sidecars: Sidecars,
+        plan: ReadPlan,
+        pinned: Pinned,
+        targets: Targets,
+        transport: Transport,
+        deadline_s: float,
+    ) -> None:
+        """As `read`, but of each snapshot only the bytes that land somewhere are moved."""
+        async with AsyncExitStack() as stack:
+            shared = await self._share(sidecars, pinned, transport, stack)
+            streams = [
+                _read_ranges(
+                    sidecars,
+                    pinned,
+                    read.rank,
+                    PlaceSink(targets.places(read)),
+                    _ranges([(one.begin_bytes, one.end_bytes) for one in read.landings]),
+                    deadline_s,
+                )
+                for read in plan.ranks
+                if read.rank not in shared
+            ]
+            jobs = [
+                (shared[read.rank], targets.places(read))
+                for read in plan.ranks
+                if read.rank in shared
+            ]
+            if jobs:
+                streams.append(self.run(lambda: fill_from(jobs, self._copiers, self._copy_threads)))
+            await _all_ended(streams)
+
+    async def view(
+        self, sidecars: Sidecars, chosen: Chosen, pinned: Pinned, stack: AsyncExitStack
+    ) -> SnapshotView:
+        """Shards on the sidecars' memory, let go of when `stack` ends.
+
+        Raises:
+            UnreachableError: a needed rank is not on this host.
+        """
+        from paramd.mesh.reading.views import SnapshotView
+
+        shared = await self._share(sidecars, pinned, "same-host", stack)
+        memories: dict[int, mmap.mmap] = {}
+        for rank, snapshot in shared.items():
+            memory = snapshot.map_private()
+            if memory is not None:
+                memories[rank] = memory
+        return SnapshotView(
+            chosen.plan,
+            chosen.names,
+            memories,
+            job=sidecars.document.job,
+            epoch=pinned.epoch,
+            step=pinned.step,
+            unsettled=pinned.unsettled,
+        )
+
+    async def _share(
+        self, sidecars: Sidecars, pinned: Pinned, transport: Transport, stack: AsyncExitStack
+    ) -> dict[int, SharedSnapshot]:
+        """The snapshots whose memory this host may share, by rank."""
+        if transport == "grpc":
+            return {}
+        pins = [pin for pin in pinned.pins.values() if pin.size_bytes]
+        found = await asyncio.gather(
+            *(self._open(sidecars, pin, transport, stack) for pin in pins), return_exceptions=True
+        )
+        for one in found:
+            if isinstance(one, BaseException):
+                raise one
+        return {
+            pin.rank: one
+            for pin, one in zip(pins, found, strict=True)
+            if isinstance(one, SharedSnapshot)
+        }
+
+    async def _open(
+        self, sidecars: Sidecars, pin: RankPin, transport: Transport, stack: AsyncExitStack
+    ) -> SharedSnapshot | None:
+        document = sidecars.document
+        peer = document.peer(pin.rank)
+        if not is_same_host(peer):
+            if transport == "auto":
+                return None
+            raise UnreachableError(
+                f"rank {pin.rank} runs on another host, or its socket is not visible here "
+                '(another container or user); use transport="grpc"'
+            )
+        try:
+            shared = await self.run(
+                lambda: SharedSnapshot.open(peer, document.ticket, pin.snapshot_id)
+            )
+        except (UnreachableError, DeniedError):
+            if transport != "auto":
+                raise
+            await sidecars.probe(pin.rank)
+            return None  # another user's socket, say; the sidecar itself is well
+        stack.callback(shared.close)
+        return shared
+
+    async def run(self, work: Callable[[], Result]) -> Result:
+        """Runs blocking work; also when cancelled, the thread has ended before this does.
+
+        Else it would go on writing into memory that the caller frees.
+        """
+        running = asyncio.get_running_loop().run_in_executor(self._blocking, work)
+        try:
+            return await asyncio.shield(running)
+        except asyncio.CancelledError:
+            await asyncio.wait({running})
+            if not running.cancelled() and isinstance(error := running.exception(), ParamdError):
+                raise asyncio.CancelledError from error
+            raise
+
+
+async def _read_ranges(
+    sidecars: Sidecars,
+    pinned: Pinned,
+    rank: int,
+    sink: PlaceSink,
+    ranges: Sequence[tuple[int, int]],
+    deadline_s: float,
+) -> None:
+    for begin, end in ranges:
+        source = sidecars.source(pinned.pins[rank], end_bytes=end)
+        reader = Reader(source, sink, Expected(pinned.epoch, pinned.step, end, pinned.edits))
+        reader.offset_bytes = begin
+        await reader.run(deadline_s)
+
+
+def _ranges(landings: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Ranges that cover all landings; a call costs more than the bytes of a short gap."""
+    found: list[tuple[int, int]] = []
+    for begin, end in sorted(landings):
+        if found and begin <= found[-1][1] + MAX_GAP_BYTES:
+            found[-1] = (found[-1][0], max(end, found[-1][1]))
+        else:
+            found.append((begin, end))
+    return found
+
+
+async def _all_ended(work: Sequence[object]) -> None:
+    """Runs all; when one fails the others are cancelled, and all have ended at the end."""
+    tasks = [asyncio.ensure_future(one) for one in work]  # type: ignore[call-overload]
+    try:
+        await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()
+        if tasks:
+            await asyncio.wait(tasks)

@@ -1,0 +1,1 @@
+"""Tickets, tokens and TLS: who may ask, and over which connection."""

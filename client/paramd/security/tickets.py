@@ -1,0 +1,316 @@
+"""Short-lived signed tickets: who may call what, in one job and one epoch.
+
+A ticket is a JSON Web Token (RFC 7519) signed with Ed25519 (RFC 8037). One header alone is
+accepted, to the letter, so there is no algorithm to choose. Whoever has the job's public key
+verifies it offline; only who has the private key (the control plane, and the trainer of rank 0
+that starts it) makes one. Nothing in a ticket is secret but the right that it carries, so it is
+never logged and never put into a URL.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import math
+import re
+import secrets
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import Enum
+
+from cryptography.exceptions import InvalidSignature
+from cryptography.hazmat.primitives.asymmetric.ed25519 import (
+    Ed25519PrivateKey,
+    Ed25519PublicKey,
+)
+
+from paramd import clock
+from paramd.errors import DeniedError, UsageError
+
+PREFIX = "pmd_"
+RANDOM_BYTES = 32
+MAX_TOKEN_CHARS = 512
+"""Longer text is refused before anything is computed over it."""
+
+_SHAPE = re.compile(re.escape(PREFIX) + r"[A-Za-z0-9_-]{43}")
+
+MAX_TICKET_BYTES = 1024
+"""Longer text is refused before anything is computed over it."""
+
+CLOCK_SKEW_S = 60.0
+"""How long after its expiry a ticket still works: hosts' clocks differ."""
+
+KEY_BYTES = 32
+"""Size of a private and of a public key."""
+
+RANK_TICKET_TTL_S = 366 * 86_400.0
+"""Validity of a rank's own ticket. Its epoch is what ends it: a control plane that was away
+for any time is joined again without anybody who could renew a ticket."""
+
+_KEPT = 1024
+_HEADER = base64.urlsafe_b64encode(b'{"alg":"EdDSA","typ":"JWT"}').rstrip(b"=")
+_ASK_AGAIN = "ask the control plane for a new one (GET /api/v1/jobs/{job})"
+
+
+def new_token() -> str:
+    """A fresh token."""
+    return PREFIX + secrets.token_urlsafe(RANDOM_BYTES)
+
+
+def holds_token(text: str) -> bool:
+    """Whether a token stands anywhere in `text`, a valid one or not."""
+    return _SHAPE.search(text) is not None
+
+
+class Role(Enum):
+    """What a ticket's holder may do."""
+
+    VIEWER = "viewer"
+    """State, peers and layout of a sidecar: never a value of a parameter."""
+    READER = "reader"
+    """All reading methods of a sidecar; ScheduleBoundary of the control plane."""
+    EDITOR = "editor"
+    """What a reader may, and staging and previewing edits; not committing them."""
+    CONTROL = "control"
+    """What an editor may, and what all ranks do together (ReachBoundary and the like)."""
+    SIDECAR = "sidecar"
+    """Join of the control plane, as the one rank that the ticket names; nothing else."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Claims:
+    """What a valid ticket says."""
+
+    job: str
+    """Name of the job."""
+    epoch: int
+    """Incarnation of the job."""
+    role: Role
+    """What the holder may do."""
+    expires_s: float
+    """End of validity, in seconds since the Unix epoch."""
+    ticket_id: str
+    """Names the ticket in logs and audit; 16 hexadecimal digits when we made it."""
+    issued_s: float = 0.0
+    """When it was made, in seconds since the Unix epoch; 0 when it does not say."""
+    rank: int | None = None
+    """The one rank that the holder is; None when it is none."""
+    token_id: str | None = None
+    """The user's token that it was given for; None when no token stands behind it."""
+
+
+def new_private_key() -> bytes:
+    """A fresh random key of `KEY_BYTES`."""
+    return Ed25519PrivateKey.generate().private_bytes_raw()
+
+
+class Signer:
+    """Makes tickets of one job and epoch. Holds the private key: never log or pickle it."""
+
+    __slots__ = ("_key",)
+
+    def __init__(self, private_key: bytes) -> None:
+        """Raises UsageError when the key has not `KEY_BYTES`."""
+        _check_key("private_key", private_key)
+        self._key = Ed25519PrivateKey.from_private_bytes(private_key)
+
+    @property
+    def public_key(self) -> bytes:
+        """What verifies this signer's tickets, `KEY_BYTES` long."""
+        return self._key.public_key().public_bytes_raw()
+
+    def mint(
+        self,
+        *,
+        job: str,
+        epoch: int,
+        role: Role,
+        ttl_s: float,
+        rank: int | None = None,
+        token_id: str | None = None,
+        now_s: float | None = None,
+    ) -> str:
+        """A ticket that is valid for `ttl_s` seconds from now on.
+
+        Args:
+            ttl_s: Validity in seconds, above 0.
+            rank: The one rank that the holder is; needed for `Role.SIDECAR`.
+            token_id: Names the token that it is given for, so that it ends with it: an id,
+                never the token itself.
+            now_s: Seconds since the Unix epoch; the clock when None.
+
+        Raises:
+            UsageError: `ttl_s` is not a positive number, or a sidecar has no rank.
+        """
+        if not (math.isfinite(ttl_s) and ttl_s > 0):
+            raise UsageError(f"ttl_s: {ttl_s}; expected a finite number above 0")
+        if role is Role.SIDECAR and rank is None:
+            raise UsageError("rank: None; a sidecar's ticket is bound to its rank")
+        now_s = now_s if now_s is not None else clock.now_s()
+        claims: dict[str, str | int | float] = {
+            "job": job,
+            "epoch": epoch,
+            "role": role.value,
+            "exp": now_s + ttl_s,
+            "iat": now_s,
+            "jti": secrets.token_hex(8),
+        }
+        if rank is not None:
+            claims["rank"] = rank
+        if token_id is not None:
+            claims["token"] = token_id
+        text = json.dumps(claims, sort_keys=True, separators=(",", ":"))
+        signed = _HEADER + b"." + _encode(text.encode())
+        return (signed + b"." + _encode(self._key.sign(signed))).decode()
+
+
+class Verifier:
+    """Tells genuine tickets of one key. Needs nobody else for it. Not for several threads."""
+
+    def __init__(self, public_key: bytes) -> None:
+        """Raises UsageError when the key has not `KEY_BYTES`."""
+        _check_key("public_key", public_key)
+        self._key = Ed25519PublicKey.from_public_bytes(public_key)
+        # A signature costs about 100 us; a client shows the same ticket at every call. What is
+        # left of its life counts from then on, whatever becomes of the clock.
+        self._genuine: dict[str, tuple[Claims, float]] = {}
+
+    def verify(self, ticket: str, *, job: str, epoch: int, now_s: float | None = None) -> Claims:
+        """The claims of a ticket that is genuine, of this job and epoch, and not expired.
+
+        Whether the role suffices is the caller's question.
+
+        Raises:
+            DeniedError: for anything else, whatever the input; the text says why.
+        """
+        claims, ends_s = self._claims(ticket)
+        if claims.job != job:
+            raise DeniedError(
+                f"the ticket is for job {claims.job[:64]!r}, this is {job!r}; {_ASK_AGAIN}"
+            )
+        if claims.epoch != epoch:
+            raise DeniedError(
+                f"the ticket is for epoch {claims.epoch}, the job is in {epoch}; {_ASK_AGAIN}"
+            )
+        late_s = time.monotonic() - ends_s if now_s is None else now_s - claims.expires_s
+        if late_s > CLOCK_SKEW_S:
+            raise DeniedError(f"the ticket expired {late_s:.0f} s ago; {_ASK_AGAIN}")
+        return claims
+
+    def _claims(self, ticket: str) -> tuple[Claims, float]:
+        """What it says, and when it ends, on the monotonic clock."""
+        signed, payload, signature = _parts(ticket)
+        known = self._genuine.get(ticket)
+        if known is not None:
+            return known
+        try:
+            self._key.verify(_decode(signature), signed)
+        except (InvalidSignature, ValueError):
+            raise DeniedError(
+                f"the ticket is not signed by this job's present epoch; {_ASK_AGAIN}"
+            ) from None
+        claims = _parse(payload)
+        if len(self._genuine) >= _KEPT:
+            self._genuine.clear()
+        found = claims, time.monotonic() + claims.expires_s - clock.now_s()
+        self._genuine[ticket] = found
+        return found
+
+
+def life_s(ticket: str) -> float:
+    """For how long a ticket is valid, from when it was made on; nothing of it is proven.
+
+    Raises:
+        DeniedError: the text is no ticket.
+    """
+    claims = _parse(_parts(ticket)[1])
+    return max(claims.expires_s - claims.issued_s, 0.0)
+
+
+def claimed(ticket: str) -> tuple[str, int]:
+    """Job and epoch that a ticket says it is for: whose key to verify it with.
+
+    Nothing of it is proven; `Verifier.verify` does that.
+
+    Raises:
+        DeniedError: the text is no ticket.
+    """
+    claims = _parse(_parts(ticket)[1])
+    return claims.job, claims.epoch
+
+
+def _parts(ticket: str) -> tuple[bytes, bytes, bytes]:
+    """What was signed, the encoded claims in it, and the encoded signature."""
+    if not isinstance(ticket, str) or not ticket:
+        raise DeniedError(f"no ticket was given; {_ASK_AGAIN}")
+    if len(ticket) > MAX_TICKET_BYTES or not ticket.isascii():
+        raise DeniedError(
+            f"the ticket is not ASCII text of at most {MAX_TICKET_BYTES} bytes; {_ASK_AGAIN}"
+        )
+    signed, _, signature = ticket.encode().rpartition(b".")
+    header, dot, payload = signed.partition(b".")
+    if header != _HEADER or not dot:
+        raise DeniedError(f"the text is not a ticket of paramd; {_ASK_AGAIN}")
+    return signed, payload, signature
+
+
+def _parse(payload: bytes) -> Claims:
+    """Claims of a payload. Ours are always well-formed; another signer's may not be."""
+    try:
+        found = json.loads(_decode(payload))
+        job, epoch, expires_s = found["job"], found["epoch"], float(found["exp"])
+        role, ticket_id, rank = Role(found["role"]), found["jti"], found.get("rank")
+        issued_s, token_id = float(found.get("iat", 0.0)), found.get("token")
+    except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError):
+        raise DeniedError(f"the ticket's claims cannot be read; {_ASK_AGAIN}") from None
+    texts = all(
+        isinstance(text, str) for text in (job, ticket_id, token_id if token_id is not None else "")
+    )
+    numbers = type(epoch) is int and (rank is None or type(rank) is int)
+    if not (texts and numbers and math.isfinite(expires_s) and math.isfinite(issued_s)):
+        raise DeniedError(f"the ticket's claims have wrong types; {_ASK_AGAIN}")
+    if role is Role.SIDECAR and rank is None:
+        raise DeniedError(f"a sidecar's ticket names its rank, this one does not; {_ASK_AGAIN}")
+    return Claims(
+        job=job,
+        epoch=epoch,
+        role=role,
+        expires_s=expires_s,
+        issued_s=issued_s,
+        ticket_id=ticket_id,
+        rank=rank,
+        token_id=token_id,
+    )
+
+
+def key_from_hex(message: Mapping[str, object], name: str) -> bytes:
+    """The key in a message's field of hexadecimal digits.
+
+    Raises:
+        UsageError: it is missing or malformed. The text never holds what was read.
+    """
+    text = message.get(name)
+    try:
+        key = bytes.fromhex(text) if isinstance(text, str) else b""
+    except ValueError:
+        key = b""
+    _check_key(name, key)
+    return key
+
+
+def _check_key(name: str, key: bytes) -> None:
+    if len(key) != KEY_BYTES:
+        raise UsageError(f"{name}: {len(key)} bytes; expected {KEY_BYTES}, as hexadecimal digits")
+
+
+def _encode(data: bytes) -> bytes:
+    return base64.urlsafe_b64encode(data).rstrip(b"=")
+
+
+def _decode(text: bytes) -> bytes:
+    """Raises ValueError unless `text` is the one encoding of its bytes."""
+    data = base64.b64decode(text + b"=" * (-len(text) % 4), altchars=b"-_", validate=True)
+    if _encode(data) != text:
+        raise ValueError("not canonical base64url")
+    return data

@@ -1,0 +1,1 @@
+"""Edit operations applied to torch tensors; shared by the trainer and the sidecar's preview."""

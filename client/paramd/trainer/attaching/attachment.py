@@ -1,0 +1,202 @@
+"""What `attach` returns: the training's hold on the service."""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+
+from paramd.memory.arena import HostArena
+from paramd.memory.control_page import ControlPage, Word
+from paramd.trainer.attaching.exchange import Exchange
+from paramd.trainer.boundary.boundary import Boundary
+from paramd.trainer.boundary.edits import Editor
+from paramd.trainer.boundary.gradients import GradientCapture
+from paramd.trainer.boundary.moments import Moments
+from paramd.trainer.boundary.signals import Signals
+from paramd.trainer.helpers.control_link import ControlLink
+from paramd.trainer.helpers.sidecar_link import Identity, SidecarLink
+from paramd.trainer.home.owned import Home
+
+log = logging.getLogger("paramd")
+
+attached: dict[int, Attachment] = {}
+"""Living attachments by id of their model; they live on when the caller keeps none."""
+
+
+def _forget_in_child() -> None:
+    for attachment in attached.values():
+        attachment._forget_in_child()
+    attached.clear()
+
+
+os.register_at_fork(after_in_child=_forget_in_child)
+
+
+@dataclass(frozen=True, slots=True)
+class Stalls:
+    """Waits of updates for copies under way."""
+
+    count: int
+    total_s: float
+    longest_s: float
+
+
+class Attachment:
+    """One rank's attachment. Made by `paramd.attach`; lives until `detach` or the process ends."""
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        identity: Identity,
+        *,
+        page: ControlPage,
+        arena: HostArena,
+        home: Home,
+        boundary: Boundary,
+        editor: Editor,
+        moments: Moments,
+        gradients: GradientCapture,
+        exchange: Exchange,
+        sidecar: SidecarLink,
+        control: ControlLink | None,
+        url: str,
+    ) -> None:
+        self._model = model
+        self._page = page
+        self._arena = arena
+        self._home = home
+        self._boundary = boundary
+        self._editor = editor
+        self._moments = moments
+        self._gradients = gradients
+        boundary.before_update = gradients.before_update
+        gradients.iteration = boundary.iteration
+        self._signals = Signals(model, boundary)
+        self._exchange = exchange
+        self._sidecar = sidecar
+        self._control = control
+        self._updating = threading.local()
+        self._detached = False
+        self._is_childs = False
+        self._last_step = 0
+        self._last_edits = 0
+        self.job = identity.job
+        self.epoch = identity.epoch
+        self.rank = identity.rank
+        self.url = url
+        """Address of the embedded control plane; empty when it did not come up."""
+
+    @property
+    def step(self) -> int:
+        """Number of finished updates. After `detach`, the last one."""
+        return self._boundary.step if not self._detached else self._last_step
+
+    @property
+    def edits(self) -> int:
+        """Number of edits applied in this epoch. After `detach`, the last one."""
+        return self._page[Word.EDITS] if not self._detached else self._last_edits
+
+    @contextmanager
+    def update(self) -> Iterator[None]:
+        """A window for code that changes parameters outside `optimizer.step`.
+
+        All ranks must pass the same windows in the same order: each counts as one step, and an
+        optimizer's step within one belongs to it. Windows of several threads overlap as they
+        like. When the block raises, the window stays open, for the parameters may be half
+        changed, and closes with the next good `update`.
+        """
+        nested = getattr(self._updating, "now", False)
+        if self._detached or nested:
+            yield
+            return
+        self._updating.now = True
+        try:
+            self._boundary.begin(self)
+            yield
+            self._boundary.end(self)
+        finally:
+            self._updating.now = False
+        # The script said itself that this update ends here.
+        self._boundary.settle()
+
+    def follow(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+        """Makes every step of these optimizers an update, whatever parameters they have.
+
+        So is every step of any other optimizer that has one of the model's parameters. From
+        now on the model is attached.
+        """
+        attached[id(self._model)] = self
+        self._signals.open()
+        self._boundary.start()
+        followed = self._signals.optimizers
+        for optimizer in optimizers:
+            followed.add(optimizer)
+        # Held weakly: one that the script has dropped must not keep replaced parameters alive.
+        self._editor.optimizers = self._moments.optimizers = followed
+
+    def clipped(self, total_norm: float | torch.Tensor, max_norm: float) -> None:
+        """Says that the gradients of the next update were clipped, for readers of gradients.
+
+        Call it right after `torch.nn.utils.clip_grad_norm_`, with what that returned and was
+        given. Without it nobody knows whether they were.
+        """
+        norm = float(total_norm)
+        self._gradients.clipped(min(1.0, max_norm / (norm + 1e-6)) if norm >= 0 else 0.0)
+
+    def stalls(self) -> Stalls:
+        """How long updates have waited for copies since attaching."""
+        page = self._page
+        return Stalls(
+            count=page[Word.STALL_COUNT],
+            total_s=page[Word.STALL_TOTAL_NS] / 1e9,
+            longest_s=page[Word.STALL_MAX_NS] / 1e9,
+        )
+
+    def detach(self) -> None:
+        """Gives the parameters back to private memory and sends the sidecar home.
+
+        To be called on every rank after the same step. Idempotent. The training may go on.
+        In a forked child it gives the child's copy of the parameters back and nothing else: the
+        service is its parent's.
+        """
+        if self._detached:
+            return
+        self._last_step = self._boundary.step
+        self._last_edits = self._page[Word.EDITS]
+        self._detached = True
+        attached.pop(id(self._model), None)
+        self._signals.close()
+        if self._is_childs:
+            self._home.move_out()
+            return
+        self._boundary.close()
+        self._gradients.close()
+        self._editor.close()
+        self._moments.close()
+        self._home.move_out()
+        if self._control is not None:
+            self._control.let_go()
+        self._sidecar.close()
+        if self._control is not None:
+            self._control.close()
+        self._exchange.close()
+        self._page.close()
+        self._arena.close()
+
+    def _forget_in_child(self) -> None:
+        """The rounds, the words, the memory and the helper processes are the parent's alone."""
+        self._is_childs = True
+        self._boundary.forget()
+
+    def __repr__(self) -> str:
+        state = "detached" if self._detached else f"at {self.url}" if self.url else "not reachable"
+        return (
+            f"<paramd.Attachment job={self.job!r} epoch={self.epoch} rank={self.rank} "
+            f"step={self.step}, {state}>"
+        )

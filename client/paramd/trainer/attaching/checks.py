@@ -1,0 +1,132 @@
+"""What is looked at on each rank before anything is attached."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+
+from paramd import places
+from paramd.errors import ConflictError, UsageError
+from paramd.trainer.attaching.attachment import attached
+
+MOST_WRAPPERS = 8
+"""Wrappers around one optimizer that are looked through; more is a circle."""
+
+
+def optimizers_of(given: Any) -> list[torch.optim.Optimizer]:
+    """What `attach` was given as optimizers, each once, out of its wrappers.
+
+    Raises:
+        UsageError: something among it is no optimizer.
+    """
+    if given is None:
+        return []
+    if isinstance(given, (str, bytes)) or not isinstance(given, Iterable):
+        items = [given]
+    else:
+        # An optimizer that is also a container of others updates them all in its own step.
+        items = [given] if isinstance(given, torch.optim.Optimizer) else list(given)
+    found = [_unwrapped(item) for item in items]
+    return list({id(optimizer): optimizer for optimizer in found}.values())
+
+
+def _unwrapped(given: Any) -> torch.optim.Optimizer:
+    """The optimizer whose steps can be followed: `given`, or what it wraps.
+
+    Wrappers (accelerate's AcceleratedOptimizer, Lightning's LightningOptimizer) stand in front of
+    an optimizer that they keep as `.optimizer`. Some say they are a torch Optimizer, but were
+    never made as one and have no hooks. A scheduler has an optimizer and no parameter groups.
+    """
+    optimizer = given
+    for _ in range(MOST_WRAPPERS):
+        if isinstance(optimizer, type):
+            break
+        if isinstance(optimizer, torch.optim.Optimizer) and _takes_hooks(optimizer):
+            return optimizer
+        if not hasattr(optimizer, "param_groups"):
+            break
+        optimizer = getattr(optimizer, "optimizer", None)
+    raise UsageError(
+        f"optimizer must be a torch.optim.Optimizer or several, not {_kind(given)}; pass the "
+        "optimizer that it stands for, or None and change parameters inside attachment.update()"
+    )
+
+
+def _takes_hooks(optimizer: torch.optim.Optimizer) -> bool:
+    return "_optimizer_step_pre_hooks" in vars(optimizer)
+
+
+def _kind(thing: object) -> str:
+    """Its type as in an import, or that it is one itself."""
+    of = thing if isinstance(thing, type) else type(thing)
+    name = of.__qualname__ if of.__module__ == "builtins" else f"{of.__module__}.{of.__qualname__}"
+    return f"the class {name}" if isinstance(thing, type) else name
+
+
+def check_attachable(
+    model: torch.nn.Module, optimizers: Sequence[torch.optim.Optimizer], job: str
+) -> None:
+    """Warns of trainable parameters that none of the optimizers updates.
+
+    Raises:
+        UsageError: the job's name is none, the model is none, or an optimizer is not the model's.
+        ConflictError: the model, or the job in this process, is attached already.
+    """
+    places.check_job_name(job)
+    if not isinstance(model, torch.nn.Module):
+        raise UsageError(
+            f"model must be a torch.nn.Module, not {_kind(model)}; pass the module whose "
+            "parameters are trained, wrapped as you train it"
+        )
+    if id(model) in attached:
+        raise ConflictError(f"this model is attached already ({attached[id(model)]!r}); detach it")
+    if any(other.job == job for other in attached.values()):
+        raise ConflictError(
+            f"another model is attached as job {job!r} in this process; detach it, or attach "
+            "this one under another job name"
+        )
+    parameters = {id(parameter): name for name, parameter in model.named_parameters()}
+    updated: set[int] = set()
+    for index, optimizer in enumerate(optimizers):
+        mine = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        if not mine & parameters.keys():
+            raise UsageError(
+                f"optimizer {index} ({type(optimizer).__name__}) updates no parameter of this "
+                "model; make the optimizer after wrapping the model, and pass that model"
+            )
+        updated |= mine
+    if optimizers and not all(id(p) in updated for p in model.parameters() if p.requires_grad):
+        warnings.warn(
+            "paramd.attach: some trainable parameters belong to none of the given optimizers; "
+            "pass all optimizers, or change those parameters inside attachment.update()",
+            stacklevel=2,
+        )
+
+
+def changes_in_forward(model: torch.nn.Module) -> str:
+    """What in the model changes parameters in forward, outside of any update; empty: nothing.
+
+    Such a model is read at boundaries alone, and large ones not at all.
+    """
+    for name, module in model.named_modules():
+        if getattr(module, "max_norm", None) is not None and isinstance(
+            module, torch.nn.Embedding | torch.nn.EmbeddingBag
+        ):
+            return f"{name or 'the model'} renormalises its weight in forward (max_norm)"
+    return ""
+
+
+def steps_done(optimizers: Sequence[torch.optim.Optimizer]) -> int:
+    """The number of updates that the optimizers themselves have counted, 0 if they do not."""
+    return max(
+        (
+            int(state["step"])
+            for optimizer in optimizers
+            for state in optimizer.state.values()
+            if isinstance(state, dict) and "step" in state
+        ),
+        default=0,
+    )

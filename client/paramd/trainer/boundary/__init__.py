@@ -1,0 +1,1 @@
+"""What happens between two updates: rounds, edits, holds, moments, gradients."""

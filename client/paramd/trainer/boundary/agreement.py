@@ -1,0 +1,259 @@
+"""The trainers' asynchronous agreement: what lets all ranks act at the same boundary.
+
+Every rank counts its boundaries. A round is launched at one boundary and collected at
+the next, whatever has happened in between; so all ranks learn the same at the same
+boundary. A request is agreed when its number and its token are equal on all ranks, which
+one minimum tells: that of n and of -n. A rank that is not ready takes part with zeros.
+
+What a rank takes part with it has promised (`promise`): from then on only the round's end
+decides, whatever the sidecar does to its words.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import suppress
+from datetime import timedelta
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from paramd.memory.control_page import Word, Words
+from paramd.trainer import exit
+
+IDLE_ROUND_NS = 200_000_000
+"""Time between two rounds when no request is pending."""
+
+EXPECTED_ROUND_NS = 10_000_000
+"""The same while a rank's sidecar expects one soon."""
+
+MAX_INTERVAL = 1000
+"""Boundaries between two rounds at most, so that a sudden slow-down is noticed."""
+
+EAGER_BOUNDARIES = 64
+"""Boundaries after an agreed request that each have a round: requests come in bursts."""
+
+CAPTURE, EDIT, HOLD, STEP, RESUME = range(5)
+"""Actions; the numbers are those of paramd.v1.BoundaryAction."""
+
+
+class AgreementLost(RuntimeError):
+    """A round failed or did not end in time; this epoch agrees on nothing more."""
+
+
+class Request(NamedTuple):
+    """What all ranks are to do at one boundary, as this rank's page said it."""
+
+    number: int
+    token: int
+    action: int
+    argument: int
+
+
+NOTHING = Request(0, 0, CAPTURE, 0)
+
+
+class Round(NamedTuple):
+    """What a round told; the same on all ranks."""
+
+    agreed: Request | None
+    stay: bool
+    """Whether every rank still wants to be held."""
+    iteration: int = 0
+    """This rank's number of backward passes when it took part."""
+    iterations: tuple[int, int] = (0, 0)
+    """Lowest and highest number of backward passes; equal when the ranks are in lock-step."""
+
+
+def promise(words: Words, last_agreed: int, accept: Callable[[Request], bool]) -> Request:
+    """The page's request once PROMISED says so, or NOTHING.
+
+    The sidecar takes a request back by READY = 0, a pause, and a look at PROMISED. Whatever
+    the order of its stores and of the accesses here: it sees PROMISED, or READY is seen to
+    have changed.
+    """
+    number = words[Word.READY]
+    if number <= last_agreed:
+        return NOTHING
+    request = Request(number, words[Word.TOKEN], words[Word.ACTION], words[Word.ARGUMENT])
+    if words[Word.READY] != number or not accept(request):
+        return NOTHING
+    words[Word.PROMISED] = number
+    if words[Word.READY] != number or words[Word.TOKEN] != request.token:
+        words[Word.PROMISED] = 0
+        return NOTHING
+    return request
+
+
+class Agreement:
+    """One rank's part in it. All ranks must call `passes` or `collect` at each boundary,
+    then `launch` when a round is due, or `exchange` as often as each other.
+
+    Args:
+        group: a gloo group over all ranks used by nobody else; None for a world of one.
+        timeout_s: how long collecting may wait for the slowest rank.
+        edit_timeout_s: how long it may when this rank has promised an edit: given up too
+            early, the others would apply it without this rank.
+    """
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup | None,
+        *,
+        timeout_s: float,
+        edit_timeout_s: float | None = None,
+    ) -> None:
+        self._group = group
+        self._timeout_s = timeout_s
+        self._edit_timeout_s = max(timeout_s, edit_timeout_s if edit_timeout_s is not None else 0.0)
+        buffer = bytearray(8 * 8)
+        self._message = memoryview(buffer).cast("q")
+        self._tensor = torch.frombuffer(buffer, dtype=torch.int64)
+        self._options = dist.AllreduceOptions()
+        self._options.reduceOp = dist.ReduceOp(dist.ReduceOp.MIN)
+        self._work: dist.Work | None = None
+        self._ended: dist.Work | None = None
+        self._request = NOTHING
+        self._boundary = 0
+        self._launched_at = 0
+        self._iteration = 0
+        self._next_launch = 1
+        self._last_agreed = 0
+        self._eager_until = 0
+        exit.owe(self)
+
+    @property
+    def alone(self) -> bool:
+        """A world of one: only `exchange` makes sense."""
+        return self._group is None
+
+    @property
+    def due(self) -> bool:
+        """Whether a round is to be launched at this boundary; the same on all ranks."""
+        return self._boundary >= self._next_launch
+
+    def passes(self, *, wanted: bool) -> bool:
+        """Counts a boundary at which there is nothing to do; False counts nothing.
+
+        Most boundaries are such: neither `collect` nor `launch` nor `exchange` is due.
+
+        Args:
+            wanted: the page has a request; only a world of one acts on that at once.
+        """
+        if self._group is None:
+            return not wanted
+        boundary = self._boundary + 1
+        if self._work is not None or boundary >= self._next_launch:
+            return False
+        self._boundary = boundary
+        return True
+
+    def collect(self) -> Round | None:
+        """Counts one boundary and ends the round under way, if there is one.
+
+        Raises:
+            AgreementLost: once; afterwards this object must not be used.
+        """
+        self._boundary += 1
+        return self._collected() if self._work is not None else None
+
+    def launch(
+        self,
+        request: Request,
+        *,
+        pending: bool,
+        stay: bool,
+        step_time_ns: int,
+        iteration: int = 0,
+        expected: bool = False,
+    ) -> None:
+        """Begins a round, which the next boundary's `collect` ends.
+
+        Args:
+            request: what `promise` gave.
+            pending: this rank waits for a request to be agreed.
+            stay: this rank wants to be held on.
+            iteration: backward passes that this rank has seen: ranks that differ are not at the
+                same step of training, whatever their updates count, and agree on nothing.
+            expected: this rank will have a request soon.
+        """
+        assert self._group is not None
+        round_ns = EXPECTED_ROUND_NS if expected else IDLE_ROUND_NS
+        interval = idle_interval(step_time_ns, round_ns)
+        self._fill(request, pending=pending, stay=stay, interval=interval, iteration=iteration)
+        try:
+            # The group's own method: `dist.all_reduce` would double the time of a round.
+            self._work = self._group.allreduce([self._tensor], self._options)
+        except (RuntimeError, ValueError) as error:
+            raise AgreementLost(f"a round could not be launched: {error}") from error
+
+    def exchange(self, request: Request, *, pending: bool, stay: bool, iteration: int = 0) -> Round:
+        """A whole round at once, as held ranks do it; a world of one always does."""
+        if self._group is None:
+            self._fill(request, pending=pending, stay=stay, interval=1, iteration=iteration)
+        else:
+            self.launch(request, pending=pending, stay=stay, step_time_ns=0, iteration=iteration)
+        return self._collected()
+
+    def finish(self) -> None:
+        """Waits for a round under way, so that no rank is left alone in it."""
+        if self._work is not None:
+            self._collected()
+
+    def leave(self) -> None:
+        """The process ends: waits a little for a round under way (see leaving.py)."""
+        self._timeout_s = self._edit_timeout_s = exit.LAST_ROUND_S
+        with suppress(AgreementLost):
+            self.finish()
+        if self._ended is not None:
+            exit.keep_for_ever(self._ended)
+
+    def _fill(
+        self, request: Request, *, pending: bool, stay: bool, interval: int, iteration: int
+    ) -> None:
+        eager = pending or self._boundary < self._eager_until
+        message = self._message
+        message[0], message[1] = request.number, -request.number
+        message[2], message[3] = request.token, -request.token
+        message[4] = 1 if eager else interval
+        message[5] = int(stay)
+        message[6], message[7] = iteration, -iteration
+        self._iteration = iteration
+        self._request = request
+        self._launched_at = self._boundary
+
+    def _collected(self) -> Round:
+        work, self._work = self._work, None
+        if work is not None:
+            # Held until the next round, so that gloo's thread is not the last to let go.
+            self._ended = work
+            timeout_s = self._edit_timeout_s if self._request.action == EDIT else self._timeout_s
+            try:
+                work.wait(timedelta(seconds=timeout_s))
+            except RuntimeError as error:
+                # Destroying either would wait for the round, or end it in gloo's thread.
+                exit.keep_for_ever(work)
+                exit.keep_for_ever(self._group)
+                raise AgreementLost(
+                    f"a round did not end within {timeout_s:g} s: {error}"
+                ) from error
+        number, minus_number, token, minus_token, interval, stay, lowest, minus_highest = (
+            self._message
+        )
+        self._next_launch = self._launched_at + max(1, interval)
+        apart = (lowest, -minus_highest)
+        same = number == -minus_number and token == -minus_token and lowest == -minus_highest
+        if not same or number <= self._last_agreed:
+            return Round(None, bool(stay), self._iteration, apart)
+        self._last_agreed = number
+        self._eager_until = self._boundary + EAGER_BOUNDARIES
+        self._next_launch = self._launched_at + 1
+        return Round(self._request, bool(stay), self._iteration, apart)
+
+
+def idle_interval(step_time_ns: int, round_ns: int = IDLE_ROUND_NS) -> int:
+    """Boundaries between two rounds when nothing is pending; 1 while the time is unknown."""
+    if step_time_ns <= 0:
+        return 1
+    return min(MAX_INTERVAL, max(1, round_ns // step_time_ns))

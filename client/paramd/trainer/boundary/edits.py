@@ -1,0 +1,290 @@
+"""Applies edits: the trainer's own thread runs a staged program at an agreed boundary.
+
+    accept    at the launch of a round: the program is parsed, its memory faulted in, its
+              views made; large ones in the background, not promised until that is done
+    apply     at the agreed boundary: EDIT_AGREED, SEQ odd, the operations, SEQ even, then
+              EDIT_APPLIED; in between a killed trainer is torn, and its sidecar says so
+
+What cannot be run is refused (word REFUSED) and never promised, so that no rank applies it.
+So is an edit for a certain step, unless the round ends at this very boundary and it has that
+step: the agreement, which needs every rank's promise, compares and swaps on all ranks or none.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import mmap
+import threading
+import time
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from paramd.errors import ExhaustedError, ParamdError
+from paramd.memory.arena import HostArena
+from paramd.memory.control_page import ControlPage, Word
+from paramd.memory.edit_program import (
+    ANY_STEP,
+    NO_DATA,
+    Record,
+    parse_program,
+    record_count,
+    wanted_step,
+)
+from paramd.memory.gate import TrainerGate
+from paramd.memory.sparse import SparseMemory
+from paramd.tensors.edit_ops import Views, run
+from paramd.trainer.boundary.agreement import Request
+from paramd.trainer.boundary.optimizer_state import Owned, find_owned, owner_of, zero_moments
+from paramd.trainer.home.mirrored import MirroredHome
+
+log = logging.getLogger("paramd")
+
+AT_ONCE_RECORDS = 32
+AT_ONCE_BYTES = 2 << 20
+"""Programs up to these sizes are made ready within the boundary: some 0.5 ms."""
+
+_MADV_POPULATE_WRITE = 23
+
+
+@dataclass(slots=True)
+class _Step:
+    """One record, ready to run."""
+
+    record: Record
+    target: torch.Tensor
+    data: torch.Tensor | None
+    preimage: torch.Tensor | None
+    owner: Owned | None = None
+
+
+@dataclass(slots=True)
+class _Preparation:
+    """A program on its way to being ready; `steps` or `refusal` ends it."""
+
+    request: Request
+    steps: list[_Step] | None = None
+    owners_found: bool = False
+    refusal: str = ""
+    if_step: int = ANY_STEP
+    done: threading.Event = field(default_factory=threading.Event)
+
+
+class Editor:
+    """Edits of one rank. `accept` and `apply` are called by the training's thread alone."""
+
+    def __init__(
+        self,
+        page: ControlPage,
+        arena: HostArena,
+        edits: SparseMemory,
+        *,
+        at_point: Callable[[str], None] | None = None,
+        mirror: MirroredHome | None = None,
+    ) -> None:
+        """`mirror` has the parameters when they are not in the arena themselves."""
+        self._words = page.words
+        self._arena = arena
+        self._mirror = mirror
+        self._edits = edits
+        self._arena_views = Views(arena.buffer)
+        self._edit_views = Views(edits.buffer)
+        self._present: tuple[int, list[tuple[int, int]]] = (0, [])
+        self._at_point = at_point if at_point is not None else lambda _: None
+        self._preparation: _Preparation | None = None
+        self.optimizers: Collection[torch.optim.Optimizer] = ()
+        self.failed = False
+        """An edit failed half way: what the arena holds must not be served any more."""
+
+    def accept(self, request: Request, *, now: bool) -> bool:
+        """Whether the program of an edit is ready to be applied; begins to make it ready.
+
+        Args:
+            now: if all ranks promise it, it is applied at this boundary; else at the next, whose
+                step nobody knows yet.
+        """
+        preparation = self._preparation
+        if preparation is None or preparation.request != request:
+            preparation = self._preparation = _Preparation(request)
+            self._begin(preparation)
+        if not preparation.done.is_set():
+            return False
+        step = self._words[Word.STEP]
+        fits = preparation.if_step == ANY_STEP or (now and preparation.if_step == step)
+        if preparation.refusal or not fits:
+            self._refuse(preparation, step if now else step + 1)
+            return False
+        if not preparation.owners_found:
+            self._find_owners(preparation)
+        return not self.failed
+
+    def apply(self, request: Request, gate: TrainerGate) -> None:
+        """Changes the parameters. The words EDIT_AGREED and AGREED are written already."""
+        words = self._words
+        preparation, self._preparation = self._preparation, None
+        self._at_point("agreed")
+        begin_ns = time.monotonic_ns()
+        if preparation is not None and preparation.if_step not in (ANY_STEP, words[Word.STEP]):
+            words[Word.EDIT_FAILED] = request.number
+            raise AssertionError("an edit was promised for another step than that of its boundary")
+        gate.begin_update()
+        try:
+            if preparation is None or preparation.request != request or preparation.steps is None:
+                raise AssertionError("an edit was promised that had not been prepared")
+            if self._mirror is not None:
+                gate.begin_mirror()
+            self._run(preparation.steps)
+        except BaseException:
+            # SEQ stays odd: the parameters mix two states.
+            self.failed = True
+            words[Word.EDIT_FAILED] = request.number
+            raise
+        gate.end_edit()
+        words[Word.EDIT_NS] = time.monotonic_ns() - begin_ns
+        words[Word.EDIT_STEP] = words[Word.STEP]
+        words[Word.EDIT_TOKEN] = request.token
+        words[Word.EDIT_APPLIED] = request.number
+        self._at_point("applied")
+
+    def close(self) -> None:
+        """Lets go of the memory of edits."""
+        preparation, self._preparation = self._preparation, None
+        if preparation is not None:
+            preparation.done.wait()
+        self._arena_views = self._edit_views = Views(memoryview(b""))
+        self._edits.close()
+
+    def _begin(self, preparation: _Preparation) -> None:
+        program = preparation.request.argument
+        if record_count(self._edits.buffer, program) <= AT_ONCE_RECORDS:
+            self._prepare(preparation, AT_ONCE_BYTES)
+        if not preparation.done.is_set():
+            threading.Thread(
+                target=self._prepare, args=(preparation,), name="paramd-edit", daemon=True
+            ).start()
+
+    def _prepare(self, preparation: _Preparation, most_bytes: int | None = None) -> None:
+        """Makes a program ready, or says why not; leaves one that touches more to others."""
+        try:
+            program = preparation.request.argument
+            records = parse_program(self._edits.buffer, program, arena_bytes=self._arena.size_bytes)
+            spans = _spans(records)
+            if most_bytes is not None and sum(end - begin for begin, end in spans) > most_bytes:
+                return
+            self._fault_in(spans)
+            preparation.if_step = wanted_step(self._edits.buffer, program)
+            preparation.steps = self._steps(records)
+        except ParamdError as error:
+            preparation.refusal = str(error)
+        except Exception as error:
+            log.exception("paramd: an edit could not be prepared")
+            preparation.refusal = repr(error)
+        preparation.done.set()
+
+    def _fault_in(self, spans: Sequence[tuple[int, int]]) -> None:
+        """Sees to the page tables of what will be touched; those that are made stay."""
+        holes, (seen, known) = self._words[Word.EDIT_HOLES], self._present
+        if holes != seen:
+            known = []
+        missing = [s for s in spans if not any(k[0] <= s[0] and s[1] <= k[1] for k in known)]
+        _fault_in(self._edits, missing)
+        self._present = holes, _joined([*known, *missing])
+
+    def _find_owners(self, preparation: _Preparation) -> None:
+        """Only at a boundary: elsewhere FSDP1 may have pointed parameters at gathered memory."""
+        preparation.owners_found = True
+        steps = preparation.steps if preparation.steps is not None else []
+        if any(step.record.reset_moments for step in steps):
+            locate = self._mirror.locator() if self._mirror is not None else None
+            arena = self._arena
+            owned = find_owned(self.optimizers, arena.address, arena.size_bytes, locate)
+            for step in steps:
+                if step.record.reset_moments:
+                    step.owner = owner_of(owned, step.record)
+
+    def _steps(self, records: Sequence[Record]) -> list[_Step]:
+        at, dense = self._arena_views.at, self._edit_views.dense
+        return [
+            _Step(
+                record,
+                at(record.dtype, record.arena_begin, record.sizes, record.strides),
+                dense(record, record.data_begin),
+                dense(record, record.preimage_begin),
+            )
+            for record in records
+        ]
+
+    def _run(self, steps: Sequence[_Step]) -> None:
+        lives: Sequence[torch.Tensor | None] = [None] * len(steps)
+        if self._mirror is not None:
+            lives = self._mirror.live([step.record for step in steps])
+        with torch.no_grad():
+            for number, (step, live) in enumerate(zip(steps, lives, strict=True)):
+                if live is not None:
+                    step.target.copy_(live)
+                run(step.record, step.target, step.data, step.preimage)
+                if live is not None:
+                    live.copy_(step.target)
+                if step.owner is not None:
+                    zero_moments(step.owner, step.record)
+                if number == 0:
+                    self._at_point("applying")
+
+    def _refuse(self, preparation: _Preparation, step: int) -> None:
+        words, number = self._words, preparation.request.number
+        if words[Word.REFUSED] == number:
+            return
+        words[Word.REFUSED_STEP] = -1 if preparation.refusal else step
+        words[Word.REFUSED_IF_STEP] = preparation.if_step
+        # The last store: whoever sees this number sees why.
+        words[Word.REFUSED] = number
+        reason = preparation.refusal or f"it is for step {preparation.if_step}, not {step} or later"
+        log.warning("paramd: edit request %d is refused: %s", number, reason)
+
+
+def _spans(records: Sequence[Record]) -> list[tuple[int, int]]:
+    """What the program touches of the memory of edits, joined."""
+    return _joined(
+        [
+            (place, place + record.size_bytes)
+            for record in records
+            for place in (record.data_begin, record.preimage_begin)
+            if place != NO_DATA
+        ]
+    )
+
+
+def _joined(places: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Sorted, those that touch the same page or the next one made one."""
+    joined: list[tuple[int, int]] = []
+    for begin, end in sorted(places):
+        if joined and begin <= joined[-1][1] + mmap.PAGESIZE:
+            joined[-1] = (joined[-1][0], max(end, joined[-1][1]))
+        else:
+            joined.append((begin, end))
+    return joined
+
+
+def _fault_in(memory: SparseMemory, spans: Sequence[tuple[int, int]]) -> None:
+    """Makes the page tables, so that applying pays for no first touch and cannot fail for it.
+
+    Raises:
+        ExhaustedError: a range has not been reserved and the machine has no memory for it.
+    """
+    # Through ctypes: mmap.madvise would hold the interpreter's lock for all that time.
+    madvise = ctypes.CDLL(None, use_errno=True).madvise
+    madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+    for begin, end in spans:
+        first = begin // mmap.PAGESIZE * mmap.PAGESIZE
+        if madvise(memory.address + first, end - first, _MADV_POPULATE_WRITE):
+            number = ctypes.get_errno()
+            if number != _EINVAL:  # an older kernel pays at the first touch
+                raise ExhaustedError(
+                    f"{end - begin:,} bytes of staged data are not there (errno {number}); "
+                    "stage the edit again"
+                )
+
+
+_EINVAL = 22

@@ -1,0 +1,98 @@
+"""Holding: training waits inside a boundary until all ranks agree to go on.
+
+    running --HOLD--> held --STEP k--> stepping --k boundaries later--> held
+                       |                  |
+                       +--RESUME, or one rank does not want to stay--> running
+
+All ranks pass through it together, for every change comes from the same round or from the
+same count of boundaries. A rank wants to stay while its sidecar renews HOLD_UNTIL_NS and
+the cap is not reached; so whoever dies, the hold ends everywhere at the end of a lease.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from enum import IntEnum
+
+from paramd.memory.control_page import Word, Words
+from paramd.trainer.boundary.agreement import HOLD, RESUME, STEP, Request, Round
+
+ROUND_S = 0.005
+"""Pause between two rounds of held ranks."""
+
+CAP_S = 300.0
+"""No hold is longer, however often its lease is renewed."""
+
+
+class Holding(IntEnum):
+    """Values of the word HELD."""
+
+    RUNNING = 0
+    HELD = 1
+    STEPPING = 2
+
+
+def cap_s(collective_timeout_s: float | None) -> float:
+    """Longest hold, with a margin below the time after which collectives fail."""
+    if collective_timeout_s is None:
+        return CAP_S
+    margin_s = max(5.0, 0.1 * collective_timeout_s)
+    return max(0.0, min(CAP_S, collective_timeout_s - margin_s))
+
+
+class Hold:
+    """One rank's state of it, kept in the page's words."""
+
+    def __init__(self, words: Words, *, cap_s: float, clock_ns: Callable[[], int]) -> None:
+        self._words = words
+        self._cap_ns = round(cap_s * 1e9)
+        self._clock_ns = clock_ns
+        self._began_ns = 0
+
+    @property
+    def state(self) -> Holding:
+        return Holding(self._words[Word.HELD])
+
+    def stay(self) -> bool:
+        """Whether this rank wants to be held on; said in every round."""
+        words = self._words
+        if words[Word.HELD] == Holding.RUNNING:
+            return False
+        until_ns = min(words[Word.HOLD_UNTIL_NS], self._began_ns + self._cap_ns)
+        return self._clock_ns() < until_ns
+
+    def hear(self, heard: Round) -> None:
+        """Acts on a round: first on the lease, then on what was agreed."""
+        words = self._words
+        if words[Word.HELD] != Holding.RUNNING and not heard.stay:
+            self.end()
+        if heard.agreed is not None:
+            self._act(heard.agreed)
+
+    def pass_boundary(self) -> None:
+        """One boundary of a rank that steps; the last one holds it again."""
+        words = self._words
+        if words[Word.HELD] == Holding.STEPPING:
+            words[Word.HOLD_STEPS_LEFT] -= 1
+            if words[Word.HOLD_STEPS_LEFT] <= 0:
+                words[Word.HOLD_STEPS_LEFT] = 0
+                words[Word.HELD] = Holding.HELD
+
+    def end(self) -> None:
+        """Training goes on."""
+        self._words[Word.HOLD_STEPS_LEFT] = 0
+        self._words[Word.HELD] = Holding.RUNNING
+
+    def _act(self, request: Request) -> None:
+        words = self._words
+        held = words[Word.HELD] != Holding.RUNNING
+        if request.action == HOLD:
+            if not held:
+                self._began_ns = self._clock_ns()
+            words[Word.HOLD_STEPS_LEFT] = 0
+            words[Word.HELD] = Holding.HELD
+        elif request.action == STEP and held and request.argument > 0:
+            words[Word.HOLD_STEPS_LEFT] = request.argument
+            words[Word.HELD] = Holding.STEPPING
+        elif request.action == RESUME:
+            self.end()

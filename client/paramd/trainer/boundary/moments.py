@@ -1,0 +1,175 @@
+"""Optimizer state mirrored into the memory of moments, at an agreed boundary that wants it.
+
+The memory is 8 rooms shaped like the arena (each rounded up to whole pages), then a table
+of 1 MiB. Room i holds the state of one key, such as `exp_avg`: the state of the element at
+byte x of the arena is at byte x of the room, with the piece's own strides. State whose
+elements have another size than the parameter's has no such place and is left out.
+
+    table    length of what follows, int64; then zlib-compressed UTF-8 JSON:
+    {"step": 7,
+     "keys": ["exp_avg", "exp_avg_sq"],            room i has keys[i]
+     "params": [{"begin": 0, "end": 4096,          bytes of the arena, of all its elements
+                 "dtypes": {"exp_avg": "float32"}, keys that the rooms hold of it
+                 "scalars": {"step": 7.0},         state that is one number
+                 "left_out": {"x": "reason"},      state that is neither
+                 "optimizer": 0, "group": 0}],     in the order of their bytes
+     "groups": [[{"lr": 0.001, "betas": [0.9, 0.999]}]],   by optimizer and group
+     "failure": ""}                                 why nothing was mirrored, else empty
+
+A parameter of the table is what the optimizer has: with FSDP1's flat parameters several
+pieces of the layout lie in it. Numbers that JSON has not (NaN, infinities) are the texts
+"nan", "inf" and "-inf". The word MOMENTS_STEP is -1 while the trainer writes.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import struct
+import zlib
+from collections.abc import Collection, Sequence
+from typing import Any
+
+import torch
+
+from paramd.errors import ParamdError
+from paramd.memory.arena import HostArena
+from paramd.memory.control_page import ControlPage, Word
+from paramd.memory.shared import MOMENT_ROOMS, ROOM_EXTRA_BYTES
+from paramd.memory.sparse import SparseMemory, pages
+from paramd.tensors.edit_ops import Views
+from paramd.trainer.boundary.optimizer_state import Owned, find_owned
+from paramd.trainer.home.mirrored import MirroredHome
+from paramd.trainer.model.dtensor import split
+from paramd.trainer.model.local_shard import dtype_name
+
+_LENGTH = struct.Struct("=q")
+
+
+class Moments:
+    """One rank's optimizer state, as readers get it. One thread uses it: the training's."""
+
+    def __init__(
+        self,
+        page: ControlPage,
+        arena: HostArena,
+        memory: SparseMemory,
+        *,
+        mirror: MirroredHome | None = None,
+    ) -> None:
+        """`mirror` has the parameters when they are not in the arena themselves."""
+        self._words = page.words
+        self._arena = arena
+        self._memory = memory
+        self._mirror = mirror
+        self._views = Views(memory.buffer)
+        self._room_bytes = pages(arena.size_bytes)
+        self.optimizers: Collection[torch.optim.Optimizer] = ()
+
+    def mirror(self) -> None:
+        """Copies what the optimizers hold now. The sidecar lets the memory go afterwards.
+
+        Costs the trainer one copy of its optimizer state, the first time also its pages.
+        What cannot be copied is said in the table; raises only when the table cannot be written.
+        """
+        table: dict[str, Any] = {"step": self._words[Word.STEP], "keys": [], "failure": ""}
+        try:
+            table.update(self._copied())
+        except ParamdError as error:
+            table.update(keys=[], params=[], groups=[], failure=str(error))
+        self._write(table)
+
+    def close(self) -> None:
+        self._views = Views(memoryview(b""))
+        self._memory.close()
+
+    def _copied(self) -> dict[str, Any]:
+        locate = self._mirror.locator() if self._mirror is not None else None
+        owned = find_owned(self.optimizers, self._arena.address, self._arena.size_bytes, locate)
+        keys = list(dict.fromkeys(key for one in owned for key, _ in one.moments()))
+        kept = keys[:MOMENT_ROOMS]
+        self._memory.reserve(0, len(kept) * self._room_bytes)
+        numbers = {id(optimizer): i for i, optimizer in enumerate(self.optimizers)}
+        with torch.no_grad():
+            params = [self._copy(one, kept, numbers[id(one.optimizer)]) for one in owned]
+        groups = [
+            [
+                {name: _plain(value) for name, value in group.items() if name != "params"}
+                for group in optimizer.param_groups
+            ]
+            for optimizer in self.optimizers
+        ]
+        return {"keys": kept, "params": params, "groups": groups}
+
+    def _copy(self, one: Owned, keys: Sequence[str], optimizer: int) -> dict[str, Any]:
+        dtypes: dict[str, str] = {}
+        scalars: dict[str, Any] = {}
+        left_out: dict[str, str] = {}
+        moments = dict(one.moments())
+        for key, value in one.state().items():
+            moment = moments.get(key)
+            if moment is None:
+                number = _number(value)
+                if number is not None:
+                    scalars[key] = number
+                elif value is not None:
+                    left_out[key] = "it has not the parameter's local shape"
+            elif key not in keys:
+                left_out[key] = f"only {MOMENT_ROOMS} kinds of state are mirrored"
+            elif moment.itemsize != one.local.itemsize:
+                left_out[key] = f"it is {dtype_name(moment.dtype)}, of another size"
+            else:
+                dtypes[key] = dtype_name(moment.dtype)
+                begin = keys.index(key) * self._room_bytes + one.begin
+                shape, strides = tuple(one.local.shape), tuple(one.local.stride())
+                self._views.at(dtypes[key], begin, shape, strides).copy_(moment)
+        return {
+            "begin": one.begin,
+            "end": one.end,
+            "dtypes": dtypes,
+            "scalars": scalars,
+            "left_out": left_out,
+            "optimizer": optimizer,
+            "group": one.group,
+        }
+
+    def _write(self, table: dict[str, Any]) -> None:
+        begin = MOMENT_ROOMS * self._room_bytes
+        data = zlib.compress(json.dumps(table, allow_nan=False).encode(), 1)
+        if len(data) > ROOM_EXTRA_BYTES - _LENGTH.size:
+            failure = f"its table takes {len(data):,} bytes, more than there is room for"
+            table = {**table, "keys": [], "params": [], "groups": [], "failure": failure}
+            data = zlib.compress(json.dumps(table, allow_nan=False).encode(), 1)
+        self._memory.reserve(begin, begin + pages(_LENGTH.size + len(data)))
+        _LENGTH.pack_into(self._memory.buffer, begin, len(data))
+        self._memory.buffer[begin + _LENGTH.size : begin + _LENGTH.size + len(data)] = data
+
+
+def read_table(memory: memoryview, arena_bytes: int) -> dict[str, Any]:
+    """The table in a memory of moments, as the module's text says; for tests and readers."""
+    begin = MOMENT_ROOMS * pages(arena_bytes)
+    (length,) = _LENGTH.unpack_from(memory, begin)
+    begin += _LENGTH.size
+    table: dict[str, Any] = json.loads(zlib.decompress(memory[begin : begin + length]))
+    return table
+
+
+def _number(value: Any) -> float | str | None:
+    if isinstance(value, torch.Tensor):
+        local, _ = split(value)
+        if local.numel() != 1:
+            return None
+        value = local.item()
+    if isinstance(value, bool | int | float):
+        return value if not isinstance(value, float) or math.isfinite(value) else str(value)
+    return None
+
+
+def _plain(value: Any) -> Any:
+    """A hyperparameter as JSON has it; what it has not, as text."""
+    number = _number(value)
+    if number is not None or value is None or isinstance(value, str):
+        return number if number is not None else value
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    return repr(value)

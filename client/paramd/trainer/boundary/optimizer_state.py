@@ -1,0 +1,118 @@
+"""Optimizer state of what lies in the arena: which tensors have a parameter's own geometry.
+
+An optimizer knows whole parameters, flat ones (FSDP1) or views of those; a piece of the
+arena is found in whichever it lies in. State tensors of the local shape (`exp_avg`, momentum
+buffers, also as DTensors) correspond to the parameter element by element.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from paramd.memory.edit_program import Record
+from paramd.trainer.home.storages import Range, extent
+from paramd.trainer.model.dtensor import split
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Owned:
+    """An optimizer's parameter in the arena."""
+
+    begin: int
+    """First byte in the arena."""
+    end: int
+    param: torch.Tensor
+    """The key of the optimizer's state."""
+    local: torch.Tensor
+    optimizer: torch.optim.Optimizer
+    group: int
+    """Index in param_groups."""
+
+    def state(self) -> dict[str, Any]:
+        """Its state as it is now; empty before the first step."""
+        found = self.optimizer.state.get(self.param)
+        return found if isinstance(found, dict) else {}
+
+    def moments(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """State tensors, local, that have an element for each of its own."""
+        for key, value in self.state().items():
+            # Of a parameter without dims, the count of steps looks like a moment.
+            if isinstance(value, torch.Tensor) and (self.local.ndim or key != "step"):
+                local, _ = split(value)
+                if local.shape == self.local.shape and local.device.type != "meta":
+                    yield key, local.detach()
+
+
+def find_owned(
+    optimizers: Collection[torch.optim.Optimizer],
+    arena_address: int,
+    arena_bytes: int,
+    locate: Callable[[Range], int | None] | None = None,
+) -> list[Owned]:
+    """All parameters of the optimizers that lie in the arena, by place, each once.
+
+    Args:
+        arena_address: where it is mapped.
+        arena_bytes: its size.
+        locate: tells the arena byte of a parameter's memory when that is elsewhere (mirror.py).
+    """
+    found: dict[int, Owned] = {}
+    for optimizer in optimizers:
+        for number, group in enumerate(optimizer.param_groups):
+            for param in group["params"]:
+                local = split(param)[0].detach()
+                span = extent(local)
+                begin = locate(span) if locate is not None else span.begin - arena_address
+                if begin is None:
+                    continue
+                end = begin + span.end - span.begin
+                if 0 <= begin < end <= arena_bytes:
+                    found[begin] = Owned(begin, end, param, local, optimizer, number)
+    return [found[begin] for begin in sorted(found)]
+
+
+def owner_of(owned: Sequence[Owned], record: Record) -> Owned | None:
+    """The parameter that a record's view lies in; None when no optimizer has it."""
+    index = bisect_right(owned, record.arena_begin, key=lambda one: one.begin)
+    # Usually the first; parameters that are columns of one tensor lie in each other.
+    for one in reversed(owned[:index]):
+        if record.arena_end <= one.end and _has_element(one, record):
+            return one
+    return None
+
+
+def _has_element(owner: Owned, record: Record) -> bool:
+    """Whether the record's first element is one of the parameter's."""
+    rest = (record.arena_begin - owner.begin) // record.itemsize
+    dims = zip(owner.local.stride(), owner.local.shape, strict=True)
+    for stride, size in sorted(dims, reverse=True):
+        if stride and size > 1:
+            index = min(rest // stride, size - 1)
+            rest -= index * stride
+    return rest == 0
+
+
+def zero_moments(owner: Owned, record: Record) -> None:
+    """Zeroes the state of the very elements that the record changes."""
+    offset = (record.arena_begin - owner.begin) // record.itemsize
+    for _key, moment in owner.moments():
+        if moment.stride() == owner.local.stride():
+            begin = moment.storage_offset() + offset
+            moment.as_strided(record.sizes, record.strides, begin).zero_()
+        else:
+            mask = _mask(owner.local, record, offset)
+            moment.masked_fill_(mask.to(moment.device), 0)
+
+
+def _mask(local: torch.Tensor, record: Record, offset: int) -> torch.Tensor:
+    """True where the record's elements are, in the shape of the parameter."""
+    span = extent(local)
+    numel = (span.end - span.begin) // local.itemsize
+    memory = torch.zeros(numel, dtype=torch.bool, device="cpu")
+    memory.as_strided(record.sizes, record.strides, offset).fill_(True)
+    return memory.as_strided(local.shape, local.stride(), 0)

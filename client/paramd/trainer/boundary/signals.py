@@ -1,0 +1,276 @@
+"""What tells that training goes on: updates of any optimizer, forwards, backwards.
+
+    optimizer hooks   global ones, so an optimizer made after `attach` is seen as well, and a
+                      step inside another class's step too
+    forward           of the attached module, in a call that will be differentiated
+    backward          of what that forward returned; counted, and the same on all ranks
+
+Nothing here changes what is computed: the hooks return None, draw no random number, and are
+left out of what torch.compile traces. A copy or a pickle of the model has none of them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import weakref
+from collections.abc import Callable, Collection, Iterable, Iterator
+from dataclasses import fields, is_dataclass
+from types import FrameType
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
+
+SILENT_UPDATES = 3
+"""Updates without a forward or backward heard of, after which one parameter is listened to."""
+
+MAX_OUTPUTS = 8
+"""Tensors of an output that are looked at to see the backward begin."""
+
+
+class Listener(Protocol):
+    """What hears of it (see boundary.py). Called on whichever thread runs the training."""
+
+    def begin(self, owner: object) -> None:
+        """An optimizer's step begins."""
+
+    def end(self, owner: object) -> None:
+        """It is over; also called of steps that did not begin."""
+
+    def forward(self, *, trains: bool) -> None:
+        """A forward begins that may be differentiated; `trains`: in training mode."""
+
+    def backward(self) -> None:
+        """The backward of one forward has begun."""
+
+
+class Followed(Collection[torch.optim.Optimizer]):
+    """The optimizers that have parameters of a model, as long as the script keeps them.
+
+    Those given to `attach` come first, then others in the order of their first step.
+    """
+
+    def __init__(self) -> None:
+        self._known: weakref.WeakKeyDictionary[torch.optim.Optimizer, tuple[int, bool]] = (
+            weakref.WeakKeyDictionary()
+        )
+
+    def __iter__(self) -> Iterator[torch.optim.Optimizer]:
+        return iter([optimizer for optimizer, (_, ours) in self._known.items() if ours])
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
+
+    def __contains__(self, optimizer: object) -> bool:
+        return isinstance(optimizer, torch.optim.Optimizer) and any(o is optimizer for o in self)
+
+    def add(self, optimizer: torch.optim.Optimizer) -> None:
+        """Takes it for the model's, whatever parameters it has."""
+        self._known[optimizer] = (_size(optimizer), True)
+
+    def has(self, optimizer: torch.optim.Optimizer, model: nn.Module | None) -> bool:
+        """Whether it has a parameter of the model; looked at again when it got more of them."""
+        known = self._known.get(optimizer)
+        if known is not None and known[1]:
+            return True
+        size = _size(optimizer)
+        if known is not None and known[0] == size:
+            return False
+        mine = {id(p) for p in model.parameters()} if model is not None else set()
+        ours = any(id(p) in mine for group in optimizer.param_groups for p in group["params"])
+        self._known[optimizer] = (size, ours)
+        return ours
+
+
+class Signals:
+    """The hooks of one attachment, from `open` until `close`."""
+
+    def __init__(self, model: nn.Module, listener: Listener) -> None:
+        self._model = weakref.ref(model)
+        self._listener = listener
+        self.optimizers = Followed()
+        self._remove: list[Callable[[], None]] = []
+        self._silent = 0
+        self._leaf: Any = None
+
+    def open(self) -> None:
+        """Hears of everything from now on."""
+        model, listener = self._model(), self._listener
+        self._remove += [
+            register_optimizer_step_pre_hook(self._before).remove,
+            register_optimizer_step_post_hook(self._after).remove,
+        ]
+        for module in callable_roots(model) if model is not None else ():
+            # Before all others: FSDP gathers parameters in its own, and an edit comes first.
+            before = module.register_forward_pre_hook(_Forward(module, listener), prepend=True)
+            after = module.register_forward_hook(_Output(module, self))
+            self._remove += [before.remove, after.remove]
+
+    def backward(self) -> None:
+        """The backward of one forward has begun."""
+        self._silent = 0
+        self._listener.backward()
+
+    def close(self) -> None:
+        """Takes all hooks away. Idempotent."""
+        for remove in self._remove:
+            remove()
+        self._remove.clear()
+        self._leaf = None
+
+    def _listen_to_a_leaf(self) -> None:
+        """Hears of backwards by one parameter's own node of the graph.
+
+        For a module whose forward is compiled as a whole, or that is never called itself: its
+        hooks say nothing. Sharded parameters (FSDP) have no such node.
+        """
+        model = self._model()
+        for parameter in model.parameters() if model is not None else ():
+            plain = type(parameter) is nn.Parameter and parameter.device.type == "cpu"
+            if plain and parameter.requires_grad and parameter.is_leaf:
+                # Kept: a parameter does not keep its own node.
+                self._leaf = torch.autograd.graph.get_gradient_edge(parameter).node
+                handle = self._leaf.register_prehook(lambda _: self._listener.backward())
+                self._remove.append(handle.remove)
+                return
+        self._leaf = False
+
+    def _before(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        if self.optimizers.has(optimizer, self._model()):
+            self._silent += 1
+            if self._silent > SILENT_UPDATES and self._leaf is None:
+                self._listen_to_a_leaf()
+            self._listener.begin(optimizer)
+
+    def _after(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        # One that has nothing of the model has begun nothing.
+        self._listener.end(optimizer)
+
+
+def callable_roots(model: nn.Module) -> Iterator[nn.Module]:
+    """The model, or, of a mere container, what in it can be called."""
+    if type(model).forward is not nn.Module.forward:
+        yield model
+        return
+    for child in model.children():
+        yield from callable_roots(child)
+
+
+def runs_inside_itself(optimizer: object) -> bool:
+    """Whether a step of this optimizer is under way already when its hook is called.
+
+    torch wraps `step` once for each class of which there was an instance. So a subclass that
+    calls `super().step()` runs all hooks twice, the second time within the first.
+    """
+    return sum(_is_step_of(frame, optimizer) for frame in _frames()) > 1
+
+
+def replaced_for_a_call() -> bool:
+    """Whether `torch.func.functional_call` has put other tensors in the modules' place."""
+    return any(frame.f_globals.get("__name__") == "torch.nn.utils.stateless" for frame in _frames())
+
+
+def backward_id() -> int:
+    """Number of the backward that this thread is in; -1 outside of one."""
+    return int(torch._C._current_graph_task_id())
+
+
+def _size(optimizer: torch.optim.Optimizer) -> int:
+    return sum(len(group["params"]) for group in optimizer.param_groups)
+
+
+def _is_step_of(frame: FrameType, optimizer: object) -> bool:
+    code = frame.f_code
+    if code.co_name != "wrapper" or frame.f_globals.get("__name__") != "torch.optim.optimizer":
+        return False
+    return frame.f_locals.get("self") is optimizer
+
+
+def _frames() -> Iterator[FrameType]:
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        yield frame
+        frame = frame.f_back
+
+
+class _Backwards(Protocol):
+    def backward(self) -> None: ...
+
+
+class _Hook:
+    """A hook of one module: not of its copies, nor of what was pickled of it."""
+
+    def __init__(self, module: nn.Module, listener: Any) -> None:
+        self._module = weakref.ref(module)
+        self._listener = listener
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # What stands in its place takes any arguments, does nothing, and needs no paramd.
+        return getattr, (contextlib.nullcontext(), "__exit__")
+
+    def __deepcopy__(self, _memo: object) -> Any:
+        return contextlib.nullcontext().__exit__
+
+
+class _Forward(_Hook):
+    def __call__(self, module: nn.Module, _args: Any) -> None:
+        if torch.compiler.is_compiling():
+            return
+        if torch.is_grad_enabled() and not _in_transform() and module is self._module():
+            self._listener.forward(trains=module.training)
+
+
+class _Output(_Hook):
+    def __call__(self, module: nn.Module, _args: Any, output: Any) -> None:
+        if torch.compiler.is_compiling():
+            return
+        if not torch.is_grad_enabled() or _in_transform() or module is not self._module():
+            return
+        once = _Once(self._listener)
+        for tensor in _tensors(output):
+            tensor.register_hook(once)
+
+
+class _Once:
+    """Tells of the backward of one forward once, whichever of its outputs is reached first."""
+
+    def __init__(self, listener: _Backwards) -> None:
+        self._listener = listener
+        self._told = False
+
+    def __call__(self, _gradient: torch.Tensor) -> None:
+        if not self._told:
+            self._told = True
+            self._listener.backward()
+
+
+def _in_transform() -> bool:
+    """Within `torch.func.grad`, `vmap` and the like, tensors take no hooks."""
+    return torch._C._functorch.peek_interpreter_stack() is not None
+
+
+def _tensors(output: Any, depth: int = 3) -> list[torch.Tensor]:
+    """Tensors of an output that gradients flow back from, the first few."""
+    if isinstance(output, torch.Tensor):
+        return [output] if output.requires_grad else []
+    if depth == 0:
+        return []
+    if isinstance(output, dict):
+        parts: Iterable[Any] = output.values()
+    elif isinstance(output, list | tuple):
+        parts = output
+    elif is_dataclass(output) and not isinstance(output, type):
+        parts = (getattr(output, field.name) for field in fields(output))
+    else:
+        return []
+    found: list[torch.Tensor] = []
+    for part in parts:
+        found += _tensors(part, depth - 1)
+        if len(found) >= MAX_OUTPUTS:
+            break
+    return found[:MAX_OUTPUTS]

@@ -1,0 +1,1 @@
+"""The processes beside the trainer, and the links to them."""

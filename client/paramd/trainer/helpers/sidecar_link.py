@@ -1,0 +1,219 @@
+"""The trainer's end of the handover: finds or starts the sidecar, and keeps one."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import subprocess
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from paramd import places
+from paramd.errors import (
+    ConflictError,
+    ParamdError,
+    UnreachableError,
+    UsageError,
+    error_of_grpc,
+)
+from paramd.memory import descriptors, handover
+from paramd.memory.shared import Descriptors
+from paramd.trainer.helpers.supervisor import Supervisor, end, spawn
+from paramd.trainer.settings import AttachSettings
+from paramd.version import __version__
+
+CONNECT_POLL_S = 0.02
+
+
+@dataclass(frozen=True, kw_only=True)
+class Identity:
+    """Which rank of which incarnation this trainer is."""
+
+    job: str
+    epoch: int
+    rank: int
+    world_size: int
+    public_key: bytes
+    """Verifies the job's tickets."""
+    rank_ticket: str = field(repr=False)
+    """Lets this rank's sidecar join the control plane as this rank."""
+    private_key: bytes | None = field(default=None, repr=False)
+    """Signs the job's tickets; on rank 0 alone, which starts the control plane."""
+
+
+class SidecarLink:
+    """One rank's sidecar, whichever process that is at the moment."""
+
+    def __init__(
+        self, identity: Identity, settings: AttachSettings, *, socket_path: Path, arena_bytes: int
+    ) -> None:
+        self._identity = identity
+        self._settings = settings
+        self._socket_path = socket_path
+        self._arena_bytes = arena_bytes
+        self._connection: socket.socket | None = None
+        self._process: subprocess.Popen[bytes] | None = None
+        self._mesh: tuple[dict[str, Any], bytes] | None = None
+        self._supervisor = Supervisor(f"sidecar-{identity.rank}", self._restart)
+        self.descriptors: Descriptors | None = None
+        self.address = ""
+
+    def open(self) -> None:
+        """Brings up a sidecar and attaches to it.
+
+        Raises:
+            ConflictError: the sidecar there belongs to a living trainer.
+            ParamdError: none could be started.
+        """
+        self._attach(self._reach())
+
+    def own_descriptors(self) -> Descriptors:
+        """The shared objects; made here if no sidecar could make them."""
+        if self.descriptors is None:
+            self.descriptors = Descriptors.create(self._arena_bytes)
+        return self.descriptors
+
+    def serve(self, mesh: dict[str, Any], layout: bytes) -> None:
+        """Tells the sidecar what it holds; from now on one is always kept alive."""
+        self._mesh = (mesh, layout)
+        try:
+            self._send_mesh()
+            pidfd = self._pidfd()
+        except (ParamdError, OSError, EOFError):
+            pidfd = None
+        self._supervisor.start(pidfd)
+
+    def close(self) -> None:
+        """Sends the sidecar home and forgets it. Idempotent."""
+        self._supervisor.close()
+        self._mesh = None
+        if self._connection is not None:
+            with contextlib.suppress(OSError):
+                handover.send(self._connection, {"op": "detach"})
+            self._connection.close()
+            self._connection = None
+        self._reap(grace_s=5.0)
+        if self.descriptors is not None:
+            self.descriptors.close()
+            self.descriptors = None
+
+    def _restart(self) -> int:
+        if self._connection is not None:
+            self._connection.close()
+            self._connection = None
+        self._reap(grace_s=0.0)
+        self._attach(self._reach())
+        self._send_mesh()
+        return self._pidfd()
+
+    def _reach(self) -> socket.socket:
+        with contextlib.suppress(UnreachableError):
+            return handover.connect(self._socket_path)
+        listen = self._listen()
+        self._process, output = spawn(
+            "paramd_service.sidecar",
+            [
+                "--job", self._identity.job,
+                "--rank", str(self._identity.rank),
+                "--socket", str(self._socket_path),
+                "--listen", listen,
+                "--linger-s", str(self._settings.linger_s),
+                *self._settings.sidecar_options(),
+            ],
+            log_path=self._socket_path.with_suffix(".log"),
+        )  # fmt: skip
+        output.close()
+        return self._await_socket(self._process)
+
+    def _listen(self) -> str:
+        """Where a sidecar is to listen: a successor on its predecessor's port."""
+        wanted = self._settings.sidecar_listen
+        if not self.address:
+            return wanted
+        return f"{wanted.rpartition(':')[0]}:{self.address.rpartition(':')[2]}"
+
+    def _await_socket(self, process: subprocess.Popen[bytes]) -> socket.socket:
+        deadline_s = time.monotonic() + self._settings.sidecar_start_timeout_s
+        while True:
+            with contextlib.suppress(UnreachableError):
+                return handover.connect(self._socket_path)
+            code = process.poll()
+            if code is not None or time.monotonic() > deadline_s:
+                fate = "did not answer in time" if code is None else f"ended with code {code}"
+                raise UnreachableError(
+                    f"the sidecar of rank {self._identity.rank} {fate}; "
+                    f"see {self._socket_path.with_suffix('.log')}"
+                )
+            time.sleep(CONNECT_POLL_S)
+
+    def _attach(self, connection: socket.socket) -> None:
+        identity = self._identity
+        message = {
+            "op": "attach",
+            "job": identity.job,
+            "epoch": identity.epoch,
+            "rank": identity.rank,
+            "world_size": identity.world_size,
+            "pid": os.getpid(),
+            "start": places.process_start(os.getpid()),
+            "arena_bytes": self._arena_bytes,
+            "public_key": identity.public_key.hex(),
+            "rank_ticket": identity.rank_ticket,
+            "version": __version__,
+        }
+        ours = self.descriptors.as_list() if self.descriptors is not None else []
+        # Copying and faulting nothing, a sidecar answers at once; making an arena takes longer.
+        connection.settimeout(self._settings.sidecar_start_timeout_s + self._arena_bytes / 1e9)
+        handover.send(connection, message, ours)
+        answer, received = _answer(connection, "attached")
+        if self.descriptors is None:
+            self.descriptors = self._received(received)
+        else:
+            for descriptor in received:
+                os.close(descriptor)
+        self._connection = connection
+        self.address = str(answer["address"])
+
+    def _received(self, fds: list[int]) -> Descriptors:
+        try:
+            return Descriptors.received(fds, self._arena_bytes)
+        except UsageError as error:
+            for descriptor in fds:
+                os.close(descriptor)
+            raise ConflictError(f"the sidecar handed over what cannot be used: {error}") from error
+
+    def _send_mesh(self) -> None:
+        assert self._mesh is not None
+        if self._connection is None:
+            raise UnreachableError("no sidecar is connected")
+        message, layout = self._mesh
+        memory = descriptors.create_memory("paramd-layout", len(layout))
+        try:
+            os.pwrite(memory, layout, 0)
+            handover.send(self._connection, message, [memory])
+        finally:
+            os.close(memory)
+        _answer(self._connection, "serving")
+
+    def _pidfd(self) -> int:
+        assert self._connection is not None
+        return descriptors.pidfd(handover.check_peer(self._connection))
+
+    def _reap(self, *, grace_s: float) -> None:
+        if self._process is not None:
+            end(self._process, grace_s=grace_s)
+            self._process = None
+
+
+def _answer(connection: socket.socket, expected: str) -> tuple[handover.Message, list[int]]:
+    message, received = handover.receive(connection)
+    if message["op"] == expected:
+        return message, received
+    for descriptor in received:
+        os.close(descriptor)
+    if message["op"] == "error":
+        raise error_of_grpc(str(message.get("code")))(str(message.get("message")))
+    raise ConflictError(f"the sidecar answered {message['op']!r} instead of {expected!r}")

@@ -1,0 +1,130 @@
+"""An external control plane: the job registers there, and its sidecars join it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import httpx2
+
+from paramd.errors import (
+    ConflictError,
+    DeniedError,
+    ParamdError,
+    UnreachableError,
+    UsageError,
+)
+from paramd.security.tickets import key_from_hex
+from paramd.security.tls import https_context
+from paramd.trainer.settings import AttachSettings
+
+TIMEOUT_S = 10.0
+"""Longest wait for the control plane at attach, in seconds."""
+
+MAX_TOKEN_BYTES = 4096
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Registration:
+    """A new epoch of the job, as the control plane has handed it out."""
+
+    url: str
+    epoch: int
+    control_address: str
+    """gRPC target that sidecars join."""
+    public_key: bytes
+    rank_tickets: list[str] = field(repr=False)
+
+
+def register(
+    settings: AttachSettings, *, job: str, world_size: int, epoch_floor: int
+) -> Registration:
+    """Has the control plane begin a new epoch, above `epoch_floor`. Not idempotent.
+
+    Raises:
+        UnreachableError: it does not answer, or cannot serve now.
+        DeniedError: the token is missing, wrong, or may not register jobs.
+        ConflictError: the job trains already, or the control plane is another job's own.
+        UsageError: the url is none, or would send the token unencrypted to another host.
+    """
+    url = settings.control.rstrip("/")
+    parts = urlsplit(url)
+    if parts.scheme not in ("http", "https") or not parts.hostname:
+        raise UsageError(f"control: {url!r}; expected one like http://127.0.0.1:8470")
+    verify = https_context(url)
+    body = {"job": job, "world_size": world_size, "epoch_floor": epoch_floor}
+    try:
+        answer = httpx2.post(
+            f"{url}/api/v1/jobs",
+            json=body,
+            headers={"authorization": f"Bearer {token_of(settings)}"},
+            timeout=TIMEOUT_S,
+            verify=verify,
+            # A proxy from the environment must not see the token.
+            trust_env=False,
+        )
+    except httpx2.HTTPError as error:
+        raise UnreachableError(f"the control plane at {url} does not answer ({error})") from error
+    if answer.status_code != 201:
+        raise _refusal(url, answer)
+    try:
+        return _registration(url, world_size, answer.json())
+    except (ValueError, KeyError, TypeError) as error:
+        raise UnreachableError(
+            f"{url} answered what this version of paramd cannot read ({error!r}); the versions of "
+            "the control plane and the training may differ"
+        ) from error
+
+
+def token_of(settings: AttachSettings) -> str:
+    """The token that the job registers with: PARAMD_TOKEN, else what PARAMD_TOKEN_FILE holds.
+
+    Raises:
+        DeniedError: there is none.
+        UsageError: the file cannot be read.
+    """
+    if settings.token:
+        return settings.token
+    if not settings.token_file:
+        raise DeniedError(
+            f"no token for the control plane at {settings.control}; set PARAMD_TOKEN or "
+            "PARAMD_TOKEN_FILE to one that may register jobs"
+        )
+    try:
+        with Path(settings.token_file).open() as file:
+            return file.read(MAX_TOKEN_BYTES).strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError(f"token_file: {settings.token_file} cannot be read: {error}") from error
+
+
+def _registration(url: str, world_size: int, found: Mapping[str, Any]) -> Registration:
+    tickets = [str(ticket) for ticket in found["rank_tickets"]]
+    epoch = int(found["epoch"])
+    if len(tickets) != world_size or epoch < 1:
+        raise ValueError(f"{len(tickets)} tickets, epoch {epoch}")
+    return Registration(
+        url=url,
+        epoch=epoch,
+        control_address=str(found["control_address"]),
+        public_key=key_from_hex(found, "public_key"),
+        rank_tickets=tickets,
+    )
+
+
+def _refusal(url: str, answer: httpx2.Response) -> ParamdError:
+    try:
+        text = str(answer.json()["detail"])
+    except (ValueError, KeyError, TypeError):
+        text = f"HTTP {answer.status_code}"
+    status = answer.status_code
+    if status in (401, 403):
+        return DeniedError(f"{url}: {text}")
+    if status == 409:
+        return ConflictError(f"{url}: {text}")
+    if status == 422:
+        return UsageError(f"{url}: {text}")
+    # Its own troubles must not keep a training from starting.
+    return UnreachableError(f"{url}: {text}")

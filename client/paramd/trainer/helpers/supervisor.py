@@ -1,0 +1,136 @@
+"""Keeps one helper process of the trainer alive: start, watch, start again."""
+
+from __future__ import annotations
+
+import logging
+import os
+import select
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import IO
+
+# glibc gives blocks over its threshold back to the kernel and takes fresh pages for the
+# next one; first touch of a fresh page costs more than copying it (docs/decisions.md).
+_MALLOC = {"MALLOC_MMAP_THRESHOLD_": str(1 << 30), "MALLOC_TRIM_THRESHOLD_": str(1 << 32)}
+
+log = logging.getLogger("paramd")
+
+FIRST_DELAY_S = 0.1
+LONGEST_DELAY_S = 10.0
+# A process that lived this long did not fail at its start.
+STEADY_S = 5.0
+
+
+def spawn(
+    module: str, arguments: list[str], *, log_path: Path, stdin: bytes | None = None
+) -> tuple[subprocess.Popen[bytes], IO[bytes]]:
+    """Starts `python -m module` in a session of its own; returns it and its stdout.
+
+    The new session keeps a Ctrl-C in the trainer's terminal from ending it. stderr is
+    appended to `log_path` (0600). `stdin` carries secrets, which argv and the
+    environment must not.
+    """
+    environment = os.environ | _MALLOC | {"PYTHONSAFEPATH": "1", "PYTHONUNBUFFERED": "1"}
+    environment.pop("PARAMD_TOKEN", None)
+    log = os.open(log_path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
+    try:
+        process = subprocess.Popen(
+            [sys.executable, "-m", module, *arguments],
+            stdin=subprocess.PIPE if stdin is not None else subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=log,
+            env=environment,
+            start_new_session=True,
+        )
+    finally:
+        os.close(log)
+    assert process.stdout is not None
+    if stdin is not None:
+        assert process.stdin is not None
+        with process.stdin:
+            process.stdin.write(stdin)
+    return process, process.stdout
+
+
+def end(process: subprocess.Popen[bytes], *, grace_s: float) -> None:
+    """Waits for a process to end by itself, then makes it."""
+    for stop in (process.terminate, process.kill):
+        try:
+            process.wait(grace_s)
+            return
+        except subprocess.TimeoutExpired:
+            stop()
+    process.wait()
+
+
+class Supervisor:
+    """A thread that waits for a process to end and then calls `restart`.
+
+    `restart` returns the descriptor (pidfd) of the new process, or raises; then it is
+    tried again with growing delays. The thread sleeps in the kernel: it costs the
+    trainer nothing while the process lives.
+    """
+
+    def __init__(self, name: str, restart: Callable[[], int]) -> None:
+        self._name = name
+        self._restart = restart
+        self._stop = os.eventfd(0, os.EFD_CLOEXEC)
+        self._thread = threading.Thread(target=self._run, name=f"paramd-{name}", daemon=True)
+        self._pidfd: int | None = None
+        self._closed = False
+
+    def start(self, pidfd: int | None) -> None:
+        """Begins to watch; None when the first start has failed and is to be tried again."""
+        self._pidfd = pidfd
+        self._thread.start()
+
+    def close(self) -> None:
+        """Stops watching. The process itself is left as it is. Idempotent."""
+        if self._closed:
+            return
+        self._closed = True
+        os.eventfd_write(self._stop, 1)
+        if self._thread.ident is not None:
+            self._thread.join()
+        os.close(self._stop)
+        if self._pidfd is not None:
+            os.close(self._pidfd)
+
+    def _run(self) -> None:
+        delay_s = FIRST_DELAY_S
+        while True:
+            if self._pidfd is not None:
+                lived_long = not self._wait(self._pidfd, STEADY_S)
+                if lived_long:
+                    self._wait(self._pidfd, None)
+                if self._stopped():
+                    return
+                os.close(self._pidfd)
+                self._pidfd = None
+                log.warning("paramd: the %s ended; starting it again", self._name)
+                delay_s = FIRST_DELAY_S if lived_long else min(LONGEST_DELAY_S, 2 * delay_s)
+            try:
+                self._pidfd = self._restart()
+            except Exception as error:
+                log.warning(
+                    "paramd: the %s did not start (%s); training goes on without it, next try "
+                    "in %.1f s", self._name, error, delay_s,
+                )  # fmt: skip
+                if self._wait(self._stop, delay_s):
+                    return
+                delay_s = min(LONGEST_DELAY_S, 2 * delay_s)
+
+    def _wait(self, descriptor: int, timeout_s: float | None) -> bool:
+        """True when `descriptor` or the stop event became readable in time."""
+        poller = select.poll()
+        poller.register(descriptor, select.POLLIN)
+        poller.register(self._stop, select.POLLIN)
+        return bool(poller.poll(None if timeout_s is None else timeout_s * 1000))
+
+    def _stopped(self) -> bool:
+        poller = select.poll()
+        poller.register(self._stop, select.POLLIN)
+        return bool(poller.poll(0))

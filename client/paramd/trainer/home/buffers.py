@@ -1,0 +1,74 @@
+"""Copies of persistent buffers in an arena, refreshed when somebody asks.
+
+Buffers change in forward, outside updates, and modules replace them by new tensors at
+will. So they are looked up in the modules at every copy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from paramd.errors import ConflictError
+from paramd.layout.types import Region
+from paramd.trainer.home.storages import bytes_at
+from paramd.trainer.model import plain
+from paramd.trainer.model.dtensor import split
+from paramd.trainer.model.local_shard import LocalShard, dtype_name
+
+
+class BufferCopies:
+    """Row-major copies of buffer shards at fixed places of an arena."""
+
+    def __init__(self, arena: memoryview, placed: Sequence[tuple[LocalShard, int]]) -> None:
+        """`placed` gives each shard and its first byte in the arena."""
+        self._shards = [shard for shard, _ in placed]
+        self._targets = [_target(arena, shard, begin) for shard, begin in placed]
+
+    def refresh(self) -> None:
+        """Copies all buffers as they are now.
+
+        Raises:
+            ConflictError: a buffer changed its shape, or its dtype to one that does not fit.
+        """
+        pairs = zip(self._shards, self._targets, strict=True)
+        sources = [_live(shard, target) for shard, target in pairs]
+        with torch.no_grad():
+            # One by one: they may be on devices, which `_foreach_copy_` takes no mixture of.
+            for target, source in zip(self._targets, sources, strict=True):
+                target.copy_(source)
+
+
+def _target(arena: memoryview, shard: LocalShard, begin: int) -> torch.Tensor:
+    size_bytes = shard.tensor.numel() * shard.tensor.itemsize
+    span = bytes_at(arena, begin, size_bytes)
+    return span.view(shard.tensor.dtype).view(shard.tensor.shape)
+
+
+def _live(shard: LocalShard, target: torch.Tensor) -> torch.Tensor:
+    value = shard.slot.owner.get(shard.slot.key)
+    for region, source in _regions(shard, value):
+        fits = torch.promote_types(source.dtype, target.dtype) == target.dtype
+        if region == shard.region and source.shape == target.shape and fits:
+            return source
+    raise ConflictError(
+        f"buffer {shard.fqn!r} was {shard.dtype} {list(shard.shape)} when attached and is "
+        f"{_described(value)} now; detach and attach again to serve it"
+    )
+
+
+def _regions(shard: LocalShard, value: object) -> list[tuple[Region, torch.Tensor]]:
+    if not isinstance(value, torch.Tensor):
+        return []
+    local, spec = split(value)
+    if spec is None and local.shape == shard.shape and shard.region.numel == local.numel():
+        return [(shard.region, local.detach())]
+    found = plain.shards_of((shard.fqn,), value, shard.kind, shard.slot)
+    return [(part.region, part.tensor) for part in found]
+
+
+def _described(value: object) -> str:
+    if isinstance(value, torch.Tensor):
+        return f"{dtype_name(value.dtype)} {list(value.shape)}"
+    return repr(value)

@@ -1,0 +1,236 @@
+"""A home whose parameters stay where they are: the arena is a copy, made when asked for.
+
+For parameters on devices, and wherever nothing may be moved (`arena="mirror"`). Nothing is
+re-homed, so there is nothing to take back. The price: the arena's bytes are those of the last
+boundary that asked for them, so that only agreed boundaries answer (memory/mirror.py).
+
+Every place in the arena has the geometry of the live memory: what stands some bytes behind a
+piece there stands as many bytes behind it here. So an edit's views, and optimizer state, are
+found by adding.
+"""
+
+from __future__ import annotations
+
+import time
+from bisect import bisect_left, bisect_right
+from collections.abc import Callable, Iterable, Sequence
+from operator import itemgetter
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+
+from paramd.errors import ConflictError
+from paramd.layout.types import TensorKind
+from paramd.memory.edit_program import Record
+from paramd.memory.gate import TrainerGate
+from paramd.memory.mirror import unpack_wanted
+from paramd.trainer.home.arena_plan import ArenaPlan, check_reachable, plan_arena
+from paramd.trainer.home.buffers import BufferCopies
+from paramd.trainer.home.devices import DeviceCopies
+from paramd.trainer.home.moving import differences
+from paramd.trainer.home.owned import Home, address_of, check_arena, said
+from paramd.trainer.home.storages import Range, bytes_at, extent, placed
+from paramd.trainer.model.local_shard import LocalShard, dtype_name
+from paramd.trainer.model.shards import find_shards
+
+if TYPE_CHECKING:
+    from paramd.trainer.boundary.agreement import Request
+
+Locate = Callable[[Range], int | None]
+"""From a parameter's memory to the arena byte where it begins; None for what is elsewhere."""
+
+
+class MirroredHome(Home):
+    """Parameters in the trainer's own memory, on any device, and their copies in an arena.
+
+    Outside after the constructor and after `move_out`, inside after `move_in`; in both the
+    model is what it was.
+    """
+
+    mirrored = True
+
+    def __init__(self, model: nn.Module) -> None:
+        """As `Home`; parameters may be on CUDA devices too."""
+        super().__init__(model)
+        self._memory = torch.empty(0, dtype=torch.uint8, device="cpu")
+        self._copies: DeviceCopies | None = None
+
+    def _planned(self, shards: Sequence[LocalShard]) -> ArenaPlan:
+        for shard in shards:
+            check_reachable(shard)
+        return plan_arena(shards, ())
+
+    def move_in(self, arena: memoryview) -> None:
+        """Takes `arena` for the copies; changes nothing of the model.
+
+        Raises:
+            UsageError: the arena is too small or read-only.
+            ConflictError: the model has changed since the constructor.
+        """
+        check_arena(arena, self.arena_bytes)
+        shards = find_shards(self._model)
+        if self._planned(shards) != self._plan or differences(self._shards, shards):
+            raise ConflictError(
+                "the model's parameters changed while they were being attached; attach again"
+            )
+        self._shards = shards
+        self._arena_address = address_of(arena)
+        if arena.nbytes:
+            self._memory = bytes_at(arena, 0, arena.nbytes)
+        if not _on_host(shard.tensor for shard in shards):
+            self._copies = DeviceCopies(self._arena_address, arena.nbytes)
+        self._buffers = BufferCopies(arena, self._placed(TensorKind.BUFFER))
+        self._rewatch()
+        self.copy_buffers()
+
+    def check(self, full: bool = False) -> list[str]:
+        """Follows parameters that were replaced; as cheap as for parameters in an arena.
+
+        Raises:
+            ConflictError: names, shape, dtype, strides or placement changed.
+        """
+        assert self._watch is not None, "move_in comes first"
+        if self._watch.look() or full or self._watch.added:
+            self._look_again()
+        return []
+
+    def take_back(self) -> list[str]:
+        """Nothing ever leaves."""
+        return []
+
+    def move_out(self) -> None:
+        """Lets go of the arena. Idempotent."""
+        self._close_watch()
+        self._buffers, self._shards = None, []
+        self._memory = self._memory.new_empty(0)
+        if self._copies is not None:
+            self._copies.close()
+
+    def refresh_for(self, request: Request, gate: TrainerGate) -> None:
+        """Copies what an agreed capture wants into the arena, buffers too.
+
+        Waits first, within the stall budget, for a sidecar that still copies from it. All of
+        that is counted as a stall.
+
+        Raises:
+            ConflictError: a tensor changed its layout; the request is missed on this rank.
+        """
+        if request.argument == 0:
+            return
+        begin, end = unpack_wanted(request.argument)
+        gate.begin_mirror()
+        if begin == end:
+            gate.end_mirror(request.number)
+            return
+        begin_ns = time.monotonic_ns()
+        self._refresh(begin, end)
+        if any(at < end for _, at in self._placed(TensorKind.BUFFER)):
+            self.copy_buffers()
+        gate.end_mirror(request.number)
+        gate.note_stall(time.monotonic_ns() - begin_ns)
+
+    def live(self, records: Sequence[Record]) -> list[torch.Tensor]:
+        """The training's own elements that each record is about, shaped like its view.
+
+        At a boundary only. Writing to one changes the parameter, not its version counter.
+
+        Raises:
+            ConflictError: no parameter of this rank has them all.
+        """
+        self._follow()
+        found = [(begin, shard) for shard, begin in self._placed(TensorKind.PARAMETER)]
+        pieces = sorted(found, key=itemgetter(0))
+        return [_live(pieces, record) for record in records]
+
+    def locator(self) -> Locate:
+        """Where the memory of parameters is in the arena, as it is at this boundary."""
+        self._follow()
+        ways = sorted(
+            (extent(shard.tensor).begin, extent(shard.tensor).end, begin)
+            for shard, begin in self._placed(TensorKind.PARAMETER)
+        )
+
+        def locate(memory: Range) -> int | None:
+            for low, high, begin in reversed(ways[: bisect_left(ways, (memory.end,))]):
+                if memory.begin < high:
+                    return memory.begin + begin - low
+            return None
+
+        return locate
+
+    def _refresh(self, begin: int, end: int) -> None:
+        self._follow()
+        wanted = [
+            (shard.tensor, at)
+            for shard, at in self._placed(TensorKind.PARAMETER)
+            if at < end and begin < at + _span_bytes(shard.tensor)
+        ]
+        storage = self._memory.untyped_storage()
+        sources = [tensor for tensor, _ in wanted]
+        targets = [placed(t.dtype, storage, at, t.shape, t.stride()) for t, at in wanted]
+        with torch.no_grad():
+            if not _on_host(sources):
+                if self._copies is None:
+                    self._copies = DeviceCopies(self._arena_address, self._memory.numel())
+                self._copies.to_host(targets, sources)
+            elif targets:
+                torch._foreach_copy_(targets, sources)
+
+    def _follow(self) -> None:
+        """Sees to it that the shards are those of the tensors that the training has now."""
+        self.check(full=True)
+
+    def _way_home(self, shard: LocalShard, begin: int) -> int:
+        return 0
+
+    def _look_again(self) -> None:
+        shards = find_shards(self._model)
+        if changed := differences(self._shards, shards):
+            raise ConflictError(
+                f"parameters changed their layout in training: {said(changed)}; "
+                "detach and attach again to serve them"
+            )
+        self._shards = shards
+        self._rewatch()
+
+
+def _on_host(tensors: Iterable[torch.Tensor]) -> bool:
+    return all(tensor.device.type == "cpu" for tensor in tensors)
+
+
+def home_of(model: nn.Module, arena: str) -> Home:
+    """A home of the kind that `arena` (see AttachSettings) and the model's devices call for.
+
+    Raises:
+        ConflictError: a tensor cannot be served; the message names it.
+    """
+    if arena == "mirror":
+        return MirroredHome(model)
+    devices = {shard.tensor.device for shard in find_shards(model)}
+    return Home(model) if {d.type for d in devices} <= {"cpu"} else MirroredHome(model)
+
+
+def _live(pieces: Sequence[tuple[int, LocalShard]], record: Record) -> torch.Tensor:
+    """Of pieces in the order of their first bytes in the arena."""
+    index = bisect_right(pieces, record.arena_begin, key=itemgetter(0))
+    for begin, shard in reversed(pieces[:index]):
+        tensor = shard.tensor
+        fits = record.arena_end <= begin + _span_bytes(tensor)
+        if fits and record.dtype == dtype_name(tensor.dtype):
+            first = int(tensor.storage_offset()) * tensor.itemsize
+            return placed(
+                tensor.dtype,
+                tensor.untyped_storage(),
+                first + record.arena_begin - begin,
+                record.sizes,
+                record.strides,
+            )
+    raise ConflictError(
+        f"bytes [{record.arena_begin}, {record.arena_end}) of the arena are no parameter's"
+    )
+
+
+def _span_bytes(tensor: torch.Tensor) -> int:
+    memory = extent(tensor)
+    return memory.end - memory.begin

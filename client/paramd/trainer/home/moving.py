@@ -1,0 +1,235 @@
+"""Which tensors move together, and how those that left an arena are brought back."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import chain
+from operator import itemgetter
+
+import torch
+
+from paramd.errors import ConflictError
+from paramd.layout.regions import is_row_major
+from paramd.layout.types import Box, TensorKind
+from paramd.trainer.home.storages import (
+    Range,
+    Ranges,
+    address,
+    bytes_of,
+    extent,
+    has_unseen_users,
+    live_tensors,
+    placed,
+    repoint,
+    storage_range,
+)
+from paramd.trainer.model.local_shard import LocalShard
+
+
+@dataclass(frozen=True, slots=True)
+class Departed:
+    """A shard whose memory is elsewhere, and the address where it belongs."""
+
+    shard: LocalShard
+    home: int
+
+
+def users(
+    shards: Sequence[LocalShard], tensors: Sequence[torch.Tensor], ranges: Ranges
+) -> list[torch.Tensor]:
+    """Whose storage begins in `ranges`: of the tensors that the adapters know, and of `tensors`."""
+    known = chain.from_iterable((shard.tensor, *shard.holders) for shard in shards)
+    found: dict[int, torch.Tensor] = {}
+    for tensor in chain(known, tensors):
+        if ranges.at(tensor.untyped_storage().data_ptr()) is not None:
+            found[id(tensor)] = tensor
+    return list(found.values())
+
+
+def moved(tensor: torch.Tensor, base: torch.Tensor) -> torch.Tensor:
+    """What `tensor` is when its storage has become that of `base`."""
+    offset_bytes = int(tensor.storage_offset()) * tensor.itemsize
+    return placed(tensor.dtype, base.untyped_storage(), offset_bytes, tensor.shape, tensor.stride())
+
+
+def strides_of(shard: LocalShard) -> tuple[int, ...] | None:
+    """Element strides of a box that is not row-major in memory; else None."""
+    strides = tuple(shard.tensor.stride())
+    if not isinstance(shard.region, Box) or is_row_major(shard.region.sizes, strides):
+        return None
+    return strides
+
+
+def differences(before: Sequence[LocalShard], after: Sequence[LocalShard]) -> dict[str, str]:
+    """What of a layout has changed: name of the parameter -> what was and what is, in words."""
+    old, new = _by_name(before), _by_name(after)
+    changed = {
+        name: f"was {old.get(name, 'absent')} and is {new.get(name, 'absent')}"
+        for name in old | new
+        if old.get(name) != new.get(name)
+    }
+    if not changed and list(old) != list(new):
+        return dict.fromkeys(new, "has another place in the module tree")
+    return changed
+
+
+def _by_name(shards: Sequence[LocalShard]) -> dict[str, str]:
+    said: dict[str, str] = {}
+    for shard in shards:
+        if shard.kind is TensorKind.PARAMETER:
+            known = f"{said[shard.fqn]}; " if shard.fqn in said else ""
+            said[shard.fqn] = known + _said(shard)
+    return said
+
+
+def _said(shard: LocalShard) -> str:
+    parts = [shard.dtype, str(list(shard.shape)), shard.placement]
+    if shard.aliases:
+        parts.append(f"also named {', '.join(shard.aliases)}")
+    if shard.region.numel:
+        parts.append(f"[{shard.region.begin}, {shard.region.end}) strides {strides_of(shard)}")
+    return " ".join(parts)
+
+
+def bring_back(
+    left: Sequence[Departed], bases: Sequence[torch.Tensor], shards: Sequence[LocalShard]
+) -> None:
+    """Copies departed shards home and points their tensors there.
+
+    Tensors nobody announced move too, when all of their memory is that of a departed shard.
+
+    Args:
+        left: what to bring back.
+        bases: the arena's storages, ordered by address.
+        shards: all that the model has now; what they hold is no stranger.
+
+    Raises:
+        ConflictError: departed shards share memory which they did not before, one of their
+            tensors does not fit its old storage, or the memory that they left is used by
+            something that cannot be moved out of the way: to write there would change what the
+            training computes.
+    """
+    if not left:
+        return
+    evicted = evict(left, bases, shards)
+    ways, homes = _Ways(left), _Homes(bases)
+    known = {id(t): t for d in left for t in (d.shard.tensor, *d.shard.holders)}
+    targets: list[tuple[torch.Tensor, torch.Tensor]] = []
+    for tensor in known.values():
+        delta = ways.delta(extent(tensor))
+        if delta is not None:
+            targets.append((tensor, homes.view(tensor, delta)))
+    for tensor in live_tensors():
+        if id(tensor) not in known and ways.hold(extent(tensor)):
+            delta = ways.delta(extent(tensor))
+            assert delta is not None
+            targets.append((tensor, homes.view(tensor, delta)))
+    # Before the arena is written: the copies were made of what lay there.
+    repoint(evicted)
+    with torch.no_grad():
+        for departed in left:
+            source = departed.shard.tensor
+            homes.view(source, departed.home - address(source)).copy_(source)
+    repoint(targets)
+
+
+def evict(
+    left: Sequence[Departed], bases: Sequence[torch.Tensor], shards: Sequence[LocalShard]
+) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Private copies for tensors that still use the memory which departed shards have left.
+
+    An optimizer made before, or weights put aside to be swapped in again: they keep their
+    values and stay what they are; only their memory is another one.
+
+    Returns:
+        Each such tensor and what it is to become (see `repoint`).
+
+    Raises:
+        ConflictError: something that Python does not show uses that memory.
+    """
+    ours = {id(base) for base in bases}
+    ours.update(id(t) for shard in shards for t in (shard.tensor, *shard.holders))
+    storages = {base.untyped_storage()._cdata for base in bases}
+    homes = Ranges(
+        Range(d.home, d.home + extent(d.shard.tensor).end - extent(d.shard.tensor).begin)
+        for d in left
+    )
+    inside = [t for t in live_tensors() if t.untyped_storage()._cdata in storages]
+    strangers = [t for t in inside if id(t) not in ours and homes.touches(extent(t))]
+    touched = {base.untyped_storage()._cdata for base in bases if homes.touches(extent(base))}
+    if has_unseen_users([t for t in inside if t.untyped_storage()._cdata in touched]):
+        raise ConflictError(
+            "parameters were replaced while their old memory is in use by something that Python "
+            "does not show, such as a graph that awaits its backward; it is tried again"
+        )
+    copies: dict[int, torch.Tensor] = {}
+    moves = []
+    for tensor in strangers:
+        storage = tensor.untyped_storage()
+        if storage._cdata not in copies:
+            copies[storage._cdata] = bytes_of(storage).clone()
+        moves.append((tensor, moved(tensor, copies[storage._cdata])))
+    return moves
+
+
+class _Ways:
+    """By how many bytes each departed shard's memory has to move."""
+
+    def __init__(self, left: Sequence[Departed]) -> None:
+        ways = sorted(((extent(d.shard.tensor), d) for d in left), key=itemgetter(0))
+        self._ways: list[tuple[Range, int]] = []
+        for memory, departed in ways:
+            delta = departed.home - memory.begin
+            last, last_delta = self._ways[-1] if self._ways else (Range(0, 0), delta)
+            if memory.begin < last.end and delta != last_delta:
+                raise ConflictError(
+                    f"parameter {departed.shard.fqn!r} now shares its memory with another one; "
+                    "detach and attach again to serve them"
+                )
+            self._ways.append((memory, delta))
+        self._begins = [memory.begin for memory, _ in self._ways]
+
+    def delta(self, memory: Range) -> int | None:
+        """For memory that overlaps departed shards; None for other memory."""
+        deltas = {d for r, d in self._near(memory) if r.begin < memory.end and memory.begin < r.end}
+        if len(deltas) > 1:
+            raise ConflictError(
+                "parameters that stood apart now share one flat tensor; detach and attach again"
+            )
+        return deltas.pop() if deltas else None
+
+    def hold(self, memory: Range) -> bool:
+        """Whether the memory has elements and all belong to one departed shard."""
+        return memory.begin < memory.end and any(
+            r.begin <= memory.begin and memory.end <= r.end for r, _ in self._near(memory)
+        )
+
+    def _near(self, memory: Range) -> list[tuple[Range, int]]:
+        first = max(bisect_right(self._begins, memory.begin) - 1, 0)
+        return self._ways[first : bisect_right(self._begins, memory.end)]
+
+
+class _Homes:
+    """The arena's storages, found by address."""
+
+    def __init__(self, bases: Sequence[torch.Tensor]) -> None:
+        self._bases = bases
+        self._begins = [address(base) for base in bases]
+
+    def view(self, tensor: torch.Tensor, delta: int) -> torch.Tensor:
+        """What `tensor` is when it lies `delta` bytes further on, in the arena."""
+        memory = extent(tensor)
+        begin, end = memory.begin + delta, memory.end + delta
+        index = bisect_right(self._begins, begin) - 1
+        # Storages overlap only where a user made one out of another's memory.
+        for base in reversed(self._bases[: index + 1]):
+            home = storage_range(base)
+            if end <= home.end:
+                storage, offset_bytes = base.untyped_storage(), begin - home.begin
+                return placed(tensor.dtype, storage, offset_bytes, tensor.shape, tensor.stride())
+        raise ConflictError(
+            f"a tensor of shape {list(tensor.shape)} does not fit the memory that its parameter "
+            "had; detach and attach again"
+        )

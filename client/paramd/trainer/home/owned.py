@@ -1,0 +1,357 @@
+"""Moves a model's local parameters into an arena, and keeps them there.
+
+    home = Home(model)                     # looks, changes nothing
+    local = home.local_layout(rank)        # what stands where in an arena of home.arena_bytes
+    home.move_in(memory)                   # the parameters now live in the arena
+    home.check(); home.take_back()         # when an update settles: notice, bring back what left
+    home.contents.strayed()                # before the next one: what changed in between
+    home.copy_buffers()                    # buffers are copied when somebody asks
+    home.move_out()                        # private memory again
+
+Every storage keeps its size and the place of its tensors within it; only its address
+changes. So whoever compares storages (FSDP), saves one tensor (`torch.save`) or views
+several tensors of one storage sees no difference. Storages in the arena cannot be resized;
+FSDP resizes only unsharded and low-precision memory, which stays where it is.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Sequence
+from contextlib import suppress
+
+import torch
+from torch import nn
+
+from paramd.errors import ConflictError, UsageError
+from paramd.layout.merge import LocalLayout, LocalTensor
+from paramd.layout.types import Piece, TensorKind
+from paramd.trainer.home.arena_plan import (
+    ALIGN_BYTES,
+    ArenaPlan,
+    arena_kind,
+    check_movable,
+    plan_arena,
+)
+from paramd.trainer.home.buffers import BufferCopies
+from paramd.trainer.home.moving import Departed, bring_back, differences, moved, strides_of, users
+from paramd.trainer.home.storages import (
+    Range,
+    Ranges,
+    address,
+    bytes_at,
+    bytes_of,
+    extent,
+    has_unseen_users,
+    live_tensors,
+    repoint,
+    storage_range,
+)
+from paramd.trainer.home.watch import Contents, Watch, Watched
+from paramd.trainer.model import fsdp2
+from paramd.trainer.model.dtensor import split
+from paramd.trainer.model.local_shard import LocalShard
+from paramd.trainer.model.shards import find_shards
+
+__all__ = ["Home", "arena_kind"]
+
+
+class Home:
+    """Where the local parameters of one model live. One thread uses it: the training's.
+
+    States: *outside* (after the constructor and after `move_out`: parameters in private
+    memory) and *inside* (after `move_in`: in the arena).
+    """
+
+    mirrored = False
+    """Whether the arena is a copy, and the parameters stay where they are (mirror.py)."""
+
+    def __init__(self, model: nn.Module) -> None:
+        """Looks at the model and plans an arena for it; changes nothing.
+
+        Raises:
+            ConflictError: a tensor cannot be served; the message names it.
+        """
+        self._model = model
+        self._shards = find_shards(model)
+        self._plan = self._planned(self._shards)
+        self._bases: list[torch.Tensor] = []
+        self._buffers: BufferCopies | None = None
+        self._arena_address = 0
+        self._watch: Watch | None = None
+        self.contents: Contents | None = None
+        """Samples of what lies in the arena; None outside, and where the arena is a copy."""
+
+    def _planned(self, shards: Sequence[LocalShard]) -> ArenaPlan:
+        for shard in shards:
+            check_movable(shard)
+        return plan_arena(shards, list(live_tensors()))
+
+    @property
+    def arena_bytes(self) -> int:
+        """Size of the arena that `move_in` needs."""
+        return self._plan.arena_bytes
+
+    @property
+    def shards(self) -> list[LocalShard]:
+        """What this rank holds, in the order of the module tree."""
+        return list(self._shards)
+
+    def pieces(self) -> list[tuple[LocalShard, int]]:
+        """Parameters with elements here, and the first byte of each in the arena."""
+        return self._placed(TensorKind.PARAMETER)
+
+    def local_layout(self, rank: int) -> LocalLayout:
+        """All tensors with this rank's pieces, at their places in the arena."""
+        tensors: dict[str, LocalTensor] = {}
+        for shard, begin in zip(self._shards, self._plan.begins, strict=True):
+            known = tensors.get(shard.fqn)
+            pieces = known.pieces if known is not None else ()
+            tensors[shard.fqn] = LocalTensor(
+                fqn=shard.fqn,
+                dtype=shard.dtype,
+                shape=shard.shape,
+                kind=shard.kind,
+                placement=shard.placement,
+                pieces=pieces if begin is None else (*pieces, _piece(shard, rank, begin)),
+                aliases=shard.aliases,
+            )
+        return LocalLayout(rank=rank, arena_bytes=self.arena_bytes, tensors=tuple(tensors.values()))
+
+    def move_in(self, arena: memoryview) -> None:
+        """Copies every parameter's storage into `arena` and points all its tensors there.
+
+        Between two steps only, and once: a model that moved out gets a new Home. Either all
+        tensors have moved or, on an error, none. Draws no random numbers and keeps gradients,
+        `requires_grad` and the identity of parameters.
+
+        Args:
+            arena: writable memory of at least `arena_bytes`, aligned to a page. Referenced
+                until `move_out`, and as long as somebody keeps a tensor in it.
+
+        Raises:
+            UsageError: the arena is too small or read-only.
+            ConflictError: the model has changed since the constructor, or is inside already.
+        """
+        if self._bases:
+            raise ConflictError("the parameters are in an arena already; detach first")
+        check_arena(arena, self.arena_bytes)
+        shards = find_shards(self._model)
+        alive = list(live_tensors())
+        for shard in shards:
+            check_movable(shard)
+        if plan_arena(shards, alive) != self._plan or differences(self._shards, shards):
+            raise ConflictError(
+                "the model's parameters changed while they were being attached; attach again"
+            )
+        self._shards = []
+        tensors = users(shards, alive, Ranges(self._plan.ranges))
+        if gc.get_freeze_count() and has_unseen_users(tensors):
+            raise ConflictError(
+                "gc.freeze() hides tensors that use the parameters' memory and would stop "
+                "following them; call gc.unfreeze() before paramd.attach"
+            )
+        bases = self._filled_bases(arena, tensors)
+        repoint([(t, moved(t, bases[storage_range(t)])) for t in tensors])
+        self._arena_address = address_of(arena)
+        self._bases = sorted(bases.values(), key=address)
+        self._shards = find_shards(self._model)
+        self._buffers = BufferCopies(arena, self._placed(TensorKind.BUFFER))
+        self._buffers.refresh()
+        self.contents = Contents(
+            arena, [(begin, begin + _size_bytes(s)) for s, begin in self.pieces()]
+        )
+        self._rewatch()
+
+    def _rewatch(self) -> None:
+        """Watches the tensors that stand in the model now."""
+        if self._watch is not None:
+            self._watch.close()
+        # What leaves an arena gives no memory back; elsewhere nothing may be kept alive.
+        self._watch = Watch(self._watched(), self._model, glances=not self.mirrored)
+        if self.contents is not None:
+            self.contents.watch(self._watch.plain_slots)
+
+    def _filled_bases(
+        self, arena: memoryview, tensors: Sequence[torch.Tensor]
+    ) -> dict[Range, torch.Tensor]:
+        """The arena's span for each storage that `tensors` use, with its bytes copied."""
+        starts = dict(zip(self._plan.ranges, self._plan.starts, strict=True))
+        homes = Ranges(starts)
+        bases: dict[Range, torch.Tensor] = {}
+        for tensor in tensors:
+            old = storage_range(tensor)
+            if old not in bases:
+                home = homes.at(old.begin)
+                assert home is not None
+                assert old.end <= home.end
+                begin = starts[home] + old.begin - home.begin
+                bases[old] = bytes_at(arena, begin, old.end - old.begin)
+                bases[old].copy_(bytes_of(tensor.untyped_storage()))
+        return bases
+
+    def in_place(self) -> bool:
+        """Whether all is where it was; changes nothing, on any thread."""
+        assert self._watch is not None, "move_in comes first"
+        return self._watch.in_place()
+
+    def check(self, full: bool = False) -> list[str]:
+        """Names of parameters that left the arena; empty is the usual answer.
+
+        Costs some 0.1 us for each tensor and module. When something was added to the module
+        tree, and with `full`, the whole model is looked at anew: that takes milliseconds, and
+        also notices what `take_back` will refuse.
+        """
+        assert self._watch is not None, "move_in comes first"
+        left = self._watch.look()
+        if not (full or self._watch.added):
+            return left
+        try:
+            shards = find_shards(self._model)
+        except ConflictError:
+            if not left:
+                raise
+            return left
+        if changed := differences(self._shards, shards):
+            return list(dict.fromkeys([*left, *changed]))
+        self._shards = shards
+        self._rewatch()
+        return list(dict.fromkeys(departed.shard.fqn for departed in self._departed()))
+
+    def take_back(self) -> list[str]:
+        """Brings parameters that left back into the arena, with the values they have now.
+
+        Inside an update only, since it writes the arena. Returns the names brought back.
+
+        Raises:
+            ConflictError: names, shape, dtype, strides or placement changed, parameters now
+                share memory that did not, or something else still uses the memory that a
+                parameter left; nothing was done.
+        """
+        assert self._watch is not None, "move_in comes first"
+        shards = find_shards(self._model)
+        if changed := differences(self._shards, shards):
+            raise ConflictError(
+                f"parameters changed their layout in training: {said(changed)}; "
+                "detach and attach again to serve them"
+            )
+        # What was watched before is let go of first: else we ourselves would keep what was
+        # replaced alive, and take it for somebody's.
+        self._shards = shards
+        self._rewatch()
+        left = self._departed()
+        for departed in left:
+            check_movable(departed.shard)
+        bring_back(left, self._bases, shards)
+        self._shards = find_shards(self._model)
+        self._rewatch()
+        return list(dict.fromkeys(departed.shard.fqn for departed in left))
+
+    def _departed(self) -> list[Departed]:
+        """Shards whose memory is not where it belongs."""
+        return [
+            Departed(shard, self._arena_address + begin)
+            for shard, begin in self._placed(TensorKind.PARAMETER)
+            if address(shard.tensor) != self._arena_address + begin
+        ]
+
+    def gathered(self) -> bool:
+        """Whether `fully_shard` has full copies at work, as after `unshard()`.
+
+        What is written to the shards then is not what the next forward computes with.
+        """
+        return fsdp2.has_gathered(self._model.modules())
+
+    def copy_buffers(self) -> None:
+        """Copies all persistent buffers into the arena, as they are now.
+
+        Raises:
+            ConflictError: a buffer changed its shape, or its dtype to one that does not fit.
+        """
+        assert self._buffers is not None, "move_in comes first"
+        self._buffers.refresh()
+
+    def move_out(self) -> None:
+        """Points all tensors at private memory with the same bytes. Idempotent.
+
+        Afterwards no tensor that Python knows uses the arena.
+        """
+        self._close_watch()
+        inside = Ranges(storage_range(base) for base in self._bases)
+        if not inside.items:
+            return
+        shards = self._shards
+        with suppress(ConflictError):
+            # A model that cannot be served any more must still get its memory back.
+            shards = [*shards, *find_shards(self._model)]
+        self._bases, self._buffers, self._shards = [], None, []
+        tensors = users(shards, list(live_tensors()), inside)
+        copies: dict[Range, torch.Tensor] = {}
+        for tensor in tensors:
+            old = storage_range(tensor)
+            if old not in copies:
+                copies[old] = bytes_of(tensor.untyped_storage()).clone()
+        repoint([(t, moved(t, copies[storage_range(t)])) for t in tensors])
+
+    def _close_watch(self) -> None:
+        if self._watch is not None:
+            self._watch.close()
+        if self.contents is not None:
+            self.contents.close()
+        self._watch, self.contents = None, None
+
+    def _placed(self, kind: TensorKind) -> list[tuple[LocalShard, int]]:
+        """Shards with elements and their first bytes in the arena."""
+        return [
+            (shard, begin)
+            for shard, begin in zip(self._shards, self._plan.begins, strict=True)
+            if shard.kind is kind and begin is not None
+        ]
+
+    def _watched(self) -> list[Watched]:
+        """Each slot once, with the address that its tensor must have."""
+        watched: dict[tuple[int, str], Watched] = {}
+        for shard, begin in self._placed(TensorKind.PARAMETER):
+            slot = shard.slot
+            local, _spec = split(slot.tensor())
+            place = (id(slot.owner), slot.key)
+            if place not in watched:
+                belongs = local.data_ptr() + self._way_home(shard, begin)
+                watched[place] = Watched(shard.fqn, slot, belongs)
+        return list(watched.values())
+
+    def _way_home(self, shard: LocalShard, begin: int) -> int:
+        """By how many bytes a shard's memory would have to move; 0 for one at home."""
+        return self._arena_address + begin - address(shard.tensor)
+
+
+def _piece(shard: LocalShard, rank: int, begin: int) -> Piece:
+    # Buffers are copied row-major, whatever their own memory is like.
+    strides = strides_of(shard) if shard.kind is TensorKind.PARAMETER else None
+    return Piece(rank=rank, arena_begin=begin, region=shard.region, strides=strides)
+
+
+def _size_bytes(shard: LocalShard) -> int:
+    memory = extent(shard.tensor)
+    return memory.end - memory.begin
+
+
+def said(changed: dict[str, str]) -> str:
+    words = [f"{name!r} {change}" for name, change in changed.items()]
+    more = f"; and {len(words) - 3} more" if len(words) > 3 else ""
+    return "; ".join(words[:3]) + more
+
+
+def check_arena(arena: memoryview, needed_bytes: int) -> None:
+    if arena.readonly or not arena.contiguous or arena.nbytes < needed_bytes:
+        raise UsageError(
+            f"the arena is {'read-only, ' if arena.readonly else ''}{arena.nbytes} bytes; "
+            f"expected at least {needed_bytes} writable, contiguous bytes"
+        )
+    if address_of(arena) % ALIGN_BYTES:
+        raise UsageError(f"the arena's address is not a multiple of {ALIGN_BYTES}; expected a map")
+
+
+def address_of(arena: memoryview) -> int:
+    # A rank may hold no element at all, and then needs no memory.
+    return address(bytes_at(arena, 0, 1)) if arena.nbytes else 0

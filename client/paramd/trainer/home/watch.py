@@ -1,0 +1,268 @@
+"""Notices parameters that left the arena, and contents that changed where none should.
+
+What is compared is what stands in the modules' tables now: the module, the parameter, and
+the address of its memory. So a replaced module, a replaced parameter, a replaced `.data` and
+a replaced local tensor all show. What is added to the tree shows by torch's registration
+hooks. Contents are compared by samples of the arena, and by version counters in turn.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import cycle
+from operator import attrgetter, getitem, is_
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+from torch.nn.modules.module import (
+    register_module_module_registration_hook,
+    register_module_parameter_registration_hook,
+)
+
+from paramd.memory.rest import MAX_SAMPLES, digest_of
+from paramd.trainer.home.glance import Glance, glance_at
+from paramd.trainer.model.dtensor import is_dtensor, split
+from paramd.trainer.model.local_shard import Slot
+from paramd.trainer.model.plain import has_plain_memory
+
+SAMPLE_COUNT = 512
+"""Words sampled in the trainer; the sidecar knows the first `MAX_SAMPLES` of them."""
+
+VERSION_COUNT = 32
+"""Version counters compared in one settled span; the next ones in the next span."""
+
+_address = torch.Tensor.data_ptr
+_local = attrgetter("_local_tensor")
+_version = attrgetter("_version")
+
+Columns = tuple[tuple[dict[str, Any], ...], tuple[str, ...], tuple[Any, ...]]
+"""Tables, keys and what is expected there: `map` runs over columns without Python between."""
+
+Slots = tuple[tuple[dict[str, Any], ...], tuple[str, ...]]
+"""The first two of them."""
+
+
+@dataclass(frozen=True, slots=True)
+class Watched:
+    """A slot, the address its memory must have, and the name to report."""
+
+    fqn: str
+    slot: Slot
+    address: int
+
+
+class Watch:
+    """Looks at all watched slots and at the modules that lead to them."""
+
+    def __init__(
+        self, items: Sequence[Watched], root: nn.Module | None = None, *, glances: bool = False
+    ) -> None:
+        """`glances`: what has been looked at may be kept alive until the next look."""
+        plain = [w for w in items if not is_dtensor(w.slot.tensor())]
+        distributed = [w for w in items if is_dtensor(w.slot.tensor())]
+        self._items = items
+        self._plain = _columns(plain)
+        self._distributed = _columns(distributed)
+        self._modules = _module_columns(root)
+        tables = {id(m._parameters) for m in root.modules()} if root is not None else set()
+        at_a_glance = [w for w in plain if glances and _at_a_glance(w, tables)]
+        self._glanced = _columns(at_a_glance)
+        self._others = _columns([w for w in plain if w not in at_a_glance])
+        self._all_at_a_glance = len(at_a_glance) == len(items)
+        self._glances = bool(at_a_glance)
+        self._glance: Glance | None = None
+        self.added = False
+        """A module or parameter was registered in the tree since the last `forget_added`."""
+        self._tree = {id(m) for m in root.modules()} if root is not None else set()
+        self._remove = [
+            register(self._registered)
+            for register in (
+                register_module_module_registration_hook,
+                register_module_parameter_registration_hook,
+            )
+            if root is not None
+        ]
+
+    def close(self) -> None:
+        """Takes the registration hooks away."""
+        for handle in self._remove:
+            handle.remove()
+        self._remove.clear()
+
+    def look(self) -> list[str]:
+        """Names of all tensors that are not where they should be; empty is the usual answer."""
+        try:
+            if self._in_place():
+                return []
+        except (KeyError, TypeError, AttributeError, RuntimeError):
+            # Something else stands there now, or nothing: the slow way says which.
+            pass
+        # It would keep alive what the script has replaced.
+        self._glance = None
+        gone = [w.fqn for w in self._items if not _stands(w)]
+        if not gone and not self._modules_in_place():
+            self.added = True
+        return gone
+
+    def in_place(self) -> bool:
+        """Whether all that is watched is in its place; changes nothing.
+
+        For other threads than the training's, which goes on meanwhile: tensor by tensor, for a
+        glance reads what only that thread keeps from ending.
+        """
+        try:
+            stand = _stand(self._plain) and _stand(self._distributed, _local)
+        except (KeyError, TypeError, AttributeError, RuntimeError):
+            return False
+        return stand and self._modules_in_place()
+
+    @property
+    def plain_slots(self) -> Slots:
+        """Where tensors of plain memory stand, whose version counters mean something."""
+        return self._plain[:2]
+
+    def _in_place(self) -> bool:
+        glance = self._glance
+        if glance is not None and glance.same():
+            return self._all_at_a_glance or (
+                _stand(self._others) and _stand(self._distributed, _local)
+            )
+        # Made before the slow look: what changes in between shows at the next glance.
+        if self._glances and (glance is None or not glance.note_tables()):
+            glance = self._glance_now()
+        self._glance = None
+        if not (_stand(self._plain) and _stand(self._distributed, _local)):
+            return False
+        if not self._modules_in_place():
+            return False
+        owners, keys, _ = self._glanced
+        if glance is not None and all(map(is_, map(getitem, owners, keys), glance.tensors)):
+            self._glance = glance
+        return True
+
+    def _glance_now(self) -> Glance | None:
+        owners, keys, _ = self._glanced
+        tables = {id(table): table for table in (*owners, *self._modules[0])}
+        glance = glance_at(tuple(tables.values()), tuple(map(getitem, owners, keys)))
+        self._glances = glance is not None
+        return glance
+
+    def _modules_in_place(self) -> bool:
+        owners, keys, expected = self._modules
+        try:
+            # Tuples compare by identity first, and modules have no other equality.
+            return tuple(map(getitem, owners, keys)) == expected
+        except KeyError:
+            return False
+
+    def _registered(self, module: nn.Module, _name: str, _what: object) -> None:
+        if id(module) in self._tree:
+            self.added = True
+
+
+class Contents:
+    """Samples of an arena's parameters, and version counters: what shows a stray write.
+
+    The places are drawn once, from the operating system's randomness: the training's own
+    generators are not touched.
+    """
+
+    def __init__(self, arena: memoryview, spans: Iterable[tuple[int, int]]) -> None:
+        """`spans` are the half-open byte spans of parameters in the arena."""
+        self._words = np.frombuffer(arena, dtype=np.int64, count=arena.nbytes // 8)
+        self.indices = _places([(b // 8, -(-e // 8)) for b, e in spans], len(self._words))
+        self._at = np.array(self.indices, dtype=np.intp)
+        self._at_shared = self._at[:MAX_SAMPLES]
+        self._turns: Iterator[Slots] = cycle([((), ())])
+        self._seen: tuple[bytes, tuple[torch.Tensor, ...], tuple[int, ...]] = (b"", (), ())
+
+    def watch(self, slots: Slots) -> None:
+        """Tensors whose version counters are compared from now on."""
+        owners, keys = slots
+        begins = range(0, max(len(keys), 1), VERSION_COUNT)
+        self._turns = cycle(
+            [(owners[b : b + VERSION_COUNT], keys[b : b + VERSION_COUNT]) for b in begins]
+        )
+        self._seen = (b"", (), ())
+
+    def samples(self) -> bytes:
+        """The sampled words as they are now."""
+        return self._words.take(self._at).tobytes()
+
+    def digest(self) -> int:
+        """Of those samples that the sidecar knows too."""
+        return digest_of(self._words.take(self._at_shared).tobytes())
+
+    def remember(self) -> None:
+        """The state is settled, all in its place: what is there now must stay until an update."""
+        tensors = tuple(map(getitem, *next(self._turns)))
+        self._seen = (self.samples(), tensors, tuple(map(_version, tensors)))
+
+    def strayed(self) -> bool:
+        """Whether anything changed since `remember`, as far as samples and versions tell."""
+        samples, tensors, versions = self._seen
+        if not samples:
+            return False
+        return self.samples() != samples or tuple(map(_version, tensors)) != versions
+
+    def close(self) -> None:
+        """Lets go of the arena."""
+        self._words, self._turns = np.empty(0, np.int64), cycle([((), ())])
+        self._at = self._at_shared = np.empty(0, np.intp)
+        self._seen = (b"", (), ())
+
+
+def _places(spans: Sequence[tuple[int, int]], word_count: int) -> list[int]:
+    """Words to sample: of each span in turn, so that small parameters have some too."""
+    draw: Callable[[int, int], int] = random.SystemRandom().randrange
+    usable = [(b, min(e, word_count)) for b, e in spans if b < min(e, word_count)]
+    if not usable:
+        return []
+    order = random.SystemRandom().sample(usable, len(usable))
+    return [
+        draw(*order[place % len(order)]) for place in range(min(SAMPLE_COUNT, 4 * len(order) + 64))
+    ]
+
+
+def _columns(items: Sequence[Watched]) -> Columns:
+    return (
+        tuple(w.slot.owner for w in items),
+        tuple(w.slot.key for w in items),
+        tuple(w.address for w in items),
+    )
+
+
+def _at_a_glance(watched: Watched, tables: Collection[int]) -> bool:
+    """Whether a module's own table has it, and it is of a class without ways of its own."""
+    plain = type(watched.slot.tensor()) in (torch.Tensor, nn.Parameter)
+    return plain and id(watched.slot.owner) in tables
+
+
+def _stand(columns: Columns, local: Callable[[Any], Any] | None = None) -> bool:
+    """Whether each tensor, or its local one, has the address that it should have."""
+    owners, keys, expected = columns
+    tensors = map(getitem, owners, keys)
+    return tuple(map(_address, tensors if local is None else map(local, tensors))) == expected
+
+
+def _module_columns(root: nn.Module | None) -> Columns:
+    """Where each module of the tree stands. Modules without parameters cost as little."""
+    rows = [
+        (module._modules, name, child)
+        for module in (root.modules() if root is not None else ())
+        for name, child in module._modules.items()
+        if child is not None
+    ]
+    return tuple(zip(*rows, strict=True)) if rows else ((), (), ())  # type: ignore[return-value]
+
+
+def _stands(watched: Watched) -> bool:
+    value = watched.slot.owner.get(watched.slot.key)
+    if not isinstance(value, torch.Tensor):
+        return False
+    local, _ = split(value)
+    return has_plain_memory(local) and local.data_ptr() == watched.address

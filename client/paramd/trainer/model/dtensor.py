@@ -1,0 +1,169 @@
+"""DTensors: which boxes of the full tensor this rank's local tensor is.
+
+Covers tensor parallelism, and what `fully_shard` and `replicate` make of parameters, on
+meshes of any number of axes. Worked out with torch's own rule for each placement, but on
+runs of indices instead of single offsets: a `_StridedShard` may leave a rank several runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import product
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+import torch
+
+from paramd.errors import ConflictError
+from paramd.layout.types import Box
+from paramd.trainer.model.names import loaded_class
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor._dtensor_spec import DTensorSpec
+
+Runs: TypeAlias = tuple[tuple[int, int], ...]
+"""Half-open intervals of global indices of one dim, in the order of local memory."""
+
+
+def is_dtensor(value: object) -> bool:
+    """Whether `value` is a DTensor; never imports the DTensor package."""
+    cls = loaded_class("torch.distributed.tensor._api", "DTensor")
+    return cls is not None and isinstance(value, cls)
+
+
+def split(tensor: torch.Tensor) -> tuple[torch.Tensor, DTensorSpec | None]:
+    """The local tensor and its spec; the tensor itself and None when it is not distributed.
+
+    Knows DTensors, and the local parameters that torch's `_pre_dp_module_transform` makes
+    of them for DDP: these carry the spec as `_st_info`.
+    """
+    if is_dtensor(tensor):
+        distributed: Any = tensor
+        return distributed._local_tensor, distributed._spec
+    return tensor, getattr(tensor, "_st_info", None)
+
+
+def describe(spec: DTensorSpec) -> str:
+    """Placement in words, for example "Replicate over 2, Shard(0) over 2"."""
+    words = []
+    for axis, placement in enumerate(spec.placements):
+        name = type(placement).__name__.lstrip("_")
+        dim = "" if placement.is_replicate() else f"({getattr(placement, 'dim', '')})"
+        words.append(f"{name}{dim} over {spec.mesh.size(axis)}")
+    return ", ".join(words)
+
+
+def local_boxes(fqn: str, spec: DTensorSpec, local: torch.Tensor) -> list[tuple[Box, torch.Tensor]]:
+    """The boxes of the full tensor that `local` holds, each with its view of `local`.
+
+    One box but for rare placements; one empty box when the rank holds nothing.
+
+    Raises:
+        ConflictError: the placement is not one whose elements can be told exactly.
+    """
+    shape = tuple(spec.shape)
+    coordinate = spec.mesh.get_coordinate()
+    if coordinate is None:
+        return [(_empty_box(shape), local.reshape(-1)[:0])]
+    _check(fqn, spec)
+    runs = _runs_of_dims(spec, shape, coordinate)
+    sizes = tuple(sum(e - b for b, e in dim_runs) for dim_runs in runs)
+    if sizes != tuple(local.shape):
+        raise ConflictError(
+            f"parameter {fqn!r} is {describe(spec)} of shape {list(shape)}, so this rank should "
+            f"hold {list(sizes)} but holds {list(local.shape)}; distribute it with "
+            "torch.distributed.tensor.distribute_tensor"
+        )
+    if 0 in sizes:
+        return [(_empty_box(shape), local.reshape(-1)[:0])]
+    return list(_boxes(runs, local))
+
+
+def _check(fqn: str, spec: DTensorSpec) -> None:
+    for placement in spec.placements:
+        known = type(placement).__name__ in ("Shard", "_StridedShard", "Replicate")
+        if not known:
+            raise ConflictError(
+                f"parameter {fqn!r} has placement {placement}; expected Shard or Replicate: "
+                "redistribute it before paramd.attach"
+            )
+    order = getattr(spec, "shard_order", None)
+    for entry in order if order is not None else ():
+        if list(entry.mesh_dims) != sorted(entry.mesh_dims):
+            raise ConflictError(
+                f"parameter {fqn!r} shards dim {entry.tensor_dim} over mesh axes "
+                f"{list(entry.mesh_dims)} in this order; expected ascending axes"
+            )
+
+
+def _runs_of_dims(spec: DTensorSpec, shape: tuple[int, ...], coordinate: Any) -> tuple[Runs, ...]:
+    runs: list[Runs] = [((0, size),) for size in shape]
+    for axis, placement in enumerate(spec.placements):
+        if placement.is_replicate():
+            continue
+        sharded: Any = placement
+        parts = (spec.mesh.size(axis), coordinate[axis])
+        factor = getattr(sharded, "split_factor", 1)
+        runs[sharded.dim] = shard_runs(runs[sharded.dim], *parts, factor)
+    return tuple(runs)
+
+
+def shard_runs(runs: Runs, chunks: int, index: int, split_factor: int = 1) -> Runs:
+    """What chunk `index` of `chunks` gets of `runs`, as `torch.chunk` divides.
+
+    With a split factor the runs are first divided in that many blocks, and the chunk gets
+    its part of every block: the rule of `_StridedShard`. Source: torch's
+    `_StridedShard._split_tensor`.
+    """
+    size = sum(end - begin for begin, end in runs)
+    taken: list[tuple[int, int]] = []
+    for block in range(split_factor):
+        begin, end = _chunk(size, split_factor, block)
+        inner_begin, inner_end = _chunk(end - begin, chunks, index)
+        taken.extend(_positions(runs, begin + inner_begin, begin + inner_end))
+    return _joined(taken)
+
+
+def _chunk(size: int, chunks: int, index: int) -> tuple[int, int]:
+    step = -(-size // chunks)
+    return min(step * index, size), min(step * (index + 1), size)
+
+
+def _positions(runs: Runs, begin: int, end: int) -> Iterator[tuple[int, int]]:
+    """The global indices at positions [begin, end) of the runs laid end to end."""
+    passed = 0
+    for run_begin, run_end in runs:
+        low = max(begin - passed, 0) + run_begin
+        high = min(end - passed + run_begin, run_end)
+        if low < high:
+            yield low, high
+        passed += run_end - run_begin
+
+
+def _joined(runs: list[tuple[int, int]]) -> Runs:
+    joined: list[tuple[int, int]] = []
+    for begin, end in runs:
+        if joined and joined[-1][1] == begin:
+            joined[-1] = (joined[-1][0], end)
+        else:
+            joined.append((begin, end))
+    return tuple(joined)
+
+
+def _boxes(runs: tuple[Runs, ...], local: torch.Tensor) -> Iterator[tuple[Box, torch.Tensor]]:
+    placed = []
+    for dim_runs in runs:
+        position, dim_placed = 0, []
+        for begin, end in dim_runs:
+            dim_placed.append((begin, end, position))
+            position += end - begin
+        placed.append(dim_placed)
+    for corner in product(*placed):
+        view = local
+        for dim, (begin, end, position) in enumerate(corner):
+            view = view.narrow(dim, position, end - begin)
+        yield Box(tuple(c[0] for c in corner), tuple(c[1] for c in corner)), view
+
+
+def _empty_box(shape: tuple[int, ...]) -> Box:
+    corner = (0,) * len(shape)
+    return Box(corner, corner)

@@ -1,0 +1,155 @@
+"""DTensors as local tensors with a spec, and back, with gradients that arrive complete.
+
+    local, spec = flatten(dtensor)          # the same memory
+    dtensor = unflatten(local, spec)        # the same memory; gradients flow to `local`
+
+For code that handles plain tensors only (bucketing, flattening, DDP) but must compute with
+DTensors. Unlike torch's `_flatten_tensor` and `_unflatten_tensor`, flattening a frozen tensor
+leaves it frozen, and unflattening it a thousand times leaves no thousand hooks on it.
+"""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from paramd.errors import UsageError
+from paramd.trainer.model.dtensor import is_dtensor
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
+    from torch.distributed.tensor._dtensor_spec import DTensorSpec
+
+Stream = AbstractContextManager[Any]
+"""A `torch.Stream` of any device: as a context it is the current one."""
+
+
+def flatten(tensor: torch.Tensor) -> tuple[torch.Tensor, DTensorSpec | None]:
+    """The local tensor of a DTensor, and what makes it whole again.
+
+    No copy and no communication; the autograd graph is not followed.
+
+    Args:
+        tensor: a DTensor of any mesh and placements, or any other tensor.
+
+    Returns:
+        The local tensor, complete (asynchronous collectives waited for), which requires a
+        gradient exactly if `tensor` does; and the spec. A plain tensor comes back itself, with
+        None.
+    """
+    if not is_dtensor(tensor):
+        return tensor, None
+    distributed: Any = tensor
+    local = wait_for_gradient(distributed._local_tensor).detach()
+    return local.requires_grad_(tensor.requires_grad), distributed._spec
+
+
+def unflatten(
+    tensor: torch.Tensor, spec: DTensorSpec | None, *, stream: Stream | None = None
+) -> torch.Tensor:
+    """What `flatten` took apart: a DTensor over the memory of `tensor`.
+
+    Differentiable: the gradient comes to `tensor` as a plain tensor, placed as `tensor` is,
+    after the asynchronous collectives that it waits for.
+
+    Args:
+        tensor: local tensor of this rank, with the local shape that the spec says.
+        spec: from `flatten`; None gives `tensor` back.
+        stream: the stream on which to wait for the gradient; None is the current one.
+
+    Raises:
+        UsageError: `tensor` is a DTensor already, or has not the local shape.
+    """
+    if spec is None:
+        return tensor
+    if is_dtensor(tensor):
+        raise UsageError(
+            "unflatten expects the local tensor of a DTensor, got a DTensor; pass what flatten "
+            "returned"
+        )
+    whole: torch.Tensor = AsDTensor.apply(tensor, matching(spec, tensor), stream)  # type: ignore[no-untyped-call]
+    return whole
+
+
+def matching(spec: DTensorSpec, local: torch.Tensor) -> DTensorSpec:
+    """The spec for this local tensor, which may have got another dtype since.
+
+    Raises:
+        UsageError: it has not the shape that this rank must have.
+    """
+    from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+    shape, _ = compute_local_shape_and_global_offset(spec.shape, spec.mesh, spec.placements)
+    if tuple(local.shape) != tuple(shape):
+        raise UsageError(
+            f"a tensor of shape {list(local.shape)} is no shard of {list(spec.shape)} with "
+            f"placements {spec.placements}; expected {list(shape)} on this rank"
+        )
+    assert spec.tensor_meta is not None
+    if spec.tensor_meta.dtype == local.dtype:
+        return spec
+    meta = TensorMeta(spec.tensor_meta.shape, spec.tensor_meta.stride, local.dtype)
+    return DTensorSpec(spec.mesh, spec.placements, tensor_meta=meta)
+
+
+def wait_for_gradient(gradient: torch.Tensor, *, stream: Stream | None = None) -> torch.Tensor:
+    """The gradient, once the asynchronous collective that makes it is done.
+
+    For `tensor.register_hook(partial(wait_for_gradient, stream=...))`: so that whoever takes
+    the gradient next (DDP's buckets, an optimizer) finds numbers, not a promise.
+
+    Args:
+        gradient: any tensor; only an `AsyncCollectiveTensor` is waited for.
+        stream: the stream on which to wait; None is the current one.
+    """
+    from torch.distributed._functional_collectives import AsyncCollectiveTensor
+
+    if not isinstance(gradient, AsyncCollectiveTensor):
+        return gradient
+    with stream if stream is not None else nullcontext():
+        complete: torch.Tensor = gradient.wait()
+    return complete
+
+
+def as_dtensor(local: torch.Tensor, spec: DTensorSpec) -> DTensor:
+    """A DTensor over the memory of `local`, without a gradient to it."""
+    # Its constructor does nothing more, but takes longer than making it does.
+    cls = _dtensor_class()
+    whole: DTensor = cls.__new__(cls, local.detach(), spec, requires_grad=local.requires_grad)
+    return whole
+
+
+@lru_cache(maxsize=1)
+def _dtensor_class() -> type[DTensor]:
+    from torch.distributed.tensor import DTensor
+
+    return DTensor
+
+
+class AsDTensor(torch.autograd.Function):
+    """`DTensor.from_local` without its checks, for a spec that is known to be right."""
+
+    @staticmethod
+    def forward(ctx: Any, local: torch.Tensor, spec: DTensorSpec, stream: Stream | None) -> DTensor:
+        ctx.spec, ctx.stream = spec, stream
+        ctx.set_materialize_grads(False)
+        return as_dtensor(local, spec)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: DTensor | None) -> tuple[torch.Tensor | None, None, None]:
+        if gradient is None:
+            return None, None, None
+        if gradient.placements != ctx.spec.placements:
+            gradient = gradient.redistribute(ctx.spec.mesh, _of_gradient(ctx.spec))
+        return wait_for_gradient(gradient.to_local(), stream=ctx.stream), None, None
+
+
+def _of_gradient(spec: DTensorSpec) -> list[Any]:
+    from torch.distributed.tensor import Replicate
+
+    # A part of a sum has the whole gradient of the sum.
+    return [Replicate() if placement.is_partial() else placement for placement in spec.placements]

@@ -1,0 +1,169 @@
+"""FullyShardedDataParallel: many parameters in one flat one, cut without regard to them.
+
+A rank holds, of each original parameter, an interval of its flattened elements, perhaps
+none; padding for alignment lies between them and belongs to nobody. With NO_SHARD it holds
+all of each. What is counted is the original precision that the optimizer keeps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from paramd.errors import ConflictError
+from paramd.layout.regions import boxes_of_interval, row_major
+from paramd.layout.types import Box, Interval, Region, TensorKind
+from paramd.trainer.model import plain
+from paramd.trainer.model.local_shard import (
+    Entry,
+    LocalShard,
+    Managed,
+    Names,
+    Slot,
+    add_managed,
+    dtype_name,
+)
+from paramd.trainer.model.names import loaded_class
+
+
+def managed(modules: Iterable[nn.Module]) -> Managed:
+    """The original parameters that flat parameters stand for, tied ones included."""
+    found: Managed = {}
+    for handle in _handles(modules):
+        flat = handle.flat_param
+        by_place: dict[tuple[int, str], Entry] = {}
+        for index, info in enumerate(flat._param_infos):
+            entry = _entry(handle, index)
+            by_place[id(info.module), info.param_name] = entry
+            add_managed(found, info.module, info.param_name, entry)
+        for info in flat._shared_param_infos:
+            entry = by_place[id(info.prim_module), info.prim_param_name]
+            add_managed(found, info.module, info.param_name, entry)
+    return found
+
+
+def _handles(modules: Iterable[nn.Module]) -> Iterator[Any]:
+    cls = loaded_class(
+        "torch.distributed.fsdp.fully_sharded_data_parallel", "FullyShardedDataParallel"
+    )
+    for module in modules:
+        if cls is not None and isinstance(module, cls):
+            wrapper: Any = module
+            if wrapper._handle is not None:
+                yield wrapper._handle
+
+
+def _entry(handle: Any, index: int) -> Entry:
+    return Entry((id(handle), index), lambda names: _shards(handle, index, names))
+
+
+def _shards(handle: Any, index: int, names: Names) -> list[LocalShard]:
+    flat = handle.flat_param
+    fqn = names[0]
+    if flat._param_extensions[index] is not None:
+        raise ConflictError(
+            f"parameter {fqn!r} is a DTensor inside FullyShardedDataParallel; "
+            "shard tensor-parallel modules with torch.distributed.fsdp.fully_shard"
+        )
+    local = _local_shard(handle, fqn)
+    plain.check_supported(fqn, local)
+    original = _original(handle, index)
+    shard = _shard_of(handle, index, local, original)
+    own = () if original is None else (original,)
+    name = flat._param_infos[index].param_name
+    table = flat._param_infos[index].module._parameters
+    sharded = handle.uses_sharded_strategy
+    return [
+        LocalShard(
+            fqn=fqn,
+            aliases=names[1:],
+            dtype=dtype_name(local.dtype),
+            shape=tuple(flat._shapes[index]),
+            kind=TensorKind.PARAMETER,
+            placement=f"FlatShard over {handle.world_size}" if sharded else "replicated",
+            region=region,
+            tensor=view,
+            slot=Slot(vars(handle), "flat_param") if original is None else Slot(table, name),
+            holders=(flat, local, *_shared(handle), *own),
+        )
+        for region, view in regions_of(flat, index, shard)
+    ]
+
+
+def _local_shard(handle: Any, fqn: str) -> torch.Tensor:
+    """The padded local shard in original precision, 1-D."""
+    flat = handle.flat_param
+    local: torch.Tensor = getattr(flat, "_local_shard", flat.data)
+    if local.shape != flat._sharded_size:
+        raise ConflictError(
+            f"parameter {fqn!r} is unsharded now; call paramd.attach between two steps and "
+            "outside of summon_full_params"
+        )
+    return local
+
+
+def _original(handle: Any, index: int) -> torch.Tensor | None:
+    """The parameter that the optimizer has, if it is not the flat one and is in place now."""
+    flat = handle.flat_param
+    info = flat._shard_param_infos[index]
+    if not handle._use_orig_params or not info.in_shard or handle._skipped_use_sharded_views:
+        return None
+    param_info = flat._param_infos[index]
+    param = param_info.module._parameters.get(param_info.param_name)
+    matches = (
+        isinstance(param, nn.Parameter)
+        and param.numel() == info.numel_in_shard
+        and param.dtype == flat.dtype
+    )
+    return param if matches else None
+
+
+def _shared(handle: Any) -> tuple[torch.Tensor, ...]:
+    shared = handle.flat_param._shared_params
+    return tuple(shared) if shared is not None else ()
+
+
+def _shard_of(
+    handle: Any, index: int, local: torch.Tensor, original: torch.Tensor | None
+) -> torch.Tensor:
+    """The elements of one original parameter in this shard, 1-D, in its memory order."""
+    info = handle.flat_param._shard_param_infos[index]
+    if not info.in_shard:
+        return local[:0]
+    if original is not None:
+        # FSDP itself takes a replaced original parameter for the truth, and writes it back.
+        return original.detach().as_strided((info.numel_in_shard,), (1,))
+    return local[info.offset_in_shard : info.offset_in_shard + info.numel_in_shard]
+
+
+def regions_of(flat: Any, index: int, shard: torch.Tensor) -> list[tuple[Region, torch.Tensor]]:
+    """The regions that this rank's elements of one original parameter are, with their views.
+
+    Args:
+        shard: those elements, 1-D in memory order: of the parameter or of its gradient.
+    """
+    info = flat._shard_param_infos[index]
+    shape, strides = tuple(flat._shapes[index]), tuple(flat._strides[index])
+    begin = info.intra_param_start_idx if info.in_shard else 0
+    interval = Interval(begin, begin + shard.numel())
+    if flat._contiguities[index] or shard.numel() == 0:
+        return [(interval, shard)]
+    return list(_permuted_boxes(interval, shape, strides, shard))
+
+
+def _permuted_boxes(
+    interval: Interval, shape: tuple[int, ...], strides: tuple[int, ...], shard: torch.Tensor
+) -> Iterator[tuple[Region, torch.Tensor]]:
+    """An interval in memory order of a parameter whose memory is not row-major, as boxes."""
+    order = sorted(range(len(shape)), key=lambda dim: -strides[dim])
+    back = [order.index(dim) for dim in range(len(shape))]
+    position = 0
+    for box in boxes_of_interval(interval, [shape[dim] for dim in order]):
+        run = shard[position : position + box.numel]
+        position += box.numel
+        view = run.as_strided(box.sizes, row_major(box.sizes), run.storage_offset())
+        region = Box(tuple(box.begin[d] for d in back), tuple(box.end[d] for d in back))
+        yield region, view.permute(back)

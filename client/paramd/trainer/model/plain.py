@@ -1,0 +1,163 @@
+"""Tensors that stand in a module's own tables: plain modules, DDP, tensor parallelism.
+
+Each is either one local tensor that every rank has whole, or a DTensor. Memory that is
+dense but not row-major (channels-last, transposed) stays as it is; memory with gaps is
+told as several dense boxes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+import torch
+from torch import nn
+from torch.nn.parameter import is_lazy
+
+from paramd.errors import ConflictError
+from paramd.layout.regions import full_box, is_dense
+from paramd.layout.types import Box, TensorKind
+from paramd.trainer.model import dtensor
+from paramd.trainer.model.local_shard import Entry, LocalShard, Names, Slot, dtype_name
+
+MAX_DENSE_PARTS = 4096
+"""Boxes one tensor may fall into before it is refused."""
+
+
+def entry(slot: Slot, kind: TensorKind) -> Entry:
+    """The tensor in `slot`; two slots with the same object are one tensor."""
+    value = slot.tensor()
+    local, spec = dtensor.split(value)
+    if spec is not None and local is value:
+        # The first forward takes a localized parameter out of the module's table for good.
+        slot = Slot({slot.key: value}, slot.key)
+    return Entry(id(local), lambda names: shards_of(names, value, kind, slot))
+
+
+def localized_for_ddp(modules: Iterable[nn.Module]) -> set[int]:
+    """Ids of all modules inside those made ready by torch's `_pre_dp_module_transform`."""
+    return {
+        id(inner)
+        for module in modules
+        for hook in module._forward_pre_hooks.values()
+        if getattr(hook, "__name__", "") == "_reconstruct_dtensor"
+        for inner in module.modules()
+    }
+
+
+def localized_slots(module: nn.Module) -> Iterator[Slot]:
+    """Parameters that stand as bare DTensor attributes.
+
+    torch's `_pre_dp_module_transform` leaves them so from the first forward on; their local
+    memory is still that of the parameters which the optimizer has.
+    """
+    for name, value in vars(module).items():
+        if dtensor.is_dtensor(value):
+            yield Slot(vars(module), name)
+
+
+def shards_of(
+    names: Names,
+    value: torch.Tensor,
+    kind: TensorKind,
+    slot: Slot,
+    holders: tuple[torch.Tensor, ...] = (),
+) -> list[LocalShard]:
+    """The shards of one tensor: whole on this rank, or a DTensor's boxes.
+
+    Args:
+        holders: local tensors besides `value`'s own that use the same memory.
+
+    Raises:
+        ConflictError: it is lazy, not a dense strided tensor, or overlaps itself.
+    """
+    fqn = names[0]
+    if is_lazy(value):
+        raise ConflictError(
+            f"parameter {fqn!r} is not initialized yet; run one forward before paramd.attach"
+        )
+    local, spec = dtensor.split(value)
+    check_supported(fqn, local)
+    if spec is None:
+        shape, placement = tuple(local.shape), "replicated"
+        boxes = [(full_box(shape), local.detach())]
+    else:
+        shape, placement = tuple(spec.shape), dtensor.describe(spec)
+        boxes = dtensor.local_boxes(fqn, spec, local.detach())
+    return [
+        LocalShard(
+            fqn=fqn,
+            aliases=names[1:],
+            dtype=dtype_name(local.dtype),
+            shape=shape,
+            kind=kind,
+            placement=placement,
+            region=region,
+            tensor=view,
+            slot=slot,
+            holders=(local, *holders),
+        )
+        for region, view in dense_parts(fqn, boxes)
+    ]
+
+
+def check_supported(fqn: str, local: torch.Tensor) -> None:
+    """Refuses what has no plain bytes of its own.
+
+    Raises:
+        ConflictError: a tensor subclass with its own operators, a sparse, quantized or lazily
+            negated tensor.
+    """
+    if not has_plain_memory(local):
+        raise ConflictError(
+            f"tensor {fqn!r} is a {type(local).__name__} with layout {local.layout}; "
+            "expected a dense strided torch.Tensor or a DTensor of such"
+        )
+
+
+def has_plain_memory(tensor: torch.Tensor) -> bool:
+    """Whether the tensor's values are its bytes: dense layout, no own operators."""
+    dispatch = getattr(type(tensor), "__torch_dispatch__", None)
+    return (
+        dispatch is torch._C._disabled_torch_dispatch_impl
+        and tensor.layout is torch.strided
+        and not (tensor.is_quantized or tensor.is_conj() or tensor.is_neg())
+    )
+
+
+def dense_parts(fqn: str, boxes: list[tuple[Box, torch.Tensor]]) -> list[tuple[Box, torch.Tensor]]:
+    """Cuts boxes whose memory has gaps into dense ones.
+
+    Raises:
+        ConflictError: elements share memory, or too many parts would be needed.
+    """
+    parts: list[tuple[Box, torch.Tensor]] = []
+    for box, view in boxes:
+        for part in _dense(box, view):
+            parts.append(part)
+            if len(parts) > MAX_DENSE_PARTS:
+                raise ConflictError(
+                    f"tensor {fqn!r} with strides {list(view.stride())} is in more than "
+                    f"{MAX_DENSE_PARTS} parts in memory; make it contiguous"
+                )
+    for _, view in parts:
+        if not (view.numel() == 0 or is_dense(view.shape, view.stride())):
+            raise ConflictError(
+                f"tensor {fqn!r} with strides {list(view.stride())} overlaps itself in memory; "
+                "make it contiguous"
+            )
+    return parts
+
+
+def _dense(box: Box, view: torch.Tensor) -> Iterator[tuple[Box, torch.Tensor]]:
+    if view.numel() == 0 or is_dense(view.shape, view.stride()):
+        yield box, view
+        return
+    dim = max(range(view.dim()), key=lambda d: (view.shape[d] > 1, view.stride(d)))
+    if view.shape[dim] <= 1 or view.stride(dim) == 0:
+        yield box, view
+        return
+    for index in range(view.shape[dim]):
+        at = box.begin[dim] + index
+        begin = (*box.begin[:dim], at, *box.begin[dim + 1 :])
+        end = (*box.end[:dim], at + 1, *box.end[dim + 1 :])
+        yield from _dense(Box(begin, end), view.narrow(dim, index, 1))

@@ -1,0 +1,91 @@
+"""What this rank holds of each tensor of a model, in the order of the module tree.
+
+`find_shards` walks the tree once and asks, for each parameter, the adapter of whoever
+manages it: fsdp1.py (flat parameters), fsdp2.py (`fully_shard`), else plain.py (plain
+modules, DDP, tensor parallelism; all buffers). What a DTensor holds, dtensor.py knows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterator
+from dataclasses import dataclass, field
+
+from torch import nn
+
+from paramd.layout.types import TensorKind
+from paramd.trainer.model import fsdp1, fsdp2, plain
+from paramd.trainer.model.local_shard import Entry, LocalShard, Slot
+from paramd.trainer.model.names import walk
+
+__all__ = ["FoundTensor", "LocalShard", "find_shards", "find_tensors"]
+
+
+@dataclass(slots=True, eq=False)
+class FoundTensor:
+    """A parameter or persistent buffer, and everywhere that the module tree has it."""
+
+    entry: Entry
+    kind: TensorKind
+    names: dict[str, None] = field(default_factory=dict)
+    """Canonical name first, then the aliases."""
+    places: list[tuple[nn.Module, str]] = field(default_factory=list)
+    """Modules and the names that it has in them, in tree order."""
+
+    def shards(self) -> list[LocalShard]:
+        """What this rank holds of it, read now."""
+        return self.entry.shards(tuple(self.names))
+
+
+def find_shards(model: nn.Module) -> list[LocalShard]:
+    """All parameters and persistent buffers of `model`, in the order of its tree.
+
+    Changes nothing and communicates nothing. Every rank names the same tensors, also those
+    of which it holds no element.
+
+    Raises:
+        ConflictError: a tensor is of a kind whose elements cannot be told exactly.
+    """
+    return [shard for tensor in find_tensors(model) for shard in tensor.shards()]
+
+
+def find_tensors(model: nn.Module) -> list[FoundTensor]:
+    """All parameters and persistent buffers, in the order of the tree, tied ones once."""
+    tree = list(walk(model))
+    modules = list({id(module): module for _, module in tree}.values())
+    managed = fsdp1.managed(modules) | fsdp2.managed(modules)
+    localized = plain.localized_for_ddp(modules)
+    found: dict[Hashable, FoundTensor] = {}
+    for prefix, module in tree:
+        own = dict(managed.get(id(module), {}))
+        for kind, name, entry in _entries_of(module, own, id(module) in localized):
+            tensor = found.setdefault(entry.key, FoundTensor(entry, kind))
+            tensor.names[prefix + name] = None
+            tensor.places.append((module, name))
+    return list(found.values())
+
+
+def _entries_of(
+    module: nn.Module, managed: dict[str, Entry], localized: bool
+) -> Iterator[tuple[TensorKind, str, Entry]]:
+    for name, entry in _parameters_of(module, managed, localized):
+        yield TensorKind.PARAMETER, name, entry
+    for name, buffer in module._buffers.items():
+        if buffer is not None and name not in module._non_persistent_buffers_set:
+            yield (
+                TensorKind.BUFFER,
+                name,
+                plain.entry(Slot(module._buffers, name), TensorKind.BUFFER),
+            )
+
+
+def _parameters_of(
+    module: nn.Module, managed: dict[str, Entry], localized: bool
+) -> Iterator[tuple[str, Entry]]:
+    for name, param in module._parameters.items():
+        if name in managed:
+            yield name, managed.pop(name)
+        elif param is not None and not getattr(param, "_is_flat_param", False):
+            yield name, plain.entry(Slot(module._parameters, name), TensorKind.PARAMETER)
+    yield from managed.items()
+    for slot in plain.localized_slots(module) if localized else ():
+        yield slot.key, plain.entry(slot, TensorKind.PARAMETER)

@@ -1,0 +1,231 @@
+"""The full tensors of one call: filled from all ranks' shards, and written back to them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from math import prod
+
+import torch
+
+from paramd.layout.codec import decode_local, encode_local
+from paramd.layout.merge import LocalLayout, LocalTensor, merge_layouts
+from paramd.layout.types import Interval, Layout, Piece, Region, TensorKind
+from paramd.trainer.model.local_shard import LocalShard
+from paramd.trainer.summon.streams import Part, plan_streams
+from paramd.trainer.summon.wire import Wire, write_changes
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Local:
+    """What this rank has of one tensor; perhaps nothing."""
+
+    name: str
+    shape: tuple[int, ...]
+    """Global and unsharded."""
+    dtype: torch.dtype
+    device: torch.device
+    """Of the full tensor, unless it is offloaded."""
+    shards: tuple[LocalShard, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """One region of one tensor, and the positions of the ranks that hold it."""
+
+    name: str
+    region: Region
+    holders: tuple[int, ...]
+
+
+class FullTensors:
+    """Fills full tensors and writes them back. Collective in the same order on all ranks.
+
+    The tensors are those that any rank has elements of; the others do not exist.
+
+    Args:
+        wire: the ranks.
+        locals: what this rank has; the same names on all ranks.
+        rank0_only: the first rank alone gets full tensors.
+        device: where full tensors go; None keeps each on the device of its shards.
+
+    Raises:
+        UsageError: ranks disagree on a tensor, or nobody holds some of its elements.
+    """
+
+    def __init__(
+        self,
+        wire: Wire,
+        locals: Sequence[Local],
+        *,
+        rank0_only: bool,
+        device: torch.device | None,
+    ) -> None:
+        self._wire = wire
+        self._rank0_only = rank0_only
+        layout = _merged(wire, locals)
+        self.names = frozenset(tensor.fqn for tensor in layout.tensors)
+        dtypes = {tensor.fqn: getattr(torch, tensor.dtype) for tensor in layout.tensors}
+        self._locals = {
+            local.name: replace(local, dtype=dtypes[local.name])
+            for local in locals
+            if local.name in dtypes
+        }
+        self._own: dict[tuple[str, Region], torch.Tensor] = {
+            (local.name, shard.region): shard.tensor
+            for local in self._locals.values()
+            for shard in local.shards
+            if shard.region.numel
+        }
+        self._parts = _parts(layout)
+        self._device = device
+        sizes = [prod(local.shape) * local.dtype.itemsize for local in self._locals.values()]
+        self._budget_bytes = max(sizes, default=0)
+
+    @property
+    def shows(self) -> bool:
+        """Whether this rank gets full tensors."""
+        return not self._rank0_only or self._wire.index == 0
+
+    def fill(self) -> dict[str, torch.Tensor]:
+        """New full tensors by name; none when this rank does not get them. Collective."""
+        full: dict[str, torch.Tensor] = {}
+        if self.shows:
+            for name, local in self._locals.items():
+                device = self._device if self._device is not None else local.device
+                full[name] = torch.empty(local.shape, dtype=local.dtype, device=device)
+            for (name, region), view in self._own.items():
+                region_of(full[name], region).copy_(view)
+        receivers = (0,) if self._rank0_only else tuple(range(self._wire.world_size))
+        moving = [part for part in self._parts if not set(receivers) <= set(part.holders)]
+        self._wire.gather(
+            plan_streams([self._part(part) for part in moving], self._wire.world_size),
+            self._views(moving),
+            {
+                index: region_of(full[part.name], part.region)
+                for index, part in enumerate(moving)
+                if full and (part.name, part.region) not in self._own
+            },
+            only_to_first=self._rank0_only,
+            budget_bytes=self._budget_bytes,
+        )
+        return full
+
+    def write_back(self, edited: Mapping[str, torch.Tensor]) -> None:
+        """Writes edited tensors to all shards. Collective if the first rank alone has them.
+
+        Args:
+            edited: full tensors of any dtype and device; those left out stay as they are, and
+                the first rank's choice holds for all if it alone has them.
+        """
+        same = {name: self._like(name, value) for name, value in edited.items()}
+        for (name, region), view in self._own.items():
+            if name in same:
+                write_changes(view, region_of(same[name], region))
+        if self._rank0_only:
+            self._distribute(same)
+
+    def _distribute(self, edited: Mapping[str, torch.Tensor]) -> None:
+        """Sends the first rank's tensors to those that hold parts of them."""
+        world_size = self._wire.world_size
+        elsewhere = [part for part in self._parts if set(part.holders) - {0}]
+        single = [part for part in elsewhere if len(set(part.holders) - {0}) == 1]
+        shared = [part for part in elsewhere if len(set(part.holders) - {0}) > 1]
+        streams = plan_streams([self._part(part, of_first=False) for part in single], world_size)
+        self._wire.scatter(
+            streams, _regions(single, edited), self._views(single), self._budget_bytes
+        )
+        (stream,) = plan_streams([self._part(part, one=True) for part in shared], 1)
+        self._wire.broadcast(
+            stream, _regions(shared, edited), self._views(shared), self._budget_bytes
+        )
+
+    def _part(self, part: _Part, *, of_first: bool = True, one: bool = False) -> Part:
+        holders = part.holders if of_first else tuple(h for h in part.holders if h != 0)
+        return Part(
+            numel=part.region.numel,
+            item_bytes=self._locals[part.name].dtype.itemsize,
+            senders=(0,) if one else holders,
+        )
+
+    def _views(self, parts: Iterable[_Part]) -> dict[int, torch.Tensor]:
+        return {
+            index: self._own[part.name, part.region]
+            for index, part in enumerate(parts)
+            if (part.name, part.region) in self._own
+        }
+
+    def _like(self, name: str, value: torch.Tensor) -> torch.Tensor:
+        return value.detach().to(self._locals[name].dtype).contiguous()
+
+
+def region_of(full: torch.Tensor, region: Region) -> torch.Tensor:
+    """The view of a row-major full tensor that is the region: a box, or 1-D."""
+    if isinstance(region, Interval):
+        return full.view(-1)[region.begin : region.end]
+    view = full
+    for dim, (begin, end) in enumerate(zip(region.begin, region.end, strict=True)):
+        view = view.narrow(dim, begin, end - begin)
+    return view
+
+
+def _regions(parts: Iterable[_Part], full: Mapping[str, torch.Tensor]) -> dict[int, torch.Tensor]:
+    return {
+        index: region_of(full[part.name], part.region)
+        for index, part in enumerate(parts)
+        if part.name in full
+    }
+
+
+def _merged(wire: Wire, locals: Sequence[Local]) -> Layout:
+    mine = encode_local(_described(wire.index, locals))
+    everybody = [decode_local(data) for data in wire.exchange(mine)]
+    # A rank without elements of a gradient cannot know whether there is one, and its dtype.
+    holders: dict[str, LocalTensor] = {}
+    for local in everybody:
+        for tensor in local.tensors:
+            if tensor.pieces:
+                holders.setdefault(tensor.fqn, tensor)
+    return merge_layouts([_known(local, holders) for local in everybody])
+
+
+def _known(local: LocalLayout, holders: Mapping[str, LocalTensor]) -> LocalLayout:
+    tensors = tuple(
+        tensor if tensor.pieces else replace(tensor, dtype=holders[tensor.fqn].dtype)
+        for tensor in local.tensors
+        if tensor.fqn in holders
+    )
+    return replace(local, tensors=tensors)
+
+
+def _described(index: int, locals: Sequence[Local]) -> LocalLayout:
+    """There is no arena here: offsets only keep count."""
+    tensors, end = [], 0
+    for local in locals:
+        pieces = []
+        for shard in local.shards:
+            pieces.append(Piece(rank=index, arena_begin=end, region=shard.region))
+            end += shard.region.numel * shard.tensor.itemsize
+        tensors.append(
+            LocalTensor(
+                fqn=local.name,
+                dtype=str(local.dtype).removeprefix("torch."),
+                shape=local.shape,
+                kind=TensorKind.PARAMETER,
+                placement="",
+                pieces=tuple(pieces),
+            )
+        )
+    return LocalLayout(rank=index, arena_bytes=end, tensors=tuple(tensors))
+
+
+def _parts(layout: Layout) -> list[_Part]:
+    parts = []
+    for tensor in layout.tensors:
+        holders: dict[Region, list[int]] = {}
+        for piece in tensor.pieces:
+            holders.setdefault(piece.region, []).append(piece.rank)
+        parts += [
+            _Part(tensor.fqn, region, tuple(sorted(ranks))) for region, ranks in holders.items()
+        ]
+    return parts

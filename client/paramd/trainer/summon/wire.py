@@ -1,0 +1,216 @@
+"""Moves parts between ranks with few, equally long collectives and little memory.
+
+Everything travels as bytes, in spans of `streams.span_bytes`. The collectives run on the
+process group of the training, on a device that its backend knows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from paramd.layout.regions import boxes_of_interval
+from paramd.layout.types import Interval
+from paramd.trainer.summon.streams import MAX_SPAN_BYTES, Cut, Run, span_bytes, spans, stream_bytes
+
+MAX_THRIFTY_BYTES = 1 << 20
+"""Spans where memory counts: gloo copies them, and its threads' heaps keep several copies."""
+
+Views = Mapping[int, torch.Tensor]
+"""Tensors by the index of their part; what a rank neither has nor wants is missing."""
+
+
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+"""For comparing bytes, by their number: equal floats may have different ones."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Wire:
+    """The ranks that take part, and where their bytes may travel."""
+
+    ranks: tuple[int, ...]
+    """Global ranks, ascending."""
+    index: int
+    """Position of this rank."""
+    group: dist.ProcessGroup | None
+    """None when this rank is alone."""
+    device: torch.device
+
+    @property
+    def world_size(self) -> int:
+        return len(self.ranks)
+
+    def exchange(self, message: bytes) -> list[bytes]:
+        """Everybody's message, by position. Collective."""
+        if self.group is None:
+            return [message]
+        size = torch.tensor([len(message)], dtype=torch.int64, device=self.device)
+        sizes = torch.empty(self.world_size, dtype=torch.int64, device=self.device)
+        _all_gather(sizes, size, self.group)
+        lengths: list[int] = sizes.tolist()
+        # Messages are padded to the longest, as all-gather wants equal parts.
+        mine = torch.zeros(max(lengths), dtype=torch.uint8)
+        mine[: len(message)] = torch.frombuffer(bytearray(message), dtype=torch.uint8)
+        everybody = torch.empty(
+            self.world_size * max(lengths), dtype=torch.uint8, device=self.device
+        )
+        _all_gather(everybody, mine.to(self.device), self.group)
+        rows = everybody.view(self.world_size, -1).cpu()
+        return [rows[rank, :length].numpy().tobytes() for rank, length in enumerate(lengths)]
+
+    def gather(
+        self,
+        streams: Sequence[Sequence[Run]],
+        sources: Views,
+        targets: Views,
+        *,
+        only_to_first: bool,
+        budget_bytes: int,
+    ) -> None:
+        """Brings every stream to all ranks, or to the first alone. Collective.
+
+        Args:
+            streams: by position, the same on all ranks.
+            sources: the parts of this rank's own stream.
+            targets: the parts this rank wants.
+            budget_bytes: memory for what is on its way, about.
+        """
+        plan = self._spans(streams, budget_bytes, thrifty=only_to_first)
+        if plan is None:
+            return
+        size, count, cuts = plan
+        receives = not only_to_first or self.index == 0
+        outgoing = torch.empty(size, dtype=torch.uint8, device=self.device)
+        incoming = torch.empty(
+            self.world_size if receives else 0, size, dtype=torch.uint8, device=self.device
+        )
+        for span in range(count):
+            data = _packed(cuts[self.index][span], sources, outgoing)
+            if only_to_first:
+                rows = list(incoming) if receives else None
+                dist.gather(data, rows, group=self.group, group_dst=0)
+            else:
+                _all_gather(incoming.view(-1), data, self.group)
+            if receives:
+                for row, of_rank in zip(incoming, cuts, strict=True):
+                    _unpack(of_rank[span], row, targets, torch.Tensor.copy_)
+
+    def scatter(
+        self, streams: Sequence[Sequence[Run]], sources: Views, targets: Views, budget_bytes: int
+    ) -> None:
+        """Sends each rank its stream from the first rank. Collective."""
+        plan = self._spans(streams, budget_bytes)
+        if plan is None:
+            return
+        size, count, cuts = plan
+        first = self.index == 0
+        incoming = torch.empty(size, dtype=torch.uint8, device=self.device)
+        outgoing = torch.empty(
+            self.world_size if first else 0, size, dtype=torch.uint8, device=self.device
+        )
+        for span in range(count):
+            rows = None
+            if first:
+                rows = [
+                    _packed(of_rank[span], sources, row)
+                    for row, of_rank in zip(outgoing, cuts, strict=True)
+                ]
+            dist.scatter(incoming, rows, group=self.group, group_src=0)
+            _unpack(cuts[self.index][span], incoming, targets, write_changes)
+
+    def broadcast(
+        self, stream: Sequence[Run], sources: Views, targets: Views, budget_bytes: int
+    ) -> None:
+        """Sends one stream from the first rank to all. Collective."""
+        plan = self._spans([stream], budget_bytes)
+        if plan is None:
+            return
+        size, count, (cuts,) = plan
+        buffer = torch.empty(size, dtype=torch.uint8, device=self.device)
+        for span in range(count):
+            data = buffer
+            if self.index == 0:
+                data = _packed(cuts[span], sources, buffer)
+            dist.broadcast(data, group=self.group, group_src=0)
+            if self.index != 0:
+                _unpack(cuts[span], buffer, targets, write_changes)
+
+    def _spans(
+        self, streams: Sequence[Sequence[Run]], budget_bytes: int, *, thrifty: bool = True
+    ) -> tuple[int, int, list[list[list[Cut]]]] | None:
+        longest = max(map(stream_bytes, streams), default=0)
+        if longest == 0:
+            return None
+        ceiling = MAX_THRIFTY_BYTES if thrifty and self.device.type == "cpu" else MAX_SPAN_BYTES
+        size = span_bytes(self.world_size, budget_bytes, longest, ceiling)
+        count = -(-longest // size)
+        return size, count, [spans(stream, size, count) for stream in streams]
+
+
+def _all_gather(output: torch.Tensor, mine: torch.Tensor, group: dist.ProcessGroup | None) -> None:
+    # The old name warns since torch 2.13, the new one is not there before.
+    gather = getattr(dist, "all_gather_single", None)
+    (gather if gather is not None else dist.all_gather_into_tensor)(output, mine, group=group)
+
+
+def _packed(cuts: Sequence[Cut], sources: Views, buffer: torch.Tensor) -> torch.Tensor:
+    """The bytes of one span: in the buffer, or where they are if they lie there just so."""
+    if len(cuts) == 1:
+        piece = next(_pieces(sources[cuts[0].part], cuts[0]))
+        fills = piece.numel() * piece.itemsize == buffer.numel()
+        if fills and piece.is_contiguous() and piece.device == buffer.device:
+            return piece.view(-1).view(torch.uint8)
+    for cut in cuts:
+        at = cut.at
+        for piece in _pieces(sources[cut.part], cut):
+            _typed(buffer, at, piece).copy_(piece)
+            at += piece.numel() * piece.itemsize
+    return buffer
+
+
+def write_changes(target: torch.Tensor, source: torch.Tensor) -> None:
+    """Copies unless the bytes are equal, so that a forward may still go backward if they are.
+
+    Source: autograd, which refuses tensors written since it saved them.
+    """
+    same = _INTEGERS.get(target.itemsize)
+    if same is not None and source.dtype == target.dtype:
+        there, here = target.detach().view(same), source.detach().view(same)
+        if torch.equal(there, here.to(there.device)):
+            return
+    target.copy_(source)
+
+
+def _unpack(
+    cuts: Sequence[Cut],
+    buffer: torch.Tensor,
+    targets: Views,
+    write: Callable[[torch.Tensor, torch.Tensor], object],
+) -> None:
+    for cut in cuts:
+        if cut.part not in targets:
+            continue
+        at = cut.at
+        for piece in _pieces(targets[cut.part], cut):
+            write(piece, _typed(buffer, at, piece))
+            at += piece.numel() * piece.itemsize
+
+
+def _pieces(view: torch.Tensor, cut: Cut) -> Iterator[torch.Tensor]:
+    """The elements of a run, row-major, as few views of the tensor as its memory allows."""
+    if view.is_contiguous():
+        yield view.view(-1)[cut.begin : cut.end]
+        return
+    for box in boxes_of_interval(Interval(cut.begin, cut.end), view.shape):
+        piece = view
+        for dim, (begin, end) in enumerate(zip(box.begin, box.end, strict=True)):
+            piece = piece.narrow(dim, begin, end - begin)
+        yield piece
+
+
+def _typed(buffer: torch.Tensor, at: int, like: torch.Tensor) -> torch.Tensor:
+    span = buffer[at : at + like.numel() * like.itemsize]
+    return span.view(like.dtype).view(like.shape)

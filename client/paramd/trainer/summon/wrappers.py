@@ -1,0 +1,234 @@
+"""What FSDP and DDP modules must know while their parameters are summoned.
+
+These are the only places that reach into FSDP: is it idle, are its parameters sharded, and
+does it call its parameters by their usual names.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, NoReturn
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from paramd.errors import ConflictError
+from paramd.trainer.model.names import loaded_class
+
+Place = tuple[nn.Module, str]
+
+_BETWEEN_STEPS = "call summon_full_params between two steps"
+
+
+class FlatParameters:
+    """The FSDP1 modules under a module, and their flat parameters."""
+
+    def __init__(self, modules: Sequence[nn.Module]) -> None:
+        cls = loaded_class(
+            "torch.distributed.fsdp.fully_sharded_data_parallel", "FullyShardedDataParallel"
+        )
+        self.states: list[Any] = [m for m in modules if cls is not None and isinstance(m, cls)]
+        self._places: dict[tuple[int, str], tuple[Any, int]] = {}
+        for state in self.states:
+            if state._handle is not None:
+                self._note(state._handle)
+
+    def _note(self, handle: Any) -> None:
+        places = self._places
+        for index, info in enumerate(handle.flat_param._param_infos):
+            places[id(info.module), info.param_name] = (handle, index)
+        for info in handle.flat_param._shared_param_infos:
+            places[id(info.module), info.param_name] = places[
+                id(info.prim_module), info.prim_param_name
+            ]
+
+    def place(self, module: nn.Module, name: str) -> tuple[Any, int] | None:
+        """The handle that manages this parameter, and its index there."""
+        return self._places.get((id(module), name))
+
+    def hidden(self, places: Iterable[Place]) -> list[Place]:
+        """Where flat parameters stand registered in the place of those original ones."""
+        # `module` looks through a checkpoint wrapper, as FSDP does when it registers them.
+        return [
+            (state.module, "_flat_param")
+            for state in self._states_of(places)
+            if "_flat_param" in state.module._parameters
+        ]
+
+    def parties(self) -> set[tuple[int, ...]]:
+        """The global ranks of each FSDP module, replicas included."""
+        found = set()
+        for state in self.states:
+            ranks = set(dist.get_process_group_ranks(state.process_group))
+            replicas = getattr(state, "_inter_node_pg", None)
+            if replicas is not None:
+                # Every rank of the shard group has its replicas at the same distance.
+                me = dist.get_rank()
+                others = dist.get_process_group_ranks(replicas)
+                ranks = {rank + other - me for rank in ranks for other in others}
+            found.add(tuple(sorted(ranks)))
+        return found
+
+    def _states_of(self, places: Iterable[Place]) -> list[Any]:
+        """The FSDP modules that manage these, and those that manage nothing themselves."""
+        handles = {id(found[0]) for found in (self.place(*place) for place in places) if found}
+        return [s for s in self.states if s._handle is None or id(s._handle) in handles]
+
+    def check_idle(self) -> None:
+        """Raises ConflictError inside a forward or backward."""
+        for state in self.states:
+            handle = state._handle
+            busy = state.training_state.name == "FORWARD_BACKWARD" or (
+                handle is not None and handle._training_state.name != "IDLE"
+            )
+            if busy:
+                raise ConflictError(
+                    "FullyShardedDataParallel is in a forward or backward, or summons its "
+                    f"parameters itself; {_BETWEEN_STEPS}"
+                )
+
+    def settle(self) -> None:
+        """Frees low-precision unsharded memory that a forward has left, as FSDP itself does."""
+        for state, handle in self._left_unsharded():
+            if handle._uses_param_mixed_precision:
+                _reshard(state, handle)
+
+    def refresh(self) -> None:
+        """Gathers again what a forward has left unsharded, from shards that have changed.
+
+        Else the next forward or backward would take it for the parameters. Collective.
+        """
+        for state, handle in self._left_unsharded():
+            if handle.flat_param.device == handle.device:
+                # Into the same memory: views of it may be registered, or saved by autograd.
+                handle._all_gather_flat_param(handle._get_padded_unsharded_flat_param())
+            else:
+                _reshard(state, handle)
+
+    def _left_unsharded(self) -> Iterator[tuple[Any, Any]]:
+        """FSDP modules whose unsharded memory is still allocated, and their handles."""
+        for state in self.states:
+            handle = state._handle
+            # Before the first forward nothing can be unsharded.
+            if handle is None or not hasattr(handle.flat_param, "_local_shard"):
+                continue
+            if handle.uses_sharded_strategy and not handle.needs_unshard():
+                yield state, handle
+
+    @contextmanager
+    def under_usual_names(self, places: Iterable[Place]) -> Iterator[None]:
+        """`named_parameters` of FSDP modules leaves out their own steps in the names."""
+        states = self._states_of(places)
+        if not states:
+            yield
+            return
+        from torch.distributed.fsdp._common_utils import TrainingState
+
+        before = [(state, state.training_state) for state in states]
+        try:
+            for state in states:
+                state.training_state = TrainingState.SUMMON_FULL_PARAMS
+            yield
+        finally:
+            for state, training_state in before:
+                state.training_state = training_state
+
+
+def _reshard(state: Any, handle: Any) -> None:
+    from torch.distributed.fsdp import _runtime_utils
+
+    _runtime_utils._reshard(state, handle, True)
+
+
+class ShardedParameters:
+    """The modules made by `fully_shard` under a module, and their parameters."""
+
+    def __init__(self, modules: Sequence[nn.Module]) -> None:
+        cls = loaded_class("torch.distributed.fsdp._fully_shard._fully_shard", "FSDPModule")
+        states: dict[int, Any] = {}
+        for module in modules:
+            if cls is not None and isinstance(module, cls):
+                fsdp_module: Any = module
+                state = fsdp_module._get_fsdp_state()
+                states[id(state)] = state
+        self._states = list(states.values())
+        self._groups = [group for state in self._states for group in _groups_of(state)]
+        self._params: dict[tuple[int, str], Any] = {}
+        for fsdp_param in (p for group in self._groups for p in group.fsdp_params):
+            info = fsdp_param._module_info
+            self._params[id(info.module), info.param_name] = fsdp_param
+            for module, name in zip(info.shared_modules, info.shared_param_names, strict=True):
+                self._params[id(module), name] = fsdp_param
+
+    def find(self, module: nn.Module, name: str) -> Any | None:
+        """FSDP's record of this parameter."""
+        return self._params.get((id(module), name))
+
+    def parties(self) -> set[tuple[int, ...]]:
+        """The global ranks over which parameters are sharded or replicated."""
+        return {
+            tuple(sorted(fsdp_param.sharded_param._spec.mesh.mesh.flatten().tolist()))
+            for fsdp_param in self._params.values()
+        }
+
+    def check_idle(self) -> None:
+        """Raises ConflictError inside a forward or backward."""
+        for holder in (*self._states, *self._groups):
+            if holder._training_state.name != "IDLE":
+                raise ConflictError(
+                    f"a module of fully_shard is in {holder._training_state.name.lower()}; "
+                    f"{_BETWEEN_STEPS}"
+                )
+
+    def refresh(self) -> None:
+        """Gathers again what was left unsharded, from shards that have changed. Collective."""
+        for group in self._groups:
+            if not group.is_sharded:
+                unsharded = group.is_unsharded
+                group._to_sharded()
+                if unsharded:
+                    group.unshard()
+                    group.wait_for_unshard()
+
+
+def _groups_of(state: Any) -> list[Any]:
+    groups = getattr(state, "_fsdp_param_groups", None)
+    if groups is None:
+        # Before torch 2.12 a state had at most one group.
+        groups = [state._fsdp_param_group] if state._fsdp_param_group is not None else []
+    return list(groups)
+
+
+@contextmanager
+def forwards_refused(modules: Sequence[nn.Module]) -> Iterator[None]:
+    """Forwards of FSDP and DDP modules raise: these would use what is swapped out."""
+    removers: list[Callable[[], None]] = []
+    kinds = tuple(
+        cls
+        for cls in (
+            loaded_class(
+                "torch.distributed.fsdp.fully_sharded_data_parallel", "FullyShardedDataParallel"
+            ),
+            loaded_class("torch.distributed.fsdp._fully_shard._fully_shard", "FSDPModule"),
+            loaded_class("torch.nn.parallel.distributed", "DistributedDataParallel"),
+        )
+        if cls is not None
+    )
+    try:
+        for module in modules:
+            if isinstance(module, kinds):
+                handle = module.register_forward_pre_hook(_refuse, prepend=True)
+                removers.append(handle.remove)
+        yield
+    finally:
+        for remove in removers:
+            remove()
+
+
+def _refuse(module: nn.Module, _inputs: tuple[torch.Tensor, ...]) -> NoReturn:
+    raise ConflictError(
+        f"a forward of {type(module).__name__} cannot run inside summon_full_params, its shards "
+        "are not in place; leave the block first"
+    )

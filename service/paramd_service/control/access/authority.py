@@ -1,0 +1,262 @@
+"""Whose token it is: the process's own, or one of the store's; made, listed and revoked here."""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import math
+import re
+import secrets
+import time
+from collections.abc import Callable
+from contextlib import AbstractAsyncContextManager, nullcontext
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from paramd.clock import now_s
+from paramd.errors import ConflictError, NotFoundError, UnreachableError, UsageError
+from paramd.security.tickets import MAX_TOKEN_CHARS, holds_token, new_token
+from paramd_service.control.access.roles import Action, UserRole, may, parse_role
+from paramd_service.control.store.tokens import TokenRow
+
+DEFAULT_TTL_S = 30 * 86_400.0
+MAX_TTL_S = 366 * 86_400.0
+MAX_NAME_CHARS = 64
+
+KEPT_S = 2.0
+"""A token that another control plane of the same store revoked works this much longer here."""
+
+_KEPT = 1024
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._@-]{0,63}")
+
+
+def token_id(row: TokenRow) -> str:
+    """Names a token in the tickets that it is given: 64 bits of its digest, no secret."""
+    return row.digest[:16]
+
+
+class TokenStore(Protocol):
+    """Where tokens are kept; never the tokens themselves, but their sha256."""
+
+    async def create(self, row: TokenRow) -> None: ...
+
+    async def find(self, digest: str) -> TokenRow | None: ...
+
+    async def list(self) -> list[TokenRow]: ...
+
+    async def revoke(self, name: str, *, now_s: float) -> TokenRow: ...
+
+
+class MemoryTokens:
+    """A `TokenStore` that forgets with its process."""
+
+    def __init__(self) -> None:
+        self._rows: dict[str, TokenRow] = {}
+
+    async def create(self, row: TokenRow) -> None:
+        if row.name in self._rows:
+            raise ConflictError(f"token {row.name!r}: the name has been used; take another")
+        self._rows[row.name] = row
+
+    async def find(self, digest: str) -> TokenRow | None:
+        return next((row for row in self._rows.values() if row.digest == digest), None)
+
+    async def list(self) -> list[TokenRow]:
+        return [self._rows[name] for name in sorted(self._rows)]
+
+    async def revoke(self, name: str, *, now_s: float) -> TokenRow:
+        row = self._rows.get(name)
+        if row is None:
+            raise NotFoundError(f"token {name[:64]!r} does not exist; see: paramd token list")
+        if row.revoked_s is None:
+            row = TokenRow(
+                name=row.name,
+                digest=row.digest,
+                role=row.role,
+                created_s=row.created_s,
+                expires_s=row.expires_s,
+                revoked_s=now_s,
+            )
+            self._rows[name] = row
+        return row
+
+
+@dataclass(frozen=True, slots=True)
+class Principal:
+    """Who makes a request."""
+
+    name: str
+    """Name of the token; for the audit."""
+    role: UserRole
+    token_id: str | None = field(default=None, compare=False)
+    """Names the token in tickets; None for the process's own, which cannot be revoked."""
+    expires_s: float | None = field(default=None, compare=False)
+    """When the token does, in seconds since the Unix epoch; None: never."""
+
+    def may(self, action: Action) -> bool:
+        """Whether the role permits it."""
+        return may(self.role, action)
+
+
+OWNER = Principal("owner", UserRole.ADMIN)
+"""Who has the process's own token: endpoint.json, or the site's token file."""
+
+Mutation = Callable[[Principal, str, dict[str, object]], AbstractAsyncContextManager[object]]
+"""Records a mutation around its effect: who, what is called, its arguments."""
+
+
+Denied = Callable[[str, str, str, str], None]
+"""Told of each refusal: actor (empty when unknown), role, operation, reason."""
+
+
+def unheard(_actor: str, _role: str, _operation: str, _reason: str) -> None:
+    """A `Denied` that tells nobody."""
+
+
+def _unrecorded(
+    _who: Principal, _method: str, _detail: dict[str, object]
+) -> AbstractAsyncContextManager[object]:
+    return nullcontext()
+
+
+class Tokens:
+    """The authority on tokens. Use on one event loop."""
+
+    def __init__(
+        self,
+        own_token: str,
+        store: TokenStore | None = None,
+        *,
+        recorded: Mutation = _unrecorded,
+        on_revoked: Callable[[TokenRow], None] = lambda row: None,
+        clock: Callable[[], float] = now_s,
+    ) -> None:
+        """`own_token` is that of this process's owner, with the role admin; never stored.
+
+        `on_revoked` hears of each token that is revoked here, before its revoker does.
+        """
+        self._own_digest = _digest(own_token)
+        self._store = store
+        self._recorded = recorded
+        self._on_revoked = on_revoked
+        self._clock = clock
+        self._found: dict[str, tuple[TokenRow, float]] = {}
+
+    def is_secret(self, text: str) -> bool:
+        """Whether `text` is, or holds, what must not stand in a URL or a log."""
+        return holds_token(text) or self._is_own(text)
+
+    async def principal(self, offered: str) -> Principal | None:
+        """Whose token this is; None when it is nobody's, expired or revoked.
+
+        Digests are compared in constant time; any text may be offered.
+
+        Raises:
+            UnreachableError: the store cannot be asked now.
+        """
+        if not offered or len(offered) > MAX_TOKEN_CHARS:
+            return None
+        if not holds_token(offered) and not self._is_own(offered):
+            return None
+        return await self.principal_of_digest(_digest(offered))
+
+    def digest(self, token: str) -> str:
+        """What a session keeps in the place of its token."""
+        return _digest(token)
+
+    async def principal_of_digest(self, digest: str) -> Principal | None:
+        """Like `principal`, of a token that was seen before."""
+        if hmac.compare_digest(digest, self._own_digest):
+            return OWNER
+        if self._store is None:
+            return None
+        row = await self._row(digest)
+        return _principal(row, self._clock()) if row is not None else None
+
+    async def create(
+        self, by: Principal, *, role: str, ttl_s: float = DEFAULT_TTL_S, name: str | None = None
+    ) -> tuple[TokenRow, str]:
+        """A new token and its row. The token is nowhere kept: this is the only time it is seen.
+
+        Raises:
+            UsageError: role, validity or name cannot be.
+            ConflictError: the name has been used.
+            UnreachableError: the store or the audit cannot be written.
+        """
+        found = parse_role(role)
+        if not (math.isfinite(ttl_s) and 0 < ttl_s <= MAX_TTL_S):
+            raise UsageError(f"ttl_s: {ttl_s}; expected above 0, up to {MAX_TTL_S:.0f} (a year)")
+        name = name if name is not None else f"{found.value}-{secrets.token_hex(4)}"
+        if not _NAME.fullmatch(name) or holds_token(name) or name == OWNER.name:
+            raise UsageError(
+                f"name: {name[:64]!r}; expected 1 to {MAX_NAME_CHARS} of A-Z a-z 0-9 . _ @ - "
+                "beginning with a letter or digit, and not 'owner'"
+            )
+        store, token, now_s = self._the_store(), new_token(), self._clock()
+        row = TokenRow(
+            name=name,
+            digest=_digest(token),
+            role=found.value,
+            created_s=now_s,
+            expires_s=now_s + ttl_s,
+        )
+        detail: dict[str, object] = {"name": name, "role": found.value, "ttl_s": ttl_s}
+        async with self._recorded(by, "token.create", detail):
+            await store.create(row)
+        return row, token
+
+    async def list(self) -> list[TokenRow]:
+        """All tokens of the store, expired and revoked ones too. Raises UnreachableError."""
+        return await self._the_store().list()
+
+    async def revoke(self, by: Principal, name: str) -> TokenRow:
+        """Makes a token worthless, for ever and from now on. Idempotent.
+
+        Raises:
+            NotFoundError: there is no such token.
+            UnreachableError: the store or the audit cannot be written.
+        """
+        store = self._the_store()
+        async with self._recorded(by, "token.revoke", {"name": name[:MAX_NAME_CHARS]}):
+            row = await store.revoke(name, now_s=self._clock())
+        self._found.pop(row.digest, None)
+        self._on_revoked(row)
+        return row
+
+    def _is_own(self, offered: str) -> bool:
+        return hmac.compare_digest(_digest(offered), self._own_digest)
+
+    def _the_store(self) -> TokenStore:
+        if self._store is None:
+            raise UnreachableError(
+                "this control plane keeps no store, so it has no tokens but its own"
+            )
+        return self._store
+
+    async def _row(self, digest: str) -> TokenRow | None:
+        now_s = time.monotonic()
+        kept = self._found.get(digest)
+        if kept is not None and now_s < kept[1]:
+            return kept[0]
+        self._found.pop(digest, None)
+        row = await self._the_store().find(digest)
+        if row is None or not hmac.compare_digest(row.digest, digest):
+            return None
+        if len(self._found) >= _KEPT:
+            self._found.clear()
+        self._found[digest] = (row, now_s + KEPT_S)
+        return row
+
+
+def _principal(row: TokenRow, now_s: float) -> Principal | None:
+    expired = row.expires_s is not None and now_s >= row.expires_s
+    if expired or row.revoked_s is not None:
+        return None
+    try:
+        return Principal(row.name, UserRole(row.role), token_id(row), row.expires_s)
+    except ValueError:
+        return None  # a role of a newer version: what it may do is not known here
+
+
+def _digest(token: str) -> str:
+    return hashlib.sha256(token.encode(errors="surrogatepass")).hexdigest()

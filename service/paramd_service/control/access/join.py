@@ -1,0 +1,196 @@
+"""Who gets in over gRPC: tickets, by role. What is not named is denied."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from contextvars import ContextVar
+from typing import Any, Final, Never
+
+import grpc
+import grpc.aio
+from google.protobuf import any_pb2
+from google.rpc import error_details_pb2, status_pb2  # type: ignore[import-untyped]
+
+from paramd.errors import ConflictError, DeniedError, ParamdError, codes_of, reason_of
+from paramd.security.tickets import Claims, Role, Verifier, claimed
+from paramd_service.control.access.authority import Denied, unheard
+
+DOMAIN = "paramd"
+MAX_DETAIL_CHARS = 2048
+
+log = logging.getLogger("paramd.control")
+
+ANY_ROLE: Final = frozenset(Role)
+_CONTROL = "/paramd.v1.ControlService/"
+_REFLECTION = ".ServerReflection/ServerReflectionInfo"
+
+METHOD_ROLES: Final[dict[str, frozenset[Role]]] = {
+    _CONTROL + "Join": frozenset({Role.SIDECAR}),
+    _CONTROL + "ScheduleBoundary": frozenset({Role.READER, Role.EDITOR, Role.CONTROL}),
+    "/grpc.reflection.v1alpha" + _REFLECTION: ANY_ROLE,
+    "/grpc.reflection.v1" + _REFLECTION: ANY_ROLE,
+}
+"""Roles that may call a method. A method that stands in neither table is denied."""
+
+OPEN_METHODS: Final = frozenset(f"/grpc.health.v1.Health/{m}" for m in ("Check", "List", "Watch"))
+"""Say only whether the server serves: probes have no ticket."""
+
+MAX_SOURCES: Final = 1024
+"""Senders of wrong tokens that are told apart."""
+
+_caller: ContextVar[Claims] = ContextVar("paramd_caller")
+
+
+async def abort(context: Any, error: ParamdError, code: grpc.StatusCode | None = None) -> Never:
+    """Ends a call with the status of a domain error; `code` replaces the table's."""
+    code = code if code is not None else grpc.StatusCode[codes_of(error).grpc]
+    text = str(error)[:MAX_DETAIL_CHARS]
+    info = any_pb2.Any()
+    info.Pack(error_details_pb2.ErrorInfo(reason=reason_of(error), domain=DOMAIN))
+    status = status_pb2.Status(code=code.value[0], message=text, details=[info])
+    trailers = (("grpc-status-details-bin", status.SerializeToString()),)
+    await context.abort(code, text, trailing_metadata=trailers)
+    raise AssertionError("abort always raises")
+
+
+@asynccontextmanager
+async def errors_as_statuses(context: Any, method: str) -> AsyncIterator[None]:
+    """Maps what a handler raises; what we did not expect is logged, not told."""
+    try:
+        yield
+    except ParamdError as error:
+        await abort(context, error)
+    except grpc.aio.AbortError:
+        raise
+    except Exception:
+        log.exception("%s failed", method)
+        hidden = ParamdError("internal error; the control plane's log has the details")
+        await abort(context, hidden)
+
+
+class TicketInterceptor(grpc.aio.ServerInterceptor):
+    """First in the chain: lets a call through when its ticket's role may make it."""
+
+    def __init__(
+        self,
+        verifier_of: Callable[[str, int], Verifier],
+        check_revoked: Callable[[Claims], None],
+        denied: Denied = unheard,
+    ) -> None:
+        """`verifier_of` a job and an epoch raises DeniedError for those not ours;
+        `check_revoked` for a ticket whose token is good no more.
+        """
+        self._verifier_of = verifier_of
+        self._check_revoked = check_revoked
+        self._denied = denied
+
+    async def intercept_service(
+        self,
+        continuation: Callable[
+            [grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler[Any, Any] | None]
+        ],
+        handler_call_details: grpc.HandlerCallDetails,
+    ) -> Any:
+        method = handler_call_details.method
+        if method in OPEN_METHODS:
+            return await continuation(handler_call_details)
+        try:
+            # The handler runs in this very task.
+            _caller.set(self._check(method, handler_call_details.invocation_metadata))
+        except DeniedError as error:
+            self._denied("", "", str(method), str(error))
+            return _denial(error, _status(error))
+        return await continuation(handler_call_details)
+
+    def _check(self, method: str, metadata: Any) -> Claims:
+        found = [value for key, value in metadata or () if key == "authorization"]
+        if len(found) != 1 or not isinstance(found[0], str) or not found[0].startswith("Bearer "):
+            raise DeniedError("expected metadata 'authorization: Bearer <ticket>', once")
+        ticket = found[0].removeprefix("Bearer ")
+        job, epoch = claimed(ticket)
+        claims = self._verifier_of(job, epoch).verify(ticket, job=job, epoch=epoch)
+        self._check_revoked(claims)
+        if claims.role not in METHOD_ROLES.get(method, frozenset()):
+            raise RoleError(f"a ticket of role {claims.role.value!r} may not call {method[:200]}")
+        return claims
+
+
+def caller_token() -> str | None:
+    """Names the token of the present call's ticket; None when no token stands behind it."""
+    return _caller.get().token_id
+
+
+def caller_rank() -> tuple[str, int, int | None]:
+    """Job, epoch and rank that the present call's ticket is of."""
+    claims = _caller.get()
+    return claims.job, claims.epoch, claims.rank
+
+
+def check_epoch(job: str, epoch: int) -> None:
+    """Raises ConflictError unless the present call's ticket is of this job and epoch."""
+    claims = _caller.get()
+    if (claims.job, claims.epoch) != (job, epoch):
+        raise ConflictError(
+            f"the ticket is of job {claims.job!r}, epoch {claims.epoch}; it may not speak for "
+            f"job {job[:64]!r}, epoch {epoch}"
+        )
+
+
+def check_rank(rank: int) -> None:
+    """Raises RoleError unless the present call's ticket is bound to `rank`."""
+    claims = _caller.get()
+    if claims.rank != rank:
+        raise RoleError(f"the ticket is of rank {claims.rank}; it may not speak for rank {rank}")
+
+
+class RoleError(DeniedError):
+    """The ticket is good, but its role does not suffice."""
+
+
+class FailureLimit:
+    """Counts wrong tokens by who sent them: `burst` at once, then `per_s` a second.
+
+    Right ones never count, so nobody who guesses can lock the owner out.
+    """
+
+    def __init__(
+        self,
+        *,
+        burst: float = 20.0,
+        per_s: float = 1.0,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._burst = burst
+        self._per_s = per_s
+        self._clock = clock
+        self._left: dict[str, tuple[float, float]] = {}
+
+    def allows(self, source: str = "") -> bool:
+        """Takes one failure of a source (an address); False when it has had too many."""
+        now_s = self._clock()
+        left, seen_s = self._left.pop(source, (self._burst, now_s))
+        left = min(self._burst, left + (now_s - seen_s) * self._per_s)
+        allowed = left >= 1.0
+        # Put in again at the end: the first one is the one that has been quiet longest.
+        self._left[source] = (left - 1.0 if allowed else left, now_s)
+        if len(self._left) > MAX_SOURCES:
+            del self._left[next(iter(self._left))]
+        return allowed
+
+
+def _status(error: DeniedError) -> grpc.StatusCode:
+    if isinstance(error, RoleError):
+        return grpc.StatusCode.PERMISSION_DENIED
+    return grpc.StatusCode.UNAUTHENTICATED
+
+
+def _denial(error: DeniedError, code: grpc.StatusCode) -> Any:
+    async def deny(_requests: Any, context: Any) -> AsyncIterator[bytes]:
+        await abort(context, error, code)
+        yield b""
+
+    # Streaming both ways: it answers before, and whether or not, a request arrives.
+    return grpc.stream_stream_rpc_method_handler(deny)

@@ -1,0 +1,163 @@
+"""Tells sidecars, and whoever follows something here, that a token is good no more.
+
+A token ends by being revoked, here or at another control plane of the same store, or by
+expiring. The first is told at once, the others are seen by a look at the store every second.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from typing import Final, Protocol
+
+from paramd.clock import now_s
+from paramd.errors import UnreachableError
+from paramd.security.tickets import CLOCK_SKEW_S, Claims
+from paramd_service.control.access.authority import KEPT_S, Principal, token_id
+from paramd_service.control.store.tokens import TokenRow
+from paramd_service.revoked import MAX_REVOKED, Notice, RevokedTokens
+
+LOOK_S: Final = 1.0
+
+Write = Callable[[Notice], Awaitable[None]]
+
+log = logging.getLogger("paramd.control")
+
+
+class EndedTokens(Protocol):
+    """The store, as far as it is asked here."""
+
+    async def ended(self, *, since_s: float, now_s: float, limit: int) -> Sequence[TokenRow]: ...
+
+
+class Revocations:
+    """Use on one event loop."""
+
+    def __init__(self, *, ticket_ttl_s: float, clock: Callable[[], float] = now_s) -> None:
+        """No I/O. `ticket_ttl_s` is the longest validity of a user's ticket, in seconds."""
+        # The sidecar's clock may be as much behind as its check of the expiry is lenient.
+        self._keep_s = ticket_ttl_s + 2 * CLOCK_SKEW_S + KEPT_S
+        self._clock = clock
+        self._tokens = RevokedTokens(wall_clock=clock)
+        self._listeners: set[_Listener] = set()
+        self._followers: dict[str, set[asyncio.Future[None]]] = {}
+        self._task: asyncio.Task[None] | None = None
+
+    async def start(self, store: EndedTokens) -> None:
+        """Knows, when it returns, what has ended before; looks at the store from now on."""
+        await self._look(store)
+        self._task = asyncio.create_task(self._watch(store), name="paramd-revocations")
+
+    async def stop(self) -> None:
+        """Idempotent."""
+        task, self._task = self._task, None
+        if task is not None:
+            task.cancel()
+            await asyncio.wait([task])
+
+    def check(self, claims: Claims) -> None:
+        """Raises TokenRevokedError when a ticket's token is good no more."""
+        self._tokens.check(claims)
+
+    def revoked(self, row: TokenRow) -> None:
+        """A token was revoked here: told at once."""
+        self._learn([row])
+
+    @contextlib.asynccontextmanager
+    async def telling(self, write: Write) -> AsyncIterator[None]:
+        """Writes all that is known to a sidecar's stream, and within what news there are.
+
+        One `write` at a time. What it raises at first is raised; later it ends the telling,
+        for then the stream has ended.
+        """
+        listener = _Listener(self._tokens, write)
+        self._listeners.add(listener)
+        try:
+            await listener.tell()
+            yield
+        finally:
+            self._listeners.discard(listener)
+            await listener.close()
+
+    @contextlib.contextmanager
+    def following(self, principal: Principal) -> Iterator[asyncio.Future[None]]:
+        """A future that is done once the principal's token is good no more."""
+        ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        if principal.token_id is None:
+            yield ended
+            return
+        mine = self._followers.setdefault(principal.token_id, set())
+        mine.add(ended)
+        if principal.token_id in self._tokens:
+            ended.set_result(None)
+        try:
+            yield ended
+        finally:
+            mine.discard(ended)
+            if not mine:
+                self._followers.pop(principal.token_id, None)
+
+    async def _watch(self, store: EndedTokens) -> None:
+        while True:
+            await asyncio.sleep(LOOK_S)
+            await self._look(store)
+
+    async def _look(self, store: EndedTokens) -> None:
+        now_s = self._clock()
+        # What came before the last time at which all tickets were refused needs no id.
+        since_s = max(now_s - self._keep_s, self._tokens.refused_before_s - KEPT_S)
+        try:
+            self._learn(await store.ended(since_s=since_s, now_s=now_s, limit=MAX_REVOKED + 1))
+        except UnreachableError as error:
+            log.debug("revoked tokens cannot be read now: %s", error)
+
+    def _learn(self, rows: Sequence[TokenRow]) -> None:
+        now_s = self._clock()
+        keep_s = {token_id(row): self._keep_s - (now_s - row.ended_s) for row in rows}
+        if not self._tokens.learn({key: left_s for key, left_s in keep_s.items() if left_s > 0}):
+            return
+        for listener in self._listeners:
+            listener.has_news()
+        for ended in [f for key in keep_s for f in self._followers.get(key, ())]:
+            if not ended.done():
+                ended.set_result(None)
+
+
+class _Listener:
+    """One stream: told what it has not heard, one message at a time."""
+
+    def __init__(self, tokens: RevokedTokens, write: Write) -> None:
+        self._tokens = tokens
+        self._write = write
+        self._heard = 0
+        self._busy = True
+        self._task: asyncio.Task[None] | None = None
+
+    async def tell(self) -> None:
+        """Returns when everything has been written."""
+        while True:
+            notice = self._tokens.since(self._heard)
+            self._heard = notice.serial
+            await self._write(notice)
+            if self._heard == self._tokens.serial:
+                self._busy = False
+                return
+
+    def has_news(self) -> None:
+        """Tells it, unless it is being told."""
+        if not self._busy:
+            self._busy = True
+            self._task = asyncio.create_task(self._tell_news())
+
+    async def close(self) -> None:
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.wait([self._task])
+
+    async def _tell_news(self) -> None:
+        try:
+            await self.tell()
+        except Exception as error:  # whatever gRPC raises: whoever reads the stream ends it
+            log.debug("a sidecar is not told of revoked tokens: %r", error)

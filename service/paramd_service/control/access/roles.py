@@ -1,0 +1,162 @@
+"""What a user may do: roles are sets of actions, and every REST operation needs one action.
+
+    viewer < reader < editor   < admin
+                    < exporter <
+    viewer < trainer           <
+
+An operation that stands in neither table is for admins alone.
+"""
+
+from __future__ import annotations
+
+from enum import Enum, StrEnum
+from typing import Final
+
+from paramd.errors import UsageError
+from paramd.security.tickets import Role
+
+
+class UserRole(StrEnum):
+    """Role of a token."""
+
+    VIEWER = "viewer"
+    READER = "reader"
+    EDITOR = "editor"
+    EXPORTER = "exporter"
+    TRAINER = "trainer"
+    ADMIN = "admin"
+
+
+class Action(Enum):
+    """What a request does."""
+
+    VIEW = "view"
+    """See jobs, ranks, names, shapes, metrics, alerts, events, and statistics of whole tensors
+    of at least `SMALL_NUMEL` elements: those of a small one tell its values."""
+    READ = "read"
+    """See values of parameters, whole or in part."""
+    EDIT = "edit"
+    """Change parameters; pause and step training."""
+    EDIT_ANY = "edit-any"
+    """Commit and abort edits that another token made; step and end another's hold."""
+    EXPORT = "export"
+    """Write checkpoints to destinations that the operator allows."""
+    ATTACH = "attach"
+    """Register a job that trains."""
+    ADMINISTER = "administer"
+    """Tokens, audit, and whatever names no other action."""
+
+
+_VIEWER: Final = frozenset({Action.VIEW})
+_READER: Final = _VIEWER | {Action.READ}
+
+PERMITTED: Final[dict[UserRole, frozenset[Action]]] = {
+    UserRole.VIEWER: _VIEWER,
+    UserRole.READER: _READER,
+    UserRole.EDITOR: _READER | {Action.EDIT},
+    UserRole.EXPORTER: _READER | {Action.EXPORT},
+    UserRole.TRAINER: _VIEWER | {Action.ATTACH},
+    UserRole.ADMIN: frozenset(Action),
+}
+
+OPERATIONS: Final[dict[str, Action]] = {
+    "get_openapi": Action.VIEW,
+    "get_metrics": Action.VIEW,
+    "get_rank_metrics": Action.VIEW,
+    "get_session": Action.VIEW,
+    "create_session": Action.VIEW,
+    "delete_session": Action.VIEW,
+    "list_jobs": Action.VIEW,
+    "register_job": Action.ATTACH,
+    "get_job": Action.VIEW,
+    "list_ranks": Action.VIEW,
+    "list_epochs": Action.VIEW,
+    "list_alerts": Action.VIEW,
+    "follow_events": Action.VIEW,
+    "follow_grads": Action.VIEW,
+    "get_history": Action.VIEW,
+    "list_series": Action.VIEW,
+    "list_params": Action.VIEW,
+    "get_param": Action.VIEW,
+    "get_stats": Action.VIEW,
+    "get_histogram": Action.VIEW,
+    "get_heatmap": Action.READ,
+    "get_values": Action.READ,
+    "list_snapshots": Action.READ,
+    "create_snapshot": Action.READ,
+    "get_snapshot": Action.READ,
+    "renew_snapshot": Action.READ,
+    "release_snapshot": Action.READ,
+    "list_exports": Action.VIEW,
+    "get_export": Action.VIEW,
+    "create_export": Action.EXPORT,
+    "cancel_export": Action.EXPORT,
+    "store_export_asset": Action.EXPORT,
+    "list_schedules": Action.VIEW,
+    "create_schedule": Action.EXPORT,
+    "delete_schedule": Action.EXPORT,
+    "list_destinations": Action.VIEW,
+    "read_export_file": Action.EDIT,
+    "list_edits": Action.VIEW,
+    "get_edit": Action.VIEW,
+    "create_edit": Action.EDIT,
+    "commit_edit": Action.EDIT,
+    "preview_edit": Action.EDIT,
+    "undo_edit": Action.EDIT,
+    "abort_edit": Action.EDIT,
+    "get_hold": Action.VIEW,
+    "begin_hold": Action.EDIT,
+    "renew_hold": Action.EDIT,
+    "step_hold": Action.EDIT,
+    "end_hold": Action.EDIT,
+    "list_audit": Action.ADMINISTER,
+    "list_own_audit": Action.ADMINISTER,
+    "create_token": Action.ADMINISTER,
+    "list_tokens": Action.ADMINISTER,
+    "revoke_token": Action.ADMINISTER,
+}
+"""Action of each REST operation, by its operationId."""
+
+
+SMALL_NUMEL: Final = 64
+"""Statistics of fewer elements are values, and for readers."""
+
+ELEMENTS_OF_BIN: Final = 16
+"""So many elements for each bin has a histogram that is not for readers."""
+
+
+def needed_action(operation: str, query: str = "") -> Action:
+    """What one must be permitted for an operation.
+
+    Statistics of a slice tell its values, down to a single one, so a bracket anywhere in
+    the (decoded) query makes them a reader's.
+    """
+    needed = OPERATIONS.get(operation, Action.ADMINISTER)
+    return Action.READ if needed is Action.VIEW and "[" in query else needed
+
+
+def may(role: UserRole, action: Action) -> bool:
+    """Whether the role permits the action."""
+    return action in PERMITTED[role]
+
+
+def allowed(role: UserRole, *, readonly: bool) -> list[Action]:
+    """What the role may do here, in the order of `Action`; `readonly` leaves no changes."""
+    taken = {Action.EDIT, Action.EDIT_ANY, Action.EXPORT} if readonly else set()
+    return [action for action in Action if action in PERMITTED[role] - taken]
+
+
+def ticket_role(role: UserRole, *, readonly: bool = False) -> Role:
+    """The role of the tickets that a user of this role is given for sidecars."""
+    may_do = allowed(role, readonly=readonly)
+    if Action.EDIT in may_do:
+        return Role.EDITOR
+    return Role.READER if Action.READ in may_do else Role.VIEWER
+
+
+def parse_role(text: str) -> UserRole:
+    """Raises UsageError when there is no such role."""
+    try:
+        return UserRole(text)
+    except ValueError:
+        raise UsageError(f"role: {text[:64]!r}; expected one of {', '.join(UserRole)}") from None

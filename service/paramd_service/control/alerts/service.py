@@ -1,0 +1,243 @@
+"""One watcher for each epoch that goes on: begins and ends with it."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import os
+import tomllib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+from paramd.errors import UsageError
+from paramd.state_files import file_places
+from paramd_service.control.alerts.book import Alert, AlertStore, document
+from paramd_service.control.alerts.config import AlertConfig
+from paramd_service.control.alerts.sampling import MeshSampler, Sampler
+from paramd_service.control.alerts.watcher import Watcher
+from paramd_service.control.alerts.webhook import Webhooks
+from paramd_service.control.mesh.incarnation import Incarnation
+from paramd_service.control.mesh.jobs import Jobs
+from paramd_service.control.mesh.view import MeshView
+from paramd_service.control.mesh.watch import Publish
+
+MakeSampler = Callable[[Incarnation], Sampler]
+
+log = logging.getLogger("paramd.control.alerts")
+
+ENVIRONMENT = "PARAMD_ALERTS"
+"""The table as JSON; its keys win over those of files."""
+
+STALL_BUDGET = "PARAMD_STALL_BUDGET_MS"
+
+
+def _sampler_of(incarnation: Incarnation) -> Sampler:
+    mine = incarnation.bootstrap
+    return MeshSampler(incarnation.terms.url, mine.token, mine.job)
+
+
+class Watchers:
+    """`start` before jobs open, `close` when they have ended. Use on one event loop."""
+
+    def __init__(
+        self,
+        config: AlertConfig,
+        *,
+        publish: Publish,
+        store: AlertStore | None = None,
+        make_sampler: MakeSampler = _sampler_of,
+        expires_s: Callable[[], float | None] = lambda: None,
+    ) -> None:
+        """No I/O. `store` None keeps alerts in memory alone; `expires_s` as in `Watcher`."""
+        self._expires_s = expires_s
+        self.config = config
+        self.webhooks = Webhooks(config)
+        self._publish = publish
+        self._store = store
+        self._make_sampler = make_sampler
+        self._watchers: dict[str, Watcher] = {}
+        self._ending: set[asyncio.Task[None]] = set()
+
+    def start(self, jobs: Jobs) -> None:
+        """Follows the jobs from now on."""
+        self.webhooks.start()
+        jobs.on_begin.append(self._begin)
+        jobs.on_end.append(self._end)
+        jobs.on_view.append(self._look)
+        for incarnation in jobs.all():
+            if incarnation.over is None:
+                self._begin(incarnation)
+
+    async def close(self) -> None:
+        """Ends all watchers; what fires goes on to fire in the store. Idempotent."""
+        for watcher in list(self._watchers.values()):
+            await watcher.close()
+        if self._ending:
+            await asyncio.wait(self._ending)
+        await self.webhooks.close()
+
+    def get(self, job: str) -> Watcher | None:
+        """The watcher of a job's last epoch, which may be over; None before any."""
+        return self._watchers.get(job)
+
+    def all(self) -> list[tuple[str, Watcher]]:
+        """Every job's watcher, ordered by the job's name."""
+        return sorted(self._watchers.items())
+
+    def _begin(self, incarnation: Incarnation) -> None:
+        watcher = Watcher(
+            self.config,
+            job=incarnation.job,
+            epoch=incarnation.epoch,
+            view=incarnation.registry.view,
+            sampler=self._make_sampler(incarnation),
+            webhooks=self.webhooks,
+            store=self._store,
+            tell=self._tell,
+            expires_s=self._expires_s,
+        )
+        watcher.start()
+        self._watchers[incarnation.job] = watcher
+
+    def _end(self, incarnation: Incarnation) -> None:
+        # An older epoch ends before its successor begins, so this is the right one.
+        watcher = self._watchers.get(incarnation.job)
+        if watcher is not None:
+            task = asyncio.create_task(watcher.close(epoch_over=True))
+            self._ending.add(task)
+            task.add_done_callback(self._ending.discard)
+
+    def _look(self, incarnation: Incarnation, view: MeshView) -> None:
+        watcher = self._watchers.get(incarnation.job)
+        if watcher is not None:
+            watcher.look(view)
+
+    def _tell(self, alert: Alert) -> None:
+        self._publish("alert", document(alert).model_dump(), job=alert.job)
+
+
+def open_watchers(
+    *,
+    watch: bool,
+    strict: bool,
+    publish: Publish,
+    store: AlertStore | None = None,
+    expires_s: Callable[[], float | None] = lambda: None,
+) -> Watchers:
+    """The watchers of a control plane, with the config in force here and now.
+
+    Args:
+        watch: False never samples parameters.
+        strict: Refuse to begin with a config that cannot be right. A training's embedded
+            control plane is not strict: it says so, and goes on with the defaults.
+        store: Keeps alerts and history; None keeps alerts in memory alone.
+        expires_s: When the control plane's certificate does; None without TLS.
+
+    Raises:
+        UsageError: the config cannot be right, and `strict`.
+    """
+    try:
+        config = load_alerts(file_places(), os.environ, watch=watch)
+    except UsageError as error:
+        if strict:
+            raise
+        log.error("alerts go on with their defaults: %s", error)
+        config = AlertConfig()
+    return Watchers(config, publish=publish, store=store, expires_s=expires_s)
+
+
+def parse_alerts(table: Mapping[str, Any], *, place: str, trusted: bool = True) -> dict[str, Any]:
+    """The fields of AlertConfig that a table sets, types checked.
+
+    Args:
+        place: Where the table stands, for errors.
+        trusted: False for a file that may have come with somebody else's project: it may
+            set thresholds, but not have alerts sent anywhere.
+
+    Raises:
+        UsageError: an unknown key or a value of another type.
+    """
+    kinds = {field.name: field for field in fields(AlertConfig)}
+    found: dict[str, Any] = {}
+    for key, value in table.items():
+        if key not in kinds:
+            raise UsageError(f"{place}: unknown key {key!r}; expected some of {', '.join(kinds)}")
+        if key == "webhooks" and not trusted:
+            raise UsageError(
+                f"{place}: webhooks in the working directory are not followed; set them in the "
+                f"user's own paramd.toml or in {ENVIRONMENT}"
+            )
+        found[key] = _value(place, key, value, kinds[key].default)
+    return found
+
+
+def _value(place: str, key: str, value: Any, default: Any) -> Any:
+    if isinstance(default, tuple):
+        if isinstance(value, list) and all(isinstance(item, str) for item in value):
+            return tuple(value)
+        raise UsageError(f"{place}: {key} is not a list of strings")
+    if isinstance(default, bool) or isinstance(value, bool):
+        good = isinstance(value, bool) and isinstance(default, bool)
+    elif isinstance(default, int):
+        good = isinstance(value, int)
+    else:
+        good = isinstance(value, int | float)
+    if not good:
+        raise UsageError(f"{place}: {key} is {value!r}; expected {type(default).__name__}")
+    return value
+
+
+def load_alerts(
+    files: Sequence[tuple[Path, bool]], environment: Mapping[str, str], *, watch: bool
+) -> AlertConfig:
+    """The config in force: the environment's JSON over the files' [alerts], first file first.
+
+    Args:
+        files: paramd.toml files and whether each is the user's own.
+        watch: False switches sampling off whatever is configured.
+
+    Raises:
+        UsageError: something cannot be read or is out of range.
+    """
+    merged: dict[str, Any] = _stall_budget(environment)
+    for path, trusted in reversed(files):
+        merged |= parse_alerts(_table_of(path), place=f"{path}: [alerts]", trusted=trusted)
+    text = environment.get(ENVIRONMENT)
+    if text:
+        try:
+            table = json.loads(text)
+        except (ValueError, RecursionError):
+            raise UsageError(f"{ENVIRONMENT}: expected a JSON object") from None
+        if not isinstance(table, dict):
+            raise UsageError(f"{ENVIRONMENT}: expected a JSON object")
+        merged |= parse_alerts(table, place=ENVIRONMENT)
+    if not watch:
+        merged["watch"] = False
+    return AlertConfig(**merged)
+
+
+def _stall_budget(environment: Mapping[str, str]) -> dict[str, Any]:
+    """What the trainers keep to: an embedded control plane has the environment of one."""
+    text = environment.get(STALL_BUDGET, "")
+    try:
+        budget_ms = float(text) if text else 0.0
+    except ValueError:
+        raise UsageError(f"{STALL_BUDGET} must be a number, is {text!r}") from None
+    # A trainer that never waits has no budget to be judged by.
+    return {"stall_budget_s": budget_ms / 1e3} if budget_ms > 0 else {}
+
+
+def _table_of(path: Path) -> Mapping[str, Any]:
+    try:
+        found = tomllib.loads(path.read_text(encoding="utf-8"))
+    except (FileNotFoundError, NotADirectoryError):
+        return {}
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        raise UsageError(f"{path} cannot be read: {error}") from error
+    table = found.get("alerts", {})
+    if not isinstance(table, dict):
+        raise UsageError(f"{path}: alerts is not a table; write [alerts]")
+    return table

@@ -1,0 +1,1 @@
+"""REST: the application, its guard, models and routes."""

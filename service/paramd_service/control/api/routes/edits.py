@@ -1,0 +1,205 @@
+"""Edits: create, commit, preview, undo, call off; all of them for ever."""
+
+from __future__ import annotations
+
+import secrets
+from typing import Annotated, Any
+
+from fastapi import APIRouter, Path, Query, Request
+
+from paramd.errors import UsageError
+from paramd.layout.edits.ops import EditWords
+from paramd_service.control.access.http import may_read, principal_of
+from paramd_service.control.api.models_edits import (
+    EDIT_ID,
+    EditDocument,
+    EditList,
+    EditRequest,
+    EditStateName,
+    OpDocument,
+    OpRequest,
+    RangeDocument,
+    UndoDocument,
+    UndoRequest,
+    WaitRequest,
+)
+from paramd_service.control.api.routes.jobs import PROBLEMS
+from paramd_service.control.api.routes.paging import make_token, read_token
+from paramd_service.control.api.routes.params import PageToken
+from paramd_service.control.api.services import Services
+from paramd_service.control.edits.machine import EditState
+from paramd_service.control.edits.planning import Wish
+from paramd_service.control.edits.service import Edits
+from paramd_service.control.store.edits import EditRow
+
+_PAGE = "edits"
+_NS_A_MS = 1e6
+
+EditId = Annotated[str, Path(alias="edit", pattern=EDIT_ID, description="32 hexadecimal digits")]
+Wait = Annotated[
+    float,
+    Query(ge=0, le=300, allow_inf_nan=False, description="Longest wait for its end, in seconds"),
+]
+Limit = Annotated[int, Query(ge=1, le=1000, description="Edits on a page")]
+
+
+def router(services: Services) -> APIRouter:
+    """/jobs/{job}/edits."""
+    routes = APIRouter(tags=["edits"], responses=PROBLEMS)
+    _add_making(routes, services)
+    _add_reading(routes, services)
+    return routes
+
+
+def _add_making(routes: APIRouter, services: Services) -> None:
+    edits = services.edits
+
+    @routes.post("/jobs/{job}/edits", status_code=201)
+    async def create_edit(job: str, wanted: EditRequest, request: Request) -> EditDocument:
+        """Make an edit. Without data it is applied at once; with data it waits for the upload and
+        for commit_edit. Idempotent by id."""
+        services.jobs.get(job)
+        wish = Wish(
+            words=tuple(_words(op) for op in wanted.ops),
+            if_step=wanted.if_step,
+            allow_nonfinite=wanted.allow_nonfinite,
+            reset_moments=wanted.reset_moments,
+            note=wanted.note,
+            dry_run=wanted.dry_run,
+        )
+        row = await edits.desk(job).create(principal_of(request), wish, wanted.id)
+        wait_s = wanted.wait_s if not wish.with_data else 0.0
+        return _told(edits, await edits.wait(row, wait_s))
+
+    @routes.post("/jobs/{job}/edits/{edit}/commit")
+    async def commit_edit(
+        job: str, edit: EditId, wanted: WaitRequest, request: Request
+    ) -> EditDocument:
+        """Have an edit applied whose data has been uploaded. Its author's token, or an admin's.
+        Idempotent."""
+        services.jobs.get(job)
+        row = await edits.get(job, edit)
+        await edits.desk(job).commit(principal_of(request), row)
+        return _told(edits, await edits.wait(row, wanted.wait_s))
+
+    @routes.post("/jobs/{job}/edits/{edit}/preview")
+    async def preview_edit(job: str, edit: EditId) -> EditDocument:
+        """Numbers before and after a staged edit, which stays as it is."""
+        services.jobs.get(job)
+        return _told(edits, await edits.desk(job).preview(await edits.get(job, edit)))
+
+    @routes.post("/jobs/{job}/edits/{edit}/undo", status_code=201)
+    async def undo_edit(
+        job: str, edit: EditId, wanted: UndoRequest, request: Request
+    ) -> EditDocument:
+        """Make an edit that undoes an applied one. Optimizer state that it zeroed stays zero; the
+        note says so. Idempotent by id."""
+        services.jobs.get(job)
+        desk, row = edits.desk(job), await edits.get(job, edit)
+        edit_id = wanted.id if wanted.id is not None else secrets.token_hex(16)
+        made = await desk.undo(principal_of(request), row, force=wanted.force, edit_id=edit_id)
+        return _told(edits, await edits.wait(made, wanted.wait_s))
+
+    @routes.delete("/jobs/{job}/edits/{edit}")
+    async def abort_edit(job: str, edit: EditId, request: Request) -> EditDocument:
+        """Call an edit off, unless the trainers may have agreed on it: the state tells. Its
+        author's token, or an admin's. Idempotent."""
+        services.jobs.get(job)
+        row = await edits.get(job, edit)
+        return _told(edits, await edits.desk(job).abort(principal_of(request), row))
+
+
+def _add_reading(routes: APIRouter, services: Services) -> None:
+    edits = services.edits
+
+    @routes.get("/jobs/{job}/edits")
+    async def list_edits(
+        job: str,
+        request: Request,
+        state: Annotated[EditStateName | None, Query(description="Only these")] = None,
+        limit: Limit = 100,
+        page_token: PageToken = "",
+    ) -> EditList:
+        """Edits of the job, of all its epochs, newest first."""
+        services.jobs.get(job)
+        before: int | None = None
+        if page_token:
+            before, name = read_token(page_token)
+            if name != _PAGE:
+                raise UsageError("page_token: not one of ours; leave it out to begin anew")
+        rows = await edits.page(job, limit=limit, before=before, state=state)
+        return EditList(
+            edits=[_seen(_told(edits, row), request) for row in rows],
+            next_page_token=make_token(rows[-1].number, _PAGE) if len(rows) == limit else "",
+        )
+
+    @routes.get("/jobs/{job}/edits/{edit}")
+    async def get_edit(
+        job: str, edit: EditId, request: Request, wait_s: Wait = 0.0
+    ) -> EditDocument:
+        """An edit, when it has ended or after `wait_s`; of an applied one also whether the
+        sidecars still keep what undoes it."""
+        services.jobs.get(job)
+        row = await edits.wait(await edits.get(job, edit), wait_s)
+        if row.state != EditState.APPLIED:
+            return _seen(_told(edits, row), request)
+        return _seen(document_of(row, await edits.desk(job).undo_refusal(row)), request)
+
+
+def _seen(document: EditDocument, request: Request) -> EditDocument:
+    """Numbers of what an edit changed, be it one element, are for who may read values."""
+    if may_read(request):
+        return document
+    return document.model_copy(update={"before": None, "after": None})
+
+
+def _told(edits: Edits, row: EditRow) -> EditDocument:
+    """As far as the store knows whether it can be undone."""
+    refusal = f"it is {row.state}"
+    if row.state == EditState.APPLIED:
+        refusal = edits.desk(row.job).why_no_undo(row) or str(row.detail.get("undo_refusal", ""))
+    return document_of(row, refusal)
+
+
+def document_of(row: EditRow, undo_refusal: str) -> EditDocument:
+    """An edit as answers describe it."""
+    applied = row.state == EditState.APPLIED
+    return EditDocument(
+        id=row.id,
+        job=row.job,
+        epoch=row.epoch,
+        state=row.state,  # type: ignore[arg-type]
+        reason=row.reason,
+        actor=row.actor,
+        committed_by=row.detail.get("committed_by"),
+        note=row.note,
+        dry_run=bool(row.detail.get("dry_run", False)),
+        created_s=row.created_s,
+        ended_s=row.ended_s,
+        step=row.step,
+        boundary=row.boundary,
+        ops=[OpDocument(**one) for one in row.detail.get("ops", [])],
+        size_bytes=row.size_bytes,
+        stop_ms=row.stop_ns / _NS_A_MS if applied else None,
+        before=_range(row.detail.get("before")),
+        after=_range(row.detail.get("after")),
+        undo=UndoDocument(possible=not undo_refusal, reason=undo_refusal),
+        undo_of=row.undo_of or None,
+        undone_by=row.undone_by or None,
+    )
+
+
+def _range(found: dict[str, Any] | None) -> RangeDocument | None:
+    return RangeDocument(**found) if found else None
+
+
+def _words(op: OpRequest) -> EditWords:
+    return EditWords(
+        pattern=op.pattern,
+        op=op.op,
+        value=op.value,
+        weight=op.weight,
+        min=op.min,
+        max=op.max,
+        data=op.data,
+    )

@@ -1,0 +1,185 @@
+"""Checkpoints of a running job, written to places that the operator allows."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Annotated, Any, Literal
+
+from fastapi import APIRouter, Path, Query, Request, Response
+
+from paramd.errors import UsageError
+from paramd_service.control.access.http import principal_of
+from paramd_service.control.api.routes.jobs import PROBLEMS
+from paramd_service.control.api.routes.paging import make_token, read_token
+from paramd_service.control.api.services import Services
+from paramd_service.control.exports.documents import (
+    AssetDocument,
+    AssetRequest,
+    DestinationDocument,
+    DestinationList,
+    ExportDocument,
+    ExportList,
+    ExportRequest,
+    ScheduleDocument,
+    ScheduleList,
+    ScheduleRequest,
+    schedule_document,
+)
+from paramd_service.control.exports.schedules import Rhythm
+from paramd_service.control.exports.sidecars import kind_of
+from paramd_service.control.mesh.incarnation import Incarnation
+
+MAX_LIMIT = 200
+
+ExportId = Annotated[str, Path(pattern="^[0-9a-f]{32}$", description="As create_export named it")]
+ScheduleId = Annotated[
+    str, Path(pattern="^[0-9a-f]{32}$", description="As create_schedule named it")
+]
+Wanted = Annotated[
+    Literal["", "PLANNED", "RUNNING", "VERIFYING", "DONE", "FAILED", "CANCELLED"],
+    Query(description="Only those in this state; empty: all"),
+]
+Limit = Annotated[int, Query(ge=1, le=MAX_LIMIT, description="Exports on a page")]
+Where = Annotated[
+    str, Query(min_length=3, max_length=1100, description='Name of a destination, "/", key')
+]
+FileName = Annotated[
+    str, Query(min_length=1, max_length=255, description="A file that its manifest names, or that")
+]
+Offset = Annotated[int, Query(ge=0, le=1 << 50, description="First byte wanted")]
+PageToken = Annotated[str, Query(max_length=512, description="From the page before")]
+
+_PAGE = "exports"
+_BYTES: dict[int | str, dict[str, Any]] = {
+    200: {"content": {"application/octet-stream": {"schema": {"type": "string"}}}}
+}
+_RHYTHM = ("every_steps", "every_s", "keep_last", "keep_every")
+
+
+def router(services: Services) -> APIRouter:
+    """/jobs/{job}/exports, /jobs/{job}/export-schedules, /destinations."""
+    routes = APIRouter(tags=["exports"], responses=PROBLEMS)
+    _exports(services, routes)
+    _schedules(services, routes)
+
+    @routes.get("/jobs/{job}/export-file", response_class=Response, responses=_BYTES)
+    async def read_export_file(
+        job: str, destination: Where, name: FileName, offset_bytes: Offset = 0
+    ) -> Response:
+        """Up to 8 MiB of a file of a finished export; its size stands in paramd-file-bytes."""
+        mesh = services.jobs.get(job)
+        size_bytes, data = await services.exports.read_file(mesh, destination, name, offset_bytes)
+        headers = {"paramd-file-bytes": str(size_bytes)}
+        return Response(data, media_type="application/octet-stream", headers=headers)
+
+    @routes.get("/destinations")
+    async def list_destinations() -> DestinationList:
+        """Names and kinds of the places that exports may go to; never where they lead."""
+        found = sorted(services.exports.destinations.values(), key=lambda one: one.name)
+        return DestinationList(
+            destinations=[DestinationDocument(name=one.name, kind=kind_of(one)) for one in found]
+        )
+
+    return routes
+
+
+def _exports(services: Services, routes: APIRouter) -> None:
+    @routes.post("/jobs/{job}/exports", status_code=202)
+    async def create_export(job: str, wanted: ExportRequest, request: Request) -> ExportDocument:
+        """Begin an export of one step; follow it with get_export. Idempotent with an id."""
+        mesh = services.jobs.get(job)
+        asked = wanted.model_dump(exclude={"id"})
+        async with _recorded(services, mesh, request, "export.create", asked) as entry:
+            found = await services.exports.create(
+                mesh, asked, actor=principal_of(request).name, export_id=wanted.id
+            )
+            entry.outcome(id=found.id)
+            return found
+
+    @routes.get("/jobs/{job}/exports")
+    async def list_exports(
+        job: str, state: Wanted = "", limit: Limit = 50, page_token: PageToken = ""
+    ) -> ExportList:
+        """Exports of the job, newest first, without their files."""
+        services.jobs.get(job)
+        offset = _offset(page_token)
+        found = await services.exports.page(job, limit=limit + 1, offset=offset, state=state)
+        more = len(found) > limit
+        return ExportList(
+            exports=found[:limit],
+            next_page_token=make_token(offset + limit, _PAGE) if more else "",
+        )
+
+    @routes.get("/jobs/{job}/exports/{export}")
+    async def get_export(job: str, export: ExportId) -> ExportDocument:
+        """One export with its files, as it stands now."""
+        services.jobs.get(job)
+        return await services.exports.get(job, export)
+
+    @routes.delete("/jobs/{job}/exports/{export}")
+    async def cancel_export(job: str, export: ExportId, request: Request) -> ExportDocument:
+        """End an export; what it wrote is removed. Idempotent; refused once it is over."""
+        mesh = services.jobs.get(job)
+        async with _recorded(services, mesh, request, "export.cancel", {"id": export}):
+            actor = principal_of(request).name
+            return await services.exports.cancel(job, export, actor=actor)
+
+    @routes.post("/jobs/{job}/export-assets")
+    async def store_export_asset(job: str, part: AssetRequest, request: Request) -> AssetDocument:
+        """Send a part of a small file that is to be copied beside an export. Idempotent."""
+        mesh = services.jobs.get(job)
+        detail = {"owner": part.owner, "name": part.name, "offset_bytes": part.offset_bytes}
+        async with _recorded(services, mesh, request, "export-asset.store", detail) as entry:
+            size_bytes = await asyncio.to_thread(
+                services.exports.assets.put, part.owner, part.name, part.offset_bytes, part.data
+            )
+            entry.outcome(size_bytes=size_bytes)
+            return AssetDocument(name=part.name, size_bytes=size_bytes)
+
+
+def _schedules(services: Services, routes: APIRouter) -> None:
+    @routes.get("/jobs/{job}/export-schedules")
+    async def list_schedules(job: str) -> ScheduleList:
+        """Schedules in force, oldest first."""
+        services.jobs.get(job)
+        rows = await services.exports.schedules(job).all()
+        return ScheduleList(schedules=[schedule_document(row) for row in rows])
+
+    @routes.post("/jobs/{job}/export-schedules", status_code=201)
+    async def create_schedule(
+        job: str, wanted: ScheduleRequest, request: Request
+    ) -> ScheduleDocument:
+        """Have exports begin by themselves, from now on. Idempotent with an id."""
+        mesh = services.jobs.get(job)
+        rhythm = Rhythm(**wanted.model_dump(include=set(_RHYTHM)))
+        asked = wanted.model_dump(exclude={"id", *_RHYTHM})
+        detail = {**asked, **wanted.model_dump(include=set(_RHYTHM))}
+        async with _recorded(services, mesh, request, "export-schedule.create", detail) as entry:
+            row = await services.exports.add_schedule(
+                mesh, asked, rhythm, actor=principal_of(request).name, schedule_id=wanted.id
+            )
+            entry.outcome(id=row.id)
+            return schedule_document(row)
+
+    @routes.delete("/jobs/{job}/export-schedules/{schedule}")
+    async def delete_schedule(job: str, schedule: ScheduleId, request: Request) -> ScheduleDocument:
+        """End a schedule. What it exported stays; an export under way goes on."""
+        mesh = services.jobs.get(job)
+        detail = {"id": schedule}
+        async with _recorded(services, mesh, request, "export-schedule.delete", detail):
+            return schedule_document(await services.exports.schedules(job).delete(schedule))
+
+
+def _recorded(
+    services: Services, mesh: Incarnation, request: Request, method: str, detail: dict[str, Any]
+) -> Any:
+    return services.records.recorded(principal_of(request), method, detail, mesh)
+
+
+def _offset(page_token: str) -> int:
+    if not page_token:
+        return 0
+    begin, name = read_token(page_token)
+    if name != _PAGE:
+        raise UsageError("page_token: not one of ours; leave it out to begin anew")
+    return begin

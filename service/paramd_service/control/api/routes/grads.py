@@ -1,0 +1,110 @@
+"""Statistics of gradients, update by update, as server-sent events."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncGenerator, AsyncIterator
+from contextlib import aclosing
+from enum import StrEnum
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+from fastapi import APIRouter, Depends, Query, Request
+from fastapi.sse import EventSourceResponse, ServerSentEvent
+
+from paramd.errors import ParamdError, UsageError, codes_of
+from paramd.filters import parse_filter
+from paramd_service.control.access.http import may_read
+from paramd_service.control.api.choice import choose, pattern_of, without_small
+from paramd_service.control.api.norms import NormHistory
+from paramd_service.control.api.routes.jobs import PROBLEMS
+from paramd_service.control.api.routes.params import Wanted
+from paramd_service.control.api.services import Services
+from paramd_service.control.mesh.incarnation import Incarnation
+from paramd_service.control.records.events import RETRY_MS
+
+if TYPE_CHECKING:
+    from paramd.mesh.frames.frames import GradFrame
+
+MAX_NAMES = 2000
+"""Gradients in one frame; a page shows far fewer."""
+
+
+class GradKind(StrEnum):
+    """What a frame says of each gradient."""
+
+    STATS = "stats"
+    HISTOGRAM = "histogram"
+
+
+_KINDS: dict[GradKind, Literal["stats", "histogram"]] = {
+    GradKind.STATS: "stats",
+    GradKind.HISTOGRAM: "histogram",
+}
+
+Every = Annotated[int, Query(ge=1, le=1_000_000, description="Updates between two frames")]
+Kind = Annotated[GradKind, Query(description="histogram counts binary exponents, too")]
+Frames = AsyncGenerator["GradFrame[Any]", None]
+
+
+def router(services: Services) -> APIRouter:
+    """/jobs/{job}/grads."""
+    routes = APIRouter(tags=["grads"], responses=PROBLEMS)
+    norms = NormHistory(services.records.history.offer)
+
+    async def followed(
+        job: str,
+        wanted: Wanted,
+        request: Request,
+        every: Every = 1,
+        kind: Kind = GradKind.STATS,
+    ) -> AsyncIterator[Frames]:
+        # Before the answer begins: a refusal has a status of its own.
+        mesh = services.jobs.get(job)
+        patterns = await _patterns(mesh, wanted, reads=may_read(request))
+        async with aclosing(
+            mesh.statistics.gradients(patterns, every=every, kind=_KINDS[kind])
+        ) as frames:
+            yield frames
+
+    following = Depends(followed)
+
+    @routes.get("/jobs/{job}/grads", response_class=EventSourceResponse)
+    async def follow_grads(job: str, frames: Frames = following) -> AsyncIterator[ServerSentEvent]:
+        """Statistics of the gradients that each n-th update consumes, over all ranks.
+
+        Events of kind frame: `{job, epoch, step, dropped, clip: {factor}, scale, total, params}`.
+        What a reader is too slow for is dropped and counted; training never waits. The last
+        event is of kind end: the training detached, or a problem document says why not. A
+        comment every 15 s keeps the line alive.
+        """
+        try:
+            async for frame in frames:
+                document = frame.document()
+                norms.take(document)
+                yield ServerSentEvent(
+                    raw_data=json.dumps(document, allow_nan=False, separators=(",", ":")),
+                    event="frame",
+                    id=f"{frame.epoch}-{frame.step}",
+                    retry=RETRY_MS,
+                )
+            problem: dict[str, Any] = {"status": 200, "detail": "the training has detached"}
+        except ParamdError as error:
+            problem = {"status": codes_of(error).http, "detail": str(error)}
+        yield ServerSentEvent(raw_data=json.dumps(problem), event="end")
+
+    return routes
+
+
+async def _patterns(mesh: Incarnation, wanted: str, *, reads: bool) -> list[str]:
+    found = parse_filter(wanted)
+    if found.statistics:
+        raise UsageError("filter: terms about statistics cannot choose gradients; use globs")
+    _, index = await mesh.layouts.get(mesh.registry.view())
+    chosen, small = without_small(choose(index, found, with_buffers=False), may_read=reads)
+    if len(chosen) > MAX_NAMES:
+        raise UsageError(
+            f"filter: {len(chosen):,} gradients match; at most {MAX_NAMES:,} in one stream"
+        )
+    # The same globs of different pages share one capture; names chosen by facts do not.
+    by_glob = not found.facts and not small
+    return list(found.patterns) if by_glob else [pattern_of(item) for item in chosen]

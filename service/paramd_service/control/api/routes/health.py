@@ -1,0 +1,54 @@
+"""Health (open: the server is on loopback and says nothing but whether it serves); metrics."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Annotated
+
+from fastapi import APIRouter, Path
+from starlette.requests import Request
+from starlette.responses import PlainTextResponse, Response
+from starlette.routing import BaseRoute, Route
+
+from paramd.errors import NotFoundError
+from paramd_service.control.api.services import Services
+
+
+def open_routes(services: Services) -> Sequence[BaseRoute]:
+    """/healthz: the event loop runs. /readyz: it serves and does not drain."""
+
+    async def healthz(_: Request) -> Response:
+        return PlainTextResponse("ok\n")
+
+    async def readyz(_: Request) -> Response:
+        if services.stopping():
+            return PlainTextResponse("stopping\n", 503)
+        return PlainTextResponse("ok\n")
+
+    return [Route("/healthz", healthz), Route("/readyz", readyz)]
+
+
+def metrics_router(services: Services) -> APIRouter:
+    """/metrics and, for the sidecar of one rank, /api/v1/jobs/{job}/ranks/{rank}/metrics.
+
+    Both are for Prometheus, with a token. Sidecars listen nowhere for it: they are asked
+    over gRPC, when somebody scrapes.
+    """
+    router = APIRouter(tags=["metrics"])
+
+    @router.get("/metrics", response_class=PlainTextResponse)
+    async def get_metrics() -> Response:
+        """Prometheus text format."""
+        return Response(services.metrics.render(), media_type=services.metrics.content_type)
+
+    @router.get("/api/v1/jobs/{job}/ranks/{rank}/metrics", response_class=PlainTextResponse)
+    async def get_rank_metrics(job: str, rank: Annotated[int, Path(ge=0)]) -> Response:
+        """One sidecar's own metrics, asked of it now; Prometheus text format."""
+        incarnation = services.jobs.get(job)
+        for report in incarnation.registry.view().joined:
+            if report.rank == rank:
+                text = await incarnation.calls.metrics(rank, report.address)
+                return Response(text, media_type=services.metrics.content_type)
+        raise NotFoundError(f"rank {rank} of job {job[:64]!r} has no sidecar now")
+
+    return router

@@ -1,0 +1,229 @@
+"""Numbers over time: what the control plane noted of ranks and of sampled parameters."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Annotated, Literal
+
+from fastapi import APIRouter, Query, Request
+from pydantic import BaseModel, ConfigDict, Field
+
+from paramd.clock import now_s
+from paramd.errors import NotFoundError, UsageError
+from paramd.layout.types import Layout, TensorLayout
+from paramd_service.control.access.http import may_read
+from paramd_service.control.alerts.book import Point
+from paramd_service.control.alerts.kept import series_name, series_of, subject_of
+from paramd_service.control.api.choice import check_large
+from paramd_service.control.api.routes.jobs import PROBLEMS
+from paramd_service.control.api.routes.paging import make_token, read_token
+from paramd_service.control.api.services import Services
+from paramd_service.control.base.config import MAX_WORLD_SIZE
+from paramd_service.control.mesh.incarnation import Incarnation
+
+DEFAULT_SPAN_S = 3600.0
+MAX_POINTS = 5000
+MAX_SERIES = 5000
+
+Metric = Annotated[
+    Literal["norm", "grad_norm", "step", "step_time_s", "stall_total_s"],
+    Query(description="What was noted"),
+]
+Subject = Annotated[
+    str,
+    Query(
+        min_length=1,
+        max_length=1024,
+        description="A tensor's name for norm; else a rank's number, or min, median, max of all "
+        "ranks of a mesh of more than 64",
+    ),
+]
+Time = Annotated[
+    float | None, Query(ge=0, le=1e11, allow_inf_nan=False, description="Unix time in seconds")
+]
+Epoch = Annotated[int | None, Query(ge=1, le=2**53, description="By default the job's last one")]
+
+
+Limit = Annotated[int, Query(ge=1, le=MAX_SERIES, description="Series on a page")]
+PageToken = Annotated[str, Query(max_length=512, description="From the page before")]
+
+
+class SeriesDocument(BaseModel):
+    """A series: what `get_history` may be asked for."""
+
+    metric: str = Field(description="norm, grad_norm, step, step_time_s or stall_total_s")
+    subject: str = Field(
+        description="A tensor's name, a rank's number, or min, median, max. A long name is cut and "
+        "ends in a digest; get_history takes it as it stands here"
+    )
+
+
+class SeriesPage(BaseModel):
+    """A page of series."""
+
+    epoch: int
+    series: list[SeriesDocument]
+    next_page_token: str = Field(description="Ask with it for the next page; empty at the end")
+
+
+class PointDocument(BaseModel):
+    """A stretch of time."""
+
+    time_s: float = Field(description="Its begin, seconds since the Unix epoch")
+    resolution_s: int = Field(description="Its length; 0: one sample")
+    step: int = Field(description="Highest step in it; -1 when not known")
+    mean: float | None = Field(description="Of the finite samples; null when there was none")
+    min: float | None
+    max: float | None
+    count: int = Field(description="Finite samples")
+    nonfinite_count: int
+
+
+class HistoryDocument(BaseModel):
+    """One series, oldest point first."""
+
+    model_config = ConfigDict(
+        json_schema_extra={
+            "examples": [
+                {
+                    "epoch": 3,
+                    "metric": "norm",
+                    "subject": "layers.0.up.weight",
+                    "watch": True,
+                    "points": [],
+                    "cut": False,
+                }
+            ]
+        }
+    )
+
+    epoch: int
+    metric: str
+    subject: str
+    watch: bool = Field(description="Whether parameters are sampled: [alerts] watch")
+    points: list[PointDocument]
+    cut: bool = Field(description="There are more: ask again from the last point on")
+
+
+def router(services: Services) -> APIRouter:
+    """/jobs/{job}/history, /jobs/{job}/history/series."""
+    routes = APIRouter(tags=["history"], responses=PROBLEMS)
+    _add_points(routes, services)
+    _add_series(routes, services)
+    return routes
+
+
+def _add_series(routes: APIRouter, services: Services) -> None:
+    @routes.get("/jobs/{job}/history/series")
+    async def list_series(
+        job: str, epoch: Epoch = None, limit: Limit = 1000, page_token: PageToken = ""
+    ) -> SeriesPage:
+        """What was noted in an epoch, by name; what began in the last seconds may lack."""
+        last = services.jobs.get(job).epoch
+        found = await services.records.history.series(
+            job, epoch if epoch is not None else last, after=_after(page_token), limit=limit
+        )
+        told = [subject_of(series) for series in found]
+        return SeriesPage(
+            epoch=epoch if epoch is not None else last,
+            series=[SeriesDocument(metric=metric, subject=subject) for metric, subject in told],
+            next_page_token=(
+                make_token(found[-1].rank + 1, found[-1].name) if len(found) == limit else ""
+            ),
+        )
+
+
+def _after(page_token: str) -> tuple[str, int] | None:
+    """Name and rank of the last series of the page before."""
+    if not page_token:
+        return None
+    rank, name = read_token(page_token)
+    # The databases' numbers are smaller than ours, and PostgreSQL's texts hold no NUL.
+    if rank > MAX_WORLD_SIZE or "\0" in name:
+        raise UsageError("page_token: not one of ours; leave it out to begin anew")
+    return name, rank - 1
+
+
+async def _check_large(mesh: Incarnation, subject: str) -> None:
+    """Raises unless norms of the tensor are for who may not read values.
+
+    Its size is that of the job's present layout, also for an epoch that is over.
+
+    Raises:
+        DeniedError: it is small. NotFoundError: there is no such tensor now.
+        UnreachableError: no layout is known.
+    """
+    _, index = await mesh.layouts.get(mesh.registry.view())
+    tensor = await asyncio.to_thread(_sampled, index.layout, subject)
+    if tensor is None:
+        raise NotFoundError(
+            f"subject: the job has no tensor {subject[:100]!r} now, so whether it is small is not "
+            "known; its norms need a reader's token"
+        )
+    check_large(tensor.fqn, tensor.numel)
+
+
+def _sampled(layout: Layout, subject: str) -> TensorLayout | None:
+    """The tensor whose series it is: the subject may be cut, as a series names it."""
+    wanted = series_name("norm", subject)
+    return next((one for one in layout.tensors if series_name("norm", one.fqn) == wanted), None)
+
+
+def _add_points(routes: APIRouter, services: Services) -> None:
+    @routes.get("/jobs/{job}/history")
+    async def get_history(
+        job: str,
+        metric: Metric,
+        subject: Subject,
+        request: Request,
+        begin_s: Time = None,
+        end_s: Time = None,
+        epoch: Epoch = None,
+    ) -> HistoryDocument:
+        """A number over time, as fine as it is still kept: samples of the last hour, then
+        minutes for a day, then tens of minutes for a month. Norms are noted of tensors that
+        the watch has sampled; those of small tensors are for readers.
+        """
+        mesh = services.jobs.get(job)
+        if metric == "norm" and not may_read(request):
+            await _check_large(mesh, subject)
+        found_epoch = epoch if epoch is not None else mesh.epoch
+        end = end_s if end_s is not None else now_s() + 1.0
+        # A little within the hour that samples are kept, or minutes would come.
+        begin = begin_s if begin_s is not None else end - DEFAULT_SPAN_S + 10.0
+        if begin > end:
+            raise UsageError(f"begin_s: {begin}; expected at most end_s ({end})")
+        series = series_of(
+            Point(
+                job=job,
+                epoch=found_epoch,
+                name=metric,
+                subject=subject,
+                step=-1,
+                time_s=0.0,
+                value=0.0,
+            )
+        )
+        points = await services.records.history.read(
+            series, begin_s=begin, end_s=end, limit=MAX_POINTS
+        )
+        return HistoryDocument(
+            epoch=found_epoch,
+            metric=metric,
+            subject=subject,
+            watch=services.watchers.config.watch,
+            points=[
+                PointDocument(
+                    time_s=point.time_s,
+                    resolution_s=point.resolution_s,
+                    step=point.step,
+                    mean=point.mean,
+                    min=point.min,
+                    max=point.max,
+                    count=point.count,
+                    nonfinite_count=point.nonfinite_count,
+                )
+                for point in points
+            ],
+            cut=len(points) == MAX_POINTS,
+        )

@@ -1,0 +1,185 @@
+"""Jobs, their epochs and their ranks; and how a job registers at a site."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Iterator
+from typing import Any
+
+from fastapi import APIRouter, Request
+from starlette.responses import Response, StreamingResponse
+
+from paramd import clock
+from paramd.security.tickets import RANK_TICKET_TTL_S, Role, Signer
+from paramd_service.control.access.authority import Principal
+from paramd_service.control.access.http import principal_of
+from paramd_service.control.access.roles import ticket_role
+from paramd_service.control.api import rank_text
+from paramd_service.control.api.models import (
+    EpochDocument,
+    EpochList,
+    JobDocument,
+    JobList,
+    JobRegistration,
+    JobSummary,
+    PeerDocument,
+    RankList,
+    RegisteredJob,
+)
+from paramd_service.control.api.services import Services
+from paramd_service.control.base.config import Bootstrap
+from paramd_service.control.base.problems import Problem
+from paramd_service.control.edits.holds import HoldState, hold_of
+from paramd_service.control.mesh.incarnation import Incarnation
+from paramd_service.control.mesh.view import MeshView
+
+PROBLEMS: dict[int | str, dict[str, Any]] = {
+    code: {"model": Problem} for code in (400, 401, 403, 404, 409, 422, 429, 500, 503)
+}
+
+
+def router(services: Services) -> APIRouter:
+    """/jobs, /jobs/{job}, /jobs/{job}/ranks, /jobs/{job}/epochs."""
+    routes = APIRouter(tags=["jobs"], responses=PROBLEMS)
+
+    @routes.get("/jobs")
+    async def list_jobs() -> JobList:
+        """Jobs that this control plane serves, each in its last epoch."""
+        return JobList(jobs=[_summary(i, i.registry.view()) for i in services.jobs.all()])
+
+    @routes.post("/jobs", status_code=201)
+    async def register_job(registration: JobRegistration, request: Request) -> RegisteredJob:
+        """Begins a new epoch of a job that attaches. Only at a site; the older epoch is over."""
+        incarnation = await services.jobs.register(
+            registration.job,
+            world_size=registration.world_size,
+            epoch_floor=registration.epoch_floor,
+        )
+        detail = {"world_size": registration.world_size, "epoch_floor": registration.epoch_floor}
+        await services.records.happened(principal_of(request), "job.register", detail, incarnation)
+        return await _registered(services, incarnation)
+
+    @routes.get("/jobs/{job}")
+    async def get_job(job: str, request: Request) -> JobDocument:
+        """A job, its sidecars, and a fresh ticket that permits what the token does."""
+        incarnation = services.jobs.get(job)
+        return _document(services, incarnation, incarnation.registry.view(), principal_of(request))
+
+    @routes.get("/jobs/{job}/ranks", response_model=RankList)
+    async def list_ranks(job: str) -> Response:
+        """Every rank, with the reason when something is not as it should be."""
+        incarnation = services.jobs.get(job)
+        chunks = rank_text.chunks(
+            incarnation.registry,
+            world_size=incarnation.bootstrap.world_size,
+            epoch=incarnation.epoch,
+            stall_budget_s=services.watchers.config.stall_budget_s,
+        )
+        return StreamingResponse(_yielded(chunks), media_type="application/json")
+
+    @routes.get("/jobs/{job}/epochs")
+    async def list_epochs(job: str) -> EpochList:
+        """Incarnations of the job, the present one last."""
+        records = await services.jobs.epochs(job)
+        return EpochList(
+            epochs=[
+                EpochDocument(
+                    epoch=record.epoch,
+                    world_size=record.world_size,
+                    began_s=record.began_s,
+                    ended_s=record.ended_s,
+                    reason=record.reason,
+                    step=record.step,
+                )
+                for record in records
+            ]
+        )
+
+    return routes
+
+
+async def _yielded(chunks: Iterator[str]) -> AsyncIterator[str]:
+    """As it comes: Starlette would run a plain iterator in a thread."""
+    for chunk in chunks:
+        yield chunk
+
+
+async def _registered(services: Services, incarnation: Incarnation) -> RegisteredJob:
+    mine = incarnation.bootstrap
+    # A signature takes 50 us, and there may be thousands of ranks.
+    tickets = await asyncio.to_thread(_rank_tickets, mine)
+    return RegisteredJob(
+        job=mine.job,
+        epoch=mine.epoch,
+        control_address=services.grpc_address,
+        public_key=mine.signer.public_key.hex(),
+        rank_tickets=tickets,
+    )
+
+
+def _rank_tickets(mine: Bootstrap) -> list[str]:
+    signer = Signer(mine.private_key)
+    return [
+        signer.mint(
+            job=mine.job, epoch=mine.epoch, role=Role.SIDECAR, rank=rank, ttl_s=RANK_TICKET_TTL_S
+        )
+        for rank in range(mine.world_size)
+    ]
+
+
+def _summary(incarnation: Incarnation, view: MeshView) -> JobSummary:
+    return JobSummary(
+        job=incarnation.job,
+        epoch=incarnation.epoch,
+        world_size=incarnation.bootstrap.world_size,
+        joined_count=len(view.joined),
+        step=min((report.step for report in view.joined), default=-1),
+        state=view.state.value,
+        reason=str(incarnation.over) if incarnation.over is not None else view.reason,
+        hold=_hold(view),
+    )
+
+
+def _hold(view: MeshView) -> str:
+    states = (hold_of(report.state, report.step).state for report in view.joined)
+    return next((state for state in states if state is not HoldState.RUNNING), HoldState.RUNNING)
+
+
+def _document(
+    services: Services, incarnation: Incarnation, view: MeshView, principal: Principal
+) -> JobDocument:
+    mine, now_s = incarnation.bootstrap, clock.now_s()
+    ttl_s = _ticket_ttl_s(services.config.ticket_ttl_s, principal, now_s)
+    ticket = mine.signer.mint(
+        job=mine.job,
+        epoch=mine.epoch,
+        role=ticket_role(principal.role, readonly=services.config.readonly),
+        ttl_s=ttl_s,
+        token_id=principal.token_id,
+        now_s=now_s,
+    )
+    peers = [
+        PeerDocument(
+            rank=peer.rank,
+            address=peer.address,
+            socket_path=peer.socket_path,
+            host_id=peer.host_id,
+        )
+        for peer in incarnation.registry.peers()
+    ]
+    return JobDocument(
+        **_summary(incarnation, view).model_dump(),
+        layout_digest=view.layout_digest,
+        control_address=services.grpc_address,
+        peers=peers,
+        ticket=ticket,
+        ticket_expires_s=now_s + ttl_s,
+    )
+
+
+def _ticket_ttl_s(ttl_s: float, principal: Principal, now_s: float) -> float:
+    """No ticket is valid for longer than its token."""
+    if principal.expires_s is None:
+        return ttl_s
+    # Above 0, also for a token that has expired since it was looked at.
+    return max(min(ttl_s, principal.expires_s - now_s), 0.001)

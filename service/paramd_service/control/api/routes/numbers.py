@@ -1,0 +1,258 @@
+"""Statistics, histograms, pictures and values: reduced or read where the tensors lie."""
+
+from __future__ import annotations
+
+import json
+import math
+from enum import StrEnum
+from typing import TYPE_CHECKING, Annotated, Any
+
+from fastapi import APIRouter, Query, Request
+from starlette.responses import Response
+
+from paramd.errors import ConflictError, DeniedError, UnreachableError
+from paramd.filters import Filter, parse_filter
+from paramd.layout.select import SelectedTensor
+from paramd_service.control.access.http import may_read
+from paramd_service.control.access.roles import ELEMENTS_OF_BIN
+from paramd_service.control.api.choice import (
+    Missing,
+    choose,
+    choose_one,
+    pattern_of,
+    split,
+    without_small,
+)
+from paramd_service.control.api.models_params import (
+    HeatmapDocument,
+    HistogramDocument,
+    StatsDocument,
+    StatsList,
+    ValuesDocument,
+)
+from paramd_service.control.api.routes.jobs import PROBLEMS
+from paramd_service.control.api.routes.params import (
+    Buffers,
+    Name,
+    Wanted,
+    available,
+    missing_documents,
+)
+from paramd_service.control.api.services import Services
+from paramd_service.control.mesh.incarnation import Incarnation
+
+if TYPE_CHECKING:
+    from paramd.mesh.results import TensorStats
+
+MAX_BINS = 512
+MAX_CELLS = 512
+
+
+class Mode(StrEnum):
+    """What a cell tells of its finite elements."""
+
+    MEAN = "mean"
+    ABSMAX = "absmax"
+    MIN = "min"
+    MAX = "max"
+
+
+Histogram = Annotated[bool, Query(description="Count binary exponents too")]
+Bins = Annotated[int, Query(ge=1, le=MAX_BINS, description="Bins of equal width")]
+Bound = Annotated[
+    float | None,
+    Query(allow_inf_nan=False, description="By default the outermost finite element"),
+]
+Cells = Annotated[int, Query(ge=1, le=MAX_CELLS, description="At most so many cells")]
+RowDims = Annotated[
+    int | None,
+    Query(ge=0, le=16, description="How many first dims count rows; 1 by default, 0 of a vector"),
+]
+
+
+def router(services: Services) -> APIRouter:
+    """/jobs/{job}/params/stats, histogram, heatmap and values."""
+    routes = APIRouter(tags=["params"], responses=PROBLEMS)
+    _add_numbers(routes, services)
+    _add_heatmap(routes, services)
+    _add_values(routes, services)
+    return routes
+
+
+def _add_numbers(routes: APIRouter, services: Services) -> None:
+    @routes.get("/jobs/{job}/params/stats")
+    async def get_stats(
+        job: str,
+        wanted: Wanted,
+        request: Request,
+        buffers: Buffers = False,
+        histogram: Histogram = False,
+    ) -> StatsList:
+        """Statistics of every tensor that matches, all at one step.
+
+        The total is over what globs and facts chose, whatever terms about statistics left of
+        it. Tensors of ranks that are gone are listed as missing, and so are small ones for who
+        may not read values.
+        """
+        mesh = services.jobs.get(job)
+        found_filter = parse_filter(wanted)
+        _, index = await mesh.layouts.get(mesh.registry.view())
+        chosen, small = without_small(
+            choose(index, found_filter, with_buffers=buffers), may_read=may_read(request)
+        )
+        return await _stats(mesh, found_filter, chosen, small, buffers=buffers, histogram=histogram)
+
+    @routes.get("/jobs/{job}/params/histogram")
+    async def get_histogram(
+        job: str,
+        name: Name,
+        request: Request,
+        bins: Bins = 64,
+        low: Bound = None,
+        high: Bound = None,
+    ) -> HistogramDocument:
+        """Elements of one tensor between equal bins. Binary exponents are with the statistics.
+
+        Who may not read values has no small tensors, at least 16 elements for each bin (fewer
+        bins are given than were asked for), and no bounds of its own choice.
+        """
+        mesh = services.jobs.get(job)
+        item = await _one(mesh, name)
+        if not may_read(request):
+            without_small([item], may_read=False)
+            bins = min(bins, item.box.numel // ELEMENTS_OF_BIN)
+            if low is not None or high is not None:
+                raise DeniedError(
+                    "low, high: bounds that one may choose tell values, which needs a reader's "
+                    "token"
+                )
+        table, edges = await mesh.statistics.histogram(
+            pattern_of(item), bins=bins, low=low, high=high
+        )
+        found = table.total.summary
+        counts = found.edge_counts if found.edge_counts else (0,) * (len(edges) + 1)
+        return HistogramDocument(
+            epoch=table.epoch,
+            step=table.step,
+            name=item.name,
+            edges=edges,
+            counts=list(counts[1:-1]),
+            below_count=counts[0],
+            above_count=counts[-1],
+            nan_count=found.nan_count,
+            inf_count=found.inf_count,
+        )
+
+
+def _add_heatmap(routes: APIRouter, services: Services) -> None:
+    @routes.get("/jobs/{job}/params/heatmap", response_model=HeatmapDocument)
+    async def get_heatmap(
+        job: str,
+        name: Name,
+        mode: Mode = Mode.MEAN,
+        rows: Cells = 128,
+        columns: Cells = 128,
+        row_dims: RowDims = None,
+    ) -> Response:
+        """One tensor, or the slice at the name's end, as a picture; zoom by a smaller slice."""
+        mesh = services.jobs.get(job)
+        item = await _one(mesh, name)
+        epoch, step, shown = await mesh.statistics.picture(
+            pattern_of(item), mode=mode.value, rows=rows, columns=columns, row_dims=row_dims
+        )
+        document: dict[str, Any] = {
+            "epoch": epoch,
+            "step": step,
+            "name": item.name,
+            "mode": mode.value,
+            "shape": shown.matrix.shape,
+            "row_dims": shown.matrix.row_dims,
+            "row_count": shown.matrix.rows,
+            "col_count": shown.matrix.columns,
+            "cell_row_count": shown.picture.rows,
+            "cell_col_count": shown.picture.columns,
+            "nonfinite": shown.picture.nonfinite,
+        }
+        # Written by hand: a quarter of a million numbers, checked and copied, take a second.
+        cells = ",".join("null" if math.isnan(v) else f"{v:.7g}" for v in shown.picture.values)
+        text = json.dumps(document, allow_nan=False)[:-1] + f', "values": [{cells}]}}'
+        return Response(text, media_type="application/json")
+
+
+def _add_values(routes: APIRouter, services: Services) -> None:
+    @routes.get("/jobs/{job}/params/values")
+    async def get_values(job: str, name: Name) -> ValuesDocument:
+        """Elements of one tensor, or of the slice at the name's end, as exact text."""
+        mesh = services.jobs.get(job)
+        item = await _one(mesh, name)
+        epoch, step, texts = await mesh.statistics.values(pattern_of(item))
+        return ValuesDocument(
+            epoch=epoch,
+            step=step,
+            name=item.name,
+            dtype=item.tensor.dtype,
+            begin=list(item.box.begin),
+            shape=list(item.box.sizes),
+            values=texts,
+        )
+
+
+async def _stats(
+    mesh: Incarnation,
+    wanted: Filter,
+    chosen: list[SelectedTensor],
+    small: list[Missing],
+    *,
+    buffers: bool,
+    histogram: bool,
+) -> StatsList:
+    present, missing = available(mesh, chosen)
+    missing += small
+    table = await mesh.statistics.get(
+        [pattern_of(item) for item in present], with_buffers=buffers, with_histogram=histogram
+    )
+    if len(table) != len(present):
+        raise ConflictError("the layout changed meanwhile; try again")
+    rows = [row for row in table if wanted.matches_numbers(row.summary)]
+    return StatsList(
+        epoch=table.epoch,
+        step=table.step,
+        stats=[_row(row) for row in rows],
+        total=_row(table.total),
+        partial=bool(missing),
+        missing=missing_documents(missing),
+    )
+
+
+async def _one(mesh: Incarnation, name: str) -> SelectedTensor:
+    """The one tensor of a name, when it can be had."""
+    view = mesh.registry.view()
+    _, index = await mesh.layouts.get(view)
+    item = choose_one(index, name)
+    _, missing = split([item], view)
+    if missing:
+        raise UnreachableError(f"{item.name}: {missing[0].reason}; try again in a few seconds")
+    return item
+
+
+def _row(row: TensorStats) -> StatsDocument:
+    found = row.summary
+    return StatsDocument(
+        name=row.name,
+        dtype=row.dtype,
+        shape=list(row.shape),
+        count=found.count,
+        zero_count=found.zero_count,
+        nan_count=found.nan_count,
+        inf_count=found.inf_count,
+        norm=_finite(found.norm),
+        mean=_finite(found.mean),
+        std=_finite(found.std),
+        min=_finite(found.min),
+        max=_finite(found.max),
+        exponents=[list(one) for one in found.exponents],
+    )
+
+
+def _finite(value: float) -> float | None:
+    return value if math.isfinite(value) else None

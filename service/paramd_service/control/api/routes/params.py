@@ -1,0 +1,251 @@
+"""What parameters there are; their facts come from the layout, their numbers from sidecars."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass
+from typing import Annotated
+
+from fastapi import APIRouter, Header, Query, Request, Response
+
+from paramd.errors import ConflictError, UnreachableError, UsageError
+from paramd.filters import MAX_FILTER_BYTES, Filter, parse_filter
+from paramd.layout.dtypes import item_bytes
+from paramd.layout.select import SelectedTensor
+from paramd.layout.types import Box, Piece, TensorLayout
+from paramd_service.control.access.http import may_read
+from paramd_service.control.api.choice import (
+    Missing,
+    choose,
+    choose_one,
+    pattern_of,
+    split,
+    without_small,
+)
+from paramd_service.control.api.models_params import (
+    MissingDocument,
+    ParamDetail,
+    ParamDocument,
+    ParamPage,
+    PieceDocument,
+)
+from paramd_service.control.api.routes.jobs import PROBLEMS
+from paramd_service.control.api.routes.paging import Pages, make_token, read_token
+from paramd_service.control.api.services import Services
+from paramd_service.control.mesh.incarnation import Incarnation
+
+DEFAULT_LIMIT = 100
+MAX_LIMIT = 1000
+MAX_STATS = 1000
+MAX_PIECES = 4096
+
+# Choosing among so many by facts would stop the event loop for too long.
+_MANY = 2000
+
+Wanted = Annotated[
+    str,
+    Query(
+        min_length=1,
+        max_length=MAX_FILTER_BYTES,
+        alias="filter",
+        description="Globs over names, and terms that tensors must meet: `layers.*.weight "
+        "numel>1M dtype=bfloat16 norm>10`",
+        examples=["*", "layers.*.weight numel>1000"],
+    ),
+]
+Name = Annotated[
+    str,
+    Query(
+        min_length=1,
+        max_length=MAX_FILTER_BYTES,
+        description='One tensor; may end in a slice: "w[0:4, 8:16]"',
+        examples=["layers.0.up.weight[0:4]"],
+    ),
+]
+Limit = Annotated[int, Query(ge=1, le=MAX_LIMIT, description="Tensors on a page")]
+Buffers = Annotated[bool, Query(description="Buffers too; reading them needs training to go on")]
+PageToken = Annotated[str, Query(max_length=256, description="From the page before")]
+IfNoneMatch = Annotated[str | None, Header(max_length=1024, description="An ETag that is held")]
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """What a filter chose, and what its statistics belong to."""
+
+    tensors: tuple[TensorLayout, ...]
+    missing: tuple[Missing, ...] = ()
+    epoch: int = -1
+    step: int = -1
+    digest: str = ""
+
+
+def router(services: Services) -> APIRouter:
+    """/jobs/{job}/params, /jobs/{job}/params/detail."""
+    routes = APIRouter(tags=["params"], responses=PROBLEMS)
+    pages: Pages[Found] = Pages()
+    _add_list(routes, services, pages)
+    _add_detail(routes, services)
+    return routes
+
+
+def _add_list(routes: APIRouter, services: Services, pages: Pages[Found]) -> None:
+    @routes.get(
+        "/jobs/{job}/params",
+        response_model=ParamPage,
+        responses={304: {"description": "As the ETag says"}},
+    )
+    async def list_params(
+        job: str,
+        response: Response,
+        request: Request,
+        wanted: Wanted = "*",
+        limit: Limit = DEFAULT_LIMIT,
+        page_token: PageToken = "",
+        if_none_match: IfNoneMatch = None,
+    ) -> ParamPage | Response:
+        """Names, shapes, dtypes and placements of the parameters and buffers that match.
+
+        Terms about statistics are compared at one step; buffers do not match those, nor do
+        small tensors for who may not read values.
+        """
+        mesh = services.jobs.get(job)
+        found_filter = parse_filter(wanted)
+        begin, name = read_token(page_token) if page_token else (0, "")
+        if name:
+            (found,) = pages.get(name)
+            digest = mesh.registry.view().layout_digest
+            if found.digest != digest:
+                raise ConflictError("page_token: the layout has changed; leave it out")
+        else:
+            found = await _find(mesh, found_filter, reads=may_read(request))
+        if not found_filter.statistics:
+            # Facts belong to the layout, whose digest names them for ever.
+            if _is_held(if_none_match, found.digest):
+                return Response(status_code=304, headers=_layout_headers(found.digest))
+            response.headers.update(_layout_headers(found.digest))
+        end = min(begin + limit, len(found.tensors))
+        token = ""
+        if end < len(found.tensors):
+            token = make_token(end, name if name else pages.keep([found]))
+        return ParamPage(
+            layout_digest=found.digest,
+            total_count=len(found.tensors),
+            params=[document_of(tensor) for tensor in found.tensors[begin:end]],
+            next_page_token=token,
+            epoch=found.epoch,
+            step=found.step,
+            partial=bool(found.missing),
+            missing=missing_documents(found.missing),
+        )
+
+
+def _add_detail(routes: APIRouter, services: Services) -> None:
+    @routes.get(
+        "/jobs/{job}/params/detail",
+        response_model=ParamDetail,
+        responses={304: {"description": "As the ETag says"}},
+    )
+    async def get_param(
+        job: str, name: Name, response: Response, if_none_match: IfNoneMatch = None
+    ) -> ParamDetail | Response:
+        """One tensor, and which rank holds which part of it."""
+        mesh = services.jobs.get(job)
+        digest, index = await mesh.layouts.get(mesh.registry.view())
+        if _is_held(if_none_match, digest):
+            return Response(status_code=304, headers=_layout_headers(digest))
+        tensor = choose_one(index, name).tensor
+        response.headers.update(_layout_headers(digest))
+        return ParamDetail(
+            **document_of(tensor).model_dump(),
+            layout_digest=digest,
+            piece_count=len(tensor.pieces),
+            pieces=[_piece(piece, tensor.dtype) for piece in tensor.pieces[:MAX_PIECES]],
+        )
+
+
+async def _find(mesh: Incarnation, wanted: Filter, *, reads: bool) -> Found:
+    view = mesh.registry.view()
+    digest, index = await mesh.layouts.get(view)
+    buffers = not wanted.statistics
+    if wanted.facts and len(index.names) > _MANY:
+        chosen = await asyncio.to_thread(choose, index, wanted, with_buffers=buffers)
+    else:
+        chosen = choose(index, wanted, with_buffers=buffers)
+    if not wanted.statistics:
+        return Found(tuple(item.tensor for item in chosen), digest=digest)
+    chosen, small = without_small(chosen, may_read=reads)
+    present, missing = available(mesh, chosen)
+    missing += small
+    table = await mesh.statistics.get([pattern_of(item) for item in present], with_buffers=False)
+    tensors = tuple(
+        item.tensor
+        for item, row in zip(present, table, strict=True)
+        if wanted.matches_numbers(row.summary)
+    )
+    return Found(tensors, tuple(missing), table.epoch, table.step, digest)
+
+
+def available(
+    mesh: Incarnation, chosen: list[SelectedTensor]
+) -> tuple[list[SelectedTensor], list[Missing]]:
+    """What can be asked of the sidecars now, and what cannot.
+
+    Raises:
+        UsageError: too many tensors. UnreachableError: none of them can be had.
+    """
+    if len(chosen) > MAX_STATS:
+        raise UsageError(
+            f"filter: {len(chosen):,} tensors match; statistics of at most {MAX_STATS:,} at once, "
+            "narrow it with globs or terms about facts"
+        )
+    present, missing = split(chosen, mesh.registry.view())
+    if not present:
+        raise UnreachableError(
+            f"none of {len(missing)} tensors can be had now; {missing[0].name}: "
+            f"{missing[0].reason}; try again in a few seconds"
+        )
+    return present, missing
+
+
+def missing_documents(missing: tuple[Missing, ...] | list[Missing]) -> list[MissingDocument]:
+    """What is missing, as answers say it."""
+    return [
+        MissingDocument(name=one.name, ranks=list(one.ranks), reason=one.reason) for one in missing
+    ]
+
+
+def document_of(tensor: TensorLayout) -> ParamDocument:
+    """A tensor as answers describe it."""
+    return ParamDocument(
+        fqn=tensor.fqn,
+        aliases=list(tensor.aliases),
+        dtype=tensor.dtype,
+        shape=list(tensor.shape),
+        numel=tensor.numel,
+        kind=tensor.kind.value,
+        placement=tensor.placement,
+    )
+
+
+def _piece(piece: Piece, dtype: str) -> PieceDocument:
+    region = piece.region
+    box = isinstance(region, Box)
+    return PieceDocument(
+        rank=piece.rank,
+        region="box" if box else "interval",
+        begin=list(region.begin) if isinstance(region, Box) else [region.begin],
+        end=list(region.end) if isinstance(region, Box) else [region.end],
+        numel=region.numel,
+        size_bytes=region.numel * item_bytes(dtype),
+    )
+
+
+def _layout_headers(digest: str) -> dict[str, str]:
+    return {"etag": f'"{digest}"', "cache-control": "private, no-cache"}
+
+
+def _is_held(if_none_match: str | None, digest: str) -> bool:
+    if if_none_match is None:
+        return False
+    held = {tag.strip().removeprefix("W/") for tag in if_none_match.split(",")}
+    return f'"{digest}"' in held

@@ -1,0 +1,106 @@
+"""Who asks, and what they may do; sessions of browsers."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from fastapi import APIRouter, Request, Response
+from pydantic import BaseModel, ConfigDict, Field
+from pydantic.config import JsonDict
+
+from paramd.errors import UsageError
+from paramd.version import __version__
+from paramd_service.control.access.http import bearer_of, cookie_of, principal_of
+from paramd_service.control.access.roles import allowed
+from paramd_service.control.access.sessions import cookie_name
+from paramd_service.control.api.routes.jobs import PROBLEMS
+from paramd_service.control.api.services import Services
+
+_EXAMPLE: JsonDict = {
+    "name": "owner",
+    "role": "admin",
+    "actions": ["view", "read"],
+    "readonly": False,
+    "version": "0.1.0",
+}
+
+
+class SessionDocument(BaseModel):
+    """Who asks, and what this control plane lets them do."""
+
+    model_config = ConfigDict(json_schema_extra={"examples": [_EXAMPLE]})
+
+    name: str = Field(description="Name of the token")
+    role: str
+    actions: Annotated[
+        list[str], Field(description="Of view, read, edit, edit-any, export, attach, administer")
+    ]
+    readonly: bool = Field(description="Whether the control plane lets nobody change anything")
+    version: str = Field(description="Version of the control plane's paramd")
+
+
+class NewSession(SessionDocument):
+    """A session: the cookie that comes with it, and its key."""
+
+    key: str = Field(description="Send it as 'X-Paramd-Session' beside the cookie; shown once")
+
+
+def router(services: Services) -> APIRouter:
+    """/session."""
+    routes = APIRouter(tags=["session"], responses=PROBLEMS)
+
+    @routes.get("/session")
+    async def get_session(request: Request) -> SessionDocument:
+        """Who the token or the session is, and what it may do here."""
+        return _document(services, request)
+
+    @routes.post("/session", status_code=201)
+    async def create_session(request: Request, response: Response) -> NewSession:
+        """Sign in with the Authorization header; the answer sets a cookie and tells its key.
+
+        The cookie is HttpOnly and SameSite=Strict. Both are needed from then on, and are
+        worth what the token is: nothing once it is revoked.
+        """
+        token = bearer_of(request.scope)
+        if not token:
+            raise UsageError("sign in with 'Authorization: Bearer <token>', not with a session")
+        opened = services.sessions.open(services.tokens.digest(token))
+        is_tls = request.url.scheme == "https"
+        response.set_cookie(
+            cookie_name(request.headers["host"], is_tls=is_tls),
+            opened.cookie,
+            path="/",
+            secure=is_tls,
+            httponly=True,
+            samesite="strict",
+        )
+        return NewSession(**_document(services, request).model_dump(), key=opened.key)
+
+    @routes.delete("/session", status_code=204)
+    async def delete_session(request: Request) -> Response:
+        """Sign out: the session ends here and the cookie is removed. Idempotent."""
+        services.sessions.close(cookie_of(request.scope))
+        response = Response(status_code=204)
+        is_tls = request.url.scheme == "https"
+        response.delete_cookie(
+            cookie_name(request.headers["host"], is_tls=is_tls),
+            path="/",
+            secure=is_tls,
+            httponly=True,
+            samesite="strict",
+        )
+        return response
+
+    return routes
+
+
+def _document(services: Services, request: Request) -> SessionDocument:
+    principal = principal_of(request)
+    actions = allowed(principal.role, readonly=services.config.readonly)
+    return SessionDocument(
+        name=principal.name,
+        role=principal.role.value,
+        actions=[action.value for action in actions],
+        readonly=services.config.readonly,
+        version=__version__,
+    )

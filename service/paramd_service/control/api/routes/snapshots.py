@@ -1,0 +1,196 @@
+"""Snapshots under lease: pinned through here at one step, and those of all sidecars."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Annotated
+
+from fastapi import APIRouter, Path, Query, Request, Response
+
+from paramd.errors import ParamdError, UsageError
+from paramd.filters import parse_filter
+from paramd.v1 import sidecar_pb2
+from paramd_service.control.access.http import principal_of
+from paramd_service.control.access.roles import Action
+from paramd_service.control.api.choice import choose, pattern_of
+from paramd_service.control.api.models_snapshots import (
+    HeldDocument,
+    LeaseDocument,
+    LeaseRequest,
+    RankPinDocument,
+    RankSnapshots,
+    SnapshotList,
+    SnapshotRequest,
+)
+from paramd_service.control.api.routes.jobs import PROBLEMS
+from paramd_service.control.api.routes.paging import make_token, read_token
+from paramd_service.control.api.routes.params import PageToken, available
+from paramd_service.control.api.services import Services
+from paramd_service.control.mesh.held import Held
+from paramd_service.control.mesh.incarnation import Incarnation
+from paramd_service.control.mesh.view import RankView
+from paramd_service.control.records.events import Kind
+
+MAX_RANKS = 1024
+
+_PAGE = "ranks"
+
+SnapshotId = Annotated[
+    str, Path(pattern="^[0-9a-f]{32}$", description="As create_snapshot named it")
+]
+Ranks = Annotated[int, Query(ge=1, le=MAX_RANKS, description="Ranks on a page")]
+
+
+def router(services: Services) -> APIRouter:
+    """/jobs/{job}/snapshots."""
+    routes = APIRouter(tags=["snapshots"], responses=PROBLEMS)
+    _add_reading(routes, services)
+    _add_pinning(routes, services)
+    _add_leases(routes, services)
+    return routes
+
+
+def _add_reading(routes: APIRouter, services: Services) -> None:
+    @routes.get("/jobs/{job}/snapshots")
+    async def list_snapshots(
+        job: str, limit: Ranks = 256, page_token: PageToken = ""
+    ) -> SnapshotList:
+        """Snapshots held here, and every sidecar's leases; ranks that do not say are marked."""
+        mesh = services.jobs.get(job)
+        begin = _begin(page_token)
+        ranks = mesh.registry.view().ranks
+        page = ranks[begin : begin + limit]
+        end = begin + len(page)
+        found = await asyncio.gather(*(_rank(mesh, rank) for rank in page))
+        return SnapshotList(
+            held=[_document(held) for held in mesh.statistics.held.all()],
+            ranks=found,
+            partial=any(rank.reason for rank in found),
+            next_page_token=make_token(end, _PAGE) if end < len(ranks) else "",
+        )
+
+    @routes.get("/jobs/{job}/snapshots/{snapshot}")
+    async def get_snapshot(job: str, snapshot: SnapshotId) -> HeldDocument:
+        """A snapshot that is held."""
+        return _document(services.jobs.get(job).statistics.held.get(snapshot))
+
+
+def _add_pinning(routes: APIRouter, services: Services) -> None:
+    @routes.post("/jobs/{job}/snapshots", status_code=201)
+    async def create_snapshot(job: str, request: SnapshotRequest) -> HeldDocument:
+        """Pins all that matches at one step, on every rank that is needed. Not idempotent."""
+        mesh = services.jobs.get(job)
+        wanted = parse_filter(request.filter)
+        if wanted.statistics:
+            raise UsageError(
+                f"filter: {wanted.statistics[0]} is about statistics; a snapshot is chosen by "
+                "globs and facts"
+            )
+        _, index = await mesh.layouts.get(mesh.registry.view())
+        chosen = choose(index, wanted, with_buffers=request.buffers)
+        patterns = list(wanted.patterns)
+        if wanted.facts:
+            available(mesh, chosen)
+            patterns = [pattern_of(item) for item in chosen]
+        held = await mesh.statistics.pin(
+            patterns,
+            with_buffers=request.buffers,
+            filter_text=request.filter,
+            lease_s=request.lease_s,
+        )
+        _publish(services, job, held, "pinned")
+        return _document(held)
+
+
+def _add_leases(routes: APIRouter, services: Services) -> None:
+    @routes.post("/jobs/{job}/snapshots/{snapshot}/renew")
+    async def renew_snapshot(
+        job: str, snapshot: SnapshotId, wanted: LeaseRequest, request: Request
+    ) -> HeldDocument:
+        """Lets the lease end later (or sooner), counted from now. Idempotent.
+
+        Only with the token that pinned it, or by an admin.
+        """
+        held = services.jobs.get(job).statistics.held
+        return _document(held.renew(snapshot, wanted.lease_s, by_admin=_is_admin(request)))
+
+    @routes.delete("/jobs/{job}/snapshots/{snapshot}", status_code=204)
+    async def release_snapshot(job: str, snapshot: SnapshotId, request: Request) -> Response:
+        """Ends the lease. Idempotent: what has ended is no error.
+
+        Only with the token that pinned it, or by an admin.
+        """
+        held = services.jobs.get(job).statistics.held.release(snapshot, by_admin=_is_admin(request))
+        if held is not None:
+            _publish(services, job, held, "released")
+        return Response(status_code=204)
+
+
+def _is_admin(request: Request) -> bool:
+    return principal_of(request).may(Action.ADMINISTER)
+
+
+def _begin(page_token: str) -> int:
+    if not page_token:
+        return 0
+    begin, name = read_token(page_token)
+    if name != _PAGE:
+        raise UsageError("page_token: not one of ours; leave it out to begin anew")
+    return begin
+
+
+async def _rank(mesh: Incarnation, rank: RankView) -> RankSnapshots:
+    if rank.report is None or not rank.connected:
+        return _silent(rank.rank, rank.reason)
+    try:
+        found = await mesh.calls.snapshots(rank.rank, rank.report.address)
+    except ParamdError as error:
+        return _silent(rank.rank, str(error))
+    if (found.header.rank, found.header.epoch) != (rank.rank, mesh.epoch):
+        return _silent(rank.rank, "another sidecar answers at its address")
+    return RankSnapshots(
+        rank=rank.rank,
+        reason="",
+        lease_count=found.lease_count,
+        used_bytes=found.used_bytes,
+        budget_bytes=found.budget_bytes,
+        snapshots=[_lease(lease) for lease in found.snapshots],
+    )
+
+
+def _silent(rank: int, reason: str) -> RankSnapshots:
+    return RankSnapshots(
+        rank=rank, reason=reason, lease_count=0, used_bytes=0, budget_bytes=0, snapshots=[]
+    )
+
+
+def _lease(lease: sidecar_pb2.SnapshotInfo) -> LeaseDocument:
+    return LeaseDocument(
+        name=lease.name,
+        step=lease.step,
+        size_bytes=lease.size_bytes,
+        lease_left_ms=lease.lease_left_ms,
+        at_boundary=lease.at_boundary,
+    )
+
+
+def _document(held: Held) -> HeldDocument:
+    pins = [
+        RankPinDocument(rank=rank, snapshot_id=pin[0], size_bytes=pin[1])
+        for rank, pin in sorted(held.pins.items())
+    ]
+    return HeldDocument(
+        id=held.id,
+        filter=held.filter,
+        epoch=held.epoch,
+        step=held.step,
+        lease_left_s=round(held.left_s, 3),
+        size_bytes=sum(pin.size_bytes for pin in pins),
+        pins=pins,
+    )
+
+
+def _publish(services: Services, job: str, held: Held, what: str) -> None:
+    # Not the id: whoever knows it may release the snapshot.
+    data = {"state": what, "name": held.id[:8], "epoch": held.epoch, "step": held.step}
+    services.events.publish(Kind.SNAPSHOT, {**data, "filter": held.filter}, job=job)

@@ -1,0 +1,104 @@
+"""Tokens of users, for admins: create, list, revoke."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+from fastapi import APIRouter, Path, Request
+from pydantic import BaseModel, ConfigDict, Field
+
+from paramd_service.control.access.authority import DEFAULT_TTL_S, MAX_NAME_CHARS, MAX_TTL_S
+from paramd_service.control.access.http import principal_of
+from paramd_service.control.access.roles import UserRole
+from paramd_service.control.api.services import Services
+from paramd_service.control.base.problems import Problem
+from paramd_service.control.store.tokens import TokenRow
+
+PROBLEMS: dict[int | str, dict[str, Any]] = {
+    code: {"model": Problem} for code in (400, 401, 403, 404, 409, 415, 422, 429, 503)
+}
+
+
+class TokenRequest(BaseModel):
+    """A token to be made."""
+
+    model_config = ConfigDict(
+        extra="forbid",
+        json_schema_extra={"examples": [{"role": "reader", "ttl_s": 86400, "name": "notebook"}]},
+    )
+
+    role: UserRole = Field(description="What it may do")
+    ttl_s: float = Field(
+        DEFAULT_TTL_S, gt=0, le=MAX_TTL_S, allow_inf_nan=False, description="Validity in seconds"
+    )
+    name: str | None = Field(
+        None,
+        min_length=1,
+        max_length=MAX_NAME_CHARS,
+        pattern=r"^[A-Za-z0-9][A-Za-z0-9._@-]*$",
+        description="Whose it is, or what for: it stands in the audit. Unique for ever; made up "
+        "when absent",
+    )
+
+
+class TokenDocument(BaseModel):
+    """A token without the token."""
+
+    name: str
+    role: str
+    created_s: float = Field(description="Seconds since the Unix epoch")
+    expires_s: float | None = Field(description="Seconds since the Unix epoch; null: never")
+    revoked_s: float | None = Field(description="When it was revoked; null: it was not")
+
+
+class NewToken(TokenDocument):
+    """A token, the only time that it is shown."""
+
+    token: str = Field(description="Send it as 'Authorization: Bearer <token>'")
+
+
+class TokenList(BaseModel):
+    """All tokens, expired and revoked ones too, ordered by name."""
+
+    tokens: list[TokenDocument]
+
+
+def router(services: Services) -> APIRouter:
+    """/tokens, /tokens/{name}."""
+    routes = APIRouter(tags=["tokens"], responses=PROBLEMS)
+
+    @routes.post("/tokens", status_code=201)
+    async def create_token(wanted: TokenRequest, request: Request) -> NewToken:
+        """Make a token. It is shown now and never again; only its hash is kept."""
+        row, token = await services.tokens.create(
+            principal_of(request), role=wanted.role, ttl_s=wanted.ttl_s, name=wanted.name
+        )
+        return NewToken(**_fields(row), token=token)
+
+    @routes.get("/tokens")
+    async def list_tokens() -> TokenList:
+        """All tokens by name, role and validity."""
+        return TokenList(tokens=[_document(row) for row in await services.tokens.list()])
+
+    @routes.delete("/tokens/{name}")
+    async def revoke_token(
+        name: Annotated[str, Path(max_length=MAX_NAME_CHARS)], request: Request
+    ) -> TokenDocument:
+        """Make a token worthless, at once and for ever. Idempotent."""
+        return _document(await services.tokens.revoke(principal_of(request), name))
+
+    return routes
+
+
+def _document(row: TokenRow) -> TokenDocument:
+    return TokenDocument(**_fields(row))
+
+
+def _fields(row: TokenRow) -> dict[str, Any]:
+    return {
+        "name": row.name,
+        "role": row.role,
+        "created_s": row.created_s,
+        "expires_s": row.expires_s,
+        "revoked_s": row.revoked_s,
+    }

@@ -1,0 +1,1 @@
+"""Settings, addresses and errors of the control plane, known to every room."""

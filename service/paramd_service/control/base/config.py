@@ -1,0 +1,185 @@
+"""Settings of the control plane, and what its parent tells it about the job."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, field, fields
+from typing import BinaryIO
+
+from paramd.errors import UsageError
+from paramd.mesh.asked import Asked
+from paramd.places import check_job_name
+from paramd.security.tickets import Signer, key_from_hex
+from paramd_service.control.store.address import holds_password
+
+MAX_BOOTSTRAP_BYTES = 64 << 10
+MAX_WORLD_SIZE = 1 << 16
+MIN_TOKEN_CHARS = 16
+
+
+@dataclass(frozen=True, kw_only=True)
+class ControlConfig:
+    """How one control plane runs. Every field is an option of the command line."""
+
+    job: str = ""
+    """Name of the one job, whose secrets come on stdin; empty: a site, where jobs register."""
+    listen: str = "127.0.0.1:8470"
+    """Where REST listens, host:port; the next free port if it is taken; port 0: any."""
+    grpc_listen: str = ""
+    """Where gRPC listens, host:port; empty: the next free port above REST's."""
+    advertise: str = ""
+    """Host under which others find it; empty: PARAMD_ADVERTISE, else the one it listens on."""
+    tls_cert: str = ""
+    """File of the server's certificate, with its chain; empty: PARAMD_TLS_CERT."""
+    tls_key: str = ""
+    """File of its private key; empty: PARAMD_TLS_KEY."""
+    tls_client_ca: str = ""
+    """Clients must show a certificate of this CA; empty: PARAMD_TLS_CLIENT_CA."""
+    empty_end_s: float = 60.0
+    """With --job, it ends by itself after this long without any joined sidecar, in seconds,
+    above 0."""
+    report_s: float = 2.0
+    """Time between two reports of a sidecar, in seconds, 0.05 to 60; meshes of more than
+    1,024 ranks take 2.5 times as long, here and in the next one."""
+    silent_after_s: float = 4.5
+    """A joined sidecar that has not reported for this long is shown as silent, in seconds;
+    above report_s."""
+    ticket_ttl_s: float = 600.0
+    """Validity of a reader's ticket, in seconds, 1 to 86400."""
+    no_watch: bool = False
+    """Never sample parameters for alerts; what sidecars report by themselves is still judged."""
+    readonly: bool = False
+    """Let nobody change parameters, hold training, export or make tokens through it, whatever
+    their role; jobs still register. PARAMD_READONLY=1 says the same."""
+    store: str = field(default="", repr=False)
+    """URL of the store, sqlite:////path or postgresql://user@host/database (a password only in
+    PARAMD_STORE_URL); empty: control.sqlite in the directory of the job, or of the site."""
+    token_file: str = field(default="", repr=False)
+    """File of a site's own token, role admin, such as a mounted secret; empty: a token of its
+    own making, in _site/token of its state dir."""
+    drain_s: float = 5.0
+    """How long calls under way may take to finish at the end, in seconds, 0 or more."""
+
+    def __post_init__(self) -> None:
+        if self.job:
+            check_job_name(self.job)
+        if not self.empty_end_s > 0:
+            raise UsageError(f"empty_end_s: {self.empty_end_s}; expected above 0")
+        if not 0.05 <= self.report_s <= 60:
+            raise UsageError(f"report_s: {self.report_s}; expected 0.05 to 60")
+        if not self.silent_after_s > self.report_s:
+            raise UsageError(
+                f"silent_after_s: {self.silent_after_s}; expected above report_s ({self.report_s})"
+            )
+        if not 1 <= self.ticket_ttl_s <= 86_400:
+            raise UsageError(f"ticket_ttl_s: {self.ticket_ttl_s}; expected 1 to 86400")
+        if self.job and self.token_file:
+            raise UsageError("token_file: is for a site; with --job the token comes on stdin")
+        if not 0 <= self.drain_s <= 600:
+            raise UsageError(f"drain_s: {self.drain_s}; expected 0 to 600")
+
+    @classmethod
+    def from_arguments(cls, arguments: Sequence[str]) -> ControlConfig:
+        """Parses the command line; PARAMD_LISTEN is the default of `--listen`, and
+        PARAMD_STORE_URL of `--store`.
+
+        Raises:
+            UsageError: a value is out of range.
+        """
+        parser = argparse.ArgumentParser(
+            prog="python -m paramd_service.control",
+            description="The control plane of a site, where jobs register; with --job the "
+            "embedded one of that job, whose secrets come on stdin.",
+            allow_abbrev=False,
+        )
+        for option in fields(cls):
+            default = option.default
+            if option.name == "listen":
+                default = os.environ.get("PARAMD_LISTEN") or default
+            if option.name == "store":
+                default = os.environ.get("PARAMD_STORE_URL") or default
+            name = f"--{option.name.replace('_', '-')}"
+            if option.type == "bool":
+                wanted = option.name == "readonly" and os.environ.get("PARAMD_READONLY") == "1"
+                parser.add_argument(name, action="store_true", default=wanted)
+                continue
+            parser.add_argument(
+                name,
+                type=float if option.type == "float" else str,
+                default=default,
+            )
+        given = parser.parse_args(arguments)
+        if given.store != os.environ.get("PARAMD_STORE_URL") and holds_password(given.store):
+            raise UsageError(
+                "store: a password on the command line is visible to other users of this machine; "
+                "set PARAMD_STORE_URL, or keep it in ~/.pgpass"
+            )
+        return cls(**vars(given))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Bootstrap:
+    """One incarnation of a job and its secrets, as its parent wrote them to stdin."""
+
+    job: str
+    """Name of the job."""
+    epoch: int
+    """Number of the incarnation, 1 or more."""
+    world_size: int
+    """Number of ranks, 1 or more."""
+    private_key: bytes = field(repr=False)
+    """Signs the job's tickets; on the wire in hexadecimal digits."""
+    token: str = field(repr=False)
+    """Bearer token of the REST side, with the role admin."""
+
+    @property
+    def signer(self) -> Signer:
+        """Makes tickets of this incarnation."""
+        return Signer(self.private_key)
+
+    def asked(self, rank: int, address: str) -> Asked:
+        """One rank's sidecar, as this incarnation asks it."""
+        return Asked(job=self.job, epoch=self.epoch, rank=rank, address=address)
+
+
+def read_bootstrap(stdin: BinaryIO, *, job: str) -> Bootstrap:
+    """Reads the one JSON line `{"job", "epoch", "world_size", "private_key", "token"}`.
+
+    Raises:
+        UsageError: it is missing, too long, malformed or about another job. The text
+            never holds what was read.
+    """
+    line = stdin.readline(MAX_BOOTSTRAP_BYTES + 1)
+    if not line or len(line) > MAX_BOOTSTRAP_BYTES:
+        raise UsageError(
+            "stdin: expected one JSON line with job, epoch, world_size, private_key, token"
+        )
+    try:
+        found = json.loads(line)
+        bootstrap = Bootstrap(
+            job=str(found["job"]),
+            epoch=int(found["epoch"]),
+            world_size=int(found["world_size"]),
+            private_key=key_from_hex(found, "private_key"),
+            token=str(found["token"]),
+        )
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        raise UsageError(f"stdin: cannot be read ({type(error).__name__})") from None
+    if bootstrap.job != job:
+        raise UsageError(f"stdin: is about job {bootstrap.job!r}, --job says {job!r}")
+    _check_bounds(bootstrap)
+    return bootstrap
+
+
+def _check_bounds(bootstrap: Bootstrap) -> None:
+    if bootstrap.epoch < 1:
+        raise UsageError(f"stdin: epoch {bootstrap.epoch}; expected 1 or more")
+    if not 1 <= bootstrap.world_size <= MAX_WORLD_SIZE:
+        raise UsageError(
+            f"stdin: world_size {bootstrap.world_size}; expected 1 to {MAX_WORLD_SIZE}"
+        )
+    if len(bootstrap.token) < MIN_TOKEN_CHARS or not bootstrap.token.isascii():
+        raise UsageError(f"stdin: token is not {MIN_TOKEN_CHARS} or more ASCII characters")

@@ -1,0 +1,160 @@
+"""The addresses of a control plane: sockets, ports, and the endpoint file that names them."""
+
+from __future__ import annotations
+
+import errno
+import ipaddress
+import os
+import socket
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import grpc
+import grpc.aio
+
+from paramd import places
+from paramd.errors import UnreachableError, UsageError
+from paramd.places import Endpoint
+from paramd_service.control.base.config import Bootstrap
+from paramd_service.tls import check_exposure
+
+PORTS_TRIED = 100
+BACKLOG = 128
+
+
+@dataclass(frozen=True, slots=True)
+class Address:
+    """A host and a port."""
+
+    host: str
+    port: int
+
+    def __str__(self) -> str:
+        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Whereabouts:
+    """Where a control plane answers."""
+
+    url: str
+    grpc_address: str
+    listen: str
+    """Where REST listens: for a successor."""
+    grpc_listen: str
+
+
+def parse_listen(text: str, *, option: str, tls: bool = False) -> Address:
+    """The address in "host:port".
+
+    Raises:
+        UsageError: it is malformed, or other hosts could reach it and there is no TLS.
+    """
+    host, colon, port = text.rpartition(":")
+    host = host.removeprefix("[").removesuffix("]")
+    if not colon or not host or not port.isdecimal() or int(port) > 65_535:
+        raise UsageError(f"{option}: {text!r}; expected host:port, for example 127.0.0.1:8470")
+    if host == "localhost":
+        return Address("127.0.0.1", int(port))
+    check_exposure(host, option=option, tls=tls)
+    try:
+        ipaddress.ip_address(host)
+    except ValueError:
+        raise UsageError(f"{option}: {host!r}; expected an IP address of this host") from None
+    return Address(host, int(port))
+
+
+def open_listener(wanted: Address) -> tuple[socket.socket, Address]:
+    """A listening socket on the wanted port or the next free one.
+
+    Raises:
+        UnreachableError: none of the ports tried is free.
+    """
+    for port in _candidates(wanted.port):
+        listener = _try_listen(Address(wanted.host, port))
+        if listener is not None:
+            return listener, Address(wanted.host, listener.getsockname()[1])
+    raise UnreachableError(_none_free(wanted))
+
+
+def bind_grpc(
+    server: grpc.aio.Server,
+    wanted: Address,
+    credentials: Callable[[], grpc.ServerCredentials] | None = None,
+) -> Address:
+    """Binds a gRPC server to the wanted port or the next free one.
+
+    The server must have been made with `grpc.so_reuseport` 0, or a taken port looks free.
+    `credentials` makes new ones for each port (see `ServerTls.grpc_credentials`).
+
+    Raises:
+        UnreachableError: none of the ports tried is free.
+    """
+    for port in _candidates(wanted.port):
+        try:
+            text = str(Address(wanted.host, port))
+            if credentials is None:
+                return Address(wanted.host, server.add_insecure_port(text))
+            return Address(wanted.host, server.add_secure_port(text, credentials()))
+        except RuntimeError:
+            continue
+    raise UnreachableError(_none_free(wanted))
+
+
+def announce(bootstrap: Bootstrap, url: str, grpc_address: str) -> Endpoint:
+    """Writes the job's endpoint file, in place of that of an older epoch.
+
+    Raises:
+        ConflictError: a newer epoch of the job is running already.
+        UsageError: the state dir cannot be used.
+    """
+    endpoint = Endpoint(
+        url=url,
+        token=bootstrap.token,
+        pid=os.getpid(),
+        job=bootstrap.job,
+        grpc_address=grpc_address,
+        epoch=bootstrap.epoch,
+        pid_start=places.process_start(os.getpid()),
+    )
+    places.write_endpoint(endpoint)
+    return endpoint
+
+
+def successor(mine: Endpoint) -> Endpoint | None:
+    """The living control plane that has taken over the job's endpoint file, if one has."""
+    try:
+        found = places.read_endpoint(mine.job)
+    except UnreachableError:
+        return None
+    return found if found.pid != mine.pid and found.epoch >= mine.epoch else None
+
+
+def _candidates(port: int) -> range:
+    return range(port, min(port + PORTS_TRIED, 65_536)) if port else range(1)
+
+
+def _none_free(wanted: Address) -> str:
+    return (
+        f"none of the ports {wanted.port} to {wanted.port + PORTS_TRIED - 1} of {wanted.host} "
+        "is free; set PARAMD_LISTEN to another one"
+    )
+
+
+def _try_listen(address: Address) -> socket.socket | None:
+    family = socket.AF_INET6 if ":" in address.host else socket.AF_INET
+    # With its protocol named, asyncio knows it as TCP and sets TCP_NODELAY on connections.
+    listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        listener.bind((address.host, address.port))
+        # Two sockets may bind one port; only listening decides who has it.
+        listener.listen(BACKLOG)
+    except OSError as error:
+        listener.close()
+        if error.errno in (errno.EADDRINUSE, errno.EACCES):
+            return None
+        raise UsageError(f"cannot listen on {address}: {error}") from error
+    listener.setblocking(False)
+    return listener

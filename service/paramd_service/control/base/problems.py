@@ -1,0 +1,69 @@
+"""Errors over HTTP: problem documents after RFC 9457, from the one table of errors."""
+
+from __future__ import annotations
+
+from http import HTTPStatus
+
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from pydantic import BaseModel, Field
+from starlette.exceptions import HTTPException
+from starlette.responses import JSONResponse
+
+from paramd.errors import ParamdError, codes_of, reason_of
+
+MAX_DETAIL_CHARS = 2048
+
+
+class Problem(BaseModel):
+    """An error, after RFC 9457 (application/problem+json)."""
+
+    type: str = Field(description="urn:paramd:error:<reason>, stable; what programs look at")
+    title: str = Field(description="The HTTP status in words")
+    status: int = Field(description="HTTP status")
+    detail: str = Field(description="What was wrong, what was expected, what to do next")
+
+
+def problem(
+    status: int, reason: str, detail: str, headers: dict[str, str] | None = None
+) -> JSONResponse:
+    """The response for one error; `reason` is a stable word such as "not-found"."""
+    document = Problem(
+        type=f"urn:paramd:error:{reason}",
+        title=HTTPStatus(status).phrase,
+        status=status,
+        detail=detail[:MAX_DETAIL_CHARS],
+    )
+    return JSONResponse(
+        document.model_dump(), status, headers, media_type="application/problem+json"
+    )
+
+
+def install(app: FastAPI) -> None:
+    """Makes every error of the app a problem document."""
+    app.add_exception_handler(ParamdError, _domain)
+    app.add_exception_handler(RequestValidationError, _validation)
+    app.add_exception_handler(HTTPException, _http)
+    app.add_exception_handler(Exception, _unexpected)
+
+
+async def _domain(_: Request, error: Exception) -> JSONResponse:
+    assert isinstance(error, ParamdError)
+    reason = reason_of(error).lower().replace("_", "-")
+    return problem(codes_of(error).http, reason, str(error))
+
+
+async def _validation(_: Request, error: Exception) -> JSONResponse:
+    assert isinstance(error, RequestValidationError)
+    told = "; ".join(f"{item['loc'][-1]}: {item['msg']}" for item in error.errors()[:8])
+    return problem(422, "usage", told)
+
+
+async def _http(_: Request, error: Exception) -> JSONResponse:
+    assert isinstance(error, HTTPException)
+    reason = "not-found" if error.status_code == 404 else "usage"
+    return problem(error.status_code, reason, str(error.detail), dict(error.headers or {}))
+
+
+async def _unexpected(_: Request, __: Exception) -> JSONResponse:
+    return problem(500, "paramd", "internal error; the control plane's log has the details")

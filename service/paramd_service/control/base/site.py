@@ -1,0 +1,143 @@
+"""What makes a control plane itself: its generation, and for a site its key and its token.
+
+A site keeps one key for all its jobs: the key pair of an epoch is derived from it. So a
+restarted control plane knows the sidecars of every job again without a record of any.
+
+    <state dir>/_site/          0700; no job can have this name
+        key                     0600: 32 random bytes, hexadecimal
+        token                   0600: the bearer token of the REST side
+        generation              the last generation handed out
+        control.clock           the time it goes by, for its successor
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import hmac
+import os
+import re
+import secrets
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from paramd import clock, places
+from paramd.errors import ConflictError, UsageError
+from paramd.security.tickets import new_token
+
+SITE_DIRECTORY = "_site"
+KEY_BYTES = 32
+MAX_FILE_BYTES = 1024
+MIN_TOKEN_CHARS = 16
+
+
+@dataclass(frozen=True, slots=True)
+class Site:
+    """The secrets of a site."""
+
+    key: bytes = field(repr=False)
+    token: str = field(repr=False)
+
+    def private_key(self, job: str, epoch: int) -> bytes:
+        """Signs the tickets of one epoch of one job; always the same."""
+        return hmac.digest(self.key, f"paramd epoch key\0{job}\0{epoch}".encode(), hashlib.sha256)
+
+
+def site_dir() -> Path:
+    """The site's directory, created when it is missing; 0700 and ours.
+
+    Raises:
+        UsageError: the state dir cannot be used.
+        ConflictError: the directory belongs to another user or is open to others.
+    """
+    path = places.state_dir() / SITE_DIRECTORY
+    try:
+        path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        found = path.stat(follow_symlinks=False)
+    except OSError as error:
+        raise UsageError(f"{path} cannot be used: {error}; set PARAMD_STATE_DIR") from error
+    if found.st_uid != os.geteuid() or found.st_mode & 0o077:
+        raise ConflictError(f"{path} is not ours alone; run: chmod 700 {path}")
+    return path
+
+
+def open_site(token: str | None) -> Site:
+    """The site's secrets, made when they are missing. Reads and writes files.
+
+    Args:
+        token: Bearer token of the REST side; None takes the one in its file.
+
+    Raises:
+        UsageError, ConflictError: as `site_dir`, or a file cannot be read.
+    """
+    directory = site_dir()
+    key = _kept(directory / "key", secrets.token_hex(KEY_BYTES))
+    if not re.fullmatch(r"[0-9a-f]{64}", key):
+        raise ConflictError(f"{directory / 'key'} holds no key; remove it, and jobs attach again")
+    if token is None:
+        token = _kept(directory / "token", new_token())
+    return Site(bytes.fromhex(key), token)
+
+
+def read_token(path: str) -> str | None:
+    """The token in the first line of a file; None when `path` is empty.
+
+    Raises:
+        UsageError: it cannot be read, or holds no good token. The text never repeats it.
+    """
+    if not path:
+        return None
+    try:
+        with open(path, encoding="utf-8") as file:
+            token = file.readline(MAX_FILE_BYTES).strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError(f"token_file: {path} cannot be read: {error}") from None
+    if len(token) < MIN_TOKEN_CHARS or not re.fullmatch(r"[!-~]+", token):
+        raise UsageError(
+            f"token_file: the first line of {path} is not {MIN_TOKEN_CHARS} or more ASCII "
+            "characters without blanks; make one with: openssl rand -hex 32"
+        )
+    return token
+
+
+def next_generation(directory: Path, *, now_s: float | None = None) -> int:
+    """A number above all that control planes of this directory had before.
+
+    It also follows the clock, so that of two control planes that share no directory the one
+    that started later has the higher number.
+
+    Raises:
+        UsageError: the directory cannot be written.
+    """
+    path = directory / "generation"
+    now_ms = int((now_s if now_s is not None else clock.now_s()) * 1000)
+    try:
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+            text = os.pread(descriptor, 32, 0).decode(errors="replace").strip()
+            last = int(text) if re.fullmatch(r"[0-9]{1,18}", text) else 0
+            generation = max(last + 1, now_ms)
+            # Always as long as the one before: no mix of two numbers can be read.
+            os.pwrite(descriptor, f"{generation:018d}\n".encode(), 0)
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+    except OSError as error:
+        raise UsageError(f"{path} cannot be written: {error}; set PARAMD_STATE_DIR") from error
+    return generation
+
+
+def _kept(path: Path, fresh: str) -> str:
+    """What the file holds; `fresh`, written first, when there is none."""
+    try:
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+    except FileExistsError:
+        return path.read_text()[:MAX_FILE_BYTES].strip()
+    except OSError as error:
+        raise UsageError(f"{path} cannot be written: {error}; set PARAMD_STATE_DIR") from error
+    with os.fdopen(descriptor, "w") as file:
+        file.write(fresh + "\n")
+        file.flush()
+        os.fsync(file.fileno())
+    return fresh

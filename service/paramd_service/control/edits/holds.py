@@ -1,0 +1,283 @@
+"""Holding the training: one holder at a time, under a lease that ends by itself.
+
+The trainers wait at a boundary that all have agreed on, and look at the lease in every round: when
+one sidecar's has ended, all go on together. So nothing here can keep a training from going on:
+this part only asks, renews, and tells.
+"""
+
+from __future__ import annotations
+
+import logging
+import secrets
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from enum import StrEnum
+
+from paramd.errors import ConflictError, ParamdError
+from paramd.v1 import common_pb2
+from paramd_service.control.access.authority import Principal
+from paramd_service.control.access.roles import Action
+from paramd_service.control.edits.calls import EditCalls
+from paramd_service.control.edits.machine import Fate
+from paramd_service.control.edits.runner import on_all
+from paramd_service.control.mesh.coordinator import (
+    BoundaryAction,
+    BoundaryRequest,
+    Verdict,
+    token_of,
+)
+from paramd_service.control.mesh.incarnation import Incarnation
+from paramd_service.control.mesh.view import MeshView
+from paramd_service.control.records.records import Records
+
+DEFAULT_LEASE_S = 30.0
+MAX_LEASE_S = 300.0
+MAX_STEPS = 1_000_000
+END_NOW_MS = 1
+
+log = logging.getLogger("paramd.control.holds")
+
+
+class HoldState(StrEnum):
+    """What a hold is doing."""
+
+    RUNNING = "running"
+    PAUSING = "pausing"
+    """Asked for, and not agreed yet."""
+    HELD = "held"
+    STEPPING = "stepping"
+    """Some boundaries may pass before it waits again."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class HoldView:
+    """A hold as it is told."""
+
+    state: HoldState
+    holder: str = ""
+    step: int = -1
+    steps_left: int = 0
+    lease_left_s: float = 0.0
+    since_s: float | None = None
+    """Seconds since the Unix epoch."""
+
+
+Told = Callable[[str, HoldView], None]
+
+
+class Hold:
+    """The hold of one epoch. Use on one event loop."""
+
+    def __init__(
+        self,
+        incarnation: Incarnation,
+        calls: EditCalls,
+        records: Records,
+        *,
+        agree_s: Callable[[MeshView], float],
+        told: Told,
+    ) -> None:
+        self._mesh = incarnation
+        self._calls = calls
+        self._records = records
+        self._agree_s = agree_s
+        self._told = told
+        self._holder = ""
+        self._owner = ""
+        self._since_s: float | None = None
+        self._pausing = False
+        self._step_to = 0
+        self.begun_count = 0
+        """Holds begun here."""
+
+    async def view(self) -> HoldView:
+        """The hold as a rank tells it now; as it was last reported when none answers."""
+        view = self._mesh.registry.view()
+        state, step = common_pb2.RankState(), -1
+        for report in view.joined[:1]:
+            state, step = report.state, report.step
+            try:
+                fresh = await self._calls.state(report.rank, report.address)
+                state, step = fresh.state, fresh.header.step
+            except ParamdError as error:
+                log.debug("rank %d does not tell its hold: %s", report.rank, error)
+        now = hold_of(state, step)
+        if now.state is HoldState.HELD and self._step_to:
+            now = await self._last_to_step(view, now)
+        if now.state is HoldState.RUNNING:
+            if self._pausing:
+                return HoldView(state=HoldState.PAUSING, holder=self._holder, step=now.step)
+            self._forget()
+            return now
+        return HoldView(
+            state=now.state,
+            holder=self._holder,
+            step=now.step,
+            steps_left=now.steps_left,
+            lease_left_s=now.lease_left_s,
+            since_s=self._since_s,
+        )
+
+    async def _last_to_step(self, view: MeshView, first: HoldView) -> HoldView:
+        """The hold while any rank has steps to go; `first` has none, or has not begun them."""
+        try:
+            found = await on_all(view, self._calls.state)
+        except ParamdError:
+            return first
+        step = min((one.header.step for one in found.values()), default=first.step)
+        if step >= self._step_to:
+            self._step_to = 0
+            return first
+        left = self._step_to - step
+        return replace(first, state=HoldState.STEPPING, step=step, steps_left=left)
+
+    async def begin(self, by: Principal, lease_s: float, holder: str) -> HoldView:
+        """Has all ranks wait at one boundary; returns when they do.
+
+        `holder`, when not empty, is what the first answer named: asking twice holds once.
+
+        Raises:
+            ConflictError: somebody holds already, or the ranks did not agree in time.
+            UnreachableError: not all ranks are joined.
+        """
+        self._mesh.check()
+        present = await self.view()
+        if present.state is not HoldState.RUNNING:
+            if holder and holder == self._holder:
+                return present if self._pausing else await self.renew(by, lease_s, holder)
+            raise ConflictError(
+                f"training is {present.state} by {present.holder or 'somebody'}, for another "
+                f"{present.lease_left_s:.0f} s unless it is renewed; wait, or ask its holder"
+            )
+        self._holder = f"{by.name}/{secrets.token_hex(4)}"
+        self._owner = by.name
+        self._pausing = True
+        self._tell(HoldView(state=HoldState.PAUSING, holder=self._holder))
+        try:
+            detail = {"holder": self._holder, "lease_s": lease_s}
+            async with self._records.recorded(by, "hold.begin", detail, self._mesh) as entry:
+                verdict = await self._ask(BoundaryAction.HOLD, lease_ms=round(1000 * lease_s))
+                entry.outcome(step=verdict.step)
+            self._since_s = time.time()
+            self.begun_count += 1
+        except BaseException:
+            self._forget()
+            self._tell(HoldView(state=HoldState.RUNNING))
+            raise
+        finally:
+            self._pausing = False
+        return await self._told_now()
+
+    async def renew(self, by: Principal, lease_s: float, holder: str) -> HoldView:
+        """Lets the lease end later, counted from now.
+
+        Raises:
+            ConflictError: training is not held, or by somebody else.
+        """
+        await self._check_holder(by, holder)
+        await self._renew(round(1000 * lease_s))
+        return await self.view()
+
+    async def step(self, by: Principal, steps: int, holder: str) -> HoldView:
+        """Lets held training pass some boundaries; returns when all ranks have agreed to.
+
+        Raises:
+            ConflictError: training is not held, or by somebody else.
+        """
+        await self._check_holder(by, holder)
+        detail = {"holder": self._holder, "steps": steps}
+        async with self._records.recorded(by, "hold.step", detail, self._mesh):
+            verdict = await self._ask(BoundaryAction.STEP, step_count=steps)
+            self._step_to = verdict.step + steps if verdict.step >= 0 else 0
+        return await self._told_now()
+
+    async def end(self, by: Principal, holder: str) -> HoldView:
+        """Lets training go on. Idempotent.
+
+        Raises:
+            ConflictError: somebody else holds it.
+        """
+        if (await self.view()).state is HoldState.RUNNING:
+            return await self.view()
+        await self._check_holder(by, holder)
+        try:
+            await self._ask(BoundaryAction.RESUME)
+        except ParamdError as error:
+            log.warning("the hold could not be ended by agreement (%s); its lease ends now", error)
+            await self._renew(END_NOW_MS)
+        # Afterwards, and whatever the audit can hold: training must not wait for a record.
+        await self._records.happened(by, "hold.end", {"holder": self._holder}, self._mesh)
+        self._forget()
+        return await self._told_now()
+
+    async def _check_holder(self, by: Principal, holder: str) -> None:
+        if (await self.view()).state is HoldState.RUNNING:
+            raise ConflictError("training is not held: its lease has ended, or nobody paused it")
+        mine = holder == self._holder if holder else by.name == self._owner
+        # After a restart nobody here knows who holds; whoever may hold may then end it.
+        if self._holder and not mine and not by.may(Action.EDIT_ANY):
+            raise ConflictError(f"training is held by {self._holder}; only its holder may do that")
+
+    async def _ask(
+        self, action: BoundaryAction, *, step_count: int = 0, lease_ms: int = 0
+    ) -> Verdict:
+        async with self._mesh.coordinator.turn() as turn:
+            request = BoundaryRequest(
+                number=turn.number,
+                token=token_of(self._mesh.terms.generation, turn.number, action),
+                action=action,
+                step_count=step_count,
+                lease_ms=lease_ms,
+            )
+            try:
+                verdict = await self._mesh.coordinator.round(
+                    request, {}, turn.view, timeout_s=self._agree_s(turn.view)
+                )
+            except ParamdError:
+                if await self._was_agreed(turn.number, turn.view):
+                    return Verdict(True, -1, "")
+                raise
+            if not verdict.captured and not await self._was_agreed(turn.number, turn.view):
+                raise ConflictError(f"the trainers did not agree: {verdict.reason}")
+            return verdict
+
+    async def _was_agreed(self, number: int, view: MeshView) -> bool:
+        """Withdraws a request everywhere; True when it had been agreed on before."""
+
+        async def withdraw(rank: int, address: str) -> Fate:
+            try:
+                return await self._calls.withdraw(rank, address, number)
+            except ParamdError:
+                return Fate.IN_DOUBT
+
+        fates = set((await on_all(view, withdraw)).values())
+        return bool(fates & {Fate.AGREED, Fate.DONE})
+
+    async def _renew(self, lease_ms: int) -> None:
+        view = self._mesh.registry.view()
+        await on_all(view, lambda rank, at: self._calls.renew_hold(rank, at, lease_ms))
+
+    async def _told_now(self) -> HoldView:
+        now = await self.view()
+        self._tell(now)
+        return now
+
+    def _forget(self) -> None:
+        self._holder, self._owner, self._since_s = "", "", None
+        self._step_to = 0
+
+    def _tell(self, now: HoldView) -> None:
+        self._told(self._mesh.job, now)
+
+
+def hold_of(state: common_pb2.RankState, step: int) -> HoldView:
+    """The hold that a rank tells of, without its holder. Pure."""
+    if not state.hold_left_ms and state.phase != common_pb2.PHASE_HELD:
+        return HoldView(state=HoldState.RUNNING, step=step)
+    return HoldView(
+        state=HoldState.STEPPING if state.hold_steps_left else HoldState.HELD,
+        step=step,
+        steps_left=state.hold_steps_left,
+        lease_left_s=state.hold_left_ms / 1000,
+    )

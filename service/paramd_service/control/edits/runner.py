@@ -1,0 +1,340 @@
+"""Runs the machine of one edit: its actions become calls, their answers become its events."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from dataclasses import replace
+from typing import Any, TypeVar
+
+from paramd.errors import ConflictError, NotFoundError, ParamdError, asked_by
+from paramd.layout.edits.plan import PlannedOp
+from paramd.layout.select import NameIndex
+from paramd.mesh.reading.summary import stats_of
+from paramd.v1 import sidecar_pb2 as pb
+from paramd_service.control.edits.calls import PREVIEW_S, EditCalls, address_of, applied_of
+from paramd_service.control.edits.machine import (
+    Action,
+    CallOff,
+    EditMachine,
+    EditState,
+    Event,
+    Forget,
+    NotReached,
+    NotTold,
+    Persist,
+    Reach,
+    Reached,
+    Show,
+    Shown,
+    Staged,
+    Told,
+    Withdraw,
+)
+from paramd_service.control.edits.planning import merged
+from paramd_service.control.mesh.coordinator import (
+    BoundaryAction,
+    BoundaryCalls,
+    BoundaryRequest,
+    worst,
+)
+from paramd_service.control.mesh.view import MeshView, listed
+from paramd_service.control.store.edits import EditRow
+from paramd_service.control.store.errors import StoreError
+
+AGAIN_S = 0.1
+"""Pause before a rank in doubt, or away, is asked again; twice as long each time, up to:"""
+MAX_AGAIN_S = 2.0
+STORE_AGAIN_S = 1.0
+FORGET_TRIES = 3
+
+log = logging.getLogger("paramd.control.edits")
+
+Result = TypeVar("Result")
+
+
+class EditDriver:
+    """One edit under way. Use on one event loop; `close` stops asking, whatever is open."""
+
+    def __init__(
+        self,
+        machine: EditMachine,
+        row: EditRow,
+        *,
+        calls: EditCalls,
+        boundaries: BoundaryCalls,
+        view: Callable[[], MeshView],
+        save: Callable[[EditRow], Awaitable[None]],
+        told: Callable[[EditRow], None],
+    ) -> None:
+        """`told` hears of each row that is true for good: once it is saved."""
+        self.machine = machine
+        self.row = row
+        self.touched_s = time.monotonic()
+        self.reach_s = 60.0
+        """Time for ReachBoundary, in seconds."""
+        self._calls = calls
+        self._boundaries = boundaries
+        self._view = view
+        self._save = save
+        self._told = told
+        self._changed = asyncio.Event()
+        self._events: asyncio.Queue[Event] = asyncio.Queue()
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._pauses: dict[int, float] = {}
+        self._loop = asyncio.create_task(self._run(), name="paramd-edit")
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether nothing goes on: it waits to be staged or committed."""
+        return self.machine.state is not EditState.COMMITTED and not self._tasks
+
+    def feed(self, event: Event) -> None:
+        """Tells the machine."""
+        self.touched_s = time.monotonic()
+        self._events.put_nowait(event)
+
+    async def until(self, *states: EditState) -> EditRow:
+        """Waits until it is told to be in one of the states, or has ended."""
+        while not (self.row.ended_s is not None or self.row.state in states):
+            await self._changed.wait()
+        return self.row
+
+    def start(self, work: Coroutine[Any, Any, None]) -> None:
+        """Runs something beside, until it ends or `close`."""
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._ended)
+
+    def describe(self, **detail: Any) -> None:
+        """Adds to what documents tell; it is saved with the next state."""
+        self.row = replace(self.row, detail={**self.row.detail, **detail})
+
+    async def finish(self) -> None:
+        """Lets what was begun beside come to its end, then closes. For an edit that has ended."""
+        try:
+            # Its own commit waits for the end, too, and is one of them.
+            while tasks := {task for task in self._tasks if task is not asyncio.current_task()}:
+                await asyncio.wait(tasks)
+        finally:
+            await self.close()
+
+    async def close(self) -> None:
+        """Stops. What is COMMITTED stays so in the store, for whoever comes next."""
+        tasks = {self._loop, *self._tasks}
+        for task in tasks:
+            task.cancel()
+        await asyncio.wait(tasks)
+
+    async def _run(self) -> None:
+        while True:
+            event = await self._events.get()
+            actions = self.machine.handle(event)
+            await self._perform(actions)
+
+    async def _perform(self, actions: list[Action]) -> None:
+        for action in actions:
+            if isinstance(action, Persist):
+                if not await self._persist():
+                    self.feed(
+                        CallOff("the store could not be written; nothing was asked of anyone")
+                    )
+                    return
+            else:
+                self.start(self._do(action))
+
+    async def _persist(self) -> bool:
+        """False: a commit is not in the store, so nobody may hear of it."""
+        machine = self.machine
+        now = replace(
+            self.row,
+            state=machine.state.value,
+            reason=machine.reason if machine.ended else "",
+            boundary=machine.boundary,
+            token=machine.token,
+            step=machine.step,
+            edits=machine.edits,
+            stop_ns=machine.stop_ns,
+            ended_s=time.time() if machine.ended else None,
+        )
+        # STAGED is no promise to anybody, and what is staged is asked for again anyway.
+        while machine.state is not EditState.STAGED:
+            try:
+                await self._save(now)
+                break
+            except StoreError as error:
+                if machine.state is EditState.COMMITTED:
+                    return False
+                log.error("edit %s is %s, which cannot be saved: %s", now.id, now.state, error)
+                await asyncio.sleep(STORE_AGAIN_S)
+        self.row = replace(now, detail=self.row.detail)
+        changed, self._changed = self._changed, asyncio.Event()
+        changed.set()
+        self._told(self.row)
+        return True
+
+    async def _do(self, action: Action) -> None:
+        match action:
+            case Reach(rank):
+                self.feed(await self._reach(rank))
+            case Withdraw(rank, later):
+                self.feed(await self._withdraw(rank, later=later))
+            case Show(rank):
+                self.feed(await self._show(rank))
+            case Forget(rank):
+                await self._forget(rank)
+
+    async def _reach(self, rank: int) -> Event:
+        machine = self.machine
+        request = BoundaryRequest(
+            number=machine.boundary,
+            token=machine.token,
+            action=BoundaryAction.EDIT,
+            edit_id=self.row.id,
+        )
+        try:
+            address = address_of(self._view(), rank)
+            answer = await self._boundaries.reach(rank, address, request, (), self.reach_s)
+        except ParamdError as error:
+            return NotReached(rank, str(error))
+        if answer.captured:
+            return Reached(rank)
+        return NotReached(rank, f"rank {rank}: {answer.reason or 'no reason given'}")
+
+    async def _withdraw(self, rank: int, *, later: bool) -> Event:
+        if later:
+            pause_s = self._pauses.get(rank, AGAIN_S)
+            self._pauses[rank] = min(2 * pause_s, MAX_AGAIN_S)
+            await asyncio.sleep(pause_s)
+        try:
+            address = address_of(self._view(), rank)
+            return Told(rank, await self._calls.withdraw(rank, address, self.machine.boundary))
+        except ParamdError:
+            return NotTold(rank)
+
+    async def _show(self, rank: int) -> Event:
+        try:
+            answer = await self._calls.get(rank, address_of(self._view(), rank), self.row.id)
+        except NotFoundError:
+            return Shown(rank, None)
+        except ParamdError:
+            return NotTold(rank)
+        if answer.progress.undo_refusal and not self.row.detail.get("undo_refusal"):
+            self.describe(undo_refusal=f"rank {rank}: {answer.progress.undo_refusal}")
+        return Shown(rank, applied_of(answer))
+
+    async def _forget(self, rank: int) -> None:
+        for attempt in range(FORGET_TRIES):
+            try:
+                address = address_of(self._view(), rank)
+                if self.machine.boundary:
+                    await self._calls.withdraw(rank, address, self.machine.boundary)
+                await self._calls.drop(rank, address, self.row.id)
+                return
+            except ParamdError as error:
+                # What is left there the sidecar lets go of by itself after some minutes.
+                log.debug("edit %s at rank %d: %s", self.row.id, rank, error)
+                await asyncio.sleep(AGAIN_S * 2**attempt)
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            log.error("edit %s: %r", self.row.id, error, exc_info=error)
+
+
+async def on_all(
+    view: MeshView, call: Callable[[int, str], Awaitable[Result]]
+) -> dict[int, Result]:
+    """The answers of all joined ranks. Raises one error for all that failed."""
+    ranks = [(report.rank, report.address) for report in view.joined]
+    found = await asyncio.gather(
+        *(call(rank, address) for rank, address in ranks), return_exceptions=True
+    )
+    answers: dict[int, Result] = {}
+    failures: dict[int, ParamdError] = {}
+    for (rank, _), one in zip(ranks, found, strict=True):
+        if isinstance(one, ParamdError):
+            failures[rank] = one
+        elif isinstance(one, BaseException):
+            raise one
+        else:
+            answers[rank] = one
+    if failures:
+        raise worst(failures)
+    return answers
+
+
+async def stage_all(
+    driver: EditDriver, calls: EditCalls, view: MeshView, manifest: pb.EditManifest
+) -> None:
+    """Stages an edit without data on all ranks. Raises what the ranks raise."""
+    found = await on_all(view, lambda rank, address: calls.stage(rank, address, manifest))
+    _tell(driver, found)
+
+
+async def look_all(
+    driver: EditDriver, calls: EditCalls, view: MeshView, manifest: pb.EditManifest
+) -> int:
+    """Looks whether all ranks have it whole; returns their step when it is one, else -1.
+
+    Raises:
+        ConflictError: data is missing somewhere, or another token than its author's brought it.
+    """
+    author = str(driver.row.detail.get("author", ""))
+
+    async def look(rank: int, address: str) -> pb.GetEditResponse:
+        try:
+            return await calls.get(rank, address, manifest.edit_id)
+        except NotFoundError:
+            # A rank that needs no data need not have been told by who uploads.
+            asked_by.set(author)
+            progress = await calls.stage(rank, address, manifest)
+            state = await calls.state(rank, address)
+            return pb.GetEditResponse(header=state.header, progress=progress)
+
+    found = await on_all(view, look)
+    lacking = [rank for rank, one in found.items() if one.progress.phase == pb.EDIT_PHASE_STAGING]
+    if lacking:
+        one = found[lacking[0]].progress
+        raise ConflictError(
+            f"ranks {listed(lacking)} have not all of its data (rank {lacking[0]}: "
+            f"{one.staged_bytes:,} of {one.size_bytes:,} bytes); upload the rest first"
+        )
+    strange = [
+        rank
+        for rank, one in found.items()
+        if one.progress.size_bytes and one.progress.author != author
+    ]
+    if strange:
+        raise ConflictError(
+            f"the data at ranks {listed(strange)} came with another token than the one that made "
+            "the edit; abort it and create a new one"
+        )
+    _tell(driver, {rank: one.progress for rank, one in found.items()})
+    steps = {one.header.step for one in found.values()}
+    return steps.pop() if len(steps) == 1 else -1
+
+
+async def preview_all(
+    calls: EditCalls,
+    view: MeshView,
+    edit_id: str,
+    index: NameIndex,
+    ops: Sequence[PlannedOp],
+    *,
+    timeout_s: float = PREVIEW_S,
+) -> dict[str, Any]:
+    """{"before", "after"} of a staged edit over all ranks. Raises what the ranks raise."""
+    found = await on_all(
+        view, lambda rank, address: calls.preview(rank, address, edit_id, timeout_s=timeout_s)
+    )
+    before = {rank: [stats_of(one) for one in answer.before] for rank, answer in found.items()}
+    after = {rank: [stats_of(one) for one in answer.after] for rank, answer in found.items()}
+    return {"before": merged(index, ops, before), "after": merged(index, ops, after)}
+
+
+def _tell(driver: EditDriver, found: dict[int, pb.EditProgress]) -> None:
+    for rank, progress in found.items():
+        driver.feed(Staged(rank, progress.manifest_digest, tuple(progress.data_digests)))

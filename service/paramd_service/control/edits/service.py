@@ -1,0 +1,406 @@
+"""All edits of a control plane: those under way by job, those in the store for ever; and holds."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+import time
+from collections import Counter, defaultdict
+from collections.abc import Mapping
+from contextlib import AbstractAsyncContextManager, nullcontext, suppress
+from dataclasses import replace
+
+from paramd.errors import ConflictError, DeniedError, ExistsError, NotFoundError, ParamdError
+from paramd.layout.select import NameIndex
+from paramd.v1 import sidecar_pb2 as pb
+from paramd_service.control.access.authority import Principal
+from paramd_service.control.access.roles import Action, UserRole
+from paramd_service.control.edits.holds import Hold, HoldView
+from paramd_service.control.edits.limits import EditConfig, Pace
+from paramd_service.control.edits.machine import CallOff, EditState, no_data
+from paramd_service.control.edits.planning import (
+    Planned,
+    Wish,
+    ops_of,
+    plan_undo,
+    plan_wish,
+    same_data,
+)
+from paramd_service.control.edits.runner import EditDriver, look_all, preview_all
+from paramd_service.control.edits.work import EditWork, told
+from paramd_service.control.mesh.incarnation import Incarnation
+from paramd_service.control.mesh.view import MeshView
+from paramd_service.control.mesh.watch import Publish
+from paramd_service.control.records.events import Kind
+from paramd_service.control.records.records import Records
+from paramd_service.control.store.edits import EditRow
+
+ABORT_WAIT_S = 5.0
+
+log = logging.getLogger("paramd.control.edits")
+
+
+class EditDesk:
+    """Use on one event loop."""
+
+    def __init__(
+        self,
+        incarnation: Incarnation,
+        work: EditWork,
+        records: Records,
+        config: EditConfig,
+        pace: Pace,
+    ) -> None:
+        self._mesh = incarnation
+        self._records = records
+        self._store = records.edits
+        self._config = config
+        self._pace = pace
+        self._creating = asyncio.Lock()
+        self.work = work
+
+    async def create(self, by: Principal, wish: Wish, edit_id: str | None) -> EditRow:
+        """A new edit; the same id with the same content is the same edit.
+
+        Raises:
+            UsageError, NotFoundError: it does not fit the layout, or is beyond a limit.
+            DeniedError: only an admin may have NaN and infinities.
+            ExistsError: the id has another content.
+            ExhaustedError: too many edits a minute.
+        """
+        self._mesh.check()
+        if wish.allow_nonfinite and by.role is not UserRole.ADMIN:
+            raise DeniedError("allow_nonfinite: only an admin may write NaN and infinities")
+        index, digest = await self._layout()
+        name = edit_id if edit_id is not None else secrets.token_hex(16)
+        planned = await asyncio.to_thread(
+            plan_wish, index, wish, edit_id=name, epoch=self._mesh.epoch, layout_digest=digest
+        )
+        if planned.share > self._config.max_share:
+            raise ConflictError(
+                f"the edit changes {planned.share:.1%} of the model; the limit of this control "
+                f"plane is {self._config.max_share:.1%} ([edits] max_share)"
+            )
+        detail = {
+            "if_step": wish.if_step,
+            "dry_run": wish.dry_run,
+            "with_data": wish.with_data,
+            "author": by.token_id or "",
+            "reset_moments": wish.reset_moments,
+            "allow_nonfinite": wish.allow_nonfinite,
+        }
+        row, driver = await self._opened(by, planned, index, wish.note, detail)
+        if driver is None:
+            # A control plane before us may have got no further than to write it down.
+            waiting = self.work.open.get(name)
+            driver = waiting if waiting is not None and waiting.is_idle else None
+        if driver is not None and not wish.with_data:
+            _check_own(by, row)
+            driver.start(self.work.stage_and_commit(driver, by, planned, index))
+        return row
+
+    async def undo(self, by: Principal, done: EditRow, *, force: bool, edit_id: str) -> EditRow:
+        """An edit that undoes an applied one.
+
+        Raises:
+            DeniedError: it would bring back NaN or infinities that only an admin may write.
+            ConflictError: it was not applied in this epoch, was undone before, or a later edit
+                changed some of the same elements and not `force`.
+        """
+        self._mesh.check()
+        if reason := self.why_no_undo(done):
+            raise ConflictError(f"edit {done.id} cannot be undone: {reason}")
+        nonfinite = await self._brings_back_nonfinite(done)
+        if nonfinite and by.role is not UserRole.ADMIN:
+            raise DeniedError(
+                f"edit {done.id} took back NaN or infinities; only an admin may write them again"
+            )
+        index, _ = await self._layout()
+        manifest = pb.EditManifest.FromString(done.manifest)
+        planned = plan_undo(index, manifest, done.detail.get("ops", []), edit_id=edit_id)
+        # Once more in its turn: edits that wait before it are not in the store yet.
+        if not force and (other := await self.work.changed_since(index, done, planned.ops)):
+            raise ConflictError(
+                f"edit {other.id} of {other.actor} changed some of the same elements later; undo "
+                "that one first, or give force=true to lose what it did to them"
+            )
+        detail = {"force": force, "allow_nonfinite": nonfinite}
+        zeroed = bool(done.detail.get("reset_moments"))
+        note = f"optimizer state that edit {done.id[:8]} zeroed stays zero" if zeroed else ""
+        row, driver = await self._opened(by, planned, index, note, detail, undo_of=done.id)
+        if driver is not None:
+            driver.start(self.work.stage_and_commit(driver, by, planned, index))
+        return row
+
+    async def commit(self, by: Principal, row: EditRow) -> None:
+        """Has a staged edit applied; returns when that has begun. Idempotent.
+
+        Raises:
+            DeniedError: another token made it, and the role may not commit others' edits.
+            ConflictError: data is missing or another token's, or it is not under way any more.
+        """
+        _check_own(by, row)
+        driver = self.work.open.get(row.id)
+        if driver is None or self.work.is_committing(row.id):
+            return
+        if driver.machine.state is EditState.COMMITTED:
+            return
+        index, _ = await self._layout()
+        manifest = pb.EditManifest.FromString(row.manifest)
+        view = self._mesh.coordinator.joined()
+        await look_all(driver, self.work.calls, view, manifest)
+        await driver.until(EditState.STAGED, EditState.COMMITTED)
+        driver.start(self.work.commit(driver, by, index, ops_of(index, manifest)))
+
+    async def preview(self, row: EditRow) -> EditRow:
+        """Statistics before and after a staged edit, which stays as it is."""
+        driver = self._driver_of(row)
+        index, _ = await self._layout()
+        view = self._mesh.coordinator.joined()
+        manifest = pb.EditManifest.FromString(row.manifest)
+        await look_all(driver, self.work.calls, view, manifest)
+        ops = ops_of(index, manifest)
+        driver.describe(**await preview_all(self.work.calls, view, row.id, index, ops))
+        return driver.row
+
+    async def abort(self, by: Principal, row: EditRow) -> EditRow:
+        """Calls it off, unless the trainers may have agreed on it; the answer's state tells.
+
+        Raises:
+            DeniedError: another token made it, and the role may not abort others' edits.
+        """
+        driver = self.work.open.get(row.id)
+        if driver is None:
+            return row
+        _check_own(by, row)
+        detail = {"id": row.id, "staged_by": row.actor}
+        async with self._records.recorded(by, "edit.abort", detail, self._mesh) as entry:
+            driver.feed(CallOff(f"called off by {by.name}"))
+            with suppress(TimeoutError):
+                await asyncio.wait_for(driver.until(), ABORT_WAIT_S)
+            entry.outcome(driver.row.state.lower())
+        return driver.row
+
+    async def undo_refusal(self, row: EditRow) -> str:
+        """Why the ranks cannot undo an applied edit any more; empty when they can."""
+        if reason := self.why_no_undo(row):
+            return reason
+        for report in self._mesh.registry.view().joined[:1]:
+            with suppress(ParamdError):
+                found = await self.work.calls.get(report.rank, report.address, row.id)
+                return found.progress.undo_refusal
+        return str(row.detail.get("undo_refusal", ""))
+
+    def why_no_undo(self, row: EditRow) -> str:
+        """Why it cannot be undone, as far as the store knows."""
+        if row.state != EditState.APPLIED:
+            return f"it is {row.state}"
+        if row.undone_by:
+            return f"edit {row.undone_by} has undone it"
+        if row.epoch != self._mesh.epoch or self._mesh.over is not None:
+            return f"its epoch {row.epoch} is over"
+        return ""
+
+    async def _opened(
+        self,
+        by: Principal,
+        planned: Planned,
+        index: NameIndex,
+        note: str,
+        detail: Mapping[str, object],
+        *,
+        undo_of: str = "",
+    ) -> tuple[EditRow, EditDriver | None]:
+        """A new edit under way, or the row of the same one, that was created before."""
+        edit_id = planned.manifest.edit_id
+        async with self._creating:
+            known = self.work.open.get(edit_id)
+            row = known.row if known is not None else await self._store.find(edit_id)
+            if row is not None:
+                if row.digest != planned.digest.hex() or row.job != self._mesh.job:
+                    raise ExistsError(f"edit {edit_id} has another content; take a new id")
+                return row, None
+            self._pace.take(time.monotonic())
+            row = EditRow(
+                id=edit_id,
+                job=self._mesh.job,
+                epoch=self._mesh.epoch,
+                state=EditState.STAGING,
+                actor=by.name,
+                role=by.role.value,
+                note=note,
+                created_s=time.time(),
+                size_bytes=planned.size_bytes,
+                manifest=planned.manifest.SerializeToString(deterministic=True),
+                digest=planned.digest.hex(),
+                detail={"ops": planned.documents, **detail},
+                undo_of=undo_of,
+            )
+            async with self._staged(by, row):
+                row = replace(row, number=await self._store.add(row))
+            check = no_data if undo_of else same_data(index, planned.ops)
+            return row, self.work.drive(row, check)
+
+    def _staged(self, by: Principal, row: EditRow) -> AbstractAsyncContextManager[object]:
+        """Who makes an edit is recorded with its commit, unless somebody commits it later."""
+        if not row.detail.get("with_data"):
+            return nullcontext()
+        return self._records.recorded(by, "edit.create", told(row), self._mesh)
+
+    async def _brings_back_nonfinite(self, done: EditRow) -> bool:
+        """Whether undoing it does again what only an admin may do: it is an undo of that."""
+        undone = await self._store.find(done.undo_of) if done.undo_of else None
+        return undone is not None and bool(undone.detail.get("allow_nonfinite"))
+
+    async def _layout(self) -> tuple[NameIndex, str]:
+        # All ranks: nothing is begun that the ranks which are missing could not take part in.
+        digest, index = await self._mesh.layouts.get(self._mesh.coordinator.joined())
+        return index, digest
+
+    def _driver_of(self, row: EditRow) -> EditDriver:
+        driver = self.work.open.get(row.id)
+        if driver is None:
+            raise ConflictError(f"edit {row.id} is {row.state}; create a new one")
+        return driver
+
+
+def _check_own(by: Principal, row: EditRow) -> None:
+    """Raises DeniedError when another token made the edit, and the role has no right to that."""
+    if by.name != row.actor and not by.may(Action.EDIT_ANY):
+        raise DeniedError(
+            f"edit {row.id} was made by {row.actor}; only that token, or an admin's, may commit "
+            "or abort it"
+        )
+
+
+class Edits:
+    """Use on one event loop. Told of incarnations by `Jobs`."""
+
+    def __init__(self, records: Records, config: EditConfig, *, publish: Publish) -> None:
+        """No I/O."""
+        self.config = config
+        self._records = records
+        self._publish = publish
+        self._desks: dict[str, tuple[int, EditDesk]] = {}
+        self._holds: dict[str, Hold] = {}
+        self._paces: dict[str, Pace] = {}
+        self._older: list[EditDesk] = []
+        self.ended: Counter[tuple[str, str]] = Counter()
+        """Edits that ended here, by job and state."""
+        self.seconds: dict[str, float] = defaultdict(float)
+        """Time from creation to APPLIED of all of them together, by job; in seconds."""
+
+    def began(self, incarnation: Incarnation) -> None:
+        """An epoch begins."""
+        job = incarnation.job
+        work = EditWork(incarnation, self._records, self.config, told=self._told)
+        pace = self._paces.setdefault(job, Pace(self.config.max_per_minute))
+        desk = EditDesk(incarnation, work, self._records, self.config, pace)
+        if job in self._desks:
+            self._older.append(self._desks[job][1])
+        self._desks[job] = (incarnation.epoch, desk)
+        self._holds[job] = Hold(
+            incarnation, work.calls, self._records, agree_s=work.agree_s, told=self._hold_told
+        )
+        work.begin()
+
+    def is_over(self, incarnation: Incarnation) -> None:
+        """An epoch is over: what it had agreed on went with it."""
+        epoch, desk = self._desks.get(incarnation.job, (0, None))
+        if desk is None or epoch != incarnation.epoch:
+            return
+        desk.work.epoch_ended(f"epoch {epoch} ended ({incarnation.over})")
+
+    def look(self, incarnation: Incarnation, _: MeshView, now_s: float | None = None) -> None:
+        """Once a second."""
+        found = self._desks.get(incarnation.job)
+        if found is not None and found[0] == incarnation.epoch:
+            now_s = now_s if now_s is not None else time.monotonic()
+            found[1].work.look(now_s)
+        self._older = [desk for desk in self._older if desk.work.open]
+
+    def desk(self, job: str) -> EditDesk:
+        """Where edits of the job's last epoch are asked for. Raises NotFoundError."""
+        found = self._desks.get(job)
+        if found is None:
+            raise NotFoundError(f"job {job[:64]!r} is not served here")
+        return found[1]
+
+    def hold(self, job: str) -> Hold:
+        """The hold of the job's last epoch. Raises NotFoundError."""
+        self.desk(job)
+        return self._holds[job]
+
+    def hold_counts(self) -> dict[str, int]:
+        """Holds begun here in the job's last epoch, by job."""
+        return {job: hold.begun_count for job, hold in self._holds.items()}
+
+    def open_counts(self) -> Counter[tuple[str, str]]:
+        """Edits under way, by job and state."""
+        return Counter(
+            (job, driver.row.state)
+            for job, (_, desk) in self._desks.items()
+            for driver in desk.work.open.values()
+        )
+
+    async def get(self, job: str, edit_id: str) -> EditRow:
+        """An edit as it is told now. Raises NotFoundError."""
+        desk = self._desks.get(job)
+        driver = desk[1].work.open.get(edit_id) if desk is not None else None
+        row = driver.row if driver is not None else await self._records.edits.find(edit_id)
+        if row is None or row.job != job:
+            raise NotFoundError(f"edit {edit_id} does not exist; see: paramd edits")
+        return row
+
+    async def wait(self, row: EditRow, wait_s: float) -> EditRow:
+        """The edit once it has ended, or as it is after `wait_s` seconds."""
+        desk = self._desks.get(row.job)
+        driver = desk[1].work.open.get(row.id) if desk is not None else None
+        if driver is None:
+            return await self.get(row.job, row.id)
+        if wait_s > 0:
+            with suppress(TimeoutError):
+                await asyncio.wait_for(driver.until(), wait_s)
+        return driver.row
+
+    async def page(
+        self, job: str, *, limit: int, before: int | None, state: str | None
+    ) -> list[EditRow]:
+        """The newest edits of a job, newest first."""
+        rows = await self._records.edits.page(job, limit=limit, before=before, state=state)
+        desk = self._desks.get(job)
+        live = desk[1].work.open if desk is not None else {}
+        return [live[row.id].row if row.id in live else row for row in rows]
+
+    async def close(self) -> None:
+        """Stops what is under way; it is taken up by the next control plane."""
+        for desk in [*self._older, *(desk for _, desk in self._desks.values())]:
+            await desk.work.close()
+
+    def _told(self, row: EditRow) -> None:
+        if row.ended_s is not None:
+            self.ended[row.job, row.state] += 1
+            if row.state == EditState.APPLIED:
+                self.seconds[row.job] += row.ended_s - row.created_s
+        log.info("job %s: edit %s is %s %s", row.job, row.id, row.state, row.reason)
+        data = {
+            "id": row.id,
+            "epoch": row.epoch,
+            "state": row.state,
+            "reason": row.reason[:1000],
+            "step": row.step,
+            "actor": row.actor,
+            "undo_of": row.undo_of,
+        }
+        self._publish(Kind.EDIT, data, job=row.job)
+
+    def _hold_told(self, job: str, view: HoldView) -> None:
+        log.info("job %s is %s, held by %s", job, view.state, view.holder or "nobody")
+        data = {
+            "state": view.state.value,
+            "holder": view.holder,
+            "step": view.step,
+            "steps_left": view.steps_left,
+        }
+        self._publish(Kind.HOLD, data, job=job)

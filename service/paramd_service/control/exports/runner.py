@@ -1,0 +1,390 @@
+"""Runs one export to its end, whatever happens meanwhile."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING, Final
+
+from paramd.clock import now_s
+from paramd.errors import (
+    ConflictError,
+    DataLossError,
+    DeadlineError,
+    NotFoundError,
+    ParamdError,
+    UsageError,
+)
+from paramd.v1 import export_pb2
+from paramd_service.control.exports import machine
+from paramd_service.control.exports.documents import named_at
+from paramd_service.control.exports.job import ExportJob
+from paramd_service.control.exports.machine import File, FileState, State
+from paramd_service.control.exports.writing import Writing
+from paramd_service.control.store.errors import StoreError
+from paramd_service.control.store.exports import TakenOverError
+
+if TYPE_CHECKING:
+    from paramd.layout.exports.plan import ExportPlan
+    from paramd.layout.exports.sources import Source
+    from paramd.mesh.exports.pins import PinnedExport
+
+log = logging.getLogger("paramd.control.exports")
+
+PIN_S: Final = 60.0
+
+DROP_S: Final = 20.0
+
+_SAVE_AGAIN_S: Final = 5.0
+
+
+async def finish(job: ExportJob, *, committing: Callable[[], None]) -> None:
+    """Stores what is copied beside, reads all back, makes the export visible. Idempotent.
+
+    Args:
+        committing: Called right before it becomes visible: from then on it cannot be undone.
+
+    Raises:
+        DataLossError: a file is not what was written. ParamdError: as the destination says.
+    """
+    files = [_exported(file) for file in job.export.files.values()]
+    for name, data in job.assets.items():
+        store = partial(job.crew.calls.store, target=job.target, name=name, data=data)
+        _, stored = await job.crew.any(store)
+        files.append(stored)
+    if job.wish.verify:
+        await _verify(job, files)
+    committing()
+    rank, found = await job.crew.any(
+        partial(
+            job.crew.calls.finish,
+            target=job.target,
+            plan=job.message,
+            files=files,
+            created_s=job.row.created_s,
+        )
+    )
+    beside = [_beside(one, rank) for one in found if one.name not in job.export.files]
+    job.change(machine.committed(job.export, beside))
+
+
+async def _verify(job: ExportJob, files: Sequence[export_pb2.ExportedFile]) -> None:
+    shares: dict[int, list[export_pb2.ExportedFile]] = {}
+    for file in files:
+        known = job.export.files.get(file.name)
+        shares.setdefault(known.rank if known is not None else 0, []).append(file)
+    async with asyncio.TaskGroup() as group:
+        for rank, share in shares.items():
+            group.create_task(_verify_share(job, rank, share))
+
+
+async def _verify_share(
+    job: ExportJob, rank: int, files: Sequence[export_pb2.ExportedFile]
+) -> None:
+    for file in files:
+        request = export_pb2.VerifyExportFileRequest(target=job.target, name=file.name)
+        verify = partial(job.crew.calls.verify, request=request, timeout_s=job.wish.timeout_s)
+        _, found = await job.crew.any(verify, first=rank)
+        if (found.size_bytes, found.xxh3) != (file.size_bytes, file.xxh3):
+            raise DataLossError(
+                f"{file.name} was read back as {found.size_bytes:,} bytes with checksum "
+                f"{found.xxh3.hex()}; written were {file.size_bytes:,} with {file.xxh3.hex()}: "
+                "the destination does not keep what it is given"
+            )
+        if file.name in job.export.files:
+            job.change(machine.verified(job.export, file.name))
+            await job.save_progress()
+
+
+def _exported(file: File) -> export_pb2.ExportedFile:
+    return export_pb2.ExportedFile(
+        name=file.name, size_bytes=file.size_bytes, xxh3=bytes.fromhex(file.checksum)
+    )
+
+
+def _beside(file: export_pb2.ExportedFile, rank: int) -> File:
+    return File(
+        name=file.name,
+        size_bytes=file.size_bytes,
+        written_bytes=file.size_bytes,
+        rank=rank,
+        state=FileState.VERIFIED,
+        checksum=file.xxh3.hex(),
+    )
+
+
+async def begin(job: ExportJob) -> None:
+    """Plans, pins one step, and makes that durable before a byte is written.
+
+    Raises:
+        ParamdError: no plan, no common step, no store.
+    """
+    from paramd.layout.exports.plan import plan_export
+    from paramd.mesh.exports.messages import encode_plan
+
+    await job.crew.wait_for()
+    digest, layout = await job.crew.layout()
+    plan = await asyncio.to_thread(plan_export, layout, job.wish.settings)
+    clash = {file.name for file in plan.files} & set(job.assets)
+    if clash:
+        raise UsageError(f"assets: {min(clash)!r} is the name of a file of the export")
+    pinned = await _pinned(job, plan)
+    plan, pins = pinned.plan, pinned.pins
+    leases = job.hold(pins)
+    await leases.renew()
+    leases.keep()
+    job.plan = plan
+    job.message = encode_plan(
+        plan,
+        epoch=pinned.epoch,
+        layout_digest=digest,
+        step=pinned.step,
+        edits=pinned.edits,
+        pins=pins,
+        unsettled=pinned.unsettled,
+    )
+    job.row = replace(
+        job.row,
+        plan=job.message.SerializeToString(),
+        destination=named_at(job.row.destination, epoch=pinned.epoch, step=pinned.step),
+    )
+    job.change(
+        machine.planned(
+            job.export,
+            epoch=pinned.epoch,
+            step=pinned.step,
+            files=[_file(plan, index) for index in range(len(plan.files))],
+        )
+    )
+    await job.save()
+
+
+async def _pinned(job: ExportJob, plan: ExportPlan) -> PinnedExport:
+    try:
+        return await job.crew.pin(plan, timeout_s=PIN_S, optimizer=job.wish.optimizer)
+    except DeadlineError as error:
+        if plan.layout.mirrored or not (plan.with_buffers or job.wish.optimizer):
+            raise
+        raise DeadlineError(
+            f"{error}; parameters alone (--include parameters) need no boundary while training "
+            "stands still"
+        ) from error
+
+
+async def adopt(job: ExportJob) -> None:
+    """Goes on where another control plane stopped, if the snapshot still lives.
+
+    Raises:
+        ParamdError: as `begin`.
+        ConflictError: it cannot go on.
+    """
+    pins = list(job.message.pins)
+    lives = job.message.epoch == job.crew.epoch
+    if lives:
+        await job.crew.wait_for(pin.rank for pin in pins)
+    leases = job.hold(pins)
+    if lives and job.export.state is State.RUNNING:
+        try:
+            await leases.renew()
+            leases.keep()
+        except NotFoundError:
+            lives = False
+    export, why = machine.after_restart(job.export, epoch=job.crew.epoch, snapshot_lives=lives)
+    log.info("export %s is taken over as %s: %s", job.row.id, export.state, why)
+    job.change(export)
+    if export.state is State.RUNNING:
+        await _replan(job)
+    await job.save()
+
+
+async def _replan(job: ExportJob) -> None:
+    from paramd.mesh.exports.messages import decode_plan
+
+    digest, layout = await job.crew.layout()
+    if digest != job.message.layout_digest:
+        raise ConflictError("the job's layout has changed meanwhile; export again")
+    plan = job.plan = await asyncio.to_thread(decode_plan, job.message, layout)
+    planned = [_file(plan, index) for index in range(len(plan.files))]
+    files = {
+        file.name: replace(job.export.files[file.name], sources=file.sources) for file in planned
+    }
+    job.change(replace(job.export, files=files))
+
+
+def _file(plan: ExportPlan, index: int) -> File:
+    file = plan.files[index]
+    ranks: set[int] = set()
+    for entry in file.entries:
+        if entry.tensor >= 0:
+            ranks.update(_holders(plan.sources[entry.state_key], entry.tensor))
+    return File(
+        name=file.name, size_bytes=file.size_bytes, rank=file.rank, sources=frozenset(ranks)
+    )
+
+
+def _holders(source: Source, tensor: int) -> Iterable[int]:
+    return (piece.rank for piece in source.tensors[tensor].pieces)
+
+
+class Run:
+    """One export under way. `run` is the task; `cancel` may come at any time."""
+
+    def __init__(self, job: ExportJob) -> None:
+        self.job = job
+        self.asked_to_end = asyncio.Event()
+        """Set by `cancel` and `fail`."""
+        self.over = asyncio.Event()
+        """Set by the queue when it runs no more."""
+        self._work: asyncio.Task[None] | None = None
+        self._ending: tuple[State, str] | None = None
+        self._committing = False
+
+    def fail(self, reason: str) -> None:
+        """Has it end as FAILED, unless it is becoming visible at this moment."""
+        if not self._committing:
+            self._end(State.FAILED, reason)
+
+    def cancel(self, reason: str) -> None:
+        """Has it end as CANCELLED. Idempotent.
+
+        Raises:
+            ConflictError: it is over, or is becoming visible at this moment.
+        """
+        if self.job.export.is_over or self._committing:
+            raise ConflictError(
+                f"export {self.job.row.id} is {self.job.export.state}; it cannot be cancelled "
+                "any more"
+            )
+        self._end(State.CANCELLED, reason)
+
+    def _end(self, state: State, reason: str) -> None:
+        self._ending = self._ending if self._ending is not None else (state, reason)
+        self.asked_to_end.set()
+        if self._work is not None:
+            self._work.cancel()
+
+    async def run(self) -> None:
+        """Runs it to its end; what goes wrong ends it as FAILED.
+
+        Cancelling this call leaves it to another control plane, as if this one had died.
+        """
+        work = self._work = asyncio.create_task(
+            self._timed(), name=f"paramd-export-{self.job.row.id[:8]}"
+        )
+        if self._ending is not None:
+            work.cancel()
+        try:
+            await asyncio.wait({work})
+        except asyncio.CancelledError:
+            work.cancel()
+            await asyncio.wait({work})
+            if self.job.leases is not None:
+                await self.job.leases.close(release=False)
+            raise
+        error = work.exception() if not work.cancelled() else None
+        if isinstance(error, TakenOverError):
+            log.warning("export %s: %s", self.job.row.id, error)
+            return
+        self._ended(error)
+        await self._clean_up()
+        await self._keep_end()
+
+    async def _timed(self) -> None:
+        limit_s = self.job.wish.timeout_s
+        left_s = limit_s - (now_s() - self.job.row.created_s)
+        timer = asyncio.timeout(max(left_s, 0.0))
+        try:
+            async with timer:
+                await self._stages()
+        except TimeoutError:
+            if not timer.expired():
+                raise
+            raise DeadlineError(
+                f"it was not done within {limit_s:g} s (timeout_s); allow more"
+            ) from None
+
+    async def _stages(self) -> None:
+        job = self.job
+        await (adopt(job) if job.has_begun else begin(job))
+        if job.export.state is State.RUNNING:
+            await Writing(job).run()
+        if job.export.is_over:
+            return
+        await job.save()
+        assert job.leases is not None
+        # All bytes are written: the sidecars' memory is no longer needed.
+        await job.leases.close(release=True)
+        await finish(job, committing=self._commits)
+
+    def _commits(self) -> None:
+        self._committing = True
+
+    def _ended(self, error: BaseException | None) -> None:
+        job = self.job
+        if error is not None:
+            if not isinstance(error, ParamdError):
+                log.error("export %s failed by a fault of paramd", job.row.id, exc_info=error)
+            job.change(machine.failed(job.export, _told(error)))
+        elif self._ending is not None:
+            state, reason = self._ending
+            end = machine.cancelled if state is State.CANCELLED else machine.failed
+            job.change(end(job.export, reason))
+        job.row = replace(job.row, ended_s=time.time())
+        log.info(
+            "export %s to %s, step %d: %s %s",
+            job.row.id,
+            job.row.destination,
+            job.export.step,
+            job.export.state,
+            job.export.reason,
+        )
+
+    async def _clean_up(self) -> None:
+        job = self.job
+        if job.leases is not None:
+            await job.leases.close(release=True)
+        if job.export.state is not State.DONE and job.has_begun:
+            gone = await drop(job)
+            if self._committing:
+                # Whether it became visible is not known: nobody answered in time.
+                gone = await drop(job, finished=True) and gone
+            job.row = replace(job.row, drop_owed=not gone)
+
+    async def _keep_end(self) -> None:
+        while True:
+            try:
+                await self.job.save()
+            except StoreError as error:
+                log.warning("the end of export %s is not kept yet: %s", self.job.row.id, error)
+                await asyncio.sleep(_SAVE_AGAIN_S)
+            except TakenOverError:
+                return
+            else:
+                return
+
+
+async def drop(job: ExportJob, *, finished: bool = False) -> bool:
+    """Removes what an export left at its destination; whether that could be done."""
+    names = list(job.export.files)
+    try:
+        work = partial(job.crew.calls.drop, target=job.target, names=names, finished=finished)
+        async with asyncio.timeout(DROP_S):
+            # What one rank removes another must not add to afterwards.
+            await job.crew.all(partial(work, wait_only=True))
+            await job.crew.any(work, wait=False)
+    except (ParamdError, TimeoutError) as error:
+        log.warning("export %s: its files could not be removed: %s", job.row.id, error)
+        return False
+    return True
+
+
+def _told(error: BaseException) -> str:
+    if isinstance(error, BaseExceptionGroup):
+        return _told(error.exceptions[0])
+    if isinstance(error, ParamdError):
+        return str(error)
+    return f"a fault of paramd ({type(error).__name__}); the control plane's log has more"

@@ -1,0 +1,311 @@
+"""All exports of a control plane: asked for, found again after a restart, told of."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+import time
+from collections import Counter
+from collections.abc import Coroutine, Mapping
+from dataclasses import asdict
+from typing import Any, Final
+
+from paramd import clock
+from paramd.errors import ConflictError, ExhaustedError
+from paramd.v1 import export_pb2
+from paramd_service.control.exports.assets import Assets
+from paramd_service.control.exports.documents import (
+    ExportDocument,
+    export_document,
+    named_at,
+    read_wish,
+    scheduled,
+)
+from paramd_service.control.exports.job import ExportJob
+from paramd_service.control.exports.queue import Queue
+from paramd_service.control.exports.schedules import MAX_SCHEDULES, Rhythm, Schedules
+from paramd_service.control.exports.sidecars import read_file, target_of
+from paramd_service.control.mesh.incarnation import Incarnation
+from paramd_service.control.mesh.jobs import Jobs
+from paramd_service.control.mesh.view import MeshView
+from paramd_service.control.mesh.watch import Publish
+from paramd_service.control.records.events import Kind
+from paramd_service.control.records.records import Records
+from paramd_service.control.store.errors import StoreError
+from paramd_service.control.store.exports import ExportRow, ExportStore, ScheduleRow
+from paramd_service.destinations.destinations import Destination, locate
+
+FORGET_S: Final = 90 * 86_400.0
+"""Exports that somebody asked for are listed for so long after their end."""
+TELL_EVERY_S: Final = 1.0
+"""Between two events that tell only of bytes."""
+
+log = logging.getLogger("paramd.control.exports")
+
+
+class Exports:
+    """`start` before jobs open, `close` before the records stop. Used on one event loop."""
+
+    def __init__(
+        self, records: Records, destinations: Mapping[str, Destination], *, publish: Publish
+    ) -> None:
+        """No I/O."""
+        self.destinations = destinations
+        self.store = ExportStore(records.store)
+        self.assets = Assets(records.directory)
+        self.ended_counts: Counter[tuple[str, str]] = Counter()
+        """Exports that came to their end here, by job and state."""
+        self.written_bytes: Counter[str] = Counter()
+        """Bytes that exports which came to their end here had written, by job."""
+        self._records = records
+        self._publish = publish
+        self._queues: dict[str, Queue] = {}
+        self._schedules: dict[str, Schedules] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._told_s: dict[str, float] = {}
+
+    def start(self, jobs: Jobs) -> None:
+        """Follows the jobs from now on."""
+        jobs.on_begin.append(self._begin)
+        jobs.on_end.append(self._end)
+        jobs.on_view.append(self._look)
+        for incarnation in jobs.all():
+            if incarnation.over is None:
+                self._begin(incarnation)
+
+    async def close(self) -> None:
+        """Leaves what goes on to the next control plane. Idempotent."""
+        for schedules in self._schedules.values():
+            await schedules.close()
+        for queue in self._queues.values():
+            await queue.close()
+        while self._tasks:
+            await asyncio.wait(set(self._tasks))
+
+    def running(self) -> list[ExportJob]:
+        """All that run or wait here."""
+        return [job for queue in self._queues.values() for job in queue.all()]
+
+    def check(self, request: Mapping[str, Any]) -> None:
+        """Raises UsageError or NotFoundError when a request cannot be right."""
+        read_wish(request)
+        locate(self.destinations, named_at(str(request["destination"]), epoch=1, step=0))
+
+    async def create(
+        self,
+        incarnation: Incarnation,
+        request: Mapping[str, Any],
+        *,
+        actor: str,
+        export_id: str | None = None,
+        schedule: str = "",
+    ) -> ExportDocument:
+        """Begins an export; one id is begun once.
+
+        Raises:
+            UsageError, NotFoundError: as `check`. ExhaustedError: too many wait.
+            ConflictError: the epoch is over; or the id is that of another request.
+        """
+        incarnation.check()
+        self.check(request)
+        queue = self._queues[incarnation.job]
+        if export_id is not None:
+            found = await self._same(incarnation.job, export_id, request)
+            if found is not None:
+                return found
+        queue.check_room()
+        row = ExportRow(
+            id=export_id if export_id is not None else secrets.token_hex(16),
+            job=incarnation.job,
+            destination=str(request["destination"]),
+            format=str(request["format"]),
+            actor=actor,
+            schedule=schedule,
+            request=request,
+            generation=incarnation.terms.generation,
+            created_s=clock.now_s(),
+        )
+        await self.store.add(row)
+        job = queue.add(row, [])
+        self._tell(job, True)
+        return export_document(job.row, job.files)
+
+    async def get(self, job: str, export_id: str) -> ExportDocument:
+        """One export as it stands now. Raises NotFoundError, StoreError."""
+        live = self._live(job, export_id)
+        if live is not None:
+            return export_document(live.row, live.files)
+        row = await self.store.get(job, export_id)
+        return export_document(row, await self.store.files(row.id))
+
+    async def page(self, job: str, *, limit: int, offset: int, state: str) -> list[ExportDocument]:
+        """Exports of a job, newest first, without their files. Raises StoreError."""
+        rows = await self.store.page(job, limit=limit, offset=offset, state=state)
+        sizes = await self.store.sizes([row.id for row in rows])
+        found = []
+        for row in rows:
+            live = self._live(job, row.id)
+            if live is not None:
+                size = live.export.size_bytes, live.export.written_bytes
+                found.append(export_document(live.row, [], size=size))
+            else:
+                found.append(export_document(row, [], size=sizes.get(row.id, (0, 0))))
+        return found
+
+    async def cancel(self, job: str, export_id: str, *, actor: str) -> ExportDocument:
+        """Ends an export and waits for that. Raises NotFoundError, ConflictError."""
+        queue = self._queues.get(job)
+        if queue is not None and queue.get(export_id) is not None:
+            await queue.cancel(export_id, f"cancelled by {actor}")
+        found = await self.get(job, export_id)
+        if found.state != "CANCELLED":
+            raise ConflictError(f"export {export_id} is {found.state}; it is cancelled no more")
+        return found
+
+    async def read_file(
+        self, incarnation: Incarnation, destination: str, name: str, offset_bytes: int
+    ) -> tuple[int, bytes]:
+        """(size of a file, up to 8 MiB of it from an offset on) of a finished export, whosoever's.
+
+        Raises:
+            UsageError, NotFoundError: no destination, no export there, no such file of it.
+        """
+        incarnation.check()
+        target = target_of(self.destinations, destination)
+        return await read_file(self._queues[incarnation.job].crew, target, name, offset_bytes)
+
+    def schedules(self, job: str) -> Schedules:
+        """The schedules of a job that is served here."""
+        if job not in self._schedules:
+            self._schedules[job] = Schedules(job, self.store, begin=self._begin_scheduled)
+        return self._schedules[job]
+
+    async def add_schedule(
+        self,
+        incarnation: Incarnation,
+        request: Mapping[str, Any],
+        rhythm: Rhythm,
+        *,
+        actor: str,
+        schedule_id: str | None,
+    ) -> ScheduleRow:
+        """Has exports begin by themselves. Raises as `create`."""
+        incarnation.check()
+        schedules = self.schedules(incarnation.job)
+        if len(await schedules.all()) >= MAX_SCHEDULES:
+            raise ExhaustedError(f"a job has at most {MAX_SCHEDULES} schedules; delete one")
+        request = {**request, "destination": scheduled(str(request["destination"]))}
+        self.check(request)
+        joined = incarnation.registry.view().joined
+        now_s = clock.now_s()
+        row = ScheduleRow(
+            id=schedule_id if schedule_id is not None else secrets.token_hex(16),
+            job=incarnation.job,
+            actor=actor,
+            request=request,
+            rhythm=asdict(rhythm),
+            last_step=max(min((report.step for report in joined), default=0), 0),
+            last_s=now_s,
+            created_s=now_s,
+        )
+        return await schedules.add(row)
+
+    def _live(self, job: str, export_id: str) -> ExportJob | None:
+        queue = self._queues.get(job)
+        return queue.get(export_id) if queue is not None else None
+
+    async def _same(
+        self, job: str, export_id: str, request: Mapping[str, Any]
+    ) -> ExportDocument | None:
+        live = self._live(job, export_id)
+        rows = [live.row] if live is not None else await self.store.find(export_id)
+        for row in rows:
+            if row.job != job or dict(row.request) != dict(request):
+                raise ConflictError(f"export {export_id} is another one; take a new id")
+            return await self.get(job, export_id)
+        return None
+
+    def _begin(self, incarnation: Incarnation) -> None:
+        queue = Queue(
+            incarnation,
+            self.store,
+            place=self._place,
+            assets=self._assets_of,
+            told=self._tell,
+            ended=self._ended,
+        )
+        self._queues[incarnation.job] = queue
+        queue.start()
+        self._task(self._tidy(), "paramd-exports-tidy")
+
+    def _end(self, incarnation: Incarnation) -> None:
+        # An older epoch ends before its successor begins, so this is the right one.
+        queue = self._queues.get(incarnation.job)
+        if queue is not None:
+            why = f"epoch {incarnation.epoch} of the job has ended; export again"
+            self._task(queue.end(why), "paramd-exports-end")
+
+    async def _tidy(self) -> None:
+        try:
+            await self.store.forget(clock.now_s() - FORGET_S)
+            await asyncio.to_thread(self.assets.sweep, await self.store.owners())
+        except (StoreError, OSError) as error:
+            log.warning("old exports are not forgotten: %s", error)
+
+    def _task(self, work: Coroutine[Any, Any, None], name: str) -> None:
+        task = asyncio.create_task(work, name=name)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    def _look(self, incarnation: Incarnation, view: MeshView) -> None:
+        queue = self._queues.get(incarnation.job)
+        if queue is not None and incarnation.over is None:
+            self.schedules(incarnation.job).look(view, queue)
+
+    async def _begin_scheduled(self, row: ScheduleRow) -> None:
+        queue = self._queues[row.job]
+        request = {**row.request, "overwrite": False}
+        await self.create(queue.incarnation, request, actor=row.actor, schedule=row.id)
+
+    def _place(self, row: ExportRow) -> export_pb2.ExportTarget:
+        overwrite = bool(row.request.get("overwrite", False))
+        return target_of(self.destinations, row.destination, export_id=row.id, overwrite=overwrite)
+
+    async def _assets_of(self, row: ExportRow) -> Mapping[str, bytes]:
+        owner = row.schedule or row.id
+        return await asyncio.to_thread(self.assets.read, owner, row.request.get("assets", ()))
+
+    async def _ended(self, job: ExportJob) -> None:
+        row = job.row
+        self._told_s.pop(row.id, None)
+        self.ended_counts[row.job, row.state] += 1
+        await self._records.export_ended(row)
+        self.written_bytes[row.job] += job.export.written_bytes
+        if not row.schedule:
+            await asyncio.to_thread(self.assets.forget, row.id)
+        elif row.state == "DONE":
+            try:
+                await self.schedules(row.job).retain(row.schedule, self._queues[row.job])
+            except StoreError as error:
+                log.warning("schedule %s: nothing was removed: %s", row.schedule, error)
+
+    def _tell(self, job: ExportJob, whole: bool) -> None:
+        now_s = time.monotonic()
+        if not whole and now_s - self._told_s.get(job.row.id, 0.0) < TELL_EVERY_S:
+            return
+        self._told_s[job.row.id] = now_s
+        row = job.row
+        data = {
+            "id": row.id,
+            "state": row.state,
+            "reason": row.reason[:500],
+            "destination": row.destination,
+            "format": row.format,
+            "epoch": row.epoch,
+            "step": row.step,
+            "schedule": row.schedule,
+            "size_bytes": job.export.size_bytes,
+            "written_bytes": job.export.written_bytes,
+        }
+        self._publish(Kind.EXPORT, data, job=row.job)

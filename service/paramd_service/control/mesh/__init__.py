@@ -1,0 +1,1 @@
+"""Jobs, their incarnations and ranks: registry, view, boundary requests, statistics."""

@@ -1,0 +1,409 @@
+"""Boundaries agreed by all trainers: numbers them, tells every sidecar, compares answers.
+
+Turns are taken one after another, in the order they were asked for. Captures share theirs:
+what is asked for while one is under way is in the next. An edit or a hold has its own, and keeps
+it until what became of it is known (`turn`). A round ends at once when any rank cannot take
+part, so a dead rank delays nobody. A shared round that a sidecar refuses is tried again request
+by request: one caller's ended lease is nobody else's error.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import time
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import Protocol
+
+from paramd.errors import (
+    CODES,
+    ConflictError,
+    DeadlineError,
+    DeniedError,
+    NotFoundError,
+    ParamdError,
+    UnreachableError,
+    UsageError,
+)
+from paramd.v1 import sidecar_pb2
+from paramd_service.control.mesh.view import MeshView, listed
+
+_TOKEN_BITS = 63
+
+Snapshots = Mapping[int, Sequence[str]]
+"""Snapshot ids by rank."""
+
+
+class BoundaryAction(IntEnum):
+    """What is done at an agreed boundary; the numbers are those of paramd.v1."""
+
+    CAPTURE = sidecar_pb2.BOUNDARY_ACTION_UNSPECIFIED
+    """Fill snapshots; there may be none."""
+    EDIT = sidecar_pb2.BOUNDARY_ACTION_EDIT
+    """Apply a staged edit."""
+    HOLD = sidecar_pb2.BOUNDARY_ACTION_HOLD
+    """Hold training under a lease."""
+    STEP = sidecar_pb2.BOUNDARY_ACTION_STEP
+    """Let held training pass some boundaries."""
+    RESUME = sidecar_pb2.BOUNDARY_ACTION_RESUME
+    """End the hold."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BoundaryRequest:
+    """One request, the same for all ranks but for their snapshots."""
+
+    number: int
+    """Rises by one with every request of an epoch."""
+    token: int
+    """Names the content, 1 to 2**63 - 1: of two control planes that use one number each,
+    trainers agree with neither."""
+    action: BoundaryAction = BoundaryAction.CAPTURE
+    edit_id: str = ""
+    step_count: int = 0
+    """Boundaries that STEP lets pass."""
+    lease_ms: int = 0
+    """Lease of a HOLD, in milliseconds."""
+
+
+def token_of(
+    generation: int, number: int, action: BoundaryAction, digests: Sequence[bytes] = ()
+) -> int:
+    """The token of a request: equal for equal content, 1 to 2**63 - 1.
+
+    Args:
+        digests: of what an edit does and of its data.
+    """
+    told = hashlib.blake2b(f"{generation}:{number}:{int(action)}".encode(), digest_size=8)
+    for digest in digests:
+        told.update(len(digest).to_bytes(4, "big") + digest)
+    return max(1, int.from_bytes(told.digest(), "big") >> (64 - _TOKEN_BITS))
+
+
+@dataclass(frozen=True, slots=True)
+class RankAnswer:
+    """What one sidecar says of a boundary: where it was, or why its copy was missed."""
+
+    rank: int
+    epoch: int
+    step: int
+    captured: bool
+    reason: str
+    edits: int = 0
+    """Edits applied in this epoch, once it was done."""
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """All ranks' answers in one: `step` is -1 and `reason` tells why when not captured."""
+
+    captured: bool
+    step: int
+    reason: str
+    edits: int = -1
+
+
+def decide(epoch: int, world_size: int, answers: Sequence[RankAnswer]) -> Verdict:
+    """Captured only when all ranks filled their snapshots at one step of this epoch."""
+    missed = [answer for answer in answers if not answer.captured or answer.step < 0]
+    if missed:
+        told = "; ".join(f"rank {a.rank}: {a.reason or 'no reason given'}" for a in missed[:8])
+        return Verdict(False, -1, told)
+    foreign = [answer for answer in answers if answer.epoch != epoch]
+    if foreign:
+        ranks = listed([answer.rank for answer in foreign])
+        return Verdict(False, -1, f"ranks {ranks} answered for another epoch than {epoch}")
+    steps = sorted({answer.step for answer in answers})
+    if len(steps) > 1:
+        told = ", ".join(f"rank {a.rank} at {a.step}" for a in answers[:8])
+        return Verdict(False, -1, f"the ranks captured different steps: {told}")
+    if len({answer.edits for answer in answers}) > 1:
+        told = ", ".join(f"rank {a.rank} after {a.edits}" for a in answers[:8])
+        return Verdict(False, -1, f"the ranks captured after different edits: {told}")
+    silent = set(range(world_size)) - {answer.rank for answer in answers}
+    if silent:
+        return Verdict(False, -1, f"ranks {listed(sorted(silent))} have not answered")
+    return Verdict(True, steps[0], "", answers[0].edits)
+
+
+def worst(failures: Mapping[int, ParamdError]) -> ParamdError:
+    """One error for all ranks that failed: of the kind that trying again helps least."""
+    order: tuple[type[ParamdError], ...] = (
+        DeniedError,
+        ConflictError,
+        UnreachableError,
+        DeadlineError,
+        ParamdError,
+    )
+    rank = next(
+        rank for wanted in order for rank in sorted(failures) if isinstance(failures[rank], wanted)
+    )
+    kind = next(kind for kind in type(failures[rank]).__mro__ if kind in CODES)
+    others = [str(failures[other]) for other in sorted(failures) if other != rank]
+    return kind("; ".join([str(failures[rank]), *others[:7]]))
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """The right to ask all ranks for one thing, with a number that nobody used before."""
+
+    number: int
+    view: MeshView
+    """The mesh when the turn came; all ranks are joined."""
+
+
+class BoundaryCalls(Protocol):
+    """How the coordinator reaches sidecars."""
+
+    async def reach(
+        self,
+        rank: int,
+        address: str,
+        request: BoundaryRequest,
+        snapshot_ids: Sequence[str],
+        timeout_s: float,
+    ) -> RankAnswer:
+        """Calls ReachBoundary of one rank's sidecar. Raises ParamdErrors."""
+
+
+def margin_s(timeout_s: float) -> float:
+    """What is kept of a caller's time, so that the reason arrives before its deadline."""
+    return min(0.05 * timeout_s, 1.0)
+
+
+@dataclass(eq=False, slots=True)
+class _Request:
+    snapshots: Snapshots
+    deadline_s: float
+    answer: asyncio.Future[Verdict]
+
+
+class Coordinator:
+    """Runs the rounds of one epoch. Use on one event loop; `close` at the end."""
+
+    def __init__(
+        self,
+        calls: BoundaryCalls,
+        view: Callable[[], MeshView],
+        *,
+        epoch: int,
+        generation: int = 0,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._calls = calls
+        self._view = view
+        self._epoch = epoch
+        self._generation = generation
+        self._clock = clock
+        self._last_boundary = 0
+        self._turns = asyncio.Lock()
+        self._waiting: list[_Request] = []
+        self._alone: list[_Request] = []
+        self._current: list[_Request] = []
+        self._round: asyncio.Task[Verdict] | None = None
+        self._runner: asyncio.Task[None] | None = None
+        self.round_count = 0
+        """Rounds begun."""
+        self.captured_count = 0
+        """Rounds that captured."""
+
+    @property
+    def waiting_count(self) -> int:
+        """Requests that wait for the next round."""
+        return len(self._waiting)
+
+    async def schedule(self, snapshots: Snapshots, *, timeout_s: float) -> Verdict:
+        """Has all snapshots filled at one boundary. Cancelling withdraws the request.
+
+        Raises:
+            UnreachableError: not all ranks are joined, or one does not answer.
+            ConflictError: a rank is torn or has no trainer.
+            DeadlineError: no boundary was agreed within `timeout_s`.
+        """
+        timeout_s -= margin_s(timeout_s)
+        request = _Request(
+            snapshots, self._clock() + timeout_s, asyncio.get_running_loop().create_future()
+        )
+        self._waiting.append(request)
+        if self._runner is None or self._runner.done():
+            self._runner = asyncio.create_task(self._run(), name="paramd-rounds")
+        try:
+            async with asyncio.timeout(timeout_s):
+                return await request.answer
+        except TimeoutError:
+            raise DeadlineError(
+                f"the trainers agreed on no boundary within {timeout_s:.1f} s; a rank is slow, "
+                "hung or not training"
+            ) from None
+        finally:
+            self._withdraw(request)
+
+    @asynccontextmanager
+    async def turn(self) -> AsyncIterator[Turn]:
+        """Waits for its turn, then keeps all other requests waiting until the block ends.
+
+        Raises:
+            UnreachableError: not all ranks are joined.
+        """
+        async with self._turns:
+            view = self.joined()
+            yield Turn(self._next_number(view), view)
+
+    @asynccontextmanager
+    async def pause(self) -> AsyncIterator[None]:
+        """Keeps all requests waiting until the block ends; needs no rank."""
+        async with self._turns:
+            yield
+
+    def used(self, number: int) -> None:
+        """A number that was used before this control plane began; the next ones are above it."""
+        self._last_boundary = max(self._last_boundary, number)
+
+    async def round(
+        self,
+        request: BoundaryRequest,
+        snapshots: Snapshots,
+        view: MeshView,
+        *,
+        timeout_s: float,
+    ) -> Verdict:
+        """Asks all ranks; within a turn. Raises as `schedule`."""
+        self.round_count += 1
+        tasks = {
+            asyncio.create_task(
+                self._calls.reach(
+                    report.rank,
+                    report.address,
+                    request,
+                    snapshots.get(report.rank, ()),
+                    timeout_s,
+                )
+            ): report.rank
+            for report in view.joined
+        }
+        try:
+            verdict = await self._gathered(tasks)
+        finally:
+            for task in tasks:
+                await _ended(task)
+        self.captured_count += verdict.captured
+        return verdict
+
+    async def close(self) -> None:
+        """Ends the round under way; its callers get UnreachableError."""
+        if self._runner is not None:
+            self._runner.cancel()
+            await asyncio.wait({self._runner})
+        for request in [*self._current, *self._alone, *self._waiting]:
+            _fail(request, UnreachableError("the control plane is stopping; try again"))
+        self._alone.clear()
+        self._waiting.clear()
+
+    def _withdraw(self, request: _Request) -> None:
+        request.answer.cancel()
+        for queue in (self._waiting, self._alone):
+            if request in queue:
+                queue.remove(request)
+        if self._round is not None and all(other.answer.done() for other in self._current):
+            self._round.cancel()
+
+    async def _run(self) -> None:
+        while self._alone or self._waiting:
+            async with self._turns:
+                if self._alone or self._waiting:
+                    await self._shared_round()
+
+    async def _shared_round(self) -> None:
+        if self._alone:
+            self._current = [self._alone.pop(0)]
+        else:
+            self._current, self._waiting = self._waiting, []
+        self._round = asyncio.create_task(self._one_round(self._current))
+        try:
+            await asyncio.wait({self._round})
+        finally:
+            await _ended(self._round)
+        if len(self._current) > 1 and _refused(self._round):
+            self._alone += [r for r in self._current if not r.answer.done()]
+        else:
+            _settle(self._current, self._round)
+        self._current, self._round = [], None
+
+    async def _one_round(self, requests: Sequence[_Request]) -> Verdict:
+        view = self.joined()
+        number = self._next_number(view)
+        token = token_of(self._generation, number, BoundaryAction.CAPTURE)
+        timeout_s = max(request.deadline_s for request in requests) - self._clock()
+        ids = {
+            report.rank: [i for r in requests for i in r.snapshots.get(report.rank, ())]
+            for report in view.joined
+        }
+        request = BoundaryRequest(number=number, token=token)
+        return await self.round(request, ids, view, timeout_s=timeout_s)
+
+    def joined(self) -> MeshView:
+        """The mesh, when all its ranks are joined. Raises UnreachableError."""
+        view = self._view()
+        if view.absent:
+            told = "; ".join(f"rank {rank.rank}: {rank.reason}" for rank in view.absent[:8])
+            raise UnreachableError(f"a boundary needs all {len(view.ranks)} ranks; {told}")
+        return view
+
+    def _next_number(self, view: MeshView) -> int:
+        self._last_boundary = max(self._last_boundary, view.highest_boundary) + 1
+        return self._last_boundary
+
+    async def _gathered(self, tasks: Mapping[asyncio.Task[RankAnswer], int]) -> Verdict:
+        pending = set(tasks)
+        answers: list[RankAnswer] = []
+        while pending:
+            done, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
+            failures: dict[int, ParamdError] = {}
+            for task in done:
+                error = task.exception()
+                if error is None:
+                    answers.append(task.result())
+                elif isinstance(error, ParamdError):
+                    failures[tasks[task]] = error
+                else:
+                    raise error
+            if failures:
+                raise worst(failures)
+            if not all(answer.captured for answer in answers):
+                break
+        answers.sort(key=lambda answer: answer.rank)
+        return decide(self._epoch, len(tasks), answers)
+
+
+async def _ended(task: asyncio.Task[RankAnswer] | asyncio.Task[Verdict]) -> None:
+    """Cancels a task if it still runs, and waits for its end, whatever it ends with."""
+    if not task.done():
+        task.cancel()
+        await asyncio.wait({task})
+    if not task.cancelled():
+        task.exception()
+
+
+def _refused(ended: asyncio.Task[Verdict]) -> bool:
+    """Whether a sidecar refused the round for what it was asked, perhaps by one caller only."""
+    if ended.cancelled():
+        return False
+    return isinstance(ended.exception(), NotFoundError | ConflictError | UsageError)
+
+
+def _settle(requests: Sequence[_Request], ended: asyncio.Task[Verdict]) -> None:
+    for request in requests:
+        if ended.cancelled():
+            _fail(request, UnreachableError("the round was withdrawn; try again"))
+        elif (error := ended.exception()) is not None:
+            _fail(request, error)
+        elif not request.answer.done():
+            request.answer.set_result(ended.result())
+
+
+def _fail(request: _Request, error: BaseException) -> None:
+    if not request.answer.done():
+        request.answer.set_exception(error)

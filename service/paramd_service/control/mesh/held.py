@@ -1,0 +1,158 @@
+"""Snapshots that REST's callers hold: pinned on all ranks at one step until a lease ends.
+
+While a lease lasts, this control plane renews the sidecars' own leases; should it die, those
+end by themselves within half a minute.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import time
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from paramd.errors import DeniedError, NotFoundError
+from paramd_service.shares import CALLER, Shares, Who
+
+if TYPE_CHECKING:
+    from paramd.mesh.peers.pins import Pinned
+
+MAX_HELD = 16
+"""Snapshots at once."""
+
+MAX_LEASE_S = 300.0
+DEFAULT_LEASE_S = 30.0
+
+
+@dataclass(eq=False, slots=True)
+class Held:
+    """One snapshot under lease."""
+
+    id: str
+    filter: str
+    epoch: int
+    step: int
+    expires_s: float
+    """On the monotonic clock."""
+    pins: Mapping[int, tuple[str, int]]
+    """Snapshot id and size in bytes, by rank."""
+    who: Who = None
+    """Names the token that pinned it; None: the owner's."""
+    moved: asyncio.Event = field(default_factory=asyncio.Event)
+    released: bool = False
+
+    @property
+    def left_s(self) -> float:
+        return max(self.expires_s - time.monotonic(), 0.0)
+
+
+Pin = Callable[[Callable[["Pinned"], Coroutine[Any, Any, None]]], Coroutine[Any, Any, None]]
+"""Runs its argument while the tensors are pinned."""
+
+
+class HeldSnapshots:
+    """Snapshots by id. Used on the event loop only."""
+
+    def __init__(self) -> None:
+        self._held: dict[str, Held] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._shares = Shares(MAX_HELD, "snapshots held")
+
+    def all(self) -> Sequence[Held]:
+        """Those that have not ended, the one that ends first at the front."""
+        return sorted(self._held.values(), key=lambda held: held.expires_s)
+
+    def get(self, held_id: str) -> Held:
+        """Raises NotFoundError when it has ended, or never was."""
+        held = self._held.get(held_id)
+        if held is None:
+            raise NotFoundError("snapshot: none of that id; its lease has ended, pin it again")
+        return held
+
+    async def pin(self, pin: Pin, *, filter_text: str, lease_s: float) -> Held:
+        """Pins, and holds until the lease ends, `release` or `close`.
+
+        Raises:
+            ExhaustedError: too many are held. ParamdError: what `pin` raises.
+        """
+        who = CALLER.get()
+        self._shares.take(who)
+        pinned_now: asyncio.Future[Held] = asyncio.get_running_loop().create_future()
+
+        async def hold(pinned: Pinned) -> None:
+            held = Held(
+                id=secrets.token_hex(16),
+                filter=filter_text,
+                epoch=pinned.epoch,
+                step=pinned.step,
+                expires_s=time.monotonic() + lease_s,
+                pins={r: (p.snapshot_id, p.size_bytes) for r, p in pinned.pins.items()},
+                who=who,
+            )
+            if pinned_now.cancelled():
+                return
+            pinned_now.set_result(held)
+            self._held[held.id] = held
+            try:
+                await _until_over(held)
+            finally:
+                del self._held[held.id]
+
+        task = asyncio.create_task(pin(hold), name="paramd-held-snapshot")
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        task.add_done_callback(lambda _: self._shares.give_back(who))
+        try:
+            both: set[asyncio.Future[Any]] = {task, pinned_now}
+            await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
+            if not pinned_now.done():
+                task.result()  # raises: the pin has failed
+        except asyncio.CancelledError:
+            task.cancel()
+            raise
+        finally:
+            pinned_now.cancel()
+        return pinned_now.result()
+
+    def renew(self, held_id: str, lease_s: float, *, by_admin: bool = False) -> Held:
+        """Prolongs a lease from now on. Raises NotFoundError, DeniedError: another's."""
+        held = self.get(held_id)
+        _check_holder(held, by_admin=by_admin)
+        held.expires_s = time.monotonic() + lease_s
+        held.moved.set()
+        return held
+
+    def release(self, held_id: str, *, by_admin: bool = False) -> Held | None:
+        """Ends a lease; None when there is none. Raises DeniedError: another's."""
+        held = self._held.get(held_id)
+        if held is not None:
+            _check_holder(held, by_admin=by_admin)
+            held.released = True
+            held.moved.set()
+        return held
+
+    async def close(self) -> None:
+        """Releases all."""
+        for task in self._tasks:
+            task.cancel()
+        if self._tasks:
+            await asyncio.wait(set(self._tasks))
+
+
+def _check_holder(held: Held, *, by_admin: bool) -> None:
+    if not by_admin and held.who != CALLER.get():
+        raise DeniedError(
+            "snapshot: another token pinned it; ask its holder or an admin to release it"
+        )
+
+
+async def _until_over(held: Held) -> None:
+    while not held.released and held.left_s:
+        held.moved.clear()
+        try:
+            async with asyncio.timeout(held.left_s):
+                await held.moved.wait()
+        except TimeoutError:
+            continue

@@ -1,0 +1,157 @@
+"""One epoch of one job at this control plane: who has joined, and what may be asked of them."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Coroutine
+from dataclasses import dataclass
+from typing import Any
+
+from paramd.errors import ConflictError, ParamdError
+from paramd_service.control.base.config import Bootstrap
+from paramd_service.control.base.epochs import EpochRecord
+from paramd_service.control.mesh.coordinator import Coordinator
+from paramd_service.control.mesh.registry import Registry
+from paramd_service.control.mesh.sidecars import LayoutSource, SidecarCalls
+from paramd_service.control.mesh.statistics import StatsSource
+from paramd_service.control.mesh.view import rhythm
+from paramd_service.control.mesh.watch import Publish, RefusalBook, StateWatch
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Terms:
+    """What holds for every job of a control plane."""
+
+    generation: int
+    """Of two control planes the one of the higher generation is right."""
+    url: str
+    """Our own REST side."""
+    report_s: float = 2.0
+    """Time between two reports of a sidecar, in seconds."""
+    silent_after_s: float = 4.5
+    """A joined sidecar that has not reported for this long is silent, in seconds."""
+
+
+class Incarnation:
+    """Used on the event loop only. Nothing is opened before somebody asks for it."""
+
+    def __init__(
+        self,
+        bootstrap: Bootstrap,
+        terms: Terms,
+        *,
+        publish: Publish = lambda kind, data, *, job: None,
+    ) -> None:
+        self.bootstrap = bootstrap
+        self.terms = terms
+        self.rhythm = rhythm(
+            bootstrap.world_size, report_s=terms.report_s, silent_after_s=terms.silent_after_s
+        )
+        self.registry = Registry(bootstrap, silent_after_s=self.rhythm.silent_after_s)
+        self.calls = SidecarCalls(bootstrap, generation=terms.generation)
+        self.layouts = LayoutSource(self.calls)
+        self.coordinator = Coordinator(
+            self.calls,
+            self.registry.view,
+            epoch=bootstrap.epoch,
+            generation=terms.generation,
+        )
+        self.statistics = StatsSource(bootstrap, terms.url)
+        self.refusals = RefusalBook()
+        self.watch = StateWatch(job=bootstrap.job, epoch=bootstrap.epoch, publish=publish)
+        self.began_s = time.time()
+        self.ended_s: float | None = None
+        self.last_step = -1
+        """Lowest last step of the ranks when the epoch ended; -1 when none reported."""
+        self._why_over: ParamdError | None = None
+        self._streams: set[asyncio.Task[None]] = set()
+
+    @property
+    def job(self) -> str:
+        return self.bootstrap.job
+
+    @property
+    def epoch(self) -> int:
+        return self.bootstrap.epoch
+
+    @property
+    def over(self) -> ParamdError | None:
+        """Why nobody may join or ask for boundaries any more; None while they may."""
+        return self._why_over
+
+    def check(self) -> None:
+        """Raises why this incarnation is over, if it is."""
+        if self._why_over is not None:
+            raise self._why_over
+
+    def saw_generation(self, generation: int) -> None:
+        """A sidecar has met this generation. A higher one than ours takes the job from us.
+
+        Raises:
+            ConflictError: it is higher.
+        """
+        if generation > self.terms.generation:
+            self.send_away(
+                ConflictError(
+                    f"a newer control plane (generation {generation}) serves job {self.job!r}; "
+                    f"this one is of generation {self.terms.generation}"
+                )
+            )
+            self.check()
+
+    def end(self, reason: ParamdError) -> None:
+        """Sends the sidecars away with `reason`; the first reason stays. Idempotent."""
+        if self._why_over is None:
+            self._why_over = reason
+        if self.ended_s is None:
+            self.ended_s = time.time()
+            self.last_step = self.registry.last_step
+        for stream in self._streams:
+            stream.cancel()
+
+    def send_away(self, reason: ParamdError) -> None:
+        """Ends the streams, and lets nobody in: the epoch goes on elsewhere."""
+        self._why_over = self._why_over if self._why_over is not None else reason
+        for stream in self._streams:
+            stream.cancel()
+
+    async def follow(self, stream: Coroutine[Any, Any, None]) -> None:
+        """Runs the reading of one Join stream to its end, or to ours.
+
+        Raises:
+            ParamdError: what the stream raised, or why this incarnation is over.
+        """
+        if self._why_over is not None:
+            stream.close()
+            raise self._why_over
+        task = asyncio.create_task(stream)
+        self._streams.add(task)
+        try:
+            await asyncio.wait({task})
+        finally:
+            self._streams.discard(task)
+            if not task.done():
+                task.cancel()
+                await asyncio.wait({task})
+        if not task.cancelled():
+            task.result()
+        self.check()
+
+    def record(self) -> EpochRecord:
+        """This epoch as the list of epochs has it."""
+        return EpochRecord(
+            epoch=self.epoch,
+            world_size=self.bootstrap.world_size,
+            began_s=self.began_s,
+            ended_s=self.ended_s,
+            reason=str(self._why_over) if self._why_over is not None else "",
+            step=self.last_step if self.ended_s is not None else -1,
+        )
+
+    async def close(self) -> None:
+        """Lets go of everything that was opened. Call it after `end`."""
+        await self.coordinator.close()
+        await self.statistics.close()
+        await self.calls.close()
+        self.layouts.close()

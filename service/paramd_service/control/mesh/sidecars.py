@@ -1,0 +1,209 @@
+"""What the control plane asks of sidecars: boundaries, and the layout once per digest."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+from paramd.clock import now_s
+from paramd.errors import DeadlineError, ParamdError, UnreachableError
+from paramd.layout.codec import decode_layout
+from paramd.layout.merge import layout_digest
+from paramd.layout.select import NameIndex
+from paramd.mesh.peers.grpc import Channels, told_errors, watched
+from paramd.security.tickets import Role
+from paramd.v1 import layout_pb2, sidecar_pb2
+from paramd_service.control.base.config import Bootstrap
+from paramd_service.control.mesh.coordinator import BoundaryRequest, RankAnswer
+from paramd_service.control.mesh.view import MeshView
+
+TICKET_TTL_S = 600.0
+LAYOUT_TIMEOUT_S = 20.0
+PROBE_TIMEOUT_S = 3.0
+
+
+class ControlTicket:
+    """A ticket of role `control`, minted anew at half of its validity."""
+
+    def __init__(self, bootstrap: Bootstrap, clock: Callable[[], float] = now_s) -> None:
+        self._bootstrap = bootstrap
+        self._clock = clock
+        self._ticket = ""
+        self._renew_s = 0.0
+
+    def __call__(self) -> str:
+        now_s = self._clock()
+        if now_s >= self._renew_s:
+            self._ticket = self._bootstrap.signer.mint(
+                job=self._bootstrap.job,
+                epoch=self._bootstrap.epoch,
+                role=Role.CONTROL,
+                ttl_s=TICKET_TTL_S,
+                now_s=now_s,
+            )
+            self._renew_s = now_s + TICKET_TTL_S / 2
+        return self._ticket
+
+
+class SidecarCalls:
+    """The sidecars of one mesh over cached channels; implements `BoundaryCalls`."""
+
+    def __init__(self, bootstrap: Bootstrap, *, generation: int = 0) -> None:
+        """No I/O. `generation` is this control plane's; sidecars follow the highest."""
+        self._bootstrap = bootstrap
+        self._generation = generation
+        self._channels = Channels(ControlTicket(bootstrap))
+
+    async def ask(
+        self, rank: int, address: str, method: str, request: object, *, timeout_s: float
+    ) -> Any:
+        """The answer of one rank's sidecar, and of no other.
+
+        Raises:
+            ParamdError: the class that the status stands for, naming the rank.
+        """
+        asked = self._bootstrap.asked(rank, address)
+        return await self._channels.ask(asked, method, request, timeout_s=timeout_s)
+
+    async def reach(
+        self,
+        rank: int,
+        address: str,
+        request: BoundaryRequest,
+        snapshot_ids: Sequence[str],
+        timeout_s: float,
+    ) -> RankAnswer:
+        """Calls ReachBoundary; a sidecar that stopped answering is noticed within seconds.
+
+        Raises:
+            ParamdError: the class that the status stands for, naming the rank.
+        """
+        message = sidecar_pb2.ReachBoundaryRequest(
+            epoch=self._bootstrap.epoch,
+            boundary=request.number,
+            snapshot_ids=snapshot_ids,
+            generation=self._generation,
+            action=sidecar_pb2.BoundaryAction.ValueType(request.action),
+            token=request.token,
+            edit_id=request.edit_id,
+            step_count=request.step_count,
+            lease_ms=request.lease_ms,
+        )
+        call = self.ask(rank, address, "ReachBoundary", message, timeout_s=timeout_s)
+        # A deadline alone cannot tell a rank in a long update from a stopped sidecar.
+        answer = await watched(call, lambda: self._probe(rank, address))
+        header = answer.header
+        return RankAnswer(
+            rank, header.epoch, header.step, answer.captured, answer.reason, header.edits
+        )
+
+    async def _probe(self, rank: int, address: str) -> None:
+        request = sidecar_pb2.GetStateRequest()
+        try:
+            await self.ask(rank, address, "GetState", request, timeout_s=PROBE_TIMEOUT_S)
+        except (DeadlineError, UnreachableError) as error:
+            raise UnreachableError(
+                f"rank {rank} does not answer: its sidecar is stopped, dead or cut off; "
+                "training goes on, try again in a few seconds"
+            ) from error
+        except ParamdError:
+            pass  # it answered, and that was the question
+
+    async def layout(self, rank: int, address: str) -> layout_pb2.Layout:
+        """All batches of GetLayout as one message.
+
+        Raises:
+            ParamdError: as `reach`.
+        """
+        whole = layout_pb2.Layout()
+        asked, request = self._bootstrap.asked(rank, address), sidecar_pb2.GetLayoutRequest()
+        call = self._channels.open(asked, "GetLayout", request, timeout_s=LAYOUT_TIMEOUT_S)
+        with told_errors(asked.who):
+            async for batch in call:
+                asked.check(batch.header)
+                whole.MergeFrom(batch.layout)
+        return whole
+
+    async def snapshots(self, rank: int, address: str) -> sidecar_pb2.ListSnapshotsResponse:
+        """The leases of one rank.
+
+        Raises:
+            ParamdError: as `reach`.
+        """
+        request = sidecar_pb2.ListSnapshotsRequest()
+        found: sidecar_pb2.ListSnapshotsResponse = await self.ask(
+            rank, address, "ListSnapshots", request, timeout_s=PROBE_TIMEOUT_S
+        )
+        return found
+
+    async def metrics(self, rank: int, address: str) -> str:
+        """The sidecar's own metrics as Prometheus text.
+
+        Raises:
+            ParamdError: as `reach`.
+        """
+        request = sidecar_pb2.GetMetricsRequest()
+        found = await self.ask(rank, address, "GetMetrics", request, timeout_s=PROBE_TIMEOUT_S)
+        return str(found.text)
+
+    async def keep_only(self, view: MeshView) -> None:
+        """Closes channels to sidecars that have been replaced."""
+        await self._channels.keep_only(frozenset(report.peer.address for report in view.joined))
+
+    async def close(self) -> None:
+        """Closes all channels."""
+        await self._channels.close()
+
+
+class LayoutSource:
+    """The layout in force, fetched from any joined sidecar and kept by its digest."""
+
+    def __init__(self, calls: SidecarCalls) -> None:
+        self._calls = calls
+        self._kept: tuple[str, NameIndex] | None = None
+        self._lock = asyncio.Lock()
+        # Decoding and hashing 100,000 tensors takes a second; the event loop must not stop.
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="paramd-layout")
+
+    async def get(self, view: MeshView) -> tuple[str, NameIndex]:
+        """Digest and names of the layout; `NameIndex.layout` is the layout itself.
+
+        Raises:
+            UnreachableError: the ranks report none, or different ones, or none answers.
+        """
+        wanted = view.layout_digest
+        if not wanted:
+            raise UnreachableError(
+                f"no layout is known: {view.reason or 'no rank has reported one'}; "
+                "try again in a few seconds"
+            )
+        async with self._lock:
+            if self._kept is None or self._kept[0] != wanted:
+                self._kept = (wanted, await self._fetch(view, wanted))
+            return self._kept
+
+    async def _fetch(self, view: MeshView, wanted: str) -> NameIndex:
+        reasons: list[str] = []
+        for report in view.joined[:4]:
+            try:
+                message = await self._calls.layout(report.rank, report.address)
+                loop = asyncio.get_running_loop()
+                index, digest = await loop.run_in_executor(self._thread, _decode, message)
+            except ParamdError as error:
+                reasons.append(str(error))
+                continue
+            if digest == wanted:
+                return index
+            reasons.append(f"rank {report.rank} sent a layout of another digest")
+        raise UnreachableError(f"the layout could not be fetched: {'; '.join(reasons)}")
+
+    def close(self) -> None:
+        """Ends the thread."""
+        self._thread.shutdown()
+
+
+def _decode(message: layout_pb2.Layout) -> tuple[NameIndex, str]:
+    layout = decode_layout(message)
+    return NameIndex(layout), layout_digest(layout)

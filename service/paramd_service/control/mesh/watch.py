@@ -1,0 +1,173 @@
+"""Tells the log and the viewers what changed in a mesh, once a change."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from paramd.v1 import common_pb2
+from paramd_service.control.mesh.view import MeshView, RankView, State
+
+EVERY_S = 60.0
+
+log = logging.getLogger("paramd.control")
+
+MOST_RANKS = 32
+"""Ranks told one by one; when more change at once, the mesh's reason says it for all."""
+
+_TOLD_PHASES = frozenset(
+    {
+        common_pb2.PHASE_WAITING,
+        common_pb2.PHASE_ORPHANED,
+        common_pb2.PHASE_TORN,
+        common_pb2.PHASE_STALLED,
+        common_pb2.PHASE_HELD,
+    }
+)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Refused:
+    """What one rank's sidecar has refused since the last record of it."""
+
+    rank: int
+    count: int
+    total: int
+    """Since the sidecar's process began."""
+    last: str
+    """Method and reason of the last one."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Recorded:
+    pid: int
+    total: int
+    at_s: float
+
+
+class RefusalBook:
+    """The ranks of one epoch. No I/O, no clock."""
+
+    def __init__(self) -> None:
+        self._recorded: dict[int, _Recorded] = {}
+
+    def look(self, view: MeshView, now_s: float) -> Iterator[Refused]:
+        """What is due for a record now, which counts as recorded once it was yielded.
+
+        A sidecar that this control plane has not met before, or that was replaced, is taken at
+        its word: all that it refused is new. After a restart of the control plane a number may
+        so be recorded twice; `total` shows it.
+        """
+        for rank in view.ranks:
+            report = rank.report
+            if report is None or report.state.refused_call_count <= 0:
+                continue
+            state = report.state
+            before = self._recorded.get(rank.rank)
+            if before is not None and now_s - before.at_s < EVERY_S:
+                continue
+            same = before is not None and before.pid == state.sidecar_pid
+            counted = before.total if before is not None and same else 0
+            if state.refused_call_count <= counted:
+                continue
+            self._recorded[rank.rank] = _Recorded(
+                state.sidecar_pid, state.refused_call_count, now_s
+            )
+            yield Refused(
+                rank=rank.rank,
+                count=state.refused_call_count - counted,
+                total=state.refused_call_count,
+                last=state.last_refusal,
+            )
+
+
+class Publish(Protocol):
+    """How viewers are told; `EventBus.publish` is one."""
+
+    def __call__(self, kind: str, data: Mapping[str, Any], *, job: str) -> object:
+        """Kind ("rank", "step", "epoch"), what happened, and to which job."""
+
+
+def standing(rank: RankView) -> tuple[str, str, int]:
+    """What makes two views of a rank different; the phases of a running step do not."""
+    phase = rank.report.state.phase if rank.report is not None else 0
+    return rank.membership.value, rank.state.value, phase if phase in _TOLD_PHASES else 0
+
+
+class StateWatch:
+    """Compares each view of one incarnation with the one before."""
+
+    def __init__(self, *, job: str, epoch: int, publish: Publish) -> None:
+        self._job = job
+        self._epoch = epoch
+        self._publish = publish
+        self._ranks: dict[int, tuple[str, str, int]] = {}
+        self._state: State | None = None
+        self._step = -1
+
+    def look(self, view: MeshView) -> None:
+        """Logs and publishes what changed since the last look."""
+        changed = []
+        for rank in view.ranks:
+            now = standing(rank)
+            if self._ranks.get(rank.rank) != now:
+                changed.append(rank)
+                self._ranks[rank.rank] = now
+        self._tell_mesh(view, len(changed))
+        if len(changed) <= MOST_RANKS:
+            for rank in changed:
+                self._tell_rank(rank)
+        step = min((report.step for report in view.joined), default=-1)
+        if step != self._step:
+            self._step = step
+            self._publish("step", {"epoch": self._epoch, "step": step}, job=self._job)
+
+    def _tell_mesh(self, view: MeshView, changed_count: int) -> None:
+        many = changed_count > MOST_RANKS
+        if view.state is self._state and not many:
+            return
+        self._state = view.state
+        where = f"job {self._job}, epoch {self._epoch}"
+        level = logging.WARNING if view.state in (State.DEGRADED, State.DOWN) else logging.INFO
+        log.log(
+            level,
+            "%s is %s: %s",
+            where,
+            view.state.value,
+            _or(view.reason),
+            extra={"job": self._job, "epoch": self._epoch, "step": self._step},
+        )
+        data = {
+            "epoch": self._epoch,
+            "rank": -1,
+            "state": view.state.value,
+            "reason": view.reason,
+            "changed_count": changed_count,
+        }
+        self._publish("rank", data, job=self._job)
+
+    def _tell_rank(self, rank: RankView) -> None:
+        membership, state, _ = standing(rank)
+        if rank.reason:
+            step = rank.report.step if rank.report is not None else -1
+            log.info(
+                "job %s, rank %d: %s",
+                self._job,
+                rank.rank,
+                rank.reason,
+                extra={"job": self._job, "epoch": self._epoch, "rank": rank.rank, "step": step},
+            )
+        data = {
+            "epoch": self._epoch,
+            "rank": rank.rank,
+            "membership": membership,
+            "state": state,
+            "reason": rank.reason,
+        }
+        self._publish("rank", data, job=self._job)
+
+
+def _or(reason: str) -> str:
+    return reason or "all is well"

@@ -1,0 +1,268 @@
+"""Prometheus metrics, made from the mesh view when they are scraped. The label set is fixed.
+
+Job and rank are the only labels whose values come from outside; rule, kind, ok and captured
+have a handful of values each.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from paramd_service.control.alerts.config import Rule
+from paramd_service.control.alerts.service import Watchers
+from paramd_service.control.edits.service import Edits
+from paramd_service.control.exports.machine import TERMINAL
+from paramd_service.control.exports.service import Exports
+from paramd_service.control.mesh.jobs import Jobs
+from paramd_service.control.mesh.view import MeshView, RankView, Report, State
+from paramd_service.control.records.records import Records
+from paramd_service.tls import ServerTls
+
+_NS = 1e9
+
+
+class EditsCollector(Collector):
+    """Made from the book when it is scraped."""
+
+    def __init__(self, edits: Edits) -> None:
+        self._edits = edits
+
+    def collect(self) -> Iterator[Metric]:
+        labels = ["job", "state"]
+        under_way = GaugeMetricFamily("paramd_edits_open", "Edits under way", labels=labels)
+        for (job, state), count in sorted(self._edits.open_counts().items()):
+            under_way.add_metric([job, state], count)
+        ended = CounterMetricFamily("paramd_edits", "Edits that ended here", labels=labels)
+        for (job, state), count in sorted(self._edits.ended.items()):
+            ended.add_metric([job, state], count)
+        seconds = CounterMetricFamily(
+            "paramd_edit_seconds", "From creation to APPLIED, all together", labels=["job"]
+        )
+        for job, taken_s in sorted(self._edits.seconds.items()):
+            seconds.add_metric([job], taken_s)
+        holds = CounterMetricFamily("paramd_holds", "Holds begun here", labels=["job"])
+        for job, count in sorted(self._edits.hold_counts().items()):
+            holds.add_metric([job], count)
+        yield from (under_way, ended, seconds, holds)
+
+
+class RecordsCollector(Collector):
+    """Looked at when it is scraped; asks the store nothing."""
+
+    def __init__(self, records: Records) -> None:
+        self._records = records
+
+    def collect(self) -> Iterator[Metric]:
+        records = self._records
+        yield GaugeMetricFamily(
+            "paramd_audit_ok",
+            "0 while the audit cannot be written and mutations are refused",
+            value=not records.audit.failure,
+        )
+        yield GaugeMetricFamily(
+            "paramd_store_writes_waiting",
+            "Writes that the store has not begun",
+            value=records.store.waiting_count,
+        )
+        yield CounterMetricFamily(
+            "paramd_history_dropped_samples",
+            "Samples of the metric history that were not kept",
+            value=records.history.dropped_count,
+        )
+
+
+_RANK_GAUGES: tuple[tuple[str, str, Callable[[Report], float]], ...] = (
+    ("paramd_rank_step", "Finished updates", lambda r: r.step),
+    ("paramd_rank_step_time_seconds", "Smoothed step time", lambda r: r.state.step_time_ns / _NS),
+    ("paramd_rank_arena_bytes", "Bytes of the arena", lambda r: r.state.arena_bytes),
+    ("paramd_rank_snapshot_bytes", "Bytes of snapshots", lambda r: r.state.snapshot_bytes),
+    ("paramd_rank_snapshots", "Snapshots under lease", lambda r: r.state.snapshot_count),
+    ("paramd_rank_stall_max_seconds", "Longest wait", lambda r: r.state.stall_max_ns / _NS),
+    ("paramd_rank_phase", "Phase by its number in paramd.v1", lambda r: r.state.phase),
+    ("paramd_rank_agreement_works", "1 while agreeing", lambda r: r.state.agreement_works),
+)
+_RANK_COUNTERS: tuple[tuple[str, str, Callable[[Report], float]], ...] = (
+    ("paramd_rank_stalls", "Updates that waited", lambda r: r.state.stall_count),
+    ("paramd_rank_stall_seconds", "Time waited", lambda r: r.state.stall_total_ns / _NS),
+    ("paramd_rank_abandoned_copies", "Given up", lambda r: r.state.abandoned_copy_count),
+)
+
+
+class LoopLag:
+    """How late the event loop's once-a-second tick came."""
+
+    def __init__(self) -> None:
+        self.last_s = 0.0
+        self.max_s = 0.0
+
+    def saw(self, lag_s: float) -> None:
+        """Takes in one tick's lag."""
+        self.last_s = max(lag_s, 0.0)
+        self.max_s = max(self.max_s, self.last_s)
+
+
+class _JobsCollector(Collector):
+    def __init__(
+        self,
+        jobs: Jobs,
+        lag: LoopLag,
+        watchers: Watchers,
+        tls: ServerTls | None,
+        exports: Exports | None,
+    ) -> None:
+        self._tls = tls
+        self._exports = exports
+        self._jobs = jobs
+        self._lag = lag
+        self._watchers = watchers
+
+    def collect(self) -> Iterator[Metric]:
+        incarnations = self._jobs.all()
+        views = [(i.job, i.registry.view()) for i in incarnations]
+        yield from _mesh_metrics(views)
+        yield from _rank_metrics([(job, rank) for job, view in views for rank in view.ranks])
+        rounds = CounterMetricFamily(
+            "paramd_boundary_rounds", "Boundary rounds by their end", labels=["job", "captured"]
+        )
+        waiting = GaugeMetricFamily(
+            "paramd_boundary_waiting", "Requests for the next round", labels=["job"]
+        )
+        for incarnation in incarnations:
+            job, coordinator = incarnation.job, incarnation.coordinator
+            captured = coordinator.captured_count
+            rounds.add_metric([job, "true"], captured)
+            rounds.add_metric([job, "false"], coordinator.round_count - captured)
+            waiting.add_metric([job], coordinator.waiting_count)
+        yield rounds
+        yield waiting
+        yield from _alert_metrics(self._watchers)
+        if self._exports is not None:
+            yield from _export_metrics(self._exports, [job for job, _ in views])
+        if self._tls is not None:
+            yield from _tls_metrics(self._tls)
+        yield _gauge("paramd_loop_lag_seconds", "Event loop's last lag", self._lag.last_s)
+        yield _gauge("paramd_loop_lag_max_seconds", "Event loop's longest lag", self._lag.max_s)
+
+
+class Metrics:
+    """Renders the metrics of one control plane."""
+
+    content_type = "text/plain; version=0.0.4; charset=utf-8"
+
+    def __init__(
+        self,
+        jobs: Jobs,
+        lag: LoopLag,
+        watchers: Watchers,
+        tls: ServerTls | None = None,
+        *,
+        exports: Exports | None = None,
+        edits: Edits | None = None,
+        records: Records | None = None,
+    ) -> None:
+        self._registry = CollectorRegistry()
+        if records is not None:
+            self._registry.register(RecordsCollector(records))
+        if edits is not None:
+            self._registry.register(EditsCollector(edits))
+        self._registry.register(_JobsCollector(jobs, lag, watchers, tls, exports))
+
+    def render(self) -> bytes:
+        """The text that Prometheus scrapes."""
+        return generate_latest(self._registry)
+
+
+def _gauge(name: str, text: str, value: float) -> GaugeMetricFamily:
+    return GaugeMetricFamily(name, text, value=value)
+
+
+def _tls_metrics(tls: ServerTls) -> Iterator[Metric]:
+    yield _gauge(
+        "paramd_tls_expiry_timestamp_seconds", "End of the certificate in force", tls.expires_s
+    )
+    yield _gauge(
+        "paramd_tls_files_ok", "0 while newer files of TLS cannot be used", not tls.failure
+    )
+
+
+def _mesh_metrics(views: Sequence[tuple[str, MeshView]]) -> Iterator[Metric]:
+    world = GaugeMetricFamily("paramd_world_size", "Ranks of the mesh", labels=["job"])
+    joined = GaugeMetricFamily("paramd_joined_ranks", "Ranks that are joined", labels=["job"])
+    well = GaugeMetricFamily("paramd_mesh_ok", "1 while all is well", labels=["job"])
+    for job, view in views:
+        world.add_metric([job], len(view.ranks))
+        joined.add_metric([job], len(view.joined))
+        well.add_metric([job], view.state is State.OK)
+    yield world
+    yield joined
+    yield well
+
+
+def _export_metrics(exports: Exports, jobs: Sequence[str]) -> Iterator[Metric]:
+    running = GaugeMetricFamily("paramd_exports_running", "Exports under way", labels=["job"])
+    ended = CounterMetricFamily("paramd_exports", "Exports by their end", labels=["job", "state"])
+    written = CounterMetricFamily("paramd_export_bytes", "Bytes exported", labels=["job"])
+    counts = Counter(job.row.job for job in exports.running())
+    for job in jobs:
+        running.add_metric([job], counts[job])
+        for state in TERMINAL:
+            ended.add_metric([job, state.value], exports.ended_counts[job, state.value])
+        written.add_metric([job], exports.written_bytes[job])
+    yield running
+    yield ended
+    yield written
+
+
+def _alert_metrics(watchers: Watchers) -> Iterator[Metric]:
+    firing = GaugeMetricFamily("paramd_alerts_firing", "Alerts now", labels=["job", "rule"])
+    fired = CounterMetricFamily("paramd_alerts_fired", "Alerts that ever began", labels=["job"])
+    rounds = CounterMetricFamily(
+        "paramd_watch_rounds", "Looks at parameters by their end", labels=["job", "kind", "ok"]
+    )
+    for job, watcher in watchers.all():
+        counts = Counter(alert.finding.rule for alert in watcher.book.firing)
+        for rule in Rule:
+            firing.add_metric([job, rule.value], counts[rule])
+        fired.add_metric([job], watcher.book.fired_count)
+        for ok, found in (("true", watcher.round_counts), ("false", watcher.failed_counts)):
+            for kind, count in found.items():
+                rounds.add_metric([job, kind, ok], count)
+    posts = CounterMetricFamily("paramd_webhook_posts", "Posts by their end", labels=["ok"])
+    posts.add_metric(["true"], watchers.webhooks.posted_count)
+    posts.add_metric(["false"], watchers.webhooks.failed_count)
+    yield firing
+    yield fired
+    yield rounds
+    yield posts
+
+
+def _rank_metrics(ranks: Sequence[tuple[str, RankView]]) -> Iterator[Metric]:
+    labels = ["job", "rank"]
+    joined = GaugeMetricFamily("paramd_rank_joined", "1 while joined", labels=labels)
+    age = GaugeMetricFamily("paramd_rank_report_age_seconds", "Last report", labels=labels)
+    for job, rank in ranks:
+        joined.add_metric([job, str(rank.rank)], rank.connected)
+        if rank.report is not None:
+            age.add_metric([job, str(rank.rank)], rank.age_s)
+    yield joined
+    yield age
+    for name, text, read in _RANK_GAUGES:
+        yield _filled(GaugeMetricFamily(name, text, labels=labels), ranks, read)
+    for name, text, read in _RANK_COUNTERS:
+        yield _filled(CounterMetricFamily(name, text, labels=labels), ranks, read)
+
+
+def _filled(
+    family: GaugeMetricFamily | CounterMetricFamily,
+    ranks: Sequence[tuple[str, RankView]],
+    read: Callable[[Report], float],
+) -> Metric:
+    for job, rank in ranks:
+        if rank.report is not None:
+            family.add_metric([job, str(rank.rank)], read(rank.report))
+    return family

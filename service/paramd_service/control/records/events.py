@@ -1,0 +1,215 @@
+"""What happens, as it happens: a bounded ring of events, followed by any number of readers.
+
+Readers share the ring and hold nothing but their place in it, so a slow one costs nobody
+anything: when the ring has gone past it, it is told how much it missed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+import re
+import secrets
+import time
+from collections import deque
+from collections.abc import AsyncGenerator, Callable, Mapping
+from contextlib import aclosing, asynccontextmanager
+from dataclasses import dataclass
+from enum import StrEnum
+from functools import cached_property
+from typing import Any
+
+from fastapi.sse import KEEPALIVE_COMMENT, format_sse_event
+
+from paramd.errors import UsageError
+from paramd_service.shares import CALLER, Shares
+
+RING_COUNT = 4096
+"""Events kept for readers that come back."""
+
+MAX_VIEWERS = 64
+"""Readers at once; one too many is refused."""
+
+MAX_DATA_CHARS = 16 << 10
+"""Longest data of one event as JSON; longer ones are cut to a note."""
+
+RETRY_MS = 2000
+"""When a browser shall come back after the stream broke."""
+
+_ID = re.compile(r"([0-9a-f]{8})-([0-9]{1,15})\Z")
+
+
+class Kind(StrEnum):
+    """What an event is about."""
+
+    HELLO = "hello"
+    """First in every stream: from here on nothing is missed."""
+    GAP = "gap"
+    """Events are missing here; `missed` says how many, -1 when nobody knows."""
+    RANK = "rank"
+    """A rank's membership, phase or reason changed."""
+    STEP = "step"
+    """Training went on; at most once a second for each job."""
+    EPOCH = "epoch"
+    """An incarnation of a job began or ended."""
+    ALERT = "alert"
+    """An alert was raised, changed or cleared."""
+    EDIT = "edit"
+    """An edit came into another state."""
+    HOLD = "hold"
+    """Training was held, stepped or let go."""
+    SNAPSHOT = "snapshot"
+    """A snapshot was pinned or released through the control plane."""
+    EXPORT = "export"
+    """An export began, moved (at most once a second) or ended."""
+
+
+@dataclass(frozen=True)
+class Event:
+    """One thing that happened."""
+
+    number: int
+    """Rises by one with each event of this control plane, from 1 on."""
+    id: str
+    """What a reader gives back to go on after it."""
+    kind: str
+    job: str
+    """Job it is about; empty when about none."""
+    text: str
+    """The data as one line of JSON, made once for all readers."""
+
+    @cached_property
+    def frame(self) -> bytes:
+        """What is sent of it, made once for all readers; of `QUIET`, a comment."""
+        if not self.kind:
+            return KEEPALIVE_COMMENT
+        return format_sse_event(data_str=self.text, event=self.kind, id=self.id, retry=RETRY_MS)
+
+
+QUIET = Event(0, "", "", "", "")
+"""Nothing has happened for a while: keeps a reader's connection alive."""
+
+
+class EventBus:
+    """Takes events in and hands them on. Used on the event loop only; publishing never waits."""
+
+    def __init__(
+        self,
+        *,
+        ring_count: int = RING_COUNT,
+        max_viewers: int = MAX_VIEWERS,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        self._ring: deque[Event] = deque(maxlen=ring_count)
+        self._last = 0
+        self._clock = clock
+        # Numbers begin anew with each process; the name tells a foreign one.
+        self._name = secrets.token_hex(4)
+        self._news = asyncio.Event()
+        self._viewers = Shares(max_viewers, "viewers that follow the events")
+        self._closed = False
+
+    @property
+    def viewer_count(self) -> int:
+        """Readers that follow now."""
+        return self._viewers.taken
+
+    def publish(self, kind: str, data: Mapping[str, Any], *, job: str = "") -> Event:
+        """Hands an event to all readers. Never waits and never fails for what readers do.
+
+        Args:
+            kind: One of `Kind`.
+            data: JSON-able; `time_s` (Unix time) and `job` are added.
+            job: Job it is about; readers of other jobs do not get it.
+        """
+        whole = {"time_s": round(self._clock(), 3), "job": job, **data}
+        text = json.dumps(whole, allow_nan=False, separators=(",", ":"))
+        if len(text) > MAX_DATA_CHARS:
+            whole = {"time_s": whole["time_s"], "job": job, "cut_chars": len(text)}
+            text = json.dumps(whole)
+        self._last += 1
+        event = Event(self._last, self._id(self._last), str(kind), job, text)
+        self._ring.append(event)
+        self._news.set()
+        self._news = asyncio.Event()
+        return event
+
+    @asynccontextmanager
+    async def follow(
+        self, *, job: str, after: str | None = None, quiet_s: float = math.inf
+    ) -> AsyncGenerator[AsyncGenerator[Event, None], None]:
+        """The events of `job` (and of none), from now on or after the event of id `after`.
+
+        The first event is HELLO, or a GAP when some that were asked for are gone. A reader
+        that the ring overtakes gets a GAP, too; and QUIET whenever nothing has happened for
+        `quiet_s` seconds. Ends when the bus is closed.
+
+        Raises:
+            ExhaustedError: too many readers.
+            UsageError: `after` is no id.
+        """
+        begin, missed = self._place(after)
+        with self._viewers.one(CALLER.get()):
+            async with aclosing(self._events(job, begin, missed, quiet_s)) as events:
+                yield events
+
+    def close(self) -> None:
+        """Ends all readers' streams."""
+        self._closed = True
+        self._news.set()
+
+    async def _events(
+        self, job: str, place: int, missed: int, quiet_s: float
+    ) -> AsyncGenerator[Event, None]:
+        """`place` is the number of the last event that the reader has."""
+        yield self._note(place, job, missed)
+        while not self._closed:
+            if place == self._last:
+                if not await self._has_news(quiet_s):
+                    yield QUIET
+                continue
+            # One that comes back reads thousands; others want their turn.
+            await asyncio.sleep(0)
+            first = self._ring[0].number
+            if place + 1 < first:
+                missed, place = first - 1 - place, first - 1
+                yield self._note(place, job, missed)
+                continue
+            event = self._ring[place + 1 - first]
+            place = event.number
+            if event.job in ("", job):
+                yield event
+
+    async def _has_news(self, quiet_s: float) -> bool:
+        try:
+            async with asyncio.timeout(quiet_s if quiet_s < math.inf else None):
+                await self._news.wait()
+        except TimeoutError:
+            return False
+        return True
+
+    def _place(self, after: str | None) -> tuple[int, int]:
+        """Where a reader begins, and how many events it missed (-1: unknown)."""
+        if not after:
+            return self._last, 0
+        found = _ID.match(after)
+        if found is None:
+            raise UsageError(
+                "Last-Event-ID: no id of an event of this server; leave it out to begin now"
+            )
+        number = int(found[2])
+        if found[1] != self._name or number > self._last:
+            return self._last, -1
+        kept_from = self._ring[0].number if self._ring else self._last + 1
+        return max(number, kept_from - 1), max(kept_from - 1 - number, 0)
+
+    def _note(self, place: int, job: str, missed: int) -> Event:
+        data: dict[str, Any] = {"time_s": round(self._clock(), 3), "job": job}
+        if missed:
+            data["missed"] = missed
+        kind = Kind.GAP if missed else Kind.HELLO
+        return Event(place, self._id(place), kind, job, json.dumps(data, separators=(",", ":")))
+
+    def _id(self, number: int) -> str:
+        return f"{self._name}-{number}"

@@ -1,0 +1,201 @@
+"""What a control plane remembers, as one part: the store, and what is written to it."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Mapping
+from contextlib import AbstractAsyncContextManager
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+from paramd import places
+from paramd.version import __version__
+from paramd_service.control.access.authority import Principal
+from paramd_service.control.base.config import Bootstrap, ControlConfig
+from paramd_service.control.base.site import site_dir
+from paramd_service.control.mesh.incarnation import Incarnation
+from paramd_service.control.mesh.view import MeshView
+from paramd_service.control.records.audit.audit import Action, Audit, Entry
+from paramd_service.control.records.audit.denials import Denials
+from paramd_service.control.store.address import parse_store
+from paramd_service.control.store.alerts import AlertStore
+from paramd_service.control.store.edits import EditStore
+from paramd_service.control.store.errors import StoreError
+from paramd_service.control.store.exports import ExportRow
+from paramd_service.control.store.history import MetricHistory
+from paramd_service.control.store.store import Store
+from paramd_service.control.store.tokens import TokenStore
+
+MAX_REFUSAL_CHARS = 256
+SELF = "control plane"
+"""Actor of what the control plane does by itself."""
+
+log = logging.getLogger("paramd.control")
+
+
+class Records:
+    """Use on one event loop, from `start` to `stop`."""
+
+    def __init__(self, store: str, directory: Path, *, chain: str, epoch: int = 0) -> None:
+        """No I/O.
+
+        Args:
+            store: URL of the store; empty: a file in `directory`.
+            directory: where heads and keys of the audit are kept, 0700 and ours.
+            chain: the job of an embedded control plane, empty for a site: whose chain has
+                what the control plane itself does.
+            epoch: that of an embedded one.
+
+        Raises:
+            UsageError: `store` is no URL of a kind that we know.
+        """
+        self.store = Store(parse_store(store, directory=directory))
+        self.audit = Audit(self.store, directory)
+        self.directory = directory
+        self.history = MetricHistory(self.store)
+        self.tokens = TokenStore(self.store)
+        self.alerts = AlertStore(self.store)
+        self.edits = EditStore(self.store)
+        self.chain = chain
+        self._epoch = epoch
+        self._denials = Denials(self.audit, chain)
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._started = False
+
+    async def start(self, settings: Mapping[str, Any]) -> None:
+        """Opens the store and records the start. A store that is away is only logged.
+
+        Raises:
+            UsageError: the store's driver is not installed.
+            ConflictError: a newer paramd has used this store.
+        """
+        try:
+            await self.store.start()
+        except StoreError as error:
+            log.error("%s; until it can be used, nothing is changed and reading goes on", error)
+        self.history.start()
+        self._started = True
+        detail = {"settings": dict(settings), "store": str(self.store.address)}
+        await self.audit.event(self._action(SELF, "", "control.start", detail))
+
+    async def stop(self) -> None:
+        """Records the end, writes what waits, closes. Idempotent; safe after a failed start."""
+        if self._started:
+            self._started = False
+            if self._tasks:
+                await asyncio.wait(self._tasks)
+            await self._denials.close()
+            await self.audit.event(self._action(SELF, "", "control.stop", {}))
+            await self.history.stop()
+            await self.audit.stop()
+        await self.store.stop()
+
+    def recorded(
+        self,
+        by: Principal,
+        method: str,
+        detail: Mapping[str, Any],
+        of: Incarnation | None = None,
+    ) -> AbstractAsyncContextManager[Entry]:
+        """Records a mutation around its effect, in the job's chain; see `Audit`.
+
+        Args:
+            of: the epoch that is changed; None: the control plane itself.
+        """
+        return self.audit.mutation(self._action(by.name, by.role.value, method, detail, of))
+
+    async def happened(
+        self, by: Principal, method: str, detail: Mapping[str, Any], of: Incarnation
+    ) -> None:
+        """Records what somebody did to a job and may do whatever the audit can hold."""
+        await self.audit.event(self._action(by.name, by.role.value, method, detail, of))
+
+    def denied(self, actor: str, role: str, operation: str, reason: str) -> None:
+        """Takes in a refused call. Never waits, never fails."""
+        if self._started:
+            self._denials.saw(actor=actor, role=role, method=operation, reason=reason)
+
+    def epoch_began(self, incarnation: Incarnation) -> None:
+        """Records that a job's epoch began. Training never waits for that."""
+        self.note(incarnation, "epoch.begin", {"world_size": incarnation.bootstrap.world_size})
+
+    def epoch_ended(self, incarnation: Incarnation) -> None:
+        """Records that a job's epoch is over, and why."""
+        self.note(incarnation, "epoch.end", {"reason": str(incarnation.over)})
+
+    def look(self, incarnation: Incarnation, view: MeshView, now_s: float | None = None) -> None:
+        """Records what sidecars have refused, together; called once a second."""
+        now_s = now_s if now_s is not None else time.monotonic()
+        for refused in incarnation.refusals.look(view, now_s):
+            detail = {
+                "rank": refused.rank,
+                "count": refused.count,
+                "total": refused.total,
+                "last": refused.last[:MAX_REFUSAL_CHARS],
+            }
+            self.note(incarnation, "sidecar.denied", detail)
+
+    async def export_ended(self, row: ExportRow) -> None:
+        """Records how an export ended."""
+        detail = {"id": row.id, "destination": row.destination, "state": row.state}
+        action = Action(
+            actor=row.actor,
+            role="",
+            method="export.end",
+            job=row.job,
+            epoch=row.epoch,
+            step=row.step,
+            detail={**detail, "reason": row.reason, "schedule": row.schedule},
+        )
+        if self._started:
+            await self.audit.event(action)
+
+    def note(self, incarnation: Incarnation, method: str, detail: Mapping[str, Any]) -> None:
+        """Records what the control plane did by itself. Never waits."""
+        if not self._started:
+            return
+        action = self._action(SELF, "", method, detail, incarnation)
+        task = asyncio.create_task(self.audit.event(action), name="paramd-audit-epoch")
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    def _action(
+        self,
+        actor: str,
+        role: str,
+        method: str,
+        detail: Mapping[str, Any],
+        of: Incarnation | None = None,
+    ) -> Action:
+        return Action(
+            actor=actor,
+            role=role,
+            method=method,
+            job=of.job if of is not None else self.chain,
+            epoch=of.epoch if of is not None else self._epoch,
+            detail=detail,
+        )
+
+
+async def open_records(config: ControlConfig, mine: Bootstrap | None) -> Records:
+    """The records of a control plane, started; `mine` is the one job of an embedded one.
+
+    Raises:
+        UsageError, ConflictError: as `Records.start`.
+    """
+    records = Records(
+        config.store,
+        places.job_dir(mine.job) if mine is not None else site_dir(),
+        chain=mine.job if mine is not None else "",
+        epoch=mine.epoch if mine is not None else 0,
+    )
+    settings = {item.name: getattr(config, item.name) for item in fields(config) if item.repr}
+    try:
+        await records.start({**settings, "version": __version__})
+    except BaseException:
+        await records.stop()
+        raise
+    return records

@@ -1,0 +1,1 @@
+"""Where an export is written: a directory or an object store."""

@@ -1,0 +1,326 @@
+"""Exports into a directory: written into a hidden one beside, synced, renamed.
+
+Every name below the root is opened relative to its parent and never through a symbolic
+link, so nothing outside of the root can be reached, whoever else writes there.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import json
+import os
+import secrets
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+
+from paramd.errors import (
+    ConflictError,
+    DataLossError,
+    DeniedError,
+    ExhaustedError,
+    NotFoundError,
+    ParamdError,
+    UnreachableError,
+)
+from paramd_service.destinations.destinations import check_file_name, check_key
+from paramd_service.destinations.place import MANIFEST, AtPoint, Target
+
+DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+"""Flags that open a directory, and nothing else."""
+
+NOREPLACE = 1
+"""Flag of `rename`: only where nothing stands."""
+
+EXCHANGE = 2
+"""Flag of `rename`: what stands there takes the old name."""
+
+_MAX_MANIFEST_BYTES = 64 << 20
+
+_SYNC_FILE_RANGE_WRITE = 2
+_WRITEBACK_BYTES = 32 << 20
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+def checked(name: str) -> str:
+    """The name of a file of an export. Raises UsageError for any other."""
+    # Two names that begin with a dot or underscores are the format's own.
+    return name if name == ".metadata" else check_file_name(name)
+
+
+def open_file(parent: int, folder_name: str, name: str) -> int:
+    """Descriptor of a plain file in a folder of `parent`, to be read. Raises OSError."""
+    folder = os.open(folder_name, DIRECTORY, dir_fd=parent)
+    try:
+        flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
+        return os.open(name, flags, dir_fd=folder)
+    finally:
+        os.close(folder)
+
+
+def export_id_at(parent: int, folder_name: str) -> str | None:
+    """The id of the export that stands there; None when it is none."""
+    try:
+        file = open_file(parent, folder_name, MANIFEST)
+    except OSError:
+        return None
+    try:
+        found = json.loads(os.pread(file, _MAX_MANIFEST_BYTES, 0))
+        return str(found["export_id"])
+    except (ValueError, KeyError, TypeError, RecursionError):
+        return None
+    finally:
+        os.close(file)
+
+
+def check_sizes(folder: int, sizes: Mapping[str, int]) -> None:
+    """Raises DataLossError when a file is not as long as it was written."""
+    for name, size_bytes in sizes.items():
+        found = os.stat(checked(name), dir_fd=folder, follow_symlinks=False).st_size
+        if found != size_bytes:
+            raise DataLossError(f"{name} has {found:,} bytes; {size_bytes:,} were written")
+
+
+def remove(parent: int, name: str) -> None:
+    """Removes a directory of plain files, and its directories if somebody made any."""
+    try:
+        folder = os.open(name, DIRECTORY, dir_fd=parent)
+    except FileNotFoundError:
+        return
+    try:
+        for inner in os.listdir(folder):
+            try:
+                os.unlink(inner, dir_fd=folder)
+            except IsADirectoryError:
+                remove(folder, inner)
+    finally:
+        os.close(folder)
+    os.rmdir(name, dir_fd=parent)
+
+
+def rename(parent: int, source: str, target: str, flags: int) -> bool:
+    """renameat2; False when the target stands in the way or the file system has not got it."""
+    done: int = _libc.renameat2(
+        parent, os.fsencode(source), parent, os.fsencode(target), ctypes.c_uint(flags)
+    )
+    if done == 0:
+        return True
+    number = ctypes.get_errno()
+    if number in (errno.EEXIST, errno.ENOTEMPTY, errno.EINVAL, errno.ENOSYS, errno.ENOENT):
+        return False
+    raise OSError(number, os.strerror(number))
+
+
+_libc.sync_file_range.argtypes = (ctypes.c_int, ctypes.c_int64, ctypes.c_int64, ctypes.c_uint)
+
+
+class DirectorySink:
+    """A file under another name until it is whole."""
+
+    def __init__(self, folder: int, name: str) -> None:
+        """Takes over the descriptor `folder`."""
+        self._folder = folder
+        self._name = name
+        self._part = f".{name}.{secrets.token_hex(4)}"
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+        self._file = os.open(self._part, flags, 0o666, dir_fd=folder)
+        self._written = 0
+        self._begun = 0
+
+    def write(self, data: memoryview) -> None:
+        while data:
+            written = os.write(self._file, data)
+            self._written += written
+            data = data[written:]
+        if self._written - self._begun >= _WRITEBACK_BYTES:
+            # The disk begins now, instead of at the end when all would wait for it.
+            size = self._written - self._begun
+            _libc.sync_file_range(self._file, self._begun, size, _SYNC_FILE_RANGE_WRITE)
+            self._begun = self._written
+
+    def finish(self) -> None:
+        os.fsync(self._file)
+        os.rename(self._part, self._name, src_dir_fd=self._folder, dst_dir_fd=self._folder)
+        self._close()
+
+    def abort(self) -> None:
+        if self._file < 0:
+            return
+        with suppress(FileNotFoundError):
+            os.unlink(self._part, dir_fd=self._folder)
+        self._close()
+
+    def _close(self) -> None:
+        os.close(self._file)
+        os.close(self._folder)
+        self._file = -1
+
+
+class DirectorySource:
+    """A file to read."""
+
+    def __init__(self, descriptor: int) -> None:
+        self._file = descriptor
+        self.size_bytes = os.fstat(descriptor).st_size
+
+    def read(self, offset_bytes: int, size_bytes: int) -> bytes:
+        return os.pread(self._file, size_bytes, offset_bytes)
+
+    def close(self) -> None:
+        os.close(self._file)
+
+
+class DirectoryPlace:
+    """One export at `<root>/<key>`."""
+
+    def __init__(self, root: str, target: Target) -> None:
+        self._root = root
+        *self._parents, self._last = check_key(target.key)
+        self._target = target
+        self._hidden = f".{self._last}.{target.export_id}.part"
+
+    def begin(self, size_bytes: int) -> None:
+        with self._explained(), self._parent(make=True) as parent:
+            if not self._is_ours(parent):
+                self._check_free(parent)
+            found = os.fstatvfs(parent)
+            free_bytes = found.f_bavail * found.f_frsize
+            if free_bytes < size_bytes:
+                raise ExhaustedError(
+                    f"{self._target.destination}: {size_bytes:,} bytes are needed, {free_bytes:,} "
+                    "are free there; free some or export elsewhere"
+                )
+            with suppress(FileExistsError):
+                os.mkdir(self._hidden, dir_fd=parent)
+            os.close(os.open(self._hidden, DIRECTORY, dir_fd=parent))
+
+    def create(self, name: str, size_bytes: int) -> DirectorySink:
+        checked(name)
+        with self._explained(), self._parent() as parent:
+            folder = os.open(self._hidden, DIRECTORY, dir_fd=parent)
+            try:
+                return DirectorySink(folder, name)
+            except BaseException:
+                os.close(folder)
+                raise
+
+    def open(self, name: str, *, finished: bool) -> DirectorySource:
+        checked(name)
+        with self._explained(), self._parent() as parent:
+            folder = self._last if finished else self._hidden
+            return DirectorySource(open_file(parent, folder, name))
+
+    def commit(
+        self, small: Mapping[str, bytes], sizes: Mapping[str, int], at_point: AtPoint
+    ) -> None:
+        with self._explained(), self._parent() as parent:
+            if self._is_ours(parent):
+                return
+            folder = os.open(self._hidden, DIRECTORY, dir_fd=parent)
+            try:
+                check_sizes(folder, sizes)
+                for name, content in small.items():
+                    sink = DirectorySink(os.dup(folder), checked(name))
+                    sink.write(memoryview(content))
+                    sink.finish()
+                for name in os.listdir(folder):
+                    if name not in sizes and name not in small:
+                        os.unlink(name, dir_fd=folder)
+                os.fsync(folder)
+            finally:
+                os.close(folder)
+            at_point("export-marker")
+            self._publish(parent)
+            at_point("export-renamed")
+            os.fsync(parent)
+
+    def explain(self, error: BaseException) -> ParamdError:
+        return explained(error, self._target) if isinstance(error, OSError) else _unknown(error)
+
+    def drop(self, names: Sequence[str], *, finished: bool) -> None:
+        with self._explained(), suppress(FileNotFoundError), self._parent() as parent:
+            remove(parent, self._hidden)
+            if finished and self._is_ours(parent):
+                # Out of sight at once; what is removed piece by piece has no name any more.
+                os.rename(self._last, self._hidden, src_dir_fd=parent, dst_dir_fd=parent)
+                remove(parent, self._hidden)
+            os.fsync(parent)
+
+    def _publish(self, parent: int) -> None:
+        if rename(parent, self._hidden, self._last, NOREPLACE):
+            return
+        self._check_free(parent)
+        if rename(parent, self._hidden, self._last, EXCHANGE):
+            remove(parent, self._hidden)  # what stood there before
+            return
+        # A file system without the exchange: for a moment nothing stands there.
+        old = f".{self._last}.{secrets.token_hex(4)}.old"
+        with suppress(FileNotFoundError):
+            os.rename(self._last, old, src_dir_fd=parent, dst_dir_fd=parent)
+        os.rename(self._hidden, self._last, src_dir_fd=parent, dst_dir_fd=parent)
+        remove(parent, old)
+
+    def _check_free(self, parent: int) -> None:
+        try:
+            os.stat(self._last, dir_fd=parent, follow_symlinks=False)
+        except FileNotFoundError:
+            return
+        where = f"{self._target.destination}/{self._target.key}"
+        if not self._target.overwrite:
+            raise ConflictError(f"{where} exists; choose another key, or allow to overwrite it")
+        if export_id_at(parent, self._last) is None:
+            raise ConflictError(
+                f"{where} exists and is no export of paramd, so it is not replaced; choose "
+                "another key"
+            )
+
+    def _is_ours(self, parent: int) -> bool:
+        """Whether this very export stands at the key."""
+        return export_id_at(parent, self._last) == self._target.export_id
+
+    @contextmanager
+    def _parent(self, *, make: bool = False) -> Iterator[int]:
+        """The directory that holds the key's last part."""
+        folder = os.open(self._root, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            for name in self._parents:
+                if make:
+                    with suppress(FileExistsError):
+                        os.mkdir(name, dir_fd=folder)
+                inner = os.open(name, DIRECTORY, dir_fd=folder)
+                os.close(folder)
+                folder = inner
+            yield folder
+        finally:
+            os.close(folder)
+
+    @contextmanager
+    def _explained(self) -> Iterator[None]:
+        try:
+            yield
+        except ParamdError:
+            raise
+        except OSError as error:
+            raise explained(error, self._target) from error
+
+
+def explained(error: OSError, target: Target) -> ParamdError:
+    """What an operating system's error means for an export."""
+    where = f"{target.destination}/{target.key}"
+    text = f"{where}: {os.strerror(error.errno) if error.errno else error}"
+    if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+        return ExhaustedError(f"{text}; free some room there or export elsewhere")
+    if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
+        return DeniedError(f"{text}; the sidecar's user must be able to write there")
+    if error.errno in (errno.ELOOP, errno.ENOTDIR):
+        return DeniedError(f"{where}: a part of it is no directory but a file or a symbolic link")
+    if error.errno == errno.ENOENT:
+        return NotFoundError(
+            f"{text}: the destination, or the export, is not there; is the directory shared by "
+            "all hosts of the job?"
+        )
+    return UnreachableError(text)
+
+
+def _unknown(error: BaseException) -> ParamdError:
+    return UnreachableError(f"the destination failed: {error}")

@@ -1,0 +1,377 @@
+"""Exports into S3 and what is like it, through obstore: multipart, and a marker at the end.
+
+An object store has no renaming, so files get their names at once, each when it is whole.
+What makes them an export is the manifest, which is put last and only where none is. While
+an export is under way, an object `.paramd-export` keeps others from the key.
+
+Keys to the store come from the environment of this process (AWS_ACCESS_KEY_ID and so on).
+"""
+
+from __future__ import annotations
+
+import json
+import queue
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, suppress
+from typing import Any, Protocol
+
+from paramd.errors import (
+    AbortedError,
+    ConflictError,
+    DataLossError,
+    DeniedError,
+    NotFoundError,
+    ParamdError,
+    UnreachableError,
+    UsageError,
+)
+from paramd_service.destinations.destinations import OPTIONS, check_file_name, check_key
+from paramd_service.destinations.place import MANIFEST, AtPoint, Target
+
+PART_BYTES = 6 << 20
+CONCURRENCY = 4
+"""Parts under way at once: they and the one being filled bound the memory of an upload."""
+
+_MAX_PARTS = 9_000
+
+RESERVATION = ".paramd-export"
+_RETRIES = 4
+_RETRY_S = 30
+
+
+class Bucket(Protocol):
+    """Where objects lie, as far as moving bytes needs to know."""
+
+    @property
+    def store(self) -> Any:
+        """The obstore client."""
+
+    def explain(self, error: BaseException) -> ParamdError:
+        """What a store's error means for an export."""
+
+    def explained(self) -> AbstractContextManager[None]:
+        """Turns a store's errors into ours."""
+
+
+class ObjectSink:
+    """A multipart upload under way, fed through a queue of one part."""
+
+    def __init__(self, place: Bucket, path: str, size_bytes: int) -> None:
+        self._place = place
+        self._path = path
+        self._part_bytes = max(PART_BYTES, -(-size_bytes // _MAX_PARTS))
+        self._parts: queue.Queue[bytearray | None] = queue.Queue(1)
+        self._pending = bytearray()
+        self._aborted = False
+        self._error: BaseException | None = None
+        self._thread = threading.Thread(target=self._upload, name="paramd-upload", daemon=True)
+        self._thread.start()
+
+    def write(self, data: memoryview) -> None:
+        while data:
+            room = self._part_bytes - len(self._pending)
+            self._pending += data[:room]
+            data = data[room:]
+            if len(self._pending) == self._part_bytes:
+                self._pass_on()
+
+    def finish(self) -> None:
+        if self._pending:
+            self._pass_on()
+        self._put(None)
+        self._thread.join()
+        self._check()
+
+    def abort(self) -> None:
+        self._aborted = True
+        while self._thread.is_alive():
+            with suppress(queue.Full):
+                self._parts.put(None, timeout=0.05)
+            self._thread.join(0.05)
+
+    def _pass_on(self) -> None:
+        part, self._pending = self._pending, bytearray()
+        self._put(part)
+
+    def _put(self, part: bytearray | None) -> None:
+        while True:
+            self._check()
+            try:
+                self._parts.put(part, timeout=0.2)
+                return
+            except queue.Full:
+                continue
+
+    def _check(self) -> None:
+        if self._error is not None:
+            raise self._place.explain(self._error)
+
+    def _upload(self) -> None:
+        try:
+            import obstore
+
+            obstore.put(
+                self._place.store,
+                self._path,
+                self._taken(),
+                use_multipart=True,
+                chunk_size=self._part_bytes,
+                max_concurrency=CONCURRENCY,
+            )
+        except BaseException as error:
+            self._error = error
+
+    def _taken(self) -> Iterator[bytearray]:
+        while (part := self._parts.get()) is not None:
+            yield part
+        if self._aborted:
+            # The store drops the parts that it has when its source fails.
+            raise AbortedError("the upload was given up")
+
+
+class ObjectSource:
+    """An object to read."""
+
+    def __init__(self, place: Bucket, path: str, size_bytes: int) -> None:
+        self._place = place
+        self._path = path
+        self.size_bytes = size_bytes
+
+    def read(self, offset_bytes: int, size_bytes: int) -> bytes:
+        import obstore
+
+        length = min(size_bytes, self.size_bytes - offset_bytes)
+        if length <= 0:
+            return b""
+        with self._place.explained():
+            found = obstore.get_range(
+                self._place.store, self._path, start=offset_bytes, length=length
+            )
+            return bytes(found)
+
+    def close(self) -> None:
+        pass
+
+
+def explained(error: BaseException, target: Target) -> ParamdError:
+    """What a store's error means for an export."""
+    from obstore.exceptions import PermissionDeniedError, UnauthenticatedError
+
+    if isinstance(error, ParamdError):
+        return error
+    where = f"{target.destination}/{target.key}"
+    if isinstance(error, PermissionDeniedError | UnauthenticatedError):
+        return DeniedError(
+            f"{where}: the object store refuses; the sidecars' environment must hold keys that "
+            "may read, write, list and delete there"
+        )
+    if isinstance(error, FileNotFoundError):
+        return NotFoundError(f"{where}: the bucket, or the object, is not there")
+    return UnreachableError(f"{where}: the object store failed ({_first_line(error)})")
+
+
+def _first_line(error: BaseException) -> str:
+    lines = str(error).strip().splitlines()
+    return (lines[0] if lines else type(error).__name__)[:300]
+
+
+class ObjectPlace:
+    """One export at `<prefix>/<key>/`."""
+
+    def __init__(self, root: str, target: Target) -> None:
+        bucket, _, prefix = root.removeprefix("s3://").partition("/")
+        unknown = set(target.options) - OPTIONS
+        if unknown:
+            raise UsageError(f"{target.destination}: no options {', '.join(sorted(unknown))}")
+        check_key(target.key)
+        self.target = target
+        self._bucket = bucket
+        self._prefix = f"{prefix}/{target.key}" if prefix else target.key
+        self._store: Any = None
+
+    @property
+    def store(self) -> Any:
+        """The obstore client; made when first needed."""
+        if self._store is None:
+            from obstore.store import S3Store
+
+            options: Any = dict(self.target.options)
+            self._store = S3Store(
+                self._bucket,
+                client_options={"allow_http": options.pop("allow_http", "false") == "true"},
+                retry_config=_retry(),
+                config=options,
+            )
+        return self._store
+
+    def begin(self, size_bytes: int) -> None:
+        with self.explained():
+            manifest = self._manifest()
+            if manifest is not None and manifest.get("export_id") == self.target.export_id:
+                return
+            if manifest is None and self._reserved_by() == self.target.export_id:
+                # Begun before, by a control plane that died: what is there is this export's own.
+                return
+            self._reserve()
+            names = [name for name in self._names() if name != RESERVATION]
+            if not names:
+                return
+            if not self.target.overwrite:
+                self._unreserve()
+                raise ConflictError(
+                    f"{self._where} exists; choose another key, or allow to overwrite it"
+                )
+            if manifest is None:
+                self._unreserve()
+                raise ConflictError(
+                    f"{self._where} exists and is no export of paramd, so it is not replaced; "
+                    "choose another key"
+                )
+            self._delete_export(manifest)
+
+    def create(self, name: str, size_bytes: int) -> ObjectSink:
+        return ObjectSink(self, self._path(name), size_bytes)
+
+    def open(self, name: str, *, finished: bool) -> ObjectSource:
+        import obstore
+
+        with self.explained():
+            found = obstore.head(self.store, self._path(name))
+            return ObjectSource(self, self._path(name), int(found["size"]))
+
+    def commit(
+        self, small: Mapping[str, bytes], sizes: Mapping[str, int], at_point: AtPoint
+    ) -> None:
+        import obstore
+
+        with self.explained():
+            manifest = self._manifest()
+            if manifest is not None and manifest.get("export_id") == self.target.export_id:
+                self._unreserve()
+                return
+            found = self._sizes()
+            for name, size_bytes in sizes.items():
+                if found.get(name) != size_bytes:
+                    raise DataLossError(
+                        f"{name} has {found.get(name)} bytes there; {size_bytes} were written"
+                    )
+            *others, (last, marker) = small.items()
+            for name, content in others:
+                obstore.put(self.store, self._path(name), content, use_multipart=False)
+            at_point("export-marker")
+            self._put_new(last, marker)
+            at_point("export-renamed")
+            self._unreserve()
+
+    def explain(self, error: BaseException) -> ParamdError:
+        return explained(error, self.target)
+
+    def drop(self, names: Sequence[str], *, finished: bool) -> None:
+        with self.explained():
+            manifest = self._manifest()
+            ours = manifest is not None and manifest.get("export_id") == self.target.export_id
+            if ours and finished:
+                assert manifest is not None
+                self._delete_export(manifest)
+            elif not ours and self._reserved_by() == self.target.export_id:
+                self._delete(names)
+            self._unreserve()
+
+    @contextmanager
+    def explained(self) -> Iterator[None]:
+        """Turns a store's errors into ours."""
+        try:
+            yield
+        except ParamdError:
+            raise
+        except Exception as error:
+            raise explained(error, self.target) from error
+
+    @property
+    def _where(self) -> str:
+        return f"{self.target.destination}/{self.target.key}"
+
+    def _path(self, name: str) -> str:
+        known = (".metadata", RESERVATION)
+        return f"{self._prefix}/{name if name in known else check_file_name(name)}"
+
+    def _get(self, name: str) -> bytes | None:
+        import obstore
+
+        try:
+            return bytes(obstore.get(self.store, self._path(name)).bytes())
+        except FileNotFoundError:
+            return None
+
+    def _manifest(self) -> dict[str, Any] | None:
+        content = self._get(MANIFEST)
+        try:
+            found = json.loads(content) if content is not None else None
+        except (ValueError, RecursionError):
+            return None
+        return found if isinstance(found, dict) else None
+
+    def _reserved_by(self) -> str | None:
+        content = self._get(RESERVATION)
+        return content.decode("ascii", "replace") if content is not None else None
+
+    def _reserve(self) -> None:
+        if self._reserved_by() == self.target.export_id:
+            return
+        try:
+            self._put_new(RESERVATION, self.target.export_id.encode())
+        except ConflictError:
+            if not self.target.overwrite:
+                raise ConflictError(
+                    f"another export into {self._where} is under way, or was left behind; "
+                    "choose another key, or allow to overwrite it"
+                ) from None
+            import obstore
+
+            content = self.target.export_id.encode()
+            obstore.put(self.store, self._path(RESERVATION), content, use_multipart=False)
+
+    def _unreserve(self) -> None:
+        if self._reserved_by() == self.target.export_id:
+            self._delete([RESERVATION])
+
+    def _put_new(self, name: str, content: bytes) -> None:
+        import obstore
+        from obstore.exceptions import AlreadyExistsError
+
+        try:
+            obstore.put(self.store, self._path(name), content, mode="create")
+        except AlreadyExistsError:
+            raise ConflictError(f"{self._where} was written by somebody else meanwhile") from None
+
+    def _delete_export(self, manifest: Mapping[str, Any]) -> None:
+        """The marker first: from then on nobody takes the rest for an export."""
+        self._delete([MANIFEST])
+        names = [str(file.get("name", "")) for file in manifest.get("files", ())]
+        present = set(self._names())
+        self._delete([name for name in names if name in present and name != MANIFEST])
+
+    def _delete(self, names: Sequence[str]) -> None:
+        import obstore
+
+        for name in names:
+            with suppress(FileNotFoundError):
+                obstore.delete(self.store, self._path(name))
+
+    def _names(self) -> list[str]:
+        return list(self._sizes())
+
+    def _sizes(self) -> dict[str, int]:
+        import obstore
+
+        head = f"{self._prefix}/"
+        found = obstore.list(self.store, prefix=head)
+        objects = [item for batch in found for item in batch]
+        return {str(item["path"]).removeprefix(head): int(item["size"]) for item in objects}
+
+
+def _retry() -> Any:
+    from datetime import timedelta
+
+    return {"max_retries": _RETRIES, "retry_timeout": timedelta(seconds=_RETRY_S)}

@@ -1,0 +1,28 @@
+"""From a target to its place."""
+
+from __future__ import annotations
+
+import re
+
+from paramd.errors import UsageError
+from paramd_service.destinations.destinations import DestinationKind, check_key, parse_root
+from paramd_service.destinations.directory import DirectoryPlace
+from paramd_service.destinations.object_store import ObjectPlace
+from paramd_service.destinations.place import Place, Target
+
+_EXPORT_ID = re.compile(r"[0-9a-f]{32}")
+
+
+def open_place(target: Target) -> Place:
+    """The place of a target. No I/O yet; the key is checked.
+
+    Raises:
+        UsageError: a malformed target.
+    """
+    check_key(target.key)
+    if not _EXPORT_ID.fullmatch(target.export_id):
+        raise UsageError("export_id: expected 32 hexadecimal digits")
+    kind, root = parse_root(target.root, target.destination)
+    if kind is DestinationKind.DIRECTORY:
+        return DirectoryPlace(root, target)
+    return ObjectPlace(root, target)

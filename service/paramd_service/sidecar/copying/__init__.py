@@ -1,0 +1,1 @@
+"""The copying thread: from the arena to a snapshot, under the gate."""

@@ -1,0 +1,385 @@
+"""What to copy, and when: decisions of the copying thread, without the thread.
+
+A copy belongs right after a boundary, where forward and backward hide it. So a request
+that finds the rank inside an update, or too near to the next one, raises WANT; the
+trainer announces its next boundary, and everything that waits is copied there. A request
+that finds the rank between updates with time to spare is copied at once.
+
+A boundary that all trainers agreed on (AGREED) is copied when it is announced. What was
+overtaken by the next update is reported as missed, with the times, and never repaired.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from paramd.memory.control_page import ControlPage, Word
+from paramd.memory.gate import (
+    CopyEnd,
+    CopySpan,
+    State,
+    copy_at_one_step,
+    copy_at_rest,
+    copy_of_request,
+)
+from paramd.memory.mirror import is_mirror
+from paramd.memory.rest import read_text
+from paramd_service.sidecar.copying.page_requests import Boundary, Outcome, Reaching
+
+RETRY_NS = 250_000_000
+"""Time between two looks while something waits and nothing was announced."""
+
+REST_NS = 500_000_000
+"""How long a state must rest before it is copied although training has not gone on: what a
+script does to weights right after an update is over by then, and if not, changes samples."""
+
+UNSERVED_NS = 2_000_000_000
+"""How long a request waits for parameters that the trainer says it cannot serve."""
+
+EAGER_ATTEMPTS = 3
+"""Overtaken copies after which a request asks for a boundary only every `RETRY_NS`: each
+such boundary may cost the trainer its whole stall budget."""
+
+_ASSUMED_BYTES_PER_S = 4e9
+_RATE_WEIGHT = 0.3
+
+Copy = Callable[..., tuple[CopyEnd, State]]
+
+
+@dataclass(eq=False, slots=True)
+class CopyJob:
+    """One snapshot to fill at any step."""
+
+    spans: Sequence[CopySpan]
+    done: Callable[[State | None], None]
+    """Called once, on the copying thread: the state of the bytes, or None when given up."""
+    at_step: int = 0
+    """Exact step wanted; 0: any."""
+    attempts: int = 0
+    """Copies that were overtaken."""
+    longest_ns: int = 0
+    """The longest of those, until they were overtaken."""
+    unsettled: bool = False
+    """A state that rests will do, also one that was changed after its update."""
+    changed: bool = False
+    """Parameters were changed after the last update, and training has not gone on."""
+    unseen: tuple[State, int] | None = None
+    """What was copied at rest, and when that ended: it counts once the trainer has looked since."""
+    refused: str = ""
+    """Why the trainer cannot serve the parameters; the job was given up for it."""
+    unserved_ns: int = 0
+    """Since when the trainer says so."""
+
+    @property
+    def size_bytes(self) -> int:
+        return sum(span.size_bytes for span in self.spans)
+
+
+def worth_starting(*, now_ns: int, boundary_ns: int, step_time_ns: int, copy_ns: int) -> bool:
+    """Whether a copy begun now will probably end before the next update begins.
+
+    When the next boundary is overdue the rank is held, hung or evaluating: go.
+    """
+    if boundary_ns == 0 or step_time_ns == 0:
+        return True
+    age_ns = now_ns - boundary_ns
+    return age_ns + copy_ns < 0.9 * step_time_ns or age_ns > 2 * step_time_ns
+
+
+class Capture:
+    """The sidecar's words of the control page and what waits for a copy.
+
+    All methods run on one thread. `serve` is called on every wake, on every new request
+    and every `RETRY_NS` while something waits.
+    """
+
+    def __init__(
+        self,
+        page: ControlPage,
+        *,
+        clock_ns: Callable[[], int],
+        at_point: Callable[[str], None] = lambda _: None,
+        copy: Copy = copy_at_one_step,
+        digest: Callable[[], int] = lambda: 0,
+        stopped: Callable[[], bool] = lambda: False,
+    ) -> None:
+        """
+        Args:
+            digest: that of the samples as they lie in the arena (memory/rest.py).
+            stopped: whether the trainer's process is stopped, as by SIGSTOP.
+        """
+        self._words = page.words
+        self._page = page
+        self._clock_ns = clock_ns
+        self._at_point = at_point
+        self._copy = copy
+        self._digest = digest
+        self._stopped = stopped
+        self.trainer_ended = False
+        """What rests then rests for ever."""
+        self._jobs: list[CopyJob] = []
+        self._stepped: list[CopyJob] = []
+        """Those that wait for one step; the earliest is armed, and the trainer announces it."""
+        self.reaching = Reaching(page.words, self._capture, at_point)
+        self._wanted_at: int | None = None
+        self._wanted_ns = 0
+        self._quiet_seq, self._quiet_since_ns = -1, 0
+        self._bytes_per_s = _ASSUMED_BYTES_PER_S
+        self.given_up_count = 0
+
+    @property
+    def waiting(self) -> bool:
+        """Whether anything waits for a copy."""
+        return bool(self._jobs or self._stepped or self.reaching)
+
+    def submit(self, job: CopyJob) -> None:
+        """One more snapshot to fill."""
+        if job.at_step:
+            self._stepped.append(job)
+            self._arm_step()
+        else:
+            self._jobs.append(job)
+
+    def cancel(self, job: CopyJob) -> None:
+        """Nobody waits for it any more. Does nothing when it is done."""
+        for waiting in (self._jobs, self._stepped):
+            if job in waiting:
+                waiting.remove(job)
+                job.done(None)
+        self._arm_step()
+
+    def give_up(self, reason: str, *, jobs_too: bool) -> None:
+        """The trainer has ended: no boundary comes any more, and none to wait for when torn."""
+        self.reaching.give_up(reason)
+        if jobs_too:
+            for job in [*self._jobs, *self._stepped]:
+                self.cancel(job)
+
+    def serve(self) -> None:
+        """Copies what can be copied now, and tells the trainer what was handled."""
+        announce = self._words[Word.ANNOUNCE]
+        announced = announce != self._words[Word.SERVED]
+        try:
+            self.reaching.serve(announced)
+            self._serve_stepped()
+            self._serve_jobs(announced)
+        finally:
+            # The trainer's next update waits for this word.
+            self._words[Word.SERVED] = announce
+
+    def _serve_stepped(self) -> None:
+        """Copies what waits for the present step; what waits for an earlier one is given up."""
+        for job in list(self._stepped):
+            step = self._words[Word.STEP]
+            if step == job.at_step:
+                end, copied = self._copy(self._page, job.spans, at_point=self._at_point)
+                if end is CopyEnd.DONE and copied.step == job.at_step:
+                    self._stepped.remove(job)
+                    job.done(copied)
+                elif end is CopyEnd.OVERTAKEN:
+                    self.given_up_count += 1
+            elif step > job.at_step:
+                self._stepped.remove(job)
+                job.done(None)
+        self._arm_step()
+
+    def _arm_step(self) -> None:
+        wanted = min((job.at_step for job in self._stepped), default=0)
+        if self._words[Word.ARM_STEP] != wanted:
+            self._words[Word.ARM_STEP] = wanted
+
+    def _refuse_unserved(self) -> None:
+        """Gives up what the trainer has not been able to serve for a while, with its reason."""
+        why = read_text(self._page) if self._words[Word.UNSERVED] else ""
+        now_ns = self._clock_ns()
+        for job in list(self._jobs):
+            if not why:
+                job.unserved_ns = 0
+            elif not job.unserved_ns:
+                job.unserved_ns = now_ns
+            elif now_ns - job.unserved_ns >= UNSERVED_NS:
+                job.refused = why
+                self.cancel(job)
+
+    def _serve_jobs(self, announced: bool) -> None:
+        self._refuse_unserved()
+        if announced:
+            self._wanted_at = None
+        while self._jobs:
+            end = self._try_jobs(announced)
+            if not self._jobs or not self._ask_for_boundary():
+                return
+            # Between the look at SEQ and WANT the update may have ended unannounced.
+            if end is not CopyEnd.UPDATING or self._words[Word.SEQ] & 1:
+                return
+
+    def _try_jobs(self, announced: bool) -> CopyEnd:
+        """Copies what is worth trying; stops where an update is in the way."""
+        quiet = self._is_quiet()
+        for job in list(self._jobs):
+            if announced or quiet or self._may_start(job):
+                end = self._copy_job(job)
+                # One that waits for the trainer's look keeps no other from being copied.
+                if end is not CopyEnd.DONE and job.unseen is None:
+                    return end
+        return CopyEnd.DONE
+
+    def _may_start(self, job: CopyJob) -> bool:
+        """Whether to copy outside of an announced boundary, in a rank that is training."""
+        return not job.attempts and worth_starting(
+            now_ns=self._clock_ns(),
+            boundary_ns=self._words[Word.BOUNDARY_NS],
+            step_time_ns=self._words[Word.STEP_TIME_NS],
+            copy_ns=self.copy_ns(job.size_bytes),
+        )
+
+    def _is_quiet(self) -> bool:
+        """Whether no update began or ended for a while: training is held, hung or over."""
+        now_ns, seq = self._clock_ns(), self._words[Word.SEQ]
+        if seq != self._quiet_seq:
+            self._quiet_seq, self._quiet_since_ns = seq, now_ns
+        return now_ns - self._quiet_since_ns >= RETRY_NS
+
+    def rests(self) -> bool:
+        """Whether a state has rested for so long that it may be read as one that does."""
+        words = self._words
+        if not words[Word.REST] or is_mirror(words):
+            return False
+        return self.trainer_ended or self._clock_ns() - words[Word.REST_NS] >= REST_NS
+
+    def _copy_job(self, job: CopyJob) -> CopyEnd:
+        begin_ns = self._clock_ns()
+        end, state = self._copy(self._page, job.spans, at_point=self._at_point)
+        if end is CopyEnd.UPDATING and self.rests():
+            end, state = self._copy_at_rest(job)
+        else:
+            job.unseen = None
+        took_ns = self._clock_ns() - begin_ns
+        if end is CopyEnd.DONE:
+            self._note_rate(job.size_bytes, took_ns)
+            self._jobs.remove(job)
+            job.done(state)
+        elif end is CopyEnd.OVERTAKEN:
+            self.given_up_count += 1
+            job.attempts += 1
+            job.longest_ns = max(job.longest_ns, took_ns)
+        return end
+
+    def _copy_at_rest(self, job: CopyJob) -> tuple[CopyEnd, State]:
+        """A copy counts when the trainer has looked after it; when it has ended, at once."""
+        if job.unseen is not None:
+            state, copied_ns = job.unseen
+            # Its own number of REST: another update may have ended meanwhile.
+            if self._words[Word.REST] == -state.proof:
+                seen_ns = self._words[Word.REST_SEEN_NS]
+                seen = self.trainer_ended or seen_ns >= copied_ns
+                # Who is stopped changes nothing, and looked every 100 ms until then.
+                seen = seen or (seen_ns > self._words[Word.REST_NS] and self._stopped())
+                return CopyEnd.DONE if seen else CopyEnd.UPDATING, state
+        job.unseen = None
+        end, state = copy_at_rest(
+            self._page,
+            job.spans,
+            self._digest,
+            changed_too=job.unsettled,
+            at_point=self._at_point,
+        )
+        job.changed = end is CopyEnd.CHANGED
+        if end is CopyEnd.DONE and not self.trainer_ended:
+            job.unseen = state, self._clock_ns()
+            self._words[Word.LOOK_WANTED] += 1
+            end = CopyEnd.UPDATING
+        return end, state
+
+    def _ask_for_boundary(self) -> bool:
+        """Raises WANT unless an earlier one is still to be answered; says whether it did."""
+        if self._wanted_at == self._words[Word.ANNOUNCE]:
+            return False
+        now_ns = self._clock_ns()
+        eager = any(job.attempts < EAGER_ATTEMPTS for job in self._jobs)
+        if not eager and now_ns - self._wanted_ns < RETRY_NS:
+            return False
+        self._wanted_at, self._wanted_ns = self._words[Word.ANNOUNCE], now_ns
+        self._words[Word.WANT] += 1
+        return True
+
+    def _capture(self, boundary: Boundary, announced: bool) -> Outcome | None:
+        words = self._words
+        if is_mirror(words):
+            return self._capture_mirrored(boundary, announced)
+        agreed_step = words[Word.AGREED_STEP]
+        if words[Word.STEP] != agreed_step or words[Word.SEQ] & 1:
+            return self._not_there(boundary, announced, "the next update began before the copy")
+        if boundary.with_buffers and words[Word.BUFFERS_STEP] != agreed_step:
+            return self._not_there(boundary, announced, "the trainer did not copy its buffers")
+        if boundary.with_moments and words[Word.MOMENTS_STEP] != agreed_step:
+            return self._not_there(boundary, announced, "the trainer did not copy its moments")
+        begin_ns = self._clock_ns()
+        end, state = self._copy(self._page, boundary.spans, at_point=self._at_point)
+        took_ns = self._clock_ns() - begin_ns
+        self._at_point("boundary-copied")
+        still = not boundary.with_moments or words[Word.MOMENTS_STEP] == agreed_step
+        if end is CopyEnd.DONE and state.step == agreed_step and still:
+            self._note_rate(boundary.size_bytes, took_ns)
+            return Outcome(state.step, "", edits=state.edits)
+        self.given_up_count += 1
+        return Outcome(-1, self.explain(boundary.size_bytes, took_ns))
+
+    def _capture_mirrored(self, boundary: Boundary, announced: bool) -> Outcome | None:
+        """From an arena that updates do not touch: whatever the step is by now."""
+        words, number = self._words, boundary.number
+        begin_ns = self._clock_ns()
+        end, state = copy_of_request(self._page, boundary.spans, number, at_point=self._at_point)
+        if end is CopyEnd.UPDATING:
+            return self._not_there(boundary, announced, "the trainer did not copy its parameters")
+        self._at_point("boundary-copied")
+        if end is CopyEnd.OVERTAKEN:
+            self.given_up_count += 1
+            return Outcome(-1, "a later request overtook the copy of this one")
+        if boundary.with_moments and words[Word.MOMENTS_STEP] != state.step:
+            return self._not_there(boundary, announced, "the trainer did not copy its moments")
+        self._note_rate(boundary.size_bytes, self._clock_ns() - begin_ns)
+        return Outcome(state.step, "", edits=state.edits)
+
+    def _not_there(self, boundary: Boundary, announced: bool, reason: str) -> Outcome | None:
+        """Missed once its announcement has come; until then the trainer is still writing words."""
+        step = self._words[Word.STEP]
+        if boundary.deferred_step is None:
+            boundary.deferred_step = step
+        if announced or step != boundary.deferred_step:
+            return Outcome(-1, reason)
+        return None
+
+    def _note_rate(self, size_bytes: int, took_ns: int) -> None:
+        # Short copies measure overheads, not the memory.
+        if size_bytes >= 1 << 20 and took_ns > 0:
+            rate = size_bytes * 1e9 / took_ns
+            self._bytes_per_s += _RATE_WEIGHT * (rate - self._bytes_per_s)
+
+    def copy_ns(self, size_bytes: int) -> int:
+        """How long a copy of that size takes, by what earlier copies took."""
+        return int(size_bytes * 1e9 / self._bytes_per_s)
+
+    def explain(self, size_bytes: int, longest_ns: int) -> str:
+        """Why no copy fitted, with the times."""
+        step_ms = self._words[Word.STEP_TIME_NS] / 1e6
+        needs_ms = max(self.copy_ns(size_bytes), longest_ns) / 1e6
+        return (
+            f"{self._what_overtook()} before {size_bytes:,} bytes were copied (about "
+            f"{needs_ms:.1f} ms are needed, a whole step takes {step_ms:.1f} ms); ask for fewer "
+            "tensors at once or raise the trainer's stall budget (PARAMD_STALL_BUDGET_MS)"
+        )
+
+    def _what_overtook(self) -> str:
+        if not self._words[Word.STRICT]:
+            return "an update began"
+        if not self._words[Word.STRAY_COUNT]:
+            return (
+                "training went on (this attachment is new, or its model changes parameters in "
+                "forward: copies are made at boundaries only)"
+            )
+        return (
+            "training went on (parameters change between forward and the optimizer's step, so "
+            "copies are made at boundaries only; put those changes into attachment.update())"
+        )

@@ -1,0 +1,264 @@
+"""Boundary requests in the page's words: declared ready, agreed, done; or taken back.
+
+One request stands in the page at a time. It is written READY = 0, then TOKEN, ACTION and
+ARGUMENT, then READY = n; numbers only rise (HIGHEST), so the trainer can tell a request from
+every other one by its number, and what was taken back never comes again.
+
+All methods but `fate_of` run on the copying thread.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from paramd.memory.agreed import Past, past_of
+from paramd.memory.control_page import Word, Words
+from paramd.memory.gate import CopySpan
+from paramd.v1 import sidecar_pb2 as pb
+
+CAPTURE = pb.BOUNDARY_ACTION_UNSPECIFIED
+EDIT = pb.BOUNDARY_ACTION_EDIT
+HOLD = pb.BOUNDARY_ACTION_HOLD
+STEP = pb.BOUNDARY_ACTION_STEP
+RESUME = pb.BOUNDARY_ACTION_RESUME
+
+_PAST = {
+    Past.DONE: pb.BOUNDARY_FATE_DONE,
+    Past.FAILED: pb.BOUNDARY_FATE_TORN,
+    Past.NEVER: pb.BOUNDARY_FATE_WITHDRAWN,
+    Past.FORGOTTEN: pb.BOUNDARY_FATE_UNSPECIFIED,
+}
+
+
+class ReadyEdits(Protocol):
+    """Edits of one possession, as `boundaries.py` needs them. On the event loop's thread.
+
+    Life of a request: `make_ready` before READY is written, then the trainers agree or the
+    request is withdrawn, then `settle` as soon as the page may tell what became of it.
+    """
+
+    def make_ready(self, edit_id: str, *, boundary: int, token: int) -> int:
+        """Declares a staged edit ready for a boundary request; idempotent for the same one.
+
+        From now on its memory stays until the page says that nobody can apply it any more.
+
+        Returns:
+            Word.ARGUMENT: where its program begins in the memory of edits.
+
+        Raises:
+            NotFoundError: nothing is known of it.
+            ConflictError: it is not complete, was applied already, or is in doubt for
+                another request.
+        """
+
+    def settle(self) -> None:
+        """Looks at the page: a ready edit was applied, or nobody can apply it any more."""
+
+    def withdrawn(self, boundary: int) -> None:
+        """Withdrawing found for certain that this rank will never take part in a request.
+
+        Its edit may be dropped, or made ready for another request, at once.
+        """
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """How a boundary request ended on this rank."""
+
+    step: int
+    """The boundary's step; -1 when what was asked for was not done."""
+    reason: str
+    """Why not; empty when it was."""
+    edits: int = -1
+    """Edits applied when it was done."""
+    stop_ns: int = 0
+    """How long an edit kept the trainer."""
+
+    @property
+    def captured(self) -> bool:
+        return not self.reason
+
+
+@dataclass(eq=False, slots=True)
+class Boundary:
+    """What this rank does at the boundary that request `number` is agreed at."""
+
+    number: int
+    spans: Sequence[CopySpan]
+    """Snapshots to fill."""
+    with_buffers: bool
+    done: Callable[[Outcome], None]
+    """Called once, on the copying thread."""
+    with_moments: bool = False
+    token: int = 0
+    action: int = CAPTURE
+    argument: int = 0
+    hold_until_ns: int = 0
+    """End of the lease of a hold that begins."""
+    deferred_step: int | None = field(default=None)
+
+    @property
+    def size_bytes(self) -> int:
+        return sum(span.size_bytes for span in self.spans)
+
+
+Capture = Callable[[Boundary, bool], Outcome | None]
+
+
+class Reaching:
+    """The requests that this rank was asked to be ready for and that have not ended."""
+
+    def __init__(self, words: Words, capture: Capture, at_point: Callable[[str], None]) -> None:
+        """`capture(boundary, announced)` fills snapshots: how it went, None: not yet."""
+        self._words = words
+        self._capture = capture
+        self._at_point = at_point
+        self._armed: dict[int, Boundary] = {}
+
+    def __bool__(self) -> bool:
+        return bool(self._armed)
+
+    def arm(self, boundary: Boundary) -> None:
+        """Declares the rank ready for a request, in the place of any other."""
+        words, number = self._words, boundary.number
+        if number <= words[Word.HIGHEST]:
+            boundary.done(
+                Outcome(-1, f"boundary {number} is past: {words[Word.HIGHEST]} was asked for")
+            )
+            return
+        self._armed[number] = boundary
+        words[Word.READY] = 0
+        words[Word.TOKEN] = boundary.token
+        words[Word.ACTION] = boundary.action
+        words[Word.ARGUMENT] = boundary.argument
+        if boundary.action == HOLD:
+            words[Word.HOLD_UNTIL_NS] = boundary.hold_until_ns
+        if boundary.with_buffers:
+            words[Word.BUFFERS_WANTED] = number
+        if boundary.with_moments:
+            words[Word.MOMENTS_WANTED] = number
+        words[Word.HIGHEST] = number
+        words[Word.READY] = number
+        self._at_point("capture-ready")
+
+    def take_back(self, number: int) -> None:
+        """The trainer must not begin to take part in this request any more, nor ever later."""
+        words = self._words
+        if words[Word.READY] == number:
+            words[Word.READY] = 0
+        words[Word.HIGHEST] = max(words[Word.HIGHEST], number)
+
+    def withdraw(self, number: int, reason: str) -> None:
+        """Takes a request back and ends it; `fate_of` tells what becomes of it."""
+        boundary = self._armed.pop(number, None)
+        if boundary is not None:
+            self.take_back(number)
+            boundary.done(Outcome(-1, reason))
+
+    def serve(self, announced: bool) -> None:
+        """Ends what has been agreed and done, and what cannot be agreed any more."""
+        for number in sorted(self._armed):
+            boundary = self._armed[number]
+            outcome = self._outcome(boundary, announced)
+            if outcome is not None:
+                del self._armed[number]
+                boundary.done(outcome)
+
+    def give_up(self, reason: str) -> None:
+        """The trainer has ended."""
+        self.serve(True)
+        for number in list(self._armed):
+            self.withdraw(number, reason)
+
+    def _outcome(self, boundary: Boundary, announced: bool) -> Outcome | None:
+        words, number = self._words, boundary.number
+        promised, agreed = words[Word.PROMISED], words[Word.AGREED]
+        if words[Word.REFUSED] == number:
+            self.take_back(number)
+            return Outcome(-1, _why_refused(words))
+        if agreed == number:
+            return self._done(boundary, announced)
+        if apart := apart_reason(words):
+            self.take_back(number)
+            return Outcome(-1, apart)
+        if agreed > number:
+            # The trainer may have done it and gone on, but a copy of that boundary is too late.
+            return self._passed(boundary)
+        if number not in (words[Word.READY], promised):
+            return Outcome(-1, "another request took its place")
+        return None
+
+    def _done(self, boundary: Boundary, announced: bool) -> Outcome | None:
+        words = self._words
+        if boundary.action == EDIT:
+            return self._edited(boundary.number)
+        if boundary.action == CAPTURE:
+            return self._capture(boundary, announced)
+        return Outcome(words[Word.AGREED_STEP], "", edits=words[Word.EDITS])
+
+    def _passed(self, boundary: Boundary) -> Outcome:
+        edited = self._edited(boundary.number) if boundary.action == EDIT else None
+        return edited if edited is not None else Outcome(-1, "a later request was agreed already")
+
+    def _edited(self, number: int) -> Outcome | None:
+        words = self._words
+        if words[Word.EDIT_APPLIED] == number:
+            step, edits = words[Word.EDIT_STEP], words[Word.EDITS]
+            return Outcome(step, "", edits=edits, stop_ns=words[Word.EDIT_NS])
+        if words[Word.EDIT_FAILED] == number:
+            return Outcome(-1, "the edit failed half way on this rank; its trainer's log says why")
+        return None
+
+
+def apart_reason(words: Words) -> str:
+    """Why nothing can be agreed although all ranks answer; empty when they are in lock-step."""
+    lowest, highest = words[Word.APART_LOW], words[Word.APART_HIGH]
+    if lowest == highest:
+        return ""
+    return (
+        f"the ranks are not at the same step of training: this one made an update in iteration "
+        f"{words[Word.ROUND_ITERATION]}, others theirs in {lowest} to {highest}. A rank left an "
+        "update out, because its optimizer raised or its gradient scaler skipped alone; restart "
+        "the training from a checkpoint"
+    )
+
+
+def _why_refused(words: Words) -> str:
+    step = words[Word.REFUSED_STEP]
+    if step < 0:
+        return "the trainer cannot run the edit's program; its log says why"
+    return (
+        f"if_step is {words[Word.REFUSED_IF_STEP]}, and the next boundary of all ranks is at step "
+        f"{step} or later; hold training to edit it at a certain step"
+    )
+
+
+def fate_of(words: Words, number: int, *, ended: bool) -> pb.BoundaryFate.ValueType:
+    """What became of a request that was taken back at least some milliseconds ago.
+
+    Args:
+        ended: the trainer's process has ended, so no word of its own changes any more.
+
+    Returns:
+        UNSPECIFIED when so many have been agreed since that the page tells nothing of this one.
+    """
+    # In this order: the trainer writes AGREED before it clears PROMISED.
+    promised = words[Word.PROMISED]
+    agreed = words[Word.AGREED]
+    if words[Word.EDIT_APPLIED] == number:
+        return pb.BOUNDARY_FATE_DONE
+    if words[Word.EDIT_FAILED] == number:
+        return pb.BOUNDARY_FATE_TORN
+    if words[Word.EDIT_AGREED] == number:
+        if words[Word.EDIT_APPLIED] == number:
+            return pb.BOUNDARY_FATE_DONE
+        return pb.BOUNDARY_FATE_TORN if ended else pb.BOUNDARY_FATE_AGREED
+    if agreed == number:
+        return pb.BOUNDARY_FATE_DONE
+    if promised == number:
+        return pb.BOUNDARY_FATE_IN_DOUBT
+    if agreed < number:
+        return pb.BOUNDARY_FATE_WITHDRAWN
+    return _PAST[past_of(words, number)]

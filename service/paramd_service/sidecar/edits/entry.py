@@ -1,0 +1,258 @@
+"""One edit on one rank: what is known of it, and what a successor must find of it."""
+
+from __future__ import annotations
+
+import asyncio
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from enum import Enum, IntEnum
+
+from paramd.errors import DeniedError
+from paramd.layout.edits.ops import manifest_digest
+from paramd.layout.edits.plan import PlannedOp, RankEdit
+from paramd.memory.control_page import Word
+from paramd.v1 import sidecar_pb2 as pb
+from paramd_service.shares import Who
+from paramd_service.sidecar.edits.index import Slot, id_words
+from paramd_service.sidecar.edits.layout import Body
+from paramd_service.sidecar.edits.memory import Range
+from paramd_service.sidecar.edits.receive import Intake
+from paramd_service.sidecar.owner import Ownership
+
+_LENGTHS = struct.Struct("<2Q")
+
+WITHDRAWN_NS = 20_000_000
+"""How long a request must stand in the page no more before PROMISED is believed: twice what
+withdrawing waits."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class EditLimits:
+    """Limits of one possession."""
+
+    budget_bytes: int
+    """Most bytes that edits which are not applied may take together; above 0."""
+    undo_budget_bytes: int
+    """Most bytes kept for undoing applied edits; 0 or more."""
+    expiry_s: float
+    """How long a staged edit that nobody touches is kept; above 0."""
+    max_edits: int = 256
+    """Edits that may be staged at once; 1 or more."""
+
+
+class Phase(IntEnum):
+    """As paramd.v1.EditPhase.
+
+    STAGING --all data there, verified--> STAGED --make_ready--> READY --applied--> APPLIED
+                                            ^------withdrawn-------/
+    STAGING lives in this process alone; the others are in the index, and survive it.
+    """
+
+    STAGING = 1
+    STAGED = 2
+    READY = 3
+    APPLIED = 4
+
+
+class UndoRefusal(IntEnum):
+    """Why an applied edit cannot be undone here."""
+
+    NONE = 0
+    NOT_ASKED = 1
+    TOO_LARGE = 2
+    CROWDED_OUT = 3
+    UNDONE = 4
+    DROPPED = 5
+
+
+REFUSALS: dict[UndoRefusal, str] = {
+    UndoRefusal.NONE: "",
+    UndoRefusal.NOT_ASKED: "the edit was made without keeping what undoes it",
+    UndoRefusal.TOO_LARGE: "what undoes it takes more than the whole undo budget of this rank",
+    UndoRefusal.CROWDED_OUT: "what undoes it was dropped to make room for later edits",
+    UndoRefusal.UNDONE: "it has been undone already",
+    UndoRefusal.DROPPED: "what undoes it was dropped on request",
+}
+
+
+@dataclass(eq=False, slots=True, kw_only=True)
+class Entry:
+    """An edit; changed on the event loop only."""
+
+    manifest: pb.EditManifest
+    digest: bytes
+    """Of the manifest."""
+    opened: asyncio.Future[None]
+    """Done when there is memory for it."""
+    who: Who = None
+    """Names the token that stages it; None: the owner's, or the control plane."""
+    phase: Phase = Phase.STAGING
+    op_count: int = 0
+    ops: Sequence[PlannedOp] = ()
+    """Empty until planned here; so is `edit`."""
+    edit: RankEdit | None = None
+    size_bytes: int = 0
+    body: Body | None = None
+    """An undo shares the body of what it undoes until it is applied, then it is its own."""
+    program_begin: int = 0
+    meta: Range = (0, 0)
+    slot: int = -1
+    intake: Intake | None = None
+    data_digests: Sequence[bytes] = ()
+    boundary: int = 0
+    token: int = 0
+    unready_ns: int = 0
+    """When its request was first seen to stand no longer in the page; 0: it stands."""
+    step: int = -1
+    edits: int = -1
+    stop_ns: int = 0
+    order: int = 0
+    refusal: UndoRefusal = UndoRefusal.NONE
+    undoes: Entry | None = None
+    undone_by: Entry | None = None
+    """The undo that is staged, and for which its body stays."""
+    touched_ns: int = 0
+    lock: asyncio.Lock = field(default_factory=asyncio.Lock)
+    """Held while its body is written."""
+
+    @property
+    def edit_id(self) -> str:
+        return str(self.manifest.edit_id)
+
+    @property
+    def owns_body(self) -> bool:
+        return self.undoes is None or self.phase is Phase.APPLIED
+
+    @property
+    def undo_refusal(self) -> str:
+        """Empty when it can be undone."""
+        if self.phase is not Phase.APPLIED:
+            return ""
+        if self.undone_by is not None:
+            return f"edit {self.undone_by.edit_id} that undoes it is staged already"
+        return REFUSALS[self.refusal]
+
+    @property
+    def staged_bytes(self) -> int:
+        """Bytes of its data there, without a gap from the first."""
+        return self.size_bytes if self.intake is None else self.intake.staged_bytes
+
+    def check_author(self, who: Who) -> None:
+        """Raises DeniedError when its data is another token's to bring."""
+        if self.size_bytes and who != self.who:
+            raise DeniedError(
+                f"edit {self.edit_id} is staged here with another token, and only that one adds "
+                "data to it; create an edit of your own"
+            )
+
+    def progress(self) -> pb.EditProgress:
+        """The message."""
+        applied = self.phase is Phase.APPLIED
+        return pb.EditProgress(
+            phase=pb.EditPhase.ValueType(self.phase),
+            staged_bytes=self.staged_bytes,
+            size_bytes=self.size_bytes,
+            manifest_digest=self.digest,
+            data_digests=self.data_digests,
+            boundary=self.boundary if applied else 0,
+            token=self.token if applied else 0,
+            stop_ns=self.stop_ns,
+            undo_refusal=self.undo_refusal,
+            author=self.who or "",
+        )
+
+    def as_slot(self) -> Slot:
+        """What a successor must know at once."""
+        body = self.body
+        return Slot(
+            phase=self.phase,
+            **id_words(self.edit_id),
+            meta_begin=self.meta[0],
+            meta_end=self.meta[1],
+            body_begin=body.begin if body is not None else 0,
+            body_end=body.end if body is not None else 0,
+            program_begin=self.program_begin,
+            boundary=self.boundary,
+            token=self.token,
+            step=self.step,
+            edits=self.edits,
+            stop_ns=self.stop_ns,
+            order=self.order,
+            refusal=self.refusal,
+        )
+
+    def meta_bytes(self) -> bytes:
+        """What a successor must know besides: manifest and digests."""
+        manifest = self.manifest.SerializeToString(deterministic=True)
+        progress = self.progress().SerializeToString()
+        return _LENGTHS.pack(len(manifest), len(progress)) + manifest + progress
+
+
+def entry_of(slot: Slot, memory: memoryview, number: int, loop: asyncio.AbstractEventLoop) -> Entry:
+    """The edit that a predecessor left in slot `number`; its body and kin are not set."""
+    meta = memory[slot.meta_begin : slot.meta_end]
+    manifest_size, progress_size = _LENGTHS.unpack_from(meta)
+    begin = _LENGTHS.size + manifest_size
+    manifest = pb.EditManifest.FromString(bytes(meta[_LENGTHS.size : begin]))
+    progress = pb.EditProgress.FromString(bytes(meta[begin : begin + progress_size]))
+    opened: asyncio.Future[None] = loop.create_future()
+    opened.set_result(None)
+    return Entry(
+        manifest=manifest,
+        digest=manifest_digest(manifest),
+        opened=opened,
+        who=progress.author or None,
+        phase=Phase(slot.phase),
+        op_count=len(manifest.ops),
+        size_bytes=progress.size_bytes,
+        program_begin=slot.program_begin,
+        meta=(slot.meta_begin, slot.meta_end),
+        slot=number,
+        data_digests=list(progress.data_digests),
+        boundary=slot.boundary,
+        token=slot.token,
+        step=slot.step,
+        edits=slot.edits,
+        stop_ns=slot.stop_ns,
+        order=slot.order,
+        refusal=UndoRefusal(slot.refusal),
+    )
+
+
+class Fate(Enum):
+    """Of an edit that is ready for request n."""
+
+    APPLIED = "the trainer says that it has applied n"
+    OPEN = "n may have been agreed, or may yet be"
+    NEVER = "this rank will never apply n"
+
+
+def fate(entry: Entry, words: Sequence[int], *, ended: Ownership | None, now_ns: int) -> Fate:
+    """The fate of a READY edit; remembers in `unready_ns` since when n stands no more.
+
+    Args:
+        words: Of the control page.
+        ended: How the trainer ended; None while it lives.
+        now_ns: CLOCK_MONOTONIC.
+    """
+    number, token = entry.boundary, entry.token
+    if (words[Word.EDIT_APPLIED], words[Word.EDIT_TOKEN]) == (number, token):
+        return Fate.APPLIED
+    agreed = words[Word.AGREED]
+    if agreed == number and words[Word.AGREED_TOKEN] != token:
+        return Fate.NEVER
+    if words[Word.EDIT_AGREED] == number:
+        # Being applied, or its trainer ended in it: then the rank is torn.
+        return Fate.OPEN
+    if ended is not None or agreed > number:
+        return Fate.NEVER
+    if agreed == number:
+        return Fate.OPEN
+    if words[Word.READY] == number:
+        entry.unready_ns = 0
+        return Fate.OPEN
+    entry.unready_ns = entry.unready_ns if entry.unready_ns else now_ns
+    if now_ns - entry.unready_ns < WITHDRAWN_NS or words[Word.PROMISED] == number:
+        return Fate.OPEN
+    return Fate.NEVER

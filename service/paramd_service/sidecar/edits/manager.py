@@ -1,0 +1,322 @@
+"""Edits of one possession: staged, made ready, applied, undone; see edit_entry.Phase.
+
+The trainer applies; this side never touches the arena. What became of a ready edit is read
+from the page alone (EDIT_APPLIED, EDIT_TOKEN), so a respawned sidecar tells the same. Runs on
+the event loop; data is copied and checked on threads.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import time
+from collections.abc import Callable, Coroutine, Iterable
+from functools import partial
+from typing import Any
+
+from paramd.errors import ConflictError, ExistsError, NotFoundError, UsageError
+from paramd.layout.edits.ops import manifest_digest
+from paramd.memory.control_page import ControlPage, Word, Words
+from paramd.v1 import sidecar_pb2 as pb
+from paramd_service.shares import CALLER
+from paramd_service.sidecar.edits.entry import WITHDRAWN_NS, EditLimits, Entry, Fate, Phase, fate
+from paramd_service.sidecar.edits.memory import EditMemory
+from paramd_service.sidecar.edits.open import Opener
+from paramd_service.sidecar.edits.receive import NonfiniteError, Part
+from paramd_service.sidecar.edits.table import EditBook
+from paramd_service.sidecar.faults import Faults
+from paramd_service.sidecar.owner import Ownership
+
+EXPECTED_NS = 1_000_000_000
+"""After data of an edit came, its request is expected for so long."""
+
+_ID = re.compile(r"[0-9a-f]{32}")
+_SWEEP_S = 5.0
+
+
+def expect_request(words: Words) -> None:
+    """Has the trainers look for requests more often: one is about to come."""
+    words[Word.EXPECTED_NS] = time.monotonic_ns() + EXPECTED_NS
+
+
+def count_hole(words: Words) -> None:
+    """Before pages of edits are given back: the trainer's page tables of them go, too."""
+    words[Word.EDIT_HOLES] += 1
+
+
+class Edits:
+    """The edits of one rank in one epoch."""
+
+    def __init__(
+        self,
+        memory: EditMemory,
+        page: ControlPage,
+        *,
+        rank: int,
+        arena_bytes: int,
+        limits: EditLimits,
+        layout: Callable[[], bytes],
+        faults: Faults,
+    ) -> None:
+        """`layout` gives the serialized layout; raises UnreachableError while there is none."""
+        self.memory = memory
+        self.applied_count = 0
+        """Edits seen applied by this process."""
+        self._page = page
+        self._limits = limits
+        self._sweep_s = min(_SWEEP_S, limits.expiry_s)
+        self._faults = faults
+        self._loop = asyncio.get_running_loop()
+        self._book = EditBook(memory, limits)
+        self._opener = Opener(
+            memory,
+            self._book.undo,
+            rank=rank,
+            arena_bytes=arena_bytes,
+            limits=limits,
+            layout=layout,
+        )
+        self._ended: Ownership | None = None
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._timer: asyncio.TimerHandle | None = None
+        memory.on_hole = partial(count_hole, page.words)
+
+    async def start(self) -> None:
+        """Finds what a predecessor left. Raises ExhaustedError."""
+        await self.memory.start()
+        self._book.open()
+        self.settle()
+        self._start(self.memory.warm_up())
+        self._timer = self._loop.call_later(self._sweep_s, self._timed)
+
+    async def begin(self, manifest: pb.EditManifest) -> Entry:
+        """The edit of a manifest, with memory reserved; the same id and manifest, the same edit.
+
+        Raises:
+            ExistsError: the id has another manifest.
+            DeniedError: another token stages it.
+            UsageError, NotFoundError: it does not fit the layout.
+            ExhaustedError: no room. ConflictError: it cannot undo what it names.
+        """
+        if _ID.fullmatch(manifest.edit_id) is None:
+            raise UsageError(f"edit_id: {manifest.edit_id[:64]!r}; expected 32 hexadecimal digits")
+        digest = manifest_digest(manifest)
+        entry = self._book.entries.get(manifest.edit_id)
+        if entry is None:
+            if self._ended is not None:
+                raise ConflictError(f"nothing can be edited any more: {self._ended.value}")
+            self._book.check_room()
+            entry = Entry(
+                manifest=manifest,
+                digest=digest,
+                opened=self._loop.create_future(),
+                touched_ns=time.monotonic_ns(),
+                who=CALLER.get(),
+            )
+            self._book.entries[entry.edit_id] = entry
+            expect_request(self._page.words)
+            self._start(self._open(entry))
+        elif entry.digest != digest:
+            raise ExistsError(
+                f"edit {manifest.edit_id} is known here with another content; an id names one "
+                "edit for ever, so take a new one"
+            )
+        await asyncio.shield(entry.opened)
+        entry.check_author(CALLER.get())
+        entry.touched_ns = time.monotonic_ns()
+        if entry.phase is Phase.STAGING:
+            # All data may be there, with no room for the rest when it came.
+            async with entry.lock:
+                await self._complete(entry)
+        self.settle()
+        return entry
+
+    async def take(self, entry: Entry, parts: Iterable[Part]) -> None:
+        """Takes parts of the data, on a thread, one by one; the last makes the edit STAGED.
+
+        Raises:
+            UsageError: a part does not follow, or is not finite: then the edit is forgotten.
+            DataLossError: as a part's `fill` says.
+        """
+        async with entry.lock:
+            expect_request(self._page.words)
+            entry.touched_ns = time.monotonic_ns()
+            if self._book.entries.get(entry.edit_id) is not entry:
+                raise NotFoundError(f"edit {entry.edit_id} was dropped while its data came")
+            intake = entry.intake
+            if intake is None:
+                return
+            try:
+                await self._opener.on_thread(partial(intake.take_all, parts))
+            except NonfiniteError:
+                self._book.forget(entry)
+                raise
+            self._faults.at("edit-staging")
+            await self._complete(entry)
+
+    def get(self, edit_id: str) -> Entry:
+        """An edit as it is now. Raises NotFoundError."""
+        self.settle()
+        entry = self._book.entries.get(edit_id)
+        if entry is None:
+            raise NotFoundError(
+                f"nothing is known of edit {edit_id[:64]!r} on this rank; it was never staged "
+                "here, or it expired"
+            )
+        return entry
+
+    async def planned(self, entry: Entry) -> Entry:
+        """The edit with `ops` and `edit` set, also when a predecessor staged it."""
+        await self._opener.plan(entry)
+        return entry
+
+    async def drop(self, edit_id: str) -> None:
+        """Forgets a staged edit, or lets go of what would undo an applied one. Idempotent.
+
+        Raises:
+            ConflictError: the trainers may have agreed on it, or an undo of it is staged.
+        """
+        self.settle()
+        entry = self._book.entries.get(edit_id)
+        if entry is None:
+            return
+        async with entry.lock:
+            if self._book.entries.get(edit_id) is not entry:
+                return
+            self.settle()
+            if entry.unready_ns:
+                await asyncio.sleep(WITHDRAWN_NS / 1e9)
+                self.settle()
+            if entry.phase is Phase.READY:
+                raise ConflictError(
+                    f"edit {edit_id}: the trainers may have agreed on it; ask for it again when "
+                    f"boundary {entry.boundary} has ended"
+                )
+            if entry.phase is Phase.APPLIED:
+                self._book.drop_undo(entry)
+            else:
+                self._book.forget(entry)
+
+    def make_ready(self, edit_id: str, *, boundary: int, token: int) -> int:
+        """See ReadyEdits."""
+        entry = self.get(edit_id)
+        if entry.phase in (Phase.READY, Phase.APPLIED):
+            if (entry.boundary, entry.token) == (boundary, token):
+                return entry.program_begin
+            raise ConflictError(
+                f"edit {edit_id} was applied already, at boundary {entry.boundary}"
+                if entry.phase is Phase.APPLIED
+                else f"edit {edit_id} is in doubt for boundary {entry.boundary}; withdraw that "
+                "one, and ask again when its round has ended"
+            )
+        if entry.phase is Phase.STAGING:
+            raise ConflictError(
+                f"edit {edit_id} is not complete on this rank: {entry.staged_bytes:,} "
+                f"of {entry.size_bytes:,} bytes are staged"
+            )
+        entry.boundary, entry.token, entry.unready_ns = boundary, token, 0
+        entry.phase = Phase.READY
+        self._book.persist(entry)
+        self._faults.at("edit-ready")
+        return entry.program_begin
+
+    def settle(self) -> None:
+        """See ReadyEdits."""
+        for entry in [one for one in self._book.entries.values() if one.phase is Phase.READY]:
+            found = fate(entry, self._page.words, ended=self._ended, now_ns=time.monotonic_ns())
+            if found is Fate.APPLIED:
+                self._applied(entry)
+            elif found is Fate.NEVER:
+                self._book.unready(entry)
+
+    def withdrawn(self, boundary: int) -> None:
+        """See ReadyEdits."""
+        self.settle()
+        for entry in self._book.entries.values():
+            if entry.phase is Phase.READY and entry.boundary == boundary:
+                self._book.unready(entry)
+
+    def trainer_ended(self, ownership: Ownership) -> None:
+        """Nobody applies anything any more; what was applied stays told."""
+        self._ended = ownership
+        self.settle()
+
+    async def close(self) -> None:
+        """Lets go of everything here; the memory stays the trainer's."""
+        if self._timer is not None:
+            self._timer.cancel()
+        for task in self._tasks:
+            task.cancel()
+        if self._tasks:
+            await asyncio.wait(self._tasks)
+        await self._opener.close()
+        self._book.close()
+        await self.memory.close()
+
+    @property
+    def staged_bytes(self) -> int:
+        """Bytes of memory that edits which are not applied take."""
+        return self._book.staged_bytes
+
+    @property
+    def undo_bytes(self) -> int:
+        """Bytes kept for undoing."""
+        return self._book.undo.kept_bytes
+
+    async def _open(self, entry: Entry) -> None:
+        try:
+            async with entry.lock:
+                if entry.manifest.undo_of:
+                    await self._opener.open_undo(entry, self.get(entry.manifest.undo_of))
+                else:
+                    await self._opener.open_new(entry, self._book.check_bytes)
+                self._faults.at("edit-staging")
+                await self._complete(entry)
+            entry.opened.set_result(None)
+        except BaseException as error:
+            self._book.forget(entry)
+            entry.opened.set_exception(error)
+            entry.opened.exception()  # seen, even when nobody waits any more
+            if not isinstance(error, Exception):
+                raise
+
+    async def _complete(self, entry: Entry) -> None:
+        """Makes the edit STAGED when all its data is there."""
+        intake = entry.intake
+        if intake is None or intake.staged_bytes < intake.size_bytes:
+            return
+        entry.data_digests = intake.digests()
+        meta = entry.meta_bytes()
+        entry.meta = await self._opener.reserve(len(meta))
+        self.memory.buffer[entry.meta[0] : entry.meta[0] + len(meta)] = meta
+        entry.intake = None
+        entry.phase = Phase.STAGED
+        self._book.in_order(entry)
+        self._faults.at("edit-staged")
+
+    def _applied(self, entry: Entry) -> None:
+        self._faults.at("edit-applied")
+        page = self._page
+        entry.step, entry.edits = page[Word.EDIT_STEP], page[Word.EDITS]
+        entry.stop_ns = page[Word.EDIT_NS]
+        entry.phase = Phase.APPLIED
+        self.applied_count += 1
+        self._book.applied(entry)
+
+    def sweep(self) -> None:
+        """Forgets staged edits that nobody has touched for too long."""
+        self.settle()
+        before_ns = time.monotonic_ns() - int(self._limits.expiry_s * 1e9)
+        for entry in list(self._book.entries.values()):
+            idle = entry.phase in (Phase.STAGING, Phase.STAGED) and entry.touched_ns < before_ns
+            if idle and not entry.lock.locked():
+                self._book.forget(entry)
+
+    def _timed(self) -> None:
+        self._timer = self._loop.call_later(self._sweep_s, self._timed)
+        self.sweep()
+
+    def _start(self, work: Coroutine[Any, Any, None]) -> None:
+        task = self._loop.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)

@@ -1,0 +1,217 @@
+"""The memory of edits: ranges of it are reserved for edits, and kept warm for the next one.
+
+    [0, HEAD_BYTES)       the index, which a respawned sidecar reads (edit_index.py)
+    [HEAD_BYTES, pool)    has its pages from the begin: small edits touch no fresh ones
+    the rest              pages when needed; given back when nobody needed them for a while
+
+All methods run on the event loop; pages are made and given back on the executor.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+from bisect import bisect_left
+from collections.abc import Callable, Iterator
+from concurrent.futures import Executor
+from contextlib import suppress
+from functools import partial
+
+from paramd.errors import ExhaustedError
+from paramd.memory.sparse import SparseMemory, pages
+from paramd_service.aio import uncancelled
+
+Range = tuple[int, int]
+
+HEAD_BYTES = 256 << 10
+
+# madvise(2): fault all pages in for writing now (Linux 5.14).
+_MADV_POPULATE_WRITE = 23
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+class Ranges:
+    """A set of numbers as sorted ranges that neither overlap nor touch."""
+
+    def __init__(self, *ranges: Range) -> None:
+        self._ranges: list[Range] = []
+        for begin, end in ranges:
+            self.add(begin, end)
+
+    def __iter__(self) -> Iterator[Range]:
+        return iter(tuple(self._ranges))
+
+    @property
+    def size(self) -> int:
+        """How many numbers are in it."""
+        return sum(end - begin for begin, end in self._ranges)
+
+    def add(self, begin: int, end: int) -> None:
+        """Puts [begin, end) in."""
+        if begin >= end:
+            return
+        first = bisect_left(self._ranges, begin, key=lambda one: one[1])
+        last = first
+        while last < len(self._ranges) and self._ranges[last][0] <= end:
+            begin, end = min(begin, self._ranges[last][0]), max(end, self._ranges[last][1])
+            last += 1
+        self._ranges[first:last] = [(begin, end)]
+
+    def remove(self, begin: int, end: int) -> None:
+        """Takes [begin, end) out, as far as it is in."""
+        left = []
+        for low, high in self._ranges:
+            left += [(low, min(high, begin)), (max(low, end), high)]
+        self._ranges = [(low, high) for low, high in left if low < high]
+
+    def within(self, begin: int, end: int) -> list[Range]:
+        """What of [begin, end) is in it."""
+        parts = [(max(low, begin), min(high, end)) for low, high in self._ranges]
+        return [(low, high) for low, high in parts if low < high]
+
+    def missing(self, begin: int, end: int) -> list[Range]:
+        """What of [begin, end) is not in it."""
+        rest = Ranges((begin, end))
+        for low, high in self.within(begin, end):
+            rest.remove(low, high)
+        return list(rest)
+
+    def first_fit(self, size: int) -> int | None:
+        """Where the first `size` neighbours in it begin; None when there are none."""
+        return next((low for low, high in self._ranges if high - low >= size), None)
+
+
+_libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+
+
+def _nothing() -> None:
+    """Nobody wants to know."""
+
+
+class EditMemory:
+    """Gives out ranges of one possession's memory of edits."""
+
+    def __init__(
+        self, descriptor: int, *, pool_bytes: int, idle_s: float, executor: Executor
+    ) -> None:
+        self.sparse = SparseMemory(descriptor)
+        self._free = Ranges((HEAD_BYTES, self.sparse.size_bytes))
+        self._resident = Ranges()
+        self._pool_end = min(HEAD_BYTES + pages(pool_bytes), self.sparse.size_bytes)
+        self._idle_s = idle_s
+        self._executor = executor
+        self._loop = asyncio.get_running_loop()
+        self._timer: asyncio.TimerHandle | None = None
+        self._work: set[asyncio.Future[None]] = set()
+        self.on_hole: Callable[[], None] = _nothing
+        """Called before pages are given back: page tables made so far may be of no more use."""
+
+    @property
+    def buffer(self) -> memoryview:
+        return self.sparse.buffer
+
+    @property
+    def free_bytes(self) -> int:
+        """Bytes that nobody has."""
+        return self._free.size
+
+    @property
+    def idle_bytes(self) -> int:
+        """Bytes beyond the pool that have pages and that nobody has."""
+        parts = self._resident.within(self._pool_end, self.sparse.size_bytes)
+        return sum(high - low for part in parts for low, high in self._free.within(*part))
+
+    async def start(self) -> None:
+        """Gives the head its pages. Raises ExhaustedError."""
+        await self._populate(0, HEAD_BYTES)
+
+    async def warm_up(self) -> None:
+        """Gives back what a predecessor left, and the pool its pages."""
+        self._give_back(Ranges((self._pool_end, self.sparse.size_bytes)))
+        # Without the pool edits are slower, and else as good.
+        with suppress(ExhaustedError):
+            for begin, end in self._resident.missing(0, self._pool_end):
+                await self._populate(begin, end)
+
+    def take(self, begin: int, end: int) -> None:
+        """A range that a predecessor has given out."""
+        self._free.remove(begin, end)
+        self._resident.add(begin, end)
+
+    async def reserve(self, size_bytes: int) -> Range:
+        """A range of whole pages, all there. Contents are whatever was there before.
+
+        Raises:
+            ExhaustedError: no room in this memory, or the machine has no pages left.
+        """
+        size_bytes = pages(max(size_bytes, 1))
+        begin = self._free.first_fit(size_bytes)
+        if begin is None:
+            raise ExhaustedError(
+                f"{size_bytes:,} bytes for an edit are not free in one piece "
+                f"({self._free.size:,} are free in all); make it smaller, or wait until others "
+                "are applied or expire"
+            )
+        end = begin + size_bytes
+        self._free.remove(begin, end)
+        try:
+            for low, high in self._resident.missing(begin, end):
+                await self._populate(low, high)
+        except BaseException:
+            self.free(begin, end)
+            raise
+        return begin, end
+
+    def free(self, begin: int, end: int) -> None:
+        """The range is nobody's any more. Its pages go when they stay idle."""
+        self._free.add(begin, end)
+        if self._timer is not None:
+            self._timer.cancel()
+        self._timer = self._loop.call_later(self._idle_s, self._idle)
+
+    async def close(self) -> None:
+        """Lets go of the map; pages stay the trainer's."""
+        if self._timer is not None:
+            self._timer.cancel()
+        if self._work:
+            await asyncio.wait(self._work)
+        self.sparse.close()
+
+    async def _populate(self, begin: int, end: int) -> None:
+        work = self._loop.run_in_executor(self._executor, self._make_pages, begin, end)
+        self._work.add(work)
+        work.add_done_callback(self._work.discard)
+        # Waited for in any case: a range whose pages are being made is not given out again.
+        try:
+            await uncancelled(work)
+        except asyncio.CancelledError:
+            if work.exception() is None:
+                self._resident.add(begin, end)
+            raise
+        self._resident.add(begin, end)
+
+    def _make_pages(self, begin: int, end: int) -> None:
+        self.sparse.reserve(begin, end)
+        # An older kernel pays at the first copy.
+        _libc.madvise(self.sparse.address + begin, end - begin, _MADV_POPULATE_WRITE)
+
+    def _idle(self) -> None:
+        self._timer = None
+        self._give_back(self._resident)
+
+    def _give_back(self, resident: Ranges) -> None:
+        parts = resident.within(self._pool_end, self.sparse.size_bytes)
+        for begin, end in [idle for part in parts for idle in self._free.within(*part)]:
+            self._free.remove(begin, end)
+            self._resident.remove(begin, end)
+            self.on_hole()
+            work = self._loop.run_in_executor(self._executor, self.sparse.release, begin, end)
+            self._work.add(work)
+            work.add_done_callback(partial(self._given, (begin, end)))
+
+    def _given(self, part: Range, done: asyncio.Future[None]) -> None:
+        self._work.discard(done)
+        # A hole that could not be punched still has its pages: it is as it was.
+        if not done.cancelled() and done.exception() is not None:
+            self._resident.add(*part)
+        self._free.add(*part)

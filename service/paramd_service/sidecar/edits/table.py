@@ -1,0 +1,267 @@
+"""All edits that a rank knows: by id, in the index, with the memory they take."""
+
+from __future__ import annotations
+
+import asyncio
+import struct
+import time
+from collections.abc import Callable
+from contextlib import suppress
+
+from google.protobuf.message import DecodeError
+
+from paramd.errors import ConflictError, ExhaustedError
+from paramd.memory.edit_program import record_count
+from paramd_service.shares import CALLER, Shares
+from paramd_service.sidecar.edits.entry import EditLimits, Entry, Phase, UndoRefusal, entry_of
+from paramd_service.sidecar.edits.index import EditIndex, Slot
+from paramd_service.sidecar.edits.layout import Body, body_of
+from paramd_service.sidecar.edits.memory import EditMemory
+
+MAX_TOLD_BYTES = 32 << 20
+"""Manifests and digests of applied edits that are kept to be told; the oldest go first."""
+
+
+def recovered(index: EditIndex, memory: EditMemory) -> dict[str, Entry]:
+    """The edits by id; their memory is taken. What no slot names is free."""
+    entries: dict[str, Entry] = {}
+    slots: dict[str, Slot] = {}
+    for number, slot in index.slots():
+        entry = _entry(slot, memory, number)
+        if entry is None:
+            index.clear(number)
+            continue
+        memory.take(slot.meta_begin, slot.meta_end)
+        entries[entry.edit_id], slots[entry.edit_id] = entry, slot
+    for edit_id, entry in entries.items():
+        slot, undo_of = slots[edit_id], entry.manifest.undo_of
+        if slot.body_begin and slot.program_begin:
+            memory.take(slot.body_begin, slot.body_end)
+            count = record_count(memory.buffer, slot.program_begin)
+            entry.body = body_of(
+                slot.body_begin,
+                slot.body_end,
+                record_count=count,
+                # An undo lies in a body that has room for it.
+                undoable=bool(undo_of) or entry.refusal is UndoRefusal.NONE,
+            )
+    for entry in entries.values():
+        _join(entry, entries.get(entry.manifest.undo_of))
+    return entries
+
+
+def _entry(slot: Slot, memory: EditMemory, number: int) -> Entry | None:
+    with suppress(struct.error, DecodeError, ValueError):
+        return entry_of(slot, memory.buffer, number, asyncio.get_running_loop())
+    return None
+
+
+def _join(undo: Entry, original: Entry | None) -> None:
+    """Ties an undo to what it undoes, as far as that is still so."""
+    if original is None or original.body is None or undo.body is None:
+        return
+    if original.body.begin != undo.body.begin:
+        return
+    if undo.phase is Phase.APPLIED:
+        # The predecessor ended between telling of the undo and of what it undid.
+        original.body, original.refusal = None, UndoRefusal.UNDONE
+    else:
+        undo.undoes, original.undone_by = original, undo
+
+
+class UndoBook:
+    """Applied edits whose bodies are kept, oldest first. On the event loop."""
+
+    def __init__(
+        self, memory: EditMemory, budget_bytes: int, persist: Callable[[Entry], None]
+    ) -> None:
+        self._memory = memory
+        self._budget_bytes = budget_bytes
+        self._persist = persist
+        self._kept: list[Entry] = []
+
+    @property
+    def kept_bytes(self) -> int:
+        return sum(one.body.size_bytes for one in self._kept if one.body is not None)
+
+    def keep(self, entry: Entry) -> None:
+        """An applied edit that has its body, as a predecessor left it."""
+        self._kept.append(entry)
+        self._kept.sort(key=lambda one: one.order)
+
+    def applied(self, entry: Entry) -> None:
+        """An edit was applied: its body is kept for its own undo, or let go of."""
+        original = entry.undoes
+        if original is not None:
+            # The body is the undo's from now on.
+            self._kept.remove(original)
+            original.body, original.undone_by = None, None
+            original.refusal = UndoRefusal.UNDONE
+            self._persist(original)
+        self.keep(entry)
+        if entry.refusal is not UndoRefusal.NONE:
+            self.let_go(entry, entry.refusal)
+        while self.kept_bytes > self._budget_bytes and self.drop_oldest():
+            pass
+
+    def claim(self, original: Entry, undo: Entry) -> Body:
+        """The body of an applied edit, which stays until its undo is applied or forgotten.
+
+        Raises:
+            ConflictError: it was not applied, or cannot be undone.
+        """
+        if original.phase is not Phase.APPLIED:
+            raise ConflictError(f"edit {original.edit_id} was not applied on this rank")
+        if original.undo_refusal or original.body is None:
+            raise ConflictError(f"edit {original.edit_id}: {original.undo_refusal}")
+        original.undone_by, undo.undoes = undo, original
+        return original.body
+
+    def let_go(self, entry: Entry, refusal: UndoRefusal) -> None:
+        """Frees what would undo an applied edit."""
+        body = entry.body
+        assert body is not None
+        self._kept.remove(entry)
+        entry.body, entry.refusal = None, refusal
+        self._persist(entry)
+        self._memory.free(body.begin, body.end)
+
+    def drop_oldest(self) -> bool:
+        """Frees the oldest that no staged undo needs; False when there is none."""
+        oldest = next((one for one in self._kept if one.undone_by is None), None)
+        if oldest is not None:
+            self.let_go(oldest, UndoRefusal.CROWDED_OUT)
+        return oldest is not None
+
+
+class EditBook:
+    """The edits of one possession. On the event loop."""
+
+    def __init__(self, memory: EditMemory, limits: EditLimits) -> None:
+        self.entries: dict[str, Entry] = {}
+        self.undo = UndoBook(memory, limits.undo_budget_bytes, self.persist)
+        self._memory = memory
+        self._limits = limits
+        self._index: EditIndex | None = None
+        self._order = 0
+
+    def open(self) -> None:
+        """Finds what a predecessor left in the memory, whose head has its pages."""
+        self._index = EditIndex(self._memory.buffer)
+        self.entries = recovered(self._index, self._memory)
+        for entry in self.entries.values():
+            entry.touched_ns = time.monotonic_ns()
+            self._order = max(self._order, entry.order)
+            if entry.phase is Phase.APPLIED and entry.body is not None:
+                self.undo.keep(entry)
+
+    def close(self) -> None:
+        """Lets go of the memory's buffer."""
+        self.entries.clear()
+        if self._index is not None:
+            self._index.close()
+
+    @property
+    def staged_bytes(self) -> int:
+        """Bytes of memory that edits which are not applied take; undos take none."""
+        return sum(
+            one.body.size_bytes
+            for one in self.entries.values()
+            if _takes(one) and one.body is not None
+        )
+
+    def check_room(self) -> None:
+        """Sees to it that one more edit can be known. Raises ExhaustedError."""
+        assert self._index is not None
+        staged = Shares(self._limits.max_edits, "edits staged on this rank")
+        for one in self.entries.values():
+            if one.phase is not Phase.APPLIED:
+                staged.count(one.who)
+        staged.check(CALLER.get())
+        if self._index.free_count <= staged.taken + 1 and not self._forget_oldest():
+            raise ExhaustedError("too many edits are known here; apply or drop what is staged")
+
+    def check_bytes(self, entry: Entry, size_bytes: int) -> None:
+        """Returns when an edit of that size has room beside others. Raises ExhaustedError."""
+        staged = Shares(self._limits.budget_bytes, "bytes of staged edits")
+        for one in self.entries.values():
+            if _takes(one) and one.body is not None:
+                staged.count(one.who, one.body.size_bytes)
+        staged.check(entry.who, size_bytes)
+
+    def in_order(self, entry: Entry) -> None:
+        """The entry is the latest, and its successor will know it as it is."""
+        self._order += 1
+        entry.order = self._order
+        self.persist(entry)
+
+    def persist(self, entry: Entry) -> None:
+        """Writes what a successor must know."""
+        assert self._index is not None
+        if entry.slot < 0:
+            entry.slot = self._index.add(entry.as_slot())
+        else:
+            self._index.change(entry.slot, entry.as_slot())
+
+    def unready(self, entry: Entry) -> None:
+        """Nobody will apply a ready edit at its request: it is staged as before."""
+        entry.phase, entry.unready_ns = Phase.STAGED, 0
+        entry.touched_ns = time.monotonic_ns()
+        self.persist(entry)
+
+    def applied(self, entry: Entry) -> None:
+        """An edit was applied: what undoes it is kept, what told of the oldest may go."""
+        self.in_order(entry)
+        entry.ops, entry.edit = (), None
+        self.undo.applied(entry)
+        while self._told_bytes() > MAX_TOLD_BYTES and self._forget_oldest(entry):
+            pass
+
+    def drop_undo(self, entry: Entry) -> None:
+        """Lets go of what would undo an applied edit. Raises ConflictError."""
+        if entry.undone_by is not None:
+            raise ConflictError(f"edit {entry.edit_id}: {entry.undo_refusal}; drop that one first")
+        if entry.body is not None:
+            self.undo.let_go(entry, UndoRefusal.DROPPED)
+
+    def forget(self, entry: Entry) -> None:
+        """Everything of an edit that is not applied goes."""
+        if self.entries.get(entry.edit_id) is entry:
+            del self.entries[entry.edit_id]
+        if entry.slot >= 0 and self._index is not None:
+            self._index.clear(entry.slot)
+        if entry.undoes is not None:
+            entry.undoes.undone_by = None
+        elif entry.body is not None:
+            self._memory.free(entry.body.begin, entry.body.end)
+        if entry.meta[1]:
+            self._memory.free(*entry.meta)
+        entry.body, entry.intake, entry.slot, entry.meta = None, None, -1, (0, 0)
+
+    def _told_bytes(self) -> int:
+        applied = (one for one in self.entries.values() if one.phase is Phase.APPLIED)
+        return sum(one.meta[1] - one.meta[0] for one in applied)
+
+    def _forget_oldest(self, but: Entry | None = None) -> bool:
+        """Forgets the oldest applied edit that no staged undo needs; False: there is none."""
+        oldest = min(
+            (
+                one
+                for one in self.entries.values()
+                if one.phase is Phase.APPLIED and one.undone_by is None and one is not but
+            ),
+            key=lambda one: one.order,
+            default=None,
+        )
+        if oldest is None:
+            return False
+        if oldest.body is not None:
+            self.undo.let_go(oldest, UndoRefusal.CROWDED_OUT)
+        oldest.undoes = None
+        self.forget(oldest)
+        return True
+
+
+def _takes(entry: Entry) -> bool:
+    """Whether its body is memory of an edit that is not applied."""
+    return entry.phase is not Phase.APPLIED and entry.undoes is None

@@ -1,0 +1,80 @@
+"""What a record of an edit would make of a copy of its elements: the torch of PreviewEdit.
+
+Block by block, so that temporary memory is bounded; what is done to a block is what the
+trainer does to the arena, by the same code.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import torch
+
+from paramd.memory.edit_program import NO_DATA, Record
+from paramd.tensors.edit_ops import run
+from paramd_service.sidecar.statistics import reduce
+
+BLOCK_NUMEL = 1 << 18
+
+
+def try_record(
+    snapshot: memoryview,
+    begin_bytes: int,
+    memory: memoryview,
+    record: Record,
+    dtype: str,
+    before: reduce.Reduced,
+    after: reduce.Reduced,
+) -> None:
+    """Adds a record's elements, as they are and as they would be, to statistics.
+
+    Args:
+        snapshot: Bytes of a snapshot, at whose `begin_bytes` the view's first element lies.
+        memory: The memory of edits.
+        dtype: Of the parameter; the record may name another one of the same size.
+    """
+    reduce.item_bytes(dtype)
+    kind = getattr(torch, record.dtype)
+    view = _strided(snapshot, begin_bytes, kind, record.sizes, record.strides)
+    data = None
+    # Nothing is kept, and above all not in the place of the data.
+    record = replace(record, preimage_begin=NO_DATA)
+    if record.data_begin != NO_DATA:
+        end = record.data_begin + record.size_bytes
+        data = torch.frombuffer(memory[record.data_begin : end], dtype=kind).view(record.sizes)
+    for now, operand in _blocks(view, data):
+        block = now.contiguous()
+        reduce.add_elements(before, block.view(getattr(torch, dtype)), dtype)
+        changed = block.clone()
+        run(record, changed, operand, None)
+        reduce.add_elements(after, changed.view(getattr(torch, dtype)), dtype)
+
+
+def _strided(
+    data: memoryview,
+    begin_bytes: int,
+    dtype: torch.dtype,
+    sizes: tuple[int, ...],
+    strides: tuple[int, ...],
+) -> torch.Tensor:
+    span = 1 + sum((n - 1) * stride for n, stride in zip(sizes, strides, strict=True))
+    raw = torch.frombuffer(data[begin_bytes : begin_bytes + span * dtype.itemsize], dtype=dtype)
+    return raw.as_strided(sizes, strides)
+
+
+def _blocks(
+    view: torch.Tensor, data: torch.Tensor | None
+) -> Iterator[tuple[torch.Tensor, torch.Tensor | None]]:
+    """Parts of both of at most `BLOCK_NUMEL` elements, in the same order."""
+    if view.numel() <= BLOCK_NUMEL or view.dim() == 0:
+        yield view, data
+        return
+    rows = max(1, BLOCK_NUMEL * view.shape[0] // view.numel())
+    for begin in range(0, view.shape[0], rows):
+        end = min(begin + rows, view.shape[0])
+        part = data[begin:end] if data is not None else None
+        if rows > 1 or view.dim() == 1:
+            yield view[begin:end], part
+        else:
+            yield from _blocks(view[begin], part[0] if part is not None else None)

@@ -1,0 +1,1 @@
+"""Captured gradients: slots in shared memory, frames, pins."""

@@ -1,0 +1,218 @@
+"""Gradients of one update as snapshots, or as numbers; equal requests share one capture."""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import functools
+from collections.abc import AsyncIterator, Callable, Coroutine, Hashable
+from concurrent.futures import Executor
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from paramd.errors import DeadlineError, UsageError
+from paramd.memory.gradient_program import Notes
+from paramd.v1 import sidecar_pb2 as pb
+from paramd_service.shares import CALLER
+from paramd_service.sidecar.gradients.memory import Places, SlotMemory
+from paramd_service.sidecar.gradients.slots import Gradients
+from paramd_service.sidecar.snapshots.blocks import BlockMaker, Fill, Key, Lease, Snapshot
+from paramd_service.sidecar.snapshots.store import SnapshotStore
+
+Leasing = Callable[[Snapshot, float], Lease]
+
+
+@dataclass(eq=False, slots=True)
+class _Shared:
+    """Work that several requests wait for; the last one that goes away cancels it."""
+
+    named: Hashable
+    task: asyncio.Task[Any]
+    release: Callable[[Any], None]
+    """Lets go of the result when the last of them has taken it."""
+    waiters: int = 0
+    released: bool = False
+
+
+class GradientPins:
+    """Gradients of one possession, for PinSnapshot."""
+
+    def __init__(
+        self,
+        gradients: Gradients,
+        *,
+        store: SnapshotStore,
+        blocks: BlockMaker,
+        executor: Executor,
+        lease: Leasing,
+        at_point: Callable[[str], None],
+    ) -> None:
+        """`lease` turns one holder of a snapshot into a lease."""
+        self.gradients = gradients
+        self._store = store
+        self._blocks = blocks
+        self._executor = executor
+        self._lease = lease
+        self._at_point = at_point
+        self._loop = asyncio.get_running_loop()
+        self._shared: dict[Hashable, _Shared] = {}
+        self._has_torch = False
+
+    async def pin(self, key: Key, step: int, *, lease_s: float, timeout_s: float) -> Lease:
+        """A lease on the gradients that update `step` consumes.
+
+        Raises:
+            AbortedError, ExhaustedError, ConflictError, EndedError: as `Gradients.capture`.
+            DeadlineError: the update did not come in time.
+        """
+        snapshot = self._store.find(key, step=step)
+        if snapshot is None:
+            shared = self._join((key, step), lambda: self._fill(key, step), self._store.drop)
+            async with self._waiting(shared, step, timeout_s) as filled:
+                snapshot = self._store.hold(filled)
+        return self._lease(snapshot, lease_s)
+
+    async def reduce(
+        self, key: Key, step: int, reduction: pb.Reduction, *, timeout_s: float
+    ) -> tuple[list[pb.Stats], Notes]:
+        """Statistics of the items, one each. Raises as `pin`, and UsageError for an item."""
+        wanted = reduction.SerializeToString(deterministic=True)
+        shared = self._join((key, step, wanted), lambda: self._reduce(key, step, wanted), _nothing)
+        async with self._waiting(shared, step, timeout_s) as found:
+            answer: tuple[list[pb.Stats], Notes] = found
+            return answer
+
+    def _join(
+        self,
+        named: Hashable,
+        work: Callable[[], Coroutine[Any, Any, Any]],
+        release: Callable[[Any], None],
+    ) -> _Shared:
+        """The work of that name, begun unless it is under way."""
+        shared = self._shared.get(named)
+        if shared is None:
+            shared = _Shared(named, self._loop.create_task(work()), release)
+            self._shared[named] = shared
+            shared.task.add_done_callback(lambda _: self._over(shared))
+        return shared
+
+    @asynccontextmanager
+    async def _waiting(self, shared: _Shared, step: int, timeout_s: float) -> AsyncIterator[Any]:
+        """The result of shared work, which is held until the block ends."""
+        shared.waiters += 1
+        try:
+            try:
+                async with asyncio.timeout(timeout_s):
+                    found = await asyncio.shield(shared.task)
+            except TimeoutError:
+                raise DeadlineError(
+                    f"update {step} did not begin within {timeout_s:.1f} s; ask again"
+                ) from None
+            yield found
+        finally:
+            shared.waiters -= 1
+            self._over(shared)
+
+    def _over(self, shared: _Shared) -> None:
+        """Ends work that nobody waits for; what it made is let go of once."""
+        if shared.waiters:
+            return
+        if self._shared.get(shared.named) is shared:
+            del self._shared[shared.named]
+        task = shared.task
+        if not task.done():
+            task.cancel()
+        elif not shared.released:
+            shared.released = True
+            if not task.cancelled() and task.exception() is None:
+                shared.release(task.result())
+
+    async def _fill(self, key: Key, step: int) -> Snapshot:
+        # The task has the context of the request that began it.
+        who = CALLER.get()
+        snapshot = self._store.reserve(key, at_boundary=False, who=who)
+        try:
+            if snapshot.block is None and snapshot.size_bytes:
+                snapshot.block = await asyncio.shield(
+                    self._loop.run_in_executor(
+                        self._executor, self._blocks.make, snapshot.size_bytes
+                    )
+                )
+            snapshot.fill = Fill.PENDING
+            _, snapshot.notes = await self.gradients.capture(
+                step, key.spans, lambda memory, slot: self._copy(snapshot, memory, slot)
+            )
+            snapshot.iteration = snapshot.notes.iteration
+            snapshot.step, snapshot.fill = step, Fill.FILLED
+            return snapshot
+        except BaseException:
+            self._store.drop(snapshot)
+            raise
+        finally:
+            self._store.uncharge(snapshot, who)
+
+    def _copy(self, snapshot: Snapshot, memory: SlotMemory, slot: int) -> None:
+        room = memory.address(slot)
+        target = snapshot.block.address if snapshot.block is not None else 0
+        for begin, end in snapshot.key.spans:
+            ctypes.memmove(target, room + begin, end - begin)
+            target += end - begin
+        self._at_point("gradients-copied")
+
+    async def _reduce(self, key: Key, step: int, reduction: bytes) -> tuple[list[pb.Stats], Notes]:
+        if not self._has_torch:
+            # Before the slot is armed: that takes seconds the first time.
+            await self._loop.run_in_executor(self._executor, _load_torch)
+            self._has_torch = True
+        placed, with_exponents = _placed(key.spans, reduction)
+
+        def work(memory: SlotMemory, slot: int) -> list[pb.Stats]:
+            from paramd_service.sidecar.statistics.reduce_many import reduce_items
+
+            found = reduce_items(
+                lambda begin, end: memory.room(slot, begin, end),
+                placed,
+                with_exponents=with_exponents,
+            )
+            self._at_point("gradients-reduced")
+            return found
+
+        return await self.gradients.capture(step, key.spans, work)
+
+
+def _nothing(_result: Any) -> None:
+    """Numbers need no letting go."""
+
+
+def _load_torch() -> None:
+    from paramd_service.sidecar.statistics import reduce, reduce_many
+
+    reduce.set_up()
+    reduce_many.warm_up()
+
+
+@functools.lru_cache(maxsize=8)
+def _placed(
+    spans: tuple[tuple[int, int], ...], reduction: bytes
+) -> tuple[list[tuple[int, pb.StatsItem]], bool]:
+    """(first arena byte, item) of each item of a `Reduction`, and whether it wants exponents.
+
+    A reader asks for the same in every update, so the last answers are kept.
+
+    Raises:
+        UsageError: an item is not within a span.
+    """
+    from paramd_service.sidecar.statistics.reduce import item_bytes
+
+    places, wanted, found = Places(spans), pb.Reduction.FromString(reduction), []
+    for item in wanted.items:
+        size_bytes = item.numel * item_bytes(item.dtype)
+        at = places.arena_byte(item.begin_bytes, size_bytes) if item.numel >= 0 else None
+        if at is None or item.begin_bytes < 0:
+            raise UsageError(
+                f"items: {item.numel} elements of {item.dtype} from byte {item.begin_bytes} on "
+                f"are not within one span of the {places.size_bytes} bytes asked for"
+            )
+        found.append((at, item))
+    return found, wanted.with_exponents

@@ -1,0 +1,281 @@
+"""Gradient slots of one epoch: which update is wanted in which slot, and what became of it.
+
+A frame goes this way:
+
+    QUEUED --a slot is free--> RESERVING --> ARMED --the trainer filled it--> SERVING --> over
+      |                            |           |--- left out, or begun without us --> over
+      +------ begun already -------+-----------+
+
+Everything is decided on the event loop. A slot's bytes are taken (copied into snapshots,
+or reduced) on one thread of low priority while the other slot is armed for a later update;
+a trainer that finds no slot armed goes on, and that frame does not exist.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import threading
+from collections.abc import Coroutine
+from concurrent.futures import Executor, ThreadPoolExecutor
+from contextlib import suppress
+from typing import Any
+
+from paramd.errors import AbortedError, ExhaustedError, ParamdError
+from paramd.memory.control_page import Word
+from paramd.memory.gradient_program import MAX_SPANS, Notes, Slot, covers, united
+from paramd.memory.shared import GRADIENT_SLOTS
+from paramd_service.sidecar.gradients.frames import Frame, LosslessReaders, Spans, State, Want, Work
+from paramd_service.sidecar.gradients.memory import SlotMemory
+from paramd_service.sidecar.owner import Possession
+
+MAX_ASKS = 1024
+"""Requests that may wait for a step; each is small, but not free."""
+
+LOOK_S = 0.1
+"""Time between two looks at the words while something waits and no wake came."""
+
+_NICENESS = 5
+
+
+class EndedError(ParamdError):
+    """The training has detached: no step comes any more."""
+
+
+class Gradients:
+    """Frames of one possession. All methods run on the event loop's thread."""
+
+    def __init__(self, possession: Possession, *, executor: Executor, idle_memory_s: float) -> None:
+        self._words = possession.page.words
+        self._executor = executor
+        self._idle_s = idle_memory_s
+        self._loop = asyncio.get_running_loop()
+        arena_bytes = possession.request.arena_bytes
+        self._memory = SlotMemory(possession.shared.gradients, arena_bytes)
+        # What a predecessor armed nobody waits for any more.
+        for word in (Word.ARM_SLOT0, Word.ARM_SLOT1, Word.LOSSLESS_EVERY):
+            self._words[word] = 0
+        self._thread = ThreadPoolExecutor(
+            1, thread_name_prefix="paramd-gradients", initializer=_be_nice
+        )
+        self._frames: dict[int, Frame] = {}
+        self._in_slot: list[Frame | None] = [None] * GRADIENT_SLOTS
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._timer: asyncio.TimerHandle | None = None
+        self._idle_timer: asyncio.TimerHandle | None = None
+        self._lossless = LosslessReaders(self._words)
+        self._why_over: ParamdError | None = None
+        self.captured_count = 0
+        """Frames that a slot was filled with."""
+        self.missed_count = 0
+        """Frames asked for whose update began, or was left out, before a slot was filled."""
+
+    async def capture(self, step: int, spans: Spans, work: Work) -> tuple[Any, Notes]:
+        """What `work` makes of the gradients that update `step` consumes, and notes on them.
+
+        Cancelling it withdraws the request; a `work` under way is waited for.
+
+        Raises:
+            AbortedError: that update has begun already, or left its gradients out.
+            ExhaustedError: no memory, too many spans, or too many requests.
+            EndedError: the training has detached. ConflictError: it has ended.
+        """
+        self._check(step, spans)
+        want = Want(spans, work, self._loop.create_future())
+        frame = self._frames.setdefault(step, Frame(step))
+        frame.wants.append(want)
+        if frame.state is State.ARMED and not covers(united(frame.program()), spans):
+            self._start(self._arm(frame))
+        self._look()
+        try:
+            return await asyncio.shield(want.done)
+        except asyncio.CancelledError:
+            if frame.state is State.SERVING and not want.done.done():
+                await asyncio.wait([want.done])
+            self._withdraw(frame, want)
+            raise
+
+    def heard(self, every: int) -> None:
+        """A reader that wants every such frame is there."""
+        self._lossless.heard(every)
+
+    def woken(self) -> None:
+        """The trainer has done something. From any thread; cheap when nothing is armed."""
+        if any(self._in_slot):
+            with suppress(RuntimeError):
+                self._loop.call_soon_threadsafe(self._look)
+
+    def end(self, why: ParamdError) -> None:
+        """No update comes any more: all that wait, and all who will, are told `why`."""
+        self._why_over = why
+        for frame in list(self._frames.values()):
+            if frame.state is not State.SERVING:
+                self._fail(frame, why)
+
+    async def close(self) -> None:
+        """Ends everything and gives the memory back."""
+        self.end(self._why_over if self._why_over is not None else EndedError("the epoch is over"))
+        for timer in (self._timer, self._idle_timer):
+            if timer is not None:
+                timer.cancel()
+        if self._tasks:
+            await asyncio.wait(self._tasks)
+        await self._loop.run_in_executor(self._executor, self._thread.shutdown)
+        await self._loop.run_in_executor(self._executor, self._memory.close)
+
+    def _check(self, step: int, spans: Spans) -> None:
+        if self._why_over is not None:
+            raise self._why_over
+        if self._begun(step):
+            raise self._passed(step)
+        if len(spans) > MAX_SPANS:
+            raise ExhaustedError(
+                f"{len(spans):,} separate spans of gradients; at most {MAX_SPANS:,} at once, ask "
+                "for whole tensors or fewer of them"
+            )
+        if sum(len(frame.wants) for frame in self._frames.values()) >= MAX_ASKS:
+            raise ExhaustedError(f"{MAX_ASKS} requests wait for gradients already; end some")
+
+    def _begun(self, step: int) -> bool:
+        """Whether update `step` has begun, and with it the time to capture for it is over."""
+        return max(self._words[Word.GRADIENTS_STEP], self._words[Word.STEP]) >= step
+
+    def _passed(self, step: int) -> AbortedError:
+        return AbortedError(
+            f"update {step} has begun, its gradients have passed; the rank has finished "
+            f"{self._words[Word.STEP]} updates, ask for a later one"
+        )
+
+    def _look(self) -> None:
+        """Acts on what the words say; called on every wake, every request and every `LOOK_S`."""
+        for frame in sorted(self._frames.values(), key=lambda frame: frame.step):
+            if frame.state is State.ARMED:
+                self._look_at(frame)
+            elif frame.state is State.QUEUED and self._begun(frame.step):
+                self._miss(frame, self._passed(frame.step))
+        for frame in sorted(self._frames.values(), key=lambda frame: frame.step):
+            if frame.state is State.QUEUED and None in self._in_slot:
+                frame.slot = self._in_slot.index(None)
+                self._in_slot[frame.slot] = frame
+                frame.state = State.RESERVING
+                self._start(self._arm(frame))
+        self._look_again()
+
+    def _look_at(self, frame: Frame) -> None:
+        # In this order: the trainer writes the DONE word first.
+        begun = self._begun(frame.step)
+        slot = self._memory.slots[frame.slot]
+        done = self._words[slot.done_word]
+        if done == frame.step:
+            self.captured_count += 1
+            frame.state = State.SERVING
+            self._start(self._serve(frame, slot))
+        elif done == -frame.step:
+            self._miss(frame, AbortedError(f"update {frame.step} left its gradients out"))
+        elif begun:
+            self._miss(frame, self._passed(frame.step))
+
+    def _look_again(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        if self._frames:
+            self._timer = self._loop.call_later(LOOK_S, self._look)
+            if self._idle_timer is not None:
+                self._idle_timer.cancel()
+                self._idle_timer = None
+        elif self._idle_timer is None and self._memory.reserved:
+            self._idle_timer = self._loop.call_later(self._idle_s, self._idle)
+
+    def _idle(self) -> None:
+        self._idle_timer = None
+        if not self._frames:
+            self._executor.submit(self._memory.release)
+
+    async def _arm(self, frame: Frame) -> None:
+        """Makes room for all that is wanted, writes the program, and arms the slot."""
+        slot, index = self._memory.slots[frame.slot], frame.slot
+        while frame.wants and frame.state in (State.RESERVING, State.ARMED):
+            spans = frame.spans()
+            if covers(frame.program(), spans):
+                break
+            try:
+                if len(spans) > MAX_SPANS:
+                    raise ExhaustedError(f"more than {MAX_SPANS:,} spans are wanted of one update")
+                if not self._memory.holds(index, spans):
+                    await self._loop.run_in_executor(
+                        self._executor, self._memory.reserve, index, spans
+                    )
+            except ParamdError as error:
+                if self._in_slot[index] is frame:
+                    self._fail(frame, error)
+                return
+            if self._in_slot[index] is not frame:
+                return
+            frame.programs[self._memory.program(index, spans)] = spans
+        if self._in_slot[index] is frame and frame.state is State.RESERVING:
+            frame.state = State.ARMED
+            self._words[slot.arm_word] = frame.step
+            self._look()
+
+    async def _serve(self, frame: Frame, slot: Slot) -> None:
+        notes = slot.read_notes()
+        served = frame.programs.get(notes.version, ())
+        for want in list(frame.wants):
+            if want.done.done():
+                continue
+            if not covers(served, want.spans):
+                self._miss_one(want, self._passed(frame.step))
+                continue
+            try:
+                found = await self._loop.run_in_executor(
+                    self._thread, want.work, self._memory, frame.slot
+                )
+            except Exception as error:
+                want.refuse(error)
+            else:
+                if not want.done.done():
+                    want.done.set_result((found, notes))
+        self._end(frame)
+        self._look()
+
+    def _miss(self, frame: Frame, error: ParamdError) -> None:
+        self.missed_count += 1
+        self._fail(frame, error)
+
+    def _miss_one(self, want: Want, error: ParamdError) -> None:
+        self.missed_count += 1
+        want.refuse(error)
+
+    def _fail(self, frame: Frame, error: ParamdError) -> None:
+        for want in frame.wants:
+            want.refuse(error)
+        self._end(frame)
+
+    def _withdraw(self, frame: Frame, want: Want) -> None:
+        want.done.cancel()
+        if want in frame.wants:
+            frame.wants.remove(want)
+        if not frame.wants and frame.state is not State.SERVING:
+            self._end(frame)
+            self._look()
+
+    def _end(self, frame: Frame) -> None:
+        if self._frames.get(frame.step) is frame:
+            del self._frames[frame.step]
+        if frame.slot >= 0 and self._in_slot[frame.slot] is frame:
+            self._in_slot[frame.slot] = None
+            word = self._memory.slots[frame.slot].arm_word
+            if self._words[word] == frame.step:
+                self._words[word] = 0
+
+    def _start(self, work: Coroutine[Any, Any, None]) -> None:
+        task = self._loop.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+
+def _be_nice() -> None:
+    """Training comes first where cores are short."""
+    with suppress(OSError):
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)

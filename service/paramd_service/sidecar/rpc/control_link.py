@@ -1,0 +1,205 @@
+"""The stream to the control plane: this rank's state, at every lasting change and regularly.
+
+The control plane may be away for as long as it likes: nothing here depends on it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import AsyncIterator
+from contextlib import suppress
+from typing import Any
+
+import grpc.aio
+
+from paramd.errors import ConflictError
+from paramd.places import host_id
+from paramd.security.tls import open_channel
+from paramd.v1 import common_pb2, control_pb2, control_pb2_grpc
+from paramd.version import __version__
+from paramd_service.sidecar.owner import Mesh, Ownership, PeerInfo
+from paramd_service.sidecar.phase import LASTING
+from paramd_service.sidecar.rank import RankSidecar
+from paramd_service.sidecar.rpc import messages
+
+FIRST_BACKOFF_S = 0.2
+LAST_BACKOFF_S = 15.0
+JOINS_PER_S = 400.0
+"""Sidecars that come back to a control plane in one second, on average at most."""
+
+LOOK_S = 1.0
+"""Time between two looks at whether something lasting has changed: a stopped or stalled
+trainer tells nobody itself."""
+
+GOODBYE_S = 2.5
+"""How long the last report may take; a detaching trainer waits for us meanwhile."""
+
+_OPTIONS: tuple[tuple[str, int], ...] = (
+    ("grpc.keepalive_time_ms", 20_000),
+    ("grpc.keepalive_timeout_ms", 5_000),
+    ("grpc.http2.ping_timeout_ms", 5_000),
+    ("grpc.use_local_subchannel_pool", 1),
+    ("grpc.enable_http_proxy", 0),
+    ("grpc.initial_reconnect_backoff_ms", 200),
+    ("grpc.max_reconnect_backoff_ms", 2_000),
+)
+
+
+def backoff_s(attempt: int, jitter: float, *, world_size: int = 1) -> float:
+    """Pause before the next attempt.
+
+    All ranks lose a control plane at the same moment, so the pause is spread over the time
+    in which it can take that many in; and it grows with every attempt in vain.
+
+    Args:
+        attempt: Attempts in vain before this one, 0 or more.
+        jitter: Random, in [0, 1).
+    """
+    full_s = min(FIRST_BACKOFF_S * 2.0 ** min(attempt, 16), LAST_BACKOFF_S)
+    spread_s = max(full_s, world_size / JOINS_PER_S)
+    return 0.5 * full_s + jitter * (spread_s - 0.5 * full_s)
+
+
+class Joining:
+    """Keeps one Join stream open while there is a mesh with a control plane."""
+
+    def __init__(self, rank: RankSidecar, *, address: str) -> None:
+        self._rank = rank
+        self._address = address
+        self._changed = asyncio.Event()
+        self._interval_s = rank.config.report_s
+        self._task: asyncio.Task[None] | None = None
+        rank.on_change.append(self._changed.set)
+
+    def start(self) -> None:
+        self._task = asyncio.get_running_loop().create_task(self._run(), name="paramd-joining")
+
+    async def stop(self) -> None:
+        """Says goodbye when the trainer detached, then ends the stream. Idempotent."""
+        if self._task is None:
+            return
+        if self._rank.detached:
+            # The last report says `leaving`; the stream then ends by itself.
+            await asyncio.wait([self._task], timeout=GOODBYE_S)
+        self._task.cancel()
+        await asyncio.wait([self._task])
+        self._task = None
+
+    async def _run(self) -> None:
+        attempt = 0
+        while not self._rank.detached:
+            mesh = self._rank.mesh
+            if mesh is None or not mesh.control_address:
+                self._changed.clear()
+                await self._changed.wait()
+                continue
+            try:
+                if await self._join(mesh):
+                    attempt = 0
+            except Exception as error:  # whatever it is, the next attempt may do better
+                if attempt == 0:
+                    self._rank.log("control-plane-away", error=_short(error))
+            if not self._rank.detached and self._rank.mesh is mesh:
+                pause_s = backoff_s(attempt, random.random(), world_size=self._world_size)
+                await asyncio.sleep(pause_s)
+                attempt += 1
+
+    async def _join(self, mesh: Mesh) -> bool:
+        """One stream, until it ends. Says whether the control plane let us in."""
+        joined = False
+        self._interval_s = self._rank.config.report_s
+        async with open_channel(mesh.control_address, options=_OPTIONS) as channel:
+            stub: Any = control_pb2_grpc.ControlServiceStub(channel)
+            call = stub.Join(self._reports(mesh), metadata=self._metadata())
+            try:
+                async for welcome in call:
+                    self._check(welcome.header)
+                    self._rank.follow_control(welcome.generation)
+                    self._take_revoked(welcome.revoked)
+                    if welcome.report_interval_ms > 0:
+                        self._interval_s = welcome.report_interval_ms / 1000
+                    joined = True
+            except (grpc.aio.AioRpcError, ConflictError) as error:
+                if not joined:
+                    raise
+                self._rank.log("control-plane-lost", error=_short(error))
+            finally:
+                call.cancel()
+        return joined
+
+    def _check(self, header: common_pb2.Header) -> None:
+        """Raises ConflictError when it is another job's control plane that answers."""
+        job, epoch = self._rank.config.job, self._rank.epoch
+        if (header.job, header.epoch) != (job, epoch):
+            raise ConflictError(
+                f"the control plane there is that of job {header.job!r}, epoch {header.epoch}; "
+                f"this is a rank of job {job!r}, epoch {epoch}"
+            )
+
+    def _take_revoked(self, told: control_pb2.Revocations) -> None:
+        ended = self._rank.revocations.heard(told)
+        if told.token_ids:
+            self._rank.log("tokens-revoked", tokens=len(told.token_ids), ended_calls=ended)
+
+    async def _reports(self, mesh: Mesh) -> AsyncIterator[control_pb2.JoinRequest]:
+        while self._rank.mesh is mesh:
+            self._changed.clear()
+            # Detached while a report is on its way, the rank still owes the last one.
+            last = self._rank.detached
+            report = self._report()
+            yield report
+            if last:
+                return
+            await self._until_due(report.state.phase)
+
+    async def _until_due(self, reported: common_pb2.Phase.ValueType) -> None:
+        """Returns when something has changed, or at the time of the next report."""
+        loop = asyncio.get_running_loop()
+        begun_s = loop.time()
+        while (left_s := begun_s + self._interval_s - loop.time()) > 0:
+            with suppress(TimeoutError):
+                async with asyncio.timeout(min(left_s, LOOK_S)):
+                    await self._changed.wait()
+                return
+            now = messages.doing_now(self._rank).phase
+            if now != reported and (now in LASTING or reported in LASTING):
+                return
+
+    @property
+    def _world_size(self) -> int:
+        possession = self._rank.possession
+        return possession.request.world_size if possession is not None else 1
+
+    def _report(self) -> control_pb2.JoinRequest:
+        rank = self._rank
+        return control_pb2.JoinRequest(
+            header=messages.header(rank),
+            world_size=self._world_size,
+            control_generation=rank.control_generation,
+            peer=self._peer(),
+            state=messages.rank_state(rank),
+            leaving=rank.detached and rank.ownership is Ownership.OWNED,
+            version=__version__,
+        )
+
+    def _peer(self) -> common_pb2.Peer:
+        return messages.peer(
+            PeerInfo(
+                rank=self._rank.config.rank,
+                address=self._address,
+                socket_path=str(self._rank.config.socket_path),
+                host_id=host_id(),
+            )
+        )
+
+    def _metadata(self) -> tuple[tuple[str, str], ...]:
+        possession = self._rank.possession
+        assert possession is not None
+        return (("authorization", f"Bearer {possession.request.rank_ticket}"),)
+
+
+def _short(error: Exception) -> str:
+    if isinstance(error, grpc.aio.AioRpcError):
+        return f"{error.code().name}: {error.details()}"
+    return repr(error)

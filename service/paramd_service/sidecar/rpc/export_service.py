@@ -1,0 +1,267 @@
+"""What a rank writes to a destination, and reads back.
+
+What blocks runs in threads. A call that is cancelled waits for its thread, and what it was
+writing is removed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from contextlib import aclosing, asynccontextmanager
+from functools import partial
+from typing import TypeVar
+
+from google.protobuf.message import Message
+
+from paramd.errors import UsageError
+from paramd.layout.exports.plan import ExportPlan
+from paramd.v1 import common_pb2, export_pb2
+from paramd.wire import CHUNK_BYTES, data_chunk
+from paramd_service.aio import uncancelled
+from paramd_service.destinations.open import open_place
+from paramd_service.destinations.place import MANIFEST, FileSource, Place, Target
+from paramd_service.formats.finishing import format_files, manifest
+from paramd_service.sidecar.rank import RankSidecar
+from paramd_service.sidecar.rpc import messages
+from paramd_service.sidecar.rpc.export_plans import Plans
+from paramd_service.sidecar.rpc.export_sources import Memories
+from paramd_service.sidecar.rpc.export_write import Digesting, Job, stream_file, write_file
+
+MAX_STORED_BYTES = 256 << 20
+"""Largest file that may be stored beside those that are planned."""
+
+_READ_BYTES = 8 << 20
+
+Result = TypeVar("Result")
+
+
+class Exports:
+    """The methods; one file is made at a time, so that memory stays bounded."""
+
+    def __init__(self, rank: RankSidecar) -> None:
+        self._rank = rank
+        self._plans = Plans(rank)
+        self._turn = asyncio.Lock()
+        self._writing: dict[str, set[asyncio.Event]] = {}
+        """By export: events that are set when something of it is written no more."""
+
+    async def begin(self, request: export_pb2.BeginExportRequest, _timeout_s: float) -> Message:
+        self._rank.follow_control(request.generation)
+        place = self._place(request.target)
+        await in_thread(partial(place.begin, request.size_bytes))
+        self._rank.faults.at("export-begun")
+        return export_pb2.BeginExportResponse(header=messages.header(self._rank))
+
+    async def write(
+        self, request: export_pb2.WriteExportFileRequest, _timeout_s: float
+    ) -> AsyncGenerator[bytes, None]:
+        place = self._place(request.target)
+        async with (
+            self._job(request.plan, request.file) as job,
+            self._writes(request.target.export_id),
+        ):
+            header = self._header(request.plan)
+            async with aclosing(write_file(self._rank, job, place)) as progress:
+                async for found in progress:
+                    answer = export_pb2.WriteExportFileResponse(header=header)
+                    if isinstance(found, int):
+                        answer.written_bytes = found
+                    else:
+                        answer.written_bytes = found.size_bytes
+                        answer.done.CopyFrom(found)
+                    yield answer.SerializeToString()
+
+    async def stream(
+        self, request: export_pb2.StreamExportFileRequest, _timeout_s: float
+    ) -> AsyncGenerator[bytes, None]:
+        async with self._job(request.plan, request.file) as job:
+            if not 0 <= request.offset_bytes <= job.file.size_bytes:
+                raise UsageError(f"offset_bytes: {request.offset_bytes} is not within the file")
+            yield export_pb2.StreamExportFileResponse(
+                header=self._header(request.plan), size_bytes=job.file.size_bytes
+            ).SerializeToString()
+            async with aclosing(stream_file(self._rank, job, request.offset_bytes)) as chunks:
+                async for chunk in chunks:
+                    yield chunk
+
+    async def store(
+        self, requests: AsyncIterator[export_pb2.StoreExportFileRequest], _timeout_s: float
+    ) -> Message:
+        first = await anext(requests, None)
+        if first is None or not first.HasField("target"):
+            raise UsageError("the first message of a file must have its target and name")
+        place = self._place(first.target)
+        data = bytearray(first.data)
+        async for part in requests:
+            data += part.data
+            if len(data) > MAX_STORED_BYTES:
+                raise UsageError(f"{first.name[:80]!r}: more than {MAX_STORED_BYTES:,} bytes")
+        async with self._writes(first.target.export_id):
+            done = await in_thread(partial(_store, place, first.name, memoryview(data)))
+        self._rank.faults.at("export-stored")
+        return export_pb2.StoreExportFileResponse(header=messages.header(self._rank), done=done)
+
+    async def verify(
+        self, request: export_pb2.VerifyExportFileRequest, _timeout_s: float
+    ) -> AsyncGenerator[bytes, None]:
+        place = self._place(request.target)
+        header = messages.header(self._rank)
+        digesting = Digesting()
+        async with _opened(place, request.name, request.finished) as source:
+            while await in_thread(partial(_read_on, source, digesting)):
+                self._rank.faults.at("export-verify")
+                read_bytes = digesting.size_bytes
+                answer = export_pb2.VerifyExportFileResponse(header=header, read_bytes=read_bytes)
+                yield answer.SerializeToString()
+        found = digesting.file(request.name)
+        answer = export_pb2.VerifyExportFileResponse(
+            header=header, read_bytes=found.size_bytes, found=found
+        )
+        yield answer.SerializeToString()
+
+    async def read(
+        self, request: export_pb2.ReadExportFileRequest, _timeout_s: float
+    ) -> AsyncGenerator[bytes, None]:
+        place = self._place(request.target)
+        async with _opened(place, request.name, request.finished) as source:
+            begin, end = _range(request, source.size_bytes)
+            yield export_pb2.ReadExportFileResponse(
+                header=messages.header(self._rank), size_bytes=source.size_bytes
+            ).SerializeToString()
+            for offset in range(begin, end, CHUNK_BYTES):
+                size_bytes = min(CHUNK_BYTES, end - offset)
+                data = await in_thread(partial(source.read, offset, size_bytes))
+                yield data_chunk(memoryview(data), offset)
+
+    async def finish(self, request: export_pb2.FinishExportRequest, _timeout_s: float) -> Message:
+        rank = self._rank
+        rank.follow_control(request.generation)
+        target = self._target(request.target)
+        place = open_place(target)
+        plan = await self._plans.plan(request.plan)
+        _check_complete(plan, request)
+        rank.faults.at("export-finish")
+
+        def work() -> list[export_pb2.ExportedFile]:
+            small = format_files(plan)
+            files = [*request.files, *(digest_of(n, memoryview(c)) for n, c in small.items())]
+            small[MANIFEST] = manifest(
+                plan, request.plan, target, files, job=rank.config.job, created_s=request.created_s
+            )
+            sizes = {file.name: file.size_bytes for file in request.files}
+            place.commit(small, sizes, rank.faults.at)
+            return [*files, digest_of(MANIFEST, memoryview(small[MANIFEST]))]
+
+        return export_pb2.FinishExportResponse(
+            header=self._header(request.plan), files=await in_thread(work)
+        )
+
+    async def drop(self, request: export_pb2.DropExportRequest, _timeout_s: float) -> Message:
+        self._rank.follow_control(request.generation)
+        # An upload that was given up may still end well, and its object appear after the removal.
+        for written in list(self._writing.get(request.target.export_id, ())):
+            await written.wait()
+        if request.wait_only:
+            return export_pb2.DropExportResponse(header=messages.header(self._rank))
+        place = self._place(request.target)
+        work = partial(place.drop, list(request.names), finished=request.finished)
+        await in_thread(work)
+        self._rank.faults.at("export-dropped")
+        return export_pb2.DropExportResponse(header=messages.header(self._rank))
+
+    @asynccontextmanager
+    async def _writes(self, export_id: str) -> AsyncIterator[None]:
+        ended = asyncio.Event()
+        writing = self._writing.setdefault(export_id, set())
+        writing.add(ended)
+        try:
+            yield
+        finally:
+            ended.set()
+            writing.discard(ended)
+            if not writing:
+                self._writing.pop(export_id, None)
+
+    @asynccontextmanager
+    async def _job(self, message: export_pb2.ExportPlan, number: int) -> AsyncIterator[Job]:
+        async with self._turn:
+            plan, file = await self._plans.file(message, number)
+            async with Memories(self._rank, plan, message) as memories:
+                yield Job(plan, file, memories)
+
+    def _header(self, message: export_pb2.ExportPlan) -> common_pb2.Header:
+        header = messages.header(self._rank, message.step)
+        header.edits = message.edits
+        return header
+
+    def _place(self, message: export_pb2.ExportTarget) -> Place:
+        return open_place(self._target(message))
+
+    def _target(self, message: export_pb2.ExportTarget) -> Target:
+        return Target(
+            destination=message.destination,
+            root=message.root,
+            options=dict(message.options),
+            key=message.key,
+            export_id=message.export_id,
+            overwrite=message.overwrite,
+        )
+
+
+async def in_thread(work: Callable[[], Result]) -> Result:
+    """Runs what blocks; when cancelled it is waited for, as it cannot be stopped."""
+    return await uncancelled(asyncio.to_thread(work))
+
+
+def digest_of(name: str, data: memoryview) -> export_pb2.ExportedFile:
+    """Size and checksum of a small file."""
+    digesting = Digesting()
+    digesting.update(data)
+    return digesting.file(name)
+
+
+@asynccontextmanager
+async def _opened(place: Place, name: str, finished: bool) -> AsyncIterator[FileSource]:
+    source = await in_thread(partial(place.open, name, finished=finished))
+    try:
+        yield source
+    finally:
+        source.close()
+
+
+def _store(place: Place, name: str, data: memoryview) -> export_pb2.ExportedFile:
+    sink = place.create(name, len(data))
+    try:
+        sink.write(data)
+        sink.finish()
+    except OSError as error:
+        raise place.explain(error) from error
+    finally:
+        sink.abort()
+    return digest_of(name, data)
+
+
+def _read_on(source: FileSource, digesting: Digesting) -> int:
+    data = source.read(digesting.size_bytes, _READ_BYTES)
+    digesting.update(memoryview(data))
+    return len(data)
+
+
+def _range(request: export_pb2.ReadExportFileRequest, total_bytes: int) -> tuple[int, int]:
+    begin, size = request.offset_bytes, request.size_bytes
+    if not 0 <= begin <= total_bytes or not 0 <= size <= total_bytes - begin:
+        raise UsageError(
+            f"offset_bytes, size_bytes: {begin}, {size}; expected a range within {total_bytes}"
+        )
+    return begin, begin + size if size else total_bytes
+
+
+def _check_complete(plan: ExportPlan, request: export_pb2.FinishExportRequest) -> None:
+    written = {file.name: file.size_bytes for file in request.files}
+    for file in plan.files:
+        if written.get(file.name) != file.size_bytes:
+            raise UsageError(
+                f"files: {file.name} was planned with {file.size_bytes:,} bytes; "
+                f"{written.get(file.name)} are said to be written"
+            )

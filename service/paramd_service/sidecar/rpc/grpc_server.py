@@ -1,0 +1,114 @@
+"""The gRPC server of a sidecar: SidecarService, health and reflection on one address."""
+
+from __future__ import annotations
+
+import grpc.aio
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_health.v1.health import aio as health_aio
+from grpc_reflection.v1alpha import reflection
+
+from paramd.errors import UsageError
+from paramd_service.grpc_doors import CONNECTION_OPTIONS, Doors
+from paramd_service.shares import CALLER, Shares
+from paramd_service.sidecar.rank import RankSidecar
+from paramd_service.sidecar.rpc.auth import OPEN_METHODS, SERVICE, AuthInterceptor
+from paramd_service.sidecar.rpc.gateway import Gateway
+from paramd_service.sidecar.rpc.service import SidecarServicer
+from paramd_service.tls import ServerTls, advertised, grpc_address
+
+MAX_REFLECTIONS = 16
+
+SERVER_OPTIONS: tuple[tuple[str, int], ...] = (
+    *CONNECTION_OPTIONS,
+    # The largest that HTTP/2 has: fewer frames for the same bytes.
+    ("grpc.http2.max_frame_size", (1 << 24) - 1),
+    ("grpc.max_receive_message_length", 4 << 20),
+    ("grpc.max_send_message_length", 16 << 20),
+    # Two sidecars must never share a port.
+    ("grpc.so_reuseport", 0),
+    # A peer that stopped is noticed, and dead connections go.
+    ("grpc.keepalive_time_ms", 20_000),
+    ("grpc.keepalive_timeout_ms", 5_000),
+    ("grpc.keepalive_permit_without_calls", 1),
+    ("grpc.http2.ping_timeout_ms", 5_000),
+    ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
+    ("grpc.http2.max_ping_strikes", 10),
+)
+
+_SERVING = health_pb2.HealthCheckResponse.SERVING
+_NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
+
+
+class GrpcServer:
+    """Health of "" says that the process works; that of the service, that there is a mesh."""
+
+    def __init__(self, rank: RankSidecar, gateway: Gateway) -> None:
+        self.address = ""
+        self._rank = rank
+        self._gateway = gateway
+        self._health = health_aio.HealthServicer()
+        self._server: grpc.aio.Server | None = None
+
+    async def start(self) -> None:
+        """Listens and serves.
+
+        Raises:
+            UsageError: the address cannot be listened on.
+        """
+        doors = Doors(
+            open_methods=OPEN_METHODS,
+            # The servicer counts its own, by what they do.
+            counted=lambda method: not method.startswith(f"/{SERVICE}/"),
+            calls=Shares(MAX_REFLECTIONS, "calls"),
+            who=CALLER.get,
+        )
+        self._server = server = grpc.aio.server(
+            interceptors=[AuthInterceptor(self._rank.verify, self._rank.refusals.saw), doors],
+            options=SERVER_OPTIONS,
+        )
+        server.add_generic_rpc_handlers((SidecarServicer(self._rank, self._gateway).handler(),))
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
+        names = (SERVICE, "grpc.health.v1.Health", reflection.SERVICE_NAME)
+        reflection.enable_server_reflection(names, server)
+        self.address = self._bind(server)
+        await self._health.set(SERVICE, _NOT_SERVING)
+        self._rank.on_change.append(self._report_health)
+        await server.start()
+
+    async def say_not_serving(self) -> None:
+        """From now on health tells everybody to go elsewhere."""
+        await self._health.enter_graceful_shutdown()
+
+    async def stop(self, grace_s: float) -> None:
+        """Refuses new calls at once; cancels running ones after the grace time."""
+        if self._server is not None:
+            await self._server.stop(grace_s)
+        await self._gateway.close()
+
+    def _bind(self, server: grpc.aio.Server) -> str:
+        config = self._rank.config
+        listen, files = config.listen, config.tls_files
+        host = listen.rpartition(":")[0].removeprefix("[").removesuffix("]")
+        name = advertised(host, config.advertise, tls=files is not None)
+        tls = self._rank.tls = ServerTls(files) if files is not None else None
+
+        def add(address: str) -> str:
+            if tls is None:
+                port = server.add_insecure_port(address)
+            else:
+                port = server.add_secure_port(address, tls.grpc_credentials())
+            return grpc_address(name, port, tls=tls is not None)
+
+        try:
+            return add(listen)
+        except RuntimeError:
+            # A successor is given its predecessor's port, which somebody may have taken.
+            self._rank.log("port-taken", listen=listen)
+        try:
+            return add(f"{listen.rpartition(':')[0]}:0")
+        except RuntimeError as error:
+            raise UsageError(f"listen: cannot listen on {listen!r} ({error})") from error
+
+    def _report_health(self) -> None:
+        status = _SERVING if self._rank.mesh is not None else _NOT_SERVING
+        self._rank.start_task(self._health.set(SERVICE, status))

@@ -1,0 +1,167 @@
+"""Messages about this rank, as the servicer and the stream to the control plane send them."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator
+
+from paramd.memory.control_page import Word
+from paramd.memory.rest import read_text
+from paramd.memory.sparse import reserved_bytes
+from paramd.v1 import common_pb2, layout_pb2, sidecar_pb2
+from paramd_service.sidecar.copying.page_requests import apart_reason
+from paramd_service.sidecar.owner import Ownership, PeerInfo, process_state, resident_bytes
+from paramd_service.sidecar.phase import Doing, doing
+from paramd_service.sidecar.rank import RankSidecar
+from paramd_service.sidecar.snapshots.blocks import Snapshot
+
+MAX_LISTED = 1024
+"""Leases in one answer."""
+
+SNAPSHOT_NAME_CHARS = 8
+"""Of a snapshot's id: the whole of it lets whoever knows it release the snapshot."""
+
+LAYOUT_BATCH_BYTES = 1 << 20
+_GAVE_UP = 2
+
+
+def header(
+    rank: RankSidecar, step: int | None = None, edits: int | None = None
+) -> common_pb2.Header:
+    """Whose answer it is; `step` None means the present state, `edits` None of another: none."""
+    now = rank.state
+    return common_pb2.Header(
+        job=rank.config.job,
+        epoch=rank.epoch,
+        step=step if step is not None else now.step,
+        edits=edits if edits is not None else now.edits if step is None else -1,
+        rank=rank.config.rank,
+        layout_digest=rank.mesh.layout_digest if rank.mesh is not None else "",
+        iteration=now.iteration if step is None else -1,
+        unsettled=now.unsettled and step is None,
+    )
+
+
+def header_of(rank: RankSidecar, snapshot: Snapshot) -> common_pb2.Header:
+    """Whose bytes a snapshot holds, and of which state."""
+    found = header(rank, snapshot.step, snapshot.edits)
+    found.iteration, found.unsettled = snapshot.iteration, snapshot.unsettled
+    return found
+
+
+def doing_now(rank: RankSidecar) -> Doing:
+    """What the rank is doing, and why that is worth a look."""
+    possession = rank.possession
+    if possession is None:
+        return doing(Ownership.WAITING, (), process_state="", now_ns=0)
+    return doing(
+        rank.ownership,
+        possession.page.words,
+        process_state=process_state(possession.request.pid),
+        now_ns=time.monotonic_ns(),
+    )
+
+
+def rank_state(rank: RankSidecar) -> common_pb2.RankState:
+    """State of the rank, as its control page and its snapshots say."""
+    now = doing_now(rank)
+    state = common_pb2.RankState(
+        rank=rank.config.rank,
+        phase=now.phase,
+        phase_reason=now.reason,
+        sidecar_rss_bytes=resident_bytes(os.getpid()),
+        step=rank.step,
+        sidecar_pid=os.getpid(),
+        boundary_age_ns=-1,
+        agreement_works=True,
+        refused_call_count=rank.refusals.count,
+        last_refusal=rank.refusals.last,
+    )
+    possession = rank.possession
+    if possession is None:
+        return state
+    page = possession.page
+    boundary_ns = page[Word.BOUNDARY_NS]
+    state.trainer_pid = possession.request.pid
+    if rank.ownership is Ownership.OWNED:
+        # The pid of one that has ended may be another's by now.
+        state.trainer_rss_bytes = resident_bytes(possession.request.pid)
+    state.step_time_ns = page[Word.STEP_TIME_NS]
+    state.boundary_age_ns = time.monotonic_ns() - boundary_ns if boundary_ns else -1
+    state.stall_count = page[Word.STALL_COUNT]
+    state.stall_total_ns = page[Word.STALL_TOTAL_NS]
+    state.stall_max_ns = page[Word.STALL_MAX_NS]
+    state.arena_bytes = possession.request.arena_bytes
+    if page[Word.AGREEMENT_STATE] == _GAVE_UP:
+        state.agreement_works = False
+        state.agreement_reason = "the trainers gave up agreeing in this epoch; see their log"
+    elif apart := apart_reason(page.words):
+        state.agreement_works, state.agreement_reason = False, apart
+    state.unserved_reason = read_text(page)
+    state.stray_count = page[Word.STRAY_COUNT]
+    state.strict = bool(page[Word.STRICT])
+    state.ready_boundary = page[Word.HIGHEST]
+    state.edits = page[Word.EDITS]
+    state.gradient_bytes = reserved_bytes(possession.shared.gradients)
+    if rank.has_edits:
+        state.edit_bytes = rank.edits.staged_bytes + rank.edits.undo_bytes
+    if page[Word.HELD]:
+        state.hold_left_ms = max(0, page[Word.HOLD_UNTIL_NS] - time.monotonic_ns()) // 1_000_000
+        state.hold_steps_left = page[Word.HOLD_STEPS_LEFT]
+    if rank.has_pins:
+        state.abandoned_copy_count = rank.pins.copier.capture.given_up_count
+        state.snapshot_bytes = rank.pins.store.used_bytes
+        state.snapshot_count = rank.pins.store.lease_count
+    return state
+
+
+def snapshot_list(rank: RankSidecar) -> sidecar_pb2.ListSnapshotsResponse:
+    """Leases of this rank. Raises as `RankSidecar.pins`."""
+    store, now_ns = rank.pins.store, time.monotonic_ns()
+    return sidecar_pb2.ListSnapshotsResponse(
+        header=header(rank),
+        snapshots=[
+            sidecar_pb2.SnapshotInfo(
+                name=lease.snapshot_id[:SNAPSHOT_NAME_CHARS],
+                step=lease.snapshot.step,
+                size_bytes=lease.snapshot.size_bytes,
+                lease_left_ms=(lease.expires_ns - now_ns) // 1_000_000,
+                at_boundary=lease.snapshot.at_boundary,
+            )
+            for lease in store.leases(now_ns)[:MAX_LISTED]
+        ],
+        lease_count=store.lease_count,
+        used_bytes=store.used_bytes,
+        budget_bytes=store.budget_bytes,
+    )
+
+
+def peer(info: PeerInfo) -> common_pb2.Peer:
+    """Where a sidecar is found."""
+    return common_pb2.Peer(
+        rank=info.rank,
+        address=info.address,
+        socket_path=info.socket_path,
+        host_id=info.host_id,
+    )
+
+
+def layout_batches(serialized: bytes) -> Iterator[layout_pb2.Layout]:
+    """The layout in messages of about `LAYOUT_BATCH_BYTES`; the ranks' facts are in the first.
+
+    It is parsed anew for each caller: kept, the objects would take more than the sidecar.
+    """
+    whole = layout_pb2.Layout.FromString(serialized)
+    batch = layout_pb2.Layout(
+        world_size=whole.world_size, arena_bytes=whole.arena_bytes, mirrored=whole.mirrored
+    )
+    size_bytes = 0
+    for tensor in whole.tensors:
+        tensor_bytes = tensor.ByteSize()
+        if size_bytes and size_bytes + tensor_bytes > LAYOUT_BATCH_BYTES:
+            yield batch
+            batch, size_bytes = layout_pb2.Layout(), 0
+        batch.tensors.append(tensor)
+        size_bytes += tensor_bytes
+    yield batch

@@ -1,0 +1,208 @@
+"""Gathers whole tensors from all ranks, one after the other: the gateway's heavy half.
+
+It is an ordinary client of its peers (`paramd.mesh`), with the ticket of its own caller: a
+sidecar has no right of its own to read its peers.
+Memory is bounded by the largest tensor and one of its pieces.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncGenerator, Sequence
+
+from paramd.errors import DataLossError, ExhaustedError, UsageError
+from paramd.layout.codec import decode_layout
+from paramd.layout.dtypes import item_bytes
+from paramd.layout.landings import Landing
+from paramd.layout.plan import ReadPlan, ResultTensor, plan_read
+from paramd.layout.select import NameIndex, select
+from paramd.layout.types import Box
+from paramd.mesh.peers.background import Background
+from paramd.mesh.peers.control import JobDocument, PeerAddress
+from paramd.mesh.peers.grpc import Channels
+from paramd.mesh.peers.pins import Pinned, RankPin
+from paramd.mesh.peers.sidecars import Sidecars
+from paramd.mesh.reading.pin import Pinner
+from paramd.v1 import common_pb2, layout_pb2
+from paramd.v1 import sidecar_pb2 as pb
+from paramd.wire import CHUNK_BYTES, summon_chunk
+from paramd_service.sidecar.owner import Mesh
+from paramd_service.sidecar.rank import RankSidecar
+from paramd_service.sidecar.rpc.auth import CALLER_TICKET
+
+
+class Gatherer:
+    """Answers Summon in one mesh."""
+
+    def __init__(self, rank: RankSidecar, mesh: Mesh) -> None:
+        self.mesh = mesh
+        self._rank = rank
+        self._background = Background()
+        self._channels = Channels(CALLER_TICKET.get)
+        self._index: NameIndex | None = None
+
+    async def close(self) -> None:
+        await self._background.close()
+        await self._channels.close()
+
+    async def summon(
+        self, request: pb.SummonRequest, timeout_s: float
+    ) -> AsyncGenerator[bytes, None]:
+        """The serialized SummonResponses: the header, then each tensor's facts and bytes."""
+        deadline_s = time.monotonic() + timeout_s
+        index = self.index()
+        selection = select(index, request.pattern, with_buffers=request.with_buffers)
+        plan = plan_read(index.layout, selection)
+        self._check_sizes(plan)
+        sidecars = self.sidecars()
+        spans: dict[int, Sequence[tuple[int, int]]] = {r.rank: r.spans for r in plan.ranks}
+        if not spans:
+            spans = {self._rank.config.rank: ()}
+        async with Pinner(sidecars).pinned(
+            spans, deadline_s=deadline_s, with_buffers=selection.at_boundary
+        ) as pinned:
+            yield pb.SummonResponse(header=self._header(pinned)).SerializeToString()
+            for number, tensor in enumerate(plan.tensors):
+                data = await self._tensor(plan, number, pinned, deadline_s)
+                yield _begin(tensor)
+                for begin in range(0, len(data), CHUNK_BYTES):
+                    yield summon_chunk(memoryview(data)[begin : begin + CHUNK_BYTES])
+
+    @property
+    def rank(self) -> int:
+        """Who gathers."""
+        return self._rank.config.rank
+
+    def index(self) -> NameIndex:
+        """Names and layout of the epoch."""
+        if self._index is None:
+            layout = layout_pb2.Layout.FromString(self.mesh.layout)
+            self._index = NameIndex(decode_layout(layout))
+        return self._index
+
+    def sidecars(self) -> Sidecars:
+        """All ranks' sidecars, asked with the ticket of whoever asks us."""
+        return Sidecars(self._channels, self.document(), self._background)
+
+    async def _tensor(
+        self, plan: ReadPlan, number: int, pinned: Pinned, deadline_s: float
+    ) -> bytearray:
+        """All bytes of one result, row-major."""
+        tensor = plan.tensors[number]
+        result = bytearray(tensor.size_bytes)
+        landings = [
+            (pinned.pins[read.rank], landing)
+            for read in plan.ranks
+            for landing in read.landings
+            if landing.tensor == number
+        ]
+        async with asyncio.TaskGroup() as group:
+            for pin, landing in landings:
+                group.create_task(self._land(pin, landing, tensor, result, deadline_s))
+        return result
+
+    async def _land(
+        self,
+        pin: RankPin,
+        landing: Landing,
+        tensor: ResultTensor,
+        result: bytearray,
+        deadline_s: float,
+    ) -> None:
+        data = await self._read(pin, landing.begin_bytes, landing.size_bytes, deadline_s)
+        if landing.target_begin_bytes is not None:
+            begin = landing.target_begin_bytes
+            result[begin : begin + landing.size_bytes] = data
+            return
+        await asyncio.to_thread(_place, data, landing, tensor, result)
+
+    async def _read(
+        self, pin: RankPin, begin: int, size_bytes: int, deadline_s: float
+    ) -> bytearray:
+        request = pb.ReadSnapshotRequest(
+            snapshot_id=pin.snapshot_id, offset_bytes=begin, size_bytes=size_bytes
+        )
+        asked = self.document().asked(pin.rank)
+        data = bytearray(size_bytes)
+        filled = 0
+        stream = self._channels.read(asked, request, timeout_s=deadline_s - time.monotonic())
+        async for chunk in stream:
+            if chunk.size_bytes == 0:
+                continue
+            chunk.check()
+            if chunk.offset_bytes != begin + filled or filled + chunk.size_bytes > size_bytes:
+                raise DataLossError(f"rank {pin.rank} sent bytes that were not asked for")
+            data[filled : filled + chunk.size_bytes] = chunk.data
+            filled += chunk.size_bytes
+        if filled != size_bytes:
+            raise DataLossError(f"rank {pin.rank} sent {filled} of {size_bytes} bytes")
+        return data
+
+    def _check_sizes(self, plan: ReadPlan) -> None:
+        possession = self._rank.possession
+        arena_bytes = possession.request.arena_bytes if possession is not None else 0
+        budget = self._rank.budget_bytes(arena_bytes)
+        largest = max(plan.tensors, key=lambda tensor: tensor.size_bytes, default=None)
+        if largest is not None and largest.size_bytes > budget:
+            raise ExhaustedError(
+                f"{largest.name} has {largest.size_bytes:,} bytes, more than the sidecar's budget "
+                f"of {budget:,}; ask for a slice of it, or use a client that reads from all ranks"
+            )
+
+    def document(self) -> JobDocument:
+        """The job as this sidecar knows it, without a ticket of its own."""
+        possession = self._rank.possession
+        if possession is None:
+            raise UsageError("the trainer has gone")
+        return JobDocument(
+            job=self._rank.config.job,
+            epoch=possession.epoch,
+            world_size=possession.request.world_size,
+            control_address=self.mesh.control_address,
+            layout_digest=self.mesh.layout_digest,
+            peers={
+                peer.rank: PeerAddress(peer.rank, peer.address, peer.socket_path, peer.host_id)
+                for peer in self.mesh.peers
+            },
+            ticket="",
+            ticket_expires_s=0.0,
+        )
+
+    def _header(self, pinned: Pinned) -> common_pb2.Header:
+        return common_pb2.Header(
+            job=self._rank.config.job,
+            epoch=pinned.epoch,
+            step=pinned.step,
+            edits=pinned.edits,
+            rank=self._rank.config.rank,
+            layout_digest=self.mesh.layout_digest,
+            unsettled=pinned.unsettled,
+        )
+
+
+def _begin(tensor: ResultTensor) -> bytes:
+    return pb.SummonResponse(
+        tensor=pb.SummonTensor(
+            fqn=tensor.fqn,
+            dtype=tensor.dtype,
+            shape=tensor.shape,
+            size_bytes=tensor.size_bytes,
+        )
+    ).SerializeToString()
+
+
+def _place(data: bytearray, landing: Landing, tensor: ResultTensor, result: bytearray) -> None:
+    """One strided copy of a piece into its box of the result."""
+    # Loaded when first needed: a sidecar that is no gateway stays small.
+    import numpy as np
+
+    assert isinstance(landing.target, Box), "an interval is always direct"
+    width = item_bytes(tensor.dtype)
+    element = np.dtype(f"V{width}")
+    source: np.ndarray[tuple[int, ...], np.dtype[np.void]] = np.ndarray(
+        landing.sizes, element, data, strides=tuple(stride * width for stride in landing.strides)
+    )
+    target = np.frombuffer(result, element).reshape(tensor.shape)
+    box = landing.target
+    target[tuple(slice(b, e) for b, e in zip(box.begin, box.end, strict=True))] = source

@@ -1,0 +1,151 @@
+"""ComputeStats and PoolSnapshot: check the items, then reduce them on a thread.
+
+Torch is loaded when first asked.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+from paramd.errors import UsageError
+from paramd.v1 import sidecar_pb2 as pb
+from paramd_service.aio import uncancelled
+from paramd_service.sidecar.rank import RankSidecar
+from paramd_service.sidecar.snapshots.blocks import Snapshot
+
+MAX_POOL_ITEMS = 4096
+
+_MODES = {
+    pb.POOL_MODE_SUM: "sum",
+    pb.POOL_MODE_MIN: "min",
+    pb.POOL_MODE_MAX: "max",
+    pb.POOL_MODE_ABSMAX: "absmax",
+}
+
+Answer = TypeVar("Answer")
+
+
+async def compute_stats(
+    rank: RankSidecar,
+    snapshot: Snapshot,
+    items: Sequence[pb.StatsItem],
+    *,
+    with_exponents: bool,
+    edges: Sequence[float] = (),
+) -> list[pb.Stats]:
+    """One answer for each item, in order. The caller holds the snapshot until it returns.
+
+    Cancelling takes effect between two items, and is waited for: the thread reads the
+    snapshot's memory.
+
+    Raises:
+        UsageError: an item leaves the snapshot, or its dtype has no statistics.
+    """
+    data = snapshot.view()
+    return await on_stats_thread(
+        rank, lambda stop: _reduce_all(rank, data, items, with_exponents, edges, stop)
+    )
+
+
+async def pool_snapshot(
+    rank: RankSidecar, snapshot: Snapshot, request: pb.PoolSnapshotRequest
+) -> pb.PoolSnapshotResponse:
+    """The picture of the items, its header empty. The caller holds the snapshot likewise.
+
+    Raises:
+        UsageError: an item leaves the snapshot or the matrix, or something is out of range.
+    """
+    if len(request.items) > MAX_POOL_ITEMS:
+        raise UsageError(f"items: {len(request.items)}; expected at most {MAX_POOL_ITEMS}")
+    data = snapshot.view()
+    return await on_stats_thread(rank, lambda stop: _pool(rank, data, request, stop))
+
+
+async def on_stats_thread(rank: RankSidecar, work: Callable[[Sequence[bool]], Answer]) -> Answer:
+    """Runs `work` beside the event loop; it ends soon once its argument is not empty."""
+    stop: list[bool] = []
+    running = asyncio.get_running_loop().run_in_executor(rank.stats_executor, work, stop)
+    return await uncancelled(running, lambda: stop.append(True))
+
+
+def _reduce_all(
+    rank: RankSidecar,
+    data: memoryview,
+    items: Sequence[pb.StatsItem],
+    with_exponents: bool,
+    edges: Sequence[float],
+    stop: Sequence[bool],
+) -> list[pb.Stats]:
+    from paramd_service.sidecar.statistics import reduce
+
+    reduce.set_up()
+    between = reduce.make_edges(edges)
+    runs = [_run_of(data, item, reduce.item_bytes(item.dtype)) for item in items]
+    answers = []
+    for item, run in zip(items, runs, strict=True):
+        if stop:
+            break
+        reduced = reduce.reduce_run(run, item.dtype, with_exponents=with_exponents, edges=between)
+        answers.append(reduce.stats_message(reduced))
+        rank.faults.at("stats-item")
+    return answers
+
+
+def _pool(
+    rank: RankSidecar, data: memoryview, request: pb.PoolSnapshotRequest, stop: Sequence[bool]
+) -> pb.PoolSnapshotResponse:
+    from paramd_service.sidecar.statistics import pooling, reduce
+
+    reduce.set_up()
+    reduce.item_bytes(request.dtype)
+    mode = _MODES.get(request.mode)
+    if mode is None:
+        raise UsageError(f"mode: {request.mode}; expected one of {', '.join(_MODES.values())}")
+    grid = pooling.Grid(
+        mode, request.row_count, request.col_count, request.cell_row_count, request.cell_col_count
+    )
+    views = [
+        pooling.make_view(
+            item.begin_bytes,
+            item.sizes,
+            item.strides,
+            item.steps,
+            row_dims=item.row_dims,
+            origin=(item.row_begin, item.col_begin),
+            grid=grid,
+            data_bytes=len(data),
+            dtype=request.dtype,
+        )
+        for item in request.items
+    ]
+    rank.faults.at("pool")
+    picture = pooling.pool(data, request.dtype, grid, views, lambda: bool(stop))
+    height, width = picture.values.shape
+    return pb.PoolSnapshotResponse(
+        cell_row_begin=picture.begin[0],
+        cell_col_begin=picture.begin[1],
+        cell_row_count=height,
+        cell_col_count=width,
+        values=picture.values.flatten().tolist(),
+        counts=picture.counts.flatten().tolist(),
+        nonfinite_counts=picture.nonfinite.flatten().tolist() if picture.nonfinite.any() else (),
+    )
+
+
+def _run_of(data: memoryview, item: pb.StatsItem, itemsize: int) -> memoryview:
+    size_bytes = item.numel * itemsize
+    if not (0 <= item.begin_bytes <= len(data) and 0 <= size_bytes <= len(data) - item.begin_bytes):
+        raise UsageError(
+            f"items: {item.numel} elements of {item.dtype} from byte {item.begin_bytes} on leave "
+            f"the snapshot of {len(data)} bytes"
+        )
+    return data[item.begin_bytes : item.begin_bytes + size_bytes]
+
+
+def stats_message(reduced: Any) -> pb.Stats:
+    """A `stats.Reduced` as it is sent; torch is loaded by then."""
+    from paramd_service.sidecar.statistics import reduce
+
+    return reduce.stats_message(reduced)

@@ -1,0 +1,331 @@
+"""The Unix socket: trainers hand over and get descriptors, clients of this host get maps.
+
+Messages are small and rare, so each connection is one reader callback of the event loop.
+A connection that misbehaves is told why and stays open; one that ends takes its maps along.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+from collections.abc import Callable, Coroutine
+from contextlib import suppress
+from typing import Any
+
+from paramd.errors import ConflictError, DeniedError, ParamdError, UsageError, codes_of
+from paramd.memory import handover
+from paramd.security.tickets import Claims
+from paramd_service.shares import Shares, Who
+from paramd_service.sidecar.edits.windows import Windows
+from paramd_service.sidecar.owner import AttachRequest, Possession, parse_attach, parse_mesh
+from paramd_service.sidecar.rank import RankSidecar
+from paramd_service.sidecar.rpc.auth import check_editor, check_reader
+from paramd_service.sidecar.rpc.edit_peers import share_message
+from paramd_service.sidecar.snapshots.blocks import Snapshot
+
+MAX_CONNECTIONS = 256
+"""Of clients that have shown a good ticket."""
+
+MAX_STRANGERS = 64
+"""Connections that have shown none, and whose peer is not the trainer: when there is another
+one, the one that came first makes place."""
+
+ACCEPT_PAUSE_S = 0.5
+ACCEPTS_AT_ONCE = 16
+MAX_LAYOUT_BYTES = 1 << 30
+
+
+class UnixServer:
+    """Accepts connections and gives each to a `_Connection`."""
+
+    def __init__(self, rank: RankSidecar, listener: socket.socket, address: Callable[[], str]):
+        self.rank = rank
+        self.address = address
+        self._listener = listener
+        self._connections: dict[_Connection, None] = {}
+        self.shares = Shares(MAX_CONNECTIONS, "connections to the socket")
+        rank.revocations.on_news.append(self._end_revoked)
+
+    def start(self) -> None:
+        asyncio.get_running_loop().add_reader(self._listener.fileno(), self._accept)
+
+    def stop_listening(self) -> None:
+        """Refuses new connections and removes the socket file. Idempotent."""
+        if self._listener.fileno() < 0:
+            return
+        asyncio.get_running_loop().remove_reader(self._listener.fileno())
+        # Ours only: a successor may have replaced it already.
+        with suppress(OSError):
+            os.unlink(self.rank.config.socket_path)
+        self._listener.close()
+
+    async def close(self) -> None:
+        """Ends all connections."""
+        self.stop_listening()
+        for connection in list(self._connections):
+            await connection.close()
+
+    def forget(self, connection: _Connection) -> None:
+        self._connections.pop(connection, None)
+
+    def _end_revoked(self) -> None:
+        for connection in self._connections:
+            if connection.is_revoked():
+                self.rank.start_task(connection.close())
+
+    def _make_place(self) -> None:
+        strangers = [one for one in self._connections if one.is_stranger]
+        for one in strangers[: max(len(strangers) - MAX_STRANGERS + 1, 0)]:
+            self.rank.start_task(one.close())
+
+    def _accept_again(self) -> None:
+        if self._listener.fileno() >= 0:
+            self.start()
+
+    def _accept(self) -> None:
+        # Some at once, so that a crowd of strangers does not keep others waiting for long.
+        for _ in range(ACCEPTS_AT_ONCE):
+            try:
+                accepted, _ = self._listener.accept()
+            except BlockingIOError:
+                return
+            except OSError as error:
+                # Out of descriptors: the backlog keeps it, and asking again at once would spin.
+                self.rank.log("accept-failed", error=repr(error))
+                loop = asyncio.get_running_loop()
+                loop.remove_reader(self._listener.fileno())
+                loop.call_later(ACCEPT_PAUSE_S, self._accept_again)
+                return
+            self._take_in(accepted)
+
+    def _take_in(self, accepted: socket.socket) -> None:
+        accepted.setblocking(False)
+        try:
+            peer_pid = handover.check_peer(accepted)
+        except DeniedError as error:
+            self.rank.log("connection-refused", reason=str(error))
+            self.rank.refusals.saw("socket", str(error))
+            accepted.close()
+            return
+        self._make_place()
+        connection = _Connection(self, accepted, peer_pid)
+        self._connections[connection] = None
+        connection.start()
+
+
+class _Connection:
+    """One peer: the trainer once it has attached, or a client that maps snapshots."""
+
+    def __init__(self, server: UnixServer, sock: socket.socket, peer_pid: int) -> None:
+        self._server = server
+        self._rank = server.rank
+        self._socket = sock
+        self._peer_pid = peer_pid
+        self._possession: Possession | None = None
+        self._maps: dict[str, list[Snapshot]] = {}
+        self._windows: Windows | None = None
+        self._task: asyncio.Task[None] | None = None
+        self._closing = False
+        self._claims: dict[str | None, Claims] = {}
+        self._counted_for: Who = None
+        self._handlers: dict[str, Callable[[dict[str, Any], list[int]], Coroutine[Any, Any, None]]]
+        self._handlers = {
+            "attach": self._attach,
+            "mesh": self._mesh,
+            "detach": self._detach,
+            "map": self._map,
+            "unmap": self._unmap,
+            "stage": self._stage,
+            "window": self._window,
+            "share": self._share,
+        }
+
+    def start(self) -> None:
+        asyncio.get_running_loop().add_reader(self._socket.fileno(), self._readable)
+
+    @property
+    def is_stranger(self) -> bool:
+        """Whether it has shown nothing, and is not about to be closed."""
+        return self._possession is None and not self._claims and not self._closing
+
+    def is_revoked(self) -> bool:
+        """Whether it has shown a ticket whose token is good no more."""
+        return any(map(self._rank.revocations.refuses, self._claims.values()))
+
+    async def close(self) -> None:
+        self._closing = True
+        if self._task is not None:
+            await asyncio.wait([self._task])
+        self._end()
+
+    def _readable(self) -> None:
+        try:
+            message, descriptors = handover.receive(self._socket)
+        except BlockingIOError:
+            return
+        except UsageError as error:
+            self._refuse(error)
+            return
+        except (EOFError, OSError):
+            self._end()
+            return
+        # One message at a time: the next is read when this one has been answered.
+        loop = asyncio.get_running_loop()
+        loop.remove_reader(self._socket.fileno())
+        self._task = loop.create_task(self._serve(message, descriptors))
+
+    async def _serve(self, message: dict[str, Any], descriptors: list[int]) -> None:
+        handler = self._handlers.get(message["op"])
+        try:
+            if handler is None:
+                raise UsageError(f"there is no op {message['op']!r}")
+            await handler(message, descriptors)
+        except ParamdError as error:
+            self._refuse(error)
+        except OSError:
+            self._closing = True  # the peer went away while it was answered
+        except Exception as error:
+            self._rank.log("handover-failed", op=message["op"], error=repr(error))
+            self._refuse(ParamdError("internal error, see the sidecar's log"))
+        finally:
+            for descriptor in descriptors:
+                os.close(descriptor)
+            self._task = None
+            if self._closing:
+                self._end()
+            else:
+                self.start()
+
+    async def _attach(self, message: dict[str, Any], descriptors: list[int]) -> None:
+        request = parse_attach(message)
+        self._check_pid(request)
+        handed_back = list(descriptors)
+        descriptors.clear()  # attach takes them over
+        possession = await self._rank.attach(request, handed_back)
+        self._possession = possession
+        answer = {
+            "op": "attached",
+            "sidecar_pid": os.getpid(),
+            "address": self._server.address(),
+            "socket_path": str(self._rank.config.socket_path),
+        }
+        handover.send(self._socket, answer, possession.shared.as_list())
+
+    def _check_pid(self, request: AttachRequest) -> None:
+        # 0: the kernel could not name the peer in our pid namespace.
+        if self._peer_pid not in (0, request.pid):
+            raise DeniedError(
+                f"attach: process {self._peer_pid} says that it is process {request.pid}"
+            )
+
+    async def _mesh(self, message: dict[str, Any], descriptors: list[int]) -> None:
+        self._check_owner("mesh")
+        if len(descriptors) != 1:
+            raise UsageError(f"mesh: {len(descriptors)} descriptors; expected one, the layout")
+        size = os.fstat(descriptors[0]).st_size
+        if size > MAX_LAYOUT_BYTES:
+            raise UsageError(f"mesh: a layout of {size:,} bytes is over {MAX_LAYOUT_BYTES:,}")
+        layout = os.pread(descriptors[0], size, 0)
+        self._rank.set_mesh(parse_mesh(message, layout))
+        handover.send(self._socket, {"op": "serving"})
+
+    async def _detach(self, message: dict[str, Any], descriptors: list[int]) -> None:
+        self._check_owner("detach")
+        self._rank.detach()
+
+    def _check_owner(self, op: str) -> None:
+        if self._possession is None or self._possession is not self._rank.possession:
+            raise ConflictError(f"{op}: only the attached trainer may say that; attach first")
+
+    def _caller(self, message: dict[str, Any]) -> Claims:
+        self._rank.check_meant(message.get("rank"))
+        claims = self._rank.verify(str(message.get("ticket", "")))
+        if not self._claims:
+            self._server.shares.take(claims.token_id)
+            self._counted_for = claims.token_id
+        self._claims[claims.token_id] = claims
+        return claims
+
+    async def _map(self, message: dict[str, Any], descriptors: list[int]) -> None:
+        check_reader(self._caller(message))
+        snapshot_id = str(message.get("snapshot_id", ""))
+        snapshot = self._rank.pins.store.filled(snapshot_id)
+        answer = {"op": "mapped", "size_bytes": snapshot.size_bytes, **self._rank.identity()}
+        if snapshot.block is None:
+            handover.send(self._socket, answer)
+            return
+        # Reopened for reading: a client cannot change what others read by mistake.
+        path = f"/proc/self/fd/{snapshot.block.descriptor}"
+        readable = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            snapshot.map_count += 1
+            self._maps.setdefault(snapshot_id, []).append(snapshot)
+            handover.send(self._socket, answer, [readable])
+        finally:
+            os.close(readable)
+        self._rank.faults.at("mapped")
+
+    async def _unmap(self, message: dict[str, Any], descriptors: list[int]) -> None:
+        mapped = self._maps.get(str(message.get("snapshot_id", "")))
+        if mapped:
+            mapped.pop().map_count -= 1
+
+    async def _stage(self, message: dict[str, Any], descriptors: list[int]) -> None:
+        claims = self._caller(message)
+        check_editor(claims)
+        entry = self._rank.edits.get(str(message.get("edit_id", "")))
+        await asyncio.shield(entry.opened)
+        entry.check_author(claims.token_id)
+        self._close_windows()
+        self._windows = Windows(entry)
+        answer = self._windows.message() | self._rank.identity()
+        handover.send(self._socket, answer, [self._windows.descriptor])
+
+    async def _window(self, message: dict[str, Any], descriptors: list[int]) -> None:
+        windows = self._windows
+        if windows is None:
+            raise UsageError("window: there are no windows yet; send stage first")
+        await self._rank.edits.take(windows.entry, windows.arriving(self._socket, message))
+        handover.send(self._socket, windows.taken())
+
+    async def _share(self, message: dict[str, Any], descriptors: list[int]) -> None:
+        claims = self._caller(message)
+        check_editor(claims)
+        edits = self._rank.edits
+        entry = edits.get(str(message.get("edit_id", "")))
+        entry.check_author(claims.token_id)
+        answer = share_message(entry) | self._rank.identity()
+        path = f"/proc/self/fd/{edits.memory.sparse.descriptor}"
+        readable = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            handover.send(self._socket, answer, [readable])
+        finally:
+            os.close(readable)
+
+    def _close_windows(self) -> None:
+        windows, self._windows = self._windows, None
+        if windows is not None:
+            windows.close()
+
+    def _refuse(self, error: ParamdError) -> None:
+        answer = {"op": "error", "code": codes_of(error).grpc, "message": str(error)}
+        try:
+            handover.send(self._socket, answer)
+        except OSError:
+            self._closing = True
+
+    def _end(self) -> None:
+        if self._socket.fileno() < 0:
+            return
+        asyncio.get_running_loop().remove_reader(self._socket.fileno())
+        self._socket.close()
+        self._close_windows()
+        for snapshots in self._maps.values():
+            for snapshot in snapshots:
+                snapshot.map_count -= 1
+                snapshot.tainted = True
+        self._maps.clear()
+        if self._claims:
+            self._server.shares.give_back(self._counted_for)
+        self._server.forget(self)

@@ -1,0 +1,1 @@
+"""Snapshots and their pins, kept within a budget of bytes."""

@@ -1,0 +1,161 @@
+"""Optimizer state that the trainer mirrored, as snapshots.
+
+The way of a reader: it pins the table (source MOMENTS, no state key, at a boundary) beside the
+parameters; the trainer mirrors its state there. The table says which keys there are. Then
+each key is pinned with `at_step`, once: its bytes move from the mirror into the snapshot, and
+the mirror's pages are given back as they go. When the table's lease ends, the rest goes too.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+from collections.abc import Callable
+from concurrent.futures import Executor
+from typing import Any
+
+from paramd.errors import AbortedError, ConflictError, NotFoundError
+from paramd.memory.moments_table import TABLE_BYTES, parse_table, room_begin, table_begin
+from paramd.memory.sparse import PAGE, SparseMemory
+from paramd.v1 import sidecar_pb2 as pb
+from paramd_service.aio import uncancelled
+from paramd_service.shares import CALLER
+from paramd_service.sidecar.owner import Possession
+from paramd_service.sidecar.snapshots.blocks import BlockMaker, Fill, Key, Lease, Snapshot
+from paramd_service.sidecar.snapshots.store import SnapshotStore
+
+MOVE_BYTES = 16 << 20
+"""Moved at once: so much the mirror and the snapshot both hold."""
+
+
+class Moments:
+    """The mirror of one possession. Runs on the event loop; bytes move on an executor."""
+
+    def __init__(
+        self,
+        possession: Possession,
+        *,
+        store: SnapshotStore,
+        blocks: BlockMaker,
+        executor: Executor,
+        lease: Callable[[Snapshot, float], Lease],
+    ) -> None:
+        self._memory = SparseMemory(possession.shared.moments)
+        self._arena_bytes = possession.request.arena_bytes
+        self._store = store
+        self._blocks = blocks
+        self._executor = executor
+        self._lease = lease
+        self._source: Snapshot | None = None
+        """The table's snapshot, which keeps the mirror."""
+        self._table: dict[str, Any] = {}
+        self._taken: dict[str, list[tuple[int, int]]] = {}
+        self._moving = 0
+
+    def close(self) -> None:
+        """Lets go of the memory."""
+        self._source = None
+        self._memory.close()
+
+    def check_free(self) -> None:
+        """Raises ConflictError while somebody still reads what was mirrored last."""
+        self.sweep()
+        if self._source is not None or self._moving:
+            raise ConflictError(
+                "another reader holds the optimizer's state of an earlier step; try again when it "
+                "is done"
+            )
+
+    def mirrored(self, snapshot: Snapshot) -> None:
+        """The trainer has mirrored: fills the snapshot of the table.
+
+        Raises:
+            UsageError: what lies there is no table.
+        """
+        begin = table_begin(self._arena_bytes)
+        memory = self._memory.buffer[begin : begin + TABLE_BYTES]
+        self._table = parse_table(memory)
+        if snapshot.block is not None:
+            snapshot.block.buffer[:TABLE_BYTES] = memory
+        self._source, self._taken = snapshot, {}
+
+    def sweep(self) -> None:
+        """Gives the mirror's memory back once nobody holds its table any more."""
+        if self._source is not None and self._source.holders <= 0 and not self._moving:
+            self._source = None
+            self._memory.release(0, self._memory.size_bytes)
+
+    async def pin(self, key: Key, step: int, lease_s: float) -> Lease:
+        """A lease on one key's state at the step of the mirror.
+
+        Raises:
+            AbortedError: the mirror is of another step, or gone.
+            NotFoundError: the optimizer has no such state.
+            ConflictError: these bytes were pinned before.
+        """
+        source = self._source
+        if source is None or source.holders <= 0 or source.step != step:
+            raise AbortedError(
+                f"optimizer state of step {step} is not mirrored here any more (passed); pin its "
+                "table again"
+            )
+        room = self._room(key)
+        who = CALLER.get()
+        snapshot = self._store.reserve(key, at_boundary=True, who=who)
+        self._store.hold(source)
+        self._moving += 1
+        try:
+            if snapshot.size_bytes:
+                await self._run(lambda: self._fill(snapshot, room))
+            snapshot.step, snapshot.edits = source.step, source.edits
+            snapshot.fill = Fill.FILLED
+        except BaseException:
+            self._store.drop(snapshot)
+            raise
+        finally:
+            self._moving -= 1
+            self._store.drop(source)
+            self._store.uncharge(snapshot, who)
+        return self._lease(snapshot, lease_s)
+
+    def _room(self, key: Key) -> int:
+        keys = self._table.get("keys", [])
+        if key.state_key not in keys:
+            known = ", ".join(map(str, keys)) or str(self._table.get("failure")) or "none"
+            raise NotFoundError(f"state_key: {key.state_key!r} is not there; known: {known}")
+        taken = self._taken.setdefault(key.state_key, [])
+        for begin, end in key.spans:
+            if any(begin < other_end and other < end for other, other_end in taken):
+                raise ConflictError("these bytes of the optimizer's state were pinned already")
+        taken.extend(key.spans)
+        return room_begin(keys.index(key.state_key), self._arena_bytes)
+
+    def _fill(self, snapshot: Snapshot, room: int) -> None:
+        if snapshot.block is None:
+            snapshot.block = self._blocks.make(snapshot.size_bytes)
+        target = snapshot.block.address
+        for begin, end in snapshot.key.spans:
+            for at in range(begin, end, MOVE_BYTES):
+                size = min(MOVE_BYTES, end - at)
+                ctypes.memmove(target, self._memory.address + room + at, size)
+                target += size
+                self._give_back(room + at, room + at + size)
+
+    def _give_back(self, begin: int, end: int) -> None:
+        # Whole pages of these bytes alone; others may want their neighbours.
+        first, last = -(-begin // PAGE) * PAGE, end // PAGE * PAGE
+        if last > first:
+            self._memory.release(first, last)
+
+    async def _run(self, work: Callable[[], None]) -> None:
+        await uncancelled(asyncio.get_running_loop().run_in_executor(self._executor, work))
+
+
+def is_table(key: Key) -> bool:
+    """Whether a key means the table of optimizer state."""
+    return key.source == pb.SOURCE_MOMENTS and not key.state_key
+
+
+def table_key(epoch: int) -> Key:
+    """The key of the table. Its spans count bytes of the table, not of the arena."""
+    return Key(epoch, ((0, TABLE_BYTES),), pb.SOURCE_MOMENTS, "")

@@ -1,0 +1,320 @@
+"""Snapshots and their leases: who holds which bytes of which step, within a byte budget.
+
+A snapshot's memory goes this way:
+
+    free --reserve--> EMPTY --arm--> PENDING --filled--> FILLED --last lease ends--> kept
+     ^                                                                                 |
+     +------------------- taken for another snapshot, or idle too long ----------------+
+
+Kept memory still knows its bytes: an equal request at the same step gets them again, and
+a torn rank can still serve the last ones under their own step. Memory that a client maps
+at that moment is forgotten instead (the kernel keeps it for that client alone).
+
+All methods run on the event loop's thread; nothing here blocks.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from paramd.errors import ConflictError, DeniedError, ExhaustedError, NotFoundError
+from paramd.v1 import sidecar_pb2 as pb
+from paramd_service.shares import Shares, Who
+from paramd_service.sidecar.snapshots.blocks import (
+    Block,
+    BlockMaker,
+    Fill,
+    Key,
+    Lease,
+    Snapshot,
+    block_bytes,
+)
+from paramd_service.sidecar.snapshots.charges import Charges
+
+MAX_LEASES = 4096
+"""More leases than that are refused: each is small, but not free."""
+
+# A kept block serves a smaller request when at most this part of it stays unused.
+_WASTE_DIVISOR = 4
+
+_BUDGETS: dict[int, int] = {pb.SOURCE_MOMENTS: 4}
+"""Budgets that a source has: optimizer state has several tensors for each parameter."""
+
+
+@dataclass(eq=False, slots=True)
+class _Kept:
+    block: Block
+    since_ns: int
+    snapshot: Snapshot | None = field(default=None)
+
+
+class SnapshotStore:
+    """Leases, budget and kept memory of one rank's snapshots in one epoch."""
+
+    def __init__(
+        self,
+        *,
+        budget_bytes: int,
+        blocks: BlockMaker,
+        clock_ns: Callable[[], int],
+        idle_memory_s: float,
+    ) -> None:
+        self.budget_bytes = budget_bytes
+        self._blocks = blocks
+        self._clock_ns = clock_ns
+        self.idle_memory_s = idle_memory_s
+        """How long freed memory is kept."""
+        self._idle_ns = int(idle_memory_s * 1e9)
+        self._leases: dict[str, Lease] = {}
+        self._lease_shares = Shares(MAX_LEASES, "leases")
+        self._charges = Charges(self._budget_of)
+        self._live: set[Snapshot] = set()
+        self._live_bytes: Counter[int] = Counter()
+        self._kept: list[_Kept] = []
+        self._closed = False
+        self.check: Callable[[Snapshot], None] = lambda _: None
+        """Raises when the bytes of a filled snapshot turned out to be of no one state."""
+
+    @property
+    def used_bytes(self) -> int:
+        """Bytes of snapshots that somebody holds."""
+        return self._live_bytes.total()
+
+    @property
+    def kept_bytes(self) -> int:
+        """Bytes of memory kept for the next snapshot."""
+        return sum(kept.block.size_bytes for kept in self._kept)
+
+    @property
+    def lease_count(self) -> int:
+        return len(self._leases)
+
+    def leases(self, now_ns: int) -> list[Lease]:
+        """Leases that have not ended, by what is left of them."""
+        alive = [lease for lease in self._leases.values() if lease.expires_ns > now_ns]
+        return sorted(alive, key=lambda lease: lease.expires_ns)
+
+    def find(
+        self, key: Key, *, step: int | None = None, proof: int | None = None
+    ) -> Snapshot | None:
+        """A filled snapshot of `key` for one more holder: of that state, else the newest."""
+        held = [snapshot for snapshot in self._live if _answers(snapshot, key, step, proof)]
+        kept = [entry for entry in self._kept if _answers(entry.snapshot, key, step, proof)]
+        best = max(held, key=_state, default=None)
+        if best is not None and all(_state(entry.snapshot) <= _state(best) for entry in kept):
+            best.holders += 1
+            return best
+        if not kept:
+            return None
+        entry = max(kept, key=lambda entry: _state(entry.snapshot))
+        self._kept.remove(entry)
+        assert entry.snapshot is not None
+        return self._enliven(entry.snapshot)
+
+    def reserve(
+        self, key: Key, *, at_boundary: bool, with_buffers: bool = False, who: Who = None
+    ) -> Snapshot:
+        """Room for one more snapshot, with one holder; its block may have to be made yet.
+
+        It is charged to `who` until `uncharge`.
+
+        Raises:
+            ExhaustedError: the budget has no room for it, or what is left of it not for `who`.
+        """
+        snapshot = Snapshot(key, at_boundary, with_buffers)
+        self._charges.check(who, key.source, block_bytes(snapshot.size_bytes))
+        if snapshot.size_bytes:
+            snapshot.block = self._take_kept(snapshot.size_bytes)
+            if snapshot.block is None:
+                self._make_room(block_bytes(snapshot.size_bytes), key.source)
+        self._charges.add(who, snapshot, block_bytes(snapshot.size_bytes))
+        return self._enliven(snapshot)
+
+    def uncharge(self, snapshot: Snapshot, who: Who) -> None:
+        """Ends what `reserve` began; leases are charged by themselves."""
+        self._charges.remove(who, snapshot)
+
+    def lease(self, snapshot: Snapshot, lease_s: float, who: Who = None) -> Lease:
+        """Turns one holder of the snapshot into a lease.
+
+        Raises:
+            ExhaustedError: too many leases, or bytes; the caller still holds.
+            ConflictError: the epoch has ended; likewise.
+        """
+        if self._closed:
+            raise ConflictError("the epoch of the snapshot has ended; fetch the layout again")
+        size_bytes = block_bytes(snapshot.size_bytes)
+        self._charges.check_more(who, snapshot, size_bytes)
+        self._lease_shares.take(who)
+        self._charges.add(who, snapshot, size_bytes)
+        expires_ns = self._clock_ns() + int(lease_s * 1e9)
+        lease = Lease(secrets.token_hex(16), snapshot, expires_ns, who)
+        self._leases[lease.snapshot_id] = lease
+        return lease
+
+    def get(self, snapshot_id: str) -> Lease:
+        """The lease of that name.
+
+        Raises:
+            NotFoundError: it ended, or never was.
+        """
+        lease = self._leases.get(snapshot_id)
+        if lease is None or lease.expires_ns <= self._clock_ns():
+            raise NotFoundError(
+                "snapshot_id: no such snapshot is leased here; its lease has ended or it was "
+                "released. Pin again, and renew the lease while reading"
+            )
+        return lease
+
+    def filled(self, snapshot_id: str) -> Snapshot:
+        """The snapshot of a lease, its bytes there.
+
+        Raises:
+            NotFoundError: as `get`.
+            ConflictError: its boundary has not been captured.
+            AbortedError: its bytes turned out to be of no one state.
+        """
+        snapshot = self.get(snapshot_id).snapshot
+        if snapshot.fill is not Fill.FILLED:
+            raise ConflictError(f"the snapshot is {snapshot.fill.value}; schedule a boundary first")
+        self.check(snapshot)
+        return snapshot
+
+    def renew(self, snapshot_id: str, lease_s: float, who: Who = None) -> None:
+        """Prolongs a lease from now on. Raises NotFoundError, DeniedError: another's."""
+        lease = self.get(snapshot_id)
+        _check_holder(lease, who)
+        lease.expires_ns = self._clock_ns() + int(lease_s * 1e9)
+
+    def release(self, snapshot_id: str, who: Who = None) -> None:
+        """Ends a lease; does nothing when there is none. Raises DeniedError: another's."""
+        lease = self._leases.get(snapshot_id)
+        if lease is None:
+            return
+        _check_holder(lease, who)
+        del self._leases[snapshot_id]
+        self._lease_shares.give_back(lease.who)
+        self._charges.remove(lease.who, lease.snapshot)
+        self.drop(lease.snapshot)
+
+    def hold(self, snapshot: Snapshot) -> Snapshot:
+        """One more holder; `drop` ends it."""
+        snapshot.holders += 1
+        return snapshot
+
+    def drop(self, snapshot: Snapshot) -> None:
+        """One holder less; the last one frees the memory or keeps it."""
+        snapshot.holders -= 1
+        assert snapshot.holders >= 0
+        if snapshot.holders == 0:
+            self._live.discard(snapshot)
+            self._live_bytes[snapshot.key.source] -= _taken_bytes(snapshot)
+            self._let_go(snapshot)
+
+    def expire(self) -> int | None:
+        """Ends what is overdue. Returns when to look again (None: nothing is due)."""
+        now_ns = self._clock_ns()
+        for lease in list(self._leases.values()):
+            if lease.expires_ns <= now_ns:
+                self.release(lease.snapshot_id)
+        for entry in [e for e in self._kept if e.since_ns + self._idle_ns <= now_ns]:
+            self._discard(entry)
+        due = [lease.expires_ns for lease in self._leases.values()]
+        due += [entry.since_ns + self._idle_ns for entry in self._kept]
+        return min(due, default=None)
+
+    def keep_for_ever(self) -> None:
+        """The trainer has ended: what is kept may be the last of its kind."""
+        self._idle_ns = 1 << 62
+
+    def close(self) -> None:
+        """Ends all leases and frees all memory, at once or when its last holder drops it."""
+        self._closed = True
+        for snapshot_id in list(self._leases):
+            self.release(snapshot_id)
+        for entry in list(self._kept):
+            self._discard(entry)
+
+    def _enliven(self, snapshot: Snapshot) -> Snapshot:
+        snapshot.holders = 1
+        self._live.add(snapshot)
+        self._live_bytes[snapshot.key.source] += _taken_bytes(snapshot)
+        return snapshot
+
+    def _let_go(self, snapshot: Snapshot) -> None:
+        block = snapshot.block
+        if block is None:
+            return
+        if self._closed or snapshot.tainted or snapshot.map_count:
+            snapshot.block = None
+            self._blocks.dispose(block)
+            return
+        kept = snapshot if snapshot.shareable else None
+        self._kept.append(_Kept(block, self._clock_ns(), kept))
+
+    def _take_kept(self, size_bytes: int) -> Block | None:
+        wanted = block_bytes(size_bytes)
+        fitting = [
+            entry
+            for entry in self._kept
+            if wanted <= entry.block.size_bytes <= wanted + wanted // _WASTE_DIVISOR
+        ]
+        if not fitting:
+            return None
+        # Memory without known bytes first, then the oldest bytes.
+        entry = min(fitting, key=lambda e: (e.snapshot is not None, e.since_ns))
+        self._kept.remove(entry)
+        return entry.block
+
+    def _make_room(self, needed_bytes: int, source: int) -> None:
+        # Readers of gradients must not keep others from parameters: each source has the budget.
+        live_bytes = self._live_bytes[source]
+        budget_bytes = self._budget_of(source)
+        while self._kept and live_bytes + self.kept_bytes + needed_bytes > budget_bytes:
+            if live_bytes + needed_bytes > budget_bytes:
+                break
+            self._discard(min(self._kept, key=lambda entry: entry.since_ns))
+        free_bytes = budget_bytes - live_bytes
+        if needed_bytes > free_bytes:
+            raise ExhaustedError(
+                f"a snapshot of {needed_bytes:,} bytes does not fit: {max(free_bytes, 0):,} of the "
+                f"snapshot budget of {budget_bytes:,} bytes are free. Ask for fewer tensors, "
+                "try again when other snapshots are released, or raise the sidecar's budget"
+            )
+
+    def _budget_of(self, source: int) -> int:
+        return self.budget_bytes * _BUDGETS.get(source, 1)
+
+    def _discard(self, entry: _Kept) -> None:
+        self._kept.remove(entry)
+        self._blocks.dispose(entry.block)
+
+
+def _check_holder(lease: Lease, who: Who) -> None:
+    """Raises DeniedError when the lease is another's; the control plane and the owner may."""
+    if who is not None and lease.who != who:
+        raise DeniedError("snapshot_id: the snapshot is leased to another token")
+
+
+def _taken_bytes(snapshot: Snapshot) -> int:
+    # A taken block may be larger than what is wanted of it.
+    if snapshot.block is not None:
+        return snapshot.block.size_bytes
+    return block_bytes(snapshot.size_bytes)
+
+
+def _state(snapshot: Snapshot | None) -> tuple[int, int]:
+    return (snapshot.step, snapshot.edits) if snapshot is not None else (-1, -1)
+
+
+def _answers(snapshot: Snapshot | None, key: Key, step: int | None, proof: int | None) -> bool:
+    return (
+        snapshot is not None
+        and snapshot.shareable
+        and snapshot.key == key
+        and (step is None or snapshot.step == step)
+        and (proof is None or snapshot.proof == proof)
+    )

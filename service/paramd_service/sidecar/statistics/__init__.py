@@ -1,0 +1,1 @@
+"""Statistics of tensors, computed by torch."""

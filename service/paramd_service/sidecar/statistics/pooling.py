@@ -1,0 +1,281 @@
+"""Shrinks strided views to the cells of a picture, a cache-sized block at a time.
+
+Rows and columns rise along a view's dims, so the elements of a cell are runs of rows and
+of columns: each block is first reduced over its rows, then over its columns.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import numpy as np
+import torch
+
+from paramd.errors import UsageError
+from paramd_service.sidecar.statistics.reduce import item_bytes, widened
+
+BLOCK_NUMEL = 128 << 10
+"""Elements reduced at a time; bounds temporary memory to a few times that."""
+
+_BLOCK_COLUMNS = 16 << 10
+
+_NEUTRAL = {"sum": 0.0, "min": math.inf, "max": -math.inf, "absmax": 0.0}
+
+Starts: TypeAlias = "np.ndarray[tuple[int, ...], np.dtype[np.int64]]"
+"""Where runs of rows (or columns) of one cell begin in a block."""
+
+# Elements are gathered as words of their size: that works for every dtype.
+_WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+MAX_CELLS = 512
+"""Cells of a picture in each direction."""
+
+
+@dataclass(frozen=True, slots=True)
+class Grid:
+    """A matrix, and the picture that it is shrunk to."""
+
+    mode: str
+    """sum, min, max or absmax."""
+    rows: int
+    columns: int
+    cell_rows: int
+    cell_columns: int
+
+    def __post_init__(self) -> None:
+        for name, cells, size in (
+            ("cell_row_count", self.cell_rows, self.rows),
+            ("cell_col_count", self.cell_columns, self.columns),
+        ):
+            if not 1 <= cells <= min(MAX_CELLS, size):
+                raise UsageError(
+                    f"{name}: {cells}; expected 1 to {MAX_CELLS} and at most the {size} that the "
+                    "matrix has"
+                )
+
+
+@dataclass(frozen=True, slots=True)
+class Axis:
+    """One side of a view: which rows (or columns) of the matrix its positions are."""
+
+    begin: int
+    sizes: tuple[int, ...]
+    strides: tuple[int, ...]
+    steps: tuple[int, ...]
+
+    @property
+    def count(self) -> int:
+        return math.prod(self.sizes)
+
+    @property
+    def last(self) -> int:
+        """Row of the last position."""
+        return self.begin + sum((s - 1) * p for s, p in zip(self.sizes, self.steps, strict=True))
+
+    @property
+    def rises(self) -> bool:
+        """Whether every position is another row, in rising order."""
+        pairs = list(zip(self.sizes, self.steps, strict=True))
+        return all(
+            step > sum((s - 1) * p for s, p in pairs[dim + 1 :])
+            for dim, (size, step) in enumerate(pairs)
+            if size > 1
+        )
+
+    def index(self, begin: int, end: int) -> torch.Tensor:
+        """Rows of the matrix of positions [begin, end), int64, rising."""
+        return self._weighted(self.steps, begin, end) + self.begin
+
+    def offset(self, begin: int, end: int) -> torch.Tensor:
+        """Elements of the snapshot from the view's first one to those positions."""
+        return self._weighted(self.strides, begin, end)
+
+    def _weighted(self, weights: Sequence[int], begin: int, end: int) -> torch.Tensor:
+        position = torch.arange(begin, end)
+        total = torch.zeros_like(position)
+        for size, weight in zip(reversed(self.sizes), reversed(weights), strict=True):
+            total += position % size * weight
+            position = position // size
+        return total
+
+
+@dataclass(frozen=True, slots=True)
+class View:
+    """A strided view of a snapshot within the matrix; see `paramd.v1.PoolItem`."""
+
+    begin_bytes: int
+    rows: Axis
+    columns: Axis
+
+    @property
+    def cover_numel(self) -> int:
+        """Elements of the snapshot from the first to the last one, both included."""
+        return 1 + sum(
+            (size - 1) * stride
+            for axis in (self.rows, self.columns)
+            for size, stride in zip(axis.sizes, axis.strides, strict=True)
+        )
+
+
+@dataclass(slots=True)
+class Picture:
+    """What has been reduced so far, cells by rows and columns."""
+
+    values: torch.Tensor
+    counts: torch.Tensor
+    nonfinite: torch.Tensor
+    begin: tuple[int, int]
+    """First row and column of cells."""
+
+
+def make_view(
+    begin_bytes: int,
+    sizes: Sequence[int],
+    strides: Sequence[int],
+    steps: Sequence[int],
+    *,
+    row_dims: int,
+    origin: tuple[int, int],
+    grid: Grid,
+    data_bytes: int,
+    dtype: str,
+) -> View:
+    """Checks a view against the snapshot and the matrix.
+
+    Raises:
+        UsageError: it leaves one of them, or is malformed.
+    """
+    if not (len(sizes) == len(strides) == len(steps) <= 16 and 0 <= row_dims <= len(sizes)):
+        raise UsageError("items: sizes, strides and steps must be equally many, at most 16")
+    if any(s < 1 or t < 0 or p < 0 for s, t, p in zip(sizes, strides, steps, strict=True)):
+        raise UsageError("items: sizes must be above 0, strides and steps not below")
+    rows, columns = (
+        Axis(begin, tuple(sizes[part]), tuple(strides[part]), tuple(steps[part]))
+        for begin, part in zip(origin, (slice(row_dims), slice(row_dims, None)), strict=True)
+    )
+    view = View(begin_bytes, rows, columns)
+    if not 0 <= begin_bytes <= data_bytes - view.cover_numel * item_bytes(dtype):
+        raise UsageError(f"items: a view from byte {begin_bytes} on leaves the snapshot")
+    fits = all(0 <= axis.begin <= axis.last for axis in (rows, columns))
+    fits = fits and rows.last < grid.rows and columns.last < grid.columns
+    if not fits or not rows.rises or not columns.rises:
+        raise UsageError("items: a view leaves the matrix, or its steps do not rise")
+    return view
+
+
+def pool(
+    data: memoryview, dtype: str, grid: Grid, views: Sequence[View], stopped: Callable[[], bool]
+) -> Picture:
+    """Reduces all views to the rectangle of cells that they touch.
+
+    Args:
+        data: The snapshot's bytes.
+        dtype: torch dtype without its prefix.
+        stopped: Asked between blocks; true ends the work, whose result is then useless.
+    """
+    sides = ((grid.cell_rows, grid.rows), (grid.cell_columns, grid.columns))
+    picture = _empty(grid, views, sides)
+    for view in views:
+        for block, rows, columns in _blocks(data, dtype, view):
+            if stopped():
+                return picture
+            cells = [
+                index * cell_count // count - begin
+                for index, (cell_count, count), begin in zip(
+                    (rows, columns), sides, picture.begin, strict=True
+                )
+            ]
+            _add(picture, grid.mode, block.to(widened(dtype)), *cells)
+    return picture
+
+
+def _empty(grid: Grid, views: Sequence[View], sides: Sequence[tuple[int, int]]) -> Picture:
+    """A picture of the rectangle of cells that the views touch."""
+    begins, sizes = [], []
+    for axis, (cell_count, count) in enumerate(sides):
+        of = [view.columns if axis else view.rows for view in views]
+        begin = min((one.begin * cell_count // count for one in of), default=0)
+        begins.append(begin)
+        sizes.append(max((one.last * cell_count // count + 1 for one in of), default=0) - begin)
+    return Picture(
+        torch.full(sizes, _NEUTRAL[grid.mode], dtype=torch.float64),
+        torch.zeros(sizes, dtype=torch.int64),
+        torch.zeros(sizes, dtype=torch.int64),
+        (begins[0], begins[1]),
+    )
+
+
+def _blocks(
+    data: memoryview, dtype: str, view: View
+) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
+    """2-d blocks of at most `BLOCK_NUMEL` elements, and the rows and columns they are."""
+    kind: torch.dtype = getattr(torch, dtype)
+    end = view.begin_bytes + view.cover_numel * kind.itemsize
+    raw = torch.frombuffer(data[view.begin_bytes : end], dtype=torch.uint8)
+    if raw.data_ptr() % kind.itemsize:
+        raw = raw.clone()
+    dense = _as_matrix(raw.view(kind), view)
+    words = raw.view(_WORDS[kind.itemsize])
+    row_count, column_count = view.rows.count, view.columns.count
+    width = min(column_count, _BLOCK_COLUMNS)
+    height = max(1, BLOCK_NUMEL // width)
+    for top in range(0, row_count, height):
+        bottom = min(top + height, row_count)
+        for left in range(0, column_count, width):
+            right = min(left + width, column_count)
+            if dense is not None:
+                block = dense[top:bottom, left:right]
+            else:
+                offset = view.rows.offset(top, bottom)[:, None] + view.columns.offset(left, right)
+                block = words[offset].view(kind)
+            yield block, view.rows.index(top, bottom), view.columns.index(left, right)
+
+
+def _as_matrix(elements: torch.Tensor, view: View) -> torch.Tensor | None:
+    """[rows, columns] without a copy, or None when the view's strides do not allow it."""
+    rows, columns = view.rows, view.columns
+    strided = elements.as_strided((*rows.sizes, *columns.sizes), (*rows.strides, *columns.strides))
+    try:
+        return strided.view(rows.count, columns.count)
+    except RuntimeError:
+        return None
+
+
+def _add(
+    picture: Picture, mode: str, block: torch.Tensor, rows: torch.Tensor, columns: torch.Tensor
+) -> None:
+    """Adds a block, whose rows and columns belong to the given cells."""
+    touched_rows, row_counts = torch.unique_consecutive(rows, return_counts=True)
+    touched_columns, column_counts = torch.unique_consecutive(columns, return_counts=True)
+    window = (touched_rows[:, None], touched_columns)
+    starts = (_starts(row_counts), _starts(column_counts))
+    counts = torch.outer(row_counts, column_counts)
+    finite = torch.isfinite(block)
+    if not bool(finite.all()):
+        good = _fold(finite.to(torch.int64), starts, np.add)
+        picture.nonfinite[window] += counts - good
+        counts = good
+        block = block.masked_fill(~finite, _NEUTRAL[mode])
+    picture.counts[window] += counts
+    if mode == "sum":
+        picture.values[window] += _fold(block.double(), starts, np.add)
+    elif mode == "min":
+        found = _fold(block, starts, np.minimum).double()
+        picture.values[window] = torch.minimum(picture.values[window], found)
+    else:
+        found = _fold(block.abs() if mode == "absmax" else block, starts, np.maximum).double()
+        picture.values[window] = torch.maximum(picture.values[window], found)
+
+
+def _fold(block: torch.Tensor, starts: tuple[Starts, Starts], reduce: np.ufunc) -> torch.Tensor:
+    """[rows, columns] to [runs of rows, runs of columns]."""
+    # torch reduces by index, element by element; numpy reduces runs, several times as fast.
+    tall = reduce.reduceat(block.numpy(), starts[0], axis=0)
+    return torch.from_numpy(reduce.reduceat(tall, starts[1], axis=1))
+
+
+def _starts(run_lengths: torch.Tensor) -> Starts:
+    return (run_lengths.cumsum(0) - run_lengths).numpy()

@@ -1,0 +1,284 @@
+"""What every parser promises for any bytes: an answer that holds, or an error that is ours.
+
+Each target takes bytes and returns, whatever they are; anything it raises is a bug.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import fnmatch
+import struct
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import suppress
+
+from google.protobuf.message import DecodeError
+
+from paramd.errors import DeniedError, ParamdError, UsageError
+from paramd.filters import Facts, parse_filter
+from paramd.layout import codec
+from paramd.layout.edits.ops import decode_ops
+from paramd.layout.edits.plan import check_ops, finder, rank_edits
+from paramd.layout.merge import LocalLayout, layout_digest, merge_layouts
+from paramd.layout.plan import plan_read
+from paramd.layout.select import NameIndex, select
+from paramd.layout.stats import EMPTY, summarize
+from paramd.layout.types import Box, Interval, Layout, Piece, TensorKind, TensorLayout
+from paramd.memory import handover
+from paramd.memory.edit_program import parse_program, program_bytes, write_program
+from paramd.memory.moments_table import parse_table
+from paramd.mesh.exports.restoring import loaded
+from paramd.mesh.reading import stream as reading
+from paramd.security import tickets
+from paramd.v1 import common_pb2, layout_pb2, sidecar_pb2
+from paramd.wire import Chunk, data_chunk, parse_chunk
+from paramd_service.sidecar.edits.layout import body_at, records_of
+from paramd_service.sidecar.owner import parse_attach, parse_mesh
+from paramd_service.sidecar.rpc.edits import _part
+
+ARENA_BYTES = 4096
+_FIXED64 = struct.Struct("<Q")
+
+
+def layout() -> Layout:
+    """Two ranks, several dtypes, a box, an interval, replicas, a tied name and a buffer."""
+
+    def tensor(
+        fqn: str, dtype: str, shape: tuple[int, ...], *pieces: Piece, **more: object
+    ) -> TensorLayout:
+        return TensorLayout(fqn, dtype, shape, TensorKind.PARAMETER, pieces, **more)  # type: ignore[arg-type]
+
+    head = (Piece(0, 0, Box((0, 0), (4, 4))), Piece(1, 0, Box((4, 0), (8, 4))))
+    flat = (Piece(0, 256, Interval(0, 30)), Piece(1, 256, Interval(30, 49)))
+    both = tuple(Piece(rank, 512, Box((0, 0), (3, 5)), (1, 3)) for rank in (0, 1))
+    return Layout(
+        world_size=2,
+        arena_bytes=(ARENA_BYTES, ARENA_BYTES),
+        tensors=(
+            tensor("head.weight", "float32", (8, 4), *head, aliases=("tied.weight",)),
+            tensor("layers.0.up", "bfloat16", (7, 7), *flat, placement="fsdp"),
+            tensor("layers.1.up", "int64", (3, 5), *both),
+            tensor(
+                "scale", "float64", (), Piece(0, 1024, Box((), ())), Piece(1, 1024, Box((), ()))
+            ),
+            TensorLayout(
+                "count", "int64", (1,), TensorKind.BUFFER, (Piece(0, 2048, Box((0,), (1,))),)
+            ),
+        ),
+    )
+
+
+LAYOUT = layout()
+INDEX = NameIndex(LAYOUT)
+FIND = finder(LAYOUT)
+NUMBERS = summarize(EMPTY)
+SIGNER = tickets.Signer(bytes(range(32)))
+VERIFIER = tickets.Verifier(SIGNER.public_key)
+
+
+def text_of(data: bytes) -> str:
+    """Bytes that are no UTF-8 become lone surrogates, as in JSON and in arguments."""
+    return data.decode("utf-8", "surrogateescape")
+
+
+def manifest(data: bytes) -> None:
+    """The first message of StageEdit, up to the program that a trainer would run."""
+    with suppress(ParamdError):
+        message = _part(data)
+        if isinstance(message, Chunk):
+            return
+        manifest = message.manifest
+        ops = check_ops(FIND, decode_ops(manifest.ops), allow_nonfinite=manifest.allow_nonfinite)
+        edits = rank_edits(ops, range(LAYOUT.world_size))
+    if "edits" in locals():
+        for edit in edits:
+            for undoable in (False, True):
+                body = body_at(0, edit, ops=ops, undoable=undoable)
+                memory = memoryview(bytearray(body.size_bytes + program_bytes(0)))
+                records = records_of(edit, body, ops=ops, undoable=undoable, reset_moments=False)
+                write_program(memory, 0, records)
+                # What a sidecar writes is never refused by its trainer.
+                parse_program(memory, 0, arena_bytes=ARENA_BYTES)
+
+
+def filter_(data: bytes) -> None:
+    """The filter language, and what it finds."""
+    try:
+        found = parse_filter(text_of(data))
+    except UsageError:
+        return
+    for number, tensor in enumerate(LAYOUT.tensors):
+        facts = Facts(
+            tensor=tensor,
+            kind=tensor.kind.value,
+            names=(tensor.fqn, *tensor.aliases),
+            ranks=frozenset({number}),
+        )
+        found.matches(facts)
+    found.matches_numbers(NUMBERS)
+
+
+def glob(data: bytes) -> None:
+    """A glob matches what fnmatch matches."""
+    pattern = text_of(data[:256])
+    found = {INDEX.names[at] for at in INDEX.columns.positions(INDEX.match(pattern))}
+    assert found == set(fnmatch.filter(INDEX.names, pattern)), found
+
+
+def selection(data: bytes) -> None:
+    """Patterns with slices, one a line, as far as a plan of what to read."""
+    with suppress(ParamdError):
+        plan_read(LAYOUT, select(INDEX, text_of(data).split("\n"), with_buffers=True))
+
+
+def layout_codec(data: bytes) -> None:
+    """Layouts of one rank and of all: what is accepted can be planned and comes back the same."""
+    with suppress(UsageError, DecodeError):
+        found = codec.decode_layout(layout_pb2.Layout.FromString(data))
+        again = codec.join_batches(codec.layout_batches(found, max_tensors=2))
+        assert again == found
+    # One half of the bytes for each of two ranks: first its length, then itself.
+    size = data[0] if data else 0
+    locals_: list[LocalLayout] = []
+    for part in (data[1 : 1 + size], data[1 + size :]):
+        with suppress(UsageError):
+            locals_.append(codec.decode_local(part))
+    for which in (locals_, locals_[:1], locals_[1:]):
+        try:
+            merged = merge_layouts(which)
+        except UsageError:
+            continue
+        assert codec.decode_layout(codec.encode_layout(merged)) == merged
+        assert len(layout_digest(merged)) == 64
+        if merged.tensors:
+            plan_read(merged, select(NameIndex(merged), "*", with_buffers=True))
+
+
+def handover_message(data: bytes) -> None:
+    """Messages of the Unix socket, and the two that a trainer sends."""
+    with suppress(UsageError):
+        message = handover._parse(data)
+        for parse in (parse_attach, lambda message: parse_mesh(message, b"")):
+            with suppress(UsageError):
+                parse(message)
+
+
+def chunk(data: bytes) -> None:
+    """A chunk read by hand is the chunk that protobuf reads, and what we write is both."""
+    try:
+        ours = parse_chunk(data)
+    except DecodeError:
+        return
+    theirs = sidecar_pb2.ReadSnapshotResponse.FromString(data)
+    assert (bytes(ours.data), ours.xxh3, ours.offset_bytes) == (
+        theirs.data,
+        theirs.xxh3,
+        theirs.offset_bytes,
+    )
+    offset = _FIXED64.unpack(data[:8].ljust(8, b"\0"))[0] >> 1
+    written = parse_chunk(data_chunk(memoryview(data), offset))
+    written.check()
+    assert (bytes(written.data), written.offset_bytes) == (data, offset)
+
+
+class _Sink:
+    def __init__(self) -> None:
+        self.data = bytearray()
+
+    def write(self, offset_bytes: int, address: int, size_bytes: int) -> None:
+        assert offset_bytes == len(self.data), "a byte was written twice, or left out"
+        self.data += ctypes.string_at(address, size_bytes)
+
+
+class _Source:
+    """Sends what the fuzzer says: chunks moved, cut, changed, repeated, of another step."""
+
+    who = "rank 0"
+
+    def __init__(self, whole: bytes, script: bytes) -> None:
+        self._whole, self._script = whole, script
+
+    async def chunks(self, offset_bytes: int, timeout_s: float) -> AsyncIterator[Chunk]:
+        script, self._script = self._script[:64], self._script[64:]
+        for at in range(0, len(script) - 3, 4):
+            kind, begin, size, change = script[at : at + 4]
+            if kind >= 250:
+                yield Chunk(b"", 0, 0, 0, 0, common_pb2.Header(epoch=1, step=kind % 3))
+                continue
+            place = (offset_bytes + begin) if kind < 128 else begin
+            message = bytearray(data_chunk(memoryview(self._whole[place : place + size]), place))
+            found = parse_chunk(bytes(message))
+            if kind % 16 == 15 and found.size_bytes:
+                message[found.begin + change % found.size_bytes] ^= change
+                found = parse_chunk(bytes(message))
+            offset_bytes = found.offset_bytes + found.size_bytes
+            yield found
+
+    async def probe(self) -> None:
+        """It answers."""
+
+
+def stream(data: bytes) -> None:
+    """A read ends with the snapshot's very bytes, or is refused."""
+    whole = bytes(range(256))
+    sink = _Sink()
+    reader = reading.Reader(_Source(whole, data), sink, reading.Expected(1, 1, len(whole)))
+    try:
+        _without_pauses(reader)
+    except ParamdError:
+        assert whole.startswith(bytes(sink.data))
+        return
+    assert bytes(sink.data) == whole
+
+
+def _without_pauses(reader: reading.Reader) -> None:
+    # One attempt after the other, as `run` makes them, but for its timers and pauses.
+    for _ in range(reading.MAX_FAILURES + 1):
+        with suppress(reading.DataLossError, StopIteration):
+            reader._read(time.monotonic() + 60).send(None)
+        if reader.offset_bytes == 256:
+            return
+    raise ParamdError("too often")
+
+
+def safetensors(data: bytes) -> None:
+    """A file that is read for a restore."""
+    with suppress(ParamdError):
+        loaded(data, "fuzz")
+
+
+def ticket(data: bytes) -> None:
+    """A text that is shown as a ticket, and claims that another signer signed."""
+    with suppress(DeniedError):
+        VERIFIER.verify(text_of(data), job="job", epoch=1)
+    with suppress(DeniedError):
+        tickets._parse(tickets._encode(data))
+
+
+def program(data: bytes) -> None:
+    """The program of an edit as the trainer reads it from shared memory."""
+    with suppress(UsageError):
+        for record in parse_program(memoryview(data), 0, arena_bytes=ARENA_BYTES):
+            assert 0 <= record.arena_begin <= record.arena_end <= ARENA_BYTES
+
+
+def table(data: bytes) -> None:
+    """The table of optimizer state as a sidecar reads it from shared memory."""
+    with suppress(UsageError):
+        parse_table(data)
+
+
+PARSERS: dict[str, Callable[[bytes], None]] = {
+    "manifest": manifest,
+    "filter": filter_,
+    "glob": glob,
+    "selection": selection,
+    "layout": layout_codec,
+    "handover": handover_message,
+    "chunk": chunk,
+    "stream": stream,
+    "safetensors": safetensors,
+    "ticket": ticket,
+    "program": program,
+    "table": table,
+}

@@ -1,0 +1,183 @@
+"""Inputs to start from: good ones, made by the code that writes them."""
+
+from __future__ import annotations
+
+import json
+import struct
+import zlib
+from collections.abc import Callable
+
+from paramd.layout import codec
+from paramd.layout.edits.ops import EditKind, EditOp, encode_op
+from paramd.layout.exports.safetensors import TensorSpec, encode_header
+from paramd.layout.merge import LocalLayout, LocalTensor
+from paramd.layout.types import Box, Layout
+from paramd.memory.edit_program import NO_DATA, Op, Record, program_bytes, write_program
+from paramd.security.tickets import Role
+from paramd.v1 import sidecar_pb2 as pb
+from paramd.wire import data_chunk
+from tests.fuzz.parsers import LAYOUT, SIGNER
+
+TERMS = (
+    "layers.*.weight numel>1M dtype=bfloat16 norm>10",
+    'head.* "tied=x" shape=4096x* dims<=2 rank!=3 tied=true',
+    "name~up placement=fsdp kind!=buffer nan>0 absmax>=1.5e-3 zero<1k",
+    "w[0:4, -3:] std<.5 mean!=0 inf=0 min>-2 max<2G shape=scalar",
+)
+PATTERNS = (
+    "*",
+    "layers.*.up",
+    "head.weight[0:4, :, -3:]",
+    "[!a-z]?[ab]*",
+    "l*.[0-9].u?",
+    "[]*]",
+    "sc[",
+    "up",
+)
+
+
+def _manifest() -> list[bytes]:
+    ops = (
+        EditOp(fqn="head.weight", kind=EditKind.MUL, value=0.5),
+        EditOp(fqn="head.weight", box=Box((1, 0), (6, 3)), kind=EditKind.SET, with_data=True),
+        EditOp(
+            fqn="layers.0.up",
+            box=Box((1, 2), (5, 7)),
+            kind=EditKind.LERP,
+            weight=0.1,
+            with_data=True,
+        ),
+        EditOp(fqn="layers.1.up", kind=EditKind.FILL, value=3.0),
+        EditOp(fqn="scale", kind=EditKind.CLAMP, min=-1.0, max=1.0),
+        EditOp(fqn="tied.weight", kind=EditKind.ADD, value=1.0, weight=-1.0),
+    )
+    found = [pb.EditManifest(edit_id="0" * 32, epoch=1, ops=[encode_op(op)]) for op in ops]
+    found.append(pb.EditManifest(edit_id="1" * 32, ops=map(encode_op, ops[2:5]), undoable=True))
+    return [pb.StageEditRequest(manifest=one).SerializeToString() for one in found]
+
+
+def _local(layout: Layout, rank: int) -> bytes:
+    tensors = tuple(
+        LocalTensor(
+            fqn=one.fqn,
+            dtype=one.dtype,
+            shape=one.shape,
+            kind=one.kind,
+            placement=one.placement,
+            pieces=tuple(piece for piece in one.pieces if piece.rank == rank),
+            aliases=one.aliases,
+        )
+        for one in layout.tensors[:2]
+    )
+    return codec.encode_local(LocalLayout(rank=rank, arena_bytes=4096, tensors=tensors))
+
+
+def _layout() -> list[bytes]:
+    first, second = (_local(LAYOUT, rank) for rank in range(2))
+    assert len(first) < 256
+    whole = codec.encode_layout(LAYOUT).SerializeToString()
+    return [whole, bytes([len(first)]) + first + second]
+
+
+def _handover() -> list[bytes]:
+    attach = {
+        "op": "attach",
+        "job": "job",
+        "epoch": 1,
+        "rank": 0,
+        "world_size": 1,
+        "pid": 1,
+        "start": 1,
+        "arena_bytes": 4096,
+        "public_key": SIGNER.public_key.hex(),
+        "rank_ticket": "x",
+        "version": "1",
+    }
+    peer = {"rank": 0, "address": "127.0.0.1:1", "socket_path": "/s", "host_id": "h"}
+    mesh = {"op": "mesh", "peers": [peer], "control_address": None, "layout_digest": "d"}
+    others = [
+        {"op": "map", "ticket": "t", "snapshot_id": "s"},
+        {"op": "unmap", "snapshot_id": "s"},
+        {"op": "stage", "ticket": "t", "edit_id": "0" * 32},
+        {"op": "window", "index": 0, "offset_bytes": 0, "size_bytes": 8},
+        {"op": "share", "ticket": "t", "edit_id": "0" * 32},
+        {"op": "detach"},
+    ]
+    return [b"[" * 2000, *(json.dumps(one).encode() for one in (attach, mesh, *others))]
+
+
+def _chunk() -> list[bytes]:
+    header = pb.ReadSnapshotResponse(data=b"x", offset_bytes=7)
+    header.header.step = 3
+    return [
+        data_chunk(memoryview(b"some data"), 300),
+        data_chunk(memoryview(b""), 0),
+        header.SerializeToString(),
+    ]
+
+
+def _safetensors() -> list[bytes]:
+    specs = [
+        TensorSpec(name="w", dtype="float32", shape=(2, 3)),
+        TensorSpec(name="b", dtype="bfloat16", shape=()),
+    ]
+    deep = b'{"a":' * 200
+    return [
+        encode_header(specs, {"format": "pt"}) + bytes(26),
+        encode_header([], {}),
+        len(deep).to_bytes(8, "little") + deep,
+    ]
+
+
+def _ticket() -> list[bytes]:
+    ticket = SIGNER.mint(job="job", epoch=1, role=Role.SIDECAR, rank=0, ttl_s=1e9, now_s=0.0)
+    claims = {
+        "job": "job",
+        "epoch": 1,
+        "role": "reader",
+        "exp": 9e9,
+        "jti": "1",
+        "rank": 0,
+        "iat": 1.0,
+        "token": "t",
+    }
+    return [ticket.encode(), json.dumps(claims).encode()]
+
+
+def _program() -> list[bytes]:
+    records = (
+        Record(Op.SET, "float32", 64, (2, 3), (3, 1), data_begin=512, preimage_begin=512),
+        Record(Op.CLAMP, "bfloat16", 128, (5,), (2,), min=-1.0, max=1.0),
+        Record(Op.FILL, "int64", 0, (), (), NO_DATA, value=3.0),
+    )
+    found = []
+    for count in range(len(records) + 1):
+        memory = bytearray(program_bytes(count) + 1024)
+        write_program(memoryview(memory), 0, records[:count])
+        found.append(bytes(memory))
+    return found
+
+
+def _table() -> list[bytes]:
+    texts = (b'{"step": 1, "states": {}}', b"[1]", b"")
+    packed = [zlib.compress(text) for text in texts]
+    return [struct.pack("=q", len(one)) + one for one in packed]
+
+
+SEEDS: dict[str, Callable[[], list[bytes]]] = {
+    "manifest": _manifest,
+    "filter": lambda: [text.encode() for text in TERMS],
+    "glob": lambda: [text.encode() for text in PATTERNS],
+    "selection": lambda: [text.encode() for text in (*PATTERNS, "\n".join(PATTERNS[:2]))],
+    "layout": _layout,
+    "handover": _handover,
+    "chunk": _chunk,
+    "stream": lambda: [
+        bytes([0, 0, 64, 0] * 5),
+        bytes([250, 0, 0, 0, 15, 0, 100, 1, 0, 0, 200, 0]),
+    ],
+    "safetensors": _safetensors,
+    "ticket": _ticket,
+    "program": _program,
+    "table": _table,
+}

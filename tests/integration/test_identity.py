@@ -1,0 +1,274 @@
+"""Whoever answers is who was asked: addresses that lead to another rank give no answer at all."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import subprocess
+import sys
+from collections.abc import Callable, Coroutine, Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+import torch
+
+import paramd
+from paramd.errors import RANK_KEY, UnreachableError
+from paramd.layout.types import Box, Layout, Piece, TensorKind, TensorLayout
+from paramd.memory import handover
+from paramd.mesh.frames import stepping
+from paramd.mesh.mesh import Mesh
+from paramd.mesh.peers import control, discovery
+from paramd.mesh.peers.control import JobDocument, parse_job
+from paramd.security import authority
+from paramd.security.tickets import Role
+from paramd.v1 import export_pb2, sidecar_pb2, sidecar_pb2_grpc
+from paramd_service.control.base.config import Bootstrap
+from paramd_service.control.edits.calls import EditCalls
+from paramd_service.control.exports.calls import ExportCalls
+from paramd_service.control.mesh.coordinator import BoundaryRequest
+from paramd_service.control.mesh.sidecars import SidecarCalls
+from paramd_service.sidecar.rpc.auth import ROLES, SERVICE
+from tests.integration.client_job import JOB, Job, running_job
+from tests.launch import ROOT
+from tests.needs import program
+
+HALF = 1 << 20
+SWAPS = ("addresses", "sockets", "both")
+
+
+def layout() -> Layout:
+    """Each rank holds a half, at the same place of its arena: only its values tell whose it is."""
+    pieces = (Piece(0, 0, Box((0,), (HALF,))), Piece(1, 0, Box((HALF,), (2 * HALF,))))
+    kind = TensorKind.PARAMETER
+    halves = TensorLayout("halves", "float32", (2 * HALF,), kind, pieces)
+    return Layout(world_size=2, arena_bytes=(4 * HALF, 4 * HALF), tensors=(halves,))
+
+
+def fill(job: Job) -> None:
+    for rank in job.ranks:
+        torch.frombuffer(rank.arena.buffer, dtype=torch.float32).fill_(rank.rank + 3)
+
+
+@pytest.fixture
+def job() -> Iterator[Job]:
+    with running_job(layout()) as job:
+        fill(job)
+        yield job
+
+
+@contextmanager
+def swapped(what: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """What clients hear of the job has its two ranks at each other's places."""
+
+    def parsed(found: Any) -> JobDocument:
+        document = parse_job(found)
+        one, other = document.peers[0], document.peers[1]
+        if what != "sockets":
+            one, other = replace(one, address=other.address), replace(other, address=one.address)
+        if what != "addresses":
+            paths = one.socket_path, other.socket_path
+            one, other = replace(one, socket_path=paths[1]), replace(other, socket_path=paths[0])
+        return replace(document, peers={0: one, 1: other})
+
+    with monkeypatch.context() as patch:
+        patch.setattr(control, "parse_job", parsed)
+        patch.setattr(discovery, "RECOVERY_S", 0.2)
+        patch.setattr(stepping, "OUTAGE_S", 0.2)
+        yield
+
+
+def refused(read: Callable[[], Any]) -> None:
+    with pytest.raises(UnreachableError, match=r"rank [01].*(not rank|not there|not at its)"):
+        read()
+
+
+def check_halves(found: torch.Tensor) -> None:
+    assert bool((found[:HALF] == 3).all())
+    assert bool((found[HALF:] == 4).all())
+
+
+@pytest.mark.parametrize("what", SWAPS)
+def test_ranks_at_each_others_places_are_refused_and_never_read(
+    job: Job, what: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with swapped(what, monkeypatch), paramd.connect(job=JOB) as mesh:
+        if what == "sockets":
+            # gRPC is right, so what is found there is too; the sockets are not even tried on.
+            check_halves(mesh.summon("halves")["halves"])
+            refused(lambda: mesh.summon("halves", transport="same-host"))
+            refused(lambda: edit(mesh, transport="same-host"))
+            return
+        refused(lambda: mesh.summon("halves"))
+        refused(lambda: mesh.summon("halves", transport="grpc"))
+        refused(lambda: mesh.summon("halves", transport="same-host"))
+        refused(lambda: mesh.stats("halves"))
+        refused(lambda: mesh.view("halves").__enter__())
+        refused(lambda: mesh.layout)
+        refused(lambda: next(iter(mesh.grads("halves"))))
+        refused(lambda: next(iter(mesh.follow("halves"))))
+        refused(lambda: edit(mesh, transport="grpc"))
+        assert {row.phase for row in mesh.status()} == {"unreachable"}
+        assert {one.state for one in mesh.edits()} == {"ABORTED"}
+
+
+def edit(mesh: Mesh, transport: Any) -> None:
+    mesh.edit("halves", set=torch.zeros(2 * HALF), transport=transport, timeout=10)
+
+
+def test_a_job_whose_ranks_changed_places_is_found_again(job: Job) -> None:
+    """Ports are used again: what a client knows of a job is then another rank's."""
+    with paramd.connect(job=JOB) as mesh:
+        check_halves(mesh.summon("halves", transport="grpc")["halves"])
+        places = [rank.address for rank in job.ranks]
+        for rank in job.ranks:
+            rank.process.kill()
+            rank.process.wait()
+        for rank in job.ranks:
+            rank.listen = places[1 - rank.rank]
+            job.respawn(rank)
+        assert [rank.address for rank in job.ranks] == places[::-1]
+        job.send_mesh(job.ranks[0])
+        check_halves(mesh.summon("halves", transport="grpc", timeout=20)["halves"])
+
+
+def test_the_control_plane_takes_no_answer_of_another_rank(job: Job) -> None:
+    bootstrap = Bootstrap(
+        job=JOB, epoch=1, world_size=2, private_key=job.private_key, token=job.token
+    )
+    manifest = sidecar_pb2.EditManifest(edit_id="e", epoch=1)
+    target, plan = export_pb2.ExportTarget(), export_pb2.ExportPlan()
+
+    async def ask_all() -> None:
+        calls = SidecarCalls(bootstrap)
+        edits = EditCalls(calls, epoch=1, generation=1)
+        exports = ExportCalls(bootstrap, generation=1)
+        request = BoundaryRequest(number=1, token=1)
+        write, verify = export_pb2.WriteExportFileRequest(), export_pb2.VerifyExportFileRequest()
+        there = job.ranks[1].address
+        asked: list[Coroutine[Any, Any, Any]] = [
+            calls.reach(0, there, request, (), 5.0),
+            calls.layout(0, there),
+            calls.snapshots(0, there),
+            calls.metrics(0, there),
+            edits.stage(0, there, manifest),
+            edits.get(0, there, "e"),
+            edits.preview(0, there, "e", timeout_s=5.0),
+            edits.drop(0, there, "e"),
+            edits.withdraw(0, there, 1),
+            edits.renew_hold(0, there, 1000),
+            edits.state(0, there),
+            exports.begin(0, there, target, 1),
+            exports.write(0, there, write, sources=(), moved=lambda _: None, timeout_s=5.0),
+            exports.verify(0, there, verify, timeout_s=5.0),
+            exports.store(0, there, target, "f", b""),
+            exports.finish(0, there, target, plan, (), 0.0),
+            exports.drop(0, there, target, ()),
+            exports.read(0, there, target, "f", 0),
+            exports.renew(0, there, "s", 1.0),
+            exports.release(0, there, "s"),
+        ]
+        try:
+            for call in asked:
+                with pytest.raises(UnreachableError, match="rank 0"):
+                    await call
+            # And of the rank itself it does.
+            assert (await edits.state(1, there)).header.rank == 1
+        finally:
+            await exports.close()
+            await calls.close()
+
+    asyncio.run(ask_all())
+
+
+def test_every_method_of_a_sidecar_refuses_what_is_for_another_rank(job: Job) -> None:
+    ticket = job.signer.mint(job=JOB, epoch=1, role=Role.CONTROL, ttl_s=60)
+    methods = [method for method in ROLES if method.startswith(f"/{SERVICE}/")]
+    assert len(methods) > 25
+    with grpc.insecure_channel(job.ranks[0].address) as channel:
+        for method in methods:
+            metadata = (("authorization", f"Bearer {ticket}"), (RANK_KEY, "1"))
+            call = channel.unary_stream(method)(b"", timeout=5, metadata=metadata)
+            with suppress(grpc.RpcError):
+                list(call)
+            assert call.code() is grpc.StatusCode.UNAVAILABLE, method
+            assert "this is rank 0 of job 'client-test', not rank 1" in call.details()
+
+
+@pytest.mark.parametrize("op", ["map", "stage", "share"])
+def test_the_unix_socket_refuses_what_is_for_another_rank(job: Job, op: str) -> None:
+    ticket = job.signer.mint(job=JOB, epoch=1, role=Role.CONTROL, ttl_s=60)
+    with handover.connect(job.ranks[0].socket_path, timeout_s=5) as connection:
+        handover.send(connection, {"op": op, "ticket": ticket, "rank": 1})
+        answer, _ = handover.receive(connection)
+    assert (answer["op"], answer["code"]) == ("error", "UNAVAILABLE")
+    assert "not rank 1" in answer["message"]
+
+
+def test_a_gateway_takes_no_answer_of_another_rank(job: Job) -> None:
+    """A sidecar that gathers for a thin client asks its peers as any client does."""
+    one, other = job.ranks
+    ticket = job.signer.mint(job=JOB, epoch=1, role=Role.READER, ttl_s=60)
+    other.address = one.address
+    job.send_mesh(one)
+    with grpc.insecure_channel(one.address) as channel:
+        stub: Any = sidecar_pb2_grpc.SidecarServiceStub(channel)
+        request = sidecar_pb2.SummonRequest(pattern="halves")
+        metadata = (("authorization", f"Bearer {ticket}"),)
+        with pytest.raises(grpc.RpcError) as caught:
+            list(stub.Summon(request, timeout=10, metadata=metadata))
+    error: Any = caught.value
+    assert "not rank 1" in error.details()
+
+
+@pytest.fixture
+def hosts() -> Iterator[tuple[str, str]]:
+    """Two network namespaces, each with loopback, and a cable between them."""
+    one, other = (f"paramd-{secrets.token_hex(3)}-{n}" for n in "ab")
+    program("ip")
+    with ExitStack() as stack:
+        for name in (one, other):
+            made = subprocess.run(
+                ["ip", "netns", "add", name], check=False, capture_output=True, text=True
+            )
+            if made.returncode:
+                pytest.skip(f"no network namespace can be made here: {made.stderr.strip()}")
+            stack.callback(ip, "netns", "del", name)
+        ip("-n", one, "link", "add", "cable0", "type", "veth", "peer", "cable1", "netns", other)
+        for name, link, address in ((one, "cable0", ONE), (other, "cable1", OTHER)):
+            ip("-n", name, "address", "add", f"{address}/30", "dev", link)
+            ip("-n", name, "link", "set", link, "up")
+            ip("-n", name, "link", "set", "lo", "up")
+        yield one, other
+
+
+ONE, OTHER = "10.213.77.1", "10.213.77.2"
+
+
+def ip(*arguments: str) -> None:
+    subprocess.run(["ip", *arguments], check=True, capture_output=True, text=True)
+
+
+@pytest.mark.timeout(300)
+def test_two_hosts_with_the_same_loopback_port_are_never_taken_for_each_other(
+    hosts: tuple[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one, other = hosts
+    authority.write(tmp_path / "certs", names=["localhost", "127.0.0.1", ONE], days=1)
+    for name, file in (("CERT", "server.pem"), ("KEY", "server.key"), ("CA", "ca.pem")):
+        monkeypatch.setenv(f"PARAMD_TLS_{name}", str(tmp_path / "certs" / file))
+    worker = [sys.executable, "-m", "tests.integration.two_hosts", other, f"{ONE}:0", "23456"]
+    ran = subprocess.run(
+        ["ip", "netns", "exec", one, *worker],
+        check=False,
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=280,
+    )
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+    assert ran.stdout.count("refused") == 9, ran.stdout

@@ -1,0 +1,122 @@
+"""No silent wrong answer: trainings that change parameters in all the places that users do."""
+
+from __future__ import annotations
+
+import json
+import re
+import time
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+
+import paramd
+from paramd.errors import ParamdError
+from tests.launch import Ranks, start_ranks
+from tests.multiprocess.workers.patterns import OF_TWO_RANKS, PATTERNS, REFUSED, final
+
+WORKER = "tests.multiprocess.workers.patterns"
+AT_LEAST = 8
+"""Answers that a pattern must get, or refusals with its reason."""
+SECONDS, MOST_SECONDS = 2.0, 25.0
+
+
+@dataclass
+class Seen:
+    """What one reader saw of one pattern."""
+
+    answers: int = 0
+    resting: int = 0
+    steps: set[int] = field(default_factory=set)
+    wrong: list[str] = field(default_factory=list)
+    refused: Counter[str] = field(default_factory=Counter)
+
+    @property
+    def enough(self) -> bool:
+        return self.answers >= AT_LEAST or sum(self.refused.values()) >= 2
+
+
+def read(state_dir: Path, job: str, wrong: Callable[[paramd.mesh.results.Summoned], str]) -> Seen:
+    """Summons as fast as it goes, over both ways."""
+    seen = Seen()
+    begin_s = time.monotonic()
+    path = state_dir / job / "endpoint.json"
+    endpoint = json.loads(path.read_text())
+    with paramd.connect(endpoint["url"], endpoint["token"], job=job) as mesh:
+        while not seen.enough or time.monotonic() - begin_s < SECONDS:
+            if time.monotonic() - begin_s > MOST_SECONDS:
+                break
+            transport = "grpc" if seen.answers % 2 else "same-host"
+            try:
+                params = mesh.summon("*", transport=transport, timeout=5)
+            except ParamdError as error:
+                seen.refused[str(error)] += 1
+                continue
+            seen.answers += 1
+            seen.resting += params.unsettled
+            seen.steps.add(params.step)
+            if found := wrong(params):
+                seen.wrong.append(found)
+    return seen
+
+
+def unlike(pattern: str) -> Callable[[paramd.mesh.results.Summoned], str]:
+    def wrong(params: paramd.mesh.results.Summoned) -> str:
+        values = sorted({v for t in params.values() for v in t.unique().tolist()})
+        if values == [final(pattern, params.step)]:
+            return ""
+        return f"step {params.step}{' at rest' * params.unsettled}: {values[:5]}"
+
+    return wrong
+
+
+def two_sums(params: paramd.mesh.results.Summoned) -> str:
+    values = [
+        {v for name, t in params.items() if name.startswith(half) for v in t.unique().tolist()}
+        for half in ("one.", "two.")
+    ]
+    if all(len(v) == 1 for v in values) and sum(map(sum, values)) == params.step:
+        return ""
+    return f"step {params.step}: {values}"
+
+
+def _await(path: Path, ranks: Ranks) -> None:
+    end_s = time.monotonic() + 60
+    while not path.exists():
+        assert time.monotonic() < end_s, ranks.outputs()
+        assert ranks[0].process.poll() is None, ranks.outputs()
+        time.sleep(0.02)
+
+
+GROUPS = [list(PATTERNS)[at::4] for at in range(4)]
+GROUPS[0].append("two_threads")
+CASES = [(1, group) for group in GROUPS] + [(2, list(OF_TWO_RANKS))]
+
+
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize(("world_size", "patterns"), CASES, ids=lambda case: str(case)[:40])
+def test_every_answer_is_right_or_refused_with_the_reason(
+    world_size: int, patterns: list[str], tmp_path: Path
+) -> None:
+    found: dict[str, Seen] = {}
+    arguments = ["--folder", str(tmp_path), *patterns]
+    with start_ranks(WORKER, world_size, args=arguments) as ranks:
+        for pattern in patterns:
+            _await(tmp_path / f"attached-{pattern}", ranks)
+            _await(ranks.state_dir / pattern / "endpoint.json", ranks)
+            check = two_sums if pattern == "two_threads" else unlike(pattern)
+            found[pattern] = read(ranks.state_dir, pattern, check)
+            (tmp_path / f"stop-{pattern}").touch()
+        for result in ranks.wait(timeout_s=60):
+            assert result.returncode == 0, ranks.outputs()
+    for name, seen in found.items():
+        print(name, seen.answers, seen.resting, len(seen.steps), len(seen.wrong), seen.refused)
+    assert {name: seen.wrong[:3] for name, seen in found.items() if seen.wrong} == {}
+    for name, seen in found.items():
+        if name in REFUSED:
+            assert any(re.search(REFUSED[name], told) for told in seen.refused), (name, seen)
+        else:
+            assert seen.answers >= AT_LEAST, (name, seen)
+            assert len(seen.steps) > 1, (name, seen)

@@ -1,0 +1,1 @@
+"""Planted bugs that the fast tests must find: `make mutants`."""

@@ -1,0 +1,44 @@
+"""Programs that tests need of the operating system (`make system` installs them).
+
+A person's machine may lack one: then a test is skipped, or a part of it left out. In CI it fails,
+for there a check that never ran must not look like one that passed.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+
+import pytest
+
+
+def program(name: str) -> str:
+    """Path of a program; without it the test is skipped, in CI failed."""
+    path = shutil.which(name)
+    if path is None:
+        missing(f"the program {name} (make system)")
+    assert path is not None
+    return path
+
+
+def missing(what: str) -> None:
+    """Ends a test for want of something: skipped, in CI failed."""
+    if "CI" in os.environ:
+        pytest.fail(f"{what} is missing", pytrace=False)
+    pytest.skip(f"{what} is missing")
+
+
+def check_with_promtool(text: str) -> None:
+    """Has Prometheus' own linter read metrics; left out where it is missing, in CI failed."""
+    path = shutil.which("promtool")
+    if path is None and "CI" not in os.environ:
+        return
+    said = subprocess.run(
+        [program("promtool") if path is None else path, "check", "metrics"],
+        input=text,
+        text=True,
+        capture_output=True,
+        check=False,
+    )
+    assert (said.returncode, said.stdout, said.stderr) == (0, "", "")

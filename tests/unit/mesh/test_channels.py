@@ -1,0 +1,69 @@
+"""Calls whose channel is closed because their peer has left the mesh are outages."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import grpc.aio
+import pytest
+
+from paramd.errors import UnreachableError
+from paramd.mesh.asked import Asked
+from paramd.mesh.peers.grpc import Channels, told_errors
+from paramd.v1 import sidecar_pb2, sidecar_pb2_grpc
+from tests.integration.control_process import first_grpc_use
+
+
+@pytest.fixture(scope="module", autouse=True)
+def grpc_is_up() -> Iterator[None]:
+    with first_grpc_use():
+        yield
+
+
+class Slow(sidecar_pb2_grpc.SidecarServiceServicer):  # type: ignore[misc]
+    """Says that it was asked, and never answers."""
+
+    def __init__(self) -> None:
+        self.asked = asyncio.Event()
+
+    async def GetState(self, request: Any, context: Any) -> Any:
+        self.asked.set()
+        await asyncio.Event().wait()
+
+
+@asynccontextmanager
+async def serving() -> AsyncIterator[tuple[Slow, Channels, Asked]]:
+    slow, server = Slow(), grpc.aio.server()
+    sidecar_pb2_grpc.add_SidecarServiceServicer_to_server(slow, server)
+    address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
+    await server.start()
+    channels = Channels(lambda: "ticket")
+    try:
+        yield slow, channels, Asked(job="run", epoch=1, rank=3, address=address)
+    finally:
+        await channels.close()
+        await server.stop(None)
+
+
+async def test_a_call_whose_peer_left_is_an_outage() -> None:
+    async with serving() as (slow, channels, asked):
+        call = channels.ask(asked, "GetState", sidecar_pb2.GetStateRequest(), timeout_s=10.0)
+        calling = asyncio.ensure_future(call)
+        await asyncio.wait_for(slow.asked.wait(), 10)
+        await channels.close()
+        with pytest.raises(UnreachableError, match=r"rank 3 .*: its sidecar was lost in the"):
+            await calling
+
+
+async def test_a_method_whose_channel_was_closed_before_the_call_is_an_outage() -> None:
+    async with serving() as (_, channels, asked):
+        stub: Any = sidecar_pb2_grpc.SidecarServiceStub(channels.channel(asked.address))
+        await channels.close()
+        with (
+            pytest.raises(UnreachableError, match="rank 3: its sidecar was lost before the call"),
+            told_errors("rank 3"),
+        ):
+            await stub.GetState(sidecar_pb2.GetStateRequest(), timeout=10.0)

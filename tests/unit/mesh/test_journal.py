@@ -1,0 +1,122 @@
+"""Partial files in a directory that others write too: what is planted there is never used."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from paramd.errors import ConflictError
+from paramd.mesh.exports.journal import PartialFile
+
+NAME = "model.safetensors"
+OTHER_UID = 65534
+
+
+def _linked(path: Path, precious: Path) -> None:
+    path.symlink_to(precious)
+
+
+def _dangling(path: Path, precious: Path) -> None:
+    path.symlink_to(precious.parent / "not-there")
+
+
+def _hard_linked(path: Path, precious: Path) -> None:
+    os.link(precious, path)
+
+
+def _fifo(path: Path, precious: Path) -> None:
+    os.mkfifo(path, 0o600)
+
+
+def _directory(path: Path, precious: Path) -> None:
+    path.mkdir()
+
+
+def _open_to_all(path: Path, precious: Path) -> None:
+    path.touch()
+    path.chmod(0o666)
+
+
+def _another_users(path: Path, precious: Path) -> None:
+    """As an attacker leaves it: his own, so that he can write into it at any time."""
+    child = os.fork()
+    if child == 0:
+        os.setgid(OTHER_UID)
+        os.setuid(OTHER_UID)
+        os.close(os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600))
+        os._exit(0)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+
+PLANTS = {
+    plant.__name__.strip("_"): plant
+    for plant in (
+        _linked, _dangling, _hard_linked, _fifo, _directory, _open_to_all, _another_users,
+    )
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("suffix", ["part", "journal"])
+@pytest.mark.parametrize("kind", PLANTS)
+@pytest.mark.timeout(30)
+def test_what_others_planted_is_refused_and_left_alone(
+    kind: str, suffix: str, tmp_path: Path
+) -> None:
+    if kind == "another_users" and os.geteuid() != 0:
+        pytest.skip("only root can plant a file as another user")
+    os.chmod(tmp_path, 0o1777)
+    for parent in tmp_path.parents[:-1]:
+        if parent.stat().st_uid == os.geteuid():
+            parent.chmod(parent.stat().st_mode | 0o011)
+    precious = tmp_path / "precious"
+    precious.write_text("0600 of root")
+    precious.chmod(0o600)
+    plant: Callable[[Path, Path], None] = PLANTS[kind]
+    plant(tmp_path / f".{NAME}.{suffix}", precious)
+    file = PartialFile(tmp_path / NAME)
+    with pytest.raises(ConflictError, match="remove it, or give another name"), file.opened():
+        file.begin({"key": 1}, 10)
+    assert precious.read_text() == "0600 of root"
+    assert not (tmp_path / NAME).exists()
+    assert not (tmp_path / "not-there").exists()
+
+
+def test_only_the_whole_file_has_the_mode_that_the_user_wants(tmp_path: Path) -> None:
+    path = tmp_path / NAME
+    before = os.umask(0o027)
+    try:
+        file = PartialFile(path)
+        with file.opened():
+            assert file.found() is None
+            file.begin({"key": 1}, 4)
+            file.write(0, memoryview(b"abcd"))
+            modes = {p.name: p.stat().st_mode & 0o777 for p in tmp_path.iterdir()}
+            assert modes == {f".{NAME}.part": 0o600, f".{NAME}.journal": 0o600}
+        again = PartialFile(path)
+        with again.opened():
+            found = again.found()
+            assert found is not None
+            about, ranges = found
+            assert (about, list(ranges)) == ({"key": 1}, [(0, 4)])
+            again.go_on(about, again.checked(ranges, 4))
+            again.publish(replace=False)
+    finally:
+        os.umask(before)
+    assert path.stat().st_mode & 0o777 == 0o640
+    assert path.read_bytes() == b"abcd"
+    assert [p.name for p in tmp_path.iterdir()] == [NAME]
+
+
+def test_a_partial_file_that_was_swapped_does_not_get_the_name(tmp_path: Path) -> None:
+    file = PartialFile(tmp_path / NAME)
+    with file.opened():
+        file.begin({"key": 1}, 4)
+        part = tmp_path / f".{NAME}.part"
+        part.rename(tmp_path / "taken")
+        part.write_bytes(b"evil")
+        with pytest.raises(ConflictError, match="replaced by somebody else"):
+            file.publish(replace=True)
+    assert not (tmp_path / NAME).exists()

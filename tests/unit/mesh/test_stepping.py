@@ -1,0 +1,57 @@
+"""When a subscription ends because its job is another one by now, and when it does not."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from paramd.errors import ConflictError
+from paramd.mesh.frames.stepping import StepStream
+from paramd.mesh.peers.control import parse_job
+from tests.unit.mesh.test_rest import document
+
+
+class Heard:
+    """A reach that has heard what the test says."""
+
+    def __init__(self) -> None:
+        self.document = parse_job(document())
+
+
+def subscribed(reach: Heard) -> StepStream[Any, Any]:
+    nobody: Any = None
+    return StepStream(reach, nobody, nobody, every=1)  # type: ignore[arg-type]
+
+
+def test_an_epoch_that_went_on_ends_it_by_its_number() -> None:
+    reach = Heard()
+    stream = subscribed(reach)
+    reach.document = replace(reach.document, epoch=2)
+    with pytest.raises(ConflictError, match="epoch 1 has ended, epoch 2 goes on"):
+        stream._check_identity()
+
+
+def test_a_rank_that_is_away_for_a_while_does_not_end_it() -> None:
+    reach = Heard()
+    stream = subscribed(reach)
+    before = reach.document
+    for digest in ("", before.layout_digest):
+        reach.document = replace(before, layout_digest=digest)
+        stream._check_identity()
+    reach.document = replace(before, layout_digest="another")
+    with pytest.raises(ConflictError, match="the layout of epoch 1 is not the one"):
+        stream._check_identity()
+
+
+def test_what_was_not_known_at_first_is_learnt() -> None:
+    reach = Heard()
+    known = reach.document
+    reach.document = replace(known, layout_digest="")
+    stream = subscribed(reach)
+    reach.document = known
+    stream._check_identity()
+    reach.document = replace(known, layout_digest="another")
+    with pytest.raises(ConflictError):
+        stream._check_identity()

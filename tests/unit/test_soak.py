@@ -1,0 +1,212 @@
+"""The soak's plan is the same for the same seed, and its oracle sees what it is there to see."""
+
+from __future__ import annotations
+
+import os
+import random
+import struct
+import subprocess
+import sys
+from contextlib import suppress
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import psutil
+import pytest
+import torch
+
+from paramd.mesh.edits.results import EditState
+from paramd.trainer import faults as trainer_faults
+from paramd_service.sidecar import faults as sidecar_faults
+from tests.launch import ROOT
+from tests.soak import plan
+from tests.soak.actors import Operator
+from tests.soak.oracle import Oracle, Tally, WrongError
+from tests.soak.stage import MOST_PATIENCE, Incarnation, patience_s
+from tests.soak.trainer import role_of, stamp
+from tests.soak.usage import MIB, Series, Usage
+
+STEP, SALT = 40, 1
+UP, WIDE = "blocks.1.up.", "blocks.1.wide."
+
+
+def test_a_seed_says_everything_that_happens() -> None:
+    assert plan.episode(7, 3) == plan.episode(7, 3)
+    assert plan.episode(7, 3) != plan.episode(8, 3)
+    assert plan.episode(7, 3) != plan.episode(7, 4)
+
+
+def test_every_kind_of_fault_has_its_turn_and_every_point_of_the_code_is_one() -> None:
+    dealt = [
+        fault.kind
+        for number in range(9)
+        for event in plan.episode(1, number).events
+        for fault in event
+    ]
+    assert set(dealt) == set(plan.KINDS)
+    assert len(plan.KINDS) > 40
+    for who, points in (("sidecar", sidecar_faults.POINTS), ("trainer", trainer_faults.POINTS)):
+        for point in points:
+            assert {f"{who} {point} kill", f"{who} {point} stop"} <= set(dealt)
+
+
+def test_faults_that_are_told_are_those_and_no_others() -> None:
+    text = "sidecar clock +@1; sidecars all kill"
+    told = plan.told(text, kind="fsdp2", world_size=2, store="embedded")
+    assert [[(f.kind, f.rank) for f in event] for event in told.events] == [
+        [("sidecar clock +", 1)],
+        [("sidecars all kill", 0)],
+    ]
+    with pytest.raises(ValueError, match="no fault of embedded"):
+        plan.told("postgres random kill", kind="ddp", world_size=2, store="embedded")
+
+
+HANGS = """
+import subprocess, sys, threading
+from tests.soak.watchdog import Watchdog
+with Watchdog("make soak SEED=7", limit_s=60.0) as watchdog:
+    child = subprocess.Popen(["sleep", "600"])
+    print(child.pid, flush=True)
+    watchdog.expect("first", 60.0)
+    watchdog.expect("a wait for nothing", 0.1)
+    threading.Event().wait()
+"""
+
+
+def test_what_hangs_is_ended_and_told_with_where_it_was() -> None:
+    command = [sys.executable, "-c", HANGS]
+    done = subprocess.run(
+        command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.returncode == 1
+    assert "not over after 0 s: a wait for nothing" in done.stderr
+    assert "repeat it with: make soak SEED=7" in done.stderr
+    assert "most recent call first" in done.stderr
+    with suppress(psutil.NoSuchProcess):
+        # Whoever adopted it may not have reaped it yet.
+        assert psutil.Process(int(done.stdout)).status() == psutil.STATUS_ZOMBIE
+
+
+def test_patience_ends_however_busy_the_machine_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "getloadavg", lambda: (500.0, 0.0, 0.0))
+    assert patience_s(30.0) == MOST_PATIENCE * 30.0
+
+
+@pytest.mark.parametrize("late", [-1, 1, 2])
+def test_a_swap_at_another_step_than_the_compared_one_is_seen(oracle: Oracle, late: int) -> None:
+    mesh: Any = SimpleNamespace(
+        status=lambda: SimpleNamespace(step=STEP),
+        pause=lambda **_: SimpleNamespace(step=STEP),
+        resume=lambda **_: None,
+        edit=lambda *_, if_step, **__: SimpleNamespace(
+            state=EditState.APPLIED, step=if_step + late
+        ),
+    )
+    actor: Any = SimpleNamespace(oracle=oracle, chance=random.Random(1), over=False)
+    with pytest.raises(WrongError, match="was applied at"):
+        Operator()._compare_and_swap(actor, mesh)
+
+
+@pytest.fixture
+def oracle(tmp_path: Path) -> Oracle:
+    (tmp_path / "progress-0").write_bytes(struct.pack("<q", STEP - 1))
+    ranks: Any = [SimpleNamespace(rank=0)]
+    incarnation = Incarnation(ranks, SALT, tmp_path)
+    job: Any = SimpleNamespace(now=incarnation, incarnation=lambda epoch: incarnation)
+    return Oracle(job, Tally())
+
+
+def answer(**changed: torch.Tensor) -> dict[str, torch.Tensor]:
+    """All right, but for what is changed."""
+    found = {
+        "blocks.0.up.weight": torch.full((3, 4), stamp(STEP, SALT)),
+        "blocks.0.down.bias": torch.full((5,), stamp(STEP, SALT)),
+        f"{UP}weight": torch.zeros(3, 4),
+        f"{UP}bias": torch.zeros(3),
+        f"{WIDE}weight": torch.zeros(3),
+        "embed.weight": torch.randn(4, 4),
+    }
+    return found | {name.replace("_", "."): tensor for name, tensor in changed.items()}
+
+
+def test_what_is_right_is_counted(oracle: Oracle) -> None:
+    oracle.judge("lane", oracle.ask(), 1, STEP, answer())
+    assert oracle.tally.answers == {"lane": 1}
+
+
+@pytest.mark.parametrize("step", [STEP - 1, STEP + 1, STEP + 4000])
+def test_values_of_another_step_are_seen(oracle: Oracle, step: int) -> None:
+    with pytest.raises(WrongError, match="mixed"):
+        oracle.judge("lane", oracle.ask(), 1, step, answer())
+
+
+def test_one_element_of_another_step_is_seen(oracle: Oracle) -> None:
+    found = answer()
+    found["blocks.0.down.bias"][4] = stamp(STEP - 1, SALT)
+    with pytest.raises(WrongError, match="mixed"):
+        oracle.judge("lane", oracle.ask(), 1, STEP, found)
+
+
+def test_an_answer_older_than_a_finished_update_is_seen(oracle: Oracle, tmp_path: Path) -> None:
+    (tmp_path / "progress-0").write_bytes(struct.pack("<q", STEP + 1))
+    with pytest.raises(WrongError, match="stale"):
+        oracle.judge("lane", oracle.ask(), 1, STEP, answer())
+
+
+def test_half_an_edit_is_seen(oracle: Oracle) -> None:
+    oracle.ledger.begin(UP, 5.0)
+    oracle.judge("lane", oracle.ask(), 1, STEP, answer())
+    both = {f"{UP}weight": torch.full((3, 4), 5.0), f"{UP}bias": torch.full((3,), 5.0)}
+    oracle.judge("lane", oracle.ask(), 1, STEP, answer() | both)
+    with pytest.raises(WrongError, match="split"):
+        oracle.judge("lane", oracle.ask(), 1, STEP, answer() | {f"{UP}bias": both[f"{UP}bias"]})
+
+
+def test_a_lost_edit_and_one_that_comes_back_are_seen(oracle: Oracle) -> None:
+    oracle.ledger.applied(WIDE, oracle.ledger.begin(WIDE, 5.0), SALT)
+    with pytest.raises(WrongError, match="lost"):
+        oracle.judge("lane", oracle.ask(), 1, STEP, answer())
+    oracle.ledger.refused(oracle.ledger.begin(WIDE, 6.0))
+    five, six = ({f"{WIDE}weight": torch.full((3,), value)} for value in (5.0, 6.0))
+    with pytest.raises(WrongError, match="lost"):
+        oracle.judge("lane", oracle.ask(), 1, STEP, answer() | six)
+    oracle.judge("lane", oracle.ask(), 1, STEP, answer() | five)
+
+
+def test_who_asked_before_an_edit_ended_may_see_either(oracle: Oracle) -> None:
+    question = oracle.ask()
+    oracle.judge("lane", question, 1, STEP, answer())
+    oracle.ledger.applied(WIDE, oracle.ledger.begin(WIDE, 5.0), SALT)
+    oracle.judge("lane", question, 1, STEP, answer())
+
+
+def test_an_edit_in_another_incarnation_is_none_in_this_one(oracle: Oracle) -> None:
+    oracle.judge("lane", oracle.ask(), 1, STEP, answer())
+    oracle.ledger.applied(WIDE, oracle.ledger.begin(WIDE, 5.0), SALT + 1)
+    oracle.judge("lane", oracle.ask(), 1, STEP, answer())
+    changed = {f"{WIDE}weight": torch.full((3,), 5.0)}
+    with pytest.raises(WrongError, match="lost"):
+        oracle.judge("lane", oracle.ask(), 1, STEP, answer() | changed)
+
+
+def test_names_of_any_wrapper_have_a_role() -> None:
+    assert role_of("_fsdp_wrapped_module.blocks.0._checkpoint_wrapped_module._flat_param") == (
+        "stamped"
+    )
+    assert role_of("module.blocks.1.up.weight") == "edited"
+    assert role_of("embed.weight") == role_of("module.weight") == "learned"
+
+
+def test_a_slope_is_of_each_process_and_not_of_who_is_larger() -> None:
+    usage = Usage()
+    hour = [0.0, 1800.0, 3600.0]
+    later = [t + 9000 for t in hour]
+    usage._series = {
+        ("sidecar", 1): Series(0.0, hour, [MIB, 2 * MIB, 3 * MIB], [9, 9, 9]),
+        ("sidecar", 2): Series(0.0, later, [90 * MIB, 91 * MIB, 92 * MIB], [5, 5, 5]),
+    }
+    (slope,) = usage.slopes()
+    assert slope.rss_bytes_per_hour == pytest.approx(2 * MIB)
+    assert slope.descriptors_per_hour == 0
+    assert slope.processes == 2

@@ -1,0 +1,86 @@
+"""What `attach` takes as an optimizer: found inside wrappers, or refused with its type named."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from accelerate import Accelerator
+
+import paramd
+from paramd.errors import UsageError
+from paramd.trainer.attaching.checks import optimizers_of
+
+
+class Wrapper:
+    """Keeps an optimizer as `.optimizer`, and is none."""
+
+    def __init__(self, optimizer: Any) -> None:
+        self.optimizer = optimizer
+        self.param_groups = getattr(optimizer, "param_groups", [])
+
+
+class Hollow(torch.optim.Optimizer):
+    """An optimizer by its type that was never made as one."""
+
+    def __init__(self) -> None:
+        self.state: Any = {}
+
+
+def sgd() -> torch.optim.Optimizer:
+    return torch.optim.SGD(torch.nn.Linear(2, 2).parameters(), lr=0.1)
+
+
+def test_an_optimizer_that_accelerate_prepared_is_the_one_inside() -> None:
+    inner = sgd()
+    prepared = Accelerator(cpu=True).prepare(inner)
+    assert prepared is not inner
+    assert optimizers_of(prepared) == [inner]
+    assert optimizers_of([prepared, inner]) == [inner]
+
+
+def test_several_each_once_in_their_order() -> None:
+    first, second = sgd(), sgd()
+    assert optimizers_of(None) == []
+    assert optimizers_of(first) == [first]
+    assert optimizers_of(o for o in (second, Wrapper(Wrapper(first)), second)) == [second, first]
+
+
+def endless() -> Wrapper:
+    wrapper = Wrapper(None)
+    wrapper.optimizer = wrapper
+    return wrapper
+
+
+REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
+    "a class": (lambda: torch.optim.SGD, "the class torch.optim.sgd.SGD"),
+    "one of several": (lambda: [sgd(), "adam"], "not str"),
+    "a name": (lambda: "adam", "not str"),
+    "a number": (lambda: 3, "not int"),
+    "a dict": (lambda: {"generator": sgd()}, "not str"),
+    "a module": (lambda: torch.nn.Linear(2, 2), "torch.nn.modules.linear.Linear"),
+    "parameters": (lambda: torch.nn.Linear(2, 2).parameters(), "torch.nn.parameter.Parameter"),
+    "a scheduler": (
+        lambda: torch.optim.lr_scheduler.StepLR(sgd(), 1),
+        "torch.optim.lr_scheduler.StepLR",
+    ),
+    "a wrapper of nothing": (lambda: Wrapper(None), "Wrapper"),
+    "a wrapper of itself": (endless, "Wrapper"),
+    "hollow": (Hollow, "Hollow"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_is_no_optimizer_is_refused_by_its_type(case: str) -> None:
+    make, named = REFUSED[case]
+    with pytest.raises(UsageError, match="optimizer must be") as caught:
+        optimizers_of(make())
+    assert named in str(caught.value)
+
+
+@pytest.mark.parametrize("model", [None, {"weight": torch.ones(2)}, torch.nn.Linear])
+def test_what_is_no_model_is_refused_by_its_type(model: Any) -> None:
+    with pytest.raises(UsageError, match=r"model must be a torch\.nn\.Module, not "):
+        paramd.attach(model, sgd(), job="none")

@@ -1,0 +1,506 @@
+"""When an update settles, when it rests, and what is proven: the hooks in one process."""
+
+from __future__ import annotations
+
+import copy
+import io
+import os
+import pickle
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from paramd.memory.arena import HostArena
+from paramd.memory.control_page import ControlPage, Word
+from paramd.memory.gate import CopyEnd, CopySpan, copy_at_one_step, copy_at_rest
+from paramd.memory.rest import read_text, sample_digest
+from paramd.memory.shared import Descriptors
+from paramd.trainer.attaching.checks import changes_in_forward
+from paramd.trainer.boundary.agreement import Agreement, Request
+from paramd.trainer.boundary.boundary import LEFT_AT_REST, PROBATION, Boundary
+from paramd.trainer.boundary.signals import Signals
+from paramd.trainer.home.owned import Home
+
+WIDTH = 8
+
+
+class NoEdits:
+    """In the editor's place: nobody edits here."""
+
+    failed = False
+
+    def accept(self, request: Request) -> bool:
+        return False
+
+    def apply(self, request: Request, gate: object) -> None:
+        raise AssertionError
+
+
+class Bench:
+    """A model whose parameters live in an arena, its boundary and its signals."""
+
+    def __init__(self, model: nn.Module, *, always_strict: str = "") -> None:
+        self.model = model
+        self.home = Home(model)
+        size = self.home.arena_bytes
+        self.shared = Descriptors.create(size)
+        self.page = ControlPage(self.shared.page)
+        self.arena = HostArena(self.shared.arena, size)
+        self.home.move_in(self.arena.buffer)
+        self.boundary = Boundary(
+            self.page,
+            self.shared.wake,
+            self.home,
+            Agreement(None, timeout_s=1),
+            editor=NoEdits(),
+            copy_buffers=self.home.copy_buffers,
+            mirror_moments=lambda: None,
+            hold_cap_s=1,
+            stall_budget_ns=0,
+            always_strict=always_strict,
+        )
+        self.signals = Signals(model, self.boundary)
+        self.signals.open()
+
+    @property
+    def settled(self) -> bool:
+        return not self.page[Word.SEQ] & 1
+
+    @property
+    def rests(self) -> bool:
+        return bool(self.page[Word.REST])
+
+    def forward_backward(self) -> None:
+        self.model(torch.ones(2, WIDTH)).sum().backward()
+
+    def train(self, optimizer: torch.optim.Optimizer, rounds: int = PROBATION + 2) -> None:
+        for _ in range(rounds):
+            optimizer.zero_grad()
+            self.forward_backward()
+            optimizer.step()
+
+    def copy(self, how: Callable[..., Any], **options: Any) -> tuple[CopyEnd, Any]:
+        target = (os.urandom(1) * self.arena.size_bytes)[:]
+        buffer = bytearray(target)
+        view = torch.frombuffer(buffer, dtype=torch.uint8)
+        span = CopySpan(self.arena.address, view.data_ptr(), self.arena.size_bytes)
+        end, state = how(self.page, [span], **options)
+        return end, state
+
+    def at_rest(self, **options: Any) -> tuple[CopyEnd, Any]:
+        digest = lambda: sample_digest(self.page, self.arena.buffer)  # noqa: E731
+        return self.copy(copy_at_rest, digest=digest, **options)
+
+    def close(self) -> None:
+        self.signals.close()
+        self.boundary.close()
+        self.home.move_out()
+        self.page.close()
+        self.arena.close()
+        self.shared.close()
+
+
+Make = Callable[..., Bench]
+
+
+@pytest.fixture
+def make() -> Iterator[Make]:
+    made: list[Bench] = []
+
+    def build(model: nn.Module | None = None, **options: Any) -> Bench:
+        made.append(Bench(model if model is not None else _model(), **options))
+        return made[-1]
+
+    yield build
+    for bench in made:
+        bench.close()
+
+
+def _model() -> nn.Module:
+    return nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH))
+
+
+def _sgd(bench: Bench) -> torch.optim.Optimizer:
+    return torch.optim.SGD(bench.model.parameters(), lr=0.1)
+
+
+def test_a_state_is_settled_when_training_goes_on(make: Make) -> None:
+    bench = make()
+    optimizer = _sgd(bench)
+    bench.train(optimizer)
+
+    assert not bench.settled
+    assert bench.rests
+    bench.model(torch.ones(2, WIDTH))
+    assert bench.settled
+    assert bench.page[Word.STEP] == bench.boundary.step == PROBATION + 2
+    assert bench.copy(copy_at_one_step)[0] is CopyEnd.DONE
+
+
+def test_a_forward_that_is_not_differentiated_settles_nothing(make: Make) -> None:
+    bench = make()
+    bench.train(_sgd(bench))
+
+    with torch.no_grad():
+        bench.model(torch.ones(2, WIDTH))
+    with torch.inference_mode():
+        bench.model(torch.ones(2, WIDTH))
+    copy.deepcopy(bench.model)(torch.ones(2, WIDTH))
+
+    assert not bench.settled
+
+
+def test_a_model_trained_in_eval_mode_is_settled_by_its_forward_once_it_is_known(
+    make: Make,
+) -> None:
+    bench = make()
+    bench.model.eval()
+    bench.train(_sgd(bench))
+
+    bench.model(torch.ones(2, WIDTH))
+
+    assert bench.settled
+
+
+def test_what_rests_is_read_as_what_it_is(make: Make) -> None:
+    bench = make()
+    bench.train(_sgd(bench))
+
+    end, state = bench.at_rest()
+
+    assert end is CopyEnd.DONE
+    assert (state.step, state.unsettled) == (PROBATION + 2, True)
+    assert bench.copy(copy_at_one_step)[0] is CopyEnd.UPDATING
+
+
+def test_weights_swapped_in_are_read_only_by_whoever_says_so(make: Make) -> None:
+    bench = make()
+    bench.train(_sgd(bench))
+
+    for parameter in bench.model.parameters():
+        parameter.data.mul_(0.5)
+
+    assert bench.at_rest()[0] is CopyEnd.CHANGED
+    assert bench.at_rest(changed_too=True)[0] is CopyEnd.DONE
+
+
+def test_a_rest_that_ends_during_a_copy_is_no_state(make: Make) -> None:
+    bench = make()
+    optimizer = _sgd(bench)
+    bench.train(optimizer)
+
+    def go_on(point: str) -> None:
+        if point == "copy-moved":
+            optimizer.step()
+
+    assert bench.at_rest(at_point=go_on)[0] is CopyEnd.OVERTAKEN
+
+
+def test_a_new_attachment_is_trusted_after_some_steps_without_a_stray_change(make: Make) -> None:
+    bench = make()
+    optimizer = _sgd(bench)
+    for _ in range(PROBATION):
+        assert bench.page[Word.STRICT] == 1
+        bench.forward_backward()
+        assert not bench.settled, "strict: SEQ is even within the boundary alone"
+        optimizer.step()
+    bench.forward_backward()
+    assert bench.page[Word.STRICT] == 0
+    assert bench.settled
+
+
+def test_a_change_between_forward_and_step_makes_it_strict(
+    make: Make, caplog: pytest.LogCaptureFixture
+) -> None:
+    bench = make()
+    optimizer = _sgd(bench)
+    bench.train(optimizer)
+    bench.forward_backward()
+    seq = bench.page[Word.SEQ]
+    assert bench.settled
+
+    for parameter in bench.model.parameters():
+        parameter.data.add_(1.0)
+    optimizer.step()
+
+    assert bench.page[Word.STRAY_COUNT] == 1
+    assert bench.page[Word.STRAY_SEQ] == seq, "what was copied under it is no state"
+    assert bench.page[Word.STRICT] == 1
+    bench.forward_backward()
+    assert not bench.settled
+    assert "attachment.update()" in caplog.text
+
+
+def test_an_embedding_with_a_max_norm_is_strict_for_ever(make: Make) -> None:
+    model = nn.Embedding(5, WIDTH, max_norm=1.0)
+    bench = make(model, always_strict=changes_in_forward(model))
+    assert "max_norm" in changes_in_forward(model)
+    optimizer = _sgd(bench)
+    for _ in range(PROBATION + 3):
+        model(torch.tensor([1, 2])).sum().backward()
+        assert not bench.settled
+        optimizer.step()
+
+
+class _Inner(torch.optim.SGD):
+    def step(self, closure: Any = None) -> None:
+        super().step()
+        self.seen = self.watch()
+
+
+def test_a_step_within_a_step_ends_with_the_outer_one(make: Make) -> None:
+    bench = make()
+    torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.1)  # wraps the base's step as well
+    optimizer = _Inner(bench.model.parameters(), lr=0.1)
+    optimizer.watch = lambda: bench.rests
+    bench.forward_backward()
+
+    optimizer.step()
+
+    assert optimizer.seen is False
+    assert bench.rests
+    assert bench.boundary.step == 1
+
+
+def test_a_step_that_raised_stays_open_until_its_next_good_one(make: Make) -> None:
+    class Raises(torch.optim.SGD):
+        bad = True
+
+        def step(self, closure: Any = None) -> None:
+            super().step()
+            if self.bad:
+                raise ArithmeticError
+
+    bench = make()
+    optimizer = Raises(bench.model.parameters(), lr=0.1)
+    bench.forward_backward()
+    with pytest.raises(ArithmeticError):
+        optimizer.step()
+
+    bench.forward_backward()
+    assert not bench.settled
+    assert not bench.rests
+    optimizer.bad = False
+    optimizer.step()
+    assert bench.rests
+    assert bench.boundary.step == 1
+
+
+def test_any_optimizer_of_the_model_makes_updates_and_no_other(make: Make) -> None:
+    bench = make()
+    stranger = nn.Parameter(torch.zeros(3))
+    stranger.grad = torch.ones(3)
+    torch.optim.SGD([stranger], lr=0.1).step()
+    assert bench.boundary.step == 0
+
+    bench.train(_sgd(bench), rounds=2)
+    assert bench.boundary.step == 2
+    assert len(bench.signals.optimizers) == 0, "the optimizer is gone, and nobody keeps it"
+
+
+def test_an_optimizer_that_gets_a_parameter_of_the_model_later_is_followed(make: Make) -> None:
+    bench = make()
+    optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(3))], lr=0.1)
+    optimizer.step()
+    optimizer.add_param_group({"params": list(bench.model.parameters())})
+    optimizer.step()
+    assert bench.boundary.step == 1
+
+
+def test_optimizers_within_one_backward_make_one_update(make: Make) -> None:
+    bench = make()
+    optimizers = []
+
+    def stepping(optimizer: torch.optim.Optimizer) -> Callable[[torch.Tensor], None]:
+        def hook(_: torch.Tensor) -> None:
+            optimizer.step()
+            optimizer.zero_grad()
+
+        return hook
+
+    for parameter in bench.model.parameters():
+        optimizers.append(torch.optim.SGD([parameter], lr=0.1))
+        parameter.register_post_accumulate_grad_hook(stepping(optimizers[-1]))
+
+    for round_ in range(1, 4):
+        bench.forward_backward()
+        assert bench.boundary.step == round_
+        assert bench.rests
+
+
+def test_two_threads_settle_when_both_have_gone_on(make: Make) -> None:
+    bench = make(nn.ModuleDict({"one": _model(), "two": _model()}))
+    one, two = bench.model["one"], bench.model["two"]
+    optimizers = [torch.optim.SGD(half.parameters(), lr=0.1) for half in (one, two)]
+    stepped, go_on, done = threading.Event(), threading.Event(), threading.Event()
+
+    def other() -> None:
+        two(torch.ones(2, WIDTH)).sum().backward()
+        optimizers[1].step()
+        stepped.set()
+        assert go_on.wait(20)
+        two(torch.ones(2, WIDTH))
+        done.set()
+        assert go_on.wait(20)
+
+    for _ in range(PROBATION + 1):
+        one(torch.ones(2, WIDTH)).sum().backward()
+        optimizers[0].step()
+    thread = threading.Thread(target=other)
+    thread.start()
+    assert stepped.wait(20)
+    one(torch.ones(2, WIDTH))
+    assert not bench.settled, "the other thread may still change what it updated"
+    go_on.set()
+    assert done.wait(20)
+    assert bench.settled
+    thread.join()
+
+
+def test_backwards_are_counted_once_each(make: Make) -> None:
+    class Outputs(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = _model()
+
+        def forward(self, x: torch.Tensor) -> dict[str, Any]:
+            y = self.inner(x)
+            return {"loss": y.sum(), "more": (y, [y * 2])}
+
+    bench = make(Outputs())
+    for _ in range(3):
+        found = bench.model(torch.ones(2, WIDTH))
+        (found["loss"] + found["more"][1][0].sum()).backward()
+    bench.model(torch.ones(2, WIDTH))["more"][0].sum().backward()
+    assert bench.boundary.iteration() == 4
+
+
+def test_the_end_of_the_process_settles_what_was_not_changed_since(make: Make) -> None:
+    bench = make()
+    bench.train(_sgd(bench))
+    bench.boundary.leave()
+    assert bench.settled
+
+    swapped = make()
+    swapped.train(_sgd(swapped))
+    for parameter in swapped.model.parameters():
+        parameter.data.mul_(0.5)
+    swapped.boundary.leave()
+    assert not swapped.settled
+
+
+def test_why_parameters_are_not_served_is_said_and_taken_back(make: Make) -> None:
+    bench = make()
+    bench.train(_sgd(bench))
+    bench.model.to(torch.bfloat16)
+    bench.model(torch.ones(2, WIDTH, dtype=torch.bfloat16))
+    assert bench.page[Word.UNSERVED] == 1
+    assert "is bfloat16" in read_text(bench.page)
+    assert not bench.settled
+    assert not bench.rests
+
+
+def test_within_a_functional_call_nothing_has_left(make: Make) -> None:
+    bench = make()
+    optimizer = _sgd(bench)
+    bench.train(optimizer)
+    before = {name: p.detach().clone() for name, p in bench.model.named_parameters()}
+    other = {name: torch.zeros_like(p, requires_grad=True) for name, p in before.items()}
+
+    torch.func.functional_call(bench.model, other, (torch.ones(2, WIDTH),)).sum().backward()
+
+    assert not bench.settled
+    assert all(torch.equal(p, before[n]) for n, p in bench.model.named_parameters())
+    assert all(bool((value == 0).all()) for value in other.values())
+    bench.model(torch.ones(2, WIDTH))
+    optimizer.step()
+    assert bench.page[Word.STEP] == PROBATION + 2
+
+
+def test_copies_and_pickles_of_the_model_have_no_hooks_of_ours(make: Make) -> None:
+    bench = make()
+    twin = copy.deepcopy(bench.model)
+    loaded = pickle.loads(pickle.dumps(bench.model))  # noqa: S301
+    buffer = io.BytesIO()
+    torch.save(bench.model, buffer)
+    assert b"paramd" not in buffer.getvalue()
+    bench.train(_sgd(bench))
+    for other in (twin, loaded):
+        other(torch.ones(2, WIDTH)).sum().backward()
+    assert not bench.settled
+    assert bench.boundary.iteration() == PROBATION + 2
+
+
+@pytest.mark.parametrize("compiled", ["outside", "inside", "in place"])
+def test_a_compiled_model_has_no_graph_break_and_settles(make: Make, compiled: str) -> None:
+    model = _model()
+    if compiled == "outside":
+        bench = make(torch.compile(model, backend="eager", fullgraph=True))
+        call: Any = bench.model
+    else:
+        bench = make(model)
+        if compiled == "in place":
+            model.compile(backend="eager", fullgraph=True)
+        call = (
+            model
+            if compiled == "in place"
+            else torch.compile(model, backend="eager", fullgraph=True)
+        )
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(PROBATION + 6):
+        call(torch.ones(2, WIDTH)).sum().backward()
+        optimizer.step()
+    call(torch.ones(2, WIDTH)).sum().backward()
+    assert bench.settled
+    assert bench.boundary.iteration() > 0
+    torch._dynamo.reset()
+
+
+def test_an_explicit_update_settles_at_its_end(make: Make) -> None:
+    bench = make()
+    bench.train(_sgd(bench))
+    window = object()
+    bench.boundary.begin(window)
+    with torch.no_grad():
+        for parameter in bench.model.parameters():
+            parameter.zero_()
+    bench.boundary.end(window)
+    bench.boundary.settle()
+    assert bench.page[Word.STEP] == PROBATION + 3
+    end, state = bench.at_rest() if bench.rests else bench.copy(copy_at_one_step)
+    assert (end, state.step) == (CopyEnd.DONE, PROBATION + 3)
+
+
+def test_parameters_that_leave_at_rest_are_seen_and_told(make: Make) -> None:
+    bench = make()
+    bench.train(_sgd(bench))
+    layer = bench.model[0]
+    bench.boundary.look_at_rest()
+    seen_ns = bench.page[Word.REST_SEEN_NS]
+    assert seen_ns
+    before, layer.weight = layer.weight, nn.Parameter(torch.zeros(WIDTH, WIDTH))
+    bench.boundary.look_at_rest()
+    assert bench.page[Word.REST_SEEN_NS] == seen_ns
+    assert bench.page[Word.UNSERVED] == 1
+    assert read_text(bench.page) == LEFT_AT_REST
+    layer.weight = before
+    bench.boundary.look_at_rest()
+    assert bench.page[Word.REST_SEEN_NS] > seen_ns
+    assert bench.page[Word.UNSERVED] == 0
+
+
+def test_somebody_looks_as_long_as_the_state_rests(make: Make) -> None:
+    bench = make()
+    bench.boundary.start()
+    seen_ns = 0
+    for _ in range(3):
+        until_s = time.monotonic() + 10
+        while bench.page[Word.REST_SEEN_NS] <= seen_ns:
+            assert time.monotonic() < until_s
+            time.sleep(0.01)
+        seen_ns = bench.page[Word.REST_SEEN_NS]

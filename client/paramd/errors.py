@@ -1,4 +1,4 @@
-"""Domain errors, and the one table from an error to gRPC, HTTP and the shell.
+"""Domain errors, what is sent with them, and the one table from an error to gRPC, HTTP and shell.
 
 An error says what was wrong, what was expected and what to do next. `public`
 text goes to the user; anything secret or internal belongs in the log instead.

@@ -1,4 +1,5 @@
-"""The state dir: directories of jobs that are ours alone, and files replaced as a whole."""
+"""This host, and its state dir: directories of jobs that are ours alone, files replaced as a
+whole."""
 
 from __future__ import annotations
 

@@ -3,7 +3,8 @@
 `ReadSnapshotResponse`, `SummonResponse` and `StageEditRequest` begin alike: data in field 1, its
 XXH3 in field 2. Where a message has an offset, the offset seeds that XXH3: bytes that arrive under
 another offset fail it. One join copies the bytes once; a message object would copy them twice.
-Any generated stub reads what is written here.
+Any generated stub reads what is written here; the parser takes the order written here at once
+and hands anything else to protobuf.
 """
 
 from __future__ import annotations

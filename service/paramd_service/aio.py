@@ -1,13 +1,24 @@
-"""Waiting for work that cannot be stopped."""
+"""Waiting for work that cannot be stopped, and for several at once."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Coroutine, Iterable
 from contextlib import suppress
-from typing import TypeVar
+from typing import Any, TypeVar
 
 Result = TypeVar("Result")
+
+
+async def all_of(works: Iterable[Coroutine[Any, Any, object]]) -> None:
+    """Does them at once. The first error ends the others and is raised as it is, in no group:
+    whoever asked is told what is wrong, not that some group failed."""
+    try:
+        async with asyncio.TaskGroup() as group:
+            for work in works:
+                group.create_task(work)
+    except BaseExceptionGroup as errors:
+        raise errors.exceptions[0] from None
 
 
 async def uncancelled(

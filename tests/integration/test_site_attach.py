@@ -7,7 +7,9 @@ import os
 import select
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -91,7 +93,7 @@ def test_a_job_of_a_site_is_read_by_its_name_and_restarts_in_a_higher_epoch(
 
 
 def settings(url: str, token: str = "") -> AttachSettings:
-    return AttachSettings(control=url, token=token)
+    return AttachSettings(control=url, token=token, control_timeout_s=0.0)
 
 
 def test_a_site_that_refuses_is_an_error_and_one_that_is_away_is_not() -> None:
@@ -109,6 +111,23 @@ def test_a_site_that_refuses_is_an_error_and_one_that_is_away_is_not() -> None:
     alone = take_epoch(settings(control.url, "t" * 20), job="run", world_size=2)
     assert (alone.epoch, alone.site, len(alone.rank_tickets)) == (2, None, 2)
     assert alone.private_key is not None
+
+
+def test_a_site_that_is_being_restarted_is_waited_for(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    with site_plane() as control:
+        listen, token = control.url.removeprefix("http://"), site_token()
+    with ThreadPoolExecutor(1) as pool:
+        wanted = AttachSettings(control=f"http://{listen}", token=token, control_timeout_s=120.0)
+        taking = pool.submit(take_epoch, wanted, job="run", world_size=1)
+        while "asking again" not in caplog.text:
+            assert not taking.done(), "it did not wait"
+            time.sleep(0.01)
+        with site_plane(listen=listen):
+            taken = taking.result(PATIENCE_S)
+    assert taken.site is not None
+    assert taken.private_key is None
 
 
 def test_the_token_comes_from_a_file_when_none_is_given(tmp_path: Path) -> None:

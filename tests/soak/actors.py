@@ -267,6 +267,9 @@ def ended(actor: Actor, ask: Callable[[], Edit], is_it: Callable[[Edit], bool]) 
                 found = [e for e in mesh.edits(limit=40) if is_it(e)]
                 if not found:
                     return None
+                if found[0].state in (EditState.STAGING, EditState.STAGED):
+                    # Given up between staging and commit, it would wait until it expires.
+                    mesh.abort_edit(found[0].id)
                 edit = mesh.get_edit(found[0].id, wait=True, timeout=2.0)
                 if edit.ended:
                     return edit
@@ -362,7 +365,12 @@ def exported(actor: Actor, mesh: Mesh, key: str) -> None:
     """Exports and judges the files; what is refused leaves nothing visible."""
     question = actor.oracle.ask()
     place = actor.stage.folder / "exports" / key
-    info = mesh.export(f"exports/{key}", include=("parameters",), max_shard_size=1 << 14)
+    info = mesh.export(
+        f"exports/{key}",
+        include=("parameters",),
+        max_shard_size=1 << 14,
+        assets=actor.stage.assets if key.startswith("free") else None,
+    )
     try:
         done = info.wait(EDIT_TIMEOUT_S * 2)
     except DeadlineError:

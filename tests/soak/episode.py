@@ -17,7 +17,7 @@ from tests.soak import actors, strike
 from tests.soak.actors import Actor
 from tests.soak.oracle import Oracle, Tally
 from tests.soak.plan import Episode, Fault
-from tests.soak.stage import Stage, patience_s
+from tests.soak.stage import MOST_PATIENCE, Stage, patience_s
 from tests.soak.usage import Usage
 from tests.soak.watchdog import Watchdog
 
@@ -26,6 +26,10 @@ SOON = ("grpc", "same-host", "buffers", "edit 0")
 
 RECOVERY_S = 6 * LIMIT_S
 END_S = 120.0
+ALERT_S = 60.0
+TOLD_S = 10.0
+"""Who is later than this is named, though it is in time."""
+
 LEAVE_S = 90.0
 """How long everybody together may take to end what they are at; above a call's deadline."""
 
@@ -61,9 +65,10 @@ def _run(stage: Stage, tally: Tally, usage: Usage, until_s: float, watchdog: Wat
             for name, process in stage.processes():
                 usage.sample(name, process)
             usage.sample("client", psutil.Process())
-        watchdog.expect("a round of everybody, and an alert")
+        watchdog.expect("a round of everybody", (MOST_PATIENCE + 1) * END_S)
         _rounds_of_all(cast, "the end", END_S)
-        actors.alerted(stage, stage.main, oracles["main"], patience_s(60.0))
+        watchdog.expect("an alert", 2 * (MOST_PATIENCE + 1) * ALERT_S)
+        actors.alerted(stage, stage.main, oracles["main"], patience_s(ALERT_S))
     except BaseException as error:
         watchdog.expect("report of a failure")
         print(f"\n{_told(stage, cast)}\n{type(error).__name__}: {error}", flush=True)
@@ -127,11 +132,14 @@ def _recovered(cast: list[Actor], what: str, tally: Tally) -> None:
 def _rounds_of_all(cast: Sequence[Actor], what: str, limit_s: float) -> None:
     """Everybody does the whole of their work once more."""
     before = {actor: actor.rounds for actor in cast}
-    begin_s = time.monotonic()
+    begin_s, slow = time.monotonic(), False
     while late := [a for a in cast if a.rounds < before[a] + 1]:
         _check(cast)
+        told = "; ".join(f"{a.lane}: {a.last_refusal}" for a in late)
+        if not slow and time.monotonic() - begin_s > TOLD_S:
+            slow = True
+            print(f"\n    not yet after {what}: {told}", end="", flush=True)
         if time.monotonic() - begin_s > patience_s(limit_s):
-            told = "; ".join(f"{a.lane}: {a.last_refusal}" for a in late)
             raise FailedError(f"not right again within {limit_s:.0f} s after {what}: {told}")
         time.sleep(0.02)
 

@@ -203,6 +203,9 @@ class Stage:
                 if is_root() and disk != "inject":
                     stack.enter_context(_small_disk(self.folder / disk))
             self.state_dir = self.folder / "state"
+            self.assets = self.folder / "assets"
+            self.assets.mkdir()
+            (self.assets / "tokenizer.json").write_text('{"model": {}}')
             if self.is_site:
                 self._start_site(stack)
             self.main = Job(self, "main", self.plan.kind, self.plan.world_size)

@@ -111,7 +111,9 @@ def _provoke(stage: Stage, point: str, over: threading.Event) -> None:
         key = f"exports/{point}-{time.monotonic_ns()}"
         try:
             with stage.connect() as mesh:
-                export = mesh.export(key, include=("parameters",), max_shard_size=1 << 13)
+                export = mesh.export(
+                    key, include=("parameters",), max_shard_size=1 << 13, assets=stage.assets
+                )
                 if point == "export-dropped":
                     mesh.cancel_export(export.info.id)
                 export.wait(REACH_S)

@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from paramd_service.aio import uncancelled
+from paramd.errors import DataLossError
+from paramd_service.aio import all_of, uncancelled
 
 
 async def test_cancelling_waits_for_the_thread_and_drops_its_error() -> None:
@@ -59,3 +60,21 @@ async def test_errors_and_results_come_through() -> None:
     with pytest.raises(ValueError, match="now"):
         await uncancelled(fails())
     assert await uncancelled(asyncio.to_thread(lambda: 3)) == 3
+
+
+async def test_of_several_the_first_error_is_raised_as_it_is_and_ends_the_others() -> None:
+    ended = []
+
+    async def waits() -> None:
+        try:
+            await asyncio.Event().wait()
+        finally:
+            ended.append(True)
+
+    async def fails() -> None:
+        await asyncio.sleep(0)
+        raise DataLossError("this one")
+
+    with pytest.raises(DataLossError, match="this one"):
+        await all_of([waits(), fails()])
+    assert ended == [True]

@@ -1,4 +1,4 @@
-"""`paramd edit`: changes parameters of a running training, on all ranks or on none."""
+"""`paramd edit`, `edits`, `undo`: change parameters of a running training, on all ranks or none."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`paramd export` and `paramd exports`: checkpoints of a running job."""
+"""`paramd export`, `exports`, `export-schedule`, `restore`: checkpoints of a running job."""
 
 from __future__ import annotations
 

@@ -1,7 +1,17 @@
 """Which job to ask, and with which token: flag, then PARAMD_*, then paramd.toml, then default.
 
 A named context stands where it is named: what the one of `--context` says goes before the
-environment, what the one of PARAMD_CONTEXT or paramd.toml says goes after it.
+environment, what the one of PARAMD_CONTEXT or paramd.toml says goes after it. All that one says
+belongs to its url: with `--context lab --url URL` another URL is asked without its token, job
+and CA. Contexts stand in the user's own paramd.toml:
+
+    context = "lab"                       # the one to use when none is named
+
+    [contexts.lab]
+    url = "https://control.lab.example:8470"
+    token_file = "~/.config/paramd/lab.token"
+    job = "my-run"
+    tls_ca = "~/.config/paramd/lab-ca.pem"
 
 A token never comes from the command line itself (other users read it there, and shells
 keep it): `--token -` reads it from stdin, `--token @FILE` from a file.

@@ -29,6 +29,8 @@ from paramd import clock
 from paramd.errors import DeniedError, UsageError
 
 PREFIX = "pmd_"
+"""Begins every token, so that scanners find leaked ones; 32 random bytes, base64url, follow."""
+
 RANDOM_BYTES = 32
 MAX_TOKEN_CHARS = 512
 """Longer text is refused before anything is computed over it."""

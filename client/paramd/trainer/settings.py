@@ -42,6 +42,9 @@ class AttachSettings:
     """Longest wait for the slowest rank's agreement, in seconds; then agreeing ends."""
     attach_timeout_s: float = 300.0
     """Longest wait for the other ranks while attaching, in seconds."""
+    control_timeout_s: float = 20.0
+    """How long a site's control plane that does not answer is asked again while attaching, in
+    seconds, as while it is being restarted; 0 asks once."""
     sidecar_start_timeout_s: float = 20.0
     """Longest wait for a new sidecar to answer, in seconds."""
     arena: str = "auto"
@@ -87,7 +90,7 @@ class AttachSettings:
     """How long a staged edit that nobody touches is kept, in seconds, above 0."""
 
     def __post_init__(self) -> None:
-        for name in ("stall_budget_ms", "lossless_budget_ms", "linger_s"):
+        for name in ("stall_budget_ms", "lossless_budget_ms", "linger_s", "control_timeout_s"):
             if getattr(self, name) < 0:
                 raise UsageError(f"{name} must not be negative, is {getattr(self, name)}")
         if self.arena not in ARENAS:

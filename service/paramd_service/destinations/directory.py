@@ -40,6 +40,7 @@ _MAX_MANIFEST_BYTES = 64 << 20
 _SYNC_FILE_RANGE_WRITE = 2
 _WRITEBACK_BYTES = 32 << 20
 _libc = ctypes.CDLL(None, use_errno=True)
+_libc.sync_file_range.argtypes = (ctypes.c_int, ctypes.c_int64, ctypes.c_int64, ctypes.c_uint)
 
 
 def checked(name: str) -> str:
@@ -109,9 +110,6 @@ def rename(parent: int, source: str, target: str, flags: int) -> bool:
     if number in (errno.EEXIST, errno.ENOTEMPTY, errno.EINVAL, errno.ENOSYS, errno.ENOENT):
         return False
     raise OSError(number, os.strerror(number))
-
-
-_libc.sync_file_range.argtypes = (ctypes.c_int, ctypes.c_int64, ctypes.c_int64, ctypes.c_uint)
 
 
 class DirectorySink:

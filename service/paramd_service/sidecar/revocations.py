@@ -2,6 +2,7 @@
 
 The control plane tells which those are, on the stream that the sidecar holds to it. Without
 one the sidecar keeps what it has heard, each until no ticket of that token can be valid.
+A sidecar keeps no audit of its own; its reports carry what it refused.
 """
 
 from __future__ import annotations

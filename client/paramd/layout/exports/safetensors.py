@@ -1,4 +1,7 @@
-"""Files of safetensors: how tensors are cut into shards, and which rank writes which. Pure."""
+"""Files of safetensors: how tensors are cut into shards, and which rank writes which. Pure.
+
+Source of the format: huggingface/safetensors, its README and `serialize_to_file`.
+"""
 
 from __future__ import annotations
 

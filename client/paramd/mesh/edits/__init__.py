@@ -1,9 +1,8 @@
 """Changing a running training from outside: edits, undo, and holding it.
 
-words.py      what callers write -> operations
 results.py    what the control plane says of an edit or a hold
 calls.py      create, commit, watch, undo; pause, step, resume
 upload.py     operands that are tensors, to the sidecars that need them
 writeback.py  `with mesh.summon(..., writeback=True)`
-methods.py    these as methods of AsyncMesh; shell.py, of Mesh
+methods.py    these as methods of AsyncMesh
 """

@@ -44,7 +44,7 @@ def attach(
         control: URL of a site's control plane, where rank 0 registers the job with the token
             in PARAMD_TOKEN or PARAMD_TOKEN_FILE. None takes `settings.control`; when that is
             empty too, rank 0 starts a control plane of the job's own. One that does not answer
-            costs this epoch the service, never the training.
+            within `settings.control_timeout_s` costs this epoch the service, never the training.
         arena: "auto", "host" or "mirror", as AttachSettings says; None takes `settings.arena`.
             Parameters on devices are always mirrored: they stay where they are, and are read at
             agreed boundaries only, never from a trainer that hangs or has ended.

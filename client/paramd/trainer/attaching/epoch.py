@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from dataclasses import dataclass, field
 
 from paramd import places
@@ -12,6 +13,9 @@ from paramd.trainer.helpers.site_link import Registration, register
 from paramd.trainer.settings import AttachSettings
 
 log = logging.getLogger("paramd")
+
+AGAIN_S = 0.5
+"""Pause before a control plane that does not answer is asked again."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -40,9 +44,7 @@ def take_epoch(settings: AttachSettings, *, job: str, world_size: int) -> TakenE
     """
     if settings.control:
         try:
-            found = register(
-                settings, job=job, world_size=world_size, epoch_floor=places.last_epoch(job)
-            )
+            found = _registered(settings, job=job, world_size=world_size)
         except UnreachableError as error:
             log.warning(
                 "paramd: %s; training goes on without a control plane until it attaches again",
@@ -57,6 +59,27 @@ def take_epoch(settings: AttachSettings, *, job: str, world_size: int) -> TakenE
                 site=found,
             )
     return _own_epoch(job, world_size)
+
+
+def _registered(settings: AttachSettings, *, job: str, world_size: int) -> Registration:
+    """Registers the job, asking again while the control plane may be coming back.
+
+    An answer that was lost on its way leaves an epoch that no rank ever joins; the next one is
+    above it.
+    """
+    deadline_s = time.monotonic() + settings.control_timeout_s
+    told = False
+    while True:
+        try:
+            floor = places.last_epoch(job)
+            return register(settings, job=job, world_size=world_size, epoch_floor=floor)
+        except UnreachableError as error:
+            if time.monotonic() >= deadline_s:
+                raise
+            if not told:
+                log.warning("paramd: %s; asking again for %g s", error, settings.control_timeout_s)
+                told = True
+            time.sleep(AGAIN_S)
 
 
 def _own_epoch(job: str, world_size: int) -> TakenEpoch:

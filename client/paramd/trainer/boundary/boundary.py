@@ -72,7 +72,7 @@ def _nothing(_owner: object) -> None:
 
 
 class HomeLike(Protocol):
-    """What the boundary needs of the parameters' home (see rehome.py)."""
+    """What the boundary needs of the parameters' home (see home/)."""
 
     contents: Contents | None
 

@@ -37,7 +37,7 @@ _HELD, _READY = int(Word.HELD), int(Word.READY)
 
 
 class EditorLike(Protocol):
-    """What applies edits (see editing.py)."""
+    """What applies edits (see trainer/edits/)."""
 
     failed: bool
 

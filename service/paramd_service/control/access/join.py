@@ -1,4 +1,7 @@
-"""Who gets in over gRPC: tickets, by role. What is not named is denied."""
+"""Who gets in over gRPC: tickets, by role, job and rank. What is not named is denied.
+
+Errors become statuses here too, and addresses that fail again and again are slowed down.
+"""
 
 from __future__ import annotations
 

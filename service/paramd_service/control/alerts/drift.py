@@ -1,4 +1,7 @@
-"""Replica drift: which pieces must be equal, which to compare now, and who differs. Pure."""
+"""Replica drift: which pieces must be equal, which to compare now, and who differs.
+
+Only digests are asked for: which bits differ is told, never a value.
+"""
 
 from __future__ import annotations
 

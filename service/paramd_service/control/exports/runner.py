@@ -20,6 +20,7 @@ from paramd.errors import (
     UsageError,
 )
 from paramd.v1 import export_pb2
+from paramd_service.aio import all_of
 from paramd_service.control.exports import machine
 from paramd_service.control.exports.documents import named_at
 from paramd_service.control.exports.job import ExportJob
@@ -40,81 +41,6 @@ PIN_S: Final = 60.0
 DROP_S: Final = 20.0
 
 _SAVE_AGAIN_S: Final = 5.0
-
-
-async def finish(job: ExportJob, *, committing: Callable[[], None]) -> None:
-    """Stores what is copied beside, reads all back, makes the export visible. Idempotent.
-
-    Args:
-        committing: Called right before it becomes visible: from then on it cannot be undone.
-
-    Raises:
-        DataLossError: a file is not what was written. ParamdError: as the destination says.
-    """
-    files = [_exported(file) for file in job.export.files.values()]
-    for name, data in job.assets.items():
-        store = partial(job.crew.calls.store, target=job.target, name=name, data=data)
-        _, stored = await job.crew.any(store)
-        files.append(stored)
-    if job.wish.verify:
-        await _verify(job, files)
-    committing()
-    rank, found = await job.crew.any(
-        partial(
-            job.crew.calls.finish,
-            target=job.target,
-            plan=job.message,
-            files=files,
-            created_s=job.row.created_s,
-        )
-    )
-    beside = [_beside(one, rank) for one in found if one.name not in job.export.files]
-    job.change(machine.committed(job.export, beside))
-
-
-async def _verify(job: ExportJob, files: Sequence[export_pb2.ExportedFile]) -> None:
-    shares: dict[int, list[export_pb2.ExportedFile]] = {}
-    for file in files:
-        known = job.export.files.get(file.name)
-        shares.setdefault(known.rank if known is not None else 0, []).append(file)
-    async with asyncio.TaskGroup() as group:
-        for rank, share in shares.items():
-            group.create_task(_verify_share(job, rank, share))
-
-
-async def _verify_share(
-    job: ExportJob, rank: int, files: Sequence[export_pb2.ExportedFile]
-) -> None:
-    for file in files:
-        request = export_pb2.VerifyExportFileRequest(target=job.target, name=file.name)
-        verify = partial(job.crew.calls.verify, request=request, timeout_s=job.wish.timeout_s)
-        _, found = await job.crew.any(verify, first=rank)
-        if (found.size_bytes, found.xxh3) != (file.size_bytes, file.xxh3):
-            raise DataLossError(
-                f"{file.name} was read back as {found.size_bytes:,} bytes with checksum "
-                f"{found.xxh3.hex()}; written were {file.size_bytes:,} with {file.xxh3.hex()}: "
-                "the destination does not keep what it is given"
-            )
-        if file.name in job.export.files:
-            job.change(machine.verified(job.export, file.name))
-            await job.save_progress()
-
-
-def _exported(file: File) -> export_pb2.ExportedFile:
-    return export_pb2.ExportedFile(
-        name=file.name, size_bytes=file.size_bytes, xxh3=bytes.fromhex(file.checksum)
-    )
-
-
-def _beside(file: export_pb2.ExportedFile, rank: int) -> File:
-    return File(
-        name=file.name,
-        size_bytes=file.size_bytes,
-        written_bytes=file.size_bytes,
-        rank=rank,
-        state=FileState.VERIFIED,
-        checksum=file.xxh3.hex(),
-    )
 
 
 async def begin(job: ExportJob) -> None:
@@ -228,6 +154,100 @@ def _file(plan: ExportPlan, index: int) -> File:
 
 def _holders(source: Source, tensor: int) -> Iterable[int]:
     return (piece.rank for piece in source.tensors[tensor].pieces)
+
+
+async def finish(job: ExportJob, *, committing: Callable[[], None]) -> None:
+    """Stores what is copied beside, reads all back, makes the export visible. Idempotent.
+
+    Args:
+        committing: Called right before it becomes visible: from then on it cannot be undone.
+
+    Raises:
+        DataLossError: a file is not what was written. ParamdError: as the destination says.
+    """
+    files = [_exported(file) for file in job.export.files.values()]
+    for name, data in job.assets.items():
+        store = partial(job.crew.calls.store, target=job.target, name=name, data=data)
+        _, stored = await job.crew.any(store)
+        files.append(stored)
+    if job.wish.verify:
+        await _verify(job, files)
+    committing()
+    rank, found = await job.crew.any(
+        partial(
+            job.crew.calls.finish,
+            target=job.target,
+            plan=job.message,
+            files=files,
+            created_s=job.row.created_s,
+        )
+    )
+    beside = [_beside(one, rank) for one in found if one.name not in job.export.files]
+    job.change(machine.committed(job.export, beside))
+
+
+async def _verify(job: ExportJob, files: Sequence[export_pb2.ExportedFile]) -> None:
+    shares: dict[int, list[export_pb2.ExportedFile]] = {}
+    for file in files:
+        known = job.export.files.get(file.name)
+        shares.setdefault(known.rank if known is not None else 0, []).append(file)
+    await all_of(_verify_share(job, rank, share) for rank, share in shares.items())
+
+
+async def _verify_share(
+    job: ExportJob, rank: int, files: Sequence[export_pb2.ExportedFile]
+) -> None:
+    for file in files:
+        request = export_pb2.VerifyExportFileRequest(target=job.target, name=file.name)
+        verify = partial(job.crew.calls.verify, request=request, timeout_s=job.wish.timeout_s)
+        _, found = await job.crew.any(verify, first=rank)
+        if (found.size_bytes, found.xxh3) != (file.size_bytes, file.xxh3):
+            raise DataLossError(
+                f"{file.name} was read back as {found.size_bytes:,} bytes with checksum "
+                f"{found.xxh3.hex()}; written were {file.size_bytes:,} with {file.xxh3.hex()}: "
+                "the destination does not keep what it is given"
+            )
+        if file.name in job.export.files:
+            job.change(machine.verified(job.export, file.name))
+            await job.save_progress()
+
+
+def _exported(file: File) -> export_pb2.ExportedFile:
+    return export_pb2.ExportedFile(
+        name=file.name, size_bytes=file.size_bytes, xxh3=bytes.fromhex(file.checksum)
+    )
+
+
+def _beside(file: export_pb2.ExportedFile, rank: int) -> File:
+    return File(
+        name=file.name,
+        size_bytes=file.size_bytes,
+        written_bytes=file.size_bytes,
+        rank=rank,
+        state=FileState.VERIFIED,
+        checksum=file.xxh3.hex(),
+    )
+
+
+async def drop(job: ExportJob, *, finished: bool = False) -> bool:
+    """Removes what an export left at its destination; whether that could be done."""
+    names = list(job.export.files)
+    try:
+        work = partial(job.crew.calls.drop, target=job.target, names=names, finished=finished)
+        async with asyncio.timeout(DROP_S):
+            # What one rank removes another must not add to afterwards.
+            await job.crew.all(partial(work, wait_only=True))
+            await job.crew.any(work, wait=False)
+    except (ParamdError, TimeoutError) as error:
+        log.warning("export %s: its files could not be removed: %s", job.row.id, error)
+        return False
+    return True
+
+
+def _told(error: BaseException) -> str:
+    if isinstance(error, ParamdError):
+        return str(error)
+    return f"a fault of paramd ({type(error).__name__}); the control plane's log has more"
 
 
 class Run:
@@ -365,26 +385,3 @@ class Run:
                 return
             else:
                 return
-
-
-async def drop(job: ExportJob, *, finished: bool = False) -> bool:
-    """Removes what an export left at its destination; whether that could be done."""
-    names = list(job.export.files)
-    try:
-        work = partial(job.crew.calls.drop, target=job.target, names=names, finished=finished)
-        async with asyncio.timeout(DROP_S):
-            # What one rank removes another must not add to afterwards.
-            await job.crew.all(partial(work, wait_only=True))
-            await job.crew.any(work, wait=False)
-    except (ParamdError, TimeoutError) as error:
-        log.warning("export %s: its files could not be removed: %s", job.row.id, error)
-        return False
-    return True
-
-
-def _told(error: BaseException) -> str:
-    if isinstance(error, BaseExceptionGroup):
-        return _told(error.exceptions[0])
-    if isinstance(error, ParamdError):
-        return str(error)
-    return f"a fault of paramd ({type(error).__name__}); the control plane's log has more"

@@ -31,6 +31,7 @@ JOIN_S: Final = 30.0
 """How long ranks are waited for that have not joined (yet)."""
 
 _LOOK_S: Final = 0.1
+_AGAIN_S: Final = 0.5
 
 Answer = TypeVar("Answer")
 
@@ -114,23 +115,29 @@ class Crew:
 
         Args:
             first: Is asked before the others.
-            wait: Whether to wait for a rank to join when there is none.
+            wait: Whether to wait for a rank to join when there is none, or none that answers:
+                a sidecar that was killed comes back.
             lost: Is told of a rank that does not answer, and why.
 
         Raises:
             UnreachableError: nobody answers. ParamdError: what the first that does says.
         """
-        if wait and not self.ranks():
-            await self.wait_for([first if first is not None else 0])
-        found = self.ranks()
-        error: ParamdError = UnreachableError("no sidecar of the job is joined")
-        for rank in sorted(found, key=lambda rank: (rank != first, rank)):
-            try:
-                return rank, await work(rank, found[rank])
-            except RankLostError as found_lost:
-                error = found_lost
-                lost(rank, str(found_lost))
-        raise error
+        deadline_s = time.monotonic() + JOIN_S
+        while True:
+            if wait and not self.ranks():
+                await self.wait_for([first if first is not None else 0])
+            found = self.ranks()
+            error: ParamdError = UnreachableError("no sidecar of the job is joined")
+            for rank in sorted(found, key=lambda rank: (rank != first, rank)):
+                try:
+                    return rank, await work(rank, found[rank])
+                except RankLostError as found_lost:
+                    error = found_lost
+                    lost(rank, str(found_lost))
+            if not wait or time.monotonic() > deadline_s:
+                raise error
+            self.incarnation.check()
+            await asyncio.sleep(_AGAIN_S)
 
     async def all(self, work: Callable[[int, str], Awaitable[object]]) -> None:
         """Every rank that is well does `work`; one that is lost meanwhile does nothing any more.

@@ -1,4 +1,4 @@
-"""Edits of one possession: staged, made ready, applied, undone; see edit_entry.Phase.
+"""Edits of one possession: staged, made ready, applied, undone; see entry.Phase.
 
 The trainer applies; this side never touches the arena. What became of a ready edit is read
 from the page alone (EDIT_APPLIED, EDIT_TOKEN), so a respawned sidecar tells the same. Runs on

@@ -1,6 +1,6 @@
 """The memory of edits: ranges of it are reserved for edits, and kept warm for the next one.
 
-    [0, HEAD_BYTES)       the index, which a respawned sidecar reads (edit_index.py)
+    [0, HEAD_BYTES)       the index, which a respawned sidecar reads (index.py)
     [HEAD_BYTES, pool)    has its pages from the begin: small edits touch no fresh ones
     the rest              pages when needed; given back when nobody needed them for a while
 
@@ -28,6 +28,7 @@ HEAD_BYTES = 256 << 10
 # madvise(2): fault all pages in for writing now (Linux 5.14).
 _MADV_POPULATE_WRITE = 23
 _libc = ctypes.CDLL(None, use_errno=True)
+_libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 
 
 class Ranges:
@@ -79,9 +80,6 @@ class Ranges:
     def first_fit(self, size: int) -> int | None:
         """Where the first `size` neighbours in it begin; None when there are none."""
         return next((low for low, high in self._ranges if high - low >= size), None)
-
-
-_libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 
 
 def _nothing() -> None:

@@ -21,7 +21,7 @@ from paramd.layout.exports.plan import ExportPlan
 from paramd.layout.exports.safetensors import ExportFile
 from paramd.v1 import export_pb2
 from paramd.wire import CHUNK_BYTES, data_chunk
-from paramd_service.aio import uncancelled
+from paramd_service.aio import all_of, uncancelled
 from paramd_service.destinations.place import FileSink, Place
 from paramd_service.formats.batches import Batch, batches
 from paramd_service.formats.filling import Filler, Memory, extents_to_fetch
@@ -133,13 +133,7 @@ async def _fetch(job: Job, batch: Batch) -> dict[tuple[int, int], memoryview]:
                 found[at] = await memory.read(extent.begin_bytes, extent.size_bytes)
 
     sources = {(extent.rank, extent.state_key) for _, extent in wanted}
-    try:
-        async with asyncio.TaskGroup() as group:
-            for source in sources:
-                group.create_task(one_peer(source))
-    except BaseExceptionGroup as errors:
-        # The caller is told which peer is gone, not that some group failed.
-        raise errors.exceptions[0] from None
+    await all_of(one_peer(source) for source in sources)
     return found
 
 

@@ -27,6 +27,7 @@ from paramd.mesh.reading.pin import Pinner
 from paramd.v1 import common_pb2, layout_pb2
 from paramd.v1 import sidecar_pb2 as pb
 from paramd.wire import CHUNK_BYTES, summon_chunk
+from paramd_service.aio import all_of
 from paramd_service.sidecar.owner import Mesh
 from paramd_service.sidecar.rank import RankSidecar
 from paramd_service.sidecar.rpc.auth import CALLER_TICKET
@@ -97,9 +98,9 @@ class Gatherer:
             for landing in read.landings
             if landing.tensor == number
         ]
-        async with asyncio.TaskGroup() as group:
-            for pin, landing in landings:
-                group.create_task(self._land(pin, landing, tensor, result, deadline_s))
+        await all_of(
+            self._land(pin, landing, tensor, result, deadline_s) for pin, landing in landings
+        )
         return result
 
     async def _land(

@@ -1,4 +1,4 @@
-"""Mergeable statistics of runs of equal elements. The only room of the sidecar with torch.
+"""Mergeable statistics of runs of equal elements.
 
 Memory is walked once in pieces that fit the cores' cache; each piece is reduced by a few
 vector operations while it is there. Sums are kept in float64 across pieces and rows; within

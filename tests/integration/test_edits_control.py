@@ -62,14 +62,15 @@ async def test_an_edit_is_applied_undone_listed_and_audited(ranks: list[EditingS
             assert found["size_bytes"] == 5 * 8 * 4
             assert found["before"]["min"] == -2.0
             assert found["undo"] == {"possible": True, "reason": ""}
-            # One element's range is its value: no viewer has it.
+            # One element's range is its value, and so is what it was filled with: no viewer has it.
             viewer = await token_of(control, "vera", "viewer")
             listed = (await call(control, "GET", "/edits", token=viewer)).json()["edits"]
             for seen in (
                 listed[0],
                 (await call(control, "GET", f"/edits/{ID}", token=viewer)).json(),
             ):
-                assert seen == {**found, "before": None, "after": None}
+                untold = [{**found["ops"][0], "value": None}]
+                assert seen == {**found, "before": None, "after": None, "ops": untold}
             assert await make(control, id=ID, note="too hot", reset_moments=True) == found
             other = {"ops": [{**HALVE, "value": 2.0}], "id": ID}
             assert (await call(control, "POST", "/edits", other)).status_code == 409

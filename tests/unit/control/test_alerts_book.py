@@ -126,7 +126,9 @@ def test_the_environment_wins_over_the_directory_s_file_and_that_over_the_own(
     assert not config.watch
     sampling = {"PARAMD_ALERTS": '{"watch": true}'}
     assert load_alerts(places, sampling, watch=True).watch
-    assert not load_alerts(places, sampling, watch=False).watch
+    off = load_alerts(places, sampling, watch=False)
+    assert not off.watch
+    assert not off.compare
 
 
 def test_waits_are_judged_by_the_trainers_own_budget() -> None:

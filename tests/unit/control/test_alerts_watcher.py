@@ -6,6 +6,7 @@ import asyncio
 import json
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 
 import httpx2
 import pytest
@@ -53,6 +54,7 @@ class World:
         self.differing: dict[str, tuple[int, ...]] = {}
         self.asked: list[frozenset[int]] = []
         self.fails = False
+        self.mirrored = False
 
     def report(self, rank: int, **state: object) -> Report:
         return Report(
@@ -76,7 +78,7 @@ class World:
     async def layout(self) -> Layout:
         if self.fails:
             raise UnreachableError("nobody answers")
-        return LAYOUT
+        return replace(LAYOUT, mirrored=self.mirrored)
 
     async def stats(self, tensors: Sequence[TensorLayout], *, timeout_s: float) -> StatsRound:
         well = {
@@ -281,6 +283,22 @@ async def test_the_end_of_the_epoch_resolves_what_fires(world: World) -> None:
     await watcher.close(epoch_over=True)
     assert [a.state for a in told] == [State.FIRING, State.RESOLVED]
     assert [a.state for a in store.alerts.values()] == [State.RESOLVED]
+
+
+@pytest.mark.parametrize("mirrored", [False, True])
+async def test_replicas_are_compared_by_default_unless_a_copy_would_stop_the_trainer(
+    world: World, mirrored: bool
+) -> None:
+    world.mirrored = mirrored
+    told: list[Alert] = []
+    watcher = watcher_of(world, told, AlertConfig(digests_every_s=0.01))
+    world.differing = {"w1": (2,)}
+    watcher.start()
+    await _until(lambda: watcher.round_counts["digests"] > 1)
+    await watcher.close()
+    assert watcher.round_counts["stats"] == 0
+    assert bool(world.asked) is not mirrored
+    assert [a.finding.fqn for a in told] == ([] if mirrored else ["w1"])
 
 
 async def test_rounds_that_fail_are_told_once_and_go_on(

@@ -2047,7 +2047,8 @@ export interface components {
         };
         /**
          * OpDocument
-         * @description One operation, and what it met.
+         * @description One operation, and what it met. Its numbers are null where it has none, or when they are
+         *     not for your token's role.
          */
         OpDocument: {
             /** Data */

@@ -55,7 +55,7 @@ function AlertList(): ReactNode {
       {alerts.error && <Trouble>{alerts.error}</Trouble>}
       {alerts.data && !alerts.data.watch && (
         <p className="faint">
-          Parameters are not sampled: NaN, jumps of norms and drifting replicas are not looked for (<code>watch = true</code> in <code>[alerts]</code> turns it on).
+          Parameters are not sampled: NaN and jumps of norms are not looked for (<code>watch = true</code> in <code>[alerts]</code> turns it on).
         </p>
       )}
       {alerts.data && shown.length === 0 && <Empty>{filter ? "None matches the filter." : "Nothing is wrong, and nothing was."}</Empty>}

@@ -39,11 +39,14 @@ class Rule(StrEnum):
 
 @dataclass(frozen=True, kw_only=True)
 class AlertConfig:
-    """Thresholds, paces and receivers. Off by default are sampling and the webhooks."""
+    """Thresholds, paces and receivers. Off by default are statistics and the webhooks."""
 
     watch: bool = False
-    """Sample parameters. Off: only what sidecars report by themselves is judged; a sample
-    costs copies beside the training, and its statistics load torch in every sidecar."""
+    """Sample parameters' statistics. Off: no NaN and no jump of a norm is looked for; statistics
+    load torch in every sidecar."""
+    compare: bool = True
+    """Compare replicas; it costs a copy of a sample on each rank, and no torch. Mirrored
+    parameters, whose copies stop the trainer, only with `watch`."""
     disabled: tuple[str, ...] = ()
     """Rules that are never looked at, by their names."""
     stats_every_s: float = 60.0

@@ -197,7 +197,7 @@ def load_alerts(
 
     Args:
         files: paramd.toml files and whether each is the user's own.
-        watch: False switches sampling off whatever is configured.
+        watch: False switches all sampling off, whatever is configured.
 
     Raises:
         UsageError: something cannot be read or is out of range.
@@ -215,7 +215,7 @@ def load_alerts(
             raise UsageError(f"{ENVIRONMENT}: expected a JSON object")
         merged |= parse_alerts(table, place=ENVIRONMENT)
     if not watch:
-        merged["watch"] = False
+        merged |= {"watch": False, "compare": False}
     return AlertConfig(**merged)
 
 

@@ -130,6 +130,8 @@ class Rounds:
         if not self._config.looks_for(Rule.REPLICA_DRIFT):
             return
         layout = await self._sampler.layout()
+        if layout.mirrored and not self._config.watch:
+            return
         sample = self._next(layout, self._digests_begin, _DRIFT)
         groups = self._groups(sample)
         self._digests_begin = sample.next_begin
@@ -222,17 +224,15 @@ class Watcher:
     def start(self) -> None:
         """Goes on with what the store has, then watches."""
         self._tasks = [asyncio.create_task(self._keep(), name="paramd-alerts-keep")]
-        if self.config.watch:
-            every_s = self.config.stats_every_s, self.config.digests_every_s
-            self._tasks += [
-                asyncio.create_task(
-                    self._run("stats", every_s[0], self.rounds.stats), name="paramd-watch-stats"
-                ),
-                asyncio.create_task(
-                    self._run("digests", every_s[1], self.rounds.digests),
-                    name="paramd-watch-digests",
-                ),
-            ]
+        rounds = (
+            ("stats", self.config.watch, self.config.stats_every_s, self.rounds.stats),
+            ("digests", self.config.compare, self.config.digests_every_s, self.rounds.digests),
+        )
+        self._tasks += [
+            asyncio.create_task(self._run(name, every_s, look), name=f"paramd-watch-{name}")
+            for name, is_on, every_s, look in rounds
+            if is_on
+        ]
 
     async def close(self, *, epoch_over: bool = False) -> None:
         """Ends watching. Idempotent.

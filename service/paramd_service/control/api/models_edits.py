@@ -82,7 +82,8 @@ class UndoRequest(WaitRequest):
 
 
 class OpDocument(BaseModel):
-    """One operation, and what it met."""
+    """One operation, and what it met. Its numbers are null where it has none, or when they are
+    not for your token's role."""
 
     pattern: str
     op: str

@@ -147,10 +147,13 @@ def _add_reading(routes: APIRouter, services: Services) -> None:
 
 
 def _seen(document: EditDocument, request: Request) -> EditDocument:
-    """Numbers of what an edit changed, be it one element, are for who may read values."""
+    """Numbers of what an edit changed, be it one element, and what it wrote there, are for who
+    may read values."""
     if may_read(request):
         return document
-    return document.model_copy(update={"before": None, "after": None})
+    untold = dict.fromkeys(("value", "weight", "min", "max"))
+    ops = [op.model_copy(update=untold) for op in document.ops]
+    return document.model_copy(update={"before": None, "after": None, "ops": ops})
 
 
 def _told(edits: Edits, row: EditRow) -> EditDocument:

@@ -50,7 +50,8 @@ class ControlConfig:
     ticket_ttl_s: float = 600.0
     """Validity of a reader's ticket, in seconds, 1 to 86400."""
     no_watch: bool = False
-    """Never sample or compare parameters for alerts; what sidecars report by themselves is still judged."""
+    """Never sample or compare parameters for alerts; what sidecars report by themselves is judged
+    all the same."""
     readonly: bool = False
     """Let nobody change parameters, hold training, export or make tokens through it, whatever
     their role; jobs still register. PARAMD_READONLY=1 says the same."""

@@ -6,6 +6,7 @@ text goes to the user; anything secret or internal belongs in the log instead.
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Iterable
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -146,6 +147,19 @@ def codes_of(error: BaseException) -> ErrorCodes:
         if kind in CODES:
             return CODES[kind]
     return CODES[ParamdError]
+
+
+def exhausted_of(error: BaseException) -> ExhaustedError | None:
+    """What to tell of an error of the operating system that says that this process has run out of
+    something; None of any other. It is over when others have ended, so it may be tried again."""
+    number = error.errno if isinstance(error, OSError) else None
+    if number in (errno.EMFILE, errno.ENFILE):
+        return ExhaustedError(
+            "no file descriptor is left; try again, or raise the limit (ulimit -n)"
+        )
+    if number == errno.ENOMEM or isinstance(error, MemoryError):
+        return ExhaustedError("no memory is left; try again, or allow more of it")
+    return None
 
 
 def error_of_grpc(code_name: str) -> type[ParamdError]:

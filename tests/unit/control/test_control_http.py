@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -22,6 +23,7 @@ from paramd_service.control.alerts.service import Watchers
 from paramd_service.control.api.app import build_app
 from paramd_service.control.api.guard import SECURITY_HEADERS
 from paramd_service.control.api.services import Services
+from paramd_service.control.base import problems
 from paramd_service.control.base.config import Bootstrap, ControlConfig
 from paramd_service.control.edits.limits import EditConfig
 from paramd_service.control.edits.service import Edits
@@ -266,3 +268,27 @@ async def test_wrong_tokens_are_limited_and_the_right_one_never_is() -> None:
         assert (await client.get("/api/v1/jobs", headers=RIGHT)).status_code == 200
         now_s[0] = 1.0
         assert (await client.get("/api/v1/jobs", headers=wrong)).status_code == 401
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "told"),
+    [
+        (OSError(errno.EMFILE, "Too many open files"), 429, "no file descriptor is left"),
+        (MemoryError(), 429, "no memory is left"),
+        (OSError(errno.EIO, "secret/path"), 500, "internal error"),
+    ],
+)
+async def test_what_has_run_out_is_told_and_other_troubles_are_not(
+    error: Exception, status: int, told: str
+) -> None:
+    app = FastAPI()
+    problems.install(app)
+
+    @app.get("/fails")
+    async def fails() -> None:
+        raise error
+
+    async with client_of(app) as client:
+        answer = await client.get("/fails")
+    assert (answer.status_code, told in answer.json()["detail"]) == (status, True)
+    assert "secret" not in answer.text

@@ -17,7 +17,14 @@ import grpc.aio
 from google.protobuf import any_pb2
 from google.rpc import error_details_pb2, status_pb2  # type: ignore[import-untyped]
 
-from paramd.errors import ConflictError, DeniedError, ParamdError, codes_of, reason_of
+from paramd.errors import (
+    ConflictError,
+    DeniedError,
+    ParamdError,
+    codes_of,
+    exhausted_of,
+    reason_of,
+)
 from paramd.security.tickets import Claims, Role, Verifier, claimed
 from paramd_service.control.access.authority import Denied, unheard
 
@@ -68,9 +75,11 @@ async def errors_as_statuses(context: Any, method: str) -> AsyncIterator[None]:
         await abort(context, error)
     except grpc.aio.AbortError:
         raise
-    except Exception:
+    except Exception as error:
         log.exception("%s failed", method)
-        hidden = ParamdError("internal error; the control plane's log has the details")
+        hidden = exhausted_of(error) or ParamdError(
+            "internal error; the control plane's log has the details"
+        )
         await abort(context, hidden)
 
 

@@ -10,7 +10,7 @@ from pydantic import BaseModel, Field
 from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse
 
-from paramd.errors import ParamdError, codes_of, reason_of
+from paramd.errors import ParamdError, codes_of, exhausted_of, reason_of
 
 MAX_DETAIL_CHARS = 2048
 
@@ -65,5 +65,7 @@ async def _http(_: Request, error: Exception) -> JSONResponse:
     return problem(error.status_code, reason, str(error.detail), dict(error.headers or {}))
 
 
-async def _unexpected(_: Request, __: Exception) -> JSONResponse:
+async def _unexpected(request: Request, error: Exception) -> JSONResponse:
+    if (told := exhausted_of(error)) is not None:
+        return await _domain(request, told)
     return problem(500, "paramd", "internal error; the control plane's log has the details")

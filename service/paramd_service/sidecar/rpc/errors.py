@@ -8,7 +8,7 @@ from typing import Any
 import grpc
 import grpc.aio
 
-from paramd.errors import MAX_ID_CHARS, METADATA_KEY, ParamdError, codes_of, reason_of
+from paramd.errors import MAX_ID_CHARS, METADATA_KEY, ParamdError, codes_of, exhausted_of, reason_of
 from paramd_service.sidecar.log import Log
 
 DOMAIN = "paramd"
@@ -34,7 +34,8 @@ async def abort_with(
 async def abort_internal(
     context: grpc.aio.ServicerContext[Any, Any], error: Exception, log: Log
 ) -> None:
-    """Ends the call without a word of what went wrong; the log has it, under an id."""
+    """Ends the call without a word of what went wrong, unless something has run out; the log has
+    it, under an id."""
     error_id = secrets.token_hex(4)
     log(
         "internal-error",
@@ -43,6 +44,8 @@ async def abort_internal(
         at=_where(error),
         request_id=_request_id(context),
     )
+    if (told := exhausted_of(error)) is not None:
+        await abort_with(context, told)
     await context.abort(
         grpc.StatusCode.INTERNAL, f"internal error, see the sidecar's log (id {error_id})"
     )

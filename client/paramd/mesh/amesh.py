@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 from types import TracebackType
 from typing import TYPE_CHECKING, TypeVar
@@ -18,11 +18,11 @@ from paramd.layout.types import Layout
 from paramd.mesh.edits.methods import AsyncEditing
 from paramd.mesh.exports.methods import AsyncExporting
 from paramd.mesh.loop import DEFAULT_TIMEOUT_S, UNSET, Timeout, deadline
-from paramd.mesh.peers.control import Find
+from paramd.mesh.peers.control import Find, RestClient
 from paramd.mesh.peers.discovery import Reach
 from paramd.mesh.peers.pins import Pinned
 from paramd.mesh.peers.sidecars import Sidecars
-from paramd.mesh.reading.select import choose, pinned
+from paramd.mesh.reading.select import choose, pinned, while_pinned
 from paramd.mesh.reading.stream import keep_freed_memory
 from paramd.mesh.reading.summary import compute_stats
 from paramd.mesh.reading.transfer import Transfer, Transport, check_transport
@@ -68,7 +68,8 @@ class AsyncMesh(AsyncEditing, AsyncExporting, AsyncStreaming):
         self._timeout_s = timeout_s if timeout_s is not None else DEFAULT_TIMEOUT_S
         if self._timeout_s <= 0:
             raise UsageError(f"timeout_s: {timeout_s}; expected more than 0")
-        self._reach = Reach(url, token, job, tls=tls, find=find)
+        self._rest = RestClient(url, token, tls=tls, find=find)
+        self._reach = Reach(self._rest, job, tls=tls)
         self._transfer = Transfer()
         self._views: set[AsyncExitStack] = set()
 
@@ -172,35 +173,14 @@ class AsyncMesh(AsyncEditing, AsyncExporting, AsyncStreaming):
         ) -> Awaitable[StatsTable]:
             return compute_stats(sidecars, plan, pinned, deadline_s, with_exponents=histogram)
 
-        return await self.reading(
-            patterns or ("*",), reduce, buffers=buffers, unsettled=unsettled, timeout=timeout
+        return await while_pinned(
+            self._reach,
+            patterns or ("*",),
+            reduce,
+            self._deadline(timeout),
+            buffers=buffers,
+            unsettled=unsettled,
         )
-
-    async def reading(
-        self,
-        patterns: Sequence[str],
-        work: Callable[[Sidecars, ReadPlan, Pinned, float], Awaitable[Result]],
-        *,
-        buffers: bool = False,
-        unsettled: bool = False,
-        timeout: Timeout = UNSET,
-    ) -> Result:
-        """Runs `work` while what the patterns choose is pinned at one step.
-
-        It may run again, with new pins, when a sidecar was lost meanwhile.
-
-        Raises: as `summon`, and what `work` raises.
-        """
-        deadline_s = self._deadline(timeout)
-
-        async def attempt(sidecars: Sidecars) -> Result:
-            chosen = await choose(self._reach, sidecars, patterns, buffers=buffers)
-            async with pinned(
-                self._reach, sidecars, chosen, deadline_s, unsettled=unsettled
-            ) as pins:
-                return await work(sidecars, chosen.plan, pins, deadline_s)
-
-        return await self._reach.attempts(attempt, deadline_s)
 
     async def summon(
         self,

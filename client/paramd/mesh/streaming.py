@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
+from contextlib import aclosing
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from paramd.mesh.frames.follow import FollowRequest, open_following
 from paramd.mesh.frames.frames import GradFrame, Kind, ParamFrame
 from paramd.mesh.frames.grads import GradRequest, open_stream
-from paramd.mesh.frames.stepping import StepStream, StreamOverError
+from paramd.mesh.frames.stepping import StepStream
 from paramd.mesh.reading.transfer import check_transport
 
 if TYPE_CHECKING:
@@ -97,15 +98,11 @@ class AsyncStreaming:
     async def _frames(self, stream: StepStream[Any, Result]) -> AsyncIterator[Result]:
         self._open_streams().add(stream)
         try:
-            while True:
-                try:
-                    frame = await stream.next()
-                except StreamOverError:
-                    return
-                yield frame
+            async with aclosing(stream.frames()) as frames:
+                async for frame in frames:
+                    yield frame
         finally:
             self._open_streams().discard(stream)
-            await stream.close()
 
     def _open_streams(self) -> set[StepStream[Any, Any]]:
         if self._streams is None:

@@ -73,6 +73,7 @@ class ControlPlane:
         self._epochs = EpochNotes()
         self._revocations = Revocations(ticket_ttl_s=config.ticket_ttl_s)
         self._done = asyncio.Event()
+        self._grpc_target = ""
         self._reason = ""
         self._jobs: Jobs | None = None
         self._records: Records | None = None
@@ -110,7 +111,8 @@ class ControlPlane:
             self._records = await open_records(self._config, self._bootstrap)
             await self._revocations.start(self._records.tokens)
             # 3. We know who we are, and an embedded one its job.
-            jobs = self._open_jobs(self._records, self._url(http_address))
+            url = self._url(http_address)
+            jobs = self._open_jobs(self._records)
             self._watchers = open_watchers(
                 watch=not self._config.no_watch,
                 strict=jobs.is_site,
@@ -125,22 +127,22 @@ class ControlPlane:
             )
             # 4. gRPC serves.
             grpc_listen = await self._start_grpc(jobs, http_address)
-            grpc_address = self._grpc_address(grpc_listen)
+            self._grpc_target = grpc_address = self._grpc_address(grpc_listen)
             # 5. REST serves.
             services = self._services(jobs, self._records, http_address, grpc_address)
             await self._http.start(build_app(services), listener, tls=self._tls)
         except BaseException:
             listener.close()
             raise
-        # 6. The watch begins, and exports go on; they ask through REST.
+        # 6. The watch begins, and exports go on.
         self._watchers.start(jobs)
         self._exports.start(jobs)
         # 7. The job's programs are told where.
         if self._bootstrap is not None:
-            self._endpoint = announce(self._bootstrap, jobs.terms.url, grpc_address)
-        log.info("serves %s at %s", self._whose(), jobs.terms.url)
+            self._endpoint = announce(self._bootstrap, url, grpc_address)
+        log.info("serves %s at %s", self._whose(), url)
         return Whereabouts(
-            url=jobs.terms.url,
+            url=url,
             grpc_address=grpc_address,
             listen=str(http_address),
             grpc_listen=str(grpc_listen),
@@ -185,7 +187,7 @@ class ControlPlane:
         if self._records is not None:
             await self._records.stop()
 
-    def _open_jobs(self, records: Records, url: str) -> Jobs:
+    def _open_jobs(self, records: Records) -> Jobs:
         mine = self._bootstrap
         site: Site | None = None
         if mine is None:
@@ -196,7 +198,7 @@ class ControlPlane:
         self._token = mine.token if mine is not None else site.token if site is not None else ""
         terms = Terms(
             generation=generation,
-            url=url,
+            control_address=lambda: self._grpc_target,
             report_s=self._config.report_s,
             silent_after_s=self._config.silent_after_s,
         )

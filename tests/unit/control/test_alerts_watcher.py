@@ -388,7 +388,7 @@ async def test_a_new_epoch_has_its_own_watcher_and_ends_the_alerts_of_the_old_on
         assert job == "run"
         published.append((kind, dict(data)))
 
-    jobs = Jobs(Terms(generation=1, url="http://127.0.0.1:1"), site=None)
+    jobs = Jobs(Terms(generation=1), site=None)
     watchers = Watchers(
         AlertConfig(watch=False),
         publish=publish,

@@ -41,7 +41,7 @@ OPEN = {"/healthz", "/readyz"}
 
 
 def services() -> Services:
-    jobs = Jobs(Terms(generation=1, url="http://127.0.0.1:8470", silent_after_s=10.0), site=None)
+    jobs = Jobs(Terms(generation=1, silent_after_s=10.0), site=None)
     jobs.open(BOOTSTRAP)
     watchers = Watchers(AlertConfig(watch=False), publish=lambda kind, data, *, job: None)
     records = Records("", Path("/nonexistent"), chain="run")

@@ -23,7 +23,7 @@ from paramd_service.control.mesh.jobs import Jobs
 from paramd_service.control.mesh.view import REPORT_RANKS, Membership, State, rhythm
 from paramd_service.control.mesh.watch import MOST_RANKS
 
-TERMS = Terms(generation=5, url="http://127.0.0.1:8470")
+TERMS = Terms(generation=5)
 SITE = Site(bytes(32), "t" * 32)
 
 

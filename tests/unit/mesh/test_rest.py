@@ -159,7 +159,8 @@ class Answers:
     def __init__(self, answers: list[dict[str, Any] | Exception]) -> None:
         self.answers = answers
         self.count = 0
-        self.reach = Reach(URL, "token", "my-run", transport=httpx2.MockTransport(self.handle))
+        transport = httpx2.MockTransport(self.handle)
+        self.reach = Reach(RestClient(URL, "token", transport=transport), "my-run")
 
     def handle(self, request: httpx2.Request) -> httpx2.Response:
         self.count += 1

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     import torch
 
     from paramd.layout.select import Selection
+    from paramd.mesh.peers.control import RestClient
     from paramd.mesh.peers.discovery import Reach
     from paramd.mesh.reading.transfer import Transfer, Transport
     from paramd.mesh.results import Summoned
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
 class AsyncEditing:
     """What changes a running job. Part of AsyncMesh."""
 
+    _rest: RestClient
     _reach: Reach
     _transfer: Transfer
     _holder: Holder | None = None
@@ -341,7 +343,7 @@ class AsyncEditing:
         return await self._reach.attempts(attempt, time.monotonic() + LEASE_S)
 
     def _edit_calls(self) -> EditCalls:
-        return EditCalls(self._reach.rest, self._reach.document.job)
+        return EditCalls(self._rest, self._reach.document.job)
 
     def _hold(self) -> Holder:
         if self._holder is None:

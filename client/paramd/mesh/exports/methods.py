@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from paramd.mesh.edits.results import Edit
     from paramd.mesh.exports.download import Downloaded
     from paramd.mesh.exports.file_plan import Wanted
+    from paramd.mesh.peers.control import RestClient
     from paramd.mesh.peers.discovery import Reach
     from paramd.mesh.peers.sidecars import Sidecars
     from paramd.mesh.reading.transfer import Transfer
@@ -38,6 +39,7 @@ _CREATE_S: Final = 15.0
 class AsyncDownloading:
     """Parameters into local files. Part of AsyncMesh."""
 
+    _rest: RestClient
     _reach: Reach
     _transfer: Transfer
 
@@ -242,7 +244,7 @@ class AsyncExporting(AsyncDownloading):
 
         await self._transfer.load_torch()
         layout = await self.read_layout()
-        files = ExportFiles(self._reach.rest, self._reach.document.job, destination)
+        files = ExportFiles(self._rest, self._reach.document.job, destination)
         manifest = await files.manifest()
         tensors = await files.tensors(manifest, moved)
         values = values_of(layout, tensors, manifest["renamed"])
@@ -319,7 +321,7 @@ class AsyncExporting(AsyncDownloading):
         return [name for name, _ in files]
 
     def _exports(self) -> ExportCalls:
-        return ExportCalls(self._reach.rest, self._reach.document.job)
+        return ExportCalls(self._rest, self._reach.document.job)
 
 
 def _body(

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Generic, Protocol, TypeVar
@@ -173,6 +173,16 @@ class StepStream(Generic[Held, Result]):
                 self._down_since_s = None
                 return found
         raise StreamOverError
+
+    async def frames(self) -> AsyncGenerator[Result, None]:
+        """Frame by frame until the stream is over; closes it at the end. Raises as `next`."""
+        try:
+            while True:
+                yield await self.next()
+        except StreamOverError:
+            return
+        finally:
+            await self.close()
 
     async def close(self) -> None:
         """Lets go of everything. Idempotent."""

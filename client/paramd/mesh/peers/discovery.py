@@ -9,9 +9,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Awaitable, Callable
-from typing import TypeVar
-
-import httpx2
+from typing import Protocol, TypeVar
 
 from paramd.errors import (
     ConflictError,
@@ -24,7 +22,7 @@ from paramd.layout.codec import join_batches
 from paramd.layout.select import NameIndex
 from paramd.mesh.asked import RankUnreachableError
 from paramd.mesh.peers.background import Background
-from paramd.mesh.peers.control import Find, JobDocument, RestClient
+from paramd.mesh.peers.control import JobDocument
 from paramd.mesh.peers.grpc import Channels, LeaseEndedError
 from paramd.mesh.peers.pins import FastPathBackoff
 from paramd.mesh.peers.sidecars import Sidecars
@@ -47,21 +45,34 @@ _RETRY_S = 0.2
 Result = TypeVar("Result")
 
 
+class Directory(Protocol):
+    """Who knows which sidecars a job has: a control plane over REST, or one of itself."""
+
+    @property
+    def url(self) -> str:
+        """Where it is, for messages."""
+
+    def look_again(self) -> None:
+        """It may have moved: finds it anew at the next question."""
+
+    async def jobs(self) -> list[str]:
+        """Names of the jobs that it serves."""
+
+    async def job(self, job: str) -> JobDocument:
+        """A job, with a ticket. Raises ParamdErrors."""
+
+    async def close(self) -> None:
+        """Closes connections. Idempotent."""
+
+
 class Reach:
     """Finds the sidecars of one job, and finds them again when they moved."""
 
     def __init__(
-        self,
-        url: str,
-        token: str,
-        job: str | None,
-        *,
-        transport: httpx2.AsyncBaseTransport | None = None,
-        tls: ClientTls | None = None,
-        find: Find | None = None,
+        self, directory: Directory, job: str | None, *, tls: ClientTls | None = None
     ) -> None:
-        """`transport` replaces the way to the control plane in tests; `find` as RestClient."""
-        self._rest = RestClient(url, token, transport=transport, tls=tls, find=find)
+        """No I/O. Without `job` it is the only one there. Closes `directory` in the end."""
+        self._directory = directory
         self._job = job
         self._document: JobDocument | None = None
         self._renew_at_s = 0.0
@@ -83,10 +94,10 @@ class Reach:
             UsageError: no job was named, and there is not exactly one.
         """
         if self._job is None:
-            jobs = await self._rest.jobs()
+            jobs = await self._directory.jobs()
             if len(jobs) != 1:
                 found = ", ".join(sorted(jobs)) or "none"
-                raise UsageError(f"job: name one; {self._rest.url} serves {found}")
+                raise UsageError(f"job: name one; {self._directory.url} serves {found}")
             self._job = jobs[0]
         await self.refresh()
 
@@ -94,12 +105,7 @@ class Reach:
         """Waits for releases under way, then closes all connections. Idempotent."""
         await self._background.close()
         await self._channels.close()
-        await self._rest.close()
-
-    @property
-    def rest(self) -> RestClient:
-        """The control plane."""
-        return self._rest
+        await self._directory.close()
 
     @property
     def document(self) -> JobDocument:
@@ -116,8 +122,8 @@ class Reach:
                 return self.document
             assert self._job is not None
             # The predecessor of an incarnation may answer for a while, with what has ended.
-            self._rest.look_again()
-            document = await self._rest.job(self._job)
+            self._directory.look_again()
+            document = await self._directory.job(self._job)
             self._document = document
             # By its own account: this host's clock may be another than the control plane's.
             life_s = tickets.life_s(document.ticket)

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
+from typing import TypeVar
 
-from paramd.layout.plan import plan_read
+from paramd.layout.plan import ReadPlan, plan_read
 from paramd.layout.select import select
 from paramd.mesh.peers.discovery import Reach
 from paramd.mesh.peers.pins import Pinned
 from paramd.mesh.peers.sidecars import Sidecars
 from paramd.mesh.reading.pin import Pinner
 from paramd.mesh.reading.transfer import Chosen
+
+Result = TypeVar("Result")
+
+Work = Callable[[Sidecars, ReadPlan, Pinned, float], Awaitable[Result]]
+"""What is done with what is pinned, until the deadline that is the last argument."""
 
 
 async def choose(
@@ -57,3 +63,27 @@ async def pinned(
         unsettled=unsettled,
     ) as found:
         yield found
+
+
+async def while_pinned(
+    reach: Reach,
+    patterns: Sequence[str],
+    work: Work[Result],
+    deadline_s: float,
+    *,
+    buffers: bool = False,
+    unsettled: bool = False,
+) -> Result:
+    """Runs `work` while what the patterns choose is pinned at one step.
+
+    It may run again, with new pins, when a sidecar was lost meanwhile.
+
+    Raises: as `AsyncMesh.summon`, and what `work` raises.
+    """
+
+    async def attempt(sidecars: Sidecars) -> Result:
+        chosen = await choose(reach, sidecars, patterns, buffers=buffers)
+        async with pinned(reach, sidecars, chosen, deadline_s, unsettled=unsettled) as pins:
+            return await work(sidecars, chosen.plan, pins, deadline_s)
+
+    return await reach.attempts(attempt, deadline_s)

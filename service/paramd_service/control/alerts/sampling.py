@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
@@ -76,17 +76,14 @@ class Sampler(Protocol):
 
 
 class MeshSampler:
-    """A `Sampler` over one control plane's own REST side. No I/O before the first question."""
+    """A `Sampler` of an incarnation's sidecars."""
 
-    def __init__(self, url: str, token: str, job: str) -> None:
-        self._url = url
-        self._token = token
-        self._job = job
-        self._reach: Reach | None = None
-        self._opening = asyncio.Lock()
+    def __init__(self, reaching: Callable[[], Awaitable[Reach]]) -> None:
+        """No I/O. `reaching` opens the way to the sidecars."""
+        self._reaching = reaching
 
     async def layout(self) -> Layout:
-        reach = await self._opened()
+        reach = await self._reaching()
 
         async def attempt(sidecars: Sidecars) -> Layout:
             return (await reach.index(sidecars)).layout
@@ -97,7 +94,7 @@ class MeshSampler:
         from paramd.layout.plan import plan_read
         from paramd.mesh.reading.summary import compute_stats
 
-        reach, deadline_s = await self._opened(), time.monotonic() + timeout_s
+        reach, deadline_s = await self._reaching(), time.monotonic() + timeout_s
         chosen = [
             SelectedTensor(tensor, tensor.fqn, full_box(tensor.shape), (tensor.fqn,))
             for tensor in tensors
@@ -132,7 +129,7 @@ class MeshSampler:
         return await reach.attempts(attempt, deadline_s)
 
     async def digests(self, groups: Sequence[ReplicaGroup], *, timeout_s: float) -> DigestRound:
-        reach, deadline_s = await self._opened(), time.monotonic() + timeout_s
+        reach, deadline_s = await self._reaching(), time.monotonic() + timeout_s
         spans = spans_of(groups)
 
         async def attempt(sidecars: Sidecars) -> DigestRound:
@@ -144,25 +141,7 @@ class MeshSampler:
         return await reach.attempts(attempt, deadline_s)
 
     async def close(self) -> None:
-        async with self._opening:
-            if self._reach is not None:
-                await self._reach.close()
-                self._reach = None
-
-    async def _opened(self) -> Reach:
-        async with self._opening:
-            if self._reach is None:
-                # Loaded when first asked for: it is most of what this process would import.
-                from paramd.mesh.peers.discovery import Reach
-
-                reach = Reach(self._url, self._token, self._job)
-                try:
-                    await reach.start()
-                except BaseException:
-                    await reach.close()
-                    raise
-                self._reach = reach
-            return self._reach
+        """Nothing of its own is open."""
 
 
 @dataclass(frozen=True, slots=True)

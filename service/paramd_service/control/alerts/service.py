@@ -35,8 +35,7 @@ STALL_BUDGET = "PARAMD_STALL_BUDGET_MS"
 
 
 def _sampler_of(incarnation: Incarnation) -> Sampler:
-    mine = incarnation.bootstrap
-    return MeshSampler(incarnation.terms.url, mine.token, mine.job)
+    return MeshSampler(incarnation.reaching)
 
 
 class Watchers:

@@ -22,7 +22,6 @@ from paramd_service.destinations.place import MANIFEST
 if TYPE_CHECKING:
     from paramd.layout.exports.plan import ExportPlan
     from paramd.mesh.exports.pins import PinnedExport
-    from paramd.mesh.peers.discovery import Reach
     from paramd.mesh.peers.sidecars import Sidecars
 
 LEASE_S: Final = 60.0
@@ -46,8 +45,6 @@ class Crew:
         """No I/O."""
         self.incarnation = incarnation
         self.calls = ExportCalls(incarnation.bootstrap, generation=incarnation.terms.generation)
-        self._reach: Reach | None = None
-        self._opening = asyncio.Lock()
 
     @property
     def epoch(self) -> int:
@@ -91,7 +88,7 @@ class Crew:
         """
         from paramd.mesh.exports.pins import pin_parameters, pin_with_optimizer
 
-        reach = await self._opened()
+        reach = await self.incarnation.reaching()
         deadline_s = time.monotonic() + timeout_s
 
         async def attempt(sidecars: Sidecars) -> PinnedExport:
@@ -157,20 +154,6 @@ class Crew:
     async def close(self) -> None:
         """Closes what was opened."""
         await self.calls.close()
-        if self._reach is not None:
-            await self._reach.close()
-
-    async def _opened(self) -> Reach:
-        async with self._opening:
-            if self._reach is None:
-                # Loaded when first asked for: it is most of what this process would import.
-                from paramd.mesh.peers.discovery import Reach
-
-                mine = self.incarnation.bootstrap
-                reach = Reach(self.incarnation.terms.url, mine.token, mine.job)
-                await reach.start()
-                self._reach = reach
-            return self._reach
 
 
 class Leases:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,6 +12,7 @@ from paramd.errors import ConflictError, ParamdError
 from paramd_service.control.base.config import Bootstrap
 from paramd_service.control.base.epochs import EpochRecord
 from paramd_service.control.mesh.coordinator import Coordinator
+from paramd_service.control.mesh.own import OwnDirectory, OwnReach
 from paramd_service.control.mesh.registry import Registry
 from paramd_service.control.mesh.sidecars import LayoutSource, SidecarCalls
 from paramd_service.control.mesh.statistics import StatsSource
@@ -25,8 +26,8 @@ class Terms:
 
     generation: int
     """Of two control planes the one of the higher generation is right."""
-    url: str
-    """Our own REST side."""
+    control_address: Callable[[], str] = str
+    """Our own gRPC target, once it is known."""
     report_s: float = 2.0
     """Time between two reports of a sidecar, in seconds."""
     silent_after_s: float = 4.5
@@ -57,7 +58,8 @@ class Incarnation:
             epoch=bootstrap.epoch,
             generation=terms.generation,
         )
-        self.statistics = StatsSource(bootstrap, terms.url)
+        self.reaching = OwnReach(OwnDirectory(bootstrap, self.registry, terms.control_address))
+        self.statistics = StatsSource(self.reaching)
         self.refusals = RefusalBook()
         self.watch = StateWatch(job=bootstrap.job, epoch=bootstrap.epoch, publish=publish)
         self.began_s = time.time()
@@ -153,5 +155,6 @@ class Incarnation:
         """Lets go of everything that was opened. Call it after `end`."""
         await self.coordinator.close()
         await self.statistics.close()
+        await self.reaching.close()
         await self.calls.close()
         self.layouts.close()

@@ -1,28 +1,29 @@
-"""Numbers, pictures and values for the REST side, over the same mesh client that users have."""
+"""Numbers, pictures and values for the REST side, read as users' clients read."""
 
 from __future__ import annotations
 
-import asyncio
 import math
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
-from contextlib import AsyncExitStack, aclosing, asynccontextmanager
+import time
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
+from contextlib import aclosing, closing
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from paramd.errors import UsageError, asked_by
-from paramd_service.control.base.config import Bootstrap
 from paramd_service.control.mesh.held import Held, HeldSnapshots
 from paramd_service.shares import CALLER, Shares
 
 if TYPE_CHECKING:
     from paramd.layout.plan import ReadPlan
-    from paramd.mesh.amesh import AsyncMesh
     from paramd.mesh.frames.frames import GradFrame, Kind
+    from paramd.mesh.peers.discovery import Reach
     from paramd.mesh.peers.pins import Pinned
     from paramd.mesh.peers.sidecars import Sidecars
     from paramd.mesh.reading.pooled import Shown
     from paramd.mesh.results import StatsTable
 
 Result = TypeVar("Result")
+Reaching = Callable[[], Awaitable["Reach"]]
+"""Opens the way to the sidecars, or gives the one that is open."""
 
 TIMEOUT_S = 30.0
 MAX_CONCURRENT = 8
@@ -33,15 +34,11 @@ MAX_STREAMS = 32
 
 
 class StatsSource:
-    """Asks the sidecars to reduce; keeps its mesh client from the first question on."""
+    """Asks the sidecars to reduce; keeps its channels to them from the first question on."""
 
-    def __init__(self, bootstrap: Bootstrap, url: str) -> None:
-        """No I/O. `url` is this control plane's own: a mesh is found through it."""
-        self._bootstrap = bootstrap
-        self._url = url
-        self._stack = AsyncExitStack()
-        self._mesh: AsyncMesh | None = None
-        self._opening = asyncio.Lock()
+    def __init__(self, reaching: Reaching) -> None:
+        """No I/O."""
+        self._reaching = reaching
         self._questions = Shares(MAX_CONCURRENT, "questions under way")
         self._streams = Shares(MAX_STREAMS, "streams of gradients")
         self.held = HeldSnapshots()
@@ -56,11 +53,15 @@ class StatsSource:
             ExhaustedError: too many questions at once.
             ParamdError: as `AsyncMesh.stats`.
         """
+        from paramd.mesh.reading.summary import compute_stats
+
+        def work(
+            sidecars: Sidecars, plan: ReadPlan, pinned: Pinned, deadline_s: float
+        ) -> Awaitable[StatsTable]:
+            return compute_stats(sidecars, plan, pinned, deadline_s, with_exponents=with_histogram)
+
         wanted = [patterns] if isinstance(patterns, str) else patterns
-        async with self._asking() as mesh:
-            return await mesh.stats(
-                *wanted, buffers=with_buffers, histogram=with_histogram, timeout=TIMEOUT_S
-            )
+        return await self._reading(wanted or ["*"], work, buffers=with_buffers)
 
     async def histogram(
         self, pattern: str, *, bins: int, low: float | None, high: float | None
@@ -143,7 +144,9 @@ class StatsSource:
 
         Raises: as `get`.
         """
-        mesh = await self._opened()
+        from paramd.mesh.reading.select import while_pinned
+
+        reach = await self._reaching()
         asked_by.set(CALLER.get() or "")
 
         async def pin(hold: Callable[[Pinned], Awaitable[None]]) -> None:
@@ -157,7 +160,8 @@ class StatsSource:
                     began = True
                     await hold(pinned)
 
-            await mesh.reading(patterns, work, buffers=with_buffers, timeout=TIMEOUT_S)
+            deadline_s = time.monotonic() + TIMEOUT_S
+            await while_pinned(reach, patterns, work, deadline_s, buffers=with_buffers)
 
         return await self.held.pin(pin, filter_text=filter_text, lease_s=lease_s)
 
@@ -169,46 +173,39 @@ class StatsSource:
         Raises:
             ExhaustedError: too many follow already. ParamdError: as `AsyncMesh.grads`.
         """
+        from paramd.mesh.frames.grads import GradRequest, open_stream
+        from paramd.mesh.reading.transfer import Transfer
+
         with self._streams.one(CALLER.get()):
-            mesh = await self._opened()
+            reach = await self._reaching()
             asked_by.set(CALLER.get() or "")
-            async with aclosing(mesh.grads(*patterns, every=every, kind=kind)) as frames:  # type: ignore[type-var]
-                async for frame in frames:
-                    yield frame
+            wanted = GradRequest(patterns=tuple(patterns), every=every, kind=kind, transport="auto")
+            with closing(Transfer()) as transfer:
+                stream = await open_stream(reach, transfer, wanted)
+                async with aclosing(stream.frames()) as frames:
+                    async for frame in frames:
+                        yield frame
 
     async def close(self) -> None:
-        """Releases what is held, and closes the mesh client."""
+        """Releases what is held."""
         await self.held.close()
-        await self._stack.aclose()
 
     async def _reading(
         self,
         patterns: Sequence[str],
         work: Callable[[Sidecars, ReadPlan, Pinned, float], Awaitable[Result]],
+        *,
+        buffers: bool = True,
     ) -> Result:
-        async with self._asking() as mesh:
-            # One tensor was named: whether it is a buffer was the caller's choice.
-            return await mesh.reading(patterns, work, buffers=True, timeout=TIMEOUT_S)
+        """One tensor that is named may be a buffer: that was the caller's choice."""
+        from paramd.mesh.reading.select import while_pinned
 
-    @asynccontextmanager
-    async def _asking(self) -> AsyncIterator[AsyncMesh]:
         with self._questions.one(CALLER.get()):
-            mesh = await self._opened()
+            reach = await self._reaching()
             # The sidecars share what they have among those who ask, not among their messengers.
             asked_by.set(CALLER.get() or "")
-            yield mesh
-
-    async def _opened(self) -> AsyncMesh:
-        async with self._opening:
-            if self._mesh is None:
-                # Loaded when first asked for: it is most of what this process would import.
-                from paramd.mesh.amesh import AsyncMesh
-
-                mine = self._bootstrap
-                self._mesh = await self._stack.enter_async_context(
-                    AsyncMesh(self._url, mine.token, job=mine.job)
-                )
-            return self._mesh
+            deadline_s = time.monotonic() + TIMEOUT_S
+            return await while_pinned(reach, patterns, work, deadline_s, buffers=buffers)
 
 
 def bin_edges(low: float, high: float, bins: int) -> list[float]:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator
+from contextlib import aclosing
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from paramd.errors import UsageError
 from paramd.layout.select import NameIndex
 from paramd.mesh.frames.frames import GradFrame, Kind
 from paramd.mesh.frames.grads import REASONS, GradRequest, open_stream
-from paramd.mesh.frames.stepping import StreamOverError
 from paramd.mesh.peers.control import JobDocument
 from paramd.mesh.peers.sidecars import Sidecars
 from paramd.mesh.reading.transfer import Transfer
@@ -78,15 +78,10 @@ async def stream_gradients(
     transfer = Transfer()
     try:
         stream = await open_stream(GatewayReach(gatherer), transfer, wanted)
-        try:
-            while True:
-                frame = await stream.next()
+        async with aclosing(stream.frames()) as frames:
+            async for frame in frames:
                 for message in _messages(frame, gatherer):
                     yield message
-        except StreamOverError:
-            return
-        finally:
-            await stream.close()
     finally:
         transfer.close()
 

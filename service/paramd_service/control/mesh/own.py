@@ -1,0 +1,100 @@
+"""The job as its own control plane knows it: what others ask REST for, without asking."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from paramd import clock
+from paramd.errors import NotFoundError
+from paramd.security.tickets import Role
+from paramd_service.control.base.config import Bootstrap
+from paramd_service.control.mesh.registry import Registry
+
+if TYPE_CHECKING:
+    from paramd.mesh.peers.control import JobDocument
+    from paramd.mesh.peers.discovery import Reach
+
+TICKET_TTL_S = 600.0
+
+
+class OwnDirectory:
+    """A `Directory` of one incarnation, for reads that the control plane makes itself: statistics,
+    samples and what exports pin. Its ticket may read, and names no token: who asks is told with
+    each call."""
+
+    url = "this control plane"
+
+    def __init__(
+        self, bootstrap: Bootstrap, registry: Registry, control_address: Callable[[], str]
+    ) -> None:
+        """No I/O. `control_address` is our own gRPC target, once it is known."""
+        self._mine = bootstrap
+        self._registry = registry
+        self._control_address = control_address
+
+    def look_again(self) -> None:
+        """We are where we are."""
+
+    async def jobs(self) -> list[str]:
+        """The one job."""
+        return [self._mine.job]
+
+    async def job(self, job: str) -> JobDocument:
+        """The job now, with a fresh ticket. Raises NotFoundError for any other job."""
+        from paramd.mesh.peers.control import JobDocument, PeerAddress
+
+        mine = self._mine
+        if job != mine.job:
+            raise NotFoundError(f"job {job[:64]!r} is not this one, {mine.job!r}")
+        now_s = clock.now_s()
+        ticket = mine.signer.mint(
+            job=mine.job, epoch=mine.epoch, role=Role.READER, ttl_s=TICKET_TTL_S, now_s=now_s
+        )
+        return JobDocument(
+            job=mine.job,
+            epoch=mine.epoch,
+            world_size=mine.world_size,
+            control_address=self._control_address(),
+            layout_digest=self._registry.view().layout_digest,
+            peers={
+                peer.rank: PeerAddress(peer.rank, peer.address, peer.socket_path, peer.host_id)
+                for peer in self._registry.peers()
+            },
+            ticket=ticket,
+            ticket_expires_s=now_s + TICKET_TTL_S,
+        )
+
+    async def close(self) -> None:
+        """Nothing is open."""
+
+
+class OwnReach:
+    """The way to the sidecars of one incarnation; whoever asks first opens it."""
+
+    def __init__(self, directory: OwnDirectory) -> None:
+        """No I/O."""
+        self._directory = directory
+        self._reach: Reach | None = None
+        self._opening = asyncio.Lock()
+
+    async def __call__(self) -> Reach:
+        """Opens it, or gives what is open."""
+        async with self._opening:
+            if self._reach is None:
+                # Loaded when first asked for: it is most of what this process would import.
+                from paramd.mesh.peers.discovery import Reach
+
+                (job,) = await self._directory.jobs()
+                reach = Reach(self._directory, job)
+                await reach.start()
+                self._reach = reach
+            return self._reach
+
+    async def close(self) -> None:
+        """Lets go of connections. Idempotent."""
+        async with self._opening:
+            if self._reach is not None:
+                await self._reach.close()
+                self._reach = None

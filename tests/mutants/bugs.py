@@ -323,7 +323,7 @@ BUGS = (
         file=SIDECAR + "copying/page_requests.py",
         old="        words[Word.READY] = 0\n        words[Word.TOKEN] = boundary.token\n",
         new="        words[Word.READY] = number\n        words[Word.TOKEN] = boundary.token\n",
-        tests=("unit/sidecar/test_sidecar_capture.py",),
+        tests=("unit/trainer/test_agreement.py",),
     ),
     Bug(
         name="a cancelled call lets go of what its thread uses",

@@ -19,6 +19,7 @@ from paramd.memory.gate import (
     State,
     TrainerGate,
     copy_at_one_step,
+    copy_at_rest,
     copy_of_request,
     state_of,
 )
@@ -126,6 +127,34 @@ def test_a_copy_from_a_mirror_that_is_written_to_is_none(
 
     end, _ = copy_of_request(page, spans(source, target), 5, at_point=write_at)
     assert end is CopyEnd.OVERTAKEN
+
+
+@pytest.mark.parametrize(
+    ("samples", "changed_too", "end"),
+    [
+        ((5, 5), False, CopyEnd.DONE),
+        ((6, 6), False, CopyEnd.CHANGED),
+        ((6, 6), True, CopyEnd.DONE),
+        ((5, 6), False, CopyEnd.CHANGED),
+        ((6, 7), True, CopyEnd.CHANGED),
+    ],
+)
+def test_what_rests_is_copied_unless_it_was_changed_or_changes_meanwhile(
+    page: ControlPage,
+    source: Memory,
+    target: Memory,
+    samples: tuple[int, int],
+    changed_too: bool,
+    end: CopyEnd,
+) -> None:
+    gate = TrainerGate(page, stall_budget_ns=0)
+    gate.begin_update()
+    gate.rest(8, 3, digest=5)
+    seen = iter(samples)
+    found, state = copy_at_rest(
+        page, spans(source, target), lambda: next(seen), changed_too=changed_too
+    )
+    assert (found, state.step, state.iteration) == (end, 8, 3)
 
 
 def test_the_trainer_waits_for_one_unfinished_copy_once_and_no_longer(page: ControlPage) -> None:

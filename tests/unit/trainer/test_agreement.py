@@ -61,10 +61,12 @@ class Ranks:
         stay: bool = True,
         step_time_ns: int = 200 * MS,
         expecting: int = -1,
+        iterations: tuple[int, ...] = (),
     ) -> list[Round | None]:
         """One boundary of every rank, in which each takes part with its request.
 
-        `expecting` is a rank whose sidecar expects one soon.
+        `expecting` is a rank whose sidecar expects one soon; `iterations` are those of the ranks,
+        all the same when there are none.
         """
 
         def one(agreement: Agreement, request: Request) -> Round | None:
@@ -75,6 +77,7 @@ class Ranks:
                     pending=request.number > 0,
                     stay=stay,
                     step_time_ns=step_time_ns,
+                    iteration=iterations[self.agreements.index(agreement)] if iterations else 0,
                     expected=expecting >= 0 and agreement is self.agreements[expecting],
                 )
             return heard
@@ -127,6 +130,17 @@ def test_unequal_requests_are_agreed_by_nobody(
     assert told(ranks.boundary(*unequal)) == [None] * 3
     ranks.boundary(edit(9), edit(9), edit(9))
     assert told(ranks.boundary(NOTHING, NOTHING, NOTHING)) == [edit(9)] * 3
+
+
+def test_ranks_at_different_iterations_agree_on_nothing_and_are_told_how_far_apart_they_are(
+    make: Callable[..., Ranks],
+) -> None:
+    ranks = make(2)
+    ranks.boundary(edit(4), edit(4), iterations=(10, 11))
+    apart = ranks.boundary(edit(4), edit(4), iterations=(11, 11))
+    assert told(apart) == [None] * 2
+    assert [heard.iterations for heard in apart if heard is not None] == [(10, 11)] * 2
+    assert told(ranks.boundary(NOTHING, NOTHING)) == [edit(4)] * 2
 
 
 def test_a_request_that_was_agreed_is_not_agreed_again(make: Callable[..., Ranks]) -> None:
@@ -239,7 +253,7 @@ class Page:
         self.words[word] = value
 
 
-def ready(words: list[int], number: int, token: int = 7) -> None:
+def ready(words: Any, number: int, token: int = 7) -> None:
     """What the sidecar writes, with its own code."""
     reaching = Reaching(words, lambda *_: None, lambda _: None)
     reaching.arm(Boundary(number, [], False, lambda _: None, token=token, action=EDIT))
@@ -285,6 +299,30 @@ def test_a_request_written_over_at_any_moment_is_one_of_the_two() -> None:
 
         page.before = sidecar
         assert promise(page, 0, lambda _: True) in (NOTHING, edit(4, 40), edit(5, 50))
+
+
+def test_a_trainer_that_looks_while_a_request_is_written_over_sees_one_of_the_two() -> None:
+    """The other way round: the trainer looks between any two stores of the sidecar."""
+    seen = set()
+    for moment in range(12):
+        words, accesses = [0] * 512, 0
+        ready(words, 4, token=40)
+        sidecar = Page()
+        sidecar.words = words
+
+        def trainer(words: list[int] = words, moment: int = moment) -> None:
+            nonlocal accesses
+            if accesses == moment:
+                copy = Page()
+                copy.words = list(words)
+                seen.add(promise(copy, 0, lambda _: True))
+            accesses += 1
+
+        sidecar.before = trainer
+        ready(sidecar, 5, token=50)
+        accesses = moment
+        trainer()
+    assert seen == {NOTHING, edit(4, 40), edit(5, 50)}
 
 
 def test_what_is_not_accepted_is_not_promised() -> None:

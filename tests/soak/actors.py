@@ -202,7 +202,8 @@ class Editor:
         undo, self._undoable = self._undoable, None
         if undo is not None and undo[2] == salt and actor.chance.random() < 0.4:
             edit_id, new, _ = undo
-            sight = oracle.ledger.begin(self._group, new)
+            anew = new
+            sights = {new: oracle.ledger.begin(self._group, new)}
             edit = ended(
                 actor,
                 lambda: mesh.undo(edit_id, timeout=EDIT_TIMEOUT_S),
@@ -210,34 +211,43 @@ class Editor:
             )
         else:
             note = f"{self._group}{self._number} of {id(self):x}"
-            what, new = self._chosen(actor, value)
-            sight = oracle.ledger.begin(self._group, new)
+            what, change = self._chosen(actor, value)
+            # Training may be restarted meanwhile; then it is its zeros that are changed.
+            new, anew = change(value), change(0.0)
+            sights = {v: oracle.ledger.begin(self._group, v) for v in {new, anew}}
             edit = ended(actor, lambda: self._ask(mesh, what, note), lambda e: e.note == note)
         oracle.tally.count(
             oracle.tally.edits, edit.state.value if edit is not None else "never begun"
         )
         if edit is None or edit.state is EditState.ABORTED:
-            oracle.ledger.refused(sight)
+            for sight in sights.values():
+                oracle.ledger.refused(sight)
         elif edit.state is EditState.APPLIED:
             where = actor.job.incarnation(edit.epoch).salt
-            oracle.ledger.applied(self._group, sight, where)
+            oracle.ledger.applied(self._group, sights.pop(new if where == salt else anew), where)
+            for sight in sights.values():
+                oracle.ledger.refused(sight)
             if not edit.undo_of:
-                self._undoable = (edit.id, value, where)
+                self._undoable = (edit.id, value if where == salt else 0.0, where)
         else:
-            sight.salt = actor.job.incarnation(edit.epoch).salt
+            for sight in sights.values():
+                sight.salt = actor.job.incarnation(edit.epoch).salt
             return
         self._read_back(actor, mesh)
 
-    def _chosen(self, actor: Actor, value: float) -> tuple[dict[str, Any], float]:
+    def _chosen(
+        self, actor: Actor, value: float
+    ) -> tuple[dict[str, Any], Callable[[float], float]]:
+        """An operation, and what it makes of a value."""
         fresh = float(self._number % int(GREATEST))
-        choices: list[tuple[dict[str, Any], float]] = [
-            ({"fill": fresh}, fresh),
-            ({"set": fresh}, fresh),
-            ({"clamp": (fresh, fresh)}, fresh),
-            ({"add": 3.0}, value + 3.0),
+        choices: list[tuple[dict[str, Any], Callable[[float], float]]] = [
+            ({"fill": fresh}, lambda _: fresh),
+            ({"set": fresh}, lambda _: fresh),
+            ({"clamp": (fresh, fresh)}, lambda _: fresh),
+            ({"add": 3.0}, lambda before: before + 3.0),
         ]
         if value < GREATEST / 2:
-            choices.append(({"mul": 2.0}, value * 2.0))
+            choices.append(({"mul": 2.0}, lambda before: before * 2.0))
         return actor.chance.choice(choices)
 
     def _ask(self, mesh: Mesh, what: dict[str, Any], note: str) -> Edit:

@@ -100,7 +100,7 @@ verify: setup ## style, types, import rules, protos, fast tests
 	$(BIN)/buf lint
 	$(BIN)/buf format --diff --exit-code
 	$(BIN)/python protos/generate.py --check
-	$(BIN)/pytest -q $(FAST_TESTS)
+	$(BIN)/pytest -q -n 2 --dist worksteal $(FAST_TESTS)
 
 fix: setup ## format, and mend what can be mended by itself
 	$(BIN)/ruff check --fix .

@@ -10,7 +10,13 @@ from pathlib import Path
 import pytest
 
 from paramd import places
-from paramd.errors import ConflictError, DeniedError, NotFoundError, UsageError
+from paramd.errors import (
+    ConflictError,
+    DeniedError,
+    NotFoundError,
+    UnreachableError,
+    UsageError,
+)
 from paramd.security.tickets import Role, Signer
 from paramd.v1 import common_pb2, control_pb2
 from paramd_service.control.api import rank_text
@@ -64,6 +70,26 @@ async def test_a_sidecar_brings_its_epoch_back_but_no_past_one() -> None:
     await asyncio.to_thread(places.last_epoch, "late", at_least=9)
     with pytest.raises(ConflictError, match="past epoch 8"):
         await jobs.admit("late", 8, 1)
+    await jobs.close()
+
+
+async def test_a_job_that_went_on_is_awaited_after_our_restart_and_then_unknown(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    notes = EpochNotes()
+    notes.start()
+    notes.note("run", EpochRecord(epoch=1, world_size=1, began_s=1.0))
+    notes.note("over", EpochRecord(epoch=1, world_size=1, began_s=1.0, ended_s=2.0))
+    await notes.close()
+    jobs = Jobs(TERMS, site=SITE)
+    with pytest.raises(UnreachableError, match="come back"):
+        jobs.get("run")
+    for unknown in ("over", "never", "../run"):
+        with pytest.raises(NotFoundError):
+            jobs.get(unknown)
+    monkeypatch.setattr(jobs_module, "RETURN_S", 0.0)
+    with pytest.raises(NotFoundError):
+        jobs.get("run")
     await jobs.close()
 
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
+import time
 from collections import OrderedDict
 from collections.abc import Callable, Coroutine, Mapping
 from typing import Any
@@ -23,9 +24,11 @@ from paramd.errors import (
     ExhaustedError,
     NotFoundError,
     ParamdError,
+    UnreachableError,
     UsageError,
 )
 from paramd.security.tickets import Signer, Verifier
+from paramd.state_files import is_job_name
 from paramd_service.control.base import epochs
 from paramd_service.control.base.config import MAX_WORLD_SIZE, Bootstrap
 from paramd_service.control.base.site import Site
@@ -36,12 +39,15 @@ from paramd_service.control.mesh.watch import Publish
 MAX_JOBS = 512
 """Jobs kept in memory; beyond it the one that ended first is forgotten."""
 
+RETURN_S = 20.0
+"""How long after our start a job that went on is awaited rather than unknown; above a sidecar's
+longest pause between two attempts to join."""
+
+MAX_VERIFIERS = 1024
+
 log = logging.getLogger("paramd.control")
 
 Told = Callable[[Incarnation], None]
-
-
-MAX_VERIFIERS = 1024
 
 
 class Verifiers:
@@ -103,6 +109,7 @@ class Jobs:
         self._current: OrderedDict[str, Incarnation] = OrderedDict()
         self._verifiers = Verifiers(site, self._current)
         self._registering = asyncio.Lock()
+        self._began_s = time.monotonic()
         self._closing: set[asyncio.Task[None]] = set()
         self.on_begin: list[Told] = []
         """Called with each incarnation that begins."""
@@ -126,9 +133,20 @@ class Jobs:
         return [self._current[job] for job in sorted(self._current)]
 
     def get(self, job: str) -> Incarnation:
-        """The job's last epoch, which may be over. Raises NotFoundError."""
+        """The job's last epoch, which may be over.
+
+        Raises:
+            UnreachableError: we were just started, and the job's sidecars are not back yet.
+            NotFoundError: no such job.
+        """
         found = self._current.get(job)
         if found is None:
+            starting = self.is_site and time.monotonic() - self._began_s < RETURN_S
+            if starting and _went_on(job):
+                raise UnreachableError(
+                    f"the control plane was just started, and no sidecar of job {job!r} has come "
+                    "back to it yet; try again in a moment"
+                )
             names = sorted(self._current)
             told = f"jobs here: {', '.join(names[:8])}" if names else "no job is here yet"
             raise NotFoundError(f"job {job[:64]!r} is not served here; {told}")
@@ -329,3 +347,11 @@ class Jobs:
         task = asyncio.create_task(work)
         self._closing.add(task)
         task.add_done_callback(self._closing.discard)
+
+
+def _went_on(job: str) -> bool:
+    """Whether the last epoch that the state dir has of a job was not over."""
+    if not is_job_name(job):
+        return False
+    known = epochs.records(job)
+    return bool(known) and known[-1].ended_s is None

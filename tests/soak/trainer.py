@@ -145,7 +145,9 @@ def main() -> None:
     if attachment is not None:
         attachment.detach()
     print(f"ended after {optimizer.updates} updates", flush=True)
-    dist.destroy_process_group()
+    if attachment is not None:
+        # Of a run without paramd only the losses count, and once gloo's group never ended there.
+        dist.destroy_process_group()
 
 
 def _parsed() -> argparse.Namespace:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Final, Literal, TypeVar, get_args
 
 from paramd.errors import DeniedError, ParamdError, UnreachableError, UsageError
-from paramd.layout.plan import ReadPlan
+from paramd.layout.plan import RankRead, ReadPlan
 from paramd.mesh.peers.pins import Pinned, RankPin
 from paramd.mesh.peers.sidecars import Sidecars
 from paramd.mesh.reading.landing import PlaceSink, fill_from
@@ -116,25 +116,13 @@ class Transfer:
         deadline_s: float,
     ) -> None:
         """Fills the targets, all ranks at the same time; all has ended when it returns."""
-        async with AsyncExitStack() as stack:
-            shared = await self._share(sidecars, pinned, transport, stack)
-            streams = [
-                Reader(
-                    sidecars.source(pinned.pins[read.rank]),
-                    PlaceSink(targets.places(read)),
-                    Expected(pinned.epoch, pinned.step, read.size_bytes, pinned.edits),
-                ).run(deadline_s)
-                for read in plan.ranks
-                if read.rank not in shared
-            ]
-            jobs = [
-                (shared[read.rank], targets.places(read))
-                for read in plan.ranks
-                if read.rank in shared
-            ]
-            if jobs:
-                streams.append(self.run(lambda: fill_from(jobs, self._copiers, self._copy_threads)))
-            await _all_ended(streams)
+
+        def stream(read: RankRead) -> Awaitable[None]:
+            expected = Expected(pinned.epoch, pinned.step, read.size_bytes, pinned.edits)
+            source = sidecars.source(pinned.pins[read.rank])
+            return Reader(source, PlaceSink(targets.places(read)), expected).run(deadline_s)
+
+        await self._fill(sidecars, plan, pinned, targets, transport, stream)
 
     async def read_parts(
         self,
@@ -146,28 +134,35 @@ class Transfer:
         deadline_s: float,
     ) -> None:
         """As `read`, but of each snapshot only the bytes that land somewhere are moved."""
+
+        def stream(read: RankRead) -> Awaitable[None]:
+            ranges = _ranges([(one.begin_bytes, one.end_bytes) for one in read.landings])
+            sink = PlaceSink(targets.places(read))
+            return _read_ranges(sidecars, pinned, read.rank, sink, ranges, deadline_s)
+
+        await self._fill(sidecars, plan, pinned, targets, transport, stream)
+
+    async def _fill(
+        self,
+        sidecars: Sidecars,
+        plan: ReadPlan,
+        pinned: Pinned,
+        targets: Targets,
+        transport: Transport,
+        stream: Callable[[RankRead], Awaitable[None]],
+    ) -> None:
+        """From memory that is shared with us, and by `stream` from the ranks that share none."""
         async with AsyncExitStack() as stack:
             shared = await self._share(sidecars, pinned, transport, stack)
-            streams = [
-                _read_ranges(
-                    sidecars,
-                    pinned,
-                    read.rank,
-                    PlaceSink(targets.places(read)),
-                    _ranges([(one.begin_bytes, one.end_bytes) for one in read.landings]),
-                    deadline_s,
-                )
-                for read in plan.ranks
-                if read.rank not in shared
-            ]
+            works = [stream(read) for read in plan.ranks if read.rank not in shared]
             jobs = [
                 (shared[read.rank], targets.places(read))
                 for read in plan.ranks
                 if read.rank in shared
             ]
             if jobs:
-                streams.append(self.run(lambda: fill_from(jobs, self._copiers, self._copy_threads)))
-            await _all_ended(streams)
+                works.append(self.run(lambda: fill_from(jobs, self._copiers, self._copy_threads)))
+            await _all_ended(works)
 
     async def view(
         self, sidecars: Sidecars, chosen: Chosen, pinned: Pinned, stack: AsyncExitStack
@@ -279,9 +274,9 @@ def _ranges(landings: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
     return found
 
 
-async def _all_ended(work: Sequence[object]) -> None:
+async def _all_ended(work: Sequence[Awaitable[None]]) -> None:
     """Runs all; when one fails the others are cancelled, and all have ended at the end."""
-    tasks = [asyncio.ensure_future(one) for one in work]  # type: ignore[call-overload]
+    tasks = [asyncio.ensure_future(one) for one in work]
     try:
         await asyncio.gather(*tasks)
     finally:

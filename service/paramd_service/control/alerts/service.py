@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
 import os
-import tomllib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
@@ -19,6 +17,7 @@ from paramd_service.control.alerts.config import AlertConfig
 from paramd_service.control.alerts.sampling import MeshSampler, Sampler
 from paramd_service.control.alerts.watcher import Watcher
 from paramd_service.control.alerts.webhook import Webhooks
+from paramd_service.control.base.config import table_of_file, table_of_text
 from paramd_service.control.mesh.incarnation import Incarnation
 from paramd_service.control.mesh.jobs import Jobs
 from paramd_service.control.mesh.view import MeshView
@@ -203,16 +202,11 @@ def load_alerts(
     """
     merged: dict[str, Any] = _stall_budget(environment)
     for path, trusted in reversed(files):
-        merged |= parse_alerts(_table_of(path), place=f"{path}: [alerts]", trusted=trusted)
-    text = environment.get(ENVIRONMENT)
-    if text:
-        try:
-            table = json.loads(text)
-        except (ValueError, RecursionError):
-            raise UsageError(f"{ENVIRONMENT}: expected a JSON object") from None
-        if not isinstance(table, dict):
-            raise UsageError(f"{ENVIRONMENT}: expected a JSON object")
-        merged |= parse_alerts(table, place=ENVIRONMENT)
+        merged |= parse_alerts(
+            table_of_file(path, "alerts"), place=f"{path}: [alerts]", trusted=trusted
+        )
+    table = table_of_text(environment.get(ENVIRONMENT, ""), ENVIRONMENT)
+    merged |= parse_alerts(table, place=ENVIRONMENT)
     if not watch:
         merged |= {"watch": False, "compare": False}
     return AlertConfig(**merged)
@@ -227,16 +221,3 @@ def _stall_budget(environment: Mapping[str, str]) -> dict[str, Any]:
         raise UsageError(f"{STALL_BUDGET} must be a number, is {text!r}") from None
     # A trainer that never waits has no budget to be judged by.
     return {"stall_budget_s": budget_ms / 1e3} if budget_ms > 0 else {}
-
-
-def _table_of(path: Path) -> Mapping[str, Any]:
-    try:
-        found = tomllib.loads(path.read_text(encoding="utf-8"))
-    except (FileNotFoundError, NotADirectoryError):
-        return {}
-    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
-        raise UsageError(f"{path} cannot be read: {error}") from error
-    table = found.get("alerts", {})
-    if not isinstance(table, dict):
-        raise UsageError(f"{path}: alerts is not a table; write [alerts]")
-    return table

@@ -5,9 +5,11 @@ from __future__ import annotations
 import argparse
 import json
 import os
-from collections.abc import Sequence
+import tomllib
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from typing import BinaryIO
+from pathlib import Path
+from typing import Any, BinaryIO
 
 from paramd.errors import UsageError
 from paramd.mesh.asked import Asked
@@ -184,3 +186,36 @@ def _check_bounds(bootstrap: Bootstrap) -> None:
         )
     if len(bootstrap.token) < MIN_TOKEN_CHARS or not bootstrap.token.isascii():
         raise UsageError(f"stdin: token is not {MIN_TOKEN_CHARS} or more ASCII characters")
+
+
+def table_of_file(path: Path, name: str) -> Mapping[str, Any]:
+    """The table `[name]` of a paramd.toml; empty when there is none, or no file.
+
+    Raises:
+        UsageError: the file cannot be read, or `name` is no table there.
+    """
+    try:
+        found = tomllib.loads(path.read_text(encoding="utf-8"))
+    except (FileNotFoundError, NotADirectoryError):
+        return {}
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        raise UsageError(f"{path} cannot be read: {error}") from error
+    table = found.get(name, {})
+    if not isinstance(table, dict):
+        raise UsageError(f"{path}: {name} is not a table; write [{name}]")
+    return table
+
+
+def table_of_text(text: str, name: str) -> Mapping[str, Any]:
+    """The same out of the environment, as JSON; `name` is the variable's. Empty for "".
+
+    Raises:
+        UsageError: it is no JSON object.
+    """
+    try:
+        table = json.loads(text) if text else {}
+    except (ValueError, RecursionError):
+        table = None
+    if not isinstance(table, dict):
+        raise UsageError(f"{name}: expected a JSON object")
+    return table

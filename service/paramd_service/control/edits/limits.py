@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import logging
-import tomllib
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
@@ -12,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from paramd.errors import ExhaustedError, UsageError
+from paramd_service.control.base.config import table_of_file, table_of_text
 
 ENVIRONMENT = "PARAMD_EDITS"
 _MINUTE_S = 60.0
@@ -86,9 +85,9 @@ def load_edits(
     try:
         merged: dict[str, Any] = {}
         for path in [path for path, is_own in reversed(files) if is_own]:
-            merged |= _checked(_table_of(path), place=f"{path}: [edits]")
-        if text := environment.get(ENVIRONMENT):
-            merged |= _checked(_json(text), place=ENVIRONMENT)
+            merged |= _checked(table_of_file(path, "edits"), place=f"{path}: [edits]")
+        table = table_of_text(environment.get(ENVIRONMENT, ""), ENVIRONMENT)
+        merged |= _checked(table, place=ENVIRONMENT)
         return EditConfig(**merged)
     except UsageError as error:
         if strict:
@@ -97,9 +96,7 @@ def load_edits(
         return EditConfig()
 
 
-def _checked(table: object, *, place: str) -> dict[str, Any]:
-    if not isinstance(table, dict):
-        raise UsageError(f"{place}: expected a table")
+def _checked(table: Mapping[str, Any], *, place: str) -> Mapping[str, Any]:
     kinds = {field.name: field for field in fields(EditConfig)}
     for key, value in table.items():
         if key not in kinds:
@@ -108,19 +105,3 @@ def _checked(table: object, *, place: str) -> dict[str, Any]:
         if isinstance(value, bool) or not isinstance(value, wanted):
             raise UsageError(f"{place}: {key} is {value!r}; expected a number")
     return table
-
-
-def _json(text: str) -> object:
-    try:
-        return json.loads(text)
-    except (ValueError, RecursionError):
-        raise UsageError(f"{ENVIRONMENT}: expected a JSON object") from None
-
-
-def _table_of(path: Path) -> object:
-    try:
-        return tomllib.loads(path.read_text(encoding="utf-8")).get("edits", {})
-    except (FileNotFoundError, NotADirectoryError):
-        return {}
-    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
-        raise UsageError(f"{path} cannot be read: {error}") from error

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import logging
 import os
-import tomllib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 from paramd.errors import UsageError
 from paramd.state_files import file_places
+from paramd_service.control.base.config import table_of_file
 from paramd_service.destinations.destinations import (
     ENVIRONMENT,
     Destination,
@@ -54,7 +53,7 @@ def load_destinations(
     """
     found: dict[str, Destination] = {}
     for path, trusted in files:
-        table = _table_of(path)
+        table = table_of_file(path, "destinations")
         if table and not trusted:
             raise UsageError(
                 f"{path}: destinations in the working directory are not followed; set them in "
@@ -62,16 +61,3 @@ def load_destinations(
             )
         found |= parse_destinations(table)
     return found | destinations_of(environment.get(ENVIRONMENT, ""))
-
-
-def _table_of(path: Path) -> Mapping[str, Any]:
-    try:
-        found = tomllib.loads(path.read_text(encoding="utf-8"))
-    except (FileNotFoundError, NotADirectoryError):
-        return {}
-    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
-        raise UsageError(f"{path} cannot be read: {error}") from error
-    table = found.get("destinations", {})
-    if not isinstance(table, dict):
-        raise UsageError(f"{path}: destinations is not a table; write [destinations]")
-    return table

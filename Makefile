@@ -124,7 +124,10 @@ bench: setup ## the benchmarks behind the README's table
 soak: system setup ## everything at once under faults: make soak MINUTES=60 [SEED=n [EPISODE=n]]
 	$(BIN)/python -m tests.soak --minutes $(MINUTES) $(if $(SEED),--seed $(SEED)) $(if $(EPISODE),--episode $(EPISODE))
 
+DOORS := tests/integration/test_doors.py
 LONGER := tests/multiprocess/test_stamp.py \
+	$(DOORS)::test_rapid_resets_leave_a_sidecar_serving \
+	$(DOORS)::test_rapid_resets_leave_a_control_plane_serving \
 	tests/multiprocess/test_edits.py::test_every_read_is_uniform_while_edits_go \
 	tests/integration/test_site_detection.py::test_training_and_its_sidecar_go_on_while_the_control_plane_is_away
 

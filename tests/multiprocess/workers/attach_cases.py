@@ -149,7 +149,9 @@ def whatever_raises_on_one_rank_leaves_no_rank_attached() -> None:
     made, optimizer = built("fsdp2")
     train(made, optimizer)
     # A site that does not answer: no control plane of the job's own has to start each time.
-    settings = AttachSettings(control="http://127.0.0.1:1", token=new_token())
+    settings = AttachSettings(
+        control="http://127.0.0.1:1", token=new_token(), control_timeout_s=0.0
+    )
     for owner, name in PLANTED:
         truth = {n: raw(t) for n, t in kinds.full_parameters(made.model).items()}
         with pytest.MonkeyPatch.context() as patch:

@@ -96,9 +96,6 @@ class World:
         )
         return DigestRound(step=9, differences=found, places={})
 
-    async def close(self) -> None:
-        pass
-
 
 @pytest.fixture
 def world() -> World:

@@ -71,9 +71,6 @@ class Sampler(Protocol):
     async def digests(self, groups: Sequence[ReplicaGroup], *, timeout_s: float) -> DigestRound:
         """Compares the groups' replicas."""
 
-    async def close(self) -> None:
-        """Lets go of connections."""
-
 
 class MeshSampler:
     """A `Sampler` of an incarnation's sidecars."""
@@ -139,9 +136,6 @@ class MeshSampler:
                 return await _compared(_Pinned(reach, sidecars, pinned, spans, deadline_s), groups)
 
         return await reach.attempts(attempt, deadline_s)
-
-    async def close(self) -> None:
-        """Nothing of its own is open."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -193,7 +193,6 @@ class Watcher:
         self.book = Book(job=job, epoch=epoch, clear_after_s=config.clear_after_s)
         self._job = job
         self._epoch = epoch
-        self._sampler = sampler
         self._webhooks = webhooks
         self._store: AlertStore = store if store is not None else MemoryStore()
         self._tell = tell
@@ -252,7 +251,6 @@ class Watcher:
             await self._save()
         except ParamdError as error:
             log.warning("the last changes of alerts are lost: %s", error)
-        await self._sampler.close()
 
     def look(self, view: MeshView) -> None:
         """Judges what the sidecars report. Never fails; large meshes are judged less often."""

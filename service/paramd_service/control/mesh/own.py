@@ -86,8 +86,7 @@ class OwnReach:
                 # Loaded when first asked for: it is most of what this process would import.
                 from paramd.mesh.peers.discovery import Reach
 
-                (job,) = await self._directory.jobs()
-                reach = Reach(self._directory, job)
+                reach = Reach(self._directory, None)
                 await reach.start()
                 self._reach = reach
             return self._reach

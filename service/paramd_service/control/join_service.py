@@ -85,6 +85,8 @@ class ControlServicer(control_pb2_grpc.ControlServiceServicer):
         check_rank(header.rank)
         incarnation = await self._jobs.admit(header.job, header.epoch, first.world_size)
         incarnation.saw_generation(first.control_generation)
+        # Before it counts as joined: who waits for the rank calls it right away.
+        await incarnation.calls.is_back(first.peer.address)
         member = incarnation.registry.join(first)
         _log_join(incarnation, member, f"joined from {first.peer.address}")
         try:

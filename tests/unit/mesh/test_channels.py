@@ -33,13 +33,22 @@ class Slow(sidecar_pb2_grpc.SidecarServiceServicer):  # type: ignore[misc]
         self.asked.set()
         await asyncio.Event().wait()
 
+    GetEdit = GetState
+
+
+async def _started(slow: Slow, port: int) -> tuple[grpc.aio.Server, int]:
+    server = grpc.aio.server()
+    sidecar_pb2_grpc.add_SidecarServiceServicer_to_server(slow, server)
+    port = server.add_insecure_port(f"127.0.0.1:{port}")
+    await server.start()
+    return server, port
+
 
 @asynccontextmanager
 async def serving() -> AsyncIterator[tuple[Slow, Channels, Asked]]:
-    slow, server = Slow(), grpc.aio.server()
-    sidecar_pb2_grpc.add_SidecarServiceServicer_to_server(slow, server)
-    address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
-    await server.start()
+    slow = Slow()
+    server, port = await _started(slow, 0)
+    address = f"127.0.0.1:{port}"
     channels = Channels(lambda: "ticket")
     try:
         yield slow, channels, Asked(job="run", epoch=1, rank=3, address=address)
@@ -67,3 +76,24 @@ async def test_a_method_whose_channel_was_closed_before_the_call_is_an_outage() 
             told_errors("rank 3"),
         ):
             await stub.GetState(sidecar_pb2.GetStateRequest(), timeout=10.0)
+
+
+async def test_a_peer_that_is_back_at_its_address_is_called_without_a_pause() -> None:
+    async with serving() as (slow, channels, asked):
+        pass
+    request = sidecar_pb2.GetEditRequest()  # not a method that gRPC retries by itself
+    with pytest.raises(UnreachableError):
+        await channels.ask(asked, "GetEdit", request, timeout_s=10.0)
+    server, _ = await _started(slow, int(asked.address.rpartition(":")[2]))
+    try:
+        # Within gRPC's pause of a second; without `is_back` the old failure is told again.
+        await channels.is_back(asked.address)
+        calling = asyncio.ensure_future(channels.ask(asked, "GetEdit", request, timeout_s=10.0))
+        heard = asyncio.ensure_future(slow.asked.wait())
+        await asyncio.wait({calling, heard}, timeout=10, return_when=asyncio.FIRST_COMPLETED)
+        assert heard.done(), calling
+    finally:
+        await channels.close()
+        await server.stop(None)
+    with pytest.raises(UnreachableError):
+        await calling

@@ -25,6 +25,7 @@ MAX_CALL_S: Final = 500.0
 """Longest deadline of one call: sidecars refuse more than 600 s. Longer waits ask again."""
 
 _PROBE_AFTER_S: Final = 1.5
+_WAITS_TO_RETRY: Final = grpc.ChannelConnectivity.TRANSIENT_FAILURE
 
 _READS: Final = ("GetState", "GetMesh", "GetLayout", "RenewSnapshot", "ReleaseSnapshot")
 # Only what is idempotent, and only UNAVAILABLE: anything else the server may have begun.
@@ -111,6 +112,17 @@ class Channels:
     def control(self, address: str) -> Any:
         """The asyncio stub of `ControlService` at `address`."""
         return control_pb2_grpc.ControlServiceStub(self.channel(address))
+
+    async def is_back(self, address: str) -> None:
+        """The peer at `address` is known to answer again: a channel that waits to retry goes.
+
+        gRPC ends calls with the last failure until its pause is over, although a sidecar that
+        was started anew at its old address could be reached.
+        """
+        channel = self._channels.get(address)
+        if channel is not None and channel.get_state() is _WAITS_TO_RETRY:
+            del self._channels[address]
+            await channel.close()
 
     async def keep_only(self, addresses: frozenset[str]) -> None:
         """Closes channels to addresses that the mesh has left."""

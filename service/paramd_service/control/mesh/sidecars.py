@@ -148,6 +148,10 @@ class SidecarCalls:
         found = await self.ask(rank, address, "GetMetrics", request, timeout_s=PROBE_TIMEOUT_S)
         return str(found.text)
 
+    async def is_back(self, address: str) -> None:
+        """The sidecar at `address` is about to join: the next call connects at once."""
+        await self._channels.is_back(address)
+
     async def keep_only(self, view: MeshView) -> None:
         """Closes channels to sidecars that have been replaced."""
         await self._channels.keep_only(frozenset(report.peer.address for report in view.joined))

@@ -13,7 +13,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from tests.mutants.__main__ import copy_tree
@@ -41,8 +41,8 @@ SUITES: dict[str, tuple[str, ...]] = {
 """Tests of each file, below `tests/`."""
 
 
-def score(file: str, tests: Sequence[str]) -> dict[str, int]:
-    """How many mutants of a file had each end: killed, survived, ..."""
+def score(file: str, tests: Sequence[str], *, shown: bool) -> dict[str, int]:
+    """How many mutants of a file had each end (killed, survived, ...)."""
     with tempfile.TemporaryDirectory(prefix="paramd-score-") as folder:
         tree = Path(folder)
         copy_tree(tree)
@@ -75,31 +75,41 @@ def score(file: str, tests: Sequence[str]) -> dict[str, int]:
         subprocess.run([*mutmut, "export-cicd-stats"], cwd=tree, env=environment, check=False)
         stats = tree / "mutants" / "mutmut-cicd-stats.json"
         found = dict(json.loads(stats.read_text())) if stats.exists() else {}
-        if found.get("not_checked", 1):
+        ends = sum(n for end, n in found.items() if isinstance(n, int) and end != "total")
+        if not ends or ends < found["total"]:
             raise SystemExit(f"{file}: mutmut did not run\n{(done.stdout + done.stderr)[-6000:]}")
-        shown = subprocess.run(
-            [*mutmut, "results"],
-            cwd=tree,
-            env=environment,
-            capture_output=True,
-            text=True,
-            check=False,
-        )
-        print(shown.stdout, file=sys.stderr)
+        if shown:
+            for mutant in _survivors(mutmut, tree, environment):
+                subprocess.run(
+                    [*mutmut, "show", mutant],
+                    cwd=tree,
+                    env=environment,
+                    stdout=sys.stderr,
+                    check=False,
+                )
         return found
+
+
+def _survivors(mutmut: Sequence[str], tree: Path, environment: Mapping[str, str]) -> list[str]:
+    results = subprocess.run(
+        [*mutmut, "results"], cwd=tree, env=environment, capture_output=True, text=True, check=True
+    )
+    rows = (line.strip().rpartition(": ") for line in results.stdout.splitlines())
+    return [name for name, _, end in rows if end in ("survived", "no tests")]
 
 
 def main() -> int:
     """Prints a row for each file, and the score of all."""
     parser = argparse.ArgumentParser(prog="python -m tests.mutants.score")
     parser.add_argument("words", nargs="*", metavar="WORD", help="files with this in their path")
+    parser.add_argument("--show", action="store_true", help="diffs of what survived, to stderr")
     options = parser.parse_args()
     found = killed = 0
     print("| file | mutants | killed | |\n|---|---|---|---|")
     for file, tests in SUITES.items():
         if options.words and not any(word in file for word in options.words):
             continue
-        stats = score(file, tests)
+        stats = score(file, tests, shown=options.show)
         dead = stats["killed"] + stats.get("timeout", 0)
         total = stats["total"] - stats.get("skipped", 0)
         found, killed = found + total, killed + dead

@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import hmac
 import json
+import re
 import time
 from typing import Any
 
@@ -22,8 +23,11 @@ from paramd.security.tickets import (
     Signer,
     Verifier,
     claimed,
+    holds_token,
     key_from_hex,
+    life_s,
     new_private_key,
+    new_token,
 )
 
 KEY = bytes(range(32))
@@ -63,6 +67,82 @@ def test_a_minted_ticket_verifies_with_its_claims(role: Role) -> None:
     assert claims.expires_s == NOW_S + 600.0
 
 
+def test_a_ticket_says_its_claims_in_the_shortest_json_and_nothing_else() -> None:
+    payload = ticket(token_id="t-1").split(".")[1]
+    text = base64.urlsafe_b64decode(payload + "=" * (-len(payload) % 4)).decode()
+    found = json.loads(text)
+    assert re.fullmatch("[0-9a-f]{16}", found.pop("jti"))
+    assert found == {
+        "job": "run",
+        "epoch": 3,
+        "role": "reader",
+        "exp": NOW_S + 600.0,
+        "iat": NOW_S,
+        "rank": 5,
+        "token": "t-1",
+    }
+    assert text == json.dumps(json.loads(text), sort_keys=True, separators=(",", ":"))
+    other = ticket(rank=None).split(".")[1]
+    assert {"rank", "token"}.isdisjoint(json.loads(base64.urlsafe_b64decode(other + "==")))
+
+
+def test_what_is_verified_has_every_claim_with_its_type() -> None:
+    claims = verify(ticket(token_id="t-1"))
+    assert (claims.issued_s, claims.token_id) == (NOW_S, "t-1")
+    assert (verify(signed(CLAIMS)).issued_s, verify(signed(CLAIMS)).token_id) == (0.0, None)
+    with pytest.raises(DeniedError, match="wrong types"):
+        verify(signed(CLAIMS | {"token": 7}))
+
+
+def test_a_known_ticket_ends_by_the_steady_clock(monkeypatch: pytest.MonkeyPatch) -> None:
+    text = SIGNER.mint(job="run", epoch=3, role=Role.READER, ttl_s=600.0)
+    verifier, begin_s = Verifier(PUBLIC), time.monotonic()
+    for _ in range(2):
+        verifier.verify(text, job="run", epoch=3)
+    for later_s, good in ((655.0, True), (665.0, False)):
+        monkeypatch.setattr(time, "monotonic", lambda at=begin_s + later_s: at)
+        if good:
+            verifier.verify(text, job="run", epoch=3)
+            continue
+        with pytest.raises(DeniedError, match=r"expired 6[0-9] s ago"):
+            verifier.verify(text, job="run", epoch=3)
+
+
+def test_a_known_ticket_costs_no_second_signature(monkeypatch: pytest.MonkeyPatch) -> None:
+    verifier, text = Verifier(PUBLIC), ticket()
+    first = verifier.verify(text, job="run", epoch=3, now_s=NOW_S)
+    monkeypatch.setattr(verifier, "_key", None)
+    assert verifier.verify(text, job="run", epoch=3, now_s=NOW_S) is first
+
+
+def test_the_longest_ticket_passes_and_no_longer_one() -> None:
+    room = MAX_TICKET_BYTES - len(signed(CLAIMS | {"jti": ""}))
+    fitting = [
+        text
+        for count in range(room // 2, room)
+        if len(text := signed(CLAIMS | {"jti": "x" * count})) == MAX_TICKET_BYTES
+    ]
+    assert verify(fitting[0]).ticket_id.startswith("xx")
+    with pytest.raises(DeniedError, match="at most 1024"):
+        verify(fitting[0] + "x")
+
+
+def test_a_tickets_life_is_what_it_says_and_never_negative() -> None:
+    assert life_s(ticket(ttl_s=90.0)) == 90.0
+    assert life_s(signed(CLAIMS | {"iat": NOW_S + 1.0})) == 0.0
+    assert life_s(signed(CLAIMS | {"iat": NOW_S - 0.25})) == 0.25
+    with pytest.raises(DeniedError):
+        life_s("no ticket")
+
+
+def test_tokens_are_told_from_other_text() -> None:
+    token = new_token()
+    assert re.fullmatch("pmd_[A-Za-z0-9_-]{43}", token)
+    assert token != new_token()
+    assert holds_token(f"in the middle of {token}.")
+    assert not holds_token("pmd_short, and no token anywhere")
+
+
 def test_every_ticket_has_an_id_of_its_own() -> None:
     ids = {verify(ticket()).ticket_id for _ in range(50)}
     assert len(ids) == 50
@@ -97,7 +177,7 @@ def test_what_is_kept_of_good_tickets_is_bounded() -> None:
     verifier = Verifier(PUBLIC)
     for number in range(1100):
         verifier.verify(ticket(epoch=number), job="run", epoch=number, now_s=NOW_S)
-    assert len(verifier._genuine) <= 1024
+        assert len(verifier._genuine) == number % 1024 + 1
 
 
 @pytest.mark.parametrize(
@@ -210,6 +290,10 @@ def test_what_a_ticket_claims_names_the_key_to_ask_for() -> None:
     assert claimed(ticket()) == ("run", 3)
 
 
+def test_a_short_validity_is_one() -> None:
+    assert verify(ticket(ttl_s=0.5)).expires_s == NOW_S + 0.5
+
+
 @pytest.mark.parametrize("ttl_s", [0.0, -1.0, float("inf"), float("nan")])
 def test_a_useless_validity_is_a_usage_error(ttl_s: float) -> None:
     with pytest.raises(UsageError, match="ttl_s"):
@@ -218,15 +302,15 @@ def test_a_useless_validity_is_a_usage_error(ttl_s: float) -> None:
 
 @pytest.mark.parametrize("value", ["", "ab", "zz" * 32, "ab" * 33, None, 7])
 def test_a_malformed_key_is_refused_without_showing_it(value: object) -> None:
-    with pytest.raises(UsageError, match="expected 32") as refused:
+    with pytest.raises(UsageError, match=r"^private_key: (0|1|33) bytes; expected 32") as refused:
         key_from_hex({"private_key": value}, "private_key")
     assert "abab" not in str(refused.value)
     assert key_from_hex({"key": KEY.hex()}, "key") == KEY
 
 
-@pytest.mark.parametrize("make", [Signer, Verifier])
-def test_a_key_of_another_size_is_a_usage_error(make: Any) -> None:
-    with pytest.raises(UsageError, match="expected 32"):
+@pytest.mark.parametrize(("make", "name"), [(Signer, "private_key"), (Verifier, "public_key")])
+def test_a_key_of_another_size_is_a_usage_error(make: Any, name: str) -> None:
+    with pytest.raises(UsageError, match=f"^{name}: 31 bytes; expected 32"):
         make(bytes(31))
 
 

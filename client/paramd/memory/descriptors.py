@@ -43,7 +43,9 @@ def create_memory(name: str, size_bytes: int) -> int:
 
 def available_bytes() -> int:
     """Memory that this process may still take: the machine's, or its cgroup's if less."""
-    fields = dict(line.split(":", 1) for line in _read("/proc/meminfo").splitlines())
+    # Not by `_read`: without it nothing is known, and what has run out must be told.
+    lines = Path("/proc/meminfo").read_text().splitlines()
+    fields = dict(line.split(":", 1) for line in lines)
     machine = int(fields["MemAvailable"].split()[0]) << 10
     return min(machine, _cgroup_available_bytes(machine))
 

@@ -83,6 +83,8 @@ class Revocations:
         try:
             async with call:
                 self._running[call] = claims
+                # The ticket was looked at before the request came, which may be long ago.
+                self.check(claims)
                 yield
         except TimeoutError:
             self.check(claims)

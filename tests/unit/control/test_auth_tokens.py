@@ -93,6 +93,23 @@ async def test_a_revoked_token_is_worthless_at_once(tokens: Tokens, store: Memor
         await tokens.revoke(OWNER, "other")
 
 
+async def test_a_lookup_that_a_revocation_overtakes_is_not_remembered(
+    tokens: Tokens, store: MemoryTokens, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, token = await tokens.create(OWNER, role="admin", name="n")
+    find = store.find
+
+    async def slow(digest: str) -> TokenRow | None:
+        row = await find(digest)
+        await tokens.revoke(OWNER, "n")
+        return row
+
+    monkeypatch.setattr(store, "find", slow)
+    await tokens.principal(token)
+    monkeypatch.setattr(store, "find", find)
+    assert await tokens.principal(token) is None
+
+
 async def test_another_control_planes_revocation_is_seen_within_seconds(
     tokens: Tokens, store: MemoryTokens, clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:

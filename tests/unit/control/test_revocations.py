@@ -238,6 +238,16 @@ async def test_a_running_call_ends_with_its_token_and_no_other_does() -> None:
             await other
 
 
+async def test_a_call_whose_token_was_revoked_before_its_request_came_does_nothing() -> None:
+    revocations = SidecarRevocations()
+    revocations.heard(control_pb2.Revocations(token_ids=["a"], keep_ms=60_000))
+    with pytest.raises(TokenRevokedError):
+        async with revocations.running(claims("a")):
+            pytest.fail("the call was let in")
+    async with revocations.running(claims("b")):
+        pass
+
+
 async def test_a_calls_own_timeout_stays_what_it_is() -> None:
     revocations = SidecarRevocations()
     with pytest.raises(TimeoutError):

@@ -34,7 +34,7 @@ from paramd.memory.edit_program import ANY_STEP, wanted_step
 from paramd.memory.sparse import reserved_bytes
 from paramd.v1 import sidecar_pb2 as pb
 from paramd_service.sidecar.edits import table
-from paramd_service.sidecar.edits.entry import WITHDRAWN_NS, Phase
+from paramd_service.sidecar.edits.entry import WITHDRAWN_NS, Entry, Fate, Phase, fate
 from paramd_service.sidecar.edits.memory import HEAD_BYTES, Ranges
 from paramd_service.sidecar.edits.receive import is_finite
 from paramd_service.sidecar.edits.windows import WINDOW_BYTES, Windows
@@ -393,6 +393,28 @@ def test_what_is_not_finite_is_found_among_numbers_of_any_sign(dtype: str) -> No
             values = torch.full((70,), other, dtype=getattr(torch, dtype))
             values[33] = number
             assert is_finite(memoryview(bytes_of(values)), dtype) is math.isfinite(number)
+
+
+class _AgreesMeanwhile(dict[int, int]):
+    """A control page whose trainer agrees on request 1 while word `at` is being read."""
+
+    at = -1
+
+    def __getitem__(self, word: int) -> int:
+        if word == self.at:
+            # In the trainer's order: PROMISED is cleared last.
+            self |= {Word.EDIT_AGREED: 1, Word.AGREED: 1, Word.AGREED_TOKEN: 5, Word.PROMISED: 0}
+        return self.get(word, 0)
+
+
+@pytest.mark.parametrize("at", list(Word))
+async def test_an_edit_that_is_agreed_while_its_fate_is_read_is_never_called_off(at: Word) -> None:
+    words: Any = _AgreesMeanwhile({Word.PROMISED: 1})
+    words.at = at
+    opened: asyncio.Future[None] = asyncio.Future()
+    entry = Entry(manifest=pb.EditManifest(), digest=b"", opened=opened)
+    entry.boundary, entry.token, entry.unready_ns = 1, 5, 1
+    assert fate(entry, words, ended=None, now_ns=2 * WITHDRAWN_NS) is Fate.OPEN
 
 
 def test_a_ready_edit_is_let_go_of_only_when_nobody_can_apply_it() -> None:

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import math
+import os
+import subprocess
+import sys
 from dataclasses import asdict
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -11,7 +15,7 @@ import torch
 
 from paramd.errors import UsageError
 from paramd.v1 import sidecar_pb2 as pb
-from paramd_service.sidecar.statistics import reduce, reduce_many
+from paramd_service.sidecar.statistics import EXIT_HALF_LOADED, reduce, reduce_many
 from paramd_service.sidecar.statistics.reduce import EXPONENT_BEGIN, EXPONENT_BINS
 
 FLOATS = ["float16", "bfloat16", "float32", "float64", "float8_e4m3fn", "float8_e5m2"]
@@ -173,3 +177,37 @@ def test_a_dtype_without_statistics_is_refused(dtype: str) -> None:
 
 def _numbers(reduced: reduce.Reduced) -> dict[str, object]:
     return {name: value for name, value in asdict(reduced).items() if name != "exponents"}
+
+
+_LOADS = """
+import os, resource, sys
+from paramd.errors import ExhaustedError
+used, (soft, hard) = len(os.listdir("/proc/self/fd")), resource.getrlimit(resource.RLIMIT_NOFILE)
+resource.setrlimit(resource.RLIMIT_NOFILE, (used + 8, hard))
+try:
+    import paramd_service.sidecar.statistics
+except ExhaustedError as error:
+    print(error)
+assert "torch" not in sys.modules
+resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+import paramd_service.sidecar.statistics.reduce
+print("loaded")
+"""
+
+
+def test_torch_is_loaded_when_there_is_room_and_not_by_halves() -> None:
+    done = subprocess.run([sys.executable, "-c", _LOADS], capture_output=True, text=True)
+    assert done.stdout.splitlines()[1:] == ["loaded"], done
+    assert done.stdout.startswith("no file descriptor is left")
+
+
+def test_a_sidecar_whose_torch_is_half_loaded_ends(tmp_path: Path) -> None:
+    (tmp_path / "torch.py").write_text("raise ImportError('libtorch.so: cannot map')")
+    done = subprocess.run(
+        [sys.executable, "-c", "import paramd_service.sidecar.statistics"],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "PYTHONPATH": str(tmp_path)},
+    )
+    assert done.returncode == EXIT_HALF_LOADED
+    assert "torch could not be loaded (ImportError('libtorch.so" in done.stderr

@@ -141,6 +141,7 @@ class Tokens:
         self._on_revoked = on_revoked
         self._clock = clock
         self._found: dict[str, tuple[TokenRow, float]] = {}
+        self._revoked_count = 0
 
     def is_secret(self, text: str) -> bool:
         """Whether `text` is, or holds, what must not stand in a URL or a log."""
@@ -220,6 +221,7 @@ class Tokens:
         async with self._recorded(by, "token.revoke", {"name": name[:MAX_NAME_CHARS]}):
             row = await store.revoke(name, now_s=self._clock())
         self._found.pop(row.digest, None)
+        self._revoked_count += 1
         self._on_revoked(row)
         return row
 
@@ -239,9 +241,12 @@ class Tokens:
         if kept is not None and now_s < kept[1]:
             return kept[0]
         self._found.pop(digest, None)
+        before = self._revoked_count
         row = await self._the_store().find(digest)
         if row is None or not hmac.compare_digest(row.digest, digest):
             return None
+        if self._revoked_count != before:
+            return row  # it may be what stood there before it was revoked: not kept
         if len(self._found) >= _KEPT:
             self._found.clear()
         self._found[digest] = (row, now_s + KEPT_S)

@@ -237,6 +237,8 @@ def fate(entry: Entry, words: Sequence[int], *, ended: Ownership | None, now_ns:
         now_ns: CLOCK_MONOTONIC.
     """
     number, token = entry.boundary, entry.token
+    # Before all others: the trainer clears it last, when the words below tell what was agreed.
+    promised = words[Word.PROMISED]
     if (words[Word.EDIT_APPLIED], words[Word.EDIT_TOKEN]) == (number, token):
         return Fate.APPLIED
     agreed = words[Word.AGREED]
@@ -253,6 +255,6 @@ def fate(entry: Entry, words: Sequence[int], *, ended: Ownership | None, now_ns:
         entry.unready_ns = 0
         return Fate.OPEN
     entry.unready_ns = entry.unready_ns if entry.unready_ns else now_ns
-    if now_ns - entry.unready_ns < WITHDRAWN_NS or words[Word.PROMISED] == number:
+    if now_ns - entry.unready_ns < WITHDRAWN_NS or promised == number:
         return Fate.OPEN
     return Fate.NEVER

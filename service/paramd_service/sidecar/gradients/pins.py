@@ -134,11 +134,14 @@ class GradientPins:
         snapshot = self._store.reserve(key, at_boundary=False, who=who)
         try:
             if snapshot.block is None and snapshot.size_bytes:
-                snapshot.block = await asyncio.shield(
-                    self._loop.run_in_executor(
-                        self._executor, self._blocks.make, snapshot.size_bytes
-                    )
+                making = self._loop.run_in_executor(
+                    self._executor, self._blocks.make, snapshot.size_bytes
                 )
+                try:
+                    snapshot.block = await asyncio.shield(making)
+                except asyncio.CancelledError:
+                    making.add_done_callback(_close_made)
+                    raise
             snapshot.fill = Fill.PENDING
             _, snapshot.notes = await self.gradients.capture(
                 step, key.spans, lambda memory, slot: self._copy(snapshot, memory, slot)
@@ -179,6 +182,12 @@ class GradientPins:
             return found
 
         return await self.gradients.capture(step, key.spans, work)
+
+
+def _close_made(making: asyncio.Future[Any]) -> None:
+    """Lets go of a block that nobody waits for any more."""
+    if not making.cancelled() and making.exception() is None:
+        making.result().close()
 
 
 def _nothing(_result: Any) -> None:

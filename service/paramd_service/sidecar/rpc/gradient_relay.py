@@ -75,6 +75,8 @@ async def stream_gradients(
         patterns=(request.pattern,), every=request.every if request.every else 1, kind=kind,
         transport="auto",
     )  # fmt: skip
+    import paramd_service.sidecar.statistics  # noqa: F401 (torch, whole or not at all)
+
     transfer = Transfer()
     try:
         stream = await open_stream(GatewayReach(gatherer), transfer, wanted)

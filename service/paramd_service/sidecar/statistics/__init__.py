@@ -1,1 +1,41 @@
-"""Statistics of tensors, computed by torch."""
+"""Statistics of tensors, computed by torch.
+
+Importing this package is how a sidecar loads torch, whole or not at all. An import that fails
+halfway leaves registrations in C++ behind that any later one trips over, so that the process
+would answer no question about numbers ever again.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from contextlib import ExitStack
+
+from paramd.errors import exhausted_of
+
+ROOM = 64
+"""Descriptors that must be free before torch is loaded; it needs about a dozen at a time."""
+
+EXIT_HALF_LOADED = 71
+
+
+def _load_torch() -> None:
+    if "torch" in sys.modules:
+        return
+    with ExitStack() as taken:
+        try:
+            for _ in range(ROOM):
+                taken.enter_context(open(os.devnull, "rb"))
+        except OSError as error:
+            raise (exhausted_of(error) or error) from None
+    try:
+        import torch  # noqa: F401
+    except ModuleNotFoundError:
+        raise
+    except Exception as error:
+        # No repair within this process; the trainer starts another, which takes the memory over.
+        print(f"paramd sidecar: torch could not be loaded ({error!r})", file=sys.stderr, flush=True)
+        os._exit(EXIT_HALF_LOADED)
+
+
+_load_torch()

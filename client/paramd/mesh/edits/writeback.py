@@ -7,6 +7,7 @@ ranks at one step, or not at all. An exception inside the block writes nothing.
 from __future__ import annotations
 
 import ctypes
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, get_args
@@ -16,13 +17,15 @@ from xxhash import xxh3_128_digest
 from paramd.errors import UsageError
 from paramd.layout.edits.ops import Op
 from paramd.layout.regions import full_box
-from paramd.layout.select import Selection
+from paramd.layout.select import Selection, select
 from paramd.layout.types import Box
+from paramd.mesh.edits.calls import LEASE_S
+from paramd.mesh.peers.discovery import Reach
+from paramd.mesh.peers.sidecars import Sidecars
+from paramd.mesh.results import Summoned
 
 if TYPE_CHECKING:
     import torch
-
-    from paramd.mesh.results import Summoned
 
 Mode = Literal["replace", "delta"]
 
@@ -102,6 +105,18 @@ class Changes:
         """The tensor as it is now: changed in place, or another under any of its names."""
         others = (self._found[name] for name in known.names)
         return next((o for o in others if o is not known.tensor), known.tensor).detach()
+
+
+async def changes_of(
+    reach: Reach, patterns: Sequence[str], found: Summoned, *, mode: Mode
+) -> Changes:
+    """Notes what `found`, summoned by these patterns, holds now."""
+
+    async def attempt(sidecars: Sidecars) -> Selection:
+        return select(await reach.index(sidecars), patterns)
+
+    selection = await reach.attempts(attempt, time.monotonic() + LEASE_S)
+    return Changes(found, selection, mode=mode)
 
 
 def digest(tensor: torch.Tensor) -> bytes:

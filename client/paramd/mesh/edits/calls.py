@@ -12,7 +12,7 @@ from typing import Any, Final
 from urllib.parse import quote, urlencode
 
 from paramd.errors import ConflictError, DeadlineError, ParamdError, UnreachableError, UsageError
-from paramd.layout.edits.ops import Op
+from paramd.layout.edits.ops import OpSpec
 from paramd.mesh.edits.results import (
     Edit,
     Edits,
@@ -66,7 +66,7 @@ class EditCalls:
         self._reach = reach
 
     async def create(
-        self, edit_id: str, ops: Sequence[Op], terms: EditTerms, deadline_s: float
+        self, edit_id: str, ops: Sequence[OpSpec], terms: EditTerms, deadline_s: float
     ) -> Edit:
         """Creates an edit; without operands that are tensors it is committed too."""
         body: dict[str, Any] = {

@@ -7,7 +7,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 from paramd.errors import ParamdError
-from paramd.layout.edits.ops import Op
+from paramd.layout.edits.ops import OpSpec
 from paramd.mesh.edits.calls import EditCalls, EditTerms, new_edit_id
 from paramd.mesh.edits.results import Edit, check_applied
 from paramd.mesh.edits.upload import Progress, Uploads, manifest_of
@@ -30,7 +30,7 @@ async def make_edit(
     calls: EditCalls,
     reach: Reach,
     transfer: Transfer,
-    ops: Sequence[Op],
+    ops: Sequence[OpSpec],
     terms: EditTerms,
     sending: Sending,
     *,
@@ -42,7 +42,7 @@ async def make_edit(
     """
     check_transport(sending.transport)
     deadline_s = sending.deadline_s
-    with_data = any(op.operand is not None for op in ops)
+    with_data = any(op.data for op in ops)
     if with_data:
         await transfer.load_torch()
     edit = await calls.create(new_edit_id(), ops, terms, deadline_s)
@@ -68,7 +68,7 @@ async def _upload(
     reach: Reach,
     transfer: Transfer,
     edit_id: str,
-    ops: Sequence[Op],
+    ops: Sequence[OpSpec],
     terms: EditTerms,
     sending: Sending,
 ) -> None:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Literal, get_args
 from xxhash import xxh3_128_digest
 
 from paramd.errors import UsageError
-from paramd.layout.edits.ops import Op
+from paramd.layout.edits.ops import OpSpec
 from paramd.layout.regions import full_box
 from paramd.layout.select import Selection, select
 from paramd.layout.types import Box
@@ -76,14 +76,14 @@ class Changes:
                 copy=tensor.clone() if by_delta else None,
             )
 
-    def ops(self) -> list[Op]:
+    def ops(self) -> list[OpSpec]:
         """What has to be written, in the order of the layout.
 
         Raises:
             UsageError: names were added or taken away, or a tensor has another shape or dtype.
         """
         _check_names(self._found, self._names)
-        ops: list[Op] = []
+        ops: list[OpSpec] = []
         for name, known in self._known.items():
             tensor = self._now(known)
             if (tensor.shape, tensor.dtype) != (known.tensor.shape, known.tensor.dtype):
@@ -94,11 +94,11 @@ class Changes:
             if digest(tensor) == known.digest:
                 continue
             if known.copy is None:
-                ops.append(Op(pattern=known.pattern, op="set", operand=tensor))
+                ops.append(OpSpec(pattern=known.pattern, op="set", data=True, operand=tensor))
             else:
                 # In place: the copy is not needed any more, and the model may be large.
                 change = known.copy.neg_().add_(tensor)
-                ops.append(Op(pattern=known.pattern, op="add", operand=change))
+                ops.append(OpSpec(pattern=known.pattern, op="add", data=True, operand=change))
         return ops
 
     def _now(self, known: _Known) -> torch.Tensor:

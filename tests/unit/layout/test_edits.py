@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from paramd.errors import NotFoundError, UsageError
 from paramd.layout.dtypes import item_bytes
+from paramd.layout.edits import kinds
 from paramd.layout.edits.kinds import EditKind
 from paramd.layout.edits.ops import (
     EditOp,
@@ -282,6 +283,14 @@ def test_tensors_that_share_memory_under_two_names_are_not_edited_together() -> 
     ops = [EditOp(fqn=fqn, kind=EditKind.FILL) for fqn in ("whole", "half")]
     with pytest.raises(UsageError, match="share memory"):
         plan_edit(Layout(1, (64,), tensors), ops)
+
+
+def test_the_table_has_every_kind_of_the_proto_and_only_numbers_there_are() -> None:
+    named = {f"EDIT_KIND_{kind.name}": int(kind) for kind in kinds.KINDS}
+    assert named | {"EDIT_KIND_UNSPECIFIED": 0} == dict(pb.EditKind.items())
+    for kind in kinds.KINDS.values():
+        assert set(kind.needed) <= set(kind.numbers) <= set(kinds.NUMBERS)
+        assert kind.with_data or kind.without_data
 
 
 def test_words_become_operations_on_what_their_patterns_match() -> None:

@@ -302,8 +302,8 @@ def _checked_numbers(spec: OpSpec, kind: EditKind) -> dict[str, float]:
     taken = about.taken(with_data=spec.data)
     for name, number in given.items():
         if name not in taken:
-            what = "with data" if spec.data else "it"
-            raise UsageError(f"{kind.word} {what} takes no {name}; leave it out")
+            what = f"{kind.word} with data" if spec.data else kind.word
+            raise UsageError(f"{what} takes no {name}; leave it out")
         if math.isnan(number) and name != "value":
             raise UsageError(f"{name}: NaN; expected a number")
     for name in about.needed:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Annotated, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+from pydantic_core import PydanticCustomError
 
 from paramd.layout.edits.kinds import BY_WORD
 from paramd_service.control.edits.holds import DEFAULT_LEASE_S, MAX_LEASE_S, MAX_STEPS
@@ -17,7 +18,7 @@ EditStateName = Literal["STAGING", "STAGED", "COMMITTED", "APPLIED", "ABORTED", 
 
 def _known(word: str) -> str:
     if word not in BY_WORD:
-        raise ValueError(f"expected one of {', '.join(BY_WORD)}")
+        raise PydanticCustomError("kind", "expected one of {words}", {"words": ", ".join(BY_WORD)})
     return word
 
 

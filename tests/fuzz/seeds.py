@@ -8,11 +8,12 @@ import zlib
 from collections.abc import Callable
 
 from paramd.layout import codec
-from paramd.layout.edits.ops import EditKind, EditOp, encode_op
+from paramd.layout.edits.kinds import EditKind
+from paramd.layout.edits.ops import EditOp, encode_op
 from paramd.layout.exports.safetensors import TensorSpec, encode_header
 from paramd.layout.merge import LocalLayout, LocalTensor
 from paramd.layout.types import Box, Layout
-from paramd.memory.edit_program import NO_DATA, Op, Record, program_bytes, write_program
+from paramd.memory.edit_program import NO_DATA, Record, program_bytes, write_program
 from paramd.security.tickets import Role
 from paramd.v1 import sidecar_pb2 as pb
 from paramd.wire import data_chunk
@@ -146,9 +147,9 @@ def _ticket() -> list[bytes]:
 
 def _program() -> list[bytes]:
     records = (
-        Record(Op.SET, "float32", 64, (2, 3), (3, 1), data_begin=512, preimage_begin=512),
-        Record(Op.CLAMP, "bfloat16", 128, (5,), (2,), min=-1.0, max=1.0),
-        Record(Op.FILL, "int64", 0, (), (), NO_DATA, value=3.0),
+        Record(EditKind.SET, "float32", 64, (2, 3), (3, 1), data_begin=512, preimage_begin=512),
+        Record(EditKind.CLAMP, "bfloat16", 128, (5,), (2,), min=-1.0, max=1.0),
+        Record(EditKind.FILL, "int64", 0, (), (), NO_DATA, value=3.0),
     )
     found = []
     for count in range(len(records) + 1):

@@ -11,7 +11,8 @@ from typing import Any
 import grpc
 import torch
 
-from paramd.layout.edits.ops import EditKind, EditOp, encode_op
+from paramd.layout.edits.kinds import EditKind
+from paramd.layout.edits.ops import EditOp, encode_op
 from paramd.layout.merge import layout_digest
 from paramd.layout.regions import full_box
 from paramd.layout.types import Layout, Piece, TensorKind, TensorLayout

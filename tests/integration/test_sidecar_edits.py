@@ -15,7 +15,8 @@ import pytest
 import torch
 import xxhash
 
-from paramd.layout.edits.ops import EditKind, EditOp
+from paramd.layout.edits.kinds import EditKind
+from paramd.layout.edits.ops import EditOp
 from paramd.layout.types import Box
 from paramd.memory import handover
 from paramd.memory.control_page import Word

@@ -215,7 +215,8 @@ def edit(
     numbers = {"fill": fill, "mul": mul, "add": add, "clamp": _bounds(clamp)}
     form: dict[str, Any] = {name: value for name, value in numbers.items() if value is not None}
     if len(form) + (from_file is not None) != 1:
-        raise UsageError("edit: give exactly one of --fill, --mul, --add, --clamp, --from")
+        options = ", ".join(f"--{name}" for name in numbers)
+        raise UsageError(f"edit: give exactly one of {options}, --from")
     if lerp is not None and from_file is None:
         raise UsageError("--lerp: needs --from, whose tensors it goes towards")
     with target.connect() as mesh, _progress() as progress:

@@ -30,6 +30,7 @@ from dataclasses import dataclass
 from enum import IntEnum
 
 from paramd.errors import UsageError
+from paramd.layout.edits.kinds import KINDS, EditKind, Kind
 
 MAGIC = 0x7061_7261_6D64_6564
 MAX_DIMS = 8
@@ -42,17 +43,6 @@ _RECORD = struct.Struct("=7q4d8q8q")
 
 HEADER_BYTES = _HEADER.size
 RECORD_BYTES = _RECORD.size
-
-
-class Op(IntEnum):
-    """What is done; the numbers are those of paramd.v1.EditKind."""
-
-    SET = 1  # x = data
-    ADD = 2  # x = x + weight * (data or value)
-    MUL = 3  # x = x * (data or value)
-    LERP = 4  # x = x + weight * (data - x)
-    FILL = 5  # x = value
-    CLAMP = 6  # x = min(max(x, min), max)
 
 
 class Flag(IntEnum):
@@ -83,7 +73,7 @@ DTYPES: tuple[DtypeCode, ...] = (
     DtypeCode("uint8", 1, False),
     DtypeCode("bool", 1, False),
 )
-"""By code. What is not floating can only be SET and FILLed."""
+"""By code."""
 
 DTYPE_CODES = {dtype.name: code for code, dtype in enumerate(DTYPES)}
 
@@ -92,7 +82,7 @@ DTYPE_CODES = {dtype.name: code for code, dtype in enumerate(DTYPES)}
 class Record:
     """One strided view of the arena and what is done with it; see the module's text."""
 
-    op: Op
+    op: EditKind
     dtype: str
     arena_begin: int
     sizes: tuple[int, ...]
@@ -222,12 +212,13 @@ def _parsed(memory: memoryview, begin: int, count: int, arena_bytes: int) -> Ite
 
 def _checked(fields: tuple[float, ...], arena_bytes: int, memory_bytes: int) -> Record:
     op, code, dim_count, flags, arena_begin, data_begin, preimage_begin = map(int, fields[:7])
-    if not (Op.SET <= op <= Op.CLAMP and 0 <= code < len(DTYPES) and 0 <= dim_count <= MAX_DIMS):
+    known = op in KINDS and 0 <= code < len(DTYPES)
+    if not (known and 0 <= dim_count <= MAX_DIMS):
         raise UsageError(f"has op {op}, dtype code {code} and {dim_count} dims; none such is known")
     sizes = tuple(int(n) for n in fields[11 : 11 + dim_count])
     strides = tuple(int(n) for n in fields[19 : 19 + dim_count])
     record = Record(
-        op=Op(op),
+        op=EditKind(op),
         dtype=DTYPES[code].name,
         arena_begin=arena_begin,
         sizes=sizes,
@@ -245,7 +236,7 @@ def _checked(fields: tuple[float, ...], arena_bytes: int, memory_bytes: int) -> 
             f"has sizes {sizes} and strides {strides}; expected above 0, and not below 0"
         )
     _check_places(record, arena_bytes, memory_bytes)
-    _check_operand(record, floating=DTYPES[code].floating)
+    _check_operand(record, KINDS[record.op], floating=DTYPES[code].floating)
     return record
 
 
@@ -264,18 +255,18 @@ def _check_places(record: Record, arena_bytes: int, memory_bytes: int) -> None:
             )
 
 
-def _check_operand(record: Record, *, floating: bool) -> None:
+def _check_operand(record: Record, kind: Kind, *, floating: bool) -> None:
     op, has_data = record.op, record.data_begin != NO_DATA
-    if not floating and op not in (Op.SET, Op.FILL):
+    if not floating and record.dtype not in kind.others:
         raise UsageError(f"would {op.name} elements of {record.dtype}; they can only be set")
-    if has_data != (op in (Op.SET, Op.LERP)) and op not in (Op.ADD, Op.MUL):
+    if not (kind.with_data if has_data else kind.without_data):
         raise UsageError(f"would {op.name} {'with' if has_data else 'without'} data")
-    if has_data and record.preimage_begin == record.data_begin and op is not Op.SET:
+    if has_data and record.preimage_begin == record.data_begin and op is not EditKind.SET:
         raise UsageError(f"would swap data with what it held, in {op.name}")
-    if op is Op.FILL and not floating and not _fits(record.dtype, record.value):
-        raise UsageError(f"would fill {record.dtype} with {record.value}")
-    if op is Op.CLAMP and not record.min <= record.max:
-        raise UsageError(f"would clamp to [{record.min}, {record.max}]")
+    if not floating and not has_data and not _fits(record.dtype, record.value):
+        raise UsageError(f"would {op.name} {record.dtype} with {record.value}")
+    if "min" in kind.numbers and not record.min <= record.max:
+        raise UsageError(f"would {op.name} to [{record.min}, {record.max}]")
 
 
 def _fits(dtype: str, value: float) -> bool:

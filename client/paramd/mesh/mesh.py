@@ -18,7 +18,7 @@ from paramd.errors import UsageError
 from paramd.layout.types import Layout
 from paramd.mesh import loop
 from paramd.mesh.amesh import AsyncMesh
-from paramd.mesh.exports.results import Export
+from paramd.mesh.exports.export import Export
 from paramd.mesh.loop import UNSET, Timeout
 from paramd.mesh.peers.control import Find
 from paramd.mesh.reading.transfer import Transport
@@ -186,7 +186,7 @@ class Mesh:
     resume = _blocking(AsyncMesh.resume)
     writeback = _block(AsyncMesh.writeback)
 
-    export = _blocking_as(AsyncMesh.export, lambda mesh, begun: Export(mesh, begun.info))
+    export = _blocking_as(AsyncMesh.export, lambda mesh, begun: Export(mesh._run, begun))
     exports = _blocking(AsyncMesh.exports)
     get_export = _blocking(AsyncMesh.get_export)
     cancel_export = _blocking(AsyncMesh.cancel_export)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from paramd.memory.edit_program import NO_DATA, Op, Record
+from paramd.layout.edits.kinds import KINDS, EditKind
+from paramd.memory.edit_program import NO_DATA, Record
 
 CHUNK_BYTES = 256 << 10
 """Swapped at once: three chunks stay in a core's cache."""
@@ -56,33 +57,16 @@ def run(
 
     All tensors have the record's dtype and shape. Call it under `torch.no_grad`.
     """
-    if record.op is Op.SET and data is not None and record.data_begin == record.preimage_begin:
+    if (
+        record.op is EditKind.SET
+        and data is not None
+        and record.data_begin == record.preimage_begin
+    ):
         _swap(target, data)
         return
     if preimage is not None:
         preimage.copy_(target)
-    if record.op is Op.SET and data is not None:
-        target.copy_(data)
-    elif record.op is Op.FILL:
-        target.fill_(record.value if target.is_floating_point() else int(record.value))
-    elif record.op is Op.CLAMP:
-        target.clamp_(record.min, record.max)
-    else:
-        _compute(record, target, data)
-
-
-def _compute(record: Record, target: torch.Tensor, data: torch.Tensor | None) -> None:
-    if record.op is Op.ADD:
-        if data is not None:
-            target.add_(data, alpha=record.weight)
-        else:
-            target.add_(record.weight * record.value)
-    elif record.op is Op.MUL:
-        target.mul_(data if data is not None else record.value)
-    else:
-        assert record.op is Op.LERP
-        assert data is not None
-        target.lerp_(data, record.weight)
+    KINDS[record.op].apply(target, record, data)
 
 
 def _swap(target: torch.Tensor, data: torch.Tensor) -> None:

@@ -19,8 +19,9 @@ import torch
 import torch.distributed as dist
 
 import paramd
+from paramd.layout.edits.kinds import EditKind
 from paramd.memory.control_page import Word
-from paramd.memory.edit_program import Op, Record, write_program
+from paramd.memory.edit_program import Record, write_program
 from paramd.memory.sparse import SparseMemory
 from paramd.trainer.attaching.attachment import Attachment
 from paramd.trainer.boundary.agreement import EDIT, HOLD, RESUME, STEP
@@ -42,7 +43,7 @@ class Driver(threading.Thread):
         self.memory = SparseMemory(attachment._sidecar.own_descriptors().edits)
         self.records = [
             Record(
-                Op.MUL,
+                EditKind.MUL,
                 shard.dtype,
                 begin,
                 tuple(shard.tensor.shape),

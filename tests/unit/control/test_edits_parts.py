@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from paramd.errors import ExhaustedError, NotFoundError, UsageError
-from paramd.layout.edits.ops import EditWords
+from paramd.layout.edits.ops import OpSpec
 from paramd.layout.select import NameIndex
 from paramd.layout.stats import Stats
 from paramd.layout.types import Box, Layout, Piece, TensorKind, TensorLayout
@@ -57,43 +57,43 @@ def layout() -> Layout:
     )
 
 
-def plan(*words: EditWords, **fields: Any) -> Any:
-    wish = Wish(words=words, **fields)
+def plan(*words: OpSpec, **fields: Any) -> Any:
+    wish = Wish(ops=words, **fields)
     return plan_wish(NameIndex(layout()), wish, edit_id=ID, epoch=1, layout_digest="d")
 
 
 def test_a_plan_tells_names_sizes_and_the_share_of_the_model() -> None:
-    found = plan(EditWords(pattern="*", op="mul", value=0.5), reset_moments=True)
+    found = plan(OpSpec(pattern="*", op="mul", value=0.5), reset_moments=True)
     assert [op.fqn for op in found.manifest.ops] == ["bias", "weight"]
     assert found.manifest.reset_moments
     assert found.manifest.undoable
     assert (found.size_bytes, found.share) == (48, 1.0)
     (told,) = found.documents
     assert (told["names"], told["name_count"], told["numel"]) == (["bias", "weight"], 2, 12)
-    again = plan(EditWords(pattern="*", op="mul", value=0.5), reset_moments=True)
+    again = plan(OpSpec(pattern="*", op="mul", value=0.5), reset_moments=True)
     assert found.digest == again.digest
-    other = plan(EditWords(pattern="*", op="mul", value=0.5))
+    other = plan(OpSpec(pattern="*", op="mul", value=0.5))
     assert found.digest != other.digest
-    part = plan(EditWords(pattern="weight[0:1]", op="fill", value=0.0))
+    part = plan(OpSpec(pattern="weight[0:1]", op="fill", value=0.0))
     assert part.share == pytest.approx(2 / 12)
 
 
 @pytest.mark.parametrize(
     ("words", "error"),
     [
-        (EditWords(pattern="nothing", op="fill", value=0.0), NotFoundError),
-        (EditWords(pattern="count", op="fill", value=0.0), UsageError),
-        (EditWords(pattern="bias", op="fill", value=float("nan")), UsageError),
-        (EditWords(pattern="bias", op="eval"), UsageError),
+        (OpSpec(pattern="nothing", op="fill", value=0.0), NotFoundError),
+        (OpSpec(pattern="count", op="fill", value=0.0), UsageError),
+        (OpSpec(pattern="bias", op="fill", value=float("nan")), UsageError),
+        (OpSpec(pattern="bias", op="eval"), UsageError),
     ],
 )
-def test_what_does_not_fit_is_refused(words: EditWords, error: type[Exception]) -> None:
+def test_what_does_not_fit_is_refused(words: OpSpec, error: type[Exception]) -> None:
     with pytest.raises(error):
         plan(words)
 
 
 def test_an_undo_has_the_operations_of_what_it_undoes() -> None:
-    done = plan(EditWords(pattern="weight", op="set", data=True))
+    done = plan(OpSpec(pattern="weight", op="set", data=True))
     found = plan_undo(NameIndex(layout()), done.manifest, done.documents, edit_id="1" * 32)
     assert list(found.manifest.ops) == list(done.manifest.ops)
     assert found.manifest.undo_of == ID
@@ -103,8 +103,8 @@ def test_an_undo_has_the_operations_of_what_it_undoes() -> None:
 def test_replicas_must_have_the_same_data_and_shards_need_not() -> None:
     index = NameIndex(layout())
     done = plan(
-        EditWords(pattern="bias", op="set", data=True),
-        EditWords(pattern="weight", op="set", data=True),
+        OpSpec(pattern="bias", op="set", data=True),
+        OpSpec(pattern="weight", op="set", data=True),
     )
     check = same_data(index, ops_of(index, done.manifest))
     assert check({0: (b"a", b"x"), 1: (b"a", b"y")}) == ""
@@ -113,7 +113,7 @@ def test_replicas_must_have_the_same_data_and_shards_need_not() -> None:
 
 def test_statistics_count_replicas_once() -> None:
     index = NameIndex(layout())
-    ops = ops_of(index, plan(EditWords(pattern="*", op="mul", value=2.0)).manifest)
+    ops = ops_of(index, plan(OpSpec(pattern="*", op="mul", value=2.0)).manifest)
     one = Stats(count=4, mean=1.0, sum_squares=4.0, min=1.0, max=1.0)
     found = merged(index, ops, {0: [one, one], 1: [one, one]})
     assert found is not None

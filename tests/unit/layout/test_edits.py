@@ -12,10 +12,11 @@ from hypothesis import strategies as st
 
 from paramd.errors import NotFoundError, UsageError
 from paramd.layout.dtypes import item_bytes
+from paramd.layout.edits import kinds
+from paramd.layout.edits.kinds import EditKind
 from paramd.layout.edits.ops import (
-    EditKind,
     EditOp,
-    EditWords,
+    OpSpec,
     decode_ops,
     edit_ops,
     encode_op,
@@ -284,21 +285,29 @@ def test_tensors_that_share_memory_under_two_names_are_not_edited_together() -> 
         plan_edit(Layout(1, (64,), tensors), ops)
 
 
+def test_the_table_has_every_kind_of_the_proto_and_only_numbers_there_are() -> None:
+    named = {f"EDIT_KIND_{kind.name}": int(kind) for kind in kinds.KINDS}
+    assert named | {"EDIT_KIND_UNSPECIFIED": 0} == dict(pb.EditKind.items())
+    for kind in kinds.KINDS.values():
+        assert set(kind.needed) <= set(kind.numbers) <= set(kinds.NUMBERS)
+        assert kind.with_data or kind.without_data
+
+
 def test_words_become_operations_on_what_their_patterns_match() -> None:
     index = NameIndex(PLAIN)
     assert edit_ops(
         index,
         [
-            EditWords(pattern="f[1:3]", op="add", value=2.0),
-            EditWords(pattern="h", op="set", data=True),
-            EditWords(pattern="?", op="clamp", max=1.0),
+            OpSpec(pattern="f[1:3]", op="add", value=2.0),
+            OpSpec(pattern="h", op="set", data=True),
+            OpSpec(pattern="?", op="clamp", max=1.0),
         ],
     )[:3] == [
         EditOp(fqn="f", box=Box((1, 0), (3, 4)), kind=EditKind.ADD, value=2.0),
         EditOp(fqn="h", kind=EditKind.SET, with_data=True),
         EditOp(fqn="f", kind=EditKind.CLAMP, max=1.0),
     ]
-    assert edit_ops(index, [EditWords(pattern="tied.f", op="fill", value=0)])[0].fqn == "f"
+    assert edit_ops(index, [OpSpec(pattern="tied.f", op="fill", value=0)])[0].fqn == "f"
 
 
 @pytest.mark.parametrize(
@@ -317,7 +326,7 @@ def test_words_become_operations_on_what_their_patterns_match() -> None:
 )
 def test_wrong_words_are_refused(fields: dict[str, object], words: str) -> None:
     with pytest.raises((UsageError, NotFoundError), match=words):
-        edit_ops(NameIndex(PLAIN), [EditWords(**fields)])  # type: ignore[arg-type]
+        edit_ops(NameIndex(PLAIN), [OpSpec(**fields)])  # type: ignore[arg-type]
 
 
 def test_operations_survive_the_wire_and_manifests_have_digests() -> None:

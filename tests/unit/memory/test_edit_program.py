@@ -8,12 +8,12 @@ from dataclasses import replace
 import pytest
 
 from paramd.errors import UsageError
+from paramd.layout.edits.kinds import EditKind
 from paramd.memory.edit_program import (
     ANY_STEP,
     HEADER_BYTES,
     MAX_DIMS,
     RECORD_BYTES,
-    Op,
     Record,
     parse_program,
     program_bytes,
@@ -22,7 +22,7 @@ from paramd.memory.edit_program import (
 )
 
 ARENA_BYTES = 4096
-SET = Record(Op.SET, "float32", 64, (4, 8), (16, 1), data_begin=1024, preimage_begin=2048)
+SET = Record(EditKind.SET, "float32", 64, (4, 8), (16, 1), data_begin=1024, preimage_begin=2048)
 
 
 def round_trip(*records: Record, size_bytes: int = 1 << 16, begin: int = 0) -> list[Record]:
@@ -44,11 +44,11 @@ def test_a_program_says_at_which_step_it_may_run(step: int) -> None:
 def test_what_is_written_is_what_is_parsed() -> None:
     records = [
         SET,
-        Record(Op.ADD, "bfloat16", 2048, (3,), (1,), data_begin=4096, weight=-1.0),
-        Record(Op.MUL, "float64", 8, (), (), value=0.5, reset_moments=True),
-        Record(Op.LERP, "float16", 0, (2, 1, 3), (3, 0, 1), data_begin=8, weight=0.25),
-        Record(Op.FILL, "bool", 4095, (1,), (1,), value=1.0),
-        Record(Op.CLAMP, "float32", 0, (1,) * MAX_DIMS, (1,) * MAX_DIMS, min=-1.0),
+        Record(EditKind.ADD, "bfloat16", 2048, (3,), (1,), data_begin=4096, weight=-1.0),
+        Record(EditKind.MUL, "float64", 8, (), (), value=0.5, reset_moments=True),
+        Record(EditKind.LERP, "float16", 0, (2, 1, 3), (3, 0, 1), data_begin=8, weight=0.25),
+        Record(EditKind.FILL, "bool", 4095, (1,), (1,), value=1.0),
+        Record(EditKind.CLAMP, "float32", 0, (1,) * MAX_DIMS, (1,) * MAX_DIMS, min=-1.0),
     ]
     assert round_trip(*records, begin=512) == records
     assert round_trip() == []
@@ -70,15 +70,15 @@ REFUSED = {
     "no elements": replace(SET, sizes=(0, 8)),
     "a negative stride": replace(SET, strides=(-1, 1)),
     "SET without data": replace(SET, data_begin=-1),
-    "FILL with data": replace(SET, op=Op.FILL),
-    "an integer that is added to": replace(SET, op=Op.ADD, dtype="int32"),
-    "half an integer": Record(Op.FILL, "int32", 0, (1,), (1,), value=0.5),
-    "an integer that does not fit": Record(Op.FILL, "int8", 0, (1,), (1,), value=128.0),
-    "an infinite integer": Record(Op.FILL, "int8", 0, (1,), (1,), value=math.inf),
-    "a bool of 2": Record(Op.FILL, "bool", 0, (1,), (1,), value=2.0),
-    "bounds upside down": Record(Op.CLAMP, "float32", 0, (1,), (1,), min=1.0, max=0.0),
-    "a bound that is NaN": Record(Op.CLAMP, "float32", 0, (1,), (1,), min=math.nan),
-    "an addition that swaps": replace(SET, op=Op.ADD, preimage_begin=SET.data_begin),
+    "FILL with data": replace(SET, op=EditKind.FILL),
+    "an integer that is added to": replace(SET, op=EditKind.ADD, dtype="int32"),
+    "half an integer": Record(EditKind.FILL, "int32", 0, (1,), (1,), value=0.5),
+    "an integer that does not fit": Record(EditKind.FILL, "int8", 0, (1,), (1,), value=128.0),
+    "an infinite integer": Record(EditKind.FILL, "int8", 0, (1,), (1,), value=math.inf),
+    "a bool of 2": Record(EditKind.FILL, "bool", 0, (1,), (1,), value=2.0),
+    "bounds upside down": Record(EditKind.CLAMP, "float32", 0, (1,), (1,), min=1.0, max=0.0),
+    "a bound that is NaN": Record(EditKind.CLAMP, "float32", 0, (1,), (1,), min=math.nan),
+    "an addition that swaps": replace(SET, op=EditKind.ADD, preimage_begin=SET.data_begin),
 }
 
 

@@ -25,7 +25,8 @@ from paramd.errors import (
     NotFoundError,
     UsageError,
 )
-from paramd.layout.edits.ops import EditKind, EditOp
+from paramd.layout.edits.kinds import EditKind
+from paramd.layout.edits.ops import EditOp
 from paramd.layout.regions import full_box, row_major
 from paramd.layout.types import Box
 from paramd.memory import handover

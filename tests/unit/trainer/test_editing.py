@@ -10,9 +10,10 @@ from dataclasses import replace
 import pytest
 import torch
 
+from paramd.layout.edits.kinds import EditKind
 from paramd.memory.arena import HostArena
 from paramd.memory.control_page import ControlPage, Word
-from paramd.memory.edit_program import ANY_STEP, Op, Record, write_program
+from paramd.memory.edit_program import ANY_STEP, Record, write_program
 from paramd.memory.gate import TrainerGate, state_of
 from paramd.memory.shared import Descriptors
 from paramd.memory.sparse import SparseMemory
@@ -101,7 +102,7 @@ def bench() -> Iterator[Bench]:
     bench.close()
 
 
-def block(op: Op, **fields: float) -> Record:
+def block(op: EditKind, **fields: float) -> Record:
     """Rows [1, 3) and columns [2, 6) of the first parameter."""
     begin = 4 * (1 * COLUMNS + 2)
     record = Record(op, "float32", begin, (2, 4), (COLUMNS, 1), preimage_begin=PREIMAGE)
@@ -111,14 +112,17 @@ def block(op: Op, **fields: float) -> Record:
 Expected = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 CASES: dict[str, tuple[Record, Expected]] = {
-    "set": (block(Op.SET, data_begin=DATA), lambda x, d: d),
-    "add data": (block(Op.ADD, data_begin=DATA, weight=-2.0), lambda x, d: x - 2 * d),
-    "add a value": (block(Op.ADD, value=3.0, weight=2.0), lambda x, d: x + 6.0),
-    "mul by data": (block(Op.MUL, data_begin=DATA), lambda x, d: x * d),
-    "mul by a value": (block(Op.MUL, value=0.5), lambda x, d: x * 0.5),
-    "lerp": (block(Op.LERP, data_begin=DATA, weight=0.25), lambda x, d: torch.lerp(x, d, 0.25)),
-    "fill": (block(Op.FILL, value=7.0), lambda x, d: torch.full_like(x, 7.0)),
-    "clamp": (block(Op.CLAMP, min=11.0), lambda x, d: x.clamp(min=11.0)),
+    "set": (block(EditKind.SET, data_begin=DATA), lambda x, d: d),
+    "add data": (block(EditKind.ADD, data_begin=DATA, weight=-2.0), lambda x, d: x - 2 * d),
+    "add a value": (block(EditKind.ADD, value=3.0, weight=2.0), lambda x, d: x + 6.0),
+    "mul by data": (block(EditKind.MUL, data_begin=DATA), lambda x, d: x * d),
+    "mul by a value": (block(EditKind.MUL, value=0.5), lambda x, d: x * 0.5),
+    "lerp": (
+        block(EditKind.LERP, data_begin=DATA, weight=0.25),
+        lambda x, d: torch.lerp(x, d, 0.25),
+    ),
+    "fill": (block(EditKind.FILL, value=7.0), lambda x, d: torch.full_like(x, 7.0)),
+    "clamp": (block(EditKind.CLAMP, min=11.0), lambda x, d: x.clamp(min=11.0)),
 }
 
 
@@ -144,7 +148,7 @@ def test_a_swap_leaves_what_was_there_where_the_data_were(bench: Bench, rows: in
     data = -torch.arange(1.0, 1 + 4 * rows).view(rows, 4)
     bench.put(data)
     before = bench.param.detach().clone()
-    record = Record(Op.SET, "float32", 0, (rows, 4), (COLUMNS, 1), DATA, DATA)
+    record = Record(EditKind.SET, "float32", 0, (rows, 4), (COLUMNS, 1), DATA, DATA)
     bench.apply(record)
     assert torch.equal(bench.param[:rows, :4].detach(), data)
     assert torch.equal(bench.kept(rows, 4, begin=DATA), before[:rows, :4])
@@ -154,7 +158,7 @@ def test_a_swap_leaves_what_was_there_where_the_data_were(bench: Bench, rows: in
 
 
 def test_moments_of_the_changed_elements_alone_are_reset(bench: Bench) -> None:
-    bench.apply(replace(block(Op.MUL, value=1.0), reset_moments=True))
+    bench.apply(replace(block(EditKind.MUL, value=1.0), reset_moments=True))
     changed = torch.zeros(ROWS, COLUMNS, dtype=torch.bool)
     changed[1:3, 2:6] = True
     state = bench.adam.state[bench.param]
@@ -167,7 +171,7 @@ def test_moments_of_the_changed_elements_alone_are_reset(bench: Bench) -> None:
 def test_moments_with_other_strides_are_reset_too(bench: Bench) -> None:
     state = bench.adam.state[bench.param]
     state["exp_avg"] = state["exp_avg"].t().contiguous().t()
-    bench.apply(replace(block(Op.MUL, value=1.0), reset_moments=True))
+    bench.apply(replace(block(EditKind.MUL, value=1.0), reset_moments=True))
     changed = torch.zeros(ROWS, COLUMNS, dtype=torch.bool)
     changed[1:3, 2:6] = True
     assert torch.equal(state["exp_avg"] == 0, changed)
@@ -175,7 +179,7 @@ def test_moments_with_other_strides_are_reset_too(bench: Bench) -> None:
 
 def test_an_edit_is_a_state_of_its_own_at_the_same_step(bench: Bench) -> None:
     bench.page[Word.STEP] = 5
-    bench.apply(block(Op.FILL, value=1.0))
+    bench.apply(block(EditKind.FILL, value=1.0))
     assert state_of(bench.page)[:2] == (5, 1)
     assert bench.page[Word.SEQ] == 2
     assert bench.page[Word.EDIT_STEP] == 5
@@ -184,7 +188,11 @@ def test_an_edit_is_a_state_of_its_own_at_the_same_step(bench: Bench) -> None:
 
 
 def test_what_cannot_run_is_refused_and_said_so(bench: Bench) -> None:
-    for bad in (block(Op.SET), block(Op.ADD, data_begin=1 << 60), block(Op.FILL, arena_begin=-4)):
+    for bad in (
+        block(EditKind.SET),
+        block(EditKind.ADD, data_begin=1 << 60),
+        block(EditKind.FILL, arena_begin=-4),
+    ):
         request = bench.request(bad)
         assert not bench.editor.accept(request, now=True)
         assert (bench.page[Word.REFUSED], bench.page[Word.REFUSED_STEP]) == (request.number, -1)
@@ -200,7 +208,7 @@ def test_an_edit_for_another_step_is_refused_and_both_are_named(
 ) -> None:
     words = bench.page
     words[Word.STEP] = step
-    request = bench.request(block(Op.FILL, value=1.0), if_step=6)
+    request = bench.request(block(EditKind.FILL, value=1.0), if_step=6)
     assert not bench.editor.accept(request, now=now)
     found = words[Word.REFUSED], words[Word.REFUSED_STEP], words[Word.REFUSED_IF_STEP]
     assert found == (request.number, told, 6)
@@ -209,12 +217,12 @@ def test_an_edit_for_another_step_is_refused_and_both_are_named(
 
 def test_an_edit_for_its_step_is_applied_there_and_nowhere_else(bench: Bench) -> None:
     bench.page[Word.STEP] = 6
-    request = bench.request(block(Op.FILL, value=1.0), if_step=6)
+    request = bench.request(block(EditKind.FILL, value=1.0), if_step=6)
     assert bench.editor.accept(request, now=True)
     bench.editor.apply(request, bench.gate)
     assert (bench.page[Word.EDIT_APPLIED], bench.page[Word.EDIT_STEP]) == (request.number, 6)
     # Should its boundary turn out to be another's all the same, nothing is touched.
-    request = bench.request(block(Op.FILL, value=2.0), if_step=6)
+    request = bench.request(block(EditKind.FILL, value=2.0), if_step=6)
     assert bench.editor.accept(request, now=True)
     bench.page[Word.STEP] = 8
     with pytest.raises(AssertionError, match="another step"):
@@ -227,10 +235,10 @@ def test_an_edit_for_its_step_is_applied_there_and_nowhere_else(bench: Bench) ->
 @pytest.mark.parametrize("large", ["bytes", "records"])
 def test_a_large_program_is_made_ready_in_the_background(bench: Bench, large: str) -> None:
     count = AT_ONCE_BYTES // 4 + 1024
-    records = [Record(Op.SET, "float32", 4096, (count,), (1,), DATA)]
+    records = [Record(EditKind.SET, "float32", 4096, (count,), (1,), DATA)]
     if large == "records":
         records = [
-            Record(Op.FILL, "float32", 4096 + 4 * i, (1,), (1,), value=float(i))
+            Record(EditKind.FILL, "float32", 4096 + 4 * i, (1,), (1,), value=float(i))
             for i in range(AT_ONCE_RECORDS + 1)
         ]
     bench.apply(*records)
@@ -242,7 +250,7 @@ def test_page_tables_are_made_once_until_pages_were_given_back(
 ) -> None:
     made: list[list[tuple[int, int]]] = []
     monkeypatch.setattr(edits, "_fault_in", lambda _memory, spans: made.append(list(spans)))
-    record = Record(Op.SET, "float32", 0, (48,), (1,), data_begin=DATA)
+    record = Record(EditKind.SET, "float32", 0, (48,), (1,), data_begin=DATA)
     bench.apply(record)
     bench.apply(replace(record, sizes=(8,)))
     assert made == [[(DATA, DATA + 192)], []]
@@ -255,7 +263,7 @@ def test_page_tables_are_made_once_until_pages_were_given_back(
 def test_an_edit_that_fails_half_way_is_never_served(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    request = bench.request(block(Op.FILL, value=1.0))
+    request = bench.request(block(EditKind.FILL, value=1.0))
     assert bench.editor.accept(request, now=True)
 
     def fail(*_: object) -> None:
@@ -269,7 +277,7 @@ def test_an_edit_that_fails_half_way_is_never_served(
     assert bench.page[Word.SEQ] & 1
     assert bench.page[Word.EDIT_FAILED] == request.number
     assert bench.page[Word.EDITS] == bench.page[Word.EDIT_APPLIED] == 0
-    assert not bench.editor.accept(bench.request(block(Op.FILL, value=1.0)), now=True)
+    assert not bench.editor.accept(bench.request(block(EditKind.FILL, value=1.0)), now=True)
 
 
 def test_descriptors_stay_their_owners(bench: Bench) -> None:

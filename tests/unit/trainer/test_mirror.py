@@ -9,9 +9,10 @@ import torch
 from torch import nn
 
 from paramd.errors import ConflictError, UsageError
+from paramd.layout.edits.kinds import EditKind
 from paramd.memory.arena import HostArena
 from paramd.memory.control_page import ControlPage, Word
-from paramd.memory.edit_program import Op, Record
+from paramd.memory.edit_program import Record
 from paramd.memory.gate import TrainerGate
 from paramd.memory.mirror import pack_wanted, unpack_wanted
 from paramd.memory.shared import Descriptors
@@ -121,14 +122,14 @@ def test_replaced_parameters_are_followed_and_changed_ones_refused(bench: Bench)
 
 def test_an_edits_elements_are_the_trainings_own(bench: Bench) -> None:
     at, turned = bench.place("turned"), bench.model.turned
-    record = Record(Op.FILL, "float64", at + 8, (2, 2), (1, 5), value=50.0)
+    record = Record(EditKind.FILL, "float64", at + 8, (2, 2), (1, 5), value=50.0)
     version = turned._version
     bench.home.live([record])[0].fill_(50.0)
     assert bool((turned[1:3] == 50).all())
     assert int((turned == 50).sum()) == 4
     assert turned._version == version, "autograd must not see an edit"
     with pytest.raises(ConflictError, match="no parameter's"):
-        bench.home.live([Record(Op.FILL, "bfloat16", at, (1,), (1,), value=0.0)])
+        bench.home.live([Record(EditKind.FILL, "bfloat16", at, (1,), (1,), value=0.0)])
 
 
 def test_optimizer_state_is_found_where_the_copy_would_be(bench: Bench) -> None:

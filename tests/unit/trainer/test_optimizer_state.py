@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from paramd.memory.edit_program import Op, Record
+from paramd.layout.edits.kinds import EditKind
+from paramd.memory.edit_program import Record
 from paramd.trainer.boundary.optimizer_state import find_owned, owner_of, zero_moments
 from paramd.trainer.home.storages import address
 
@@ -25,7 +26,7 @@ def test_columns_of_one_tensor_are_told_apart() -> None:
     optimizer = stepped(first, second)
     owned = find_owned([optimizer], address(both), both.nbytes)
     # Rows 1 and 2, columns 1 and 2 of `first`: behind the first byte of `second`.
-    record = Record(Op.FILL, "float32", (7 + 1) * 4, (2, 2), (7, 1), reset_moments=True)
+    record = Record(EditKind.FILL, "float32", (7 + 1) * 4, (2, 2), (7, 1), reset_moments=True)
     owner = owner_of(owned, record)
     assert owner is not None
     assert owner.param is first
@@ -42,7 +43,7 @@ def test_the_count_of_steps_is_no_moment() -> None:
     optimizer = stepped(scale)
     (owner,) = find_owned([optimizer], address(scale), 4)
     assert sorted(key for key, _ in owner.moments()) == ["exp_avg", "exp_avg_sq"]
-    zero_moments(owner, Record(Op.FILL, "float32", 0, (), (), reset_moments=True))
+    zero_moments(owner, Record(EditKind.FILL, "float32", 0, (), (), reset_moments=True))
     assert float(optimizer.state[scale]["step"]) == 1.0
     assert float(optimizer.state[scale]["exp_avg"]) == 0.0
 
@@ -50,4 +51,4 @@ def test_the_count_of_steps_is_no_moment() -> None:
 def test_what_no_optimizer_has_is_nobodys() -> None:
     both = torch.randn(4, 7)
     owned = find_owned([stepped(nn.Parameter(both[:, :3]))], address(both), both.nbytes)
-    assert owner_of(owned, Record(Op.FILL, "float32", 3 * 4, (2, 1), (7, 1))) is None
+    assert owner_of(owned, Record(EditKind.FILL, "float32", 3 * 4, (2, 1), (7, 1))) is None

@@ -1,17 +1,17 @@
-"""What an edit does to a parameter: kinds, operands, and which dtype can take them."""
+"""The operations of an edit: as users write them, and as they fit parameters and dtypes."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from enum import IntEnum
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import xxhash
 
 from paramd.errors import NotFoundError, UsageError
 from paramd.layout.dtypes import ITEM_BYTES
+from paramd.layout.edits.kinds import BITS, BY_WORD, KINDS, NUMBERS, WHOLE, EditKind, words
 from paramd.layout.regions import full_box
 from paramd.layout.select import NameIndex, Selection, select
 from paramd.layout.slices import split_slices
@@ -21,11 +21,6 @@ from paramd.v1 import sidecar_pb2 as pb
 if TYPE_CHECKING:
     import torch
 
-Number = float | int
-Operand = "Number | torch.Tensor | Mapping[str, torch.Tensor]"
-
-_FORMS = "fill=, add=, mul=, set=, lerp= or clamp="
-
 FLOAT_MAX: dict[str, float] = {
     "float64": 1.7976931348623157e308,
     "float32": 3.4028234663852886e38,
@@ -34,125 +29,94 @@ FLOAT_MAX: dict[str, float] = {
 }
 """Largest finite number of each dtype that edits compute with."""
 
-_WHOLE = frozenset({"int64", "int32", "int16", "int8", "uint8", "bool"})
-"""Dtypes that can be set and filled."""
-
-_BITS = frozenset(d for d in ITEM_BYTES if "8_" in d) | {"uint16", "uint32", "uint64", "complex64"}
-"""Dtypes whose elements are set as they are, and nothing else."""
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Op:
-    """One operation on what a pattern matches."""
+class OpSpec:
+    """One operation as users write it, in the library and over REST; None: not given."""
 
     pattern: str
+    """Glob over names; may end in a slice such as "[0:4]"."""
     op: str
-    """set, add, mul, lerp, fill or clamp."""
+    """Word of a kind."""
     value: float | None = None
     weight: float | None = None
     min: float | None = None
     max: float | None = None
-    operand: torch.Tensor | None = None
-    """Shaped like the one region that the pattern matches."""
+    data: bool = False
+    """The operand comes as data."""
+    operand: torch.Tensor | None = field(default=None, repr=False, compare=False)
+    """The data where it is at hand, shaped like the one region that the pattern matches."""
+
+    def numbers(self) -> dict[str, float]:
+        """The numbers that were given, by name."""
+        given = {name: getattr(self, name) for name in NUMBERS}
+        return {name: float(number) for name, number in given.items() if number is not None}
 
     def document(self) -> dict[str, Any]:
         """As the REST side takes it; the operand travels to the sidecars."""
         found: dict[str, Any] = {"pattern": self.pattern, "op": self.op}
-        for name in ("value", "weight", "min", "max"):
-            number = getattr(self, name)
-            if number is not None:
-                found[name] = number if math.isfinite(number) else str(number)
-        if self.operand is not None:
+        for name, number in self.numbers().items():
+            found[name] = number if math.isfinite(number) else str(number)
+        if self.data:
             found["data"] = True
         return found
 
 
-def ops_of(
-    patterns: Sequence[str],
-    *,
-    fill: Number | None = None,
-    add: Any = None,
-    mul: Any = None,
-    set: Any = None,
-    lerp: Any = None,
-    weight: Number | None = None,
-    clamp: tuple[Number | None, Number | None] | None = None,
-) -> list[Op]:
+def ops_of(patterns: Sequence[str], *, weight: float | None = None, **forms: Any) -> list[OpSpec]:
     """The operations that one call of `mesh.edit` means.
+
+    Args:
+        forms: Operands by the words of kinds; None: not given.
 
     Raises:
         UsageError: not exactly one form, or its operand does not suit it.
     """
-    forms = {"fill": fill, "add": add, "mul": mul, "set": set, "lerp": lerp, "clamp": clamp}
     given = {name: operand for name, operand in forms.items() if operand is not None}
     if len(given) != 1:
         found = ", ".join(f"{name}=" for name in given) or "none"
-        raise UsageError(f"edit: expected exactly one of {_FORMS} (given: {found})")
-    ((kind, operand),) = given.items()
-    if weight is not None and kind not in ("add", "lerp"):
-        raise UsageError(f"weight: only add= and lerp= have one, not {kind}=")
+        expected = words(lambda kind: True, "{}=")
+        raise UsageError(f"edit: expected exactly one of {expected} (given: {found})")
+    ((word, operand),) = given.items()
+    kind = KINDS[BY_WORD[word]]
+    if weight is not None and "weight" not in kind.numbers:
+        have = words(lambda kind: "weight" in kind.numbers, "{}=")
+        raise UsageError(f"weight: only {have} have one, not {word}=")
+    if weight is None and "weight" in kind.needed:
+        raise UsageError(f"{word}: needs weight=; {kind.meaning}")
     if isinstance(operand, Mapping):
         if patterns:
             raise UsageError(
-                f"edit: {kind}= is given by name, so no pattern may be given ({patterns[0]!r})"
+                f"edit: {word}= is given by name, so no pattern may be given ({patterns[0]!r})"
             )
-        return [_op(name, kind, tensor, _weight(kind, weight)) for name, tensor in operand.items()]
+        return [_op(name, word, tensor, weight) for name, tensor in operand.items()]
     if not patterns:
         raise UsageError("edit: no pattern was given; expected at least one, '*' means all")
-    if kind == "clamp":
-        low, high = _bounds(clamp)
-        return [Op(pattern=pattern, op=kind, min=low, max=high) for pattern in patterns]
-    return [_op(pattern, kind, operand, _weight(kind, weight)) for pattern in patterns]
+    return [_op(pattern, word, operand, weight) for pattern in patterns]
 
 
-def _op(pattern: str, kind: str, operand: Any, weight: float | None) -> Op:
+def _op(pattern: str, word: str, operand: Any, weight: float | None) -> OpSpec:
+    kind = KINDS[BY_WORD[word]]
+    weight = float(weight) if weight is not None else None
+    if "min" in kind.numbers:
+        low, high = _bounds(word, operand)
+        return OpSpec(pattern=pattern, op=word, min=low, max=high)
     if isinstance(operand, int | float) and not isinstance(operand, bool):
-        if kind in ("set", "lerp"):
-            raise UsageError(f"{kind}: {operand!r}; expected a tensor (fill= takes a number)")
-        return Op(pattern=pattern, op=kind, value=float(operand), weight=weight)
-    if kind == "fill" or not hasattr(operand, "data_ptr"):
-        raise UsageError(
-            f"{kind}: {type(operand).__name__}; expected "
-            f"{'a number' if kind == 'fill' else 'a tensor, or a number where it suits'}"
-        )
-    return Op(pattern=pattern, op=kind, operand=operand.detach(), weight=weight)
+        if not kind.without_data:
+            raise UsageError(f"{word}: {operand!r}; expected a tensor (fill= takes a number)")
+        return OpSpec(pattern=pattern, op=word, value=float(operand), weight=weight)
+    if not kind.with_data or not hasattr(operand, "data_ptr"):
+        expected = "a tensor, or a number where it suits" if kind.with_data else "a number"
+        raise UsageError(f"{word}: {type(operand).__name__}; expected {expected}")
+    return OpSpec(pattern=pattern, op=word, data=True, operand=operand.detach(), weight=weight)
 
 
-def _weight(kind: str, weight: Number | None) -> float | None:
-    if kind == "lerp" and weight is None:
-        raise UsageError("lerp: needs weight=, the share of the way from the parameter to the data")
-    return float(weight) if weight is not None else None
-
-
-def _bounds(clamp: tuple[Number | None, Number | None] | None) -> tuple[float | None, float | None]:
-    if not isinstance(clamp, tuple) or len(clamp) != 2 or clamp == (None, None):
-        raise UsageError(f"clamp: {clamp!r}; expected (min, max), one of which may be None")
-    low, high = (float(bound) if bound is not None else None for bound in clamp)
+def _bounds(word: str, given: Any) -> tuple[float | None, float | None]:
+    if not isinstance(given, tuple) or len(given) != 2 or given == (None, None):
+        raise UsageError(f"{word}: {given!r}; expected (min, max), one of which may be None")
+    low, high = (float(bound) if bound is not None else None for bound in given)
     if low is not None and high is not None and low > high:
-        raise UsageError(f"clamp: {low:g} is above {high:g}; give the smaller bound first")
+        raise UsageError(f"{word}: {low:g} is above {high:g}; give the smaller bound first")
     return low, high
-
-
-class EditKind(IntEnum):
-    """What an operation does with the elements x it names; numbers as in `paramd.v1.EditKind`."""
-
-    SET = 1
-    """x = data"""
-    ADD = 2
-    """x = x + weight * (data or value)"""
-    MUL = 3
-    """x = x * (data or value)"""
-    LERP = 4
-    """x = x + weight * (data - x)"""
-    FILL = 5
-    """x = value"""
-    CLAMP = 6
-    """x = min(max(x, min), max)"""
-
-    @property
-    def word(self) -> str:
-        """As users write it."""
-        return self.name.lower()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -176,17 +140,6 @@ class EditOp:
     """The operand comes as data of the region's shape, in the parameter's dtype."""
 
 
-_DATA: dict[EditKind, tuple[bool, ...]] = {
-    EditKind.SET: (True,),
-    EditKind.ADD: (True, False),
-    EditKind.MUL: (True, False),
-    EditKind.LERP: (True,),
-    EditKind.FILL: (False,),
-    EditKind.CLAMP: (False,),
-}
-"""Whether each kind takes its operand as data, as a number, or as either."""
-
-
 def check_op(op: EditOp, dtype: str, *, allow_nonfinite: bool = False) -> None:
     """Returns when a parameter of `dtype` can take the operation.
 
@@ -194,45 +147,34 @@ def check_op(op: EditOp, dtype: str, *, allow_nonfinite: bool = False) -> None:
         UsageError: it cannot, or an operand is missing or out of range.
     """
     where = f"{op.kind.word} of {op.fqn!r}"
-    if op.with_data not in _DATA[op.kind]:
+    kind = KINDS[op.kind]
+    if not (kind.with_data if op.with_data else kind.without_data):
+        takers = words(lambda kind: kind.with_data)
         raise UsageError(
-            f"{where}: needs data of the region's shape; set with_data and send it"
-            if not op.with_data
-            else f"{where}: takes numbers, not data; use set, add, mul or lerp with data"
+            f"{where}: takes numbers, not data; with data there are {takers}"
+            if op.with_data
+            else f"{where}: needs data of the region's shape; set with_data and send it"
         )
     _check_dtype(op, dtype, where)
-    if op.kind is EditKind.CLAMP:
-        _check_clamp(op, where)
-    for name, number in _numbers(op).items():
-        _check_number(name, number, dtype, where, allow_nonfinite=allow_nonfinite)
-
-
-def _numbers(op: EditOp) -> dict[str, float]:
-    """The numbers that the operation uses, but bounds that bound nothing."""
-    numbers: dict[str, float] = {}
-    if op.kind is EditKind.FILL or (op.kind in (EditKind.ADD, EditKind.MUL) and not op.with_data):
-        numbers["value"] = op.value
-    if op.kind in (EditKind.ADD, EditKind.LERP):
-        numbers["weight"] = op.weight
-    if op.kind is EditKind.CLAMP:
-        numbers |= {"min": op.min} if op.min != -math.inf else {}
-        numbers |= {"max": op.max} if op.max != math.inf else {}
-    return numbers
+    if "min" in kind.numbers:
+        _check_bounds(op, where)
+    for name in kind.taken(with_data=op.with_data):
+        number = getattr(op, name)
+        # A bound that is not given bounds nothing.
+        if name not in ("min", "max") or number != NUMBERS[name]:
+            _check_number(name, number, dtype, where, allow_nonfinite=allow_nonfinite)
 
 
 def _check_dtype(op: EditOp, dtype: str, where: str) -> None:
-    if dtype in FLOAT_MAX:
+    if dtype in FLOAT_MAX or dtype in KINDS[op.kind].others:
         return
-    if dtype not in _WHOLE and dtype not in _BITS:
+    if dtype not in WHOLE | BITS:
         raise UsageError(f"{where}: dtype {dtype} cannot be edited")
-    if op.kind is EditKind.FILL and dtype in _WHOLE:
-        return
-    if op.kind is not EditKind.SET:
-        instead = "set or fill" if dtype in _WHOLE else "set"
-        raise UsageError(f"{where}: dtype {dtype} is not computed with; use {instead}")
+    instead = words(lambda kind: dtype in kind.others).replace(", ", " or ")
+    raise UsageError(f"{where}: dtype {dtype} is not computed with; use {instead}")
 
 
-def _check_clamp(op: EditOp, where: str) -> None:
+def _check_bounds(op: EditOp, where: str) -> None:
     if not op.min <= op.max or (op.min, op.max) == (-math.inf, math.inf):
         raise UsageError(
             f"{where}: min {op.min} and max {op.max}; expected at least one bound, and min not "
@@ -269,9 +211,6 @@ def _integer_range(dtype: str) -> tuple[int, int]:
     return (0, 2**bits - 1) if dtype.startswith("u") else (-(2 ** (bits - 1)), 2 ** (bits - 1) - 1)
 
 
-_KINDS = frozenset(int(kind) for kind in EditKind)
-
-
 def encode_op(op: EditOp) -> pb.EditOp:
     """The message of an operation."""
     return pb.EditOp(
@@ -302,10 +241,10 @@ def manifest_digest(manifest: pb.EditManifest) -> bytes:
 
 
 def _decode_op(message: pb.EditOp) -> EditOp:
-    if message.kind not in _KINDS:
+    if int(message.kind) not in KINDS:
         raise UsageError(
             f"ops: kind {message.kind} of {message.fqn[:200]!r}; expected one of "
-            f"{', '.join(kind.word for kind in EditKind)}"
+            f"{', '.join(BY_WORD)}"
         )
     begin, end = tuple(message.begin), tuple(message.end)
     return EditOp(
@@ -320,55 +259,27 @@ def _decode_op(message: pb.EditOp) -> EditOp:
     )
 
 
-KINDS: dict[str, EditKind] = {kind.word: kind for kind in EditKind}
-
-_TAKES: dict[EditKind, frozenset[str]] = {
-    EditKind.SET: frozenset(),
-    EditKind.ADD: frozenset({"value", "weight"}),
-    EditKind.MUL: frozenset({"value"}),
-    EditKind.LERP: frozenset({"weight"}),
-    EditKind.FILL: frozenset({"value"}),
-    EditKind.CLAMP: frozenset({"min", "max"}),
-}
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EditWords:
-    """One operation as users write it; None where they wrote nothing."""
-
-    pattern: str
-    """Glob over names; may end in a slice such as "[0:4]"."""
-    op: str
-    """set, add, mul, lerp, fill or clamp."""
-    value: float | None = None
-    weight: float | None = None
-    min: float | None = None
-    max: float | None = None
-    data: bool = False
-    """The operand comes as data."""
-
-
-def edit_ops(index: NameIndex, words: Iterable[EditWords]) -> list[EditOp]:
-    """An operation for each parameter that each pattern matches, in the order of the words.
+def edit_ops(index: NameIndex, specs: Iterable[OpSpec]) -> list[EditOp]:
+    """An operation for each parameter that each pattern matches, in the order of `specs`.
 
     Raises:
         UsageError: a word or a number is wrong, or a pattern matches buffers only.
         NotFoundError: a pattern matches nothing.
     """
-    return [op for one in words for op in _ops(index, one)]
+    return [op for one in specs for op in _ops(index, one)]
 
 
-def _ops(index: NameIndex, words: EditWords) -> Iterator[EditOp]:
-    kind = KINDS.get(words.op)
+def _ops(index: NameIndex, spec: OpSpec) -> Iterator[EditOp]:
+    kind = BY_WORD.get(spec.op)
     if kind is None:
-        raise UsageError(f"op: {words.op!r}; expected one of {', '.join(KINDS)}")
-    numbers = _numbers_said(words, kind)
-    for item in _selected(index, words.pattern):
+        raise UsageError(f"op: {spec.op!r}; expected one of {', '.join(BY_WORD)}")
+    numbers = _checked_numbers(spec, kind)
+    for item in _selected(index, spec.pattern):
         yield EditOp(
             fqn=item.tensor.fqn,
             box=item.box if item.box != full_box(item.tensor.shape) else None,
             kind=kind,
-            with_data=words.data,
+            with_data=spec.data,
             **numbers,
         )
 
@@ -386,22 +297,17 @@ def _selected(index: NameIndex, pattern: str) -> Selection:
         raise
 
 
-def _numbers_said(words: EditWords, kind: EditKind) -> dict[str, float]:
-    given = {
-        name: float(number)
-        for name in ("value", "weight", "min", "max")
-        if (number := getattr(words, name)) is not None
-    }
+def _checked_numbers(spec: OpSpec, kind: EditKind) -> dict[str, float]:
+    about, given = KINDS[kind], spec.numbers()
+    taken = about.taken(with_data=spec.data)
     for name, number in given.items():
-        if name not in _TAKES[kind] or (name == "value" and words.data):
-            what = "with data" if words.data else "it"
-            raise UsageError(f"{kind.word} {what} takes no {name}; leave it out")
+        if name not in taken:
+            what = f"{kind.word} with data" if spec.data else kind.word
+            raise UsageError(f"{what} takes no {name}; leave it out")
         if math.isnan(number) and name != "value":
             raise UsageError(f"{name}: NaN; expected a number")
-    needed = {EditKind.LERP: "weight", EditKind.FILL: "value"}.get(kind)
-    if kind in (EditKind.ADD, EditKind.MUL) and not words.data:
-        needed = "value"
-    if needed is not None and needed not in given:
-        hint = " or data" if kind in (EditKind.ADD, EditKind.MUL) else ""
-        raise UsageError(f"{kind.word} of {words.pattern!r} needs a {needed}{hint}; give one")
+    for name in about.needed:
+        if name in taken and name not in given:
+            hint = " or data" if name == "value" and about.with_data else ""
+            raise UsageError(f"{kind.word} of {spec.pattern!r} needs a {name}{hint}; give one")
     return given

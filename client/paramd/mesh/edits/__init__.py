@@ -2,7 +2,7 @@
 
 results.py    what the control plane says of an edit or a hold
 calls.py      create, commit, watch, undo; pause, step, resume
+editing.py    one edit from its operations to its end
 upload.py     operands that are tensors, to the sidecars that need them
 writeback.py  `with mesh.summon(..., writeback=True)`
-methods.py    these as methods of AsyncMesh
 """

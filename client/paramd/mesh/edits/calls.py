@@ -7,12 +7,23 @@ import secrets
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from dataclasses import asdict, dataclass
 from typing import Any, Final
 from urllib.parse import quote, urlencode
 
 from paramd.errors import ConflictError, DeadlineError, ParamdError, UnreachableError, UsageError
-from paramd.mesh.edits.results import Edit, Edits, Hold, parse_edit, parse_hold, unreadable
+from paramd.layout.edits.ops import OpSpec
+from paramd.mesh.edits.results import (
+    Edit,
+    Edits,
+    EditState,
+    Hold,
+    parse_edit,
+    parse_hold,
+    unreadable,
+)
 from paramd.mesh.peers.control import REST_TIMEOUT_S, RestClient
+from paramd.mesh.peers.discovery import Reach
 
 _WAIT_S: Final = 3.0
 """How long one request lets the control plane wait; below the deadline of a request."""
@@ -36,16 +47,35 @@ def new_edit_id() -> str:
     return secrets.token_hex(16)
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EditTerms:
+    """What an edit is asked for beside its operations; as in `AsyncMesh.edit`."""
+
+    if_step: int | None = None
+    reset_moments: bool = False
+    allow_nonfinite: bool = False
+    dry_run: bool = False
+    note: str = ""
+
+
 class EditCalls:
     """Requests about one job. What is idempotent is asked again when nobody answered."""
 
-    def __init__(self, rest: RestClient, job: str) -> None:
+    def __init__(self, rest: RestClient, reach: Reach) -> None:
         self._rest = rest
-        self._path = f"/jobs/{quote(job, safe='')}"
+        self._reach = reach
 
-    async def create(self, body: Mapping[str, Any], deadline_s: float) -> Edit:
-        """Creates the edit that `body["id"]` names; without operands it is committed too."""
-        body = {**body, "wait_s": _wait_s(deadline_s)}
+    async def create(
+        self, edit_id: str, ops: Sequence[OpSpec], terms: EditTerms, deadline_s: float
+    ) -> Edit:
+        """Creates an edit; without operands that are tensors it is committed too."""
+        body: dict[str, Any] = {
+            "id": edit_id,
+            "ops": [op.document() for op in ops],
+            "wait_s": _wait_s(deadline_s),
+        }
+        plain = asdict(EditTerms())
+        body |= {name: said for name, said in asdict(terms).items() if said != plain[name]}
         return self._edit(await self._idempotent("POST", "/edits", body, deadline_s))
 
     async def commit(self, edit_id: str, deadline_s: float) -> Edit:
@@ -61,9 +91,9 @@ class EditCalls:
             await self._idempotent("POST", f"/edits/{edit_id}/preview", {}, deadline_s)
         )
 
-    async def undo(self, edit_id: str, undo_id: str, *, force: bool, deadline_s: float) -> Edit:
-        """Creates the edit `undo_id` that undoes another."""
-        body = {"id": undo_id, "force": force, "wait_s": _wait_s(deadline_s)}
+    async def undo(self, edit_id: str, *, force: bool, deadline_s: float) -> Edit:
+        """Creates the edit that undoes another."""
+        body = {"id": new_edit_id(), "force": force, "wait_s": _wait_s(deadline_s)}
         return self._edit(
             await self._idempotent("POST", f"/edits/{edit_id}/undo", body, deadline_s)
         )
@@ -89,7 +119,11 @@ class EditCalls:
         return edit
 
     async def all(self, *, state: str | None, limit: int) -> Edits:
-        """Edits of the job, newest first."""
+        """Edits of the job, newest first. Raises UsageError: no such state, or a limit below 1."""
+        if state is not None and state not in EditState.__members__:
+            raise UsageError(f"state: {state!r}; expected one of {', '.join(EditState)}")
+        if limit < 1:
+            raise UsageError(f"limit: {limit}; expected at least 1")
         rows: list[Edit] = []
         token = ""
         while len(rows) < limit:
@@ -116,6 +150,10 @@ class EditCalls:
         except (KeyError, TypeError, ValueError) as error:
             raise unreadable(self._rest.url, error) from error
 
+    @property
+    def _path(self) -> str:
+        return f"/jobs/{quote(self._reach.document.job, safe='')}"
+
     async def _idempotent(
         self, method: str, path: str, body: Mapping[str, Any], deadline_s: float
     ) -> Mapping[str, Any]:
@@ -136,27 +174,6 @@ class EditCalls:
             return parse_edit(found)
         except (KeyError, TypeError, ValueError) as error:
             raise unreadable(self._rest.url, error) from error
-
-
-def edit_body(
-    edit_id: str,
-    ops: Sequence[Mapping[str, Any]],
-    *,
-    if_step: int | None,
-    allow_nonfinite: bool,
-    reset_moments: bool,
-    note: str,
-    dry_run: bool,
-) -> dict[str, Any]:
-    """The request of create_edit."""
-    body: dict[str, Any] = {"id": edit_id, "ops": list(ops)}
-    if if_step is not None:
-        body["if_step"] = if_step
-    flags = {"allow_nonfinite": allow_nonfinite, "reset_moments": reset_moments, "dry_run": dry_run}
-    body.update({name: True for name, wanted in flags.items() if wanted})
-    if note:
-        body["note"] = note
-    return body
 
 
 def _wait_s(deadline_s: float) -> float:

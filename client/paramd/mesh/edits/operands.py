@@ -10,7 +10,7 @@ from math import prod
 import torch
 
 from paramd.errors import UsageError
-from paramd.layout.edits.ops import EditOp, EditWords, Op, edit_ops
+from paramd.layout.edits.ops import EditOp, OpSpec, edit_ops
 from paramd.layout.edits.plan import EditItem, EditPlan, RankEdit, plan_edit
 from paramd.layout.select import NameIndex
 from paramd.mesh.reading.assemble import torch_dtype
@@ -27,7 +27,7 @@ class Operands:
     """On the CPU, row-major, in the parameter's dtype."""
 
 
-def prepare(index: NameIndex, ops: Sequence[Op], *, allow_nonfinite: bool) -> Operands:
+def prepare(index: NameIndex, ops: Sequence[OpSpec], *, allow_nonfinite: bool) -> Operands:
     """Plans an edit whose operands are tensors.
 
     Raises:
@@ -37,7 +37,7 @@ def prepare(index: NameIndex, ops: Sequence[Op], *, allow_nonfinite: bool) -> Op
     planned: list[EditOp] = []
     given: dict[int, torch.Tensor] = {}
     for op in ops:
-        found = edit_ops(index, [_words(op)])
+        found = edit_ops(index, [op])
         if op.operand is not None:
             if len(found) != 1:
                 raise UsageError(
@@ -53,18 +53,6 @@ def prepare(index: NameIndex, ops: Sequence[Op], *, allow_nonfinite: bool) -> Op
         for number, tensor in given.items()
     }  # fmt: skip
     return Operands(planned, plan, tensors)
-
-
-def _words(op: Op) -> EditWords:
-    return EditWords(
-        pattern=op.pattern,
-        op=op.op,
-        value=op.value,
-        weight=op.weight,
-        min=op.min,
-        max=op.max,
-        data=op.operand is not None,
-    )
 
 
 def _converted(tensor: torch.Tensor, dtype: str, sizes: tuple[int, ...], fqn: str) -> torch.Tensor:

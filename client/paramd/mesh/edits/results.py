@@ -8,6 +8,7 @@ from enum import StrEnum
 from typing import Any
 
 from paramd.errors import ConflictError, DeadlineError, ParamdError
+from paramd.layout.edits.kinds import BY_WORD, KINDS
 from paramd.mesh.results import Table
 
 
@@ -176,13 +177,12 @@ def what_text(edit: Edit) -> str:
 
 def op_text(op: Mapping[str, Any]) -> str:
     """One operation, such as "mul 0.5 layers.*"."""
-    kind = str(op.get("op"))
-    numbers = {
-        "clamp": (op.get("min"), op.get("max")),
-        "lerp": (op.get("weight"),),
-    }.get(kind, (op.get("value"),))
+    word = str(op.get("op"))
+    # A newer control plane may know more kinds.
+    names = KINDS[BY_WORD[word]].shown if word in BY_WORD else ("value",)
+    numbers = [op.get(name) for name in names]
     shown = " ".join("-" if n is None else f"{n:g}" for n in numbers) if not op.get("data") else ""
-    return " ".join(part for part in (kind, shown, str(op.get("pattern"))) if part)
+    return " ".join(part for part in (word, shown, str(op.get("pattern"))) if part)
 
 
 class Edits(Table[Edit]):

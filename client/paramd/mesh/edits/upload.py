@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
 
 import grpc.aio
 
@@ -21,6 +21,7 @@ from paramd.v1 import sidecar_pb2
 from paramd.wire import data_chunk
 
 if TYPE_CHECKING:
+    from paramd.mesh.edits.calls import EditTerms
     from paramd.mesh.edits.operands import Operands
     from paramd.mesh.peers.sidecars import Sidecars
     from paramd.mesh.reading.transfer import Transfer, Transport
@@ -155,7 +156,7 @@ class Uploads:
 
 
 def manifest_of(
-    edit_id: str, sidecars: Sidecars, operands: Operands, **flags: Any
+    edit_id: str, sidecars: Sidecars, operands: Operands, terms: EditTerms
 ) -> sidecar_pb2.EditManifest:
     """The manifest that all ranks stage; the control plane makes the same."""
     return sidecar_pb2.EditManifest(
@@ -164,7 +165,9 @@ def manifest_of(
         layout_digest=sidecars.document.layout_digest,
         ops=map(encode_op, operands.ops),
         undoable=True,
-        **flags,
+        if_step=terms.if_step,
+        reset_moments=terms.reset_moments,
+        allow_nonfinite=terms.allow_nonfinite,
     )
 
 

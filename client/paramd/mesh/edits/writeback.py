@@ -7,6 +7,7 @@ ranks at one step, or not at all. An exception inside the block writes nothing.
 from __future__ import annotations
 
 import ctypes
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, get_args
@@ -14,15 +15,17 @@ from typing import TYPE_CHECKING, Literal, get_args
 from xxhash import xxh3_128_digest
 
 from paramd.errors import UsageError
-from paramd.layout.edits.ops import Op
+from paramd.layout.edits.ops import OpSpec
 from paramd.layout.regions import full_box
-from paramd.layout.select import Selection
+from paramd.layout.select import Selection, select
 from paramd.layout.types import Box
+from paramd.mesh.edits.calls import LEASE_S
+from paramd.mesh.peers.discovery import Reach
+from paramd.mesh.peers.sidecars import Sidecars
+from paramd.mesh.results import Summoned
 
 if TYPE_CHECKING:
     import torch
-
-    from paramd.mesh.results import Summoned
 
 Mode = Literal["replace", "delta"]
 
@@ -73,14 +76,14 @@ class Changes:
                 copy=tensor.clone() if by_delta else None,
             )
 
-    def ops(self) -> list[Op]:
+    def ops(self) -> list[OpSpec]:
         """What has to be written, in the order of the layout.
 
         Raises:
             UsageError: names were added or taken away, or a tensor has another shape or dtype.
         """
         _check_names(self._found, self._names)
-        ops: list[Op] = []
+        ops: list[OpSpec] = []
         for name, known in self._known.items():
             tensor = self._now(known)
             if (tensor.shape, tensor.dtype) != (known.tensor.shape, known.tensor.dtype):
@@ -91,17 +94,29 @@ class Changes:
             if digest(tensor) == known.digest:
                 continue
             if known.copy is None:
-                ops.append(Op(pattern=known.pattern, op="set", operand=tensor))
+                ops.append(OpSpec(pattern=known.pattern, op="set", data=True, operand=tensor))
             else:
                 # In place: the copy is not needed any more, and the model may be large.
                 change = known.copy.neg_().add_(tensor)
-                ops.append(Op(pattern=known.pattern, op="add", operand=change))
+                ops.append(OpSpec(pattern=known.pattern, op="add", data=True, operand=change))
         return ops
 
     def _now(self, known: _Known) -> torch.Tensor:
         """The tensor as it is now: changed in place, or another under any of its names."""
         others = (self._found[name] for name in known.names)
         return next((o for o in others if o is not known.tensor), known.tensor).detach()
+
+
+async def changes_of(
+    reach: Reach, patterns: Sequence[str], found: Summoned, *, mode: Mode
+) -> Changes:
+    """Notes what `found`, summoned by these patterns, holds now."""
+
+    async def attempt(sidecars: Sidecars) -> Selection:
+        return select(await reach.index(sidecars), patterns)
+
+    selection = await reach.attempts(attempt, time.monotonic() + LEASE_S)
+    return Changes(found, selection, mode=mode)
 
 
 def digest(tensor: torch.Tensor) -> bytes:

@@ -11,9 +11,10 @@ from pathlib import Path
 from typing import Any, Final
 from urllib.parse import quote, urlencode
 
-from paramd.errors import UnreachableError, UsageError
-from paramd.mesh.exports.results import ExportInfo, parse_export
+from paramd.errors import DeadlineError, UnreachableError, UsageError
+from paramd.mesh.exports.results import ExportInfo, Progress, parse_export
 from paramd.mesh.peers.control import RestClient
+from paramd.mesh.peers.discovery import Reach
 
 ASSET_CHUNK_BYTES: Final = 512 << 10
 MAX_ASSETS_BYTES: Final = 64 << 20
@@ -22,33 +23,58 @@ MAX_ASSETS: Final = 64
 
 _AGAIN_S: Final = 0.3
 _PAGE: Final = 200
-
-
-def new_export_id() -> str:
-    """A name for an export, made before it is sent: sending it twice does it once."""
-    return secrets.token_hex(16)
+_LOOK_S: Final = 0.5
+_FIRST_LOOK_S: Final = 0.05
+_AWAY_S: Final = 60.0
+_CREATE_S: Final = 15.0
 
 
 class ExportCalls:
     """Requests about one job. What is idempotent is asked again when nobody answered."""
 
-    def __init__(self, rest: RestClient, job: str) -> None:
+    def __init__(self, rest: RestClient, reach: Reach) -> None:
         self._rest = rest
-        self._path = f"/jobs/{quote(job, safe='')}"
+        self._reach = reach
 
-    async def create(self, body: Mapping[str, Any], deadline_s: float) -> ExportInfo:
-        """Begins the export that `body["id"]` names."""
-        return parse_export(await self._again("POST", "/exports", body, deadline_s))
+    async def create(self, body: Mapping[str, Any], assets: str | Path | None) -> ExportInfo:
+        """Begins the export that `body["id"]` names, with the files of the folder `assets`."""
+        body = {**body, "assets": await self._upload_assets(body["id"], assets)}
+        return parse_export(await self._again("POST", "/exports", body))
 
     async def get(self, export_id: str) -> ExportInfo:
         """One export."""
         return parse_export(await self._rest.send("GET", f"{self._path}/exports/{_q(export_id)}"))
 
-    async def cancel(self, export_id: str, deadline_s: float) -> ExportInfo:
+    async def cancel(self, export_id: str) -> ExportInfo:
         """Ends one."""
-        return parse_export(
-            await self._again("DELETE", f"/exports/{_q(export_id)}", None, deadline_s)
-        )
+        return parse_export(await self._again("DELETE", f"/exports/{_q(export_id)}", None))
+
+    async def ended(
+        self, info: ExportInfo, timeout_s: float | None = None, progress: Progress | None = None
+    ) -> ExportInfo:
+        """The export once it has ended. Args, Raises: as `AsyncExport.wait`."""
+        began_s = heard_s = time.monotonic()
+        pause_s = _FIRST_LOOK_S
+        while not info.ended:
+            left_s = timeout_s - (time.monotonic() - began_s) if timeout_s is not None else pause_s
+            if left_s <= 0:
+                raise DeadlineError(
+                    f"export {info.id} is {info.state} after {timeout_s:g} s and goes on; wait "
+                    f"longer, or end it: paramd exports --cancel {info.id}"
+                )
+            await asyncio.sleep(min(pause_s, left_s))
+            pause_s = min(2 * pause_s, _LOOK_S)
+            try:
+                info = await self.get(info.id)
+            except UnreachableError:
+                # A control plane that was killed goes on with it when it is back.
+                if time.monotonic() - heard_s > _AWAY_S:
+                    raise
+                continue
+            heard_s = time.monotonic()
+            if progress is not None:
+                progress(info)
+        return info
 
     async def all(self, *, state: str | None, limit: int) -> list[ExportInfo]:
         """The newest exports, newest first; without their files."""
@@ -64,8 +90,11 @@ class ExportCalls:
                 break
         return found
 
-    async def create_schedule(self, body: Mapping[str, Any]) -> dict[str, Any]:
-        """Has exports begin by themselves."""
+    async def create_schedule(
+        self, body: Mapping[str, Any], assets: str | Path | None
+    ) -> dict[str, Any]:
+        """Has exports begin by themselves, with the files of the folder `assets`."""
+        body = {**body, "assets": await self._upload_assets(body["id"], assets)}
         return dict(await self._rest.send("POST", f"{self._path}/export-schedules", body))
 
     async def schedules(self) -> list[dict[str, Any]]:
@@ -83,8 +112,9 @@ class ExportCalls:
         found = await self._rest.send("GET", "/destinations")
         return [dict(one) for one in found["destinations"]]
 
-    async def upload_assets(self, owner_id: str, files: Sequence[tuple[str, bytes]]) -> None:
-        """Gives the control plane the files that are copied beside an export."""
+    async def _upload_assets(self, owner_id: str, folder: str | Path | None) -> list[str]:
+        """Gives the control plane the files that are copied beside an export; their names."""
+        files = await asyncio.to_thread(read_assets, Path(folder)) if folder is not None else []
         for name, data in files:
             for begin in range(0, max(len(data), 1), ASSET_CHUNK_BYTES):
                 part = data[begin : begin + ASSET_CHUNK_BYTES]
@@ -94,12 +124,21 @@ class ExportCalls:
                     "offset_bytes": begin,
                     "data": base64.b64encode(part).decode(),
                 }
-                deadline_s = time.monotonic() + 30.0
-                await self._again("POST", "/export-assets", body, deadline_s)
+                await self._again("POST", "/export-assets", body, within_s=30.0)
+        return [name for name, _ in files]
+
+    @property
+    def _path(self) -> str:
+        return f"/jobs/{quote(self._reach.document.job, safe='')}"
 
     async def _again(
-        self, method: str, path: str, body: Mapping[str, Any] | None, deadline_s: float
+        self,
+        method: str,
+        path: str,
+        body: Mapping[str, Any] | None,
+        within_s: float = _CREATE_S,
     ) -> Any:
+        deadline_s = time.monotonic() + within_s
         while True:
             try:
                 return await self._rest.send(method, self._path + path, body)
@@ -108,6 +147,34 @@ class ExportCalls:
                 if time.monotonic() + _AGAIN_S > deadline_s:
                     raise
                 await asyncio.sleep(_AGAIN_S)
+
+
+def export_body(
+    destination: str,
+    format: str,
+    max_shard_size: str | int | None,
+    dtype: str | None,
+    include: Sequence[str],
+    tied: str,
+    name_map: Mapping[str, str] | None,
+    verify: bool,
+) -> dict[str, Any]:
+    """What requests of an export and of a schedule have in common; see `AsyncMesh.export`."""
+    body: dict[str, Any] = {
+        "id": secrets.token_hex(16),  # made before it is sent: sending it twice does it once
+        "destination": destination,
+        "format": format,
+        "include": [include] if isinstance(include, str) else list(include),
+        "tied": tied,
+        "verify": verify,
+    }
+    if max_shard_size is not None:
+        body["max_shard_size"] = str(max_shard_size)
+    if dtype is not None:
+        body["dtype"] = dtype.removeprefix("torch.")
+    if name_map:
+        body["name_map"] = dict(name_map)
+    return body
 
 
 def read_assets(folder: Path) -> list[tuple[str, bytes]]:

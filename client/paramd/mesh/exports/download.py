@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +20,7 @@ from paramd.errors import (
     NotFoundError,
     UnreachableError,
 )
+from paramd.layout.exports.settings import NameMap
 from paramd.layout.plan import ReadPlan
 from paramd.mesh.exports.file_plan import (
     LEASE_S,
@@ -30,17 +31,20 @@ from paramd.mesh.exports.file_plan import (
     file_layout,
     file_sizes,
     pinned_of,
+    request_key,
     told_of,
 )
 from paramd.mesh.exports.journal import PartialFile, Ranges
 from paramd.mesh.exports.reading import in_file, read_batch
+from paramd.mesh.peers.discovery import Reach
 from paramd.mesh.peers.grpc import LeaseEndedError
 from paramd.mesh.peers.pins import Pinned
 from paramd.mesh.peers.sidecars import Sidecars
 from paramd.mesh.reading.pin import Pinner
+from paramd.mesh.reading.select import choose
 
 if TYPE_CHECKING:
-    from paramd.mesh.peers.discovery import Reach
+    import torch
 
 PATIENCE_S: Final = 60.0
 """How long a break may last without ending the call."""
@@ -72,7 +76,28 @@ class Downloaded:
     """As in `Summoned`: training has not gone on since that step."""
 
 
-Choose = Callable[[Sidecars], Awaitable[Wanted]]
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Content:
+    """What a download is asked to hold; see `AsyncMesh.download`."""
+
+    patterns: Sequence[str]
+    dtype: torch.dtype | None
+    buffers: bool
+    name_map: NameMap
+
+    async def wanted(self, reach: Reach, sidecars: Sidecars) -> Wanted:
+        """What that is in the layout of now. Raises as `choose`."""
+        chosen = await choose(reach, sidecars, self.patterns, buffers=self.buffers)
+        names = self.name_map.apply(item[0] for item in chosen.names)
+        aliases = {alias: names[item[0]] for item in chosen.names for alias in item[1:]}
+        job, digest = sidecars.document.job, sidecars.document.layout_digest
+        return Wanted(
+            chosen=chosen,
+            dtype=self.dtype,
+            names=names,
+            metadata={**aliases, "format": "pt", "paramd_job": job},
+            key=request_key(job, digest, chosen.plan, self.dtype, names),
+        )
 
 
 class Download:
@@ -88,8 +113,8 @@ class Download:
         self._said = said
         self._resumed_bytes = 0
 
-    async def run(self, choose: Choose, deadline_s: float) -> Downloaded:
-        """Downloads what `choose(sidecars)` awaits to be `Wanted`.
+    async def run(self, content: Content, deadline_s: float) -> Downloaded:
+        """Downloads `content` of one step.
 
         Raises:
             UnreachableError: a sidecar was away for too long; the same call goes on later.
@@ -100,7 +125,7 @@ class Download:
         with self._file.opened():
             for beginning in range(MAX_BEGINNINGS):
                 try:
-                    wanted, pinned, layout = await self._whole(choose, deadline_s)
+                    wanted, pinned, layout = await self._whole(content, deadline_s)
                 except LeaseEndedError:
                     if beginning + 1 == MAX_BEGINNINGS:
                         raise
@@ -120,9 +145,11 @@ class Download:
                 )
         raise AssertionError("the last beginning returns or raises")
 
-    async def _whole(self, choose: Choose, deadline_s: float) -> tuple[Wanted, Pinned, FileLayout]:
+    async def _whole(
+        self, content: Content, deadline_s: float
+    ) -> tuple[Wanted, Pinned, FileLayout]:
         async def attempt(sidecars: Sidecars) -> tuple[Wanted, Pinned, Ranges]:
-            wanted = await choose(sidecars)
+            wanted = await content.wanted(self._reach, sidecars)
             pinned, ranges = await self._resumed(sidecars, wanted)
             if pinned is None:
                 pinned = await self._pin(sidecars, wanted, deadline_s)

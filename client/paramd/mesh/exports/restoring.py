@@ -98,6 +98,16 @@ class ExportFiles:
             found |= await asyncio.to_thread(loaded, data, name)
         return found
 
+    async def values(self, layout: Layout, moved: Moved) -> tuple[dict[str, torch.Tensor], str]:
+        """The value of every parameter of a layout, and what they are in words.
+
+        Raises: as `tensors` and `values_of`.
+        """
+        manifest = await self.manifest()
+        tensors = await self.tensors(manifest, moved)
+        said = f"restored {self._destination}, step {manifest['step']} of {manifest['job']}"
+        return values_of(layout, tensors, manifest["renamed"]), said
+
 
 def loaded(data: bytes, name: str) -> dict[str, torch.Tensor]:
     """The tensors of a whole safetensors file. Raises DataLossError: it is none."""

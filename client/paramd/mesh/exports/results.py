@@ -1,21 +1,13 @@
-"""An export as the control plane tells of it, and how to wait for its end."""
-
-# `timeout=` is what users of every other client write; it bounds retries, not one await.
-# ruff: noqa: ASYNC109
+"""An export as the control plane tells of it."""
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from paramd.errors import ConflictError, ParamdError
-
-if TYPE_CHECKING:
-    from paramd.mesh.exports.methods import AsyncExporting
-    from paramd.mesh.mesh import Mesh
 
 
 class ExportState(StrEnum):
@@ -129,91 +121,3 @@ def check_done(info: ExportInfo) -> None:
     if info.ended and info.state is not ExportState.DONE:
         what = "was cancelled" if info.state is ExportState.CANCELLED else "failed"
         raise ConflictError(f"the export to {info.destination} {what}: {info.reason}")
-
-
-class _Known:
-    """What is known of an export; the attributes of `ExportInfo` can be read from it."""
-
-    def __init__(self, info: ExportInfo) -> None:
-        self.info = info
-        self.heard_s = time.monotonic()
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("_") or name == "info":
-            raise AttributeError(name)
-        return getattr(self.info, name)
-
-    def __repr__(self) -> str:
-        info = self.info
-        reason = f", {info.reason}" if info.reason else ""
-        return (
-            f"<paramd export {info.id[:8]} to {info.destination!r}: {info.state}{reason}, "
-            f"step {info.step}, {info.written_bytes:,} of {info.size_bytes:,} bytes>"
-        )
-
-    def _heard(self, info: ExportInfo) -> None:
-        self.info, self.heard_s = info, time.monotonic()
-
-
-class AsyncExport(_Known):
-    """An export of a running job, for asyncio programs."""
-
-    def __init__(self, mesh: AsyncExporting, info: ExportInfo) -> None:
-        super().__init__(info)
-        self._mesh = mesh
-
-    async def refresh(self) -> ExportInfo:
-        """Asks how it stands now. Raises as `AsyncMesh.exports`."""
-        self._heard(await self._mesh.get_export(self.info.id))
-        return self.info
-
-    async def wait(
-        self, timeout: float | None = None, progress: Progress | None = None
-    ) -> ExportInfo:
-        """Waits for its end. The export itself goes on whatever becomes of the waiting.
-
-        Args:
-            timeout: Seconds; None waits for as long as it takes.
-            progress: Called with what is known, about twice a second and at the end.
-
-        Raises:
-            ConflictError: it failed or was cancelled; the text says why.
-            DeadlineError: it has not ended in time, and goes on.
-            UnreachableError: the control plane has been away for a minute.
-        """
-        self._heard(await self._mesh.export_ended(self.info, timeout, progress))
-        check_done(self.info)
-        return self.info
-
-    async def cancel(self) -> ExportInfo:
-        """Has it ended; what it wrote is removed. Idempotent.
-
-        Raises:
-            ConflictError: it has ended in another way already.
-        """
-        self._heard(await self._mesh.cancel_export(self.info.id))
-        return self.info
-
-
-class Export(_Known):
-    """An export of a running job."""
-
-    def __init__(self, mesh: Mesh, info: ExportInfo) -> None:
-        super().__init__(info)
-        self._mesh = mesh
-
-    def refresh(self) -> ExportInfo:
-        """Asks how it stands now. Raises as `Mesh.exports`."""
-        self._heard(self._mesh.get_export(self.info.id))
-        return self.info
-
-    def wait(self, timeout: float | None = None, progress: Progress | None = None) -> ExportInfo:
-        """Waits for its end. Args, Raises: as `AsyncExport.wait`."""
-        self._heard(self._mesh.export_ended(self.info, timeout, progress))
-        check_done(self.info)
-        return self.info
-
-    def cancel(self) -> ExportInfo:
-        """Has it ended; what it wrote is removed. Raises as `AsyncExport.cancel`."""
-        self._heard(self._mesh.cancel_export(self.info.id))
-        return self.info

@@ -10,10 +10,11 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
-from collections.abc import AsyncGenerator, Awaitable, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
+from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Generic, Protocol, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 from paramd.errors import (
     AbortedError,
@@ -293,6 +294,19 @@ class StepStream(Generic[Held, Result]):
         for ask in asks:
             if not ask.task.cancelled() and ask.task.exception() is None:
                 self._steps.let_go(ask.task.result())
+
+
+@asynccontextmanager
+async def frames_of(
+    stream: StepStream[Any, Result], open_streams: set[StepStream[Any, Any]]
+) -> AsyncIterator[AsyncGenerator[Result, None]]:
+    """The frames of a stream, which stands among `open_streams` until the block ends it."""
+    open_streams.add(stream)
+    try:
+        async with aclosing(stream.frames()) as frames:
+            yield frames
+    finally:
+        open_streams.discard(stream)
 
 
 def _note_time(ask: _Ask[Held], _task: asyncio.Task[Held]) -> None:

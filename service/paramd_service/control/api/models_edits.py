@@ -2,16 +2,27 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+from pydantic_core import PydanticCustomError
 
+from paramd.layout.edits.kinds import BY_WORD
 from paramd_service.control.edits.holds import DEFAULT_LEASE_S, MAX_LEASE_S, MAX_STEPS
 
 MAX_OPS = 10_000
 EDIT_ID = "^[0-9a-f]{32}$"
 
 EditStateName = Literal["STAGING", "STAGED", "COMMITTED", "APPLIED", "ABORTED", "LOST"]
+
+
+def _known(word: str) -> str:
+    if word not in BY_WORD:
+        raise PydanticCustomError("kind", "expected one of {words}", {"words": ", ".join(BY_WORD)})
+    return word
+
+
+OpWord = Annotated[str, AfterValidator(_known), Field(json_schema_extra={"enum": [*BY_WORD]})]
 
 
 class OpRequest(BaseModel):
@@ -27,7 +38,7 @@ class OpRequest(BaseModel):
         max_length=1024,
         description='Glob over names of parameters; may end in a slice: "w[0:4]"',
     )
-    op: Literal["set", "add", "mul", "lerp", "fill", "clamp"]
+    op: OpWord
     value: float | None = Field(None, description="Operand of fill; of add and mul without data")
     weight: float | None = Field(None, description="Factor of add (1 when absent) and of lerp")
     min: float | None = Field(None, description="Lower bound of clamp")

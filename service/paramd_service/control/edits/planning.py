@@ -8,7 +8,8 @@ from typing import Any
 
 from paramd.errors import UsageError
 from paramd.layout.dtypes import item_bytes
-from paramd.layout.edits.ops import EditWords, decode_ops, edit_ops, encode_op, manifest_digest
+from paramd.layout.edits.kinds import NUMBERS
+from paramd.layout.edits.ops import OpSpec, decode_ops, edit_ops, encode_op, manifest_digest
 from paramd.layout.edits.plan import PlannedOp, RankEdit, check_ops, finder, rank_edits
 from paramd.layout.select import NameIndex
 from paramd.layout.stats import Stats, merge_all, summarize
@@ -26,7 +27,7 @@ MAX_MANIFEST_BYTES = 15 << 20
 class Wish:
     """An edit as it is asked for."""
 
-    words: tuple[EditWords, ...]
+    ops: tuple[OpSpec, ...]
     if_step: int | None = None
     allow_nonfinite: bool = False
     reset_moments: bool = False
@@ -36,7 +37,7 @@ class Wish:
     @property
     def with_data(self) -> bool:
         """Whether operands are to be uploaded."""
-        return any(one.data for one in self.words)
+        return any(one.data for one in self.ops)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -61,12 +62,12 @@ def plan_wish(
     Raises:
         UsageError, NotFoundError: it does not fit the layout.
     """
-    parts = [(one, edit_ops(index, [one])) for one in wish.words]
+    parts = [(one, edit_ops(index, [one])) for one in wish.ops]
     ops = [op for _, found in parts for op in found]
     planned = check_ops(finder(index.layout), ops, allow_nonfinite=wish.allow_nonfinite)
     documents, begin = [], 0
-    for words, found in parts:
-        documents.append(_document(words, planned[begin : begin + len(found)]))
+    for spec, found in parts:
+        documents.append(_document(spec, planned[begin : begin + len(found)]))
         begin += len(found)
     manifest = sidecar_pb2.EditManifest(
         edit_id=edit_id,
@@ -181,15 +182,12 @@ def _planned(
     )
 
 
-def _document(words: EditWords, ops: Sequence[PlannedOp]) -> dict[str, Any]:
+def _document(spec: OpSpec, ops: Sequence[PlannedOp]) -> dict[str, Any]:
     return {
-        "pattern": words.pattern,
-        "op": words.op,
-        "value": words.value,
-        "weight": words.weight,
-        "min": words.min,
-        "max": words.max,
-        "data": words.data,
+        "pattern": spec.pattern,
+        "op": spec.op,
+        **{name: getattr(spec, name) for name in NUMBERS},
+        "data": spec.data,
         "names": [one.tensor.fqn for one in ops[:NAMES_TOLD]],
         "name_count": len(ops),
         "numel": sum(one.box.numel for one in ops),

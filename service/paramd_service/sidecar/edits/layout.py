@@ -13,12 +13,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from paramd.layout.dtypes import item_bytes
-from paramd.layout.edits.ops import EditKind
+from paramd.layout.edits.kinds import EditKind
 from paramd.layout.edits.plan import EditItem, PlannedOp, RankEdit
 from paramd.memory.edit_program import (
     DTYPE_CODES,
     NO_DATA,
-    Op,
     Record,
     parse_program,
     program_bytes,
@@ -95,7 +94,7 @@ def records_of(
             keep, preimage = preimage, preimage + _aligned(item.size_bytes)
         sizes, strides = _merged(item.sizes, item.strides)
         yield Record(
-            op=Op(op.kind),
+            op=op.kind,
             dtype=_program_dtype(item.dtype),
             arena_begin=item.arena_begin,
             sizes=sizes,
@@ -123,11 +122,11 @@ def write_undo(
 
 
 def _undoing(record: Record, reset_moments: bool) -> Record:
-    if record.op is Op.ADD and record.preimage_begin == NO_DATA:
+    if record.op is EditKind.ADD and record.preimage_begin == NO_DATA:
         return replace(record, weight=-record.weight, reset_moments=reset_moments)
     return replace(
         record,
-        op=Op.SET,
+        op=EditKind.SET,
         data_begin=record.preimage_begin,
         preimage_begin=record.preimage_begin,
         reset_moments=reset_moments,

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 from fastapi import APIRouter, Path, Query, Request
 
 from paramd.errors import UsageError
-from paramd.layout.edits.ops import EditWords
+from paramd.layout.edits.ops import OpSpec
 from paramd_service.control.access.http import may_read, principal_of
 from paramd_service.control.api.models_edits import (
     EDIT_ID,
@@ -17,7 +17,6 @@ from paramd_service.control.api.models_edits import (
     EditRequest,
     EditStateName,
     OpDocument,
-    OpRequest,
     RangeDocument,
     UndoDocument,
     UndoRequest,
@@ -60,7 +59,7 @@ def _add_making(routes: APIRouter, services: Services) -> None:
         for commit_edit. Idempotent by id."""
         services.jobs.get(job)
         wish = Wish(
-            words=tuple(_words(op) for op in wanted.ops),
+            ops=tuple(OpSpec(**op.model_dump()) for op in wanted.ops),
             if_step=wanted.if_step,
             allow_nonfinite=wanted.allow_nonfinite,
             reset_moments=wanted.reset_moments,
@@ -194,15 +193,3 @@ def document_of(row: EditRow, undo_refusal: str) -> EditDocument:
 
 def _range(found: dict[str, Any] | None) -> RangeDocument | None:
     return RangeDocument(**found) if found else None
-
-
-def _words(op: OpRequest) -> EditWords:
-    return EditWords(
-        pattern=op.pattern,
-        op=op.op,
-        value=op.value,
-        weight=op.weight,
-        min=op.min,
-        max=op.max,
-        data=op.data,
-    )

@@ -1,0 +1,153 @@
+"""The kinds of operations of an edit: one table, which whoever asks, plans or applies reads.
+
+A new kind is an entry here and in `paramd.v1.EditKind`, and a word in `mesh.edit` and `paramd
+edit`; REST, planning, programs and the trainers learn of it from the table.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import TYPE_CHECKING, Final, Protocol
+
+from paramd.layout.dtypes import ITEM_BYTES
+
+if TYPE_CHECKING:
+    import torch
+
+WHOLE: Final = frozenset({"int64", "int32", "int16", "int8", "uint8", "bool"})
+"""Dtypes that can be set and filled."""
+
+BITS: Final = frozenset(d for d in ITEM_BYTES if "8_" in d) | {
+    "uint16",
+    "uint32",
+    "uint64",
+    "complex64",
+}
+"""Dtypes whose elements are set as they are, and nothing else."""
+
+NUMBERS: Final = {"value": 0.0, "weight": 1.0, "min": -math.inf, "max": math.inf}
+"""The numbers of all kinds, and what they are when they are not given."""
+
+
+class Numbers(Protocol):
+    """What has the numbers of an operation."""
+
+    @property
+    def value(self) -> float: ...
+    @property
+    def weight(self) -> float: ...
+    @property
+    def min(self) -> float: ...
+    @property
+    def max(self) -> float: ...
+
+
+class EditKind(IntEnum):
+    """What an operation does with the elements x it names; numbers as in `paramd.v1.EditKind`."""
+
+    SET = 1
+    ADD = 2
+    MUL = 3
+    LERP = 4
+    FILL = 5
+    CLAMP = 6
+
+    @property
+    def word(self) -> str:
+        """As users write it."""
+        return self.name.lower()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Kind:
+    """What a kind takes and does."""
+
+    meaning: str
+    apply: Callable[[torch.Tensor, Numbers, torch.Tensor | None], object]
+    """Changes x in place; data has its shape and dtype. Run under `torch.no_grad`."""
+    with_data: bool = False
+    """The operand may come as data."""
+    without_data: bool = True
+    """The operand may be numbers."""
+    numbers: tuple[str, ...] = ()
+    """Those of `NUMBERS` that it takes; `value` stands for data and is not taken beside it."""
+    needed: tuple[str, ...] = ()
+    """Those without which it makes no sense."""
+    others: frozenset[str] = frozenset()
+    """Dtypes that can take it beside the floating ones."""
+
+    def taken(self, *, with_data: bool) -> list[str]:
+        """Numbers that it takes."""
+        return [name for name in self.numbers if name != "value" or not with_data]
+
+    @property
+    def shown(self) -> tuple[str, ...]:
+        """Numbers that a short text names: a factor only when there is nothing else."""
+        return tuple(name for name in self.numbers if name != "weight") or self.numbers
+
+
+def _add(x: torch.Tensor, op: Numbers, data: torch.Tensor | None) -> None:
+    if data is not None:
+        x.add_(data, alpha=op.weight)
+    else:
+        x.add_(op.weight * op.value)
+
+
+def _operand(data: torch.Tensor | None) -> torch.Tensor:
+    assert data is not None
+    return data
+
+
+KINDS: Final[dict[EditKind, Kind]] = {
+    EditKind.SET: Kind(
+        meaning="x = data",
+        apply=lambda x, op, data: x.copy_(_operand(data)),
+        with_data=True,
+        without_data=False,
+        others=WHOLE | BITS,
+    ),
+    EditKind.ADD: Kind(
+        meaning="x = x + weight * (data or value)",
+        apply=_add,
+        with_data=True,
+        numbers=("value", "weight"),
+        needed=("value",),
+    ),
+    EditKind.MUL: Kind(
+        meaning="x = x * (data or value)",
+        apply=lambda x, op, data: x.mul_(data if data is not None else op.value),
+        with_data=True,
+        numbers=("value",),
+        needed=("value",),
+    ),
+    EditKind.LERP: Kind(
+        meaning="x = x + weight * (data - x)",
+        apply=lambda x, op, data: x.lerp_(_operand(data), op.weight),
+        with_data=True,
+        without_data=False,
+        numbers=("weight",),
+        needed=("weight",),
+    ),
+    EditKind.FILL: Kind(
+        meaning="x = value",
+        apply=lambda x, op, data: x.fill_(op.value if x.is_floating_point() else int(op.value)),
+        numbers=("value",),
+        needed=("value",),
+        others=WHOLE,
+    ),
+    EditKind.CLAMP: Kind(
+        meaning="x = min(max(x, min), max)",
+        apply=lambda x, op, data: x.clamp_(op.min, op.max),
+        numbers=("min", "max"),
+    ),
+}
+
+BY_WORD: Final = {kind.word: kind for kind in EditKind}
+
+
+def words(chosen: Callable[[Kind], bool], form: str = "{}") -> str:
+    """The words of some kinds as a list for people, each written as `form`."""
+    return ", ".join(form.format(kind.word) for kind, about in KINDS.items() if chosen(about))

@@ -10,7 +10,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any, Protocol
 
 from paramd.errors import UsageError
-from paramd.layout.dtypes import item_bytes
+from paramd.layout.dtypes import DTYPES, item_bytes
 from paramd.layout.exports.optimizer import OptimizerTable, StateScalar
 from paramd.layout.exports.sources import HolderChoice
 from paramd.layout.types import Box, Piece, TensorLayout
@@ -18,8 +18,6 @@ from paramd.layout.types import Box, Piece, TensorLayout
 if TYPE_CHECKING:
     from paramd.layout.exports.plan import ExportPlan
     from paramd.layout.exports.settings import ExportSettings
-
-_SCALARS = {"float32": "<f", "float64": "<d", "int64": "<q", "int32": "<i", "bool": "<?"}
 
 
 class Frame(Protocol):
@@ -146,10 +144,10 @@ def scalar_bytes(scalar: StateScalar) -> bytes:
     Raises:
         UsageError: its dtype has no plain form.
     """
-    form = _SCALARS.get(scalar.dtype)
-    if form is None:
+    form = DTYPES[scalar.dtype].form
+    if not form:
         raise UsageError(f"state {scalar.key!r}: 0-dim {scalar.dtype} cannot be written")
-    return struct.pack(form, scalar.value if "f" in form or "d" in form else int(scalar.value))
+    return struct.pack(f"<{form}", scalar.value if form in "def" else int(scalar.value))
 
 
 def json_bytes(document: Mapping[str, Any]) -> bytes:

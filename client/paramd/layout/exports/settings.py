@@ -7,9 +7,10 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from paramd.errors import ConflictError, UsageError
+from paramd.layout.dtypes import DTYPES
 from paramd.layout.exports.formats import FORMATS
 
-CAST_DTYPES = ("float64", "float32", "float16", "bfloat16")
+CAST_DTYPES = tuple(name for name, one in DTYPES.items() if one.exponent)
 """What an export can be cast to, and what is cast."""
 
 DEFAULT_SHARD_BYTES = 5_000_000_000

@@ -18,6 +18,7 @@ import numpy as np
 import torch
 
 from paramd.errors import UsageError
+from paramd.layout.dtypes import DTYPES
 from paramd.v1 import sidecar_pb2 as pb
 
 EXPONENT_BEGIN = -64
@@ -50,24 +51,8 @@ _SMALL_MEAN = 0.05
 # Below this mean square the squares of float32 numbers lose digits.
 _TINY_SQUARE = 1e-30
 
-_WIDENED = {
-    "float16": torch.float32,
-    "bfloat16": torch.float32,
-    "float8_e4m3fn": torch.float32,
-    "float8_e4m3fnuz": torch.float32,
-    "float8_e5m2": torch.float32,
-    "float8_e5m2fnuz": torch.float32,
-    "float32": torch.float32,
-    "float64": torch.float64,
-    "bool": torch.float32,
-    "uint8": torch.float32,
-    "int8": torch.float32,
-    "int16": torch.float32,
-    "int32": torch.float64,
-    "int64": torch.float64,
-    "uint16": torch.float32,
-    "uint32": torch.float64,
-    "uint64": torch.float64,
+_WIDENED: dict[str, torch.dtype] = {
+    name: getattr(torch, one.reduced) for name, one in DTYPES.items() if one.reduced
 }
 
 
@@ -170,13 +155,12 @@ def item_bytes(dtype: str) -> int:
     Raises:
         UsageError: there are no statistics of that dtype.
     """
-    found = getattr(torch, dtype, None) if dtype in _WIDENED else None
-    if not isinstance(found, torch.dtype):
+    if dtype not in _WIDENED:
         why = " (complex numbers have no order)" if "complex" in dtype else ""
         raise UsageError(
             f"dtype: no statistics of {dtype!r}{why}; expected one of {', '.join(_WIDENED)}"
         )
-    return found.itemsize
+    return DTYPES[dtype].item_bytes
 
 
 def widened(dtype: str) -> torch.dtype:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from itertools import product
 from typing import Protocol
 
@@ -51,6 +51,9 @@ class Stats:
         return self.count - self.nan_count - self.inf_count
 
 
+FIELDS = tuple(one.name for one in fields(Stats))
+"""As messages name them."""
+
 EMPTY = Stats()
 """Statistics of no element; merging it changes nothing."""
 
@@ -82,6 +85,14 @@ class Part(Protocol):
     def exponent_begin(self) -> int: ...
     @property
     def edge_counts(self) -> Sequence[int]: ...
+
+
+def stats_of(message: Part) -> Stats:
+    """Statistics as they were sent."""
+    found = {name: getattr(message, name) for name in FIELDS}
+    for name in ("exponent_counts", "edge_counts"):
+        found[name] = tuple(found[name])
+    return Stats(**found)
 
 
 def merge(a: Part, b: Part) -> Stats:
@@ -181,6 +192,45 @@ class Summary:
     """(e, count) of 2**e <= |x| < 2**(e+1), rising, from the first to the last bin in use."""
     edge_counts: tuple[int, ...] = ()
     """As in `Stats`."""
+
+    def numbers(self) -> dict[str, float]:
+        """The count and all `STATISTICS`."""
+        return {"count": self.count, **{one.name: getattr(self, one.name) for one in STATISTICS}}
+
+    def document(self) -> dict[str, float | None]:
+        """The same for JSON, where what is not finite is None."""
+        numbers = self.numbers().items()
+        return {name: value if math.isfinite(value) else None for name, value in numbers}
+
+
+@dataclass(frozen=True, slots=True)
+class Statistic:
+    """A number of a `Summary` that is shown and asked for wherever statistics are."""
+
+    name: str
+    """In `Summary`, REST and JSON."""
+    title: str
+    """Of its column."""
+    form: str
+    """How results print it; "," for counts."""
+
+    @property
+    def key(self) -> str:
+        """In filters."""
+        return self.name.removesuffix("_count")
+
+
+STATISTICS = (
+    Statistic("norm", "norm", ".6g"),
+    Statistic("mean", "mean", ".4g"),
+    Statistic("std", "std", ".4g"),
+    Statistic("min", "min", ".4g"),
+    Statistic("max", "max", ".4g"),
+    Statistic("zero_count", "zeros", ","),
+    Statistic("nan_count", "nan", ","),
+    Statistic("inf_count", "inf", ","),
+)
+"""In the order of columns."""
 
 
 def summarize(stats: Stats) -> Summary:

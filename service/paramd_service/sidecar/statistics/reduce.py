@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from itertools import pairwise
 
 import numpy as np
@@ -19,6 +19,7 @@ import torch
 
 from paramd.errors import UsageError
 from paramd.layout.dtypes import DTYPES
+from paramd.layout.stats import FIELDS
 from paramd.v1 import sidecar_pb2 as pb
 
 EXPONENT_BEGIN = -64
@@ -124,6 +125,7 @@ class Reduced:
     sum_squares: float = 0.0
     min: float = math.inf
     max: float = -math.inf
+    exponent_begin: int = EXPONENT_BEGIN
     exponents: torch.Tensor | None = None
     between: torch.Tensor | None = None
     """Counts below, between and above edges; see `paramd.v1.Stats.edge_counts`."""
@@ -142,6 +144,9 @@ class Reduced:
     @property
     def finite_count(self) -> int:
         return self.count - self.nan_count - self.inf_count
+
+
+_NUMBERS = [one.name for one in fields(Reduced) if one.name in FIELDS]
 
 
 def set_up() -> None:
@@ -306,16 +311,7 @@ def _sum_squares(values: torch.Tensor) -> float:
 def stats_message(reduced: Reduced) -> pb.Stats:
     """What was reduced, as it is sent."""
     return pb.Stats(
-        count=reduced.count,
-        zero_count=reduced.zero_count,
-        nan_count=reduced.nan_count,
-        inf_count=reduced.inf_count,
-        mean=reduced.mean,
-        m2=reduced.m2,
-        sum_squares=reduced.sum_squares,
-        min=reduced.min,
-        max=reduced.max,
+        **{name: getattr(reduced, name) for name in _NUMBERS},
         exponent_counts=exponent_counts(reduced),
-        exponent_begin=EXPONENT_BEGIN,
         edge_counts=reduced.between.tolist() if reduced.between is not None else (),
     )

@@ -23,7 +23,7 @@ WIDTH = 40
 _EIGHTHS = " ▏▎▍▌▋▊▉"
 
 NUMBERS = tuple(
-    Column(one.name, one.title.upper(), count if one.form == "," else number, right=True)
+    Column(one.name, one.title.upper(), count if one.kind is int else number, right=True)
     for one in STATISTICS
 )
 COLUMNS = (

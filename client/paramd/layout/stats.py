@@ -213,6 +213,12 @@ class Statistic:
     """Of its column."""
     form: str
     """How results print it; "," for counts."""
+    about: str = ""
+
+    @property
+    def kind(self) -> type:
+        """int; or float, which is NaN when there are too few finite elements."""
+        return int if self.form == "," else float
 
     @property
     def key(self) -> str:
@@ -221,9 +227,9 @@ class Statistic:
 
 
 STATISTICS = (
-    Statistic("norm", "norm", ".6g"),
+    Statistic("norm", "norm", ".6g", "Of the finite elements, like all that follow"),
     Statistic("mean", "mean", ".4g"),
-    Statistic("std", "std", ".4g"),
+    Statistic("std", "std", ".4g", "Unbiased"),
     Statistic("min", "min", ".4g"),
     Statistic("max", "max", ".4g"),
     Statistic("zero_count", "zeros", ","),

@@ -9,12 +9,15 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields
 from itertools import product
-from typing import Protocol
+from typing import TYPE_CHECKING, TypeAlias
 
 from paramd.errors import UsageError
 from paramd.layout.dtypes import item_bytes
 from paramd.layout.landings import Landing
 from paramd.layout.plan import ReadPlan
+
+if TYPE_CHECKING:
+    from paramd.v1 import sidecar_pb2
 
 MAX_RUNS = 100_000
 """More runs of memory than this, beside whole pieces, are refused in one plan: naming them
@@ -58,33 +61,8 @@ EMPTY = Stats()
 """Statistics of no element; merging it changes nothing."""
 
 
-class Part(Protocol):
-    """What can be merged: `Stats`, or a message with the same fields."""
-
-    @property
-    def count(self) -> int: ...
-    @property
-    def zero_count(self) -> int: ...
-    @property
-    def nan_count(self) -> int: ...
-    @property
-    def inf_count(self) -> int: ...
-    @property
-    def mean(self) -> float: ...
-    @property
-    def m2(self) -> float: ...
-    @property
-    def sum_squares(self) -> float: ...
-    @property
-    def min(self) -> float: ...
-    @property
-    def max(self) -> float: ...
-    @property
-    def exponent_counts(self) -> Sequence[int]: ...
-    @property
-    def exponent_begin(self) -> int: ...
-    @property
-    def edge_counts(self) -> Sequence[int]: ...
+Part: TypeAlias = "Stats | sidecar_pb2.Stats"
+"""What can be merged: the message has the same fields."""
 
 
 def stats_of(message: Part) -> Stats:

@@ -15,8 +15,6 @@ from typing import Any
 
 from paramd.errors import ParamdError
 
-METADATA_FILE = ".metadata"
-
 _TIMEOUT_S = 300.0
 
 

@@ -75,12 +75,12 @@ def rank_files(
     names: Mapping[str, str],
     settings: ExportSettings,
     writers: Sequence[int],
-    choice: HolderChoice,
     optimizer: OptimizerTable | None,
 ) -> Planned:
     """One file for each rank that holds something."""
     writing = _Writing()
     pieces: dict[str, Sequence[Piece]] = {}
+    choice = HolderChoice()
     for number, tensor in enumerate(tensors):
         chosen = pieces[tensor.fqn] = choice.pieces(tensor, None)
         name = f"{MODEL_KEY}.{names[tensor.fqn]}"
@@ -165,11 +165,6 @@ def _finish(plan: ExportPlan, torch_files: TorchFiles) -> dict[str, bytes]:
     return torch_files(_description(plan))
 
 
-def objects_file(plan: ExportPlan) -> str:
-    """Name of the file that holds what is no tensor."""
-    return f"__{plan.layout.world_size}_0.distcp"
-
-
 def _description(plan: ExportPlan) -> dict[str, Any]:
     """Chunks by key, paths of keys, and objects, as dcp_writer reads them."""
     tensors: dict[str, dict[str, Any]] = {}
@@ -189,7 +184,8 @@ def _description(plan: ExportPlan) -> dict[str, Any]:
         kept = tensors[f"{MODEL_KEY}.{plan.names[fqn]}"]
         name = plan.names[alias]
         tensors[f"{MODEL_KEY}.{name}"] = {**kept, "path": [MODEL_KEY, name]}
-    return {"tensors": tensors, "objects": _objects(plan), "objects_file": objects_file(plan)}
+    objects_file = f"__{plan.layout.world_size}_0.distcp"
+    return {"tensors": tensors, "objects": _objects(plan), "objects_file": objects_file}
 
 
 def _facts(plan: ExportPlan, entry: Entry) -> dict[str, Any]:

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any, Protocol
 from paramd.errors import UsageError
 from paramd.layout.dtypes import DTYPES, item_bytes
 from paramd.layout.exports.optimizer import OptimizerTable, StateScalar
-from paramd.layout.exports.sources import HolderChoice
 from paramd.layout.types import Box, Piece, TensorLayout
 
 if TYPE_CHECKING:
@@ -86,22 +85,15 @@ class ExportFile:
         return len(self.header) + sum(entry.size_bytes for entry in self.entries)
 
 
+Names = Mapping[str, str]
 Planned = tuple[list[ExportFile], dict[str, Sequence[Piece]]]
 """Files, and by tensor the pieces that are read."""
 
 
 PlanFiles = Callable[
-    [
-        Sequence[TensorLayout],
-        Mapping[str, str],
-        "ExportSettings",
-        Sequence[int],
-        HolderChoice,
-        OptimizerTable | None,
-    ],
-    Planned,
+    [Sequence[TensorLayout], Names, "ExportSettings", Sequence[int], OptimizerTable | None], Planned
 ]
-"""(tensors, their names in the files, settings, ranks that may write, holders, optimizer)."""
+"""(tensors, their names in the files, settings, ranks that may write, optimizer)."""
 
 TorchFiles = Callable[[Mapping[str, Any]], dict[str, bytes]]
 """From a description in JSON's types to the files that torch makes of it; blocks for seconds."""

@@ -20,7 +20,7 @@ from paramd.layout.exports.files import ExportFile, TorchFiles
 from paramd.layout.exports.formats import FORMATS
 from paramd.layout.exports.optimizer import OptimizerTable
 from paramd.layout.exports.settings import ExportSettings
-from paramd.layout.exports.sources import HolderChoice, Source, make_source
+from paramd.layout.exports.sources import Source, make_source
 from paramd.layout.types import Layout, Piece, TensorKind, TensorLayout
 
 __all__ = ["ExportFile", "ExportPlan", "plan_export"]
@@ -112,7 +112,7 @@ def plan_export(
         raise NotFoundError("the export would be empty: no tensor is of an included kind")
     names = settings.names.apply(_written_names(tensors, settings))
     writers = settings.writers or tuple(range(layout.world_size))
-    files, pieces = laid_out.plan(tensors, names, settings, writers, HolderChoice(), optimizer)
+    files, pieces = laid_out.plan(tensors, names, settings, writers, optimizer)
     return ExportPlan(
         settings=settings,
         layout=layout,

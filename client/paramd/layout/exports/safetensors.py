@@ -118,7 +118,6 @@ def shard_files(
     names: Mapping[str, str],
     settings: ExportSettings,
     writers: Sequence[int],
-    choice: HolderChoice,
     optimizer: OptimizerTable | None,
 ) -> Planned:
     """Shards as Hugging Face cuts them, given to writers evenly."""
@@ -132,6 +131,7 @@ def shard_files(
         ranks += _assign(states, loads)
         shards += [(OPTIMIZER_FILES, cut) for cut in states]
     pieces: dict[str, Sequence[Piece]] = {}
+    choice = HolderChoice()
     for (_, items), rank in zip(shards, ranks, strict=True):
         for item in items:
             if item.layout.fqn not in pieces and item.constant is None:

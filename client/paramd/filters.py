@@ -29,13 +29,15 @@ from dataclasses import dataclass
 from typing import Final, Protocol
 
 from paramd.errors import UsageError
+from paramd.layout.stats import STATISTICS, Summary
 
 MAX_FILTER_BYTES: Final = 1024
 MAX_WORDS: Final = 64
 
 TEXT_KEYS: Final = ("name", "placement", "kind", "dtype")
 COUNT_KEYS: Final = ("numel", "dims", "rank")
-STATISTIC_KEYS: Final = ("norm", "mean", "std", "min", "max", "absmax", "nan", "inf", "zero")
+_STATISTICS: Final = {one.key: one.name for one in STATISTICS}
+STATISTIC_KEYS: Final = (*_STATISTICS, "absmax")
 KEYS: Final = (*TEXT_KEYS, "shape", *COUNT_KEYS, "tied", *STATISTIC_KEYS)
 
 _TERM = re.compile(r"([A-Za-z_]+)(!=|<=|>=|=|<|>|~)")
@@ -86,27 +88,6 @@ class Tensor(Protocol):
     def numel(self) -> int: ...
 
 
-class Numbers(Protocol):
-    """What statistics are asked of: `paramd.layout.stats.Summary`."""
-
-    @property
-    def norm(self) -> float: ...
-    @property
-    def mean(self) -> float: ...
-    @property
-    def std(self) -> float: ...
-    @property
-    def min(self) -> float: ...
-    @property
-    def max(self) -> float: ...
-    @property
-    def nan_count(self) -> int: ...
-    @property
-    def inf_count(self) -> int: ...
-    @property
-    def zero_count(self) -> int: ...
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Facts:
     """What is known of a tensor without its values."""
@@ -148,7 +129,7 @@ class Filter:
         """Whether all terms about facts hold."""
         return all(_fact(term, facts) for term in self.facts)
 
-    def matches_numbers(self, numbers: Numbers) -> bool:
+    def matches_numbers(self, numbers: Summary) -> bool:
         """Whether all terms about statistics hold."""
         return all(
             # No comparison with a number that does not exist holds, not even "!=".
@@ -297,8 +278,7 @@ def _rank(term: Term, ranks: frozenset[int]) -> bool:
     return any(_ORDER[term.comparison](rank, term.number) for rank in ranks)
 
 
-def _statistic(key: str, numbers: Numbers) -> float:
+def _statistic(key: str, numbers: Summary) -> float:
     if key == "absmax":
         return max(abs(numbers.min), abs(numbers.max))
-    found = getattr(numbers, f"{key}_count" if key in ("nan", "inf", "zero") else key)
-    return float(found)
+    return float(getattr(numbers, _STATISTICS[key]))

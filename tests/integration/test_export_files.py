@@ -14,12 +14,12 @@ import torch.distributed.checkpoint as dcp
 from safetensors import safe_open
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
-from paramd.layout.exports.settings import ExportFormat, ExportSettings, NameMap
+from paramd.layout.exports.settings import ExportSettings, NameMap
 from paramd.v1 import export_pb2
 from tests.integration.export_mesh import StillMesh, Tensors, raw, still_mesh
 from tests.integration.sidecar_process import wait_until
 
-DCP = ExportSettings(format=ExportFormat.DCP)
+DCP = ExportSettings(format="dcp")
 
 
 def odd_tensors() -> dict[str, torch.Tensor]:
@@ -136,7 +136,7 @@ def test_casts_names_and_tied_tensors_are_as_asked(mesh: StillMesh, tmp_path: Pa
 def test_the_same_files_come_over_a_stream_from_any_offset(mesh: StillMesh, tmp_path: Path) -> None:
     for settings in (ExportSettings(), DCP):
         plan, message = mesh.pin(settings)
-        target = mesh.target(tmp_path, f"stream-{settings.format.value}")
+        target = mesh.target(tmp_path, f"stream-{settings.format}")
         mesh.begin(target)
         file = plan.files[0]
         mesh.write(0, target, message, 0)

@@ -16,6 +16,7 @@ from paramd.cli.output import Column, Listing, count, emit, seconds, size
 from paramd.cli.shell import say
 from paramd.cli.summon import bar
 from paramd.errors import NotFoundError, UsageError
+from paramd.layout.exports.formats import FORMATS
 
 if TYPE_CHECKING:
     from paramd.mesh.exports.results import ExportInfo
@@ -24,7 +25,9 @@ if TYPE_CHECKING:
 MAX_NAME_MAP_BYTES = 16 << 20
 _SHORT_CHARS = 8
 
-FormatOption = Annotated[str, typer.Option("--format", metavar="NAME", help="safetensors, or dcp.")]
+FormatOption = Annotated[
+    str, typer.Option("--format", metavar="NAME", help=f"{', or '.join(FORMATS)}.")
+]
 ShardSize = Annotated[
     str | None,
     typer.Option(

@@ -13,6 +13,7 @@ import typer
 from paramd.cli.options import Format, Output, Target, with_target
 from paramd.cli.output import Column, Listing, count, emit, number
 from paramd.cli.shell import one_line, say
+from paramd.cli.stats import NUMBERS
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -26,14 +27,7 @@ SHOWN_ROWS = 40
 
 COLUMNS = (
     Column("fqn", "NAME"),
-    Column("norm", "NORM", number, right=True),
-    Column("mean", "MEAN", number, right=True),
-    Column("std", "STD", number, right=True),
-    Column("min", "MIN", number, right=True),
-    Column("max", "MAX", number, right=True),
-    Column("zero_count", "ZEROS", count, right=True),
-    Column("nan_count", "NAN", count, right=True),
-    Column("inf_count", "INF", count, right=True),
+    *NUMBERS,
     Column("none", "NONE"),
 )
 

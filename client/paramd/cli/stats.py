@@ -12,6 +12,7 @@ import typer
 from paramd.cli.options import Buffers, Format, Output, Target, with_target
 from paramd.cli.output import Column, Listing, count, emit, number, seconds
 from paramd.cli.shell import one_line, say
+from paramd.layout.stats import STATISTICS
 
 if TYPE_CHECKING:
     from paramd.mesh.results import StatsTable, TensorStats
@@ -21,17 +22,14 @@ WIDTH = 40
 
 _EIGHTHS = " ▏▎▍▌▋▊▉"
 
+NUMBERS = tuple(
+    Column(one.name, one.title.upper(), count if one.kind is int else number, right=True)
+    for one in STATISTICS
+)
 COLUMNS = (
     Column("fqn", "NAME"),
     Column("count", "COUNT", count, right=True),
-    Column("norm", "NORM", number, right=True),
-    Column("mean", "MEAN", number, right=True),
-    Column("std", "STD", number, right=True),
-    Column("min", "MIN", number, right=True),
-    Column("max", "MAX", number, right=True),
-    Column("zero_count", "ZEROS", count, right=True),
-    Column("nan_count", "NAN", count, right=True),
-    Column("inf_count", "INF", count, right=True),
+    *NUMBERS,
 )
 
 
@@ -133,18 +131,7 @@ def _row(row: TensorStats, with_histogram: bool) -> dict[str, Any]:
 
 
 def _numbers(row: TensorStats, with_histogram: bool) -> dict[str, Any]:
-    summary = row.summary
-    found: dict[str, Any] = {
-        "count": summary.count,
-        "norm": summary.norm,
-        "mean": summary.mean,
-        "std": summary.std,
-        "min": summary.min,
-        "max": summary.max,
-        "zero_count": summary.zero_count,
-        "nan_count": summary.nan_count,
-        "inf_count": summary.inf_count,
-    }
+    found: dict[str, Any] = row.summary.numbers()
     if with_histogram:
-        found["exponents"] = [list(bin_) for bin_ in summary.exponents]
+        found["exponents"] = [list(bin_) for bin_ in row.summary.exponents]
     return found

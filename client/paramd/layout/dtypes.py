@@ -1,58 +1,64 @@
-"""What is known of dtypes without torch: sizes and names in other worlds."""
+"""What is known of dtypes without torch: one table."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from paramd.errors import UsageError
 
-ITEM_BYTES: dict[str, int] = {
-    "float64": 8,
-    "float32": 4,
-    "float16": 2,
-    "bfloat16": 2,
-    "float8_e4m3fn": 1,
-    "float8_e5m2": 1,
-    "float8_e4m3fnuz": 1,
-    "float8_e5m2fnuz": 1,
-    "float8_e8m0fnu": 1,
-    "int64": 8,
-    "int32": 4,
-    "int16": 2,
-    "int8": 1,
-    "uint64": 8,
-    "uint32": 4,
-    "uint16": 2,
-    "uint8": 1,
-    "bool": 1,
-    "complex64": 8,
-    "complex128": 16,
+
+@dataclass(frozen=True, slots=True)
+class Dtype:
+    """A dtype and what it is called elsewhere; empty: it is not there."""
+
+    name: str
+    """torch's, without its prefix."""
+    item_bytes: int
+    safetensors: str = ""
+    """In a safetensors header."""
+    storage: str = ""
+    """torch's typed storage; newer dtypes have none."""
+    form: str = ""
+    """Of one element in `struct`."""
+    reduced: str = ""
+    """The dtype that statistics are made in."""
+    exponent: int = 0
+    """Bits that are all set in what is not finite, of the floats that edits compute with and
+    exports cast."""
+
+
+DTYPES: dict[str, Dtype] = {
+    one.name: one
+    for one in (
+        Dtype("float64", 8, "F64", "DoubleStorage", "d", "float64", 0x7FF0_0000_0000_0000),
+        Dtype("float32", 4, "F32", "FloatStorage", "f", "float32", 0x7F80_0000),
+        Dtype("float16", 2, "F16", "HalfStorage", "e", "float32", 0x7C00),
+        Dtype("bfloat16", 2, "BF16", "BFloat16Storage", "", "float32", 0x7F80),
+        Dtype("float8_e4m3fn", 1, "F8_E4M3", "", "", "float32"),
+        Dtype("float8_e5m2", 1, "F8_E5M2", "", "", "float32"),
+        Dtype("float8_e4m3fnuz", 1, "F8_E4M3FNUZ", "", "", "float32"),
+        Dtype("float8_e5m2fnuz", 1, "F8_E5M2FNUZ", "", "", "float32"),
+        Dtype("float8_e8m0fnu", 1, "F8_E8M0"),
+        Dtype("int64", 8, "I64", "LongStorage", "q", "float64"),
+        Dtype("int32", 4, "I32", "IntStorage", "i", "float64"),
+        Dtype("int16", 2, "I16", "ShortStorage", "h", "float32"),
+        Dtype("int8", 1, "I8", "CharStorage", "b", "float32"),
+        Dtype("uint64", 8, "U64", "", "Q", "float64"),
+        Dtype("uint32", 4, "U32", "", "I", "float64"),
+        Dtype("uint16", 2, "U16", "", "H", "float32"),
+        Dtype("uint8", 1, "U8", "ByteStorage", "B", "float32"),
+        Dtype("bool", 1, "BOOL", "BoolStorage", "?", "float32"),
+        Dtype("complex64", 8, "C64", "ComplexFloatStorage"),
+        Dtype("complex128", 16, "", "ComplexDoubleStorage"),
+    )
 }
-"""Bytes of one element, by torch dtype without its prefix."""
+"""All dtypes of tensors in a layout."""
+
+ITEM_BYTES: dict[str, int] = {name: one.item_bytes for name, one in DTYPES.items()}
 
 SAFETENSORS_NAMES: dict[str, str] = {
-    "float64": "F64",
-    "float32": "F32",
-    "float16": "F16",
-    "bfloat16": "BF16",
-    "float8_e4m3fn": "F8_E4M3",
-    "float8_e5m2": "F8_E5M2",
-    "float8_e4m3fnuz": "F8_E4M3FNUZ",
-    "float8_e5m2fnuz": "F8_E5M2FNUZ",
-    "float8_e8m0fnu": "F8_E8M0",
-    "int64": "I64",
-    "int32": "I32",
-    "int16": "I16",
-    "int8": "I8",
-    "uint64": "U64",
-    "uint32": "U32",
-    "uint16": "U16",
-    "uint8": "U8",
-    "bool": "BOOL",
-    "complex64": "C64",
+    name: one.safetensors for name, one in DTYPES.items() if one.safetensors
 }
-"""Names in a safetensors header; complex128 has none there."""
-
-TORCH_NAMES: dict[str, str] = {theirs: ours for ours, theirs in SAFETENSORS_NAMES.items()}
-"""The way back from a safetensors header."""
 
 
 def item_bytes(dtype: str) -> int:

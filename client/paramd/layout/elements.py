@@ -7,24 +7,10 @@ from collections.abc import Sequence
 from itertools import product
 from math import inf, nan
 
-from paramd.layout.dtypes import item_bytes
+from paramd.layout.dtypes import DTYPES, item_bytes
 from paramd.layout.landings import Landing
 from paramd.layout.regions import row_major
 from paramd.layout.types import Box
-
-_FORMATS = {
-    "float64": "d",
-    "float32": "f",
-    "float16": "e",
-    "int64": "q",
-    "int32": "i",
-    "int16": "h",
-    "int8": "b",
-    "uint64": "Q",
-    "uint32": "I",
-    "uint16": "H",
-    "uint8": "B",
-}
 
 # (exponent bits, mantissa bits, bias, has infinity, negative zero is NaN)
 _FLOAT8 = {
@@ -63,10 +49,10 @@ def element_texts(data: bytes | bytearray, dtype: str) -> list[str]:
     """
     size = item_bytes(dtype)
     assert len(data) % size == 0
-    if dtype in _FORMATS:
-        return list(map(repr, struct.unpack(f"<{len(data) // size}{_FORMATS[dtype]}", data)))
     if dtype == "bool":
         return ["true" if byte else "false" for byte in data]
+    if form := DTYPES[dtype].form:
+        return list(map(repr, struct.unpack(f"<{len(data) // size}{form}", data)))
     if dtype == "bfloat16":
         words = struct.unpack(f"<{len(data) // 2}H", data)
         wide = struct.pack(f"<{len(words)}I", *(word << 16 for word in words))

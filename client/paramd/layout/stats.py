@@ -7,14 +7,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from itertools import product
-from typing import Protocol
+from typing import TYPE_CHECKING, TypeAlias
 
 from paramd.errors import UsageError
 from paramd.layout.dtypes import item_bytes
 from paramd.layout.landings import Landing
 from paramd.layout.plan import ReadPlan
+
+if TYPE_CHECKING:
+    from paramd.v1 import sidecar_pb2
 
 MAX_RUNS = 100_000
 """More runs of memory than this, beside whole pieces, are refused in one plan: naming them
@@ -51,37 +54,23 @@ class Stats:
         return self.count - self.nan_count - self.inf_count
 
 
+FIELDS = tuple(one.name for one in fields(Stats))
+"""As messages name them."""
+
 EMPTY = Stats()
 """Statistics of no element; merging it changes nothing."""
 
 
-class Part(Protocol):
-    """What can be merged: `Stats`, or a message with the same fields."""
+Part: TypeAlias = "Stats | sidecar_pb2.Stats"
+"""What can be merged: the message has the same fields."""
 
-    @property
-    def count(self) -> int: ...
-    @property
-    def zero_count(self) -> int: ...
-    @property
-    def nan_count(self) -> int: ...
-    @property
-    def inf_count(self) -> int: ...
-    @property
-    def mean(self) -> float: ...
-    @property
-    def m2(self) -> float: ...
-    @property
-    def sum_squares(self) -> float: ...
-    @property
-    def min(self) -> float: ...
-    @property
-    def max(self) -> float: ...
-    @property
-    def exponent_counts(self) -> Sequence[int]: ...
-    @property
-    def exponent_begin(self) -> int: ...
-    @property
-    def edge_counts(self) -> Sequence[int]: ...
+
+def stats_of(message: Part) -> Stats:
+    """Statistics as they were sent."""
+    found = {name: getattr(message, name) for name in FIELDS}
+    for name in ("exponent_counts", "edge_counts"):
+        found[name] = tuple(found[name])
+    return Stats(**found)
 
 
 def merge(a: Part, b: Part) -> Stats:
@@ -181,6 +170,51 @@ class Summary:
     """(e, count) of 2**e <= |x| < 2**(e+1), rising, from the first to the last bin in use."""
     edge_counts: tuple[int, ...] = ()
     """As in `Stats`."""
+
+    def numbers(self) -> dict[str, float]:
+        """The count and all `STATISTICS`."""
+        return {"count": self.count, **{one.name: getattr(self, one.name) for one in STATISTICS}}
+
+    def document(self) -> dict[str, float | None]:
+        """The same for JSON, where what is not finite is None."""
+        numbers = self.numbers().items()
+        return {name: value if math.isfinite(value) else None for name, value in numbers}
+
+
+@dataclass(frozen=True, slots=True)
+class Statistic:
+    """A number of a `Summary` that is shown and asked for wherever statistics are."""
+
+    name: str
+    """In `Summary`, REST and JSON."""
+    title: str
+    """Of its column."""
+    form: str
+    """How results print it; "," for counts."""
+    about: str = ""
+
+    @property
+    def kind(self) -> type:
+        """int; or float, which is NaN when there are too few finite elements."""
+        return int if self.form == "," else float
+
+    @property
+    def key(self) -> str:
+        """In filters."""
+        return self.name.removesuffix("_count")
+
+
+STATISTICS = (
+    Statistic("norm", "norm", ".6g", "Of the finite elements, like all that follow"),
+    Statistic("mean", "mean", ".4g"),
+    Statistic("std", "std", ".4g", "Unbiased"),
+    Statistic("min", "min", ".4g"),
+    Statistic("max", "max", ".4g"),
+    Statistic("zero_count", "zeros", ","),
+    Statistic("nan_count", "nan", ","),
+    Statistic("inf_count", "inf", ","),
+)
+"""In the order of columns."""
 
 
 def summarize(stats: Stats) -> Summary:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from paramd.errors import ParamdError
-from paramd.layout.stats import Summary
+from paramd.layout.stats import STATISTICS, Statistic, Summary
 from paramd.layout.types import TensorKind, TensorLayout
 from paramd.mesh.peers.sidecars import Sidecars
 from paramd.v1 import common_pb2, sidecar_pb2
@@ -126,6 +126,10 @@ class TensorStats:
     summary: Summary
 
 
+def _shown(one: Statistic) -> Callable[[TensorStats], str]:
+    return lambda row: format(getattr(row.summary, one.name), one.form)
+
+
 class StatsTable(Table[TensorStats]):
     """Statistics by tensor, all at one (`epoch`, `step`); `total` is over all of them."""
 
@@ -133,14 +137,7 @@ class StatsTable(Table[TensorStats]):
         ("name", lambda row: row.name),
         ("shape", lambda row: shape_text(row.shape)),
         ("dtype", lambda row: row.dtype),
-        ("norm", lambda row: f"{row.summary.norm:.6g}"),
-        ("mean", lambda row: f"{row.summary.mean:.4g}"),
-        ("std", lambda row: f"{row.summary.std:.4g}"),
-        ("min", lambda row: f"{row.summary.min:.4g}"),
-        ("max", lambda row: f"{row.summary.max:.4g}"),
-        ("zeros", lambda row: f"{row.summary.zero_count:,}"),
-        ("nan", lambda row: f"{row.summary.nan_count:,}"),
-        ("inf", lambda row: f"{row.summary.inf_count:,}"),
+        *((one.title, _shown(one)) for one in STATISTICS),
     )
     total: TensorStats
     job: str

@@ -11,16 +11,15 @@ from dataclasses import dataclass
 
 from paramd.layout.dtypes import item_bytes
 from paramd.layout.exports.dcp import cut_box
+from paramd.layout.exports.files import Entry, ExportFile
 from paramd.layout.exports.plan import ExportPlan
-from paramd.layout.exports.safetensors import Entry, ExportFile
 from paramd.layout.exports.sources import SourceTensor
-from paramd.layout.exports.torch_archive import torch_archive
 from paramd.layout.landings import Landing, blocks
 from paramd.layout.types import Box
 from paramd.layout.views import View, views_of
 
 BATCH_BYTES = 8 << 20
-"""Most bytes of a batch, but for one archive's frame."""
+"""Most bytes of a batch, but for one frame."""
 
 BLOCK_BYTES = 4 << 20
 """Most bytes that go through a scratch buffer at once."""
@@ -72,19 +71,18 @@ class Window:
 
     @property
     def data_bytes(self) -> int:
-        """Bytes in the file, without an archive's frame."""
+        """Bytes in the file, without a frame."""
         constant = self.entry.constant
         return len(constant) if constant is not None else self.numel * item_bytes(self.entry.dtype)
 
     @property
     def size_bytes(self) -> int:
         """Bytes in the file."""
-        entry = self.entry
-        if not entry.archived:
+        frame = self.entry.frame
+        if frame is None:
             return self.data_bytes
-        archive = torch_archive(entry.dtype, entry.box.sizes)
-        before = len(archive.before)
-        after = archive.size_bytes - before - archive.data_bytes
+        before = len(frame.before)
+        after = frame.size_bytes - before - self.entry.data_bytes
         return self.data_bytes + before * self.begins + after * self.ends
 
 

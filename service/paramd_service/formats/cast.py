@@ -9,7 +9,6 @@ from typing import Any
 
 import numpy as np
 
-_FLOATS = {"float64": np.float64, "float32": np.float32, "float16": np.float16}
 _NAN_BITS = 0x7FC0
 
 
@@ -20,12 +19,12 @@ def cast_into(source: memoryview, dtype: str, target: memoryview, wanted: str) -
     elif (dtype == "float64" and wanted == "float16") or dtype == "bfloat16":
         _store(target, wanted, _to_float32(source, dtype))
     else:
-        _store(target, wanted, np.frombuffer(source, _FLOATS[dtype]))
+        _store(target, wanted, np.frombuffer(source, dtype))
 
 
 def _store(target: memoryview, wanted: str, values: np.ndarray[Any, Any]) -> None:
     with np.errstate(over="ignore", invalid="ignore"):
-        np.copyto(np.frombuffer(target, _FLOATS[wanted]), values, casting="unsafe")
+        np.copyto(np.frombuffer(target, wanted), values, casting="unsafe")
 
 
 def _to_float32(source: memoryview, dtype: str) -> np.ndarray[Any, np.dtype[np.float32]]:
@@ -34,7 +33,7 @@ def _to_float32(source: memoryview, dtype: str) -> np.ndarray[Any, np.dtype[np.f
         wide <<= 16
         return wide.view(np.float32)
     with np.errstate(over="ignore", invalid="ignore"):
-        return np.frombuffer(source, _FLOATS[dtype]).astype(np.float32, copy=False)
+        return np.frombuffer(source, dtype).astype(np.float32, copy=False)
 
 
 def _to_bfloat16(

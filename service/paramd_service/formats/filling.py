@@ -1,4 +1,4 @@
-"""Fills the buffer of a batch: copies, strided copies, casts, archives' frames. Blocks."""
+"""Fills the buffer of a batch: copies, strided copies, casts, frames. Blocks."""
 
 from __future__ import annotations
 
@@ -7,11 +7,10 @@ from typing import Protocol
 from zlib import crc32
 
 from paramd.layout.dtypes import item_bytes
-from paramd.layout.exports.torch_archive import torch_archive
 from paramd_service.formats.batches import BATCH_BYTES, BLOCK_BYTES, Batch, Extent, Window
 
 FRAME_BYTES = 64 << 10
-"""Room for archives' frames behind a batch."""
+"""Room for frames behind a batch."""
 
 
 class Memory(Protocol):
@@ -42,7 +41,7 @@ class Filler:
 
     def pieces(self, batch: Batch, memories: Memories, fetched: Fetched) -> Iterator[memoryview]:
         """The batch's bytes, in order; each piece is good until the next is asked for."""
-        if len(batch) == 1 and not batch[0].entry.archived:
+        if len(batch) == 1 and batch[0].entry.frame is None:
             whole = _uncopied(batch[0], memories)
             if whole is not None:
                 yield whole
@@ -68,21 +67,20 @@ class Filler:
         fetched: Fetched,
         number: int,
     ) -> None:
-        entry = window.entry
-        if not entry.archived:
+        frame = window.entry.frame
+        if frame is None:
             self._data(window, target, memories, fetched, number)
             return
-        archive = torch_archive(entry.dtype, entry.box.sizes)
         begin = 0
         if window.begins:
-            begin = len(archive.before)
-            target[:begin] = archive.before
+            begin = len(frame.before)
+            target[:begin] = frame.before
             self._checksum = 0
         data = target[begin : begin + window.data_bytes]
         self._data(window, data, memories, fetched, number)
         self._checksum = crc32(data, self._checksum)
         if window.ends:
-            target[begin + len(data) :] = archive.after(self._checksum)
+            target[begin + len(data) :] = frame.after(self._checksum)
 
     def _data(
         self,

@@ -1,53 +1,14 @@
-"""What an export has beside its tensors: index, torch's metadata, and the manifest."""
+"""The manifest of an export."""
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterable, Mapping
-from typing import Any
+from collections.abc import Iterable
 
-from paramd.layout.exports.plan import ExportPlan, tied_names
-from paramd.layout.exports.safetensors import MODEL_FILES, OPTIMIZER_FILES, ExportFile
-from paramd.layout.exports.settings import ExportFormat
+from paramd.layout.exports.files import json_bytes
+from paramd.layout.exports.plan import ExportPlan
 from paramd.v1 import export_pb2
 from paramd.version import __version__
 from paramd_service.destinations.place import Target
-from paramd_service.formats.dcp import dcp_files
-
-OPTIMIZER_GROUPS = "optimizer.json"
-"""Settings of the optimizer's parameter groups, beside its state."""
-
-
-def format_files(plan: ExportPlan) -> dict[str, bytes]:
-    """What the format has beside the files that sidecars wrote; blocks.
-
-    Raises:
-        ParamdError: torch could not write its metadata.
-    """
-    if plan.settings.format is ExportFormat.DCP:
-        return dcp_files(plan)
-    found = _indexes(plan.files)
-    if plan.optimizer is not None:
-        groups = {"groups": [dict(group) for group in plan.optimizer.groups]}
-        found[OPTIMIZER_GROUPS] = _json(groups)
-    return found
-
-
-def _indexes(files: Iterable[ExportFile]) -> dict[str, bytes]:
-    """The index of each kind of file that has several."""
-    found = {}
-    for base in (MODEL_FILES, OPTIMIZER_FILES):
-        shards = [file for file in files if file.name.startswith(f"{base}-")]
-        if shards:
-            entries = [(entry, shard.name) for shard in shards for entry in shard.entries]
-            weights = {entry.name: name for entry, name in entries}
-            total = sum(entry.data_bytes for entry, _ in entries)
-            index = {
-                "metadata": {"total_size": total},
-                "weight_map": dict(sorted(weights.items())),
-            }
-            found[f"{base}.safetensors.index.json"] = _json(index)
-    return found
 
 
 def manifest(
@@ -70,11 +31,11 @@ def manifest(
         "edits": message.edits,
         "unsettled": message.unsettled,
         "layout_digest": message.layout_digest,
-        "format": settings.format.value,
+        "format": settings.format,
         "dtype": settings.dtype,
         "created_s": created_s,
         "version": __version__,
-        "tied": tied_names(plan),
+        "tied": plan.tied,
         "renamed": {old: new for old, new in plan.names.items() if old != new},
         "tensor_bytes": sum(entry.data_bytes for file in plan.files for entry in file.entries),
         "files": [
@@ -82,8 +43,4 @@ def manifest(
             for file in files
         ],
     }
-    return _json(document)
-
-
-def _json(document: Mapping[str, Any]) -> bytes:
-    return json.dumps(document, indent=2, ensure_ascii=False).encode() + b"\n"
+    return json_bytes(document)

@@ -10,7 +10,7 @@ from paramd.errors import ConflictError, NotFoundError, UsageError
 from paramd.layout.exports.dcp import MAX_CHUNK_BYTES
 from paramd.layout.exports.optimizer import OptimizerTable, StateScalar
 from paramd.layout.exports.plan import plan_export
-from paramd.layout.exports.settings import ExportFormat, ExportSettings, NameMap, parse_size
+from paramd.layout.exports.settings import ExportSettings, NameMap, parse_size
 from paramd.layout.types import Box, Interval, Layout, Piece, TensorKind, TensorLayout
 
 
@@ -106,7 +106,7 @@ def test_replicas_share_the_work_of_dcp() -> None:
     for n in range(8):
         pieces = tuple(Piece(rank, n * 128, Box((0, 0), (8, 4))) for rank in range(4))
         tensors.append(TensorLayout(f"t{n}", "float32", (8, 4), TensorKind.PARAMETER, pieces))
-    plan = plan_export(layout(*tensors, ranks=4), ExportSettings(format=ExportFormat.DCP))
+    plan = plan_export(layout(*tensors, ranks=4), ExportSettings(format="dcp"))
     assert [file.name for file in plan.files] == [f"__{rank}_0.distcp" for rank in range(4)]
     assert {len(file.entries) for file in plan.files} == {2}
 
@@ -115,7 +115,7 @@ def test_chunks_of_dcp_are_boxes_of_bounded_size_that_cover_all() -> None:
     rows = 5 * MAX_CHUNK_BYTES // 4000 + 3
     flat = (Piece(0, 0, Interval(0, 1_000_001)), Piece(1, 0, Interval(1_000_001, rows * 1000)))
     a = TensorLayout("a", "float32", (rows, 1000), TensorKind.PARAMETER, flat)
-    plan = plan_export(layout(a), ExportSettings(format=ExportFormat.DCP))
+    plan = plan_export(layout(a), ExportSettings(format="dcp"))
     entries = [entry for file in plan.files for entry in file.entries]
     assert sum(entry.box.numel for entry in entries) == rows * 1000
     assert max(entry.data_bytes for entry in entries) <= MAX_CHUNK_BYTES
@@ -197,6 +197,6 @@ def test_optimizer_state_has_files_of_its_own() -> None:
         "b.exp_avg",
     ]
     assert list(plan.sources) == ["", "exp_avg", "exp_avg_sq"]
-    dcp = plan_export(two, ExportSettings(format=ExportFormat.DCP), table)
+    dcp = plan_export(two, ExportSettings(format="dcp"), table)
     names = {entry.name for file in dcp.files for entry in file.entries}
     assert names >= {"model.a", "optim.state.a.exp_avg", "optim.state.a.step"}

@@ -7,27 +7,45 @@ are those that `dcp.load({"model": ..., "optim": ...})` looks for.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 from paramd.layout.dtypes import item_bytes
-from paramd.layout.exports.optimizer import OptimizerTable
-from paramd.layout.exports.safetensors import (
+from paramd.layout.exports.files import (
     Entry,
     ExportFile,
+    Format,
+    Frame,
     Planned,
+    TorchFiles,
     scalar_bytes,
     state_positions,
 )
-from paramd.layout.exports.settings import ExportSettings
+from paramd.layout.exports.optimizer import OptimizerTable
 from paramd.layout.exports.sources import HolderChoice
+from paramd.layout.exports.torch_archive import torch_archive
 from paramd.layout.landings import Landing, blocks
 from paramd.layout.regions import boxes_of_interval, full_box, row_major
 from paramd.layout.types import Box, Piece, TensorLayout
+
+if TYPE_CHECKING:
+    from paramd.layout.exports.plan import ExportPlan
+    from paramd.layout.exports.settings import ExportSettings
 
 MAX_CHUNK_BYTES = 32 << 20
 """Most bytes of data in one chunk."""
 
 MODEL_KEY = "model"
 OPTIMIZER_KEY = "optim"
+
+
+@dataclass(frozen=True, slots=True)
+class _Archived(Entry):
+    """A chunk in an archive of its own, as torch.save makes it."""
+
+    @property
+    def frame(self) -> Frame:
+        return torch_archive(self.dtype, self.box.sizes)
 
 
 class _Writing:
@@ -47,7 +65,7 @@ class _Writing:
         constant: bytes | None = None,
     ) -> None:
         begin = self._ends.get(rank, 0)
-        entry = Entry(name, *source, box, dtype, begin, True, constant)
+        entry = _Archived(name, *source, box, dtype, begin, constant)
         self.entries.setdefault(rank, []).append(entry)
         self._ends[rank] = begin + entry.size_bytes
 
@@ -57,12 +75,12 @@ def rank_files(
     names: Mapping[str, str],
     settings: ExportSettings,
     writers: Sequence[int],
-    choice: HolderChoice,
     optimizer: OptimizerTable | None,
 ) -> Planned:
     """One file for each rank that holds something."""
     writing = _Writing()
     pieces: dict[str, Sequence[Piece]] = {}
+    choice = HolderChoice()
     for number, tensor in enumerate(tensors):
         chosen = pieces[tensor.fqn] = choice.pieces(tensor, None)
         name = f"{MODEL_KEY}.{names[tensor.fqn]}"
@@ -141,3 +159,64 @@ def cut_box(box: Box, item_bytes: int, max_bytes: int) -> Iterator[Box]:
     )
     for block in blocks(whole, item_bytes, max_bytes):
         yield block.target
+
+
+def _finish(plan: ExportPlan, torch_files: TorchFiles) -> dict[str, bytes]:
+    return torch_files(_description(plan))
+
+
+def _description(plan: ExportPlan) -> dict[str, Any]:
+    """Chunks by key, paths of keys, and objects, as dcp_writer reads them."""
+    tensors: dict[str, dict[str, Any]] = {}
+    for file in plan.files:
+        for entry in file.entries:
+            facts = tensors.setdefault(entry.name, _facts(plan, entry))
+            facts["chunks"].append(
+                {
+                    "begin": entry.box.begin,
+                    "sizes": entry.box.sizes,
+                    "file": file.name,
+                    "offset": entry.begin_bytes,
+                    "length": entry.size_bytes,
+                }
+            )
+    for alias, fqn in plan.tied.items():
+        kept = tensors[f"{MODEL_KEY}.{plan.names[fqn]}"]
+        name = plan.names[alias]
+        tensors[f"{MODEL_KEY}.{name}"] = {**kept, "path": [MODEL_KEY, name]}
+    objects_file = f"__{plan.layout.world_size}_0.distcp"
+    return {"tensors": tensors, "objects": _objects(plan), "objects_file": objects_file}
+
+
+def _facts(plan: ExportPlan, entry: Entry) -> dict[str, Any]:
+    shape: tuple[int, ...] = ()
+    if entry.tensor >= 0:
+        shape = plan.sources[entry.state_key].tensors[entry.tensor].shape
+    if not entry.state_key:
+        path = [MODEL_KEY, entry.name.removeprefix(f"{MODEL_KEY}.")]
+    else:
+        head, tail = f"{OPTIMIZER_KEY}.state.", f".{entry.state_key}"
+        name = entry.name.removeprefix(head).removesuffix(tail)
+        path = [OPTIMIZER_KEY, "state", name, entry.state_key]
+    return {"dtype": entry.dtype, "shape": shape, "path": path, "chunks": []}
+
+
+def _objects(plan: ExportPlan) -> list[dict[str, Any]]:
+    """Settings of parameter groups, each under its own key, as torch flattens them."""
+    if plan.optimizer is None:
+        return []
+    return [
+        {"path": [OPTIMIZER_KEY, "param_groups", number, name], "value": value}
+        for number, group in enumerate(plan.optimizer.groups)
+        for name, value in group.items()
+    ]
+
+
+DCP = Format(
+    name="dcp",
+    number=2,
+    endings=(".distcp", ".metadata"),
+    plan=rank_files,
+    finish=_finish,
+    keeps_tied=True,
+)

@@ -16,11 +16,11 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from paramd.errors import NotFoundError
-from paramd.layout.exports.dcp import rank_files
+from paramd.layout.exports.files import ExportFile, TorchFiles
+from paramd.layout.exports.formats import FORMATS
 from paramd.layout.exports.optimizer import OptimizerTable
-from paramd.layout.exports.safetensors import ExportFile, shard_files
-from paramd.layout.exports.settings import ExportFormat, ExportSettings
-from paramd.layout.exports.sources import HolderChoice, Source, make_source
+from paramd.layout.exports.settings import ExportSettings
+from paramd.layout.exports.sources import Source, make_source
 from paramd.layout.types import Layout, Piece, TensorKind, TensorLayout
 
 __all__ = ["ExportFile", "ExportPlan", "plan_export"]
@@ -57,6 +57,25 @@ class ExportPlan:
         """Only an agreed boundary can copy it: it has buffers, or the arenas are mirrors."""
         return self.with_buffers or self.layout.mirrored
 
+    @property
+    def tied(self) -> dict[str, str]:
+        """Names that stand for another one's tensor, and that name; both as in the model."""
+        included = {tensor.fqn for tensor in self.sources[""].tensors}
+        return {
+            alias: tensor.fqn
+            for tensor in self.layout.tensors
+            if tensor.fqn in included
+            for alias in tensor.aliases
+        }
+
+    def finish(self, torch_files: TorchFiles) -> dict[str, bytes]:
+        """The format's small files beside those that sidecars wrote; blocks for seconds.
+
+        Raises:
+            ParamdError: torch could not write its metadata.
+        """
+        return FORMATS[self.settings.format].finish(self, torch_files)
+
     @cached_property
     def digest(self) -> bytes:
         """SHA-256 of files and spans."""
@@ -84,7 +103,8 @@ def plan_export(
         ConflictError: two tensors would have one name.
         NotFoundError: nothing is included.
     """
-    if settings.format is ExportFormat.DCP:
+    laid_out = FORMATS[settings.format]
+    if laid_out.keeps_tied:
         # Its names share the bytes, and those who load it look for all of them.
         settings = replace(settings, keep_tied=True)
     tensors = [tensor for tensor in layout.tensors if _included(tensor, settings)]
@@ -92,9 +112,7 @@ def plan_export(
         raise NotFoundError("the export would be empty: no tensor is of an included kind")
     names = settings.names.apply(_written_names(tensors, settings))
     writers = settings.writers or tuple(range(layout.world_size))
-    make = rank_files if settings.format is ExportFormat.DCP else shard_files
-    choice = HolderChoice()
-    files, pieces = make(tensors, names, settings, writers, choice, optimizer)
+    files, pieces = laid_out.plan(tensors, names, settings, writers, optimizer)
     return ExportPlan(
         settings=settings,
         layout=layout,
@@ -141,14 +159,3 @@ def _sources(
         ]
         found[key] = make_source(key, items)
     return found
-
-
-def tied_names(plan: ExportPlan) -> dict[str, str]:
-    """Names that stand for another one's tensor, and that name; both as in the model."""
-    included = {tensor.fqn for tensor in plan.sources[""].tensors}
-    return {
-        alias: tensor.fqn
-        for tensor in plan.layout.tensors
-        if tensor.fqn in included
-        for alias in tensor.aliases
-    }

@@ -6,21 +6,32 @@ Source of the format: huggingface/safetensors, its README and `serialize_to_file
 from __future__ import annotations
 
 import json
-import struct
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from math import prod
+from typing import TYPE_CHECKING
 
 from paramd.errors import UsageError
 from paramd.layout.dtypes import item_bytes, safetensors_name
-from paramd.layout.exports.optimizer import OptimizerTable, StateScalar
-from paramd.layout.exports.settings import ExportSettings
+from paramd.layout.exports.files import (
+    Entry,
+    ExportFile,
+    Format,
+    Planned,
+    TorchFiles,
+    json_bytes,
+    scalar_bytes,
+    state_positions,
+)
+from paramd.layout.exports.optimizer import OptimizerTable
 from paramd.layout.exports.sources import HolderChoice, piece_bytes
-from paramd.layout.exports.torch_archive import torch_archive
 from paramd.layout.regions import full_box
-from paramd.layout.types import Box, Piece, TensorKind, TensorLayout
+from paramd.layout.types import Piece, TensorKind, TensorLayout
+
+if TYPE_CHECKING:
+    from paramd.layout.exports.plan import ExportPlan
+    from paramd.layout.exports.settings import ExportSettings
 
 MAX_HEADER_BYTES = 100_000_000
 """Longer headers are refused by the readers."""
@@ -33,8 +44,11 @@ METADATA = {"format": "pt"}
 
 MODEL_FILES = "model"
 OPTIMIZER_FILES = "optimizer"
+SUFFIX = ".safetensors"
+INDEX = ".index.json"
 
-_SCALARS = {"float32": "<f", "float64": "<d", "int64": "<q", "int32": "<i", "bool": "<?"}
+OPTIMIZER_GROUPS = "optimizer.json"
+"""Settings of the optimizer's parameter groups, beside its state."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -85,58 +99,6 @@ def encode_header(specs: Sequence[TensorSpec], metadata: Mapping[str, str]) -> b
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
-    """A tensor, or a box of one, in a file."""
-
-    name: str
-    """In the files."""
-    state_key: str
-    """Which source it is read from."""
-    tensor: int
-    """Index into that source's tensors; -1 for a constant."""
-    box: Box
-    """The part of the tensor; all of it in safetensors."""
-    dtype: str
-    """In the file."""
-    begin_bytes: int
-    """First byte within the file: of the data, or of the archive around it."""
-    archived: bool = False
-    """The data stand in a torch archive."""
-    constant: bytes | None = None
-    """The data, when they are no tensor's."""
-
-    @property
-    def data_bytes(self) -> int:
-        """Bytes of the data alone."""
-        if self.constant is not None:
-            return len(self.constant)
-        return self.box.numel * item_bytes(self.dtype)
-
-    @property
-    def size_bytes(self) -> int:
-        """Bytes within the file."""
-        if self.archived:
-            return torch_archive(self.dtype, self.box.sizes).size_bytes
-        return self.data_bytes
-
-
-@dataclass(frozen=True)
-class ExportFile:
-    """One file: its header, then its entries without gaps."""
-
-    name: str
-    rank: int
-    """Who should write it."""
-    header: bytes
-    entries: tuple[Entry, ...]
-
-    @cached_property
-    def size_bytes(self) -> int:
-        """Bytes of the whole file."""
-        return len(self.header) + sum(entry.size_bytes for entry in self.entries)
-
-
-@dataclass(frozen=True, slots=True)
 class _Item:
     """A tensor to be written, before it has a place."""
 
@@ -151,16 +113,11 @@ class _Item:
         return self.spec.size_bytes
 
 
-Planned = tuple[list[ExportFile], dict[str, Sequence[Piece]]]
-"""Files, and by tensor the pieces that are read."""
-
-
 def shard_files(
     tensors: Sequence[TensorLayout],
     names: Mapping[str, str],
     settings: ExportSettings,
     writers: Sequence[int],
-    choice: HolderChoice,
     optimizer: OptimizerTable | None,
 ) -> Planned:
     """Shards as Hugging Face cuts them, given to writers evenly."""
@@ -174,6 +131,7 @@ def shard_files(
         ranks += _assign(states, loads)
         shards += [(OPTIMIZER_FILES, cut) for cut in states]
     pieces: dict[str, Sequence[Piece]] = {}
+    choice = HolderChoice()
     for (_, items), rank in zip(shards, ranks, strict=True):
         for item in items:
             if item.layout.fqn not in pieces and item.constant is None:
@@ -190,8 +148,8 @@ def shard_files(
 def shard_name(base: str, number: int, count: int) -> str:
     """Name of shard `number` (from 1 on) of `count`."""
     if count == 1:
-        return f"{base}.safetensors"
-    return f"{base}-{number:05d}-of-{count:05d}.safetensors"
+        return f"{base}{SUFFIX}"
+    return f"{base}-{number:05d}-of-{count:05d}{SUFFIX}"
 
 
 def _model_items(
@@ -221,30 +179,6 @@ def _state_items(
             name = f"{names[tensor.fqn]}.{scalar.key}"
             spec = TensorSpec(name=name, dtype=scalar.dtype, shape=())
             yield _Item(spec, tensor, scalar.key, -1, scalar_bytes(scalar))
-
-
-def state_positions(
-    tensors: Sequence[TensorLayout], optimizer: OptimizerTable
-) -> dict[tuple[str, str], int]:
-    """Index of each (key, name) among the tensors of that key's source."""
-    known = {tensor.fqn for tensor in tensors}
-    return {
-        (key, fqn): number
-        for key in optimizer.keys
-        for number, fqn in enumerate(f for f, _ in optimizer.tensors(key) if f in known)
-    }
-
-
-def scalar_bytes(scalar: StateScalar) -> bytes:
-    """The bytes of a 0-dim state.
-
-    Raises:
-        UsageError: its dtype has no plain form.
-    """
-    form = _SCALARS.get(scalar.dtype)
-    if form is None:
-        raise UsageError(f"state {scalar.key!r}: 0-dim {scalar.dtype} cannot be written")
-    return struct.pack(form, scalar.value if "f" in form or "d" in form else int(scalar.value))
 
 
 def _cut(items: Iterator[_Item], settings: ExportSettings) -> list[list[_Item]]:
@@ -307,9 +241,37 @@ def _file(name: str, rank: int, items: Sequence[_Item]) -> ExportFile:
     for spec in specs:
         item = by_name[spec.name]
         box = full_box(spec.shape)
-        entry = Entry(
-            spec.name, item.state_key, item.tensor, box, spec.dtype, begin, False, item.constant
-        )
+        entry = Entry(spec.name, item.state_key, item.tensor, box, spec.dtype, begin, item.constant)
         entries.append(entry)
         begin += entry.size_bytes
     return ExportFile(name, rank, header, tuple(entries))
+
+
+def _finish(plan: ExportPlan, _: TorchFiles) -> dict[str, bytes]:
+    found = _indexes(plan.files)
+    if plan.optimizer is not None:
+        groups = {"groups": [dict(group) for group in plan.optimizer.groups]}
+        found[OPTIMIZER_GROUPS] = json_bytes(groups)
+    return found
+
+
+def _indexes(files: Iterable[ExportFile]) -> dict[str, bytes]:
+    """The index of each kind of file that has several."""
+    found = {}
+    for base in (MODEL_FILES, OPTIMIZER_FILES):
+        shards = [file for file in files if file.name.startswith(f"{base}-")]
+        if shards:
+            entries = [(entry, shard.name) for shard in shards for entry in shard.entries]
+            weights = {entry.name: name for entry, name in entries}
+            total = sum(entry.data_bytes for entry, _ in entries)
+            index = {
+                "metadata": {"total_size": total},
+                "weight_map": dict(sorted(weights.items())),
+            }
+            found[f"{base}{SUFFIX}{INDEX}"] = json_bytes(index)
+    return found
+
+
+SAFETENSORS = Format(
+    name="safetensors", number=1, endings=(SUFFIX, INDEX), plan=shard_files, finish=_finish
+)

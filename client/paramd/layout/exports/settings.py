@@ -5,12 +5,12 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from enum import Enum
 
 from paramd.errors import ConflictError, UsageError
-from paramd.layout.dtypes import safetensors_name
+from paramd.layout.dtypes import DTYPES
+from paramd.layout.exports.formats import FORMATS
 
-CAST_DTYPES = ("float64", "float32", "float16", "bfloat16")
+CAST_DTYPES = tuple(name for name, one in DTYPES.items() if one.exponent)
 """What an export can be cast to, and what is cast."""
 
 DEFAULT_SHARD_BYTES = 5_000_000_000
@@ -21,13 +21,6 @@ _UNITS = {"": 1, "B": 1}
 _UNITS |= {f"{letter}B": 1000**power for power, letter in enumerate("KMGT", 1)}
 _UNITS |= {f"{letter}IB": 1024**power for power, letter in enumerate("KMGT", 1)}
 _SIZE = re.compile(r"(?P<count>[0-9]{1,18}(?:\.[0-9]{1,6})?) ?(?P<unit>[A-Za-z]{0,3})")
-
-
-class ExportFormat(Enum):
-    """How the files are laid out."""
-
-    SAFETENSORS = "safetensors"
-    DCP = "dcp"
 
 
 def parse_size(text: str) -> int:
@@ -145,8 +138,8 @@ def _check_distinct(renamed: Mapping[str, str]) -> None:
 class ExportSettings:
     """What a user asks for."""
 
-    format: ExportFormat = ExportFormat.SAFETENSORS
-    """How files are laid out."""
+    format: str = "safetensors"
+    """How files are laid out: one of `FORMATS`."""
     max_shard_bytes: int = DEFAULT_SHARD_BYTES
     """Most bytes of tensors in one file of safetensors, at least 1; a larger tensor has a file
     of its own. Files of dcp are one for each rank."""
@@ -165,6 +158,8 @@ class ExportSettings:
     """Ranks whose sidecars may be given files; empty means all."""
 
     def __post_init__(self) -> None:
+        if self.format not in FORMATS:
+            raise UsageError(f"format: {self.format!r}; expected one of {', '.join(FORMATS)}")
         if self.max_shard_bytes < 1:
             raise UsageError(f"max_shard_size: {self.max_shard_bytes}; expected at least one byte")
         if self.dtype is not None and self.dtype not in CAST_DTYPES:
@@ -175,12 +170,5 @@ class ExportSettings:
             raise UsageError("include: expected parameters, buffers or both")
 
     def dtype_of(self, dtype: str) -> str:
-        """The dtype in the files of a tensor of `dtype`.
-
-        Raises:
-            UsageError: the format has no such dtype.
-        """
-        out = self.dtype if self.dtype is not None and dtype in CAST_DTYPES else dtype
-        if self.format is ExportFormat.SAFETENSORS:
-            safetensors_name(out)
-        return out
+        """The dtype in the files of a tensor of `dtype`."""
+        return self.dtype if self.dtype is not None and dtype in CAST_DTYPES else dtype

@@ -19,24 +19,8 @@ from math import prod
 from zlib import crc32
 
 from paramd.errors import UsageError
-from paramd.layout.dtypes import item_bytes
+from paramd.layout.dtypes import DTYPES, item_bytes
 from paramd.layout.regions import row_major
-
-_STORAGES = {
-    "float64": "DoubleStorage",
-    "float32": "FloatStorage",
-    "float16": "HalfStorage",
-    "bfloat16": "BFloat16Storage",
-    "int64": "LongStorage",
-    "int32": "IntStorage",
-    "int16": "ShortStorage",
-    "int8": "CharStorage",
-    "uint8": "ByteStorage",
-    "bool": "BoolStorage",
-    "complex64": "ComplexFloatStorage",
-    "complex128": "ComplexDoubleStorage",
-}
-"""Typed storages, as torch names them; newer dtypes have none and are named beside."""
 
 _ALIGNMENT_BYTES = 64
 _STREAMED = 0x0808  # sizes and checksum come after the data; names are UTF-8
@@ -154,8 +138,8 @@ def _padding(begin_bytes: int) -> bytes:
 
 def _description(dtype: str, shape: tuple[int, ...]) -> bytes:
     """Opcodes: rebuild a tensor of this shape on record "0"."""
-    storage = _STORAGES.get(dtype)
-    typed = storage is not None
+    storage = DTYPES[dtype].storage
+    typed = bool(storage)
     parts = [
         b"\x80\x02",
         _global("torch._utils", "_rebuild_tensor_v2" if typed else "_rebuild_tensor_v3"),

@@ -5,16 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from paramd.errors import ConflictError, UsageError
+from paramd.layout.exports.formats import FORMATS
 from paramd.layout.exports.optimizer import OptimizerTable
 from paramd.layout.exports.plan import ExportPlan, plan_export
-from paramd.layout.exports.settings import ExportFormat, ExportSettings, NameMap, NameRule
+from paramd.layout.exports.settings import ExportSettings, NameMap, NameRule
 from paramd.layout.types import Layout
 from paramd.v1 import export_pb2
-
-_FORMATS = {
-    ExportFormat.SAFETENSORS: export_pb2.EXPORT_FORMAT_SAFETENSORS,
-    ExportFormat.DCP: export_pb2.EXPORT_FORMAT_DCP,
-}
 
 
 def encode_plan(
@@ -34,7 +30,7 @@ def encode_plan(
         layout_digest=layout_digest,
         step=step,
         edits=edits,
-        format=_FORMATS[settings.format],
+        format=export_pb2.ExportFormat.ValueType(FORMATS[settings.format].number),
         max_shard_bytes=settings.max_shard_bytes,
         dtype=settings.dtype if settings.dtype is not None else "",
         parameters=settings.parameters,
@@ -58,7 +54,7 @@ def decode_settings(message: export_pb2.ExportPlan) -> ExportSettings:
     Raises:
         UsageError: it asks for something that there is not.
     """
-    formats = {number: kind for kind, number in _FORMATS.items()}
+    formats = {one.number: name for name, one in FORMATS.items()}
     if message.format not in formats:
         raise UsageError(f"format: {message.format} is no format of exports")
     rules = tuple(NameRule(rule.source, rule.target) for rule in message.names)

@@ -11,6 +11,7 @@ from urllib.parse import quote, urlencode
 from xxhash import xxh3_128_hexdigest
 
 from paramd.errors import DataLossError, NotFoundError, ParamdError, UsageError
+from paramd.layout.exports.safetensors import MODEL_FILES, SAFETENSORS, SUFFIX
 from paramd.layout.types import Layout, TensorKind
 from paramd.mesh.peers.control import RestClient
 
@@ -18,9 +19,6 @@ if TYPE_CHECKING:
     import torch
 
 MANIFEST: Final = "paramd-export.json"
-SUFFIX: Final = ".safetensors"
-MODEL: Final = "model"
-"""What files of parameters and buffers begin with; others hold the optimizer's state."""
 
 Moved = Callable[[int, int], object]
 """Is told bytes that are there, and bytes in all."""
@@ -72,7 +70,7 @@ class ExportFiles:
             UsageError: it is no export of safetensors.
             DataLossError: a file is not what the manifest says.
         """
-        if manifest["format"] != "safetensors":
+        if manifest["format"] != SAFETENSORS.name:
             raise UsageError(
                 f"{self._destination} is of format {manifest['format']!r}; only safetensors can be "
                 "restored into a running mesh"
@@ -151,4 +149,4 @@ def values_of(
 
 
 def _is_model(name: str) -> bool:
-    return name.startswith(MODEL) and name.endswith(SUFFIX)
+    return name.startswith(MODEL_FILES) and name.endswith(SUFFIX)

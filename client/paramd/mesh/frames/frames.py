@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar
@@ -163,15 +162,7 @@ class ParamFrame(Frame["torch.Tensor"]):
 
 
 def _numbers(summary: Summary) -> dict[str, Any]:
-    found: dict[str, Any] = {
-        "count": summary.count,
-        "zero_count": summary.zero_count,
-        "nan_count": summary.nan_count,
-        "inf_count": summary.inf_count,
-    }
-    for key in ("norm", "mean", "std", "min", "max"):
-        value = getattr(summary, key)
-        found[key] = value if math.isfinite(value) else None
+    found: dict[str, Any] = summary.document()
     if summary.exponents:
         found["exponents"] = [list(bin_) for bin_ in summary.exponents]
     return found

@@ -8,7 +8,16 @@ from collections.abc import Mapping, Sequence
 
 from paramd.errors import ConflictError
 from paramd.layout.plan import ReadPlan
-from paramd.layout.stats import EMPTY, Stats, StatsItem, merge, merge_all, stats_items, summarize
+from paramd.layout.stats import (
+    EMPTY,
+    Stats,
+    StatsItem,
+    merge,
+    merge_all,
+    stats_items,
+    stats_of,
+    summarize,
+)
 from paramd.mesh.peers.pins import Pinned
 from paramd.mesh.peers.sidecars import Sidecars
 from paramd.mesh.results import StatsTable, TensorStats
@@ -115,21 +124,3 @@ async def _rank_stats(
             )
         found.extend(zip(batch, map(stats_of, answer.stats), strict=True))
     return found
-
-
-def stats_of(message: sidecar_pb2.Stats) -> Stats:
-    """Statistics as they were sent."""
-    return Stats(
-        count=message.count,
-        zero_count=message.zero_count,
-        nan_count=message.nan_count,
-        inf_count=message.inf_count,
-        mean=message.mean,
-        m2=message.m2,
-        sum_squares=message.sum_squares,
-        min=message.min,
-        max=message.max,
-        exponent_counts=tuple(message.exponent_counts),
-        exponent_begin=message.exponent_begin,
-        edge_counts=tuple(message.edge_counts),
-    )

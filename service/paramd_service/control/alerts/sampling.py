@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 from paramd.errors import ConflictError
+from paramd.layout.dtypes import DTYPES
 from paramd.layout.regions import full_box
 from paramd.layout.select import SelectedTensor
 from paramd.layout.types import Layout, TensorLayout
@@ -33,7 +34,7 @@ if TYPE_CHECKING:
     from paramd.mesh.peers.sidecars import Sidecars
 
 # No order, or no arithmetic in torch: sidecars refuse statistics of these.
-NO_STATS = frozenset({"complex64", "complex128", "float8_e8m0fnu"})
+NO_STATS = frozenset(name for name, one in DTYPES.items() if not one.reduced)
 
 MAX_PLACES = 8
 """Differences whose first differing bit is looked for; each costs a few calls."""

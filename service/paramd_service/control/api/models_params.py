@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, create_model
+
+from paramd.layout.stats import STATISTICS
 
 _PARAM = {
     "fqn": "layers.0.up.weight",
@@ -84,21 +86,28 @@ class ParamDetail(ParamDocument):
     pieces: list[PieceDocument] = Field(description="Ordered by rank; at most 4,096")
 
 
-class StatsDocument(BaseModel):
+if TYPE_CHECKING:
+    _Numbers = BaseModel
+else:
+    _Numbers = create_model(
+        "_Numbers",
+        name=(str, Field(description='Name it was found by, or "total"')),
+        dtype=(str, ...),
+        shape=(list[int], ...),
+        count=(int, Field(description="Elements")),
+        **{
+            one.name: (
+                int if one.kind is int else float | None,
+                Field(description=one.about or None),
+            )
+            for one in sorted(STATISTICS, key=lambda one: one.kind is not int)
+        },
+    )
+
+
+class StatsDocument(_Numbers):
     """Statistics of one full tensor; replicas count once. null: not a number."""
 
-    name: str = Field(description='Name it was found by, or "total"')
-    dtype: str
-    shape: list[int]
-    count: int = Field(description="Elements")
-    zero_count: int
-    nan_count: int
-    inf_count: int
-    norm: float | None = Field(description="Of the finite elements, like all that follow")
-    mean: float | None
-    std: float | None = Field(description="Unbiased")
-    min: float | None
-    max: float | None
     exponents: list[list[int]] = Field(
         description="[e, count] of elements with 2**e <= |x| < 2**(e+1), rising; "
         "empty unless asked for"

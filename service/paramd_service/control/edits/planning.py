@@ -150,12 +150,8 @@ def merged(
     if not parts:
         return None
     found = summarize(merge_all(parts))
-    numbers = {"min": found.min, "max": found.max, "mean": found.mean, "norm": found.norm}
-    return {
-        **{name: value if value == value else None for name, value in numbers.items()},
-        "nan_count": found.nan_count,
-        "inf_count": found.inf_count,
-    }
+    shown = ("min", "max", "mean", "norm", "nan_count", "inf_count")
+    return {name: value for name, value in found.document().items() if name in shown}
 
 
 def _planned(

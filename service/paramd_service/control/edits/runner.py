@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 from paramd.errors import ConflictError, NotFoundError, ParamdError, asked_by
 from paramd.layout.edits.plan import PlannedOp
 from paramd.layout.select import NameIndex
-from paramd.mesh.reading.summary import stats_of
+from paramd.layout.stats import stats_of
 from paramd.v1 import sidecar_pb2 as pb
 from paramd_service.control.edits.calls import PREVIEW_S, EditCalls, address_of, applied_of
 from paramd_service.control.edits.machine import (

@@ -11,6 +11,7 @@ from typing import Final
 
 from paramd import clock
 from paramd.errors import ConflictError, ExhaustedError, NotFoundError, UnreachableError, UsageError
+from paramd.layout.exports.formats import FORMATS
 from paramd_service.destinations.destinations import check_file_name
 from paramd_service.shares import CALLER, Shares, Who
 
@@ -21,7 +22,7 @@ MAX_OWNERS: Final = 64
 UNOWNED_S: Final = 3600.0
 """Files that no export or schedule has claimed by then are removed."""
 
-_RESERVED: Final = (".safetensors", ".distcp", ".index.json", ".metadata", ".partial")
+_RESERVED: Final = (".partial", *(end for one in FORMATS.values() for end in one.endings))
 
 
 class Assets:

@@ -4,15 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints
 
-from paramd.layout.exports.settings import ExportFormat, ExportSettings, NameMap, parse_size
+from paramd.layout.exports.formats import FORMATS
+from paramd.layout.exports.settings import CAST_DTYPES, ExportSettings, NameMap, parse_size
 from paramd_service.control.store.exports import ExportFileRow, ExportRow, ScheduleRow
 
 Id = Annotated[str, StringConstraints(pattern="^[0-9a-f]{32}$")]
 AssetName = Annotated[str, StringConstraints(min_length=1, max_length=255)]
+if TYPE_CHECKING:
+    FormatName = str
+    CastDtype = str
+else:
+    FormatName, CastDtype = Literal[tuple(FORMATS)], Literal[CAST_DTYPES]
 
 MAX_TIMEOUT_S = 86_400.0
 
@@ -40,7 +46,7 @@ def read_wish(request: Mapping[str, Any]) -> Wish:
     include = set(request["include"])
     return Wish(
         settings=ExportSettings(
-            format=ExportFormat(request["format"]),
+            format=request["format"],
             max_shard_bytes=parse_size(str(request["max_shard_size"])),
             dtype=request["dtype"],
             parameters="parameters" in include,
@@ -74,11 +80,11 @@ class ExportOptions(BaseModel):
     destination: str = Field(
         min_length=3, max_length=1100, description='Name of a destination, "/", relative key'
     )
-    format: Literal["safetensors", "dcp"] = "safetensors"
+    format: FormatName = "safetensors"
     max_shard_size: str = Field(
         "5GB", max_length=40, description='Most bytes of tensors in one file, such as "2GiB"'
     )
-    dtype: Literal["float64", "float32", "float16", "bfloat16"] | None = Field(
+    dtype: CastDtype | None = Field(
         None, description="Cast floating tensors to it; null keeps each one's own"
     )
     include: list[Literal["parameters", "buffers", "optimizer"]] = Field(

@@ -14,7 +14,7 @@ from typing import Any, TypeAlias
 import xxhash
 
 from paramd.errors import UsageError
-from paramd.layout.dtypes import item_bytes
+from paramd.layout.dtypes import DTYPES, item_bytes
 from paramd.wire import Chunk
 
 Fill = Callable[[int, int, int], None]
@@ -32,12 +32,7 @@ _GRAIN = 64
 _BLOCK_BYTES = 512 << 10
 """Copied, looked at and digested at a time: it stays in a core's cache in between."""
 
-_EXPONENTS: dict[str, tuple[int, int]] = {
-    "bfloat16": (2, 0x7F80),
-    "float16": (2, 0x7C00),
-    "float32": (4, 0x7F80_0000),
-    "float64": (8, 0x7FF0_0000_0000_0000),
-}
+_EXPONENTS = {name: (one.item_bytes, one.exponent) for name, one in DTYPES.items() if one.exponent}
 """Bytes of an element, and the bits of its exponent, which are all set if it is not finite."""
 
 

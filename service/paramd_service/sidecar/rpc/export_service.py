@@ -16,15 +16,16 @@ from google.protobuf.message import Message
 
 from paramd.errors import UsageError
 from paramd.layout.codec import decode_layout
+from paramd.layout.exports.files import ExportFile
 from paramd.layout.exports.plan import ExportPlan
-from paramd.layout.exports.safetensors import ExportFile
 from paramd.mesh.exports.messages import decode_plan
 from paramd.v1 import common_pb2, export_pb2, layout_pb2
 from paramd.wire import CHUNK_BYTES, data_chunk
 from paramd_service.aio import uncancelled
 from paramd_service.destinations.open import open_place
 from paramd_service.destinations.place import MANIFEST, FileSource, Place, Target
-from paramd_service.formats.finishing import format_files, manifest
+from paramd_service.formats.dcp import dcp_files
+from paramd_service.formats.finishing import manifest
 from paramd_service.sidecar.rank import RankSidecar
 from paramd_service.sidecar.rpc import messages
 from paramd_service.sidecar.rpc.export_sources import Memories
@@ -149,7 +150,7 @@ class Exports:
         rank.faults.at("export-finish")
 
         def work() -> list[export_pb2.ExportedFile]:
-            small = format_files(plan)
+            small = plan.finish(dcp_files)
             files = [*request.files, *(digest_of(n, memoryview(c)) for n, c in small.items())]
             small[MANIFEST] = manifest(
                 plan, request.plan, target, files, job=rank.config.job, created_s=request.created_s

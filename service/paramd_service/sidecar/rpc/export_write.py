@@ -17,8 +17,8 @@ from typing import Any, TypeVar
 import xxhash
 
 from paramd.errors import DataLossError
+from paramd.layout.exports.files import ExportFile
 from paramd.layout.exports.plan import ExportPlan
-from paramd.layout.exports.safetensors import ExportFile
 from paramd.v1 import export_pb2
 from paramd.wire import CHUNK_BYTES, data_chunk
 from paramd_service.aio import all_of, uncancelled

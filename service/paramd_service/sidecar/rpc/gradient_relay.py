@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from paramd.errors import UsageError
 from paramd.layout.select import NameIndex
+from paramd.layout.stats import FIELDS
 from paramd.mesh.frames.frames import GradFrame, Kind
 from paramd.mesh.frames.grads import REASONS, GradRequest, open_stream
 from paramd.mesh.peers.control import JobDocument
@@ -113,19 +114,7 @@ def _gradient(frame: GradFrame[Any], name: str) -> Iterator[bytes]:
         return
     merged = frame.merged(name)
     if merged is not None:
-        stats = pb.Stats(
-            count=merged.count,
-            zero_count=merged.zero_count,
-            nan_count=merged.nan_count,
-            inf_count=merged.inf_count,
-            mean=merged.mean,
-            m2=merged.m2,
-            sum_squares=merged.sum_squares,
-            min=merged.min,
-            max=merged.max,
-            exponent_counts=merged.exponent_counts,
-            exponent_begin=merged.exponent_begin,
-        )
+        stats = pb.Stats(**{one: getattr(merged, one) for one in FIELDS})
         told = pb.GradientTensor(fqn=name, stats=stats)
         yield pb.StreamGradientsResponse(tensor=told).SerializeToString()
         return

@@ -11,13 +11,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from itertools import pairwise
 
 import numpy as np
 import torch
 
 from paramd.errors import UsageError
+from paramd.layout.dtypes import DTYPES
+from paramd.layout.stats import FIELDS
 from paramd.v1 import sidecar_pb2 as pb
 
 EXPONENT_BEGIN = -64
@@ -50,24 +52,8 @@ _SMALL_MEAN = 0.05
 # Below this mean square the squares of float32 numbers lose digits.
 _TINY_SQUARE = 1e-30
 
-_WIDENED = {
-    "float16": torch.float32,
-    "bfloat16": torch.float32,
-    "float8_e4m3fn": torch.float32,
-    "float8_e4m3fnuz": torch.float32,
-    "float8_e5m2": torch.float32,
-    "float8_e5m2fnuz": torch.float32,
-    "float32": torch.float32,
-    "float64": torch.float64,
-    "bool": torch.float32,
-    "uint8": torch.float32,
-    "int8": torch.float32,
-    "int16": torch.float32,
-    "int32": torch.float64,
-    "int64": torch.float64,
-    "uint16": torch.float32,
-    "uint32": torch.float64,
-    "uint64": torch.float64,
+_WIDENED: dict[str, torch.dtype] = {
+    name: getattr(torch, one.reduced) for name, one in DTYPES.items() if one.reduced
 }
 
 
@@ -139,6 +125,7 @@ class Reduced:
     sum_squares: float = 0.0
     min: float = math.inf
     max: float = -math.inf
+    exponent_begin: int = EXPONENT_BEGIN
     exponents: torch.Tensor | None = None
     between: torch.Tensor | None = None
     """Counts below, between and above edges; see `paramd.v1.Stats.edge_counts`."""
@@ -159,6 +146,9 @@ class Reduced:
         return self.count - self.nan_count - self.inf_count
 
 
+_NUMBERS = [one.name for one in fields(Reduced) if one.name in FIELDS]
+
+
 def set_up() -> None:
     """One thread: the cores belong to training."""
     torch.set_num_threads(1)
@@ -170,13 +160,12 @@ def item_bytes(dtype: str) -> int:
     Raises:
         UsageError: there are no statistics of that dtype.
     """
-    found = getattr(torch, dtype, None) if dtype in _WIDENED else None
-    if not isinstance(found, torch.dtype):
+    if dtype not in _WIDENED:
         why = " (complex numbers have no order)" if "complex" in dtype else ""
         raise UsageError(
             f"dtype: no statistics of {dtype!r}{why}; expected one of {', '.join(_WIDENED)}"
         )
-    return found.itemsize
+    return DTYPES[dtype].item_bytes
 
 
 def widened(dtype: str) -> torch.dtype:
@@ -322,16 +311,7 @@ def _sum_squares(values: torch.Tensor) -> float:
 def stats_message(reduced: Reduced) -> pb.Stats:
     """What was reduced, as it is sent."""
     return pb.Stats(
-        count=reduced.count,
-        zero_count=reduced.zero_count,
-        nan_count=reduced.nan_count,
-        inf_count=reduced.inf_count,
-        mean=reduced.mean,
-        m2=reduced.m2,
-        sum_squares=reduced.sum_squares,
-        min=reduced.min,
-        max=reduced.max,
+        **{name: getattr(reduced, name) for name in _NUMBERS},
         exponent_counts=exponent_counts(reduced),
-        exponent_begin=EXPONENT_BEGIN,
         edge_counts=reduced.between.tolist() if reduced.between is not None else (),
     )

@@ -236,23 +236,6 @@ async def _one(mesh: Incarnation, name: str) -> SelectedTensor:
 
 
 def _row(row: TensorStats) -> StatsDocument:
-    found = row.summary
-    return StatsDocument(
-        name=row.name,
-        dtype=row.dtype,
-        shape=list(row.shape),
-        count=found.count,
-        zero_count=found.zero_count,
-        nan_count=found.nan_count,
-        inf_count=found.inf_count,
-        norm=_finite(found.norm),
-        mean=_finite(found.mean),
-        std=_finite(found.std),
-        min=_finite(found.min),
-        max=_finite(found.max),
-        exponents=[list(one) for one in found.exponents],
-    )
-
-
-def _finite(value: float) -> float | None:
-    return value if math.isfinite(value) else None
+    shown = {"name": row.name, "dtype": row.dtype, "shape": list(row.shape)}
+    exponents = [list(one) for one in row.summary.exponents]
+    return StatsDocument(**shown, **row.summary.document(), exponents=exponents)

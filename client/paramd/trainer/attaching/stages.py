@@ -225,8 +225,10 @@ class Stages:
             self.serve(mesh, layout)
             return {}
 
+        # Two stages, so that no rank serves before all have moved in.
         self._together(move)
         self._together(begin)
+        # Attached on all ranks: nothing is undone any more.
         self._undo.pop_all()
         return made[0]
 

@@ -243,6 +243,7 @@ class Agreement:
         )
         self._next_launch = self._launched_at + max(1, interval)
         apart = (lowest, -minus_highest)
+        # MIN over x and -x gives opposite numbers only if every rank sent the same x.
         same = number == -minus_number and token == -minus_token and lowest == -minus_highest
         if not same or number <= self._last_agreed:
             return Round(None, bool(stay), self._iteration, apart)

@@ -183,10 +183,12 @@ class Editor:
         except Exception as error:
             log.exception("paramd: an edit could not be prepared")
             preparation.refusal = repr(error)
+        # Last: the training thread reads the outcome only once this is set.
         preparation.done.set()
 
     def _fault_in(self, spans: Sequence[tuple[int, int]]) -> None:
         """Fault in what will be touched, skipping ranges known to be present."""
+        # Read before faulting in: a hole punched meanwhile changes the count and voids the result.
         holes, (seen, known) = self._words[Word.EDIT_HOLES], self._present
         if holes != seen:
             known = []

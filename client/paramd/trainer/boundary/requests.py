@@ -110,6 +110,7 @@ class Acting:
         try:
             self._rounds(agreement, at_home)
         except AgreementLost as error:
+            # PROMISED stays: the others may have acted, so this rank's part is in doubt for good.
             self._agreement = None
             self._hold.end()
             self._words[Word.AGREEMENT_STATE] = AGREEMENT_LOST
@@ -229,6 +230,7 @@ class Acting:
             if at_home:
                 self._editor.apply(request, self._gate)
             else:
+                # At home when promised, gone since; the other ranks apply it all the same.
                 words[Word.EDIT_FAILED] = request.number
         if self._mirror is None and words[Word.BUFFERS_WANTED] > wanted_above:
             self._copy_buffers()

@@ -88,6 +88,7 @@ class SidecarLink:
 
     def close(self) -> None:
         """Detach from the sidecar and let it end. Idempotent."""
+        # First, or it would start a successor when the sidecar leaves.
         self._supervisor.close()
         self._mesh = None
         if self._connection is not None:

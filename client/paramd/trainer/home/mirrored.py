@@ -123,6 +123,7 @@ class MirroredHome(Home):
             gate.end_mirror(request.number)
             return
         begin_ns = time.monotonic_ns()
+        # If this raises, MIRRORED_FOR stays 0 and no copy of the half-written arena is taken.
         self._refresh(begin, end)
         if any(at < end for _, at in self._placed(TensorKind.BUFFER)):
             self.copy_buffers()

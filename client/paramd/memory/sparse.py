@@ -62,7 +62,6 @@ class SparseMemory:
         try:
             os.posix_fallocate(self.descriptor, begin, end - begin)
         except OSError as error:
-            # The kernel may have allocated part of the range before it failed.
             self.release(begin, end)
             raise ExhaustedError(
                 f"the kernel refused {end - begin:,} bytes of shared memory ({error.strerror})"

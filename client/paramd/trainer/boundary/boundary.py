@@ -61,7 +61,7 @@ LEFT_AT_REST = (
 MOST_PATIENCE = 256
 """Most boundaries between two attempts to bring parameters back, after failures."""
 
-# Plain ints: enum lookups are several times slower, and these are read on every step.
+# Plain ints cost a fraction of enum lookups, and these are read on every step.
 _WANT, _ARM_STEP, _STEP = int(Word.WANT), int(Word.ARM_STEP), int(Word.STEP)
 _BOUNDARY_NS, _STEP_TIME_NS = int(Word.BOUNDARY_NS), int(Word.STEP_TIME_NS)
 _SEQ = int(Word.SEQ)

@@ -153,7 +153,7 @@ class Editor:
         """Release the edit memory."""
         preparation, self._preparation = self._preparation, None
         if preparation is not None:
-            # Its thread writes to this memory; do not unmap under it.
+            # Its thread touches this memory; do not let go of it meanwhile.
             preparation.done.wait()
         self._arena_views = self._edit_views = Views(memoryview(b""))
         self._edits.close()

@@ -32,7 +32,7 @@ log = logging.getLogger("paramd")
 
 AGREEMENT_WORKS, AGREEMENT_LOST = 1, 2
 
-# Plain ints: enum lookups are several times slower, and these are read on every step.
+# Plain ints cost a fraction of enum lookups, and these are read on every step.
 _HELD, _READY = int(Word.HELD), int(Word.READY)
 
 

@@ -1,7 +1,7 @@
 """The hash chain of the audit: how records are linked, and how a chain is checked. Pure.
 
-A record's body is canonical JSON text; its hash is sha256(hash before || body). Both are
-kept and sent verbatim, so anybody can check a chain without our JSON writer.
+A record's body is canonical JSON text; its hash is sha256(previous hash || body). Both are kept
+and sent verbatim, so anyone can check a chain without our JSON writer.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 GENESIS = "0" * 64
-"""What stands for the hash before the first record."""
+"""The previous hash of the first record."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,10 +30,10 @@ class Link:
 
 @dataclass(frozen=True, slots=True)
 class Head:
-    """The end of a chain as somebody remembered it."""
+    """The end of a chain at some moment, as recorded elsewhere."""
 
     seq: int
-    """Records up to here; 0 when there was none."""
+    """Number of records up to here; 0 for none."""
     hash: str
 
     def __str__(self) -> str:
@@ -41,7 +41,7 @@ class Head:
 
     @classmethod
     def parse(cls, text: str) -> Head:
-        """The head in "SEQ:HASH". Raises ValueError."""
+        """Parse "SEQ:HASH". Raises ValueError."""
         seq, colon, digest = text.strip().partition(":")
         if not colon or not seq.isdecimal() or len(bytes.fromhex(digest)) != 32:
             raise ValueError(f"{text[:100]!r}; expected SEQ:HASH with 64 hexadecimal digits")
@@ -53,37 +53,37 @@ START = Head(0, GENESIS)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Verdict:
-    """What a check found."""
+    """Result of a check."""
 
     count: int
-    """Records that are good, from the first on."""
+    """Number of good records, from the first on."""
     head: Head
     """The last good record."""
     bad_seq: int | None
-    """The first record that is changed or missing; None when all is well."""
+    """The first changed or missing record; None when all is well."""
     reason: str
     """Why; empty when all is well."""
 
     @property
     def good(self) -> bool:
-        """Nothing was changed, removed or cut off, as far as the anchors can tell."""
+        """Whether nothing was changed, removed or cut off, as far as the anchors show."""
         return self.bad_seq is None
 
 
 def canonical(record: Mapping[str, Any]) -> str:
-    """The one JSON text of a record. Raises ValueError for NaN and infinities."""
+    """The canonical JSON text of a record. Raises ValueError for NaN and infinities."""
     return json.dumps(record, sort_keys=True, separators=(",", ":"), allow_nan=False)
 
 
 def link_hash(previous: str, body: str) -> str:
-    """Hash of a record after the one whose hash is `previous`."""
+    """Hash of a record that follows the one with hash `previous`."""
     return hashlib.sha256(bytes.fromhex(previous) + body.encode()).hexdigest()
 
 
 class ChainCheck:
-    """Checks a chain record by record, against heads that were kept elsewhere.
+    """Checks a chain record by record, against heads kept elsewhere.
 
-    Feed with `take` from the first record on; `finish` gives the verdict.
+    Feed it with `take` from the first record on; `finish` gives the verdict.
     """
 
     def __init__(self, job: str, anchors: Sequence[Head] = ()) -> None:
@@ -94,7 +94,7 @@ class ChainCheck:
         self._reason = ""
 
     def take(self, link: Link) -> bool:
-        """Checks the next record; False once something is wrong."""
+        """Check the next record; False once something is wrong."""
         if self._bad_seq is not None:
             return False
         seq = self._head.seq + 1
@@ -106,7 +106,7 @@ class ChainCheck:
         if link_hash(claimed, link.body) != link.hash:
             return self._fail(seq, f"record {seq} was changed: its hash is another one")
         if claimed != self._head.hash:
-            # The record itself is whole and tells what stood before it.
+            # This record is intact and names its predecessor's hash: blame the predecessor.
             return self._fail(max(seq - 1, 1), f"record {seq} does not follow record {seq - 1}")
         for anchor in self._anchors:
             if anchor.seq == seq and anchor.hash != link.hash:
@@ -115,7 +115,7 @@ class ChainCheck:
         return True
 
     def finish(self) -> Verdict:
-        """The verdict over all that was taken."""
+        """The verdict on all records taken."""
         last = self._anchors[-1].seq if self._anchors else 0
         if self._bad_seq is None and last > self._head.seq:
             self._fail(
@@ -132,7 +132,7 @@ class ChainCheck:
 
 
 def _claims(link: Link, job: str) -> str | None:
-    """The hash before, as the record's body has it; None when the body is not such a record."""
+    """The previous hash claimed in the record's body; None when it is not this job's record."""
     try:
         body = json.loads(link.body)
         matches = body["seq"] == link.seq and body["job"] == job

@@ -1,13 +1,13 @@
-"""Seconds since the Unix epoch for what has a life: a jump of the host's clock does not count.
+"""Seconds since the Unix epoch, for expiry times, unaffected by jumps of the host's clock.
 
-Tickets and tokens say when they end in wall time, which hosts share. But the wall clock jumps:
-set by hand, by a wrong time server, by a virtual machine that was stopped. So a process takes it
-once and goes on by the clock that never jumps. It follows small corrections at once, and a new
-time only when that has been the wall's for ten minutes: then it was no mistake.
+Tickets and tokens expire in wall time, which hosts share. But the wall clock jumps: set by hand,
+by a bad time server, by a virtual machine that was paused. So a process reads it once and then
+continues on a clock that never jumps. It follows small corrections at once, and a new time only
+after the wall clock has kept it for ten minutes, when it is taken to be right.
 
-A process that starts while the wall clock is wrong knows no better, and would hold the end of the
-jump for one. So helpers leave their time in a file of their own for whoever is started in their
-place on this host (`kept`).
+A process started while the wall clock is wrong cannot know, and would take its correction for a
+jump. So helpers leave their time in a file of their own for their successors on this host
+(`kept`).
 """
 
 from __future__ import annotations
@@ -26,24 +26,24 @@ from typing import Final
 from paramd import state_files
 
 SETTLE_S: Final = 600.0
-"""A jump is believed when it has lasted for this long."""
+"""A jump is accepted once it has lasted this long."""
 
 FOLLOWED_S: Final = 1.0
 """Smaller differences are corrections, followed at once."""
 
 KEPT_EVERY_S: Final = 120.0
-"""Time between two writes of `kept`."""
+"""Time between writes by `kept`."""
 
 _MAX_BYTES = 1024
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
 def _since_boot_s() -> float:
-    return time.clock_gettime(time.CLOCK_BOOTTIME)  # it counts sleep, too
+    return time.clock_gettime(time.CLOCK_BOOTTIME)  # unlike MONOTONIC, includes suspend
 
 
 class SteadyClock:
-    """Call it for the time. For any thread."""
+    """Call it for the time. Thread-safe."""
 
     def __init__(
         self,
@@ -72,7 +72,7 @@ class SteadyClock:
             return now_s + self._offset_s
 
     def write(self, path: Path) -> None:
-        """Leaves in a file what `go_on_from` reads. Raises OSError."""
+        """Write the file that `go_on_from` reads. Raises OSError."""
         self()
         with self._lock:
             found = {
@@ -85,9 +85,9 @@ class SteadyClock:
         state_files.replace(path, json.dumps(found))
 
     def go_on_from(self, path: Path) -> bool:
-        """Takes over what a predecessor on this host, since its boot, left not long ago.
+        """Continue from the time a predecessor left, recently and since this host's boot.
 
-        False when there is none, or none that can be used: then the time is the wall's.
+        False when there is no usable file; then the time is the wall clock's.
         """
         try:
             found = json.loads(_read_own(path))
@@ -98,7 +98,7 @@ class SteadyClock:
         except (OSError, ValueError, KeyError, TypeError, OverflowError, RecursionError):
             return False
         with self._lock:
-            # Later a new time may have settled, and nobody looked.
+            # Not if older: a new time may have settled since without anyone looking.
             usable = boot == here and 0 <= self._steady() - looked_s <= SETTLE_S
             if usable and all(map(math.isfinite, (offset_s, other_s, since_s))):
                 self._offset_s, self._other_s, self._other_since_s = offset_s, other_s, since_s
@@ -107,7 +107,7 @@ class SteadyClock:
 
 
 def _read_own(path: Path) -> bytes:
-    """A file that nobody else can have put there. Raises OSError."""
+    """Read a file only if it is a regular one of ours. Raises OSError."""
     descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     try:
         found = os.fstat(descriptor)
@@ -124,13 +124,13 @@ now_s: Final = SteadyClock()
 
 @contextmanager
 def kept(path: Path, clock: SteadyClock = now_s) -> Iterator[None]:
-    """The clock goes on from this file, and within the block its time is left there."""
+    """Continue the clock from this file, and keep writing it there within the block."""
     clock.go_on_from(path)
     over = threading.Event()
 
     def keep() -> None:
         while True:
-            with suppress(OSError):  # a full disk costs the successor this knowledge, nobody else
+            with suppress(OSError):  # a full disk only costs the successor this hint
                 clock.write(path)
             if over.wait(KEPT_EVERY_S):
                 return
@@ -141,4 +141,4 @@ def kept(path: Path, clock: SteadyClock = now_s) -> Iterator[None]:
         yield
     finally:
         over.set()
-        thread.join(1.0)  # a state dir that hangs does not keep the helper from leaving
+        thread.join(1.0)  # bounded: a hung state dir must not keep the helper from exiting

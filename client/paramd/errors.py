@@ -1,7 +1,7 @@
-"""Domain errors, what is sent with them, and the one table from an error to gRPC, HTTP and shell.
+"""Domain errors, request metadata, and the one table from errors to gRPC, HTTP and exit codes.
 
-An error says what was wrong, what was expected and what to do next. `public`
-text goes to the user; anything secret or internal belongs in the log instead.
+An error says what was wrong, what was expected and what to do next. Its text goes to the user;
+anything secret or internal belongs in the log instead.
 """
 
 from __future__ import annotations
@@ -13,39 +13,39 @@ from dataclasses import dataclass
 from typing import Any
 
 METADATA_KEY = "x-request-id"
-"""Header of HTTP, key of gRPC metadata."""
+"""HTTP header and gRPC metadata key of the request id."""
 
 RANK_KEY = "paramd-rank"
-"""Key of gRPC metadata: the rank that a call to a sidecar is for, in decimal digits."""
+"""gRPC metadata key: the rank a call to a sidecar is meant for, in decimal digits."""
 
 MAX_ID_CHARS = 64
 
 request_id: ContextVar[str] = ContextVar("request_id", default="")
-"""Id of the request that this task serves or makes; empty when there is none."""
+"""Id of the request this task serves or makes; empty when there is none."""
 
 ASKED_BY_KEY = "x-paramd-asked-by"
-"""Key of gRPC metadata. It counts only with a ticket behind which no user's token stands: the
-control plane's, who asks in the name of others."""
+"""gRPC metadata key: on whose behalf a call is made. Honoured only with a ticket that is not
+issued for a user's token: the control plane's, which calls on behalf of others."""
 
 asked_by: ContextVar[str] = ContextVar("asked_by", default="")
-"""Names the token that the request came with; empty for the owner's, and for our own needs."""
+"""Names the token the request came with; empty for the owner's, and for our own calls."""
 
 
 def metadata() -> tuple[tuple[str, str], ...]:
-    """What a gRPC call takes along."""
+    """The metadata of an outgoing gRPC call."""
     told = ((METADATA_KEY, request_id.get()), (ASKED_BY_KEY, asked_by.get()))
     return tuple((key, value) for key, value in told if value)
 
 
 def asked_by_of(found: Iterable[Any]) -> str:
-    """What a call's metadata says of who asked; empty when it is not to be read."""
+    """Who asked, according to a call's metadata; empty when missing or malformed."""
     values = [value for key, value in found if key == ASKED_BY_KEY]
     value = values[0] if len(values) == 1 else ""
     return value if isinstance(value, str) and len(value) <= MAX_ID_CHARS else ""
 
 
 class ParamdError(Exception):
-    """Base of every error that paramd raises on purpose."""
+    """Base of every error paramd raises on purpose."""
 
 
 class UsageError(ParamdError, ValueError):
@@ -53,7 +53,7 @@ class UsageError(ParamdError, ValueError):
 
 
 class UnreachableError(ParamdError, ConnectionError):
-    """The service, or a part of it that is needed, does not answer."""
+    """The service, or a part of it that is needed, does not respond."""
 
 
 class NotFoundError(ParamdError, LookupError):
@@ -65,7 +65,7 @@ class ConflictError(ParamdError):
 
 
 class ExistsError(ConflictError):
-    """The id names something else already."""
+    """The id already names something else."""
 
 
 class TornError(ConflictError):
@@ -85,7 +85,7 @@ class ExhaustedError(ParamdError):
 
 
 class AbortedError(ParamdError):
-    """The attempt lost a race with training; trying again is right."""
+    """The attempt lost a race with training; try again."""
 
 
 class DataLossError(ParamdError):
@@ -98,7 +98,7 @@ class DeadlineError(ParamdError, TimeoutError):
 
 @dataclass(frozen=True, kw_only=True)
 class ErrorCodes:
-    """How one error looks from outside."""
+    """An error's codes towards the outside."""
 
     grpc: str
     """Name of a `grpc.StatusCode`."""
@@ -107,7 +107,7 @@ class ErrorCodes:
     exit: int
     """Exit code of the command line."""
     retry: bool = False
-    """A reader may try again by itself."""
+    """A reader may retry on its own."""
 
 
 CODES: dict[type[ParamdError], ErrorCodes] = {
@@ -142,7 +142,7 @@ _BY_GRPC: dict[str, type[ParamdError]] = {
 
 
 def codes_of(error: BaseException) -> ErrorCodes:
-    """The codes of the nearest class of `error` that the table names."""
+    """The codes of the nearest class of `error` in the table."""
     for kind in type(error).__mro__:
         if kind in CODES:
             return CODES[kind]
@@ -150,8 +150,9 @@ def codes_of(error: BaseException) -> ErrorCodes:
 
 
 def exhausted_of(error: BaseException) -> ExhaustedError | None:
-    """What to tell of an error of the operating system that says that this process has run out of
-    something; None of any other. It is over when others have ended, so it may be tried again."""
+    """The public error for running out of descriptors or memory; None for any other error.
+
+    Retryable: it passes when other calls have ended."""
     number = error.errno if isinstance(error, OSError) else None
     if number in (errno.EMFILE, errno.ENFILE):
         return ExhaustedError(
@@ -163,11 +164,11 @@ def exhausted_of(error: BaseException) -> ExhaustedError | None:
 
 
 def error_of_grpc(code_name: str) -> type[ParamdError]:
-    """The domain error that stands for a gRPC status, for the client's side."""
+    """The domain error for a gRPC status, on the client's side."""
     return _BY_GRPC.get(code_name, ParamdError)
 
 
 def reason_of(error: ParamdError) -> str:
-    """The error's class as ErrorInfo and problem documents name it, e.g. "NOT_FOUND"."""
+    """The error's name in ErrorInfo and problem documents, e.g. "NOT_FOUND"."""
     name = type(error).__name__.removesuffix("Error")
     return "".join(f"_{c}" if c.isupper() and i else c for i, c in enumerate(name)).upper()

@@ -1,11 +1,11 @@
-"""The filter language of CLI and REST: globs, and terms that tensors must meet.
+"""The filter language of CLI and REST: globs, and terms that tensors must satisfy.
 
     layers.*.weight  numel>1M  dtype=bfloat16  norm>10
 
-Words stand apart by spaces. A word that begins with a key and a comparison is a term; all
-terms must hold. Every other word is a glob over names, which may end in a slice; globs
-unite, and none means all. Double quotes make a word a glob whatever it looks like, and keep
-spaces in it.
+Words are separated by spaces. A word that begins with a key and a comparison is a term; all
+terms must hold. Every other word is a glob over names, which may end in a slice; a tensor must
+match any one of them, and no globs means all. Double quotes make any word a glob and may contain
+spaces.
 
     facts         name placement kind dtype           = != ~ (contains)
                   shape                               = != "4096x4096", "4096x*"; < > by its largest dim
@@ -14,9 +14,9 @@ spaces in it.
     statistics    norm mean std min max absmax        = != < <= > >=
                   nan inf zero (counts of elements)
 
-Numbers may end in k, M, G (powers of 1000). `dims` is how many dims there are; `rank=3` holds
-when rank 3 has a part. A statistic that does not exist (the mean of no finite element)
-meets no term.
+Numbers may end in k, M, G (powers of 1000). `dims` is the number of dims; `rank=3` holds when
+rank 3 has a part. A statistic that does not exist (the mean without any finite element)
+satisfies no term.
 """  # noqa: E501
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ _DTYPES: Final = {
 
 
 class FilterError(UsageError):
-    """A filter that cannot be read; `position` is the character where that shows."""
+    """A filter that does not parse; `position` is the offending character."""
 
     def __init__(self, position: int, found: str, expected: str) -> None:
         shown = repr(found if len(found) <= 40 else f"{found[:37]}...")
@@ -74,7 +74,7 @@ class FilterError(UsageError):
 
 
 class Tensor(Protocol):
-    """What facts are asked of: an item of a layout, or of `mesh.params()`."""
+    """Source of facts: an item of a layout, or of `mesh.params()`."""
 
     @property
     def fqn(self) -> str: ...
@@ -90,7 +90,7 @@ class Tensor(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Facts:
-    """What is known of a tensor without its values."""
+    """What is known about a tensor without its values."""
 
     tensor: Tensor
     kind: str
@@ -108,9 +108,9 @@ class Term:
     key: str
     comparison: str
     text: str
-    """The value as it was written."""
+    """The value as written."""
     number: float = math.nan
-    """The value of a number; NaN for texts."""
+    """The value as a number; NaN for texts."""
 
     def __str__(self) -> str:
         return f"{self.key}{self.comparison}{self.text}"
@@ -118,7 +118,7 @@ class Term:
 
 @dataclass(frozen=True, slots=True)
 class Filter:
-    """A parsed filter. Immutable, hashable: equal filters choose the same."""
+    """A parsed filter. Immutable, hashable: equal filters select the same."""
 
     patterns: tuple[str, ...]
     """Globs; ("*",) when none was given."""
@@ -132,7 +132,7 @@ class Filter:
     def matches_numbers(self, numbers: Summary) -> bool:
         """Whether all terms about statistics hold."""
         return all(
-            # No comparison with a number that does not exist holds, not even "!=".
+            # Comparisons with a nonexistent number never hold, not even "!=".
             not math.isnan(value := _statistic(term.key, numbers))
             and _ORDER[term.comparison](value, term.number)
             for term in self.statistics
@@ -140,7 +140,7 @@ class Filter:
 
 
 def parse_filter(text: str) -> Filter:
-    """Reads a filter; at a cost that grows with its length only.
+    """Parse a filter; the cost depends only on its length.
 
     Raises:
         FilterError: at the first character that cannot be right, with what was expected.
@@ -170,7 +170,7 @@ def parse_filter(text: str) -> Filter:
 
 
 def _words(text: str) -> list[tuple[int, str, bool]]:
-    """(first character, word, whether it was quoted). Spaces in brackets belong to a slice."""
+    """(position, word, whether quoted). Spaces in brackets belong to a slice."""
     words: list[tuple[int, str, bool]] = []
     at = 0
     while at < len(text):
@@ -197,7 +197,7 @@ def _end_of_word(text: str, begin: int) -> int:
     opened = False
     for at in range(begin, len(text)):
         if text[at] == "[":
-            # A bracket that nobody closes is a character like any other.
+            # An unclosed bracket is an ordinary character.
             opened = "]" in text[at:]
         elif text[at] == "]":
             opened = False

@@ -1,8 +1,8 @@
-"""Where a job's processes find each other: the state dir and what lies in it.
+"""Where a job's processes find each other: the state dir and its contents.
 
     <state dir>/<job>/            0700, ours
-        endpoint.json             0600: where the job's control plane answers, and its token
-        epoch                     the last epoch handed out
+        endpoint.json             0600: address of the job's control plane, and its token
+        epoch                     the last epoch issued
         rank-<r>.sock             the sidecars' Unix sockets
 
 The state dir is PARAMD_STATE_DIR, else $XDG_STATE_HOME/paramd, else ~/.local/state/paramd.
@@ -54,12 +54,12 @@ MAX_ENDPOINT_BYTES = 64 << 10
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Endpoint:
-    """Where a job's control plane answers. Holds a token: never log it."""
+    """How to reach a job's control plane. Holds a token: never log it."""
 
     url: str
-    """Base of its REST side, for example "http://127.0.0.1:8470"."""
+    """Base URL of its REST API, for example "http://127.0.0.1:8470"."""
     token: str = field(repr=False)
-    """Bearer token of the REST side."""
+    """Bearer token for the REST API."""
     pid: int
     """Process of the control plane."""
     job: str
@@ -69,17 +69,18 @@ class Endpoint:
     epoch: int = 0
     """Epoch the control plane serves."""
     pid_start: int = 0
-    """Start time of `pid` as /proc has it, so that a reused pid is told apart; 0 unknown."""
+    """Start time of `pid` from /proc, to detect a reused pid; 0 unknown."""
 
 
 def write_endpoint(endpoint: Endpoint) -> Path:
-    """Replaces the job's endpoint.json as a whole (readers see the old or the new one).
+    """Replace the job's endpoint.json atomically.
 
     Raises:
         UsageError, ConflictError: as `job_dir`.
         ConflictError: a newer epoch of the job is running.
     """
     path = job_dir(endpoint.job) / ENDPOINT_FILE
+    # Locked from check to replace: a control plane that starts late must not hide a newer one.
     with state_dir_errors(), locked(path.parent):
         found = _load(path)
         if found is not None and found.epoch > endpoint.epoch and _alive(found):
@@ -92,10 +93,11 @@ def write_endpoint(endpoint: Endpoint) -> Path:
 
 
 def remove_endpoint(endpoint: Endpoint) -> bool:
-    """Removes the job's endpoint.json if it is still this one; says whether it did."""
+    """Remove the job's endpoint.json if it is still this one; return whether it did."""
     path = state_dir() / check_job_name(endpoint.job) / ENDPOINT_FILE
     try:
         with locked(path.parent):
+            # A successor may have written its own meanwhile.
             if _load(path) != endpoint:
                 return False
             path.unlink()
@@ -105,13 +107,13 @@ def remove_endpoint(endpoint: Endpoint) -> bool:
 
 
 def read_endpoint(job: str | None = None) -> Endpoint:
-    """The control plane of `job`, or of the one job that runs when none is named.
+    """The control plane of `job`, or of the only running job when none is named.
 
     Endpoints whose process has ended are skipped.
 
     Raises:
-        UsageError: the name is not a job name, or several jobs run and none was named.
-        UnreachableError: no such job runs here.
+        UsageError: not a job name, or several jobs are running and none was named.
+        UnreachableError: no such job is running here.
     """
     if job is not None:
         found = _load(state_dir() / check_job_name(job) / ENDPOINT_FILE)
@@ -129,7 +131,7 @@ def read_endpoint(job: str | None = None) -> Endpoint:
 
 
 def running_jobs() -> list[Endpoint]:
-    """Endpoints of this user's state dir whose process lives, ordered by job name."""
+    """Endpoints in this user's state dir whose process is alive, ordered by job name."""
     try:
         paths = sorted(state_dir().iterdir())
     except OSError:
@@ -139,10 +141,10 @@ def running_jobs() -> list[Endpoint]:
 
 
 def next_epoch(job: str, *, above: int = 0) -> int:
-    """Hands out the job's next epoch: 1 first, never one twice, durable when it returns.
+    """Issue the job's next epoch: starts at 1, never repeats, durable when it returns.
 
     Args:
-        above: The epoch is above this too: the last one that somebody else handed out.
+        above: The epoch is also above this: the last one known to be issued elsewhere.
 
     Raises:
         UsageError: as `job_dir`.
@@ -157,7 +159,7 @@ def next_epoch(job: str, *, above: int = 0) -> int:
 
 
 def last_epoch(job: str, *, at_least: int = 0) -> int:
-    """The last epoch handed out, 0 when none was; the counter is raised to `at_least`.
+    """The last epoch issued, 0 for none; raises the counter to `at_least`.
 
     Raises:
         UsageError, ConflictError: as `next_epoch`.
@@ -186,14 +188,14 @@ def _counted(path: Path) -> int:
 
 
 def _load(path: Path) -> Endpoint | None:
-    """The endpoint in a file that is ours alone; None when there is no such file."""
+    """The endpoint in a file private to us; None when there is no such file."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
     except OSError:
         return None
     with os.fdopen(descriptor, "rb") as file:
         found = os.fstat(descriptor)
-        # A token from a file that others can write would send our calls to them.
+        # If others could write the file, they could redirect our calls to themselves.
         private = found.st_uid == os.geteuid() and not stat.S_IMODE(found.st_mode) & 0o077
         if not (stat.S_ISREG(found.st_mode) and private):
             return None

@@ -1,12 +1,12 @@
-"""Writes a safetensors file tensor by tensor; it appears under its name when it is whole.
+"""Write a safetensors file tensor by tensor; it appears under its name once complete.
 
     with SafetensorsWriter(path, specs, metadata={"format": "pt"}) as writer:
         for spec in writer.specs:          # in file order
             for chunk in ...:
                 writer.append(chunk)
 
-Never holds more than one chunk. The format: eight bytes of header length, a JSON header,
-the bytes of all tensors one after the other. Source: huggingface/safetensors.
+Never holds more than one chunk. The format: eight bytes of header length, a JSON header, then
+the bytes of all tensors back to back. Source: huggingface/safetensors.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ __all__ = ["MAX_HEADER_BYTES", "SafetensorsWriter", "TensorSpec", "encode_header
 
 
 class SafetensorsWriter:
-    """A file under way. Everything is written beside it and moved there at the end.
+    """A file being written, under a temporary name next to it, and renamed at the end.
 
     Leaving the block with an exception, or with bytes missing, leaves nothing behind.
     """
@@ -50,10 +50,10 @@ class SafetensorsWriter:
             path: the file to write; its directory must exist.
             specs: the tensors; see `self.specs` for their order in the file.
             metadata: strings for the header.
-            replace: whether a file of that name may be overwritten.
+            replace: whether an existing file may be overwritten.
 
         Raises:
-            UsageError: a name twice, a dtype that the format has not, too long a header.
+            UsageError: a duplicate name, a dtype the format lacks, or too long a header.
         """
         self.path = path
         self.specs = file_order(specs)
@@ -64,21 +64,21 @@ class SafetensorsWriter:
         self._file: BinaryIO | None = None
 
     def __enter__(self) -> SafetensorsWriter:
-        """Opens the file beside and writes the header.
+        """Open the temporary file and write the header.
 
         Raises:
             ConflictError: the name is taken and may not be replaced.
-            ExhaustedError: the disk has not the room.
+            ExhaustedError: not enough disk space.
         """
         self._check_free()
         self._check_room()
-        # Not mkstemp: the file shall have the mode that the user's umask says.
+        # Not mkstemp: the file should get its mode from the user's umask.
         self._file = self._part.open("xb")
         self._file.write(self._header)
         return self
 
     def append(self, chunk: bytes | bytearray | memoryview) -> None:
-        """Writes the next bytes, row-major little-endian, of the tensors in file order."""
+        """Write the next bytes, row-major little-endian, of the tensors in file order."""
         assert self._file is not None
         self._file.write(chunk)
 
@@ -113,11 +113,12 @@ class SafetensorsWriter:
             os.replace(self._part, self.path)
         else:
             try:
+                # link, unlike rename, fails if the name was taken since `__enter__` checked.
                 os.link(self._part, self.path)
             except FileExistsError:
                 self._refuse()
             except OSError:
-                # A file system without hard links.
+                # No hard links on this file system; a small race is left.
                 self._check_free()
                 os.rename(self._part, self.path)
         directory = os.open(self.path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)

@@ -1,5 +1,4 @@
-"""This host, and its state dir: directories of jobs that are ours alone, files replaced as a
-whole."""
+"""This host and its state dir: private job directories, atomically replaced files."""
 
 from __future__ import annotations
 
@@ -23,10 +22,10 @@ FILE_NAME = "paramd.toml"
 
 @cache
 def host_id() -> str:
-    """Names the running kernel and the network of this process: "KERNEL/NETWORK".
+    """Names this process's running kernel and network namespace: "KERNEL/NETWORK".
 
-    Programs of one kernel can share memory (containers too); those of one network are the same
-    host to each other, loopback included.
+    Processes on one kernel can share memory, even across containers; those in one network see
+    each other as the same host, loopback included.
     """
     try:
         kernel = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
@@ -36,12 +35,12 @@ def host_id() -> str:
 
 
 def kernel_of(host: str) -> str:
-    """The kernel that a host id names."""
+    """The kernel part of a host id."""
     return host.partition("/")[0]
 
 
 def same_network(one: str, other: str) -> bool:
-    """Whether two host ids are of processes that share loopback, as far as both tell."""
+    """Whether processes with these host ids share loopback, as far as both tell."""
     networks = {one.partition("/")[2], other.partition("/")[2]} - {""}
     return kernel_of(one) == kernel_of(other) and len(networks) < 2
 
@@ -49,9 +48,9 @@ def same_network(one: str, other: str) -> bool:
 def process_start(pid: int) -> int:
     """Start time of a process in clock ticks since boot; 0 when it has ended or never was.
 
-    With the pid it names a process for ever, for pids are used again. A zombie has ended.
+    With the pid it identifies a process uniquely, since pids are reused. A zombie has ended.
     """
-    # The command name may hold spaces and brackets; what follows the last bracket is regular.
+    # The command name may contain spaces and parentheses; after the last one, fields are regular.
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:
@@ -60,7 +59,7 @@ def process_start(pid: int) -> int:
 
 
 def home_dir() -> Path:
-    """The user's home; "/" for an account that has none, as container engines have it."""
+    """The user's home; "/" for an account without one, as container engines do."""
     try:
         return Path.home()
     except RuntimeError:
@@ -78,15 +77,15 @@ def state_dir() -> Path:
 
 
 def is_job_name(name: str) -> bool:
-    """Whether a job may have this name; it then names a directory."""
+    """Whether this is a valid job name, safe as a directory name."""
     return _JOB_NAME.fullmatch(name) is not None
 
 
 def check_job_name(job: str) -> str:
-    """`job` itself when it may name a directory.
+    """Return `job` if it is a valid job name.
 
     Raises:
-        UsageError: it may not.
+        UsageError: it is not.
     """
     if not is_job_name(job):
         raise UsageError(
@@ -97,10 +96,10 @@ def check_job_name(job: str) -> str:
 
 
 def job_dir(job: str) -> Path:
-    """The job's directory, created when it is missing; 0700 and ours.
+    """The job's directory, 0700 and ours, created if missing.
 
     Raises:
-        UsageError: the name is not a job name, or the state dir cannot be written.
+        UsageError: not a job name, or the state dir cannot be written.
         ConflictError: the directory belongs to another user or is open to others.
     """
     path = state_dir() / check_job_name(job)
@@ -115,10 +114,10 @@ def job_dir(job: str) -> Path:
 
 
 def socket_path(job: str, rank: int) -> Path:
-    """Path of the Unix socket of one rank's sidecar; may be longer than sun_path allows.
+    """Path of the Unix socket of one rank's sidecar; may exceed sun_path.
 
     Raises:
-        UsageError: the name is not a job name or `rank` is negative.
+        UsageError: not a job name, or `rank` is negative.
     """
     if rank < 0:
         raise UsageError(f"rank: {rank}; expected 0 or more")
@@ -126,17 +125,19 @@ def socket_path(job: str, rank: int) -> Path:
 
 
 def replace(path: Path, text: str) -> None:
-    """Writes a file so that readers see the old or the new one, durable when it returns."""
+    """Write a file so that readers see the old or the new one; durable when it returns."""
     descriptor, temporary = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
     try:
         with os.fdopen(descriptor, "w") as file:
             file.write(text)
             file.flush()
+            # Before the rename, or a crash could leave the new name on an empty file.
             os.fsync(file.fileno())
         os.replace(temporary, path)
     except BaseException:
         os.unlink(temporary)
         raise
+    # The rename itself is durable only once its directory is.
     _sync_directory(path.parent)
 
 
@@ -150,7 +151,7 @@ def _sync_directory(path: Path) -> None:
 
 @contextmanager
 def locked(directory: Path) -> Iterator[None]:
-    """Others who ask for the directory wait until the block ends."""
+    """Hold an exclusive lock on the directory, across processes, for the block."""
     descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX)
@@ -161,7 +162,7 @@ def locked(directory: Path) -> Iterator[None]:
 
 @contextmanager
 def state_dir_errors() -> Iterator[None]:
-    """What the system refuses becomes a UsageError that says what to do."""
+    """Turn an OSError into a UsageError that says what to do."""
     try:
         yield
     except OSError as error:
@@ -187,7 +188,7 @@ def _check_private(path: Path) -> None:
 
 
 def file_places() -> list[tuple[Path, bool]]:
-    """Where paramd.toml may lie, first one first, and whether it is the user's own."""
+    """Places of paramd.toml in order of precedence, and whether each is the user's own."""
     base = os.environ.get("XDG_CONFIG_HOME")
     config = Path(base) if base and os.path.isabs(base) else home_dir() / ".config"
     return [(Path(FILE_NAME), False), (config / "paramd" / FILE_NAME, True)]

@@ -1,9 +1,9 @@
 """Wire bytes of messages that carry data, written and read without a protobuf object.
 
 `ReadSnapshotResponse`, `SummonResponse` and `StageEditRequest` begin alike: data in field 1, its
-XXH3 in field 2. Where a message has an offset, the offset seeds that XXH3: bytes that arrive under
-another offset fail it. One join copies the bytes once; a message object would copy them twice.
-Any generated stub reads what is written here; the parser takes the order written here at once
+XXH3 in field 2. If a message has an offset, it seeds the XXH3, so bytes that arrive under another
+offset fail the check. One join copies the bytes once; a message object would copy them twice.
+Any generated stub can read what is written here; the parser has a fast path for this field order
 and hands anything else to protobuf.
 """
 
@@ -19,7 +19,7 @@ from paramd.errors import DataLossError
 from paramd.v1 import common_pb2, sidecar_pb2
 
 CHUNK_BYTES = 2 << 20
-"""Bytes of one message. 1 and 2 MiB were equally fast, 4 MiB slower (docs/decisions.md)."""
+"""Bytes per message. 1 and 2 MiB were equally fast, 4 MiB slower (docs/decisions.md)."""
 
 _DATA_TAG = b"\x0a"
 _XXH3_TAG = b"\x11"
@@ -34,12 +34,12 @@ def data_chunk(data: memoryview, offset_bytes: int) -> bytes:
 
 
 def summon_chunk(data: memoryview) -> bytes:
-    """The SummonResponse that carries bytes of the tensor begun before."""
+    """A SummonResponse with more bytes of the tensor already begun."""
     return b"".join(_data_fields(data))
 
 
 def checksum_of(data: bytes | memoryview, offset_bytes: int) -> int:
-    """XXH3 (64 bit) of bytes that belong at an offset. Any number is one, also from the wire."""
+    """XXH3 (64 bit) of bytes that belong at an offset; any integer from the wire is accepted."""
     return xxh3_64_intdigest(data, seed=offset_bytes & _MAX_SEED)
 
 
@@ -49,7 +49,7 @@ def _data_fields(data: memoryview, offset_bytes: int = 0) -> tuple[bytes | memor
 
 
 def varint(value: int) -> bytes:
-    """Base-128 varint of a number from 0 on."""
+    """Base-128 varint of a non-negative number."""
     out = bytearray()
     while value > 0x7F:
         out.append(value & 0x7F | 0x80)
@@ -68,7 +68,7 @@ class Chunk:
     xxh3: int
     offset_bytes: int
     header: common_pb2.Header | None = None
-    """Set in the first chunk of a stream only."""
+    """Set only in the first chunk of a stream."""
 
     @property
     def size_bytes(self) -> int:
@@ -81,16 +81,16 @@ class Chunk:
 
     @property
     def address(self) -> int:
-        """Address of the first byte; good as long as the chunk is held."""
+        """Address of the first byte; valid while the chunk is referenced."""
         base = ctypes.cast(ctypes.c_char_p(self.message), ctypes.c_void_p).value
         assert base is not None
         return base + self.begin
 
     def check(self) -> None:
-        """Compares the checksum of the bytes and their offset.
+        """Verify the bytes and their offset against the checksum.
 
         Raises:
-            DataLossError: they are not those that were sent.
+            DataLossError: they are not what was sent.
         """
         if checksum_of(self.data, self.offset_bytes) != self.xxh3:
             raise DataLossError(
@@ -100,7 +100,7 @@ class Chunk:
 
 
 def parse_chunk(message: bytes) -> Chunk:
-    """The chunk in one `ReadSnapshotResponse`. Nothing is copied."""
+    """Parse one `ReadSnapshotResponse`, copying nothing on the fast path."""
     chunk = _parse_known_order(message)
     return chunk if chunk is not None else _parse_any_order(message)
 
@@ -118,7 +118,7 @@ def _parse_known_order(message: bytes) -> Chunk | None:
         offset = 0
         if position < len(message) and message[position] == _OFFSET_TAG[0]:
             offset, position = _varint(message, position + 1)
-        # Beyond 63 bits protobuf reads a negative number, and drops what is beyond 64.
+        # Beyond 63 bits protobuf reads a negative number, and drops bits beyond 64.
         if position != len(message) or offset >> 63:
             return None
     except (IndexError, struct.error):

@@ -1,7 +1,7 @@
-"""The last requests that the trainers agreed on, kept in the control page by its trainer.
+"""The last requests the trainers agreed on, kept in the control page by its trainer.
 
-So that whoever asks late, of a sidecar that was respawned meanwhile, still hears the truth:
-numbers only rise, so one below the last agreed that is not among these never was agreed.
+They let even a respawned sidecar tell the fate of a request: numbers only rise, so one below
+the last agreed that is not among these was never agreed.
 """
 
 from __future__ import annotations
@@ -24,21 +24,21 @@ class Past(Enum):
 
 
 def note_agreed(words: Words, nth: int, number: int) -> None:
-    """The trainer's side, before it writes AGREED: `number` is the nth request agreed."""
+    """Trainer's side, before it writes AGREED: record `number` as the nth agreed request."""
     words[_BEGIN + nth % KEPT] = number
 
 
 def note_failed(words: Words, nth: int, number: int) -> None:
-    """The trainer's side: an edit could not be applied on this rank, wholly or at all."""
+    """Trainer's side: record that an edit failed on this rank, wholly or in part."""
     words[_BEGIN + nth % KEPT] = -number
 
 
 def past_of(words: Words, number: int) -> Past:
-    """What became of a request above 0 and below AGREED; read AGREED first."""
+    """The fate of a request above 0 and below AGREED; read AGREED first."""
     kept = [words[_BEGIN + index] for index in range(KEPT)]
     if number in kept:
         return Past.DONE
     if -number in kept:
         return Past.FAILED
-    # 0 stands where none has been yet: then nothing has been forgotten.
+    # A 0 is a slot never used, so nothing has been forgotten yet.
     return Past.NEVER if min(map(abs, kept)) < number else Past.FORGOTTEN

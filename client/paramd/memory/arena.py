@@ -1,4 +1,4 @@
-"""An arena: memory behind a descriptor, mapped here. CUDA arenas are its second kind."""
+"""An arena: memory behind a descriptor, mapped into this process."""
 
 from __future__ import annotations
 
@@ -11,30 +11,30 @@ _MADV_POPULATE_WRITE = 23
 
 
 class Arena(Protocol):
-    """Memory that both processes reach by one descriptor.
+    """Memory that both processes reach through one descriptor.
 
-    The sidecar makes it, the trainer maps it; it lives until both have let go, in
-    whatever order they end.
+    The sidecar creates it, the trainer maps it; it lives until both have released it, in
+    either order.
     """
 
     descriptor: int
     size_bytes: int
 
     def close(self) -> None:
-        """Unmaps it here. Idempotent. The descriptor stays its owner's."""
+        """Unmap it in this process. Idempotent. The descriptor stays with its owner."""
 
 
 class HostArena:
     """A memfd mapped shared and writable.
 
-    `buffer` exports the memory. A tensor made on it holds the map by reference, not by a
-    buffer export, so the map is never closed by hand: it goes with its last holder.
+    `buffer` exports the memory. A tensor made on it references the map without a buffer
+    export, so the map is never closed explicitly: it goes with its last holder.
     """
 
     def __init__(self, descriptor: int, size_bytes: int) -> None:
         self.descriptor = descriptor
         self.size_bytes = size_bytes
-        # A map of length 0 is an error; an empty arena still needs an address.
+        # Mapping length 0 is an error; an empty arena still needs an address.
         self._map: mmap.mmap | None = (
             mmap.mmap(descriptor, size_bytes) if size_bytes else mmap.mmap(-1, mmap.PAGESIZE)
         )
@@ -42,9 +42,9 @@ class HostArena:
         self.address = ctypes.addressof(ctypes.c_char.from_buffer(self._map))
 
     def populate(self) -> None:
-        """Faults all pages in, so that no later copy pays for first touch."""
+        """Fault in all pages, so that no later copy pays for first touches."""
         assert self._map is not None
-        # Through ctypes: mmap.madvise would hold the interpreter's lock for all that time.
+        # ctypes releases the GIL; mmap.madvise would hold it throughout.
         madvise = ctypes.CDLL(None).madvise
         madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
         if madvise(self.address, len(self._map), _MADV_POPULATE_WRITE):

@@ -1,14 +1,13 @@
 """The control page: words shared by a trainer and its sidecar.
 
-One page of shared memory, aligned 8-byte words, **one writer per word**. A reader
-never waits for a writer. Times are CLOCK_MONOTONIC nanoseconds, which both
-processes of one host share.
+One page of shared memory, aligned 8-byte words, **one writer per word**. Readers never wait
+for writers. Times are CLOCK_MONOTONIC nanoseconds, which processes on one host share.
 
-The truth about a copy is `SEQ` alone: it is odd from the begin of an update (or of an
-edit) until the state is settled, so bytes copied between two reads of the same even value
-belong to the state that `STEP`, `EDITS` and `ITERATION` name. A state that is not settled
-yet may be read too while it rests: the same `REST` before and after proves that no update
-began, no more; such an answer says so. All other words only make copies likely (gate.py).
+Only `SEQ` validates a copy: it is odd from the start of an update (or edit) until the state is
+settled, so bytes copied between two reads of the same even value belong to the state named by
+`STEP`, `EDITS` and `ITERATION`. A resting state, not yet settled, can be read too: the same
+`REST` before and after proves only that no update began, and the answer says so. All other
+words merely make copies likely to succeed (gate.py).
 
 The second half of the page is text and samples (`rest.py`).
 """
@@ -25,7 +24,7 @@ MAGIC = 0x7061_7261_6D64_0001
 
 @unique
 class Word(IntEnum):
-    """Index of each word; the comment says who writes it and what it holds."""
+    """Index of each word; the comments give its writer and meaning."""
 
     MAGIC = 0  # sidecar: layout version of this page
 
@@ -44,47 +43,47 @@ class Word(IntEnum):
     STALL_MAX_NS = 19
     AGREEMENT_STATE = 20  # 1 works, 2 gave up
     TRAINER_PID = 21
-    TRAINER_START = 22  # start time from /proc, so that a reused pid is told apart
+    TRAINER_START = 22  # start time from /proc, to detect a reused pid
     EDITS = 23  # edits applied in this epoch; changes only while SEQ is odd
-    PROMISED = 24  # request of the round under way; 0 when it has none
+    PROMISED = 24  # request contributed to the round in flight; 0 none
     ROUNDS_LAUNCHED = 25
     ROUNDS_COLLECTED = 26
     AGREED_TOKEN = 27
-    EDIT_AGREED = 28  # request of the last edit agreed; written before anything is changed
-    EDIT_APPLIED = 29  # request of the last edit wholly applied
+    EDIT_AGREED = 28  # request of the last edit agreed; written before any change
+    EDIT_APPLIED = 29  # request of the last edit fully applied
     EDIT_TOKEN = 30  # its token
     EDIT_STEP = 31  # its step
-    EDIT_NS = 32  # time that it kept the trainer
+    EDIT_NS = 32  # how long it held up the trainer
     HELD = 33  # 0 runs, 1 held, 2 stepping within a hold
     HOLD_STEPS_LEFT = 34
-    REFUSED = 35  # request that this trainer cannot do and will never promise
+    REFUSED = 35  # request this trainer cannot carry out and will never promise
     EDIT_FAILED = 36  # request of an edit that failed half way; SEQ stays odd from then on
     SLOT_DONE0 = 40  # update whose gradients slot 0 holds
     SLOT_DONE1 = 41
-    MOMENTS_STEP = 42  # step at which optimizer state was last mirrored; -1 meanwhile
-    GRADIENTS_STEP = 43  # last update before which the ARM_SLOT words were looked at
-    MIRRORED = 44  # 1: the arena is a copy of parameters that are elsewhere (mirror.py)
-    MIRRORED_FOR = 45  # request that the copy was made for; 0 while it is written to
+    MOMENTS_STEP = 42  # step at which optimizer state was last mirrored; -1 while being written
+    GRADIENTS_STEP = 43  # last update before which the ARM_SLOT words were read
+    MIRRORED = 44  # 1: the arena is a copy of parameters that live elsewhere (mirror.py)
+    MIRRORED_FOR = 45  # request the copy was made for; 0 while being written
     MIRRORED_STEP = 46  # step of that copy
     MIRRORED_EDITS = 47  # edits of that copy
     ROUND_ITERATION = 38  # this rank's iteration in the last round
     MIRRORED_ITERATION = 37  # iteration of that copy
 
-    ITERATION = 48  # backward passes seen before the update that made STEP began
-    REST = 49  # rises with each rest: an update is over, but not settled; 0 otherwise
-    REST_STEP = 50  # step that the resting state will have
-    REST_NS = 51  # since when it rests
+    ITERATION = 48  # backward passes seen before the update that produced STEP began
+    REST = 49  # rises with each rest (update over but not settled); 0 when nothing rests
+    REST_STEP = 50  # step the resting state will have
+    REST_NS = 51  # when the rest began
     REST_DIGEST = 52  # of the samples when the rest began (rest.py)
-    REST_ITERATION = 53  # the iteration that the resting state will have
-    STRAY_COUNT = 54  # settled spans within which parameters changed
-    STRAY_SEQ = 55  # SEQ of the last of them: what was copied under it is no state
-    STRICT = 56  # 1: SEQ is even at boundaries only, for parameters change in between
+    REST_ITERATION = 53  # iteration the resting state will have
+    STRAY_COUNT = 54  # settled spans in which parameters changed
+    STRAY_SEQ = 55  # SEQ of the last of them: copies made under it are void
+    STRICT = 56  # 1: SEQ is even only at boundaries, since parameters change in between
     UNSERVED = 57  # 1: the parameters cannot be served; the page's text says why
-    APART_LOW = 58  # lowest and highest iteration of the last round in which ranks differed;
-    APART_HIGH = 59  # equal when they are in lock-step
-    REFUSED_STEP = 60  # step of the boundary that REFUSED, an edit for another, had; else -1
-    REFUSED_IF_STEP = 61  # the step that it was for
-    REST_SEEN_NS = 62  # when a look began that found everything that rests in its place
+    APART_LOW = 58  # lowest and highest iteration in the last round;
+    APART_HIGH = 59  # equal when ranks are in lock-step
+    REFUSED_STEP = 60  # step of the boundary where REFUSED missed its `if_step`; else -1
+    REFUSED_IF_STEP = 61  # the step it was for
+    REST_SEEN_NS = 62  # start of the last look that found the whole resting state in place
 
     # Sidecar's words.
     SIDECAR_PID = 64
@@ -93,7 +92,7 @@ class Word(IntEnum):
     BUFFERS_WANTED = 67  # boundary request that needs buffers
     SERVED = 68  # last ANNOUNCE handled
     COPY_BEGUN = 69  # counts copies begun
-    COPY_ENDED = 70  # counts copies ended, whether good or given up
+    COPY_ENDED = 70  # counts copies ended, good or abandoned
     TOKEN = 71  # of request READY
     ACTION = 72  # what request READY asks for: a BoundaryAction
     ARGUMENT = 73  # EDIT: where its program begins in the edit memory; STEP: boundaries to pass
@@ -103,25 +102,25 @@ class Word(IntEnum):
     ARM_STEP = 80  # announce the boundary of this step; 0 none
     ARM_SLOT0 = 81  # update whose gradients are wanted in slot 0; 0 none
     ARM_SLOT1 = 82
-    LOSSLESS_EVERY = 83  # updates between frames of readers that want to miss none; 0 nobody
-    LOSSLESS_UNTIL_NS = 84  # until when there is such a reader
-    EXPECTED_NS = 85  # until when a request is expected soon, such as an edit whose data comes
-    LOOK_WANTED = 87  # counts copies at rest, each of which waits for the trainer's look
-    EDIT_HOLES = 86  # counts ranges of the memory of edits whose pages were given back
+    LOSSLESS_EVERY = 83  # updates between frames of lossless readers; 0 no such reader
+    LOSSLESS_UNTIL_NS = 84  # until when there is a lossless reader
+    EXPECTED_NS = 85  # until when a request is expected soon, such as an edit being uploaded
+    LOOK_WANTED = 87  # counts copies at rest, each waiting for a look by the trainer
+    EDIT_HOLES = 86  # counts ranges of edit memory whose pages were given back
 
     # Words 128 to 191 are the trainer's: the last requests agreed (agreed.py).
-    # Words 192 to 511 are the trainer's: its text and the places of its samples (rest.py).
+    # Words 192 to 511 are the trainer's: its text and its sample places (rest.py).
 
 
 class Words(Protocol):
-    """The words by index, read and written one at a time."""
+    """Words by index, read and written one at a time."""
 
     def __getitem__(self, word: int, /) -> int: ...
     def __setitem__(self, word: int, value: int, /) -> None: ...
 
 
 class ControlPage:
-    """A view of the words in a mapped descriptor; neither side owns it alone."""
+    """A view of the words in a mapped descriptor, shared by both sides."""
 
     def __init__(self, descriptor: int) -> None:
         self._map = mmap.mmap(descriptor, PAGE_BYTES)
@@ -134,6 +133,6 @@ class ControlPage:
         self.words[word] = value
 
     def close(self) -> None:
-        """Unmaps the page. Words must not be used afterwards."""
+        """Unmap the page. Words must not be used afterwards."""
         self.words.release()
         self._map.close()

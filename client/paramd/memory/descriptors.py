@@ -9,17 +9,16 @@ from pathlib import Path
 from paramd.errors import ExhaustedError
 
 HEADROOM_BYTES = 256 << 20
-"""Memory left to others when an arena or a snapshot is made."""
+"""Memory left free when an arena or a snapshot is made."""
 
 
 def create_memory(name: str, size_bytes: int) -> int:
-    """A descriptor of `size_bytes` of shared memory, all of it really there.
+    """A descriptor of `size_bytes` of zeroed shared memory, fully allocated.
 
-    Preallocated: a bare ftruncate would let the first store beyond the machine's memory
-    end in SIGBUS. Contents are zero.
+    With a bare ftruncate, the first store beyond the machine's memory would end in SIGBUS.
 
     Raises:
-        ExhaustedError: the machine (or the container) has not that much memory.
+        ExhaustedError: the machine (or container) does not have that much memory.
     """
     available = available_bytes()
     if size_bytes + HEADROOM_BYTES > available:
@@ -42,7 +41,7 @@ def create_memory(name: str, size_bytes: int) -> int:
 
 
 def available_bytes() -> int:
-    """Memory that this process may still take: the machine's, or its cgroup's if less."""
+    """Memory this process can still allocate: the machine's, or its cgroup's if less."""
     # Not by `_read`: without it nothing is known, and what has run out must be told.
     lines = Path("/proc/meminfo").read_text().splitlines()
     fields = dict(line.split(":", 1) for line in lines)
@@ -57,19 +56,19 @@ def _cgroup_available_bytes(default: int) -> int:
 
 
 def wake_event() -> int:
-    """An eventfd by which the trainer wakes its sidecar."""
+    """An eventfd with which the trainer wakes its sidecar."""
     return os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
 
 
 def wake(descriptor: int) -> None:
-    """Wakes the reader of an eventfd; never blocks, never raises on a full counter."""
-    # It blocks only while 2**64 - 2 wakes are pending: then the reader is awake anyway.
+    """Wake the reader of an eventfd; never blocks, never raises on a full counter."""
+    # Full means 2**64 - 2 pending wakes: the reader will wake anyway.
     with suppress(BlockingIOError):
         os.eventfd_write(descriptor, 1)
 
 
 def pidfd(pid: int) -> int:
-    """A descriptor that becomes readable when the process ends."""
+    """A descriptor that becomes readable when the process exits."""
     return os.pidfd_open(pid)
 
 

@@ -1,24 +1,24 @@
-"""Edit programs: what a sidecar writes and a trainer runs to change its part of the arena.
+"""Edit programs: written by a sidecar, run by its trainer to change its part of the arena.
 
-A program lies in the memory of edits, at a multiple of 8 bytes that the request's ARGUMENT
-names. All is native 8-byte words: a header and one record for each strided view.
+A program lies in the edit memory, at a multiple of 8 bytes given by the request's ARGUMENT.
+It consists of native 8-byte words: a header, then one record per strided view.
 
     header   MAGIC, record count, wanted step + 1 (0: any), 0                      int64
     record   kind, dtype, dim count, flags, arena_begin, data_begin, preimage_begin  int64
              value, weight, min, max                                               float64
              8 sizes, 8 strides (unused ones 0)                                      int64
 
-- `arena_begin` is the first byte of the view in the arena; strides count elements and are
-  not negative; sizes are 1 or more, and the views of one program do not overlap.
-- `data_begin` is where the operand lies in the memory of edits: dense, row-major, in the
-  view's dtype and shape. NO_DATA: the operand is `value`.
-- `preimage_begin` is where the trainer is to keep what the view held before, likewise dense.
-  Equal to `data_begin` (of a SET): the two are swapped. NO_DATA: it is not kept.
-- All places are multiples of the dtype's size, and lie in ranges that the sidecar has
-  reserved; it lets none of them go while the trainer may run the program.
+- `arena_begin` is the view's first byte in the arena; strides are in elements and not
+  negative; sizes are 1 or more, and the views of one program do not overlap.
+- `data_begin` is the operand's place in the edit memory: dense, row-major, in the view's dtype
+  and shape. NO_DATA: the operand is `value`.
+- `preimage_begin` is where the trainer keeps the view's previous contents, likewise dense.
+  Equal to `data_begin` (of a SET): the two are swapped. NO_DATA: not kept.
+- All places are multiples of the itemsize, in ranges the sidecar has reserved; it releases none
+  of them while the trainer may run the program.
 
-The trainer parses before it promises to take part (`parse_program`), so nothing is left to
-fail when it applies: a program it cannot run is refused in words, and never agreed.
+The trainer parses before it promises (`parse_program`), so that nothing is left to fail when it
+applies: a program it cannot run is refused with a reason, and never agreed.
 """
 
 from __future__ import annotations
@@ -48,12 +48,12 @@ RECORD_BYTES = _RECORD.size
 class Flag(IntEnum):
     """Bits of a record's flags."""
 
-    RESET_MOMENTS = 1  # zero the optimizer's state of the same elements
+    RESET_MOMENTS = 1  # zero the optimizer state of the same elements
 
 
 @dataclass(frozen=True, slots=True)
 class DtypeCode:
-    """A dtype as programs write it."""
+    """A dtype as encoded in programs."""
 
     name: str
     """torch dtype without its prefix."""
@@ -80,7 +80,7 @@ DTYPE_CODES = {dtype.name: code for code, dtype in enumerate(DTYPES)}
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """One strided view of the arena and what is done with it; see the module's text."""
+    """One strided view of the arena and its operation; see the module docstring."""
 
     op: EditKind
     dtype: str
@@ -105,7 +105,7 @@ class Record:
 
     @property
     def size_bytes(self) -> int:
-        """Of the elements alone: of data and pre-image."""
+        """Size of the elements, dense: that of data and pre-image."""
         return self.numel * self.itemsize
 
     @property
@@ -116,20 +116,20 @@ class Record:
 
 
 def program_bytes(record_count: int) -> int:
-    """Room that a program of so many records needs."""
+    """Size of a program with this many records."""
     return HEADER_BYTES + record_count * RECORD_BYTES
 
 
 def write_program(
     memory: memoryview, begin: int, records: Iterable[Record], *, if_step: int = ANY_STEP
 ) -> int:
-    """Writes a program to byte `begin` of `memory` and returns its end.
+    """Write a program at byte `begin` of `memory` and return its end.
 
     Args:
-        if_step: step at whose boundary alone it may be applied.
+        if_step: the only step at whose boundary it may be applied.
 
     Raises:
-        UsageError: more than MAX_DIMS dims, or a dtype that has no code.
+        UsageError: more than MAX_DIMS dims, or a dtype without a code.
     """
     end = begin + HEADER_BYTES
     count = 0
@@ -170,7 +170,7 @@ def _write_record(memory: memoryview, begin: int, record: Record) -> None:
 
 
 def record_count(memory: memoryview, begin: int) -> int:
-    """Records of the program at byte `begin`; 0 when there is none."""
+    """Number of records of the program at byte `begin`; 0 when there is none."""
     if not 0 <= begin <= memory.nbytes - HEADER_BYTES:
         return 0
     magic, count, _, _ = _HEADER.unpack_from(memory, begin)
@@ -178,16 +178,16 @@ def record_count(memory: memoryview, begin: int) -> int:
 
 
 def wanted_step(memory: memoryview, begin: int) -> int:
-    """The step that the program at byte `begin` is for, or ANY_STEP."""
+    """The `if_step` of the program at byte `begin`, or ANY_STEP."""
     return int(_HEADER.unpack_from(memory, begin)[2]) - 1
 
 
 def parse_program(memory: memoryview, begin: int, *, arena_bytes: int) -> list[Record]:
-    """The records of the program at byte `begin` of the memory of edits, all checked.
+    """Parse and check the program at byte `begin` of the edit memory.
 
     Raises:
-        UsageError: it is no program, or names bytes outside of the arena or of `memory`, or
-            does with a dtype what cannot be done; the text says which record.
+        UsageError: not a program, bytes outside the arena or `memory`, or an operation its
+            dtype does not support; the message names the record.
     """
     if begin < 0 or begin % 8 or begin + HEADER_BYTES > memory.nbytes:
         raise UsageError(f"no edit program can begin at byte {begin} of {memory.nbytes}")
@@ -201,7 +201,7 @@ def parse_program(memory: memoryview, begin: int, *, arena_bytes: int) -> list[R
 
 def _parsed(memory: memoryview, begin: int, count: int, arena_bytes: int) -> Iterator[Record]:
     memory_bytes = memory.nbytes
-    # Copied first: what was checked is what will run, whatever is written there meanwhile.
+    # Copy before checking: shared memory may change, and what was checked is what must run.
     words = bytes(memory[begin : begin + count * RECORD_BYTES])
     for number, fields in enumerate(_RECORD.iter_unpack(words)):
         try:
@@ -270,7 +270,7 @@ def _check_operand(record: Record, kind: Kind, *, floating: bool) -> None:
 
 
 def _fits(dtype: str, value: float) -> bool:
-    """Whether a dtype that is not floating has this very value."""
+    """Whether a non-floating dtype can represent this value exactly."""
     bits = 8 * DTYPES[DTYPE_CODES[dtype]].itemsize
     signed = dtype.startswith("int")
     least, most = (-(1 << (bits - 1)), (1 << (bits - 1)) - 1) if signed else (0, (1 << bits) - 1)

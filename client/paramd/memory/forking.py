@@ -1,9 +1,8 @@
-"""What a forked child gets of shared memory: a private copy of it, as fork promises.
+"""Make shared memory private in forked children, as fork promises.
 
-A shared map would let a child that changes "its" parameters change its parent's. So in
-the child every such map becomes copy-on-write at its old address. Pages that the child
-has not written yet still show what the parent writes; a child that needs the values of
-the fork's moment must copy them.
+Through a shared map, a child changing "its" parameters would change its parent's. So in the
+child every such map becomes copy-on-write at its old address. Pages the child has not written
+yet still show the parent's stores; a child that needs the values as of the fork must copy them.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ _libc.mmap.argtypes = (
 
 
 class Mapped(Protocol):
-    """A map of a descriptor that stays open."""
+    """A mapping whose descriptor stays open."""
 
     @property
     def descriptor(self) -> int: ...
@@ -39,7 +38,7 @@ _mapped: weakref.WeakSet[Mapped] = weakref.WeakSet()
 
 
 def private_in_children(mapped: Mapped) -> None:
-    """From now on a forked child sees this map copy-on-write."""
+    """Make this mapping copy-on-write in children forked from now on."""
     _mapped.add(mapped)
 
 
@@ -56,7 +55,7 @@ def _remap() -> None:
             0,
         )
         if found == _MAP_FAILED:
-            # Better a dead child than a changed parent.
+            # Still shared: better kill the child than let it change its parent's parameters.
             os._exit(70)
 
 

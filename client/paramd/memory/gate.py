@@ -1,19 +1,19 @@
-"""The gate: what keeps a copy and an update from overlapping, and proves it did.
+"""The gate: keeps copies and updates apart, and proves that it did.
 
-Correctness rests on one word. `SEQ` is odd from the begin of an update until the training goes
-on after it (trainer/boundary/boundary.py); a copy that sees the same even `SEQ` before its
-first and after its last byte holds one step. The gate adds politeness, never correctness: the
-trainer waits a bounded time for a copy under way, and then goes on whatever the sidecar
-does. So a sidecar that is stopped, dead or slow costs at most one stall budget, once.
+Correctness rests on one word. `SEQ` is odd from the start of an update until training continues
+after it (trainer/boundary/boundary.py); a copy that sees the same even `SEQ` before its first
+and after its last byte holds one step. The gate's waiting adds politeness, never correctness:
+the trainer waits a bounded time for a copy in progress, then continues whatever the sidecar
+does. So a stopped, dead or slow sidecar costs at most one stall budget, once.
 
-A state whose update is over and after which training has not gone on *rests*. Nobody can
-prove that the script will not change it yet (clamp it, swap averaged weights in), so SEQ
-stays odd; a copy of it is proven by the word `REST` and marked as not settled.
+A state *rests* when its update is over but training has not continued. The script may still
+change it (clamp it, swap in averaged weights), so SEQ stays odd; a copy of it is validated by
+the word `REST` and marked as not settled.
 
-Ordering: the trainer stores SEQ (odd) before its first parameter store, and SEQ (even)
-after its last; the sidecar loads SEQ before and after its copy. Stores and loads keep
-their order on x86-64. Elsewhere the interpreter's own atomics between those accesses
-order them in practice; docs/assumptions.md says so.
+Ordering: the trainer stores SEQ (odd) before its first parameter store, and SEQ (even) after
+its last; the sidecar loads SEQ before and after its copy. x86-64 keeps both in order. Elsewhere
+the interpreter's own atomics between those accesses order them in practice
+(docs/assumptions.md).
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ from typing import Final, NamedTuple
 from paramd.memory.control_page import ControlPage, Word
 
 COPY_CHUNK_BYTES = 4 << 20
-"""Bytes copied between two looks at SEQ: about half a millisecond of memory bandwidth."""
+"""Bytes copied between checks of SEQ: about half a millisecond of memory bandwidth."""
 
 POLL_S = 50e-6
-"""The trainer's sleep between two looks at the sidecar's words while it waits."""
+"""The trainer's poll interval while it waits for the sidecar's words."""
 
 
-# Plain numbers: looking up a member of an enumeration costs more than reading its word.
+# Plain ints: an enum lookup costs more than reading the word.
 _SEQ, _STEP, _EDITS, _ITERATION = (
     int(Word.SEQ),
     int(Word.STEP),
@@ -48,24 +48,24 @@ _COPY_BEGUN, _COPY_ENDED = int(Word.COPY_BEGUN), int(Word.COPY_ENDED)
 
 
 class State(NamedTuple):
-    """What the parameters of one epoch are: updates finished, edits applied."""
+    """Names a state of one epoch's parameters: updates finished, edits applied."""
 
     step: int
     edits: int
     iteration: int = 0
-    """Backward passes before the last update: tells ranks that skipped an update apart."""
+    """Backward passes before the last update: reveals ranks that skipped an update."""
     unsettled: bool = False
-    """Copied from a state that rests: training has not gone on after its last update."""
+    """Copied from a resting state: training has not continued after its last update."""
     proof: int = 0
-    """SEQ of a settled state, -REST of one that rests: equal proofs mean equal bytes."""
+    """SEQ of a settled state, -REST of a resting one: equal proofs mean equal bytes."""
 
 
 STALL_BUDGET_MS: Final = 5.0
-"""Longest wait of one update for a copy, in milliseconds, unless PARAMD_STALL_BUDGET_MS says so."""
+"""Default of PARAMD_STALL_BUDGET_MS: longest wait of one update for a copy, in milliseconds."""
 
 
 class TrainerGate:
-    """The trainer's side. One thread calls it: the one that runs the optimizer."""
+    """The trainer's side. Called only on the thread that runs the optimizer."""
 
     def __init__(self, page: ControlPage, *, stall_budget_ns: int, mirrored: bool = False) -> None:
         """`mirrored`: updates do not touch the arena, so they wait for no copy of it."""
@@ -76,8 +76,9 @@ class TrainerGate:
         self._rests = 0
 
     def begin_update(self) -> None:
-        """Waits, within the budget, for copies under way; then SEQ is odd and nothing rests."""
+        """Wait, within the budget, for copies in progress, then make SEQ odd and end any rest."""
         words = self._words
+        # Before any parameter store: from here on every copy at rest is void.
         words[_REST] = 0
         if not self._mirrored and (
             words[_COPY_BEGUN] != words[_COPY_ENDED] or words[_SERVED] < words[_ANNOUNCE]
@@ -86,10 +87,10 @@ class TrainerGate:
         words[_SEQ] |= 1
 
     def rest(self, step: int, iteration: int, digest: int) -> None:
-        """The update is over; nobody knows yet whether the script changes more.
+        """Publish a resting state: the update is over, but the script may still change more.
 
         Args:
-            step: what the state will be, once it is settled.
+            step: the state's step once it is settled.
             iteration: backward passes before the update.
             digest: of the samples as they are now (see rest.py).
         """
@@ -98,40 +99,43 @@ class TrainerGate:
         words[_REST_STEP], words[_REST_ITERATION] = step, iteration
         words[_REST_DIGEST], words[_REST_NS] = digest, time.monotonic_ns()
         self._rests += 1
-        # The last store: whoever sees this number sees the words above.
+        # Last: a reader that sees this number sees the words above.
         words[_REST] = self._rests
 
     def settle(self, step: int, iteration: int, *, proven: bool) -> None:
-        """Publishes the step; SEQ is even again when the parameters were found `proven`."""
+        """Publish the step; make SEQ even again if the parameters are `proven` in place."""
         words = self._words
         words[_REST] = 0
+        # Before SEQ: a reader that sees it even must find the step it belongs to.
         words[_STEP], words[_ITERATION] = step, iteration
         if proven and words[_SEQ] & 1:
             words[_SEQ] += 1
 
     def end_edit(self) -> None:
-        """Publishes one more edit of the same step, with SEQ even again."""
+        """Publish one more edit of the same step and make SEQ even again."""
         words = self._words
         words[_EDITS] += 1
         words[_SEQ] += 1
 
     def begin_mirror(self) -> None:
-        """Waits, within the budget, for copies under way; then the mirrored arena is nobody's."""
+        """Wait, within the budget, for copies in progress, then invalidate the mirror."""
         words = self._words
         if words[_COPY_BEGUN] != words[_COPY_ENDED]:
             self._wait_for_copies()
+        # Before the first store to the arena: a copy still running will find itself overtaken.
         words[Word.MIRRORED_FOR] = 0
 
     def end_mirror(self, number: int) -> None:
-        """The arena has what request `number` wants of the present state."""
+        """Publish that the arena has what request `number` wants of the current state."""
         words = self._words
         words[Word.MIRRORED_STEP] = words[_STEP]
         words[Word.MIRRORED_EDITS] = words[_EDITS]
         words[Word.MIRRORED_ITERATION] = words[_ITERATION]
+        # Last: it validates the arena's bytes and the words above.
         words[Word.MIRRORED_FOR] = number
 
     def note_stall(self, stall_ns: int) -> None:
-        """Counts a wait of the training for a reader."""
+        """Count a wait of the training for a reader."""
         words = self._words
         words[Word.STALL_COUNT] += 1
         words[Word.STALL_TOTAL_NS] += stall_ns
@@ -145,7 +149,7 @@ class TrainerGate:
             if pending == self._given_up:
                 return
             if now_ns - begin_ns > self._stall_budget_ns:
-                # The same unfinished copy is not waited for twice: its sidecar may be dead.
+                # Never wait for the same unfinished copy twice: its sidecar may be dead.
                 self._given_up = pending
                 break
             time.sleep(POLL_S)
@@ -179,13 +183,13 @@ class CopySpan:
 
 
 def state_of(page: ControlPage) -> State:
-    """The present state; of one moment only when SEQ is the same even value before and after."""
+    """The current state; consistent only if SEQ is the same even value before and after."""
     words = page.words
     return State(words[_STEP], words[_EDITS], words[_ITERATION], proof=words[_SEQ])
 
 
 def resting_state(page: ControlPage) -> State | None:
-    """The state that rests, or None; of one moment only when REST is the same afterwards."""
+    """The resting state, or None; consistent only if REST is the same afterwards."""
     words = page.words
     rest = words[_REST]
     if not rest:
@@ -201,12 +205,12 @@ def copy_at_rest(
     changed_too: bool = False,
     at_point: Callable[[str], None] = lambda _: None,
 ) -> tuple[CopyEnd, State]:
-    """As `copy_at_one_step`, of a state that rests.
+    """As `copy_at_one_step`, of a resting state.
 
     Args:
-        digest: of the samples as they are in the arena now. It tells weights that were swapped
-            in or merged after the update; a few changed elements it may miss.
-        changed_too: copy also what was changed since; refused is still what changes meanwhile.
+        digest: computes the digest of the arena's samples now. It reveals weights swapped in or
+            merged after the update, but may miss a few changed elements.
+        changed_too: accept changes made since the update, but still none during the copy.
     """
     state = resting_state(page)
     if state is None:
@@ -226,13 +230,13 @@ def copy_at_one_step(
     *,
     at_point: Callable[[str], None] = lambda _: None,
 ) -> tuple[CopyEnd, State]:
-    """The sidecar's side: copies all spans of one state, or says why not.
+    """The sidecar's side: copy all spans of one state, or say why not.
 
-    Runs on the sidecar's one copying thread; releases the GIL while bytes move. The
-    targets must be pre-faulted, for the trainer may be waiting. `at_point` is called at
-    the named points "copy-begun", "copy-chunk" and "copy-moved" (fault injection).
+    Runs on the sidecar's one copying thread; releases the GIL while bytes move. Targets must
+    be pre-faulted, since the trainer may be waiting. `at_point` is called at the points
+    "copy-begun", "copy-chunk" and "copy-moved" (fault injection).
 
-    Returns the end and the state the bytes belong to (meaningful only for DONE).
+    Returns how the copy ended and the state its bytes belong to (meaningful only for DONE).
     """
     seq = page.words[Word.SEQ]
     if seq & 1:
@@ -247,7 +251,7 @@ def copy_of_request(
     *,
     at_point: Callable[[str], None] = lambda _: None,
 ) -> tuple[CopyEnd, State]:
-    """As `copy_at_one_step`, from a mirrored arena: what was copied there for a request."""
+    """As `copy_at_one_step`, from a mirrored arena refreshed for request `number`."""
     if page.words[Word.MIRRORED_FOR] != number:
         return CopyEnd.UPDATING, state_of(page)
     state = (Word.MIRRORED_STEP, Word.MIRRORED_EDITS, Word.MIRRORED_ITERATION)
@@ -264,11 +268,12 @@ def _copy_while(
     state_words: tuple[Word, Word, Word],
     at_point: Callable[[str], None],
 ) -> tuple[CopyEnd, State]:
-    """Copies as long as a word has its value; the state is what three other words say then."""
+    """Copy for as long as the proof word keeps its value; three other words name the state."""
     words, (proof, value) = page.words, good
     words[Word.COPY_BEGUN] += 1
     try:
         at_point("copy-begun")
+        # These change only while the proof word has another value: the last check covers them.
         step, edits, iteration = (words[word] for word in state_words)
         state = State(step, edits, iteration, proof=value)
         for span in spans:
@@ -283,4 +288,5 @@ def _copy_while(
             return CopyEnd.OVERTAKEN, state
         return CopyEnd.DONE, state
     finally:
+        # Even on failure, or the next update would wait in vain for this copy.
         words[Word.COPY_ENDED] = words[Word.COPY_BEGUN]

@@ -1,14 +1,14 @@
-"""One slot of the gradient memory: which bytes are wanted in it, and what was put there.
+"""One slot of the gradient memory: the bytes wanted in it, and what was put there.
 
     room     shaped like the arena: the gradient of the piece at arena byte x lies at byte x
-    program  the sidecar's: spans of the arena whose gradients are wanted
-    notes    the trainer's: of which update they are, and what their bytes do not tell
+    program  written by the sidecar: spans of the arena whose gradients are wanted
+    notes    written by the trainer: which update they are from, and what the bytes do not tell
 
 The sidecar writes the program, then the slot's ARM word; the trainer reads them in the
 pre-hook of that update, fills the room, writes the notes, then the slot's DONE word. A
-program's version is odd while it is written; the notes say which version was served, so a
-program that was changed a moment too late is noticed. Room and tail must be reserved
-(sparse.py) before the slot is armed.
+program's version is odd while it is written; the notes name the version served, which reveals
+a program changed a moment too late. Room and tail must be reserved (sparse.py) before the
+slot is armed.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ ARM_WORDS = (Word.ARM_SLOT0, Word.ARM_SLOT1)
 DONE_WORDS = (Word.SLOT_DONE0, Word.SLOT_DONE1)
 
 MAX_SPANS = 16_384
-"""Spans of one program; a whole model is usually one."""
+"""Most spans in one program; a whole model is usually a single span."""
 
 _HEAD = 8
 """Words before the first span, and before the first note."""
@@ -43,7 +43,7 @@ Spans = Sequence[tuple[int, int]]
 
 
 class NoGradient(IntEnum):
-    """Why there is no gradient of a piece; the numbers of paramd.v1.NoGradient."""
+    """Why a piece has no gradient; numbered as in paramd.v1.NoGradient."""
 
     NONE = 1
     OTHER_OPTIMIZER = 2
@@ -53,27 +53,27 @@ class NoGradient(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class Note:
-    """What the bytes of one piece do not tell."""
+    """What the bytes of one piece do not show."""
 
     arena_begin: int
     none: int = 0
     """A `NoGradient`, or 0 when there is one."""
     partial_group: int = 0
-    """1 + first rank of the group over which gradients must be summed; 0: no group."""
+    """1 + first rank of the group whose gradients must be summed; 0: no group."""
 
 
 @dataclass(frozen=True, slots=True)
 class Notes:
-    """What holds for one captured frame on one rank."""
+    """Notes on one captured frame on one rank."""
 
     step: int
     """Number of the update that consumes the gradients."""
     version: int
-    """Of the program that was served."""
+    """Version of the program served."""
     scale: float
-    """Factor that the gradients are still multiplied with."""
+    """Factor the gradients are still multiplied by."""
     clip_factor: float
-    """Factor that clipping multiplied them with; 0 when nothing is known of that."""
+    """Factor that clipping multiplied them by; 0 when unknown."""
     notes: tuple[Note, ...]
     iteration: int = -1
     """Backward passes before the update; equal on ranks in lock-step."""
@@ -84,7 +84,7 @@ class Slot:
 
     Args:
         memory: the whole gradient memory.
-        arena_bytes: size of the arena whose shape a room has.
+        arena_bytes: size of the arena.
         index: which slot.
     """
 
@@ -100,8 +100,9 @@ class Slot:
         self._notes, self._doubles = notes.cast("q"), notes.cast("d")
 
     def write_program(self, spans: Spans) -> int:
-        """Puts spans into the program; returns its version. At most `MAX_SPANS`."""
+        """Write spans into the program; return its version. At most `MAX_SPANS`."""
         words = self._program
+        # `| 1` also moves past an odd version that a dying writer left behind.
         version = (words[_VERSION] | 1) + 1
         words[_VERSION] = version - 1
         words[_SPAN_COUNT] = len(spans)
@@ -113,11 +114,11 @@ class Slot:
         return version
 
     def version(self) -> int:
-        """Of the program that is there; odd while it is being written."""
+        """Version of the current program; odd while it is being written."""
         return self._program[_VERSION]
 
     def read_program(self) -> tuple[int, list[tuple[int, int]]] | None:
-        """Version and spans; None when it is being written, or no program at all."""
+        """Version and spans; None while it is being written, or if it is not a program."""
         words = self._program
         version, count = words[_VERSION], words[_SPAN_COUNT]
         if version & 1 or not 0 <= count <= MAX_SPANS:
@@ -128,7 +129,7 @@ class Slot:
         return version, list(zip(flat[::2], flat[1::2], strict=True))
 
     def write_notes(self, found: Notes) -> None:
-        """Puts the notes there. At most `MAX_NOTES`."""
+        """Write the notes. At most `MAX_NOTES`."""
         words, doubles = self._notes, self._doubles
         words[_STEP], words[_SERVED_VERSION] = found.step, found.version
         words[_NOTE_COUNT], words[_ITERATION] = len(found.notes), found.iteration
@@ -139,7 +140,7 @@ class Slot:
             at += 2
 
     def read_notes(self) -> Notes:
-        """What the trainer wrote; right once the DONE word says so."""
+        """Read the trainer's notes; valid once the DONE word says so."""
         words, doubles = self._notes, self._doubles
         count = min(max(words[_NOTE_COUNT], 0), MAX_NOTES)
         flat = words[_HEAD : _HEAD + 2 * count].tolist()
@@ -156,7 +157,7 @@ class Slot:
         )
 
     def close(self) -> None:
-        """Lets go of the memory."""
+        """Release the memory."""
         self._program.release()
         self._notes.release()
         self._doubles.release()
@@ -174,7 +175,7 @@ def united(spans: Spans) -> tuple[tuple[int, int], ...]:
 
 
 def covers(spans: Spans, wanted: Spans) -> bool:
-    """Whether every byte of `wanted` lies in `spans`; both as `united` makes them."""
+    """Whether every byte of `wanted` lies in `spans`; both as returned by `united`."""
     at = 0
     for begin, end in wanted:
         while at < len(spans) and spans[at][1] < end:

@@ -1,7 +1,7 @@
 """Messages with descriptors over a Unix socket: how arenas change hands.
 
-SOCK_SEQPACKET keeps message borders; each message is one JSON object, descriptors
-ride beside it (SCM_RIGHTS). The order of messages stands in docs/design.md.
+SOCK_SEQPACKET preserves message boundaries; each message is one JSON object, with descriptors
+alongside (SCM_RIGHTS). docs/design.md gives the order of messages.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from paramd.errors import DeniedError, UnreachableError, UsageError
 
 MAX_MESSAGE_BYTES = 128 << 10
 MAX_DESCRIPTORS = 8
-# sockaddr_un holds 108 bytes with the closing zero.
+# sockaddr_un holds 108 bytes including the terminating NUL.
 _MAX_PATH_BYTES = 107
 _FULL_PAUSE_S = 0.01
 
@@ -31,10 +31,10 @@ Message = dict[str, Any]
 def listen(path: Path) -> socket.socket:
     """A non-blocking listening socket at `path` (0600; its directory must be 0700 and ours).
 
-    A socket file that nobody listens on is replaced.
+    A stale socket file is replaced.
 
     Raises:
-        UsageError: somebody listens there already, or the directory is open to others.
+        UsageError: another process listens there, or the directory is open to others.
     """
     _check_directory(path.parent)
     server = _socket()
@@ -45,6 +45,7 @@ def listen(path: Path) -> socket.socket:
             path.unlink()
         with _short_address(path) as address:
             server.bind(address)
+        # The 0700 directory covers the moment between bind and this.
         path.chmod(0o600)
         server.listen(64)
         server.setblocking(False)
@@ -55,10 +56,10 @@ def listen(path: Path) -> socket.socket:
 
 
 def connect(path: Path, *, timeout_s: float = 5.0) -> socket.socket:
-    """A connected socket, its peer checked to be our own user.
+    """A connected socket whose peer is checked to run as our own user.
 
     Raises:
-        UnreachableError: nobody listens there.
+        UnreachableError: nothing listens there.
         DeniedError: the listener belongs to another user.
     """
     client = _socket()
@@ -77,7 +78,7 @@ def connect(path: Path, *, timeout_s: float = 5.0) -> socket.socket:
 
 
 def _connect(client: socket.socket, address: str, timeout_s: float) -> None:
-    """Waits while more connections than the listener's backlog are waiting there already."""
+    """Connect, retrying while the listener's backlog is full."""
     deadline_s = time.monotonic() + timeout_s
     while True:
         try:
@@ -90,10 +91,10 @@ def _connect(client: socket.socket, address: str, timeout_s: float) -> None:
 
 
 def check_peer(connection: socket.socket) -> int:
-    """The peer's pid, once its user is known to be ours (or root).
+    """Check that the peer runs as our user (or root); return its pid.
 
     Raises:
-        DeniedError: it is somebody else's.
+        DeniedError: it runs as another user.
     """
     packed = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
     pid, uid, _gid = struct.unpack("3i", packed)
@@ -103,7 +104,7 @@ def check_peer(connection: socket.socket) -> int:
 
 
 def send(connection: socket.socket, message: Message, descriptors: Sequence[int] = ()) -> None:
-    """Sends one message. The descriptors stay open here."""
+    """Send one message. The descriptors stay open here."""
     data = json.dumps(message).encode()
     if len(data) > MAX_MESSAGE_BYTES:
         raise UsageError(f"a handover message of {len(data):,} bytes is over {MAX_MESSAGE_BYTES:,}")
@@ -113,12 +114,12 @@ def send(connection: socket.socket, message: Message, descriptors: Sequence[int]
 
 
 def receive(connection: socket.socket) -> tuple[Message, list[int]]:
-    """The next message and its descriptors, which the caller now owns.
+    """Receive the next message and its descriptors, which the caller then owns.
 
     Raises:
-        EOFError: the peer has closed.
-        UsageError: what came is no message.
-        BlockingIOError, TimeoutError: as the socket is set.
+        EOFError: the peer closed the socket.
+        UsageError: malformed message.
+        BlockingIOError, TimeoutError: depending on the socket's mode.
     """
     space = socket.CMSG_SPACE(MAX_DESCRIPTORS * array.array("i").itemsize)
     data, ancillary, flags, _ = connection.recvmsg(
@@ -173,7 +174,7 @@ def _check_directory(directory: Path) -> None:
 
 @contextmanager
 def _short_address(path: Path) -> Iterator[str]:
-    """An address that fits: a long path is reached through its directory's descriptor."""
+    """An address that fits sockaddr_un: long paths go through their directory's descriptor."""
     if len(os.fsencode(path)) <= _MAX_PATH_BYTES:
         yield str(path)
         return

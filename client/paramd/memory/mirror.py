@@ -1,15 +1,15 @@
 """Mirrored arenas: copies of parameters that stay in the trainer's own memory.
 
-The words: MIRRORED says that the arena is such a copy, MIRRORED_FOR which boundary request it
-was last refreshed for, MIRRORED_STEP and MIRRORED_EDITS of which state. Only a snapshot of
-that very request may be taken from it; its other bytes are of earlier steps.
+The words: MIRRORED says that the arena is such a copy, MIRRORED_FOR names the boundary request
+it was last refreshed for, MIRRORED_STEP and MIRRORED_EDITS the state. It may serve a snapshot
+of that request only; its other bytes date from earlier steps.
 
-The trainer writes MIRRORED_FOR = 0 before it writes to the arena and n after it; numbers never
-come twice. So a copy during which MIRRORED_FOR was n all the time is whole, whatever the
-training did meanwhile: an update does not touch the arena and waits for no copy.
+The trainer writes MIRRORED_FOR = 0 before it writes to the arena and n afterwards; numbers are
+never reused. So a copy throughout which MIRRORED_FOR was n is consistent, whatever the training
+did meanwhile: updates do not touch the arena and wait for no copy.
 
-What a request wants of the arena stands in its ARGUMENT: one range of whole pages that holds
-all spans asked for, so that the trainer need not copy everything for a reader of one tensor.
+A request's ARGUMENT is one range of whole pages that holds all spans asked for, so that the
+trainer need not copy everything for a reader of one tensor.
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ _PAGE_BYTES = 4096
 _BITS = 31
 _MASK = (1 << _BITS) - 1
 _NOTHING = 1 << _BITS | 1
-"""An empty range: no bytes are wanted, but which state it is."""
+"""An empty range: asks only which state it is."""
 
 
 def is_mirror(words: Words) -> bool:
-    """Whether the arena is a copy, which only a boundary that asks for it refreshes."""
+    """Whether the arena is a copy, refreshed only at boundaries that ask for it."""
     return words[Word.MIRRORED] != 0
 
 
 def pack_wanted(spans: Iterable[tuple[int, int]]) -> int:
-    """The ARGUMENT for half-open byte spans of the arena, perhaps none.
+    """The ARGUMENT for half-open byte spans of the arena, possibly none.
 
-    Arenas above 8 TiB have no such word: 0 then, which no trainer answers, so that the
-    request is missed and never filled with other bytes.
+    Ranges beyond 8 TiB do not fit: they give 0, which no trainer answers, so the request is
+    missed rather than filled with the wrong bytes.
     """
     found = list(spans)
     if not found:
@@ -45,5 +45,5 @@ def pack_wanted(spans: Iterable[tuple[int, int]]) -> int:
 
 
 def unpack_wanted(argument: int) -> tuple[int, int]:
-    """The byte range [begin, end) that `pack_wanted` told."""
+    """The byte range [begin, end) encoded by `pack_wanted`."""
     return (argument >> _BITS) * _PAGE_BYTES, (argument & _MASK) * _PAGE_BYTES

@@ -1,6 +1,6 @@
-"""Where optimizer state lies in the memory of moments, and the table behind it.
+"""Layout of optimizer state in the moments memory, and the table behind it.
 
-What the table says stands in trainer/boundary/moments.py, which writes it.
+trainer/boundary/moments.py writes the table and documents its contents.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def table_begin(arena_bytes: int) -> int:
 
 
 def table_size(memory: memoryview) -> int:
-    """Bytes that a table takes which begins at the first byte of `memory`."""
+    """Size of the table that begins at the first byte of `memory`."""
     if memory.nbytes < _LENGTH.size:
         raise UsageError(f"{memory.nbytes} bytes are no table of optimizer state")
     (length,) = _LENGTH.unpack_from(memory, 0)
@@ -42,10 +42,10 @@ def table_size(memory: memoryview) -> int:
 
 
 def parse_table(memory: memoryview | bytes) -> dict[str, Any]:
-    """The table whose bytes these are; what follows it is not looked at.
+    """Parse a table; bytes after it are ignored.
 
     Raises:
-        UsageError: they are none.
+        UsageError: not a table.
     """
     size = table_size(memoryview(memory))
     inflater = zlib.decompressobj()

@@ -1,8 +1,8 @@
-"""What the control page holds beside words: the trainer's text, and its samples.
+"""What the control page holds besides words: the trainer's text, and its samples.
 
-Samples are places of the arena, each one aligned word of eight bytes, chosen once by the
-trainer. A digest of them costs microseconds and differs when all parameters were changed,
-as averaged, merged or perturbed weights are. It proves nothing of a few elements.
+Samples are places in the arena, one aligned 8-byte word each, chosen once by the trainer.
+Their digest costs microseconds and differs when all parameters change, as with averaged, merged
+or perturbed weights. It proves nothing about a few elements.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Protocol
 
 TEXT_WORD, TEXT_WORDS = 192, 128
 TEXT_BYTES = 8 * (TEXT_WORDS - 1)
-"""Bytes of UTF-8 that the text may have."""
+"""Most bytes of UTF-8 in the text."""
 
 COUNT_WORD = 320
 FIRST_SAMPLE_WORD = 321
@@ -28,9 +28,9 @@ class Page(Protocol):
 
 
 def write_text(page: Page, text: str) -> None:
-    """Says something to the sidecar, cut to `TEXT_BYTES`; the empty text says nothing.
+    """Publish a text to the sidecar, cut to `TEXT_BYTES`; an empty one clears it.
 
-    The length is 0 while the text changes, so a reader sees no text rather than two.
+    The length is 0 while the text changes, so a reader sees no text rather than a mixture.
     """
     words = page.words
     encoded = text.encode()[:TEXT_BYTES].decode(errors="ignore").encode()
@@ -41,7 +41,7 @@ def write_text(page: Page, text: str) -> None:
 
 
 def read_text(page: Page) -> str:
-    """What the trainer says; empty when it says nothing, or changes it at this moment."""
+    """The trainer's text; empty when there is none or it is being changed."""
     words = page.words
     size = words[TEXT_WORD]
     if not 0 < size <= TEXT_BYTES:
@@ -52,7 +52,7 @@ def read_text(page: Page) -> str:
 
 
 def write_samples(page: Page, indices: Sequence[int]) -> None:
-    """Chooses the words of the arena to sample; at most `MAX_SAMPLES`, once an epoch."""
+    """Publish which words of the arena to sample; at most `MAX_SAMPLES`, once per epoch."""
     words = page.words
     for place, index in enumerate(indices, start=FIRST_SAMPLE_WORD):
         words[place] = index
@@ -60,7 +60,7 @@ def write_samples(page: Page, indices: Sequence[int]) -> None:
 
 
 def sample_digest(page: Page, arena: memoryview) -> int:
-    """The digest of the samples as they lie in `arena` now.
+    """The digest of the samples in `arena` as they are now.
 
     Args:
         arena: bytes of the whole arena.
@@ -75,5 +75,5 @@ def sample_digest(page: Page, arena: memoryview) -> int:
 
 
 def digest_of(samples: bytes) -> int:
-    """The digest of samples that were gathered, in the order of their places."""
+    """The digest of gathered samples, in the order of their places."""
     return zlib.crc32(samples)

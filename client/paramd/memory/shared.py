@@ -12,7 +12,7 @@ from paramd.memory.control_page import PAGE_BYTES
 from paramd.memory.sparse import create_sparse, pages
 
 ROOM_EXTRA_BYTES = 1 << 20
-"""What a gradient slot, and the memory of moments, have beyond arena-shaped rooms."""
+"""Size of a gradient slot, and of the moments memory, beyond their arena-shaped rooms."""
 
 EDITS_EXTRA_BYTES = 64 << 20
 EDIT_ARENAS = 4
@@ -26,23 +26,23 @@ def slot_bytes(arena_bytes: int) -> int:
 
 
 def edits_bytes(arena_bytes: int) -> int:
-    """Size of the memory of edits."""
+    """Size of the edit memory."""
     return EDIT_ARENAS * pages(arena_bytes) + EDITS_EXTRA_BYTES
 
 
 def gradients_bytes(arena_bytes: int) -> int:
-    """Size of the memory of gradients."""
+    """Size of the gradient memory."""
     return GRADIENT_SLOTS * slot_bytes(arena_bytes)
 
 
 def moments_bytes(arena_bytes: int) -> int:
-    """Size of the memory of optimizer state: rooms shaped like the arena, then a table."""
+    """Size of the moments memory: rooms shaped like the arena, then a table."""
     return MOMENT_ROOMS * pages(arena_bytes) + ROOM_EXTRA_BYTES
 
 
 @dataclass(frozen=True, slots=True)
 class Descriptors:
-    """The kernel objects that both processes share; each process keeps its own copies."""
+    """The kernel objects both processes share; each holds its own descriptors."""
 
     page: int
     wake: int
@@ -58,7 +58,7 @@ class Descriptors:
         *,
         create_memory: Callable[[str, int], int] = descriptors.create_memory,
     ) -> Descriptors:
-        """New ones, all zero.
+        """Create all of them, zeroed.
 
         Raises:
             ExhaustedError: not enough memory for the arena.
@@ -79,10 +79,10 @@ class Descriptors:
 
     @classmethod
     def received(cls, fds: Sequence[int], arena_bytes: int) -> Descriptors:
-        """What came over the Unix socket. The caller still owns `fds` when this raises.
+        """Adopt descriptors from the Unix socket. On error the caller still owns `fds`.
 
         Raises:
-            UsageError: they are not what they should be.
+            UsageError: they are not the expected objects.
         """
         if len(fds) != 6:
             raise UsageError(
@@ -104,7 +104,7 @@ class Descriptors:
         return found
 
     def as_list(self) -> list[int]:
-        """In the order of the handover."""
+        """In handover order."""
         return list(astuple(self))
 
     def close(self) -> None:

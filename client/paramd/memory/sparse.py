@@ -1,7 +1,7 @@
-"""Sparse shared memory: as large as it could ever get, with pages only where they are reserved.
+"""Sparse shared memory: sized for the worst case, with pages only where reserved.
 
-The sidecar reserves and lets go; the trainer maps the same descriptor once and touches
-reserved ranges only. Touching any other byte could end in SIGBUS, so nobody may.
+The sidecar reserves and releases; the trainer maps the same descriptor once and touches
+reserved ranges only. Touching any other byte could end in SIGBUS.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _libc.fallocate.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_long, ctypes.c_
 
 
 def create_sparse(name: str, size_bytes: int) -> int:
-    """A descriptor of `size_bytes` of shared memory (in whole pages) without a page in it."""
+    """A descriptor of `size_bytes` of shared memory (rounded up to pages), none allocated."""
     descriptor = os.memfd_create(name, os.MFD_CLOEXEC)
     os.ftruncate(descriptor, pages(size_bytes))
     return descriptor
@@ -33,12 +33,12 @@ def pages(size_bytes: int) -> int:
 
 
 def reserved_bytes(descriptor: int) -> int:
-    """Bytes of such a memory that have pages."""
+    """Bytes of sparse memory that have pages."""
     return os.fstat(descriptor).st_blocks * 512
 
 
 class SparseMemory:
-    """One such memory, mapped here. Ranges are half-open bytes in whole pages."""
+    """Sparse memory mapped into this process. Ranges are half-open bytes in whole pages."""
 
     def __init__(self, descriptor: int) -> None:
         self.descriptor = descriptor
@@ -48,10 +48,10 @@ class SparseMemory:
         self.address = ctypes.addressof(ctypes.c_char.from_buffer(self._map))
 
     def reserve(self, begin: int, end: int) -> None:
-        """Gives a range its pages; contents are zero where there were none. May take long.
+        """Allocate a range; new pages are zero. May take long.
 
         Raises:
-            ExhaustedError: the machine (or the container) has not that much memory.
+            ExhaustedError: the machine (or container) does not have that much memory.
         """
         available = available_bytes()
         if end - begin + HEADROOM_BYTES > available:
@@ -68,12 +68,12 @@ class SparseMemory:
             ) from error
 
     def release(self, begin: int, end: int) -> None:
-        """Gives the pages of a range back."""
+        """Give a range's pages back to the kernel."""
         how = _FALLOC_FL_KEEP_SIZE | _FALLOC_FL_PUNCH_HOLE
         if end > begin and _libc.fallocate(self.descriptor, how, begin, end - begin):
             raise OSError(ctypes.get_errno(), "a hole could not be punched")
 
     def close(self) -> None:
-        """Lets go of the map; it goes with its last user. The descriptor stays its owner's."""
+        """Drop the map, which goes with its last user. The descriptor stays with its owner."""
         self.buffer = memoryview(b"")
         self._map = None

@@ -1,10 +1,10 @@
 """A small certificate authority for trials and tests: ECDSA P-256, PEM files in one directory.
 
-    ca.pem ca.key             the CA; made once, and kept
+    ca.pem ca.key             the CA; created once, then kept
     server.pem server.key     for servers, with their names
-    client.pem client.key     for clients of servers that ask for one (mTLS)
+    client.pem client.key     for clients of servers that require one (mTLS)
 
-Each file is replaced as a whole, the key before its certificate.
+Each file is replaced atomically, the key before its certificate.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ Signed = tuple[ec.EllipticCurvePrivateKey, x509.Certificate]
 
 
 def write(directory: Path, *, names: Sequence[str], days: float) -> list[Path]:
-    """Writes the files above, and a CA where there is none; returns their paths.
+    """Write the files above, creating a CA if there is none; return their paths.
 
     Args:
         names: DNS names and IP addresses of the server.
         days: Validity of the two certificates.
 
     Raises:
-        UsageError: a name is none, or the directory cannot be written.
+        UsageError: an invalid name, or the directory cannot be written.
         ConflictError: the directory's CA cannot be read.
     """
     alternatives = [_alternative(name) for name in names]

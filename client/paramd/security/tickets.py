@@ -1,10 +1,9 @@
 """Short-lived signed tickets: who may call what, in one job and one epoch.
 
-A ticket is a JSON Web Token (RFC 7519) signed with Ed25519 (RFC 8037). One header alone is
-accepted, to the letter, so there is no algorithm to choose. Whoever has the job's public key
-verifies it offline; only who has the private key (the control plane, and the trainer of rank 0
-that starts it) makes one. Nothing in a ticket is secret but the right that it carries, so it is
-never logged and never put into a URL.
+A ticket is a JSON Web Token (RFC 7519) signed with Ed25519 (RFC 8037). Exactly one header is
+accepted, byte for byte, so there is no algorithm to choose. Anyone with the job's public key can
+verify it offline; only holders of the private key (the control plane, and rank 0's trainer, which
+starts it) can mint one. A ticket is a bearer credential: it is never logged or put into a URL.
 """
 
 from __future__ import annotations
@@ -29,26 +28,26 @@ from paramd import clock
 from paramd.errors import DeniedError, UsageError
 
 PREFIX = "pmd_"
-"""Begins every token, so that scanners find leaked ones; 32 random bytes, base64url, follow."""
+"""Prefix of every token, so that scanners find leaked ones; 32 random bytes, base64url, follow."""
 
 RANDOM_BYTES = 32
 MAX_TOKEN_CHARS = 512
-"""Longer text is refused before anything is computed over it."""
+"""Longer text is refused before any computation on it."""
 
 _SHAPE = re.compile(re.escape(PREFIX) + r"[A-Za-z0-9_-]{43}")
 
 MAX_TICKET_BYTES = 1024
-"""Longer text is refused before anything is computed over it."""
+"""Longer text is refused before any computation on it."""
 
 CLOCK_SKEW_S = 60.0
-"""How long after its expiry a ticket still works: hosts' clocks differ."""
+"""How long a ticket works past its expiry, to allow for clock skew between hosts."""
 
 KEY_BYTES = 32
-"""Size of a private and of a public key."""
+"""Size of a private or public key."""
 
 RANK_TICKET_TTL_S = 366 * 86_400.0
-"""Validity of a rank's own ticket. Its epoch is what ends it: a control plane that was away
-for any time is joined again without anybody who could renew a ticket."""
+"""Validity of a rank's own ticket. Its epoch is what ends it, so that sidecars can rejoin a
+control plane after an outage of any length with nobody there to renew tickets."""
 
 _KEPT = 1024
 _HEADER = base64.urlsafe_b64encode(b'{"alg":"EdDSA","typ":"JWT"}').rstrip(b"=")
@@ -61,7 +60,7 @@ def new_token() -> str:
 
 
 def holds_token(text: str) -> bool:
-    """Whether a token stands anywhere in `text`, a valid one or not."""
+    """Whether `text` contains a token, valid or not."""
     return _SHAPE.search(text) is not None
 
 
@@ -69,20 +68,20 @@ class Role(Enum):
     """What a ticket's holder may do."""
 
     VIEWER = "viewer"
-    """State, peers and layout of a sidecar: never a value of a parameter."""
+    """State, peers and layout of a sidecar; never parameter values."""
     READER = "reader"
     """All reading methods of a sidecar; ScheduleBoundary of the control plane."""
     EDITOR = "editor"
-    """What a reader may, and staging and previewing edits; not committing them."""
+    """As reader, and staging and previewing edits, but not committing them."""
     CONTROL = "control"
-    """What an editor may, and what all ranks do together (ReachBoundary and the like)."""
+    """As editor, and what all ranks do together (ReachBoundary and the like)."""
     SIDECAR = "sidecar"
-    """Join of the control plane, as the one rank that the ticket names; nothing else."""
+    """Join of the control plane, as the rank named in the ticket; nothing else."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Claims:
-    """What a valid ticket says."""
+    """The claims of a valid ticket."""
 
     job: str
     """Name of the job."""
@@ -93,13 +92,13 @@ class Claims:
     expires_s: float
     """End of validity, in seconds since the Unix epoch."""
     ticket_id: str
-    """Names the ticket in logs and audit; 16 hexadecimal digits when we made it."""
+    """Names the ticket in logs and audit; 16 hexadecimal digits in our own tickets."""
     issued_s: float = 0.0
-    """When it was made, in seconds since the Unix epoch; 0 when it does not say."""
+    """When it was minted, in seconds since the Unix epoch; 0 when not stated."""
     rank: int | None = None
-    """The one rank that the holder is; None when it is none."""
+    """The holder's rank; None when it is not a rank."""
     token_id: str | None = None
-    """The user's token that it was given for; None when no token stands behind it."""
+    """Id of the user's token it was issued for; None when there is none."""
 
 
 def new_private_key() -> bytes:
@@ -108,18 +107,18 @@ def new_private_key() -> bytes:
 
 
 class Signer:
-    """Makes tickets of one job and epoch. Holds the private key: never log or pickle it."""
+    """Mints tickets. Holds the epoch's private key: never log or pickle it."""
 
     __slots__ = ("_key",)
 
     def __init__(self, private_key: bytes) -> None:
-        """Raises UsageError when the key has not `KEY_BYTES`."""
+        """Raises UsageError unless the key has `KEY_BYTES`."""
         _check_key("private_key", private_key)
         self._key = Ed25519PrivateKey.from_private_bytes(private_key)
 
     @property
     def public_key(self) -> bytes:
-        """What verifies this signer's tickets, `KEY_BYTES` long."""
+        """The key that verifies this signer's tickets, `KEY_BYTES` long."""
         return self._key.public_key().public_bytes_raw()
 
     def mint(
@@ -133,13 +132,13 @@ class Signer:
         token_id: str | None = None,
         now_s: float | None = None,
     ) -> str:
-        """A ticket that is valid for `ttl_s` seconds from now on.
+        """Mint a ticket valid for `ttl_s` seconds from now.
 
         Args:
             ttl_s: Validity in seconds, above 0.
-            rank: The one rank that the holder is; needed for `Role.SIDECAR`.
-            token_id: Names the token that it is given for, so that it ends with it: an id,
-                never the token itself.
+            rank: The holder's rank; required for `Role.SIDECAR`.
+            token_id: Id of the token it is issued for, so that it ends with it; never the token
+                itself.
             now_s: Seconds since the Unix epoch; the clock when None.
 
         Raises:
@@ -168,23 +167,23 @@ class Signer:
 
 
 class Verifier:
-    """Tells genuine tickets of one key. Needs nobody else for it. Not for several threads."""
+    """Verifies tickets of one key, offline. Not thread-safe."""
 
     def __init__(self, public_key: bytes) -> None:
-        """Raises UsageError when the key has not `KEY_BYTES`."""
+        """Raises UsageError unless the key has `KEY_BYTES`."""
         _check_key("public_key", public_key)
         self._key = Ed25519PublicKey.from_public_bytes(public_key)
-        # A signature costs about 100 us; a client shows the same ticket at every call. What is
-        # left of its life counts from then on, whatever becomes of the clock.
+        # Checking a signature costs about 100 us, and clients send the same ticket with every
+        # call. Expiry is kept on the monotonic clock: later jumps of the wall clock don't count.
         self._genuine: dict[str, tuple[Claims, float]] = {}
 
     def verify(self, ticket: str, *, job: str, epoch: int, now_s: float | None = None) -> Claims:
-        """The claims of a ticket that is genuine, of this job and epoch, and not expired.
+        """The claims of a genuine, unexpired ticket of this job and epoch.
 
-        Whether the role suffices is the caller's question.
+        Whether the role suffices is up to the caller.
 
         Raises:
-            DeniedError: for anything else, whatever the input; the text says why.
+            DeniedError: for anything else, whatever the input; the message says why.
         """
         claims, ends_s = self._claims(ticket)
         if claims.job != job:
@@ -201,7 +200,7 @@ class Verifier:
         return claims
 
     def _claims(self, ticket: str) -> tuple[Claims, float]:
-        """What it says, and when it ends, on the monotonic clock."""
+        """Its claims, and when it ends on the monotonic clock."""
         signed, payload, signature = _parts(ticket)
         known = self._genuine.get(ticket)
         if known is not None:
@@ -221,29 +220,29 @@ class Verifier:
 
 
 def life_s(ticket: str) -> float:
-    """For how long a ticket is valid, from when it was made on; nothing of it is proven.
+    """A ticket's total validity in seconds, from when it was minted; unverified.
 
     Raises:
-        DeniedError: the text is no ticket.
+        DeniedError: not a ticket.
     """
     claims = _parse(_parts(ticket)[1])
     return max(claims.expires_s - claims.issued_s, 0.0)
 
 
 def claimed(ticket: str) -> tuple[str, int]:
-    """Job and epoch that a ticket says it is for: whose key to verify it with.
+    """The job and epoch a ticket claims, to find the key to verify it with.
 
-    Nothing of it is proven; `Verifier.verify` does that.
+    Unverified; `Verifier.verify` does that.
 
     Raises:
-        DeniedError: the text is no ticket.
+        DeniedError: not a ticket.
     """
     claims = _parse(_parts(ticket)[1])
     return claims.job, claims.epoch
 
 
 def _parts(ticket: str) -> tuple[bytes, bytes, bytes]:
-    """What was signed, the encoded claims in it, and the encoded signature."""
+    """The signed bytes, the encoded claims in them, and the encoded signature."""
     if not isinstance(ticket, str) or not ticket:
         raise DeniedError(f"no ticket was given; {_ASK_AGAIN}")
     if len(ticket) > MAX_TICKET_BYTES or not ticket.isascii():
@@ -258,7 +257,7 @@ def _parts(ticket: str) -> tuple[bytes, bytes, bytes]:
 
 
 def _parse(payload: bytes) -> Claims:
-    """Claims of a payload. Ours are always well-formed; another signer's may not be."""
+    """Parse a payload's claims. Ours are always well-formed; another signer's may not be."""
     try:
         found = json.loads(_decode(payload))
         job, epoch, expires_s = found["job"], found["epoch"], float(found["exp"])
@@ -290,7 +289,7 @@ def key_from_hex(message: Mapping[str, object], name: str) -> bytes:
     """The key in a message's field of hexadecimal digits.
 
     Raises:
-        UsageError: it is missing or malformed. The text never holds what was read.
+        UsageError: missing or malformed. The message never contains what was read.
     """
     text = message.get(name)
     try:
@@ -311,7 +310,7 @@ def _encode(data: bytes) -> bytes:
 
 
 def _decode(text: bytes) -> bytes:
-    """Raises ValueError unless `text` is the one encoding of its bytes."""
+    """Raises ValueError unless `text` is the canonical encoding of its bytes."""
     data = base64.b64decode(text + b"=" * (-len(text) % 4), altchars=b"-_", validate=True)
     if _encode(data) != text:
         raise ValueError("not canonical base64url")

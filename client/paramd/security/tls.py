@@ -1,9 +1,9 @@
 """The client's side of TLS: whom to trust, and what an address says about its server.
 
-An address is "host:port", or "grpcs://host:port" when its server speaks TLS. Settings:
+An address is "host:port", or "grpcs://host:port" if its server speaks TLS. Settings:
 
     PARAMD_TLS_CA            file of CA certificates to trust, instead of the system's
-    PARAMD_TLS_CLIENT_CERT   our certificate, for servers that ask for one (mTLS)
+    PARAMD_TLS_CLIENT_CERT   our certificate, for servers that require one (mTLS)
     PARAMD_TLS_CLIENT_KEY    its private key
 """
 
@@ -34,7 +34,7 @@ Options = Sequence[tuple[str, Any]]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ClientTls:
-    """Files that a client uses; all None trusts what the system trusts."""
+    """A client's TLS files; all None uses the system's trust store."""
 
     ca: Path | None = None
     """CA certificates to trust."""
@@ -51,10 +51,10 @@ class ClientTls:
 
     @classmethod
     def from_environment(cls, ca: str | os.PathLike[str] | None = None) -> ClientTls:
-        """The settings above; `ca` goes before its variable.
+        """The settings above; `ca` overrides its variable.
 
         Raises:
-            UsageError: they do not fit together.
+            UsageError: certificate without key, or key without certificate.
         """
         return cls(
             ca=Path(ca).expanduser() if ca is not None else _path("PARAMD_TLS_CA"),
@@ -63,7 +63,7 @@ class ClientTls:
         )
 
     def stamp(self) -> tuple[int, ...]:
-        """Changes when one of the files does: what was made of them is then out of date."""
+        """Changes when a file does, so that what was made from the files can be renewed."""
         return stamp_of(path for path in (self.ca, self.cert, self.key) if path is not None)
 
     def channel_credentials(self) -> grpc.ChannelCredentials:
@@ -87,10 +87,10 @@ class ClientTls:
 
 
 def check_address(address: str) -> str:
-    """`address` itself when it has one of the two forms above, and is no other gRPC target.
+    """Return `address` if it has one of the two forms above; no other gRPC target passes.
 
     Raises:
-        UsageError: it has not.
+        UsageError: any other text.
     """
     if not _ADDRESS.fullmatch(address):
         raise UsageError(
@@ -100,21 +100,21 @@ def check_address(address: str) -> str:
 
 
 def is_secure(address: str) -> bool:
-    """Whether the server of a gRPC address speaks TLS."""
+    """Whether the server at a gRPC address speaks TLS."""
     return address.startswith(SCHEME)
 
 
 def open_channel(
     address: str, tls: ClientTls | None = None, *, options: Options = ()
 ) -> grpc.aio.Channel:
-    """An asyncio channel to an address. No I/O but reading the files.
+    """An asyncio channel to an address. No I/O except reading the files.
 
     Args:
         tls: None takes it from the environment.
 
     Raises:
-        DeniedError: another host is addressed without TLS: the ticket would be read on the way.
-        UsageError: a file cannot be read, or the address is none.
+        DeniedError: another host without TLS: the ticket would cross the network in the clear.
+        UsageError: a file cannot be read, or the address is invalid.
     """
     check_address(address)
     if is_secure(address):
@@ -130,14 +130,14 @@ def open_channel(
 
 
 def https_context(url: str, tls: ClientTls | None = None) -> ssl.SSLContext | bool:
-    """What an HTTP client verifies `url` with; True stands for its own default.
+    """The `verify` argument of an HTTP client for `url`; True is the client's own default.
 
     Args:
         tls: None takes it from the environment.
 
     Raises:
-        UsageError: the url would send a token unencrypted to another host, or a file of
-            TLS cannot be used.
+        UsageError: the URL would send a token unencrypted to another host, or a TLS file
+            cannot be used.
     """
     parts = urlsplit(url)
     if parts.scheme == "https":
@@ -151,7 +151,7 @@ def https_context(url: str, tls: ClientTls | None = None) -> ssl.SSLContext | bo
 
 
 def is_loopback(host: str) -> bool:
-    """Whether `host` (a name or an address, perhaps in brackets) is this machine itself."""
+    """Whether `host` (a name or an address, possibly in brackets) is this machine."""
     host = host.removeprefix("[").removesuffix("]")
     if host == "localhost":
         return True
@@ -162,7 +162,7 @@ def is_loopback(host: str) -> bool:
 
 
 def read_pem(path: Path) -> bytes:
-    """The bytes of a small file. Raises UsageError; the text never holds what was read."""
+    """The bytes of a small file. Raises UsageError, whose message never contains them."""
     try:
         with path.open("rb") as file:
             data = file.read(MAX_FILE_BYTES + 1)
@@ -174,7 +174,7 @@ def read_pem(path: Path) -> bytes:
 
 
 def stamp_of(paths: Any) -> tuple[int, ...]:
-    """Changes when one of the files is replaced or written; 0 stands for one that is missing."""
+    """Changes when one of the files is replaced or written; a missing one counts as 0."""
     found: list[int] = []
     for path in paths:
         try:

@@ -1,13 +1,12 @@
-"""Named points where tests may kill or stop a trainer. Inert without a setting.
+"""Named points where tests can kill or stop a trainer. Inert unless configured.
 
-PARAMD_TRAINER_FAULTS is a comma-separated list of `point:action[@n]`: at the n-th time
-(default the first) that the point is passed the process kills (`kill`) or stops (`stop`)
-itself. PARAMD_TRAINER_FAULTS_DIR names a directory where a rule may be put for one rank
-while it runs, in `<dir>/rank-<r>`; the file is taken away as it is read, and what an earlier
-one said is over then.
+PARAMD_TRAINER_FAULTS is a comma-separated list of `point:action[@n]`: the n-th time (default the
+first) that the point is passed, the process kills (`kill`) or stops (`stop`) itself.
+PARAMD_TRAINER_FAULTS_DIR names a directory where rules for one running rank can be placed, in
+`<dir>/rank-<r>`; the file is removed once read, and replaces rules from an earlier one.
 
-Points: agreed (an edit is agreed, nothing is changed yet), applying (after its first
-record, SEQ is odd), applied (all of it is, and the page says so).
+Points: agreed (an edit is agreed, nothing is changed yet), applying (after its first record,
+SEQ is odd), applied (fully, and the page says so).
 """
 
 from __future__ import annotations
@@ -27,10 +26,10 @@ _RULE = re.compile(r"(?P<point>[a-z-]+):(?P<action>kill|stop)(?:@(?P<count>[1-9]
 
 
 def from_environment(rank: int) -> Callable[[str], None] | None:
-    """What is to be called at every point; None without a setting.
+    """The function to call at every point; None unless configured.
 
     Raises:
-        UsageError: PARAMD_TRAINER_FAULTS is not what the module's text says.
+        UsageError: PARAMD_TRAINER_FAULTS is malformed (see the module docstring).
     """
     text = os.environ.get("PARAMD_TRAINER_FAULTS", "")
     folder = os.environ.get("PARAMD_TRAINER_FAULTS_DIR", "")
@@ -51,7 +50,7 @@ def from_environment(rank: int) -> Callable[[str], None] | None:
             if left > 1:
                 rules[point] = (action, left - 1)
                 continue
-            # To this very thread: sent to the process, it may act some instructions later.
+            # To this thread: sent to the process, the signal may land some instructions later.
             signal.pthread_kill(threading.get_ident(), action)
 
     return at_point

@@ -24,42 +24,42 @@ LIMITS = (
     "undo_budget_bytes",
     "edit_expiry_s",
 )
-"""Limits of the sidecar that are handed to it."""
+"""Limits passed on to the sidecar."""
 
 _MAY_BE_ZERO = frozenset({"grace_s", "idle_memory_s", "edit_pool_bytes", "undo_budget_bytes"})
 
 
 @dataclass(frozen=True, kw_only=True)
 class AttachSettings:
-    """How a trainer treats its sidecar. Every field has a `PARAMD_*` variable."""
+    """Settings of `attach`. Every field has a `PARAMD_*` variable."""
 
     stall_budget_ms: float = STALL_BUDGET_MS
     """Longest wait of one update for a copy, in milliseconds; 0 never waits."""
     lossless_budget_ms: float = 0.0
     """Longest wait of one update for a reader that wants every gradient, in milliseconds; 0
-    never waits, so that such readers are told how many frames they missed."""
+    never waits, and such readers are told how many frames they missed."""
     agreement_timeout_s: float = 30.0
-    """Longest wait for the slowest rank's agreement, in seconds; then agreeing ends."""
+    """Longest wait for the slowest rank's agreement, in seconds; then this epoch stops agreeing."""
     attach_timeout_s: float = 300.0
     """Longest wait for the other ranks while attaching, in seconds."""
     control_timeout_s: float = 20.0
-    """How long a site's control plane that does not answer is asked again while attaching, in
-    seconds, as while it is being restarted; 0 asks once."""
+    """How long attach keeps asking a site's control plane that does not answer (it may be
+    restarting), in seconds; 0 asks once."""
     sidecar_start_timeout_s: float = 20.0
     """Longest wait for a new sidecar to answer, in seconds."""
     arena: str = "auto"
-    """Where parameters are served from. "auto": those in host memory move into an arena that the
-    sidecar owns; when any is on a device, all stay where they are and are copied into the arena
-    at agreed boundaries that ask for it. "host": an arena in host memory in any case, which is
-    what "auto" takes too. "mirror": all stay where they are, also in host memory."""
+    """Where parameters are served from. "auto": those in host memory move into an arena owned by
+    the sidecar; if any is on a device, all stay where they are and are copied into the arena at
+    agreed boundaries that ask for it. "host": always an arena in host memory, which is what
+    "auto" uses too. "mirror": all stay where they are, even in host memory."""
     sidecar_listen: str = "127.0.0.1:0"
-    """Where the sidecar's gRPC listens; port 0 takes a free one."""
+    """Where the sidecar's gRPC server listens; port 0 picks a free one."""
     listen: str = "127.0.0.1:8470"
     """Where the embedded control plane listens; the next free port if taken."""
     control: str = ""
-    """URL of a control plane of a site, where the job registers; empty starts one beside rank 0."""
+    """URL of a site's control plane to register with; empty starts one next to rank 0."""
     token: str = field(default="", repr=False)
-    """Token that the job registers with at `control`."""
+    """Token to register with at `control`."""
     token_file: str = ""
     """File that holds the token, when `token` is empty."""
     linger_s: float = 600.0
@@ -67,9 +67,9 @@ class AttachSettings:
 
     budget_bytes: float | None = None
     """Most bytes of snapshots on a rank, above 0. None, here and below: the sidecar's default,
-    as `paramd sidecar serve --help` tells it."""
+    see `paramd sidecar serve --help`."""
     default_lease_s: float | None = None
-    """Lease of a snapshot when a request names none, in seconds, above 0."""
+    """Lease of a snapshot when the request names none, in seconds, above 0."""
     max_lease_s: float | None = None
     """Longest lease granted, in seconds, above 0."""
     grace_s: float | None = None
@@ -83,11 +83,11 @@ class AttachSettings:
     edit_pool_bytes: float | None = None
     """Shared memory kept ready for small edits; 0 or more."""
     edit_budget_bytes: float | None = None
-    """Most bytes that edits not yet applied may take on a rank, above 0."""
+    """Most bytes of edits not yet applied on a rank, above 0."""
     undo_budget_bytes: float | None = None
     """Most bytes kept on a rank to undo applied edits; 0 or more."""
     edit_expiry_s: float | None = None
-    """How long a staged edit that nobody touches is kept, in seconds, above 0."""
+    """How long an idle staged edit is kept, in seconds, above 0."""
 
     def __post_init__(self) -> None:
         for name in ("stall_budget_ms", "lossless_budget_ms", "linger_s", "control_timeout_s"):
@@ -110,7 +110,7 @@ class AttachSettings:
                 raise UsageError(f"{name} must be a number above 0, is {value}")
 
     def sidecar_options(self) -> list[str]:
-        """The sidecar's limits that were set, as options of its command line."""
+        """The sidecar limits that are set, as command line options."""
         options = []
         for name in LIMITS:
             value = getattr(self, name)
@@ -121,10 +121,10 @@ class AttachSettings:
 
     @classmethod
     def from_environment(cls) -> AttachSettings:
-        """Reads PARAMD_STALL_BUDGET_MS, PARAMD_LISTEN and so on; the rest keep their default.
+        """Read PARAMD_STALL_BUDGET_MS, PARAMD_LISTEN and so on; others keep their defaults.
 
         Raises:
-            UsageError: a value is no number or out of range.
+            UsageError: a value is not a number or out of range.
         """
         values: dict[str, float | str] = {}
         for name, option in cls.__dataclass_fields__.items():

@@ -1,1 +1,1 @@
-"""`attach` and `detach`: the stages that put a sidecar beside a training rank."""
+"""`attach` and `detach`: the stages that put a sidecar next to a training rank."""

@@ -27,27 +27,27 @@ def attach(
     arena: str | None = None,
     settings: AttachSettings | None = None,
 ) -> Attachment:
-    """Puts the parameters of `model` under the care of a sidecar, one on each rank.
+    """Serve the parameters of `model` through sidecars, one per rank.
 
-    Collective: every rank calls it at the same place, after wrapping the model (DDP,
-    FSDP, TP), before the first step or between two steps. The training computes exactly
-    what it would without. From then on anyone who may can read the parameters of the
-    running job, whole and at one step, with `paramd.connect(job=...)`.
+    Collective: every rank calls it at the same point, after wrapping the model (DDP, FSDP, TP),
+    before the first step or between two steps. The training computes exactly what it would
+    without. From then on anyone with the right to can read the running job's parameters, whole
+    and at one step, with `paramd.connect(job=...)`.
 
     Args:
         model: plain, DDP, FSDP1, FSDP2, HSDP, TP or a composition of them, in host memory or on
             CUDA devices.
-        optimizer: the optimizer, or all of them, also in wrappers that keep it as `.optimizer`;
-            None when every change of parameters stands in `attachment.update()`.
+        optimizer: one optimizer or several, possibly in wrappers that keep it as `.optimizer`;
+            None when all parameter changes happen inside `attachment.update()`.
         job: name of the job: letters, digits, `.`, `_`, `-`; the same on every rank.
         step: number of updates already done; None takes it from the optimizer's state.
         control: URL of a site's control plane, where rank 0 registers the job with the token
-            in PARAMD_TOKEN or PARAMD_TOKEN_FILE. None takes `settings.control`; when that is
-            empty too, rank 0 starts a control plane of the job's own. One that does not answer
+            in PARAMD_TOKEN or PARAMD_TOKEN_FILE. None takes `settings.control`; if that is
+            empty too, rank 0 starts a control plane for this job alone. One that does not answer
             within `settings.control_timeout_s` costs this epoch the service, never the training.
-        arena: "auto", "host" or "mirror", as AttachSettings says; None takes `settings.arena`.
-            Parameters on devices are always mirrored: they stay where they are, and are read at
-            agreed boundaries only, never from a trainer that hangs or has ended.
+        arena: "auto", "host" or "mirror", see AttachSettings; None takes `settings.arena`.
+            Parameters on devices are always mirrored: they stay where they are and can be read
+            only at agreed boundaries, never from a trainer that hangs or has ended.
         settings: None reads them from the environment (`PARAMD_*`).
 
     Returns:
@@ -57,8 +57,8 @@ def attach(
         UsageError, ConflictError: on all ranks when an argument is wrong on any; the
             training is untouched.
         DeniedError: `control` refused the token; likewise.
-        ExhaustedError: the machine has not the memory for the arena; likewise.
-        Exception: whatever else fails on any rank; likewise.
+        ExhaustedError: not enough memory for the arena; likewise.
+        Exception: any other failure on any rank; likewise.
     """
     settings = settings if settings is not None else AttachSettings.from_environment()
     if control is not None:

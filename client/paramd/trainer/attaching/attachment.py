@@ -1,4 +1,4 @@
-"""What `attach` returns: the training's hold on the service."""
+"""What `attach` returns: the training's handle on the service."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from paramd.trainer.home.owned import Home
 log = logging.getLogger("paramd")
 
 attached: dict[int, Attachment] = {}
-"""Living attachments by id of their model; they live on when the caller keeps none."""
+"""Live attachments by id of their model; kept alive here even if the caller drops them."""
 
 
 def _forget_in_child() -> None:
@@ -40,7 +40,7 @@ os.register_at_fork(after_in_child=_forget_in_child)
 
 @dataclass(frozen=True, slots=True)
 class Stalls:
-    """Waits of updates for copies under way."""
+    """Time updates spent waiting for copies in progress."""
 
     count: int
     total_s: float
@@ -48,7 +48,7 @@ class Stalls:
 
 
 class Attachment:
-    """One rank's attachment. Made by `paramd.attach`; lives until `detach` or the process ends."""
+    """One rank's attachment. Made by `paramd.attach`; lives until `detach` or process exit."""
 
     def __init__(
         self,
@@ -90,7 +90,7 @@ class Attachment:
         self.epoch = identity.epoch
         self.rank = identity.rank
         self.url = url
-        """Address of the embedded control plane; empty when it did not come up."""
+        """URL of the job's control plane; empty when it did not come up."""
 
     @property
     def step(self) -> int:
@@ -106,10 +106,10 @@ class Attachment:
     def update(self) -> Iterator[None]:
         """A window for code that changes parameters outside `optimizer.step`.
 
-        All ranks must pass the same windows in the same order: each counts as one step, and an
-        optimizer's step within one belongs to it. Windows of several threads overlap as they
-        like. When the block raises, the window stays open, for the parameters may be half
-        changed, and closes with the next good `update`.
+        All ranks must pass the same windows in the same order: each counts as one step, and
+        optimizer steps inside belong to it. Windows of different threads may overlap. If the
+        block raises, the window stays open, since parameters may be half changed, and closes
+        with the next successful `update`.
         """
         nested = getattr(self._updating, "now", False)
         if self._detached or nested:
@@ -122,14 +122,14 @@ class Attachment:
             self._boundary.end(self)
         finally:
             self._updating.now = False
-        # The script said itself that this update ends here.
+        # The end of the block is the script's word that this update is complete.
         self._boundary.settle()
 
     def follow(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
-        """Makes every step of these optimizers an update, whatever parameters they have.
+        """Count every step of these optimizers as an update, whatever their parameters.
 
-        So is every step of any other optimizer that has one of the model's parameters. From
-        now on the model is attached.
+        The same goes for any other optimizer that has one of the model's parameters. From now
+        on the model is attached.
         """
         attached[id(self._model)] = self
         self._signals.open()
@@ -137,20 +137,20 @@ class Attachment:
         followed = self._signals.optimizers
         for optimizer in optimizers:
             followed.add(optimizer)
-        # Held weakly: one that the script has dropped must not keep replaced parameters alive.
+        # Held weakly: an optimizer the script dropped must not keep old parameters alive.
         self._editor.optimizers = self._moments.optimizers = followed
 
     def clipped(self, total_norm: float | torch.Tensor, max_norm: float) -> None:
-        """Says that the gradients of the next update were clipped, for readers of gradients.
+        """Tell gradient readers that the next update's gradients were clipped.
 
-        Call it right after `torch.nn.utils.clip_grad_norm_`, with what that returned and was
-        given. Without it nobody knows whether they were.
+        Call it right after `torch.nn.utils.clip_grad_norm_`, with its result and its
+        `max_norm`. Without it, readers cannot know.
         """
         norm = float(total_norm)
         self._gradients.clipped(min(1.0, max_norm / (norm + 1e-6)) if norm >= 0 else 0.0)
 
     def stalls(self) -> Stalls:
-        """How long updates have waited for copies since attaching."""
+        """Time updates have spent waiting for copies since attach."""
         page = self._page
         return Stalls(
             count=page[Word.STALL_COUNT],
@@ -159,11 +159,11 @@ class Attachment:
         )
 
     def detach(self) -> None:
-        """Gives the parameters back to private memory and sends the sidecar home.
+        """Move the parameters back to private memory and end the sidecar.
 
-        To be called on every rank after the same step. Idempotent. The training may go on.
-        In a forked child it gives the child's copy of the parameters back and nothing else: the
-        service is its parent's.
+        Call it on every rank after the same step. Idempotent. Training may continue. In a
+        forked child it only moves the child's copy of the parameters: the service belongs to
+        the parent.
         """
         if self._detached:
             return
@@ -181,6 +181,7 @@ class Attachment:
         self._moments.close()
         self._home.move_out()
         if self._control is not None:
+            # First, or the supervisor would restart it when it ends with the last sidecar.
             self._control.let_go()
         self._sidecar.close()
         if self._control is not None:
@@ -190,7 +191,7 @@ class Attachment:
         self._arena.close()
 
     def _forget_in_child(self) -> None:
-        """The rounds, the words, the memory and the helper processes are the parent's alone."""
+        """Go inert: rounds, words, memory and helper processes belong to the parent."""
         self._is_childs = True
         self._boundary.forget()
 

@@ -1,4 +1,4 @@
-"""What is looked at on each rank before anything is attached."""
+"""Checks on each rank before anything is attached."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ from paramd.errors import ConflictError, UsageError
 from paramd.trainer.attaching.attachment import attached
 
 MOST_WRAPPERS = 8
-"""Wrappers around one optimizer that are looked through; more is a circle."""
+"""Most wrappers to unwrap around one optimizer; more means a cycle."""
 
 
 def optimizers_of(given: Any) -> list[torch.optim.Optimizer]:
-    """What `attach` was given as optimizers, each once, out of its wrappers.
+    """The optimizers given to `attach`, unwrapped, each once.
 
     Raises:
-        UsageError: something among it is no optimizer.
+        UsageError: one of them is not an optimizer.
     """
     if given is None:
         return []
     if isinstance(given, (str, bytes)) or not isinstance(given, Iterable):
         items = [given]
     else:
-        # An optimizer that is also a container of others updates them all in its own step.
+        # An optimizer that also contains others updates them all in its own step.
         items = [given] if isinstance(given, torch.optim.Optimizer) else list(given)
     found = [_unwrapped(item) for item in items]
     return list({id(optimizer): optimizer for optimizer in found}.values())
@@ -36,9 +36,9 @@ def optimizers_of(given: Any) -> list[torch.optim.Optimizer]:
 def _unwrapped(given: Any) -> torch.optim.Optimizer:
     """The optimizer whose steps can be followed: `given`, or what it wraps.
 
-    Wrappers (accelerate's AcceleratedOptimizer, Lightning's LightningOptimizer) stand in front of
-    an optimizer that they keep as `.optimizer`. Some say they are a torch Optimizer, but were
-    never made as one and have no hooks. A scheduler has an optimizer and no parameter groups.
+    Wrappers (accelerate's AcceleratedOptimizer, Lightning's LightningOptimizer) keep the real
+    optimizer as `.optimizer`. Some subclass torch's Optimizer without initializing it, and so
+    have no hooks. A scheduler has an optimizer but no parameter groups.
     """
     optimizer = given
     for _ in range(MOST_WRAPPERS):
@@ -60,7 +60,7 @@ def _takes_hooks(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def _kind(thing: object) -> str:
-    """Its type as in an import, or that it is one itself."""
+    """Its type as imported, or, for a class, that it is one."""
     of = thing if isinstance(thing, type) else type(thing)
     name = of.__qualname__ if of.__module__ == "builtins" else f"{of.__module__}.{of.__qualname__}"
     return f"the class {name}" if isinstance(thing, type) else name
@@ -69,11 +69,11 @@ def _kind(thing: object) -> str:
 def check_attachable(
     model: torch.nn.Module, optimizers: Sequence[torch.optim.Optimizer], job: str
 ) -> None:
-    """Warns of trainable parameters that none of the optimizers updates.
+    """Validate the arguments; warn of trainable parameters that no optimizer updates.
 
     Raises:
-        UsageError: the job's name is none, the model is none, or an optimizer is not the model's.
-        ConflictError: the model, or the job in this process, is attached already.
+        UsageError: invalid job name, not a model, or an optimizer without the model's parameters.
+        ConflictError: the model, or the job in this process, is already attached.
     """
     places.check_job_name(job)
     if not isinstance(model, torch.nn.Module):
@@ -107,9 +107,9 @@ def check_attachable(
 
 
 def changes_in_forward(model: torch.nn.Module) -> str:
-    """What in the model changes parameters in forward, outside of any update; empty: nothing.
+    """What in the model changes parameters in forward, outside any update; empty if nothing.
 
-    Such a model is read at boundaries alone, and large ones not at all.
+    Such a model is read only at boundaries, and large ones not at all.
     """
     for name, module in model.named_modules():
         if getattr(module, "max_norm", None) is not None and isinstance(
@@ -120,7 +120,7 @@ def changes_in_forward(model: torch.nn.Module) -> str:
 
 
 def steps_done(optimizers: Sequence[torch.optim.Optimizer]) -> int:
-    """The number of updates that the optimizers themselves have counted, 0 if they do not."""
+    """The number of updates the optimizers have counted themselves; 0 if they do not count."""
     return max(
         (
             int(state["step"])

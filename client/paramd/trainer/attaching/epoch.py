@@ -1,4 +1,4 @@
-"""Rank 0 takes the job's next epoch: from a site's control plane, or from this host."""
+"""Rank 0 obtains the job's next epoch, from a site's control plane or from this host."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from paramd.trainer.settings import AttachSettings
 log = logging.getLogger("paramd")
 
 AGAIN_S = 0.5
-"""Pause before a control plane that does not answer is asked again."""
+"""Pause before asking an unresponsive control plane again."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TakenEpoch:
-    """An epoch, and who may speak for its ranks."""
+    """An epoch, with its keys and its ranks' tickets."""
 
     epoch: int
     public_key: bytes
@@ -30,13 +30,13 @@ class TakenEpoch:
     private_key: bytes | None = field(default=None, repr=False)
     """Signs the epoch's tickets; None when a site's control plane keeps it."""
     site: Registration | None = None
-    """The site's control plane; None when there is none, or it did not answer."""
+    """The site's registration; None when there is no site, or it did not answer."""
 
 
 def take_epoch(settings: AttachSettings, *, job: str, world_size: int) -> TakenEpoch:
-    """The next epoch, above all that this host knows of; on rank 0 only.
+    """Take the next epoch, above any this host knows of; rank 0 only.
 
-    A control plane that does not answer costs this epoch the service, not the training.
+    An unresponsive control plane costs this epoch the service, not the training.
 
     Raises:
         DeniedError, ConflictError, UsageError: the control plane refused the job.
@@ -51,6 +51,7 @@ def take_epoch(settings: AttachSettings, *, job: str, world_size: int) -> TakenE
                 error,
             )
         else:
+            # Remember it here too, so that a later epoch of this host's own stays above it.
             places.last_epoch(job, at_least=found.epoch)
             return TakenEpoch(
                 epoch=found.epoch,
@@ -62,10 +63,10 @@ def take_epoch(settings: AttachSettings, *, job: str, world_size: int) -> TakenE
 
 
 def _registered(settings: AttachSettings, *, job: str, world_size: int) -> Registration:
-    """Registers the job, asking again while the control plane may be coming back.
+    """Register the job, retrying while the control plane may be coming back.
 
-    An answer that was lost on its way leaves an epoch that no rank ever joins; the next one is
-    above it.
+    Safe although `register` is not idempotent: a lost answer leaves an epoch that no rank ever
+    joins, and the next one is above it.
     """
     deadline_s = time.monotonic() + settings.control_timeout_s
     told = False

@@ -14,10 +14,10 @@ from paramd.trainer import exit
 
 
 class Exchange:
-    """The trainers' own gloo group: used to attach, and later to agree.
+    """The trainers' own gloo group, used to attach and later to agree.
 
-    Making one is collective over all ranks of the default process group. Without a
-    process group the world is this process alone.
+    Creating one is collective over the default process group. Without a process group the
+    world is this process alone.
     """
 
     def __init__(self, *, timeout_s: float) -> None:
@@ -32,12 +32,12 @@ class Exchange:
             exit.owe(self)
 
     def gather(self, message: dict[str, Any]) -> list[dict[str, Any]]:
-        """Everybody's JSON message, indexed by rank. Collective."""
+        """All ranks' JSON messages, indexed by rank. Collective."""
         if self.group is None:
             return [message]
         data = torch.frombuffer(bytearray(json.dumps(message).encode()), dtype=torch.uint8)
         sizes = self._all_gather(torch.tensor([data.numel()], device="cpu"))
-        # Every rank's message is padded to the longest, as all-gather wants equal parts.
+        # Padded to the longest message, since all-gather wants equal parts.
         padded = torch.zeros(int(max(sizes)), dtype=torch.uint8, device="cpu")
         padded[: data.numel()] = data
         return [
@@ -46,11 +46,11 @@ class Exchange:
         ]
 
     def scatter(self, texts: list[str] | None) -> str:
-        """The text that rank 0 has for this rank; the others give None. Collective."""
+        """Return rank 0's text for this rank; other ranks pass None. Collective."""
         if self.group is None:
             assert texts is not None
             return texts[0]
-        # Ranks of the whole world and of this group are the same.
+        # This group spans the world, so its ranks are the global ones.
         parts = [bytearray(text.encode()) for text in texts] if texts is not None else []
         size = torch.tensor([max((len(part) for part in parts), default=0)], device="cpu")
         dist.broadcast(size, src=0, group=self.group)
@@ -65,18 +65,18 @@ class Exchange:
         return parts
 
     def close(self) -> None:
-        """Gives the group back. Local; other ranks may still hold theirs."""
+        """Destroy the group. Local; other ranks may still hold theirs."""
         if self.group is not None and dist.is_initialized():
             dist.destroy_process_group(self.group)
         self.group = None
 
     def leave(self) -> None:
-        """The process ends; a round that has not ended keeps the group (see agreement.py)."""
+        """Process exit; an unfinished round keeps the group alive (see agreement.py)."""
         self.close()
 
 
 def collective_timeout_s() -> float | None:
-    """The shortest time after which collectives of the training fail; None when not known."""
+    """The shortest timeout of the training's collectives; None when unknown."""
     if not (dist.is_available() and dist.is_initialized()):
         return None
     group: Any = dist.group.WORLD

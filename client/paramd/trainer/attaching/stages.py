@@ -1,4 +1,4 @@
-"""The stages of `attach`, in their order, and what undoes them after a failure."""
+"""The stages of `attach`, in order, and how they are undone after a failure."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ log = logging.getLogger("paramd")
 
 @dataclass(frozen=True, kw_only=True)
 class Found:
-    """What is to be attached, as all ranks agreed on it."""
+    """What to attach, as agreed by all ranks."""
 
     optimizers: list[torch.optim.Optimizer]
     home: Home
@@ -60,7 +60,7 @@ class Found:
 
 
 class Stages:
-    """The stages of attaching; each ends with every rank knowing how it went on all."""
+    """The stages of attaching; each ends with every rank knowing the outcome on all."""
 
     def __init__(self, exchange: Exchange, settings: AttachSettings, job: str) -> None:
         self._exchange = exchange
@@ -71,11 +71,11 @@ class Stages:
         self._site: Registration | None = None
         self._url = ""
         self._undo = ExitStack()
-        """What gives back all that was begun, the last first."""
+        """Undoes everything begun so far, last first."""
         self._undo.callback(exchange.close)
 
     def discover(self, model: torch.nn.Module, optimizer: Any, step: int | None) -> Found:
-        """Looks at the model and agrees on the layout and the first step; changes nothing."""
+        """Inspect the model and agree on layout and first step; change nothing."""
         optimizers: list[torch.optim.Optimizer] = []
         homes = []
 
@@ -115,7 +115,7 @@ class Stages:
         )
 
     def identify(self) -> Identity:
-        """Rank 0 takes the next epoch, the job's keys, and each rank's own ticket."""
+        """Rank 0 obtains the next epoch, the job's keys, and a ticket for each rank."""
         exchange = self._exchange
         taken: list[TakenEpoch] = []
 
@@ -129,7 +129,7 @@ class Stages:
             return {"epoch": mine.epoch, "public_key": mine.public_key.hex()}
 
         first = self._together(stage)[0]
-        # Each rank gets its own ticket and no other: the private key stays where it is made.
+        # Scattered, not gathered: a rank learns only its own ticket, and no private key.
         return Identity(
             job=self._job,
             epoch=first["epoch"],
@@ -141,7 +141,7 @@ class Stages:
         )
 
     def open(self, identity: Identity, arena_bytes: int, digest: str) -> dict[str, Any]:
-        """Brings up the sidecars and the control plane; returns what the sidecars are told."""
+        """Bring up the sidecars and the control plane; return the sidecars' mesh message."""
 
         def stage() -> dict[str, Any]:
             path = places.socket_path(self._job, identity.rank)
@@ -156,7 +156,7 @@ class Stages:
             self._sidecar = SidecarLink(
                 identity, self._settings, socket_path=path, arena_bytes=arena_bytes
             )
-            # Before the control plane, which ends by itself when the last sidecar has left.
+            # Undone before the control plane, which ends by itself after the last sidecar.
             self._undo.callback(self._sidecar.close)
             if self._control is not None:
                 _fail_open(self._control.open)
@@ -200,7 +200,7 @@ class Stages:
         mesh: dict[str, Any],
         layout: bytes,
     ) -> Attachment:
-        """Moves the parameters into the arena and serves them, on all ranks or on none."""
+        """Move the parameters into the arena and serve them, on all ranks or none."""
         assert self._sidecar is not None
         shared = self._sidecar.own_descriptors()
         page = ControlPage(shared.page)
@@ -225,8 +225,10 @@ class Stages:
             self.serve(mesh, layout)
             return {}
 
+        # Two stages, so that no rank serves before all have moved in.
         self._together(move)
         self._together(begin)
+        # Attached on all ranks: nothing is undone any more.
         self._undo.pop_all()
         return made[0]
 
@@ -302,25 +304,26 @@ class Stages:
         )
 
     def serve(self, mesh: dict[str, Any], layout: bytes) -> None:
-        """Lets the sidecar serve, now that the trainers have met."""
+        """Let the sidecar serve, now that all trainers are ready."""
         assert self._sidecar is not None
         self._sidecar.serve(mesh, layout)
 
     def close(self) -> None:
-        """Undoes what the stages began, after a failure; that failure is what is raised."""
+        """Undo the stages after a failure; the caller re-raises that failure."""
         try:
             self._undo.close()
         except Exception:
             log.exception("paramd: not all of a failed attach could be undone")
 
     def _together(self, stage: Callable[[], dict[str, Any]]) -> list[dict[str, Any]]:
-        """Runs a stage on every rank; what failed on one is raised on all."""
+        """Run a stage on every rank; a failure on one is raised on all."""
         failure: Exception | None = None
         try:
             message = stage()
         except Exception as error:
             failure = error
             message = {"error": str(error), "kind": type(error).__name__}
+        # Also after a failure: gathering is collective, and the others would hang without us.
         answers = self._exchange.gather(message)
         if failure is not None:
             raise failure
@@ -332,9 +335,9 @@ class Stages:
 
 
 def _fail_open(start: Callable[[], None]) -> None:
-    """Whatever keeps a helper process from starting costs the service, not the training.
+    """Log, don't raise, when a helper process does not start: training comes first.
 
-    A conflict is the user's to solve (somebody else owns that name), so it is raised.
+    A conflict is raised, since only the user can solve it (the name is taken).
     """
     try:
         start()

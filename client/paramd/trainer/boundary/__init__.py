@@ -1,1 +1,1 @@
-"""What happens between two updates: rounds, edits, holds, moments, gradients."""
+"""Between two updates: rounds, edits, holds, moments, gradients."""

@@ -1,11 +1,11 @@
-"""The trainers' asynchronous agreement: what lets all ranks act at the same boundary.
+"""Asynchronous agreement among trainers, so that all ranks act at the same boundary.
 
-Every rank counts its boundaries. A round is launched at one boundary and collected at
-the next, whatever has happened in between; so all ranks learn the same at the same
-boundary. A request is agreed when its number and its token are equal on all ranks, which
-one minimum tells: that of n and of -n. A rank that is not ready takes part with zeros.
+Every rank counts its boundaries. A round is launched at one boundary and always collected at
+the next, so all ranks learn the same result at the same boundary. A request is agreed when its
+number and token are equal on all ranks, which one MIN all-reduce over n and -n shows. A rank
+that is not ready contributes zeros.
 
-What a rank takes part with it has promised (`promise`): from then on only the round's end
+A rank has promised what it contributes (`promise`): from then on only the outcome of the round
 decides, whatever the sidecar does to its words.
 """
 
@@ -23,27 +23,27 @@ from paramd.memory.control_page import Word, Words
 from paramd.trainer import exit
 
 IDLE_ROUND_NS = 200_000_000
-"""Time between two rounds when no request is pending."""
+"""Time between rounds with no request pending."""
 
 EXPECTED_ROUND_NS = 10_000_000
-"""The same while a rank's sidecar expects one soon."""
+"""The same while the rank's sidecar expects a request soon."""
 
 MAX_INTERVAL = 1000
-"""Boundaries between two rounds at most, so that a sudden slow-down is noticed."""
+"""Most boundaries between rounds, so that a sudden slow-down is noticed."""
 
 EAGER_BOUNDARIES = 64
-"""Boundaries after an agreed request that each have a round: requests come in bursts."""
+"""Boundaries after an agreed request with a round at each: requests come in bursts."""
 
 CAPTURE, EDIT, HOLD, STEP, RESUME = range(5)
-"""Actions; the numbers are those of paramd.v1.BoundaryAction."""
+"""Actions, numbered as in paramd.v1.BoundaryAction."""
 
 
 class AgreementLost(RuntimeError):
-    """A round failed or did not end in time; this epoch agrees on nothing more."""
+    """A round failed or timed out; no more agreement in this epoch."""
 
 
 class Request(NamedTuple):
-    """What all ranks are to do at one boundary, as this rank's page said it."""
+    """What all ranks are to do at one boundary, as read from this rank's page."""
 
     number: int
     token: int
@@ -55,23 +55,22 @@ NOTHING = Request(0, 0, CAPTURE, 0)
 
 
 class Round(NamedTuple):
-    """What a round told; the same on all ranks."""
+    """Outcome of a round; the same on all ranks."""
 
     agreed: Request | None
     stay: bool
     """Whether every rank still wants to be held."""
     iteration: int = 0
-    """This rank's number of backward passes when it took part."""
+    """This rank's backward passes when it contributed."""
     iterations: tuple[int, int] = (0, 0)
-    """Lowest and highest number of backward passes; equal when the ranks are in lock-step."""
+    """Lowest and highest backward passes; equal when ranks are in lock-step."""
 
 
 def promise(words: Words, last_agreed: int, accept: Callable[[Request], bool]) -> Request:
-    """The page's request once PROMISED says so, or NOTHING.
+    """Return the page's request once PROMISED is written, or NOTHING.
 
-    The sidecar takes a request back by READY = 0, a pause, and a look at PROMISED. Whatever
-    the order of its stores and of the accesses here: it sees PROMISED, or READY is seen to
-    have changed.
+    The sidecar withdraws by writing READY = 0, pausing, then reading PROMISED. However its
+    accesses interleave with ours, either it sees PROMISED or we see READY change.
     """
     number = words[Word.READY]
     if number <= last_agreed:
@@ -80,6 +79,7 @@ def promise(words: Words, last_agreed: int, accept: Callable[[Request], bool]) -
     if words[Word.READY] != number or not accept(request):
         return NOTHING
     words[Word.PROMISED] = number
+    # Look again after promising: a withdrawal before this store may not have seen the promise.
     if words[Word.READY] != number or words[Word.TOKEN] != request.token:
         words[Word.PROMISED] = 0
         return NOTHING
@@ -87,14 +87,14 @@ def promise(words: Words, last_agreed: int, accept: Callable[[Request], bool]) -
 
 
 class Agreement:
-    """One rank's part in it. All ranks must call `passes` or `collect` at each boundary,
-    then `launch` when a round is due, or `exchange` as often as each other.
+    """One rank's side. All ranks must call `passes` or `collect` at each boundary, then
+    `launch` when a round is due, or `exchange` equally often.
 
     Args:
-        group: a gloo group over all ranks used by nobody else; None for a world of one.
-        timeout_s: how long collecting may wait for the slowest rank.
-        edit_timeout_s: how long it may when this rank has promised an edit: given up too
-            early, the others would apply it without this rank.
+        group: a dedicated gloo group over all ranks; None for a world of one.
+        timeout_s: longest wait for the slowest rank when collecting.
+        edit_timeout_s: the same when this rank has promised an edit: if it gave up too early,
+            the others would apply the edit without it.
     """
 
     def __init__(
@@ -130,16 +130,16 @@ class Agreement:
 
     @property
     def due(self) -> bool:
-        """Whether a round is to be launched at this boundary; the same on all ranks."""
+        """Whether to launch a round at this boundary; the same on all ranks."""
         return self._boundary >= self._next_launch
 
     def passes(self, *, wanted: bool) -> bool:
-        """Counts a boundary at which there is nothing to do; False counts nothing.
+        """Count a boundary with nothing to do; False if there is, and nothing is counted.
 
-        Most boundaries are such: neither `collect` nor `launch` nor `exchange` is due.
+        The fast path: at most boundaries neither `collect`, `launch` nor `exchange` is due.
 
         Args:
-            wanted: the page has a request; only a world of one acts on that at once.
+            wanted: the page has a request; only a world of one acts on it at once.
         """
         if self._group is None:
             return not wanted
@@ -150,10 +150,10 @@ class Agreement:
         return True
 
     def collect(self) -> Round | None:
-        """Counts one boundary and ends the round under way, if there is one.
+        """Count a boundary and collect the round in flight, if any.
 
         Raises:
-            AgreementLost: once; afterwards this object must not be used.
+            AgreementLost: this object must not be used afterwards.
         """
         self._boundary += 1
         return self._collected() if self._work is not None else None
@@ -168,28 +168,28 @@ class Agreement:
         iteration: int = 0,
         expected: bool = False,
     ) -> None:
-        """Begins a round, which the next boundary's `collect` ends.
+        """Launch a round, to be collected at the next boundary.
 
         Args:
-            request: what `promise` gave.
-            pending: this rank waits for a request to be agreed.
-            stay: this rank wants to be held on.
-            iteration: backward passes that this rank has seen: ranks that differ are not at the
-                same step of training, whatever their updates count, and agree on nothing.
-            expected: this rank will have a request soon.
+            request: the result of `promise`.
+            pending: this rank has a request that is not agreed yet.
+            stay: this rank wants to stay held.
+            iteration: backward passes this rank has seen. Ranks that differ are not at the same
+                point of training, whatever their step counts, and agree on nothing.
+            expected: this rank expects a request soon.
         """
         assert self._group is not None
         round_ns = EXPECTED_ROUND_NS if expected else IDLE_ROUND_NS
         interval = idle_interval(step_time_ns, round_ns)
         self._fill(request, pending=pending, stay=stay, interval=interval, iteration=iteration)
         try:
-            # The group's own method: `dist.all_reduce` would double the time of a round.
+            # The group's own method: `dist.all_reduce` doubles the cost of a round.
             self._work = self._group.allreduce([self._tensor], self._options)
         except (RuntimeError, ValueError) as error:
             raise AgreementLost(f"a round could not be launched: {error}") from error
 
     def exchange(self, request: Request, *, pending: bool, stay: bool, iteration: int = 0) -> Round:
-        """A whole round at once, as held ranks do it; a world of one always does."""
+        """Run a whole round synchronously: in a hold, and always in a world of one."""
         if self._group is None:
             self._fill(request, pending=pending, stay=stay, interval=1, iteration=iteration)
         else:
@@ -197,12 +197,12 @@ class Agreement:
         return self._collected()
 
     def finish(self) -> None:
-        """Waits for a round under way, so that no rank is left alone in it."""
+        """Wait for the round in flight, so that no rank is left alone in it."""
         if self._work is not None:
             self._collected()
 
     def leave(self) -> None:
-        """The process ends: waits a little for a round under way (see leaving.py)."""
+        """Process exit: wait briefly for the round in flight (see exit.py)."""
         self._timeout_s = self._edit_timeout_s = exit.LAST_ROUND_S
         with suppress(AgreementLost):
             self.finish()
@@ -226,13 +226,13 @@ class Agreement:
     def _collected(self) -> Round:
         work, self._work = self._work, None
         if work is not None:
-            # Held until the next round, so that gloo's thread is not the last to let go.
+            # Keep it until the next round, or gloo's thread might drop the last reference.
             self._ended = work
             timeout_s = self._edit_timeout_s if self._request.action == EDIT else self._timeout_s
             try:
                 work.wait(timedelta(seconds=timeout_s))
             except RuntimeError as error:
-                # Destroying either would wait for the round, or end it in gloo's thread.
+                # Leak both: destroying either would wait for the round, or end it on gloo's thread.
                 exit.keep_for_ever(work)
                 exit.keep_for_ever(self._group)
                 raise AgreementLost(
@@ -243,6 +243,7 @@ class Agreement:
         )
         self._next_launch = self._launched_at + max(1, interval)
         apart = (lowest, -minus_highest)
+        # MIN over x and -x gives opposite numbers only if every rank sent the same x.
         same = number == -minus_number and token == -minus_token and lowest == -minus_highest
         if not same or number <= self._last_agreed:
             return Round(None, bool(stay), self._iteration, apart)
@@ -253,7 +254,7 @@ class Agreement:
 
 
 def idle_interval(step_time_ns: int, round_ns: int = IDLE_ROUND_NS) -> int:
-    """Boundaries between two rounds when nothing is pending; 1 while the time is unknown."""
+    """Boundaries between rounds when nothing is pending; 1 while the step time is unknown."""
     if step_time_ns <= 0:
         return 1
     return min(MAX_INTERVAL, max(1, round_ns // step_time_ns))

@@ -1,21 +1,21 @@
-"""What runs in the training loop: updates, and the boundaries between them.
+"""The part inside the training loop: updates, and the boundaries between them.
 
-    begin  an optimizer's step begins (or `attachment.update()`): SEQ odd
-    end    it is over. The state rests, it is not settled: the script may still clamp weights,
-           swap averaged ones in, load others, and a wrapper's step may go on
-    go on  training goes on: a forward that will be differentiated, the next update, the end of
-           the process. Parameters are verified and the state is settled, SEQ even. This is
-           the *boundary*, at the same place of the program on every rank: rounds are
-           launched and collected here, and edits, holds and captures happen here
+    begin  an optimizer step (or `attachment.update()`) begins: SEQ odd
+    end    it ends. The state rests but is not settled: the script may still clamp weights,
+           swap in averaged ones or load others, and a wrapper's step may still be running
+    go on  training continues: a forward that will be differentiated, the next update, process
+           exit. Parameters are verified and the state is settled, SEQ even. This is the
+           *boundary*, at the same point of the program on every rank: rounds are launched
+           and collected here, and edits, holds and captures take place here
 
-So a value is served under a step only after the script has shown that it is done with that
-step. What changes parameters later, between a boundary and the next update, breaks that; it is
-looked for at the next update (samples of contents, version counters), and once found, or where
-a module is known to do it, SEQ is even at boundaries alone (*strict*): copies are made while the
-training's own thread waits for them, within the stall budget. A new attachment begins so.
+So a value is served under a step only once the script has shown that it is done with that
+step. A stray change, between a boundary and the next update, breaks this. Each update checks
+for one (content samples, version counters); once one is found, or where a module is known to
+make them, SEQ is even only at boundaries (*strict*): copies are made while the training thread
+waits, within the stall budget. A new attachment starts out strict.
 
-Everything here is on the trainer's critical path. Whatever fails here costs the service,
-never the training.
+All of this is on the trainer's critical path. A failure here degrades the service, never the
+training.
 """
 
 from __future__ import annotations
@@ -41,17 +41,17 @@ from paramd.trainer.home.watch import Contents
 log = logging.getLogger("paramd")
 
 PROBATION = 3
-"""Settled spans without a stray change, after which a new attachment is trusted."""
+"""Settled spans without a stray change before a new attachment is trusted."""
 
 STRICT_SPANS = 1000
-"""The same after a stray change was found."""
+"""The same after a stray change."""
 
 LOOK_S = 0.1
-"""Seconds between two looks at what rests."""
+"""Seconds between checks of a resting state."""
 
 SOON_S, SOON_FOR_S = 0.005, 1.0
-"""Seconds between two glances at LOOK_WANTED after it was raised, and for how long: who reads at
-rest reads on."""
+"""Poll interval of LOOK_WANTED after it was raised, and for how long, in seconds: readers of a
+resting state come in bursts."""
 
 LEFT_AT_REST = (
     "parameters were replaced after the last update, and training has not gone on since; they are "
@@ -59,52 +59,52 @@ LEFT_AT_REST = (
 )
 
 MOST_PATIENCE = 256
-"""Boundaries at most between two tries to bring back parameters that could not be."""
+"""Most boundaries between two attempts to bring parameters back, after failures."""
 
-# Plain numbers cost a fraction of enumerations, and these are looked at in every step.
+# Plain ints cost a fraction of enum lookups, and these are read on every step.
 _WANT, _ARM_STEP, _STEP = int(Word.WANT), int(Word.ARM_STEP), int(Word.STEP)
 _BOUNDARY_NS, _STEP_TIME_NS = int(Word.BOUNDARY_NS), int(Word.STEP_TIME_NS)
 _SEQ = int(Word.SEQ)
 
 
 def _nothing(_owner: object) -> None:
-    """What happens before an update unless somebody wants gradients."""
+    """Default `before_update`, while nobody wants gradients."""
 
 
 class HomeLike(Protocol):
-    """What the boundary needs of the parameters' home (see home/)."""
+    """What the boundary needs from the parameters' home (see home/)."""
 
     contents: Contents | None
 
     def check(self) -> list[str]:
-        """Names of parameters that are no longer in the arena; cheap."""
+        """Return names of parameters that have left the arena; cheap."""
 
     def in_place(self) -> bool:
-        """Whether all is where it was; on any thread."""
+        """Whether everything is still where it was. Any thread may call."""
 
     def take_back(self) -> list[str]:
-        """Copies them into the arena again and returns their names."""
+        """Copy them back into the arena and return their names."""
 
     def gathered(self) -> bool:
-        """Whether a sharded model has full copies of its parameters at work now."""
+        """Whether a sharded model is using unsharded copies of its parameters now."""
 
 
 @dataclass(slots=True)
 class _Entry:
-    """A step under way on one thread."""
+    """A step in progress on one thread."""
 
     thread: int
     depth: int = 1
     outermost: bool = True
-    """Not within another owner's step on the same thread: it counts as an update."""
+    """Not nested in another owner's step on this thread, so it counts as an update."""
 
 
 class Boundary:
-    """Opens update windows, and settles them when training goes on.
+    """Open update windows, and settle them when training continues.
 
-    An optimizer whose step raised leaves its window open: its parameters may mix two
-    steps. The window closes with that owner's next good step. Any thread may call; an update
-    is settled when every thread that made a part of it has gone on.
+    An optimizer whose step raised leaves its window open, since its parameters may mix two
+    steps; that owner's next successful step closes it. Any thread may call. An update is
+    settled once every thread that took part in it has continued.
     """
 
     def __init__(
@@ -122,7 +122,7 @@ class Boundary:
         mirror: MirrorLike | None = None,
         always_strict: str = "",
     ) -> None:
-        """`always_strict` says what in the model changes parameters outside of updates."""
+        """`always_strict` names what in the model changes parameters outside updates."""
         self._page = page
         self._words = page.words
         self._wake_descriptor = wake_descriptor
@@ -144,7 +144,7 @@ class Boundary:
         self._lock = threading.RLock()
         self._open: dict[tuple[int, int], _Entry] = {}
         self._ended_by: set[int] = set()
-        # Before the first forward a script may load or change weights, too.
+        # Pending from the start: before the first forward a script may still load weights.
         self._pending = True
         self._backward = -1
         self._done: int = page.words[Word.STEP]
@@ -160,9 +160,10 @@ class Boundary:
         self._strict_left = PROBATION
         self._forgotten = False
         self.before_update: Callable[[object], None] = _nothing
-        """Called with the owner right before an update window opens; must not raise."""
+        """Called with the owner just before an update window opens; must not raise."""
         if home.contents is not None:
             write_samples(page, home.contents.indices[:MAX_SAMPLES])
+        # Odd until the first boundary: nothing has been verified yet.
         page.words[_SEQ] |= 1
         self._tell_strictness()
         self._rest()
@@ -171,27 +172,27 @@ class Boundary:
         self._watcher = threading.Thread(target=self._watch_rest, name="paramd-rest", daemon=True)
 
     def start(self) -> None:
-        """Begins to look after what rests."""
+        """Start checking resting states in the background."""
         self._watcher.start()
 
     @property
     def step(self) -> int:
-        """Updates that are over, settled or not."""
+        """Finished updates, settled or not."""
         return self._done
 
     def iteration(self) -> int:
-        """Backward passes that this rank has seen; the same on all in lock-step."""
+        """Backward passes this rank has seen; equal on all ranks in lock-step."""
         return self._backwards
 
     def begin(self, owner: object) -> None:
-        """Opens an update window unless one is open already."""
+        """Open an update window unless one is open."""
         if self._forgotten:
             return
         with self._lock:
             thread = threading.get_ident()
             entry = self._open.get((thread, id(owner)))
             if entry is not None:
-                # A subclass's step calls its base's, or the owner's last step raised.
+                # A subclass step calling its base's, or the owner's last step raised.
                 entry.depth = entry.depth + 1 if runs_inside_itself(owner) else 1
                 return
             if self._open:
@@ -203,7 +204,7 @@ class Boundary:
                 self._open_window(owner)
 
     def end(self, owner: object) -> None:
-        """The owner's step is over; the state rests when no other step is under way."""
+        """End the owner's step; the state rests once no other step is in progress."""
         if self._forgotten:
             return
         with self._lock:
@@ -216,7 +217,7 @@ class Boundary:
                 return
             del self._open[thread, id(owner)]
             backward = backward_id()
-            # Optimizers that step within one backward make one update together.
+            # Optimizers stepping within one backward make up a single update.
             if entry.outermost and (backward == -1 or backward != self._backward):
                 self._done += 1
             self._backward = backward
@@ -226,7 +227,7 @@ class Boundary:
                 self._rest()
 
     def forward(self, *, trains: bool) -> None:
-        """A forward begins that may be differentiated."""
+        """Note the start of a forward that may be differentiated."""
         if not self._pending:
             return
         self._eval_forward = not trains
@@ -234,10 +235,10 @@ class Boundary:
             self._go_on()
 
     def backward(self) -> None:
-        """The backward of one forward has begun: training, also of a model in eval mode.
+        """Note the start of a backward: proof of training, even in eval mode.
 
-        No boundary: gradients are on their way, so nothing may be edited here. But a state that
-        no forward has settled may be read from now on.
+        Not a boundary: gradients are in flight, so no edit may be applied here. But a state
+        that no forward has settled becomes readable.
         """
         self._backwards += 1
         if self._eval_forward:
@@ -247,21 +248,22 @@ class Boundary:
                 self._confirm()
 
     def settle(self) -> None:
-        """The caller knows that nothing more of this update comes."""
+        """Settle now: the caller knows that this update is complete."""
         if self._pending and not self._open and not self._forgotten:
             with self._lock:
                 self._ended_by.clear()
                 self._boundary()
 
     def forget(self) -> None:
-        """In a forked child: the words and the rounds are the parent's alone."""
+        """Go inert in a forked child: words and rounds belong to the parent."""
         self._forgotten = True
         self._pending = False
+        # A parent thread may have held the old lock at the fork; nobody here would release it.
         self._lock = threading.RLock()
         self._acting.forget()
 
     def close(self) -> None:
-        """Ends a round under way; no boundary follows."""
+        """Finish the round in flight; no boundary follows."""
         self._forgotten = True
         self._closing.set()
         if self._watcher.is_alive():
@@ -269,7 +271,7 @@ class Boundary:
         self._acting.close()
 
     def leave(self) -> None:
-        """The process ends: what rests unchanged is what the training leaves behind."""
+        """Process exit: settle a resting state that is unchanged, as the final one."""
         contents = self._home.contents
         if self._forgotten or not self._pending or self._open or contents is None:
             return
@@ -278,28 +280,28 @@ class Boundary:
             self._gate.settle(self._done, self._iteration, proven=True)
 
     def _drop_dead(self, owner: object) -> None:
-        """What this owner began on threads that have ended is its present thread's to end."""
+        """Drop this owner's entries of dead threads; its current thread takes over."""
         alive = {t.ident for t in threading.enumerate()}
         for thread, number in list(self._open):
             if number == id(owner) and thread not in alive:
                 del self._open[thread, number]
 
     def _open_window(self, owner: object) -> None:
-        """SEQ is odd from here on; what was not settled yet is now, if it can be."""
+        """Make SEQ odd, after settling what is still pending, if possible."""
         if self._pending and not (self._backward != -1 and self._backward == backward_id()):
             self._boundary()
         self._look_for_strays()
-        # While SEQ is even, unless strict: copies of parameters go on meanwhile.
+        # SEQ is still even here unless strict, so parameter copies keep running meanwhile.
         self.before_update(owner)
         self._gate.begin_update()
         self._iteration = self._backwards
 
     def _rest(self) -> None:
-        """Says that the state rests, if it is in the arena at all."""
+        """Publish that the state rests, if it is in the arena."""
         contents = self._home.contents
         try:
             if contents is None:
-                # A mirror is never read at rest; this only says that no update is under way.
+                # A mirror is never read at rest; this only says that no update is running.
                 self._gate.rest(self._done, self._iteration, 0)
             elif not self._editor.failed and not self._home.check():
                 self._gate.rest(self._done, self._iteration, contents.digest())
@@ -320,21 +322,22 @@ class Boundary:
                 wake(self._wake_descriptor)
 
     def look_at_rest(self) -> None:
-        """Says whether what rests is still where it was when the update ended.
+        """Publish whether a resting state is still where it was when the update ended.
 
-        Between updates a script may put other tensors in the parameters' place, without a change
-        in the arena that a sample could show. So a sidecar counts what it copied at rest only
-        when a look that began after the copy has found everything in its place.
+        Between updates a script may replace parameters by other tensors, which no sample of the
+        arena shows. So the sidecar accepts a copy at rest only once a look that began after the
+        copy has found everything in place.
         """
         words = self._words
         if self._forgotten or self._home.contents is None or not words[Word.REST]:
             return
-        # Held by the training's own thread, which is at a boundary: then nothing rests.
+        # Busy: the training thread is at a boundary, so nothing rests.
         if not self._lock.acquire(blocking=False):
             return
         try:
+            # Before the look: REST_SEEN_NS is when it began, and vouches for copies before that.
             now_ns = time.monotonic_ns()
-            # Full copies of sharded parameters stand in their place during a forward.
+            # During a forward, unsharded copies stand in for sharded parameters.
             if not words[Word.REST] or self._home.gathered():
                 return
             if self._home.in_place():
@@ -359,7 +362,7 @@ class Boundary:
                 self._boundary()
 
     def _confirm(self) -> None:
-        """Settles the state; its boundary comes with the next update."""
+        """Settle the state; its boundary comes with the next update."""
         try:
             proven = self._verified()
             self._gate.settle(self._done, self._iteration, proven=proven)
@@ -369,18 +372,18 @@ class Boundary:
             log.exception("paramd: parameters could not be verified")
 
     def _trust(self) -> None:
-        """The state is settled: nothing may change until the next update, or SEQ is odd again."""
+        """Record the settled contents to detect strays; when strict, make SEQ odd again."""
         contents = self._home.contents
         if contents is None:
             return
         contents.remember()
         if self._strict_left or self._always_strict:
-            # SEQ was even for as long as this waits; what is read from now on rests.
+            # Copies got their even SEQ while this waits; later reads find a resting state.
             self._gate.begin_update()
             self._rest()
 
     def _boundary(self) -> None:
-        """Training goes on: settles the state and acts on what the boundary brings."""
+        """Settle the state and do what this boundary calls for."""
         self._pending = False
         try:
             proven = self._verified()
@@ -393,7 +396,7 @@ class Boundary:
             log.exception("paramd: a boundary failed; the service degrades, training goes on")
 
     def _verified(self) -> bool:
-        """Whether the arena holds what the training uses; if not, the page says why."""
+        """Whether the arena holds what training uses; if not, the page says why."""
         if self._editor.failed:
             self._say("an edit failed half way on this rank; the trainer's log says why")
             return False
@@ -414,14 +417,14 @@ class Boundary:
 
     def _brought_back(self) -> bool:
         if replaced_for_a_call():
-            # The next boundary outside of it will do; nothing has left.
+            # Nothing has left the arena; a boundary outside the call will find it.
             self._say(
                 "the forward runs within torch.func.functional_call, with other tensors; put the "
                 "optimizer's step into attachment.update(), which settles it outside of the call"
             )
             return False
         if self._patience:
-            # To look for all users of memory takes tens of milliseconds.
+            # Finding every user of the memory takes tens of milliseconds: back off.
             self._patience -= 1
             return False
         names = self._home.take_back()
@@ -435,7 +438,7 @@ class Boundary:
             self._words[Word.UNSERVED] = int(bool(why))
 
     def _look_for_strays(self) -> None:
-        """Parameters must be now what they were when the state was settled."""
+        """Compare parameters with the settled ones; go strict if they differ."""
         contents, words = self._home.contents, self._words
         if contents is None:
             return
@@ -465,7 +468,7 @@ class Boundary:
         self._words[Word.STRICT] = int(bool(self._strict_left or self._always_strict))
 
     def _answer(self, announce: bool) -> None:
-        """Wakes the sidecar for what was agreed, or when it asked for this boundary."""
+        """Wake the sidecar for an agreed request, or if it asked for this boundary."""
         words = self._words
         want, armed = words[_WANT], words[_ARM_STEP]
         if armed and armed != self._armed_seen and armed == words[_STEP]:
@@ -473,6 +476,7 @@ class Boundary:
             announce = True
         if announce or want != self._want_seen:
             self._want_seen = want
+            # Before the wake: the sidecar answers the ANNOUNCE it reads, and we wait for SERVED.
             words[Word.ANNOUNCE] += 1
             wake(self._wake_descriptor)
 

@@ -1,13 +1,13 @@
-"""Applies edits: the trainer's own thread runs a staged program at an agreed boundary.
+"""Apply edits: the training thread runs a staged program at an agreed boundary.
 
-    accept    at the launch of a round: the program is parsed, its memory faulted in, its
-              views made; large ones in the background, not promised until that is done
+    accept    when a round is launched: parse the program, fault in its memory, make its
+              views; large ones in the background, and not promised until that is done
     apply     at the agreed boundary: EDIT_AGREED, SEQ odd, the operations, SEQ even, then
-              EDIT_APPLIED; in between a killed trainer is torn, and its sidecar says so
+              EDIT_APPLIED; a trainer killed in between leaves its rank torn
 
-What cannot be run is refused (word REFUSED) and never promised, so that no rank applies it.
-So is an edit for a certain step, unless the round ends at this very boundary and it has that
-step: the agreement, which needs every rank's promise, compares and swaps on all ranks or none.
+A program that cannot run is refused (word REFUSED) and never promised, so no rank applies it.
+So is an edit with `if_step`, unless the round ends at this very boundary and that is the step:
+agreement needs every rank's promise, so the compare-and-swap happens on all ranks or none.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ log = logging.getLogger("paramd")
 
 AT_ONCE_RECORDS = 32
 AT_ONCE_BYTES = 2 << 20
-"""Programs up to these sizes are made ready within the boundary: some 0.5 ms."""
+"""Programs up to these sizes are prepared inline at the boundary: some 0.5 ms."""
 
 _MADV_POPULATE_WRITE = 23
 
@@ -62,7 +62,7 @@ class _Step:
 
 @dataclass(slots=True)
 class _Preparation:
-    """A program on its way to being ready; `steps` or `refusal` ends it."""
+    """A program being prepared; ends with `steps` or `refusal`."""
 
     request: Request
     steps: list[_Step] | None = None
@@ -73,7 +73,7 @@ class _Preparation:
 
 
 class Editor:
-    """Edits of one rank. `accept` and `apply` are called by the training's thread alone."""
+    """One rank's edits. Only the training thread calls `accept` and `apply`."""
 
     def __init__(
         self,
@@ -84,7 +84,7 @@ class Editor:
         at_point: Callable[[str], None] | None = None,
         mirror: MirroredHome | None = None,
     ) -> None:
-        """`mirror` has the parameters when they are not in the arena themselves."""
+        """`mirror` holds the parameters when they do not live in the arena."""
         self._words = page.words
         self._arena = arena
         self._mirror = mirror
@@ -96,14 +96,14 @@ class Editor:
         self._preparation: _Preparation | None = None
         self.optimizers: Collection[torch.optim.Optimizer] = ()
         self.failed = False
-        """An edit failed half way: what the arena holds must not be served any more."""
+        """An edit failed half way: the arena must not be served any more."""
 
     def accept(self, request: Request, *, now: bool) -> bool:
-        """Whether the program of an edit is ready to be applied; begins to make it ready.
+        """Whether an edit's program is ready to apply; starts preparing it if new.
 
         Args:
-            now: if all ranks promise it, it is applied at this boundary; else at the next, whose
-                step nobody knows yet.
+            now: once all ranks promise, it is applied at this boundary; else at the next, whose
+                step is not known yet.
         """
         preparation = self._preparation
         if preparation is None or preparation.request != request:
@@ -121,7 +121,7 @@ class Editor:
         return not self.failed
 
     def apply(self, request: Request, gate: TrainerGate) -> None:
-        """Changes the parameters. The words EDIT_AGREED and AGREED are written already."""
+        """Change the parameters. EDIT_AGREED and AGREED have been written already."""
         words = self._words
         preparation, self._preparation = self._preparation, None
         self._at_point("agreed")
@@ -145,13 +145,15 @@ class Editor:
         words[Word.EDIT_NS] = time.monotonic_ns() - begin_ns
         words[Word.EDIT_STEP] = words[Word.STEP]
         words[Word.EDIT_TOKEN] = request.token
+        # Last: it publishes the words above and ends the span in which a death means torn.
         words[Word.EDIT_APPLIED] = request.number
         self._at_point("applied")
 
     def close(self) -> None:
-        """Lets go of the memory of edits."""
+        """Release the edit memory."""
         preparation, self._preparation = self._preparation, None
         if preparation is not None:
+            # Its thread touches this memory; do not let go of it meanwhile.
             preparation.done.wait()
         self._arena_views = self._edit_views = Views(memoryview(b""))
         self._edits.close()
@@ -166,7 +168,7 @@ class Editor:
             ).start()
 
     def _prepare(self, preparation: _Preparation, most_bytes: int | None = None) -> None:
-        """Makes a program ready, or says why not; leaves one that touches more to others."""
+        """Prepare a program or record a refusal; return undone if it exceeds `most_bytes`."""
         try:
             program = preparation.request.argument
             records = parse_program(self._edits.buffer, program, arena_bytes=self._arena.size_bytes)
@@ -181,10 +183,12 @@ class Editor:
         except Exception as error:
             log.exception("paramd: an edit could not be prepared")
             preparation.refusal = repr(error)
+        # Last: the training thread reads the outcome only once this is set.
         preparation.done.set()
 
     def _fault_in(self, spans: Sequence[tuple[int, int]]) -> None:
-        """Sees to the page tables of what will be touched; those that are made stay."""
+        """Fault in what will be touched, skipping ranges known to be present."""
+        # Read before faulting in: a hole punched meanwhile changes the count and voids the result.
         holes, (seen, known) = self._words[Word.EDIT_HOLES], self._present
         if holes != seen:
             known = []
@@ -193,7 +197,7 @@ class Editor:
         self._present = holes, _joined([*known, *missing])
 
     def _find_owners(self, preparation: _Preparation) -> None:
-        """Only at a boundary: elsewhere FSDP1 may have pointed parameters at gathered memory."""
+        """Only at a boundary: elsewhere FSDP1 may point parameters at gathered memory."""
         preparation.owners_found = True
         steps = preparation.steps if preparation.steps is not None else []
         if any(step.record.reset_moments for step in steps):
@@ -238,14 +242,14 @@ class Editor:
             return
         words[Word.REFUSED_STEP] = -1 if preparation.refusal else step
         words[Word.REFUSED_IF_STEP] = preparation.if_step
-        # The last store: whoever sees this number sees why.
+        # Last: a reader of this number must find the reason already written.
         words[Word.REFUSED] = number
         reason = preparation.refusal or f"it is for step {preparation.if_step}, not {step} or later"
         log.warning("paramd: edit request %d is refused: %s", number, reason)
 
 
 def _spans(records: Sequence[Record]) -> list[tuple[int, int]]:
-    """What the program touches of the memory of edits, joined."""
+    """The spans of edit memory that the program touches, joined."""
     return _joined(
         [
             (place, place + record.size_bytes)
@@ -257,7 +261,7 @@ def _spans(records: Sequence[Record]) -> list[tuple[int, int]]:
 
 
 def _joined(places: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Sorted, those that touch the same page or the next one made one."""
+    """Sorted, with spans on the same or adjacent pages merged."""
     joined: list[tuple[int, int]] = []
     for begin, end in sorted(places):
         if joined and begin <= joined[-1][1] + mmap.PAGESIZE:
@@ -268,12 +272,12 @@ def _joined(places: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
 
 
 def _fault_in(memory: SparseMemory, spans: Sequence[tuple[int, int]]) -> None:
-    """Makes the page tables, so that applying pays for no first touch and cannot fail for it.
+    """Populate the page tables, so that applying neither pays for first touches nor fails on one.
 
     Raises:
-        ExhaustedError: a range has not been reserved and the machine has no memory for it.
+        ExhaustedError: a range is not reserved and the machine is out of memory for it.
     """
-    # Through ctypes: mmap.madvise would hold the interpreter's lock for all that time.
+    # ctypes releases the GIL; mmap.madvise would hold it throughout.
     madvise = ctypes.CDLL(None, use_errno=True).madvise
     madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
     for begin, end in spans:

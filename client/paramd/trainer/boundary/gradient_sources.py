@@ -1,9 +1,8 @@
 """Where the gradients of pieces are, and how their bytes get into a slot's room.
 
-A gradient has the geometry of its parameter's local memory: what stands at some offset of
-the parameter stands at the same offset of the gradient. So a piece is one memmove, unless
-the gradient has another dtype, other strides, or another placement than its parameter.
-Nothing here communicates or waits for other ranks.
+A gradient has the geometry of its parameter's local memory: an element has the same offset in
+both. So a piece is one memmove, unless the gradient's dtype, strides or placement differ from
+its parameter's. Nothing here communicates or waits for other ranks.
 """
 
 from __future__ import annotations
@@ -32,13 +31,13 @@ Pieces = Sequence[tuple[LocalShard, int]]
 
 @dataclass(frozen=True, slots=True)
 class Room:
-    """The memory that gradients are copied into; arena byte x is its byte x."""
+    """The memory gradients are copied into; arena byte x maps to its byte x."""
 
     buffer: memoryview
     address: int
 
     def flat(self, dtype: torch.dtype, begin_bytes: int, numel: int) -> torch.Tensor:
-        """Elements from an arena byte on, 1-D."""
+        """Elements starting at an arena byte, 1-D."""
         return torch.frombuffer(self.buffer, dtype=dtype, count=numel, offset=begin_bytes)
 
 
@@ -50,24 +49,24 @@ class Part:
     arena_begin: int
     """Of the piece."""
     offset: int
-    """Element of the parameter's local memory at which the piece begins."""
+    """First element of the piece in the parameter's local memory."""
     begin: int
     end: int
 
 
 @dataclass(slots=True)
 class Source:
-    """One parameter whose gradient is wanted, wholly or in parts."""
+    """One parameter whose gradient is wanted, in whole or in part."""
 
     param: torch.Tensor
     local: torch.Tensor
     spec: DTensorSpec | None
     parts: list[Part] = field(default_factory=list)
     moves: list[tuple[int, int, int]] = field(default_factory=list)
-    """(arena byte, byte of the local memory, length): what memmove does."""
+    """(arena byte, byte of the local memory, length) of each memmove."""
 
     def close(self) -> None:
-        """Works out the moves once all parts are there."""
+        """Compute the moves once all parts are added, joining adjacent ones."""
         size = self.local.itemsize
         for part in self.parts:
             move = (
@@ -84,12 +83,12 @@ class Source:
 
 
 def find_sources(pieces: Pieces, spans: Spans, owner: object) -> tuple[list[Source], list[Note]]:
-    """The parameters to copy from when `owner` makes an update, and notes on the others.
+    """The parameters to copy from when `owner` updates, and notes on the others.
 
     Args:
         pieces: this rank's parameters.
-        spans: bytes of the arena that are wanted; sorted, not overlapping.
-        owner: the optimizer; anything else stands for all parameters.
+        spans: wanted bytes of the arena; sorted, not overlapping.
+        owner: the optimizer; anything else means all parameters.
     """
     params = _params_of(owner)
     sources: dict[int, Source] = {}
@@ -120,7 +119,7 @@ def find_sources(pieces: Pieces, spans: Spans, owner: object) -> tuple[list[Sour
 
 
 def _params_of(owner: object) -> dict[int, torch.Tensor] | None:
-    """An optimizer's parameters by id, and by address for wrappers that made others of them."""
+    """An optimizer's parameters by id, and by address for wrappers that recreate them."""
     groups = getattr(owner, "param_groups", None)
     if groups is None:
         return None
@@ -129,9 +128,9 @@ def _params_of(owner: object) -> dict[int, torch.Tensor] | None:
 
 
 def _shared_begins(pieces: Pieces) -> set[int]:
-    """Where parameters that are not the same tensor begin at the same byte.
+    """First bytes shared by parameters that are different tensors.
 
-    Each has a gradient of its own, but there is room for one only.
+    Each has its own gradient, but there is room for only one.
     """
     seen: dict[int, torch.Tensor] = {}
     found: set[int] = set()
@@ -143,7 +142,7 @@ def _shared_begins(pieces: Pieces) -> set[int]:
 
 
 def leaf_of(param: torch.Tensor) -> torch.Tensor:
-    """The parameter that has the gradient: torch's TP+DDP leaves a DTensor made of it."""
+    """The tensor that holds the gradient: torch's TP+DDP leaves a DTensor derived from it."""
     if param.is_leaf or param.grad_fn is None:
         return param
     (source, *_) = param.grad_fn.next_functions[0]
@@ -168,16 +167,16 @@ def _wanted(shard: LocalShard, begin: int, spans: Spans) -> Iterator[tuple[int, 
 
 
 def copy_gradient(source: Source, room: Room) -> list[Note]:
-    """Copies what is wanted of one gradient into the room; returns what has to be noted.
+    """Copy the wanted parts of one gradient into the room; return notes about it.
 
-    Waits for collectives that the gradient itself still waits for, and for nothing else. Of a
-    gradient on a device the copy may still be under way; `finish_copies` waits for it.
+    Waits only for collectives that the gradient itself depends on. The copy of a gradient on a
+    device may still be in flight; `finish_copies` waits for it.
     """
     grad = source.param.grad
     if grad is None:
         return _none(source, NoGradient.NONE)
     group = 0
-    # Asked first, for it is the usual case and everything else costs more to find out.
+    # Checked first: the common case, and the other checks cost more.
     if type(grad) is not torch.Tensor:
         if is_dtensor(grad):
             return _copy_dtensor(source, grad, room)
@@ -205,9 +204,9 @@ def _copy_dtensor(source: Source, grad: Any, room: Room) -> list[Note]:
 
 
 def _compare(grad: DTensorSpec, param: DTensorSpec) -> tuple[int, int, bool] | None:
-    """(partial group, what sums must be divided by, whether each rank has the whole).
+    """(partial group, divisor of its sums, whether each rank has the whole).
 
-    None when this rank cannot tell its elements of the gradient.
+    None when this rank cannot tell which elements of the gradient are its own.
     """
     if grad.mesh != param.mesh:
         return None
@@ -266,7 +265,7 @@ def _copy_local(
 
 
 def _copy_slices(source: Source, whole: torch.Tensor, room: Room) -> list[Note]:
-    """Each piece's box out of a gradient that every rank has whole."""
+    """Cut each piece's box out of a gradient that is whole on every rank."""
     local = source.local
     if not has_plain_memory(whole) or not torch.can_cast(whole.dtype, local.dtype):
         return _none(source, NoGradient.UNSUPPORTED)

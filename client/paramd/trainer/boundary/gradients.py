@@ -1,11 +1,11 @@
-"""Gradients in the pre-hook: what the sidecar has armed for this very update is copied.
+"""Gradient capture in the pre-hook: copy what the sidecar armed for this update.
 
-Two words are looked at in each update; nothing else is done when they name another one. A
-slot that is not armed is never waited for, unless the operator allows readers that want
-to miss nothing to hold up an update for a bounded time (`lossless_budget_ms`).
+Each update reads two words and does nothing more if they name another update. It never waits
+for a slot to be armed, unless the operator lets lossless readers hold up an update for a
+bounded time (`lossless_budget_ms`).
 
-Optimizers that step within the backward have freed some gradients before others exist: their
-updates have no frame of gradients, and readers are told that it was left out.
+Optimizers that step within the backward free some gradients before others exist: their
+updates have no gradient frame, and readers are told that it was left out.
 """
 
 from __future__ import annotations
@@ -35,32 +35,32 @@ from paramd.trainer.home.devices import finish_copies
 
 log = logging.getLogger("paramd")
 
-# Plain numbers: these are looked at in every update.
+# Plain ints: these are read on every update.
 _STEP, _GRADIENTS_STEP = int(Word.STEP), int(Word.GRADIENTS_STEP)
 _ARM_SLOT0, _ARM_SLOT1 = int(Word.ARM_SLOT0), int(Word.ARM_SLOT1)
 _LOSSLESS_EVERY = int(Word.LOSSLESS_EVERY)
 
 POLL_S = 50e-6
-"""Sleep between two looks while an update waits for a reader that wants to miss nothing."""
+"""Poll interval while an update waits for a lossless reader."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Plan:
-    """How to serve one version of a program for one owner of updates."""
+    """How to serve one version of a program for one owner."""
 
     version: int
     owner: object
-    """Kept, so that its id stays its own."""
+    """Kept alive so that its id is not reused."""
     shape: tuple[int, ...]
-    """Parameters in each group of the optimizer: one added later changes the plan."""
+    """Parameters in each of the optimizer's groups; adding one invalidates the plan."""
     sources: list[Source]
     notes: list[Note]
     devices: tuple[torch.device, ...]
-    """Where gradients are beside host memory."""
+    """Devices other than the host that hold gradients."""
 
 
 class GradientCapture:
-    """One rank's part of gradient frames. One thread calls it: the one that runs updates."""
+    """One rank's side of gradient frames. Called only on the thread that runs updates."""
 
     def __init__(
         self,
@@ -72,7 +72,7 @@ class GradientCapture:
         pieces: Callable[[], Pieces],
         lossless_budget_ns: int,
     ) -> None:
-        """`descriptor` is that of the gradient memory; `pieces` are asked for once a plan."""
+        """`descriptor` is the gradient memory's; `pieces` is called once per plan."""
         self._words = page.words
         self._wake_descriptor = wake_descriptor
         self._pieces = pieces
@@ -88,17 +88,17 @@ class GradientCapture:
         self._clip_factor = 0.0
         self._failed = False
         self.iteration: Callable[[], int] = lambda: -1
-        """Backward passes that this rank has seen."""
+        """Backward passes this rank has seen."""
 
     def clipped(self, factor: float) -> None:
-        """The gradients of the next update were multiplied with `factor`."""
+        """Note that the next update's gradients were multiplied by `factor`."""
         self._clip_factor = factor
 
     def before_update(self, owner: object) -> None:
-        """To be called before each update begins. Never raises, and waits for nobody.
+        """Call before each update begins. Never raises; waits only for lossless readers.
 
         Args:
-            owner: the optimizer that makes the update; else all parameters are meant.
+            owner: the optimizer about to update; anything else means all parameters.
         """
         words = self._words
         step = words[_STEP] + 1
@@ -108,12 +108,12 @@ class GradientCapture:
             self._serve(0, step, owner)
         if words[_ARM_SLOT1] == step:
             self._serve(1, step, owner)
-        # After the DONE words: who sees it knows that nothing follows for this update.
+        # After the DONE words: a reader that sees this knows no more will come for this update.
         words[_GRADIENTS_STEP] = step
         self._clip_factor = 0.0
 
     def close(self) -> None:
-        """Lets go of the memory."""
+        """Release the memory."""
         for slot, _ in self._slots:
             slot.close()
         self._slots.clear()
@@ -182,7 +182,7 @@ class GradientCapture:
         return plan
 
     def _await_reader(self, step: int) -> None:
-        """Waits, within the budget, until a reader that wants each frame has asked for this."""
+        """Wait, within the budget, until a lossless reader has armed this step."""
         words = self._words
         if step % words[Word.LOSSLESS_EVERY]:
             return
@@ -198,7 +198,7 @@ class GradientCapture:
 
 
 def _skips(owner: object) -> bool:
-    """Whether this update has no frame: left out by a gradient scaler, or within the backward."""
+    """Whether this update has no frame: skipped by a gradient scaler, or within a backward."""
     if backward_id() != -1:
         return True
     found: Any = getattr(owner, "found_inf", None)
@@ -206,6 +206,6 @@ def _skips(owner: object) -> bool:
 
 
 def _scale(owner: object) -> float:
-    """The loss scale that a fused optimizer divides by itself; others get it divided."""
+    """The loss scale a fused optimizer still divides by; others get gradients unscaled."""
     scale: Any = getattr(owner, "grad_scale", None)
     return float(scale.item()) if isinstance(scale, torch.Tensor) else 1.0

@@ -1,12 +1,12 @@
-"""Holding: training waits inside a boundary until all ranks agree to go on.
+"""Holds: training waits inside a boundary until all ranks agree to continue.
 
     running --HOLD--> held --STEP k--> stepping --k boundaries later--> held
                        |                  |
                        +--RESUME, or one rank does not want to stay--> running
 
-All ranks pass through it together, for every change comes from the same round or from the
-same count of boundaries. A rank wants to stay while its sidecar renews HOLD_UNTIL_NS and
-the cap is not reached; so whoever dies, the hold ends everywhere at the end of a lease.
+All ranks change state together: every transition comes from the same round or the same count
+of boundaries. A rank wants to stay while its sidecar renews HOLD_UNTIL_NS and the cap is not
+reached; so whichever process dies, the hold ends everywhere when its lease runs out.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from paramd.memory.control_page import Word, Words
 from paramd.trainer.boundary.agreement import HOLD, RESUME, STEP, Request, Round
 
 ROUND_S = 0.005
-"""Pause between two rounds of held ranks."""
+"""Pause between rounds of held ranks."""
 
 CAP_S = 300.0
-"""No hold is longer, however often its lease is renewed."""
+"""Longest hold, however often its lease is renewed."""
 
 
 class Holding(IntEnum):
@@ -33,7 +33,7 @@ class Holding(IntEnum):
 
 
 def cap_s(collective_timeout_s: float | None) -> float:
-    """Longest hold, with a margin below the time after which collectives fail."""
+    """Longest hold, with a margin below the collective timeout."""
     if collective_timeout_s is None:
         return CAP_S
     margin_s = max(5.0, 0.1 * collective_timeout_s)
@@ -41,7 +41,7 @@ def cap_s(collective_timeout_s: float | None) -> float:
 
 
 class Hold:
-    """One rank's state of it, kept in the page's words."""
+    """One rank's hold state, kept in the page's words."""
 
     def __init__(self, words: Words, *, cap_s: float, clock_ns: Callable[[], int]) -> None:
         self._words = words
@@ -54,7 +54,7 @@ class Hold:
         return Holding(self._words[Word.HELD])
 
     def stay(self) -> bool:
-        """Whether this rank wants to be held on; said in every round."""
+        """Whether this rank wants to stay held; sent in every round."""
         words = self._words
         if words[Word.HELD] == Holding.RUNNING:
             return False
@@ -62,7 +62,7 @@ class Hold:
         return self._clock_ns() < until_ns
 
     def hear(self, heard: Round) -> None:
-        """Acts on a round: first on the lease, then on what was agreed."""
+        """Act on a round's outcome: first the lease, then the agreed request."""
         words = self._words
         if words[Word.HELD] != Holding.RUNNING and not heard.stay:
             self.end()
@@ -70,7 +70,7 @@ class Hold:
             self._act(heard.agreed)
 
     def pass_boundary(self) -> None:
-        """One boundary of a rank that steps; the last one holds it again."""
+        """Count one boundary while stepping; the last one resumes the hold."""
         words = self._words
         if words[Word.HELD] == Holding.STEPPING:
             words[Word.HOLD_STEPS_LEFT] -= 1
@@ -79,7 +79,7 @@ class Hold:
                 words[Word.HELD] = Holding.HELD
 
     def end(self) -> None:
-        """Training goes on."""
+        """Let training continue."""
         self._words[Word.HOLD_STEPS_LEFT] = 0
         self._words[Word.HELD] = Holding.RUNNING
 

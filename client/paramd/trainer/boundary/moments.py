@@ -1,24 +1,24 @@
-"""Optimizer state mirrored into the memory of moments, at an agreed boundary that wants it.
+"""Optimizer state, mirrored into the moments memory at an agreed boundary that asks for it.
 
 The memory is 8 rooms shaped like the arena (each rounded up to whole pages), then a table
 of 1 MiB. Room i holds the state of one key, such as `exp_avg`: the state of the element at
-byte x of the arena is at byte x of the room, with the piece's own strides. State whose
-elements have another size than the parameter's has no such place and is left out.
+arena byte x is at byte x of the room, with the piece's own strides. State whose itemsize
+differs from the parameter's has no such place and is left out.
 
     table    length of what follows, int64; then zlib-compressed UTF-8 JSON:
     {"step": 7,
      "keys": ["exp_avg", "exp_avg_sq"],            room i has keys[i]
      "params": [{"begin": 0, "end": 4096,          bytes of the arena, of all its elements
-                 "dtypes": {"exp_avg": "float32"}, keys that the rooms hold of it
+                 "dtypes": {"exp_avg": "float32"}, its keys that have a room
                  "scalars": {"step": 7.0},         state that is one number
                  "left_out": {"x": "reason"},      state that is neither
-                 "optimizer": 0, "group": 0}],     in the order of their bytes
+                 "optimizer": 0, "group": 0}],     ordered by first byte
      "groups": [[{"lr": 0.001, "betas": [0.9, 0.999]}]],   by optimizer and group
      "failure": ""}                                 why nothing was mirrored, else empty
 
-A parameter of the table is what the optimizer has: with FSDP1's flat parameters several
-pieces of the layout lie in it. Numbers that JSON has not (NaN, infinities) are the texts
-"nan", "inf" and "-inf". The word MOMENTS_STEP is -1 while the trainer writes.
+A parameter of the table is the optimizer's: an FSDP1 flat parameter holds several pieces of
+the layout. Numbers JSON lacks (NaN, infinities) become the strings "nan", "inf" and "-inf".
+The word MOMENTS_STEP is -1 while the trainer writes.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ _LENGTH = struct.Struct("=q")
 
 
 class Moments:
-    """One rank's optimizer state, as readers get it. One thread uses it: the training's."""
+    """One rank's optimizer state, as readers get it. Training thread only."""
 
     def __init__(
         self,
@@ -57,7 +57,7 @@ class Moments:
         *,
         mirror: MirroredHome | None = None,
     ) -> None:
-        """`mirror` has the parameters when they are not in the arena themselves."""
+        """`mirror` holds the parameters when they do not live in the arena."""
         self._words = page.words
         self._arena = arena
         self._memory = memory
@@ -67,10 +67,10 @@ class Moments:
         self.optimizers: Collection[torch.optim.Optimizer] = ()
 
     def mirror(self) -> None:
-        """Copies what the optimizers hold now. The sidecar lets the memory go afterwards.
+        """Copy the optimizers' current state. The sidecar frees the memory afterwards.
 
-        Costs the trainer one copy of its optimizer state, the first time also its pages.
-        What cannot be copied is said in the table; raises only when the table cannot be written.
+        Costs the trainer one copy of its optimizer state, plus page faults the first time.
+        The table records what could not be copied; raises only if the table cannot be written.
         """
         table: dict[str, Any] = {"step": self._words[Word.STEP], "keys": [], "failure": ""}
         try:
@@ -146,7 +146,7 @@ class Moments:
 
 
 def read_table(memory: memoryview, arena_bytes: int) -> dict[str, Any]:
-    """The table in a memory of moments, as the module's text says; for tests and readers."""
+    """Read the table from moments memory (see the module docstring); for tests and readers."""
     begin = MOMENT_ROOMS * pages(arena_bytes)
     (length,) = _LENGTH.unpack_from(memory, begin)
     begin += _LENGTH.size
@@ -166,7 +166,7 @@ def _number(value: Any) -> float | str | None:
 
 
 def _plain(value: Any) -> Any:
-    """A hyperparameter as JSON has it; what it has not, as text."""
+    """A hyperparameter as JSON; as its repr where JSON has no such value."""
     number = _number(value)
     if number is not None or value is None or isinstance(value, str):
         return number if number is not None else value

@@ -1,8 +1,8 @@
-"""Optimizer state of what lies in the arena: which tensors have a parameter's own geometry.
+"""Optimizer state of parameters in the arena: which tensors share a parameter's geometry.
 
 An optimizer knows whole parameters, flat ones (FSDP1) or views of those; a piece of the
-arena is found in whichever it lies in. State tensors of the local shape (`exp_avg`, momentum
-buffers, also as DTensors) correspond to the parameter element by element.
+arena is matched to whichever contains it. State tensors of the local shape (`exp_avg`,
+momentum buffers, also as DTensors) correspond to the parameter element by element.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ class Owned:
     """Index in param_groups."""
 
     def state(self) -> dict[str, Any]:
-        """Its state as it is now; empty before the first step."""
+        """Its current state; empty before the first step."""
         found = self.optimizer.state.get(self.param)
         return found if isinstance(found, dict) else {}
 
     def moments(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """State tensors, local, that have an element for each of its own."""
+        """Local state tensors with one element per element of the parameter."""
         for key, value in self.state().items():
-            # Of a parameter without dims, the count of steps looks like a moment.
+            # For a 0-dim parameter, the step count has the shape of a moment.
             if isinstance(value, torch.Tensor) and (self.local.ndim or key != "step"):
                 local, _ = split(value)
                 if local.shape == self.local.shape and local.device.type != "meta":
@@ -54,12 +54,12 @@ def find_owned(
     arena_bytes: int,
     locate: Callable[[Range], int | None] | None = None,
 ) -> list[Owned]:
-    """All parameters of the optimizers that lie in the arena, by place, each once.
+    """The optimizers' parameters in the arena, ordered by first byte, each once.
 
     Args:
         arena_address: where it is mapped.
         arena_bytes: its size.
-        locate: tells the arena byte of a parameter's memory when that is elsewhere (mirror.py).
+        locate: maps a parameter's memory to its arena byte when mirrored (home/mirrored.py).
     """
     found: dict[int, Owned] = {}
     for optimizer in optimizers:
@@ -77,9 +77,9 @@ def find_owned(
 
 
 def owner_of(owned: Sequence[Owned], record: Record) -> Owned | None:
-    """The parameter that a record's view lies in; None when no optimizer has it."""
+    """The parameter that contains a record's view; None when no optimizer has it."""
     index = bisect_right(owned, record.arena_begin, key=lambda one: one.begin)
-    # Usually the first; parameters that are columns of one tensor lie in each other.
+    # Usually the nearest; columns of one tensor interleave, so the search goes on.
     for one in reversed(owned[:index]):
         if record.arena_end <= one.end and _has_element(one, record):
             return one
@@ -87,7 +87,7 @@ def owner_of(owned: Sequence[Owned], record: Record) -> Owned | None:
 
 
 def _has_element(owner: Owned, record: Record) -> bool:
-    """Whether the record's first element is one of the parameter's."""
+    """Whether the record's first element belongs to the parameter."""
     rest = (record.arena_begin - owner.begin) // record.itemsize
     dims = zip(owner.local.stride(), owner.local.shape, strict=True)
     for stride, size in sorted(dims, reverse=True):
@@ -98,7 +98,7 @@ def _has_element(owner: Owned, record: Record) -> bool:
 
 
 def zero_moments(owner: Owned, record: Record) -> None:
-    """Zeroes the state of the very elements that the record changes."""
+    """Zero the state of exactly the elements the record changes."""
     offset = (record.arena_begin - owner.begin) // record.itemsize
     for _key, moment in owner.moments():
         if moment.stride() == owner.local.stride():
@@ -110,7 +110,7 @@ def zero_moments(owner: Owned, record: Record) -> None:
 
 
 def _mask(local: torch.Tensor, record: Record, offset: int) -> torch.Tensor:
-    """True where the record's elements are, in the shape of the parameter."""
+    """A mask of the record's elements, in the parameter's shape."""
     span = extent(local)
     numel = (span.end - span.begin) // local.itemsize
     memory = torch.zeros(numel, dtype=torch.bool, device="cpu")

@@ -1,8 +1,8 @@
-"""What happens at a boundary because all ranks agreed on it, or because this rank is held.
+"""What one rank does at a boundary: agreed requests, and waiting while held.
 
-Rounds are the trainers' own (agreement.py); this is what comes of them on one rank: the
-words that tell the sidecar, the edit or the copies that were asked for, and the waiting of
-a held rank, which goes on with rounds until one of them lets it go.
+Rounds are the trainers' own (agreement.py). This file acts on their outcome: writes the words
+that tell the sidecar, applies the edit or makes the copies, and keeps a held rank running
+rounds until one of them releases it.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ log = logging.getLogger("paramd")
 
 AGREEMENT_WORKS, AGREEMENT_LOST = 1, 2
 
-# Plain numbers cost a fraction of enumerations, and these are looked at in every step.
+# Plain ints cost a fraction of enum lookups, and these are read on every step.
 _HELD, _READY = int(Word.HELD), int(Word.READY)
 
 
 class EditorLike(Protocol):
-    """What applies edits (see trainer/edits/)."""
+    """Applies edits (see edits.py)."""
 
     failed: bool
 
@@ -45,18 +45,18 @@ class EditorLike(Protocol):
         """Whether this rank can apply it; `now`: at this very boundary, if all can."""
 
     def apply(self, request: Request, gate: TrainerGate) -> None:
-        """Applies it."""
+        """Apply the edit."""
 
 
 class MirrorLike(Protocol):
-    """What copies parameters into the arena (see mirror.py)."""
+    """Copies parameters into the arena (see home/mirrored.py)."""
 
     def refresh_for(self, request: Request, gate: TrainerGate) -> None:
-        """Copies what an agreed capture wants, buffers too."""
+        """Copy what an agreed capture wants, buffers included."""
 
 
 class Acting:
-    """One rank's part in what all ranks do together. One thread uses it: the training's."""
+    """One rank's part in what all ranks do together. Training thread only."""
 
     def __init__(
         self,
@@ -72,10 +72,10 @@ class Acting:
         mirror: MirrorLike | None = None,
         gathered: Callable[[], bool] = lambda: False,
     ) -> None:
-        """`answer(announce)` wakes the sidecar when told to, or when it wants to be woken.
+        """`answer(announce)` wakes the sidecar if `announce`, or if it asked to be woken.
 
-        `mirror` copies the parameters when they are not in the arena themselves. `gathered`
-        tells whether a forward has copies of the shards at work.
+        `mirror` copies the parameters when they do not live in the arena. `gathered` tells
+        whether a forward is working on unsharded copies.
         """
         self._words = page.words
         self._agreement: Agreement | None = agreement
@@ -93,12 +93,12 @@ class Acting:
         self._words[Word.AGREEMENT_STATE] = AGREEMENT_WORKS
 
     def at_boundary(self, at_home: bool, iteration: int = 0) -> None:
-        """One boundary: ends a round, does what it brought, waits while held, begins the next.
+        """One boundary: collect a round, act on it, wait while held, launch the next.
 
         Args:
-            at_home: the parameters are in the arena. A rank of which they are not still takes
-                part, with nothing: the others must not wait for it.
-            iteration: backward passes that this rank has seen, equal on all in lock-step.
+            at_home: the parameters are in the arena. A rank where they are not still takes
+                part, promising nothing, since the others must not wait for it.
+            iteration: backward passes this rank has seen; equal on all ranks in lock-step.
         """
         self._iteration = iteration
         agreement, words = self._agreement, self._words
@@ -110,6 +110,7 @@ class Acting:
         try:
             self._rounds(agreement, at_home)
         except AgreementLost as error:
+            # PROMISED stays: the others may have acted, so this rank's part is in doubt for good.
             self._agreement = None
             self._hold.end()
             self._words[Word.AGREEMENT_STATE] = AGREEMENT_LOST
@@ -117,11 +118,11 @@ class Acting:
             self._answer(False)
 
     def forget(self) -> None:
-        """In a forked child: the words and the rounds are the parent's alone."""
+        """Go inert in a forked child: words and rounds belong to the parent."""
         self._agreement = None
 
     def close(self) -> None:
-        """Ends a round under way; no boundary follows."""
+        """Finish the round in flight; no boundary follows."""
         agreement, self._agreement = self._agreement, None
         if agreement is not None:
             try:
@@ -153,7 +154,7 @@ class Acting:
             )
 
     def _wait(self, agreement: Agreement, at_home: bool) -> None:
-        """The hold: rounds, and all that is agreed in them, until one of them ends it."""
+        """Stay held: run rounds and act on them until one ends the hold."""
         words = self._words
         try:
             while words[Word.HELD] == Holding.HELD:
@@ -162,7 +163,7 @@ class Acting:
         except BaseException:
             self._hold.end()
             raise
-        # The time spent here is no step's.
+        # Time held must not count as step time.
         words[Word.BOUNDARY_NS] = time.monotonic_ns()
 
     def _exchange(self, agreement: Agreement, at_home: bool) -> Round:
@@ -176,7 +177,7 @@ class Acting:
         )
 
     def _request(self, at_home: bool, *, now: bool) -> Request:
-        """What this rank promises; `now`: the round ends at this boundary, else at the next."""
+        """This rank's promise; `now`: the round ends at this boundary, else at the next."""
         if not at_home:
             return NOTHING
         try:
@@ -187,24 +188,26 @@ class Acting:
 
     def _accept(self, request: Request, now: bool) -> bool:
         if request.action == EDIT:
-            # What FSDP has gathered already is not the shards' any more: the next boundary will do.
+            # FSDP has gathered: an edit of the shards would not reach this forward. Wait.
             return not self._gathered() and self._editor.accept(request, now=now)
         return CAPTURE <= request.action <= RESUME
 
     def _hear(self, heard: Round, at_home: bool) -> bool:
-        """Says what a round told, does it, and returns whether to announce it."""
+        """Publish a round's outcome and act on it; return whether to announce it."""
         words, request = self._words, heard.agreed
         wanted_above = self._agreed
         if request is not None:
             self._agreed = request.number
             if request.action == EDIT:
+                # Before any change: a death between this and EDIT_APPLIED shows as torn.
                 words[Word.EDIT_AGREED] = request.number
             self._agreed_count += 1
             note_agreed(words, self._agreed_count, request.number)
             words[Word.AGREED_TOKEN] = request.token
             words[Word.AGREED_STEP] = words[Word.STEP]
+            # Last: a reader of AGREED finds the history, token and step already written.
             words[Word.AGREED] = request.number
-        # After AGREED: a sidecar that finds nothing promised looks there for what became of it.
+        # PROMISED after AGREED: a sidecar that finds no promise left reads its fate in AGREED.
         words[Word.ROUND_ITERATION] = heard.iteration
         words[Word.APART_LOW], words[Word.APART_HIGH] = heard.iterations
         words[Word.PROMISED] = 0
@@ -215,7 +218,7 @@ class Acting:
         try:
             self._do(request, wanted_above, at_home)
         except Exception:
-            # The others must not wait for this rank's next round.
+            # Swallowed: the other ranks wait for this one in the next round.
             log.exception("paramd: boundary request %d failed on this rank", request.number)
         if words[Word.EDIT_FAILED] == request.number:
             note_failed(words, self._agreed_count, request.number)
@@ -227,14 +230,16 @@ class Acting:
             if at_home:
                 self._editor.apply(request, self._gate)
             else:
+                # At home when promised, gone since; the other ranks apply it all the same.
                 words[Word.EDIT_FAILED] = request.number
         if self._mirror is None and words[Word.BUFFERS_WANTED] > wanted_above:
             self._copy_buffers()
             words[Word.BUFFERS_STEP] = words[Word.STEP]
         if words[Word.MOMENTS_WANTED] > wanted_above:
+            # Marks the memory as being written; stays -1 if mirroring fails half way.
             words[Word.MOMENTS_STEP] = -1
             self._mirror_moments()
             words[Word.MOMENTS_STEP] = words[Word.STEP]
         if self._mirror is not None and request.action == CAPTURE and at_home:
-            # The last of all: what it writes says that the request can be filled.
+            # Last: its final store (MIRRORED_FOR) lets the sidecar fill the request.
             self._mirror.refresh_for(request, self._gate)

@@ -1,12 +1,12 @@
-"""What tells that training goes on: updates of any optimizer, forwards, backwards.
+"""Hooks that tell when training continues: optimizer steps, forwards, backwards.
 
-    optimizer hooks   global ones, so an optimizer made after `attach` is seen as well, and a
-                      step inside another class's step too
+    optimizer hooks   global, so they also cover optimizers made after `attach`, and a step
+                      inside another class's step
     forward           of the attached module, in a call that will be differentiated
-    backward          of what that forward returned; counted, and the same on all ranks
+    backward          of that forward's output; counted, and the same on all ranks
 
-Nothing here changes what is computed: the hooks return None, draw no random number, and are
-left out of what torch.compile traces. A copy or a pickle of the model has none of them.
+The computation is unaffected: the hooks return None, draw no random numbers, and stay out of
+torch.compile's traces. Copies and pickles of the model do not carry them.
 """
 
 from __future__ import annotations
@@ -27,20 +27,20 @@ from torch.optim.optimizer import (
 )
 
 SILENT_UPDATES = 3
-"""Updates without a forward or backward heard of, after which one parameter is listened to."""
+"""Updates without any forward or backward before falling back to a hook on one parameter."""
 
 MAX_OUTPUTS = 8
-"""Tensors of an output that are looked at to see the backward begin."""
+"""Most output tensors hooked to see the backward begin."""
 
 
 class Listener(Protocol):
-    """What hears of it (see boundary.py). Called on whichever thread runs the training."""
+    """Receiver of the signals (see boundary.py). Called on the thread that trains."""
 
     def begin(self, owner: object) -> None:
-        """An optimizer's step begins."""
+        """An optimizer step begins."""
 
     def end(self, owner: object) -> None:
-        """It is over; also called of steps that did not begin."""
+        """The step ended; also called for steps that never began."""
 
     def forward(self, *, trains: bool) -> None:
         """A forward begins that may be differentiated; `trains`: in training mode."""
@@ -50,9 +50,9 @@ class Listener(Protocol):
 
 
 class Followed(Collection[torch.optim.Optimizer]):
-    """The optimizers that have parameters of a model, as long as the script keeps them.
+    """The optimizers over a model's parameters, held weakly.
 
-    Those given to `attach` come first, then others in the order of their first step.
+    Those given to `attach` come first, then others in order of their first step.
     """
 
     def __init__(self) -> None:
@@ -70,11 +70,11 @@ class Followed(Collection[torch.optim.Optimizer]):
         return isinstance(optimizer, torch.optim.Optimizer) and any(o is optimizer for o in self)
 
     def add(self, optimizer: torch.optim.Optimizer) -> None:
-        """Takes it for the model's, whatever parameters it has."""
+        """Count it as the model's, whatever its parameters."""
         self._known[optimizer] = (_size(optimizer), True)
 
     def has(self, optimizer: torch.optim.Optimizer, model: nn.Module | None) -> bool:
-        """Whether it has a parameter of the model; looked at again when it got more of them."""
+        """Whether it has a parameter of the model; checked again when it gains parameters."""
         known = self._known.get(optimizer)
         if known is not None and known[1]:
             return True
@@ -88,7 +88,7 @@ class Followed(Collection[torch.optim.Optimizer]):
 
 
 class Signals:
-    """The hooks of one attachment, from `open` until `close`."""
+    """One attachment's hooks, from `open` to `close`."""
 
     def __init__(self, model: nn.Module, listener: Listener) -> None:
         self._model = weakref.ref(model)
@@ -99,14 +99,14 @@ class Signals:
         self._leaf: Any = None
 
     def open(self) -> None:
-        """Hears of everything from now on."""
+        """Install the hooks."""
         model, listener = self._model(), self._listener
         self._remove += [
             register_optimizer_step_pre_hook(self._before).remove,
             register_optimizer_step_post_hook(self._after).remove,
         ]
         for module in callable_roots(model) if model is not None else ():
-            # Before all others: FSDP gathers parameters in its own, and an edit comes first.
+            # First in line: FSDP's own pre-hook gathers parameters, and edits must precede it.
             before = module.register_forward_pre_hook(_Forward(module, listener), prepend=True)
             after = module.register_forward_hook(_Output(module, self))
             self._remove += [before.remove, after.remove]
@@ -117,23 +117,23 @@ class Signals:
         self._listener.backward()
 
     def close(self) -> None:
-        """Takes all hooks away. Idempotent."""
+        """Remove all hooks. Idempotent."""
         for remove in self._remove:
             remove()
         self._remove.clear()
         self._leaf = None
 
     def _listen_to_a_leaf(self) -> None:
-        """Hears of backwards by one parameter's own node of the graph.
+        """Detect backwards through one parameter's graph node.
 
-        For a module whose forward is compiled as a whole, or that is never called itself: its
-        hooks say nothing. Sharded parameters (FSDP) have no such node.
+        For modules compiled as a whole or never called themselves, whose hooks stay silent.
+        Sharded parameters (FSDP) have no such node.
         """
         model = self._model()
         for parameter in model.parameters() if model is not None else ():
             plain = type(parameter) is nn.Parameter and parameter.device.type == "cpu"
             if plain and parameter.requires_grad and parameter.is_leaf:
-                # Kept: a parameter does not keep its own node.
+                # A parameter does not keep its own node alive, so we do.
                 self._leaf = torch.autograd.graph.get_gradient_edge(parameter).node
                 handle = self._leaf.register_prehook(lambda _: self._listener.backward())
                 self._remove.append(handle.remove)
@@ -148,12 +148,12 @@ class Signals:
             self._listener.begin(optimizer)
 
     def _after(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        # One that has nothing of the model has begun nothing.
+        # Unfiltered: the listener ignores steps that it never saw begin.
         self._listener.end(optimizer)
 
 
 def callable_roots(model: nn.Module) -> Iterator[nn.Module]:
-    """The model, or, of a mere container, what in it can be called."""
+    """The model, or for a mere container, its callable descendants."""
     if type(model).forward is not nn.Module.forward:
         yield model
         return
@@ -162,21 +162,21 @@ def callable_roots(model: nn.Module) -> Iterator[nn.Module]:
 
 
 def runs_inside_itself(optimizer: object) -> bool:
-    """Whether a step of this optimizer is under way already when its hook is called.
+    """Whether this optimizer's hook runs nested inside a step of its own.
 
-    torch wraps `step` once for each class of which there was an instance. So a subclass that
-    calls `super().step()` runs all hooks twice, the second time within the first.
+    torch wraps `step` once per instantiated class, so a subclass that calls `super().step()`
+    runs all hooks twice, the second time within the first.
     """
     return sum(_is_step_of(frame, optimizer) for frame in _frames()) > 1
 
 
 def replaced_for_a_call() -> bool:
-    """Whether `torch.func.functional_call` has put other tensors in the modules' place."""
+    """Whether `torch.func.functional_call` has swapped the modules' tensors."""
     return any(frame.f_globals.get("__name__") == "torch.nn.utils.stateless" for frame in _frames())
 
 
 def backward_id() -> int:
-    """Number of the backward that this thread is in; -1 outside of one."""
+    """Id of the backward running on this thread, or -1."""
     return int(torch._C._current_graph_task_id())
 
 
@@ -203,14 +203,14 @@ class _Backwards(Protocol):
 
 
 class _Hook:
-    """A hook of one module: not of its copies, nor of what was pickled of it."""
+    """A hook of one module that its copies and pickles do not inherit."""
 
     def __init__(self, module: nn.Module, listener: Any) -> None:
         self._module = weakref.ref(module)
         self._listener = listener
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # What stands in its place takes any arguments, does nothing, and needs no paramd.
+        # The stand-in takes any arguments, does nothing, and unpickles without paramd.
         return getattr, (contextlib.nullcontext(), "__exit__")
 
     def __deepcopy__(self, _memo: object) -> Any:
@@ -237,7 +237,7 @@ class _Output(_Hook):
 
 
 class _Once:
-    """Tells of the backward of one forward once, whichever of its outputs is reached first."""
+    """Report one forward's backward once, whichever output it reaches first."""
 
     def __init__(self, listener: _Backwards) -> None:
         self._listener = listener
@@ -250,12 +250,12 @@ class _Once:
 
 
 def _in_transform() -> bool:
-    """Within `torch.func.grad`, `vmap` and the like, tensors take no hooks."""
+    """Whether inside `torch.func.grad`, `vmap` or the like, where tensors take no hooks."""
     return torch._C._functorch.peek_interpreter_stack() is not None
 
 
 def _tensors(output: Any, depth: int = 3) -> list[torch.Tensor]:
-    """Tensors of an output that gradients flow back from, the first few."""
+    """The first few tensors of an output that require grad."""
     if isinstance(output, torch.Tensor):
         return [output] if output.requires_grad else []
     if depth == 0:

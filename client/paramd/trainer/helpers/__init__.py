@@ -1,1 +1,1 @@
-"""The processes beside the trainer, and the links to them."""
+"""The processes next to the trainer, and the links to them."""

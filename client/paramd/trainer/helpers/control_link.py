@@ -1,4 +1,4 @@
-"""The embedded control plane: a process of its own beside rank 0's trainer."""
+"""The embedded control plane: a separate process next to rank 0's trainer."""
 
 from __future__ import annotations
 
@@ -33,10 +33,10 @@ class ControlLink:
         self.grpc_address = ""
 
     def open(self) -> None:
-        """Brings it up, and keeps it up from now on, even if this first start fails.
+        """Start it, and keep it up from now on even if this first start fails.
 
         Raises:
-            UnreachableError: it did not come up; the reason stands in its log.
+            UnreachableError: it did not come up; its log has the reason.
         """
         try:
             pidfd = self._start()
@@ -46,11 +46,11 @@ class ControlLink:
         self._supervisor.start(pidfd)
 
     def let_go(self) -> None:
-        """Watches it no more: it ends by itself when all sidecars have left. Idempotent."""
+        """Stop supervising: it ends by itself when all sidecars have left. Idempotent."""
         self._supervisor.close()
 
     def close(self) -> None:
-        """Waits for its end, or makes one. Idempotent."""
+        """Wait for it to end, then force it. Idempotent."""
         self.let_go()
         if self._process is not None:
             end(self._process, grace_s=3.0)

@@ -1,4 +1,4 @@
-"""The trainer's end of the handover: finds or starts the sidecar, and keeps one."""
+"""The trainer's end of the handover: find or start the sidecar, and keep one alive."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ CONNECT_POLL_S = 0.02
 
 @dataclass(frozen=True, kw_only=True)
 class Identity:
-    """Which rank of which incarnation this trainer is."""
+    """Identifies this trainer: which rank of which epoch."""
 
     job: str
     epoch: int
@@ -41,11 +41,11 @@ class Identity:
     rank_ticket: str = field(repr=False)
     """Lets this rank's sidecar join the control plane as this rank."""
     private_key: bytes | None = field(default=None, repr=False)
-    """Signs the job's tickets; on rank 0 alone, which starts the control plane."""
+    """Signs the job's tickets; only on rank 0, which starts the control plane."""
 
 
 class SidecarLink:
-    """One rank's sidecar, whichever process that is at the moment."""
+    """One rank's sidecar, whichever process that currently is."""
 
     def __init__(
         self, identity: Identity, settings: AttachSettings, *, socket_path: Path, arena_bytes: int
@@ -62,22 +62,22 @@ class SidecarLink:
         self.address = ""
 
     def open(self) -> None:
-        """Brings up a sidecar and attaches to it.
+        """Reach or start a sidecar and attach to it.
 
         Raises:
-            ConflictError: the sidecar there belongs to a living trainer.
+            ConflictError: the sidecar there belongs to a live trainer.
             ParamdError: none could be started.
         """
         self._attach(self._reach())
 
     def own_descriptors(self) -> Descriptors:
-        """The shared objects; made here if no sidecar could make them."""
+        """The shared objects; created here if no sidecar did."""
         if self.descriptors is None:
             self.descriptors = Descriptors.create(self._arena_bytes)
         return self.descriptors
 
     def serve(self, mesh: dict[str, Any], layout: bytes) -> None:
-        """Tells the sidecar what it holds; from now on one is always kept alive."""
+        """Tell the sidecar what it holds; from now on one is always kept alive."""
         self._mesh = (mesh, layout)
         try:
             self._send_mesh()
@@ -87,7 +87,8 @@ class SidecarLink:
         self._supervisor.start(pidfd)
 
     def close(self) -> None:
-        """Sends the sidecar home and forgets it. Idempotent."""
+        """Detach from the sidecar and let it end. Idempotent."""
+        # First, or it would start a successor when the sidecar leaves.
         self._supervisor.close()
         self._mesh = None
         if self._connection is not None:
@@ -129,7 +130,7 @@ class SidecarLink:
         return self._await_socket(self._process)
 
     def _listen(self) -> str:
-        """Where a sidecar is to listen: a successor on its predecessor's port."""
+        """The address to listen on: a successor reuses its predecessor's port."""
         wanted = self._settings.sidecar_listen
         if not self.address:
             return wanted
@@ -165,13 +166,14 @@ class SidecarLink:
             "version": __version__,
         }
         ours = self.descriptors.as_list() if self.descriptors is not None else []
-        # Copying and faulting nothing, a sidecar answers at once; making an arena takes longer.
+        # A sidecar given the memory answers at once; creating an arena takes longer.
         connection.settimeout(self._settings.sidecar_start_timeout_s + self._arena_bytes / 1e9)
         handover.send(connection, message, ours)
         answer, received = _answer(connection, "attached")
         if self.descriptors is None:
             self.descriptors = self._received(received)
         else:
+            # Duplicates of what we handed over; ours stay the ones in use.
             for descriptor in received:
                 os.close(descriptor)
         self._connection = connection

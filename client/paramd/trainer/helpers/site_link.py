@@ -29,7 +29,7 @@ MAX_TOKEN_BYTES = 4096
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Registration:
-    """A new epoch of the job, as the control plane has handed it out."""
+    """A new epoch of the job, as issued by the control plane."""
 
     url: str
     epoch: int
@@ -42,13 +42,13 @@ class Registration:
 def register(
     settings: AttachSettings, *, job: str, world_size: int, epoch_floor: int
 ) -> Registration:
-    """Has the control plane begin a new epoch, above `epoch_floor`. Not idempotent.
+    """Have the control plane begin a new epoch, above `epoch_floor`. Not idempotent.
 
     Raises:
-        UnreachableError: it does not answer, or cannot serve now.
+        UnreachableError: no answer, or it cannot serve now.
         DeniedError: the token is missing, wrong, or may not register jobs.
-        ConflictError: the job trains already, or the control plane is another job's own.
-        UsageError: the url is none, or would send the token unencrypted to another host.
+        ConflictError: the job is already training, or the control plane belongs to another job.
+        UsageError: invalid URL, or one that would send the token unencrypted to another host.
     """
     url = settings.control.rstrip("/")
     parts = urlsplit(url)
@@ -80,10 +80,10 @@ def register(
 
 
 def token_of(settings: AttachSettings) -> str:
-    """The token that the job registers with: PARAMD_TOKEN, else what PARAMD_TOKEN_FILE holds.
+    """The token to register with: PARAMD_TOKEN, else the contents of PARAMD_TOKEN_FILE.
 
     Raises:
-        DeniedError: there is none.
+        DeniedError: neither is set.
         UsageError: the file cannot be read.
     """
     if settings.token:
@@ -126,5 +126,5 @@ def _refusal(url: str, answer: httpx2.Response) -> ParamdError:
         return ConflictError(f"{url}: {text}")
     if status == 422:
         return UsageError(f"{url}: {text}")
-    # Its own troubles must not keep a training from starting.
+    # The control plane's own failures must not keep a training from starting.
     return UnreachableError(f"{url}: {text}")

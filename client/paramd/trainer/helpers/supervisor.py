@@ -1,4 +1,4 @@
-"""Keeps one helper process of the trainer alive: start, watch, start again."""
+"""Keep one helper process of the trainer alive: start, watch, restart."""
 
 from __future__ import annotations
 
@@ -12,26 +12,25 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import IO
 
-# glibc gives blocks over its threshold back to the kernel and takes fresh pages for the
-# next one; first touch of a fresh page costs more than copying it (docs/decisions.md).
+# glibc returns large blocks to the kernel and takes fresh pages for the next one; the first
+# touch of a fresh page costs more than copying it (docs/decisions.md).
 _MALLOC = {"MALLOC_MMAP_THRESHOLD_": str(1 << 30), "MALLOC_TRIM_THRESHOLD_": str(1 << 32)}
 
 log = logging.getLogger("paramd")
 
 FIRST_DELAY_S = 0.1
 LONGEST_DELAY_S = 10.0
-# A process that lived this long did not fail at its start.
+# A process that lived this long did not fail at startup.
 STEADY_S = 5.0
 
 
 def spawn(
     module: str, arguments: list[str], *, log_path: Path, stdin: bytes | None = None
 ) -> tuple[subprocess.Popen[bytes], IO[bytes]]:
-    """Starts `python -m module` in a session of its own; returns it and its stdout.
+    """Start `python -m module` in its own session; return the process and its stdout.
 
-    The new session keeps a Ctrl-C in the trainer's terminal from ending it. stderr is
-    appended to `log_path` (0600). `stdin` carries secrets, which argv and the
-    environment must not.
+    The new session shields it from a Ctrl-C in the trainer's terminal. stderr is appended to
+    `log_path` (0600). `stdin` carries secrets, which must not appear in argv or environment.
     """
     environment = os.environ | _MALLOC | {"PYTHONSAFEPATH": "1", "PYTHONUNBUFFERED": "1"}
     environment.pop("PARAMD_TOKEN", None)
@@ -56,7 +55,7 @@ def spawn(
 
 
 def end(process: subprocess.Popen[bytes], *, grace_s: float) -> None:
-    """Waits for a process to end by itself, then makes it."""
+    """Wait for a process to exit, then terminate it, then kill it, `grace_s` apart."""
     for stop in (process.terminate, process.kill):
         try:
             process.wait(grace_s)
@@ -67,11 +66,10 @@ def end(process: subprocess.Popen[bytes], *, grace_s: float) -> None:
 
 
 class Supervisor:
-    """A thread that waits for a process to end and then calls `restart`.
+    """A thread that waits for a process to exit and then calls `restart`.
 
-    `restart` returns the descriptor (pidfd) of the new process, or raises; then it is
-    tried again with growing delays. The thread sleeps in the kernel: it costs the
-    trainer nothing while the process lives.
+    `restart` returns the new process's pidfd, or raises and is retried with growing delays.
+    The thread sleeps in the kernel, so it costs the trainer nothing while the process lives.
     """
 
     def __init__(self, name: str, restart: Callable[[], int]) -> None:
@@ -83,12 +81,12 @@ class Supervisor:
         self._closed = False
 
     def start(self, pidfd: int | None) -> None:
-        """Begins to watch; None when the first start has failed and is to be tried again."""
+        """Start watching; None when the first start failed and should be retried."""
         self._pidfd = pidfd
         self._thread.start()
 
     def close(self) -> None:
-        """Stops watching. The process itself is left as it is. Idempotent."""
+        """Stop watching; the process itself is left alone. Idempotent."""
         if self._closed:
             return
         self._closed = True
@@ -124,7 +122,7 @@ class Supervisor:
                 delay_s = min(LONGEST_DELAY_S, 2 * delay_s)
 
     def _wait(self, descriptor: int, timeout_s: float | None) -> bool:
-        """True when `descriptor` or the stop event became readable in time."""
+        """Whether `descriptor` or the stop event became readable in time."""
         poller = select.poll()
         poller.register(descriptor, select.POLLIN)
         poller.register(self._stop, select.POLLIN)

@@ -1,4 +1,4 @@
-"""Where everything goes in an arena: pure arithmetic on the addresses of a model's storages."""
+"""Arena placement: pure arithmetic on the addresses of a model's storages."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ from paramd.trainer.home.storages import Range, Ranges, address, close_over, sto
 from paramd.trainer.model.local_shard import LocalShard
 
 ALIGN_BYTES = 64
-"""torch's own alignment on the host. Kernels may choose their way by it, so every storage
-keeps its address modulo this, and with it the last bit of every result."""
+"""torch's own alignment on the host. Kernels may dispatch on it, so every storage keeps its
+address modulo this, and results stay bitwise equal."""
 
 
 MIRRORED_DEVICES = ("cpu", "cuda")
-"""Types of devices whose tensors are copied into host memory."""
+"""Device types whose tensors can be copied into host memory."""
 
 
 @dataclass(frozen=True, slots=True)
 class ArenaPlan:
-    """Places in an arena for the parameters' storages and, after them, for the buffers."""
+    """Arena placement of the parameters' storages, followed by the buffers."""
 
     arena_bytes: int
     ranges: tuple[Range, ...]
-    """Private memory to move, in the order of the module tree."""
+    """Private memory to move, in module tree order."""
     starts: tuple[int, ...]
     """First arena byte of each range."""
     begins: tuple[int | None, ...]
@@ -36,7 +36,7 @@ class ArenaPlan:
 
 
 def arena_kind(tensor: torch.Tensor) -> str:
-    """Which kind of arena can hold the tensor; so far there is only "host".
+    """The kind of arena that can hold the tensor; so far only "host".
 
     Raises:
         ConflictError: there is no arena for its device.
@@ -49,7 +49,7 @@ def arena_kind(tensor: torch.Tensor) -> str:
 
 
 def check_reachable(shard: LocalShard) -> None:
-    """Refuses what cannot be copied into host memory.
+    """Refuse a tensor that cannot be copied into host memory.
 
     Raises:
         ConflictError: naming the tensor.
@@ -62,13 +62,13 @@ def check_reachable(shard: LocalShard) -> None:
 
 
 def plan_arena(shards: Sequence[LocalShard], tensors: Sequence[torch.Tensor]) -> ArenaPlan:
-    """Gives every storage that a parameter uses a span, and every buffer one of its own.
+    """Assign a span to every storage a parameter uses, and one to every buffer.
 
     Args:
         shards: what the arena is for.
-        tensors: all tensors alive, so that memory they share with parameters moves whole.
+        tensors: all live tensors, so that memory they share with parameters moves whole.
 
-    The addresses may be of any devices: those of one process never overlap.
+    Addresses may come from any device: within a process they never overlap.
     """
     params = [s for s in shards if s.kind is TensorKind.PARAMETER and s.tensor.numel()]
     ranges = close_over(
@@ -105,7 +105,7 @@ def _home(ranges: Ranges, shard: LocalShard) -> Range:
 
 
 def check_movable(shard: LocalShard) -> None:
-    """Refuses what has no arena, and what other processes use.
+    """Refuse a tensor that has no kind of arena, or that other processes use.
 
     Raises:
         ConflictError: naming the tensor.

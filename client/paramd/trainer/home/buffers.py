@@ -1,7 +1,7 @@
-"""Copies of persistent buffers in an arena, refreshed when somebody asks.
+"""Copies of persistent buffers in an arena, refreshed on request.
 
-Buffers change in forward, outside updates, and modules replace them by new tensors at
-will. So they are looked up in the modules at every copy.
+Buffers change in forward, outside updates, and modules may rebind them to new tensors, so
+every copy looks them up in the modules again.
 """
 
 from __future__ import annotations
@@ -19,23 +19,23 @@ from paramd.trainer.model.local_shard import LocalShard, dtype_name
 
 
 class BufferCopies:
-    """Row-major copies of buffer shards at fixed places of an arena."""
+    """Row-major copies of buffer shards at fixed places in an arena."""
 
     def __init__(self, arena: memoryview, placed: Sequence[tuple[LocalShard, int]]) -> None:
-        """`placed` gives each shard and its first byte in the arena."""
+        """`placed`: each shard with its first byte in the arena."""
         self._shards = [shard for shard, _ in placed]
         self._targets = [_target(arena, shard, begin) for shard, begin in placed]
 
     def refresh(self) -> None:
-        """Copies all buffers as they are now.
+        """Copy all buffers as they are now.
 
         Raises:
-            ConflictError: a buffer changed its shape, or its dtype to one that does not fit.
+            ConflictError: a buffer's shape changed, or its dtype changed to one that does not fit.
         """
         pairs = zip(self._shards, self._targets, strict=True)
         sources = [_live(shard, target) for shard, target in pairs]
         with torch.no_grad():
-            # One by one: they may be on devices, which `_foreach_copy_` takes no mixture of.
+            # One by one: `_foreach_copy_` takes no mixture of devices.
             for target, source in zip(self._targets, sources, strict=True):
                 target.copy_(source)
 

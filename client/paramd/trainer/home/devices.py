@@ -1,12 +1,11 @@
-"""Copies from CUDA devices into a host arena; the only module that speaks to CUDA itself.
+"""Copies from CUDA devices into a host arena; the only module that talks to CUDA directly.
 
-    copies = DeviceCopies(address, size_bytes)    # registers the arena as pinned, if it can
-    copies.to_host(targets, sources)              # returns when the bytes are there
+    copies = DeviceCopies(address, size_bytes)    # registers the arena as pinned, if possible
+    copies.to_host(targets, sources)              # returns when the bytes have arrived
     copies.close()
 
-A side stream per device waits for the stream that the training is on, copies, and records
-one event; the host waits for those events and for nothing else. Trainings whose tensors are
-all in host memory never come here.
+A side stream per device waits for the training's current stream, copies, and records one event;
+the host waits for those events only. Unused when all tensors are in host memory.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ log = logging.getLogger("paramd")
 
 
 class DeviceCopies:
-    """Copies of one arena. One thread uses it: the training's."""
+    """Copies into one arena. Training thread only."""
 
     def __init__(self, address: int, size_bytes: int) -> None:
         """The memory must stay mapped until `close`."""
@@ -31,9 +30,9 @@ class DeviceCopies:
         self._pinned = size_bytes > 0 and _register(address, size_bytes)
 
     def to_host(self, targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
-        """Fills each target, in host memory, from its source on any device.
+        """Fill each target, in host memory, from its source on any device.
 
-        Sees everything that the training has queued on its current streams.
+        Ordered after everything the training has queued on its current streams.
         """
         used: dict[torch.device, torch.cuda.Stream] = {}
         for target, source in zip(targets, sources, strict=True):
@@ -51,7 +50,7 @@ class DeviceCopies:
             self._events[device].synchronize()
 
     def close(self) -> None:
-        """Lets go of the registration. Idempotent."""
+        """Unregister the memory. Idempotent."""
         if self._pinned:
             self._pinned = False
             _runtime().cudaHostUnregister(self._address)
@@ -66,13 +65,13 @@ class DeviceCopies:
 
 
 def finish_copies(devices: Sequence[torch.device]) -> None:
-    """Waits until what is queued on the current streams of these devices has been done."""
+    """Wait for everything queued on these devices' current streams."""
     for device in devices:
         torch.cuda.current_stream(device).synchronize()
 
 
 def _register(address: int, size_bytes: int) -> bool:
-    """Makes host memory known to CUDA, so that copies run at the link's speed."""
+    """Register host memory with CUDA, so that copies run at link speed."""
     try:
         found = _runtime().cudaHostRegister(address, size_bytes, 0)
     except (AttributeError, RuntimeError, TypeError) as error:

@@ -1,21 +1,21 @@
-"""Whether tables and tensors are as they were, told by a few words of their own memory.
+"""Detect unchanged tables and tensors from a few words of their own memory.
 
-To ask 300 tensors where they are, and 226 tables what stands in them, takes Python some 40 us.
-To gather the words that such answers come from takes 3:
+Asking 300 tensors for their addresses, and 226 tables for their entries, takes Python some
+40 us. Gathering the words behind those answers takes 3:
 
     dict            its version: a number that rises with every change (CPython up to 3.13)
     tensor object   -> TensorImpl
     TensorImpl      -> StorageImpl, and the offset in it
     StorageImpl     -> memory
 
-Nobody promises where these words are, so nothing is assumed: each place is found in objects made
-for it, used only if every kind of change shows there, and compared with what torch says of each
-tensor that is watched. Where one of that fails (another Python, another torch) there is no
-glance, and every look is a slow one (watch.py); so it is with PARAMD_GLANCES=0.
+These offsets are undocumented, so none is assumed: each is found by probing objects made for
+it, used only if every kind of change shows there, and checked against what torch reports for
+each watched tensor. If any of this fails (another Python, another torch), or with
+PARAMD_GLANCES=0, there is no glance and every look is a slow one (watch.py).
 
-Only memory of living objects is read. Tables, tensors and storages are kept alive here; a
-TensorImpl lives as long as a tensor has it, so it is read after its tensor was seen to have it.
-A glance never tells where a tensor is, only that it is where it was.
+Only memory of live objects is read. Tables, tensors and storages are kept alive here; a
+TensorImpl lives as long as a tensor points to it, so it is read only after its tensor was seen
+to do so. A glance never tells where a tensor is, only that it has not moved.
 """
 
 from __future__ import annotations
@@ -34,17 +34,17 @@ log = logging.getLogger("paramd")
 
 _WORD_BYTES = 8
 _HEAD = 2
-"""Words at the begin of every object: its type or methods, and its count of references."""
+"""Words at the start of every object: its type or vtable, and its reference count."""
 
 _IMPL_WORDS, _STORAGE_WORDS = 20, 6
-"""Words in which a place is looked for; both objects are larger."""
+"""Words searched for a place; both objects are larger."""
 
 _ODD_OFFSET = 4099
-"""Of a tensor made to find the place of its offset: no other of its words has this value."""
+"""Storage offset of the probe tensor: no other of its words has this value."""
 
 
 class _Memory:
-    """The memory of this process to numpy: words, from address 8 on."""
+    """This process's memory as a numpy array of words, from address 8 on."""
 
     __array_interface__ = {  # noqa: RUF012
         "data": (_WORD_BYTES, True),
@@ -58,7 +58,7 @@ _memory: npt.NDArray[np.int64] = np.asarray(_Memory())
 
 
 class Places(NamedTuple):
-    """How many words behind the begin of its object each word stands."""
+    """Offset of each word from the start of its object, in words."""
 
     version: int
     impl: int
@@ -68,15 +68,16 @@ class Places(NamedTuple):
 
 
 class Glance:
-    """The words of some tables and tensors, as they were when it was made."""
+    """The words of some tables and tensors at the time of its construction."""
 
     def __init__(
         self, tables: Sequence[dict[str, Any]], tensors: Sequence[torch.Tensor], places: Places
     ) -> None:
-        """Each storage must be one that nobody misses: it is kept as long as the glance is.
+        """Keeps every storage alive for as long as the glance lives, so none may be one whose
+        memory the script expects back.
 
         Raises:
-            ValueError: the words are not what torch says of a tensor.
+            ValueError: the words disagree with what torch reports for a tensor.
         """
         self.tensors = tensors
         self._tables = tables
@@ -99,8 +100,8 @@ class Glance:
             raise ValueError("a tensor's memory is not laid out as expected")
 
     def same(self) -> bool:
-        """Whether no table and no tensor's place in memory has changed."""
-        # In this order: a TensorImpl that its tensor has lost may be gone.
+        """Whether no table has changed and no tensor has moved."""
+        # In this order: a TensorImpl its tensor no longer points to may have been freed.
         take = _memory.take
         return (
             take(self._kept).tobytes() == self._kept_words
@@ -108,7 +109,7 @@ class Glance:
         )
 
     def note_tables(self) -> bool:
-        """Takes the tables as they are now; False when a tensor's place has changed as well."""
+        """Accept the tables as they are now; False if a tensor has moved as well."""
         now = _read(self._kept)
         told, before = now[: self._told_bytes], self._kept_words[: self._told_bytes]
         if told != before or _read(self._inner) != self._inner_words:
@@ -118,7 +119,7 @@ class Glance:
 
 
 def glance_at(tables: Sequence[dict[str, Any]], tensors: Sequence[torch.Tensor]) -> Glance | None:
-    """A glance at them as they are now; None where there is no way to have one."""
+    """A glance at their present state; None where glances do not work."""
     places = find_places()
     try:
         return Glance(tables, tensors, places) if places is not None else None
@@ -129,7 +130,7 @@ def glance_at(tables: Sequence[dict[str, Any]], tensors: Sequence[torch.Tensor])
 
 @cache
 def find_places() -> Places | None:
-    """Where the words are in this process; None when not all are found, or tell too little."""
+    """Where the words are in this process; None if one is missing or misses a kind of change."""
     if os.environ.get("PARAMD_GLANCES") == "0":
         return None
     try:
@@ -176,7 +177,7 @@ CHANGES: tuple[Callable[[dict[str, Any]], None], ...] = (
     _swapped,
     _given_other_memory,
 )
-"""The ways in which a table's tensor comes to be elsewhere."""
+"""The ways in which a table's tensor can move."""
 
 
 def _notices(places: Places, change: Callable[[dict[str, Any]], None]) -> bool:
@@ -192,7 +193,7 @@ def _tensor() -> torch.Tensor:
 
 
 def _version_place() -> int:
-    """The only word of a table that is another one after each change of a value."""
+    """The only word of a table that differs after every change of a value."""
     table: dict[str, Any] = {"key": object()}
     size = dict.__basicsize__ // _WORD_BYTES
     places = set(range(_HEAD, size))
@@ -205,7 +206,7 @@ def _version_place() -> int:
 
 
 def _place(address: int, size: int, value: int) -> int:
-    """Raises ValueError when `value` does not stand there."""
+    """Raises ValueError when `value` is not found."""
     return _words(address, size).index(value, _HEAD)
 
 
@@ -216,7 +217,7 @@ def _words(address: int, size: int) -> list[int]:
 
 
 def _numbers(*groups: tuple[Iterable[int], int]) -> npt.NDArray[np.intp]:
-    """For numpy: the word `place` words behind each address of each group."""
+    """Indices into `_memory` of the word `place` words after each address of each group."""
     addresses = [a + _WORD_BYTES * place for addresses, place in groups for a in addresses]
     return np.array(addresses, np.intp) // _WORD_BYTES - 1
 

@@ -1,12 +1,11 @@
-"""A home whose parameters stay where they are: the arena is a copy, made when asked for.
+"""A home whose parameters stay where they are: the arena is a copy, made on request.
 
 For parameters on devices, and wherever nothing may be moved (`arena="mirror"`). Nothing is
-re-homed, so there is nothing to take back. The price: the arena's bytes are those of the last
-boundary that asked for them, so that only agreed boundaries answer (memory/mirror.py).
+re-homed, so there is nothing to take back. The price: the arena's bytes date from the last
+boundary that asked for them, so only agreed boundaries can serve reads (memory/mirror.py).
 
-Every place in the arena has the geometry of the live memory: what stands some bytes behind a
-piece there stands as many bytes behind it here. So an edit's views, and optimizer state, are
-found by adding.
+The arena has the geometry of the live memory: relative to its piece, every byte has the same
+offset in both. So an edit's views, and optimizer state, are found by adding.
 """
 
 from __future__ import annotations
@@ -38,20 +37,20 @@ if TYPE_CHECKING:
     from paramd.trainer.boundary.agreement import Request
 
 Locate = Callable[[Range], int | None]
-"""From a parameter's memory to the arena byte where it begins; None for what is elsewhere."""
+"""Maps a parameter's memory to its first arena byte; None for memory of no parameter."""
 
 
 class MirroredHome(Home):
-    """Parameters in the trainer's own memory, on any device, and their copies in an arena.
+    """Parameters in the trainer's own memory, on any device, with copies in an arena.
 
-    Outside after the constructor and after `move_out`, inside after `move_in`; in both the
-    model is what it was.
+    Outside after the constructor and after `move_out`, inside after `move_in`; the model itself
+    never changes.
     """
 
     mirrored = True
 
     def __init__(self, model: nn.Module) -> None:
-        """As `Home`; parameters may be on CUDA devices too."""
+        """As `Home`, but parameters may also be on CUDA devices."""
         super().__init__(model)
         self._memory = torch.empty(0, dtype=torch.uint8, device="cpu")
         self._copies: DeviceCopies | None = None
@@ -62,7 +61,7 @@ class MirroredHome(Home):
         return plan_arena(shards, ())
 
     def move_in(self, arena: memoryview) -> None:
-        """Takes `arena` for the copies; changes nothing of the model.
+        """Use `arena` for the copies; the model is left alone.
 
         Raises:
             UsageError: the arena is too small or read-only.
@@ -85,7 +84,7 @@ class MirroredHome(Home):
         self.copy_buffers()
 
     def check(self, full: bool = False) -> list[str]:
-        """Follows parameters that were replaced; as cheap as for parameters in an arena.
+        """Follow parameters that were replaced; as cheap as for an owned arena.
 
         Raises:
             ConflictError: names, shape, dtype, strides or placement changed.
@@ -100,7 +99,7 @@ class MirroredHome(Home):
         return []
 
     def move_out(self) -> None:
-        """Lets go of the arena. Idempotent."""
+        """Release the arena. Idempotent."""
         self._close_watch()
         self._buffers, self._shards = None, []
         self._memory = self._memory.new_empty(0)
@@ -108,13 +107,13 @@ class MirroredHome(Home):
             self._copies.close()
 
     def refresh_for(self, request: Request, gate: TrainerGate) -> None:
-        """Copies what an agreed capture wants into the arena, buffers too.
+        """Copy what an agreed capture wants into the arena, buffers included.
 
-        Waits first, within the stall budget, for a sidecar that still copies from it. All of
-        that is counted as a stall.
+        First waits, within the stall budget, for a sidecar still copying from it. All of this
+        counts as a stall.
 
         Raises:
-            ConflictError: a tensor changed its layout; the request is missed on this rank.
+            ConflictError: a tensor's layout changed; this rank misses the request.
         """
         if request.argument == 0:
             return
@@ -124,6 +123,7 @@ class MirroredHome(Home):
             gate.end_mirror(request.number)
             return
         begin_ns = time.monotonic_ns()
+        # If this raises, MIRRORED_FOR stays 0 and no copy of the half-written arena is taken.
         self._refresh(begin, end)
         if any(at < end for _, at in self._placed(TensorKind.BUFFER)):
             self.copy_buffers()
@@ -131,12 +131,12 @@ class MirroredHome(Home):
         gate.note_stall(time.monotonic_ns() - begin_ns)
 
     def live(self, records: Sequence[Record]) -> list[torch.Tensor]:
-        """The training's own elements that each record is about, shaped like its view.
+        """The live elements each record addresses, shaped like its view.
 
         At a boundary only. Writing to one changes the parameter, not its version counter.
 
         Raises:
-            ConflictError: no parameter of this rank has them all.
+            ConflictError: no single parameter of this rank contains a record.
         """
         self._follow()
         found = [(begin, shard) for shard, begin in self._placed(TensorKind.PARAMETER)]
@@ -144,7 +144,7 @@ class MirroredHome(Home):
         return [_live(pieces, record) for record in records]
 
     def locator(self) -> Locate:
-        """Where the memory of parameters is in the arena, as it is at this boundary."""
+        """A map from the parameters' memory to the arena, valid at this boundary."""
         self._follow()
         ways = sorted(
             (extent(shard.tensor).begin, extent(shard.tensor).end, begin)
@@ -178,7 +178,7 @@ class MirroredHome(Home):
                 torch._foreach_copy_(targets, sources)
 
     def _follow(self) -> None:
-        """Sees to it that the shards are those of the tensors that the training has now."""
+        """Refresh the shards to the tensors the training uses now."""
         self.check(full=True)
 
     def _way_home(self, shard: LocalShard, begin: int) -> int:
@@ -200,7 +200,7 @@ def _on_host(tensors: Iterable[torch.Tensor]) -> bool:
 
 
 def home_of(model: nn.Module, arena: str) -> Home:
-    """A home of the kind that `arena` (see AttachSettings) and the model's devices call for.
+    """The kind of home that `arena` (see AttachSettings) and the model's devices call for.
 
     Raises:
         ConflictError: a tensor cannot be served; the message names it.
@@ -212,7 +212,7 @@ def home_of(model: nn.Module, arena: str) -> Home:
 
 
 def _live(pieces: Sequence[tuple[int, LocalShard]], record: Record) -> torch.Tensor:
-    """Of pieces in the order of their first bytes in the arena."""
+    """`pieces` are ordered by first arena byte."""
     index = bisect_right(pieces, record.arena_begin, key=itemgetter(0))
     for begin, shard in reversed(pieces[:index]):
         tensor = shard.tensor

@@ -1,4 +1,4 @@
-"""Which tensors move together, and how those that left an arena are brought back."""
+"""Which tensors move together, and how to bring back those that left an arena."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from paramd.trainer.model.local_shard import LocalShard
 
 @dataclass(frozen=True, slots=True)
 class Departed:
-    """A shard whose memory is elsewhere, and the address where it belongs."""
+    """A shard that left the arena, and the address where it belongs."""
 
     shard: LocalShard
     home: int
@@ -39,7 +39,7 @@ class Departed:
 def users(
     shards: Sequence[LocalShard], tensors: Sequence[torch.Tensor], ranges: Ranges
 ) -> list[torch.Tensor]:
-    """Whose storage begins in `ranges`: of the tensors that the adapters know, and of `tensors`."""
+    """Tensors whose storage begins in `ranges`, of `tensors` and those the adapters know."""
     known = chain.from_iterable((shard.tensor, *shard.holders) for shard in shards)
     found: dict[int, torch.Tensor] = {}
     for tensor in chain(known, tensors):
@@ -49,7 +49,7 @@ def users(
 
 
 def moved(tensor: torch.Tensor, base: torch.Tensor) -> torch.Tensor:
-    """What `tensor` is when its storage has become that of `base`."""
+    """`tensor` with the storage of `base` in place of its own."""
     offset_bytes = int(tensor.storage_offset()) * tensor.itemsize
     return placed(tensor.dtype, base.untyped_storage(), offset_bytes, tensor.shape, tensor.stride())
 
@@ -63,7 +63,7 @@ def strides_of(shard: LocalShard) -> tuple[int, ...] | None:
 
 
 def differences(before: Sequence[LocalShard], after: Sequence[LocalShard]) -> dict[str, str]:
-    """What of a layout has changed: name of the parameter -> what was and what is, in words."""
+    """What changed in a layout: parameter name -> before and after, in words."""
     old, new = _by_name(before), _by_name(after)
     changed = {
         name: f"was {old.get(name, 'absent')} and is {new.get(name, 'absent')}"
@@ -96,20 +96,19 @@ def _said(shard: LocalShard) -> str:
 def bring_back(
     left: Sequence[Departed], bases: Sequence[torch.Tensor], shards: Sequence[LocalShard]
 ) -> None:
-    """Copies departed shards home and points their tensors there.
+    """Copy departed shards home and point their tensors there.
 
-    Tensors nobody announced move too, when all of their memory is that of a departed shard.
+    Unknown tensors move too when their memory lies wholly within a departed shard.
 
     Args:
         left: what to bring back.
         bases: the arena's storages, ordered by address.
-        shards: all that the model has now; what they hold is no stranger.
+        shards: all of the model's current shards; what they hold is not evicted.
 
     Raises:
-        ConflictError: departed shards share memory which they did not before, one of their
-            tensors does not fit its old storage, or the memory that they left is used by
-            something that cannot be moved out of the way: to write there would change what the
-            training computes.
+        ConflictError: departed shards newly share memory, one of their tensors does not fit its
+            old storage, or the memory they left is used by something that cannot be moved out
+            of the way, where writing would change what the training computes.
     """
     if not left:
         return
@@ -126,7 +125,7 @@ def bring_back(
             delta = ways.delta(extent(tensor))
             assert delta is not None
             targets.append((tensor, homes.view(tensor, delta)))
-    # Before the arena is written: the copies were made of what lay there.
+    # Before the arena is written, so that evicted tensors keep the values they had there.
     repoint(evicted)
     with torch.no_grad():
         for departed in left:
@@ -138,16 +137,16 @@ def bring_back(
 def evict(
     left: Sequence[Departed], bases: Sequence[torch.Tensor], shards: Sequence[LocalShard]
 ) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Private copies for tensors that still use the memory which departed shards have left.
+    """Private copies for tensors still using the memory that departed shards left.
 
-    An optimizer made before, or weights put aside to be swapped in again: they keep their
-    values and stay what they are; only their memory is another one.
+    Such as an optimizer made earlier, or weights set aside to be swapped back in. They keep
+    their identity and values; only their memory changes.
 
     Returns:
-        Each such tensor and what it is to become (see `repoint`).
+        Each such tensor with its new view (see `repoint`).
 
     Raises:
-        ConflictError: something that Python does not show uses that memory.
+        ConflictError: that memory is used by something invisible to Python.
     """
     ours = {id(base) for base in bases}
     ours.update(id(t) for shard in shards for t in (shard.tensor, *shard.holders))
@@ -175,7 +174,7 @@ def evict(
 
 
 class _Ways:
-    """By how many bytes each departed shard's memory has to move."""
+    """The byte distance each departed shard's memory has to move."""
 
     def __init__(self, left: Sequence[Departed]) -> None:
         ways = sorted(((extent(d.shard.tensor), d) for d in left), key=itemgetter(0))
@@ -192,7 +191,7 @@ class _Ways:
         self._begins = [memory.begin for memory, _ in self._ways]
 
     def delta(self, memory: Range) -> int | None:
-        """For memory that overlaps departed shards; None for other memory."""
+        """The distance for memory overlapping departed shards; None for other memory."""
         deltas = {d for r, d in self._near(memory) if r.begin < memory.end and memory.begin < r.end}
         if len(deltas) > 1:
             raise ConflictError(
@@ -201,7 +200,7 @@ class _Ways:
         return deltas.pop() if deltas else None
 
     def hold(self, memory: Range) -> bool:
-        """Whether the memory has elements and all belong to one departed shard."""
+        """Whether the memory is non-empty and lies wholly in one departed shard."""
         return memory.begin < memory.end and any(
             r.begin <= memory.begin and memory.end <= r.end for r, _ in self._near(memory)
         )
@@ -219,11 +218,11 @@ class _Homes:
         self._begins = [address(base) for base in bases]
 
     def view(self, tensor: torch.Tensor, delta: int) -> torch.Tensor:
-        """What `tensor` is when it lies `delta` bytes further on, in the arena."""
+        """`tensor` shifted by `delta` bytes, into the arena."""
         memory = extent(tensor)
         begin, end = memory.begin + delta, memory.end + delta
         index = bisect_right(self._begins, begin) - 1
-        # Storages overlap only where a user made one out of another's memory.
+        # Storages overlap only if a user built one over another's memory.
         for base in reversed(self._bases[: index + 1]):
             home = storage_range(base)
             if end <= home.end:

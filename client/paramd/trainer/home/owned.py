@@ -1,17 +1,17 @@
-"""Moves a model's local parameters into an arena, and keeps them there.
+"""Move a model's local parameters into an arena, and keep them there.
 
-    home = Home(model)                     # looks, changes nothing
-    local = home.local_layout(rank)        # what stands where in an arena of home.arena_bytes
+    home = Home(model)                     # inspects, changes nothing
+    local = home.local_layout(rank)        # what goes where in an arena of home.arena_bytes
     home.move_in(memory)                   # the parameters now live in the arena
-    home.check(); home.take_back()         # when an update settles: notice, bring back what left
-    home.contents.strayed()                # before the next one: what changed in between
-    home.copy_buffers()                    # buffers are copied when somebody asks
+    home.check(); home.take_back()         # when an update settles: detect, bring back what left
+    home.contents.strayed()                # before the next one: detect changes in between
+    home.copy_buffers()                    # buffers are copied on request
     home.move_out()                        # private memory again
 
-Every storage keeps its size and the place of its tensors within it; only its address
-changes. So whoever compares storages (FSDP), saves one tensor (`torch.save`) or views
-several tensors of one storage sees no difference. Storages in the arena cannot be resized;
-FSDP resizes only unsharded and low-precision memory, which stays where it is.
+Every storage keeps its size and its tensors' offsets; only its address changes. So code that
+compares storages (FSDP), saves a single tensor (`torch.save`) or views several tensors of one
+storage sees no difference. Storages in the arena cannot be resized; FSDP resizes only unsharded
+and low-precision memory, which stays where it is.
 """
 
 from __future__ import annotations
@@ -57,17 +57,17 @@ __all__ = ["Home", "arena_kind"]
 
 
 class Home:
-    """Where the local parameters of one model live. One thread uses it: the training's.
+    """Where one model's local parameters live. Training thread only, except `in_place`.
 
     States: *outside* (after the constructor and after `move_out`: parameters in private
     memory) and *inside* (after `move_in`: in the arena).
     """
 
     mirrored = False
-    """Whether the arena is a copy, and the parameters stay where they are (mirror.py)."""
+    """Whether the arena is a copy, and the parameters stay where they are (mirrored.py)."""
 
     def __init__(self, model: nn.Module) -> None:
-        """Looks at the model and plans an arena for it; changes nothing.
+        """Inspect the model and plan an arena for it; change nothing.
 
         Raises:
             ConflictError: a tensor cannot be served; the message names it.
@@ -80,7 +80,7 @@ class Home:
         self._arena_address = 0
         self._watch: Watch | None = None
         self.contents: Contents | None = None
-        """Samples of what lies in the arena; None outside, and where the arena is a copy."""
+        """Samples of the arena's contents; None when outside or mirrored."""
 
     def _planned(self, shards: Sequence[LocalShard]) -> ArenaPlan:
         for shard in shards:
@@ -89,20 +89,20 @@ class Home:
 
     @property
     def arena_bytes(self) -> int:
-        """Size of the arena that `move_in` needs."""
+        """Arena size that `move_in` needs."""
         return self._plan.arena_bytes
 
     @property
     def shards(self) -> list[LocalShard]:
-        """What this rank holds, in the order of the module tree."""
+        """What this rank holds, in module tree order."""
         return list(self._shards)
 
     def pieces(self) -> list[tuple[LocalShard, int]]:
-        """Parameters with elements here, and the first byte of each in the arena."""
+        """Parameters with elements on this rank, each with its first arena byte."""
         return self._placed(TensorKind.PARAMETER)
 
     def local_layout(self, rank: int) -> LocalLayout:
-        """All tensors with this rank's pieces, at their places in the arena."""
+        """All tensors, with this rank's pieces at their arena places."""
         tensors: dict[str, LocalTensor] = {}
         for shard, begin in zip(self._shards, self._plan.begins, strict=True):
             known = tensors.get(shard.fqn)
@@ -119,19 +119,19 @@ class Home:
         return LocalLayout(rank=rank, arena_bytes=self.arena_bytes, tensors=tuple(tensors.values()))
 
     def move_in(self, arena: memoryview) -> None:
-        """Copies every parameter's storage into `arena` and points all its tensors there.
+        """Copy every parameter's storage into `arena` and point all its tensors there.
 
-        Between two steps only, and once: a model that moved out gets a new Home. Either all
-        tensors have moved or, on an error, none. Draws no random numbers and keeps gradients,
+        Only between steps, and once: a model that moved out needs a new Home. All or nothing:
+        on error no tensor has moved. Draws no random numbers; preserves gradients,
         `requires_grad` and the identity of parameters.
 
         Args:
-            arena: writable memory of at least `arena_bytes`, aligned to a page. Referenced
-                until `move_out`, and as long as somebody keeps a tensor in it.
+            arena: writable, page-aligned memory of at least `arena_bytes`. Referenced until
+                `move_out`, and for as long as any tensor in it is alive.
 
         Raises:
             UsageError: the arena is too small or read-only.
-            ConflictError: the model has changed since the constructor, or is inside already.
+            ConflictError: the model has changed since the constructor, or is already inside.
         """
         if self._bases:
             raise ConflictError("the parameters are in an arena already; detach first")
@@ -164,10 +164,10 @@ class Home:
         self._rewatch()
 
     def _rewatch(self) -> None:
-        """Watches the tensors that stand in the model now."""
+        """Watch the tensors that are in the model now."""
         if self._watch is not None:
             self._watch.close()
-        # What leaves an arena gives no memory back; elsewhere nothing may be kept alive.
+        # Glances keep storages alive: harmless in an arena, which frees nothing; not elsewhere.
         self._watch = Watch(self._watched(), self._model, glances=not self.mirrored)
         if self.contents is not None:
             self.contents.watch(self._watch.plain_slots)
@@ -175,7 +175,7 @@ class Home:
     def _filled_bases(
         self, arena: memoryview, tensors: Sequence[torch.Tensor]
     ) -> dict[Range, torch.Tensor]:
-        """The arena's span for each storage that `tensors` use, with its bytes copied."""
+        """The arena span of each storage that `tensors` use, with its bytes copied in."""
         starts = dict(zip(self._plan.ranges, self._plan.starts, strict=True))
         homes = Ranges(starts)
         bases: dict[Range, torch.Tensor] = {}
@@ -191,16 +191,16 @@ class Home:
         return bases
 
     def in_place(self) -> bool:
-        """Whether all is where it was; changes nothing, on any thread."""
+        """Whether everything is still where it was; changes nothing. Any thread may call."""
         assert self._watch is not None, "move_in comes first"
         return self._watch.in_place()
 
     def check(self, full: bool = False) -> list[str]:
-        """Names of parameters that left the arena; empty is the usual answer.
+        """Return names of parameters that left the arena; usually none.
 
-        Costs some 0.1 us for each tensor and module. When something was added to the module
-        tree, and with `full`, the whole model is looked at anew: that takes milliseconds, and
-        also notices what `take_back` will refuse.
+        Costs some 0.1 us per tensor and module. With `full`, or when something was added to the
+        module tree, the whole model is inspected again: that takes milliseconds, and also
+        detects what `take_back` will refuse.
         """
         assert self._watch is not None, "move_in comes first"
         left = self._watch.look()
@@ -219,14 +219,14 @@ class Home:
         return list(dict.fromkeys(departed.shard.fqn for departed in self._departed()))
 
     def take_back(self) -> list[str]:
-        """Brings parameters that left back into the arena, with the values they have now.
+        """Bring departed parameters back into the arena with their current values.
 
-        Inside an update only, since it writes the arena. Returns the names brought back.
+        Only inside an update, since it writes the arena. Returns the names brought back.
 
         Raises:
-            ConflictError: names, shape, dtype, strides or placement changed, parameters now
-                share memory that did not, or something else still uses the memory that a
-                parameter left; nothing was done.
+            ConflictError: names, shape, dtype, strides or placement changed, parameters newly
+                share memory, or something else still uses the memory a parameter left; nothing
+                was done.
         """
         assert self._watch is not None, "move_in comes first"
         shards = find_shards(self._model)
@@ -235,8 +235,8 @@ class Home:
                 f"parameters changed their layout in training: {said(changed)}; "
                 "detach and attach again to serve them"
             )
-        # What was watched before is let go of first: else we ourselves would keep what was
-        # replaced alive, and take it for somebody's.
+        # First drop the old watch: it keeps replaced tensors alive, and `bring_back` would
+        # mistake them for someone else's.
         self._shards = shards
         self._rewatch()
         left = self._departed()
@@ -256,25 +256,25 @@ class Home:
         ]
 
     def gathered(self) -> bool:
-        """Whether `fully_shard` has full copies at work, as after `unshard()`.
+        """Whether `fully_shard` has unsharded parameters in use, as after `unshard()`.
 
-        What is written to the shards then is not what the next forward computes with.
+        The next forward would not see writes to the shards.
         """
         return fsdp2.has_gathered(self._model.modules())
 
     def copy_buffers(self) -> None:
-        """Copies all persistent buffers into the arena, as they are now.
+        """Copy all persistent buffers into the arena, as they are now.
 
         Raises:
-            ConflictError: a buffer changed its shape, or its dtype to one that does not fit.
+            ConflictError: a buffer's shape changed, or its dtype changed to one that does not fit.
         """
         assert self._buffers is not None, "move_in comes first"
         self._buffers.refresh()
 
     def move_out(self) -> None:
-        """Points all tensors at private memory with the same bytes. Idempotent.
+        """Point all tensors at private memory with the same bytes. Idempotent.
 
-        Afterwards no tensor that Python knows uses the arena.
+        Afterwards no tensor known to Python uses the arena.
         """
         self._close_watch()
         inside = Ranges(storage_range(base) for base in self._bases)
@@ -282,7 +282,7 @@ class Home:
             return
         shards = self._shards
         with suppress(ConflictError):
-            # A model that cannot be served any more must still get its memory back.
+            # Even a model that can no longer be served must get its memory back.
             shards = [*shards, *find_shards(self._model)]
         self._bases, self._buffers, self._shards = [], None, []
         tensors = users(shards, list(live_tensors()), inside)
@@ -301,7 +301,7 @@ class Home:
         self._watch, self.contents = None, None
 
     def _placed(self, kind: TensorKind) -> list[tuple[LocalShard, int]]:
-        """Shards with elements and their first bytes in the arena."""
+        """Non-empty shards with their first arena bytes."""
         return [
             (shard, begin)
             for shard, begin in zip(self._shards, self._plan.begins, strict=True)
@@ -309,7 +309,7 @@ class Home:
         ]
 
     def _watched(self) -> list[Watched]:
-        """Each slot once, with the address that its tensor must have."""
+        """Each slot once, with the address its tensor must have."""
         watched: dict[tuple[int, str], Watched] = {}
         for shard, begin in self._placed(TensorKind.PARAMETER):
             slot = shard.slot
@@ -321,12 +321,12 @@ class Home:
         return list(watched.values())
 
     def _way_home(self, shard: LocalShard, begin: int) -> int:
-        """By how many bytes a shard's memory would have to move; 0 for one at home."""
+        """Byte distance a shard's memory would have to move; 0 when at home."""
         return self._arena_address + begin - address(shard.tensor)
 
 
 def _piece(shard: LocalShard, rank: int, begin: int) -> Piece:
-    # Buffers are copied row-major, whatever their own memory is like.
+    # Buffers are copied row-major, whatever their own strides.
     strides = strides_of(shard) if shard.kind is TensorKind.PARAMETER else None
     return Piece(rank=rank, arena_begin=begin, region=shard.region, strides=strides)
 
@@ -353,5 +353,5 @@ def check_arena(arena: memoryview, needed_bytes: int) -> None:
 
 
 def address_of(arena: memoryview) -> int:
-    # A rank may hold no element at all, and then needs no memory.
+    # A rank may hold no elements, and then needs no memory.
     return address(bytes_at(arena, 0, 1)) if arena.nbytes else 0

@@ -1,8 +1,8 @@
 """Tensor memory by address: who uses it, and how to point tensors at other memory.
 
-A storage may be used by tensors that no module knows: an optimizer's bucket, a user's
-`p.data` kept in a list, FSDP's own views. All of them must move together, or one of them
-would silently stop following the others. Python's garbage collector knows them all.
+A storage may have users that no module knows: an optimizer's bucket, a `p.data` kept in a
+list, FSDP's own views. All must move together, or one would silently stop following the
+others. Python's garbage collector knows them all.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from paramd.trainer.model.plain import has_plain_memory
 
 @dataclass(frozen=True, slots=True, order=True)
 class Range:
-    """Half-open addresses `[begin, end)` of this process."""
+    """Half-open address range `[begin, end)` of this process."""
 
     begin: int
     end: int
 
 
 class Ranges:
-    """Disjoint ranges, found by address. Overlapping ones are united."""
+    """Disjoint ranges, searchable by address. Overlapping ones are merged."""
 
     def __init__(self, ranges: Iterable[Range]) -> None:
         self.items: list[Range] = []
@@ -40,25 +40,25 @@ class Ranges:
         self._begins = [item.begin for item in self.items]
 
     def at(self, address: int) -> Range | None:
-        """The range that holds `address`."""
+        """The range containing `address`, if any."""
         index = bisect_right(self._begins, address) - 1
         return self.items[index] if index >= 0 and address < self.items[index].end else None
 
     def touches(self, other: Range) -> bool:
-        """Whether any address of `other` is in a range."""
+        """Whether `other` overlaps a range."""
         index = bisect_right(self._begins, other.end - 1) - 1
         return other.begin < other.end and index >= 0 and self.items[index].end > other.begin
 
 
 def storage_range(tensor: torch.Tensor) -> Range:
-    """Addresses of the whole storage of a tensor."""
+    """Addresses of a tensor's whole storage."""
     storage = tensor.untyped_storage()
     begin = storage.data_ptr()
     return Range(begin, begin + int(storage.nbytes()))
 
 
 def address(tensor: torch.Tensor) -> int:
-    """Where the tensor begins; unlike `data_ptr`, also for one without elements."""
+    """The tensor's first address; unlike `data_ptr`, also for one without elements."""
     return tensor.untyped_storage().data_ptr() + int(tensor.storage_offset()) * tensor.itemsize
 
 
@@ -72,10 +72,10 @@ def extent(tensor: torch.Tensor) -> Range:
 
 
 def live_tensors() -> Iterator[torch.Tensor]:
-    """All CPU tensors with memory of their own or shared that Python knows.
+    """All CPU tensors with memory, owned or shared, that Python knows.
 
-    One pass over all objects of the process: tens of milliseconds. Tensors that were
-    frozen away with `gc.freeze()`, and those that only C++ holds, are not seen.
+    One pass over all objects of the process: tens of milliseconds. Misses tensors hidden by
+    `gc.freeze()` and those held only by C++.
     """
     classes = _classes(torch.Tensor)
     with torch._C.DisableTorchFunctionSubclass():
@@ -85,7 +85,7 @@ def live_tensors() -> Iterator[torch.Tensor]:
 
 
 def _classes(root: type) -> set[type]:
-    """A class and all its subclasses, so that no object of another class is even touched."""
+    """A class and all its subclasses, so that objects of other classes are never touched."""
     children: list[type] = root.__subclasses__()
     return {root}.union(*map(_classes, children))
 
@@ -95,19 +95,19 @@ def _has_host_memory(tensor: torch.Tensor) -> bool:
         plain = tensor.device.type == "cpu" and has_plain_memory(tensor)
         return plain and tensor.untyped_storage().nbytes() > 0
     except (RuntimeError, NotImplementedError):
-        # Wrappers that tracing leaves behind have no storage, and say so by raising.
+        # Wrappers left behind by tracing have no storage and raise.
         return False
 
 
 def has_unseen_users(tensors: Sequence[torch.Tensor]) -> bool:
-    """Whether more than `tensors`, all different, use one of their storages."""
+    """Whether anything beyond `tensors`, all distinct, uses one of their storages."""
     known = Counter(t.untyped_storage()._cdata for t in tensors)
-    # One more reference than tensors: that of the storage object asked for its address.
+    # One reference more than tensors: the storage object made to query it.
     return any(torch._C._storage_Use_Count(key) > count + 1 for key, count in known.items())
 
 
 def close_over(known: Ranges, tensors: Sequence[torch.Tensor]) -> Ranges:
-    """Grows the ranges until no storage of `tensors` lies partly in them."""
+    """Grow the ranges until no storage of `tensors` lies only partly in them."""
     storages = {storage_range(tensor) for tensor in tensors}
     while True:
         touched = [r for r in storages if known.touches(r)]
@@ -123,7 +123,7 @@ def bytes_of(storage: torch.UntypedStorage) -> torch.Tensor:
 
 
 def bytes_at(memory: memoryview, begin: int, size_bytes: int) -> torch.Tensor:
-    """A span of `memory` as a 1-D uint8 tensor, with a storage of just that size."""
+    """A span of `memory` as a 1-D uint8 tensor whose storage has exactly that size."""
     return torch.frombuffer(memory, dtype=torch.uint8, count=size_bytes, offset=begin)
 
 
@@ -134,19 +134,19 @@ def placed(
     shape: Sequence[int],
     strides: Sequence[int],
 ) -> torch.Tensor:
-    """A tensor over given memory; `strides` count elements."""
+    """A tensor over given memory; `strides` are in elements."""
     empty = torch.empty(0, dtype=dtype, device=storage.device)
     offset, rest = divmod(offset_bytes, empty.itemsize)
     assert rest == 0, "an element would begin between two elements of its storage"
-    # The stub knows only typed storages; torch's own rebuilding of tensors passes untyped ones.
+    # The stub wants typed storages, but torch's own tensor rebuilding passes untyped ones.
     return empty.set_(storage, offset, tuple(shape), tuple(strides))
 
 
 def repoint(targets: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
-    """Points each tensor at the memory of its new view; all of them or none.
+    """Point each tensor at the memory of its new view; all or none.
 
-    Identity, `requires_grad`, gradients and version counters stay. The views must equal
-    the tensors in dtype, shape and strides.
+    Preserves identity, `requires_grad`, gradients and version counters. Views must match their
+    tensors in dtype, shape and strides.
     """
     done: list[tuple[torch.Tensor, torch.Tensor]] = []
     try:

@@ -1,9 +1,9 @@
-"""Notices parameters that left the arena, and contents that changed where none should.
+"""Detect parameters that left the arena, and contents that changed when none should.
 
-What is compared is what stands in the modules' tables now: the module, the parameter, and
-the address of its memory. So a replaced module, a replaced parameter, a replaced `.data` and
-a replaced local tensor all show. What is added to the tree shows by torch's registration
-hooks. Contents are compared by samples of the arena, and by version counters in turn.
+Compares what is in the modules' tables now: the module, the parameter, and the address of its
+memory. So replacing a module, a parameter, its `.data` or its local tensor all show. Additions
+to the tree show through torch's registration hooks. Contents are compared by samples of the
+arena, and by version counters, a few at a time.
 """
 
 from __future__ import annotations
@@ -30,17 +30,17 @@ from paramd.trainer.model.local_shard import Slot
 from paramd.trainer.model.plain import has_plain_memory
 
 SAMPLE_COUNT = 512
-"""Words sampled in the trainer; the sidecar knows the first `MAX_SAMPLES` of them."""
+"""Most words sampled in the trainer; the sidecar knows the first `MAX_SAMPLES` of them."""
 
 VERSION_COUNT = 32
-"""Version counters compared in one settled span; the next ones in the next span."""
+"""Version counters compared per settled span, in rotation."""
 
 _address = torch.Tensor.data_ptr
 _local = attrgetter("_local_tensor")
 _version = attrgetter("_version")
 
 Columns = tuple[tuple[dict[str, Any], ...], tuple[str, ...], tuple[Any, ...]]
-"""Tables, keys and what is expected there: `map` runs over columns without Python between."""
+"""Tables, keys and expected values, as columns so that `map` runs at C speed."""
 
 Slots = tuple[tuple[dict[str, Any], ...], tuple[str, ...]]
 """The first two of them."""
@@ -56,12 +56,12 @@ class Watched:
 
 
 class Watch:
-    """Looks at all watched slots and at the modules that lead to them."""
+    """Checks all watched slots and the modules that lead to them."""
 
     def __init__(
         self, items: Sequence[Watched], root: nn.Module | None = None, *, glances: bool = False
     ) -> None:
-        """`glances`: what has been looked at may be kept alive until the next look."""
+        """`glances`: tensors may be kept alive until the next look."""
         plain = [w for w in items if not is_dtensor(w.slot.tensor())]
         distributed = [w for w in items if is_dtensor(w.slot.tensor())]
         self._items = items
@@ -76,7 +76,7 @@ class Watch:
         self._glances = bool(at_a_glance)
         self._glance: Glance | None = None
         self.added = False
-        """A module or parameter was registered in the tree since the last `forget_added`."""
+        """A module or parameter has been registered in the tree since this was made."""
         self._tree = {id(m) for m in root.modules()} if root is not None else set()
         self._remove = [
             register(self._registered)
@@ -88,20 +88,20 @@ class Watch:
         ]
 
     def close(self) -> None:
-        """Takes the registration hooks away."""
+        """Remove the registration hooks."""
         for handle in self._remove:
             handle.remove()
         self._remove.clear()
 
     def look(self) -> list[str]:
-        """Names of all tensors that are not where they should be; empty is the usual answer."""
+        """Return names of all tensors out of place; usually none."""
         try:
             if self._in_place():
                 return []
         except (KeyError, TypeError, AttributeError, RuntimeError):
-            # Something else stands there now, or nothing: the slow way says which.
+            # Something else is there now, or nothing: the slow path below tells which.
             pass
-        # It would keep alive what the script has replaced.
+        # A glance would keep alive what the script has replaced.
         self._glance = None
         gone = [w.fqn for w in self._items if not _stands(w)]
         if not gone and not self._modules_in_place():
@@ -109,10 +109,10 @@ class Watch:
         return gone
 
     def in_place(self) -> bool:
-        """Whether all that is watched is in its place; changes nothing.
+        """Whether everything watched is in place; changes nothing.
 
-        For other threads than the training's, which goes on meanwhile: tensor by tensor, for a
-        glance reads what only that thread keeps from ending.
+        For threads other than the training's, which keeps running. Goes tensor by tensor: a
+        glance reads raw memory that only the training thread can be sure is still alive.
         """
         try:
             stand = _stand(self._plain) and _stand(self._distributed, _local)
@@ -122,7 +122,7 @@ class Watch:
 
     @property
     def plain_slots(self) -> Slots:
-        """Where tensors of plain memory stand, whose version counters mean something."""
+        """Slots of tensors with plain memory, whose version counters mean something."""
         return self._plain[:2]
 
     def _in_place(self) -> bool:
@@ -131,7 +131,7 @@ class Watch:
             return self._all_at_a_glance or (
                 _stand(self._others) and _stand(self._distributed, _local)
             )
-        # Made before the slow look: what changes in between shows at the next glance.
+        # Before the slow look, so that a change in between shows at the next glance.
         if self._glances and (glance is None or not glance.note_tables()):
             glance = self._glance_now()
         self._glance = None
@@ -154,7 +154,7 @@ class Watch:
     def _modules_in_place(self) -> bool:
         owners, keys, expected = self._modules
         try:
-            # Tuples compare by identity first, and modules have no other equality.
+            # Tuples compare by identity first, which is also how modules compare.
             return tuple(map(getitem, owners, keys)) == expected
         except KeyError:
             return False
@@ -165,10 +165,10 @@ class Watch:
 
 
 class Contents:
-    """Samples of an arena's parameters, and version counters: what shows a stray write.
+    """Samples of an arena's parameters, and version counters: they reveal stray writes.
 
-    The places are drawn once, from the operating system's randomness: the training's own
-    generators are not touched.
+    The places are drawn once, from the operating system's randomness, leaving the training's
+    generators untouched.
     """
 
     def __init__(self, arena: memoryview, spans: Iterable[tuple[int, int]]) -> None:
@@ -181,7 +181,7 @@ class Contents:
         self._seen: tuple[bytes, tuple[torch.Tensor, ...], tuple[int, ...]] = (b"", (), ())
 
     def watch(self, slots: Slots) -> None:
-        """Tensors whose version counters are compared from now on."""
+        """Set the tensors whose version counters are compared from now on."""
         owners, keys = slots
         begins = range(0, max(len(keys), 1), VERSION_COUNT)
         self._turns = cycle(
@@ -194,30 +194,30 @@ class Contents:
         return self._words.take(self._at).tobytes()
 
     def digest(self) -> int:
-        """Of those samples that the sidecar knows too."""
+        """Digest of the samples that the sidecar also knows."""
         return digest_of(self._words.take(self._at_shared).tobytes())
 
     def remember(self) -> None:
-        """The state is settled, all in its place: what is there now must stay until an update."""
+        """Record a settled, verified state; it must not change until the next update."""
         tensors = tuple(map(getitem, *next(self._turns)))
         self._seen = (self.samples(), tensors, tuple(map(_version, tensors)))
 
     def strayed(self) -> bool:
-        """Whether anything changed since `remember`, as far as samples and versions tell."""
+        """Whether anything changed since `remember`, as far as samples and versions show."""
         samples, tensors, versions = self._seen
         if not samples:
             return False
         return self.samples() != samples or tuple(map(_version, tensors)) != versions
 
     def close(self) -> None:
-        """Lets go of the arena."""
+        """Release the arena."""
         self._words, self._turns = np.empty(0, np.int64), cycle([((), ())])
         self._at = self._at_shared = np.empty(0, np.intp)
         self._seen = (b"", (), ())
 
 
 def _places(spans: Sequence[tuple[int, int]], word_count: int) -> list[int]:
-    """Words to sample: of each span in turn, so that small parameters have some too."""
+    """Words to sample, from each span in turn, so that small parameters get some too."""
     draw: Callable[[int, int], int] = random.SystemRandom().randrange
     usable = [(b, min(e, word_count)) for b, e in spans if b < min(e, word_count)]
     if not usable:
@@ -237,20 +237,20 @@ def _columns(items: Sequence[Watched]) -> Columns:
 
 
 def _at_a_glance(watched: Watched, tables: Collection[int]) -> bool:
-    """Whether a module's own table has it, and it is of a class without ways of its own."""
+    """Whether it is in a module's own table and of a plain class."""
     plain = type(watched.slot.tensor()) in (torch.Tensor, nn.Parameter)
     return plain and id(watched.slot.owner) in tables
 
 
 def _stand(columns: Columns, local: Callable[[Any], Any] | None = None) -> bool:
-    """Whether each tensor, or its local one, has the address that it should have."""
+    """Whether each tensor, or its local one, has its expected address."""
     owners, keys, expected = columns
     tensors = map(getitem, owners, keys)
     return tuple(map(_address, tensors if local is None else map(local, tensors))) == expected
 
 
 def _module_columns(root: nn.Module | None) -> Columns:
-    """Where each module of the tree stands. Modules without parameters cost as little."""
+    """The place of each module in the tree. Modules without parameters cost no more."""
     rows = [
         (module._modules, name, child)
         for module in (root.modules() if root is not None else ())

@@ -1,1 +1,1 @@
-"""Which tensors a model has and how they are sharded, for each kind of wrapping."""
+"""Which tensors a model has and how they are sharded, for each kind of wrapper."""

@@ -1,8 +1,8 @@
-"""DTensors: which boxes of the full tensor this rank's local tensor is.
+"""DTensors: which boxes of the full tensor this rank's local tensor holds.
 
-Covers tensor parallelism, and what `fully_shard` and `replicate` make of parameters, on
-meshes of any number of axes. Worked out with torch's own rule for each placement, but on
-runs of indices instead of single offsets: a `_StridedShard` may leave a rank several runs.
+Covers tensor parallelism, and parameters under `fully_shard` and `replicate`, on meshes of any
+number of axes. Follows torch's own rule for each placement, but on runs of indices instead of
+single offsets, since a `_StridedShard` may give a rank several runs.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from torch.distributed.tensor._dtensor_spec import DTensorSpec
 
 Runs: TypeAlias = tuple[tuple[int, int], ...]
-"""Half-open intervals of global indices of one dim, in the order of local memory."""
+"""Half-open intervals of global indices of one dim, in local memory order."""
 
 
 def is_dtensor(value: object) -> bool:
@@ -31,10 +31,10 @@ def is_dtensor(value: object) -> bool:
 
 
 def split(tensor: torch.Tensor) -> tuple[torch.Tensor, DTensorSpec | None]:
-    """The local tensor and its spec; the tensor itself and None when it is not distributed.
+    """The local tensor and its spec; the tensor itself and None when not distributed.
 
-    Knows DTensors, and the local parameters that torch's `_pre_dp_module_transform` makes
-    of them for DDP: these carry the spec as `_st_info`.
+    Handles DTensors, and the local parameters that torch's `_pre_dp_module_transform` makes of
+    them for DDP, which carry the spec as `_st_info`.
     """
     if is_dtensor(tensor):
         distributed: Any = tensor
@@ -55,10 +55,10 @@ def describe(spec: DTensorSpec) -> str:
 def local_boxes(fqn: str, spec: DTensorSpec, local: torch.Tensor) -> list[tuple[Box, torch.Tensor]]:
     """The boxes of the full tensor that `local` holds, each with its view of `local`.
 
-    One box but for rare placements; one empty box when the rank holds nothing.
+    One box except for rare placements; one empty box when the rank holds nothing.
 
     Raises:
-        ConflictError: the placement is not one whose elements can be told exactly.
+        ConflictError: a placement whose elements cannot be determined exactly.
     """
     shape = tuple(spec.shape)
     coordinate = spec.mesh.get_coordinate()
@@ -108,11 +108,10 @@ def _runs_of_dims(spec: DTensorSpec, shape: tuple[int, ...], coordinate: Any) ->
 
 
 def shard_runs(runs: Runs, chunks: int, index: int, split_factor: int = 1) -> Runs:
-    """What chunk `index` of `chunks` gets of `runs`, as `torch.chunk` divides.
+    """The part of `runs` in chunk `index` of `chunks`, divided as by `torch.chunk`.
 
-    With a split factor the runs are first divided in that many blocks, and the chunk gets
-    its part of every block: the rule of `_StridedShard`. Source: torch's
-    `_StridedShard._split_tensor`.
+    With a split factor the runs are first divided into that many blocks, and the chunk gets its
+    part of every block, as `_StridedShard` does. Source: torch's `_StridedShard._split_tensor`.
     """
     size = sum(end - begin for begin, end in runs)
     taken: list[tuple[int, int]] = []

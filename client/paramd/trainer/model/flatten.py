@@ -3,9 +3,9 @@
     local, spec = flatten(dtensor)          # the same memory
     dtensor = unflatten(local, spec)        # the same memory; gradients flow to `local`
 
-For code that handles plain tensors only (bucketing, flattening, DDP) but must compute with
-DTensors. Unlike torch's `_flatten_tensor` and `_unflatten_tensor`, flattening a frozen tensor
-leaves it frozen, and unflattening it a thousand times leaves no thousand hooks on it.
+For code that handles only plain tensors (bucketing, flattening, DDP) but must compute with
+DTensors. Unlike torch's `_flatten_tensor` and `_unflatten_tensor`, a frozen tensor stays frozen,
+and repeated unflattening does not pile up hooks.
 """
 
 from __future__ import annotations
@@ -24,20 +24,20 @@ if TYPE_CHECKING:
     from torch.distributed.tensor._dtensor_spec import DTensorSpec
 
 Stream = AbstractContextManager[Any]
-"""A `torch.Stream` of any device: as a context it is the current one."""
+"""A `torch.Stream` of any device; entering it makes it the current one."""
 
 
 def flatten(tensor: torch.Tensor) -> tuple[torch.Tensor, DTensorSpec | None]:
-    """The local tensor of a DTensor, and what makes it whole again.
+    """The local tensor of a DTensor, and the spec that turns it back.
 
-    No copy and no communication; the autograd graph is not followed.
+    No copy and no communication; detached from the autograd graph.
 
     Args:
         tensor: a DTensor of any mesh and placements, or any other tensor.
 
     Returns:
         The local tensor, complete (asynchronous collectives waited for), which requires a
-        gradient exactly if `tensor` does; and the spec. A plain tensor comes back itself, with
+        gradient exactly if `tensor` does; and the spec. A plain tensor is returned itself, with
         None.
     """
     if not is_dtensor(tensor):
@@ -50,18 +50,18 @@ def flatten(tensor: torch.Tensor) -> tuple[torch.Tensor, DTensorSpec | None]:
 def unflatten(
     tensor: torch.Tensor, spec: DTensorSpec | None, *, stream: Stream | None = None
 ) -> torch.Tensor:
-    """What `flatten` took apart: a DTensor over the memory of `tensor`.
+    """The inverse of `flatten`: a DTensor over the memory of `tensor`.
 
-    Differentiable: the gradient comes to `tensor` as a plain tensor, placed as `tensor` is,
-    after the asynchronous collectives that it waits for.
+    Differentiable: the gradient reaches `tensor` as a plain tensor with the placements of
+    `tensor`, once its asynchronous collectives are done.
 
     Args:
-        tensor: local tensor of this rank, with the local shape that the spec says.
-        spec: from `flatten`; None gives `tensor` back.
+        tensor: this rank's local tensor, of the spec's local shape.
+        spec: from `flatten`; None returns `tensor` itself.
         stream: the stream on which to wait for the gradient; None is the current one.
 
     Raises:
-        UsageError: `tensor` is a DTensor already, or has not the local shape.
+        UsageError: `tensor` is already a DTensor, or does not have the local shape.
     """
     if spec is None:
         return tensor
@@ -75,10 +75,10 @@ def unflatten(
 
 
 def matching(spec: DTensorSpec, local: torch.Tensor) -> DTensorSpec:
-    """The spec for this local tensor, which may have got another dtype since.
+    """The spec for this local tensor, whose dtype may have changed since.
 
     Raises:
-        UsageError: it has not the shape that this rank must have.
+        UsageError: it does not have this rank's local shape.
     """
     from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
@@ -97,10 +97,10 @@ def matching(spec: DTensorSpec, local: torch.Tensor) -> DTensorSpec:
 
 
 def wait_for_gradient(gradient: torch.Tensor, *, stream: Stream | None = None) -> torch.Tensor:
-    """The gradient, once the asynchronous collective that makes it is done.
+    """The gradient, once the asynchronous collective producing it is done.
 
-    For `tensor.register_hook(partial(wait_for_gradient, stream=...))`: so that whoever takes
-    the gradient next (DDP's buckets, an optimizer) finds numbers, not a promise.
+    For `tensor.register_hook(partial(wait_for_gradient, stream=...))`, so that the next consumer
+    (DDP's buckets, an optimizer) gets values, not a pending collective.
 
     Args:
         gradient: any tensor; only an `AsyncCollectiveTensor` is waited for.
@@ -116,8 +116,8 @@ def wait_for_gradient(gradient: torch.Tensor, *, stream: Stream | None = None) -
 
 
 def as_dtensor(local: torch.Tensor, spec: DTensorSpec) -> DTensor:
-    """A DTensor over the memory of `local`, without a gradient to it."""
-    # Its constructor does nothing more, but takes longer than making it does.
+    """A DTensor over the memory of `local`; no gradient flows back to it."""
+    # The constructor does nothing more than `__new__`, but takes longer.
     cls = _dtensor_class()
     whole: DTensor = cls.__new__(cls, local.detach(), spec, requires_grad=local.requires_grad)
     return whole
@@ -131,7 +131,7 @@ def _dtensor_class() -> type[DTensor]:
 
 
 class AsDTensor(torch.autograd.Function):
-    """`DTensor.from_local` without its checks, for a spec that is known to be right."""
+    """`DTensor.from_local` without its checks, for a spec known to be right."""
 
     @staticmethod
     def forward(ctx: Any, local: torch.Tensor, spec: DTensorSpec, stream: Stream | None) -> DTensor:
@@ -151,5 +151,5 @@ class AsDTensor(torch.autograd.Function):
 def _of_gradient(spec: DTensorSpec) -> list[Any]:
     from torch.distributed.tensor import Replicate
 
-    # A part of a sum has the whole gradient of the sum.
+    # Each summand of a sum receives the sum's whole gradient.
     return [Replicate() if placement.is_partial() else placement for placement in spec.placements]

@@ -1,8 +1,8 @@
-"""FullyShardedDataParallel: many parameters in one flat one, cut without regard to them.
+"""FullyShardedDataParallel: many parameters in one flat one, cut across their borders.
 
-A rank holds, of each original parameter, an interval of its flattened elements, perhaps
-none; padding for alignment lies between them and belongs to nobody. With NO_SHARD it holds
-all of each. What is counted is the original precision that the optimizer keeps.
+Of each original parameter a rank holds an interval of the flattened elements, possibly empty;
+alignment padding lies between them and belongs to none. With NO_SHARD it holds all of each. The
+precision is the original one, which the optimizer keeps.
 """
 
 from __future__ import annotations
@@ -106,7 +106,7 @@ def _local_shard(handle: Any, fqn: str) -> torch.Tensor:
 
 
 def _original(handle: Any, index: int) -> torch.Tensor | None:
-    """The parameter that the optimizer has, if it is not the flat one and is in place now."""
+    """The optimizer's own parameter, if it is not the flat one and is in place now."""
     flat = handle.flat_param
     info = flat._shard_param_infos[index]
     if not handle._use_orig_params or not info.in_shard or handle._skipped_use_sharded_views:
@@ -134,16 +134,16 @@ def _shard_of(
     if not info.in_shard:
         return local[:0]
     if original is not None:
-        # FSDP itself takes a replaced original parameter for the truth, and writes it back.
+        # FSDP itself treats a replaced original parameter as authoritative and writes it back.
         return original.detach().as_strided((info.numel_in_shard,), (1,))
     return local[info.offset_in_shard : info.offset_in_shard + info.numel_in_shard]
 
 
 def regions_of(flat: Any, index: int, shard: torch.Tensor) -> list[tuple[Region, torch.Tensor]]:
-    """The regions that this rank's elements of one original parameter are, with their views.
+    """The regions this rank holds of one original parameter, with their views.
 
     Args:
-        shard: those elements, 1-D in memory order: of the parameter or of its gradient.
+        shard: its elements here, 1-D in memory order, of the parameter or of its gradient.
     """
     info = flat._shard_param_infos[index]
     shape, strides = tuple(flat._shapes[index]), tuple(flat._strides[index])
@@ -157,7 +157,7 @@ def regions_of(flat: Any, index: int, shard: torch.Tensor) -> list[tuple[Region,
 def _permuted_boxes(
     interval: Interval, shape: tuple[int, ...], strides: tuple[int, ...], shard: torch.Tensor
 ) -> Iterator[tuple[Region, torch.Tensor]]:
-    """An interval in memory order of a parameter whose memory is not row-major, as boxes."""
+    """An interval, in memory order, of a parameter that is not row-major, as boxes."""
     order = sorted(range(len(shape)), key=lambda dim: -strides[dim])
     back = [order.index(dim) for dim in range(len(shape))]
     position = 0

@@ -1,7 +1,7 @@
 """`fully_shard` and HSDP: every parameter is a DTensor over padded local memory.
 
-The registered parameter may be the unsharded one (after a forward without reshard), so
-the sharded one is taken from FSDP's own record of it.
+The registered parameter may be the unsharded one (after a forward without reshard), so the
+sharded one is taken from FSDP's own record.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The words of the adapters: a local shard, where it stands, and how it was found."""
+"""The adapters' data types: a local shard, its slot, and the entry it was found by."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ Names: TypeAlias = tuple[str, ...]
 
 @dataclass(frozen=True, slots=True)
 class Slot:
-    """Where a tensor stands: a dict and its key, so that replacing it is noticed."""
+    """Where a tensor is stored: a dict and its key, so that a replacement is noticed."""
 
     owner: dict[str, Any]
     key: str
 
     def tensor(self) -> torch.Tensor:
-        """The tensor that stands there now."""
+        """The tensor stored there now."""
         value = self.owner[self.key]
         assert isinstance(value, torch.Tensor)
         return value
@@ -31,15 +31,15 @@ class Slot:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LocalShard:
-    """One region of one tensor and the local memory that holds it.
+    """One region of one tensor and the local memory holding it.
 
-    A tensor has several of them on one rank only when its memory is no single dense box.
+    A tensor has several of them on one rank only when its memory is not one dense box.
     """
 
     fqn: str
-    """Canonical name, as a user's state dict has it."""
+    """Canonical name, as in the user's state dict."""
     aliases: tuple[str, ...]
-    """Further names of the same tensor."""
+    """Other names of the same tensor."""
     dtype: str
     """torch dtype without its prefix."""
     shape: tuple[int, ...]
@@ -47,32 +47,32 @@ class LocalShard:
     kind: TensorKind
     placement: str
     region: Region
-    """Unpadded; without elements when the rank holds nothing."""
+    """Unpadded; empty when the rank holds nothing."""
     tensor: torch.Tensor
     """Detached view of the local memory: shaped like the box, or 1-D for an interval."""
     slot: Slot
-    """Where the tensor that the training uses is found."""
+    """Where to find the tensor the training uses."""
     holders: tuple[torch.Tensor, ...] = ()
-    """Local tensors known to use this memory; all of them move when it moves."""
+    """Local tensors known to use this memory; all move with it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """A tensor found in the tree: what makes it the same tensor, and its adapter."""
+    """A tensor found in the tree: a key for its identity, and its adapter."""
 
     key: Hashable
     shards: Callable[[Names], list[LocalShard]]
 
 
 Managed = dict[int, dict[str, Entry]]
-"""Parameters that a wrapper manages, by id of their module and by their name in it."""
+"""Parameters managed by a wrapper, by their module's id and their name in it."""
 
 
 def add_managed(managed: Managed, module: nn.Module, name: str, entry: Entry) -> None:
-    """Notes that `module.name` is managed."""
+    """Record `module.name` as managed."""
     managed.setdefault(id(module), {})[name] = entry
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """The dtype as layouts name it, for example "bfloat16"."""
+    """The dtype's name in layouts, for example "bfloat16"."""
     return str(dtype).removeprefix("torch.")

@@ -1,8 +1,8 @@
-"""Names as a user's `state_dict()` has them, whatever wraps the modules.
+"""Names as in the user's own `state_dict()`, whatever wraps the modules.
 
-A wrapper's own step in the name (`module.`, `_fsdp_wrapped_module.`, `_orig_mod.`,
-`_checkpoint_wrapped_module.`) is left out only where a wrapper of that type put it: a
-user's attribute called "module" keeps its name.
+A wrapper's prefix (`module.`, `_fsdp_wrapped_module.`, `_orig_mod.`,
+`_checkpoint_wrapped_module.`) is dropped only where a wrapper of that type added it: a user's
+attribute named "module" keeps its name.
 """
 
 from __future__ import annotations
@@ -27,23 +27,22 @@ _WRAPPERS = (
         "_checkpoint_wrapped_module",
     ),
 )
-"""Where each wrapper's class lives, its name, and the attribute that holds what it wraps."""
+"""Each wrapper class's module and name, and the attribute holding what it wraps."""
 
 
 def loaded_class(module_name: str, class_name: str) -> type | None:
-    """A class, if its module has been imported; else None, and nothing is an instance of it.
+    """A class, if its module has been imported; else None, and nothing can be an instance.
 
-    So that looking at a model imports nothing that the model does not use: some of these
-    modules take seconds to import.
+    Avoids importing what the model does not use: some of these modules take seconds.
     """
     found = getattr(sys.modules.get(module_name), class_name, None)
     return found if isinstance(found, type) else None
 
 
 def walk(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """All modules in tree order, each with the prefix of its names ("" or "blocks.0.").
+    """All modules in tree order, each with its name prefix ("" or "blocks.0.").
 
-    A module that is registered twice comes twice, as it does in a state dict.
+    A module registered twice appears twice, as in a state dict.
     """
     wrappers = [
         (cls, inner)

@@ -1,8 +1,8 @@
-"""Tensors that stand in a module's own tables: plain modules, DDP, tensor parallelism.
+"""Tensors in a module's own tables: plain modules, DDP, tensor parallelism.
 
-Each is either one local tensor that every rank has whole, or a DTensor. Memory that is
-dense but not row-major (channels-last, transposed) stays as it is; memory with gaps is
-told as several dense boxes.
+Each is either a local tensor, whole on every rank, or a DTensor. Memory that is dense but not
+row-major (channels-last, transposed) stays as it is; memory with gaps is described as several
+dense boxes.
 """
 
 from __future__ import annotations
@@ -20,21 +20,21 @@ from paramd.trainer.model import dtensor
 from paramd.trainer.model.local_shard import Entry, LocalShard, Names, Slot, dtype_name
 
 MAX_DENSE_PARTS = 4096
-"""Boxes one tensor may fall into before it is refused."""
+"""Most boxes one tensor may consist of before it is refused."""
 
 
 def entry(slot: Slot, kind: TensorKind) -> Entry:
-    """The tensor in `slot`; two slots with the same object are one tensor."""
+    """The entry of the tensor in `slot`; slots with the same object are one tensor."""
     value = slot.tensor()
     local, spec = dtensor.split(value)
     if spec is not None and local is value:
-        # The first forward takes a localized parameter out of the module's table for good.
+        # The first forward removes a localized parameter from the module's table for good.
         slot = Slot({slot.key: value}, slot.key)
     return Entry(id(local), lambda names: shards_of(names, value, kind, slot))
 
 
 def localized_for_ddp(modules: Iterable[nn.Module]) -> set[int]:
-    """Ids of all modules inside those made ready by torch's `_pre_dp_module_transform`."""
+    """Ids of all modules inside those prepared by torch's `_pre_dp_module_transform`."""
     return {
         id(inner)
         for module in modules
@@ -45,10 +45,10 @@ def localized_for_ddp(modules: Iterable[nn.Module]) -> set[int]:
 
 
 def localized_slots(module: nn.Module) -> Iterator[Slot]:
-    """Parameters that stand as bare DTensor attributes.
+    """Parameters kept as bare DTensor attributes.
 
     torch's `_pre_dp_module_transform` leaves them so from the first forward on; their local
-    memory is still that of the parameters which the optimizer has.
+    memory is still that of the optimizer's parameters.
     """
     for name, value in vars(module).items():
         if dtensor.is_dtensor(value):
@@ -68,7 +68,7 @@ def shards_of(
         holders: local tensors besides `value`'s own that use the same memory.
 
     Raises:
-        ConflictError: it is lazy, not a dense strided tensor, or overlaps itself.
+        ConflictError: lazy, not a dense strided tensor, or overlapping itself.
     """
     fqn = names[0]
     if is_lazy(value):
@@ -101,11 +101,11 @@ def shards_of(
 
 
 def check_supported(fqn: str, local: torch.Tensor) -> None:
-    """Refuses what has no plain bytes of its own.
+    """Refuse tensors whose values are not simply their bytes.
 
     Raises:
-        ConflictError: a tensor subclass with its own operators, a sparse, quantized or lazily
-            negated tensor.
+        ConflictError: a tensor subclass with its own operators, or a sparse, quantized, lazily
+            conjugated or negated tensor.
     """
     if not has_plain_memory(local):
         raise ConflictError(
@@ -115,7 +115,7 @@ def check_supported(fqn: str, local: torch.Tensor) -> None:
 
 
 def has_plain_memory(tensor: torch.Tensor) -> bool:
-    """Whether the tensor's values are its bytes: dense layout, no own operators."""
+    """Whether the tensor's values are its bytes: dense layout, no custom operators."""
     dispatch = getattr(type(tensor), "__torch_dispatch__", None)
     return (
         dispatch is torch._C._disabled_torch_dispatch_impl
@@ -125,7 +125,7 @@ def has_plain_memory(tensor: torch.Tensor) -> bool:
 
 
 def dense_parts(fqn: str, boxes: list[tuple[Box, torch.Tensor]]) -> list[tuple[Box, torch.Tensor]]:
-    """Cuts boxes whose memory has gaps into dense ones.
+    """Cut boxes whose memory has gaps into dense ones.
 
     Raises:
         ConflictError: elements share memory, or too many parts would be needed.

@@ -1,8 +1,8 @@
-"""What this rank holds of each tensor of a model, in the order of the module tree.
+"""What this rank holds of each tensor of a model, in module tree order.
 
-`find_shards` walks the tree once and asks, for each parameter, the adapter of whoever
-manages it: fsdp1.py (flat parameters), fsdp2.py (`fully_shard`), else plain.py (plain
-modules, DDP, tensor parallelism; all buffers). What a DTensor holds, dtensor.py knows.
+`find_shards` walks the tree once and asks the adapter of each parameter's manager: fsdp1.py
+(flat parameters), fsdp2.py (`fully_shard`), else plain.py (plain modules, DDP, tensor
+parallelism; all buffers). dtensor.py determines what a DTensor holds.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ __all__ = ["FoundTensor", "LocalShard", "find_shards", "find_tensors"]
 
 @dataclass(slots=True, eq=False)
 class FoundTensor:
-    """A parameter or persistent buffer, and everywhere that the module tree has it."""
+    """A parameter or persistent buffer, with all its places in the module tree."""
 
     entry: Entry
     kind: TensorKind
     names: dict[str, None] = field(default_factory=dict)
     """Canonical name first, then the aliases."""
     places: list[tuple[nn.Module, str]] = field(default_factory=list)
-    """Modules and the names that it has in them, in tree order."""
+    """Modules that have it, and its name in each, in tree order."""
 
     def shards(self) -> list[LocalShard]:
         """What this rank holds of it, read now."""
@@ -37,19 +37,19 @@ class FoundTensor:
 
 
 def find_shards(model: nn.Module) -> list[LocalShard]:
-    """All parameters and persistent buffers of `model`, in the order of its tree.
+    """All parameters and persistent buffers of `model`, in tree order.
 
-    Changes nothing and communicates nothing. Every rank names the same tensors, also those
+    Changes nothing and does not communicate. Every rank names the same tensors, including those
     of which it holds no element.
 
     Raises:
-        ConflictError: a tensor is of a kind whose elements cannot be told exactly.
+        ConflictError: a tensor of a kind whose elements cannot be determined exactly.
     """
     return [shard for tensor in find_tensors(model) for shard in tensor.shards()]
 
 
 def find_tensors(model: nn.Module) -> list[FoundTensor]:
-    """All parameters and persistent buffers, in the order of the tree, tied ones once."""
+    """All parameters and persistent buffers, in tree order, tied ones once."""
     tree = list(walk(model))
     modules = list({id(module): module for _, module in tree}.values())
     managed = fsdp1.managed(modules) | fsdp2.managed(modules)

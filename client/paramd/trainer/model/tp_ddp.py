@@ -1,10 +1,10 @@
-"""Tensor-parallel modules made ready for DistributedDataParallel.
+"""Prepare tensor-parallel modules for DistributedDataParallel.
 
-DDP wants plain parameters, the forward of a tensor-parallel module wants DTensors. So the
-plain local parameters stay registered all the time, and for the duration of a forward each
-module that has some shows DTensors over them as attributes, which come before registered
-parameters. Nothing is unregistered, so at any time, also inside a forward or after one that
-raised, `named_parameters`, `state_dict`, `load_state_dict` and optimizers see them all.
+DDP wants plain parameters; the forward of a tensor-parallel module wants DTensors. So the plain
+local parameters stay registered, and for the duration of a forward their modules expose DTensors
+over them as attributes, which shadow registered parameters. Nothing is unregistered, so at all
+times, even inside a forward or after one that raised, `named_parameters`, `state_dict`,
+`load_state_dict` and optimizers see them all.
 
 Source: torch.distributed.tensor.parallel.ddp, whose module has no parameters after its first
 forward.
@@ -27,7 +27,7 @@ from paramd.trainer.model.flatten import AsDTensor, as_dtensor, flatten, matchin
 if TYPE_CHECKING:
     from torch.distributed.tensor._dtensor_spec import DTensorSpec
 
-# Function.apply without its preparations for functorch, which take as long as the rest.
+# Function.apply without its functorch handling, which costs as much as the rest.
 _apply: Any = super(torch.autograd.Function, AsDTensor).apply
 
 _FORWARD_CODE = nn.Module._call_impl.__code__
@@ -36,24 +36,24 @@ _FORWARD_CODE = nn.Module._call_impl.__code__
 def pre_dp_module_transform(
     module: nn.Module, ignored_params: Collection[nn.Parameter] | None = None
 ) -> nn.Module:
-    """Makes a tensor-parallel module ready to be wrapped in DistributedDataParallel.
+    """Prepare a tensor-parallel module for wrapping in DistributedDataParallel.
 
-    Every parameter that is a DTensor becomes its local tensor, in the same memory; forwards
-    of `module`, and of its parts by themselves, compute with DTensors as before. Gradients
-    come to the local parameters complete and plain, so DDP can bucket and average them.
+    Every DTensor parameter becomes its local tensor, in the same memory; forwards of `module`,
+    and of its parts on their own, compute with DTensors as before. Gradients reach the local
+    parameters complete and plain, so DDP can bucket and average them.
 
         parallelize_module(model, mesh["tp"], plan)
         pre_dp_module_transform(model)
         ddp = DistributedDataParallel(model, process_group=mesh.get_group("dp"))
         optimizer = torch.optim.AdamW(ddp.parameters())
 
-    Make the optimizer afterwards: it updates the local parameters. A module without DTensors,
-    and one that was transformed already, stays as it is.
+    Create the optimizer afterwards: it updates the local parameters. A module without DTensors,
+    or one already transformed, is left as it is.
 
     Args:
         module: tensor-parallel over any mesh, at any depth; parameters may be tied.
-        ignored_params: DTensors that stay DTensors. DDP does not take them, so they are put
-            on its list of ignored names: whoever ignores them averages their gradients.
+        ignored_params: DTensors that stay DTensors. DDP does not accept them, so they are added
+            to its ignored names; averaging their gradients is then up to the caller.
 
     Returns:
         `module`.
@@ -80,7 +80,7 @@ def pre_dp_module_transform(
 
 @dataclass(slots=True)
 class _Localized:
-    """One local parameter, and where it stands."""
+    """One local parameter's places and spec."""
 
     places: list[tuple[nn.Module, str]]
     spec: DTensorSpec
@@ -102,7 +102,7 @@ def _localize(places: list[tuple[nn.Module, str]]) -> _Localized:
 
 
 class _Shows:
-    """The hooks of one transformed module. What they do is worked out once, here."""
+    """The hooks of one transformed module, with their work precomputed."""
 
     def __init__(self, root: nn.Module, localized: list[_Localized]) -> None:
         self._root = root
@@ -116,7 +116,7 @@ class _Shows:
         self._alone: set[nn.Module] = set()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _Shows:
-        """Of the copied modules; the meshes are shared, as process groups have no copies."""
+        """Hooks for the copied modules; meshes are shared: process groups cannot be copied."""
         copied = _Shows.__new__(_Shows)
         memo[id(self)] = copied
         items = [
@@ -127,19 +127,19 @@ class _Shows:
         return copied
 
     def install(self) -> None:
-        """Hooks on the root, and on the owners for when they run without it."""
+        """Hook the root, and the owners for when they run without it."""
         self._root.register_forward_pre_hook(self._enter)
         self._root.register_forward_hook(self._leave, always_call=True)
         self._root.register_load_state_dict_post_hook(self._loaded)
         for owner in self._by_owner:
             if owner is not self._root:
-                # Recomputing a checkpoint in backward calls parts of the module alone.
+                # Checkpoint recomputation in backward calls parts of the module on their own.
                 owner.register_forward_pre_hook(self._enter_owner)
                 owner.register_forward_hook(self._leave_owner, always_call=True)
 
     def _enter(self, root: nn.Module, _inputs: Any) -> None:
         if self._depth:
-            # An interrupt leaves a forward without running hooks.
+            # An interrupt may leave a forward without running its hooks: count again.
             self._depth = sum(1 for running in _running_forwards() if running is root) - 1
         self._depth += 1
         self._show(self._all)
@@ -163,7 +163,7 @@ class _Shows:
 
     def _show(self, localized: list[_Localized], only: nn.Module | None = None) -> None:
         if not self._tables:
-            # Not earlier: while modules are copied, they have no tables yet.
+            # Lazily: while modules are being copied, they have no tables yet.
             self._tables = {owner: (owner._parameters, vars(owner)) for owner in self._by_owner}
         tables = self._tables
         for item in localized:
@@ -186,7 +186,7 @@ class _Shows:
     def _spec_for(self, item: _Localized, local: Any) -> DTensorSpec:
         spec: Any = item.spec
         if local.__dict__.get("_st_info") is not spec or local.dtype is not spec.tensor_meta.dtype:
-            # Assigned or converted since it was last looked at.
+            # Assigned or converted since the last check.
             spec = item.spec = matching(spec, local)
             local._st_info = spec
         return item.spec

@@ -13,7 +13,7 @@ DEFAULT_TIMEOUT_S = 60.0
 
 @dataclass(frozen=True, kw_only=True)
 class Arguments:
-    """What was asked for; equal on all ranks, which is checked."""
+    """The call's options; checked to be equal on all ranks."""
 
     recurse: bool
     writeback: bool
@@ -29,7 +29,7 @@ def timeout_from(timeout_s: float | None) -> float:
     """The longest wait for other ranks: the argument, else the environment, else 60 s.
 
     Raises:
-        UsageError: it is no number above 0.
+        UsageError: not a number above 0.
     """
     name, value = "timeout_s", timeout_s
     if value is None:

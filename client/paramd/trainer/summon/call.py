@@ -25,19 +25,19 @@ from paramd.trainer.summon.wrappers import FlatParameters, ShardedParameters, fo
 NAME = "summon_full_params"
 GRADIENT = "gradient of "
 REFUSAL_TIMEOUT_S = 10.0
-"""A rank that cannot go on waits no longer than this for others to tell them."""
+"""Longest wait of a rank that refuses, to tell the others why."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Edits:
-    """What the block left: full tensors by name, or why they cannot be written back."""
+    """Result of the block: full tensors by name, or why they cannot be written back."""
 
     tensors: Mapping[str, torch.Tensor] = field(default_factory=dict)
     problem: UsageError | None = None
 
 
 class Call:
-    """One rank's part. `meet`, `show`, then `abandon`, or `edits` and `finish`."""
+    """One rank's side. Call `meet`, `show`, then `abandon`, or `edits` and `finish`."""
 
     def __init__(self, module: nn.Module, arguments: Arguments) -> None:
         self._module = module
@@ -55,7 +55,7 @@ class Call:
         self._full: FullTensors | None = None
 
     def meet(self, timeout_s: float) -> None:
-        """Looks at the module, and waits for the other ranks; changes nothing else."""
+        """Check the module and wait for the other ranks; change nothing else."""
         refusal: ParamdError | None = None
         try:
             guards.check_idle(self._module)
@@ -69,6 +69,7 @@ class Call:
         except ParamdError as error:
             refusal = error
         if refusal is not None:
+            # Still meet: the others learn the reason instead of waiting out their timeout.
             word = Word(question="", refusal=str(refusal))
             try:
                 self._meetings.enter(word, timeout_s=min(timeout_s, REFUSAL_TIMEOUT_S))
@@ -79,7 +80,7 @@ class Call:
 
     @torch.no_grad()
     def show(self, inside: ExitStack) -> dict[str, nn.Parameter]:
-        """Gathers and swaps; `inside` gets what undoes it. Collective."""
+        """Gather and swap in full tensors; `inside` receives the undo steps. Collective."""
         arguments = self._arguments
         locals = [_local(h.names[0], h, h.shards) for h in self._holdings]
         if arguments.with_grads:
@@ -109,7 +110,7 @@ class Call:
         return {name: self._params[h.names[0]] for h in self._holdings for name in h.names}
 
     def edits(self) -> Edits:
-        """What the block left in the place of each parameter."""
+        """Collect what the block left in each parameter's place."""
         found: dict[str, torch.Tensor] = {}
         if not self._arguments.writeback:
             return Edits()
@@ -126,16 +127,17 @@ class Call:
         return Edits(tensors=found)
 
     def abandon(self, error: BaseException) -> None:
-        """Tells the other ranks that the block raised here, so that nobody keeps edits."""
+        """Tell the other ranks that the block raised here, so that no rank keeps edits."""
         if self._arguments.writeback:
             self._meetings.leave(self._number, f"raised {type(error).__name__} in its block")
 
     @torch.no_grad()
     def finish(self, edits: Edits) -> None:
-        """Writes the edits back, on all ranks or on none. Collective with writeback."""
+        """Write the edits back, on all ranks or none. Collective with writeback."""
         if not self._arguments.writeback:
             return
         problem = edits.problem
+        # No rank writes before all have ended their blocks well: all or none.
         self._meetings.leave(self._number, "" if problem is None else f"cannot: {problem}")
         if problem is not None:
             raise problem
@@ -164,7 +166,11 @@ class Call:
             self._swap.put(place, param)
 
     def _value(self, holding: Holding) -> torch.Tensor:
-        """What stands in the parameter's places, if it fits; assigned in one is enough."""
+        """The parameter's value now; an assignment in any one of its places counts.
+
+        Raises:
+            UsageError: it was removed, or its shape changed.
+        """
         name, ours = holding.names[0], self._params[holding.names[0]]
         value: torch.Tensor = ours
         for place in holding.places:
@@ -207,7 +213,7 @@ def _local(name: str, holding: Holding, shards: tuple[LocalShard, ...]) -> Local
 
 @contextmanager
 def _updates(modules: list[nn.Module]) -> Iterator[None]:
-    """The update windows of the attachments that serve any of these modules."""
+    """Open an update window of every attachment that serves one of these modules."""
     mine = {id(module) for module in modules}
     with ExitStack() as windows:
         for attachment in list(attached.values()):

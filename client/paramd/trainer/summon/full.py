@@ -18,7 +18,7 @@ from paramd.trainer.summon.wire import Wire, write_changes
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Local:
-    """What this rank has of one tensor; perhaps nothing."""
+    """What this rank holds of one tensor; possibly nothing."""
 
     name: str
     shape: tuple[int, ...]
@@ -31,7 +31,7 @@ class Local:
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """One region of one tensor, and the positions of the ranks that hold it."""
+    """One region of one tensor, and the positions of the ranks holding it."""
 
     name: str
     region: Region
@@ -39,18 +39,18 @@ class _Part:
 
 
 class FullTensors:
-    """Fills full tensors and writes them back. Collective in the same order on all ranks.
+    """Fills full tensors and writes them back. Collective, in the same order on all ranks.
 
-    The tensors are those that any rank has elements of; the others do not exist.
+    Covers tensors of which any rank has elements; others are left out.
 
     Args:
         wire: the ranks.
-        locals: what this rank has; the same names on all ranks.
-        rank0_only: the first rank alone gets full tensors.
-        device: where full tensors go; None keeps each on the device of its shards.
+        locals: what this rank holds; the same names on all ranks.
+        rank0_only: only the first rank gets full tensors.
+        device: where full tensors go; None keeps each on its shards' device.
 
     Raises:
-        UsageError: ranks disagree on a tensor, or nobody holds some of its elements.
+        UsageError: ranks disagree on a tensor, or no rank holds some of its elements.
     """
 
     def __init__(
@@ -88,7 +88,7 @@ class FullTensors:
         return not self._rank0_only or self._wire.index == 0
 
     def fill(self) -> dict[str, torch.Tensor]:
-        """New full tensors by name; none when this rank does not get them. Collective."""
+        """New full tensors by name; empty if this rank gets none. Collective."""
         full: dict[str, torch.Tensor] = {}
         if self.shows:
             for name, local in self._locals.items():
@@ -112,11 +112,11 @@ class FullTensors:
         return full
 
     def write_back(self, edited: Mapping[str, torch.Tensor]) -> None:
-        """Writes edited tensors to all shards. Collective if the first rank alone has them.
+        """Write edited tensors to all shards. Collective if only the first rank has them.
 
         Args:
-            edited: full tensors of any dtype and device; those left out stay as they are, and
-                the first rank's choice holds for all if it alone has them.
+            edited: full tensors of any dtype and device; those left out stay as they are. If
+                only the first rank has full tensors, its choice holds for all.
         """
         same = {name: self._like(name, value) for name, value in edited.items()}
         for (name, region), view in self._own.items():
@@ -126,7 +126,7 @@ class FullTensors:
             self._distribute(same)
 
     def _distribute(self, edited: Mapping[str, torch.Tensor]) -> None:
-        """Sends the first rank's tensors to those that hold parts of them."""
+        """Send the first rank's tensors to the ranks holding parts of them."""
         world_size = self._wire.world_size
         elsewhere = [part for part in self._parts if set(part.holders) - {0}]
         single = [part for part in elsewhere if len(set(part.holders) - {0}) == 1]
@@ -160,7 +160,7 @@ class FullTensors:
 
 
 def region_of(full: torch.Tensor, region: Region) -> torch.Tensor:
-    """The view of a row-major full tensor that is the region: a box, or 1-D."""
+    """The region's view of a row-major full tensor: a box, or 1-D for an interval."""
     if isinstance(region, Interval):
         return full.view(-1)[region.begin : region.end]
     view = full
@@ -180,7 +180,7 @@ def _regions(parts: Iterable[_Part], full: Mapping[str, torch.Tensor]) -> dict[i
 def _merged(wire: Wire, locals: Sequence[Local]) -> Layout:
     mine = encode_local(_described(wire.index, locals))
     everybody = [decode_local(data) for data in wire.exchange(mine)]
-    # A rank without elements of a gradient cannot know whether there is one, and its dtype.
+    # A rank without elements of a gradient does not know if it exists, nor its dtype.
     holders: dict[str, LocalTensor] = {}
     for local in everybody:
         for tensor in local.tensors:
@@ -199,7 +199,7 @@ def _known(local: LocalLayout, holders: Mapping[str, LocalTensor]) -> LocalLayou
 
 
 def _described(index: int, locals: Sequence[Local]) -> LocalLayout:
-    """There is no arena here: offsets only keep count."""
+    """A local layout without an arena: its offsets only number the bytes."""
     tensors, end = [], 0
     for local in locals:
         pieces = []

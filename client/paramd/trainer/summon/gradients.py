@@ -1,4 +1,4 @@
-"""What this rank holds of each parameter's gradient, in the same words as for parameters."""
+"""What this rank holds of each parameter's gradient, described as for parameters."""
 
 from __future__ import annotations
 
@@ -20,22 +20,22 @@ from paramd.trainer.summon.wrappers import FlatParameters, ShardedParameters
 
 @dataclass(frozen=True, slots=True, eq=False)
 class GradientHolding:
-    """One gradient. Without shards there is none on this rank, or no element of it."""
+    """One gradient. No shards: this rank has no gradient, or no element of it."""
 
     shards: tuple[LocalShard, ...]
     expected: bool
-    """Whether this rank holds elements of the parameter, so must have the gradient if any has."""
+    """Whether this rank holds elements of the parameter, so has the gradient if any rank does."""
     commit: Callable[[], None] | None = None
-    """Carries what was written to the shards over to the gradient, where they are no views."""
+    """Copies the shards back to the gradient, where they are not views of it."""
 
 
 def check_gradients(
     holdings: Iterable[Holding], flat: FlatParameters, sharded: ShardedParameters
 ) -> None:
-    """Refuses gradients that are not there yet as shards.
+    """Refuse gradients that are still unsharded.
 
     Raises:
-        ConflictError: backwards without synchronization have been accumulating one.
+        ConflictError: one is being accumulated by backwards without synchronization.
     """
     for holding in holdings:
         module, name = holding.places[0]
@@ -63,10 +63,10 @@ def find_gradient(
 ) -> GradientHolding:
     """The gradient of a parameter, as this rank holds it.
 
-    Collective for DTensors whose gradient is placed otherwise than the parameter.
+    Collective for DTensors whose gradient has other placements than the parameter.
 
     Raises:
-        ConflictError: it is sparse or otherwise no plain tensor.
+        ConflictError: it is sparse or otherwise not a plain tensor.
     """
     expected = any(shard.region.numel for shard in holding.shards)
     module, name = holding.places[0]
@@ -98,7 +98,7 @@ def _dense(holding: Holding, param: torch.Tensor, expected: bool) -> GradientHol
 
 
 def _leaf(param: torch.Tensor) -> torch.Tensor:
-    """The parameter that has the gradient: torch's TP+DDP leaves a DTensor made of it."""
+    """The tensor that holds the gradient: torch's TP+DDP leaves a DTensor derived from it."""
     if param.is_leaf or param.grad_fn is None:
         return param
     (source, *_) = param.grad_fn.next_functions[0]
@@ -107,7 +107,7 @@ def _leaf(param: torch.Tensor) -> torch.Tensor:
 
 
 def _placed_like(grad: Any, param: Any) -> tuple[torch.Tensor, Callable[[], None] | None]:
-    """The gradient with the parameter's placements, and how to write it back."""
+    """The gradient under the parameter's placements, and how to write it back."""
     grad._local_tensor = wait_for_gradient(grad._local_tensor)
     if grad.placements == param.placements:
         return grad.detach(), None
@@ -127,7 +127,7 @@ def _placed_like(grad: Any, param: Any) -> tuple[torch.Tensor, Callable[[], None
 
 
 def _partial_only(grad: Any, param: Any) -> bool:
-    """Whether placing it back needs no communication, so that each rank may leave it out."""
+    """Whether writing it back needs no communication, so that a rank may skip it."""
     return all(
         one == other or one.is_partial()
         for one, other in zip(grad.placements, param.placements, strict=True)
@@ -135,14 +135,14 @@ def _partial_only(grad: Any, param: Any) -> bool:
 
 
 def _placed_back(placed: Any, grad: Any) -> torch.Tensor:
-    """The local tensor of `placed` with the placements of `grad`."""
+    """The local tensor of `placed` under the placements of `grad`."""
     from torch.distributed.tensor import Replicate
 
     whole = [Replicate() if p.is_partial() else p for p in grad.placements]
     local = wait_for_gradient(placed.redistribute(placements=whole)._local_tensor)
     coordinate = grad.device_mesh.get_coordinate()
     for axis, placement in enumerate(grad.placements):
-        # Of a sum the first rank has all and the others nothing; an average is the same on all.
+        # A sum goes wholly to the first rank, zeros elsewhere; an average is equal on all.
         if placement.is_partial("sum") and coordinate[axis] != 0:
             local = torch.zeros_like(local)
     return local

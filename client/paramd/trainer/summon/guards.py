@@ -1,4 +1,4 @@
-"""When a rank may not summon: in compiled code, in a forward, in a backward, or again."""
+"""When a rank may not summon: in compiled code, a forward, a backward, or nested."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from paramd.errors import ConflictError
 _FORWARD_CODE = nn.Module._call_impl.__code__
 
 summoned: dict[tuple[int, str], str] = {}
-"""Places (id of a module, name in it) whose parameters are summoned now, and their names."""
+"""Names of the parameters summoned now, by place (module id, name in the module)."""
 
 
 def check_not_compiling() -> None:
-    """Refuses calls from code that torch.compile traces or runs.
+    """Refuse calls from code that torch.compile traces or runs.
 
     Raises:
-        ConflictError: it is called from there.
+        ConflictError: called from such code.
     """
     compiled = torch.compiler.is_compiling()
     if not compiled:
-        # The part of a compiled function that is not traced runs as usual, with this set.
+        # Untraced parts of a compiled function run as usual, but with this callback set.
         callback = torch._C._dynamo.eval_frame.get_eval_frame_callback()
         compiled = callback is not None and callback is not False
     if compiled:
@@ -36,11 +36,11 @@ def check_not_compiling() -> None:
 
 
 def check_idle(module: nn.Module) -> None:
-    """Refuses while a forward or a backward runs.
+    """Refuse while a forward or a backward runs.
 
     Raises:
-        ConflictError: a forward of `module`, of a part of it or of what contains it is running
-            in this thread, or a backward is.
+        ConflictError: this thread is in a backward, or in a forward of `module`, of a part of it
+            or of a module containing it.
     """
     if torch._C._current_graph_task_id() != -1:
         raise ConflictError(
@@ -65,10 +65,10 @@ def _running_forwards(frame: FrameType | None) -> Iterable[nn.Module]:
 
 
 def check_not_summoned(places: Iterable[tuple[nn.Module, str]]) -> None:
-    """Refuses to summon what is summoned already.
+    """Refuse places that are already summoned.
 
     Raises:
-        ConflictError: one of the places is; the message names it.
+        ConflictError: one is; the message names it.
     """
     for module, name in places:
         inside = summoned.get((id(module), name))

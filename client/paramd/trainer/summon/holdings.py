@@ -42,13 +42,13 @@ class Holding:
 
 
 def find_holdings(module: nn.Module, *, recurse: bool) -> list[Holding]:
-    """The parameters under `module`, in the order of its tree; tied ones once.
+    """The parameters under `module`, in tree order; tied ones once.
 
-    Without `recurse`, those that FSDP modules below manage are left out: what remains is
-    what `module` itself manages, if it is an FSDP module, and what no FSDP module manages.
+    Without `recurse`, those managed by FSDP modules below are left out: what remains is managed
+    by `module` itself, if it is an FSDP module, or by no FSDP module.
 
     Raises:
-        ConflictError: a parameter is of a kind whose elements cannot be told exactly.
+        ConflictError: a parameter of a kind whose elements cannot be determined exactly.
     """
     left_out = set() if recurse else _managed_below(module)
     found = []
@@ -68,7 +68,7 @@ def find_holdings(module: nn.Module, *, recurse: bool) -> list[Holding]:
 
 def _requires_grad(place: tuple[nn.Module, str], shard: LocalShard) -> bool:
     module, name = place
-    # A flat parameter that some original ones are hidden behind cannot tell of each of them.
+    # A flat parameter cannot tell for each of the original ones behind it.
     registered = module._parameters.get(name)
     return (registered if registered is not None else shard.slot.tensor()).requires_grad
 
@@ -82,7 +82,7 @@ def _managed_below(module: nn.Module) -> set[object]:
 
 
 def _wraps(module: nn.Module, inner: nn.Module) -> bool:
-    """Whether only wrappers (DDP, torch.compile, ...) stand between the two."""
+    """Whether only wrappers (DDP, torch.compile, ...) are between the two."""
     chain = [found for prefix, found in walk(module) if prefix == ""]
     return any(found is inner for found in chain)
 
@@ -93,7 +93,7 @@ def _keys(modules: Sequence[nn.Module]) -> set[object]:
 
 
 def is_fsdp(module: nn.Module) -> bool:
-    """Whether it is wrapped by FullyShardedDataParallel or by `fully_shard`."""
+    """Whether it is a FullyShardedDataParallel or `fully_shard` module."""
     return any(
         cls is not None and isinstance(module, cls)
         for cls in (
@@ -106,6 +106,6 @@ def is_fsdp(module: nn.Module) -> bool:
 
 
 def digest(holdings: Sequence[Holding]) -> str:
-    """Short, and the same on all ranks that have the same parameters."""
+    """A short digest, equal on all ranks that have the same parameters."""
     text = repr([(h.names, h.shape, h.shards[0].dtype, h.requires_grad) for h in holdings])
     return hashlib.sha256(text.encode()).hexdigest()[:16]

@@ -1,12 +1,11 @@
-"""All ranks come to one place, or none goes on: with a time limit, naming who is missing.
+"""A barrier with a timeout that names the missing ranks: all proceed or none does.
 
-It works over the store of the process group, not over collectives: a collective that one
-rank never joins hangs until the group's own timeout, and with NCCL ends the process.
+It works over the process group's store, not collectives: a collective that one rank never joins
+hangs until the group's own timeout, and with NCCL kills the process.
 
-Calls are numbered. The first to write the verdict of a meeting decides for all: the last
-rank to come writes "go" (or why not), a rank whose time is up writes "failed". A rank that
-comes to a call which failed without it goes on to the next number, so that the ranks find
-each other again after a failure.
+Calls are numbered. The first verdict written decides a meeting for all: the last rank to arrive
+writes "go" (or why not), a rank that times out writes "failed". A rank that arrives at a call
+which failed without it moves on to the next number, so ranks meet again after a failure.
 """
 
 from __future__ import annotations
@@ -23,23 +22,23 @@ from paramd.errors import AbortedError, ConflictError, DeadlineError, ParamdErro
 FIRST_POLL_S = 0.0002
 LONGEST_POLL_S = 0.02
 LEAVE_TIMEOUT_S = 1800.0
-"""Longest wait for ranks that are still in their block."""
+"""Longest wait for ranks still in their block."""
 
 _next_numbers: dict[str, int] = {}
-"""Next call of each series. Kept when process groups come and go: their store may stay."""
+"""Next call number of each series. Outlives process groups, since their store may too."""
 
 _stale_keys: dict[str, list[str]] = {}
-"""Keys of finished meetings of each series that this rank will delete."""
+"""Keys of finished meetings, by series, that this rank will delete."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Word:
-    """What a rank says when it comes to enter."""
+    """What a rank says on arrival."""
 
     question: str
     """Must be the same on all ranks."""
     refusal: str = ""
-    """Why this rank cannot go on; then nobody does."""
+    """Why this rank cannot proceed; then no rank does."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,10 +48,10 @@ class _Verdict:
 
 
 class Meetings:
-    """The meetings of some ranks. Without a process group there is nobody to wait for.
+    """The meetings of some ranks. A single rank has no one to wait for.
 
     Args:
-        name: names the calls in messages.
+        name: the call's name in messages.
         ranks: global ranks, ascending, this one included.
     """
 
@@ -66,12 +65,12 @@ class Meetings:
         self._series = "all" if everybody else "-".join(map(str, ranks))
 
     def enter(self, word: Word, *, timeout_s: float) -> int:
-        """Waits until all ranks have come. Returns the number of the call.
+        """Wait until all ranks have arrived. Return the number of the call.
 
-        All-or-none: it returns on all ranks, or raises on every rank that came.
+        All or none: returns on all ranks, or raises on every rank that arrived.
 
         Raises:
-            DeadlineError: ranks did not come within `timeout_s`; the message names them.
+            DeadlineError: ranks missing after `timeout_s`; the message names them.
             ConflictError: a rank refused, or ranks asked different questions.
         """
         if self._store is None:
@@ -81,6 +80,7 @@ class Meetings:
         while True:
             number = _next_numbers.get(self._series, 0)
             _next_numbers[self._series] = number + 1
+            # One that was decided without us has failed: meet the others at the next.
             if not self._has(number, "enter", "verdict"):
                 break
         message = json.dumps([word.question, word.refusal])
@@ -92,15 +92,15 @@ class Meetings:
         return number
 
     def leave(self, number: int, problem: str, *, timeout_s: float = LEAVE_TIMEOUT_S) -> None:
-        """Waits until all ranks have come to the end of their block, unless one has a problem.
+        """Wait until all ranks have reached the end of their block, unless one has a problem.
 
         Args:
-            problem: why nobody should go on, empty if this rank can. With a problem it waits
-                for nobody.
+            problem: why no rank should proceed; empty if this one can. With a problem, returns
+                at once.
 
         Raises:
             AbortedError: another rank had a problem.
-            DeadlineError: ranks did not come within `timeout_s`.
+            DeadlineError: ranks missing after `timeout_s`.
         """
         if self._store is None:
             return
@@ -115,12 +115,14 @@ class Meetings:
     def _meet(self, number: int, part: str, message: str, timeout_s: float) -> _Verdict:
         assert self._store is not None
         deadline = time.monotonic() + timeout_s
+        # The message before the count: the last rank counted judges all messages.
         self._store.set(self._key(number, part, str(self._me)), message)
         if self._store.add(self._key(number, part, "came"), 1) == len(self._ranks):
             self._decide(number, part, self._judged(number, part))
         pause_s = FIRST_POLL_S
         while not self._has(number, part, "verdict"):
             if time.monotonic() > deadline:
+                # May lose to a verdict written meanwhile; the one read below counts.
                 self._decide(number, part, self._missing(number, part, timeout_s))
                 break
             time.sleep(pause_s)
@@ -158,6 +160,7 @@ class Meetings:
     def _decide(self, number: int, part: str, verdict: _Verdict) -> None:
         assert self._store is not None
         message = json.dumps([verdict.state, verdict.text])
+        # Only sets a missing key: the first verdict stands.
         self._store.compare_set(self._key(number, part, "verdict"), "", message)
 
     def _has(self, number: int, part: str, name: str) -> bool:
@@ -165,7 +168,7 @@ class Meetings:
         return bool(self._store.check([self._key(number, part, name)]))
 
     def _tidy(self, number: int, part: str) -> None:
-        """Deletes the keys of earlier meetings: who came to this one has read their verdicts."""
+        """Delete keys of earlier meetings: all ranks here have read those verdicts."""
         assert self._store is not None
         stale = _stale_keys.setdefault(self._series, [])
         if part == "enter":

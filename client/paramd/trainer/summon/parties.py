@@ -12,7 +12,7 @@ from paramd.trainer.summon.wire import Wire
 from paramd.trainer.summon.wrappers import FlatParameters, ShardedParameters
 
 _groups: dict[tuple[str, tuple[int, ...]], dist.ProcessGroup] = {}
-"""Process groups made for parties that are not the whole world."""
+"""Process groups created for parties smaller than the world."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,7 +22,7 @@ class Party:
     ranks: tuple[int, ...]
 
     def wire(self, devices: Sequence[torch.device]) -> Wire:
-        """The way between them, for tensors on these devices. Collective when first asked."""
+        """The wire between them, for tensors on these devices. Collective on first use."""
         if len(self.ranks) == 1:
             return Wire(ranks=self.ranks, index=0, group=None, device=torch.device("cpu"))
         group = _group_of(self.ranks)
@@ -35,9 +35,9 @@ class Party:
 
 
 def find_party(flat: FlatParameters, sharded: ShardedParameters) -> Party:
-    """All ranks; or those of the FSDP modules, if all of these have the same fewer ranks.
+    """All ranks, or those of the FSDP modules if these all span the same subset.
 
-    So each stage of a pipeline, which is a model of its own, can be summoned by itself.
+    So each pipeline stage, a model of its own, can be summoned separately.
     """
     if not (dist.is_available() and dist.is_initialized()):
         return Party((0,))
@@ -62,7 +62,7 @@ def _group_of(ranks: tuple[int, ...]) -> dist.ProcessGroup:
 
 
 def _wire_device(group: dist.ProcessGroup, devices: Sequence[torch.device]) -> torch.device:
-    """Where the tensors are, if the backend goes there; else the backend's own device."""
+    """The tensors' device, if the backend supports it; else the backend's own."""
     types = [device.type for device in group._device_types]
     for device in devices:
         if device.type in types:

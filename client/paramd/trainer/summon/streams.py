@@ -1,9 +1,9 @@
-"""Which rank sends which elements, in which order. Pure: every rank works out the same.
+"""Which rank sends which elements, in which order. Pure: every rank computes the same plan.
 
-A *part* is one region of one tensor. What a rank has to send is a *stream*: some of the
-parts, or runs of their elements, laid end to end. Streams are about equally long, whatever
-the sharding: a part that several ranks hold is divided among them. All streams are cut at
-the same byte counts, so one collective moves the next span of every stream.
+A *part* is one region of one tensor. A *stream* is what one rank sends: parts, or runs of their
+elements, laid end to end. Streams are about equally long whatever the sharding, since a part
+held by several ranks is divided among them. All are cut at the same byte offsets, so one
+collective moves the next span of every stream.
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 ALIGNMENT_BYTES = 16
-"""Every run begins at a multiple of it, and so does every span: elements are never cut."""
+"""Runs and spans begin at multiples of this, so that no element is cut."""
 
 MIN_DIVIDED_BYTES = 1 << 16
-"""Parts below this are sent by one holder; dividing them saves nothing."""
+"""Smaller parts are sent by one holder; dividing them saves nothing."""
 
 MIN_SPAN_BYTES = 1 << 18
 MAX_SPAN_BYTES = 1 << 23
@@ -23,17 +23,17 @@ MAX_SPAN_BYTES = 1 << 23
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """One region that has to travel."""
+    """One region to send."""
 
     numel: int
     item_bytes: int
     senders: tuple[int, ...]
-    """Ranks that can send it, ascending."""
+    """Ranks able to send it, ascending."""
 
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """Elements `[begin, end)` of a part, row-major, at a place of a stream."""
+    """Elements `[begin, end)` of a part, row-major, at a place in a stream."""
 
     part: int
     begin: int
@@ -92,10 +92,10 @@ def stream_bytes(stream: Sequence[Run]) -> int:
 def span_bytes(
     world_size: int, budget_bytes: int, longest_bytes: int, max_bytes: int = MAX_SPAN_BYTES
 ) -> int:
-    """Bytes of each stream that one collective moves, at most `max_bytes`.
+    """Bytes of each stream moved by one collective, at most `max_bytes`.
 
-    `world_size + 1` spans are in memory at a time; they stay within the budget, but for a
-    floor below which collectives get too many.
+    `world_size + 1` spans are in memory at once; they stay within the budget, except for a
+    floor that keeps the number of collectives down.
     """
     wanted = min(budget_bytes // (world_size + 1), max_bytes, longest_bytes)
     floor = min(MIN_SPAN_BYTES, longest_bytes)
@@ -103,7 +103,7 @@ def span_bytes(
 
 
 def spans(stream: Iterable[Run], size_bytes: int, count: int) -> list[list[Cut]]:
-    """The stream cut into `count` spans of `size_bytes`; those after its end are empty."""
+    """The stream cut into `count` spans of `size_bytes`; those past its end are empty."""
     found: list[list[Cut]] = [[] for _ in range(count)]
     for run in stream:
         item, at, begin = run.item_bytes, run.at_bytes, run.begin

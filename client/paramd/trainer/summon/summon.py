@@ -25,40 +25,40 @@ def summon_full_params(
     *,
     timeout_s: float | None = None,
 ) -> Iterator[dict[str, nn.Parameter]]:
-    """Inside the block the parameters of `module` are plain full tensors, under their names.
+    """Make the parameters of `module` plain full tensors, under their names, inside the block.
 
     For plain, DDP, FSDP1, FSDP2, HSDP and tensor-parallel modules and their compositions,
-    attached to a sidecar or not. Collective: every rank calls it at the same place, between
+    attached to a sidecar or not. Collective: every rank calls it at the same point, between
     two steps, with the same arguments. Inside, `module.named_parameters()` are full
-    `nn.Parameter`s in the precision that the optimizer sees; afterwards the very same objects
-    are registered as before, whatever happened inside. Buffers are not touched.
+    `nn.Parameter`s in the precision the optimizer sees; afterwards the original objects are
+    registered again, whatever happened inside. Buffers are left alone.
 
-    Edits are copies until the block ends: then they are on all ranks or on none. None keeps
-    them when the block raised on any rank. For an attached module they are one update: the
-    step rises by one, and nobody who reads through the sidecar sees a part of them.
+    Edits are made to copies and applied when the block ends, on all ranks or none: if the block
+    raised on any rank, no rank keeps them. For an attached module they are one update: the step
+    rises by one, and readers never see a part of them.
 
     Args:
-        module: the root, or any module of the tree.
+        module: the root, or any module in the tree.
         recurse: False leaves out what FSDP modules below `module` manage.
         writeback: keep edits of values, and with `with_grads` of gradients. Assigning
             another tensor of the same shape counts as an edit.
-        rank0_only: the first rank alone gets full tensors, and its edits reach all ranks. The
-            others keep their shards, and need hardly any memory.
-        offload_to_cpu: the full tensors are in host memory.
+        rank0_only: only the first rank gets full tensors, and its edits reach all ranks. The
+            others keep their shards and need hardly any memory.
+        offload_to_cpu: put the full tensors in host memory.
         with_grads: full parameters have full gradients; those that are None stay None.
-        timeout_s: longest wait for the other ranks to come, in seconds; None takes
+        timeout_s: longest wait for the other ranks, in seconds; None takes
             `PARAMD_SUMMON_TIMEOUT_S`, else 60.
 
     Yields:
-        The full parameters by the names of a state dict, tied ones under each name; empty
-        where this rank gets none.
+        The full parameters by state dict name, tied ones under each name; empty where this rank
+        gets none.
 
     Raises:
         ConflictError: in a forward or backward, in a region of torch.compile, nested on the
             same parameters, different arguments, or a parameter that cannot be gathered.
-        DeadlineError: ranks did not come; the message names them. Nothing has changed.
+        DeadlineError: ranks did not arrive; the message names them. Nothing has changed.
         AbortedError: the block raised on another rank, so no edit was kept.
-        UsageError: a parameter or gradient was removed or got another shape in the block.
+        UsageError: a parameter or gradient was removed or changed shape in the block.
 
     Source: `FullyShardedDataParallel.summon_full_params` of PyTorch.
     """

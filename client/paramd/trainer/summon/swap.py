@@ -1,4 +1,4 @@
-"""Puts parameters in the place of those that modules have registered, and back."""
+"""Swap other parameters in for those that modules have registered, and back."""
 
 from __future__ import annotations
 
@@ -16,37 +16,37 @@ Place = tuple[nn.Module, str]
 
 @dataclass(slots=True)
 class _Before:
-    """What a module had."""
+    """A module's state before the swap."""
 
     module: nn.Module
     parameters: dict[str, nn.Parameter | None]
-    """The whole table, for its order counts."""
+    """The whole table, since its order matters."""
     attributes: dict[str, Any]
-    """Attributes that hid a parameter of the same name."""
+    """Attributes that shadowed a parameter of the same name."""
     ours: set[str]
 
 
 class Swap:
-    """The places of one call. `restore` brings the very same objects back."""
+    """The places of one call. `restore` puts the original objects back."""
 
     def __init__(self) -> None:
         self._before: dict[int, _Before] = {}
         self._announced: list[tuple[int, str]] = []
 
     def announce(self, places: Iterable[Place], name: str) -> None:
-        """Notes that these places are summoned, whether or not this rank swaps them."""
+        """Mark these places as summoned, whether or not this rank swaps them."""
         for module, attribute in places:
             summoned[id(module), attribute] = name
             self._announced.append((id(module), attribute))
 
     def hide(self, place: Place) -> None:
-        """Takes a registered parameter out of sight."""
+        """Hide a registered parameter."""
         module, name = place
         self._remember(module).ours.add(name)
         module._parameters.pop(name, None)
 
     def put(self, place: Place, param: nn.Parameter) -> None:
-        """Registers `param` there."""
+        """Register `param` at `place`."""
         module, name = place
         before = self._remember(module)
         before.ours.add(name)
@@ -56,13 +56,13 @@ class Swap:
         module._parameters[name] = param
 
     def found(self, place: Place) -> torch.Tensor | None:
-        """What stands there now: a block may have put something else there."""
+        """The tensor at `place` now; the block may have put another one there."""
         module, name = place
         value = module._parameters.get(name)
         return value if value is not None else vars(module).get(name)
 
     def restore(self) -> None:
-        """Everything is as before, but for what the block registered under new names."""
+        """Restore everything, keeping what the block registered under new names."""
         for before in self._before.values():
             table = before.module._parameters
             new = {

@@ -1,7 +1,7 @@
-"""Moves parts between ranks with few, equally long collectives and little memory.
+"""Move parts between ranks with few, equally long collectives and little memory.
 
 Everything travels as bytes, in spans of `streams.span_bytes`. The collectives run on the
-process group of the training, on a device that its backend knows.
+training's process group, on a device its backend supports.
 """
 
 from __future__ import annotations
@@ -17,19 +17,19 @@ from paramd.layout.types import Interval
 from paramd.trainer.summon.streams import MAX_SPAN_BYTES, Cut, Run, span_bytes, spans, stream_bytes
 
 MAX_THRIFTY_BYTES = 1 << 20
-"""Spans where memory counts: gloo copies them, and its threads' heaps keep several copies."""
+"""Largest span where memory matters: gloo copies spans, and its threads keep several copies."""
 
 Views = Mapping[int, torch.Tensor]
-"""Tensors by the index of their part; what a rank neither has nor wants is missing."""
+"""Tensors by part index; parts a rank neither has nor wants are missing."""
 
 
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-"""For comparing bytes, by their number: equal floats may have different ones."""
+"""Integer dtypes by itemsize, to compare bits: equal floats may differ in theirs."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Wire:
-    """The ranks that take part, and where their bytes may travel."""
+    """The ranks taking part, and how their bytes travel."""
 
     ranks: tuple[int, ...]
     """Global ranks, ascending."""
@@ -44,14 +44,14 @@ class Wire:
         return len(self.ranks)
 
     def exchange(self, message: bytes) -> list[bytes]:
-        """Everybody's message, by position. Collective."""
+        """All ranks' messages, by position. Collective."""
         if self.group is None:
             return [message]
         size = torch.tensor([len(message)], dtype=torch.int64, device=self.device)
         sizes = torch.empty(self.world_size, dtype=torch.int64, device=self.device)
         _all_gather(sizes, size, self.group)
         lengths: list[int] = sizes.tolist()
-        # Messages are padded to the longest, as all-gather wants equal parts.
+        # Padded to the longest message, since all-gather wants equal parts.
         mine = torch.zeros(max(lengths), dtype=torch.uint8)
         mine[: len(message)] = torch.frombuffer(bytearray(message), dtype=torch.uint8)
         everybody = torch.empty(
@@ -70,13 +70,13 @@ class Wire:
         only_to_first: bool,
         budget_bytes: int,
     ) -> None:
-        """Brings every stream to all ranks, or to the first alone. Collective.
+        """Send every stream to all ranks, or only to the first. Collective.
 
         Args:
             streams: by position, the same on all ranks.
             sources: the parts of this rank's own stream.
             targets: the parts this rank wants.
-            budget_bytes: memory for what is on its way, about.
+            budget_bytes: approximate memory for data in flight.
         """
         plan = self._spans(streams, budget_bytes, thrifty=only_to_first)
         if plan is None:
@@ -101,7 +101,7 @@ class Wire:
     def scatter(
         self, streams: Sequence[Sequence[Run]], sources: Views, targets: Views, budget_bytes: int
     ) -> None:
-        """Sends each rank its stream from the first rank. Collective."""
+        """Send each rank its stream from the first rank. Collective."""
         plan = self._spans(streams, budget_bytes)
         if plan is None:
             return
@@ -124,7 +124,7 @@ class Wire:
     def broadcast(
         self, stream: Sequence[Run], sources: Views, targets: Views, budget_bytes: int
     ) -> None:
-        """Sends one stream from the first rank to all. Collective."""
+        """Send one stream from the first rank to all. Collective."""
         plan = self._spans([stream], budget_bytes)
         if plan is None:
             return
@@ -151,13 +151,13 @@ class Wire:
 
 
 def _all_gather(output: torch.Tensor, mine: torch.Tensor, group: dist.ProcessGroup | None) -> None:
-    # The old name warns since torch 2.13, the new one is not there before.
+    # The old name warns since torch 2.13; the new one does not exist before.
     gather = getattr(dist, "all_gather_single", None)
     (gather if gather is not None else dist.all_gather_into_tensor)(output, mine, group=group)
 
 
 def _packed(cuts: Sequence[Cut], sources: Views, buffer: torch.Tensor) -> torch.Tensor:
-    """The bytes of one span: in the buffer, or where they are if they lie there just so."""
+    """The bytes of one span: packed into the buffer, or in place if already laid out so."""
     if len(cuts) == 1:
         piece = next(_pieces(sources[cuts[0].part], cuts[0]))
         fills = piece.numel() * piece.itemsize == buffer.numel()
@@ -172,7 +172,7 @@ def _packed(cuts: Sequence[Cut], sources: Views, buffer: torch.Tensor) -> torch.
 
 
 def write_changes(target: torch.Tensor, source: torch.Tensor) -> None:
-    """Copies unless the bytes are equal, so that a forward may still go backward if they are.
+    """Copy unless the bytes are equal: an unneeded write would break a pending backward.
 
     Source: autograd, which refuses tensors written since it saved them.
     """
@@ -200,7 +200,7 @@ def _unpack(
 
 
 def _pieces(view: torch.Tensor, cut: Cut) -> Iterator[torch.Tensor]:
-    """The elements of a run, row-major, as few views of the tensor as its memory allows."""
+    """The elements of a cut, row-major, as few views of the tensor as its memory allows."""
     if view.is_contiguous():
         yield view.view(-1)[cut.begin : cut.end]
         return

@@ -1,7 +1,7 @@
 """What FSDP and DDP modules must know while their parameters are summoned.
 
-These are the only places that reach into FSDP: is it idle, are its parameters sharded, and
-does it call its parameters by their usual names.
+The only code of summon that reaches into FSDP: is it idle, are its parameters sharded, and does
+it report them under their usual names.
 """
 
 from __future__ import annotations
@@ -45,11 +45,11 @@ class FlatParameters:
             ]
 
     def place(self, module: nn.Module, name: str) -> tuple[Any, int] | None:
-        """The handle that manages this parameter, and its index there."""
+        """The handle managing this parameter, and its index there."""
         return self._places.get((id(module), name))
 
     def hidden(self, places: Iterable[Place]) -> list[Place]:
-        """Where flat parameters stand registered in the place of those original ones."""
+        """Places where flat parameters are registered instead of these original ones."""
         # `module` looks through a checkpoint wrapper, as FSDP does when it registers them.
         return [
             (state.module, "_flat_param")
@@ -64,7 +64,7 @@ class FlatParameters:
             ranks = set(dist.get_process_group_ranks(state.process_group))
             replicas = getattr(state, "_inter_node_pg", None)
             if replicas is not None:
-                # Every rank of the shard group has its replicas at the same distance.
+                # Replicas are at the same rank offset for every rank of the shard group.
                 me = dist.get_rank()
                 others = dist.get_process_group_ranks(replicas)
                 ranks = {rank + other - me for rank in ranks for other in others}
@@ -72,7 +72,7 @@ class FlatParameters:
         return found
 
     def _states_of(self, places: Iterable[Place]) -> list[Any]:
-        """The FSDP modules that manage these, and those that manage nothing themselves."""
+        """The FSDP modules managing these places, and those managing nothing themselves."""
         handles = {id(found[0]) for found in (self.place(*place) for place in places) if found}
         return [s for s in self.states if s._handle is None or id(s._handle) in handles]
 
@@ -90,19 +90,19 @@ class FlatParameters:
                 )
 
     def settle(self) -> None:
-        """Frees low-precision unsharded memory that a forward has left, as FSDP itself does."""
+        """Free low-precision unsharded memory left by a forward, as FSDP itself does."""
         for state, handle in self._left_unsharded():
             if handle._uses_param_mixed_precision:
                 _reshard(state, handle)
 
     def refresh(self) -> None:
-        """Gathers again what a forward has left unsharded, from shards that have changed.
+        """Gather again what a forward left unsharded, from the changed shards. Collective.
 
-        Else the next forward or backward would take it for the parameters. Collective.
+        Otherwise the next forward or backward would use the stale values.
         """
         for state, handle in self._left_unsharded():
             if handle.flat_param.device == handle.device:
-                # Into the same memory: views of it may be registered, or saved by autograd.
+                # Into the same memory, since views of it may be registered or saved by autograd.
                 handle._all_gather_flat_param(handle._get_padded_unsharded_flat_param())
             else:
                 _reshard(state, handle)
@@ -111,7 +111,7 @@ class FlatParameters:
         """FSDP modules whose unsharded memory is still allocated, and their handles."""
         for state in self.states:
             handle = state._handle
-            # Before the first forward nothing can be unsharded.
+            # Nothing can be unsharded before the first forward.
             if handle is None or not hasattr(handle.flat_param, "_local_shard"):
                 continue
             if handle.uses_sharded_strategy and not handle.needs_unshard():
@@ -119,7 +119,7 @@ class FlatParameters:
 
     @contextmanager
     def under_usual_names(self, places: Iterable[Place]) -> Iterator[None]:
-        """`named_parameters` of FSDP modules leaves out their own steps in the names."""
+        """Have FSDP modules' `named_parameters` omit their own name prefixes."""
         states = self._states_of(places)
         if not states:
             yield
@@ -163,11 +163,11 @@ class ShardedParameters:
                 self._params[id(module), name] = fsdp_param
 
     def find(self, module: nn.Module, name: str) -> Any | None:
-        """FSDP's record of this parameter."""
+        """FSDP's record of this parameter, if any."""
         return self._params.get((id(module), name))
 
     def parties(self) -> set[tuple[int, ...]]:
-        """The global ranks over which parameters are sharded or replicated."""
+        """The sets of global ranks over which parameters are sharded or replicated."""
         return {
             tuple(sorted(fsdp_param.sharded_param._spec.mesh.mesh.flatten().tolist()))
             for fsdp_param in self._params.values()
@@ -183,7 +183,7 @@ class ShardedParameters:
                 )
 
     def refresh(self) -> None:
-        """Gathers again what was left unsharded, from shards that have changed. Collective."""
+        """Gather again what was left unsharded, from the changed shards. Collective."""
         for group in self._groups:
             if not group.is_sharded:
                 unsharded = group.is_unsharded
@@ -203,7 +203,7 @@ def _groups_of(state: Any) -> list[Any]:
 
 @contextmanager
 def forwards_refused(modules: Sequence[nn.Module]) -> Iterator[None]:
-    """Forwards of FSDP and DDP modules raise: these would use what is swapped out."""
+    """Make forwards of FSDP and DDP modules raise: they would use what is swapped out."""
     removers: list[Callable[[], None]] = []
     kinds = tuple(
         cls

@@ -33,7 +33,7 @@ _DEVICE = re.compile(r"(?:CON|PRN|AUX|NUL|COM[0-9]|LPT[0-9]|CONIN|CONOUT|CLOCK)(
 
 
 class DestinationKind(Enum):
-    """What stands behind a name."""
+    """The kind of storage behind a name."""
 
     DIRECTORY = "directory"
     S3 = "s3"

@@ -293,6 +293,7 @@ class RankSidecar:
                     self.executor, take_possession, request, handed_back
                 )
             except BaseException:
+                # The previous trainer's memory is gone: nobody owns the sidecar now.
                 self.wait_for_trainer()
                 raise
             self._own(possession)
@@ -380,6 +381,7 @@ class RankSidecar:
         assert self._pins is not None
         loop = asyncio.get_running_loop()
         loop.remove_reader(self._possession.pidfd)
+        # The process has ended, so none of its words changes any more.
         self.ownership = ownership_after_end(self._possession.page.words)
         self._pins.trainer_ended(self.ownership)
         if self._edits is not None:

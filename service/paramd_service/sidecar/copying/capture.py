@@ -320,6 +320,7 @@ class Capture:
         end, state = self._copy(self._page, boundary.spans, at_point=self._at_point)
         took_ns = self._clock_ns() - begin_ns
         self._at_point("boundary-copied")
+        # Read again: SEQ proves the arena, not the memory of the moments.
         still = not boundary.with_moments or words[Word.MOMENTS_STEP] == agreed_step
         if end is CopyEnd.DONE and state.step == agreed_step and still:
             self._note_rate(boundary.size_bytes, took_ns)

@@ -68,7 +68,7 @@ class Gradients:
         self.captured_count = 0
         """Frames captured in a slot."""
         self.missed_count = 0
-        """Frames asked for whose update began, or was left out, before a slot was filled."""
+        """Requested frames that were missed: the update began first, or left its gradients out."""
 
     async def capture(self, step: int, spans: Spans, work: Work) -> tuple[Any, Notes]:
         """Run `work` on the gradients that update `step` consumes; return its result and notes.

@@ -96,7 +96,7 @@ def _reduce(
     begins = sorted(offsets)
     for record, (op, dtype) in zip(records, ops, strict=True):
         if stop:
-            return [], []  # nobody waits for it any more
+            return [], []  # cancelled: nobody waits for the result
         shift = offsets[begins[_at(begins, record.arena_begin)]]
         trial.try_record(
             snapshot, record.arena_begin + shift, memory, record, dtype, before[op], after[op]

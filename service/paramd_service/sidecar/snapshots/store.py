@@ -142,7 +142,7 @@ class SnapshotStore:
 
         Raises:
             ExhaustedError: too many leases or bytes; the caller keeps its hold.
-            ConflictError: the epoch has ended; likewise.
+            ConflictError: the epoch has ended; the caller keeps its hold.
         """
         if self._closed:
             raise ConflictError("the epoch of the snapshot has ended; fetch the layout again")

@@ -1,4 +1,4 @@
-"""Waiting for work that cannot be stopped, and for several at once."""
+"""Awaiting work that cannot be stopped, and several works at once."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ Result = TypeVar("Result")
 
 
 async def all_of(works: Iterable[Coroutine[Any, Any, object]]) -> None:
-    """Does them at once. The first error ends the others and is raised as it is, in no group:
-    whoever asked is told what is wrong, not that some group failed."""
+    """Run them concurrently. The first error cancels the others and is raised as it is, in no
+    group: the caller learns what went wrong, not that some group failed."""
     try:
         async with asyncio.TaskGroup() as group:
             for work in works:
@@ -24,21 +24,21 @@ async def all_of(works: Iterable[Coroutine[Any, Any, object]]) -> None:
 async def uncancelled(
     work: Awaitable[Result], on_cancel: Callable[[], object] = lambda: None
 ) -> Result:
-    """Awaits work on a thread; when cancelled, however often, not before it has ended.
+    """Await work on a thread; cancellation, however often, takes effect only once it has ended.
 
-    The thread uses memory or descriptors that the caller lets go of afterwards. `on_cancel` may
-    ask it to end early. An error that comes after that is dropped: nobody waits for it.
+    The thread uses memory or descriptors that the caller releases afterwards. `on_cancel` may
+    ask it to end early. An error after that is dropped: nobody waits for it.
     """
     running = asyncio.ensure_future(work)
     try:
         return await asyncio.shield(running)
     except asyncio.CancelledError:
         on_cancel()
-        # A call that ran out of time is cancelled by us, and again by gRPC.
+        # A call that timed out is cancelled by us, and again by gRPC.
         while not running.done():
             with suppress(asyncio.CancelledError):
                 await asyncio.wait([running])
-        # Looked at, or the loop would log it with a traceback.
+        # Retrieved, or the loop would log it with a traceback.
         if not running.cancelled():
             running.exception()
         raise

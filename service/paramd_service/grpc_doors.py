@@ -1,7 +1,7 @@
-"""What both gRPC servers do with every call that was let in: it has a place, and is readable.
+"""Admission in both gRPC servers: every call takes a place, and its request must be readable.
 
 Calls that need no ticket have places of their own, so that strangers who hold streams open
-keep nobody out who has one; the others are shared by token. Bytes that are no message are
+cannot lock out ticket holders; the other places are shared by token. Malformed requests are
 refused as such: gRPC itself would log a traceback for each, and answer UNKNOWN.
 """
 
@@ -20,10 +20,10 @@ from paramd.errors import ExhaustedError, ParamdError, UsageError, codes_of
 from paramd_service.shares import Shares, Who
 
 MAX_OPEN_CALLS: Final = 64
-"""Calls of methods that need no ticket."""
+"""Concurrent calls of methods that need no ticket."""
 
 CONNECTION_OPTIONS: Final[tuple[tuple[str, int], ...]] = (
-    # Who connects and says nothing: no HTTP/2, or no call.
+    # Drop connections that stay silent: no HTTP/2, or no call.
     ("grpc.server_handshake_timeout_ms", 10_000),
     ("grpc.max_connection_idle_ms", 300_000),
     # What a stranger may reset and open again without being served is not worth remembering.
@@ -38,7 +38,8 @@ Continuation: TypeAlias = Callable[
 
 
 def raise_descriptor_limit() -> None:
-    """As many connections as the operator permits: gRPC has no cap, and accepts none without one.
+    """Allow as many descriptors as the operator permits: gRPC has no cap on connections, and
+    accepts none without a descriptor.
 
     A process started from a shell has 1,024, which idle strangers would use up.
     """
@@ -48,7 +49,7 @@ def raise_descriptor_limit() -> None:
 
 
 class Doors(grpc.aio.ServerInterceptor):
-    """After the interceptor that knows the caller."""
+    """Runs after the interceptor that identifies the caller."""
 
     def __init__(
         self,
@@ -58,7 +59,7 @@ class Doors(grpc.aio.ServerInterceptor):
         calls: Shares,
         who: Callable[[], Who],
     ) -> None:
-        """`counted` says which other methods take a place of `calls`; `who` calls now."""
+        """`counted`: which other methods take a place of `calls`; `who`: the current caller."""
         self._open_methods = open_methods
         self._counted = counted
         self._calls = calls
@@ -77,7 +78,7 @@ class Doors(grpc.aio.ServerInterceptor):
         if self._counted(method):
             return _Guarded(handler, method, lambda: self._calls.one(self._who())).handler()
         if handler.request_deserializer is None:
-            return handler  # it reads its bytes by itself
+            return handler  # it parses its own bytes
         return _Guarded(handler, method, nullcontext).handler()
 
 
@@ -92,7 +93,7 @@ class _Guarded:
         self._place = place
 
     def handler(self) -> Handler:
-        """What is served in its place."""
+        """The handler to serve instead."""
         make: Any = {
             (False, False): grpc.unary_unary_rpc_method_handler,
             (False, True): grpc.unary_stream_rpc_method_handler,

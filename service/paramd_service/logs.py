@@ -1,8 +1,8 @@
-"""Log lines of the control plane: one JSON object a line, without secrets.
+"""Log lines of the control plane: one JSON object per line, without secrets.
 
 Every line has time, level, logger and event; then job, epoch, rank and step where the call
-gives them (`extra=`), and the id of the request that is served. Sidecars write the same shape
-with fewer means (sidecar/log.py).
+gives them (`extra=`), and the id of the current request. Sidecars write the same format with
+less machinery (sidecar/log.py).
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from typing import Any, TextIO
 from paramd.errors import request_id
 
 FIELDS = ("job", "epoch", "rank", "step")
-"""What `extra=` may add; anything else in it is not written."""
+"""Fields that `extra=` may add; any others are dropped."""
 
 MAX_EVENT_CHARS = 4000
 HIDDEN = "(hidden)"
 
 QUIET = ("httpx2", "httpcore2", "asyncio", "alembic", "sqlalchemy")
-"""Loggers whose lines below WARNING stay out: some hold URLs, and URLs may be secrets."""
+"""Loggers silenced below WARNING: some log URLs, and URLs may hold secrets."""
 
-# Users' tokens, what stands behind "Bearer", and signed tickets, wherever they come from.
+# Users' tokens, whatever follows "Bearer", signed tickets, and credentials in URLs.
 _SECRETS = re.compile(
     r"pmd_[A-Za-z0-9_-]{20,}|(?<=[Bb]earer )[^\s'\"]+|eyJ[\w-]{10,}\.[\w-]{10,}\.[\w-]{20,}"
     r"|(?<=://)[^/\s:@]+:[^/\s@]+(?=@)"
@@ -37,13 +37,13 @@ class JsonFormatter(logging.Formatter):
     """Formats one record as one line of JSON."""
 
     def __init__(self, fields: Mapping[str, Any] | None = None) -> None:
-        """`fields` stand in every line that does not say otherwise."""
+        """`fields` are in every line, unless the call overrides them."""
         super().__init__()
         self._fields = dict(fields) if fields is not None else {}
         self._hidden: tuple[str, ...] = ()
 
     def hide(self, *secrets: str) -> None:
-        """Keeps these texts out of every line from now on."""
+        """Keep these texts out of every line from now on."""
         self._hidden = (*self._hidden, *(secret for secret in secrets if len(secret) >= 8))
 
     def format(self, record: logging.LogRecord) -> str:
@@ -72,13 +72,13 @@ class JsonFormatter(logging.Formatter):
 
 
 class Changes:
-    """Remembers what was said last of each subject, so that a reason is logged when it changes."""
+    """Remembers the last reason per subject, so that a reason is logged only when it changes."""
 
     def __init__(self) -> None:
         self._said: dict[str, str] = {}
 
     def changed(self, subject: str, reason: str) -> bool:
-        """Whether `reason` is news; "" says that all is well again."""
+        """Whether `reason` is new; "" means that all is well again."""
         before = self._said.get(subject, "")
         if reason:
             self._said[subject] = reason
@@ -90,10 +90,10 @@ class Changes:
 def configure(
     *, level: str, fields: Mapping[str, Any] | None = None, stream: TextIO | None = None
 ) -> JsonFormatter:
-    """Sends all log lines of this process to `stream`, standard error by default.
+    """Send all log lines of this process to `stream`, standard error by default.
 
     Returns:
-        The formatter, which learns of secrets to hide.
+        The formatter, which can be told of secrets to hide.
 
     Raises:
         ValueError: there is no such level.

@@ -1,9 +1,9 @@
-"""Tokens whose tickets are good no more, though these have not expired: a bounded list.
+"""A bounded revocation list: tokens whose unexpired tickets are no longer good.
 
-Tickets are verified offline, so whoever verifies them must be told what was revoked. An id is
-kept only as long as tickets of its token can be valid. Were there ever more ids than are kept,
-every ticket that was given for a token before that moment is refused: whose token is good gets
-another one, and nothing that was revoked comes back.
+Tickets are verified offline, so verifiers must be told what was revoked. An id is kept only as
+long as tickets of its token can be valid. When the list overflows, every ticket given for a
+token before that moment is refused: holders of good tokens get new ones, and nothing that was
+revoked comes back.
 """
 
 from __future__ import annotations
@@ -25,24 +25,24 @@ MAX_ID_CHARS: Final = 64
 
 
 class TokenRevokedError(DeniedError):
-    """The ticket is genuine and has not expired, but its token is good no more."""
+    """The ticket is genuine and has not expired, but its token is no longer good."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Notice:
-    """What somebody has not heard yet."""
+    """What a listener has not heard yet."""
 
     token_ids: tuple[str, ...]
     keep_s: float
-    """From now on; 0 when there are no ids."""
+    """How long to keep the ids, from now on; 0 if there are none."""
     refused_before_s: float
-    """Tickets given for a token earlier are refused; in seconds since the Unix epoch, or 0."""
+    """Tickets given for a token before this are refused; seconds since the Unix epoch, or 0."""
     serial: int
-    """What the listener has heard then."""
+    """The serial that the listener has reached with it."""
 
 
 class RevokedTokens:
-    """Use on one thread."""
+    """The revocation list. Use on one thread."""
 
     def __init__(
         self,
@@ -52,11 +52,11 @@ class RevokedTokens:
     ) -> None:
         self._clock = clock
         self._wall_clock = wall_clock
-        # (until when on the monotonic clock, serial), in the order in which they were heard of.
+        # (expiry on the monotonic clock, serial), in the order of arrival.
         self._kept: OrderedDict[str, tuple[float, int]] = OrderedDict()
         self._refused_before_s = 0.0
         self.serial = 0
-        """Rises with everything that is learnt."""
+        """Rises with everything new."""
 
     def __len__(self) -> int:
         return len(self._kept)
@@ -67,11 +67,11 @@ class RevokedTokens:
 
     @property
     def refused_before_s(self) -> float:
-        """Tickets given for a token before this time are refused; 0 when there is none."""
+        """Tickets given for a token before this time are refused; 0 if there is none."""
         return self._refused_before_s
 
     def learn(self, keep_s: Mapping[str, float], *, refused_before_s: float = 0.0) -> bool:
-        """Refuses tickets of these tokens for so many seconds each. True when any was news."""
+        """Refuse tickets of these tokens for that many seconds each; return whether any was new."""
         now_s, before = self._clock(), self.serial
         for token_id in [key for key, (until_s, _) in self._kept.items() if until_s <= now_s]:
             del self._kept[token_id]
@@ -81,6 +81,7 @@ class RevokedTokens:
             until_s, heard = known if known is not None else (now_s, self.serial)
             self._kept[token_id] = (max(until_s, now_s + for_s), heard)
         while len(self._kept) > MAX_REVOKED:
+            # Forgetting an id would readmit its tickets: refuse all that were given until now.
             self._kept.popitem(last=False)
             refused_before_s = max(refused_before_s, self._wall_clock())
         if refused_before_s > self._refused_before_s:
@@ -89,7 +90,7 @@ class RevokedTokens:
         return self.serial > before
 
     def since(self, serial: int) -> Notice:
-        """What was learnt after that `serial`; after 0 everything that is still kept."""
+        """What was learnt after `serial`; with 0, everything that is still kept."""
         now_s = self._clock()
         news = [
             (token_id, until_s - now_s)
@@ -104,13 +105,13 @@ class RevokedTokens:
         )
 
     def refuses(self, claims: Claims) -> bool:
-        """Whether a ticket is one of a token that is good no more."""
+        """Whether the ticket's token is no longer good."""
         if claims.token_id is None:
             return False
         return claims.token_id in self or claims.issued_s < self._refused_before_s
 
     def check(self, claims: Claims) -> None:
-        """Raises TokenRevokedError when `refuses` says so."""
+        """Raise TokenRevokedError if `refuses` says so."""
         if self.refuses(claims):
             raise TokenRevokedError(
                 "the token that this ticket was given for has been revoked or has expired; ask "

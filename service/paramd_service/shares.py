@@ -1,7 +1,7 @@
-"""A cap that several share: a part of it is kept back, and nobody takes all of the rest.
+"""A shared cap: a part of it is reserved, and no token can take all of the rest.
 
-A quarter of every cap is for the control plane and the owner alone. Of the rest one token
-takes at most half, so that whoever holds one can exhaust its own part and nothing else.
+A quarter of every cap is reserved for the control plane and the owner. One token gets at most
+half of the rest, so that its holder can exhaust its own share and nothing else.
 """
 
 from __future__ import annotations
@@ -15,35 +15,35 @@ from typing import TypeAlias
 from paramd.errors import ExhaustedError
 
 Who: TypeAlias = str | None
-"""Names a token; None is the control plane, or the owner."""
+"""A token; None: the control plane or the owner."""
 
 CALLER: ContextVar[Who] = ContextVar("paramd_caller_token", default=None)
-"""Who asked for what runs in this task, and in those that it began."""
+"""On whose behalf this task runs, and the tasks that it started."""
 
 
 class Shares:
-    """Counts what of one cap is taken, by whom. Use on one thread."""
+    """Counts how much of a cap is taken, and by whom. Use on one thread."""
 
     def __init__(self, capacity: int, what: str) -> None:
-        """`what` names in errors what there are `capacity` of, for example "calls"."""
+        """`what` is counted, as errors name it: "calls", for example."""
         self.capacity = capacity
         self._what = what
         self._for_tokens = capacity - capacity // 4
         self.share = max(self._for_tokens - self._for_tokens // 2, 1)
-        """Most that one token takes."""
+        """Most that one token may take."""
         self._taken: Counter[Who] = Counter()
 
     @property
     def taken(self) -> int:
-        """What all have together."""
+        """Taken by all together."""
         return self._taken.total()
 
     def taken_by(self, who: Who) -> int:
-        """What one has."""
+        """Taken by `who`."""
         return self._taken[who]
 
     def check(self, who: Who, amount: int = 1) -> None:
-        """Raises ExhaustedError when `amount` more is not to be had, saying whose fault it is."""
+        """Raise ExhaustedError if `amount` more is not available, saying whose limit was hit."""
         taken = self.taken
         if taken + amount > self.capacity:
             raise ExhaustedError(
@@ -66,16 +66,16 @@ class Shares:
             )
 
     def count(self, who: Who, amount: int = 1) -> None:
-        """Takes what is taken already, whatever the cap."""
+        """Count what is already taken, regardless of the cap."""
         self._taken[who] += amount
 
     def take(self, who: Who, amount: int = 1) -> None:
-        """Takes, until `give_back`. Raises as `check`."""
+        """Take `amount` until `give_back`. Raises as `check`."""
         self.check(who, amount)
         self._taken[who] += amount
 
     def give_back(self, who: Who, amount: int = 1) -> None:
-        """What was taken is free again."""
+        """Give back what was taken."""
         self._taken[who] -= amount
         assert self._taken[who] >= 0
         if not self._taken[who]:
@@ -83,7 +83,7 @@ class Shares:
 
     @contextmanager
     def one(self, who: Who) -> Iterator[None]:
-        """Around the use of one of them. Raises as `check`."""
+        """Take one for the duration of a block. Raises as `check`."""
         self.take(who)
         try:
             yield

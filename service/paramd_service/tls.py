@@ -1,12 +1,12 @@
-"""The server's side of TLS: certificate, key and client CA from files that may be replaced.
+"""Server-side TLS: certificate, key and client CA from files that may be replaced.
 
-Files are looked at when somebody connects, so a new certificate is in force with the next
-handshake, and connections that exist go on with what they began with. Files that do not fit
-together (one of two has been replaced) leave the last good ones in force.
+The files are checked in every handshake, so a new certificate is in force with the next one,
+while existing connections keep theirs. Files that do not match (one of two has been replaced)
+leave the last good ones in force.
 
     PARAMD_TLS_CERT        certificate, with the chain to its CA
     PARAMD_TLS_KEY         its private key
-    PARAMD_TLS_CLIENT_CA   clients must show a certificate of this CA (mTLS)
+    PARAMD_TLS_CLIENT_CA   clients must present a certificate of this CA (mTLS)
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ log = logging.getLogger("paramd.security.tls")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TlsFiles:
-    """Where a server's TLS files lie."""
+    """Paths of a server's TLS files."""
 
     cert: Path
     key: Path
@@ -42,12 +42,12 @@ class TlsFiles:
 
     @property
     def all(self) -> list[Path]:
-        """The files that are there."""
+        """All files that are set."""
         return [path for path in (self.cert, self.key, self.client_ca) if path is not None]
 
 
 def tls_files(cert: str, key: str, client_ca: str) -> TlsFiles | None:
-    """The files that options name, else the environment; None when there are none.
+    """The files named by options, else by the environment; None if there are none.
 
     Raises:
         UsageError: only one of certificate and key, or a client CA without them.
@@ -70,11 +70,11 @@ def tls_files(cert: str, key: str, client_ca: str) -> TlsFiles | None:
 
 
 def check_exposure(host: str, *, option: str, tls: bool) -> None:
-    """Returns when a server may listen on `host`.
+    """Return if a server may listen on `host`.
 
     Raises:
-        UsageError: other hosts could reach it, and there is no TLS. Tokens or tickets there
-            always are.
+        UsageError: other hosts could reach it, and there is no TLS. Every server takes tokens or
+            tickets.
     """
     if is_loopback(host):
         return
@@ -101,12 +101,12 @@ class ServerTls:
     """TLS of one server. Credentials made here follow the files."""
 
     def __init__(self, files: TlsFiles) -> None:
-        """Reads the files. Raises UsageError when they cannot be used."""
+        """Read the files. Raises UsageError if they are unusable."""
         self._files = files
         self._loaded = _load(files)
         self._tried = self._loaded.stamp
         self.failure = ""
-        """Why the files as they are now are not in force; empty while they are."""
+        """Why the current files are not in force; empty while they are."""
 
     @property
     def expires_s(self) -> float:
@@ -119,7 +119,7 @@ class ServerTls:
         return self._loaded.names
 
     def refresh(self) -> bool:
-        """Takes up files that were replaced; says whether it did. Never raises."""
+        """Load files that were replaced; return whether it did. Never raises."""
         stamp = stamp_of(self._files.all)
         if stamp in (self._loaded.stamp, self._tried):
             return False
@@ -135,10 +135,10 @@ class ServerTls:
         return True
 
     def grpc_credentials(self) -> grpc.ServerCredentials:
-        """For one call of `add_secure_port`; asks the files at every handshake.
+        """For one call of `add_secure_port`; checks the files in every handshake.
 
-        gRPC takes the certificate that it begins with once from each credentials: a second
-        port, also one tried because the first was taken, needs new ones.
+        gRPC takes the initial certificate only once from each credentials object: a second port,
+        even one tried because the first was taken, needs a new object.
         """
         seen = [self._loaded]
 
@@ -156,13 +156,13 @@ class ServerTls:
         )
 
     def ssl_context(self) -> ssl.SSLContext:
-        """For HTTPS; asks the files at every handshake."""
+        """For HTTPS; checks the files in every handshake."""
         seen, current = [self._loaded], [self._context()]
 
         def at_handshake(sock: ssl.SSLObject, _name: str | None, _old: ssl.SSLContext) -> None:
             self.refresh()
             if self._loaded is not seen[0]:
-                # The files may be replaced once more meanwhile: then the next handshake tries.
+                # The files may have been replaced again: then the next handshake retries.
                 with contextlib.suppress(OSError):
                     current[0], seen[0] = self._context(), self._loaded
             sock.context = current[0]
@@ -183,10 +183,10 @@ class ServerTls:
 
 
 def advertised(listen_host: str, advertise: str, *, tls: bool) -> str:
-    """The host under which others find a server: as told (PARAMD_ADVERTISE), else where it listens.
+    """The host that others connect to: `advertise` (or PARAMD_ADVERTISE), else where it listens.
 
     Raises:
-        UsageError: it listens everywhere, and nobody said under which name.
+        UsageError: it listens on every address with TLS, and no name was given.
     """
     advertise = advertise or os.environ.get("PARAMD_ADVERTISE", "")
     if advertise:
@@ -204,16 +204,17 @@ def advertised(listen_host: str, advertise: str, *, tls: bool) -> str:
 
 
 def grpc_address(host: str, port: int, *, tls: bool) -> str:
-    """The address that clients are given: "host:port", or "grpcs://host:port"."""
+    """The address given to clients: "host:port", or "grpcs://host:port"."""
     name = f"[{host}]" if ":" in host else host
     return f"{SCHEME if tls else ''}{name}:{port}"
 
 
 def _load(files: TlsFiles) -> _Loaded:
-    # Loaded when there is TLS: they are a tenth of a sidecar.
+    # Imported only with TLS: they are a tenth of a sidecar.
     from cryptography import x509
     from cryptography.hazmat.primitives.serialization import load_pem_private_key
 
+    # Before reading: files replaced meanwhile then count as changed again.
     stamp = stamp_of(files.all)
     cert, key = read_pem(files.cert), read_pem(files.key)
     client_ca = read_pem(files.client_ca) if files.client_ca is not None else None
@@ -223,7 +224,7 @@ def _load(files: TlsFiles) -> _Loaded:
         if client_ca is not None:
             x509.load_pem_x509_certificates(client_ca)
     except (ValueError, TypeError) as error:
-        # Not the error's own text: it may quote the file.
+        # Not the error's own text, which may quote the file.
         raise UsageError(
             f"TLS: {files.cert}, {files.key} or the client CA is no PEM that can be read "
             f"({type(error).__name__}); keys must not be encrypted"

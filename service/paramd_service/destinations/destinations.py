@@ -3,8 +3,8 @@
     PARAMD_DESTINATIONS='{"checkpoints": "/data/checkpoints",
                           "cloud": {"root": "s3://bucket/prefix", "region": "eu-west-1"}}'
 
-A client says "checkpoints/run-7/step-100": a name, and a relative key. Nothing else of what
-it says takes part in opening anything, and the key is checked here before that.
+A client names "checkpoints/run-7/step-100": a destination and a relative key. Nothing else
+that it sends is used to open anything, and the key is checked here before that.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ MAX_KEY_BYTES = 512
 MAX_SEGMENTS = 16
 MAX_SEGMENT_BYTES = 128
 OPTIONS = frozenset({"endpoint", "region", "allow_http", "virtual_hosted_style_request"})
-"""Settings of an object store. Keys to it come from the environment of who opens it."""
+"""Settings of an object store. Credentials come from the environment of the opening process."""
 
 _NAME = re.compile(r"[a-z0-9][a-z0-9_-]{0,63}")
-# Letters, digits and a few signs of ASCII; so no escapes, schemes, blanks or separators.
+# ASCII letters, digits and a few signs; so no escapes, schemes, blanks or separators.
 _SEGMENT = re.compile(r"[A-Za-z0-9_](?:[A-Za-z0-9._=+-]*[A-Za-z0-9_=+-])?")
 _BUCKET = re.compile(r"[a-z0-9][a-z0-9.-]{1,61}[a-z0-9]")
-# Devices under Windows, whatever follows the dot: a share may be served to such a machine.
+# Windows device names, with any extension: a share may be served to such a machine.
 _DEVICE = re.compile(r"(?:CON|PRN|AUX|NUL|COM[0-9]|LPT[0-9]|CONIN|CONOUT|CLOCK)(?:\.|$)", re.I)
 
 
 class DestinationKind(Enum):
-    """What stands behind a name."""
+    """The kind of storage behind a name."""
 
     DIRECTORY = "directory"
     S3 = "s3"
@@ -54,7 +54,7 @@ def parse_destinations(table: Mapping[str, object]) -> dict[str, Destination]:
     """The destinations of a configuration, by name.
 
     Raises:
-        UsageError: a name, a root or an option is not what it should be.
+        UsageError: a name, a root or an option is invalid.
     """
     return {name: _destination(name, value) for name, value in table.items()}
 
@@ -63,7 +63,7 @@ def destinations_of(text: str) -> dict[str, Destination]:
     """As `parse_destinations`, from JSON; empty text means none.
 
     Raises:
-        UsageError: it is no JSON object, or as `parse_destinations`.
+        UsageError: it is not a JSON object, or as `parse_destinations`.
     """
     if not text.strip():
         return {}
@@ -77,10 +77,10 @@ def destinations_of(text: str) -> dict[str, Destination]:
 
 
 def locate(destinations: Mapping[str, Destination], text: str) -> tuple[Destination, str]:
-    """The destination and the key that "name/key" means. Opens nothing.
+    """Resolve "name/key" to a destination and a key. Opens nothing.
 
     Raises:
-        UsageError: it has no key, or one that is refused.
+        UsageError: it has no key, or an invalid one.
         NotFoundError: there is no destination of that name.
     """
     name, slash, key = text.partition("/")
@@ -98,7 +98,7 @@ def locate(destinations: Mapping[str, Destination], text: str) -> tuple[Destinat
 
 
 def check_key(key: str) -> tuple[str, ...]:
-    """The segments of a relative key.
+    """Check a relative key; return its segments.
 
     Raises:
         UsageError: it is anything but plain names joined by single slashes.
@@ -115,10 +115,10 @@ def check_key(key: str) -> tuple[str, ...]:
 
 
 def check_file_name(name: str) -> str:
-    """A plain file name.
+    """Check a plain file name, and return it.
 
     Raises:
-        UsageError: it is none.
+        UsageError: it is not one.
     """
     plain = _SEGMENT.fullmatch(name) is not None and len(name) <= MAX_SEGMENT_BYTES
     if not plain or _DEVICE.match(name):
@@ -147,7 +147,7 @@ def _destination(name: str, value: object) -> Destination:
 
 
 def parse_root(text: str, name: str) -> tuple[DestinationKind, str]:
-    """What a root is, and its canonical form.
+    """The kind of a root, and its canonical form.
 
     Raises:
         UsageError: neither an absolute path nor "s3://bucket/prefix".

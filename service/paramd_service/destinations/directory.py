@@ -1,7 +1,7 @@
-"""Exports into a directory: written into a hidden one beside, synced, renamed.
+"""Exports into a directory: written into a hidden sibling, synced, renamed.
 
 Every name below the root is opened relative to its parent and never through a symbolic
-link, so nothing outside of the root can be reached, whoever else writes there.
+link, so nothing outside the root can be reached, whoever else writes there.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 """Flags that open a directory, and nothing else."""
 
 NOREPLACE = 1
-"""Flag of `rename`: only where nothing stands."""
+"""Flag of `rename`: fail if the target exists."""
 
 EXCHANGE = 2
-"""Flag of `rename`: what stands there takes the old name."""
+"""Flag of `rename`: swap source and target."""
 
 _MAX_MANIFEST_BYTES = 64 << 20
 
@@ -44,15 +44,16 @@ _libc.sync_file_range.argtypes = (ctypes.c_int, ctypes.c_int64, ctypes.c_int64, 
 
 
 def checked(name: str) -> str:
-    """The name of a file of an export. Raises UsageError for any other."""
-    # Two names that begin with a dot or underscores are the format's own.
+    """Check the name of an export's file, and return it. Raises UsageError."""
+    # The only name with a leading dot: it is the format's own.
     return name if name == ".metadata" else check_file_name(name)
 
 
 def open_file(parent: int, folder_name: str, name: str) -> int:
-    """Descriptor of a plain file in a folder of `parent`, to be read. Raises OSError."""
+    """Open a plain file in a folder of `parent` for reading; its descriptor. Raises OSError."""
     folder = os.open(folder_name, DIRECTORY, dir_fd=parent)
     try:
+        # Non-blocking: a FIFO of that name must not hang us.
         flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
         return os.open(name, flags, dir_fd=folder)
     finally:
@@ -60,7 +61,7 @@ def open_file(parent: int, folder_name: str, name: str) -> int:
 
 
 def export_id_at(parent: int, folder_name: str) -> str | None:
-    """The id of the export that stands there; None when it is none."""
+    """The id of the export that is there; None if it is not one."""
     try:
         file = open_file(parent, folder_name, MANIFEST)
     except OSError:
@@ -75,7 +76,7 @@ def export_id_at(parent: int, folder_name: str) -> str | None:
 
 
 def check_sizes(folder: int, sizes: Mapping[str, int]) -> None:
-    """Raises DataLossError when a file is not as long as it was written."""
+    """Raise DataLossError if a file is not as long as what was written."""
     for name, size_bytes in sizes.items():
         found = os.stat(checked(name), dir_fd=folder, follow_symlinks=False).st_size
         if found != size_bytes:
@@ -83,7 +84,7 @@ def check_sizes(folder: int, sizes: Mapping[str, int]) -> None:
 
 
 def remove(parent: int, name: str) -> None:
-    """Removes a directory of plain files, and its directories if somebody made any."""
+    """Remove a directory of plain files, and its subdirectories if somebody made any."""
     try:
         folder = os.open(name, DIRECTORY, dir_fd=parent)
     except FileNotFoundError:
@@ -100,7 +101,7 @@ def remove(parent: int, name: str) -> None:
 
 
 def rename(parent: int, source: str, target: str, flags: int) -> bool:
-    """renameat2; False when the target stands in the way or the file system has not got it."""
+    """renameat2; False if the target is in the way or the file system does not support it."""
     done: int = _libc.renameat2(
         parent, os.fsencode(source), parent, os.fsencode(target), ctypes.c_uint(flags)
     )
@@ -113,10 +114,10 @@ def rename(parent: int, source: str, target: str, flags: int) -> bool:
 
 
 class DirectorySink:
-    """A file under another name until it is whole."""
+    """A file under a temporary name until it is whole."""
 
     def __init__(self, folder: int, name: str) -> None:
-        """Takes over the descriptor `folder`."""
+        """Takes ownership of the descriptor `folder`."""
         self._folder = folder
         self._name = name
         self._part = f".{name}.{secrets.token_hex(4)}"
@@ -131,12 +132,13 @@ class DirectorySink:
             self._written += written
             data = data[written:]
         if self._written - self._begun >= _WRITEBACK_BYTES:
-            # The disk begins now, instead of at the end when all would wait for it.
+            # Start writeback now, instead of at the end when everyone would wait for it.
             size = self._written - self._begun
             _libc.sync_file_range(self._file, self._begun, size, _SYNC_FILE_RANGE_WRITE)
             self._begun = self._written
 
     def finish(self) -> None:
+        # Synced before the rename: the final name never stands for missing data.
         os.fsync(self._file)
         os.rename(self._part, self._name, src_dir_fd=self._folder, dst_dir_fd=self._folder)
         self._close()
@@ -239,7 +241,7 @@ class DirectoryPlace:
         with self._explained(), suppress(FileNotFoundError), self._parent() as parent:
             remove(parent, self._hidden)
             if finished and self._is_ours(parent):
-                # Out of sight at once; what is removed piece by piece has no name any more.
+                # Out of sight at once: nobody finds a half-removed export.
                 os.rename(self._last, self._hidden, src_dir_fd=parent, dst_dir_fd=parent)
                 remove(parent, self._hidden)
             os.fsync(parent)
@@ -251,7 +253,7 @@ class DirectoryPlace:
         if rename(parent, self._hidden, self._last, EXCHANGE):
             remove(parent, self._hidden)  # what stood there before
             return
-        # A file system without the exchange: for a moment nothing stands there.
+        # No exchange on this file system: for a moment nothing is there.
         old = f".{self._last}.{secrets.token_hex(4)}.old"
         with suppress(FileNotFoundError):
             os.rename(self._last, old, src_dir_fd=parent, dst_dir_fd=parent)
@@ -273,12 +275,12 @@ class DirectoryPlace:
             )
 
     def _is_ours(self, parent: int) -> bool:
-        """Whether this very export stands at the key."""
+        """Whether this very export is already at the key."""
         return export_id_at(parent, self._last) == self._target.export_id
 
     @contextmanager
     def _parent(self, *, make: bool = False) -> Iterator[int]:
-        """The directory that holds the key's last part."""
+        """Open the directory that holds the key's last segment."""
         folder = os.open(self._root, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
             for name in self._parents:
@@ -303,7 +305,7 @@ class DirectoryPlace:
 
 
 def explained(error: OSError, target: Target) -> ParamdError:
-    """What an operating system's error means for an export."""
+    """Translate an operating system error for an export."""
     where = f"{target.destination}/{target.key}"
     text = f"{where}: {os.strerror(error.errno) if error.errno else error}"
     if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):

@@ -1,10 +1,10 @@
-"""Exports into S3 and what is like it, through obstore: multipart, and a marker at the end.
+"""Exports into S3 and compatible stores, through obstore: multipart, and a marker at the end.
 
-An object store has no renaming, so files get their names at once, each when it is whole.
-What makes them an export is the manifest, which is put last and only where none is. While
-an export is under way, an object `.paramd-export` keeps others from the key.
+An object store cannot rename, so each file appears under its final name as soon as it is whole.
+What makes them an export is the manifest, which is put last and only if there is none. While an
+export is under way, an object `.paramd-export` reserves the key.
 
-Keys to the store come from the environment of this process (AWS_ACCESS_KEY_ID and so on).
+Credentials come from the environment of this process (AWS_ACCESS_KEY_ID and so on).
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from paramd_service.destinations.place import MANIFEST, AtPoint, Target
 
 PART_BYTES = 6 << 20
 CONCURRENCY = 4
-"""Parts under way at once: they and the one being filled bound the memory of an upload."""
+"""Concurrent parts: they and the one being filled bound the memory of an upload."""
 
 _MAX_PARTS = 9_000
 
@@ -41,7 +41,7 @@ _RETRY_S = 30
 
 
 class Bucket(Protocol):
-    """Where objects lie, as far as moving bytes needs to know."""
+    """Where objects are stored, as far as moving bytes needs it."""
 
     @property
     def store(self) -> Any:
@@ -96,6 +96,7 @@ class ObjectSink:
 
     def _put(self, part: bytearray | None) -> None:
         while True:
+            # Polled: once the upload has failed, nobody empties the queue.
             self._check()
             try:
                 self._parts.put(part, timeout=0.2)
@@ -126,7 +127,7 @@ class ObjectSink:
         while (part := self._parts.get()) is not None:
             yield part
         if self._aborted:
-            # The store drops the parts that it has when its source fails.
+            # If its source fails, the store drops the parts that it has.
             raise AbortedError("the upload was given up")
 
 
@@ -192,7 +193,7 @@ class ObjectPlace:
 
     @property
     def store(self) -> Any:
-        """The obstore client; made when first needed."""
+        """The obstore client; created on first use."""
         if self._store is None:
             from obstore.store import S3Store
 
@@ -211,7 +212,7 @@ class ObjectPlace:
             if manifest is not None and manifest.get("export_id") == self.target.export_id:
                 return
             if manifest is None and self._reserved_by() == self.target.export_id:
-                # Begun before, by a control plane that died: what is there is this export's own.
+                # Begun before, by a control plane that died: what is there belongs to this export.
                 return
             self._reserve()
             names = [name for name in self._names() if name != RESERVATION]
@@ -275,6 +276,7 @@ class ObjectPlace:
                 assert manifest is not None
                 self._delete_export(manifest)
             elif not ours and self._reserved_by() == self.target.export_id:
+                # Only under our own reservation: otherwise the files may be another export's.
                 self._delete(names)
             self._unreserve()
 
@@ -341,12 +343,13 @@ class ObjectPlace:
         from obstore.exceptions import AlreadyExistsError
 
         try:
+            # Atomic: of several writers exactly one creates it.
             obstore.put(self.store, self._path(name), content, mode="create")
         except AlreadyExistsError:
             raise ConflictError(f"{self._where} was written by somebody else meanwhile") from None
 
     def _delete_export(self, manifest: Mapping[str, Any]) -> None:
-        """The marker first: from then on nobody takes the rest for an export."""
+        """Delete the marker first: from then on nobody takes the rest for an export."""
         self._delete([MANIFEST])
         names = [str(file.get("name", "")) for file in manifest.get("files", ())]
         present = set(self._names())

@@ -1,7 +1,7 @@
-"""The seam between what is exported and where it goes. Everything here blocks: use threads.
+"""The interface between exports and where they go. Everything here blocks: use threads.
 
 A place belongs to one export at one key. It keeps nothing in memory that another process
-would need: any sidecar may write, verify, finish or drop, also after another one died.
+would need: any sidecar may write, verify, finish or drop, even after another one died.
 """
 
 from __future__ import annotations
@@ -29,24 +29,24 @@ class Target:
 
 
 AtPoint: TypeAlias = Callable[[str], None]
-"""Passes a named point of fault injection."""
+"""Passes a named fault injection point."""
 
 
 class FileSink(Protocol):
-    """One file under way. `write` in order; then `finish` or `abort`, which is idempotent."""
+    """A file being written. `write` in order; then `finish` or `abort`, which is idempotent."""
 
     def write(self, data: memoryview) -> None:
-        """Takes the next bytes; they may be changed once it returns."""
+        """Write the next bytes; their memory may be reused once it returns."""
 
     def finish(self) -> None:
-        """Makes the file whole and durable under its name."""
+        """Make the file whole and durable under its name."""
 
     def abort(self) -> None:
-        """Leaves nothing of it."""
+        """Leave nothing of it behind."""
 
 
 class FileSource(Protocol):
-    """One file to be read."""
+    """A file to read."""
 
     size_bytes: int
 
@@ -54,32 +54,32 @@ class FileSource(Protocol):
         """Bytes from `offset_bytes` on; fewer only at the end."""
 
     def close(self) -> None:
-        """Lets go of it."""
+        """Close it."""
 
 
 class Place(Protocol):
-    """Where an export is put together and then seen."""
+    """Where an export is assembled and then published."""
 
     def begin(self, size_bytes: int) -> None:
-        """Makes ready, and refuses what could not end well."""
+        """Prepare, and refuse early what could not succeed."""
 
     def create(self, name: str, size_bytes: int) -> FileSink:
-        """A file of the export under way."""
+        """Create a file of the export under way."""
 
     def open(self, name: str, *, finished: bool) -> FileSource:
-        """A file to read: of the export under way, or of what stands at the key."""
+        """Open a file to read: of the export under way, or of what is at the key."""
 
     def commit(
         self, small: Mapping[str, bytes], sizes: Mapping[str, int], at_point: AtPoint
     ) -> None:
-        """Adds small files, the last of them last, and makes all visible. Idempotent.
+        """Add small files, the last of them last, and publish everything. Idempotent.
 
         `sizes` names the files written before; anything else is removed. Passes the points
-        export-marker, before the last step that can be seen, and export-renamed after it.
+        export-marker, before the last visible step, and export-renamed after it.
         """
 
     def drop(self, names: Sequence[str], *, finished: bool) -> None:
-        """Removes what the export left, or the finished export. Idempotent."""
+        """Remove what the export left behind, or the finished export. Idempotent."""
 
     def explain(self, error: BaseException) -> ParamdError:
-        """What an error of a sink means."""
+        """Translate an error of a sink."""

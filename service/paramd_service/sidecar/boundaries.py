@@ -28,7 +28,7 @@ from paramd_service.sidecar.snapshots.moments import Moments, is_table
 from paramd_service.sidecar.snapshots.store import SnapshotStore
 
 WITHDRAW_S = 0.010
-"""After READY = 0 the trainer cannot be between its two looks at READY for that long."""
+"""Longer than the trainer, after READY = 0, can still be between its two reads of READY."""
 
 _OUTCOMES_KEPT = 64
 _DOUBT_POLL_S = 0.002
@@ -38,7 +38,7 @@ _GAVE_UP = 2
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Reach:
-    """What a boundary request asks of this rank; equal requests are the same one."""
+    """What a boundary request asks of this rank; equal values are the same request."""
 
     number: int
     token: int
@@ -51,14 +51,14 @@ class Reach:
 
 @dataclass(eq=False, slots=True)
 class _Asked:
-    """A boundary request and its answer, kept so that it may be asked again."""
+    """A boundary request and its answer, kept so that a repeat gets the same answer."""
 
     reach: Reach
     done: asyncio.Future[Outcome]
 
 
 class Boundaries:
-    """Does what is asked for at boundaries that all trainers agree on."""
+    """Carries out requests at boundaries that all trainers agree on."""
 
     def __init__(self, possession: Possession, store: SnapshotStore, copier: Copier) -> None:
         self._possession = possession
@@ -68,24 +68,24 @@ class Boundaries:
         self._asked: dict[int, _Asked] = {}
         self._ended = ""
         self.edits: ReadyEdits | None = None
-        """Who knows the staged edits; None refuses all."""
+        """The staged edits; None: all are refused."""
         self.moments: Moments | None = None
-        """Who has the optimizer's state; None refuses it."""
+        """The mirrored optimizer state; None: it is refused."""
 
     def end(self, reason: str) -> None:
-        """No boundary will come any more. Those asked for are given up by the copier."""
+        """Record that no further boundary will come; the copier gives up pending requests."""
         self._ended = reason
 
     async def reach(self, reach: Reach, *, timeout_s: float) -> Outcome:
-        """Makes the rank ready for a request; answers when it was agreed and done, or why not.
+        """Make the rank ready for a request; return once it was agreed and done, or why not.
 
-        Asking again for the same request gives the same answer. A request that was not reached
-        in time is taken back; `withdraw` tells whether it was agreed nevertheless.
+        Idempotent: a repeated request gets the same answer. One that is not reached in time is
+        taken back; `withdraw` tells whether it was agreed nevertheless.
 
         Raises:
-            NotFoundError: a snapshot's lease has ended, or nothing is known of the edit.
-            ConflictError: no boundary will come, a later request was asked for, the number was
-                asked for with another request, or a snapshot or edit is not ready for it.
+            NotFoundError: a snapshot's lease has ended, or the edit is unknown.
+            ConflictError: no boundary will come, a later number was requested, the number belongs
+                to another request, or a snapshot or edit is not ready for it.
         """
         asked = self._asked.get(reach.number)
         if asked is None:
@@ -93,9 +93,11 @@ class Boundaries:
         elif asked.reach != reach:
             raise ConflictError(f"boundary {reach.number} was asked for already, for another end")
         try:
+            # Shielded: `_end` sets the result even when nobody waits any more.
             async with asyncio.timeout(timeout_s):
                 return await asyncio.shield(asked.done)
         except TimeoutError:
+            # Then take the request's own outcome: it may have been agreed in the meantime.
             self._copier.withdraw(reach.number, self._why_not_agreed(reach.number, timeout_s))
             return await asyncio.shield(asked.done)
         except asyncio.CancelledError:
@@ -103,15 +105,17 @@ class Boundaries:
             raise
 
     async def withdraw(self, number: int) -> pb.BoundaryFate.ValueType:
-        """Takes a request back, and says what becomes of it. Idempotent.
+        """Take a request back and return its fate. Idempotent.
 
-        Waits some milliseconds, and a little longer while the trainer has promised to take part.
+        Waits some milliseconds, and a little longer while the trainer's promise stands.
         """
         self._copier.withdraw(number, f"boundary request {number} was withdrawn")
         taken: asyncio.Future[None] = self._loop.create_future()
         self._copier.take_back(number, lambda: self._post(taken))
+        # Once ended, the copier may have stopped and will never answer.
         if not self._ended:
             await taken
+        # A trainer that read READY before it was cleared shows PROMISED by then.
         await asyncio.sleep(WITHDRAW_S)
         doubt_until_s = self._loop.time() + _DOUBT_S
         while True:
@@ -126,7 +130,7 @@ class Boundaries:
         return fate
 
     def renew_hold(self, lease_s: float) -> None:
-        """Lets the lease of a hold end later.
+        """Extend the lease of a hold.
 
         Raises:
             ConflictError: this rank is not held.
@@ -165,6 +169,7 @@ class Boundaries:
         for old in [n for n, one in self._asked.items() if one.done.done()][:-_OUTCOMES_KEPT]:
             del self._asked[old]
         for snapshot in snapshots:
+            # Held until `_end`: its lease may end while the copying thread writes into it.
             self._store.hold(snapshot).fill = Fill.PENDING
 
         def done(outcome: Outcome) -> None:
@@ -202,7 +207,7 @@ class Boundaries:
 
     def _argument(self, reach: Reach, snapshots: Sequence[Snapshot]) -> int:
         if reach.action == CAPTURE and is_mirror(self._possession.page.words):
-            # What a table of optimizer state is pinned with are no bytes of the arena.
+            # The spans of an optimizer state table are not bytes of the arena.
             keys = [one.key for one in snapshots if not is_table(one.key)]
             return pack_wanted(span for key in keys for span in key.spans)
         if reach.action == EDIT:
@@ -217,7 +222,7 @@ class Boundaries:
         self.moments.check_free()
 
     def _mirrored(self, snapshots: Sequence[Snapshot], outcome: Outcome) -> Outcome:
-        """Fills the table of optimizer state, when there is one; the outcome then."""
+        """Fill the optimizer state table, if there is one; return the resulting outcome."""
         for snapshot in snapshots:
             if is_table(snapshot.key) and self.moments is not None and outcome.captured:
                 try:

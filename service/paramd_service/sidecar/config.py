@@ -12,52 +12,52 @@ from paramd_service.tls import TlsFiles, check_exposure, tls_files
 
 @dataclass(frozen=True, kw_only=True)
 class SidecarConfig:
-    """What a sidecar needs to know before a trainer attaches. Holds no secret."""
+    """Everything a sidecar needs before a trainer attaches. Contains no secrets."""
 
     job: str
     """Name of the job."""
     rank: int
     """Rank whose parameters it owns; 0 or more."""
     socket_path: Path
-    """Unix socket for the handover; its directory is 0700 and ours."""
+    """Unix socket for the handover, in a directory that is ours with mode 0700."""
     listen: str = "127.0.0.1:0"
-    """gRPC address "host:port"; port 0 takes a free one. Beyond loopback with TLS only."""
+    """gRPC address "host:port"; port 0 picks a free one. Beyond loopback only with TLS."""
     advertise: str = ""
-    """Host under which others find it; empty: the one it listens on."""
+    """Host that others connect to; empty: the one it listens on."""
     tls_cert: str = ""
-    """File of the server's certificate, with its chain; empty: PARAMD_TLS_CERT."""
+    """Server certificate file, with its chain; empty: PARAMD_TLS_CERT."""
     tls_key: str = ""
-    """File of its private key; empty: PARAMD_TLS_KEY."""
+    """Private key file; empty: PARAMD_TLS_KEY."""
     tls_client_ca: str = ""
-    """Clients must show a certificate of this CA; empty: PARAMD_TLS_CLIENT_CA."""
+    """CA that must have issued client certificates; empty: PARAMD_TLS_CLIENT_CA."""
     linger_s: float = 600.0
-    """How long it serves on after the trainer's end, and waits for a first one; above 0."""
+    """How long to serve on after the trainer's end, or wait for a first trainer; above 0."""
     budget_bytes: int | None = None
-    """Most bytes that snapshots may take, above 0; None: three times the arena and 1 MiB. A third
-    is for the control plane and the owner alone, a third is the most that one token takes."""
+    """Snapshot budget, above 0; None: three times the arena plus 1 MiB. A third is reserved for
+    the control plane and the owner; one token gets at most a third."""
     default_lease_s: float = 30.0
-    """Lease of a snapshot when a request names none; above 0."""
+    """Lease of a snapshot if the request names none; above 0."""
     max_lease_s: float = 300.0
     """Longest lease granted; at least `default_lease_s`."""
     grace_s: float = 5.0
-    """How long running calls may finish while draining; 0 or more."""
+    """How long running calls get to finish while draining; 0 or more."""
     max_calls: int = 64
-    """Calls served at once; more are refused; 1 or more."""
+    """Concurrent calls; any beyond are refused; 1 or more."""
     max_deadline_s: float = 600.0
     """Longest deadline of a call; above 0."""
     idle_memory_s: float = 60.0
-    """How long freed snapshot memory is kept for the next snapshot; 0 or more."""
+    """How long freed snapshot memory is kept for reuse; 0 or more."""
     edit_pool_bytes: int = 16 << 20
-    """Shared memory kept ready for small edits, at most about the arena; 0 or more."""
+    """Shared memory kept ready for small edits, capped at about the arena's size; 0 or more."""
     edit_budget_bytes: int | None = None
-    """Most bytes that edits not yet applied may take; None: three times the arena and
-    64 MiB; of it three eighths are the most that one token takes."""
+    """Budget of edits not yet applied; None: three times the arena plus 64 MiB. One token gets
+    at most three eighths."""
     undo_budget_bytes: int = 256 << 20
-    """Most bytes kept to undo applied edits; 0 or more."""
+    """Budget of bytes kept to undo applied edits; 0 or more."""
     edit_expiry_s: float = 600.0
-    """How long a staged edit that nobody touches is kept; above 0."""
+    """How long an untouched staged edit is kept; above 0."""
     report_s: float = 2.0
-    """Time between two reports to the control plane; above 0."""
+    """Interval of reports to the control plane; above 0."""
 
     def __post_init__(self) -> None:
         check_job_name(self.job)
@@ -82,15 +82,15 @@ class SidecarConfig:
 
     @property
     def tls_files(self) -> TlsFiles | None:
-        """The files of TLS; None without. Raises UsageError when one is missing."""
+        """The TLS files; None without TLS. Raises UsageError if one is missing."""
         return tls_files(self.tls_cert, self.tls_key, self.tls_client_ca)
 
 
 def check_listen(listen: str, *, tls: bool) -> str:
-    """`listen` itself when it is an address with a port, and loopback unless there is TLS.
+    """Return `listen` if it is host:port, and loopback unless there is TLS.
 
     Raises:
-        UsageError: it is not.
+        UsageError: otherwise.
     """
     host, colon, port = listen.rpartition(":")
     host = host.removeprefix("[").removesuffix("]")

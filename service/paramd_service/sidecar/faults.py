@@ -1,14 +1,14 @@
-"""Named points where tests may kill or stop the sidecar. Inert without a setting.
+"""Fault injection: named points where tests kill or stop the sidecar. Inert unless configured.
 
-PARAMD_FAULTS is a comma-separated list of `point:action[@n]`: at the n-th time (default
-the first) that the point is passed the process kills (`kill`) or stops (`stop`) itself.
+PARAMD_FAULTS is a comma-separated list of `point:action[@n]`: on the n-th pass of the point
+(default: the first) the process kills (`kill`) or stops (`stop`) itself.
 
     PARAMD_FAULTS=copy-moved:kill@3,read-chunk:stop
 
-PARAMD_FAULTS_DIR names a directory where rules may be put for one sidecar while it runs:
-in `<dir>/<socket's name>`, for example `rank-0.sock`. The file is taken away as it is read,
-so a sidecar started in the dead one's place is not struck again; what an earlier file said is
-over then, so an empty one calls it off.
+PARAMD_FAULTS_DIR names a directory for rules that are added while a sidecar runs, in
+`<dir>/<socket's name>`, for example `rank-0.sock`. The file is deleted as it is read, so a
+respawned sidecar is not struck again. Each file replaces the rules of the one before; an empty
+one clears them.
 
 Points: pin-prepared, copy-begun, copy-chunk, copy-moved, pin-answered, capture-ready,
 boundary-copied, read-chunk, stats-item, pool, mapped, gradients-copied, gradients-reduced; of
@@ -66,7 +66,7 @@ _RULE = re.compile(r"(?P<point>[a-z-]+):(?P<action>kill|stop)(?:@(?P<count>[1-9]
 
 
 def _signal_self(number: signal.Signals) -> None:
-    # To this very thread: sent to the process, it may act some instructions later.
+    # To this thread: a signal to the process may be delivered some instructions later.
     signal.pthread_kill(threading.get_ident(), number)
 
 
@@ -77,7 +77,7 @@ class _Rule:
 
 
 class Faults:
-    """Knows the rules and counts the passes."""
+    """The rules, and a count of passes."""
 
     def __init__(
         self,
@@ -86,14 +86,14 @@ class Faults:
         later: Path | None = None,
         act: Callable[[signal.Signals], None] = _signal_self,
     ) -> None:
-        """`later` is the file where further rules may appear; None looks nowhere."""
+        """`later`: file where further rules may appear; None: nowhere."""
         self._act = act
         self._later = later
         self._given = _parse(text)
         self._told: dict[str, _Rule] = {}
 
     def at(self, point: str) -> None:
-        """Passes a named point."""
+        """Pass a named point, and act on a rule that is due."""
         if self._later is not None and (told := _taken(self._later)) is not None:
             self._told = _parse(told)
         for rules in (self._told, self._given):
@@ -107,10 +107,10 @@ class Faults:
 
 
 def from_environment(socket_path: Path) -> Faults:
-    """The faults of the sidecar that listens at `socket_path`.
+    """The fault rules for the sidecar that listens at `socket_path`.
 
     Raises:
-        UsageError: PARAMD_FAULTS is not what the module's text says.
+        UsageError: PARAMD_FAULTS is malformed.
     """
     folder = os.environ.get("PARAMD_FAULTS_DIR")
     later = Path(folder, socket_path.name) if folder else None

@@ -1,6 +1,6 @@
 """Log lines as JSON on standard error.
 
-The sidecar's own few lines need no logging framework: structlog costs 5.5 MiB and a
+The sidecar's few lines do not justify a logging framework: structlog costs 5.5 MiB and a
 third of the start time (docs/decisions.md).
 """
 
@@ -16,12 +16,12 @@ from typing import Any, TextIO
 
 @dataclass(frozen=True, kw_only=True)
 class Log:
-    """Writes one JSON object a line. Never give it tickets or secrets."""
+    """Writes one JSON object per line. Never pass it tickets or secrets."""
 
     fields: dict[str, Any]
-    """Stand in every line."""
+    """Included in every line."""
     live: Callable[[], Mapping[str, Any]] = dict
-    """What changes from line to line: epoch, step."""
+    """Fields evaluated for each line: epoch, step."""
     stream: TextIO = field(default_factory=lambda: sys.stderr)
 
     def __call__(self, event: str, **fields: Any) -> None:
@@ -31,4 +31,4 @@ class Log:
             self.stream.write(json.dumps(line, default=str) + "\n")
             self.stream.flush()
         except (OSError, ValueError):
-            pass  # who reads the log has gone; serving matters more
+            pass  # the log's reader is gone; keep serving

@@ -30,7 +30,7 @@ from paramd_service.sidecar.snapshots.blocks import MemfdBlocks
 _M_TRIM_THRESHOLD = -1
 _M_MMAP_THRESHOLD = -3
 
-# The most that glibc takes: blocks below it come from the heap, where pages stay warm.
+# glibc's maximum: smaller blocks come from the heap, where pages stay warm.
 _MMAP_THRESHOLD_BYTES = 32 << 20
 _TRIM_THRESHOLD_BYTES = 256 << 20
 
@@ -41,12 +41,12 @@ _TLS_OPTIONS = {
     "tls_client_ca": "CA whose certificates clients must have [env: PARAMD_TLS_CLIENT_CA]",
 }
 
-# The copying thread must not wait long for the interpreter while messages are built.
+# Keeps the copying thread from waiting long for the GIL while messages are being built.
 _SWITCH_INTERVAL_S = 0.0005
 
 
 def keep_memory() -> bool:
-    """Sets the thresholds; False when the C library has no mallopt (musl)."""
+    """Raise malloc's mmap and trim thresholds; False if libc has no mallopt (musl)."""
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is None:
         return False
@@ -56,7 +56,7 @@ def keep_memory() -> bool:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs one sidecar until it is told to leave. Returns the exit code."""
+    """Run one sidecar until it is told to leave; return the exit code."""
     core_dumps.forbid()
     try:
         config = parse(argv)
@@ -73,7 +73,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def parse(argv: Sequence[str] | None) -> SidecarConfig:
-    """The config in command line arguments. Secrets come by the socket, never here.
+    """Parse the command line. Secrets arrive over the socket, never in argv.
 
     Raises:
         UsageError: a value is out of range.
@@ -110,10 +110,10 @@ def parse(argv: Sequence[str] | None) -> SidecarConfig:
 
 
 async def run(config: SidecarConfig, faults: Faults) -> None:
-    """Starts the servers, waits until the sidecar shall leave, and drains.
+    """Start the servers, wait until the sidecar is to leave, then drain.
 
     Raises:
-        UsageError: the socket or the address cannot be listened on.
+        UsageError: cannot listen on the socket or the address.
     """
     log = Log(fields={"job": config.job, "rank": config.rank, "pid": os.getpid()})
     memory_thread = ThreadPoolExecutor(1, thread_name_prefix="paramd-memory")
@@ -146,7 +146,7 @@ async def run(config: SidecarConfig, faults: Faults) -> None:
 
 
 async def _drain(rank: RankSidecar, server: GrpcServer, unix: UnixServer, joining: Joining) -> None:
-    """The numbered steps of leaving. A second signal ends the process at once."""
+    """Drain in numbered steps. A second signal ends the process at once."""
     log = rank.log
     log("drain", step=1, doing="health says NOT_SERVING")
     await server.say_not_serving()
@@ -167,6 +167,7 @@ def _leave_on_signals(rank: RankSidecar) -> None:
     def leave(number: signal.Signals) -> None:
         if rank.leaving.is_set():
             rank.log("forced", signal=number.name)
+            # Not sys.exit: whatever hangs in the drain would hang here as well.
             os._exit(128 + number)
         rank.log("leaving", reason=number.name)
         rank.leaving.set()

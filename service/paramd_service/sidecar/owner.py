@@ -1,15 +1,15 @@
-r"""Who owns the sidecar's memory now: one trainer at a time, known by pid and start time.
+r"""Who owns the sidecar's memory: one trainer at a time, identified by pid and start time.
 
     WAITING --attach--> OWNED --its process ends outside an update--> ORPHANED
                           \--------- inside an update ----------> TORN
     ORPHANED, GONE, TORN --attach of a newer epoch--> OWNED
     WAITING, ORPHANED, GONE, TORN --linger--> the sidecar leaves
 
-GONE is ORPHANED of a mirrored arena: what the arena holds is of an earlier step, so nothing
-is served but the snapshots that are held already.
+GONE is ORPHANED with a mirrored arena: the arena holds an earlier step, so only snapshots that
+are already held are served.
 
 The arena, the control page and the wake event live in `Possession`; in ORPHANED and TORN
-they are kept as they were, so that the last step is still served (or refused, when torn).
+they are kept unchanged, so that the last step is still served (or refused, if torn).
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ from paramd.version import __version__
 
 _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 
-# madvise(2): fault all pages in for reading now (Linux 5.14).
+# madvise(2): prefault all pages for reading (Linux 5.14).
 _MADV_POPULATE_READ = 22
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PeerInfo:
-    """Where one rank's sidecar is found."""
+    """Where to reach one rank's sidecar."""
 
     rank: int
     address: str
@@ -51,7 +51,7 @@ class PeerInfo:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Mesh:
-    """What the trainers found out together at attach."""
+    """What the trainers exchanged at attach."""
 
     peers: tuple[PeerInfo, ...]
     control_address: str
@@ -61,7 +61,7 @@ class Mesh:
 
 
 def parse_mesh(message: dict[str, Any], layout: bytes) -> Mesh:
-    """The mesh in a "mesh" message. Raises UsageError."""
+    """Parse a "mesh" message. Raises UsageError."""
     try:
         peers = tuple(
             PeerInfo(
@@ -86,7 +86,7 @@ def parse_mesh(message: dict[str, Any], layout: bytes) -> Mesh:
 
 
 def process_state(pid: int) -> str:
-    """Its state as one letter ("R", "S", "T", ...); empty when it cannot be read."""
+    """The process's state letter ("R", "S", "T", ...); empty if it cannot be read."""
     try:
         text = Path(f"/proc/{pid}/stat").read_text()
     except OSError:
@@ -95,7 +95,7 @@ def process_state(pid: int) -> str:
 
 
 def resident_bytes(pid: int) -> int:
-    """Its resident memory; 0 when it cannot be read."""
+    """The process's resident memory; 0 if it cannot be read."""
     try:
         return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * _PAGE_BYTES
     except (OSError, IndexError, ValueError):
@@ -103,7 +103,7 @@ def resident_bytes(pid: int) -> int:
 
 
 class Ownership(Enum):
-    """See the module's text."""
+    """See the module docstring."""
 
     WAITING = "no trainer has attached yet"
     OWNED = "the trainer is attached"
@@ -114,7 +114,7 @@ class Ownership(Enum):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AttachRequest:
-    """What a trainer says of itself; checked types, nothing more."""
+    """What a trainer claims about itself; types are checked, nothing else."""
 
     job: str
     epoch: int
@@ -130,7 +130,7 @@ class AttachRequest:
 
 
 def parse_attach(message: dict[str, Any]) -> AttachRequest:
-    """The request in an "attach" message.
+    """Parse an "attach" message.
 
     Raises:
         UsageError: a field is missing, of the wrong type, or out of range.
@@ -161,7 +161,7 @@ def parse_attach(message: dict[str, Any]) -> AttachRequest:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OwnerView:
-    """What the decision needs to know of the present owner."""
+    """What `check_attach` needs to know about the current owner."""
 
     job: str
     rank: int
@@ -175,7 +175,7 @@ class OwnerView:
 def owner_view(
     job: str, rank: int, ownership: Ownership, possession: Possession | None
 ) -> OwnerView:
-    """The present owner of a rank's sidecar; `possession` is None while there is none."""
+    """Describe the current owner of a rank's sidecar; `possession` is None if there is none."""
     if possession is None:
         return OwnerView(job=job, rank=rank, ownership=ownership, version=__version__)
     return OwnerView(
@@ -190,7 +190,7 @@ def owner_view(
 
 
 def check_attach(view: OwnerView, request: AttachRequest) -> None:
-    """Returns when the trainer may have the sidecar.
+    """Return if the trainer may take over the sidecar.
 
     Raises:
         UsageError: it belongs to another job or rank.
@@ -220,12 +220,12 @@ def check_attach(view: OwnerView, request: AttachRequest) -> None:
 
 
 def ownership_after_end(words: Words) -> Ownership:
-    """What the owner leaves behind when its process ends with these words.
+    """The ownership after the trainer's process ended with these words.
 
-    An edit that was agreed and not wholly applied tears the rank too, even before the first
+    An edit that was agreed but not fully applied tears the rank too, even before its first
     byte: the other ranks have applied it.
     """
-    # What rests has odd SEQ too, but no update is under way.
+    # A resting state has odd SEQ too, but no update is under way.
     inside = words[Word.SEQ] & 1 and not words[Word.REST]
     torn = inside or words[Word.EDIT_AGREED] > words[Word.EDIT_APPLIED]
     if torn:
@@ -234,7 +234,7 @@ def ownership_after_end(words: Words) -> Ownership:
 
 
 class Possession:
-    """What one attached trainer and its sidecar share. The descriptors are ours to close."""
+    """What an attached trainer and its sidecar share. Owns the descriptors."""
 
     def __init__(self, request: AttachRequest, shared: Descriptors, pidfd: int) -> None:
         self.request = request
@@ -248,10 +248,10 @@ class Possession:
         return self.request.epoch
 
     def fault_in(self) -> None:
-        """Makes the page tables for reading, so that the first copy is a warm one. Slow."""
+        """Prefault the arena for reading, so that the first copy is a warm one. Slow."""
         memory = self.arena.buffer.obj
         if self.request.arena_bytes and isinstance(memory, mmap.mmap):
-            with suppress(OSError):  # an older kernel pays at the first copy
+            with suppress(OSError):  # on older kernels the first copy pays
                 memory.madvise(_MADV_POPULATE_READ)
 
     def close(self) -> None:
@@ -267,12 +267,12 @@ def take_possession(
     *,
     create_memory: Callable[[str, int], int] = descriptors.create_memory,
 ) -> Possession:
-    """New memory for a trainer, or what it hands back after its sidecar's end.
+    """Create memory for a trainer, or adopt what it hands back after its sidecar died.
 
-    Slow: call it off the event loop. Takes over `handed_back`, also when it fails.
+    Slow: call it off the event loop. Takes ownership of `handed_back`, even on failure.
 
     Raises:
-        UsageError: the descriptors or the process are not what the message says.
+        UsageError: the descriptors or the process do not match the message.
         ExhaustedError: not enough memory for the arena.
     """
     fds = list(handed_back)
@@ -300,7 +300,7 @@ def _trainer_pidfd(request: AttachRequest) -> int:
         descriptor = descriptors.pidfd(request.pid)
     except OSError as error:
         raise UsageError(f"attach: there is no process {request.pid} ({error.strerror})") from error
-    # Looked at after the pidfd is open: from now on the pid cannot become another's.
+    # After opening the pidfd: checked before, the pid could have been reused in between.
     if places.process_start(request.pid) != request.start:
         os.close(descriptor)
         raise UsageError(f"attach: process {request.pid} did not start at {request.start}")
@@ -308,16 +308,17 @@ def _trainer_pidfd(request: AttachRequest) -> int:
 
 
 def _greet(possession: Possession) -> None:
-    """Sets our words. A respawned sidecar answers for what its predecessor left open."""
+    """Initialize our words; a respawned sidecar settles what its predecessor left open."""
     page = possession.page
-    # 0: nobody has been here. The trainer makes the page when no sidecar could be started.
+    # 0: a fresh page. The trainer makes the page if no sidecar could be started.
     if page[Word.MAGIC] not in (0, MAGIC):
         raise ConflictError("attach: the control page is of another version of paramd")
     page[Word.MAGIC] = MAGIC
     page[Word.SIDECAR_PID] = os.getpid()
-    # What it was asked for it must be asked for again, under a higher number; what the trainer
-    # has promised already stays promised.
+    # Requests to our predecessor must be repeated under a higher number; what the trainer has
+    # already promised stays promised.
     page[Word.READY] = 0
     page[Word.ARM_STEP] = page[Word.ARM_SLOT0] = page[Word.ARM_SLOT1] = 0
+    # The trainer's next update would wait for copies that died with our predecessor.
     page[Word.COPY_ENDED] = page[Word.COPY_BEGUN]
     page[Word.SERVED] = page[Word.ANNOUNCE]

@@ -1,6 +1,6 @@
-"""What a rank is doing, told from its control page, the clock and its trainer's process. Pure.
+"""What a rank is doing, judged by its control page, the clock and its trainer's process. Pure.
 
-    PHASE              said when
+    PHASE              reported when
     WAITING            no trainer has attached
     TORN, ORPHANED     the trainer's process has ended, inside or outside an update
     STALLED            the process is stopped
@@ -9,10 +9,10 @@
     UPDATE             SEQ is odd and nothing rests
     SUMMON             a copy is under way, or a boundary request waits for the trainers
     IDLE               no boundary yet, or none for longer than a step takes
-    FORWARD_BACKWARD   else: between two updates of a training that goes on
+    FORWARD_BACKWARD   otherwise: between two updates of a running training
 
-The first that fits is said. STALLED comes before UPDATE, for an optimizer may hang too. Nothing
-of it is needed for correct copies; those rest on SEQ alone (memory/gate.py).
+The first match wins. STALLED comes before UPDATE because an optimizer may hang too. Copies
+depend on none of this; their correctness rests on SEQ alone (memory/gate.py).
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ STALL_LEAST_S = 30.0
 
 IDLE_STEPS = 4
 IDLE_LEAST_S = 1.0
-"""A rank is idle when no boundary came for this many step times, and this long."""
+"""A rank is idle after this many step times without a boundary, and at least this long."""
 
 STOPPED_STATES = frozenset("Tt")
-"""Of /proc/<pid>/stat: stopped by a signal, or by a debugger."""
+"""States in /proc/<pid>/stat: stopped by a signal, or by a debugger."""
 
 LASTING = frozenset(
     {
@@ -46,7 +46,7 @@ LASTING = frozenset(
         common_pb2.PHASE_HELD,
     }
 )
-"""Phases whose begin and end are reported at once; the others change many times a second."""
+"""Phases reported at once when entered or left; the others change many times a second."""
 
 _HELD = 1
 
@@ -60,7 +60,7 @@ _ENDED = {
 
 @dataclass(frozen=True, slots=True)
 class Doing:
-    """A phase, and why it is worth a look; the reason is empty when it is not."""
+    """A phase, and why it needs attention; the reason is empty if it does not."""
 
     phase: common_pb2.Phase.ValueType
     reason: str = ""
@@ -70,8 +70,8 @@ def doing(ownership: Ownership, words: Sequence[int], *, process_state: str, now
     """What the rank is doing now.
 
     Args:
-        words: Of the control page; not looked at when `ownership` is WAITING.
-        process_state: The trainer's, one letter of /proc/<pid>/stat; empty when not known.
+        words: The control page's; read only when `ownership` is OWNED.
+        process_state: The trainer's state letter from /proc/<pid>/stat; empty if unknown.
         now_ns: CLOCK_MONOTONIC.
     """
     if ownership is not Ownership.OWNED:
@@ -95,7 +95,7 @@ def doing(ownership: Ownership, words: Sequence[int], *, process_state: str, now
 
 
 def stall_after_ns(step_time_ns: int) -> int:
-    """How old the last boundary of a training with such steps may become."""
+    """Age of the last boundary beyond which a training with this step time has stalled."""
     return max(STALL_STEPS * step_time_ns, round(STALL_LEAST_S * 1e9))
 
 

@@ -1,9 +1,9 @@
-"""Pins of one epoch: from "these spans, please" to a lease on their bytes at one step.
+"""Pins of one epoch: from requested spans to a lease on their bytes at one step.
 
     pin      an equal snapshot of the present step, else a copy as soon as one fits
     prepare  room for a boundary, which boundaries.py fills
 
-Runs on the event loop. Memory is made on an executor, bytes are copied by the copier.
+Runs on the event loop. Memory is allocated on an executor, bytes are copied by the copier.
 """
 
 from __future__ import annotations
@@ -41,14 +41,14 @@ from paramd_service.sidecar.snapshots.store import SnapshotStore
 
 @dataclass(eq=False, slots=True)
 class _Filling:
-    """A snapshot under way, and how many requests wait for it."""
+    """A snapshot being filled, and how many requests wait for it."""
 
     snapshot: Snapshot
     done: asyncio.Future[None]
     at_step: int
     """Exact step wanted; 0: any."""
     who: Who
-    """Whose request began it, and is charged for it while it goes on."""
+    """Whose request began it; charged for it until it is done."""
     unsettled: bool = False
     waiters: int = 0
     job: CopyJob | None = None
@@ -56,7 +56,7 @@ class _Filling:
 
     @property
     def named(self) -> tuple[Key, int, bool]:
-        """What it is found by."""
+        """The key it is found by."""
         return self.snapshot.key, self.at_step, self.unsettled
 
 
@@ -111,17 +111,17 @@ class Pins:
         at_step: int = 0,
         unsettled: bool = False,
     ) -> Lease:
-        """A lease on the spans' bytes at the present step, or at one that is to come.
+        """Lease the spans' bytes at the current step, or at a future one.
 
-        Equal requests share one copy. `unsettled` takes parameters that were changed after
-        their update too, while training has not gone on.
+        Equal requests share one copy. `unsettled` also accepts parameters that were changed
+        after their update, while training has not continued.
 
         Raises:
-            TornError: the trainer ended inside an update, and nothing equal was kept.
+            TornError: the trainer ended inside an update, and no equal snapshot is left.
             ExhaustedError: the snapshot budget, or the machine, has no room.
             AbortedError: no copy fitted between two updates in time, or `at_step` has passed.
             ConflictError: the arena is a mirror, whose bytes are of an earlier step, or the
-                trainer cannot serve its parameters; the text says why.
+                trainer cannot serve its parameters; the message says why.
         """
         self.sweep()
         if is_mirror(self._possession.page.words):
@@ -140,18 +140,18 @@ class Pins:
         if not page[Word.SEQ] & 1:
             state: State | None = state_of(page)
         else:
-            # Of a living trainer only a look after the copy proves what rests: copy anew.
+            # A live trainer must look after a copy to prove a resting state: copy anew.
             state = resting_state(page) if self.copier.capture.trainer_ended else None
         if state is None or self._is_stray(state.proof):
             return None
         return self.store.find(key, proof=state.proof)
 
     def _is_stray(self, proof: int) -> bool:
-        """Whether parameters changed while what this proves was copied."""
+        """Whether a stray change hit the state that `proof` stands for."""
         return proof > 0 and self._possession.page[Word.STRAY_SEQ] == proof
 
     def check_true(self, snapshot: Snapshot) -> None:
-        """Returns unless the trainer has found since that the bytes are of no one step.
+        """Return unless the trainer has since found that the bytes are not of a single step.
 
         Raises:
             AbortedError: it has; ask again.
@@ -163,7 +163,7 @@ class Pins:
             )
 
     async def prepare(self, key: Key, *, with_buffers: bool, lease_s: float) -> Lease:
-        """A lease on room for the spans; `Boundaries.capture` fills it.
+        """Lease room for the spans, to be filled at an agreed boundary (boundaries.py).
 
         Raises:
             ConflictError: the trainer has ended, so no boundary will come.
@@ -176,6 +176,7 @@ class Pins:
         snapshot = self.store.reserve(key, at_boundary=True, with_buffers=with_buffers, who=who)
         try:
             try:
+                # An allocation cannot be cancelled: with a hold of its own its block is not leaked.
                 await asyncio.shield(self._start(self._make_block(self.store.hold(snapshot))))
             except BaseException:
                 self.store.drop(snapshot)
@@ -185,16 +186,17 @@ class Pins:
             self.store.uncharge(snapshot, who)
 
     def trainer_ended(self, ownership: Ownership) -> None:
-        """No boundary comes any more; when torn, no copy either."""
+        """No further boundary will come; if torn, no copy either."""
         self.ownership = ownership
         self.boundaries.end(ownership.value)
         self.gradient_pins.gradients.end(ConflictError(f"no update will come: {ownership.value}"))
         self.store.keep_for_ever()
+        # Before `give_up` wakes the copier: what rests now counts without the trainer's look.
         self.copier.capture.trainer_ended = True
         self.copier.give_up(ownership.value, jobs_too=ownership is Ownership.TORN)
 
     def sweep(self) -> None:
-        """Ends overdue leases, frees idle memory, and sees to it that this happens again."""
+        """End overdue leases, free idle memory, and schedule the next sweep."""
         due_ns = self.store.expire()
         self.moments.sweep()
         if self._sweep_timer is not None:
@@ -205,10 +207,11 @@ class Pins:
             self._sweep_timer = self._loop.call_later(min(delay_s, 3600.0), self.sweep)
 
     async def close(self) -> None:
-        """Ends all leases and the copying thread."""
+        """End all leases and the copying thread."""
         self._closing = True
         self.boundaries.end("the epoch has ended")
         await self.gradient_pins.gradients.close()
+        # Before the store frees memory that the copier may be writing to.
         await self._loop.run_in_executor(self._executor, self.copier.stop)
         if self._tasks:
             await asyncio.wait(self._tasks)
@@ -228,7 +231,7 @@ class Pins:
     async def _join_filling(
         self, key: Key, timeout_s: float, at_step: int, unsettled: bool
     ) -> Snapshot:
-        """One holder of a snapshot of `key`, filled after this call began."""
+        """Hold a snapshot of `key` whose filling ends after this call began."""
         if self.ownership is Ownership.TORN:
             raise TornError(
                 f"{self.ownership.value}, and no equal snapshot of an earlier step is "
@@ -241,6 +244,7 @@ class Pins:
         snapshot = self.store.hold(filling.snapshot)
         try:
             async with asyncio.timeout(timeout_s):
+                # Shielded: others may wait for the same copy; the last to leave abandons it.
                 await asyncio.shield(filling.done)
         except BaseException as error:
             self.store.drop(snapshot)
@@ -269,13 +273,13 @@ class Pins:
             state = await self._copy(filling)
             snapshot.step, snapshot.edits = state.step, state.edits
             snapshot.iteration, snapshot.unsettled = state.iteration, state.unsettled
-            # A state that was changed while it rested is nobody else's answer.
+            # 0: a state that may have been changed at rest is never shared with other requests.
             snapshot.proof = state.proof if not filling.unsettled else 0
             snapshot.fill = Fill.FILLED
             filling.done.set_result(None)
         except Exception as error:
             filling.done.set_exception(error)
-            filling.done.exception()  # seen, even when all waiters have gone
+            filling.done.exception()  # mark as retrieved, even when all waiters have left
         finally:
             self._forget(filling)
             self.store.uncharge(snapshot, filling.who)
@@ -326,7 +330,7 @@ class Pins:
             self.copier.cancel(filling.job)
 
     async def _make_block(self, snapshot: Snapshot) -> None:
-        """Sees to the snapshot's memory, and drops one holder when it is there."""
+        """Allocate the snapshot's memory if needed; in any case drop one holder."""
         try:
             if snapshot.block is None and snapshot.size_bytes:
                 snapshot.block = await self._loop.run_in_executor(
@@ -369,6 +373,6 @@ class Pins:
         return task
 
     def _post(self, action: Any, *args: Any) -> None:
-        """From the copying thread to the event loop, which may be closing."""
+        """Call from the copying thread into the event loop, which may be closing."""
         with suppress(RuntimeError):
             self._loop.call_soon_threadsafe(action, *args)

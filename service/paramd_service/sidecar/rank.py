@@ -1,4 +1,4 @@
-"""One rank's sidecar without its servers: who owns it, what is pinned, who its peers are.
+"""One rank's sidecar without its servers: its owner, its pins and edits, its peers.
 
 All methods run on the event loop's thread.
 """
@@ -58,7 +58,7 @@ def make_pins(
     faults: Faults,
     log: Log,
 ) -> Pins:
-    """Snapshots of a trainer's memory; the thread that copies them runs from now on."""
+    """Set up snapshots of a trainer's memory and start the thread that copies them."""
     store = SnapshotStore(
         budget_bytes=budget_bytes,
         blocks=blocks,
@@ -88,11 +88,11 @@ def make_edits(
     executor: Executor,
     faults: Faults,
 ) -> Edits:
-    """Edits of a trainer's memory, not started: `Edits.start` reserves what they need."""
+    """Set up edits of a trainer's memory, not started: `Edits.start` reserves what they need."""
     arena_bytes = possession.request.arena_bytes
     memory = EditMemory(
         possession.shared.edits,
-        # Nobody needs more than the whole arena and a little for programs.
+        # No edit needs more than the whole arena and a little for programs.
         pool_bytes=min(config.edit_pool_bytes, arena_bytes + _PROGRAM_BYTES),
         idle_s=config.idle_memory_s,
         executor=executor,
@@ -114,7 +114,7 @@ def make_edits(
 
 
 class RankSidecar:
-    """The state behind the gRPC and the Unix server."""
+    """The state behind the gRPC and Unix servers."""
 
     def __init__(
         self,
@@ -134,10 +134,10 @@ class RankSidecar:
         self.ownership = Ownership.WAITING
         self.mesh: Mesh | None = None
         self.leaving = asyncio.Event()
-        """Set when the sidecar shall drain: detached, or nobody came for too long."""
+        """Set when the sidecar is to drain: on detach, on a signal, or after the linger time."""
         self.detached = False
         self.control_generation = 0
-        """Highest generation of a control plane met in this epoch; no lower one is obeyed."""
+        """Highest control plane generation seen in this epoch; lower ones are fenced."""
         self.on_change: list[Callable[[], None]] = []
         self.refusals = Refusals()
         self.revocations = Revocations()
@@ -168,7 +168,7 @@ class RankSidecar:
 
     @property
     def state(self) -> State:
-        """The present state; of one moment only outside of updates."""
+        """The current state; consistent only outside updates."""
         if self._possession is None:
             return State(-1, -1)
         page = self._possession.page
@@ -191,7 +191,7 @@ class RankSidecar:
         """Edits of the present epoch.
 
         Raises:
-            UnreachableError: no trainer has attached yet, or their memory could not be made.
+            UnreachableError: no trainer has attached yet, or edit memory could not be allocated.
         """
         if self._edits is None:
             why = self.ownership.value if self._pins is None else "edits have no memory here"
@@ -215,7 +215,7 @@ class RankSidecar:
         return self.mesh
 
     def check_plan(self, epoch: int, layout_digest: str) -> None:
-        """Raises ConflictError when a plan was made for another epoch or layout."""
+        """Raise ConflictError if a plan was made for another epoch or layout."""
         mesh = self.ready_mesh()
         if epoch != self.epoch or layout_digest != mesh.layout_digest:
             what = f"epoch {epoch}" if epoch != self.epoch else "another layout"
@@ -225,11 +225,11 @@ class RankSidecar:
             )
 
     def identity(self) -> dict[str, Any]:
-        """Who answers, on the Unix socket; over gRPC a header says it."""
+        """Who is answering, for the Unix socket; gRPC answers have a header for it."""
         return {"job": self.config.job, "epoch": self.epoch, "rank": self.config.rank}
 
     def check_meant(self, rank: object) -> None:
-        """Raises UnreachableError when a request is for another rank; None names none."""
+        """Raise UnreachableError if a request is for another rank; None: it names no rank."""
         if rank is not None and str(rank) != str(self.config.rank):
             raise UnreachableError(
                 f"this is rank {self.config.rank} of job {self.config.job!r}, not rank "
@@ -237,7 +237,7 @@ class RankSidecar:
             )
 
     def follow_control(self, generation: int) -> None:
-        """A control plane of this generation speaks. Raises ConflictError for a fenced one."""
+        """Follow a control plane of this generation. Raises ConflictError if it is fenced."""
         if generation < self.control_generation:
             raise ConflictError(
                 f"a control plane of generation {self.control_generation} has taken over; "
@@ -246,10 +246,10 @@ class RankSidecar:
         self.control_generation = generation
 
     def verify(self, ticket: str) -> Claims:
-        """The claims of a ticket whose token, if it names one, was not revoked.
+        """Verify a ticket, and that the token it names (if any) is not revoked; return its claims.
 
         Raises:
-            DeniedError: the ticket is no good.
+            DeniedError: the ticket is invalid.
             UnreachableError: no trainer has attached yet.
         """
         if self._possession is None or self._verifier is None:
@@ -260,7 +260,7 @@ class RankSidecar:
         return claims
 
     def wait_for_trainer(self) -> None:
-        """Leaves when no trainer comes within the linger time."""
+        """Leave unless a trainer attaches within the linger time."""
         self._stop_waiting()
         loop = asyncio.get_running_loop()
         self._linger_timer = loop.call_later(self.config.linger_s, self._linger_over)
@@ -271,10 +271,10 @@ class RankSidecar:
             self._linger_timer = None
 
     async def attach(self, request: AttachRequest, handed_back: Sequence[int]) -> Possession:
-        """Gives the sidecar to a trainer. Takes over the descriptors, also when it fails.
+        """Give the sidecar to a trainer. Takes ownership of the descriptors, even on failure.
 
         Raises:
-            UsageError, ConflictError, ExhaustedError: as owner.py says.
+            UsageError, ConflictError, ExhaustedError: see owner.py.
         """
         async with self._attaching:
             try:
@@ -293,6 +293,7 @@ class RankSidecar:
                     self.executor, take_possession, request, handed_back
                 )
             except BaseException:
+                # The previous trainer's memory is gone: nobody owns the sidecar now.
                 self.wait_for_trainer()
                 raise
             self._own(possession)
@@ -306,13 +307,13 @@ class RankSidecar:
             return possession
 
     def set_mesh(self, mesh: Mesh) -> None:
-        """The trainers have met: from now on everything is served."""
+        """Take the mesh that the trainers agreed on; from now on everything is served."""
         self.mesh = mesh
         self.log("serving", epoch=self.epoch, layout_digest=mesh.layout_digest)
         self._changed()
 
     def detach(self) -> None:
-        """The trainer leaves in order: so do we."""
+        """Leave after the trainer's orderly detach."""
         self.detached = True
         if self._pins is not None:
             self._pins.gradient_pins.gradients.end(EndedError("the training has detached"))
@@ -321,22 +322,22 @@ class RankSidecar:
         self.leaving.set()
 
     def start_task(self, work: Coroutine[Any, Any, None]) -> None:
-        """Runs `work` beside everything else; `close` waits for it."""
+        """Run `work` in the background; `close` waits for it."""
         task = asyncio.get_running_loop().create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
     async def close(self) -> None:
-        """Ends snapshots and possession. Call it when the servers have stopped."""
+        """End snapshots and possession. Call it once the servers have stopped."""
         self._stop_waiting()
         await self._drop_possession()
         if self._tasks:
             await asyncio.wait(self._tasks)
 
     def budget_bytes(self, arena_bytes: int) -> int:
-        """Most bytes that snapshots may take."""
+        """Snapshot budget for an arena of this size."""
         configured = self.config.budget_bytes
-        # One arena for tokens' holders twice over, and one for the control plane and the owner.
+        # Two arenas for token holders, one for the control plane and the owner.
         return configured if configured is not None else 3 * arena_bytes + (1 << 20)
 
     def _own(self, possession: Possession) -> None:
@@ -367,7 +368,7 @@ class RankSidecar:
         try:
             await edits.start()
         except ExhaustedError as error:
-            # Reading goes on without them.
+            # Keep serving reads without edits.
             self.log("no-edits", reason=str(error))
             await edits.close()
             return
@@ -380,6 +381,7 @@ class RankSidecar:
         assert self._pins is not None
         loop = asyncio.get_running_loop()
         loop.remove_reader(self._possession.pidfd)
+        # The process has ended, so none of its words changes any more.
         self.ownership = ownership_after_end(self._possession.page.words)
         self._pins.trainer_ended(self.ownership)
         if self._edits is not None:
@@ -394,6 +396,7 @@ class RankSidecar:
 
     async def _drop_possession(self) -> None:
         pins, possession = self._pins, self._possession
+        # Unset before closing: calls that come meanwhile are refused at once.
         self.mesh = None
         self._pins = None
         if pins is not None:
@@ -403,6 +406,7 @@ class RankSidecar:
             await edits.close()
         if possession is not None:
             asyncio.get_running_loop().remove_reader(possession.pidfd)
+            # Last: the copying thread and the edits used its memory until here.
             self._possession = None
             self.ownership = Ownership.WAITING
             possession.close()

@@ -1,8 +1,8 @@
-"""Ends what runs with tickets of tokens that were revoked, and refuses what comes later.
+"""Cancels calls that run with a revoked token's tickets, and refuses later ones.
 
-The control plane tells which those are, on the stream that the sidecar holds to it. Without
-one the sidecar keeps what it has heard, each until no ticket of that token can be valid.
-A sidecar keeps no audit of its own; its reports carry what it refused.
+The control plane announces revocations on the sidecar's stream to it. While disconnected, the
+sidecar keeps each one until no ticket of that token can still be valid. A sidecar has no audit
+log of its own; its reports carry what it refused.
 """
 
 from __future__ import annotations
@@ -19,33 +19,33 @@ MAX_CHARS = 256
 
 
 class Refusals:
-    """Counts on the event loop's thread."""
+    """Refused calls. Event loop thread only."""
 
     def __init__(self) -> None:
         self.count = 0
-        """Since the process began."""
+        """Since process start."""
         self.last = ""
-        """Method and reason of the last one; empty before the first."""
+        """Method and reason of the latest; empty before the first."""
 
     def saw(self, method: str, reason: str) -> None:
-        """One call was refused. Never fails, whatever the caller wrote."""
+        """Record a refused call. Never fails, whatever the caller sent."""
         self.count += 1
-        # What a caller wrote may stand in the reason: only what any log can show.
+        # The reason may quote the caller: ASCII only, which any log can show.
         told = f"{method[:MAX_CHARS]}: {reason}"[:MAX_CHARS]
         self.last = told.encode("ascii", "replace").decode()
 
 
 class Revocations:
-    """Use on the event loop."""
+    """Revoked tokens and the calls that run with tickets. Event loop only."""
 
     def __init__(self) -> None:
         self._tokens = RevokedTokens()
         self._running: dict[asyncio.Timeout, Claims] = {}
         self.on_news: list[Callable[[], object]] = []
-        """Called when tickets are refused that were good before."""
+        """Called when tickets that were good before are now refused."""
 
     def heard(self, told: control_pb2.Revocations) -> int:
-        """Takes in what the control plane says. How many running calls were ended for it."""
+        """Apply revocations from the control plane; return how many running calls were ended."""
         named = [key for key in told.token_ids[:MAX_REVOKED] if len(key) <= MAX_ID_CHARS]
         is_news = self._tokens.learn(
             dict.fromkeys(named, max(told.keep_ms, 0) / 1000),
@@ -62,23 +62,24 @@ class Revocations:
         return len(doomed)
 
     def refuses(self, claims: Claims) -> bool:
-        """Whether the ticket's token is good no more."""
+        """Whether the ticket's token is no longer good."""
         return self._tokens.refuses(claims)
 
     def check(self, claims: Claims) -> None:
-        """Raises TokenRevokedError when `refuses` says so."""
+        """Raise TokenRevokedError if `refuses` says so."""
         self._tokens.check(claims)
 
     @asynccontextmanager
     async def running(self, claims: Claims) -> AsyncIterator[None]:
-        """Around what a call does: cancels it once its token is good no more.
+        """Wrap a call: cancel it once its token is no longer good.
 
         Raises:
-            TokenRevokedError: it was cancelled for that.
+            TokenRevokedError: the call was cancelled for that.
         """
         if claims.token_id is None:
             yield
             return
+        # A cancel scope: `heard` makes it expire now, which cancels this call and nothing else.
         call = asyncio.timeout(None)
         try:
             async with call:
@@ -87,6 +88,7 @@ class Revocations:
                 self.check(claims)
                 yield
         except TimeoutError:
+            # Raises if the expiry was ours; otherwise it is a timeout of the call's own.
             self.check(claims)
             raise
         finally:

@@ -2,11 +2,11 @@
 
 A copy belongs right after a boundary, where forward and backward hide it. So a request
 that finds the rank inside an update, or too near to the next one, raises WANT; the
-trainer announces its next boundary, and everything that waits is copied there. A request
+trainer announces its next boundary, and everything pending is copied there. A request
 that finds the rank between updates with time to spare is copied at once.
 
-A boundary that all trainers agreed on (AGREED) is copied when it is announced. What was
-overtaken by the next update is reported as missed, with the times, and never repaired.
+A boundary that all trainers agreed on (AGREED) is copied when it is announced. A copy that
+the next update overtakes is reported as missed, with timings, and never repaired.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ from paramd.memory.rest import read_text
 from paramd_service.sidecar.copying.page_requests import Boundary, Outcome, Reaching
 
 RETRY_NS = 250_000_000
-"""Time between two looks while something waits and nothing was announced."""
+"""Polling interval while something waits and nothing was announced."""
 
 REST_NS = 500_000_000
-"""How long a state must rest before it is copied although training has not gone on: what a
-script does to weights right after an update is over by then, and if not, changes samples."""
+"""How long a state must rest before it is copied although training has not continued: what a
+script does to weights right after an update is over by then, or else changes samples."""
 
 UNSERVED_NS = 2_000_000_000
-"""How long a request waits for parameters that the trainer says it cannot serve."""
+"""How long a request waits while the trainer says it cannot serve its parameters."""
 
 EAGER_ATTEMPTS = 3
 """Overtaken copies after which a request asks for a boundary only every `RETRY_NS`: each
@@ -59,17 +59,17 @@ class CopyJob:
     attempts: int = 0
     """Copies that were overtaken."""
     longest_ns: int = 0
-    """The longest of those, until they were overtaken."""
+    """How long the longest of those ran before it was overtaken."""
     unsettled: bool = False
-    """A state that rests will do, also one that was changed after its update."""
+    """Accept a resting state even if it was changed after its update."""
     changed: bool = False
-    """Parameters were changed after the last update, and training has not gone on."""
+    """Parameters were changed after the last update, and training has not continued."""
     unseen: tuple[State, int] | None = None
-    """What was copied at rest, and when that ended: it counts once the trainer has looked since."""
+    """State copied at rest, and when the copy ended; valid once the trainer has looked since."""
     refused: str = ""
     """Why the trainer cannot serve the parameters; the job was given up for it."""
     unserved_ns: int = 0
-    """Since when the trainer says so."""
+    """Since when the trainer has said so; 0: it does not."""
 
     @property
     def size_bytes(self) -> int:
@@ -79,7 +79,7 @@ class CopyJob:
 def worth_starting(*, now_ns: int, boundary_ns: int, step_time_ns: int, copy_ns: int) -> bool:
     """Whether a copy begun now will probably end before the next update begins.
 
-    When the next boundary is overdue the rank is held, hung or evaluating: go.
+    If the next boundary is overdue, the rank is held, hung or evaluating: go ahead.
     """
     if boundary_ns == 0 or step_time_ns == 0:
         return True
@@ -88,7 +88,7 @@ def worth_starting(*, now_ns: int, boundary_ns: int, step_time_ns: int, copy_ns:
 
 
 class Capture:
-    """The sidecar's words of the control page and what waits for a copy.
+    """The sidecar's words in the control page, and the copies that wait.
 
     All methods run on one thread. `serve` is called on every wake, on every new request
     and every `RETRY_NS` while something waits.
@@ -106,8 +106,8 @@ class Capture:
     ) -> None:
         """
         Args:
-            digest: that of the samples as they lie in the arena (memory/rest.py).
-            stopped: whether the trainer's process is stopped, as by SIGSTOP.
+            digest: of the samples as they are in the arena (memory/rest.py).
+            stopped: whether the trainer's process is stopped, for example by SIGSTOP.
         """
         self._words = page.words
         self._page = page
@@ -117,10 +117,10 @@ class Capture:
         self._digest = digest
         self._stopped = stopped
         self.trainer_ended = False
-        """What rests then rests for ever."""
+        """Once True, a resting state can no longer change."""
         self._jobs: list[CopyJob] = []
         self._stepped: list[CopyJob] = []
-        """Those that wait for one step; the earliest is armed, and the trainer announces it."""
+        """Jobs for an exact step; the earliest is armed, and the trainer announces it."""
         self.reaching = Reaching(page.words, self._capture, at_point)
         self._wanted_at: int | None = None
         self._wanted_ns = 0
@@ -134,7 +134,7 @@ class Capture:
         return bool(self._jobs or self._stepped or self.reaching)
 
     def submit(self, job: CopyJob) -> None:
-        """One more snapshot to fill."""
+        """Add a snapshot to fill."""
         if job.at_step:
             self._stepped.append(job)
             self._arm_step()
@@ -142,7 +142,7 @@ class Capture:
             self._jobs.append(job)
 
     def cancel(self, job: CopyJob) -> None:
-        """Nobody waits for it any more. Does nothing when it is done."""
+        """Drop a job that nobody waits for any more; a no-op once it is done."""
         for waiting in (self._jobs, self._stepped):
             if job in waiting:
                 waiting.remove(job)
@@ -150,14 +150,15 @@ class Capture:
         self._arm_step()
 
     def give_up(self, reason: str, *, jobs_too: bool) -> None:
-        """The trainer has ended: no boundary comes any more, and none to wait for when torn."""
+        """Give up boundary requests, and with `jobs_too` all copies, for the trainer or we end."""
         self.reaching.give_up(reason)
         if jobs_too:
             for job in [*self._jobs, *self._stepped]:
                 self.cancel(job)
 
     def serve(self) -> None:
-        """Copies what can be copied now, and tells the trainer what was handled."""
+        """Copy what can be copied now, then tell the trainer which announcement was handled."""
+        # Read once, up front: SERVED must not confirm an announcement that comes while we copy.
         announce = self._words[Word.ANNOUNCE]
         announced = announce != self._words[Word.SERVED]
         try:
@@ -165,11 +166,11 @@ class Capture:
             self._serve_stepped()
             self._serve_jobs(announced)
         finally:
-            # The trainer's next update waits for this word.
+            # On errors too: the trainer's next update waits for this word.
             self._words[Word.SERVED] = announce
 
     def _serve_stepped(self) -> None:
-        """Copies what waits for the present step; what waits for an earlier one is given up."""
+        """Copy jobs for the current step; give up jobs for an earlier one."""
         for job in list(self._stepped):
             step = self._words[Word.STEP]
             if step == job.at_step:
@@ -190,7 +191,7 @@ class Capture:
             self._words[Word.ARM_STEP] = wanted
 
     def _refuse_unserved(self) -> None:
-        """Gives up what the trainer has not been able to serve for a while, with its reason."""
+        """Give up jobs that the trainer has been unable to serve for a while, with its reason."""
         why = read_text(self._page) if self._words[Word.UNSERVED] else ""
         now_ns = self._clock_ns()
         for job in list(self._jobs):
@@ -210,23 +211,23 @@ class Capture:
             end = self._try_jobs(announced)
             if not self._jobs or not self._ask_for_boundary():
                 return
-            # Between the look at SEQ and WANT the update may have ended unannounced.
+            # The update may have ended, unannounced, between our read of SEQ and WANT.
             if end is not CopyEnd.UPDATING or self._words[Word.SEQ] & 1:
                 return
 
     def _try_jobs(self, announced: bool) -> CopyEnd:
-        """Copies what is worth trying; stops where an update is in the way."""
+        """Copy what is worth trying; stop when an update is in the way."""
         quiet = self._is_quiet()
         for job in list(self._jobs):
             if announced or quiet or self._may_start(job):
                 end = self._copy_job(job)
-                # One that waits for the trainer's look keeps no other from being copied.
+                # A job that waits for the trainer's look does not hold up the others.
                 if end is not CopyEnd.DONE and job.unseen is None:
                     return end
         return CopyEnd.DONE
 
     def _may_start(self, job: CopyJob) -> bool:
-        """Whether to copy outside of an announced boundary, in a rank that is training."""
+        """Whether to copy outside an announced boundary while the rank is training."""
         return not job.attempts and worth_starting(
             now_ns=self._clock_ns(),
             boundary_ns=self._words[Word.BOUNDARY_NS],
@@ -235,14 +236,14 @@ class Capture:
         )
 
     def _is_quiet(self) -> bool:
-        """Whether no update began or ended for a while: training is held, hung or over."""
+        """Whether no update has begun or ended for a while: training is held, hung or over."""
         now_ns, seq = self._clock_ns(), self._words[Word.SEQ]
         if seq != self._quiet_seq:
             self._quiet_seq, self._quiet_since_ns = seq, now_ns
         return now_ns - self._quiet_since_ns >= RETRY_NS
 
     def rests(self) -> bool:
-        """Whether a state has rested for so long that it may be read as one that does."""
+        """Whether a state has rested long enough to be copied as a resting one."""
         words = self._words
         if not words[Word.REST] or is_mirror(words):
             return False
@@ -267,14 +268,14 @@ class Capture:
         return end
 
     def _copy_at_rest(self, job: CopyJob) -> tuple[CopyEnd, State]:
-        """A copy counts when the trainer has looked after it; when it has ended, at once."""
+        """Copy a resting state; valid once the trainer has looked since, or at once if it ended."""
         if job.unseen is not None:
             state, copied_ns = job.unseen
-            # Its own number of REST: another update may have ended meanwhile.
+            # Still the REST that was copied: another update may have ended meanwhile.
             if self._words[Word.REST] == -state.proof:
                 seen_ns = self._words[Word.REST_SEEN_NS]
                 seen = self.trainer_ended or seen_ns >= copied_ns
-                # Who is stopped changes nothing, and looked every 100 ms until then.
+                # A stopped trainer changes nothing, and it looked every 100 ms until then.
                 seen = seen or (seen_ns > self._words[Word.REST_NS] and self._stopped())
                 return CopyEnd.DONE if seen else CopyEnd.UPDATING, state
         job.unseen = None
@@ -293,7 +294,7 @@ class Capture:
         return end, state
 
     def _ask_for_boundary(self) -> bool:
-        """Raises WANT unless an earlier one is still to be answered; says whether it did."""
+        """Raise WANT unless an earlier one is still unanswered; return whether it did."""
         if self._wanted_at == self._words[Word.ANNOUNCE]:
             return False
         now_ns = self._clock_ns()
@@ -319,6 +320,7 @@ class Capture:
         end, state = self._copy(self._page, boundary.spans, at_point=self._at_point)
         took_ns = self._clock_ns() - begin_ns
         self._at_point("boundary-copied")
+        # Read again: SEQ proves the arena, not the memory of the moments.
         still = not boundary.with_moments or words[Word.MOMENTS_STEP] == agreed_step
         if end is CopyEnd.DONE and state.step == agreed_step and still:
             self._note_rate(boundary.size_bytes, took_ns)
@@ -327,7 +329,7 @@ class Capture:
         return Outcome(-1, self.explain(boundary.size_bytes, took_ns))
 
     def _capture_mirrored(self, boundary: Boundary, announced: bool) -> Outcome | None:
-        """From an arena that updates do not touch: whatever the step is by now."""
+        """Copy from a mirrored arena, which updates do not touch: the step may have moved on."""
         words, number = self._words, boundary.number
         begin_ns = self._clock_ns()
         end, state = copy_of_request(self._page, boundary.spans, number, at_point=self._at_point)
@@ -343,7 +345,7 @@ class Capture:
         return Outcome(state.step, "", edits=state.edits)
 
     def _not_there(self, boundary: Boundary, announced: bool, reason: str) -> Outcome | None:
-        """Missed once its announcement has come; until then the trainer is still writing words."""
+        """A miss once the announcement has come; before that the trainer is still writing words."""
         step = self._words[Word.STEP]
         if boundary.deferred_step is None:
             boundary.deferred_step = step
@@ -352,17 +354,17 @@ class Capture:
         return None
 
     def _note_rate(self, size_bytes: int, took_ns: int) -> None:
-        # Short copies measure overheads, not the memory.
+        # Short copies measure overhead, not memory bandwidth.
         if size_bytes >= 1 << 20 and took_ns > 0:
             rate = size_bytes * 1e9 / took_ns
             self._bytes_per_s += _RATE_WEIGHT * (rate - self._bytes_per_s)
 
     def copy_ns(self, size_bytes: int) -> int:
-        """How long a copy of that size takes, by what earlier copies took."""
+        """Expected time for a copy of that size, from earlier copies."""
         return int(size_bytes * 1e9 / self._bytes_per_s)
 
     def explain(self, size_bytes: int, longest_ns: int) -> str:
-        """Why no copy fitted, with the times."""
+        """Why no copy fitted, with timings."""
         step_ms = self._words[Word.STEP_TIME_NS] / 1e6
         needs_ms = max(self.copy_ns(size_bytes), longest_ns) / 1e6
         return (

@@ -1,8 +1,8 @@
 """Boundary requests in the page's words: declared ready, agreed, done; or taken back.
 
-One request stands in the page at a time. It is written READY = 0, then TOKEN, ACTION and
-ARGUMENT, then READY = n; numbers only rise (HIGHEST), so the trainer can tell a request from
-every other one by its number, and what was taken back never comes again.
+The page holds one request at a time. It is written READY = 0, then TOKEN, ACTION and ARGUMENT,
+then READY = n; numbers only rise (HIGHEST), so a number identifies a request to the trainer,
+and one that was taken back never returns.
 
 All methods but `fate_of` run on the copying thread.
 """
@@ -36,30 +36,30 @@ class ReadyEdits(Protocol):
     """Edits of one possession, as `boundaries.py` needs them. On the event loop's thread.
 
     Life of a request: `make_ready` before READY is written, then the trainers agree or the
-    request is withdrawn, then `settle` as soon as the page may tell what became of it.
+    request is withdrawn, then `settle` as soon as the page may tell its fate.
     """
 
     def make_ready(self, edit_id: str, *, boundary: int, token: int) -> int:
-        """Declares a staged edit ready for a boundary request; idempotent for the same one.
+        """Declare a staged edit ready for a boundary request; idempotent for the same one.
 
-        From now on its memory stays until the page says that nobody can apply it any more.
+        Its memory is kept until the page shows that nobody can apply it any more.
 
         Returns:
-            Word.ARGUMENT: where its program begins in the memory of edits.
+            Word.ARGUMENT: offset of its program in the edits' memory.
 
         Raises:
-            NotFoundError: nothing is known of it.
-            ConflictError: it is not complete, was applied already, or is in doubt for
+            NotFoundError: the edit is unknown.
+            ConflictError: it is incomplete, was already applied, or is in doubt for
                 another request.
         """
 
     def settle(self) -> None:
-        """Looks at the page: a ready edit was applied, or nobody can apply it any more."""
+        """Settle ready edits that, by the page, were applied or can no longer be applied."""
 
     def withdrawn(self, boundary: int) -> None:
-        """Withdrawing found for certain that this rank will never take part in a request.
+        """It is certain that this rank will never take part in a request.
 
-        Its edit may be dropped, or made ready for another request, at once.
+        Its edit may be dropped or made ready for another request at once.
         """
 
 
@@ -68,13 +68,13 @@ class Outcome:
     """How a boundary request ended on this rank."""
 
     step: int
-    """The boundary's step; -1 when what was asked for was not done."""
+    """The boundary's step; -1 if the request was not carried out."""
     reason: str
-    """Why not; empty when it was."""
+    """Why not; empty if it was."""
     edits: int = -1
     """Edits applied when it was done."""
     stop_ns: int = 0
-    """How long an edit kept the trainer."""
+    """How long an edit stopped the trainer."""
 
     @property
     def captured(self) -> bool:
@@ -83,7 +83,7 @@ class Outcome:
 
 @dataclass(eq=False, slots=True)
 class Boundary:
-    """What this rank does at the boundary that request `number` is agreed at."""
+    """What this rank does at the boundary where request `number` is agreed."""
 
     number: int
     spans: Sequence[CopySpan]
@@ -108,10 +108,10 @@ Capture = Callable[[Boundary, bool], Outcome | None]
 
 
 class Reaching:
-    """The requests that this rank was asked to be ready for and that have not ended."""
+    """Requests that this rank was asked to be ready for and that have not ended."""
 
     def __init__(self, words: Words, capture: Capture, at_point: Callable[[str], None]) -> None:
-        """`capture(boundary, announced)` fills snapshots: how it went, None: not yet."""
+        """`capture(boundary, announced)` fills snapshots and returns the outcome; None: not yet."""
         self._words = words
         self._capture = capture
         self._at_point = at_point
@@ -121,7 +121,7 @@ class Reaching:
         return bool(self._armed)
 
     def arm(self, boundary: Boundary) -> None:
-        """Declares the rank ready for a request, in the place of any other."""
+        """Declare the rank ready for a request, replacing any other."""
         words, number = self._words, boundary.number
         if number <= words[Word.HIGHEST]:
             boundary.done(
@@ -129,6 +129,8 @@ class Reaching:
             )
             return
         self._armed[number] = boundary
+        # READY brackets the other words: the trainer reads it before and after them, and so never
+        # promises a mix of two requests.
         words[Word.READY] = 0
         words[Word.TOKEN] = boundary.token
         words[Word.ACTION] = boundary.action
@@ -139,26 +141,27 @@ class Reaching:
             words[Word.BUFFERS_WANTED] = number
         if boundary.with_moments:
             words[Word.MOMENTS_WANTED] = number
+        # Before READY: a sidecar respawned in between must not use the number again.
         words[Word.HIGHEST] = number
         words[Word.READY] = number
         self._at_point("capture-ready")
 
     def take_back(self, number: int) -> None:
-        """The trainer must not begin to take part in this request any more, nor ever later."""
+        """Keep the trainer from joining this request from now on, for good."""
         words = self._words
         if words[Word.READY] == number:
             words[Word.READY] = 0
         words[Word.HIGHEST] = max(words[Word.HIGHEST], number)
 
     def withdraw(self, number: int, reason: str) -> None:
-        """Takes a request back and ends it; `fate_of` tells what becomes of it."""
+        """Take a request back and end it; `fate_of` tells its fate."""
         boundary = self._armed.pop(number, None)
         if boundary is not None:
             self.take_back(number)
             boundary.done(Outcome(-1, reason))
 
     def serve(self, announced: bool) -> None:
-        """Ends what has been agreed and done, and what cannot be agreed any more."""
+        """End requests that were agreed and done, and those that can no longer be agreed."""
         for number in sorted(self._armed):
             boundary = self._armed[number]
             outcome = self._outcome(boundary, announced)
@@ -167,7 +170,8 @@ class Reaching:
                 boundary.done(outcome)
 
     def give_up(self, reason: str) -> None:
-        """The trainer has ended."""
+        """End all requests: the trainer has ended."""
+        # What was agreed before the end still counts.
         self.serve(True)
         for number in list(self._armed):
             self.withdraw(number, reason)
@@ -184,7 +188,7 @@ class Reaching:
             self.take_back(number)
             return Outcome(-1, apart)
         if agreed > number:
-            # The trainer may have done it and gone on, but a copy of that boundary is too late.
+            # The trainer may have done it and moved on, but a copy of that boundary comes too late.
             return self._passed(boundary)
         if number not in (words[Word.READY], promised):
             return Outcome(-1, "another request took its place")
@@ -213,7 +217,7 @@ class Reaching:
 
 
 def apart_reason(words: Words) -> str:
-    """Why nothing can be agreed although all ranks answer; empty when they are in lock-step."""
+    """Why nothing can be agreed although all ranks answer; empty if they are in lock-step."""
     lowest, highest = words[Word.APART_LOW], words[Word.APART_HIGH]
     if lowest == highest:
         return ""
@@ -236,15 +240,16 @@ def _why_refused(words: Words) -> str:
 
 
 def fate_of(words: Words, number: int, *, ended: bool) -> pb.BoundaryFate.ValueType:
-    """What became of a request that was taken back at least some milliseconds ago.
+    """The fate of a request that was taken back at least some milliseconds ago.
 
     Args:
-        ended: the trainer's process has ended, so no word of its own changes any more.
+        ended: the trainer's process has ended, so none of its words change any more.
 
     Returns:
-        UNSPECIFIED when so many have been agreed since that the page tells nothing of this one.
+        UNSPECIFIED if so many were agreed since that the page no longer knows this one.
     """
-    # In this order: the trainer writes AGREED before it clears PROMISED.
+    # In this order: the trainer writes AGREED before it clears PROMISED. Read the other way
+    # round, a request agreed in between would look withdrawn.
     promised = words[Word.PROMISED]
     agreed = words[Word.AGREED]
     if words[Word.EDIT_APPLIED] == number:
@@ -252,6 +257,7 @@ def fate_of(words: Words, number: int, *, ended: bool) -> pb.BoundaryFate.ValueT
     if words[Word.EDIT_FAILED] == number:
         return pb.BOUNDARY_FATE_TORN
     if words[Word.EDIT_AGREED] == number:
+        # Again: the trainer may have finished since the first read.
         if words[Word.EDIT_APPLIED] == number:
             return pb.BOUNDARY_FATE_DONE
         return pb.BOUNDARY_FATE_TORN if ended else pb.BOUNDARY_FATE_AGREED

@@ -22,7 +22,7 @@ class Copier:
         self.capture = capture
         self._trainer_wake = trainer_wake
         self.on_wake: Callable[[], None] = lambda: None
-        """Called on the copying thread whenever the trainer woke it; must be quick."""
+        """Called on the copying thread after each wake; must be quick."""
         self._log = log
         self._inbox: deque[Callable[[], None]] = deque()
         self._request_wake = descriptors.wake_event()
@@ -35,7 +35,8 @@ class Copier:
         self._thread.start()
 
     def stop(self) -> None:
-        """Ends the thread after the copy under way; what waits is given up."""
+        """Stop the thread after the copy under way; pending work is given up."""
+        # Before the post: its wake may be the last that the thread gets.
         self._stopping = True
         self._post(lambda: self.capture.give_up("the sidecar is stopping", jobs_too=True))
         self._thread.join()
@@ -69,7 +70,7 @@ class Copier:
 
     def _post(self, action: Callable[[], None]) -> None:
         with self._posting:
-            # Its descriptor may be another's by now; what is posted late was given up.
+            # Once closed, the descriptor's number may be reused; late posts are dropped.
             if not self._stopped:
                 self._inbox.append(action)
                 descriptors.wake(self._request_wake)
@@ -80,13 +81,14 @@ class Copier:
             poll.register(descriptor, select.POLLIN)
         while True:
             poll.poll(RETRY_NS // 1_000_000 if self.capture.waiting else None)
+            # Drained before serving: a wake that comes meanwhile shows up in the next poll.
             for descriptor in (self._trainer_wake, self._request_wake):
                 with suppress(BlockingIOError):
                     os.eventfd_read(descriptor)
             try:
                 self._serve_once()
                 self.on_wake()
-            except Exception as error:  # a fault here must not end serving for good
+            except Exception as error:  # one failure must not end serving for good
                 self._log("copier-failed", error=repr(error))
             if self._stopping and not self._inbox:
                 return

@@ -1,4 +1,4 @@
-"""One edit on one rank: what is known of it, and what a successor must find of it."""
+"""One edit on one rank: its state, and what a successor must find of it."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ from paramd_service.sidecar.owner import Ownership
 _LENGTHS = struct.Struct("<2Q")
 
 WITHDRAWN_NS = 20_000_000
-"""How long a request must stand in the page no more before PROMISED is believed: twice what
-withdrawing waits."""
+"""How long a request must be gone from the page before PROMISED is trusted: twice the wait of
+a withdrawal."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,11 +32,11 @@ class EditLimits:
     """Limits of one possession."""
 
     budget_bytes: int
-    """Most bytes that edits which are not applied may take together; above 0."""
+    """Budget of all edits that are not applied together; above 0."""
     undo_budget_bytes: int
-    """Most bytes kept for undoing applied edits; 0 or more."""
+    """Budget of bytes kept to undo applied edits; 0 or more."""
     expiry_s: float
-    """How long a staged edit that nobody touches is kept; above 0."""
+    """How long an untouched staged edit is kept; above 0."""
     max_edits: int = 256
     """Edits that may be staged at once; 1 or more."""
 
@@ -46,7 +46,7 @@ class Phase(IntEnum):
 
     STAGING --all data there, verified--> STAGED --make_ready--> READY --applied--> APPLIED
                                             ^------withdrawn-------/
-    STAGING lives in this process alone; the others are in the index, and survive it.
+    STAGING exists in this process only; the others are in the index and survive it.
     """
 
     STAGING = 1
@@ -84,9 +84,9 @@ class Entry:
     digest: bytes
     """Of the manifest."""
     opened: asyncio.Future[None]
-    """Done when there is memory for it."""
+    """Done once it has memory."""
     who: Who = None
-    """Names the token that stages it; None: the owner's, or the control plane."""
+    """The token that stages it; None: the owner or the control plane."""
     phase: Phase = Phase.STAGING
     op_count: int = 0
     ops: Sequence[PlannedOp] = ()
@@ -94,7 +94,7 @@ class Entry:
     edit: RankEdit | None = None
     size_bytes: int = 0
     body: Body | None = None
-    """An undo shares the body of what it undoes until it is applied, then it is its own."""
+    """An undo shares the body of what it undoes until it is applied, then it owns it."""
     program_begin: int = 0
     meta: Range = (0, 0)
     slot: int = -1
@@ -103,7 +103,7 @@ class Entry:
     boundary: int = 0
     token: int = 0
     unready_ns: int = 0
-    """When its request was first seen to stand no longer in the page; 0: it stands."""
+    """When its request was first seen gone from the page; 0: it is there."""
     step: int = -1
     edits: int = -1
     stop_ns: int = 0
@@ -111,7 +111,7 @@ class Entry:
     refusal: UndoRefusal = UndoRefusal.NONE
     undoes: Entry | None = None
     undone_by: Entry | None = None
-    """The undo that is staged, and for which its body stays."""
+    """Its staged undo, for which its body is kept."""
     touched_ns: int = 0
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)
     """Held while its body is written."""
@@ -126,7 +126,7 @@ class Entry:
 
     @property
     def undo_refusal(self) -> str:
-        """Empty when it can be undone."""
+        """Why it cannot be undone; empty if it can."""
         if self.phase is not Phase.APPLIED:
             return ""
         if self.undone_by is not None:
@@ -135,11 +135,11 @@ class Entry:
 
     @property
     def staged_bytes(self) -> int:
-        """Bytes of its data there, without a gap from the first."""
+        """Bytes of its data present without a gap from the start."""
         return self.size_bytes if self.intake is None else self.intake.staged_bytes
 
     def check_author(self, who: Who) -> None:
-        """Raises DeniedError when its data is another token's to bring."""
+        """Raise DeniedError if its data must come from another token."""
         if self.size_bytes and who != self.who:
             raise DeniedError(
                 f"edit {self.edit_id} is staged here with another token, and only that one adds "
@@ -147,7 +147,7 @@ class Entry:
             )
 
     def progress(self) -> pb.EditProgress:
-        """The message."""
+        """Its state as a message."""
         applied = self.phase is Phase.APPLIED
         return pb.EditProgress(
             phase=pb.EditPhase.ValueType(self.phase),
@@ -163,7 +163,7 @@ class Entry:
         )
 
     def as_slot(self) -> Slot:
-        """What a successor must know at once."""
+        """Its entry in the index for a successor."""
         body = self.body
         return Slot(
             phase=self.phase,
@@ -183,14 +183,14 @@ class Entry:
         )
 
     def meta_bytes(self) -> bytes:
-        """What a successor must know besides: manifest and digests."""
+        """What else a successor must know: manifest and digests."""
         manifest = self.manifest.SerializeToString(deterministic=True)
         progress = self.progress().SerializeToString()
         return _LENGTHS.pack(len(manifest), len(progress)) + manifest + progress
 
 
 def entry_of(slot: Slot, memory: memoryview, number: int, loop: asyncio.AbstractEventLoop) -> Entry:
-    """The edit that a predecessor left in slot `number`; its body and kin are not set."""
+    """The edit that a predecessor left in slot `number`; body and undo links are not set."""
     meta = memory[slot.meta_begin : slot.meta_end]
     manifest_size, progress_size = _LENGTHS.unpack_from(meta)
     begin = _LENGTHS.size + manifest_size
@@ -221,7 +221,7 @@ def entry_of(slot: Slot, memory: memoryview, number: int, loop: asyncio.Abstract
 
 
 class Fate(Enum):
-    """Of an edit that is ready for request n."""
+    """The fate of an edit that is ready for request n."""
 
     APPLIED = "the trainer says that it has applied n"
     OPEN = "n may have been agreed, or may yet be"
@@ -229,10 +229,10 @@ class Fate(Enum):
 
 
 def fate(entry: Entry, words: Sequence[int], *, ended: Ownership | None, now_ns: int) -> Fate:
-    """The fate of a READY edit; remembers in `unready_ns` since when n stands no more.
+    """The fate of a READY edit; notes in `unready_ns` since when n is gone from the page.
 
     Args:
-        words: Of the control page.
+        words: The control page's.
         ended: How the trainer ended; None while it lives.
         now_ns: CLOCK_MONOTONIC.
     """
@@ -245,7 +245,7 @@ def fate(entry: Entry, words: Sequence[int], *, ended: Ownership | None, now_ns:
     if agreed == number and words[Word.AGREED_TOKEN] != token:
         return Fate.NEVER
     if words[Word.EDIT_AGREED] == number:
-        # Being applied, or its trainer ended in it: then the rank is torn.
+        # Being applied, or the trainer died in it, which makes the rank torn.
         return Fate.OPEN
     if ended is not None or agreed > number:
         return Fate.NEVER

@@ -1,7 +1,7 @@
-"""What a respawned sidecar must know of edits: slots in the head of their memory.
+"""What a respawned sidecar must know about edits: slots in the head of their memory.
 
-A slot is 16 words. All of it is written while its first word is 0, or, for a change, in an
-order in which each single store leaves it true; the first word says what it is.
+A slot is 16 words. It is written while its first word, the phase, is 0; a change is written in
+an order in which every single store leaves it true, the phase last.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ SLOT_COUNT = HEAD_BYTES // _SLOT_BYTES
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Slot:
-    """One edit; positions are bytes of the memory of edits."""
+    """One edit; positions are byte offsets into the edits' memory."""
 
     phase: int
     """A paramd.v1.EditPhase: STAGED, READY or APPLIED."""
@@ -31,7 +31,7 @@ class Slot:
     """Manifest and digests."""
     body_begin: int = 0
     body_end: int = 0
-    """Program, data and pre-images; empty when they are not kept."""
+    """Program, data and pre-images; empty if they are not kept."""
     program_begin: int = 0
     boundary: int = 0
     token: int = 0
@@ -55,7 +55,7 @@ class EditIndex:
         self._free = [n for n in range(SLOT_COUNT - 1, -1, -1) if not self._words[n * _WORDS]]
 
     def slots(self) -> Iterator[tuple[int, Slot]]:
-        """Those in use, by number."""
+        """Slots in use, with their numbers."""
         for number in range(SLOT_COUNT):
             begin = number * _WORDS
             if self._words[begin]:
@@ -67,7 +67,7 @@ class EditIndex:
         return len(self._free)
 
     def add(self, slot: Slot) -> int:
-        """Writes a slot and returns its number. Raises ExhaustedError."""
+        """Write a slot and return its number. Raises ExhaustedError."""
         if not self._free:
             raise ExhaustedError(f"{SLOT_COUNT:,} edits are known here; drop some first")
         number = self._free.pop()
@@ -75,11 +75,11 @@ class EditIndex:
         return number
 
     def change(self, number: int, slot: Slot) -> None:
-        """Writes it again; whoever reads meanwhile sees no slot, or the old or the new one."""
+        """Rewrite a slot; a crash in between leaves one that a successor can trust."""
         self._write(number, slot)
 
     def clear(self, number: int) -> None:
-        """The slot is free."""
+        """Free a slot."""
         self._words[number * _WORDS] = 0
         self._free.append(number)
 
@@ -101,7 +101,7 @@ def id_words(edit_id: str) -> dict[str, int]:
 
 
 def id_text(slot: Slot) -> str:
-    """The way back."""
+    """The inverse of `id_words`."""
     return b"".join(
         half.to_bytes(8, "big", signed=True) for half in (slot.id_high, slot.id_low)
     ).hex()

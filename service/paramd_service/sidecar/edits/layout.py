@@ -1,10 +1,10 @@
-"""The body of an edit: programs, data and room for pre-images, and how it is undone. Pure.
+"""The body of an edit: programs, data and pre-images, and how it is undone. Pure.
 
     [program][program of its undo][data][pre-images]        all at multiples of 64 bytes
 
-An undo has no body of its own: it writes its program into the other room of the body that it
-undoes, and with that body it takes over what was kept. So undoing needs no memory, and an
-undo can be undone in turn.
+An undo has no body of its own: it writes its program into the spare program space of the body
+that it undoes, and takes over that body with its pre-images. So undoing needs no memory, and an
+undo can itself be undone.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ from paramd.memory.edit_program import (
 _ALIGNMENT = 64
 
 _AS_BITS = {1: "uint8", 2: "int16", 4: "int32", 8: "int64"}
-"""What programs call elements of dtypes that they do not know, by size."""
+"""Stand-ins, by element size, for dtypes that programs do not know."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Body:
-    """Where things lie; positions are bytes of the memory of edits. Not there: begin == end."""
+    """Where things lie, as byte offsets into the edits' memory. Absent: begin == end."""
 
     begin: int
     end: int
     programs: tuple[int, int]
-    """Where the two programs begin; equal when there is no room for an undo."""
+    """Where the two programs begin; equal if there is no room for an undo."""
     data_begin: int
     preimage_begin: int
 
@@ -62,7 +62,7 @@ def body_at(begin: int, edit: RankEdit, *, ops: Sequence[PlannedOp], undoable: b
 
 
 def body_of(begin: int, end: int, *, record_count: int, undoable: bool) -> Body:
-    """A body that somebody else laid out, as far as undoing and previewing need it."""
+    """A body laid out by a predecessor, as far as undo and preview need it."""
     room = _aligned(program_bytes(record_count))
     data_begin = begin + room * (2 if undoable else 1)
     return Body(
@@ -112,10 +112,10 @@ def records_of(
 def write_undo(
     memory: memoryview, done: int, undo: int, *, arena_bytes: int, reset_moments: bool
 ) -> None:
-    """Writes at `undo` the program that undoes the applied one at `done`.
+    """Write at `undo` the program that undoes the applied one at `done`.
 
-    What was added is subtracted, all else is swapped back. Raises UsageError when there is
-    no program at `done`.
+    Additions are subtracted, everything else is swapped back. Raises UsageError if there is no
+    program at `done`.
     """
     records = parse_program(memory, done, arena_bytes=arena_bytes)
     write_program(memory, undo, (_undoing(one, reset_moments) for one in records))
@@ -134,7 +134,7 @@ def _undoing(record: Record, reset_moments: bool) -> Record:
 
 
 def _keeps(item: EditItem, ops: Sequence[PlannedOp]) -> bool:
-    """Whether undoing it takes a pre-image beside its data."""
+    """Whether undoing it needs a pre-image besides its data."""
     return ops[item.op].op.kind not in (EditKind.SET, EditKind.ADD)
 
 

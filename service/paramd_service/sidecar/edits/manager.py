@@ -1,7 +1,7 @@
 """Edits of one possession: staged, made ready, applied, undone; see entry.Phase.
 
-The trainer applies; this side never touches the arena. What became of a ready edit is read
-from the page alone (EDIT_APPLIED, EDIT_TOKEN), so a respawned sidecar tells the same. Runs on
+Only the trainer applies; this side never touches the arena. The fate of a ready edit is read
+from the page alone (EDIT_APPLIED, EDIT_TOKEN), so a respawned sidecar reports the same. Runs on
 the event loop; data is copied and checked on threads.
 """
 
@@ -28,19 +28,19 @@ from paramd_service.sidecar.faults import Faults
 from paramd_service.sidecar.owner import Ownership
 
 EXPECTED_NS = 1_000_000_000
-"""After data of an edit came, its request is expected for so long."""
+"""How long after an edit's data arrived its boundary request is expected."""
 
 _ID = re.compile(r"[0-9a-f]{32}")
 _SWEEP_S = 5.0
 
 
 def expect_request(words: Words) -> None:
-    """Has the trainers look for requests more often: one is about to come."""
+    """Make the trainers look for requests more often: one is about to come."""
     words[Word.EXPECTED_NS] = time.monotonic_ns() + EXPECTED_NS
 
 
 def count_hole(words: Words) -> None:
-    """Before pages of edits are given back: the trainer's page tables of them go, too."""
+    """Call before pages of edits are released: the trainer loses its page tables for them."""
     words[Word.EDIT_HOLES] += 1
 
 
@@ -58,7 +58,7 @@ class Edits:
         layout: Callable[[], bytes],
         faults: Faults,
     ) -> None:
-        """`layout` gives the serialized layout; raises UnreachableError while there is none."""
+        """`layout` returns the serialized layout; raises UnreachableError while there is none."""
         self.memory = memory
         self.applied_count = 0
         """Edits seen applied by this process."""
@@ -82,7 +82,7 @@ class Edits:
         memory.on_hole = partial(count_hole, page.words)
 
     async def start(self) -> None:
-        """Finds what a predecessor left. Raises ExhaustedError."""
+        """Recover what a predecessor left. Raises ExhaustedError."""
         await self.memory.start()
         self._book.open()
         self.settle()
@@ -90,12 +90,12 @@ class Edits:
         self._timer = self._loop.call_later(self._sweep_s, self._timed)
 
     async def begin(self, manifest: pb.EditManifest) -> Entry:
-        """The edit of a manifest, with memory reserved; the same id and manifest, the same edit.
+        """Open the edit of a manifest and reserve its memory. Idempotent by id and manifest.
 
         Raises:
             ExistsError: the id has another manifest.
             DeniedError: another token stages it.
-            UsageError, NotFoundError: it does not fit the layout.
+            UsageError, NotFoundError: the edit does not fit the layout.
             ExhaustedError: no room. ConflictError: it cannot undo what it names.
         """
         if _ID.fullmatch(manifest.edit_id) is None:
@@ -121,26 +121,28 @@ class Edits:
                 f"edit {manifest.edit_id} is known here with another content; an id names one "
                 "edit for ever, so take a new one"
             )
+        # Shielded: other callers may wait for the same edit.
         await asyncio.shield(entry.opened)
         entry.check_author(CALLER.get())
         entry.touched_ns = time.monotonic_ns()
         if entry.phase is Phase.STAGING:
-            # All data may be there, with no room for the rest when it came.
+            # All data may have come while there was no memory for manifest and digests.
             async with entry.lock:
                 await self._complete(entry)
         self.settle()
         return entry
 
     async def take(self, entry: Entry, parts: Iterable[Part]) -> None:
-        """Takes parts of the data, on a thread, one by one; the last makes the edit STAGED.
+        """Take parts of the data in order, on a thread; the last one makes the edit STAGED.
 
         Raises:
-            UsageError: a part does not follow, or is not finite: then the edit is forgotten.
-            DataLossError: as a part's `fill` says.
+            UsageError: a part leaves a gap, or is not finite (which forgets the edit).
+            DataLossError: raised by a part's `fill`.
         """
         async with entry.lock:
             expect_request(self._page.words)
             entry.touched_ns = time.monotonic_ns()
+            # It may have been dropped or have expired while we waited for the lock.
             if self._book.entries.get(entry.edit_id) is not entry:
                 raise NotFoundError(f"edit {entry.edit_id} was dropped while its data came")
             intake = entry.intake
@@ -155,7 +157,7 @@ class Edits:
             await self._complete(entry)
 
     def get(self, edit_id: str) -> Entry:
-        """An edit as it is now. Raises NotFoundError."""
+        """The edit as it is now. Raises NotFoundError."""
         self.settle()
         entry = self._book.entries.get(edit_id)
         if entry is None:
@@ -166,12 +168,12 @@ class Edits:
         return entry
 
     async def planned(self, entry: Entry) -> Entry:
-        """The edit with `ops` and `edit` set, also when a predecessor staged it."""
+        """The edit with `ops` and `edit` set, even if a predecessor staged it."""
         await self._opener.plan(entry)
         return entry
 
     async def drop(self, edit_id: str) -> None:
-        """Forgets a staged edit, or lets go of what would undo an applied one. Idempotent.
+        """Forget a staged edit, or free what would undo an applied one. Idempotent.
 
         Raises:
             ConflictError: the trainers may have agreed on it, or an undo of it is staged.
@@ -185,6 +187,7 @@ class Edits:
                 return
             self.settle()
             if entry.unready_ns:
+                # Its request has left the page: once PROMISED can be trusted, `settle` decides.
                 await asyncio.sleep(WITHDRAWN_NS / 1e9)
                 self.settle()
             if entry.phase is Phase.READY:
@@ -216,6 +219,7 @@ class Edits:
             )
         entry.boundary, entry.token, entry.unready_ns = boundary, token, 0
         entry.phase = Phase.READY
+        # Persisted before READY is in the page: a successor must know that it may be applied.
         self._book.persist(entry)
         self._faults.at("edit-ready")
         return entry.program_begin
@@ -237,12 +241,12 @@ class Edits:
                 self._book.unready(entry)
 
     def trainer_ended(self, ownership: Ownership) -> None:
-        """Nobody applies anything any more; what was applied stays told."""
+        """Nothing will be applied any more; what was applied is still reported."""
         self._ended = ownership
         self.settle()
 
     async def close(self) -> None:
-        """Lets go of everything here; the memory stays the trainer's."""
+        """Release everything here; the memory remains the trainer's."""
         if self._timer is not None:
             self._timer.cancel()
         for task in self._tasks:
@@ -255,7 +259,7 @@ class Edits:
 
     @property
     def staged_bytes(self) -> int:
-        """Bytes of memory that edits which are not applied take."""
+        """Bytes of memory taken by edits that are not applied."""
         return self._book.staged_bytes
 
     @property
@@ -276,12 +280,12 @@ class Edits:
         except BaseException as error:
             self._book.forget(entry)
             entry.opened.set_exception(error)
-            entry.opened.exception()  # seen, even when nobody waits any more
+            entry.opened.exception()  # mark as retrieved, even when nobody waits any more
             if not isinstance(error, Exception):
                 raise
 
     async def _complete(self, entry: Entry) -> None:
-        """Makes the edit STAGED when all its data is there."""
+        """Make the edit STAGED once all its data is there."""
         intake = entry.intake
         if intake is None or intake.staged_bytes < intake.size_bytes:
             return
@@ -291,6 +295,7 @@ class Edits:
         self.memory.buffer[entry.meta[0] : entry.meta[0] + len(meta)] = meta
         entry.intake = None
         entry.phase = Phase.STAGED
+        # Indexed last: a successor finds only edits whose data, manifest and digests are there.
         self._book.in_order(entry)
         self._faults.at("edit-staged")
 
@@ -304,7 +309,7 @@ class Edits:
         self._book.applied(entry)
 
     def sweep(self) -> None:
-        """Forgets staged edits that nobody has touched for too long."""
+        """Forget staged edits that have been untouched for too long."""
         self.settle()
         before_ns = time.monotonic_ns() - int(self._limits.expiry_s * 1e9)
         for entry in list(self._book.entries.values()):

@@ -1,10 +1,10 @@
-"""The memory of edits: ranges of it are reserved for edits, and kept warm for the next one.
+"""The edits' memory: ranges are reserved for edits, and kept warm for the next one.
 
     [0, HEAD_BYTES)       the index, which a respawned sidecar reads (index.py)
-    [HEAD_BYTES, pool)    has its pages from the begin: small edits touch no fresh ones
-    the rest              pages when needed; given back when nobody needed them for a while
+    [HEAD_BYTES, pool)    populated from the start: small edits touch no fresh pages
+    the rest              populated on demand; released after being idle for a while
 
-All methods run on the event loop; pages are made and given back on the executor.
+All methods run on the event loop; pages are populated and released on the executor.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ Range = tuple[int, int]
 
 HEAD_BYTES = 256 << 10
 
-# madvise(2): fault all pages in for writing now (Linux 5.14).
+# madvise(2): prefault all pages for writing (Linux 5.14).
 _MADV_POPULATE_WRITE = 23
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
@@ -44,11 +44,11 @@ class Ranges:
 
     @property
     def size(self) -> int:
-        """How many numbers are in it."""
+        """How many numbers the set has."""
         return sum(end - begin for begin, end in self._ranges)
 
     def add(self, begin: int, end: int) -> None:
-        """Puts [begin, end) in."""
+        """Add [begin, end)."""
         if begin >= end:
             return
         first = bisect_left(self._ranges, begin, key=lambda one: one[1])
@@ -59,35 +59,35 @@ class Ranges:
         self._ranges[first:last] = [(begin, end)]
 
     def remove(self, begin: int, end: int) -> None:
-        """Takes [begin, end) out, as far as it is in."""
+        """Remove [begin, end), as far as it is in the set."""
         left = []
         for low, high in self._ranges:
             left += [(low, min(high, begin)), (max(low, end), high)]
         self._ranges = [(low, high) for low, high in left if low < high]
 
     def within(self, begin: int, end: int) -> list[Range]:
-        """What of [begin, end) is in it."""
+        """The parts of [begin, end) that are in the set."""
         parts = [(max(low, begin), min(high, end)) for low, high in self._ranges]
         return [(low, high) for low, high in parts if low < high]
 
     def missing(self, begin: int, end: int) -> list[Range]:
-        """What of [begin, end) is not in it."""
+        """The parts of [begin, end) that are not in the set."""
         rest = Ranges((begin, end))
         for low, high in self.within(begin, end):
             rest.remove(low, high)
         return list(rest)
 
     def first_fit(self, size: int) -> int | None:
-        """Where the first `size` neighbours in it begin; None when there are none."""
+        """Where the first range of at least `size` begins; None if there is none."""
         return next((low for low, high in self._ranges if high - low >= size), None)
 
 
 def _nothing() -> None:
-    """Nobody wants to know."""
+    """The default callback."""
 
 
 class EditMemory:
-    """Gives out ranges of one possession's memory of edits."""
+    """Allocates ranges of one possession's edit memory."""
 
     def __init__(
         self, descriptor: int, *, pool_bytes: int, idle_s: float, executor: Executor
@@ -102,7 +102,7 @@ class EditMemory:
         self._timer: asyncio.TimerHandle | None = None
         self._work: set[asyncio.Future[None]] = set()
         self.on_hole: Callable[[], None] = _nothing
-        """Called before pages are given back: page tables made so far may be of no more use."""
+        """Called before pages are released: existing page tables may become stale."""
 
     @property
     def buffer(self) -> memoryview:
@@ -110,34 +110,34 @@ class EditMemory:
 
     @property
     def free_bytes(self) -> int:
-        """Bytes that nobody has."""
+        """Bytes that are not reserved."""
         return self._free.size
 
     @property
     def idle_bytes(self) -> int:
-        """Bytes beyond the pool that have pages and that nobody has."""
+        """Bytes beyond the pool that have pages and are not reserved."""
         parts = self._resident.within(self._pool_end, self.sparse.size_bytes)
         return sum(high - low for part in parts for low, high in self._free.within(*part))
 
     async def start(self) -> None:
-        """Gives the head its pages. Raises ExhaustedError."""
+        """Populate the head. Raises ExhaustedError."""
         await self._populate(0, HEAD_BYTES)
 
     async def warm_up(self) -> None:
-        """Gives back what a predecessor left, and the pool its pages."""
+        """Release unused pages that a predecessor left, and populate the pool."""
         self._give_back(Ranges((self._pool_end, self.sparse.size_bytes)))
-        # Without the pool edits are slower, and else as good.
+        # Without the pool edits are slower, but just as good.
         with suppress(ExhaustedError):
             for begin, end in self._resident.missing(0, self._pool_end):
                 await self._populate(begin, end)
 
     def take(self, begin: int, end: int) -> None:
-        """A range that a predecessor has given out."""
+        """Mark a range that a predecessor had reserved."""
         self._free.remove(begin, end)
         self._resident.add(begin, end)
 
     async def reserve(self, size_bytes: int) -> Range:
-        """A range of whole pages, all there. Contents are whatever was there before.
+        """Reserve a range of whole pages, all populated. Contents are whatever was there before.
 
         Raises:
             ExhaustedError: no room in this memory, or the machine has no pages left.
@@ -161,14 +161,14 @@ class EditMemory:
         return begin, end
 
     def free(self, begin: int, end: int) -> None:
-        """The range is nobody's any more. Its pages go when they stay idle."""
+        """Free a range. Its pages are released if they stay idle."""
         self._free.add(begin, end)
         if self._timer is not None:
             self._timer.cancel()
         self._timer = self._loop.call_later(self._idle_s, self._idle)
 
     async def close(self) -> None:
-        """Lets go of the map; pages stay the trainer's."""
+        """Unmap; the pages remain the trainer's."""
         if self._timer is not None:
             self._timer.cancel()
         if self._work:
@@ -179,7 +179,7 @@ class EditMemory:
         work = self._loop.run_in_executor(self._executor, self._make_pages, begin, end)
         self._work.add(work)
         work.add_done_callback(self._work.discard)
-        # Waited for in any case: a range whose pages are being made is not given out again.
+        # Waited for even when cancelled: a range being populated must not be given out again.
         try:
             await uncancelled(work)
         except asyncio.CancelledError:
@@ -190,7 +190,7 @@ class EditMemory:
 
     def _make_pages(self, begin: int, end: int) -> None:
         self.sparse.reserve(begin, end)
-        # An older kernel pays at the first copy.
+        # On older kernels the first copy pays.
         _libc.madvise(self.sparse.address + begin, end - begin, _MADV_POPULATE_WRITE)
 
     def _idle(self) -> None:
@@ -200,6 +200,7 @@ class EditMemory:
     def _give_back(self, resident: Ranges) -> None:
         parts = resident.within(self._pool_end, self.sparse.size_bytes)
         for begin, end in [idle for part in parts for idle in self._free.within(*part)]:
+            # Not free while the hole is punched, or the next owner's bytes would be wiped.
             self._free.remove(begin, end)
             self._resident.remove(begin, end)
             self.on_hole()
@@ -209,7 +210,7 @@ class EditMemory:
 
     def _given(self, part: Range, done: asyncio.Future[None]) -> None:
         self._work.discard(done)
-        # A hole that could not be punched still has its pages: it is as it was.
+        # If punching the hole failed, the pages are still there.
         if not done.cancelled() and done.exception() is not None:
             self._resident.add(*part)
         self._free.add(*part)

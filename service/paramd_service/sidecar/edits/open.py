@@ -1,4 +1,4 @@
-"""From a manifest to an edit with memory and a program: what is slow in it, on threads."""
+"""From a manifest to an edit with memory and a program; the slow parts run on threads."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ Answer = TypeVar("Answer")
 
 
 class RankLayout:
-    """Kept as serialized tensors: as objects, those of 100,000 names take 100 MB."""
+    """One rank's layout as serialized tensors: as objects, those of 100,000 names take 100 MB."""
 
     def __init__(self, serialized: bytes, rank: int) -> None:
-        """Slow for large layouts: off the event loop."""
+        """Slow for large layouts: call it off the event loop."""
         self._tensors: dict[str, bytes] = {}
         for tensor in layout_pb2.Layout.FromString(serialized).tensors:
             own = [piece for piece in tensor.pieces if piece.rank == rank]
@@ -41,7 +41,7 @@ class RankLayout:
                 self._tensors[name] = data
 
     def find(self, name: str) -> TensorLayout | None:
-        """The tensor of a name, aliases included."""
+        """The tensor with that name or alias."""
         data = self._tensors.get(name)
         if data is None:
             return None
@@ -73,15 +73,15 @@ class Opener:
         self._threads = ThreadPoolExecutor(2, thread_name_prefix="paramd-edits")
 
     async def on_thread(self, work: Callable[[], Answer]) -> Answer:
-        """Runs work that touches the memory; cancelling is waited for."""
+        """Run work that touches the memory; cancellation waits for its end."""
         return await uncancelled(self._loop.run_in_executor(self._threads, work))
 
     async def close(self) -> None:
-        """Ends the threads."""
+        """Stop the threads."""
         await self._loop.run_in_executor(None, self._threads.shutdown)
 
     async def plan(self, entry: Entry) -> None:
-        """Sets `ops` and `edit`. Raises UsageError, NotFoundError: it does not fit the layout."""
+        """Set `ops` and `edit`. Raises UsageError, NotFoundError: it does not fit the layout."""
         if entry.edit is not None:
             return
         serialized, manifest = self._layout_bytes(), entry.manifest
@@ -96,7 +96,7 @@ class Opener:
         (entry.edit,) = rank_edits(entry.ops, [self._rank])
 
     async def open_new(self, entry: Entry, check_bytes: Callable[[Entry, int], None]) -> None:
-        """Makes room for an edit and writes its program; `check_bytes` refuses too many bytes."""
+        """Reserve memory for an edit and write its program; `check_bytes` enforces the budget."""
         manifest = entry.manifest
         if_step = manifest.if_step if manifest.HasField("if_step") else ANY_STEP
         if if_step < ANY_STEP:
@@ -130,7 +130,7 @@ class Opener:
         )
 
     async def open_undo(self, entry: Entry, original: Entry) -> None:
-        """Writes the program that undoes `original` beside the one that was applied."""
+        """Write the program that undoes `original` next to the one that was applied."""
         manifest = entry.manifest
         body = self._undo.claim(original, entry)
         if list(manifest.ops) != list(original.manifest.ops):
@@ -156,7 +156,7 @@ class Opener:
         await self.on_thread(write)
 
     async def reserve(self, size_bytes: int) -> Range:
-        """Memory; what is kept for undoing goes before. Raises ExhaustedError."""
+        """Reserve memory, if need be at the expense of undo data. Raises ExhaustedError."""
         while True:
             try:
                 return await self._memory.reserve(size_bytes)

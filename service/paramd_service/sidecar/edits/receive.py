@@ -1,4 +1,4 @@
-"""An edit's data as it comes in: copied, digested and looked at, in order, block by block.
+"""An edit's incoming data: copied, digested and checked, in order, block by block.
 
 The checks read the staged copy, which only this process and its trainer have: what a sender
 does to its own memory afterwards changes nothing.
@@ -18,22 +18,22 @@ from paramd.layout.dtypes import DTYPES, item_bytes
 from paramd.wire import Chunk
 
 Fill = Callable[[int, int, int], None]
-"""(address, begin, size) -> None: puts bytes [begin, begin + size) of a part there.
+"""(address, begin, size) -> None: writes bytes [begin, begin + size) of a part there.
 
-Called for all of the part, in order and in blocks; a first call that raises has put nothing.
+Called for the whole part, in order and in blocks; a first call that raises has written nothing.
 """
 
 Part: TypeAlias = tuple[int, int, Fill]
-"""Offset and size in bytes, and what puts it there."""
+"""Offset and size in bytes, and what writes it there."""
 
 _GRAIN = 64
-"""Blocks end at multiples of it, so that no element is looked at in halves."""
+"""Blocks end at multiples of this, so that no element is split."""
 
 _BLOCK_BYTES = 512 << 10
-"""Copied, looked at and digested at a time: it stays in a core's cache in between."""
+"""Bytes copied, checked and digested at a time: they stay in a core's cache."""
 
 _EXPONENTS = {name: (one.item_bytes, one.exponent) for name, one in DTYPES.items() if one.exponent}
-"""Bytes of an element, and the bits of its exponent, which are all set if it is not finite."""
+"""Element size in bytes, and its exponent bits, which are all set if it is not finite."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,11 +48,11 @@ class DataRange:
 
 
 class NonfiniteError(UsageError):
-    """An edit's data holds NaN or infinities, and nobody said that they are wanted."""
+    """An edit's data holds NaN or infinities that were not explicitly allowed."""
 
 
 class Intake:
-    """The data of one edit on its way. Used by one thread at a time."""
+    """The incoming data of one edit. Used by one thread at a time."""
 
     def __init__(
         self,
@@ -63,10 +63,10 @@ class Intake:
         op_count: int,
         allow_nonfinite: bool,
     ) -> None:
-        """`memory` are the bytes at `address` where the data belongs; ranges are sorted."""
+        """`memory`: the bytes at `address`, where the data goes; `ranges` are sorted."""
         self.size_bytes = memory.nbytes
         self.staged_bytes = 0
-        """Bytes there, without a gap from the first."""
+        """Bytes present without a gap from the start."""
         self._memory = memory
         self._address = address
         self._ranges = ranges
@@ -76,16 +76,16 @@ class Intake:
         self._next = 0
 
     def take_all(self, parts: Iterable[Part]) -> None:
-        """Takes each part in turn, as `take` does."""
+        """Take each part in turn; see `take`."""
         for part in parts:
             self.take(*part)
 
     def take(self, offset_bytes: int, size_bytes: int, fill: Fill) -> None:
-        """Takes bytes [offset, offset + size); those that are there already are left alone.
+        """Take bytes [offset, offset + size); a part that is already there is ignored.
 
         Raises:
-            UsageError: a gap, or more than there is.
-            NonfiniteError: numbers that are not finite; the intake is of no more use.
+            UsageError: a gap, or beyond the end.
+            NonfiniteError: numbers that are not finite; the intake is unusable afterwards.
         """
         end = offset_bytes + size_bytes
         if 0 <= offset_bytes <= end <= self.staged_bytes:
@@ -103,7 +103,7 @@ class Intake:
             self.staged_bytes = block_end
 
     def digests(self) -> list[bytes]:
-        """XXH3 (128 bit, canonical) of each operation's data, once all is there."""
+        """XXH3 (128 bit, canonical) of each operation's data, once all of it is there."""
         assert self.staged_bytes == self.size_bytes
         return [state.digest() for state in self._digests]
 
@@ -123,10 +123,10 @@ class Intake:
 
 
 def copy_of(chunk: Chunk) -> Fill:
-    """Fills from bytes that came over the network.
+    """A `Fill` from bytes received over the network.
 
     Raises:
-        DataLossError: when first called, that they do not match their checksum.
+        DataLossError: on the first call, if they do not match their checksum.
     """
 
     def fill(target: int, begin: int, size_bytes: int) -> None:
@@ -138,17 +138,17 @@ def copy_of(chunk: Chunk) -> Fill:
 
 
 def is_finite(block: memoryview, dtype: str) -> bool:
-    """Whether no element is NaN or infinite; dtypes without such numbers are finite.
+    """Whether no element is NaN or infinite; dtypes without such numbers always pass.
 
-    Loads numpy when first asked. The block begins at a multiple of 64 bytes.
+    Loads numpy on first use. The block begins at a multiple of 64 bytes.
     """
     if not block.nbytes or dtype not in _EXPONENTS:
         return True
     size, exponent = _EXPONENTS[dtype]
     sign = 1 << 8 * size - 1
     np = _numpy()
-    # As integers: two maxima over the cached block are faster than any test of each number.
-    # Signed, what is not finite and positive is largest; unsigned, what is so and negative.
+    # As integers: two maxima over the cached block are faster than any elementwise test.
+    # Positive non-finite numbers are the largest as signed, negative ones as unsigned.
     return (
         int(np.frombuffer(block, f"i{size}").max()) < exponent
         and int(np.frombuffer(block, f"u{size}").max()) < sign | exponent

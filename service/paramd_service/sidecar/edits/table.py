@@ -19,11 +19,11 @@ from paramd_service.sidecar.edits.layout import Body, body_of
 from paramd_service.sidecar.edits.memory import EditMemory
 
 MAX_TOLD_BYTES = 32 << 20
-"""Manifests and digests of applied edits that are kept to be told; the oldest go first."""
+"""Manifests and digests of applied edits that are kept for queries; the oldest go first."""
 
 
 def recovered(index: EditIndex, memory: EditMemory) -> dict[str, Entry]:
-    """The edits by id; their memory is taken. What no slot names is free."""
+    """Recover edits by id and mark their memory as taken. What no slot names is free."""
     entries: dict[str, Entry] = {}
     slots: dict[str, Slot] = {}
     for number, slot in index.slots():
@@ -57,20 +57,20 @@ def _entry(slot: Slot, memory: EditMemory, number: int) -> Entry | None:
 
 
 def _join(undo: Entry, original: Entry | None) -> None:
-    """Ties an undo to what it undoes, as far as that is still so."""
+    """Link an undo to what it undoes, as far as that still holds."""
     if original is None or original.body is None or undo.body is None:
         return
     if original.body.begin != undo.body.begin:
         return
     if undo.phase is Phase.APPLIED:
-        # The predecessor ended between telling of the undo and of what it undid.
+        # The predecessor died after persisting the applied undo, before updating the original.
         original.body, original.refusal = None, UndoRefusal.UNDONE
     else:
         undo.undoes, original.undone_by = original, undo
 
 
 class UndoBook:
-    """Applied edits whose bodies are kept, oldest first. On the event loop."""
+    """Applied edits whose bodies are kept, oldest first. Event loop only."""
 
     def __init__(
         self, memory: EditMemory, budget_bytes: int, persist: Callable[[Entry], None]
@@ -85,12 +85,12 @@ class UndoBook:
         return sum(one.body.size_bytes for one in self._kept if one.body is not None)
 
     def keep(self, entry: Entry) -> None:
-        """An applied edit that has its body, as a predecessor left it."""
+        """Add an applied edit that still has its body."""
         self._kept.append(entry)
         self._kept.sort(key=lambda one: one.order)
 
     def applied(self, entry: Entry) -> None:
-        """An edit was applied: its body is kept for its own undo, or let go of."""
+        """An edit was applied: keep its body for its own undo, or free it."""
         original = entry.undoes
         if original is not None:
             # The body is the undo's from now on.
@@ -105,7 +105,7 @@ class UndoBook:
             pass
 
     def claim(self, original: Entry, undo: Entry) -> Body:
-        """The body of an applied edit, which stays until its undo is applied or forgotten.
+        """Claim an applied edit's body, which is kept until its undo is applied or forgotten.
 
         Raises:
             ConflictError: it was not applied, or cannot be undone.
@@ -118,16 +118,17 @@ class UndoBook:
         return original.body
 
     def let_go(self, entry: Entry, refusal: UndoRefusal) -> None:
-        """Frees what would undo an applied edit."""
+        """Free what would undo an applied edit."""
         body = entry.body
         assert body is not None
         self._kept.remove(entry)
         entry.body, entry.refusal = None, refusal
+        # Out of the index first: a successor must not claim memory that has been reused.
         self._persist(entry)
         self._memory.free(body.begin, body.end)
 
     def drop_oldest(self) -> bool:
-        """Frees the oldest that no staged undo needs; False when there is none."""
+        """Free the oldest body that no staged undo needs; False if there is none."""
         oldest = next((one for one in self._kept if one.undone_by is None), None)
         if oldest is not None:
             self.let_go(oldest, UndoRefusal.CROWDED_OUT)
@@ -135,7 +136,7 @@ class UndoBook:
 
 
 class EditBook:
-    """The edits of one possession. On the event loop."""
+    """The edits of one possession. Event loop only."""
 
     def __init__(self, memory: EditMemory, limits: EditLimits) -> None:
         self.entries: dict[str, Entry] = {}
@@ -146,7 +147,7 @@ class EditBook:
         self._order = 0
 
     def open(self) -> None:
-        """Finds what a predecessor left in the memory, whose head has its pages."""
+        """Recover what a predecessor left in the memory, whose head must be populated."""
         self._index = EditIndex(self._memory.buffer)
         self.entries = recovered(self._index, self._memory)
         for entry in self.entries.values():
@@ -156,14 +157,14 @@ class EditBook:
                 self.undo.keep(entry)
 
     def close(self) -> None:
-        """Lets go of the memory's buffer."""
+        """Release the memory's buffer."""
         self.entries.clear()
         if self._index is not None:
             self._index.close()
 
     @property
     def staged_bytes(self) -> int:
-        """Bytes of memory that edits which are not applied take; undos take none."""
+        """Bytes of memory taken by edits that are not applied; undos take none."""
         return sum(
             one.body.size_bytes
             for one in self.entries.values()
@@ -171,7 +172,7 @@ class EditBook:
         )
 
     def check_room(self) -> None:
-        """Sees to it that one more edit can be known. Raises ExhaustedError."""
+        """Make sure that one more edit can be recorded. Raises ExhaustedError."""
         assert self._index is not None
         staged = Shares(self._limits.max_edits, "edits staged on this rank")
         for one in self.entries.values():
@@ -182,7 +183,7 @@ class EditBook:
             raise ExhaustedError("too many edits are known here; apply or drop what is staged")
 
     def check_bytes(self, entry: Entry, size_bytes: int) -> None:
-        """Returns when an edit of that size has room beside others. Raises ExhaustedError."""
+        """Return if an edit of that size fits beside the others. Raises ExhaustedError."""
         staged = Shares(self._limits.budget_bytes, "bytes of staged edits")
         for one in self.entries.values():
             if _takes(one) and one.body is not None:
@@ -190,13 +191,13 @@ class EditBook:
         staged.check(entry.who, size_bytes)
 
     def in_order(self, entry: Entry) -> None:
-        """The entry is the latest, and its successor will know it as it is."""
+        """Make the entry the latest, and persist it as it is."""
         self._order += 1
         entry.order = self._order
         self.persist(entry)
 
     def persist(self, entry: Entry) -> None:
-        """Writes what a successor must know."""
+        """Write what a successor must know."""
         assert self._index is not None
         if entry.slot < 0:
             entry.slot = self._index.add(entry.as_slot())
@@ -204,13 +205,13 @@ class EditBook:
             self._index.change(entry.slot, entry.as_slot())
 
     def unready(self, entry: Entry) -> None:
-        """Nobody will apply a ready edit at its request: it is staged as before."""
+        """Nobody will apply a ready edit at its request: make it STAGED again."""
         entry.phase, entry.unready_ns = Phase.STAGED, 0
         entry.touched_ns = time.monotonic_ns()
         self.persist(entry)
 
     def applied(self, entry: Entry) -> None:
-        """An edit was applied: what undoes it is kept, what told of the oldest may go."""
+        """An edit was applied: keep what undoes it, and forget the oldest beyond the limit."""
         self.in_order(entry)
         entry.ops, entry.edit = (), None
         self.undo.applied(entry)
@@ -218,14 +219,14 @@ class EditBook:
             pass
 
     def drop_undo(self, entry: Entry) -> None:
-        """Lets go of what would undo an applied edit. Raises ConflictError."""
+        """Free what would undo an applied edit. Raises ConflictError."""
         if entry.undone_by is not None:
             raise ConflictError(f"edit {entry.edit_id}: {entry.undo_refusal}; drop that one first")
         if entry.body is not None:
             self.undo.let_go(entry, UndoRefusal.DROPPED)
 
     def forget(self, entry: Entry) -> None:
-        """Everything of an edit that is not applied goes."""
+        """Forget an edit and free everything it still has."""
         if self.entries.get(entry.edit_id) is entry:
             del self.entries[entry.edit_id]
         if entry.slot >= 0 and self._index is not None:
@@ -243,7 +244,7 @@ class EditBook:
         return sum(one.meta[1] - one.meta[0] for one in applied)
 
     def _forget_oldest(self, but: Entry | None = None) -> bool:
-        """Forgets the oldest applied edit that no staged undo needs; False: there is none."""
+        """Forget the oldest applied edit that no staged undo needs; False if there is none."""
         oldest = min(
             (
                 one
@@ -263,5 +264,5 @@ class EditBook:
 
 
 def _takes(entry: Entry) -> bool:
-    """Whether its body is memory of an edit that is not applied."""
+    """Whether its body counts as memory of an edit that is not applied."""
     return entry.phase is not Phase.APPLIED and entry.undoes is None

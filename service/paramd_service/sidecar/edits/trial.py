@@ -1,7 +1,7 @@
-"""What a record of an edit would make of a copy of its elements: the torch of PreviewEdit.
+"""Tries a record of an edit on a copy of its elements: the torch part of PreviewEdit.
 
-Block by block, so that temporary memory is bounded; what is done to a block is what the
-trainer does to the arena, by the same code.
+Works block by block to bound temporary memory, with the same code that the trainer runs on
+the arena.
 """
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ def try_record(
     before: reduce.Reduced,
     after: reduce.Reduced,
 ) -> None:
-    """Adds a record's elements, as they are and as they would be, to statistics.
+    """Add a record's elements, as they are and as they would become, to statistics.
 
     Args:
-        snapshot: Bytes of a snapshot, at whose `begin_bytes` the view's first element lies.
-        memory: The memory of edits.
+        snapshot: Bytes of a snapshot; the view's first element lies at `begin_bytes`.
+        memory: The edits' memory.
         dtype: Of the parameter; the record may name another one of the same size.
     """
     reduce.item_bytes(dtype)
     kind = getattr(torch, record.dtype)
     view = _strided(snapshot, begin_bytes, kind, record.sizes, record.strides)
     data = None
-    # Nothing is kept, and above all not in the place of the data.
+    # Keep no pre-image, above all not in place of the data.
     record = replace(record, preimage_begin=NO_DATA)
     if record.data_begin != NO_DATA:
         end = record.data_begin + record.size_bytes
@@ -66,7 +66,7 @@ def _strided(
 def _blocks(
     view: torch.Tensor, data: torch.Tensor | None
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor | None]]:
-    """Parts of both of at most `BLOCK_NUMEL` elements, in the same order."""
+    """Matching parts of both, at most `BLOCK_NUMEL` elements each, in the same order."""
     if view.numel() <= BLOCK_NUMEL or view.dim() == 0:
         yield view, data
         return

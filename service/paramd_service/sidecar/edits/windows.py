@@ -1,7 +1,7 @@
-"""Windows: shared memory that clients of this host fill with an edit's data, again and again.
+"""Windows: a ring of shared memory that clients on this host fill with an edit's data.
 
-Sealed in its size, so that nobody can pull the memory away under us. What is in a window may
-change at any time; it is copied once, and only the copy is looked at.
+Its size is sealed, so that a client cannot truncate it under us. A window's content may change
+at any time; it is copied once, and only the copy is checked.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from paramd_service.sidecar.edits.receive import Part
 WINDOW_BYTES = 2 << 20
 WINDOW_COUNT = 4
 _TURN_BYTES = 64 << 20
-"""Taken on a thread at most before others have their turn."""
+"""Most bytes taken on a thread before others get their turn."""
 
 _PATIENCE_MS = 2
-"""How long the thread waits for the next window: asking it to come back takes about as long."""
+"""How long the thread waits for the next window: scheduling it again takes about as long."""
 
 _WINDOW = b'{"op": "window"'
 MAX_RINGS = 16
-"""Clients that may have windows at once: 128 MiB of them."""
+"""Clients that may have windows at once: 128 MiB in total."""
 
 
 class Windows:
@@ -60,7 +60,7 @@ class Windows:
         Windows.open_count += 1
 
     def message(self) -> dict[str, Any]:
-        """The answer that hands them over."""
+        """The answer that hands the windows over."""
         return {
             "op": "staging",
             "window_bytes": WINDOW_BYTES,
@@ -70,9 +70,9 @@ class Windows:
         }
 
     def arriving(self, connection: socket.socket, message: dict[str, Any]) -> Iterator[Part]:
-        """The data that a message names, and what follows it at once; for a thread.
+        """Yield the data that a message names, and what follows right behind it; for a thread.
 
-        All but the last of them are answered here, when they have been taken.
+        All but the last are answered here, once taken.
 
         Raises:
             UsageError: as `named`. OSError: the client is gone.
@@ -88,7 +88,7 @@ class Windows:
                 return
             if not waiting.poll(_PATIENCE_MS):
                 return
-            # Anything else is left for whoever serves the connection.
+            # Any other message is left to the connection's handler.
             if connection.recv(len(_WINDOW), socket.MSG_PEEK) != _WINDOW:
                 return
             handover.send(connection, self.taken())
@@ -102,7 +102,7 @@ class Windows:
         return {"op": "taken", "staged_bytes": entry.staged_bytes, "size_bytes": entry.size_bytes}
 
     def named(self, message: dict[str, Any]) -> Part:
-        """Offset and size of the data in a window that a message names, and its copying.
+        """The data in a window that a message names: offset, size, and what copies it.
 
         Raises:
             UsageError: there is no such window, or a number is missing.
@@ -124,7 +124,7 @@ class Windows:
         return offset_bytes, size_bytes, fill
 
     def close(self) -> None:
-        """Lets go of them; the client's map lives on, and nobody looks at it any more."""
+        """Release the windows; the client's mapping lives on, but is no longer read."""
         if self._map is not None:
             self._map = None
             os.close(self.descriptor)

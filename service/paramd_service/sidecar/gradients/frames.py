@@ -1,4 +1,4 @@
-"""What is wanted of the gradients of one update, and who wants each; see gradients.py."""
+"""What is requested of one update's gradients, and by whom; see slots.py."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from paramd.memory.gradient_program import Notes, united
 from paramd_service.sidecar.gradients.memory import SlotMemory
 
 LOSSLESS_S = 0.9
-"""How long a reader that wants each frame is believed to be there after it was last heard."""
+"""How long a reader that wants every frame counts as present after it was last heard."""
 
 Spans = tuple[tuple[int, int], ...]
 Work = Callable[[SlotMemory, int], Any]
-"""Takes what it wants from the room of a slot, on the gradient thread."""
+"""Takes what it needs from a slot's room, on the gradient thread."""
 
 
 class State(Enum):
-    """Of a frame; see gradients.py."""
+    """State of a frame; see slots.py."""
 
     QUEUED = "waits for a slot"
     RESERVING = "its memory is made"
@@ -39,10 +39,10 @@ class Want:
     done: asyncio.Future[tuple[Any, Notes]]
 
     def refuse(self, error: Exception) -> None:
-        """Nothing comes of it, unless something has come already."""
+        """Fail the request, unless it is done already."""
         if not self.done.done():
             self.done.set_exception(error)
-            self.done.exception()  # seen, even when nobody waits any more
+            self.done.exception()  # mark as retrieved, even when nobody waits any more
 
 
 @dataclass(eq=False, slots=True)
@@ -54,32 +54,32 @@ class Frame:
     wants: list[Want] = field(default_factory=list)
     slot: int = -1
     programs: dict[int, Spans] = field(default_factory=dict)
-    """Spans by version: the trainer says which one it served."""
+    """Spans by version: the trainer reports which one it served."""
 
     def spans(self) -> Spans:
-        """All that is wanted."""
+        """All spans that are wanted."""
         return united([span for want in self.wants for span in want.spans])
 
     def program(self) -> Spans:
-        """What the latest program asks for."""
+        """The spans of the latest program."""
         return self.programs[max(self.programs)] if self.programs else ()
 
 
 class LosslessReaders:
-    """Tells the trainer which updates readers that want each frame must not miss."""
+    """Tells the trainer which updates the readers that want every frame must not miss."""
 
     def __init__(self, words: memoryview[int]) -> None:
-        """`words` are those of the control page."""
+        """`words`: the control page's."""
         self._words = words
         self._until_s: dict[int, float] = {}
 
     def heard(self, every: int) -> None:
-        """One of multiples of `every` is there; 0: one that may miss some."""
+        """Note a reader of all multiples of `every`; 0: one that may miss some."""
         if every <= 0:
             return
         now_s = time.monotonic()
         self._until_s[every] = now_s + LOSSLESS_S
         self._until_s = {n: until_s for n, until_s in self._until_s.items() if until_s > now_s}
         self._words[Word.LOSSLESS_UNTIL_NS] = int(max(self._until_s.values()) * 1e9)
-        # Readers of other multiples are not waited for: most of those steps nobody asks for.
+        # Readers of other multiples are not waited for: nobody asks for most of those steps.
         self._words[Word.LOSSLESS_EVERY] = min(self._until_s)

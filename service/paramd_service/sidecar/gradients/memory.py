@@ -1,4 +1,4 @@
-"""The memory of gradient slots as the sidecar has it: what has pages, what is in a room."""
+"""The sidecar's side of the gradient slots' memory: what has pages, what is in a room."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from paramd.memory.sparse import PAGE, SparseMemory
 
 Spans = tuple[tuple[int, int], ...]
 
-# madvise(2): fault pages in for writing now (Linux 5.14).
+# madvise(2): prefault pages for writing (Linux 5.14).
 _MADV_POPULATE_WRITE = 23
 
 _madvise = ctypes.CDLL(None).madvise
@@ -22,7 +22,7 @@ _madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 
 
 class SlotMemory:
-    """All slots. `reserve`, `release` and `close` are slow: off the event loop."""
+    """All slots. `reserve`, `release` and `close` are slow: call them off the event loop."""
 
     def __init__(self, descriptor: int, arena_bytes: int) -> None:
         self._memory = SparseMemory(descriptor)
@@ -44,10 +44,10 @@ class SlotMemory:
         return self._tails[index] and covers(self._held[index], page_spans(spans))
 
     def reserve(self, index: int, spans: Spans) -> None:
-        """Gives spans of a room, and its tail, their pages.
+        """Populate spans of a room, and its tail.
 
         Raises:
-            ExhaustedError: the machine has not that much memory.
+            ExhaustedError: the machine does not have that much memory.
         """
         slot = self.slots[index]
         if not self._tails[index]:
@@ -59,7 +59,7 @@ class SlotMemory:
                 self._held[index] = united([*self._held[index], span])
 
     def program(self, index: int, spans: Spans) -> int:
-        """Writes the program unless it is there already; returns its version."""
+        """Write the program unless it is already there; return its version."""
         known = self._programs[index]
         if known is None or known[0] != spans or self.slots[index].version() != known[1]:
             known = (spans, self.slots[index].write_program(spans))
@@ -67,16 +67,16 @@ class SlotMemory:
         return known[1]
 
     def room(self, index: int, begin: int, end: int) -> memoryview:
-        """Bytes of a room, by their place in the arena."""
+        """Bytes of a room, addressed by their place in the arena."""
         base = self.slots[index].begin_bytes
         return self._memory.buffer[base + begin : base + end]
 
     def address(self, index: int) -> int:
-        """Where a room begins in this process."""
+        """Address of a room in this process."""
         return self._memory.address + self.slots[index].begin_bytes
 
     def release(self) -> None:
-        """Gives all pages back; no slot may be armed."""
+        """Release all pages; no slot may be armed."""
         self._held = [()] * GRADIENT_SLOTS
         self._tails = [False] * GRADIENT_SLOTS
         self._programs = [None] * GRADIENT_SLOTS
@@ -84,7 +84,7 @@ class SlotMemory:
             self._memory.release(0, self._memory.size_bytes)
 
     def close(self) -> None:
-        """Gives all pages back and unmaps."""
+        """Release all pages and unmap."""
         self.release()
         for slot in self.slots:
             slot.close()
@@ -92,7 +92,7 @@ class SlotMemory:
 
     def _populate(self, begin: int, end: int) -> None:
         self._memory.reserve(begin, end)
-        # Without it the first copy pays for each page; an older kernel lets it.
+        # Spares the first copy the page faults; on older kernels it still takes them.
         _madvise(self._memory.address + begin, end - begin, _MADV_POPULATE_WRITE)
 
 
@@ -109,7 +109,7 @@ class Places:
         return self._offsets[-1]
 
     def arena_byte(self, offset: int, size_bytes: int) -> int | None:
-        """First arena byte of a range of the concatenation; None when no one span has it."""
+        """First arena byte of a range of the concatenation; None unless a single span has it."""
         at = bisect_right(self._offsets, offset) - 1
         if at < 0 or at >= len(self._spans):
             return None

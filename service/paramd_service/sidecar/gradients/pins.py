@@ -1,4 +1,4 @@
-"""Gradients of one update as snapshots, or as numbers; equal requests share one capture."""
+"""Gradients of one update as snapshots or statistics; equal requests share one capture."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ Leasing = Callable[[Snapshot, float], Lease]
 
 @dataclass(eq=False, slots=True)
 class _Shared:
-    """Work that several requests wait for; the last one that goes away cancels it."""
+    """Work that several requests wait for; the last one to leave cancels it."""
 
     named: Hashable
     task: asyncio.Task[Any]
     release: Callable[[Any], None]
-    """Lets go of the result when the last of them has taken it."""
+    """Releases the result when the last of them has taken it."""
     waiters: int = 0
     released: bool = False
 
@@ -60,7 +60,7 @@ class GradientPins:
         self._has_torch = False
 
     async def pin(self, key: Key, step: int, *, lease_s: float, timeout_s: float) -> Lease:
-        """A lease on the gradients that update `step` consumes.
+        """Lease the gradients that update `step` consumes.
 
         Raises:
             AbortedError, ExhaustedError, ConflictError, EndedError: as `Gradients.capture`.
@@ -76,7 +76,7 @@ class GradientPins:
     async def reduce(
         self, key: Key, step: int, reduction: pb.Reduction, *, timeout_s: float
     ) -> tuple[list[pb.Stats], Notes]:
-        """Statistics of the items, one each. Raises as `pin`, and UsageError for an item."""
+        """Statistics, one per item. Raises as `pin`, and UsageError for a bad item."""
         wanted = reduction.SerializeToString(deterministic=True)
         shared = self._join((key, step, wanted), lambda: self._reduce(key, step, wanted), _nothing)
         async with self._waiting(shared, step, timeout_s) as found:
@@ -89,7 +89,7 @@ class GradientPins:
         work: Callable[[], Coroutine[Any, Any, Any]],
         release: Callable[[Any], None],
     ) -> _Shared:
-        """The work of that name, begun unless it is under way."""
+        """The work of that name, started unless it is under way."""
         shared = self._shared.get(named)
         if shared is None:
             shared = _Shared(named, self._loop.create_task(work()), release)
@@ -99,11 +99,12 @@ class GradientPins:
 
     @asynccontextmanager
     async def _waiting(self, shared: _Shared, step: int, timeout_s: float) -> AsyncIterator[Any]:
-        """The result of shared work, which is held until the block ends."""
+        """Wait for shared work; its result is held until the block ends."""
         shared.waiters += 1
         try:
             try:
                 async with asyncio.timeout(timeout_s):
+                    # Shielded: one timeout must not end the work for the others.
                     found = await asyncio.shield(shared.task)
             except TimeoutError:
                 raise DeadlineError(
@@ -115,7 +116,7 @@ class GradientPins:
             self._over(shared)
 
     def _over(self, shared: _Shared) -> None:
-        """Ends work that nobody waits for; what it made is let go of once."""
+        """Cancel work that nobody waits for; release its result exactly once."""
         if shared.waiters:
             return
         if self._shared.get(shared.named) is shared:
@@ -129,7 +130,7 @@ class GradientPins:
                 shared.release(task.result())
 
     async def _fill(self, key: Key, step: int) -> Snapshot:
-        # The task has the context of the request that began it.
+        # The task runs in the context of the request that began it.
         who = CALLER.get()
         snapshot = self._store.reserve(key, at_boundary=False, who=who)
         try:
@@ -165,7 +166,7 @@ class GradientPins:
 
     async def _reduce(self, key: Key, step: int, reduction: bytes) -> tuple[list[pb.Stats], Notes]:
         if not self._has_torch:
-            # Before the slot is armed: that takes seconds the first time.
+            # Before the slot is armed: the first time takes seconds.
             await self._loop.run_in_executor(self._executor, _load_torch)
             self._has_torch = True
         placed, with_exponents = _placed(key.spans, reduction)
@@ -191,7 +192,7 @@ def _close_made(making: asyncio.Future[Any]) -> None:
 
 
 def _nothing(_result: Any) -> None:
-    """Numbers need no letting go."""
+    """Statistics need no release."""
 
 
 def _load_torch() -> None:
@@ -207,7 +208,7 @@ def _placed(
 ) -> tuple[list[tuple[int, pb.StatsItem]], bool]:
     """(first arena byte, item) of each item of a `Reduction`, and whether it wants exponents.
 
-    A reader asks for the same in every update, so the last answers are kept.
+    Cached: a reader asks for the same in every update.
 
     Raises:
         UsageError: an item is not within a span.

@@ -1,14 +1,14 @@
-"""Gradient slots of one epoch: which update is wanted in which slot, and what became of it.
+"""Gradient slots of one epoch: which slot is for which update, and what became of it.
 
-A frame goes this way:
+Life of a frame:
 
     QUEUED --a slot is free--> RESERVING --> ARMED --the trainer filled it--> SERVING --> over
       |                            |           |--- left out, or begun without us --> over
       +------ begun already -------+-----------+
 
-Everything is decided on the event loop. A slot's bytes are taken (copied into snapshots,
-or reduced) on one thread of low priority while the other slot is armed for a later update;
-a trainer that finds no slot armed goes on, and that frame does not exist.
+All decisions are made on the event loop. A slot's bytes are taken (copied into snapshots, or
+reduced) on one low-priority thread while the other slot is armed for a later update; a trainer
+that finds no slot armed goes on, and that frame does not exist.
 """
 
 from __future__ import annotations
@@ -30,16 +30,16 @@ from paramd_service.sidecar.gradients.memory import SlotMemory
 from paramd_service.sidecar.owner import Possession
 
 MAX_ASKS = 1024
-"""Requests that may wait for a step; each is small, but not free."""
+"""Requests that may wait at once; each is small, but not free."""
 
 LOOK_S = 0.1
-"""Time between two looks at the words while something waits and no wake came."""
+"""Polling interval while something waits and no wake comes."""
 
 _NICENESS = 5
 
 
 class EndedError(ParamdError):
-    """The training has detached: no step comes any more."""
+    """The training has detached: no further step will come."""
 
 
 class Gradients:
@@ -52,7 +52,7 @@ class Gradients:
         self._loop = asyncio.get_running_loop()
         arena_bytes = possession.request.arena_bytes
         self._memory = SlotMemory(possession.shared.gradients, arena_bytes)
-        # What a predecessor armed nobody waits for any more.
+        # Nobody waits any more for what a predecessor armed.
         for word in (Word.ARM_SLOT0, Word.ARM_SLOT1, Word.LOSSLESS_EVERY):
             self._words[word] = 0
         self._thread = ThreadPoolExecutor(
@@ -66,14 +66,14 @@ class Gradients:
         self._lossless = LosslessReaders(self._words)
         self._why_over: ParamdError | None = None
         self.captured_count = 0
-        """Frames that a slot was filled with."""
+        """Frames captured in a slot."""
         self.missed_count = 0
-        """Frames asked for whose update began, or was left out, before a slot was filled."""
+        """Requested frames that were missed: the update began first, or left its gradients out."""
 
     async def capture(self, step: int, spans: Spans, work: Work) -> tuple[Any, Notes]:
-        """What `work` makes of the gradients that update `step` consumes, and notes on them.
+        """Run `work` on the gradients that update `step` consumes; return its result and notes.
 
-        Cancelling it withdraws the request; a `work` under way is waited for.
+        Cancellation withdraws the request, but waits for a `work` under way.
 
         Raises:
             AbortedError: that update has begun already, or left its gradients out.
@@ -90,30 +90,31 @@ class Gradients:
         try:
             return await asyncio.shield(want.done)
         except asyncio.CancelledError:
+            # `work` uses the slot and the caller's memory until it ends.
             if frame.state is State.SERVING and not want.done.done():
                 await asyncio.wait([want.done])
             self._withdraw(frame, want)
             raise
 
     def heard(self, every: int) -> None:
-        """A reader that wants every such frame is there."""
+        """Note that a reader which wants every such frame is there."""
         self._lossless.heard(every)
 
     def woken(self) -> None:
-        """The trainer has done something. From any thread; cheap when nothing is armed."""
+        """The trainer woke us. Callable from any thread; cheap if nothing is armed."""
         if any(self._in_slot):
             with suppress(RuntimeError):
                 self._loop.call_soon_threadsafe(self._look)
 
     def end(self, why: ParamdError) -> None:
-        """No update comes any more: all that wait, and all who will, are told `why`."""
+        """No further update will come: present and future requests fail with `why`."""
         self._why_over = why
         for frame in list(self._frames.values()):
             if frame.state is not State.SERVING:
                 self._fail(frame, why)
 
     async def close(self) -> None:
-        """Ends everything and gives the memory back."""
+        """End everything and release the memory."""
         self.end(self._why_over if self._why_over is not None else EndedError("the epoch is over"))
         for timer in (self._timer, self._idle_timer):
             if timer is not None:
@@ -137,7 +138,7 @@ class Gradients:
             raise ExhaustedError(f"{MAX_ASKS} requests wait for gradients already; end some")
 
     def _begun(self, step: int) -> bool:
-        """Whether update `step` has begun, and with it the time to capture for it is over."""
+        """Whether update `step` has begun, which is too late to capture it."""
         return max(self._words[Word.GRADIENTS_STEP], self._words[Word.STEP]) >= step
 
     def _passed(self, step: int) -> AbortedError:
@@ -147,7 +148,7 @@ class Gradients:
         )
 
     def _look(self) -> None:
-        """Acts on what the words say; called on every wake, every request and every `LOOK_S`."""
+        """Act on the words; called on every wake, every request and every `LOOK_S`."""
         for frame in sorted(self._frames.values(), key=lambda frame: frame.step):
             if frame.state is State.ARMED:
                 self._look_at(frame)
@@ -162,7 +163,8 @@ class Gradients:
         self._look_again()
 
     def _look_at(self, frame: Frame) -> None:
-        # In this order: the trainer writes the DONE word first.
+        # In this order: the trainer writes the DONE word before the update counts as begun. Read
+        # the other way round, a frame served in between would look missed.
         begun = self._begun(frame.step)
         slot = self._memory.slots[frame.slot]
         done = self._words[slot.done_word]
@@ -193,8 +195,9 @@ class Gradients:
             self._executor.submit(self._memory.release)
 
     async def _arm(self, frame: Frame) -> None:
-        """Makes room for all that is wanted, writes the program, and arms the slot."""
+        """Populate the slot for all that is wanted, write the program, and arm the slot."""
         slot, index = self._memory.slots[frame.slot], frame.slot
+        # Repeated, for more may be asked for while memory is being populated.
         while frame.wants and frame.state in (State.RESERVING, State.ARMED):
             spans = frame.spans()
             if covers(frame.program(), spans):
@@ -210,11 +213,13 @@ class Gradients:
                 if self._in_slot[index] is frame:
                     self._fail(frame, error)
                 return
+            # The frame ended meanwhile, and its slot may be another's.
             if self._in_slot[index] is not frame:
                 return
             frame.programs[self._memory.program(index, spans)] = spans
         if self._in_slot[index] is frame and frame.state is State.RESERVING:
             frame.state = State.ARMED
+            # Last: the trainer reads the program once it finds its step here.
             self._words[slot.arm_word] = frame.step
             self._look()
 
@@ -224,6 +229,7 @@ class Gradients:
         for want in list(frame.wants):
             if want.done.done():
                 continue
+            # The trainer served an earlier program, before this request was added.
             if not covers(served, want.spans):
                 self._miss_one(want, self._passed(frame.step))
                 continue

@@ -1,4 +1,4 @@
-"""First of all interceptors: who may call what. What is not in the table is denied."""
+"""The first interceptor: who may call what. Methods that are not in the table are denied."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _READERS = _EDITORS | {Role.READER}
 _VIEWERS = _READERS | {Role.VIEWER}
 _CONTROL = frozenset({Role.CONTROL})
 
-# Health says SERVING or not, and nothing else: probes of an operator have no ticket.
+# Health says SERVING or not, and nothing else: an operator's probes have no ticket.
 OPEN_METHODS = frozenset(
     {
         "/grpc.health.v1.Health/Check",
@@ -64,14 +64,14 @@ ROLES: dict[str, frozenset[Role]] = {
 }
 
 CALLER_TICKET: ContextVar[str] = ContextVar("paramd_caller_ticket")
-"""The ticket that came with the call which the running task serves; for forwarding it."""
+"""Ticket of the call that the current task serves, for forwarding."""
 
 CALLER: ContextVar[Claims] = ContextVar("paramd_caller")
-"""What that ticket says."""
+"""The claims of that ticket."""
 
 
 def _who(claims: Claims, metadata: Iterable[Any]) -> Who:
-    """The control plane asks for those who ask it, and says whose token they have."""
+    """Whose token a call is for; the control plane names the token that it calls on behalf of."""
     return claims.token_id or errors.asked_by_of(metadata) or None
 
 
@@ -85,7 +85,7 @@ class AuthInterceptor(grpc.aio.ServerInterceptor):
     def __init__(
         self, verify: Verify, refused: Callable[[str, str], None] = lambda method, reason: None
     ) -> None:
-        """`refused` hears the method and the reason of every call that was denied."""
+        """`refused` is called with the method and the reason of every denied call."""
         self._verify = verify
         self._refused = refused
 
@@ -104,7 +104,7 @@ class AuthInterceptor(grpc.aio.ServerInterceptor):
             self._refused(str(details.method), str(error))
             return _refusing(grpc.StatusCode.PERMISSION_DENIED, error)
         if found is not None:
-            # The handler runs in this very task.
+            # The handler runs in this task, so it sees these variables.
             CALLER_TICKET.set(found[0])
             CALLER.set(found[1])
             who = _who(found[1], details.invocation_metadata or ())
@@ -114,15 +114,15 @@ class AuthInterceptor(grpc.aio.ServerInterceptor):
 
 
 class _UnknownCallerError(DeniedError):
-    """No ticket, or one that is not good here and now."""
+    """No ticket, or one that is not valid here."""
 
 
 def authorize(method: str, metadata: Iterable[Any], verify: Verify) -> tuple[str, Claims] | None:
-    """The caller's ticket, when it may call `method`; None for a method open to all.
+    """The caller's ticket and claims if it may call `method`; None for a method open to all.
 
     Raises:
         DeniedError: it may not.
-        UnreachableError: no trainer has attached, so nobody can be known yet.
+        UnreachableError: no trainer has attached, so no ticket can be verified yet.
     """
     if method in OPEN_METHODS:
         return None
@@ -147,13 +147,13 @@ def authorize(method: str, metadata: Iterable[Any], verify: Verify) -> tuple[str
 
 
 def check_reader(claims: Claims) -> None:
-    """Raises DeniedError unless the ticket lets its holder read values."""
+    """Raise DeniedError unless the ticket permits reading values."""
     if claims.role not in _READERS:
         raise DeniedError(_wrong_role(claims.role, _READERS))
 
 
 def check_editor(claims: Claims) -> None:
-    """Raises DeniedError unless the ticket lets its holder stage edits."""
+    """Raise DeniedError unless the ticket permits staging edits."""
     if claims.role not in _EDITORS:
         raise DeniedError(_wrong_role(claims.role, _EDITORS))
 
@@ -167,5 +167,5 @@ def _refusing(code: grpc.StatusCode, error: ParamdError) -> Any:
     async def refuse(_requests: Any, context: grpc.aio.ServicerContext[Any, Any]) -> None:
         await context.abort(code, str(error))
 
-    # Streams on both sides: nothing of the request is waited for.
+    # Stream-stream: the refusal does not wait for the request.
     return grpc.stream_stream_rpc_method_handler(refuse)

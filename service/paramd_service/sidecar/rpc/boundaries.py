@@ -1,4 +1,4 @@
-"""Boundaries: what all ranks do together, asked for by the control plane."""
+"""Boundary calls of the control plane: what all ranks do together."""
 
 from __future__ import annotations
 
@@ -33,6 +33,7 @@ class _BoundaryCalls:
         rank = self._rank
         rank.check_plan(request.epoch, rank.ready_mesh().layout_digest)
         reach = check_reach(request)
+        # After the checks: an invalid request must not raise the fence.
         rank.follow_control(request.generation)
         outcome = await rank.pins.boundaries.reach(reach, timeout_s=timeout_s)
         return pb.ReachBoundaryResponse(
@@ -67,10 +68,10 @@ class _BoundaryCalls:
 
 
 def check_reach(request: pb.ReachBoundaryRequest) -> Reach:
-    """The request, when it makes sense in itself.
+    """Check that a request is consistent in itself.
 
     Raises:
-        UsageError: the text names the field.
+        UsageError: the message names the field.
     """
     number, token = request.boundary, request.token
     if number < 1 or len(request.snapshot_ids) > limits.MAX_SNAPSHOT_IDS:
@@ -99,7 +100,7 @@ def check_reach(request: pb.ReachBoundaryRequest) -> Reach:
 
 
 def check_hold_lease(lease_ms: int) -> float:
-    """Seconds of a hold's lease. Raises UsageError."""
+    """Lease of a hold, in seconds. Raises UsageError."""
     if not 1 <= lease_ms <= 1000 * MAX_HOLD_LEASE_S:
         raise UsageError(f"lease_ms: {lease_ms}; expected 1 to {1000 * MAX_HOLD_LEASE_S:.0f}")
     return lease_ms / 1000

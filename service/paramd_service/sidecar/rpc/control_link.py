@@ -1,6 +1,6 @@
-"""The stream to the control plane: this rank's state, at every lasting change and regularly.
+"""The stream to the control plane: this rank's state, at every lasting change and periodically.
 
-The control plane may be away for as long as it likes: nothing here depends on it.
+The control plane may be down for any length of time: nothing here depends on it.
 """
 
 from __future__ import annotations
@@ -26,14 +26,13 @@ from paramd_service.sidecar.rpc import messages
 FIRST_BACKOFF_S = 0.2
 LAST_BACKOFF_S = 15.0
 JOINS_PER_S = 400.0
-"""Sidecars that come back to a control plane in one second, on average at most."""
+"""Sidecars that may rejoin a control plane per second, on average."""
 
 LOOK_S = 1.0
-"""Time between two looks at whether something lasting has changed: a stopped or stalled
-trainer tells nobody itself."""
+"""Polling interval for lasting changes: a stopped or stalled trainer announces nothing."""
 
 GOODBYE_S = 2.5
-"""How long the last report may take; a detaching trainer waits for us meanwhile."""
+"""Timeout of the last report; a detaching trainer waits for us meanwhile."""
 
 _OPTIONS: tuple[tuple[str, int], ...] = (
     ("grpc.keepalive_time_ms", 20_000),
@@ -49,11 +48,11 @@ _OPTIONS: tuple[tuple[str, int], ...] = (
 def backoff_s(attempt: int, jitter: float, *, world_size: int = 1) -> float:
     """Pause before the next attempt.
 
-    All ranks lose a control plane at the same moment, so the pause is spread over the time
-    in which it can take that many in; and it grows with every attempt in vain.
+    All ranks lose a control plane at the same moment, so their pauses are spread over the time
+    it needs to take them all back, and grow with every failed attempt.
 
     Args:
-        attempt: Attempts in vain before this one, 0 or more.
+        attempt: Failed attempts before this one, 0 or more.
         jitter: Random, in [0, 1).
     """
     full_s = min(FIRST_BACKOFF_S * 2.0 ** min(attempt, 16), LAST_BACKOFF_S)
@@ -76,7 +75,7 @@ class Joining:
         self._task = asyncio.get_running_loop().create_task(self._run(), name="paramd-joining")
 
     async def stop(self) -> None:
-        """Says goodbye when the trainer detached, then ends the stream. Idempotent."""
+        """Say goodbye if the trainer detached, then end the stream. Idempotent."""
         if self._task is None:
             return
         if self._rank.detached:
@@ -97,7 +96,7 @@ class Joining:
             try:
                 if await self._join(mesh):
                     attempt = 0
-            except Exception as error:  # whatever it is, the next attempt may do better
+            except Exception as error:  # whatever it is, the next attempt may succeed
                 if attempt == 0:
                     self._rank.log("control-plane-away", error=_short(error))
             if not self._rank.detached and self._rank.mesh is mesh:
@@ -106,7 +105,7 @@ class Joining:
                 attempt += 1
 
     async def _join(self, mesh: Mesh) -> bool:
-        """One stream, until it ends. Says whether the control plane let us in."""
+        """Run one stream until it ends; return whether the control plane let us in."""
         joined = False
         self._interval_s = self._rank.config.report_s
         async with open_channel(mesh.control_address, options=_OPTIONS) as channel:
@@ -115,6 +114,7 @@ class Joining:
             try:
                 async for welcome in call:
                     self._check(welcome.header)
+                    # Raises for a fenced generation, which ends the stream.
                     self._rank.follow_control(welcome.generation)
                     self._take_revoked(welcome.revoked)
                     if welcome.report_interval_ms > 0:
@@ -129,7 +129,7 @@ class Joining:
         return joined
 
     def _check(self, header: common_pb2.Header) -> None:
-        """Raises ConflictError when it is another job's control plane that answers."""
+        """Raise ConflictError if another job's control plane answers."""
         job, epoch = self._rank.config.job, self._rank.epoch
         if (header.job, header.epoch) != (job, epoch):
             raise ConflictError(
@@ -144,8 +144,9 @@ class Joining:
 
     async def _reports(self, mesh: Mesh) -> AsyncIterator[control_pb2.JoinRequest]:
         while self._rank.mesh is mesh:
+            # Both before the report is built: a later change wakes `_until_due`, and a rank that
+            # detaches while the report is sent still owes the last one.
             self._changed.clear()
-            # Detached while a report is on its way, the rank still owes the last one.
             last = self._rank.detached
             report = self._report()
             yield report
@@ -154,7 +155,7 @@ class Joining:
             await self._until_due(report.state.phase)
 
     async def _until_due(self, reported: common_pb2.Phase.ValueType) -> None:
-        """Returns when something has changed, or at the time of the next report."""
+        """Return when something has changed, or when the next report is due."""
         loop = asyncio.get_running_loop()
         begun_s = loop.time()
         while (left_s := begun_s + self._interval_s - loop.time()) > 0:

@@ -1,7 +1,7 @@
 """DigestSnapshot: hashes ranges of a snapshot on a thread, so that replicas can be compared.
 
-XXH3 finds what breaks by itself (a flipped bit, a torn page, a stale shard). It is no proof
-against somebody who forges bytes on purpose; nobody but the trainer writes an arena.
+XXH3 detects accidents (a flipped bit, a torn page, a stale shard). It is no protection against
+deliberate forgery; only the trainer writes an arena.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from paramd_service.sidecar.snapshots.blocks import Snapshot
 MAX_RANGES = 100_000
 DIGEST_BYTES = 16
 BLOCK_BYTES = 8 << 20
-"""Hashed at a time; between two blocks a call that was cancelled ends."""
+"""Hashed at a time; a cancelled call ends between two blocks."""
 
 
 async def digest_snapshot(
     rank: RankSidecar, snapshot: Snapshot, ranges: Sequence[SpanMessage]
 ) -> list[bytes]:
-    """One digest of `DIGEST_BYTES` for each range. The caller holds the snapshot meanwhile.
+    """One digest of `DIGEST_BYTES` per range. The caller must hold the snapshot.
 
-    Cancelling is waited for: the thread reads the snapshot's memory.
+    Cancellation waits for the thread, which reads the snapshot's memory.
 
     Raises:
         UsageError: too many ranges, or one that leaves the snapshot.

@@ -1,7 +1,7 @@
-"""Data of an edit that another rank of this host has staged: taken from its sidecar's memory.
+"""Copies the data of an edit from another rank's sidecar on this host that has it staged.
 
-The peer hands over its memory of edits, open for reading; the bytes are copied into our own
-and verified there, and must have the digests that the peer tells.
+The peer hands over its edit memory, read-only; the bytes are copied into our own, verified
+there, and must match the digests that the peer reports.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ _ANSWER_S = 5.0
 
 
 async def copy_from_peer(rank: RankSidecar, entry: Entry, peer_rank: int, ticket: str) -> None:
-    """Stages what is missing of an edit from the sidecar of `peer_rank`.
+    """Stage what is missing of an edit from the sidecar of `peer_rank`.
 
     Raises:
         UsageError: that rank is not on this host, or its data has another size.
         NotFoundError, ConflictError: it does not have the edit staged.
-        DataLossError: its digests are not those of the bytes that came.
+        DataLossError: its digests do not match the copied bytes.
         UnreachableError: its sidecar does not answer.
     """
     if entry.phase is not Phase.STAGING:
@@ -55,6 +55,7 @@ async def copy_from_peer(rank: RankSidecar, entry: Entry, peer_rank: int, ticket
             await rank.edits.take(entry, [(offset, size, _reading(descriptor, begin + offset))])
     finally:
         os.close(descriptor)
+    # The peer may have dropped the edit and reused its memory while we copied.
     if [digest.hex() for digest in entry.data_digests] != answer["data_digests"]:
         await rank.edits.drop(entry.edit_id)
         raise DataLossError(

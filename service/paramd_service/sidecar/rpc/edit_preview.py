@@ -19,7 +19,7 @@ from paramd_service.sidecar.snapshots.blocks import Key
 
 @dataclass(frozen=True, slots=True)
 class Preview:
-    """One answer for each operation, in order, of one step."""
+    """One answer per operation, in order, all of one step."""
 
     step: int
     before: list[pb.Stats]
@@ -27,13 +27,13 @@ class Preview:
 
 
 async def preview(rank: RankSidecar, entry: Entry, timeout_s: float) -> Preview:
-    """Statistics of this rank's elements of each operation.
+    """Statistics of this rank's elements, per operation.
 
-    Pins a snapshot of them for as long as it takes.
+    Holds a snapshot of them meanwhile.
 
     Raises:
         ConflictError: the edit is not STAGED, or was applied meanwhile; the arena is a mirror.
-        ExhaustedError, AbortedError, TornError: as pinning says.
+        ExhaustedError, AbortedError, TornError: from pinning.
         UsageError: a dtype has no statistics.
     """
     async with entry.lock:
@@ -58,6 +58,7 @@ async def preview(rank: RankSidecar, entry: Entry, timeout_s: float) -> Preview:
         store = rank.pins.store
         snapshot = store.hold(lease.snapshot)
         try:
+            # Our own hold replaces the lease, which could end in the middle.
             store.release(lease.snapshot_id)
             ops = [(item.op, item.dtype) for item in edit.items]
             view, count = snapshot.view(), entry.op_count
@@ -67,6 +68,7 @@ async def preview(rank: RankSidecar, entry: Entry, timeout_s: float) -> Preview:
             step = snapshot.step
         finally:
             store.drop(snapshot)
+        # Applied meanwhile, the edit may be in the snapshot already.
         rank.edits.settle()
         _check_staged(entry)
     return Preview(step, before, after)
@@ -94,7 +96,7 @@ def _reduce(
     begins = sorted(offsets)
     for record, (op, dtype) in zip(records, ops, strict=True):
         if stop:
-            return [], []  # nobody waits for it any more
+            return [], []  # cancelled: nobody waits for the result
         shift = offsets[begins[_at(begins, record.arena_begin)]]
         trial.try_record(
             snapshot, record.arena_begin + shift, memory, record, dtype, before[op], after[op]

@@ -1,4 +1,4 @@
-"""Edits: staging, progress, preview and letting go."""
+"""Edit calls: staging, progress, preview and dropping."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ class _EditCalls:
 
 
 def _part(message: bytes) -> pb.StageEditRequest | Chunk:
-    """A manifest, or a chunk of data: its bytes lie in the message, and are copied once."""
+    """A manifest, or a chunk of data that refers to the message's bytes, to be copied once."""
     try:
         request = None if message[:1] == _DATA_TAG else pb.StageEditRequest.FromString(message)
         if request is None or not request.HasField("manifest"):

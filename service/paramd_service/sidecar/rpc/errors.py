@@ -21,9 +21,9 @@ async def abort_with(
     error: ParamdError,
     code: grpc.StatusCode | None = None,
 ) -> None:
-    """Ends the call with the error's status and ErrorInfo. Always raises.
+    """End the call with the error's status and ErrorInfo. Always raises.
 
-    `code` replaces the status that the table has for the error.
+    `code` overrides the table's status for the error.
     """
     codes = codes_of(error)
     code = code if code is not None else grpc.StatusCode[codes.grpc]
@@ -34,8 +34,8 @@ async def abort_with(
 async def abort_internal(
     context: grpc.aio.ServicerContext[Any, Any], error: Exception, log: Log
 ) -> None:
-    """Ends the call without a word of what went wrong, unless something has run out; the log has
-    it, under an id."""
+    """End the call without revealing what went wrong, unless something has run out; the log has
+    the details, under an id."""
     error_id = secrets.token_hex(4)
     log(
         "internal-error",
@@ -52,7 +52,7 @@ async def abort_internal(
 
 
 def _request_id(context: grpc.aio.ServicerContext[Any, Any]) -> str:
-    """The caller's id of the request; cut, for anybody may send anything."""
+    """The caller's request id, truncated: anyone may send anything."""
     for key, value in context.invocation_metadata() or ():
         if key == METADATA_KEY and isinstance(value, str):
             return value[:MAX_ID_CHARS]
@@ -69,7 +69,7 @@ def _where(error: Exception) -> str:
 
 
 def _details(code: grpc.StatusCode, error: ParamdError, *, retry: bool) -> bytes:
-    # Imported when first needed: a sidecar without errors does not pay for them.
+    # Imported on first use: a sidecar without errors does not pay for them.
     from google.protobuf import any_pb2, duration_pb2
     from google.rpc import error_details_pb2, status_pb2  # type: ignore[import-untyped]
 

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class Gateway:
-    """Loads what gathers when it is first asked to: most sidecars never are."""
+    """Loads the gathering code on first use: most sidecars never need it."""
 
     def __init__(self, rank: RankSidecar) -> None:
         self._rank = rank
@@ -24,7 +24,7 @@ class Gateway:
     async def summon(
         self, request: pb.SummonRequest, timeout_s: float
     ) -> AsyncGenerator[bytes, None]:
-        """The serialized SummonResponses of an answer.
+        """Yield the serialized SummonResponses of an answer.
 
         Raises:
             ParamdError: as a client's own summon.
@@ -35,7 +35,7 @@ class Gateway:
                 yield part
 
     async def gradients(self, request: pb.StreamGradientsRequest) -> AsyncGenerator[bytes, None]:
-        """The serialized StreamGradientsResponses, until the caller goes or training detaches.
+        """Yield serialized StreamGradientsResponses until the caller leaves or training detaches.
 
         Raises:
             ParamdError: as a client's own `grads`.
@@ -48,7 +48,7 @@ class Gateway:
                 yield part
 
     async def close(self) -> None:
-        """Closes the channels to the peers."""
+        """Close the channels to the peers."""
         if self._gatherer is not None:
             gatherer, self._gatherer = self._gatherer, None
             await gatherer.close()

@@ -1,4 +1,4 @@
-"""StreamGradients: this sidecar follows all ranks as any client would, for one that cannot."""
+"""StreamGradients: this sidecar follows all ranks on behalf of a client that cannot."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ Answer = TypeVar("Answer")
 
 
 class GatewayReach:
-    """What a stream needs to know of the job, as this sidecar knows it; see `ReachLike`."""
+    """What a stream needs to know about the job, as this sidecar knows it; see `ReachLike`."""
 
     def __init__(self, gatherer: Gatherer) -> None:
         self._gatherer = gatherer
@@ -64,7 +64,7 @@ class GatewayReach:
 async def stream_gradients(
     gatherer: Gatherer, request: pb.StreamGradientsRequest
 ) -> AsyncGenerator[bytes, None]:
-    """Frame by frame: its facts, then each gradient's facts and bytes.
+    """Yield, frame by frame, its facts, then each gradient's facts and bytes.
 
     Raises:
         UsageError: a field is out of range. ParamdError: as `AsyncMesh.grads`.

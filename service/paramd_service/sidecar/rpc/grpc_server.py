@@ -20,13 +20,13 @@ MAX_REFLECTIONS = 16
 
 SERVER_OPTIONS: tuple[tuple[str, int], ...] = (
     *CONNECTION_OPTIONS,
-    # The largest that HTTP/2 has: fewer frames for the same bytes.
+    # HTTP/2's maximum: fewer frames for the same bytes.
     ("grpc.http2.max_frame_size", (1 << 24) - 1),
     ("grpc.max_receive_message_length", 4 << 20),
     ("grpc.max_send_message_length", 16 << 20),
     # Two sidecars must never share a port.
     ("grpc.so_reuseport", 0),
-    # A peer that stopped is noticed, and dead connections go.
+    # Notice stopped peers, and drop dead connections.
     ("grpc.keepalive_time_ms", 20_000),
     ("grpc.keepalive_timeout_ms", 5_000),
     ("grpc.keepalive_permit_without_calls", 1),
@@ -40,7 +40,7 @@ _NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
 
 
 class GrpcServer:
-    """Health of "" says that the process works; that of the service, that there is a mesh."""
+    """Health of "" means that the process works; that of the service, that there is a mesh."""
 
     def __init__(self, rank: RankSidecar, gateway: Gateway) -> None:
         self.address = ""
@@ -50,14 +50,14 @@ class GrpcServer:
         self._server: grpc.aio.Server | None = None
 
     async def start(self) -> None:
-        """Listens and serves.
+        """Listen and serve.
 
         Raises:
-            UsageError: the address cannot be listened on.
+            UsageError: cannot listen on the address.
         """
         doors = Doors(
             open_methods=OPEN_METHODS,
-            # The servicer counts its own, by what they do.
+            # The servicer counts its own calls, by what they do.
             counted=lambda method: not method.startswith(f"/{SERVICE}/"),
             calls=Shares(MAX_REFLECTIONS, "calls"),
             who=CALLER.get,
@@ -76,11 +76,11 @@ class GrpcServer:
         await server.start()
 
     async def say_not_serving(self) -> None:
-        """From now on health tells everybody to go elsewhere."""
+        """Report NOT_SERVING from now on."""
         await self._health.enter_graceful_shutdown()
 
     async def stop(self, grace_s: float) -> None:
-        """Refuses new calls at once; cancels running ones after the grace time."""
+        """Refuse new calls at once; cancel running ones after the grace time."""
         if self._server is not None:
             await self._server.stop(grace_s)
         await self._gateway.close()
@@ -102,7 +102,7 @@ class GrpcServer:
         try:
             return add(listen)
         except RuntimeError:
-            # A successor is given its predecessor's port, which somebody may have taken.
+            # A successor is given its predecessor's port, which may be taken by now.
             self._rank.log("port-taken", listen=listen)
         try:
             return add(f"{listen.rpartition(':')[0]}:0")

@@ -1,4 +1,4 @@
-"""What a request must look like before anything is done or allocated for it."""
+"""Checks that a request must pass before anything is done or allocated for it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ MAX_SPANS = 100_000
 MAX_STATS_ITEMS = 100_000
 MAX_SNAPSHOT_IDS = 1_024
 
-# What is kept back of a caller's deadline, so that the reason arrives before it ends.
+# Kept back from a caller's deadline, so that the reason arrives before it ends.
 _MARGIN_S = 0.25
 _MARGIN_PART = 0.1
 
@@ -24,7 +24,7 @@ class SpanMessage(Protocol):
 
 
 def check_deadline(remaining_s: float | None, max_deadline_s: float) -> float:
-    """Seconds that may be used of a call's deadline.
+    """Seconds of a call's deadline that may be used.
 
     Raises:
         UsageError: the call has none, or one too far away.
@@ -60,7 +60,7 @@ def check_spans(spans: Sequence[SpanMessage], arena_bytes: int) -> tuple[tuple[i
 
 
 def check_range(offset_bytes: int, size_bytes: int, total_bytes: int) -> tuple[int, int]:
-    """[begin, end) of a read; size 0 means all that follows.
+    """[begin, end) of a read; size 0 means up to the end.
 
     Raises:
         UsageError: it leaves the snapshot.
@@ -74,7 +74,7 @@ def check_range(offset_bytes: int, size_bytes: int, total_bytes: int) -> tuple[i
 
 
 def granted_lease_s(lease_ms: int, default_s: float, max_s: float) -> float:
-    """Seconds of lease that a request gets; 0 means the default, more than the most the most.
+    """Lease that a request gets, in seconds; 0 means the default, and `max_s` is the cap.
 
     Raises:
         UsageError: it is negative.

@@ -20,7 +20,7 @@ MAX_LISTED = 1024
 """Leases in one answer."""
 
 SNAPSHOT_NAME_CHARS = 8
-"""Of a snapshot's id: the whole of it lets whoever knows it release the snapshot."""
+"""Characters of a snapshot's id that are shown: with the whole id, one could release it."""
 
 LAYOUT_BATCH_BYTES = 1 << 20
 _GAVE_UP = 2
@@ -29,7 +29,7 @@ _GAVE_UP = 2
 def header(
     rank: RankSidecar, step: int | None = None, edits: int | None = None
 ) -> common_pb2.Header:
-    """Whose answer it is; `step` None means the present state, `edits` None of another: none."""
+    """Header of an answer; `step` None: of the current state; else `edits` None: unknown (-1)."""
     now = rank.state
     return common_pb2.Header(
         job=rank.config.job,
@@ -44,14 +44,14 @@ def header(
 
 
 def header_of(rank: RankSidecar, snapshot: Snapshot) -> common_pb2.Header:
-    """Whose bytes a snapshot holds, and of which state."""
+    """Header of an answer about a snapshot, with the snapshot's state."""
     found = header(rank, snapshot.step, snapshot.edits)
     found.iteration, found.unsettled = snapshot.iteration, snapshot.unsettled
     return found
 
 
 def doing_now(rank: RankSidecar) -> Doing:
-    """What the rank is doing, and why that is worth a look."""
+    """What the rank is doing, and why that needs attention."""
     possession = rank.possession
     if possession is None:
         return doing(Ownership.WAITING, (), process_state="", now_ns=0)
@@ -64,7 +64,7 @@ def doing_now(rank: RankSidecar) -> Doing:
 
 
 def rank_state(rank: RankSidecar) -> common_pb2.RankState:
-    """State of the rank, as its control page and its snapshots say."""
+    """State of the rank, from its control page and its snapshots."""
     now = doing_now(rank)
     state = common_pb2.RankState(
         rank=rank.config.rank,
@@ -85,7 +85,7 @@ def rank_state(rank: RankSidecar) -> common_pb2.RankState:
     boundary_ns = page[Word.BOUNDARY_NS]
     state.trainer_pid = possession.request.pid
     if rank.ownership is Ownership.OWNED:
-        # The pid of one that has ended may be another's by now.
+        # The pid of a trainer that has ended may have been reused.
         state.trainer_rss_bytes = resident_bytes(possession.request.pid)
     state.step_time_ns = page[Word.STEP_TIME_NS]
     state.boundary_age_ns = time.monotonic_ns() - boundary_ns if boundary_ns else -1
@@ -138,7 +138,7 @@ def snapshot_list(rank: RankSidecar) -> sidecar_pb2.ListSnapshotsResponse:
 
 
 def peer(info: PeerInfo) -> common_pb2.Peer:
-    """Where a sidecar is found."""
+    """Where to reach a sidecar."""
     return common_pb2.Peer(
         rank=info.rank,
         address=info.address,
@@ -150,7 +150,7 @@ def peer(info: PeerInfo) -> common_pb2.Peer:
 def layout_batches(serialized: bytes) -> Iterator[layout_pb2.Layout]:
     """The layout in messages of about `LAYOUT_BATCH_BYTES`; the ranks' facts are in the first.
 
-    It is parsed anew for each caller: kept, the objects would take more than the sidecar.
+    Parsed anew for each caller: kept, the objects would take more memory than the sidecar.
     """
     whole = layout_pb2.Layout.FromString(serialized)
     batch = layout_pb2.Layout(

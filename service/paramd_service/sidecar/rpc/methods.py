@@ -1,7 +1,7 @@
-"""What a method of SidecarService is to the servicer: how it is called, what it is sent.
+"""What a method of SidecarService is to the servicer: how it is called, and with what.
 
-Each `*_calls.py` has `calls(rank)`, a table of the methods of one subject by name; the
-servicer joins them and goes the same way with all.
+Each subject's module has `calls(rank)`, a table of its methods by name; the servicer merges
+the tables and treats all methods alike.
 """
 
 from __future__ import annotations
@@ -29,14 +29,13 @@ class Call:
     request: type[Message]
     unary: Unary | None = None
     answers: Answers | None = None
-    """It answers with a stream; always heavy."""
+    """Answers with a stream; always heavy."""
     requests: Requests | None = None
-    """It is sent a stream; always heavy."""
+    """Takes a stream; always heavy."""
     part: Callable[[bytes], Any] | None = None
-    """Reads one message of such a stream, where a protobuf object would cost a copy."""
+    """Parses one message of such a stream, where a protobuf object would cost a copy."""
     heavy: bool | Callable[[Any], bool] = False
-    """It takes one of the slots that bound the work done at once; perhaps only with some
-    requests."""
+    """Takes one of the slots that bound concurrent work; a function decides by the request."""
 
 
 CallTable: TypeAlias = Mapping[str, Call]

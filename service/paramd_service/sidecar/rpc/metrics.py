@@ -1,7 +1,7 @@
 """GetMetrics: this sidecar's numbers as Prometheus text, written by hand.
 
 prometheus-client costs 5 MiB, a sixth of the sidecar, for two dozen numbers. There is no
-port of its own either: the text goes out over the gRPC port, which has tickets, and the
+separate port either: the text goes out over the gRPC port, which requires tickets, and the
 control plane serves it at /api/v1/jobs/{job}/ranks/{rank}/metrics.
 """
 
@@ -22,7 +22,7 @@ _STARTED_S = time.time()
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """One metric with its one value; a name that ends in _total is a counter."""
+    """A metric with a single value; a name that ends in _total is a counter."""
 
     name: str
     text: str
@@ -42,7 +42,7 @@ def render(samples: Iterable[Sample], *, job: str, rank: int) -> str:
 
 
 def sidecar_metrics(rank: RankSidecar) -> str:
-    """The text for this rank now."""
+    """This rank's current metrics as text."""
     return render(
         [*_rank_samples(rank), *_process_samples()], job=rank.config.job, rank=rank.config.rank
     )

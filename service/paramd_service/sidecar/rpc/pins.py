@@ -26,7 +26,7 @@ def calls(rank: RankSidecar) -> CallTable:
 
 
 def _works_at_once(request: pb.PinSnapshotRequest) -> bool:
-    # What waits for a later step is bounded elsewhere and must not keep others out.
+    # Waits for a later step are bounded elsewhere and must not crowd out other calls.
     return request.at_step == 0
 
 
@@ -95,6 +95,7 @@ class _PinCalls:
         except EndedError:
             return pb.PinSnapshotResponse(header=messages.header(self._rank), ended=True)
         finally:
+            # Again: a reader's presence lapses quickly, and the capture may have taken longer.
             pins.gradients.heard(request.lossless_every)
         self._rank.faults.at("pin-answered")
         answer = self._answer(lease, lease_s)
@@ -112,7 +113,7 @@ class _PinCalls:
 
 
 def _check(request: pb.PinSnapshotRequest) -> None:
-    """Raises UsageError when the request's fields do not go together."""
+    """Raise UsageError if the request's fields do not go together."""
     if request.with_buffers and not request.at_boundary:
         raise UsageError("with_buffers: needs at_boundary; only a boundary copies buffers")
     if request.unsettled and (request.at_boundary or request.at_step):

@@ -1,8 +1,8 @@
-"""Gathers whole tensors from all ranks, one after the other: the gateway's heavy half.
+"""Gathers whole tensors from all ranks, one at a time: the gateway's heavy half.
 
 It is an ordinary client of its peers (`paramd.mesh`), with the ticket of its own caller: a
-sidecar has no right of its own to read its peers.
-Memory is bounded by the largest tensor and one of its pieces.
+sidecar has no right of its own to read its peers. Memory is bounded by the largest tensor and
+one of its pieces.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class Gatherer:
     async def summon(
         self, request: pb.SummonRequest, timeout_s: float
     ) -> AsyncGenerator[bytes, None]:
-        """The serialized SummonResponses: the header, then each tensor's facts and bytes."""
+        """Yield serialized SummonResponses: the header, then each tensor's facts and bytes."""
         deadline_s = time.monotonic() + timeout_s
         index = self.index()
         selection = select(index, request.pattern, with_buffers=request.with_buffers)
@@ -72,7 +72,7 @@ class Gatherer:
 
     @property
     def rank(self) -> int:
-        """Who gathers."""
+        """The rank that gathers."""
         return self._rank.config.rank
 
     def index(self) -> NameIndex:
@@ -83,7 +83,7 @@ class Gatherer:
         return self._index
 
     def sidecars(self) -> Sidecars:
-        """All ranks' sidecars, asked with the ticket of whoever asks us."""
+        """All ranks' sidecars, called with our caller's ticket."""
         return Sidecars(self._channels, self.document(), self._background)
 
     async def _tensor(
@@ -195,7 +195,7 @@ def _begin(tensor: ResultTensor) -> bytes:
 
 def _place(data: bytearray, landing: Landing, tensor: ResultTensor, result: bytearray) -> None:
     """One strided copy of a piece into its box of the result."""
-    # Loaded when first needed: a sidecar that is no gateway stays small.
+    # Imported on first use: a sidecar that is no gateway stays small.
     import numpy as np
 
     assert isinstance(landing.target, Box), "an interval is always direct"

@@ -1,7 +1,7 @@
 """SidecarService over gRPC: requests in, answers out. What they mean is decided elsewhere.
 
-Every method goes the same way: a deadline, a slot when it does heavy work, the request
-parsed here (so that bad bytes get a clear answer), and one mapping of errors.
+Every method takes the same path: a deadline, a slot if its work is heavy, the request parsed
+here (so that malformed bytes get a clear answer), and one mapping of errors.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from paramd_service.sidecar.rpc.metrics import sidecar_metrics
 from paramd_service.sidecar.rpc.statistics import compute_stats, pool_snapshot
 
 MAX_WAITING = 256
-"""Calls that wait for a later step, which cost little but their place."""
+"""Calls that wait for a later step; they cost little but their place."""
 
 Context: TypeAlias = grpc.aio.ServicerContext[Any, Any]
 
@@ -136,14 +136,14 @@ class SidecarServicer:
     def _place(
         self, heavy: bool | Callable[[Any], bool], request: Message
     ) -> AbstractContextManager[None]:
-        """What a call takes that is heavy with some requests only; with others it waits."""
+        """The slot of a call that is heavy for some requests only; for others, a place to wait."""
         if not callable(heavy):
             return nullcontext()
         return (self._slots if heavy(request) else self._waits).one(shares.CALLER.get())
 
     @asynccontextmanager
     async def _admitted(self, context: Context, *, heavy: bool) -> AsyncIterator[float]:
-        """Yields the seconds that the call may take; turns errors into statuses."""
+        """Admit a call and yield the seconds it may take; map errors to statuses."""
         try:
             self._rank.check_meant(_meant(context))
             timeout_s = limits.check_deadline(
@@ -196,11 +196,11 @@ class SidecarServicer:
         header = messages.header_of(self._rank, snapshot)
         yield pb.ReadSnapshotResponse(header=header).SerializeToString()
         for offset in range(begin, end, CHUNK_BYTES):
-            # Between two chunks the lease may have ended and the memory be another's.
+            # Between two chunks the lease may have ended and its memory been reused.
             snapshot = store.filled(request.snapshot_id)
             yield data_chunk(snapshot.view()[offset : min(offset + CHUNK_BYTES, end)], offset)
             self._rank.faults.at("read-chunk")
-        # What was read is right only if nothing was found wrong with it meanwhile.
+        # What was sent is right only if the trainer found nothing wrong with it meanwhile.
         store.filled(request.snapshot_id)
 
     async def _renew(self, request: pb.RenewSnapshotRequest, _timeout_s: float) -> Message:
@@ -277,7 +277,7 @@ class SidecarServicer:
 
 
 def _meant(context: Context) -> str | None:
-    """The rank that the caller wants to have reached; None when it does not say."""
+    """The rank that the caller means to call; None if it does not say."""
     for key, value in context.invocation_metadata() or ():
         if key == RANK_KEY:
             return str(value)

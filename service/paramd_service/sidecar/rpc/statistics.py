@@ -1,6 +1,6 @@
 """ComputeStats and PoolSnapshot: check the items, then reduce them on a thread.
 
-Torch is loaded when first asked.
+Torch is loaded on first use.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ async def compute_stats(
     with_exponents: bool,
     edges: Sequence[float] = (),
 ) -> list[pb.Stats]:
-    """One answer for each item, in order. The caller holds the snapshot until it returns.
+    """One answer per item, in order. The caller must hold the snapshot until it returns.
 
-    Cancelling takes effect between two items, and is waited for: the thread reads the
+    Cancellation takes effect between two items and waits for the thread, which reads the
     snapshot's memory.
 
     Raises:
@@ -52,7 +52,7 @@ async def compute_stats(
 async def pool_snapshot(
     rank: RankSidecar, snapshot: Snapshot, request: pb.PoolSnapshotRequest
 ) -> pb.PoolSnapshotResponse:
-    """The picture of the items, its header empty. The caller holds the snapshot likewise.
+    """The picture of the items, with an empty header. The caller must hold the snapshot.
 
     Raises:
         UsageError: an item leaves the snapshot or the matrix, or something is out of range.
@@ -64,7 +64,7 @@ async def pool_snapshot(
 
 
 async def on_stats_thread(rank: RankSidecar, work: Callable[[Sequence[bool]], Answer]) -> Answer:
-    """Runs `work` beside the event loop; it ends soon once its argument is not empty."""
+    """Run `work` off the event loop; it ends early once its argument is not empty."""
     stop: list[bool] = []
     running = asyncio.get_running_loop().run_in_executor(rank.stats_executor, work, stop)
     return await uncancelled(running, lambda: stop.append(True))

@@ -1,7 +1,7 @@
-"""The Unix socket: trainers hand over and get descriptors, clients of this host get maps.
+"""The Unix socket: trainers exchange descriptors, clients on this host get mappings.
 
-Messages are small and rare, so each connection is one reader callback of the event loop.
-A connection that misbehaves is told why and stays open; one that ends takes its maps along.
+Messages are small and rare, so each connection is one reader callback on the event loop. A bad
+message gets an error and the connection stays open; when it ends, so do its mappings.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from paramd_service.sidecar.rpc.edit_peers import share_message
 from paramd_service.sidecar.snapshots.blocks import Snapshot
 
 MAX_CONNECTIONS = 256
-"""Of clients that have shown a good ticket."""
+"""Connections of clients that have shown a valid ticket."""
 
 MAX_STRANGERS = 64
-"""Connections that have shown none, and whose peer is not the trainer: when there is another
-one, the one that came first makes place."""
+"""Connections that have shown none, and whose peer is not the trainer; beyond this, the oldest
+makes room for a new one."""
 
 ACCEPT_PAUSE_S = 0.5
 ACCEPTS_AT_ONCE = 16
@@ -51,17 +51,17 @@ class UnixServer:
         asyncio.get_running_loop().add_reader(self._listener.fileno(), self._accept)
 
     def stop_listening(self) -> None:
-        """Refuses new connections and removes the socket file. Idempotent."""
+        """Refuse new connections and remove the socket file. Idempotent."""
         if self._listener.fileno() < 0:
             return
         asyncio.get_running_loop().remove_reader(self._listener.fileno())
-        # Ours only: a successor may have replaced it already.
+        # Before closing: as long as we listen no successor takes the path, so the file is ours.
         with suppress(OSError):
             os.unlink(self.rank.config.socket_path)
         self._listener.close()
 
     async def close(self) -> None:
-        """Ends all connections."""
+        """End all connections."""
         self.stop_listening()
         for connection in list(self._connections):
             await connection.close()
@@ -84,14 +84,14 @@ class UnixServer:
             self.start()
 
     def _accept(self) -> None:
-        # Some at once, so that a crowd of strangers does not keep others waiting for long.
+        # Several at once, so that a crowd of strangers does not hold up others for long.
         for _ in range(ACCEPTS_AT_ONCE):
             try:
                 accepted, _ = self._listener.accept()
             except BlockingIOError:
                 return
             except OSError as error:
-                # Out of descriptors: the backlog keeps it, and asking again at once would spin.
+                # Out of descriptors: the backlog keeps it, and retrying at once would spin.
                 self.rank.log("accept-failed", error=repr(error))
                 loop = asyncio.get_running_loop()
                 loop.remove_reader(self._listener.fileno())
@@ -146,11 +146,11 @@ class _Connection:
 
     @property
     def is_stranger(self) -> bool:
-        """Whether it has shown nothing, and is not about to be closed."""
+        """Whether it is neither the trainer nor has shown a ticket, and is not closing."""
         return self._possession is None and not self._claims and not self._closing
 
     def is_revoked(self) -> bool:
-        """Whether it has shown a ticket whose token is good no more."""
+        """Whether it has shown a ticket whose token is no longer good."""
         return any(map(self._rank.revocations.refuses, self._claims.values()))
 
     async def close(self) -> None:
@@ -170,7 +170,7 @@ class _Connection:
         except (EOFError, OSError):
             self._end()
             return
-        # One message at a time: the next is read when this one has been answered.
+        # One message at a time: the next is read once this one has been answered.
         loop = asyncio.get_running_loop()
         loop.remove_reader(self._socket.fileno())
         self._task = loop.create_task(self._serve(message, descriptors))
@@ -184,7 +184,7 @@ class _Connection:
         except ParamdError as error:
             self._refuse(error)
         except OSError:
-            self._closing = True  # the peer went away while it was answered
+            self._closing = True  # the peer left while it was being answered
         except Exception as error:
             self._rank.log("handover-failed", op=message["op"], error=repr(error))
             self._refuse(ParamdError("internal error, see the sidecar's log"))
@@ -255,10 +255,11 @@ class _Connection:
         if snapshot.block is None:
             handover.send(self._socket, answer)
             return
-        # Reopened for reading: a client cannot change what others read by mistake.
+        # Reopened read-only: a client cannot change by mistake what others read.
         path = f"/proc/self/fd/{snapshot.block.descriptor}"
         readable = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         try:
+            # Counted before the descriptor leaves: from then on the memory must not be reused.
             snapshot.map_count += 1
             self._maps.setdefault(snapshot_id, []).append(snapshot)
             handover.send(self._socket, answer, [readable])
@@ -275,6 +276,7 @@ class _Connection:
         claims = self._caller(message)
         check_editor(claims)
         entry = self._rank.edits.get(str(message.get("edit_id", "")))
+        # Shielded: other callers may wait for the same edit.
         await asyncio.shield(entry.opened)
         entry.check_author(claims.token_id)
         self._close_windows()
@@ -286,6 +288,7 @@ class _Connection:
         windows = self._windows
         if windows is None:
             raise UsageError("window: there are no windows yet; send stage first")
+        # Its thread may read the socket: our reader is off while a message is served.
         await self._rank.edits.take(windows.entry, windows.arriving(self._socket, message))
         handover.send(self._socket, windows.taken())
 
@@ -323,6 +326,7 @@ class _Connection:
         self._close_windows()
         for snapshots in self._maps.values():
             for snapshot in snapshots:
+                # Without an unmap the peer may still have it mapped: the memory is never reused.
                 snapshot.map_count -= 1
                 snapshot.tainted = True
         self._maps.clear()

@@ -1,7 +1,7 @@
-"""Memory of snapshots: memfds that are mapped and faulted in before anybody needs them.
+"""Snapshot memory: memfds that are mapped and prefaulted before they are needed.
 
 A fresh page costs ten times a warm copy, and the trainer may be waiting while a copy
-runs. So blocks are made off the event loop, ahead of the copy, and used again.
+runs. So blocks are made off the event loop, ahead of the copy, and reused.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from paramd.memory.gradient_program import Notes
 
 
 def block_bytes(size_bytes: int) -> int:
-    """What a block for `size_bytes` takes: whole pages."""
+    """Size of a block for `size_bytes`: whole pages."""
     return -(-size_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
 
 
 class Block:
-    """Memory with a descriptor; `buffer` and `address` are its map in this process."""
+    """A memfd; `buffer` and `address` are its mapping in this process."""
 
     def __init__(self, size_bytes: int) -> None:
         self.size_bytes = block_bytes(size_bytes)
@@ -41,24 +41,24 @@ class Block:
         self.address = self._arena.address
 
     def close(self) -> None:
-        """Unmaps it here and drops the descriptor; other processes' maps live on."""
+        """Unmap it here and close the descriptor; other processes' mappings live on."""
         self.buffer = memoryview(b"")
         self._arena.close()
         os.close(self.descriptor)
 
 
 class BlockMaker(Protocol):
-    """Makes blocks and lets go of them."""
+    """Makes and frees blocks."""
 
     def make(self, size_bytes: int) -> Block:
-        """A faulted-in block. Slow: off the event loop. Raises ExhaustedError."""
+        """Make a prefaulted block. Slow: call off the event loop. Raises ExhaustedError."""
 
     def dispose(self, block: Block) -> None:
-        """Frees a block, later and elsewhere: unmapping a gigabyte takes 50 ms."""
+        """Free a block, later and on another thread: unmapping a gigabyte takes 50 ms."""
 
 
 class MemfdBlocks:
-    """The real maker; disposes on the executor that also makes."""
+    """The production maker; frees on the executor that also makes."""
 
     def __init__(self, executor: Executor) -> None:
         self._executor = executor
@@ -112,20 +112,20 @@ class Snapshot:
     fill: Fill = Fill.EMPTY
     step: int = -1
     edits: int = -1
-    """With `step` it names the state that the bytes are of."""
+    """Together with `step`, names the state of the bytes."""
     iteration: int = -1
     unsettled: bool = False
     """As in `paramd.v1.Header`."""
     proof: int = 0
-    """Of a `memory.gate.State`: what proved the copy; 0 for one made at an agreed boundary."""
+    """What proved the copy, as in `memory.gate.State`; 0 if made at an agreed boundary."""
     holders: int = 0
     """Leases, waiting requests, running copies and reductions."""
     map_count: int = 0
-    """Clients that map the memory now."""
+    """Clients that currently map the memory."""
     tainted: bool = False
-    """A client went away without saying that it unmapped: never use the memory again."""
+    """A client left without reporting its unmap: never reuse the memory."""
     notes: Notes | None = None
-    """Of gradients: what their bytes do not tell."""
+    """For gradients: what the bytes do not say."""
 
     @property
     def size_bytes(self) -> int:
@@ -148,11 +148,11 @@ class Lease:
     snapshot: Snapshot
     expires_ns: int
     who: str | None = None
-    """Names the token that holds it; None is the control plane, or the owner."""
+    """The token that holds it; None: the control plane or the owner."""
 
 
 def copy_spans(snapshot: Snapshot, arena_address: int) -> list[CopySpan]:
-    """What has to be copied to fill it; its block must be there."""
+    """Spans to copy to fill a snapshot; its block must exist."""
     if snapshot.block is None:
         return []
     target = snapshot.block.address

@@ -1,8 +1,8 @@
-"""Whose snapshots take how much of the budget.
+"""Who is charged for how much of the snapshot budget.
 
-A third of the budget is for the control plane (exports among them) and the owner alone; of the
-rest one token takes at most half. Several holders of one snapshot are charged for it each,
-but to all tokens together it counts once.
+A third of the budget is reserved for the control plane (exports included) and the owner; one
+token gets at most half of the rest. Each holder of a shared snapshot is charged in full, but it
+counts once towards the total of all tokens.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from paramd_service.sidecar.snapshots.blocks import Snapshot
 
 
 class Charges:
-    """Who holds which snapshots, by source. Use on the event loop."""
+    """Who holds which snapshots, by source. Event loop only."""
 
     def __init__(self, budget_bytes: Callable[[int], int]) -> None:
-        """`budget_bytes` of a source."""
+        """`budget_bytes(source)`: the budget of a source."""
         self._budget_bytes = budget_bytes
         self._held: dict[Snapshot, Counter[Who]] = {}
         self._sizes: dict[Snapshot, int] = {}
@@ -28,18 +28,18 @@ class Charges:
         self._token_bytes: Counter[int] = Counter()
 
     def share_bytes(self, source: int) -> int:
-        """Most bytes that one token holds of a source's snapshots."""
+        """Most bytes of a source's snapshots that one token may hold."""
         return self._budget_bytes(source) // 3
 
     def taken_bytes(self, source: int, who: Who) -> int:
-        """What one holds."""
+        """Bytes that `who` holds of a source."""
         return self._taken_bytes[source, who]
 
     def check(self, who: Who, source: int, needed_bytes: int, *, is_new: bool = True) -> None:
-        """Whether so much more may be held; `is_new` when no token holds it yet.
+        """Check that `who` may hold that much more; `is_new`: no token holds it yet.
 
         Raises:
-            ExhaustedError: not by this token, or by no token at the moment.
+            ExhaustedError: this token's share, or that of all tokens, is used up.
         """
         if who is None:
             return
@@ -60,14 +60,14 @@ class Charges:
             )
 
     def check_more(self, who: Who, snapshot: Snapshot, size_bytes: int) -> None:
-        """As `check`, for a lease on a snapshot that is there already."""
+        """As `check`, for a lease on an existing snapshot."""
         held = self._held.get(snapshot, Counter())
         if not held[who]:
             is_new = not any(other is not None for other in held)
             self.check(who, snapshot.key.source, size_bytes, is_new=is_new)
 
     def add(self, who: Who, snapshot: Snapshot, size_bytes: int) -> None:
-        """One more hold."""
+        """Add one hold."""
         held = self._held.setdefault(snapshot, Counter())
         size_bytes = self._sizes.setdefault(snapshot, size_bytes)
         source = snapshot.key.source
@@ -78,7 +78,7 @@ class Charges:
             self._taken_bytes[source, who] += size_bytes
 
     def remove(self, who: Who, snapshot: Snapshot) -> None:
-        """One hold less."""
+        """Remove one hold."""
         held, source = self._held[snapshot], snapshot.key.source
         held[who] -= 1
         if held[who]:

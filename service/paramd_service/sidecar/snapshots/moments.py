@@ -1,9 +1,9 @@
-"""Optimizer state that the trainer mirrored, as snapshots.
+"""Snapshots of optimizer state that the trainer mirrored.
 
-The way of a reader: it pins the table (source MOMENTS, no state key, at a boundary) beside the
-parameters; the trainer mirrors its state there. The table says which keys there are. Then
-each key is pinned with `at_step`, once: its bytes move from the mirror into the snapshot, and
-the mirror's pages are given back as they go. When the table's lease ends, the rest goes too.
+A reader pins the table (source MOMENTS, no state key, at a boundary) together with the
+parameters; the trainer mirrors its state at that boundary. The table lists the keys. Each key is
+then pinned once, with `at_step`: its bytes move from the mirror into the snapshot, and the
+mirror's pages are released as they go. The rest is released when the table's lease ends.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from paramd_service.sidecar.snapshots.blocks import BlockMaker, Fill, Key, Lease
 from paramd_service.sidecar.snapshots.store import SnapshotStore
 
 MOVE_BYTES = 16 << 20
-"""Moved at once: so much the mirror and the snapshot both hold."""
+"""Bytes per move: this much is held by both the mirror and the snapshot."""
 
 
 class Moments:
@@ -47,18 +47,18 @@ class Moments:
         self._executor = executor
         self._lease = lease
         self._source: Snapshot | None = None
-        """The table's snapshot, which keeps the mirror."""
+        """The table's snapshot, which keeps the mirror alive."""
         self._table: dict[str, Any] = {}
         self._taken: dict[str, list[tuple[int, int]]] = {}
         self._moving = 0
 
     def close(self) -> None:
-        """Lets go of the memory."""
+        """Release the memory."""
         self._source = None
         self._memory.close()
 
     def check_free(self) -> None:
-        """Raises ConflictError while somebody still reads what was mirrored last."""
+        """Raise ConflictError while the last mirror is still being read."""
         self.sweep()
         if self._source is not None or self._moving:
             raise ConflictError(
@@ -67,10 +67,10 @@ class Moments:
             )
 
     def mirrored(self, snapshot: Snapshot) -> None:
-        """The trainer has mirrored: fills the snapshot of the table.
+        """Fill the table's snapshot, now that the trainer has mirrored its state.
 
         Raises:
-            UsageError: what lies there is no table.
+            UsageError: the memory holds no valid table.
         """
         begin = table_begin(self._arena_bytes)
         memory = self._memory.buffer[begin : begin + TABLE_BYTES]
@@ -80,18 +80,18 @@ class Moments:
         self._source, self._taken = snapshot, {}
 
     def sweep(self) -> None:
-        """Gives the mirror's memory back once nobody holds its table any more."""
+        """Release the mirror's memory once nobody holds its table."""
         if self._source is not None and self._source.holders <= 0 and not self._moving:
             self._source = None
             self._memory.release(0, self._memory.size_bytes)
 
     async def pin(self, key: Key, step: int, lease_s: float) -> Lease:
-        """A lease on one key's state at the step of the mirror.
+        """Lease one key's state at the mirror's step.
 
         Raises:
             AbortedError: the mirror is of another step, or gone.
             NotFoundError: the optimizer has no such state.
-            ConflictError: these bytes were pinned before.
+            ConflictError: these bytes were already pinned.
         """
         source = self._source
         if source is None or source.holders <= 0 or source.step != step:
@@ -103,6 +103,7 @@ class Moments:
         who = CALLER.get()
         snapshot = self._store.reserve(key, at_boundary=True, who=who)
         self._store.hold(source)
+        # Keeps `sweep` from releasing the mirror while the executor reads it.
         self._moving += 1
         try:
             if snapshot.size_bytes:
@@ -142,17 +143,18 @@ class Moments:
                 self._give_back(room + at, room + at + size)
 
     def _give_back(self, begin: int, end: int) -> None:
-        # Whole pages of these bytes alone; others may want their neighbours.
+        # Only pages that lie wholly inside; neighbouring bytes may still be wanted.
         first, last = -(-begin // PAGE) * PAGE, end // PAGE * PAGE
         if last > first:
             self._memory.release(first, last)
 
     async def _run(self, work: Callable[[], None]) -> None:
+        # The executor writes to the snapshot's memory until the end, cancelled or not.
         await uncancelled(asyncio.get_running_loop().run_in_executor(self._executor, work))
 
 
 def is_table(key: Key) -> bool:
-    """Whether a key means the table of optimizer state."""
+    """Whether a key stands for the optimizer state table."""
     return key.source == pb.SOURCE_MOMENTS and not key.state_key
 
 

@@ -1,14 +1,14 @@
 """Snapshots and their leases: who holds which bytes of which step, within a byte budget.
 
-A snapshot's memory goes this way:
+Life of a snapshot's memory:
 
     free --reserve--> EMPTY --arm--> PENDING --filled--> FILLED --last lease ends--> kept
      ^                                                                                 |
      +------------------- taken for another snapshot, or idle too long ----------------+
 
-Kept memory still knows its bytes: an equal request at the same step gets them again, and
-a torn rank can still serve the last ones under their own step. Memory that a client maps
-at that moment is forgotten instead (the kernel keeps it for that client alone).
+Kept memory retains its bytes: an equal request at the same step gets them again, and a torn
+rank can still serve the last ones under their own step. Memory that a client still maps is
+given up instead (the kernel keeps it for that client alone).
 
 All methods run on the event loop's thread; nothing here blocks.
 """
@@ -35,13 +35,13 @@ from paramd_service.sidecar.snapshots.blocks import (
 from paramd_service.sidecar.snapshots.charges import Charges
 
 MAX_LEASES = 4096
-"""More leases than that are refused: each is small, but not free."""
+"""Leases beyond this are refused: each is small, but not free."""
 
-# A kept block serves a smaller request when at most this part of it stays unused.
+# A kept block is reused if it exceeds the wanted size by at most wanted // this.
 _WASTE_DIVISOR = 4
 
 _BUDGETS: dict[int, int] = {pb.SOURCE_MOMENTS: 4}
-"""Budgets that a source has: optimizer state has several tensors for each parameter."""
+"""Budget multiples by source: optimizer state has several tensors per parameter."""
 
 
 @dataclass(eq=False, slots=True)
@@ -76,16 +76,16 @@ class SnapshotStore:
         self._kept: list[_Kept] = []
         self._closed = False
         self.check: Callable[[Snapshot], None] = lambda _: None
-        """Raises when the bytes of a filled snapshot turned out to be of no one state."""
+        """Raises if a filled snapshot's bytes turned out not to be of a single state."""
 
     @property
     def used_bytes(self) -> int:
-        """Bytes of snapshots that somebody holds."""
+        """Bytes of snapshots that are held."""
         return self._live_bytes.total()
 
     @property
     def kept_bytes(self) -> int:
-        """Bytes of memory kept for the next snapshot."""
+        """Bytes of memory kept for reuse."""
         return sum(kept.block.size_bytes for kept in self._kept)
 
     @property
@@ -93,14 +93,14 @@ class SnapshotStore:
         return len(self._leases)
 
     def leases(self, now_ns: int) -> list[Lease]:
-        """Leases that have not ended, by what is left of them."""
+        """Live leases, the first to expire first."""
         alive = [lease for lease in self._leases.values() if lease.expires_ns > now_ns]
         return sorted(alive, key=lambda lease: lease.expires_ns)
 
     def find(
         self, key: Key, *, step: int | None = None, proof: int | None = None
     ) -> Snapshot | None:
-        """A filled snapshot of `key` for one more holder: of that state, else the newest."""
+        """A filled snapshot of `key`, of the given state or else the newest, held once more."""
         held = [snapshot for snapshot in self._live if _answers(snapshot, key, step, proof)]
         kept = [entry for entry in self._kept if _answers(entry.snapshot, key, step, proof)]
         best = max(held, key=_state, default=None)
@@ -117,12 +117,12 @@ class SnapshotStore:
     def reserve(
         self, key: Key, *, at_boundary: bool, with_buffers: bool = False, who: Who = None
     ) -> Snapshot:
-        """Room for one more snapshot, with one holder; its block may have to be made yet.
+        """Reserve room for a snapshot, with one holder; its block may not exist yet.
 
-        It is charged to `who` until `uncharge`.
+        Charged to `who` until `uncharge`.
 
         Raises:
-            ExhaustedError: the budget has no room for it, or what is left of it not for `who`.
+            ExhaustedError: the budget, or the share of `who`, has no room for it.
         """
         snapshot = Snapshot(key, at_boundary, with_buffers)
         self._charges.check(who, key.source, block_bytes(snapshot.size_bytes))
@@ -134,15 +134,15 @@ class SnapshotStore:
         return self._enliven(snapshot)
 
     def uncharge(self, snapshot: Snapshot, who: Who) -> None:
-        """Ends what `reserve` began; leases are charged by themselves."""
+        """End the charge that `reserve` began; leases are charged on their own."""
         self._charges.remove(who, snapshot)
 
     def lease(self, snapshot: Snapshot, lease_s: float, who: Who = None) -> Lease:
-        """Turns one holder of the snapshot into a lease.
+        """Turn one holder of the snapshot into a lease.
 
         Raises:
-            ExhaustedError: too many leases, or bytes; the caller still holds.
-            ConflictError: the epoch has ended; likewise.
+            ExhaustedError: too many leases or bytes; the caller keeps its hold.
+            ConflictError: the epoch has ended; the caller keeps its hold.
         """
         if self._closed:
             raise ConflictError("the epoch of the snapshot has ended; fetch the layout again")
@@ -156,10 +156,10 @@ class SnapshotStore:
         return lease
 
     def get(self, snapshot_id: str) -> Lease:
-        """The lease of that name.
+        """The live lease with that id.
 
         Raises:
-            NotFoundError: it ended, or never was.
+            NotFoundError: it has ended, or never existed.
         """
         lease = self._leases.get(snapshot_id)
         if lease is None or lease.expires_ns <= self._clock_ns():
@@ -170,12 +170,12 @@ class SnapshotStore:
         return lease
 
     def filled(self, snapshot_id: str) -> Snapshot:
-        """The snapshot of a lease, its bytes there.
+        """The filled snapshot of a lease.
 
         Raises:
             NotFoundError: as `get`.
             ConflictError: its boundary has not been captured.
-            AbortedError: its bytes turned out to be of no one state.
+            AbortedError: its bytes turned out not to be of a single state.
         """
         snapshot = self.get(snapshot_id).snapshot
         if snapshot.fill is not Fill.FILLED:
@@ -184,13 +184,13 @@ class SnapshotStore:
         return snapshot
 
     def renew(self, snapshot_id: str, lease_s: float, who: Who = None) -> None:
-        """Prolongs a lease from now on. Raises NotFoundError, DeniedError: another's."""
+        """Extend a lease, counted from now. Raises NotFoundError, DeniedError (another's)."""
         lease = self.get(snapshot_id)
         _check_holder(lease, who)
         lease.expires_ns = self._clock_ns() + int(lease_s * 1e9)
 
     def release(self, snapshot_id: str, who: Who = None) -> None:
-        """Ends a lease; does nothing when there is none. Raises DeniedError: another's."""
+        """End a lease; a no-op if there is none. Raises DeniedError (another's)."""
         lease = self._leases.get(snapshot_id)
         if lease is None:
             return
@@ -201,12 +201,12 @@ class SnapshotStore:
         self.drop(lease.snapshot)
 
     def hold(self, snapshot: Snapshot) -> Snapshot:
-        """One more holder; `drop` ends it."""
+        """Add a holder; `drop` removes it."""
         snapshot.holders += 1
         return snapshot
 
     def drop(self, snapshot: Snapshot) -> None:
-        """One holder less; the last one frees the memory or keeps it."""
+        """Remove a holder; after the last the memory is freed or kept."""
         snapshot.holders -= 1
         assert snapshot.holders >= 0
         if snapshot.holders == 0:
@@ -215,7 +215,7 @@ class SnapshotStore:
             self._let_go(snapshot)
 
     def expire(self) -> int | None:
-        """Ends what is overdue. Returns when to look again (None: nothing is due)."""
+        """End what is overdue; return when to look again (None: nothing will be due)."""
         now_ns = self._clock_ns()
         for lease in list(self._leases.values()):
             if lease.expires_ns <= now_ns:
@@ -227,11 +227,11 @@ class SnapshotStore:
         return min(due, default=None)
 
     def keep_for_ever(self) -> None:
-        """The trainer has ended: what is kept may be the last of its kind."""
+        """The trainer has ended: what is kept may be the last copy."""
         self._idle_ns = 1 << 62
 
     def close(self) -> None:
-        """Ends all leases and frees all memory, at once or when its last holder drops it."""
+        """End all leases and free all memory, at once or when its last holder drops it."""
         self._closed = True
         for snapshot_id in list(self._leases):
             self.release(snapshot_id)
@@ -248,6 +248,7 @@ class SnapshotStore:
         block = snapshot.block
         if block is None:
             return
+        # A client may still have it mapped: its view must never change.
         if self._closed or snapshot.tainted or snapshot.map_count:
             snapshot.block = None
             self._blocks.dispose(block)
@@ -264,13 +265,13 @@ class SnapshotStore:
         ]
         if not fitting:
             return None
-        # Memory without known bytes first, then the oldest bytes.
+        # Prefer memory without usable bytes, then the oldest.
         entry = min(fitting, key=lambda e: (e.snapshot is not None, e.since_ns))
         self._kept.remove(entry)
         return entry.block
 
     def _make_room(self, needed_bytes: int, source: int) -> None:
-        # Readers of gradients must not keep others from parameters: each source has the budget.
+        # Each source has its own budget: gradient readers must not crowd out parameter readers.
         live_bytes = self._live_bytes[source]
         budget_bytes = self._budget_of(source)
         while self._kept and live_bytes + self.kept_bytes + needed_bytes > budget_bytes:
@@ -294,13 +295,13 @@ class SnapshotStore:
 
 
 def _check_holder(lease: Lease, who: Who) -> None:
-    """Raises DeniedError when the lease is another's; the control plane and the owner may."""
+    """Raise DeniedError if the lease is another's, unless control plane or owner ask."""
     if who is not None and lease.who != who:
         raise DeniedError("snapshot_id: the snapshot is leased to another token")
 
 
 def _taken_bytes(snapshot: Snapshot) -> int:
-    # A taken block may be larger than what is wanted of it.
+    # A reused block may be larger than what is wanted of it.
     if snapshot.block is not None:
         return snapshot.block.size_bytes
     return block_bytes(snapshot.size_bytes)

@@ -74,7 +74,7 @@ def _prepare_for_many() -> None:
 
 
 def _handle_signals(control: ControlPlane) -> None:
-    """The first signal drains; a second one ends the process at once."""
+    """Drain on the first signal, exit at once on the second."""
     loop = asyncio.get_running_loop()
 
     def handle(number: int) -> None:

@@ -180,7 +180,7 @@ class Watcher:
         expires_s: Callable[[], float | None] = lambda: None,
         clock: Callable[[], float] = now_s,
     ) -> None:
-        """No I/O. Use on one event loop.
+        """No I/O. Single event loop.
 
         Args:
             view: Returns the current mesh, for the rounds.

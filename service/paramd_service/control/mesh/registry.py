@@ -96,6 +96,7 @@ class Registry:
             ConflictError: another job or epoch.
         """
         self._check(request)
+        # Newest wins: a respawned sidecar may join before its predecessor's stream breaks.
         self._next_serial += 1
         member = Member(request.header.rank, self._next_serial)
         self._serials[member.rank] = member.serial

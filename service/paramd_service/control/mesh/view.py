@@ -92,7 +92,7 @@ class RankView:
     membership: Membership
     state: State
     reason: str
-    """Empty when all is well."""
+    """Empty when nothing is wrong."""
     report: Report | None
     age_s: float
     """Seconds since `report.changed_s`; 0 when there is none."""

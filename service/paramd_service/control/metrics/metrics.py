@@ -172,7 +172,7 @@ class Metrics:
         self._registry.register(_JobsCollector(jobs, lag, watchers, tls, exports))
 
     def render(self) -> bytes:
-        """The text that Prometheus scrapes."""
+        """Metrics in the Prometheus text format."""
         return generate_latest(self._registry)
 
 

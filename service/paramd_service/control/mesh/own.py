@@ -41,7 +41,7 @@ class OwnDirectory:
         return [self._mine.job]
 
     async def job(self, job: str) -> JobDocument:
-        """The job's current document, with a fresh ticket. NotFoundError for any other job."""
+        """The job's document, with a fresh ticket. Raises NotFoundError for any other job."""
         from paramd.mesh.peers.control import JobDocument, PeerAddress
 
         mine = self._mine

@@ -1,4 +1,4 @@
-"""One control plane: its parts, the order they start in, and the order they drain in."""
+"""One control plane: its components, their start order and their drain order."""
 
 from __future__ import annotations
 
@@ -47,20 +47,20 @@ from paramd_service.tls import ServerTls, advertised, grpc_address, tls_files
 
 TICK_S = 1.0
 SITE_RANKS = 16_384
-"""Ranks of all jobs of a site together that are let in."""
+"""Most ranks admitted across all jobs of a site."""
 
 log = logging.getLogger("paramd.control")
 
 
 class ControlPlane:
-    """`start`, `wait_until_done`, `stop`; on one event loop.
+    """Life cycle: `start`, `wait_until_done`, `stop`. Single event loop.
 
-    A site's and an embedded one are the same but for who opens jobs: whoever registers,
-    or `start`, with the one job that its parent named.
+    A site and an embedded control plane differ only in who opens jobs: those that register, or
+    `start` with the one job its parent named.
     """
 
     def __init__(self, config: ControlConfig, bootstrap: Bootstrap | None) -> None:
-        """`bootstrap` is the one job of an embedded control plane; None makes a site's."""
+        """`bootstrap` is the one job of an embedded control plane; None for a site."""
         self._config = config
         self._bootstrap = bootstrap
         files = tls_files(config.tls_cert, config.tls_key, config.tls_client_ca)
@@ -85,32 +85,32 @@ class ControlPlane:
 
     @property
     def asked_to_stop(self) -> bool:
-        """Whether it has been told, or decided, to end."""
+        """Whether it was told, or has decided, to stop."""
         return self._done.is_set()
 
     def ask_to_stop(self, reason: str) -> None:
-        """Makes `wait_until_done` return."""
+        """Make `wait_until_done` return; the first reason wins."""
         self._reason = self._reason or reason
         self._done.set()
 
     async def start(self) -> Whereabouts:
-        """Brings everything up, in this order.
+        """Start everything, in the numbered order.
 
         Raises:
             UsageError: an address or the state dir cannot be used.
             UnreachableError: no port is free.
-            ConflictError: a newer epoch of the job runs already.
+            ConflictError: a newer epoch of the job is already running.
         """
         wanted = parse_listen(
             self._config.listen, option="--listen (PARAMD_LISTEN)", tls=self._tls is not None
         )
-        # 1. REST's port is ours; connections wait in its backlog.
+        # 1. Claim REST's port; connections wait in its backlog.
         listener, http_address = open_listener(wanted)
         try:
-            # 2. What is remembered can be written.
+            # 2. Open the records, and load ended tokens before anyone is let in.
             self._records = await open_records(self._config, self._bootstrap)
             await self._revocations.start(self._records.tokens)
-            # 3. We know who we are, and an embedded one its job.
+            # 3. Settle our generation and secrets; an embedded one opens its job.
             url = self._url(http_address)
             jobs = self._open_jobs(self._records)
             self._watchers = open_watchers(
@@ -125,19 +125,19 @@ class ControlPlane:
                 open_destinations(strict=jobs.is_site),
                 publish=self._events.publish,
             )
-            # 4. gRPC serves.
+            # 4. Serve gRPC.
             grpc_listen = await self._start_grpc(jobs, http_address)
             self._grpc_target = grpc_address = self._grpc_address(grpc_listen)
-            # 5. REST serves.
+            # 5. Serve REST.
             services = self._services(jobs, self._records, http_address, grpc_address)
             await self._http.start(build_app(services), listener, tls=self._tls)
         except BaseException:
             listener.close()
             raise
-        # 6. The watch begins, and exports go on.
+        # 6. Start watching; resume exports.
         self._watchers.start(jobs)
         self._exports.start(jobs)
-        # 7. The job's programs are told where.
+        # 7. Announce the address to the job's programs, now that all of it works.
         if self._bootstrap is not None:
             self._endpoint = announce(self._bootstrap, url, grpc_address)
         log.info("serves %s at %s", self._whose(), url)
@@ -149,7 +149,7 @@ class ControlPlane:
         )
 
     async def wait_until_done(self) -> str:
-        """Returns when there is nothing left to do, and says why."""
+        """Run until there is nothing left to do; return why."""
         while True:
             before_s = time.monotonic()
             with contextlib.suppress(TimeoutError):
@@ -164,26 +164,26 @@ class ControlPlane:
             await self._jobs.keep_channels()
 
     async def stop(self) -> None:
-        """Drains, in this order. Safe after a failed start."""
+        """Drain, in the numbered order. Safe after a failed start."""
         self.ask_to_stop("stopped")
-        # 1. Nobody new is sent here.
+        # 1. Withdraw the address: no new clients.
         if self._endpoint is not None:
             places.remove_endpoint(self._endpoint)
-        # 2. Health says so; sidecars are sent away, boundaries under way may finish.
+        # 2. Health reports stopping; sidecars are sent away; boundaries in progress may finish.
         await self._grpc.say_stopping()
         if self._jobs is not None:
             self._jobs.send_away(UnreachableError("the control plane is stopping; join again"))
         await self._grpc.stop(self._config.drain_s)
-        # 3. REST answers what it has begun; streams of events would never end by themselves.
+        # 3. REST finishes its requests; event streams, which would never end, are closed first.
         self._events.close()
         await self._http.stop()
-        # 4. What we hold of others.
+        # 4. Work on the jobs' sidecars, then the jobs, whose connections that work uses.
         for part in (self._exports, self._watchers, self._edits, self._jobs):
             if part is not None:
                 await part.close()
         await self._epochs.close()
         await self._revocations.stop()
-        # 5. What is remembered of all that.
+        # 5. The records last: everything above still writes to them.
         if self._records is not None:
             await self._records.stop()
 
@@ -236,7 +236,7 @@ class ControlPlane:
         return f"job {mine.job}, epoch {mine.epoch}" if mine is not None else "a site"
 
     def _why_end(self, jobs: Jobs) -> str | None:
-        """Only an embedded one ends by itself."""
+        """Why to stop, or None. Only an embedded control plane ends on its own."""
         if self._bootstrap is None or self._endpoint is None:
             return None
         newer = successor(self._endpoint)

@@ -20,16 +20,16 @@ from paramd_service.tls import ServerTls
 SERVICE = "paramd.v1.ControlService"
 JOIN = f"/{SERVICE}/Join"
 CALLERS = 256
-"""Calls at once of whoever is no sidecar."""
+"""Most concurrent calls other than sidecars' Join."""
 
 STRANGERS = 256
-"""Calls at once that have not been looked at yet, or that need no ticket."""
+"""Most concurrent calls that are not yet authenticated or need no ticket."""
 
 OPTIONS: tuple[tuple[str, int], ...] = (
     *CONNECTION_OPTIONS,
-    # A taken port must look taken.
+    # With reuseport, binding a taken port would succeed.
     ("grpc.so_reuseport", 0),
-    # A stopped sidecar or client is noticed within seconds; theirs may ping us as often.
+    # Detect a stopped sidecar or client within seconds, and let them ping us as often.
     ("grpc.keepalive_time_ms", 2_500),
     ("grpc.keepalive_timeout_ms", 2_000),
     ("grpc.http2.ping_timeout_ms", 2_000),
@@ -40,7 +40,7 @@ OPTIONS: tuple[tuple[str, int], ...] = (
 
 
 class GrpcServer:
-    """`start`, `say_stopping`, `stop`; on one event loop."""
+    """Life cycle: `start`, `say_stopping`, `stop`. Single event loop."""
 
     def __init__(self) -> None:
         """No I/O."""
@@ -57,11 +57,11 @@ class GrpcServer:
         denied: Denied,
         tls: ServerTls | None,
     ) -> Address:
-        """Serves, and says where.
+        """Start serving; return the bound address.
 
         Args:
-            ranks: how many sidecars of all jobs together are let in.
-            denied: hears of calls that were refused.
+            ranks: Most sidecars admitted across all jobs.
+            denied: Called for each refused call.
 
         Raises:
             UnreachableError: as `bind_grpc`.
@@ -75,7 +75,7 @@ class GrpcServer:
         server = grpc.aio.server(
             interceptors=[TicketInterceptor(jobs.verifier, revocations.check, denied), doors],
             options=OPTIONS,
-            # A rank's Join streams, and the calls of all others, who have fewer places than that.
+            # Every rank's Join streams plus the calls of everyone else, which `doors` caps lower.
             maximum_concurrent_rpcs=MAX_STREAMS_OF_RANK * ranks + CALLERS + STRANGERS,
         )
         control_pb2_grpc.add_ControlServiceServicer_to_server(
@@ -93,10 +93,10 @@ class GrpcServer:
         return address
 
     async def say_stopping(self) -> None:
-        """Health says so from now on."""
+        """Report NOT_SERVING over the health service."""
         await self._health.enter_graceful_shutdown()
 
     async def stop(self, drain_s: float) -> None:
-        """Calls under way may take `drain_s` seconds. Safe after a failed start."""
+        """Stop, giving calls in progress `drain_s` seconds. Safe after a failed start."""
         if self._server is not None:
             await self._server.stop(drain_s)

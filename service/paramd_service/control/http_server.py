@@ -1,4 +1,4 @@
-"""REST's server: uvicorn in our event loop, on a listener that is ours before it starts."""
+"""REST server: uvicorn on our event loop, with a listener that we opened beforehand."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from paramd_service.control.access.doorway import Doorway
 from paramd_service.tls import ServerTls
 
 HEAD_S: Final = 10.0
-"""Within this time a request's head is there, and before it the handshake of TLS."""
+"""Time limit for a request's head, and before that for the TLS handshake."""
 
 BODY_S: Final = 30.0
-"""And within this time after it the whole body."""
+"""Time limit for the whole body, after the head."""
 
 
 class _Connection(H11Protocol):
-    """uvicorn's, which by itself waits for ever for a peer that says nothing."""
+    """uvicorn's connection plus time limits: on its own it waits forever for a silent peer."""
 
     def __init__(self, doorway: Doorway, **options: Any) -> None:
         super().__init__(**options)
@@ -36,23 +36,23 @@ class _Connection(H11Protocol):
 
     @property
     def address(self) -> tuple[str, int]:
-        """Of the peer."""
+        """The peer's host and port."""
         assert self.client is not None
         return self.client
 
     @property
     def is_busy(self) -> bool:
-        """Whether a request is being answered."""
+        """Whether a request is in progress."""
         return self.cycle is not None and not self.cycle.response_complete
 
     def shut(self) -> None:
-        """Ends it at once."""
+        """Close the connection at once."""
         self.transport.abort()
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         if self.client is None:
-            transport.abort()  # it went away before it came
+            transport.abort()  # the peer is already gone
             return
         self._doorway.opened(self)
         self._await_peer()
@@ -63,7 +63,7 @@ class _Connection(H11Protocol):
     def connection_lost(self, exc: Exception | None) -> None:
         self.connections.discard(self)
         if self.client is None:
-            return  # it has never been made
+            return  # `connection_made` never completed
         if self._timer is not None:
             self._timer.cancel()
         self._doorway.closed(self)
@@ -71,7 +71,7 @@ class _Connection(H11Protocol):
 
     def data_received(self, data: bytes) -> None:
         if self.client is None:
-            # What came with the end of TLS's handshake, before we are told of that.
+            # Data that arrived with the end of the TLS handshake, before `connection_made`.
             self._early += data
             return
         super().data_received(data)
@@ -82,7 +82,7 @@ class _Connection(H11Protocol):
         self._await_peer()
 
     def _await_peer(self) -> None:
-        """Sees to it that what the peer owes comes in time: a byte now and then does not do."""
+        """Arm the time limit for what the peer owes. Trickling bytes does not extend it."""
         awaits: tuple[object, float] | None = (self.cycle, HEAD_S)
         if self.is_busy:
             awaits = (self.cycle, BODY_S) if self.cycle.more_body else None
@@ -97,7 +97,7 @@ class _Connection(H11Protocol):
 
 
 class _Handshake(asyncio.Protocol):
-    """A connection until TLS stands: a stranger like others, and no longer than `HEAD_S`."""
+    """A connection during the TLS handshake: a stranger, for at most `HEAD_S`."""
 
     is_busy = False
 
@@ -124,7 +124,7 @@ class _Handshake(asyncio.Protocol):
         self._task = asyncio.get_running_loop().create_task(self._shake(transport))
 
     def shut(self) -> None:
-        """Ends it at once."""
+        """Close the connection at once."""
         assert self._transport is not None
         self._transport.abort()
 
@@ -138,7 +138,7 @@ class _Handshake(asyncio.Protocol):
                 server_side=True,
                 ssl_handshake_timeout=HEAD_S,
             )
-        except (OSError, ssl.SSLError):  # whatever a stranger says
+        except (OSError, ssl.SSLError):  # strangers may send anything
             transport.abort()
             return
         finally:
@@ -148,7 +148,7 @@ class _Handshake(asyncio.Protocol):
 
 
 class _Uvicorn(uvicorn.Server):
-    """Signals are the whole process's business, not its."""
+    """uvicorn's server with our connections; leaves signals to the process."""
 
     def __init__(self, config: uvicorn.Config, doorway: Doorway, tls: ServerTls | None) -> None:
         super().__init__(config)
@@ -160,7 +160,7 @@ class _Uvicorn(uvicorn.Server):
         yield
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Listens as uvicorn does, with connections of ours."""
+        """Listen as uvicorn does, but with our connection class."""
         await self.lifespan.startup()
         loop = asyncio.get_running_loop()
         context = self._tls.ssl_context() if self._tls is not None else None
@@ -186,17 +186,17 @@ class _Uvicorn(uvicorn.Server):
 
 
 class HttpServer:
-    """`start`, `stop`; on one event loop."""
+    """Life cycle: `start`, `stop`. Single event loop."""
 
     def __init__(self, doorway: Doorway, *, drain_s: float) -> None:
-        """No I/O. `drain_s` is how long requests under way may take when it stops."""
+        """No I/O. `drain_s` is the time for requests in progress to finish at `stop`."""
         self._doorway = doorway
         self._drain_s = drain_s
         self._server: _Uvicorn | None = None
         self._task: asyncio.Task[None] | None = None
 
     async def start(self, app: FastAPI, listener: socket.socket, *, tls: ServerTls | None) -> None:
-        """Returns when it answers.
+        """Start serving; return once it accepts connections.
 
         Raises:
             UnreachableError: it ended at once.
@@ -207,7 +207,7 @@ class HttpServer:
             ws="none",
             lifespan="off",
             log_config=None,
-            # Ours in guard.py leaves the query out.
+            # guard.py has an access log of its own, without the query.
             access_log=False,
             server_header=False,
             proxy_headers=False,
@@ -223,7 +223,7 @@ class HttpServer:
             await asyncio.sleep(0.002)
 
     async def stop(self) -> None:
-        """Answers what it has begun, and ends. Safe after a failed start."""
+        """Finish requests in progress and stop. Safe after a failed start."""
         if self._server is not None and self._task is not None:
             self._server.should_exit = True
             await asyncio.wait({self._task})

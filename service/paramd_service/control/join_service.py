@@ -1,4 +1,4 @@
-"""ControlService over gRPC: joining sidecars, scheduled boundaries."""
+"""ControlService over gRPC: sidecars' Join streams and scheduled boundaries."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ MAX_TIMEOUT_S = 600.0
 MAX_SNAPSHOTS = 100_000
 MAX_SNAPSHOT_ID_CHARS = 128
 MAX_STREAMS_OF_RANK = 4
-"""Join streams of one rank: a sidecar's, and those of predecessors that stopped."""
+"""Join streams per rank: its sidecar's, and those left by stopped predecessors."""
 
 FIRST_REPORT_S = 10.0
-"""Within this time a Join stream says who it is of."""
+"""Time limit for a Join stream's first report, which identifies it."""
 
 LOGGED_RANKS = 64
-"""Ranks of a mesh whose coming and going is logged one by one."""
+"""Largest mesh whose joins and leaves are logged at INFO."""
 
 Requests: TypeAlias = AsyncIterator[control_pb2.JoinRequest]
 
@@ -42,14 +42,14 @@ log = logging.getLogger("paramd.control")
 
 
 class ControlServicer(control_pb2_grpc.ControlServiceServicer):
-    """Translates between messages and the jobs."""
+    """Translates between messages and `Jobs`."""
 
     def __init__(self, jobs: Jobs, revocations: Revocations) -> None:
         self._jobs = jobs
         self._revocations = revocations
         self._streams: Counter[tuple[str, int, int | None]] = Counter()
 
-    # A coroutine that writes, not a generator: news come while reports are waited for.
+    # A coroutine that writes, not a generator: revocations are sent while it awaits reports.
     async def Join(  # type: ignore[override]
         self, request_iterator: Requests, context: Any
     ) -> None:
@@ -85,7 +85,7 @@ class ControlServicer(control_pb2_grpc.ControlServiceServicer):
         check_rank(header.rank)
         incarnation = await self._jobs.admit(header.job, header.epoch, first.world_size)
         incarnation.saw_generation(first.control_generation)
-        # Before it counts as joined: who waits for the rank calls it right away.
+        # Before it counts as joined: whoever waits for the rank calls it right away.
         await incarnation.calls.is_back(first.peer.address)
         member = incarnation.registry.join(first)
         _log_join(incarnation, member, f"joined from {first.peer.address}")
@@ -124,7 +124,7 @@ async def _read(incarnation: Incarnation, member: Member, requests: Requests) ->
 
 
 def _log_join(incarnation: Incarnation, member: Member, what: str) -> None:
-    # One line for each of thousands of ranks, thousands of times: not by default.
+    # Thousands of ranks would each log a line, again and again: only at DEBUG.
     small = incarnation.bootstrap.world_size <= LOGGED_RANKS
     level = logging.INFO if small else logging.DEBUG
     job, epoch = incarnation.job, incarnation.epoch

@@ -1,1 +1,1 @@
-"""Users' tokens: what each role may do, which route needs what, who a token belongs to."""
+"""Access control: tokens, roles, sessions, and what each route needs."""

@@ -1,4 +1,4 @@
-"""Whose token it is: the process's own, or one of the store's; made, listed and revoked here."""
+"""Token authority: resolves tokens (our own or the store's); creates, lists, revokes them."""
 
 from __future__ import annotations
 
@@ -24,19 +24,19 @@ MAX_TTL_S = 366 * 86_400.0
 MAX_NAME_CHARS = 64
 
 KEPT_S = 2.0
-"""A token that another control plane of the same store revoked works this much longer here."""
+"""How long a token stays valid here after another control plane of the store has revoked it."""
 
 _KEPT = 1024
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._@-]{0,63}")
 
 
 def token_id(row: TokenRow) -> str:
-    """Names a token in the tickets that it is given: 64 bits of its digest, no secret."""
+    """A token's id in its tickets: 64 bits of its digest, not a secret."""
     return row.digest[:16]
 
 
 class TokenStore(Protocol):
-    """Where tokens are kept; never the tokens themselves, but their sha256."""
+    """Stores tokens by sha256, never the tokens themselves."""
 
     async def create(self, row: TokenRow) -> None: ...
 
@@ -48,7 +48,7 @@ class TokenStore(Protocol):
 
 
 class MemoryTokens:
-    """A `TokenStore` that forgets with its process."""
+    """An in-memory `TokenStore`."""
 
     def __init__(self) -> None:
         self._rows: dict[str, TokenRow] = {}
@@ -83,34 +83,34 @@ class MemoryTokens:
 
 @dataclass(frozen=True, slots=True)
 class Principal:
-    """Who makes a request."""
+    """The caller of a request."""
 
     name: str
     """Name of the token; for the audit."""
     role: UserRole
     token_id: str | None = field(default=None, compare=False)
-    """Names the token in tickets; None for the process's own, which cannot be revoked."""
+    """The token's id in tickets; None for the process's own, which cannot be revoked."""
     expires_s: float | None = field(default=None, compare=False)
-    """When the token does, in seconds since the Unix epoch; None: never."""
+    """When the token expires, in seconds since the Unix epoch; None: never."""
 
     def may(self, action: Action) -> bool:
-        """Whether the role permits it."""
+        """Whether the role permits the action."""
         return may(self.role, action)
 
 
 OWNER = Principal("owner", UserRole.ADMIN)
-"""Who has the process's own token: endpoint.json, or the site's token file."""
+"""The holder of the process's own token, from endpoint.json or the site's token file."""
 
 Mutation = Callable[[Principal, str, dict[str, object]], AbstractAsyncContextManager[object]]
-"""Records a mutation around its effect: who, what is called, its arguments."""
+"""Records a mutation around its effect: caller, operation, arguments."""
 
 
 Denied = Callable[[str, str, str, str], None]
-"""Told of each refusal: actor (empty when unknown), role, operation, reason."""
+"""Refusal callback: actor (empty when unknown), role, operation, reason."""
 
 
 def unheard(_actor: str, _role: str, _operation: str, _reason: str) -> None:
-    """A `Denied` that tells nobody."""
+    """A `Denied` that does nothing."""
 
 
 def _unrecorded(
@@ -120,7 +120,7 @@ def _unrecorded(
 
 
 class Tokens:
-    """The authority on tokens. Use on one event loop."""
+    """The authority on tokens. Single event loop."""
 
     def __init__(
         self,
@@ -131,9 +131,9 @@ class Tokens:
         on_revoked: Callable[[TokenRow], None] = lambda row: None,
         clock: Callable[[], float] = now_s,
     ) -> None:
-        """`own_token` is that of this process's owner, with the role admin; never stored.
+        """`own_token` is the process owner's, with role admin; it is never stored.
 
-        `on_revoked` hears of each token that is revoked here, before its revoker does.
+        `on_revoked` is called for each token revoked here, before `revoke` returns.
         """
         self._own_digest = _digest(own_token)
         self._store = store
@@ -144,16 +144,16 @@ class Tokens:
         self._revoked_count = 0
 
     def is_secret(self, text: str) -> bool:
-        """Whether `text` is, or holds, what must not stand in a URL or a log."""
+        """Whether `text` is or contains a token, so must not appear in a URL or a log."""
         return holds_token(text) or self._is_own(text)
 
     async def principal(self, offered: str) -> Principal | None:
-        """Whose token this is; None when it is nobody's, expired or revoked.
+        """The principal of a token; None when it is unknown, expired or revoked.
 
         Digests are compared in constant time; any text may be offered.
 
         Raises:
-            UnreachableError: the store cannot be asked now.
+            UnreachableError: the store cannot be reached now.
         """
         if not offered or len(offered) > MAX_TOKEN_CHARS:
             return None
@@ -162,11 +162,11 @@ class Tokens:
         return await self.principal_of_digest(_digest(offered))
 
     def digest(self, token: str) -> str:
-        """What a session keeps in the place of its token."""
+        """Digest that a session keeps instead of its token."""
         return _digest(token)
 
     async def principal_of_digest(self, digest: str) -> Principal | None:
-        """Like `principal`, of a token that was seen before."""
+        """Like `principal`, from the digest of a token seen before."""
         if hmac.compare_digest(digest, self._own_digest):
             return OWNER
         if self._store is None:
@@ -177,10 +177,10 @@ class Tokens:
     async def create(
         self, by: Principal, *, role: str, ttl_s: float = DEFAULT_TTL_S, name: str | None = None
     ) -> tuple[TokenRow, str]:
-        """A new token and its row. The token is nowhere kept: this is the only time it is seen.
+        """Create a token; return its row and the token, which is not kept and never shown again.
 
         Raises:
-            UsageError: role, validity or name cannot be.
+            UsageError: role, validity or name is invalid.
             ConflictError: the name has been used.
             UnreachableError: the store or the audit cannot be written.
         """
@@ -207,11 +207,11 @@ class Tokens:
         return row, token
 
     async def list(self) -> list[TokenRow]:
-        """All tokens of the store, expired and revoked ones too. Raises UnreachableError."""
+        """All tokens in the store, including expired and revoked ones. Raises UnreachableError."""
         return await self._the_store().list()
 
     async def revoke(self, by: Principal, name: str) -> TokenRow:
-        """Makes a token worthless, for ever and from now on. Idempotent.
+        """Revoke a token permanently, effective at once. Idempotent.
 
         Raises:
             NotFoundError: there is no such token.
@@ -220,6 +220,7 @@ class Tokens:
         store = self._the_store()
         async with self._recorded(by, "token.revoke", {"name": name[:MAX_NAME_CHARS]}):
             row = await store.revoke(name, now_s=self._clock())
+        # Only once the store has it: before that, a concurrent lookup would cache the old row.
         self._found.pop(row.digest, None)
         self._revoked_count += 1
         self._on_revoked(row)
@@ -260,7 +261,7 @@ def _principal(row: TokenRow, now_s: float) -> Principal | None:
     try:
         return Principal(row.name, UserRole(row.role), token_id(row), row.expires_s)
     except ValueError:
-        return None  # a role of a newer version: what it may do is not known here
+        return None  # a role of a newer version: its permissions are unknown here
 
 
 def _digest(token: str) -> str:

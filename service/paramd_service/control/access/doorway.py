@@ -1,9 +1,9 @@
-"""Who may keep a connection to REST: strangers for a moment, holders of a good token for longer.
+"""Connection limits of REST: strangers stay briefly, holders of a good token longer.
 
-A stranger is a connection that has not shown a good token. Strangers have room of their own,
-and when that is full, the one that came first makes place. So whoever sends its request at once
-is let through, however many others send theirs slowly or not at all; and no stranger ever takes
-the place of a connection that has shown a good token.
+A stranger is a connection that has not shown a good token. Strangers have slots of their own;
+when those are full, the oldest is evicted. So a client that sends its request at once gets
+through however many others stall, and no stranger ever displaces a connection that has shown a
+good token.
 """
 
 from __future__ import annotations
@@ -12,14 +12,14 @@ from collections import OrderedDict
 from typing import Final, Protocol, TypeAlias
 
 Who: TypeAlias = str | None
-"""Names a token; None is the owner's own."""
+"""Id of a token; None for the owner's."""
 
 MAX_STRANGERS: Final = 128
 MAX_OF_ADDRESS: Final = 64
 """Strangers from one address."""
 
 MAX_OF_TOKEN: Final = 128
-"""Connections that show the same token."""
+"""Connections that have shown the same token."""
 
 
 class Door(Protocol):
@@ -27,21 +27,21 @@ class Door(Protocol):
 
     @property
     def address(self) -> tuple[str, int]:
-        """The peer's host and port, which no other connection has."""
+        """The peer's host and port, unique among open connections."""
         ...
 
     @property
     def is_busy(self) -> bool:
-        """Whether a request of it is being answered."""
+        """Whether a request is in progress on it."""
         ...
 
     def shut(self) -> None:
-        """Ends the connection at once; `Doorway.closed` may be told later."""
+        """Close the connection at once; `Doorway.closed` may be called later."""
         ...
 
 
 class Doorway:
-    """All connections of one server. Use on its event loop."""
+    """All connections of one server. Event loop only."""
 
     def __init__(
         self,
@@ -55,7 +55,7 @@ class Doorway:
         self._max_of_token = max_of_token
         self._strangers: OrderedDict[tuple[str, int], Door] = OrderedDict()
         self._by_host: dict[str, OrderedDict[tuple[str, int], Door]] = {}
-        # Of one token the connection that was used longest ago is the first.
+        # For each token, least recently used first.
         self._known: dict[Who, OrderedDict[tuple[str, int], Door]] = {}
         self._who: dict[tuple[str, int], Who] = {}
 
@@ -65,24 +65,24 @@ class Doorway:
         return len(self._strangers)
 
     def opened(self, door: Door) -> None:
-        """A connection begins, as a stranger's."""
+        """Add a new connection, as a stranger."""
         self._strangers[door.address] = door
         of_host = self._by_host.setdefault(door.address[0], OrderedDict())
         of_host[door.address] = door
         if len(of_host) > self._max_of_address:
             self._shut(next(iter(of_host.values())))
         elif len(self._strangers) > self._max_strangers:
-            # Of whoever has most, so that one address does not push out all others.
+            # Evict from the address with the most, so that one address cannot push out the rest.
             crowd = max(self._by_host.values(), key=len)
             self._shut(next(iter(crowd.values())))
 
     def shown(self, address: tuple[str, int], who: Who) -> None:
-        """The connection's present request has a good token."""
+        """Record that the connection's current request carries a good token."""
         door = self._strangers.get(address)
         if door is None and address in self._who:
             door = self._known[self._who[address]][address]
         if door is None:
-            return  # it was shut meanwhile
+            return  # shut meanwhile
         self._forget(address)
         self._who[address] = who
         same = self._known.setdefault(who, OrderedDict())
@@ -93,11 +93,11 @@ class Doorway:
                 self._shut(idle)
 
     def closed(self, door: Door) -> None:
-        """A connection has ended. Idempotent."""
+        """Forget a connection that has ended. Idempotent."""
         held = self._strangers.get(door.address)
         if held is None and door.address in self._who:
             held = self._known[self._who[door.address]][door.address]
-        # A shut one tells of its end when its address may have been taken again.
+        # A shut door reports its end late, when a new connection may already own its address.
         if held is door:
             self._forget(door.address)
 

@@ -1,4 +1,4 @@
-"""HTTP: a token before anything of a request is read, then a role that permits the operation."""
+"""HTTP access: authenticate before reading any of the request, then check role and operation."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ from paramd_service.shares import CALLER, Shares
 _GONE: Message = {"type": "http.disconnect"}
 
 OPEN_PATHS = frozenset({"/healthz", "/readyz"})
-"""Say only whether the process works: probes have no token."""
+"""They reveal only whether the process works: probes have no token."""
 
 MAX_REQUESTS = 256
-"""Answered at once, streams among them."""
+"""Most concurrent requests, streams included."""
 
 _STATE = "principal"
 
@@ -34,8 +34,8 @@ _STATE = "principal"
 async def run_until(
     ended: asyncio.Future[None], app: ASGIApp, scope: Scope, receive: Receive, send: Send
 ) -> None:
-    """Runs `app`. Once `ended` is done, it is as if its caller had hung up, and the answer
-    ends in order there; what is no stream has been answered before it could notice.
+    """Run `app`. Once `ended` is done, the app sees its client disconnect and an open response
+    is closed cleanly; requests other than streams finish before they could notice.
     """
     open_answer = False
 
@@ -59,7 +59,7 @@ async def run_until(
 
 
 class TokenGate:
-    """ASGI middleware: what is no open path needs a valid token, whether it exists or not."""
+    """ASGI middleware: every path but the open ones needs a valid token, even if it is a 404."""
 
     def __init__(
         self,
@@ -119,7 +119,7 @@ class TokenGate:
             await run_until(ended, self._app, scope, receive, send)
 
     async def _principal(self, scope: Scope) -> Principal | None:
-        """A token counts before a session, and a wrong one is not mended by a session."""
+        """A token takes precedence over a session, which does not make up for a bad token."""
         if _values(scope, b"authorization"):
             return await self._tokens.principal(bearer_of(scope))
         keys = _values(scope, KEY_HEADER.encode())
@@ -142,10 +142,10 @@ class TokenGate:
 
 
 def permitted(denied: Denied, *, readonly: bool = False) -> Callable[[Request], Awaitable[None]]:
-    """The dependency of every route: the caller's role permits the operation.
+    """FastAPI dependency of every route: the caller's role must permit the operation.
 
-    With `readonly` nobody changes anything that is not their own: whatever changes
-    parameters or training, exports, or is not asked with GET by an admin, is refused.
+    With `readonly`, callers may change only what is their own: edits, exports, anything that
+    touches training, and administrative requests other than GET are refused.
     """
 
     async def check_role(request: Request) -> None:
@@ -166,7 +166,7 @@ def permitted(denied: Denied, *, readonly: bool = False) -> Callable[[Request], 
 
 
 def principal_of(request: Request) -> Principal:
-    """Who makes this request. Raises DeniedError when nobody has been let through."""
+    """The request's caller. Raises DeniedError if it has not been authenticated."""
     found = getattr(request.state, _STATE, None)
     if not isinstance(found, Principal):
         raise DeniedError("the request has not been authenticated")
@@ -174,19 +174,19 @@ def principal_of(request: Request) -> Principal:
 
 
 def may_read(request: Request) -> bool:
-    """Whether whoever makes this request may see values."""
+    """Whether the caller may see values."""
     return principal_of(request).may(Action.READ)
 
 
 def bearer_of(scope: Scope) -> str:
-    """The token of a request; empty when there is none, or more than one."""
+    """The request's bearer token; empty when there is none or more than one."""
     found = _values(scope, b"authorization")
     scheme, _, token = (found[0] if len(found) == 1 else "").partition(" ")
     return token.strip() if scheme.lower() == "bearer" else ""
 
 
 def cookie_of(scope: Scope) -> str:
-    """The session's cookie of a request; empty when there is none."""
+    """The request's session cookie; empty when there is none."""
     hosts = _values(scope, b"host")
     name = cookie_name(hosts[0] if hosts else "", is_tls=scope["scheme"] == "https")
     return cookie_value("; ".join(_values(scope, b"cookie")), name)

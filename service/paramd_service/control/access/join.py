@@ -1,6 +1,6 @@
-"""Who gets in over gRPC: tickets, by role, job and rank. What is not named is denied.
+"""gRPC access: tickets, checked by role, job and rank; methods not listed are denied.
 
-Errors become statuses here too, and addresses that fail again and again are slowed down.
+Also maps errors to statuses and rate-limits addresses that keep failing.
 """
 
 from __future__ import annotations
@@ -43,19 +43,19 @@ METHOD_ROLES: Final[dict[str, frozenset[Role]]] = {
     "/grpc.reflection.v1alpha" + _REFLECTION: ANY_ROLE,
     "/grpc.reflection.v1" + _REFLECTION: ANY_ROLE,
 }
-"""Roles that may call a method. A method that stands in neither table is denied."""
+"""Roles that may call each method. A method in neither table is denied."""
 
 OPEN_METHODS: Final = frozenset(f"/grpc.health.v1.Health/{m}" for m in ("Check", "List", "Watch"))
-"""Say only whether the server serves: probes have no ticket."""
+"""They reveal only whether the server is serving: probes have no ticket."""
 
 MAX_SOURCES: Final = 1024
-"""Senders of wrong tokens that are told apart."""
+"""Senders of bad tokens that are tracked separately."""
 
 _caller: ContextVar[Claims] = ContextVar("paramd_caller")
 
 
 async def abort(context: Any, error: ParamdError, code: grpc.StatusCode | None = None) -> Never:
-    """Ends a call with the status of a domain error; `code` replaces the table's."""
+    """End a call with a domain error's status; `code` overrides the table's."""
     code = code if code is not None else grpc.StatusCode[codes_of(error).grpc]
     text = str(error)[:MAX_DETAIL_CHARS]
     info = any_pb2.Any()
@@ -68,7 +68,7 @@ async def abort(context: Any, error: ParamdError, code: grpc.StatusCode | None =
 
 @asynccontextmanager
 async def errors_as_statuses(context: Any, method: str) -> AsyncIterator[None]:
-    """Maps what a handler raises; what we did not expect is logged, not told."""
+    """Map a handler's errors to statuses; unexpected ones are logged and hidden from the caller."""
     try:
         yield
     except ParamdError as error:
@@ -84,7 +84,7 @@ async def errors_as_statuses(context: Any, method: str) -> AsyncIterator[None]:
 
 
 class TicketInterceptor(grpc.aio.ServerInterceptor):
-    """First in the chain: lets a call through when its ticket's role may make it."""
+    """First in the chain: admits a call if its ticket's role may make it."""
 
     def __init__(
         self,
@@ -92,8 +92,8 @@ class TicketInterceptor(grpc.aio.ServerInterceptor):
         check_revoked: Callable[[Claims], None],
         denied: Denied = unheard,
     ) -> None:
-        """`verifier_of` a job and an epoch raises DeniedError for those not ours;
-        `check_revoked` for a ticket whose token is good no more.
+        """`verifier_of(job, epoch)` raises DeniedError for those not ours; `check_revoked` does
+        for a ticket whose token has ended.
         """
         self._verifier_of = verifier_of
         self._check_revoked = check_revoked
@@ -110,7 +110,7 @@ class TicketInterceptor(grpc.aio.ServerInterceptor):
         if method in OPEN_METHODS:
             return await continuation(handler_call_details)
         try:
-            # The handler runs in this very task.
+            # The handler runs in this same task, so it sees the context variable.
             _caller.set(self._check(method, handler_call_details.invocation_metadata))
         except DeniedError as error:
             self._denied("", "", str(method), str(error))
@@ -131,18 +131,18 @@ class TicketInterceptor(grpc.aio.ServerInterceptor):
 
 
 def caller_token() -> str | None:
-    """Names the token of the present call's ticket; None when no token stands behind it."""
+    """Token id of the current call's ticket; None when the ticket names no token."""
     return _caller.get().token_id
 
 
 def caller_rank() -> tuple[str, int, int | None]:
-    """Job, epoch and rank that the present call's ticket is of."""
+    """Job, epoch and rank of the current call's ticket."""
     claims = _caller.get()
     return claims.job, claims.epoch, claims.rank
 
 
 def check_epoch(job: str, epoch: int) -> None:
-    """Raises ConflictError unless the present call's ticket is of this job and epoch."""
+    """Raise ConflictError unless the current call's ticket is for this job and epoch."""
     claims = _caller.get()
     if (claims.job, claims.epoch) != (job, epoch):
         raise ConflictError(
@@ -152,20 +152,20 @@ def check_epoch(job: str, epoch: int) -> None:
 
 
 def check_rank(rank: int) -> None:
-    """Raises RoleError unless the present call's ticket is bound to `rank`."""
+    """Raise RoleError unless the current call's ticket is bound to `rank`."""
     claims = _caller.get()
     if claims.rank != rank:
         raise RoleError(f"the ticket is of rank {claims.rank}; it may not speak for rank {rank}")
 
 
 class RoleError(DeniedError):
-    """The ticket is good, but its role does not suffice."""
+    """The ticket is valid, but its role is not sufficient."""
 
 
 class FailureLimit:
-    """Counts wrong tokens by who sent them: `burst` at once, then `per_s` a second.
+    """Token bucket of failures by sender: `burst` at once, then `per_s` a second.
 
-    Right ones never count, so nobody who guesses can lock the owner out.
+    Good tokens never count, so guessing cannot lock the owner out.
     """
 
     def __init__(
@@ -181,12 +181,12 @@ class FailureLimit:
         self._left: dict[str, tuple[float, float]] = {}
 
     def allows(self, source: str = "") -> bool:
-        """Takes one failure of a source (an address); False when it has had too many."""
+        """Count one failure of a source (an address); False when it has had too many."""
         now_s = self._clock()
         left, seen_s = self._left.pop(source, (self._burst, now_s))
         left = min(self._burst, left + (now_s - seen_s) * self._per_s)
         allowed = left >= 1.0
-        # Put in again at the end: the first one is the one that has been quiet longest.
+        # Reinserted at the end, so that the first entry is the one quiet for longest.
         self._left[source] = (left - 1.0 if allowed else left, now_s)
         if len(self._left) > MAX_SOURCES:
             del self._left[next(iter(self._left))]
@@ -204,5 +204,5 @@ def _denial(error: DeniedError, code: grpc.StatusCode) -> Any:
         await abort(context, error, code)
         yield b""
 
-    # Streaming both ways: it answers before, and whether or not, a request arrives.
+    # Streaming both ways: it can answer without waiting for a request.
     return grpc.stream_stream_rpc_method_handler(deny)

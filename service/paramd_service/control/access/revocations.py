@@ -1,7 +1,7 @@
-"""Tells sidecars, and whoever follows something here, that a token is good no more.
+"""Announce ended tokens to sidecars and to open streams here.
 
-A token ends by being revoked, here or at another control plane of the same store, or by
-expiring. The first is told at once, the others are seen by a look at the store every second.
+A token ends when it is revoked, here or at another control plane of the same store, or when it
+expires. Revocations here are announced at once; the store is polled every second for the rest.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ log = logging.getLogger("paramd.control")
 
 
 class EndedTokens(Protocol):
-    """The store, as far as it is asked here."""
+    """The part of the store used here."""
 
     async def ended(self, *, since_s: float, now_s: float, limit: int) -> Sequence[TokenRow]: ...
 
 
 class Revocations:
-    """Use on one event loop."""
+    """Ended tokens and their listeners. Single event loop."""
 
     def __init__(self, *, ticket_ttl_s: float, clock: Callable[[], float] = now_s) -> None:
         """No I/O. `ticket_ttl_s` is the longest validity of a user's ticket, in seconds."""
-        # The sidecar's clock may be as much behind as its check of the expiry is lenient.
+        # Twice the skew: a sidecar's clock may lag that much, and its expiry check adds as much.
         self._keep_s = ticket_ttl_s + 2 * CLOCK_SKEW_S + KEPT_S
         self._clock = clock
         self._tokens = RevokedTokens(wall_clock=clock)
@@ -46,31 +46,31 @@ class Revocations:
         self._task: asyncio.Task[None] | None = None
 
     async def start(self, store: EndedTokens) -> None:
-        """Knows, when it returns, what has ended before; looks at the store from now on."""
+        """Load the tokens that have already ended, then keep polling the store."""
         await self._look(store)
         self._task = asyncio.create_task(self._watch(store), name="paramd-revocations")
 
     async def stop(self) -> None:
-        """Idempotent."""
+        """Stop polling. Idempotent."""
         task, self._task = self._task, None
         if task is not None:
             task.cancel()
             await asyncio.wait([task])
 
     def check(self, claims: Claims) -> None:
-        """Raises TokenRevokedError when a ticket's token is good no more."""
+        """Raise TokenRevokedError if the ticket's token has ended."""
         self._tokens.check(claims)
 
     def revoked(self, row: TokenRow) -> None:
-        """A token was revoked here: told at once."""
+        """Announce a token that was revoked here, at once."""
         self._learn([row])
 
     @contextlib.asynccontextmanager
     async def telling(self, write: Write) -> AsyncIterator[None]:
-        """Writes all that is known to a sidecar's stream, and within what news there are.
+        """Send everything known to a sidecar's stream on entry, and updates within the block.
 
-        One `write` at a time. What it raises at first is raised; later it ends the telling,
-        for then the stream has ended.
+        One `write` at a time. An error of the first is raised; a later one stops the updates,
+        since the stream has then ended.
         """
         listener = _Listener(self._tokens, write)
         self._listeners.add(listener)
@@ -83,7 +83,7 @@ class Revocations:
 
     @contextlib.contextmanager
     def following(self, principal: Principal) -> Iterator[asyncio.Future[None]]:
-        """A future that is done once the principal's token is good no more."""
+        """A future that is done once the principal's token has ended."""
         ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         if principal.token_id is None:
             yield ended
@@ -106,7 +106,7 @@ class Revocations:
 
     async def _look(self, store: EndedTokens) -> None:
         now_s = self._clock()
-        # What came before the last time at which all tickets were refused needs no id.
+        # Tokens that ended before the last blanket refusal of tickets need no id.
         since_s = max(now_s - self._keep_s, self._tokens.refused_before_s - KEPT_S)
         try:
             self._learn(await store.ended(since_s=since_s, now_s=now_s, limit=MAX_REVOKED + 1))
@@ -126,7 +126,7 @@ class Revocations:
 
 
 class _Listener:
-    """One stream: told what it has not heard, one message at a time."""
+    """One stream and what it has been sent, one message at a time."""
 
     def __init__(self, tokens: RevokedTokens, write: Write) -> None:
         self._tokens = tokens
@@ -136,9 +136,10 @@ class _Listener:
         self._task: asyncio.Task[None] | None = None
 
     async def tell(self) -> None:
-        """Returns when everything has been written."""
+        """Write until the stream is up to date."""
         while True:
             notice = self._tokens.since(self._heard)
+            # Before the write: what arrives during it has a higher serial and is sent next.
             self._heard = notice.serial
             await self._write(notice)
             if self._heard == self._tokens.serial:
@@ -146,7 +147,7 @@ class _Listener:
                 return
 
     def has_news(self) -> None:
-        """Tells it, unless it is being told."""
+        """Start writing, unless a write is under way: that loop picks the news up."""
         if not self._busy:
             self._busy = True
             self._task = asyncio.create_task(self._tell_news())
@@ -159,5 +160,5 @@ class _Listener:
     async def _tell_news(self) -> None:
         try:
             await self.tell()
-        except Exception as error:  # whatever gRPC raises: whoever reads the stream ends it
+        except Exception as error:  # any gRPC error: the stream's reader ends it
             log.debug("a sidecar is not told of revoked tokens: %r", error)

@@ -1,10 +1,10 @@
-"""What a user may do: roles are sets of actions, and every REST operation needs one action.
+"""User permissions: a role is a set of actions, and every REST operation needs one action.
 
     viewer < reader < editor   < admin
                     < exporter <
     viewer < trainer           <
 
-An operation that stands in neither table is for admins alone.
+An operation that is not listed is for admins only.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ class UserRole(StrEnum):
 
 
 class Action(Enum):
-    """What a request does."""
+    """Kind of access that a request needs."""
 
     VIEW = "view"
     """See jobs, ranks, names, shapes, metrics, alerts, events, and statistics of whole tensors
-    of at least `SMALL_NUMEL` elements: those of a small one tell its values."""
+    of at least `SMALL_NUMEL` elements: those of a smaller one reveal its values."""
     READ = "read"
     """See values of parameters, whole or in part."""
     EDIT = "edit"
@@ -42,9 +42,9 @@ class Action(Enum):
     EXPORT = "export"
     """Write checkpoints to destinations that the operator allows."""
     ATTACH = "attach"
-    """Register a job that trains."""
+    """Register a training job."""
     ADMINISTER = "administer"
-    """Tokens, audit, and whatever names no other action."""
+    """Tokens, audit, and every operation without another action."""
 
 
 _VIEWER: Final = frozenset({Action.VIEW})
@@ -119,17 +119,17 @@ OPERATIONS: Final[dict[str, Action]] = {
 
 
 SMALL_NUMEL: Final = 64
-"""Statistics of fewer elements are values, and for readers."""
+"""Statistics of fewer elements count as values, and need a reader."""
 
 ELEMENTS_OF_BIN: Final = 16
-"""So many elements for each bin has a histogram that is not for readers."""
+"""Fewest elements per bin of a histogram for viewers; finer ones need a reader."""
 
 
 def needed_action(operation: str, query: str = "") -> Action:
-    """What one must be permitted for an operation.
+    """The action that an operation needs.
 
-    Statistics of a slice tell its values, down to a single one, so a bracket anywhere in
-    the (decoded) query makes them a reader's.
+    Statistics of a slice reveal its values, down to a single one, so a bracket anywhere in the
+    (decoded) query requires a reader.
     """
     needed = OPERATIONS.get(operation, Action.ADMINISTER)
     return Action.READ if needed is Action.VIEW and "[" in query else needed
@@ -141,13 +141,13 @@ def may(role: UserRole, action: Action) -> bool:
 
 
 def allowed(role: UserRole, *, readonly: bool) -> list[Action]:
-    """What the role may do here, in the order of `Action`; `readonly` leaves no changes."""
+    """The role's actions here, in the order of `Action`; `readonly` removes all changes."""
     taken = {Action.EDIT, Action.EDIT_ANY, Action.EXPORT} if readonly else set()
     return [action for action in Action if action in PERMITTED[role] - taken]
 
 
 def ticket_role(role: UserRole, *, readonly: bool = False) -> Role:
-    """The role of the tickets that a user of this role is given for sidecars."""
+    """The role of the sidecar tickets issued to a user of this role."""
     may_do = allowed(role, readonly=readonly)
     if Action.EDIT in may_do:
         return Role.EDITOR
@@ -155,7 +155,7 @@ def ticket_role(role: UserRole, *, readonly: bool = False) -> Role:
 
 
 def parse_role(text: str) -> UserRole:
-    """Raises UsageError when there is no such role."""
+    """The role of that name. Raises UsageError when there is none."""
     try:
         return UserRole(text)
     except ValueError:

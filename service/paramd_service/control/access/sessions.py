@@ -1,8 +1,8 @@
-"""Sessions of browsers: a cookie and a key, both needed, stand for a token that was shown once.
+"""Browser sessions: a cookie plus a key, both required, stand in for a token presented once.
 
-The cookie is HttpOnly and SameSite=Strict, so no script reads it and no other site uses it.
-But cookies do not know ports: any server of the same host gets them from the browser. So
-the page also sends a key, which it keeps where only pages of this very origin can read.
+The cookie is HttpOnly and SameSite=Strict, so no script can read it and no other site can use it.
+But cookies ignore ports: the browser sends them to every server on the same host. So the page
+also sends a key, kept in storage that only its own origin can read.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from dataclasses import dataclass
 from http.cookies import CookieError, SimpleCookie
 
 MAX_OF_TOKEN = 16
-"""Sessions of one token: the one that was used longest ago makes place for another."""
+"""Sessions per token; past the cap, its least recently used one is dropped."""
 
 MAX_SESSIONS = 256
-"""Sessions of all: then whoever has most loses one."""
+"""Sessions in total; past the cap, the token with the most loses one."""
 
 IDLE_S = 12 * 3600.0
-"""A session that nobody uses ends after this long."""
+"""Idle time after which a session expires."""
 
 KEY_HEADER = "x-paramd-session"
 _MAX_CHARS = 4096
@@ -45,14 +45,14 @@ class _Session:
 
 
 class Sessions:
-    """Use on one event loop. Forgets with its process: people sign in again."""
+    """Open sessions, in memory only: after a restart users sign in again. Single event loop."""
 
     def __init__(self, *, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._open: OrderedDict[bytes, _Session] = OrderedDict()
 
     def open(self, token_digest: str) -> Opened:
-        """A session for the token of this digest, which must have been found valid."""
+        """Open a session for the token with this digest, already checked to be valid."""
         opened = Opened(cookie=secrets.token_urlsafe(32), key=secrets.token_urlsafe(32))
         session = _Session(_digest(opened.key), token_digest, self._clock())
         self._open[_digest(opened.cookie)] = session
@@ -64,9 +64,9 @@ class Sessions:
         return opened
 
     def token_digest(self, cookie: str, key: str) -> str:
-        """The digest of the session's token; empty when there is no such session.
+        """Digest of the session's token; empty when there is no such session.
 
-        The token itself is to be looked up at each request: it may have been revoked.
+        Look the token up on each request: it may have been revoked.
         """
         if not cookie or not key:
             return ""
@@ -87,12 +87,12 @@ class Sessions:
         del self._open[next(of_token)]
 
     def close(self, cookie: str) -> None:
-        """Ends a session. Idempotent."""
+        """End a session. Idempotent."""
         self._open.pop(_digest(cookie), None)
 
 
 def cookie_name(host: str, *, is_tls: bool) -> str:
-    """The cookie of one origin: named by the port, because browsers do not tell ports apart.
+    """Name of an origin's cookie. It includes the port, which cookies ignore otherwise.
 
     Args:
         host: The request's Host header.
@@ -103,7 +103,7 @@ def cookie_name(host: str, *, is_tls: bool) -> str:
 
 
 def cookie_value(header: str, name: str) -> str:
-    """The cookie's value in a Cookie header; empty when it is not there, or not readable."""
+    """The cookie's value in a Cookie header; empty when absent or malformed."""
     if len(header) > _MAX_CHARS:
         return ""
     try:

@@ -1,1 +1,1 @@
-"""Alerts: what is wrong with a mesh, found by pure rules, kept while it lasts, told once."""
+"""Alerts: problems of a mesh, found by pure rules, tracked while they last, sent once."""

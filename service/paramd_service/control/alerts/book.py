@@ -1,9 +1,9 @@
-"""The alerts of one mesh: what fires, since when, and what is over. No I/O, no clock.
+"""The alerts of one mesh: what is firing, since when, and what is resolved. No I/O, no clock.
 
     nothing --found--> PENDING --found for `hold_s`--> FIRING --not found--> RESOLVED
 
-Findings come in again and again; one alert is kept for each key, so nothing is told twice.
-An alert that comes back after it was resolved is a new one.
+Findings repeat; one alert is kept per key, so nothing is reported twice. A finding that returns
+after its alert was resolved starts a new one.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from pydantic import BaseModel, Field
 from paramd_service.control.alerts.config import Rule
 
 MAX_FIRING = 1000
-"""More alerts at once than this are counted, not kept."""
+"""Most firing alerts; more are counted, not kept."""
 
 MAX_RESOLVED = 500
 """Resolved alerts kept in memory; the store keeps them longer."""
@@ -28,14 +28,14 @@ MAX_KEPT = 2000
 
 
 class Severity(StrEnum):
-    """How much it matters."""
+    """How serious an alert is."""
 
     WARNING = "warning"
     CRITICAL = "critical"
 
 
 class State(StrEnum):
-    """Where an alert is in its life."""
+    """State of an alert."""
 
     FIRING = "firing"
     RESOLVED = "resolved"
@@ -43,32 +43,32 @@ class State(StrEnum):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Finding:
-    """What a rule found wrong, once."""
+    """A problem found by a rule in one check."""
 
     rule: Rule
     subject: str
-    """What it is about within the rule: "rank 3", a tensor's name, "mesh"."""
+    """What the rule was applied to: "rank 3", a tensor's name, "mesh"."""
     severity: Severity
     reason: str
-    """In words, with the numbers that decided; never values of parameters."""
+    """In words, with the deciding numbers; never parameter values."""
     ranks: tuple[int, ...] = ()
-    """Ranks it is about."""
+    """Ranks it concerns."""
     fqn: str = ""
-    """Tensor it is about; empty when about none."""
+    """Tensor it concerns; empty for none."""
     step: int = -1
-    """Step it was found at; -1 when about none."""
+    """Step it was found at; -1 for none."""
     hold_s: float = 0.0
-    """Told only after it was found for this long, in seconds."""
+    """Seconds it must persist before it fires."""
 
     @property
     def key(self) -> str:
-        """Equal keys are the same trouble."""
+        """Findings with equal keys are the same problem."""
         return f"{self.rule.value}/{self.subject}"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Alert:
-    """One trouble from its first to its last sight. Times are seconds since the Unix epoch."""
+    """One problem while it lasts. Times are in seconds since the Unix epoch."""
 
     id: str
     job: str
@@ -89,7 +89,7 @@ class _Pending:
 
 
 class Book:
-    """All alerts of one job in one epoch."""
+    """The alerts of one job in one epoch."""
 
     def __init__(self, *, job: str, epoch: int, clear_after_s: float) -> None:
         self._job = job
@@ -99,32 +99,32 @@ class Book:
         self._pending: dict[str, _Pending] = {}
         self._resolved: deque[Alert] = deque(maxlen=MAX_RESOLVED)
         self.fired_count = 0
-        """Alerts ever fired."""
+        """Alerts that have ever fired."""
         self.dropped_count = 0
-        """Alerts not kept because there were too many."""
+        """Alerts dropped because there were too many."""
 
     @property
     def firing(self) -> tuple[Alert, ...]:
-        """What is wrong now; the newest first."""
+        """Firing alerts, newest first."""
         return tuple(sorted(self._firing.values(), key=lambda a: (-a.first_seen_s, a.id)))
 
     @property
     def resolved(self) -> tuple[Alert, ...]:
-        """What is over; what ended last comes first."""
+        """Resolved alerts, most recently resolved first."""
         return tuple(reversed(self._resolved))
 
     def observe(
         self, findings: Iterable[Finding], *, covered: Callable[[Finding], bool], now_s: float
     ) -> list[Alert]:
-        """Takes in one look.
+        """Process the findings of one check.
 
         Args:
-            findings: All that was found.
-            covered: Whether an older finding would have been found again by this look.
+            findings: Everything found.
+            covered: Whether this check would have found an older finding again.
             now_s: Seconds since the Unix epoch.
 
         Returns:
-            Alerts that have begun to fire or are over, to be told and kept.
+            Alerts that started firing or were resolved, to be reported and stored.
         """
         found = {finding.key: finding for finding in findings}
         changes: list[Alert] = []
@@ -139,12 +139,12 @@ class Book:
         return changes
 
     def close(self, now_s: float) -> list[Alert]:
-        """The epoch has ended: everything is over."""
+        """Resolve everything because the epoch has ended; return what was firing."""
         self._pending.clear()
         return [self._end(key, now_s) for key in list(self._firing)]
 
     def restore(self, alerts: Sequence[Alert]) -> None:
-        """Goes on with alerts that fired before a restart of the control plane."""
+        """Resume alerts that were firing before a restart of the control plane."""
         for alert in alerts:
             if alert.state is State.FIRING and alert.epoch == self._epoch:
                 self._firing.setdefault(alert.finding.key, alert)
@@ -184,12 +184,12 @@ class Book:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Point:
-    """One measured number, for the history."""
+    """One measurement for the history."""
 
     job: str
     epoch: int
     name: str
-    """step, step_time_s, stall_total_s (each by rank), norm (by tensor)."""
+    """step, step_time_s, stall_total_s (all by rank) or norm (by tensor)."""
     subject: str
     """Rank as text, or the tensor's name."""
     step: int
@@ -199,20 +199,20 @@ class Point:
 
 
 class AlertStore(Protocol):
-    """Keeps alerts and history. Async methods raise ParamdErrors; none stops the event loop."""
+    """Stores alerts and history. Async methods raise ParamdError; none blocks the event loop."""
 
     async def save_alerts(self, alerts: Sequence[Alert]) -> None:
-        """Writes alerts anew or over their former state, by id."""
+        """Insert or overwrite alerts by id."""
 
     async def load_firing(self, job: str, epoch: int) -> Sequence[Alert]:
-        """Alerts of one epoch that fired when they were last written."""
+        """Alerts of one epoch that were firing when last written."""
 
     def offer(self, points: Sequence[Point]) -> None:
-        """Takes in history. Never waits, never fails; drops what it cannot keep."""
+        """Add to the history. Never blocks, never fails; drops what it cannot keep."""
 
 
 class MemoryStore:
-    """An `AlertStore` that forgets with its process."""
+    """An in-memory `AlertStore`."""
 
     def __init__(self) -> None:
         self.alerts: dict[str, Alert] = {}
@@ -259,7 +259,7 @@ class AlertDocument(BaseModel):
 
 
 def document(alert: Alert) -> AlertDocument:
-    """The alert for programs."""
+    """The alert as a REST document."""
     found = alert.finding
     return AlertDocument(
         id=alert.id,

@@ -1,4 +1,4 @@
-"""What the watch looks for and how often. The table [alerts] of paramd.toml has these keys."""
+"""Alert settings. The table [alerts] of paramd.toml has these keys."""
 
 from __future__ import annotations
 
@@ -15,57 +15,57 @@ MAX_WEBHOOKS = 8
 
 
 class Rule(StrEnum):
-    """What may be wrong. The names are those of the documents and of `disabled`."""
+    """Kinds of problems, named as in REST documents and in `disabled`."""
 
     NON_FINITE = "non-finite"
     """NaN or infinity in a parameter."""
     NORM_JUMP = "norm-jump"
-    """A parameter's norm left its running median by a large factor."""
+    """A parameter's norm is far from its running median."""
     REPLICA_DRIFT = "replica-drift"
     """Replicas of a piece differ at one step."""
     STALE_RANK = "stale-rank"
     """A rank's sidecar is missing, gone or silent, or its trainer has ended."""
     STALLED_RANK = "stalled-rank"
-    """A rank has not finished an update for long."""
+    """A rank has not finished an update for a long time."""
     STRAGGLER = "straggler"
     """A rank's steps take longer than the others'."""
     STALL_BUDGET = "stall-budget"
-    """Updates waited for copies longer than they may."""
+    """Updates waited for copies longer than the stall budget."""
     LAYOUT_MISMATCH = "layout-mismatch"
     """Ranks report different layouts."""
     CERTIFICATE = "certificate"
-    """The control plane's TLS certificate expires soon, or has."""
+    """The control plane's TLS certificate has expired or soon will."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class AlertConfig:
-    """Thresholds, paces and receivers. Off by default are statistics and the webhooks."""
+    """Thresholds, intervals and receivers. Statistics and webhooks are off by default."""
 
     watch: bool = False
-    """Sample parameters' statistics. Off: no NaN and no jump of a norm is looked for; statistics
-    load torch in every sidecar."""
+    """Sample parameter statistics. When off, NaN and norm jumps are not checked. Statistics load
+    torch in every sidecar."""
     compare: bool = True
-    """Compare replicas; it costs a copy of a sample on each rank, and no torch. Mirrored
+    """Compare replicas, at the cost of copying a sample on each rank; needs no torch. Mirrored
     parameters, whose copies stop the trainer, only with `watch`."""
     disabled: tuple[str, ...] = ()
-    """Rules that are never looked at, by their names."""
+    """Names of rules that are turned off."""
     stats_every_s: float = 60.0
-    """Time between two rounds of statistics, in seconds, above 0."""
+    """Seconds between two rounds of statistics, above 0."""
     digests_every_s: float = 60.0
-    """Time between two comparisons of replicas, in seconds, above 0."""
+    """Seconds between two comparisons of replicas, above 0."""
     sample_bytes: int = 64 << 20
-    """Most bytes of one rank that one round copies; what does not fit comes in a later round.
-    A tensor larger than that is sampled alone. 1 or more."""
+    """Most bytes that one round copies on one rank; the rest waits for later rounds. A larger
+    tensor is sampled alone. 1 or more."""
     sample_ranks: int = 64
-    """Most ranks whose replicas one comparison asks, 2 or more; the others come later."""
+    """Most ranks that one comparison reads from, 2 or more; the others take later turns."""
     sample_timeout_s: float = 30.0
     """Time for one round, in seconds, above 0."""
     norm_jump_ratio: float = 10.0
     """A norm this many times above or below its running median is a jump; above 1."""
     norm_window: int = 20
-    """Rounds that the running median is taken over, 3 or more."""
+    """Rounds in the running median, 3 or more."""
     norm_least: int = 5
-    """Rounds needed before a jump can be told, 1 or more."""
+    """Rounds needed before a jump can be detected, 1 or more."""
     norm_floor: float = 1e-3
     """Root mean square below which a parameter counts as still growing from zero; 0 or more."""
     stale_after_s: float = 10.0
@@ -74,26 +74,26 @@ class AlertConfig:
     """A rank without a boundary for this long (and for twenty of its steps) is stalled, in
     seconds, above 0. Long evaluations look the same."""
     straggler_ratio: float = 1.5
-    """A step time this many times the median of the ranks makes a straggler; above 1."""
+    """A rank whose step time is this many times the median is a straggler; above 1."""
     straggler_least_s: float = 0.01
-    """Less time above the median than this is never a straggler, in seconds, 0 or more."""
+    """A rank less than this above the median is never a straggler, in seconds, 0 or more."""
     straggler_hold_s: float = 10.0
-    """A straggler is told after it was one for this long, in seconds, 0 or more."""
+    """Seconds a rank must stay a straggler before the alert fires, 0 or more."""
     stall_budget_s: float = STALL_BUDGET_MS / 1e3
-    """Longest wait of one update for a copy, in seconds, above 0. The trainers' own, where the
-    environment has it."""
+    """Longest wait of one update for a copy, in seconds, above 0. Defaults to the trainers' own
+    where the environment has it."""
     stall_window_s: float = 60.0
-    """Time that the stall budget is judged over, in seconds, above 0."""
+    """Window over which the stall budget is judged, in seconds, above 0."""
     certificate_days: float = 14.0
-    """A certificate that expires within this many days is told of, 0 or more."""
+    """A certificate that expires within this many days is reported, 0 or more."""
     clear_after_s: float = 5.0
-    """What has not been seen for this long is over, in seconds, 0 or more."""
+    """Seconds without a sighting after which an alert is resolved, 0 or more."""
     webhooks: tuple[str, ...] = ()
-    """Where every alert is posted as JSON: https, or http on this machine."""
+    """URLs that every alert is posted to as JSON: https, or http on this machine."""
     webhook_timeout_s: float = 5.0
-    """Time for one attempt, in seconds, above 0."""
+    """Timeout of one attempt, in seconds, above 0."""
     webhook_attempts: int = 5
-    """Attempts before a post is given up, 1 or more."""
+    """Attempts before a post is abandoned, 1 or more."""
 
     def __post_init__(self) -> None:
         for name in _ABOVE_ZERO:
@@ -148,11 +148,11 @@ def _check(name: str, value: float, least: float, *, exclusive: bool) -> None:
 
 
 def check_webhook(url: str) -> None:
-    """Returns when alerts may be posted to `url`.
+    """Check that alerts may be posted to `url`.
 
     Raises:
-        UsageError: it is neither https nor http on this machine, or holds a user. The text
-            does not repeat it: such URLs often are secrets themselves.
+        UsageError: it is neither https nor http on this machine, or contains a user or password.
+            The text does not quote it: such URLs are often secrets themselves.
     """
     parts = urlsplit(url)
     host = parts.hostname or ""

@@ -1,6 +1,6 @@
-"""Replica drift: which pieces must be equal, which to compare now, and who differs.
+"""Replica drift: which pieces must be equal, which to compare now, and which ranks differ.
 
-Only digests are asked for: which bits differ is told, never a value.
+Only digests are requested: alerts name the differing bits, never values.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ Spans: TypeAlias = Mapping[int, Sequence[tuple[int, int]]]
 """Half-open byte ranges of arenas, sorted and disjoint, by rank."""
 
 PARTS = 64
-"""Parts that a difference is cut into at a time: 64 MiB are four rounds."""
+"""Parts a range is split into per search round; 64 MiB take at most five."""
 
 _BYTE_OF = {xxhash.xxh3_128_digest(bytes([value])): value for value in range(256)}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ReplicaGroup:
-    """Pieces of one tensor that hold the same elements in the same order on several ranks."""
+    """Pieces of one tensor with the same elements in the same order on several ranks."""
 
     fqn: str
     region: Region
@@ -39,7 +39,7 @@ class ReplicaGroup:
     """First byte in the arena, by rank; two ranks or more."""
 
     def on(self, ranks: Iterable[int]) -> ReplicaGroup:
-        """The same group, asked of these ranks only."""
+        """The group restricted to these ranks."""
         return ReplicaGroup(
             fqn=self.fqn,
             region=self.region,
@@ -50,7 +50,7 @@ class ReplicaGroup:
 
 
 def replica_groups(tensor: TensorLayout) -> list[ReplicaGroup]:
-    """What of a tensor is held more than once. Buffers are not: every rank has its own."""
+    """Replicated pieces of a tensor. None for buffers: every rank has its own."""
     if tensor.kind is not TensorKind.PARAMETER:
         return []
     holders: dict[tuple[Region, tuple[int, ...] | None], list[Piece]] = {}
@@ -73,7 +73,7 @@ def replica_groups(tensor: TensorLayout) -> list[ReplicaGroup]:
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """What one round looks at, and where the next one goes on."""
+    """The tensors of one round, and where the next one continues."""
 
     tensors: tuple[TensorLayout, ...]
     next_begin: int
@@ -82,9 +82,9 @@ class Sample:
 def next_sample(
     layout: Layout, begin: int, *, most_bytes: int, first: Iterable[str] = ()
 ) -> Sample:
-    """Parameters from index `begin` on, round and round, until a rank would copy too much.
+    """Parameters from index `begin` on, cyclically, until a rank would copy too much.
 
-    At least one is chosen. `first` names tensors to look at again before all others.
+    At least one is chosen. `first` names tensors to sample again before all others.
     """
     params = [
         tensor
@@ -123,10 +123,10 @@ def _rank_bytes(tensor: TensorLayout) -> int:
 def choose_holders(
     groups: Sequence[ReplicaGroup], *, most_ranks: int, turn: int
 ) -> list[ReplicaGroup]:
-    """Groups on at most `most_ranks` ranks together, each with two holders or more.
+    """Restrict groups to at most `most_ranks` ranks in total, with two holders or more each.
 
-    All holders when they fit; else as many as do, beginning elsewhere at each `turn`, so
-    that every rank has its turn. Groups that do not fit at all are left out.
+    All holders if they fit; else as many as do, starting elsewhere on each `turn` so that every
+    rank gets its turn. Groups that do not fit are left out.
     """
     asked: set[int] = set()
     chosen: list[ReplicaGroup] = []
@@ -145,17 +145,17 @@ def choose_holders(
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Difference:
-    """Replicas of one group that are not equal."""
+    """Unequal replicas of one group."""
 
     group: ReplicaGroup
     ranks: tuple[int, ...]
-    """Those that differ from the majority; all of them when there is none."""
+    """Ranks that differ from the majority; all of them when there is none."""
     majority: int
     """Ranks that agree; 0 when no digest has more holders than every other."""
 
 
 def compare(group: ReplicaGroup, digests: Mapping[int, bytes]) -> Difference | None:
-    """None when all digests are equal."""
+    """The difference among a group's digests by rank; None when all are equal."""
     counted = Counter(digests.values()).most_common()
     if len(counted) < 2:
         return None
@@ -168,11 +168,11 @@ def compare(group: ReplicaGroup, digests: Mapping[int, bytes]) -> Difference | N
 def drift_findings(
     differences: Sequence[Difference], places: Mapping[int, str], step: int, most: int = 50
 ) -> list[Finding]:
-    """One finding for each tensor that differs.
+    """One finding per differing tensor.
 
     Args:
-        places: What is known of where it differs, by index of the difference.
-        most: Tensors told by name.
+        places: Known locations of differences, by index of the difference.
+        most: Most tensors reported by name.
     """
     by_tensor: dict[str, list[int]] = {}
     for index, difference in enumerate(differences):
@@ -226,11 +226,11 @@ class Digests(Protocol):
     """Pinned bytes of several ranks at one step."""
 
     async def ask(self, rank: int, ranges: Sequence[tuple[int, int]]) -> list[bytes]:
-        """Digests of byte ranges of one rank's arena."""
+        """XXH3-128 digests of byte ranges of one rank's arena."""
 
 
 def spans_of(groups: Sequence[ReplicaGroup]) -> Spans:
-    """What has to be pinned of each rank: the groups' pieces, merged where they touch."""
+    """Spans to pin on each rank: the groups' pieces, merged where they touch."""
     pieces: dict[int, list[tuple[int, int]]] = {}
     for group in groups:
         for rank, begin in group.begins.items():
@@ -248,7 +248,7 @@ def spans_of(groups: Sequence[ReplicaGroup]) -> Spans:
 
 
 def place_of(spans: Sequence[tuple[int, int]]) -> Callable[[int], int]:
-    """The function from a byte of the arena to its offset in the snapshot of `spans`."""
+    """Return a function mapping an arena byte to its offset in a snapshot of `spans`."""
     begins = [begin for begin, _ in spans]
     offsets = [0]
     for begin, end in spans:
@@ -262,14 +262,14 @@ def place_of(spans: Sequence[tuple[int, int]]) -> Callable[[int], int]:
 
 
 async def ask_where(digests: Digests, difference: Difference) -> str:
-    """The first differing element and how many of its bits differ, in words.
+    """Describe the first differing element and how many of its bits differ.
 
-    The first rank that differs is held against the first one that it differs from.
+    Compares the first differing rank with the first one that it differs from.
     """
     group = difference.group
     one = difference.ranks[0]
     others = [rank for rank in group.begins if rank != one]
-    # Without a majority all ranks are named, and some may yet be equal to the first.
+    # Without a majority all ranks are listed, and some may still equal the first.
     for other in others:
         if difference.majority and other in difference.ranks:
             continue
@@ -327,6 +327,6 @@ async def _digests(
 
 
 def _cut(begin: int, end: int) -> list[tuple[int, int]]:
-    """[begin, end) in at most `PARTS` parts of equal size, the last one perhaps smaller."""
+    """Split [begin, end) into at most `PARTS` equal parts; the last may be smaller."""
     size = max(1, -(-(end - begin) // PARTS))
     return [(at, min(at + size, end)) for at in range(begin, end, size)]

@@ -1,4 +1,4 @@
-"""Alerts and history in the control plane's database."""
+"""Alerts and history stored in the control plane's database."""
 
 from __future__ import annotations
 
@@ -62,15 +62,15 @@ class KeptAlerts:
 
 
 def series_of(point: Point) -> SeriesKey:
-    """Where a point stands in the history: ranks by number, tensors within the name."""
+    """The history series of a point: ranks by number, tensors as part of the name."""
     if point.subject.isdecimal() and point.name != "norm":
         return SeriesKey(job=point.job, epoch=point.epoch, rank=int(point.subject), name=point.name)
     return SeriesKey(job=point.job, epoch=point.epoch, name=series_name(point.name, point.subject))
 
 
 def subject_of(series: SeriesKey) -> tuple[str, str]:
-    """(name, subject) of a series, the other way than `series_of`. A subject that was cut stays
-    so, and names the same series."""
+    """(name, subject) of a series, inverse of `series_of`. A truncated subject stays truncated
+    and still names the same series."""
     if series.rank >= 0:
         return series.name, str(series.rank)
     name, _, subject = series.name.partition(":")
@@ -78,7 +78,7 @@ def subject_of(series: SeriesKey) -> tuple[str, str]:
 
 
 def series_name(name: str, subject: str) -> str:
-    """ "norm:layers.0.weight"; a long subject is cut, and ends in a digest of the whole."""
+    """E.g. "norm:layers.0.weight"; a long subject is truncated and ends in a digest of it."""
     whole = f"{name}:{subject}"
     if len(whole) <= MAX_NAME_CHARS:
         return whole
@@ -87,7 +87,7 @@ def series_name(name: str, subject: str) -> str:
 
 
 def row_of(alert: Alert) -> AlertRow:
-    """The alert as the table has it; what the table lacks stands in `detail`."""
+    """The alert as a table row; fields without a column go into `detail`."""
     found = alert.finding
     return AlertRow(
         job=alert.job,
@@ -111,7 +111,7 @@ def row_of(alert: Alert) -> AlertRow:
 
 
 def alert_of(row: AlertRow) -> Alert | None:
-    """The alert in a row; None when another version wrote it in a way that cannot be read."""
+    """The alert in a row; None when another version wrote it in an unreadable form."""
     try:
         finding = Finding(
             rule=Rule(row.rule),

@@ -1,4 +1,4 @@
-"""The rules over what sidecars report by themselves. Pure: inputs in, findings out."""
+"""Rules over the sidecars' reports. Pure: inputs in, findings out."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from paramd_service.control.alerts.config import AlertConfig, Rule
 from paramd_service.control.mesh.view import MeshView, RankView
 
 STEPS_OF_PATIENCE = 20
-"""A rank with long steps is stalled after this many of them at the earliest."""
+"""A rank with long steps is not stalled before this many of them have passed."""
 
 DAY_S = 86_400
 
@@ -29,31 +29,31 @@ MESH_RULES = frozenset(
         Rule.CERTIFICATE,
     }
 )
-"""Judged at every look; the others when parameters were sampled."""
+"""Checked on every report cycle; the others only when parameters are sampled."""
 
 _NS = 1e9
 MAX_RANKS_KEPT = 64
-"""Meshes with more ranks than this have no history of single ranks."""
+"""Larger meshes keep no history of individual ranks."""
 
 _ENDED = (common_pb2.PHASE_ORPHANED, common_pb2.PHASE_TORN)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RankInput:
-    """What is known of one rank at one moment."""
+    """Snapshot of what is known about one rank."""
 
     rank: int
     membership: str
     """missing, joined, silent, gone or left."""
     reason: str
-    """Why it is not as it should be; empty when all is well."""
+    """What is wrong; empty when nothing is."""
     age_s: float
     """Age of the last report."""
     step: int
     step_time_s: float
     """Smoothed; 0 before the second boundary."""
     boundary_age_s: float
-    """Time since the last boundary, the report's age included; -1 before the first."""
+    """Time since the last boundary, including the report's age; -1 before the first."""
     stall_count: int
     stall_total_s: float
     stall_max_s: float
@@ -65,7 +65,7 @@ Ranks = Mapping[int, RankInput]
 
 
 def mesh_findings(now: Ranks, before: Ranks, config: AlertConfig) -> list[Finding]:
-    """What is wrong with the ranks. `before`: the same ranks about `stall_window_s` ago."""
+    """Problems of the ranks. `before` has the same ranks about `stall_window_s` ago."""
     rules: tuple[tuple[Rule, Iterator[Finding]], ...] = (
         (Rule.STALE_RANK, stale_ranks(now, config)),
         (Rule.STALLED_RANK, stalled_ranks(now, config)),
@@ -77,7 +77,7 @@ def mesh_findings(now: Ranks, before: Ranks, config: AlertConfig) -> list[Findin
 
 
 def certificate(expires_s: float | None, now_s: float, config: AlertConfig) -> Iterator[Finding]:
-    """The certificate of the control plane. `expires_s`: Unix time; None without TLS."""
+    """Expiry of the control plane's certificate. `expires_s` is Unix time; None without TLS."""
     if expires_s is None or not config.looks_for(Rule.CERTIFICATE):
         return
     left_days = (expires_s - now_s) / DAY_S
@@ -94,13 +94,13 @@ def certificate(expires_s: float | None, now_s: float, config: AlertConfig) -> I
 
 
 def stale_ranks(now: Ranks, config: AlertConfig) -> Iterator[Finding]:
-    """Ranks that nothing is heard of, and those whose trainer has ended."""
+    """Ranks that do not report, and those whose trainer has ended."""
     for rank in now.values():
         if rank.membership == "left":
             continue
         if rank.membership not in PRESENT or rank.age_s >= config.stale_after_s:
             reason = rank.reason or f"its last report is {rank.age_s:.0f} s old"
-            # A mesh that is just starting has missing ranks for a moment.
+            # Ranks are briefly missing while a mesh starts.
             hold_s = config.stale_after_s if rank.membership == "missing" else 0.0
         elif not rank.trainer_lives:
             reason, hold_s = rank.reason or "its trainer has ended", 0.0
@@ -110,7 +110,7 @@ def stale_ranks(now: Ranks, config: AlertConfig) -> Iterator[Finding]:
 
 
 def stalled_ranks(now: Ranks, config: AlertConfig) -> Iterator[Finding]:
-    """Ranks that live and report, but finish no update."""
+    """Ranks that are alive and report, but finish no updates."""
     present = [r for r in now.values() if r.membership in PRESENT and r.trainer_lives]
     stalled = [
         rank
@@ -135,12 +135,12 @@ def stalled_ranks(now: Ranks, config: AlertConfig) -> Iterator[Finding]:
 
 
 def stragglers(now: Ranks, config: AlertConfig) -> Iterator[Finding]:
-    """Ranks whose steps take longer. Ranks that wait for each other every step all look alike."""
+    """Ranks with longer steps. Ranks that wait for each other at every step all look alike."""
     timed = [r for r in now.values() if r.membership in PRESENT and r.step_time_s > 0]
     if len(timed) < 2:
         return
     usual_s = median(rank.step_time_s for rank in timed)
-    # Of two ranks the median is their mean, which no rank exceeds by half: the faster one counts.
+    # The median of two is their mean, which hides the slower one: compare with the faster.
     usual_s = min(r.step_time_s for r in timed) if len(timed) == 2 else usual_s
     for rank in timed:
         above_s = rank.step_time_s - usual_s
@@ -154,7 +154,7 @@ def stragglers(now: Ranks, config: AlertConfig) -> Iterator[Finding]:
 
 
 def stall_budgets(now: Ranks, before: Ranks, config: AlertConfig) -> Iterator[Finding]:
-    """Ranks whose updates waited for copies longer than the budget, within the window."""
+    """Ranks whose updates waited for copies longer than the budget within the window."""
     for rank in now.values():
         old = before.get(rank.rank)
         if old is None or old.stall_count > rank.stall_count:
@@ -173,7 +173,7 @@ def stall_budgets(now: Ranks, before: Ranks, config: AlertConfig) -> Iterator[Fi
 
 
 def layout_mismatch(now: Ranks) -> Iterator[Finding]:
-    """Ranks that report another layout than most."""
+    """Ranks whose layout differs from the majority's."""
     digests = {
         r.rank: r.layout_digest for r in now.values() if r.membership in PRESENT and r.layout_digest
     }
@@ -220,7 +220,7 @@ _MEASURED: tuple[tuple[str, Callable[[RankInput], float]], ...] = (
 
 
 def rank_inputs(view: MeshView) -> dict[int, RankInput]:
-    """Every rank of the mesh, by its number."""
+    """Inputs of all ranks, by rank."""
     return {rank.rank: _input(rank) for rank in view.ranks}
 
 
@@ -245,9 +245,9 @@ def _input(rank: RankView) -> RankInput:
 
 
 def points_of(ranks: Ranks, *, job: str, epoch: int, time_s: float) -> list[Point]:
-    """What the history keeps of a look: step, step time and stalls of the joined ranks.
+    """Measurements for the history: step, step time and stalls of the joined ranks.
 
-    Of each rank where they are few, else the least, the median and the most of all.
+    One per rank in small meshes, else the minimum, median and maximum.
     """
     joined = [rank for rank in ranks.values() if rank.membership == "joined"]
     points: list[Point] = []

@@ -1,6 +1,7 @@
-"""Asks live sidecars: statistics and digests of sampled parameters, each at one step.
+"""Fetch statistics and digests of sampled parameters from live sidecars, each at one step.
 
-It goes the way that users' reads go (pin, renew, release), so training feels no more of it.
+Sampling takes the same path as users' reads (pin, renew, release), so it disturbs training no
+more than they do.
 """
 
 from __future__ import annotations
@@ -33,11 +34,11 @@ if TYPE_CHECKING:
     from paramd.mesh.peers.pins import Pinned
     from paramd.mesh.peers.sidecars import Sidecars
 
-# No order, or no arithmetic in torch: sidecars refuse statistics of these.
+# Unordered, or without arithmetic in torch: sidecars refuse statistics of these.
 NO_STATS = frozenset(name for name, one in DTYPES.items() if not one.reduced)
 
 MAX_PLACES = 8
-"""Differences whose first differing bit is looked for; each costs a few calls."""
+"""Most differences per round that are located; each costs a few calls."""
 
 RANGES_PER_CALL = 20_000
 
@@ -52,32 +53,32 @@ class StatsRound:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DigestRound:
-    """Replicas compared."""
+    """Compared replicas."""
 
     step: int
     differences: tuple[Difference, ...]
     places: Mapping[int, str]
-    """Where a difference lies, in words, by its index; only the first few are looked for."""
+    """Location of a difference, in words, by its index; only for the first few."""
 
 
 class Sampler(Protocol):
-    """The way to the sidecars. Every method raises ParamdErrors."""
+    """Access to the sidecars. All methods raise ParamdError."""
 
     async def layout(self) -> Layout:
-        """The layout in force."""
+        """The current layout."""
 
     async def stats(self, tensors: Sequence[TensorLayout], *, timeout_s: float) -> StatsRound:
         """Statistics of full tensors."""
 
     async def digests(self, groups: Sequence[ReplicaGroup], *, timeout_s: float) -> DigestRound:
-        """Compares the groups' replicas."""
+        """Compare the groups' replicas."""
 
 
 class MeshSampler:
-    """A `Sampler` of an incarnation's sidecars."""
+    """A `Sampler` over an incarnation's sidecars."""
 
     def __init__(self, reaching: Callable[[], Awaitable[Reach]]) -> None:
-        """No I/O. `reaching` opens the way to the sidecars."""
+        """No I/O. `reaching` opens the connections to the sidecars."""
         self._reaching = reaching
 
     async def layout(self) -> Layout:

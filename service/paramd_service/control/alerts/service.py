@@ -1,4 +1,4 @@
-"""One watcher for each epoch that goes on: begins and ends with it."""
+"""Watchers, one per open epoch, and the loading of their config."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ MakeSampler = Callable[[Incarnation], Sampler]
 log = logging.getLogger("paramd.control.alerts")
 
 ENVIRONMENT = "PARAMD_ALERTS"
-"""The table as JSON; its keys win over those of files."""
+"""The table as JSON; its keys override those of files."""
 
 STALL_BUDGET = "PARAMD_STALL_BUDGET_MS"
 
@@ -38,7 +38,7 @@ def _sampler_of(incarnation: Incarnation) -> Sampler:
 
 
 class Watchers:
-    """`start` before jobs open, `close` when they have ended. Use on one event loop."""
+    """All jobs' watchers: `start` follows `Jobs`, `close` ends them. Single event loop."""
 
     def __init__(
         self,
@@ -49,7 +49,7 @@ class Watchers:
         make_sampler: MakeSampler = _sampler_of,
         expires_s: Callable[[], float | None] = lambda: None,
     ) -> None:
-        """No I/O. `store` None keeps alerts in memory alone; `expires_s` as in `Watcher`."""
+        """No I/O. With `store` None alerts stay in memory; `expires_s` as in `Watcher`."""
         self._expires_s = expires_s
         self.config = config
         self.webhooks = Webhooks(config)
@@ -60,7 +60,7 @@ class Watchers:
         self._ending: set[asyncio.Task[None]] = set()
 
     def start(self, jobs: Jobs) -> None:
-        """Follows the jobs from now on."""
+        """Watch the open jobs and every later one."""
         self.webhooks.start()
         jobs.on_begin.append(self._begin)
         jobs.on_end.append(self._end)
@@ -70,7 +70,7 @@ class Watchers:
                 self._begin(incarnation)
 
     async def close(self) -> None:
-        """Ends all watchers; what fires goes on to fire in the store. Idempotent."""
+        """Stop all watchers; firing alerts stay firing in the store. Idempotent."""
         for watcher in list(self._watchers.values()):
             await watcher.close()
         if self._ending:
@@ -78,11 +78,11 @@ class Watchers:
         await self.webhooks.close()
 
     def get(self, job: str) -> Watcher | None:
-        """The watcher of a job's last epoch, which may be over; None before any."""
+        """The watcher of a job's latest epoch, which may be over; None before any."""
         return self._watchers.get(job)
 
     def all(self) -> list[tuple[str, Watcher]]:
-        """Every job's watcher, ordered by the job's name."""
+        """Every job's watcher, sorted by job name."""
         return sorted(self._watchers.items())
 
     def _begin(self, incarnation: Incarnation) -> None:
@@ -101,7 +101,7 @@ class Watchers:
         self._watchers[incarnation.job] = watcher
 
     def _end(self, incarnation: Incarnation) -> None:
-        # An older epoch ends before its successor begins, so this is the right one.
+        # `Jobs` ends an epoch before it announces the next one, so this is the right watcher.
         watcher = self._watchers.get(incarnation.job)
         if watcher is not None:
             task = asyncio.create_task(watcher.close(epoch_over=True))
@@ -125,17 +125,17 @@ def open_watchers(
     store: AlertStore | None = None,
     expires_s: Callable[[], float | None] = lambda: None,
 ) -> Watchers:
-    """The watchers of a control plane, with the config in force here and now.
+    """Make a control plane's watchers from the current config.
 
     Args:
         watch: False never samples parameters.
-        strict: Refuse to begin with a config that cannot be right. A training's embedded
-            control plane is not strict: it says so, and goes on with the defaults.
-        store: Keeps alerts and history; None keeps alerts in memory alone.
-        expires_s: When the control plane's certificate does; None without TLS.
+        strict: Refuse to start with an invalid config. An embedded control plane is not strict:
+            it logs the error and uses the defaults.
+        store: Stores alerts and history; with None, alerts stay in memory.
+        expires_s: When the control plane's certificate expires; None without TLS.
 
     Raises:
-        UsageError: the config cannot be right, and `strict`.
+        UsageError: the config is invalid, and `strict`.
     """
     try:
         config = load_alerts(file_places(), os.environ, watch=watch)
@@ -148,15 +148,15 @@ def open_watchers(
 
 
 def parse_alerts(table: Mapping[str, Any], *, place: str, trusted: bool = True) -> dict[str, Any]:
-    """The fields of AlertConfig that a table sets, types checked.
+    """The fields of AlertConfig set by a table, with types checked.
 
     Args:
-        place: Where the table stands, for errors.
-        trusted: False for a file that may have come with somebody else's project: it may
-            set thresholds, but not have alerts sent anywhere.
+        place: Origin of the table, for errors.
+        trusted: False for a file that may come with someone else's project: it may set
+            thresholds, but not where alerts are sent.
 
     Raises:
-        UsageError: an unknown key or a value of another type.
+        UsageError: an unknown key or a value of the wrong type.
     """
     kinds = {field.name: field for field in fields(AlertConfig)}
     found: dict[str, Any] = {}
@@ -191,11 +191,11 @@ def _value(place: str, key: str, value: Any, default: Any) -> Any:
 def load_alerts(
     files: Sequence[tuple[Path, bool]], environment: Mapping[str, str], *, watch: bool
 ) -> AlertConfig:
-    """The config in force: the environment's JSON over the files' [alerts], first file first.
+    """The effective config: the environment's JSON, then the files' [alerts] in order.
 
     Args:
-        files: paramd.toml files and whether each is the user's own.
-        watch: False switches all sampling off, whatever is configured.
+        files: paramd.toml files and whether each is the user's own; earlier ones win.
+        watch: False turns all sampling off, whatever is configured.
 
     Raises:
         UsageError: something cannot be read or is out of range.
@@ -213,11 +213,11 @@ def load_alerts(
 
 
 def _stall_budget(environment: Mapping[str, str]) -> dict[str, Any]:
-    """What the trainers keep to: an embedded control plane has the environment of one."""
+    """The trainers' own budget: an embedded control plane inherits a trainer's environment."""
     text = environment.get(STALL_BUDGET, "")
     try:
         budget_ms = float(text) if text else 0.0
     except ValueError:
         raise UsageError(f"{STALL_BUDGET} must be a number, is {text!r}") from None
-    # A trainer that never waits has no budget to be judged by.
+    # A trainer that never waits has no budget to be measured against.
     return {"stall_budget_s": budget_ms / 1e3} if budget_ms > 0 else {}

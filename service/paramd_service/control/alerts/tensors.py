@@ -1,4 +1,4 @@
-"""The rules over statistics of parameters: what is no number, and norms that jump. Pure."""
+"""Rules over parameter statistics: non-finite values and norm jumps. Pure."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from paramd_service.control.alerts.book import Finding, Severity
 from paramd_service.control.alerts.config import AlertConfig, Rule
 
 MAX_TENSORS_TOLD = 50
-"""A rule tells this many tensors by name, and of the others how many there are."""
+"""Most tensors a rule reports by name; the rest are counted."""
 
 TENSOR_RULES = frozenset({Rule.NON_FINITE, Rule.NORM_JUMP})
 
@@ -29,24 +29,24 @@ class TensorInput:
 
 
 class NormHistory:
-    """The last norms of each tensor. `seen` is the only thing that changes it."""
+    """The last norms of each tensor."""
 
     def __init__(self, window: int) -> None:
         self._window = window
         self._norms: dict[str, deque[float]] = {}
 
     def of(self, fqn: str) -> Sequence[float]:
-        """The norms before now, oldest first."""
+        """A tensor's earlier norms, oldest first."""
         return self._norms.get(fqn, ())
 
     def seen(self, tensors: Iterable[TensorInput]) -> None:
-        """Takes in one round."""
+        """Add one round."""
         for tensor in tensors:
             norms = self._norms.setdefault(tensor.fqn, deque(maxlen=self._window))
             norms.append(tensor.norm)
 
     def keep_only(self, fqns: Iterable[str]) -> None:
-        """Forgets tensors that a new layout does not have."""
+        """Drop tensors that a new layout no longer has."""
         kept = set(fqns)
         self._norms = {fqn: norms for fqn, norms in self._norms.items() if fqn in kept}
 
@@ -54,7 +54,7 @@ class NormHistory:
 def tensor_findings(
     tensors: Sequence[TensorInput], history: NormHistory, step: int, config: AlertConfig
 ) -> list[Finding]:
-    """What is wrong with sampled tensors, against the rounds before."""
+    """Problems of the sampled tensors, compared with earlier rounds."""
     found: list[Finding] = []
     if config.looks_for(Rule.NON_FINITE):
         bad = [tensor for tensor in tensors if tensor.nan_count or tensor.inf_count]
@@ -71,10 +71,10 @@ def tensor_findings(
 
 
 def norm_jump(tensor: TensorInput, norms: Sequence[float], config: AlertConfig) -> str:
-    """Why the norm is a jump, or "" when it is none or cannot be told yet.
+    """Why the norm is a jump; "" when it is none or there are too few rounds.
 
-    What is below the floor counts as being at it: biases that begin at zero grow by large
-    factors, and mean nothing by that.
+    Norms below the floor count as the floor: biases that start at zero grow by large factors
+    harmlessly.
     """
     if len(norms) < config.norm_least or not tensor.count:
         return ""

@@ -1,8 +1,7 @@
-"""Watches one epoch of one job: what sidecars report, and now and then parameters themselves.
+"""Watch one epoch of one job: the sidecars' reports and, now and then, sampled parameters.
 
-What the rules find goes into the book; what changes there is told to the log, the events, the
-webhooks and the store. Nothing here can fail the control plane: a round that fails is told
-once, and the next one comes.
+Findings go into the book; its changes go to the log, the events, the webhooks and the store.
+Nothing here can fail the control plane: a failed round is logged once, and the next one follows.
 """
 
 from __future__ import annotations
@@ -51,11 +50,11 @@ _DRIFT = frozenset({Rule.REPLICA_DRIFT})
 log = logging.getLogger("paramd.control.alerts")
 
 RANKS_PER_S = 1024
-"""Ranks for each second between two looks: one costs about 3 us a rank, so 0.3 % of a core."""
+"""Ranks checked per second at most: a check costs about 3 us a rank, so 0.3 % of a core."""
 
 POINTS_EVERY_S = 10.0
 WINDOW_PARTS = 6
-"""Looks kept of the stall window."""
+"""Past states kept per stall window."""
 
 KEEP_AGAIN_S = 5.0
 
@@ -63,7 +62,7 @@ Tell = Callable[[Alert], object]
 
 
 class Rounds:
-    """Each round samples other parameters, and again those that something is wrong with."""
+    """Sampling rounds: each takes the next parameters, plus those with firing alerts."""
 
     def __init__(
         self,
@@ -78,7 +77,7 @@ class Rounds:
         offer: Callable[[Sequence[Point]], None],
         clock: Callable[[], float],
     ) -> None:
-        """No I/O. `told` gets what changed in the book, `offer` what the history shall keep."""
+        """No I/O. `told` receives the book's changes, `offer` the points for the history."""
         self._config = config
         self._job = job
         self._epoch = epoch
@@ -94,7 +93,7 @@ class Rounds:
         self._turn = 0
 
     async def stats(self) -> None:
-        """Statistics of the next parameters. Raises ParamdErrors."""
+        """Check statistics of the next parameters. Raises ParamdError."""
         if not any(self._config.looks_for(rule) for rule in TENSOR_RULES):
             return
         layout = await self._sampler.layout()
@@ -105,6 +104,7 @@ class Rounds:
         found = await self._sampler.stats(sample.tensors, timeout_s=self._config.sample_timeout_s)
         self._stats_begin = sample.next_begin
         findings = tensor_findings(found.tensors, self._norms, found.step, self._config)
+        # Only now: a round must not be part of its own baseline.
         self._norms.seen(found.tensors)
         now_s = self._clock()
         seen = {tensor.fqn for tensor in found.tensors}
@@ -126,7 +126,7 @@ class Rounds:
         )
 
     async def digests(self) -> None:
-        """Compares replicas of the next parameters. Raises ParamdErrors."""
+        """Compare replicas of the next parameters. Raises ParamdError."""
         if not self._config.looks_for(Rule.REPLICA_DRIFT):
             return
         layout = await self._sampler.layout()
@@ -159,12 +159,12 @@ class Rounds:
 
 
 def _covers(rules: frozenset[Rule], fqns: set[str]) -> Callable[[Finding], bool]:
-    """Whether a look at these tensors would find a finding again."""
+    """A test whether checking these tensors would reproduce a given finding."""
     return lambda finding: finding.rule in rules and (not finding.fqn or finding.fqn in fqns)
 
 
 class Watcher:
-    """`start`, `look` once a second, `close`; what it found stands in `book`."""
+    """Life cycle: `start`, `look` once a second, `close`; the results are in `book`."""
 
     def __init__(
         self,
@@ -180,13 +180,13 @@ class Watcher:
         expires_s: Callable[[], float | None] = lambda: None,
         clock: Callable[[], float] = now_s,
     ) -> None:
-        """No I/O. Use on one event loop.
+        """No I/O. Single event loop.
 
         Args:
-            view: The mesh now, for the rounds.
-            webhooks: Started and closed by the caller; jobs share them.
-            tell: Is called with every alert that begins or ends, for the event bus.
-            expires_s: When the control plane's certificate does; None without TLS.
+            view: Returns the current mesh, for the rounds.
+            webhooks: Started and closed by the caller; shared by all jobs.
+            tell: Called with every alert that starts firing or is resolved, for the event bus.
+            expires_s: When the control plane's certificate expires; None without TLS.
             clock: Seconds since the Unix epoch.
         """
         self.config = config
@@ -217,11 +217,11 @@ class Watcher:
 
     @property
     def ready(self) -> bool:
-        """Whether it has read what the store has, and looks."""
+        """Whether stored alerts have been restored and checks are running."""
         return self._restored
 
     def start(self) -> None:
-        """Goes on with what the store has, then watches."""
+        """Resume the stored alerts, then watch."""
         self._tasks = [asyncio.create_task(self._keep(), name="paramd-alerts-keep")]
         rounds = (
             ("stats", self.config.watch, self.config.stats_every_s, self.rounds.stats),
@@ -234,11 +234,11 @@ class Watcher:
         ]
 
     async def close(self, *, epoch_over: bool = False) -> None:
-        """Ends watching. Idempotent.
+        """Stop watching. Idempotent.
 
         Args:
-            epoch_over: All that was wrong is over, too. Else it goes on to fire in the
-                store, for a control plane that comes after this one.
+            epoch_over: Resolve all alerts. Otherwise they stay firing in the store, for the next
+                control plane to resume.
         """
         for task in self._tasks:
             task.cancel()
@@ -253,7 +253,7 @@ class Watcher:
             log.warning("the last changes of alerts are lost: %s", error)
 
     def look(self, view: MeshView) -> None:
-        """Judges what the sidecars report. Never fails; large meshes are judged less often."""
+        """Check the sidecars' reports. Never fails; large meshes are checked less often."""
         now_s = self._clock()
         if not self._restored or now_s < self._look_due_s:
             return
@@ -332,7 +332,7 @@ class Watcher:
                     self._restored = True
                 await self._save()
             except ParamdError as error:
-                # Alerts matter more than their history: without a store they go on in memory.
+                # Alerts matter more than their history: without a store, carry on in memory.
                 self._restored = True
                 if self._trouble.get("store") != str(error):
                     self._trouble["store"] = str(error)
@@ -343,11 +343,13 @@ class Watcher:
             await self._to_keep.wait()
 
     async def _save(self) -> None:
+        # Cleared before the copy: an alert that changes during the write sets it again.
         self._to_keep.clear()
         changed = dict(self._unkept)
         if changed:
             await self._store.save_alerts(list(changed.values()))
         for key, alert in changed.items():
+            # Unless it has changed since: then the new state is still to be written.
             if self._unkept.get(key) is alert:
                 del self._unkept[key]
 

@@ -1,6 +1,6 @@
-"""Posts alerts to the operator's URLs. A receiver that is away delays nothing but its own posts.
+"""Post alerts to the operator's URLs. An unreachable receiver delays only its own posts.
 
-URLs come from the operator's config alone. They are never logged: many are secrets.
+URLs come only from the operator's config and are never logged: many are secrets.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from paramd_service.control.alerts.book import Alert, document
 from paramd_service.control.alerts.config import AlertConfig
 
 QUEUE_COUNT = 200
-"""Posts that wait for one receiver; the oldest is dropped for one too many."""
+"""Posts queued per receiver; past the cap, the oldest is dropped."""
 
 FIRST_BACKOFF_S = 1.0
 LAST_BACKOFF_S = 30.0
@@ -28,7 +28,7 @@ Sleep = Callable[[float], Awaitable[None]]
 
 
 class Webhooks:
-    """`start`, `post` as often as wanted, `close`. Use on one event loop."""
+    """Life cycle: `start`, any number of `post`, `close`. Single event loop."""
 
     def __init__(
         self,
@@ -37,32 +37,32 @@ class Webhooks:
         transport: httpx2.AsyncBaseTransport | None = None,
         sleep: Sleep = asyncio.sleep,
     ) -> None:
-        """No I/O. `transport` and `sleep` replace network and time in tests."""
+        """No I/O. Tests replace network and time through `transport` and `sleep`."""
         self._config = config
         self._sleep = sleep
         self._client = httpx2.AsyncClient(
             timeout=config.webhook_timeout_s,
             transport=transport,
             follow_redirects=False,
-            # No proxy and no credentials of the environment.
+            # No proxy or credentials from the environment.
             trust_env=False,
         )
         self._queues = [asyncio.Queue[Alert](QUEUE_COUNT) for _ in config.webhooks]
         self._tasks: list[asyncio.Task[None]] = []
         self.posted_count = 0
-        """Posts that a receiver took."""
+        """Posts accepted by a receiver."""
         self.failed_count = 0
-        """Posts given up or dropped."""
+        """Posts abandoned or dropped."""
 
     def start(self) -> None:
-        """Begins to post what comes in."""
+        """Start posting."""
         self._tasks = [
             asyncio.create_task(self._run(url, queue), name="paramd-webhook")
             for url, queue in zip(self._config.webhooks, self._queues, strict=True)
         ]
 
     def post(self, alerts: Sequence[Alert]) -> None:
-        """Has every receiver told. Never waits and never fails."""
+        """Queue alerts for every receiver. Never blocks, never fails."""
         for alert in alerts:
             for queue in self._queues:
                 if queue.full():
@@ -71,7 +71,7 @@ class Webhooks:
                 queue.put_nowait(alert)
 
     async def close(self) -> None:
-        """Gives up what waits. Idempotent."""
+        """Stop, dropping what is queued. Idempotent."""
         for task in self._tasks:
             task.cancel()
         if self._tasks:
@@ -97,7 +97,7 @@ class Webhooks:
                     log.info("webhook of %s takes alerts again", host)
 
     async def _deliver(self, url: str, alert: Alert) -> str:
-        """Posts one alert, again when it helps. Returns why it was given up, or ""."""
+        """Post one alert, retrying when that may help; return why it was abandoned, or ""."""
         text = document(alert).model_dump_json()
         headers = {"content-type": "application/json", "idempotency-key": _key(alert)}
         reason = ""
@@ -108,7 +108,7 @@ class Webhooks:
             try:
                 answer = await self._client.post(url, content=text, headers=headers)
             except httpx2.HTTPError as error:
-                # Its text may hold the URL.
+                # The error text may contain the URL.
                 reason = type(error).__name__
                 continue
             if answer.status_code < 300:
@@ -120,5 +120,5 @@ class Webhooks:
 
 
 def _key(alert: Alert) -> str:
-    """The same for every attempt at one message."""
+    """Idempotency key: the same for every attempt at one message."""
     return f"{alert.id}-{alert.state.value}"

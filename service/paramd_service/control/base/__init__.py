@@ -1,1 +1,1 @@
-"""Settings, addresses and errors of the control plane, known to every room."""
+"""Settings, addresses and errors of the control plane, used by all its packages."""

@@ -1,4 +1,4 @@
-"""Settings of the control plane, and what its parent tells it about the job."""
+"""Settings of the control plane, and the job that its parent passes on stdin."""
 
 from __future__ import annotations
 
@@ -24,47 +24,46 @@ MIN_TOKEN_CHARS = 16
 
 @dataclass(frozen=True, kw_only=True)
 class ControlConfig:
-    """How one control plane runs. Every field is an option of the command line."""
+    """Settings of one control plane. Every field is a command-line option."""
 
     job: str = ""
     """Name of the one job, whose secrets come on stdin; empty: a site, where jobs register."""
     listen: str = "127.0.0.1:8470"
-    """Where REST listens, host:port; the next free port if it is taken; port 0: any."""
+    """host:port of REST; the next free port if it is taken; port 0: any."""
     grpc_listen: str = ""
-    """Where gRPC listens, host:port; empty: the next free port above REST's."""
+    """host:port of gRPC; empty: the next free port above REST's."""
     advertise: str = ""
-    """Host under which others find it; empty: PARAMD_ADVERTISE, else the one it listens on."""
+    """Host that others reach it at; empty: PARAMD_ADVERTISE, else the one it listens on."""
     tls_cert: str = ""
-    """File of the server's certificate, with its chain; empty: PARAMD_TLS_CERT."""
+    """File with the server's certificate chain; empty: PARAMD_TLS_CERT."""
     tls_key: str = ""
-    """File of its private key; empty: PARAMD_TLS_KEY."""
+    """File with its private key; empty: PARAMD_TLS_KEY."""
     tls_client_ca: str = ""
-    """Clients must show a certificate of this CA; empty: PARAMD_TLS_CLIENT_CA."""
+    """Clients must present a certificate from this CA; empty: PARAMD_TLS_CLIENT_CA."""
     empty_end_s: float = 60.0
-    """With --job, it ends by itself after this long without any joined sidecar, in seconds,
-    above 0."""
+    """With --job, exit after this long without a joined sidecar, in seconds, above 0."""
     report_s: float = 2.0
-    """Time between two reports of a sidecar, in seconds, 0.05 to 60; meshes of more than
-    1,024 ranks take 2.5 times as long, here and in the next one."""
+    """Time between two reports of a sidecar, in seconds, 0.05 to 60; 2.5 times as long in meshes
+    of more than 1,024 ranks, like the next one."""
     silent_after_s: float = 4.5
     """A joined sidecar that has not reported for this long is shown as silent, in seconds;
     above report_s."""
     ticket_ttl_s: float = 600.0
     """Validity of a reader's ticket, in seconds, 1 to 86400."""
     no_watch: bool = False
-    """Never sample or compare parameters for alerts; what sidecars report by themselves is judged
-    all the same."""
+    """Never sample or compare parameters for alerts; the sidecars' own reports are still
+    checked."""
     readonly: bool = False
-    """Let nobody change parameters, hold training, export or make tokens through it, whatever
-    their role; jobs still register. PARAMD_READONLY=1 says the same."""
+    """Refuse to change parameters, hold training, export or create tokens, whatever the role;
+    jobs still register. Same as PARAMD_READONLY=1."""
     store: str = field(default="", repr=False)
     """URL of the store, sqlite:////path or postgresql://user@host/database (a password only in
-    PARAMD_STORE_URL); empty: control.sqlite in the directory of the job, or of the site."""
+    PARAMD_STORE_URL); empty: control.sqlite in the directory of the job or the site."""
     token_file: str = field(default="", repr=False)
-    """File of a site's own token, role admin, such as a mounted secret; empty: a token of its
-    own making, in _site/token of its state dir."""
+    """File with a site's own token, role admin, such as a mounted secret; empty: a generated
+    token in _site/token of the state dir."""
     drain_s: float = 5.0
-    """How long calls under way may take to finish at the end, in seconds, 0 or more."""
+    """Time for calls in progress to finish at shutdown, in seconds, 0 or more."""
 
     def __post_init__(self) -> None:
         if self.job:
@@ -86,8 +85,8 @@ class ControlConfig:
 
     @classmethod
     def from_arguments(cls, arguments: Sequence[str]) -> ControlConfig:
-        """Parses the command line; PARAMD_LISTEN is the default of `--listen`, and
-        PARAMD_STORE_URL of `--store`.
+        """Parse the command line; `--listen` defaults to PARAMD_LISTEN, `--store` to
+        PARAMD_STORE_URL.
 
         Raises:
             UsageError: a value is out of range.
@@ -125,7 +124,7 @@ class ControlConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Bootstrap:
-    """One incarnation of a job and its secrets, as its parent wrote them to stdin."""
+    """One incarnation of a job and its secrets, as passed by the parent on stdin."""
 
     job: str
     """Name of the job."""
@@ -140,20 +139,20 @@ class Bootstrap:
 
     @property
     def signer(self) -> Signer:
-        """Makes tickets of this incarnation."""
+        """Signer of this incarnation's tickets."""
         return Signer(self.private_key)
 
     def asked(self, rank: int, address: str) -> Asked:
-        """One rank's sidecar, as this incarnation asks it."""
+        """One rank's sidecar as the target of a call."""
         return Asked(job=self.job, epoch=self.epoch, rank=rank, address=address)
 
 
 def read_bootstrap(stdin: BinaryIO, *, job: str) -> Bootstrap:
-    """Reads the one JSON line `{"job", "epoch", "world_size", "private_key", "token"}`.
+    """Read the one JSON line `{"job", "epoch", "world_size", "private_key", "token"}`.
 
     Raises:
-        UsageError: it is missing, too long, malformed or about another job. The text
-            never holds what was read.
+        UsageError: it is missing, too long, malformed or about another job. The text never
+            quotes what was read.
     """
     line = stdin.readline(MAX_BOOTSTRAP_BYTES + 1)
     if not line or len(line) > MAX_BOOTSTRAP_BYTES:
@@ -189,10 +188,10 @@ def _check_bounds(bootstrap: Bootstrap) -> None:
 
 
 def table_of_file(path: Path, name: str) -> Mapping[str, Any]:
-    """The table `[name]` of a paramd.toml; empty when there is none, or no file.
+    """The table `[name]` of a paramd.toml; empty when the table or the file is missing.
 
     Raises:
-        UsageError: the file cannot be read, or `name` is no table there.
+        UsageError: the file cannot be read, or `name` is not a table.
     """
     try:
         found = tomllib.loads(path.read_text(encoding="utf-8"))
@@ -207,10 +206,10 @@ def table_of_file(path: Path, name: str) -> Mapping[str, Any]:
 
 
 def table_of_text(text: str, name: str) -> Mapping[str, Any]:
-    """The same out of the environment, as JSON; `name` is the variable's. Empty for "".
+    """A table given as JSON in the environment variable `name`; empty for "".
 
     Raises:
-        UsageError: it is no JSON object.
+        UsageError: it is not a JSON object.
     """
     try:
         table = json.loads(text) if text else {}

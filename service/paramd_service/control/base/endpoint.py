@@ -35,17 +35,17 @@ class Address:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Whereabouts:
-    """Where a control plane answers."""
+    """Addresses of a running control plane."""
 
     url: str
     grpc_address: str
     listen: str
-    """Where REST listens: for a successor."""
+    """Where REST listens, for a successor to reuse."""
     grpc_listen: str
 
 
 def parse_listen(text: str, *, option: str, tls: bool = False) -> Address:
-    """The address in "host:port".
+    """Parse "host:port".
 
     Raises:
         UsageError: it is malformed, or other hosts could reach it and there is no TLS.
@@ -82,10 +82,10 @@ def bind_grpc(
     wanted: Address,
     credentials: Callable[[], grpc.ServerCredentials] | None = None,
 ) -> Address:
-    """Binds a gRPC server to the wanted port or the next free one.
+    """Bind a gRPC server to the wanted port or the next free one.
 
-    The server must have been made with `grpc.so_reuseport` 0, or a taken port looks free.
-    `credentials` makes new ones for each port (see `ServerTls.grpc_credentials`).
+    The server must have been created with `grpc.so_reuseport` 0, or a taken port looks free.
+    `credentials` returns new ones for each port (see `ServerTls.grpc_credentials`).
 
     Raises:
         UnreachableError: none of the ports tried is free.
@@ -102,10 +102,10 @@ def bind_grpc(
 
 
 def announce(bootstrap: Bootstrap, url: str, grpc_address: str) -> Endpoint:
-    """Writes the job's endpoint file, in place of that of an older epoch.
+    """Write the job's endpoint file, replacing an older epoch's.
 
     Raises:
-        ConflictError: a newer epoch of the job is running already.
+        ConflictError: a newer epoch of the job is already running.
         UsageError: the state dir cannot be used.
     """
     endpoint = Endpoint(
@@ -122,7 +122,7 @@ def announce(bootstrap: Bootstrap, url: str, grpc_address: str) -> Endpoint:
 
 
 def successor(mine: Endpoint) -> Endpoint | None:
-    """The living control plane that has taken over the job's endpoint file, if one has."""
+    """The live control plane that has taken over the job's endpoint file, if any."""
     try:
         found = places.read_endpoint(mine.job)
     except UnreachableError:
@@ -143,13 +143,13 @@ def _none_free(wanted: Address) -> str:
 
 def _try_listen(address: Address) -> socket.socket | None:
     family = socket.AF_INET6 if ":" in address.host else socket.AF_INET
-    # With its protocol named, asyncio knows it as TCP and sets TCP_NODELAY on connections.
+    # asyncio sets TCP_NODELAY on connections only if the listener's protocol says TCP.
     listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         listener.bind((address.host, address.port))
-        # Two sockets may bind one port; only listening decides who has it.
+        # With SO_REUSEADDR two sockets may bind a port; only `listen` decides who gets it.
         listener.listen(BACKLOG)
     except OSError as error:
         listener.close()

@@ -1,7 +1,7 @@
-"""What became of a job's epochs: one line a change, in the job's directory of the state dir.
+"""History of a job's epochs: one line per change, in the job's directory of the state dir.
 
-Lines are only ever appended, each with one write, so the control planes of two epochs may
-both write. A cut or foreign line is passed over.
+Lines are only appended, each in a single write, so control planes of two epochs may both write.
+Truncated or unknown lines are skipped.
 """
 
 from __future__ import annotations
@@ -33,26 +33,26 @@ class EpochRecord:
     began_s: float
     """Seconds since the Unix epoch."""
     ended_s: float | None = None
-    """Seconds since the Unix epoch; None while it has not been closed."""
+    """Seconds since the Unix epoch; None while it is open."""
     reason: str = ""
-    """Why it was closed."""
+    """Why it ended."""
     step: int = -1
-    """Last step known when it was closed; -1 when none is."""
+    """Last known step when it ended; -1 when unknown."""
 
 
 class EpochNotes:
-    """Writes the list beside the event loop, one line after another."""
+    """Writes the history off the event loop, one line at a time."""
 
     def __init__(self) -> None:
         self._lines: asyncio.Queue[tuple[str, dict[str, Any]]] = asyncio.Queue()
         self._task: asyncio.Task[None] | None = None
 
     def start(self) -> None:
-        """Begins to write, also what was noted before."""
+        """Start writing, including what was noted before."""
         self._task = asyncio.create_task(self._run(), name="paramd-epochs")
 
     def note(self, job: str, record: EpochRecord) -> None:
-        """Notes that an epoch has begun, or is over."""
+        """Queue a line for an epoch that has begun or ended."""
         line: dict[str, Any] = {
             "epoch": record.epoch,
             "world_size": record.world_size,
@@ -63,7 +63,7 @@ class EpochNotes:
         self._lines.put_nowait((job, line))
 
     async def close(self) -> None:
-        """Writes what is left, and ends."""
+        """Write what is queued, then stop."""
         if self._task is not None:
             await self._lines.join()
             self._task.cancel()
@@ -76,14 +76,14 @@ class EpochNotes:
             try:
                 await asyncio.to_thread(_append, job, line)
             except (OSError, ParamdError) as error:
-                # The list is a convenience; the job goes on without it.
+                # The history is a convenience: the job goes on without it.
                 log.warning("the list of epochs was not written: %s", error)
             finally:
                 self._lines.task_done()
 
 
 def records(job: str) -> list[EpochRecord]:
-    """All epochs known, the newest last. An epoch before another one is over in any case."""
+    """All known epochs, oldest first. Every epoch but the last counts as ended."""
     found: dict[int, EpochRecord] = {}
     for line in _lines(places.state_dir() / places.check_job_name(job) / EPOCHS_FILE):
         _take_in(found, line)
@@ -110,7 +110,7 @@ def _take_in(found: dict[int, EpochRecord], line: bytes) -> None:
         )
     except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError):
         return
-    # A control plane that was restarted says again that the epoch began: the first counts.
+    # A restarted control plane notes the beginning again: the earliest time counts.
     first = found.get(record.epoch, record)
     found[record.epoch] = replace(record, began_s=min(first.began_s, record.began_s))
 

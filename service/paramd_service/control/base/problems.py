@@ -1,4 +1,4 @@
-"""Errors over HTTP: problem documents after RFC 9457, from the one table of errors."""
+"""Errors over HTTP: RFC 9457 problem documents, from the one table of errors."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def problem(
 
 
 def install(app: FastAPI) -> None:
-    """Makes every error of the app a problem document."""
+    """Turn every error of the app into a problem document."""
     app.add_exception_handler(ParamdError, _domain)
     app.add_exception_handler(RequestValidationError, _validation)
     app.add_exception_handler(HTTPException, _http)

@@ -1,13 +1,13 @@
-"""What makes a control plane itself: its generation, and for a site its key and its token.
+"""The identity of a control plane: its generation and, for a site, its key and token.
 
-A site keeps one key for all its jobs: the key pair of an epoch is derived from it. So a
-restarted control plane knows the sidecars of every job again without a record of any.
+A site has one key for all its jobs, from which each epoch's key pair is derived. So a restarted
+control plane recognizes the sidecars of every job without having recorded any.
 
     <state dir>/_site/          0700; no job can have this name
         key                     0600: 32 random bytes, hexadecimal
         token                   0600: the bearer token of the REST side
         generation              the last generation handed out
-        control.clock           the time it goes by, for its successor
+        control.clock           its clock, for its successor
 """
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ class Site:
     token: str = field(repr=False)
 
     def private_key(self, job: str, epoch: int) -> bytes:
-        """Signs the tickets of one epoch of one job; always the same."""
+        """Key that signs the tickets of one epoch of one job; deterministic."""
         return hmac.digest(self.key, f"paramd epoch key\0{job}\0{epoch}".encode(), hashlib.sha256)
 
 
 def site_dir() -> Path:
-    """The site's directory, created when it is missing; 0700 and ours.
+    """The site's directory, created if missing; 0700 and ours.
 
     Raises:
         UsageError: the state dir cannot be used.
@@ -62,10 +62,10 @@ def site_dir() -> Path:
 
 
 def open_site(token: str | None) -> Site:
-    """The site's secrets, made when they are missing. Reads and writes files.
+    """The site's secrets, created if missing. Reads and writes files.
 
     Args:
-        token: Bearer token of the REST side; None takes the one in its file.
+        token: Bearer token of the REST side; None uses the one in its file.
 
     Raises:
         UsageError, ConflictError: as `site_dir`, or a file cannot be read.
@@ -83,7 +83,7 @@ def read_token(path: str) -> str | None:
     """The token in the first line of a file; None when `path` is empty.
 
     Raises:
-        UsageError: it cannot be read, or holds no good token. The text never repeats it.
+        UsageError: it cannot be read or holds no valid token. The text never quotes it.
     """
     if not path:
         return None
@@ -101,9 +101,9 @@ def read_token(path: str) -> str | None:
 
 
 def next_generation(directory: Path, *, now_s: float | None = None) -> int:
-    """A number above all that control planes of this directory had before.
+    """A number above those of all earlier control planes of this directory.
 
-    It also follows the clock, so that of two control planes that share no directory the one
+    It also follows the clock, so that of two control planes without a common directory the one
     that started later has the higher number.
 
     Raises:
@@ -118,7 +118,7 @@ def next_generation(directory: Path, *, now_s: float | None = None) -> int:
             text = os.pread(descriptor, 32, 0).decode(errors="replace").strip()
             last = int(text) if re.fullmatch(r"[0-9]{1,18}", text) else 0
             generation = max(last + 1, now_ms)
-            # Always as long as the one before: no mix of two numbers can be read.
+            # Fixed width: no digits of the previous number can be left behind.
             os.pwrite(descriptor, f"{generation:018d}\n".encode(), 0)
             os.fsync(descriptor)
         finally:
@@ -129,7 +129,8 @@ def next_generation(directory: Path, *, now_s: float | None = None) -> int:
 
 
 def _kept(path: Path, fresh: str) -> str:
-    """What the file holds; `fresh`, written first, when there is none."""
+    """The file's content; if there is no file, create it with `fresh`."""
+    # O_EXCL: of two processes that start together only one creates it.
     try:
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     except FileExistsError:

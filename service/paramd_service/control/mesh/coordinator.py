@@ -1,10 +1,10 @@
-"""Boundaries agreed by all trainers: numbers them, tells every sidecar, compares answers.
+"""Agreed boundaries: number each request, send it to every sidecar, compare the answers.
 
-Turns are taken one after another, in the order they were asked for. Captures share theirs:
-what is asked for while one is under way is in the next. An edit or a hold has its own, and keeps
-it until what became of it is known (`turn`). A round ends at once when any rank cannot take
-part, so a dead rank delays nobody. A shared round that a sidecar refuses is tried again request
-by request: one caller's ended lease is nobody else's error.
+Turns run one at a time, first come, first served. Captures are batched: those that arrive during
+a round share the next one. An edit or a hold has a turn of its own and keeps it until its outcome
+is known (`turn`). A round ends as soon as any rank cannot take part, so a dead rank delays nobody.
+A shared round that a sidecar refuses is retried request by request: one caller's expired lease
+must not fail the others.
 """
 
 from __future__ import annotations
@@ -38,44 +38,44 @@ Snapshots = Mapping[int, Sequence[str]]
 
 
 class BoundaryAction(IntEnum):
-    """What is done at an agreed boundary; the numbers are those of paramd.v1."""
+    """What to do at an agreed boundary; values as in paramd.v1."""
 
     CAPTURE = sidecar_pb2.BOUNDARY_ACTION_UNSPECIFIED
-    """Fill snapshots; there may be none."""
+    """Fill snapshots, possibly none."""
     EDIT = sidecar_pb2.BOUNDARY_ACTION_EDIT
     """Apply a staged edit."""
     HOLD = sidecar_pb2.BOUNDARY_ACTION_HOLD
     """Hold training under a lease."""
     STEP = sidecar_pb2.BOUNDARY_ACTION_STEP
-    """Let held training pass some boundaries."""
+    """Let held training pass a number of boundaries."""
     RESUME = sidecar_pb2.BOUNDARY_ACTION_RESUME
     """End the hold."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BoundaryRequest:
-    """One request, the same for all ranks but for their snapshots."""
+    """One request, identical on all ranks except for their snapshots."""
 
     number: int
-    """Rises by one with every request of an epoch."""
+    """Rises with every request of an epoch."""
     token: int
-    """Names the content, 1 to 2**63 - 1: of two control planes that use one number each,
-    trainers agree with neither."""
+    """Identifies the content, 1 to 2**63 - 1: when two control planes use the same number,
+    trainers agree on neither."""
     action: BoundaryAction = BoundaryAction.CAPTURE
     edit_id: str = ""
     step_count: int = 0
-    """Boundaries that STEP lets pass."""
+    """Boundaries to let pass, for STEP."""
     lease_ms: int = 0
-    """Lease of a HOLD, in milliseconds."""
+    """Lease in milliseconds, for HOLD."""
 
 
 def token_of(
     generation: int, number: int, action: BoundaryAction, digests: Sequence[bytes] = ()
 ) -> int:
-    """The token of a request: equal for equal content, 1 to 2**63 - 1.
+    """A request's token: equal for equal content, 1 to 2**63 - 1.
 
     Args:
-        digests: of what an edit does and of its data.
+        digests: Digests of an edit's operations and data.
     """
     told = hashlib.blake2b(f"{generation}:{number}:{int(action)}".encode(), digest_size=8)
     for digest in digests:
@@ -85,7 +85,7 @@ def token_of(
 
 @dataclass(frozen=True, slots=True)
 class RankAnswer:
-    """What one sidecar says of a boundary: where it was, or why its copy was missed."""
+    """One sidecar's answer for a boundary: its step, or why the copy was missed."""
 
     rank: int
     epoch: int
@@ -93,12 +93,12 @@ class RankAnswer:
     captured: bool
     reason: str
     edits: int = 0
-    """Edits applied in this epoch, once it was done."""
+    """Edits applied in this epoch by then."""
 
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """All ranks' answers in one: `step` is -1 and `reason` tells why when not captured."""
+    """All ranks' answers combined; when not captured, `step` is -1 and `reason` says why."""
 
     captured: bool
     step: int
@@ -107,7 +107,7 @@ class Verdict:
 
 
 def decide(epoch: int, world_size: int, answers: Sequence[RankAnswer]) -> Verdict:
-    """Captured only when all ranks filled their snapshots at one step of this epoch."""
+    """Combine the answers: captured only if all ranks filled theirs at one step of this epoch."""
     missed = [answer for answer in answers if not answer.captured or answer.step < 0]
     if missed:
         told = "; ".join(f"rank {a.rank}: {a.reason or 'no reason given'}" for a in missed[:8])
@@ -130,7 +130,7 @@ def decide(epoch: int, world_size: int, answers: Sequence[RankAnswer]) -> Verdic
 
 
 def worst(failures: Mapping[int, ParamdError]) -> ParamdError:
-    """One error for all ranks that failed: of the kind that trying again helps least."""
+    """Merge all failed ranks' errors into one, of the least retryable kind among them."""
     order: tuple[type[ParamdError], ...] = (
         DeniedError,
         ConflictError,
@@ -148,11 +148,11 @@ def worst(failures: Mapping[int, ParamdError]) -> ParamdError:
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """The right to ask all ranks for one thing, with a number that nobody used before."""
+    """The exclusive right to send one request to all ranks, under a fresh number."""
 
     number: int
     view: MeshView
-    """The mesh when the turn came; all ranks are joined."""
+    """The mesh when the turn began; all ranks are joined."""
 
 
 class BoundaryCalls(Protocol):
@@ -166,11 +166,11 @@ class BoundaryCalls(Protocol):
         snapshot_ids: Sequence[str],
         timeout_s: float,
     ) -> RankAnswer:
-        """Calls ReachBoundary of one rank's sidecar. Raises ParamdErrors."""
+        """Call ReachBoundary on one rank's sidecar. Raises ParamdError."""
 
 
 def margin_s(timeout_s: float) -> float:
-    """What is kept of a caller's time, so that the reason arrives before its deadline."""
+    """Share of a caller's timeout held back so that the reason arrives before its deadline."""
     return min(0.05 * timeout_s, 1.0)
 
 
@@ -182,7 +182,7 @@ class _Request:
 
 
 class Coordinator:
-    """Runs the rounds of one epoch. Use on one event loop; `close` at the end."""
+    """Runs the rounds of one epoch. Single event loop; call `close` at the end."""
 
     def __init__(
         self,
@@ -206,17 +206,17 @@ class Coordinator:
         self._round: asyncio.Task[Verdict] | None = None
         self._runner: asyncio.Task[None] | None = None
         self.round_count = 0
-        """Rounds begun."""
+        """Rounds started."""
         self.captured_count = 0
         """Rounds that captured."""
 
     @property
     def waiting_count(self) -> int:
-        """Requests that wait for the next round."""
+        """Requests waiting for the next round."""
         return len(self._waiting)
 
     async def schedule(self, snapshots: Snapshots, *, timeout_s: float) -> Verdict:
-        """Has all snapshots filled at one boundary. Cancelling withdraws the request.
+        """Fill all snapshots at one boundary. Cancelling withdraws the request.
 
         Raises:
             UnreachableError: not all ranks are joined, or one does not answer.
@@ -243,23 +243,24 @@ class Coordinator:
 
     @asynccontextmanager
     async def turn(self) -> AsyncIterator[Turn]:
-        """Waits for its turn, then keeps all other requests waiting until the block ends.
+        """Wait for a turn, then block all other requests until the block ends.
 
         Raises:
             UnreachableError: not all ranks are joined.
         """
         async with self._turns:
+            # View and number only now: whatever ran while we waited may have moved both.
             view = self.joined()
             yield Turn(self._next_number(view), view)
 
     @asynccontextmanager
     async def pause(self) -> AsyncIterator[None]:
-        """Keeps all requests waiting until the block ends; needs no rank."""
+        """Block all requests until the block ends; needs no rank."""
         async with self._turns:
             yield
 
     def used(self, number: int) -> None:
-        """A number that was used before this control plane began; the next ones are above it."""
+        """Number later requests above `number`, used before this control plane started."""
         self._last_boundary = max(self._last_boundary, number)
 
     async def round(
@@ -270,7 +271,7 @@ class Coordinator:
         *,
         timeout_s: float,
     ) -> Verdict:
-        """Asks all ranks; within a turn. Raises as `schedule`."""
+        """Send a request to all ranks; call within a turn. Raises as `schedule`."""
         self.round_count += 1
         tasks = {
             asyncio.create_task(
@@ -287,13 +288,14 @@ class Coordinator:
         try:
             verdict = await self._gathered(tasks)
         finally:
+            # Awaited, not just cancelled: no call of this turn may overlap the next turn.
             for task in tasks:
                 await _ended(task)
         self.captured_count += verdict.captured
         return verdict
 
     async def close(self) -> None:
-        """Ends the round under way; its callers get UnreachableError."""
+        """Cancel the current round; all callers get UnreachableError."""
         if self._runner is not None:
             self._runner.cancel()
             await asyncio.wait({self._runner})
@@ -307,6 +309,7 @@ class Coordinator:
         for queue in (self._waiting, self._alone):
             if request in queue:
                 queue.remove(request)
+        # A shared round is cancelled only when its last caller has gone.
         if self._round is not None and all(other.answer.done() for other in self._current):
             self._round.cancel()
 
@@ -345,7 +348,7 @@ class Coordinator:
         return await self.round(request, ids, view, timeout_s=timeout_s)
 
     def joined(self) -> MeshView:
-        """The mesh, when all its ranks are joined. Raises UnreachableError."""
+        """The mesh. Raises UnreachableError unless all ranks are joined."""
         view = self._view()
         if view.absent:
             told = "; ".join(f"rank {rank.rank}: {rank.reason}" for rank in view.absent[:8])
@@ -353,6 +356,7 @@ class Coordinator:
         return view
 
     def _next_number(self, view: MeshView) -> int:
+        # A predecessor's numbers show only in the reports; sidecars refuse one used before.
         self._last_boundary = max(self._last_boundary, view.highest_boundary) + 1
         return self._last_boundary
 
@@ -379,7 +383,7 @@ class Coordinator:
 
 
 async def _ended(task: asyncio.Task[RankAnswer] | asyncio.Task[Verdict]) -> None:
-    """Cancels a task if it still runs, and waits for its end, whatever it ends with."""
+    """Cancel a task if it still runs and wait for it, discarding its outcome."""
     if not task.done():
         task.cancel()
         await asyncio.wait({task})
@@ -388,7 +392,7 @@ async def _ended(task: asyncio.Task[RankAnswer] | asyncio.Task[Verdict]) -> None
 
 
 def _refused(ended: asyncio.Task[Verdict]) -> bool:
-    """Whether a sidecar refused the round for what it was asked, perhaps by one caller only."""
+    """Whether a sidecar refused the request itself, possibly because of a single caller."""
     if ended.cancelled():
         return False
     return isinstance(ended.exception(), NotFoundError | ConflictError | UsageError)

@@ -1,7 +1,7 @@
-"""Snapshots that REST's callers hold: pinned on all ranks at one step until a lease ends.
+"""Snapshots held by REST callers: pinned on all ranks at one step until a lease ends.
 
-While a lease lasts, this control plane renews the sidecars' own leases; should it die, those
-end by themselves within half a minute.
+While a lease lasts, this control plane renews the sidecars' own leases; if it dies, those expire
+within half a minute.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from paramd.mesh.peers.pins import Pinned
 
 MAX_HELD = 16
-"""Snapshots at once."""
+"""Most snapshots held at a time."""
 
 MAX_LEASE_S = 300.0
 DEFAULT_LEASE_S = 30.0
@@ -39,7 +39,7 @@ class Held:
     pins: Mapping[int, tuple[str, int]]
     """Snapshot id and size in bytes, by rank."""
     who: Who = None
-    """Names the token that pinned it; None: the owner's."""
+    """The token that pinned it; None for the owner."""
     moved: asyncio.Event = field(default_factory=asyncio.Event)
     released: bool = False
 
@@ -53,7 +53,7 @@ Pin = Callable[[Callable[["Pinned"], Coroutine[Any, Any, None]]], Coroutine[Any,
 
 
 class HeldSnapshots:
-    """Snapshots by id. Used on the event loop only."""
+    """Snapshots by id. Event loop only."""
 
     def __init__(self) -> None:
         self._held: dict[str, Held] = {}
@@ -61,18 +61,18 @@ class HeldSnapshots:
         self._shares = Shares(MAX_HELD, "snapshots held")
 
     def all(self) -> Sequence[Held]:
-        """Those that have not ended, the one that ends first at the front."""
+        """Live snapshots, earliest expiry first."""
         return sorted(self._held.values(), key=lambda held: held.expires_s)
 
     def get(self, held_id: str) -> Held:
-        """Raises NotFoundError when it has ended, or never was."""
+        """The live snapshot of an id. Raises NotFoundError."""
         held = self._held.get(held_id)
         if held is None:
             raise NotFoundError("snapshot: none of that id; its lease has ended, pin it again")
         return held
 
     async def pin(self, pin: Pin, *, filter_text: str, lease_s: float) -> Held:
-        """Pins, and holds until the lease ends, `release` or `close`.
+        """Pin, and hold until the lease ends, `release` or `close`.
 
         Raises:
             ExhaustedError: too many are held. ParamdError: what `pin` raises.
@@ -91,6 +91,7 @@ class HeldSnapshots:
                 pins={r: (p.snapshot_id, p.size_bytes) for r, p in pinned.pins.items()},
                 who=who,
             )
+            # The caller gave up while the ranks were pinning; returning releases the pins.
             if pinned_now.cancelled():
                 return
             pinned_now.set_result(held)
@@ -117,7 +118,7 @@ class HeldSnapshots:
         return pinned_now.result()
 
     def renew(self, held_id: str, lease_s: float, *, by_admin: bool = False) -> Held:
-        """Prolongs a lease from now on. Raises NotFoundError, DeniedError: another's."""
+        """Restart a lease from now. Raises NotFoundError; DeniedError if it is another's."""
         held = self.get(held_id)
         _check_holder(held, by_admin=by_admin)
         held.expires_s = time.monotonic() + lease_s
@@ -125,7 +126,7 @@ class HeldSnapshots:
         return held
 
     def release(self, held_id: str, *, by_admin: bool = False) -> Held | None:
-        """Ends a lease; None when there is none. Raises DeniedError: another's."""
+        """End a lease; None when there is none. Raises DeniedError if it is another's."""
         held = self._held.get(held_id)
         if held is not None:
             _check_holder(held, by_admin=by_admin)
@@ -134,7 +135,7 @@ class HeldSnapshots:
         return held
 
     async def close(self) -> None:
-        """Releases all."""
+        """Release all."""
         for task in self._tasks:
             task.cancel()
         if self._tasks:
@@ -155,4 +156,4 @@ async def _until_over(held: Held) -> None:
             async with asyncio.timeout(held.left_s):
                 await held.moved.wait()
         except TimeoutError:
-            continue
+            continue  # `renew` may have moved the expiry meanwhile: check it again

@@ -1,4 +1,4 @@
-"""One epoch of one job at this control plane: who has joined, and what may be asked of them."""
+"""One epoch of one job at this control plane: its members and the services built on them."""
 
 from __future__ import annotations
 
@@ -22,20 +22,20 @@ from paramd_service.control.mesh.watch import Publish, RefusalBook, StateWatch
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Terms:
-    """What holds for every job of a control plane."""
+    """Settings shared by every job of a control plane."""
 
     generation: int
-    """Of two control planes the one of the higher generation is right."""
+    """Of two control planes, the one with the higher generation wins."""
     control_address: Callable[[], str] = str
     """Our own gRPC target, once it is known."""
     report_s: float = 2.0
-    """Time between two reports of a sidecar, in seconds."""
+    """Seconds between two reports of a sidecar."""
     silent_after_s: float = 4.5
-    """A joined sidecar that has not reported for this long is silent, in seconds."""
+    """Seconds without a report after which a joined sidecar is silent."""
 
 
 class Incarnation:
-    """Used on the event loop only. Nothing is opened before somebody asks for it."""
+    """Event loop only. Connections are opened on first use."""
 
     def __init__(
         self,
@@ -65,7 +65,7 @@ class Incarnation:
         self.began_s = time.time()
         self.ended_s: float | None = None
         self.last_step = -1
-        """Lowest last step of the ranks when the epoch ended; -1 when none reported."""
+        """Lowest step the ranks last reported when the epoch ended; -1 when none reported."""
         self._why_over: ParamdError | None = None
         self._streams: set[asyncio.Task[None]] = set()
 
@@ -79,16 +79,16 @@ class Incarnation:
 
     @property
     def over(self) -> ParamdError | None:
-        """Why nobody may join or ask for boundaries any more; None while they may."""
+        """Why joins and boundary requests are refused; None while they are accepted."""
         return self._why_over
 
     def check(self) -> None:
-        """Raises why this incarnation is over, if it is."""
+        """Raise the reason if this incarnation is over."""
         if self._why_over is not None:
             raise self._why_over
 
     def saw_generation(self, generation: int) -> None:
-        """A sidecar has met this generation. A higher one than ours takes the job from us.
+        """Yield the job if a sidecar has met a control plane of a higher generation than ours.
 
         Raises:
             ConflictError: it is higher.
@@ -103,7 +103,7 @@ class Incarnation:
             self.check()
 
     def end(self, reason: ParamdError) -> None:
-        """Sends the sidecars away with `reason`; the first reason stays. Idempotent."""
+        """End the epoch and all streams with `reason`; the first reason wins. Idempotent."""
         if self._why_over is None:
             self._why_over = reason
         if self.ended_s is None:
@@ -113,13 +113,13 @@ class Incarnation:
             stream.cancel()
 
     def send_away(self, reason: ParamdError) -> None:
-        """Ends the streams, and lets nobody in: the epoch goes on elsewhere."""
+        """End the streams and refuse new ones without ending the epoch: it goes on elsewhere."""
         self._why_over = self._why_over if self._why_over is not None else reason
         for stream in self._streams:
             stream.cancel()
 
     async def follow(self, stream: Coroutine[Any, Any, None]) -> None:
-        """Runs the reading of one Join stream to its end, or to ours.
+        """Run the reader of one Join stream until it ends or this incarnation does.
 
         Raises:
             ParamdError: what the stream raised, or why this incarnation is over.
@@ -130,6 +130,8 @@ class Incarnation:
         task = asyncio.create_task(stream)
         self._streams.add(task)
         try:
+            # `wait`, not `await task`: `end` cancels the reader, and the caller must see the
+            # reason, not a cancellation of its own.
             await asyncio.wait({task})
         finally:
             self._streams.discard(task)
@@ -141,7 +143,7 @@ class Incarnation:
         self.check()
 
     def record(self) -> EpochRecord:
-        """This epoch as the list of epochs has it."""
+        """This epoch's entry in the list of epochs."""
         return EpochRecord(
             epoch=self.epoch,
             world_size=self.bootstrap.world_size,
@@ -152,7 +154,8 @@ class Incarnation:
         )
 
     async def close(self) -> None:
-        """Lets go of everything that was opened. Call it after `end`."""
+        """Release everything that was opened. Call after `end`."""
+        # The coordinator first: its rounds still call sidecars.
         await self.coordinator.close()
         await self.statistics.close()
         await self.reaching.close()

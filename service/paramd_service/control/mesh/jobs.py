@@ -1,10 +1,10 @@
-"""The jobs of a control plane, each with its present epoch; embedded, there is exactly one.
+"""The jobs of a control plane, each with its current epoch; an embedded one has exactly one job.
 
-    register ------> epoch open --all ranks detached, or nobody there for long--> epoch over
+    register ------> epoch open --all ranks detached, or empty for too long------> epoch over
     Join of an epoch       |
     that we handed out ----+--a newer epoch, or a newer control plane------------> epoch over
 
-A job whose epoch is over stays listed until it registers anew, or is the oldest of too many.
+A job whose epoch is over stays listed until it registers again or is evicted for newer jobs.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ from paramd_service.control.mesh.view import MeshView, listed, trains, why_end
 from paramd_service.control.mesh.watch import Publish
 
 MAX_JOBS = 512
-"""Jobs kept in memory; beyond it the one that ended first is forgotten."""
+"""Jobs kept in memory; past the cap, the oldest idle one is evicted."""
 
 RETURN_S = 20.0
-"""How long after our start a job that went on is awaited rather than unknown; above a sidecar's
-longest pause between two attempts to join."""
+"""Grace period after our start in which a job with an open epoch is reported as starting rather
+than unknown; longer than a sidecar's longest back-off between attempts to join."""
 
 MAX_VERIFIERS = 1024
 
@@ -51,16 +51,16 @@ Told = Callable[[Incarnation], None]
 
 
 class Verifiers:
-    """Verifiers by job and epoch, the last ones used kept."""
+    """LRU cache of verifiers by job and epoch."""
 
     def __init__(self, site: Site | None, current: Mapping[str, Incarnation]) -> None:
-        """`current` is looked at in each `get`: without a site only its epochs are ours."""
+        """`current` is read on each `get`: without a site, only its epochs are ours."""
         self._site = site
         self._current = current
         self._kept: OrderedDict[tuple[str, int], Verifier] = OrderedDict()
 
     def get(self, job: str, epoch: int) -> Verifier:
-        """Verifies tickets of an epoch. Raises DeniedError when no such epoch can be ours."""
+        """Verifier for an epoch's tickets. Raises DeniedError when the epoch cannot be ours."""
         found = self._kept.get((job, epoch))
         if found is not None:
             self._kept.move_to_end((job, epoch))
@@ -73,7 +73,7 @@ class Verifiers:
 
     def _private_key(self, job: str, epoch: int) -> bytes:
         if self._site is not None:
-            # Of any epoch: a genuine ticket of a past one is told so, and not just denied.
+            # Any epoch: a genuine ticket of a past one deserves "over", not a bare denial.
             return self._site.private_key(job, epoch)
         present = self._current.get(job)
         if present is not None and present.epoch == epoch:
@@ -84,7 +84,7 @@ class Verifiers:
 
 
 class Jobs:
-    """Used on the event loop only; what writes files runs beside it."""
+    """Event loop only; file writes run on threads."""
 
     def __init__(
         self,
@@ -97,10 +97,10 @@ class Jobs:
         """No I/O.
 
         Args:
-            site: None serves only the jobs that are opened here, and none registers.
-            empty_end_s: An epoch is over after this long without any joined sidecar. A
-                site never ends one for that: the network may have been cut.
-            publish: Tells viewers of a change: kind, data, and the job.
+            site: With None, only jobs opened here are served and none may register.
+            empty_end_s: An epoch ends after this long without a joined sidecar. Infinite for
+                a site: the network may be partitioned.
+            publish: Publishes a change to viewers: kind, data and the job.
         """
         self._terms = terms
         self._site = site
@@ -112,11 +112,11 @@ class Jobs:
         self._began_s = time.monotonic()
         self._closing: set[asyncio.Task[None]] = set()
         self.on_begin: list[Told] = []
-        """Called with each incarnation that begins."""
+        """Called with each incarnation when it begins."""
         self.on_end: list[Told] = []
-        """Called with each incarnation that is over."""
+        """Called with each incarnation when it ends."""
         self.on_view: list[Callable[[Incarnation, MeshView], None]] = []
-        """Called once a second with the mesh of each epoch that goes on."""
+        """Called once a second with the mesh of each open epoch."""
 
     @property
     def is_site(self) -> bool:
@@ -125,18 +125,18 @@ class Jobs:
 
     @property
     def terms(self) -> Terms:
-        """What holds for all jobs."""
+        """Settings shared by all jobs."""
         return self._terms
 
     def all(self) -> list[Incarnation]:
-        """Each job's last epoch, ordered by the job's name."""
+        """Each job's latest epoch, sorted by job name."""
         return [self._current[job] for job in sorted(self._current)]
 
     def get(self, job: str) -> Incarnation:
-        """The job's last epoch, which may be over.
+        """The job's latest epoch, which may be over.
 
         Raises:
-            UnreachableError: we were just started, and the job's sidecars are not back yet.
+            UnreachableError: we have just started and the job's sidecars have not rejoined yet.
             NotFoundError: no such job.
         """
         found = self._current.get(job)
@@ -153,10 +153,10 @@ class Jobs:
         return found
 
     def open(self, bootstrap: Bootstrap) -> Incarnation:
-        """Begins an epoch; an older one of the same job is over.
+        """Begin an epoch and end the job's older one.
 
         Raises:
-            ConflictError: the job is in this epoch, or a later one, already.
+            ConflictError: the job is already in this epoch or a later one.
             ExhaustedError: too many jobs.
         """
         older = self._current.get(bootstrap.job)
@@ -187,25 +187,26 @@ class Jobs:
         return incarnation
 
     async def register(self, job: str, *, world_size: int, epoch_floor: int = 0) -> Incarnation:
-        """A new epoch for a job that attaches; it is above `epoch_floor` and all before.
+        """Begin a new epoch for an attaching job, above `epoch_floor` and all earlier ones.
 
         Raises:
             UsageError: the name or the world size is out of range.
-            ConflictError: the job trains already, or this control plane is no site's.
+            ConflictError: the job is already training, or this control plane serves no site.
             ExhaustedError: too many jobs.
         """
         site = self._site_of_all()
         places.check_job_name(job)
         if not 1 <= world_size <= MAX_WORLD_SIZE:
             raise UsageError(f"world_size: {world_size}; expected 1 to {MAX_WORLD_SIZE}")
+        # The lock spans check, file and open: two attaches of one name must not both pass.
         async with self._registering:
             self._check_free(job)
             epoch = await asyncio.to_thread(places.next_epoch, job, above=epoch_floor)
             return self.open(self._bootstrap(site, job, epoch, world_size))
 
     async def admit(self, job: str, epoch: int, world_size: int) -> Incarnation:
-        """The incarnation that a sidecar may join: the present one, or after our restart
-        the one that its ticket, which we must have made, speaks of.
+        """The incarnation that a sidecar may join: the current one or, after our restart, the
+        one named by its ticket, already verified as ours.
 
         Raises:
             ConflictError: the epoch is over.
@@ -216,9 +217,10 @@ class Jobs:
             if not 1 <= world_size <= MAX_WORLD_SIZE:
                 raise UsageError(f"world_size: {world_size}; expected 1 to {MAX_WORLD_SIZE}")
             async with self._registering:
+                # Again under the lock: another rank's Join may have opened it meanwhile.
                 found = self._current.get(job)
                 if found is None or found.epoch < epoch:
-                    # Another one that starts meanwhile must not get the same number.
+                    # Record the number first, or a concurrent attach could be given it again.
                     last = await asyncio.to_thread(places.last_epoch, job, at_least=epoch)
                     if last > epoch:
                         raise ConflictError(f"job {job!r} is past epoch {epoch}; attach again")
@@ -226,7 +228,7 @@ class Jobs:
         return self.at(job, epoch)
 
     def at(self, job: str, epoch: int) -> Incarnation:
-        """The job's incarnation when it is in this epoch and goes on.
+        """The job's incarnation, provided it is in this epoch and open.
 
         Raises:
             NotFoundError: no such job.
@@ -241,18 +243,18 @@ class Jobs:
         return found
 
     def verifier(self, job: str, epoch: int) -> Verifier:
-        """Verifies tickets of an epoch. Raises DeniedError when no such epoch can be ours."""
+        """Verifier for an epoch's tickets. Raises DeniedError when the epoch cannot be ours."""
         return self._verifiers.get(job, epoch)
 
     async def epochs(self, job: str) -> list[epochs.EpochRecord]:
-        """All epochs known of a job, the newest last. Raises NotFoundError."""
+        """All known epochs of a job, oldest first. Raises NotFoundError."""
         present = self.get(job)
         known = {r.epoch: r for r in await asyncio.to_thread(epochs.records, job)}
         known[present.epoch] = present.record()
         return [known[epoch] for epoch in sorted(known) if epoch <= present.epoch]
 
     def look(self, now_s: float) -> None:
-        """Looks at every epoch that goes on, tells what changed, ends what is finished.
+        """Check every open epoch: publish changes, end the finished ones.
 
         Args:
             now_s: On the monotonic clock.
@@ -274,17 +276,17 @@ class Jobs:
                 self._end(incarnation, ConflictError(f"{reason}; attach again"))
 
     async def keep_channels(self) -> None:
-        """Closes channels to sidecars that have been replaced."""
+        """Close channels to replaced sidecars."""
         for incarnation in self.all():
             await incarnation.calls.keep_only(incarnation.registry.view())
 
     def send_away(self, reason: ParamdError) -> None:
-        """Ends all Join streams: the control plane is stopping. Epochs go on elsewhere."""
+        """End all Join streams because the control plane is stopping. Epochs stay open."""
         for incarnation in self._current.values():
             incarnation.send_away(reason)
 
     async def close(self) -> None:
-        """Lets go of everything. Call it when the servers have stopped."""
+        """Release everything. Call after the servers have stopped."""
         for incarnation in self.all():
             await incarnation.close()
         if self._closing:
@@ -322,7 +324,7 @@ class Jobs:
     def _make_room(self) -> None:
         if len(self._current) < MAX_JOBS:
             return
-        # In the order of their beginnings; one whose epoch is over goes before one that waits.
+        # Oldest first; epochs that are over are evicted before those that are merely empty.
         known = list(self._current.values())
         idle = [i for i in known if i.ended_s is not None]
         idle += [i for i in known if i.registry.empty_since_s is not None]
@@ -350,7 +352,7 @@ class Jobs:
 
 
 def _went_on(job: str) -> bool:
-    """Whether the last epoch that the state dir has of a job was not over."""
+    """Whether the job's last epoch in the state dir is still open."""
     if not is_job_name(job):
         return False
     known = epochs.records(job)

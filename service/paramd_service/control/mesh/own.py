@@ -1,4 +1,4 @@
-"""The job as its own control plane knows it: what others ask REST for, without asking."""
+"""A job's directory inside its own control plane: what others fetch over REST, read directly."""
 
 from __future__ import annotations
 
@@ -20,29 +20,28 @@ TICKET_TTL_S = 600.0
 
 
 class OwnDirectory:
-    """A `Directory` of one incarnation, for reads that the control plane makes itself: statistics,
-    samples and what exports pin. Its ticket may read, and names no token: who asks is told with
-    each call."""
+    """A `Directory` of one incarnation for the control plane's own reads: statistics, samples and
+    the pins of exports. Its ticket is a reader's and names no token; each call names the caller."""
 
     url = "this control plane"
 
     def __init__(
         self, bootstrap: Bootstrap, registry: Registry, control_address: Callable[[], str]
     ) -> None:
-        """No I/O. `control_address` is our own gRPC target, once it is known."""
+        """No I/O. `control_address` returns our own gRPC target once it is known."""
         self._mine = bootstrap
         self._registry = registry
         self._control_address = control_address
 
     def look_again(self) -> None:
-        """We are where we are."""
+        """No-op: our own address does not move."""
 
     async def jobs(self) -> list[str]:
         """The one job."""
         return [self._mine.job]
 
     async def job(self, job: str) -> JobDocument:
-        """The job now, with a fresh ticket. Raises NotFoundError for any other job."""
+        """The job's document, with a fresh ticket. Raises NotFoundError for any other job."""
         from paramd.mesh.peers.control import JobDocument, PeerAddress
 
         mine = self._mine
@@ -67,11 +66,11 @@ class OwnDirectory:
         )
 
     async def close(self) -> None:
-        """Nothing is open."""
+        """No-op: nothing is open."""
 
 
 class OwnReach:
-    """The way to the sidecars of one incarnation; whoever asks first opens it."""
+    """Connections to the sidecars of one incarnation, opened on first use."""
 
     def __init__(self, directory: OwnDirectory) -> None:
         """No I/O."""
@@ -80,10 +79,11 @@ class OwnReach:
         self._opening = asyncio.Lock()
 
     async def __call__(self) -> Reach:
-        """Opens it, or gives what is open."""
+        """Return the open connections, opening them if needed."""
+        # The lock: two first callers must not each open a set, of which one would leak.
         async with self._opening:
             if self._reach is None:
-                # Loaded when first asked for: it is most of what this process would import.
+                # Lazy import: it is most of what this process would load.
                 from paramd.mesh.peers.discovery import Reach
 
                 reach = Reach(self._directory, None)
@@ -92,7 +92,7 @@ class OwnReach:
             return self._reach
 
     async def close(self) -> None:
-        """Lets go of connections. Idempotent."""
+        """Close the connections. Idempotent."""
         async with self._opening:
             if self._reach is not None:
                 await self._reach.close()

@@ -1,6 +1,6 @@
-"""Who has joined: keeps each rank's last report, fenced by epoch and by stream.
+"""Membership: each rank's latest report, fenced by epoch and by stream.
 
-Taking in a report costs the same whatever the number of ranks; `view` looks at all of them.
+Storing a report is O(1) in the number of ranks; `view` is O(ranks).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from paramd_service.control.base.config import Bootstrap
 from paramd_service.control.mesh.view import MeshView, RankView, Report, mesh_view, rank_views
 
 MAX_TEXT_CHARS = 4096
-"""Longest text that a report may hold in one field."""
+"""Longest text field in a report."""
 
 MAX_ALERTS = 64
 MAX_ALERT_CHARS = 256
@@ -27,14 +27,14 @@ MAX_ALERT_CHARS = 256
 
 @dataclass(frozen=True, slots=True)
 class Member:
-    """One stream's right to speak for a rank, until another stream takes it over."""
+    """One stream's claim to a rank, valid until another stream takes the rank over."""
 
     rank: int
     serial: int
 
 
 class Registry:
-    """The mesh of one epoch. Used on the event loop only; nothing here waits."""
+    """The mesh of one epoch. Event loop only; nothing blocks."""
 
     def __init__(
         self,
@@ -55,17 +55,17 @@ class Registry:
 
     @property
     def empty_since_s(self) -> float | None:
-        """Since when no sidecar has been joined (from the start on), or None."""
+        """When the mesh last became empty (at first: when it was made); None while it is not."""
         return self._empty_since_s
 
     @property
     def layout_digest(self) -> str:
-        """As `MeshView.layout_digest`, without looking at every rank."""
+        """As `MeshView.layout_digest`, without visiting every rank."""
         return next(iter(self._digests)) if len(self._digests) == 1 else ""
 
     @property
     def last_step(self) -> int:
-        """Lowest step that the ranks reported last, whether they are still there or not; or -1."""
+        """Lowest step among all ranks' latest reports, whether still joined or not; else -1."""
         return min((report.step for report in self._reports.values()), default=-1)
 
     def view(self) -> MeshView:
@@ -78,24 +78,25 @@ class Registry:
         )
 
     def rank_views(self, ranks: range) -> tuple[RankView, ...]:
-        """Some of its ranks now: what lists them need not hold a view of all meanwhile."""
+        """A range of ranks now, without building a view of all of them."""
         return rank_views(
             self._reports, ranks, now_s=self._clock(), silent_after_s=self._silent_after_s
         )
 
     def peers(self) -> list[common_pb2.Peer]:
-        """Where the joined sidecars are found, ordered by rank."""
+        """Peers of the joined sidecars, ordered by rank."""
         reports = (self._reports[rank] for rank in sorted(self._reports))
         return [report.peer for report in reports if _present(report)]
 
     def join(self, request: control_pb2.JoinRequest) -> Member:
-        """Takes in a stream's first report. A later stream of the same rank takes over.
+        """Store a stream's first report. The newest stream of a rank takes it over.
 
         Raises:
             UsageError: rank, world size or a text is out of range.
             ConflictError: another job or epoch.
         """
         self._check(request)
+        # Newest wins: a respawned sidecar may join before its predecessor's stream breaks.
         self._next_serial += 1
         member = Member(request.header.rank, self._next_serial)
         self._serials[member.rank] = member.serial
@@ -103,10 +104,10 @@ class Registry:
         return member
 
     def update(self, member: Member, request: control_pb2.JoinRequest) -> None:
-        """Takes in a later report of a stream.
+        """Store a stream's later report.
 
         Raises:
-            UsageError, ConflictError: as `join`; or another stream took the rank over.
+            UsageError, ConflictError: as `join`, or another stream took the rank over.
         """
         self._check(request)
         if request.header.rank != member.rank:
@@ -116,7 +117,8 @@ class Registry:
         self._store(request)
 
     def lose(self, member: Member) -> None:
-        """The stream has ended. Without effect when another one took the rank over."""
+        """Mark the stream's rank as disconnected. No-op if another stream took the rank over."""
+        # A predecessor's stream may end long after its successor joined.
         if self._serials.get(member.rank) != member.serial:
             return
         del self._serials[member.rank]
@@ -153,7 +155,7 @@ class Registry:
             self._empty_since_s = self._clock()
 
     def _any_present(self) -> bool:
-        # Only asked for a rank that is leaving, so once a rank and not once a report.
+        # Reached only when a rank leaves: O(ranks) once per rank, not once per report.
         return any(_present(self._reports[rank]) for rank in self._serials)
 
     def _count(self, report: Report | None, by: int) -> None:

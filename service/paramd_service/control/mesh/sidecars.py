@@ -1,4 +1,4 @@
-"""What the control plane asks of sidecars: boundaries, and the layout once per digest."""
+"""Calls from the control plane to sidecars: boundaries, and the layout once per digest."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ PROBE_TIMEOUT_S = 3.0
 
 
 class ControlTicket:
-    """A ticket of role `control`, minted anew at half of its validity."""
+    """A ticket with role `control`, renewed at half its lifetime."""
 
     def __init__(self, bootstrap: Bootstrap, clock: Callable[[], float] = now_s) -> None:
         self._bootstrap = bootstrap
@@ -51,7 +51,7 @@ class SidecarCalls:
     """The sidecars of one mesh over cached channels; implements `BoundaryCalls`."""
 
     def __init__(self, bootstrap: Bootstrap, *, generation: int = 0) -> None:
-        """No I/O. `generation` is this control plane's; sidecars follow the highest."""
+        """No I/O. `generation` is this control plane's; sidecars obey the highest."""
         self._bootstrap = bootstrap
         self._generation = generation
         self._channels = Channels(ControlTicket(bootstrap))
@@ -59,7 +59,7 @@ class SidecarCalls:
     async def ask(
         self, rank: int, address: str, method: str, request: object, *, timeout_s: float
     ) -> Any:
-        """The answer of one rank's sidecar, and of no other.
+        """Call one rank's sidecar; an answer from any other rank or epoch is refused.
 
         Raises:
             ParamdError: the class that the status stands for, naming the rank.
@@ -75,7 +75,7 @@ class SidecarCalls:
         snapshot_ids: Sequence[str],
         timeout_s: float,
     ) -> RankAnswer:
-        """Calls ReachBoundary; a sidecar that stopped answering is noticed within seconds.
+        """Call ReachBoundary, detecting a sidecar that stops answering within seconds.
 
         Raises:
             ParamdError: the class that the status stands for, naming the rank.
@@ -92,7 +92,7 @@ class SidecarCalls:
             lease_ms=request.lease_ms,
         )
         call = self.ask(rank, address, "ReachBoundary", message, timeout_s=timeout_s)
-        # A deadline alone cannot tell a rank in a long update from a stopped sidecar.
+        # A deadline alone cannot tell a long update from a stopped sidecar.
         answer = await watched(call, lambda: self._probe(rank, address))
         header = answer.header
         return RankAnswer(
@@ -109,7 +109,7 @@ class SidecarCalls:
                 "training goes on, try again in a few seconds"
             ) from error
         except ParamdError:
-            pass  # it answered, and that was the question
+            pass  # any answer, even an error, proves the sidecar alive
 
     async def layout(self, rank: int, address: str) -> layout_pb2.Layout:
         """All batches of GetLayout as one message.
@@ -149,33 +149,33 @@ class SidecarCalls:
         return str(found.text)
 
     async def is_back(self, address: str) -> None:
-        """The sidecar at `address` is about to join: the next call connects at once."""
+        """Have the next call to `address` connect at once: its sidecar is about to join."""
         await self._channels.is_back(address)
 
     async def keep_only(self, view: MeshView) -> None:
-        """Closes channels to sidecars that have been replaced."""
+        """Close channels to replaced sidecars."""
         await self._channels.keep_only(frozenset(report.peer.address for report in view.joined))
 
     async def close(self) -> None:
-        """Closes all channels."""
+        """Close all channels."""
         await self._channels.close()
 
 
 class LayoutSource:
-    """The layout in force, fetched from any joined sidecar and kept by its digest."""
+    """The current layout, fetched from any joined sidecar and cached by digest."""
 
     def __init__(self, calls: SidecarCalls) -> None:
         self._calls = calls
         self._kept: tuple[str, NameIndex] | None = None
         self._lock = asyncio.Lock()
-        # Decoding and hashing 100,000 tensors takes a second; the event loop must not stop.
+        # Decoding and hashing 100,000 tensors takes a second: keep it off the event loop.
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="paramd-layout")
 
     async def get(self, view: MeshView) -> tuple[str, NameIndex]:
-        """Digest and names of the layout; `NameIndex.layout` is the layout itself.
+        """Digest and name index of the layout; `NameIndex.layout` is the layout itself.
 
         Raises:
-            UnreachableError: the ranks report none, or different ones, or none answers.
+            UnreachableError: the ranks report none or different ones, or none answers.
         """
         wanted = view.layout_digest
         if not wanted:
@@ -183,6 +183,7 @@ class LayoutSource:
                 f"no layout is known: {view.reason or 'no rank has reported one'}; "
                 "try again in a few seconds"
             )
+        # One fetch at a time: concurrent callers wait and share its result.
         async with self._lock:
             if self._kept is None or self._kept[0] != wanted:
                 self._kept = (wanted, await self._fetch(view, wanted))
@@ -204,7 +205,7 @@ class LayoutSource:
         raise UnreachableError(f"the layout could not be fetched: {'; '.join(reasons)}")
 
     def close(self) -> None:
-        """Ends the thread."""
+        """Shut down the decoding thread."""
         self._thread.shutdown()
 
 

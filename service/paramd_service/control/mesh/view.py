@@ -1,4 +1,4 @@
-"""What the reports add up to: the mesh as a whole, with a reason for each rank. Pure."""
+"""Derive the state of the mesh and of each rank, with reasons, from the reports. Pure."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from paramd.mesh.asked import RankUnreachableError
 from paramd.v1 import common_pb2
 
 REPORT_RANKS = 1024
-"""Meshes of more ranks are asked to report `REPORT_STRETCH` times less often."""
+"""Larger meshes report `REPORT_STRETCH` times less often."""
 REPORT_STRETCH = 2.5
 
 
 class Membership(Enum):
-    """How a rank's sidecar stands to this control plane."""
+    """A rank's sidecar as seen by this control plane."""
 
     MISSING = "missing"
     """It has never joined in this epoch."""
@@ -24,22 +24,22 @@ class Membership(Enum):
     SILENT = "silent"
     """Its stream is open, but the last report is old: stopped, hung or cut off."""
     GONE = "gone"
-    """Its stream ended without a farewell: killed, or its host is gone."""
+    """Its stream ended without a goodbye: it was killed, or its host is gone."""
     LEFT = "left"
-    """It said farewell: the trainer detached."""
+    """It said goodbye: the trainer detached."""
 
 
 class State(Enum):
-    """How well a rank, or the mesh as a whole, is; the worst comes last."""
+    """Health of a rank or of the whole mesh, worst last."""
 
     ENDED = "ended"
     """The trainer has detached."""
     OK = "ok"
-    """Training goes on and is served."""
+    """Training runs and is served."""
     STARTING = "starting"
-    """Its sidecar or its trainer has not come yet."""
+    """Its sidecar or its trainer has not arrived yet."""
     DEGRADED = "degraded"
-    """It answers, but something is not as it should be; the reason says what."""
+    """It answers, but something is wrong; the reason says what."""
     DOWN = "down"
     """Its parameters cannot be read: no sidecar, or they are torn."""
 
@@ -60,7 +60,7 @@ _PHASES: Mapping[int, tuple[State, str]] = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Report:
-    """The last thing one sidecar said."""
+    """The latest report of one sidecar."""
 
     rank: int
     step: int
@@ -74,11 +74,11 @@ class Report:
     changed_s: float
     """When it was received, or when the stream ended; on the monotonic clock."""
     no_way: str = ""
-    """Why its address leads nowhere from here; empty when it is good."""
+    """Why its address is unreachable from here; empty when it is good."""
 
     @property
     def address(self) -> str:
-        """Where it is called. Raises RankUnreachableError when there is no way from here."""
+        """Address to call. Raises RankUnreachableError if it is unreachable from here."""
         if self.no_way:
             raise RankUnreachableError(self.rank, self.no_way)
         return self.peer.address
@@ -86,20 +86,20 @@ class Report:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RankView:
-    """One rank, with the reason when something is not as it should be."""
+    """One rank, with a reason when something is wrong."""
 
     rank: int
     membership: Membership
     state: State
     reason: str
-    """Empty when all is well."""
+    """Empty when nothing is wrong."""
     report: Report | None
     age_s: float
     """Seconds since `report.changed_s`; 0 when there is none."""
 
     @property
     def connected(self) -> bool:
-        """Its stream is open, so it may be called. Silence alone does not forbid that."""
+        """Its stream is open, so it may be called, even when silent."""
         return self.membership in (Membership.JOINED, Membership.SILENT)
 
 
@@ -109,7 +109,7 @@ class MeshView:
 
     ranks: tuple[RankView, ...]
     layout_digest: str
-    """What all connected ranks report; empty when none does or they differ."""
+    """The digest that all connected ranks report; empty when none does or they differ."""
     state: State
     reason: str
     """Why the mesh as a whole is not OK; empty when it is."""
@@ -126,20 +126,20 @@ class MeshView:
 
     @property
     def highest_boundary(self) -> int:
-        """Highest boundary request any rank was ever ready for."""
+        """Highest boundary request that any joined rank was ever ready for."""
         return max((report.state.ready_boundary for report in self.joined), default=0)
 
 
 @dataclass(frozen=True, slots=True)
 class Rhythm:
-    """How often ranks report, and when one that does not is shown as silent; in seconds."""
+    """How often ranks report, and after how long without a report one is silent."""
 
     interval_s: float
     silent_after_s: float
 
 
 def rhythm(world_size: int, *, report_s: float, silent_after_s: float) -> Rhythm:
-    """The rhythm of a mesh: large ones report less often, and are given as much more time."""
+    """The rhythm of a mesh: both times grow together on large meshes."""
     stretch = REPORT_STRETCH if world_size > REPORT_RANKS else 1.0
     return Rhythm(report_s * stretch, silent_after_s * stretch)
 
@@ -147,7 +147,7 @@ def rhythm(world_size: int, *, report_s: float, silent_after_s: float) -> Rhythm
 def mesh_view(
     reports: Mapping[int, Report], *, world_size: int, now_s: float, silent_after_s: float
 ) -> MeshView:
-    """The mesh at `now_s` (monotonic), as the reports by rank tell it."""
+    """The mesh at `now_s` (monotonic), from the reports by rank."""
     ranks = rank_views(reports, range(world_size), now_s=now_s, silent_after_s=silent_after_s)
     digests = {
         rank.report.layout_digest
@@ -166,12 +166,12 @@ def mesh_view(
 def rank_views(
     reports: Mapping[int, Report], ranks: range, *, now_s: float, silent_after_s: float
 ) -> tuple[RankView, ...]:
-    """Some of the mesh's ranks at `now_s`."""
+    """A range of the mesh's ranks at `now_s` (monotonic)."""
     return tuple(_rank_view(r, reports.get(r), now_s, silent_after_s) for r in ranks)
 
 
 def listed(ranks: Sequence[int]) -> str:
-    """Ranks in words, the first eight by number."""
+    """Format ranks as text, listing at most eight."""
     shown = ", ".join(str(rank) for rank in ranks[:8])
     return shown if len(ranks) <= 8 else f"{shown}, ... ({len(ranks)} ranks)"
 
@@ -179,7 +179,7 @@ def listed(ranks: Sequence[int]) -> str:
 def why_end(
     view: MeshView, *, empty_since_s: float | None, now_s: float, empty_end_s: float
 ) -> str | None:
-    """Why an epoch has nothing left to do, or None. `empty_since_s`: see Registry."""
+    """Why an epoch should end, or None. `empty_since_s` is the Registry's."""
     if view.state is State.ENDED:
         return f"all {len(view.ranks)} ranks have detached"
     if empty_since_s is not None and now_s - empty_since_s >= empty_end_s:
@@ -188,7 +188,7 @@ def why_end(
 
 
 def trains(view: MeshView) -> bool:
-    """Whether some rank's trainer is known to live: the job's name is in use."""
+    """Whether any rank's trainer is known to be alive, so that the job's name is in use."""
     ended = (common_pb2.PHASE_WAITING, common_pb2.PHASE_ORPHANED, common_pb2.PHASE_TORN)
     return any(
         rank.membership is Membership.JOINED

@@ -1,4 +1,4 @@
-"""Tells the log and the viewers what changed in a mesh, once a change."""
+"""Log and publish each change in a mesh once."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ EVERY_S = 60.0
 log = logging.getLogger("paramd.control")
 
 MOST_RANKS = 32
-"""Ranks told one by one; when more change at once, the mesh's reason says it for all."""
+"""Most ranks reported one by one; when more change at once, only the mesh's reason is."""
 
 _TOLD_PHASES = frozenset(
     {
@@ -30,14 +30,14 @@ _TOLD_PHASES = frozenset(
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Refused:
-    """What one rank's sidecar has refused since the last record of it."""
+    """Calls that one rank's sidecar has refused since the last record."""
 
     rank: int
     count: int
     total: int
-    """Since the sidecar's process began."""
+    """Since the sidecar process started."""
     last: str
-    """Method and reason of the last one."""
+    """Method and reason of the latest one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,17 +48,16 @@ class _Recorded:
 
 
 class RefusalBook:
-    """The ranks of one epoch. No I/O, no clock."""
+    """Refusals recorded for each rank of one epoch. No I/O, no clock."""
 
     def __init__(self) -> None:
         self._recorded: dict[int, _Recorded] = {}
 
     def look(self, view: MeshView, now_s: float) -> Iterator[Refused]:
-        """What is due for a record now, which counts as recorded once it was yielded.
+        """Refusals due for a record now; yielding one counts as recording it.
 
-        A sidecar that this control plane has not met before, or that was replaced, is taken at
-        its word: all that it refused is new. After a restart of the control plane a number may
-        so be recorded twice; `total` shows it.
+        For a sidecar that is new to this control plane, or was replaced, all refusals count as
+        new. A restart of the control plane may therefore record some twice; `total` shows it.
         """
         for rank in view.ranks:
             report = rank.report
@@ -84,20 +83,20 @@ class RefusalBook:
 
 
 class Publish(Protocol):
-    """How viewers are told; `EventBus.publish` is one."""
+    """Publishes an event to viewers; implemented by `EventBus.publish`."""
 
     def __call__(self, kind: str, data: Mapping[str, Any], *, job: str) -> object:
-        """Kind ("rank", "step", "epoch"), what happened, and to which job."""
+        """`kind` is "rank", "step" or "epoch"; `data` says what happened to `job`."""
 
 
 def standing(rank: RankView) -> tuple[str, str, int]:
-    """What makes two views of a rank different; the phases of a running step do not."""
+    """The part of a rank's view whose change is reported; phases within a step are left out."""
     phase = rank.report.state.phase if rank.report is not None else 0
     return rank.membership.value, rank.state.value, phase if phase in _TOLD_PHASES else 0
 
 
 class StateWatch:
-    """Compares each view of one incarnation with the one before."""
+    """Compares each view of one incarnation with the previous one."""
 
     def __init__(self, *, job: str, epoch: int, publish: Publish) -> None:
         self._job = job
@@ -108,7 +107,7 @@ class StateWatch:
         self._step = -1
 
     def look(self, view: MeshView) -> None:
-        """Logs and publishes what changed since the last look."""
+        """Log and publish what changed since the last call."""
         changed = []
         for rank in view.ranks:
             now = standing(rank)

@@ -1,7 +1,6 @@
-"""Prometheus metrics, made from the mesh view when they are scraped. The label set is fixed.
+"""Prometheus metrics, computed from the mesh view on each scrape. The label set is fixed.
 
-Job and rank are the only labels whose values come from outside; rule, kind, ok and captured
-have a handful of values each.
+Only the values of job and rank come from outside; all other labels have a handful of values.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ _NS = 1e9
 
 
 class EditsCollector(Collector):
-    """Made from the book when it is scraped."""
+    """Edits and holds, computed on each scrape."""
 
     def __init__(self, edits: Edits) -> None:
         self._edits = edits
@@ -52,7 +51,7 @@ class EditsCollector(Collector):
 
 
 class RecordsCollector(Collector):
-    """Looked at when it is scraped; asks the store nothing."""
+    """Health of audit, store and history; a scrape does not query the store."""
 
     def __init__(self, records: Records) -> None:
         self._records = records
@@ -94,14 +93,14 @@ _RANK_COUNTERS: tuple[tuple[str, str, Callable[[Report], float]], ...] = (
 
 
 class LoopLag:
-    """How late the event loop's once-a-second tick came."""
+    """Delay of the event loop's once-a-second tick."""
 
     def __init__(self) -> None:
         self.last_s = 0.0
         self.max_s = 0.0
 
     def saw(self, lag_s: float) -> None:
-        """Takes in one tick's lag."""
+        """Record one tick's lag."""
         self.last_s = max(lag_s, 0.0)
         self.max_s = max(self.max_s, self.last_s)
 
@@ -173,7 +172,7 @@ class Metrics:
         self._registry.register(_JobsCollector(jobs, lag, watchers, tls, exports))
 
     def render(self) -> bytes:
-        """The text that Prometheus scrapes."""
+        """Metrics in the Prometheus text format."""
         return generate_latest(self._registry)
 
 

@@ -1,1 +1,1 @@
-"""What is kept: events, audit, store."""
+"""Records: events, audit and store."""

@@ -1,7 +1,7 @@
-"""What happens, as it happens: a bounded ring of events, followed by any number of readers.
+"""Live events: a bounded ring followed by many readers.
 
-Readers share the ring and hold nothing but their place in it, so a slow one costs nobody
-anything: when the ring has gone past it, it is told how much it missed.
+Readers share the ring and hold only their position in it, so a slow one costs nothing: once the
+ring overtakes it, it is told how many events it missed.
 """
 
 from __future__ import annotations
@@ -26,73 +26,73 @@ from paramd.errors import UsageError
 from paramd_service.shares import CALLER, Shares
 
 RING_COUNT = 4096
-"""Events kept for readers that come back."""
+"""Events kept for readers that reconnect."""
 
 MAX_VIEWERS = 64
-"""Readers at once; one too many is refused."""
+"""Most concurrent readers; one more is refused."""
 
 MAX_DATA_CHARS = 16 << 10
-"""Longest data of one event as JSON; longer ones are cut to a note."""
+"""Longest JSON data of an event; anything longer is replaced by a note."""
 
 RETRY_MS = 2000
-"""When a browser shall come back after the stream broke."""
+"""Delay after which a browser reconnects a broken stream."""
 
 _ID = re.compile(r"([0-9a-f]{8})-([0-9]{1,15})\Z")
 
 
 class Kind(StrEnum):
-    """What an event is about."""
+    """Subject of an event."""
 
     HELLO = "hello"
-    """First in every stream: from here on nothing is missed."""
+    """First in a stream: nothing is missed from here on."""
     GAP = "gap"
-    """Events are missing here; `missed` says how many, -1 when nobody knows."""
+    """Events are missing here; `missed` says how many, -1 when unknown."""
     RANK = "rank"
     """A rank's membership, phase or reason changed."""
     STEP = "step"
-    """Training went on; at most once a second for each job."""
+    """Training advanced; at most once a second per job."""
     EPOCH = "epoch"
     """An incarnation of a job began or ended."""
     ALERT = "alert"
     """An alert was raised, changed or cleared."""
     EDIT = "edit"
-    """An edit came into another state."""
+    """An edit changed state."""
     HOLD = "hold"
-    """Training was held, stepped or let go."""
+    """Training was held, stepped or resumed."""
     SNAPSHOT = "snapshot"
     """A snapshot was pinned or released through the control plane."""
     EXPORT = "export"
-    """An export began, moved (at most once a second) or ended."""
+    """An export began, progressed (at most once a second) or ended."""
 
 
 @dataclass(frozen=True)
 class Event:
-    """One thing that happened."""
+    """One event."""
 
     number: int
-    """Rises by one with each event of this control plane, from 1 on."""
+    """Rises by one with each event of this control plane, starting at 1."""
     id: str
-    """What a reader gives back to go on after it."""
+    """What a reader passes back to resume after it."""
     kind: str
     job: str
-    """Job it is about; empty when about none."""
+    """Job it concerns; empty for none."""
     text: str
-    """The data as one line of JSON, made once for all readers."""
+    """The data as one line of JSON, encoded once for all readers."""
 
     @cached_property
     def frame(self) -> bytes:
-        """What is sent of it, made once for all readers; of `QUIET`, a comment."""
+        """The SSE frame, encoded once for all readers; for `QUIET` a comment."""
         if not self.kind:
             return KEEPALIVE_COMMENT
         return format_sse_event(data_str=self.text, event=self.kind, id=self.id, retry=RETRY_MS)
 
 
 QUIET = Event(0, "", "", "", "")
-"""Nothing has happened for a while: keeps a reader's connection alive."""
+"""Keep-alive for a reader's connection when nothing has happened for a while."""
 
 
 class EventBus:
-    """Takes events in and hands them on. Used on the event loop only; publishing never waits."""
+    """Distributes events to readers. Event loop only; publishing never blocks."""
 
     def __init__(
         self,
@@ -104,7 +104,7 @@ class EventBus:
         self._ring: deque[Event] = deque(maxlen=ring_count)
         self._last = 0
         self._clock = clock
-        # Numbers begin anew with each process; the name tells a foreign one.
+        # Numbers restart with each process; the name marks ids of another one.
         self._name = secrets.token_hex(4)
         self._news = asyncio.Event()
         self._viewers = Shares(max_viewers, "viewers that follow the events")
@@ -112,16 +112,16 @@ class EventBus:
 
     @property
     def viewer_count(self) -> int:
-        """Readers that follow now."""
+        """Current readers."""
         return self._viewers.taken
 
     def publish(self, kind: str, data: Mapping[str, Any], *, job: str = "") -> Event:
-        """Hands an event to all readers. Never waits and never fails for what readers do.
+        """Publish an event to all readers. Never blocks on readers, never fails because of them.
 
         Args:
             kind: One of `Kind`.
-            data: JSON-able; `time_s` (Unix time) and `job` are added.
-            job: Job it is about; readers of other jobs do not get it.
+            data: JSON-serializable; `time_s` (Unix time) and `job` are added.
+            job: Job it concerns; readers of other jobs do not get it.
         """
         whole = {"time_s": round(self._clock(), 3), "job": job, **data}
         text = json.dumps(whole, allow_nan=False, separators=(",", ":"))
@@ -131,6 +131,7 @@ class EventBus:
         self._last += 1
         event = Event(self._last, self._id(self._last), str(kind), job, text)
         self._ring.append(event)
+        # Wake those who wait and swap in a fresh event: no reader has to clear a shared one.
         self._news.set()
         self._news = asyncio.Event()
         return event
@@ -139,15 +140,15 @@ class EventBus:
     async def follow(
         self, *, job: str, after: str | None = None, quiet_s: float = math.inf
     ) -> AsyncGenerator[AsyncGenerator[Event, None], None]:
-        """The events of `job` (and of none), from now on or after the event of id `after`.
+        """Events of `job` (and of no job), from now on or after the event with id `after`.
 
-        The first event is HELLO, or a GAP when some that were asked for are gone. A reader
-        that the ring overtakes gets a GAP, too; and QUIET whenever nothing has happened for
-        `quiet_s` seconds. Ends when the bus is closed.
+        The first event is HELLO, or GAP when requested ones are gone. A reader overtaken by the
+        ring also gets a GAP, and QUIET whenever nothing has happened for `quiet_s` seconds. Ends
+        when the bus is closed.
 
         Raises:
             ExhaustedError: too many readers.
-            UsageError: `after` is no id.
+            UsageError: `after` is not an event id.
         """
         begin, missed = self._place(after)
         with self._viewers.one(CALLER.get()):
@@ -155,21 +156,21 @@ class EventBus:
                 yield events
 
     def close(self) -> None:
-        """Ends all readers' streams."""
+        """End all readers' streams."""
         self._closed = True
         self._news.set()
 
     async def _events(
         self, job: str, place: int, missed: int, quiet_s: float
     ) -> AsyncGenerator[Event, None]:
-        """`place` is the number of the last event that the reader has."""
+        """`place` is the number of the last event the reader has."""
         yield self._note(place, job, missed)
         while not self._closed:
             if place == self._last:
                 if not await self._has_news(quiet_s):
                     yield QUIET
                 continue
-            # One that comes back reads thousands; others want their turn.
+            # A returning reader replays thousands: yield to others.
             await asyncio.sleep(0)
             first = self._ring[0].number
             if place + 1 < first:
@@ -190,7 +191,7 @@ class EventBus:
         return True
 
     def _place(self, after: str | None) -> tuple[int, int]:
-        """Where a reader begins, and how many events it missed (-1: unknown)."""
+        """Where a reader starts, and how many events it missed (-1: unknown)."""
         if not after:
             return self._last, 0
         found = _ID.match(after)

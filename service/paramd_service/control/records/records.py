@@ -1,4 +1,4 @@
-"""What a control plane remembers, as one part: the store, and what is written to it."""
+"""A control plane's records as one component: the store and everything written to it."""
 
 from __future__ import annotations
 
@@ -31,26 +31,26 @@ from paramd_service.control.store.tokens import TokenStore
 
 MAX_REFUSAL_CHARS = 256
 SELF = "control plane"
-"""Actor of what the control plane does by itself."""
+"""Actor of what the control plane does on its own."""
 
 log = logging.getLogger("paramd.control")
 
 
 class Records:
-    """Use on one event loop, from `start` to `stop`."""
+    """The store with its audit, tokens, alerts, edits and history. Single event loop."""
 
     def __init__(self, store: str, directory: Path, *, chain: str, epoch: int = 0) -> None:
         """No I/O.
 
         Args:
-            store: URL of the store; empty: a file in `directory`.
-            directory: where heads and keys of the audit are kept, 0700 and ours.
-            chain: the job of an embedded control plane, empty for a site: whose chain has
-                what the control plane itself does.
-            epoch: that of an embedded one.
+            store: URL of the store; empty for a file in `directory`.
+            directory: Holds the audit's heads and keys; mode 0700 and ours.
+            chain: Audit chain for the control plane's own actions: the job's when embedded,
+                empty for a site.
+            epoch: The embedded control plane's epoch.
 
         Raises:
-            UsageError: `store` is no URL of a kind that we know.
+            UsageError: `store` is not a supported URL.
         """
         self.store = Store(parse_store(store, directory=directory))
         self.audit = Audit(self.store, directory)
@@ -66,7 +66,7 @@ class Records:
         self._started = False
 
     async def start(self, settings: Mapping[str, Any]) -> None:
-        """Opens the store and records the start. A store that is away is only logged.
+        """Open the store and record the start. An unavailable store is only logged.
 
         Raises:
             UsageError: the store's driver is not installed.
@@ -82,8 +82,9 @@ class Records:
         await self.audit.event(self._action(SELF, "", "control.start", detail))
 
     async def stop(self) -> None:
-        """Records the end, writes what waits, closes. Idempotent; safe after a failed start."""
+        """Record the stop, flush and close. Idempotent; safe after a failed start."""
         if self._started:
+            # First: from here on `note` and `denied` add nothing behind the last record.
             self._started = False
             if self._tasks:
                 await asyncio.wait(self._tasks)
@@ -100,34 +101,34 @@ class Records:
         detail: Mapping[str, Any],
         of: Incarnation | None = None,
     ) -> AbstractAsyncContextManager[Entry]:
-        """Records a mutation around its effect, in the job's chain; see `Audit`.
+        """Record a mutation around its effect, in the job's chain; see `Audit`.
 
         Args:
-            of: the epoch that is changed; None: the control plane itself.
+            of: The incarnation being changed; None for the control plane itself.
         """
         return self.audit.mutation(self._action(by.name, by.role.value, method, detail, of))
 
     async def happened(
         self, by: Principal, method: str, detail: Mapping[str, Any], of: Incarnation
     ) -> None:
-        """Records what somebody did to a job and may do whatever the audit can hold."""
+        """Record a user's action that is allowed even when the audit cannot be written."""
         await self.audit.event(self._action(by.name, by.role.value, method, detail, of))
 
     def denied(self, actor: str, role: str, operation: str, reason: str) -> None:
-        """Takes in a refused call. Never waits, never fails."""
+        """Record a refused call. Never blocks, never fails."""
         if self._started:
             self._denials.saw(actor=actor, role=role, method=operation, reason=reason)
 
     def epoch_began(self, incarnation: Incarnation) -> None:
-        """Records that a job's epoch began. Training never waits for that."""
+        """Record that a job's epoch began; training never waits for it."""
         self.note(incarnation, "epoch.begin", {"world_size": incarnation.bootstrap.world_size})
 
     def epoch_ended(self, incarnation: Incarnation) -> None:
-        """Records that a job's epoch is over, and why."""
+        """Record that a job's epoch ended, and why."""
         self.note(incarnation, "epoch.end", {"reason": str(incarnation.over)})
 
     def look(self, incarnation: Incarnation, view: MeshView, now_s: float | None = None) -> None:
-        """Records what sidecars have refused, together; called once a second."""
+        """Record refusals reported by sidecars, batched; called once a second."""
         now_s = now_s if now_s is not None else time.monotonic()
         for refused in incarnation.refusals.look(view, now_s):
             detail = {
@@ -139,7 +140,7 @@ class Records:
             self.note(incarnation, "sidecar.denied", detail)
 
     async def export_ended(self, row: ExportRow) -> None:
-        """Records how an export ended."""
+        """Record how an export ended."""
         detail = {"id": row.id, "destination": row.destination, "state": row.state}
         action = Action(
             actor=row.actor,
@@ -154,7 +155,7 @@ class Records:
             await self.audit.event(action)
 
     def note(self, incarnation: Incarnation, method: str, detail: Mapping[str, Any]) -> None:
-        """Records what the control plane did by itself. Never waits."""
+        """Record what the control plane did on its own. Never blocks."""
         if not self._started:
             return
         action = self._action(SELF, "", method, detail, incarnation)
@@ -181,7 +182,7 @@ class Records:
 
 
 async def open_records(config: ControlConfig, mine: Bootstrap | None) -> Records:
-    """The records of a control plane, started; `mine` is the one job of an embedded one.
+    """Make and start a control plane's records; `mine` is the job of an embedded one.
 
     Raises:
         UsageError, ConflictError: as `Records.start`.

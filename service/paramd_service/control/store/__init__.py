@@ -1,5 +1,5 @@
-"""What a control plane remembers: audit, tokens, alerts, metric history. SQLite or PostgreSQL.
+"""A control plane's database: audit, tokens, alerts, metric history. SQLite or PostgreSQL.
 
-`store.py` has the one writer thread and the readers; `schema.py` the tables as they are now,
+`store.py` has the single writer thread and the readers, `schema.py` the current tables,
 `migrations/` the way there; each kind of record has a file of its own.
 """

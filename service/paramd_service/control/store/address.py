@@ -1,4 +1,4 @@
-"""Which database the store is in. A password never leaves this module in a text."""
+"""The store's database address. No text made here ever contains its password."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _POSTGRES = ("postgresql", "postgres", "postgresql+psycopg")
 
 @dataclass(frozen=True, slots=True)
 class StoreAddress:
-    """A database; its text form has no password."""
+    """A database; `str` omits the password."""
 
     url: URL = field(repr=False)
     path: Path | None
@@ -38,16 +38,15 @@ class StoreAddress:
 
 
 def sqlite_address(path: Path) -> StoreAddress:
-    """The store in a file."""
+    """The SQLite store at `path`."""
     return StoreAddress(URL.create("sqlite", database=str(path.absolute())), path.absolute())
 
 
 def parse_store(text: str, *, directory: Path) -> StoreAddress:
-    """The store that a setting names; empty: `control.sqlite` in `directory`.
+    """The store that a setting names; when empty, `control.sqlite` in `directory`.
 
     Raises:
-        UsageError: it is no URL of a kind that we know. The text never repeats it, because
-            it may hold a password.
+        UsageError: not a supported URL. The text never quotes it, as it may hold a password.
     """
     if not text:
         return sqlite_address(directory / FILE_NAME)
@@ -65,7 +64,7 @@ def parse_store(text: str, *, directory: Path) -> StoreAddress:
 
 
 def holds_password(text: str) -> bool:
-    """Whether a setting names a password, which must not stand on a command line."""
+    """Whether a setting contains a password, which must not appear on a command line."""
     try:
         url = make_url(text)
     except (ArgumentError, ValueError):

@@ -1,4 +1,4 @@
-"""Alerts at rest: raised, updated, resolved; never removed."""
+"""Stored alerts: raised, updated, resolved; never removed."""
 
 from __future__ import annotations
 
@@ -19,24 +19,24 @@ class AlertRow:
     """One alert."""
 
     id: int = 0
-    """Given by the store; rises with every new alert. 0 before that."""
+    """Assigned by the store in rising order; 0 before that."""
     job: str
     epoch: int
     rank: int = -1
     """-1: the mesh as a whole."""
     step: int = -1
-    """-1: not known."""
+    """-1: unknown."""
     rule: str
     """Name of the rule, at most 64 characters."""
     severity: str
     text: str
     detail: Mapping[str, Any] = field(default_factory=dict)
-    """What JSON can hold."""
+    """JSON-serializable."""
     raised_s: float
     """Seconds since the Unix epoch."""
     updated_s: float
     resolved_s: float | None = None
-    """None: still true."""
+    """None: still firing."""
 
 
 class AlertStore:
@@ -46,7 +46,7 @@ class AlertStore:
         self._store = store
 
     async def add(self, row: AlertRow) -> int:
-        """Adds one; returns its id."""
+        """Add an alert and return its id."""
         values = _values(row)
         statement = insert(alerts).values(values).returning(alerts.c.id)
         return await self._store.write(
@@ -54,7 +54,7 @@ class AlertStore:
         )
 
     async def replace(self, row: AlertRow) -> None:
-        """Writes one anew, by its id. Raises NotFoundError."""
+        """Overwrite an alert by id. Raises NotFoundError."""
         statement = update(alerts).where(alerts.c.id == row.id).values(_values(row))
         changed = await self._store.write(lambda connection: connection.execute(statement).rowcount)
         if not changed:
@@ -70,8 +70,8 @@ class AlertStore:
         only_resolved: bool = False,
         epoch: int | None = None,
     ) -> list[AlertRow]:
-        """The newest alerts of a job, newest first; `before_id` goes on from a page before.
-        `epoch` None takes all epochs."""
+        """A job's alerts, newest first; `before_id` continues from a previous page. With `epoch`
+        None, those of all epochs."""
         chosen = select(alerts).where(alerts.c.job == job).order_by(alerts.c.id.desc()).limit(limit)
         if before_id is not None:
             chosen = chosen.where(alerts.c.id < before_id)

@@ -1,4 +1,4 @@
-"""Edits at rest: what was asked for, and what became of it; never removed."""
+"""Stored edits: requests and their outcomes; never removed."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class EditRow:
     """One edit."""
 
     number: int = 0
-    """Given by the store; rises with every new edit. 0 before that."""
+    """Assigned by the store in rising order; 0 before that."""
     id: str
     """32 hexadecimal digits."""
     job: str
@@ -28,7 +28,7 @@ class EditRow:
     state: str
     reason: str = ""
     actor: str
-    """Name of the token of whoever asked for it."""
+    """Name of the requester's token."""
     role: str
     note: str = ""
     created_s: float
@@ -46,7 +46,7 @@ class EditRow:
     digest: str
     """Of the manifest, in hexadecimal digits."""
     detail: Mapping[str, Any] = field(default_factory=dict)
-    """Operations as documents have them, flags, numbers before and after."""
+    """Operations as in REST documents, flags, statistics before and after."""
     undo_of: str = ""
     undone_by: str = ""
 
@@ -58,7 +58,7 @@ class EditStore:
         self._store = store
 
     async def add(self, row: EditRow) -> int:
-        """Adds one; returns its number.
+        """Add an edit and return its number.
 
         Raises:
             ExistsError: the id has been used.
@@ -74,7 +74,7 @@ class EditStore:
         return await self._store.write(work)
 
     async def save(self, row: EditRow) -> None:
-        """Writes what may have changed; an applied undo is written to what it undid, too."""
+        """Write the mutable fields; an applied undo also marks the edit it undid."""
         changed = {
             "state": row.state,
             "reason": row.reason,
@@ -89,6 +89,7 @@ class EditStore:
 
         def work(connection: Connection) -> None:
             connection.execute(update(edits).where(edits.c.id == row.id).values(changed))
+            # In the same transaction: an applied undo and the mark it leaves must not diverge.
             if row.undo_of and row.state == "APPLIED":
                 undone = update(edits).where(edits.c.id == row.undo_of)
                 connection.execute(undone.values(undone_by=row.id))
@@ -96,7 +97,7 @@ class EditStore:
         await self._store.write(work)
 
     async def find(self, edit_id: str) -> EditRow | None:
-        """The edit of this id; None when there is none."""
+        """The edit with this id; None when there is none."""
         chosen = select(edits).where(edits.c.id == edit_id)
         row = await self._store.read(lambda connection: connection.execute(chosen).first())
         return _edit(row) if row is not None else None
@@ -104,7 +105,7 @@ class EditStore:
     async def page(
         self, job: str, *, limit: int, before: int | None = None, state: str | None = None
     ) -> list[EditRow]:
-        """The newest edits of a job, newest first; `before` goes on from a number."""
+        """A job's edits, newest first; with `before`, only those with lower numbers."""
         chosen = select(edits).where(edits.c.job == job).order_by(edits.c.number.desc())
         if before is not None:
             chosen = chosen.where(edits.c.number < before)
@@ -118,7 +119,7 @@ class EditStore:
     async def of_job(
         self, job: str, states: Collection[str], *, epoch: int | None = None, after: int = 0
     ) -> list[EditRow]:
-        """All edits in one of the states, oldest first; of one epoch, with a number above."""
+        """A job's edits in any of `states` with numbers above `after`, oldest first."""
         chosen = select(edits).where(
             edits.c.job == job, edits.c.state.in_(list(states)), edits.c.number > after
         )

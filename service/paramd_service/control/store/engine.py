@@ -1,4 +1,4 @@
-"""How we talk to the two databases."""
+"""SQLAlchemy engines for SQLite and PostgreSQL."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ BUSY_TIMEOUT_MS = 5_000
 CONNECT_TIMEOUT_S = 5
 STATEMENT_TIMEOUT_MS = 30_000
 READERS = 4
-"""Threads and connections that read."""
+"""Reader threads, each with a connection."""
 
 WRITES = "paramd_writes"
-"""Execution option of a connection that will write."""
+"""Execution option that marks a connection as writing."""
 
 
 def make_engine(address: StoreAddress) -> Engine:
-    """An engine; nothing is opened yet.
+    """Make an engine without connecting.
 
     Raises:
-        UsageError: PostgreSQL is named and its driver is not installed.
+        UsageError: the address is PostgreSQL's and its driver is not installed.
     """
     if address.path is not None:
         return _sqlite(address)
@@ -34,7 +34,7 @@ def make_engine(address: StoreAddress) -> Engine:
             hide_parameters=True,
             pool_size=READERS + 1,
             max_overflow=0,
-            # A server that was restarted must not cost a failed write.
+            # Ping first: a server restart must not fail the next write.
             pool_pre_ping=True,
             connect_args={
                 "connect_timeout": CONNECT_TIMEOUT_S,
@@ -48,7 +48,7 @@ def make_engine(address: StoreAddress) -> Engine:
 
 
 def create_file(address: StoreAddress) -> None:
-    """Makes the SQLite file, for its owner alone. Its companions (-wal, -shm) get its mode."""
+    """Create the SQLite file with mode 0600; its companions (-wal, -shm) inherit the mode."""
     if address.path is not None:
         flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
         os.close(os.open(address.path, flags, 0o600))
@@ -59,14 +59,14 @@ def _sqlite(address: StoreAddress) -> Engine:
 
     @event.listens_for(engine, "connect")
     def set_up(connection: Any, _record: Any) -> None:
-        # Transactions begin where we say so, below, and not where the driver thinks.
+        # Autocommit mode: transactions begin in `begin` below, not where the driver guesses.
         connection.isolation_level = None
         for pragma in (f"busy_timeout={BUSY_TIMEOUT_MS}", "synchronous=FULL", "foreign_keys=ON"):
             connection.execute(f"PRAGMA {pragma}").close()
 
     @event.listens_for(engine, "begin")
     def begin(connection: Connection) -> None:
-        # A reader that turns into a writer may be refused; a writer says so from the start.
+        # IMMEDIATE takes the write lock up front: upgrading a read transaction can fail as busy.
         writes = connection.get_execution_options().get(WRITES, False)
         connection.exec_driver_sql("BEGIN IMMEDIATE" if writes else "BEGIN")
 

@@ -1,4 +1,4 @@
-"""What the database says, in our words."""
+"""Database errors as domain errors."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ MAX_TOLD_CHARS = 300
 
 
 class StoreError(UnreachableError):
-    """The store cannot be used now: away, full, read-only or behind. Nothing was written."""
+    """The store is unavailable: down, full, read-only or behind. Nothing was written."""
 
 
 @contextmanager
 def store_errors(address: StoreAddress) -> Iterator[None]:
-    """Turns errors of the database and its files into `StoreError`."""
+    """Convert errors of the database and its files to `StoreError`."""
     try:
         yield
     except (SQLAlchemyError, sqlite3.Error, OSError) as error:
-        # The driver's own text: SQLAlchemy's holds the statement.
+        # The driver's own text: SQLAlchemy's includes the statement.
         told = getattr(error, "orig", None) or error
         text = " ".join(str(told).split())[:MAX_TOLD_CHARS]
         raise StoreError(f"the store {address} cannot be used: {text}") from error

@@ -1,7 +1,7 @@
-"""Exports and their schedules at rest.
+"""Stored exports and their schedules.
 
-A control plane that takes an export over writes its own generation into it; one of a lower
-generation can then change nothing of it.
+A control plane that takes over an export stamps it with its own generation, which fences out
+writers of lower generations.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ class ExportRow:
     format: str
     actor: str
     schedule: str = ""
-    """Id of the schedule that began it; empty: somebody did."""
+    """Id of the schedule that started it; empty when requested by a user."""
     request: Mapping[str, Any]
-    """As it was asked for."""
+    """The original request."""
     state: str = "PLANNED"
     reason: str = ""
     epoch: int = 0
@@ -45,7 +45,7 @@ class ExportRow:
     generation: int
     """Of the control plane that runs it."""
     drop_owed: bool = False
-    """Whether partial files could not be removed yet."""
+    """Whether partial files are still to be removed."""
     removed: bool = False
     """Whether a schedule's retention has removed it."""
     created_s: float
@@ -61,33 +61,33 @@ class ExportFileRow:
     size_bytes: int
     written_bytes: int
     rank: int
-    """-1: not given to any."""
+    """-1: unassigned."""
     checksum: str
     state: str
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ScheduleRow:
-    """Exports that begin by themselves."""
+    """A schedule that starts exports."""
 
     id: str
     job: str
     actor: str
     request: Mapping[str, Any]
-    """What each export is, and its `destination` with a key that has "{step}" in it or gets
-    "/step-N" behind it."""
+    """The request for each export; the key of its `destination` contains "{step}", or "/step-N"
+    is appended to it."""
     rhythm: Mapping[str, Any] = field(default_factory=dict)
     last_step: int
-    """Step of the last occasion, taken or skipped."""
+    """Step of the last occasion, whether exported or skipped."""
     last_s: float
-    """Its time."""
+    """Time of the last occasion."""
     skipped_count: int = 0
     created_s: float
     deleted_s: float | None = None
 
 
 class TakenOverError(ConflictError):
-    """A control plane of a higher generation goes on with an export."""
+    """A control plane of a higher generation has taken over the export."""
 
 
 class ExportStore:
@@ -97,7 +97,7 @@ class ExportStore:
         self._store = store
 
     async def add(self, row: ExportRow) -> None:
-        """Adds one. Raises ConflictError when the id is taken."""
+        """Add an export. Raises ConflictError when the id is taken."""
 
         def work(connection: Connection) -> None:
             taken = select(exports.c.id).where(exports.c.id == row.id)
@@ -108,14 +108,15 @@ class ExportStore:
         await self._store.write(work)
 
     async def save(self, row: ExportRow, files: Iterable[ExportFileRow] = ()) -> None:
-        """Writes an export and those of its files that are given.
+        """Write an export and the given ones of its files.
 
         Raises:
-            TakenOverError: a control plane of a higher generation goes on with it.
+            TakenOverError: a control plane of a higher generation has taken it over.
         """
         listed = list(files)
 
         def work(connection: Connection) -> None:
+            # The fence: with a newer generation in the row, nothing is written, files included.
             mine = exports.c.id == row.id, exports.c.generation <= row.generation
             changed = connection.execute(update(exports).where(*mine).values(_export_values(row)))
             if not changed.rowcount:
@@ -138,11 +139,11 @@ class ExportStore:
         return _export(row)
 
     async def find(self, export_id: str) -> list[ExportRow]:
-        """The export of this id, of any job; none when there is none."""
+        """The export with this id, of any job, as a list of at most one."""
         return await self._all(select(exports).where(exports.c.id == export_id))
 
     async def files(self, export_id: str) -> list[ExportFileRow]:
-        """Files of an export, in their order."""
+        """Files of an export, in plan order."""
         chosen = (
             select(export_files)
             .where(export_files.c.export_id == export_id)
@@ -162,7 +163,7 @@ class ExportStore:
         return await self._all(newest.limit(limit).offset(offset))
 
     async def sizes(self, ids: Sequence[str]) -> dict[str, tuple[int, int]]:
-        """Bytes in all and bytes written of exports whose files are known, by id."""
+        """(total bytes, written bytes) by export id, for exports whose files are known."""
         size, done = func.sum(export_files.c.size_bytes), func.sum(export_files.c.written_bytes)
         key = export_files.c.export_id
         chosen = select(key, size, done).where(key.in_(ids)).group_by(key)
@@ -170,24 +171,25 @@ class ExportStore:
         return {row[0]: (int(row[1]), int(row[2])) for row in rows}
 
     async def unfinished(self, job: str) -> list[ExportRow]:
-        """Exports that go on, or of which partial files may be left; oldest first."""
+        """Open exports and those that may have left partial files, oldest first."""
         chosen = select(exports).where(
             exports.c.job == job, exports.c.state.in_(OPEN_STATES) | exports.c.drop_owed
         )
         return await self._all(chosen.order_by(exports.c.created_s))
 
     async def of_schedule(self, schedule_id: str) -> list[ExportRow]:
-        """Exports that a schedule began and that are done, removed ones too; oldest first."""
+        """A schedule's completed exports, including removed ones, oldest first."""
         chosen = select(exports).where(exports.c.schedule == schedule_id, exports.c.state == "DONE")
         return await self._all(chosen.order_by(exports.c.created_s, exports.c.id))
 
     async def add_schedule(self, row: ScheduleRow) -> None:
-        """Adds a schedule."""
+        """Add a schedule."""
         statement = insert(export_schedules).values(_schedule_values(row))
         await self._store.write(lambda connection: connection.execute(statement))
 
     async def save_schedule(self, row: ScheduleRow) -> None:
-        """Writes a schedule anew; one that was deleted meanwhile stays deleted."""
+        """Overwrite a schedule; one deleted in the meantime stays deleted."""
+        # A writer that read the row before its deletion must not revive it.
         key = export_schedules.c.id == row.id
         if row.deleted_s is None:
             key &= export_schedules.c.deleted_s.is_(None)
@@ -195,7 +197,7 @@ class ExportStore:
         await self._store.write(lambda connection: connection.execute(statement))
 
     async def schedules(self, job: str) -> list[ScheduleRow]:
-        """Schedules of a job that are in force, oldest first."""
+        """A job's active schedules, oldest first."""
         chosen = (
             select(export_schedules)
             .where(export_schedules.c.job == job, export_schedules.c.deleted_s.is_(None))
@@ -205,7 +207,7 @@ class ExportStore:
         return [_schedule(row) for row in rows]
 
     async def owners(self) -> set[str]:
-        """Ids of all exports that go on and of all schedules in force, of any job."""
+        """Ids of all open exports and active schedules, of any job."""
         running = select(exports.c.id).where(exports.c.state.in_(OPEN_STATES))
         rhythms = select(export_schedules.c.id).where(export_schedules.c.deleted_s.is_(None))
         both = union_all(running, rhythms)
@@ -213,7 +215,8 @@ class ExportStore:
         return {str(row[0]) for row in rows}
 
     async def forget(self, before_s: float) -> None:
-        """Forgets exports that ended before a time, but not those of schedules."""
+        """Delete exports that ended before `before_s`, except scheduled ones and those with
+        partial files left."""
         old = exports.c.ended_s < before_s, exports.c.schedule == "", ~exports.c.drop_owed
         statement = delete(exports).where(*old)
         await self._store.write(lambda connection: connection.execute(statement))

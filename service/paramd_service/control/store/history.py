@@ -1,4 +1,4 @@
-"""Metric history: takes samples without waiting, writes them once a second, thins them out."""
+"""Metric history: buffer samples without blocking, write them once a second, downsample."""
 
 from __future__ import annotations
 
@@ -29,16 +29,17 @@ from paramd_service.control.store.store import Store
 FLUSH_S = 1.0
 SWEEP_S = 60.0
 MAX_BUFFERED = 100_000
-"""Samples that may wait to be written; more are dropped, and counted."""
+"""Most samples waiting to be written; more are dropped and counted."""
 BATCH = 2_000
-"""Samples of one write, so that an audit record behind it does not wait for long."""
+"""Samples per write: small, so that an audit record queued behind it does not wait long."""
 MAX_SERIES_KNOWN = 100_000
 
 log = logging.getLogger("paramd.control.store")
 
 
 class MetricHistory:
-    """Use on one event loop, from `start` to `stop`, within the store's life."""
+    """Buffered writer and reader of series. Single event loop; `start` to `stop` must lie within
+    the store's."""
 
     def __init__(
         self,
@@ -55,10 +56,10 @@ class MetricHistory:
         self._rolled_s: dict[int, int] = {}
         self._task: asyncio.Task[None] | None = None
         self.dropped_count = 0
-        """Samples that were not kept: too many waited, or the store was away."""
+        """Samples lost because the buffer was full or the store unavailable."""
 
     def offer(self, samples: Iterable[Sample]) -> None:
-        """Takes samples in. Never waits, never fails."""
+        """Buffer samples. Never blocks, never fails."""
         for sample in samples:
             if len(self._samples) >= MAX_BUFFERED:
                 self.dropped_count += 1
@@ -68,7 +69,7 @@ class MetricHistory:
     async def read(
         self, series: SeriesKey, *, begin_s: float, end_s: float, limit: int = 10_000
     ) -> list[Point]:
-        """Points of one series within `[begin_s, end_s)`, as fine as they are still kept.
+        """Points of one series within `[begin_s, end_s)`, at the finest resolution still kept.
 
         Raises:
             StoreError: the store cannot be read.
@@ -88,8 +89,8 @@ class MetricHistory:
     async def series(
         self, job: str, epoch: int, *, after: tuple[str, int] | None = None, limit: int = 1000
     ) -> list[SeriesKey]:
-        """Series of an epoch by name and rank, the first after that name and rank; those of
-        the last seconds may not be written yet.
+        """Series of an epoch ordered by name and rank, starting after `after`; those of the last
+        seconds may not be written yet.
 
         Raises:
             StoreError: the store cannot be read.
@@ -99,11 +100,11 @@ class MetricHistory:
         )
 
     def start(self) -> None:
-        """Begins to write."""
+        """Start writing."""
         self._task = asyncio.create_task(self._run(), name="paramd-metric-history")
 
     async def stop(self) -> None:
-        """Writes what waits, and ends. Idempotent."""
+        """Write what is buffered, then stop. Idempotent."""
         if self._task is not None:
             self._task.cancel()
             await asyncio.wait({self._task})
@@ -111,7 +112,7 @@ class MetricHistory:
             await self.flush()
 
     async def flush(self) -> None:
-        """Writes the samples that wait; those that cannot be written are dropped."""
+        """Write the buffered samples; those that cannot be written are dropped."""
         samples, self._samples = self._samples, []
         for begin in range(0, len(samples), BATCH):
             batch = samples[begin : begin + BATCH]
@@ -123,20 +124,21 @@ class MetricHistory:
                 return
 
     async def sweep(self) -> None:
-        """Sums up and drops what is due now. Raises StoreError."""
+        """Roll up and drop what is due now. Raises StoreError."""
         ends = await self._store.read(self._ends)
+        # After a restart, a tier's newest bucket tells how far it has been rolled up.
         for resolution_s, (_, newest_s) in ends.items():
             if resolution_s:
                 self._rolled_s.setdefault(resolution_s, newest_s + resolution_s)
         oldest_s = {resolution_s: oldest for resolution_s, (oldest, _) in ends.items()}
         for step in plan(self._clock(), self._rolled_s, oldest_s, self._tiers):
-            # One write each: others may come between.
+            # One write per step, so that other writes get in between.
             await self._store.write(partial(_perform, step))
             if isinstance(step, RollUp):
                 self._rolled_s[step.target_s] = step.end_s
 
     def _insert(self, batch: list[Sample], connection: Connection) -> dict[SeriesKey, int]:
-        # On the writer's thread, which alone touches what is known of series.
+        # On the writer thread, the only one that touches `_series`.
         if len(self._series) > MAX_SERIES_KNOWN:
             self._series.clear()
         return store_samples(connection, batch, self._series)

@@ -1,4 +1,4 @@
-"""Brings a store up to date, one process at a time."""
+"""Bring a store's schema up to date, one process at a time."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ from paramd_service.control.store.engine import WRITES, create_file
 from paramd_service.control.store.schema import REVISION, metadata
 
 LOCK_KEY = 0x70617261_6D640001
-"""PostgreSQL's advisory lock of whoever migrates."""
+"""PostgreSQL advisory lock held while migrating."""
 
 MIGRATIONS = Path(__file__).with_name("migrations")
 
 
 def migrate(engine: Engine, address: StoreAddress) -> str:
-    """Makes or upgrades the tables; says from which revision ("" for a new store).
+    """Create or upgrade the tables; return the previous revision ("" for a new store).
 
-    All or nothing. Whoever comes second waits for the first and finds it done.
+    All or nothing. Concurrent callers wait for the first and find nothing left to do.
 
     Raises:
-        ConflictError: a newer paramd has made or upgraded this store.
+        ConflictError: the store was made or upgraded by a newer paramd.
         SQLAlchemyError, OSError: it cannot be used.
     """
     with _alone(address):
@@ -47,7 +47,7 @@ def migrate(engine: Engine, address: StoreAddress) -> str:
 
 
 def _revision(connection: Connection) -> str | None:
-    """The store's revision: None when it is new, empty before the first one."""
+    """The store's revision; None for a new store, empty before the first revision."""
     if not inspect(connection).has_table("alembic_version"):
         return None
     rows = connection.execute(text("SELECT version_num FROM alembic_version")).scalars().all()
@@ -55,7 +55,7 @@ def _revision(connection: Connection) -> str | None:
 
 
 def _create(connection: Connection) -> None:
-    """What all migrations together make; without Alembic, which takes a second to load."""
+    """Create the current tables directly, without Alembic, which takes a second to load."""
     metadata.create_all(connection, checkfirst=False)
     connection.execute(
         text(
@@ -69,8 +69,7 @@ def _create(connection: Connection) -> None:
 
 
 def _upgrade(connection: Connection, found: str, address: StoreAddress) -> None:
-    # Loaded only when there is something to do: it takes longer than the rest of a start,
-    # and tells the log what it loads.
+    # Imported only when needed: it takes longer than the rest of startup, and logs what it loads.
     logging.getLogger("alembic").setLevel(logging.WARNING)
     from alembic.config import Config
     from alembic.runtime.environment import EnvironmentContext
@@ -96,7 +95,8 @@ def _upgrade(connection: Connection, found: str, address: StoreAddress) -> None:
 
 
 def _use_wal(engine: Engine) -> None:
-    """Readers go on while one writes; the file remembers it."""
+    """Switch to WAL, so that readers do not block on the writer; the file remembers the mode."""
+    # A raw connection: the journal mode cannot be changed inside a transaction.
     raw = engine.raw_connection()
     try:
         cursor = raw.cursor()
@@ -108,7 +108,7 @@ def _use_wal(engine: Engine) -> None:
 
 @contextmanager
 def _alone(address: StoreAddress) -> Iterator[None]:
-    """One process at a time for a SQLite file; PostgreSQL locks within the transaction."""
+    """Exclude other processes from a SQLite file; PostgreSQL locks within the transaction."""
     if address.path is None:
         yield
         return
@@ -118,4 +118,5 @@ def _alone(address: StoreAddress) -> Iterator[None]:
         fcntl.flock(lock, fcntl.LOCK_EX)
         yield
     finally:
+        # Closing unlocks. The file stays: unlinked, a waiter would hold a lock on a dead inode.
         os.close(lock)

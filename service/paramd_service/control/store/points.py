@@ -1,4 +1,4 @@
-"""Metric history at rest: points, sums over them, and the statements that make and drop them."""
+"""Stored metric history: points, roll-ups, and the statements that make and drop them."""
 
 from __future__ import annotations
 
@@ -32,40 +32,40 @@ _MS = 1000
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SeriesKey:
-    """What a number is about."""
+    """Identifies a series."""
 
     job: str
     epoch: int
     rank: int = -1
     """-1: the mesh as a whole."""
     name: str
-    """At most 64 characters; has its unit at the end."""
+    """At most 64 characters; ends in its unit."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Sample:
-    """One number as it came."""
+    """One raw measurement."""
 
     series: SeriesKey
     time_s: float
     """Seconds since the Unix epoch; kept to the millisecond."""
     step: int = -1
-    """-1: not known."""
+    """-1: unknown."""
     value: float
-    """NaN and infinities are counted, not kept."""
+    """NaN and infinities are counted, not stored."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Point:
-    """What is known of one stretch of time; a sample is a stretch of its own."""
+    """Aggregate of one time bucket, or a single sample."""
 
     time_s: float
-    """Begin of the stretch."""
+    """Start of the bucket, in seconds since the Unix epoch."""
     resolution_s: int
-    """Its length; 0: a sample."""
+    """Its length; 0 for a sample."""
     step: int
     mean: float | None
-    """Of the finite values; None when there was none."""
+    """Of the finite values; None when there are none."""
     min: float | None
     max: float | None
     count: int
@@ -76,13 +76,13 @@ class Point:
 def store_samples(
     connection: Connection, samples: Sequence[Sample], known: Mapping[SeriesKey, int]
 ) -> dict[SeriesKey, int]:
-    """Inserts samples; a second one of the same series and millisecond is left out.
+    """Insert samples; a second one for the same series and millisecond is ignored.
 
     Args:
-        known: ids of series, from earlier calls that were committed; may be empty.
+        known: Ids of series from earlier, committed calls; may be empty.
 
     Returns:
-        Ids of the series that `known` lacked.
+        Ids of the series missing from `known`.
     """
     missing = {sample.series: None for sample in samples if sample.series not in known}
     learned = {key: _series_id(connection, key) for key in missing}
@@ -102,7 +102,7 @@ def _series_id(connection: Connection, key: SeriesKey) -> int:
 
 
 def roll_up(connection: Connection, step: RollUp) -> None:
-    """Sums up, within the database. Doing it twice changes nothing."""
+    """Roll up inside the database. Idempotent: buckets that exist are kept."""
     width_ms = step.target_s * _MS
     bucket = _P.time_ms - _P.time_ms % literal_column(str(width_ms))
     sums = (
@@ -128,7 +128,7 @@ def roll_up(connection: Connection, step: RollUp) -> None:
 
 
 def drop(connection: Connection, step: Drop) -> None:
-    """Removes what is too old."""
+    """Delete the points that are too old."""
     connection.execute(
         delete(metric_points).where(*_within(connection, step.resolution_s, step.before_s))
     )
@@ -143,7 +143,7 @@ def read_points(
     end_s: float,
     limit: int,
 ) -> list[Point]:
-    """The first `limit` points of one series within `[begin_s, end_s)`, in order of time."""
+    """The first `limit` points of one series within `[begin_s, end_s)`, ordered by time."""
     chosen = (
         select(metric_points)
         .join(metric_series, metric_series.c.id == _P.series_id)
@@ -162,8 +162,7 @@ def read_points(
 def read_series(
     connection: Connection, job: str, epoch: int, *, after: tuple[str, int] | None, limit: int
 ) -> list[SeriesKey]:
-    """The first `limit` series of an epoch, by name and rank, after the one of that name and
-    rank."""
+    """The first `limit` series of an epoch after `after`, ordered by name and rank."""
     columns = metric_series.c
     chosen = (
         select(columns.name, columns.rank)
@@ -183,7 +182,7 @@ def read_series(
 
 
 def extremes(connection: Connection, resolution_s: int) -> tuple[int, int] | None:
-    """Times of the oldest and the newest point of a resolution, in whole seconds."""
+    """Times of a resolution's oldest and newest points, in whole seconds; None without points."""
     chosen = select(func.min(_P.time_ms), func.max(_P.time_ms)).where(
         _of_any_series(connection), _P.resolution_s == resolution_s
     )
@@ -202,10 +201,10 @@ def _within(
 
 
 def _of_any_series(connection: Connection) -> ColumnElement[bool]:
-    """Always true. The key begins with the series: naming them all turns a scan into seeks."""
+    """Always true. The key starts with the series: listing them all turns a scan into seeks."""
     every = select(metric_series.c.id)
     if connection.dialect.name == "postgresql":
-        # As IN it becomes a join, and a slow one while the server's statistics are old.
+        # IN would become a join, and a slow one while the server's statistics are stale.
         return _P.series_id == any_(func.array(every.scalar_subquery()))
     return _P.series_id.in_(every)
 
@@ -221,7 +220,7 @@ def _is_series(key: SeriesKey) -> ColumnElement[bool]:
 
 
 def _insert(connection: Connection, table: Table) -> Any:
-    """INSERT with ON CONFLICT, which both databases have and SQLAlchemy's common one lacks."""
+    """INSERT with ON CONFLICT: both dialects support it, SQLAlchemy's generic insert does not."""
     dialect = postgresql if connection.dialect.name == "postgresql" else sqlite
     return dialect.insert(table)
 
@@ -249,7 +248,7 @@ def _point(row: Row[Any]) -> Point:
         mean=row.mean,
         min=row.min,
         max=row.max,
-        # `count` is a method of every row.
+        # `row.count` is a method.
         count=row._mapping["count"],
         nonfinite_count=row.nonfinite_count,
     )

@@ -1,4 +1,4 @@
-"""Which metric points are summed up, and which are dropped, at what age. Pure."""
+"""Retention of metric points: what is rolled up, what is dropped, and at what age. Pure."""
 
 from __future__ import annotations
 
@@ -7,28 +7,28 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 GRACE_S = 30
-"""A bucket is summed up this long after its end; what comes later is not in the sum."""
+"""A bucket is rolled up this long after its end; later samples are missing from it."""
 
 MAX_ROLL_UP_S = 3600
-"""Longest stretch that one step sums up, so that no write takes long."""
+"""Longest time range of one roll-up, which bounds the length of a write."""
 
 
 @dataclass(frozen=True, slots=True)
 class Tier:
-    """Points of one resolution, and how long they are kept."""
+    """A resolution and how long its points are kept."""
 
     resolution_s: int
-    """0: as they came."""
+    """0: raw samples."""
     keep_s: int
 
 
 TIERS = (Tier(0, 3600), Tier(60, 86_400), Tier(600, 30 * 86_400))
-"""Finest first; each resolution a multiple of the one before."""
+"""Finest first; each resolution is a multiple of the previous one."""
 
 
 @dataclass(frozen=True, slots=True)
 class RollUp:
-    """Sum up the source's points in `[begin_s, end_s)` into buckets of the target."""
+    """Aggregate the source's points in `[begin_s, end_s)` into buckets of the target."""
 
     source_s: int
     target_s: int
@@ -38,7 +38,7 @@ class RollUp:
 
 @dataclass(frozen=True, slots=True)
 class Drop:
-    """Remove the points of a resolution that are older than `before_s`."""
+    """Remove a resolution's points older than `before_s`."""
 
     resolution_s: int
     before_s: int
@@ -50,12 +50,12 @@ def plan(
     oldest_s: Mapping[int, int],
     tiers: Sequence[Tier] = TIERS,
 ) -> list[RollUp | Drop]:
-    """What is to be done at `now_s`, in this order.
+    """Steps due at `now_s`, in order.
 
     Args:
-        now_s: seconds since the Unix epoch.
-        rolled_s: by resolution, until when that tier has been filled; absent: not at all.
-        oldest_s: by resolution, time of its oldest point; absent: it has none.
+        now_s: Seconds since the Unix epoch.
+        rolled_s: By resolution, the time up to which that tier is filled; absent: not at all.
+        oldest_s: By resolution, the time of its oldest point; absent: it has none.
     """
     steps: list[RollUp | Drop] = []
     filled_s = int(now_s) - GRACE_S
@@ -73,7 +73,7 @@ def plan(
     for tier in tiers:
         before_s = int(now_s) - tier.keep_s
         if tier is not tiers[-1]:
-            # Nothing goes before its sum is written.
+            # Never drop points that are not yet rolled up.
             before_s = min(before_s, until.get(tier.resolution_s, 0))
         if oldest_s.get(tier.resolution_s, before_s) < before_s:
             steps.append(Drop(tier.resolution_s, before_s))
@@ -81,6 +81,6 @@ def plan(
 
 
 def tier_for(begin_s: float, now_s: float, tiers: Sequence[Tier] = TIERS) -> Tier:
-    """The finest tier that still has points of `begin_s`."""
+    """The finest tier that still has points at `begin_s`."""
     age_s = now_s - begin_s
     return next((tier for tier in tiers if age_s <= tier.keep_s), tiers[-1])

@@ -1,4 +1,4 @@
-"""The tables as they are now. A change here needs a revision in `migrations/versions`."""
+"""The current tables. A change here needs a revision in `migrations/versions`."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from sqlalchemy import (
 )
 
 REVISION = "0003"
-"""The newest revision; a test holds it against the migrations."""
+"""The newest revision; a test checks it against the migrations."""
 
 MAX_JOB_CHARS = 64
 MAX_NAME_CHARS = 64
@@ -34,7 +34,7 @@ metadata = MetaData(
     }
 )
 
-# SQLite numbers rows by itself only in a column of its own integer type.
+# SQLite autoincrements only a column of type INTEGER.
 _Id = BigInteger().with_variant(Integer(), "sqlite")
 
 audit = Table(

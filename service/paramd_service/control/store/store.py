@@ -1,4 +1,4 @@
-"""The store: one thread that writes, a few that read, and an event loop that never waits."""
+"""The store: one writer thread, a few readers, and an event loop that never blocks."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from paramd_service.control.store.errors import StoreError, store_errors
 from paramd_service.control.store.migrate import migrate
 
 MAX_WAITING = 1024
-"""Writes that may wait; one more is refused."""
+"""Most queued writes; one more is refused."""
 
 T = TypeVar("T")
 
@@ -34,10 +34,10 @@ class _Write(Generic[T]):
 
 
 class Store:
-    """A database, from `start` to `stop`. Use on one event loop.
+    """A database, from `start` to `stop`. Single event loop.
 
-    A store that cannot be opened is tried again with every write; until then all calls
-    raise `StoreError`. So a full disk costs what needs the store, and nothing else.
+    If it cannot be opened, every write tries again; until one succeeds all calls raise
+    `StoreError`. So a full disk fails only what needs the store.
     """
 
     def __init__(self, address: StoreAddress, *, max_waiting: int = MAX_WAITING) -> None:
@@ -51,16 +51,16 @@ class Store:
 
     @property
     def waiting_count(self) -> int:
-        """Writes that have not begun."""
+        """Queued writes."""
         return self._writes.qsize()
 
     async def start(self) -> None:
-        """Starts the threads and opens the store; migrations run now.
+        """Start the threads, open the store and run migrations.
 
         Raises:
             UsageError: its driver is not installed.
-            ConflictError: a newer paramd has made this store.
-            StoreError: it cannot be opened now. The store stays started, and tries again.
+            ConflictError: the store was made by a newer paramd.
+            StoreError: it cannot be opened now. The store stays started and tries again.
         """
         self._engine = make_engine(self.address)
         self._readers = ThreadPoolExecutor(READERS, "paramd-store-reader")
@@ -69,35 +69,37 @@ class Store:
         await self.write(lambda _: None)
 
     async def stop(self) -> None:
-        """Performs the writes that wait, then closes. Idempotent; safe after a failed start."""
+        """Perform the queued writes, then close. Idempotent; safe after a failed start."""
+        # First: no write may be queued behind the sentinel, where nobody would perform it.
         self._stopping = True
         if self._writer is None or self._readers is None:
             return
         writer, self._writer = self._writer, None
         loop = asyncio.get_running_loop()
+        # On a thread: `put` blocks while the queue is full, and the writer may take a while.
         await loop.run_in_executor(self._readers, self._end, writer)
         self._readers.shutdown()
 
     async def write(
         self, work: Callable[[Connection], T], *, then: Callable[[T], None] = lambda _: None
     ) -> T:
-        """Runs `work` in a transaction of its own; returns when it is durable.
+        """Run `work` in its own transaction on the writer thread; return once it is durable.
 
-        `then` runs after the commit, on the writer's thread too, before the next write. A
-        cancelled call either has no effect or is performed as a whole.
+        `then` runs after the commit, also on the writer thread, before the next write. A
+        cancelled call either has no effect or is performed in full.
 
         Raises:
-            StoreError: nothing was written; or the commit's fate is unknown (connection lost).
+            StoreError: nothing was written, or the commit's fate is unknown (connection lost).
         """
         return await asyncio.wrap_future(self.submit(work, then=then))
 
     def submit(
         self, work: Callable[[Connection], T], *, then: Callable[[T], None] = lambda _: None
     ) -> Future[T]:
-        """As `write`, for callers that do not wait. Never blocks.
+        """Like `write`, for callers that do not wait. Never blocks.
 
         Raises:
-            StoreError: too many writes wait, or the store has stopped.
+            StoreError: too many writes are queued, or the store has stopped.
         """
         if self._stopping or self._writer is None:
             raise StoreError("the store is not running")
@@ -112,7 +114,7 @@ class Store:
         return done
 
     async def read(self, work: Callable[[Connection], T]) -> T:
-        """Runs `work` on a reader's thread, in a transaction that must not write.
+        """Run `work` on a reader thread, in a transaction that must not write.
 
         Raises:
             StoreError: it cannot be read.
@@ -130,6 +132,7 @@ class Store:
 
     def _run(self) -> None:
         while (write := self._writes.get()) is not None:
+            # Past this point a cancel comes too late: the write is performed in full.
             if not write.done.set_running_or_notify_cancel():
                 continue
             try:

@@ -1,4 +1,4 @@
-"""Tokens of users at rest: names, digests, roles; never the tokens."""
+"""Stored user tokens: names, digests and roles, never the tokens themselves."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class TokenRow:
     """One token."""
 
     name: str
-    """Unique, for ever: a revoked token keeps its name. At most 64 characters."""
+    """Unique forever: a revoked token keeps its name. At most 64 characters."""
     digest: str
     """sha256 of the token, 64 hexadecimal digits."""
     role: str
@@ -32,7 +32,7 @@ class TokenRow:
 
     @property
     def ended_s(self) -> float:
-        """When it became worthless, or will: revoked, else expired; infinite when neither."""
+        """When it was revoked, else when it expires; infinite when neither."""
         ended_s = self.revoked_s if self.revoked_s is not None else self.expires_s
         return ended_s if ended_s is not None else math.inf
 
@@ -44,7 +44,7 @@ class TokenStore:
         self._store = store
 
     async def create(self, row: TokenRow) -> None:
-        """Adds one.
+        """Add a token.
 
         Raises:
             ConflictError: the name has been used.
@@ -68,13 +68,13 @@ class TokenStore:
         await self._store.write(work)
 
     async def find(self, digest: str) -> TokenRow | None:
-        """The token with this digest, revoked or expired ones too; None when there is none."""
+        """The token with this digest, even if revoked or expired; None when there is none."""
         chosen = select(tokens).where(tokens.c.digest == digest)
         row = await self._store.read(lambda connection: connection.execute(chosen).first())
         return _token(row) if row is not None else None
 
     async def get(self, name: str) -> TokenRow:
-        """The token of this name. Raises NotFoundError."""
+        """The token with this name. Raises NotFoundError."""
         chosen = select(tokens).where(tokens.c.name == name)
         row = await self._store.read(lambda connection: connection.execute(chosen).first())
         if row is None:
@@ -82,13 +82,15 @@ class TokenStore:
         return _token(row)
 
     async def list(self) -> list[TokenRow]:
-        """All tokens, revoked ones too, ordered by name."""
+        """All tokens, including revoked ones, ordered by name."""
         chosen = select(tokens).order_by(tokens.c.name)
         rows = await self._store.read(lambda connection: connection.execute(chosen).all())
         return [_token(row) for row in rows]
 
     async def ended(self, *, since_s: float, now_s: float, limit: int) -> Sequence[TokenRow]:
-        """The tokens that were revoked or have expired since a time, at most the last `limit`."""
+        """Tokens revoked or expired after `since_s`, in order of ending; the last `limit` of them.
+
+        Times are in seconds since the Unix epoch."""
         revoked = tokens.c.revoked_s > since_s
         expires_s = tokens.c.expires_s
         expired = and_(tokens.c.revoked_s.is_(None), expires_s > since_s, expires_s <= now_s)
@@ -98,7 +100,7 @@ class TokenStore:
         return [_token(row) for row in reversed(rows)]
 
     async def revoke(self, name: str, *, now_s: float) -> TokenRow:
-        """Revokes one for ever; idempotent, the first time counts. Raises NotFoundError."""
+        """Revoke a token permanently. Idempotent: the first time is kept. Raises NotFoundError."""
 
         def work(connection: Connection) -> None:
             connection.execute(

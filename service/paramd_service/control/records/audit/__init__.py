@@ -1,6 +1,6 @@
-"""The audit: what was to be changed, by whom, recorded before it is.
+"""The audit: who is about to change what, recorded before it happens.
 
-`audit.py` records; `heads.py` keeps the end of the chain in a second place; `chain_store.py`
-has the chain's rows; `__main__.py` checks a store whose control
-plane is not running. How records are linked stands in `paramd/chain.py`.
+`audit.py` records, `heads.py` keeps each chain's head apart from the store, `chain_store.py` has
+the chain's rows, and `__main__.py` verifies a store without its control plane. `paramd/chain.py`
+defines how records are linked.
 """

@@ -1,4 +1,4 @@
-"""`python -m paramd_service.control.records.audit`: checks a store, in use or not."""
+"""`python -m paramd_service.control.records.audit`: verify a store, in use or not."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Records mutations: the intent before the effect, the outcome after it, both in one chain."""
+"""Record mutations: the intent before the effect, the outcome after it, both in one chain."""
 
 from __future__ import annotations
 
@@ -33,18 +33,18 @@ KEY_FILE = "audit.key"
 log = logging.getLogger("paramd.control.audit")
 
 HEAD_EVERY = 100
-"""Records of a chain between two lines of the log that tell its head."""
+"""Records of a chain between two log lines with its head."""
 
 
 @dataclass(frozen=True, slots=True)
 class Hidden:
-    """A value that must not stand in the audit as it is. Equal values have equal digests."""
+    """A value that the audit shows only as a keyed digest. Equal values have equal digests."""
 
     value: bytes | str = field(repr=False)
 
 
 def load_key(directory: Path) -> bytes:
-    """The key of the digests, made when it is missing. Raises OSError."""
+    """The digest key, created if missing. Raises OSError."""
     path = directory / KEY_FILE
     if not path.exists():
         _offer_key(path)
@@ -55,7 +55,7 @@ def load_key(directory: Path) -> bytes:
 
 
 def _offer_key(path: Path) -> None:
-    """Makes a key, whole before it has its name; who comes second takes the first one's."""
+    """Create the key atomically: written in full, then linked; the first of several wins."""
     descriptor, written = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     try:
         with os.fdopen(descriptor, "wb") as file:
@@ -69,7 +69,7 @@ def _offer_key(path: Path) -> None:
 
 
 def shown(value: Any, key: bytes) -> Any:
-    """`value` with every `Hidden` in it replaced by its HMAC-SHA256."""
+    """`value` with every nested `Hidden` replaced by its HMAC-SHA256."""
     if isinstance(value, Hidden):
         data = value.value.encode() if isinstance(value.value, str) else value.value
         return {"hmac_sha256": hmac.new(key, data, hashlib.sha256).hexdigest()}
@@ -81,30 +81,30 @@ def shown(value: Any, key: bytes) -> Any:
 
 
 class AuditUnavailableError(UnreachableError):
-    """The audit cannot be written, so nothing is changed; reading goes on."""
+    """The audit cannot be written, so mutations are refused; reading still works."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Action:
-    """Who does what."""
+    """An action to record."""
 
     actor: str
     """Name of the token, or of the part of the service that acts."""
     role: str
     method: str
-    """What is called, e.g. "token.create"."""
+    """Operation, e.g. "token.create"."""
     job: str
-    """The chain it is recorded in; empty: the site's own."""
+    """The chain it is recorded in; empty for the site's own."""
     epoch: int = 0
-    """0: not about one epoch."""
+    """0: not specific to one epoch."""
     step: int = -1
-    """-1: not known, or of no matter."""
+    """-1: unknown or irrelevant."""
     detail: Mapping[str, Any] = field(default_factory=dict)
-    """Arguments, as JSON can hold them; what may be secret as `Hidden`."""
+    """JSON-serializable arguments; potential secrets as `Hidden`."""
 
 
 class Entry:
-    """A mutation under way; says how it ends."""
+    """A mutation in progress, and how it ends."""
 
     def __init__(self, seq: int) -> None:
         self.seq = seq
@@ -113,12 +113,12 @@ class Entry:
         self.detail: dict[str, Any] = {}
 
     def outcome(self, result: str = "done", **detail: Any) -> None:
-        """What the outcome's record will say; the last call counts."""
+        """Set the content of the outcome record; the last call wins."""
         self.result, self.detail = result, detail
 
 
 class Audit:
-    """Use on one event loop, from `start` to `stop`, within the store's life."""
+    """Appends to the chains. Single event loop; use while the store is started."""
 
     def __init__(
         self,
@@ -128,25 +128,25 @@ class Audit:
         clock: Callable[[], float] = time.time,
         head_every: int = HEAD_EVERY,
     ) -> None:
-        """`directory` is where heads and the key of digests are kept, apart from the store."""
+        """`directory` holds the heads and the digest key, apart from the store."""
         self._store = store
         self._directory = directory
         self._clock = clock
         self._head_every = head_every
-        # What follows is touched by the store's writer thread only.
+        # Touched only by the store's writer thread.
         self._heads = HeadFiles(directory)
         self._known: dict[str, Head] = {}
         self._key = b""
         self.failure = ""
-        """Why the last record could not be written; empty while all is well."""
+        """Why the last record could not be written; empty if it was."""
 
     @asynccontextmanager
     async def mutation(self, action: Action) -> AsyncIterator[Entry]:
-        """Records the intent, lets the body act, records the outcome.
+        """Record the intent, run the body, record the outcome.
 
-        An exception of the body is recorded as the outcome and goes on. An intent without
-        an outcome means: how it ended is not known (the process was killed meanwhile, or the
-        audit could no longer be written; then the log says so).
+        An exception from the body is recorded as the outcome and re-raised. An intent without an
+        outcome means that its fate is unknown: the process was killed, or the audit became
+        unwritable (then the log says so).
 
         Raises:
             AuditUnavailableError: the intent could not be recorded; the body did not run.
@@ -161,9 +161,9 @@ class Audit:
             await self._outcome(action, entry)
 
     async def event(self, action: Action) -> None:
-        """Records what has happened already, or needs no permission; never raises.
+        """Record something that has already happened or needs no permission; never raises.
 
-        What cannot be recorded is logged.
+        An event that cannot be recorded is logged.
         """
         try:
             await self._append(action.job, partial(self._body, "event", action, None))
@@ -171,7 +171,7 @@ class Audit:
             log.error("not in the audit: %s by %s (%s)", action.method, action.actor, error)
 
     async def page(self, job: str, *, before_seq: int | None, limit: int) -> list[Link]:
-        """Newest records of a chain, newest first. Raises StoreError."""
+        """Records of a chain before `before_seq` (None: all), newest first. Raises StoreError."""
         read = partial(chain_store.newest, job=job, before_seq=before_seq, limit=limit)
         return await self._store.read(read)
 
@@ -181,12 +181,12 @@ class Audit:
         return await self._store.read(read)
 
     async def anchor(self, job: str) -> Head | None:
-        """The head that is kept apart from the store. Raises StoreError."""
-        # A reader of its own: `self._heads` belongs to the writer's thread.
+        """The head kept apart from the store. Raises StoreError."""
+        # Its own HeadFiles: `self._heads` belongs to the writer thread.
         return await self._store.read(lambda _: HeadFiles(self._directory).read(job))
 
     async def stop(self) -> None:
-        """Tells the heads to the log. Comes before the store's stop; idempotent."""
+        """Log the heads and close their files. Call before the store's stop; idempotent."""
 
         def close(_: Connection) -> None:
             for job, head in sorted(self._known.items()):
@@ -203,7 +203,7 @@ class Audit:
         try:
             return await asyncio.shield(appending)
         except asyncio.CancelledError:
-            # The intent is written or will be; the chain must not leave it open.
+            # The shielded write goes on: close the intent, or it reads as fate unknown.
             with suppress(AuditUnavailableError):
                 entry = Entry(await appending)
                 entry.outcome("failed: cancelled before it began")
@@ -212,6 +212,7 @@ class Audit:
 
     async def _outcome(self, action: Action, entry: Entry) -> None:
         try:
+            # The body has run: a cancelled caller must not lose the outcome.
             await asyncio.shield(
                 self._append(action.job, partial(self._body, "outcome", action, entry))
             )
@@ -249,6 +250,8 @@ class Audit:
         return chain_store.append(connection, job, self._known[job], body)
 
     def _written(self, job: str, link: Link) -> None:
+        # After the commit: a crash in between leaves the kept head one record behind, which the
+        # chain still contains. Written before, it could name a record that was never committed.
         head = Head(link.seq, link.hash)
         self._known[job] = head
         self._heads.write(job, head)

@@ -1,4 +1,4 @@
-"""The chain's rows: appended one at a time, each after looking at the last one."""
+"""The chain's rows, appended one at a time, each after checking the last one."""
 
 from __future__ import annotations
 
@@ -11,26 +11,26 @@ from paramd.chain import START, Head, Link, canonical, link_hash
 from paramd_service.control.store.schema import audit
 
 LOCK_KEY = 0x70617261_6D640002
-"""PostgreSQL's advisory lock of whoever appends."""
+"""PostgreSQL advisory lock held while appending."""
 
 
 class ChainBrokenError(Exception):
-    """The store no longer has what was written before; appending would hide that."""
+    """The store has lost or altered an earlier record; appending would hide that."""
 
 
 def append(
     connection: Connection, job: str, known: Head, record: Callable[[int], Mapping[str, Any]]
 ) -> Link:
-    """Appends what `record(seq)` gives to the chain of a job; the caller commits.
+    """Append `record(seq)` to a job's chain; the caller commits.
 
     Args:
-        known: the newest head that was kept apart; the chain must still hold it.
+        known: The newest head kept apart from the store; the chain must still contain it.
 
     Raises:
         ChainBrokenError: it does not.
     """
     if connection.dialect.name == "postgresql":
-        # Several control planes may share one chain. SQLite has one writer anyway.
+        # Several control planes may share one chain. SQLite has a single writer anyway.
         connection.execute(text("SELECT pg_advisory_xact_lock(:key)"), {"key": LOCK_KEY})
     last = head(connection, job)
     if known.seq and (last if last.seq == known.seq else _at(connection, job, known.seq)) != known:
@@ -45,7 +45,7 @@ def append(
 
 
 def head(connection: Connection, job: str) -> Head:
-    """The chain's end as the store has it."""
+    """The chain's head according to the store."""
     chosen = (
         select(audit.c.seq, audit.c.hash)
         .where(audit.c.job == job)

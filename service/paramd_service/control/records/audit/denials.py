@@ -1,4 +1,4 @@
-"""Refused calls in the audit: a few as they come, then how many more there were."""
+"""Rate-limited audit of refused calls: some in full, the rest as a count."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ MAX_TEXT_CHARS = 200
 
 
 class Denials:
-    """Takes refusals in without waiting. So many wrong tokens fill no disk."""
+    """Records refusals without blocking, at a bounded rate: bad tokens cannot fill the disk."""
 
     def __init__(
         self,
@@ -36,7 +36,7 @@ class Denials:
         self._tasks: set[asyncio.Task[None]] = set()
 
     def saw(self, *, actor: str, role: str, method: str, reason: str) -> None:
-        """One refusal; `actor` is empty when the caller is not known."""
+        """Record or count one refusal; `actor` is empty when the caller is unknown."""
         if not self._allows():
             self._unrecorded += 1
             return
@@ -51,7 +51,7 @@ class Denials:
         task.add_done_callback(self._tasks.discard)
 
     async def close(self) -> None:
-        """Waits for what is being recorded; says how many were not."""
+        """Wait for pending records, then record how many refusals were only counted."""
         if self._tasks:
             await asyncio.wait(self._tasks)
         if self._unrecorded:

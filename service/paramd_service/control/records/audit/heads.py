@@ -1,7 +1,7 @@
-"""The end of each chain, kept in a file apart from the store.
+"""The head of each chain, kept in a file apart from the store.
 
-A chain alone cannot tell that its end was cut off. The file has two slots of one line each,
-written in turn, so that a torn write costs the newer line only.
+A chain alone cannot reveal that its end was truncated. The file has two one-line slots, written
+alternately, so a torn write loses only the newer line.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ SLOT_BYTES = 128
 
 
 class HeadFiles:
-    """The head files of one directory. Used on one thread."""
+    """The head files of one directory. Single thread."""
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
         self._descriptors: dict[str, int] = {}
 
     def read(self, job: str) -> Head | None:
-        """The newest head kept for a chain; None when none was. Raises OSError."""
+        """The newest head kept for a chain; None when there is none. Raises OSError."""
         try:
             text = path_of(self._directory, job).read_bytes()
         except FileNotFoundError:
@@ -36,7 +36,7 @@ class HeadFiles:
         return max(heads, key=lambda head: head.seq, default=None)
 
     def write(self, job: str, head: Head) -> None:
-        """Keeps a head; durable when it returns. Raises OSError."""
+        """Store a head durably. Raises OSError."""
         descriptor = self._descriptors.get(job)
         if descriptor is None:
             path = path_of(self._directory, job)
@@ -48,7 +48,7 @@ class HeadFiles:
         os.fdatasync(descriptor)
 
     def close(self) -> None:
-        """Closes the files. Idempotent."""
+        """Close the files. Idempotent."""
         for descriptor in self._descriptors.values():
             os.close(descriptor)
         self._descriptors.clear()
@@ -61,7 +61,7 @@ def path_of(directory: Path, job: str) -> Path:
 
 def _make_durable(descriptor: int, directory: Path) -> None:
     if os.fstat(descriptor).st_size < 2 * SLOT_BYTES:
-        # Both slots get their room now: keeping a head must not need more of a full disk.
+        # Allocate both slots now: storing a head must not fail on a full disk later.
         os.posix_fallocate(descriptor, 0, 2 * SLOT_BYTES)
         os.fsync(descriptor)
     listing = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)

@@ -1,4 +1,4 @@
-"""Checks the chain of a job in its store, without a control plane."""
+"""Verify a job's chain directly in its store, without a control plane."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ PAGE = 1000
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Runs the check; prints the verdict; returns the exit code."""
+    """Run the check, print the verdict and return the exit code."""
     parser = argparse.ArgumentParser(
         prog="paramd audit verify --offline",
         description="Checks the audit in the store itself. PARAMD_STORE_URL names the store; by "
@@ -50,10 +50,10 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def check_job(job: str, heads: Sequence[Head], *, site: bool) -> Verdict:
-    """The verdict over a job's audit in the store that the settings name.
+    """Check a job's audit in the store that the settings name.
 
     Raises:
-        UsageError, NotFoundError, StoreError: it cannot be looked at.
+        UsageError, NotFoundError, StoreError: it cannot be checked.
     """
     if not job and not site:
         raise UsageError("--job: which one? Or --site for a site's own audit")
@@ -64,10 +64,10 @@ def check_job(job: str, heads: Sequence[Head], *, site: bool) -> Verdict:
 
 
 def check(address: StoreAddress, directory: Path, job: str, heads: Sequence[Head]) -> Verdict:
-    """Checks one chain against the heads given and the one kept in `directory`.
+    """Check one chain against the given heads and the one kept in `directory`.
 
     Raises:
-        NotFoundError: the store does not exist. Nothing is created.
+        NotFoundError: the store does not exist; it is not created.
         StoreError: it cannot be read.
     """
     if address.path is not None and not address.path.exists():

@@ -1,1 +1,1 @@
-"""How a store of any age becomes one of today; Alembic runs what stands in `versions`."""
+"""Schema migrations; Alembic runs the modules in `versions`."""

@@ -1,1 +1,1 @@
-"""One module a revision, oldest first. A module is never changed once it was released."""
+"""One module per revision, oldest first. A released module is never changed."""

@@ -14,7 +14,7 @@ _ID = sa.BigInteger().with_variant(sa.Integer(), "sqlite")
 
 
 def upgrade() -> None:
-    """Makes them."""
+    """Create the tables."""
     op.create_table(
         "audit",
         sa.Column("job", sa.String(64), comment="empty: the site's own chain"),

@@ -12,7 +12,7 @@ depends_on: None = None
 
 
 def upgrade() -> None:
-    """Makes the tables."""
+    """Create the tables."""
     op.create_table(
         "exports",
         sa.Column("id", sa.String(32)),

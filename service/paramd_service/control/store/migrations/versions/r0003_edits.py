@@ -14,7 +14,7 @@ _ID = sa.BigInteger().with_variant(sa.Integer(), "sqlite")
 
 
 def upgrade() -> None:
-    """Makes the table."""
+    """Create the table."""
     op.create_table(
         "edits",
         sa.Column("number", _ID, sa.Identity(), comment="rises with every new edit"),

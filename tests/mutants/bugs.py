@@ -314,8 +314,15 @@ BUGS = (
     Bug(
         name="an edit in doubt never happened",
         file=SIDECAR + "edits/entry.py",
-        old=" or words[Word.PROMISED] == number:\n",
+        old=" or promised == number:\n",
         new=":\n",
+        tests=("unit/sidecar/test_edits.py",),
+    ),
+    Bug(
+        name="what a rank has promised is read last",
+        file=SIDECAR + "edits/entry.py",
+        old=" or promised == number:\n",
+        new=" or words[Word.PROMISED] == number:\n",
         tests=("unit/sidecar/test_edits.py",),
     ),
     Bug(

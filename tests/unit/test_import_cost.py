@@ -19,10 +19,8 @@ NEEDS_TORCH = (
     "paramd.mesh.reading.views",
     "paramd_service.formats.cast",
     "paramd_service.formats.dcp_writer",
-    "paramd_service.sidecar.statistics.reduce_many",
     "paramd_service.sidecar.edits.trial",
-    "paramd_service.sidecar.statistics.pooling",
-    "paramd_service.sidecar.statistics.reduce",
+    "paramd_service.sidecar.statistics",
 )
 """Modules, and packages with all of theirs, that may load torch when imported."""
 

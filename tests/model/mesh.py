@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from paramd_service.control.edits.machine import Applied, Fate
+from paramd_service.control.edits.machine import Applied, Outcome
 
 
 @dataclass(eq=False)
@@ -154,7 +154,7 @@ class Mesh:
         page.ready, page.token = number, token
         return True
 
-    def withdraw(self, rank: int, number: int, generation: int) -> Fate | None:
+    def withdraw(self, rank: int, number: int, generation: int) -> Outcome | None:
         """WithdrawBoundary. None: refused."""
         sidecar, page = self.sidecars[rank], self.pages[rank]
         if generation < sidecar.generation:
@@ -164,10 +164,10 @@ class Mesh:
         if page.ready == number:
             page.ready = 0
         if any(one[0] == number for one in page.applied):
-            return Fate.DONE
+            return Outcome.DONE
         if page.edit_agreed == number:
-            return Fate.AGREED if self.trainers[rank].alive else Fate.TORN
-        return Fate.IN_DOUBT if page.promised == number else Fate.WITHDRAWN
+            return Outcome.AGREED if self.trainers[rank].alive else Outcome.TORN
+        return Outcome.IN_DOUBT if page.promised == number else Outcome.WITHDRAWN
 
     def show(self, rank: int) -> Applied | None:
         """GetEdit."""

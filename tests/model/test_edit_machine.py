@@ -31,8 +31,8 @@ from paramd_service.control.edits.machine import (
     EditState,
     EpochEnded,
     Event,
-    Fate,
     NotReached,
+    Outcome,
     Persist,
     Restarted,
 )
@@ -236,8 +236,8 @@ class NoAnswerMeansWithdrawn(EditMachine):
 class DoubtMeansWithdrawn(EditMachine):
     """It has not agreed yet, and we did say that it should not."""
 
-    def _told(self, rank: int, fate: Fate) -> list[Action]:
-        return super()._told(rank, Fate.WITHDRAWN if fate is Fate.IN_DOUBT else fate)
+    def _told(self, rank: int, fate: Outcome) -> list[Action]:
+        return super()._told(rank, Outcome.WITHDRAWN if fate is Outcome.IN_DOUBT else fate)
 
 
 class CommittedInMemory(EditMachine):

@@ -18,7 +18,7 @@ from torch import nn
 from paramd.layout.merge import LocalLayout, merge_layouts
 from paramd.layout.regions import row_major
 from paramd.layout.types import Box, Piece, TensorKind, TensorLayout
-from paramd.trainer.home.owned import Home
+from paramd.trainer.home.owned import ParameterStorage
 from paramd.trainer.model.dtensor import split
 from paramd.trainer.model.shards import find_shards
 from tests.ending import end
@@ -102,8 +102,8 @@ def train(kind: Kind, case: Case, inside: bool) -> Run:
     return run
 
 
-def move_in(built: Built, optimizer: torch.optim.Optimizer) -> tuple[Home, Arena]:
-    home = Home(built.model)
+def move_in(built: Built, optimizer: torch.optim.Optimizer) -> tuple[ParameterStorage, Arena]:
+    home = ParameterStorage(built.model)
     arena = Arena(home.arena_bytes)
     before = fingerprint(built, optimizer)
     home.move_in(arena.memory)
@@ -111,7 +111,9 @@ def move_in(built: Built, optimizer: torch.optim.Optimizer) -> tuple[Home, Arena
     return home, arena
 
 
-def move_out(built: Built, home: Home, arena: Arena, optimizer: torch.optim.Optimizer) -> None:
+def move_out(
+    built: Built, home: ParameterStorage, arena: Arena, optimizer: torch.optim.Optimizer
+) -> None:
     before, full = fingerprint(built, optimizer), full_parameters(built.model)
     home.move_out()
     assert fingerprint(built, optimizer) == before
@@ -134,7 +136,9 @@ def fingerprint(built: Built, optimizer: torch.optim.Optimizer) -> list[object]:
     return facts
 
 
-def check_inside(built: Built, home: Home, arena: Arena, optimizer: torch.optim.Optimizer) -> None:
+def check_inside(
+    built: Built, home: ParameterStorage, arena: Arena, optimizer: torch.optim.Optimizer
+) -> None:
     """All memory lies in the arena, and all ranks' pieces make up what torch says."""
     for group in optimizer.param_groups:
         for param in group["params"]:
@@ -157,7 +161,7 @@ def check_inside(built: Built, home: Home, arena: Arena, optimizer: torch.optim.
     assert_same_tensors(named, full)
 
 
-def check_buffers(built: Built, home: Home, arena: Arena) -> None:
+def check_buffers(built: Built, home: ParameterStorage, arena: Arena) -> None:
     """This rank's buffers in the arena are those of its own state."""
     rank = dist.get_rank()
     memory = [b""] * rank + [bytes(arena.memory)]

@@ -36,7 +36,7 @@ from paramd.mesh.frames.grads import GradRequest, open_stream
 from paramd.mesh.frames.stepping import StepStream, frames_of
 from paramd.mesh.loop import DEFAULT_TIMEOUT_S, UNSET, Timeout, deadline
 from paramd.mesh.peers.control import Find, RestClient
-from paramd.mesh.peers.discovery import Reach
+from paramd.mesh.peers.discovery import SidecarFinder
 from paramd.mesh.peers.pins import Pinned
 from paramd.mesh.peers.sidecars import Sidecars
 from paramd.mesh.reading.select import choose, pinned, while_pinned
@@ -83,7 +83,7 @@ class AsyncMesh:
         if self._timeout_s <= 0:
             raise UsageError(f"timeout_s: {timeout_s}; expected more than 0")
         self._rest = RestClient(url, token, tls=tls, find=find)
-        self._reach = Reach(self._rest, job, tls=tls)
+        self._reach = SidecarFinder(self._rest, job, tls=tls)
         self._transfer = Transfer()
         self._edits = EditCalls(self._rest, self._reach)
         self._holder = Holder(self._edits)

@@ -40,7 +40,7 @@ _numbers = itertools.count()
 os.register_at_fork(after_in_child=_owed.clear)
 
 
-def owe(leaver: Leaver) -> None:
+def register_at_exit(leaver: Leaver) -> None:
     """Have `leaver.leave` called before the interpreter finalizes, last registered first.
 
     Held weakly: leavers garbage-collected by then are skipped.

@@ -13,7 +13,7 @@ from paramd import places
 from paramd.errors import UnreachableError
 from paramd.places import Endpoint
 from paramd.state_files import file_places
-from paramd_service.control.access.authority import Tokens, unheard
+from paramd_service.control.access.authority import Tokens, no_audit
 from paramd_service.control.access.doorway import Doorway
 from paramd_service.control.access.join import FailureLimit
 from paramd_service.control.access.revocations import Revocations
@@ -35,10 +35,10 @@ from paramd_service.control.base.site import Site, next_generation, open_site, r
 from paramd_service.control.edits.limits import load_edits
 from paramd_service.control.edits.service import Edits
 from paramd_service.control.exports.loading import open_destinations
-from paramd_service.control.exports.service import Exports
+from paramd_service.control.exports.service import ExportService
 from paramd_service.control.grpc_server import GrpcServer
 from paramd_service.control.http_server import HttpServer
-from paramd_service.control.mesh.incarnation import Terms
+from paramd_service.control.mesh.incarnation import ControlIdentity
 from paramd_service.control.mesh.jobs import Jobs
 from paramd_service.control.metrics.metrics import LoopLag, Metrics
 from paramd_service.control.records.events import EventBus
@@ -79,7 +79,7 @@ class ControlPlane:
         self._records: Records | None = None
         self._edits: Edits | None = None
         self._watchers: Watchers | None = None
-        self._exports: Exports | None = None
+        self._exports: ExportService | None = None
         self._token = ""
         self._endpoint: Endpoint | None = None
 
@@ -120,7 +120,7 @@ class ControlPlane:
                 store=KeptAlerts(self._records.alerts, self._records.history),
                 expires_s=lambda: self._tls.expires_s if self._tls is not None else None,
             )
-            self._exports = Exports(
+            self._exports = ExportService(
                 self._records,
                 open_destinations(strict=jobs.is_site),
                 publish=self._events.publish,
@@ -196,7 +196,7 @@ class ControlPlane:
         else:
             generation = next_generation(places.job_dir(mine.job))
         self._token = mine.token if mine is not None else site.token if site is not None else ""
-        terms = Terms(
+        terms = ControlIdentity(
             generation=generation,
             control_address=lambda: self._grpc_target,
             report_s=self._config.report_s,
@@ -247,7 +247,7 @@ class ControlPlane:
 
     async def _start_grpc(self, jobs: Jobs, http_address: Address) -> Address:
         ranks = self._bootstrap.world_size if self._bootstrap is not None else SITE_RANKS
-        denied = self._records.denied if self._records is not None else unheard
+        denied = self._records.denied if self._records is not None else no_audit
         wanted = Address(http_address.host, http_address.port + 1)
         if self._config.grpc_listen:
             wanted = parse_listen(

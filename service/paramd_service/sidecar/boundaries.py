@@ -22,7 +22,7 @@ from paramd_service.sidecar.copying.page_requests import (
     fate_of,
 )
 from paramd_service.sidecar.copying.thread import Copier
-from paramd_service.sidecar.owner import Possession
+from paramd_service.sidecar.owner import AttachedMemory
 from paramd_service.sidecar.snapshots.blocks import Fill, Snapshot, copy_spans
 from paramd_service.sidecar.snapshots.moments import Moments, is_table
 from paramd_service.sidecar.snapshots.store import SnapshotStore
@@ -37,7 +37,7 @@ _GAVE_UP = 2
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Reach:
+class BoundaryRequest:
     """What a boundary request asks of this rank; equal values are the same request."""
 
     number: int
@@ -53,14 +53,14 @@ class Reach:
 class _Asked:
     """A boundary request and its answer, kept so that a repeat gets the same answer."""
 
-    reach: Reach
+    reach: BoundaryRequest
     done: asyncio.Future[Outcome]
 
 
 class Boundaries:
     """Carries out requests at boundaries that all trainers agree on."""
 
-    def __init__(self, possession: Possession, store: SnapshotStore, copier: Copier) -> None:
+    def __init__(self, possession: AttachedMemory, store: SnapshotStore, copier: Copier) -> None:
         self._possession = possession
         self._store = store
         self._copier = copier
@@ -76,7 +76,7 @@ class Boundaries:
         """Record that no further boundary will come; the copier gives up pending requests."""
         self._ended = reason
 
-    async def reach(self, reach: Reach, *, timeout_s: float) -> Outcome:
+    async def reach(self, reach: BoundaryRequest, *, timeout_s: float) -> Outcome:
         """Make the rank ready for a request; return once it was agreed and done, or why not.
 
         Idempotent: a repeated request gets the same answer. One that is not reached in time is
@@ -148,7 +148,7 @@ class Boundaries:
                 return pb.BOUNDARY_FATE_DONE
         return fate
 
-    def _begin(self, reach: Reach) -> _Asked:
+    def _begin(self, reach: BoundaryRequest) -> _Asked:
         if self._ended:
             raise ConflictError(f"no boundary will come: {self._ended}")
         highest = self._possession.page[Word.HIGHEST]
@@ -182,7 +182,7 @@ class Boundaries:
 
     def _boundary(
         self,
-        reach: Reach,
+        reach: BoundaryRequest,
         snapshots: Sequence[Snapshot],
         argument: int,
         done: Callable[[Outcome], None],
@@ -205,7 +205,7 @@ class Boundaries:
             hold_until_ns=time.monotonic_ns() + int(reach.lease_s * 1e9),
         )
 
-    def _argument(self, reach: Reach, snapshots: Sequence[Snapshot]) -> int:
+    def _argument(self, reach: BoundaryRequest, snapshots: Sequence[Snapshot]) -> int:
         if reach.action == CAPTURE and is_mirror(self._possession.page.words):
             # The spans of an optimizer state table are not bytes of the arena.
             keys = [one.key for one in snapshots if not is_table(one.key)]

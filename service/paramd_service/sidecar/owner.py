@@ -8,7 +8,7 @@ r"""Who owns the sidecar's memory: one trainer at a time, identified by pid and 
 GONE is ORPHANED with a mirrored arena: the arena holds an earlier step, so only snapshots that
 are already held are served.
 
-The arena, the control page and the wake event live in `Possession`; in ORPHANED and TORN
+The arena, the control page and the wake event live in `AttachedMemory`; in ORPHANED and TORN
 they are kept unchanged, so that the last step is still served (or refused, if torn).
 """
 
@@ -173,7 +173,7 @@ class OwnerView:
 
 
 def owner_view(
-    job: str, rank: int, ownership: Ownership, possession: Possession | None
+    job: str, rank: int, ownership: Ownership, possession: AttachedMemory | None
 ) -> OwnerView:
     """Describe the current owner of a rank's sidecar; `possession` is None if there is none."""
     if possession is None:
@@ -233,7 +233,7 @@ def ownership_after_end(words: Words) -> Ownership:
     return Ownership.GONE if is_mirror(words) else Ownership.ORPHANED
 
 
-class Possession:
+class AttachedMemory:
     """What an attached trainer and its sidecar share. Owns the descriptors."""
 
     def __init__(self, request: AttachRequest, shared: Descriptors, pidfd: int) -> None:
@@ -266,7 +266,7 @@ def take_possession(
     handed_back: Sequence[int],
     *,
     create_memory: Callable[[str, int], int] = descriptors.create_memory,
-) -> Possession:
+) -> AttachedMemory:
     """Create memory for a trainer, or adopt what it hands back after its sidecar died.
 
     Slow: call it off the event loop. Takes ownership of `handed_back`, even on failure.
@@ -281,7 +281,7 @@ def take_possession(
             fds = Descriptors.create(request.arena_bytes, create_memory=create_memory).as_list()
         shared = Descriptors.received(fds, request.arena_bytes)
         fds.append(_trainer_pidfd(request))
-        possession = Possession(request, shared, fds[-1])
+        possession = AttachedMemory(request, shared, fds[-1])
     except BaseException:
         for descriptor in fds:
             os.close(descriptor)
@@ -307,7 +307,7 @@ def _trainer_pidfd(request: AttachRequest) -> int:
     return descriptor
 
 
-def _greet(possession: Possession) -> None:
+def _greet(possession: AttachedMemory) -> None:
     """Initialize our words; a respawned sidecar settles what its predecessor left open."""
     page = possession.page
     # 0: a fresh page. The trainer makes the page if no sidecar could be started.

@@ -26,7 +26,7 @@ from paramd_service.sidecar.copying.thread import Copier
 from paramd_service.sidecar.faults import Faults
 from paramd_service.sidecar.gradients.pins import GradientPins
 from paramd_service.sidecar.gradients.slots import Gradients
-from paramd_service.sidecar.owner import Ownership, Possession
+from paramd_service.sidecar.owner import AttachedMemory, Ownership
 from paramd_service.sidecar.snapshots.blocks import (
     BlockMaker,
     Fill,
@@ -65,7 +65,7 @@ class Pins:
 
     def __init__(
         self,
-        possession: Possession,
+        possession: AttachedMemory,
         *,
         store: SnapshotStore,
         copier: Copier,

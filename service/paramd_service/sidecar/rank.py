@@ -27,10 +27,10 @@ from paramd_service.sidecar.faults import Faults
 from paramd_service.sidecar.gradients.slots import EndedError
 from paramd_service.sidecar.log import Log
 from paramd_service.sidecar.owner import (
+    AttachedMemory,
     AttachRequest,
     Mesh,
     Ownership,
-    Possession,
     check_attach,
     owner_view,
     ownership_after_end,
@@ -49,7 +49,7 @@ _PROGRAM_BYTES = 4 << 20
 
 
 def make_pins(
-    possession: Possession,
+    possession: AttachedMemory,
     *,
     blocks: BlockMaker,
     budget_bytes: int,
@@ -81,7 +81,7 @@ def make_pins(
 
 
 def make_edits(
-    possession: Possession,
+    possession: AttachedMemory,
     config: SidecarConfig,
     *,
     layout: Callable[[], bytes],
@@ -144,7 +144,7 @@ class RankSidecar:
         self.tls: ServerTls | None = None
         """The gRPC server's, once it listens; None without TLS."""
         self._blocks = blocks
-        self._possession: Possession | None = None
+        self._possession: AttachedMemory | None = None
         self._verifier: Verifier | None = None
         self._pins: Pins | None = None
         self._edits: Edits | None = None
@@ -153,7 +153,7 @@ class RankSidecar:
         self._tasks: set[asyncio.Task[None]] = set()
 
     @property
-    def possession(self) -> Possession | None:
+    def possession(self) -> AttachedMemory | None:
         """What the trainer shares; None before the first attach."""
         return self._possession
 
@@ -270,7 +270,7 @@ class RankSidecar:
             self._linger_timer.cancel()
             self._linger_timer = None
 
-    async def attach(self, request: AttachRequest, handed_back: Sequence[int]) -> Possession:
+    async def attach(self, request: AttachRequest, handed_back: Sequence[int]) -> AttachedMemory:
         """Give the sidecar to a trainer. Takes ownership of the descriptors, even on failure.
 
         Raises:
@@ -340,7 +340,7 @@ class RankSidecar:
         # Two arenas for token holders, one for the control plane and the owner.
         return configured if configured is not None else 3 * arena_bytes + (1 << 20)
 
-    def _own(self, possession: Possession) -> None:
+    def _own(self, possession: AttachedMemory) -> None:
         self._possession = possession
         self.control_generation = 0
         self._verifier = Verifier(possession.request.public_key)
@@ -357,7 +357,7 @@ class RankSidecar:
         asyncio.get_running_loop().add_reader(possession.pidfd, self._trainer_ended)
         self._changed()
 
-    async def _start_edits(self, possession: Possession) -> None:
+    async def _start_edits(self, possession: AttachedMemory) -> None:
         edits = make_edits(
             possession,
             self.config,

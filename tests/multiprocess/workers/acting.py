@@ -25,7 +25,7 @@ from paramd.memory.edit_program import Record, write_program
 from paramd.memory.sparse import SparseMemory
 from paramd.trainer.attaching.attachment import Attachment
 from paramd.trainer.boundary.agreement import EDIT, HOLD, RESUME, STEP
-from paramd.trainer.boundary.hold import Holding
+from paramd.trainer.boundary.hold import HoldState
 from tests.multiprocess import kinds
 from tests.multiprocess.workers.train import Training, adam, differences, train_plainly
 
@@ -78,7 +78,7 @@ class Driver(threading.Thread):
         assert self.page[Word.STEP] == held_at, "a held rank went on"
         for count in (1, 3):
             self.ask(STEP, count)
-            self.until(lambda: self.page[Word.HELD] == Holding.HELD, "held again")
+            self.until(lambda: self.page[Word.HELD] == HoldState.HELD, "held again")
             held_at += count
             assert self.page[Word.STEP] == held_at, (self.page[Word.STEP], held_at)
             self.told.append(("stepped", held_at))
@@ -88,7 +88,7 @@ class Driver(threading.Thread):
         begun_s = time.monotonic()
         self.hold(0.4)
         held_at = self.page[Word.STEP]
-        self.until(lambda: self.page[Word.HELD] == Holding.RUNNING, "the lease ends by itself")
+        self.until(lambda: self.page[Word.HELD] == HoldState.RUNNING, "the lease ends by itself")
         assert 0.25 < time.monotonic() - begun_s < 10
         self.told.append(("lease ended", held_at))
         self.edit()
@@ -103,7 +103,7 @@ class Driver(threading.Thread):
     def hold(self, lease_s: float) -> None:
         self.page[Word.HOLD_UNTIL_NS] = time.monotonic_ns() + int(lease_s * 1e9)
         self.ask(HOLD)
-        self.until(lambda: self.page[Word.HELD] == Holding.HELD, "held")
+        self.until(lambda: self.page[Word.HELD] == HoldState.HELD, "held")
         self.told.append(("held", self.page[Word.AGREED_STEP]))
 
     def ask(self, action: int, argument: int = 0) -> None:

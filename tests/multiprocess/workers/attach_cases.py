@@ -29,7 +29,7 @@ from paramd.trainer.attaching.attachment import Attachment
 from paramd.trainer.boundary.boundary import Boundary
 from paramd.trainer.boundary.requests import AGREEMENT_LOST
 from paramd.trainer.helpers.sidecar_link import SidecarLink
-from paramd.trainer.home.owned import Home
+from paramd.trainer.home.owned import ParameterStorage
 from paramd.trainer.settings import AttachSettings
 from tests.ending import end
 from tests.multiprocess import kinds
@@ -134,7 +134,7 @@ def an_optimizer_in_a_wrapper_is_followed_and_what_is_none_is_refused_everywhere
 PLANTED = [
     (SidecarLink, "open"),
     (HostArena, "populate"),
-    (Home, "move_in"),
+    (ParameterStorage, "move_in"),
     (Boundary, "__init__"),
     (Attachment, "__init__"),
     (Attachment, "follow"),

@@ -24,7 +24,7 @@ from paramd_service.control.alerts.tensors import TensorInput
 from paramd_service.control.alerts.watcher import Watcher
 from paramd_service.control.alerts.webhook import Webhooks
 from paramd_service.control.base.config import Bootstrap
-from paramd_service.control.mesh.incarnation import Terms
+from paramd_service.control.mesh.incarnation import ControlIdentity
 from paramd_service.control.mesh.jobs import Jobs
 from paramd_service.control.mesh.view import MeshView, Report, mesh_view
 
@@ -385,7 +385,7 @@ async def test_a_new_epoch_has_its_own_watcher_and_ends_the_alerts_of_the_old_on
         assert job == "run"
         published.append((kind, dict(data)))
 
-    jobs = Jobs(Terms(generation=1), site=None)
+    jobs = Jobs(ControlIdentity(generation=1), site=None)
     watchers = Watchers(
         AlertConfig(watch=False),
         publish=publish,

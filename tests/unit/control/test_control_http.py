@@ -27,8 +27,8 @@ from paramd_service.control.base import problems
 from paramd_service.control.base.config import Bootstrap, ControlConfig
 from paramd_service.control.edits.limits import EditConfig
 from paramd_service.control.edits.service import Edits
-from paramd_service.control.exports.service import Exports
-from paramd_service.control.mesh.incarnation import Terms
+from paramd_service.control.exports.service import ExportService
+from paramd_service.control.mesh.incarnation import ControlIdentity
 from paramd_service.control.mesh.jobs import Jobs
 from paramd_service.control.metrics.metrics import LoopLag, Metrics
 from paramd_service.control.records.events import EventBus
@@ -41,7 +41,7 @@ OPEN = {"/healthz", "/readyz"}
 
 
 def services() -> Services:
-    jobs = Jobs(Terms(generation=1, silent_after_s=10.0), site=None)
+    jobs = Jobs(ControlIdentity(generation=1, silent_after_s=10.0), site=None)
     jobs.open(BOOTSTRAP)
     watchers = Watchers(AlertConfig(watch=False), publish=lambda kind, data, *, job: None)
     records = Records("", Path("/nonexistent"), chain="run")
@@ -56,7 +56,7 @@ def services() -> Services:
         revocations=Revocations(ticket_ttl_s=600.0),
         records=records,
         edits=Edits(records, EditConfig(), publish=lambda kind, data, *, job: None),
-        exports=Exports(records, {}, publish=lambda kind, data, *, job: None),
+        exports=ExportService(records, {}, publish=lambda kind, data, *, job: None),
         failures=FailureLimit(burst=1000.0),
         events=EventBus(),
         stopping=lambda: False,

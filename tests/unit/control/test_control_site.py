@@ -24,12 +24,12 @@ from paramd_service.control.api.models import RankList
 from paramd_service.control.base.epochs import EPOCHS_FILE, EpochNotes, EpochRecord, records
 from paramd_service.control.base.site import Site, next_generation, open_site
 from paramd_service.control.mesh import jobs as jobs_module
-from paramd_service.control.mesh.incarnation import Terms
+from paramd_service.control.mesh.incarnation import ControlIdentity
 from paramd_service.control.mesh.jobs import Jobs
 from paramd_service.control.mesh.view import REPORT_RANKS, Membership, State, rhythm
 from paramd_service.control.mesh.watch import MOST_RANKS
 
-TERMS = Terms(generation=5)
+TERMS = ControlIdentity(generation=5)
 SITE = Site(bytes(32), "t" * 32)
 
 

@@ -14,10 +14,10 @@ from paramd_service.control.edits.machine import (
     EditMachine,
     EditState,
     EpochEnded,
-    Fate,
     Forget,
     NotReached,
     NotTold,
+    Outcome,
     Persist,
     Reach,
     Reached,
@@ -94,21 +94,21 @@ def test_another_manifest_is_refused() -> None:
 def test_one_certain_withdrawal_calls_it_off_everywhere() -> None:
     found = committed()
     assert found.handle(NotReached(1, "refused")) == [Withdraw(0), Withdraw(1)]
-    assert found.handle(Told(0, Fate.IN_DOUBT)) == [Withdraw(0, later=True)]
+    assert found.handle(Told(0, Outcome.IN_DOUBT)) == [Withdraw(0, later=True)]
     assert found.handle(NotTold(1)) == [Withdraw(1, later=True)]
     assert found.state is EditState.COMMITTED
-    assert found.handle(Told(1, Fate.WITHDRAWN)) == [Persist(), Forget(0), Forget(1)]
+    assert found.handle(Told(1, Outcome.WITHDRAWN)) == [Persist(), Forget(0), Forget(1)]
     assert (found.state, found.reason) == (EditState.ABORTED, "refused")
 
 
-@pytest.mark.parametrize("fate", [Fate.AGREED, Fate.DONE])
-def test_what_one_rank_agreed_on_is_waited_for_on_all(fate: Fate) -> None:
+@pytest.mark.parametrize("fate", [Outcome.AGREED, Outcome.DONE])
+def test_what_one_rank_agreed_on_is_waited_for_on_all(fate: Outcome) -> None:
     found = committed()
     found.handle(CallOff("late"))
     assert found.handle(Told(0, fate))
     assert found.agreed
     assert found.handle(CallOff("later")) == []
-    assert found.handle(Told(1, Fate.IN_DOUBT)) == [Withdraw(1, later=True)]
+    assert found.handle(Told(1, Outcome.IN_DOUBT)) == [Withdraw(1, later=True)]
     assert found.handle(Shown(1, None)) == [Withdraw(1, later=True)]
     found.handle(Shown(0, GOOD))
     found.handle(Shown(1, GOOD))
@@ -116,7 +116,7 @@ def test_what_one_rank_agreed_on_is_waited_for_on_all(fate: Fate) -> None:
 
 
 def test_a_torn_rank_or_a_contradiction_loses_it() -> None:
-    for told in (Told(1, Fate.TORN), Told(1, Fate.WITHDRAWN)):
+    for told in (Told(1, Outcome.TORN), Told(1, Outcome.WITHDRAWN)):
         found = committed()
         found.handle(Reached(0))
         found.handle(told)
@@ -142,6 +142,6 @@ def test_a_restart_asks_before_it_says_anything() -> None:
 
 def test_an_end_is_an_end() -> None:
     found = committed()
-    found.handle(Told(0, Fate.TORN))
-    for event in (Reached(0), CallOff("x"), Told(1, Fate.WITHDRAWN), EpochEnded("x")):
+    found.handle(Told(0, Outcome.TORN))
+    for event in (Reached(0), CallOff("x"), Told(1, Outcome.WITHDRAWN), EpochEnded("x")):
         assert found.handle(event) == []

@@ -14,16 +14,16 @@ from paramd.layout.select import NameIndex
 from paramd.layout.stats import Stats
 from paramd.layout.types import Box, Layout, Piece, TensorKind, TensorLayout
 from paramd_service.control.edits.limits import EditConfig, Pace, load_edits
-from paramd_service.control.edits.machine import Commit, EditMachine, Fate, Staged
-from paramd_service.control.edits.planning import (
-    Wish,
+from paramd_service.control.edits.machine import Commit, EditMachine, Outcome, Staged
+from paramd_service.control.edits.runner import EditRun
+from paramd_service.control.edits.spec import (
+    EditSpec,
     merged,
     ops_of,
     plan_undo,
     plan_wish,
     same_data,
 )
-from paramd_service.control.edits.runner import EditDriver
 from paramd_service.control.store.edits import EditRow
 from paramd_service.control.store.errors import StoreError
 from tests.unit.control.test_control_coordinator import mesh
@@ -58,7 +58,7 @@ def layout() -> Layout:
 
 
 def plan(*words: OpSpec, **fields: Any) -> Any:
-    wish = Wish(ops=words, **fields)
+    wish = EditSpec(ops=words, **fields)
     return plan_wish(NameIndex(layout()), wish, edit_id=ID, epoch=1, layout_digest="d")
 
 
@@ -155,9 +155,9 @@ class Calls:
     async def reach(self, *_: object) -> Any:
         self.asked.append("reach")
 
-    async def withdraw(self, *_: object) -> Fate:
+    async def withdraw(self, *_: object) -> Outcome:
         self.asked.append("withdraw")
-        return Fate.WITHDRAWN
+        return Outcome.WITHDRAWN
 
     async def drop(self, *_: object) -> None:
         self.asked.append("drop")
@@ -175,7 +175,7 @@ async def test_a_commit_that_cannot_be_saved_reaches_nobody_and_is_aborted() -> 
         id=ID, job="run", epoch=1, state="STAGING", actor="a", role="admin", created_s=0.0,
         manifest=b"", digest="6d",
     )  # fmt: skip
-    driver = EditDriver(
+    driver = EditRun(
         EditMachine(world_size=2, manifest_digest=b"m"),
         row,
         calls=calls,  # type: ignore[arg-type]

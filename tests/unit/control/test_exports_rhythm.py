@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from paramd.errors import UsageError
-from paramd_service.control.exports.schedules import Due, Kept, Past, Rhythm, due, to_remove
+from paramd_service.control.exports.schedules import Cadence, Due, Kept, Past, due, to_remove
 
 
 def past(step: int = 0, time_s: float = 100.0, *, running: bool = False) -> Past:
@@ -26,7 +26,7 @@ def past(step: int = 0, time_s: float = 100.0, *, running: bool = False) -> Past
     ],
 )
 def test_every_so_many_steps(last: int, step: int, running: bool, expected: Due) -> None:
-    rhythm = Rhythm(every_steps=10)
+    rhythm = Cadence(every_steps=10)
     assert due(rhythm, past(last, running=running), step=step, now_s=100.0) is expected
 
 
@@ -40,7 +40,7 @@ def test_every_so_many_steps(last: int, step: int, running: bool, expected: Due)
     ],
 )
 def test_every_so_many_seconds(now_s: float, running: bool, expected: Due) -> None:
-    assert due(Rhythm(every_s=5.0), past(running=running), step=-1, now_s=now_s) is expected
+    assert due(Cadence(every_s=5.0), past(running=running), step=-1, now_s=now_s) is expected
 
 
 @pytest.mark.parametrize(
@@ -48,12 +48,12 @@ def test_every_so_many_seconds(now_s: float, running: bool, expected: Due) -> No
     [(None, None, []), (2, None, [0, 1, 2]), (2, 2, [1]), (9, None, []), (1, 3, [1, 2])],
 )
 def test_retention(keep_last: int | None, keep_every: int | None, gone: list[int]) -> None:
-    rhythm = Rhythm(every_steps=1, keep_last=keep_last, keep_every=keep_every)
+    rhythm = Cadence(every_steps=1, keep_last=keep_last, keep_every=keep_every)
     assert to_remove(rhythm, [Kept(number, number) for number in range(5)]) == gone
 
 
 def test_what_was_removed_does_not_move_what_stays() -> None:
-    rhythm = Rhythm(every_steps=1, keep_last=1, keep_every=2)
+    rhythm = Cadence(every_steps=1, keep_last=1, keep_every=2)
     there = [Kept(number, number) for number in (0, 2, 4, 5, 6)]
     assert to_remove(rhythm, there) == [5]
 
@@ -72,4 +72,4 @@ def test_what_was_removed_does_not_move_what_stays() -> None:
 )
 def test_a_rhythm_that_cannot_be_is_refused(fields: dict[str, float]) -> None:
     with pytest.raises(UsageError):
-        Rhythm(**fields)  # type: ignore[arg-type]
+        Cadence(**fields)  # type: ignore[arg-type]

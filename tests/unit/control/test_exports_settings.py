@@ -10,7 +10,7 @@ import pytest
 from paramd.errors import ConflictError, ExhaustedError, NotFoundError, UsageError
 from paramd_service.control.exports import assets as assets_module
 from paramd_service.control.exports.assets import Assets
-from paramd_service.control.exports.documents import ExportRequest, named_at, read_wish, scheduled
+from paramd_service.control.exports.documents import ExportRequest, named_at, read_spec, scheduled
 from paramd_service.control.exports.loading import load_destinations
 
 OWNER = "ab" * 16
@@ -64,14 +64,14 @@ def test_a_request_is_read() -> None:
             "name_map": {"old.*": "new.*"},
         }
     )
-    wish = read_wish(request.model_dump(exclude={"id"}))
+    wish = read_spec(request.model_dump(exclude={"id"}))
     assert wish.settings.format == "dcp"
     assert wish.settings.max_shard_bytes == 2 << 30
     assert (wish.settings.parameters, wish.settings.buffers, wish.optimizer) == (True, False, True)
     assert wish.settings.keep_tied
     assert wish.settings.names.apply(["old.x"]) == {"old.x": "new.x"}
     with pytest.raises(UsageError):
-        read_wish({**request.model_dump(), "max_shard_size": "many"})
+        read_spec({**request.model_dump(), "max_shard_size": "many"})
 
 
 def test_keys_with_places_for_step_and_epoch() -> None:

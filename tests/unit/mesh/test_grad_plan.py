@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from paramd.layout.select import NameIndex
 from paramd.layout.types import Box, Layout, Piece, TensorKind, TensorLayout
-from paramd.mesh.frames.grad_plan import GradNote, Learnt, ask_for, make_plan
+from paramd.mesh.frames.grad_plan import GradNote, PartialGroups, ask_for, make_plan
 
 
 def layout() -> Layout:
@@ -22,7 +22,7 @@ def layout() -> Layout:
 def test_a_sum_is_probed_on_all_holders_then_read_from_its_group() -> None:
     index = NameIndex(layout())
     asked = ask_for(index, ["*"], None)
-    learnt = Learnt()
+    learnt = PartialGroups()
     first = make_plan(index.layout, asked, learnt, prefer=None)
     assert not first.sums.ranks
     reader = next(rank for rank, number in first.used if number == 0)
@@ -45,11 +45,11 @@ def test_a_sum_is_probed_on_all_holders_then_read_from_its_group() -> None:
 def test_without_sums_each_element_is_read_once() -> None:
     index = NameIndex(layout())
     asked = ask_for(index, ["*"], None)
-    plan = make_plan(index.layout, asked, Learnt(), prefer=None)
+    plan = make_plan(index.layout, asked, PartialGroups(), prefer=None)
     assert sum(landing.size_bytes for read in plan.plan.ranks for landing in read.landings) == (
         4 * (12 + 5)
     )
-    assert Learnt().hear(plan, [GradNote(0, 0, 1, 0)])
+    assert PartialGroups().hear(plan, [GradNote(0, 0, 1, 0)])
 
 
 def test_rows_are_spread_evenly() -> None:

@@ -9,7 +9,7 @@ from typing import Any, cast
 import pytest
 
 from paramd.errors import AbortedError
-from paramd.mesh.frames.held_step import HeldStep, hold_step
+from paramd.mesh.frames.held_step import PinnedStep, hold_step
 from paramd.mesh.frames.stepping import TrainingEndedError
 from paramd.mesh.peers.pins import RankPin
 from paramd.mesh.peers.sidecars import Sidecars
@@ -43,7 +43,7 @@ def answer(rank: int, *, step: int = STEP, edits: int, **more: Any) -> pb.PinSna
     )
 
 
-async def hold(sidecars: Answering) -> HeldStep:
+async def hold(sidecars: Answering) -> PinnedStep:
     requests = {rank: pb.PinSnapshotRequest(at_step=STEP) for rank in sidecars.answers}
     return await hold_step(cast(Sidecars, sidecars), requests, STEP, 1.0)
 

@@ -21,7 +21,7 @@ from paramd.errors import (
 )
 from paramd.mesh.connect import resolve
 from paramd.mesh.peers.control import RestClient, checked_url
-from paramd.mesh.peers.discovery import Reach
+from paramd.mesh.peers.discovery import SidecarFinder
 from paramd.places import Endpoint, write_endpoint
 from paramd.security.tickets import Role, Signer
 
@@ -160,7 +160,7 @@ class Answers:
         self.answers = answers
         self.count = 0
         transport = httpx2.MockTransport(self.handle)
-        self.reach = Reach(RestClient(URL, "token", transport=transport), "my-run")
+        self.reach = SidecarFinder(RestClient(URL, "token", transport=transport), "my-run")
 
     def handle(self, request: httpx2.Request) -> httpx2.Response:
         self.count += 1

@@ -35,7 +35,7 @@ from paramd.memory.edit_program import ANY_STEP, wanted_step
 from paramd.memory.sparse import reserved_bytes
 from paramd.v1 import sidecar_pb2 as pb
 from paramd_service.sidecar.edits import table
-from paramd_service.sidecar.edits.entry import WITHDRAWN_NS, Entry, Fate, Phase, fate
+from paramd_service.sidecar.edits.entry import WITHDRAWN_NS, Entry, Outcome, Phase, fate
 from paramd_service.sidecar.edits.memory import HEAD_BYTES, Ranges
 from paramd_service.sidecar.edits.receive import is_finite
 from paramd_service.sidecar.edits.windows import WINDOW_BYTES, Windows
@@ -415,7 +415,7 @@ async def test_an_edit_that_is_agreed_while_its_fate_is_read_is_never_called_off
     opened: asyncio.Future[None] = asyncio.Future()
     entry = Entry(manifest=pb.EditManifest(), digest=b"", opened=opened)
     entry.boundary, entry.token, entry.unready_ns = 1, 5, 1
-    assert fate(entry, words, ended=None, now_ns=2 * WITHDRAWN_NS) is Fate.OPEN
+    assert fate(entry, words, ended=None, now_ns=2 * WITHDRAWN_NS) is Outcome.OPEN
 
 
 def test_a_ready_edit_is_let_go_of_only_when_nobody_can_apply_it() -> None:

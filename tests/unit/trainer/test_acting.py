@@ -12,8 +12,8 @@ import pytest
 from paramd.memory.control_page import PAGE_BYTES, ControlPage, Word
 from paramd.memory.gate import TrainerGate
 from paramd.trainer.boundary.agreement import EDIT, Request, Round
-from paramd.trainer.boundary.hold import Holding
-from paramd.trainer.boundary.requests import Acting
+from paramd.trainer.boundary.hold import HoldState
+from paramd.trainer.boundary.requests import BoundaryHandler
 
 
 @pytest.fixture
@@ -42,14 +42,16 @@ class Asked:
         raise AssertionError("nothing was promised")
 
 
-def acting(page: ControlPage, editor: Asked, *, alone: bool, rounds_left: int = 1) -> Acting:
+def acting(
+    page: ControlPage, editor: Asked, *, alone: bool, rounds_left: int = 1
+) -> BoundaryHandler:
     """A rank whose rounds agree on nothing; a hold ends after some of them."""
     left = [rounds_left]
 
     def exchange(request: Request, **_: Any) -> Round:
         left[0] -= 1
         if left[0] <= 0:
-            page[Word.HELD] = Holding.RUNNING
+            page[Word.HELD] = HoldState.RUNNING
         return Round(None, True)
 
     agreement: Any = SimpleNamespace(
@@ -63,7 +65,7 @@ def acting(page: ControlPage, editor: Asked, *, alone: bool, rounds_left: int = 
     nothing: Any = SimpleNamespace(
         stay=lambda: True, hear=lambda heard: None, pass_boundary=lambda: None, end=lambda: None
     )
-    return Acting(
+    return BoundaryHandler(
         page,
         agreement,
         TrainerGate(page, stall_budget_ns=0),
@@ -84,7 +86,7 @@ def test_an_edit_is_promised_for_this_boundary_in_rounds_that_are_exchanged_alon
 ) -> None:
     """A round that is launched ends at the next boundary."""
     page[Word.STEP], page[Word.READY], page[Word.ACTION] = 7, 1, EDIT
-    page[Word.HELD] = Holding.HELD if held else Holding.RUNNING
+    page[Word.HELD] = HoldState.HELD if held else HoldState.RUNNING
     editor = Asked()
     acting(page, editor, alone=alone, rounds_left=2).at_boundary(True)
     assert editor.now == now

@@ -30,7 +30,7 @@ from paramd.trainer.boundary.agreement import (
     promise,
 )
 from paramd.v1 import sidecar_pb2 as pb
-from paramd_service.sidecar.copying.page_requests import Boundary, Reaching, fate_of
+from paramd_service.sidecar.copying.page_requests import Boundary, PageRequests, fate_of
 
 TIMEOUT_S = 20.0
 MS = 1_000_000
@@ -255,7 +255,7 @@ class Page:
 
 def ready(words: Any, number: int, token: int = 7) -> None:
     """What the sidecar writes, with its own code."""
-    reaching = Reaching(words, lambda *_: None, lambda _: None)
+    reaching = PageRequests(words, lambda *_: None, lambda _: None)
     reaching.arm(Boundary(number, [], False, lambda _: None, token=token, action=EDIT))
 
 
@@ -407,7 +407,7 @@ class Simulation:
                 self.pending.append(partial(self._withdraw, page, number))
 
     def _withdraw(self, page: Page, number: int) -> None:
-        Reaching(page.words, lambda *_: None, lambda _: None).take_back(number)
+        PageRequests(page.words, lambda *_: None, lambda _: None).take_back(number)
         self.pending.append(lambda: self._look(page, number))
 
     def _look(self, page: Page, number: int) -> None:
@@ -485,7 +485,7 @@ def test_the_simulation_catches_planted_bugs(bug: str, monkeypatch: pytest.Monke
     if bug == "blind":
         monkeypatch.setitem(globals(), "fate_of", blind)
     if bug == "repeated":  # a number that was taken back comes again
-        monkeypatch.setattr(Reaching, "take_back", _forgetful)
+        monkeypatch.setattr(PageRequests, "take_back", _forgetful)
     worlds = []
     for seed in range(400):
         simulation = Simulation(random.Random(seed))
@@ -494,7 +494,7 @@ def test_the_simulation_catches_planted_bugs(bug: str, monkeypatch: pytest.Monke
     assert any(worlds)
 
 
-def _forgetful(reaching: Reaching, number: int) -> None:
+def _forgetful(reaching: PageRequests, number: int) -> None:
     words = reaching._words
     if words[Word.READY] == number:
         words[Word.READY] = 0

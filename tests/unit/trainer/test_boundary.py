@@ -24,7 +24,7 @@ from paramd.trainer.attaching.checks import changes_in_forward
 from paramd.trainer.boundary.agreement import Agreement, Request
 from paramd.trainer.boundary.boundary import LEFT_AT_REST, PROBATION, Boundary
 from paramd.trainer.boundary.signals import Signals
-from paramd.trainer.home.owned import Home
+from paramd.trainer.home.owned import ParameterStorage
 
 WIDTH = 8
 
@@ -46,7 +46,7 @@ class Bench:
 
     def __init__(self, model: nn.Module, *, always_strict: str = "") -> None:
         self.model = model
-        self.home = Home(model)
+        self.home = ParameterStorage(model)
         size = self.home.arena_bytes
         self.shared = Descriptors.create(size)
         self.page = ControlPage(self.shared.page)

@@ -6,7 +6,7 @@ import pytest
 
 from paramd.memory.control_page import Word
 from paramd.trainer.boundary.agreement import CAPTURE, EDIT, HOLD, RESUME, STEP, Request, Round
-from paramd.trainer.boundary.hold import CAP_S, Hold, Holding, cap_s
+from paramd.trainer.boundary.hold import CAP_S, Hold, HoldState, cap_s
 
 S = 1_000_000_000
 
@@ -25,7 +25,7 @@ class Bench:
     def lease(self, seconds: int) -> None:
         self.words[Word.HOLD_UNTIL_NS] = self.now_ns + seconds * S
 
-    def state(self) -> tuple[Holding, int]:
+    def state(self) -> tuple[HoldState, int]:
         return self.hold.state, self.words[Word.HOLD_STEPS_LEFT]
 
 
@@ -38,7 +38,7 @@ def test_a_hold_begins_when_agreed_whatever_ranks_said_before_it(bench: Bench) -
     bench.lease(30)
     assert not bench.hold.stay()
     bench.agree(HOLD, stay=False)
-    assert bench.state() == (Holding.HELD, 0)
+    assert bench.state() == (HoldState.HELD, 0)
     assert bench.hold.stay()
 
 
@@ -46,11 +46,11 @@ def test_steps_pass_so_many_boundaries_and_hold_again(bench: Bench) -> None:
     bench.lease(30)
     bench.agree(HOLD)
     bench.agree(STEP, 2)
-    assert bench.state() == (Holding.STEPPING, 2)
+    assert bench.state() == (HoldState.STEPPING, 2)
     bench.hold.pass_boundary()
-    assert bench.state() == (Holding.STEPPING, 1)
+    assert bench.state() == (HoldState.STEPPING, 1)
     bench.hold.pass_boundary()
-    assert bench.state() == (Holding.HELD, 0)
+    assert bench.state() == (HoldState.HELD, 0)
 
 
 def test_resume_ends_a_hold_and_a_step(bench: Bench) -> None:
@@ -59,28 +59,28 @@ def test_resume_ends_a_hold_and_a_step(bench: Bench) -> None:
         if action == STEP:
             bench.agree(STEP, 3)
         bench.agree(RESUME)
-        assert bench.state() == (Holding.RUNNING, 0)
+        assert bench.state() == (HoldState.RUNNING, 0)
 
 
 def test_one_rank_that_does_not_want_to_stay_ends_it(bench: Bench) -> None:
     bench.agree(HOLD)
     bench.hold.hear(Round(None, True))
-    assert bench.state() == (Holding.HELD, 0)
+    assert bench.state() == (HoldState.HELD, 0)
     bench.hold.hear(Round(None, False))
-    assert bench.state() == (Holding.RUNNING, 0)
+    assert bench.state() == (HoldState.RUNNING, 0)
 
 
 def test_a_step_that_is_agreed_as_the_lease_ends_steps_no_more(bench: Bench) -> None:
     bench.agree(HOLD)
     bench.agree(STEP, 3, stay=False)
-    assert bench.state() == (Holding.RUNNING, 0)
+    assert bench.state() == (HoldState.RUNNING, 0)
 
 
 @pytest.mark.parametrize("action", [STEP, RESUME, EDIT, CAPTURE])
 def test_what_is_no_hold_holds_nobody(bench: Bench, action: int) -> None:
     bench.agree(action, 5)
     bench.hold.pass_boundary()
-    assert bench.state() == (Holding.RUNNING, 0)
+    assert bench.state() == (HoldState.RUNNING, 0)
 
 
 def test_the_lease_ends_when_nobody_renews_it(bench: Bench) -> None:

@@ -19,7 +19,7 @@ from paramd.memory.shared import Descriptors
 from paramd.trainer.boundary.agreement import CAPTURE, Request
 from paramd.trainer.boundary.optimizer_state import find_owned
 from paramd.trainer.home.mirrored import MirroredHome, home_of
-from paramd.trainer.home.owned import Home
+from paramd.trainer.home.owned import ParameterStorage
 from paramd.trainer.settings import AttachSettings
 
 
@@ -144,7 +144,7 @@ def test_optimizer_state_is_found_where_the_copy_would_be(bench: Bench) -> None:
 
 def test_which_home_a_model_gets() -> None:
     assert type(home_of(Odd(), "mirror")) is MirroredHome
-    assert type(home_of(Odd(), "auto")) is type(home_of(Odd(), "host")) is Home
+    assert type(home_of(Odd(), "auto")) is type(home_of(Odd(), "host")) is ParameterStorage
     with pytest.raises(ConflictError, match="on meta; expected one of cpu, cuda"):
         home_of(nn.Linear(2, 2, device="meta"), "auto")
     with pytest.raises(UsageError, match="arena must be one of auto, host, mirror"):

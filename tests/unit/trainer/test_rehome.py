@@ -15,7 +15,7 @@ from paramd.errors import ConflictError, UsageError
 from paramd.layout.merge import merge_layouts
 from paramd.layout.regions import row_major
 from paramd.layout.types import Box, TensorKind
-from paramd.trainer.home.owned import Home, arena_kind
+from paramd.trainer.home.owned import ParameterStorage, arena_kind
 from paramd.trainer.model.shards import find_shards
 
 
@@ -35,16 +35,16 @@ class Arena:
         self.map.close()
 
 
-MoveIn = Callable[[nn.Module], tuple[Home, Arena]]
+MoveIn = Callable[[nn.Module], tuple[ParameterStorage, Arena]]
 
 
 @pytest.fixture
 def move_in() -> Iterator[MoveIn]:
     """Moves models in, and proves at the end that they let go of the memory."""
-    moved: list[tuple[Home, Arena]] = []
+    moved: list[tuple[ParameterStorage, Arena]] = []
 
-    def move(model: nn.Module) -> tuple[Home, Arena]:
-        home = Home(model)
+    def move(model: nn.Module) -> tuple[ParameterStorage, Arena]:
+        home = ParameterStorage(model)
         arena = Arena(home.arena_bytes)
         home.move_in(arena.memory)
         moved.append((home, arena))
@@ -56,7 +56,7 @@ def move_in() -> Iterator[MoveIn]:
         arena.close()
 
 
-def read(home: Home, arena: Arena) -> dict[str, torch.Tensor]:
+def read(home: ParameterStorage, arena: Arena) -> dict[str, torch.Tensor]:
     """All tensors as a reader of the arena sees them."""
     full: dict[str, torch.Tensor] = {}
     for tensor in merge_layouts([home.local_layout(0)]).tensors:
@@ -172,7 +172,7 @@ def test_moving_keeps_identity_gradients_versions_and_randomness() -> None:
         return [(id(p), id(p.grad), p.requires_grad, p._version) for p in model.parameters()]
 
     before = facts()
-    home = Home(model)
+    home = ParameterStorage(model)
     arena = Arena(home.arena_bytes)
     home.move_in(arena.memory)
     inside = facts()
@@ -452,7 +452,7 @@ def test_a_buffer_of_another_shape_or_wider_dtype_is_refused(move_in: MoveIn) ->
 
 def test_a_model_that_changed_while_attaching_is_refused() -> None:
     model = nn.Linear(3, 5)
-    home = Home(model)
+    home = ParameterStorage(model)
     arena = Arena(home.arena_bytes)
     model.weight.data = torch.zeros(5, 3)
 
@@ -463,7 +463,7 @@ def test_a_model_that_changed_while_attaching_is_refused() -> None:
 
 
 def test_an_arena_that_is_too_small_or_read_only_is_refused() -> None:
-    home = Home(nn.Linear(3, 5))
+    home = ParameterStorage(nn.Linear(3, 5))
 
     with pytest.raises(UsageError, match="expected at least"):
         home.move_in(memoryview(bytearray(home.arena_bytes - 1)))
@@ -498,7 +498,7 @@ def test_what_cannot_be_served_is_refused_by_name(case: str) -> None:
     make, message = REFUSED[case]
 
     with pytest.raises(ConflictError, match=message):
-        Home(make())
+        ParameterStorage(make())
 
 
 def test_cuda_and_other_devices_have_no_arena_yet() -> None:
@@ -523,14 +523,14 @@ def test_tensors_hidden_by_gc_freeze_are_refused_when_they_use_a_parameter() -> 
     gc.collect()
     gc.freeze()
     try:
-        home = Home(alone)
+        home = ParameterStorage(alone)
         arena = Arena(home.arena_bytes)
         home.move_in(arena.memory)
         assert all(arena.holds(p) for p in alone.parameters())
         home.move_out()
         arena.close()
 
-        home = Home(shared)
+        home = ParameterStorage(shared)
         arena = Arena(home.arena_bytes)
         with pytest.raises(ConflictError, match=r"gc\.unfreeze"):
             home.move_in(arena.memory)

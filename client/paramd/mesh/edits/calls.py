@@ -23,7 +23,7 @@ from paramd.mesh.edits.results import (
     unreadable,
 )
 from paramd.mesh.peers.control import REST_TIMEOUT_S, RestClient
-from paramd.mesh.peers.discovery import Reach
+from paramd.mesh.peers.discovery import SidecarFinder
 
 _WAIT_S: Final = 3.0
 """How long one request lets the control plane wait; below the deadline of a request."""
@@ -61,7 +61,7 @@ class EditTerms:
 class EditCalls:
     """Requests about one job. What is idempotent is asked again when nobody answered."""
 
-    def __init__(self, rest: RestClient, reach: Reach) -> None:
+    def __init__(self, rest: RestClient, reach: SidecarFinder) -> None:
         self._rest = rest
         self._reach = reach
 

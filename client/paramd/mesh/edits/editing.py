@@ -11,7 +11,7 @@ from paramd.layout.edits.ops import OpSpec
 from paramd.mesh.edits.calls import EditCalls, EditTerms, new_edit_id
 from paramd.mesh.edits.results import Edit, check_applied
 from paramd.mesh.edits.upload import Progress, Uploads, manifest_of
-from paramd.mesh.peers.discovery import Reach
+from paramd.mesh.peers.discovery import SidecarFinder
 from paramd.mesh.peers.sidecars import Sidecars
 from paramd.mesh.reading.transfer import Transfer, Transport, check_transport
 
@@ -28,7 +28,7 @@ class Sending:
 
 async def make_edit(
     calls: EditCalls,
-    reach: Reach,
+    reach: SidecarFinder,
     transfer: Transfer,
     ops: Sequence[OpSpec],
     terms: EditTerms,
@@ -65,7 +65,7 @@ async def make_edit(
 
 
 async def _upload(
-    reach: Reach,
+    reach: SidecarFinder,
     transfer: Transfer,
     edit_id: str,
     ops: Sequence[OpSpec],

@@ -20,7 +20,7 @@ from paramd.layout.regions import full_box
 from paramd.layout.select import Selection, select
 from paramd.layout.types import Box
 from paramd.mesh.edits.calls import LEASE_S
-from paramd.mesh.peers.discovery import Reach
+from paramd.mesh.peers.discovery import SidecarFinder
 from paramd.mesh.peers.sidecars import Sidecars
 from paramd.mesh.results import Summoned
 
@@ -108,7 +108,7 @@ class Changes:
 
 
 async def changes_of(
-    reach: Reach, patterns: Sequence[str], found: Summoned, *, mode: Mode
+    reach: SidecarFinder, patterns: Sequence[str], found: Summoned, *, mode: Mode
 ) -> Changes:
     """Notes what `found`, summoned by these patterns, holds now."""
 

@@ -14,7 +14,7 @@ from urllib.parse import quote, urlencode
 from paramd.errors import DeadlineError, UnreachableError, UsageError
 from paramd.mesh.exports.results import ExportInfo, Progress, parse_export
 from paramd.mesh.peers.control import RestClient
-from paramd.mesh.peers.discovery import Reach
+from paramd.mesh.peers.discovery import SidecarFinder
 
 ASSET_CHUNK_BYTES: Final = 512 << 10
 MAX_ASSETS_BYTES: Final = 64 << 20
@@ -32,7 +32,7 @@ _CREATE_S: Final = 15.0
 class ExportCalls:
     """Requests about one job. What is idempotent is asked again when nobody answered."""
 
-    def __init__(self, rest: RestClient, reach: Reach) -> None:
+    def __init__(self, rest: RestClient, reach: SidecarFinder) -> None:
         self._rest = rest
         self._reach = reach
 

@@ -36,7 +36,7 @@ from paramd.mesh.exports.file_plan import (
 )
 from paramd.mesh.exports.journal import PartialFile, Ranges
 from paramd.mesh.exports.reading import in_file, read_batch
-from paramd.mesh.peers.discovery import Reach
+from paramd.mesh.peers.discovery import SidecarFinder
 from paramd.mesh.peers.grpc import LeaseEndedError
 from paramd.mesh.peers.pins import Pinned
 from paramd.mesh.peers.sidecars import Sidecars
@@ -85,7 +85,7 @@ class Content:
     buffers: bool
     name_map: NameMap
 
-    async def wanted(self, reach: Reach, sidecars: Sidecars) -> Wanted:
+    async def wanted(self, reach: SidecarFinder, sidecars: Sidecars) -> Wanted:
         """What that is in the layout of now. Raises as `choose`."""
         chosen = await choose(reach, sidecars, self.patterns, buffers=self.buffers)
         names = self.name_map.apply(item[0] for item in chosen.names)
@@ -104,7 +104,7 @@ class Download:
     """One download; `run` may be called once."""
 
     def __init__(
-        self, reach: Reach, file: PartialFile, *, replace: bool, moved: Moved, said: Said
+        self, reach: SidecarFinder, file: PartialFile, *, replace: bool, moved: Moved, said: Said
     ) -> None:
         self._reach = reach
         self._file = file

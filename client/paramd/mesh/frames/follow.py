@@ -16,7 +16,7 @@ from paramd.errors import ConflictError, UsageError
 from paramd.layout.plan import RankRead, ReadPlan, plan_read
 from paramd.layout.select import select
 from paramd.mesh.frames.frames import ParamFrame
-from paramd.mesh.frames.held_step import LEASE_S, HeldStep, hold_step
+from paramd.mesh.frames.held_step import LEASE_S, PinnedStep, hold_step
 from paramd.mesh.frames.stepping import ReachLike, StepStream
 from paramd.mesh.peers.pins import Pinned
 from paramd.mesh.peers.sidecars import Sidecars
@@ -79,7 +79,7 @@ class FollowSteps:
         self._digests: list[tuple[bytes, ...]] = []
         self._tensors: dict[str, torch.Tensor] = {}
 
-    async def hold(self, sidecars: Sidecars, step: int, timeout_s: float) -> HeldStep:
+    async def hold(self, sidecars: Sidecars, step: int, timeout_s: float) -> PinnedStep:
         """As `Steps.hold`."""
         requests = {}
         for rank, template in self._requests.items():
@@ -88,11 +88,13 @@ class FollowSteps:
             requests[rank].at_step = step
         return await hold_step(sidecars, requests, step, timeout_s)
 
-    def let_go(self, held: HeldStep) -> None:
+    def let_go(self, held: PinnedStep) -> None:
         """As `Steps.let_go`."""
         held.let_go()
 
-    async def read(self, sidecars: Sidecars, step: int, dropped: int, held: HeldStep) -> ParamFrame:
+    async def read(
+        self, sidecars: Sidecars, step: int, dropped: int, held: PinnedStep
+    ) -> ParamFrame:
         """The frame: what changed anew, all else as it was."""
         deadline_s = time.monotonic() + READ_S
         pinned = Pinned(held.epoch, step, held.pins, held.edits)
@@ -195,7 +197,7 @@ class FollowSteps:
 
 async def open_following(
     reach: ReachLike, transfer: Transfer, wanted: FollowRequest
-) -> StepStream[HeldStep, ParamFrame]:
+) -> StepStream[PinnedStep, ParamFrame]:
     """A subscription; to be closed. Raises as `open_stream` of gradients."""
     await transfer.load_torch()
 

@@ -20,7 +20,7 @@ MAX_ROWS = 4096
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class GradSelection:
     """One gradient that was asked for."""
 
     name: str
@@ -47,7 +47,7 @@ class GradNote:
 class GradPlan:
     """How frames are read as long as the notes stay as they are."""
 
-    asked: tuple[Asked, ...]
+    asked: tuple[GradSelection, ...]
     plan: ReadPlan
     numbers: tuple[range, ...]
     """For each of `asked`, its tensors in `plan`: one each part; empty when it is a sum."""
@@ -62,7 +62,7 @@ class GradPlan:
 
 
 @dataclass(slots=True)
-class Learnt:
+class PartialGroups:
     """What frames have told of sums: by index into what was asked for."""
 
     probing: set[int] = field(default_factory=set)
@@ -96,7 +96,9 @@ class Learnt:
         return right
 
 
-def ask_for(index: NameIndex, patterns: Sequence[str], rows: int | None) -> tuple[Asked, ...]:
+def ask_for(
+    index: NameIndex, patterns: Sequence[str], rows: int | None
+) -> tuple[GradSelection, ...]:
     """The gradients that patterns name.
 
     Raises:
@@ -107,10 +109,10 @@ def ask_for(index: NameIndex, patterns: Sequence[str], rows: int | None) -> tupl
     return tuple(_asked(item, rows) for item in select(index, patterns, with_buffers=False))
 
 
-def _asked(item: SelectedTensor, rows: int | None) -> Asked:
+def _asked(item: SelectedTensor, rows: int | None) -> GradSelection:
     sizes = item.box.sizes
     if rows is None or not sizes or sizes[0] <= rows:
-        return Asked(item.name, item.tensor, (item,), sizes, None)
+        return GradSelection(item.name, item.tensor, (item,), sizes, None)
     begin = item.box.begin[0]
     chosen = tuple(begin + number * sizes[0] // rows for number in range(rows))
     parts = tuple(
@@ -120,11 +122,15 @@ def _asked(item: SelectedTensor, rows: int | None) -> Asked:
         )
         for row in chosen
     )
-    return Asked(item.name, item.tensor, parts, (rows, *sizes[1:]), chosen)
+    return GradSelection(item.name, item.tensor, parts, (rows, *sizes[1:]), chosen)
 
 
 def make_plan(
-    layout: Layout, asked: Sequence[Asked], learnt: Learnt, *, prefer: Preference | None
+    layout: Layout,
+    asked: Sequence[GradSelection],
+    learnt: PartialGroups,
+    *,
+    prefer: Preference | None,
 ) -> GradPlan:
     """Plans to read what was asked for, knowing what was learnt.
 
@@ -161,7 +167,7 @@ def make_plan(
     )
 
 
-def _owners(asked: Sequence[Asked]) -> dict[tuple[int, int], list[int]]:
+def _owners(asked: Sequence[GradSelection]) -> dict[tuple[int, int], list[int]]:
     found: dict[tuple[int, int], list[int]] = {}
     for index, one in enumerate(asked):
         for piece in one.tensor.pieces:

@@ -11,7 +11,7 @@ import torch
 
 from paramd.layout.plan import ReadPlan
 from paramd.layout.stats import Stats
-from paramd.mesh.frames.grad_plan import Asked
+from paramd.mesh.frames.grad_plan import GradSelection
 from paramd.mesh.peers.pins import Pinned
 from paramd.mesh.peers.sidecars import Sidecars
 from paramd.mesh.reading.assemble import Targets, allocate, torch_dtype
@@ -59,7 +59,7 @@ async def read_tensors(
     transfer: Transfer,
     pool: TensorPool,
     plan: ReadPlan,
-    asked: Sequence[Asked],
+    asked: Sequence[GradSelection],
     numbers: Sequence[range],
     pinned: Pinned,
     dtype: torch.dtype | None,

@@ -13,8 +13,15 @@ from paramd.errors import ConflictError, UsageError
 from paramd.layout.plan import ReadPlan
 from paramd.layout.stats import Part, StatsItem, stats_items
 from paramd.mesh.frames.frames import KINDS, GradFrame, Kind, lazily_summed
-from paramd.mesh.frames.grad_plan import Asked, GradNote, GradPlan, Learnt, ask_for, make_plan
-from paramd.mesh.frames.held_step import LEASE_S, HeldStep, hold_step
+from paramd.mesh.frames.grad_plan import (
+    GradNote,
+    GradPlan,
+    GradSelection,
+    PartialGroups,
+    ask_for,
+    make_plan,
+)
+from paramd.mesh.frames.held_step import LEASE_S, PinnedStep, hold_step
 from paramd.mesh.frames.stepping import ReachLike, StepStream
 from paramd.mesh.peers.pins import Pinned
 from paramd.mesh.peers.sidecars import Sidecars
@@ -76,10 +83,10 @@ class _Held:
     """One step of everything that was asked for."""
 
     plan: GradPlan
-    main: HeldStep
-    sums: HeldStep | None
+    main: PinnedStep
+    sums: PinnedStep | None
 
-    def steps(self) -> list[HeldStep]:
+    def steps(self) -> list[PinnedStep]:
         return [self.main] if self.sums is None else [self.main, self.sums]
 
 
@@ -87,13 +94,17 @@ class GradSteps:
     """Asks for gradients and reads them; the stream decides which steps."""
 
     def __init__(
-        self, reach: ReachLike, transfer: Transfer, wanted: GradRequest, asked: Sequence[Asked]
+        self,
+        reach: ReachLike,
+        transfer: Transfer,
+        wanted: GradRequest,
+        asked: Sequence[GradSelection],
     ) -> None:
         self._reach = reach
         self._transfer = transfer
         self._wanted = wanted
         self._asked = asked
-        self._learnt = Learnt()
+        self._learnt = PartialGroups()
         self._plan: GradPlan | None = None
         self._requests: dict[int, pb.PinSnapshotRequest] = {}
         self._sum_requests: dict[int, pb.PinSnapshotRequest] = {}
@@ -281,7 +292,7 @@ async def open_stream(
     return StepStream(reach, steps, steps.read, every=wanted.every, keep_all=wanted.lossless)
 
 
-def _notes(plan: GradPlan, held: HeldStep) -> list[GradNote]:
+def _notes(plan: GradPlan, held: PinnedStep) -> list[GradNote]:
     found = []
     for rank, answer in held.answers.items():
         for note in answer.gradients.notes:
@@ -340,7 +351,7 @@ def at_step(
 async def read_parts(
     sidecars: Sidecars,
     plan: GradPlan,
-    held: HeldStep,
+    held: PinnedStep,
     items: Mapping[int, tuple[StatsItem, ...]],
     deadline_s: float,
     bad: dict[str, list[int]],
@@ -385,5 +396,5 @@ async def read_parts(
     return found
 
 
-def _step_of(held: HeldStep) -> int:
+def _step_of(held: PinnedStep) -> int:
     return next(iter(held.pins.values())).step

@@ -19,7 +19,7 @@ HOLD_S = 10.0
 """How long what was asked for waits for its reader."""
 
 
-class HeldStep:
+class PinnedStep:
     """Answers of all ranks at one step, their leases renewed until `let_go`."""
 
     def __init__(
@@ -61,7 +61,7 @@ async def hold_step(
     requests: Mapping[int, sidecar_pb2.PinSnapshotRequest],
     step: int,
     timeout_s: float,
-) -> HeldStep:
+) -> PinnedStep:
     """Asks all ranks at once; all answers are of `step`, or nothing is held.
 
     An edit between two updates changes parameters but not the step, so answers must agree on
@@ -94,7 +94,7 @@ async def hold_step(
             _release(sidecars, rank, answer)
         raise
     pins = {rank: _pin_of(rank, answer) for rank, answer in answers.items() if answer.snapshot_id}
-    return HeldStep(sidecars, state, answers, pins)
+    return PinnedStep(sidecars, state, answers, pins)
 
 
 def _check(

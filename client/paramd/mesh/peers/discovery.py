@@ -65,7 +65,7 @@ class Directory(Protocol):
         """Closes connections. Idempotent."""
 
 
-class Reach:
+class SidecarFinder:
     """Finds the sidecars of one job, and finds them again when they moved."""
 
     def __init__(

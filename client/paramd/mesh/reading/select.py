@@ -8,7 +8,7 @@ from typing import TypeVar
 
 from paramd.layout.plan import ReadPlan, plan_read
 from paramd.layout.select import select
-from paramd.mesh.peers.discovery import Reach
+from paramd.mesh.peers.discovery import SidecarFinder
 from paramd.mesh.peers.pins import Pinned
 from paramd.mesh.peers.sidecars import Sidecars
 from paramd.mesh.reading.pin import Pinner
@@ -21,7 +21,7 @@ Work = Callable[[Sidecars, ReadPlan, Pinned, float], Awaitable[Result]]
 
 
 async def choose(
-    reach: Reach, sidecars: Sidecars, patterns: Sequence[str], *, buffers: bool
+    reach: SidecarFinder, sidecars: Sidecars, patterns: Sequence[str], *, buffers: bool
 ) -> Chosen:
     """Names and a read plan that spares ranks which lately did not answer.
 
@@ -42,7 +42,7 @@ async def choose(
 
 @asynccontextmanager
 async def pinned(
-    reach: Reach,
+    reach: SidecarFinder,
     sidecars: Sidecars,
     chosen: Chosen,
     deadline_s: float,
@@ -66,7 +66,7 @@ async def pinned(
 
 
 async def while_pinned(
-    reach: Reach,
+    reach: SidecarFinder,
     patterns: Sequence[str],
     work: Work[Result],
     deadline_s: float,

@@ -21,7 +21,7 @@ from paramd.trainer.boundary.moments import Moments
 from paramd.trainer.boundary.signals import Signals
 from paramd.trainer.helpers.control_link import ControlLink
 from paramd.trainer.helpers.sidecar_link import Identity, SidecarLink
-from paramd.trainer.home.owned import Home
+from paramd.trainer.home.owned import ParameterStorage
 
 log = logging.getLogger("paramd")
 
@@ -57,7 +57,7 @@ class Attachment:
         *,
         page: ControlPage,
         arena: HostArena,
-        home: Home,
+        home: ParameterStorage,
         boundary: Boundary,
         editor: Editor,
         moments: Moments,

@@ -29,7 +29,7 @@ class Exchange:
             self.group = dist.new_group(
                 backend="gloo", timeout=timedelta(seconds=timeout_s), group_desc="paramd"
             )
-            exit.owe(self)
+            exit.register_at_exit(self)
 
     def gather(self, message: dict[str, Any]) -> list[dict[str, Any]]:
         """All ranks' JSON messages, indexed by rank. Collective."""

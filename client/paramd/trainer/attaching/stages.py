@@ -43,7 +43,7 @@ from paramd.trainer.helpers.control_link import ControlLink
 from paramd.trainer.helpers.sidecar_link import Identity, SidecarLink
 from paramd.trainer.helpers.site_link import Registration
 from paramd.trainer.home.mirrored import MirroredHome, home_of
-from paramd.trainer.home.owned import Home
+from paramd.trainer.home.owned import ParameterStorage
 from paramd.trainer.settings import AttachSettings
 
 log = logging.getLogger("paramd")
@@ -54,7 +54,7 @@ class Found:
     """What to attach, as agreed by all ranks."""
 
     optimizers: list[torch.optim.Optimizer]
-    home: Home
+    home: ParameterStorage
     layout: Layout
     first_step: int
 
@@ -235,7 +235,7 @@ class Stages:
     def _attachment(
         self,
         model: torch.nn.Module,
-        home: Home,
+        home: ParameterStorage,
         identity: Identity,
         page: ControlPage,
         arena: HostArena,
@@ -286,7 +286,9 @@ class Stages:
             )
         return changes
 
-    def _gradients(self, page: ControlPage, shared: Descriptors, home: Home) -> GradientCapture:
+    def _gradients(
+        self, page: ControlPage, shared: Descriptors, home: ParameterStorage
+    ) -> GradientCapture:
         return GradientCapture(
             page,
             shared.wake,

@@ -121,7 +121,7 @@ class Agreement:
         self._next_launch = 1
         self._last_agreed = 0
         self._eager_until = 0
-        exit.owe(self)
+        exit.register_at_exit(self)
 
     @property
     def alone(self) -> bool:

@@ -34,7 +34,7 @@ from paramd.memory.rest import MAX_SAMPLES, write_samples, write_text
 from paramd.trainer import exit
 from paramd.trainer.boundary.agreement import Agreement
 from paramd.trainer.boundary.hold import Hold
-from paramd.trainer.boundary.requests import Acting, EditorLike, MirrorLike
+from paramd.trainer.boundary.requests import BoundaryHandler, EditorLike, MirrorLike
 from paramd.trainer.boundary.signals import backward_id, replaced_for_a_call, runs_inside_itself
 from paramd.trainer.home.watch import Contents
 
@@ -129,7 +129,7 @@ class Boundary:
         self._home = home
         self._editor = editor
         self._gate = TrainerGate(page, stall_budget_ns=stall_budget_ns, mirrored=mirror is not None)
-        self._acting = Acting(
+        self._acting = BoundaryHandler(
             page,
             agreement,
             self._gate,
@@ -167,7 +167,7 @@ class Boundary:
         page.words[_SEQ] |= 1
         self._tell_strictness()
         self._rest()
-        exit.owe(self)
+        exit.register_at_exit(self)
         self._closing = threading.Event()
         self._watcher = threading.Thread(target=self._watch_rest, name="paramd-rest", daemon=True)
 

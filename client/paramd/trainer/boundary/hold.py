@@ -24,7 +24,7 @@ CAP_S = 300.0
 """Longest hold, however often its lease is renewed."""
 
 
-class Holding(IntEnum):
+class HoldState(IntEnum):
     """Values of the word HELD."""
 
     RUNNING = 0
@@ -50,13 +50,13 @@ class Hold:
         self._began_ns = 0
 
     @property
-    def state(self) -> Holding:
-        return Holding(self._words[Word.HELD])
+    def state(self) -> HoldState:
+        return HoldState(self._words[Word.HELD])
 
     def stay(self) -> bool:
         """Whether this rank wants to stay held; sent in every round."""
         words = self._words
-        if words[Word.HELD] == Holding.RUNNING:
+        if words[Word.HELD] == HoldState.RUNNING:
             return False
         until_ns = min(words[Word.HOLD_UNTIL_NS], self._began_ns + self._cap_ns)
         return self._clock_ns() < until_ns
@@ -64,7 +64,7 @@ class Hold:
     def hear(self, heard: Round) -> None:
         """Act on a round's outcome: first the lease, then the agreed request."""
         words = self._words
-        if words[Word.HELD] != Holding.RUNNING and not heard.stay:
+        if words[Word.HELD] != HoldState.RUNNING and not heard.stay:
             self.end()
         if heard.agreed is not None:
             self._act(heard.agreed)
@@ -72,27 +72,27 @@ class Hold:
     def pass_boundary(self) -> None:
         """Count one boundary while stepping; the last one resumes the hold."""
         words = self._words
-        if words[Word.HELD] == Holding.STEPPING:
+        if words[Word.HELD] == HoldState.STEPPING:
             words[Word.HOLD_STEPS_LEFT] -= 1
             if words[Word.HOLD_STEPS_LEFT] <= 0:
                 words[Word.HOLD_STEPS_LEFT] = 0
-                words[Word.HELD] = Holding.HELD
+                words[Word.HELD] = HoldState.HELD
 
     def end(self) -> None:
         """Let training continue."""
         self._words[Word.HOLD_STEPS_LEFT] = 0
-        self._words[Word.HELD] = Holding.RUNNING
+        self._words[Word.HELD] = HoldState.RUNNING
 
     def _act(self, request: Request) -> None:
         words = self._words
-        held = words[Word.HELD] != Holding.RUNNING
+        held = words[Word.HELD] != HoldState.RUNNING
         if request.action == HOLD:
             if not held:
                 self._began_ns = self._clock_ns()
             words[Word.HOLD_STEPS_LEFT] = 0
-            words[Word.HELD] = Holding.HELD
+            words[Word.HELD] = HoldState.HELD
         elif request.action == STEP and held and request.argument > 0:
             words[Word.HOLD_STEPS_LEFT] = request.argument
-            words[Word.HELD] = Holding.STEPPING
+            words[Word.HELD] = HoldState.STEPPING
         elif request.action == RESUME:
             self.end()

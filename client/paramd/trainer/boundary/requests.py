@@ -26,7 +26,7 @@ from paramd.trainer.boundary.agreement import (
     Round,
     promise,
 )
-from paramd.trainer.boundary.hold import ROUND_S, Hold, Holding
+from paramd.trainer.boundary.hold import ROUND_S, Hold, HoldState
 
 log = logging.getLogger("paramd")
 
@@ -55,7 +55,7 @@ class MirrorLike(Protocol):
         """Copy what an agreed capture wants, buffers included."""
 
 
-class Acting:
+class BoundaryHandler:
     """One rank's part in what all ranks do together. Training thread only."""
 
     def __init__(
@@ -157,7 +157,7 @@ class Acting:
         """Stay held: run rounds and act on them until one ends the hold."""
         words = self._words
         try:
-            while words[Word.HELD] == Holding.HELD:
+            while words[Word.HELD] == HoldState.HELD:
                 time.sleep(ROUND_S)
                 self._answer(self._hear(self._exchange(agreement, at_home), at_home))
         except BaseException:

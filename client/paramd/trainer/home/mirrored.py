@@ -28,7 +28,7 @@ from paramd.trainer.home.arena_plan import ArenaPlan, check_reachable, plan_aren
 from paramd.trainer.home.buffers import BufferCopies
 from paramd.trainer.home.devices import DeviceCopies
 from paramd.trainer.home.moving import differences
-from paramd.trainer.home.owned import Home, address_of, check_arena, said
+from paramd.trainer.home.owned import ParameterStorage, address_of, check_arena, said
 from paramd.trainer.home.storages import Range, bytes_at, extent, placed
 from paramd.trainer.model.local_shard import LocalShard, dtype_name
 from paramd.trainer.model.shards import find_shards
@@ -40,7 +40,7 @@ Locate = Callable[[Range], int | None]
 """Maps a parameter's memory to its first arena byte; None for memory of no parameter."""
 
 
-class MirroredHome(Home):
+class MirroredHome(ParameterStorage):
     """Parameters in the trainer's own memory, on any device, with copies in an arena.
 
     Outside after the constructor and after `move_out`, inside after `move_in`; the model itself
@@ -50,7 +50,7 @@ class MirroredHome(Home):
     mirrored = True
 
     def __init__(self, model: nn.Module) -> None:
-        """As `Home`, but parameters may also be on CUDA devices."""
+        """As `ParameterStorage`, but parameters may also be on CUDA devices."""
         super().__init__(model)
         self._memory = torch.empty(0, dtype=torch.uint8, device="cpu")
         self._copies: DeviceCopies | None = None
@@ -199,7 +199,7 @@ def _on_host(tensors: Iterable[torch.Tensor]) -> bool:
     return all(tensor.device.type == "cpu" for tensor in tensors)
 
 
-def home_of(model: nn.Module, arena: str) -> Home:
+def home_of(model: nn.Module, arena: str) -> ParameterStorage:
     """The kind of home that `arena` (see AttachSettings) and the model's devices call for.
 
     Raises:
@@ -208,7 +208,7 @@ def home_of(model: nn.Module, arena: str) -> Home:
     if arena == "mirror":
         return MirroredHome(model)
     devices = {shard.tensor.device for shard in find_shards(model)}
-    return Home(model) if {d.type for d in devices} <= {"cpu"} else MirroredHome(model)
+    return ParameterStorage(model) if {d.type for d in devices} <= {"cpu"} else MirroredHome(model)
 
 
 def _live(pieces: Sequence[tuple[int, LocalShard]], record: Record) -> torch.Tensor:

@@ -29,7 +29,7 @@ from paramd.trainer.model.local_shard import LocalShard
 
 
 @dataclass(frozen=True, slots=True)
-class Departed:
+class Escaped:
     """A shard that left the arena, and the address where it belongs."""
 
     shard: LocalShard
@@ -94,7 +94,7 @@ def _said(shard: LocalShard) -> str:
 
 
 def bring_back(
-    left: Sequence[Departed], bases: Sequence[torch.Tensor], shards: Sequence[LocalShard]
+    left: Sequence[Escaped], bases: Sequence[torch.Tensor], shards: Sequence[LocalShard]
 ) -> None:
     """Copy departed shards home and point their tensors there.
 
@@ -135,7 +135,7 @@ def bring_back(
 
 
 def evict(
-    left: Sequence[Departed], bases: Sequence[torch.Tensor], shards: Sequence[LocalShard]
+    left: Sequence[Escaped], bases: Sequence[torch.Tensor], shards: Sequence[LocalShard]
 ) -> list[tuple[torch.Tensor, torch.Tensor]]:
     """Private copies for tensors still using the memory that departed shards left.
 
@@ -176,7 +176,7 @@ def evict(
 class _Ways:
     """The byte distance each departed shard's memory has to move."""
 
-    def __init__(self, left: Sequence[Departed]) -> None:
+    def __init__(self, left: Sequence[Escaped]) -> None:
         ways = sorted(((extent(d.shard.tensor), d) for d in left), key=itemgetter(0))
         self._ways: list[tuple[Range, int]] = []
         for memory, departed in ways:

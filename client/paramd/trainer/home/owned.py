@@ -34,7 +34,7 @@ from paramd.trainer.home.arena_plan import (
     plan_arena,
 )
 from paramd.trainer.home.buffers import BufferCopies
-from paramd.trainer.home.moving import Departed, bring_back, differences, moved, strides_of, users
+from paramd.trainer.home.moving import Escaped, bring_back, differences, moved, strides_of, users
 from paramd.trainer.home.storages import (
     Range,
     Ranges,
@@ -53,10 +53,10 @@ from paramd.trainer.model.dtensor import split
 from paramd.trainer.model.local_shard import LocalShard
 from paramd.trainer.model.shards import find_shards
 
-__all__ = ["Home", "arena_kind"]
+__all__ = ["ParameterStorage", "arena_kind"]
 
 
-class Home:
+class ParameterStorage:
     """Where one model's local parameters live. Training thread only, except `in_place`.
 
     States: *outside* (after the constructor and after `move_out`: parameters in private
@@ -247,10 +247,10 @@ class Home:
         self._rewatch()
         return list(dict.fromkeys(departed.shard.fqn for departed in left))
 
-    def _departed(self) -> list[Departed]:
+    def _departed(self) -> list[Escaped]:
         """Shards whose memory is not where it belongs."""
         return [
-            Departed(shard, self._arena_address + begin)
+            Escaped(shard, self._arena_address + begin)
             for shard, begin in self._placed(TensorKind.PARAMETER)
             if address(shard.tensor) != self._arena_address + begin
         ]

@@ -16,8 +16,8 @@ from paramd.trainer.summon import guards
 from paramd.trainer.summon.arguments import Arguments
 from paramd.trainer.summon.full import FullTensors, Local
 from paramd.trainer.summon.gradients import GradientHolding, check_gradients, find_gradient
-from paramd.trainer.summon.holdings import Holding, digest, find_holdings
-from paramd.trainer.summon.meeting import Meetings, Word
+from paramd.trainer.summon.holdings import LocalParam, digest, find_holdings
+from paramd.trainer.summon.meeting import Proposal, Rendezvous
 from paramd.trainer.summon.parties import find_party
 from paramd.trainer.summon.swap import Swap
 from paramd.trainer.summon.wrappers import FlatParameters, ShardedParameters, forwards_refused
@@ -46,9 +46,9 @@ class Call:
         self._flat = FlatParameters(self._modules)
         self._sharded = ShardedParameters(self._modules)
         self._party = find_party(self._flat, self._sharded)
-        self._meetings = Meetings(NAME, self._party.ranks)
+        self._meetings = Rendezvous(NAME, self._party.ranks)
         self._number = 0
-        self._holdings: list[Holding] = []
+        self._holdings: list[LocalParam] = []
         self._gradients: dict[str, GradientHolding] = {}
         self._params: dict[str, nn.Parameter] = {}
         self._swap = Swap()
@@ -70,13 +70,13 @@ class Call:
             refusal = error
         if refusal is not None:
             # Still meet: the others learn the reason instead of waiting out their timeout.
-            word = Word(question="", refusal=str(refusal))
+            word = Proposal(question="", refusal=str(refusal))
             try:
                 self._meetings.enter(word, timeout_s=min(timeout_s, REFUSAL_TIMEOUT_S))
             except ParamdError:
                 raise refusal from None
         question = f"{self._arguments}, parameters {digest(self._holdings)}"
-        self._number = self._meetings.enter(Word(question=question), timeout_s=timeout_s)
+        self._number = self._meetings.enter(Proposal(question=question), timeout_s=timeout_s)
 
     @torch.no_grad()
     def show(self, inside: ExitStack) -> dict[str, nn.Parameter]:
@@ -154,7 +154,7 @@ class Call:
         for holding in self._holdings:
             yield from holding.places
 
-    def _put(self, holding: Holding, full: Mapping[str, torch.Tensor]) -> None:
+    def _put(self, holding: LocalParam, full: Mapping[str, torch.Tensor]) -> None:
         name = holding.names[0]
         param = nn.Parameter(full[name], requires_grad=holding.requires_grad)
         gradient = self._gradients.get(name)
@@ -165,7 +165,7 @@ class Call:
         for place in holding.places:
             self._swap.put(place, param)
 
-    def _value(self, holding: Holding) -> torch.Tensor:
+    def _value(self, holding: LocalParam) -> torch.Tensor:
         """The parameter's value now; an assignment in any one of its places counts.
 
         Raises:
@@ -189,7 +189,7 @@ class Call:
             )
         return value
 
-    def _gradient(self, holding: Holding, value: torch.Tensor) -> torch.Tensor | None:
+    def _gradient(self, holding: LocalParam, value: torch.Tensor) -> torch.Tensor | None:
         name, ours = holding.names[0], self._params[holding.names[0]]
         grad = value.grad if value.is_leaf else None
         if grad is None and value is not ours:
@@ -206,7 +206,7 @@ class Call:
         return grad
 
 
-def _local(name: str, holding: Holding, shards: tuple[LocalShard, ...]) -> Local:
+def _local(name: str, holding: LocalParam, shards: tuple[LocalShard, ...]) -> Local:
     dtype = shards[0].tensor.dtype if shards else holding.dtype
     return Local(name, holding.shape, dtype, holding.device, shards)
 

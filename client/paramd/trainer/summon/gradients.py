@@ -14,7 +14,7 @@ from paramd.layout.types import TensorKind
 from paramd.trainer.model import dtensor, fsdp1, plain
 from paramd.trainer.model.flatten import wait_for_gradient
 from paramd.trainer.model.local_shard import LocalShard, dtype_name
-from paramd.trainer.summon.holdings import Holding
+from paramd.trainer.summon.holdings import LocalParam
 from paramd.trainer.summon.wrappers import FlatParameters, ShardedParameters
 
 
@@ -30,7 +30,7 @@ class GradientHolding:
 
 
 def check_gradients(
-    holdings: Iterable[Holding], flat: FlatParameters, sharded: ShardedParameters
+    holdings: Iterable[LocalParam], flat: FlatParameters, sharded: ShardedParameters
 ) -> None:
     """Refuse gradients that are still unsharded.
 
@@ -59,7 +59,7 @@ def check_gradients(
 
 
 def find_gradient(
-    holding: Holding, flat: FlatParameters, sharded: ShardedParameters
+    holding: LocalParam, flat: FlatParameters, sharded: ShardedParameters
 ) -> GradientHolding:
     """The gradient of a parameter, as this rank holds it.
 
@@ -80,7 +80,7 @@ def find_gradient(
     return _dense(holding, param, expected)
 
 
-def _dense(holding: Holding, param: torch.Tensor, expected: bool) -> GradientHolding:
+def _dense(holding: LocalParam, param: torch.Tensor, expected: bool) -> GradientHolding:
     param = _leaf(param)
     grad = param.grad
     if grad is None:
@@ -148,7 +148,7 @@ def _placed_back(placed: Any, grad: Any) -> torch.Tensor:
     return local
 
 
-def _flat_shards(holding: Holding, handle: Any, index: int) -> Iterator[LocalShard]:
+def _flat_shards(holding: LocalParam, handle: Any, index: int) -> Iterator[LocalShard]:
     local = _flat_gradient(handle, index)
     if local is None:
         return

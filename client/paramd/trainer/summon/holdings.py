@@ -17,7 +17,7 @@ from paramd.trainer.model.shards import find_tensors
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Holding:
+class LocalParam:
     """One parameter. Its shards are views of the training's own memory."""
 
     names: tuple[str, ...]
@@ -41,7 +41,7 @@ class Holding:
         return self.shards[0].tensor.device
 
 
-def find_holdings(module: nn.Module, *, recurse: bool) -> list[Holding]:
+def find_holdings(module: nn.Module, *, recurse: bool) -> list[LocalParam]:
     """The parameters under `module`, in tree order; tied ones once.
 
     Without `recurse`, those managed by FSDP modules below are left out: what remains is managed
@@ -56,7 +56,7 @@ def find_holdings(module: nn.Module, *, recurse: bool) -> list[Holding]:
         if tensor.kind is TensorKind.PARAMETER and tensor.entry.key not in left_out:
             shards = tuple(tensor.shards())
             found.append(
-                Holding(
+                LocalParam(
                     names=tuple(tensor.names),
                     places=tuple(tensor.places),
                     shards=shards,
@@ -105,7 +105,7 @@ def is_fsdp(module: nn.Module) -> bool:
     )
 
 
-def digest(holdings: Sequence[Holding]) -> str:
+def digest(holdings: Sequence[LocalParam]) -> str:
     """A short digest, equal on all ranks that have the same parameters."""
     text = repr([(h.names, h.shape, h.shards[0].dtype, h.requires_grad) for h in holdings])
     return hashlib.sha256(text.encode()).hexdigest()[:16]

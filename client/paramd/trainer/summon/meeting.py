@@ -32,7 +32,7 @@ _stale_keys: dict[str, list[str]] = {}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Word:
+class Proposal:
     """What a rank says on arrival."""
 
     question: str
@@ -47,7 +47,7 @@ class _Verdict:
     text: str = ""
 
 
-class Meetings:
+class Rendezvous:
     """The meetings of some ranks. A single rank has no one to wait for.
 
     Args:
@@ -64,7 +64,7 @@ class Meetings:
         everybody = self._alone or len(ranks) == dist.get_world_size()
         self._series = "all" if everybody else "-".join(map(str, ranks))
 
-    def enter(self, word: Word, *, timeout_s: float) -> int:
+    def enter(self, word: Proposal, *, timeout_s: float) -> int:
         """Wait until all ranks have arrived. Return the number of the call.
 
         All or none: returns on all ranks, or raises on every rank that arrived.

@@ -16,7 +16,7 @@ _groups: dict[tuple[str, tuple[int, ...]], dist.ProcessGroup] = {}
 
 
 @dataclass(frozen=True, slots=True)
-class Party:
+class Participants:
     """The ranks of a call, ascending, this one included."""
 
     ranks: tuple[int, ...]
@@ -34,18 +34,18 @@ class Party:
         )
 
 
-def find_party(flat: FlatParameters, sharded: ShardedParameters) -> Party:
+def find_party(flat: FlatParameters, sharded: ShardedParameters) -> Participants:
     """All ranks, or those of the FSDP modules if these all span the same subset.
 
     So each pipeline stage, a model of its own, can be summoned separately.
     """
     if not (dist.is_available() and dist.is_initialized()):
-        return Party((0,))
+        return Participants((0,))
     parties = flat.parties() | sharded.parties()
     if len(parties) == 1:
         (ranks,) = parties
-        return Party(ranks)
-    return Party(tuple(range(dist.get_world_size())))
+        return Participants(ranks)
+    return Participants(tuple(range(dist.get_world_size())))
 
 
 def _group_of(ranks: tuple[int, ...]) -> dist.ProcessGroup:

@@ -109,7 +109,7 @@ Denied = Callable[[str, str, str, str], None]
 """Refusal callback: actor (empty when unknown), role, operation, reason."""
 
 
-def unheard(_actor: str, _role: str, _operation: str, _reason: str) -> None:
+def no_audit(_actor: str, _role: str, _operation: str, _reason: str) -> None:
     """A `Denied` that does nothing."""
 
 

@@ -26,7 +26,7 @@ from paramd.errors import (
     reason_of,
 )
 from paramd.security.tickets import Claims, Role, Verifier, claimed
-from paramd_service.control.access.authority import Denied, unheard
+from paramd_service.control.access.authority import Denied, no_audit
 
 DOMAIN = "paramd"
 MAX_DETAIL_CHARS = 2048
@@ -90,7 +90,7 @@ class TicketInterceptor(grpc.aio.ServerInterceptor):
         self,
         verifier_of: Callable[[str, int], Verifier],
         check_revoked: Callable[[Claims], None],
-        denied: Denied = unheard,
+        denied: Denied = no_audit,
     ) -> None:
         """`verifier_of(job, epoch)` raises DeniedError for those not ours; `check_revoked` does
         for a ticket whose token has ended.

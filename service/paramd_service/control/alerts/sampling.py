@@ -30,7 +30,7 @@ from paramd_service.control.alerts.drift import (
 from paramd_service.control.alerts.tensors import TensorInput
 
 if TYPE_CHECKING:
-    from paramd.mesh.peers.discovery import Reach
+    from paramd.mesh.peers.discovery import SidecarFinder
     from paramd.mesh.peers.pins import Pinned
     from paramd.mesh.peers.sidecars import Sidecars
 
@@ -77,7 +77,7 @@ class Sampler(Protocol):
 class MeshSampler:
     """A `Sampler` over an incarnation's sidecars."""
 
-    def __init__(self, reaching: Callable[[], Awaitable[Reach]]) -> None:
+    def __init__(self, reaching: Callable[[], Awaitable[SidecarFinder]]) -> None:
         """No I/O. `reaching` opens the connections to the sidecars."""
         self._reaching = reaching
 
@@ -144,7 +144,7 @@ class MeshSampler:
 class _Pinned:
     """Digests of one set of pinned snapshots; implements `places.Digests`."""
 
-    reach: Reach
+    reach: SidecarFinder
     sidecars: Sidecars
     pinned: Pinned
     spans: Spans

@@ -12,7 +12,7 @@ from paramd.version import __version__
 from paramd_service.control.access.http import TokenGate, permitted
 from paramd_service.control.api import openapi
 from paramd_service.control.api.guard import Guard
-from paramd_service.control.api.outer import Outer
+from paramd_service.control.api.outer import RequestIdMiddleware
 from paramd_service.control.api.page import Page
 from paramd_service.control.api.routes import (
     alerts,
@@ -67,7 +67,7 @@ def build_app(services: Services) -> FastAPI:
         is_token=services.tokens.is_secret,
         names=lambda: services.tls.names if services.tls is not None else frozenset(),
     )
-    app.add_middleware(Outer)
+    app.add_middleware(RequestIdMiddleware)
     problems.install(app)
     app.include_router(jobs.router(services), prefix=API)
     app.include_router(params.router(services), prefix=API)

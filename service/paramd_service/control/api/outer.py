@@ -18,7 +18,7 @@ REQUEST_ID = METADATA_KEY.encode()
 _RIGHT = re.compile(rb"[A-Za-z0-9._-]{1,64}\Z")
 
 
-class Outer:
+class RequestIdMiddleware:
     """Gives each request its own id, or keeps the caller's, and answers with it."""
 
     def __init__(self, app: ASGIApp, *, send_timeout_s: float = SEND_TIMEOUT_S) -> None:

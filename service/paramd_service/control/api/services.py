@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from paramd_service.control.access.authority import Denied, Tokens, unheard
+from paramd_service.control.access.authority import Denied, Tokens, no_audit
 from paramd_service.control.access.doorway import Doorway
 from paramd_service.control.access.join import FailureLimit
 from paramd_service.control.access.revocations import Revocations
@@ -13,7 +13,7 @@ from paramd_service.control.access.sessions import Sessions
 from paramd_service.control.alerts.service import Watchers
 from paramd_service.control.base.config import ControlConfig
 from paramd_service.control.edits.service import Edits
-from paramd_service.control.exports.service import Exports
+from paramd_service.control.exports.service import ExportService
 from paramd_service.control.mesh.jobs import Jobs
 from paramd_service.control.metrics.metrics import Metrics
 from paramd_service.control.records.events import EventBus
@@ -41,7 +41,7 @@ class Services:
     """Whose tokens are good no more; told to sidecars, and to streams of REST."""
     records: Records
     """Store, audit and metric history."""
-    exports: Exports
+    exports: ExportService
     """Exports, their schedules and destinations."""
     edits: Edits
     """`edits.desk(job)`: where edits of the job are asked for; `edits.hold(job)`: its hold."""
@@ -56,5 +56,5 @@ class Services:
     """Connections of REST: who has shown a good token."""
     sessions: Sessions = field(default_factory=Sessions)
     """Those of browsers."""
-    denied: Denied = unheard
+    denied: Denied = no_audit
     """Is told of every refused request."""

@@ -7,7 +7,7 @@ from typing import Any
 
 from paramd.errors import UnreachableError
 from paramd.v1 import sidecar_pb2 as pb
-from paramd_service.control.edits.machine import Applied, Fate
+from paramd_service.control.edits.machine import Applied, Outcome
 from paramd_service.control.mesh.sidecars import SidecarCalls
 from paramd_service.control.mesh.view import MeshView
 
@@ -17,10 +17,10 @@ STAGE_S = 60.0
 PREVIEW_S = 60.0
 
 _FATES = {
-    pb.BOUNDARY_FATE_WITHDRAWN: Fate.WITHDRAWN,
-    pb.BOUNDARY_FATE_AGREED: Fate.AGREED,
-    pb.BOUNDARY_FATE_DONE: Fate.DONE,
-    pb.BOUNDARY_FATE_TORN: Fate.TORN,
+    pb.BOUNDARY_FATE_WITHDRAWN: Outcome.WITHDRAWN,
+    pb.BOUNDARY_FATE_AGREED: Outcome.AGREED,
+    pb.BOUNDARY_FATE_DONE: Outcome.DONE,
+    pb.BOUNDARY_FATE_TORN: Outcome.TORN,
 }
 
 
@@ -64,7 +64,7 @@ class EditCalls:
         request = pb.DropEditRequest(edit_id=edit_id, generation=self._generation)
         await self._ask(rank, address, "DropEdit", request)
 
-    async def withdraw(self, rank: int, address: str, boundary: int) -> Fate:
+    async def withdraw(self, rank: int, address: str, boundary: int) -> Outcome:
         """Takes a boundary request back, and says what became of it."""
         request = pb.WithdrawBoundaryRequest(
             epoch=self._epoch, boundary=boundary, generation=self._generation
@@ -73,7 +73,7 @@ class EditCalls:
             rank, address, "WithdrawBoundary", request
         )
         # What is not known here, a newer sidecar's word, is no certainty.
-        return _FATES.get(answer.fate, Fate.IN_DOUBT)
+        return _FATES.get(answer.fate, Outcome.IN_DOUBT)
 
     async def renew_hold(self, rank: int, address: str, lease_ms: int) -> int:
         """Lease granted, in milliseconds."""

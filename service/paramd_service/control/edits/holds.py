@@ -19,7 +19,7 @@ from paramd.v1 import common_pb2
 from paramd_service.control.access.authority import Principal
 from paramd_service.control.access.roles import Action
 from paramd_service.control.edits.calls import EditCalls
-from paramd_service.control.edits.machine import Fate
+from paramd_service.control.edits.machine import Outcome
 from paramd_service.control.edits.runner import on_all
 from paramd_service.control.mesh.coordinator import (
     BoundaryAction,
@@ -245,14 +245,14 @@ class Hold:
     async def _was_agreed(self, number: int, view: MeshView) -> bool:
         """Withdraws a request everywhere; True when it had been agreed on before."""
 
-        async def withdraw(rank: int, address: str) -> Fate:
+        async def withdraw(rank: int, address: str) -> Outcome:
             try:
                 return await self._calls.withdraw(rank, address, number)
             except ParamdError:
-                return Fate.IN_DOUBT
+                return Outcome.IN_DOUBT
 
         fates = set((await on_all(view, withdraw)).values())
-        return bool(fates & {Fate.AGREED, Fate.DONE})
+        return bool(fates & {Outcome.AGREED, Outcome.DONE})
 
     async def _renew(self, lease_ms: int) -> None:
         view = self._mesh.registry.view()

@@ -28,7 +28,7 @@ SameData = Callable[[Mapping[int, tuple[bytes, ...]]], str]
 """Data digests of the ranks -> which replicas differ, in words; empty when none do."""
 
 
-class Fate(Enum):
+class Outcome(Enum):
     """What a sidecar says became of a boundary request; as `paramd.v1.BoundaryFate`."""
 
     WITHDRAWN = 1
@@ -96,7 +96,7 @@ class Told:
     """The answer of a withdrawal."""
 
     rank: int
-    fate: Fate
+    fate: Outcome
 
 
 @dataclass(frozen=True, slots=True)
@@ -297,19 +297,19 @@ class EditMachine:
         self.agreed = True
         return [Show(rank)]
 
-    def _told(self, rank: int, fate: Fate) -> list[Action]:
-        if fate is Fate.WITHDRAWN:
+    def _told(self, rank: int, fate: Outcome) -> list[Action]:
+        if fate is Outcome.WITHDRAWN:
             if not self.agreed:
                 return self._abort(self.reason)
             return self._lose(
                 f"rank {rank} will not apply what others have agreed on; the ranks' parameters "
                 "differ: go back to a checkpoint"
             )
-        if fate is Fate.TORN:
+        if fate is Outcome.TORN:
             return self._lose(f"the trainer of rank {rank} ended while it was being applied")
-        if fate is Fate.DONE:
+        if fate is Outcome.DONE:
             return self._agreed_by(rank)
-        self.agreed = self.agreed or fate is Fate.AGREED
+        self.agreed = self.agreed or fate is Outcome.AGREED
         return [Withdraw(rank, later=True)]
 
     def _shown(self, rank: int, applied: Applied | None) -> list[Action]:

@@ -33,7 +33,7 @@ from paramd_service.control.edits.machine import (
     Told,
     Withdraw,
 )
-from paramd_service.control.edits.planning import merged
+from paramd_service.control.edits.spec import merged
 from paramd_service.control.mesh.coordinator import (
     BoundaryAction,
     BoundaryCalls,
@@ -55,7 +55,7 @@ log = logging.getLogger("paramd.control.edits")
 Result = TypeVar("Result")
 
 
-class EditDriver:
+class EditRun:
     """One edit under way. Use on one event loop; `close` stops asking, whatever is open."""
 
     def __init__(
@@ -267,7 +267,7 @@ async def on_all(
 
 
 async def stage_all(
-    driver: EditDriver, calls: EditCalls, view: MeshView, manifest: pb.EditManifest
+    driver: EditRun, calls: EditCalls, view: MeshView, manifest: pb.EditManifest
 ) -> None:
     """Stages an edit without data on all ranks. Raises what the ranks raise."""
     found = await on_all(view, lambda rank, address: calls.stage(rank, address, manifest))
@@ -275,7 +275,7 @@ async def stage_all(
 
 
 async def look_all(
-    driver: EditDriver, calls: EditCalls, view: MeshView, manifest: pb.EditManifest
+    driver: EditRun, calls: EditCalls, view: MeshView, manifest: pb.EditManifest
 ) -> int:
     """Looks whether all ranks have it whole; returns their step when it is one, else -1.
 
@@ -335,6 +335,6 @@ async def preview_all(
     return {"before": merged(index, ops, before), "after": merged(index, ops, after)}
 
 
-def _tell(driver: EditDriver, found: dict[int, pb.EditProgress]) -> None:
+def _tell(driver: EditRun, found: dict[int, pb.EditProgress]) -> None:
     for rank, progress in found.items():
         driver.feed(Staged(rank, progress.manifest_digest, tuple(progress.data_digests)))

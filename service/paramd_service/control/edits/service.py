@@ -17,18 +17,18 @@ from paramd.v1 import sidecar_pb2 as pb
 from paramd_service.control.access.authority import Principal
 from paramd_service.control.access.roles import Action, UserRole
 from paramd_service.control.edits.holds import Hold, HoldView
+from paramd_service.control.edits.incarnation import IncarnationEdits, told
 from paramd_service.control.edits.limits import EditConfig, Pace
 from paramd_service.control.edits.machine import CallOff, EditState, no_data
-from paramd_service.control.edits.planning import (
+from paramd_service.control.edits.runner import EditRun, look_all, preview_all
+from paramd_service.control.edits.spec import (
+    EditSpec,
     Planned,
-    Wish,
     ops_of,
     plan_undo,
     plan_wish,
     same_data,
 )
-from paramd_service.control.edits.runner import EditDriver, look_all, preview_all
-from paramd_service.control.edits.work import EditWork, told
 from paramd_service.control.mesh.incarnation import Incarnation
 from paramd_service.control.mesh.view import MeshView
 from paramd_service.control.mesh.watch import Publish
@@ -41,13 +41,13 @@ ABORT_WAIT_S = 5.0
 log = logging.getLogger("paramd.control.edits")
 
 
-class EditDesk:
+class EditService:
     """Use on one event loop."""
 
     def __init__(
         self,
         incarnation: Incarnation,
-        work: EditWork,
+        work: IncarnationEdits,
         records: Records,
         config: EditConfig,
         pace: Pace,
@@ -60,7 +60,7 @@ class EditDesk:
         self._creating = asyncio.Lock()
         self.work = work
 
-    async def create(self, by: Principal, wish: Wish, edit_id: str | None) -> EditRow:
+    async def create(self, by: Principal, wish: EditSpec, edit_id: str | None) -> EditRow:
         """A new edit; the same id with the same content is the same edit.
 
         Raises:
@@ -211,7 +211,7 @@ class EditDesk:
         detail: Mapping[str, object],
         *,
         undo_of: str = "",
-    ) -> tuple[EditRow, EditDriver | None]:
+    ) -> tuple[EditRow, EditRun | None]:
         """A new edit under way, or the row of the same one, that was created before."""
         edit_id = planned.manifest.edit_id
         async with self._creating:
@@ -258,7 +258,7 @@ class EditDesk:
         digest, index = await self._mesh.layouts.get(self._mesh.coordinator.joined())
         return index, digest
 
-    def _driver_of(self, row: EditRow) -> EditDriver:
+    def _driver_of(self, row: EditRow) -> EditRun:
         driver = self.work.open.get(row.id)
         if driver is None:
             raise ConflictError(f"edit {row.id} is {row.state}; create a new one")
@@ -282,10 +282,10 @@ class Edits:
         self.config = config
         self._records = records
         self._publish = publish
-        self._desks: dict[str, tuple[int, EditDesk]] = {}
+        self._desks: dict[str, tuple[int, EditService]] = {}
         self._holds: dict[str, Hold] = {}
         self._paces: dict[str, Pace] = {}
-        self._older: list[EditDesk] = []
+        self._older: list[EditService] = []
         self.ended: Counter[tuple[str, str]] = Counter()
         """Edits that ended here, by job and state."""
         self.seconds: dict[str, float] = defaultdict(float)
@@ -294,9 +294,9 @@ class Edits:
     def began(self, incarnation: Incarnation) -> None:
         """An epoch begins."""
         job = incarnation.job
-        work = EditWork(incarnation, self._records, self.config, told=self._told)
+        work = IncarnationEdits(incarnation, self._records, self.config, told=self._told)
         pace = self._paces.setdefault(job, Pace(self.config.max_per_minute))
-        desk = EditDesk(incarnation, work, self._records, self.config, pace)
+        desk = EditService(incarnation, work, self._records, self.config, pace)
         if job in self._desks:
             self._older.append(self._desks[job][1])
         self._desks[job] = (incarnation.epoch, desk)
@@ -320,7 +320,7 @@ class Edits:
             found[1].work.look(now_s)
         self._older = [desk for desk in self._older if desk.work.open]
 
-    def desk(self, job: str) -> EditDesk:
+    def desk(self, job: str) -> EditService:
         """Where edits of the job's last epoch are asked for. Raises NotFoundError."""
         found = self._desks.get(job)
         if found is None:

@@ -24,7 +24,7 @@ MAX_TIMEOUT_S = 86_400.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Wish:
+class ExportSpec:
     """One request, read."""
 
     settings: ExportSettings
@@ -37,14 +37,14 @@ class Wish:
     """Names of files that are copied beside."""
 
 
-def read_wish(request: Mapping[str, Any]) -> Wish:
+def read_spec(request: Mapping[str, Any]) -> ExportSpec:
     """What a request (as `ExportRequest` has it) asks for.
 
     Raises:
         UsageError: a size, dtype or name rule that cannot be.
     """
     include = set(request["include"])
-    return Wish(
+    return ExportSpec(
         settings=ExportSettings(
             format=request["format"],
             max_shard_bytes=parse_size(str(request["max_shard_size"])),

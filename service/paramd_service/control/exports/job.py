@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Final
 
 from paramd.v1 import export_pb2
 from paramd_service.control.exports import machine
-from paramd_service.control.exports.documents import Wish, read_wish
+from paramd_service.control.exports.documents import ExportSpec, read_spec
 from paramd_service.control.exports.machine import Export, File, FileState, State
-from paramd_service.control.exports.sidecars import Crew, Leases
+from paramd_service.control.exports.sidecars import Leases, SidecarGroup
 from paramd_service.control.store.errors import StoreError
 from paramd_service.control.store.exports import ExportFileRow, ExportRow, ExportStore
 
@@ -39,7 +39,7 @@ class ExportJob:
         row: ExportRow,
         files: Sequence[ExportFileRow],
         *,
-        crew: Crew,
+        crew: SidecarGroup,
         place: Place,
         assets: Mapping[str, bytes],
         store: ExportStore,
@@ -53,7 +53,7 @@ class ExportJob:
             assets: Small files that are copied beside, by name.
         """
         self.row = row
-        self.wish: Wish = read_wish(row.request)
+        self.wish: ExportSpec = read_spec(row.request)
         self.export = _restored(row, files)
         self.crew = crew
         self._place = place

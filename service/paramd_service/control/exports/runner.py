@@ -250,7 +250,7 @@ def _told(error: BaseException) -> str:
     return f"a fault of paramd ({type(error).__name__}); the control plane's log has more"
 
 
-class Run:
+class ExportRun:
     """One export under way. `run` is the task; `cancel` may come at any time."""
 
     def __init__(self, job: ExportJob) -> None:

@@ -12,7 +12,7 @@ from typing import Final, Generic, TypeVar
 
 from paramd import clock
 from paramd.errors import NotFoundError, ParamdError, UsageError
-from paramd_service.control.exports.queue import Queue
+from paramd_service.control.exports.incarnation import IncarnationExports
 from paramd_service.control.mesh.view import MeshView
 from paramd_service.control.store.exports import ExportRow, ExportStore, ScheduleRow
 
@@ -28,7 +28,7 @@ Begin = Callable[[ScheduleRow], Awaitable[object]]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Rhythm:
+class Cadence:
     """How often, and what stays."""
 
     every_steps: int | None = None
@@ -75,7 +75,7 @@ class Due(Enum):
     BEGIN = "due"
 
 
-def due(rhythm: Rhythm, past: Past, *, step: int, now_s: float) -> Due:
+def due(rhythm: Cadence, past: Past, *, step: int, now_s: float) -> Due:
     """What to do now. An occasion that comes while the previous export runs is skipped, not
     made up for: the caller notes it in `past` as it notes one that was taken.
 
@@ -102,7 +102,7 @@ class Kept(Generic[Key]):
     """Which of the schedule's finished exports it was, from 0 on."""
 
 
-def to_remove(rhythm: Rhythm, finished: Sequence[Kept[Key]]) -> list[Key]:
+def to_remove(rhythm: Cadence, finished: Sequence[Kept[Key]]) -> list[Key]:
     """Which of them go, oldest first: neither among the newest `keep_last` nor a
     `keep_every`-th.
 
@@ -117,9 +117,9 @@ def to_remove(rhythm: Rhythm, finished: Sequence[Kept[Key]]) -> list[Key]:
     ]
 
 
-def rhythm_of(row: ScheduleRow) -> Rhythm:
+def rhythm_of(row: ScheduleRow) -> Cadence:
     """When a schedule exports. Raises UsageError."""
-    return Rhythm(**row.rhythm)
+    return Cadence(**row.rhythm)
 
 
 class Schedules:
@@ -135,7 +135,7 @@ class Schedules:
         self._looking: asyncio.Task[None] | None = None
         self._retaining = asyncio.Lock()
 
-    def look(self, view: MeshView, queue: Queue) -> None:
+    def look(self, view: MeshView, queue: IncarnationExports) -> None:
         """Begins what is due. Never fails, never waits."""
         if self._looking is None or self._looking.done():
             step = min((report.step for report in view.joined), default=-1)
@@ -176,7 +176,7 @@ class Schedules:
         (await self._known()).pop(schedule_id, None)
         return row
 
-    async def retain(self, schedule_id: str, queue: Queue) -> None:
+    async def retain(self, schedule_id: str, queue: IncarnationExports) -> None:
         """Removes what a schedule keeps no more: of its own exports, and of no others."""
         async with self._retaining:
             row = (await self._known()).get(schedule_id)
@@ -187,7 +187,7 @@ class Schedules:
             for old in to_remove(rhythm_of(row), there):
                 await self._remove(old, queue)
 
-    async def _remove(self, row: ExportRow, queue: Queue) -> None:
+    async def _remove(self, row: ExportRow, queue: IncarnationExports) -> None:
         row = replace(row, generation=queue.incarnation.terms.generation)
         job = queue.known(row, await self._store.files(row.id))
         if await queue.remove(job):

@@ -19,12 +19,12 @@ from paramd_service.control.exports.documents import (
     ExportDocument,
     export_document,
     named_at,
-    read_wish,
+    read_spec,
     scheduled,
 )
+from paramd_service.control.exports.incarnation import IncarnationExports
 from paramd_service.control.exports.job import ExportJob
-from paramd_service.control.exports.queue import Queue
-from paramd_service.control.exports.schedules import MAX_SCHEDULES, Rhythm, Schedules
+from paramd_service.control.exports.schedules import MAX_SCHEDULES, Cadence, Schedules
 from paramd_service.control.exports.sidecars import read_file, target_of
 from paramd_service.control.mesh.incarnation import Incarnation
 from paramd_service.control.mesh.jobs import Jobs
@@ -44,7 +44,7 @@ TELL_EVERY_S: Final = 1.0
 log = logging.getLogger("paramd.control.exports")
 
 
-class Exports:
+class ExportService:
     """`start` before jobs open, `close` before the records stop. Used on one event loop."""
 
     def __init__(
@@ -60,7 +60,7 @@ class Exports:
         """Bytes that exports which came to their end here had written, by job."""
         self._records = records
         self._publish = publish
-        self._queues: dict[str, Queue] = {}
+        self._queues: dict[str, IncarnationExports] = {}
         self._schedules: dict[str, Schedules] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._told_s: dict[str, float] = {}
@@ -89,7 +89,7 @@ class Exports:
 
     def check(self, request: Mapping[str, Any]) -> None:
         """Raises UsageError or NotFoundError when a request cannot be right."""
-        read_wish(request)
+        read_spec(request)
         locate(self.destinations, named_at(str(request["destination"]), epoch=1, step=0))
 
     async def create(
@@ -185,7 +185,7 @@ class Exports:
         self,
         incarnation: Incarnation,
         request: Mapping[str, Any],
-        rhythm: Rhythm,
+        rhythm: Cadence,
         *,
         actor: str,
         schedule_id: str | None,
@@ -227,7 +227,7 @@ class Exports:
         return None
 
     def _begin(self, incarnation: Incarnation) -> None:
-        queue = Queue(
+        queue = IncarnationExports(
             incarnation,
             self.store,
             place=self._place,

@@ -38,7 +38,7 @@ NOBODYS = "0" * 32
 """Id of no export: with it nothing can be written over or removed."""
 
 
-class Crew:
+class SidecarGroup:
     """Used on the event loop. Nothing is opened before an export asks for it."""
 
     def __init__(self, incarnation: Incarnation) -> None:
@@ -160,7 +160,10 @@ class Leases:
     """The snapshots of one export: renewed until they are released, or lost."""
 
     def __init__(
-        self, crew: Crew, pins: Iterable[export_pb2.ExportPin], lost: Callable[[int, str], None]
+        self,
+        crew: SidecarGroup,
+        pins: Iterable[export_pb2.ExportPin],
+        lost: Callable[[int, str], None],
     ) -> None:
         """`lost` is told of a rank whose snapshot is no more, and why."""
         self._crew = crew
@@ -241,7 +244,7 @@ def target_of(
 
 
 async def read_file(
-    crew: Crew, target: export_pb2.ExportTarget, name: str, offset_bytes: int
+    crew: SidecarGroup, target: export_pb2.ExportTarget, name: str, offset_bytes: int
 ) -> tuple[int, bytes]:
     """(size of a file, up to 8 MiB of it) of what stands at a key; the manifest or a file of it.
 

@@ -27,7 +27,7 @@ DEFAULT_LEASE_S = 30.0
 
 
 @dataclass(eq=False, slots=True)
-class Held:
+class LeasedSnapshot:
     """One snapshot under lease."""
 
     id: str
@@ -56,22 +56,22 @@ class HeldSnapshots:
     """Snapshots by id. Event loop only."""
 
     def __init__(self) -> None:
-        self._held: dict[str, Held] = {}
+        self._held: dict[str, LeasedSnapshot] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._shares = Shares(MAX_HELD, "snapshots held")
 
-    def all(self) -> Sequence[Held]:
+    def all(self) -> Sequence[LeasedSnapshot]:
         """Live snapshots, earliest expiry first."""
         return sorted(self._held.values(), key=lambda held: held.expires_s)
 
-    def get(self, held_id: str) -> Held:
+    def get(self, held_id: str) -> LeasedSnapshot:
         """The live snapshot of an id. Raises NotFoundError."""
         held = self._held.get(held_id)
         if held is None:
             raise NotFoundError("snapshot: none of that id; its lease has ended, pin it again")
         return held
 
-    async def pin(self, pin: Pin, *, filter_text: str, lease_s: float) -> Held:
+    async def pin(self, pin: Pin, *, filter_text: str, lease_s: float) -> LeasedSnapshot:
         """Pin, and hold until the lease ends, `release` or `close`.
 
         Raises:
@@ -79,10 +79,10 @@ class HeldSnapshots:
         """
         who = CALLER.get()
         self._shares.take(who)
-        pinned_now: asyncio.Future[Held] = asyncio.get_running_loop().create_future()
+        pinned_now: asyncio.Future[LeasedSnapshot] = asyncio.get_running_loop().create_future()
 
         async def hold(pinned: Pinned) -> None:
-            held = Held(
+            held = LeasedSnapshot(
                 id=secrets.token_hex(16),
                 filter=filter_text,
                 epoch=pinned.epoch,
@@ -117,7 +117,7 @@ class HeldSnapshots:
             pinned_now.cancel()
         return pinned_now.result()
 
-    def renew(self, held_id: str, lease_s: float, *, by_admin: bool = False) -> Held:
+    def renew(self, held_id: str, lease_s: float, *, by_admin: bool = False) -> LeasedSnapshot:
         """Restart a lease from now. Raises NotFoundError; DeniedError if it is another's."""
         held = self.get(held_id)
         _check_holder(held, by_admin=by_admin)
@@ -125,7 +125,7 @@ class HeldSnapshots:
         held.moved.set()
         return held
 
-    def release(self, held_id: str, *, by_admin: bool = False) -> Held | None:
+    def release(self, held_id: str, *, by_admin: bool = False) -> LeasedSnapshot | None:
         """End a lease; None when there is none. Raises DeniedError if it is another's."""
         held = self._held.get(held_id)
         if held is not None:
@@ -142,14 +142,14 @@ class HeldSnapshots:
             await asyncio.wait(set(self._tasks))
 
 
-def _check_holder(held: Held, *, by_admin: bool) -> None:
+def _check_holder(held: LeasedSnapshot, *, by_admin: bool) -> None:
     if not by_admin and held.who != CALLER.get():
         raise DeniedError(
             "snapshot: another token pinned it; ask its holder or an admin to release it"
         )
 
 
-async def _until_over(held: Held) -> None:
+async def _until_over(held: LeasedSnapshot) -> None:
     while not held.released and held.left_s:
         held.moved.clear()
         try:

@@ -12,7 +12,7 @@ from paramd.errors import ConflictError, ParamdError
 from paramd_service.control.base.config import Bootstrap
 from paramd_service.control.base.epochs import EpochRecord
 from paramd_service.control.mesh.coordinator import Coordinator
-from paramd_service.control.mesh.own import OwnDirectory, OwnReach
+from paramd_service.control.mesh.own import OwnDirectory, OwnFinder
 from paramd_service.control.mesh.registry import Registry
 from paramd_service.control.mesh.sidecars import LayoutSource, SidecarCalls
 from paramd_service.control.mesh.statistics import StatsSource
@@ -21,7 +21,7 @@ from paramd_service.control.mesh.watch import Publish, RefusalBook, StateWatch
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Terms:
+class ControlIdentity:
     """Settings shared by every job of a control plane."""
 
     generation: int
@@ -40,7 +40,7 @@ class Incarnation:
     def __init__(
         self,
         bootstrap: Bootstrap,
-        terms: Terms,
+        terms: ControlIdentity,
         *,
         publish: Publish = lambda kind, data, *, job: None,
     ) -> None:
@@ -58,7 +58,7 @@ class Incarnation:
             epoch=bootstrap.epoch,
             generation=terms.generation,
         )
-        self.reaching = OwnReach(OwnDirectory(bootstrap, self.registry, terms.control_address))
+        self.reaching = OwnFinder(OwnDirectory(bootstrap, self.registry, terms.control_address))
         self.statistics = StatsSource(self.reaching)
         self.refusals = RefusalBook()
         self.watch = StateWatch(job=bootstrap.job, epoch=bootstrap.epoch, publish=publish)

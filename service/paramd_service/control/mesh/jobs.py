@@ -32,7 +32,7 @@ from paramd.state_files import is_job_name
 from paramd_service.control.base import epochs
 from paramd_service.control.base.config import MAX_WORLD_SIZE, Bootstrap
 from paramd_service.control.base.site import Site
-from paramd_service.control.mesh.incarnation import Incarnation, Terms
+from paramd_service.control.mesh.incarnation import ControlIdentity, Incarnation
 from paramd_service.control.mesh.view import MeshView, listed, trains, why_end
 from paramd_service.control.mesh.watch import Publish
 
@@ -88,7 +88,7 @@ class Jobs:
 
     def __init__(
         self,
-        terms: Terms,
+        terms: ControlIdentity,
         *,
         site: Site | None,
         empty_end_s: float = math.inf,
@@ -124,7 +124,7 @@ class Jobs:
         return self._site is not None
 
     @property
-    def terms(self) -> Terms:
+    def terms(self) -> ControlIdentity:
         """Settings shared by all jobs."""
         return self._terms
 

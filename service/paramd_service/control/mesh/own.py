@@ -14,7 +14,7 @@ from paramd_service.control.mesh.registry import Registry
 
 if TYPE_CHECKING:
     from paramd.mesh.peers.control import JobDocument
-    from paramd.mesh.peers.discovery import Reach
+    from paramd.mesh.peers.discovery import SidecarFinder
 
 TICKET_TTL_S = 600.0
 
@@ -69,24 +69,24 @@ class OwnDirectory:
         """No-op: nothing is open."""
 
 
-class OwnReach:
+class OwnFinder:
     """Connections to the sidecars of one incarnation, opened on first use."""
 
     def __init__(self, directory: OwnDirectory) -> None:
         """No I/O."""
         self._directory = directory
-        self._reach: Reach | None = None
+        self._reach: SidecarFinder | None = None
         self._opening = asyncio.Lock()
 
-    async def __call__(self) -> Reach:
+    async def __call__(self) -> SidecarFinder:
         """Return the open connections, opening them if needed."""
         # The lock: two first callers must not each open a set, of which one would leak.
         async with self._opening:
             if self._reach is None:
                 # Lazy import: it is most of what this process would load.
-                from paramd.mesh.peers.discovery import Reach
+                from paramd.mesh.peers.discovery import SidecarFinder
 
-                reach = Reach(self._directory, None)
+                reach = SidecarFinder(self._directory, None)
                 await reach.start()
                 self._reach = reach
             return self._reach

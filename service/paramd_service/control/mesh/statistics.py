@@ -9,20 +9,20 @@ from contextlib import aclosing, closing
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from paramd.errors import UsageError, asked_by
-from paramd_service.control.mesh.held import Held, HeldSnapshots
+from paramd_service.control.mesh.held import HeldSnapshots, LeasedSnapshot
 from paramd_service.shares import CALLER, Shares
 
 if TYPE_CHECKING:
     from paramd.layout.plan import ReadPlan
     from paramd.mesh.frames.frames import GradFrame, Kind
-    from paramd.mesh.peers.discovery import Reach
+    from paramd.mesh.peers.discovery import SidecarFinder
     from paramd.mesh.peers.pins import Pinned
     from paramd.mesh.peers.sidecars import Sidecars
     from paramd.mesh.reading.pooled import Shown
     from paramd.mesh.results import StatsTable
 
 Result = TypeVar("Result")
-Reaching = Callable[[], Awaitable["Reach"]]
+FindSidecars = Callable[[], Awaitable["SidecarFinder"]]
 """Opens the way to the sidecars, or gives the one that is open."""
 
 TIMEOUT_S = 30.0
@@ -36,7 +36,7 @@ MAX_STREAMS = 32
 class StatsSource:
     """Asks the sidecars to reduce; keeps its channels to them from the first question on."""
 
-    def __init__(self, reaching: Reaching) -> None:
+    def __init__(self, reaching: FindSidecars) -> None:
         """No I/O."""
         self._reaching = reaching
         self._questions = Shares(MAX_CONCURRENT, "questions under way")
@@ -139,7 +139,7 @@ class StatsSource:
 
     async def pin(
         self, patterns: Sequence[str], *, with_buffers: bool, filter_text: str, lease_s: float
-    ) -> Held:
+    ) -> LeasedSnapshot:
         """Holds a snapshot of all tensors that match; see `held`.
 
         Raises: as `get`.

@@ -131,17 +131,17 @@ class MeshView:
 
 
 @dataclass(frozen=True, slots=True)
-class Rhythm:
+class ReportInterval:
     """How often ranks report, and after how long without a report one is silent."""
 
     interval_s: float
     silent_after_s: float
 
 
-def rhythm(world_size: int, *, report_s: float, silent_after_s: float) -> Rhythm:
+def rhythm(world_size: int, *, report_s: float, silent_after_s: float) -> ReportInterval:
     """The rhythm of a mesh: both times grow together on large meshes."""
     stretch = REPORT_STRETCH if world_size > REPORT_RANKS else 1.0
-    return Rhythm(report_s * stretch, silent_after_s * stretch)
+    return ReportInterval(report_s * stretch, silent_after_s * stretch)
 
 
 def mesh_view(

@@ -16,7 +16,7 @@ from paramd_service.control.alerts.config import Rule
 from paramd_service.control.alerts.service import Watchers
 from paramd_service.control.edits.service import Edits
 from paramd_service.control.exports.machine import TERMINAL
-from paramd_service.control.exports.service import Exports
+from paramd_service.control.exports.service import ExportService
 from paramd_service.control.mesh.jobs import Jobs
 from paramd_service.control.mesh.view import MeshView, RankView, Report, State
 from paramd_service.control.records.records import Records
@@ -112,7 +112,7 @@ class _JobsCollector(Collector):
         lag: LoopLag,
         watchers: Watchers,
         tls: ServerTls | None,
-        exports: Exports | None,
+        exports: ExportService | None,
     ) -> None:
         self._tls = tls
         self._exports = exports
@@ -160,7 +160,7 @@ class Metrics:
         watchers: Watchers,
         tls: ServerTls | None = None,
         *,
-        exports: Exports | None = None,
+        exports: ExportService | None = None,
         edits: Edits | None = None,
         records: Records | None = None,
     ) -> None:
@@ -202,7 +202,7 @@ def _mesh_metrics(views: Sequence[tuple[str, MeshView]]) -> Iterator[Metric]:
     yield well
 
 
-def _export_metrics(exports: Exports, jobs: Sequence[str]) -> Iterator[Metric]:
+def _export_metrics(exports: ExportService, jobs: Sequence[str]) -> Iterator[Metric]:
     running = GaugeMetricFamily("paramd_exports_running", "Exports under way", labels=["job"])
     ended = CounterMetricFamily("paramd_exports", "Exports by their end", labels=["job", "state"])
     written = CounterMetricFamily("paramd_export_bytes", "Bytes exported", labels=["job"])

@@ -25,7 +25,7 @@ from paramd.memory.gate import (
 )
 from paramd.memory.mirror import is_mirror
 from paramd.memory.rest import read_text
-from paramd_service.sidecar.copying.page_requests import Boundary, Outcome, Reaching
+from paramd_service.sidecar.copying.page_requests import Boundary, Outcome, PageRequests
 
 RETRY_NS = 250_000_000
 """Polling interval while something waits and nothing was announced."""
@@ -121,7 +121,7 @@ class Capture:
         self._jobs: list[CopyJob] = []
         self._stepped: list[CopyJob] = []
         """Jobs for an exact step; the earliest is armed, and the trainer announces it."""
-        self.reaching = Reaching(page.words, self._capture, at_point)
+        self.reaching = PageRequests(page.words, self._capture, at_point)
         self._wanted_at: int | None = None
         self._wanted_ns = 0
         self._quiet_seq, self._quiet_since_ns = -1, 0

@@ -107,7 +107,7 @@ class Boundary:
 Capture = Callable[[Boundary, bool], Outcome | None]
 
 
-class Reaching:
+class PageRequests:
     """Requests that this rank was asked to be ready for and that have not ended."""
 
     def __init__(self, words: Words, capture: Capture, at_point: Callable[[str], None]) -> None:

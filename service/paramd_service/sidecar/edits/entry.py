@@ -220,7 +220,7 @@ def entry_of(slot: Slot, memory: memoryview, number: int, loop: asyncio.Abstract
     )
 
 
-class Fate(Enum):
+class Outcome(Enum):
     """The fate of an edit that is ready for request n."""
 
     APPLIED = "the trainer says that it has applied n"
@@ -228,7 +228,7 @@ class Fate(Enum):
     NEVER = "this rank will never apply n"
 
 
-def fate(entry: Entry, words: Sequence[int], *, ended: Ownership | None, now_ns: int) -> Fate:
+def fate(entry: Entry, words: Sequence[int], *, ended: Ownership | None, now_ns: int) -> Outcome:
     """The fate of a READY edit; notes in `unready_ns` since when n is gone from the page.
 
     Args:
@@ -240,21 +240,21 @@ def fate(entry: Entry, words: Sequence[int], *, ended: Ownership | None, now_ns:
     # Before all others: the trainer clears it last, when the words below tell what was agreed.
     promised = words[Word.PROMISED]
     if (words[Word.EDIT_APPLIED], words[Word.EDIT_TOKEN]) == (number, token):
-        return Fate.APPLIED
+        return Outcome.APPLIED
     agreed = words[Word.AGREED]
     if agreed == number and words[Word.AGREED_TOKEN] != token:
-        return Fate.NEVER
+        return Outcome.NEVER
     if words[Word.EDIT_AGREED] == number:
         # Being applied, or the trainer died in it, which makes the rank torn.
-        return Fate.OPEN
+        return Outcome.OPEN
     if ended is not None or agreed > number:
-        return Fate.NEVER
+        return Outcome.NEVER
     if agreed == number:
-        return Fate.OPEN
+        return Outcome.OPEN
     if words[Word.READY] == number:
         entry.unready_ns = 0
-        return Fate.OPEN
+        return Outcome.OPEN
     entry.unready_ns = entry.unready_ns if entry.unready_ns else now_ns
     if now_ns - entry.unready_ns < WITHDRAWN_NS or promised == number:
-        return Fate.OPEN
-    return Fate.NEVER
+        return Outcome.OPEN
+    return Outcome.NEVER

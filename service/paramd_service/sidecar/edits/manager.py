@@ -19,7 +19,7 @@ from paramd.layout.edits.ops import manifest_digest
 from paramd.memory.control_page import ControlPage, Word, Words
 from paramd.v1 import sidecar_pb2 as pb
 from paramd_service.shares import CALLER
-from paramd_service.sidecar.edits.entry import WITHDRAWN_NS, EditLimits, Entry, Fate, Phase, fate
+from paramd_service.sidecar.edits.entry import WITHDRAWN_NS, EditLimits, Entry, Outcome, Phase, fate
 from paramd_service.sidecar.edits.memory import EditMemory
 from paramd_service.sidecar.edits.open import Opener
 from paramd_service.sidecar.edits.receive import NonfiniteError, Part
@@ -228,9 +228,9 @@ class Edits:
         """See ReadyEdits."""
         for entry in [one for one in self._book.entries.values() if one.phase is Phase.READY]:
             found = fate(entry, self._page.words, ended=self._ended, now_ns=time.monotonic_ns())
-            if found is Fate.APPLIED:
+            if found is Outcome.APPLIED:
                 self._applied(entry)
-            elif found is Fate.NEVER:
+            elif found is Outcome.NEVER:
                 self._book.unready(entry)
 
     def withdrawn(self, boundary: int) -> None:

@@ -27,7 +27,7 @@ from paramd.memory.gradient_program import MAX_SPANS, Notes, Slot, covers, unite
 from paramd.memory.shared import GRADIENT_SLOTS
 from paramd_service.sidecar.gradients.frames import Frame, LosslessReaders, Spans, State, Want, Work
 from paramd_service.sidecar.gradients.memory import SlotMemory
-from paramd_service.sidecar.owner import Possession
+from paramd_service.sidecar.owner import AttachedMemory
 
 MAX_ASKS = 1024
 """Requests that may wait at once; each is small, but not free."""
@@ -45,7 +45,9 @@ class EndedError(ParamdError):
 class Gradients:
     """Frames of one possession. All methods run on the event loop's thread."""
 
-    def __init__(self, possession: Possession, *, executor: Executor, idle_memory_s: float) -> None:
+    def __init__(
+        self, possession: AttachedMemory, *, executor: Executor, idle_memory_s: float
+    ) -> None:
         self._words = possession.page.words
         self._executor = executor
         self._idle_s = idle_memory_s

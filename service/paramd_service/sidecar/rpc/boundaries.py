@@ -6,7 +6,7 @@ from google.protobuf.message import Message
 
 from paramd.errors import ConflictError, UsageError
 from paramd.v1 import sidecar_pb2 as pb
-from paramd_service.sidecar.boundaries import Reach
+from paramd_service.sidecar.boundaries import BoundaryRequest
 from paramd_service.sidecar.rank import RankSidecar
 from paramd_service.sidecar.rpc import limits, messages
 from paramd_service.sidecar.rpc.methods import Call, CallTable
@@ -67,7 +67,7 @@ class _BoundaryCalls:
             )
 
 
-def check_reach(request: pb.ReachBoundaryRequest) -> Reach:
+def check_reach(request: pb.ReachBoundaryRequest) -> BoundaryRequest:
     """Check that a request is consistent in itself.
 
     Raises:
@@ -88,7 +88,7 @@ def check_reach(request: pb.ReachBoundaryRequest) -> Reach:
     if request.action == pb.BOUNDARY_ACTION_STEP and not 1 <= request.step_count <= MAX_STEPS:
         raise UsageError(f"step_count: {request.step_count}; expected 1 to {MAX_STEPS}")
     holds = request.action == pb.BOUNDARY_ACTION_HOLD
-    return Reach(
+    return BoundaryRequest(
         number=number,
         token=token,
         action=request.action,

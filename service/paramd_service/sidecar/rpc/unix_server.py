@@ -18,7 +18,7 @@ from paramd.memory import handover
 from paramd.security.tickets import Claims
 from paramd_service.shares import Shares, Who
 from paramd_service.sidecar.edits.windows import Windows
-from paramd_service.sidecar.owner import AttachRequest, Possession, parse_attach, parse_mesh
+from paramd_service.sidecar.owner import AttachedMemory, AttachRequest, parse_attach, parse_mesh
 from paramd_service.sidecar.rank import RankSidecar
 from paramd_service.sidecar.rpc.auth import check_editor, check_reader
 from paramd_service.sidecar.rpc.edit_peers import share_message
@@ -122,7 +122,7 @@ class _Connection:
         self._rank = server.rank
         self._socket = sock
         self._peer_pid = peer_pid
-        self._possession: Possession | None = None
+        self._possession: AttachedMemory | None = None
         self._maps: dict[str, list[Snapshot]] = {}
         self._windows: Windows | None = None
         self._task: asyncio.Task[None] | None = None

@@ -20,7 +20,7 @@ from paramd.memory.sparse import PAGE, SparseMemory
 from paramd.v1 import sidecar_pb2 as pb
 from paramd_service.aio import uncancelled
 from paramd_service.shares import CALLER
-from paramd_service.sidecar.owner import Possession
+from paramd_service.sidecar.owner import AttachedMemory
 from paramd_service.sidecar.snapshots.blocks import BlockMaker, Fill, Key, Lease, Snapshot
 from paramd_service.sidecar.snapshots.store import SnapshotStore
 
@@ -33,7 +33,7 @@ class Moments:
 
     def __init__(
         self,
-        possession: Possession,
+        possession: AttachedMemory,
         *,
         store: SnapshotStore,
         blocks: BlockMaker,

@@ -27,8 +27,8 @@ from paramd_service.control.api.routes.paging import make_token, read_token
 from paramd_service.control.api.routes.params import PageToken
 from paramd_service.control.api.services import Services
 from paramd_service.control.edits.machine import EditState
-from paramd_service.control.edits.planning import Wish
 from paramd_service.control.edits.service import Edits
+from paramd_service.control.edits.spec import EditSpec
 from paramd_service.control.store.edits import EditRow
 
 _PAGE = "edits"
@@ -58,7 +58,7 @@ def _add_making(routes: APIRouter, services: Services) -> None:
         """Make an edit. Without data it is applied at once; with data it waits for the upload and
         for commit_edit. Idempotent by id."""
         services.jobs.get(job)
-        wish = Wish(
+        wish = EditSpec(
             ops=tuple(OpSpec(**op.model_dump()) for op in wanted.ops),
             if_step=wanted.if_step,
             allow_nonfinite=wanted.allow_nonfinite,

@@ -25,7 +25,7 @@ from paramd_service.control.exports.documents import (
     ScheduleRequest,
     schedule_document,
 )
-from paramd_service.control.exports.schedules import Rhythm
+from paramd_service.control.exports.schedules import Cadence
 from paramd_service.control.exports.sidecars import kind_of
 from paramd_service.control.mesh.incarnation import Incarnation
 
@@ -151,7 +151,7 @@ def _schedules(services: Services, routes: APIRouter) -> None:
     ) -> ScheduleDocument:
         """Have exports begin by themselves, from now on. Idempotent with an id."""
         mesh = services.jobs.get(job)
-        rhythm = Rhythm(**wanted.model_dump(include=set(_RHYTHM)))
+        rhythm = Cadence(**wanted.model_dump(include=set(_RHYTHM)))
         asked = wanted.model_dump(exclude={"id", *_RHYTHM})
         detail = {**asked, **wanted.model_dump(include=set(_RHYTHM))}
         async with _recorded(services, mesh, request, "export-schedule.create", detail) as entry:

@@ -26,7 +26,7 @@ from paramd_service.control.api.routes.jobs import PROBLEMS
 from paramd_service.control.api.routes.paging import make_token, read_token
 from paramd_service.control.api.routes.params import PageToken, available
 from paramd_service.control.api.services import Services
-from paramd_service.control.mesh.held import Held
+from paramd_service.control.mesh.held import LeasedSnapshot
 from paramd_service.control.mesh.incarnation import Incarnation
 from paramd_service.control.mesh.view import RankView
 from paramd_service.control.records.events import Kind
@@ -174,7 +174,7 @@ def _lease(lease: sidecar_pb2.SnapshotInfo) -> LeaseDocument:
     )
 
 
-def _document(held: Held) -> HeldDocument:
+def _document(held: LeasedSnapshot) -> HeldDocument:
     pins = [
         RankPinDocument(rank=rank, snapshot_id=pin[0], size_bytes=pin[1])
         for rank, pin in sorted(held.pins.items())
@@ -190,7 +190,7 @@ def _document(held: Held) -> HeldDocument:
     )
 
 
-def _publish(services: Services, job: str, held: Held, what: str) -> None:
+def _publish(services: Services, job: str, held: LeasedSnapshot, what: str) -> None:
     # Not the id: whoever knows it may release the snapshot.
     data = {"state": what, "name": held.id[:8], "epoch": held.epoch, "step": held.step}
     services.events.publish(Kind.SNAPSHOT, {**data, "filter": held.filter}, job=job)

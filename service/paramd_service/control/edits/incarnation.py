@@ -26,8 +26,8 @@ from paramd_service.control.edits.machine import (
     SameData,
     no_data,
 )
-from paramd_service.control.edits.planning import Planned, ops_of
-from paramd_service.control.edits.runner import EditDriver, on_all, preview_all, stage_all
+from paramd_service.control.edits.runner import EditRun, on_all, preview_all, stage_all
+from paramd_service.control.edits.spec import Planned, ops_of
 from paramd_service.control.mesh.coordinator import BoundaryAction, token_of
 from paramd_service.control.mesh.incarnation import Incarnation
 from paramd_service.control.mesh.view import MeshView
@@ -43,7 +43,7 @@ _NS = 1e9
 log = logging.getLogger("paramd.control.edits")
 
 
-class EditWork:
+class IncarnationEdits:
     """Use on one event loop. `begin` comes first, `close` last."""
 
     def __init__(
@@ -61,7 +61,7 @@ class EditWork:
         self._loading: asyncio.Task[None] | None = None
         self._committing: set[str] = set()
         self._ending: set[asyncio.Task[None]] = set()
-        self.open: dict[str, EditDriver] = {}
+        self.open: dict[str, EditRun] = {}
         """Edits that have not ended, by id."""
         self.calls = EditCalls(
             incarnation.calls,
@@ -73,7 +73,7 @@ class EditWork:
         """Takes up what an earlier control plane left open; until then nobody has a turn."""
         self._loading = asyncio.create_task(self._load(), name="paramd-edits-load")
 
-    def drive(self, row: EditRow, check: SameData) -> EditDriver:
+    def drive(self, row: EditRow, check: SameData) -> EditRun:
         """Runs an edit from where its row says that it is."""
         machine = EditMachine(
             world_size=self._mesh.bootstrap.world_size,
@@ -84,7 +84,7 @@ class EditWork:
             boundary=row.boundary,
             token=row.token,
         )
-        driver = self.open[row.id] = EditDriver(
+        driver = self.open[row.id] = EditRun(
             machine,
             row,
             calls=self.calls,
@@ -100,7 +100,7 @@ class EditWork:
         return edit_id in self._committing
 
     async def stage_and_commit(
-        self, driver: EditDriver, by: Principal, planned: Planned, index: NameIndex
+        self, driver: EditRun, by: Principal, planned: Planned, index: NameIndex
     ) -> None:
         """An edit without data, to its end."""
         try:
@@ -120,7 +120,7 @@ class EditWork:
         await self.commit(driver, by, index, planned.ops)
 
     async def commit(
-        self, driver: EditDriver, by: Principal, index: NameIndex, ops: tuple[PlannedOp, ...]
+        self, driver: EditRun, by: Principal, index: NameIndex, ops: tuple[PlannedOp, ...]
     ) -> None:
         """A staged edit, to its end, recorded in the audit around it. Idempotent."""
         row = driver.row
@@ -188,9 +188,7 @@ class EditWork:
                 return row
         return None
 
-    async def _in_turn(
-        self, driver: EditDriver, index: NameIndex, ops: tuple[PlannedOp, ...]
-    ) -> None:
+    async def _in_turn(self, driver: EditRun, index: NameIndex, ops: tuple[PlannedOp, ...]) -> None:
         async with self._mesh.coordinator.turn() as turn:
             if reason := await self._why_not_now(driver.row, turn.view, index, ops):
                 driver.feed(CallOff(reason))
@@ -229,9 +227,7 @@ class EditWork:
         rank = min(moved)
         return f"if_step is {wanted}, and rank {rank} is at step {moved[rank]}"
 
-    async def _ranges(
-        self, driver: EditDriver, index: NameIndex, ops: tuple[PlannedOp, ...]
-    ) -> None:
+    async def _ranges(self, driver: EditRun, index: NameIndex, ops: tuple[PlannedOp, ...]) -> None:
         """Numbers before and after, when they are there in time: an edit waits little for them."""
         row, config = driver.row, self._config
         if row.detail.get("before") or not config.range_s or row.size_bytes > config.range_bytes:
@@ -253,7 +249,7 @@ class EditWork:
                 return
             await asyncio.sleep(LOAD_AGAIN_S)
 
-    def _take_up(self, row: EditRow) -> EditDriver | None:
+    def _take_up(self, row: EditRow) -> EditRun | None:
         """The driver of an edit whose fate is to be found out."""
         if row.epoch > self._mesh.epoch or row.id in self.open:
             return None

@@ -11,8 +11,8 @@ from typing import Final
 
 from paramd.errors import ExhaustedError, ParamdError
 from paramd_service.control.exports.job import ExportJob, Place, Told
-from paramd_service.control.exports.runner import Run, drop
-from paramd_service.control.exports.sidecars import Crew
+from paramd_service.control.exports.runner import ExportRun, drop
+from paramd_service.control.exports.sidecars import SidecarGroup
 from paramd_service.control.mesh.incarnation import Incarnation
 from paramd_service.control.store.errors import StoreError
 from paramd_service.control.store.exports import ExportFileRow, ExportRow, ExportStore
@@ -28,7 +28,7 @@ log = logging.getLogger("paramd.control.exports")
 Ended = Callable[[ExportJob], Awaitable[None]]
 
 
-class Queue:
+class IncarnationExports:
     """`start`, then `add` and `cancel`, then `end` or `close`."""
 
     def __init__(
@@ -48,13 +48,13 @@ class Queue:
             ended: Is awaited with every export that has come to its end here.
         """
         self.incarnation = incarnation
-        self.crew = Crew(incarnation)
+        self.crew = SidecarGroup(incarnation)
         self._store = store
         self._place = place
         self._assets = assets
         self._told = told
         self._ended = ended
-        self._runs: dict[str, Run] = {}
+        self._runs: dict[str, ExportRun] = {}
         self._slots = asyncio.Semaphore(MAX_RUNNING)
         self._tasks: set[asyncio.Task[None]] = set()
         self._over = ""
@@ -93,7 +93,7 @@ class Queue:
             store=self._store,
             told=self._told,
         )
-        run = self._runs[row.id] = Run(job)
+        run = self._runs[row.id] = ExportRun(job)
         if self._over:
             run.fail(self._over)
         self._task(self._run(run), f"paramd-export-slot-{row.id[:8]}")
@@ -136,7 +136,7 @@ class Queue:
             row, files, crew=self.crew, place=self._place, assets={}, store=self._store
         )
 
-    async def _run(self, run: Run) -> None:
+    async def _run(self, run: ExportRun) -> None:
         job = run.job
         try:
             async with self._turn(run):
@@ -151,7 +151,7 @@ class Queue:
         await self._ended(job)
 
     @asynccontextmanager
-    async def _turn(self, run: Run) -> AsyncIterator[None]:
+    async def _turn(self, run: ExportRun) -> AsyncIterator[None]:
         """Waits for a place; what has been asked to end needs none."""
         place = asyncio.ensure_future(self._slots.acquire())
         asked = asyncio.ensure_future(run.asked_to_end.wait())

@@ -24,7 +24,7 @@ MAX_MANIFEST_BYTES = 15 << 20
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Wish:
+class EditSpec:
     """An edit as it is asked for."""
 
     ops: tuple[OpSpec, ...]
@@ -55,7 +55,7 @@ class Planned:
 
 
 def plan_wish(
-    index: NameIndex, wish: Wish, *, edit_id: str, epoch: int, layout_digest: str
+    index: NameIndex, wish: EditSpec, *, edit_id: str, epoch: int, layout_digest: str
 ) -> Planned:
     """The manifest and what documents say of it.
 

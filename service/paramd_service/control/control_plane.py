@@ -33,7 +33,7 @@ from paramd_service.control.base.endpoint import (
 from paramd_service.control.base.epochs import EpochNotes
 from paramd_service.control.base.site import Site, next_generation, open_site, read_token, site_dir
 from paramd_service.control.edits.limits import load_edits
-from paramd_service.control.edits.service import Edits
+from paramd_service.control.edits.service import EditRegistry
 from paramd_service.control.exports.loading import open_destinations
 from paramd_service.control.exports.service import ExportService
 from paramd_service.control.grpc_server import GrpcServer
@@ -77,7 +77,7 @@ class ControlPlane:
         self._reason = ""
         self._jobs: Jobs | None = None
         self._records: Records | None = None
-        self._edits: Edits | None = None
+        self._edits: EditRegistry | None = None
         self._watchers: Watchers | None = None
         self._exports: ExportService | None = None
         self._token = ""
@@ -213,7 +213,7 @@ class ControlPlane:
         jobs.on_begin.append(records.epoch_began)
         jobs.on_end.append(records.epoch_ended)
         config = load_edits(file_places(), os.environ, strict=mine is None)
-        self._edits = edits = Edits(records, config, publish=self._events.publish)
+        self._edits = edits = EditRegistry(records, config, publish=self._events.publish)
         jobs.on_begin.append(edits.began)
         jobs.on_end.append(edits.is_over)
         jobs.on_view.extend((edits.look, records.look))

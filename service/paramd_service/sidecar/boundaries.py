@@ -60,8 +60,8 @@ class _Asked:
 class Boundaries:
     """Carries out requests at boundaries that all trainers agree on."""
 
-    def __init__(self, possession: AttachedMemory, store: SnapshotStore, copier: Copier) -> None:
-        self._possession = possession
+    def __init__(self, attached: AttachedMemory, store: SnapshotStore, copier: Copier) -> None:
+        self._possession = attached
         self._store = store
         self._copier = copier
         self._loop = asyncio.get_running_loop()

@@ -173,19 +173,19 @@ class OwnerView:
 
 
 def owner_view(
-    job: str, rank: int, ownership: Ownership, possession: AttachedMemory | None
+    job: str, rank: int, ownership: Ownership, attached: AttachedMemory | None
 ) -> OwnerView:
-    """Describe the current owner of a rank's sidecar; `possession` is None if there is none."""
-    if possession is None:
+    """Describe the current owner of a rank's sidecar; `attached` is None if there is none."""
+    if attached is None:
         return OwnerView(job=job, rank=rank, ownership=ownership, version=__version__)
     return OwnerView(
         job=job,
         rank=rank,
         ownership=ownership,
         version=__version__,
-        epoch=possession.epoch,
-        pid=possession.request.pid,
-        start=possession.request.start,
+        epoch=attached.epoch,
+        pid=attached.request.pid,
+        start=attached.request.start,
     )
 
 
@@ -281,18 +281,18 @@ def take_possession(
             fds = Descriptors.create(request.arena_bytes, create_memory=create_memory).as_list()
         shared = Descriptors.received(fds, request.arena_bytes)
         fds.append(_trainer_pidfd(request))
-        possession = AttachedMemory(request, shared, fds[-1])
+        attached = AttachedMemory(request, shared, fds[-1])
     except BaseException:
         for descriptor in fds:
             os.close(descriptor)
         raise
     try:
-        _greet(possession)
-        possession.fault_in()
+        _greet(attached)
+        attached.fault_in()
     except BaseException:
-        possession.close()
+        attached.close()
         raise
-    return possession
+    return attached
 
 
 def _trainer_pidfd(request: AttachRequest) -> int:
@@ -307,9 +307,9 @@ def _trainer_pidfd(request: AttachRequest) -> int:
     return descriptor
 
 
-def _greet(possession: AttachedMemory) -> None:
+def _greet(attached: AttachedMemory) -> None:
     """Initialize our words; a respawned sidecar settles what its predecessor left open."""
-    page = possession.page
+    page = attached.page
     # 0: a fresh page. The trainer makes the page if no sidecar could be started.
     if page[Word.MAGIC] not in (0, MAGIC):
         raise ConflictError("attach: the control page is of another version of paramd")

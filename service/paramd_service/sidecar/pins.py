@@ -61,11 +61,11 @@ class _Filling:
 
 
 class Pins:
-    """Snapshots of one possession."""
+    """Snapshots of one attachment."""
 
     def __init__(
         self,
-        possession: AttachedMemory,
+        attached: AttachedMemory,
         *,
         store: SnapshotStore,
         copier: Copier,
@@ -76,7 +76,7 @@ class Pins:
         self.store = store
         self.copier = copier
         self.ownership = Ownership.OWNED
-        self._possession = possession
+        self._possession = attached
         self._blocks = blocks
         self._executor = executor
         self._faults = faults
@@ -85,12 +85,12 @@ class Pins:
         self._tasks: set[asyncio.Task[None]] = set()
         self._sweep_timer: asyncio.TimerHandle | None = None
         self._closing = False
-        self.boundaries = Boundaries(possession, store, copier)
+        self.boundaries = Boundaries(attached, store, copier)
         self.moments = Moments(
-            possession, store=store, blocks=blocks, executor=executor, lease=self._lease
+            attached, store=store, blocks=blocks, executor=executor, lease=self._lease
         )
         self.boundaries.moments = self.moments
-        gradients = Gradients(possession, executor=executor, idle_memory_s=store.idle_memory_s)
+        gradients = Gradients(attached, executor=executor, idle_memory_s=store.idle_memory_s)
         copier.on_wake = gradients.woken
         store.check = self.check_true
         self.gradient_pins = GradientPins(

@@ -49,7 +49,7 @@ _PROGRAM_BYTES = 4 << 20
 
 
 def make_pins(
-    possession: AttachedMemory,
+    attached: AttachedMemory,
     *,
     blocks: BlockMaker,
     budget_bytes: int,
@@ -66,22 +66,22 @@ def make_pins(
         idle_memory_s=idle_memory_s,
     )
     capture = Capture(
-        possession.page,
+        attached.page,
         clock_ns=time.monotonic_ns,
         at_point=faults.at,
-        digest=lambda: sample_digest(possession.page, possession.arena.buffer),
-        stopped=lambda: process_state(possession.request.pid) == "T",
+        digest=lambda: sample_digest(attached.page, attached.arena.buffer),
+        stopped=lambda: process_state(attached.request.pid) == "T",
     )
-    copier = Copier(capture, possession.shared.wake, log)
+    copier = Copier(capture, attached.shared.wake, log)
     pins = Pins(
-        possession, store=store, copier=copier, blocks=blocks, executor=executor, faults=faults
+        attached, store=store, copier=copier, blocks=blocks, executor=executor, faults=faults
     )
     copier.start()
     return pins
 
 
 def make_edits(
-    possession: AttachedMemory,
+    attached: AttachedMemory,
     config: SidecarConfig,
     *,
     layout: Callable[[], bytes],
@@ -89,9 +89,9 @@ def make_edits(
     faults: Faults,
 ) -> Edits:
     """Set up edits of a trainer's memory, not started: `Edits.start` reserves what they need."""
-    arena_bytes = possession.request.arena_bytes
+    arena_bytes = attached.request.arena_bytes
     memory = EditMemory(
-        possession.shared.edits,
+        attached.shared.edits,
         # No edit needs more than the whole arena and a little for programs.
         pool_bytes=min(config.edit_pool_bytes, arena_bytes + _PROGRAM_BYTES),
         idle_s=config.idle_memory_s,
@@ -100,7 +100,7 @@ def make_edits(
     budget = config.edit_budget_bytes
     return Edits(
         memory,
-        possession.page,
+        attached.page,
         rank=config.rank,
         arena_bytes=arena_bytes,
         limits=EditLimits(
@@ -153,7 +153,7 @@ class RankSidecar:
         self._tasks: set[asyncio.Task[None]] = set()
 
     @property
-    def possession(self) -> AttachedMemory | None:
+    def attached(self) -> AttachedMemory | None:
         """What the trainer shares; None before the first attach."""
         return self._possession
 
@@ -289,22 +289,22 @@ class RankSidecar:
             self._stop_waiting()
             try:
                 await self._drop_possession()
-                possession = await asyncio.get_running_loop().run_in_executor(
+                attached = await asyncio.get_running_loop().run_in_executor(
                     self.executor, take_possession, request, handed_back
                 )
             except BaseException:
                 # The previous trainer's memory is gone: nobody owns the sidecar now.
                 self.wait_for_trainer()
                 raise
-            self._own(possession)
-            await self._start_edits(possession)
+            self._own(attached)
+            await self._start_edits(attached)
             self.log(
                 "attached",
                 epoch=request.epoch,
                 trainer_pid=request.pid,
                 arena_bytes=request.arena_bytes,
             )
-            return possession
+            return attached
 
     def set_mesh(self, mesh: Mesh) -> None:
         """Take the mesh that the trainers agreed on; from now on everything is served."""
@@ -328,7 +328,7 @@ class RankSidecar:
         task.add_done_callback(self._tasks.discard)
 
     async def close(self) -> None:
-        """End snapshots and possession. Call it once the servers have stopped."""
+        """End snapshots and the attachment. Call it once the servers have stopped."""
         self._stop_waiting()
         await self._drop_possession()
         if self._tasks:
@@ -340,26 +340,26 @@ class RankSidecar:
         # Two arenas for token holders, one for the control plane and the owner.
         return configured if configured is not None else 3 * arena_bytes + (1 << 20)
 
-    def _own(self, possession: AttachedMemory) -> None:
-        self._possession = possession
+    def _own(self, attached: AttachedMemory) -> None:
+        self._possession = attached
         self.control_generation = 0
-        self._verifier = Verifier(possession.request.public_key)
+        self._verifier = Verifier(attached.request.public_key)
         self.ownership = Ownership.OWNED
         self._pins = make_pins(
-            possession,
+            attached,
             blocks=self._blocks,
-            budget_bytes=self.budget_bytes(possession.request.arena_bytes),
+            budget_bytes=self.budget_bytes(attached.request.arena_bytes),
             idle_memory_s=self.config.idle_memory_s,
             executor=self.executor,
             faults=self.faults,
             log=self.log,
         )
-        asyncio.get_running_loop().add_reader(possession.pidfd, self._trainer_ended)
+        asyncio.get_running_loop().add_reader(attached.pidfd, self._trainer_ended)
         self._changed()
 
-    async def _start_edits(self, possession: AttachedMemory) -> None:
+    async def _start_edits(self, attached: AttachedMemory) -> None:
         edits = make_edits(
-            possession,
+            attached,
             self.config,
             layout=lambda: self.ready_mesh().layout,
             executor=self.executor,
@@ -395,7 +395,7 @@ class RankSidecar:
         self.leaving.set()
 
     async def _drop_possession(self) -> None:
-        pins, possession = self._pins, self._possession
+        pins, attached = self._pins, self._possession
         # Unset before closing: calls that come meanwhile are refused at once.
         self.mesh = None
         self._pins = None
@@ -404,12 +404,12 @@ class RankSidecar:
         edits, self._edits = self._edits, None
         if edits is not None:
             await edits.close()
-        if possession is not None:
-            asyncio.get_running_loop().remove_reader(possession.pidfd)
+        if attached is not None:
+            asyncio.get_running_loop().remove_reader(attached.pidfd)
             # Last: the copying thread and the edits used its memory until here.
             self._possession = None
             self.ownership = Ownership.WAITING
-            possession.close()
+            attached.close()
 
     def _changed(self) -> None:
         for callback in self.on_change:

@@ -26,7 +26,7 @@ from paramd_service.control.api.services import Services
 from paramd_service.control.base import problems
 from paramd_service.control.base.config import Bootstrap, ControlConfig
 from paramd_service.control.edits.limits import EditConfig
-from paramd_service.control.edits.service import Edits
+from paramd_service.control.edits.service import EditRegistry
 from paramd_service.control.exports.service import ExportService
 from paramd_service.control.mesh.incarnation import ControlIdentity
 from paramd_service.control.mesh.jobs import Jobs
@@ -55,7 +55,7 @@ def services() -> Services:
         tokens=Tokens(TOKEN),
         revocations=Revocations(ticket_ttl_s=600.0),
         records=records,
-        edits=Edits(records, EditConfig(), publish=lambda kind, data, *, job: None),
+        edits=EditRegistry(records, EditConfig(), publish=lambda kind, data, *, job: None),
         exports=ExportService(records, {}, publish=lambda kind, data, *, job: None),
         failures=FailureLimit(burst=1000.0),
         events=EventBus(),

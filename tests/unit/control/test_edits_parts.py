@@ -20,8 +20,8 @@ from paramd_service.control.edits.spec import (
     EditSpec,
     merged,
     ops_of,
+    plan_edit,
     plan_undo,
-    plan_wish,
     same_data,
 )
 from paramd_service.control.store.edits import EditRow
@@ -58,8 +58,8 @@ def layout() -> Layout:
 
 
 def plan(*words: OpSpec, **fields: Any) -> Any:
-    wish = EditSpec(ops=words, **fields)
-    return plan_wish(NameIndex(layout()), wish, edit_id=ID, epoch=1, layout_digest="d")
+    spec = EditSpec(ops=words, **fields)
+    return plan_edit(NameIndex(layout()), spec, edit_id=ID, epoch=1, layout_digest="d")
 
 
 def test_a_plan_tells_names_sizes_and_the_share_of_the_model() -> None:

@@ -64,12 +64,12 @@ def test_a_request_is_read() -> None:
             "name_map": {"old.*": "new.*"},
         }
     )
-    wish = read_spec(request.model_dump(exclude={"id"}))
-    assert wish.settings.format == "dcp"
-    assert wish.settings.max_shard_bytes == 2 << 30
-    assert (wish.settings.parameters, wish.settings.buffers, wish.optimizer) == (True, False, True)
-    assert wish.settings.keep_tied
-    assert wish.settings.names.apply(["old.x"]) == {"old.x": "new.x"}
+    spec = read_spec(request.model_dump(exclude={"id"}))
+    assert spec.settings.format == "dcp"
+    assert spec.settings.max_shard_bytes == 2 << 30
+    assert (spec.settings.parameters, spec.settings.buffers, spec.optimizer) == (True, False, True)
+    assert spec.settings.keep_tied
+    assert spec.settings.names.apply(["old.x"]) == {"old.x": "new.x"}
     with pytest.raises(UsageError):
         read_spec({**request.model_dump(), "max_shard_size": "many"})
 

@@ -40,12 +40,12 @@ class Training:
         self._slots = [
             Slot(self._memory.buffer, ARENA_BYTES, index) for index in range(GRADIENT_SLOTS)
         ]
-        possession: Any = SimpleNamespace(
+        attached: Any = SimpleNamespace(
             page=self.page,
             request=SimpleNamespace(arena_bytes=ARENA_BYTES),
             shared=SimpleNamespace(gradients=slots),
         )
-        self.gradients = Gradients(possession, executor=executor, idle_memory_s=60.0)
+        self.gradients = Gradients(attached, executor=executor, idle_memory_s=60.0)
         nothing = cast(Any, None)
         self.pins = GradientPins(
             self.gradients, store=nothing, blocks=nothing, executor=executor, lease=nothing,

@@ -12,7 +12,7 @@ from paramd_service.control.access.revocations import Revocations
 from paramd_service.control.access.sessions import Sessions
 from paramd_service.control.alerts.service import Watchers
 from paramd_service.control.base.config import ControlConfig
-from paramd_service.control.edits.service import Edits
+from paramd_service.control.edits.service import EditRegistry
 from paramd_service.control.exports.service import ExportService
 from paramd_service.control.mesh.jobs import Jobs
 from paramd_service.control.metrics.metrics import Metrics
@@ -43,8 +43,8 @@ class Services:
     """Store, audit and metric history."""
     exports: ExportService
     """Exports, their schedules and destinations."""
-    edits: Edits
-    """`edits.desk(job)`: where edits of the job are asked for; `edits.hold(job)`: its hold."""
+    edits: EditRegistry
+    """`edits.service(job)`: where edits of the job are asked for; `edits.hold(job)`: its hold."""
     failures: FailureLimit
     events: EventBus
     """`events.publish(kind, data, job=)`: what viewers of the job are told at once."""

@@ -25,8 +25,8 @@ from paramd_service.control.edits.spec import (
     EditSpec,
     Planned,
     ops_of,
+    plan_edit,
     plan_undo,
-    plan_wish,
     same_data,
 )
 from paramd_service.control.mesh.incarnation import Incarnation
@@ -60,7 +60,7 @@ class EditService:
         self._creating = asyncio.Lock()
         self.work = work
 
-    async def create(self, by: Principal, wish: EditSpec, edit_id: str | None) -> EditRow:
+    async def create(self, by: Principal, spec: EditSpec, edit_id: str | None) -> EditRow:
         """A new edit; the same id with the same content is the same edit.
 
         Raises:
@@ -70,12 +70,12 @@ class EditService:
             ExhaustedError: too many edits a minute.
         """
         self._mesh.check()
-        if wish.allow_nonfinite and by.role is not UserRole.ADMIN:
+        if spec.allow_nonfinite and by.role is not UserRole.ADMIN:
             raise DeniedError("allow_nonfinite: only an admin may write NaN and infinities")
         index, digest = await self._layout()
         name = edit_id if edit_id is not None else secrets.token_hex(16)
         planned = await asyncio.to_thread(
-            plan_wish, index, wish, edit_id=name, epoch=self._mesh.epoch, layout_digest=digest
+            plan_edit, index, spec, edit_id=name, epoch=self._mesh.epoch, layout_digest=digest
         )
         if planned.share > self._config.max_share:
             raise ConflictError(
@@ -83,19 +83,19 @@ class EditService:
                 f"plane is {self._config.max_share:.1%} ([edits] max_share)"
             )
         detail = {
-            "if_step": wish.if_step,
-            "dry_run": wish.dry_run,
-            "with_data": wish.with_data,
+            "if_step": spec.if_step,
+            "dry_run": spec.dry_run,
+            "with_data": spec.with_data,
             "author": by.token_id or "",
-            "reset_moments": wish.reset_moments,
-            "allow_nonfinite": wish.allow_nonfinite,
+            "reset_moments": spec.reset_moments,
+            "allow_nonfinite": spec.allow_nonfinite,
         }
-        row, driver = await self._opened(by, planned, index, wish.note, detail)
+        row, driver = await self._opened(by, planned, index, spec.note, detail)
         if driver is None:
             # A control plane before us may have got no further than to write it down.
             waiting = self.work.open.get(name)
             driver = waiting if waiting is not None and waiting.is_idle else None
-        if driver is not None and not wish.with_data:
+        if driver is not None and not spec.with_data:
             _check_own(by, row)
             driver.start(self.work.stage_and_commit(driver, by, planned, index))
         return row
@@ -274,7 +274,7 @@ def _check_own(by: Principal, row: EditRow) -> None:
         )
 
 
-class Edits:
+class EditRegistry:
     """Use on one event loop. Told of incarnations by `Jobs`."""
 
     def __init__(self, records: Records, config: EditConfig, *, publish: Publish) -> None:
@@ -282,7 +282,7 @@ class Edits:
         self.config = config
         self._records = records
         self._publish = publish
-        self._desks: dict[str, tuple[int, EditService]] = {}
+        self._services: dict[str, tuple[int, EditService]] = {}
         self._holds: dict[str, Hold] = {}
         self._paces: dict[str, Pace] = {}
         self._older: list[EditService] = []
@@ -296,10 +296,10 @@ class Edits:
         job = incarnation.job
         work = IncarnationEdits(incarnation, self._records, self.config, told=self._told)
         pace = self._paces.setdefault(job, Pace(self.config.max_per_minute))
-        desk = EditService(incarnation, work, self._records, self.config, pace)
-        if job in self._desks:
-            self._older.append(self._desks[job][1])
-        self._desks[job] = (incarnation.epoch, desk)
+        service = EditService(incarnation, work, self._records, self.config, pace)
+        if job in self._services:
+            self._older.append(self._services[job][1])
+        self._services[job] = (incarnation.epoch, service)
         self._holds[job] = Hold(
             incarnation, work.calls, self._records, agree_s=work.agree_s, told=self._hold_told
         )
@@ -307,29 +307,29 @@ class Edits:
 
     def is_over(self, incarnation: Incarnation) -> None:
         """An epoch is over: what it had agreed on went with it."""
-        epoch, desk = self._desks.get(incarnation.job, (0, None))
-        if desk is None or epoch != incarnation.epoch:
+        epoch, service = self._services.get(incarnation.job, (0, None))
+        if service is None or epoch != incarnation.epoch:
             return
-        desk.work.epoch_ended(f"epoch {epoch} ended ({incarnation.over})")
+        service.work.epoch_ended(f"epoch {epoch} ended ({incarnation.over})")
 
     def look(self, incarnation: Incarnation, _: MeshView, now_s: float | None = None) -> None:
         """Once a second."""
-        found = self._desks.get(incarnation.job)
+        found = self._services.get(incarnation.job)
         if found is not None and found[0] == incarnation.epoch:
             now_s = now_s if now_s is not None else time.monotonic()
             found[1].work.look(now_s)
-        self._older = [desk for desk in self._older if desk.work.open]
+        self._older = [service for service in self._older if service.work.open]
 
-    def desk(self, job: str) -> EditService:
+    def service(self, job: str) -> EditService:
         """Where edits of the job's last epoch are asked for. Raises NotFoundError."""
-        found = self._desks.get(job)
+        found = self._services.get(job)
         if found is None:
             raise NotFoundError(f"job {job[:64]!r} is not served here")
         return found[1]
 
     def hold(self, job: str) -> Hold:
         """The hold of the job's last epoch. Raises NotFoundError."""
-        self.desk(job)
+        self.service(job)
         return self._holds[job]
 
     def hold_counts(self) -> dict[str, int]:
@@ -340,14 +340,14 @@ class Edits:
         """Edits under way, by job and state."""
         return Counter(
             (job, driver.row.state)
-            for job, (_, desk) in self._desks.items()
-            for driver in desk.work.open.values()
+            for job, (_, service) in self._services.items()
+            for driver in service.work.open.values()
         )
 
     async def get(self, job: str, edit_id: str) -> EditRow:
         """An edit as it is told now. Raises NotFoundError."""
-        desk = self._desks.get(job)
-        driver = desk[1].work.open.get(edit_id) if desk is not None else None
+        service = self._services.get(job)
+        driver = service[1].work.open.get(edit_id) if service is not None else None
         row = driver.row if driver is not None else await self._records.edits.find(edit_id)
         if row is None or row.job != job:
             raise NotFoundError(f"edit {edit_id} does not exist; see: paramd edits")
@@ -355,8 +355,8 @@ class Edits:
 
     async def wait(self, row: EditRow, wait_s: float) -> EditRow:
         """The edit once it has ended, or as it is after `wait_s` seconds."""
-        desk = self._desks.get(row.job)
-        driver = desk[1].work.open.get(row.id) if desk is not None else None
+        service = self._services.get(row.job)
+        driver = service[1].work.open.get(row.id) if service is not None else None
         if driver is None:
             return await self.get(row.job, row.id)
         if wait_s > 0:
@@ -369,14 +369,14 @@ class Edits:
     ) -> list[EditRow]:
         """The newest edits of a job, newest first."""
         rows = await self._records.edits.page(job, limit=limit, before=before, state=state)
-        desk = self._desks.get(job)
-        live = desk[1].work.open if desk is not None else {}
+        service = self._services.get(job)
+        live = service[1].work.open if service is not None else {}
         return [live[row.id].row if row.id in live else row for row in rows]
 
     async def close(self) -> None:
         """Stops what is under way; it is taken up by the next control plane."""
-        for desk in [*self._older, *(desk for _, desk in self._desks.values())]:
-            await desk.work.close()
+        for service in [*self._older, *(service for _, service in self._services.values())]:
+            await service.work.close()
 
     def _told(self, row: EditRow) -> None:
         if row.ended_s is not None:

@@ -54,30 +54,30 @@ class Planned:
     """Part of the model's parameters, 0 to 1."""
 
 
-def plan_wish(
-    index: NameIndex, wish: EditSpec, *, edit_id: str, epoch: int, layout_digest: str
+def plan_edit(
+    index: NameIndex, spec: EditSpec, *, edit_id: str, epoch: int, layout_digest: str
 ) -> Planned:
     """The manifest and what documents say of it.
 
     Raises:
         UsageError, NotFoundError: it does not fit the layout.
     """
-    parts = [(one, edit_ops(index, [one])) for one in wish.ops]
+    parts = [(one, edit_ops(index, [one])) for one in spec.ops]
     ops = [op for _, found in parts for op in found]
-    planned = check_ops(finder(index.layout), ops, allow_nonfinite=wish.allow_nonfinite)
+    planned = check_ops(finder(index.layout), ops, allow_nonfinite=spec.allow_nonfinite)
     documents, begin = [], 0
-    for spec, found in parts:
-        documents.append(_document(spec, planned[begin : begin + len(found)]))
+    for word, found in parts:
+        documents.append(_document(word, planned[begin : begin + len(found)]))
         begin += len(found)
     manifest = sidecar_pb2.EditManifest(
         edit_id=edit_id,
         epoch=epoch,
         layout_digest=layout_digest,
         ops=map(encode_op, ops),
-        allow_nonfinite=wish.allow_nonfinite,
-        reset_moments=wish.reset_moments,
+        allow_nonfinite=spec.allow_nonfinite,
+        reset_moments=spec.reset_moments,
         undoable=True,
-        if_step=wish.if_step,
+        if_step=spec.if_step,
     )
     return _planned(index, manifest, planned, documents)
 

@@ -48,7 +48,7 @@ class IncarnationExports:
             ended: Is awaited with every export that has come to its end here.
         """
         self.incarnation = incarnation
-        self.crew = SidecarGroup(incarnation)
+        self.group = SidecarGroup(incarnation)
         self._store = store
         self._place = place
         self._assets = assets
@@ -87,7 +87,7 @@ class IncarnationExports:
         job = ExportJob(
             row,
             files,
-            crew=self.crew,
+            group=self.group,
             place=self._place,
             assets={},
             store=self._store,
@@ -116,7 +116,7 @@ class IncarnationExports:
         for run in list(self._runs.values()):
             run.fail(reason)
         await self._wait()
-        await self.crew.close()
+        await self.group.close()
 
     async def close(self) -> None:
         """The control plane stops: what goes on is left to the next one. Idempotent."""
@@ -124,7 +124,7 @@ class IncarnationExports:
             for task in self._tasks:
                 task.cancel()
         await self._wait()
-        await self.crew.close()
+        await self.group.close()
 
     async def remove(self, job: ExportJob) -> bool:
         """Removes a finished export from its destination; whether that could be done."""
@@ -133,7 +133,7 @@ class IncarnationExports:
     def known(self, row: ExportRow, files: list[ExportFileRow]) -> ExportJob:
         """An export of the past as it is in the store, to be looked at or removed."""
         return ExportJob(
-            row, files, crew=self.crew, place=self._place, assets={}, store=self._store
+            row, files, group=self.group, place=self._place, assets={}, store=self._store
         )
 
     async def _run(self, run: ExportRun) -> None:
@@ -192,7 +192,7 @@ class IncarnationExports:
             self._task(self._drop_owed(row, files), "paramd-export-drop")
 
     async def _drop_owed(self, row: ExportRow, files: list[ExportFileRow]) -> None:
-        await self.crew.wait_for([0])
+        await self.group.wait_for([0])
         if await drop(self.known(row, files)):
             await self._store.save(replace(row, drop_owed=False))
 

@@ -39,7 +39,7 @@ class ExportJob:
         row: ExportRow,
         files: Sequence[ExportFileRow],
         *,
-        crew: SidecarGroup,
+        group: SidecarGroup,
         place: Place,
         assets: Mapping[str, bytes],
         store: ExportStore,
@@ -53,9 +53,9 @@ class ExportJob:
             assets: Small files that are copied beside, by name.
         """
         self.row = row
-        self.wish: ExportSpec = read_spec(row.request)
+        self.spec: ExportSpec = read_spec(row.request)
         self.export = _restored(row, files)
-        self.crew = crew
+        self.group = group
         self._place = place
         self.assets = assets
         self.message = export_pb2.ExportPlan.FromString(row.plan)
@@ -101,7 +101,7 @@ class ExportJob:
 
     def hold(self, pins: Sequence[export_pb2.ExportPin]) -> Leases:
         """Takes the leases of these pins over: they are released at the end."""
-        self.leases = Leases(self.crew, pins, self.rank_lost)
+        self.leases = Leases(self.group, pins, self.rank_lost)
         return self.leases
 
     async def save(self) -> None:

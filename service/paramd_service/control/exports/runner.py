@@ -52,9 +52,9 @@ async def begin(job: ExportJob) -> None:
     from paramd.layout.exports.plan import plan_export
     from paramd.mesh.exports.messages import encode_plan
 
-    await job.crew.wait_for()
-    digest, layout = await job.crew.layout()
-    plan = await asyncio.to_thread(plan_export, layout, job.wish.settings)
+    await job.group.wait_for()
+    digest, layout = await job.group.layout()
+    plan = await asyncio.to_thread(plan_export, layout, job.spec.settings)
     clash = {file.name for file in plan.files} & set(job.assets)
     if clash:
         raise UsageError(f"assets: {min(clash)!r} is the name of a file of the export")
@@ -91,9 +91,9 @@ async def begin(job: ExportJob) -> None:
 
 async def _pinned(job: ExportJob, plan: ExportPlan) -> PinnedExport:
     try:
-        return await job.crew.pin(plan, timeout_s=PIN_S, optimizer=job.wish.optimizer)
+        return await job.group.pin(plan, timeout_s=PIN_S, optimizer=job.spec.optimizer)
     except DeadlineError as error:
-        if plan.layout.mirrored or not (plan.with_buffers or job.wish.optimizer):
+        if plan.layout.mirrored or not (plan.with_buffers or job.spec.optimizer):
             raise
         raise DeadlineError(
             f"{error}; parameters alone (--include parameters) need no boundary while training "
@@ -109,9 +109,9 @@ async def adopt(job: ExportJob) -> None:
         ConflictError: it cannot go on.
     """
     pins = list(job.message.pins)
-    lives = job.message.epoch == job.crew.epoch
+    lives = job.message.epoch == job.group.epoch
     if lives:
-        await job.crew.wait_for(pin.rank for pin in pins)
+        await job.group.wait_for(pin.rank for pin in pins)
     leases = job.hold(pins)
     if lives and job.export.state is State.RUNNING:
         try:
@@ -119,7 +119,7 @@ async def adopt(job: ExportJob) -> None:
             leases.keep()
         except NotFoundError:
             lives = False
-    export, why = machine.after_restart(job.export, epoch=job.crew.epoch, snapshot_lives=lives)
+    export, why = machine.after_restart(job.export, epoch=job.group.epoch, snapshot_lives=lives)
     log.info("export %s is taken over as %s: %s", job.row.id, export.state, why)
     job.change(export)
     if export.state is State.RUNNING:
@@ -130,7 +130,7 @@ async def adopt(job: ExportJob) -> None:
 async def _replan(job: ExportJob) -> None:
     from paramd.mesh.exports.messages import decode_plan
 
-    digest, layout = await job.crew.layout()
+    digest, layout = await job.group.layout()
     if digest != job.message.layout_digest:
         raise ConflictError("the job's layout has changed meanwhile; export again")
     plan = job.plan = await asyncio.to_thread(decode_plan, job.message, layout)
@@ -167,15 +167,15 @@ async def finish(job: ExportJob, *, committing: Callable[[], None]) -> None:
     """
     files = [_exported(file) for file in job.export.files.values()]
     for name, data in job.assets.items():
-        store = partial(job.crew.calls.store, target=job.target, name=name, data=data)
-        _, stored = await job.crew.any(store)
+        store = partial(job.group.calls.store, target=job.target, name=name, data=data)
+        _, stored = await job.group.any(store)
         files.append(stored)
-    if job.wish.verify:
+    if job.spec.verify:
         await _verify(job, files)
     committing()
-    rank, found = await job.crew.any(
+    rank, found = await job.group.any(
         partial(
-            job.crew.calls.finish,
+            job.group.calls.finish,
             target=job.target,
             plan=job.message,
             files=files,
@@ -199,8 +199,8 @@ async def _verify_share(
 ) -> None:
     for file in files:
         request = export_pb2.VerifyExportFileRequest(target=job.target, name=file.name)
-        verify = partial(job.crew.calls.verify, request=request, timeout_s=job.wish.timeout_s)
-        _, found = await job.crew.any(verify, first=rank)
+        verify = partial(job.group.calls.verify, request=request, timeout_s=job.spec.timeout_s)
+        _, found = await job.group.any(verify, first=rank)
         if (found.size_bytes, found.xxh3) != (file.size_bytes, file.xxh3):
             raise DataLossError(
                 f"{file.name} was read back as {found.size_bytes:,} bytes with checksum "
@@ -233,11 +233,11 @@ async def drop(job: ExportJob, *, finished: bool = False) -> bool:
     """Removes what an export left at its destination; whether that could be done."""
     names = list(job.export.files)
     try:
-        work = partial(job.crew.calls.drop, target=job.target, names=names, finished=finished)
+        work = partial(job.group.calls.drop, target=job.target, names=names, finished=finished)
         async with asyncio.timeout(DROP_S):
             # What one rank removes another must not add to afterwards.
-            await job.crew.all(partial(work, wait_only=True))
-            await job.crew.any(work, wait=False)
+            await job.group.all(partial(work, wait_only=True))
+            await job.group.any(work, wait=False)
     except (ParamdError, TimeoutError) as error:
         log.warning("export %s: its files could not be removed: %s", job.row.id, error)
         return False
@@ -314,7 +314,7 @@ class ExportRun:
         await self._keep_end()
 
     async def _timed(self) -> None:
-        limit_s = self.job.wish.timeout_s
+        limit_s = self.job.spec.timeout_s
         left_s = limit_s - (now_s() - self.job.row.created_s)
         timer = asyncio.timeout(max(left_s, 0.0))
         try:

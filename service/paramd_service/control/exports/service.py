@@ -173,7 +173,7 @@ class ExportService:
         """
         incarnation.check()
         target = target_of(self.destinations, destination)
-        return await read_file(self._queues[incarnation.job].crew, target, name, offset_bytes)
+        return await read_file(self._queues[incarnation.job].group, target, name, offset_bytes)
 
     def schedules(self, job: str) -> Schedules:
         """The schedules of a job that is served here."""

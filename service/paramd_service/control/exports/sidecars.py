@@ -161,12 +161,12 @@ class Leases:
 
     def __init__(
         self,
-        crew: SidecarGroup,
+        group: SidecarGroup,
         pins: Iterable[export_pb2.ExportPin],
         lost: Callable[[int, str], None],
     ) -> None:
         """`lost` is told of a rank whose snapshot is no more, and why."""
-        self._crew = crew
+        self._crew = group
         self._pins = list(pins)
         self._lost = lost
         self._heard_s = dict.fromkeys((pin.rank for pin in self._pins), time.monotonic())
@@ -244,22 +244,22 @@ def target_of(
 
 
 async def read_file(
-    crew: SidecarGroup, target: export_pb2.ExportTarget, name: str, offset_bytes: int
+    group: SidecarGroup, target: export_pb2.ExportTarget, name: str, offset_bytes: int
 ) -> tuple[int, bytes]:
     """(size of a file, up to 8 MiB of it) of what stands at a key; the manifest or a file of it.
 
     Raises:
         NotFoundError: no export stands there, or it has no such file.
     """
-    read = partial(crew.calls.read, target=target)
+    read = partial(group.calls.read, target=target)
     if name != MANIFEST:
-        _, (_, text) = await crew.any(partial(read, name=MANIFEST, offset_bytes=0))
+        _, (_, text) = await group.any(partial(read, name=MANIFEST, offset_bytes=0))
         # What lies there beside an export is nobody's business.
         if name not in {str(file["name"]) for file in json.loads(text)["files"]}:
             raise NotFoundError(
                 f"{target.destination}/{target.key}: its manifest has no file {name[:80]!r}"
             )
-    _, answer = await crew.any(partial(read, name=name, offset_bytes=offset_bytes))
+    _, answer = await group.any(partial(read, name=name, offset_bytes=offset_bytes))
     return answer
 
 

@@ -62,8 +62,8 @@ class Writing:
 
     async def _make_ready(self) -> None:
         job = self._job
-        await job.crew.any(
-            lambda rank, address: job.crew.calls.begin(
+        await job.group.any(
+            lambda rank, address: job.group.calls.begin(
                 rank, address, job.target, job.export.size_bytes
             ),
             lost=job.rank_lost,
@@ -77,11 +77,11 @@ class Writing:
             self._tasks[task] = (name, rank)
 
     def _well(self) -> dict[int, str]:
-        joined = self._job.crew.ranks()
+        joined = self._job.group.ranks()
         return {rank: address for rank, address in joined.items() if address not in self._gone}
 
     async def _write(self, name: str, rank: int, address: str) -> export_pb2.ExportedFile:
-        job, joined = self._job, self._job.crew.ranks()
+        job, joined = self._job, self._job.group.ranks()
         if self._tries.get(name):
             await asyncio.sleep(_AGAIN_S)
         request = export_pb2.WriteExportFileRequest(
@@ -92,13 +92,13 @@ class Writing:
             for source in sorted(job.export.files[name].sources - {rank})
             if source in joined
         ]
-        return await job.crew.calls.write(
+        return await job.group.calls.write(
             rank,
             address,
             request,
             sources=sources,
             moved=lambda size: job.change(machine.moved(job.export, name, size)),
-            timeout_s=job.wish.timeout_s,
+            timeout_s=job.spec.timeout_s,
         )
 
     async def _look(self) -> None:
@@ -124,7 +124,7 @@ class Writing:
         try:
             found = task.result()
         except RankLostError as error:
-            self._gone.add(job.crew.ranks().get(error.rank, ""))
+            self._gone.add(job.group.ranks().get(error.rank, ""))
             job.rank_lost(error.rank, str(error))
             job.change(machine.returned(job.export, name))
         except ParamdError as error:

@@ -14,7 +14,7 @@ from prometheus_client.registry import Collector
 
 from paramd_service.control.alerts.config import Rule
 from paramd_service.control.alerts.service import Watchers
-from paramd_service.control.edits.service import Edits
+from paramd_service.control.edits.service import EditRegistry
 from paramd_service.control.exports.machine import TERMINAL
 from paramd_service.control.exports.service import ExportService
 from paramd_service.control.mesh.jobs import Jobs
@@ -28,7 +28,7 @@ _NS = 1e9
 class EditsCollector(Collector):
     """Edits and holds, computed on each scrape."""
 
-    def __init__(self, edits: Edits) -> None:
+    def __init__(self, edits: EditRegistry) -> None:
         self._edits = edits
 
     def collect(self) -> Iterator[Metric]:
@@ -161,7 +161,7 @@ class Metrics:
         tls: ServerTls | None = None,
         *,
         exports: ExportService | None = None,
-        edits: Edits | None = None,
+        edits: EditRegistry | None = None,
         records: Records | None = None,
     ) -> None:
         self._registry = CollectorRegistry()

@@ -33,7 +33,7 @@ _PAST = {
 
 
 class ReadyEdits(Protocol):
-    """Edits of one possession, as `boundaries.py` needs them. On the event loop's thread.
+    """Edits of one attachment, as `boundaries.py` needs them. On the event loop's thread.
 
     Life of a request: `make_ready` before READY is written, then the trainers agree or the
     request is withdrawn, then `settle` as soon as the page may tell its fate.

@@ -29,7 +29,7 @@ a withdrawal."""
 
 @dataclass(frozen=True, kw_only=True)
 class EditLimits:
-    """Limits of one possession."""
+    """Limits of one attachment."""
 
     budget_bytes: int
     """Budget of all edits that are not applied together; above 0."""

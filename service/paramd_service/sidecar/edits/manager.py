@@ -1,4 +1,4 @@
-"""Edits of one possession: staged, made ready, applied, undone; see entry.Phase.
+"""Edits of one attachment: staged, made ready, applied, undone; see entry.Phase.
 
 Only the trainer applies; this side never touches the arena. The fate of a ready edit is read
 from the page alone (EDIT_APPLIED, EDIT_TOKEN), so a respawned sidecar reports the same. Runs on

@@ -87,7 +87,7 @@ def _nothing() -> None:
 
 
 class EditMemory:
-    """Allocates ranges of one possession's edit memory."""
+    """Allocates ranges of one attachment's edit memory."""
 
     def __init__(
         self, descriptor: int, *, pool_bytes: int, idle_s: float, executor: Executor

@@ -50,7 +50,7 @@ class RankLayout:
 
 
 class Opener:
-    """Opens the edits of one possession."""
+    """Opens the edits of one attachment."""
 
     def __init__(
         self,

@@ -136,7 +136,7 @@ class UndoBook:
 
 
 class EditBook:
-    """The edits of one possession. Event loop only."""
+    """The edits of one attachment. Event loop only."""
 
     def __init__(self, memory: EditMemory, limits: EditLimits) -> None:
         self.entries: dict[str, Entry] = {}

@@ -36,7 +36,7 @@ class _Shared:
 
 
 class GradientPins:
-    """Gradients of one possession, for PinSnapshot."""
+    """Gradients of one attachment, for PinSnapshot."""
 
     def __init__(
         self,

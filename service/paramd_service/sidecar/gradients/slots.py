@@ -43,17 +43,17 @@ class EndedError(ParamdError):
 
 
 class Gradients:
-    """Frames of one possession. All methods run on the event loop's thread."""
+    """Frames of one attachment. All methods run on the event loop's thread."""
 
     def __init__(
-        self, possession: AttachedMemory, *, executor: Executor, idle_memory_s: float
+        self, attached: AttachedMemory, *, executor: Executor, idle_memory_s: float
     ) -> None:
-        self._words = possession.page.words
+        self._words = attached.page.words
         self._executor = executor
         self._idle_s = idle_memory_s
         self._loop = asyncio.get_running_loop()
-        arena_bytes = possession.request.arena_bytes
-        self._memory = SlotMemory(possession.shared.gradients, arena_bytes)
+        arena_bytes = attached.request.arena_bytes
+        self._memory = SlotMemory(attached.shared.gradients, arena_bytes)
         # Nobody waits any more for what a predecessor armed.
         for word in (Word.ARM_SLOT0, Word.ARM_SLOT1, Word.LOSSLESS_EVERY):
             self._words[word] = 0

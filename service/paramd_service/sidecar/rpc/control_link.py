@@ -169,8 +169,8 @@ class Joining:
 
     @property
     def _world_size(self) -> int:
-        possession = self._rank.possession
-        return possession.request.world_size if possession is not None else 1
+        attached = self._rank.attached
+        return attached.request.world_size if attached is not None else 1
 
     def _report(self) -> control_pb2.JoinRequest:
         rank = self._rank
@@ -195,9 +195,9 @@ class Joining:
         )
 
     def _metadata(self) -> tuple[tuple[str, str], ...]:
-        possession = self._rank.possession
-        assert possession is not None
-        return (("authorization", f"Bearer {possession.request.rank_ticket}"),)
+        attached = self._rank.attached
+        assert attached is not None
+        return (("authorization", f"Bearer {attached.request.rank_ticket}"),)
 
 
 def _short(error: Exception) -> str:

@@ -39,15 +39,15 @@ async def preview(rank: RankSidecar, entry: Entry, timeout_s: float) -> Preview:
     async with entry.lock:
         _check_staged(entry)
         await rank.edits.planned(entry)
-        possession, edit = rank.possession, entry.edit
-        assert possession is not None
-        if is_mirror(possession.page.words):
+        attached, edit = rank.attached, entry.edit
+        assert attached is not None
+        if is_mirror(attached.page.words):
             raise ConflictError(
                 "previews need what the parameters are now, and these stay in the trainer's own "
                 "memory; summon them to compute what an edit would do, or apply and undo it"
             )
         assert edit is not None
-        arena_bytes, memory = possession.request.arena_bytes, rank.edits.memory.buffer
+        arena_bytes, memory = attached.request.arena_bytes, rank.edits.memory.buffer
         records = parse_program(memory, entry.program_begin, arena_bytes=arena_bytes)
         spans = tuple(Ranges(*((item.arena_begin, item.arena_end) for item in edit.items)))
         if not spans:

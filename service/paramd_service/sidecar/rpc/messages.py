@@ -52,13 +52,13 @@ def header_of(rank: RankSidecar, snapshot: Snapshot) -> common_pb2.Header:
 
 def doing_now(rank: RankSidecar) -> Doing:
     """What the rank is doing, and why that needs attention."""
-    possession = rank.possession
-    if possession is None:
+    attached = rank.attached
+    if attached is None:
         return doing(Ownership.WAITING, (), process_state="", now_ns=0)
     return doing(
         rank.ownership,
-        possession.page.words,
-        process_state=process_state(possession.request.pid),
+        attached.page.words,
+        process_state=process_state(attached.request.pid),
         now_ns=time.monotonic_ns(),
     )
 
@@ -78,21 +78,21 @@ def rank_state(rank: RankSidecar) -> common_pb2.RankState:
         refused_call_count=rank.refusals.count,
         last_refusal=rank.refusals.last,
     )
-    possession = rank.possession
-    if possession is None:
+    attached = rank.attached
+    if attached is None:
         return state
-    page = possession.page
+    page = attached.page
     boundary_ns = page[Word.BOUNDARY_NS]
-    state.trainer_pid = possession.request.pid
+    state.trainer_pid = attached.request.pid
     if rank.ownership is Ownership.OWNED:
         # The pid of a trainer that has ended may have been reused.
-        state.trainer_rss_bytes = resident_bytes(possession.request.pid)
+        state.trainer_rss_bytes = resident_bytes(attached.request.pid)
     state.step_time_ns = page[Word.STEP_TIME_NS]
     state.boundary_age_ns = time.monotonic_ns() - boundary_ns if boundary_ns else -1
     state.stall_count = page[Word.STALL_COUNT]
     state.stall_total_ns = page[Word.STALL_TOTAL_NS]
     state.stall_max_ns = page[Word.STALL_MAX_NS]
-    state.arena_bytes = possession.request.arena_bytes
+    state.arena_bytes = attached.request.arena_bytes
     if page[Word.AGREEMENT_STATE] == _GAVE_UP:
         state.agreement_works = False
         state.agreement_reason = "the trainers gave up agreeing in this epoch; see their log"
@@ -103,7 +103,7 @@ def rank_state(rank: RankSidecar) -> common_pb2.RankState:
     state.strict = bool(page[Word.STRICT])
     state.ready_boundary = page[Word.HIGHEST]
     state.edits = page[Word.EDITS]
-    state.gradient_bytes = reserved_bytes(possession.shared.gradients)
+    state.gradient_bytes = reserved_bytes(attached.shared.gradients)
     if rank.has_edits:
         state.edit_bytes = rank.edits.staged_bytes + rank.edits.undo_bytes
     if page[Word.HELD]:

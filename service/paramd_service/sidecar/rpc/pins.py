@@ -38,9 +38,9 @@ class _PinCalls:
         rank = self._rank
         rank.check_plan(request.epoch, request.layout_digest)
         _check(request)
-        possession = rank.possession
-        assert possession is not None
-        spans = limits.check_spans(request.spans, possession.request.arena_bytes)
+        attached = rank.attached
+        assert attached is not None
+        spans = limits.check_spans(request.spans, attached.request.arena_bytes)
         config = rank.config
         lease_s = limits.granted_lease_s(
             request.lease_ms, config.default_lease_s, config.max_lease_s

@@ -141,8 +141,8 @@ class Gatherer:
         return data
 
     def _check_sizes(self, plan: ReadPlan) -> None:
-        possession = self._rank.possession
-        arena_bytes = possession.request.arena_bytes if possession is not None else 0
+        attached = self._rank.attached
+        arena_bytes = attached.request.arena_bytes if attached is not None else 0
         budget = self._rank.budget_bytes(arena_bytes)
         largest = max(plan.tensors, key=lambda tensor: tensor.size_bytes, default=None)
         if largest is not None and largest.size_bytes > budget:
@@ -153,13 +153,13 @@ class Gatherer:
 
     def document(self) -> JobDocument:
         """The job as this sidecar knows it, without a ticket of its own."""
-        possession = self._rank.possession
-        if possession is None:
+        attached = self._rank.attached
+        if attached is None:
             raise UsageError("the trainer has gone")
         return JobDocument(
             job=self._rank.config.job,
-            epoch=possession.epoch,
-            world_size=possession.request.world_size,
+            epoch=attached.epoch,
+            world_size=attached.request.world_size,
             control_address=self.mesh.control_address,
             layout_digest=self.mesh.layout_digest,
             peers={

@@ -169,10 +169,10 @@ class SidecarServicer:
         )
 
     async def _get_mesh(self, _request: pb.GetMeshRequest, _timeout_s: float) -> Message:
-        mesh, possession = self._rank.ready_mesh(), self._rank.possession
+        mesh, attached = self._rank.ready_mesh(), self._rank.attached
         return pb.GetMeshResponse(
             header=messages.header(self._rank),
-            world_size=possession.request.world_size if possession is not None else 0,
+            world_size=attached.request.world_size if attached is not None else 0,
             peers=[messages.peer(info) for info in mesh.peers],
             control_address=mesh.control_address,
         )

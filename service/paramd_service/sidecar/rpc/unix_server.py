@@ -202,15 +202,15 @@ class _Connection:
         self._check_pid(request)
         handed_back = list(descriptors)
         descriptors.clear()  # attach takes them over
-        possession = await self._rank.attach(request, handed_back)
-        self._possession = possession
+        attached = await self._rank.attach(request, handed_back)
+        self._possession = attached
         answer = {
             "op": "attached",
             "sidecar_pid": os.getpid(),
             "address": self._server.address(),
             "socket_path": str(self._rank.config.socket_path),
         }
-        handover.send(self._socket, answer, possession.shared.as_list())
+        handover.send(self._socket, answer, attached.shared.as_list())
 
     def _check_pid(self, request: AttachRequest) -> None:
         # 0: the kernel could not name the peer in our pid namespace.
@@ -235,7 +235,7 @@ class _Connection:
         self._rank.detach()
 
     def _check_owner(self, op: str) -> None:
-        if self._possession is None or self._possession is not self._rank.possession:
+        if self._possession is None or self._possession is not self._rank.attached:
             raise ConflictError(f"{op}: only the attached trainer may say that; attach first")
 
     def _caller(self, message: dict[str, Any]) -> Claims:

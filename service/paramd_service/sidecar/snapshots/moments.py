@@ -29,19 +29,19 @@ MOVE_BYTES = 16 << 20
 
 
 class Moments:
-    """The mirror of one possession. Runs on the event loop; bytes move on an executor."""
+    """The mirror of one attachment. Runs on the event loop; bytes move on an executor."""
 
     def __init__(
         self,
-        possession: AttachedMemory,
+        attached: AttachedMemory,
         *,
         store: SnapshotStore,
         blocks: BlockMaker,
         executor: Executor,
         lease: Callable[[Snapshot, float], Lease],
     ) -> None:
-        self._memory = SparseMemory(possession.shared.moments)
-        self._arena_bytes = possession.request.arena_bytes
+        self._memory = SparseMemory(attached.shared.moments)
+        self._arena_bytes = attached.request.arena_bytes
         self._store = store
         self._blocks = blocks
         self._executor = executor

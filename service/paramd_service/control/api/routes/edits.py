@@ -27,7 +27,7 @@ from paramd_service.control.api.routes.paging import make_token, read_token
 from paramd_service.control.api.routes.params import PageToken
 from paramd_service.control.api.services import Services
 from paramd_service.control.edits.machine import EditState
-from paramd_service.control.edits.service import Edits
+from paramd_service.control.edits.service import EditRegistry
 from paramd_service.control.edits.spec import EditSpec
 from paramd_service.control.store.edits import EditRow
 
@@ -58,7 +58,7 @@ def _add_making(routes: APIRouter, services: Services) -> None:
         """Make an edit. Without data it is applied at once; with data it waits for the upload and
         for commit_edit. Idempotent by id."""
         services.jobs.get(job)
-        wish = EditSpec(
+        spec = EditSpec(
             ops=tuple(OpSpec(**op.model_dump()) for op in wanted.ops),
             if_step=wanted.if_step,
             allow_nonfinite=wanted.allow_nonfinite,
@@ -66,8 +66,8 @@ def _add_making(routes: APIRouter, services: Services) -> None:
             note=wanted.note,
             dry_run=wanted.dry_run,
         )
-        row = await edits.desk(job).create(principal_of(request), wish, wanted.id)
-        wait_s = wanted.wait_s if not wish.with_data else 0.0
+        row = await edits.service(job).create(principal_of(request), spec, wanted.id)
+        wait_s = wanted.wait_s if not spec.with_data else 0.0
         return _told(edits, await edits.wait(row, wait_s))
 
     @routes.post("/jobs/{job}/edits/{edit}/commit")
@@ -78,14 +78,14 @@ def _add_making(routes: APIRouter, services: Services) -> None:
         Idempotent."""
         services.jobs.get(job)
         row = await edits.get(job, edit)
-        await edits.desk(job).commit(principal_of(request), row)
+        await edits.service(job).commit(principal_of(request), row)
         return _told(edits, await edits.wait(row, wanted.wait_s))
 
     @routes.post("/jobs/{job}/edits/{edit}/preview")
     async def preview_edit(job: str, edit: EditId) -> EditDocument:
         """Numbers before and after a staged edit, which stays as it is."""
         services.jobs.get(job)
-        return _told(edits, await edits.desk(job).preview(await edits.get(job, edit)))
+        return _told(edits, await edits.service(job).preview(await edits.get(job, edit)))
 
     @routes.post("/jobs/{job}/edits/{edit}/undo", status_code=201)
     async def undo_edit(
@@ -94,9 +94,9 @@ def _add_making(routes: APIRouter, services: Services) -> None:
         """Make an edit that undoes an applied one. Optimizer state that it zeroed stays zero; the
         note says so. Idempotent by id."""
         services.jobs.get(job)
-        desk, row = edits.desk(job), await edits.get(job, edit)
+        service, row = edits.service(job), await edits.get(job, edit)
         edit_id = wanted.id if wanted.id is not None else secrets.token_hex(16)
-        made = await desk.undo(principal_of(request), row, force=wanted.force, edit_id=edit_id)
+        made = await service.undo(principal_of(request), row, force=wanted.force, edit_id=edit_id)
         return _told(edits, await edits.wait(made, wanted.wait_s))
 
     @routes.delete("/jobs/{job}/edits/{edit}")
@@ -105,7 +105,7 @@ def _add_making(routes: APIRouter, services: Services) -> None:
         author's token, or an admin's. Idempotent."""
         services.jobs.get(job)
         row = await edits.get(job, edit)
-        return _told(edits, await edits.desk(job).abort(principal_of(request), row))
+        return _told(edits, await edits.service(job).abort(principal_of(request), row))
 
 
 def _add_reading(routes: APIRouter, services: Services) -> None:
@@ -142,7 +142,7 @@ def _add_reading(routes: APIRouter, services: Services) -> None:
         row = await edits.wait(await edits.get(job, edit), wait_s)
         if row.state != EditState.APPLIED:
             return _seen(_told(edits, row), request)
-        return _seen(document_of(row, await edits.desk(job).undo_refusal(row)), request)
+        return _seen(document_of(row, await edits.service(job).undo_refusal(row)), request)
 
 
 def _seen(document: EditDocument, request: Request) -> EditDocument:
@@ -155,11 +155,11 @@ def _seen(document: EditDocument, request: Request) -> EditDocument:
     return document.model_copy(update={"before": None, "after": None, "ops": ops})
 
 
-def _told(edits: Edits, row: EditRow) -> EditDocument:
+def _told(edits: EditRegistry, row: EditRow) -> EditDocument:
     """As far as the store knows whether it can be undone."""
     refusal = f"it is {row.state}"
     if row.state == EditState.APPLIED:
-        refusal = edits.desk(row.job).why_no_undo(row) or str(row.detail.get("undo_refusal", ""))
+        refusal = edits.service(row.job).why_no_undo(row) or str(row.detail.get("undo_refusal", ""))
     return document_of(row, refusal)
 
 

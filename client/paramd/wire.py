@@ -21,6 +21,12 @@ from paramd.v1 import common_pb2, sidecar_pb2
 CHUNK_BYTES = 2 << 20
 """Bytes per message. 1 and 2 MiB were equally fast, 4 MiB slower (docs/decisions.md)."""
 
+LEASE_S = 30.0
+"""Lease of a snapshot or a hold for which none is named; renewed at a third of it."""
+
+MAX_LEASE_S = 300.0
+"""Longest lease of either, and longest time that a hold lasts, whoever renews it."""
+
 _DATA_TAG = b"\x0a"
 _XXH3_TAG = b"\x11"
 _OFFSET_TAG = b"\x18"

@@ -18,7 +18,7 @@ from paramd.layout.exports.settings import NameMap
 from paramd.layout.plan import ReadPlan
 from paramd.layout.select import select
 from paramd.layout.types import Layout
-from paramd.mesh.edits.calls import LEASE_S, EditCalls, EditTerms, Holder
+from paramd.mesh.edits.calls import EditCalls, EditTerms, Holder
 from paramd.mesh.edits.editing import Sending, make_edit
 from paramd.mesh.edits.results import Edit, Edits, Hold, check_applied
 from paramd.mesh.edits.upload import Progress
@@ -45,6 +45,7 @@ from paramd.mesh.reading.summary import compute_stats
 from paramd.mesh.reading.transfer import Transfer, Transport, check_transport
 from paramd.mesh.results import MeshStatus, ParamInfo, Params, StatsTable, Summoned, mesh_status
 from paramd.security.tls import ClientTls
+from paramd.wire import LEASE_S
 
 if TYPE_CHECKING:
     import torch

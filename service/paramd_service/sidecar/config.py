@@ -7,6 +7,7 @@ from pathlib import Path
 
 from paramd.errors import UsageError
 from paramd.places import check_job_name
+from paramd.wire import LEASE_S, MAX_LEASE_S
 from paramd_service.tls import TlsFiles, check_exposure, tls_files
 
 
@@ -35,9 +36,9 @@ class SidecarConfig:
     budget_bytes: int | None = None
     """Snapshot budget, above 0; None: three times the arena plus 1 MiB. A third is reserved for
     the control plane and the owner; one token gets at most a third."""
-    default_lease_s: float = 30.0
+    default_lease_s: float = LEASE_S
     """Lease of a snapshot if the request names none; above 0."""
-    max_lease_s: float = 300.0
+    max_lease_s: float = MAX_LEASE_S
     """Longest lease granted; at least `default_lease_s`."""
     grace_s: float = 5.0
     """How long running calls get to finish while draining; 0 or more."""

@@ -6,7 +6,8 @@ import pytest
 
 from paramd.memory.control_page import Word
 from paramd.trainer.boundary.agreement import CAPTURE, EDIT, HOLD, RESUME, STEP, Request, Round
-from paramd.trainer.boundary.hold import CAP_S, Hold, HoldState, cap_s
+from paramd.trainer.boundary.hold import Hold, HoldState, cap_s
+from paramd.wire import MAX_LEASE_S
 
 S = 1_000_000_000
 
@@ -111,7 +112,7 @@ def test_no_renewal_outlives_the_cap_and_a_new_hold_begins_anew(bench: Bench) ->
 
 @pytest.mark.parametrize(
     ("timeout_s", "found"),
-    [(None, CAP_S), (1800.0, CAP_S), (300.0, 270.0), (20.0, 15.0), (3.0, 0.0)],
+    [(None, MAX_LEASE_S), (1800.0, MAX_LEASE_S), (300.0, 270.0), (20.0, 15.0), (3.0, 0.0)],
 )
 def test_the_cap_stays_below_the_collective_timeout(timeout_s: float | None, found: float) -> None:
     assert cap_s(timeout_s) == found

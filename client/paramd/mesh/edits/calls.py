@@ -24,18 +24,13 @@ from paramd.mesh.edits.results import (
 )
 from paramd.mesh.peers.control import REST_TIMEOUT_S, RestClient
 from paramd.mesh.peers.discovery import SidecarFinder
+from paramd.wire import LEASE_S, MAX_LEASE_S
 
 _WAIT_S: Final = 3.0
 """How long one request lets the control plane wait; below the deadline of a request."""
 
 _AGAIN_S: Final = 0.2
 _PAGE: Final = 200
-
-LEASE_S: Final = 30.0
-"""Lease of a hold, renewed at a third of it; it ends by itself when its holder dies."""
-
-CAP_S: Final = 300.0
-"""The trainers end a hold that lasted this long, whoever renews it."""
 
 _RENEW_TIMEOUT_S: Final = 5.0
 _FIRST_LOOK_S: Final = 0.01
@@ -194,8 +189,8 @@ class Holder:
 
     async def pause(self, lease_s: float, *, renew: bool, deadline_s: float) -> Hold:
         """Begins a hold; with `renew` its lease is kept alive until `resume` or `close`."""
-        if not 0 < lease_s <= CAP_S:
-            raise UsageError(f"lease_s: {lease_s}; expected above 0 and at most {CAP_S:g}")
+        if not 0 < lease_s <= MAX_LEASE_S:
+            raise UsageError(f"lease_s: {lease_s}; expected above 0 and at most {MAX_LEASE_S:g}")
         found = await self._calls.hold("POST", "", {"lease_s": lease_s}, deadline_s)
         await self.stop_renewing()
         if renew:

@@ -19,10 +19,10 @@ from paramd.layout.edits.ops import OpSpec
 from paramd.layout.regions import full_box
 from paramd.layout.select import Selection, select
 from paramd.layout.types import Box
-from paramd.mesh.edits.calls import LEASE_S
 from paramd.mesh.peers.discovery import SidecarFinder
 from paramd.mesh.peers.sidecars import Sidecars
 from paramd.mesh.results import Summoned
+from paramd.wire import LEASE_S
 
 if TYPE_CHECKING:
     import torch

@@ -18,11 +18,12 @@ from paramd.errors import DataLossError
 from paramd.layout.exports.optimizer import optimizer_table
 from paramd.layout.exports.plan import ExportPlan, plan_export
 from paramd.memory.moments_table import parse_table
-from paramd.mesh.peers.pins import LEASE_S, Captured, PinKind, Pinned, RankPin
+from paramd.mesh.peers.pins import Captured, PinKind, Pinned, RankPin
 from paramd.mesh.peers.sidecars import Sidecars
 from paramd.mesh.reading.pin import Pinner
 from paramd.v1 import export_pb2
 from paramd.v1 import sidecar_pb2 as pb
+from paramd.wire import LEASE_S
 
 
 @dataclass(frozen=True, slots=True)

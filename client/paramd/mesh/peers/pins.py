@@ -8,9 +8,6 @@ from typing import Protocol
 
 from paramd.errors import ConflictError, DeadlineError
 
-LEASE_S = 30.0
-"""Lease asked for; renewed at a third of it."""
-
 
 @dataclass(frozen=True, slots=True)
 class RankPin:

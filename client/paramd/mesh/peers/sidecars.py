@@ -18,9 +18,9 @@ from paramd.mesh.asked import Asked, RankUnreachableError
 from paramd.mesh.peers.background import Background
 from paramd.mesh.peers.control import JobDocument
 from paramd.mesh.peers.grpc import Channels, LeaseEndedError, cancelled, told_errors, watched
-from paramd.mesh.peers.pins import LEASE_S, Captured, PinKind, RankPin
+from paramd.mesh.peers.pins import Captured, PinKind, RankPin
 from paramd.v1 import control_pb2, layout_pb2, sidecar_pb2
-from paramd.wire import Chunk
+from paramd.wire import LEASE_S, Chunk
 
 Result = TypeVar("Result")
 

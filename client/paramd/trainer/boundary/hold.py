@@ -16,12 +16,10 @@ from enum import IntEnum
 
 from paramd.memory.control_page import Word, Words
 from paramd.trainer.boundary.agreement import HOLD, RESUME, STEP, Request, Round
+from paramd.wire import MAX_LEASE_S
 
 ROUND_S = 0.005
 """Pause between rounds of held ranks."""
-
-CAP_S = 300.0
-"""Longest hold, however often its lease is renewed."""
 
 
 class HoldState(IntEnum):
@@ -35,9 +33,9 @@ class HoldState(IntEnum):
 def cap_s(collective_timeout_s: float | None) -> float:
     """Longest hold, with a margin below the collective timeout."""
     if collective_timeout_s is None:
-        return CAP_S
+        return MAX_LEASE_S
     margin_s = max(5.0, 0.1 * collective_timeout_s)
-    return max(0.0, min(CAP_S, collective_timeout_s - margin_s))
+    return max(0.0, min(MAX_LEASE_S, collective_timeout_s - margin_s))
 
 
 class Hold:

@@ -8,7 +8,8 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 from pydantic_core import PydanticCustomError
 
 from paramd.layout.edits.kinds import BY_WORD
-from paramd_service.control.edits.holds import DEFAULT_LEASE_S, MAX_LEASE_S, MAX_STEPS
+from paramd.wire import LEASE_S, MAX_LEASE_S
+from paramd_service.control.edits.holds import MAX_STEPS
 
 MAX_OPS = 10_000
 EDIT_ID = "^[0-9a-f]{32}$"
@@ -188,7 +189,7 @@ class HoldRequest(HolderRequest):
     """For how long."""
 
     lease_s: float = Field(
-        DEFAULT_LEASE_S,
+        LEASE_S,
         ge=1,
         le=MAX_LEASE_S,
         allow_inf_nan=False,

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from paramd.wire import LEASE_S, MAX_LEASE_S
+
 
 class SnapshotRequest(BaseModel):
     """What to pin, and for how long."""
@@ -12,7 +14,7 @@ class SnapshotRequest(BaseModel):
         min_length=1, max_length=1024, description="Globs, and terms about facts", examples=["*"]
     )
     buffers: bool = False
-    lease_s: float = Field(default=30.0, ge=1, le=300, description="Seconds")
+    lease_s: float = Field(default=LEASE_S, ge=1, le=MAX_LEASE_S, description="Seconds")
 
     model_config = ConfigDict(extra="forbid")
 
@@ -20,7 +22,7 @@ class SnapshotRequest(BaseModel):
 class LeaseRequest(BaseModel):
     """How long a lease shall go on."""
 
-    lease_s: float = Field(default=30.0, ge=1, le=300, description="Seconds from now on")
+    lease_s: float = Field(default=LEASE_S, ge=1, le=MAX_LEASE_S, description="Seconds from now on")
 
     model_config = ConfigDict(extra="forbid")
 

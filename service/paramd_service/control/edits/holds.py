@@ -31,8 +31,6 @@ from paramd_service.control.mesh.incarnation import Incarnation
 from paramd_service.control.mesh.view import MeshView
 from paramd_service.control.records.records import Records
 
-DEFAULT_LEASE_S = 30.0
-MAX_LEASE_S = 300.0
 MAX_STEPS = 1_000_000
 END_NOW_MS = 1
 

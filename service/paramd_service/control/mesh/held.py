@@ -22,9 +22,6 @@ if TYPE_CHECKING:
 MAX_HELD = 16
 """Most snapshots held at a time."""
 
-MAX_LEASE_S = 300.0
-DEFAULT_LEASE_S = 30.0
-
 
 @dataclass(eq=False, slots=True)
 class LeasedSnapshot:

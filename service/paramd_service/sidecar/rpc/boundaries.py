@@ -6,12 +6,12 @@ from google.protobuf.message import Message
 
 from paramd.errors import ConflictError, UsageError
 from paramd.v1 import sidecar_pb2 as pb
+from paramd.wire import MAX_LEASE_S
 from paramd_service.sidecar.boundaries import BoundaryRequest
 from paramd_service.sidecar.rank import RankSidecar
 from paramd_service.sidecar.rpc import limits, messages
 from paramd_service.sidecar.rpc.methods import Call, CallTable
 
-MAX_HOLD_LEASE_S = 300.0
 MAX_STEPS = 1_000_000
 
 
@@ -101,6 +101,6 @@ def check_reach(request: pb.ReachBoundaryRequest) -> BoundaryRequest:
 
 def check_hold_lease(lease_ms: int) -> float:
     """Lease of a hold, in seconds. Raises UsageError."""
-    if not 1 <= lease_ms <= 1000 * MAX_HOLD_LEASE_S:
-        raise UsageError(f"lease_ms: {lease_ms}; expected 1 to {1000 * MAX_HOLD_LEASE_S:.0f}")
+    if not 1 <= lease_ms <= 1000 * MAX_LEASE_S:
+        raise UsageError(f"lease_ms: {lease_ms}; expected 1 to {1000 * MAX_LEASE_S:.0f}")
     return lease_ms / 1000

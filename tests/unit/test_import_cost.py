@@ -19,7 +19,6 @@ NEEDS_TORCH = (
     "paramd.mesh.reading.views",
     "paramd_service.formats.cast",
     "paramd_service.formats.dcp_writer",
-    "paramd_service.sidecar.edits.trial",
     "paramd_service.sidecar.statistics",
 )
 """Modules, and packages with all of theirs, that may load torch when imported."""

@@ -83,8 +83,7 @@ def _reduce(
     op_count: int,
     stop: Sequence[bool],
 ) -> tuple[list[pb.Stats], list[pb.Stats]]:
-    from paramd_service.sidecar.edits import trial
-    from paramd_service.sidecar.statistics import reduce
+    from paramd_service.sidecar.statistics import reduce, trial
 
     reduce.set_up()
     before, after = ([reduce.Reduced() for _ in range(op_count)] for _ in range(2))

@@ -30,8 +30,6 @@ def _load_torch() -> None:
             raise (exhausted_of(error) or error) from None
     try:
         import torch  # noqa: F401
-    except ModuleNotFoundError:
-        raise
     except Exception as error:
         # No repair within this process; the trainer starts another, which takes the memory over.
         print(f"paramd sidecar: torch could not be loaded ({error!r})", file=sys.stderr, flush=True)

@@ -101,6 +101,8 @@ async def test_a_revoked_token_is_worthless_at_once(tokens: Tokens, store: Memor
 async def test_a_lookup_that_a_revocation_overtakes_is_not_remembered(
     tokens: Tokens, store: MemoryTokens, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    await tokens.create(OWNER, role="admin", name="earlier")
+    await tokens.revoke(OWNER, "earlier")
     _, token = await tokens.create(OWNER, role="admin", name="n")
     find = store.find
 

@@ -1,22 +1,37 @@
-"""Chunk bytes, faults, configuration, attach decisions, reconnect pauses."""
+"""Chunk bytes, faults, configuration, attach decisions, limits, who may call, reconnect pauses."""
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import math
+import re
 import signal
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
+import grpc
 import pytest
 import xxhash
 
-from paramd.errors import ConflictError, DeniedError, ParamdError, TornError, UsageError, reason_of
+from paramd import errors
+from paramd.errors import (
+    ConflictError,
+    DeniedError,
+    ParamdError,
+    TornError,
+    UnreachableError,
+    UsageError,
+    reason_of,
+)
 from paramd.memory.control_page import Word
 from paramd.security.tickets import Claims, Role
 from paramd.trainer.settings import LIMITS, AttachSettings
 from paramd.v1 import sidecar_pb2 as pb
 from paramd.wire import data_chunk, summon_chunk, varint
+from paramd_service import shares
 from paramd_service.sidecar.config import SidecarConfig
 from paramd_service.sidecar.faults import POINTS, Faults
 from paramd_service.sidecar.main import parse
@@ -210,6 +225,100 @@ def test_an_attach_message_is_checked(changes: dict[str, object]) -> None:
 def test_what_is_kept_back_of_a_deadline() -> None:
     assert limits.check_deadline(1.0, 600) == pytest.approx(0.9)
     assert limits.check_deadline(60.0, 600) == pytest.approx(59.75)
+    assert limits.check_deadline(601.0, 600) == pytest.approx(600.75)
+    assert limits.check_deadline(0.0, 600) == 0.0
+    assert limits.check_deadline(-1.0, 600) == 0.0
+
+
+@pytest.mark.parametrize(
+    ("remaining_s", "given"),
+    [(None, "no deadline"), (601.01, "a deadline in 601 s"), (1e6, "a deadline in 1000000 s")],
+)
+def test_a_call_without_an_end_in_sight_is_refused(remaining_s: float | None, given: str) -> None:
+    with pytest.raises(UsageError) as refused:
+        limits.check_deadline(remaining_s, 600)
+    assert str(refused.value) == f"the call has {given}; set one of at most 600 s (timeout=)"
+
+
+def spans_of(pairs: list[tuple[int, int]]) -> list[pb.Span]:
+    return [pb.Span(begin=begin, end=end) for begin, end in pairs]
+
+
+@pytest.mark.parametrize("pairs", [[], [(0, 1)], [(0, 10)], [(0, 4), (4, 10)], [(2, 3), (5, 6)]])
+def test_spans_in_order_within_the_arena_are_taken(pairs: list[tuple[int, int]]) -> None:
+    assert limits.check_spans(spans_of(pairs), 10) == tuple(pairs)
+
+
+@pytest.mark.parametrize(
+    ("pairs", "begin", "end", "after"),
+    [
+        ([(0, 11)], 0, 11, 0),
+        ([(0, 5), (10, 11)], 10, 11, 5),
+        ([(-1, 1)], -1, 1, 0),
+        ([(3, 3)], 3, 3, 0),
+        ([(4, 2)], 4, 2, 0),
+        ([(0, 5), (4, 6)], 4, 6, 5),
+        ([(5, 6), (0, 1)], 0, 1, 6),
+    ],
+)
+def test_other_spans_are_refused_and_named(
+    pairs: list[tuple[int, int]], begin: int, end: int, after: int
+) -> None:
+    text = f"spans: [{begin}, {end}) after byte {after}; expected non-empty spans"
+    with pytest.raises(UsageError, match=re.escape(text) + r".* within \[0, 10\)"):
+        limits.check_spans(spans_of(pairs), 10)
+
+
+def test_spans_are_counted_before_they_are_looked_at() -> None:
+    pairs = [(begin, begin + 1) for begin in range(limits.MAX_SPANS)]
+    assert limits.check_spans(spans_of(pairs), limits.MAX_SPANS) == tuple(pairs)
+    with pytest.raises(UsageError, match="spans: 100,001; expected at most 100,000"):
+        limits.check_spans([pb.Span()] * (limits.MAX_SPANS + 1), limits.MAX_SPANS)
+
+
+@pytest.mark.parametrize(
+    ("offset", "size", "total", "found"),
+    [
+        (0, 0, 10, (0, 10)),
+        (0, 10, 10, (0, 10)),
+        (0, 1, 10, (0, 1)),
+        (1, 0, 10, (1, 10)),
+        (2, 3, 10, (2, 5)),
+        (3, 7, 10, (3, 10)),
+        (10, 0, 10, (10, 10)),
+        (0, 0, 0, (0, 0)),
+        (-1, 0, 10, None),
+        (11, 0, 10, None),
+        (0, -1, 10, None),
+        (0, 11, 10, None),
+        (3, 8, 10, None),
+        (10, 1, 10, None),
+        (0, 2**63 - 1, 10, None),
+    ],
+)
+def test_a_read_stays_within_its_snapshot(
+    offset: int, size: int, total: int, found: tuple[int, int] | None
+) -> None:
+    if found is not None:
+        assert limits.check_range(offset, size, total) == found
+        return
+    with pytest.raises(
+        UsageError, match=rf"{offset}, {size}; expected .* snapshot's {total} bytes"
+    ):
+        limits.check_range(offset, size, total)
+
+
+@pytest.mark.parametrize(
+    ("lease_ms", "granted_s"),
+    [(0, 30.0), (1, 0.001), (1500, 1.5), (59_999, 59.999), (60_000, 60.0), (60_001, 60.0)],
+)
+def test_a_lease_is_as_long_as_asked_for_up_to_the_cap(lease_ms: int, granted_s: float) -> None:
+    assert limits.granted_lease_s(lease_ms, 30.0, 60.0) == granted_s
+
+
+def test_a_negative_lease_is_refused() -> None:
+    with pytest.raises(UsageError, match="lease_ms: -1; expected 0"):
+        limits.granted_lease_s(-1, 30.0, 60.0)
 
 
 def test_pauses_grow_to_a_cap_and_are_spread() -> None:
@@ -290,3 +399,156 @@ def test_one_good_ticket_and_nothing_else_lets_a_call_in(values: list[str]) -> N
     with pytest.raises(DeniedError, match="not a method"):
         auth.authorize(f"/{auth.SERVICE}/Nothing", [("authorization", "Bearer good")], verify)
     assert auth.authorize("/grpc.health.v1.Health/Check", [], verify) is None
+
+
+GET_STATE, PIN, REACH = (
+    f"/{auth.SERVICE}/{n}" for n in ("GetState", "PinSnapshot", "ReachBoundary")
+)
+HEALTH = "/grpc.health.v1.Health/"
+NO_TICKET = (
+    "the call has no ticket; send metadata 'authorization: Bearer <ticket>' once "
+    "(the control plane gives tickets out)"
+)
+
+
+def claims_of(role: Role, token_id: str | None = None) -> Claims:
+    return Claims(
+        job="j", epoch=1, role=role, expires_s=0.0, ticket_id="1", rank=2, token_id=token_id
+    )
+
+
+def bearer(ticket: str) -> tuple[str, str]:
+    return "authorization", f"Bearer {ticket}"
+
+
+class Call:
+    """One call to a sidecar with the interceptor. A ticket is a role, and maybe a token's id."""
+
+    def __init__(self) -> None:
+        self.served: list[dict[str, Any]] = []
+        self.told: list[tuple[str, str]] = []
+        self.end: tuple[grpc.StatusCode, str] | None = None
+        self.gate = auth.AuthInterceptor(
+            self.verify, lambda method, reason: self.told.append((method, reason))
+        )
+
+    def verify(self, ticket: str) -> Claims:
+        if ticket == "early":
+            raise UnreachableError("no trainer has attached yet")
+        role, _, token_id = ticket.partition("/")
+        if role not in {known.value for known in Role}:
+            raise DeniedError(f"not a ticket: {ticket}")
+        return claims_of(Role(role), token_id or None)
+
+    async def abort(self, code: grpc.StatusCode, details: str) -> None:
+        self.end = code, details
+
+    async def make(self, method: str, metadata: Any) -> Any:
+        """Make the call; what the gate let it have."""
+        details = SimpleNamespace(method=method, invocation_metadata=metadata)
+
+        async def serve(found: Any) -> str:
+            assert found is details
+            self.served.append(
+                {
+                    "ticket": auth.CALLER_TICKET.get(None),
+                    "claims": auth.CALLER.get(None),
+                    "share": shares.CALLER.get(),
+                    "asked by": errors.asked_by.get(),
+                }
+            )
+            return "served"
+
+        # A task, as gRPC has for each call.
+        found = await asyncio.create_task(self.gate.intercept_service(serve, details))  # type: ignore[arg-type]
+        if not self.served:
+            assert found.request_streaming, "it would wait for a request"
+            await found.stream_stream(None, self)
+            return None
+        return found
+
+
+@pytest.mark.parametrize(
+    ("method", "metadata", "code", "text"),
+    [
+        (PIN, None, grpc.StatusCode.UNAUTHENTICATED, NO_TICKET),
+        (PIN, [("other", "Bearer reader")], grpc.StatusCode.UNAUTHENTICATED, NO_TICKET),
+        (PIN, [bearer("reader")] * 2, grpc.StatusCode.UNAUTHENTICATED, NO_TICKET),
+        (PIN, [bearer("x")], grpc.StatusCode.UNAUTHENTICATED, "not a ticket: x"),
+        (PIN, [bearer("x reader")], grpc.StatusCode.UNAUTHENTICATED, "not a ticket: x reader"),
+        (PIN, [bearer("")], grpc.StatusCode.UNAUTHENTICATED, "not a ticket: "),
+        (PIN, [bearer("viewer")], grpc.StatusCode.PERMISSION_DENIED,
+         "a ticket of role viewer may not do that; needed: control, editor, reader"),
+        (REACH, [bearer("editor")], grpc.StatusCode.PERMISSION_DENIED,
+         "a ticket of role editor may not do that; needed: control"),
+        (GET_STATE, [bearer("sidecar")], grpc.StatusCode.PERMISSION_DENIED,
+         "a ticket of role sidecar may not do that; needed: control, editor, reader, viewer"),
+        (PIN + "s", [bearer("control")], grpc.StatusCode.PERMISSION_DENIED,
+         f"'{PIN}s' is not a method that anybody may call here"),
+        (HEALTH + "Other", [bearer("control")], grpc.StatusCode.PERMISSION_DENIED,
+         f"'{HEALTH}Other' is not a method that anybody may call here"),
+        ("/" + "x" * 300, [bearer("control")], grpc.StatusCode.PERMISSION_DENIED,
+         f"'/{'x' * 127}' is not a method that anybody may call here"),
+    ],
+)  # fmt: skip
+async def test_a_refused_call_has_its_status_and_is_counted(
+    method: str, metadata: Any, code: grpc.StatusCode, text: str
+) -> None:
+    call = Call()
+    assert await call.make(method, metadata) is None
+    assert call.served == []
+    assert call.end == (code, text)
+    assert call.told == [(method, text)]
+
+
+async def test_who_comes_before_the_trainer_is_told_to_try_again_and_not_counted() -> None:
+    call = Call()
+    await call.make(PIN, [bearer("early")])
+    assert call.end == (grpc.StatusCode.UNAVAILABLE, "no trainer has attached yet")
+    assert (call.served, call.told) == ([], [])
+
+
+@pytest.mark.parametrize(
+    ("ticket", "asked_by", "who"),
+    [
+        ("control", [], None),
+        ("control", ["u"], "u"),
+        ("control", ["u", "v"], None),
+        ("control", ["u" * 65], None),
+        ("reader/t", [], "t"),
+        ("reader/t", ["u"], "t"),
+    ],
+)
+async def test_a_call_takes_from_the_share_of_its_own_token(
+    ticket: str, asked_by: list[str], who: str | None
+) -> None:
+    """Only the control plane's ticket, of no token, may name another's."""
+    call = Call()
+    named = [(errors.ASKED_BY_KEY, value) for value in asked_by]
+    assert await call.make(PIN, [*named, bearer(ticket)]) == "served"
+    assert call.served == [
+        {"ticket": ticket, "claims": call.verify(ticket), "share": who, "asked by": who or ""}
+    ]
+    assert call.told == []
+
+
+@pytest.mark.parametrize("name", ["Check", "List", "Watch"])
+async def test_a_probe_of_health_needs_no_ticket_and_speaks_for_nobody(name: str) -> None:
+    call = Call()
+    assert await call.make(HEALTH + name, [(errors.ASKED_BY_KEY, "u")]) == "served"
+    assert call.served == [{"ticket": None, "claims": None, "share": None, "asked by": ""}]
+
+
+@pytest.mark.parametrize("role", Role)
+def test_the_unix_socket_asks_for_the_same_roles(role: Role) -> None:
+    for check, allowed, needed in (
+        (auth.check_reader, {Role.READER, Role.EDITOR, Role.CONTROL}, "control, editor, reader"),
+        (auth.check_editor, {Role.EDITOR, Role.CONTROL}, "control, editor"),
+    ):
+        if role in allowed:
+            check(claims_of(role))
+            continue
+        with pytest.raises(DeniedError) as refused:
+            check(claims_of(role))
+        text = f"a ticket of role {role.value} may not do that; needed: {needed}"
+        assert str(refused.value) == text

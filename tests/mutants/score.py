@@ -20,6 +20,12 @@ from tests.mutants.__main__ import copy_tree
 
 GOAL = 0.85
 
+_OPS = (
+    "unit/layout/test_edits.py",
+    "unit/mesh/test_edit_operands.py",
+    "unit/control/test_edits_parts.py",
+)
+
 SUITES: dict[str, tuple[str, ...]] = {
     "paramd/security/tickets.py": ("unit/test_tickets.py",),
     "paramd_service/control/access/join.py": (
@@ -32,9 +38,13 @@ SUITES: dict[str, tuple[str, ...]] = {
     "paramd_service/control/access/sessions.py": ("unit/control/test_session.py",),
     "paramd_service/sidecar/rpc/auth.py": ("unit/sidecar/test_sidecar_parts.py",),
     "paramd_service/sidecar/rpc/limits.py": ("unit/sidecar/test_sidecar_parts.py",),
-    "paramd/layout/edits/ops.py": ("unit/layout/test_edits.py",),
+    "paramd/layout/edits/ops.py": _OPS,
+    "paramd/layout/edits/kinds.py": _OPS,
     "paramd_service/control/mesh/coordinator.py": ("unit/control/test_control_coordinator.py",),
-    "paramd/trainer/boundary/agreement.py": ("unit/trainer/test_agreement.py",),
+    "paramd/trainer/boundary/agreement.py": (
+        "unit/trainer/test_agreement.py",
+        "unit/trainer/test_boundary.py",
+    ),
     "paramd_service/control/edits/machine.py": ("unit/control/test_edits_machine.py",),
     "paramd_service/control/exports/machine.py": ("unit/control/test_exports_machine.py",),
 }

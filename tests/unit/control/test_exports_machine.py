@@ -130,3 +130,77 @@ def test_a_file_of_a_rank_that_is_not_there_is_given_to_another() -> None:
     export = running(file("a", 5), replace(file("b", 0), size_bytes=1))
     assert machine.next_files(export, [0, 1], per_rank=1) == [("a", 1), ("b", 0)]
     assert machine.next_files(export, [], per_rank=1) == []
+
+
+def test_every_event_changes_what_it_is_about_and_nothing_else() -> None:
+    begun = running(file("a", 0, 10, (0,)), file("b", 1, 20, (0,)))
+    other = begun.files["b"]
+    given = machine.given(begun, "a", 4)
+    one = given.files["a"]
+    assert (one.rank, one.state, one.written_bytes, one.attempt) == (4, FileState.WRITING, 0, 1)
+    moved = machine.moved(given, "a", 6)
+    assert moved.files["a"] == replace(one, written_bytes=6)
+    assert machine.moved(given, "a", 99).files["a"].written_bytes == 10
+    back = machine.returned(moved, "a")
+    assert back.files["a"] == replace(one, state=FileState.WAITING)
+    assert machine.given(back, "a", 0).files["a"].attempt == 2
+    lost = machine.lost(moved, 4, keeps_snapshot=False, why="x")
+    assert lost == back, "what a lost rank had written of it counts no more"
+    written = machine.written(moved, "a", "aa")
+    whole = replace(one, state=FileState.WRITTEN, written_bytes=10, checksum="aa")
+    assert written.files["a"] == whole
+    assert {found.files["b"] for found in (given, moved, back, lost, written)} == {other}
+    verifying = machine.written(machine.given(written, "b", 1), "b", "bb")
+    verified = machine.verified(verifying, "a")
+    assert verified.files["a"] == replace(whole, state=FileState.VERIFIED)
+    assert verified.files["b"] == verifying.files["b"]
+
+
+@pytest.mark.parametrize("state", [State.PLANNED, State.RUNNING, State.VERIFYING])
+def test_what_goes_on_can_be_cancelled_and_fail(state: State) -> None:
+    export = replace(running(file("a", 0)), state=state)
+    assert machine.cancelled(export, "by alice") == replace(
+        export, state=State.CANCELLED, reason="by alice"
+    )
+    assert machine.failed(export, "no disk") == replace(
+        export, state=State.FAILED, reason="no disk"
+    )
+
+
+def test_an_export_of_no_files_has_nothing_to_write() -> None:
+    assert running().state is State.VERIFYING
+
+
+def test_what_is_taken_over_says_why() -> None:
+    export = machine.moved(machine.given(running(file("a", 0)), "a", 0), "a", 4)
+    found, why = machine.after_restart(export, epoch=3, snapshot_lives=True)
+    assert (found, why) == (machine.returned(export, "a"), "the snapshot lives")
+    found, why = machine.after_restart(export, epoch=4, snapshot_lives=True)
+    assert (found.reason, why) == (f"{why}; export again", "epoch 3 of the job has ended")
+    found, why = machine.after_restart(export, epoch=3, snapshot_lives=False)
+    assert why == "the control plane was away for longer than the snapshot's lease"
+    assert found == machine.failed(export, f"{why}; export again")
+    for ended, told in (
+        (NEW, "nothing had begun"),
+        (write_all(running(file("a", 0))), "all files are written"),
+        (machine.failed(export, "x"), "it is over"),
+    ):
+        assert machine.after_restart(ended, epoch=3, snapshot_lives=False) == (ended, told)
+
+
+def test_files_without_a_writer_go_where_fewest_bytes_wait() -> None:
+    export = running(
+        *(file("a", 0, 100), file("b", 0, 50), file("c", 1, 100), file("d", 1, 60)),
+        *(file("x", 9, 25), file("y", 9, 20), file("z", 9, 1)),
+    )
+    export = machine.moved(machine.given(export, "a", 0), "a", 90)
+    # Rank 0 has 60 bytes before it, rank 1 160: it gets x, y and z, until that is no longer less.
+    assert machine.next_files(export, [0, 1], per_rank=9) == [
+        *(("b", 0), ("c", 1), ("d", 1), ("x", 0), ("y", 0), ("z", 0)),
+    ]
+    assert machine.next_files(export, [0, 1], per_rank=2) == [("b", 0), ("c", 1), ("d", 1)]
+    small = running(file("a", 0, 30), file("x", 9, 40), file("y", 9, 5), file("z", 9, 5))
+    assert machine.next_files(small, [0, 1], per_rank=9)[1:] == [("x", 1), ("y", 0), ("z", 0)]
+    # At the same time one rank writes no more files than it may.
+    twice = machine.given(machine.given(export, "c", 1), "d", 1)
+    assert machine.next_files(twice, [0, 1], per_rank=2) == [("b", 0)]

@@ -184,3 +184,18 @@ async def test_a_built_page_is_kept_by_browsers_and_names_no_other_file(tmp_path
         assert "immutable" in script.headers["cache-control"]
         for other in ("/secret.txt", "/assets/../secret.txt", "/index.html", "/assets/app-1.js.gz"):
             assert (await client.get(other)).status_code == 401
+
+
+def test_both_halves_are_random_and_neither_may_be_empty() -> None:
+    sessions = Sessions()
+    opened = [sessions.open("digest") for _ in range(3)]
+    halves = [half for one in opened for half in (one.cookie, one.key)]
+    assert len({*halves}) == 6
+    assert {len(half) for half in halves} == {43}, "32 bytes as base64url"
+    one = opened[0]
+    assert sessions.token_digest(one.cookie, one.key) == "digest"
+    for cookie, key in ((one.cookie, ""), ("", one.key), ("", ""), ("\ud800", one.key)):
+        assert sessions.token_digest(cookie, key) == ""
+    sessions.close(one.cookie)
+    sessions.close(one.cookie)
+    assert sessions.token_digest(one.cookie, one.key) == ""

@@ -346,8 +346,8 @@ class EditRegistry:
 
     async def get(self, job: str, edit_id: str) -> EditRow:
         """An edit as it is told now. Raises NotFoundError."""
-        service = self._services.get(job)
-        driver = service[1].work.open.get(edit_id) if service is not None else None
+        found = self._services.get(job)
+        driver = found[1].work.open.get(edit_id) if found is not None else None
         row = driver.row if driver is not None else await self._records.edits.find(edit_id)
         if row is None or row.job != job:
             raise NotFoundError(f"edit {edit_id} does not exist; see: paramd edits")
@@ -355,8 +355,8 @@ class EditRegistry:
 
     async def wait(self, row: EditRow, wait_s: float) -> EditRow:
         """The edit once it has ended, or as it is after `wait_s` seconds."""
-        service = self._services.get(row.job)
-        driver = service[1].work.open.get(row.id) if service is not None else None
+        found = self._services.get(row.job)
+        driver = found[1].work.open.get(row.id) if found is not None else None
         if driver is None:
             return await self.get(row.job, row.id)
         if wait_s > 0:
@@ -369,8 +369,8 @@ class EditRegistry:
     ) -> list[EditRow]:
         """The newest edits of a job, newest first."""
         rows = await self._records.edits.page(job, limit=limit, before=before, state=state)
-        service = self._services.get(job)
-        live = service[1].work.open if service is not None else {}
+        found = self._services.get(job)
+        live = found[1].work.open if found is not None else {}
         return [live[row.id].row if row.id in live else row for row in rows]
 
     async def close(self) -> None:

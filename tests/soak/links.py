@@ -61,7 +61,9 @@ class Links:
         self._modes[port], self._streams[port] = Mode.OPEN, set()
 
         async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-            await self._serve(port, reader, writer)
+            # asyncio's callback asks the task for its exception, which a cancelled one raises.
+            with suppress(asyncio.CancelledError):
+                await self._serve(port, reader, writer)
 
         self._servers.append(await asyncio.start_server(serve, HOST, port))
 

@@ -121,9 +121,12 @@ class Hold:
         """The hold while any rank has steps to go; `first` has none, or has not begun them."""
         try:
             found = await on_all(view, self._calls.state)
-        except ParamdError:
-            return first
-        step = min((one.header.step for one in found.values()), default=first.step)
+        except ParamdError as error:
+            # A rank that does not answer has not shown that its steps are done.
+            log.debug("not every rank tells how far it stepped: %s", error)
+            step = min(first.step, self._step_to - 1)
+        else:
+            step = min((one.header.step for one in found.values()), default=first.step)
         if step >= self._step_to:
             self._step_to = 0
             return first
@@ -183,11 +186,13 @@ class Hold:
         Raises:
             ConflictError: training is not held, or by somebody else.
         """
-        await self._check_holder(by, holder)
+        before = await self._check_holder(by, holder)
         detail = {"holder": self._holder, "steps": steps}
         async with self._records.recorded(by, "hold.step", detail, self._mesh):
             verdict = await self._ask(BoundaryAction.STEP, step_count=steps)
-            self._step_to = verdict.step + steps if verdict.step >= 0 else 0
+            # Agreed, and the step of the agreement was lost with a sidecar: the ranks were held at
+            # `before`, and a rank that is still there has not begun.
+            self._step_to = max(verdict.step, before.step) + steps
         return await self._told_now()
 
     async def end(self, by: Principal, holder: str) -> HoldView:
@@ -209,13 +214,16 @@ class Hold:
         self._forget()
         return await self._told_now()
 
-    async def _check_holder(self, by: Principal, holder: str) -> None:
-        if (await self.view()).state is HoldState.RUNNING:
+    async def _check_holder(self, by: Principal, holder: str) -> HoldView:
+        """The hold, which is the caller's to change."""
+        present = await self.view()
+        if present.state is HoldState.RUNNING:
             raise ConflictError("training is not held: its lease has ended, or nobody paused it")
         mine = holder == self._holder if holder else by.name == self._owner
         # After a restart nobody here knows who holds; whoever may hold may then end it.
         if self._holder and not mine and not by.may(Action.EDIT_ANY):
             raise ConflictError(f"training is held by {self._holder}; only its holder may do that")
+        return present
 
     async def _ask(
         self, action: BoundaryAction, *, step_count: int = 0, lease_ms: int = 0

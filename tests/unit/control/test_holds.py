@@ -1,0 +1,88 @@
+"""A hold's steps are done when every rank has shown so, and not before."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from paramd.errors import UnreachableError
+from paramd.v1 import common_pb2
+from paramd.v1 import sidecar_pb2 as pb
+from paramd_service.control.access.authority import Principal
+from paramd_service.control.access.roles import Role
+from paramd_service.control.edits.holds import Hold
+from paramd_service.control.edits.machine import Outcome
+from paramd_service.control.mesh.coordinator import Turn, Verdict
+from tests.unit.control.test_control_coordinator import mesh
+
+BY = Principal("operator", Role.EDITOR, token_id="t")
+
+
+class Ranks:
+    """Two held ranks, and the coordinator that asks them."""
+
+    def __init__(self, step: int, *, told_step: int) -> None:
+        self.steps = {0: step, 1: step}
+        self.silent: set[int] = set()
+        self.told_step = told_step
+
+    async def state(self, rank: int, _: str) -> pb.GetStateResponse:
+        if rank in self.silent:
+            raise UnreachableError(f"rank {rank} does not answer")
+        state = common_pb2.RankState(rank=rank, phase=common_pb2.PHASE_HELD, hold_left_ms=9_000)
+        return pb.GetStateResponse(header=common_pb2.Header(step=self.steps[rank]), state=state)
+
+    async def withdraw(self, *_: object) -> Outcome:
+        return Outcome.AGREED
+
+    @asynccontextmanager
+    async def turn(self) -> AsyncIterator[Turn]:
+        yield Turn(7, mesh(0, 1))
+
+    async def round(self, *_: object, **__: object) -> Verdict:
+        if self.told_step < 0:
+            raise UnreachableError("a sidecar was lost while it was asked")
+        return Verdict(True, self.told_step, "")
+
+
+def hold(ranks: Ranks) -> Hold:
+    @asynccontextmanager
+    async def recorded(*_: object) -> AsyncIterator[Any]:
+        yield SimpleNamespace(outcome=lambda **_: None)
+
+    incarnation: Any = SimpleNamespace(
+        job="run",
+        registry=SimpleNamespace(view=lambda: mesh(0, 1)),
+        coordinator=ranks,
+        terms=SimpleNamespace(generation=1),
+    )
+    calls: Any = ranks
+    records: Any = SimpleNamespace(recorded=recorded)
+    return Hold(incarnation, calls, records, agree_s=lambda _: 5.0, told=lambda *_: None)
+
+
+@pytest.mark.parametrize("told_step", [40, -1], ids=["answered", "answer lost"])
+async def test_ranks_that_have_not_begun_their_steps_are_stepping(told_step: int) -> None:
+    ranks = Ranks(40, told_step=told_step)
+    one = hold(ranks)
+    found = await one.step(BY, 2, "")
+    assert (found.state, found.step, found.steps_left) == ("stepping", 40, 2)
+    ranks.steps = {0: 42, 1: 41}
+    assert (await one.view()).state == "stepping"
+    ranks.steps = {0: 42, 1: 42}
+    assert ((await one.view()).state, (await one.view()).step) == ("held", 42)
+
+
+async def test_a_rank_that_does_not_answer_has_not_shown_that_its_steps_are_done() -> None:
+    ranks = Ranks(40, told_step=40)
+    one = hold(ranks)
+    ranks.silent = {1}
+    assert (await one.step(BY, 2, "")).state == "stepping"
+    ranks.steps[0] = 42
+    assert (await one.view()).state == "stepping"
+    ranks.steps[1], ranks.silent = 42, set()
+    assert (await one.view()).state == "held"

@@ -16,9 +16,8 @@ from pathlib import Path
 
 from benchmarks.report import Goal, Report, Table
 from paramd_service.control.records.audit.audit import Action, Audit
-from paramd_service.control.store.address import parse_store
-from paramd_service.control.store.history import MetricHistory
-from paramd_service.control.store.points import Sample, SeriesKey
+from paramd_service.control.store.engine import parse_store
+from paramd_service.control.store.history import MetricHistory, Sample, SeriesKey
 from paramd_service.control.store.store import Store
 
 POINTS_PER_S = 1000

@@ -32,7 +32,7 @@ from paramd.mesh.reading import stream as reading
 from paramd.security import tickets
 from paramd.v1 import common_pb2, layout_pb2, sidecar_pb2
 from paramd.wire import Chunk, data_chunk, parse_chunk
-from paramd_service.sidecar.edits.layout import body_at, records_of
+from paramd_service.sidecar.edits.entry import body_at, records_of
 from paramd_service.sidecar.owner import parse_attach, parse_mesh
 from paramd_service.sidecar.rpc.edits import _part
 

@@ -14,11 +14,10 @@ import torch
 from paramd.layout.edits.kinds import EditKind
 from paramd.layout.edits.ops import EditOp, encode_op
 from paramd.layout.merge import layout_digest
-from paramd.layout.regions import full_box
-from paramd.layout.types import Layout, Piece, TensorKind, TensorLayout
+from paramd.layout.types import Layout, Piece, TensorKind, TensorLayout, full_box
 from paramd.memory.control_page import Word
+from paramd.memory.descriptors import SparseMemory
 from paramd.memory.edit_program import parse_program
-from paramd.memory.sparse import SparseMemory
 from paramd.mesh.peers.control import PeerAddress
 from paramd.places import host_id
 from paramd.security.tickets import Role

@@ -20,7 +20,7 @@ from paramd.layout.exports.plan import ExportPlan, plan_export
 from paramd.layout.exports.settings import ExportSettings
 from paramd.layout.merge import LocalLayout, LocalTensor, layout_digest, merge_layouts
 from paramd.layout.types import Box, Interval, Layout, Piece, TensorKind
-from paramd.mesh.exports.messages import encode_plan
+from paramd.mesh.exports.pins import encode_plan
 from paramd.places import host_id
 from paramd.security.tickets import Role
 from paramd.v1 import export_pb2, sidecar_pb2_grpc

@@ -23,9 +23,8 @@ from paramd.layout.codec import encode_layout
 from paramd.layout.merge import layout_digest
 from paramd.layout.types import Box, Layout, Piece, TensorKind, TensorLayout
 from paramd.memory import descriptors, handover
-from paramd.memory.agreed import note_agreed
 from paramd.memory.arena import HostArena
-from paramd.memory.control_page import ControlPage, Word
+from paramd.memory.control_page import ControlPage, Word, note_agreed
 from paramd.memory.gate import TrainerGate
 from paramd.security.tickets import Role, Signer
 from paramd.version import __version__

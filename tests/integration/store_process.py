@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 
-from paramd_service.control.store.address import StoreAddress, parse_store
+from paramd_service.control.store.engine import StoreAddress, parse_store
 from paramd_service.control.store.store import Store
 from tests.postgres import Postgres, postgres
 

@@ -20,11 +20,18 @@ from sqlalchemy import text
 
 from paramd.chain import Head
 from paramd.errors import ConflictError
-from paramd_service.control.records.audit.audit import Action, Audit, AuditUnavailableError, Hidden
-from paramd_service.control.records.audit.denials import Denials
-from paramd_service.control.records.audit.heads import SLOT_BYTES, HeadFiles, path_of
+from paramd_service.control.records.audit.audit import (
+    SLOT_BYTES,
+    Action,
+    Audit,
+    AuditUnavailableError,
+    Denials,
+    HeadFiles,
+    Hidden,
+    path_of,
+)
 from paramd_service.control.records.audit.offline import check
-from paramd_service.control.store.address import StoreAddress, parse_store
+from paramd_service.control.store.engine import StoreAddress, parse_store
 from paramd_service.control.store.store import Store
 from paramd_service.control.store.tokens import TokenRow, TokenStore
 from tests.integration.store_process import KINDS, fresh_address, server_of, started
@@ -369,7 +376,7 @@ def test_a_kill_between_intent_and_outcome_leaves_the_intent(tmp_path: Path) -> 
     script = """
 import asyncio, pathlib, sys
 from paramd_service.control.records.audit.audit import Action, Audit
-from paramd_service.control.store.address import parse_store
+from paramd_service.control.store.engine import parse_store
 from paramd_service.control.store.store import Store
 async def main():
     directory = pathlib.Path(sys.argv[1])

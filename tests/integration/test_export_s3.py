@@ -20,7 +20,7 @@ from safetensors.torch import load
 
 from paramd.errors import ConflictError, DataLossError, NotFoundError
 from paramd.layout.exports.settings import ExportSettings
-from paramd.mesh.exports.results import ExportState
+from paramd.mesh.exports.calls import ExportState
 from paramd_service.destinations.object_store import ObjectPlace
 from paramd_service.destinations.open import open_place
 from paramd_service.destinations.place import MANIFEST, Target

@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 
 import paramd
 from paramd.errors import ConflictError, DeniedError, NotFoundError, UsageError
-from paramd.mesh.exports.results import ExportInfo, ExportState
+from paramd.mesh.exports.calls import ExportInfo, ExportState
 from paramd.mesh.mesh import Mesh
 from tests.integration.export_job import ExportingJob, exporting_job, is_stopped, until
 

@@ -13,8 +13,8 @@ from safetensors.torch import load_file
 
 from paramd.errors import ConflictError, UnreachableError, UsageError
 from paramd.memory.control_page import Word
+from paramd.mesh.exports import download
 from paramd.mesh.exports import download as download_module
-from paramd.mesh.exports import file_plan
 from paramd.mesh.mesh import Mesh
 from tests.integration.client_job import Rank
 from tests.integration.export_job import ExportingJob, exporting_job
@@ -82,7 +82,7 @@ def test_names_slices_and_dtypes(site: ExportingJob, mesh: Mesh, tmp_path: Path)
 def test_after_a_break_it_goes_on_with_the_same_step(
     site: ExportingJob, mesh: Mesh, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(file_plan, "BATCH_BYTES", 100)
+    monkeypatch.setattr(download, "BATCH_BYTES", 100)
     path = tmp_path / "all.safetensors"
     with pytest.raises(Break):
         mesh.download(path, moved=breaking(3))
@@ -108,7 +108,7 @@ def test_after_a_break_it_goes_on_with_the_same_step(
 def test_what_was_damaged_meanwhile_is_read_again(
     site: ExportingJob, mesh: Mesh, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(file_plan, "BATCH_BYTES", 100)
+    monkeypatch.setattr(download, "BATCH_BYTES", 100)
     path = tmp_path / "all.safetensors"
     with pytest.raises(Break):
         mesh.download(path, moved=breaking(3))
@@ -130,7 +130,7 @@ def test_what_was_damaged_meanwhile_is_read_again(
 def test_a_snapshot_that_is_no_more_or_another_request_begins_anew(
     site: ExportingJob, mesh: Mesh, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(file_plan, "BATCH_BYTES", 100)
+    monkeypatch.setattr(download, "BATCH_BYTES", 100)
     monkeypatch.setattr(download_module, "LEASE_S", 0.2)
     path = tmp_path / "all.safetensors"
     with pytest.raises(Break):
@@ -155,7 +155,7 @@ def test_a_taken_name_and_a_second_download_are_refused(mesh: Mesh, tmp_path: Pa
     path = tmp_path / "all.safetensors"
 
     def second(done_bytes: int, size_bytes: int) -> None:
-        from paramd.mesh.exports.journal import PartialFile
+        from paramd.mesh.exports.download import PartialFile
 
         with pytest.raises(ConflictError), PartialFile(path).opened():
             pass
@@ -170,7 +170,7 @@ def test_a_taken_name_and_a_second_download_are_refused(mesh: Mesh, tmp_path: Pa
 def test_a_dead_sidecar_ends_it_after_some_patience_and_keeps_what_came(
     site: ExportingJob, mesh: Mesh, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(file_plan, "BATCH_BYTES", 100)
+    monkeypatch.setattr(download, "BATCH_BYTES", 100)
     monkeypatch.setattr(download_module, "PATIENCE_S", 0.5)
     path = tmp_path / "all.safetensors"
     rank = site.job.ranks[1]

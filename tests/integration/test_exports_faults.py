@@ -9,7 +9,7 @@ import httpx2
 
 from paramd.errors import ParamdError
 from paramd.layout.types import Box, Layout, Piece, TensorKind, TensorLayout
-from paramd.mesh.exports.results import ExportState
+from paramd.mesh.exports.calls import ExportState
 from paramd.mesh.mesh import Mesh
 from tests.integration.export_job import (
     MANIFEST,

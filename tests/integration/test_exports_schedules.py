@@ -11,7 +11,7 @@ import pytest
 
 from paramd.cli.main import main
 from paramd.errors import NotFoundError, UsageError
-from paramd.mesh.exports.results import ExportState
+from paramd.mesh.exports.calls import ExportState
 from paramd.mesh.mesh import Mesh
 from tests.integration.client_job import JOB
 from tests.integration.export_job import ExportingJob, exporting_job, until

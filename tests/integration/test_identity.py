@@ -28,8 +28,8 @@ from paramd.security import authority
 from paramd.security.tickets import Role
 from paramd.v1 import export_pb2, sidecar_pb2, sidecar_pb2_grpc
 from paramd_service.control.base.config import Bootstrap
-from paramd_service.control.edits.calls import EditCalls
-from paramd_service.control.exports.calls import ExportCalls
+from paramd_service.control.edits.runner import EditCalls
+from paramd_service.control.exports.sidecars import ExportCalls
 from paramd_service.control.mesh.coordinator import BoundaryRequest
 from paramd_service.control.mesh.sidecars import SidecarCalls
 from paramd_service.sidecar.rpc.auth import ROLES, SERVICE

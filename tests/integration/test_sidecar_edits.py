@@ -20,7 +20,7 @@ from paramd.layout.edits.ops import EditOp
 from paramd.layout.types import Box
 from paramd.memory import handover
 from paramd.memory.control_page import Word
-from paramd.mesh.edits.windows import Windows
+from paramd.mesh.edits.upload import Windows
 from paramd.security.tickets import Role
 from paramd.v1 import sidecar_pb2 as pb
 from tests.integration.edit_trainer import (

@@ -6,8 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from paramd.memory.agreed import note_agreed
-from paramd.memory.control_page import Word
+from paramd.memory.control_page import Word, note_agreed
 from paramd.v1 import sidecar_pb2 as pb
 from tests.integration.edit_trainer import FILL_B, Editing, editing
 from tests.integration.sidecar_process import SidecarProcess, wait_until

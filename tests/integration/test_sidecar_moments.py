@@ -13,8 +13,8 @@ from typing import Any
 import grpc
 import pytest
 
+from paramd.memory.descriptors import SparseMemory, pages
 from paramd.memory.moments_table import parse_table, room_begin, table_begin
-from paramd.memory.sparse import SparseMemory, pages
 from paramd.security.tickets import Role
 from paramd.v1 import sidecar_pb2 as pb
 from tests.integration.fake_trainer import FakeTrainer, TrainerSettings, attach

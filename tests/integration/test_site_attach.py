@@ -19,7 +19,7 @@ import pytest
 
 import paramd
 from paramd.errors import DeniedError, UsageError
-from paramd.trainer.attaching.epoch import take_epoch
+from paramd.trainer.attaching.exchange import take_epoch
 from paramd.trainer.helpers.site_link import token_of
 from paramd.trainer.settings import AttachSettings
 from tests.integration.control_process import Control, first_grpc_use, site_plane, site_token

@@ -27,14 +27,11 @@ from sqlalchemy import Connection, inspect, text
 from paramd.clock import now_s
 from paramd.errors import ConflictError, NotFoundError
 from paramd_service.control.alerts.watcher import Watcher
-from paramd_service.control.api.norms import NormHistory
-from paramd_service.control.store.address import StoreAddress, parse_store
+from paramd_service.control.api.choice import NormHistory
 from paramd_service.control.store.alerts import AlertRow, AlertStore
-from paramd_service.control.store.engine import make_engine
-from paramd_service.control.store.errors import StoreError
-from paramd_service.control.store.history import MetricHistory
+from paramd_service.control.store.engine import StoreAddress, StoreError, make_engine, parse_store
+from paramd_service.control.store.history import MetricHistory, Point, Sample, SeriesKey
 from paramd_service.control.store.migrate import MIGRATIONS
-from paramd_service.control.store.points import Point, Sample, SeriesKey
 from paramd_service.control.store.schema import REVISION, metadata
 from paramd_service.control.store.store import Store
 from paramd_service.control.store.tokens import TokenRow, TokenStore
@@ -473,7 +470,7 @@ def test_what_was_acknowledged_survives_a_kill(tmp_path: Path) -> None:
     """A process that writes and says so is killed; what it said is in the file."""
     script = """
 import asyncio, itertools, pathlib, sys
-from paramd_service.control.store.address import parse_store
+from paramd_service.control.store.engine import parse_store
 from paramd_service.control.store.store import Store
 from paramd_service.control.store.tokens import TokenRow, TokenStore
 async def main():

@@ -16,8 +16,7 @@ import torch.distributed as dist
 from torch import nn
 
 from paramd.layout.merge import LocalLayout, merge_layouts
-from paramd.layout.regions import row_major
-from paramd.layout.types import Box, Piece, TensorKind, TensorLayout
+from paramd.layout.types import Box, Piece, TensorKind, TensorLayout, row_major
 from paramd.trainer.home.owned import ParameterStorage
 from paramd.trainer.model.dtensor import split
 from paramd.trainer.model.shards import find_shards

@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 
 import paramd
 from paramd.errors import NotFoundError, ParamdError
-from paramd.mesh.exports.results import ExportInfo, ExportState
+from paramd.mesh.exports.calls import ExportInfo, ExportState
 from paramd.mesh.mesh import Mesh
 from tests.multiprocess.striking import allowed_s, arm, end_well, helper, stamps
 

@@ -76,7 +76,7 @@ BUGS = (
     ),
     Bug(
         name="tensors whose `.data` was replaced seem unchanged at a glance",
-        file=CLIENT + "trainer/home/glance.py",
+        file=CLIENT + "trainer/home/watch.py",
         old="            and take(self._inner).tobytes() == self._inner_words\n",
         new="",
         tests=("unit/trainer/test_glance.py",),
@@ -192,7 +192,7 @@ BUGS = (
     ),
     Bug(
         name="states with different edits are one state",
-        file=CLIENT + "mesh/peers/pins.py",
+        file=CLIENT + "mesh/peers/sidecars.py",
         old="found = {(pin.epoch, pin.step, pin.edits) for pin in pins}",
         new="found = {(pin.epoch, pin.step, pins[0].edits) for pin in pins}",
         tests=("unit/mesh/test_pin.py",),
@@ -290,7 +290,7 @@ BUGS = (
     ),
     Bug(
         name="an undo swaps ranges of equal shape",
-        file=SIDECAR + "edits/layout.py",
+        file=SIDECAR + "edits/entry.py",
         old="    write_program(memory, undo, (_undoing(one, reset_moments) for one in records))\n",
         new="    twins = {}\n"
         "    for one in records:\n"
@@ -355,7 +355,7 @@ BUGS = (
     ),
     Bug(
         name="a malformed Authorization falls back to the session",
-        file=CONTROL + "access/http.py",
+        file=CONTROL + "access/doorway.py",
         old="""        if _values(scope, b"authorization"):
             return""",
         new="""        if bearer_of(scope):

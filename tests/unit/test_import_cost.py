@@ -16,7 +16,7 @@ NEEDS_TORCH = (
     "paramd.mesh.reading.assemble",
     "paramd.mesh.edits.operands",
     "paramd.mesh.frames.grad_tensors",
-    "paramd.mesh.reading.views",
+    "paramd.mesh.reading.assemble",
     "paramd_service.formats.cast",
     "paramd_service.formats.dcp_writer",
     "paramd_service.sidecar.statistics",

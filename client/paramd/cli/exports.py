@@ -19,7 +19,7 @@ from paramd.errors import NotFoundError, UsageError
 from paramd.layout.exports.formats import FORMATS
 
 if TYPE_CHECKING:
-    from paramd.mesh.exports.results import ExportInfo
+    from paramd.mesh.exports.calls import ExportInfo
     from paramd.mesh.mesh import Mesh
 
 MAX_NAME_MAP_BYTES = 16 << 20
@@ -220,7 +220,7 @@ def _to_client(
 
 def follow(mesh: Mesh, info: ExportInfo) -> ExportInfo:
     """Waits for an export with a bar of its bytes. Raises ConflictError when it fails."""
-    from paramd.mesh.exports.results import check_done
+    from paramd.mesh.exports.calls import check_done
 
     with bar("waits") as moved:
         found = mesh.export_ended(

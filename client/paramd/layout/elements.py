@@ -8,9 +8,8 @@ from itertools import product
 from math import inf, nan
 
 from paramd.layout.dtypes import DTYPES, item_bytes
-from paramd.layout.landings import Landing
-from paramd.layout.regions import row_major
-from paramd.layout.types import Box
+from paramd.layout.plan import Landing
+from paramd.layout.types import Box, row_major
 
 # (exponent bits, mantissa bits, bias, has infinity, negative zero is NaN)
 _FLOAT8 = {

@@ -15,8 +15,20 @@ from math import prod
 
 from paramd.errors import UsageError
 from paramd.layout.dtypes import ITEM_BYTES
-from paramd.layout.regions import flat_interval, full_box, intersection, is_dense, is_row_major
-from paramd.layout.types import Box, Interval, Layout, Piece, Region, TensorKind, TensorLayout
+from paramd.layout.types import (
+    Box,
+    Interval,
+    Layout,
+    Piece,
+    Region,
+    TensorKind,
+    TensorLayout,
+    flat_interval,
+    full_box,
+    intersection,
+    is_dense,
+    is_row_major,
+)
 
 
 def outside(region: Region, shape: Sequence[int]) -> str | None:

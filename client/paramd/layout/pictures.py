@@ -12,10 +12,8 @@ from math import inf, nan, prod
 
 from paramd.errors import UsageError
 from paramd.layout.dtypes import item_bytes
-from paramd.layout.landings import Landing
-from paramd.layout.plan import ReadPlan
-from paramd.layout.regions import boxes_of_interval, row_major
-from paramd.layout.types import Interval
+from paramd.layout.plan import Landing, ReadPlan
+from paramd.layout.types import Interval, boxes_of_interval, row_major
 
 MAX_CELLS = 512
 """Cells of a picture in each direction."""

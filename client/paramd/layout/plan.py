@@ -2,22 +2,207 @@
 
 Every needed region is read from exactly one of its holders. The snapshot of a rank is
 the concatenation of its spans; landings name offsets within it.
+
+Landings: where parts of a snapshot belong in the tensors that are read.
+
+Views: what one piece holds of a wanted box, wherever the piece lies.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from operator import itemgetter
 from typing import TypeAlias
 
-from paramd.errors import UnreachableError
+from paramd.errors import UnreachableError, UsageError
 from paramd.layout.dtypes import item_bytes
-from paramd.layout.landings import Block, Landing, blocks
 from paramd.layout.select import SelectedTensor
-from paramd.layout.types import Box, Layout, Piece, Region
-from paramd.layout.views import View, views_of
+from paramd.layout.types import (
+    Box,
+    Interval,
+    Layout,
+    Piece,
+    Region,
+    boxes_of_interval,
+    cover_numel,
+    flat_interval,
+    intersection,
+    is_row_major,
+    row_major,
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Landing:
+    """A strided view of one rank's snapshot, and the part of one result it fills."""
+
+    tensor: int
+    """Index into the plan's tensors."""
+    begin_bytes: int
+    """Offset within the snapshot of the view's first element."""
+    sizes: tuple[int, ...]
+    """Elements in each dim of the view; never 0."""
+    strides: tuple[int, ...]
+    """Elements of the snapshot between neighbours of each dim."""
+    target: Region
+    """Box of the result, or interval of the row-major flattened result."""
+    size_bytes: int
+    """Bytes of the snapshot from the view's first to its last element, both included."""
+    direct: bool
+    """These bytes, as they are, are one run of the row-major result."""
+    target_begin_bytes: int | None = None
+    """Where that run begins in the result; None unless `direct`."""
+
+    @property
+    def end_bytes(self) -> int:
+        """Offset within the snapshot after the view's last element."""
+        return self.begin_bytes + self.size_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """A part of a landing that is copied at once: the view `sizes` with the landing's strides."""
+
+    begin_bytes: int
+    """Offset within the snapshot of its first element."""
+    end_bytes: int
+    """Offset within the snapshot after its last element."""
+    target: Box
+    """What it fills, in coordinates of the result; its sizes are those of the view."""
+
+
+def blocks(landing: Landing, item_bytes: int, max_bytes: int) -> Iterator[Block]:
+    """Cuts a landing into blocks of at most `max_bytes`, in memory order and not overlapping.
+
+    So a reader of a stream fills a scratch buffer of `max_bytes` block by block and makes
+    one strided copy of each. Bytes between blocks belong to nobody.
+
+    Raises:
+        UsageError: `max_bytes` does not hold one element.
+    """
+    if max_bytes < item_bytes:
+        raise UsageError(f"max_bytes is {max_bytes}; expected at least one item of {item_bytes}")
+    assert isinstance(landing.target, Box), "an interval is always direct"
+    # Slowest dim first: that is memory order, whatever the order of the dims.
+    order = sorted(range(len(landing.sizes)), key=lambda dim: -landing.strides[dim])
+    cut = _Cut(landing, order, item_bytes, max_bytes // item_bytes)
+    yield from cut.blocks([0] * len(landing.sizes), list(landing.sizes), 0)
+
+
+@dataclass(frozen=True, slots=True)
+class _Cut:
+    landing: Landing
+    order: Sequence[int]
+    item_bytes: int
+    max_numel: int
+
+    def blocks(self, begin: list[int], end: list[int], level: int) -> Iterator[Block]:
+        """Blocks of the view's part [begin, end), of which dims before `level` are not cut."""
+        sizes = [e - b for b, e in zip(begin, end, strict=True)]
+        strides = self.landing.strides
+        if cover_numel(sizes, strides) <= self.max_numel:
+            yield self._block(begin, end)
+            return
+        dim = self.order[level]
+        row = cover_numel([*sizes[:dim], 1, *sizes[dim + 1 :]], strides)
+        rows = max(1, 1 + (self.max_numel - row) // max(strides[dim], 1))
+        for low in range(begin[dim], end[dim], rows):
+            inner_begin, inner_end = list(begin), list(end)
+            inner_begin[dim], inner_end[dim] = low, min(low + rows, end[dim])
+            yield from self.blocks(inner_begin, inner_end, level + 1)
+
+    def _block(self, begin: list[int], end: list[int]) -> Block:
+        landing, strides = self.landing, self.landing.strides
+        assert isinstance(landing.target, Box)
+        offset = sum(b * stride for b, stride in zip(begin, strides, strict=True))
+        sizes = [e - b for b, e in zip(begin, end, strict=True)]
+        first_bytes = landing.begin_bytes + offset * self.item_bytes
+        origin = landing.target.begin
+        return Block(
+            begin_bytes=first_bytes,
+            end_bytes=first_bytes + cover_numel(sizes, strides) * self.item_bytes,
+            target=Box(
+                tuple(o + b for o, b in zip(origin, begin, strict=True)),
+                tuple(o + e for o, e in zip(origin, end, strict=True)),
+            ),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class View:
+    """A landing before it is known where its piece lies. Alike for the layers of a model."""
+
+    offset_bytes: int
+    """From the begin of the piece to the view's first element."""
+    sizes: tuple[int, ...]
+    strides: tuple[int, ...]
+    target: Region
+    size_bytes: int
+    target_begin_bytes: int | None
+    """None when the view is not direct."""
+
+
+@lru_cache(maxsize=8192)
+def views_of(
+    held: Region, strides: tuple[int, ...] | None, shape: tuple[int, ...], wanted: Box, size: int
+) -> tuple[View, ...]:
+    """What a piece of `held` has of `wanted`; nothing when they share no element."""
+    if isinstance(held, Box):
+        steps = strides if strides is not None else row_major(held.sizes)
+        return _box_views(held, steps, wanted, size, 0)
+    if not wanted.numel:
+        return ()
+    run = flat_interval(wanted, shape)
+    if run is not None:
+        return _interval_views(held, run, size)
+    views: list[View] = []
+    offset_bytes = 0
+    for box in boxes_of_interval(held, shape):
+        views.extend(_box_views(box, row_major(box.sizes), wanted, size, offset_bytes))
+        offset_bytes += box.numel * size
+    return tuple(views)
+
+
+def _interval_views(held: Interval, wanted: Interval, size: int) -> tuple[View, ...]:
+    begin, end = max(held.begin, wanted.begin), min(held.end, wanted.end)
+    if begin >= end:
+        return ()
+    view = View(
+        offset_bytes=(begin - held.begin) * size,
+        sizes=(end - begin,),
+        strides=(1,),
+        target=Interval(begin - wanted.begin, end - wanted.begin),
+        size_bytes=(end - begin) * size,
+        target_begin_bytes=(begin - wanted.begin) * size,
+    )
+    return (view,)
+
+
+def _box_views(
+    held: Box, strides: tuple[int, ...], wanted: Box, size: int, held_offset_bytes: int
+) -> tuple[View, ...]:
+    shared = intersection(held, wanted)
+    if shared is None:
+        return ()
+    offset = sum((s - h) * st for s, h, st in zip(shared.begin, held.begin, strides, strict=True))
+    target = Box(
+        tuple(s - w for s, w in zip(shared.begin, wanted.begin, strict=True)),
+        tuple(s - w for s, w in zip(shared.end, wanted.begin, strict=True)),
+    )
+    run = flat_interval(target, wanted.sizes) if is_row_major(target.sizes, strides) else None
+    view = View(
+        offset_bytes=held_offset_bytes + offset * size,
+        sizes=target.sizes,
+        strides=strides,
+        target=target,
+        size_bytes=cover_numel(target.sizes, strides) * size,
+        target_begin_bytes=run.begin * size if run is not None else None,
+    )
+    return (view,)
+
 
 __all__ = ["Block", "Landing", "RankRead", "ReadPlan", "ResultTensor", "blocks", "plan_read"]
 

@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING, TypeAlias
 
 from paramd.errors import UsageError
 from paramd.layout.dtypes import item_bytes
-from paramd.layout.landings import Landing
-from paramd.layout.plan import ReadPlan
+from paramd.layout.plan import Landing, ReadPlan
 
 if TYPE_CHECKING:
     from paramd.v1 import sidecar_pb2

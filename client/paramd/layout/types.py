@@ -2,10 +2,13 @@
 
 Every range is half-open. Offsets named `*_begin` in a `Piece` count bytes of an
 arena; those in a region count elements.
+
+Geometry of regions: strides, intersections, intervals as boxes.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from math import prod
@@ -91,3 +94,96 @@ class Layout:
     mirrored: bool = False
     """The parameters stay in the trainers' own memory; arenas are copies, made at agreed
     boundaries that ask for them. So nothing is read but at such a boundary."""
+
+
+def full_box(shape: Sequence[int]) -> Box:
+    """The box of a whole tensor of `shape`."""
+    return Box((0,) * len(shape), tuple(shape))
+
+
+def row_major(sizes: Sequence[int]) -> tuple[int, ...]:
+    """Element strides of dense row-major memory; a dim of size 0 counts as 1."""
+    strides = [1] * len(sizes)
+    for dim in range(len(sizes) - 2, -1, -1):
+        strides[dim] = strides[dim + 1] * max(sizes[dim + 1], 1)
+    return tuple(strides)
+
+
+def cover_numel(sizes: Sequence[int], strides: Sequence[int]) -> int:
+    """Elements from a view's first to its last one, both included; 0 when it is empty."""
+    if 0 in sizes:
+        return 0
+    return 1 + sum((size - 1) * stride for size, stride in zip(sizes, strides, strict=True))
+
+
+def is_dense(sizes: Sequence[int], strides: Sequence[int]) -> bool:
+    """Whether a view fills its memory without gaps or overlaps, in any order of dims."""
+    expected = 1
+    for stride, size in sorted(zip(strides, sizes, strict=True)):
+        if size > 1:
+            if stride != expected:
+                return False
+            expected *= size
+    return True
+
+
+def is_row_major(sizes: Sequence[int], strides: Sequence[int]) -> bool:
+    """Whether a view is dense and in row-major order; strides of size-1 dims do not count."""
+    expected = 1
+    for size, stride in zip(reversed(sizes), reversed(strides), strict=True):
+        if size > 1 and stride != expected:
+            return False
+        expected *= size
+    return True
+
+
+def intersection(one: Box, other: Box) -> Box | None:
+    """What two boxes share; None when that holds no element."""
+    begin = tuple(map(max, one.begin, other.begin))
+    end = tuple(map(min, one.end, other.end))
+    if any(b >= e for b, e in zip(begin, end, strict=True)):
+        return None
+    return Box(begin, end)
+
+
+def flat_interval(box: Box, shape: Sequence[int]) -> Interval | None:
+    """The interval of the row-major flattened tensor that `box` is; None when it is not one."""
+    partial = [dim for dim, size in enumerate(box.sizes) if size != shape[dim]]
+    if partial and any(size != 1 for size in box.sizes[: partial[-1]]):
+        return None
+    strides = row_major(shape)
+    begin = sum(b * stride for b, stride in zip(box.begin, strides, strict=True))
+    return Interval(begin, begin + box.numel)
+
+
+def boxes_of_interval(interval: Interval, shape: Sequence[int]) -> Iterator[Box]:
+    """Cuts an interval of the flattened tensor into at most `2 * ndim - 1` boxes.
+
+    Each is one run of the flattened tensor, and they come in its order. An empty
+    interval has none.
+    """
+    yield from _boxes_within(interval.begin, interval.end, tuple(shape), ())
+
+
+def _boxes_within(
+    begin: int, end: int, shape: tuple[int, ...], index: tuple[int, ...]
+) -> Iterator[Box]:
+    if begin >= end:
+        return
+    after = tuple(i + 1 for i in index)
+    if not shape:
+        yield Box(index, after)
+        return
+    row = prod(shape[1:])
+    first, head = divmod(begin, row)
+    last, tail = divmod(end, row)
+    if first == last:
+        yield from _boxes_within(head, tail, shape[1:], (*index, first))
+        return
+    if head:
+        yield from _boxes_within(head, row, shape[1:], (*index, first))
+        first += 1
+    if first < last:
+        zeros = (0,) * (len(shape) - 1)
+        yield Box((*index, first, *zeros), (*after, last, *shape[1:]))
+    yield from _boxes_within(0, tail, shape[1:], (*index, last))

@@ -9,14 +9,95 @@ settled, so bytes copied between two reads of the same even value belong to the 
 `REST` before and after proves only that no update began, and the answer says so. All other
 words merely make copies likely to succeed (gate.py).
 
-The second half of the page is text and samples (`rest.py`).
+The second half of the page is text and samples.
+
+What the control page holds besides words: the trainer's text, and its samples.
+
+Samples are places in the arena, one aligned 8-byte word each, chosen once by the trainer.
+Their digest costs microseconds and differs when all parameters change, as with averaged, merged
+or perturbed weights. It proves nothing about a few elements.
+
+The last requests the trainers agreed on, kept in the control page by its trainer.
+
+They let even a respawned sidecar tell the fate of a request: numbers only rise, so one below
+the last agreed that is not among these was never agreed.
 """
 
 from __future__ import annotations
 
 import mmap
-from enum import IntEnum, unique
+import zlib
+from collections.abc import Sequence
+from enum import Enum, IntEnum, unique
 from typing import Protocol
+
+TEXT_WORD, TEXT_WORDS = 192, 128
+TEXT_BYTES = 8 * (TEXT_WORDS - 1)
+"""Most bytes of UTF-8 in the text."""
+
+COUNT_WORD = 320
+FIRST_SAMPLE_WORD = 321
+MAX_SAMPLES = 128
+
+
+class Page(Protocol):
+    """The words of a control page, as a view of 64-bit integers."""
+
+    @property
+    def words(self) -> memoryview: ...
+
+
+def write_text(page: Page, text: str) -> None:
+    """Publish a text to the sidecar, cut to `TEXT_BYTES`; an empty one clears it.
+
+    The length is 0 while the text changes, so a reader sees no text rather than a mixture.
+    """
+    words = page.words
+    encoded = text.encode()[:TEXT_BYTES].decode(errors="ignore").encode()
+    words[TEXT_WORD] = 0
+    begin = 8 * (TEXT_WORD + 1)
+    words.cast("B")[begin : begin + len(encoded)] = encoded
+    words[TEXT_WORD] = len(encoded)
+
+
+def read_text(page: Page) -> str:
+    """The trainer's text; empty when there is none or it is being changed."""
+    words = page.words
+    size = words[TEXT_WORD]
+    if not 0 < size <= TEXT_BYTES:
+        return ""
+    begin = 8 * (TEXT_WORD + 1)
+    text = bytes(words.cast("B")[begin : begin + size])
+    return text.decode(errors="replace") if words[TEXT_WORD] == size else ""
+
+
+def write_samples(page: Page, indices: Sequence[int]) -> None:
+    """Publish which words of the arena to sample; at most `MAX_SAMPLES`, once per epoch."""
+    words = page.words
+    for place, index in enumerate(indices, start=FIRST_SAMPLE_WORD):
+        words[place] = index
+    words[COUNT_WORD] = len(indices)
+
+
+def sample_digest(page: Page, arena: memoryview) -> int:
+    """The digest of the samples in `arena` as they are now.
+
+    Args:
+        arena: bytes of the whole arena.
+    """
+    words = page.words
+    count = min(max(words[COUNT_WORD], 0), MAX_SAMPLES)
+    found = b"".join(
+        arena[8 * index : 8 * index + 8]
+        for index in words[FIRST_SAMPLE_WORD : FIRST_SAMPLE_WORD + count]
+    )
+    return digest_of(found)
+
+
+def digest_of(samples: bytes) -> int:
+    """The digest of gathered samples, in the order of their places."""
+    return zlib.crc32(samples)
+
 
 PAGE_BYTES = 4096
 MAGIC = 0x7061_7261_6D64_0001
@@ -62,7 +143,7 @@ class Word(IntEnum):
     SLOT_DONE1 = 41
     MOMENTS_STEP = 42  # step at which optimizer state was last mirrored; -1 while being written
     GRADIENTS_STEP = 43  # last update before which the ARM_SLOT words were read
-    MIRRORED = 44  # 1: the arena is a copy of parameters that live elsewhere (mirror.py)
+    MIRRORED = 44  # 1: the arena is a copy of parameters that live elsewhere (arena.py)
     MIRRORED_FOR = 45  # request the copy was made for; 0 while being written
     MIRRORED_STEP = 46  # step of that copy
     MIRRORED_EDITS = 47  # edits of that copy
@@ -73,7 +154,7 @@ class Word(IntEnum):
     REST = 49  # rises with each rest (update over but not settled); 0 when nothing rests
     REST_STEP = 50  # step the resting state will have
     REST_NS = 51  # when the rest began
-    REST_DIGEST = 52  # of the samples when the rest began (rest.py)
+    REST_DIGEST = 52  # of the samples when the rest began
     REST_ITERATION = 53  # iteration the resting state will have
     STRAY_COUNT = 54  # settled spans in which parameters changed
     STRAY_SEQ = 55  # SEQ of the last of them: copies made under it are void
@@ -108,8 +189,8 @@ class Word(IntEnum):
     LOOK_WANTED = 87  # counts copies at rest, each waiting for a look by the trainer
     EDIT_HOLES = 86  # counts ranges of edit memory whose pages were given back
 
-    # Words 128 to 191 are the trainer's: the last requests agreed (agreed.py).
-    # Words 192 to 511 are the trainer's: its text and its sample places (rest.py).
+    # Words 128 to 191 are the trainer's: the last requests agreed.
+    # Words 192 to 511 are the trainer's: its text and its sample places.
 
 
 class Words(Protocol):
@@ -136,3 +217,37 @@ class ControlPage:
         """Unmap the page. Words must not be used afterwards."""
         self.words.release()
         self._map.close()
+
+
+_BEGIN = 128
+KEPT = 64
+
+
+class Past(Enum):
+    """What became of a request below the last one agreed."""
+
+    DONE = "agreed and done"
+    FAILED = "an edit that was agreed and failed on this rank"
+    NEVER = "never agreed"
+    FORGOTTEN = "too long ago to tell"
+
+
+def note_agreed(words: Words, nth: int, number: int) -> None:
+    """Trainer's side, before it writes AGREED: record `number` as the nth agreed request."""
+    words[_BEGIN + nth % KEPT] = number
+
+
+def note_failed(words: Words, nth: int, number: int) -> None:
+    """Trainer's side: record that an edit failed on this rank, wholly or in part."""
+    words[_BEGIN + nth % KEPT] = -number
+
+
+def past_of(words: Words, number: int) -> Past:
+    """The fate of a request above 0 and below AGREED; read AGREED first."""
+    kept = [words[_BEGIN + index] for index in range(KEPT)]
+    if number in kept:
+        return Past.DONE
+    if -number in kept:
+        return Past.FAILED
+    # A 0 is a slot never used, so nothing has been forgotten yet.
+    return Past.NEVER if min(map(abs, kept)) < number else Past.FORGOTTEN

@@ -92,7 +92,7 @@ class TrainerGate:
         Args:
             step: the state's step once it is settled.
             iteration: backward passes before the update.
-            digest: of the samples as they are now (see rest.py).
+            digest: of the samples as they are now (see control_page.py).
         """
         words = self._words
         words[_REST] = 0

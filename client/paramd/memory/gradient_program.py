@@ -7,7 +7,7 @@
 The sidecar writes the program, then the slot's ARM word; the trainer reads them in the
 pre-hook of that update, fills the room, writes the notes, then the slot's DONE word. A
 program's version is odd while it is written; the notes name the version served, which reveals
-a program changed a moment too late. Room and tail must be reserved (sparse.py) before the
+a program changed a moment too late. Room and tail must be reserved (descriptors.py) before the
 slot is armed.
 """
 
@@ -18,8 +18,8 @@ from dataclasses import dataclass
 from enum import IntEnum
 
 from paramd.memory.control_page import Word
-from paramd.memory.shared import ROOM_EXTRA_BYTES, slot_bytes
-from paramd.memory.sparse import pages
+from paramd.memory.descriptors import pages
+from paramd.memory.handover import ROOM_EXTRA_BYTES, slot_bytes
 
 ARM_WORDS = (Word.ARM_SLOT0, Word.ARM_SLOT1)
 DONE_WORDS = (Word.SLOT_DONE0, Word.SLOT_DONE1)

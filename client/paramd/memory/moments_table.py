@@ -11,8 +11,8 @@ import zlib
 from typing import Any
 
 from paramd.errors import UsageError
-from paramd.memory.shared import MOMENT_ROOMS, ROOM_EXTRA_BYTES
-from paramd.memory.sparse import pages
+from paramd.memory.descriptors import pages
+from paramd.memory.handover import MOMENT_ROOMS, ROOM_EXTRA_BYTES
 
 TABLE_BYTES = ROOM_EXTRA_BYTES
 """Room for the table."""

@@ -19,17 +19,13 @@ from paramd.layout.plan import ReadPlan
 from paramd.layout.select import select
 from paramd.layout.types import Layout
 from paramd.mesh.edits.calls import EditCalls, EditTerms, Holder
-from paramd.mesh.edits.editing import Sending, make_edit
+from paramd.mesh.edits.editing import Sending, changes_of, check_mode, make_edit
 from paramd.mesh.edits.results import Edit, Edits, Hold, check_applied
 from paramd.mesh.edits.upload import Progress
-from paramd.mesh.edits.writeback import changes_of, check_mode
-from paramd.mesh.exports.calls import ExportCalls, export_body
-from paramd.mesh.exports.download import Content, Download, Downloaded
-from paramd.mesh.exports.export import AsyncExport
-from paramd.mesh.exports.journal import PartialFile
+from paramd.mesh.exports.calls import AsyncExport, ExportCalls, ExportInfo, export_body
+from paramd.mesh.exports.calls import Progress as ExportProgress
+from paramd.mesh.exports.download import Content, Download, Downloaded, PartialFile
 from paramd.mesh.exports.restoring import ExportFiles
-from paramd.mesh.exports.results import ExportInfo
-from paramd.mesh.exports.results import Progress as ExportProgress
 from paramd.mesh.frames.follow import FollowRequest, open_following
 from paramd.mesh.frames.frames import GradFrame, Kind, ParamFrame
 from paramd.mesh.frames.grads import GradRequest, open_stream
@@ -37,9 +33,8 @@ from paramd.mesh.frames.stepping import StepStream, frames_of
 from paramd.mesh.loop import DEFAULT_TIMEOUT_S, UNSET, Timeout, deadline
 from paramd.mesh.peers.control import Find, RestClient
 from paramd.mesh.peers.discovery import SidecarFinder
-from paramd.mesh.peers.pins import Pinned
-from paramd.mesh.peers.sidecars import Sidecars
-from paramd.mesh.reading.select import choose, pinned, while_pinned
+from paramd.mesh.peers.sidecars import Pinned, Sidecars
+from paramd.mesh.reading.pin import choose, pinned, while_pinned
 from paramd.mesh.reading.stream import keep_freed_memory
 from paramd.mesh.reading.summary import compute_stats
 from paramd.mesh.reading.transfer import Transfer, Transport, check_transport
@@ -50,7 +45,7 @@ from paramd.wire import LEASE_S
 if TYPE_CHECKING:
     import torch
 
-    from paramd.mesh.reading.views import SnapshotView
+    from paramd.mesh.reading.assemble import SnapshotView
 
 
 class AsyncMesh:

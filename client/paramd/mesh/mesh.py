@@ -18,7 +18,7 @@ from paramd.errors import UsageError
 from paramd.layout.types import Layout
 from paramd.mesh import loop
 from paramd.mesh.amesh import AsyncMesh
-from paramd.mesh.exports.export import Export
+from paramd.mesh.exports.calls import Export
 from paramd.mesh.loop import UNSET, Timeout
 from paramd.mesh.peers.control import Find
 from paramd.mesh.reading.transfer import Transport
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     import torch
 
     from paramd.mesh.edits.upload import Progress
-    from paramd.mesh.reading.views import SnapshotView
+    from paramd.mesh.reading.assemble import SnapshotView
 
 P = ParamSpec("P")
 Result = TypeVar("Result")

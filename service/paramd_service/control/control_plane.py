@@ -17,7 +17,7 @@ from paramd_service.control.access.authority import Tokens, no_audit
 from paramd_service.control.access.doorway import Doorway
 from paramd_service.control.access.join import FailureLimit
 from paramd_service.control.access.revocations import Revocations
-from paramd_service.control.alerts.kept import KeptAlerts
+from paramd_service.control.alerts.book import KeptAlerts
 from paramd_service.control.alerts.service import Watchers, open_watchers
 from paramd_service.control.api.app import build_app
 from paramd_service.control.api.services import Services
@@ -30,11 +30,17 @@ from paramd_service.control.base.endpoint import (
     parse_listen,
     successor,
 )
-from paramd_service.control.base.epochs import EpochNotes
-from paramd_service.control.base.site import Site, next_generation, open_site, read_token, site_dir
-from paramd_service.control.edits.limits import load_edits
+from paramd_service.control.base.site import (
+    EpochNotes,
+    Site,
+    next_generation,
+    open_site,
+    read_token,
+    site_dir,
+)
 from paramd_service.control.edits.service import EditRegistry
-from paramd_service.control.exports.loading import open_destinations
+from paramd_service.control.edits.spec import load_edits
+from paramd_service.control.exports.documents import open_destinations
 from paramd_service.control.exports.service import ExportService
 from paramd_service.control.grpc_server import GrpcServer
 from paramd_service.control.http_server import HttpServer

@@ -9,9 +9,10 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 from paramd.errors import ConflictError, ParamdError, UsageError
+from paramd.memory.arena import is_mirror, pack_wanted
 from paramd.memory.control_page import Word
-from paramd.memory.mirror import is_mirror, pack_wanted
 from paramd.v1 import sidecar_pb2 as pb
+from paramd_service.sidecar.copying.capture import Copier
 from paramd_service.sidecar.copying.page_requests import (
     CAPTURE,
     EDIT,
@@ -21,7 +22,6 @@ from paramd_service.sidecar.copying.page_requests import (
     ReadyEdits,
     fate_of,
 )
-from paramd_service.sidecar.copying.thread import Copier
 from paramd_service.sidecar.owner import AttachedMemory
 from paramd_service.sidecar.snapshots.blocks import Fill, Snapshot, copy_spans
 from paramd_service.sidecar.snapshots.moments import Moments, is_table

@@ -16,13 +16,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from paramd.errors import AbortedError, ConflictError, TornError
+from paramd.memory.arena import is_mirror
 from paramd.memory.control_page import Word
 from paramd.memory.gate import State, resting_state, state_of
-from paramd.memory.mirror import is_mirror
 from paramd_service.shares import CALLER, Who
 from paramd_service.sidecar.boundaries import Boundaries
-from paramd_service.sidecar.copying.capture import CopyJob
-from paramd_service.sidecar.copying.thread import Copier
+from paramd_service.sidecar.copying.capture import Copier, CopyJob
 from paramd_service.sidecar.faults import Faults
 from paramd_service.sidecar.gradients.pins import GradientPins
 from paramd_service.sidecar.gradients.slots import Gradients

@@ -14,12 +14,11 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from paramd.errors import ConflictError, ExhaustedError, UnreachableError
+from paramd.memory.control_page import sample_digest
 from paramd.memory.gate import State, resting_state, state_of
-from paramd.memory.rest import sample_digest
 from paramd.security.tickets import Claims, Verifier
 from paramd_service.sidecar.config import SidecarConfig
-from paramd_service.sidecar.copying.capture import Capture
-from paramd_service.sidecar.copying.thread import Copier
+from paramd_service.sidecar.copying.capture import Capture, Copier
 from paramd_service.sidecar.edits.entry import EditLimits
 from paramd_service.sidecar.edits.manager import Edits
 from paramd_service.sidecar.edits.memory import EditMemory

@@ -21,8 +21,8 @@ import torch.distributed as dist
 import paramd
 from paramd.layout.edits.kinds import EditKind
 from paramd.memory.control_page import Word
+from paramd.memory.descriptors import SparseMemory
 from paramd.memory.edit_program import Record, write_program
-from paramd.memory.sparse import SparseMemory
 from paramd.trainer.attaching.attachment import Attachment
 from paramd.trainer.boundary.agreement import EDIT, HOLD, RESUME, STEP
 from paramd.trainer.boundary.hold import HoldState

@@ -27,7 +27,7 @@ from paramd.memory.control_page import Word
 from paramd.security.tickets import new_token
 from paramd.trainer.attaching.attachment import Attachment
 from paramd.trainer.boundary.boundary import Boundary
-from paramd.trainer.boundary.requests import AGREEMENT_LOST
+from paramd.trainer.boundary.hold import AGREEMENT_LOST
 from paramd.trainer.helpers.sidecar_link import SidecarLink
 from paramd.trainer.home.owned import ParameterStorage
 from paramd.trainer.settings import AttachSettings

@@ -20,7 +20,7 @@ from paramd_service.control.alerts.drift import (
     replica_groups,
     spans_of,
 )
-from paramd_service.sidecar.rpc.digests import digest_all
+from paramd_service.sidecar.rpc.statistics import digest_all
 
 
 def tensor(

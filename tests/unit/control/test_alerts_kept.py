@@ -7,13 +7,22 @@ from pathlib import Path
 
 import pytest
 
-from paramd_service.control.alerts.book import Alert, Finding, Point, Severity, State
+from paramd_service.control.alerts.book import (
+    Alert,
+    Finding,
+    KeptAlerts,
+    Point,
+    Severity,
+    State,
+    alert_of,
+    row_of,
+    series_name,
+    subject_of,
+)
 from paramd_service.control.alerts.config import Rule
-from paramd_service.control.alerts.kept import KeptAlerts, alert_of, row_of, series_name, subject_of
-from paramd_service.control.store.address import sqlite_address
 from paramd_service.control.store.alerts import AlertStore as AlertTable
-from paramd_service.control.store.history import MetricHistory
-from paramd_service.control.store.points import SeriesKey
+from paramd_service.control.store.engine import sqlite_address
+from paramd_service.control.store.history import MetricHistory, SeriesKey
 from paramd_service.control.store.store import Store
 
 ALERT = Alert(

@@ -9,7 +9,7 @@ import pytest
 from paramd.errors import UsageError
 from paramd_service.control.alerts.config import AlertConfig, Rule
 from paramd_service.control.alerts.rules import RankInput, certificate, mesh_findings
-from paramd_service.control.alerts.tensors import NormHistory, TensorInput, tensor_findings
+from paramd_service.control.alerts.sampling import NormHistory, TensorInput, tensor_findings
 
 CONFIG = AlertConfig()
 

@@ -18,15 +18,14 @@ from paramd_service.control.alerts import watcher as watcher_module
 from paramd_service.control.alerts.book import Alert, MemoryStore, State
 from paramd_service.control.alerts.config import AlertConfig
 from paramd_service.control.alerts.drift import Difference, ReplicaGroup
-from paramd_service.control.alerts.sampling import DigestRound, StatsRound
+from paramd_service.control.alerts.sampling import DigestRound, StatsRound, TensorInput
 from paramd_service.control.alerts.service import Watchers
-from paramd_service.control.alerts.tensors import TensorInput
 from paramd_service.control.alerts.watcher import Watcher
 from paramd_service.control.alerts.webhook import Webhooks
 from paramd_service.control.base.config import Bootstrap
 from paramd_service.control.mesh.incarnation import ControlIdentity
 from paramd_service.control.mesh.jobs import Jobs
-from paramd_service.control.mesh.view import MeshView, Report, mesh_view
+from paramd_service.control.mesh.registry import MeshView, Report, mesh_view
 
 LAYOUT = Layout(
     world_size=3,

@@ -13,7 +13,7 @@ from fastapi.routing import iter_route_contexts
 
 from paramd.security.tickets import Role, Verifier, new_token
 from paramd_service.control.access.authority import OWNER, MemoryTokens, Tokens
-from paramd_service.control.access.http import OPEN_PATHS
+from paramd_service.control.access.doorway import OPEN_PATHS
 from paramd_service.control.access.roles import (
     OPERATIONS,
     PERMITTED,

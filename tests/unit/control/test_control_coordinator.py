@@ -30,7 +30,7 @@ from paramd_service.control.mesh.coordinator import (
     token_of,
     worst,
 )
-from paramd_service.control.mesh.view import MeshView, Report, mesh_view
+from paramd_service.control.mesh.registry import MeshView, Report, mesh_view
 
 
 def answer(rank: int, step: int = 5, **changed: object) -> RankAnswer:

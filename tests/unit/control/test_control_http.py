@@ -25,8 +25,8 @@ from paramd_service.control.api.guard import SECURITY_HEADERS
 from paramd_service.control.api.services import Services
 from paramd_service.control.base import problems
 from paramd_service.control.base.config import Bootstrap, ControlConfig
-from paramd_service.control.edits.limits import EditConfig
 from paramd_service.control.edits.service import EditRegistry
+from paramd_service.control.edits.spec import EditConfig
 from paramd_service.control.exports.service import ExportService
 from paramd_service.control.mesh.incarnation import ControlIdentity
 from paramd_service.control.mesh.jobs import Jobs

@@ -9,8 +9,7 @@ import pytest
 from paramd.errors import ConflictError, UnreachableError, UsageError
 from paramd.v1 import common_pb2, control_pb2
 from paramd_service.control.base.config import Bootstrap
-from paramd_service.control.mesh.registry import MAX_TEXT_CHARS, Registry
-from paramd_service.control.mesh.view import Membership, State
+from paramd_service.control.mesh.registry import MAX_TEXT_CHARS, Membership, Registry, State
 
 BOOTSTRAP = Bootstrap(job="run", epoch=3, world_size=2, private_key=bytes(32), token="t" * 32)
 

@@ -21,12 +21,19 @@ from paramd.security.tickets import Role, Signer
 from paramd.v1 import common_pb2, control_pb2
 from paramd_service.control.api import rank_text
 from paramd_service.control.api.models import RankList
-from paramd_service.control.base.epochs import EPOCHS_FILE, EpochNotes, EpochRecord, records
-from paramd_service.control.base.site import Site, next_generation, open_site
+from paramd_service.control.base.site import (
+    EPOCHS_FILE,
+    EpochNotes,
+    EpochRecord,
+    Site,
+    next_generation,
+    open_site,
+    records,
+)
 from paramd_service.control.mesh import jobs as jobs_module
 from paramd_service.control.mesh.incarnation import ControlIdentity
 from paramd_service.control.mesh.jobs import Jobs
-from paramd_service.control.mesh.view import REPORT_RANKS, Membership, State, rhythm
+from paramd_service.control.mesh.registry import REPORT_RANKS, Membership, State, rhythm
 from paramd_service.control.mesh.watch import MOST_RANKS
 
 TERMS = ControlIdentity(generation=5)

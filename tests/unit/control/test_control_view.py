@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from paramd.v1 import common_pb2
-from paramd_service.control.mesh.view import Membership, MeshView, Report, mesh_view, why_end
+from paramd_service.control.mesh.registry import Membership, MeshView, Report, mesh_view, why_end
 
 STATE_FIELDS = ("phase", "agreement_works", "agreement_reason", "ready_boundary")
 

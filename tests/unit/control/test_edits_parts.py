@@ -13,11 +13,13 @@ from paramd.layout.edits.ops import OpSpec
 from paramd.layout.select import NameIndex
 from paramd.layout.stats import Stats
 from paramd.layout.types import Box, Layout, Piece, TensorKind, TensorLayout
-from paramd_service.control.edits.limits import EditConfig, Pace, load_edits
 from paramd_service.control.edits.machine import Commit, EditMachine, Outcome, Staged
 from paramd_service.control.edits.runner import EditRun
 from paramd_service.control.edits.spec import (
+    EditConfig,
     EditSpec,
+    Pace,
+    load_edits,
     merged,
     ops_of,
     plan_edit,
@@ -25,7 +27,7 @@ from paramd_service.control.edits.spec import (
     same_data,
 )
 from paramd_service.control.store.edits import EditRow
-from paramd_service.control.store.errors import StoreError
+from paramd_service.control.store.engine import StoreError
 from tests.unit.control.test_control_coordinator import mesh
 
 ID = "0" * 32

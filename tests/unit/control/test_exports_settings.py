@@ -10,8 +10,13 @@ import pytest
 from paramd.errors import ConflictError, ExhaustedError, NotFoundError, UsageError
 from paramd_service.control.exports import assets as assets_module
 from paramd_service.control.exports.assets import Assets
-from paramd_service.control.exports.documents import ExportRequest, named_at, read_spec, scheduled
-from paramd_service.control.exports.loading import load_destinations
+from paramd_service.control.exports.documents import (
+    ExportRequest,
+    load_destinations,
+    named_at,
+    read_spec,
+    scheduled,
+)
 
 OWNER = "ab" * 16
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from paramd.v1 import common_pb2
-from paramd_service.control.mesh.view import MeshView, Report, mesh_view
+from paramd_service.control.mesh.registry import MeshView, Report, mesh_view
 from paramd_service.control.mesh.watch import EVERY_S, RefusalBook
 from paramd_service.sidecar.revocations import MAX_CHARS, Refusals
 

@@ -13,7 +13,7 @@ from paramd.security.tickets import CLOCK_SKEW_S, Claims, Role, Signer, Verifier
 from paramd.v1 import control_pb2
 from paramd_service import revoked
 from paramd_service.control.access.authority import KEPT_S, Principal, token_id
-from paramd_service.control.access.http import run_until
+from paramd_service.control.access.doorway import run_until
 from paramd_service.control.access.join import TicketInterceptor
 from paramd_service.control.access.revocations import Revocations
 from paramd_service.control.access.roles import UserRole

@@ -8,16 +8,18 @@ from pathlib import Path
 import httpx2
 import pytest
 
-from paramd_service.control.access.authority import OWNER, MemoryTokens, Tokens
-from paramd_service.control.access.roles import Action, UserRole, allowed
-from paramd_service.control.access.sessions import (
+from paramd_service.control.access.authority import (
     IDLE_S,
     MAX_OF_TOKEN,
     MAX_SESSIONS,
+    OWNER,
+    MemoryTokens,
     Sessions,
+    Tokens,
     cookie_name,
     cookie_value,
 )
+from paramd_service.control.access.roles import Action, UserRole, allowed
 from paramd_service.control.api.app import build_app
 from paramd_service.control.api.page import CSP, Page, page_files
 from paramd_service.control.base.config import ControlConfig

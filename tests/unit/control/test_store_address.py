@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from paramd.errors import UsageError
-from paramd_service.control.store.address import holds_password, parse_store
+from paramd_service.control.store.engine import holds_password, parse_store
 
 SECRET = "s3cr3t"
 

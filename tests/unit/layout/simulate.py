@@ -11,8 +11,16 @@ from math import prod
 from paramd.layout.dtypes import item_bytes
 from paramd.layout.merge import LocalLayout, LocalTensor, merge_layouts
 from paramd.layout.plan import ReadPlan, blocks
-from paramd.layout.regions import full_box, row_major
-from paramd.layout.types import Box, Interval, Layout, Piece, Region, TensorKind
+from paramd.layout.types import (
+    Box,
+    Interval,
+    Layout,
+    Piece,
+    Region,
+    TensorKind,
+    full_box,
+    row_major,
+)
 
 ALIGNMENT_BYTES = 64
 

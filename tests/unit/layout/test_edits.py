@@ -31,9 +31,8 @@ from paramd.layout.edits.plan import (
     overlap,
     plan_edit,
 )
-from paramd.layout.regions import full_box, row_major
 from paramd.layout.select import NameIndex
-from paramd.layout.types import Box, Layout, Piece, TensorKind, TensorLayout
+from paramd.layout.types import Box, Layout, Piece, TensorKind, TensorLayout, full_box, row_major
 from paramd.v1 import sidecar_pb2 as pb
 from tests.unit.layout.simulate import BOXES, Spec, World, build, element, flat_indexes, fsdp1
 from tests.unit.layout.test_plan import KINDS, SHAPES, SPECS, slices_of, world_of

@@ -11,12 +11,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from paramd.errors import UnreachableError, UsageError
-from paramd.layout.landings import Landing, blocks
-from paramd.layout.plan import ReadPlan, plan_read
-from paramd.layout.regions import cover_numel, full_box, row_major
+from paramd.layout.plan import Landing, ReadPlan, blocks, plan_read
 from paramd.layout.select import NameIndex, SelectedTensor, select
 from paramd.layout.stats import stats_items
-from paramd.layout.types import Box, Layout, Piece, TensorKind, TensorLayout
+from paramd.layout.types import (
+    Box,
+    Layout,
+    Piece,
+    TensorKind,
+    TensorLayout,
+    cover_numel,
+    full_box,
+    row_major,
+)
 from tests.unit.layout.simulate import (
     BOXES,
     Held,

@@ -10,9 +10,15 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from paramd.errors import NotFoundError, UsageError
-from paramd.layout.globs import CharClass, NameColumns, parse_glob
-from paramd.layout.select import NameIndex, select
-from paramd.layout.slices import Slices, split_slices
+from paramd.layout.select import (
+    CharClass,
+    NameColumns,
+    NameIndex,
+    Slices,
+    parse_glob,
+    select,
+    split_slices,
+)
 from paramd.layout.types import Box, Layout, TensorKind, TensorLayout
 
 PARAMETER, BUFFER = TensorKind.PARAMETER, TensorKind.BUFFER

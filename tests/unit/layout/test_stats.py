@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 
 from paramd.errors import UsageError
 from paramd.layout.dtypes import ITEM_BYTES, SAFETENSORS_NAMES, item_bytes, safetensors_name
-from paramd.layout.landings import Landing
-from paramd.layout.plan import RankRead, ReadPlan, ResultTensor, plan_read
+from paramd.layout.plan import Landing, RankRead, ReadPlan, ResultTensor, plan_read
 from paramd.layout.select import NameIndex, select
 from paramd.layout.stats import EMPTY, Stats, merge, merge_all, stats_items, summarize
 from paramd.layout.types import Box

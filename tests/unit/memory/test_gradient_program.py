@@ -7,9 +7,9 @@ from collections.abc import Iterator
 
 import pytest
 
+from paramd.memory.descriptors import SparseMemory, create_sparse
 from paramd.memory.gradient_program import Note, Notes, Slot, covers, united
-from paramd.memory.shared import gradients_bytes, slot_bytes
-from paramd.memory.sparse import SparseMemory, create_sparse
+from paramd.memory.handover import gradients_bytes, slot_bytes
 
 ARENA_BYTES = 10_000
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from paramd.layout.select import NameIndex
 from paramd.layout.types import Box, Layout, Piece, TensorKind, TensorLayout
-from paramd.mesh.frames.grad_plan import GradNote, PartialGroups, ask_for, make_plan
+from paramd.mesh.frames.frames import GradNote, PartialGroups, ask_for, make_plan
 
 
 def layout() -> Layout:

@@ -9,10 +9,8 @@ from typing import Any, cast
 import pytest
 
 from paramd.errors import AbortedError
-from paramd.mesh.frames.held_step import PinnedStep, hold_step
-from paramd.mesh.frames.stepping import TrainingEndedError
-from paramd.mesh.peers.pins import RankPin
-from paramd.mesh.peers.sidecars import Sidecars
+from paramd.mesh.frames.stepping import PinnedStep, TrainingEndedError, hold_step
+from paramd.mesh.peers.sidecars import RankPin, Sidecars
 from paramd.v1 import common_pb2
 from paramd.v1 import sidecar_pb2 as pb
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from paramd.errors import ConflictError
-from paramd.mesh.exports.journal import PartialFile
+from paramd.mesh.exports.download import PartialFile
 
 NAME = "model.safetensors"
 OTHER_UID = 65534

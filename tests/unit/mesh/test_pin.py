@@ -15,7 +15,7 @@ from paramd.errors import (
     ParamdError,
     UnreachableError,
 )
-from paramd.mesh.peers.pins import Captured, FastPathBackoff, PinKind, RankPin
+from paramd.mesh.peers.sidecars import Captured, FastPathBackoff, PinKind, RankPin
 from paramd.mesh.reading.pin import Pinner
 
 SPANS = {0: [(0, 8)], 1: [(0, 8)]}

@@ -15,8 +15,8 @@ import torch
 from paramd.errors import NotFoundError, UnreachableError
 from paramd.memory import handover
 from paramd.mesh.peers.control import PeerAddress
-from paramd.mesh.reading import same_host
-from paramd.mesh.reading.same_host import SharedSnapshot, is_same_host
+from paramd.mesh.reading import transfer
+from paramd.mesh.reading.transfer import SharedSnapshot, is_same_host
 from paramd.places import host_id
 from paramd.security.tickets import Role, Signer, new_private_key
 
@@ -131,7 +131,7 @@ def test_a_refusal_keeps_its_kind(tmp_path: Path) -> None:
 def test_a_sidecar_that_hangs_or_hangs_up_is_unreachable(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(same_host, "_ANSWER_S", 0.05)
+    monkeypatch.setattr(transfer, "_ANSWER_S", 0.05)
     done = threading.Event()
     with sidecar(tmp_path, lambda _: done.wait(10) and None) as peer:
         with pytest.raises(UnreachableError, match="rank 0"):

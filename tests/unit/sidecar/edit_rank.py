@@ -14,9 +14,9 @@ from paramd.layout.edits.ops import EditOp, encode_op
 from paramd.layout.edits.plan import plan_edit
 from paramd.layout.types import Layout
 from paramd.memory.control_page import ControlPage, Word
+from paramd.memory.descriptors import SparseMemory, create_sparse
 from paramd.memory.edit_program import parse_program
-from paramd.memory.shared import edits_bytes
-from paramd.memory.sparse import SparseMemory, create_sparse
+from paramd.memory.handover import edits_bytes
 from paramd.tensors.edit_ops import Views, run
 from paramd.v1 import sidecar_pb2 as pb
 from paramd.wire import Chunk, checksum_of

@@ -27,12 +27,11 @@ from paramd.errors import (
 )
 from paramd.layout.edits.kinds import EditKind
 from paramd.layout.edits.ops import EditOp
-from paramd.layout.regions import full_box, row_major
-from paramd.layout.types import Box
+from paramd.layout.types import Box, full_box, row_major
 from paramd.memory import handover
 from paramd.memory.control_page import Word
+from paramd.memory.descriptors import reserved_bytes
 from paramd.memory.edit_program import ANY_STEP, wanted_step
-from paramd.memory.sparse import reserved_bytes
 from paramd.v1 import sidecar_pb2 as pb
 from paramd_service.sidecar.edits import table
 from paramd_service.sidecar.edits.entry import WITHDRAWN_NS, Entry, Outcome, Phase, fate

@@ -14,10 +14,9 @@ import torch
 
 from paramd.errors import AbortedError, UsageError
 from paramd.memory.control_page import PAGE_BYTES, ControlPage, Word
-from paramd.memory.descriptors import create_memory
+from paramd.memory.descriptors import SparseMemory, create_memory, create_sparse
 from paramd.memory.gradient_program import ARM_WORDS, Notes, Slot
-from paramd.memory.shared import GRADIENT_SLOTS, gradients_bytes
-from paramd.memory.sparse import SparseMemory, create_sparse
+from paramd.memory.handover import GRADIENT_SLOTS, gradients_bytes
 from paramd.v1 import sidecar_pb2 as pb
 from paramd_service.sidecar.gradients.pins import GradientPins
 from paramd_service.sidecar.gradients.slots import EndedError, Gradients

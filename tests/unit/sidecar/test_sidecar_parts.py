@@ -43,7 +43,7 @@ from paramd_service.sidecar.owner import (
     ownership_after_end,
     parse_attach,
 )
-from paramd_service.sidecar.rpc import auth, limits
+from paramd_service.sidecar.rpc import auth
 from paramd_service.sidecar.rpc.control_link import LAST_BACKOFF_S, backoff_s
 
 
@@ -223,11 +223,11 @@ def test_an_attach_message_is_checked(changes: dict[str, object]) -> None:
 
 
 def test_what_is_kept_back_of_a_deadline() -> None:
-    assert limits.check_deadline(1.0, 600) == pytest.approx(0.9)
-    assert limits.check_deadline(60.0, 600) == pytest.approx(59.75)
-    assert limits.check_deadline(601.0, 600) == pytest.approx(600.75)
-    assert limits.check_deadline(0.0, 600) == 0.0
-    assert limits.check_deadline(-1.0, 600) == 0.0
+    assert auth.check_deadline(1.0, 600) == pytest.approx(0.9)
+    assert auth.check_deadline(60.0, 600) == pytest.approx(59.75)
+    assert auth.check_deadline(601.0, 600) == pytest.approx(600.75)
+    assert auth.check_deadline(0.0, 600) == 0.0
+    assert auth.check_deadline(-1.0, 600) == 0.0
 
 
 @pytest.mark.parametrize(
@@ -236,7 +236,7 @@ def test_what_is_kept_back_of_a_deadline() -> None:
 )
 def test_a_call_without_an_end_in_sight_is_refused(remaining_s: float | None, given: str) -> None:
     with pytest.raises(UsageError) as refused:
-        limits.check_deadline(remaining_s, 600)
+        auth.check_deadline(remaining_s, 600)
     assert str(refused.value) == f"the call has {given}; set one of at most 600 s (timeout=)"
 
 
@@ -246,7 +246,7 @@ def spans_of(pairs: list[tuple[int, int]]) -> list[pb.Span]:
 
 @pytest.mark.parametrize("pairs", [[], [(0, 1)], [(0, 10)], [(0, 4), (4, 10)], [(2, 3), (5, 6)]])
 def test_spans_in_order_within_the_arena_are_taken(pairs: list[tuple[int, int]]) -> None:
-    assert limits.check_spans(spans_of(pairs), 10) == tuple(pairs)
+    assert auth.check_spans(spans_of(pairs), 10) == tuple(pairs)
 
 
 @pytest.mark.parametrize(
@@ -266,14 +266,14 @@ def test_other_spans_are_refused_and_named(
 ) -> None:
     text = f"spans: [{begin}, {end}) after byte {after}; expected non-empty spans"
     with pytest.raises(UsageError, match=re.escape(text) + r".* within \[0, 10\)"):
-        limits.check_spans(spans_of(pairs), 10)
+        auth.check_spans(spans_of(pairs), 10)
 
 
 def test_spans_are_counted_before_they_are_looked_at() -> None:
-    pairs = [(begin, begin + 1) for begin in range(limits.MAX_SPANS)]
-    assert limits.check_spans(spans_of(pairs), limits.MAX_SPANS) == tuple(pairs)
+    pairs = [(begin, begin + 1) for begin in range(auth.MAX_SPANS)]
+    assert auth.check_spans(spans_of(pairs), auth.MAX_SPANS) == tuple(pairs)
     with pytest.raises(UsageError, match="spans: 100,001; expected at most 100,000"):
-        limits.check_spans([pb.Span()] * (limits.MAX_SPANS + 1), limits.MAX_SPANS)
+        auth.check_spans([pb.Span()] * (auth.MAX_SPANS + 1), auth.MAX_SPANS)
 
 
 @pytest.mark.parametrize(
@@ -300,12 +300,12 @@ def test_a_read_stays_within_its_snapshot(
     offset: int, size: int, total: int, found: tuple[int, int] | None
 ) -> None:
     if found is not None:
-        assert limits.check_range(offset, size, total) == found
+        assert auth.check_range(offset, size, total) == found
         return
     with pytest.raises(
         UsageError, match=rf"{offset}, {size}; expected .* snapshot's {total} bytes"
     ):
-        limits.check_range(offset, size, total)
+        auth.check_range(offset, size, total)
 
 
 @pytest.mark.parametrize(
@@ -313,12 +313,12 @@ def test_a_read_stays_within_its_snapshot(
     [(0, 30.0), (1, 0.001), (1500, 1.5), (59_999, 59.999), (60_000, 60.0), (60_001, 60.0)],
 )
 def test_a_lease_is_as_long_as_asked_for_up_to_the_cap(lease_ms: int, granted_s: float) -> None:
-    assert limits.granted_lease_s(lease_ms, 30.0, 60.0) == granted_s
+    assert auth.granted_lease_s(lease_ms, 30.0, 60.0) == granted_s
 
 
 def test_a_negative_lease_is_refused() -> None:
     with pytest.raises(UsageError, match="lease_ms: -1; expected 0"):
-        limits.granted_lease_s(-1, 30.0, 60.0)
+        auth.granted_lease_s(-1, 30.0, 60.0)
 
 
 def test_pauses_grow_to_a_cap_and_are_spread() -> None:

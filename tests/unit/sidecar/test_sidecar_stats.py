@@ -15,7 +15,7 @@ import torch
 
 from paramd.errors import UsageError
 from paramd.v1 import sidecar_pb2 as pb
-from paramd_service.sidecar.statistics import EXIT_HALF_LOADED, reduce, reduce_many
+from paramd_service.sidecar.statistics import EXIT_HALF_LOADED, reduce
 from paramd_service.sidecar.statistics.reduce import EXPONENT_BEGIN, EXPONENT_BINS
 
 FLOATS = ["float16", "bfloat16", "float32", "float64", "float8_e4m3fn", "float8_e5m2"]
@@ -144,7 +144,7 @@ def test_small_items_reduced_together_are_as_each_by_itself(
         (size_bytes * row, pb.StatsItem(begin_bytes=size_bytes * row, numel=500, dtype=dtype))
         for row in range(len(values))
     ]
-    found = reduce_many.reduce_items(
+    found = reduce.reduce_items(
         lambda begin, end: data[begin:end], items, with_exponents=with_exponents
     )
     for message, (begin, _) in zip(found, items, strict=True):

@@ -12,8 +12,7 @@ import pytest
 from paramd.memory.control_page import PAGE_BYTES, ControlPage, Word
 from paramd.memory.gate import TrainerGate
 from paramd.trainer.boundary.agreement import EDIT, Request, Round
-from paramd.trainer.boundary.hold import HoldState
-from paramd.trainer.boundary.requests import BoundaryHandler
+from paramd.trainer.boundary.hold import BoundaryHandler, HoldState
 
 
 @pytest.fixture

@@ -15,8 +15,7 @@ import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from paramd.memory.agreed import KEPT, note_agreed, note_failed
-from paramd.memory.control_page import Word
+from paramd.memory.control_page import KEPT, Word, note_agreed, note_failed
 from paramd.trainer.boundary import agreement as module
 from paramd.trainer.boundary.agreement import (
     EAGER_BOUNDARIES,

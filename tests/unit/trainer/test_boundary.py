@@ -16,10 +16,9 @@ import torch
 from torch import nn
 
 from paramd.memory.arena import HostArena
-from paramd.memory.control_page import ControlPage, Word
+from paramd.memory.control_page import ControlPage, Word, read_text, sample_digest
 from paramd.memory.gate import CopyEnd, CopySpan, copy_at_one_step, copy_at_rest
-from paramd.memory.rest import read_text, sample_digest
-from paramd.memory.shared import Descriptors
+from paramd.memory.handover import Descriptors
 from paramd.trainer.attaching.checks import changes_in_forward
 from paramd.trainer.boundary.agreement import Agreement, Request
 from paramd.trainer.boundary.boundary import LEFT_AT_REST, PROBATION, Boundary

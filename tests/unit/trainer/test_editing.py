@@ -13,10 +13,10 @@ import torch
 from paramd.layout.edits.kinds import EditKind
 from paramd.memory.arena import HostArena
 from paramd.memory.control_page import ControlPage, Word
+from paramd.memory.descriptors import SparseMemory
 from paramd.memory.edit_program import ANY_STEP, Record, write_program
 from paramd.memory.gate import TrainerGate, state_of
-from paramd.memory.shared import Descriptors
-from paramd.memory.sparse import SparseMemory
+from paramd.memory.handover import Descriptors
 from paramd.trainer.boundary import edits
 from paramd.trainer.boundary.agreement import EDIT, Request
 from paramd.trainer.boundary.edits import AT_ONCE_BYTES, AT_ONCE_RECORDS, Editor

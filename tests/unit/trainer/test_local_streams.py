@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from paramd.trainer.summon.streams import (
+from paramd.trainer.summon.wire import (
     ALIGNMENT_BYTES,
     Part,
     plan_streams,

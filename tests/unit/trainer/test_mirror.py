@@ -10,14 +10,13 @@ from torch import nn
 
 from paramd.errors import ConflictError, UsageError
 from paramd.layout.edits.kinds import EditKind
-from paramd.memory.arena import HostArena
+from paramd.memory.arena import HostArena, pack_wanted, unpack_wanted
 from paramd.memory.control_page import ControlPage, Word
 from paramd.memory.edit_program import Record
 from paramd.memory.gate import TrainerGate
-from paramd.memory.mirror import pack_wanted, unpack_wanted
-from paramd.memory.shared import Descriptors
+from paramd.memory.handover import Descriptors
 from paramd.trainer.boundary.agreement import CAPTURE, Request
-from paramd.trainer.boundary.optimizer_state import find_owned
+from paramd.trainer.boundary.moments import find_owned
 from paramd.trainer.home.mirrored import MirroredHome, home_of
 from paramd.trainer.home.owned import ParameterStorage
 from paramd.trainer.settings import AttachSettings

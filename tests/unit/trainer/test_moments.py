@@ -8,8 +8,8 @@ import torch
 
 from paramd.memory.arena import HostArena
 from paramd.memory.control_page import ControlPage, Word
-from paramd.memory.shared import Descriptors
-from paramd.memory.sparse import SparseMemory, pages
+from paramd.memory.descriptors import SparseMemory, pages
+from paramd.memory.handover import Descriptors
 from paramd.trainer.boundary.moments import Moments, read_table
 
 ARENA_BYTES = 1 << 14

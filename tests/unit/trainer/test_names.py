@@ -7,7 +7,7 @@ from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 from paramd.layout.types import TensorKind
-from paramd.trainer.model.names import walk
+from paramd.trainer.model.local_shard import walk
 from paramd.trainer.model.shards import find_shards
 
 

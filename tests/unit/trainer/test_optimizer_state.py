@@ -7,8 +7,8 @@ from torch import nn
 
 from paramd.layout.edits.kinds import EditKind
 from paramd.memory.edit_program import Record
-from paramd.trainer.boundary.optimizer_state import find_owned, owner_of, zero_moments
-from paramd.trainer.home.storages import address
+from paramd.trainer.boundary.moments import find_owned, owner_of, zero_moments
+from paramd.trainer.home.moving import address
 
 
 def stepped(*params: nn.Parameter) -> torch.optim.Adam:

@@ -13,8 +13,7 @@ from torch import nn
 
 from paramd.errors import ConflictError, UsageError
 from paramd.layout.merge import merge_layouts
-from paramd.layout.regions import row_major
-from paramd.layout.types import Box, TensorKind
+from paramd.layout.types import Box, TensorKind, row_major
 from paramd.trainer.home.owned import ParameterStorage, arena_kind
 from paramd.trainer.model.shards import find_shards
 

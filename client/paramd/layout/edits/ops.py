@@ -12,10 +12,8 @@ import xxhash
 from paramd.errors import NotFoundError, UsageError
 from paramd.layout.dtypes import ITEM_BYTES
 from paramd.layout.edits.kinds import BITS, BY_WORD, KINDS, NUMBERS, WHOLE, EditKind, words
-from paramd.layout.regions import full_box
-from paramd.layout.select import NameIndex, Selection, select
-from paramd.layout.slices import split_slices
-from paramd.layout.types import Box
+from paramd.layout.select import NameIndex, Selection, select, split_slices
+from paramd.layout.types import Box, full_box
 from paramd.v1 import sidecar_pb2 as pb
 
 if TYPE_CHECKING:

@@ -15,9 +15,19 @@ from math import prod
 from paramd.errors import NotFoundError, UsageError
 from paramd.layout.dtypes import item_bytes
 from paramd.layout.edits.ops import EditOp, check_op
-from paramd.layout.regions import cover_numel, full_box, intersection, row_major
-from paramd.layout.types import Box, Interval, Layout, Piece, TensorKind, TensorLayout
-from paramd.layout.views import View, views_of
+from paramd.layout.plan import View, views_of
+from paramd.layout.types import (
+    Box,
+    Interval,
+    Layout,
+    Piece,
+    TensorKind,
+    TensorLayout,
+    cover_numel,
+    full_box,
+    intersection,
+    row_major,
+)
 
 MAX_OPS = 100_000
 """Operations of one edit."""

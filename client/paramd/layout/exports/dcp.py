@@ -24,9 +24,8 @@ from paramd.layout.exports.files import (
 from paramd.layout.exports.optimizer import OptimizerTable
 from paramd.layout.exports.sources import HolderChoice
 from paramd.layout.exports.torch_archive import torch_archive
-from paramd.layout.landings import Landing, blocks
-from paramd.layout.regions import boxes_of_interval, full_box, row_major
-from paramd.layout.types import Box, Piece, TensorLayout
+from paramd.layout.plan import Landing, blocks
+from paramd.layout.types import Box, Piece, TensorLayout, boxes_of_interval, full_box, row_major
 
 if TYPE_CHECKING:
     from paramd.layout.exports.plan import ExportPlan

@@ -26,8 +26,7 @@ from paramd.layout.exports.files import (
 )
 from paramd.layout.exports.optimizer import OptimizerTable
 from paramd.layout.exports.sources import HolderChoice, piece_bytes
-from paramd.layout.regions import full_box
-from paramd.layout.types import Piece, TensorKind, TensorLayout
+from paramd.layout.types import Piece, TensorKind, TensorLayout, full_box
 
 if TYPE_CHECKING:
     from paramd.layout.exports.plan import ExportPlan

@@ -8,8 +8,7 @@ from dataclasses import dataclass, field
 
 from paramd.layout.dtypes import item_bytes
 from paramd.layout.plan import MAX_GAP_BYTES
-from paramd.layout.regions import cover_numel, row_major
-from paramd.layout.types import Box, Piece, Region, TensorLayout
+from paramd.layout.types import Box, Piece, Region, TensorLayout, cover_numel, row_major
 
 
 @dataclass(frozen=True, slots=True)

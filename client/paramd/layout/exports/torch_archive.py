@@ -20,7 +20,7 @@ from zlib import crc32
 
 from paramd.errors import UsageError
 from paramd.layout.dtypes import DTYPES, item_bytes
-from paramd.layout.regions import row_major
+from paramd.layout.types import row_major
 
 _ALIGNMENT_BYTES = 64
 _STREAMED = 0x0808  # sizes and checksum come after the data; names are UTF-8

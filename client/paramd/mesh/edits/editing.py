@@ -1,19 +1,151 @@
-"""One edit from its operations to its end: created, uploaded, committed, waited for."""
+"""One edit from its operations to its end: created, uploaded, committed, waited for.
+
+Parameters to be changed in place, and written back as one edit.
+
+`with mesh.summon(..., writeback=True)`: what differs when the block ends is written, on all
+ranks at one step, or not at all. An exception inside the block writes nothing.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import ctypes
+import time
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal, get_args
 
-from paramd.errors import ParamdError
+from xxhash import xxh3_128_digest
+
+from paramd.errors import ParamdError, UsageError
 from paramd.layout.edits.ops import OpSpec
+from paramd.layout.select import Selection, select
+from paramd.layout.types import Box, full_box
 from paramd.mesh.edits.calls import EditCalls, EditTerms, new_edit_id
 from paramd.mesh.edits.results import Edit, check_applied
 from paramd.mesh.edits.upload import Progress, Uploads, manifest_of
 from paramd.mesh.peers.discovery import SidecarFinder
 from paramd.mesh.peers.sidecars import Sidecars
 from paramd.mesh.reading.transfer import Transfer, Transport, check_transport
+from paramd.mesh.results import Summoned
+from paramd.wire import LEASE_S
+
+if TYPE_CHECKING:
+    import torch
+
+Mode = Literal["replace", "delta"]
+
+
+def check_mode(mode: str | None, *, hold: bool) -> Mode:
+    """The mode in force: what is written in a hold replaces, else what was changed is added.
+
+    Raises:
+        UsageError: there is no such mode.
+    """
+    if mode is None:
+        return "replace" if hold else "delta"
+    if mode == "replace":
+        return "replace"
+    if mode == "delta":
+        return "delta"
+    raise UsageError(f"mode: {mode!r}; expected one of {', '.join(get_args(Mode))}")
+
+
+@dataclass(frozen=True, slots=True)
+class _Known:
+    """One tensor as it was summoned."""
+
+    names: tuple[str, ...]
+    pattern: str
+    tensor: torch.Tensor
+    digest: bytes
+    copy: torch.Tensor | None
+
+
+class Changes:
+    """What a block changes of what it was given."""
+
+    def __init__(self, found: Summoned, selection: Selection, *, mode: Mode) -> None:
+        """Notes what `found` holds now. In delta mode that takes a copy of it."""
+        self._found = found
+        self._names = set(found)
+        self._known: dict[str, _Known] = {}
+        for item in selection:
+            tensor = found[item.name]
+            whole = item.box == full_box(item.tensor.shape)
+            by_delta = mode == "delta" and item.tensor.dtype != "bool"
+            self._known[item.name] = _Known(
+                names=item.names,
+                pattern=item.name if whole else _sliced(item.name, item.box),
+                tensor=tensor,
+                digest=digest(tensor),
+                copy=tensor.clone() if by_delta else None,
+            )
+
+    def ops(self) -> list[OpSpec]:
+        """What has to be written, in the order of the layout.
+
+        Raises:
+            UsageError: names were added or taken away, or a tensor has another shape or dtype.
+        """
+        _check_names(self._found, self._names)
+        ops: list[OpSpec] = []
+        for name, known in self._known.items():
+            tensor = self._now(known)
+            if (tensor.shape, tensor.dtype) != (known.tensor.shape, known.tensor.dtype):
+                raise UsageError(
+                    f"{name!r} came back with shape {list(tensor.shape)}, {tensor.dtype}; expected "
+                    f"{list(known.tensor.shape)}, {known.tensor.dtype}; nothing was written"
+                )
+            if digest(tensor) == known.digest:
+                continue
+            if known.copy is None:
+                ops.append(OpSpec(pattern=known.pattern, op="set", data=True, operand=tensor))
+            else:
+                # In place: the copy is not needed any more, and the model may be large.
+                change = known.copy.neg_().add_(tensor)
+                ops.append(OpSpec(pattern=known.pattern, op="add", data=True, operand=change))
+        return ops
+
+    def _now(self, known: _Known) -> torch.Tensor:
+        """The tensor as it is now: changed in place, or another under any of its names."""
+        others = (self._found[name] for name in known.names)
+        return next((o for o in others if o is not known.tensor), known.tensor).detach()
+
+
+async def changes_of(
+    reach: SidecarFinder, patterns: Sequence[str], found: Summoned, *, mode: Mode
+) -> Changes:
+    """Notes what `found`, summoned by these patterns, holds now."""
+
+    async def attempt(sidecars: Sidecars) -> Selection:
+        return select(await reach.index(sidecars), patterns)
+
+    selection = await reach.attempts(attempt, time.monotonic() + LEASE_S)
+    return Changes(found, selection, mode=mode)
+
+
+def digest(tensor: torch.Tensor) -> bytes:
+    """XXH3 (128 bit) of a tensor's elements in row-major order."""
+    tensor = tensor.detach().cpu().contiguous()
+    size_bytes = tensor.numel() * tensor.element_size()
+    if not size_bytes:
+        return b""
+    return xxh3_128_digest((ctypes.c_ubyte * size_bytes).from_address(tensor.data_ptr()))
+
+
+def _check_names(found: Mapping[str, object], names: set[str]) -> None:
+    if set(found) != names:
+        strange: Sequence[str] = sorted(names.symmetric_difference(found))
+        raise UsageError(
+            f"{strange[0]!r} was added to, or taken from, what was summoned; change tensors in "
+            "place, or assign others of the same shape to their names. Nothing was written"
+        )
+
+
+def _sliced(name: str, box: Box) -> str:
+    ranges = (f"{begin}:{end}" for begin, end in zip(box.begin, box.end, strict=True))
+    return f"{name}[{', '.join(ranges)}]"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

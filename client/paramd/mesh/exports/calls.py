@@ -1,4 +1,9 @@
-"""Exports over the control plane's REST side."""
+"""Exports over the control plane's REST side.
+
+An export as the control plane tells of it.
+
+An export under way, as its caller holds it.
+"""
 
 from __future__ import annotations
 
@@ -6,15 +11,130 @@ import asyncio
 import base64
 import secrets
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
 from pathlib import Path
 from typing import Any, Final
 from urllib.parse import quote, urlencode
 
-from paramd.errors import DeadlineError, UnreachableError, UsageError
-from paramd.mesh.exports.results import ExportInfo, Progress, parse_export
+from paramd.errors import ConflictError, DeadlineError, ParamdError, UnreachableError, UsageError
 from paramd.mesh.peers.control import RestClient
 from paramd.mesh.peers.discovery import SidecarFinder
+
+
+class ExportState(StrEnum):
+    """Where an export is; the last three are ends."""
+
+    PLANNED = "PLANNED"
+    RUNNING = "RUNNING"
+    VERIFYING = "VERIFYING"
+    DONE = "DONE"
+    FAILED = "FAILED"
+    CANCELLED = "CANCELLED"
+
+
+ENDS = frozenset({ExportState.DONE, ExportState.FAILED, ExportState.CANCELLED})
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ExportFile:
+    """One file of an export."""
+
+    name: str
+    size_bytes: int
+    written_bytes: int
+    rank: int
+    """Whose sidecar writes it; -1 while none does."""
+    checksum: str
+    """XXH3, 128 bit, as hexadecimal digits; empty while the file is not whole."""
+    state: str
+    """WAITING, WRITING, WRITTEN or VERIFIED."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ExportInfo:
+    """An export at one moment."""
+
+    id: str
+    job: str
+    epoch: int
+    """0 while no step is pinned."""
+    step: int
+    """-1 while no step is pinned."""
+    state: ExportState
+    reason: str
+    """Why it failed or was cancelled."""
+    destination: str
+    """Name of the destination, "/", key."""
+    format: str
+    actor: str
+    created_s: float
+    """Seconds since the Unix epoch."""
+    ended_s: float | None
+    files: tuple[ExportFile, ...]
+    size_bytes: int
+    written_bytes: int
+    schedule: str
+    """Id of the schedule that began it; empty: somebody did."""
+    raw: Mapping[str, Any] = field(repr=False, compare=False)
+    """As the control plane sent it."""
+
+    @property
+    def ended(self) -> bool:
+        """Whether it goes on no more."""
+        return self.state in ENDS
+
+
+Progress = Callable[["ExportInfo"], object]
+"""Is called with what is known of an export, now and then."""
+
+
+def parse_export(found: Mapping[str, Any]) -> ExportInfo:
+    """An ExportDocument. Raises ParamdError when it cannot be read."""
+    try:
+        return ExportInfo(
+            id=str(found["id"]),
+            job=str(found["job"]),
+            epoch=int(found["epoch"]),
+            step=int(found["step"]),
+            state=ExportState(found["state"]),
+            reason=str(found["reason"]),
+            destination=str(found["destination"]),
+            format=str(found["format"]),
+            actor=str(found["actor"]),
+            created_s=float(found["created_s"]),
+            ended_s=float(found["ended_s"]) if found["ended_s"] is not None else None,
+            files=tuple(_file(one) for one in found["files"]),
+            size_bytes=int(found["size_bytes"]),
+            written_bytes=int(found["written_bytes"]),
+            schedule=str(found["schedule"] or ""),
+            raw=dict(found),
+        )
+    except (KeyError, TypeError, ValueError) as error:
+        raise ParamdError(
+            f"the control plane told of an export in a way that this client cannot read "
+            f"({error!r}); the two may run different versions of paramd"
+        ) from error
+
+
+def _file(found: Mapping[str, Any]) -> ExportFile:
+    return ExportFile(
+        name=str(found["name"]),
+        size_bytes=int(found["size_bytes"]),
+        written_bytes=int(found["written_bytes"]),
+        rank=int(found["rank"]),
+        checksum=str(found["checksum"]),
+        state=str(found["state"]),
+    )
+
+
+def check_done(info: ExportInfo) -> None:
+    """Raises ConflictError when an export ended in another way than DONE; the text says why."""
+    if info.ended and info.state is not ExportState.DONE:
+        what = "was cancelled" if info.state is ExportState.CANCELLED else "failed"
+        raise ConflictError(f"the export to {info.destination} {what}: {info.reason}")
+
 
 ASSET_CHUNK_BYTES: Final = 512 << 10
 MAX_ASSETS_BYTES: Final = 64 << 20
@@ -197,3 +317,92 @@ def read_assets(folder: Path) -> list[tuple[str, bytes]]:
 
 def _q(name: str) -> str:
     return quote(name, safe="")
+
+
+# `timeout=` is what users of every other client write; it bounds retries, not one await.
+# ruff: noqa: ASYNC109
+
+
+class AsyncExport:
+    """An export of a running job, for asyncio programs. Has the attributes of `ExportInfo`."""
+
+    def __init__(self, calls: ExportCalls, info: ExportInfo) -> None:
+        self._calls = calls
+        self._hear(info)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_") or name == "info":
+            raise AttributeError(name)
+        return getattr(self.info, name)
+
+    def __repr__(self) -> str:
+        info = self.info
+        reason = f", {info.reason}" if info.reason else ""
+        return (
+            f"<paramd export {info.id[:8]} to {info.destination!r}: {info.state}{reason}, "
+            f"step {info.step}, {info.written_bytes:,} of {info.size_bytes:,} bytes>"
+        )
+
+    async def refresh(self) -> ExportInfo:
+        """Asks how it stands now. Raises as `AsyncMesh.exports`."""
+        return self._hear(await self._calls.get(self.info.id))
+
+    async def wait(
+        self, timeout: float | None = None, progress: Progress | None = None
+    ) -> ExportInfo:
+        """Waits for its end. The export itself goes on whatever becomes of the waiting.
+
+        Args:
+            timeout: Seconds; None waits for as long as it takes.
+            progress: Called with what is known, about twice a second and at the end.
+
+        Raises:
+            ConflictError: it failed or was cancelled; the text says why.
+            DeadlineError: it has not ended in time, and goes on.
+            UnreachableError: the control plane has been away for a minute.
+        """
+        self._hear(await self._calls.ended(self.info, timeout, progress))
+        check_done(self.info)
+        return self.info
+
+    async def cancel(self) -> ExportInfo:
+        """Has it ended; what it wrote is removed. Idempotent.
+
+        Raises:
+            ConflictError: it has ended in another way already.
+        """
+        return self._hear(await self._calls.cancel(self.info.id))
+
+    def _hear(self, info: ExportInfo) -> ExportInfo:
+        self.info, self.heard_s = info, time.monotonic()
+        return info
+
+
+class Export:
+    """An export of a running job. Has the attributes of `ExportInfo`."""
+
+    def __init__(
+        self, run: Callable[[Coroutine[Any, Any, ExportInfo]], ExportInfo], begun: AsyncExport
+    ) -> None:
+        self._run = run
+        self._begun = begun
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        return getattr(self._begun, name)
+
+    def __repr__(self) -> str:
+        return repr(self._begun)
+
+    def refresh(self) -> ExportInfo:
+        """Asks how it stands now. Raises as `Mesh.exports`."""
+        return self._run(self._begun.refresh())
+
+    def wait(self, timeout: float | None = None, progress: Progress | None = None) -> ExportInfo:
+        """Waits for its end. Args, Raises: as `AsyncExport.wait`."""
+        return self._run(self._begun.wait(timeout, progress))
+
+    def cancel(self) -> ExportInfo:
+        """Has it ended; what it wrote is removed. Raises as `AsyncExport.cancel`."""
+        return self._run(self._begun.cancel())

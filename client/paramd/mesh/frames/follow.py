@@ -16,10 +16,8 @@ from paramd.errors import ConflictError, UsageError
 from paramd.layout.plan import RankRead, ReadPlan, plan_read
 from paramd.layout.select import select
 from paramd.mesh.frames.frames import ParamFrame
-from paramd.mesh.frames.held_step import LEASE_S, PinnedStep, hold_step
-from paramd.mesh.frames.stepping import ReachLike, StepStream
-from paramd.mesh.peers.pins import Pinned
-from paramd.mesh.peers.sidecars import Sidecars
+from paramd.mesh.frames.stepping import LEASE_S, PinnedStep, ReachLike, StepStream, hold_step
+from paramd.mesh.peers.sidecars import Pinned, Sidecars
 from paramd.mesh.reading.transfer import Transfer, Transport
 from paramd.v1 import sidecar_pb2 as pb
 

@@ -1,15 +1,213 @@
-"""Frames of a stream: what all ranks had at one step."""
+"""Frames of a stream: what all ranks had at one step.
+
+What a reader of gradients asks each rank for; pure.
+
+Gradients lie as their parameters do, so the layout's read plans serve them. One thing the
+layout cannot tell: a gradient may be the sum of what several ranks hold (Partial). That is
+learnt from the notes that come with frames: first which tensors are such sums, then which
+ranks belong together; from then on all of them are read, and summed here.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar
 
+from paramd.errors import UsageError
+from paramd.layout.plan import Preference, ReadPlan, plan_read
+from paramd.layout.select import NameIndex, SelectedTensor, select
 from paramd.layout.stats import Part, Stats, Summary, merge_all, summarize
+from paramd.layout.types import Box, Layout, Piece, Region, TensorLayout
 
 if TYPE_CHECKING:
     import torch
+
+MAX_ROWS = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class GradSelection:
+    """One gradient that was asked for."""
+
+    name: str
+    tensor: TensorLayout
+    parts: tuple[SelectedTensor, ...]
+    """Boxes that make up the answer, one below the other in the first dim."""
+    shape: tuple[int, ...]
+    rows: tuple[int, ...] | None
+    """Rows of the first dim that were sampled; None: all that the slice names."""
+
+
+@dataclass(frozen=True, slots=True)
+class GradNote:
+    """What one rank says of one gradient."""
+
+    rank: int
+    asked: int
+    """Index into what was asked for."""
+    none: int
+    group: int
+
+
+@dataclass(frozen=True, slots=True)
+class GradPlan:
+    """How frames are read as long as the notes stay as they are."""
+
+    asked: tuple[GradSelection, ...]
+    plan: ReadPlan
+    numbers: tuple[range, ...]
+    """For each of `asked`, its tensors in `plan`: one each part; empty when it is a sum."""
+    sums: ReadPlan
+    """Tensors that are sums, as often as ranks belong together; no rank when there are none."""
+    layers: tuple[tuple[range, ...], ...]
+    """For each of `asked`, its tensors in `sums`: a range for each of the summed ranks."""
+    owners: Mapping[tuple[int, int], Sequence[int]]
+    """(rank, first arena byte of a piece) -> indexes into `asked`."""
+    used: frozenset[tuple[int, int]]
+    """(rank, index into `asked`) of what is read."""
+
+
+@dataclass(slots=True)
+class PartialGroups:
+    """What frames have told of sums: by index into what was asked for."""
+
+    probing: set[int] = field(default_factory=set)
+    """Known to be sums; who belongs together is being asked."""
+    groups: dict[int, dict[int, int]] = field(default_factory=dict)
+    """Group of each rank that holds a part."""
+
+    def hear(self, found: GradPlan, notes: Sequence[GradNote]) -> bool:
+        """Takes notes in; whether the plan is still right, so that the frame can be read."""
+        said: dict[int, dict[int, int]] = {}
+        for note in notes:
+            if note.group and (note.rank, note.asked) in found.used:
+                said.setdefault(note.asked, {})[note.rank] = note.group
+        right = True
+        for asked in self.probing | self.groups.keys() | said.keys():
+            now = said.get(asked, {})
+            holders = {rank for rank, number in found.used if number == asked}
+            if asked in self.probing and found.layers[asked]:
+                self.probing.discard(asked)
+                self.groups[asked] = {rank: now.get(rank, 0) for rank in holders}
+                right = False
+            elif asked in self.groups and found.layers[asked]:
+                known = self.groups[asked]
+                if any(now.get(rank, 0) != known.get(rank, 0) for rank in holders):
+                    del self.groups[asked]
+                    self.probing.add(asked)
+                    right = False
+            else:
+                self.probing.add(asked)
+                right = False
+        return right
+
+
+def ask_for(
+    index: NameIndex, patterns: Sequence[str], rows: int | None
+) -> tuple[GradSelection, ...]:
+    """The gradients that patterns name.
+
+    Raises:
+        NotFoundError, UsageError: as `select`; or `rows` is out of range.
+    """
+    if rows is not None and not 1 <= rows <= MAX_ROWS:
+        raise UsageError(f"rows: {rows}; expected 1 to {MAX_ROWS:,}")
+    return tuple(_asked(item, rows) for item in select(index, patterns, with_buffers=False))
+
+
+def _asked(item: SelectedTensor, rows: int | None) -> GradSelection:
+    sizes = item.box.sizes
+    if rows is None or not sizes or sizes[0] <= rows:
+        return GradSelection(item.name, item.tensor, (item,), sizes, None)
+    begin = item.box.begin[0]
+    chosen = tuple(begin + number * sizes[0] // rows for number in range(rows))
+    parts = tuple(
+        replace(
+            item,
+            box=Box((row, *item.box.begin[1:]), (row + 1, *item.box.end[1:])),
+        )
+        for row in chosen
+    )
+    return GradSelection(item.name, item.tensor, parts, (rows, *sizes[1:]), chosen)
+
+
+def make_plan(
+    layout: Layout,
+    asked: Sequence[GradSelection],
+    learnt: PartialGroups,
+    *,
+    prefer: Preference | None,
+) -> GradPlan:
+    """Plans to read what was asked for, knowing what was learnt.
+
+    Raises:
+        UnreachableError: as `plan_read`.
+    """
+    plain: list[SelectedTensor] = []
+    summed: list[SelectedTensor] = []
+    numbers: list[range] = []
+    layers: list[tuple[range, ...]] = []
+    for index, one in enumerate(asked):
+        begin, found = len(plain), []
+        if index in learnt.probing or index in learnt.groups:
+            for layer in _layers(one.tensor, learnt.groups.get(index)):
+                found.append(range(len(summed), len(summed) + len(one.parts)))
+                summed.extend(replace(part, tensor=layer) for part in one.parts)
+        else:
+            plain.extend(one.parts)
+        numbers.append(range(begin, len(plain)))
+        layers.append(tuple(found))
+    plan, sums = plan_read(layout, plain, prefer=prefer), plan_read(layout, summed)
+    used = {
+        *_used(plan, [number for number, of in enumerate(numbers) for _ in of]),
+        *_used(sums, [number for number, of in enumerate(layers) for one in of for _ in one]),
+    }
+    return GradPlan(
+        asked=tuple(asked),
+        plan=plan,
+        numbers=tuple(numbers),
+        sums=sums,
+        layers=tuple(layers),
+        owners=_owners(asked),
+        used=frozenset(used),
+    )
+
+
+def _owners(asked: Sequence[GradSelection]) -> dict[tuple[int, int], list[int]]:
+    found: dict[tuple[int, int], list[int]] = {}
+    for index, one in enumerate(asked):
+        for piece in one.tensor.pieces:
+            found.setdefault((piece.rank, piece.arena_begin), []).append(index)
+    return found
+
+
+def _used(plan: ReadPlan, owners: Sequence[int]) -> Iterator[tuple[int, int]]:
+    for read in plan.ranks:
+        for number in {landing.tensor for landing in read.landings}:
+            yield read.rank, owners[number]
+
+
+def _layers(tensor: TensorLayout, groups: Mapping[int, int] | None) -> Iterator[TensorLayout]:
+    """The tensor as often as its regions have holders that belong together, each time whole.
+
+    Without groups all holders do. A region with fewer of them is missing in later layers.
+    """
+    holders: dict[Region, list[Piece]] = {}
+    for piece in sorted(tensor.pieces, key=lambda piece: piece.rank):
+        holders.setdefault(piece.region, []).append(piece)
+    for region, pieces in holders.items():
+        if groups is None:
+            continue
+        group = groups.get(pieces[0].rank, 0)
+        same = [piece for piece in pieces if groups.get(piece.rank, 0) == group]
+        # Without a group every holder has the whole gradient, and one is enough.
+        holders[region] = same if group else same[:1]
+    for layer in range(max(map(len, holders.values()), default=0)):
+        found = [pieces[layer] for pieces in holders.values() if layer < len(pieces)]
+        yield replace(tensor, pieces=tuple(found))
+
 
 Kind = Literal["full", "stats", "histogram"]
 KINDS: tuple[Kind, ...] = ("full", "stats", "histogram")

@@ -11,9 +11,8 @@ import torch
 
 from paramd.layout.plan import ReadPlan
 from paramd.layout.stats import Stats
-from paramd.mesh.frames.grad_plan import GradSelection
-from paramd.mesh.peers.pins import Pinned
-from paramd.mesh.peers.sidecars import Sidecars
+from paramd.mesh.frames.frames import GradSelection
+from paramd.mesh.peers.sidecars import Pinned, Sidecars
 from paramd.mesh.reading.assemble import Targets, allocate, torch_dtype
 from paramd.mesh.reading.transfer import Transfer, Transport
 

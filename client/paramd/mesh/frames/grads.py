@@ -12,19 +12,20 @@ from typing import TYPE_CHECKING, Any, Final
 from paramd.errors import ConflictError, UsageError
 from paramd.layout.plan import ReadPlan
 from paramd.layout.stats import Part, StatsItem, stats_items
-from paramd.mesh.frames.frames import KINDS, GradFrame, Kind, lazily_summed
-from paramd.mesh.frames.grad_plan import (
+from paramd.mesh.frames.frames import (
+    KINDS,
+    GradFrame,
     GradNote,
     GradPlan,
     GradSelection,
+    Kind,
     PartialGroups,
     ask_for,
+    lazily_summed,
     make_plan,
 )
-from paramd.mesh.frames.held_step import LEASE_S, PinnedStep, hold_step
-from paramd.mesh.frames.stepping import ReachLike, StepStream
-from paramd.mesh.peers.pins import Pinned
-from paramd.mesh.peers.sidecars import Sidecars
+from paramd.mesh.frames.stepping import LEASE_S, PinnedStep, ReachLike, StepStream, hold_step
+from paramd.mesh.peers.sidecars import Pinned, Sidecars
 from paramd.mesh.reading.summary import compute_parts
 from paramd.mesh.reading.transfer import Transfer, Transport
 from paramd.v1 import sidecar_pb2 as pb

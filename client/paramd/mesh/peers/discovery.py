@@ -21,11 +21,9 @@ from paramd.errors import (
 from paramd.layout.codec import join_batches
 from paramd.layout.select import NameIndex
 from paramd.mesh.asked import RankUnreachableError
-from paramd.mesh.peers.background import Background
 from paramd.mesh.peers.control import JobDocument
-from paramd.mesh.peers.grpc import Channels, LeaseEndedError
-from paramd.mesh.peers.pins import FastPathBackoff
-from paramd.mesh.peers.sidecars import Sidecars
+from paramd.mesh.peers.grpc import Background, Channels, LeaseEndedError
+from paramd.mesh.peers.sidecars import FastPathBackoff, Sidecars
 from paramd.security import tickets
 from paramd.security.tls import ClientTls
 from paramd.v1 import layout_pb2

@@ -1,10 +1,13 @@
-"""gRPC channels to sidecars and the control plane: options, ticket, deadlines, errors."""
+"""gRPC channels to sidecars and the control plane: options, ticket, deadlines, errors.
+
+Work that outlives the call that began it, such as releases.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator
 from contextlib import contextmanager
 from typing import Any, Final, TypeAlias, TypeVar
 
@@ -17,6 +20,30 @@ from paramd.mesh.asked import Asked
 from paramd.security.tls import ClientTls, is_secure, open_channel
 from paramd.v1 import control_pb2_grpc, sidecar_pb2, sidecar_pb2_grpc
 from paramd.wire import Chunk, parse_chunk
+
+
+class Background:
+    """Tasks that outlive the call that began them; all awaited at `close`."""
+
+    def __init__(self) -> None:
+        self._tasks: set[asyncio.Task[Any]] = set()
+
+    def start(self, work: Coroutine[Any, Any, Any]) -> None:
+        """Runs `work`; whatever it raises is its own matter."""
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._ended)
+
+    async def close(self) -> None:
+        """Waits for all of them: each has its own deadline."""
+        while self._tasks:
+            await asyncio.wait(self._tasks)
+
+    def _ended(self, task: asyncio.Task[Any]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled():
+            task.exception()
+
 
 LIVENESS_S: Final = 5.0
 """Within this time a dead or stopped sidecar is noticed."""

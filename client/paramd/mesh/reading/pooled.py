@@ -21,10 +21,8 @@ from paramd.layout.pictures import (
     picture_items,
 )
 from paramd.layout.plan import RankRead, ReadPlan
-from paramd.mesh.peers.pins import Pinned
-from paramd.mesh.peers.sidecars import Sidecars
-from paramd.mesh.reading.landing import Place, PlaceSink
-from paramd.mesh.reading.stream import Expected, Reader
+from paramd.mesh.peers.sidecars import Pinned, Sidecars
+from paramd.mesh.reading.stream import Expected, Place, PlaceSink, Reader
 from paramd.v1 import sidecar_pb2
 
 MAX_VALUES = 16_384

@@ -18,8 +18,7 @@ from paramd.layout.stats import (
     stats_of,
     summarize,
 )
-from paramd.mesh.peers.pins import Pinned
-from paramd.mesh.peers.sidecars import Sidecars
+from paramd.mesh.peers.sidecars import Pinned, Sidecars
 from paramd.mesh.results import StatsTable, TensorStats
 from paramd.v1 import sidecar_pb2
 

@@ -27,14 +27,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
-from paramd.memory.control_page import ControlPage, Word
+from paramd.memory.control_page import MAX_SAMPLES, ControlPage, Word, write_samples, write_text
 from paramd.memory.descriptors import wake
 from paramd.memory.gate import TrainerGate
-from paramd.memory.rest import MAX_SAMPLES, write_samples, write_text
 from paramd.trainer import exit
 from paramd.trainer.boundary.agreement import Agreement
-from paramd.trainer.boundary.hold import Hold
-from paramd.trainer.boundary.requests import BoundaryHandler, EditorLike, MirrorLike
+from paramd.trainer.boundary.hold import BoundaryHandler, EditorLike, Hold, MirrorLike
 from paramd.trainer.boundary.signals import backward_id, replaced_for_a_call, runs_inside_itself
 from paramd.trainer.home.watch import Contents
 

@@ -25,6 +25,7 @@ import torch
 from paramd.errors import ExhaustedError, ParamdError
 from paramd.memory.arena import HostArena
 from paramd.memory.control_page import ControlPage, Word
+from paramd.memory.descriptors import SparseMemory
 from paramd.memory.edit_program import (
     ANY_STEP,
     NO_DATA,
@@ -34,10 +35,9 @@ from paramd.memory.edit_program import (
     wanted_step,
 )
 from paramd.memory.gate import TrainerGate
-from paramd.memory.sparse import SparseMemory
 from paramd.tensors.edit_ops import Views, run
 from paramd.trainer.boundary.agreement import Request
-from paramd.trainer.boundary.optimizer_state import Owned, find_owned, owner_of, zero_moments
+from paramd.trainer.boundary.moments import Owned, find_owned, owner_of, zero_moments
 from paramd.trainer.home.mirrored import MirroredHome
 
 log = logging.getLogger("paramd")

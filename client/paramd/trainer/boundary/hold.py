@@ -7,15 +7,37 @@
 All ranks change state together: every transition comes from the same round or the same count
 of boundaries. A rank wants to stay while its sidecar renews HOLD_UNTIL_NS and the cap is not
 reached; so whichever process dies, the hold ends everywhere when its lease runs out.
+
+What one rank does at a boundary: agreed requests, and waiting while held.
+
+Rounds are the trainers' own (agreement.py). This file acts on their outcome: writes the words
+that tell the sidecar, applies the edit or makes the copies, and keeps a held rank running
+rounds until one of them releases it.
 """
 
 from __future__ import annotations
 
+import logging
+import time
 from collections.abc import Callable
 from enum import IntEnum
+from typing import Protocol
 
-from paramd.memory.control_page import Word, Words
-from paramd.trainer.boundary.agreement import HOLD, RESUME, STEP, Request, Round
+from paramd.memory.control_page import ControlPage, Word, Words, note_agreed, note_failed
+from paramd.memory.gate import TrainerGate
+from paramd.trainer.boundary.agreement import (
+    CAPTURE,
+    EDIT,
+    HOLD,
+    NOTHING,
+    RESUME,
+    STEP,
+    Agreement,
+    AgreementLost,
+    Request,
+    Round,
+    promise,
+)
 from paramd.wire import MAX_LEASE_S
 
 ROUND_S = 0.005
@@ -94,3 +116,220 @@ class Hold:
             words[Word.HELD] = HoldState.STEPPING
         elif request.action == RESUME:
             self.end()
+
+
+log = logging.getLogger("paramd")
+
+AGREEMENT_WORKS, AGREEMENT_LOST = 1, 2
+
+# Plain ints cost a fraction of enum lookups, and these are read on every step.
+_HELD, _READY = int(Word.HELD), int(Word.READY)
+
+
+class EditorLike(Protocol):
+    """Applies edits (see edits.py)."""
+
+    failed: bool
+
+    def accept(self, request: Request, *, now: bool) -> bool:
+        """Whether this rank can apply it; `now`: at this very boundary, if all can."""
+
+    def apply(self, request: Request, gate: TrainerGate) -> None:
+        """Apply the edit."""
+
+
+class MirrorLike(Protocol):
+    """Copies parameters into the arena (see home/mirrored.py)."""
+
+    def refresh_for(self, request: Request, gate: TrainerGate) -> None:
+        """Copy what an agreed capture wants, buffers included."""
+
+
+class BoundaryHandler:
+    """One rank's part in what all ranks do together. Training thread only."""
+
+    def __init__(
+        self,
+        page: ControlPage,
+        agreement: Agreement,
+        gate: TrainerGate,
+        *,
+        hold: Hold,
+        editor: EditorLike,
+        copy_buffers: Callable[[], None],
+        mirror_moments: Callable[[], None],
+        answer: Callable[[bool], None],
+        mirror: MirrorLike | None = None,
+        gathered: Callable[[], bool] = lambda: False,
+    ) -> None:
+        """`answer(announce)` wakes the sidecar if `announce`, or if it asked to be woken.
+
+        `mirror` copies the parameters when they do not live in the arena. `gathered` tells
+        whether a forward is working on unsharded copies.
+        """
+        self._words = page.words
+        self._agreement: Agreement | None = agreement
+        self._gate = gate
+        self._hold = hold
+        self._editor = editor
+        self._copy_buffers = copy_buffers
+        self._mirror_moments = mirror_moments
+        self._mirror = mirror
+        self._gathered = gathered
+        self._answer = answer
+        self._agreed = page.words[Word.AGREED]
+        self._agreed_count = 0
+        self._iteration = 0
+        self._words[Word.AGREEMENT_STATE] = AGREEMENT_WORKS
+
+    def at_boundary(self, at_home: bool, iteration: int = 0) -> None:
+        """One boundary: collect a round, act on it, wait while held, launch the next.
+
+        Args:
+            at_home: the parameters are in the arena. A rank where they are not still takes
+                part, promising nothing, since the others must not wait for it.
+            iteration: backward passes this rank has seen; equal on all ranks in lock-step.
+        """
+        self._iteration = iteration
+        agreement, words = self._agreement, self._words
+        if agreement is None or (
+            not words[_HELD] and agreement.passes(wanted=words[_READY] > self._agreed)
+        ):
+            self._answer(False)
+            return
+        try:
+            self._rounds(agreement, at_home)
+        except AgreementLost as error:
+            # PROMISED stays: the others may have acted, so this rank's part is in doubt for good.
+            self._agreement = None
+            self._hold.end()
+            self._words[Word.AGREEMENT_STATE] = AGREEMENT_LOST
+            log.warning("paramd: the ranks no longer agree on boundaries: %s", error)
+            self._answer(False)
+
+    def forget(self) -> None:
+        """Go inert in a forked child: words and rounds belong to the parent."""
+        self._agreement = None
+
+    def close(self) -> None:
+        """Finish the round in flight; no boundary follows."""
+        agreement, self._agreement = self._agreement, None
+        if agreement is not None:
+            try:
+                agreement.finish()
+            except AgreementLost as error:
+                log.info("paramd: last agreement round: %s", error)
+
+    def _rounds(self, agreement: Agreement, at_home: bool) -> None:
+        words = self._words
+        if words[_HELD]:
+            self._hold.pass_boundary()
+        heard = agreement.collect()
+        if agreement.alone:
+            heard = self._exchange(agreement, at_home)
+        announce = heard is not None and self._hear(heard, at_home)
+        self._answer(announce)
+        if words[_HELD]:
+            self._wait(agreement, at_home)
+        if agreement.due and not agreement.alone:
+            request = self._request(at_home, now=False)
+            words[Word.ROUNDS_LAUNCHED] += 1
+            agreement.launch(
+                request,
+                pending=words[Word.READY] > self._agreed,
+                stay=self._hold.stay(),
+                step_time_ns=words[Word.STEP_TIME_NS],
+                iteration=self._iteration,
+                expected=words[Word.EXPECTED_NS] > time.monotonic_ns(),
+            )
+
+    def _wait(self, agreement: Agreement, at_home: bool) -> None:
+        """Stay held: run rounds and act on them until one ends the hold."""
+        words = self._words
+        try:
+            while words[Word.HELD] == HoldState.HELD:
+                time.sleep(ROUND_S)
+                self._answer(self._hear(self._exchange(agreement, at_home), at_home))
+        except BaseException:
+            self._hold.end()
+            raise
+        # Time held must not count as step time.
+        words[Word.BOUNDARY_NS] = time.monotonic_ns()
+
+    def _exchange(self, agreement: Agreement, at_home: bool) -> Round:
+        request = self._request(at_home, now=True)
+        self._words[Word.ROUNDS_LAUNCHED] += 1
+        return agreement.exchange(
+            request,
+            pending=self._words[Word.READY] > self._agreed,
+            stay=self._hold.stay(),
+            iteration=self._iteration,
+        )
+
+    def _request(self, at_home: bool, *, now: bool) -> Request:
+        """This rank's promise; `now`: the round ends at this boundary, else at the next."""
+        if not at_home:
+            return NOTHING
+        try:
+            return promise(self._words, self._agreed, lambda one: self._accept(one, now))
+        except Exception:
+            log.exception("paramd: a boundary request could not be looked at")
+            return NOTHING
+
+    def _accept(self, request: Request, now: bool) -> bool:
+        if request.action == EDIT:
+            # FSDP has gathered: an edit of the shards would not reach this forward. Wait.
+            return not self._gathered() and self._editor.accept(request, now=now)
+        return CAPTURE <= request.action <= RESUME
+
+    def _hear(self, heard: Round, at_home: bool) -> bool:
+        """Publish a round's outcome and act on it; return whether to announce it."""
+        words, request = self._words, heard.agreed
+        wanted_above = self._agreed
+        if request is not None:
+            self._agreed = request.number
+            if request.action == EDIT:
+                # Before any change: a death between this and EDIT_APPLIED shows as torn.
+                words[Word.EDIT_AGREED] = request.number
+            self._agreed_count += 1
+            note_agreed(words, self._agreed_count, request.number)
+            words[Word.AGREED_TOKEN] = request.token
+            words[Word.AGREED_STEP] = words[Word.STEP]
+            # Last: a reader of AGREED finds the history, token and step already written.
+            words[Word.AGREED] = request.number
+        # PROMISED after AGREED: a sidecar that finds no promise left reads its fate in AGREED.
+        words[Word.ROUND_ITERATION] = heard.iteration
+        words[Word.APART_LOW], words[Word.APART_HIGH] = heard.iterations
+        words[Word.PROMISED] = 0
+        words[Word.ROUNDS_COLLECTED] += 1
+        self._hold.hear(heard)
+        if request is None:
+            return False
+        try:
+            self._do(request, wanted_above, at_home)
+        except Exception:
+            # Swallowed: the other ranks wait for this one in the next round.
+            log.exception("paramd: boundary request %d failed on this rank", request.number)
+        if words[Word.EDIT_FAILED] == request.number:
+            note_failed(words, self._agreed_count, request.number)
+        return True
+
+    def _do(self, request: Request, wanted_above: int, at_home: bool) -> None:
+        words = self._words
+        if request.action == EDIT:
+            if at_home:
+                self._editor.apply(request, self._gate)
+            else:
+                # At home when promised, gone since; the other ranks apply it all the same.
+                words[Word.EDIT_FAILED] = request.number
+        if self._mirror is None and words[Word.BUFFERS_WANTED] > wanted_above:
+            self._copy_buffers()
+            words[Word.BUFFERS_STEP] = words[Word.STEP]
+        if words[Word.MOMENTS_WANTED] > wanted_above:
+            # Marks the memory as being written; stays -1 if mirroring fails half way.
+            words[Word.MOMENTS_STEP] = -1
+            self._mirror_moments()
+            words[Word.MOMENTS_STEP] = words[Word.STEP]
+        if self._mirror is not None and request.action == CAPTURE and at_home:
+            # Last: its final store (MIRRORED_FOR) lets the sidecar fill the request.
+            self._mirror.refresh_for(request, self._gate)

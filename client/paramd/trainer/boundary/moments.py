@@ -19,6 +19,12 @@ differs from the parameter's has no such place and is left out.
 A parameter of the table is the optimizer's: an FSDP1 flat parameter holds several pieces of
 the layout. Numbers JSON lacks (NaN, infinities) become the strings "nan", "inf" and "-inf".
 The word MOMENTS_STEP is -1 while the trainer writes.
+
+Optimizer state of parameters in the arena: which tensors share a parameter's geometry.
+
+An optimizer knows whole parameters, flat ones (FSDP1) or views of those; a piece of the
+arena is matched to whichever contains it. State tensors of the local shape (`exp_avg`,
+momentum buffers, also as DTensors) correspond to the parameter element by element.
 """
 
 from __future__ import annotations
@@ -27,7 +33,9 @@ import json
 import math
 import struct
 import zlib
-from collections.abc import Collection, Sequence
+from bisect import bisect_right
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -35,13 +43,114 @@ import torch
 from paramd.errors import ParamdError
 from paramd.memory.arena import HostArena
 from paramd.memory.control_page import ControlPage, Word
-from paramd.memory.shared import MOMENT_ROOMS, ROOM_EXTRA_BYTES
-from paramd.memory.sparse import SparseMemory, pages
+from paramd.memory.descriptors import SparseMemory, pages
+from paramd.memory.edit_program import Record
+from paramd.memory.handover import MOMENT_ROOMS, ROOM_EXTRA_BYTES
 from paramd.tensors.edit_ops import Views
-from paramd.trainer.boundary.optimizer_state import Owned, find_owned
 from paramd.trainer.home.mirrored import MirroredHome
+from paramd.trainer.home.moving import Range, extent
 from paramd.trainer.model.dtensor import split
 from paramd.trainer.model.local_shard import dtype_name
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Owned:
+    """An optimizer's parameter in the arena."""
+
+    begin: int
+    """First byte in the arena."""
+    end: int
+    param: torch.Tensor
+    """The key of the optimizer's state."""
+    local: torch.Tensor
+    optimizer: torch.optim.Optimizer
+    group: int
+    """Index in param_groups."""
+
+    def state(self) -> dict[str, Any]:
+        """Its current state; empty before the first step."""
+        found = self.optimizer.state.get(self.param)
+        return found if isinstance(found, dict) else {}
+
+    def moments(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Local state tensors with one element per element of the parameter."""
+        for key, value in self.state().items():
+            # For a 0-dim parameter, the step count has the shape of a moment.
+            if isinstance(value, torch.Tensor) and (self.local.ndim or key != "step"):
+                local, _ = split(value)
+                if local.shape == self.local.shape and local.device.type != "meta":
+                    yield key, local.detach()
+
+
+def find_owned(
+    optimizers: Collection[torch.optim.Optimizer],
+    arena_address: int,
+    arena_bytes: int,
+    locate: Callable[[Range], int | None] | None = None,
+) -> list[Owned]:
+    """The optimizers' parameters in the arena, ordered by first byte, each once.
+
+    Args:
+        arena_address: where it is mapped.
+        arena_bytes: its size.
+        locate: maps a parameter's memory to its arena byte when mirrored (home/mirrored.py).
+    """
+    found: dict[int, Owned] = {}
+    for optimizer in optimizers:
+        for number, group in enumerate(optimizer.param_groups):
+            for param in group["params"]:
+                local = split(param)[0].detach()
+                span = extent(local)
+                begin = locate(span) if locate is not None else span.begin - arena_address
+                if begin is None:
+                    continue
+                end = begin + span.end - span.begin
+                if 0 <= begin < end <= arena_bytes:
+                    found[begin] = Owned(begin, end, param, local, optimizer, number)
+    return [found[begin] for begin in sorted(found)]
+
+
+def owner_of(owned: Sequence[Owned], record: Record) -> Owned | None:
+    """The parameter that contains a record's view; None when no optimizer has it."""
+    index = bisect_right(owned, record.arena_begin, key=lambda one: one.begin)
+    # Usually the nearest; columns of one tensor interleave, so the search goes on.
+    for one in reversed(owned[:index]):
+        if record.arena_end <= one.end and _has_element(one, record):
+            return one
+    return None
+
+
+def _has_element(owner: Owned, record: Record) -> bool:
+    """Whether the record's first element belongs to the parameter."""
+    rest = (record.arena_begin - owner.begin) // record.itemsize
+    dims = zip(owner.local.stride(), owner.local.shape, strict=True)
+    for stride, size in sorted(dims, reverse=True):
+        if stride and size > 1:
+            index = min(rest // stride, size - 1)
+            rest -= index * stride
+    return rest == 0
+
+
+def zero_moments(owner: Owned, record: Record) -> None:
+    """Zero the state of exactly the elements the record changes."""
+    offset = (record.arena_begin - owner.begin) // record.itemsize
+    for _key, moment in owner.moments():
+        if moment.stride() == owner.local.stride():
+            begin = moment.storage_offset() + offset
+            moment.as_strided(record.sizes, record.strides, begin).zero_()
+        else:
+            mask = _mask(owner.local, record, offset)
+            moment.masked_fill_(mask.to(moment.device), 0)
+
+
+def _mask(local: torch.Tensor, record: Record, offset: int) -> torch.Tensor:
+    """A mask of the record's elements, in the parameter's shape."""
+    span = extent(local)
+    numel = (span.end - span.begin) // local.itemsize
+    memory = torch.zeros(numel, dtype=torch.bool, device="cpu")
+    memory.as_strided(record.sizes, record.strides, offset).fill_(True)
+    return memory.as_strided(local.shape, local.stride(), 0)
+
 
 _LENGTH = struct.Struct("=q")
 

@@ -12,7 +12,7 @@ import torch
 
 from paramd.errors import ConflictError
 from paramd.layout.types import Region
-from paramd.trainer.home.storages import bytes_at
+from paramd.trainer.home.moving import bytes_at
 from paramd.trainer.model import plain
 from paramd.trainer.model.dtensor import split
 from paramd.trainer.model.local_shard import LocalShard, dtype_name

@@ -2,7 +2,7 @@
 
 For parameters on devices, and wherever nothing may be moved (`arena="mirror"`). Nothing is
 re-homed, so there is nothing to take back. The price: the arena's bytes date from the last
-boundary that asked for them, so only agreed boundaries can serve reads (memory/mirror.py).
+boundary that asked for them, so only agreed boundaries can serve reads (memory/arena.py).
 
 The arena has the geometry of the live memory: relative to its piece, every byte has the same
 offset in both. So an edit's views, and optimizer state, are found by adding.
@@ -21,15 +21,21 @@ from torch import nn
 
 from paramd.errors import ConflictError
 from paramd.layout.types import TensorKind
+from paramd.memory.arena import unpack_wanted
 from paramd.memory.edit_program import Record
 from paramd.memory.gate import TrainerGate
-from paramd.memory.mirror import unpack_wanted
-from paramd.trainer.home.arena_plan import ArenaPlan, check_reachable, plan_arena
 from paramd.trainer.home.buffers import BufferCopies
 from paramd.trainer.home.devices import DeviceCopies
-from paramd.trainer.home.moving import differences
-from paramd.trainer.home.owned import ParameterStorage, address_of, check_arena, said
-from paramd.trainer.home.storages import Range, bytes_at, extent, placed
+from paramd.trainer.home.moving import Range, bytes_at, differences, extent, placed
+from paramd.trainer.home.owned import (
+    ArenaPlan,
+    ParameterStorage,
+    address_of,
+    check_arena,
+    check_reachable,
+    plan_arena,
+    said,
+)
 from paramd.trainer.model.local_shard import LocalShard, dtype_name
 from paramd.trainer.model.shards import find_shards
 

@@ -15,7 +15,7 @@ import torch
 
 from paramd.errors import ConflictError
 from paramd.layout.types import Box
-from paramd.trainer.model.names import loaded_class
+from paramd.trainer.model.local_shard import loaded_class
 
 if TYPE_CHECKING:
     from torch.distributed.tensor._dtensor_spec import DTensorSpec

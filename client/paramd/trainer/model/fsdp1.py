@@ -14,8 +14,7 @@ import torch
 from torch import nn
 
 from paramd.errors import ConflictError
-from paramd.layout.regions import boxes_of_interval, row_major
-from paramd.layout.types import Box, Interval, Region, TensorKind
+from paramd.layout.types import Box, Interval, Region, TensorKind, boxes_of_interval, row_major
 from paramd.trainer.model import plain
 from paramd.trainer.model.local_shard import (
     Entry,
@@ -25,8 +24,8 @@ from paramd.trainer.model.local_shard import (
     Slot,
     add_managed,
     dtype_name,
+    loaded_class,
 )
-from paramd.trainer.model.names import loaded_class
 
 
 def managed(modules: Iterable[nn.Module]) -> Managed:

@@ -13,8 +13,7 @@ from torch import nn
 
 from paramd.layout.types import TensorKind
 from paramd.trainer.model import plain
-from paramd.trainer.model.local_shard import Entry, Managed, Slot, add_managed
-from paramd.trainer.model.names import loaded_class
+from paramd.trainer.model.local_shard import Entry, Managed, Slot, add_managed, loaded_class
 
 
 def managed(modules: Iterable[nn.Module]) -> Managed:

@@ -14,8 +14,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from paramd.errors import ConflictError
-from paramd.layout.regions import full_box, is_dense
-from paramd.layout.types import Box, TensorKind
+from paramd.layout.types import Box, TensorKind, full_box, is_dense
 from paramd.trainer.model import dtensor
 from paramd.trainer.model.local_shard import Entry, LocalShard, Names, Slot, dtype_name
 

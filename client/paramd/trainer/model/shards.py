@@ -14,8 +14,7 @@ from torch import nn
 
 from paramd.layout.types import TensorKind
 from paramd.trainer.model import fsdp1, fsdp2, plain
-from paramd.trainer.model.local_shard import Entry, LocalShard, Slot
-from paramd.trainer.model.names import walk
+from paramd.trainer.model.local_shard import Entry, LocalShard, Slot, walk
 
 __all__ = ["FoundTensor", "LocalShard", "find_shards", "find_tensors"]
 

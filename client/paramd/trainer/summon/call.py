@@ -13,13 +13,17 @@ from paramd.errors import ParamdError, UsageError
 from paramd.trainer.attaching.attachment import attached
 from paramd.trainer.model.local_shard import LocalShard
 from paramd.trainer.summon import guards
-from paramd.trainer.summon.arguments import Arguments
-from paramd.trainer.summon.full import FullTensors, Local
+from paramd.trainer.summon.full import FullTensors, Local, Swap
 from paramd.trainer.summon.gradients import GradientHolding, check_gradients, find_gradient
-from paramd.trainer.summon.holdings import LocalParam, digest, find_holdings
-from paramd.trainer.summon.meeting import Proposal, Rendezvous
-from paramd.trainer.summon.parties import find_party
-from paramd.trainer.summon.swap import Swap
+from paramd.trainer.summon.guards import Arguments
+from paramd.trainer.summon.meeting import (
+    LocalParam,
+    Proposal,
+    Rendezvous,
+    digest,
+    find_holdings,
+    find_party,
+)
 from paramd.trainer.summon.wrappers import FlatParameters, ShardedParameters, forwards_refused
 
 NAME = "summon_full_params"

@@ -14,7 +14,7 @@ from paramd.layout.types import TensorKind
 from paramd.trainer.model import dtensor, fsdp1, plain
 from paramd.trainer.model.flatten import wait_for_gradient
 from paramd.trainer.model.local_shard import LocalShard, dtype_name
-from paramd.trainer.summon.holdings import LocalParam
+from paramd.trainer.summon.meeting import LocalParam
 from paramd.trainer.summon.wrappers import FlatParameters, ShardedParameters
 
 

@@ -6,18 +6,189 @@ hangs until the group's own timeout, and with NCCL kills the process.
 Calls are numbered. The first verdict written decides a meeting for all: the last rank to arrive
 writes "go" (or why not), a rank that times out writes "failed". A rank that arrives at a call
 which failed without it moves on to the next number, so ranks meet again after a failure.
+
+What this rank holds of each parameter under a module, and where the tree has it.
+
+Which ranks take part in a call, and over which process group.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 
+import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed import distributed_c10d
 
 from paramd.errors import AbortedError, ConflictError, DeadlineError, ParamdError
+from paramd.layout.types import TensorKind
+from paramd.trainer.model import fsdp1, fsdp2
+from paramd.trainer.model.local_shard import LocalShard, loaded_class, walk
+from paramd.trainer.model.shards import find_tensors
+from paramd.trainer.summon.wire import Wire
+from paramd.trainer.summon.wrappers import FlatParameters, ShardedParameters
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LocalParam:
+    """One parameter. Its shards are views of the training's own memory."""
+
+    names: tuple[str, ...]
+    """Canonical name first, then the aliases."""
+    places: tuple[tuple[nn.Module, str], ...]
+    """Every module that has it, and its name there."""
+    shards: tuple[LocalShard, ...]
+    requires_grad: bool
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Global and unsharded."""
+        return self.shards[0].shape
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.shards[0].tensor.dtype
+
+    @property
+    def device(self) -> torch.device:
+        return self.shards[0].tensor.device
+
+
+def find_holdings(module: nn.Module, *, recurse: bool) -> list[LocalParam]:
+    """The parameters under `module`, in tree order; tied ones once.
+
+    Without `recurse`, those managed by FSDP modules below are left out: what remains is managed
+    by `module` itself, if it is an FSDP module, or by no FSDP module.
+
+    Raises:
+        ConflictError: a parameter of a kind whose elements cannot be determined exactly.
+    """
+    left_out = set() if recurse else _managed_below(module)
+    found = []
+    for tensor in find_tensors(module):
+        if tensor.kind is TensorKind.PARAMETER and tensor.entry.key not in left_out:
+            shards = tuple(tensor.shards())
+            found.append(
+                LocalParam(
+                    names=tuple(tensor.names),
+                    places=tuple(tensor.places),
+                    shards=shards,
+                    requires_grad=_requires_grad(tensor.places[0], shards[0]),
+                )
+            )
+    return found
+
+
+def _requires_grad(place: tuple[nn.Module, str], shard: LocalShard) -> bool:
+    module, name = place
+    # A flat parameter cannot tell for each of the original ones behind it.
+    registered = module._parameters.get(name)
+    return (registered if registered is not None else shard.slot.tensor()).requires_grad
+
+
+def _managed_below(module: nn.Module) -> set[object]:
+    modules = [inner for _, inner in walk(module)]
+    root = next((inner for inner in modules if is_fsdp(inner)), None)
+    own = root if root is not None and _wraps(module, root) else None
+    mine = _keys([own]) if own is not None else set()
+    return _keys([inner for inner in modules if inner is not own]) - mine
+
+
+def _wraps(module: nn.Module, inner: nn.Module) -> bool:
+    """Whether only wrappers (DDP, torch.compile, ...) are between the two."""
+    chain = [found for prefix, found in walk(module) if prefix == ""]
+    return any(found is inner for found in chain)
+
+
+def _keys(modules: Sequence[nn.Module]) -> set[object]:
+    managed = fsdp1.managed(modules) | fsdp2.managed(modules)
+    return {entry.key for names in managed.values() for entry in names.values()}
+
+
+def is_fsdp(module: nn.Module) -> bool:
+    """Whether it is a FullyShardedDataParallel or `fully_shard` module."""
+    return any(
+        cls is not None and isinstance(module, cls)
+        for cls in (
+            loaded_class(
+                "torch.distributed.fsdp.fully_sharded_data_parallel", "FullyShardedDataParallel"
+            ),
+            loaded_class("torch.distributed.fsdp._fully_shard._fully_shard", "FSDPModule"),
+        )
+    )
+
+
+def digest(holdings: Sequence[LocalParam]) -> str:
+    """A short digest, equal on all ranks that have the same parameters."""
+    text = repr([(h.names, h.shape, h.shards[0].dtype, h.requires_grad) for h in holdings])
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+_groups: dict[tuple[str, tuple[int, ...]], dist.ProcessGroup] = {}
+"""Process groups created for parties smaller than the world."""
+
+
+@dataclass(frozen=True, slots=True)
+class Participants:
+    """The ranks of a call, ascending, this one included."""
+
+    ranks: tuple[int, ...]
+
+    def wire(self, devices: Sequence[torch.device]) -> Wire:
+        """The wire between them, for tensors on these devices. Collective on first use."""
+        if len(self.ranks) == 1:
+            return Wire(ranks=self.ranks, index=0, group=None, device=torch.device("cpu"))
+        group = _group_of(self.ranks)
+        return Wire(
+            ranks=self.ranks,
+            index=self.ranks.index(dist.get_rank()),
+            group=group,
+            device=_wire_device(group, devices),
+        )
+
+
+def find_party(flat: FlatParameters, sharded: ShardedParameters) -> Participants:
+    """All ranks, or those of the FSDP modules if these all span the same subset.
+
+    So each pipeline stage, a model of its own, can be summoned separately.
+    """
+    if not (dist.is_available() and dist.is_initialized()):
+        return Participants((0,))
+    parties = flat.parties() | sharded.parties()
+    if len(parties) == 1:
+        (ranks,) = parties
+        return Participants(ranks)
+    return Participants(tuple(range(dist.get_world_size())))
+
+
+def _group_of(ranks: tuple[int, ...]) -> dist.ProcessGroup:
+    world = dist.group.WORLD
+    assert world is not None
+    if len(ranks) == dist.get_world_size():
+        return world
+    key = (world.group_name, ranks)
+    if key not in _groups:
+        group = dist.new_group(list(ranks), use_local_synchronization=True, group_desc="paramd")
+        assert isinstance(group, dist.ProcessGroup)
+        _groups[key] = group
+    return _groups[key]
+
+
+def _wire_device(group: dist.ProcessGroup, devices: Sequence[torch.device]) -> torch.device:
+    """The tensors' device, if the backend supports it; else the backend's own."""
+    types = [device.type for device in group._device_types]
+    for device in devices:
+        if device.type in types:
+            return device
+    if types[0] == "cpu":
+        return torch.device("cpu")
+    return torch.device(types[0], torch.accelerator.current_device_index())
+
 
 FIRST_POLL_S = 0.0002
 LONGEST_POLL_S = 0.02

@@ -10,8 +10,8 @@ from torch import nn
 
 from paramd.trainer import exit
 from paramd.trainer.summon import guards
-from paramd.trainer.summon.arguments import Arguments, timeout_from
 from paramd.trainer.summon.call import Call
+from paramd.trainer.summon.guards import Arguments, timeout_from
 
 
 @contextmanager

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import nn
 
 from paramd.errors import ConflictError
-from paramd.trainer.model.names import loaded_class
+from paramd.trainer.model.local_shard import loaded_class
 
 Place = tuple[nn.Module, str]
 

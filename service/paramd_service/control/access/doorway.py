@@ -4,12 +4,36 @@ A stranger is a connection that has not shown a good token. Strangers have slots
 when those are full, the oldest is evicted. So a client that sends its request at once gets
 through however many others stall, and no stranger ever displaces a connection that has shown a
 good token.
+
+HTTP access: authenticate before reading any of the request, then check role and operation.
 """
 
 from __future__ import annotations
 
+import asyncio
 from collections import OrderedDict
-from typing import Final, Protocol, TypeAlias
+from collections.abc import Awaitable, Callable
+from typing import Any, Final, Protocol, TypeAlias
+from urllib.parse import unquote
+
+from fastapi import Request
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from paramd.errors import DeniedError, ExhaustedError, UnreachableError
+from paramd_service.control.access.authority import (
+    KEY_HEADER,
+    Denied,
+    Principal,
+    Sessions,
+    Tokens,
+    cookie_name,
+    cookie_value,
+)
+from paramd_service.control.access.join import FailureLimit
+from paramd_service.control.access.revocations import Revocations
+from paramd_service.control.access.roles import Action, allowed, needed_action
+from paramd_service.control.base.problems import problem
+from paramd_service.shares import CALLER, Shares
 
 Who: TypeAlias = str | None
 """Id of a token; None for the owner's."""
@@ -116,3 +140,185 @@ class Doorway:
             del self._known[who][address]
             if not self._known[who]:
                 del self._known[who]
+
+
+_GONE: Message = {"type": "http.disconnect"}
+
+OPEN_PATHS = frozenset({"/healthz", "/readyz"})
+"""They reveal only whether the process works: probes have no token."""
+
+MAX_REQUESTS = 256
+"""Most concurrent requests, streams included."""
+
+_STATE = "principal"
+
+
+async def run_until(
+    ended: asyncio.Future[None], app: ASGIApp, scope: Scope, receive: Receive, send: Send
+) -> None:
+    """Run `app`. Once `ended` is done, the app sees its client disconnect and an open response
+    is closed cleanly; requests other than streams finish before they could notice.
+    """
+    open_answer = False
+
+    async def send_noting(message: Message) -> None:
+        nonlocal open_answer
+        await send(message)
+        open_answer = message["type"] == "http.response.start" or message.get("more_body", False)
+
+    async def receive_or_end() -> Message:
+        coming = asyncio.ensure_future(receive())
+        try:
+            either: set[asyncio.Future[Any]] = {coming, ended}
+            await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+            return coming.result() if coming.done() else _GONE
+        finally:
+            coming.cancel()
+
+    await app(scope, receive_or_end, send_noting)
+    if open_answer and ended.done():
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
+class TokenGate:
+    """ASGI middleware: every path but the open ones needs a valid token, even if it is a 404."""
+
+    def __init__(
+        self,
+        app: ASGIApp,
+        *,
+        tokens: Tokens,
+        sessions: Sessions,
+        revocations: Revocations,
+        doorway: Doorway,
+        failures: FailureLimit,
+        denied: Denied,
+    ) -> None:
+        self._app = app
+        self._doorway = doorway
+        self._requests = Shares(MAX_REQUESTS, "requests under way")
+        self._revocations = revocations
+        self._tokens = tokens
+        self._sessions = sessions
+        self._failures = failures
+        self._denied = denied
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http" or scope["path"] in OPEN_PATHS:
+            await self._app(scope, receive, send)
+            return
+        try:
+            principal = await self._principal(scope)
+        except UnreachableError as error:
+            await problem(503, "unreachable", str(error))(scope, receive, send)
+            return
+        if principal is None:
+            self._denied("", "", f"{scope['method']} {scope['path']}", "no valid token")
+            await self._refusal(scope)(scope, receive, send)
+            return
+        scope.setdefault("state", {})[_STATE] = principal
+        if scope.get("client"):
+            self._doorway.shown(tuple(scope["client"]), principal.token_id)
+        try:
+            self._requests.take(principal.token_id)
+        except ExhaustedError as error:
+            await problem(429, "exhausted", str(error), {"retry-after": "1"})(scope, receive, send)
+            return
+        token = CALLER.set(principal.token_id)
+        try:
+            await self._serve(principal, scope, receive, send)
+        finally:
+            CALLER.reset(token)
+            self._requests.give_back(principal.token_id)
+
+    async def _serve(
+        self, principal: Principal, scope: Scope, receive: Receive, send: Send
+    ) -> None:
+        if principal.token_id is None or scope["method"] != "GET":
+            await self._app(scope, receive, send)
+            return
+        with self._revocations.following(principal) as ended:
+            await run_until(ended, self._app, scope, receive, send)
+
+    async def _principal(self, scope: Scope) -> Principal | None:
+        """A token takes precedence over a session, which does not make up for a bad token."""
+        if _values(scope, b"authorization"):
+            return await self._tokens.principal(bearer_of(scope))
+        keys = _values(scope, KEY_HEADER.encode())
+        key = keys[0] if len(keys) == 1 else ""
+        digest = self._sessions.token_digest(cookie_of(scope), key)
+        return await self._tokens.principal_of_digest(digest) if digest else None
+
+    def _refusal(self, scope: Scope) -> ASGIApp:
+        client = scope.get("client")
+        if not self._failures.allows(client[0] if client else ""):
+            return problem(429, "denied", "too many wrong tokens; wait", {"retry-after": "1"})
+        return problem(
+            401,
+            "denied",
+            "no token, or one that is not valid here and now; send 'Authorization: Bearer "
+            "<token>' with the token of endpoint.json in the job's directory of the state dir, "
+            "or one that an admin made (paramd token create)",
+            {"www-authenticate": 'Bearer realm="paramd"'},
+        )
+
+
+def permitted(denied: Denied, *, readonly: bool = False) -> Callable[[Request], Awaitable[None]]:
+    """FastAPI dependency of every route: the caller's role must permit the operation.
+
+    With `readonly`, callers may change only what is their own: edits, exports, anything that
+    touches training, and administrative requests other than GET are refused.
+    """
+
+    async def check_role(request: Request) -> None:
+        operation = str(getattr(request.scope.get("route"), "name", ""))
+        query = unquote(request.scope["query_string"].decode("latin-1"))
+        action = needed_action(operation, query)
+        principal = principal_of(request)
+        keeps = not readonly or action is not Action.ADMINISTER or request.method == "GET"
+        if keeps and action in allowed(principal.role, readonly=readonly):
+            return
+        reason = _reason(principal, action)
+        denied(principal.name, principal.role, operation, reason)
+        raise DeniedError(
+            f"{reason}; ask an admin for another token (paramd token create --role ...)"
+        )
+
+    return check_role
+
+
+def principal_of(request: Request) -> Principal:
+    """The request's caller. Raises DeniedError if it has not been authenticated."""
+    found = getattr(request.state, _STATE, None)
+    if not isinstance(found, Principal):
+        raise DeniedError("the request has not been authenticated")
+    return found
+
+
+def may_read(request: Request) -> bool:
+    """Whether the caller may see values."""
+    return principal_of(request).may(Action.READ)
+
+
+def bearer_of(scope: Scope) -> str:
+    """The request's bearer token; empty when there is none or more than one."""
+    found = _values(scope, b"authorization")
+    scheme, _, token = (found[0] if len(found) == 1 else "").partition(" ")
+    return token.strip() if scheme.lower() == "bearer" else ""
+
+
+def cookie_of(scope: Scope) -> str:
+    """The request's session cookie; empty when there is none."""
+    hosts = _values(scope, b"host")
+    name = cookie_name(hosts[0] if hosts else "", is_tls=scope["scheme"] == "https")
+    return cookie_value("; ".join(_values(scope, b"cookie")), name)
+
+
+def _reason(principal: Principal, action: Action) -> str:
+    if principal.may(action):
+        return "this control plane runs with --readonly, which lets nobody change anything"
+    return f"the role {principal.role} does not permit to {action.value}"
+
+
+def _values(scope: Scope, name: bytes) -> list[str]:
+    return [value.decode("latin-1") for key, value in scope["headers"] if key == name]

@@ -10,7 +10,7 @@ from statistics import median
 from paramd.v1 import common_pb2
 from paramd_service.control.alerts.book import Finding, Point, Severity
 from paramd_service.control.alerts.config import AlertConfig, Rule
-from paramd_service.control.mesh.view import MeshView, RankView
+from paramd_service.control.mesh.registry import MeshView, RankView
 
 STEPS_OF_PATIENCE = 20
 """A rank with long steps is not stalled before this many of them have passed."""

@@ -40,10 +40,14 @@ from paramd_service.control.alerts.rules import (
     points_of,
     rank_inputs,
 )
-from paramd_service.control.alerts.sampling import Sampler
-from paramd_service.control.alerts.tensors import TENSOR_RULES, NormHistory, tensor_findings
+from paramd_service.control.alerts.sampling import (
+    TENSOR_RULES,
+    NormHistory,
+    Sampler,
+    tensor_findings,
+)
 from paramd_service.control.alerts.webhook import Webhooks
-from paramd_service.control.mesh.view import MeshView
+from paramd_service.control.mesh.registry import MeshView
 
 _DRIFT = frozenset({Rule.REPLICA_DRIFT})
 

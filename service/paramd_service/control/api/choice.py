@@ -1,18 +1,67 @@
-"""What a filter chooses of a layout, and which of it the ranks that are there can give. Pure."""
+"""What a filter chooses of a layout, and which of it the ranks that are there can give. Pure.
+
+Norms of gradients into the metric history, as far as somebody follows them.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
+from paramd.clock import now_s
 from paramd.errors import DeniedError, NotFoundError, UsageError
 from paramd.filters import Facts, Filter
-from paramd.layout.regions import full_box
 from paramd.layout.select import NameIndex, SelectedTensor, select
-from paramd.layout.types import TensorLayout
+from paramd.layout.types import TensorLayout, full_box
 from paramd.v1 import common_pb2
 from paramd_service.control.access.roles import SMALL_NUMEL
-from paramd_service.control.mesh.view import MeshView
+from paramd_service.control.alerts.book import series_name
+from paramd_service.control.mesh.registry import MeshView
+from paramd_service.control.store.history import Sample, SeriesKey
+
+PERIOD_S = 1.0
+"""Time between two samples of one job; several readers bring the same frames."""
+
+MAX_SERIES = 200
+"""Gradients of one frame that are noted, beside the total."""
+
+Offer = Callable[[Iterable[Sample]], None]
+
+
+class NormHistory:
+    """Notes frames that pass by. Used on the event loop only."""
+
+    def __init__(self, offer: Offer, *, clock: Callable[[], float] = now_s) -> None:
+        self._offer = offer
+        self._clock = clock
+        self._noted_s: dict[tuple[str, str], float] = {}
+
+    def take(self, document: Mapping[str, Any]) -> None:
+        """Notes the norms of a frame, unless it is too early for the next ones."""
+        now_s = self._clock()
+        names = [row["fqn"] for row in document["params"]]
+        # Readers of other names have series of their own.
+        key = (document["job"], names[0] if names else "")
+        if now_s - self._noted_s.get(key, -math.inf) < PERIOD_S:
+            return
+        self._noted_s = {k: at_s for k, at_s in self._noted_s.items() if now_s - at_s < 60.0}
+        self._noted_s[key] = now_s
+        rows = [row for row in document["params"] if row["none"] is None][:MAX_SERIES]
+        self._offer(
+            Sample(
+                series=SeriesKey(
+                    job=document["job"],
+                    epoch=document["epoch"],
+                    name=series_name("grad_norm", row["fqn"]),
+                ),
+                time_s=now_s,
+                step=document["step"],
+                value=row["norm"] if row["norm"] is not None else math.nan,
+            )
+            for row in (*rows, {**document["total"], "fqn": "total"})
+        )
 
 
 @dataclass(frozen=True, slots=True)

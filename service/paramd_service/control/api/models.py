@@ -1,8 +1,492 @@
-"""Documents of the REST side, as OpenAPI describes them: jobs, ranks, epochs."""
+"""Documents of the REST side, as OpenAPI describes them: jobs, ranks, epochs.
+
+Documents of edits and holds, as OpenAPI describes them.
+
+Documents of parameters and their numbers, as OpenAPI describes them.
+
+Documents of snapshots and their leases, as OpenAPI describes them.
+"""
 
 from __future__ import annotations
 
-from pydantic import BaseModel, Field
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, create_model
+from pydantic_core import PydanticCustomError
+
+from paramd.layout.edits.kinds import BY_WORD
+from paramd.layout.stats import STATISTICS
+from paramd.wire import LEASE_S, MAX_LEASE_S
+from paramd_service.control.edits.holds import MAX_STEPS
+
+MAX_OPS = 10_000
+EDIT_ID = "^[0-9a-f]{32}$"
+
+EditStateName = Literal["STAGING", "STAGED", "COMMITTED", "APPLIED", "ABORTED", "LOST"]
+
+
+def _known(word: str) -> str:
+    if word not in BY_WORD:
+        raise PydanticCustomError("kind", "expected one of {words}", {"words": ", ".join(BY_WORD)})
+    return word
+
+
+OpWord = Annotated[str, AfterValidator(_known), Field(json_schema_extra={"enum": [*BY_WORD]})]
+
+
+class OpRequest(BaseModel):
+    """What is done to the elements that a pattern names."""
+
+    model_config = ConfigDict(
+        extra="forbid",
+        json_schema_extra={"examples": [{"pattern": "norm.*", "op": "mul", "value": 0.5}]},
+    )
+
+    pattern: str = Field(
+        min_length=1,
+        max_length=1024,
+        description='Glob over names of parameters; may end in a slice: "w[0:4]"',
+    )
+    op: OpWord
+    value: float | None = Field(None, description="Operand of fill; of add and mul without data")
+    weight: float | None = Field(None, description="Factor of add (1 when absent) and of lerp")
+    min: float | None = Field(None, description="Lower bound of clamp")
+    max: float | None = Field(None, description="Upper bound of clamp")
+    data: bool = Field(False, description="The operand is uploaded to the sidecars")
+
+
+class EditRequest(BaseModel):
+    """An edit to be made, on all ranks at one step or on none."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    id: str | None = Field(
+        None,
+        pattern=EDIT_ID,
+        description="Names it for ever: asking twice makes it once; made up when absent",
+    )
+    ops: list[OpRequest] = Field(min_length=1, max_length=MAX_OPS)
+    if_step: int | None = Field(
+        None,
+        ge=0,
+        le=1 << 62,
+        description="Apply it at the boundary of this step, or abort: hold training first, or it "
+        "goes on before all ranks have agreed",
+    )
+    allow_nonfinite: bool = Field(False, description="NaN and infinities are wanted; admins only")
+    reset_moments: bool = Field(
+        False, description="Zero the optimizer's state of the changed elements"
+    )
+    note: str = Field("", max_length=1000, description="Why; for the audit")
+    dry_run: bool = Field(False, description="Only tell the numbers before and after")
+    wait_s: float = Field(
+        30.0, ge=0, le=300, allow_inf_nan=False, description="Longest wait for its end, in seconds"
+    )
+
+
+class WaitRequest(BaseModel):
+    """How long to wait."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    wait_s: float = Field(
+        30.0, ge=0, le=300, allow_inf_nan=False, description="Longest wait for its end, in seconds"
+    )
+
+
+class UndoRequest(WaitRequest):
+    """How to undo."""
+
+    id: str | None = Field(None, pattern=EDIT_ID, description="Of the undoing edit; as in create")
+    force: bool = Field(False, description="Although later edits changed some of the elements")
+
+
+class OpDocument(BaseModel):
+    """One operation, and what it met. Its numbers are null where it has none, or when they are
+    not for your token's role."""
+
+    pattern: str
+    op: str
+    value: float | None
+    weight: float | None
+    min: float | None
+    max: float | None
+    data: bool
+    names: list[str] = Field(description="The first 100 parameters")
+    name_count: int
+    numel: int = Field(description="Elements, replicas counted once")
+
+
+class RangeDocument(BaseModel):
+    """Statistics of all elements that an edit names. null: there is no finite one."""
+
+    min: float | None
+    max: float | None
+    mean: float | None
+    norm: float | None
+    nan_count: int
+    inf_count: int
+
+
+class UndoDocument(BaseModel):
+    """Whether it can be undone."""
+
+    possible: bool
+    reason: str = Field(description="Why not; empty when it can")
+
+
+class EditDocument(BaseModel):
+    """An edit as it is told now."""
+
+    id: str
+    job: str
+    epoch: int
+    state: EditStateName = Field(description="APPLIED, ABORTED and LOST never change")
+    reason: str = Field(description="Why it is ABORTED or LOST; else empty")
+    actor: str = Field(description="Name of the token of who asked for it")
+    committed_by: str | None = Field(description="And of who had it applied; null: nobody yet")
+    note: str
+    dry_run: bool = Field(description="It was only to tell before and after; it ends as ABORTED")
+    created_s: float = Field(description="Seconds since the Unix epoch")
+    ended_s: float | None = Field(description="null while it goes on")
+    step: int = Field(description="Step at whose boundary it was applied; -1: it was not")
+    boundary: int = Field(description="Number of its request to the trainers; 0: none yet")
+    ops: list[OpDocument]
+    size_bytes: int = Field(description="Of the elements it names, replicas counted once")
+    stop_ms: float | None = Field(description="Longest time that it kept a trainer")
+    before: RangeDocument | None = Field(
+        description="null: not known, or not for your token's role"
+    )
+    after: RangeDocument | None
+    undo: UndoDocument
+    undo_of: str | None = Field(description="Edit that this one undoes")
+    undone_by: str | None = Field(description="Edit that has undone this one")
+
+
+class EditList(BaseModel):
+    """Edits, newest first."""
+
+    edits: list[EditDocument]
+    next_page_token: str = Field(description="Ask with it for older ones; empty at the end")
+
+
+class HoldDocument(BaseModel):
+    """Whether training waits at a boundary on request."""
+
+    state: Literal["running", "pausing", "held", "stepping"]
+    holder: str = Field(description="Who holds it: name of the token, and a mark of its own")
+    step: int = Field(description="Finished updates; -1 when no rank tells")
+    steps_left: int = Field(description="Boundaries that may pass before it waits again")
+    lease_left_s: float
+    since_s: float | None = Field(description="Seconds since the Unix epoch; null when not known")
+
+
+class HolderRequest(BaseModel):
+    """Which hold is meant."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    holder: str = Field(
+        "",
+        max_length=128,
+        description="As the answer to begin_hold named it; empty: the one of this token",
+    )
+
+
+class HoldRequest(HolderRequest):
+    """For how long."""
+
+    lease_s: float = Field(
+        LEASE_S,
+        ge=1,
+        le=MAX_LEASE_S,
+        allow_inf_nan=False,
+        description="Seconds from now on; then training goes on by itself",
+    )
+
+
+class StepRequest(HolderRequest):
+    """How far."""
+
+    steps: int = Field(1, ge=1, le=MAX_STEPS, description="Updates to finish")
+
+
+_PARAM = {
+    "fqn": "layers.0.up.weight",
+    "aliases": [],
+    "dtype": "bfloat16",
+    "shape": [4096, 1024],
+    "numel": 4194304,
+    "kind": "parameter",
+    "placement": "Shard(0) over 2",
+}
+
+
+def _example(**fields: Any) -> ConfigDict:
+    return ConfigDict(json_schema_extra={"examples": [fields]})
+
+
+class ParamDocument(BaseModel):
+    """One full parameter or buffer."""
+
+    fqn: str = Field(description="Name, as a user's state_dict has it")
+    aliases: list[str] = Field(description="Further names of the same tensor")
+    dtype: str = Field(description="torch dtype without its prefix")
+    shape: list[int] = Field(description="Full, unsharded shape")
+    numel: int
+    kind: str = Field(description="parameter or buffer")
+    placement: str = Field(description="How it is distributed, in words")
+
+
+class MissingDocument(BaseModel):
+    """A tensor that cannot be had now, and why."""
+
+    name: str
+    ranks: list[int] = Field(description="Ranks that alone hold a part of it and cannot give it")
+    reason: str
+
+
+class ParamPage(BaseModel):
+    """A page of parameters, in the order of the module tree."""
+
+    layout_digest: str
+    total_count: int = Field(description="Tensors that match, on all pages")
+    params: list[ParamDocument]
+    next_page_token: str = Field(description="Ask with it for the next page; empty at the end")
+    epoch: int = Field(description="Epoch of the statistics that were compared; -1 for none")
+    step: int = Field(description="Step of them, the same on all pages; -1 for none")
+    partial: bool = Field(description="Tensors are missing because ranks are")
+    missing: list[MissingDocument]
+
+    model_config = _example(
+        layout_digest="5b1c",
+        total_count=2,
+        params=[_PARAM],
+        next_page_token="MTo6NWIxYw==",
+        epoch=-1,
+        step=-1,
+        partial=False,
+        missing=[],
+    )
+
+
+class PieceDocument(BaseModel):
+    """One region of a tensor that one rank holds."""
+
+    rank: int
+    region: str = Field(description="box (of the full tensor) or interval (of it flattened)")
+    begin: list[int] = Field(description="First index of every dim, or the first element")
+    end: list[int] = Field(description="One past the last")
+    numel: int
+    size_bytes: int
+
+
+class ParamDetail(ParamDocument):
+    """A tensor and who holds which part of it."""
+
+    layout_digest: str
+    piece_count: int
+    pieces: list[PieceDocument] = Field(description="Ordered by rank; at most 4,096")
+
+
+if TYPE_CHECKING:
+    _Numbers = BaseModel
+else:
+    _Numbers = create_model(
+        "_Numbers",
+        name=(str, Field(description='Name it was found by, or "total"')),
+        dtype=(str, ...),
+        shape=(list[int], ...),
+        count=(int, Field(description="Elements")),
+        **{
+            one.name: (
+                int if one.kind is int else float | None,
+                Field(description=one.about or None),
+            )
+            for one in sorted(STATISTICS, key=lambda one: one.kind is not int)
+        },
+    )
+
+
+class StatsDocument(_Numbers):
+    """Statistics of one full tensor; replicas count once. null: not a number."""
+
+    exponents: list[list[int]] = Field(
+        description="[e, count] of elements with 2**e <= |x| < 2**(e+1), rising; "
+        "empty unless asked for"
+    )
+
+
+class StatsList(BaseModel):
+    """Statistics of tensors, all at one step."""
+
+    epoch: int
+    step: int = Field(description="The step that all numbers belong to")
+    stats: list[StatsDocument]
+    total: StatsDocument = Field(
+        description="Over all tensors that globs and facts chose and that are not missing"
+    )
+    partial: bool = Field(description="Tensors are missing because ranks are")
+    missing: list[MissingDocument]
+
+
+class HistogramDocument(BaseModel):
+    """How many elements of one tensor lie where, at one step."""
+
+    epoch: int
+    step: int
+    name: str
+    edges: list[float] = Field(description="Rising; bin i is edges[i] <= x < edges[i+1]")
+    counts: list[int] = Field(description="One less than edges")
+    below_count: int = Field(description="Finite elements below the first edge")
+    above_count: int = Field(description="Finite elements at or above the last edge")
+    nan_count: int
+    inf_count: int
+
+    model_config = _example(
+        epoch=3,
+        step=1200,
+        name="layers.0.up.weight",
+        edges=[-1.0, 0.0, 1.0],
+        counts=[2047, 2049],
+        below_count=0,
+        above_count=0,
+        nan_count=0,
+        inf_count=0,
+    )
+
+
+class HeatmapDocument(BaseModel):
+    """A tensor as a picture: a matrix shrunk to cells, at one step."""
+
+    epoch: int
+    step: int
+    name: str
+    mode: str
+    shape: list[int] = Field(description="Shape of what is shown: the tensor's, or the slice's")
+    row_dims: int = Field(description="How many first dims count rows; the others count columns")
+    row_count: int = Field(description="Rows of the matrix")
+    col_count: int = Field(description="Columns of the matrix")
+    cell_row_count: int = Field(
+        description="Rows of the picture; row r of the matrix is in floor(r * this / row_count)"
+    )
+    cell_col_count: int
+    values: list[float | None] = Field(
+        description="Row-major, 7 digits; over the finite elements, null where there is none"
+    )
+    nonfinite: list[list[int]] = Field(
+        description="[row, column, count] of cells with NaN or infinite elements"
+    )
+
+    model_config = _example(
+        epoch=3,
+        step=1200,
+        name="layers.0.up.weight",
+        mode="mean",
+        shape=[2, 4],
+        row_dims=1,
+        row_count=2,
+        col_count=4,
+        cell_row_count=1,
+        cell_col_count=2,
+        values=[0.5, -0.25],
+        nonfinite=[],
+    )
+
+
+class ValuesDocument(BaseModel):
+    """Elements of one tensor or a slice of it, at one step."""
+
+    epoch: int
+    step: int
+    name: str
+    dtype: str
+    begin: list[int] = Field(description="First index of every dim of the full tensor")
+    shape: list[int]
+    values: list[str] = Field(
+        description='Row-major; digits that give exactly the element: "0.5", "nan", "-inf", '
+        '"9007199254740993", "true", "1.0+2.0j"'
+    )
+
+    model_config = _example(
+        epoch=3,
+        step=1200,
+        name="norm.weight",
+        dtype="bfloat16",
+        begin=[0],
+        shape=[2],
+        values=["1.0", "0.99609375"],
+    )
+
+
+class SnapshotRequest(BaseModel):
+    """What to pin, and for how long."""
+
+    filter: str = Field(
+        min_length=1, max_length=1024, description="Globs, and terms about facts", examples=["*"]
+    )
+    buffers: bool = False
+    lease_s: float = Field(default=LEASE_S, ge=1, le=MAX_LEASE_S, description="Seconds")
+
+    model_config = ConfigDict(extra="forbid")
+
+
+class LeaseRequest(BaseModel):
+    """How long a lease shall go on."""
+
+    lease_s: float = Field(default=LEASE_S, ge=1, le=MAX_LEASE_S, description="Seconds from now on")
+
+    model_config = ConfigDict(extra="forbid")
+
+
+class RankPinDocument(BaseModel):
+    """One rank's part of a snapshot."""
+
+    rank: int
+    snapshot_id: str = Field(description="For ReadSnapshot of that rank's sidecar")
+    size_bytes: int
+
+
+class HeldDocument(BaseModel):
+    """A snapshot of all needed ranks at one step, held until its lease ends."""
+
+    id: str
+    filter: str
+    epoch: int
+    step: int
+    lease_left_s: float
+    size_bytes: int
+    pins: list[RankPinDocument]
+
+
+class LeaseDocument(BaseModel):
+    """One lease at a sidecar, whoever pinned."""
+
+    name: str = Field(description="First 8 characters of the snapshot's id")
+    step: int = Field(description="-1 while the bytes are not there")
+    size_bytes: int
+    lease_left_ms: int
+    at_boundary: bool
+
+
+class RankSnapshots(BaseModel):
+    """Leases at one rank's sidecar."""
+
+    rank: int
+    reason: str = Field(description="Why it does not say; empty when it does")
+    lease_count: int
+    used_bytes: int
+    budget_bytes: int
+    snapshots: list[LeaseDocument]
+
+
+class SnapshotList(BaseModel):
+    """Snapshots held through REST, and all leases of all ranks."""
+
+    held: list[HeldDocument]
+    ranks: list[RankSnapshots] = Field(description="Ordered by rank")
+    partial: bool = Field(description="A rank does not say")
+    next_page_token: str = Field(description="For further ranks; empty at the end")
 
 
 class JobSummary(BaseModel):

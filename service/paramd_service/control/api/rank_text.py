@@ -10,8 +10,7 @@ import json
 from collections.abc import Iterator
 
 from paramd.v1 import common_pb2
-from paramd_service.control.mesh.registry import Registry
-from paramd_service.control.mesh.view import RankView
+from paramd_service.control.mesh.registry import RankView, Registry
 
 _PHASE_NAMES: dict[int, str] = {
     int(number): name.removeprefix("PHASE_").lower() for name, number in common_pb2.Phase.items()

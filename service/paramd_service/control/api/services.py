@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from paramd_service.control.access.authority import Denied, Tokens, no_audit
+from paramd_service.control.access.authority import Denied, Sessions, Tokens, no_audit
 from paramd_service.control.access.doorway import Doorway
 from paramd_service.control.access.join import FailureLimit
 from paramd_service.control.access.revocations import Revocations
-from paramd_service.control.access.sessions import Sessions
 from paramd_service.control.alerts.service import Watchers
 from paramd_service.control.base.config import ControlConfig
 from paramd_service.control.edits.service import EditRegistry

@@ -15,7 +15,7 @@ from paramd.errors import UsageError
 from paramd.mesh.asked import Asked
 from paramd.places import check_job_name
 from paramd.security.tickets import Signer, key_from_hex
-from paramd_service.control.store.address import holds_password
+from paramd_service.control.store.engine import holds_password
 
 MAX_BOOTSTRAP_BYTES = 64 << 10
 MAX_WORLD_SIZE = 1 << 16

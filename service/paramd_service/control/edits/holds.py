@@ -18,9 +18,8 @@ from paramd.errors import ConflictError, ParamdError
 from paramd.v1 import common_pb2
 from paramd_service.control.access.authority import Principal
 from paramd_service.control.access.roles import Action
-from paramd_service.control.edits.calls import EditCalls
 from paramd_service.control.edits.machine import Outcome
-from paramd_service.control.edits.runner import on_all
+from paramd_service.control.edits.runner import EditCalls, on_all
 from paramd_service.control.mesh.coordinator import (
     BoundaryAction,
     BoundaryRequest,
@@ -28,7 +27,7 @@ from paramd_service.control.mesh.coordinator import (
     token_of,
 )
 from paramd_service.control.mesh.incarnation import Incarnation
-from paramd_service.control.mesh.view import MeshView
+from paramd_service.control.mesh.registry import MeshView
 from paramd_service.control.records.records import Records
 
 MAX_STEPS = 1_000_000

@@ -14,8 +14,6 @@ from paramd.layout.edits.plan import PlannedOp, overlap
 from paramd.layout.select import NameIndex
 from paramd.v1 import sidecar_pb2 as pb
 from paramd_service.control.access.authority import Principal
-from paramd_service.control.edits.calls import EditCalls
-from paramd_service.control.edits.limits import EditConfig
 from paramd_service.control.edits.machine import (
     CallOff,
     Commit,
@@ -26,15 +24,15 @@ from paramd_service.control.edits.machine import (
     SameData,
     no_data,
 )
-from paramd_service.control.edits.runner import EditRun, on_all, preview_all, stage_all
-from paramd_service.control.edits.spec import Planned, ops_of
+from paramd_service.control.edits.runner import EditCalls, EditRun, on_all, preview_all, stage_all
+from paramd_service.control.edits.spec import EditConfig, Planned, ops_of
 from paramd_service.control.mesh.coordinator import BoundaryAction, token_of
 from paramd_service.control.mesh.incarnation import Incarnation
-from paramd_service.control.mesh.view import MeshView
+from paramd_service.control.mesh.registry import MeshView
 from paramd_service.control.records.audit.audit import Action
 from paramd_service.control.records.records import SELF, Records
 from paramd_service.control.store.edits import EditRow
-from paramd_service.control.store.errors import StoreError
+from paramd_service.control.store.engine import StoreError
 
 LOAD_AGAIN_S = 1.0
 OPEN_STATES = (EditState.STAGING, EditState.STAGED, EditState.COMMITTED)

@@ -18,11 +18,12 @@ from paramd_service.control.access.authority import Principal
 from paramd_service.control.access.roles import Action, UserRole
 from paramd_service.control.edits.holds import Hold, HoldView
 from paramd_service.control.edits.incarnation import IncarnationEdits, told
-from paramd_service.control.edits.limits import EditConfig, Pace
 from paramd_service.control.edits.machine import CallOff, EditState, no_data
 from paramd_service.control.edits.runner import EditRun, look_all, preview_all
 from paramd_service.control.edits.spec import (
+    EditConfig,
     EditSpec,
+    Pace,
     Planned,
     ops_of,
     plan_edit,
@@ -30,7 +31,7 @@ from paramd_service.control.edits.spec import (
     same_data,
 )
 from paramd_service.control.mesh.incarnation import Incarnation
-from paramd_service.control.mesh.view import MeshView
+from paramd_service.control.mesh.registry import MeshView
 from paramd_service.control.mesh.watch import Publish
 from paramd_service.control.records.events import Kind
 from paramd_service.control.records.records import Records

@@ -1,11 +1,16 @@
-"""Runs one export to its end, whatever happens meanwhile."""
+"""Runs one export to its end, whatever happens meanwhile.
+
+What is known of one export while it runs here, and how that is kept and told.
+
+The second part of an export: its files are given to sidecars until all are written.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Final
@@ -17,24 +22,312 @@ from paramd.errors import (
     DeadlineError,
     NotFoundError,
     ParamdError,
+    UnreachableError,
     UsageError,
+    codes_of,
 )
 from paramd.v1 import export_pb2
 from paramd_service.aio import all_of
 from paramd_service.control.exports import machine
-from paramd_service.control.exports.documents import named_at
-from paramd_service.control.exports.job import ExportJob
-from paramd_service.control.exports.machine import File, FileState, State
-from paramd_service.control.exports.writing import Writing
-from paramd_service.control.store.errors import StoreError
-from paramd_service.control.store.exports import TakenOverError
+from paramd_service.control.exports.documents import ExportSpec, named_at, read_spec
+from paramd_service.control.exports.machine import Export, File, FileState, State
+from paramd_service.control.exports.sidecars import Leases, RankLostError, SidecarGroup
+from paramd_service.control.store.engine import StoreError
+from paramd_service.control.store.exports import (
+    ExportFileRow,
+    ExportRow,
+    ExportStore,
+    TakenOverError,
+)
 
 if TYPE_CHECKING:
     from paramd.layout.exports.plan import ExportPlan
     from paramd.layout.exports.sources import Source
     from paramd.mesh.exports.pins import PinnedExport
 
+SAVE_EVERY_S: Final = 1.0
+
 log = logging.getLogger("paramd.control.exports")
+
+Told = Callable[["ExportJob", bool], None]
+"""Is told of a change; True: not only of bytes."""
+
+
+Place = Callable[[ExportRow], export_pb2.ExportTarget]
+"""Where an export goes; raises UsageError or NotFoundError."""
+
+
+class ExportJob:
+    """One export. Used on the event loop only."""
+
+    def __init__(
+        self,
+        row: ExportRow,
+        files: Sequence[ExportFileRow],
+        *,
+        group: SidecarGroup,
+        place: Place,
+        assets: Mapping[str, bytes],
+        store: ExportStore,
+        told: Told = lambda job, whole: None,
+    ) -> None:
+        """No I/O.
+
+        Args:
+            files: What the store has of its files; empty when nothing has begun.
+            place: Where an export goes.
+            assets: Small files that are copied beside, by name.
+        """
+        self.row = row
+        self.spec: ExportSpec = read_spec(row.request)
+        self.export = _restored(row, files)
+        self.group = group
+        self._place = place
+        self.assets = assets
+        self.message = export_pb2.ExportPlan.FromString(row.plan)
+        """The plan with its pins; empty while nothing is pinned."""
+        self.plan: ExportPlan | None = None
+        self.leases: Leases | None = None
+        self._store = store
+        self._told = told
+        self._saved_s = 0.0
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether something is pinned, and may be written."""
+        return bool(self.row.plan)
+
+    @property
+    def target(self) -> export_pb2.ExportTarget:
+        """Where it goes. Raises UsageError or NotFoundError when the destination is no more."""
+        return self._place(self.row)
+
+    @property
+    def files(self) -> list[ExportFileRow]:
+        """Its files as they stand now."""
+        return [_row(file) for file in self.export.files.values()]
+
+    def change(self, export: Export) -> None:
+        """Takes in a new state; whoever follows is told."""
+        whole = export.state is not self.export.state
+        self.export = export
+        self.row = replace(
+            self.row,
+            state=export.state,
+            reason=export.reason,
+            epoch=export.epoch,
+            step=export.step,
+        )
+        self._told(self, whole)
+
+    def rank_lost(self, rank: int, why: str) -> None:
+        """A rank does not answer, so what it had pinned is gone."""
+        log.warning("export %s: rank %d is lost: %s", self.row.id, rank, why)
+        self.change(machine.lost(self.export, rank, keeps_snapshot=False, why=why))
+
+    def hold(self, pins: Sequence[export_pb2.ExportPin]) -> Leases:
+        """Takes the leases of these pins over: they are released at the end."""
+        self.leases = Leases(self.group, pins, self.rank_lost)
+        return self.leases
+
+    async def save(self) -> None:
+        """Makes all of it durable.
+
+        Raises:
+            StoreError: the store is away. TakenOverError: another control plane goes on.
+        """
+        self._saved_s = time.monotonic()
+        await self._store.save(self.row, self.files)
+
+    async def save_progress(self) -> None:
+        """Makes it durable now and then; a store that is away costs only that.
+
+        Raises:
+            TakenOverError: another control plane goes on with it.
+        """
+        if time.monotonic() - self._saved_s < SAVE_EVERY_S:
+            return
+        try:
+            await self.save()
+        except StoreError as error:
+            log.warning("progress of export %s is not kept: %s", self.row.id, error)
+
+
+def _restored(row: ExportRow, files: Sequence[ExportFileRow]) -> Export:
+    return Export(
+        state=State(row.state),
+        reason=row.reason,
+        epoch=row.epoch,
+        step=row.step,
+        files={
+            file.name: File(
+                name=file.name,
+                size_bytes=file.size_bytes,
+                rank=file.rank,
+                state=FileState(file.state),
+                written_bytes=file.written_bytes,
+                checksum=file.checksum,
+            )
+            for file in files
+        },
+    )
+
+
+def _row(file: File) -> ExportFileRow:
+    return ExportFileRow(
+        name=file.name,
+        size_bytes=file.size_bytes,
+        written_bytes=file.written_bytes,
+        rank=file.rank,
+        checksum=file.checksum,
+        state=file.state,
+    )
+
+
+PER_RANK: Final = 1
+"""Files that one sidecar writes at once: more would not make its disk faster."""
+MAX_TRIES: Final = 3
+"""Of one file, when what went wrong may go right the next time."""
+NOBODY_S: Final = 10.0
+"""How long a writer is waited for when none is joined."""
+
+_LOOK_S: Final = 0.5
+_AGAIN_S: Final = 0.5
+
+
+_Task = asyncio.Task[export_pb2.ExportedFile]
+
+
+class Writing:
+    """The writing of one export."""
+
+    def __init__(self, job: ExportJob) -> None:
+        assert job.plan is not None
+        self._job = job
+        self._index = {file.name: number for number, file in enumerate(job.plan.files)}
+        self._tasks: dict[_Task, tuple[str, int]] = {}
+        self._tries: dict[str, int] = {}
+        self._gone: set[str] = set()
+        """Addresses that stopped answering; a sidecar that is respawned has another."""
+
+    async def run(self) -> None:
+        """Returns when all files are written, or the export has failed.
+
+        Raises:
+            UnreachableError: no sidecar is left that could write.
+        """
+        try:
+            await self._make_ready()
+            nobody_since_s = time.monotonic()
+            while self._job.export.state is State.RUNNING:
+                self._give()
+                if self._tasks:
+                    nobody_since_s = time.monotonic()
+                elif time.monotonic() - nobody_since_s > NOBODY_S:
+                    raise UnreachableError("no sidecar is left that could write")
+                await self._look()
+        finally:
+            await self._cancel(list(self._tasks))
+
+    async def _make_ready(self) -> None:
+        job = self._job
+        await job.group.any(
+            lambda rank, address: job.group.calls.begin(
+                rank, address, job.target, job.export.size_bytes
+            ),
+            lost=job.rank_lost,
+        )
+
+    def _give(self) -> None:
+        job, ranks = self._job, self._well()
+        for name, rank in machine.next_files(job.export, ranks, per_rank=PER_RANK):
+            job.change(machine.given(job.export, name, rank))
+            task = asyncio.create_task(self._write(name, rank, ranks[rank]))
+            self._tasks[task] = (name, rank)
+
+    def _well(self) -> dict[int, str]:
+        joined = self._job.group.ranks()
+        return {rank: address for rank, address in joined.items() if address not in self._gone}
+
+    async def _write(self, name: str, rank: int, address: str) -> export_pb2.ExportedFile:
+        job, joined = self._job, self._job.group.ranks()
+        if self._tries.get(name):
+            await asyncio.sleep(_AGAIN_S)
+        request = export_pb2.WriteExportFileRequest(
+            target=job.target, plan=job.message, file=self._index[name]
+        )
+        sources = [
+            (source, joined[source])
+            for source in sorted(job.export.files[name].sources - {rank})
+            if source in joined
+        ]
+        return await job.group.calls.write(
+            rank,
+            address,
+            request,
+            sources=sources,
+            moved=lambda size: job.change(machine.moved(job.export, name, size)),
+            timeout_s=job.spec.timeout_s,
+        )
+
+    async def _look(self) -> None:
+        if self._tasks:
+            done, _ = await asyncio.wait(
+                self._tasks, timeout=_LOOK_S, return_when=asyncio.FIRST_COMPLETED
+            )
+            for task in done:
+                self._ended(task, *self._tasks.pop(task))
+        else:
+            await asyncio.sleep(_LOOK_S)
+        files = self._job.export.files
+        stale = [
+            task
+            for task, (name, rank) in self._tasks.items()
+            if files[name].state is not FileState.WRITING or files[name].rank != rank
+        ]
+        await self._cancel(stale)
+        await self._job.save_progress()
+
+    def _ended(self, task: _Task, name: str, rank: int) -> None:
+        job = self._job
+        try:
+            found = task.result()
+        except RankLostError as error:
+            self._gone.add(job.group.ranks().get(error.rank, ""))
+            job.rank_lost(error.rank, str(error))
+            job.change(machine.returned(job.export, name))
+        except ParamdError as error:
+            self._failed(name, rank, error)
+        else:
+            self._written(name, rank, found)
+
+    def _written(self, name: str, rank: int, found: export_pb2.ExportedFile) -> None:
+        job = self._job
+        size_bytes = job.export.files[name].size_bytes
+        if (found.name, found.size_bytes) != (name, size_bytes):
+            raise ConflictError(
+                f"rank {rank} wrote {found.size_bytes:,} bytes as {found.name!r}; planned were "
+                f"{size_bytes:,} as {name!r}"
+            )
+        if job.export.files[name].state is FileState.WRITING:
+            job.change(machine.written(job.export, name, found.xxh3.hex()))
+
+    def _failed(self, name: str, rank: int, error: ParamdError) -> None:
+        job = self._job
+        self._tries[name] = self._tries.get(name, 0) + 1
+        log.warning("export %s: rank %d, file %s: %s", job.row.id, rank, name, error)
+        if codes_of(error).retry and self._tries[name] < MAX_TRIES:
+            job.change(machine.returned(job.export, name))
+        else:
+            job.change(machine.failed(job.export, f"{name}: {error}"))
+
+    async def _cancel(self, tasks: list[_Task]) -> None:
+        for task in tasks:
+            self._tasks.pop(task, None)
+            task.cancel()
+        if tasks:
+            await asyncio.wait(tasks)
+
 
 PIN_S: Final = 60.0
 
@@ -50,7 +343,7 @@ async def begin(job: ExportJob) -> None:
         ParamdError: no plan, no common step, no store.
     """
     from paramd.layout.exports.plan import plan_export
-    from paramd.mesh.exports.messages import encode_plan
+    from paramd.mesh.exports.pins import encode_plan
 
     await job.group.wait_for()
     digest, layout = await job.group.layout()
@@ -128,7 +421,7 @@ async def adopt(job: ExportJob) -> None:
 
 
 async def _replan(job: ExportJob) -> None:
-    from paramd.mesh.exports.messages import decode_plan
+    from paramd.mesh.exports.pins import decode_plan
 
     digest, layout = await job.group.layout()
     if digest != job.message.layout_digest:

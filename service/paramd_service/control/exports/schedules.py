@@ -13,7 +13,7 @@ from typing import Final, Generic, TypeVar
 from paramd import clock
 from paramd.errors import NotFoundError, ParamdError, UsageError
 from paramd_service.control.exports.incarnation import IncarnationExports
-from paramd_service.control.mesh.view import MeshView
+from paramd_service.control.mesh.registry import MeshView
 from paramd_service.control.store.exports import ExportRow, ExportStore, ScheduleRow
 
 MIN_EVERY_S = 1.0

@@ -23,16 +23,16 @@ from paramd_service.control.exports.documents import (
     scheduled,
 )
 from paramd_service.control.exports.incarnation import IncarnationExports
-from paramd_service.control.exports.job import ExportJob
+from paramd_service.control.exports.runner import ExportJob
 from paramd_service.control.exports.schedules import MAX_SCHEDULES, Cadence, Schedules
 from paramd_service.control.exports.sidecars import read_file, target_of
 from paramd_service.control.mesh.incarnation import Incarnation
 from paramd_service.control.mesh.jobs import Jobs
-from paramd_service.control.mesh.view import MeshView
+from paramd_service.control.mesh.registry import MeshView
 from paramd_service.control.mesh.watch import Publish
 from paramd_service.control.records.events import Kind
 from paramd_service.control.records.records import Records
-from paramd_service.control.store.errors import StoreError
+from paramd_service.control.store.engine import StoreError
 from paramd_service.control.store.exports import ExportRow, ExportStore, ScheduleRow
 from paramd_service.destinations.destinations import Destination, locate
 

@@ -29,7 +29,7 @@ from paramd.errors import (
     UsageError,
 )
 from paramd.v1 import sidecar_pb2
-from paramd_service.control.mesh.view import MeshView, listed
+from paramd_service.control.mesh.registry import MeshView, listed
 
 _TOKEN_BITS = 63
 

@@ -17,7 +17,7 @@ from paramd.errors import DeniedError, NotFoundError
 from paramd_service.shares import CALLER, Shares, Who
 
 if TYPE_CHECKING:
-    from paramd.mesh.peers.pins import Pinned
+    from paramd.mesh.peers.sidecars import Pinned
 
 MAX_HELD = 16
 """Most snapshots held at a time."""

@@ -10,13 +10,11 @@ from typing import Any
 
 from paramd.errors import ConflictError, ParamdError
 from paramd_service.control.base.config import Bootstrap
-from paramd_service.control.base.epochs import EpochRecord
+from paramd_service.control.base.site import EpochRecord
 from paramd_service.control.mesh.coordinator import Coordinator
-from paramd_service.control.mesh.own import OwnDirectory, OwnFinder
-from paramd_service.control.mesh.registry import Registry
-from paramd_service.control.mesh.sidecars import LayoutSource, SidecarCalls
+from paramd_service.control.mesh.registry import Registry, rhythm
+from paramd_service.control.mesh.sidecars import LayoutSource, OwnDirectory, OwnFinder, SidecarCalls
 from paramd_service.control.mesh.statistics import StatsSource
-from paramd_service.control.mesh.view import rhythm
 from paramd_service.control.mesh.watch import Publish, RefusalBook, StateWatch
 
 

@@ -29,11 +29,11 @@ from paramd.errors import (
 )
 from paramd.security.tickets import Signer, Verifier
 from paramd.state_files import is_job_name
-from paramd_service.control.base import epochs
+from paramd_service.control.base import site
 from paramd_service.control.base.config import MAX_WORLD_SIZE, Bootstrap
 from paramd_service.control.base.site import Site
 from paramd_service.control.mesh.incarnation import ControlIdentity, Incarnation
-from paramd_service.control.mesh.view import MeshView, listed, trains, why_end
+from paramd_service.control.mesh.registry import MeshView, listed, trains, why_end
 from paramd_service.control.mesh.watch import Publish
 
 MAX_JOBS = 512
@@ -246,10 +246,10 @@ class Jobs:
         """Verifier for an epoch's tickets. Raises DeniedError when the epoch cannot be ours."""
         return self._verifiers.get(job, epoch)
 
-    async def epochs(self, job: str) -> list[epochs.EpochRecord]:
+    async def epochs(self, job: str) -> list[site.EpochRecord]:
         """All known epochs of a job, oldest first. Raises NotFoundError."""
         present = self.get(job)
-        known = {r.epoch: r for r in await asyncio.to_thread(epochs.records, job)}
+        known = {r.epoch: r for r in await asyncio.to_thread(site.records, job)}
         known[present.epoch] = present.record()
         return [known[epoch] for epoch in sorted(known) if epoch <= present.epoch]
 
@@ -355,5 +355,5 @@ def _went_on(job: str) -> bool:
     """Whether the job's last epoch in the state dir is still open."""
     if not is_job_name(job):
         return False
-    known = epochs.records(job)
+    known = site.records(job)
     return bool(known) and known[-1].ended_s is None

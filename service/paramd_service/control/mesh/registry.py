@@ -1,22 +1,273 @@
 """Membership: each rank's latest report, fenced by epoch and by stream.
 
 Storing a report is O(1) in the number of ranks; `view` is O(ranks).
+
+Derive the state of the mesh and of each rank, with reasons, from the reports. Pure.
 """
 
 from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from enum import Enum
 
 from paramd.errors import ConflictError, UsageError
-from paramd.mesh.asked import no_way
+from paramd.mesh.asked import RankUnreachableError, no_way
 from paramd.security.tls import check_address
 from paramd.state_files import host_id
 from paramd.v1 import common_pb2, control_pb2
 from paramd_service.control.base.config import Bootstrap
-from paramd_service.control.mesh.view import MeshView, RankView, Report, mesh_view, rank_views
+
+REPORT_RANKS = 1024
+"""Larger meshes report `REPORT_STRETCH` times less often."""
+REPORT_STRETCH = 2.5
+
+
+class Membership(Enum):
+    """A rank's sidecar as seen by this control plane."""
+
+    MISSING = "missing"
+    """It has never joined in this epoch."""
+    JOINED = "joined"
+    """Its stream is open and it reports."""
+    SILENT = "silent"
+    """Its stream is open, but the last report is old: stopped, hung or cut off."""
+    GONE = "gone"
+    """Its stream ended without a goodbye: it was killed, or its host is gone."""
+    LEFT = "left"
+    """It said goodbye: the trainer detached."""
+
+
+class State(Enum):
+    """Health of a rank or of the whole mesh, worst last."""
+
+    ENDED = "ended"
+    """The trainer has detached."""
+    OK = "ok"
+    """Training runs and is served."""
+    STARTING = "starting"
+    """Its sidecar or its trainer has not arrived yet."""
+    DEGRADED = "degraded"
+    """It answers, but something is wrong; the reason says what."""
+    DOWN = "down"
+    """Its parameters cannot be read: no sidecar, or they are torn."""
+
+
+_PHASES: Mapping[int, tuple[State, str]] = {
+    common_pb2.PHASE_WAITING: (State.STARTING, "no trainer has attached yet"),
+    common_pb2.PHASE_ORPHANED: (
+        State.DEGRADED,
+        "its trainer has ended; its last step is still served",
+    ),
+    common_pb2.PHASE_TORN: (
+        State.DOWN,
+        "its trainer ended inside an update; its parameters are refused",
+    ),
+    common_pb2.PHASE_STALLED: (State.DEGRADED, "its trainer has stalled"),
+}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Report:
+    """The latest report of one sidecar."""
+
+    rank: int
+    step: int
+    layout_digest: str
+    peer: common_pb2.Peer
+    state: common_pb2.RankState
+    version: str
+    leaving: bool
+    connected: bool
+    """Its stream is open."""
+    changed_s: float
+    """When it was received, or when the stream ended; on the monotonic clock."""
+    no_way: str = ""
+    """Why its address is unreachable from here; empty when it is good."""
+
+    @property
+    def address(self) -> str:
+        """Address to call. Raises RankUnreachableError if it is unreachable from here."""
+        if self.no_way:
+            raise RankUnreachableError(self.rank, self.no_way)
+        return self.peer.address
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RankView:
+    """One rank, with a reason when something is wrong."""
+
+    rank: int
+    membership: Membership
+    state: State
+    reason: str
+    """Empty when nothing is wrong."""
+    report: Report | None
+    age_s: float
+    """Seconds since `report.changed_s`; 0 when there is none."""
+
+    @property
+    def connected(self) -> bool:
+        """Its stream is open, so it may be called, even when silent."""
+        return self.membership in (Membership.JOINED, Membership.SILENT)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MeshView:
+    """All ranks of the epoch, ordered by rank."""
+
+    ranks: tuple[RankView, ...]
+    layout_digest: str
+    """The digest that all connected ranks report; empty when none does or they differ."""
+    state: State
+    reason: str
+    """Why the mesh as a whole is not OK; empty when it is."""
+
+    @property
+    def joined(self) -> tuple[Report, ...]:
+        """Reports of the ranks that may be called, ordered by rank."""
+        return tuple(r.report for r in self.ranks if r.connected and r.report is not None)
+
+    @property
+    def absent(self) -> tuple[RankView, ...]:
+        """Ranks that cannot be called."""
+        return tuple(rank for rank in self.ranks if not rank.connected)
+
+    @property
+    def highest_boundary(self) -> int:
+        """Highest boundary request that any joined rank was ever ready for."""
+        return max((report.state.ready_boundary for report in self.joined), default=0)
+
+
+@dataclass(frozen=True, slots=True)
+class ReportInterval:
+    """How often ranks report, and after how long without a report one is silent."""
+
+    interval_s: float
+    silent_after_s: float
+
+
+def rhythm(world_size: int, *, report_s: float, silent_after_s: float) -> ReportInterval:
+    """The rhythm of a mesh: both times grow together on large meshes."""
+    stretch = REPORT_STRETCH if world_size > REPORT_RANKS else 1.0
+    return ReportInterval(report_s * stretch, silent_after_s * stretch)
+
+
+def mesh_view(
+    reports: Mapping[int, Report], *, world_size: int, now_s: float, silent_after_s: float
+) -> MeshView:
+    """The mesh at `now_s` (monotonic), from the reports by rank."""
+    ranks = rank_views(reports, range(world_size), now_s=now_s, silent_after_s=silent_after_s)
+    digests = {
+        rank.report.layout_digest
+        for rank in ranks
+        if rank.connected and rank.report is not None and rank.report.layout_digest
+    }
+    state, reason = _mesh_state(ranks, len(digests))
+    return MeshView(
+        ranks=ranks,
+        layout_digest=next(iter(digests)) if len(digests) == 1 else "",
+        state=state,
+        reason=reason,
+    )
+
+
+def rank_views(
+    reports: Mapping[int, Report], ranks: range, *, now_s: float, silent_after_s: float
+) -> tuple[RankView, ...]:
+    """A range of the mesh's ranks at `now_s` (monotonic)."""
+    return tuple(_rank_view(r, reports.get(r), now_s, silent_after_s) for r in ranks)
+
+
+def listed(ranks: Sequence[int]) -> str:
+    """Format ranks as text, listing at most eight."""
+    shown = ", ".join(str(rank) for rank in ranks[:8])
+    return shown if len(ranks) <= 8 else f"{shown}, ... ({len(ranks)} ranks)"
+
+
+def why_end(
+    view: MeshView, *, empty_since_s: float | None, now_s: float, empty_end_s: float
+) -> str | None:
+    """Why an epoch should end, or None. `empty_since_s` is the Registry's."""
+    if view.state is State.ENDED:
+        return f"all {len(view.ranks)} ranks have detached"
+    if empty_since_s is not None and now_s - empty_since_s >= empty_end_s:
+        return f"no sidecar has been joined for {empty_end_s:g} s"
+    return None
+
+
+def trains(view: MeshView) -> bool:
+    """Whether any rank's trainer is known to be alive, so that the job's name is in use."""
+    ended = (common_pb2.PHASE_WAITING, common_pb2.PHASE_ORPHANED, common_pb2.PHASE_TORN)
+    return any(
+        rank.membership is Membership.JOINED
+        and rank.report is not None
+        and rank.report.state.phase not in ended
+        for rank in view.ranks
+    )
+
+
+def _rank_view(rank: int, report: Report | None, now_s: float, silent_after_s: float) -> RankView:
+    age_s = max(now_s - report.changed_s, 0.0) if report is not None else 0.0
+    membership, state, reason = _standing(report, age_s, silent_after_s)
+    return RankView(
+        rank=rank, membership=membership, state=state, reason=reason, report=report, age_s=age_s
+    )
+
+
+def _standing(
+    report: Report | None, age_s: float, silent_after_s: float
+) -> tuple[Membership, State, str]:
+    if report is None:
+        return Membership.MISSING, State.STARTING, "its sidecar has not joined"
+    if report.leaving:
+        return Membership.LEFT, State.ENDED, "its trainer has detached"
+    if not report.connected:
+        return Membership.GONE, State.DOWN, f"its sidecar was lost {age_s:.0f} s ago"
+    if age_s > silent_after_s:
+        reason = f"its sidecar has not reported for {age_s:.0f} s"
+        return Membership.SILENT, State.DEGRADED, reason
+    if report.no_way:
+        return Membership.JOINED, State.DOWN, report.no_way
+    return Membership.JOINED, *_wellness(report.state)
+
+
+def _wellness(said: common_pb2.RankState) -> tuple[State, str]:
+    if said.phase in _PHASES:
+        state, reason = _PHASES[said.phase]
+        return state, said.phase_reason or reason
+    if said.unserved_reason:
+        return State.DEGRADED, f"its parameters are not served: {said.unserved_reason}"
+    if not said.agreement_works:
+        return State.DEGRADED, said.agreement_reason or "the trainers no longer agree"
+    return State.OK, ""
+
+
+def _mesh_state(ranks: Sequence[RankView], digest_count: int) -> tuple[State, str]:
+    states = {rank.state for rank in ranks}
+    reason = _mesh_reason(ranks, digest_count)
+    if len(states) == 1 and State.OK not in states:
+        return ranks[0].state, reason
+    if reason:
+        started = states & {State.OK, State.DEGRADED, State.DOWN}
+        return State.DEGRADED if started else State.STARTING, reason
+    return State.OK, ""
+
+
+def _mesh_reason(ranks: Sequence[RankView], digest_count: int) -> str:
+    absent = [rank.rank for rank in ranks if not rank.connected]
+    if absent:
+        return f"{len(ranks) - len(absent)} of {len(ranks)} ranks are joined; not: {listed(absent)}"
+    if digest_count > 1:
+        return "the ranks report different layouts"
+    troubled = [rank for rank in ranks if rank.reason]
+    if troubled:
+        also = f" (and {len(troubled) - 1} more)" if len(troubled) > 1 else ""
+        return f"rank {troubled[0].rank}: {troubled[0].reason}{also}"
+    return ""
+
 
 MAX_TEXT_CHARS = 4096
 """Longest text field in a report."""

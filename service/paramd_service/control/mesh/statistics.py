@@ -16,8 +16,7 @@ if TYPE_CHECKING:
     from paramd.layout.plan import ReadPlan
     from paramd.mesh.frames.frames import GradFrame, Kind
     from paramd.mesh.peers.discovery import SidecarFinder
-    from paramd.mesh.peers.pins import Pinned
-    from paramd.mesh.peers.sidecars import Sidecars
+    from paramd.mesh.peers.sidecars import Pinned, Sidecars
     from paramd.mesh.reading.pooled import Shown
     from paramd.mesh.results import StatsTable
 
@@ -144,7 +143,7 @@ class StatsSource:
 
         Raises: as `get`.
         """
-        from paramd.mesh.reading.select import while_pinned
+        from paramd.mesh.reading.pin import while_pinned
 
         reach = await self._reaching()
         asked_by.set(CALLER.get() or "")
@@ -198,7 +197,7 @@ class StatsSource:
         buffers: bool = True,
     ) -> Result:
         """One tensor that is named may be a buffer: that was the caller's choice."""
-        from paramd.mesh.reading.select import while_pinned
+        from paramd.mesh.reading.pin import while_pinned
 
         with self._questions.one(CALLER.get()):
             reach = await self._reaching()

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from paramd.v1 import common_pb2
-from paramd_service.control.mesh.view import MeshView, RankView, State
+from paramd_service.control.mesh.registry import MeshView, RankView, State
 
 EVERY_S = 60.0
 

@@ -18,7 +18,7 @@ from paramd_service.control.edits.service import EditRegistry
 from paramd_service.control.exports.machine import TERMINAL
 from paramd_service.control.exports.service import ExportService
 from paramd_service.control.mesh.jobs import Jobs
-from paramd_service.control.mesh.view import MeshView, RankView, Report, State
+from paramd_service.control.mesh.registry import MeshView, RankView, Report, State
 from paramd_service.control.records.records import Records
 from paramd_service.tls import ServerTls
 

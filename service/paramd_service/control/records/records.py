@@ -17,13 +17,11 @@ from paramd_service.control.access.authority import Principal
 from paramd_service.control.base.config import Bootstrap, ControlConfig
 from paramd_service.control.base.site import site_dir
 from paramd_service.control.mesh.incarnation import Incarnation
-from paramd_service.control.mesh.view import MeshView
-from paramd_service.control.records.audit.audit import Action, Audit, Entry
-from paramd_service.control.records.audit.denials import Denials
-from paramd_service.control.store.address import parse_store
+from paramd_service.control.mesh.registry import MeshView
+from paramd_service.control.records.audit.audit import Action, Audit, Denials, Entry
 from paramd_service.control.store.alerts import AlertStore
 from paramd_service.control.store.edits import EditStore
-from paramd_service.control.store.errors import StoreError
+from paramd_service.control.store.engine import StoreError, parse_store
 from paramd_service.control.store.exports import ExportRow
 from paramd_service.control.store.history import MetricHistory
 from paramd_service.control.store.store import Store

@@ -12,8 +12,7 @@ from pathlib import Path
 from sqlalchemy import Connection, Engine, inspect, text
 
 from paramd.errors import ConflictError
-from paramd_service.control.store.address import StoreAddress
-from paramd_service.control.store.engine import WRITES, create_file
+from paramd_service.control.store.engine import WRITES, StoreAddress, create_file
 from paramd_service.control.store.schema import REVISION, metadata
 
 LOCK_KEY = 0x70617261_6D640001

@@ -13,9 +13,14 @@ from typing import Any, Generic, TypeVar
 
 from sqlalchemy import Connection, Engine
 
-from paramd_service.control.store.address import StoreAddress
-from paramd_service.control.store.engine import READERS, WRITES, make_engine
-from paramd_service.control.store.errors import StoreError, store_errors
+from paramd_service.control.store.engine import (
+    READERS,
+    WRITES,
+    StoreAddress,
+    StoreError,
+    make_engine,
+    store_errors,
+)
 from paramd_service.control.store.migrate import migrate
 
 MAX_WAITING = 1024

@@ -7,14 +7,23 @@ that finds the rank between updates with time to spare is copied at once.
 
 A boundary that all trainers agreed on (AGREED) is copied when it is announced. A copy that
 the next update overtakes is reported as missed, with timings, and never repaired.
+
+The one thread that copies. It sleeps until the trainer or a request wakes it.
 """
 
 from __future__ import annotations
 
+import os
+import select
+import threading
+from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 
-from paramd.memory.control_page import ControlPage, Word
+from paramd.memory import descriptors
+from paramd.memory.arena import is_mirror
+from paramd.memory.control_page import ControlPage, Word, read_text
 from paramd.memory.gate import (
     CopyEnd,
     CopySpan,
@@ -23,9 +32,8 @@ from paramd.memory.gate import (
     copy_at_rest,
     copy_of_request,
 )
-from paramd.memory.mirror import is_mirror
-from paramd.memory.rest import read_text
 from paramd_service.sidecar.copying.page_requests import Boundary, Outcome, PageRequests
+from paramd_service.sidecar.log import Log
 
 RETRY_NS = 250_000_000
 """Polling interval while something waits and nothing was announced."""
@@ -106,7 +114,7 @@ class Capture:
     ) -> None:
         """
         Args:
-            digest: of the samples as they are in the arena (memory/rest.py).
+            digest: of the samples as they are in the arena (memory/control_page.py).
             stopped: whether the trainer's process is stopped, for example by SIGSTOP.
         """
         self._words = page.words
@@ -385,3 +393,87 @@ class Capture:
             "training went on (parameters change between forward and the optimizer's step, so "
             "copies are made at boundaries only; put those changes into attachment.update())"
         )
+
+
+class Copier:
+    """Runs a Capture on its own thread; every method may be called from any thread."""
+
+    def __init__(self, capture: Capture, trainer_wake: int, log: Log) -> None:
+        self.capture = capture
+        self._trainer_wake = trainer_wake
+        self.on_wake: Callable[[], None] = lambda: None
+        """Called on the copying thread after each wake; must be quick."""
+        self._log = log
+        self._inbox: deque[Callable[[], None]] = deque()
+        self._request_wake = descriptors.wake_event()
+        self._stopping = False
+        self._stopped = False
+        self._posting = threading.Lock()
+        self._thread = threading.Thread(target=self._run, name="paramd-copier", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Stop the thread after the copy under way; pending work is given up."""
+        # Before the post: its wake may be the last that the thread gets.
+        self._stopping = True
+        self._post(lambda: self.capture.give_up("the sidecar is stopping", jobs_too=True))
+        self._thread.join()
+        with self._posting:
+            self._stopped = True
+            os.close(self._request_wake)
+
+    def submit(self, job: CopyJob) -> None:
+        self._post(lambda: self.capture.submit(job))
+
+    def cancel(self, job: CopyJob) -> None:
+        self._post(lambda: self.capture.cancel(job))
+
+    def arm(self, boundary: Boundary) -> None:
+        self._post(lambda: self.capture.reaching.arm(boundary))
+
+    def withdraw(self, number: int, reason: str) -> None:
+        self._post(lambda: self.capture.reaching.withdraw(number, reason))
+
+    def take_back(self, number: int, done: Callable[[], None]) -> None:
+        """`done` is called on the copying thread."""
+
+        def act() -> None:
+            self.capture.reaching.take_back(number)
+            done()
+
+        self._post(act)
+
+    def give_up(self, reason: str, *, jobs_too: bool) -> None:
+        self._post(lambda: self.capture.give_up(reason, jobs_too=jobs_too))
+
+    def _post(self, action: Callable[[], None]) -> None:
+        with self._posting:
+            # Once closed, the descriptor's number may be reused; late posts are dropped.
+            if not self._stopped:
+                self._inbox.append(action)
+                descriptors.wake(self._request_wake)
+
+    def _run(self) -> None:
+        poll = select.poll()
+        for descriptor in (self._trainer_wake, self._request_wake):
+            poll.register(descriptor, select.POLLIN)
+        while True:
+            poll.poll(RETRY_NS // 1_000_000 if self.capture.waiting else None)
+            # Drained before serving: a wake that comes meanwhile shows up in the next poll.
+            for descriptor in (self._trainer_wake, self._request_wake):
+                with suppress(BlockingIOError):
+                    os.eventfd_read(descriptor)
+            try:
+                self._serve_once()
+                self.on_wake()
+            except Exception as error:  # one failure must not end serving for good
+                self._log("copier-failed", error=repr(error))
+            if self._stopping and not self._inbox:
+                return
+
+    def _serve_once(self) -> None:
+        while self._inbox:
+            self._inbox.popleft()()
+        self.capture.serve()

@@ -13,8 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from paramd.memory.agreed import Past, past_of
-from paramd.memory.control_page import Word, Words
+from paramd.memory.control_page import Past, Word, Words, past_of
 from paramd.memory.gate import CopySpan
 from paramd.v1 import sidecar_pb2 as pb
 

@@ -13,10 +13,16 @@ from google.protobuf.message import DecodeError
 from paramd.errors import ConflictError, ExhaustedError
 from paramd.memory.edit_program import record_count
 from paramd_service.shares import CALLER, Shares
-from paramd_service.sidecar.edits.entry import EditLimits, Entry, Phase, UndoRefusal, entry_of
-from paramd_service.sidecar.edits.index import EditIndex, Slot
-from paramd_service.sidecar.edits.layout import Body, body_of
-from paramd_service.sidecar.edits.memory import EditMemory
+from paramd_service.sidecar.edits.entry import (
+    Body,
+    EditLimits,
+    Entry,
+    Phase,
+    UndoRefusal,
+    body_of,
+    entry_of,
+)
+from paramd_service.sidecar.edits.memory import EditIndex, EditMemory, Slot
 
 MAX_TOLD_BYTES = 32 << 20
 """Manifests and digests of applied edits that are kept for queries; the oldest go first."""

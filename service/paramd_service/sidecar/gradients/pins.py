@@ -15,8 +15,7 @@ from paramd.errors import DeadlineError, UsageError
 from paramd.memory.gradient_program import Notes
 from paramd.v1 import sidecar_pb2 as pb
 from paramd_service.shares import CALLER
-from paramd_service.sidecar.gradients.memory import Places, SlotMemory
-from paramd_service.sidecar.gradients.slots import Gradients
+from paramd_service.sidecar.gradients.slots import Gradients, Places, SlotMemory
 from paramd_service.sidecar.snapshots.blocks import BlockMaker, Fill, Key, Lease, Snapshot
 from paramd_service.sidecar.snapshots.store import SnapshotStore
 
@@ -172,7 +171,7 @@ class GradientPins:
         placed, with_exponents = _placed(key.spans, reduction)
 
         def work(memory: SlotMemory, slot: int) -> list[pb.Stats]:
-            from paramd_service.sidecar.statistics.reduce_many import reduce_items
+            from paramd_service.sidecar.statistics.reduce import reduce_items
 
             found = reduce_items(
                 lambda begin, end: memory.room(slot, begin, end),
@@ -196,10 +195,10 @@ def _nothing(_result: Any) -> None:
 
 
 def _load_torch() -> None:
-    from paramd_service.sidecar.statistics import reduce, reduce_many
+    from paramd_service.sidecar.statistics import reduce
 
     reduce.set_up()
-    reduce_many.warm_up()
+    reduce.warm_up()
 
 
 @functools.lru_cache(maxsize=8)

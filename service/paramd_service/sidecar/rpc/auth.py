@@ -1,19 +1,144 @@
-"""The first interceptor: who may call what. Methods that are not in the table are denied."""
+"""The first interceptor: who may call what. Methods that are not in the table are denied.
+
+Checks that a request must pass before anything is done or allocated for it.
+
+What a method of SidecarService is to the servicer: how it is called, and with what.
+
+Each subject's module has `calls(rank)`, a table of its methods by name; the servicer merges
+the tables and treats all methods alike.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import (
+    AsyncGenerator,
+    AsyncIterator,
+    Awaitable,
+    Callable,
+    Iterable,
+    Mapping,
+    Sequence,
+)
 from contextvars import ContextVar
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Protocol, TypeAlias
 
 import grpc
 import grpc.aio
+from google.protobuf.message import Message
 
 from paramd import errors
-from paramd.errors import DeniedError, ParamdError, UnreachableError
+from paramd.errors import DeniedError, ParamdError, UnreachableError, UsageError
 from paramd.security.tickets import Claims, Role
 from paramd_service import shares
 from paramd_service.shares import Who
+
+MAX_SPANS = 100_000
+MAX_STATS_ITEMS = 100_000
+MAX_SNAPSHOT_IDS = 1_024
+
+# Kept back from a caller's deadline, so that the reason arrives before it ends.
+_MARGIN_S = 0.25
+_MARGIN_PART = 0.1
+
+
+class SpanMessage(Protocol):
+    """paramd.v1.Span."""
+
+    begin: int
+    end: int
+
+
+def check_deadline(remaining_s: float | None, max_deadline_s: float) -> float:
+    """Seconds of a call's deadline that may be used.
+
+    Raises:
+        UsageError: the call has none, or one too far away.
+    """
+    if remaining_s is None or remaining_s > max_deadline_s + 1:
+        given = "no deadline" if remaining_s is None else f"a deadline in {remaining_s:.0f} s"
+        raise UsageError(
+            f"the call has {given}; set one of at most {max_deadline_s:.0f} s (timeout=)"
+        )
+    return max(remaining_s - min(_MARGIN_S, _MARGIN_PART * remaining_s), 0.0)
+
+
+def check_spans(spans: Sequence[SpanMessage], arena_bytes: int) -> tuple[tuple[int, int], ...]:
+    """The spans as pairs.
+
+    Raises:
+        UsageError: too many, empty, not sorted, overlapping, or outside of the arena.
+    """
+    if len(spans) > MAX_SPANS:
+        raise UsageError(f"spans: {len(spans):,}; expected at most {MAX_SPANS:,}")
+    checked: list[tuple[int, int]] = []
+    last_end = 0
+    for span in spans:
+        begin, end = span.begin, span.end
+        if not last_end <= begin < end <= arena_bytes:
+            raise UsageError(
+                f"spans: [{begin}, {end}) after byte {last_end}; expected non-empty spans, sorted, "
+                f"not overlapping, within [0, {arena_bytes})"
+            )
+        checked.append((begin, end))
+        last_end = end
+    return tuple(checked)
+
+
+def check_range(offset_bytes: int, size_bytes: int, total_bytes: int) -> tuple[int, int]:
+    """[begin, end) of a read; size 0 means up to the end.
+
+    Raises:
+        UsageError: it leaves the snapshot.
+    """
+    if not 0 <= offset_bytes <= total_bytes or not 0 <= size_bytes <= total_bytes - offset_bytes:
+        raise UsageError(
+            f"offset_bytes, size_bytes: {offset_bytes}, {size_bytes}; expected a range within the "
+            f"snapshot's {total_bytes} bytes"
+        )
+    return offset_bytes, offset_bytes + size_bytes if size_bytes else total_bytes
+
+
+def granted_lease_s(lease_ms: int, default_s: float, max_s: float) -> float:
+    """Lease that a request gets, in seconds; 0 means the default, and `max_s` is the cap.
+
+    Raises:
+        UsageError: it is negative.
+    """
+    if lease_ms < 0:
+        raise UsageError(f"lease_ms: {lease_ms}; expected 0 (the default) or more")
+    return min(lease_ms / 1000, max_s) if lease_ms else default_s
+
+
+Unary: TypeAlias = Callable[[Any, float], Awaitable[Message]]
+"""(request, seconds left) -> answer"""
+
+Answers: TypeAlias = Callable[[Any, float], AsyncGenerator[bytes, None]]
+"""(request, seconds left) -> serialized answers"""
+
+Requests: TypeAlias = Callable[[AsyncIterator[Any], float], Awaitable[Message]]
+"""(requests, seconds left) -> answer"""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Call:
+    """One method; exactly one of `unary`, `answers` and `requests` is set."""
+
+    request: type[Message]
+    unary: Unary | None = None
+    answers: Answers | None = None
+    """Answers with a stream; always heavy."""
+    requests: Requests | None = None
+    """Takes a stream; always heavy."""
+    part: Callable[[bytes], Any] | None = None
+    """Parses one message of such a stream, where a protobuf object would cost a copy."""
+    heavy: bool | Callable[[Any], bool] = False
+    """Takes one of the slots that bound concurrent work; a function decides by the request."""
+
+
+CallTable: TypeAlias = Mapping[str, Call]
+"""Methods by their name in SidecarService."""
+
 
 SERVICE = "paramd.v1.SidecarService"
 

@@ -9,8 +9,8 @@ from paramd.v1 import sidecar_pb2 as pb
 from paramd.wire import MAX_LEASE_S
 from paramd_service.sidecar.boundaries import BoundaryRequest
 from paramd_service.sidecar.rank import RankSidecar
-from paramd_service.sidecar.rpc import limits, messages
-from paramd_service.sidecar.rpc.methods import Call, CallTable
+from paramd_service.sidecar.rpc import auth, messages
+from paramd_service.sidecar.rpc.auth import Call, CallTable
 
 MAX_STEPS = 1_000_000
 
@@ -74,10 +74,10 @@ def check_reach(request: pb.ReachBoundaryRequest) -> BoundaryRequest:
         UsageError: the message names the field.
     """
     number, token = request.boundary, request.token
-    if number < 1 or len(request.snapshot_ids) > limits.MAX_SNAPSHOT_IDS:
+    if number < 1 or len(request.snapshot_ids) > auth.MAX_SNAPSHOT_IDS:
         raise UsageError(
             f"boundary, snapshot_ids: {number}, {len(request.snapshot_ids)} ids; "
-            f"expected a number from 1 on and at most {limits.MAX_SNAPSHOT_IDS} ids"
+            f"expected a number from 1 on and at most {auth.MAX_SNAPSHOT_IDS} ids"
         )
     if token < 1:
         raise UsageError(f"token: {token}; expected 1 to 2^63 - 1")

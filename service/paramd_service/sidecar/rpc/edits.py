@@ -1,24 +1,250 @@
-"""Edit calls: staging, progress, preview and dropping."""
+"""Edit calls: staging, progress, preview and dropping.
+
+Copies the data of an edit from another rank's sidecar on this host that has it staged.
+
+The peer hands over its edit memory, read-only; the bytes are copied into our own, verified
+there, and must match the digests that the peer reports.
+
+PreviewEdit: statistics of what an edit would change, before and after, from a copy.
+"""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+import ctypes
+import os
+from bisect import bisect_right
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 
 from google.protobuf.message import DecodeError, Message
 
-from paramd.errors import UsageError
+from paramd.errors import (
+    ConflictError,
+    DataLossError,
+    NotFoundError,
+    UnreachableError,
+    UsageError,
+    error_of_grpc,
+)
+from paramd.memory import handover
+from paramd.memory.arena import is_mirror
+from paramd.memory.edit_program import Record, parse_program
+from paramd.mesh.asked import check_handover
+from paramd.state_files import host_id, kernel_of
 from paramd.v1 import common_pb2
 from paramd.v1 import sidecar_pb2 as pb
 from paramd.wire import Chunk, parse_chunk
 from paramd_service.sidecar.edits.entry import Entry, Phase
-from paramd_service.sidecar.edits.receive import copy_of
+from paramd_service.sidecar.edits.memory import Range, Ranges
+from paramd_service.sidecar.edits.receive import Fill, copy_of
 from paramd_service.sidecar.rank import RankSidecar
 from paramd_service.sidecar.rpc import messages
-from paramd_service.sidecar.rpc.auth import CALLER_TICKET
-from paramd_service.sidecar.rpc.edit_peers import copy_from_peer
-from paramd_service.sidecar.rpc.edit_preview import preview
-from paramd_service.sidecar.rpc.methods import Call, CallTable
+from paramd_service.sidecar.rpc.auth import CALLER_TICKET, Call, CallTable
+from paramd_service.sidecar.rpc.statistics import on_stats_thread, stats_message
+from paramd_service.sidecar.snapshots.blocks import Key
+
+BLOCK_BYTES = 2 << 20
+_ANSWER_S = 5.0
+
+
+async def copy_from_peer(rank: RankSidecar, entry: Entry, peer_rank: int, ticket: str) -> None:
+    """Stage what is missing of an edit from the sidecar of `peer_rank`.
+
+    Raises:
+        UsageError: that rank is not on this host, or its data has another size.
+        NotFoundError, ConflictError: it does not have the edit staged.
+        DataLossError: its digests do not match the copied bytes.
+        UnreachableError: its sidecar does not answer.
+    """
+    if entry.phase is not Phase.STAGING:
+        return
+    path = _socket_of(rank, peer_rank)
+    descriptor, answer = await asyncio.to_thread(_shared, path, ticket, entry.edit_id, peer_rank)
+    try:
+        begin, size_bytes = int(answer["begin"]), int(answer["size_bytes"])
+        if size_bytes != entry.size_bytes:
+            raise UsageError(
+                f"copy_from_rank: rank {peer_rank} has {size_bytes:,} bytes of this edit, rank "
+                f"{rank.config.rank} needs {entry.size_bytes:,}; they do not hold the same pieces"
+            )
+        while (offset := entry.staged_bytes) < size_bytes:
+            size = min(BLOCK_BYTES, size_bytes - offset)
+            await rank.edits.take(entry, [(offset, size, _reading(descriptor, begin + offset))])
+    finally:
+        os.close(descriptor)
+    # The peer may have dropped the edit and reused its memory while we copied.
+    if [digest.hex() for digest in entry.data_digests] != answer["data_digests"]:
+        await rank.edits.drop(entry.edit_id)
+        raise DataLossError(
+            f"copy_from_rank: what rank {peer_rank} has staged changed while it was copied; "
+            "stage it again"
+        )
+
+
+def share_message(entry: Entry) -> handover.Message:
+    """The answer to a peer that wants the data of an edit.
+
+    Raises:
+        ConflictError: it is not staged, or an undo that has no data.
+    """
+    if entry.phase not in (Phase.STAGED, Phase.READY) or entry.body is None:
+        raise ConflictError(
+            f"edit {entry.edit_id} is {entry.phase.name}; only what is STAGED can be copied"
+        )
+    return {
+        "op": "shared",
+        "begin": entry.body.data_begin,
+        "size_bytes": entry.size_bytes,
+        "data_digests": [digest.hex() for digest in entry.data_digests],
+    }
+
+
+def _socket_of(rank: RankSidecar, peer_rank: int) -> Path:
+    peers = {peer.rank: peer for peer in rank.ready_mesh().peers}
+    peer, own = peers.get(peer_rank), peers.get(rank.config.rank)
+    host = own.host_id if own is not None else host_id()
+    if peer is None or peer_rank == rank.config.rank or not peer.socket_path:
+        raise UsageError(f"copy_from_rank: {peer_rank} is no other rank of this mesh")
+    if kernel_of(peer.host_id) != kernel_of(host):
+        raise UsageError(f"copy_from_rank: rank {peer_rank} is on another host; send its data")
+    return Path(peer.socket_path)
+
+
+def _shared(path: Path, ticket: str, edit_id: str, peer_rank: int) -> tuple[int, handover.Message]:
+    connection = handover.connect(path, timeout_s=_ANSWER_S)
+    try:
+        message = {"op": "share", "ticket": ticket, "rank": peer_rank, "edit_id": edit_id}
+        handover.send(connection, message)
+        answer, descriptors = handover.receive(connection)
+    except (EOFError, OSError) as error:
+        raise UnreachableError(f"the sidecar of rank {peer_rank} does not answer") from error
+    finally:
+        connection.close()
+    try:
+        if answer["op"] == "shared" and len(descriptors) == 1:
+            check_handover(answer, ticket, peer_rank)
+            return descriptors.pop(), answer
+    finally:
+        for descriptor in descriptors:
+            os.close(descriptor)
+    kind = error_of_grpc(str(answer.get("code"))) if answer["op"] == "error" else NotFoundError
+    raise kind(f"rank {peer_rank}: {answer.get('message', answer['op'])}")
+
+
+def _reading(descriptor: int, position: int) -> Fill:
+    def fill(address: int, begin: int, size_bytes: int) -> None:
+        target = memoryview((ctypes.c_char * size_bytes).from_address(address)).cast("B")
+        done = 0
+        while done < size_bytes:
+            moved = os.preadv(descriptor, [target[done:]], position + begin + done)
+            if not moved:
+                raise DataLossError("copy_from_rank: the peer's memory is shorter than it says")
+            done += moved
+
+    return fill
+
+
+@dataclass(frozen=True, slots=True)
+class Preview:
+    """One answer per operation, in order, all of one step."""
+
+    step: int
+    before: list[pb.Stats]
+    after: list[pb.Stats]
+
+
+async def preview(rank: RankSidecar, entry: Entry, timeout_s: float) -> Preview:
+    """Statistics of this rank's elements, per operation.
+
+    Holds a snapshot of them meanwhile.
+
+    Raises:
+        ConflictError: the edit is not STAGED, or was applied meanwhile; the arena is a mirror.
+        ExhaustedError, AbortedError, TornError: from pinning.
+        UsageError: a dtype has no statistics.
+    """
+    async with entry.lock:
+        _check_staged(entry)
+        await rank.edits.planned(entry)
+        attached, edit = rank.attached, entry.edit
+        assert attached is not None
+        if is_mirror(attached.page.words):
+            raise ConflictError(
+                "previews need what the parameters are now, and these stay in the trainer's own "
+                "memory; summon them to compute what an edit would do, or apply and undo it"
+            )
+        assert edit is not None
+        arena_bytes, memory = attached.request.arena_bytes, rank.edits.memory.buffer
+        records = parse_program(memory, entry.program_begin, arena_bytes=arena_bytes)
+        spans = tuple(Ranges(*((item.arena_begin, item.arena_end) for item in edit.items)))
+        if not spans:
+            nothing = [pb.Stats(min=float("inf"), max=float("-inf"))] * entry.op_count
+            return Preview(rank.step, nothing, nothing)
+        key = Key(rank.epoch, spans)
+        lease = await rank.pins.pin(key, lease_s=timeout_s, timeout_s=timeout_s)
+        store = rank.pins.store
+        snapshot = store.hold(lease.snapshot)
+        try:
+            # Our own hold replaces the lease, which could end in the middle.
+            store.release(lease.snapshot_id)
+            ops = [(item.op, item.dtype) for item in edit.items]
+            view, count = snapshot.view(), entry.op_count
+            before, after = await on_stats_thread(
+                rank, lambda stop: _reduce(view, spans, memory, records, ops, count, stop)
+            )
+            step = snapshot.step
+        finally:
+            store.drop(snapshot)
+        # Applied meanwhile, the edit may be in the snapshot already.
+        rank.edits.settle()
+        _check_staged(entry)
+    return Preview(step, before, after)
+
+
+def _reduce(
+    snapshot: memoryview,
+    spans: Sequence[Range],
+    memory: memoryview,
+    records: Sequence[Record],
+    ops: Sequence[tuple[int, str]],
+    op_count: int,
+    stop: Sequence[bool],
+) -> tuple[list[pb.Stats], list[pb.Stats]]:
+    from paramd_service.sidecar.statistics import reduce, trial
+
+    reduce.set_up()
+    before, after = ([reduce.Reduced() for _ in range(op_count)] for _ in range(2))
+    offsets: dict[int, int] = {}
+    begin_bytes = 0
+    for begin, end in spans:
+        offsets[begin] = begin_bytes - begin
+        begin_bytes += end - begin
+    begins = sorted(offsets)
+    for record, (op, dtype) in zip(records, ops, strict=True):
+        if stop:
+            return [], []  # cancelled: nobody waits for the result
+        shift = offsets[begins[_at(begins, record.arena_begin)]]
+        trial.try_record(
+            snapshot, record.arena_begin + shift, memory, record, dtype, before[op], after[op]
+        )
+    return (
+        [stats_message(one) for one in before],
+        [stats_message(one) for one in after],
+    )
+
+
+def _at(begins: Sequence[int], position: int) -> int:
+    return bisect_right(begins, position) - 1
+
+
+def _check_staged(entry: Entry) -> None:
+    if entry.phase is not Phase.STAGED:
+        raise ConflictError(
+            f"edit {entry.edit_id} is {entry.phase.name}; only a STAGED one can be previewed"
+        )
+
 
 _DATA_TAG = b"\x0a"
 _FIRST = "the first message names the manifest, and only the first"

@@ -18,7 +18,7 @@ from paramd.errors import UsageError
 from paramd.layout.codec import decode_layout
 from paramd.layout.exports.files import ExportFile
 from paramd.layout.exports.plan import ExportPlan
-from paramd.mesh.exports.messages import decode_plan
+from paramd.mesh.exports.pins import decode_plan
 from paramd.v1 import common_pb2, export_pb2, layout_pb2
 from paramd.wire import CHUNK_BYTES, data_chunk
 from paramd_service.aio import uncancelled
@@ -28,8 +28,13 @@ from paramd_service.formats.dcp import dcp_files
 from paramd_service.formats.finishing import manifest
 from paramd_service.sidecar.rank import RankSidecar
 from paramd_service.sidecar.rpc import messages
-from paramd_service.sidecar.rpc.export_sources import Memories
-from paramd_service.sidecar.rpc.export_write import Digesting, Job, stream_file, write_file
+from paramd_service.sidecar.rpc.export_write import (
+    Digesting,
+    Job,
+    Memories,
+    stream_file,
+    write_file,
+)
 
 MAX_STORED_BYTES = 256 << 20
 """Largest file that may be stored beside those that are planned."""

@@ -13,7 +13,7 @@ from google.protobuf.message import Message
 
 from paramd.v1 import export_pb2
 from paramd_service.sidecar.rank import RankSidecar
-from paramd_service.sidecar.rpc.methods import Answers, Call, CallTable, Requests, Unary
+from paramd_service.sidecar.rpc.auth import Answers, Call, CallTable, Requests, Unary
 
 if TYPE_CHECKING:
     from paramd_service.sidecar.rpc.export_service import Exports

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from paramd.v1 import sidecar_pb2 as pb
 from paramd_service.sidecar.rank import RankSidecar
-from paramd_service.sidecar.rpc.methods import Call, CallTable
+from paramd_service.sidecar.rpc.auth import Call, CallTable
 
 if TYPE_CHECKING:
     from paramd_service.sidecar.rpc.relay import Gatherer
@@ -40,7 +40,7 @@ class Gateway:
         Raises:
             ParamdError: as a client's own `grads`.
         """
-        from paramd_service.sidecar.rpc.gradient_relay import stream_gradients
+        from paramd_service.sidecar.rpc.relay import stream_gradients
 
         gatherer = await self._current()
         async with aclosing(stream_gradients(gatherer, request)) as parts:

@@ -9,8 +9,8 @@ from paramd.memory.gradient_program import Notes
 from paramd.v1 import sidecar_pb2 as pb
 from paramd_service.sidecar.gradients.slots import EndedError
 from paramd_service.sidecar.rank import RankSidecar
-from paramd_service.sidecar.rpc import limits, messages
-from paramd_service.sidecar.rpc.methods import Call, CallTable
+from paramd_service.sidecar.rpc import auth, messages
+from paramd_service.sidecar.rpc.auth import Call, CallTable
 from paramd_service.sidecar.snapshots.blocks import Key, Lease
 from paramd_service.sidecar.snapshots.moments import table_key
 
@@ -40,11 +40,9 @@ class _PinCalls:
         _check(request)
         attached = rank.attached
         assert attached is not None
-        spans = limits.check_spans(request.spans, attached.request.arena_bytes)
+        spans = auth.check_spans(request.spans, attached.request.arena_bytes)
         config = rank.config
-        lease_s = limits.granted_lease_s(
-            request.lease_ms, config.default_lease_s, config.max_lease_s
-        )
+        lease_s = auth.granted_lease_s(request.lease_ms, config.default_lease_s, config.max_lease_s)
         key = Key(request.epoch, spans, request.source, request.state_key)
         if request.source == pb.SOURCE_GRADIENTS:
             return await self._gradients(request, key, lease_s, timeout_s)

@@ -21,7 +21,7 @@ from paramd_service.sidecar.edits.windows import Windows
 from paramd_service.sidecar.owner import AttachedMemory, AttachRequest, parse_attach, parse_mesh
 from paramd_service.sidecar.rank import RankSidecar
 from paramd_service.sidecar.rpc.auth import check_editor, check_reader
-from paramd_service.sidecar.rpc.edit_peers import share_message
+from paramd_service.sidecar.rpc.edits import share_message
 from paramd_service.sidecar.snapshots.blocks import Snapshot
 
 MAX_CONNECTIONS = 256

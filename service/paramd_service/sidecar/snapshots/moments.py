@@ -15,8 +15,8 @@ from concurrent.futures import Executor
 from typing import Any
 
 from paramd.errors import AbortedError, ConflictError, NotFoundError
+from paramd.memory.descriptors import PAGE, SparseMemory
 from paramd.memory.moments_table import TABLE_BYTES, parse_table, room_begin, table_begin
-from paramd.memory.sparse import PAGE, SparseMemory
 from paramd.v1 import sidecar_pb2 as pb
 from paramd_service.aio import uncancelled
 from paramd_service.shares import CALLER

@@ -9,8 +9,7 @@ from fastapi import APIRouter, Query
 from pydantic import BaseModel, Field
 
 from paramd.errors import UsageError
-from paramd_service.control.alerts.book import Alert, AlertDocument, document
-from paramd_service.control.alerts.kept import alert_of
+from paramd_service.control.alerts.book import Alert, AlertDocument, alert_of, document
 from paramd_service.control.api.routes.jobs import PROBLEMS
 from paramd_service.control.api.routes.paging import make_token, read_token
 from paramd_service.control.api.services import Services

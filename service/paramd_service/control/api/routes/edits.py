@@ -9,8 +9,8 @@ from fastapi import APIRouter, Path, Query, Request
 
 from paramd.errors import UsageError
 from paramd.layout.edits.ops import OpSpec
-from paramd_service.control.access.http import may_read, principal_of
-from paramd_service.control.api.models_edits import (
+from paramd_service.control.access.doorway import may_read, principal_of
+from paramd_service.control.api.models import (
     EDIT_ID,
     EditDocument,
     EditList,

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 from fastapi import APIRouter, Path, Query, Request, Response
 
 from paramd.errors import UsageError
-from paramd_service.control.access.http import principal_of
+from paramd_service.control.access.doorway import principal_of
 from paramd_service.control.api.routes.jobs import PROBLEMS
 from paramd_service.control.api.routes.paging import make_token, read_token
 from paramd_service.control.api.services import Services

@@ -13,9 +13,8 @@ from fastapi.sse import EventSourceResponse, ServerSentEvent
 
 from paramd.errors import ParamdError, UsageError, codes_of
 from paramd.filters import parse_filter
-from paramd_service.control.access.http import may_read
-from paramd_service.control.api.choice import choose, pattern_of, without_small
-from paramd_service.control.api.norms import NormHistory
+from paramd_service.control.access.doorway import may_read
+from paramd_service.control.api.choice import NormHistory, choose, pattern_of, without_small
 from paramd_service.control.api.routes.jobs import PROBLEMS
 from paramd_service.control.api.routes.params import Wanted
 from paramd_service.control.api.services import Services

@@ -11,9 +11,8 @@ from pydantic import BaseModel, ConfigDict, Field
 from paramd.clock import now_s
 from paramd.errors import NotFoundError, UsageError
 from paramd.layout.types import Layout, TensorLayout
-from paramd_service.control.access.http import may_read
-from paramd_service.control.alerts.book import Point
-from paramd_service.control.alerts.kept import series_name, series_of, subject_of
+from paramd_service.control.access.doorway import may_read
+from paramd_service.control.alerts.book import Point, series_name, series_of, subject_of
 from paramd_service.control.api.choice import check_large
 from paramd_service.control.api.routes.jobs import PROBLEMS
 from paramd_service.control.api.routes.paging import make_token, read_token

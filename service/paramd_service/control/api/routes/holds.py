@@ -6,8 +6,8 @@ from typing import Annotated
 
 from fastapi import APIRouter, Query, Request
 
-from paramd_service.control.access.http import principal_of
-from paramd_service.control.api.models_edits import HoldDocument, HoldRequest, StepRequest
+from paramd_service.control.access.doorway import principal_of
+from paramd_service.control.api.models import HoldDocument, HoldRequest, StepRequest
 from paramd_service.control.api.routes.jobs import PROBLEMS
 from paramd_service.control.api.services import Services
 from paramd_service.control.edits.holds import Hold, HoldView

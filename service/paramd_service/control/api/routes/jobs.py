@@ -12,7 +12,7 @@ from starlette.responses import Response, StreamingResponse
 from paramd import clock
 from paramd.security.tickets import RANK_TICKET_TTL_S, Role, Signer
 from paramd_service.control.access.authority import Principal
-from paramd_service.control.access.http import principal_of
+from paramd_service.control.access.doorway import principal_of
 from paramd_service.control.access.roles import ticket_role
 from paramd_service.control.api import rank_text
 from paramd_service.control.api.models import (
@@ -31,7 +31,7 @@ from paramd_service.control.base.config import Bootstrap
 from paramd_service.control.base.problems import Problem
 from paramd_service.control.edits.holds import HoldState, hold_of
 from paramd_service.control.mesh.incarnation import Incarnation
-from paramd_service.control.mesh.view import MeshView
+from paramd_service.control.mesh.registry import MeshView
 
 PROBLEMS: dict[int | str, dict[str, Any]] = {
     code: {"model": Problem} for code in (400, 401, 403, 404, 409, 422, 429, 500, 503)

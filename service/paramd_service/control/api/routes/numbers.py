@@ -13,7 +13,7 @@ from starlette.responses import Response
 from paramd.errors import ConflictError, DeniedError, UnreachableError
 from paramd.filters import Filter, parse_filter
 from paramd.layout.select import SelectedTensor
-from paramd_service.control.access.http import may_read
+from paramd_service.control.access.doorway import may_read
 from paramd_service.control.access.roles import ELEMENTS_OF_BIN
 from paramd_service.control.api.choice import (
     Missing,
@@ -23,7 +23,7 @@ from paramd_service.control.api.choice import (
     split,
     without_small,
 )
-from paramd_service.control.api.models_params import (
+from paramd_service.control.api.models import (
     HeatmapDocument,
     HistogramDocument,
     StatsDocument,

@@ -13,7 +13,7 @@ from paramd.filters import MAX_FILTER_BYTES, Filter, parse_filter
 from paramd.layout.dtypes import item_bytes
 from paramd.layout.select import SelectedTensor
 from paramd.layout.types import Box, Piece, TensorLayout
-from paramd_service.control.access.http import may_read
+from paramd_service.control.access.doorway import may_read
 from paramd_service.control.api.choice import (
     Missing,
     choose,
@@ -22,7 +22,7 @@ from paramd_service.control.api.choice import (
     split,
     without_small,
 )
-from paramd_service.control.api.models_params import (
+from paramd_service.control.api.models import (
     MissingDocument,
     ParamDetail,
     ParamDocument,

@@ -10,9 +10,9 @@ from pydantic.config import JsonDict
 
 from paramd.errors import UsageError
 from paramd.version import __version__
-from paramd_service.control.access.http import bearer_of, cookie_of, principal_of
+from paramd_service.control.access.authority import cookie_name
+from paramd_service.control.access.doorway import bearer_of, cookie_of, principal_of
 from paramd_service.control.access.roles import allowed
-from paramd_service.control.access.sessions import cookie_name
 from paramd_service.control.api.routes.jobs import PROBLEMS
 from paramd_service.control.api.services import Services
 

@@ -10,10 +10,10 @@ from fastapi import APIRouter, Path, Query, Request, Response
 from paramd.errors import ParamdError, UsageError
 from paramd.filters import parse_filter
 from paramd.v1 import sidecar_pb2
-from paramd_service.control.access.http import principal_of
+from paramd_service.control.access.doorway import principal_of
 from paramd_service.control.access.roles import Action
 from paramd_service.control.api.choice import choose, pattern_of
-from paramd_service.control.api.models_snapshots import (
+from paramd_service.control.api.models import (
     HeldDocument,
     LeaseDocument,
     LeaseRequest,
@@ -28,7 +28,7 @@ from paramd_service.control.api.routes.params import PageToken, available
 from paramd_service.control.api.services import Services
 from paramd_service.control.mesh.held import LeasedSnapshot
 from paramd_service.control.mesh.incarnation import Incarnation
-from paramd_service.control.mesh.view import RankView
+from paramd_service.control.mesh.registry import RankView
 from paramd_service.control.records.events import Kind
 
 MAX_RANKS = 1024

@@ -8,7 +8,7 @@ from fastapi import APIRouter, Path, Request
 from pydantic import BaseModel, ConfigDict, Field
 
 from paramd_service.control.access.authority import DEFAULT_TTL_S, MAX_NAME_CHARS, MAX_TTL_S
-from paramd_service.control.access.http import principal_of
+from paramd_service.control.access.doorway import principal_of
 from paramd_service.control.access.roles import UserRole
 from paramd_service.control.api.services import Services
 from paramd_service.control.base.problems import Problem

@@ -1,6 +1,5 @@
 """The audit: who is about to change what, recorded before it happens.
 
-`audit.py` records, `heads.py` keeps each chain's head apart from the store, `chain_store.py` has
-the chain's rows, and `__main__.py` verifies a store without its control plane. `paramd/chain.py`
-defines how records are linked.
+`audit.py` records and keeps each chain's head apart from the store; `__main__.py` verifies a
+store without its control plane. `paramd/chain.py` defines how records are linked.
 """

@@ -1,4 +1,14 @@
-"""Record mutations: the intent before the effect, the outcome after it, both in one chain."""
+"""Record mutations: the intent before the effect, the outcome after it, both in one chain.
+
+The chain's rows, appended one at a time, each after checking the last one.
+
+The head of each chain, kept in a file apart from the store.
+
+A chain alone cannot reveal that its end was truncated. The file has two one-line slots, written
+alternately, so a torn write loses only the newer line.
+
+Rate-limited audit of refused calls: some in full, the rest as a count.
+"""
 
 from __future__ import annotations
 
@@ -17,15 +27,141 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from sqlalchemy import Connection
+from sqlalchemy import Connection, insert, select, text
 
-from paramd.chain import START, Head, Link
+from paramd.chain import START, Head, Link, canonical, link_hash
 from paramd.errors import ParamdError, UnreachableError, reason_of
-from paramd_service.control.records.audit import chain_store
-from paramd_service.control.records.audit.chain_store import ChainBrokenError
-from paramd_service.control.records.audit.heads import HeadFiles
-from paramd_service.control.store.errors import StoreError
+from paramd_service.control.store.engine import StoreError
+from paramd_service.control.store.schema import audit
 from paramd_service.control.store.store import Store
+
+LOCK_KEY = 0x70617261_6D640002
+"""PostgreSQL advisory lock held while appending."""
+
+
+class ChainBrokenError(Exception):
+    """The store has lost or altered an earlier record; appending would hide that."""
+
+
+def append(
+    connection: Connection, job: str, known: Head, record: Callable[[int], Mapping[str, Any]]
+) -> Link:
+    """Append `record(seq)` to a job's chain; the caller commits.
+
+    Args:
+        known: The newest head kept apart from the store; the chain must still contain it.
+
+    Raises:
+        ChainBrokenError: it does not.
+    """
+    if connection.dialect.name == "postgresql":
+        # Several control planes may share one chain. SQLite has a single writer anyway.
+        connection.execute(text("SELECT pg_advisory_xact_lock(:key)"), {"key": LOCK_KEY})
+    last = head(connection, job)
+    if known.seq and (last if last.seq == known.seq else _at(connection, job, known.seq)) != known:
+        raise ChainBrokenError(
+            f"record {known.seq} of the audit was removed or replaced; run: paramd audit verify"
+        )
+    seq = last.seq + 1
+    body = canonical({**record(seq), "job": job, "prev": last.hash, "seq": seq})
+    link = Link(seq, body, link_hash(last.hash, body))
+    connection.execute(insert(audit).values(job=job, seq=seq, body=body, hash=link.hash))
+    return link
+
+
+def head(connection: Connection, job: str) -> Head:
+    """The chain's head according to the store."""
+    chosen = (
+        select(audit.c.seq, audit.c.hash)
+        .where(audit.c.job == job)
+        .order_by(audit.c.seq.desc())
+        .limit(1)
+    )
+    row = connection.execute(chosen).first()
+    return Head(row.seq, row.hash) if row is not None else START
+
+
+def links(connection: Connection, job: str, *, after_seq: int, limit: int) -> list[Link]:
+    """Records after `after_seq`, oldest first."""
+    chosen = (
+        select(audit).where(audit.c.job == job, audit.c.seq > after_seq).order_by(audit.c.seq)
+    ).limit(limit)
+    return [Link(row.seq, row.body, row.hash) for row in connection.execute(chosen)]
+
+
+def newest(connection: Connection, job: str, *, before_seq: int | None, limit: int) -> list[Link]:
+    """Records before `before_seq` (None: all), newest first."""
+    chosen = select(audit).where(audit.c.job == job).order_by(audit.c.seq.desc()).limit(limit)
+    if before_seq is not None:
+        chosen = chosen.where(audit.c.seq < before_seq)
+    return [Link(row.seq, row.body, row.hash) for row in connection.execute(chosen)]
+
+
+def _at(connection: Connection, job: str, seq: int) -> Head | None:
+    chosen = select(audit.c.hash).where(audit.c.job == job, audit.c.seq == seq)
+    found = connection.execute(chosen).scalar()
+    return Head(seq, found) if found is not None else None
+
+
+SLOT_BYTES = 128
+
+
+class HeadFiles:
+    """The head files of one directory. Single thread."""
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+        self._descriptors: dict[str, int] = {}
+
+    def read(self, job: str) -> Head | None:
+        """The newest head kept for a chain; None when there is none. Raises OSError."""
+        try:
+            text = path_of(self._directory, job).read_bytes()
+        except FileNotFoundError:
+            return None
+        heads = []
+        for begin in range(0, len(text), SLOT_BYTES):
+            try:
+                heads.append(Head.parse(text[begin : begin + SLOT_BYTES].decode("ascii")))
+            except ValueError:
+                continue  # torn, or never written
+        return max(heads, key=lambda head: head.seq, default=None)
+
+    def write(self, job: str, head: Head) -> None:
+        """Store a head durably. Raises OSError."""
+        descriptor = self._descriptors.get(job)
+        if descriptor is None:
+            path = path_of(self._directory, job)
+            descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            self._descriptors[job] = descriptor
+            _make_durable(descriptor, self._directory)
+        line = str(head).ljust(SLOT_BYTES - 1).encode() + b"\n"
+        os.pwrite(descriptor, line, head.seq % 2 * SLOT_BYTES)
+        os.fdatasync(descriptor)
+
+    def close(self) -> None:
+        """Close the files. Idempotent."""
+        for descriptor in self._descriptors.values():
+            os.close(descriptor)
+        self._descriptors.clear()
+
+
+def path_of(directory: Path, job: str) -> Path:
+    """The head file of a chain; the site's own chain has no job."""
+    return directory / (f"audit-{job}.head" if job else "audit.head")
+
+
+def _make_durable(descriptor: int, directory: Path) -> None:
+    if os.fstat(descriptor).st_size < 2 * SLOT_BYTES:
+        # Allocate both slots now: storing a head must not fail on a full disk later.
+        os.posix_fallocate(descriptor, 0, 2 * SLOT_BYTES)
+        os.fsync(descriptor)
+    listing = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(listing)
+    finally:
+        os.close(listing)
+
 
 KEY_BYTES = 32
 KEY_FILE = "audit.key"
@@ -172,12 +308,12 @@ class Audit:
 
     async def page(self, job: str, *, before_seq: int | None, limit: int) -> list[Link]:
         """Records of a chain before `before_seq` (None: all), newest first. Raises StoreError."""
-        read = partial(chain_store.newest, job=job, before_seq=before_seq, limit=limit)
+        read = partial(newest, job=job, before_seq=before_seq, limit=limit)
         return await self._store.read(read)
 
     async def oldest(self, job: str, *, after_seq: int, limit: int) -> list[Link]:
         """Records after `after_seq`, oldest first. Raises StoreError."""
-        read = partial(chain_store.links, job=job, after_seq=after_seq, limit=limit)
+        read = partial(links, job=job, after_seq=after_seq, limit=limit)
         return await self._store.read(read)
 
     async def anchor(self, job: str) -> Head | None:
@@ -247,7 +383,7 @@ class Audit:
             self._key = load_key(self._directory)
         if job not in self._known:
             self._known[job] = self._heads.read(job) or START
-        return chain_store.append(connection, job, self._known[job], body)
+        return append(connection, job, self._known[job], body)
 
     def _written(self, job: str, link: Link) -> None:
         # After the commit: a crash in between leaves the kept head one record behind, which the
@@ -281,3 +417,66 @@ def _named(error: BaseException) -> str:
 
 def _tell(job: str, head: Head) -> None:
     log.info("audit head of %s: %s", job or "the site", head)
+
+
+BURST = 10.0
+PER_S = 0.2
+MAX_TEXT_CHARS = 200
+
+
+class Denials:
+    """Records refusals without blocking, at a bounded rate: bad tokens cannot fill the disk."""
+
+    def __init__(
+        self,
+        audit: Audit,
+        job: str,
+        *,
+        burst: float = BURST,
+        per_s: float = PER_S,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._audit = audit
+        self._job = job
+        self._burst = burst
+        self._per_s = per_s
+        self._clock = clock
+        self._left = burst
+        self._seen_s = clock()
+        self._unrecorded = 0
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def saw(self, *, actor: str, role: str, method: str, reason: str) -> None:
+        """Record or count one refusal; `actor` is empty when the caller is unknown."""
+        if not self._allows():
+            self._unrecorded += 1
+            return
+        detail: dict[str, object] = {"method": method[:MAX_TEXT_CHARS]}
+        detail["reason"] = reason[:MAX_TEXT_CHARS]
+        if self._unrecorded:
+            detail["unrecorded_before"] = self._unrecorded
+            self._unrecorded = 0
+        action = Action(actor=actor, role=role, method="denied", job=self._job, detail=detail)
+        task = asyncio.create_task(self._audit.event(action), name="paramd-audit-denied")
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def close(self) -> None:
+        """Wait for pending records, then record how many refusals were only counted."""
+        if self._tasks:
+            await asyncio.wait(self._tasks)
+        if self._unrecorded:
+            detail = {"unrecorded_before": self._unrecorded}
+            self._unrecorded = 0
+            await self._audit.event(
+                Action(actor="", role="", method="denied", job=self._job, detail=detail)
+            )
+
+    def _allows(self) -> bool:
+        now_s = self._clock()
+        self._left = min(self._burst, self._left + (now_s - self._seen_s) * self._per_s)
+        self._seen_s = now_s
+        if self._left < 1.0:
+            return False
+        self._left -= 1.0
+        return True

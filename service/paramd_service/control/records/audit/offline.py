@@ -14,11 +14,9 @@ from paramd import places
 from paramd.chain import ChainCheck, Head, Verdict
 from paramd.errors import DataLossError, NotFoundError, ParamdError, UsageError, codes_of
 from paramd_service.control.base.site import SITE_DIRECTORY
-from paramd_service.control.records.audit import chain_store
-from paramd_service.control.records.audit.heads import HeadFiles
-from paramd_service.control.store.address import StoreAddress, parse_store
-from paramd_service.control.store.engine import make_engine
-from paramd_service.control.store.errors import store_errors
+from paramd_service.control.records.audit import audit
+from paramd_service.control.records.audit.audit import HeadFiles
+from paramd_service.control.store.engine import StoreAddress, make_engine, parse_store, store_errors
 
 PAGE = 1000
 
@@ -86,7 +84,7 @@ def check(address: StoreAddress, directory: Path, job: str, heads: Sequence[Head
 
 def _feed(checking: ChainCheck, connection: Connection, job: str) -> None:
     seq = 0
-    while page := chain_store.links(connection, job, after_seq=seq, limit=PAGE):
+    while page := audit.links(connection, job, after_seq=seq, limit=PAGE):
         for link in page:
             if not checking.take(link):
                 return

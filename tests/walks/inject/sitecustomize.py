@@ -1,4 +1,4 @@
-"""Notes which of our files a process enters, and by which function first, while it is told to.
+"""Notes which of our functions a process enters while it is told to.
 
 PARAMD_WALKS names a folder. `number` there holds one byte, the walk that is under way (0: none);
 each process appends "walk file function" lines to a file of its own pid.
@@ -21,15 +21,18 @@ def watch(folder: Path) -> None:
     """From now on, on this thread and all that begin after it."""
     with (folder / "number").open("rb") as file:
         number = mmap.mmap(file.fileno(), 1, prot=mmap.PROT_READ)
-    seen: set[tuple[int, str]] = set()
+    seen: set[tuple[int, str, str]] = set()
 
     def entered(frame: FrameType, event: str, _: object) -> None:
         walk, code = number[0], frame.f_code
-        if not walk or event != "call" or (walk, code.co_filename) in seen:
+        if not walk or event != "call":
+            return
+        step = (walk, code.co_filename, code.co_qualname)
+        if step in seen:
             return
         if not code.co_flags & inspect.CO_OPTIMIZED:
             return  # a module or class that is being defined is no step of the walk
-        seen.add((walk, code.co_filename))
+        seen.add(step)
         name = code.co_filename.replace(os.sep, "/")
         room = next((room for room in ROOMS if room in name), None)
         if room is not None:

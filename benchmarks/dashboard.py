@@ -25,7 +25,7 @@ import psutil
 
 from benchmarks import page_memory, site
 from benchmarks.report import Goal, Report, Table
-from paramd_service.control.api.page import BUILT
+from paramd_service.control.api.guard import BUILT
 
 if TYPE_CHECKING:
     from playwright.sync_api import Page

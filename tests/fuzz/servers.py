@@ -39,7 +39,7 @@ from paramd_service.sidecar.rpc.control_link import Joining
 from paramd_service.sidecar.rpc.gateway import Gateway
 from paramd_service.sidecar.rpc.grpc_server import GrpcServer
 from paramd_service.sidecar.rpc.unix_server import UnixServer
-from paramd_service.sidecar.snapshots.blocks import MemfdBlocks
+from paramd_service.sidecar.snapshots.store import MemfdBlocks
 from tests.fuzz.messages import Choices, fill, pick
 from tests.integration.fake_trainer import SIGNER, FakeTrainer, TrainerSettings, attach, layout_of
 

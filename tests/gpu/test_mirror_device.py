@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import paramd
-from paramd.mesh.edits.results import EditState
+from paramd.mesh.edits.calls import EditState
 from paramd.mesh.mesh import Mesh
 from tests.gpu.worker import DEVICE, JOB, MODULUS
 from tests.launch import Ranks, run_ranks, start_ranks

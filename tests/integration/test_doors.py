@@ -25,9 +25,9 @@ from paramd.security.tickets import Role
 from paramd.security.tls import ClientTls
 from paramd.v1 import control_pb2_grpc
 from paramd.v1 import sidecar_pb2 as pb
+from paramd_service.admission import MAX_OPEN_CALLS
 from paramd_service.control.grpc_server import MAX_STREAMS_OF_RANK
 from paramd_service.control.records.events import MAX_VIEWERS
-from paramd_service.grpc_doors import MAX_OPEN_CALLS
 from paramd_service.sidecar.snapshots.store import MAX_LEASES
 from tests.integration.control_process import (
     TOKEN,

@@ -22,7 +22,7 @@ import psutil
 
 from paramd import places
 from paramd.errors import ParamdError
-from paramd.mesh.edits.results import TERMINAL, Edit, EditState
+from paramd.mesh.edits.calls import TERMINAL, Edit, EditState
 from paramd.mesh.mesh import Mesh
 from paramd.trainer import faults
 from tests.launch import Ranks

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from paramd.mesh.edits.results import Edit
+from paramd.mesh.edits.calls import Edit
 from paramd.mesh.mesh import Mesh
 from paramd.mesh.reading.transfer import Transport
 from tests.launch import Ranks, start_ranks

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from paramd.errors import ParamdError
-from paramd.mesh.edits.results import EditState
+from paramd.mesh.edits.calls import EditState
 from paramd.mesh.mesh import Mesh
 from tests.longer import seconds as longer
 from tests.multiprocess.frozen import Held, edit_to, frozen

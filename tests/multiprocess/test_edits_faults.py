@@ -16,8 +16,7 @@ import torch
 
 from paramd.errors import ConflictError, ParamdError
 from paramd.memory.edit_program import MAGIC
-from paramd.mesh.edits.calls import EditCalls
-from paramd.mesh.edits.results import Edit, EditState
+from paramd.mesh.edits.calls import Edit, EditCalls, EditState
 from paramd.mesh.mesh import Mesh
 from paramd.trainer.faults import POINTS as TRAINER_FAULTS
 from paramd_service.sidecar.faults import POINTS as SIDECAR_FAULTS

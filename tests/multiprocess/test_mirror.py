@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file
 
 from paramd.errors import ConflictError, DeadlineError
-from paramd.mesh.edits.results import EditState
+from paramd.mesh.edits.calls import EditState
 from paramd.mesh.mesh import Mesh
 from paramd.v1 import sidecar_pb2 as pb
 from paramd.v1 import sidecar_pb2_grpc

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from paramd.errors import ParamdError
-from paramd.mesh.edits.results import EditState
+from paramd.mesh.edits.calls import EditState
 from paramd.mesh.mesh import Mesh
 from tests.launch import start_ranks
 from tests.multiprocess.truth import connect_to, wait_until

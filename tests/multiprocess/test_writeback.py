@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from paramd.errors import ConflictError, UsageError
-from paramd.mesh.edits.results import EditState
+from paramd.mesh.edits.calls import EditState
 from paramd.mesh.mesh import Mesh
 from paramd.mesh.results import Summoned
 from tests.multiprocess.frozen import frozen

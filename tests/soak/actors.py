@@ -19,7 +19,7 @@ import torch
 from safetensors.torch import load_file
 
 from paramd.errors import ConflictError, DeadlineError, DeniedError, NotFoundError, ParamdError
-from paramd.mesh.edits.results import Edit, EditState
+from paramd.mesh.edits.calls import Edit, EditState
 from paramd.mesh.mesh import Mesh
 from tests.soak.oracle import GROUPS, Oracle, Sight, WrongError, held
 from tests.soak.stage import ALERTS, Job, Stage, patience_s

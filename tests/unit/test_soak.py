@@ -17,7 +17,7 @@ import psutil
 import pytest
 import torch
 
-from paramd.mesh.edits.results import EditState
+from paramd.mesh.edits.calls import EditState
 from paramd.trainer import faults as trainer_faults
 from paramd_service.sidecar import faults as sidecar_faults
 from tests.launch import ROOT

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from paramd_service.control.api.page import BUILT
+from paramd_service.control.api.guard import BUILT
 from tests.launch import start_ranks
 from tests.needs import missing
 from tests.web.door import Door, Tab

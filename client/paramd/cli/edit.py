@@ -20,7 +20,7 @@ from paramd.errors import NotFoundError, UsageError
 if TYPE_CHECKING:
     import torch
 
-    from paramd.mesh.edits.results import Edit
+    from paramd.mesh.edits.calls import Edit
     from paramd.mesh.edits.upload import Progress
     from paramd.mesh.mesh import Mesh
 
@@ -153,7 +153,7 @@ def _listing(rows: list[dict[str, Any]], about: Mapping[str, Any]) -> Listing:
 
 
 def _row(edit: Edit) -> dict[str, Any]:
-    from paramd.mesh.edits.results import what_text
+    from paramd.mesh.edits.calls import what_text
 
     return {
         "id": edit.id,

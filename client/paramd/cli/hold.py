@@ -13,7 +13,7 @@ from paramd.cli.shell import say
 
 if TYPE_CHECKING:
     from paramd.cli.options import Format
-    from paramd.mesh.edits.results import Hold
+    from paramd.mesh.edits.calls import Hold
 
 LOOK_S = 1.0
 

@@ -18,9 +18,8 @@ from paramd.layout.exports.settings import NameMap
 from paramd.layout.plan import ReadPlan
 from paramd.layout.select import select
 from paramd.layout.types import Layout
-from paramd.mesh.edits.calls import EditCalls, EditTerms, Holder
+from paramd.mesh.edits.calls import Edit, EditCalls, Edits, EditTerms, Hold, Holder, check_applied
 from paramd.mesh.edits.editing import Sending, changes_of, check_mode, make_edit
-from paramd.mesh.edits.results import Edit, Edits, Hold, check_applied
 from paramd.mesh.edits.upload import Progress
 from paramd.mesh.exports.calls import AsyncExport, ExportCalls, ExportInfo, export_body
 from paramd.mesh.exports.calls import Progress as ExportProgress

@@ -44,8 +44,7 @@ from paramd_service.control.exports.documents import open_destinations
 from paramd_service.control.exports.service import ExportService
 from paramd_service.control.grpc_server import GrpcServer
 from paramd_service.control.http_server import HttpServer
-from paramd_service.control.mesh.incarnation import ControlIdentity
-from paramd_service.control.mesh.jobs import Jobs
+from paramd_service.control.mesh.jobs import ControlIdentity, Jobs
 from paramd_service.control.metrics.metrics import LoopLag, Metrics
 from paramd_service.control.records.events import EventBus
 from paramd_service.control.records.records import Records, open_records

@@ -19,6 +19,7 @@ from grpc_reflection.v1alpha import reflection
 
 from paramd.errors import DeadlineError, ExhaustedError, UsageError
 from paramd.v1 import common_pb2, control_pb2, control_pb2_grpc
+from paramd_service.admission import CONNECTION_OPTIONS, Doors, Notice, Shares
 from paramd_service.control.access.authority import Denied
 from paramd_service.control.access.join import (
     OPEN_METHODS,
@@ -31,12 +32,8 @@ from paramd_service.control.access.join import (
 )
 from paramd_service.control.access.revocations import Revocations
 from paramd_service.control.base.endpoint import Address, bind_grpc
-from paramd_service.control.mesh.incarnation import Incarnation
-from paramd_service.control.mesh.jobs import Jobs
+from paramd_service.control.mesh.jobs import Incarnation, Jobs
 from paramd_service.control.mesh.registry import Member
-from paramd_service.grpc_doors import CONNECTION_OPTIONS, Doors
-from paramd_service.revoked import Notice
-from paramd_service.shares import Shares
 from paramd_service.tls import ServerTls
 
 MAX_TIMEOUT_S = 600.0

@@ -15,10 +15,10 @@ from dataclasses import asdict
 from paramd import clock, places
 from paramd.errors import ParamdError, UsageError, codes_of
 from paramd_service import core_dumps, logs
+from paramd_service.admission import raise_descriptor_limit
 from paramd_service.control.base.config import Bootstrap, ControlConfig, read_bootstrap
 from paramd_service.control.base.site import site_dir
 from paramd_service.control.control_plane import ControlPlane
-from paramd_service.grpc_doors import raise_descriptor_limit
 
 GC_YOUNG = 20_000
 """Net allocations that trigger a young collection; Python's default is 700."""

@@ -4,22 +4,63 @@ A planned file as batches: runs of the file, and where their bytes are. Pure.
 
 A batch is at most `BATCH_BYTES` long, so memory stays bounded however large a tensor is. Its
 parts are boxes of tensors, each one run of the file, and say which snapshots have them.
+
+The manifest of an export.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 from zlib import crc32
 
 from paramd.layout.dtypes import item_bytes
 from paramd.layout.exports.dcp import cut_box
-from paramd.layout.exports.files import Entry, ExportFile
+from paramd.layout.exports.files import Entry, ExportFile, json_bytes
 from paramd.layout.exports.plan import ExportPlan
 from paramd.layout.exports.sources import SourceTensor
 from paramd.layout.plan import Landing, View, blocks, views_of
 from paramd.layout.types import Box
+from paramd.v1 import export_pb2
+from paramd.version import __version__
+from paramd_service.destinations.place import Target
+
+
+def manifest(
+    plan: ExportPlan,
+    message: export_pb2.ExportPlan,
+    target: Target,
+    files: Iterable[export_pb2.ExportedFile],
+    *,
+    job: str,
+    created_s: float,
+) -> bytes:
+    """The manifest: what this is, of which state, and every file with size and checksum."""
+    settings = plan.settings
+    document = {
+        "paramd_export": 1,
+        "export_id": target.export_id,
+        "job": job,
+        "epoch": message.epoch,
+        "step": message.step,
+        "edits": message.edits,
+        "unsettled": message.unsettled,
+        "layout_digest": message.layout_digest,
+        "format": settings.format,
+        "dtype": settings.dtype,
+        "created_s": created_s,
+        "version": __version__,
+        "tied": plan.tied,
+        "renamed": {old: new for old, new in plan.names.items() if old != new},
+        "tensor_bytes": sum(entry.data_bytes for file in plan.files for entry in file.entries),
+        "files": [
+            {"name": file.name, "size_bytes": file.size_bytes, "xxh3": file.xxh3.hex()}
+            for file in files
+        ],
+    }
+    return json_bytes(document)
+
 
 BATCH_BYTES = 8 << 20
 """Most bytes of a batch, but for one frame."""

@@ -23,9 +23,8 @@ from paramd_service.sidecar.copying.page_requests import (
     fate_of,
 )
 from paramd_service.sidecar.owner import AttachedMemory
-from paramd_service.sidecar.snapshots.blocks import Fill, Snapshot, copy_spans
 from paramd_service.sidecar.snapshots.moments import Moments, is_table
-from paramd_service.sidecar.snapshots.store import SnapshotStore
+from paramd_service.sidecar.snapshots.store import Fill, Snapshot, SnapshotStore, copy_spans
 
 WITHDRAW_S = 0.010
 """Longer than the trainer, after READY = 0, can still be between its two reads of READY."""

@@ -16,7 +16,7 @@ from paramd import clock
 from paramd.errors import ParamdError, codes_of
 from paramd.memory import handover
 from paramd_service import core_dumps
-from paramd_service.grpc_doors import raise_descriptor_limit
+from paramd_service.admission import raise_descriptor_limit
 from paramd_service.sidecar.config import SidecarConfig
 from paramd_service.sidecar.faults import Faults, from_environment
 from paramd_service.sidecar.log import Log
@@ -25,7 +25,7 @@ from paramd_service.sidecar.rpc.control_link import Joining
 from paramd_service.sidecar.rpc.gateway import Gateway
 from paramd_service.sidecar.rpc.grpc_server import GrpcServer
 from paramd_service.sidecar.rpc.unix_server import UnixServer
-from paramd_service.sidecar.snapshots.blocks import MemfdBlocks
+from paramd_service.sidecar.snapshots.store import MemfdBlocks
 
 _M_TRIM_THRESHOLD = -1
 _M_MMAP_THRESHOLD = -3

@@ -19,23 +19,23 @@ from paramd.errors import AbortedError, ConflictError, TornError
 from paramd.memory.arena import is_mirror
 from paramd.memory.control_page import Word
 from paramd.memory.gate import State, resting_state, state_of
-from paramd_service.shares import CALLER, Who
+from paramd_service.admission import CALLER, Who
 from paramd_service.sidecar.boundaries import Boundaries
 from paramd_service.sidecar.copying.capture import Copier, CopyJob
 from paramd_service.sidecar.faults import Faults
 from paramd_service.sidecar.gradients.pins import GradientPins
 from paramd_service.sidecar.gradients.slots import Gradients
 from paramd_service.sidecar.owner import AttachedMemory, Ownership
-from paramd_service.sidecar.snapshots.blocks import (
+from paramd_service.sidecar.snapshots.moments import Moments
+from paramd_service.sidecar.snapshots.store import (
     BlockMaker,
     Fill,
     Key,
     Lease,
     Snapshot,
+    SnapshotStore,
     copy_spans,
 )
-from paramd_service.sidecar.snapshots.moments import Moments
-from paramd_service.sidecar.snapshots.store import SnapshotStore
 
 
 @dataclass(eq=False, slots=True)

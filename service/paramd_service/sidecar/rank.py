@@ -38,8 +38,7 @@ from paramd_service.sidecar.owner import (
 )
 from paramd_service.sidecar.pins import Pins
 from paramd_service.sidecar.revocations import Refusals, Revocations
-from paramd_service.sidecar.snapshots.blocks import BlockMaker
-from paramd_service.sidecar.snapshots.store import SnapshotStore
+from paramd_service.sidecar.snapshots.store import BlockMaker, SnapshotStore
 
 if TYPE_CHECKING:
     from paramd_service.tls import ServerTls

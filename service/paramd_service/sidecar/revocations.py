@@ -13,7 +13,7 @@ from contextlib import asynccontextmanager
 
 from paramd.security.tickets import Claims
 from paramd.v1 import control_pb2
-from paramd_service.revoked import MAX_ID_CHARS, MAX_REVOKED, RevokedTokens
+from paramd_service.admission import MAX_ID_CHARS, MAX_REVOKED, RevokedTokens
 
 MAX_CHARS = 256
 

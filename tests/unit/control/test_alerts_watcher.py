@@ -23,8 +23,7 @@ from paramd_service.control.alerts.service import Watchers
 from paramd_service.control.alerts.watcher import Watcher
 from paramd_service.control.alerts.webhook import Webhooks
 from paramd_service.control.base.config import Bootstrap
-from paramd_service.control.mesh.incarnation import ControlIdentity
-from paramd_service.control.mesh.jobs import Jobs
+from paramd_service.control.mesh.jobs import ControlIdentity, Jobs
 from paramd_service.control.mesh.registry import MeshView, Report, mesh_view
 
 LAYOUT = Layout(

@@ -21,6 +21,7 @@ from starlette.responses import PlainTextResponse
 
 from paramd.errors import ConflictError, DeniedError, NotFoundError
 from paramd.security.tickets import Claims, Role, Signer, Verifier, holds_token, new_token
+from paramd_service.admission import TokenRevokedError
 from paramd_service.control.access import join
 from paramd_service.control.access.join import (
     MAX_DETAIL_CHARS,
@@ -30,7 +31,6 @@ from paramd_service.control.access.join import (
     errors_as_statuses,
 )
 from paramd_service.control.api.guard import MAX_BODY_BYTES, SECURITY_HEADERS, Guard
-from paramd_service.revoked import TokenRevokedError
 
 HOST = "127.0.0.1:8470"
 reached: list[str] = []

@@ -28,8 +28,7 @@ from paramd_service.control.base.config import Bootstrap, ControlConfig
 from paramd_service.control.edits.service import EditRegistry
 from paramd_service.control.edits.spec import EditConfig
 from paramd_service.control.exports.service import ExportService
-from paramd_service.control.mesh.incarnation import ControlIdentity
-from paramd_service.control.mesh.jobs import Jobs
+from paramd_service.control.mesh.jobs import ControlIdentity, Jobs
 from paramd_service.control.metrics.metrics import LoopLag, Metrics
 from paramd_service.control.records.events import EventBus
 from paramd_service.control.records.records import Records

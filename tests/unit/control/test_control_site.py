@@ -31,8 +31,7 @@ from paramd_service.control.base.site import (
     records,
 )
 from paramd_service.control.mesh import jobs as jobs_module
-from paramd_service.control.mesh.incarnation import ControlIdentity
-from paramd_service.control.mesh.jobs import Jobs
+from paramd_service.control.mesh.jobs import ControlIdentity, Jobs
 from paramd_service.control.mesh.registry import REPORT_RANKS, Membership, State, rhythm
 from paramd_service.control.mesh.watch import MOST_RANKS
 

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 import pytest
 
 from paramd.errors import ExhaustedError
+from paramd_service.admission import Shares
 from paramd_service.control.access.doorway import Doorway
-from paramd_service.shares import Shares
 
 
 @dataclass(eq=False)

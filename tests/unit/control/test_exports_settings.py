@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from paramd.errors import ConflictError, ExhaustedError, NotFoundError, UsageError
-from paramd_service.control.exports import assets as assets_module
-from paramd_service.control.exports.assets import Assets
+from paramd_service.control.exports import documents as assets_module
 from paramd_service.control.exports.documents import (
+    Assets,
     ExportRequest,
     load_destinations,
     named_at,

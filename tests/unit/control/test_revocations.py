@@ -11,14 +11,14 @@ import pytest
 from paramd.errors import DeniedError, UnreachableError
 from paramd.security.tickets import CLOCK_SKEW_S, Claims, Role, Signer, Verifier
 from paramd.v1 import control_pb2
-from paramd_service import revoked
+from paramd_service import admission
+from paramd_service.admission import Notice, RevokedTokens, TokenRevokedError
 from paramd_service.control.access.authority import KEPT_S, Principal, token_id
 from paramd_service.control.access.doorway import run_until
 from paramd_service.control.access.join import TicketInterceptor
 from paramd_service.control.access.revocations import Revocations
 from paramd_service.control.access.roles import UserRole
 from paramd_service.control.store.tokens import TokenRow
-from paramd_service.revoked import Notice, RevokedTokens, TokenRevokedError
 from paramd_service.sidecar.revocations import Revocations as SidecarRevocations
 
 NOW_S = 1_000_000.0
@@ -105,7 +105,7 @@ def test_news_are_told_once_and_a_newcomer_is_told_all() -> None:
 
 
 def test_beyond_the_bound_every_earlier_ticket_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(revoked, "MAX_REVOKED", 3)
+    monkeypatch.setattr(admission, "MAX_REVOKED", 3)
     tokens = RevokedTokens(clock=Clock(0.0), wall_clock=Clock())
     tokens.learn(dict.fromkeys("abcd", 10.0))
     assert len(tokens) == 3

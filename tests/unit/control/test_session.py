@@ -21,7 +21,7 @@ from paramd_service.control.access.authority import (
 )
 from paramd_service.control.access.roles import Action, UserRole, allowed
 from paramd_service.control.api.app import build_app
-from paramd_service.control.api.page import CSP, Page, page_files
+from paramd_service.control.api.guard import CSP, Page, page_files
 from paramd_service.control.base.config import ControlConfig
 from tests.unit.control.test_control_http import RIGHT, TOKEN, client_of, services
 

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from paramd.errors import ConflictError
-from paramd.mesh.asked import Asked, RankUnreachableError, no_way
 from paramd.mesh.peers.control import parse_job
+from paramd.mesh.peers.grpc import Asked, RankUnreachableError, no_way
 from paramd.state_files import host_id, kernel_of, same_network
 from paramd.v1.common_pb2 import Header
 from tests.unit.mesh.test_rest import document

@@ -11,8 +11,7 @@ import grpc.aio
 import pytest
 
 from paramd.errors import UnreachableError
-from paramd.mesh.asked import Asked
-from paramd.mesh.peers.grpc import Channels, told_errors
+from paramd.mesh.peers.grpc import Asked, Channels, told_errors
 from paramd.v1 import sidecar_pb2, sidecar_pb2_grpc
 from tests.integration.control_process import first_grpc_use
 

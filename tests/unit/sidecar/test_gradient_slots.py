@@ -20,7 +20,7 @@ from paramd.memory.handover import GRADIENT_SLOTS, gradients_bytes
 from paramd.v1 import sidecar_pb2 as pb
 from paramd_service.sidecar.gradients.pins import GradientPins
 from paramd_service.sidecar.gradients.slots import EndedError, Gradients
-from paramd_service.sidecar.snapshots.blocks import Key
+from paramd_service.sidecar.snapshots.store import Key
 
 ARENA_BYTES = 1 << 16
 NUMEL = 6000

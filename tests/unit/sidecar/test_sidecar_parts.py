@@ -31,7 +31,7 @@ from paramd.security.tickets import Claims, Role
 from paramd.trainer.settings import LIMITS, AttachSettings
 from paramd.v1 import sidecar_pb2 as pb
 from paramd.wire import data_chunk, summon_chunk, varint
-from paramd_service import shares
+from paramd_service import admission
 from paramd_service.sidecar.config import SidecarConfig
 from paramd_service.sidecar.faults import POINTS, Faults
 from paramd_service.sidecar.main import parse
@@ -453,7 +453,7 @@ class Call:
                 {
                     "ticket": auth.CALLER_TICKET.get(None),
                     "claims": auth.CALLER.get(None),
-                    "share": shares.CALLER.get(),
+                    "share": admission.CALLER.get(),
                     "asked by": errors.asked_by.get(),
                 }
             )

@@ -5,8 +5,14 @@ from __future__ import annotations
 import pytest
 
 from paramd.errors import ConflictError, ExhaustedError, NotFoundError
-from paramd_service.sidecar.snapshots.blocks import Block, Fill, Key, Snapshot, block_bytes
-from paramd_service.sidecar.snapshots.store import SnapshotStore
+from paramd_service.sidecar.snapshots.store import (
+    Block,
+    Fill,
+    Key,
+    Snapshot,
+    SnapshotStore,
+    block_bytes,
+)
 
 PAGE = 4096
 

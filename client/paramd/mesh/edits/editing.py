@@ -21,8 +21,7 @@ from paramd.errors import ParamdError, UsageError
 from paramd.layout.edits.ops import OpSpec
 from paramd.layout.select import Selection, select
 from paramd.layout.types import Box, full_box
-from paramd.mesh.edits.calls import EditCalls, EditTerms, new_edit_id
-from paramd.mesh.edits.results import Edit, check_applied
+from paramd.mesh.edits.calls import Edit, EditCalls, EditTerms, check_applied, new_edit_id
 from paramd.mesh.edits.upload import Progress, Uploads, manifest_of
 from paramd.mesh.peers.discovery import SidecarFinder
 from paramd.mesh.peers.sidecars import Sidecars

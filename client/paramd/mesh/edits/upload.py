@@ -25,9 +25,8 @@ from paramd.errors import ConflictError, NotFoundError, ParamdError, Unreachable
 from paramd.layout.edits.ops import encode_op
 from paramd.layout.edits.plan import RankEdit
 from paramd.memory import handover
-from paramd.mesh.asked import RankUnreachableError, check_handover
 from paramd.mesh.peers.control import PeerAddress
-from paramd.mesh.peers.grpc import call_timeout_s, error_of
+from paramd.mesh.peers.grpc import RankUnreachableError, call_timeout_s, check_handover, error_of
 from paramd.mesh.reading.transfer import is_same_host
 from paramd.state_files import kernel_of
 from paramd.v1 import sidecar_pb2

@@ -20,7 +20,7 @@ from paramd.errors import (
     UnreachableError,
     UsageError,
 )
-from paramd.mesh.asked import Asked, RankUnreachableError, check_way
+from paramd.mesh.peers.grpc import Asked, RankUnreachableError, check_way
 from paramd.security.tls import ClientTls, https_context
 
 REST_TIMEOUT_S = 5.0

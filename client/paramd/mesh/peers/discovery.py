@@ -20,9 +20,8 @@ from paramd.errors import (
 )
 from paramd.layout.codec import join_batches
 from paramd.layout.select import NameIndex
-from paramd.mesh.asked import RankUnreachableError
 from paramd.mesh.peers.control import JobDocument
-from paramd.mesh.peers.grpc import Background, Channels, LeaseEndedError
+from paramd.mesh.peers.grpc import Background, Channels, LeaseEndedError, RankUnreachableError
 from paramd.mesh.peers.sidecars import FastPathBackoff, Sidecars
 from paramd.security import tickets
 from paramd.security.tls import ClientTls

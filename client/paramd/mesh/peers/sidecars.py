@@ -12,12 +12,13 @@ from types import MappingProxyType
 from typing import Any, Protocol, TypeVar
 
 from paramd.errors import ConflictError, DeadlineError, NotFoundError, ParamdError, UnreachableError
-from paramd.mesh.asked import Asked, RankUnreachableError
 from paramd.mesh.peers.control import JobDocument
 from paramd.mesh.peers.grpc import (
+    Asked,
     Background,
     Channels,
     LeaseEndedError,
+    RankUnreachableError,
     cancelled,
     told_errors,
     watched,

@@ -30,8 +30,8 @@ from typing import TYPE_CHECKING, Final, Literal, TypeVar, get_args
 from paramd.errors import DeniedError, ParamdError, UnreachableError, UsageError, error_of_grpc
 from paramd.layout.plan import RankRead, ReadPlan
 from paramd.memory import handover
-from paramd.mesh.asked import check_handover
 from paramd.mesh.peers.control import PeerAddress
+from paramd.mesh.peers.grpc import check_handover
 from paramd.mesh.peers.sidecars import Pinned, RankPin, Sidecars
 from paramd.mesh.reading.stream import Expected, PlaceSink, Reader, fill_from
 from paramd.state_files import host_id, kernel_of

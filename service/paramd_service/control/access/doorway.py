@@ -20,6 +20,7 @@ from fastapi import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from paramd.errors import DeniedError, ExhaustedError, UnreachableError
+from paramd_service.admission import CALLER, Shares
 from paramd_service.control.access.authority import (
     KEY_HEADER,
     Denied,
@@ -33,7 +34,6 @@ from paramd_service.control.access.join import FailureLimit
 from paramd_service.control.access.revocations import Revocations
 from paramd_service.control.access.roles import Action, allowed, needed_action
 from paramd_service.control.base.problems import problem
-from paramd_service.shares import CALLER, Shares
 
 Who: TypeAlias = str | None
 """Id of a token; None for the owner's."""

@@ -15,9 +15,9 @@ from typing import Final, Protocol
 from paramd.clock import now_s
 from paramd.errors import UnreachableError
 from paramd.security.tickets import CLOCK_SKEW_S, Claims
+from paramd_service.admission import MAX_REVOKED, Notice, RevokedTokens
 from paramd_service.control.access.authority import KEPT_S, Principal, token_id
 from paramd_service.control.store.tokens import TokenRow
-from paramd_service.revoked import MAX_REVOKED, Notice, RevokedTokens
 
 LOOK_S: Final = 1.0
 

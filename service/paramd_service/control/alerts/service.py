@@ -18,8 +18,7 @@ from paramd_service.control.alerts.sampling import MeshSampler, Sampler
 from paramd_service.control.alerts.watcher import Watcher
 from paramd_service.control.alerts.webhook import Webhooks
 from paramd_service.control.base.config import table_of_file, table_of_text
-from paramd_service.control.mesh.incarnation import Incarnation
-from paramd_service.control.mesh.jobs import Jobs
+from paramd_service.control.mesh.jobs import Incarnation, Jobs
 from paramd_service.control.mesh.registry import MeshView
 from paramd_service.control.mesh.watch import Publish
 

@@ -11,8 +11,7 @@ from fastapi.routing import APIRoute
 from paramd.version import __version__
 from paramd_service.control.access.doorway import TokenGate, permitted
 from paramd_service.control.api import openapi
-from paramd_service.control.api.guard import Guard, RequestIdMiddleware
-from paramd_service.control.api.page import Page
+from paramd_service.control.api.guard import Guard, Page, RequestIdMiddleware
 from paramd_service.control.api.routes import (
     alerts,
     audit,

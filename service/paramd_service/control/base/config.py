@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from paramd.errors import UsageError
-from paramd.mesh.asked import Asked
+from paramd.mesh.peers.grpc import Asked
 from paramd.places import check_job_name
 from paramd.security.tickets import Signer, key_from_hex
 from paramd_service.control.store.engine import holds_password

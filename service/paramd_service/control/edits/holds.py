@@ -26,7 +26,7 @@ from paramd_service.control.mesh.coordinator import (
     Verdict,
     token_of,
 )
-from paramd_service.control.mesh.incarnation import Incarnation
+from paramd_service.control.mesh.jobs import Incarnation
 from paramd_service.control.mesh.registry import MeshView
 from paramd_service.control.records.records import Records
 

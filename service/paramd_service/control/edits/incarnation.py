@@ -27,7 +27,7 @@ from paramd_service.control.edits.machine import (
 from paramd_service.control.edits.runner import EditCalls, EditRun, on_all, preview_all, stage_all
 from paramd_service.control.edits.spec import EditConfig, Planned, ops_of
 from paramd_service.control.mesh.coordinator import BoundaryAction, token_of
-from paramd_service.control.mesh.incarnation import Incarnation
+from paramd_service.control.mesh.jobs import Incarnation
 from paramd_service.control.mesh.registry import MeshView
 from paramd_service.control.records.audit.audit import Action
 from paramd_service.control.records.records import SELF, Records

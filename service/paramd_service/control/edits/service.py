@@ -30,7 +30,7 @@ from paramd_service.control.edits.spec import (
     plan_undo,
     same_data,
 )
-from paramd_service.control.mesh.incarnation import Incarnation
+from paramd_service.control.mesh.jobs import Incarnation
 from paramd_service.control.mesh.registry import MeshView
 from paramd_service.control.mesh.watch import Publish
 from paramd_service.control.records.events import Kind

@@ -12,7 +12,7 @@ from typing import Final
 from paramd.errors import ExhaustedError, ParamdError
 from paramd_service.control.exports.runner import ExportJob, ExportRun, Place, Told, drop
 from paramd_service.control.exports.sidecars import SidecarGroup
-from paramd_service.control.mesh.incarnation import Incarnation
+from paramd_service.control.mesh.jobs import Incarnation
 from paramd_service.control.store.engine import StoreError
 from paramd_service.control.store.exports import ExportFileRow, ExportRow, ExportStore
 

@@ -14,8 +14,8 @@ from typing import Any, Final
 from paramd import clock
 from paramd.errors import ConflictError, ExhaustedError
 from paramd.v1 import export_pb2
-from paramd_service.control.exports.assets import Assets
 from paramd_service.control.exports.documents import (
+    Assets,
     ExportDocument,
     export_document,
     named_at,
@@ -26,8 +26,7 @@ from paramd_service.control.exports.incarnation import IncarnationExports
 from paramd_service.control.exports.runner import ExportJob
 from paramd_service.control.exports.schedules import MAX_SCHEDULES, Cadence, Schedules
 from paramd_service.control.exports.sidecars import read_file, target_of
-from paramd_service.control.mesh.incarnation import Incarnation
-from paramd_service.control.mesh.jobs import Jobs
+from paramd_service.control.mesh.jobs import Incarnation, Jobs
 from paramd_service.control.mesh.registry import MeshView
 from paramd_service.control.mesh.watch import Publish
 from paramd_service.control.records.events import Kind

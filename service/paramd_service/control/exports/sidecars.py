@@ -25,13 +25,12 @@ import grpc.aio
 
 from paramd.errors import DataLossError, DeadlineError, NotFoundError, ParamdError, UnreachableError
 from paramd.layout.types import Layout
-from paramd.mesh.asked import Asked
-from paramd.mesh.peers.grpc import Channels, cancelled, error_of, watched
+from paramd.mesh.peers.grpc import Asked, Channels, cancelled, error_of, watched
 from paramd.mesh.reading.pin import Pinner
 from paramd.v1 import export_pb2, sidecar_pb2
 from paramd.wire import checksum_of
 from paramd_service.control.base.config import Bootstrap
-from paramd_service.control.mesh.incarnation import Incarnation
+from paramd_service.control.mesh.jobs import Incarnation
 from paramd_service.control.mesh.sidecars import ControlTicket
 from paramd_service.destinations.destinations import Destination, DestinationKind, locate
 from paramd_service.destinations.place import MANIFEST

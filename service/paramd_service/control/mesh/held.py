@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from paramd.errors import DeniedError, NotFoundError
-from paramd_service.shares import CALLER, Shares, Who
+from paramd_service.admission import CALLER, Shares, Who
 
 if TYPE_CHECKING:
     from paramd.mesh.peers.sidecars import Pinned

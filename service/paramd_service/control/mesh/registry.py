@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from enum import Enum
 
 from paramd.errors import ConflictError, UsageError
-from paramd.mesh.asked import RankUnreachableError, no_way
+from paramd.mesh.peers.grpc import RankUnreachableError, no_way
 from paramd.security.tls import check_address
 from paramd.state_files import host_id
 from paramd.v1 import common_pb2, control_pb2

@@ -9,8 +9,8 @@ from contextlib import aclosing, closing
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from paramd.errors import UsageError, asked_by
+from paramd_service.admission import CALLER, Shares
 from paramd_service.control.mesh.held import HeldSnapshots, LeasedSnapshot
-from paramd_service.shares import CALLER, Shares
 
 if TYPE_CHECKING:
     from paramd.layout.plan import ReadPlan

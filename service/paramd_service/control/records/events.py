@@ -23,7 +23,7 @@ from typing import Any
 from fastapi.sse import KEEPALIVE_COMMENT, format_sse_event
 
 from paramd.errors import UsageError
-from paramd_service.shares import CALLER, Shares
+from paramd_service.admission import CALLER, Shares
 
 RING_COUNT = 4096
 """Events kept for readers that reconnect."""

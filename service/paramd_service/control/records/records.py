@@ -16,7 +16,7 @@ from paramd.version import __version__
 from paramd_service.control.access.authority import Principal
 from paramd_service.control.base.config import Bootstrap, ControlConfig
 from paramd_service.control.base.site import site_dir
-from paramd_service.control.mesh.incarnation import Incarnation
+from paramd_service.control.mesh.jobs import Incarnation
 from paramd_service.control.mesh.registry import MeshView
 from paramd_service.control.records.audit.audit import Action, Audit, Denials, Entry
 from paramd_service.control.store.alerts import AlertStore

@@ -32,7 +32,7 @@ from paramd.memory.edit_program import (
     write_program,
 )
 from paramd.v1 import sidecar_pb2 as pb
-from paramd_service.shares import Who
+from paramd_service.admission import Who
 from paramd_service.sidecar.edits.memory import Range, Slot, id_words
 from paramd_service.sidecar.edits.receive import Intake
 from paramd_service.sidecar.owner import Ownership

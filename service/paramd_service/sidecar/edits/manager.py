@@ -27,8 +27,8 @@ from paramd.memory.control_page import ControlPage, Word, Words
 from paramd.memory.edit_program import ANY_STEP, write_program
 from paramd.v1 import layout_pb2
 from paramd.v1 import sidecar_pb2 as pb
+from paramd_service.admission import CALLER
 from paramd_service.aio import uncancelled
-from paramd_service.shares import CALLER
 from paramd_service.sidecar.edits.entry import (
     WITHDRAWN_NS,
     EditLimits,

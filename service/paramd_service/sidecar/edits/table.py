@@ -12,7 +12,7 @@ from google.protobuf.message import DecodeError
 
 from paramd.errors import ConflictError, ExhaustedError
 from paramd.memory.edit_program import record_count
-from paramd_service.shares import CALLER, Shares
+from paramd_service.admission import CALLER, Shares
 from paramd_service.sidecar.edits.entry import (
     Body,
     EditLimits,

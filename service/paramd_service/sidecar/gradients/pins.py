@@ -14,10 +14,16 @@ from typing import Any
 from paramd.errors import DeadlineError, UsageError
 from paramd.memory.gradient_program import Notes
 from paramd.v1 import sidecar_pb2 as pb
-from paramd_service.shares import CALLER
+from paramd_service.admission import CALLER
 from paramd_service.sidecar.gradients.slots import Gradients, Places, SlotMemory
-from paramd_service.sidecar.snapshots.blocks import BlockMaker, Fill, Key, Lease, Snapshot
-from paramd_service.sidecar.snapshots.store import SnapshotStore
+from paramd_service.sidecar.snapshots.store import (
+    BlockMaker,
+    Fill,
+    Key,
+    Lease,
+    Snapshot,
+    SnapshotStore,
+)
 
 Leasing = Callable[[Snapshot, float], Lease]
 

@@ -30,8 +30,8 @@ from google.protobuf.message import Message
 from paramd import errors
 from paramd.errors import DeniedError, ParamdError, UnreachableError, UsageError
 from paramd.security.tickets import Claims, Role
-from paramd_service import shares
-from paramd_service.shares import Who
+from paramd_service import admission
+from paramd_service.admission import Who
 
 MAX_SPANS = 100_000
 MAX_STATS_ITEMS = 100_000
@@ -233,7 +233,7 @@ class AuthInterceptor(grpc.aio.ServerInterceptor):
             CALLER_TICKET.set(found[0])
             CALLER.set(found[1])
             who = _who(found[1], details.invocation_metadata or ())
-            shares.CALLER.set(who)
+            admission.CALLER.set(who)
             errors.asked_by.set(who or "")
         return await continuation(details)
 

@@ -31,7 +31,7 @@ from paramd.errors import (
 from paramd.memory import handover
 from paramd.memory.arena import is_mirror
 from paramd.memory.edit_program import Record, parse_program
-from paramd.mesh.asked import check_handover
+from paramd.mesh.peers.grpc import check_handover
 from paramd.state_files import host_id, kernel_of
 from paramd.v1 import common_pb2
 from paramd.v1 import sidecar_pb2 as pb
@@ -43,7 +43,7 @@ from paramd_service.sidecar.rank import RankSidecar
 from paramd_service.sidecar.rpc import messages
 from paramd_service.sidecar.rpc.auth import CALLER_TICKET, Call, CallTable
 from paramd_service.sidecar.rpc.statistics import on_stats_thread, stats_message
-from paramd_service.sidecar.snapshots.blocks import Key
+from paramd_service.sidecar.snapshots.store import Key
 
 BLOCK_BYTES = 2 << 20
 _ANSWER_S = 5.0

@@ -25,7 +25,7 @@ from paramd_service.aio import uncancelled
 from paramd_service.destinations.open import open_place
 from paramd_service.destinations.place import MANIFEST, FileSource, Place, Target
 from paramd_service.formats.dcp import dcp_files
-from paramd_service.formats.finishing import manifest
+from paramd_service.formats.filling import manifest
 from paramd_service.sidecar.rank import RankSidecar
 from paramd_service.sidecar.rpc import messages
 from paramd_service.sidecar.rpc.export_write import (

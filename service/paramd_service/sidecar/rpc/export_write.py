@@ -32,9 +32,8 @@ from paramd.errors import (
 )
 from paramd.layout.exports.files import ExportFile
 from paramd.layout.exports.plan import ExportPlan
-from paramd.mesh.asked import Asked, check_way
 from paramd.mesh.peers.control import PeerAddress
-from paramd.mesh.peers.grpc import Channels, error_of
+from paramd.mesh.peers.grpc import Asked, Channels, check_way, error_of
 from paramd.mesh.reading.transfer import SharedSnapshot, is_same_host
 from paramd.v1 import export_pb2
 from paramd.v1 import sidecar_pb2 as pb

@@ -8,8 +8,7 @@ from grpc_health.v1.health import aio as health_aio
 from grpc_reflection.v1alpha import reflection
 
 from paramd.errors import UsageError
-from paramd_service.grpc_doors import CONNECTION_OPTIONS, Doors
-from paramd_service.shares import CALLER, Shares
+from paramd_service.admission import CALLER, CONNECTION_OPTIONS, Doors, Shares
 from paramd_service.sidecar.rank import RankSidecar
 from paramd_service.sidecar.rpc.auth import OPEN_METHODS, SERVICE, AuthInterceptor
 from paramd_service.sidecar.rpc.gateway import Gateway

@@ -29,7 +29,7 @@ from paramd_service.sidecar.owner import (
     resident_bytes,
 )
 from paramd_service.sidecar.rank import RankSidecar
-from paramd_service.sidecar.snapshots.blocks import Snapshot
+from paramd_service.sidecar.snapshots.store import Snapshot
 
 DOMAIN = "paramd"
 RETRY_AFTER_S = 0.1

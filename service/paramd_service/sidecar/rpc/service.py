@@ -29,11 +29,10 @@ from google.protobuf.message import DecodeError, Message
 from paramd.errors import RANK_KEY, DeadlineError, ParamdError, UsageError
 from paramd.v1 import sidecar_pb2 as pb
 from paramd.wire import CHUNK_BYTES, data_chunk
-from paramd_service import shares
-from paramd_service.revoked import TokenRevokedError
-from paramd_service.shares import Shares
+from paramd_service import admission
+from paramd_service.admission import Shares, TokenRevokedError
 from paramd_service.sidecar.rank import RankSidecar
-from paramd_service.sidecar.rpc import auth, boundaries, edits, exports, gateway, messages, pins
+from paramd_service.sidecar.rpc import auth, edits, exports, gateway, messages, pins
 from paramd_service.sidecar.rpc.auth import (
     CALLER,
     SERVICE,
@@ -209,7 +208,7 @@ class SidecarServicer:
         rank = self._rank
         table: dict[str, Call] = {
             **self._calls(),
-            **boundaries.calls(rank),
+            **pins.boundary_calls(rank),
             **edits.calls(rank),
             **pins.calls(rank),
             **gateway.calls(self._gateway),
@@ -296,7 +295,7 @@ class SidecarServicer:
         """The slot of a call that is heavy for some requests only; for others, a place to wait."""
         if not callable(heavy):
             return nullcontext()
-        return (self._slots if heavy(request) else self._waits).one(shares.CALLER.get())
+        return (self._slots if heavy(request) else self._waits).one(admission.CALLER.get())
 
     @asynccontextmanager
     async def _admitted(self, context: Context, *, heavy: bool) -> AsyncIterator[float]:
@@ -306,7 +305,7 @@ class SidecarServicer:
             timeout_s = auth.check_deadline(
                 context.time_remaining(), self._rank.config.max_deadline_s
             )
-            with self._slots.one(shares.CALLER.get()) if heavy else nullcontext():
+            with self._slots.one(admission.CALLER.get()) if heavy else nullcontext():
                 async with self._rank.revocations.running(CALLER.get()):
                     yield timeout_s
         except grpc.aio.AbortError:
@@ -360,13 +359,13 @@ class SidecarServicer:
 
     async def _renew(self, request: pb.RenewSnapshotRequest, _timeout_s: float) -> Message:
         lease_s = self._lease_s(request.lease_ms)
-        self._rank.pins.store.renew(request.snapshot_id, lease_s, shares.CALLER.get())
+        self._rank.pins.store.renew(request.snapshot_id, lease_s, admission.CALLER.get())
         return pb.RenewSnapshotResponse(
             header=messages.header(self._rank), lease_ms=int(lease_s * 1000)
         )
 
     async def _release(self, request: pb.ReleaseSnapshotRequest, _timeout_s: float) -> Message:
-        self._rank.pins.store.release(request.snapshot_id, shares.CALLER.get())
+        self._rank.pins.store.release(request.snapshot_id, admission.CALLER.get())
         self._rank.pins.sweep()
         return pb.ReleaseSnapshotResponse(header=messages.header(self._rank))
 

@@ -21,7 +21,7 @@ from paramd.v1 import sidecar_pb2 as pb
 from paramd_service.aio import uncancelled
 from paramd_service.sidecar.rank import RankSidecar
 from paramd_service.sidecar.rpc.auth import SpanMessage
-from paramd_service.sidecar.snapshots.blocks import Snapshot
+from paramd_service.sidecar.snapshots.store import Snapshot
 
 MAX_RANGES = 100_000
 DIGEST_BYTES = 16

@@ -16,13 +16,13 @@ from typing import Any
 from paramd.errors import ConflictError, DeniedError, ParamdError, UsageError, codes_of
 from paramd.memory import handover
 from paramd.security.tickets import Claims
-from paramd_service.shares import Shares, Who
+from paramd_service.admission import Shares, Who
 from paramd_service.sidecar.edits.windows import Windows
 from paramd_service.sidecar.owner import AttachedMemory, AttachRequest, parse_attach, parse_mesh
 from paramd_service.sidecar.rank import RankSidecar
 from paramd_service.sidecar.rpc.auth import check_editor, check_reader
 from paramd_service.sidecar.rpc.edits import share_message
-from paramd_service.sidecar.snapshots.blocks import Snapshot
+from paramd_service.sidecar.snapshots.store import Snapshot
 
 MAX_CONNECTIONS = 256
 """Connections of clients that have shown a valid ticket."""

@@ -18,11 +18,17 @@ from paramd.errors import AbortedError, ConflictError, NotFoundError
 from paramd.memory.descriptors import PAGE, SparseMemory
 from paramd.memory.moments_table import TABLE_BYTES, parse_table, room_begin, table_begin
 from paramd.v1 import sidecar_pb2 as pb
+from paramd_service.admission import CALLER
 from paramd_service.aio import uncancelled
-from paramd_service.shares import CALLER
 from paramd_service.sidecar.owner import AttachedMemory
-from paramd_service.sidecar.snapshots.blocks import BlockMaker, Fill, Key, Lease, Snapshot
-from paramd_service.sidecar.snapshots.store import SnapshotStore
+from paramd_service.sidecar.snapshots.store import (
+    BlockMaker,
+    Fill,
+    Key,
+    Lease,
+    Snapshot,
+    SnapshotStore,
+)
 
 MOVE_BYTES = 16 << 20
 """Bytes per move: this much is held by both the mirror and the snapshot."""

@@ -27,7 +27,7 @@ from paramd_service.control.exports.documents import (
 )
 from paramd_service.control.exports.schedules import Cadence
 from paramd_service.control.exports.sidecars import kind_of
-from paramd_service.control.mesh.incarnation import Incarnation
+from paramd_service.control.mesh.jobs import Incarnation
 
 MAX_LIMIT = 200
 

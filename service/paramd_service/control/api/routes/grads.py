@@ -18,7 +18,7 @@ from paramd_service.control.api.choice import NormHistory, choose, pattern_of, w
 from paramd_service.control.api.routes.jobs import PROBLEMS
 from paramd_service.control.api.routes.params import Wanted
 from paramd_service.control.api.services import Services
-from paramd_service.control.mesh.incarnation import Incarnation
+from paramd_service.control.mesh.jobs import Incarnation
 from paramd_service.control.records.events import RETRY_MS
 
 if TYPE_CHECKING:

@@ -18,7 +18,7 @@ from paramd_service.control.api.routes.jobs import PROBLEMS
 from paramd_service.control.api.routes.paging import make_token, read_token
 from paramd_service.control.api.services import Services
 from paramd_service.control.base.config import MAX_WORLD_SIZE
-from paramd_service.control.mesh.incarnation import Incarnation
+from paramd_service.control.mesh.jobs import Incarnation
 
 DEFAULT_SPAN_S = 3600.0
 MAX_POINTS = 5000

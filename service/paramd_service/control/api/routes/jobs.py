@@ -30,7 +30,7 @@ from paramd_service.control.api.services import Services
 from paramd_service.control.base.config import Bootstrap
 from paramd_service.control.base.problems import Problem
 from paramd_service.control.edits.holds import HoldState, hold_of
-from paramd_service.control.mesh.incarnation import Incarnation
+from paramd_service.control.mesh.jobs import Incarnation
 from paramd_service.control.mesh.registry import MeshView
 
 PROBLEMS: dict[int | str, dict[str, Any]] = {

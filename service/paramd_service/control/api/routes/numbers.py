@@ -39,7 +39,7 @@ from paramd_service.control.api.routes.params import (
     missing_documents,
 )
 from paramd_service.control.api.services import Services
-from paramd_service.control.mesh.incarnation import Incarnation
+from paramd_service.control.mesh.jobs import Incarnation
 
 if TYPE_CHECKING:
     from paramd.mesh.results import TensorStats

@@ -32,7 +32,7 @@ from paramd_service.control.api.models import (
 from paramd_service.control.api.routes.jobs import PROBLEMS
 from paramd_service.control.api.routes.paging import Pages, make_token, read_token
 from paramd_service.control.api.services import Services
-from paramd_service.control.mesh.incarnation import Incarnation
+from paramd_service.control.mesh.jobs import Incarnation
 
 DEFAULT_LIMIT = 100
 MAX_LIMIT = 1000

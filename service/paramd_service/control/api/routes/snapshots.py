@@ -27,7 +27,7 @@ from paramd_service.control.api.routes.paging import make_token, read_token
 from paramd_service.control.api.routes.params import PageToken, available
 from paramd_service.control.api.services import Services
 from paramd_service.control.mesh.held import LeasedSnapshot
-from paramd_service.control.mesh.incarnation import Incarnation
+from paramd_service.control.mesh.jobs import Incarnation
 from paramd_service.control.mesh.registry import RankView
 from paramd_service.control.records.events import Kind
 

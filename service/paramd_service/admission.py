@@ -1,0 +1,348 @@
+"""A shared cap: a part of it is reserved, and no token can take all of the rest.
+
+A quarter of every cap is reserved for the control plane and the owner. One token gets at most
+half of the rest, so that its holder can exhaust its own share and nothing else.
+
+A bounded revocation list: tokens whose unexpired tickets are no longer good.
+
+Tickets are verified offline, so verifiers must be told what was revoked. An id is kept only as
+long as tickets of its token can be valid. When the list overflows, every ticket given for a
+token before that moment is refused: holders of good tokens get new ones, and nothing that was
+revoked comes back.
+
+Admission in both gRPC servers: every call takes a place, and its request must be readable.
+
+Calls that need no ticket have places of their own, so that strangers who hold streams open
+cannot lock out ticket holders; the other places are shared by token. Malformed requests are
+refused as such: gRPC itself would log a traceback for each, and answer UNKNOWN.
+"""
+
+from __future__ import annotations
+
+import resource
+import time
+from collections import Counter, OrderedDict
+from collections.abc import AsyncIterator, Awaitable, Callable, Container, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Any, Final, TypeAlias
+
+import grpc
+import grpc.aio
+from google.protobuf.message import DecodeError
+
+from paramd.clock import now_s
+from paramd.errors import DeniedError, ExhaustedError, ParamdError, UsageError, codes_of
+from paramd.security.tickets import Claims
+
+Who: TypeAlias = str | None
+"""A token; None: the control plane or the owner."""
+
+CALLER: ContextVar[Who] = ContextVar("paramd_caller_token", default=None)
+"""On whose behalf this task runs, and the tasks that it started."""
+
+
+class Shares:
+    """Counts how much of a cap is taken, and by whom. Use on one thread."""
+
+    def __init__(self, capacity: int, what: str) -> None:
+        """`what` is counted, as errors name it: "calls", for example."""
+        self.capacity = capacity
+        self._what = what
+        self._for_tokens = capacity - capacity // 4
+        self.share = max(self._for_tokens - self._for_tokens // 2, 1)
+        """Most that one token may take."""
+        self._taken: Counter[Who] = Counter()
+
+    @property
+    def taken(self) -> int:
+        """Taken by all together."""
+        return self._taken.total()
+
+    def taken_by(self, who: Who) -> int:
+        """Taken by `who`."""
+        return self._taken[who]
+
+    def check(self, who: Who, amount: int = 1) -> None:
+        """Raise ExhaustedError if `amount` more is not available, saying whose limit was hit."""
+        taken = self.taken
+        if taken + amount > self.capacity:
+            raise ExhaustedError(
+                f"{taken:,} of {self.capacity:,} {self._what} are taken, and {amount:,} more are "
+                "wanted; try again when others have ended"
+            )
+        if who is None:
+            return
+        if self._taken[who] + amount > self.share:
+            raise ExhaustedError(
+                f"your token has {self._taken[who]:,} {self._what}, its share of "
+                f"{self.capacity:,} is {self.share:,}, and {amount:,} more are wanted; end some "
+                "of them first"
+            )
+        if taken - self._taken[None] + amount > self._for_tokens:
+            raise ExhaustedError(
+                f"tokens have {taken - self._taken[None]:,} {self._what}, and the rest of "
+                f"{self.capacity:,} is kept for the control plane and the owner; try again in a "
+                "moment"
+            )
+
+    def count(self, who: Who, amount: int = 1) -> None:
+        """Count what is already taken, regardless of the cap."""
+        self._taken[who] += amount
+
+    def take(self, who: Who, amount: int = 1) -> None:
+        """Take `amount` until `give_back`. Raises as `check`."""
+        self.check(who, amount)
+        self._taken[who] += amount
+
+    def give_back(self, who: Who, amount: int = 1) -> None:
+        """Give back what was taken."""
+        self._taken[who] -= amount
+        assert self._taken[who] >= 0
+        if not self._taken[who]:
+            del self._taken[who]
+
+    @contextmanager
+    def one(self, who: Who) -> Iterator[None]:
+        """Take one for the duration of a block. Raises as `check`."""
+        self.take(who)
+        try:
+            yield
+        finally:
+            self.give_back(who)
+
+
+MAX_REVOKED: Final = 4096
+"""Ids kept at once."""
+
+MAX_ID_CHARS: Final = 64
+
+
+class TokenRevokedError(DeniedError):
+    """The ticket is genuine and has not expired, but its token is no longer good."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Notice:
+    """What a listener has not heard yet."""
+
+    token_ids: tuple[str, ...]
+    keep_s: float
+    """How long to keep the ids, from now on; 0 if there are none."""
+    refused_before_s: float
+    """Tickets given for a token before this are refused; seconds since the Unix epoch, or 0."""
+    serial: int
+    """The serial that the listener has reached with it."""
+
+
+class RevokedTokens:
+    """The revocation list. Use on one thread."""
+
+    def __init__(
+        self,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+        wall_clock: Callable[[], float] = now_s,
+    ) -> None:
+        self._clock = clock
+        self._wall_clock = wall_clock
+        # (expiry on the monotonic clock, serial), in the order of arrival.
+        self._kept: OrderedDict[str, tuple[float, int]] = OrderedDict()
+        self._refused_before_s = 0.0
+        self.serial = 0
+        """Rises with everything new."""
+
+    def __len__(self) -> int:
+        return len(self._kept)
+
+    def __contains__(self, token_id: str) -> bool:
+        known = self._kept.get(token_id)
+        return known is not None and self._clock() < known[0]
+
+    @property
+    def refused_before_s(self) -> float:
+        """Tickets given for a token before this time are refused; 0 if there is none."""
+        return self._refused_before_s
+
+    def learn(self, keep_s: Mapping[str, float], *, refused_before_s: float = 0.0) -> bool:
+        """Refuse tickets of these tokens for that many seconds each; return whether any was new."""
+        now_s, before = self._clock(), self.serial
+        for token_id in [key for key, (until_s, _) in self._kept.items() if until_s <= now_s]:
+            del self._kept[token_id]
+        for token_id, for_s in keep_s.items():
+            known = self._kept.get(token_id)
+            self.serial += 1 if known is None else 0
+            until_s, heard = known if known is not None else (now_s, self.serial)
+            self._kept[token_id] = (max(until_s, now_s + for_s), heard)
+        while len(self._kept) > MAX_REVOKED:
+            # Forgetting an id would readmit its tickets: refuse all that were given until now.
+            self._kept.popitem(last=False)
+            refused_before_s = max(refused_before_s, self._wall_clock())
+        if refused_before_s > self._refused_before_s:
+            self._refused_before_s = refused_before_s
+            self.serial += 1
+        return self.serial > before
+
+    def since(self, serial: int) -> Notice:
+        """What was learnt after `serial`; with 0, everything that is still kept."""
+        now_s = self._clock()
+        news = [
+            (token_id, until_s - now_s)
+            for token_id, (until_s, heard) in self._kept.items()
+            if heard > serial and until_s > now_s
+        ]
+        return Notice(
+            token_ids=tuple(token_id for token_id, _ in news),
+            keep_s=max((left_s for _, left_s in news), default=0.0),
+            refused_before_s=self._refused_before_s,
+            serial=self.serial,
+        )
+
+    def refuses(self, claims: Claims) -> bool:
+        """Whether the ticket's token is no longer good."""
+        if claims.token_id is None:
+            return False
+        return claims.token_id in self or claims.issued_s < self._refused_before_s
+
+    def check(self, claims: Claims) -> None:
+        """Raise TokenRevokedError if `refuses` says so."""
+        if self.refuses(claims):
+            raise TokenRevokedError(
+                "the token that this ticket was given for has been revoked or has expired; ask "
+                "an admin for another one (paramd token create), then connect again"
+            )
+
+
+MAX_OPEN_CALLS: Final = 64
+"""Concurrent calls of methods that need no ticket."""
+
+CONNECTION_OPTIONS: Final[tuple[tuple[str, int], ...]] = (
+    # Drop connections that stay silent: no HTTP/2, or no call.
+    ("grpc.server_handshake_timeout_ms", 10_000),
+    ("grpc.max_connection_idle_ms", 300_000),
+    # What a stranger may reset and open again without being served is not worth remembering.
+    ("grpc.max_concurrent_streams", 256),
+    ("grpc.max_metadata_size", 16 << 10),
+)
+
+Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"
+Continuation: TypeAlias = Callable[
+    [grpc.HandlerCallDetails], Awaitable["grpc.RpcMethodHandler[Any, Any] | None"]
+]
+
+
+def raise_descriptor_limit() -> None:
+    """Allow as many descriptors as the operator permits: gRPC has no cap on connections, and
+    accepts none without a descriptor.
+
+    A process started from a shell has 1,024, which idle strangers would use up.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != hard:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+
+
+class Doors(grpc.aio.ServerInterceptor):
+    """Runs after the interceptor that identifies the caller."""
+
+    def __init__(
+        self,
+        *,
+        open_methods: Container[str],
+        counted: Callable[[str], bool],
+        calls: Shares,
+        who: Callable[[], Who],
+    ) -> None:
+        """`counted`: which other methods take a place of `calls`; `who`: the current caller."""
+        self._open_methods = open_methods
+        self._counted = counted
+        self._calls = calls
+        self._who = who
+        self._open_calls = Shares(MAX_OPEN_CALLS, "calls without a ticket")
+
+    async def intercept_service(
+        self, continuation: Continuation, handler_call_details: grpc.HandlerCallDetails
+    ) -> Any:
+        method = str(handler_call_details.method)
+        handler = await continuation(handler_call_details)
+        if handler is None:
+            return None
+        if method in self._open_methods:
+            return _Guarded(handler, method, lambda: self._open_calls.one(None)).handler()
+        if self._counted(method):
+            return _Guarded(handler, method, lambda: self._calls.one(self._who())).handler()
+        if handler.request_deserializer is None:
+            return handler  # it parses its own bytes
+        return _Guarded(handler, method, nullcontext).handler()
+
+
+class _Guarded:
+    """A handler whose requests are parsed here, and whose place is held while it runs."""
+
+    def __init__(
+        self, inner: Handler, method: str, place: Callable[[], AbstractContextManager[None]]
+    ) -> None:
+        self._inner = inner
+        self._method = method
+        self._place = place
+
+    def handler(self) -> Handler:
+        """The handler to serve instead."""
+        make: Any = {
+            (False, False): grpc.unary_unary_rpc_method_handler,
+            (False, True): grpc.unary_stream_rpc_method_handler,
+            (True, False): grpc.stream_unary_rpc_method_handler,
+            (True, True): grpc.stream_stream_rpc_method_handler,
+        }[self._inner.request_streaming, self._inner.response_streaming]
+        serve = self._many if self._inner.response_streaming else self._one
+        served: Handler = make(serve, response_serializer=self._inner.response_serializer)
+        return served
+
+    async def _one(self, incoming: Any, context: Any) -> Any:
+        inner = self._inner
+        behavior: Any = inner.stream_unary if inner.request_streaming else inner.unary_unary
+        try:
+            with self._place():
+                return await behavior(self._requests(incoming, context), context)
+        except (UsageError, ExhaustedError) as error:
+            await _abort(context, error)
+
+    async def _many(self, incoming: Any, context: Any) -> None:
+        inner = self._inner
+        behavior: Any = inner.stream_stream if inner.request_streaming else inner.unary_stream
+        try:
+            with self._place():
+                answers = behavior(self._requests(incoming, context), context)
+                if not hasattr(answers, "__aiter__"):
+                    await answers  # it writes by itself
+                    return
+                async for answer in answers:
+                    await context.write(answer)
+        except (UsageError, ExhaustedError) as error:
+            await _abort(context, error)
+
+    def _requests(self, incoming: Any, context: Any) -> Any:
+        if self._inner.request_streaming:
+            return self._parsed_stream(incoming, context)
+        return self._parsed(incoming)
+
+    async def _parsed_stream(self, incoming: AsyncIterator[Any], context: Any) -> Any:
+        async for data in incoming:
+            try:
+                request = self._parsed(data)
+            except UsageError as error:
+                await _abort(context, error)
+            yield request
+
+    def _parsed(self, data: Any) -> Any:
+        if self._inner.request_deserializer is None:
+            return data
+        try:
+            return self._inner.request_deserializer(data)
+        except DecodeError:
+            raise UsageError(f"the request cannot be read as one of {self._method[:128]}") from None
+
+
+async def _abort(context: Any, error: ParamdError) -> None:
+    await context.abort(grpc.StatusCode[codes_of(error).grpc], str(error))

@@ -213,7 +213,7 @@ class ControlPlane:
         )
         for noted in (jobs.on_begin, jobs.on_end):
             noted.append(
-                lambda incarnation: self._epochs.note(incarnation.job, incarnation.record())
+                lambda mesh: self._epochs.note(mesh.job, mesh.record())
             )
         jobs.on_begin.append(records.epoch_began)
         jobs.on_end.append(records.epoch_ended)

@@ -95,59 +95,59 @@ class ControlServicer(control_pb2_grpc.ControlServiceServicer):
         header = first.header
         check_epoch(header.job, header.epoch)
         check_rank(header.rank)
-        incarnation = await self._jobs.admit(header.job, header.epoch, first.world_size)
-        incarnation.saw_generation(first.control_generation)
+        mesh = await self._jobs.admit(header.job, header.epoch, first.world_size)
+        mesh.saw_generation(first.control_generation)
         # Before it counts as joined: whoever waits for the rank calls it right away.
-        await incarnation.calls.is_back(first.peer.address)
-        member = incarnation.registry.join(first)
-        _log_join(incarnation, member, f"joined from {first.peer.address}")
+        await mesh.calls.is_back(first.peer.address)
+        member = mesh.registry.join(first)
+        _log_join(mesh, member, f"joined from {first.peer.address}")
         try:
             async with self._revocations.telling(
-                lambda notice: context.write(_welcome(incarnation, notice))
+                lambda notice: context.write(_welcome(mesh, notice))
             ):
-                await incarnation.follow(_read(incarnation, member, request_iterator))
+                await mesh.follow(_read(mesh, member, request_iterator))
         finally:
-            incarnation.registry.lose(member)
-            _log_join(incarnation, member, "its stream has ended")
+            mesh.registry.lose(member)
+            _log_join(mesh, member, "its stream has ended")
 
     async def ScheduleBoundary(
         self, request: control_pb2.ScheduleBoundaryRequest, context: Any
     ) -> control_pb2.ScheduleBoundaryResponse:
         async with errors_as_statuses(context, "ScheduleBoundary"):
             check_epoch(request.job, request.epoch)
-            incarnation = self._jobs.at(request.job, request.epoch)
-            snapshots = _snapshots(request, incarnation.bootstrap.world_size)
+            mesh = self._jobs.at(request.job, request.epoch)
+            snapshots = _snapshots(request, mesh.bootstrap.world_size)
             timeout_s = context.time_remaining()
             if timeout_s is None or timeout_s > MAX_TIMEOUT_S:
                 raise UsageError(f"deadline: expected one of at most {MAX_TIMEOUT_S:.0f} s")
-            verdict = await incarnation.coordinator.schedule(snapshots, timeout_s=timeout_s)
+            verdict = await mesh.coordinator.schedule(snapshots, timeout_s=timeout_s)
             return control_pb2.ScheduleBoundaryResponse(
-                header=_header(incarnation, verdict.step, verdict.edits),
+                header=_header(mesh, verdict.step, verdict.edits),
                 captured=verdict.captured,
                 reason=verdict.reason,
             )
         raise AssertionError("errors have become statuses")
 
 
-async def _read(incarnation: Incarnation, member: Member, requests: Requests) -> None:
+async def _read(mesh: Incarnation, member: Member, requests: Requests) -> None:
     async for request in requests:
-        incarnation.saw_generation(request.control_generation)
-        incarnation.registry.update(member, request)
+        mesh.saw_generation(request.control_generation)
+        mesh.registry.update(member, request)
 
 
-def _log_join(incarnation: Incarnation, member: Member, what: str) -> None:
+def _log_join(mesh: Incarnation, member: Member, what: str) -> None:
     # Thousands of ranks would each log a line, again and again: only at DEBUG.
-    small = incarnation.bootstrap.world_size <= LOGGED_RANKS
+    small = mesh.bootstrap.world_size <= LOGGED_RANKS
     level = logging.INFO if small else logging.DEBUG
-    job, epoch = incarnation.job, incarnation.epoch
+    job, epoch = mesh.job, mesh.number
     log.log(level, "job %s, epoch %d, rank %d: %s", job, epoch, member.rank, what)
 
 
-def _welcome(incarnation: Incarnation, notice: Notice) -> control_pb2.JoinResponse:
+def _welcome(mesh: Incarnation, notice: Notice) -> control_pb2.JoinResponse:
     return control_pb2.JoinResponse(
-        header=_header(incarnation),
-        generation=incarnation.terms.generation,
-        report_interval_ms=round(incarnation.rhythm.interval_s * 1000),
+        header=_header(mesh),
+        generation=mesh.terms.generation,
+        report_interval_ms=round(mesh.rhythm.interval_s * 1000),
         revoked=control_pb2.Revocations(
             token_ids=notice.token_ids,
             keep_ms=math.ceil(notice.keep_s * 1000),
@@ -171,14 +171,14 @@ def _snapshots(
     return found
 
 
-def _header(incarnation: Incarnation, step: int = -1, edits: int = -1) -> common_pb2.Header:
+def _header(mesh: Incarnation, step: int = -1, edits: int = -1) -> common_pb2.Header:
     return common_pb2.Header(
-        job=incarnation.job,
-        epoch=incarnation.epoch,
+        job=mesh.job,
+        epoch=mesh.number,
         step=step,
         edits=edits,
         rank=-1,
-        layout_digest=incarnation.registry.layout_digest,
+        layout_digest=mesh.registry.layout_digest,
     )
 
 

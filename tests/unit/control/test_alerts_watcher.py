@@ -387,7 +387,7 @@ async def test_a_new_epoch_has_its_own_watcher_and_ends_the_alerts_of_the_old_on
     watchers = Watchers(
         AlertConfig(watch=False),
         publish=publish,
-        make_sampler=lambda incarnation: world,
+        make_sampler=lambda mesh: world,
         expires_s=lambda: world.now_s + 86_400,
     )
     jobs.open(Bootstrap(job="run", epoch=1, world_size=3, private_key=bytes(32), token="t" * 20))

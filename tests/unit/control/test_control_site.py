@@ -127,7 +127,7 @@ async def test_the_oldest_job_that_is_over_makes_room(monkeypatch: pytest.Monkey
     kept.registry.join(report("a", 1, 0, 1))
     await jobs.register("b", world_size=1)
     await jobs.register("c", world_size=1)
-    assert [incarnation.job for incarnation in jobs.all()] == ["a", "c"]
+    assert [mesh.job for mesh in jobs.all()] == ["a", "c"]
     await jobs.close()
 
 

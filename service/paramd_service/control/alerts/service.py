@@ -32,8 +32,8 @@ ENVIRONMENT = "PARAMD_ALERTS"
 STALL_BUDGET = "PARAMD_STALL_BUDGET_MS"
 
 
-def _sampler_of(incarnation: Incarnation) -> Sampler:
-    return MeshSampler(incarnation.reaching)
+def _sampler_of(mesh: Incarnation) -> Sampler:
+    return MeshSampler(mesh.reaching)
 
 
 class Watchers:
@@ -64,9 +64,9 @@ class Watchers:
         jobs.on_begin.append(self._begin)
         jobs.on_end.append(self._end)
         jobs.on_view.append(self._look)
-        for incarnation in jobs.all():
-            if incarnation.over is None:
-                self._begin(incarnation)
+        for mesh in jobs.all():
+            if mesh.over is None:
+                self._begin(mesh)
 
     async def close(self) -> None:
         """Stop all watchers; firing alerts stay firing in the store. Idempotent."""
@@ -84,31 +84,31 @@ class Watchers:
         """Every job's watcher, sorted by job name."""
         return sorted(self._watchers.items())
 
-    def _begin(self, incarnation: Incarnation) -> None:
+    def _begin(self, mesh: Incarnation) -> None:
         watcher = Watcher(
             self.config,
-            job=incarnation.job,
-            epoch=incarnation.epoch,
-            view=incarnation.registry.view,
-            sampler=self._make_sampler(incarnation),
+            job=mesh.job,
+            epoch=mesh.number,
+            view=mesh.registry.view,
+            sampler=self._make_sampler(mesh),
             webhooks=self.webhooks,
             store=self._store,
             tell=self._tell,
             expires_s=self._expires_s,
         )
         watcher.start()
-        self._watchers[incarnation.job] = watcher
+        self._watchers[mesh.job] = watcher
 
-    def _end(self, incarnation: Incarnation) -> None:
+    def _end(self, mesh: Incarnation) -> None:
         # `Jobs` ends an epoch before it announces the next one, so this is the right watcher.
-        watcher = self._watchers.get(incarnation.job)
+        watcher = self._watchers.get(mesh.job)
         if watcher is not None:
             task = asyncio.create_task(watcher.close(epoch_over=True))
             self._ending.add(task)
             task.add_done_callback(self._ending.discard)
 
-    def _look(self, incarnation: Incarnation, view: MeshView) -> None:
-        watcher = self._watchers.get(incarnation.job)
+    def _look(self, mesh: Incarnation, view: MeshView) -> None:
+        watcher = self._watchers.get(mesh.job)
         if watcher is not None:
             watcher.look(view)
 

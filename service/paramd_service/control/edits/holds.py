@@ -68,14 +68,14 @@ class Hold:
 
     def __init__(
         self,
-        incarnation: Incarnation,
+        mesh: Incarnation,
         calls: EditCalls,
         records: Records,
         *,
         agree_s: Callable[[MeshView], float],
         told: Told,
     ) -> None:
-        self._mesh = incarnation
+        self._mesh = mesh
         self._calls = calls
         self._records = records
         self._agree_s = agree_s

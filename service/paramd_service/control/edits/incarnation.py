@@ -46,13 +46,13 @@ class IncarnationEdits:
 
     def __init__(
         self,
-        incarnation: Incarnation,
+        mesh: Incarnation,
         records: Records,
         config: EditConfig,
         *,
         told: Callable[[EditRow], None],
     ) -> None:
-        self._mesh = incarnation
+        self._mesh = mesh
         self._records = records
         self._config = config
         self._told = told
@@ -62,9 +62,9 @@ class IncarnationEdits:
         self.open: dict[str, EditRun] = {}
         """Edits that have not ended, by id."""
         self.calls = EditCalls(
-            incarnation.calls,
-            epoch=incarnation.epoch,
-            generation=incarnation.terms.generation,
+            mesh.calls,
+            epoch=mesh.number,
+            generation=mesh.terms.generation,
         )
 
     def begin(self) -> None:
@@ -249,10 +249,10 @@ class IncarnationEdits:
 
     def _take_up(self, row: EditRow) -> EditRun | None:
         """The driver of an edit whose fate is to be found out."""
-        if row.epoch > self._mesh.epoch or row.id in self.open:
+        if row.epoch > self._mesh.number or row.id in self.open:
             return None
         driver = self.drive(row, no_data)
-        if row.epoch < self._mesh.epoch:
+        if row.epoch < self._mesh.number:
             driver.feed(EpochEnded(f"epoch {row.epoch} ended"))
             return driver
         if row.state != EditState.COMMITTED:

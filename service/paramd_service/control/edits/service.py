@@ -47,13 +47,13 @@ class EditService:
 
     def __init__(
         self,
-        incarnation: Incarnation,
+        mesh: Incarnation,
         work: IncarnationEdits,
         records: Records,
         config: EditConfig,
         pace: Pace,
     ) -> None:
-        self._mesh = incarnation
+        self._mesh = mesh
         self._records = records
         self._store = records.edits
         self._config = config
@@ -76,7 +76,7 @@ class EditService:
         index, digest = await self._layout()
         name = edit_id if edit_id is not None else secrets.token_hex(16)
         planned = await asyncio.to_thread(
-            plan_edit, index, spec, edit_id=name, epoch=self._mesh.epoch, layout_digest=digest
+            plan_edit, index, spec, edit_id=name, epoch=self._mesh.number, layout_digest=digest
         )
         if planned.share > self._config.max_share:
             raise ConflictError(
@@ -199,7 +199,7 @@ class EditService:
             return f"it is {row.state}"
         if row.undone_by:
             return f"edit {row.undone_by} has undone it"
-        if row.epoch != self._mesh.epoch or self._mesh.over is not None:
+        if row.epoch != self._mesh.number or self._mesh.over is not None:
             return f"its epoch {row.epoch} is over"
         return ""
 
@@ -226,7 +226,7 @@ class EditService:
             row = EditRow(
                 id=edit_id,
                 job=self._mesh.job,
-                epoch=self._mesh.epoch,
+                epoch=self._mesh.number,
                 state=EditState.STAGING,
                 actor=by.name,
                 role=by.role.value,
@@ -292,31 +292,31 @@ class EditRegistry:
         self.seconds: dict[str, float] = defaultdict(float)
         """Time from creation to APPLIED of all of them together, by job; in seconds."""
 
-    def began(self, incarnation: Incarnation) -> None:
+    def began(self, mesh: Incarnation) -> None:
         """An epoch begins."""
-        job = incarnation.job
-        work = IncarnationEdits(incarnation, self._records, self.config, told=self._told)
+        job = mesh.job
+        work = IncarnationEdits(mesh, self._records, self.config, told=self._told)
         pace = self._paces.setdefault(job, Pace(self.config.max_per_minute))
-        service = EditService(incarnation, work, self._records, self.config, pace)
+        service = EditService(mesh, work, self._records, self.config, pace)
         if job in self._services:
             self._older.append(self._services[job][1])
-        self._services[job] = (incarnation.epoch, service)
+        self._services[job] = (mesh.number, service)
         self._holds[job] = Hold(
-            incarnation, work.calls, self._records, agree_s=work.agree_s, told=self._hold_told
+            mesh, work.calls, self._records, agree_s=work.agree_s, told=self._hold_told
         )
         work.begin()
 
-    def is_over(self, incarnation: Incarnation) -> None:
+    def is_over(self, mesh: Incarnation) -> None:
         """An epoch is over: what it had agreed on went with it."""
-        epoch, service = self._services.get(incarnation.job, (0, None))
-        if service is None or epoch != incarnation.epoch:
+        epoch, service = self._services.get(mesh.job, (0, None))
+        if service is None or epoch != mesh.number:
             return
-        service.work.epoch_ended(f"epoch {epoch} ended ({incarnation.over})")
+        service.work.epoch_ended(f"epoch {epoch} ended ({mesh.over})")
 
-    def look(self, incarnation: Incarnation, _: MeshView, now_s: float | None = None) -> None:
+    def look(self, mesh: Incarnation, _: MeshView, now_s: float | None = None) -> None:
         """Once a second."""
-        found = self._services.get(incarnation.job)
-        if found is not None and found[0] == incarnation.epoch:
+        found = self._services.get(mesh.job)
+        if found is not None and found[0] == mesh.number:
             now_s = now_s if now_s is not None else time.monotonic()
             found[1].work.look(now_s)
         self._older = [service for service in self._older if service.work.open]

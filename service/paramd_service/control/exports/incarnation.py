@@ -32,7 +32,7 @@ class IncarnationExports:
 
     def __init__(
         self,
-        incarnation: Incarnation,
+        mesh: Incarnation,
         store: ExportStore,
         *,
         place: Place,
@@ -46,8 +46,8 @@ class IncarnationExports:
             assets: Reads what is copied beside an export.
             ended: Is awaited with every export that has come to its end here.
         """
-        self.incarnation = incarnation
-        self.group = SidecarGroup(incarnation)
+        self.mesh = mesh
+        self.group = SidecarGroup(mesh)
         self._store = store
         self._place = place
         self._assets = assets
@@ -75,7 +75,7 @@ class IncarnationExports:
         """Raises ExhaustedError when too many wait."""
         if len(self._runs) >= MAX_RUNNING + MAX_WAITING:
             raise ExhaustedError(
-                f"{MAX_WAITING} exports of job {self.incarnation.job!r} wait already; try again "
+                f"{MAX_WAITING} exports of job {self.mesh.job!r} wait already; try again "
                 "later"
             )
 
@@ -165,7 +165,7 @@ class IncarnationExports:
     async def _take_over(self) -> None:
         while True:
             try:
-                for row in await self._store.unfinished(self.incarnation.job):
+                for row in await self._store.unfinished(self.mesh.job):
                     if row.id not in self._runs:
                         await self._take_if_possible(row)
                 return
@@ -183,7 +183,7 @@ class IncarnationExports:
 
     async def _take(self, row: ExportRow) -> None:
         files = await self._store.files(row.id)
-        row = replace(row, generation=self.incarnation.terms.generation)
+        row = replace(row, generation=self.mesh.terms.generation)
         await self._store.save(row)
         if row.ended_s is None:
             self.add(row, files)

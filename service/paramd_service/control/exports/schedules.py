@@ -188,7 +188,7 @@ class Schedules:
                 await self._remove(old, queue)
 
     async def _remove(self, row: ExportRow, queue: IncarnationExports) -> None:
-        row = replace(row, generation=queue.incarnation.terms.generation)
+        row = replace(row, generation=queue.mesh.terms.generation)
         job = queue.known(row, await self._store.files(row.id))
         if await queue.remove(job):
             await self._store.save(replace(row, removed=True))

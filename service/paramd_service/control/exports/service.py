@@ -69,9 +69,9 @@ class ExportService:
         jobs.on_begin.append(self._begin)
         jobs.on_end.append(self._end)
         jobs.on_view.append(self._look)
-        for incarnation in jobs.all():
-            if incarnation.over is None:
-                self._begin(incarnation)
+        for mesh in jobs.all():
+            if mesh.over is None:
+                self._begin(mesh)
 
     async def close(self) -> None:
         """Leaves what goes on to the next control plane. Idempotent."""
@@ -93,7 +93,7 @@ class ExportService:
 
     async def create(
         self,
-        incarnation: Incarnation,
+        mesh: Incarnation,
         request: Mapping[str, Any],
         *,
         actor: str,
@@ -106,23 +106,23 @@ class ExportService:
             UsageError, NotFoundError: as `check`. ExhaustedError: too many wait.
             ConflictError: the epoch is over; or the id is that of another request.
         """
-        incarnation.check()
+        mesh.check()
         self.check(request)
-        queue = self._queues[incarnation.job]
+        queue = self._queues[mesh.job]
         if export_id is not None:
-            found = await self._same(incarnation.job, export_id, request)
+            found = await self._same(mesh.job, export_id, request)
             if found is not None:
                 return found
         queue.check_room()
         row = ExportRow(
             id=export_id if export_id is not None else secrets.token_hex(16),
-            job=incarnation.job,
+            job=mesh.job,
             destination=str(request["destination"]),
             format=str(request["format"]),
             actor=actor,
             schedule=schedule,
             request=request,
-            generation=incarnation.terms.generation,
+            generation=mesh.terms.generation,
             created_s=clock.now_s(),
         )
         await self.store.add(row)
@@ -163,16 +163,16 @@ class ExportService:
         return found
 
     async def read_file(
-        self, incarnation: Incarnation, destination: str, name: str, offset_bytes: int
+        self, mesh: Incarnation, destination: str, name: str, offset_bytes: int
     ) -> tuple[int, bytes]:
         """(size of a file, up to 8 MiB of it from an offset on) of a finished export, whosoever's.
 
         Raises:
             UsageError, NotFoundError: no destination, no export there, no such file of it.
         """
-        incarnation.check()
+        mesh.check()
         target = target_of(self.destinations, destination)
-        return await read_file(self._queues[incarnation.job].group, target, name, offset_bytes)
+        return await read_file(self._queues[mesh.job].group, target, name, offset_bytes)
 
     def schedules(self, job: str) -> Schedules:
         """The schedules of a job that is served here."""
@@ -182,7 +182,7 @@ class ExportService:
 
     async def add_schedule(
         self,
-        incarnation: Incarnation,
+        mesh: Incarnation,
         request: Mapping[str, Any],
         rhythm: Cadence,
         *,
@@ -190,17 +190,17 @@ class ExportService:
         schedule_id: str | None,
     ) -> ScheduleRow:
         """Has exports begin by themselves. Raises as `create`."""
-        incarnation.check()
-        schedules = self.schedules(incarnation.job)
+        mesh.check()
+        schedules = self.schedules(mesh.job)
         if len(await schedules.all()) >= MAX_SCHEDULES:
             raise ExhaustedError(f"a job has at most {MAX_SCHEDULES} schedules; delete one")
         request = {**request, "destination": scheduled(str(request["destination"]))}
         self.check(request)
-        joined = incarnation.registry.view().joined
+        joined = mesh.registry.view().joined
         now_s = clock.now_s()
         row = ScheduleRow(
             id=schedule_id if schedule_id is not None else secrets.token_hex(16),
-            job=incarnation.job,
+            job=mesh.job,
             actor=actor,
             request=request,
             rhythm=asdict(rhythm),
@@ -225,24 +225,24 @@ class ExportService:
             return await self.get(job, export_id)
         return None
 
-    def _begin(self, incarnation: Incarnation) -> None:
+    def _begin(self, mesh: Incarnation) -> None:
         queue = IncarnationExports(
-            incarnation,
+            mesh,
             self.store,
             place=self._place,
             assets=self._assets_of,
             told=self._tell,
             ended=self._ended,
         )
-        self._queues[incarnation.job] = queue
+        self._queues[mesh.job] = queue
         queue.start()
         self._task(self._tidy(), "paramd-exports-tidy")
 
-    def _end(self, incarnation: Incarnation) -> None:
+    def _end(self, mesh: Incarnation) -> None:
         # An older epoch ends before its successor begins, so this is the right one.
-        queue = self._queues.get(incarnation.job)
+        queue = self._queues.get(mesh.job)
         if queue is not None:
-            why = f"epoch {incarnation.epoch} of the job has ended; export again"
+            why = f"epoch {mesh.number} of the job has ended; export again"
             self._task(queue.end(why), "paramd-exports-end")
 
     async def _tidy(self) -> None:
@@ -257,15 +257,15 @@ class ExportService:
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
-    def _look(self, incarnation: Incarnation, view: MeshView) -> None:
-        queue = self._queues.get(incarnation.job)
-        if queue is not None and incarnation.over is None:
-            self.schedules(incarnation.job).look(view, queue)
+    def _look(self, mesh: Incarnation, view: MeshView) -> None:
+        queue = self._queues.get(mesh.job)
+        if queue is not None and mesh.over is None:
+            self.schedules(mesh.job).look(view, queue)
 
     async def _begin_scheduled(self, row: ScheduleRow) -> None:
         queue = self._queues[row.job]
         request = {**row.request, "overwrite": False}
-        await self.create(queue.incarnation, request, actor=row.actor, schedule=row.id)
+        await self.create(queue.mesh, request, actor=row.actor, schedule=row.id)
 
     def _place(self, row: ExportRow) -> export_pb2.ExportTarget:
         overwrite = bool(row.request.get("overwrite", False))

@@ -336,18 +336,18 @@ NOBODYS = "0" * 32
 class SidecarGroup:
     """Used on the event loop. Nothing is opened before an export asks for it."""
 
-    def __init__(self, incarnation: Incarnation) -> None:
+    def __init__(self, mesh: Incarnation) -> None:
         """No I/O."""
-        self.incarnation = incarnation
-        self.calls = ExportCalls(incarnation.bootstrap, generation=incarnation.terms.generation)
+        self.mesh = mesh
+        self.calls = ExportCalls(mesh.bootstrap, generation=mesh.terms.generation)
 
     @property
     def epoch(self) -> int:
-        return self.incarnation.epoch
+        return self.mesh.number
 
     def ranks(self) -> dict[int, str]:
         """Addresses of the sidecars that are joined now, by rank."""
-        joined = self.incarnation.registry.view().joined
+        joined = self.mesh.registry.view().joined
         return {report.rank: report.address for report in joined}
 
     async def wait_for(self, ranks: Iterable[int] | None = None) -> None:
@@ -356,10 +356,10 @@ class SidecarGroup:
         Raises:
             UnreachableError: one has not, in time. ParamdError: the epoch is over.
         """
-        wanted = set(range(self.incarnation.bootstrap.world_size) if ranks is None else ranks)
+        wanted = set(range(self.mesh.bootstrap.world_size) if ranks is None else ranks)
         deadline_s = time.monotonic() + JOIN_S
         while missing := wanted - set(self.ranks()):
-            self.incarnation.check()
+            self.mesh.check()
             if time.monotonic() > deadline_s:
                 raise UnreachableError(
                     f"rank {min(missing)} ({len(missing)} in all) has no sidecar that has joined; "
@@ -369,7 +369,7 @@ class SidecarGroup:
 
     async def layout(self) -> tuple[str, Layout]:
         """Digest and layout in force. Raises UnreachableError."""
-        digest, index = await self.incarnation.layouts.get(self.incarnation.registry.view())
+        digest, index = await self.mesh.layouts.get(self.mesh.registry.view())
         return digest, index.layout
 
     async def pin(
@@ -383,7 +383,7 @@ class SidecarGroup:
         """
         from paramd.mesh.exports.pins import pin_parameters, pin_with_optimizer
 
-        reach = await self.incarnation.reaching()
+        reach = await self.mesh.reaching()
         deadline_s = time.monotonic() + timeout_s
 
         async def attempt(sidecars: Sidecars) -> PinnedExport:
@@ -428,7 +428,7 @@ class SidecarGroup:
                     lost(rank, str(found_lost))
             if not wait or time.monotonic() > deadline_s:
                 raise error
-            self.incarnation.check()
+            self.mesh.check()
             await asyncio.sleep(_AGAIN_S)
 
     async def all(self, work: Callable[[int, str], Awaitable[object]]) -> None:

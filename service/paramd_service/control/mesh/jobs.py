@@ -96,7 +96,7 @@ class Incarnation:
         return self.bootstrap.job
 
     @property
-    def epoch(self) -> int:
+    def number(self) -> int:
         return self.bootstrap.epoch
 
     @property
@@ -167,7 +167,7 @@ class Incarnation:
     def record(self) -> EpochRecord:
         """This epoch's entry in the list of epochs."""
         return EpochRecord(
-            epoch=self.epoch,
+            epoch=self.number,
             world_size=self.bootstrap.world_size,
             began_s=self.began_s,
             ended_s=self.ended_s,
@@ -225,7 +225,7 @@ class Verifiers:
             # Any epoch: a genuine ticket of a past one deserves "over", not a bare denial.
             return self._site.private_key(job, epoch)
         present = self._current.get(job)
-        if present is not None and present.epoch == epoch:
+        if present is not None and present.number == epoch:
             return present.bootstrap.private_key
         raise DeniedError(
             f"the ticket is for job {job[:64]!r}, epoch {epoch}, which is not served here"
@@ -309,16 +309,16 @@ class Jobs:
             ExhaustedError: too many jobs.
         """
         older = self._current.get(bootstrap.job)
-        if older is not None and older.epoch >= bootstrap.epoch:
+        if older is not None and older.number >= bootstrap.epoch:
             raise ConflictError(
-                f"job {bootstrap.job!r} is in epoch {older.epoch}; {bootstrap.epoch} is over"
+                f"job {bootstrap.job!r} is in epoch {older.number}; {bootstrap.epoch} is over"
             )
         if older is None:
             self._make_room()
-        incarnation = Incarnation(bootstrap, self._terms, publish=self._publish)
+        mesh = Incarnation(bootstrap, self._terms, publish=self._publish)
         if older is not None:
             self._end(older, ConflictError(f"epoch {bootstrap.epoch} has begun; attach again"))
-        self._current[bootstrap.job] = incarnation
+        self._current[bootstrap.job] = mesh
         self._current.move_to_end(bootstrap.job)
         log.info(
             "job %s: epoch %d begins with %d ranks",
@@ -332,8 +332,8 @@ class Jobs:
             job=bootstrap.job,
         )
         for told in self.on_begin:
-            told(incarnation)
-        return incarnation
+            told(mesh)
+        return mesh
 
     async def register(self, job: str, *, world_size: int, epoch_floor: int = 0) -> Incarnation:
         """Begin a new epoch for an attaching job, above `epoch_floor` and all earlier ones.
@@ -362,13 +362,13 @@ class Jobs:
             UsageError: the world size is out of range.
         """
         found = self._current.get(job)
-        if (found is None or found.epoch < epoch) and self._site is not None:
+        if (found is None or found.number < epoch) and self._site is not None:
             if not 1 <= world_size <= MAX_WORLD_SIZE:
                 raise UsageError(f"world_size: {world_size}; expected 1 to {MAX_WORLD_SIZE}")
             async with self._registering:
                 # Again under the lock: another rank's Join may have opened it meanwhile.
                 found = self._current.get(job)
-                if found is None or found.epoch < epoch:
+                if found is None or found.number < epoch:
                     # Record the number first, or a concurrent attach could be given it again.
                     last = await asyncio.to_thread(places.last_epoch, job, at_least=epoch)
                     if last > epoch:
@@ -384,9 +384,9 @@ class Jobs:
             ConflictError: it is in another epoch, or this one is over.
         """
         found = self.get(job)
-        if found.epoch != epoch:
+        if found.number != epoch:
             raise ConflictError(
-                f"job {job!r} is in epoch {found.epoch} here, not in {epoch}; connect again"
+                f"job {job!r} is in epoch {found.number} here, not in {epoch}; connect again"
             )
         found.check()
         return found
@@ -399,8 +399,8 @@ class Jobs:
         """All known epochs of a job, oldest first. Raises NotFoundError."""
         present = self.get(job)
         known = {r.epoch: r for r in await asyncio.to_thread(site.records, job)}
-        known[present.epoch] = present.record()
-        return [known[epoch] for epoch in sorted(known) if epoch <= present.epoch]
+        known[present.number] = present.record()
+        return [known[epoch] for epoch in sorted(known) if epoch <= present.number]
 
     def look(self, now_s: float) -> None:
         """Check every open epoch: publish changes, end the finished ones.
@@ -408,36 +408,36 @@ class Jobs:
         Args:
             now_s: On the monotonic clock.
         """
-        for incarnation in [i for i in self._current.values() if i.ended_s is None]:
-            view = incarnation.registry.view()
-            incarnation.watch.look(view)
+        for mesh in [i for i in self._current.values() if i.ended_s is None]:
+            view = mesh.registry.view()
+            mesh.watch.look(view)
             for told in self.on_view:
-                told(incarnation, view)
+                told(mesh, view)
             reason = why_end(
                 view,
-                empty_since_s=incarnation.registry.empty_since_s,
+                empty_since_s=mesh.registry.empty_since_s,
                 now_s=now_s,
                 empty_end_s=self._empty_end_s,
             )
-            if incarnation.over is not None:
-                self._end(incarnation, incarnation.over)
+            if mesh.over is not None:
+                self._end(mesh, mesh.over)
             elif reason is not None:
-                self._end(incarnation, ConflictError(f"{reason}; attach again"))
+                self._end(mesh, ConflictError(f"{reason}; attach again"))
 
     async def keep_channels(self) -> None:
         """Close channels to replaced sidecars."""
-        for incarnation in self.all():
-            await incarnation.calls.keep_only(incarnation.registry.view())
+        for mesh in self.all():
+            await mesh.calls.keep_only(mesh.registry.view())
 
     def send_away(self, reason: ParamdError) -> None:
         """End all Join streams because the control plane is stopping. Epochs stay open."""
-        for incarnation in self._current.values():
-            incarnation.send_away(reason)
+        for mesh in self._current.values():
+            mesh.send_away(reason)
 
     async def close(self) -> None:
         """Release everything. Call after the servers have stopped."""
-        for incarnation in self.all():
-            await incarnation.close()
+        for mesh in self.all():
+            await mesh.close()
         if self._closing:
             await asyncio.wait(self._closing)
 
@@ -457,7 +457,7 @@ class Jobs:
         if trains(view):
             ranks = listed([report.rank for report in view.joined])
             raise ConflictError(
-                f"job {job!r} trains already, in epoch {present.epoch} (ranks {ranks}); end that "
+                f"job {job!r} trains already, in epoch {present.number} (ranks {ranks}); end that "
                 "training, or attach under another job name"
             )
 
@@ -483,16 +483,16 @@ class Jobs:
             return
         raise ExhaustedError(f"{MAX_JOBS} jobs are served already; try again later")
 
-    def _end(self, incarnation: Incarnation, reason: ParamdError) -> None:
-        if incarnation.ended_s is not None:
+    def _end(self, mesh: Incarnation, reason: ParamdError) -> None:
+        if mesh.ended_s is not None:
             return
-        incarnation.end(reason)
-        log.info("job %s: epoch %d is over: %s", incarnation.job, incarnation.epoch, reason)
-        data = {"epoch": incarnation.epoch, "over": True, "reason": str(reason)}
-        self._publish("epoch", data, job=incarnation.job)
+        mesh.end(reason)
+        log.info("job %s: epoch %d is over: %s", mesh.job, mesh.number, reason)
+        data = {"epoch": mesh.number, "over": True, "reason": str(reason)}
+        self._publish("epoch", data, job=mesh.job)
         for told in self.on_end:
-            told(incarnation)
-        self._task(incarnation.close())
+            told(mesh)
+        self._task(mesh.close())
 
     def _task(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.create_task(work)

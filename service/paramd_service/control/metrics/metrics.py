@@ -121,8 +121,8 @@ class _JobsCollector(Collector):
         self._watchers = watchers
 
     def collect(self) -> Iterator[Metric]:
-        incarnations = self._jobs.all()
-        views = [(i.job, i.registry.view()) for i in incarnations]
+        meshes = self._jobs.all()
+        views = [(i.job, i.registry.view()) for i in meshes]
         yield from _mesh_metrics(views)
         yield from _rank_metrics([(job, rank) for job, view in views for rank in view.ranks])
         rounds = CounterMetricFamily(
@@ -131,8 +131,8 @@ class _JobsCollector(Collector):
         waiting = GaugeMetricFamily(
             "paramd_boundary_waiting", "Requests for the next round", labels=["job"]
         )
-        for incarnation in incarnations:
-            job, coordinator = incarnation.job, incarnation.coordinator
+        for mesh in meshes:
+            job, coordinator = mesh.job, mesh.coordinator
             captured = coordinator.captured_count
             rounds.add_metric([job, "true"], captured)
             rounds.add_metric([job, "false"], coordinator.round_count - captured)

@@ -117,25 +117,25 @@ class Records:
         if self._started:
             self._denials.saw(actor=actor, role=role, method=operation, reason=reason)
 
-    def epoch_began(self, incarnation: Incarnation) -> None:
+    def epoch_began(self, mesh: Incarnation) -> None:
         """Record that a job's epoch began; training never waits for it."""
-        self.note(incarnation, "epoch.begin", {"world_size": incarnation.bootstrap.world_size})
+        self.note(mesh, "epoch.begin", {"world_size": mesh.bootstrap.world_size})
 
-    def epoch_ended(self, incarnation: Incarnation) -> None:
+    def epoch_ended(self, mesh: Incarnation) -> None:
         """Record that a job's epoch ended, and why."""
-        self.note(incarnation, "epoch.end", {"reason": str(incarnation.over)})
+        self.note(mesh, "epoch.end", {"reason": str(mesh.over)})
 
-    def look(self, incarnation: Incarnation, view: MeshView, now_s: float | None = None) -> None:
+    def look(self, mesh: Incarnation, view: MeshView, now_s: float | None = None) -> None:
         """Record refusals reported by sidecars, batched; called once a second."""
         now_s = now_s if now_s is not None else time.monotonic()
-        for refused in incarnation.refusals.look(view, now_s):
+        for refused in mesh.refusals.look(view, now_s):
             detail = {
                 "rank": refused.rank,
                 "count": refused.count,
                 "total": refused.total,
                 "last": refused.last[:MAX_REFUSAL_CHARS],
             }
-            self.note(incarnation, "sidecar.denied", detail)
+            self.note(mesh, "sidecar.denied", detail)
 
     async def export_ended(self, row: ExportRow) -> None:
         """Record how an export ended."""
@@ -152,11 +152,11 @@ class Records:
         if self._started:
             await self.audit.event(action)
 
-    def note(self, incarnation: Incarnation, method: str, detail: Mapping[str, Any]) -> None:
+    def note(self, mesh: Incarnation, method: str, detail: Mapping[str, Any]) -> None:
         """Record what the control plane did on its own. Never blocks."""
         if not self._started:
             return
-        action = self._action(SELF, "", method, detail, incarnation)
+        action = self._action(SELF, "", method, detail, mesh)
         task = asyncio.create_task(self.audit.event(action), name="paramd-audit-epoch")
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
@@ -174,7 +174,7 @@ class Records:
             role=role,
             method=method,
             job=of.job if of is not None else self.chain,
-            epoch=of.epoch if of is not None else self._epoch,
+            epoch=of.number if of is not None else self._epoch,
             detail=detail,
         )
 

@@ -54,8 +54,8 @@ def router(services: Services) -> APIRouter:
     ) -> AlertPage:
         """Alerts of the job's last epoch, as they stand now; of a past one as they were kept:
         the newest first, and firing where the control plane ended before they were over."""
-        incarnation = services.jobs.get(job)
-        if epoch is not None and epoch != incarnation.epoch:
+        mesh = services.jobs.get(job)
+        if epoch is not None and epoch != mesh.number:
             return await _past(services, job, epoch, state, limit, page_token)
         watcher = services.watchers.get(job)
         firing = watcher.book.firing if watcher is not None else ()
@@ -68,7 +68,7 @@ def router(services: Services) -> APIRouter:
         page = chosen[begin : begin + limit]
         more = begin + len(page) < len(chosen)
         return AlertPage(
-            epoch=incarnation.epoch,
+            epoch=mesh.number,
             watch=services.watchers.config.watch,
             firing_count=len(firing),
             alerts=[document(alert) for alert in page],

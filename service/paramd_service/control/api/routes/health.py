@@ -44,10 +44,10 @@ def metrics_router(services: Services) -> APIRouter:
     @router.get("/api/v1/jobs/{job}/ranks/{rank}/metrics", response_class=PlainTextResponse)
     async def get_rank_metrics(job: str, rank: Annotated[int, Path(ge=0)]) -> Response:
         """One sidecar's own metrics, asked of it now; Prometheus text format."""
-        incarnation = services.jobs.get(job)
-        for report in incarnation.registry.view().joined:
+        mesh = services.jobs.get(job)
+        for report in mesh.registry.view().joined:
             if report.rank == rank:
-                text = await incarnation.calls.metrics(rank, report.address)
+                text = await mesh.calls.metrics(rank, report.address)
                 return Response(text, media_type=services.metrics.content_type)
         raise NotFoundError(f"rank {rank} of job {job[:64]!r} has no sidecar now")
 

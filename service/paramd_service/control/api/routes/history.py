@@ -118,7 +118,7 @@ def _add_series(routes: APIRouter, services: Services) -> None:
         job: str, epoch: Epoch = None, limit: Limit = 1000, page_token: PageToken = ""
     ) -> SeriesPage:
         """What was noted in an epoch, by name; what began in the last seconds may lack."""
-        last = services.jobs.get(job).epoch
+        last = services.jobs.get(job).number
         found = await services.records.history.series(
             job, epoch if epoch is not None else last, after=_after(page_token), limit=limit
         )
@@ -186,7 +186,7 @@ def _add_points(routes: APIRouter, services: Services) -> None:
         mesh = services.jobs.get(job)
         if metric == "norm" and not may_read(request):
             await _check_large(mesh, subject)
-        found_epoch = epoch if epoch is not None else mesh.epoch
+        found_epoch = epoch if epoch is not None else mesh.number
         end = end_s if end_s is not None else now_s() + 1.0
         # A little within the hour that samples are kept, or minutes would come.
         begin = begin_s if begin_s is not None else end - DEFAULT_SPAN_S + 10.0

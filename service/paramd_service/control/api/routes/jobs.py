@@ -50,29 +50,29 @@ def router(services: Services) -> APIRouter:
     @routes.post("/jobs", status_code=201)
     async def register_job(registration: JobRegistration, request: Request) -> RegisteredJob:
         """Begins a new epoch of a job that attaches. Only at a site; the older epoch is over."""
-        incarnation = await services.jobs.register(
+        mesh = await services.jobs.register(
             registration.job,
             world_size=registration.world_size,
             epoch_floor=registration.epoch_floor,
         )
         detail = {"world_size": registration.world_size, "epoch_floor": registration.epoch_floor}
-        await services.records.happened(principal_of(request), "job.register", detail, incarnation)
-        return await _registered(services, incarnation)
+        await services.records.happened(principal_of(request), "job.register", detail, mesh)
+        return await _registered(services, mesh)
 
     @routes.get("/jobs/{job}")
     async def get_job(job: str, request: Request) -> JobDocument:
         """A job, its sidecars, and a fresh ticket that permits what the token does."""
-        incarnation = services.jobs.get(job)
-        return _document(services, incarnation, incarnation.registry.view(), principal_of(request))
+        mesh = services.jobs.get(job)
+        return _document(services, mesh, mesh.registry.view(), principal_of(request))
 
     @routes.get("/jobs/{job}/ranks", response_model=RankList)
     async def list_ranks(job: str) -> Response:
         """Every rank, with the reason when something is not as it should be."""
-        incarnation = services.jobs.get(job)
+        mesh = services.jobs.get(job)
         chunks = rank_text.chunks(
-            incarnation.registry,
-            world_size=incarnation.bootstrap.world_size,
-            epoch=incarnation.epoch,
+            mesh.registry,
+            world_size=mesh.bootstrap.world_size,
+            epoch=mesh.number,
             stall_budget_s=services.watchers.config.stall_budget_s,
         )
         return StreamingResponse(_yielded(chunks), media_type="application/json")
@@ -104,8 +104,8 @@ async def _yielded(chunks: Iterator[str]) -> AsyncIterator[str]:
         yield chunk
 
 
-async def _registered(services: Services, incarnation: Incarnation) -> RegisteredJob:
-    mine = incarnation.bootstrap
+async def _registered(services: Services, mesh: Incarnation) -> RegisteredJob:
+    mine = mesh.bootstrap
     # A signature takes 50 us, and there may be thousands of ranks.
     tickets = await asyncio.to_thread(_rank_tickets, mine)
     return RegisteredJob(
@@ -127,15 +127,15 @@ def _rank_tickets(mine: Bootstrap) -> list[str]:
     ]
 
 
-def _summary(incarnation: Incarnation, view: MeshView) -> JobSummary:
+def _summary(mesh: Incarnation, view: MeshView) -> JobSummary:
     return JobSummary(
-        job=incarnation.job,
-        epoch=incarnation.epoch,
-        world_size=incarnation.bootstrap.world_size,
+        job=mesh.job,
+        epoch=mesh.number,
+        world_size=mesh.bootstrap.world_size,
         joined_count=len(view.joined),
         step=min((report.step for report in view.joined), default=-1),
         state=view.state.value,
-        reason=str(incarnation.over) if incarnation.over is not None else view.reason,
+        reason=str(mesh.over) if mesh.over is not None else view.reason,
         hold=_hold(view),
     )
 
@@ -146,9 +146,9 @@ def _hold(view: MeshView) -> str:
 
 
 def _document(
-    services: Services, incarnation: Incarnation, view: MeshView, principal: Principal
+    services: Services, mesh: Incarnation, view: MeshView, principal: Principal
 ) -> JobDocument:
-    mine, now_s = incarnation.bootstrap, clock.now_s()
+    mine, now_s = mesh.bootstrap, clock.now_s()
     ttl_s = _ticket_ttl_s(services.config.ticket_ttl_s, principal, now_s)
     ticket = mine.signer.mint(
         job=mine.job,
@@ -165,10 +165,10 @@ def _document(
             socket_path=peer.socket_path,
             host_id=peer.host_id,
         )
-        for peer in incarnation.registry.peers()
+        for peer in mesh.registry.peers()
     ]
     return JobDocument(
-        **_summary(incarnation, view).model_dump(),
+        **_summary(mesh, view).model_dump(),
         layout_digest=view.layout_digest,
         control_address=services.grpc_address,
         peers=peers,

@@ -146,7 +146,7 @@ async def _rank(mesh: Incarnation, rank: RankView) -> RankSnapshots:
         found = await mesh.calls.snapshots(rank.rank, rank.report.address)
     except ParamdError as error:
         return _silent(rank.rank, str(error))
-    if (found.header.rank, found.header.epoch) != (rank.rank, mesh.epoch):
+    if (found.header.rank, found.header.epoch) != (rank.rank, mesh.number):
         return _silent(rank.rank, "another sidecar answers at its address")
     return RankSnapshots(
         rank=rank.rank,

@@ -135,7 +135,7 @@ def _snapshots(client: httpx2.Client, ranks: int) -> Callable[[], None]:
 
 def _boundary(channel: grpc.Channel, job: dict[str, Any]) -> Callable[[], None]:
     stub: Any = control_pb2_grpc.ControlServiceStub(channel)
-    request = control_pb2.ScheduleBoundaryRequest(job=job["job"], epoch=job["epoch"])
+    request = control_pb2.ScheduleBoundaryRequest(job=job["job"], incarnation=job["incarnation"])
     metadata = (("authorization", f"Bearer {job['ticket']}"),)
 
     def ask() -> None:

@@ -161,7 +161,7 @@ def _await_layout(client: httpx2.Client) -> None:
 @contextmanager
 def _layouts(said: dict[str, Any], ranks: int, tensors: int) -> Iterator[dict[str, str]]:
     command = [sys.executable, "-m", "benchmarks.workers.layouts"]
-    command += [said["job"], str(said["epoch"]), str(ranks), str(tensors)]
+    command += [said["job"], str(said["incarnation"]), str(ranks), str(tensors)]
     with subprocess.Popen(command, stdout=subprocess.PIPE) as process:
         try:
             assert process.stdout is not None

@@ -94,7 +94,7 @@ def simulated(
     said = {
         "address": registered["control_address"],
         "job": registered["job"],
-        "epoch": registered["epoch"],
+        "incarnation": registered["incarnation"],
         "world_size": ranks,
         "tickets": registered["rank_tickets"],
         "report_s": report_s,

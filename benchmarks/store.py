@@ -110,7 +110,7 @@ async def _lag(duration_s: float) -> Spread:
 async def _feed(history: MetricHistory) -> None:
     """200 ranks, 5 numbers of each a second."""
     series = [
-        SeriesKey(job="bench", epoch=1, rank=rank, name=f"metric-{n}")
+        SeriesKey(job="bench", incarnation=1, rank=rank, name=f"metric-{n}")
         for rank in range(200)
         for n in range(POINTS_PER_S // 200)
     ]
@@ -132,7 +132,7 @@ async def _lag_of_sweep(history: MetricHistory) -> Spread:
     for second in range(60):
         history.offer(
             Sample(
-                series=SeriesKey(job="bench", epoch=2, rank=rank, name="x"),
+                series=SeriesKey(job="bench", incarnation=2, rank=rank, name="x"),
                 time_s=begin_s + second,
                 value=1.0,
             )

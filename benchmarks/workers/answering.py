@@ -27,12 +27,16 @@ class Sidecar(sidecar_pb2_grpc.SidecarServiceServicer):
 
     def __init__(self, said: Mapping[str, Any], rank: int) -> None:
         self._job = str(said["job"])
-        self._epoch = int(said["epoch"])
+        self._incarnation = int(said["incarnation"])
         self._rank = rank
 
     def _header(self, step: int) -> common_pb2.Header:
         return common_pb2.Header(
-            job=self._job, epoch=self._epoch, step=step, rank=self._rank, layout_digest="d" * 32
+            job=self._job,
+            incarnation=self._incarnation,
+            step=step,
+            rank=self._rank,
+            layout_digest="d" * 32,
         )
 
     async def GetState(self, request: Any, context: Any) -> sidecar_pb2.GetStateResponse:

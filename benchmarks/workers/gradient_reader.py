@@ -23,7 +23,7 @@ class Reader:
 
     def connect(self) -> int:
         self._mesh = paramd.connect(job=JOB)
-        return self._mesh.epoch
+        return self._mesh.incarnation
 
     def frames(
         self, kind: Kind, transport: Transport, count: int, rest_s: float

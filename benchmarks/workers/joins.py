@@ -1,6 +1,6 @@
 """Simulated sidecars: real gRPC streams of many ranks from one small process.
 
-    python -m benchmarks.workers.joins BEGIN END < {"address", "job", "epoch", "world_size",
+    python -m benchmarks.workers.joins BEGIN END < {"address", "job", "incarnation", "world_size",
                                                     "tickets", "report_s"}
 
 With "layout_digest" and "layout_address", that is the layout that all report, and where it is.
@@ -73,7 +73,11 @@ def _report(said: Mapping[str, Any], rank: int, step: int) -> control_pb2.JoinRe
     digest = said.get("layout_digest", "d" * 32)
     return control_pb2.JoinRequest(
         header=common_pb2.Header(
-            job=said["job"], epoch=said["epoch"], step=step, rank=rank, layout_digest=digest
+            job=said["job"],
+            incarnation=said["incarnation"],
+            step=step,
+            rank=rank,
+            layout_digest=digest,
         ),
         world_size=said["world_size"],
         peer=common_pb2.Peer(

@@ -1,6 +1,6 @@
 """A sidecar that knows one thing, the layout of a big model, for simulated ranks to point at.
 
-    python -m benchmarks.workers.layouts JOB EPOCH WORLD_SIZE TENSORS
+    python -m benchmarks.workers.layouts JOB INCARNATION WORLD_SIZE TENSORS
 
 Says {"address", "digest"} as JSON, then serves until it is killed.
 """
@@ -69,10 +69,12 @@ class LayoutServicer(sidecar_pb2_grpc.SidecarServiceServicer):  # type: ignore[m
 
 
 async def main() -> None:
-    job, epoch, world_size, tensors = sys.argv[1], *map(int, sys.argv[2:5])
+    job, incarnation, world_size, tensors = sys.argv[1], *map(int, sys.argv[2:5])
     layout = big_layout(world_size, tensors)
     digest = layout_digest(layout)
-    header = common_pb2.Header(job=job, epoch=epoch, step=0, rank=0, layout_digest=digest)
+    header = common_pb2.Header(
+        job=job, incarnation=incarnation, step=0, rank=0, layout_digest=digest
+    )
     server = grpc.aio.server()
     sidecar_pb2_grpc.add_SidecarServiceServicer_to_server(LayoutServicer(layout, header), server)
     port = server.add_insecure_port("127.0.0.1:0")

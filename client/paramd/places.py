@@ -2,7 +2,7 @@
 
     <state dir>/<job>/            0700, ours
         endpoint.json             0600: address of the job's control plane, and its token
-        epoch                     the last epoch issued
+        incarnation                     the last incarnation issued
         rank-<r>.sock             the sidecars' Unix sockets
 
 The state dir is PARAMD_STATE_DIR, else $XDG_STATE_HOME/paramd, else ~/.local/state/paramd.
@@ -36,8 +36,8 @@ __all__ = (
     "check_job_name",
     "host_id",
     "job_dir",
-    "last_epoch",
-    "next_epoch",
+    "last_incarnation",
+    "next_incarnation",
     "process_start",
     "read_endpoint",
     "remove_endpoint",
@@ -48,7 +48,8 @@ __all__ = (
 )
 
 ENDPOINT_FILE = "endpoint.json"
-EPOCH_FILE = "epoch"
+INCARNATION_FILE, OLDER_FILE = "incarnation", "epoch"
+"""The counter of a job's incarnations, and its name in older versions: it must never go back."""
 MAX_ENDPOINT_BYTES = 64 << 10
 
 
@@ -66,8 +67,8 @@ class Endpoint:
     """Name of the job."""
     grpc_address: str
     """gRPC target "host:port" of the control plane."""
-    epoch: int = 0
-    """Epoch the control plane serves."""
+    incarnation: int = 0
+    """Incarnation the control plane serves."""
     pid_start: int = 0
     """Start time of `pid` from /proc, to detect a reused pid; 0 unknown."""
 
@@ -77,16 +78,17 @@ def write_endpoint(endpoint: Endpoint) -> Path:
 
     Raises:
         UsageError, ConflictError: as `job_dir`.
-        ConflictError: a newer epoch of the job is running.
+        ConflictError: a newer incarnation of the job is running.
     """
     path = job_dir(endpoint.job) / ENDPOINT_FILE
     # Locked from check to replace: a control plane that starts late must not hide a newer one.
     with state_dir_errors(), locked(path.parent):
         found = _load(path)
-        if found is not None and found.epoch > endpoint.epoch and _alive(found):
+        if found is not None and found.incarnation > endpoint.incarnation and _alive(found):
             raise ConflictError(
-                f"epoch {found.epoch} of job {found.job!r} runs already (pid {found.pid}); "
-                f"this is epoch {endpoint.epoch}"
+                f"incarnation {found.incarnation} of job {found.job!r} runs already (pid "
+                f"{found.pid}); "
+                f"this is incarnation {endpoint.incarnation}"
             )
         replace(path, json.dumps(asdict(endpoint), sort_keys=True) + "\n")
     return path
@@ -140,48 +142,49 @@ def running_jobs() -> list[Endpoint]:
     return [endpoint for endpoint in loaded if endpoint is not None and _alive(endpoint)]
 
 
-def next_epoch(job: str, *, above: int = 0) -> int:
-    """Issue the job's next epoch: starts at 1, never repeats, durable when it returns.
+def next_incarnation(job: str, *, above: int = 0) -> int:
+    """Issue the job's next incarnation: starts at 1, never repeats, durable when it returns.
 
     Args:
-        above: The epoch is also above this: the last one known to be issued elsewhere.
+        above: The incarnation is also above this: the last one known to be issued elsewhere.
 
     Raises:
         UsageError: as `job_dir`.
         ConflictError: as `job_dir`, or the counter cannot be read.
     """
     directory = job_dir(job)
-    path = directory / EPOCH_FILE
+    path = directory / INCARNATION_FILE
     with state_dir_errors(), locked(directory):
-        epoch = max(_counted(path), above) + 1
-        replace(path, f"{epoch}\n")
-    return epoch
+        incarnation = max(_counted(path), above) + 1
+        replace(path, f"{incarnation}\n")
+    return incarnation
 
 
-def last_epoch(job: str, *, at_least: int = 0) -> int:
-    """The last epoch issued, 0 for none; raises the counter to `at_least`.
+def last_incarnation(job: str, *, at_least: int = 0) -> int:
+    """The last incarnation issued, 0 for none; raises the counter to `at_least`.
 
     Raises:
-        UsageError, ConflictError: as `next_epoch`.
+        UsageError, ConflictError: as `next_incarnation`.
     """
     directory = job_dir(job)
-    path = directory / EPOCH_FILE
+    path = directory / INCARNATION_FILE
     with state_dir_errors(), locked(directory):
-        epoch = _counted(path)
-        if epoch < at_least:
-            epoch = at_least
-            replace(path, f"{epoch}\n")
-    return epoch
+        incarnation = _counted(path)
+        if incarnation < at_least:
+            incarnation = at_least
+            replace(path, f"{incarnation}\n")
+    return incarnation
 
 
 def _counted(path: Path) -> int:
     try:
         text = path.read_text()
     except FileNotFoundError:
-        return 0
+        older = path.with_name(OLDER_FILE)
+        return 0 if path == older else _counted(older)
     if not re.fullmatch(r"[0-9]{1,18}\n?", text):
         raise ConflictError(
-            f"{path} does not hold a number; write the job's last epoch into it, "
+            f"{path} does not hold a number; write the job's last incarnation into it, "
             "or remove it when no process of the job is left"
         )
     return int(text)
@@ -208,7 +211,7 @@ def _parse(text: bytes, job: str) -> Endpoint | None:
     except (ValueError, TypeError, RecursionError):
         return None
     texts = (endpoint.url, endpoint.token, endpoint.grpc_address)
-    numbers = (endpoint.pid, endpoint.epoch, endpoint.pid_start)
+    numbers = (endpoint.pid, endpoint.incarnation, endpoint.pid_start)
     typed = all(isinstance(t, str) for t in texts) and all(type(n) is int for n in numbers)
     return endpoint if typed and endpoint.job == job and endpoint.pid > 0 else None
 

@@ -1,6 +1,6 @@
 """Log lines of the control plane: one JSON object per line, without secrets.
 
-Every line has time, level, logger and event; then job, epoch, rank and step where the call
+Every line has time, level, logger and event; then job, incarnation, rank and step where the call
 gives them (`extra=`), and the id of the current request. Sidecars write the same format with
 less machinery (sidecar/log.py).
 """
@@ -17,7 +17,7 @@ from typing import Any, TextIO
 
 from paramd.errors import request_id
 
-FIELDS = ("job", "epoch", "rank", "step")
+FIELDS = ("job", "incarnation", "rank", "step")
 """Fields that `extra=` may add; any others are dropped."""
 
 MAX_EVENT_CHARS = 4000

@@ -203,7 +203,7 @@ class _Source:
         for at in range(0, len(script) - 3, 4):
             kind, begin, size, change = script[at : at + 4]
             if kind >= 250:
-                yield Chunk(b"", 0, 0, 0, 0, common_pb2.Header(epoch=1, step=kind % 3))
+                yield Chunk(b"", 0, 0, 0, 0, common_pb2.Header(incarnation=1, step=kind % 3))
                 continue
             place = (offset_bytes + begin) if kind < 128 else begin
             message = bytearray(data_chunk(memoryview(self._whole[place : place + size]), place))
@@ -250,7 +250,7 @@ def safetensors(data: bytes) -> None:
 def ticket(data: bytes) -> None:
     """A text that is shown as a ticket, and claims that another signer signed."""
     with suppress(DeniedError):
-        VERIFIER.verify(text_of(data), job="job", epoch=1)
+        VERIFIER.verify(text_of(data), job="job", incarnation=1)
     with suppress(DeniedError):
         tickets._parse(tickets._encode(data))
 

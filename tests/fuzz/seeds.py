@@ -52,7 +52,7 @@ def _manifest() -> list[bytes]:
         EditOp(fqn="scale", kind=EditKind.CLAMP, min=-1.0, max=1.0),
         EditOp(fqn="tied.weight", kind=EditKind.ADD, value=1.0, weight=-1.0),
     )
-    found = [pb.EditManifest(edit_id="0" * 32, epoch=1, ops=[encode_op(op)]) for op in ops]
+    found = [pb.EditManifest(edit_id="0" * 32, incarnation=1, ops=[encode_op(op)]) for op in ops]
     found.append(pb.EditManifest(edit_id="1" * 32, ops=map(encode_op, ops[2:5]), undoable=True))
     return [pb.StageEditRequest(manifest=one).SerializeToString() for one in found]
 
@@ -84,7 +84,7 @@ def _handover() -> list[bytes]:
     attach = {
         "op": "attach",
         "job": "job",
-        "epoch": 1,
+        "incarnation": 1,
         "rank": 0,
         "world_size": 1,
         "pid": 1,
@@ -131,10 +131,10 @@ def _safetensors() -> list[bytes]:
 
 
 def _ticket() -> list[bytes]:
-    ticket = SIGNER.mint(job="job", epoch=1, role=Role.SIDECAR, rank=0, ttl_s=1e9, now_s=0.0)
+    ticket = SIGNER.mint(job="job", incarnation=1, role=Role.SIDECAR, rank=0, ttl_s=1e9, now_s=0.0)
     claims = {
         "job": "job",
-        "epoch": 1,
+        "incarnation": 1,
         "role": "reader",
         "exp": 9e9,
         "jti": "1",

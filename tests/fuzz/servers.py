@@ -82,7 +82,7 @@ class Servers:
         return asyncio.run_coroutine_threadsafe(self._begin(), self._loop)
 
     async def _begin(self) -> None:
-        bootstrap = Bootstrap(job=JOB, epoch=1, world_size=1, private_key=KEY, token=TOKEN)
+        bootstrap = Bootstrap(job=JOB, incarnation=1, world_size=1, private_key=KEY, token=TOKEN)
         config = ControlConfig(job=JOB, listen="127.0.0.1:0", no_watch=True, empty_end_s=1e6)
         self.control = ControlPlane(config, bootstrap)
         where = await self.control.start()
@@ -137,7 +137,7 @@ class Doors:
     def __init__(self, servers: Servers) -> None:
         self.servers = servers
         self._tickets = {
-            role: SIGNER.mint(job=JOB, epoch=1, role=role, rank=0, ttl_s=1e6) for role in Role
+            role: SIGNER.mint(job=JOB, incarnation=1, role=role, rank=0, ttl_s=1e6) for role in Role
         }
         options = [("grpc.use_local_subchannel_pool", 1)]
         self._sidecar = grpc.insecure_channel(servers.address, options=options)
@@ -152,7 +152,7 @@ class Doors:
         self._count = 0
         self.known: dict[str, list[Any]] = {
             "job": [JOB],
-            "epoch": [1],
+            "incarnation": [1],
             "rank": [0],
             "world_size": [1],
             "layout_digest": [layout_digest(layout_of(ARENA_BYTES))],
@@ -182,7 +182,7 @@ class Doors:
     def _look_again(self) -> None:
         """A good call is answered, and gives a snapshot that lives for a while."""
         request = sidecar_pb2.PinSnapshotRequest(
-            epoch=1,
+            incarnation=1,
             layout_digest=self.known["layout_digest"][0],
             spans=[sidecar_pb2.Span(begin=0, end=ARENA_BYTES)],
             lease_ms=300_000,
@@ -319,7 +319,15 @@ class Doors:
             return choices.ConsumeBytes(200), True
         ops = ("map", "stage", "window", "share", "unmap", "attach", "mesh", "detach", "no")
         message = {"op": pick(choices, ops)}
-        names = ("ticket", "snapshot_id", "edit_id", "index", "offset_bytes", "size_bytes", "epoch")
+        names = (
+            "ticket",
+            "snapshot_id",
+            "edit_id",
+            "index",
+            "offset_bytes",
+            "size_bytes",
+            "incarnation",
+        )
         for name in (*names, "rank", "pid", "start", "peers"):
             if choices.ConsumeIntInRange(0, 2):
                 message[name] = self._anything(choices, name)

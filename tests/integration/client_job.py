@@ -112,7 +112,7 @@ class Rank:
         assert self.answer["op"] != "error", self.answer
         return received
 
-    def attach(self, signer: Signer, epoch: int, layout: Layout) -> None:
+    def attach(self, signer: Signer, incarnation: int, layout: Layout) -> None:
         """Attaches, or gives a respawned sidecar what its predecessor made."""
         self.connect()
         again = bool(self.descriptors)
@@ -120,7 +120,7 @@ class Rank:
             {
                 "op": "attach",
                 "job": JOB,
-                "epoch": epoch,
+                "incarnation": incarnation,
                 "rank": self.rank,
                 "world_size": layout.world_size,
                 "pid": os.getpid(),
@@ -128,7 +128,7 @@ class Rank:
                 "arena_bytes": layout.arena_bytes[self.rank],
                 "public_key": signer.public_key.hex(),
                 "rank_ticket": signer.mint(
-                    job=JOB, epoch=epoch, role=Role.SIDECAR, rank=self.rank, ttl_s=600.0
+                    job=JOB, incarnation=incarnation, role=Role.SIDECAR, rank=self.rank, ttl_s=600.0
                 ),
                 "version": __version__,
             },
@@ -143,7 +143,7 @@ class Rank:
         self.page = ControlPage(received[0])
         self.arena = HostArena(received[2], layout.arena_bytes[self.rank])
         self.gate = TrainerGate(self.page, stall_budget_ns=200_000_000)
-        self.page[Word.EPOCH] = epoch
+        self.page[Word.INCARNATION] = incarnation
         self.page[Word.TRAINER_PID] = os.getpid()
         self.page[Word.AGREEMENT_STATE] = 1
 
@@ -160,14 +160,19 @@ class Rank:
 
 
 class Job:
-    """All ranks of one epoch, and the control plane."""
+    """All ranks of one incarnation, and the control plane."""
 
     def __init__(
-        self, layout: Layout, stack: ExitStack, epoch: int, listen: str, places: Sequence[Place]
+        self,
+        layout: Layout,
+        stack: ExitStack,
+        incarnation: int,
+        listen: str,
+        places: Sequence[Place],
     ) -> None:
         self.layout = layout
         self._control_listen = listen
-        self.epoch = epoch
+        self.incarnation = incarnation
         self.private_key = new_private_key()
         self.signer = Signer(self.private_key)
         self.token = secrets.token_hex(16)
@@ -180,7 +185,7 @@ class Job:
         ]
         for rank in self.ranks:
             stack.callback(rank.close)
-            rank.attach(self.signer, self.epoch, layout)
+            rank.attach(self.signer, self.incarnation, layout)
         self._digest = layout_digest(layout)
         for rank in self.ranks:
             self.send_mesh(rank)
@@ -203,7 +208,7 @@ class Job:
         assert control.stdout is not None
         bootstrap = {
             "job": JOB,
-            "epoch": self.epoch,
+            "incarnation": self.incarnation,
             "world_size": self.layout.world_size,
             "private_key": self.private_key.hex(),
             "token": self.token,
@@ -243,7 +248,7 @@ class Job:
         rank.connection.close()
         rank.process.wait()
         rank.start_process()
-        rank.attach(self.signer, self.epoch, self.layout)
+        rank.attach(self.signer, self.incarnation, self.layout)
         self.send_mesh(rank)
 
     def update(self, write: Callable[[Rank, int], None] | None = None) -> None:
@@ -294,13 +299,17 @@ class Job:
 
 @contextmanager
 def running_job(
-    layout: Layout, *, epoch: int = 1, listen: str = HERE.listen, places: Sequence[Place] = (HERE,)
+    layout: Layout,
+    *,
+    incarnation: int = 1,
+    listen: str = HERE.listen,
+    places: Sequence[Place] = (HERE,),
 ) -> Iterator[Job]:
     """A job whose ranks serve; everything it started ends with the block.
 
     `listen` is the control plane's, `places` those of its ranks.
     """
     with ExitStack() as stack:
-        job = Job(layout, stack, epoch, listen, places)
+        job = Job(layout, stack, incarnation, listen, places)
         stack.callback(job.rest)
         yield job

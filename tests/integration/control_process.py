@@ -82,12 +82,16 @@ class Control:
 
 @contextmanager
 def control_plane(
-    *options: str, epoch: int = 1, listen: str = "127.0.0.1:0", world_size: int = 2, job: str = JOB
+    *options: str,
+    incarnation: int = 1,
+    listen: str = "127.0.0.1:0",
+    world_size: int = 2,
+    job: str = JOB,
 ) -> Iterator[Control]:
     """Starts an embedded one and ends it, whatever the test did to it."""
     bootstrap = {
         "job": job,
-        "epoch": epoch,
+        "incarnation": incarnation,
         "world_size": world_size,
         "private_key": PRIVATE_KEY.hex(),
         "token": TOKEN,
@@ -139,12 +143,12 @@ def _started(
 def ticket(
     role: Role = Role.READER,
     *,
-    epoch: int = 1,
+    incarnation: int = 1,
     signer: Signer = SIGNER,
     job: str = JOB,
     rank: int = 0,
 ) -> Any:
-    text = signer.mint(job=job, epoch=epoch, role=role, rank=rank, ttl_s=60.0)
+    text = signer.mint(job=job, incarnation=incarnation, role=role, rank=rank, ttl_s=60.0)
     return (("authorization", f"Bearer {text}"),)
 
 
@@ -165,14 +169,18 @@ class FakeSidecar(sidecar_pb2_grpc.SidecarServiceServicer):  # type: ignore[misc
     async def ReachBoundary(self, request: Any, context: Any) -> Any:
         authorization = dict(context.invocation_metadata())["authorization"]
         offered = authorization.removeprefix("Bearer ")
-        claims = Verifier(SIGNER.public_key).verify(offered, job=JOB, epoch=request.epoch)
+        claims = Verifier(SIGNER.public_key).verify(
+            offered, job=JOB, incarnation=request.incarnation
+        )
         assert claims.role is Role.CONTROL
         self.asked.append((request.boundary, tuple(request.snapshot_ids)))
         self.ready_boundary = max(self.ready_boundary, request.boundary)
         await self.gate.wait()
         step = self.step + request.boundary if self.captured else -1
         return sidecar_pb2.ReachBoundaryResponse(
-            header=self.header(request.epoch, step), captured=self.captured, reason=self.reason
+            header=self.header(request.incarnation, step),
+            captured=self.captured,
+            reason=self.reason,
         )
 
     async def GetState(self, request: Any, context: Any) -> Any:
@@ -182,14 +190,14 @@ class FakeSidecar(sidecar_pb2_grpc.SidecarServiceServicer):  # type: ignore[misc
         for batch in layout_batches(LAYOUT, max_tensors=2):
             yield sidecar_pb2.GetLayoutResponse(header=self.header(1, 0), layout=batch)
 
-    def header(self, epoch: int, step: int) -> common_pb2.Header:
+    def header(self, incarnation: int, step: int) -> common_pb2.Header:
         return common_pb2.Header(
-            job=JOB, epoch=epoch, step=step, rank=self.rank, layout_digest=DIGEST
+            job=JOB, incarnation=incarnation, step=step, rank=self.rank, layout_digest=DIGEST
         )
 
-    def report(self, *, epoch: int = 1, leaving: bool = False) -> control_pb2.JoinRequest:
+    def report(self, *, incarnation: int = 1, leaving: bool = False) -> control_pb2.JoinRequest:
         return control_pb2.JoinRequest(
-            header=self.header(epoch, self.step),
+            header=self.header(incarnation, self.step),
             world_size=2,
             peer=common_pb2.Peer(rank=self.rank, address=self.address, host_id=places.host_id()),
             state=common_pb2.RankState(
@@ -218,21 +226,21 @@ async def serving(sidecar: FakeSidecar) -> AsyncIterator[FakeSidecar]:
 
 @asynccontextmanager
 async def joined(
-    control: Control, sidecar: FakeSidecar, *, epoch: int = 1, offered: str = ""
+    control: Control, sidecar: FakeSidecar, *, incarnation: int = 1, offered: str = ""
 ) -> AsyncIterator[Callable[[control_pb2.JoinRequest], Any]]:
     """A Join stream; gives the function that sends another report.
 
     Args:
         offered: the rank's ticket, where a site gave it.
     """
-    metadata = ticket(Role.SIDECAR, epoch=epoch, rank=sidecar.rank)
+    metadata = ticket(Role.SIDECAR, incarnation=incarnation, rank=sidecar.rank)
     if offered:
         metadata = (("authorization", f"Bearer {offered}"),)
     async with grpc.aio.insecure_channel(control.grpc_address) as channel:
         stub: Any = control_pb2_grpc.ControlServiceStub(channel)
         sidecar.welcome = None
         stream = stub.Join(metadata=metadata)
-        await stream.write(sidecar.report(epoch=epoch))
+        await stream.write(sidecar.report(incarnation=incarnation))
 
         async def listen() -> None:
             async for answer in stream:
@@ -250,30 +258,35 @@ async def joined(
 
 
 @asynccontextmanager
-async def mesh(control: Control, *, epoch: int = 1) -> AsyncIterator[list[FakeSidecar]]:
+async def mesh(control: Control, *, incarnation: int = 1) -> AsyncIterator[list[FakeSidecar]]:
     """Both ranks, serving and joined."""
     zero, one = FakeSidecar(0), FakeSidecar(1)
     async with (
         serving(zero),
         serving(one),
-        joined(control, zero, epoch=epoch),
-        joined(control, one, epoch=epoch),
+        joined(control, zero, incarnation=incarnation),
+        joined(control, one, incarnation=incarnation),
     ):
         yield [zero, one]
 
 
 async def schedule(
-    control: Control, *snapshots: tuple[int, str], timeout_s: float | None = 10.0, epoch: int = 1
+    control: Control,
+    *snapshots: tuple[int, str],
+    timeout_s: float | None = 10.0,
+    incarnation: int = 1,
 ) -> control_pb2.ScheduleBoundaryResponse:
     request = control_pb2.ScheduleBoundaryRequest(
         job=control.job_name,
-        epoch=epoch,
+        incarnation=incarnation,
         snapshots=[control_pb2.SnapshotRef(rank=r, snapshot_id=i) for r, i in snapshots],
     )
     async with grpc.aio.insecure_channel(control.grpc_address) as channel:
         stub: Any = control_pb2_grpc.ControlServiceStub(channel)
         answer: control_pb2.ScheduleBoundaryResponse = await stub.ScheduleBoundary(
-            request, timeout=timeout_s, metadata=ticket(epoch=epoch, job=control.job_name)
+            request,
+            timeout=timeout_s,
+            metadata=ticket(incarnation=incarnation, job=control.job_name),
         )
         return answer
 

@@ -101,7 +101,7 @@ class Editing:
         fields = {"undoable": True, **fields}
         return pb.EditManifest(
             edit_id=f"{number:032x}",
-            epoch=1,
+            incarnation=1,
             layout_digest=self.digest,
             ops=map(encode_op, ops),
             **fields,
@@ -141,7 +141,7 @@ class Editing:
     def reach(self, number: int, boundary: int) -> Any:
         """ReachBoundary under way, as a future."""
         request = pb.ReachBoundaryRequest(
-            epoch=1,
+            incarnation=1,
             boundary=boundary,
             token=100 + boundary,
             action=pb.BOUNDARY_ACTION_EDIT,

@@ -123,13 +123,13 @@ class EditingSidecar(FakeSidecar):
             answer = pb.ReachBoundaryResponse(
                 reason=f"if_step is {wanted.if_step}, and the next boundary is at step {step}"
             )
-            answer.header.CopyFrom(self.header(request.epoch, -1))
+            answer.header.CopyFrom(self.header(request.incarnation, -1))
             return answer
         trainers.ready[self.rank] = request
         while number not in trainers.done:
             if self.rank not in trainers.ready:
                 answer = pb.ReachBoundaryResponse(reason="it was withdrawn")
-                answer.header.CopyFrom(self.header(request.epoch, -1))
+                answer.header.CopyFrom(self.header(request.incarnation, -1))
                 return answer
             trainers.look(self.world_size)
             await asyncio.sleep(0.005)
@@ -172,9 +172,9 @@ class EditingSidecar(FakeSidecar):
         header.edits = self.trainers.edits
         return header
 
-    def report(self, *, epoch: int = 1, leaving: bool = False) -> Any:
+    def report(self, *, incarnation: int = 1, leaving: bool = False) -> Any:
         self.step = self.trainers.step
-        found = super().report(epoch=epoch, leaving=leaving)
+        found = super().report(incarnation=incarnation, leaving=leaving)
         if self.trainers.held:
             found.state.phase = common_pb2.PHASE_HELD
             found.state.hold_left_ms = self.trainers.lease_ms

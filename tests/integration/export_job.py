@@ -96,7 +96,7 @@ class ExportingJob:
     def release(self, rank: int, snapshot_id: str) -> None:
         """Ends one lease."""
         job = self.job
-        ticket = job.signer.mint(job=JOB, epoch=job.epoch, role=Role.READER, ttl_s=60)
+        ticket = job.signer.mint(job=JOB, incarnation=job.incarnation, role=Role.READER, ttl_s=60)
         with grpc.insecure_channel(job.ranks[rank].address) as channel:
             stub: Any = sidecar_pb2_grpc.SidecarServiceStub(channel)
             stub.ReleaseSnapshot(
@@ -131,7 +131,7 @@ class ExportingJob:
         assert control.stdout is not None
         bootstrap = {
             "job": JOB,
-            "epoch": self.job.epoch,
+            "incarnation": self.job.incarnation,
             "world_size": self.job.layout.world_size,
             "private_key": self.job.private_key.hex(),
             "token": self.job.token,

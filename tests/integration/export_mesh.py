@@ -60,7 +60,7 @@ class StillMesh:
         pins = []
         for rank, spans in plan.sources[""].spans.items():
             request = pb.PinSnapshotRequest(
-                epoch=1,
+                incarnation=1,
                 layout_digest=digest,
                 spans=[pb.Span(begin=begin, end=end) for begin, end in spans],
             )
@@ -68,7 +68,9 @@ class StillMesh:
             assert found.header.step == STEP
             pins.append(export_pb2.ExportPin(rank=rank, snapshot_id=found.snapshot_id))
             self.pins.append((rank, found.snapshot_id))
-        return plan, encode_plan(plan, epoch=1, layout_digest=digest, step=STEP, edits=0, pins=pins)
+        return plan, encode_plan(
+            plan, incarnation=1, layout_digest=digest, step=STEP, edits=0, pins=pins
+        )
 
     def begin(self, target: export_pb2.ExportTarget, size_bytes: int = 0) -> None:
         self.call(0, "BeginExport", export_pb2.BeginExportRequest(target=target))

@@ -41,7 +41,7 @@ class TrainerSettings:
     """How the fake trainer behaves; may be changed while it runs."""
 
     job: str = "job"
-    epoch: int = 1
+    incarnation: int = 1
     rank: int = 0
     world_size: int = 1
     arena_bytes: int = 1 << 20
@@ -242,7 +242,7 @@ def attach_message(settings: TrainerSettings, **changes: object) -> handover.Mes
     return {
         "op": "attach",
         "job": settings.job,
-        "epoch": settings.epoch,
+        "incarnation": settings.incarnation,
         "rank": settings.rank,
         "world_size": settings.world_size,
         "pid": os.getpid(),
@@ -251,7 +251,7 @@ def attach_message(settings: TrainerSettings, **changes: object) -> handover.Mes
         "public_key": SIGNER.public_key.hex(),
         "rank_ticket": SIGNER.mint(
             job=settings.job,
-            epoch=settings.epoch,
+            incarnation=settings.incarnation,
             role=Role.SIDECAR,
             rank=settings.rank,
             ttl_s=600.0,
@@ -278,7 +278,7 @@ def attach(
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--socket", type=Path, required=True)
-    parser.add_argument("--epoch", type=int, default=1)
+    parser.add_argument("--incarnation", type=int, default=1)
     parser.add_argument("--arena-bytes", type=int, default=1 << 20)
     parser.add_argument("--die-in-update", type=int, default=-1)
     parser.add_argument("--control-address", default="")

@@ -83,26 +83,32 @@ def sidecar(
 
 def ticket(
     role: Role = Role.READER,
-    epoch: int = 1,
+    incarnation: int = 1,
     job: str = "job",
     ttl_s: float = 60,
     token_id: str | None = None,
 ) -> str:
-    return SIGNER.mint(job=job, epoch=epoch, role=role, rank=0, ttl_s=ttl_s, token_id=token_id)
+    return SIGNER.mint(
+        job=job, incarnation=incarnation, role=role, rank=0, ttl_s=ttl_s, token_id=token_id
+    )
 
 
 class Client:
     """Calls one sidecar with a ticket and a deadline."""
 
     def __init__(
-        self, address: str, role: Role = Role.READER, epoch: int = 1, arena_bytes: int = 1 << 20
+        self,
+        address: str,
+        role: Role = Role.READER,
+        incarnation: int = 1,
+        arena_bytes: int = 1 << 20,
     ) -> None:
         self.channel = grpc.insecure_channel(
             address, options=[("grpc.use_local_subchannel_pool", 1)]
         )
         self.stub = sidecar_pb2_grpc.SidecarServiceStub(self.channel)
-        self.metadata = (("authorization", f"Bearer {ticket(role, epoch)}"),)
-        self.epoch = epoch
+        self.metadata = (("authorization", f"Bearer {ticket(role, incarnation)}"),)
+        self.incarnation = incarnation
         self.arena_bytes = arena_bytes
         self.digest = layout_digest(layout_of(arena_bytes))
 
@@ -115,7 +121,7 @@ class Client:
     def pin_request(self, *spans: tuple[int, int], **fields: Any) -> pb.PinSnapshotRequest:
         spans = spans or ((0, self.arena_bytes),)
         return pb.PinSnapshotRequest(
-            epoch=self.epoch,
+            incarnation=self.incarnation,
             layout_digest=self.digest,
             spans=[pb.Span(begin=begin, end=end) for begin, end in spans],
             **fields,
@@ -140,7 +146,7 @@ class Client:
 @contextmanager
 def client_of(trainer: FakeTrainer, role: Role = Role.READER) -> Iterator[Client]:
     settings = trainer.settings
-    client = Client(trainer.address, role, settings.epoch, settings.arena_bytes)
+    client = Client(trainer.address, role, settings.incarnation, settings.arena_bytes)
     try:
         yield client
     finally:

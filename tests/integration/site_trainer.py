@@ -1,6 +1,6 @@
 """A small training that registers at a site: `python -m tests.integration.site_trainer URL JOB`.
 
-Says its epoch on stdout, trains until its stdin is closed, and detaches.
+Says its incarnation on stdout, trains until its stdin is closed, and detaches.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ def main() -> None:
     model = torch.nn.Linear(8, 4)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     attachment = paramd.attach(model, optimizer, job=job, control=url)
-    print(json.dumps({"epoch": attachment.epoch, "url": attachment.url}), flush=True)
+    print(json.dumps({"incarnation": attachment.incarnation, "url": attachment.url}), flush=True)
     while not select.select([sys.stdin], [], [], 0.02)[0]:
         optimizer.zero_grad()
         model(torch.ones(2, 8)).square().sum().backward()

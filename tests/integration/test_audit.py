@@ -37,7 +37,7 @@ from paramd_service.control.store.tokens import TokenRow, TokenStore
 from tests.integration.store_process import KINDS, fresh_address, server_of, started
 from tests.postgres import Postgres
 
-CREATE = Action(actor="ops", role="admin", method="token.create", job="run", epoch=3)
+CREATE = Action(actor="ops", role="admin", method="token.create", job="run", incarnation=3)
 
 
 @pytest.fixture(scope="module", params=KINDS)
@@ -95,7 +95,7 @@ async def test_the_intent_is_durable_before_the_effect_and_the_outcome_follows(
             entry.outcome("created", name="ci")
         intent, outcome = await bodies(audit)
         assert intent == {
-            "kind": "intent", "time_ms": 1500, "actor": "ops", "role": "admin", "epoch": 3,
+            "kind": "intent", "time_ms": 1500, "actor": "ops", "role": "admin", "incarnation": 3,
             "method": "token.create", "step": -1, "detail": {}, "job": "run", "seq": 1,
             "prev": "0" * 64,
         }  # fmt: skip

@@ -68,10 +68,10 @@ def test_what_changes_something_is_recorded_with_who_did_it() -> None:
         assert control.get("/api/v1/jobs", token="wrong").status_code == 401
         assert control.get("/api/v1/tokens", token=made.json()["token"]).status_code == 403
         assert make_token(control, "ci").status_code == 409
-        begun, epoch, *told = _without(records(control), "denied")
+        begun, incarnation, *told = _without(records(control), "denied")
         assert (begun["method"], begun["actor"]) == ("control.start", "control plane")
         assert begun["detail"]["settings"]["job"] == JOB
-        assert (epoch["method"], epoch["epoch"]) == ("epoch.begin", 1)
+        assert (incarnation["method"], incarnation["incarnation"]) == ("incarnation.begin", 1)
         assert [(r["kind"], r["method"], r["actor"], r["role"], r["result"]) for r in told] == [
             ("intent", "token.create", "owner", "admin", None),
             ("outcome", "token.create", "owner", "admin", "done"),
@@ -143,13 +143,13 @@ def test_the_chain_goes_on_over_a_restart_and_the_end_is_recorded() -> None:
         control.process.terminate()
         assert control.wait() == 0
         log = control.log.read_text()
-    with control_plane(epoch=2) as control:
+    with control_plane(incarnation=2) as control:
         after = records(control)
         assert after[: len(before)] == before
         assert after[len(before)]["method"] == "control.stop"
         stopped = after[len(before)]
         assert f"audit head of {JOB}: {stopped['seq']}:{stopped['hash']}" in log
-        assert after[len(before) + 1]["epoch"] == 2
+        assert after[len(before) + 1]["incarnation"] == 2
 
 
 def test_the_command_line_lists_and_checks_and_names_the_first_bad_record() -> None:
@@ -196,7 +196,7 @@ def test_a_postgresql_named_in_the_environment_keeps_it_all(
             control.process.terminate()
             control.wait()
             logs = control.log.read_text()
-        with control_plane(epoch=2) as control:
+        with control_plane(incarnation=2) as control:
             assert control.get("/api/v1/jobs", token=token).status_code == 200
             assert control.get("/api/v1/tokens", token=token).status_code == 403
             assert paramd("audit", "verify").returncode == 0
@@ -229,8 +229,8 @@ def test_a_site_has_an_audit_of_its_own_and_one_for_each_job(
         while len(found := control.get("/api/v1/jobs/a/audit", token=token).json()["records"]) < 2:
             assert time.monotonic() < deadline
             time.sleep(0.02)
-        methods = [(r["method"], r["epoch"]) for r in found]
-        assert methods == [("epoch.begin", 1), ("job.register", 1)]
+        methods = [(r["method"], r["incarnation"]) for r in found]
+        assert methods == [("incarnation.begin", 1), ("job.register", 1)]
         assert control.get("/api/v1/jobs/b/audit", token=token).status_code == 404
         for options in (["--site"], ["--job", "a"], ["--offline", "--site"]):
             assert paramd("audit", "verify", *options).returncode == 0, options
@@ -264,7 +264,7 @@ def test_a_store_of_a_newer_version_is_not_started_with() -> None:
         connection.execute("UPDATE alembic_version SET version_num = 'zz99'")
     connection.close()
     refused = pytest.raises(AssertionError, match="revision 'zz99', which this paramd does not")
-    with refused, control_plane(epoch=2):
+    with refused, control_plane(incarnation=2):
         pytest.fail("it must not start")
 
 

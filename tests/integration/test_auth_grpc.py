@@ -133,7 +133,7 @@ def check_roles(address: str, expected: dict[str, set[Role]], signer: Signer, jo
         "/x.Y/Z": set[Role](),
     }
     for role in Role:
-        text = signer.mint(job=job, epoch=1, role=role, rank=0, ttl_s=60.0)
+        text = signer.mint(job=job, incarnation=1, role=role, rank=0, ttl_s=60.0)
         for path, roles in (expected | unknown).items():
             denied = code(address, path, bearer(text)) is PERMISSION_DENIED
             assert denied == (role not in roles), (path, role)
@@ -158,19 +158,19 @@ def test_every_method_of_the_control_plane_for_every_role(control: Control) -> N
     check_roles(control.grpc_address, expected, Signer(bytes(range(32))), "run")
 
 
-@pytest.mark.parametrize("kind", ["none", "other-key", "other-job", "other-epoch", "expired"])
+@pytest.mark.parametrize("kind", ["none", "other-key", "other-job", "other-incarnation", "expired"])
 def test_every_method_refuses_who_has_no_good_ticket(
     sidecar_address: str, control: Control, kind: str
 ) -> None:
     def offered(job: str, signer: Signer) -> str | None:
         options: dict[str, Any] = {
-            "job": job, "epoch": 1, "role": C, "rank": 0, "ttl_s": 60.0,
+            "job": job, "incarnation": 1, "role": C, "rank": 0, "ttl_s": 60.0,
         }  # fmt: skip
         if kind == "none":
             return None
         changed: dict[str, dict[str, Any]] = {
             "other-job": {"job": "other"},
-            "other-epoch": {"epoch": 2},
+            "other-incarnation": {"incarnation": 2},
             "expired": {"now_s": 1.0},
         }
         signer = Signer(bytes(32)) if kind == "other-key" else signer
@@ -205,7 +205,7 @@ def test_health_alone_is_open(sidecar_address: str, control: Control) -> None:
 def test_a_rank_cannot_join_as_another_rank(control: Control) -> None:
     from paramd.v1 import common_pb2
 
-    header = common_pb2.Header(job="run", epoch=1, rank=1)
+    header = common_pb2.Header(job="run", incarnation=1, rank=1)
     report = control_pb2.JoinRequest(
         header=header,
         world_size=2,

@@ -31,7 +31,7 @@ def job(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Job]:
 
 
 def metadata(job: Job, role: Role) -> tuple[tuple[str, str], ...]:
-    ticket = job.signer.mint(job=JOB, epoch=1, role=role, rank=0, ttl_s=60.0)
+    ticket = job.signer.mint(job=JOB, incarnation=1, role=role, rank=0, ttl_s=60.0)
     return (("authorization", f"Bearer {ticket}"),)
 
 

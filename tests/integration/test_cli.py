@@ -67,9 +67,9 @@ def test_status_shows_every_rank(job: Job, capsys: Capture) -> None:
         ["0", "idle"],
         ["1", "idle"],
     ]
-    assert err == f"paramd: job {JOB}, epoch 1, step 0\n"
+    assert err == f"paramd: job {JOB}, incarnation 1, step 0\n"
     found = document(capsys, "status")
-    assert (found["job"], found["epoch"], found["world_size"]) == (JOB, 1, 2)
+    assert (found["job"], found["incarnation"], found["world_size"]) == (JOB, 1, 2)
     assert [row["arena_bytes"] for row in found["ranks"]] == [1024, 1024]
 
 
@@ -89,7 +89,7 @@ def test_params_are_filtered_by_facts_and_statistics(job: Job, capsys: Capture) 
 def test_params_are_listed_in_every_format(job: Job, capsys: Capture) -> None:
     assert answer(capsys, "params", "-o", "name")[0].split() == NAMES
     listed = document(capsys, "params")
-    assert (listed["job"], listed["epoch"]) == (JOB, 1)
+    assert (listed["job"], listed["incarnation"]) == (JOB, 1)
     found = {row["fqn"]: row for row in listed["params"]}
     assert found["rows"]["shape"] == [5, 4]
     assert found["rows"]["aliases"] == ["tied"]
@@ -109,7 +109,7 @@ def test_statistics_are_those_of_the_full_tensors(
     whole: dict[str, torch.Tensor], capsys: Capture
 ) -> None:
     found = document(capsys, "stats", "columns", "turned", "--histogram")
-    assert (found["step"], found["epoch"]) == (0, 1)
+    assert (found["step"], found["incarnation"]) == (0, 1)
     assert 0 <= found["age_s"] < 60
     for row in found["stats"]:
         values = whole[row["fqn"]].double()
@@ -154,7 +154,7 @@ def test_summon_writes_what_the_safetensors_library_reads(
         assert opened.metadata() == {
             "format": "pt",
             "paramd_job": JOB,
-            "paramd_epoch": "1",
+            "paramd_incarnation": "1",
             "paramd_step": "0",
             "tied": "rows",
         }

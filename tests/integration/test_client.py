@@ -108,7 +108,7 @@ def test_every_kind_of_piece_is_byte_equal(
         if name != "running":
             assert found[name].dtype == expected.dtype
             assert torch.equal(found[name], expected), name
-    assert (found.epoch, found.step, found.job) == (1, 0, "client-test")
+    assert (found.incarnation, found.step, found.job) == (1, 0, "client-test")
 
 
 @pytest.mark.parametrize("transport", TRANSPORTS)

@@ -180,9 +180,9 @@ def test_a_next_incarnation_at_another_address_is_found() -> None:
     with ExitStack() as stack:
         with running_job(layout()) as first:
             mesh = stack.enter_context(paramd.connect(job=JOB))
-            assert mesh.summon("both").epoch == 1
-        with running_job(layout(), epoch=2) as second:
+            assert mesh.summon("both").incarnation == 1
+        with running_job(layout(), incarnation=2) as second:
             assert second.url != first.url
             found = mesh.summon("both", timeout=DEADLINE_S)
-            assert (found.epoch, mesh.epoch) == (2, 2)
-            assert mesh.status().epoch == 2
+            assert (found.incarnation, mesh.incarnation) == (2, 2)
+            assert mesh.status().incarnation == 2

@@ -54,7 +54,11 @@ async def test_an_agreed_boundary_is_captured_on_all_ranks_at_one_step() -> None
         async with mesh(control) as (zero, one):
             answer = await schedule(control, (0, "a"), (1, "b"), (1, "c"))
             assert (answer.captured, answer.reason) == (True, "")
-            assert (answer.header.step, answer.header.epoch, answer.header.rank) == (11, 1, -1)
+            assert (answer.header.step, answer.header.incarnation, answer.header.rank) == (
+                11,
+                1,
+                -1,
+            )
             assert zero.asked == [(1, ("a",))]
             assert one.asked == [(1, ("b", "c"))]
             document = control.job()
@@ -155,7 +159,7 @@ async def test_a_caller_gets_the_reason_before_its_deadline() -> None:
         ({"snapshots": [(2, "a")]}, grpc.StatusCode.INVALID_ARGUMENT),
         ({"snapshots": [(-1, "a")]}, grpc.StatusCode.INVALID_ARGUMENT),
         ({"snapshots": [(0, "")]}, grpc.StatusCode.INVALID_ARGUMENT),
-        ({"epoch": 2}, grpc.StatusCode.UNAUTHENTICATED),
+        ({"incarnation": 2}, grpc.StatusCode.UNAUTHENTICATED),
     ],
 )
 async def test_a_malformed_request_is_refused(
@@ -254,7 +258,7 @@ def _metadata(kind: str) -> Any:
         "twice": ticket() + ticket(Role.SIDECAR),
         "user-token": (("authorization", f"Bearer {TOKEN}"),),
         "other-key": ticket(Role.SIDECAR, signer=Signer(bytes(32))),
-        "other-epoch": ticket(Role.SIDECAR, epoch=2),
+        "other-incarnation": ticket(Role.SIDECAR, incarnation=2),
     }[kind]
 
 
@@ -273,7 +277,7 @@ def call(control: Control, method: str, metadata: Any, message: bytes = b"") -> 
 
 @pytest.mark.parametrize(
     "kind",
-    ["none", "empty", "garbage", "bare", "twice", "user-token", "other-key", "other-epoch"],
+    ["none", "empty", "garbage", "bare", "twice", "user-token", "other-key", "other-incarnation"],
 )
 def test_every_grpc_method_but_health_is_denied_without_a_good_ticket(
     shared: Control, kind: str
@@ -373,7 +377,13 @@ def test_taken_ports_move_on_to_the_next() -> None:
 
 def test_listening_to_other_hosts_is_refused_in_one_line() -> None:
     line = json.dumps(
-        {"job": JOB, "epoch": 1, "world_size": 1, "private_key": PRIVATE_KEY.hex(), "token": TOKEN}
+        {
+            "job": JOB,
+            "incarnation": 1,
+            "world_size": 1,
+            "private_key": PRIVATE_KEY.hex(),
+            "token": TOKEN,
+        }
     )
     command = [sys.executable, "-m", "paramd_service.control", "--job", JOB]
     ended = subprocess.run(
@@ -412,17 +422,17 @@ def test_it_ends_when_no_sidecar_is_joined_for_long() -> None:
         assert "no sidecar has been joined for 1.5 s" in control.log.read_text()
 
 
-def test_it_gives_way_to_a_newer_epoch_and_leaves_its_endpoint() -> None:
+def test_it_gives_way_to_a_newer_incarnation_and_leaves_its_endpoint() -> None:
     with (
-        control_plane(epoch=1) as old,
-        control_plane(epoch=2, listen=old.url.removeprefix("http://")) as new,
+        control_plane(incarnation=1) as old,
+        control_plane(incarnation=2, listen=old.url.removeprefix("http://")) as new,
     ):
         assert new.url != old.url
         assert old.wait() == 0
-        assert "epoch 2" in old.log.read_text()
+        assert "incarnation 2" in old.log.read_text()
         endpoint = places.read_endpoint(JOB)
-        assert (endpoint.url, endpoint.epoch) == (new.url, 2)
-        assert new.job()["epoch"] == 2
+        assert (endpoint.url, endpoint.incarnation) == (new.url, 2)
+        assert new.job()["incarnation"] == 2
 
 
 async def test_sigterm_drains_and_sends_sidecars_away() -> None:

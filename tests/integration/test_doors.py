@@ -228,7 +228,7 @@ def holder_of(
 ) -> Iterator[Client]:
     """A client with a ticket of one token, or of none."""
     with client_of(trainer) as client:
-        text = SIGNER.mint(job="job", epoch=1, role=role, rank=0, ttl_s=60, token_id=token_id)
+        text = SIGNER.mint(job="job", incarnation=1, role=role, rank=0, ttl_s=60, token_id=token_id)
         client.metadata = (("authorization", f"Bearer {text}"), *more)  # type: ignore[assignment]
         yield client
 

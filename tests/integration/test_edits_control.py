@@ -350,7 +350,9 @@ async def test_a_killed_control_plane_finds_out_that_it_was_not(
     assert ranks[0].trainers.edits == 1
 
 
-async def test_an_epoch_that_ends_loses_what_was_committed(ranks: list[EditingSidecar]) -> None:
+async def test_an_incarnation_that_ends_loses_what_was_committed(
+    ranks: list[EditingSidecar],
+) -> None:
     ranks[0].trainers.answer.clear()
     with control_plane() as control:
         async with both_joined(control, ranks):
@@ -358,7 +360,7 @@ async def test_an_epoch_that_ends_loses_what_was_committed(ranks: list[EditingSi
             await until(lambda: ranks[0].trainers.edits == 1)
         control.process.kill()
         control.wait()
-    with control_plane(epoch=2) as second:
+    with control_plane(incarnation=2) as second:
 
         def state() -> Any:
             path = f"/api/v1/jobs/{JOB}/edits/{found['id']}"

@@ -138,14 +138,14 @@ def test_a_job_whose_ranks_changed_places_is_found_again(job: Job) -> None:
 
 def test_the_control_plane_takes_no_answer_of_another_rank(job: Job) -> None:
     bootstrap = Bootstrap(
-        job=JOB, epoch=1, world_size=2, private_key=job.private_key, token=job.token
+        job=JOB, incarnation=1, world_size=2, private_key=job.private_key, token=job.token
     )
-    manifest = sidecar_pb2.EditManifest(edit_id="e", epoch=1)
+    manifest = sidecar_pb2.EditManifest(edit_id="e", incarnation=1)
     target, plan = export_pb2.ExportTarget(), export_pb2.ExportPlan()
 
     async def ask_all() -> None:
         calls = SidecarCalls(bootstrap)
-        edits = EditCalls(calls, epoch=1, generation=1)
+        edits = EditCalls(calls, incarnation=1, generation=1)
         exports = ExportCalls(bootstrap, generation=1)
         request = BoundaryRequest(number=1, token=1)
         write, verify = export_pb2.WriteExportFileRequest(), export_pb2.VerifyExportFileRequest()
@@ -186,7 +186,7 @@ def test_the_control_plane_takes_no_answer_of_another_rank(job: Job) -> None:
 
 
 def test_every_method_of_a_sidecar_refuses_what_is_for_another_rank(job: Job) -> None:
-    ticket = job.signer.mint(job=JOB, epoch=1, role=Role.CONTROL, ttl_s=60)
+    ticket = job.signer.mint(job=JOB, incarnation=1, role=Role.CONTROL, ttl_s=60)
     methods = [method for method in ROLES if method.startswith(f"/{SERVICE}/")]
     assert len(methods) > 25
     with grpc.insecure_channel(job.ranks[0].address) as channel:
@@ -201,7 +201,7 @@ def test_every_method_of_a_sidecar_refuses_what_is_for_another_rank(job: Job) ->
 
 @pytest.mark.parametrize("op", ["map", "stage", "share"])
 def test_the_unix_socket_refuses_what_is_for_another_rank(job: Job, op: str) -> None:
-    ticket = job.signer.mint(job=JOB, epoch=1, role=Role.CONTROL, ttl_s=60)
+    ticket = job.signer.mint(job=JOB, incarnation=1, role=Role.CONTROL, ttl_s=60)
     with handover.connect(job.ranks[0].socket_path, timeout_s=5) as connection:
         handover.send(connection, {"op": op, "ticket": ticket, "rank": 1})
         answer, _ = handover.receive(connection)
@@ -212,7 +212,7 @@ def test_the_unix_socket_refuses_what_is_for_another_rank(job: Job, op: str) -> 
 def test_a_gateway_takes_no_answer_of_another_rank(job: Job) -> None:
     """A sidecar that gathers for a thin client asks its peers as any client does."""
     one, other = job.ranks
-    ticket = job.signer.mint(job=JOB, epoch=1, role=Role.READER, ttl_s=60)
+    ticket = job.signer.mint(job=JOB, incarnation=1, role=Role.READER, ttl_s=60)
     other.address = one.address
     job.send_mesh(one)
     with grpc.insecure_channel(one.address) as channel:

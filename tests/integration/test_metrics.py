@@ -120,7 +120,7 @@ def test_a_sidecar_digests_what_it_pinned() -> None:
             ),
         )
         assert list(answer.digests) == [xxhash.xxh3_128_digest(data[b:e]) for b, e in parts]
-        assert (answer.header.epoch, answer.header.step) == (1, pin.header.step)
+        assert (answer.header.incarnation, answer.header.step) == (1, pin.header.step)
         for begin, end in ((0, len(data) + 1), (-1, 0), (2, 1)):
             request = pb.DigestSnapshotRequest(
                 snapshot_id=pin.snapshot_id, ranges=[pb.Span(begin=begin, end=end)]

@@ -71,7 +71,7 @@ class User:
     def pin(self, *, at_step: int | None = None) -> pb.PinSnapshotRequest:
         digest = self.call(0, "GetState", pb.GetStateRequest()).result().header.layout_digest
         wanted = pb.PinSnapshotRequest(
-            epoch=self.job.epoch, layout_digest=digest, spans=[pb.Span(begin=0, end=64)]
+            incarnation=self.job.incarnation, layout_digest=digest, spans=[pb.Span(begin=0, end=64)]
         )
         if at_step is not None:
             wanted.at_step = at_step

@@ -83,7 +83,7 @@ def test_every_method_refuses_everybody_without_a_good_ticket(client: Client) ->
         "other scheme": f"Basic {good}",
         "garbage": "Bearer garbage",
         "another job": f"Bearer {ticket(job='other')}",
-        "another epoch": f"Bearer {ticket(epoch=2)}",
+        "another incarnation": f"Bearer {ticket(incarnation=2)}",
         "changed": f"Bearer {good[:-1]}{'A' if good[-1] != 'A' else 'B'}",
     }
     for method in METHODS:
@@ -200,10 +200,10 @@ def test_bytes_that_are_no_message_get_a_clear_answer(client: Client) -> None:
     assert huge is grpc.StatusCode.RESOURCE_EXHAUSTED
 
 
-def test_a_plan_for_another_epoch_or_layout_is_stale(client: Client) -> None:
-    for epoch, digest in ((2, client.digest), (1, "other")):
+def test_a_plan_for_another_incarnation_or_layout_is_stale(client: Client) -> None:
+    for incarnation, digest in ((2, client.digest), (1, "other")):
         request = client.pin_request()
-        request.epoch, request.layout_digest = epoch, digest
+        request.incarnation, request.layout_digest = incarnation, digest
         with pytest.raises(grpc.RpcError, match="fetch the layout again") as refused:
             client.call("PinSnapshot", request)
         assert refused.value.code() is grpc.StatusCode.FAILED_PRECONDITION

@@ -11,7 +11,7 @@ from paramd.v1 import sidecar_pb2 as pb
 from tests.integration.edit_trainer import FILL_B, Editing, editing
 from tests.integration.sidecar_process import SidecarProcess, wait_until
 
-EPOCH = 1
+INCARNATION = 1
 
 
 @contextmanager
@@ -28,7 +28,7 @@ def respawned(folder: Path, one: Editing, process: SidecarProcess) -> Iterator[E
 
 
 def fate(one: Editing, boundary: int) -> int:
-    request = pb.WithdrawBoundaryRequest(epoch=EPOCH, boundary=boundary)
+    request = pb.WithdrawBoundaryRequest(incarnation=INCARNATION, boundary=boundary)
     return int(one.call("WithdrawBoundary", request).fate)
 
 

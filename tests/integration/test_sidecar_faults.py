@@ -171,21 +171,21 @@ def test_a_torn_rank_is_refused_but_its_last_snapshot_is_served(tmp_path: Path) 
             client.close()
 
 
-def test_a_newer_epoch_takes_an_orphaned_sidecar_over(tmp_path: Path) -> None:
+def test_a_newer_incarnation_takes_an_orphaned_sidecar_over(tmp_path: Path) -> None:
     with sidecar(tmp_path / "s") as process:
         with trainer_process(process, "--steps", "1") as trainer:
             address_of(trainer)
             with pytest.raises(AssertionError, match="another training process"):
-                attach(process.socket_path, TrainerSettings(epoch=2))
+                attach(process.socket_path, TrainerSettings(incarnation=2))
         wait_until(lambda: "trainer-ended" in process.log, "the end is noticed")
-        with pytest.raises(AssertionError, match="epoch 1 is stale"):
-            attach(process.socket_path, TrainerSettings(epoch=1))
-        successor = attach(process.socket_path, TrainerSettings(epoch=2))
+        with pytest.raises(AssertionError, match="incarnation 1 is stale"):
+            attach(process.socket_path, TrainerSettings(incarnation=1))
+        successor = attach(process.socket_path, TrainerSettings(incarnation=2))
         try:
             successor.send_mesh()
             with client_of(successor) as client:
-                assert client.pin().header.epoch == 2
-            stale = Client(successor.address, epoch=1)
+                assert client.pin().header.incarnation == 2
+            stale = Client(successor.address, incarnation=1)
             with contextlib.closing(stale), pytest.raises(grpc.RpcError) as refused:
                 stale.pin()
             assert refused.value.code() is grpc.StatusCode.UNAUTHENTICATED

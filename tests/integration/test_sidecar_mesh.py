@@ -136,9 +136,9 @@ class Control(control_pb2_grpc.ControlServiceServicer):
     def Join(self, request_iterator: Any, context: Any) -> Iterator[control_pb2.JoinResponse]:
         (authorization,) = [v for k, v in context.invocation_metadata() if k == "authorization"]
         verifier = Verifier(SIGNER.public_key)
-        claims = verifier.verify(authorization.removeprefix("Bearer "), job="job", epoch=1)
+        claims = verifier.verify(authorization.removeprefix("Bearer "), job="job", incarnation=1)
         assert claims.role is Role.SIDECAR
-        yield control_pb2.JoinResponse(header=common_pb2.Header(job="job", epoch=1))
+        yield control_pb2.JoinResponse(header=common_pb2.Header(job="job", incarnation=1))
         for report in request_iterator:
             self.reports.put(report)
 

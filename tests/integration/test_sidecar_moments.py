@@ -67,7 +67,7 @@ def pinned_table(client: Client) -> Any:
 
 def captured(client: Client, number: int, *snapshot_ids: str) -> Any:
     request = pb.ReachBoundaryRequest(
-        epoch=client.epoch, boundary=number, token=number, snapshot_ids=snapshot_ids
+        incarnation=client.incarnation, boundary=number, token=number, snapshot_ids=snapshot_ids
     )
     answer = client.call("ReachBoundary", request)
     assert answer.captured, answer.reason

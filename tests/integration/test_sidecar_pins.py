@@ -53,7 +53,7 @@ def capture(
     client: Client, number: int, *snapshot_ids: str, timeout_s: float = 5.0
 ) -> pb.ReachBoundaryResponse:
     request = pb.ReachBoundaryRequest(
-        epoch=client.epoch, boundary=number, token=number, snapshot_ids=snapshot_ids
+        incarnation=client.incarnation, boundary=number, token=number, snapshot_ids=snapshot_ids
     )
     answer = client.call("ReachBoundary", request, timeout_s)
     assert isinstance(answer, pb.ReachBoundaryResponse)

@@ -19,7 +19,7 @@ import pytest
 
 import paramd
 from paramd.errors import DeniedError, UsageError
-from paramd.trainer.attaching.exchange import take_epoch
+from paramd.trainer.attaching.exchange import take_incarnation
 from paramd.trainer.helpers.site_link import token_of
 from paramd.trainer.settings import AttachSettings
 from tests.integration.control_process import Control, first_grpc_use, site_plane, site_token
@@ -57,15 +57,15 @@ def trainer(control: Control, job: str, directory: Path) -> Iterator[Any]:
             process.kill()
 
 
-def test_a_job_of_a_site_is_read_by_its_name_and_restarts_in_a_higher_epoch(
+def test_a_job_of_a_site_is_read_by_its_name_and_restarts_in_a_higher_incarnation(
     tmp_path: Path,
 ) -> None:
     with site_plane() as control:
         with trainer(control, "one", tmp_path / "a") as said:
-            assert said == {"epoch": 1, "url": control.url}
+            assert said == {"incarnation": 1, "url": control.url}
             with paramd.connect(control.url, site_token(), job="one") as mesh:
                 found = mesh.summon("weight")
-                assert (found.epoch, tuple(found["weight"].shape)) == (1, (4, 8))
+                assert (found.incarnation, tuple(found["weight"].shape)) == (1, (4, 8))
                 assert mesh.status()[0].reason == ""
             command = [sys.executable, "-m", "paramd.cli", "status"]
             command += ["--url", control.url, "--job", "one", "-o", "json"]
@@ -79,15 +79,15 @@ def test_a_job_of_a_site_is_read_by_its_name_and_restarts_in_a_higher_epoch(
             )
             assert shown.returncode == 0, shown.stderr
             assert json.loads(shown.stdout)["ranks"][0]["step"] > 0
-        # Another host: it has never heard of the first epoch.
+        # Another host: it has never heard of the first incarnation.
         with trainer(control, "one", tmp_path / "b") as said:
-            assert said["epoch"] == 2
+            assert said["incarnation"] == 2
         answer = httpx2.get(
-            f"{control.url}/api/v1/jobs/one/epochs",
+            f"{control.url}/api/v1/jobs/one/incarnations",
             headers={"authorization": f"Bearer {site_token()}"},
             trust_env=False,
         )
-        reasons = [epoch["reason"] for epoch in answer.json()["epochs"]]
+        reasons = [incarnation["reason"] for incarnation in answer.json()["incarnations"]]
         assert len(reasons) == 2
         assert all("all 1 ranks have detached" in reason for reason in reasons[:1])
 
@@ -99,17 +99,17 @@ def settings(url: str, token: str = "") -> AttachSettings:
 def test_a_site_that_refuses_is_an_error_and_one_that_is_away_is_not() -> None:
     with site_plane() as control:
         with pytest.raises(DeniedError, match="no token"):
-            take_epoch(settings(control.url), job="run", world_size=2)
+            take_incarnation(settings(control.url), job="run", world_size=2)
         with pytest.raises(DeniedError):
-            take_epoch(settings(control.url, "wrong" * 8), job="run", world_size=2)
-        taken = take_epoch(settings(control.url, site_token()), job="run", world_size=2)
+            take_incarnation(settings(control.url, "wrong" * 8), job="run", world_size=2)
+        taken = take_incarnation(settings(control.url, site_token()), job="run", world_size=2)
         assert taken.site is not None
-        assert (taken.epoch, len(taken.rank_tickets), taken.private_key) == (1, 2, None)
+        assert (taken.incarnation, len(taken.rank_tickets), taken.private_key) == (1, 2, None)
     with pytest.raises(UsageError, match="control"):
-        take_epoch(settings("nowhere", "t"), job="run", world_size=2)
-    # Nobody listens there any more: the training gets an epoch of its own, above the last.
-    alone = take_epoch(settings(control.url, "t" * 20), job="run", world_size=2)
-    assert (alone.epoch, alone.site, len(alone.rank_tickets)) == (2, None, 2)
+        take_incarnation(settings("nowhere", "t"), job="run", world_size=2)
+    # Nobody listens there any more: the training gets an incarnation of its own, above the last.
+    alone = take_incarnation(settings(control.url, "t" * 20), job="run", world_size=2)
+    assert (alone.incarnation, alone.site, len(alone.rank_tickets)) == (2, None, 2)
     assert alone.private_key is not None
 
 
@@ -120,7 +120,7 @@ def test_a_site_that_is_being_restarted_is_waited_for(
         listen, token = control.url.removeprefix("http://"), site_token()
     with ThreadPoolExecutor(1) as pool:
         wanted = AttachSettings(control=f"http://{listen}", token=token, control_timeout_s=120.0)
-        taking = pool.submit(take_epoch, wanted, job="run", world_size=1)
+        taking = pool.submit(take_incarnation, wanted, job="run", world_size=1)
         while "asking again" not in caplog.text:
             assert not taking.done(), "it did not wait"
             time.sleep(0.01)

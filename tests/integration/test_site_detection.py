@@ -156,7 +156,7 @@ def test_a_sidecar_obeys_no_lower_generation_than_it_has_met() -> None:
 
                 def capture(boundary: int, generation: int) -> Any:
                     request = sidecar_pb2.ReachBoundaryRequest(
-                        epoch=1, boundary=boundary, generation=generation, token=1
+                        incarnation=1, boundary=boundary, generation=generation, token=1
                     )
                     return client.call("ReachBoundary", request)
 

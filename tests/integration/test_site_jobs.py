@@ -36,11 +36,11 @@ def grpc_is_up() -> Iterator[None]:
 
 
 @dataclass(frozen=True)
-class Epoch:
-    """A registered epoch of a job."""
+class Incarnation:
+    """A registered incarnation of a job."""
 
     job: str
-    epoch: int
+    incarnation: int
     world_size: int
     tickets: list[str]
     control_address: str
@@ -56,11 +56,13 @@ def post(control: Control, **body: object) -> httpx2.Response:
     )
 
 
-def register(control: Control, job: str, world_size: int, **more: int) -> Epoch:
+def register(control: Control, job: str, world_size: int, **more: int) -> Incarnation:
     answer = post(control, job=job, world_size=world_size, **more)
     assert answer.status_code == 201, answer.text
     found = answer.json()
-    return Epoch(job, found["epoch"], world_size, found["rank_tickets"], found["control_address"])
+    return Incarnation(
+        job, found["incarnation"], world_size, found["rank_tickets"], found["control_address"]
+    )
 
 
 def document(control: Control, path: str) -> Any:
@@ -70,7 +72,7 @@ def document(control: Control, path: str) -> Any:
 
 
 def report(
-    epoch: Epoch,
+    incarnation: Incarnation,
     rank: int,
     *,
     phase: common_pb2.Phase.ValueType = common_pb2.PHASE_FORWARD_BACKWARD,
@@ -78,8 +80,10 @@ def report(
     generation: int = 0,
 ) -> control_pb2.JoinRequest:
     return control_pb2.JoinRequest(
-        header=common_pb2.Header(job=epoch.job, epoch=epoch.epoch, step=7, rank=rank),
-        world_size=epoch.world_size,
+        header=common_pb2.Header(
+            job=incarnation.job, incarnation=incarnation.incarnation, step=7, rank=rank
+        ),
+        world_size=incarnation.world_size,
         peer=common_pb2.Peer(rank=rank, address="127.0.0.1:1"),
         state=common_pb2.RankState(rank=rank, phase=phase, agreement_works=True),
         leaving=leaving,
@@ -89,16 +93,21 @@ def report(
 
 @asynccontextmanager
 async def join(
-    address: str, epoch: Epoch, rank: int, *, speaks_for: Epoch | None = None, **said: Any
+    address: str,
+    incarnation: Incarnation,
+    rank: int,
+    *,
+    speaks_for: Incarnation | None = None,
+    **said: Any,
 ) -> AsyncIterator[Any]:
     """A rank's stream, once it has been let in; yields it."""
     async with grpc.aio.insecure_channel(address) as channel:
         stub: Any = control_pb2_grpc.ControlServiceStub(channel)
-        metadata = (("authorization", f"Bearer {epoch.tickets[rank]}"),)
+        metadata = (("authorization", f"Bearer {incarnation.tickets[rank]}"),)
         stream = stub.Join(metadata=metadata)
         try:
             await stream.write(
-                report(speaks_for if speaks_for is not None else epoch, rank, **said)
+                report(speaks_for if speaks_for is not None else incarnation, rank, **said)
             )
             stream.welcome = await asyncio.wait_for(stream.read(), 10)
             if stream.welcome is grpc.aio.EOF:
@@ -111,7 +120,7 @@ async def join(
 async def test_jobs_of_a_site_are_kept_apart() -> None:
     with site_plane() as control:
         one, two = register(control, "one", 1), register(control, "two", 2)
-        assert (one.epoch, two.epoch) == (1, 1)
+        assert (one.incarnation, two.incarnation) == (1, 1)
         assert one.control_address == control.grpc_address
         async with join(control.grpc_address, one, 0), join(control.grpc_address, two, 1):
             jobs = {job["job"]: job for job in document(control, "")["jobs"]}
@@ -126,50 +135,52 @@ async def test_jobs_of_a_site_are_kept_apart() -> None:
         assert control.get("/api/v1/jobs/three", site_token()).status_code == 404
 
 
-async def test_a_job_that_trains_keeps_its_name_and_one_that_ended_gets_a_new_epoch() -> None:
+async def test_a_job_that_trains_keeps_its_name_and_one_that_ended_gets_a_new_incarnation() -> None:
     with site_plane() as control:
         first = register(control, "run", 2)
         async with join(control.grpc_address, first, 0) as stream:
             refused = post(control, job="run", world_size=2)
             assert refused.status_code == 409
-            assert "trains already, in epoch 1" in refused.json()["detail"]
+            assert "trains already, in incarnation 1" in refused.json()["detail"]
             await stream.write(report(first, 0, phase=common_pb2.PHASE_ORPHANED))
             await until(lambda: document(control, "/run/ranks")["ranks"][0]["phase"] == "orphaned")
             # The same job, restarted with another world size.
             second = register(control, "run", 3)
-            assert second.epoch == 2
+            assert second.incarnation == 2
             with pytest.raises(grpc.aio.AioRpcError) as caught:
                 await stream.read()
             assert caught.value.code() is grpc.StatusCode.FAILED_PRECONDITION
-            assert "epoch 2 has begun" in (caught.value.details() or "")
+            assert "incarnation 2 has begun" in (caught.value.details() or "")
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             async with join(control.grpc_address, first, 0):
                 pass
         assert caught.value.code() is grpc.StatusCode.FAILED_PRECONDITION
-        epochs = document(control, "/run/epochs")["epochs"]
-        assert [(e["epoch"], e["world_size"]) for e in epochs] == [(1, 2), (2, 3)]
-        assert "epoch 2 has begun" in epochs[0]["reason"]
-        assert epochs[0]["step"] == 7
-        assert (epochs[1]["ended_s"], document(control, "/run")["world_size"]) == (None, 3)
+        incarnations = document(control, "/run/incarnations")["incarnations"]
+        assert [(e["incarnation"], e["world_size"]) for e in incarnations] == [(1, 2), (2, 3)]
+        assert "incarnation 2 has begun" in incarnations[0]["reason"]
+        assert incarnations[0]["step"] == 7
+        assert (incarnations[1]["ended_s"], document(control, "/run")["world_size"]) == (None, 3)
 
 
-async def test_an_epoch_is_over_when_all_ranks_have_detached_and_the_site_goes_on() -> None:
+async def test_an_incarnation_is_over_when_all_ranks_have_detached_and_the_site_goes_on() -> None:
     with site_plane() as control:
         first = register(control, "run", 1)
         async with join(control.grpc_address, first, 0, leaving=True):
-            await until(lambda: document(control, "/run/epochs")["epochs"][0]["ended_s"])
+            await until(
+                lambda: document(control, "/run/incarnations")["incarnations"][0]["ended_s"]
+            )
         found = document(control, "/run")
         assert (found["state"], found["reason"][:27]) == ("ended", "all 1 ranks have detached; ")
-        assert register(control, "run", 1, epoch_floor=40).epoch == 41
+        assert register(control, "run", 1, incarnation_floor=40).incarnation == 41
 
 
 async def test_what_is_done_to_a_job_of_a_site_is_in_that_jobs_chain() -> None:
     with site_plane() as control:
         headers = {"authorization": f"Bearer {site_token()}"}
-        epoch = register(control, "run", 2)
+        incarnation = register(control, "run", 2)
         register(control, "other", 2)
         async with editing_ranks() as ranks, AsyncExitStack() as stack:
-            for rank, offered in zip(ranks, epoch.tickets, strict=True):
+            for rank, offered in zip(ranks, incarnation.tickets, strict=True):
                 await stack.enter_async_context(joined(control, rank, offered=offered))
             body = {"ops": [{"pattern": "layers.0.weight", "op": "fill", "value": 1.0}]}
             async with httpx2.AsyncClient(trust_env=False, base_url=control.url) as client:
@@ -186,43 +197,45 @@ async def test_what_is_done_to_a_job_of_a_site_is_in_that_jobs_chain() -> None:
         assert other["job.register"] == "owner"
 
 
-async def test_a_restarted_site_knows_its_sidecars_again_and_hands_out_higher_epochs() -> None:
+async def test_a_restarted_site_knows_its_sidecars_again_and_hands_out_higher_incarnations() -> (
+    None
+):
     with site_plane() as first:
         register(first, "run", 1)
-        epoch = register(first, "run", 1)
-        async with join(first.grpc_address, epoch, 0) as stream:
+        incarnation = register(first, "run", 1)
+        async with join(first.grpc_address, incarnation, 0) as stream:
             generation = stream.welcome.generation
             first.process.kill()
             first.wait()
     with site_plane() as second:
         assert document(second, "")["jobs"] == []
-        async with join(second.grpc_address, epoch, 0, generation=generation) as stream:
+        async with join(second.grpc_address, incarnation, 0, generation=generation) as stream:
             assert stream.welcome.generation > generation
             found = document(second, "/run")
-            assert (found["epoch"], found["world_size"], found["state"]) == (2, 1, "ok")
-        assert register(second, "run", 1, epoch_floor=0).epoch == 3
+            assert (found["incarnation"], found["world_size"], found["state"]) == (2, 1, "ok")
+        assert register(second, "run", 1, incarnation_floor=0).incarnation == 3
         with pytest.raises(grpc.aio.AioRpcError) as caught:
-            async with join(second.grpc_address, epoch, 0):
+            async with join(second.grpc_address, incarnation, 0):
                 pass
         assert caught.value.code() is grpc.StatusCode.FAILED_PRECONDITION
 
 
 async def test_of_two_control_planes_the_older_is_fenced_by_the_sidecars() -> None:
     with site_plane() as older:
-        epoch, other = register(older, "run", 1), register(older, "other", 1)
+        incarnation, other = register(older, "run", 1), register(older, "other", 1)
         # The same state dir, as after a failover: the older one was thought dead.
         with site_plane() as newer:
-            async with join(newer.grpc_address, epoch, 0) as stream:
+            async with join(newer.grpc_address, incarnation, 0) as stream:
                 generation = stream.welcome.generation
             async with join(older.grpc_address, other, 0):
                 with pytest.raises(grpc.aio.AioRpcError) as caught:
-                    async with join(older.grpc_address, epoch, 0, generation=generation):
+                    async with join(older.grpc_address, incarnation, 0, generation=generation):
                         pass
                 assert caught.value.code() is grpc.StatusCode.FAILED_PRECONDITION
                 assert "a newer control plane" in (caught.value.details() or "")
                 # It lets nobody into that job any more, and says why; other jobs go on.
                 with pytest.raises(grpc.aio.AioRpcError, match="a newer control plane"):
-                    async with join(older.grpc_address, epoch, 0):
+                    async with join(older.grpc_address, incarnation, 0):
                         pass
                 assert "a newer control plane" in document(older, "/run")["reason"]
                 assert document(older, "/other")["state"] == "ok"
@@ -252,7 +265,7 @@ def test_registering_is_refused_where_and_how_it_must_not_be() -> None:
             {"job": "_site", "world_size": 1},
             {"job": "run", "world_size": 0},
             {"job": "run", "world_size": 1 << 20},
-            {"job": "run", "world_size": 1, "epoch_floor": -1},
+            {"job": "run", "world_size": 1, "incarnation_floor": -1},
             {"job": "run"},
         ):
             assert post(site, **body).status_code == 422, body

@@ -30,6 +30,7 @@ from paramd_service.control.alerts.watcher import Watcher
 from paramd_service.control.api.choice import NormHistory
 from paramd_service.control.store.alerts import AlertRow, AlertStore
 from paramd_service.control.store.engine import StoreAddress, StoreError, make_engine, parse_store
+from paramd_service.control.store.exports import ExportStore
 from paramd_service.control.store.history import MetricHistory, Point, Sample, SeriesKey
 from paramd_service.control.store.migrate import MIGRATIONS
 from paramd_service.control.store.schema import REVISION, metadata
@@ -39,7 +40,7 @@ from tests.integration.store_process import KINDS, fresh_address, server_of, sta
 from tests.postgres import PASSWORD, Postgres
 
 FILES = ["control.sqlite" + end for end in ("", "-wal", "-shm", ".lock")]
-LOSS = SeriesKey(job="run", epoch=1, name="loss")
+LOSS = SeriesKey(job="run", incarnation=1, name="loss")
 
 
 @pytest.fixture(scope="module", params=KINDS)
@@ -90,6 +91,28 @@ async def test_the_migrations_make_the_same_tables_as_a_new_store_has(
         assert await fresh.read(_difference) == []
         assert await migrated.read(_difference) == []
         assert await fresh.read(_described) == await migrated.read(_described)
+
+
+async def test_what_an_older_paramd_called_an_epoch_is_kept(address: StoreAddress) -> None:
+    async with started(address) as store:
+        for table in ("alerts", "metric_series", "exports", "edits"):
+            await execute(store, f"ALTER TABLE {table} RENAME COLUMN incarnation TO epoch")
+        await execute(
+            store,
+            "INSERT INTO alerts (id, job, epoch, rank, step, rule, severity, text, detail, "
+            "raised_s, updated_s) VALUES (1, 'run', 6, 0, 3, 'nan', 'critical', '', '{}', 1.0, 1.0)",
+        )
+        await execute(
+            store,
+            "INSERT INTO export_schedules (id, job, actor, request, rhythm, last_step, last_s, "
+            "skipped_count, created_s) VALUES ('s', 'run', 'ops', "
+            """'{"destination": "all/{epoch}/{step}"}', '{}', 0, 0.0, 0, 1.0)""",
+        )
+        await execute(store, "UPDATE alembic_version SET version_num = '0003'")
+    async with started(address) as store:
+        assert [row.incarnation for row in await AlertStore(store).page("run", limit=9)] == [6]
+        (schedule,) = await ExportStore(store).schedules("run")
+        assert "all/{incarnation}/{step}" in schedule.request
 
 
 def test_the_newest_migration_is_the_one_the_schema_names() -> None:
@@ -178,7 +201,7 @@ async def test_alerts_are_raised_resolved_and_paged(address: StoreAddress) -> No
         alerts = AlertStore(store)
         rows = [
             AlertRow(
-                job="run", epoch=2, rank=n, rule="nan", severity="critical", text="<b>é",
+                job="run", incarnation=2, rank=n, rule="nan", severity="critical", text="<b>é",
                 detail={"fqn": "w", "n": [1, None]}, raised_s=10.0 + n, updated_s=10.0 + n,
             )
             for n in range(3)
@@ -191,8 +214,8 @@ async def test_alerts_are_raised_resolved_and_paged(address: StoreAddress) -> No
         assert [row.id for row in await alerts.page("run", limit=9, before_id=ids[1])] == [ids[0]]
         await alerts.replace(
             AlertRow(
-                id=ids[1], job="run", epoch=2, rank=1, rule="nan", severity="critical", text="",
-                raised_s=11.0, updated_s=20.0, resolved_s=20.0,
+                id=ids[1], job="run", incarnation=2, rank=1, rule="nan", severity="critical",
+                text="", raised_s=11.0, updated_s=20.0, resolved_s=20.0,
             )
         )  # fmt: skip
         still = await alerts.page("run", limit=9, only_open=True)
@@ -283,9 +306,9 @@ async def test_series_are_apart_and_the_same_moment_counts_once(address: StoreAd
     async with started(address) as store:
         history = MetricHistory(store, clock=lambda: 100.0)
         others = [
-            SeriesKey(job="run", epoch=1, rank=0, name="loss"),
-            SeriesKey(job="run", epoch=2, name="loss"),
-            SeriesKey(job="b", epoch=1, name="loss"),
+            SeriesKey(job="run", incarnation=1, rank=0, name="loss"),
+            SeriesKey(job="run", incarnation=2, name="loss"),
+            SeriesKey(job="b", incarnation=1, name="loss"),
         ]
         for n, series in enumerate([LOSS, *others]):
             history.offer([Sample(series=series, time_s=50.0, value=float(n))] * 2)
@@ -299,16 +322,16 @@ async def test_series_are_listed_by_name_and_rank_in_pages(address: StoreAddress
     async with started(address) as store:
         history = MetricHistory(store, clock=lambda: 100.0)
         wanted = [
-            SeriesKey(job="run", epoch=2, name="Norm:w"),
-            SeriesKey(job="run", epoch=2, name="norm:layers.0.weight"),
-            SeriesKey(job="run", epoch=2, name="norm:layers_0"),
-            SeriesKey(job="run", epoch=2, name="norm:é%_'"),
-            SeriesKey(job="run", epoch=2, name="step_time_s"),
-            *(SeriesKey(job="run", epoch=2, rank=n, name="step_time_s") for n in (0, 2, 10)),
+            SeriesKey(job="run", incarnation=2, name="Norm:w"),
+            SeriesKey(job="run", incarnation=2, name="norm:layers.0.weight"),
+            SeriesKey(job="run", incarnation=2, name="norm:layers_0"),
+            SeriesKey(job="run", incarnation=2, name="norm:é%_'"),
+            SeriesKey(job="run", incarnation=2, name="step_time_s"),
+            *(SeriesKey(job="run", incarnation=2, rank=n, name="step_time_s") for n in (0, 2, 10)),
         ]
         others = [
-            SeriesKey(job="run", epoch=1, name="norm:w"),
-            SeriesKey(job="b", epoch=2, name="norm:w"),
+            SeriesKey(job="run", incarnation=1, name="norm:w"),
+            SeriesKey(job="b", incarnation=2, name="norm:w"),
         ]
         assert await history.series("run", 2) == []
         history.offer(

@@ -29,8 +29,8 @@ from paramd_service.control.edits.machine import (
     CallOff,
     EditMachine,
     EditState,
-    EpochEnded,
     Event,
+    IncarnationEnded,
     NotReached,
     Outcome,
     Persist,
@@ -57,7 +57,7 @@ class Fault(Enum):
     SIDECAR = "a sidecar is killed and respawned"
     TRAINER = "a trainer is killed"
     CRASH = "the control plane is killed"
-    EPOCH = "the epoch ends"
+    INCARNATION = "the incarnation ends"
 
 
 def _may(fault: Fault) -> Callable[[Any], bool]:
@@ -152,13 +152,13 @@ class Histories(RuleBasedStateMachine):
     def restart(self) -> None:
         self.plane.restart()
 
-    @precondition(_may(Fault.EPOCH))
+    @precondition(_may(Fault.INCARNATION))
     @rule()
-    def end_epoch(self) -> None:
+    def end_incarnation(self) -> None:
         if self.plane.up:
-            self._spend(Fault.EPOCH)
+            self._spend(Fault.INCARNATION)
             self.mesh.over = True
-            self.plane.handle(EpochEnded("the epoch ended"))
+            self.plane.handle(IncarnationEnded("the incarnation ended"))
 
     @invariant()
     def what_is_told_is_true_and_stays(self) -> None:
@@ -256,10 +256,10 @@ class RestartForgets(EditMachine):
         return super().handle(event)
 
 
-class EndOfEpochAborts(EditMachine):
-    """What was not applied when the epoch ended never was."""
+class EndOfIncarnationAborts(EditMachine):
+    """What was not applied when the incarnation ended never was."""
 
-    def _epoch_ended(self, reason: str) -> list[Action]:
+    def _incarnation_ended(self, reason: str) -> list[Action]:
         return self._abort(reason)
 
 
@@ -278,7 +278,7 @@ BUGS = [
     DoubtMeansWithdrawn,
     CommittedInMemory,
     RestartForgets,
-    EndOfEpochAborts,
+    EndOfIncarnationAborts,
     LateWordsCount,
 ]
 

@@ -54,7 +54,7 @@ def assert_strangers_are_denied(mesh: Mesh, state_dir: Path) -> None:
         paramd.connect(endpoint["url"], endpoint["token"], job="stmap")
     document = mesh._mesh._reach.document
     stranger = tickets.Signer(tickets.new_private_key())
-    forged = stranger.mint(job="stamp", epoch=1, role=tickets.Role.READER, ttl_s=60)
+    forged = stranger.mint(job="stamp", incarnation=1, role=tickets.Role.READER, ttl_s=60)
     with grpc.insecure_channel(document.peers[0].address) as channel:
         stub = sidecar_pb2_grpc.SidecarServiceStub(channel)
         for ticket in (forged, endpoint["token"], ""):

@@ -56,7 +56,7 @@ def test_stopped_and_dead_trainers_are_served_and_their_successors_fence_them(
             with stamps(tmp_path, state_dir=state_dir) as second:
                 assert_outdated(mesh)
                 with connect_to(state_dir, "stamp") as successor:
-                    assert successor.epoch == 2
+                    assert successor.incarnation == 2
                     assert ask(successor, SUMMON).right
                     assert_fenced(successor, old)
                 end_well(second, tmp_path)
@@ -74,7 +74,7 @@ def assert_outdated(mesh: Mesh) -> None:
     answer = ask(mesh, SUMMON)
     assert not answer.right
     assert answer.seconds < allowed_s(), answer
-    print(f"client of the old epoch refused after {answer.seconds:.2f} s: {answer.reason}")
+    print(f"client of the old incarnation refused after {answer.seconds:.2f} s: {answer.reason}")
 
 
 def phases(mesh: Mesh) -> list[str]:
@@ -86,7 +86,7 @@ def pinned_by_hand(mesh: Mesh) -> tuple[str, str, str]:
     document = mesh._mesh._reach.document
     peer = document.peers[0]
     request = sidecar_pb2.PinSnapshotRequest(
-        epoch=document.epoch,
+        incarnation=document.incarnation,
         layout_digest=document.layout_digest,
         spans=[sidecar_pb2.Span(begin=0, end=4)],
         lease_ms=60_000,
@@ -106,7 +106,7 @@ def assert_fenced(mesh: Mesh, old: tuple[str, str, str]) -> None:
     _, old_ticket, snapshot_id = old
     document = mesh._mesh._reach.document
     request = sidecar_pb2.ReadSnapshotRequest(snapshot_id=snapshot_id)
-    plan = sidecar_pb2.PinSnapshotRequest(epoch=1, layout_digest=document.layout_digest)
+    plan = sidecar_pb2.PinSnapshotRequest(incarnation=1, layout_digest=document.layout_digest)
     expected = (
         (request, old_ticket, "ReadSnapshot", {"UNAUTHENTICATED", "PERMISSION_DENIED"}),
         (request, document.ticket, "ReadSnapshot", {"NOT_FOUND"}),
@@ -211,17 +211,17 @@ def test_forked_workers_that_outlive_their_trainer_keep_nothing_from_its_success
             wait_until(lambda: phases(mesh) == ["orphaned"], "the end is noticed")
             assert child.is_running(), "nobody was left to hold what it inherited"
             found = mesh.summon("*")
-            assert (found.epoch, found.step) == (1, 3)
+            assert (found.incarnation, found.step) == (1, 3)
             assert_same_bytes(found, before)
         die.unlink()
         with start_forking(die, state_dir) as second:
             text = second.wait_for_text("child", rank=0)
-            assert text.startswith("epoch 2 step 3")
+            assert text.startswith("incarnation 2 step 3")
             print(f"the successor: {text}", end="")
             assert float(text.split()[5]) < allowed_s()
             assert child.is_running()
             with connect_to(state_dir, "forking") as mesh:
-                assert (mesh.epoch, mesh.summon("*").step) == (2, 3)
+                assert (mesh.incarnation, mesh.summon("*").step) == (2, 3)
 
 
 def start_forking(die: Path, state_dir: Path) -> AbstractContextManager[Ranks]:

@@ -60,7 +60,7 @@ def check(frames: list[GradFrame[Any]]) -> None:
     assert [w for frame in frames for w in wrong_values(frame)] == []
     for before, frame in itertools.pairwise(frames):
         assert frame.dropped == frame.step - before.step - 1
-        assert frame.epoch == before.epoch
+        assert frame.incarnation == before.incarnation
 
 
 def take(mesh: Mesh, count: int, *patterns: str, **options: Any) -> list[GradFrame[Any]]:

@@ -115,7 +115,7 @@ def assert_refused_past_boundaries(mesh: Mesh) -> None:
     document = mesh._mesh._reach.document
     for later in (0, 10**9):
         request = pb.PinSnapshotRequest(
-            epoch=document.epoch,
+            incarnation=document.incarnation,
             layout_digest=document.layout_digest,
             spans=[pb.Span(begin=0, end=4)],
             at_step=later,

@@ -193,15 +193,15 @@ BUGS = (
     Bug(
         name="states with different edits are one state",
         file=CLIENT + "mesh/peers/sidecars.py",
-        old="found = {(pin.epoch, pin.step, pin.edits) for pin in pins}",
-        new="found = {(pin.epoch, pin.step, pins[0].edits) for pin in pins}",
+        old="found = {(pin.incarnation, pin.step, pin.edits) for pin in pins}",
+        new="found = {(pin.incarnation, pin.step, pins[0].edits) for pin in pins}",
         tests=("unit/mesh/test_pin.py",),
     ),
     Bug(
         name="another step's bytes are read",
         file=CLIENT + "mesh/reading/stream.py",
-        old="same = (header.epoch, header.step) == (expected.epoch, expected.step)",
-        new="same = header.epoch == expected.epoch",
+        old="same = (header.incarnation, header.step) == (expected.incarnation, expected.step)",
+        new="same = header.incarnation == expected.incarnation",
         tests=("unit/mesh/test_read.py",),
     ),
     Bug(
@@ -228,7 +228,7 @@ BUGS = (
     Bug(
         name="a ticket of another incarnation is good",
         file=CLIENT + "security/tickets.py",
-        old="        if claims.epoch != epoch:\n",
+        old="        if claims.incarnation != incarnation:\n",
         new="        if False:\n",
         tests=("unit/test_tickets.py",),
     ),
@@ -242,14 +242,15 @@ BUGS = (
     Bug(
         name="a stale incarnation takes a sidecar over",
         file=SIDECAR + "owner.py",
-        old="    if request.epoch < view.epoch or (request.epoch == view.epoch and not same):\n",
+        old="    if request.incarnation < view.incarnation or (\n"
+        "        request.incarnation == view.incarnation and not same\n    ):\n",
         new="    if False:\n",
         tests=("unit/sidecar/test_sidecar_parts.py",),
     ),
     Bug(
         name="a plan of another incarnation is served",
         file=SIDECAR + "rank.py",
-        old="if epoch != self.epoch or layout_digest != mesh.layout_digest:",
+        old="if incarnation != self.incarnation or layout_digest != mesh.layout_digest:",
         new="if layout_digest != mesh.layout_digest:",
         tests=("integration/test_sidecar_admission.py",),
     ),

@@ -92,7 +92,7 @@ def summoning(**options: Any) -> Work:
         question = actor.oracle.ask()
         found = mesh.summon("*", **options)
         parameters = {n: t for n, t in found.items() if t.is_floating_point()}
-        actor.oracle.judge(actor.lane, question, found.epoch, found.step, parameters)
+        actor.oracle.judge(actor.lane, question, found.incarnation, found.step, parameters)
 
     return work
 
@@ -107,7 +107,7 @@ def viewing(actor: Actor, mesh: Mesh) -> None:
             for i, (_, tensor) in enumerate(shards[name])
             if tensor.numel()
         }
-        actor.oracle.judge(actor.lane, question, shards.epoch, shards.step, values)
+        actor.oracle.judge(actor.lane, question, shards.incarnation, shards.step, values)
 
 
 def reducing(actor: Actor, mesh: Mesh) -> None:
@@ -115,7 +115,7 @@ def reducing(actor: Actor, mesh: Mesh) -> None:
     question = actor.oracle.ask()
     table = mesh.stats("*", histogram=actor.chance.random() < 0.3)
     ranges = {r.name: (r.summary.min, r.summary.max) for r in table if r.summary.count}
-    actor.oracle.judge_ranges(actor.lane, question, table.epoch, table.step, ranges)
+    actor.oracle.judge_ranges(actor.lane, question, table.incarnation, table.step, ranges)
 
 
 def picturing(actor: Actor, mesh: Mesh) -> None:
@@ -126,7 +126,7 @@ def picturing(actor: Actor, mesh: Mesh) -> None:
     cells = torch.tensor([v for v in found["values"] if v is not None])
     # Seven digits tell all stamps apart, and are exact for what is edited here.
     exact = (cells * 4096).round() / 4096 if role_of(name) == "stamped" else cells
-    actor.oracle.judge(actor.lane, question, found["epoch"], found["step"], {name: exact})
+    actor.oracle.judge(actor.lane, question, found["incarnation"], found["step"], {name: exact})
 
 
 def following(actor: Actor, mesh: Mesh) -> None:
@@ -135,7 +135,7 @@ def following(actor: Actor, mesh: Mesh) -> None:
     for number, frame in enumerate(mesh.follow("blocks.*", every=3)):
         values = dict(frame)
         question = actor.oracle.ask()
-        actor.oracle.judge(actor.lane, question, frame.epoch, frame.step, values, fresh=False)
+        actor.oracle.judge(actor.lane, question, frame.incarnation, frame.step, values, fresh=False)
         _rising(actor, frame.step, last)
         last = frame.step
         if actor.over or number >= 20:
@@ -223,7 +223,7 @@ class Editor:
             for sight in sights.values():
                 oracle.ledger.refused(sight)
         elif edit.state is EditState.APPLIED:
-            where = actor.job.incarnation(edit.epoch).salt
+            where = actor.job.incarnation(edit.incarnation).salt
             oracle.ledger.applied(self._group, sights.pop(new if where == salt else anew), where)
             for sight in sights.values():
                 oracle.ledger.refused(sight)
@@ -231,7 +231,7 @@ class Editor:
                 self._undoable = (edit.id, value if where == salt else 0.0, where)
         else:
             for sight in sights.values():
-                sight.salt = actor.job.incarnation(edit.epoch).salt
+                sight.salt = actor.job.incarnation(edit.incarnation).salt
             return
         self._read_back(actor, mesh)
 
@@ -261,7 +261,7 @@ class Editor:
     def _read_back(self, actor: Actor, mesh: Mesh) -> None:
         question = actor.oracle.ask()
         found = mesh.summon(f"{self._group}*")
-        actor.oracle.judge(actor.lane, question, found.epoch, found.step, dict(found))
+        actor.oracle.judge(actor.lane, question, found.incarnation, found.step, dict(found))
 
 
 def ended(actor: Actor, ask: Callable[[], Edit], is_it: Callable[[Edit], bool]) -> Edit | None:
@@ -387,7 +387,7 @@ def exported(actor: Actor, mesh: Mesh, key: str) -> None:
         mesh.cancel_export(info.info.id)
         raise
     values = read_export(place)
-    actor.oracle.judge("export", question, done.epoch, done.step, values)
+    actor.oracle.judge("export", question, done.incarnation, done.step, values)
 
 
 def read_export(place: Path) -> dict[str, torch.Tensor]:
@@ -406,7 +406,7 @@ def rotating(actor: Actor, mesh: Mesh) -> None:
     with actor.stage.connect(actor.job.name, made["token"]) as reader:
         question = actor.oracle.ask()
         found = reader.summon("blocks.0.*", transport="grpc")
-        actor.oracle.judge(actor.lane, question, found.epoch, found.step, dict(found))
+        actor.oracle.judge(actor.lane, question, found.incarnation, found.step, dict(found))
         rest(actor.stage, "DELETE", f"/tokens/{made['name']}")
         revoked_s = time.monotonic()
         while True:
@@ -426,7 +426,7 @@ def rotating(actor: Actor, mesh: Mesh) -> None:
 
 
 def reattaching(actor: Actor, mesh: Mesh) -> None:
-    """Reads the side job; now and then it detaches and attaches again, as a new epoch."""
+    """Reads the side job; now and then it detaches and attaches again, as a new incarnation."""
     summoning(transport="grpc")(actor, mesh)
     if actor.chance.random() < 0.02:
         (actor.job.now.folder / "detach").touch()

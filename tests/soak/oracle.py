@@ -147,12 +147,12 @@ class Oracle:
         return Question(time.monotonic(), now, now.finished())
 
     def judge(
-        self, lane: str, question: Question, epoch: int, step: int,
+        self, lane: str, question: Question, incarnation: int, step: int,
         values: Mapping[str, torch.Tensor], *, fresh: bool = True,
     ) -> None:  # fmt: skip
         """Tensors of one answer. `fresh`: it was asked for now, not sent some time."""
-        incarnation = self.job.incarnation(epoch)
-        where = f"{lane}: epoch {epoch}, step {step}"
+        incarnation = self.job.incarnation(incarnation)
+        where = f"{lane}: incarnation {incarnation}, step {step}"
         self._check_age(where, question, incarnation, step, fresh)
         groups: dict[str, set[float]] = {}
         expected = torch.tensor(stamp(step, incarnation.salt))
@@ -167,11 +167,13 @@ class Oracle:
         self.tally.count(self.tally.answers, lane)
 
     def judge_ranges(
-        self, lane: str, question: Question, epoch: int, step: int,
+        self, lane: str, question: Question, incarnation: int, step: int,
         ranges: Mapping[str, tuple[float, float]],
     ) -> None:  # fmt: skip
         """Smallest and largest element of each tensor of one answer."""
-        self.judge(lane, question, epoch, step, {n: torch.tensor(r) for n, r in ranges.items()})
+        self.judge(
+            lane, question, incarnation, step, {n: torch.tensor(r) for n, r in ranges.items()}
+        )
 
     def _check_age(
         self, where: str, question: Question, incarnation: Incarnation, step: int, fresh: bool

@@ -60,7 +60,7 @@ class Incarnation:
     ranks: Ranks
     salt: int
     folder: Path
-    epochs: set[int] = field(default_factory=set)
+    incarnations: set[int] = field(default_factory=set)
     ended: bool = False
     """Ranks were killed: nobody promises what is read from now on, but that it is of one step."""
 
@@ -70,8 +70,10 @@ class Incarnation:
         return min((struct.unpack("<q", p.read_bytes())[0] for p in pages if p.exists()), default=0)
 
     def look(self) -> None:
-        """Notes the epochs that rank 0 has told."""
-        self.epochs |= {int(n) for n in re.findall(r"attached epoch (\d+)", self.ranks[0].stdout)}
+        """Notes the incarnations that rank 0 has told."""
+        self.incarnations |= {
+            int(n) for n in re.findall(r"attached incarnation (\d+)", self.ranks[0].stdout)
+        }
 
 
 class Job:
@@ -119,18 +121,18 @@ class Job:
         ranks.wait_for_text("attached", rank=0, timeout_s=START_S)
         self.now.look()
 
-    def incarnation(self, epoch: int) -> Incarnation:
-        """The one of an epoch."""
+    def incarnation(self, incarnation: int) -> Incarnation:
+        """The one of an incarnation."""
 
         def found() -> Incarnation | None:
             with self._lock:
                 for one in reversed(self.incarnations):
                     one.look()
-                    if epoch in one.epochs:
+                    if incarnation in one.incarnations:
                         return one
             return None
 
-        wait_until(lambda: found() is not None, f"{self.name} tells of epoch {epoch}")
+        wait_until(lambda: found() is not None, f"{self.name} tells of incarnation {incarnation}")
         one = found()
         assert one is not None
         return one

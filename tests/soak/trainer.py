@@ -11,7 +11,7 @@ Every rank appends each loss, bit for bit, to `losses-<rank>`, and keeps the num
 that are finished in `progress-<rank>`. With `--plain` the same training runs without paramd:
 what it writes is the truth.
 
-    stop   ends the training        detach   it detaches and attaches again, as a new epoch
+    stop   ends the training        detach   it detaches and attaches again, as a new incarnation
 """
 
 from __future__ import annotations
@@ -194,7 +194,7 @@ def _of_role(groups: Iterable[dict[str, Any]], role: str) -> Iterator[nn.Paramet
 
 def _attached(model: nn.Module, optimizer: StampAndLearn, job: str) -> Attachment:
     attachment = paramd.attach(model, optimizer, job=job, step=optimizer.updates)
-    print(f"attached epoch {attachment.epoch}", flush=True)
+    print(f"attached incarnation {attachment.incarnation}", flush=True)
     return attachment
 
 

@@ -40,7 +40,7 @@ def endpoint(job: str = "run", *, pid: int | None = None, token: str = "t") -> E
         pid=pid if pid is not None else os.getpid(),
         job=job,
         grpc_address="127.0.0.1:8471",
-        epoch=1,
+        incarnation=1,
         pid_start=places.process_start(os.getpid()) if pid is None else 0,
     )
 
@@ -60,7 +60,7 @@ BAD_NAMES = ["", ".", "..", "../x", "a/b", "/etc", "~", "-x", "a\x00", "a\n", "Ã
 
 @pytest.mark.parametrize("name", BAD_NAMES)
 def test_a_name_that_could_leave_the_state_dir_is_refused(name: str, state: Path) -> None:
-    for use in (places.job_dir, places.read_endpoint, places.next_epoch):
+    for use in (places.job_dir, places.read_endpoint, places.next_incarnation):
         with pytest.raises(UsageError, match="job"):
             use(name)
     with pytest.raises(UsageError, match="job"):
@@ -113,7 +113,7 @@ def test_an_unusable_state_dir_names_its_setting(
 ) -> None:
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("PARAMD_STATE_DIR", str(tmp_path / "file" / "state"))
-    for use in (places.job_dir, places.next_epoch):
+    for use in (places.job_dir, places.next_incarnation):
         with pytest.raises(UsageError, match="PARAMD_STATE_DIR"):
             use("run")
 
@@ -183,26 +183,34 @@ def test_only_its_own_endpoint_is_removed() -> None:
     assert not places.remove_endpoint(endpoint(token="new"))
 
 
-def test_an_older_epoch_does_not_replace_a_running_newer_one(ended_pid: int) -> None:
-    newer = replace(endpoint(token="newer"), epoch=2)
+def test_an_older_incarnation_does_not_replace_a_running_newer_one(ended_pid: int) -> None:
+    newer = replace(endpoint(token="newer"), incarnation=2)
     places.write_endpoint(newer)
-    with pytest.raises(ConflictError, match="epoch 2 of job 'run' runs already"):
+    with pytest.raises(ConflictError, match="incarnation 2 of job 'run' runs already"):
         places.write_endpoint(endpoint(token="older"))
     assert places.read_endpoint("run") == newer
-    places.write_endpoint(replace(newer, epoch=3, pid=ended_pid, pid_start=0))
+    places.write_endpoint(replace(newer, incarnation=3, pid=ended_pid, pid_start=0))
     places.write_endpoint(newer)
     assert places.read_endpoint("run") == newer
 
 
-def test_epochs_rise_from_one() -> None:
-    assert [places.next_epoch("run") for _ in range(3)] == [1, 2, 3]
-    assert places.next_epoch("other") == 1
+def test_incarnations_rise_from_one() -> None:
+    assert [places.next_incarnation("run") for _ in range(3)] == [1, 2, 3]
+    assert places.next_incarnation("other") == 1
 
 
-def test_epochs_are_never_handed_out_twice_under_contention() -> None:
+def test_incarnations_go_on_from_the_counter_of_an_older_version() -> None:
+    (places.job_dir("run") / "epoch").write_text("7\n")
+    assert places.last_incarnation("run") == 7
+    assert [places.next_incarnation("run") for _ in range(2)] == [8, 9]
+
+
+def test_incarnations_are_never_handed_out_twice_under_contention() -> None:
     got: list[int] = []
     threads = [
-        threading.Thread(target=lambda: got.extend(places.next_epoch("run") for _ in range(10)))
+        threading.Thread(
+            target=lambda: got.extend(places.next_incarnation("run") for _ in range(10))
+        )
         for _ in range(4)
     ]
     for thread in threads:
@@ -212,10 +220,10 @@ def test_epochs_are_never_handed_out_twice_under_contention() -> None:
     assert sorted(got) == list(range(1, 41))
 
 
-def test_a_damaged_epoch_counter_is_not_guessed() -> None:
-    (places.job_dir("run") / "epoch").write_text("-1")
+def test_a_damaged_incarnation_counter_is_not_guessed() -> None:
+    (places.job_dir("run") / "incarnation").write_text("-1")
     with pytest.raises(ConflictError, match="does not hold a number"):
-        places.next_epoch("run")
+        places.next_incarnation("run")
 
 
 def test_the_host_id_is_stable() -> None:

@@ -117,7 +117,7 @@ def oracle(tmp_path: Path) -> Oracle:
     (tmp_path / "progress-0").write_bytes(struct.pack("<q", STEP - 1))
     ranks: Any = [SimpleNamespace(rank=0)]
     incarnation = Incarnation(ranks, SALT, tmp_path)
-    job: Any = SimpleNamespace(now=incarnation, incarnation=lambda epoch: incarnation)
+    job: Any = SimpleNamespace(now=incarnation, incarnation=lambda incarnation: incarnation)
     return Oracle(job, Tally())
 
 

@@ -1,4 +1,4 @@
-"""Tickets: only what this job's private key signed, for this epoch, in its time, passes."""
+"""Tickets: only what this job's private key signed, for this incarnation, in its time, passes."""
 
 from __future__ import annotations
 
@@ -37,12 +37,14 @@ NOW_S = 1_000_000.0
 
 
 def ticket(**changed: Any) -> str:
-    options: dict[str, Any] = {"job": "run", "epoch": 3, "role": Role.READER, "ttl_s": 600.0}
+    options: dict[str, Any] = {"job": "run", "incarnation": 3, "role": Role.READER, "ttl_s": 600.0}
     return SIGNER.mint(**({"rank": 5} | options | changed), now_s=NOW_S)
 
 
-def verify(text: Any, *, job: str = "run", epoch: int = 3, now_s: float | None = NOW_S) -> Claims:
-    return Verifier(PUBLIC).verify(text, job=job, epoch=epoch, now_s=now_s)
+def verify(
+    text: Any, *, job: str = "run", incarnation: int = 3, now_s: float | None = NOW_S
+) -> Claims:
+    return Verifier(PUBLIC).verify(text, job=job, incarnation=incarnation, now_s=now_s)
 
 
 def encoded(data: bytes) -> str:
@@ -57,13 +59,13 @@ def signed(claims: object, header: object = None) -> str:
     return f"{text}.{encoded(Ed25519PrivateKey.from_private_bytes(KEY).sign(text.encode()))}"
 
 
-CLAIMS = {"job": "run", "epoch": 3, "role": "reader", "exp": NOW_S, "jti": "x"}
+CLAIMS = {"job": "run", "incarnation": 3, "role": "reader", "exp": NOW_S, "jti": "x"}
 
 
 @pytest.mark.parametrize("role", Role)
 def test_a_minted_ticket_verifies_with_its_claims(role: Role) -> None:
     claims = verify(ticket(role=role))
-    assert (claims.job, claims.epoch, claims.role, claims.rank) == ("run", 3, role, 5)
+    assert (claims.job, claims.incarnation, claims.role, claims.rank) == ("run", 3, role, 5)
     assert claims.expires_s == NOW_S + 600.0
 
 
@@ -74,7 +76,7 @@ def test_a_ticket_says_its_claims_in_the_shortest_json_and_nothing_else() -> Non
     assert re.fullmatch("[0-9a-f]{16}", found.pop("jti"))
     assert found == {
         "job": "run",
-        "epoch": 3,
+        "incarnation": 3,
         "role": "reader",
         "exp": NOW_S + 600.0,
         "iat": NOW_S,
@@ -95,24 +97,24 @@ def test_what_is_verified_has_every_claim_with_its_type() -> None:
 
 
 def test_a_known_ticket_ends_by_the_steady_clock(monkeypatch: pytest.MonkeyPatch) -> None:
-    text = SIGNER.mint(job="run", epoch=3, role=Role.READER, ttl_s=600.0)
+    text = SIGNER.mint(job="run", incarnation=3, role=Role.READER, ttl_s=600.0)
     verifier, begin_s = Verifier(PUBLIC), time.monotonic()
     for _ in range(2):
-        verifier.verify(text, job="run", epoch=3)
+        verifier.verify(text, job="run", incarnation=3)
     for later_s, good in ((655.0, True), (665.0, False)):
         monkeypatch.setattr(time, "monotonic", lambda at=begin_s + later_s: at)
         if good:
-            verifier.verify(text, job="run", epoch=3)
+            verifier.verify(text, job="run", incarnation=3)
             continue
         with pytest.raises(DeniedError, match=r"expired 6[0-9] s ago"):
-            verifier.verify(text, job="run", epoch=3)
+            verifier.verify(text, job="run", incarnation=3)
 
 
 def test_a_known_ticket_costs_no_second_signature(monkeypatch: pytest.MonkeyPatch) -> None:
     verifier, text = Verifier(PUBLIC), ticket()
-    first = verifier.verify(text, job="run", epoch=3, now_s=NOW_S)
+    first = verifier.verify(text, job="run", incarnation=3, now_s=NOW_S)
     monkeypatch.setattr(verifier, "_key", None)
-    assert verifier.verify(text, job="run", epoch=3, now_s=NOW_S) is first
+    assert verifier.verify(text, job="run", incarnation=3, now_s=NOW_S) is first
 
 
 def test_the_longest_ticket_passes_and_no_longer_one() -> None:
@@ -153,8 +155,8 @@ def test_a_token_made_elsewhere_with_the_key_is_the_same_format() -> None:
 
 
 def test_the_clock_is_used_when_no_time_is_given() -> None:
-    text = SIGNER.mint(job="run", epoch=1, role=Role.CONTROL, ttl_s=5.0)
-    claims = verify(text, epoch=1, now_s=None)
+    text = SIGNER.mint(job="run", incarnation=1, role=Role.CONTROL, ttl_s=5.0)
+    claims = verify(text, incarnation=1, now_s=None)
     assert claims.expires_s == pytest.approx(time.time() + 5.0, abs=2.0)
 
 
@@ -167,37 +169,42 @@ def test_expiry_tolerates_the_skew_and_not_more() -> None:
 
 def test_a_ticket_that_was_good_expires_all_the_same() -> None:
     verifier, text = Verifier(PUBLIC), ticket()
-    verifier.verify(text, job="run", epoch=3, now_s=NOW_S)
-    for wrong in ({"now_s": NOW_S + 1e6}, {"epoch": 4}, {"job": "other"}):
+    verifier.verify(text, job="run", incarnation=3, now_s=NOW_S)
+    for wrong in ({"now_s": NOW_S + 1e6}, {"incarnation": 4}, {"job": "other"}):
         with pytest.raises(DeniedError):
-            verifier.verify(text, **({"job": "run", "epoch": 3, "now_s": NOW_S} | wrong))
+            verifier.verify(text, **({"job": "run", "incarnation": 3, "now_s": NOW_S} | wrong))
 
 
 def test_what_is_kept_of_good_tickets_is_bounded() -> None:
     verifier = Verifier(PUBLIC)
     for number in range(1100):
-        verifier.verify(ticket(epoch=number), job="run", epoch=number, now_s=NOW_S)
+        verifier.verify(ticket(incarnation=number), job="run", incarnation=number, now_s=NOW_S)
         assert len(verifier._genuine) == number % 1024 + 1
 
 
 @pytest.mark.parametrize(
-    ("job", "epoch", "reason"), [("other", 3, "for job 'run'"), ("run", 4, "for epoch 3")]
+    ("job", "incarnation", "reason"),
+    [("other", 3, "for job 'run'"), ("run", 4, "for incarnation 3")],
 )
-def test_another_job_or_epoch_is_refused_with_the_reason(job: str, epoch: int, reason: str) -> None:
+def test_another_job_or_incarnation_is_refused_with_the_reason(
+    job: str, incarnation: int, reason: str
+) -> None:
     with pytest.raises(DeniedError, match=reason):
-        verify(ticket(), job=job, epoch=epoch)
+        verify(ticket(), job=job, incarnation=incarnation)
 
 
 def test_another_key_is_refused() -> None:
     other = Verifier(Signer(new_private_key()).public_key)
     with pytest.raises(DeniedError, match="not signed"):
-        other.verify(ticket(), job="run", epoch=3, now_s=NOW_S)
+        other.verify(ticket(), job="run", incarnation=3, now_s=NOW_S)
 
 
 def test_what_a_sidecar_holds_cannot_sign() -> None:
     """Neither as a private key nor as the secret of another algorithm."""
     with pytest.raises(DeniedError, match="not signed"):
-        verify(Signer(PUBLIC).mint(job="run", epoch=3, role=Role.CONTROL, ttl_s=9, now_s=NOW_S))
+        verify(
+            Signer(PUBLIC).mint(job="run", incarnation=3, role=Role.CONTROL, ttl_s=9, now_s=NOW_S)
+        )
     for name in ("HS256", "none", "EdDSA"):
         head = json.dumps({"alg": name, "typ": "JWT"}, separators=(",", ":")).encode()
         text = f"{encoded(head)}.{encoded(json.dumps(CLAIMS).encode())}"
@@ -251,7 +258,7 @@ claim_sets = st.fixed_dictionaries(
     {},
     optional={
         "job": st.just("run") | values,
-        "epoch": st.just(3) | values,
+        "incarnation": st.just(3) | values,
         "role": st.just("reader") | st.just("sidecar") | values,
         "exp": st.just(10**400) | values,
         "jti": st.just("x") | values,
@@ -267,16 +274,17 @@ def test_signed_claims_of_any_shape_raise_nothing_but_denied(claims: object) -> 
     except DeniedError:
         return
     assert isinstance(claims, dict)
-    assert (found.job, found.epoch, found.role.value) == ("run", 3, claims["role"])
+    assert (found.job, found.incarnation, found.role.value) == ("run", 3, claims["role"])
     assert found.expires_s + CLOCK_SKEW_S >= NOW_S
 
 
 @pytest.mark.parametrize(
-    "changed", [{"epoch": True}, {"rank": True}, {"rank": 1.0}, {"jti": 7}, {"exp": float("inf")}]
+    "changed",
+    [{"incarnation": True}, {"rank": True}, {"rank": 1.0}, {"jti": 7}, {"exp": float("inf")}],
 )
 def test_claims_of_wrong_types_are_denied(changed: dict[str, object]) -> None:
     with pytest.raises(DeniedError, match="wrong types"):
-        verify(signed(CLAIMS | changed), epoch=1 if "epoch" in changed else 3)
+        verify(signed(CLAIMS | changed), incarnation=1 if "incarnation" in changed else 3)
 
 
 def test_a_sidecar_is_bound_to_a_rank() -> None:

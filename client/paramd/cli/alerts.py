@@ -53,9 +53,12 @@ def alerts(
 async def _once(target: Target, state: str) -> None:
     async with open_door(target.settings) as door:
         found = await door.alerts(state)
-    emit(_listing(door.job, found["epoch"], found["alerts"]), target.format)
+    emit(_listing(door.job, found["incarnation"], found["alerts"]), target.format)
     sampling = "" if found["watch"] else "; parameters are not sampled"
-    say(f"job {door.job}, epoch {found['epoch']}: {found['firing_count']} firing{sampling}")
+    say(
+        f"job {door.job}, incarnation {found['incarnation']}: {found['firing_count']} "
+        f"firing{sampling}"
+    )
 
 
 async def _follow(target: Target) -> None:
@@ -73,7 +76,7 @@ async def _follow(target: Target) -> None:
                 _say(outage.news(error))
             else:
                 _say(outage.news(None))
-                _write(door, found["epoch"], news(found["alerts"], told), form)
+                _write(door, found["incarnation"], news(found["alerts"], told), form)
             await asyncio.sleep(EVERY_S)
 
 
@@ -92,9 +95,9 @@ def news(found: Sequence[Mapping[str, Any]], told: dict[str, str]) -> list[Mappi
     return changed
 
 
-def _write(door: Door, epoch: int, rows: Sequence[Mapping[str, Any]], form: Format) -> None:
+def _write(door: Door, incarnation: int, rows: Sequence[Mapping[str, Any]], form: Format) -> None:
     if rows:
-        emit(_listing(door.job, epoch, rows), form)
+        emit(_listing(door.job, incarnation, rows), form)
         # A pipe's reader waits for it.
         sys.stdout.flush()
 
@@ -104,11 +107,11 @@ def _say(text: str) -> None:
         say(text)
 
 
-def _listing(job: str, epoch: int, rows: Sequence[Mapping[str, Any]]) -> Listing:
+def _listing(job: str, incarnation: int, rows: Sequence[Mapping[str, Any]]) -> Listing:
     return Listing(
         name="alerts",
         rows=rows,
         columns=COLUMNS,
-        about={"job": job, "epoch": epoch},
+        about={"job": job, "incarnation": incarnation},
         id_key="id",
     )

@@ -360,7 +360,7 @@ def _job(target: Target) -> Iterator[Finding]:
     yield Finding(
         check=f"job {found.job}",
         verdict=Verdict.OK,
-        detail=f"epoch {found.epoch}, step {found.step}, {found.world_size} ranks",
+        detail=f"incarnation {found.incarnation}, step {found.step}, {found.world_size} ranks",
     )
     for row in found:
         if row.reason:

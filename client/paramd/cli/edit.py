@@ -103,7 +103,7 @@ def edits(
             emit_edit(mesh.get_edit(edit_id), target.format)
             return
         found = mesh.edits(state=state.upper() if state is not None else None, limit=limit)
-        about = {"job": mesh.job, "epoch": mesh.epoch}
+        about = {"job": mesh.job, "incarnation": mesh.incarnation}
     emit(_listing([_row(edit) for edit in found], about), target.format)
 
 
@@ -136,7 +136,7 @@ def emit_edit(edit: Edit, form: Format) -> None:
             "committed_by": edit.committed_by,
             "undo_of": edit.undo_of,
             "undone_by": edit.undone_by,
-            "epoch": edit.epoch,
+            "incarnation": edit.incarnation,
         }
         row |= {"undoable": edit.undoable, "undo_refusal": edit.undo_refusal}
     emit(_listing([row], {"job": edit.job}), form)

@@ -78,7 +78,7 @@ def grads(
 
 def listing(document: Mapping[str, Any]) -> Listing:
     """One frame as rows."""
-    about = {key: document[key] for key in ("job", "epoch", "step", "dropped")}
+    about = {key: document[key] for key in ("job", "incarnation", "step", "dropped")}
     total = {**document["total"], "fqn": "total"}
     return Listing(
         name="params", rows=document["params"], columns=COLUMNS, about=about, total=total
@@ -92,7 +92,7 @@ def headline(document: Mapping[str, Any]) -> str:
     scaled = "" if scale == 1 else f", scaled by {number(scale)}"
     dropped = f", {count(document['dropped'])} dropped before" if document["dropped"] else ""
     return (
-        f"job {document['job']}, epoch {document['epoch']}, update {document['step']}"
+        f"job {document['job']}, incarnation {document['incarnation']}, update {document['step']}"
         f"{clipped}{scaled}{dropped}"
     )
 

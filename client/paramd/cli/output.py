@@ -35,7 +35,7 @@ class Listing:
     rows: Sequence[Row]
     columns: Sequence[Column]
     about: Row
-    """Job, epoch, step and so on: beside the rows in JSON, in every line of JSON lines."""
+    """Job, incarnation, step and so on: beside the rows in JSON, in every line of JSON lines."""
     total: Row | None = None
     """One more row of the same columns, apart from the others."""
     id_key: str = "fqn"

@@ -51,10 +51,10 @@ def params(
             for info in mesh.params(*chosen.patterns, buffers=buffers)
             if chosen.matches(facts_of(info))
         ]
-        about: dict[str, object] = {"job": mesh.job, "epoch": mesh.epoch}
+        about: dict[str, object] = {"job": mesh.job, "incarnation": mesh.incarnation}
         if chosen.statistics and found:
             stats = mesh.stats(*(info.fqn for info in found), buffers=buffers)
-            about |= {"epoch": stats.epoch, "step": stats.step}
+            about |= {"incarnation": stats.incarnation, "step": stats.step}
             pairs = zip(found, stats, strict=True)
             found = [info for info, one in pairs if chosen.matches_numbers(one.summary)]
     rows = [row(info) for info in found]

@@ -34,7 +34,7 @@ def serve_control(context: typer.Context) -> None:
     control=URL). Its first token lies in the state dir, in _site/token.
     With --job it is that job's own, which `paramd.attach` starts by itself;
     the job's secrets come as one JSON line on stdin, never as options:
-    {"job", "epoch", "world_size", "private_key", "token"}.
+    {"job", "incarnation", "world_size", "private_key", "token"}.
     Options are passed on: see `paramd control serve -- --help`.
     """
     _become("paramd_service.control", context.args)

@@ -93,7 +93,7 @@ def stats(
     if with_histogram and form is Format.TABLE:
         print_histograms(found)
     say(
-        f"job {found.job}, epoch {found.epoch}, step {found.step}"
+        f"job {found.job}, incarnation {found.incarnation}, step {found.step}"
         f"{UNSETTLED_TEXT if found.unsettled else ''}, at most {seconds(age_s)} old "
         f"({seconds(time.monotonic() - began_s)} in all)"
     )
@@ -107,7 +107,7 @@ def listing(found: StatsTable, *, age_s: float, with_histogram: bool) -> Listing
         columns=COLUMNS,
         about={
             "job": found.job,
-            "epoch": found.epoch,
+            "incarnation": found.incarnation,
             "step": found.step,
             "unsettled": found.unsettled,
             "age_s": age_s,

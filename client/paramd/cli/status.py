@@ -39,7 +39,7 @@ class Look:
     """What was true of a job at one moment."""
 
     job: str
-    epoch: int
+    incarnation: int
     ranks: list[dict[str, Any]]
     """As REST has them, ordered by rank."""
     alerts: list[dict[str, Any]]
@@ -76,7 +76,7 @@ class Door:
         ranks = await self._client.ranks(self.job)
         return Look(
             job=self.job,
-            epoch=int(alerts["epoch"]),
+            incarnation=int(alerts["incarnation"]),
             ranks=ranks,
             alerts=list(alerts["alerts"]),
             at_s=time.monotonic(),
@@ -154,7 +154,7 @@ def status(target: Target, watch: Watch = False, every: Every = 2.0, output: Out
             follow(mesh.status, target.format, every_s=every)
         found = mesh.status()
     emit(listing(found), target.format)
-    say(f"job {found.job}, epoch {found.epoch}, step {found.step}")
+    say(f"job {found.job}, incarnation {found.incarnation}, step {found.step}")
     # Held on request is well.
     bad = [row.rank for row in found if row.reason and row.phase != "held"]
     if bad or len(found) < found.world_size:
@@ -183,7 +183,9 @@ def follow(
             said = outage.news(None)
             text = io.StringIO()
             emit(listing(found), form, out=text)
-            head = f"job {found.job}, epoch {found.epoch}, step {found.step}, {_now()}\n"
+            head = (
+                f"job {found.job}, incarnation {found.incarnation}, step {found.step}, {_now()}\n"
+            )
             out.write((CLEAR if clears else "") + (head if form is Format.TABLE else ""))
             out.write(text.getvalue())
             out.flush()
@@ -202,6 +204,6 @@ def listing(found: MeshStatus) -> Listing:
         name="ranks",
         rows=[asdict(row) for row in found],
         columns=COLUMNS,
-        about={"job": found.job, "epoch": found.epoch, "world_size": found.world_size},
+        about={"job": found.job, "incarnation": found.incarnation, "world_size": found.world_size},
         id_key="rank",
     )

@@ -86,7 +86,7 @@ def save(found: Summoned, path: Path, *, replace: bool) -> int:
         **aliases,
         "format": "pt",
         "paramd_job": found.job,
-        "paramd_epoch": str(found.epoch),
+        "paramd_incarnation": str(found.incarnation),
         "paramd_step": str(found.step),
     }
     with SafetensorsWriter(path, specs, metadata=metadata, replace=replace) as writer:
@@ -145,7 +145,7 @@ def summon(
     """Write full parameters, all of one step, into a safetensors file.
 
     Training goes on meanwhile. The file appears when it is whole; its metadata
-    say job, epoch and step. A tied parameter is written once, its other names
+    say job, incarnation and step. A tied parameter is written once, its other names
     are metadata. After a break the same command goes on where it was.
     """
     check_destination(output_file, force=force)
@@ -177,8 +177,10 @@ def fetch(
     from paramd.mesh.results import UNSETTLED_TEXT
 
     say(
-        f"{path}: {found.name_count:,} names, {size(found.size_bytes)} of job {found.job}, epoch "
-        f"{found.epoch}, step {found.step}{UNSETTLED_TEXT if found.unsettled else ''}, read in "
+        f"{path}: {found.name_count:,} names, {size(found.size_bytes)} of job {found.job}, "
+        "incarnation "
+        f"{found.incarnation}, step {found.step}{UNSETTLED_TEXT if found.unsettled else ''}, "
+        "read in "
         f"{seconds(found.seconds)}"
     )
 

@@ -123,7 +123,7 @@ class TopApp(App[None]):
         age_s = max(time.monotonic() - seen.at_s, 0.0)
         step = count(seen.step) if seen.step >= 0 else "-"
         text = (
-            f"job {seen.job}  epoch {seen.epoch}  step {step}  "
+            f"job {seen.job}  incarnation {seen.incarnation}  step {step}  "
             f"{len(seen.ranks)} ranks  {len(seen.alerts)} alerts  "
             f"{seconds(age_s) if age_s >= 1 else 'now'} old, from {self._source}"
         )

@@ -72,7 +72,7 @@ def read_text(page: Page) -> str:
 
 
 def write_samples(page: Page, indices: Sequence[int]) -> None:
-    """Publish which words of the arena to sample; at most `MAX_SAMPLES`, once per epoch."""
+    """Publish which words of the arena to sample; at most `MAX_SAMPLES`, once per incarnation."""
     words = page.words
     for place, index in enumerate(indices, start=FIRST_SAMPLE_WORD):
         words[place] = index
@@ -110,7 +110,7 @@ class Word(IntEnum):
     MAGIC = 0  # sidecar: layout version of this page
 
     # Trainer's words.
-    EPOCH = 8
+    INCARNATION = 8
     STEP = 9  # finished updates
     SEQ = 10  # odd inside an update
     ANNOUNCE = 11  # counts announced boundaries; each is followed by a wake
@@ -125,7 +125,7 @@ class Word(IntEnum):
     AGREEMENT_STATE = 20  # 1 works, 2 gave up
     TRAINER_PID = 21
     TRAINER_START = 22  # start time from /proc, to detect a reused pid
-    EDITS = 23  # edits applied in this epoch; changes only while SEQ is odd
+    EDITS = 23  # edits applied in this incarnation; changes only while SEQ is odd
     PROMISED = 24  # request contributed to the round in flight; 0 none
     ROUNDS_LAUNCHED = 25
     ROUNDS_COLLECTED = 26
@@ -177,7 +177,7 @@ class Word(IntEnum):
     TOKEN = 71  # of request READY
     ACTION = 72  # what request READY asks for: a BoundaryAction
     ARGUMENT = 73  # EDIT: where its program begins in the edit memory; STEP: boundaries to pass
-    HIGHEST = 74  # highest request this rank was ever ready for in this epoch
+    HIGHEST = 74  # highest request this rank was ever ready for in this incarnation
     HOLD_UNTIL_NS = 75  # end of the hold's lease
     MOMENTS_WANTED = 76  # request that needs optimizer state mirrored
     ARM_STEP = 80  # announce the boundary of this step; 0 none

@@ -48,7 +48,7 @@ _COPY_BEGUN, _COPY_ENDED = int(Word.COPY_BEGUN), int(Word.COPY_ENDED)
 
 
 class State(NamedTuple):
-    """Names a state of one epoch's parameters: updates finished, edits applied."""
+    """Names a state of one incarnation's parameters: updates finished, edits applied."""
 
     step: int
     edits: int

@@ -50,7 +50,7 @@ if TYPE_CHECKING:
 class AsyncMesh:
     """A running job, read from outside. Use as `async with`, or call `close`.
 
-    Everything it answers belongs to one (epoch, step). Methods may run concurrently. A
+    Everything it answers belongs to one (incarnation, step). Methods may run concurrently. A
     cancelled call releases what it pinned and leaves no task behind after `close`.
     """
 
@@ -120,12 +120,12 @@ class AsyncMesh:
         return self._reach.document.job
 
     @property
-    def epoch(self) -> int:
+    def incarnation(self) -> int:
         """Incarnation of the job, as last heard."""
-        return self._reach.document.epoch
+        return self._reach.document.incarnation
 
     async def read_layout(self) -> Layout:
-        """All tensors and their pieces in the present epoch.
+        """All tensors and their pieces in the present incarnation.
 
         Raises:
             UnreachableError: no sidecar answers.
@@ -224,7 +224,7 @@ class AsyncMesh:
                 for each rank.
 
         Returns:
-            A dict from every name that matched to its tensor, with `step` and `epoch`.
+            A dict from every name that matched to its tensor, with `step` and `incarnation`.
 
         Raises:
             UsageError: an argument is wrong. NotFoundError: a pattern matches nothing.
@@ -252,7 +252,7 @@ class AsyncMesh:
             return Summoned(
                 targets.results(),
                 job=sidecars.document.job,
-                epoch=pins.epoch,
+                incarnation=pins.incarnation,
                 step=pins.step,
                 edits=pins.edits,
                 unsettled=pins.unsettled,

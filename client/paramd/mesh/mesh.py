@@ -111,7 +111,7 @@ async def _ended(frames: AsyncGenerator[Any, None]) -> None:
 class Mesh:
     """A running job, read from outside. `paramd.connect` makes one; `close` ends it.
 
-    Everything it answers belongs to one (epoch, step).
+    Everything it answers belongs to one (incarnation, step).
     """
 
     def __init__(
@@ -149,7 +149,7 @@ class Mesh:
         self.close()
 
     def __repr__(self) -> str:
-        state = f"epoch {self._mesh.epoch}" if self._end.alive else "closed"
+        state = f"incarnation {self._mesh.incarnation}" if self._end.alive else "closed"
         return f"<paramd.Mesh of job {self._mesh.job!r}, {state}>"
 
     def close(self) -> None:
@@ -162,9 +162,9 @@ class Mesh:
         return self._mesh.job
 
     @property
-    def epoch(self) -> int:
+    def incarnation(self) -> int:
         """Incarnation of the job, as last heard."""
-        return self._mesh.epoch
+        return self._mesh.incarnation
 
     @property
     def layout(self) -> Layout:

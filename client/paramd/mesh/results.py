@@ -131,7 +131,7 @@ def _shown(one: Statistic) -> Callable[[TensorStats], str]:
 
 
 class StatsTable(Table[TensorStats]):
-    """Statistics by tensor, all at one (`epoch`, `step`); `total` is over all of them."""
+    """Statistics by tensor, all at one (`incarnation`, `step`); `total` is over all of them."""
 
     columns = (
         ("name", lambda row: row.name),
@@ -141,7 +141,7 @@ class StatsTable(Table[TensorStats]):
     )
     total: TensorStats
     job: str
-    epoch: int
+    incarnation: int
     step: int
     unsettled: bool
     """As in `Summoned`."""
@@ -152,12 +152,12 @@ class StatsTable(Table[TensorStats]):
         *,
         total: TensorStats,
         job: str,
-        epoch: int,
+        incarnation: int,
         step: int,
         unsettled: bool = False,
     ) -> StatsTable:
         self = super().__new__(cls, rows)
-        self.total, self.job, self.epoch, self.step = total, job, epoch, step
+        self.total, self.job, self.incarnation, self.step = total, job, incarnation, step
         self.unsettled = unsettled
         return self
 
@@ -168,7 +168,8 @@ class StatsTable(Table[TensorStats]):
     def summary(self) -> str:
         rests = UNSETTLED_TEXT if self.unsettled else ""
         return (
-            f"{len(self)} tensors of {self.job!r} at step {self.step} (epoch {self.epoch}{rests})"
+            f"{len(self)} tensors of {self.job!r} at step {self.step} (incarnation "
+            f"{self.incarnation}{rests})"
         )
 
 
@@ -194,7 +195,7 @@ class RankStatus:
 
 
 class MeshStatus(Table[RankStatus]):
-    """The job as a whole (`job`, `epoch`, `world_size`), and its ranks as rows."""
+    """The job as a whole (`job`, `incarnation`, `world_size`), and its ranks as rows."""
 
     columns = (
         ("rank", lambda row: str(row.rank)),
@@ -207,14 +208,14 @@ class MeshStatus(Table[RankStatus]):
         ("note", lambda row: row.reason),
     )
     job: str
-    epoch: int
+    incarnation: int
     world_size: int
 
     def __new__(
-        cls, rows: Iterable[RankStatus], *, job: str, epoch: int, world_size: int
+        cls, rows: Iterable[RankStatus], *, job: str, incarnation: int, world_size: int
     ) -> MeshStatus:
         self = super().__new__(cls, rows)
-        self.job, self.epoch, self.world_size = job, epoch, world_size
+        self.job, self.incarnation, self.world_size = job, incarnation, world_size
         return self
 
     @property
@@ -224,7 +225,7 @@ class MeshStatus(Table[RankStatus]):
 
     def summary(self) -> str:
         return (
-            f"job {self.job!r}, epoch {self.epoch}, step {self.step}, "
+            f"job {self.job!r}, incarnation {self.incarnation}, step {self.step}, "
             f"{sum(not row.reason for row in self)} of {self.world_size} ranks well"
         )
 
@@ -240,7 +241,7 @@ class Summoned(dict[str, "torch.Tensor"]):
         tensors: Mapping[str, torch.Tensor],
         *,
         job: str,
-        epoch: int,
+        incarnation: int,
         step: int,
         seconds: float,
         bytes: int,
@@ -250,12 +251,12 @@ class Summoned(dict[str, "torch.Tensor"]):
         super().__init__(tensors)
         self.job = job
         """Name of the job."""
-        self.epoch = epoch
+        self.incarnation = incarnation
         """Incarnation of the job."""
         self.step = step
         """Finished updates: the version that every value here belongs to."""
         self.edits = edits
-        """Edits applied in this epoch until then; `epoch`, `step` and it name the state."""
+        """Edits applied in this incarnation so far; it, `incarnation` and `step` name the state."""
         self.unsettled = unsettled
         """Training has not gone on since update `step`: the script may still change these values
         (clamp or average them, say), and nothing but their rest says that it has not."""
@@ -279,7 +280,8 @@ class Summoned(dict[str, "torch.Tensor"]):
     def _below(self) -> str:
         hidden = len(self) - SHOWN_ROWS
         return (
-            f"{len(self)} tensors of {self.job!r} at step {self.step} (epoch {self.epoch}"
+            f"{len(self)} tensors of {self.job!r} at step {self.step} (incarnation "
+            f"{self.incarnation}"
             f"{UNSETTLED_TEXT if self.unsettled else ''}), "
             f"{bytes_text(self.bytes)} in {self.seconds:.3f} s"
             + (f" ({hidden} not shown)" if hidden > 0 else "")
@@ -341,7 +343,9 @@ async def mesh_status(sidecars: Sidecars, deadline_s: float) -> MeshStatus:
     rows = await asyncio.gather(
         *(_rank_status(sidecars, rank, timeout_s) for rank in range(document.world_size))
     )
-    return MeshStatus(rows, job=document.job, epoch=document.epoch, world_size=document.world_size)
+    return MeshStatus(
+        rows, job=document.job, incarnation=document.incarnation, world_size=document.world_size
+    )
 
 
 async def _rank_status(sidecars: Sidecars, rank: int, timeout_s: float) -> RankStatus:

@@ -1,4 +1,4 @@
-"""Short-lived signed tickets: who may call what, in one job and one epoch.
+"""Short-lived signed tickets: who may call what, in one job and one incarnation.
 
 A ticket is a JSON Web Token (RFC 7519) signed with Ed25519 (RFC 8037). Exactly one header is
 accepted, byte for byte, so there is no algorithm to choose. Anyone with the job's public key can
@@ -46,7 +46,7 @@ KEY_BYTES = 32
 """Size of a private or public key."""
 
 RANK_TICKET_TTL_S = 366 * 86_400.0
-"""Validity of a rank's own ticket. Its epoch is what ends it, so that sidecars can rejoin a
+"""Validity of a rank's own ticket. Its incarnation is what ends it, so that sidecars can rejoin a
 control plane after an outage of any length with nobody there to renew tickets."""
 
 _KEPT = 1024
@@ -85,7 +85,7 @@ class Claims:
 
     job: str
     """Name of the job."""
-    epoch: int
+    incarnation: int
     """Incarnation of the job."""
     role: Role
     """What the holder may do."""
@@ -107,7 +107,7 @@ def new_private_key() -> bytes:
 
 
 class Signer:
-    """Mints tickets. Holds the epoch's private key: never log or pickle it."""
+    """Mints tickets. Holds the incarnation's private key: never log or pickle it."""
 
     __slots__ = ("_key",)
 
@@ -125,7 +125,7 @@ class Signer:
         self,
         *,
         job: str,
-        epoch: int,
+        incarnation: int,
         role: Role,
         ttl_s: float,
         rank: int | None = None,
@@ -151,7 +151,7 @@ class Signer:
         now_s = now_s if now_s is not None else clock.now_s()
         claims: dict[str, str | int | float] = {
             "job": job,
-            "epoch": epoch,
+            "incarnation": incarnation,
             "role": role.value,
             "exp": now_s + ttl_s,
             "iat": now_s,
@@ -177,8 +177,10 @@ class Verifier:
         # call. Expiry is kept on the monotonic clock: later jumps of the wall clock don't count.
         self._genuine: dict[str, tuple[Claims, float]] = {}
 
-    def verify(self, ticket: str, *, job: str, epoch: int, now_s: float | None = None) -> Claims:
-        """The claims of a genuine, unexpired ticket of this job and epoch.
+    def verify(
+        self, ticket: str, *, job: str, incarnation: int, now_s: float | None = None
+    ) -> Claims:
+        """The claims of a genuine, unexpired ticket of this job and incarnation.
 
         Whether the role suffices is up to the caller.
 
@@ -190,9 +192,10 @@ class Verifier:
             raise DeniedError(
                 f"the ticket is for job {claims.job[:64]!r}, this is {job!r}; {_ASK_AGAIN}"
             )
-        if claims.epoch != epoch:
+        if claims.incarnation != incarnation:
             raise DeniedError(
-                f"the ticket is for epoch {claims.epoch}, the job is in {epoch}; {_ASK_AGAIN}"
+                f"the ticket is for incarnation {claims.incarnation}, the job is in "
+                f"{incarnation}; {_ASK_AGAIN}"
             )
         late_s = time.monotonic() - ends_s if now_s is None else now_s - claims.expires_s
         if late_s > CLOCK_SKEW_S:
@@ -209,7 +212,7 @@ class Verifier:
             self._key.verify(_decode(signature), signed)
         except (InvalidSignature, ValueError):
             raise DeniedError(
-                f"the ticket is not signed by this job's present epoch; {_ASK_AGAIN}"
+                f"the ticket is not signed by this job's present incarnation; {_ASK_AGAIN}"
             ) from None
         claims = _parse(payload)
         if len(self._genuine) >= _KEPT:
@@ -230,7 +233,7 @@ def life_s(ticket: str) -> float:
 
 
 def claimed(ticket: str) -> tuple[str, int]:
-    """The job and epoch a ticket claims, to find the key to verify it with.
+    """The job and incarnation a ticket claims, to find the key to verify it with.
 
     Unverified; `Verifier.verify` does that.
 
@@ -238,7 +241,7 @@ def claimed(ticket: str) -> tuple[str, int]:
         DeniedError: not a ticket.
     """
     claims = _parse(_parts(ticket)[1])
-    return claims.job, claims.epoch
+    return claims.job, claims.incarnation
 
 
 def _parts(ticket: str) -> tuple[bytes, bytes, bytes]:
@@ -260,7 +263,7 @@ def _parse(payload: bytes) -> Claims:
     """Parse a payload's claims. Ours are always well-formed; another signer's may not be."""
     try:
         found = json.loads(_decode(payload))
-        job, epoch, expires_s = found["job"], found["epoch"], float(found["exp"])
+        job, incarnation, expires_s = found["job"], found["incarnation"], float(found["exp"])
         role, ticket_id, rank = Role(found["role"]), found["jti"], found.get("rank")
         issued_s, token_id = float(found.get("iat", 0.0)), found.get("token")
     except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError):
@@ -268,14 +271,14 @@ def _parse(payload: bytes) -> Claims:
     texts = all(
         isinstance(text, str) for text in (job, ticket_id, token_id if token_id is not None else "")
     )
-    numbers = type(epoch) is int and (rank is None or type(rank) is int)
+    numbers = type(incarnation) is int and (rank is None or type(rank) is int)
     if not (texts and numbers and math.isfinite(expires_s) and math.isfinite(issued_s)):
         raise DeniedError(f"the ticket's claims have wrong types; {_ASK_AGAIN}")
     if role is Role.SIDECAR and rank is None:
         raise DeniedError(f"a sidecar's ticket names its rank, this one does not; {_ASK_AGAIN}")
     return Claims(
         job=job,
-        epoch=epoch,
+        incarnation=incarnation,
         role=role,
         expires_s=expires_s,
         issued_s=issued_s,

@@ -39,7 +39,7 @@ class AttachSettings:
     """Longest wait of one update for a reader that wants every gradient, in milliseconds; 0
     never waits, and such readers are told how many frames they missed."""
     agreement_timeout_s: float = 30.0
-    """Longest wait for the slowest rank's agreement, in seconds; then this epoch stops agreeing."""
+    """Longest wait for the slowest rank, in seconds; after that the incarnation stops agreeing."""
     attach_timeout_s: float = 300.0
     """Longest wait for the other ranks while attaching, in seconds."""
     control_timeout_s: float = 20.0

@@ -90,7 +90,7 @@ class Header(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     JOB_FIELD_NUMBER: builtins.int
-    EPOCH_FIELD_NUMBER: builtins.int
+    INCARNATION_FIELD_NUMBER: builtins.int
     STEP_FIELD_NUMBER: builtins.int
     RANK_FIELD_NUMBER: builtins.int
     LAYOUT_DIGEST_FIELD_NUMBER: builtins.int
@@ -99,7 +99,7 @@ class Header(google.protobuf.message.Message):
     UNSETTLED_FIELD_NUMBER: builtins.int
     job: builtins.str
     """Name of the training job."""
-    epoch: builtins.int
+    incarnation: builtins.int
     """Incarnation of the job; rises on every attach. Never 0 for an attached job."""
     step: builtins.int
     """Number of finished updates the answer speaks of; -1 when it speaks of none."""
@@ -108,7 +108,7 @@ class Header(google.protobuf.message.Message):
     layout_digest: builtins.str
     """Digest of the layout in force; empty before the trainer has attached."""
     edits: builtins.int
-    """Edits applied in this epoch. Epoch, step and edits together name a state; -1 as `step`."""
+    """Edits applied in this incarnation. Incarnation, step and edits together name a state; -1 as `step`."""
     iteration: builtins.int
     """Backward passes that the rank had seen before the update that made `step`: ranks at the
     same step with different iterations are not at the same step of training, because one of
@@ -122,7 +122,7 @@ class Header(google.protobuf.message.Message):
         self,
         *,
         job: builtins.str = ...,
-        epoch: builtins.int = ...,
+        incarnation: builtins.int = ...,
         step: builtins.int = ...,
         rank: builtins.int = ...,
         layout_digest: builtins.str = ...,
@@ -130,7 +130,7 @@ class Header(google.protobuf.message.Message):
         iteration: builtins.int = ...,
         unsettled: builtins.bool = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["edits", b"edits", "epoch", b"epoch", "iteration", b"iteration", "job", b"job", "layout_digest", b"layout_digest", "rank", b"rank", "step", b"step", "unsettled", b"unsettled"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["edits", b"edits", "incarnation", b"incarnation", "iteration", b"iteration", "job", b"job", "layout_digest", b"layout_digest", "rank", b"rank", "step", b"step", "unsettled", b"unsettled"]) -> None: ...
 
 global___Header = Header
 
@@ -200,11 +200,11 @@ class RankState(google.protobuf.message.Message):
     snapshot_count: builtins.int
     """Snapshots under lease now."""
     agreement_works: builtins.bool
-    """False once the trainers gave up agreeing in this epoch; `agreement_reason` says why."""
+    """False once the trainers gave up agreeing in this incarnation; `agreement_reason` says why."""
     agreement_reason: builtins.str
     """Empty while the agreement works."""
     ready_boundary: builtins.int
-    """Highest boundary request this rank was ever ready for in this epoch; 0 before the
+    """Highest boundary request this rank was ever ready for in this incarnation; 0 before the
     first. A control plane that was restarted numbers its requests above it.
     """
     phase_reason: builtins.str
@@ -220,7 +220,7 @@ class RankState(google.protobuf.message.Message):
     hold_steps_left: builtins.int
     """Boundaries that a held training may still pass (`step`); 0 when none."""
     edits: builtins.int
-    """Edits applied in this epoch."""
+    """Edits applied in this incarnation."""
     edit_bytes: builtins.int
     """Bytes reserved for staged edits and for what undoes applied ones."""
     gradient_bytes: builtins.int

@@ -36,7 +36,7 @@ class JoinRequest(google.protobuf.message.Message):
     """Highest generation of a control plane that the reporter has met; 0 before the first."""
     @property
     def header(self) -> paramd.v1.common_pb2.Header:
-        """Job, epoch, step, rank and layout of the reporter."""
+        """Job, incarnation, step, rank and layout of the reporter."""
 
     @property
     def peer(self) -> paramd.v1.common_pb2.Peer:
@@ -116,7 +116,7 @@ class Revocations(google.protobuf.message.Message):
     """How long the ids are to be kept from now on: then no ticket of theirs is valid."""
     refused_before_ns: builtins.int
     """Tickets of users that were given before this time, in nanoseconds since the Unix
-    epoch, are good no more, whatever their token: there were more ids than are kept.
+    incarnation, are good no more, whatever their token: there were more ids than are kept.
     0: no such time.
     """
     @property
@@ -163,12 +163,12 @@ class ScheduleBoundaryRequest(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     JOB_FIELD_NUMBER: builtins.int
-    EPOCH_FIELD_NUMBER: builtins.int
+    INCARNATION_FIELD_NUMBER: builtins.int
     SNAPSHOTS_FIELD_NUMBER: builtins.int
     job: builtins.str
     """Job whose trainers shall agree."""
-    epoch: builtins.int
-    """Epoch the snapshots were prepared in."""
+    incarnation: builtins.int
+    """Incarnation the snapshots were prepared in."""
     @property
     def snapshots(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___SnapshotRef]:
         """Snapshots to fill at the boundary."""
@@ -177,10 +177,10 @@ class ScheduleBoundaryRequest(google.protobuf.message.Message):
         self,
         *,
         job: builtins.str = ...,
-        epoch: builtins.int = ...,
+        incarnation: builtins.int = ...,
         snapshots: collections.abc.Iterable[global___SnapshotRef] | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["epoch", b"epoch", "job", b"job", "snapshots", b"snapshots"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["incarnation", b"incarnation", "job", b"job", "snapshots", b"snapshots"]) -> None: ...
 
 global___ScheduleBoundaryRequest = ScheduleBoundaryRequest
 

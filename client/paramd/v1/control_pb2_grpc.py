@@ -57,7 +57,7 @@ class ControlServiceServicer(object):
         """A sidecar joins and reports as long as the stream lives. The first answer says that
         it has been let in, later ones that something in them is new, such as a token that
         was revoked. The stream's end means that the sidecar has gone.
-        FAILED_PRECONDITION: another sidecar speaks for the rank, the epoch is over, or a
+        FAILED_PRECONDITION: another sidecar speaks for the rank, the incarnation is over, or a
         newer control plane is known.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -66,7 +66,7 @@ class ControlServiceServicer(object):
 
     def ScheduleBoundary(self, request, context):
         """Numbers one boundary, tells all sidecars, and answers when it has been agreed and
-        the snapshots are filled. UNAVAILABLE: not all ranks of the epoch are joined.
+        the snapshots are filled. UNAVAILABLE: not all ranks of the incarnation are joined.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -30,7 +30,7 @@ class ControlServiceStub:
     """A sidecar joins and reports as long as the stream lives. The first answer says that
     it has been let in, later ones that something in them is new, such as a token that
     was revoked. The stream's end means that the sidecar has gone.
-    FAILED_PRECONDITION: another sidecar speaks for the rank, the epoch is over, or a
+    FAILED_PRECONDITION: another sidecar speaks for the rank, the incarnation is over, or a
     newer control plane is known.
     """
 
@@ -39,7 +39,7 @@ class ControlServiceStub:
         paramd.v1.control_pb2.ScheduleBoundaryResponse,
     ]
     """Numbers one boundary, tells all sidecars, and answers when it has been agreed and
-    the snapshots are filled. UNAVAILABLE: not all ranks of the epoch are joined.
+    the snapshots are filled. UNAVAILABLE: not all ranks of the incarnation are joined.
     """
 
 class ControlServiceAsyncStub:
@@ -54,7 +54,7 @@ class ControlServiceAsyncStub:
     """A sidecar joins and reports as long as the stream lives. The first answer says that
     it has been let in, later ones that something in them is new, such as a token that
     was revoked. The stream's end means that the sidecar has gone.
-    FAILED_PRECONDITION: another sidecar speaks for the rank, the epoch is over, or a
+    FAILED_PRECONDITION: another sidecar speaks for the rank, the incarnation is over, or a
     newer control plane is known.
     """
 
@@ -63,7 +63,7 @@ class ControlServiceAsyncStub:
         paramd.v1.control_pb2.ScheduleBoundaryResponse,
     ]
     """Numbers one boundary, tells all sidecars, and answers when it has been agreed and
-    the snapshots are filled. UNAVAILABLE: not all ranks of the epoch are joined.
+    the snapshots are filled. UNAVAILABLE: not all ranks of the incarnation are joined.
     """
 
 class ControlServiceServicer(metaclass=abc.ABCMeta):
@@ -80,7 +80,7 @@ class ControlServiceServicer(metaclass=abc.ABCMeta):
         """A sidecar joins and reports as long as the stream lives. The first answer says that
         it has been let in, later ones that something in them is new, such as a token that
         was revoked. The stream's end means that the sidecar has gone.
-        FAILED_PRECONDITION: another sidecar speaks for the rank, the epoch is over, or a
+        FAILED_PRECONDITION: another sidecar speaks for the rank, the incarnation is over, or a
         newer control plane is known.
         """
 
@@ -91,7 +91,7 @@ class ControlServiceServicer(metaclass=abc.ABCMeta):
         context: _ServicerContext,
     ) -> typing.Union[paramd.v1.control_pb2.ScheduleBoundaryResponse, collections.abc.Awaitable[paramd.v1.control_pb2.ScheduleBoundaryResponse]]:
         """Numbers one boundary, tells all sidecars, and answers when it has been agreed and
-        the snapshots are filled. UNAVAILABLE: not all ranks of the epoch are joined.
+        the snapshots are filled. UNAVAILABLE: not all ranks of the incarnation are joined.
         """
 
 def add_ControlServiceServicer_to_server(servicer: ControlServiceServicer, server: typing.Union[grpc.Server, grpc.aio.Server]) -> None: ...

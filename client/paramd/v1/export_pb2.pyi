@@ -160,7 +160,7 @@ class ExportPlan(google.protobuf.message.Message):
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
-    EPOCH_FIELD_NUMBER: builtins.int
+    INCARNATION_FIELD_NUMBER: builtins.int
     LAYOUT_DIGEST_FIELD_NUMBER: builtins.int
     STEP_FIELD_NUMBER: builtins.int
     EDITS_FIELD_NUMBER: builtins.int
@@ -176,8 +176,8 @@ class ExportPlan(google.protobuf.message.Message):
     DIGEST_FIELD_NUMBER: builtins.int
     PINS_FIELD_NUMBER: builtins.int
     UNSETTLED_FIELD_NUMBER: builtins.int
-    epoch: builtins.int
-    """Epoch of the snapshots."""
+    incarnation: builtins.int
+    """Incarnation of the snapshots."""
     layout_digest: builtins.str
     """Layout they were planned on."""
     step: builtins.int
@@ -217,7 +217,7 @@ class ExportPlan(google.protobuf.message.Message):
     def __init__(
         self,
         *,
-        epoch: builtins.int = ...,
+        incarnation: builtins.int = ...,
         layout_digest: builtins.str = ...,
         step: builtins.int = ...,
         edits: builtins.int = ...,
@@ -234,7 +234,7 @@ class ExportPlan(google.protobuf.message.Message):
         pins: collections.abc.Iterable[global___ExportPin] | None = ...,
         unsettled: builtins.bool = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["buffers", b"buffers", "digest", b"digest", "dtype", b"dtype", "edits", b"edits", "epoch", b"epoch", "format", b"format", "keep_tied", b"keep_tied", "layout_digest", b"layout_digest", "max_shard_bytes", b"max_shard_bytes", "names", b"names", "optimizer", b"optimizer", "parameters", b"parameters", "pins", b"pins", "step", b"step", "unsettled", b"unsettled", "writers", b"writers"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["buffers", b"buffers", "digest", b"digest", "dtype", b"dtype", "edits", b"edits", "format", b"format", "incarnation", b"incarnation", "keep_tied", b"keep_tied", "layout_digest", b"layout_digest", "max_shard_bytes", b"max_shard_bytes", "names", b"names", "optimizer", b"optimizer", "parameters", b"parameters", "pins", b"pins", "step", b"step", "unsettled", b"unsettled", "writers", b"writers"]) -> None: ...
 
 global___ExportPlan = ExportPlan
 

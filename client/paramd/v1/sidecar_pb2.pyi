@@ -426,7 +426,7 @@ class PinSnapshotRequest(google.protobuf.message.Message):
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
-    EPOCH_FIELD_NUMBER: builtins.int
+    INCARNATION_FIELD_NUMBER: builtins.int
     LAYOUT_DIGEST_FIELD_NUMBER: builtins.int
     SPANS_FIELD_NUMBER: builtins.int
     LEASE_MS_FIELD_NUMBER: builtins.int
@@ -438,8 +438,8 @@ class PinSnapshotRequest(google.protobuf.message.Message):
     REDUCTION_FIELD_NUMBER: builtins.int
     LOSSLESS_EVERY_FIELD_NUMBER: builtins.int
     UNSETTLED_FIELD_NUMBER: builtins.int
-    epoch: builtins.int
-    """Epoch the spans were planned in."""
+    incarnation: builtins.int
+    """Incarnation the spans were planned in."""
     layout_digest: builtins.str
     """Layout the spans were planned on."""
     lease_ms: builtins.int
@@ -484,7 +484,7 @@ class PinSnapshotRequest(google.protobuf.message.Message):
     def __init__(
         self,
         *,
-        epoch: builtins.int = ...,
+        incarnation: builtins.int = ...,
         layout_digest: builtins.str = ...,
         spans: collections.abc.Iterable[global___Span] | None = ...,
         lease_ms: builtins.int = ...,
@@ -498,7 +498,7 @@ class PinSnapshotRequest(google.protobuf.message.Message):
         unsettled: builtins.bool = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["reduction", b"reduction"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["at_boundary", b"at_boundary", "at_step", b"at_step", "epoch", b"epoch", "layout_digest", b"layout_digest", "lease_ms", b"lease_ms", "lossless_every", b"lossless_every", "reduction", b"reduction", "source", b"source", "spans", b"spans", "state_key", b"state_key", "unsettled", b"unsettled", "with_buffers", b"with_buffers"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["at_boundary", b"at_boundary", "at_step", b"at_step", "incarnation", b"incarnation", "layout_digest", b"layout_digest", "lease_ms", b"lease_ms", "lossless_every", b"lossless_every", "reduction", b"reduction", "source", b"source", "spans", b"spans", "state_key", b"state_key", "unsettled", b"unsettled", "with_buffers", b"with_buffers"]) -> None: ...
 
 global___PinSnapshotRequest = PinSnapshotRequest
 
@@ -607,7 +607,7 @@ class PinSnapshotResponse(google.protobuf.message.Message):
     """The training has detached: no step comes any more. Then nothing is pinned."""
     @property
     def header(self) -> paramd.v1.common_pb2.Header:
-        """Epoch and step of the bytes; step -1 while `at_boundary` has not been filled."""
+        """Incarnation and step of the bytes; step -1 while `at_boundary` has not been filled."""
 
     @property
     def gradients(self) -> global___GradientFacts:
@@ -639,7 +639,7 @@ class ReachBoundaryRequest(google.protobuf.message.Message):
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
-    EPOCH_FIELD_NUMBER: builtins.int
+    INCARNATION_FIELD_NUMBER: builtins.int
     BOUNDARY_FIELD_NUMBER: builtins.int
     SNAPSHOT_IDS_FIELD_NUMBER: builtins.int
     GENERATION_FIELD_NUMBER: builtins.int
@@ -648,10 +648,10 @@ class ReachBoundaryRequest(google.protobuf.message.Message):
     EDIT_ID_FIELD_NUMBER: builtins.int
     STEP_COUNT_FIELD_NUMBER: builtins.int
     LEASE_MS_FIELD_NUMBER: builtins.int
-    epoch: builtins.int
-    """Epoch the boundary belongs to."""
+    incarnation: builtins.int
+    """Incarnation the boundary belongs to."""
     boundary: builtins.int
-    """Number of the request; rises by one within an epoch."""
+    """Number of the request; rises by one within an incarnation."""
     generation: builtins.int
     """Generation of the asking control plane. Lower than one that the sidecar has met:
     FAILED_PRECONDITION.
@@ -673,7 +673,7 @@ class ReachBoundaryRequest(google.protobuf.message.Message):
     def __init__(
         self,
         *,
-        epoch: builtins.int = ...,
+        incarnation: builtins.int = ...,
         boundary: builtins.int = ...,
         snapshot_ids: collections.abc.Iterable[builtins.str] | None = ...,
         generation: builtins.int = ...,
@@ -683,7 +683,7 @@ class ReachBoundaryRequest(google.protobuf.message.Message):
         step_count: builtins.int = ...,
         lease_ms: builtins.int = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["action", b"action", "boundary", b"boundary", "edit_id", b"edit_id", "epoch", b"epoch", "generation", b"generation", "lease_ms", b"lease_ms", "snapshot_ids", b"snapshot_ids", "step_count", b"step_count", "token", b"token"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["action", b"action", "boundary", b"boundary", "edit_id", b"edit_id", "generation", b"generation", "incarnation", b"incarnation", "lease_ms", b"lease_ms", "snapshot_ids", b"snapshot_ids", "step_count", b"step_count", "token", b"token"]) -> None: ...
 
 global___ReachBoundaryRequest = ReachBoundaryRequest
 
@@ -726,11 +726,11 @@ class WithdrawBoundaryRequest(google.protobuf.message.Message):
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
-    EPOCH_FIELD_NUMBER: builtins.int
+    INCARNATION_FIELD_NUMBER: builtins.int
     BOUNDARY_FIELD_NUMBER: builtins.int
     GENERATION_FIELD_NUMBER: builtins.int
-    epoch: builtins.int
-    """Epoch of the request."""
+    incarnation: builtins.int
+    """Incarnation of the request."""
     boundary: builtins.int
     """Number of the request."""
     generation: builtins.int
@@ -738,11 +738,11 @@ class WithdrawBoundaryRequest(google.protobuf.message.Message):
     def __init__(
         self,
         *,
-        epoch: builtins.int = ...,
+        incarnation: builtins.int = ...,
         boundary: builtins.int = ...,
         generation: builtins.int = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["boundary", b"boundary", "epoch", b"epoch", "generation", b"generation"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["boundary", b"boundary", "generation", b"generation", "incarnation", b"incarnation"]) -> None: ...
 
 global___WithdrawBoundaryRequest = WithdrawBoundaryRequest
 
@@ -777,11 +777,11 @@ class RenewHoldRequest(google.protobuf.message.Message):
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
-    EPOCH_FIELD_NUMBER: builtins.int
+    INCARNATION_FIELD_NUMBER: builtins.int
     GENERATION_FIELD_NUMBER: builtins.int
     LEASE_MS_FIELD_NUMBER: builtins.int
-    epoch: builtins.int
-    """Epoch of the hold."""
+    incarnation: builtins.int
+    """Incarnation of the hold."""
     generation: builtins.int
     """As in ReachBoundaryRequest."""
     lease_ms: builtins.int
@@ -789,11 +789,11 @@ class RenewHoldRequest(google.protobuf.message.Message):
     def __init__(
         self,
         *,
-        epoch: builtins.int = ...,
+        incarnation: builtins.int = ...,
         generation: builtins.int = ...,
         lease_ms: builtins.int = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["epoch", b"epoch", "generation", b"generation", "lease_ms", b"lease_ms"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["generation", b"generation", "incarnation", b"incarnation", "lease_ms", b"lease_ms"]) -> None: ...
 
 global___RenewHoldRequest = RenewHoldRequest
 
@@ -883,7 +883,7 @@ class EditManifest(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     EDIT_ID_FIELD_NUMBER: builtins.int
-    EPOCH_FIELD_NUMBER: builtins.int
+    INCARNATION_FIELD_NUMBER: builtins.int
     LAYOUT_DIGEST_FIELD_NUMBER: builtins.int
     OPS_FIELD_NUMBER: builtins.int
     ALLOW_NONFINITE_FIELD_NUMBER: builtins.int
@@ -893,8 +893,8 @@ class EditManifest(google.protobuf.message.Message):
     IF_STEP_FIELD_NUMBER: builtins.int
     edit_id: builtins.str
     """32 hexadecimal digits."""
-    epoch: builtins.int
-    """Epoch it was planned in."""
+    incarnation: builtins.int
+    """Incarnation it was planned in."""
     layout_digest: builtins.str
     """Layout it was planned on."""
     allow_nonfinite: builtins.bool
@@ -919,7 +919,7 @@ class EditManifest(google.protobuf.message.Message):
         self,
         *,
         edit_id: builtins.str = ...,
-        epoch: builtins.int = ...,
+        incarnation: builtins.int = ...,
         layout_digest: builtins.str = ...,
         ops: collections.abc.Iterable[global___EditOp] | None = ...,
         allow_nonfinite: builtins.bool = ...,
@@ -929,7 +929,7 @@ class EditManifest(google.protobuf.message.Message):
         if_step: builtins.int | None = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["_if_step", b"_if_step", "if_step", b"if_step"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_if_step", b"_if_step", "allow_nonfinite", b"allow_nonfinite", "edit_id", b"edit_id", "epoch", b"epoch", "if_step", b"if_step", "layout_digest", b"layout_digest", "ops", b"ops", "reset_moments", b"reset_moments", "undo_of", b"undo_of", "undoable", b"undoable"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["_if_step", b"_if_step", "allow_nonfinite", b"allow_nonfinite", "edit_id", b"edit_id", "if_step", b"if_step", "incarnation", b"incarnation", "layout_digest", b"layout_digest", "ops", b"ops", "reset_moments", b"reset_moments", "undo_of", b"undo_of", "undoable", b"undoable"]) -> None: ...
     def WhichOneof(self, oneof_group: typing.Literal["_if_step", b"_if_step"]) -> typing.Literal["if_step"] | None: ...
 
 global___EditManifest = EditManifest
@@ -1329,7 +1329,7 @@ class StreamGradientsResponse(google.protobuf.message.Message):
 
     @property
     def header(self) -> paramd.v1.common_pb2.Header:
-        """Set where a frame begins; its epoch and step."""
+        """Set where a frame begins; its incarnation and step."""
 
     def __init__(
         self,
@@ -1635,7 +1635,7 @@ class ComputeStatsResponse(google.protobuf.message.Message):
     STATS_FIELD_NUMBER: builtins.int
     @property
     def header(self) -> paramd.v1.common_pb2.Header:
-        """Epoch and step of the numbers."""
+        """Incarnation and step of the numbers."""
 
     @property
     def stats(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___Stats]:
@@ -1778,7 +1778,7 @@ class PoolSnapshotResponse(google.protobuf.message.Message):
     """Columns of cells."""
     @property
     def header(self) -> paramd.v1.common_pb2.Header:
-        """Epoch and step of the numbers."""
+        """Incarnation and step of the numbers."""
 
     @property
     def values(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.float]:
@@ -1932,7 +1932,7 @@ class DigestSnapshotResponse(google.protobuf.message.Message):
     DIGESTS_FIELD_NUMBER: builtins.int
     @property
     def header(self) -> paramd.v1.common_pb2.Header:
-        """Epoch and step of the bytes."""
+        """Incarnation and step of the bytes."""
 
     @property
     def digests(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.bytes]:
@@ -2060,7 +2060,7 @@ class SummonResponse(google.protobuf.message.Message):
 
     @property
     def header(self) -> paramd.v1.common_pb2.Header:
-        """Set in the first message only; epoch and step of everything that follows."""
+        """Set in the first message only; incarnation and step of everything that follows."""
 
     def __init__(
         self,

@@ -213,7 +213,7 @@ class SidecarServiceServicer(object):
     def PinSnapshot(self, request, context):
         """Pins byte spans of the arena at one step, under a lease. With `at_boundary`
         it only makes room, and ReachBoundary fills it. Not idempotent.
-        FAILED_PRECONDITION: torn, no trainer, stale epoch or layout.
+        FAILED_PRECONDITION: torn, no trainer, stale incarnation or layout.
         RESOURCE_EXHAUSTED: the snapshot budget is used up.
         ABORTED: no copy fitted between two updates before the deadline.
         """

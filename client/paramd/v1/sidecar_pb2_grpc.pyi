@@ -48,7 +48,7 @@ class SidecarServiceStub:
     ]
     """Pins byte spans of the arena at one step, under a lease. With `at_boundary`
     it only makes room, and ReachBoundary fills it. Not idempotent.
-    FAILED_PRECONDITION: torn, no trainer, stale epoch or layout.
+    FAILED_PRECONDITION: torn, no trainer, stale incarnation or layout.
     RESOURCE_EXHAUSTED: the snapshot budget is used up.
     ABORTED: no copy fitted between two updates before the deadline.
     """
@@ -259,7 +259,7 @@ class SidecarServiceAsyncStub:
     ]
     """Pins byte spans of the arena at one step, under a lease. With `at_boundary`
     it only makes room, and ReachBoundary fills it. Not idempotent.
-    FAILED_PRECONDITION: torn, no trainer, stale epoch or layout.
+    FAILED_PRECONDITION: torn, no trainer, stale incarnation or layout.
     RESOURCE_EXHAUSTED: the snapshot budget is used up.
     ABORTED: no copy fitted between two updates before the deadline.
     """
@@ -478,7 +478,7 @@ class SidecarServiceServicer(metaclass=abc.ABCMeta):
     ) -> typing.Union[paramd.v1.sidecar_pb2.PinSnapshotResponse, collections.abc.Awaitable[paramd.v1.sidecar_pb2.PinSnapshotResponse]]:
         """Pins byte spans of the arena at one step, under a lease. With `at_boundary`
         it only makes room, and ReachBoundary fills it. Not idempotent.
-        FAILED_PRECONDITION: torn, no trainer, stale epoch or layout.
+        FAILED_PRECONDITION: torn, no trainer, stale incarnation or layout.
         RESOURCE_EXHAUSTED: the snapshot budget is used up.
         ABORTED: no copy fitted between two updates before the deadline.
         """

@@ -10,11 +10,11 @@ import { rowsOf, treeOf } from "../src/lib/tree";
 const event = (kind: string, data: object, id = "a-1"): ServerEvent => ({ id, kind, data: JSON.stringify(data) });
 
 describe("the live state", () => {
-  it("follows steps, and those of a new epoch from its own", () => {
-    let live = withEvent(NOTHING, event("step", { epoch: 1, step: 50, time_s: 9 }));
-    expect([live.epoch, live.step, live.time_s]).toEqual([1, 50, 9]);
-    live = withEvent(live, event("step", { epoch: 2, step: 3 }));
-    expect([live.epoch, live.step]).toEqual([2, 3]);
+  it("follows steps, and those of a new incarnation from its own", () => {
+    let live = withEvent(NOTHING, event("step", { incarnation: 1, step: 50, time_s: 9 }));
+    expect([live.incarnation, live.step, live.time_s]).toEqual([1, 50, 9]);
+    live = withEvent(live, event("step", { incarnation: 2, step: 3 }));
+    expect([live.incarnation, live.step]).toEqual([2, 3]);
     expect(live.recent).toEqual([]);
   });
 
@@ -94,21 +94,21 @@ describe("the tree", () => {
   });
 });
 
-const sample = (step: number, norm = 1, epoch = 1): Sample => ({
-  epoch,
+const sample = (step: number, norm = 1, incarnation = 1): Sample => ({
+  incarnation,
   step,
   time_s: step,
   stats: { count: 4, zero_count: 0, nan_count: 0, inf_count: 0, norm, mean: 0, std: 1, min: -1, max: 1 },
-  histogram: { epoch, step, edges: [0, 1, 2], counts: [1, 3], below_count: 0, above_count: 0 },
+  histogram: { incarnation, step, edges: [0, 1, 2], counts: [1, 3], below_count: 0, above_count: 0 },
   heat: null,
 });
 
 describe("samples", () => {
-  it("are one for each step, in order, of one epoch", () => {
+  it("are one for each step, in order, of one incarnation", () => {
     let kept: Sample[] = [];
     for (const step of [3, 1, 2, 2]) kept = withSample(kept, sample(step, step === 2 ? 9 : 1));
     expect(kept.map((one) => one.step)).toEqual([1, 2, 3]);
-    expect(withSample(kept, sample(1, 1, 2)).map((one) => one.epoch)).toEqual([2]);
+    expect(withSample(kept, sample(1, 1, 2)).map((one) => one.incarnation)).toEqual([2]);
     for (let step = 0; step < MAX_SAMPLES + 9; step += 1) kept = withSample(kept, sample(step));
     expect(kept).toHaveLength(MAX_SAMPLES);
   });
@@ -136,8 +136,8 @@ describe("gradients", () => {
   const param = (fqn: string, norm: number | null, more: Partial<GradParam> = {}): GradParam => ({
     fqn, none: null, count: 4, norm, mean: 0, std: 0, min: 0, max: 0, zero_count: 0, nan_count: 0, inf_count: 0, ...more,
   });
-  const frame = (step: number, params: GradParam[], epoch = 1): Frame => ({
-    epoch, step, dropped: 0, clip: { factor: null }, scale: 1, total: { count: 4, norm: 1, mean: 0, std: 0, min: 0, max: 0, zero_count: 0, nan_count: 0, inf_count: 0 }, params,
+  const frame = (step: number, params: GradParam[], incarnation = 1): Frame => ({
+    incarnation, step, dropped: 0, clip: { factor: null }, scale: 1, total: { count: 4, norm: 1, mean: 0, std: 0, min: 0, max: 0, zero_count: 0, nan_count: 0, inf_count: 0 }, params,
   });
 
   it("that are not finite are marked with the first step, also after they are finite again", () => {
@@ -165,7 +165,7 @@ describe("gradients", () => {
     expect(grads.rows.get("w")).toMatchObject({ mark: "none", norms: [null], firstBad: null });
   });
 
-  it("begin anew with an epoch, and keep no more than so many", () => {
+  it("begin anew with an incarnation, and keep no more than so many", () => {
     let grads = NO_GRADS;
     for (let step = 0; step < KEPT_NORMS + 5; step += 1) grads = withFrame(grads, frame(step, [param("w", 1)]));
     expect(grads.rows.get("w")!.norms).toHaveLength(KEPT_NORMS);

@@ -31,7 +31,7 @@ from paramd_service.control.base.endpoint import (
     successor,
 )
 from paramd_service.control.base.site import (
-    EpochNotes,
+    IncarnationNotes,
     Site,
     next_generation,
     open_site,
@@ -75,7 +75,7 @@ class ControlPlane:
         self._http = HttpServer(self._doorway, drain_s=config.drain_s)
         self._lag = LoopLag()
         self._events = EventBus()
-        self._epochs = EpochNotes()
+        self._incarnations = IncarnationNotes()
         self._revocations = Revocations(ticket_ttl_s=config.ticket_ttl_s)
         self._done = asyncio.Event()
         self._grpc_target = ""
@@ -104,7 +104,7 @@ class ControlPlane:
         Raises:
             UsageError: an address or the state dir cannot be used.
             UnreachableError: no port is free.
-            ConflictError: a newer epoch of the job is already running.
+            ConflictError: a newer incarnation of the job is already running.
         """
         wanted = parse_listen(
             self._config.listen, option="--listen (PARAMD_LISTEN)", tls=self._tls is not None
@@ -186,7 +186,7 @@ class ControlPlane:
         for part in (self._exports, self._watchers, self._edits, self._jobs):
             if part is not None:
                 await part.close()
-        await self._epochs.close()
+        await self._incarnations.close()
         await self._revocations.stop()
         # 5. The records last: everything above still writes to them.
         if self._records is not None:
@@ -212,17 +212,15 @@ class ControlPlane:
             terms, site=site, empty_end_s=empty_end_s, publish=self._events.publish
         )
         for noted in (jobs.on_begin, jobs.on_end):
-            noted.append(
-                lambda mesh: self._epochs.note(mesh.job, mesh.record())
-            )
-        jobs.on_begin.append(records.epoch_began)
-        jobs.on_end.append(records.epoch_ended)
+            noted.append(lambda mesh: self._incarnations.note(mesh.job, mesh.record()))
+        jobs.on_begin.append(records.incarnation_began)
+        jobs.on_end.append(records.incarnation_ended)
         config = load_edits(file_places(), os.environ, strict=mine is None)
         self._edits = edits = EditRegistry(records, config, publish=self._events.publish)
         jobs.on_begin.append(edits.began)
         jobs.on_end.append(edits.is_over)
         jobs.on_view.extend((edits.look, records.look))
-        self._epochs.start()
+        self._incarnations.start()
         if mine is not None:
             jobs.open(mine)
         return jobs
@@ -238,7 +236,7 @@ class ControlPlane:
 
     def _whose(self) -> str:
         mine = self._bootstrap
-        return f"job {mine.job}, epoch {mine.epoch}" if mine is not None else "a site"
+        return f"job {mine.job}, incarnation {mine.incarnation}" if mine is not None else "a site"
 
     def _why_end(self, jobs: Jobs) -> str | None:
         """Why to stop, or None. Only an embedded control plane ends on its own."""
@@ -246,7 +244,10 @@ class ControlPlane:
             return None
         newer = successor(self._endpoint)
         if newer is not None:
-            return f"the control plane of epoch {newer.epoch} (pid {newer.pid}) has taken over"
+            return (
+                f"the control plane of incarnation {newer.incarnation} (pid {newer.pid}) "
+                "has taken over"
+            )
         over = jobs.get(self._bootstrap.job).over
         return str(over) if over is not None else None
 

@@ -26,7 +26,7 @@ from paramd_service.control.access.join import (
     TicketInterceptor,
     caller_rank,
     caller_token,
-    check_epoch,
+    check_incarnation,
     check_rank,
     errors_as_statuses,
 )
@@ -93,9 +93,9 @@ class ControlServicer(control_pb2_grpc.ControlServiceServicer):
         if first is None:
             raise UsageError("Join: the stream ended before its first report")
         header = first.header
-        check_epoch(header.job, header.epoch)
+        check_incarnation(header.job, header.incarnation)
         check_rank(header.rank)
-        mesh = await self._jobs.admit(header.job, header.epoch, first.world_size)
+        mesh = await self._jobs.admit(header.job, header.incarnation, first.world_size)
         mesh.saw_generation(first.control_generation)
         # Before it counts as joined: whoever waits for the rank calls it right away.
         await mesh.calls.is_back(first.peer.address)
@@ -114,8 +114,8 @@ class ControlServicer(control_pb2_grpc.ControlServiceServicer):
         self, request: control_pb2.ScheduleBoundaryRequest, context: Any
     ) -> control_pb2.ScheduleBoundaryResponse:
         async with errors_as_statuses(context, "ScheduleBoundary"):
-            check_epoch(request.job, request.epoch)
-            mesh = self._jobs.at(request.job, request.epoch)
+            check_incarnation(request.job, request.incarnation)
+            mesh = self._jobs.at(request.job, request.incarnation)
             snapshots = _snapshots(request, mesh.bootstrap.world_size)
             timeout_s = context.time_remaining()
             if timeout_s is None or timeout_s > MAX_TIMEOUT_S:
@@ -139,8 +139,8 @@ def _log_join(mesh: Incarnation, member: Member, what: str) -> None:
     # Thousands of ranks would each log a line, again and again: only at DEBUG.
     small = mesh.bootstrap.world_size <= LOGGED_RANKS
     level = logging.INFO if small else logging.DEBUG
-    job, epoch = mesh.job, mesh.number
-    log.log(level, "job %s, epoch %d, rank %d: %s", job, epoch, member.rank, what)
+    job, incarnation = mesh.job, mesh.number
+    log.log(level, "job %s, incarnation %d, rank %d: %s", job, incarnation, member.rank, what)
 
 
 def _welcome(mesh: Incarnation, notice: Notice) -> control_pb2.JoinResponse:
@@ -174,7 +174,7 @@ def _snapshots(
 def _header(mesh: Incarnation, step: int = -1, edits: int = -1) -> common_pb2.Header:
     return common_pb2.Header(
         job=mesh.job,
-        epoch=mesh.number,
+        incarnation=mesh.number,
         step=step,
         edits=edits,
         rank=-1,

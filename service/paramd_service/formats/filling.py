@@ -42,7 +42,7 @@ def manifest(
         "paramd_export": 1,
         "export_id": target.export_id,
         "job": job,
-        "epoch": message.epoch,
+        "incarnation": message.incarnation,
         "step": message.step,
         "edits": message.edits,
         "unsettled": message.unsettled,

@@ -1,4 +1,4 @@
-"""Boundary requests of one epoch: ready, agreed, done; or why not. Runs on the event loop."""
+"""Boundary requests of one incarnation: ready, agreed, done; or why not. Runs on the event loop."""
 
 from __future__ import annotations
 
@@ -247,7 +247,7 @@ class Boundaries:
     def _why_not_agreed(self, number: int, timeout_s: float) -> str:
         page = self._possession.page
         if page[Word.AGREEMENT_STATE] == _GAVE_UP:
-            return "the trainers gave up agreeing in this epoch; attach again to make it work"
+            return "the trainers gave up agreeing in this incarnation; attach again to make it work"
         return (
             f"the trainers did not agree on boundary {number} within {timeout_s:.1f} s (this rank "
             f"is at step {page[Word.STEP]}); training is paused, or a rank is not ready"

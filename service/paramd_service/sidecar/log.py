@@ -21,7 +21,7 @@ class Log:
     fields: dict[str, Any]
     """Included in every line."""
     live: Callable[[], Mapping[str, Any]] = dict
-    """Fields evaluated for each line: epoch, step."""
+    """Fields evaluated for each line: incarnation, step."""
     stream: TextIO = field(default_factory=lambda: sys.stderr)
 
     def __call__(self, event: str, **fields: Any) -> None:

@@ -2,7 +2,7 @@ r"""Who owns the sidecar's memory: one trainer at a time, identified by pid and 
 
     WAITING --attach--> OWNED --its process ends outside an update--> ORPHANED
                           \--------- inside an update ----------> TORN
-    ORPHANED, GONE, TORN --attach of a newer epoch--> OWNED
+    ORPHANED, GONE, TORN --attach of a newer incarnation--> OWNED
     WAITING, ORPHANED, GONE, TORN --linger--> the sidecar leaves
 
 GONE is ORPHANED with a mirrored arena: the arena holds an earlier step, so only snapshots that
@@ -133,7 +133,7 @@ class AttachRequest:
     """What a trainer claims about itself; types are checked, nothing else."""
 
     job: str
-    epoch: int
+    incarnation: int
     rank: int
     world_size: int
     pid: int
@@ -151,7 +151,7 @@ def parse_attach(message: dict[str, Any]) -> AttachRequest:
     Raises:
         UsageError: a field is missing, of the wrong type, or out of range.
     """
-    least = {"epoch": 1, "rank": 0, "world_size": 1, "pid": 1, "start": 1, "arena_bytes": 0}
+    least = {"incarnation": 1, "rank": 0, "world_size": 1, "pid": 1, "start": 1, "arena_bytes": 0}
     numbers: dict[str, int] = {}
     for name, at_least in least.items():
         value = message.get(name)
@@ -183,7 +183,7 @@ class OwnerView:
     rank: int
     ownership: Ownership
     version: str
-    epoch: int = 0
+    incarnation: int = 0
     pid: int = 0
     start: int = 0
 
@@ -199,7 +199,7 @@ def owner_view(
         rank=rank,
         ownership=ownership,
         version=__version__,
-        epoch=attached.epoch,
+        incarnation=attached.incarnation,
         pid=attached.request.pid,
         start=attached.request.start,
     )
@@ -210,7 +210,7 @@ def check_attach(view: OwnerView, request: AttachRequest) -> None:
 
     Raises:
         UsageError: it belongs to another job or rank.
-        ConflictError: another trainer lives, the epoch is stale, or the versions differ.
+        ConflictError: another trainer lives, the incarnation is stale, or the versions differ.
     """
     if (request.job, request.rank) != (view.job, view.rank):
         raise UsageError(
@@ -228,9 +228,12 @@ def check_attach(view: OwnerView, request: AttachRequest) -> None:
             f"another training process (pid {view.pid}) is attached as rank {view.rank} of job "
             f"{view.job!r}; end it, or attach under another job name"
         )
-    if request.epoch < view.epoch or (request.epoch == view.epoch and not same):
+    if request.incarnation < view.incarnation or (
+        request.incarnation == view.incarnation and not same
+    ):
         raise ConflictError(
-            f"epoch {request.epoch} is stale: the sidecar has served epoch {view.epoch}; "
+            f"incarnation {request.incarnation} is stale: the sidecar has served incarnation "
+            f"{view.incarnation}; "
             "all ranks must attach again"
         )
 
@@ -260,8 +263,8 @@ class AttachedMemory:
         self.arena = HostArena(shared.arena, request.arena_bytes)
 
     @property
-    def epoch(self) -> int:
-        return self.request.epoch
+    def incarnation(self) -> int:
+        return self.request.incarnation
 
     def fault_in(self) -> None:
         """Prefault the arena for reading, so that the first copy is a warm one. Slow."""

@@ -1,4 +1,4 @@
-"""Pins of one epoch: from requested spans to a lease on their bytes at one step.
+"""Pins of one incarnation: from requested spans to a lease on their bytes at one step.
 
     pin      an equal snapshot of the present step, else a copy as soon as one fits
     prepare  room for a boundary, which boundaries.py fills
@@ -208,7 +208,7 @@ class Pins:
     async def close(self) -> None:
         """End all leases and the copying thread."""
         self._closing = True
-        self.boundaries.end("the epoch has ended")
+        self.boundaries.end("the incarnation has ended")
         await self.gradient_pins.gradients.close()
         # Before the store frees memory that the copier may be writing to.
         await self._loop.run_in_executor(self._executor, self.copier.stop)

@@ -126,7 +126,7 @@ class RankSidecar:
     ) -> None:
         self.config = config
         self.faults = faults
-        self.log = replace(log, live=lambda: {"epoch": self.epoch, "step": self.step})
+        self.log = replace(log, live=lambda: {"incarnation": self.incarnation, "step": self.step})
         self.executor = executor
         self.stats_executor = stats_executor
         self.ownership = Ownership.WAITING
@@ -135,7 +135,7 @@ class RankSidecar:
         """Set when the sidecar is to drain: on detach, on a signal, or after the linger time."""
         self.detached = False
         self.control_generation = 0
-        """Highest control plane generation seen in this epoch; lower ones are fenced."""
+        """Highest control plane generation seen in this incarnation; lower ones are fenced."""
         self.on_change: list[Callable[[], None]] = []
         self.refusals = Refusals()
         self.revocations = Revocations()
@@ -156,8 +156,8 @@ class RankSidecar:
         return self._possession
 
     @property
-    def epoch(self) -> int:
-        return self._possession.epoch if self._possession is not None else 0
+    def incarnation(self) -> int:
+        return self._possession.incarnation if self._possession is not None else 0
 
     @property
     def step(self) -> int:
@@ -175,7 +175,7 @@ class RankSidecar:
 
     @property
     def pins(self) -> Pins:
-        """Snapshots of the present epoch.
+        """Snapshots of the present incarnation.
 
         Raises:
             UnreachableError: no trainer has attached yet.
@@ -186,7 +186,7 @@ class RankSidecar:
 
     @property
     def edits(self) -> Edits:
-        """Edits of the present epoch.
+        """Edits of the present incarnation.
 
         Raises:
             UnreachableError: no trainer has attached yet, or edit memory could not be allocated.
@@ -212,19 +212,24 @@ class RankSidecar:
             raise UnreachableError("the trainers are still attaching; try again in a moment")
         return self.mesh
 
-    def check_plan(self, epoch: int, layout_digest: str) -> None:
-        """Raise ConflictError if a plan was made for another epoch or layout."""
+    def check_plan(self, incarnation: int, layout_digest: str) -> None:
+        """Raise ConflictError if a plan was made for another incarnation or layout."""
         mesh = self.ready_mesh()
-        if epoch != self.epoch or layout_digest != mesh.layout_digest:
-            what = f"epoch {epoch}" if epoch != self.epoch else "another layout"
+        if incarnation != self.incarnation or layout_digest != mesh.layout_digest:
+            what = (
+                f"incarnation {incarnation}"
+                if incarnation != self.incarnation
+                else "another layout"
+            )
             raise ConflictError(
-                f"the request was planned for {what}, the job is in epoch {self.epoch}; "
+                f"the request was planned for {what}, the job is in incarnation "
+                f"{self.incarnation}; "
                 "fetch the layout again"
             )
 
     def identity(self) -> dict[str, Any]:
         """Who is answering, for the Unix socket; gRPC answers have a header for it."""
-        return {"job": self.config.job, "epoch": self.epoch, "rank": self.config.rank}
+        return {"job": self.config.job, "incarnation": self.incarnation, "rank": self.config.rank}
 
     def check_meant(self, rank: object) -> None:
         """Raise UnreachableError if a request is for another rank; None: it names no rank."""
@@ -253,7 +258,7 @@ class RankSidecar:
         if self._possession is None or self._verifier is None:
             raise UnreachableError(f"{Ownership.WAITING.value}; try again when training runs")
         request = self._possession.request
-        claims = self._verifier.verify(ticket, job=request.job, epoch=request.epoch)
+        claims = self._verifier.verify(ticket, job=request.job, incarnation=request.incarnation)
         self.revocations.check(claims)
         return claims
 
@@ -298,7 +303,7 @@ class RankSidecar:
             await self._start_edits(attached)
             self.log(
                 "attached",
-                epoch=request.epoch,
+                incarnation=request.incarnation,
                 trainer_pid=request.pid,
                 arena_bytes=request.arena_bytes,
             )
@@ -307,7 +312,7 @@ class RankSidecar:
     def set_mesh(self, mesh: Mesh) -> None:
         """Take the mesh that the trainers agreed on; from now on everything is served."""
         self.mesh = mesh
-        self.log("serving", epoch=self.epoch, layout_digest=mesh.layout_digest)
+        self.log("serving", incarnation=self.incarnation, layout_digest=mesh.layout_digest)
         self._changed()
 
     def detach(self) -> None:
@@ -315,7 +320,7 @@ class RankSidecar:
         self.detached = True
         if self._pins is not None:
             self._pins.gradient_pins.gradients.end(EndedError("the training has detached"))
-        self.log("detached", epoch=self.epoch)
+        self.log("detached", incarnation=self.incarnation)
         self._changed()
         self.leaving.set()
 
@@ -384,7 +389,12 @@ class RankSidecar:
         self._pins.trainer_ended(self.ownership)
         if self._edits is not None:
             self._edits.trainer_ended(self.ownership)
-        self.log("trainer-ended", ownership=self.ownership.name, step=self.step, epoch=self.epoch)
+        self.log(
+            "trainer-ended",
+            ownership=self.ownership.name,
+            step=self.step,
+            incarnation=self.incarnation,
+        )
         self.wait_for_trainer()
         self._changed()
 

@@ -264,13 +264,13 @@ def updates_outside_an_optimizer_count_and_are_whole() -> None:
 
 
 @case
-def detach_leaves_nothing_and_attach_again_is_the_next_epoch() -> None:
+def detach_leaves_nothing_and_attach_again_is_the_next_incarnation() -> None:
     made, optimizer = built("fsdp2")
     train(made, optimizer)
     before = holdings()
-    for epoch in (1, 2):
+    for incarnation in (1, 2):
         attachment = paramd.attach(made.model, optimizer, job="again")
-        assert attachment.epoch == epoch, attachment
+        assert attachment.incarnation == incarnation, attachment
         for _ in range(2):
             train(made, optimizer)
         summon_and_compare(made, "again", attachment.step)

@@ -46,7 +46,8 @@ def main() -> None:
         time.sleep(600)
         os._exit(0)
     print(
-        f"epoch {attachment.epoch} step {attachment.step} in {attached_s:.2f} s, child {child}",
+        f"incarnation {attachment.incarnation} step {attachment.step} in {attached_s:.2f} s, "
+        f"child {child}",
         flush=True,
     )
     while not die.exists():

@@ -114,5 +114,5 @@ def endpoint(job: str, url: str) -> places.Endpoint:
         pid=os.getpid(),
         job=job,
         grpc_address="127.0.0.1:1",
-        epoch=1,
+        incarnation=1,
     )

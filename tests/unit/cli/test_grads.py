@@ -14,7 +14,7 @@ def document(step: int, norm: float | None, **more: Any) -> dict[str, Any]:
     }  # fmt: skip
     return {
         "job": "run",
-        "epoch": 2,
+        "incarnation": 2,
         "step": step,
         "dropped": 0,
         "clip": {"factor": None},
@@ -33,7 +33,7 @@ def test_bars_go_from_the_lowest_to_the_highest_norm() -> None:
 
 
 def test_the_headline_says_what_is_special() -> None:
-    assert headline(document(5, 1.0)) == "job run, epoch 2, update 5"
+    assert headline(document(5, 1.0)) == "job run, incarnation 2, update 5"
     told = headline(document(5, 1.0, clip={"factor": 0.5}, scale=8.0, dropped=3))
     assert told.endswith("update 5, clipped by 0.5, scaled by 8, 3 dropped before")
 

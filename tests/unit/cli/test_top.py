@@ -59,7 +59,9 @@ class Service:
         self.asked += 1
         if self.away:
             raise UnreachableError("nobody answers [bold]here[/bold]")
-        return Look(job="run", epoch=3, ranks=self.ranks, alerts=self.alerts, at_s=time.monotonic())
+        return Look(
+            job="run", incarnation=3, ranks=self.ranks, alerts=self.alerts, at_s=time.monotonic()
+        )
 
 
 async def app_of(service: Service) -> TopApp:
@@ -91,7 +93,7 @@ async def test_ranks_and_alerts_are_shown_and_followed() -> None:
         assert table(app)[0] == [
             "0", "constant", "1,200", "70 ms", "2", "3 ms", "12 MB", "0 B", "",
         ]  # fmt: skip
-        assert "job run  epoch 3  step 1,200  3 ranks  0 alerts" in text(app, "#about")
+        assert "job run  incarnation 3  step 1,200  3 ranks  0 alerts" in text(app, "#about")
         assert "http://here" in text(app, "#about")
         assert text(app, "#alerts") == "no alerts"
         service.ranks = [rank(n, step=1300 + n) for n in range(3)]
@@ -195,7 +197,7 @@ def test_status_goes_on_over_an_outage(
         rank=0, phase="constant", step=7, step_time_s=0.1, stall_total_s=0.0, stall_count=0,
         snapshot_bytes=0, arena_bytes=1, address="h:1", reason="",
     )  # fmt: skip
-    found = MeshStatus([row], job="run", epoch=1, world_size=1)
+    found = MeshStatus([row], job="run", incarnation=1, world_size=1)
     answers: list[object] = [found, UnreachableError("away"), UnreachableError("away"), found]
 
     def look() -> MeshStatus:
@@ -211,7 +213,7 @@ def test_status_goes_on_over_an_outage(
     out = io.StringIO()
     with pytest.raises(_Enough):
         status_command.follow(look, Format.TABLE, every_s=2.0, out=out)
-    assert out.getvalue().count("job run, epoch 1, step 7") == 2
+    assert out.getvalue().count("job run, incarnation 1, step 7") == 2
     assert status_command.CLEAR not in out.getvalue()
     messages = capsys.readouterr().err
     assert messages.count("away") == 1

@@ -25,7 +25,7 @@ def finding(subject: str = "rank 1", *, reason: str = "x", hold_s: float = 0.0) 
 
 
 def new_book(clear_after_s: float = 5.0) -> Book:
-    return Book(job="job", epoch=2, clear_after_s=clear_after_s)
+    return Book(job="job", incarnation=2, clear_after_s=clear_after_s)
 
 
 def see(found: Book, now_s: float, *findings: Finding) -> list[tuple[str, str]]:
@@ -84,7 +84,7 @@ def test_a_look_that_does_not_cover_an_alert_does_not_end_it() -> None:
     assert len(found.firing) == 1
 
 
-def test_the_end_of_the_epoch_ends_every_alert() -> None:
+def test_the_end_of_the_incarnation_ends_every_alert() -> None:
     found = new_book()
     see(found, 100, finding("a"), finding("b"))
     assert {alert.state for alert in found.close(101)} == {State.RESOLVED}
@@ -97,7 +97,7 @@ def test_a_restarted_control_plane_goes_on_with_the_same_alerts() -> None:
     after.restore(before.firing)
     assert see(after, 200, finding()) == []
     assert after.firing[0].first_seen_s == 100
-    stranger = Book(job="job", epoch=3, clear_after_s=5)
+    stranger = Book(job="job", incarnation=3, clear_after_s=5)
     stranger.restore(before.firing)
     assert stranger.firing == ()
 

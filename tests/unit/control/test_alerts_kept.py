@@ -28,7 +28,7 @@ from paramd_service.control.store.store import Store
 ALERT = Alert(
     id="job-2-1-abc",
     job="job",
-    epoch=2,
+    incarnation=2,
     finding=Finding(
         rule=Rule.REPLICA_DRIFT,
         subject="layers.0.weight",
@@ -43,7 +43,7 @@ ALERT = Alert(
     last_seen_s=160.5,
     seen_count=2,
 )
-OTHER_EPOCH = replace(ALERT, id="job-1-1-abc", epoch=1)
+OTHER_INCARNATION = replace(ALERT, id="job-1-1-abc", incarnation=1)
 
 
 def test_an_alert_survives_its_row() -> None:
@@ -63,7 +63,7 @@ def test_long_names_stay_apart_and_fit() -> None:
     assert max(map(len, names)) <= 64
     assert series_name("norm", "layers.0.weight") == "norm:layers.0.weight"
     for name in names:
-        assert series_name(*subject_of(SeriesKey(job="job", epoch=1, name=name))) == name
+        assert series_name(*subject_of(SeriesKey(job="job", incarnation=1, name=name))) == name
 
 
 async def test_a_restart_finds_what_fires_and_goes_on_with_its_row(tmp_path: Path) -> None:
@@ -73,33 +73,44 @@ async def test_a_restart_finds_what_fires_and_goes_on_with_its_row(tmp_path: Pat
     try:
         table, history = AlertTable(store), MetricHistory(store, clock=lambda: 200.0)
         before = KeptAlerts(table, history)
-        await before.save_alerts([OTHER_EPOCH, ALERT])
+        await before.save_alerts([OTHER_INCARNATION, ALERT])
         after = KeptAlerts(table, history)
         assert list(await after.load_firing("job", 2)) == [ALERT]
         over = replace(ALERT, state=State.RESOLVED, resolved_s=170.0)
         await after.save_alerts([over])
         assert list(await after.load_firing("job", 2)) == []
-        assert [alert_of(row) for row in await table.page("job", limit=9)] == [over, OTHER_EPOCH]
-        for epoch, only_resolved, expected in (
-            (1, False, [OTHER_EPOCH]),
+        assert [alert_of(row) for row in await table.page("job", limit=9)] == [
+            over,
+            OTHER_INCARNATION,
+        ]
+        for incarnation, only_resolved, expected in (
+            (1, False, [OTHER_INCARNATION]),
             (1, True, []),
             (2, True, [over]),
         ):
-            rows = await table.page("job", limit=9, epoch=epoch, only_resolved=only_resolved)
+            rows = await table.page(
+                "job", limit=9, incarnation=incarnation, only_resolved=only_resolved
+            )
             assert [alert_of(row) for row in rows] == expected
         after.offer(
             [
                 Point(
-                    job="job", epoch=2, name=name, subject=subject, step=3, time_s=150.0, value=1.5
+                    job="job",
+                    incarnation=2,
+                    name=name,
+                    subject=subject,
+                    step=3,
+                    time_s=150.0,
+                    value=1.5,
                 )
                 for name, subject in (("step_time_s", "7"), ("norm", "7"), ("norm", "w"))
             ]
         )
         await history.flush()
         for series in (
-            SeriesKey(job="job", epoch=2, rank=7, name="step_time_s"),
-            SeriesKey(job="job", epoch=2, name="norm:7"),
-            SeriesKey(job="job", epoch=2, name="norm:w"),
+            SeriesKey(job="job", incarnation=2, rank=7, name="step_time_s"),
+            SeriesKey(job="job", incarnation=2, name="norm:7"),
+            SeriesKey(job="job", incarnation=2, name="norm:w"),
         ):
             (point,) = await history.read(series, begin_s=100, end_s=200)
             assert (point.mean, point.step) == (1.5, 3)

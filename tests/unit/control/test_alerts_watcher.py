@@ -112,7 +112,7 @@ def watcher_of(
         config,
         webhooks=webhooks if webhooks is not None else Webhooks(config),
         job="job",
-        epoch=1,
+        incarnation=1,
         view=world.view,
         sampler=world,
         store=store,
@@ -269,13 +269,13 @@ async def test_without_a_store_alerts_go_on_and_are_kept_when_it_is_back(
     assert caplog.text.count("disk full") == 1
 
 
-async def test_the_end_of_the_epoch_resolves_what_fires(world: World) -> None:
+async def test_the_end_of_the_incarnation_resolves_what_fires(world: World) -> None:
     told: list[Alert] = []
     store = MemoryStore()
     watcher = await looking(world, told, store)
     world.differing = {"w1": (2,)}
     await watcher.rounds.digests()
-    await watcher.close(epoch_over=True)
+    await watcher.close(incarnation_over=True)
     assert [a.state for a in told] == [State.FIRING, State.RESOLVED]
     assert [a.state for a in store.alerts.values()] == [State.RESOLVED]
 
@@ -374,7 +374,7 @@ async def test_a_receiver_that_refuses_is_not_asked_again_nor_followed(
     assert "secret-path" not in caplog.text
 
 
-async def test_a_new_epoch_has_its_own_watcher_and_ends_the_alerts_of_the_old_one(
+async def test_a_new_incarnation_has_its_own_watcher_and_ends_the_alerts_of_the_old_one(
     world: World,
 ) -> None:
     published: list[tuple[str, dict[str, object]]] = []
@@ -390,7 +390,9 @@ async def test_a_new_epoch_has_its_own_watcher_and_ends_the_alerts_of_the_old_on
         make_sampler=lambda mesh: world,
         expires_s=lambda: world.now_s + 86_400,
     )
-    jobs.open(Bootstrap(job="run", epoch=1, world_size=3, private_key=bytes(32), token="t" * 20))
+    jobs.open(
+        Bootstrap(job="run", incarnation=1, world_size=3, private_key=bytes(32), token="t" * 20)
+    )
     watchers.start(jobs)
     first = watchers.get("run")
     assert first is not None
@@ -400,7 +402,9 @@ async def test_a_new_epoch_has_its_own_watcher_and_ends_the_alerts_of_the_old_on
     assert [data["state"] for kind, data in published if kind == "alert"] == ["firing"] * 4
     rules = {str(data["rule"]) for kind, data in published if kind == "alert"}
     assert rules == {"stale-rank", "certificate"}
-    jobs.open(Bootstrap(job="run", epoch=2, world_size=3, private_key=bytes(32), token="t" * 20))
+    jobs.open(
+        Bootstrap(job="run", incarnation=2, world_size=3, private_key=bytes(32), token="t" * 20)
+    )
     assert watchers.get("run") is not first
     await watchers.close()
     states = [data["state"] for kind, data in published if kind == "alert"]

@@ -226,8 +226,8 @@ DENIED, ROLE_DENIED = grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.PERMISSIO
 
 
 def bearer(signer: Signer = OWN, role: Role = Role.SIDECAR, **claims: Any) -> tuple[str, str]:
-    """Metadata with a ticket: of run, epoch 1 and rank 2 unless told otherwise."""
-    named: dict[str, Any] = {"job": "run", "epoch": 1, "rank": 2, "ttl_s": 86_400.0} | claims
+    """Metadata with a ticket: of run, incarnation 1 and rank 2 unless told otherwise."""
+    named: dict[str, Any] = {"job": "run", "incarnation": 1, "rank": 2, "ttl_s": 86_400.0} | claims
     return "authorization", f"Bearer {signer.mint(role=role, **named)}"
 
 
@@ -244,10 +244,10 @@ class Call:
             self.verifier, self.check, lambda *told: self.denials.append(told)
         )
 
-    def verifier(self, job: str, epoch: int) -> Verifier:
-        if (job, epoch) not in KEYS:
-            raise DeniedError(f"no job {job!r}, epoch {epoch}")
-        return Verifier(KEYS[job, epoch].public_key)
+    def verifier(self, job: str, incarnation: int) -> Verifier:
+        if (job, incarnation) not in KEYS:
+            raise DeniedError(f"no job {job!r}, incarnation {incarnation}")
+        return Verifier(KEYS[job, incarnation].public_key)
 
     def check(self, claims: Claims) -> None:
         if claims.token_id == "gone":
@@ -296,8 +296,8 @@ class Call:
         (JOIN, [("authorization", "Bearer x")], DENIED, "DENIED", "not a ticket of paramd"),
         (JOIN, [bearer(OTHER)], DENIED, "DENIED", "not signed by this job's"),
         (JOIN, [bearer(job="other")], DENIED, "DENIED", "not signed by this job's"),
-        (JOIN, [bearer(epoch=2)], DENIED, "DENIED", "not signed by this job's"),
-        (JOIN, [bearer(epoch=3)], DENIED, "DENIED", "no job 'run', epoch 3"),
+        (JOIN, [bearer(incarnation=2)], DENIED, "DENIED", "not signed by this job's"),
+        (JOIN, [bearer(incarnation=3)], DENIED, "DENIED", "no job 'run', incarnation 3"),
         (JOIN, [bearer(now_s=1000.0)], DENIED, "DENIED", "the ticket expired"),
         (SCHEDULE, [bearer(role=Role.READER, token_id="gone")], DENIED, "TOKEN_REVOKED", "revoked"),
         (JOIN, [bearer(role=Role.READER)], ROLE_DENIED, "ROLE", f"'reader' may not call {JOIN}"),
@@ -347,18 +347,20 @@ async def test_a_probe_of_health_needs_no_ticket(name: str) -> None:
     assert call.served[0][1] is None, "a probe speaks for nobody"
 
 
-async def test_a_call_speaks_for_its_own_rank_job_and_epoch_only() -> None:
+async def test_a_call_speaks_for_its_own_rank_job_and_incarnation_only() -> None:
     async def handler(_: Any) -> None:
         assert join.caller_rank() == ("run", 1, 2)
         assert join.caller_token() == "t"
         join.check_rank(2)
-        join.check_epoch("run", 1)
+        join.check_incarnation("run", 1)
         for rank in (0, 1, 3):
             with pytest.raises(join.RoleError, match=f"rank 2; it may not speak for rank {rank}"):
                 join.check_rank(rank)
-        for job, epoch in (("run", 2), ("run", 0), ("other", 1)):
-            with pytest.raises(ConflictError, match=f"'run', epoch 1; .* '{job}', epoch {epoch}"):
-                join.check_epoch(job, epoch)
+        for job, incarnation in (("run", 2), ("run", 0), ("other", 1)):
+            with pytest.raises(
+                ConflictError, match=f"'run', incarnation 1; .* '{job}', incarnation {incarnation}"
+            ):
+                join.check_incarnation(job, incarnation)
 
     details: Any = SimpleNamespace(method=JOIN, invocation_metadata=[bearer(token_id="t")])
     await asyncio.create_task(Call().gate.intercept_service(handler, details))  # type: ignore[arg-type]

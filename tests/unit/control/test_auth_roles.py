@@ -52,7 +52,7 @@ EXPECTED: dict[tuple[str, str], set[UserRole]] = {
     ("GET", "/api/v1/jobs/{job}"): EVERYBODY,
     ("GET", "/api/v1/jobs/{job}/ranks"): EVERYBODY,
     ("GET", "/api/v1/jobs/{job}/ranks/{rank}/metrics"): EVERYBODY,
-    ("GET", "/api/v1/jobs/{job}/epochs"): EVERYBODY,
+    ("GET", "/api/v1/jobs/{job}/incarnations"): EVERYBODY,
     ("GET", "/api/v1/jobs/{job}/alerts"): EVERYBODY,
     ("GET", "/api/v1/jobs/{job}/events"): EVERYBODY,
     ("GET", "/api/v1/jobs/{job}/params"): EVERYBODY,
@@ -211,7 +211,7 @@ async def test_the_ticket_of_a_job_is_no_stronger_than_the_token(
 ) -> None:
     found = (await site.ask("GET", "/api/v1/jobs/run", site.of[role])).json()
     verifier = Verifier(BOOTSTRAP.signer.public_key)
-    claims = verifier.verify(found["ticket"], job="run", epoch=3)
+    claims = verifier.verify(found["ticket"], job="run", incarnation=3)
     wanted = Role.EDITOR if role in (E, A) else Role.READER if role in READERS else Role.VIEWER
     assert claims.role is wanted
     assert claims.rank is None

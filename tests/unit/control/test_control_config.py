@@ -20,7 +20,7 @@ from paramd_service.control.base.config import (
 
 GOOD: dict[str, Any] = {
     "job": "run",
-    "epoch": 3,
+    "incarnation": 3,
     "world_size": 2,
     "private_key": "ab" * 32,
     "token": "secret-token-of-the-user",
@@ -33,7 +33,7 @@ def read(line: bytes) -> Bootstrap:
 
 def test_the_bootstrap_line_is_read_and_its_secrets_do_not_show() -> None:
     found = read(json.dumps(GOOD).encode() + b"\n")
-    assert (found.job, found.epoch, found.world_size) == ("run", 3, 2)
+    assert (found.job, found.incarnation, found.world_size) == ("run", 3, 2)
     assert found.private_key == bytes.fromhex("ab" * 32)
     assert "secret-token" not in repr(found)
     assert "xab" not in repr(found)
@@ -43,8 +43,8 @@ def test_the_bootstrap_line_is_read_and_its_secrets_do_not_show() -> None:
     "changed",
     [
         {"job": "other"},
-        {"epoch": 0},
-        {"epoch": None},
+        {"incarnation": 0},
+        {"incarnation": None},
         {"world_size": 0},
         {"world_size": 1 << 20},
         {"private_key": "ab"},

@@ -34,7 +34,7 @@ from paramd_service.control.mesh.registry import MeshView, Report, mesh_view
 
 
 def answer(rank: int, step: int = 5, **changed: object) -> RankAnswer:
-    fields: dict[str, object] = {"epoch": 1, "captured": True, "reason": ""}
+    fields: dict[str, object] = {"incarnation": 1, "captured": True, "reason": ""}
     return RankAnswer(rank=rank, step=step, **(fields | changed))  # type: ignore[arg-type]
 
 
@@ -49,7 +49,7 @@ def test_equal_steps_of_all_ranks_are_captured() -> None:
         ([answer(0), answer(1, captured=False, reason="overtaken")], "rank 1: overtaken"),
         ([answer(0), answer(1, -1)], "rank 1: no reason given"),
         ([answer(0), answer(1, edits=1)], "different edits: rank 0 after 0, rank 1 after 1"),
-        ([answer(0), answer(1, epoch=2)], "ranks 1 answered for another epoch than 1"),
+        ([answer(0), answer(1, incarnation=2)], "ranks 1 answered for another incarnation than 1"),
         ([answer(0)], "ranks 1 have not answered"),
     ],
 )
@@ -141,7 +141,7 @@ def mesh(*ranks: int, ready: int = 0) -> MeshView:
 
 def coordinator(sidecars: Sidecars, view: MeshView | None = None) -> Coordinator:
     view = view if view is not None else mesh(0, 1)
-    return Coordinator(sidecars, lambda: view, epoch=1)
+    return Coordinator(sidecars, lambda: view, incarnation=1)
 
 
 async def until(condition: object) -> None:
@@ -177,7 +177,7 @@ async def test_numbers_are_never_lowered() -> None:
     """By what an older control plane used, nor by ranks that were respawned and know of none."""
     sidecars = Sidecars()
     ready = iter([41, 0, 3])
-    rounds = Coordinator(sidecars, lambda: mesh(0, 1, ready=next(ready)), epoch=1)
+    rounds = Coordinator(sidecars, lambda: mesh(0, 1, ready=next(ready)), incarnation=1)
     rounds.used(50)
     rounds.used(7)
     for _ in range(3):

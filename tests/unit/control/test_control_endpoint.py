@@ -67,29 +67,29 @@ def test_accepted_connections_do_not_delay() -> None:
             assert connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY) != 0
 
 
-def announced(epoch: int) -> places.Endpoint:
+def announced(incarnation: int) -> places.Endpoint:
     bootstrap = Bootstrap(
-        job="run", epoch=epoch, world_size=1, private_key=bytes(32), token="t" * 32
+        job="run", incarnation=incarnation, world_size=1, private_key=bytes(32), token="t" * 32
     )
     return announce(bootstrap, "http://127.0.0.1:1", "127.0.0.1:2")
 
 
-def test_a_newer_epoch_takes_the_endpoint_over_and_an_older_one_cannot() -> None:
+def test_a_newer_incarnation_takes_the_endpoint_over_and_an_older_one_cannot() -> None:
     old = announced(1)
     assert places.read_endpoint("run") == old
     assert successor(old) is None
     new = announced(2)
     assert places.read_endpoint("run") == new
-    with pytest.raises(ConflictError, match="epoch 2"):
+    with pytest.raises(ConflictError, match="incarnation 2"):
         announced(1)
 
 
-def test_the_successor_is_a_living_process_of_no_older_epoch() -> None:
+def test_the_successor_is_a_living_process_of_no_older_incarnation() -> None:
     mine = announced(2)
     start = places.process_start(os.getppid())
     theirs = {"url": "u", "token": "t", "job": "run", "grpc_address": "g"}
-    other = places.Endpoint(**theirs, pid=os.getppid(), pid_start=start, epoch=3)
+    other = places.Endpoint(**theirs, pid=os.getppid(), pid_start=start, incarnation=3)
     places.write_endpoint(other)
     assert successor(mine) == other
-    places.write_endpoint(places.Endpoint(**theirs, pid=2**22 + 1, epoch=4))
+    places.write_endpoint(places.Endpoint(**theirs, pid=2**22 + 1, incarnation=4))
     assert successor(mine) is None

@@ -34,7 +34,7 @@ from paramd_service.control.records.events import EventBus
 from paramd_service.control.records.records import Records
 
 TOKEN = "a-token-of-the-user"
-BOOTSTRAP = Bootstrap(job="run", epoch=3, world_size=2, private_key=bytes(32), token=TOKEN)
+BOOTSTRAP = Bootstrap(job="run", incarnation=3, world_size=2, private_key=bytes(32), token=TOKEN)
 RIGHT = {"authorization": f"Bearer {TOKEN}"}
 OPEN = {"/healthz", "/readyz"}
 
@@ -182,11 +182,11 @@ async def test_every_answer_has_the_security_headers(client: httpx2.AsyncClient)
             assert answer.headers[name.decode()] == value.decode(), path
 
 
-async def test_the_job_document_holds_an_editors_ticket_of_this_epoch_for_the_owner(
+async def test_the_job_document_holds_an_editors_ticket_of_this_incarnation_for_the_owner(
     client: httpx2.AsyncClient,
 ) -> None:
     found = (await client.get("/api/v1/jobs/run", headers=RIGHT)).json()
-    claims = Verifier(BOOTSTRAP.signer.public_key).verify(found["ticket"], job="run", epoch=3)
+    claims = Verifier(BOOTSTRAP.signer.public_key).verify(found["ticket"], job="run", incarnation=3)
     assert claims.role is Role.EDITOR
     assert claims.expires_s == pytest.approx(found["ticket_expires_s"])
     assert claims.expires_s - time.time() == pytest.approx(600.0, abs=10.0)

@@ -1,4 +1,4 @@
-"""The registry: only this epoch's ranks speak, each through one stream at a time."""
+"""The registry: only this incarnation's ranks speak, each through one stream at a time."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from paramd.v1 import common_pb2, control_pb2
 from paramd_service.control.base.config import Bootstrap
 from paramd_service.control.mesh.registry import MAX_TEXT_CHARS, Membership, Registry, State
 
-BOOTSTRAP = Bootstrap(job="run", epoch=3, world_size=2, private_key=bytes(32), token="t" * 32)
+BOOTSTRAP = Bootstrap(job="run", incarnation=3, world_size=2, private_key=bytes(32), token="t" * 32)
 
 
 class Clock:
@@ -25,7 +25,7 @@ class Clock:
 
 def request(rank: int = 0, *, port: int = 9000, leaving: bool = False) -> control_pb2.JoinRequest:
     return control_pb2.JoinRequest(
-        header=common_pb2.Header(job="run", epoch=3, step=1, rank=rank, layout_digest="d"),
+        header=common_pb2.Header(job="run", incarnation=3, step=1, rank=rank, layout_digest="d"),
         world_size=2,
         peer=common_pb2.Peer(rank=rank, address=f"127.0.0.1:{port}"),
         state=common_pb2.RankState(rank=rank, agreement_works=True),
@@ -47,8 +47,8 @@ def foreign_job(r: control_pb2.JoinRequest) -> None:
     r.header.job = "other"
 
 
-def old_epoch(r: control_pb2.JoinRequest) -> None:
-    r.header.epoch = 2
+def old_incarnation(r: control_pb2.JoinRequest) -> None:
+    r.header.incarnation = 2
 
 
 def other_world(r: control_pb2.JoinRequest) -> None:
@@ -79,7 +79,7 @@ def no_port(r: control_pb2.JoinRequest) -> None:
     ("spoil", "error"),
     [
         (foreign_job, ConflictError),
-        (old_epoch, ConflictError),
+        (old_incarnation, ConflictError),
         (other_world, UsageError),
         (rank_too_high, UsageError),
         (rank_negative, UsageError),

@@ -1,4 +1,4 @@
-"""A site's jobs, generations and lists of epochs, without a server."""
+"""A site's jobs, generations and lists of incarnations, without a server."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ from paramd.v1 import common_pb2, control_pb2
 from paramd_service.control.api import rank_text
 from paramd_service.control.api.models import RankList
 from paramd_service.control.base.site import (
-    EPOCHS_FILE,
-    EpochNotes,
-    EpochRecord,
+    INCARNATIONS_FILE,
+    IncarnationNotes,
+    IncarnationRecord,
     Site,
     next_generation,
     open_site,
@@ -40,10 +40,12 @@ SITE = Site(bytes(32), "t" * 32)
 
 
 def report(
-    job: str, epoch: int, rank: int, world_size: int, **said: object
+    job: str, incarnation: int, rank: int, world_size: int, **said: object
 ) -> control_pb2.JoinRequest:
     return control_pb2.JoinRequest(
-        header=common_pb2.Header(job=job, epoch=epoch, step=3, rank=rank, layout_digest="d"),
+        header=common_pb2.Header(
+            job=job, incarnation=incarnation, step=3, rank=rank, layout_digest="d"
+        ),
         world_size=world_size,
         peer=common_pb2.Peer(rank=rank, address="127.0.0.1:9"),
         state=common_pb2.RankState(
@@ -54,27 +56,27 @@ def report(
     )
 
 
-async def test_epochs_rise_also_above_what_the_trainers_know() -> None:
+async def test_incarnations_rise_also_above_what_the_trainers_know() -> None:
     jobs = Jobs(TERMS, site=SITE)
-    assert (await jobs.register("run", world_size=1)).epoch == 1
-    assert (await jobs.register("run", world_size=1, epoch_floor=7)).epoch == 8
-    assert places.last_epoch("run") == 8
+    assert (await jobs.register("run", world_size=1)).number == 1
+    assert (await jobs.register("run", world_size=1, incarnation_floor=7)).number == 8
+    assert places.last_incarnation("run") == 8
     again = Jobs(TERMS, site=SITE)
-    assert (await again.register("run", world_size=1)).epoch == 9
+    assert (await again.register("run", world_size=1)).number == 9
     for each in (jobs, again):
         await each.close()
 
 
-async def test_a_sidecar_brings_its_epoch_back_but_no_past_one() -> None:
+async def test_a_sidecar_brings_its_incarnation_back_but_no_past_one() -> None:
     jobs = Jobs(TERMS, site=SITE)
     assert (await jobs.admit("run", 4, 2)).bootstrap.world_size == 2
-    assert places.last_epoch("run") == 4
-    with pytest.raises(ConflictError, match="epoch 4"):
+    assert places.last_incarnation("run") == 4
+    with pytest.raises(ConflictError, match="incarnation 4"):
         await jobs.admit("run", 3, 2)
     with pytest.raises(UsageError, match="world_size"):
         await jobs.admit("other", 1, 0)
-    await asyncio.to_thread(places.last_epoch, "late", at_least=9)
-    with pytest.raises(ConflictError, match="past epoch 8"):
+    await asyncio.to_thread(places.last_incarnation, "late", at_least=9)
+    with pytest.raises(ConflictError, match="past incarnation 8"):
         await jobs.admit("late", 8, 1)
     await jobs.close()
 
@@ -82,10 +84,10 @@ async def test_a_sidecar_brings_its_epoch_back_but_no_past_one() -> None:
 async def test_a_job_that_went_on_is_awaited_after_our_restart_and_then_unknown(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    notes = EpochNotes()
+    notes = IncarnationNotes()
     notes.start()
-    notes.note("run", EpochRecord(epoch=1, world_size=1, began_s=1.0))
-    notes.note("over", EpochRecord(epoch=1, world_size=1, began_s=1.0, ended_s=2.0))
+    notes.note("run", IncarnationRecord(incarnation=1, world_size=1, began_s=1.0))
+    notes.note("over", IncarnationRecord(incarnation=1, world_size=1, began_s=1.0, ended_s=2.0))
     await notes.close()
     jobs = Jobs(TERMS, site=SITE)
     with pytest.raises(UnreachableError, match="come back"):
@@ -109,15 +111,17 @@ async def test_an_embedded_control_plane_takes_in_no_other_job() -> None:
         jobs.verifier("run", 1)
 
 
-def test_keys_of_epochs_and_jobs_differ_and_stay() -> None:
-    keys = {SITE.private_key(job, epoch) for job in ("a", "a1") for epoch in (1, 11)}
+def test_keys_of_incarnations_and_jobs_differ_and_stay() -> None:
+    keys = {SITE.private_key(job, incarnation) for job in ("a", "a1") for incarnation in (1, 11)}
     assert len(keys) == 4
     assert SITE.private_key("a", 11) != SITE.private_key("a1", 1)
     assert Site(bytes(32), "other").private_key("a", 1) == SITE.private_key("a", 1)
     assert "t" * 32 not in repr(SITE)
     verifier = Jobs(TERMS, site=SITE).verifier("a", 1)
-    ticket = Signer(SITE.private_key("a", 1)).mint(job="a", epoch=1, role=Role.READER, ttl_s=9)
-    assert verifier.verify(ticket, job="a", epoch=1).role is Role.READER
+    ticket = Signer(SITE.private_key("a", 1)).mint(
+        job="a", incarnation=1, role=Role.READER, ttl_s=9
+    )
+    assert verifier.verify(ticket, job="a", incarnation=1).role is Role.READER
 
 
 async def test_the_oldest_job_that_is_over_makes_room(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -141,7 +145,10 @@ async def test_what_changes_is_told_once_and_thousands_at_once_in_one_line() -> 
 
     jobs = Jobs(TERMS, site=SITE, publish=publish)
     mesh = await jobs.register("run", world_size=MOST_RANKS + 1)
-    assert told.pop() == ("epoch", {"epoch": 1, "world_size": MOST_RANKS + 1, "over": False})
+    assert told.pop() == (
+        "incarnation",
+        {"incarnation": 1, "world_size": MOST_RANKS + 1, "over": False},
+    )
     jobs.look(0.0)
     assert [(kind, data["rank"], data["state"]) for kind, data in told] == [
         ("rank", -1, "starting")
@@ -184,21 +191,32 @@ def test_a_sites_secrets_are_made_once_and_are_ours_alone() -> None:
         open_site(None)
 
 
-async def test_the_list_of_epochs_survives_and_passes_over_what_is_cut() -> None:
-    notes = EpochNotes()
+async def test_the_list_of_incarnations_survives_and_passes_over_what_is_cut() -> None:
+    notes = IncarnationNotes()
     notes.start()
-    notes.note("run", EpochRecord(epoch=1, world_size=2, began_s=10.0))
-    notes.note("run", EpochRecord(epoch=2, world_size=3, began_s=20.0))
-    over = EpochRecord(epoch=2, world_size=3, began_s=20.0, ended_s=30.0, reason="r", step=7)
+    notes.note("run", IncarnationRecord(incarnation=1, world_size=2, began_s=10.0))
+    notes.note("run", IncarnationRecord(incarnation=2, world_size=3, began_s=20.0))
+    over = IncarnationRecord(
+        incarnation=2, world_size=3, began_s=20.0, ended_s=30.0, reason="r", step=7
+    )
     notes.note("run", over)
     await notes.close()
-    path = places.state_dir() / "run" / EPOCHS_FILE
+    path = places.state_dir() / "run" / INCARNATIONS_FILE
     with path.open("a") as file:
-        file.write('null\n[]\n{"epoch": "x"}\n{"epoch": 3, "world')
+        file.write('null\n[]\n{"incarnation": "x"}\n{"incarnation": 3, "world')
     first, second = records("run")
-    assert (first.ended_s, first.reason) == (20.0, "epoch 2 has begun")
+    assert (first.ended_s, first.reason) == (20.0, "incarnation 2 has begun")
     assert second == over
-    assert [json.loads(line)["epoch"] for line in path.read_text().splitlines()[:3]] == [1, 2, 2]
+    numbers = [json.loads(line)["incarnation"] for line in path.read_text().splitlines()[:3]]
+    assert numbers == [1, 2, 2]
+
+
+def test_the_list_of_an_older_version_is_still_told() -> None:
+    older = {"epoch": 4, "world_size": 2, "began_s": 5.0, "ended_s": 6.0, "reason": "r", "step": 9}
+    (places.job_dir("run") / "epochs.jsonl").write_text(f"{json.dumps(older)}\n")
+    newer = {"incarnation": 5, "world_size": 2, "began_s": 7.0}
+    (places.job_dir("run") / INCARNATIONS_FILE).write_text(f"{json.dumps(newer)}\n")
+    assert [(one.incarnation, one.step) for one in records("run")] == [(4, 9), (5, -1)]
 
 
 async def test_the_ranks_document_is_what_the_model_says() -> None:
@@ -211,7 +229,7 @@ async def test_the_ranks_document_is_what_the_model_says() -> None:
     )
     mesh.registry.join(report("run", 1, 2, 3, phase=77))
     found = RankList.model_validate_json(
-        "".join(rank_text.chunks(mesh.registry, world_size=3, epoch=1, stall_budget_s=0.005)),
+        "".join(rank_text.chunks(mesh.registry, world_size=3, incarnation=1, stall_budget_s=0.005)),
         strict=True,
     )
     assert found.stall_budget_s == 0.005

@@ -13,9 +13,9 @@ from paramd_service.control.edits.machine import (
     Commit,
     EditMachine,
     EditState,
-    EpochEnded,
     Event,
     Forget,
+    IncarnationEnded,
     NotReached,
     NotTold,
     Outcome,
@@ -125,13 +125,13 @@ def test_a_torn_rank_or_a_contradiction_loses_it() -> None:
 
 
 @pytest.mark.parametrize("state", ["STAGING", "STAGED", "COMMITTED"])
-def test_the_end_of_the_epoch_loses_only_what_was_committed(state: str) -> None:
+def test_the_end_of_the_incarnation_loses_only_what_was_committed(state: str) -> None:
     found = committed() if state == "COMMITTED" else machine()
     if state == "STAGED":
         found.handle(Staged(0, b"m"))
         found.handle(Staged(1, b"m"))
     assert found.state == state
-    found.handle(EpochEnded("over"))
+    found.handle(IncarnationEnded("over"))
     assert found.state is (EditState.LOST if state == "COMMITTED" else EditState.ABORTED)
 
 
@@ -144,7 +144,7 @@ def test_a_restart_asks_before_it_says_anything() -> None:
 def test_an_end_is_an_end() -> None:
     found = committed()
     found.handle(Told(0, Outcome.TORN))
-    for event in (Reached(0), CallOff("x"), Told(1, Outcome.WITHDRAWN), EpochEnded("x")):
+    for event in (Reached(0), CallOff("x"), Told(1, Outcome.WITHDRAWN), IncarnationEnded("x")):
         assert found.handle(event) == []
 
 
@@ -153,7 +153,7 @@ def test_every_end_says_why() -> None:
     again = "go back to a checkpoint"
     ends: list[tuple[EditMachine, Event, EditState, str]] = [
         (machine(), CallOff("dry run"), EditState.ABORTED, "dry run"),
-        (machine(), EpochEnded("trainers left"), EditState.ABORTED, "trainers left"),
+        (machine(), IncarnationEnded("trainers left"), EditState.ABORTED, "trainers left"),
         (
             machine(),
             Staged(1, b"other", ()),
@@ -162,7 +162,7 @@ def test_every_end_says_why() -> None:
         ),
         (
             committed(),
-            EpochEnded("trainers left"),
+            IncarnationEnded("trainers left"),
             EditState.LOST,
             "trainers left, before all ranks had said whether it was applied",
         ),

@@ -61,7 +61,7 @@ def layout() -> Layout:
 
 def plan(*words: OpSpec, **fields: Any) -> Any:
     spec = EditSpec(ops=words, **fields)
-    return plan_edit(NameIndex(layout()), spec, edit_id=ID, epoch=1, layout_digest="d")
+    return plan_edit(NameIndex(layout()), spec, edit_id=ID, incarnation=1, layout_digest="d")
 
 
 def test_a_plan_tells_names_sizes_and_the_share_of_the_model() -> None:
@@ -174,7 +174,7 @@ async def test_a_commit_that_cannot_be_saved_reaches_nobody_and_is_aborted() -> 
         saved.append(row.state)
 
     row = EditRow(
-        id=ID, job="run", epoch=1, state="STAGING", actor="a", role="admin", created_s=0.0,
+        id=ID, job="run", incarnation=1, state="STAGING", actor="a", role="admin", created_s=0.0,
         manifest=b"", digest="6d",
     )  # fmt: skip
     driver = EditRun(

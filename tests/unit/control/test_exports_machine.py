@@ -16,7 +16,7 @@ def file(name: str, rank: int, size_bytes: int = 10, sources: tuple[int, ...] = 
 
 
 def running(*files: File) -> Export:
-    return machine.planned(NEW, epoch=3, step=7, files=files)
+    return machine.planned(NEW, incarnation=3, step=7, files=files)
 
 
 def write_all(export: Export) -> Export:
@@ -28,7 +28,7 @@ def write_all(export: Export) -> Export:
 
 def test_the_whole_way_to_done() -> None:
     export = running(file("a", 0), file("b", 1))
-    assert (export.state, export.epoch, export.step) == (State.RUNNING, 3, 7)
+    assert (export.state, export.incarnation, export.step) == (State.RUNNING, 3, 7)
     assert machine.next_files(export, [0, 1], per_rank=1) == [("a", 0), ("b", 1)]
     export = machine.given(export, "a", 0)
     export = machine.moved(export, "a", 4)
@@ -60,7 +60,7 @@ def test_what_is_over_stays_over() -> None:
 def test_an_event_out_of_its_state_is_refused(step: str) -> None:
     plain = running(file("a", 0))
     calls = {
-        "planned": lambda: machine.planned(plain, epoch=1, step=1, files=[]),
+        "planned": lambda: machine.planned(plain, incarnation=1, step=1, files=[]),
         "given": lambda: machine.given(machine.given(plain, "a", 0), "a", 0),
         "written": lambda: machine.written(write_all(plain), "a", ""),
         "verified": lambda: machine.verified(plain, "a"),
@@ -110,20 +110,20 @@ def test_what_a_lost_writer_says_late_changes_nothing() -> None:
 def test_after_a_restart() -> None:
     plan = running(file("a", 0), file("b", 1))
     export = machine.written(machine.given(machine.given(plan, "a", 0), "b", 1), "a", "aa")
-    found, _ = machine.after_restart(export, epoch=3, snapshot_lives=True)
+    found, _ = machine.after_restart(export, incarnation=3, snapshot_lives=True)
     assert found.state is State.RUNNING
     states = {name: one.state for name, one in found.files.items()}
     assert states == {"a": FileState.WRITTEN, "b": FileState.WAITING}, "what was whole stays"
-    found, _ = machine.after_restart(export, epoch=3, snapshot_lives=False)
+    found, _ = machine.after_restart(export, incarnation=3, snapshot_lives=False)
     assert found.state is State.FAILED
     assert "lease" in found.reason
-    found, _ = machine.after_restart(export, epoch=4, snapshot_lives=True)
+    found, _ = machine.after_restart(export, incarnation=4, snapshot_lives=True)
     assert found.state is State.FAILED
-    assert "epoch 3" in found.reason
+    assert "incarnation 3" in found.reason
     verifying = machine.written(export, "b", "bb")
-    found, _ = machine.after_restart(verifying, epoch=3, snapshot_lives=False)
+    found, _ = machine.after_restart(verifying, incarnation=3, snapshot_lives=False)
     assert found == verifying, "the snapshot is needed no more"
-    assert machine.after_restart(NEW, epoch=9, snapshot_lives=False)[0] == NEW
+    assert machine.after_restart(NEW, incarnation=9, snapshot_lives=False)[0] == NEW
 
 
 def test_a_file_of_a_rank_that_is_not_there_is_given_to_another() -> None:
@@ -173,11 +173,11 @@ def test_an_export_of_no_files_has_nothing_to_write() -> None:
 
 def test_what_is_taken_over_says_why() -> None:
     export = machine.moved(machine.given(running(file("a", 0)), "a", 0), "a", 4)
-    found, why = machine.after_restart(export, epoch=3, snapshot_lives=True)
+    found, why = machine.after_restart(export, incarnation=3, snapshot_lives=True)
     assert (found, why) == (machine.returned(export, "a"), "the snapshot lives")
-    found, why = machine.after_restart(export, epoch=4, snapshot_lives=True)
-    assert (found.reason, why) == (f"{why}; export again", "epoch 3 of the job has ended")
-    found, why = machine.after_restart(export, epoch=3, snapshot_lives=False)
+    found, why = machine.after_restart(export, incarnation=4, snapshot_lives=True)
+    assert (found.reason, why) == (f"{why}; export again", "incarnation 3 of the job has ended")
+    found, why = machine.after_restart(export, incarnation=3, snapshot_lives=False)
     assert why == "the control plane was away for longer than the snapshot's lease"
     assert found == machine.failed(export, f"{why}; export again")
     for ended, told in (
@@ -185,7 +185,7 @@ def test_what_is_taken_over_says_why() -> None:
         (write_all(running(file("a", 0))), "all files are written"),
         (machine.failed(export, "x"), "it is over"),
     ):
-        assert machine.after_restart(ended, epoch=3, snapshot_lives=False) == (ended, told)
+        assert machine.after_restart(ended, incarnation=3, snapshot_lives=False) == (ended, told)
 
 
 def test_files_without_a_writer_go_where_fewest_bytes_wait() -> None:

@@ -79,8 +79,8 @@ def test_a_request_is_read() -> None:
         read_spec({**request.model_dump(), "max_shard_size": "many"})
 
 
-def test_keys_with_places_for_step_and_epoch() -> None:
-    assert named_at("a/{epoch}/s-{step}", epoch=2, step=70) == "a/2/s-70"
+def test_keys_with_places_for_step_and_incarnation() -> None:
+    assert named_at("a/{incarnation}/s-{step}", incarnation=2, step=70) == "a/2/s-70"
     assert scheduled("a/run") == "a/run/step-{step}"
     assert scheduled("a/run-{step}") == "a/run-{step}"
 

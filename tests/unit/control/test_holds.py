@@ -54,7 +54,7 @@ def hold(ranks: Ranks) -> Hold:
     async def recorded(*_: object) -> AsyncIterator[Any]:
         yield SimpleNamespace(outcome=lambda **_: None)
 
-    mesh: Any = SimpleNamespace(
+    served: Any = SimpleNamespace(
         job="run",
         registry=SimpleNamespace(view=lambda: mesh(0, 1)),
         coordinator=ranks,
@@ -62,7 +62,7 @@ def hold(ranks: Ranks) -> Hold:
     )
     calls: Any = ranks
     records: Any = SimpleNamespace(recorded=recorded)
-    return Hold(mesh, calls, records, agree_s=lambda _: 5.0, told=lambda *_: None)
+    return Hold(served, calls, records, agree_s=lambda _: 5.0, told=lambda *_: None)
 
 
 @pytest.mark.parametrize("told_step", [40, -1], ids=["answered", "answer lost"])

@@ -37,7 +37,7 @@ def lines(stream: io.StringIO) -> list[dict[str, Any]]:
 def test_a_line_has_what_the_call_and_the_request_give() -> None:
     log = logging.getLogger("paramd.control")
     with written() as (stream, _):
-        log.info("rank %d is well", 3, extra={"job": "run", "epoch": 2, "rank": 3, "step": 9})
+        log.info("rank %d is well", 3, extra={"job": "run", "incarnation": 2, "rank": 3, "step": 9})
         token = request_id.set("abc")
         log.warning("one\ntwo")
         assert metadata() == (("x-request-id", "abc"),)
@@ -51,7 +51,7 @@ def test_a_line_has_what_the_call_and_the_request_give() -> None:
         "logger": "paramd.control",
         "event": "rank 3 is well",
         "job": "run",
-        "epoch": 2,
+        "incarnation": 2,
         "rank": 3,
         "step": 9,
     }
@@ -60,7 +60,7 @@ def test_a_line_has_what_the_call_and_the_request_give() -> None:
 
 def test_no_secret_gets_into_a_line() -> None:
     signer = Signer(bytes(range(32)))
-    ticket = signer.mint(job="run", epoch=1, role=Role.READER, ttl_s=60.0)
+    ticket = signer.mint(job="run", incarnation=1, role=Role.READER, ttl_s=60.0)
     secrets = [new_token(), ticket, "the-token-of-the-parent", bytes(range(32)).hex()]
     with written() as (stream, formatter):
         formatter.hide("the-token-of-the-parent", bytes(range(32)).hex())
@@ -100,11 +100,11 @@ def test_a_sidecar_s_line_has_what_changes_and_what_the_call_says() -> None:
     stream = io.StringIO()
     step = 4
     log = Log(fields={"job": "run", "rank": 1}, live=lambda: {"step": step}, stream=stream)
-    log("attached", epoch=2)
+    log("attached", incarnation=2)
     step = 5
     log("left", step=-1)
     first, second = lines(stream)
-    assert (first["event"], first["job"], first["rank"], first["epoch"], first["step"]) == (
+    assert (first["event"], first["job"], first["rank"], first["incarnation"], first["step"]) == (
         "attached",
         "run",
         1,

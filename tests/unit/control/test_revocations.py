@@ -38,7 +38,7 @@ class Clock:
 def claims(token: str | None, issued_s: float = NOW_S) -> Claims:
     return Claims(
         job="run",
-        epoch=1,
+        incarnation=1,
         role=Role.READER,
         expires_s=NOW_S + TTL_S,
         issued_s=issued_s,
@@ -313,10 +313,10 @@ def test_grpc_looks_whether_a_tickets_token_was_revoked() -> None:
         if claims.token_id == "gone":
             raise DeniedError("revoked")
 
-    gate = TicketInterceptor(lambda job, epoch: Verifier(signer.public_key), check)
+    gate = TicketInterceptor(lambda job, incarnation: Verifier(signer.public_key), check)
     method = "/paramd.v1.ControlService/ScheduleBoundary"
     for name in ("kept", "gone"):
-        ticket = signer.mint(job="j", epoch=1, role=Role.READER, ttl_s=60.0, token_id=name)
+        ticket = signer.mint(job="j", incarnation=1, role=Role.READER, ttl_s=60.0, token_id=name)
         metadata = [("authorization", f"Bearer {ticket}")]
         if name == "kept":
             assert gate._check(method, metadata).token_id == "kept"

@@ -333,7 +333,7 @@ def test_operations_survive_the_wire_and_manifests_have_digests() -> None:
         EditOp(fqn="f", box=Box((0, 1), (2, 2)), kind=EditKind.LERP, weight=0.5, with_data=True),
         EditOp(fqn="s", kind=EditKind.CLAMP, min=-1.0),
     ]
-    manifest = pb.EditManifest(edit_id="0" * 32, epoch=1, ops=map(encode_op, ops))
+    manifest = pb.EditManifest(edit_id="0" * 32, incarnation=1, ops=map(encode_op, ops))
     assert decode_ops(manifest.ops) == ops
     again = pb.EditManifest.FromString(manifest.SerializeToString())
     assert manifest_digest(again) == manifest_digest(manifest)

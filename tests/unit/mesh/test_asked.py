@@ -13,17 +13,17 @@ from paramd.state_files import host_id, kernel_of, same_network
 from paramd.v1.common_pb2 import Header
 from tests.unit.mesh.test_rest import document
 
-ASKED = Asked(job="run", epoch=3, rank=1, address="127.0.0.1:4000", layout_digest="abc")
+ASKED = Asked(job="run", incarnation=3, rank=1, address="127.0.0.1:4000", layout_digest="abc")
 
 
 def header(**other: Any) -> Header:
-    return Header(**{"job": "run", "epoch": 3, "rank": 1, "layout_digest": "abc", **other})
+    return Header(**{"job": "run", "incarnation": 3, "rank": 1, "layout_digest": "abc", **other})
 
 
 def test_its_own_answer_passes_also_while_it_knows_no_layout_yet() -> None:
     ASKED.check(header())
     ASKED.check(header(layout_digest=""))
-    Asked(job="run", epoch=3, rank=1, address="x:1").check(header(layout_digest="other"))
+    Asked(job="run", incarnation=3, rank=1, address="x:1").check(header(layout_digest="other"))
 
 
 @pytest.mark.parametrize("other", [{"rank": 0}, {"rank": -1}, {"job": "walk"}, {"job": ""}])
@@ -39,9 +39,11 @@ def test_an_answer_without_a_header_is_none() -> None:
             ASKED.check(nothing)
 
 
-@pytest.mark.parametrize("other", [{"epoch": 2}, {"epoch": 4}, {"layout_digest": "abd"}])
-def test_an_answer_of_another_epoch_or_layout_is_stale(other: dict[str, Any]) -> None:
-    with pytest.raises(ConflictError, match="asked was epoch 3, 'abc'; try again"):
+@pytest.mark.parametrize(
+    "other", [{"incarnation": 2}, {"incarnation": 4}, {"layout_digest": "abd"}]
+)
+def test_an_answer_of_another_incarnation_or_layout_is_stale(other: dict[str, Any]) -> None:
+    with pytest.raises(ConflictError, match="asked was incarnation 3, 'abc'; try again"):
         ASKED.check(header(**other))
 
 

@@ -50,7 +50,7 @@ async def serving() -> AsyncIterator[tuple[Slow, Channels, Asked]]:
     address = f"127.0.0.1:{port}"
     channels = Channels(lambda: "ticket")
     try:
-        yield slow, channels, Asked(job="run", epoch=1, rank=3, address=address)
+        yield slow, channels, Asked(job="run", incarnation=1, rank=3, address=address)
     finally:
         await channels.close()
         await server.stop(None)

@@ -29,7 +29,7 @@ def test_another_order_of_fields_is_understood() -> None:
 
 
 def test_the_header_of_the_first_message_is_kept() -> None:
-    header = common_pb2.Header(job="j", epoch=2, step=9)
+    header = common_pb2.Header(job="j", incarnation=2, step=9)
     chunk = parse_chunk(sidecar_pb2.ReadSnapshotResponse(header=header).SerializeToString())
     assert chunk.header == header
     assert chunk.size_bytes == 0

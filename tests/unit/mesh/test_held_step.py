@@ -14,14 +14,14 @@ from paramd.mesh.peers.sidecars import RankPin, Sidecars
 from paramd.v1 import common_pb2
 from paramd.v1 import sidecar_pb2 as pb
 
-EPOCH, STEP = 3, 7
+INCARNATION, STEP = 3, 7
 
 
 class Answering:
     """Sidecars whose answers are given."""
 
     def __init__(self, answers: Mapping[int, pb.PinSnapshotResponse]) -> None:
-        self.document = SimpleNamespace(epoch=EPOCH)
+        self.document = SimpleNamespace(incarnation=INCARNATION)
         self.answers = answers
         self.released: list[str] = []
 
@@ -35,7 +35,7 @@ class Answering:
 
 
 def answer(rank: int, *, step: int = STEP, edits: int, **more: Any) -> pb.PinSnapshotResponse:
-    header = common_pb2.Header(epoch=EPOCH, step=step, edits=edits, rank=rank)
+    header = common_pb2.Header(incarnation=INCARNATION, step=step, edits=edits, rank=rank)
     return pb.PinSnapshotResponse(
         header=header, snapshot_id=f"s{rank}", size_bytes=8, lease_ms=900, **more
     )
@@ -49,7 +49,7 @@ async def hold(sidecars: Answering) -> PinnedStep:
 async def test_equal_states_are_held_with_their_edits() -> None:
     sidecars = Answering({rank: answer(rank, edits=2) for rank in (0, 1)})
     held = await hold(sidecars)
-    assert (held.epoch, held.edits) == (EPOCH, 2)
+    assert (held.incarnation, held.edits) == (INCARNATION, 2)
     assert {pin.edits for pin in held.pins.values()} == {2}
     assert not sidecars.released
     held.let_go()
@@ -59,7 +59,7 @@ async def test_equal_states_are_held_with_their_edits() -> None:
 @pytest.mark.parametrize("other", [{"edits": 3}, {"edits": 2, "step": STEP + 1}])
 async def test_different_states_are_let_go_of(other: dict[str, int]) -> None:
     sidecars = Answering({0: answer(0, edits=2), 1: answer(1, **other)})
-    with pytest.raises(AbortedError, match=r"\(epoch, step, edits\)"):
+    with pytest.raises(AbortedError, match=r"\(incarnation, step, edits\)"):
         await hold(sidecars)
     assert sorted(sidecars.released) == ["s0", "s1"]
 

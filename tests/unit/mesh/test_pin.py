@@ -89,7 +89,7 @@ def pinner(ranks: Ranks, clock: Clock | None = None, **options: object) -> Pinne
 async def test_equal_steps_need_no_boundary() -> None:
     ranks = Ranks(lambda rank, count: 7)
     async with pinner(ranks).pinned(SPANS, deadline_s=110) as pinned:
-        assert (pinned.epoch, pinned.step) == (1, 7)
+        assert (pinned.incarnation, pinned.step) == (1, 7)
         assert ranks.held == {"0/0", "1/0"}
     assert ranks.schedule_count == 0
     assert not ranks.held
@@ -211,7 +211,7 @@ async def test_no_common_step_in_time_names_the_steps() -> None:
     assert not ranks.held
 
 
-async def test_another_epoch_at_the_boundary_is_refused() -> None:
+async def test_another_incarnation_at_the_boundary_is_refused() -> None:
     ranks = Ranks(lambda rank, count: 7 + rank)
     ranks.captures = [Captured(True, 2, 9, "")]
     with pytest.raises(ConflictError, match="anew"):

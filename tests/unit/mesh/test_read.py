@@ -50,7 +50,7 @@ class Source:
 
     async def chunks(self, offset_bytes: int, timeout_s: float) -> AsyncIterator[Chunk]:
         self.begins.append(offset_bytes)
-        header = common_pb2.Header(epoch=1, step=self.step, edits=self.edits)
+        header = common_pb2.Header(incarnation=1, step=self.step, edits=self.edits)
         if len(self.begins) > self.headless_streams:
             yield parse_chunk(sidecar_pb2.ReadSnapshotResponse(header=header).SerializeToString())
         for offset in range(offset_bytes, len(SNAPSHOT), CHUNK_BYTES):

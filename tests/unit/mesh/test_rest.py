@@ -28,16 +28,16 @@ from paramd.security.tickets import Role, Signer
 URL = "https://control:8470"
 
 
-def document(epoch: int = 1, valid_s: float = 600) -> dict[str, Any]:
+def document(incarnation: int = 1, valid_s: float = 600) -> dict[str, Any]:
     return {
         "job": "my-run",
-        "epoch": epoch,
+        "incarnation": incarnation,
         "world_size": 2,
         "control_address": "control:8471",
         "layout_digest": "abc",
         "peers": [{"rank": 1, "address": "host:1", "socket_path": "", "host_id": "h"}],
         "ticket": Signer(bytes(32)).mint(
-            job="my-run", epoch=epoch, role=Role.READER, ttl_s=max(valid_s, 1e-6)
+            job="my-run", incarnation=incarnation, role=Role.READER, ttl_s=max(valid_s, 1e-6)
         ),
         "ticket_expires_s": time.time() + valid_s,
         "a_newer_field": 1,
@@ -58,7 +58,7 @@ async def test_the_document_is_read_and_the_token_sent() -> None:
     rest = client(answer)
     found = await rest.job("my-run")
     await rest.close()
-    assert (found.job, found.epoch, found.world_size) == ("my-run", 1, 2)
+    assert (found.job, found.incarnation, found.world_size) == ("my-run", 1, 2)
     assert found.peer(1).address == "host:1"
     assert str(asked[0].url) == URL + "/api/v1/jobs/my-run"
     assert asked[0].headers["authorization"] == "Bearer secret-token"
@@ -211,14 +211,14 @@ async def test_a_refused_ticket_is_asked_for_anew_once() -> None:
     await control.reach.close()
 
 
-async def test_a_new_epoch_is_followed() -> None:
-    control = Answers([document(epoch=1), document(epoch=2)])
+async def test_a_new_incarnation_is_followed() -> None:
+    control = Answers([document(incarnation=1), document(incarnation=2)])
     await control.reach.start()
 
     async def attempt(sidecars: Any) -> int:
-        if sidecars.document.epoch == 1:
-            raise ConflictError("stale epoch")
-        return int(sidecars.document.epoch)
+        if sidecars.document.incarnation == 1:
+            raise ConflictError("stale incarnation")
+        return int(sidecars.document.incarnation)
 
     assert await control.reach.attempts(attempt, time.monotonic() + 10) == 2
     await control.reach.close()

@@ -24,7 +24,7 @@ def info(name: str, *ranks: int) -> ParamInfo:
 
 def test_names_are_escaped_in_notebooks() -> None:
     summoned = Summoned(
-        {HOSTILE: torch.zeros(2)}, job=HOSTILE, epoch=1, step=2, seconds=0.5, bytes=8
+        {HOSTILE: torch.zeros(2)}, job=HOSTILE, incarnation=1, step=2, seconds=0.5, bytes=8
     )
     for answer in (Params([info(HOSTILE, 0)]), summoned):
         assert "<script>" not in answer._repr_html_()
@@ -46,7 +46,9 @@ def test_ranks_are_told_as_runs() -> None:
 
 
 def test_a_summoned_dict_says_its_step() -> None:
-    summoned = Summoned({"w": torch.zeros(2, 3)}, job="j", epoch=1, step=7, seconds=1.0, bytes=24)
+    summoned = Summoned(
+        {"w": torch.zeros(2, 3)}, job="j", incarnation=1, step=7, seconds=1.0, bytes=24
+    )
     assert summoned["w"].shape == (2, 3)
     assert "step 7" in repr(summoned)
     assert "[2, 3]" in repr(summoned)

@@ -21,8 +21,8 @@ from paramd.places import host_id
 from paramd.security.tickets import Role, Signer, new_private_key
 
 DATA = bytes(range(256)) * 64
-TICKET = Signer(new_private_key()).mint(job="run", epoch=3, role=Role.READER, ttl_s=60)
-IDENTITY = {"job": "run", "epoch": 3, "rank": 0}
+TICKET = Signer(new_private_key()).mint(job="run", incarnation=3, role=Role.READER, ttl_s=60)
+IDENTITY = {"job": "run", "incarnation": 3, "rank": 0}
 
 Serve = Callable[[socket.socket], None]
 
@@ -110,11 +110,15 @@ def test_a_map_that_everybody_dropped_is_given_back(tmp_path: Path) -> None:
     assert maps.told == ["unmap", "closed"]
 
 
-@pytest.mark.parametrize("other", [{"rank": 1}, {"epoch": 2}, {"job": "walk"}, {"rank": None}])
+@pytest.mark.parametrize(
+    "other", [{"rank": 1}, {"incarnation": 2}, {"job": "walk"}, {"rank": None}]
+)
 def test_memory_of_somebody_else_is_not_taken(tmp_path: Path, other: dict[str, object]) -> None:
     with (
         sidecar(tmp_path, Maps(len(DATA), **other)) as peer,
-        pytest.raises(UnreachableError, match="rank 0 of job 'run', epoch 3, is not at its Unix"),
+        pytest.raises(
+            UnreachableError, match="rank 0 of job 'run', incarnation 3, is not at its Unix"
+        ),
     ):
         SharedSnapshot.open(peer, TICKET, "s")
 

@@ -25,11 +25,11 @@ def subscribed(reach: Heard) -> StepStream[Any, Any]:
     return StepStream(reach, nobody, nobody, every=1)  # type: ignore[arg-type]
 
 
-def test_an_epoch_that_went_on_ends_it_by_its_number() -> None:
+def test_an_incarnation_that_went_on_ends_it_by_its_number() -> None:
     reach = Heard()
     stream = subscribed(reach)
-    reach.document = replace(reach.document, epoch=2)
-    with pytest.raises(ConflictError, match="epoch 1 has ended, epoch 2 goes on"):
+    reach.document = replace(reach.document, incarnation=2)
+    with pytest.raises(ConflictError, match="incarnation 1 has ended, incarnation 2 goes on"):
         stream._check_identity()
 
 
@@ -41,7 +41,7 @@ def test_a_rank_that_is_away_for_a_while_does_not_end_it() -> None:
         reach.document = replace(before, layout_digest=digest)
         stream._check_identity()
     reach.document = replace(before, layout_digest="another")
-    with pytest.raises(ConflictError, match="the layout of epoch 1 is not the one"):
+    with pytest.raises(ConflictError, match="the layout of incarnation 1 is not the one"):
         stream._check_identity()
 
 

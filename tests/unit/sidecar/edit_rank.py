@@ -119,7 +119,7 @@ class Rank:
         return pb.EditManifest(
             **{
                 "edit_id": f"{number:032x}",
-                "epoch": 1,
+                "incarnation": 1,
                 "ops": map(encode_op, ops),
                 "undoable": True,
                 **fields,

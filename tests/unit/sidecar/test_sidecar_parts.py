@@ -123,7 +123,7 @@ def test_options_reach_the_config() -> None:
 
 REQUEST = AttachRequest(
     job="job",
-    epoch=3,
+    incarnation=3,
     rank=1,
     world_size=2,
     pid=10,
@@ -134,29 +134,29 @@ REQUEST = AttachRequest(
     version="1",
 )
 VIEW = OwnerView(
-    job="job", rank=1, ownership=Ownership.OWNED, version="1", epoch=3, pid=10, start=100
+    job="job", rank=1, ownership=Ownership.OWNED, version="1", incarnation=3, pid=10, start=100
 )
 
 
 def test_the_first_trainer_and_the_same_one_may_attach() -> None:
     check_attach(OwnerView(job="job", rank=1, ownership=Ownership.WAITING, version="1"), REQUEST)
     check_attach(VIEW, REQUEST)
-    check_attach(VIEW, replace(REQUEST, epoch=4))
+    check_attach(VIEW, replace(REQUEST, incarnation=4))
 
 
 @pytest.mark.parametrize("ownership", [Ownership.ORPHANED, Ownership.TORN])
-def test_a_newer_epoch_may_have_what_an_ended_trainer_left(ownership: Ownership) -> None:
-    check_attach(replace(VIEW, ownership=ownership), replace(REQUEST, epoch=4, pid=11))
+def test_a_newer_incarnation_may_have_what_an_ended_trainer_left(ownership: Ownership) -> None:
+    check_attach(replace(VIEW, ownership=ownership), replace(REQUEST, incarnation=4, pid=11))
 
 
 @pytest.mark.parametrize(
     ("ownership", "changes", "text"),
     [
-        (Ownership.OWNED, {"epoch": 4, "pid": 11}, r"another training process \(pid 10\)"),
-        (Ownership.OWNED, {"epoch": 4, "start": 101}, r"another training process \(pid 10\)"),
-        (Ownership.OWNED, {"epoch": 2}, "epoch 2 is stale"),
-        (Ownership.ORPHANED, {"pid": 11}, "epoch 3 is stale"),
-        (Ownership.ORPHANED, {"pid": 11, "epoch": 4, "version": "2"}, "runs paramd 1"),
+        (Ownership.OWNED, {"incarnation": 4, "pid": 11}, r"another training process \(pid 10\)"),
+        (Ownership.OWNED, {"incarnation": 4, "start": 101}, r"another training process \(pid 10\)"),
+        (Ownership.OWNED, {"incarnation": 2}, "incarnation 2 is stale"),
+        (Ownership.ORPHANED, {"pid": 11}, "incarnation 3 is stale"),
+        (Ownership.ORPHANED, {"pid": 11, "incarnation": 4, "version": "2"}, "runs paramd 1"),
     ],
 )
 def test_who_may_not_attach_is_told_why(
@@ -194,8 +194,8 @@ def test_an_update_or_an_edit_that_has_not_ended_tears_a_rank(
 @pytest.mark.parametrize(
     "changes",
     [
-        {"epoch": 0},
-        {"epoch": True},
+        {"incarnation": 0},
+        {"incarnation": True},
         {"arena_bytes": -1},
         {"public_key": "xyz"},
         {"rank_ticket": "t" * 1025},
@@ -207,7 +207,7 @@ def test_an_update_or_an_edit_that_has_not_ended_tears_a_rank(
 def test_an_attach_message_is_checked(changes: dict[str, object]) -> None:
     message: dict[str, object] = {
         "job": "job",
-        "epoch": 3,
+        "incarnation": 3,
         "rank": 1,
         "world_size": 2,
         "pid": 10,
@@ -386,7 +386,7 @@ def test_one_good_ticket_and_nothing_else_lets_a_call_in(values: list[str]) -> N
     def verify(ticket: str) -> Claims:
         if ticket != "good":
             raise DeniedError("no good")
-        return Claims(job="j", epoch=1, role=Role.READER, expires_s=0.0, ticket_id="1")
+        return Claims(job="j", incarnation=1, role=Role.READER, expires_s=0.0, ticket_id="1")
 
     method = f"/{auth.SERVICE}/PinSnapshot"
     known = auth.authorize(method, [("other", "x"), ("authorization", "bearer good")], verify)
@@ -413,7 +413,7 @@ NO_TICKET = (
 
 def claims_of(role: Role, token_id: str | None = None) -> Claims:
     return Claims(
-        job="j", epoch=1, role=role, expires_s=0.0, ticket_id="1", rank=2, token_id=token_id
+        job="j", incarnation=1, role=role, expires_s=0.0, ticket_id="1", rank=2, token_id=token_id
     )
 
 

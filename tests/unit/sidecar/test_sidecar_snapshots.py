@@ -56,8 +56,8 @@ class Bench:
         return snapshot
 
 
-def key(pages: int, epoch: int = 1) -> Key:
-    return Key(epoch, ((0, pages * PAGE),))
+def key(pages: int, incarnation: int = 1) -> Key:
+    return Key(incarnation, ((0, pages * PAGE),))
 
 
 @pytest.fixture
@@ -96,10 +96,10 @@ def test_the_same_bytes_are_found_while_held_and_when_kept(bench: Bench) -> None
     assert bench.store.used_bytes == 2 * PAGE
 
 
-@pytest.mark.parametrize(("pages", "epoch", "step"), [(2, 1, 6), (1, 1, 5), (2, 2, 5)])
-def test_other_bytes_are_not_found(bench: Bench, pages: int, epoch: int, step: int) -> None:
+@pytest.mark.parametrize(("pages", "incarnation", "step"), [(2, 1, 6), (1, 1, 5), (2, 2, 5)])
+def test_other_bytes_are_not_found(bench: Bench, pages: int, incarnation: int, step: int) -> None:
     bench.filled(2, 5)
-    assert bench.store.find(key(pages, epoch), step=step) is None
+    assert bench.store.find(key(pages, incarnation), step=step) is None
 
 
 def test_the_bytes_before_an_edit_are_not_found_after_it(bench: Bench) -> None:

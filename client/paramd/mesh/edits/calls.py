@@ -35,7 +35,7 @@ class EditState(StrEnum):
     ABORTED = "ABORTED"
     """On none."""
     LOST = "LOST"
-    """The epoch ended before every rank had said so; its parameters went with it."""
+    """The incarnation ended before every rank had said so; its parameters went with it."""
 
 
 TERMINAL = frozenset({EditState.APPLIED, EditState.ABORTED, EditState.LOST})
@@ -59,7 +59,7 @@ class Edit:
 
     id: str
     job: str
-    epoch: int
+    incarnation: int
     state: EditState
     reason: str
     """Why it was not applied; empty otherwise."""
@@ -128,7 +128,7 @@ def parse_edit(found: Mapping[str, Any]) -> Edit:
     return Edit(
         id=str(found["id"]),
         job=str(found["job"]),
-        epoch=int(found["epoch"]),
+        incarnation=int(found["incarnation"]),
         state=EditState(found["state"]),
         reason=str(found.get("reason") or ""),
         step=_number(found.get("step"), -1),
@@ -164,7 +164,7 @@ def check_applied(edit: Edit) -> Edit:
     """The edit, when it was applied.
 
     Raises:
-        ConflictError: it was refused, so no rank has it; or its epoch ended.
+        ConflictError: it was refused, so no rank has it; or its incarnation ended.
         DeadlineError: it is still under way.
     """
     if edit.state is EditState.APPLIED:
@@ -172,7 +172,7 @@ def check_applied(edit: Edit) -> Edit:
     if edit.state is EditState.ABORTED:
         raise ConflictError(f"edit {edit.id}: not applied, on no rank: {edit.reason}")
     if edit.state is EditState.LOST:
-        raise ConflictError(f"edit {edit.id}: lost with its epoch: {edit.reason}")
+        raise ConflictError(f"edit {edit.id}: lost with its incarnation: {edit.reason}")
     raise DeadlineError(
         f"edit {edit.id} is still {edit.state}; no rank has it, or all will. Ask again with "
         f"mesh.get_edit({edit.id!r}), or allow more time (timeout=)"

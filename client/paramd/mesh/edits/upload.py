@@ -284,7 +284,7 @@ def manifest_of(
     """The manifest that all ranks stage; the control plane makes the same."""
     return sidecar_pb2.EditManifest(
         edit_id=edit_id,
-        epoch=sidecars.document.epoch,
+        incarnation=sidecars.document.incarnation,
         layout_digest=sidecars.document.layout_digest,
         ops=map(encode_op, operands.ops),
         undoable=True,

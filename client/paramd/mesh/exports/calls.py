@@ -58,7 +58,7 @@ class ExportInfo:
 
     id: str
     job: str
-    epoch: int
+    incarnation: int
     """0 while no step is pinned."""
     step: int
     """-1 while no step is pinned."""
@@ -96,7 +96,7 @@ def parse_export(found: Mapping[str, Any]) -> ExportInfo:
         return ExportInfo(
             id=str(found["id"]),
             job=str(found["job"]),
-            epoch=int(found["epoch"]),
+            incarnation=int(found["incarnation"]),
             step=int(found["step"]),
             state=ExportState(found["state"]),
             reason=str(found["reason"]),

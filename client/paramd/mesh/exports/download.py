@@ -282,7 +282,7 @@ class Wanted:
     names: Mapping[str, str]
     """From the name of a tensor to its name in the file."""
     metadata: Mapping[str, str]
-    """Of the header; job, epoch and step are added."""
+    """Of the header; job, incarnation and step are added."""
     key: str
     """Equal for equal requests."""
 
@@ -310,7 +310,7 @@ def file_layout(wanted: Wanted, pinned: Pinned) -> FileLayout:
     ordered = file_order(specs)
     metadata = {
         **wanted.metadata,
-        "paramd_epoch": str(pinned.epoch),
+        "paramd_incarnation": str(pinned.incarnation),
         "paramd_step": str(pinned.step),
     }
     found = FileLayout(header=encode_header(ordered, metadata))
@@ -364,7 +364,7 @@ def request_key(
 
 def told_of(pinned: Pinned) -> dict[str, Any]:
     return {
-        "epoch": pinned.epoch,
+        "incarnation": pinned.incarnation,
         "step": pinned.step,
         "edits": pinned.edits,
         "unsettled": pinned.unsettled,
@@ -374,12 +374,16 @@ def told_of(pinned: Pinned) -> dict[str, Any]:
 
 def pinned_of(about: Mapping[str, Any]) -> Pinned | None:
     try:
-        epoch, step, edits = int(about["epoch"]), int(about["step"]), int(about["edits"])
+        incarnation, step, edits = (
+            int(about["incarnation"]),
+            int(about["step"]),
+            int(about["edits"]),
+        )
         pins = {
             int(rank): RankPin(
                 rank=int(rank),
                 snapshot_id=str(snapshot_id),
-                epoch=epoch,
+                incarnation=incarnation,
                 step=step,
                 size_bytes=int(size_bytes),
                 lease_s=LEASE_S,
@@ -393,7 +397,7 @@ def pinned_of(about: Mapping[str, Any]) -> Pinned | None:
     if not pins:
         return None
     unsettled = any(pin.unsettled for pin in pins.values())
-    return Pinned(epoch=epoch, step=step, pins=pins, edits=edits, unsettled=unsettled)
+    return Pinned(incarnation=incarnation, step=step, pins=pins, edits=edits, unsettled=unsettled)
 
 
 PATIENCE_S: Final = 60.0
@@ -414,7 +418,7 @@ class Downloaded:
 
     path: Path
     job: str
-    epoch: int
+    incarnation: int
     step: int
     name_count: int
     """Names, those of tied tensors too."""
@@ -485,7 +489,7 @@ class Download:
                 return Downloaded(
                     path=self._file.path,
                     job=self._reach.document.job,
-                    epoch=pinned.epoch,
+                    incarnation=pinned.incarnation,
                     step=pinned.step,
                     name_count=sum(len(names) for names in wanted.chosen.names),
                     size_bytes=layout.size_bytes,

@@ -33,7 +33,7 @@ from paramd.wire import LEASE_S
 def encode_plan(
     plan: ExportPlan,
     *,
-    epoch: int,
+    incarnation: int,
     layout_digest: str,
     step: int,
     edits: int,
@@ -43,7 +43,7 @@ def encode_plan(
     """The message of a plan whose sources are pinned."""
     settings = plan.settings
     return export_pb2.ExportPlan(
-        epoch=epoch,
+        incarnation=incarnation,
         layout_digest=layout_digest,
         step=step,
         edits=edits,
@@ -109,7 +109,7 @@ class PinnedExport:
     """A plan, and the snapshots of all that it reads, at one state. The caller releases them."""
 
     plan: ExportPlan
-    epoch: int
+    incarnation: int
     step: int
     edits: int
     pins: tuple[export_pb2.ExportPin, ...]
@@ -179,7 +179,7 @@ async def pin_with_optimizer(
         for rank, pin in pinned.pins.items():
             if rank < 0:
                 transport.release(pin)
-    return PinnedExport(whole, pinned.epoch, pinned.step, pinned.edits, tuple(named))
+    return PinnedExport(whole, pinned.incarnation, pinned.step, pinned.edits, tuple(named))
 
 
 async def pin_parameters(pinner: Pinner, plan: ExportPlan, *, deadline_s: float) -> PinnedExport:
@@ -190,7 +190,7 @@ async def pin_parameters(pinner: Pinner, plan: ExportPlan, *, deadline_s: float)
     )
     pins = tuple(_named(pin, "") for pin in pinned.pins.values())
     return PinnedExport(
-        plan, pinned.epoch, pinned.step, pinned.edits, pins, unsettled=pinned.unsettled
+        plan, pinned.incarnation, pinned.step, pinned.edits, pins, unsettled=pinned.unsettled
     )
 
 
@@ -203,14 +203,14 @@ async def pin_moments(
     number: int,
 ) -> RankPin:
     """One pin of a rank's optimizer state, named `number`."""
-    request.epoch = sidecars.document.epoch
+    request.incarnation = sidecars.document.incarnation
     request.layout_digest = sidecars.document.layout_digest
     request.lease_ms = int(1000 * LEASE_S)
     found = await sidecars.pin_step(rank, request, timeout_s)
     return RankPin(
         rank=number,
         snapshot_id=found.snapshot_id,
-        epoch=found.header.epoch,
+        incarnation=found.header.incarnation,
         step=found.header.step,
         size_bytes=found.size_bytes,
         lease_s=found.lease_ms / 1000,

@@ -92,7 +92,7 @@ async def _range(
     sidecars: Sidecars, pinned: Pinned, rank: int, begin: int, end: int, deadline_s: float
 ) -> bytearray:
     buffer = _Buffer(begin, end)
-    expected = Expected(pinned.epoch, pinned.step, end)
+    expected = Expected(pinned.incarnation, pinned.step, end)
     reader = Reader(sidecars.source(pinned.pins[rank], end_bytes=end), buffer, expected)
     reader.offset_bytes = begin
     await reader.run(deadline_s)

@@ -66,7 +66,7 @@ class FollowSteps:
         ] or [(min(sidecars.document.peers), ())]
         self._requests = {
             rank: pb.PinSnapshotRequest(
-                epoch=sidecars.document.epoch,
+                incarnation=sidecars.document.incarnation,
                 layout_digest=sidecars.document.layout_digest,
                 spans=[pb.Span(begin=begin, end=end) for begin, end in spans],
                 lease_ms=int(1000 * LEASE_S),
@@ -95,7 +95,7 @@ class FollowSteps:
     ) -> ParamFrame:
         """The frame: what changed anew, all else as it was."""
         deadline_s = time.monotonic() + READ_S
-        pinned = Pinned(held.epoch, step, held.pins, held.edits)
+        pinned = Pinned(held.incarnation, step, held.pins, held.edits)
         digests = await self._digested(sidecars, pinned, deadline_s)
         changed = [
             number
@@ -109,7 +109,7 @@ class FollowSteps:
             {name: self._tensors[name] for names in self._names for name in names},
             changed=[name for number in changed for name in self._names[number]],
             job=sidecars.document.job,
-            epoch=held.epoch,
+            incarnation=held.incarnation,
             step=step,
             dropped=dropped,
         )

@@ -216,12 +216,12 @@ Value = TypeVar("Value", covariant=True)
 
 
 class Frame(Mapping[str, Value], Generic[Value]):
-    """Values by name, all of one step of one epoch."""
+    """Values by name, all of one step of one incarnation."""
 
-    def __init__(self, *, job: str, epoch: int, step: int, dropped: int) -> None:
+    def __init__(self, *, job: str, incarnation: int, step: int, dropped: int) -> None:
         self.job = job
         """Name of the job."""
-        self.epoch = epoch
+        self.incarnation = incarnation
         """Incarnation of the job; the same in all frames of a stream."""
         self.step = step
         """Gradients: number of the update that consumes them. Parameters: finished updates."""
@@ -240,7 +240,7 @@ class GradFrame(Frame[Value]):
         values: Mapping[str, Callable[[], Value]],
         *,
         job: str,
-        epoch: int,
+        incarnation: int,
         step: int,
         dropped: int,
         none: Mapping[str, str],
@@ -251,7 +251,7 @@ class GradFrame(Frame[Value]):
         bad_ranks: Mapping[str, Sequence[int]] | None = None,
     ) -> None:
         """Values are made when they are first looked at. `parts` are those of statistics."""
-        super().__init__(job=job, epoch=epoch, step=step, dropped=dropped)
+        super().__init__(job=job, incarnation=incarnation, step=step, dropped=dropped)
         self._make = values
         self._values: dict[str, Value] = {}
         self._parts = parts
@@ -307,7 +307,7 @@ class GradFrame(Frame[Value]):
             rows.append(row)
         return {
             "job": self.job,
-            "epoch": self.epoch,
+            "incarnation": self.incarnation,
             "step": self.step,
             "dropped": self.dropped,
             "clip": {"factor": self.clip_factor},
@@ -319,7 +319,8 @@ class GradFrame(Frame[Value]):
     def __repr__(self) -> str:
         return (
             f"<paramd.GradFrame of {self.job!r}: {len(self)} gradients that update {self.step} "
-            f"consumes (epoch {self.epoch}), {len(self.none)} of them None, {self.dropped} frames "
+            f"consumes (incarnation {self.incarnation}), {len(self.none)} of them None, "
+            f"{self.dropped} frames "
             "dropped before>"
         )
 
@@ -333,11 +334,11 @@ class ParamFrame(Frame["torch.Tensor"]):
         *,
         changed: Sequence[str],
         job: str,
-        epoch: int,
+        incarnation: int,
         step: int,
         dropped: int,
     ) -> None:
-        super().__init__(job=job, epoch=epoch, step=step, dropped=dropped)
+        super().__init__(job=job, incarnation=incarnation, step=step, dropped=dropped)
         self._tensors = dict(tensors)
         self.changed = tuple(changed)
         """Names whose values differ from the frame before; all, in the first frame."""
@@ -354,7 +355,8 @@ class ParamFrame(Frame["torch.Tensor"]):
     def __repr__(self) -> str:
         return (
             f"<paramd.ParamFrame of {self.job!r}: {len(self)} tensors after update {self.step} "
-            f"(epoch {self.epoch}), {len(self.changed)} of them changed, {self.dropped} frames "
+            f"(incarnation {self.incarnation}), {len(self.changed)} of them changed, "
+            f"{self.dropped} frames "
             "dropped before>"
         )
 

@@ -166,7 +166,7 @@ class GradSteps:
         return GradFrame(
             values,
             job=sidecars.document.job,
-            epoch=held.main.epoch,
+            incarnation=held.main.incarnation,
             step=step,
             dropped=dropped,
             none=none,
@@ -238,7 +238,7 @@ class GradSteps:
 
         return await read_tensors(
             sidecars, self._transfer, self.pool, held.plan.plan, held.plan.asked,
-            held.plan.numbers, Pinned(held.main.epoch, step, held.main.pins),
+            held.plan.numbers, Pinned(held.main.incarnation, step, held.main.pins),
             self._wanted.dtype, self._wanted.transport, deadline_s,
         )  # fmt: skip
 
@@ -250,7 +250,7 @@ class GradSteps:
 
         await self._transfer.load_torch()
         source = held.sums if held.sums is not None else held.main
-        pinned = Pinned(source.epoch, step, source.pins)
+        pinned = Pinned(source.incarnation, step, source.pins)
         found: dict[int, torch.Tensor] = {}
         for layer in range(max(map(len, held.plan.layers))):
             numbers = [of[layer] if layer < len(of) else range(0) for of in held.plan.layers]
@@ -327,7 +327,7 @@ def pin_request(
 ) -> pb.PinSnapshotRequest:
     """What one rank is asked for."""
     return pb.PinSnapshotRequest(
-        epoch=sidecars.document.epoch,
+        incarnation=sidecars.document.incarnation,
         layout_digest=sidecars.document.layout_digest,
         spans=[pb.Span(begin=begin, end=end) for begin, end in spans],
         lease_ms=int(1000 * LEASE_S),
@@ -378,7 +378,7 @@ async def read_parts(
                 ranks.append(rank)
 
     if held.pins and plan.plan.tensors:
-        pinned = Pinned(held.epoch, _step_of(held), held.pins)
+        pinned = Pinned(held.incarnation, _step_of(held), held.pins)
         parts = await compute_parts(
             sidecars, pinned, items, deadline_s, with_exponents=with_exponents
         )

@@ -76,7 +76,7 @@ class ReachLike(Protocol):
         """The sidecars as last heard."""
 
     async def index(self, sidecars: Sidecars) -> NameIndex:
-        """Names and layout of the present epoch."""
+        """Names and layout of the present incarnation."""
 
     def costs(self) -> dict[int, float]:
         """Costs that make others stand in for ranks that lately did not answer."""
@@ -135,7 +135,7 @@ class StepStream(Generic[Held, Result]):
         self._read = read
         self._every = every
         self._keep_all = keep_all
-        self._identity = (reach.document.epoch, reach.document.layout_digest)
+        self._identity = (reach.document.incarnation, reach.document.layout_digest)
         self._asks: deque[_Ask[Held]] = deque()
         self._next = 0
         """Next step to ask for; 0 when that is to be found out."""
@@ -254,7 +254,7 @@ class StepStream(Generic[Held, Result]):
             self._next = 0
             return
         if not isinstance(error, UnreachableError):
-            await self._tell_new_epoch()
+            await self._tell_new_incarnation()
             raise error
         now_s = time.monotonic()
         if self._down_since_s is None:
@@ -264,9 +264,9 @@ class StepStream(Generic[Held, Result]):
         await self._drop_asks()
         self._next = 0
         await asyncio.sleep(_PAUSE_S)
-        await self._tell_new_epoch()
+        await self._tell_new_incarnation()
 
-    async def _tell_new_epoch(self) -> None:
+    async def _tell_new_incarnation(self) -> None:
         try:
             await self._reach.refresh()
         except ParamdError:
@@ -275,18 +275,20 @@ class StepStream(Generic[Held, Result]):
 
     def _check_identity(self) -> None:
         document = self._reach.document
-        epoch, digest = self._identity
-        if document.epoch != epoch:
+        incarnation, digest = self._identity
+        if document.incarnation != incarnation:
             raise ConflictError(
-                f"the job attached anew: epoch {epoch} has ended, epoch {document.epoch} goes on; "
+                f"the job attached anew: incarnation {incarnation} has ended, incarnation "
+                f"{document.incarnation} goes on; "
                 "subscribe again"
             )
         # Empty while a rank is away: then nothing is known of it, and nothing has changed.
         if digest and document.layout_digest not in ("", digest):
             raise ConflictError(
-                f"the layout of epoch {epoch} is not the one subscribed to; subscribe again"
+                f"the layout of incarnation {incarnation} is not the one subscribed to; "
+                "subscribe again"
             )
-        self._identity = (epoch, document.layout_digest or digest)
+        self._identity = (incarnation, document.layout_digest or digest)
 
     async def _drop_asks(self) -> None:
         asks, self._asks = list(self._asks), deque()
@@ -333,8 +335,8 @@ class PinnedStep:
         answers: Mapping[int, Any],
         pins: Mapping[int, RankPin],
     ) -> None:
-        """`state` is the epoch, and the edits that the bytes have in them (-1: gradients)."""
-        self.epoch, self.edits = state
+        """`state` is the incarnation, and the edits that the bytes have in them (-1: gradients)."""
+        self.incarnation, self.edits = state
         self.answers: Mapping[int, sidecar_pb2.PinSnapshotResponse] = answers
         self.pins = pins
         self._sidecars = sidecars
@@ -404,20 +406,21 @@ async def hold_step(
 def _check(
     sidecars: Sidecars, answers: Mapping[int, sidecar_pb2.PinSnapshotResponse], step: int
 ) -> tuple[int, int]:
-    """Epoch and edits of all answers."""
+    """Incarnation and edits of all answers."""
     if any(answer.ended for answer in answers.values()):
         raise TrainingEndedError("the training has detached")
     headers = [answer.header for answer in answers.values()]
-    said = {(header.epoch, header.step, header.edits) for header in headers}
-    epoch, edits = sidecars.document.epoch, headers[0].edits
-    if said != {(epoch, step, edits)}:
+    said = {(header.incarnation, header.step, header.edits) for header in headers}
+    incarnation, edits = sidecars.document.incarnation, headers[0].edits
+    if said != {(incarnation, step, edits)}:
         raise AbortedError(
-            f"asked for step {step} of epoch {epoch}, the ranks have (epoch, step, edits) "
+            f"asked for step {step} of incarnation {incarnation}, the ranks have (incarnation, "
+            "step, edits) "
             f"{sorted(said)}"
         )
     if len({header.iteration for header in headers}) > 1:
         raise out_of_lockstep(step, {header.rank: header.iteration for header in headers})
-    return epoch, edits
+    return incarnation, edits
 
 
 def _release(sidecars: Sidecars, rank: int, answer: sidecar_pb2.PinSnapshotResponse) -> None:
@@ -429,7 +432,7 @@ def _pin_of(rank: int, answer: sidecar_pb2.PinSnapshotResponse) -> RankPin:
     return RankPin(
         rank=rank,
         snapshot_id=answer.snapshot_id,
-        epoch=answer.header.epoch,
+        incarnation=answer.header.incarnation,
         step=answer.header.step,
         size_bytes=answer.size_bytes,
         lease_s=answer.lease_ms / 1000,

@@ -45,7 +45,7 @@ class JobDocument:
     """What the control plane says of a job. Holds a ticket: never log it."""
 
     job: str
-    epoch: int
+    incarnation: int
     world_size: int
     control_address: str
     """gRPC target of the control plane."""
@@ -77,7 +77,7 @@ class JobDocument:
         """The sidecar of `rank`, to be called. Raises as `peer`."""
         return Asked(
             job=self.job,
-            epoch=self.epoch,
+            incarnation=self.incarnation,
             rank=rank,
             address=self.peer(rank).address,
             layout_digest=self.layout_digest,
@@ -243,7 +243,7 @@ class RestClient:
                 "Run: paramd status --job JOB, or give the right url"
             ) from error
         except RuntimeError as error:
-            # Who closes it need not know who still asks: the job's next epoch, another thread.
+            # Closed while another thread, or the job's next incarnation, still asks.
             if not self._client.is_closed:
                 raise
             raise UnreachableError(
@@ -292,7 +292,7 @@ def parse_job(found: Mapping[str, Any]) -> JobDocument:
     ]
     return JobDocument(
         job=str(found["job"]),
-        epoch=int(found["epoch"]),
+        incarnation=int(found["incarnation"]),
         world_size=int(found["world_size"]),
         control_address=str(found["control_address"]),
         layout_digest=str(found["layout_digest"]),

@@ -1,6 +1,6 @@
 """What a mesh knows of its job: document, ticket, layout, and who answers.
 
-All of it may be stale at any time: the sidecars check epoch and layout with every pin, and
+All of it may be stale at any time: the sidecars check incarnation and layout with every pin, and
 what they refuse is asked for anew.
 """
 
@@ -136,9 +136,9 @@ class SidecarFinder:
         return dict.fromkeys(self._down, _DOWN_COST)
 
     async def index(self, sidecars: Sidecars) -> NameIndex:
-        """Names and layout of the job's present epoch, read once."""
+        """Names and layout of the job's present incarnation, read once."""
         document = sidecars.document
-        wanted = (document.epoch, document.layout_digest)
+        wanted = (document.incarnation, document.layout_digest)
         async with self._indexing:
             if self._index is None or self._index[0] != wanted:
                 self._index = (wanted, await self._read_index(sidecars))
@@ -164,7 +164,7 @@ class SidecarFinder:
     ) -> Result:
         """Runs `attempt`, and again when what it relied on proved stale.
 
-        A restarted sidecar, a new epoch, an expired ticket and an ended lease are each
+        A restarted sidecar, a new incarnation, an expired ticket and an ended lease are each
         found anew; what stays wrong is raised within `RECOVERY_S`.
         """
         give_up_s = deadline_s
@@ -177,7 +177,7 @@ class SidecarFinder:
             try:
                 return await attempt(sidecars)
             except (ConflictError, DeniedError) as error:
-                # Right again only when the job has a new epoch or layout, or we a new ticket.
+                # Right again only when the job has a new incarnation or layout, or we a new ticket.
                 was_denied, denied = denied, isinstance(error, DeniedError)
                 try:
                     moved = _identity(await self.refresh()) != _identity(document)
@@ -244,4 +244,4 @@ def _index_of(batches: list[layout_pb2.Layout]) -> NameIndex:
 
 
 def _identity(document: JobDocument) -> tuple[int, str]:
-    return document.epoch, document.layout_digest
+    return document.incarnation, document.layout_digest

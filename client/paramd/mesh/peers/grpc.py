@@ -54,7 +54,7 @@ class Asked:
     """One rank's sidecar in one incarnation of a job, and where it is said to be."""
 
     job: str
-    epoch: int
+    incarnation: int
     rank: int
     address: str
     layout_digest: str = ""
@@ -66,7 +66,7 @@ class Asked:
         return f"rank {self.rank} ({self.address})"
 
     def metadata(self) -> tuple[tuple[str, str], ...]:
-        """What a call to it takes along, beside a ticket of its job and epoch."""
+        """What a call to it takes along, beside a ticket of its job and incarnation."""
         return ((errors.RANK_KEY, str(self.rank)), *errors.metadata())
 
     def check(self, header: common_pb2.Header | None) -> None:
@@ -74,7 +74,7 @@ class Asked:
 
         Raises:
             RankUnreachableError: another rank or job answers at its address.
-            ConflictError: it is in another epoch, or has another layout.
+            ConflictError: it is in another incarnation, or has another layout.
         """
         if header is None or (header.job, header.rank) != (self.job, self.rank):
             answerer = f"rank {header.rank} of job {header.job!r}" if header else "a stranger"
@@ -83,10 +83,12 @@ class Asked:
                 f"{self.who} of job {self.job!r} is not there: {answerer} answers at that address",
             )
         known = self.layout_digest and header.layout_digest
-        if header.epoch != self.epoch or (known and header.layout_digest != self.layout_digest):
+        if header.incarnation != self.incarnation or (
+            known and header.layout_digest != self.layout_digest
+        ):
             raise ConflictError(
-                f"{self.who} is in epoch {header.epoch} with layout "
-                f"{header.layout_digest[:12]!r}; asked was epoch {self.epoch}, "
+                f"{self.who} is in incarnation {header.incarnation} with layout "
+                f"{header.layout_digest[:12]!r}; asked was incarnation {self.incarnation}, "
                 f"{self.layout_digest[:12]!r}; try again in a moment"
             )
 
@@ -124,14 +126,20 @@ def check_handover(answer: Message, ticket: str, rank: int) -> None:
         RankUnreachableError: somebody else's socket stands at that path.
     """
     try:
-        job, epoch = claimed(ticket)
+        job, incarnation = claimed(ticket)
     except DeniedError:
-        job, epoch = "", 0
-    if (answer.get("job"), answer.get("epoch"), answer.get("rank")) != (job, epoch, rank):
+        job, incarnation = "", 0
+    if (answer.get("job"), answer.get("incarnation"), answer.get("rank")) != (
+        job,
+        incarnation,
+        rank,
+    ):
         raise RankUnreachableError(
             rank,
-            f"rank {rank} of job {job!r}, epoch {epoch}, is not at its Unix socket: rank "
-            f"{answer.get('rank')} of job {answer.get('job')!r}, epoch {answer.get('epoch')}, "
+            f"rank {rank} of job {job!r}, incarnation {incarnation}, is not at its Unix "
+            "socket: rank "
+            f"{answer.get('rank')} of job {answer.get('job')!r}, incarnation "
+            f"{answer.get('incarnation')}, "
             "answers there",
         )
 

@@ -1,4 +1,4 @@
-"""The sidecars of one epoch, as pinning and reading need them.
+"""The sidecars of one incarnation, as pinning and reading need them.
 
 What pinning asks for and what it gets: spans, one rank's pin, pins of one state. Pure.
 """
@@ -33,12 +33,12 @@ class RankPin:
 
     rank: int
     snapshot_id: str
-    epoch: int
+    incarnation: int
     step: int
     size_bytes: int
     lease_s: float
     edits: int = -1
-    """With epoch and step it names the state of the bytes."""
+    """With incarnation and step it names the state of the bytes."""
     iteration: int = -1
     """Backward passes before the update that made `step`; equal on ranks in lock-step."""
     unsettled: bool = False
@@ -50,7 +50,7 @@ class Captured:
     """The control plane's answer: all snapshots filled at `step`, or why not."""
 
     captured: bool
-    epoch: int
+    incarnation: int
     step: int
     reason: str
     edits: int = -1
@@ -58,13 +58,13 @@ class Captured:
 
 @dataclass(frozen=True, slots=True)
 class Pinned:
-    """Snapshots of all needed ranks of one state: epoch, step and edits."""
+    """Snapshots of all needed ranks of one state: incarnation, step and edits."""
 
-    epoch: int
+    incarnation: int
     step: int
     pins: Mapping[int, RankPin]
     edits: int = -1
-    """Edits applied in the epoch; -1 for what edits do not change (gradients)."""
+    """Edits applied in the incarnation; -1 for what edits do not change (gradients)."""
     unsettled: bool = False
     """On some rank training has not gone on since update `step`."""
 
@@ -102,18 +102,18 @@ class PinKind:
 
 
 def one_step(pins: Sequence[RankPin]) -> tuple[int, int, int] | None:
-    """The state (epoch, step, edits) that all pins share, or None.
+    """The state (incarnation, step, edits) that all pins share, or None.
 
     Raises:
         ConflictError: the same step was made in different iterations of training.
     """
-    found = {(pin.epoch, pin.step, pin.edits) for pin in pins}
+    found = {(pin.incarnation, pin.step, pin.edits) for pin in pins}
     if len(found) != 1:
         return None
-    ((epoch, step, edits),) = found
+    ((incarnation, step, edits),) = found
     if step >= 0 and len({pin.iteration for pin in pins}) > 1:
         raise out_of_lockstep(step, {pin.rank: pin.iteration for pin in pins})
-    return (epoch, step, edits) if step >= 0 else None
+    return (incarnation, step, edits) if step >= 0 else None
 
 
 def out_of_lockstep(step: int, iterations: Mapping[int, int]) -> ConflictError:
@@ -135,10 +135,10 @@ def no_step_in_time(spans: Spans, reason: str) -> DeadlineError:
 
 
 def pinned_at(common: tuple[int, int, int], pins: Sequence[RankPin]) -> Pinned:
-    """The pins of all ranks, which share this (epoch, step, edits)."""
-    epoch, step, edits = common
+    """The pins of all ranks, which share this (incarnation, step, edits)."""
+    incarnation, step, edits = common
     unsettled = any(pin.unsettled for pin in pins)
-    return Pinned(epoch, step, {pin.rank: pin for pin in pins}, edits, unsettled)
+    return Pinned(incarnation, step, {pin.rank: pin for pin in pins}, edits, unsettled)
 
 
 def told_step(pin: RankPin) -> str:
@@ -256,7 +256,7 @@ class Sidecars:
     ) -> RankPin:
         """Pins spans of one rank; as long as it takes, as long as somebody answers there."""
         request = sidecar_pb2.PinSnapshotRequest(
-            epoch=self.document.epoch,
+            incarnation=self.document.incarnation,
             layout_digest=self.document.layout_digest,
             spans=[sidecar_pb2.Span(begin=begin, end=end) for begin, end in spans],
             lease_ms=int(1000 * LEASE_S),
@@ -268,7 +268,7 @@ class Sidecars:
         return RankPin(
             rank=rank,
             snapshot_id=found.snapshot_id,
-            epoch=found.header.epoch,
+            incarnation=found.header.incarnation,
             step=found.header.step,
             size_bytes=found.size_bytes,
             lease_s=found.lease_ms / 1000,
@@ -290,7 +290,7 @@ class Sidecars:
         document = self.document
         request = control_pb2.ScheduleBoundaryRequest(
             job=document.job,
-            epoch=document.epoch,
+            incarnation=document.incarnation,
             snapshots=[
                 control_pb2.SnapshotRef(rank=pin.rank, snapshot_id=pin.snapshot_id) for pin in pins
             ],
@@ -306,13 +306,14 @@ class Sidecars:
             after_s=_BOUNDARY_PROBE_AFTER_S,
         )
         header = found.header
-        if (header.job, header.epoch) != (document.job, document.epoch):
+        if (header.job, header.incarnation) != (document.job, document.incarnation):
             raise ConflictError(
                 f"the control plane at {document.control_address} answers for job "
-                f"{header.job!r}, epoch {header.epoch}; asked was job {document.job!r}, epoch "
-                f"{document.epoch}; try again in a moment"
+                f"{header.job!r}, incarnation {header.incarnation}; asked was job "
+                f"{document.job!r}, incarnation "
+                f"{document.incarnation}; try again in a moment"
             )
-        return Captured(found.captured, header.epoch, header.step, found.reason, header.edits)
+        return Captured(found.captured, header.incarnation, header.step, found.reason, header.edits)
 
     async def renew(self, pin: RankPin, lease_s: float = LEASE_S) -> float:
         """Prolongs a lease; returns the seconds granted."""

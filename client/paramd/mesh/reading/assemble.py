@@ -235,13 +235,13 @@ class SnapshotView(Mapping[str, Sequence[Shard]]):
         memories: Mapping[int, mmap.mmap],
         *,
         job: str,
-        epoch: int,
+        incarnation: int,
         step: int,
         unsettled: bool = False,
     ) -> None:
         self.job = job
         """Name of the job."""
-        self.epoch = epoch
+        self.incarnation = incarnation
         """Incarnation of the job."""
         self.step = step
         """Finished updates: the version that every value here belongs to."""
@@ -283,7 +283,10 @@ class SnapshotView(Mapping[str, Sequence[Shard]]):
 
     def __repr__(self) -> str:
         rows = [[name, str(list(self._shapes[name])), str(len(s))] for name, s in self.items()]
-        below = f"{len(self)} tensors of {self.job!r} at step {self.step} (epoch {self.epoch})"
+        below = (
+            f"{len(self)} tensors of {self.job!r} at step {self.step} (incarnation "
+            f"{self.incarnation})"
+        )
         return text_table(["name", "shape", "shards"], rows[:40], below)
 
     def drop(self) -> None:

@@ -1,7 +1,7 @@
 """One step on all ranks: try what the sidecars have, else an agreed boundary.
 
 Nothing here is trusted for correctness by itself: whichever way the pins came about,
-they count only when every rank's answer carries the same epoch, step and edits.
+they count only when every rank's answer carries the same incarnation, step and edits.
 
 What patterns choose in a job, and pinning just that at one step.
 """
@@ -85,7 +85,7 @@ class Pinner:
 
         Raises:
             UnreachableError, PartialError: a needed sidecar does not answer.
-            ConflictError: torn, no trainer, stale epoch or layout.
+            ConflictError: torn, no trainer, stale incarnation or layout.
             DeadlineError: no common step in time; the text says why.
         """
         found = await self._pin(spans, deadline_s, with_buffers, unsettled)
@@ -215,7 +215,7 @@ class Pinner:
                 self._release(pins)
         if not kept:
             return None, answer.reason or "the boundary was missed"
-        return pinned_at((answer.epoch, answer.step, answer.edits), pins), ""
+        return pinned_at((answer.incarnation, answer.step, answer.edits), pins), ""
 
     async def _schedule(self, pins: Sequence[RankPin], left_s: float) -> Captured:
         try:
@@ -227,7 +227,7 @@ class Pinner:
                 "(timeout=), or read parameters only (buffers=False), which needs no boundary "
                 "while training rests unless they are mirrored"
             ) from error
-        if any(pin.epoch != answer.epoch for pin in pins):
+        if any(pin.incarnation != answer.incarnation for pin in pins):
             raise ConflictError("the job attached anew while its boundary was awaited; try again")
         return answer
 

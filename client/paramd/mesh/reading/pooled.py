@@ -145,7 +145,7 @@ async def _bytes(
         return data
     memory = (ctypes.c_char * len(data)).from_buffer(data)
     sink = PlaceSink([Place(0, len(data), ctypes.addressof(memory))])
-    expected = Expected(pinned.epoch, pinned.step, read.size_bytes, pinned.edits)
+    expected = Expected(pinned.incarnation, pinned.step, read.size_bytes, pinned.edits)
     await Reader(sidecars.source(pinned.pins[read.rank]), sink, expected).run(deadline_s)
     return data
 
@@ -191,7 +191,10 @@ async def _part(
         and len(found.values) == len(found.counts) == cells
         and len(found.nonfinite_counts) in (0, cells)
     )
-    if (found.header.epoch, found.header.step) != (pinned.epoch, pinned.step) or not fits:
+    if (found.header.incarnation, found.header.step) != (
+        pinned.incarnation,
+        pinned.step,
+    ) or not fits:
         raise ConflictError(
             f"{sidecars.who(rank)} sent no part of the picture asked for; try again"
         )

@@ -1,7 +1,7 @@
 """Streams of pinned snapshots into their landings: checked, resumed, watched.
 
 The order of defence: a checksum for every chunk, offsets that must join up, the header's
-(epoch, step) against the pin's. What does not fit is asked for again from the first
+(incarnation, step) against the pin's. What does not fit is asked for again from the first
 missing byte, a few times; then the read is refused.
 
 Where a snapshot's bytes land: straight at an address, or block by block through `store`.
@@ -220,7 +220,7 @@ class Source(Protocol):
 class Expected:
     """What the pin promised."""
 
-    epoch: int
+    incarnation: int
     step: int
     size_bytes: int
     edits: int = -1
@@ -335,12 +335,13 @@ class Reader:
         header = chunk.header
         assert header is not None
         expected = self._expected
-        same = (header.epoch, header.step) == (expected.epoch, expected.step)
+        same = (header.incarnation, header.step) == (expected.incarnation, expected.step)
         if not same or expected.edits not in (-1, header.edits):
             raise ConflictError(
-                f"{self._source.who} sent step {header.step} (edits {header.edits}) of epoch "
-                f"{header.epoch}; pinned was step {expected.step} (edits {expected.edits}) of "
-                f"epoch {expected.epoch}; try again"
+                f"{self._source.who} sent step {header.step} (edits {header.edits}) of incarnation "
+                f"{header.incarnation}; pinned was step {expected.step} (edits "
+                f"{expected.edits}) of "
+                f"incarnation {expected.incarnation}; try again"
             )
 
     def _land(self, chunk: Chunk) -> None:

@@ -64,7 +64,7 @@ async def compute_stats(
         rows,
         total=total,
         job=sidecars.document.job,
-        epoch=pinned.epoch,
+        incarnation=pinned.incarnation,
         step=pinned.step,
         unsettled=pinned.unsettled,
     )
@@ -113,9 +113,9 @@ async def _rank_stats(
             with_exponents=with_exponents,
             edges=edges,
         )
-        said = (answer.header.epoch, answer.header.step)
+        said = (answer.header.incarnation, answer.header.step)
         counts = [stats.count for stats in answer.stats]
-        if said != (pinned.epoch, pinned.step) or counts != [item.numel for item in batch]:
+        if said != (pinned.incarnation, pinned.step) or counts != [item.numel for item in batch]:
             raise ConflictError(
                 f"{sidecars.who(rank)} answered {len(counts)} statistics of {sum(counts):,} "
                 f"elements of step {said[1]}; asked were {len(batch)} of "

@@ -255,7 +255,7 @@ class Transfer:
         """Fills the targets, all ranks at the same time; all has ended when it returns."""
 
         def stream(read: RankRead) -> Awaitable[None]:
-            expected = Expected(pinned.epoch, pinned.step, read.size_bytes, pinned.edits)
+            expected = Expected(pinned.incarnation, pinned.step, read.size_bytes, pinned.edits)
             source = sidecars.source(pinned.pins[read.rank])
             return Reader(source, PlaceSink(targets.places(read)), expected).run(deadline_s)
 
@@ -322,7 +322,7 @@ class Transfer:
             chosen.names,
             memories,
             job=sidecars.document.job,
-            epoch=pinned.epoch,
+            incarnation=pinned.incarnation,
             step=pinned.step,
             unsettled=pinned.unsettled,
         )
@@ -395,7 +395,7 @@ async def _read_ranges(
 ) -> None:
     for begin, end in ranges:
         source = sidecars.source(pinned.pins[rank], end_bytes=end)
-        reader = Reader(source, sink, Expected(pinned.epoch, pinned.step, end, pinned.edits))
+        reader = Reader(source, sink, Expected(pinned.incarnation, pinned.step, end, pinned.edits))
         reader.offset_bytes = begin
         await reader.run(deadline_s)
 

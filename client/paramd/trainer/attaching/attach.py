@@ -34,7 +34,12 @@ from paramd.trainer.attaching.checks import (
     optimizers_of,
     steps_done,
 )
-from paramd.trainer.attaching.exchange import Exchange, TakenEpoch, collective_timeout_s, take_epoch
+from paramd.trainer.attaching.exchange import (
+    Exchange,
+    TakenIncarnation,
+    collective_timeout_s,
+    take_incarnation,
+)
 from paramd.trainer.boundary.agreement import Agreement
 from paramd.trainer.boundary.boundary import Boundary
 from paramd.trainer.boundary.edits import Editor
@@ -116,24 +121,24 @@ class Stages:
         )
 
     def identify(self) -> Identity:
-        """Rank 0 obtains the next epoch, the job's keys, and a ticket for each rank."""
+        """Rank 0 obtains the next incarnation, the job's keys, and a ticket for each rank."""
         exchange = self._exchange
-        taken: list[TakenEpoch] = []
+        taken: list[TakenIncarnation] = []
 
         def stage() -> dict[str, Any]:
             places.job_dir(self._job)
             if exchange.rank != 0:
                 return {}
-            mine = take_epoch(self._settings, job=self._job, world_size=exchange.world_size)
+            mine = take_incarnation(self._settings, job=self._job, world_size=exchange.world_size)
             taken.append(mine)
             self._site = mine.site
-            return {"epoch": mine.epoch, "public_key": mine.public_key.hex()}
+            return {"incarnation": mine.incarnation, "public_key": mine.public_key.hex()}
 
         first = self._together(stage)[0]
         # Scattered, not gathered: a rank learns only its own ticket, and no private key.
         return Identity(
             job=self._job,
-            epoch=first["epoch"],
+            incarnation=first["incarnation"],
             rank=exchange.rank,
             world_size=exchange.world_size,
             public_key=bytes.fromhex(first["public_key"]),
@@ -353,7 +358,7 @@ def _fail_open(start: Callable[[], None]) -> None:
 def _introduce(page: ControlPage, identity: Identity, first_step: int) -> None:
     words = page.words
     words[Word.MAGIC] = MAGIC
-    words[Word.EPOCH] = identity.epoch
+    words[Word.INCARNATION] = identity.incarnation
     words[Word.STEP] = first_step
     words[Word.TRAINER_PID] = os.getpid()
     words[Word.TRAINER_START] = places.process_start(os.getpid())
@@ -389,7 +394,7 @@ def attach(
         control: URL of a site's control plane, where rank 0 registers the job with the token
             in PARAMD_TOKEN or PARAMD_TOKEN_FILE. None takes `settings.control`; if that is
             empty too, rank 0 starts a control plane for this job alone. One that does not answer
-            within `settings.control_timeout_s` costs this epoch the service, never the training.
+            within `settings.control_timeout_s` costs this job its service, never the training.
         arena: "auto", "host" or "mirror", see AttachSettings; None takes `settings.arena`.
             Parameters on devices are always mirrored: they stay where they are and can be read
             only at agreed boundaries, never from a trainer that hangs or has ended.

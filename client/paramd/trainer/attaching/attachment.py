@@ -86,7 +86,7 @@ class Attachment:
         self._last_step = 0
         self._last_edits = 0
         self.job = identity.job
-        self.epoch = identity.epoch
+        self.incarnation = identity.incarnation
         self.rank = identity.rank
         self.url = url
         """URL of the job's control plane; empty when it did not come up."""
@@ -98,7 +98,7 @@ class Attachment:
 
     @property
     def edits(self) -> int:
-        """Number of edits applied in this epoch. After `detach`, the last one."""
+        """Number of edits applied in this incarnation. After `detach`, the last one."""
         return self._page[Word.EDITS] if not self._detached else self._last_edits
 
     @contextmanager
@@ -197,6 +197,6 @@ class Attachment:
     def __repr__(self) -> str:
         state = "detached" if self._detached else f"at {self.url}" if self.url else "not reachable"
         return (
-            f"<paramd.Attachment job={self.job!r} epoch={self.epoch} rank={self.rank} "
+            f"<paramd.Attachment job={self.job!r} incarnation={self.incarnation} rank={self.rank} "
             f"step={self.step}, {state}>"
         )

@@ -1,6 +1,6 @@
 """All-gather of small byte strings between the trainers, without pickle.
 
-Rank 0 obtains the job's next epoch, from a site's control plane or from this host.
+Rank 0 obtains the job's next incarnation, from a site's control plane or from this host.
 """
 
 from __future__ import annotations
@@ -30,24 +30,24 @@ AGAIN_S = 0.5
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class TakenEpoch:
-    """An epoch, with its keys and its ranks' tickets."""
+class TakenIncarnation:
+    """An incarnation, with its keys and its ranks' tickets."""
 
-    epoch: int
+    incarnation: int
     public_key: bytes
-    """Verifies the epoch's tickets."""
+    """Verifies the incarnation's tickets."""
     rank_tickets: list[str] = field(repr=False)
     """By rank; each lets one sidecar join as that rank."""
     private_key: bytes | None = field(default=None, repr=False)
-    """Signs the epoch's tickets; None when a site's control plane keeps it."""
+    """Signs the incarnation's tickets; None when a site's control plane keeps it."""
     site: Registration | None = None
     """The site's registration; None when there is no site, or it did not answer."""
 
 
-def take_epoch(settings: AttachSettings, *, job: str, world_size: int) -> TakenEpoch:
-    """Take the next epoch, above any this host knows of; rank 0 only.
+def take_incarnation(settings: AttachSettings, *, job: str, world_size: int) -> TakenIncarnation:
+    """Take the next incarnation, above any this host knows of; rank 0 only.
 
-    An unresponsive control plane costs this epoch the service, not the training.
+    An unresponsive control plane costs this incarnation the service, not the training.
 
     Raises:
         DeniedError, ConflictError, UsageError: the control plane refused the job.
@@ -62,29 +62,29 @@ def take_epoch(settings: AttachSettings, *, job: str, world_size: int) -> TakenE
                 error,
             )
         else:
-            # Remember it here too, so that a later epoch of this host's own stays above it.
-            places.last_epoch(job, at_least=found.epoch)
-            return TakenEpoch(
-                epoch=found.epoch,
+            # Remember it here too, so that a later incarnation of this host's own stays above it.
+            places.last_incarnation(job, at_least=found.incarnation)
+            return TakenIncarnation(
+                incarnation=found.incarnation,
                 public_key=found.public_key,
                 rank_tickets=found.rank_tickets,
                 site=found,
             )
-    return _own_epoch(job, world_size)
+    return _own_incarnation(job, world_size)
 
 
 def _registered(settings: AttachSettings, *, job: str, world_size: int) -> Registration:
     """Register the job, retrying while the control plane may be coming back.
 
-    Safe although `register` is not idempotent: a lost answer leaves an epoch that no rank ever
-    joins, and the next one is above it.
+    Safe although `register` is not idempotent: a lost answer leaves an incarnation that no rank
+    ever joins, and the next one is above it.
     """
     deadline_s = time.monotonic() + settings.control_timeout_s
     told = False
     while True:
         try:
-            floor = places.last_epoch(job)
-            return register(settings, job=job, world_size=world_size, epoch_floor=floor)
+            floor = places.last_incarnation(job)
+            return register(settings, job=job, world_size=world_size, incarnation_floor=floor)
         except UnreachableError as error:
             if time.monotonic() >= deadline_s:
                 raise
@@ -94,15 +94,17 @@ def _registered(settings: AttachSettings, *, job: str, world_size: int) -> Regis
             time.sleep(AGAIN_S)
 
 
-def _own_epoch(job: str, world_size: int) -> TakenEpoch:
-    epoch, private_key = places.next_epoch(job), new_private_key()
+def _own_incarnation(job: str, world_size: int) -> TakenIncarnation:
+    incarnation, private_key = places.next_incarnation(job), new_private_key()
     signer = Signer(private_key)
     tickets = [
-        signer.mint(job=job, epoch=epoch, role=Role.SIDECAR, rank=rank, ttl_s=RANK_TICKET_TTL_S)
+        signer.mint(
+            job=job, incarnation=incarnation, role=Role.SIDECAR, rank=rank, ttl_s=RANK_TICKET_TTL_S
+        )
         for rank in range(world_size)
     ]
-    return TakenEpoch(
-        epoch=epoch,
+    return TakenIncarnation(
+        incarnation=incarnation,
         public_key=signer.public_key,
         rank_tickets=tickets,
         private_key=private_key,

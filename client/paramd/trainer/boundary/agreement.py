@@ -39,7 +39,7 @@ CAPTURE, EDIT, HOLD, STEP, RESUME = range(5)
 
 
 class AgreementLost(RuntimeError):
-    """A round failed or timed out; no more agreement in this epoch."""
+    """A round failed or timed out; no more agreement in this incarnation."""
 
 
 class Request(NamedTuple):

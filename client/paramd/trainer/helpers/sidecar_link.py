@@ -29,10 +29,10 @@ CONNECT_POLL_S = 0.02
 
 @dataclass(frozen=True, kw_only=True)
 class Identity:
-    """Identifies this trainer: which rank of which epoch."""
+    """Identifies this trainer: which rank of which incarnation."""
 
     job: str
-    epoch: int
+    incarnation: int
     rank: int
     world_size: int
     public_key: bytes
@@ -154,7 +154,7 @@ class SidecarLink:
         message = {
             "op": "attach",
             "job": identity.job,
-            "epoch": identity.epoch,
+            "incarnation": identity.incarnation,
             "rank": identity.rank,
             "world_size": identity.world_size,
             "pid": os.getpid(),
@@ -272,7 +272,7 @@ class ControlLink:
             arguments += ["--grpc-listen", self._grpc_listen]
         secrets = {
             "job": identity.job,
-            "epoch": identity.epoch,
+            "incarnation": identity.incarnation,
             "world_size": identity.world_size,
             "private_key": identity.private_key.hex(),
             "token": self._token,

@@ -29,10 +29,10 @@ MAX_TOKEN_BYTES = 4096
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Registration:
-    """A new epoch of the job, as issued by the control plane."""
+    """A new incarnation of the job, as issued by the control plane."""
 
     url: str
-    epoch: int
+    incarnation: int
     control_address: str
     """gRPC target that sidecars join."""
     public_key: bytes
@@ -40,9 +40,9 @@ class Registration:
 
 
 def register(
-    settings: AttachSettings, *, job: str, world_size: int, epoch_floor: int
+    settings: AttachSettings, *, job: str, world_size: int, incarnation_floor: int
 ) -> Registration:
-    """Have the control plane begin a new epoch, above `epoch_floor`. Not idempotent.
+    """Have the control plane begin a new incarnation, above `incarnation_floor`. Not idempotent.
 
     Raises:
         UnreachableError: no answer, or it cannot serve now.
@@ -55,7 +55,7 @@ def register(
     if parts.scheme not in ("http", "https") or not parts.hostname:
         raise UsageError(f"control: {url!r}; expected one like http://127.0.0.1:8470")
     verify = https_context(url)
-    body = {"job": job, "world_size": world_size, "epoch_floor": epoch_floor}
+    body = {"job": job, "world_size": world_size, "incarnation_floor": incarnation_floor}
     try:
         answer = httpx2.post(
             f"{url}/api/v1/jobs",
@@ -102,12 +102,12 @@ def token_of(settings: AttachSettings) -> str:
 
 def _registration(url: str, world_size: int, found: Mapping[str, Any]) -> Registration:
     tickets = [str(ticket) for ticket in found["rank_tickets"]]
-    epoch = int(found["epoch"])
-    if len(tickets) != world_size or epoch < 1:
-        raise ValueError(f"{len(tickets)} tickets, epoch {epoch}")
+    incarnation = int(found["incarnation"])
+    if len(tickets) != world_size or incarnation < 1:
+        raise ValueError(f"{len(tickets)} tickets, incarnation {incarnation}")
     return Registration(
         url=url,
-        epoch=epoch,
+        incarnation=incarnation,
         control_address=str(found["control_address"]),
         public_key=key_from_hex(found, "public_key"),
         rank_tickets=tickets,

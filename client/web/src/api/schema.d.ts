@@ -53,13 +53,13 @@ export interface paths {
         };
         /**
          * List Jobs
-         * @description Jobs that this control plane serves, each in its last epoch.
+         * @description Jobs that this control plane serves, each in its last incarnation.
          */
         get: operations["list_jobs"];
         put?: never;
         /**
          * Register Job
-         * @description Begins a new epoch of a job that attaches. Only at a site; the older epoch is over.
+         * @description Begins a new incarnation of a job that attaches, at a site; the older one is over.
          */
         post: operations["register_job"];
         delete?: never;
@@ -97,7 +97,7 @@ export interface paths {
         };
         /**
          * List Alerts
-         * @description Alerts of the job's last epoch, as they stand now; of a past one as they were kept:
+         * @description Alerts of the job's last incarnation, as they stand now; of a past one as they were kept:
          *     the newest first, and firing where the control plane ended before they were over.
          */
         get: operations["list_alerts"];
@@ -138,7 +138,7 @@ export interface paths {
         };
         /**
          * List Edits
-         * @description Edits of the job, of all its epochs, newest first.
+         * @description Edits of the job, of all its incarnations, newest first.
          */
         get: operations["list_edits"];
         put?: never;
@@ -242,26 +242,6 @@ export interface paths {
         patch?: never;
         trace?: never;
     };
-    "/api/v1/jobs/{job}/epochs": {
-        parameters: {
-            query?: never;
-            header?: never;
-            path?: never;
-            cookie?: never;
-        };
-        /**
-         * List Epochs
-         * @description Incarnations of the job, the present one last.
-         */
-        get: operations["list_epochs"];
-        put?: never;
-        post?: never;
-        delete?: never;
-        options?: never;
-        head?: never;
-        patch?: never;
-        trace?: never;
-    };
     "/api/v1/jobs/{job}/events": {
         parameters: {
             query?: never;
@@ -271,10 +251,10 @@ export interface paths {
         };
         /**
          * Follow Events
-         * @description Changes of ranks, steps (once a second), epochs, alerts and snapshots.
+         * @description Changes of ranks, steps (once a second), incarnations, alerts and snapshots.
          *
          *     Kinds: hello (first), gap (`missed` events are not kept; -1 when nobody knows how
-         *     many), rank, step, epoch, alert, snapshot. A comment every 15 s keeps the line alive.
+         *     many), rank, step, incarnation, alert, snapshot. A comment every 15 s keeps the line alive.
          *     A reader that does not read is disconnected, and goes on with Last-Event-ID.
          */
         get: operations["follow_events"];
@@ -429,7 +409,8 @@ export interface paths {
          * Follow Grads
          * @description Statistics of the gradients that each n-th update consumes, over all ranks.
          *
-         *     Events of kind frame: `{job, epoch, step, dropped, clip: {factor}, scale, total, params}`.
+         *     Events of kind frame:
+         *     `{job, incarnation, step, dropped, clip: {factor}, scale, total, params}`.
          *     What a reader is too slow for is dropped and counted; training never waits. The last
          *     event is of kind end: the training detached, or a problem document says why not. A
          *     comment every 15 s keeps the line alive.
@@ -474,7 +455,7 @@ export interface paths {
         };
         /**
          * List Series
-         * @description What was noted in an epoch, by name; what began in the last seconds may lack.
+         * @description What was noted in an incarnation, by name; what began in the last seconds may lack.
          */
         get: operations["list_series"];
         put?: never;
@@ -547,6 +528,26 @@ export interface paths {
          * @description Let held training finish some updates and wait again, under the same lease.
          */
         post: operations["step_hold"];
+        delete?: never;
+        options?: never;
+        head?: never;
+        patch?: never;
+        trace?: never;
+    };
+    "/api/v1/jobs/{job}/incarnations": {
+        parameters: {
+            query?: never;
+            header?: never;
+            path?: never;
+            cookie?: never;
+        };
+        /**
+         * List Incarnations
+         * @description Incarnations of the job, the present one last.
+         */
+        get: operations["list_incarnations"];
+        put?: never;
+        post?: never;
         delete?: never;
         options?: never;
         head?: never;
@@ -899,8 +900,6 @@ export interface components {
          * @description One trouble, from its first to its last sight.
          */
         AlertDocument: {
-            /** Epoch */
-            epoch: number;
             /**
              * First Seen S
              * @description Seconds since the Unix epoch, as the next two
@@ -913,6 +912,8 @@ export interface components {
             fqn: string;
             /** Id */
             id: string;
+            /** Incarnation */
+            incarnation: number;
             /** Job */
             job: string;
             /** Last Seen S */
@@ -971,15 +972,15 @@ export interface components {
             /** Alerts */
             alerts: components["schemas"]["AlertDocument"][];
             /**
-             * Epoch
-             * @description Whose alerts these are
-             */
-            epoch: number;
-            /**
              * Firing Count
-             * @description Alerts that fire now, on all pages; 0 of a past epoch
+             * @description Alerts that fire now, on all pages; 0 of a past incarnation
              */
             firing_count: number;
+            /**
+             * Incarnation
+             * @description Whose alerts these are
+             */
+            incarnation: number;
             /**
              * Next Page Token
              * @description Ask with it for the next page; empty at the end
@@ -1066,8 +1067,8 @@ export interface components {
          *         "role": "reader",
          *         "ttl_s": 86400
          *       },
-         *       "epoch": 3,
          *       "hash": "9f9f9f9f9f9f9f9f9f9f9f9f9f9f9f9f9f9f9f9f9f9f9f9f9f9f9f9f9f9f9f9f",
+         *       "incarnation": 3,
          *       "kind": "intent",
          *       "method": "token.create",
          *       "role": "admin",
@@ -1095,15 +1096,15 @@ export interface components {
                 [key: string]: unknown;
             };
             /**
-             * Epoch
-             * @description 0: not about one epoch
-             */
-            epoch: number;
-            /**
              * Hash
              * @description sha256(hash of the record before || body), hexadecimal
              */
             hash: string;
+            /**
+             * Incarnation
+             * @description 0: not about one incarnation
+             */
+            incarnation: number;
             /**
              * Kind
              * @description intent, outcome, or event (no effect of ours)
@@ -1201,10 +1202,10 @@ export interface components {
              * @description null while it goes on
              */
             ended_s: number | null;
-            /** Epoch */
-            epoch: number;
             /** Id */
             id: string;
+            /** Incarnation */
+            incarnation: number;
             /** Job */
             job: string;
             /** Note */
@@ -1311,44 +1312,6 @@ export interface components {
             wait_s: number;
         };
         /**
-         * EpochDocument
-         * @description One incarnation of a job.
-         */
-        EpochDocument: {
-            /**
-             * Began S
-             * @description Seconds since the Unix epoch
-             */
-            began_s: number;
-            /**
-             * Ended S
-             * @description null while it goes on
-             */
-            ended_s: number | null;
-            /** Epoch */
-            epoch: number;
-            /**
-             * Reason
-             * @description Why it is over; empty while it goes on
-             */
-            reason: string;
-            /**
-             * Step
-             * @description Last step known at its end; -1 when none is
-             */
-            step: number;
-            /** World Size */
-            world_size: number;
-        };
-        /**
-         * EpochList
-         * @description Incarnations of a job, the present one last.
-         */
-        EpochList: {
-            /** Epochs */
-            epochs: components["schemas"]["EpochDocument"][];
-        };
-        /**
          * ExportDocument
          * @description One export.
          */
@@ -1371,11 +1334,6 @@ export interface components {
              */
             ended_s: number | null;
             /**
-             * Epoch
-             * @description 0 while no step is pinned
-             */
-            epoch: number;
-            /**
              * Files
              * @description Left out of lists
              */
@@ -1384,6 +1342,11 @@ export interface components {
             format: string;
             /** Id */
             id: string;
+            /**
+             * Incarnation
+             * @description 0 while no step is pinned
+             */
+            incarnation: number;
             /** Job */
             job: string;
             /**
@@ -1549,7 +1512,7 @@ export interface components {
          *       "cell_col_count": 2,
          *       "cell_row_count": 1,
          *       "col_count": 4,
-         *       "epoch": 3,
+         *       "incarnation": 3,
          *       "mode": "mean",
          *       "name": "layers.0.up.weight",
          *       "nonfinite": [],
@@ -1579,8 +1542,8 @@ export interface components {
              * @description Columns of the matrix
              */
             col_count: number;
-            /** Epoch */
-            epoch: number;
+            /** Incarnation */
+            incarnation: number;
             /** Mode */
             mode: string;
             /** Name */
@@ -1618,12 +1581,12 @@ export interface components {
          * @description A snapshot of all needed ranks at one step, held until its lease ends.
          */
         HeldDocument: {
-            /** Epoch */
-            epoch: number;
             /** Filter */
             filter: string;
             /** Id */
             id: string;
+            /** Incarnation */
+            incarnation: number;
             /** Lease Left S */
             lease_left_s: number;
             /** Pins */
@@ -1648,7 +1611,7 @@ export interface components {
          *         0,
          *         1
          *       ],
-         *       "epoch": 3,
+         *       "incarnation": 3,
          *       "inf_count": 0,
          *       "name": "layers.0.up.weight",
          *       "nan_count": 0,
@@ -1676,8 +1639,8 @@ export interface components {
              * @description Rising; bin i is edges[i] <= x < edges[i+1]
              */
             edges: number[];
-            /** Epoch */
-            epoch: number;
+            /** Incarnation */
+            incarnation: number;
             /** Inf Count */
             inf_count: number;
             /** Name */
@@ -1692,7 +1655,7 @@ export interface components {
          * @description One series, oldest point first.
          * @example {
          *       "cut": false,
-         *       "epoch": 3,
+         *       "incarnation": 3,
          *       "metric": "norm",
          *       "points": [],
          *       "subject": "layers.0.up.weight",
@@ -1705,8 +1668,8 @@ export interface components {
              * @description There are more: ask again from the last point on
              */
             cut: boolean;
-            /** Epoch */
-            epoch: number;
+            /** Incarnation */
+            incarnation: number;
             /** Metric */
             metric: string;
             /** Points */
@@ -1771,6 +1734,44 @@ export interface components {
             lease_s: number;
         };
         /**
+         * IncarnationDocument
+         * @description One incarnation of a job.
+         */
+        IncarnationDocument: {
+            /**
+             * Began S
+             * @description Seconds since the Unix epoch
+             */
+            began_s: number;
+            /**
+             * Ended S
+             * @description null while it goes on
+             */
+            ended_s: number | null;
+            /** Incarnation */
+            incarnation: number;
+            /**
+             * Reason
+             * @description Why it is over; empty while it goes on
+             */
+            reason: string;
+            /**
+             * Step
+             * @description Last step known at its end; -1 when none is
+             */
+            step: number;
+            /** World Size */
+            world_size: number;
+        };
+        /**
+         * IncarnationList
+         * @description Incarnations of a job, the present one last.
+         */
+        IncarnationList: {
+            /** Incarnations */
+            incarnations: components["schemas"]["IncarnationDocument"][];
+        };
+        /**
          * JobDocument
          * @description A job, how to reach its sidecars, and a ticket that lets a reader in.
          */
@@ -1781,15 +1782,15 @@ export interface components {
              */
             control_address: string;
             /**
-             * Epoch
-             * @description Incarnation of the job
-             */
-            epoch: number;
-            /**
              * Hold
              * @description running, held or stepping, as the ranks last reported; see get_hold
              */
             hold: string;
+            /**
+             * Incarnation
+             * @description Incarnation of the job
+             */
+            incarnation: number;
             /**
              * Job
              * @description Name of the job
@@ -1855,11 +1856,11 @@ export interface components {
          */
         JobRegistration: {
             /**
-             * Epoch Floor
-             * @description The epoch given is above this one
+             * Incarnation Floor
+             * @description The incarnation given is above this one
              * @default 0
              */
-            epoch_floor: number;
+            incarnation_floor: number;
             /**
              * Job
              * @description Name: letters, digits, . _ -
@@ -1877,15 +1878,15 @@ export interface components {
          */
         JobSummary: {
             /**
-             * Epoch
-             * @description Incarnation of the job
-             */
-            epoch: number;
-            /**
              * Hold
              * @description running, held or stepping, as the ranks last reported; see get_hold
              */
             hold: string;
+            /**
+             * Incarnation
+             * @description Incarnation of the job
+             */
+            incarnation: number;
             /**
              * Job
              * @description Name of the job
@@ -2214,7 +2215,7 @@ export interface components {
          * ParamPage
          * @description A page of parameters, in the order of the module tree.
          * @example {
-         *       "epoch": -1,
+         *       "incarnation": -1,
          *       "layout_digest": "5b1c",
          *       "missing": [],
          *       "next_page_token": "MTo6NWIxYw==",
@@ -2239,10 +2240,10 @@ export interface components {
          */
         ParamPage: {
             /**
-             * Epoch
-             * @description Epoch of the statistics that were compared; -1 for none
+             * Incarnation
+             * @description Incarnation of the statistics that were compared; -1 for none
              */
-            epoch: number;
+            incarnation: number;
             /** Layout Digest */
             layout_digest: string;
             /** Missing */
@@ -2436,7 +2437,7 @@ export interface components {
             edit_bytes: number;
             /**
              * Edits
-             * @description Edits applied in this epoch
+             * @description Edits applied in this incarnation
              */
             edits: number;
             /**
@@ -2516,11 +2517,11 @@ export interface components {
         };
         /**
          * RankList
-         * @description All ranks of the epoch, ordered by rank.
+         * @description All ranks of the incarnation, ordered by rank.
          */
         RankList: {
-            /** Epoch */
-            epoch: number;
+            /** Incarnation */
+            incarnation: number;
             /** Ranks */
             ranks: components["schemas"]["RankDocument"][];
             /**
@@ -2567,7 +2568,7 @@ export interface components {
         };
         /**
          * RegisteredJob
-         * @description What the ranks of a new epoch need. Holds tickets: never log it.
+         * @description What the ranks of a new incarnation need. Holds tickets: never log it.
          */
         RegisteredJob: {
             /**
@@ -2576,15 +2577,15 @@ export interface components {
              */
             control_address: string;
             /**
-             * Epoch
+             * Incarnation
              * @description Number of the new incarnation
              */
-            epoch: number;
+            incarnation: number;
             /** Job */
             job: string;
             /**
              * Public Key
-             * @description Verifies the epoch's tickets; hexadecimal digits
+             * @description Verifies the incarnation's tickets; hexadecimal digits
              */
             public_key: string;
             /**
@@ -2756,8 +2757,8 @@ export interface components {
          * @description A page of series.
          */
         SeriesPage: {
-            /** Epoch */
-            epoch: number;
+            /** Incarnation */
+            incarnation: number;
             /**
              * Next Page Token
              * @description Ask with it for the next page; empty at the end
@@ -2902,8 +2903,8 @@ export interface components {
          * @description Statistics of tensors, all at one step.
          */
         StatsList: {
-            /** Epoch */
-            epoch: number;
+            /** Incarnation */
+            incarnation: number;
             /** Missing */
             missing: components["schemas"]["MissingDocument"][];
             /**
@@ -3046,7 +3047,7 @@ export interface components {
          *         0
          *       ],
          *       "dtype": "bfloat16",
-         *       "epoch": 3,
+         *       "incarnation": 3,
          *       "name": "norm.weight",
          *       "shape": [
          *         2
@@ -3066,8 +3067,8 @@ export interface components {
             begin: number[];
             /** Dtype */
             dtype: string;
-            /** Epoch */
-            epoch: number;
+            /** Incarnation */
+            incarnation: number;
             /** Name */
             name: string;
             /** Shape */
@@ -3110,8 +3111,6 @@ export type DestinationList = components['schemas']['DestinationList'];
 export type EditDocument = components['schemas']['EditDocument'];
 export type EditList = components['schemas']['EditList'];
 export type EditRequest = components['schemas']['EditRequest'];
-export type EpochDocument = components['schemas']['EpochDocument'];
-export type EpochList = components['schemas']['EpochList'];
 export type ExportDocument = components['schemas']['ExportDocument'];
 export type ExportFileDocument = components['schemas']['ExportFileDocument'];
 export type ExportList = components['schemas']['ExportList'];
@@ -3123,6 +3122,8 @@ export type HistogramDocument = components['schemas']['HistogramDocument'];
 export type HistoryDocument = components['schemas']['HistoryDocument'];
 export type HoldDocument = components['schemas']['HoldDocument'];
 export type HoldRequest = components['schemas']['HoldRequest'];
+export type IncarnationDocument = components['schemas']['IncarnationDocument'];
+export type IncarnationList = components['schemas']['IncarnationList'];
 export type JobDocument = components['schemas']['JobDocument'];
 export type JobList = components['schemas']['JobList'];
 export type JobRegistration = components['schemas']['JobRegistration'];
@@ -3293,7 +3294,7 @@ export interface operations {
                 /** @description From the page before */
                 page_token?: string;
                 /** @description By default the job's last one */
-                epoch?: number | null;
+                incarnation?: number | null;
             };
             header?: never;
             path: {
@@ -3534,29 +3535,6 @@ export interface operations {
                 };
                 content: {
                     "application/json": components["schemas"]["EditDocument"];
-                };
-            };
-        };
-    };
-    list_epochs: {
-        parameters: {
-            query?: never;
-            header?: never;
-            path: {
-                /** @example my-run */
-                job: string;
-            };
-            cookie?: never;
-        };
-        requestBody?: never;
-        responses: {
-            /** @description Successful Response */
-            200: {
-                headers: {
-                    [name: string]: unknown;
-                };
-                content: {
-                    "application/json": components["schemas"]["EpochList"];
                 };
             };
         };
@@ -3868,7 +3846,7 @@ export interface operations {
                 /** @description Unix time in seconds */
                 end_s?: number | null;
                 /** @description By default the job's last one */
-                epoch?: number | null;
+                incarnation?: number | null;
             };
             header?: never;
             path: {
@@ -3894,7 +3872,7 @@ export interface operations {
         parameters: {
             query?: {
                 /** @description By default the job's last one */
-                epoch?: number | null;
+                incarnation?: number | null;
                 /** @description Series on a page */
                 limit?: number;
                 /** @description From the page before */
@@ -4046,6 +4024,29 @@ export interface operations {
                 };
                 content: {
                     "application/json": components["schemas"]["HoldDocument"];
+                };
+            };
+        };
+    };
+    list_incarnations: {
+        parameters: {
+            query?: never;
+            header?: never;
+            path: {
+                /** @example my-run */
+                job: string;
+            };
+            cookie?: never;
+        };
+        requestBody?: never;
+        responses: {
+            /** @description Successful Response */
+            200: {
+                headers: {
+                    [name: string]: unknown;
+                };
+                content: {
+                    "application/json": components["schemas"]["IncarnationList"];
                 };
             };
         };

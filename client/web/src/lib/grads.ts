@@ -23,7 +23,7 @@ export interface GradParam extends Partial<GradStats> {
 }
 
 export interface Frame {
-  epoch: number;
+  incarnation: number;
   step: number;
   dropped: number;
   clip: { factor: number | null };
@@ -47,7 +47,7 @@ export interface GradRow {
 }
 
 export interface Grads {
-  epoch: number;
+  incarnation: number;
   step: number;
   frames: number;
   dropped: number;
@@ -66,7 +66,7 @@ export const EXPLODING_FACTOR = 10;
 const ENOUGH = 5;
 
 export const NO_GRADS: Grads = {
-  epoch: -1,
+  incarnation: -1,
   step: -1,
   frames: 0,
   dropped: 0,
@@ -78,12 +78,12 @@ export const NO_GRADS: Grads = {
 };
 
 export function withFrame(before: Grads, frame: Frame): Grads {
-  const fresh = before.epoch !== frame.epoch;
+  const fresh = before.incarnation !== frame.incarnation;
   const rows = new Map(fresh ? [] : before.rows);
   for (const param of frame.params) rows.set(param.fqn, rowOf(rows.get(param.fqn), param, frame.step));
   const totals = fresh ? [] : before.totals;
   return {
-    epoch: frame.epoch,
+    incarnation: frame.incarnation,
     step: frame.step,
     frames: (fresh ? 0 : before.frames) + 1,
     dropped: frame.dropped,

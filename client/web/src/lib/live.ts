@@ -7,7 +7,7 @@ export interface Live {
   problem: string | null;
   /** Unix time in seconds of the last event. */
   time_s: number;
-  epoch: number;
+  incarnation: number;
   step: number;
   /** Each rises when something of the kind happened: views ask anew. */
   changes: Readonly<Record<string, number>>;
@@ -20,7 +20,7 @@ export const MAX_RECENT = 60;
 export const NOTHING: Live = {
   problem: "connecting",
   time_s: 0,
-  epoch: -1,
+  incarnation: -1,
   step: -1,
   changes: {},
   recent: [],
@@ -35,14 +35,14 @@ export function withEvent(live: Live, event: ServerEvent): Live {
   };
   if (event.kind === "gap" || event.kind === "hello") {
     // What was missed is not known: everything may have changed.
-    for (const kind of ["rank", "epoch", "alert", "snapshot", "edit", "hold", "export"]) bump(kind);
+    for (const kind of ["rank", "incarnation", "alert", "snapshot", "edit", "hold", "export"]) bump(kind);
     return { ...live, time_s, changes };
   }
   bump(event.kind);
-  const epoch = asNumber(data["epoch"], live.epoch);
-  // A new epoch begins at its own steps; within one they only rise.
-  const step = epoch !== live.epoch ? asNumber(data["step"], -1) : asNumber(data["step"], live.step);
-  const next = { ...live, time_s, changes, epoch, step };
+  const incarnation = asNumber(data["incarnation"], live.incarnation);
+  // A new incarnation begins at its own steps; within one they only rise.
+  const step = incarnation !== live.incarnation ? asNumber(data["step"], -1) : asNumber(data["step"], live.step);
+  const next = { ...live, time_s, changes, incarnation, step };
   if (event.kind === "step") return next;
   const one = { id: event.id, kind: event.kind, time_s, data };
   return { ...next, recent: [one, ...live.recent].slice(0, MAX_RECENT) };

@@ -1,7 +1,7 @@
 /** What the page has collected of tensors, to show how they change over steps. Pure. */
 
 export interface Histogram {
-  epoch: number;
+  incarnation: number;
   step: number;
   edges: number[];
   counts: number[];
@@ -29,7 +29,7 @@ export interface Heat {
 
 /** A tensor at one step. */
 export interface Sample {
-  epoch: number;
+  incarnation: number;
   step: number;
   /** Unix time in seconds at which the answer came. */
   time_s: number;
@@ -42,7 +42,7 @@ export const MAX_SAMPLES = 240;
 
 /** With one more sample; one of the same step is replaced, the oldest make place. */
 export function withSample(samples: readonly Sample[], sample: Sample): Sample[] {
-  const kept = samples.filter((one) => one.epoch === sample.epoch && one.step !== sample.step);
+  const kept = samples.filter((one) => one.incarnation === sample.incarnation && one.step !== sample.step);
   kept.push(sample);
   kept.sort((a, b) => a.step - b.step);
   return kept.slice(-MAX_SAMPLES);

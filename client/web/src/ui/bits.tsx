@@ -10,13 +10,13 @@ export function Source(props: {
   what: string;
   at: number;
   step?: number | undefined;
-  epoch?: number | undefined;
+  incarnation?: number | undefined;
   error?: string | null | undefined;
   busy?: boolean | undefined;
   refresh?: (() => void) | undefined;
 }): ReactNode {
   const now = useNow();
-  const { what, at, step, epoch, error, busy, refresh } = props;
+  const { what, at, step, incarnation, error, busy, refresh } = props;
   const age = at ? Math.max(0, (Math.max(now, at) - at) / 1000) : 0;
   const old = at > 0 && error;
   return (
@@ -32,7 +32,7 @@ export function Source(props: {
       )}
       {at === 0 && !error && <span>{busy ? "asking …" : "not asked"}</span>}
       {step !== undefined && step >= 0 && <span>step {step.toLocaleString("en-US")}</span>}
-      {epoch !== undefined && epoch >= 0 && <span>epoch {epoch}</span>}
+      {incarnation !== undefined && incarnation >= 0 && <span>incarnation {incarnation}</span>}
       {refresh && (
         <button type="button" className="quiet" onClick={refresh} aria-label={`Ask ${what} again`}>
           ↻

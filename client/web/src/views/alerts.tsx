@@ -50,7 +50,7 @@ function AlertList(): ReactNode {
           <input type="search" data-filter aria-label="Filter alerts" placeholder="rule, subject, words   ( / )" value={filter} onChange={(event) => setFilter(event.target.value)} />
         </>
       }
-      source={<Source what={`/jobs/${job}/alerts`} at={alerts.at} epoch={alerts.data?.epoch} error={alerts.error} busy={alerts.busy} refresh={alerts.refresh} />}
+      source={<Source what={`/jobs/${job}/alerts`} at={alerts.at} incarnation={alerts.data?.incarnation} error={alerts.error} busy={alerts.busy} refresh={alerts.refresh} />}
     >
       {alerts.error && <Trouble>{alerts.error}</Trouble>}
       {alerts.data && !alerts.data.watch && (

@@ -65,7 +65,7 @@ export function EditForm(): ReactNode {
   return (
     <Panel
       title="Change parameters"
-      source={tried && <Source what="dry run" at={tried.at} step={tried.edit.step} epoch={tried.edit.epoch} />}
+      source={tried && <Source what="dry run" at={tried.at} step={tried.edit.step} incarnation={tried.edit.incarnation} />}
     >
       <form className="form" onSubmit={dry} aria-label="Edit">
         <label className="field full">

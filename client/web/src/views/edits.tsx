@@ -144,7 +144,7 @@ function One(props: {
           ["who", edit.actor],
           ["when", clock(edit.created_s)],
           ["applied at step", edit.step >= 0 ? count(edit.step) : "–"],
-          ["epoch", String(edit.epoch)],
+          ["incarnation", String(edit.incarnation)],
           ["training waited", edit.stop_ms === null ? "–" : duration(edit.stop_ms / 1000)],
           ...(edit.undo_of ? [["undoes", edit.undo_of.slice(0, 8)] as [string, string]] : []),
           ...(edit.undone_by ? [["undone by", edit.undone_by.slice(0, 8)] as [string, string]] : []),

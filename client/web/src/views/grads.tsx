@@ -48,7 +48,7 @@ export default function Gradients(): ReactNode {
     <>
       <div className="head">
         <h1>Gradients</h1>
-        <Source what={`/jobs/${job}/grads`} at={at} step={grads.step} epoch={grads.epoch} error={problem} busy />
+        <Source what={`/jobs/${job}/grads`} at={at} step={grads.step} incarnation={grads.incarnation} error={problem} busy />
       </div>
       <div className="bar-row">
         <div className="grow">

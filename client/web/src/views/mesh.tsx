@@ -34,7 +34,7 @@ export default function Mesh(): ReactNode {
     pollMs(world),
   );
   const facts = usePoll(
-    world ? `${job}/axes/${summary?.epoch}` : null,
+    world ? `${job}/axes/${summary?.incarnation}` : null,
     (signal) => get("/api/v1/jobs/{job}/params", { path: { job }, query: { limit: 200 }, signal }),
     0,
   );
@@ -74,7 +74,7 @@ export default function Mesh(): ReactNode {
         {summary && (
           <span>
             {count(summary.joined_count)} of {count(world)} ranks · step{" "}
-            {count(Math.max(summary.step, live.epoch === summary.epoch ? live.step : -1))} · epoch {summary.epoch}
+            {count(Math.max(summary.step, live.incarnation === summary.incarnation ? live.step : -1))} · incarnation {summary.incarnation}
           </span>
         )}
         <Source what={`/jobs/${job}/ranks`} at={ranks.at} error={ranks.error} busy={ranks.busy} refresh={ranks.refresh} />
@@ -95,8 +95,8 @@ export default function Mesh(): ReactNode {
       {chosen && <RankPanel rank={chosen} axes={axes} reasons={alertsOf.get(chosen.rank) ?? []} at={ranks.at} />}
       {all.length > 16 && <RankTable ranks={tiles} at={ranks.at} picked={picked} onPick={pick} />}
       <div className="two">
-        <StepTimes world={world} epoch={summary?.epoch ?? -1} />
-        <Epochs />
+        <StepTimes world={world} incarnation={summary?.incarnation ?? -1} />
+        <Incarnations />
       </div>
     </>
   );
@@ -176,25 +176,25 @@ function RankPanel(props: {
   );
 }
 
-function Epochs(): ReactNode {
+function Incarnations(): ReactNode {
   const { job, live } = useShared();
-  const epochs = usePoll(
-    `${job}/epochs/${live.changes["epoch"] ?? 0}`,
-    (signal) => get("/api/v1/jobs/{job}/epochs", { path: { job }, signal }),
+  const incarnations = usePoll(
+    `${job}/incarnations/${live.changes["incarnation"] ?? 0}`,
+    (signal) => get("/api/v1/jobs/{job}/incarnations", { path: { job }, signal }),
     60_000,
   );
-  const rows = [...(epochs.data?.epochs ?? [])].reverse();
+  const rows = [...(incarnations.data?.incarnations ?? [])].reverse();
   return (
     <Panel
-      title="Epochs"
-      source={<Source what={`/jobs/${job}/epochs`} at={epochs.at} error={epochs.error} busy={epochs.busy} />}
+      title="Incarnations"
+      source={<Source what={`/jobs/${job}/incarnations`} at={incarnations.at} error={incarnations.error} busy={incarnations.busy} />}
     >
-      {epochs.error && <Trouble>{epochs.error}</Trouble>}
+      {incarnations.error && <Trouble>{incarnations.error}</Trouble>}
       <div className="scroll">
         <table className="plain">
           <thead>
             <tr>
-              <th>epoch</th>
+              <th>incarnation</th>
               <th>ranks</th>
               <th>began</th>
               <th>ended</th>
@@ -203,14 +203,14 @@ function Epochs(): ReactNode {
             </tr>
           </thead>
           <tbody>
-            {rows.map((epoch) => (
-              <tr key={epoch.epoch}>
-                <td>{epoch.epoch}</td>
-                <td>{count(epoch.world_size)}</td>
-                <td>{clock(epoch.began_s)}</td>
-                <td>{epoch.ended_s === null ? "goes on" : clock(epoch.ended_s)}</td>
-                <td>{epoch.step >= 0 ? count(epoch.step) : "–"}</td>
-                <td className="wrap">{epoch.reason}</td>
+            {rows.map((incarnation) => (
+              <tr key={incarnation.incarnation}>
+                <td>{incarnation.incarnation}</td>
+                <td>{count(incarnation.world_size)}</td>
+                <td>{clock(incarnation.began_s)}</td>
+                <td>{incarnation.ended_s === null ? "goes on" : clock(incarnation.ended_s)}</td>
+                <td>{incarnation.step >= 0 ? count(incarnation.step) : "–"}</td>
+                <td className="wrap">{incarnation.reason}</td>
               </tr>
             ))}
           </tbody>

@@ -14,15 +14,15 @@ const MIN_SPAN_MS = 60_000;
 /** Above so many ranks the control plane notes the least, the median and the most of all. */
 const MAX_RANKS_NOTED = 64;
 
-export function StepTimes(props: { world: number; epoch: number }): ReactNode {
-  const { world, epoch } = props;
+export function StepTimes(props: { world: number; incarnation: number }): ReactNode {
+  const { world, incarnation } = props;
   const { job, dark } = useShared();
   const subjects =
     world > MAX_RANKS_NOTED
       ? ["min", "median", "max"]
       : Array.from({ length: Math.min(world, MAX_LINES) }, (_, i) => String(Math.round((i * (world - 1)) / Math.max(1, Math.min(world, MAX_LINES) - 1))));
   const found = usePoll(
-    world > 0 ? `${job}/${epoch}/times/${world}` : null,
+    world > 0 ? `${job}/${incarnation}/times/${world}` : null,
     (signal) =>
       Promise.all(
         subjects.map((subject) =>

@@ -45,7 +45,7 @@ export function ParamDetail(props: { name: string }): ReactNode {
     <div className="detail">
       <Panel
         title={<Name className="wrap">{name}</Name>}
-        source={<Source what="/params/stats" at={found.at} step={last?.step} epoch={last?.epoch} error={found.error} />}
+        source={<Source what="/params/stats" at={found.at} step={last?.step} incarnation={last?.incarnation} error={found.error} />}
         actions={
           <button type="button" className="quiet" aria-label="Close the detail" onClick={() => patchQuery({ name: "", part: "" })}>
             ✕

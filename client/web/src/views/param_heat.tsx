@@ -51,7 +51,7 @@ export function HeatPanel(props: { name: string; shape: readonly number[] }): Re
           </button>
         </>
       }
-      source={<Source what="/params/heatmap" at={heat.at} step={found?.step} epoch={found?.epoch} error={heat.error} busy={heat.busy} refresh={heat.refresh} />}
+      source={<Source what="/params/heatmap" at={heat.at} step={found?.step} incarnation={found?.incarnation} error={heat.error} busy={heat.busy} refresh={heat.refresh} />}
     >
       {heat.error && <Trouble>{heat.error}</Trouble>}
       {found && <Picture key={asked} heat={found} shape={shape} ranges={ranges} signed={mode !== "absmax"} onZoom={zoom} />}

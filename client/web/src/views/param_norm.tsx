@@ -27,7 +27,7 @@ export function NormPanel(props: { name: string; samples: readonly Sample[] }): 
     (signal) => get("/api/v1/jobs/{job}/history", { path: { job }, query: { metric: "norm", subject: name }, signal }),
     60_000,
   );
-  const points = useMemo(() => merged(history.data?.points ?? [], history.data?.epoch ?? -1, samples), [history.data, samples]);
+  const points = useMemo(() => merged(history.data?.points ?? [], history.data?.incarnation ?? -1, samples), [history.data, samples]);
   const smoothed = useMemo(() => smooth(points.map((point) => point.value), Number(weight)), [points, weight]);
   const noted = history.data?.points.length ?? 0;
   const x = (point: Point): number => (by === "time" ? point.time_s * 1000 : point.step);
@@ -93,13 +93,13 @@ function positive(value: number | null, log: string): number | string {
 
 function merged(
   noted: readonly { step: number; time_s: number; mean: number | null }[],
-  epoch: number,
+  incarnation: number,
   samples: readonly Sample[],
 ): Point[] {
   const of = new Map<number, Point>();
   for (const point of noted) of.set(point.step, { step: point.step, time_s: point.time_s, value: point.mean });
   for (const sample of samples) {
-    if (epoch >= 0 && sample.epoch !== epoch) continue;
+    if (incarnation >= 0 && sample.incarnation !== incarnation) continue;
     of.set(sample.step, { step: sample.step, time_s: sample.time_s, value: sample.stats.norm });
   }
   return [...of.values()].sort((a, b) => a.step - b.step);

@@ -86,5 +86,5 @@ async function sampleOf(job: string, name: string, withHeat: boolean, signal?: A
         signal,
       })
     : null;
-  return { epoch: stats.epoch, step: stats.step, time_s: Date.now() / 1000, stats: row, histogram, heat };
+  return { incarnation: stats.incarnation, step: stats.step, time_s: Date.now() / 1000, stats: row, histogram, heat };
 }

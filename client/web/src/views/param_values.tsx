@@ -30,7 +30,7 @@ export function Values(props: { name: string; shape: readonly number[] }): React
   const across = found?.shape.length ? found.shape.at(-1)! : 1;
   const rows = found ? Array.from({ length: Math.ceil(found.values.length / Math.max(1, across)) }, (_, i) => found.values.slice(i * across, (i + 1) * across)) : [];
   return (
-    <Panel title="Values" source={<Source what="/params/values" at={values.at} step={found?.step} epoch={found?.epoch} error={values.error} busy={values.busy} refresh={problem ? undefined : values.refresh} />}>
+    <Panel title="Values" source={<Source what="/params/values" at={values.at} step={found?.step} incarnation={found?.incarnation} error={values.error} busy={values.busy} refresh={problem ? undefined : values.refresh} />}>
       <label className="field">
         Slice of {shape.join(" × ") || "a scalar"}, half-open
         <input type="text" className="mono" spellCheck={false} value={slice} onChange={(event) => setSlice(event.target.value)} />

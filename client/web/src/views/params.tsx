@@ -72,7 +72,7 @@ export default function Params(): ReactNode {
             what="/params/stats"
             at={numbers.at}
             step={steps}
-            epoch={numbers.epoch}
+            incarnation={numbers.incarnation}
             error={numbers.error}
             busy={numbers.busy}
             refresh={numbers.refresh}

@@ -89,7 +89,7 @@ export interface Numbers {
   of: ReadonlyMap<string, StatsDocument>;
   /** Lowest and highest step among them. */
   steps: [number, number];
-  epoch: number;
+  incarnation: number;
   at: number;
   error: string | null;
   busy: boolean;
@@ -100,12 +100,12 @@ export interface Numbers {
 interface Kept {
   of: Map<string, StatsDocument>;
   steps: [number, number];
-  epoch: number;
+  incarnation: number;
   at: number;
   error: string | null;
 }
 
-const fresh = (): Kept => ({ of: new Map(), steps: [-1, -1], epoch: -1, at: 0, error: null });
+const fresh = (): Kept => ({ of: new Map(), steps: [-1, -1], incarnation: -1, at: 0, error: null });
 
 /** Statistics of the listed tensors: of all when they are few, else of those in sight. */
 export function useNumbers(job: string, filter: string, listed: Listed): Numbers {
@@ -138,11 +138,11 @@ export function useNumbers(job: string, filter: string, listed: Listed): Numbers
             signal,
           });
           for (const row of answer.stats) have.current.set(row.name, row);
-          const { step, epoch } = answer;
+          const { step, incarnation } = answer;
           setKept((old) => ({
             of: new Map(have.current),
             steps: old.steps[0] < 0 ? [step, step] : [Math.min(old.steps[0], step), Math.max(old.steps[1], step)],
-            epoch,
+            incarnation,
             at: Date.now(),
             error: null,
           }));

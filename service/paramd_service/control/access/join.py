@@ -92,8 +92,8 @@ class TicketInterceptor(grpc.aio.ServerInterceptor):
         check_revoked: Callable[[Claims], None],
         denied: Denied = no_audit,
     ) -> None:
-        """`verifier_of(job, epoch)` raises DeniedError for those not ours; `check_revoked` does
-        for a ticket whose token has ended.
+        """`verifier_of(job, incarnation)` raises DeniedError for those not ours;
+        `check_revoked` does for a ticket whose token has ended.
         """
         self._verifier_of = verifier_of
         self._check_revoked = check_revoked
@@ -122,8 +122,10 @@ class TicketInterceptor(grpc.aio.ServerInterceptor):
         if len(found) != 1 or not isinstance(found[0], str) or not found[0].startswith("Bearer "):
             raise DeniedError("expected metadata 'authorization: Bearer <ticket>', once")
         ticket = found[0].removeprefix("Bearer ")
-        job, epoch = claimed(ticket)
-        claims = self._verifier_of(job, epoch).verify(ticket, job=job, epoch=epoch)
+        job, incarnation = claimed(ticket)
+        claims = self._verifier_of(job, incarnation).verify(
+            ticket, job=job, incarnation=incarnation
+        )
         self._check_revoked(claims)
         if claims.role not in METHOD_ROLES.get(method, frozenset()):
             raise RoleError(f"a ticket of role {claims.role.value!r} may not call {method[:200]}")
@@ -136,18 +138,19 @@ def caller_token() -> str | None:
 
 
 def caller_rank() -> tuple[str, int, int | None]:
-    """Job, epoch and rank of the current call's ticket."""
+    """Job, incarnation and rank of the current call's ticket."""
     claims = _caller.get()
-    return claims.job, claims.epoch, claims.rank
+    return claims.job, claims.incarnation, claims.rank
 
 
-def check_epoch(job: str, epoch: int) -> None:
-    """Raise ConflictError unless the current call's ticket is for this job and epoch."""
+def check_incarnation(job: str, incarnation: int) -> None:
+    """Raise ConflictError unless the current call's ticket is for this job and incarnation."""
     claims = _caller.get()
-    if (claims.job, claims.epoch) != (job, epoch):
+    if (claims.job, claims.incarnation) != (job, incarnation):
         raise ConflictError(
-            f"the ticket is of job {claims.job!r}, epoch {claims.epoch}; it may not speak for "
-            f"job {job[:64]!r}, epoch {epoch}"
+            f"the ticket is of job {claims.job!r}, incarnation {claims.incarnation}; it may "
+            "not speak for "
+            f"job {job[:64]!r}, incarnation {incarnation}"
         )
 
 

@@ -70,7 +70,7 @@ OPERATIONS: Final[dict[str, Action]] = {
     "register_job": Action.ATTACH,
     "get_job": Action.VIEW,
     "list_ranks": Action.VIEW,
-    "list_epochs": Action.VIEW,
+    "list_incarnations": Action.VIEW,
     "list_alerts": Action.VIEW,
     "follow_events": Action.VIEW,
     "follow_grads": Action.VIEW,

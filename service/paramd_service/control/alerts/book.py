@@ -78,7 +78,7 @@ class Alert:
 
     id: str
     job: str
-    epoch: int
+    incarnation: int
     finding: Finding
     """As last found."""
     state: State
@@ -95,11 +95,11 @@ class _Pending:
 
 
 class Book:
-    """The alerts of one job in one epoch."""
+    """The alerts of one job in one incarnation."""
 
-    def __init__(self, *, job: str, epoch: int, clear_after_s: float) -> None:
+    def __init__(self, *, job: str, incarnation: int, clear_after_s: float) -> None:
         self._job = job
-        self._epoch = epoch
+        self._incarnation = incarnation
         self._clear_after_s = clear_after_s
         self._firing: dict[str, Alert] = {}
         self._pending: dict[str, _Pending] = {}
@@ -145,14 +145,14 @@ class Book:
         return changes
 
     def close(self, now_s: float) -> list[Alert]:
-        """Resolve everything because the epoch has ended; return what was firing."""
+        """Resolve everything because the incarnation has ended; return what was firing."""
         self._pending.clear()
         return [self._end(key, now_s) for key in list(self._firing)]
 
     def restore(self, alerts: Sequence[Alert]) -> None:
         """Resume alerts that were firing before a restart of the control plane."""
         for alert in alerts:
-            if alert.state is State.FIRING and alert.epoch == self._epoch:
+            if alert.state is State.FIRING and alert.incarnation == self._incarnation:
                 self._firing.setdefault(alert.finding.key, alert)
 
     def _found(self, key: str, finding: Finding, now_s: float) -> list[Alert]:
@@ -172,9 +172,9 @@ class Book:
             return []
         self.fired_count += 1
         self._firing[key] = Alert(
-            id=f"{self._job}-{self._epoch}-{self.fired_count}-{int(pending.since_s * 1000):x}",
+            id=f"{self._job}-{self._incarnation}-{self.fired_count}-{int(1e3 * pending.since_s):x}",
             job=self._job,
-            epoch=self._epoch,
+            incarnation=self._incarnation,
             finding=finding,
             state=State.FIRING,
             first_seen_s=pending.since_s,
@@ -193,7 +193,7 @@ class Point:
     """One measurement for the history."""
 
     job: str
-    epoch: int
+    incarnation: int
     name: str
     """step, step_time_s, stall_total_s (all by rank) or norm (by tensor)."""
     subject: str
@@ -210,8 +210,8 @@ class AlertStore(Protocol):
     async def save_alerts(self, alerts: Sequence[Alert]) -> None:
         """Insert or overwrite alerts by id."""
 
-    async def load_firing(self, job: str, epoch: int) -> Sequence[Alert]:
-        """Alerts of one epoch that were firing when last written."""
+    async def load_firing(self, job: str, incarnation: int) -> Sequence[Alert]:
+        """Alerts of one incarnation that were firing when last written."""
 
     def offer(self, points: Sequence[Point]) -> None:
         """Add to the history. Never blocks, never fails; drops what it cannot keep."""
@@ -230,11 +230,11 @@ class MemoryStore:
         while len(self.alerts) > MAX_KEPT:
             del self.alerts[next(iter(self.alerts))]
 
-    async def load_firing(self, job: str, epoch: int) -> Sequence[Alert]:
+    async def load_firing(self, job: str, incarnation: int) -> Sequence[Alert]:
         return [
             alert
             for alert in self.alerts.values()
-            if alert.state is State.FIRING and (alert.job, alert.epoch) == (job, epoch)
+            if alert.state is State.FIRING and (alert.job, alert.incarnation) == (job, incarnation)
         ]
 
     def offer(self, points: Sequence[Point]) -> None:
@@ -246,7 +246,7 @@ class AlertDocument(BaseModel):
 
     id: str
     job: str
-    epoch: int
+    incarnation: int
     rule: str = Field(
         description="non-finite, norm-jump, replica-drift, stale-rank, stalled-rank, straggler, "
         "stall-budget, layout-mismatch or certificate"
@@ -270,7 +270,7 @@ def document(alert: Alert) -> AlertDocument:
     return AlertDocument(
         id=alert.id,
         job=alert.job,
-        epoch=alert.epoch,
+        incarnation=alert.incarnation,
         rule=found.rule.value,
         subject=found.subject,
         severity=found.severity.value,
@@ -310,11 +310,11 @@ class KeptAlerts:
             else:
                 await self._table.replace(replace(row, id=row_id))
 
-    async def load_firing(self, job: str, epoch: int) -> Sequence[Alert]:
+    async def load_firing(self, job: str, incarnation: int) -> Sequence[Alert]:
         rows = await self._table.page(job, limit=MAX_OPEN, only_open=True)
         found: list[Alert] = []
         for row in rows:
-            alert = alert_of(row) if row.epoch == epoch else None
+            alert = alert_of(row) if row.incarnation == incarnation else None
             if alert is not None:
                 self._knows(alert.id, row.id)
                 found.append(alert)
@@ -335,8 +335,12 @@ class KeptAlerts:
 def series_of(point: Point) -> SeriesKey:
     """The history series of a point: ranks by number, tensors as part of the name."""
     if point.subject.isdecimal() and point.name != "norm":
-        return SeriesKey(job=point.job, epoch=point.epoch, rank=int(point.subject), name=point.name)
-    return SeriesKey(job=point.job, epoch=point.epoch, name=series_name(point.name, point.subject))
+        return SeriesKey(
+            job=point.job, incarnation=point.incarnation, rank=int(point.subject), name=point.name
+        )
+    return SeriesKey(
+        job=point.job, incarnation=point.incarnation, name=series_name(point.name, point.subject)
+    )
 
 
 def subject_of(series: SeriesKey) -> tuple[str, str]:
@@ -362,7 +366,7 @@ def row_of(alert: Alert) -> AlertRow:
     found = alert.finding
     return AlertRow(
         job=alert.job,
-        epoch=alert.epoch,
+        incarnation=alert.incarnation,
         rank=found.ranks[0] if len(found.ranks) == 1 else -1,
         step=found.step,
         rule=found.rule.value,
@@ -396,7 +400,7 @@ def alert_of(row: AlertRow) -> Alert | None:
         return Alert(
             id=str(row.detail["id"]),
             job=row.job,
-            epoch=row.epoch,
+            incarnation=row.incarnation,
             finding=finding,
             state=State.FIRING if row.resolved_s is None else State.RESOLVED,
             first_seen_s=row.raised_s,

@@ -244,7 +244,7 @@ def _input(rank: RankView) -> RankInput:
     )
 
 
-def points_of(ranks: Ranks, *, job: str, epoch: int, time_s: float) -> list[Point]:
+def points_of(ranks: Ranks, *, job: str, incarnation: int, time_s: float) -> list[Point]:
     """Measurements for the history: step, step time and stalls of the joined ranks.
 
     One per rank in small meshes, else the minimum, median and maximum.
@@ -256,7 +256,7 @@ def points_of(ranks: Ranks, *, job: str, epoch: int, time_s: float) -> list[Poin
             points.append(
                 Point(
                     job=job,
-                    epoch=epoch,
+                    incarnation=incarnation,
                     name=name,
                     subject=subject,
                     step=min(rank.step for rank in joined),

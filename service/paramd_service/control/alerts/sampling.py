@@ -281,11 +281,13 @@ class _Pinned:
             answer = await self.sidecars.digests(
                 self.pinned.pins[rank], batch, self.deadline_s - time.monotonic()
             )
-            said = (answer.header.epoch, answer.header.step, len(answer.digests))
-            if said != (self.pinned.epoch, self.pinned.step, len(batch)):
+            said = (answer.header.incarnation, answer.header.step, len(answer.digests))
+            if said != (self.pinned.incarnation, self.pinned.step, len(batch)):
                 raise ConflictError(
-                    f"{self.sidecars.who(rank)} answered {said[2]} digests of epoch {said[0]}, "
-                    f"step {said[1]}; asked were {len(batch)} of epoch {self.pinned.epoch}, "
+                    f"{self.sidecars.who(rank)} answered {said[2]} digests of incarnation "
+                    f"{said[0]}, "
+                    f"step {said[1]}; asked were {len(batch)} of incarnation "
+                    f"{self.pinned.incarnation}, "
                     f"step {self.pinned.step}; try again"
                 )
             found.extend(answer.digests)

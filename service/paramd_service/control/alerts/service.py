@@ -1,4 +1,4 @@
-"""Watchers, one per open epoch, and the loading of their config."""
+"""Watchers, one per open incarnation, and the loading of their config."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ class Watchers:
         await self.webhooks.close()
 
     def get(self, job: str) -> Watcher | None:
-        """The watcher of a job's latest epoch, which may be over; None before any."""
+        """The watcher of a job's latest incarnation, which may be over; None before any."""
         return self._watchers.get(job)
 
     def all(self) -> list[tuple[str, Watcher]]:
@@ -88,7 +88,7 @@ class Watchers:
         watcher = Watcher(
             self.config,
             job=mesh.job,
-            epoch=mesh.number,
+            incarnation=mesh.number,
             view=mesh.registry.view,
             sampler=self._make_sampler(mesh),
             webhooks=self.webhooks,
@@ -100,10 +100,10 @@ class Watchers:
         self._watchers[mesh.job] = watcher
 
     def _end(self, mesh: Incarnation) -> None:
-        # `Jobs` ends an epoch before it announces the next one, so this is the right watcher.
+        # `Jobs` ends an incarnation before it announces the next one, so this is the right watcher.
         watcher = self._watchers.get(mesh.job)
         if watcher is not None:
-            task = asyncio.create_task(watcher.close(epoch_over=True))
+            task = asyncio.create_task(watcher.close(incarnation_over=True))
             self._ending.add(task)
             task.add_done_callback(self._ending.discard)
 

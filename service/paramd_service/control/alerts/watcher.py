@@ -1,4 +1,4 @@
-"""Watch one epoch of one job: the sidecars' reports and, now and then, sampled parameters.
+"""Watch one incarnation of one job: the sidecars' reports and, now and then, sampled parameters.
 
 Findings go into the book; its changes go to the log, the events, the webhooks and the store.
 Nothing here can fail the control plane: a failed round is logged once, and the next one follows.
@@ -73,7 +73,7 @@ class Rounds:
         config: AlertConfig,
         *,
         job: str,
-        epoch: int,
+        incarnation: int,
         view: Callable[[], MeshView],
         sampler: Sampler,
         book: Book,
@@ -84,7 +84,7 @@ class Rounds:
         """No I/O. `told` receives the book's changes, `offer` the points for the history."""
         self._config = config
         self._job = job
-        self._epoch = epoch
+        self._incarnation = incarnation
         self._view = view
         self._sampler = sampler
         self._book = book
@@ -118,7 +118,7 @@ class Rounds:
             [
                 Point(
                     job=self._job,
-                    epoch=self._epoch,
+                    incarnation=self._incarnation,
                     name="norm",
                     subject=tensor.fqn,
                     step=found.step,
@@ -175,7 +175,7 @@ class Watcher:
         config: AlertConfig,
         *,
         job: str,
-        epoch: int,
+        incarnation: int,
         view: Callable[[], MeshView],
         sampler: Sampler,
         webhooks: Webhooks,
@@ -194,9 +194,9 @@ class Watcher:
             clock: Seconds since the Unix epoch.
         """
         self.config = config
-        self.book = Book(job=job, epoch=epoch, clear_after_s=config.clear_after_s)
+        self.book = Book(job=job, incarnation=incarnation, clear_after_s=config.clear_after_s)
         self._job = job
-        self._epoch = epoch
+        self._incarnation = incarnation
         self._webhooks = webhooks
         self._store: AlertStore = store if store is not None else MemoryStore()
         self._tell = tell
@@ -211,7 +211,7 @@ class Watcher:
         self._trouble: dict[str, str] = {}
         self._tasks: list[asyncio.Task[None]] = []
         self.rounds = Rounds(
-            config, job=job, epoch=epoch, view=view, sampler=sampler, book=self.book,
+            config, job=job, incarnation=incarnation, view=view, sampler=sampler, book=self.book,
             told=self._told, offer=self._store.offer, clock=clock,
         )  # fmt: skip
         self.round_counts = {"stats": 0, "digests": 0}
@@ -237,19 +237,19 @@ class Watcher:
             if is_on
         ]
 
-    async def close(self, *, epoch_over: bool = False) -> None:
+    async def close(self, *, incarnation_over: bool = False) -> None:
         """Stop watching. Idempotent.
 
         Args:
-            epoch_over: Resolve all alerts. Otherwise they stay firing in the store, for the next
-                control plane to resume.
+            incarnation_over: Resolve all alerts. Otherwise they stay firing in the store, for the
+                next control plane to resume.
         """
         for task in self._tasks:
             task.cancel()
         if self._tasks:
             await asyncio.wait(self._tasks)
         self._tasks = []
-        if epoch_over:
+        if incarnation_over:
             self._told(self.book.close(self._clock()))
         try:
             await self._save()
@@ -286,7 +286,9 @@ class Watcher:
             self._window.append((now_s, now))
         if now_s >= self._points_due_s:
             self._points_due_s = now_s + POINTS_EVERY_S
-            self._store.offer(points_of(now, job=self._job, epoch=self._epoch, time_s=now_s))
+            self._store.offer(
+                points_of(now, job=self._job, incarnation=self._incarnation, time_s=now_s)
+            )
 
     async def _run(self, kind: str, every_s: float, one: Callable[[], Awaitable[None]]) -> None:
         while True:
@@ -314,9 +316,9 @@ class Watcher:
             firing = alert.state is State.FIRING
             log.log(
                 logging.WARNING if firing else logging.INFO,
-                "job %s, epoch %d: %s %s: %s",
+                "job %s, incarnation %d: %s %s: %s",
                 alert.job,
-                alert.epoch,
+                alert.incarnation,
                 alert.finding.rule.value,
                 "fires" if firing else "is over",
                 alert.finding.reason,
@@ -332,7 +334,7 @@ class Watcher:
         while True:
             try:
                 if not self._restored:
-                    self.book.restore(await self._store.load_firing(self._job, self._epoch))
+                    self.book.restore(await self._store.load_firing(self._job, self._incarnation))
                     self._restored = True
                 await self._save()
             except ParamdError as error:
@@ -360,5 +362,9 @@ class Watcher:
 
 def _extra(alert: Alert) -> dict[str, object]:
     found = alert.finding
-    fields: dict[str, object] = {"job": alert.job, "epoch": alert.epoch, "step": found.step}
+    fields: dict[str, object] = {
+        "job": alert.job,
+        "incarnation": alert.incarnation,
+        "step": found.step,
+    }
     return fields | ({"rank": found.ranks[0]} if len(found.ranks) == 1 else {})

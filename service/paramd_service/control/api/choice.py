@@ -53,7 +53,7 @@ class NormHistory:
             Sample(
                 series=SeriesKey(
                     job=document["job"],
-                    epoch=document["epoch"],
+                    incarnation=document["incarnation"],
                     name=series_name("grad_norm", row["fqn"]),
                 ),
                 time_s=now_s,

@@ -1,4 +1,4 @@
-"""Documents of the REST side, as OpenAPI describes them: jobs, ranks, epochs.
+"""Documents of the REST side, as OpenAPI describes them: jobs, ranks, incarnations.
 
 Documents of edits and holds, as OpenAPI describes them.
 
@@ -140,7 +140,7 @@ class EditDocument(BaseModel):
 
     id: str
     job: str
-    epoch: int
+    incarnation: int
     state: EditStateName = Field(description="APPLIED, ABORTED and LOST never change")
     reason: str = Field(description="Why it is ABORTED or LOST; else empty")
     actor: str = Field(description="Name of the token of who asked for it")
@@ -253,7 +253,9 @@ class ParamPage(BaseModel):
     total_count: int = Field(description="Tensors that match, on all pages")
     params: list[ParamDocument]
     next_page_token: str = Field(description="Ask with it for the next page; empty at the end")
-    epoch: int = Field(description="Epoch of the statistics that were compared; -1 for none")
+    incarnation: int = Field(
+        description="Incarnation of the statistics that were compared; -1 for none"
+    )
     step: int = Field(description="Step of them, the same on all pages; -1 for none")
     partial: bool = Field(description="Tensors are missing because ranks are")
     missing: list[MissingDocument]
@@ -263,7 +265,7 @@ class ParamPage(BaseModel):
         total_count=2,
         params=[_PARAM],
         next_page_token="MTo6NWIxYw==",
-        epoch=-1,
+        incarnation=-1,
         step=-1,
         partial=False,
         missing=[],
@@ -320,7 +322,7 @@ class StatsDocument(_Numbers):
 class StatsList(BaseModel):
     """Statistics of tensors, all at one step."""
 
-    epoch: int
+    incarnation: int
     step: int = Field(description="The step that all numbers belong to")
     stats: list[StatsDocument]
     total: StatsDocument = Field(
@@ -333,7 +335,7 @@ class StatsList(BaseModel):
 class HistogramDocument(BaseModel):
     """How many elements of one tensor lie where, at one step."""
 
-    epoch: int
+    incarnation: int
     step: int
     name: str
     edges: list[float] = Field(description="Rising; bin i is edges[i] <= x < edges[i+1]")
@@ -344,7 +346,7 @@ class HistogramDocument(BaseModel):
     inf_count: int
 
     model_config = _example(
-        epoch=3,
+        incarnation=3,
         step=1200,
         name="layers.0.up.weight",
         edges=[-1.0, 0.0, 1.0],
@@ -359,7 +361,7 @@ class HistogramDocument(BaseModel):
 class HeatmapDocument(BaseModel):
     """A tensor as a picture: a matrix shrunk to cells, at one step."""
 
-    epoch: int
+    incarnation: int
     step: int
     name: str
     mode: str
@@ -379,7 +381,7 @@ class HeatmapDocument(BaseModel):
     )
 
     model_config = _example(
-        epoch=3,
+        incarnation=3,
         step=1200,
         name="layers.0.up.weight",
         mode="mean",
@@ -397,7 +399,7 @@ class HeatmapDocument(BaseModel):
 class ValuesDocument(BaseModel):
     """Elements of one tensor or a slice of it, at one step."""
 
-    epoch: int
+    incarnation: int
     step: int
     name: str
     dtype: str
@@ -409,7 +411,7 @@ class ValuesDocument(BaseModel):
     )
 
     model_config = _example(
-        epoch=3,
+        incarnation=3,
         step=1200,
         name="norm.weight",
         dtype="bfloat16",
@@ -452,7 +454,7 @@ class HeldDocument(BaseModel):
 
     id: str
     filter: str
-    epoch: int
+    incarnation: int
     step: int
     lease_left_s: float
     size_bytes: int
@@ -493,7 +495,7 @@ class JobSummary(BaseModel):
     """One job that this control plane serves."""
 
     job: str = Field(description="Name of the job")
-    epoch: int = Field(description="Incarnation of the job")
+    incarnation: int = Field(description="Incarnation of the job")
     world_size: int = Field(description="Ranks of the mesh")
     joined_count: int = Field(description="Ranks whose sidecar is joined now")
     step: int = Field(description="Lowest step that a joined rank reported; -1 when none is")
@@ -515,25 +517,25 @@ class JobRegistration(BaseModel):
 
     job: str = Field(description="Name: letters, digits, . _ -", min_length=1, max_length=64)
     world_size: int = Field(description="Ranks of the mesh", ge=1, le=65_536)
-    epoch_floor: int = Field(
-        0, description="The epoch given is above this one", ge=0, le=1_000_000_000_000
+    incarnation_floor: int = Field(
+        0, description="The incarnation given is above this one", ge=0, le=1_000_000_000_000
     )
 
 
 class RegisteredJob(BaseModel):
-    """What the ranks of a new epoch need. Holds tickets: never log it."""
+    """What the ranks of a new incarnation need. Holds tickets: never log it."""
 
     job: str
-    epoch: int = Field(description="Number of the new incarnation")
+    incarnation: int = Field(description="Number of the new incarnation")
     control_address: str = Field(description='gRPC target "host:port" that sidecars join')
-    public_key: str = Field(description="Verifies the epoch's tickets; hexadecimal digits")
+    public_key: str = Field(description="Verifies the incarnation's tickets; hexadecimal digits")
     rank_tickets: list[str] = Field(description="By rank; lets its sidecar join as that rank")
 
 
-class EpochDocument(BaseModel):
+class IncarnationDocument(BaseModel):
     """One incarnation of a job."""
 
-    epoch: int
+    incarnation: int
     world_size: int
     began_s: float = Field(description="Seconds since the Unix epoch")
     ended_s: float | None = Field(description="null while it goes on")
@@ -541,10 +543,10 @@ class EpochDocument(BaseModel):
     step: int = Field(description="Last step known at its end; -1 when none is")
 
 
-class EpochList(BaseModel):
+class IncarnationList(BaseModel):
     """Incarnations of a job, the present one last."""
 
-    epochs: list[EpochDocument]
+    incarnations: list[IncarnationDocument]
 
 
 class PeerDocument(BaseModel):
@@ -596,15 +598,15 @@ class RankDocument(BaseModel):
     agreement_reason: str
     hold_left_ms: int = Field(description="Left of the lease of a hold; 0 when it is in none")
     hold_steps_left: int = Field(description="Boundaries that held training may still pass")
-    edits: int = Field(description="Edits applied in this epoch")
+    edits: int = Field(description="Edits applied in this incarnation")
     edit_bytes: int = Field(description="Memory of staged edits and of what undoes applied ones")
     alerts: list[str] = Field(description="Ids of what the sidecar itself finds wrong")
     version: str = Field(description="Version of the sidecar's paramd")
 
 
 class RankList(BaseModel):
-    """All ranks of the epoch, ordered by rank."""
+    """All ranks of the incarnation, ordered by rank."""
 
-    epoch: int
+    incarnation: int
     stall_budget_s: float = Field(description="Longest that an update may wait for a copy")
     ranks: list[RankDocument]

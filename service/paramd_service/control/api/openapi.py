@@ -15,7 +15,7 @@ _PHRASES = {
     403: "The token's role does not permit it",
     404: "No such job, name or snapshot",
     405: "Not a method of this path",
-    409: "The state does not allow it: another layout, epoch or boundary",
+    409: "The state does not allow it: another layout, incarnation or boundary",
     411: "The body comes without its length",
     413: "The body is too long",
     422: "An argument is wrong",

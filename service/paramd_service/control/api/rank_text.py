@@ -36,13 +36,13 @@ RANKS_OF_A_CHUNK = 128
 
 
 def chunks(
-    registry: Registry, *, world_size: int, epoch: int, stall_budget_s: float
+    registry: Registry, *, world_size: int, incarnation: int, stall_budget_s: float
 ) -> Iterator[str]:
     """The `RankList` of one incarnation, a few ranks at a time: each as it is at its turn.
 
     A test holds it against the model.
     """
-    yield f'{{"epoch":{epoch},"stall_budget_s":{stall_budget_s!r},"ranks":['
+    yield f'{{"incarnation":{incarnation},"stall_budget_s":{stall_budget_s!r},"ranks":['
     for begin in range(0, world_size, RANKS_OF_A_CHUNK):
         views = registry.rank_views(range(begin, min(begin + RANKS_OF_A_CHUNK, world_size)))
         yield ("," if begin else "") + ",".join([_rank(view) for view in views])

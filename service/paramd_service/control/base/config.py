@@ -128,7 +128,7 @@ class Bootstrap:
 
     job: str
     """Name of the job."""
-    epoch: int
+    incarnation: int
     """Number of the incarnation, 1 or more."""
     world_size: int
     """Number of ranks, 1 or more."""
@@ -144,11 +144,11 @@ class Bootstrap:
 
     def asked(self, rank: int, address: str) -> Asked:
         """One rank's sidecar as the target of a call."""
-        return Asked(job=self.job, epoch=self.epoch, rank=rank, address=address)
+        return Asked(job=self.job, incarnation=self.incarnation, rank=rank, address=address)
 
 
 def read_bootstrap(stdin: BinaryIO, *, job: str) -> Bootstrap:
-    """Read the one JSON line `{"job", "epoch", "world_size", "private_key", "token"}`.
+    """Read the one JSON line `{"job", "incarnation", "world_size", "private_key", "token"}`.
 
     Raises:
         UsageError: it is missing, too long, malformed or about another job. The text never
@@ -157,13 +157,13 @@ def read_bootstrap(stdin: BinaryIO, *, job: str) -> Bootstrap:
     line = stdin.readline(MAX_BOOTSTRAP_BYTES + 1)
     if not line or len(line) > MAX_BOOTSTRAP_BYTES:
         raise UsageError(
-            "stdin: expected one JSON line with job, epoch, world_size, private_key, token"
+            "stdin: expected one JSON line with job, incarnation, world_size, private_key, token"
         )
     try:
         found = json.loads(line)
         bootstrap = Bootstrap(
             job=str(found["job"]),
-            epoch=int(found["epoch"]),
+            incarnation=int(found["incarnation"]),
             world_size=int(found["world_size"]),
             private_key=key_from_hex(found, "private_key"),
             token=str(found["token"]),
@@ -177,8 +177,8 @@ def read_bootstrap(stdin: BinaryIO, *, job: str) -> Bootstrap:
 
 
 def _check_bounds(bootstrap: Bootstrap) -> None:
-    if bootstrap.epoch < 1:
-        raise UsageError(f"stdin: epoch {bootstrap.epoch}; expected 1 or more")
+    if bootstrap.incarnation < 1:
+        raise UsageError(f"stdin: incarnation {bootstrap.incarnation}; expected 1 or more")
     if not 1 <= bootstrap.world_size <= MAX_WORLD_SIZE:
         raise UsageError(
             f"stdin: world_size {bootstrap.world_size}; expected 1 to {MAX_WORLD_SIZE}"

@@ -102,10 +102,10 @@ def bind_grpc(
 
 
 def announce(bootstrap: Bootstrap, url: str, grpc_address: str) -> Endpoint:
-    """Write the job's endpoint file, replacing an older epoch's.
+    """Write the job's endpoint file, replacing an older incarnation's.
 
     Raises:
-        ConflictError: a newer epoch of the job is already running.
+        ConflictError: a newer incarnation of the job is already running.
         UsageError: the state dir cannot be used.
     """
     endpoint = Endpoint(
@@ -114,7 +114,7 @@ def announce(bootstrap: Bootstrap, url: str, grpc_address: str) -> Endpoint:
         pid=os.getpid(),
         job=bootstrap.job,
         grpc_address=grpc_address,
-        epoch=bootstrap.epoch,
+        incarnation=bootstrap.incarnation,
         pid_start=places.process_start(os.getpid()),
     )
     places.write_endpoint(endpoint)
@@ -127,7 +127,7 @@ def successor(mine: Endpoint) -> Endpoint | None:
         found = places.read_endpoint(mine.job)
     except UnreachableError:
         return None
-    return found if found.pid != mine.pid and found.epoch >= mine.epoch else None
+    return found if found.pid != mine.pid and found.incarnation >= mine.incarnation else None
 
 
 def _candidates(port: int) -> range:

@@ -1,7 +1,7 @@
 """The identity of a control plane: its generation and, for a site, its key and token.
 
-A site has one key for all its jobs, from which each epoch's key pair is derived. So a restarted
-control plane recognizes the sidecars of every job without having recorded any.
+A site has one key for all its jobs, from which each incarnation's key pair is derived. So a
+restarted control plane recognizes the sidecars of every job without having recorded any.
 
     <state dir>/_site/          0700; no job can have this name
         key                     0600: 32 random bytes, hexadecimal
@@ -9,10 +9,10 @@ control plane recognizes the sidecars of every job without having recorded any.
         generation              the last generation handed out
         control.clock           its clock, for its successor
 
-History of a job's epochs: one line per change, in the job's directory of the state dir.
+History of a job's incarnations: one line per change, in the job's directory of the state dir.
 
-Lines are only appended, each in a single write, so control planes of two epochs may both write.
-Truncated or unknown lines are skipped.
+Lines are only appended, each in a single write, so control planes of two incarnations may both
+write. Truncated or unknown lines are skipped.
 """
 
 from __future__ import annotations
@@ -34,18 +34,19 @@ from paramd import clock, places
 from paramd.errors import ConflictError, ParamdError, UsageError
 from paramd.security.tickets import new_token
 
-EPOCHS_FILE = "epochs.jsonl"
+INCARNATIONS_FILE, OLDER_FILE = "incarnations.jsonl", "epochs.jsonl"
+"""The history of a job, and its name in older versions."""
 MAX_READ_BYTES = 256 << 10
-"""Only the newest lines are read: about a thousand epochs."""
+"""Only the newest lines are read: about a thousand incarnations."""
 
 log = logging.getLogger("paramd.control")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class EpochRecord:
+class IncarnationRecord:
     """One incarnation of a job."""
 
-    epoch: int
+    incarnation: int
     world_size: int
     began_s: float
     """Seconds since the Unix epoch."""
@@ -57,7 +58,7 @@ class EpochRecord:
     """Last known step when it ended; -1 when unknown."""
 
 
-class EpochNotes:
+class IncarnationNotes:
     """Writes the history off the event loop, one line at a time."""
 
     def __init__(self) -> None:
@@ -66,12 +67,12 @@ class EpochNotes:
 
     def start(self) -> None:
         """Start writing, including what was noted before."""
-        self._task = asyncio.create_task(self._run(), name="paramd-epochs")
+        self._task = asyncio.create_task(self._run(), name="paramd-incarnations")
 
-    def note(self, job: str, record: EpochRecord) -> None:
-        """Queue a line for an epoch that has begun or ended."""
+    def note(self, job: str, record: IncarnationRecord) -> None:
+        """Queue a line for an incarnation that has begun or ended."""
         line: dict[str, Any] = {
-            "epoch": record.epoch,
+            "incarnation": record.incarnation,
             "world_size": record.world_size,
             "began_s": record.began_s,
         }
@@ -94,31 +95,35 @@ class EpochNotes:
                 await asyncio.to_thread(_append, job, line)
             except (OSError, ParamdError) as error:
                 # The history is a convenience: the job goes on without it.
-                log.warning("the list of epochs was not written: %s", error)
+                log.warning("the list of incarnations was not written: %s", error)
             finally:
                 self._lines.task_done()
 
 
-def records(job: str) -> list[EpochRecord]:
-    """All known epochs, oldest first. Every epoch but the last counts as ended."""
-    found: dict[int, EpochRecord] = {}
-    for line in _lines(places.state_dir() / places.check_job_name(job) / EPOCHS_FILE):
-        _take_in(found, line)
-    ordered = [found[epoch] for epoch in sorted(found)]
+def records(job: str) -> list[IncarnationRecord]:
+    """All known incarnations, oldest first. Every incarnation but the last counts as ended."""
+    found: dict[int, IncarnationRecord] = {}
+    directory = places.state_dir() / places.check_job_name(job)
+    for name in (OLDER_FILE, INCARNATIONS_FILE):
+        for line in _lines(directory / name):
+            _take_in(found, line)
+    ordered = [found[incarnation] for incarnation in sorted(found)]
     for place, later in enumerate(ordered[1:]):
         if ordered[place].ended_s is None:
             ordered[place] = replace(
-                ordered[place], ended_s=later.began_s, reason=f"epoch {later.epoch} has begun"
+                ordered[place],
+                ended_s=later.began_s,
+                reason=f"incarnation {later.incarnation} has begun",
             )
     return ordered
 
 
-def _take_in(found: dict[int, EpochRecord], line: bytes) -> None:
+def _take_in(found: dict[int, IncarnationRecord], line: bytes) -> None:
     try:
         said = json.loads(line)
         ended_s = said.get("ended_s")
-        record = EpochRecord(
-            epoch=int(said["epoch"]),
+        record = IncarnationRecord(
+            incarnation=int(said.get("incarnation", said.get("epoch"))),
             world_size=int(said["world_size"]),
             began_s=float(said["began_s"]),
             ended_s=float(ended_s) if ended_s is not None else None,
@@ -128,8 +133,8 @@ def _take_in(found: dict[int, EpochRecord], line: bytes) -> None:
     except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError):
         return
     # A restarted control plane notes the beginning again: the earliest time counts.
-    first = found.get(record.epoch, record)
-    found[record.epoch] = replace(record, began_s=min(first.began_s, record.began_s))
+    first = found.get(record.incarnation, record)
+    found[record.incarnation] = replace(record, began_s=min(first.began_s, record.began_s))
 
 
 def _lines(path: Path) -> list[bytes]:
@@ -144,7 +149,7 @@ def _lines(path: Path) -> list[bytes]:
 
 
 def _append(job: str, message: dict[str, Any]) -> None:
-    path = places.job_dir(job) / EPOCHS_FILE
+    path = places.job_dir(job) / INCARNATIONS_FILE
     line = json.dumps(message, separators=(",", ":")).encode() + b"\n"
     flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW
     descriptor = os.open(path, flags, 0o600)
@@ -168,9 +173,11 @@ class Site:
     key: bytes = field(repr=False)
     token: str = field(repr=False)
 
-    def private_key(self, job: str, epoch: int) -> bytes:
-        """Key that signs the tickets of one epoch of one job; deterministic."""
-        return hmac.digest(self.key, f"paramd epoch key\0{job}\0{epoch}".encode(), hashlib.sha256)
+    def private_key(self, job: str, incarnation: int) -> bytes:
+        """Key that signs the tickets of one incarnation of one job; deterministic."""
+        return hmac.digest(
+            self.key, f"paramd incarnation key\0{job}\0{incarnation}".encode(), hashlib.sha256
+        )
 
 
 def site_dir() -> Path:

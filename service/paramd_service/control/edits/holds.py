@@ -64,7 +64,7 @@ Told = Callable[[str, HoldView], None]
 
 
 class Hold:
-    """The hold of one epoch. Use on one event loop."""
+    """The hold of one incarnation. Use on one event loop."""
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""What goes on with the edits of one epoch beside the requests: staging, turns, restarts."""
+"""What goes on with the edits of one incarnation beside the requests: staging, turns, restarts."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from paramd_service.control.edits.machine import (
     Commit,
     EditMachine,
     EditState,
-    EpochEnded,
+    IncarnationEnded,
     Restarted,
     SameData,
     no_data,
@@ -63,7 +63,7 @@ class IncarnationEdits:
         """Edits that have not ended, by id."""
         self.calls = EditCalls(
             mesh.calls,
-            epoch=mesh.number,
+            incarnation=mesh.number,
             generation=mesh.terms.generation,
         )
 
@@ -151,10 +151,10 @@ class IncarnationEdits:
                 detail = {"id": edit_id, "staged_by": driver.row.actor, "reason": reason}
                 self._records.note(self._mesh, "edit.abort", detail)
 
-    def epoch_ended(self, reason: str) -> None:
+    def incarnation_ended(self, reason: str) -> None:
         """The trainers are gone, and what they had agreed on with them."""
         for driver in self.open.values():
-            driver.feed(EpochEnded(reason))
+            driver.feed(IncarnationEnded(reason))
 
     async def close(self) -> None:
         """Stops; what is committed is resolved by the next control plane."""
@@ -177,7 +177,9 @@ class IncarnationEdits:
         self, index: NameIndex, done: EditRow, ops: Sequence[PlannedOp]
     ) -> EditRow | None:
         """The newest edit after `done` that changed an element of `ops`, and was not undone."""
-        since = await self._records.edits.of_job(done.job, (EditState.APPLIED,), epoch=done.epoch)
+        since = await self._records.edits.of_job(
+            done.job, (EditState.APPLIED,), incarnation=done.incarnation
+        )
         later = [row for row in since if row.edits > done.edits]
         numbers = {row.id for row in later}
         for row in sorted(later, key=lambda row: -row.edits):
@@ -249,11 +251,11 @@ class IncarnationEdits:
 
     def _take_up(self, row: EditRow) -> EditRun | None:
         """The driver of an edit whose fate is to be found out."""
-        if row.epoch > self._mesh.number or row.id in self.open:
+        if row.incarnation > self._mesh.number or row.id in self.open:
             return None
         driver = self.drive(row, no_data)
-        if row.epoch < self._mesh.number:
-            driver.feed(EpochEnded(f"epoch {row.epoch} ended"))
+        if row.incarnation < self._mesh.number:
+            driver.feed(IncarnationEnded(f"incarnation {row.incarnation} ended"))
             return driver
         if row.state != EditState.COMMITTED:
             return None
@@ -275,7 +277,7 @@ class IncarnationEdits:
             role="",
             method="edit.resolve",
             job=row.job,
-            epoch=row.epoch,
+            incarnation=row.incarnation,
             step=row.step,
             detail={**told(row), "state": row.state, **_outcome(row)},
         )

@@ -11,10 +11,11 @@ APPLIED            every rank has said so: same boundary, token, step, number of
                    manifest, and replicas took the same data.
 ABORTED            on no rank, now and ever: it was never committed, or one rank's sidecar is
                    certain that its trainer never takes part.
-LOST               the epoch ended, or a trainer did, before it was known to be on all ranks.
+LOST               the incarnation ended, or a trainer did, before it was known to be on all ranks.
 
 The last three never change. A rank that cannot be asked, or is in doubt, is asked again for as
-long as the epoch goes on; that is why every question of a rank is answered by exactly one event.
+long as the incarnation goes on; that is why every question of a rank is answered by exactly one
+event.
 """
 
 from __future__ import annotations
@@ -115,8 +116,8 @@ class Shown:
 
 
 @dataclass(frozen=True, slots=True)
-class EpochEnded:
-    """Its epoch is over."""
+class IncarnationEnded:
+    """Its incarnation is over."""
 
     reason: str
 
@@ -135,7 +136,7 @@ Event: TypeAlias = (
     | Told
     | NotTold
     | Shown
-    | EpochEnded
+    | IncarnationEnded
     | Restarted
 )
 
@@ -212,7 +213,7 @@ class EditMachine:
     step: int = -1
     """Step at whose boundary it was applied."""
     edits: int = -1
-    """Edits of the epoch, this one included, when it was applied."""
+    """Edits of the incarnation, this one included, when it was applied."""
     stop_ns: int = 0
     """Longest time that it kept a trainer."""
     agreed: bool = False
@@ -236,8 +237,8 @@ class EditMachine:
         if self.ended:
             return []
         match event:
-            case EpochEnded(reason):
-                return self._epoch_ended(reason)
+            case IncarnationEnded(reason):
+                return self._incarnation_ended(reason)
             case CallOff(reason):
                 return self._called_off(reason)
             case Staged():
@@ -339,7 +340,7 @@ class EditMachine:
         self.state, self.reason = EditState.APPLIED, ""
         return [Persist()]
 
-    def _epoch_ended(self, reason: str) -> list[Action]:
+    def _incarnation_ended(self, reason: str) -> list[Action]:
         if self.state is not EditState.COMMITTED:
             return self._abort(reason)
         return self._lose(f"{reason}, before all ranks had said whether it was applied")

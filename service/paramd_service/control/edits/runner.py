@@ -63,11 +63,11 @@ _FATES = {
 
 
 class EditCalls:
-    """Calls to the sidecars of one epoch. All raise the ParamdError of the status."""
+    """Calls to the sidecars of one incarnation. All raise the ParamdError of the status."""
 
-    def __init__(self, sidecars: SidecarCalls, *, epoch: int, generation: int) -> None:
+    def __init__(self, sidecars: SidecarCalls, *, incarnation: int, generation: int) -> None:
         self._sidecars = sidecars
-        self._epoch = epoch
+        self._incarnation = incarnation
         self._generation = generation
 
     async def stage(self, rank: int, address: str, manifest: pb.EditManifest) -> pb.EditProgress:
@@ -105,7 +105,7 @@ class EditCalls:
     async def withdraw(self, rank: int, address: str, boundary: int) -> Outcome:
         """Takes a boundary request back, and says what became of it."""
         request = pb.WithdrawBoundaryRequest(
-            epoch=self._epoch, boundary=boundary, generation=self._generation
+            incarnation=self._incarnation, boundary=boundary, generation=self._generation
         )
         answer: pb.WithdrawBoundaryResponse = await self._ask(
             rank, address, "WithdrawBoundary", request
@@ -116,7 +116,7 @@ class EditCalls:
     async def renew_hold(self, rank: int, address: str, lease_ms: int) -> int:
         """Lease granted, in milliseconds."""
         request = pb.RenewHoldRequest(
-            epoch=self._epoch, generation=self._generation, lease_ms=lease_ms
+            incarnation=self._incarnation, generation=self._generation, lease_ms=lease_ms
         )
         answer: pb.RenewHoldResponse = await self._ask(rank, address, "RenewHold", request)
         return answer.lease_ms

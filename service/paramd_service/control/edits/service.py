@@ -76,7 +76,12 @@ class EditService:
         index, digest = await self._layout()
         name = edit_id if edit_id is not None else secrets.token_hex(16)
         planned = await asyncio.to_thread(
-            plan_edit, index, spec, edit_id=name, epoch=self._mesh.number, layout_digest=digest
+            plan_edit,
+            index,
+            spec,
+            edit_id=name,
+            incarnation=self._mesh.number,
+            layout_digest=digest,
         )
         if planned.share > self._config.max_share:
             raise ConflictError(
@@ -106,8 +111,8 @@ class EditService:
 
         Raises:
             DeniedError: it would bring back NaN or infinities that only an admin may write.
-            ConflictError: it was not applied in this epoch, was undone before, or a later edit
-                changed some of the same elements and not `force`.
+            ConflictError: it was not applied in this incarnation, was undone before, or a later
+                edit changed some of the same elements and not `force`.
         """
         self._mesh.check()
         if reason := self.why_no_undo(done):
@@ -199,8 +204,8 @@ class EditService:
             return f"it is {row.state}"
         if row.undone_by:
             return f"edit {row.undone_by} has undone it"
-        if row.epoch != self._mesh.number or self._mesh.over is not None:
-            return f"its epoch {row.epoch} is over"
+        if row.incarnation != self._mesh.number or self._mesh.over is not None:
+            return f"its incarnation {row.incarnation} is over"
         return ""
 
     async def _opened(
@@ -226,7 +231,7 @@ class EditService:
             row = EditRow(
                 id=edit_id,
                 job=self._mesh.job,
-                epoch=self._mesh.number,
+                incarnation=self._mesh.number,
                 state=EditState.STAGING,
                 actor=by.name,
                 role=by.role.value,
@@ -293,7 +298,7 @@ class EditRegistry:
         """Time from creation to APPLIED of all of them together, by job; in seconds."""
 
     def began(self, mesh: Incarnation) -> None:
-        """An epoch begins."""
+        """An incarnation begins."""
         job = mesh.job
         work = IncarnationEdits(mesh, self._records, self.config, told=self._told)
         pace = self._paces.setdefault(job, Pace(self.config.max_per_minute))
@@ -307,11 +312,11 @@ class EditRegistry:
         work.begin()
 
     def is_over(self, mesh: Incarnation) -> None:
-        """An epoch is over: what it had agreed on went with it."""
-        epoch, service = self._services.get(mesh.job, (0, None))
-        if service is None or epoch != mesh.number:
+        """An incarnation is over: what it had agreed on went with it."""
+        incarnation, service = self._services.get(mesh.job, (0, None))
+        if service is None or incarnation != mesh.number:
             return
-        service.work.epoch_ended(f"epoch {epoch} ended ({mesh.over})")
+        service.work.incarnation_ended(f"incarnation {incarnation} ended ({mesh.over})")
 
     def look(self, mesh: Incarnation, _: MeshView, now_s: float | None = None) -> None:
         """Once a second."""
@@ -322,19 +327,19 @@ class EditRegistry:
         self._older = [service for service in self._older if service.work.open]
 
     def service(self, job: str) -> EditService:
-        """Where edits of the job's last epoch are asked for. Raises NotFoundError."""
+        """Where edits of the job's last incarnation are asked for. Raises NotFoundError."""
         found = self._services.get(job)
         if found is None:
             raise NotFoundError(f"job {job[:64]!r} is not served here")
         return found[1]
 
     def hold(self, job: str) -> Hold:
-        """The hold of the job's last epoch. Raises NotFoundError."""
+        """The hold of the job's last incarnation. Raises NotFoundError."""
         self.service(job)
         return self._holds[job]
 
     def hold_counts(self) -> dict[str, int]:
-        """Holds begun here in the job's last epoch, by job."""
+        """Holds begun here in the job's last incarnation, by job."""
         return {job: hold.begun_count for job, hold in self._holds.items()}
 
     def open_counts(self) -> Counter[tuple[str, str]]:
@@ -387,7 +392,7 @@ class EditRegistry:
         log.info("job %s: edit %s is %s %s", row.job, row.id, row.state, row.reason)
         data = {
             "id": row.id,
-            "epoch": row.epoch,
+            "incarnation": row.incarnation,
             "state": row.state,
             "reason": row.reason[:1000],
             "step": row.step,

@@ -157,7 +157,7 @@ class Planned:
 
 
 def plan_edit(
-    index: NameIndex, spec: EditSpec, *, edit_id: str, epoch: int, layout_digest: str
+    index: NameIndex, spec: EditSpec, *, edit_id: str, incarnation: int, layout_digest: str
 ) -> Planned:
     """The manifest and what documents say of it.
 
@@ -173,7 +173,7 @@ def plan_edit(
         begin += len(found)
     manifest = sidecar_pb2.EditManifest(
         edit_id=edit_id,
-        epoch=epoch,
+        incarnation=incarnation,
         layout_digest=layout_digest,
         ops=map(encode_op, ops),
         allow_nonfinite=spec.allow_nonfinite,
@@ -191,10 +191,10 @@ def plan_undo(
     *,
     edit_id: str,
 ) -> Planned:
-    """The edit that undoes an applied one of the same epoch and layout."""
+    """The edit that undoes an applied one of the same incarnation and layout."""
     manifest = sidecar_pb2.EditManifest(
         edit_id=edit_id,
-        epoch=done.epoch,
+        incarnation=done.incarnation,
         layout_digest=done.layout_digest,
         ops=done.ops,
         # It puts back what was there, whatever that was.

@@ -234,9 +234,9 @@ def read_spec(request: Mapping[str, Any]) -> ExportSpec:
     )
 
 
-def named_at(destination: str, *, epoch: int, step: int) -> str:
-    """A destination whose key has "{step}" or "{epoch}" in it, once they are known."""
-    return destination.replace("{step}", str(step)).replace("{epoch}", str(epoch))
+def named_at(destination: str, *, incarnation: int, step: int) -> str:
+    """A destination whose key has "{step}" or "{incarnation}" in it, once they are known."""
+    return destination.replace("{step}", str(step)).replace("{incarnation}", str(incarnation))
 
 
 def scheduled(destination: str) -> str:
@@ -330,7 +330,7 @@ class ExportDocument(BaseModel):
 
     id: str
     job: str
-    epoch: int = Field(description="0 while no step is pinned")
+    incarnation: int = Field(description="0 while no step is pinned")
     step: int = Field(description="-1 while no step is pinned")
     state: str = Field(description="PLANNED, RUNNING, VERIFYING, DONE, FAILED or CANCELLED")
     reason: str = Field(description="Why it failed or was cancelled")
@@ -406,7 +406,7 @@ def export_document(
     return ExportDocument(
         id=row.id,
         job=row.job,
-        epoch=row.epoch,
+        incarnation=row.incarnation,
         step=row.step,
         state=row.state,
         reason=row.reason,

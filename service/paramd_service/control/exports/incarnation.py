@@ -1,4 +1,4 @@
-"""The exports of one epoch of one job: some run, the others wait their turn."""
+"""The exports of one incarnation of one job: some run, the others wait their turn."""
 
 from __future__ import annotations
 
@@ -75,8 +75,7 @@ class IncarnationExports:
         """Raises ExhaustedError when too many wait."""
         if len(self._runs) >= MAX_RUNNING + MAX_WAITING:
             raise ExhaustedError(
-                f"{MAX_WAITING} exports of job {self.mesh.job!r} wait already; try again "
-                "later"
+                f"{MAX_WAITING} exports of job {self.mesh.job!r} wait already; try again later"
             )
 
     def add(self, row: ExportRow, files: list[ExportFileRow]) -> ExportJob:
@@ -110,7 +109,7 @@ class IncarnationExports:
             await run.over.wait()
 
     async def end(self, reason: str) -> None:
-        """The epoch is over: all of it fails, for the sidecars leave."""
+        """The incarnation is over: all of it fails, for the sidecars leave."""
         self._over = reason
         for run in list(self._runs.values()):
             run.fail(reason)

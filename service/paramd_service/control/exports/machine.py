@@ -69,7 +69,7 @@ class Export:
     state: State = State.PLANNED
     reason: str = ""
     """Why it failed or was cancelled."""
-    epoch: int = 0
+    incarnation: int = 0
     """0 before a step is pinned."""
     step: int = -1
     files: Mapping[str, File]
@@ -90,13 +90,13 @@ class Export:
 NEW = Export(files={})
 
 
-def planned(export: Export, *, epoch: int, step: int, files: Sequence[File]) -> Export:
+def planned(export: Export, *, incarnation: int, step: int, files: Sequence[File]) -> Export:
     """One step is pinned, and these are the files to write."""
     _expect(export, State.PLANNED)
     return replace(
         export,
         state=State.RUNNING if files else State.VERIFYING,
-        epoch=epoch,
+        incarnation=incarnation,
         step=step,
         files={file.name: file for file in files},
     )
@@ -230,19 +230,19 @@ def next_files(export: Export, ranks: Collection[int], *, per_rank: int) -> list
     return found
 
 
-def after_restart(export: Export, *, epoch: int, snapshot_lives: bool) -> tuple[Export, str]:
+def after_restart(export: Export, *, incarnation: int, snapshot_lives: bool) -> tuple[Export, str]:
     """What a new control plane makes of an export that it finds, and why.
 
     Args:
-        epoch: The job's present one.
+        incarnation: The job's present one.
         snapshot_lives: All pinned snapshots could be renewed.
     """
     if export.is_over:
         return export, "it is over"
     if export.state is State.PLANNED:
         return export, "nothing had begun"
-    if export.epoch != epoch:
-        why = f"epoch {export.epoch} of the job has ended"
+    if export.incarnation != incarnation:
+        why = f"incarnation {export.incarnation} of the job has ended"
         return failed(export, f"{why}; export again"), why
     if export.state is State.VERIFYING:
         return export, "all files are written"

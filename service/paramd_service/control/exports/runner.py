@@ -115,7 +115,7 @@ class ExportJob:
             self.row,
             state=export.state,
             reason=export.reason,
-            epoch=export.epoch,
+            incarnation=export.incarnation,
             step=export.step,
         )
         self._told(self, whole)
@@ -157,7 +157,7 @@ def _restored(row: ExportRow, files: Sequence[ExportFileRow]) -> Export:
     return Export(
         state=State(row.state),
         reason=row.reason,
-        epoch=row.epoch,
+        incarnation=row.incarnation,
         step=row.step,
         files={
             file.name: File(
@@ -359,7 +359,7 @@ async def begin(job: ExportJob) -> None:
     job.plan = plan
     job.message = encode_plan(
         plan,
-        epoch=pinned.epoch,
+        incarnation=pinned.incarnation,
         layout_digest=digest,
         step=pinned.step,
         edits=pinned.edits,
@@ -369,12 +369,12 @@ async def begin(job: ExportJob) -> None:
     job.row = replace(
         job.row,
         plan=job.message.SerializeToString(),
-        destination=named_at(job.row.destination, epoch=pinned.epoch, step=pinned.step),
+        destination=named_at(job.row.destination, incarnation=pinned.incarnation, step=pinned.step),
     )
     job.change(
         machine.planned(
             job.export,
-            epoch=pinned.epoch,
+            incarnation=pinned.incarnation,
             step=pinned.step,
             files=[_file(plan, index) for index in range(len(plan.files))],
         )
@@ -402,7 +402,7 @@ async def adopt(job: ExportJob) -> None:
         ConflictError: it cannot go on.
     """
     pins = list(job.message.pins)
-    lives = job.message.epoch == job.group.epoch
+    lives = job.message.incarnation == job.group.incarnation
     if lives:
         await job.group.wait_for(pin.rank for pin in pins)
     leases = job.hold(pins)
@@ -412,7 +412,9 @@ async def adopt(job: ExportJob) -> None:
             leases.keep()
         except NotFoundError:
             lives = False
-    export, why = machine.after_restart(job.export, epoch=job.group.epoch, snapshot_lives=lives)
+    export, why = machine.after_restart(
+        job.export, incarnation=job.group.incarnation, snapshot_lives=lives
+    )
     log.info("export %s is taken over as %s: %s", job.row.id, export.state, why)
     job.change(export)
     if export.state is State.RUNNING:

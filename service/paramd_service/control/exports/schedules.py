@@ -123,7 +123,7 @@ def rhythm_of(row: ScheduleRow) -> Cadence:
 
 
 class Schedules:
-    """Those of one job, looked at once a second while an epoch of it goes on."""
+    """Those of one job, looked at once a second while an incarnation of it goes on."""
 
     def __init__(self, job: str, store: ExportStore, *, begin: Begin) -> None:
         """`begin` starts one export of a schedule."""

@@ -89,7 +89,7 @@ class ExportService:
     def check(self, request: Mapping[str, Any]) -> None:
         """Raises UsageError or NotFoundError when a request cannot be right."""
         read_spec(request)
-        locate(self.destinations, named_at(str(request["destination"]), epoch=1, step=0))
+        locate(self.destinations, named_at(str(request["destination"]), incarnation=1, step=0))
 
     async def create(
         self,
@@ -104,7 +104,7 @@ class ExportService:
 
         Raises:
             UsageError, NotFoundError: as `check`. ExhaustedError: too many wait.
-            ConflictError: the epoch is over; or the id is that of another request.
+            ConflictError: the incarnation is over; or the id is that of another request.
         """
         mesh.check()
         self.check(request)
@@ -239,10 +239,10 @@ class ExportService:
         self._task(self._tidy(), "paramd-exports-tidy")
 
     def _end(self, mesh: Incarnation) -> None:
-        # An older epoch ends before its successor begins, so this is the right one.
+        # An older incarnation ends before its successor begins, so this is the right one.
         queue = self._queues.get(mesh.job)
         if queue is not None:
-            why = f"epoch {mesh.number} of the job has ended; export again"
+            why = f"incarnation {mesh.number} of the job has ended; export again"
             self._task(queue.end(why), "paramd-exports-end")
 
     async def _tidy(self) -> None:
@@ -301,7 +301,7 @@ class ExportService:
             "reason": row.reason[:500],
             "destination": row.destination,
             "format": row.format,
-            "epoch": row.epoch,
+            "incarnation": row.incarnation,
             "step": row.step,
             "schedule": row.schedule,
             "size_bytes": job.export.size_bytes,

@@ -1,4 +1,4 @@
-"""What an export needs of one epoch of a job: the layout, a pinned step, sidecars that are well.
+"""What an export needs of an incarnation: the layout, a pinned step, healthy sidecars.
 
 What the control plane asks of sidecars for an export. A rank that stops is noticed.
 """
@@ -60,7 +60,7 @@ class RankLostError(UnreachableError):
 
 
 class ExportCalls:
-    """The sidecars of one epoch, over channels of its own."""
+    """The sidecars of one incarnation, over channels of its own."""
 
     def __init__(self, bootstrap: Bootstrap, *, generation: int) -> None:
         """No I/O."""
@@ -342,7 +342,7 @@ class SidecarGroup:
         self.calls = ExportCalls(mesh.bootstrap, generation=mesh.terms.generation)
 
     @property
-    def epoch(self) -> int:
+    def incarnation(self) -> int:
         return self.mesh.number
 
     def ranks(self) -> dict[int, str]:
@@ -354,7 +354,7 @@ class SidecarGroup:
         """Waits until ranks (None: all of the mesh) have joined.
 
         Raises:
-            UnreachableError: one has not, in time. ParamdError: the epoch is over.
+            UnreachableError: one has not, in time. ParamdError: the incarnation is over.
         """
         wanted = set(range(self.mesh.bootstrap.world_size) if ranks is None else ranks)
         deadline_s = time.monotonic() + JOIN_S

@@ -57,7 +57,7 @@ class BoundaryRequest:
     """One request, identical on all ranks except for their snapshots."""
 
     number: int
-    """Rises with every request of an epoch."""
+    """Rises with every request of an incarnation."""
     token: int
     """Identifies the content, 1 to 2**63 - 1: when two control planes use the same number,
     trainers agree on neither."""
@@ -88,12 +88,12 @@ class RankAnswer:
     """One sidecar's answer for a boundary: its step, or why the copy was missed."""
 
     rank: int
-    epoch: int
+    incarnation: int
     step: int
     captured: bool
     reason: str
     edits: int = 0
-    """Edits applied in this epoch by then."""
+    """Edits applied in this incarnation by then."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,16 +106,18 @@ class Verdict:
     edits: int = -1
 
 
-def decide(epoch: int, world_size: int, answers: Sequence[RankAnswer]) -> Verdict:
-    """Combine the answers: captured only if all ranks filled theirs at one step of this epoch."""
+def decide(incarnation: int, world_size: int, answers: Sequence[RankAnswer]) -> Verdict:
+    """Combine the answers: captured if all ranks filled theirs at one step of this incarnation."""
     missed = [answer for answer in answers if not answer.captured or answer.step < 0]
     if missed:
         told = "; ".join(f"rank {a.rank}: {a.reason or 'no reason given'}" for a in missed[:8])
         return Verdict(False, -1, told)
-    foreign = [answer for answer in answers if answer.epoch != epoch]
+    foreign = [answer for answer in answers if answer.incarnation != incarnation]
     if foreign:
         ranks = listed([answer.rank for answer in foreign])
-        return Verdict(False, -1, f"ranks {ranks} answered for another epoch than {epoch}")
+        return Verdict(
+            False, -1, f"ranks {ranks} answered for another incarnation than {incarnation}"
+        )
     steps = sorted({answer.step for answer in answers})
     if len(steps) > 1:
         told = ", ".join(f"rank {a.rank} at {a.step}" for a in answers[:8])
@@ -182,20 +184,20 @@ class _Request:
 
 
 class Coordinator:
-    """Runs the rounds of one epoch. Single event loop; call `close` at the end."""
+    """Runs the rounds of one incarnation. Single event loop; call `close` at the end."""
 
     def __init__(
         self,
         calls: BoundaryCalls,
         view: Callable[[], MeshView],
         *,
-        epoch: int,
+        incarnation: int,
         generation: int = 0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._calls = calls
         self._view = view
-        self._epoch = epoch
+        self._incarnation = incarnation
         self._generation = generation
         self._clock = clock
         self._last_boundary = 0
@@ -379,7 +381,7 @@ class Coordinator:
             if not all(answer.captured for answer in answers):
                 break
         answers.sort(key=lambda answer: answer.rank)
-        return decide(self._epoch, len(tasks), answers)
+        return decide(self._incarnation, len(tasks), answers)
 
 
 async def _ended(task: asyncio.Task[RankAnswer] | asyncio.Task[Verdict]) -> None:

@@ -29,7 +29,7 @@ class LeasedSnapshot:
 
     id: str
     filter: str
-    epoch: int
+    incarnation: int
     step: int
     expires_s: float
     """On the monotonic clock."""
@@ -82,7 +82,7 @@ class HeldSnapshots:
             held = LeasedSnapshot(
                 id=secrets.token_hex(16),
                 filter=filter_text,
-                epoch=pinned.epoch,
+                incarnation=pinned.incarnation,
                 step=pinned.step,
                 expires_s=time.monotonic() + lease_s,
                 pins={r: (p.snapshot_id, p.size_bytes) for r, p in pinned.pins.items()},

@@ -1,12 +1,12 @@
-"""The jobs of a control plane, each with its current epoch; an embedded one has exactly one job.
+"""The jobs of a control plane, each with its current incarnation; an embedded one has one job.
 
-    register ------> epoch open --all ranks detached, or empty for too long------> epoch over
-    Join of an epoch       |
-    that we handed out ----+--a newer epoch, or a newer control plane------------> epoch over
+    register -----------> open --all ranks detached, or empty for too long--> over
+    Join of an incarnation  |
+    that we handed out -----+--a newer incarnation or control plane---------> over
 
-A job whose epoch is over stays listed until it registers again or is evicted for newer jobs.
+A job whose incarnation is over stays listed until it registers again or is evicted for newer jobs.
 
-One epoch of one job at this control plane: its members and the services built on them.
+One incarnation of one job at this control plane: its members and the services built on them.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from paramd.security.tickets import Signer, Verifier
 from paramd.state_files import is_job_name
 from paramd_service.control.base import site
 from paramd_service.control.base.config import MAX_WORLD_SIZE, Bootstrap
-from paramd_service.control.base.site import EpochRecord, Site
+from paramd_service.control.base.site import IncarnationRecord, Site
 from paramd_service.control.mesh.coordinator import Coordinator
 from paramd_service.control.mesh.registry import MeshView, Registry, listed, rhythm, trains, why_end
 from paramd_service.control.mesh.sidecars import LayoutSource, OwnDirectory, OwnFinder, SidecarCalls
@@ -77,17 +77,19 @@ class Incarnation:
         self.coordinator = Coordinator(
             self.calls,
             self.registry.view,
-            epoch=bootstrap.epoch,
+            incarnation=bootstrap.incarnation,
             generation=terms.generation,
         )
         self.reaching = OwnFinder(OwnDirectory(bootstrap, self.registry, terms.control_address))
         self.statistics = StatsSource(self.reaching)
         self.refusals = RefusalBook()
-        self.watch = StateWatch(job=bootstrap.job, epoch=bootstrap.epoch, publish=publish)
+        self.watch = StateWatch(
+            job=bootstrap.job, incarnation=bootstrap.incarnation, publish=publish
+        )
         self.began_s = time.time()
         self.ended_s: float | None = None
         self.last_step = -1
-        """Lowest step the ranks last reported when the epoch ended; -1 when none reported."""
+        """Lowest step the ranks last reported when the incarnation ended; -1 when none reported."""
         self._why_over: ParamdError | None = None
         self._streams: set[asyncio.Task[None]] = set()
 
@@ -97,7 +99,7 @@ class Incarnation:
 
     @property
     def number(self) -> int:
-        return self.bootstrap.epoch
+        return self.bootstrap.incarnation
 
     @property
     def over(self) -> ParamdError | None:
@@ -125,7 +127,7 @@ class Incarnation:
             self.check()
 
     def end(self, reason: ParamdError) -> None:
-        """End the epoch and all streams with `reason`; the first reason wins. Idempotent."""
+        """End the incarnation and all streams with `reason`; the first reason wins. Idempotent."""
         if self._why_over is None:
             self._why_over = reason
         if self.ended_s is None:
@@ -135,7 +137,7 @@ class Incarnation:
             stream.cancel()
 
     def send_away(self, reason: ParamdError) -> None:
-        """End the streams and refuse new ones without ending the epoch: it goes on elsewhere."""
+        """End the streams and refuse new ones; the incarnation goes on elsewhere."""
         self._why_over = self._why_over if self._why_over is not None else reason
         for stream in self._streams:
             stream.cancel()
@@ -164,10 +166,10 @@ class Incarnation:
             task.result()
         self.check()
 
-    def record(self) -> EpochRecord:
-        """This epoch's entry in the list of epochs."""
-        return EpochRecord(
-            epoch=self.number,
+    def record(self) -> IncarnationRecord:
+        """This incarnation's entry in the list of incarnations."""
+        return IncarnationRecord(
+            incarnation=self.number,
             world_size=self.bootstrap.world_size,
             began_s=self.began_s,
             ended_s=self.ended_s,
@@ -189,8 +191,8 @@ MAX_JOBS = 512
 """Jobs kept in memory; past the cap, the oldest idle one is evicted."""
 
 RETURN_S = 20.0
-"""Grace period after our start in which a job with an open epoch is reported as starting rather
-than unknown; longer than a sidecar's longest back-off between attempts to join."""
+"""Grace period after our start in which a job with an open incarnation is reported as starting
+rather than unknown; longer than a sidecar's longest back-off between attempts to join."""
 
 MAX_VERIFIERS = 1024
 
@@ -200,35 +202,36 @@ Told = Callable[[Incarnation], None]
 
 
 class Verifiers:
-    """LRU cache of verifiers by job and epoch."""
+    """LRU cache of verifiers by job and incarnation."""
 
     def __init__(self, site: Site | None, current: Mapping[str, Incarnation]) -> None:
-        """`current` is read on each `get`: without a site, only its epochs are ours."""
+        """`current` is read on each `get`: without a site, only its incarnations are ours."""
         self._site = site
         self._current = current
         self._kept: OrderedDict[tuple[str, int], Verifier] = OrderedDict()
 
-    def get(self, job: str, epoch: int) -> Verifier:
-        """Verifier for an epoch's tickets. Raises DeniedError when the epoch cannot be ours."""
-        found = self._kept.get((job, epoch))
+    def get(self, job: str, incarnation: int) -> Verifier:
+        """Verifier for an incarnation's tickets. Raises DeniedError when it cannot be ours."""
+        found = self._kept.get((job, incarnation))
         if found is not None:
-            self._kept.move_to_end((job, epoch))
+            self._kept.move_to_end((job, incarnation))
             return found
-        key = self._private_key(job, epoch)
-        found = self._kept[job, epoch] = Verifier(Signer(key).public_key)
+        key = self._private_key(job, incarnation)
+        found = self._kept[job, incarnation] = Verifier(Signer(key).public_key)
         if len(self._kept) > MAX_VERIFIERS:
             self._kept.popitem(last=False)
         return found
 
-    def _private_key(self, job: str, epoch: int) -> bytes:
+    def _private_key(self, job: str, incarnation: int) -> bytes:
         if self._site is not None:
-            # Any epoch: a genuine ticket of a past one deserves "over", not a bare denial.
-            return self._site.private_key(job, epoch)
+            # Any incarnation: a genuine ticket of a past one deserves "over", not a bare denial.
+            return self._site.private_key(job, incarnation)
         present = self._current.get(job)
-        if present is not None and present.number == epoch:
+        if present is not None and present.number == incarnation:
             return present.bootstrap.private_key
         raise DeniedError(
-            f"the ticket is for job {job[:64]!r}, epoch {epoch}, which is not served here"
+            f"the ticket is for job {job[:64]!r}, incarnation {incarnation}, which is not "
+            "served here"
         )
 
 
@@ -247,7 +250,7 @@ class Jobs:
 
         Args:
             site: With None, only jobs opened here are served and none may register.
-            empty_end_s: An epoch ends after this long without a joined sidecar. Infinite for
+            empty_end_s: An incarnation ends after this long without a joined sidecar. Infinite for
                 a site: the network may be partitioned.
             publish: Publishes a change to viewers: kind, data and the job.
         """
@@ -265,7 +268,7 @@ class Jobs:
         self.on_end: list[Told] = []
         """Called with each incarnation when it ends."""
         self.on_view: list[Callable[[Incarnation, MeshView], None]] = []
-        """Called once a second with the mesh of each open epoch."""
+        """Called once a second with the mesh of each open incarnation."""
 
     @property
     def is_site(self) -> bool:
@@ -278,11 +281,11 @@ class Jobs:
         return self._terms
 
     def all(self) -> list[Incarnation]:
-        """Each job's latest epoch, sorted by job name."""
+        """Each job's latest incarnation, sorted by job name."""
         return [self._current[job] for job in sorted(self._current)]
 
     def get(self, job: str) -> Incarnation:
-        """The job's latest epoch, which may be over.
+        """The job's latest incarnation, which may be over.
 
         Raises:
             UnreachableError: we have just started and the job's sidecars have not rejoined yet.
@@ -302,41 +305,50 @@ class Jobs:
         return found
 
     def open(self, bootstrap: Bootstrap) -> Incarnation:
-        """Begin an epoch and end the job's older one.
+        """Begin an incarnation and end the job's older one.
 
         Raises:
-            ConflictError: the job is already in this epoch or a later one.
+            ConflictError: the job is already in this incarnation or a later one.
             ExhaustedError: too many jobs.
         """
         older = self._current.get(bootstrap.job)
-        if older is not None and older.number >= bootstrap.epoch:
+        if older is not None and older.number >= bootstrap.incarnation:
             raise ConflictError(
-                f"job {bootstrap.job!r} is in epoch {older.number}; {bootstrap.epoch} is over"
+                f"job {bootstrap.job!r} is in incarnation {older.number}; "
+                f"{bootstrap.incarnation} is over"
             )
         if older is None:
             self._make_room()
         mesh = Incarnation(bootstrap, self._terms, publish=self._publish)
         if older is not None:
-            self._end(older, ConflictError(f"epoch {bootstrap.epoch} has begun; attach again"))
+            self._end(
+                older, ConflictError(f"incarnation {bootstrap.incarnation} has begun; attach again")
+            )
         self._current[bootstrap.job] = mesh
         self._current.move_to_end(bootstrap.job)
         log.info(
-            "job %s: epoch %d begins with %d ranks",
+            "job %s: incarnation %d begins with %d ranks",
             bootstrap.job,
-            bootstrap.epoch,
+            bootstrap.incarnation,
             bootstrap.world_size,
         )
         self._publish(
-            "epoch",
-            {"epoch": bootstrap.epoch, "world_size": bootstrap.world_size, "over": False},
+            "incarnation",
+            {
+                "incarnation": bootstrap.incarnation,
+                "world_size": bootstrap.world_size,
+                "over": False,
+            },
             job=bootstrap.job,
         )
         for told in self.on_begin:
             told(mesh)
         return mesh
 
-    async def register(self, job: str, *, world_size: int, epoch_floor: int = 0) -> Incarnation:
-        """Begin a new epoch for an attaching job, above `epoch_floor` and all earlier ones.
+    async def register(
+        self, job: str, *, world_size: int, incarnation_floor: int = 0
+    ) -> Incarnation:
+        """Begin an attaching job's new incarnation, above `incarnation_floor` and all earlier ones.
 
         Raises:
             UsageError: the name or the world size is out of range.
@@ -350,60 +362,69 @@ class Jobs:
         # The lock spans check, file and open: two attaches of one name must not both pass.
         async with self._registering:
             self._check_free(job)
-            epoch = await asyncio.to_thread(places.next_epoch, job, above=epoch_floor)
-            return self.open(self._bootstrap(site, job, epoch, world_size))
+            incarnation = await asyncio.to_thread(
+                places.next_incarnation, job, above=incarnation_floor
+            )
+            return self.open(self._bootstrap(site, job, incarnation, world_size))
 
-    async def admit(self, job: str, epoch: int, world_size: int) -> Incarnation:
+    async def admit(self, job: str, incarnation: int, world_size: int) -> Incarnation:
         """The incarnation that a sidecar may join: the current one or, after our restart, the
         one named by its ticket, already verified as ours.
 
         Raises:
-            ConflictError: the epoch is over.
+            ConflictError: the incarnation is over.
             UsageError: the world size is out of range.
         """
         found = self._current.get(job)
-        if (found is None or found.number < epoch) and self._site is not None:
+        if (found is None or found.number < incarnation) and self._site is not None:
             if not 1 <= world_size <= MAX_WORLD_SIZE:
                 raise UsageError(f"world_size: {world_size}; expected 1 to {MAX_WORLD_SIZE}")
             async with self._registering:
                 # Again under the lock: another rank's Join may have opened it meanwhile.
                 found = self._current.get(job)
-                if found is None or found.number < epoch:
+                if found is None or found.number < incarnation:
                     # Record the number first, or a concurrent attach could be given it again.
-                    last = await asyncio.to_thread(places.last_epoch, job, at_least=epoch)
-                    if last > epoch:
-                        raise ConflictError(f"job {job!r} is past epoch {epoch}; attach again")
-                    return self.open(self._bootstrap(self._site, job, epoch, world_size))
-        return self.at(job, epoch)
+                    last = await asyncio.to_thread(
+                        places.last_incarnation, job, at_least=incarnation
+                    )
+                    if last > incarnation:
+                        raise ConflictError(
+                            f"job {job!r} is past incarnation {incarnation}; attach again"
+                        )
+                    return self.open(self._bootstrap(self._site, job, incarnation, world_size))
+        return self.at(job, incarnation)
 
-    def at(self, job: str, epoch: int) -> Incarnation:
-        """The job's incarnation, provided it is in this epoch and open.
+    def at(self, job: str, incarnation: int) -> Incarnation:
+        """The job's incarnation, provided it is in this incarnation and open.
 
         Raises:
             NotFoundError: no such job.
-            ConflictError: it is in another epoch, or this one is over.
+            ConflictError: it is in another incarnation, or this one is over.
         """
         found = self.get(job)
-        if found.number != epoch:
+        if found.number != incarnation:
             raise ConflictError(
-                f"job {job!r} is in epoch {found.number} here, not in {epoch}; connect again"
+                f"job {job!r} is in incarnation {found.number} here, not in {incarnation}; "
+                "connect again"
             )
         found.check()
         return found
 
-    def verifier(self, job: str, epoch: int) -> Verifier:
-        """Verifier for an epoch's tickets. Raises DeniedError when the epoch cannot be ours."""
-        return self._verifiers.get(job, epoch)
+    def verifier(self, job: str, incarnation: int) -> Verifier:
+        """Verifier for an incarnation's tickets. Raises DeniedError when it cannot be ours."""
+        return self._verifiers.get(job, incarnation)
 
-    async def epochs(self, job: str) -> list[site.EpochRecord]:
-        """All known epochs of a job, oldest first. Raises NotFoundError."""
+    async def incarnations(self, job: str) -> list[site.IncarnationRecord]:
+        """All known incarnations of a job, oldest first. Raises NotFoundError."""
         present = self.get(job)
-        known = {r.epoch: r for r in await asyncio.to_thread(site.records, job)}
+        known = {r.incarnation: r for r in await asyncio.to_thread(site.records, job)}
         known[present.number] = present.record()
-        return [known[epoch] for epoch in sorted(known) if epoch <= present.number]
+        return [
+            known[incarnation] for incarnation in sorted(known) if incarnation <= present.number
+        ]
 
     def look(self, now_s: float) -> None:
-        """Check every open epoch: publish changes, end the finished ones.
+        """Check every open incarnation: publish changes, end the finished ones.
 
         Args:
             now_s: On the monotonic clock.
@@ -430,7 +451,7 @@ class Jobs:
             await mesh.calls.keep_only(mesh.registry.view())
 
     def send_away(self, reason: ParamdError) -> None:
-        """End all Join streams because the control plane is stopping. Epochs stay open."""
+        """End all Join streams because the control plane is stopping. Incarnations stay open."""
         for mesh in self._current.values():
             mesh.send_away(reason)
 
@@ -457,23 +478,24 @@ class Jobs:
         if trains(view):
             ranks = listed([report.rank for report in view.joined])
             raise ConflictError(
-                f"job {job!r} trains already, in epoch {present.number} (ranks {ranks}); end that "
+                f"job {job!r} trains already, in incarnation {present.number} (ranks {ranks}); "
+                "end that "
                 "training, or attach under another job name"
             )
 
-    def _bootstrap(self, site: Site, job: str, epoch: int, world_size: int) -> Bootstrap:
+    def _bootstrap(self, site: Site, job: str, incarnation: int, world_size: int) -> Bootstrap:
         return Bootstrap(
             job=job,
-            epoch=epoch,
+            incarnation=incarnation,
             world_size=world_size,
-            private_key=site.private_key(job, epoch),
+            private_key=site.private_key(job, incarnation),
             token=site.token,
         )
 
     def _make_room(self) -> None:
         if len(self._current) < MAX_JOBS:
             return
-        # Oldest first; epochs that are over are evicted before those that are merely empty.
+        # Oldest first; incarnations that are over are evicted before those that are merely empty.
         known = list(self._current.values())
         idle = [i for i in known if i.ended_s is not None]
         idle += [i for i in known if i.registry.empty_since_s is not None]
@@ -487,9 +509,9 @@ class Jobs:
         if mesh.ended_s is not None:
             return
         mesh.end(reason)
-        log.info("job %s: epoch %d is over: %s", mesh.job, mesh.number, reason)
-        data = {"epoch": mesh.number, "over": True, "reason": str(reason)}
-        self._publish("epoch", data, job=mesh.job)
+        log.info("job %s: incarnation %d is over: %s", mesh.job, mesh.number, reason)
+        data = {"incarnation": mesh.number, "over": True, "reason": str(reason)}
+        self._publish("incarnation", data, job=mesh.job)
         for told in self.on_end:
             told(mesh)
         self._task(mesh.close())
@@ -501,7 +523,7 @@ class Jobs:
 
 
 def _went_on(job: str) -> bool:
-    """Whether the job's last epoch in the state dir is still open."""
+    """Whether the job's last incarnation in the state dir is still open."""
     if not is_job_name(job):
         return False
     known = site.records(job)

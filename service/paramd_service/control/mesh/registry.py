@@ -1,4 +1,4 @@
-"""Membership: each rank's latest report, fenced by epoch and by stream.
+"""Membership: each rank's latest report, fenced by incarnation and by stream.
 
 Storing a report is O(1) in the number of ranks; `view` is O(ranks).
 
@@ -29,7 +29,7 @@ class Membership(Enum):
     """A rank's sidecar as seen by this control plane."""
 
     MISSING = "missing"
-    """It has never joined in this epoch."""
+    """It has never joined in this incarnation."""
     JOINED = "joined"
     """Its stream is open and it reports."""
     SILENT = "silent"
@@ -116,7 +116,7 @@ class RankView:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MeshView:
-    """All ranks of the epoch, ordered by rank."""
+    """All ranks of the incarnation, ordered by rank."""
 
     ranks: tuple[RankView, ...]
     layout_digest: str
@@ -190,7 +190,7 @@ def listed(ranks: Sequence[int]) -> str:
 def why_end(
     view: MeshView, *, empty_since_s: float | None, now_s: float, empty_end_s: float
 ) -> str | None:
-    """Why an epoch should end, or None. `empty_since_s` is the Registry's."""
+    """Why an incarnation should end, or None. `empty_since_s` is the Registry's."""
     if view.state is State.ENDED:
         return f"all {len(view.ranks)} ranks have detached"
     if empty_since_s is not None and now_s - empty_since_s >= empty_end_s:
@@ -285,7 +285,7 @@ class Member:
 
 
 class Registry:
-    """The mesh of one epoch. Event loop only; nothing blocks."""
+    """The mesh of one incarnation. Event loop only; nothing blocks."""
 
     def __init__(
         self,
@@ -344,7 +344,7 @@ class Registry:
 
         Raises:
             UsageError: rank, world size or a text is out of range.
-            ConflictError: another job or epoch.
+            ConflictError: another job or incarnation.
         """
         self._check(request)
         # Newest wins: a respawned sidecar may join before its predecessor's stream breaks.
@@ -418,10 +418,11 @@ class Registry:
 
     def _check(self, request: control_pb2.JoinRequest) -> None:
         header, mine = request.header, self._bootstrap
-        if header.job != mine.job or header.epoch != mine.epoch:
+        if header.job != mine.job or header.incarnation != mine.incarnation:
             raise ConflictError(
-                f"the report is of job {header.job[:64]!r}, epoch {header.epoch}; this is the "
-                f"control plane of job {mine.job!r}, epoch {mine.epoch}"
+                f"the report is of job {header.job[:64]!r}, incarnation {header.incarnation}; "
+                "this is the "
+                f"control plane of job {mine.job!r}, incarnation {mine.incarnation}"
             )
         if request.world_size != mine.world_size:
             raise UsageError(f"world_size: {request.world_size}; this mesh has {mine.world_size}")

@@ -60,11 +60,15 @@ class OwnDirectory:
             raise NotFoundError(f"job {job[:64]!r} is not this one, {mine.job!r}")
         now_s = clock.now_s()
         ticket = mine.signer.mint(
-            job=mine.job, epoch=mine.epoch, role=Role.READER, ttl_s=TICKET_TTL_S, now_s=now_s
+            job=mine.job,
+            incarnation=mine.incarnation,
+            role=Role.READER,
+            ttl_s=TICKET_TTL_S,
+            now_s=now_s,
         )
         return JobDocument(
             job=mine.job,
-            epoch=mine.epoch,
+            incarnation=mine.incarnation,
             world_size=mine.world_size,
             control_address=self._control_address(),
             layout_digest=self._registry.view().layout_digest,
@@ -128,7 +132,7 @@ class ControlTicket:
         if now_s >= self._renew_s:
             self._ticket = self._bootstrap.signer.mint(
                 job=self._bootstrap.job,
-                epoch=self._bootstrap.epoch,
+                incarnation=self._bootstrap.incarnation,
                 role=Role.CONTROL,
                 ttl_s=TICKET_TTL_S,
                 now_s=now_s,
@@ -149,7 +153,7 @@ class SidecarCalls:
     async def ask(
         self, rank: int, address: str, method: str, request: object, *, timeout_s: float
     ) -> Any:
-        """Call one rank's sidecar; an answer from any other rank or epoch is refused.
+        """Call one rank's sidecar; an answer from any other rank or incarnation is refused.
 
         Raises:
             ParamdError: the class that the status stands for, naming the rank.
@@ -171,7 +175,7 @@ class SidecarCalls:
             ParamdError: the class that the status stands for, naming the rank.
         """
         message = sidecar_pb2.ReachBoundaryRequest(
-            epoch=self._bootstrap.epoch,
+            incarnation=self._bootstrap.incarnation,
             boundary=request.number,
             snapshot_ids=snapshot_ids,
             generation=self._generation,
@@ -186,7 +190,7 @@ class SidecarCalls:
         answer = await watched(call, lambda: self._probe(rank, address))
         header = answer.header
         return RankAnswer(
-            rank, header.epoch, header.step, answer.captured, answer.reason, header.edits
+            rank, header.incarnation, header.step, answer.captured, answer.reason, header.edits
         )
 
     async def _probe(self, rank: int, address: str) -> None:

@@ -98,7 +98,7 @@ class StatsSource:
     async def picture(
         self, pattern: str, *, mode: str, rows: int, columns: int, row_dims: int | None
     ) -> tuple[int, int, Shown]:
-        """(epoch, step, picture) of the one tensor that matches.
+        """(incarnation, step, picture) of the one tensor that matches.
 
         Raises: as `get`, and as `compute_picture`.
         """
@@ -117,12 +117,12 @@ class StatsSource:
                 max_columns=columns,
                 row_dims=row_dims,
             )
-            return pinned.epoch, pinned.step, shown
+            return pinned.incarnation, pinned.step, shown
 
         return await self._reading([pattern], work)
 
     async def values(self, pattern: str) -> tuple[int, int, list[str]]:
-        """(epoch, step, elements as exact text) of the one tensor that matches.
+        """(incarnation, step, elements as exact text) of the one tensor that matches.
 
         Raises: as `get`, and as `read_texts`.
         """
@@ -132,7 +132,7 @@ class StatsSource:
             sidecars: Sidecars, plan: ReadPlan, pinned: Pinned, deadline_s: float
         ) -> tuple[int, int, list[str]]:
             texts = await read_texts(sidecars, plan, pinned, deadline_s)
-            return pinned.epoch, pinned.step, texts
+            return pinned.incarnation, pinned.step, texts
 
         return await self._reading([pattern], work)
 

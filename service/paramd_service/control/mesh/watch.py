@@ -48,7 +48,7 @@ class _Recorded:
 
 
 class RefusalBook:
-    """Refusals recorded for each rank of one epoch. No I/O, no clock."""
+    """Refusals recorded for each rank of one incarnation. No I/O, no clock."""
 
     def __init__(self) -> None:
         self._recorded: dict[int, _Recorded] = {}
@@ -86,7 +86,7 @@ class Publish(Protocol):
     """Publishes an event to viewers; implemented by `EventBus.publish`."""
 
     def __call__(self, kind: str, data: Mapping[str, Any], *, job: str) -> object:
-        """`kind` is "rank", "step" or "epoch"; `data` says what happened to `job`."""
+        """`kind` is "rank", "step" or "incarnation"; `data` says what happened to `job`."""
 
 
 def standing(rank: RankView) -> tuple[str, str, int]:
@@ -98,9 +98,9 @@ def standing(rank: RankView) -> tuple[str, str, int]:
 class StateWatch:
     """Compares each view of one incarnation with the previous one."""
 
-    def __init__(self, *, job: str, epoch: int, publish: Publish) -> None:
+    def __init__(self, *, job: str, incarnation: int, publish: Publish) -> None:
         self._job = job
-        self._epoch = epoch
+        self._incarnation = incarnation
         self._publish = publish
         self._ranks: dict[int, tuple[str, str, int]] = {}
         self._state: State | None = None
@@ -121,14 +121,14 @@ class StateWatch:
         step = min((report.step for report in view.joined), default=-1)
         if step != self._step:
             self._step = step
-            self._publish("step", {"epoch": self._epoch, "step": step}, job=self._job)
+            self._publish("step", {"incarnation": self._incarnation, "step": step}, job=self._job)
 
     def _tell_mesh(self, view: MeshView, changed_count: int) -> None:
         many = changed_count > MOST_RANKS
         if view.state is self._state and not many:
             return
         self._state = view.state
-        where = f"job {self._job}, epoch {self._epoch}"
+        where = f"job {self._job}, incarnation {self._incarnation}"
         level = logging.WARNING if view.state in (State.DEGRADED, State.DOWN) else logging.INFO
         log.log(
             level,
@@ -136,10 +136,10 @@ class StateWatch:
             where,
             view.state.value,
             _or(view.reason),
-            extra={"job": self._job, "epoch": self._epoch, "step": self._step},
+            extra={"job": self._job, "incarnation": self._incarnation, "step": self._step},
         )
         data = {
-            "epoch": self._epoch,
+            "incarnation": self._incarnation,
             "rank": -1,
             "state": view.state.value,
             "reason": view.reason,
@@ -156,10 +156,15 @@ class StateWatch:
                 self._job,
                 rank.rank,
                 rank.reason,
-                extra={"job": self._job, "epoch": self._epoch, "rank": rank.rank, "step": step},
+                extra={
+                    "job": self._job,
+                    "incarnation": self._incarnation,
+                    "rank": rank.rank,
+                    "step": step,
+                },
             )
         data = {
-            "epoch": self._epoch,
+            "incarnation": self._incarnation,
             "rank": rank.rank,
             "membership": membership,
             "state": state,

@@ -51,7 +51,7 @@ class Kind(StrEnum):
     """A rank's membership, phase or reason changed."""
     STEP = "step"
     """Training advanced; at most once a second per job."""
-    EPOCH = "epoch"
+    INCARNATION = "incarnation"
     """An incarnation of a job began or ended."""
     ALERT = "alert"
     """An alert was raised, changed or cleared."""

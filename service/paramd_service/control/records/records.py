@@ -37,7 +37,7 @@ log = logging.getLogger("paramd.control")
 class Records:
     """The store with its audit, tokens, alerts, edits and history. Single event loop."""
 
-    def __init__(self, store: str, directory: Path, *, chain: str, epoch: int = 0) -> None:
+    def __init__(self, store: str, directory: Path, *, chain: str, incarnation: int = 0) -> None:
         """No I/O.
 
         Args:
@@ -45,7 +45,7 @@ class Records:
             directory: Holds the audit's heads and keys; mode 0700 and ours.
             chain: Audit chain for the control plane's own actions: the job's when embedded,
                 empty for a site.
-            epoch: The embedded control plane's epoch.
+            incarnation: The embedded control plane's incarnation.
 
         Raises:
             UsageError: `store` is not a supported URL.
@@ -58,7 +58,7 @@ class Records:
         self.alerts = AlertStore(self.store)
         self.edits = EditStore(self.store)
         self.chain = chain
-        self._epoch = epoch
+        self._incarnation = incarnation
         self._denials = Denials(self.audit, chain)
         self._tasks: set[asyncio.Task[None]] = set()
         self._started = False
@@ -117,13 +117,13 @@ class Records:
         if self._started:
             self._denials.saw(actor=actor, role=role, method=operation, reason=reason)
 
-    def epoch_began(self, mesh: Incarnation) -> None:
-        """Record that a job's epoch began; training never waits for it."""
-        self.note(mesh, "epoch.begin", {"world_size": mesh.bootstrap.world_size})
+    def incarnation_began(self, mesh: Incarnation) -> None:
+        """Record that a job's incarnation began; training never waits for it."""
+        self.note(mesh, "incarnation.begin", {"world_size": mesh.bootstrap.world_size})
 
-    def epoch_ended(self, mesh: Incarnation) -> None:
-        """Record that a job's epoch ended, and why."""
-        self.note(mesh, "epoch.end", {"reason": str(mesh.over)})
+    def incarnation_ended(self, mesh: Incarnation) -> None:
+        """Record that a job's incarnation ended, and why."""
+        self.note(mesh, "incarnation.end", {"reason": str(mesh.over)})
 
     def look(self, mesh: Incarnation, view: MeshView, now_s: float | None = None) -> None:
         """Record refusals reported by sidecars, batched; called once a second."""
@@ -145,7 +145,7 @@ class Records:
             role="",
             method="export.end",
             job=row.job,
-            epoch=row.epoch,
+            incarnation=row.incarnation,
             step=row.step,
             detail={**detail, "reason": row.reason, "schedule": row.schedule},
         )
@@ -157,7 +157,7 @@ class Records:
         if not self._started:
             return
         action = self._action(SELF, "", method, detail, mesh)
-        task = asyncio.create_task(self.audit.event(action), name="paramd-audit-epoch")
+        task = asyncio.create_task(self.audit.event(action), name="paramd-audit-incarnation")
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
@@ -174,7 +174,7 @@ class Records:
             role=role,
             method=method,
             job=of.job if of is not None else self.chain,
-            epoch=of.number if of is not None else self._epoch,
+            incarnation=of.number if of is not None else self._incarnation,
             detail=detail,
         )
 
@@ -189,7 +189,7 @@ async def open_records(config: ControlConfig, mine: Bootstrap | None) -> Records
         config.store,
         places.job_dir(mine.job) if mine is not None else site_dir(),
         chain=mine.job if mine is not None else "",
-        epoch=mine.epoch if mine is not None else 0,
+        incarnation=mine.incarnation if mine is not None else 0,
     )
     settings = {item.name: getattr(config, item.name) for item in fields(config) if item.repr}
     try:

@@ -21,7 +21,7 @@ class AlertRow:
     id: int = 0
     """Assigned by the store in rising order; 0 before that."""
     job: str
-    epoch: int
+    incarnation: int
     rank: int = -1
     """-1: the mesh as a whole."""
     step: int = -1
@@ -68,15 +68,15 @@ class AlertStore:
         before_id: int | None = None,
         only_open: bool = False,
         only_resolved: bool = False,
-        epoch: int | None = None,
+        incarnation: int | None = None,
     ) -> list[AlertRow]:
-        """A job's alerts, newest first; `before_id` continues from a previous page. With `epoch`
-        None, those of all epochs."""
+        """A job's alerts, newest first; `before_id` continues from a previous page. With
+        `incarnation` None, those of all incarnations."""
         chosen = select(alerts).where(alerts.c.job == job).order_by(alerts.c.id.desc()).limit(limit)
         if before_id is not None:
             chosen = chosen.where(alerts.c.id < before_id)
-        if epoch is not None:
-            chosen = chosen.where(alerts.c.epoch == epoch)
+        if incarnation is not None:
+            chosen = chosen.where(alerts.c.incarnation == incarnation)
         if only_resolved:
             chosen = chosen.where(alerts.c.resolved_s.is_not(None))
         if only_open:
@@ -88,7 +88,7 @@ class AlertStore:
 def _values(row: AlertRow) -> dict[str, object]:
     return {
         "job": row.job,
-        "epoch": row.epoch,
+        "incarnation": row.incarnation,
         "rank": row.rank,
         "step": row.step,
         "rule": row.rule,
@@ -105,7 +105,7 @@ def _alert(row: Row[Any]) -> AlertRow:
     return AlertRow(
         id=row.id,
         job=row.job,
-        epoch=row.epoch,
+        incarnation=row.incarnation,
         rank=row.rank,
         step=row.step,
         rule=row.rule,

@@ -24,7 +24,7 @@ class EditRow:
     id: str
     """32 hexadecimal digits."""
     job: str
-    epoch: int
+    incarnation: int
     state: str
     reason: str = ""
     actor: str
@@ -117,14 +117,14 @@ class EditStore:
         return [_edit(row) for row in rows]
 
     async def of_job(
-        self, job: str, states: Collection[str], *, epoch: int | None = None, after: int = 0
+        self, job: str, states: Collection[str], *, incarnation: int | None = None, after: int = 0
     ) -> list[EditRow]:
         """A job's edits in any of `states` with numbers above `after`, oldest first."""
         chosen = select(edits).where(
             edits.c.job == job, edits.c.state.in_(list(states)), edits.c.number > after
         )
-        if epoch is not None:
-            chosen = chosen.where(edits.c.epoch == epoch)
+        if incarnation is not None:
+            chosen = chosen.where(edits.c.incarnation == incarnation)
         chosen = chosen.order_by(edits.c.number)
         rows = await self._store.read(lambda connection: connection.execute(chosen).all())
         return [_edit(row) for row in rows]
@@ -134,7 +134,7 @@ def _values(row: EditRow) -> dict[str, object]:
     return {
         "id": row.id,
         "job": row.job,
-        "epoch": row.epoch,
+        "incarnation": row.incarnation,
         "state": row.state,
         "reason": row.reason,
         "actor": row.actor,

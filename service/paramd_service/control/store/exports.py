@@ -37,7 +37,7 @@ class ExportRow:
     """The original request."""
     state: str = "PLANNED"
     reason: str = ""
-    epoch: int = 0
+    incarnation: int = 0
     """0 while nothing is pinned."""
     step: int = -1
     plan: bytes = b""
@@ -237,7 +237,7 @@ def _export_values(row: ExportRow) -> dict[str, object]:
         "request": json.dumps(dict(row.request), sort_keys=True),
         "state": row.state,
         "reason": row.reason,
-        "epoch": row.epoch,
+        "incarnation": row.incarnation,
         "step": row.step,
         "plan": row.plan,
         "generation": row.generation,

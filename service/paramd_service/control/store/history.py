@@ -45,7 +45,7 @@ class SeriesKey:
     """Identifies a series."""
 
     job: str
-    epoch: int
+    incarnation: int
     rank: int = -1
     """-1: the mesh as a whole."""
     name: str
@@ -105,7 +105,7 @@ def store_samples(
 
 
 def _series_id(connection: Connection, key: SeriesKey) -> int:
-    values = {"job": key.job, "epoch": key.epoch, "rank": key.rank, "name": key.name}
+    values = {"job": key.job, "incarnation": key.incarnation, "rank": key.rank, "name": key.name}
     connection.execute(_insert(connection, metric_series).values(values).on_conflict_do_nothing())
     found: int = connection.execute(select(metric_series.c.id).where(_is_series(key))).scalar_one()
     return found
@@ -170,13 +170,13 @@ def read_points(
 
 
 def read_series(
-    connection: Connection, job: str, epoch: int, *, after: tuple[str, int] | None, limit: int
+    connection: Connection, job: str, incarnation: int, *, after: tuple[str, int] | None, limit: int
 ) -> list[SeriesKey]:
-    """The first `limit` series of an epoch after `after`, ordered by name and rank."""
+    """The first `limit` series of an incarnation after `after`, ordered by name and rank."""
     columns = metric_series.c
     chosen = (
         select(columns.name, columns.rank)
-        .where(columns.job == job, columns.epoch == epoch)
+        .where(columns.job == job, columns.incarnation == incarnation)
         .order_by(columns.name, columns.rank)
         .limit(limit)
     )
@@ -186,7 +186,7 @@ def read_series(
             or_(columns.name > name, and_(columns.name == name, columns.rank > rank))
         )
     return [
-        SeriesKey(job=job, epoch=epoch, rank=row.rank, name=row.name)
+        SeriesKey(job=job, incarnation=incarnation, rank=row.rank, name=row.name)
         for row in connection.execute(chosen)
     ]
 
@@ -223,7 +223,7 @@ def _is_series(key: SeriesKey) -> ColumnElement[bool]:
     columns = metric_series.c
     return and_(
         columns.job == key.job,
-        columns.epoch == key.epoch,
+        columns.incarnation == key.incarnation,
         columns.rank == key.rank,
         columns.name == key.name,
     )
@@ -325,16 +325,16 @@ class MetricHistory:
         )
 
     async def series(
-        self, job: str, epoch: int, *, after: tuple[str, int] | None = None, limit: int = 1000
+        self, job: str, incarnation: int, *, after: tuple[str, int] | None = None, limit: int = 1000
     ) -> list[SeriesKey]:
-        """Series of an epoch ordered by name and rank, starting after `after`; those of the last
-        seconds may not be written yet.
+        """Series of an incarnation ordered by name and rank, starting after `after`; those of the
+        last seconds may not be written yet.
 
         Raises:
             StoreError: the store cannot be read.
         """
         return await self._store.read(
-            lambda connection: read_series(connection, job, epoch, after=after, limit=limit)
+            lambda connection: read_series(connection, job, incarnation, after=after, limit=limit)
         )
 
     def start(self) -> None:

@@ -19,7 +19,7 @@ from sqlalchemy import (
     UniqueConstraint,
 )
 
-REVISION = "0003"
+REVISION = "0004"
 """The newest revision; a test checks it against the migrations."""
 
 MAX_JOB_CHARS = 64
@@ -65,7 +65,7 @@ alerts = Table(
     metadata,
     Column("id", _Id, Identity(), primary_key=True),
     Column("job", String(MAX_JOB_CHARS), nullable=False),
-    Column("epoch", BigInteger, nullable=False),
+    Column("incarnation", BigInteger, nullable=False),
     Column("rank", Integer, nullable=False, comment="-1: the mesh as a whole"),
     Column("step", BigInteger, nullable=False, comment="-1: not known"),
     Column("rule", String(MAX_NAME_CHARS), nullable=False),
@@ -83,10 +83,10 @@ metric_series = Table(
     metadata,
     Column("id", _Id, Identity(), primary_key=True),
     Column("job", String(MAX_JOB_CHARS), nullable=False),
-    Column("epoch", BigInteger, nullable=False),
+    Column("incarnation", BigInteger, nullable=False),
     Column("rank", Integer, nullable=False, comment="-1: the mesh as a whole"),
     Column("name", String(MAX_NAME_CHARS), nullable=False),
-    UniqueConstraint("job", "epoch", "rank", "name"),
+    UniqueConstraint("job", "incarnation", "rank", "name"),
     comment="what a number is about; its points hold only the id",
 )
 
@@ -123,7 +123,7 @@ exports = Table(
     Column("request", Text, nullable=False, comment="JSON object"),
     Column("state", String(16), nullable=False),
     Column("reason", Text, nullable=False),
-    Column("epoch", BigInteger, nullable=False, comment="0: nothing is pinned"),
+    Column("incarnation", BigInteger, nullable=False, comment="0: nothing is pinned"),
     Column("step", BigInteger, nullable=False, comment="-1: nothing is pinned"),
     Column("plan", LargeBinary, nullable=False, comment="paramd.v1.ExportPlan"),
     Column("generation", BigInteger, nullable=False, comment="of who runs it"),
@@ -175,7 +175,7 @@ edits = Table(
     Column("number", _Id, Identity(), primary_key=True, comment="rises with every new edit"),
     Column("id", String(32), nullable=False, unique=True),
     Column("job", String(MAX_JOB_CHARS), nullable=False),
-    Column("epoch", BigInteger, nullable=False),
+    Column("incarnation", BigInteger, nullable=False),
     Column("state", String(16), nullable=False),
     Column("reason", Text, nullable=False),
     Column("actor", String(MAX_NAME_CHARS), nullable=False),
@@ -186,7 +186,12 @@ edits = Table(
     Column("boundary", BigInteger, nullable=False, comment="0: never committed"),
     Column("token", BigInteger, nullable=False),
     Column("step", BigInteger, nullable=False, comment="-1: not applied"),
-    Column("edits", BigInteger, nullable=False, comment="of the epoch, when it was applied; or -1"),
+    Column(
+        "edits",
+        BigInteger,
+        nullable=False,
+        comment="of the incarnation, when it was applied; or -1",
+    ),
     Column("stop_ns", BigInteger, nullable=False),
     Column("size_bytes", BigInteger, nullable=False),
     Column("manifest", LargeBinary, nullable=False, comment="paramd.v1.EditManifest, zlib"),

@@ -221,7 +221,7 @@ def count_hole(words: Words) -> None:
 
 
 class Edits:
-    """The edits of one rank in one epoch."""
+    """The edits of one rank in one incarnation."""
 
     def __init__(
         self,

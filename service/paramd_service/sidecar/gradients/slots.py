@@ -1,4 +1,4 @@
-"""Gradient slots of one epoch: which slot is for which update, and what became of it.
+"""Gradient slots of one incarnation: which slot is for which update, and what became of it.
 
 Life of a frame:
 
@@ -308,7 +308,9 @@ class Gradients:
 
     async def close(self) -> None:
         """End everything and release the memory."""
-        self.end(self._why_over if self._why_over is not None else EndedError("the epoch is over"))
+        self.end(
+            self._why_over if self._why_over is not None else EndedError("the incarnation is over")
+        )
         for timer in (self._timer, self._idle_timer):
             if timer is not None:
                 timer.cancel()

@@ -129,11 +129,12 @@ class Joining:
 
     def _check(self, header: common_pb2.Header) -> None:
         """Raise ConflictError if another job's control plane answers."""
-        job, epoch = self._rank.config.job, self._rank.epoch
-        if (header.job, header.epoch) != (job, epoch):
+        job, incarnation = self._rank.config.job, self._rank.incarnation
+        if (header.job, header.incarnation) != (job, incarnation):
             raise ConflictError(
-                f"the control plane there is that of job {header.job!r}, epoch {header.epoch}; "
-                f"this is a rank of job {job!r}, epoch {epoch}"
+                f"the control plane there is that of job {header.job!r}, incarnation "
+                f"{header.incarnation}; "
+                f"this is a rank of job {job!r}, incarnation {incarnation}"
             )
 
     def _take_revoked(self, told: control_pb2.Revocations) -> None:

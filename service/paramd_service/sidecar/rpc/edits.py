@@ -182,7 +182,7 @@ async def preview(rank: RankSidecar, entry: Entry, timeout_s: float) -> Preview:
         if not spans:
             nothing = [pb.Stats(min=float("inf"), max=float("-inf"))] * entry.op_count
             return Preview(rank.step, nothing, nothing)
-        key = Key(rank.epoch, spans)
+        key = Key(rank.incarnation, spans)
         lease = await rank.pins.pin(key, lease_s=timeout_s, timeout_s=timeout_s)
         store = rank.pins.store
         snapshot = store.hold(lease.snapshot)
@@ -274,7 +274,7 @@ class _EditCalls:
                 if isinstance(request, pb.StageEditRequest) != (entry is None):
                     raise UsageError(f"manifest: {_FIRST}")
                 if isinstance(request, pb.StageEditRequest):
-                    rank.check_plan(request.manifest.epoch, request.manifest.layout_digest)
+                    rank.check_plan(request.manifest.incarnation, request.manifest.layout_digest)
                     entry = await rank.edits.begin(request.manifest)
                     if request.HasField("copy_from_rank"):
                         await copy_from_peer(

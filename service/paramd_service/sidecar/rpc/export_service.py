@@ -292,11 +292,11 @@ class Plans:
         """The plan.
 
         Raises:
-            ConflictError: another epoch or layout, or planned by another version.
+            ConflictError: another incarnation or layout, or planned by another version.
             UsageError: the message asks for something that there is not.
         """
-        self._rank.check_plan(message.epoch, message.layout_digest)
-        key = (message.epoch, message.layout_digest, message.digest)
+        self._rank.check_plan(message.incarnation, message.layout_digest)
+        key = (message.incarnation, message.layout_digest, message.digest)
         async with self._making:
             if self._kept is None or key != self._key:
                 layout = self._rank.ready_mesh().layout

@@ -105,7 +105,7 @@ class PeerMemory:
         size_bytes: int,
         state: tuple[int, int],
     ) -> None:
-        """`state` is the (epoch, step) that the bytes must be of."""
+        """`state` is the (incarnation, step) that the bytes must be of."""
         self._channels = channels
         self._asked = asked
         self._who = asked.who
@@ -189,7 +189,7 @@ class PeerMemory:
         except grpc.aio.AioRpcError as error:
             raise error_of(error, self._who) from error
         if chunk.header is not None:
-            if (chunk.header.epoch, chunk.header.step) != self._state:
+            if (chunk.header.incarnation, chunk.header.step) != self._state:
                 raise ConflictError(f"{self._who} sent another step than was pinned")
             return
         chunk.check()
@@ -260,14 +260,17 @@ class Memories:
                 return HostMemory(shared)
         check_way(number, info.address, info.host_id)
         asked = Asked(
-            job=self._rank.config.job, epoch=self._rank.epoch, rank=number, address=info.address
+            job=self._rank.config.job,
+            incarnation=self._rank.incarnation,
+            rank=number,
+            address=info.address,
         )
         memory = PeerMemory(
             self._channels,
             asked,
             snapshot_id,
             size_bytes,
-            (self._message.epoch, self._message.step),
+            (self._message.incarnation, self._message.step),
         )
         self._stack.push_async_callback(memory.close)
         return memory

@@ -122,7 +122,7 @@ def header(
     now = rank.state
     return common_pb2.Header(
         job=rank.config.job,
-        epoch=rank.epoch,
+        incarnation=rank.incarnation,
         step=step if step is not None else now.step,
         edits=edits if edits is not None else now.edits if step is None else -1,
         rank=rank.config.rank,
@@ -184,7 +184,7 @@ def rank_state(rank: RankSidecar) -> common_pb2.RankState:
     state.arena_bytes = attached.request.arena_bytes
     if page[Word.AGREEMENT_STATE] == _GAVE_UP:
         state.agreement_works = False
-        state.agreement_reason = "the trainers gave up agreeing in this epoch; see their log"
+        state.agreement_reason = "the trainers gave up agreeing in this incarnation; see their log"
     elif apart := apart_reason(page.words):
         state.agreement_works, state.agreement_reason = False, apart
     state.unserved_reason = read_text(page)

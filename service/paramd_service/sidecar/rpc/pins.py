@@ -38,7 +38,7 @@ class _BoundaryCalls:
 
     async def reach(self, request: pb.ReachBoundaryRequest, timeout_s: float) -> Message:
         rank = self._rank
-        rank.check_plan(request.epoch, rank.ready_mesh().layout_digest)
+        rank.check_plan(request.incarnation, rank.ready_mesh().layout_digest)
         reach = check_reach(request)
         # After the checks: an invalid request must not raise the fence.
         rank.follow_control(request.generation)
@@ -51,7 +51,7 @@ class _BoundaryCalls:
         )
 
     async def withdraw(self, request: pb.WithdrawBoundaryRequest, _timeout_s: float) -> Message:
-        self._check_epoch(request.epoch)
+        self._check_incarnation(request.incarnation)
         if request.boundary < 1:
             raise UsageError(f"boundary: {request.boundary}; expected a number from 1 on")
         self._rank.follow_control(request.generation)
@@ -59,7 +59,7 @@ class _BoundaryCalls:
         return pb.WithdrawBoundaryResponse(header=messages.header(self._rank), fate=fate)
 
     async def renew_hold(self, request: pb.RenewHoldRequest, _timeout_s: float) -> Message:
-        self._check_epoch(request.epoch)
+        self._check_incarnation(request.incarnation)
         lease_s = check_hold_lease(request.lease_ms)
         self._rank.follow_control(request.generation)
         self._rank.pins.boundaries.renew_hold(lease_s)
@@ -67,10 +67,11 @@ class _BoundaryCalls:
             header=messages.header(self._rank), lease_ms=int(1000 * lease_s)
         )
 
-    def _check_epoch(self, epoch: int) -> None:
-        if epoch != self._rank.epoch:
+    def _check_incarnation(self, incarnation: int) -> None:
+        if incarnation != self._rank.incarnation:
             raise ConflictError(
-                f"the request is of epoch {epoch}, the job is in epoch {self._rank.epoch}"
+                f"the request is of incarnation {incarnation}, the job is in incarnation "
+                f"{self._rank.incarnation}"
             )
 
 
@@ -135,14 +136,14 @@ class _PinCalls:
 
     async def pin(self, request: pb.PinSnapshotRequest, timeout_s: float) -> Message:
         rank = self._rank
-        rank.check_plan(request.epoch, request.layout_digest)
+        rank.check_plan(request.incarnation, request.layout_digest)
         _check(request)
         attached = rank.attached
         assert attached is not None
         spans = auth.check_spans(request.spans, attached.request.arena_bytes)
         config = rank.config
         lease_s = auth.granted_lease_s(request.lease_ms, config.default_lease_s, config.max_lease_s)
-        key = Key(request.epoch, spans, request.source, request.state_key)
+        key = Key(request.incarnation, spans, request.source, request.state_key)
         if request.source == pb.SOURCE_GRADIENTS:
             return await self._gradients(request, key, lease_s, timeout_s)
         pins = rank.pins
@@ -164,7 +165,7 @@ class _PinCalls:
     async def _moments(self, request: pb.PinSnapshotRequest, key: Key, lease_s: float) -> Message:
         pins = self._rank.pins
         if request.at_boundary:
-            table = table_key(request.epoch)
+            table = table_key(request.incarnation)
             lease = await pins.prepare(table, with_buffers=False, lease_s=lease_s)
         else:
             lease = await pins.moments.pin(key, request.at_step, lease_s)

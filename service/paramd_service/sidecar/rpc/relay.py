@@ -109,7 +109,7 @@ async def stream_gradients(
 def _messages(frame: GradFrame[Any], gatherer: Gatherer) -> Iterator[bytes]:
     header = common_pb2.Header(
         job=frame.job,
-        epoch=frame.epoch,
+        incarnation=frame.incarnation,
         step=frame.step,
         rank=gatherer.rank,
         layout_digest=gatherer.mesh.layout_digest,
@@ -198,7 +198,7 @@ class Gatherer:
         return self._rank.config.rank
 
     def index(self) -> NameIndex:
-        """Names and layout of the epoch."""
+        """Names and layout of the incarnation."""
         if self._index is None:
             layout = layout_pb2.Layout.FromString(self.mesh.layout)
             self._index = NameIndex(decode_layout(layout))
@@ -280,7 +280,7 @@ class Gatherer:
             raise UsageError("the trainer has gone")
         return JobDocument(
             job=self._rank.config.job,
-            epoch=attached.epoch,
+            incarnation=attached.incarnation,
             world_size=attached.request.world_size,
             control_address=self.mesh.control_address,
             layout_digest=self.mesh.layout_digest,
@@ -295,7 +295,7 @@ class Gatherer:
     def _header(self, pinned: Pinned) -> common_pb2.Header:
         return common_pb2.Header(
             job=self._rank.config.job,
-            epoch=pinned.epoch,
+            incarnation=pinned.incarnation,
             step=pinned.step,
             edits=pinned.edits,
             rank=self._rank.config.rank,

@@ -83,7 +83,11 @@ def _rank_samples(rank: RankSidecar) -> list[Sample]:
     store = rank.pins.store if rank.has_pins else None
     age_ns = state.boundary_age_ns
     return [
-        Sample("paramd_sidecar_epoch", "Incarnation of the job, 0 before attach", rank.epoch),
+        Sample(
+            "paramd_sidecar_incarnation",
+            "Incarnation of the job, 0 before attach",
+            rank.incarnation,
+        ),
         Sample("paramd_sidecar_step", "Finished updates, -1 before attach", rank.step),
         Sample("paramd_sidecar_phase", "Phase by its number in paramd.v1", state.phase),
         Sample("paramd_sidecar_step_time_seconds", "Smoothed", state.step_time_ns / _NS),

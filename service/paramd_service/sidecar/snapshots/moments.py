@@ -164,6 +164,6 @@ def is_table(key: Key) -> bool:
     return key.source == pb.SOURCE_MOMENTS and not key.state_key
 
 
-def table_key(epoch: int) -> Key:
+def table_key(incarnation: int) -> Key:
     """The key of the table. Its spans count bytes of the table, not of the arena."""
-    return Key(epoch, ((0, TABLE_BYTES),), pb.SOURCE_MOMENTS, "")
+    return Key(incarnation, ((0, TABLE_BYTES),), pb.SOURCE_MOMENTS, "")

@@ -105,7 +105,7 @@ class MemfdBlocks:
 class Key:
     """What a snapshot holds; equal keys at one step mean equal bytes."""
 
-    epoch: int
+    incarnation: int
     spans: tuple[tuple[int, int], ...]
     """Half-open byte spans of the arena, sorted, not overlapping."""
     source: int = 0
@@ -288,7 +288,7 @@ class _Kept:
 
 
 class SnapshotStore:
-    """Leases, budget and kept memory of one rank's snapshots in one epoch."""
+    """Leases, budget and kept memory of one rank's snapshots in one incarnation."""
 
     def __init__(
         self,
@@ -378,10 +378,10 @@ class SnapshotStore:
 
         Raises:
             ExhaustedError: too many leases or bytes; the caller keeps its hold.
-            ConflictError: the epoch has ended; the caller keeps its hold.
+            ConflictError: the incarnation has ended; the caller keeps its hold.
         """
         if self._closed:
-            raise ConflictError("the epoch of the snapshot has ended; fetch the layout again")
+            raise ConflictError("the incarnation of the snapshot has ended; fetch the layout again")
         size_bytes = block_bytes(snapshot.size_bytes)
         self._charges.check_more(who, snapshot, size_bytes)
         self._lease_shares.take(who)

@@ -16,7 +16,7 @@ from paramd_service.control.api.services import Services
 
 DEFAULT_LIMIT = 100
 MAX_LIMIT = 1000
-MAX_EPOCH = 2**53
+MAX_INCARNATION = 2**53
 
 _PAST = "alerts"
 
@@ -24,8 +24,8 @@ Wanted = Annotated[
     Literal["firing", "resolved", "all"], Query(description="What lasts, what is over, or both")
 ]
 Limit = Annotated[int, Query(ge=1, le=MAX_LIMIT, description="Alerts on a page")]
-Epoch = Annotated[
-    int | None, Query(ge=1, le=MAX_EPOCH, description="By default the job's last one")
+Incarnation = Annotated[
+    int | None, Query(ge=1, le=MAX_INCARNATION, description="By default the job's last one")
 ]
 PageToken = Annotated[str, Query(max_length=512, description="From the page before")]
 
@@ -33,9 +33,11 @@ PageToken = Annotated[str, Query(max_length=512, description="From the page befo
 class AlertPage(BaseModel):
     """A page of alerts: what fires first, then what is over; the newest first in both."""
 
-    epoch: int = Field(description="Whose alerts these are")
+    incarnation: int = Field(description="Whose alerts these are")
     watch: bool = Field(description="Whether parameters are sampled: [alerts] watch")
-    firing_count: int = Field(description="Alerts that fire now, on all pages; 0 of a past epoch")
+    firing_count: int = Field(
+        description="Alerts that fire now, on all pages; 0 of a past incarnation"
+    )
     alerts: list[AlertDocument]
     next_page_token: str = Field(description="Ask with it for the next page; empty at the end")
 
@@ -50,13 +52,13 @@ def router(services: Services) -> APIRouter:
         state: Wanted = "firing",
         limit: Limit = DEFAULT_LIMIT,
         page_token: PageToken = "",
-        epoch: Epoch = None,
+        incarnation: Incarnation = None,
     ) -> AlertPage:
-        """Alerts of the job's last epoch, as they stand now; of a past one as they were kept:
+        """Alerts of the job's last incarnation, as they stand now; of a past one as they were kept:
         the newest first, and firing where the control plane ended before they were over."""
         mesh = services.jobs.get(job)
-        if epoch is not None and epoch != mesh.number:
-            return await _past(services, job, epoch, state, limit, page_token)
+        if incarnation is not None and incarnation != mesh.number:
+            return await _past(services, job, incarnation, state, limit, page_token)
         watcher = services.watchers.get(job)
         firing = watcher.book.firing if watcher is not None else ()
         resolved = watcher.book.resolved if watcher is not None else ()
@@ -68,7 +70,7 @@ def router(services: Services) -> APIRouter:
         page = chosen[begin : begin + limit]
         more = begin + len(page) < len(chosen)
         return AlertPage(
-            epoch=mesh.number,
+            incarnation=mesh.number,
             watch=services.watchers.config.watch,
             firing_count=len(firing),
             alerts=[document(alert) for alert in page],
@@ -79,7 +81,7 @@ def router(services: Services) -> APIRouter:
 
 
 async def _past(
-    services: Services, job: str, epoch: int, state: str, limit: int, page_token: str
+    services: Services, job: str, incarnation: int, state: str, limit: int, page_token: str
 ) -> AlertPage:
     before_id: int | None = None
     if page_token:
@@ -92,11 +94,11 @@ async def _past(
         before_id=before_id,
         only_open=state == "firing",
         only_resolved=state == "resolved",
-        epoch=epoch,
+        incarnation=incarnation,
     )
     found = [alert for row in rows if (alert := alert_of(row)) is not None]
     return AlertPage(
-        epoch=epoch,
+        incarnation=incarnation,
         watch=services.watchers.config.watch,
         firing_count=0,
         alerts=[document(alert) for alert in found],

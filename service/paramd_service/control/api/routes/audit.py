@@ -35,7 +35,7 @@ class AuditRecord(BaseModel):
                     "actor": "owner",
                     "role": "admin",
                     "method": "token.create",
-                    "epoch": 3,
+                    "incarnation": 3,
                     "step": -1,
                     "detail": {"name": "notebook", "role": "reader", "ttl_s": 86400.0},
                     "of": None,
@@ -53,7 +53,7 @@ class AuditRecord(BaseModel):
     actor: str = Field(description="Name of the token, or of a part of the service; may be empty")
     role: str
     method: str = Field(description='What was called, e.g. "token.create"')
-    epoch: int = Field(description="0: not about one epoch")
+    incarnation: int = Field(description="0: not about one incarnation")
     step: int = Field(description="-1: not known, or of no matter")
     detail: dict[str, Any] = Field(description="Arguments; secrets as HMAC-SHA256 only")
     of: int | None = Field(description="An outcome's intent")
@@ -144,7 +144,8 @@ def _record(link: Link) -> AuditRecord:
         actor=_text(body, "actor") or "",
         role=_text(body, "role") or "",
         method=_text(body, "method") or "",
-        epoch=_number(body, "epoch") or 0,
+        # Records are never rewritten: those of older versions say "epoch".
+        incarnation=_number(body, "incarnation") or _number(body, "epoch") or 0,
         step=number if (number := _number(body, "step")) is not None else -1,
         detail=detail if isinstance(detail, dict) else {},
         of=_number(body, "of"),

@@ -119,7 +119,7 @@ def _add_reading(routes: APIRouter, services: Services) -> None:
         limit: Limit = 100,
         page_token: PageToken = "",
     ) -> EditList:
-        """Edits of the job, of all its epochs, newest first."""
+        """Edits of the job, of all its incarnations, newest first."""
         services.jobs.get(job)
         before: int | None = None
         if page_token:
@@ -169,7 +169,7 @@ def document_of(row: EditRow, undo_refusal: str) -> EditDocument:
     return EditDocument(
         id=row.id,
         job=row.job,
-        epoch=row.epoch,
+        incarnation=row.incarnation,
         state=row.state,  # type: ignore[arg-type]
         reason=row.reason,
         actor=row.actor,

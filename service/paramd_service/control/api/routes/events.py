@@ -61,10 +61,10 @@ def router(services: Services) -> APIRouter:
     async def follow_events(
         job: str, events: AsyncGenerator[Event, None] = following
     ) -> EventSourceResponse:
-        """Changes of ranks, steps (once a second), epochs, alerts and snapshots.
+        """Changes of ranks, steps (once a second), incarnations, alerts and snapshots.
 
         Kinds: hello (first), gap (`missed` events are not kept; -1 when nobody knows how
-        many), rank, step, epoch, alert, snapshot. A comment every 15 s keeps the line alive.
+        many), rank, step, incarnation, alert, snapshot. A comment every 15 s keeps the line alive.
         A reader that does not read is disconnected, and goes on with Last-Event-ID.
         """
         return EventSourceResponse(_frames(events), headers=_HEADERS)

@@ -71,7 +71,8 @@ def router(services: Services) -> APIRouter:
     async def follow_grads(job: str, frames: Frames = following) -> AsyncIterator[ServerSentEvent]:
         """Statistics of the gradients that each n-th update consumes, over all ranks.
 
-        Events of kind frame: `{job, epoch, step, dropped, clip: {factor}, scale, total, params}`.
+        Events of kind frame:
+        `{job, incarnation, step, dropped, clip: {factor}, scale, total, params}`.
         What a reader is too slow for is dropped and counted; training never waits. The last
         event is of kind end: the training detached, or a problem document says why not. A
         comment every 15 s keeps the line alive.
@@ -83,7 +84,7 @@ def router(services: Services) -> APIRouter:
                 yield ServerSentEvent(
                     raw_data=json.dumps(document, allow_nan=False, separators=(",", ":")),
                     event="frame",
-                    id=f"{frame.epoch}-{frame.step}",
+                    id=f"{frame.incarnation}-{frame.step}",
                     retry=RETRY_MS,
                 )
             problem: dict[str, Any] = {"status": 200, "detail": "the training has detached"}

@@ -40,7 +40,9 @@ Subject = Annotated[
 Time = Annotated[
     float | None, Query(ge=0, le=1e11, allow_inf_nan=False, description="Unix time in seconds")
 ]
-Epoch = Annotated[int | None, Query(ge=1, le=2**53, description="By default the job's last one")]
+IncarnationNumber = Annotated[
+    int | None, Query(ge=1, le=2**53, description="By default the job's last one")
+]
 
 
 Limit = Annotated[int, Query(ge=1, le=MAX_SERIES, description="Series on a page")]
@@ -60,7 +62,7 @@ class SeriesDocument(BaseModel):
 class SeriesPage(BaseModel):
     """A page of series."""
 
-    epoch: int
+    incarnation: int
     series: list[SeriesDocument]
     next_page_token: str = Field(description="Ask with it for the next page; empty at the end")
 
@@ -85,7 +87,7 @@ class HistoryDocument(BaseModel):
         json_schema_extra={
             "examples": [
                 {
-                    "epoch": 3,
+                    "incarnation": 3,
                     "metric": "norm",
                     "subject": "layers.0.up.weight",
                     "watch": True,
@@ -96,7 +98,7 @@ class HistoryDocument(BaseModel):
         }
     )
 
-    epoch: int
+    incarnation: int
     metric: str
     subject: str
     watch: bool = Field(description="Whether parameters are sampled: [alerts] watch")
@@ -115,16 +117,22 @@ def router(services: Services) -> APIRouter:
 def _add_series(routes: APIRouter, services: Services) -> None:
     @routes.get("/jobs/{job}/history/series")
     async def list_series(
-        job: str, epoch: Epoch = None, limit: Limit = 1000, page_token: PageToken = ""
+        job: str,
+        incarnation: IncarnationNumber = None,
+        limit: Limit = 1000,
+        page_token: PageToken = "",
     ) -> SeriesPage:
-        """What was noted in an epoch, by name; what began in the last seconds may lack."""
+        """What was noted in an incarnation, by name; what began in the last seconds may lack."""
         last = services.jobs.get(job).number
         found = await services.records.history.series(
-            job, epoch if epoch is not None else last, after=_after(page_token), limit=limit
+            job,
+            incarnation if incarnation is not None else last,
+            after=_after(page_token),
+            limit=limit,
         )
         told = [subject_of(series) for series in found]
         return SeriesPage(
-            epoch=epoch if epoch is not None else last,
+            incarnation=incarnation if incarnation is not None else last,
             series=[SeriesDocument(metric=metric, subject=subject) for metric, subject in told],
             next_page_token=(
                 make_token(found[-1].rank + 1, found[-1].name) if len(found) == limit else ""
@@ -146,7 +154,7 @@ def _after(page_token: str) -> tuple[str, int] | None:
 async def _check_large(mesh: Incarnation, subject: str) -> None:
     """Raises unless norms of the tensor are for who may not read values.
 
-    Its size is that of the job's present layout, also for an epoch that is over.
+    Its size is that of the job's present layout, also for an incarnation that is over.
 
     Raises:
         DeniedError: it is small. NotFoundError: there is no such tensor now.
@@ -177,7 +185,7 @@ def _add_points(routes: APIRouter, services: Services) -> None:
         request: Request,
         begin_s: Time = None,
         end_s: Time = None,
-        epoch: Epoch = None,
+        incarnation: IncarnationNumber = None,
     ) -> HistoryDocument:
         """A number over time, as fine as it is still kept: samples of the last hour, then
         minutes for a day, then tens of minutes for a month. Norms are noted of tensors that
@@ -186,7 +194,7 @@ def _add_points(routes: APIRouter, services: Services) -> None:
         mesh = services.jobs.get(job)
         if metric == "norm" and not may_read(request):
             await _check_large(mesh, subject)
-        found_epoch = epoch if epoch is not None else mesh.number
+        found_incarnation = incarnation if incarnation is not None else mesh.number
         end = end_s if end_s is not None else now_s() + 1.0
         # A little within the hour that samples are kept, or minutes would come.
         begin = begin_s if begin_s is not None else end - DEFAULT_SPAN_S + 10.0
@@ -195,7 +203,7 @@ def _add_points(routes: APIRouter, services: Services) -> None:
         series = series_of(
             Point(
                 job=job,
-                epoch=found_epoch,
+                incarnation=found_incarnation,
                 name=metric,
                 subject=subject,
                 step=-1,
@@ -207,7 +215,7 @@ def _add_points(routes: APIRouter, services: Services) -> None:
             series, begin_s=begin, end_s=end, limit=MAX_POINTS
         )
         return HistoryDocument(
-            epoch=found_epoch,
+            incarnation=found_incarnation,
             metric=metric,
             subject=subject,
             watch=services.watchers.config.watch,

@@ -1,4 +1,4 @@
-"""Jobs, their epochs and their ranks; and how a job registers at a site."""
+"""Jobs, their incarnations and their ranks; and how a job registers at a site."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from paramd_service.control.access.doorway import principal_of
 from paramd_service.control.access.roles import ticket_role
 from paramd_service.control.api import rank_text
 from paramd_service.control.api.models import (
-    EpochDocument,
-    EpochList,
+    IncarnationDocument,
+    IncarnationList,
     JobDocument,
     JobList,
     JobRegistration,
@@ -39,23 +39,26 @@ PROBLEMS: dict[int | str, dict[str, Any]] = {
 
 
 def router(services: Services) -> APIRouter:
-    """/jobs, /jobs/{job}, /jobs/{job}/ranks, /jobs/{job}/epochs."""
+    """/jobs, /jobs/{job}, /jobs/{job}/ranks, /jobs/{job}/incarnations."""
     routes = APIRouter(tags=["jobs"], responses=PROBLEMS)
 
     @routes.get("/jobs")
     async def list_jobs() -> JobList:
-        """Jobs that this control plane serves, each in its last epoch."""
+        """Jobs that this control plane serves, each in its last incarnation."""
         return JobList(jobs=[_summary(i, i.registry.view()) for i in services.jobs.all()])
 
     @routes.post("/jobs", status_code=201)
     async def register_job(registration: JobRegistration, request: Request) -> RegisteredJob:
-        """Begins a new epoch of a job that attaches. Only at a site; the older epoch is over."""
+        """Begins a new incarnation of a job that attaches, at a site; the older one is over."""
         mesh = await services.jobs.register(
             registration.job,
             world_size=registration.world_size,
-            epoch_floor=registration.epoch_floor,
+            incarnation_floor=registration.incarnation_floor,
         )
-        detail = {"world_size": registration.world_size, "epoch_floor": registration.epoch_floor}
+        detail = {
+            "world_size": registration.world_size,
+            "incarnation_floor": registration.incarnation_floor,
+        }
         await services.records.happened(principal_of(request), "job.register", detail, mesh)
         return await _registered(services, mesh)
 
@@ -72,19 +75,19 @@ def router(services: Services) -> APIRouter:
         chunks = rank_text.chunks(
             mesh.registry,
             world_size=mesh.bootstrap.world_size,
-            epoch=mesh.number,
+            incarnation=mesh.number,
             stall_budget_s=services.watchers.config.stall_budget_s,
         )
         return StreamingResponse(_yielded(chunks), media_type="application/json")
 
-    @routes.get("/jobs/{job}/epochs")
-    async def list_epochs(job: str) -> EpochList:
+    @routes.get("/jobs/{job}/incarnations")
+    async def list_incarnations(job: str) -> IncarnationList:
         """Incarnations of the job, the present one last."""
-        records = await services.jobs.epochs(job)
-        return EpochList(
-            epochs=[
-                EpochDocument(
-                    epoch=record.epoch,
+        records = await services.jobs.incarnations(job)
+        return IncarnationList(
+            incarnations=[
+                IncarnationDocument(
+                    incarnation=record.incarnation,
                     world_size=record.world_size,
                     began_s=record.began_s,
                     ended_s=record.ended_s,
@@ -110,7 +113,7 @@ async def _registered(services: Services, mesh: Incarnation) -> RegisteredJob:
     tickets = await asyncio.to_thread(_rank_tickets, mine)
     return RegisteredJob(
         job=mine.job,
-        epoch=mine.epoch,
+        incarnation=mine.incarnation,
         control_address=services.grpc_address,
         public_key=mine.signer.public_key.hex(),
         rank_tickets=tickets,
@@ -121,7 +124,11 @@ def _rank_tickets(mine: Bootstrap) -> list[str]:
     signer = Signer(mine.private_key)
     return [
         signer.mint(
-            job=mine.job, epoch=mine.epoch, role=Role.SIDECAR, rank=rank, ttl_s=RANK_TICKET_TTL_S
+            job=mine.job,
+            incarnation=mine.incarnation,
+            role=Role.SIDECAR,
+            rank=rank,
+            ttl_s=RANK_TICKET_TTL_S,
         )
         for rank in range(mine.world_size)
     ]
@@ -130,7 +137,7 @@ def _rank_tickets(mine: Bootstrap) -> list[str]:
 def _summary(mesh: Incarnation, view: MeshView) -> JobSummary:
     return JobSummary(
         job=mesh.job,
-        epoch=mesh.number,
+        incarnation=mesh.number,
         world_size=mesh.bootstrap.world_size,
         joined_count=len(view.joined),
         step=min((report.step for report in view.joined), default=-1),
@@ -152,7 +159,7 @@ def _document(
     ttl_s = _ticket_ttl_s(services.config.ticket_ttl_s, principal, now_s)
     ticket = mine.signer.mint(
         job=mine.job,
-        epoch=mine.epoch,
+        incarnation=mine.incarnation,
         role=ticket_role(principal.role, readonly=services.config.readonly),
         ttl_s=ttl_s,
         token_id=principal.token_id,

@@ -132,7 +132,7 @@ def _add_numbers(routes: APIRouter, services: Services) -> None:
         found = table.total.summary
         counts = found.edge_counts if found.edge_counts else (0,) * (len(edges) + 1)
         return HistogramDocument(
-            epoch=table.epoch,
+            incarnation=table.incarnation,
             step=table.step,
             name=item.name,
             edges=edges,
@@ -157,11 +157,11 @@ def _add_heatmap(routes: APIRouter, services: Services) -> None:
         """One tensor, or the slice at the name's end, as a picture; zoom by a smaller slice."""
         mesh = services.jobs.get(job)
         item = await _one(mesh, name)
-        epoch, step, shown = await mesh.statistics.picture(
+        incarnation, step, shown = await mesh.statistics.picture(
             pattern_of(item), mode=mode.value, rows=rows, columns=columns, row_dims=row_dims
         )
         document: dict[str, Any] = {
-            "epoch": epoch,
+            "incarnation": incarnation,
             "step": step,
             "name": item.name,
             "mode": mode.value,
@@ -185,9 +185,9 @@ def _add_values(routes: APIRouter, services: Services) -> None:
         """Elements of one tensor, or of the slice at the name's end, as exact text."""
         mesh = services.jobs.get(job)
         item = await _one(mesh, name)
-        epoch, step, texts = await mesh.statistics.values(pattern_of(item))
+        incarnation, step, texts = await mesh.statistics.values(pattern_of(item))
         return ValuesDocument(
-            epoch=epoch,
+            incarnation=incarnation,
             step=step,
             name=item.name,
             dtype=item.tensor.dtype,
@@ -215,7 +215,7 @@ async def _stats(
         raise ConflictError("the layout changed meanwhile; try again")
     rows = [row for row in table if wanted.matches_numbers(row.summary)]
     return StatsList(
-        epoch=table.epoch,
+        incarnation=table.incarnation,
         step=table.step,
         stats=[_row(row) for row in rows],
         total=_row(table.total),

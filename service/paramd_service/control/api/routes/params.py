@@ -74,7 +74,7 @@ class Found:
 
     tensors: tuple[TensorLayout, ...]
     missing: tuple[Missing, ...] = ()
-    epoch: int = -1
+    incarnation: int = -1
     step: int = -1
     digest: str = ""
 
@@ -132,7 +132,7 @@ def _add_list(routes: APIRouter, services: Services, pages: Pages[Found]) -> Non
             total_count=len(found.tensors),
             params=[document_of(tensor) for tensor in found.tensors[begin:end]],
             next_page_token=token,
-            epoch=found.epoch,
+            incarnation=found.incarnation,
             step=found.step,
             partial=bool(found.missing),
             missing=missing_documents(found.missing),
@@ -182,7 +182,7 @@ async def _find(mesh: Incarnation, wanted: Filter, *, reads: bool) -> Found:
         for item, row in zip(present, table, strict=True)
         if wanted.matches_numbers(row.summary)
     )
-    return Found(tensors, tuple(missing), table.epoch, table.step, digest)
+    return Found(tensors, tuple(missing), table.incarnation, table.step, digest)
 
 
 def available(

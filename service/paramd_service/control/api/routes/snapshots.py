@@ -146,7 +146,7 @@ async def _rank(mesh: Incarnation, rank: RankView) -> RankSnapshots:
         found = await mesh.calls.snapshots(rank.rank, rank.report.address)
     except ParamdError as error:
         return _silent(rank.rank, str(error))
-    if (found.header.rank, found.header.epoch) != (rank.rank, mesh.number):
+    if (found.header.rank, found.header.incarnation) != (rank.rank, mesh.number):
         return _silent(rank.rank, "another sidecar answers at its address")
     return RankSnapshots(
         rank=rank.rank,
@@ -182,7 +182,7 @@ def _document(held: LeasedSnapshot) -> HeldDocument:
     return HeldDocument(
         id=held.id,
         filter=held.filter,
-        epoch=held.epoch,
+        incarnation=held.incarnation,
         step=held.step,
         lease_left_s=round(held.left_s, 3),
         size_bytes=sum(pin.size_bytes for pin in pins),
@@ -192,5 +192,5 @@ def _document(held: LeasedSnapshot) -> HeldDocument:
 
 def _publish(services: Services, job: str, held: LeasedSnapshot, what: str) -> None:
     # Not the id: whoever knows it may release the snapshot.
-    data = {"state": what, "name": held.id[:8], "epoch": held.epoch, "step": held.step}
+    data = {"state": what, "name": held.id[:8], "incarnation": held.incarnation, "step": held.step}
     services.events.publish(Kind.SNAPSHOT, {**data, "filter": held.filter}, job=job)

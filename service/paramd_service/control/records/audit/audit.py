@@ -231,8 +231,8 @@ class Action:
     """Operation, e.g. "token.create"."""
     job: str
     """The chain it is recorded in; empty for the site's own."""
-    epoch: int = 0
-    """0: not specific to one epoch."""
+    incarnation: int = 0
+    """0: not specific to one incarnation."""
     step: int = -1
     """-1: unknown or irrelevant."""
     detail: Mapping[str, Any] = field(default_factory=dict)
@@ -402,7 +402,7 @@ class Audit:
             "actor": action.actor,
             "role": action.role,
             "method": action.method,
-            "epoch": action.epoch,
+            "incarnation": action.incarnation,
             "step": action.step,
             "detail": shown(detail, self._key),
         }

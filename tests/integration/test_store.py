@@ -100,7 +100,8 @@ async def test_what_an_older_paramd_called_an_epoch_is_kept(address: StoreAddres
         await execute(
             store,
             "INSERT INTO alerts (id, job, epoch, rank, step, rule, severity, text, detail, "
-            "raised_s, updated_s) VALUES (1, 'run', 6, 0, 3, 'nan', 'critical', '', '{}', 1.0, 1.0)",
+            "raised_s, updated_s) VALUES "
+            "(1, 'run', 6, 0, 3, 'nan', 'critical', '', '{}', 1.0, 1.0)",
         )
         await execute(
             store,
@@ -112,7 +113,7 @@ async def test_what_an_older_paramd_called_an_epoch_is_kept(address: StoreAddres
     async with started(address) as store:
         assert [row.incarnation for row in await AlertStore(store).page("run", limit=9)] == [6]
         (schedule,) = await ExportStore(store).schedules("run")
-        assert "all/{incarnation}/{step}" in schedule.request
+        assert schedule.request == {"destination": "all/{incarnation}/{step}"}
 
 
 def test_the_newest_migration_is_the_one_the_schema_names() -> None:

@@ -23,6 +23,7 @@ from tests.walks.inject import sitecustomize
 
 INJECT = Path(__file__).parent / "inject"
 IDLE, IDLE_S = 9, 12.0
+SETTLE_S = 3.0
 GOALS = {"summon": 35, "edit": 50, "gradient frame": 30, "export": 50}
 
 
@@ -104,6 +105,7 @@ def main() -> int:
             time.sleep(IDLE_S)
             _write(number, 0)
             for position, ask in enumerate(WALKS.values(), 1):
+                time.sleep(SETTLE_S)  # what the walk before left to do is none of this one's
                 _write(number, position)
                 ask(mesh)
                 _write(number, 0)

@@ -29,7 +29,7 @@ def run(*, quick: bool) -> Report:
         ports = senders.call("port")
         senders.tell("accept")
         job.client.call("dial", ports)
-        senders.hear()
+        senders.update()
         first, burst, stops = _small(job, count=5 if quick else 15)
         rounds = 2 if quick else 5
         units = [1e3 * job.ranks.call("edit_unit")[0] for _ in range(3 * rounds)]
@@ -45,7 +45,7 @@ def run(*, quick: bool) -> Report:
                     stood[name].append(stop_s)
             senders.tell("send", part_bytes)
             found[RAW] = job.ask("receive", part_bytes)
-            senders.hear()
+            senders.update()
             if number:  # the first round touches everything for the first time
                 for name, seconds in found.items():
                     whole[name].append(seconds)
@@ -60,7 +60,7 @@ def _small(job: Big, *, count: int) -> tuple[list[float], list[float], list[floa
     for _ in range(count):
         job.ranks.tell("pace", STEP_S, 150)
         found = job.client.call("edit_small", SMALL, 4, 1.0)[0]
-        job.ranks.hear()
+        job.ranks.update()
         first.append(found[0][0])
         burst += [seconds for seconds, _ in found[1:]]
         stops += [stop_s for _, stop_s in found]
@@ -70,7 +70,7 @@ def _small(job: Big, *, count: int) -> tuple[list[float], list[float], list[floa
 def _whole(job: Big, transport: str) -> tuple[float, float]:
     job.ranks.tell("pace_until", 0.001, 1)
     seconds, stop_s = job.client.call("write_back", transport)[0]
-    job.ranks.hear()
+    job.ranks.update()
     return float(seconds), float(stop_s)
 
 

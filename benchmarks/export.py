@@ -118,7 +118,7 @@ def _stops(job: Big, root: Path) -> float:
         job.ranks.tell("pace", STEP_S, 24)
         time.sleep(3 * STEP_S)
         _export(job, name)
-        job.ranks.hear()
+        job.ranks.update()
         now = [total for total, _ in job.ranks.call("stalls")]
         longest = max(longest, *(b - a for a, b in zip(before, now, strict=True)))
         before = now

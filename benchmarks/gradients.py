@@ -138,7 +138,7 @@ class _Job:
         ports = senders.call("port")
         senders.tell("accept")
         self.reader.call("dial", ports)
-        senders.hear()
+        senders.update()
 
     def raw(self, senders: ObedientRanks) -> float:
         """Seconds that raw sockets need for the gradients' bytes while the ranks train."""
@@ -146,7 +146,7 @@ class _Job:
         senders.tell("send", part_bytes)
         self.reader.tell("receive", part_bytes)
         _, found = self._until_heard()
-        senders.hear()
+        senders.update()
         return float(found)
 
     def _with_reader(
@@ -158,7 +158,7 @@ class _Job:
     def _until_heard(self) -> tuple[list[list[float]], Any]:
         """Trains until the reader answers; the steps, and its answer."""
         answers: list[Any] = []
-        hearing = threading.Thread(target=lambda: answers.extend(self.reader.hear()))
+        hearing = threading.Thread(target=lambda: answers.extend(self.reader.update()))
         hearing.start()
         steps = []
         while hearing.is_alive():

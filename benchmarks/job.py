@@ -29,7 +29,7 @@ def reading(
             yield found
         finally:
             stop.touch()
-            found |= client.hear()[0]
+            found |= client.update()[0]
 
 
 def train_for(

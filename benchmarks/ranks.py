@@ -82,7 +82,7 @@ class ObedientRanks(AbstractContextManager["ObedientRanks"]):
     def call(self, *command: Any) -> list[Any]:
         """Runs one command on all ranks and returns their answers, by rank."""
         self.tell(*command)
-        return self.hear()
+        return self.update()
 
     def tell(self, *command: Any) -> None:
         """Begins one command on all ranks; `hear` has to follow."""
@@ -91,7 +91,7 @@ class ObedientRanks(AbstractContextManager["ObedientRanks"]):
             process.stdin.write(json.dumps(command) + "\n")
             process.stdin.flush()
 
-    def hear(self) -> list[Any]:
+    def update(self) -> list[Any]:
         """Waits for the answers to what was told, by rank.
 
         Raises:

@@ -40,7 +40,7 @@ def run(*, quick: bool) -> Report:
         ports = senders.call("port")
         senders.tell("accept")
         job.client.call("dial", ports)
-        senders.hear()
+        senders.update()
         found = run_rounds(
             _contenders(job, warm, senders),
             rounds=3 if quick else 9,
@@ -64,7 +64,7 @@ def _contenders(
     def raw() -> float:
         senders.tell("send", part_bytes)
         seconds = job.ask("receive", part_bytes)
-        senders.hear()
+        senders.update()
         return seconds
 
     return {

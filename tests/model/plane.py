@@ -13,15 +13,15 @@ from paramd_service.control.edits.machine import (
     Event,
     Forget,
     NotReached,
-    NotTold,
     Persist,
     Reach,
     Reached,
+    Reported,
     Restarted,
     Show,
     Shown,
     Staged,
-    Told,
+    Unreported,
     Withdraw,
 )
 from tests.model.mesh import Mesh
@@ -60,7 +60,7 @@ class Message:
         rank = self.action.rank
         if isinstance(self.action, Reach):
             return NotReached(rank, "no answer")
-        return NotTold(rank)
+        return Unreported(rank)
 
 
 class Plane:
@@ -152,7 +152,7 @@ class Plane:
             self._reach(message)
         elif isinstance(message.action, Withdraw):
             fate = self.mesh.withdraw(rank, message.number, message.generation)
-            message.answer = Told(rank, fate) if fate is not None else NotTold(rank)
+            message.answer = Reported(rank, fate) if fate is not None else Unreported(rank)
         else:
             message.answer = Shown(rank, self.mesh.show(rank))
 

@@ -162,7 +162,7 @@ class ControlPlane:
                 return self._reason
             self._lag.saw(time.monotonic() - before_s - TICK_S)
             assert self._jobs is not None
-            self._jobs.look(time.monotonic())
+            self._jobs.tick(time.monotonic())
             reason = self._why_end(self._jobs)
             if reason is not None:
                 self.ask_to_stop(reason)
@@ -219,7 +219,7 @@ class ControlPlane:
         self._edits = edits = EditRegistry(records, config, publish=self._events.publish)
         jobs.on_begin.append(edits.began)
         jobs.on_end.append(edits.is_over)
-        jobs.on_view.extend((edits.look, records.look))
+        jobs.on_view.extend((edits.tick, records.tick))
         self._incarnations.start()
         if mine is not None:
             jobs.open(mine)

@@ -44,7 +44,7 @@ class Revocations:
         self.on_news: list[Callable[[], object]] = []
         """Called when tickets that were good before are now refused."""
 
-    def heard(self, told: control_pb2.Revocations) -> int:
+    def update(self, told: control_pb2.Revocations) -> int:
         """Apply revocations from the control plane; return how many running calls were ended."""
         named = [key for key in told.token_ids[:MAX_REVOKED] if len(key) <= MAX_ID_CHARS]
         is_news = self._tokens.learn(

@@ -134,19 +134,19 @@ async def test_a_lost_sidecar_fires_and_is_resolved_when_it_is_back(
 ) -> None:
     told: list[Alert] = []
     watcher = await looking(world, told)
-    watcher.look(world.view())
+    watcher.tick(world.view())
     assert told == []
     caplog.set_level(logging.INFO)
     world.now_s += 20
     for rank in (0, 1):
         world.reports[rank] = world.report(rank)
     for _ in range(3):
-        watcher.look(world.view())
+        watcher.tick(world.view())
     assert [(a.finding.rule.value, a.finding.ranks) for a in told] == [("stale-rank", (2,))]
     assert len([r for r in caplog.records if "rank 2" in r.getMessage()]) == 1
     world.now_s += 5
     world.reports = {rank: world.report(rank) for rank in range(3)}
-    watcher.look(world.view())
+    watcher.tick(world.view())
     assert [a.state for a in told] == [State.FIRING, State.RESOLVED]
     await watcher.close()
 
@@ -154,18 +154,18 @@ async def test_a_lost_sidecar_fires_and_is_resolved_when_it_is_back(
 async def test_a_stall_counts_within_its_window(world: World) -> None:
     told: list[Alert] = []
     watcher = await looking(world, told)
-    watcher.look(world.view())
+    watcher.tick(world.view())
     world.now_s += 2
     world.reports = {rank: world.report(rank) for rank in range(3)}
     world.reports[1] = world.report(1, stall_count=1, stall_total_ns=10**8, stall_max_ns=10**8)
-    watcher.look(world.view())
+    watcher.tick(world.view())
     assert [a.finding.rule.value for a in told] == ["stall-budget"]
     for _ in range(16):
         world.now_s += 5
         world.reports = {
             rank: world.report(rank, **_kept(world.reports[rank])) for rank in range(3)
         }
-        watcher.look(world.view())
+        watcher.tick(world.view())
     assert [a.state for a in told] == [State.FIRING, State.RESOLVED]
     await watcher.close()
 
@@ -187,7 +187,7 @@ async def test_nan_fires_with_the_tensor_s_name_and_is_over_when_it_has_gone(
     watcher = await looking(world, told, store)
     world.bad = {"w2": TensorInput(fqn="w2", count=8, nan_count=1, inf_count=0, norm=1.0)}
     await watcher.rounds.stats()
-    watcher.look(world.view())  # does not cover tensors, so does not end it
+    watcher.tick(world.view())  # does not cover tensors, so does not end it
     assert [(a.finding.rule.value, a.finding.fqn) for a in told] == [("non-finite", "w2")]
     assert {point.subject for point in store.points if point.name == "norm"} == {
         "w0",
@@ -398,7 +398,7 @@ async def test_a_new_incarnation_has_its_own_watcher_and_ends_the_alerts_of_the_
     assert first is not None
     await _until(lambda: first.ready)
     world.now_s += 20
-    first.look(world.view())
+    first.tick(world.view())
     assert [data["state"] for kind, data in published if kind == "alert"] == ["firing"] * 4
     rules = {str(data["rule"]) for kind, data in published if kind == "alert"}
     assert rules == {"stale-rank", "certificate"}

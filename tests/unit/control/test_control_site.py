@@ -149,21 +149,21 @@ async def test_what_changes_is_told_once_and_thousands_at_once_in_one_line() -> 
         "incarnation",
         {"incarnation": 1, "world_size": MOST_RANKS + 1, "over": False},
     )
-    jobs.look(0.0)
+    jobs.tick(0.0)
     assert [(kind, data["rank"], data["state"]) for kind, data in told] == [
         ("rank", -1, "starting")
     ]
     told.clear()
     member = mesh.registry.join(report("run", 1, 0, MOST_RANKS + 1))
-    jobs.look(0.0)
-    jobs.look(0.0)
+    jobs.tick(0.0)
+    jobs.tick(0.0)
     assert [data.get("rank") for kind, data in told if kind == "rank"] == [-1, 0]
     told.clear()
     stalled = report(
         "run", 1, 0, MOST_RANKS + 1, phase=common_pb2.PHASE_STALLED, phase_reason="hangs"
     )
     mesh.registry.update(member, stalled)
-    jobs.look(0.0)
+    jobs.tick(0.0)
     ranks = [data for kind, data in told if kind == "rank"]
     assert [(data["rank"], data["state"], data["reason"]) for data in ranks] == [
         (0, "degraded", "hangs")

@@ -17,16 +17,16 @@ from paramd_service.control.edits.machine import (
     Forget,
     IncarnationEnded,
     NotReached,
-    NotTold,
     Outcome,
     Persist,
     Reach,
     Reached,
+    Reported,
     Restarted,
     Show,
     Shown,
     Staged,
-    Told,
+    Unreported,
     Withdraw,
 )
 
@@ -95,10 +95,10 @@ def test_another_manifest_is_refused() -> None:
 def test_one_certain_withdrawal_calls_it_off_everywhere() -> None:
     found = committed()
     assert found.handle(NotReached(1, "refused")) == [Withdraw(0), Withdraw(1)]
-    assert found.handle(Told(0, Outcome.IN_DOUBT)) == [Withdraw(0, later=True)]
-    assert found.handle(NotTold(1)) == [Withdraw(1, later=True)]
+    assert found.handle(Reported(0, Outcome.IN_DOUBT)) == [Withdraw(0, later=True)]
+    assert found.handle(Unreported(1)) == [Withdraw(1, later=True)]
     assert found.state is EditState.COMMITTED
-    assert found.handle(Told(1, Outcome.WITHDRAWN)) == [Persist(), Forget(0), Forget(1)]
+    assert found.handle(Reported(1, Outcome.WITHDRAWN)) == [Persist(), Forget(0), Forget(1)]
     assert (found.state, found.reason) == (EditState.ABORTED, "refused")
 
 
@@ -106,10 +106,10 @@ def test_one_certain_withdrawal_calls_it_off_everywhere() -> None:
 def test_what_one_rank_agreed_on_is_waited_for_on_all(fate: Outcome) -> None:
     found = committed()
     found.handle(CallOff("late"))
-    assert found.handle(Told(0, fate))
+    assert found.handle(Reported(0, fate))
     assert found.agreed
     assert found.handle(CallOff("later")) == []
-    assert found.handle(Told(1, Outcome.IN_DOUBT)) == [Withdraw(1, later=True)]
+    assert found.handle(Reported(1, Outcome.IN_DOUBT)) == [Withdraw(1, later=True)]
     assert found.handle(Shown(1, None)) == [Withdraw(1, later=True)]
     found.handle(Shown(0, GOOD))
     found.handle(Shown(1, GOOD))
@@ -117,7 +117,7 @@ def test_what_one_rank_agreed_on_is_waited_for_on_all(fate: Outcome) -> None:
 
 
 def test_a_torn_rank_or_a_contradiction_loses_it() -> None:
-    for told in (Told(1, Outcome.TORN), Told(1, Outcome.WITHDRAWN)):
+    for told in (Reported(1, Outcome.TORN), Reported(1, Outcome.WITHDRAWN)):
         found = committed()
         found.handle(Reached(0))
         found.handle(told)
@@ -143,8 +143,8 @@ def test_a_restart_asks_before_it_says_anything() -> None:
 
 def test_an_end_is_an_end() -> None:
     found = committed()
-    found.handle(Told(0, Outcome.TORN))
-    for event in (Reached(0), CallOff("x"), Told(1, Outcome.WITHDRAWN), IncarnationEnded("x")):
+    found.handle(Reported(0, Outcome.TORN))
+    for event in (Reached(0), CallOff("x"), Reported(1, Outcome.WITHDRAWN), IncarnationEnded("x")):
         assert found.handle(event) == []
 
 
@@ -168,13 +168,13 @@ def test_every_end_says_why() -> None:
         ),
         (
             committed(),
-            Told(1, Outcome.TORN),
+            Reported(1, Outcome.TORN),
             EditState.LOST,
             "the trainer of rank 1 ended while it was being applied",
         ),
         (
             committed(agreed=True),
-            Told(1, Outcome.WITHDRAWN),
+            Reported(1, Outcome.WITHDRAWN),
             EditState.LOST,
             "rank 1 will not apply what others have agreed on; the ranks' parameters differ: "
             + again,
@@ -203,9 +203,9 @@ def test_it_is_called_off_once_and_not_after_it_was_agreed() -> None:
     assert found.handle(Restarted()) == [Withdraw(0), Withdraw(1)]
     assert found.reason == "the control plane was restarted before it was agreed"
     assert found.handle(CallOff("again")) == []
-    assert found.handle(Told(0, Outcome.DONE)) == [Show(0)]
+    assert found.handle(Reported(0, Outcome.DONE)) == [Show(0)]
     assert found.handle(NotReached(1, "no answer")) == [Withdraw(1)]
-    assert found.handle(Told(1, Outcome.DONE)) == [Show(1)]
+    assert found.handle(Reported(1, Outcome.DONE)) == [Show(1)]
     found.handle(Shown(0, GOOD))
     found.handle(Shown(1, GOOD))
     assert (found.state, found.reason) == (EditState.APPLIED, "")

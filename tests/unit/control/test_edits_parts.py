@@ -184,7 +184,7 @@ async def test_a_commit_that_cannot_be_saved_reaches_nobody_and_is_aborted() -> 
         boundaries=calls,
         view=lambda: mesh(0, 1),
         save=save,
-        told=lambda row: told.append(row.state),
+        on_change=lambda row: told.append(row.state),
     )
     driver.feed(Staged(0, b"m"))
     driver.feed(Staged(1, b"m"))

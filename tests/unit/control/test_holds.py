@@ -62,7 +62,7 @@ def hold(ranks: Ranks) -> Hold:
     )
     calls: Any = ranks
     records: Any = SimpleNamespace(recorded=recorded)
-    return Hold(served, calls, records, agree_s=lambda _: 5.0, told=lambda *_: None)
+    return Hold(served, calls, records, agree_s=lambda _: 5.0, on_change=lambda *_: None)
 
 
 @pytest.mark.parametrize("told_step", [40, -1], ids=["answered", "answer lost"])

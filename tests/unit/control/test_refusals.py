@@ -31,7 +31,7 @@ def mesh(*totals: int, pid: int = 1) -> MeshView:
 def test_each_rank_is_told_once_a_minute_and_every_refusal_is_counted_once() -> None:
     book, told = RefusalBook(), []
     for now_s in range(int(3 * EVERY_S)):
-        told += [(now_s, one) for one in book.look(mesh(now_s // 2, 0), float(now_s))]
+        told += [(now_s, one) for one in book.tick(mesh(now_s // 2, 0), float(now_s))]
     assert {one.rank for _, one in told} == {0}
     assert len(told) <= 4
     assert [one.total for _, one in told] == [now_s // 2 for now_s, _ in told]
@@ -40,17 +40,17 @@ def test_each_rank_is_told_once_a_minute_and_every_refusal_is_counted_once() -> 
 
 def test_what_came_within_the_minute_is_told_after_it() -> None:
     book = RefusalBook()
-    assert [one.count for one in book.look(mesh(1), 0.0)] == [1]
-    assert list(book.look(mesh(5), EVERY_S - 1)) == []
-    (late,) = book.look(mesh(5), EVERY_S)
+    assert [one.count for one in book.tick(mesh(1), 0.0)] == [1]
+    assert list(book.tick(mesh(5), EVERY_S - 1)) == []
+    (late,) = book.tick(mesh(5), EVERY_S)
     assert (late.count, late.total, late.last) == (4, 5, "why")
-    assert list(book.look(mesh(5), 3 * EVERY_S)) == []
+    assert list(book.tick(mesh(5), 3 * EVERY_S)) == []
 
 
 def test_a_sidecar_that_was_replaced_counts_from_nothing() -> None:
     book = RefusalBook()
-    assert [one.count for one in book.look(mesh(9), 0.0)] == [9]
-    assert [one.count for one in book.look(mesh(9, pid=2), EVERY_S)] == [9]
+    assert [one.count for one in book.tick(mesh(9), 0.0)] == [9]
+    assert [one.count for one in book.tick(mesh(9, pid=2), EVERY_S)] == [9]
 
 
 def test_what_a_caller_wrote_is_cut_and_made_plain() -> None:

@@ -223,10 +223,10 @@ async def test_a_running_call_ends_with_its_token_and_no_other_does() -> None:
 
     calls = {token: asyncio.create_task(call(token)) for token in ("a", "b", None)}
     await asyncio.sleep(0)
-    assert revocations.heard(control_pb2.Revocations(token_ids=["a"], keep_ms=60_000)) == 1
+    assert revocations.update(control_pb2.Revocations(token_ids=["a"], keep_ms=60_000)) == 1
     with pytest.raises(TokenRevokedError, match="has been revoked"):
         await asyncio.wait_for(calls["a"], DEADLINE_S)
-    assert revocations.heard(control_pb2.Revocations(token_ids=["a"], keep_ms=60_000)) == 0
+    assert revocations.update(control_pb2.Revocations(token_ids=["a"], keep_ms=60_000)) == 0
     assert len(news) == 1
     assert not calls["b"].done()
     assert not calls[None].done()
@@ -240,7 +240,7 @@ async def test_a_running_call_ends_with_its_token_and_no_other_does() -> None:
 
 async def test_a_call_whose_token_was_revoked_before_its_request_came_does_nothing() -> None:
     revocations = SidecarRevocations()
-    revocations.heard(control_pb2.Revocations(token_ids=["a"], keep_ms=60_000))
+    revocations.update(control_pb2.Revocations(token_ids=["a"], keep_ms=60_000))
     with pytest.raises(TokenRevokedError):
         async with revocations.running(claims("a")):
             pytest.fail("the call was let in")
@@ -258,7 +258,7 @@ async def test_a_calls_own_timeout_stays_what_it_is() -> None:
 def test_a_lying_notice_is_harmless() -> None:
     revocations = SidecarRevocations()
     told = control_pb2.Revocations(token_ids=["x" * 65, ""], keep_ms=-1, refused_before_ns=-1)
-    assert revocations.heard(told) == 0
+    assert revocations.update(told) == 0
     revocations.check(claims("x" * 65))
 
 

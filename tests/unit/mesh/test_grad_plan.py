@@ -27,19 +27,19 @@ def test_a_sum_is_probed_on_all_holders_then_read_from_its_group() -> None:
     assert not first.sums.ranks
     reader = next(rank for rank, number in first.used if number == 0)
     group = {0: 1, 1: 1, 2: 3, 3: 3}
-    assert not learnt.hear(first, [GradNote(reader, 0, 0, group[reader])])
+    assert not learnt.update(first, [GradNote(reader, 0, 0, group[reader])])
 
     probe = make_plan(index.layout, asked, learnt, prefer=None)
     assert {rank for rank, number in probe.used if number == 0} == {0, 1, 2, 3}
     notes = [GradNote(rank, 0, 0, group[rank]) for rank in range(4)]
-    assert not learnt.hear(probe, notes), "who belongs together was not known when it was asked"
+    assert not learnt.update(probe, notes), "who belongs together was not known when it was asked"
 
     final = make_plan(index.layout, asked, learnt, prefer=None)
     assert len(final.layers[0]) == 2, "each half is the sum of two ranks"
     assert not final.layers[1]
-    assert learnt.hear(final, notes)
+    assert learnt.update(final, notes)
     other = [GradNote(rank, 0, 0, 1) for rank in range(4)]
-    assert not learnt.hear(final, other), "the groups changed: learnt anew"
+    assert not learnt.update(final, other), "the groups changed: learnt anew"
 
 
 def test_without_sums_each_element_is_read_once() -> None:
@@ -49,7 +49,7 @@ def test_without_sums_each_element_is_read_once() -> None:
     assert sum(landing.size_bytes for read in plan.plan.ranks for landing in read.landings) == (
         4 * (12 + 5)
     )
-    assert PartialGroups().hear(plan, [GradNote(0, 0, 1, 0)])
+    assert PartialGroups().update(plan, [GradNote(0, 0, 1, 0)])
 
 
 def test_rows_are_spread_evenly() -> None:

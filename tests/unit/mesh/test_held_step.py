@@ -52,7 +52,7 @@ async def test_equal_states_are_held_with_their_edits() -> None:
     assert (held.incarnation, held.edits) == (INCARNATION, 2)
     assert {pin.edits for pin in held.pins.values()} == {2}
     assert not sidecars.released
-    held.let_go()
+    held.release()
     assert sorted(sidecars.released) == ["s0", "s1"]
 
 

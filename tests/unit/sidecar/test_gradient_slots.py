@@ -140,10 +140,10 @@ async def test_the_end_is_told_to_all_that_wait(training: Training) -> None:
 
 
 async def test_lossless_readers_are_told_to_the_trainer_for_a_while(training: Training) -> None:
-    training.gradients.heard(0)
+    training.gradients.update(0)
     assert training.page[Word.LOSSLESS_EVERY] == 0
-    training.gradients.heard(6)
-    training.gradients.heard(3)
-    training.gradients.heard(6)
+    training.gradients.update(6)
+    training.gradients.update(3)
+    training.gradients.update(6)
     assert training.page[Word.LOSSLESS_EVERY] == 3
     assert training.page[Word.LOSSLESS_UNTIL_NS] > 0

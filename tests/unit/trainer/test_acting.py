@@ -62,7 +62,7 @@ def acting(
         launch=lambda request, **_: None,
     )
     nothing: Any = SimpleNamespace(
-        stay=lambda: True, hear=lambda heard: None, pass_boundary=lambda: None, end=lambda: None
+        stay=lambda: True, update=lambda heard: None, pass_boundary=lambda: None, end=lambda: None
     )
     return BoundaryHandler(
         page,

@@ -21,7 +21,7 @@ class Bench:
 
     def agree(self, action: int, argument: int = 0, *, stay: bool = True) -> None:
         self.number += 1
-        self.hold.hear(Round(Request(self.number, 1, action, argument), stay))
+        self.hold.update(Round(Request(self.number, 1, action, argument), stay))
 
     def lease(self, seconds: int) -> None:
         self.words[Word.HOLD_UNTIL_NS] = self.now_ns + seconds * S
@@ -65,9 +65,9 @@ def test_resume_ends_a_hold_and_a_step(bench: Bench) -> None:
 
 def test_one_rank_that_does_not_want_to_stay_ends_it(bench: Bench) -> None:
     bench.agree(HOLD)
-    bench.hold.hear(Round(None, True))
+    bench.hold.update(Round(None, True))
     assert bench.state() == (HoldState.HELD, 0)
-    bench.hold.hear(Round(None, False))
+    bench.hold.update(Round(None, False))
     assert bench.state() == (HoldState.RUNNING, 0)
 
 
@@ -105,7 +105,7 @@ def test_no_renewal_outlives_the_cap_and_a_new_hold_begins_anew(bench: Bench) ->
     assert bench.hold.stay()
     bench.now_ns += 2 * S
     assert not bench.hold.stay()
-    bench.hold.hear(Round(None, False))
+    bench.hold.update(Round(None, False))
     bench.agree(HOLD)
     assert bench.hold.stay()
 

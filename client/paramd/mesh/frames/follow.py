@@ -86,9 +86,9 @@ class FollowSteps:
             requests[rank].at_step = step
         return await hold_step(sidecars, requests, step, timeout_s)
 
-    def let_go(self, held: PinnedStep) -> None:
-        """As `Steps.let_go`."""
-        held.let_go()
+    def release(self, held: PinnedStep) -> None:
+        """As `Steps.release`."""
+        held.release()
 
     async def read(
         self, sidecars: Sidecars, step: int, dropped: int, held: PinnedStep

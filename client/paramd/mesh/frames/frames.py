@@ -78,7 +78,7 @@ class PartialGroups:
     groups: dict[int, dict[int, int]] = field(default_factory=dict)
     """Group of each rank that holds a part."""
 
-    def hear(self, found: GradPlan, notes: Sequence[GradNote]) -> bool:
+    def update(self, found: GradPlan, notes: Sequence[GradNote]) -> bool:
         """Takes notes in; whether the plan is still right, so that the frame can be read."""
         said: dict[int, dict[int, int]] = {}
         for note in notes:

@@ -137,14 +137,14 @@ class GradSteps:
             await asyncio.wait(tasks)
             for task in tasks:
                 if not task.cancelled() and task.exception() is None:
-                    task.result().let_go()
+                    task.result().release()
             raise
         return _Held(plan, found[0], found[1] if len(found) > 1 else None)
 
-    def let_go(self, held: _Held) -> None:
-        """As `Steps.let_go`."""
+    def release(self, held: _Held) -> None:
+        """As `Steps.release`."""
         for step in held.steps():
-            step.let_go()
+            step.release()
 
     async def read(
         self, sidecars: Sidecars, step: int, dropped: int, held: _Held
@@ -152,7 +152,7 @@ class GradSteps:
         """The frame; None when the notes make another plan necessary."""
         began_s = time.monotonic()
         notes = [note for one in held.steps() for note in _notes(held.plan, one)]
-        if not self._learnt.hear(held.plan, notes):
+        if not self._learnt.update(held.plan, notes):
             self._plan = None
             return None
         none = {

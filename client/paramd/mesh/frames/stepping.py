@@ -100,7 +100,7 @@ class Steps(Protocol[Held]):
             AbortedError: a rank missed it. TrainingEndedError: no step comes any more.
         """
 
-    def let_go(self, held: Held) -> None:
+    def release(self, held: Held) -> None:
         """Ends what `hold` began; never waits."""
 
 
@@ -171,7 +171,7 @@ class StepStream(Generic[Held, Result]):
                 await self._after(error)
                 continue
             finally:
-                self._steps.let_go(held)
+                self._steps.release(held)
             if found is not None:
                 self._last = ask.step
                 self._down_since_s = None
@@ -298,7 +298,7 @@ class StepStream(Generic[Held, Result]):
             await asyncio.wait([ask.task for ask in asks])
         for ask in asks:
             if not ask.task.cancelled() and ask.task.exception() is None:
-                self._steps.let_go(ask.task.result())
+                self._steps.release(ask.task.result())
 
 
 @asynccontextmanager
@@ -326,7 +326,7 @@ HOLD_S = 10.0
 
 
 class PinnedStep:
-    """Answers of all ranks at one step, their leases renewed until `let_go`."""
+    """Answers of all ranks at one step, their leases renewed until `release`."""
 
     def __init__(
         self,
@@ -344,7 +344,7 @@ class PinnedStep:
             asyncio.create_task(self._renew(), name="paramd-step-leases") if pins else None
         )
 
-    def let_go(self) -> None:
+    def release(self) -> None:
         """Ends the leases; never waits. Idempotent."""
         if self._renewing is not None:
             self._renewing.cancel()

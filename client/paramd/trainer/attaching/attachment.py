@@ -181,7 +181,7 @@ class Attachment:
         self._home.move_out()
         if self._control is not None:
             # First, or the supervisor would restart it when it ends with the last sidecar.
-            self._control.let_go()
+            self._control.release()
         self._sidecar.close()
         if self._control is not None:
             self._control.close()

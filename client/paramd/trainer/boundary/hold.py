@@ -81,7 +81,7 @@ class Hold:
         until_ns = min(words[Word.HOLD_UNTIL_NS], self._began_ns + self._cap_ns)
         return self._clock_ns() < until_ns
 
-    def hear(self, heard: Round) -> None:
+    def update(self, heard: Round) -> None:
         """Act on a round's outcome: first the lease, then the agreed request."""
         words = self._words
         if words[Word.HELD] != HoldState.RUNNING and not heard.stay:
@@ -302,7 +302,7 @@ class BoundaryHandler:
         words[Word.APART_LOW], words[Word.APART_HIGH] = heard.iterations
         words[Word.PROMISED] = 0
         words[Word.ROUNDS_COLLECTED] += 1
-        self._hold.hear(heard)
+        self._hold.update(heard)
         if request is None:
             return False
         try:

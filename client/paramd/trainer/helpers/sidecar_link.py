@@ -250,13 +250,13 @@ class ControlLink:
             raise
         self._supervisor.start(pidfd)
 
-    def let_go(self) -> None:
+    def release(self) -> None:
         """Stop supervising: it ends by itself when all sidecars have left. Idempotent."""
         self._supervisor.close()
 
     def close(self) -> None:
         """Wait for it to end, then force it. Idempotent."""
-        self.let_go()
+        self.release()
         if self._process is not None:
             end(self._process, grace_s=3.0)
             self._process = None

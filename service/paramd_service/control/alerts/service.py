@@ -110,7 +110,7 @@ class Watchers:
     def _look(self, mesh: Incarnation, view: MeshView) -> None:
         watcher = self._watchers.get(mesh.job)
         if watcher is not None:
-            watcher.look(view)
+            watcher.tick(view)
 
     def _tell(self, alert: Alert) -> None:
         self._publish("alert", document(alert).model_dump(), job=alert.job)

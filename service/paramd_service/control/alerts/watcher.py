@@ -77,7 +77,7 @@ class Rounds:
         view: Callable[[], MeshView],
         sampler: Sampler,
         book: Book,
-        told: Callable[[Sequence[Alert]], None],
+        on_change: Callable[[Sequence[Alert]], None],
         offer: Callable[[Sequence[Point]], None],
         clock: Callable[[], float],
     ) -> None:
@@ -88,7 +88,7 @@ class Rounds:
         self._view = view
         self._sampler = sampler
         self._book = book
-        self._told = told
+        self._on_change = on_change
         self._offer = offer
         self._clock = clock
         self._norms = NormHistory(config.norm_window)
@@ -113,7 +113,7 @@ class Rounds:
         now_s = self._clock()
         seen = {tensor.fqn for tensor in found.tensors}
         covered = _covers(TENSOR_RULES, seen)
-        self._told(self._book.observe(findings, covered=covered, now_s=now_s))
+        self._on_change(self._book.observe(findings, covered=covered, now_s=now_s))
         self._offer(
             [
                 Point(
@@ -145,7 +145,7 @@ class Rounds:
         self._turn += 1
         findings = drift_findings(found.differences, found.places, found.step)
         covered = _covers(_DRIFT, {group.fqn for group in groups})
-        self._told(self._book.observe(findings, covered=covered, now_s=self._clock()))
+        self._on_change(self._book.observe(findings, covered=covered, now_s=self._clock()))
 
     def _groups(self, sample: Sample) -> list[ReplicaGroup]:
         joined = {report.rank for report in self._view().joined}
@@ -212,7 +212,7 @@ class Watcher:
         self._tasks: list[asyncio.Task[None]] = []
         self.rounds = Rounds(
             config, job=job, incarnation=incarnation, view=view, sampler=sampler, book=self.book,
-            told=self._told, offer=self._store.offer, clock=clock,
+            on_change=self._on_change, offer=self._store.offer, clock=clock,
         )  # fmt: skip
         self.round_counts = {"stats": 0, "digests": 0}
         """Rounds that succeeded, by kind."""
@@ -250,13 +250,13 @@ class Watcher:
             await asyncio.wait(self._tasks)
         self._tasks = []
         if incarnation_over:
-            self._told(self.book.close(self._clock()))
+            self._on_change(self.book.close(self._clock()))
         try:
             await self._save()
         except ParamdError as error:
             log.warning("the last changes of alerts are lost: %s", error)
 
-    def look(self, view: MeshView) -> None:
+    def tick(self, view: MeshView) -> None:
         """Check the sidecars' reports. Never fails; large meshes are checked less often."""
         now_s = self._clock()
         if not self._restored or now_s < self._look_due_s:
@@ -271,7 +271,7 @@ class Watcher:
         while len(self._window) > 1 and self._window[1][0] <= now_s - self.config.stall_window_s:
             self._window.popleft()
         before = self._window[0][1] if self._window else {}
-        self._told(
+        self._on_change(
             self.book.observe(
                 [
                     *mesh_findings(now, before, self.config),
@@ -311,7 +311,7 @@ class Watcher:
             self._trouble[kind] = reason
             log.warning("job %s: a round of %s failed: %s", self._job, kind, reason)
 
-    def _told(self, changes: Sequence[Alert]) -> None:
+    def _on_change(self, changes: Sequence[Alert]) -> None:
         for alert in changes:
             firing = alert.state is State.FIRING
             log.log(

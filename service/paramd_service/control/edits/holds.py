@@ -60,7 +60,7 @@ class HoldView:
     """Seconds since the Unix epoch."""
 
 
-Told = Callable[[str, HoldView], None]
+OnChange = Callable[[str, HoldView], None]
 
 
 class Hold:
@@ -73,13 +73,13 @@ class Hold:
         records: Records,
         *,
         agree_s: Callable[[MeshView], float],
-        told: Told,
+        on_change: OnChange,
     ) -> None:
         self._mesh = mesh
         self._calls = calls
         self._records = records
         self._agree_s = agree_s
-        self._told = told
+        self._on_change = on_change
         self._holder = ""
         self._owner = ""
         self._since_s: float | None = None
@@ -273,7 +273,7 @@ class Hold:
         self._step_to = 0
 
     def _tell(self, now: HoldView) -> None:
-        self._told(self._mesh.job, now)
+        self._on_change(self._mesh.job, now)
 
 
 def hold_of(state: common_pb2.RankState, step: int) -> HoldView:

@@ -50,12 +50,12 @@ class IncarnationEdits:
         records: Records,
         config: EditConfig,
         *,
-        told: Callable[[EditRow], None],
+        on_change: Callable[[EditRow], None],
     ) -> None:
         self._mesh = mesh
         self._records = records
         self._config = config
-        self._told = told
+        self._on_change = told
         self._loading: asyncio.Task[None] | None = None
         self._committing: set[str] = set()
         self._ending: set[asyncio.Task[None]] = set()
@@ -89,7 +89,7 @@ class IncarnationEdits:
             boundaries=self._mesh.calls,
             view=self._mesh.registry.view,
             save=self._records.edits.save,
-            told=self._changed,
+            on_change=self._changed,
         )
         return driver
 
@@ -140,7 +140,7 @@ class IncarnationEdits:
         finally:
             self._committing.discard(row.id)
 
-    def look(self, now_s: float) -> None:
+    def tick(self, now_s: float) -> None:
         """Aborts what nobody commits. `now_s` is on the monotonic clock."""
         for edit_id, driver in list(self.open.items()):
             waits = driver.machine.state in (EditState.STAGING, EditState.STAGED)
@@ -269,7 +269,7 @@ class IncarnationEdits:
             task = asyncio.create_task(driver.finish(), name="paramd-edit-end")
             self._ending.add(task)
             task.add_done_callback(self._ending.discard)
-        self._told(row)
+        self._on_change(row)
 
     def _resolved(self, row: EditRow) -> Action:
         return Action(

@@ -93,7 +93,7 @@ class NotReached:
 
 
 @dataclass(frozen=True, slots=True)
-class Told:
+class Reported:
     """The answer of a withdrawal."""
 
     rank: int
@@ -101,7 +101,7 @@ class Told:
 
 
 @dataclass(frozen=True, slots=True)
-class NotTold:
+class Unreported:
     """A question found no answer: the sidecar is away, or knows nothing."""
 
     rank: int
@@ -133,8 +133,8 @@ Event: TypeAlias = (
     | Commit
     | Reached
     | NotReached
-    | Told
-    | NotTold
+    | Reported
+    | Unreported
     | Shown
     | IncarnationEnded
     | Restarted
@@ -156,7 +156,7 @@ class Reach:
 
 @dataclass(frozen=True, slots=True)
 class Withdraw:
-    """Call WithdrawBoundary of a rank, at once or after a pause. Answered by Told or NotTold."""
+    """Call WithdrawBoundary of a rank, at once or later. Answered by Reported or Unreported."""
 
     rank: int
     later: bool = False
@@ -164,7 +164,7 @@ class Withdraw:
 
 @dataclass(frozen=True, slots=True)
 class Show:
-    """Call GetEdit of a rank. Answered by Shown or NotTold."""
+    """Call GetEdit of a rank. Answered by Shown or Unreported."""
 
     rank: int
 
@@ -254,9 +254,9 @@ class EditMachine:
             case NotReached(rank, reason):
                 # Without its answer we do not know; with others' we know that it was agreed.
                 return [Withdraw(rank)] if self.agreed else self._called_off(reason)
-            case Told(rank, fate):
+            case Reported(rank, fate):
                 return self._told(rank, fate)
-            case NotTold(rank):
+            case Unreported(rank):
                 return [Withdraw(rank, later=True)]
             case Shown(rank, applied):
                 return self._shown(rank, applied)

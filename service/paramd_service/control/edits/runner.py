@@ -26,15 +26,15 @@ from paramd_service.control.edits.machine import (
     Event,
     Forget,
     NotReached,
-    NotTold,
     Outcome,
     Persist,
     Reach,
     Reached,
+    Reported,
     Show,
     Shown,
     Staged,
-    Told,
+    Unreported,
     Withdraw,
 )
 from paramd_service.control.edits.spec import merged
@@ -180,7 +180,7 @@ class EditRun:
         boundaries: BoundaryCalls,
         view: Callable[[], MeshView],
         save: Callable[[EditRow], Awaitable[None]],
-        told: Callable[[EditRow], None],
+        on_change: Callable[[EditRow], None],
     ) -> None:
         """`told` hears of each row that is true for good: once it is saved."""
         self.machine = machine
@@ -192,7 +192,7 @@ class EditRun:
         self._boundaries = boundaries
         self._view = view
         self._save = save
-        self._told = told
+        self._on_change = on_change
         self._changed = asyncio.Event()
         self._events: asyncio.Queue[Event] = asyncio.Queue()
         self._tasks: set[asyncio.Task[None]] = set()
@@ -285,7 +285,7 @@ class EditRun:
         self.row = replace(now, detail=self.row.detail)
         changed, self._changed = self._changed, asyncio.Event()
         changed.set()
-        self._told(self.row)
+        self._on_change(self.row)
         return True
 
     async def _do(self, action: Action) -> None:
@@ -323,9 +323,9 @@ class EditRun:
             await asyncio.sleep(pause_s)
         try:
             address = address_of(self._view(), rank)
-            return Told(rank, await self._calls.withdraw(rank, address, self.machine.boundary))
+            return Reported(rank, await self._calls.withdraw(rank, address, self.machine.boundary))
         except ParamdError:
-            return NotTold(rank)
+            return Unreported(rank)
 
     async def _show(self, rank: int) -> Event:
         try:
@@ -333,7 +333,7 @@ class EditRun:
         except NotFoundError:
             return Shown(rank, None)
         except ParamdError:
-            return NotTold(rank)
+            return Unreported(rank)
         if answer.progress.undo_refusal and not self.row.detail.get("undo_refusal"):
             self.describe(undo_refusal=f"rank {rank}: {answer.progress.undo_refusal}")
         return Shown(rank, applied_of(answer))

@@ -300,14 +300,14 @@ class EditRegistry:
     def began(self, mesh: Incarnation) -> None:
         """An incarnation begins."""
         job = mesh.job
-        work = IncarnationEdits(mesh, self._records, self.config, told=self._told)
+        work = IncarnationEdits(mesh, self._records, self.config, on_change=self._told)
         pace = self._paces.setdefault(job, Pace(self.config.max_per_minute))
         service = EditService(mesh, work, self._records, self.config, pace)
         if job in self._services:
             self._older.append(self._services[job][1])
         self._services[job] = (mesh.number, service)
         self._holds[job] = Hold(
-            mesh, work.calls, self._records, agree_s=work.agree_s, told=self._hold_told
+            mesh, work.calls, self._records, agree_s=work.agree_s, on_change=self._hold_told
         )
         work.begin()
 
@@ -318,12 +318,12 @@ class EditRegistry:
             return
         service.work.incarnation_ended(f"incarnation {incarnation} ended ({mesh.over})")
 
-    def look(self, mesh: Incarnation, _: MeshView, now_s: float | None = None) -> None:
+    def tick(self, mesh: Incarnation, _: MeshView, now_s: float | None = None) -> None:
         """Once a second."""
         found = self._services.get(mesh.job)
         if found is not None and found[0] == mesh.number:
             now_s = now_s if now_s is not None else time.monotonic()
-            found[1].work.look(now_s)
+            found[1].work.tick(now_s)
         self._older = [service for service in self._older if service.work.open]
 
     def service(self, job: str) -> EditService:

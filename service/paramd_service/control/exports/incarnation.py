@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import Final
 
 from paramd.errors import ExhaustedError, ParamdError
-from paramd_service.control.exports.runner import ExportJob, ExportRun, Place, Told, drop
+from paramd_service.control.exports.runner import ExportJob, ExportRun, OnChange, Place, drop
 from paramd_service.control.exports.sidecars import SidecarGroup
 from paramd_service.control.mesh.jobs import Incarnation
 from paramd_service.control.store.engine import StoreError
@@ -37,7 +37,7 @@ class IncarnationExports:
         *,
         place: Place,
         assets: Callable[[ExportRow], Awaitable[Mapping[str, bytes]]],
-        told: Told,
+        on_change: OnChange,
         ended: Ended,
     ) -> None:
         """No I/O.
@@ -51,7 +51,7 @@ class IncarnationExports:
         self._store = store
         self._place = place
         self._assets = assets
-        self._told = told
+        self._on_change = on_change
         self._ended = ended
         self._runs: dict[str, ExportRun] = {}
         self._slots = asyncio.Semaphore(MAX_RUNNING)
@@ -89,7 +89,7 @@ class IncarnationExports:
             place=self._place,
             assets={},
             store=self._store,
-            told=self._told,
+            on_change=self._on_change,
         )
         run = self._runs[row.id] = ExportRun(job)
         if self._over:

@@ -49,7 +49,7 @@ SAVE_EVERY_S: Final = 1.0
 
 log = logging.getLogger("paramd.control.exports")
 
-Told = Callable[["ExportJob", bool], None]
+OnChange = Callable[["ExportJob", bool], None]
 """Is told of a change; True: not only of bytes."""
 
 
@@ -69,7 +69,7 @@ class ExportJob:
         place: Place,
         assets: Mapping[str, bytes],
         store: ExportStore,
-        told: Told = lambda job, whole: None,
+        on_change: OnChange = lambda job, whole: None,
     ) -> None:
         """No I/O.
 
@@ -89,7 +89,7 @@ class ExportJob:
         self.plan: ExportPlan | None = None
         self.leases: Leases | None = None
         self._store = store
-        self._told = told
+        self._on_change = on_change
         self._saved_s = 0.0
 
     @property
@@ -118,7 +118,7 @@ class ExportJob:
             incarnation=export.incarnation,
             step=export.step,
         )
-        self._told(self, whole)
+        self._on_change(self, whole)
 
     def rank_lost(self, rank: int, why: str) -> None:
         """A rank does not answer, so what it had pinned is gone."""
@@ -539,7 +539,7 @@ async def drop(job: ExportJob, *, finished: bool = False) -> bool:
     return True
 
 
-def _told(error: BaseException) -> str:
+def _on_change(error: BaseException) -> str:
     if isinstance(error, ParamdError):
         return str(error)
     return f"a fault of paramd ({type(error).__name__}); the control plane's log has more"
@@ -643,7 +643,7 @@ class ExportRun:
         if error is not None:
             if not isinstance(error, ParamdError):
                 log.error("export %s failed by a fault of paramd", job.row.id, exc_info=error)
-            job.change(machine.failed(job.export, _told(error)))
+            job.change(machine.failed(job.export, _on_change(error)))
         elif self._ending is not None:
             state, reason = self._ending
             end = machine.cancelled if state is State.CANCELLED else machine.failed

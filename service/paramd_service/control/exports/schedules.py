@@ -135,7 +135,7 @@ class Schedules:
         self._looking: asyncio.Task[None] | None = None
         self._retaining = asyncio.Lock()
 
-    def look(self, view: MeshView, queue: IncarnationExports) -> None:
+    def tick(self, view: MeshView, queue: IncarnationExports) -> None:
         """Begins what is due. Never fails, never waits."""
         if self._looking is None or self._looking.done():
             step = min((report.step for report in view.joined), default=-1)

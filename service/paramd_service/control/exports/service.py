@@ -231,7 +231,7 @@ class ExportService:
             self.store,
             place=self._place,
             assets=self._assets_of,
-            told=self._tell,
+            on_change=self._tell,
             ended=self._ended,
         )
         self._queues[mesh.job] = queue
@@ -260,7 +260,7 @@ class ExportService:
     def _look(self, mesh: Incarnation, view: MeshView) -> None:
         queue = self._queues.get(mesh.job)
         if queue is not None and mesh.over is None:
-            self.schedules(mesh.job).look(view, queue)
+            self.schedules(mesh.job).tick(view, queue)
 
     async def _begin_scheduled(self, row: ScheduleRow) -> None:
         queue = self._queues[row.job]

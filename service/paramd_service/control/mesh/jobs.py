@@ -198,7 +198,7 @@ MAX_VERIFIERS = 1024
 
 log = logging.getLogger("paramd.control")
 
-Told = Callable[[Incarnation], None]
+OnChange = Callable[[Incarnation], None]
 
 
 class Verifiers:
@@ -263,9 +263,9 @@ class Jobs:
         self._registering = asyncio.Lock()
         self._began_s = time.monotonic()
         self._closing: set[asyncio.Task[None]] = set()
-        self.on_begin: list[Told] = []
+        self.on_begin: list[OnChange] = []
         """Called with each incarnation when it begins."""
-        self.on_end: list[Told] = []
+        self.on_end: list[OnChange] = []
         """Called with each incarnation when it ends."""
         self.on_view: list[Callable[[Incarnation, MeshView], None]] = []
         """Called once a second with the mesh of each open incarnation."""
@@ -423,7 +423,7 @@ class Jobs:
             known[incarnation] for incarnation in sorted(known) if incarnation <= present.number
         ]
 
-    def look(self, now_s: float) -> None:
+    def tick(self, now_s: float) -> None:
         """Check every open incarnation: publish changes, end the finished ones.
 
         Args:
@@ -431,7 +431,7 @@ class Jobs:
         """
         for mesh in [i for i in self._current.values() if i.ended_s is None]:
             view = mesh.registry.view()
-            mesh.watch.look(view)
+            mesh.watch.tick(view)
             for told in self.on_view:
                 told(mesh, view)
             reason = why_end(

@@ -53,7 +53,7 @@ class RefusalBook:
     def __init__(self) -> None:
         self._recorded: dict[int, _Recorded] = {}
 
-    def look(self, view: MeshView, now_s: float) -> Iterator[Refused]:
+    def tick(self, view: MeshView, now_s: float) -> Iterator[Refused]:
         """Refusals due for a record now; yielding one counts as recording it.
 
         For a sidecar that is new to this control plane, or was replaced, all refusals count as
@@ -106,7 +106,7 @@ class StateWatch:
         self._state: State | None = None
         self._step = -1
 
-    def look(self, view: MeshView) -> None:
+    def tick(self, view: MeshView) -> None:
         """Log and publish what changed since the last call."""
         changed = []
         for rank in view.ranks:

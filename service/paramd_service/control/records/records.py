@@ -125,10 +125,10 @@ class Records:
         """Record that a job's incarnation ended, and why."""
         self.note(mesh, "incarnation.end", {"reason": str(mesh.over)})
 
-    def look(self, mesh: Incarnation, view: MeshView, now_s: float | None = None) -> None:
+    def tick(self, mesh: Incarnation, view: MeshView, now_s: float | None = None) -> None:
         """Record refusals reported by sidecars, batched; called once a second."""
         now_s = now_s if now_s is not None else time.monotonic()
-        for refused in mesh.refusals.look(view, now_s):
+        for refused in mesh.refusals.tick(view, now_s):
             detail = {
                 "rank": refused.rank,
                 "count": refused.count,

@@ -106,7 +106,7 @@ class UndoBook:
             self._persist(original)
         self.keep(entry)
         if entry.refusal is not UndoRefusal.NONE:
-            self.let_go(entry, entry.refusal)
+            self.release(entry, entry.refusal)
         while self.kept_bytes > self._budget_bytes and self.drop_oldest():
             pass
 
@@ -123,7 +123,7 @@ class UndoBook:
         original.undone_by, undo.undoes = undo, original
         return original.body
 
-    def let_go(self, entry: Entry, refusal: UndoRefusal) -> None:
+    def release(self, entry: Entry, refusal: UndoRefusal) -> None:
         """Free what would undo an applied edit."""
         body = entry.body
         assert body is not None
@@ -137,7 +137,7 @@ class UndoBook:
         """Free the oldest body that no staged undo needs; False if there is none."""
         oldest = next((one for one in self._kept if one.undone_by is None), None)
         if oldest is not None:
-            self.let_go(oldest, UndoRefusal.CROWDED_OUT)
+            self.release(oldest, UndoRefusal.CROWDED_OUT)
         return oldest is not None
 
 
@@ -229,7 +229,7 @@ class EditBook:
         if entry.undone_by is not None:
             raise ConflictError(f"edit {entry.edit_id}: {entry.undo_refusal}; drop that one first")
         if entry.body is not None:
-            self.undo.let_go(entry, UndoRefusal.DROPPED)
+            self.undo.release(entry, UndoRefusal.DROPPED)
 
     def forget(self, entry: Entry) -> None:
         """Forget an edit and free everything it still has."""
@@ -263,7 +263,7 @@ class EditBook:
         if oldest is None:
             return False
         if oldest.body is not None:
-            self.undo.let_go(oldest, UndoRefusal.CROWDED_OUT)
+            self.undo.release(oldest, UndoRefusal.CROWDED_OUT)
         oldest.undoes = None
         self.forget(oldest)
         return True

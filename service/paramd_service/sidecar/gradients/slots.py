@@ -208,7 +208,7 @@ class LosslessReaders:
         self._words = words
         self._until_s: dict[int, float] = {}
 
-    def heard(self, every: int) -> None:
+    def update(self, every: int) -> None:
         """Note a reader of all multiples of `every`; 0: one that may miss some."""
         if every <= 0:
             return
@@ -289,9 +289,9 @@ class Gradients:
             self._withdraw(frame, want)
             raise
 
-    def heard(self, every: int) -> None:
+    def update(self, every: int) -> None:
         """Note that a reader which wants every such frame is there."""
-        self._lossless.heard(every)
+        self._lossless.update(every)
 
     def woken(self) -> None:
         """The trainer woke us. Callable from any thread; cheap if nothing is armed."""

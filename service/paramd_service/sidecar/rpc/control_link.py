@@ -138,7 +138,7 @@ class Joining:
             )
 
     def _take_revoked(self, told: control_pb2.Revocations) -> None:
-        ended = self._rank.revocations.heard(told)
+        ended = self._rank.revocations.update(told)
         if told.token_ids:
             self._rank.log("tokens-revoked", tokens=len(told.token_ids), ended_calls=ended)
 

@@ -176,7 +176,7 @@ class _PinCalls:
         self, request: pb.PinSnapshotRequest, key: Key, lease_s: float, timeout_s: float
     ) -> Message:
         pins = self._rank.pins.gradient_pins
-        pins.gradients.heard(request.lossless_every)
+        pins.gradients.update(request.lossless_every)
         try:
             if request.HasField("reduction"):
                 stats, notes = await pins.reduce(
@@ -194,7 +194,7 @@ class _PinCalls:
             return pb.PinSnapshotResponse(header=messages.header(self._rank), ended=True)
         finally:
             # Again: a reader's presence lapses quickly, and the capture may have taken longer.
-            pins.gradients.heard(request.lossless_every)
+            pins.gradients.update(request.lossless_every)
         self._rank.faults.at("pin-answered")
         answer = self._answer(lease, lease_s)
         if lease.snapshot.notes is not None:

@@ -448,7 +448,7 @@ class SnapshotStore:
         if snapshot.holders == 0:
             self._live.discard(snapshot)
             self._live_bytes[snapshot.key.source] -= _taken_bytes(snapshot)
-            self._let_go(snapshot)
+            self._release_memory(snapshot)
 
     def expire(self) -> int | None:
         """End what is overdue; return when to look again (None: nothing will be due)."""
@@ -480,7 +480,7 @@ class SnapshotStore:
         self._live_bytes[snapshot.key.source] += _taken_bytes(snapshot)
         return snapshot
 
-    def _let_go(self, snapshot: Snapshot) -> None:
+    def _release_memory(self, snapshot: Snapshot) -> None:
         block = snapshot.block
         if block is None:
             return

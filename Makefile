@@ -17,7 +17,7 @@ FUZZ_SECONDS ?= 60
 SCHEMATHESIS_EXAMPLES ?= 50
 
 .DEFAULT_GOAL := help
-.PHONY: help system setup web page web-test web-types screenshot demo test test-gpu test-long verify fix \
+.PHONY: help system setup web page web-test web-types screenshot demo fast test test-gpu test-long verify fix \
 	security bench soak fuzz mutants mutation-score protos surface clean
 
 WEB := client/web
@@ -86,13 +86,16 @@ screenshot: setup web ## the README's pictures, of a real training
 demo: setup ## train a small GPT on 2 ranks and look into it
 	$(BIN)/paramd demo
 
+fast: setup ## tests that need neither processes of ours nor a network (2 minutes on 2 cores)
+	$(BIN)/pytest -q -n 2 --dist worksteal $(FAST_TESTS)
+
 test: system setup page $(if $(NPM),web-test) ## all tests, with real processes (about 20 minutes on 2 cores)
 	$(BIN)/pytest -q -n 2 --dist worksteal $(ALL_TESTS)
 
 test-gpu: setup ## tests that need a CUDA device; skipped, with a reason, where there is none
 	$(BIN)/pytest -q tests/gpu
 
-verify: setup ## style, types, import rules, protos, fast tests
+verify: setup ## style, types, import rules, protos: what is said without running anything
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
@@ -100,7 +103,6 @@ verify: setup ## style, types, import rules, protos, fast tests
 	$(BIN)/buf lint
 	$(BIN)/buf format --diff --exit-code
 	$(BIN)/python protos/generate.py --check
-	$(BIN)/pytest -q -n 2 --dist worksteal $(FAST_TESTS)
 
 fix: setup ## format, and mend what can be mended by itself
 	$(BIN)/ruff check --fix .

@@ -13,9 +13,6 @@ from tests import launch, leaks
 
 LEAK_TIMEOUT_S = 5.0
 
-STARTING = frozenset({"integration", "multiprocess", "web"})
-"""Folders whose tests start processes of ours."""
-
 # Time limits per example fail on busy machines. CI repeats itself; people search on.
 settings.register_profile("paramd", deadline=None, derandomize="CI" in os.environ)
 settings.load_profile("paramd")
@@ -28,7 +25,11 @@ def pytest_configure() -> None:
 def pytest_collection_finish(session: pytest.Session) -> None:
     """Begins to import what the processes of tests need, when any test starts some."""
     folders = {item.path.parent.name for item in session.items}
-    if folders & STARTING and not session.config.option.collectonly:
+    if session.config.option.collectonly:
+        return
+    if folders & {"integration", "multiprocess", "web"}:
+        launch.warm_services()
+    if folders & {"multiprocess", "web"}:
         launch.warm_start()
 
 

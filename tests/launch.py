@@ -257,15 +257,22 @@ def _environment(world_size: int, state_dir: Path, tag: str) -> dict[str, str]:
 @cache
 def warm_start() -> WarmStart:
     """What forks the ranks of this process; conftest.py starts and closes it."""
-    warm = WarmStart()
+    return WarmStart("ranks")
+
+
+@cache
+def warm_services() -> WarmStart:
+    """The same for the sidecars and control planes that a test starts itself."""
+    warm = WarmStart("service")
     start_children_with(warm)
     return warm
 
 
 def end_warm_start() -> None:
-    """Ends what `warm_start` began, if it did."""
-    if warm_start.cache_info().currsize:
-        warm_start().close()
+    """Ends what `warm_start` and `warm_services` began, if they did."""
+    for begun in (warm_start, warm_services):
+        if begun.cache_info().currsize:
+            begun().close()
 
 
 def _start(

@@ -1,13 +1,13 @@
 """Processes of ours that start warm: forked from one that has imported what they need.
 
 Importing takes 3 CPU seconds in a rank, 1.4 in a control plane, 0.4 in a sidecar: more than most
-tests take otherwise. One process for each pytest worker imports it all once (`warm_server.py`)
-and forks. Every fork is a process of its own, with the descriptors, session, environment, command
-line and limits it was to have. It is forked twice, so that the test's process, which adopts
-orphans (`leaks.adopt_orphans`), becomes its parent: it waits for it, kills and stops it as any
-child.
+tests take otherwise. Two processes for each pytest worker, one with torch for ranks and one
+without for services, import it all once and fork (`warm_server.py`). Every fork is a process of
+its own, with the descriptors, session, environment, command line and limits it was to have. It is
+forked twice, so that the test's process, which adopts orphans (`leaks.adopt_orphans`), becomes its
+parent: it waits for it, kills and stops it as any child.
 
-    warm = WarmStart()
+    warm = WarmStart("ranks")
     process = warm.start(["tests.multiprocess.workers.stamp", "--kind", "ddp"], env, out, err)
     process.wait()
 
@@ -161,15 +161,19 @@ class WarmProcess:
 
 
 class WarmStart(Forker):
-    """The process that forks for a pytest worker, seen from the test's side."""
+    """A process that forks for a pytest worker, seen from the test's side.
 
-    def __init__(self) -> None:
+    Args:
+        purpose: what it imports: "service" or "ranks".
+    """
+
+    def __init__(self, purpose: str) -> None:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         super().__init__(ours)
         with theirs:
             self._process = subprocess.Popen(
                 [sys.executable, "-m", "tests.warm_server", str(theirs.fileno()),
-                 "-" * _ROOM_BYTES],
+                 purpose, "-" * _ROOM_BYTES],
                 cwd=ROOT,
                 # torch looks at OMP_NUM_THREADS while it is imported.
                 env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1",
@@ -215,13 +219,12 @@ _parameters = inspect.signature(_cold_start)
 
 def start_children_with(forker: Forker) -> None:
     """From now on `subprocess.Popen` lets `forker` start what is in `WARM`."""
-    if os.environ.get("PARAMD_TESTS_COLD"):
-        return
 
     def start(self: Any, *values: Any) -> None:
         asked = _parameters.bind(self, *values).arguments
         environment = asked["env"] if asked["env"] is not None else dict(os.environ)
-        if not (_is_plain(asked, environment) and forker.is_ours and forker.is_ready):
+        is_cold = environment.get("PARAMD_TESTS_COLD") == "1"
+        if is_cold or not (_is_plain(asked, environment) and forker.is_ours and forker.is_ready):
             _cold_start(self, *values)
             return
         asked_for = [asked["p2cread"], asked["c2pwrite"], asked["errwrite"]]

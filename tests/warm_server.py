@@ -1,6 +1,6 @@
 """The warm process itself: imports everything once, then forks what it is asked for.
 
-    python -m tests.warm_server DESCRIPTOR ROOM...
+    python -m tests.warm_server DESCRIPTOR {service|ranks} ROOM
 
 `tests/warm.py` starts it and says what for. One message on the socket is one request, with the
 new process's stdin, stdout and stderr; the answer is its process id. Nothing but imports has
@@ -26,22 +26,24 @@ from typing import Any, NamedTuple
 
 from tests import leaks, warm
 
-MODULES = (
-    "torch.distributed.fsdp",
-    "torch.distributed.tensor.parallel",
-    "torch.nn.parallel",
-    # An optimizer's first step imports it.
-    "torch._dynamo",
-    "safetensors.torch",
-    "psutil",
-    "pytest",
-    "paramd.trainer.attaching.attachment",
-    "paramd.mesh.connect",
-    "paramd.cli.main",
-    "paramd_service.sidecar.main",
-    "paramd_service.control.main",
-)
-"""What processes of tests import; each may be missing, then who needs it pays for it."""
+SERVICE = ("paramd.cli.main", "paramd_service.sidecar.main", "paramd_service.control.main")
+MODULES = {
+    # Without torch: what a sidecar loads, and has in memory, is for tests to see.
+    "service": SERVICE,
+    "ranks": (
+        "torch.distributed.fsdp",
+        "torch.distributed.tensor.parallel",
+        # An optimizer's first step imports it.
+        "torch._dynamo",
+        "safetensors.torch",
+        "psutil",
+        "pytest",
+        "paramd.trainer.attaching.attachment",
+        "paramd.mesh.connect",
+        *SERVICE,
+    ),
+}
+"""What each of the two warm processes imports."""
 
 LARGEST_BYTES = 1 << 18
 """Of a request: a command line and an environment."""
@@ -65,13 +67,12 @@ class Request(NamedTuple):
 def main() -> None:
     """Serves until the other side closes; a fork leaves the loop to run its module."""
     connection = socket.socket(fileno=int(sys.argv[1]))
-    for name in MODULES:
+    for name in MODULES[sys.argv[2]]:
         importlib.import_module(name)
     tasks = len(os.listdir("/proc/self/task"))
     assert tasks == 1, f"{tasks} threads: what they hold would be held for ever in a fork"
-    # No fork has to copy our objects' pages to look through them, nor at its end.
+    # Not gc.freeze() as well: attach() looks whether there is something that it cannot see.
     gc.collect()
-    gc.freeze()
     connection.send(READY)
     request = serve(connection)
     while request is not None:
@@ -86,7 +87,10 @@ def serve(connection: socket.socket) -> Request | None:
     """Forks for each request. None when the other side has closed; the request, in a fork."""
     with connection:
         while True:
-            data, descriptors, _, _ = socket.recv_fds(connection, LARGEST_BYTES, 3)
+            try:
+                data, descriptors, _, _ = socket.recv_fds(connection, LARGEST_BYTES, 3)
+            except ConnectionResetError:  # closed before it had read that we are ready
+                return None
             if not data:
                 return None
             read_end, write_end = os.pipe()

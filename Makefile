@@ -87,10 +87,10 @@ screenshot: setup web ## the README's pictures, of a real training
 demo: setup ## train a small GPT on 2 ranks and look into it
 	$(BIN)/paramd demo
 
-fast: setup ## tests that need neither processes of ours nor a network (2 minutes on 2 cores)
+fast: setup ## tests that need neither processes of ours nor a network
 	$(BIN)/pytest -q -n 2 --dist worksteal $(FAST_TESTS)
 
-test: system setup page $(if $(NPM),web-test) ## all tests, with real processes (about 20 minutes on 2 cores)
+test: system setup page $(if $(NPM),web-test) ## all tests, with real processes (about 20 minutes on 2 busy cores)
 	$(BIN)/pytest -q -n 3 --dist worksteal $(ALL_TESTS)
 
 test-gpu: setup ## tests that need a CUDA device; skipped, with a reason, where there is none

@@ -38,7 +38,6 @@ POLL_S = 0.01
 ROOT = Path(__file__).resolve().parent.parent
 
 WARM = frozenset({
-    "paramd.cli",
     "paramd_service.control",
     "paramd_service.control.records.audit",
     "paramd_service.sidecar",

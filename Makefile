@@ -5,7 +5,8 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 FAST_TESTS := tests/unit tests/contract tests/model
-ALL_TESTS := $(FAST_TESTS) tests/integration tests/multiprocess tests/web
+# The longest first, so that no worker of pytest's is left with one at the end.
+ALL_TESTS := tests/multiprocess tests/web tests/integration $(FAST_TESTS)
 SECURITY_TESTS := tests/unit/test_tickets.py tests/unit/test_places.py tests/unit/test_tls.py \
 	tests/unit/control/test_auth_guard.py tests/unit/control/test_auth_roles.py \
 	tests/unit/control/test_auth_tokens.py tests/unit/control/test_session.py \
@@ -17,8 +18,8 @@ FUZZ_SECONDS ?= 60
 SCHEMATHESIS_EXAMPLES ?= 50
 
 .DEFAULT_GOAL := help
-.PHONY: help system setup web page web-test web-types screenshot demo test test-gpu test-long verify fix \
-	security bench soak fuzz mutants mutation-score protos surface clean
+.PHONY: help system setup web page web-test web-types screenshot demo fast test test-gpu test-long verify fix \
+	security bench soak campaigns fuzz mutants mutation-score protos surface clean
 
 WEB := client/web
 MODULES := $(WEB)/node_modules/.installed
@@ -86,13 +87,16 @@ screenshot: setup web ## the README's pictures, of a real training
 demo: setup ## train a small GPT on 2 ranks and look into it
 	$(BIN)/paramd demo
 
-test: system setup page $(if $(NPM),web-test) ## all tests, with real processes (about 20 minutes on 2 cores)
-	$(BIN)/pytest -q -n 2 --dist worksteal $(ALL_TESTS)
+fast: setup ## tests that need neither processes of ours nor a network
+	$(BIN)/pytest -q -n 2 --dist worksteal $(FAST_TESTS)
+
+test: system setup page $(if $(NPM),web-test) ## all tests, with real processes (about 20 minutes on 2 busy cores)
+	$(BIN)/pytest -q -n 3 --dist worksteal $(ALL_TESTS)
 
 test-gpu: setup ## tests that need a CUDA device; skipped, with a reason, where there is none
 	$(BIN)/pytest -q tests/gpu
 
-verify: setup ## style, types, import rules, protos, fast tests
+verify: setup ## style, types, import rules, protos: what is said without running anything
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
@@ -100,7 +104,6 @@ verify: setup ## style, types, import rules, protos, fast tests
 	$(BIN)/buf lint
 	$(BIN)/buf format --diff --exit-code
 	$(BIN)/python protos/generate.py --check
-	$(BIN)/pytest -q -n 2 --dist worksteal $(FAST_TESTS)
 
 fix: setup ## format, and mend what can be mended by itself
 	$(BIN)/ruff check --fix .
@@ -132,7 +135,15 @@ LONGER := tests/multiprocess/test_stamp.py \
 	tests/integration/test_site_detection.py::test_training_and_its_sidecar_go_on_while_the_control_plane_is_away
 
 test-long: setup ## tests that watch for minutes instead of seconds (about 50 minutes)
-	PARAMD_TESTS_LONG=1 $(BIN)/pytest -q -o timeout=1200 $(LONGER)
+	PARAMD_TESTS_LONG=1 PARAMD_TESTS_ALL=1 $(BIN)/pytest -q -o timeout=1200 $(LONGER)
+
+# Tests over many kinds of models, of which `make test` takes a sample.
+OVER_ALL := $(addprefix tests/multiprocess/, test_attach.py test_edits_faults.py test_exports_kinds.py \
+	test_gradients.py test_leaving.py test_local_summon.py test_rehome.py test_reset_moments.py \
+	test_stamp.py test_summon_equal.py)
+
+campaigns: setup ## the tests that `make test` takes a sample of, over all their cases
+	PARAMD_TESTS_ALL=1 $(BIN)/pytest -q -n 2 --dist worksteal -o timeout=300 $(OVER_ALL)
 
 fuzz: setup ## parsers and servers: make fuzz [FUZZ_SECONDS=60 | FUZZ_RUNS=n, each] [FUZZ=TARGETS]
 	$(BIN)/python -m tests.fuzz $(FUZZ) \

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from hypothesis import settings
 
-from tests import leaks
+from tests import launch, leaks
 
 LEAK_TIMEOUT_S = 5.0
 
@@ -24,14 +23,18 @@ def pytest_configure() -> None:
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
-    """Begins to import torch for the ranks of tests, when any test starts ranks."""
-    if "tests.launch" in sys.modules and session.items and not session.config.option.collectonly:
-        sys.modules["tests.launch"].warm_start()
+    """Begins to import what the processes of tests need, when any test starts some."""
+    folders = {item.path.parent.name for item in session.items}
+    if session.config.option.collectonly:
+        return
+    if folders & {"integration", "multiprocess", "web"}:
+        launch.warm_services()
+    if folders & {"multiprocess", "web"}:
+        launch.warm_start()
 
 
 def pytest_sessionfinish() -> None:
-    if "tests.launch" in sys.modules:
-        sys.modules["tests.launch"].end_warm_start()
+    launch.end_warm_start()
 
 
 @pytest.fixture(autouse=True)

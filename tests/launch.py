@@ -33,7 +33,8 @@ from pathlib import Path
 
 import psutil
 
-from tests.warm import WarmProcess, WarmStart
+from tests.warm import WarmProcess, WarmStart, start_children_with
+from tests.warm_server import HELPER
 
 ROOT = Path(__file__).resolve().parent.parent
 TAG = "PARAMD_TEST_RUN"
@@ -256,13 +257,22 @@ def _environment(world_size: int, state_dir: Path, tag: str) -> dict[str, str]:
 @cache
 def warm_start() -> WarmStart:
     """What forks the ranks of this process; conftest.py starts and closes it."""
-    return WarmStart()
+    return WarmStart("ranks")
+
+
+@cache
+def warm_services() -> WarmStart:
+    """The same for the sidecars and control planes that a test starts itself."""
+    warm = WarmStart("service")
+    start_children_with(warm)
+    return warm
 
 
 def end_warm_start() -> None:
-    """Ends what `warm_start` began, if it did."""
-    if warm_start.cache_info().currsize:
-        warm_start().close()
+    """Ends what `warm_start` and `warm_services` began, if they did."""
+    for begun in (warm_start, warm_services):
+        if begun.cache_info().currsize:
+            begun().close()
 
 
 def _start(
@@ -294,7 +304,7 @@ def _check_no_stragglers(ranks: Ranks) -> None:
     deadline = time.monotonic() + GRACE_S
     while left := ranks.stragglers():
         if time.monotonic() > deadline:
-            names = [f"{p.pid} {' '.join(_command_line(p))}" for p in left]
+            names = [f"{p.pid} {' '.join(_command_line(p)).rstrip()}" for p in left]
             raise RanksError(f"processes left behind: {names}\n{ranks.outputs()}")
         time.sleep(POLL_S)
 
@@ -312,9 +322,9 @@ def _processes(tag: str, sessions: set[int]) -> list[psutil.Process]:
     for process in psutil.process_iter():
         with suppress(psutil.Error, ProcessLookupError):
             is_alive = process.status() != psutil.STATUS_ZOMBIE
-            if is_alive and (
-                os.getsid(process.pid) in sessions or process.environ().get(TAG) == tag
-            ):
+            is_of_launch = os.getsid(process.pid) in sessions or process.environ().get(TAG) == tag
+            # What forks a rank's children is the tests' own, and ends with the rank.
+            if is_alive and is_of_launch and HELPER not in process.cmdline():
                 found.append(process)
     return found
 

@@ -84,7 +84,7 @@ def _children() -> dict[tuple[int, float], str]:
     found = {}
     for process in psutil.Process().children(recursive=True):
         with suppress(psutil.Error):
-            command = " ".join(process.cmdline())
+            command = " ".join(process.cmdline()).rstrip()
             # The standard library keeps this one helper until the interpreter ends.
             if _RESOURCE_TRACKER not in command and process.status() != psutil.STATUS_ZOMBIE:
                 found[process.pid, process.create_time()] = f"process {process.pid}: {command}"

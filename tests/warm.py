@@ -1,25 +1,34 @@
-"""Ranks that start warm: forked from a process that has imported torch already.
+"""Processes of ours that start warm: forked from one that has imported what they need.
 
-Importing torch takes 2 to 3 CPU seconds, for each rank of each launch: more than most tests
-take. One process per pytest worker imports it once and forks the ranks; nothing else has
-happened in it, it has one thread, and every rank is a process of its own in a session of its
-own. A rank is forked twice, so that the test's process, which adopts orphans
-(`leaks.adopt_orphans`), becomes its parent: it waits for it, kills and stops it as any child.
+Importing takes 3 CPU seconds in a rank, 1.4 in a control plane, 0.4 in a sidecar: more than most
+tests take otherwise. Two processes for each pytest worker, one with torch for ranks and one
+without for services, import it all once and fork (`warm_server.py`). Every fork is a process of
+its own, with the descriptors, session, environment, command line and limits it was to have. It is
+forked twice, so that the test's process, which adopts orphans (`leaks.adopt_orphans`), becomes its
+parent: it waits for it, kills and stops it as any child.
 
-    warm = WarmStart()
+    warm = WarmStart("ranks")
     process = warm.start(["tests.multiprocess.workers.stamp", "--kind", "ddp"], env, out, err)
     process.wait()
+
+`start_children_with` lets `subprocess.Popen` do so for the modules in `WARM`, in the test's
+process and in its ranks; nothing that starts a process has to know. What is started in any other
+way starts cold: a script, `-c`, another interpreter, behind `ip netns exec`, or when
+PARAMD_TESTS_COLD is set.
 """
 
 from __future__ import annotations
 
+import inspect
 import json
 import os
-import runpy
+import resource
+import select
 import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -27,6 +36,85 @@ from typing import Any
 
 POLL_S = 0.01
 ROOT = Path(__file__).resolve().parent.parent
+
+WARM = frozenset({
+    "paramd_service.control",
+    "paramd_service.control.records.audit",
+    "paramd_service.sidecar",
+    "tests.integration.fake_trainer",
+    "tests.integration.site_trainer",
+})  # fmt: skip
+"""Modules that start warm by `python -m`."""
+
+FIXED = (
+    "LD_LIBRARY_PATH", "LD_PRELOAD", "PYTHONDEVMODE", "PYTHONHASHSEED", "PYTHONHOME",
+    "PYTHONMALLOC", "PYTHONOPTIMIZE", "PYTHONPATH", "PYTHONUTF8", "PYTHONWARNINGS",
+)  # fmt: skip
+"""What an interpreter looks at once, when it starts; who wants another value starts cold."""
+
+PLAIN = {
+    "preexec_fn": None, "close_fds": True, "pass_fds": (), "shell": False,
+    "gid": None, "gids": None, "uid": None, "umask": -1, "process_group": -1,
+    "restore_signals": True,
+}  # fmt: skip
+"""Popen's options of a start that a fork can stand for."""
+
+_ROOM_BYTES = 1 << 13
+
+
+class Forker:
+    """A connection to a process that forks; what it forks is this process's child."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self._connection = connection
+        self._lock = threading.Lock()
+        self._owner = os.getpid()
+
+    @property
+    def is_ours(self) -> bool:
+        """Not in a fork of the process that it was made for."""
+        return self._owner == os.getpid()
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether it would answer at once."""
+        return True
+
+    def fork(
+        self,
+        arguments: Sequence[str],
+        env: Mapping[str, str],
+        descriptors: Sequence[int],
+        *,
+        cwd: str = "",
+        new_session: bool = True,
+        starts_others: bool = False,
+    ) -> int:
+        """Runs a module as `python -m` does; returns the process id.
+
+        Args:
+            arguments: the module's name and its own arguments.
+            descriptors: its stdin, stdout and stderr.
+            starts_others: it, too, can start its children warm.
+        """
+        limits = (resource.RLIMIT_NOFILE, resource.RLIMIT_FSIZE, resource.RLIMIT_AS,
+                  resource.RLIMIT_CORE)  # fmt: skip
+        told = {
+            "arguments": list(arguments),
+            "env": dict(env),
+            "cwd": cwd or os.getcwd(),
+            "umask": _umask(),
+            "limits": [resource.getrlimit(limit) for limit in limits],
+            "new_session": new_session,
+            "starts_others": starts_others,
+        }
+        with self._lock:
+            socket.send_fds(self._connection, [json.dumps(told).encode()], descriptors)
+            return int(self._connection.recv(32))
+
+    def close(self) -> None:
+        """Ends the process that forks; what it forked goes on."""
+        self._connection.close()
 
 
 class WarmProcess:
@@ -71,89 +159,111 @@ class WarmProcess:
         self.send_signal(signal.SIGKILL)
 
 
-class WarmStart:
-    """The process that forks ranks, seen from the test's side."""
+class WarmStart(Forker):
+    """A process that forks for a pytest worker, seen from the test's side.
 
-    def __init__(self) -> None:
-        ours, theirs = socket.socketpair()
+    Args:
+        purpose: what it imports: "service" or "ranks".
+    """
+
+    def __init__(self, purpose: str) -> None:
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        super().__init__(ours)
         with theirs:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "tests.warm", str(theirs.fileno())],
+                [sys.executable, "-m", "tests.warm_server", str(theirs.fileno()),
+                 purpose, "-" * _ROOM_BYTES],
                 cwd=ROOT,
-                # torch looks at these while it is imported.
+                # torch looks at OMP_NUM_THREADS while it is imported.
                 env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1",
-                     "PYTHONFAULTHANDLER": "1"},
+                     "PYTHONFAULTHANDLER": "1", "PARAMD_TEST_ROOM": "-" * 8 * _ROOM_BYTES},
                 stdin=subprocess.DEVNULL,
                 pass_fds=[theirs.fileno()],
                 start_new_session=True,
             )  # fmt: skip
-        self._file = ours.makefile("rw")
-        ours.close()
+        self._is_ready = False
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether it has imported all; until then a cold start is sooner done."""
+        if not self._is_ready and select.select([self._connection], [], [], 0)[0]:
+            self._await_ready()
+        return self._is_ready
 
     def start(
         self, arguments: Sequence[str], env: Mapping[str, str], stdout: Path, stderr: Path
     ) -> WarmProcess:
-        """Runs a module as `python -m` does: `arguments` are its name and its own arguments."""
-        request = {
-            "arguments": list(arguments),
-            "env": dict(env),
-            "stdout": str(stdout),
-            "stderr": str(stderr),
-        }
-        self._file.write(json.dumps(request) + "\n")
-        self._file.flush()
-        return WarmProcess(int(self._file.readline()))
+        """Starts a rank, whose own children start warm too."""
+        self._await_ready()
+        with open(os.devnull, "rb") as stdin, stdout.open("wb") as out, stderr.open("wb") as err:
+            descriptors = [stdin.fileno(), out.fileno(), err.fileno()]
+            return WarmProcess(
+                self.fork(arguments, env, descriptors, cwd=str(ROOT), starts_others=True)
+            )
 
     def close(self) -> None:
-        """Ends the process; ranks that it forked go on."""
-        self._file.close()
+        super().close()
         self._process.wait()
 
-
-def main() -> None:
-    """Serves until the test's side closes; a forked rank leaves the loop to run its module."""
-    import torch.distributed.fsdp
-    import torch.distributed.tensor.parallel  # noqa: F401
-
-    tasks = len(os.listdir("/proc/self/task"))
-    assert tasks == 1, f"{tasks} threads: what they hold would be held for ever in a fork"
-    request = _serve(socket.socket(fileno=int(sys.argv[1])))
-    if request is not None:
-        _become(request)
-        runpy.run_module(request["arguments"][0], run_name="__main__", alter_sys=True)
+    def _await_ready(self) -> None:
+        with self._lock:
+            if not self._is_ready:
+                assert self._connection.recv(32), "the warm process ended before it was ready"
+                self._is_ready = True
 
 
-def _serve(connection: socket.socket) -> dict[str, Any] | None:
-    with connection, connection.makefile("rw") as file:
-        for line in iter(file.readline, ""):
-            read_end, write_end = os.pipe()
-            child = os.fork()
-            if child == 0:
-                rank = os.fork()
-                if rank == 0:
-                    os.close(read_end)
-                    os.close(write_end)
-                    return dict(json.loads(line))
-                os.write(write_end, str(rank).encode())
-                os._exit(0)
-            os.close(write_end)
-            os.waitpid(child, 0)
-            file.write(os.read(read_end, 32).decode() + "\n")
-            file.flush()
-            os.close(read_end)
-    return None
+_cold_start: Any = subprocess.Popen._execute_child  # type: ignore[attr-defined]
+_parameters = inspect.signature(_cold_start)
 
 
-def _become(request: Mapping[str, Any]) -> None:
-    os.setsid()
-    for name, number in (("stdout", 1), ("stderr", 2)):
-        opened = os.open(request[name], os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
-        os.dup2(opened, number)
-        os.close(opened)
-    os.environ.clear()
-    os.environ.update(request["env"])
-    sys.argv = list(request["arguments"])
+def start_children_with(forker: Forker) -> None:
+    """From now on `subprocess.Popen` lets `forker` start what is in `WARM`."""
+
+    def start(self: Any, *values: Any) -> None:
+        asked = _parameters.bind(self, *values).arguments
+        environment = asked["env"] if asked["env"] is not None else dict(os.environ)
+        is_cold = environment.get("PARAMD_TESTS_COLD") == "1"
+        if is_cold or not (_is_plain(asked, environment) and forker.is_ours and forker.is_ready):
+            _cold_start(self, *values)
+            return
+        asked_for = [asked["p2cread"], asked["c2pwrite"], asked["errwrite"]]
+        self.pid = forker.fork(
+            [os.fsdecode(word) for word in asked["args"][2:]],
+            environment,
+            [number if given == -1 else given for number, given in enumerate(asked_for)],
+            cwd=str(asked["cwd"] or ""),
+            new_session=asked["start_new_session"],
+        )
+        self._child_created = True
+        pipes = ("p2cread", "p2cwrite", "c2pread", "c2pwrite", "errread", "errwrite")
+        self._close_pipe_fds(*(asked[name] for name in pipes))
+
+    subprocess.Popen._execute_child = start  # type: ignore[attr-defined]
 
 
-if __name__ == "__main__":
-    main()
+def _is_plain(asked: Mapping[str, Any], environment: Mapping[str, str]) -> bool:
+    command = asked["args"]
+    if isinstance(command, str | bytes | os.PathLike):
+        return False
+    return (
+        list(command[:2]) == [sys.executable, "-m"]
+        and command[2] in WARM
+        and asked["executable"] in (None, sys.executable)
+        and all(asked.get(name, value) == value for name, value in PLAIN.items())
+        and all(_fixed(environment, name) == _fixed(os.environ, name) for name in FIXED)
+    )
+
+
+def _fixed(environment: Mapping[str, str], name: str) -> list[str]:
+    """The value of a variable; of a path its folders, but the root, where we start anyway."""
+    return [
+        part for part in environment.get(name, "").split(os.pathsep) if part not in ("", str(ROOT))
+    ]
+
+
+def _umask() -> int:
+    """Ours; asking the usual way would change it for a moment."""
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith("Umask:"):
+            return int(line.split()[1], 8)
+    raise AssertionError("/proc names no umask")

@@ -176,7 +176,8 @@ def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Control]:
     """One control plane for tests that only look at it."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PARAMD_STATE_DIR", str(tmp_path_factory.mktemp("shared")))
-        with control_plane() as control:
+        # Tests of other modules may run in between: no sidecar joins it for longer than usual.
+        with control_plane("--empty-end-s", "3600") as control:
             yield control
 
 

@@ -188,7 +188,9 @@ def layout() -> Layout:
 
 
 @pytest.fixture
-def job(certs: Path) -> Iterator[Job]:
+def job(certs: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Job]:
+    # Its sidecars' memory is measured.
+    monkeypatch.setenv("PARAMD_TESTS_COLD", "1")
     with running_job(layout()) as found:
         for rank in found.ranks:
             floats = rank.arena.buffer.cast("f")

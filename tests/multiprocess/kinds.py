@@ -10,7 +10,7 @@ Sizes are primes on purpose: nothing divides evenly, and on four ranks some hold
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -22,6 +22,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.nn.functional import cross_entropy
 
 from paramd.trainer.model.tp_ddp import pre_dp_module_transform
+from tests.longer import takes_all
 
 WORDS = 29
 WIDTH = 7
@@ -129,6 +130,18 @@ class Kind:
 def kinds_for(world_size: int) -> list[Kind]:
     """All kinds that `world_size` ranks can build."""
     return [kind for kind in KINDS if world_size in kind.world_sizes]
+
+
+def sampled(names: Sequence[str], turn: int) -> list[str]:
+    """What one of several tests over all kinds takes of them; all in `make campaigns`.
+
+    One of each family, and of the others every fourth: tests whose turns are 0 to 3 have them all
+    between them.
+    """
+    if takes_all():
+        return list(names)
+    others = [name for name in names if name not in FAMILIES]
+    return [name for name in names if name in FAMILIES or others.index(name) % 4 == turn]
 
 
 def named(name: str) -> Kind:
@@ -378,6 +391,11 @@ def _tp_ddp(transform: Callable[[nn.Module], object]) -> Built:
     model = nn.parallel.DistributedDataParallel(net, process_group=mesh.get_group("dp"))
     return Built(model=model, data_rank=mesh.get_local_rank("dp"))
 
+
+FAMILIES = frozenset(
+    {"ddp-odd", "fsdp1-full", "fsdp1-flat", "fsdp2", "hsdp", "tp", "tp-fsdp2", "tp-ddp"}
+)
+"""Kinds that every test over kinds has."""
 
 KINDS = (
     Kind(name="plain", make=_plain),

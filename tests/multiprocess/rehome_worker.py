@@ -228,13 +228,13 @@ def check_kind(kind: Kind) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("--only", default=None)
-    only = parser.parse_args().only
+    parser.add_argument("kinds", nargs="*", help="all, when none is given")
+    chosen = parser.parse_args().kinds
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     failed = False
     for kind in kinds_for(dist.get_world_size()):
-        if only is not None and only != kind.name:
+        if chosen and kind.name not in chosen:
             continue
         begin = time.monotonic()
         # Looking for tensors takes time for every object alive; imported modules are many.

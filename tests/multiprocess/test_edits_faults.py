@@ -20,6 +20,7 @@ from paramd.mesh.edits.calls import Edit, EditCalls, EditState
 from paramd.mesh.mesh import Mesh
 from paramd.trainer.faults import POINTS as TRAINER_FAULTS
 from paramd_service.sidecar.faults import POINTS as SIDECAR_FAULTS
+from tests.longer import sample
 from tests.multiprocess.edit_matrix import (
     CELLS,
     KINDS,
@@ -79,7 +80,10 @@ def test_a_sidecar_struck_at_a_point_leaves_all_or_none(action: str, tmp_path: P
 
 
 @pytest.mark.timeout(120)
-@pytest.mark.parametrize(("kind", "world_size"), [one for one in KINDS if one[0] != "fsdp2"])
+@pytest.mark.parametrize(
+    ("kind", "world_size"),
+    sample([one for one in KINDS if one[0] != "fsdp2"], [("fsdp1-full-orig", 2), ("tp-fsdp2", 4)]),
+)
 def test_a_sidecar_of_any_kind_killed_when_ready_leaves_all_or_none(
     kind: str, world_size: int, tmp_path: Path
 ) -> None:

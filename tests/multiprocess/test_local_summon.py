@@ -7,14 +7,14 @@ import json
 import pytest
 
 from tests.launch import run_ranks
-from tests.multiprocess.kinds import kinds_for
+from tests.multiprocess.kinds import kinds_for, sampled
 
 WORKERS = "tests.multiprocess.workers"
 
 
-# Every kind with two ranks; with four, those that two cannot show whole.
+# Kinds of every sort with two ranks; with four, those that two cannot show whole.
 KINDS = {
-    2: [kind.name for kind in kinds_for(2)],
+    2: sampled([kind.name for kind in kinds_for(2)], 1),
     4: [
         "fsdp1-full", "fsdp1-hybrid", "fsdp1-hybrid-orig", "fsdp1-no-shard-orig",
         "fsdp2", "hsdp", "tp-fsdp2", "tp-ddp",

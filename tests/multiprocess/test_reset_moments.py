@@ -12,6 +12,7 @@ from paramd.errors import ParamdError
 from paramd.mesh.edits.calls import EditState
 from paramd.mesh.mesh import Mesh
 from tests.launch import start_ranks
+from tests.longer import sample
 from tests.multiprocess.truth import connect_to, wait_until
 from tests.multiprocess.workers.moments_reset import FILL
 
@@ -23,6 +24,9 @@ KINDS = (
     "fsdp2-mixed-unsharded",
     "tp",
 )
+
+
+SAMPLE = ("ddp-odd", "fsdp1-full-orig", "fsdp2-mixed-unsharded")
 
 
 def slices_of(mesh: Mesh) -> list[str]:
@@ -67,4 +71,4 @@ def assert_moments_are_reset(folder: Path, kinds: Sequence[str]) -> None:
 
 @pytest.mark.timeout(150)
 def test_moments_of_exactly_the_edited_elements_are_zeroed(tmp_path: Path) -> None:
-    assert_moments_are_reset(tmp_path, KINDS)
+    assert_moments_are_reset(tmp_path, sample(KINDS, SAMPLE))

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.longer import seconds
+from tests.longer import sample, seconds
 from tests.multiprocess.stamped import assert_stamped
 
 SECONDS = seconds(3.0, 60.0)
@@ -28,7 +28,16 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize(("kind", "world_size", "pace"), CASES)
+SAMPLE = (
+    ("ddp", 2, "free"),
+    ("fsdp1-full", 2, "lockstep"),
+    ("fsdp2", 2, "free"),
+    ("tp", 3, "free"),
+    ("tp-fsdp2", 4, "lockstep"),
+)
+
+
+@pytest.mark.parametrize(("kind", "world_size", "pace"), sample(CASES, SAMPLE))
 def test_every_value_equals_the_step_the_answer_carries(
     kind: str, world_size: int, pace: str, tmp_path: Path
 ) -> None:

@@ -13,6 +13,7 @@ import torch
 from paramd.layout.types import Box
 from paramd.mesh.mesh import Mesh
 from tests.launch import start_ranks
+from tests.longer import sample
 from tests.multiprocess.kinds import kinds_for
 from tests.multiprocess.truth import (
     Tensors,
@@ -28,7 +29,8 @@ WORKER = "tests.multiprocess.workers.composite"
 JOB = "composite"
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+# Two ranks are also in test_exports_kinds.py.
+@pytest.mark.parametrize("world_size", sample([1, 2, 3, 4], [3, 4]))
 def test_every_kind_is_summoned_as_torch_gathers_it(world_size: int, tmp_path: Path) -> None:
     with start_ranks(WORKER, world_size, args=["--folder", str(tmp_path)]) as ranks:
         path = tmp_path / f"{JOB}.truth"

@@ -1,0 +1,186 @@
+"""The warm process itself: imports everything once, then forks what it is asked for.
+
+    python -m tests.warm_server DESCRIPTOR {service|ranks} ROOM
+
+`tests/warm.py` starts it and says what for. One message on the socket is one request, with the
+new process's stdin, stdout and stderr; the answer is its process id. Nothing but imports has
+happened here and there is one thread, so a fork is as good as a new interpreter. /proc shows a
+fork the command line and environment of the process it came from: `ROOM` is there to be
+overwritten with its own, by which tests find processes and look for secrets.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import importlib
+import json
+import os
+import resource
+import runpy
+import socket
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from tests import leaks, warm
+
+SERVICE = ("paramd.cli.main", "paramd_service.sidecar.main", "paramd_service.control.main")
+MODULES = {
+    # Without torch: what a sidecar loads, and has in memory, is for tests to see.
+    "service": SERVICE,
+    "ranks": (
+        "torch.distributed.fsdp",
+        "torch.distributed.tensor.parallel",
+        # An optimizer's first step imports it.
+        "torch._dynamo",
+        "safetensors.torch",
+        "psutil",
+        "pytest",
+        "paramd.trainer.attaching.attachment",
+        "paramd.mesh.connect",
+        *SERVICE,
+    ),
+}
+"""What each of the two warm processes imports."""
+
+LARGEST_BYTES = 1 << 18
+"""Of a request: a command line and an environment."""
+
+READY = b"ready"
+
+HELPER = "tests.warm_server of"
+"""How the process that forks a rank's children calls itself."""
+
+LIMITS = (resource.RLIMIT_NOFILE, resource.RLIMIT_FSIZE, resource.RLIMIT_AS, resource.RLIMIT_CORE)
+
+
+class Request(NamedTuple):
+    """A process to be."""
+
+    told: Mapping[str, Any]
+    descriptors: Sequence[int]
+    """Its stdin, stdout and stderr."""
+
+
+def main() -> None:
+    """Serves until the other side closes; a fork leaves the loop to run its module."""
+    connection = socket.socket(fileno=int(sys.argv[1]))
+    for name in MODULES[sys.argv[2]]:
+        importlib.import_module(name)
+    tasks = len(os.listdir("/proc/self/task"))
+    assert tasks == 1, f"{tasks} threads: what they hold would be held for ever in a fork"
+    # Not gc.freeze() as well: attach() looks whether there is something that it cannot see.
+    gc.collect()
+    connection.send(READY)
+    request = serve(connection)
+    while request is not None:
+        become(request)
+        child = serve_children() if request.told["starts_others"] else None
+        if child is None:
+            runpy.run_module(request.told["arguments"][0], run_name="__main__", alter_sys=True)
+        request = child
+
+
+def serve(connection: socket.socket) -> Request | None:
+    """Forks for each request. None when the other side has closed; the request, in a fork."""
+    with connection:
+        while True:
+            try:
+                data, descriptors, _, _ = socket.recv_fds(connection, LARGEST_BYTES, 3)
+            except ConnectionResetError:  # closed before it had read that we are ready
+                return None
+            if not data:
+                return None
+            read_end, write_end = os.pipe()
+            child = os.fork()
+            if child == 0:
+                process = os.fork()
+                if process == 0:
+                    os.close(read_end)
+                    os.close(write_end)
+                    return Request(json.loads(data), descriptors)
+                os.write(write_end, str(process).encode())
+                os._exit(0)
+            os.close(write_end)
+            os.waitpid(child, 0)
+            for descriptor in descriptors:
+                os.close(descriptor)
+            # From here on the adopter is its parent.
+            connection.send(os.read(read_end, 32))
+            os.close(read_end)
+
+
+def become(request: Request) -> None:
+    """Makes a fork what a new process would be: descriptors, session, environment, limits."""
+    told = request.told
+    if told["new_session"]:
+        os.setsid()
+    # Above those that they are to replace: one may have the number of another.
+    moved = [os.dup(descriptor) for descriptor in request.descriptors]
+    for number, descriptor in enumerate(moved):
+        os.dup2(descriptor, number)
+    for descriptor in {*moved, *request.descriptors} - {0, 1, 2}:
+        os.close(descriptor)
+    for limit, pair in zip(LIMITS, told["limits"], strict=True):
+        resource.setrlimit(limit, pair)
+    os.umask(told["umask"])
+    os.chdir(told["cwd"])
+    os.environ.clear()
+    os.environ.update(told["env"])
+    sys.argv = list(told["arguments"])
+    if told["env"].get("PYTHONSAFEPATH"):
+        del sys.path[0]
+    else:
+        sys.path[0] = told["cwd"]
+    show([sys.executable, "-m", *told["arguments"]], told["env"])
+
+
+def serve_children() -> Request | None:
+    """Forks the process that will fork this one's children, while there is one thread.
+
+    What it forks becomes this process's own child, to wait for and to signal, since this one
+    adopts.
+
+    Returns:
+        None in this process; in a child, what it is to become.
+    """
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    parent = os.getpid()
+    if os.fork():
+        theirs.close()
+        leaks.adopt_orphans()
+        warm.start_children_with(warm.Forker(ours))
+        return None
+    ours.close()
+    # Whoever reads the parent's output is to see its end.
+    with open(os.devnull, "r+b") as nothing:
+        os.dup2(nothing.fileno(), 0)
+        os.dup2(nothing.fileno(), 1)
+    show([HELPER, str(parent)], {})
+    request = serve(theirs)
+    if request is None:
+        os._exit(0)
+    return request
+
+
+def show(command: Sequence[str], environment: Mapping[str, str]) -> None:
+    """Has /proc show this command line and environment."""
+    fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
+    # arg_start, arg_end, env_start, env_end: fields 48 to 51, of which two stand before the ")".
+    arguments = int(fields[45]), int(fields[46])
+    variables = int(fields[47]), int(fields[48])
+    _overwrite(arguments, command)
+    _overwrite(variables, [f"{name}={value}" for name, value in environment.items()])
+
+
+def _overwrite(span: tuple[int, int], words: Sequence[str]) -> None:
+    begin, end = span
+    text = b"".join(os.fsencode(word) + b"\0" for word in words)
+    assert len(text) <= end - begin, f"{len(text)} bytes do not fit into {end - begin}"
+    ctypes.memmove(begin, text.ljust(end - begin, b"\0"), end - begin)
+
+
+if __name__ == "__main__":
+    main()

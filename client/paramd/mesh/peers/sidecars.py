@@ -463,5 +463,5 @@ class Sidecars:
                 rank, f"{error}; its sidecar may be restarting, try again in a few seconds"
             ) from error
         except NotFoundError as error:
-            # Sidecars look up nothing but snapshots.
+            # A snapshot that is gone; `get_edit`'s caller catches the base class.
             raise LeaseEndedError(str(error)) from error

@@ -1,4 +1,4 @@
-"""Pictures and values of one tensor, over snapshots that are pinned already. No torch."""
+"""Heat maps and values of one pinned tensor. No torch."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ from paramd.mesh.reading.stream import Expected, Place, PlaceSink, Reader
 from paramd.v1 import sidecar_pb2
 
 MAX_VALUES = 16_384
-"""Elements in one answer of values."""
+"""Most elements in one response of values."""
 
 MAX_VALUES_BYTES = 64 << 20
-"""Bytes read for them: a slice of columns reads the rows that it lies in."""
+"""Most bytes read for them: a slice of columns reads its whole rows."""
 
 _POOL_MODES = {
     "mean": sidecar_pb2.POOL_MODE_SUM,
@@ -41,7 +41,7 @@ _POOL_MODES = {
 
 @dataclass(frozen=True, slots=True)
 class Shown:
-    """A picture and what it shows."""
+    """A heat map and the matrix it shows."""
 
     picture: Picture
     matrix: Matrix
@@ -58,12 +58,12 @@ async def compute_picture(
     max_columns: int,
     row_dims: int | None = None,
 ) -> Shown:
-    """Has every rank shrink its share of the plan's one tensor, and merges.
+    """Pool each rank's share of the plan's only tensor on its sidecar, and merge.
 
     Args:
         mode: One of `MODES`.
-        max_rows: Most rows of the picture, 1 to `MAX_CELLS`; likewise `max_columns`.
-        row_dims: How many of the first dims count rows; None as `matrix_of`.
+        max_rows, max_columns: Size limit, at least 1; values above `MAX_CELLS` are clamped.
+        row_dims: Number of leading dims that form rows; None as in `matrix_of`.
 
     Raises:
         UsageError: not exactly one tensor, or an argument is out of range.
@@ -99,7 +99,7 @@ async def compute_picture(
 async def read_texts(
     sidecars: Sidecars, plan: ReadPlan, pinned: Pinned, deadline_s: float
 ) -> list[str]:
-    """The elements of the plan's one tensor as exact text, row-major.
+    """The elements of the plan's only tensor as exact text, row-major.
 
     Raises:
         UsageError: not exactly one tensor, or too many elements or bytes.
@@ -117,7 +117,7 @@ async def read_texts(
 
 
 def check_values(plan: ReadPlan) -> None:
-    """Raises UsageError when a plan is more than `read_texts` reads."""
+    """Raise UsageError if a plan exceeds the limits of `read_texts`."""
     _check_one(plan)
     numel = sum(tensor.box.numel for tensor in plan.tensors)
     if numel > MAX_VALUES:

@@ -1,20 +1,13 @@
-"""Full tensors of one step into a local safetensors file, in an order that can be resumed.
+"""Resumable download of full tensors of one step into a local safetensors file.
 
-Tensors are read batch by batch, written where they belong, and noted with a checksum. After a
-break the same call goes on with the same snapshot while its lease lives; else it begins anew.
+Next to `model.safetensors` stand `.model.safetensors.part`, with its disk space reserved, and
+`.model.safetensors.journal`: a JSON line that names the snapshot, then one with the checksum of
+each range written. After an interruption the same call resumes from the same snapshot while its
+lease lasts, and starts over otherwise. Ranges with a broken line or a wrong checksum are read
+again.
 
-A download's partial file, and what of it is known to be right: it survives a break.
-
-Beside `model.safetensors` stand `.model.safetensors.part`, with all its room reserved, and
-`.model.safetensors.journal`: one line of JSON that says which snapshot it is of, then one for
-every range that was written, with its checksum. What a broken line or a wrong checksum speaks
-of is read again.
-
-The directory may be one that others write too, such as /tmp. So both files are ours alone (mode
-0600) until the whole file gets its name, and what another user put there, or links to elsewhere,
-is refused: never followed, never finished.
-
-What a downloaded file holds and where, and how a journal tells of its snapshot. Pure.
+The directory may be writable by others, such as /tmp. So both files are private (mode 0600)
+until the complete file is renamed, and a file of another user, or a link, is refused.
 """
 
 from __future__ import annotations
@@ -55,14 +48,14 @@ if TYPE_CHECKING:
     import torch
 
 PART_BYTES: Final = 16 << 20
-"""Longest range with a checksum of its own."""
+"""Most bytes per checksummed range."""
 
 Ranges = dict[tuple[int, int], str]
 """Checksums of half-open ranges of the file."""
 
 
 class PartialFile:
-    """A file on its way to `path`. Methods block."""
+    """The partial file of a download to `path`, and its journal. Methods block."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -71,10 +64,10 @@ class PartialFile:
         self._file = self._lines = -1
 
     def check(self, *, replace: bool) -> None:
-        """Refuses early what would be refused at the end.
+        """Fail early on what `publish` would refuse.
 
         Raises:
-            UsageError: no such directory. ConflictError: the name is taken.
+            UsageError: no such directory. ConflictError: the file exists.
         """
         if not self.path.parent.is_dir():
             raise UsageError(f"{self.path}: there is no directory {self.path.parent}; make it")
@@ -82,7 +75,7 @@ class PartialFile:
             raise ConflictError(f"{self.path} exists; give another name, or --force to replace it")
 
     def found(self) -> tuple[Mapping[str, Any], Ranges] | None:
-        """What an earlier try left: of which snapshot it is, and its ranges; None: nothing."""
+        """An earlier attempt's (description of the snapshot, ranges); None without a journal."""
         try:
             lines = _contents(self._lines).split(b"\n")
             about = json.loads(lines[0])
@@ -96,11 +89,11 @@ class PartialFile:
 
     @contextmanager
     def opened(self) -> Iterator[None]:
-        """Holds the file open; two downloads to one name are kept apart.
+        """Open and lock the files for the block.
 
         Raises:
-            ConflictError: another process downloads to this name, or what stands beside it
-                is not ours.
+            ConflictError: another process downloads to this path, or a partial file is not
+                ours.
         """
         import fcntl
 
@@ -121,10 +114,10 @@ class PartialFile:
             self._file = self._lines = -1
 
     def begin(self, about: Mapping[str, Any], size_bytes: int) -> None:
-        """Begins anew, with room for the whole file.
+        """Start over, with disk space reserved for the whole file.
 
         Raises:
-            ExhaustedError: the disk has not the room.
+            ExhaustedError: not enough disk space.
         """
         try:
             os.ftruncate(self._file, 0)
@@ -138,13 +131,13 @@ class PartialFile:
         self._rewrite(about)
 
     def go_on(self, about: Mapping[str, Any], ranges: Ranges) -> None:
-        """Goes on with these ranges; the journal then has them and no others."""
+        """Resume with these ranges; rewrites the journal to hold just them."""
         self._rewrite(about)
         for (begin, end), checksum in ranges.items():
             self._line({"begin": begin, "end": end, "xxh3": checksum})
 
     def checked(self, ranges: Ranges, size_bytes: int) -> Ranges:
-        """Those of `ranges` whose bytes in the file have that checksum."""
+        """Those of `ranges` whose bytes in the file match their checksum."""
         if os.fstat(self._file).st_size != size_bytes:
             return {}
         return {
@@ -155,10 +148,10 @@ class PartialFile:
         }
 
     def write(self, begin: int, data: memoryview) -> None:
-        """Writes a range, and notes it part by part.
+        """Write a range, and journal it part by part.
 
         Raises:
-            ExhaustedError: the disk is full after all.
+            ExhaustedError: the write failed, for example on a full disk.
         """
         for at in range(begin, begin + len(data), PART_BYTES):
             part = data[at - begin : at - begin + PART_BYTES]
@@ -170,10 +163,10 @@ class PartialFile:
             self._line({"begin": at, "end": end, "xxh3": xxh3_128_hexdigest(part)})
 
     def publish(self, *, replace: bool) -> None:
-        """Gives the file its name.
+        """Rename the complete file to `path`, durably.
 
         Raises:
-            ConflictError: the name was taken meanwhile, or the partial file was replaced.
+            ConflictError: the file exists by now, or the partial file was replaced.
         """
         os.fchmod(self._file, 0o666 & ~_umask())
         os.fsync(self._file)
@@ -201,7 +194,7 @@ class PartialFile:
             os.close(directory)
 
     def forget(self) -> None:
-        """Removes what is beside. Idempotent."""
+        """Remove the partial file and the journal. Idempotent."""
         for path in (self._part, self._journal):
             with suppress(FileNotFoundError):
                 path.unlink()
@@ -220,12 +213,12 @@ class PartialFile:
 
 
 def _open_ours(path: Path) -> int:
-    """A file of ours, made when it is missing, to be read and written; nobody else's.
+    """Open, or create, a private file of this user for reading and writing.
 
     Raises:
-        ConflictError: a link, no plain file, or one that others own, can open or have linked.
+        ConflictError: a link, not a regular file, hard-linked, or another user's or open to one.
     """
-    # Not blocking: a FIFO would wait for somebody at its other end.
+    # O_NONBLOCK: opening a FIFO would block until its other end is opened.
     flags = os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
     try:
         try:
@@ -249,13 +242,13 @@ def _open_ours(path: Path) -> int:
 
 
 def _contents(file: int) -> bytes:
-    """All of a file. The position moves to its end, where the next write goes."""
+    """The whole file; leaves the position at its end, for appending."""
     os.lseek(file, 0, os.SEEK_SET)
     return b"".join(iter(lambda: os.read(file, 1 << 20), b""))
 
 
 def _umask() -> int:
-    """The mode bits that the user does not want; asking the system for it would change it."""
+    """The process's umask. Not os.umask, which would change it for other threads meanwhile."""
     for line in Path("/proc/self/status").read_text().splitlines():
         if line.startswith("Umask:"):
             return int(line.split()[1], 8)
@@ -269,20 +262,20 @@ def _write_all(file: int, data: memoryview, at: int) -> None:
 
 
 LEASE_S: Final = 120.0
-"""How long the snapshot outlives a break."""
+"""How long the snapshot survives an interruption."""
 BATCH_BYTES: Final = 64 << 20
 
 
 @dataclass(frozen=True, kw_only=True)
 class Wanted:
-    """What shall be in the file."""
+    """The contents of the file, resolved against a layout."""
 
     chosen: Chosen
     dtype: torch.dtype | None
     names: Mapping[str, str]
-    """From the name of a tensor to its name in the file."""
+    """From names in the model to names in the file."""
     metadata: Mapping[str, str]
-    """Of the header; job, incarnation and step are added."""
+    """Of the header; incarnation and step are added."""
     key: str
     """Equal for equal requests."""
 
@@ -293,9 +286,9 @@ class FileLayout:
 
     header: bytes
     begins: dict[int, int] = field(default_factory=dict)
-    """Where a tensor of the plan begins."""
+    """First byte of each tensor, by index in the plan."""
     order: list[int] = field(default_factory=list)
-    """Tensors of the plan in file order."""
+    """Indexes in the plan, in file order."""
     size_bytes: int = 0
 
 
@@ -335,7 +328,7 @@ def file_sizes(wanted: Wanted) -> list[int]:
 
 
 def covered(ranges: Ranges, begin: int, end: int) -> bool:
-    """Whether [begin, end) is a union of noted ranges, which never cross tensors."""
+    """Whether ranges, which never cross tensors, cover [begin, end)."""
     have = sum(stop - start for start, stop in ranges if begin <= start and stop <= end)
     return have == end - begin
 
@@ -357,7 +350,7 @@ def batches(plan: ReadPlan, missing: Sequence[int]) -> Iterator[list[int]]:
 def request_key(
     job: str, digest: str, plan: ReadPlan, dtype: object, names: Mapping[str, str]
 ) -> str:
-    """Names a request: equal for equal ones of one layout."""
+    """A digest that is equal for equal requests against equal layouts."""
     told = repr((job, digest, str(dtype), sorted(names.items()), plan.tensors, plan.ranks))
     return xxh3_128_hexdigest(told.encode())
 
@@ -401,38 +394,38 @@ def pinned_of(about: Mapping[str, Any]) -> Pinned | None:
 
 
 PATIENCE_S: Final = 60.0
-"""How long a break may last without ending the call."""
+"""How long an outage may last before the call fails."""
 MAX_BEGINNINGS: Final = 3
 
 _AGAIN_S: Final = 0.5
 
 Moved = Callable[[int, int], object]
-"""Is told bytes that are there, and bytes in all."""
+"""Called with bytes done and total bytes."""
 Said = Callable[[str], object]
-"""Is told in words when something goes on, or begins anew."""
+"""Called with a message when a download resumes, retries or starts over."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Downloaded:
-    """A file that is there."""
+    """A finished download."""
 
     path: Path
     job: str
     incarnation: int
     step: int
     name_count: int
-    """Names, those of tied tensors too."""
+    """Number of names, including those of tied tensors."""
     size_bytes: int
     resumed_bytes: int
-    """Bytes that an earlier try had brought."""
+    """Bytes reused from an earlier attempt."""
     seconds: float
     unsettled: bool = False
-    """As in `Summoned`: training has not gone on since that step."""
+    """As in `Summoned`."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Content:
-    """What a download is asked to hold; see `AsyncMesh.download`."""
+    """The requested contents; see `AsyncMesh.download`."""
 
     patterns: Sequence[str]
     dtype: torch.dtype | None
@@ -440,7 +433,7 @@ class Content:
     name_map: NameMap
 
     async def wanted(self, reach: SidecarFinder, sidecars: Sidecars) -> Wanted:
-        """What that is in the layout of now. Raises as `choose`."""
+        """Resolve the request against the current layout. Raises as `choose`."""
         chosen = await choose(reach, sidecars, self.patterns, buffers=self.buffers)
         names = self.name_map.apply(item[0] for item in chosen.names)
         aliases = {alias: names[item[0]] for item in chosen.names for alias in item[1:]}
@@ -468,11 +461,11 @@ class Download:
         self._resumed_bytes = 0
 
     async def run(self, content: Content, deadline_s: float) -> Downloaded:
-        """Downloads `content` of one step.
+        """Download `content` at one step.
 
         Raises:
-            UnreachableError: a sidecar was away for too long; the same call goes on later.
-            ExhaustedError: no room on the disk. ConflictError: the name is taken.
+            UnreachableError: a sidecar was unreachable for too long; call again to resume.
+            ExhaustedError: not enough disk space. ConflictError: the file exists.
             ParamdError: as `AsyncMesh.summon`.
         """
         began_s = time.monotonic()
@@ -517,7 +510,7 @@ class Download:
         finally:
             keeping.cancel()
             await asyncio.wait({keeping})
-        # Only now: after a break the leases are what the next try goes on with.
+        # Not on an error: the next attempt resumes from these snapshots.
         sidecars = await self._reach.sidecars()
         for pin in pinned.pins.values():
             sidecars.release(pin)

@@ -1,7 +1,4 @@
-"""A safetensors export back into the running mesh, as one edit.
-
-Bytes of some tensors of a pinned snapshot, read from all ranks and put together.
-"""
+"""Tensors as bytes: read from pinned snapshots for a download, or from an export to restore."""
 
 from __future__ import annotations
 
@@ -26,7 +23,7 @@ if TYPE_CHECKING:
     import torch
 
 GAP_BYTES: Final = 256 << 10
-"""Bytes of nobody that are read along rather than skipped."""
+"""Longest gap that is read along rather than skipped."""
 
 
 async def read_batch(
@@ -36,7 +33,7 @@ async def read_batch(
     pinned: Pinned,
     deadline_s: float,
 ) -> dict[int, bytearray]:
-    """The row-major bytes of some tensors, read from all ranks at once."""
+    """The row-major bytes of some tensors, read from all ranks concurrently."""
     found = {index: bytearray(plan.tensors[index].size_bytes) for index in batch}
     wanted = set(batch)
 
@@ -63,7 +60,7 @@ async def read_batch(
 
 
 def _runs(landings: Sequence[Landing]) -> Iterator[list[Landing]]:
-    """Landings that lie close together in a snapshot, to be read at once."""
+    """Groups of landings that are close together in the snapshot; each is one read."""
     run: list[Landing] = []
     end = 0
     for one in sorted(landings, key=lambda landing: landing.begin_bytes):
@@ -77,7 +74,7 @@ def _runs(landings: Sequence[Landing]) -> Iterator[list[Landing]]:
 
 
 class _Buffer:
-    """A sink for [begin, end) of a snapshot."""
+    """A `Sink` for [begin, end) of a snapshot."""
 
     def __init__(self, begin: int, end: int) -> None:
         self.data = bytearray(end - begin)
@@ -100,7 +97,7 @@ async def _range(
 
 
 def _place(data: memoryview, landing: Landing, tensor: ResultTensor, result: bytearray) -> None:
-    """Puts a piece where it belongs in its tensor."""
+    """Copy a piece to its place in the tensor."""
     if landing.target_begin_bytes is not None:
         begin = landing.target_begin_bytes
         result[begin : begin + landing.size_bytes] = data
@@ -118,7 +115,7 @@ def _place(data: memoryview, landing: Landing, tensor: ResultTensor, result: byt
 
 
 def in_file(tensor: ResultTensor, data: bytearray, dtype: torch.dtype | None) -> bytearray:
-    """The bytes of a tensor in the file's dtype."""
+    """The bytes of a tensor, cast to `dtype`; None keeps its own."""
     if dtype is None or not data:
         return data
     import torch
@@ -135,11 +132,11 @@ def in_file(tensor: ResultTensor, data: bytearray, dtype: torch.dtype | None) ->
 MANIFEST: Final = "paramd-export.json"
 
 Moved = Callable[[int, int], object]
-"""Is told bytes that are there, and bytes in all."""
+"""Called with bytes done and total bytes."""
 
 
 class ExportFiles:
-    """Files of a finished export, read through the control plane and checked."""
+    """Files of a finished export, read through the control plane and verified."""
 
     def __init__(self, rest: RestClient, job: str, destination: str) -> None:
         self._rest = rest
@@ -147,10 +144,10 @@ class ExportFiles:
         self._destination = destination
 
     async def manifest(self) -> Mapping[str, Any]:
-        """What stands there.
+        """The export's manifest.
 
         Raises:
-            NotFoundError: no export. ParamdError: none that this version can read.
+            NotFoundError: there is no export. ParamdError: its manifest is unreadable.
         """
         try:
             found = json.loads(await self.read(MANIFEST))
@@ -163,7 +160,7 @@ class ExportFiles:
         return found
 
     async def read(self, name: str, moved: Callable[[int], object] = lambda size: None) -> bytes:
-        """The whole of a file. Raises ParamdErrors."""
+        """Read a whole file; `moved` gets the size of each part. Raises ParamdError."""
         data = bytearray()
         while True:
             asked = urlencode(
@@ -181,8 +178,8 @@ class ExportFiles:
         """All parameters and buffers, by their names in the files.
 
         Raises:
-            UsageError: it is no export of safetensors.
-            DataLossError: a file is not what the manifest says.
+            UsageError: it is not a safetensors export.
+            DataLossError: a file does not match the manifest's checksum.
         """
         if manifest["format"] != SAFETENSORS.name:
             raise UsageError(
@@ -211,7 +208,7 @@ class ExportFiles:
         return found
 
     async def values(self, layout: Layout, moved: Moved) -> tuple[dict[str, torch.Tensor], str]:
-        """The value of every parameter of a layout, and what they are in words.
+        """The value of every parameter of a layout, and a note that names their source.
 
         Raises: as `tensors` and `values_of`.
         """
@@ -222,7 +219,7 @@ class ExportFiles:
 
 
 def loaded(data: bytes, name: str) -> dict[str, torch.Tensor]:
-    """The tensors of a whole safetensors file. Raises DataLossError: it is none."""
+    """Parse a safetensors file. Raises DataLossError."""
     from safetensors import SafetensorError
     from safetensors.torch import load
 
@@ -242,7 +239,7 @@ def values_of(
         renamed: from names in the model to names in the files, where they differ.
 
     Raises:
-        NotFoundError: a parameter is not there. UsageError: a shape differs.
+        NotFoundError: a parameter is missing. UsageError: a shape differs.
     """
     found: dict[str, torch.Tensor] = {}
     for one in layout.tensors:

@@ -1,7 +1,7 @@
-"""Parameters at agreed later steps, for evaluation jobs and inference engines.
+"""Streams of parameters, for evaluation jobs and inference engines.
 
-The same asking as for gradients. Before anything is read, every rank digests what it
-pinned; tensors whose digests are those of the last frame are not read again.
+Steps are pinned ahead, as for gradients. Before a read, each rank digests what it pinned;
+tensors whose digests are unchanged since the last frame are not read again.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ RANGES_PER_CALL = 20_000
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FollowRequest:
-    """What a follower wants."""
+    """A subscription to parameters; see `AsyncMesh.follow`."""
 
     patterns: tuple[str, ...]
     every: int = 1
-    """Updates between two frames; 1 or more. Frames come at its multiples."""
+    """Frames are of updates whose number is a multiple of this; 1 or more."""
     dtype: torch.dtype | None = None
     """Of the tensors; None keeps each one's own."""
     transport: Transport = "auto"
@@ -47,7 +47,7 @@ class FollowRequest:
 
 
 class FollowSteps:
-    """Asks for parameters at steps, and reads what changed."""
+    """Pins parameters and reads what changed, for a `StepStream` that chooses the steps."""
 
     def __init__(
         self,
@@ -93,7 +93,7 @@ class FollowSteps:
     async def read(
         self, sidecars: Sidecars, step: int, dropped: int, held: PinnedStep
     ) -> ParamFrame:
-        """The frame: what changed anew, all else as it was."""
+        """The frame: changed tensors read, the others taken from the last frame."""
         deadline_s = time.monotonic() + READ_S
         pinned = Pinned(held.incarnation, step, held.pins, held.edits)
         digests = await self._digested(sidecars, pinned, deadline_s)
@@ -117,7 +117,7 @@ class FollowSteps:
     async def _digested(
         self, sidecars: Sidecars, pinned: Pinned, deadline_s: float
     ) -> list[tuple[bytes, ...]]:
-        """Digests of all parts of each tensor, in the order of ranks and landings."""
+        """Digests of each tensor's parts, ordered by rank and landing."""
 
         async def of(read: RankRead) -> list[bytes]:
             found: list[bytes] = []
@@ -149,7 +149,7 @@ class FollowSteps:
     async def _read_tensors(
         self, sidecars: Sidecars, pinned: Pinned, numbers: Sequence[int], deadline_s: float
     ) -> dict[str, torch.Tensor]:
-        """The tensors of these numbers, by name. Tied names share one."""
+        """The tensors with these indexes, by name; tied names share one object."""
         from paramd.mesh.reading.assemble import Targets
 
         if not numbers:
@@ -177,7 +177,7 @@ class FollowSteps:
         return targets.results()
 
     def _plan_of(self, numbers: Sequence[int]) -> ReadPlan:
-        """The plan of these tensors alone, in the same snapshots."""
+        """The plan restricted to these tensors, over the same snapshots."""
         place = {number: at for at, number in enumerate(numbers)}
         reads = []
         for read in self._plan.ranks:
@@ -196,7 +196,7 @@ class FollowSteps:
 async def open_following(
     reach: ReachLike, transfer: Transfer, wanted: FollowRequest
 ) -> StepStream[PinnedStep, ParamFrame]:
-    """A subscription; to be closed. Raises as `open_stream` of gradients."""
+    """Open a subscription; the caller closes it. Raises as `grads.open_stream`."""
     await transfer.load_torch()
 
     async def attempt(sidecars: Sidecars) -> FollowSteps:

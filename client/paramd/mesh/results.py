@@ -23,7 +23,7 @@ SHOWN_ROWS = 40
 
 Item = TypeVar("Item")
 
-UNSETTLED_TEXT = "; not settled: training has not gone on since"
+UNSETTLED_TEXT = "; not settled: training has not continued since"
 """Printed after the step of unsettled values."""
 
 _TENSOR_COLUMNS = ["name", "shape", "dtype", "device"]
@@ -226,7 +226,7 @@ class MeshStatus(Table[RankStatus]):
     def summary(self) -> str:
         return (
             f"job {self.job!r}, incarnation {self.incarnation}, step {self.step}, "
-            f"{sum(not row.reason for row in self)} of {self.world_size} ranks well"
+            f"{sum(not row.reason for row in self)} of {self.world_size} ranks healthy"
         )
 
 

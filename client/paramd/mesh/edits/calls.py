@@ -167,11 +167,11 @@ def check_applied(edit: Edit) -> Edit:
     if edit.state is EditState.APPLIED:
         return edit
     if edit.state is EditState.ABORTED:
-        raise ConflictError(f"edit {edit.id}: not applied, on no rank: {edit.reason}")
+        raise ConflictError(f"edit {edit.id} was applied on no rank: {edit.reason}")
     if edit.state is EditState.LOST:
-        raise ConflictError(f"edit {edit.id}: lost with its incarnation: {edit.reason}")
+        raise ConflictError(f"edit {edit.id} was lost with its incarnation: {edit.reason}")
     raise DeadlineError(
-        f"edit {edit.id} is still {edit.state}; no rank has it, or all will. Ask again with "
+        f"edit {edit.id} is still {edit.state}; it will be applied on all ranks or on none. See "
         f"mesh.get_edit({edit.id!r}), or allow more time (timeout=)"
     )
 
@@ -213,8 +213,8 @@ class Edits(Table[Edit]):
 def unreadable(url: str, error: Exception) -> ParamdError:
     """The error for a response that breaks the API's schema."""
     return ParamdError(
-        f"{url} gave an answer that this client cannot read ({error!r}); client and job may run "
-        "different versions of paramd"
+        f"{url} returned a response that this client cannot read ({error!r}); client and job may "
+        "run different versions of paramd"
     )
 
 
@@ -420,8 +420,8 @@ class Holder:
             left_s = deadline_s - time.monotonic()
             if left_s <= 0:
                 raise DeadlineError(
-                    f"{found.steps_left} of {steps} updates are left; training goes on with them, "
-                    "then waits again. Allow more time (timeout=), or do not wait (wait=False)"
+                    f"{found.steps_left} of {steps} updates are left; training finishes them, "
+                    "then holds again. Allow more time (timeout=), or do not wait (wait=False)"
                 )
             await asyncio.sleep(min(pause_s, left_s))
             pause_s = min(2 * pause_s, _LAST_LOOK_S)
@@ -429,7 +429,7 @@ class Holder:
         if wait and not found.held:
             raise ConflictError(
                 f"the hold ended before its {steps} updates did, at step {found.step}; training "
-                "goes on: a longer lease, or one that is renewed, covers more"
+                "continues. Use a longer lease, or renew it"
             )
         return found
 

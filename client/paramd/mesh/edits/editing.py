@@ -87,7 +87,7 @@ class Changes:
             tensor = self._now(known)
             if (tensor.shape, tensor.dtype) != (known.tensor.shape, known.tensor.dtype):
                 raise UsageError(
-                    f"{name!r} came back with shape {list(tensor.shape)}, {tensor.dtype}; expected "
+                    f"{name!r} now has shape {list(tensor.shape)}, {tensor.dtype}; expected "
                     f"{list(known.tensor.shape)}, {known.tensor.dtype}; nothing was written"
                 )
             if digest(tensor) == known.digest:
@@ -131,7 +131,7 @@ def _check_names(found: Mapping[str, object], names: set[str]) -> None:
     if set(found) != names:
         strange: Sequence[str] = sorted(names.symmetric_difference(found))
         raise UsageError(
-            f"{strange[0]!r} was added to, or taken from, what was summoned; change tensors in "
+            f"{strange[0]!r} was added to or removed from the summoned tensors; change tensors in "
             "place, or assign others of the same shape to their names. Nothing was written"
         )
 

@@ -78,7 +78,9 @@ class Windows:
             connection.close()
             if isinstance(error, ParamdError):
                 raise
-            raise UnreachableError(f"rank {peer.rank} did not hand over its windows") from error
+            raise UnreachableError(
+                f"rank {peer.rank}: its sidecar did not share its windows"
+            ) from error
         except BaseException:
             connection.close()
             raise

@@ -108,8 +108,8 @@ def parse_export(found: Mapping[str, Any]) -> ExportInfo:
         )
     except (KeyError, TypeError, ValueError) as error:
         raise ParamdError(
-            f"the control plane told of an export in a way that this client cannot read "
-            f"({error!r}); the two may run different versions of paramd"
+            f"the control plane returned an export that this client cannot read ({error!r}); the "
+            "two may run different versions of paramd"
         ) from error
 
 
@@ -174,8 +174,8 @@ class ExportCalls:
             left_s = timeout_s - (time.monotonic() - began_s) if timeout_s is not None else pause_s
             if left_s <= 0:
                 raise DeadlineError(
-                    f"export {info.id} is {info.state} after {timeout_s:g} s and goes on; wait "
-                    f"longer, or end it: paramd exports --cancel {info.id}"
+                    f"export {info.id} is still {info.state} after {timeout_s:g} s and continues; "
+                    f"wait longer, or cancel it: paramd exports --cancel {info.id}"
                 )
             await asyncio.sleep(min(pause_s, left_s))
             pause_s = min(2 * pause_s, _LOOK_S)
@@ -299,13 +299,13 @@ def read_assets(folder: Path) -> list[tuple[str, bytes]]:
         UsageError: not a directory, or too many files or bytes.
     """
     if not folder.is_dir():
-        raise UsageError(f"assets: {folder} is no directory")
+        raise UsageError(f"assets: {folder} is not a directory")
     paths = [p for p in sorted(folder.iterdir()) if p.is_file() and not p.is_symlink()]
     size_bytes = sum(path.stat().st_size for path in paths)
     if len(paths) > MAX_ASSETS or size_bytes > MAX_ASSETS_BYTES:
         raise UsageError(
             f"assets: {folder} holds {len(paths)} files of {size_bytes:,} bytes; at most "
-            f"{MAX_ASSETS} of {MAX_ASSETS_BYTES:,} in all are copied beside an export"
+            f"{MAX_ASSETS} of {MAX_ASSETS_BYTES:,} in total can be copied into an export"
         )
     return [(path.name, path.read_bytes()) for path in paths]
 

@@ -70,7 +70,7 @@ class PartialFile:
             UsageError: no such directory. ConflictError: the file exists.
         """
         if not self.path.parent.is_dir():
-            raise UsageError(f"{self.path}: there is no directory {self.path.parent}; make it")
+            raise UsageError(f"{self.path}: there is no directory {self.path.parent}; create it")
         if not replace and os.path.lexists(self.path):
             raise ConflictError(f"{self.path} exists; give another name, or --force to replace it")
 
@@ -125,8 +125,8 @@ class PartialFile:
             os.ftruncate(self._file, size_bytes)
         except OSError as error:
             raise ExhaustedError(
-                f"{self.path}: {size_bytes:,} bytes cannot be had there ({error.strerror}); free "
-                "some or write elsewhere"
+                f"{self.path}: cannot reserve {size_bytes:,} bytes ({error.strerror}); free some "
+                "space or write elsewhere"
             ) from error
         self._rewrite(about)
 
@@ -171,7 +171,7 @@ class PartialFile:
         os.fchmod(self._file, 0o666 & ~_umask())
         os.fsync(self._file)
         if not os.path.samestat(os.lstat(self._part), os.fstat(self._file)):
-            raise ConflictError(f"{self._part} was replaced by somebody else; begin again")
+            raise ConflictError(f"{self._part} was replaced by another process; try again")
         if replace:
             os.replace(self._part, self.path)
         else:
@@ -476,7 +476,7 @@ class Download:
                 except LeaseEndedError:
                     if beginning + 1 == MAX_BEGINNINGS:
                         raise
-                    self._said("the snapshot is no more; begins anew")
+                    self._said("the snapshot has expired; starting over")
                     continue
                 await asyncio.to_thread(self._file.publish, replace=self._replace)
                 return Downloaded(
@@ -523,20 +523,20 @@ class Download:
         about, ranges = found
         pinned = pinned_of(about)
         if pinned is None or about.get("key") != wanted.key:
-            self._said("what an earlier download left is of something else; begins anew")
+            self._said("the partial file is of another download; starting over")
             return None, {}
         try:
             await asyncio.gather(*(sidecars.renew(pin, LEASE_S) for pin in pinned.pins.values()))
         except (NotFoundError, ConflictError, UnreachableError):
-            self._said(f"the snapshot of step {pinned.step} is no more; begins anew")
+            self._said(f"the snapshot of step {pinned.step} has expired; starting over")
             return None, {}
         layout = file_layout(wanted, pinned)
         good = await asyncio.to_thread(self._file.checked, ranges, layout.size_bytes)
         await asyncio.to_thread(self._file.go_on, about, good)
         self._resumed_bytes = sum(end - begin for begin, end in good)
         self._said(
-            f"goes on with step {pinned.step}: {self._resumed_bytes:,} of "
-            f"{layout.size_bytes:,} bytes are here already"
+            f"resuming at step {pinned.step}: {self._resumed_bytes:,} of "
+            f"{layout.size_bytes:,} bytes are already here"
         )
         return pinned, good
 
@@ -613,10 +613,10 @@ class Download:
                 now_s = time.monotonic()
                 if now_s > min(deadline_s, began_s + PATIENCE_S):
                     raise UnreachableError(
-                        f"{error}; what has come is kept: the same command goes on with it for "
-                        f"{LEASE_S:.0f} s"
+                        f"{error}; the bytes so far are kept: run the same command within "
+                        f"{LEASE_S:.0f} s to resume"
                     ) from error
-                self._said(f"{error}; tries again")
+                self._said(f"{error}; retrying")
                 await asyncio.sleep(_AGAIN_S)
                 try:
                     await self._reach.refresh()

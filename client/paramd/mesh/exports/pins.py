@@ -71,7 +71,7 @@ def decode_settings(message: export_pb2.ExportPlan) -> ExportSettings:
     """
     formats = {one.number: name for name, one in FORMATS.items()}
     if message.format not in formats:
-        raise UsageError(f"format: {message.format} is no format of exports")
+        raise UsageError(f"format: {message.format} is not an export format")
     rules = tuple(NameRule(rule.source, rule.target) for rule in message.names)
     return ExportSettings(
         format=formats[message.format],
@@ -264,7 +264,7 @@ async def _tables(
                     chunk.check()
                     data += chunk.data
         if len(data) != pin.size_bytes:
-            raise DataLossError(f"{source.who}: {len(data)} of {pin.size_bytes} bytes came")
+            raise DataLossError(f"{source.who}: got {len(data)} of {pin.size_bytes} bytes")
         return parse_table(bytes(data))
 
     pins = [pin for rank, pin in pinned.pins.items() if rank < 0]

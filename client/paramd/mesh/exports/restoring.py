@@ -249,7 +249,7 @@ def values_of(
         value = next((tensors[name] for name in names if name in tensors), None)
         if value is None:
             raise NotFoundError(
-                f"the export has no {names[0]!r}; it is of another model, or holds a part of one"
+                f"the export has no {names[0]!r}; it is of another model, or of part of one"
             )
         if tuple(value.shape) != one.shape:
             raise UsageError(

@@ -132,8 +132,8 @@ class FollowSteps:
                 said = (answer.header.step, answer.header.edits)
                 if said != (pinned.step, pinned.edits) or len(answer.digests) != len(ranges):
                     raise ConflictError(
-                        f"{sidecars.who(read.rank)} answered {len(answer.digests)} digests of step "
-                        f"{said[0]} with {said[1]} edits; asked were {len(ranges)} of step "
+                        f"{sidecars.who(read.rank)} returned {len(answer.digests)} digests of step "
+                        f"{said[0]} with {said[1]} edits; expected {len(ranges)} of step "
                         f"{pinned.step} with {pinned.edits}"
                     )
                 found.extend(answer.digests)
@@ -203,8 +203,8 @@ async def open_following(
         index = await reach.index(sidecars)
         if index.layout.mirrored:
             raise ConflictError(
-                "this job's parameters stay in its trainers' own memory (arena=\"mirror\"), where "
-                "no step can be followed; summon them, which asks for a copy at a boundary"
+                "this job's parameters stay in its trainers' own memory (arena=\"mirror\") and "
+                "cannot be followed; use summon, which copies them at a boundary"
             )
         selection = select(index, wanted.patterns, with_buffers=False)
         plan = plan_read(index.layout, selection, prefer=reach.costs())

@@ -286,7 +286,7 @@ class GradFrame(Frame[Value]):
             AttributeError: the frame is of kind "full".
         """
         if self._parts is None:
-            raise AttributeError('frames of kind "full" have no total; ask for kind="stats"')
+            raise AttributeError('frames of kind "full" have no total; use kind="stats"')
         return summarize(merge_all(one for parts in self._parts.values() for one in parts))
 
     def merged(self, name: str) -> Stats | None:
@@ -321,8 +321,7 @@ class GradFrame(Frame[Value]):
         return (
             f"<paramd.GradFrame of {self.job!r}: {len(self)} gradients that update {self.step} "
             f"consumes (incarnation {self.incarnation}), {len(self.none)} of them None, "
-            f"{self.dropped} frames "
-            "dropped before>"
+            f"{self.dropped} frames dropped before>"
         )
 
 
@@ -357,8 +356,7 @@ class ParamFrame(Frame["torch.Tensor"]):
         return (
             f"<paramd.ParamFrame of {self.job!r}: {len(self)} tensors after update {self.step} "
             f"(incarnation {self.incarnation}), {len(self.changed)} of them changed, "
-            f"{self.dropped} frames "
-            "dropped before>"
+            f"{self.dropped} frames dropped before>"
         )
 
 

@@ -38,8 +38,8 @@ if TYPE_CHECKING:
 REASONS: Final = {
     pb.NO_GRADIENT_NONE: "its grad is None",
     pb.NO_GRADIENT_OTHER_OPTIMIZER: "another optimizer updates it",
-    pb.NO_GRADIENT_PLACEMENT: "it is placed otherwise than its parameter",
-    pb.NO_GRADIENT_UNSUPPORTED: "it is no dense tensor that fits its parameter",
+    pb.NO_GRADIENT_PLACEMENT: "its placement differs from its parameter's",
+    pb.NO_GRADIENT_UNSUPPORTED: "it is not a dense tensor that fits its parameter",
 }
 
 READ_S = 60.0
@@ -156,7 +156,7 @@ class GradSteps:
             self._plan = None
             return None
         none = {
-            held.plan.asked[note.asked].name: REASONS.get(note.none, "of a reason unknown here")  # type: ignore[call-overload]
+            held.plan.asked[note.asked].name: REASONS.get(note.none, "unknown reason")  # type: ignore[call-overload]
             for note in notes
             if note.none and (note.rank, note.asked) in held.plan.used
         }
@@ -390,7 +390,7 @@ async def read_parts(
         asked = items.get(rank, ())
         if [item.numel for item in asked] != [one.count for one in answer.stats]:
             raise ConflictError(
-                f"{sidecars.who(rank)} answered other statistics than were asked; try again"
+                f"{sidecars.who(rank)} returned statistics that do not match the request; try again"
             )
         for item, message in zip(asked, answer.stats, strict=True):
             note(rank, item, message)

@@ -268,9 +268,8 @@ class StepStream(Generic[Held, Result]):
         incarnation, digest = self._identity
         if document.incarnation != incarnation:
             raise ConflictError(
-                f"the job attached anew: incarnation {incarnation} has ended, incarnation "
-                f"{document.incarnation} goes on; "
-                "subscribe again"
+                f"incarnation {incarnation} has ended, the job is in incarnation "
+                f"{document.incarnation}; subscribe again"
             )
         # Empty while a rank is away; that is not a change.
         if digest and document.layout_digest not in ("", digest):
@@ -404,9 +403,8 @@ def _check(
     incarnation, edits = sidecars.document.incarnation, headers[0].edits
     if said != {(incarnation, step, edits)}:
         raise AbortedError(
-            f"asked for step {step} of incarnation {incarnation}, the ranks have (incarnation, "
-            "step, edits) "
-            f"{sorted(said)}"
+            f"requested step {step} of incarnation {incarnation}, but the ranks have "
+            f"(incarnation, step, edits) {sorted(said)}"
         )
     if len({header.iteration for header in headers}) > 1:
         raise out_of_lockstep(step, {header.rank: header.iteration for header in headers})

@@ -158,7 +158,7 @@ class RestClient:
             return parse_job(found)
         except (KeyError, TypeError, ValueError) as error:
             raise ParamdError(
-                f"{self.url} gave a job document that this client cannot read ({error!r}); "
+                f"{self.url} returned a job document that this client cannot read ({error!r}); "
                 "client and job may run different versions of paramd"
             ) from error
 
@@ -211,7 +211,7 @@ class RestClient:
             return answer.json()
         except ValueError as error:
             raise UnreachableError(
-                f"{self.url} answered something that is not JSON; is it a paramd control plane?"
+                f"the response of {self.url} is not JSON; is it a paramd control plane?"
             ) from error
 
     async def read_bytes(self, path: str, *, timeout_s: float = 60.0) -> tuple[int, bytes]:
@@ -224,7 +224,7 @@ class RestClient:
             return int(answer.headers["paramd-file-bytes"]), answer.content
         except (KeyError, ValueError) as error:
             raise UnreachableError(
-                f"{self.url} answered something that is no file; is it a paramd control plane?"
+                f"the response of {self.url} is not a file; is it a paramd control plane?"
             ) from error
 
     async def _answer(
@@ -248,7 +248,7 @@ class RestClient:
             if not self._client.is_closed:
                 raise
             raise UnreachableError(
-                f"the connection to {self.url} was closed meanwhile; connect again"
+                f"the connection to {self.url} was closed during the request; connect again"
             ) from error
         if answer.status_code >= 400:
             raise error_of_http(
@@ -313,7 +313,7 @@ def checked_url(url: str) -> str:
     if parts.scheme not in ("http", "https") or not parts.hostname:
         raise UsageError(f"url: {url!r}; expected one like http://127.0.0.1:8470")
     if parts.username or parts.password:
-        raise UsageError("url: it holds a user or password; give the token apart (token=)")
+        raise UsageError("url: contains a user or password; give the token separately (token=)")
     return url.rstrip("/")
 
 
@@ -348,7 +348,7 @@ def error_of_http(url: str, status: int, text: str, kind: str = "") -> ParamdErr
     if status in (401, 403):
         return DeniedError(
             f"{url} refused the token ({text}); give the job's token (token=, PARAMD_TOKEN), "
-            "as endpoint.json of its state dir has it"
+            "which is in endpoint.json in its state dir"
         )
     named = _BY_TYPE.get(kind)
     if named is not None and named is not ParamdError:

@@ -72,10 +72,10 @@ class Asked:
             ConflictError: it is in another incarnation, or has another layout.
         """
         if header is None or (header.job, header.rank) != (self.job, self.rank):
-            answerer = f"rank {header.rank} of job {header.job!r}" if header else "a stranger"
+            answerer = f"rank {header.rank} of job {header.job!r}" if header else "another program"
             raise RankUnreachableError(
                 self.rank,
-                f"{self.who} of job {self.job!r} is not there: {answerer} answers at that address",
+                f"{self.who} of job {self.job!r} is not there: {answerer} responds at that address",
             )
         known = self.layout_digest and header.layout_digest
         if header.incarnation != self.incarnation or (
@@ -83,7 +83,7 @@ class Asked:
         ):
             raise ConflictError(
                 f"{self.who} is in incarnation {header.incarnation} with layout "
-                f"{header.layout_digest[:12]!r}; asked was incarnation {self.incarnation}, "
+                f"{header.layout_digest[:12]!r}; expected incarnation {self.incarnation}, "
                 f"{self.layout_digest[:12]!r}; try again in a moment"
             )
 
@@ -101,7 +101,7 @@ def no_way(rank: int, address: str, host: str, here: str) -> str:
     return (
         f"rank {rank} listens on {address}, which is loopback on its own host and cannot be "
         "reached from this one; start it with PARAMD_SIDECAR_LISTEN=<its address>:0 and TLS "
-        "(PARAMD_TLS_CERT, PARAMD_TLS_KEY), or ask on its host"
+        "(PARAMD_TLS_CERT, PARAMD_TLS_KEY), or connect from its host"
     )
 
 
@@ -124,18 +124,13 @@ def check_handover(answer: Message, ticket: str, rank: int) -> None:
         job, incarnation = claimed(ticket)
     except DeniedError:
         job, incarnation = "", 0
-    if (answer.get("job"), answer.get("incarnation"), answer.get("rank")) != (
-        job,
-        incarnation,
-        rank,
-    ):
+    found = (answer.get("job"), answer.get("incarnation"), answer.get("rank"))
+    if found != (job, incarnation, rank):
         raise RankUnreachableError(
             rank,
-            f"rank {rank} of job {job!r}, incarnation {incarnation}, is not at its Unix "
-            "socket: rank "
-            f"{answer.get('rank')} of job {answer.get('job')!r}, incarnation "
-            f"{answer.get('incarnation')}, "
-            "answers there",
+            f"rank {rank} of job {job!r}, incarnation {incarnation}, is not at its Unix socket: "
+            f"rank {answer.get('rank')} of job {answer.get('job')!r}, incarnation "
+            f"{answer.get('incarnation')}, responds there",
         )
 
 

@@ -118,16 +118,16 @@ def out_of_lockstep(step: int, iterations: Mapping[int, int]) -> ConflictError:
     told = ", ".join(f"rank {rank} in iteration {of}" for rank, of in list(iterations.items())[:8])
     return ConflictError(
         f"the ranks are not at the same step of training: update {step} was made by {told}. One of "
-        "them left an update out: its optimizer raised, or its gradient scaler skipped alone. "
-        "Restart the training from a checkpoint"
+        "them skipped an update: its optimizer raised, or its gradient scaler skipped it on that "
+        "rank alone. Restart the training from a checkpoint"
     )
 
 
 def no_step_in_time(spans: Spans, reason: str) -> DeadlineError:
     """The error when no attempt found a common step."""
     return DeadlineError(
-        f"no step that all of ranks {_listed(list(spans))} share was had in time; last "
-        f"reason: {reason}; allow more time (timeout=), or pause training"
+        f"no common step of ranks {_listed(list(spans))} in time; last reason: {reason}; allow "
+        "more time (timeout=), or pause training"
     )
 
 
@@ -305,9 +305,8 @@ class Sidecars:
         header = found.header
         if (header.job, header.incarnation) != (document.job, document.incarnation):
             raise ConflictError(
-                f"the control plane at {document.control_address} answers for job "
-                f"{header.job!r}, incarnation {header.incarnation}; asked was job "
-                f"{document.job!r}, incarnation "
+                f"the control plane at {document.control_address} serves job {header.job!r}, "
+                f"incarnation {header.incarnation}; expected job {document.job!r}, incarnation "
                 f"{document.incarnation}; try again in a moment"
             )
         return Captured(found.captured, header.incarnation, header.step, found.reason, header.edits)
@@ -432,7 +431,7 @@ class Sidecars:
             raise RankUnreachableError(
                 rank,
                 f"{self.who(rank)} does not answer: its sidecar is stopped, dead or cut off; "
-                "training goes on, try again in a few seconds",
+                "training continues, try again in a few seconds",
                 stopped=True,
             ) from error
         except ParamdError:

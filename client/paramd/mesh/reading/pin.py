@@ -117,7 +117,7 @@ class Pinner:
         while True:
             left_s = deadline_s - self._clock()
             if left_s <= 0:
-                raise no_step_in_time(spans, reason if reason else "no try was made")
+                raise no_step_in_time(spans, reason if reason else "no attempt was made")
             try:
                 found, reason = await self._try_once(spans, left_s, with_buffers, unsettled)
             except AbortedError as error:
@@ -220,12 +220,12 @@ class Pinner:
         except DeadlineError as error:
             raise DeadlineError(
                 f"the trainers reached no common boundary within {max(left_s, 0.0):.1f} s: "
-                "training stands still, is over, or a rank is slower than that; allow more time "
-                "(timeout=), or read parameters only (buffers=False), which needs no boundary "
-                "while training rests unless they are mirrored"
+                "training has stopped or ended, or a rank is slower than that; allow more time "
+                "(timeout=), or read only parameters (buffers=False), which needs no boundary "
+                "while training has stopped, unless they are mirrored"
             ) from error
         if any(pin.incarnation != answer.incarnation for pin in pins):
-            raise ConflictError("the job attached anew while its boundary was awaited; try again")
+            raise ConflictError("a new incarnation began before the boundary; try again")
         return answer
 
     async def _pin_all(self, spans: Spans, how: PinKind, left_s: float) -> list[RankPin]:

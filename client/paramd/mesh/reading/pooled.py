@@ -71,7 +71,7 @@ async def compute_picture(
     _check_one(plan)
     if mode not in MODES or min(max_rows, max_columns) < 1:
         raise UsageError(
-            f"mode, cells: {mode!r}; expected one of {', '.join(MODES)}; 1 cell or more"
+            f"mode, cells: {mode!r}; expected one of {', '.join(MODES)}; at least 1 cell"
         )
     matrix = matrix_of(plan.tensors[0].shape, row_dims)
     rows = min(max_rows, matrix.rows, MAX_CELLS)
@@ -92,7 +92,7 @@ async def compute_picture(
     picture = await asyncio.to_thread(merge_parts, answers, mode=mode, rows=rows, columns=columns)
     numel = matrix.rows * matrix.columns
     if picture.count != numel:
-        raise ConflictError(f"the ranks counted {picture.count:,} elements of {numel:,}; try again")
+        raise ConflictError(f"the ranks pooled {picture.count:,} of {numel:,} elements; try again")
     return Shown(picture, matrix)
 
 
@@ -196,7 +196,7 @@ async def _part(
         pinned.step,
     ) or not fits:
         raise ConflictError(
-            f"{sidecars.who(rank)} sent no part of the picture asked for; try again"
+            f"{sidecars.who(rank)} returned a part that does not fit the heat map; try again"
         )
     return PicturePart(
         row_begin=found.cell_row_begin,

@@ -304,9 +304,9 @@ class Reader:
                     await self._source.probe()
                 if now_s > deadline_s:
                     raise DeadlineError(
-                        f"{self._source.who}: {self.offset_bytes:,} of "
-                        f"{self._expected.size_bytes:,} bytes came in the time allowed; "
-                        "allow more (timeout=)"
+                        f"{self._source.who}: only {self.offset_bytes:,} of "
+                        f"{self._expected.size_bytes:,} bytes came in time; allow more time "
+                        "(timeout=)"
                     )
             reading.result()
         finally:
@@ -323,8 +323,7 @@ class Reader:
                 if chunk.size_bytes:
                     if not proven:
                         raise DataLossError(
-                            "its stream began without a header, so nothing says of which step "
-                            "its bytes are"
+                            "its stream began without a header, so the step of its bytes is unknown"
                         )
                     self._land(chunk)
 
@@ -336,17 +335,16 @@ class Reader:
         if not same or expected.edits not in (-1, header.edits):
             raise ConflictError(
                 f"{self._source.who} sent step {header.step} (edits {header.edits}) of incarnation "
-                f"{header.incarnation}; pinned was step {expected.step} (edits "
-                f"{expected.edits}) of "
-                f"incarnation {expected.incarnation}; try again"
+                f"{header.incarnation}; the pin is of step {expected.step} (edits "
+                f"{expected.edits}) of incarnation {expected.incarnation}; try again"
             )
 
     def _land(self, chunk: Chunk) -> None:
         end = chunk.offset_bytes + chunk.size_bytes
         if chunk.offset_bytes != self.offset_bytes or end > self._expected.size_bytes:
             raise DataLossError(
-                f"bytes [{chunk.offset_bytes:,}, {end:,}) came where {self.offset_bytes:,} was "
-                f"next of {self._expected.size_bytes:,}"
+                f"got bytes [{chunk.offset_bytes:,}, {end:,}) of {self._expected.size_bytes:,}; "
+                f"expected them from {self.offset_bytes:,} on"
             )
         chunk.check()
         self._sink.write(chunk.offset_bytes, chunk.address, chunk.size_bytes)

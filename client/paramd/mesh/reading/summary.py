@@ -117,8 +117,8 @@ async def _rank_stats(
         counts = [stats.count for stats in answer.stats]
         if said != (pinned.incarnation, pinned.step) or counts != [item.numel for item in batch]:
             raise ConflictError(
-                f"{sidecars.who(rank)} answered {len(counts)} statistics of {sum(counts):,} "
-                f"elements of step {said[1]}; asked were {len(batch)} of "
+                f"{sidecars.who(rank)} returned {len(counts)} statistics of {sum(counts):,} "
+                f"elements of step {said[1]}; expected {len(batch)} of "
                 f"{sum(item.numel for item in batch):,} of step {pinned.step}; try again"
             )
         found.extend(zip(batch, map(stats_of, answer.stats), strict=True))

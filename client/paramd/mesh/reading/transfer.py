@@ -79,7 +79,9 @@ class SharedSnapshot:
             connection.close()
             if isinstance(error, ParamdError):
                 raise
-            raise UnreachableError(f"rank {peer.rank} did not hand over its snapshot") from error
+            raise UnreachableError(
+                f"rank {peer.rank}: its sidecar did not share its snapshot"
+            ) from error
         except BaseException:
             connection.close()
             raise
@@ -157,7 +159,7 @@ def _receive_memory(
             os.close(descriptor)
     if answer["op"] == "error":
         raise error_of_grpc(str(answer.get("code")))(f"rank {rank}: {answer.get('message')}")
-    raise UnreachableError(f"rank {rank}: its socket answered {answer['op']!r}")
+    raise UnreachableError(f"rank {rank}: unexpected {answer['op']!r} at its Unix socket")
 
 
 Transport = Literal["auto", "grpc", "same-host"]

@@ -90,7 +90,7 @@ class LoopThread:
 
 
 class _Shared:
-    """Counts who uses the one loop thread."""
+    """The process's one loop thread and the number of its users."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -98,6 +98,7 @@ class _Shared:
         self._thread: LoopThread | None = None
 
     def acquire(self) -> LoopThread:
+        """The shared thread, started for its first user."""
         with self._lock:
             if self._thread is None:
                 self._thread = LoopThread()
@@ -105,6 +106,7 @@ class _Shared:
             return self._thread
 
     def release(self) -> None:
+        """Undo one `acquire`; the last user stops the thread."""
         with self._lock:
             self._users -= 1
             if self._users == 0 and self._thread is not None:
@@ -112,14 +114,4 @@ class _Shared:
                 self._thread = None
 
 
-_shared = _Shared()
-
-
-def acquire() -> LoopThread:
-    """The shared loop thread, started for its first user."""
-    return _shared.acquire()
-
-
-def release() -> None:
-    """Gives it back; the last user ends it."""
-    _shared.release()
+shared: Final = _Shared()

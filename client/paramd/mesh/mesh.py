@@ -125,13 +125,13 @@ class Mesh:
         find: Find | None = None,
     ) -> None:
         """Connects. Arguments and errors as those of `paramd.connect`."""
-        thread = loop.acquire()
+        thread = loop.shared.acquire()
         try:
             self._mesh = thread.run(
                 AsyncMesh(url, token, job=job, timeout_s=timeout_s, tls=tls, find=find).__aenter__()
             )
         except BaseException:
-            loop.release()
+            loop.shared.release()
             raise
         self._thread = thread
         # A mesh that is dropped without `close` must not leak connections or threads.
@@ -276,4 +276,4 @@ def _close(thread: loop.LoopThread, mesh: AsyncMesh) -> None:
     try:
         thread.run(mesh.close())
     finally:
-        loop.release()
+        loop.shared.release()

@@ -180,15 +180,15 @@ class RankStatus:
     rank: int
     phase: str
     """For example "constant", "update", "torn", or "unreachable"."""
-    step: int
+    step: int = -1
     """Finished updates; -1 when unknown."""
-    step_time_s: float
+    step_time_s: float = 0.0
     """Smoothed time between two boundaries; 0 when unknown."""
-    stall_total_s: float
+    stall_total_s: float = 0.0
     """Total time updates waited for copies."""
-    stall_count: int
-    snapshot_bytes: int
-    arena_bytes: int
+    stall_count: int = 0
+    snapshot_bytes: int = 0
+    arena_bytes: int = 0
     address: str
     reason: str
     """What is wrong; empty for a healthy rank."""
@@ -384,15 +384,4 @@ def rank_status(rank: int, address: str, answer: sidecar_pb2.GetStateResponse) -
 
 
 def _silent(rank: int, address: str, reason: str) -> RankStatus:
-    return RankStatus(
-        rank=rank,
-        phase="unreachable",
-        step=-1,
-        step_time_s=0.0,
-        stall_total_s=0.0,
-        stall_count=0,
-        snapshot_bytes=0,
-        arena_bytes=0,
-        address=address,
-        reason=reason,
-    )
+    return RankStatus(rank=rank, phase="unreachable", address=address, reason=reason)

@@ -349,9 +349,8 @@ class EditCalls:
     ) -> Hold:
         """Send a hold request; `path` is appended to "/hold"."""
         # Not the usual timeout: agreement can take as long as a training step.
-        found = await self._rest.send(
-            method, f"{self._path}/hold{path}", body, timeout_s=_left_s(deadline_s)
-        )
+        timeout_s = max(1.0, deadline_s - time.monotonic())
+        found = await self._rest.send(method, f"{self._path}/hold{path}", body, timeout_s=timeout_s)
         try:
             return parse_hold(found)
         except (KeyError, TypeError, ValueError) as error:
@@ -385,10 +384,6 @@ class EditCalls:
 
 def _wait_s(deadline_s: float) -> float:
     return round(min(_WAIT_S, max(deadline_s - time.monotonic(), 0.0)), 3)
-
-
-def _left_s(deadline_s: float) -> float:
-    return max(1.0, deadline_s - time.monotonic())
 
 
 class Holder:

@@ -287,6 +287,7 @@ class FileLayout:
     header: bytes
     begins: dict[int, int] = field(default_factory=dict)
     """First byte of each tensor, by index in the plan."""
+    ends: dict[int, int] = field(default_factory=dict)
     order: list[int] = field(default_factory=list)
     """Indexes in the plan, in file order."""
     size_bytes: int = 0
@@ -312,19 +313,13 @@ def file_layout(wanted: Wanted, pinned: Pinned) -> FileLayout:
         found.begins[by_name[spec.name]] = at
         found.order.append(by_name[spec.name])
         at += spec.size_bytes
+        found.ends[by_name[spec.name]] = at
     found.size_bytes = at
     return found
 
 
 def _dtype(tensor: ResultTensor, wanted: Wanted) -> str:
     return str(wanted.dtype).removeprefix("torch.") if wanted.dtype is not None else tensor.dtype
-
-
-def file_sizes(wanted: Wanted) -> list[int]:
-    return [
-        TensorSpec(name="", dtype=_dtype(tensor, wanted), shape=tensor.shape).size_bytes
-        for tensor in wanted.chosen.plan.tensors
-    ]
 
 
 def covered(ranges: Ranges, begin: int, end: int) -> bool:
@@ -581,11 +576,10 @@ class Download:
             await asyncio.to_thread(self._file.write, 0, memoryview(layout.header))
             done_bytes += len(layout.header)
         plan = wanted.chosen.plan
-        sizes = file_sizes(wanted)
         missing = [
             index
             for index in layout.order
-            if not covered(ranges, layout.begins[index], layout.begins[index] + sizes[index])
+            if not covered(ranges, layout.begins[index], layout.ends[index])
         ]
         for batch in batches(plan, missing):
             parts = await self._patiently(plan, batch, pinned, deadline_s)
@@ -607,8 +601,6 @@ class Download:
                 return await read_batch(
                     await self._reach.sidecars(), plan, batch, pinned, deadline_s
                 )
-            except LeaseEndedError:
-                raise
             except UnreachableError as error:
                 now_s = time.monotonic()
                 if now_s > min(deadline_s, began_s + PATIENCE_S):

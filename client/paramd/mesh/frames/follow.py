@@ -79,12 +79,7 @@ class FollowSteps:
 
     async def hold(self, sidecars: Sidecars, step: int, timeout_s: float) -> PinnedStep:
         """As `Steps.hold`."""
-        requests = {}
-        for rank, template in self._requests.items():
-            requests[rank] = pb.PinSnapshotRequest()
-            requests[rank].CopyFrom(template)
-            requests[rank].at_step = step
-        return await hold_step(sidecars, requests, step, timeout_s)
+        return await hold_step(sidecars, self._requests, step, timeout_s)
 
     def release(self, held: PinnedStep) -> None:
         """As `Steps.release`."""
@@ -154,26 +149,12 @@ class FollowSteps:
 
         if not numbers:
             return {}
-        plan, names = self._plan, self._names
+        plan, names, read = self._plan, self._names, self._transfer.read
         if len(numbers) < len(plan.tensors):
-            return await self._read_some(sidecars, pinned, numbers, deadline_s)
+            plan, names = self._plan_of(numbers), [names[number] for number in numbers]
+            read = self._transfer.read_parts
         targets = Targets(plan, names, dtype=self._wanted.dtype, device=None, into=None)
-        await self._transfer.read(
-            sidecars, plan, pinned, targets, self._wanted.transport, deadline_s
-        )
-        return targets.results()
-
-    async def _read_some(
-        self, sidecars: Sidecars, pinned: Pinned, numbers: Sequence[int], deadline_s: float
-    ) -> dict[str, torch.Tensor]:
-        from paramd.mesh.reading.assemble import Targets
-
-        part = self._plan_of(numbers)
-        names = [self._names[number] for number in numbers]
-        targets = Targets(part, names, dtype=self._wanted.dtype, device=None, into=None)
-        await self._transfer.read_parts(
-            sidecars, part, pinned, targets, self._wanted.transport, deadline_s
-        )
+        await read(sidecars, plan, pinned, targets, self._wanted.transport, deadline_s)
         return targets.results()
 
     def _plan_of(self, numbers: Sequence[int]) -> ReadPlan:

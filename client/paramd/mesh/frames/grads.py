@@ -125,10 +125,7 @@ class GradSteps:
         assert plan is not None
         requests = [r for r in (self._requests, self._sum_requests) if r]
         # Concurrently: once the update has begun it is too late to pin its gradients.
-        tasks = [
-            asyncio.create_task(hold_step(sidecars, at_step(one, step), step, timeout_s))
-            for one in requests
-        ]
+        tasks = [asyncio.create_task(hold_step(sidecars, one, step, timeout_s)) for one in requests]
         try:
             found = await asyncio.gather(*tasks)
         except BaseException:
@@ -309,7 +306,7 @@ def _same(value: Any) -> Any:
 def pin_requests(
     sidecars: Sidecars, plan: ReadPlan, wanted: GradRequest, items: Items
 ) -> dict[int, pb.PinSnapshotRequest]:
-    """Templates of the requests to a plan's ranks; `at_step` sets the step."""
+    """Templates of the requests to a plan's ranks; `hold_step` sets the step."""
     found = {read.rank: pin_request(sidecars, wanted, read.spans) for read in plan.ranks}
     if not items or any(len(of_rank) > MAX_ITEMS for of_rank in items.values()):
         return found
@@ -334,19 +331,6 @@ def pin_request(
         source=pb.SOURCE_GRADIENTS,
         lossless_every=wanted.every if wanted.lossless else 0,
     )
-
-
-def at_step(
-    requests: Mapping[int, pb.PinSnapshotRequest], step: int
-) -> dict[int, pb.PinSnapshotRequest]:
-    """Copies of the templates, for one step."""
-    found = {}
-    for rank, template in requests.items():
-        request = pb.PinSnapshotRequest()
-        request.CopyFrom(template)
-        request.at_step = step
-        found[rank] = request
-    return found
 
 
 async def read_parts(
@@ -378,7 +362,8 @@ async def read_parts(
                 ranks.append(rank)
 
     if held.pins and plan.plan.tensors:
-        pinned = Pinned(held.incarnation, _step_of(held), held.pins)
+        step = next(iter(held.pins.values())).step
+        pinned = Pinned(held.incarnation, step, held.pins)
         parts = await compute_parts(
             sidecars, pinned, items, deadline_s, with_exponents=with_exponents
         )
@@ -395,7 +380,3 @@ async def read_parts(
         for item, message in zip(asked, answer.stats, strict=True):
             note(rank, item, message)
     return found
-
-
-def _step_of(held: PinnedStep) -> int:
-    return next(iter(held.pins.values())).step

@@ -353,11 +353,11 @@ class PinnedStep:
 
 async def hold_step(
     sidecars: Sidecars,
-    requests: Mapping[int, sidecar_pb2.PinSnapshotRequest],
+    templates: Mapping[int, sidecar_pb2.PinSnapshotRequest],
     step: int,
     timeout_s: float,
 ) -> PinnedStep:
-    """Pin `step` on all ranks, or on none.
+    """Pin `step` on the ranks of `templates`, requests without a step, or on none.
 
     An edit between two updates changes parameters but not the step, so the responses must also
     agree on edits: one rank may have copied before the edit, another after it.
@@ -367,10 +367,12 @@ async def hold_step(
         TrainingEndedError: there are no more steps.
         ParamdError: as `Sidecars.pin_step`.
     """
-    tasks = {
-        rank: asyncio.create_task(sidecars.pin_step(rank, request, timeout_s))
-        for rank, request in requests.items()
-    }
+    tasks = {}
+    for rank, template in templates.items():
+        request = sidecar_pb2.PinSnapshotRequest()
+        request.CopyFrom(template)
+        request.at_step = step
+        tasks[rank] = asyncio.create_task(sidecars.pin_step(rank, request, timeout_s))
     try:
         await asyncio.gather(*tasks.values())
     except BaseException:

@@ -143,7 +143,7 @@ class RestClient:
 
     async def jobs(self) -> list[str]:
         """Names of the jobs that the control plane serves."""
-        found = await self._get("/jobs")
+        found = await self.send("GET", "/jobs")
         listed = found.get("jobs", []) if isinstance(found, Mapping) else found
         return [str(job["job"] if isinstance(job, Mapping) else job) for job in listed]
 
@@ -153,7 +153,7 @@ class RestClient:
         Raises:
             UnreachableError, DeniedError, NotFoundError, DeadlineError.
         """
-        found = await self._get(f"/jobs/{quote(job, safe='')}")
+        found = await self.send("GET", f"/jobs/{quote(job, safe='')}")
         try:
             return parse_job(found)
         except (KeyError, TypeError, ValueError) as error:
@@ -164,7 +164,7 @@ class RestClient:
 
     async def ranks(self, job: str) -> list[dict[str, Any]]:
         """Last state of every rank known to the control plane, ordered by rank."""
-        found = await self._get(f"/jobs/{quote(job, safe='')}/ranks")
+        found = await self.send("GET", f"/jobs/{quote(job, safe='')}/ranks")
         listed = found.get("ranks", []) if isinstance(found, Mapping) else found
         return [dict(rank) for rank in listed]
 
@@ -177,19 +177,13 @@ class RestClient:
             UnreachableError, DeniedError, NotFoundError.
         """
         path = f"/jobs/{quote(job, safe='')}/audit" if job is not None else "/audit"
-        return dict(
-            await self._get(
-                f"{path}?order={order}&limit={limit}&page_token={quote(page_token, safe='')}"
-            )
-        )
+        path += f"?order={order}&limit={limit}&page_token={quote(page_token, safe='')}"
+        return dict(await self.send("GET", path))
 
     async def close(self) -> None:
         """Closes the connections. Idempotent."""
         for client in (*self._left, self._client):
             await client.aclose()
-
-    async def _get(self, path: str) -> Any:
-        return await self.send("GET", path)
 
     async def send(
         self,
@@ -251,9 +245,7 @@ class RestClient:
                 f"the connection to {self.url} was closed during the request; connect again"
             ) from error
         if answer.status_code >= 400:
-            raise error_of_http(
-                self.url, answer.status_code, problem_text(answer), problem_type(answer)
-            )
+            raise error_of_http(self.url, answer.status_code, *problem_of(answer))
         return answer
 
     async def _sent(
@@ -317,30 +309,23 @@ def checked_url(url: str) -> str:
     return url.rstrip("/")
 
 
-def problem_text(answer: httpx2.Response) -> str:
-    """The message in an error response, or its first 200 characters."""
+def problem_of(answer: httpx2.Response) -> tuple[str, str]:
+    """(message, `type` of the RFC 9457 problem document); else (its first 200 characters, "")."""
     try:
         found = answer.json()
     except ValueError:
-        return answer.text[:200]
-    if isinstance(found, Mapping):
-        for key in ("message", "detail", "error"):
-            value = found.get(key)
-            if isinstance(value, Mapping):
-                value = value.get("message")
-            if isinstance(value, str):
-                return value
-    return answer.text[:200]
-
-
-def problem_type(answer: httpx2.Response) -> str:
-    """The `type` of an RFC 9457 problem document; empty for any other response."""
-    try:
-        found = answer.json()
-    except ValueError:
-        return ""
-    kind = found.get("type") if isinstance(found, Mapping) else None
-    return kind if isinstance(kind, str) else ""
+        found = None
+    if not isinstance(found, Mapping):
+        return answer.text[:200], ""
+    kind = found.get("type")
+    kind = kind if isinstance(kind, str) else ""
+    for key in ("message", "detail", "error"):
+        value = found.get(key)
+        if isinstance(value, Mapping):
+            value = value.get("message")
+        if isinstance(value, str):
+            return value, kind
+    return answer.text[:200], kind
 
 
 def error_of_http(url: str, status: int, text: str, kind: str = "") -> ParamdError:

@@ -25,7 +25,6 @@ from paramd.mesh.peers.grpc import Background, Channels, LeaseEndedError, RankUn
 from paramd.mesh.peers.sidecars import FastPathBackoff, Sidecars
 from paramd.security import tickets
 from paramd.security.tls import ClientTls
-from paramd.v1 import layout_pb2
 
 RECOVERY_S = 4.0
 """How long to wait for a killed sidecar: respawned by then, or not soon."""
@@ -156,7 +155,7 @@ class SidecarFinder:
             except RankUnreachableError as found:
                 error = found
                 continue
-            return await asyncio.to_thread(_index_of, batches)
+            return await asyncio.to_thread(lambda read: NameIndex(join_batches(read)), batches)
         raise error
 
     async def attempts(
@@ -241,10 +240,6 @@ class SidecarFinder:
                 replan = True
         if not replan:
             await asyncio.sleep(_RETRY_S)
-
-
-def _index_of(batches: list[layout_pb2.Layout]) -> NameIndex:
-    return NameIndex(join_batches(batches))
 
 
 def _identity(document: JobDocument) -> tuple[int, str]:

@@ -85,7 +85,9 @@ class Pinner:
             ConflictError: torn, no trainer, stale incarnation or layout.
             DeadlineError: no common step in time; the message says why.
         """
-        found = await self._pin(spans, deadline_s, with_buffers, unsettled)
+        found = await self.pin(
+            spans, deadline_s=deadline_s, with_buffers=with_buffers, unsettled=unsettled
+        )
         renewing = asyncio.create_task(self._renew(found), name="paramd-leases")
         try:
             yield found
@@ -106,11 +108,6 @@ class Pinner:
 
         Args, Raises: as `pinned`.
         """
-        return await self._pin(spans, deadline_s, with_buffers, unsettled)
-
-    async def _pin(
-        self, spans: Spans, deadline_s: float, with_buffers: bool, unsettled: bool
-    ) -> Pinned:
         reason = ""
         backoff_s = _FIRST_BACKOFF_S
         patience_until_s = self._clock() + _BUDGET_PATIENCE_S

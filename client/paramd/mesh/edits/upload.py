@@ -26,7 +26,7 @@ from paramd.layout.edits.plan import RankEdit
 from paramd.memory import handover
 from paramd.mesh.peers.control import PeerAddress
 from paramd.mesh.peers.grpc import RankUnreachableError, call_timeout_s, check_handover, error_of
-from paramd.mesh.reading.transfer import is_same_host
+from paramd.mesh.reading.transfer import all_ended, is_same_host
 from paramd.state_files import kernel_of
 from paramd.v1 import sidecar_pb2
 from paramd.wire import data_chunk
@@ -192,13 +192,7 @@ class Uploads:
             RankUnreachableError: a sidecar does not respond; a new upload resumes there.
             UsageError, ConflictError, ExhaustedError: a sidecar refused it.
         """
-        tasks = [asyncio.ensure_future(self._group(group)) for group in self._groups]
-        try:
-            await asyncio.gather(*tasks)
-        finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.wait(tasks)
+        await all_ended([self._group(group) for group in self._groups])
 
     async def _group(self, group: Sequence[RankEdit]) -> None:
         """Stage ranks of one host that need the same data: upload to one, the others copy."""

@@ -17,7 +17,8 @@ from paramd.layout.plan import Landing, RankRead, ReadPlan, ResultTensor
 from paramd.layout.types import Box, Layout, TensorKind
 from paramd.mesh.peers.control import RestClient
 from paramd.mesh.peers.sidecars import Pinned, Sidecars
-from paramd.mesh.reading.stream import Expected, Reader
+from paramd.mesh.reading.stream import read_bytes
+from paramd.mesh.reading.transfer import all_ended
 
 if TYPE_CHECKING:
     import torch
@@ -41,21 +42,14 @@ async def read_batch(
         landings = [one for one in read.landings if one.tensor in wanted]
         for run in _runs(landings):
             begin, end = run[0].begin_bytes, max(one.end_bytes for one in run)
-            data = await _range(sidecars, pinned, read.rank, begin, end, deadline_s)
+            data = await read_bytes(sidecars, pinned, read.rank, begin, end, deadline_s)
             for one in run:
                 part = memoryview(data)[one.begin_bytes - begin : one.end_bytes - begin]
                 await asyncio.to_thread(
                     _place, part, one, plan.tensors[one.tensor], found[one.tensor]
                 )
 
-    tasks = [asyncio.ensure_future(one_rank(read)) for read in plan.ranks]
-    try:
-        await asyncio.gather(*tasks)
-    finally:
-        for task in tasks:
-            task.cancel()
-        if tasks:
-            await asyncio.wait(tasks)
+    await all_ended([one_rank(read) for read in plan.ranks])
     return found
 
 
@@ -71,29 +65,6 @@ def _runs(landings: Sequence[Landing]) -> Iterator[list[Landing]]:
         run.append(one)
     if run:
         yield run
-
-
-class _Buffer:
-    """A `Sink` for [begin, end) of a snapshot."""
-
-    def __init__(self, begin: int, end: int) -> None:
-        self.data = bytearray(end - begin)
-        self._begin = begin
-        self._address = ctypes.addressof(ctypes.c_char.from_buffer(self.data))
-
-    def write(self, offset_bytes: int, address: int, size_bytes: int) -> None:
-        ctypes.memmove(self._address + offset_bytes - self._begin, address, size_bytes)
-
-
-async def _range(
-    sidecars: Sidecars, pinned: Pinned, rank: int, begin: int, end: int, deadline_s: float
-) -> bytearray:
-    buffer = _Buffer(begin, end)
-    expected = Expected(pinned.incarnation, pinned.step, end)
-    reader = Reader(sidecars.source(pinned.pins[rank], end_bytes=end), buffer, expected)
-    reader.offset_bytes = begin
-    await reader.run(deadline_s)
-    return buffer.data
 
 
 def _place(data: memoryview, landing: Landing, tensor: ResultTensor, result: bytearray) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import ctypes
 import time
 from dataclasses import dataclass
 
@@ -20,9 +19,9 @@ from paramd.layout.pictures import (
     merge_parts,
     picture_items,
 )
-from paramd.layout.plan import RankRead, ReadPlan
+from paramd.layout.plan import ReadPlan
 from paramd.mesh.peers.sidecars import Pinned, Sidecars
-from paramd.mesh.reading.stream import Expected, Place, PlaceSink, Reader
+from paramd.mesh.reading.stream import read_bytes
 from paramd.v1 import sidecar_pb2
 
 MAX_VALUES = 16_384
@@ -108,7 +107,10 @@ async def read_texts(
     tensor = plan.tensors[0]
     result = bytearray(tensor.size_bytes)
     snapshots = await asyncio.gather(
-        *(_bytes(sidecars, pinned, read, deadline_s) for read in plan.ranks)
+        *(
+            read_bytes(sidecars, pinned, read.rank, 0, read.size_bytes, deadline_s)
+            for read in plan.ranks
+        )
     )
     for read, snapshot in zip(plan.ranks, snapshots, strict=True):
         for landing in read.landings:
@@ -135,19 +137,6 @@ def check_values(plan: ReadPlan) -> None:
 def _check_one(plan: ReadPlan) -> None:
     if len(plan.tensors) != 1:
         raise UsageError(f"name: {len(plan.tensors)} tensors match; name exactly one")
-
-
-async def _bytes(
-    sidecars: Sidecars, pinned: Pinned, read: RankRead, deadline_s: float
-) -> bytearray:
-    data = bytearray(read.size_bytes)
-    if not data:
-        return data
-    memory = (ctypes.c_char * len(data)).from_buffer(data)
-    sink = PlaceSink([Place(0, len(data), ctypes.addressof(memory))])
-    expected = Expected(pinned.incarnation, pinned.step, read.size_bytes, pinned.edits)
-    await Reader(sidecars.source(pinned.pins[read.rank]), sink, expected).run(deadline_s)
-    return data
 
 
 async def _part(

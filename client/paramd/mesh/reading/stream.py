@@ -32,6 +32,7 @@ from paramd.errors import (
     UnreachableError,
 )
 from paramd.mesh.peers.grpc import LIVENESS_S, LeaseEndedError, cancelled, error_of
+from paramd.mesh.peers.sidecars import Pinned, Sidecars
 from paramd.wire import Chunk
 
 MAX_BLOCK_BYTES = 8 << 20
@@ -241,6 +242,34 @@ def keep_freed_memory() -> None:
     mallopt(_M_TRIM_THRESHOLD, _TRIM_THRESHOLD_BYTES)
     # Otherwise each gRPC thread keeps freed chunks in its own malloc arena.
     mallopt(_M_ARENA_MAX, _ARENAS)
+
+
+async def read_bytes(
+    sidecars: Sidecars, pinned: Pinned, rank: int, begin: int, end: int, deadline_s: float
+) -> bytearray:
+    """Bytes [begin, end) of one rank's snapshot. Raises as `Reader.run`."""
+    data = bytearray(end - begin)
+    if data:
+        memory = (ctypes.c_char * len(data)).from_buffer(data)
+        sink = PlaceSink([Place(begin, end, ctypes.addressof(memory))])
+        await read_range(sidecars, pinned, rank, sink, begin, end, deadline_s)
+    return data
+
+
+async def read_range(
+    sidecars: Sidecars,
+    pinned: Pinned,
+    rank: int,
+    sink: Sink,
+    begin: int,
+    end: int,
+    deadline_s: float,
+) -> None:
+    """Read bytes [begin, end) of one rank's snapshot into `sink`. Raises as `Reader.run`."""
+    expected = Expected(pinned.incarnation, pinned.step, end, pinned.edits)
+    reader = Reader(sidecars.source(pinned.pins[rank], end_bytes=end), sink, expected)
+    reader.offset_bytes = begin
+    await reader.run(deadline_s)
 
 
 class Reader:

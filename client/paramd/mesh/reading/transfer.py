@@ -30,7 +30,7 @@ from paramd.memory import handover
 from paramd.mesh.peers.control import PeerAddress
 from paramd.mesh.peers.grpc import check_handover
 from paramd.mesh.peers.sidecars import Pinned, RankPin, Sidecars
-from paramd.mesh.reading.stream import Expected, PlaceSink, Reader, fill_from
+from paramd.mesh.reading.stream import Expected, PlaceSink, Reader, fill_from, read_range
 from paramd.state_files import host_id, kernel_of
 
 if TYPE_CHECKING:
@@ -269,10 +269,10 @@ class Transfer:
     ) -> None:
         """As `read`, but transfer only the bytes of each snapshot that `plan` lands."""
 
-        def stream(read: RankRead) -> Awaitable[None]:
-            ranges = _ranges([(one.begin_bytes, one.end_bytes) for one in read.landings])
+        async def stream(read: RankRead) -> None:
             sink = PlaceSink(targets.places(read))
-            return _read_ranges(sidecars, pinned, read.rank, sink, ranges, deadline_s)
+            for begin, end in _ranges([(one.begin_bytes, one.end_bytes) for one in read.landings]):
+                await read_range(sidecars, pinned, read.rank, sink, begin, end, deadline_s)
 
         await self._fill(sidecars, plan, pinned, targets, transport, stream)
 
@@ -296,7 +296,7 @@ class Transfer:
             ]
             if jobs:
                 works.append(self.run(lambda: fill_from(jobs, self._copiers, self._copy_threads)))
-            await _all_ended(works)
+            await all_ended(works)
 
     async def view(
         self, sidecars: Sidecars, chosen: Chosen, pinned: Pinned, stack: AsyncExitStack
@@ -382,21 +382,6 @@ class Transfer:
             raise
 
 
-async def _read_ranges(
-    sidecars: Sidecars,
-    pinned: Pinned,
-    rank: int,
-    sink: PlaceSink,
-    ranges: Sequence[tuple[int, int]],
-    deadline_s: float,
-) -> None:
-    for begin, end in ranges:
-        source = sidecars.source(pinned.pins[rank], end_bytes=end)
-        reader = Reader(source, sink, Expected(pinned.incarnation, pinned.step, end, pinned.edits))
-        reader.offset_bytes = begin
-        await reader.run(deadline_s)
-
-
 def _ranges(landings: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
     """Ranges that cover all landings, with short gaps included."""
     found: list[tuple[int, int]] = []
@@ -408,7 +393,7 @@ def _ranges(landings: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
     return found
 
 
-async def _all_ended(work: Sequence[Awaitable[None]]) -> None:
+async def all_ended(work: Sequence[Awaitable[None]]) -> None:
     """Run all concurrently; if one fails, cancel the others. Returns once all have ended."""
     tasks = [asyncio.ensure_future(one) for one in work]
     try:

@@ -399,6 +399,7 @@ class Holder:
         if not 0 < lease_s <= MAX_LEASE_S:
             raise UsageError(f"lease_s: {lease_s}; expected above 0 and at most {MAX_LEASE_S:g}")
         found = await self._calls.hold("POST", "", {"lease_s": lease_s}, deadline_s)
+        # After the request: if it fails, a hold we already have must keep its renewals.
         await self.stop_renewing()
         if renew:
             self._lease_s = lease_s

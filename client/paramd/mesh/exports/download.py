@@ -120,6 +120,7 @@ class PartialFile:
             ExhaustedError: not enough disk space.
         """
         try:
+            # Zero it first: a range of the old download must never pass for this one's.
             os.ftruncate(self._file, 0)
             os.posix_fallocate(self._file, 0, max(size_bytes, 1))
             os.ftruncate(self._file, size_bytes)
@@ -170,12 +171,14 @@ class PartialFile:
         """
         os.fchmod(self._file, 0o666 & ~_umask())
         os.fsync(self._file)
+        # In a directory that others can write, the name may no longer be our open file's.
         if not os.path.samestat(os.lstat(self._part), os.fstat(self._file)):
             raise ConflictError(f"{self._part} was replaced by another process; try again")
         if replace:
             os.replace(self._part, self.path)
         else:
             try:
+                # link, unlike rename, fails if the name was taken since `check`.
                 os.link(self._part, self.path)
             except FileExistsError:
                 raise ConflictError(

@@ -174,6 +174,7 @@ async def pin_with_optimizer(
             sidecars.release(pin)
         raise
     finally:
+        # The tables are read by now; only parameters and state stay pinned for the export.
         for rank, pin in pinned.pins.items():
             if rank < 0:
                 transport.release(pin)

@@ -286,6 +286,7 @@ class StepStream(Generic[Held, Result]):
         if asks:
             await asyncio.wait([ask.task for ask in asks])
         for ask in asks:
+            # Cancelled too late: it holds leases that nothing else would release.
             if not ask.task.cancelled() and ask.task.exception() is None:
                 self._steps.release(ask.task.result())
 

@@ -114,6 +114,7 @@ class SidecarFinder:
         """Read the job's document again; concurrent callers share one request."""
         before = self._document
         async with self._refreshing:
+            # Another caller has refreshed it while we waited for the lock.
             if self._document is not before:
                 return self.document
             assert self._job is not None

@@ -1,4 +1,4 @@
-"""paramd: look into, and mend, the parameters of a running distributed training."""
+"""paramd: read and edit the parameters of a running distributed training."""
 
 from __future__ import annotations
 

@@ -2,7 +2,7 @@
 
     <state dir>/<job>/            0700, ours
         endpoint.json             0600: address of the job's control plane, and its token
-        incarnation                     the last incarnation issued
+        incarnation               0600: the last incarnation issued
         rank-<r>.sock             the sidecars' Unix sockets
 
 The state dir is PARAMD_STATE_DIR, else $XDG_STATE_HOME/paramd, else ~/.local/state/paramd.
@@ -86,9 +86,8 @@ def write_endpoint(endpoint: Endpoint) -> Path:
         found = _load(path)
         if found is not None and found.incarnation > endpoint.incarnation and _alive(found):
             raise ConflictError(
-                f"incarnation {found.incarnation} of job {found.job!r} runs already (pid "
-                f"{found.pid}); "
-                f"this is incarnation {endpoint.incarnation}"
+                f"incarnation {found.incarnation} of job {found.job!r} is already running (pid "
+                f"{found.pid}); this is incarnation {endpoint.incarnation}"
             )
         replace(path, json.dumps(asdict(endpoint), sort_keys=True) + "\n")
     return path

@@ -180,6 +180,6 @@ def test_a_dead_sidecar_ends_it_after_some_patience_and_keeps_what_came(
             rank.process.kill()
             rank.process.wait()
 
-    with pytest.raises(UnreachableError, match="is kept"):
+    with pytest.raises(UnreachableError, match="are kept"):
         mesh.download(path, moved=kill)
     assert (tmp_path / ".all.safetensors.journal").exists()

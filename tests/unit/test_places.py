@@ -186,7 +186,7 @@ def test_only_its_own_endpoint_is_removed() -> None:
 def test_an_older_incarnation_does_not_replace_a_running_newer_one(ended_pid: int) -> None:
     newer = replace(endpoint(token="newer"), incarnation=2)
     places.write_endpoint(newer)
-    with pytest.raises(ConflictError, match="incarnation 2 of job 'run' runs already"):
+    with pytest.raises(ConflictError, match="incarnation 2 of job 'run' is already running"):
         places.write_endpoint(endpoint(token="older"))
     assert places.read_endpoint("run") == newer
     places.write_endpoint(replace(newer, incarnation=3, pid=ended_pid, pid_start=0))

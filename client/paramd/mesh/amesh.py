@@ -1,6 +1,6 @@
 """AsyncMesh: a running job's parameters, for asyncio programs."""
 
-# `timeout=` is what users of every other client write; it bounds retries, not one await.
+# `timeout=` as in other clients; it bounds the whole call with its retries, not one await.
 # ruff: noqa: ASYNC109
 
 from __future__ import annotations
@@ -48,10 +48,10 @@ if TYPE_CHECKING:
 
 
 class AsyncMesh:
-    """A running job, read from outside. Use as `async with`, or call `close`.
+    """A running job, accessed from outside. Use as `async with`, or call `close`.
 
-    Everything it answers belongs to one (incarnation, step). Methods may run concurrently. A
-    cancelled call releases what it pinned and leaves no task behind after `close`.
+    Every result is of one (incarnation, step). Methods may run concurrently. A cancelled call
+    releases its pins; `close` leaves no task behind.
     """
 
     def __init__(
@@ -69,10 +69,11 @@ class AsyncMesh:
         Args:
             url: The control plane's, for example "http://127.0.0.1:8470".
             token: Its token.
-            job: Name of the job; may be left out when the control plane serves one.
-            timeout_s: Default time for one call, in seconds; None means 60.
-            tls: Whom to trust when the url is https; None takes it from the environment.
-            find: Says url and token anew, for a job whose next incarnation is elsewhere.
+            job: Name of the job; optional when the control plane serves only one.
+            timeout_s: Default timeout of a call, in seconds; None means 60.
+            tls: Trust settings for https; None reads them from the environment.
+            find: Returns the current url and token, for a job whose next incarnation may have
+                others.
         """
         self._timeout_s = timeout_s if timeout_s is not None else DEFAULT_TIMEOUT_S
         if self._timeout_s <= 0:
@@ -87,7 +88,7 @@ class AsyncMesh:
         self._streams: set[StepStream[Any, Any]] = set()
 
     async def __aenter__(self) -> AsyncMesh:
-        # Before gRPC makes its threads: the limit of arenas holds for new ones only.
+        # Before gRPC starts threads: the limit on malloc arenas applies to new ones only.
         keep_freed_memory()
         try:
             await self._reach.start()
@@ -105,7 +106,7 @@ class AsyncMesh:
         await self.close()
 
     async def close(self) -> None:
-        """Releases everything: open views, leases, connections, threads. Idempotent."""
+        """Release open views, leases, connections and threads. Idempotent."""
         await self._holder.stop_renewing()
         while self._streams:
             await self._streams.pop().close()
@@ -121,14 +122,14 @@ class AsyncMesh:
 
     @property
     def incarnation(self) -> int:
-        """Incarnation of the job, as last heard."""
+        """Last known incarnation of the job."""
         return self._reach.document.incarnation
 
     async def read_layout(self) -> Layout:
-        """All tensors and their pieces in the present incarnation.
+        """All tensors and their pieces in the current incarnation.
 
         Raises:
-            UnreachableError: no sidecar answers.
+            UnreachableError: no sidecar responds.
         """
 
         async def attempt(sidecars: Sidecars) -> Layout:
@@ -137,7 +138,7 @@ class AsyncMesh:
         return await self._reach.attempts(attempt, self._deadline(UNSET))
 
     async def status(self, *, timeout: Timeout = UNSET) -> MeshStatus:
-        """Every rank's state now; a rank that does not answer says so in its row."""
+        """Current state of every rank; the row of an unreachable rank says why."""
         deadline_s = self._deadline(timeout)
 
         async def attempt(sidecars: Sidecars) -> MeshStatus:
@@ -149,10 +150,10 @@ class AsyncMesh:
     async def params(
         self, *patterns: str, buffers: bool = False, timeout: Timeout = UNSET
     ) -> Params:
-        """The parameters that match any pattern (all, when none is given).
+        """The parameters that match any pattern; all without patterns.
 
         Raises:
-            NotFoundError: a pattern matches nothing; the text offers similar names.
+            NotFoundError: a pattern matches nothing; the message suggests similar names.
         """
 
         async def attempt(sidecars: Sidecars) -> Params:
@@ -170,14 +171,14 @@ class AsyncMesh:
         unsettled: bool = False,
         timeout: Timeout = UNSET,
     ) -> StatsTable:
-        """Statistics of full tensors, computed where they lie; every element counts once.
+        """Statistics of full tensors, computed by the sidecars; replicas count once.
 
         Args:
-            patterns: Globs over names, as in `summon`; all parameters when none is given.
-            buffers: Whether buffers may match.
-            histogram: Count binary exponents too, several times the cost of all the rest.
+            patterns: Globs over names, as in `summon`; none means all parameters.
+            buffers: Match buffers too.
+            histogram: Also count binary exponents, at several times the cost of the rest.
             unsettled: As in `summon`.
-            timeout: Seconds; None waits for as long as it takes.
+            timeout: Seconds; None means no limit.
 
         Raises: as `summon`.
         """
@@ -207,30 +208,30 @@ class AsyncMesh:
         timeout: Timeout = UNSET,
         transport: Transport = "auto",
     ) -> Summoned:
-        """Full tensors by name, all at one step. Training goes on meanwhile.
+        """Full tensors by name, all at one step, without stopping training.
 
         Args:
             patterns: Globs over names; each may end in a slice, such as "w[0:4]".
             dtype: Dtype of the results; None keeps each tensor's own.
             device: Device of the results; None means CPU.
-            into: Tensors to fill, by name; the shape and dtype must fit. Reused memory is
-                faster than fresh memory. Undefined content when an error is raised.
-            buffers: Whether buffers may match; reading them needs training to go on.
-            unsettled: Take parameters that were changed after their last update while training
-                has not gone on, too: averaged weights swapped in for an evaluation, say.
-                Otherwise such are waited for, and refused in the end.
-            timeout: Seconds; None waits for as long as it takes.
-            transport: "grpc" for streams, "same-host" for shared memory, "auto" chooses
-                for each rank.
+            into: Tensors to fill, by name; shape and dtype must match. Reusing memory is faster
+                than allocating. Contents are undefined after an error.
+            buffers: Match buffers too; reading them requires training to progress.
+            unsettled: Accept parameters that were changed after the last update while training
+                has not continued, such as averaged weights swapped in for an evaluation.
+                Otherwise the call waits for a settled state until its deadline.
+            timeout: Seconds; None means no limit.
+            transport: "grpc" for streams, "same-host" for shared memory, "auto" to choose per
+                rank.
 
         Returns:
-            A dict from every name that matched to its tensor, with `step` and `incarnation`.
+            A dict from every matching name to its tensor, with `step` and `incarnation`.
 
         Raises:
             UsageError: an argument is wrong. NotFoundError: a pattern matches nothing.
-            UnreachableError: a needed rank does not answer; known within 5 s.
+            UnreachableError: a needed rank does not respond; detected within 5 s.
             ConflictError: a needed rank is torn or has no trainer.
-            ExhaustedError: more than the sidecars' snapshot budget was asked for.
+            ExhaustedError: the request exceeds the sidecars' snapshot budget.
             DeadlineError: no common step, or not all bytes, in time.
         """
         check_transport(transport)
@@ -266,9 +267,9 @@ class AsyncMesh:
     async def view(
         self, *patterns: str, buffers: bool = False, timeout: Timeout = UNSET
     ) -> AsyncIterator[SnapshotView]:
-        """Shards of one step on the sidecars' own memory, without a copy; same host only.
+        """Zero-copy view of the shards of one step in the sidecars' memory; same host only.
 
-        Tensors taken from the view stay right after it has ended.
+        Tensors taken from the view stay valid after it ends.
 
         Raises: as `summon`.
         """
@@ -287,7 +288,7 @@ class AsyncMesh:
                 return found, stack.pop_all()
 
         found, stack = await self._reach.attempts(attempt, deadline_s)
-        # The shards go before the memory is let go of, else it could not be used again.
+        # Drop the shards before releasing the memory, or the sidecar cannot reuse it.
         stack.callback(found.drop)
         self._views.add(stack)
         try:
@@ -316,9 +317,9 @@ class AsyncMesh:
         progress: Progress | None = None,
         transport: Transport = "auto",
     ) -> Edit:
-        """Changes parameters of the running training, on all ranks at one step or on none.
+        """Edit parameters of the running training, on all ranks at one step or on none.
 
-        Exactly one of fill, add, mul, set, lerp and clamp says what is done to what matches.
+        Give exactly one of fill, add, mul, set, lerp and clamp.
 
         Args:
             patterns: Globs over names; each may end in a slice, such as "w[0:4]".
@@ -329,29 +330,29 @@ class AsyncMesh:
             lerp: x = x + weight * (lerp - x).
             weight: Factor of add (1 when None) and of lerp.
             clamp: (min, max); either may be None.
-            if_step: Applied at the boundary of this step, or refused. Unless training is held
-                (`pause`), it goes on before all ranks have agreed.
-            reset_moments: Zero the optimizer's state of the changed elements too.
-            allow_nonfinite: NaN and infinities are wanted (admins only).
-            dry_run: Change nothing; `before` and `after` say what would be.
-            note: Why, for the log.
+            if_step: Apply at the boundary of this step or not at all. Pause training first
+                (`pause`), or it passes that step before all ranks have agreed.
+            reset_moments: Also zero the optimizer's state of the edited elements.
+            allow_nonfinite: Allow NaN and infinities (admins only).
+            dry_run: Change nothing; `before` and `after` show what the edit would do.
+            note: Reason, for the log.
             wait: False returns once the edit is committed; see `get_edit`.
-            timeout: Seconds; None waits for as long as it takes.
-            progress: Called with bytes sent and bytes in all while operands travel.
-            transport: How operands travel: "grpc" for streams; "auto" and "same-host" use
-                shared memory where sidecars run on this host.
+            timeout: Seconds; None means no limit.
+            progress: Called with bytes sent and total bytes while operands are uploaded.
+            transport: For operands: "grpc" for streams; "auto" and "same-host" use shared
+                memory where sidecars run on this host.
 
-        A tensor operand has the shape of the one region that its pattern matches, and is
-        converted to the parameter's dtype; a mapping gives one tensor for each name.
+        A tensor operand must have the shape of the only region that its pattern matches, and is
+        converted to the parameter's dtype; a mapping gives one tensor per name.
 
         Returns:
-            The edit, APPLIED at `step` (with dry_run or without wait: as it is).
+            The edit, APPLIED at `step`; in its current state with dry_run or without wait.
 
         Raises:
-            UsageError: what was asked for does not make sense, or does not fit.
+            UsageError: the arguments contradict each other, or an operand does not fit.
             NotFoundError: a pattern matches nothing. DeniedError: the role does not suffice.
-            ConflictError: it was not applied, on no rank; the text says why.
-            DeadlineError: it is not known yet whether it will be; the text has its id.
+            ConflictError: the edit was applied on no rank; the message says why.
+            DeadlineError: the outcome is not known yet; the message has the edit's id.
         """
         ops = ops_of(
             patterns, fill=fill, add=add, mul=mul, set=set, lerp=lerp, weight=weight, clamp=clamp
@@ -371,82 +372,82 @@ class AsyncMesh:
         )
 
     async def edits(self, *, state: str | None = None, limit: int = 100) -> Edits:
-        """Edits of the job, newest first; `state` chooses one kind."""
+        """Edits of the job, newest first; optionally only those in `state`."""
         return await self._edits.all(state=state, limit=limit)
 
     async def get_edit(self, edit_id: str, *, wait: bool = False, timeout: Timeout = UNSET) -> Edit:
-        """One edit, by its id or the first 8 characters or more of it.
+        """One edit, by its id or a prefix of at least 8 characters.
 
-        With `wait` it is returned when it has ended, or as it is at the deadline.
+        With `wait`, returns once the edit has ended, or at the deadline.
         """
         edit = await self._edits.get(edit_id)
         return await self._edits.ended(edit, self._deadline(timeout)) if wait else edit
 
     async def abort_edit(self, edit_id: str) -> Edit:
-        """Calls an edit off.
+        """Abort an edit.
 
         Raises:
-            ConflictError: the trainers may have agreed on it already, or it has ended.
+            ConflictError: it has ended, or the trainers may already have agreed to it.
         """
         return await self._edits.abort(edit_id)
 
     async def undo(
         self, edit_id: str, *, force: bool = False, wait: bool = True, timeout: Timeout = UNSET
     ) -> Edit:
-        """Undoes an applied edit: what was added is subtracted, all else is put back.
+        """Undo an applied edit: subtract what was added, restore everything else.
 
-        Optimizer state that it zeroed (`reset_moments`) stays zero; `note` of the answer says so.
+        Optimizer state that it zeroed (`reset_moments`) stays zero; the result's `note` says so.
 
         Args:
-            edit_id: Its id, or the first 8 characters or more of it.
-            force: Also when later edits changed some of the same elements.
+            edit_id: Its id, or a prefix of at least 8 characters.
+            force: Undo even if later edits changed some of the same elements.
             wait, timeout: As in `edit`.
 
         Returns:
             The edit that undoes it.
 
         Raises:
-            ConflictError: what it needs is no longer kept, or later edits overlap.
+            ConflictError: its pre-images are no longer kept, or later edits overlap.
         """
         deadline_s = self._deadline(timeout)
         edit = await self._edits.undo(edit_id, force=force, deadline_s=deadline_s)
         return check_applied(await self._edits.ended(edit, deadline_s)) if wait else edit
 
     async def hold_state(self) -> Hold:
-        """Whether training waits on request."""
+        """State of the job's hold."""
         return await self._edits.hold("GET", "", None, self._deadline(UNSET))
 
     async def pause(
         self, *, lease_s: float = LEASE_S, renew: bool = True, timeout: Timeout = UNSET
     ) -> Hold:
-        """Has all ranks wait at their next common boundary.
+        """Hold training on all ranks at their next common boundary.
 
         Args:
-            lease_s: The hold ends by itself after that many seconds.
-            renew: Renew the lease as long as this mesh is open (for 300 s at most).
-            timeout: Seconds until all ranks have agreed.
+            lease_s: The hold ends on its own after this many seconds.
+            renew: Renew the lease while this mesh is open, for at most 300 s in total.
+            timeout: Seconds to wait for all ranks to agree.
 
         Raises:
-            ConflictError: somebody else holds it. DeadlineError: no boundary came.
+            ConflictError: another client holds it. DeadlineError: no boundary was reached.
         """
         return await self._holder.pause(lease_s, renew=renew, deadline_s=self._deadline(timeout))
 
     async def step(self, steps: int = 1, *, wait: bool = True, timeout: Timeout = UNSET) -> Hold:
-        """Lets held training finish that many updates, after which all ranks wait again.
+        """Let held training run `steps` updates, then hold it again on all ranks.
 
         Args:
-            steps: Updates to finish.
-            wait: False returns once all ranks have agreed to it; `hold_state` tells the rest.
-            timeout: Seconds until the updates are finished.
+            steps: Number of updates.
+            wait: False returns once all ranks have agreed; poll `hold_state` for the rest.
+            timeout: Seconds to wait for the updates.
 
         Raises:
-            ConflictError: training is not held, or its hold ended before the updates did.
-            DeadlineError: they are not finished; training goes on with them, then waits.
+            ConflictError: training is not held, or the hold ended before the updates did.
+            DeadlineError: updates are left; training finishes them, then holds.
         """
         return await self._holder.step(steps, wait=wait, deadline_s=self._deadline(timeout))
 
     async def resume(self, *, timeout: Timeout = UNSET) -> Hold:
-        """Lets held training go on. Idempotent."""
+        """End the hold; training continues. Idempotent."""
         return await self._holder.resume(deadline_s=self._deadline(timeout))
 
     @asynccontextmanager
@@ -461,19 +462,21 @@ class AsyncMesh:
         timeout: Timeout = UNSET,
         progress: Progress | None = None,
     ) -> AsyncIterator[Summoned]:
-        """Full parameters to be changed; what was changed is written back at the end.
+        """Full parameters to change in place; changes are written back when the block ends.
+
+        An exception in the block writes nothing.
 
         Args:
             patterns: As in `summon`.
-            hold: Training waits meanwhile (300 s at most); when the hold ended before the
-                block, nothing is written.
-            mode: "replace" overwrites, "delta" adds the difference to what training made
-                of it since. None: replace in a hold, else delta.
-            if_step: Write only if training has not gone on since; it has, unless it is held.
+            hold: Hold training for the block (at most 300 s). If the hold ends before the
+                block does, nothing is written.
+            mode: "replace" overwrites; "delta" adds the difference to the then current values.
+                None means replace with a hold, delta without.
+            if_step: Write only if training has not advanced since; implied by `hold`.
             reset_moments, note, timeout, progress: As in `edit`.
 
         Raises:
-            ConflictError: not written, on no rank. An exception of the block writes nothing.
+            ConflictError: nothing was written, on any rank.
         """
         chosen_mode = check_mode(mode, hold=hold)
         if hold:
@@ -492,7 +495,7 @@ class AsyncMesh:
                 await make_edit(self._edits, self._reach, self._transfer, ops, terms, sending)
         finally:
             if hold:
-                # A hold that ended by itself is no error here: the edit was refused for it.
+                # Not an error if the hold has expired: the edit was already refused for it.
                 with suppress(ConflictError):
                     await self.resume(timeout=timeout)
 
@@ -506,30 +509,30 @@ class AsyncMesh:
         lossless: bool = False,
         transport: Transport = "auto",
     ) -> AsyncIterator[GradFrame[Any]]:
-        """Gradients, frame by frame, as the optimizer's update consumes them; endless.
+        """Stream gradients, one frame per update, as the optimizer consumes them.
 
-        Each frame is whole and of one update, on all ranks. Training never waits: what a slow
-        reader did not ask for is dropped and counted, and it is given the newest there is.
+        Each frame is complete and of one update on all ranks. Training never waits: a slow
+        reader gets the newest frame, and the frames it missed are counted in `dropped`.
 
         Args:
-            patterns: Globs over parameters' names; each may end in a slice.
-            every: Updates between two frames; those of its multiples come.
-            kind: "full" for whole gradients; "stats" for numbers made where gradients lie (norm,
-                mean, std, min, max, zeros, NaN, Inf); "histogram" adds counts of exponents.
-            dtype: Dtype of whole gradients; None means each parameter's own.
-            rows: Take that many rows of each first dim, evenly spread; None takes all.
-            lossless: Miss no frame, where the trainer's operator allows it: then its updates
-                wait for this reader, each for a bounded time (PARAMD_LOSSLESS_BUDGET_MS).
+            patterns: Globs over names of parameters; each may end in a slice.
+            every: Yield a frame for each update whose number is a multiple of this.
+            kind: "full" for full gradients; "stats" for statistics computed by the sidecars
+                (norm, mean, std, min, max, zeros, NaN, Inf); "histogram" adds exponent counts.
+            dtype: Dtype of full gradients; None means each parameter's own.
+            rows: Sample this many evenly spaced rows of each first dim; None takes all.
+            lossless: Miss no frame, if the trainer's operator allows it: each update then waits
+                for this reader, for a bounded time (PARAMD_LOSSLESS_BUDGET_MS).
             transport: As in `summon`.
 
         Yields:
-            `frame.step` is the number of the update; `frame[name]` a tensor or a `Summary`,
-            None where there is no gradient. The iterator ends when the training detaches.
+            `frame.step` is the number of the update; `frame[name]` a tensor or a `Summary`, or
+            None without a gradient. Iteration ends when the training detaches.
 
         Raises:
             UsageError, NotFoundError: as `summon`.
-            ConflictError: the job attached anew (subscribe again), a trainer ended.
-            UnreachableError: a rank did not answer for 20 s.
+            ConflictError: a trainer ended, or a new incarnation began (subscribe again).
+            UnreachableError: a rank did not respond for 20 s.
         """
         check_transport(transport)
         wanted = GradRequest(
@@ -553,10 +556,10 @@ class AsyncMesh:
         dtype: torch.dtype | None = None,
         transport: Transport = "auto",
     ) -> AsyncIterator[ParamFrame]:
-        """Parameters after updates that are multiples of `every`, frame by frame; endless.
+        """Stream parameters, one frame per update whose number is a multiple of `every`.
 
-        Only tensors whose bytes changed since the last frame are read; the others are the
-        last frame's own. Args, Yields, Raises: as `grads`.
+        Only tensors whose bytes changed since the last frame are read; the others are the same
+        objects as in the last frame. Args, Yields, Raises: as `grads`.
         """
         check_transport(transport)
         wanted = FollowRequest(patterns=patterns, every=every, dtype=dtype, transport=transport)
@@ -580,30 +583,30 @@ class AsyncMesh:
         verify: bool = True,
         timeout_s: float | None = None,
     ) -> AsyncExport:
-        """Begins to write a checkpoint of one step; training goes on. See docs/exports.md.
+        """Start exporting a checkpoint of one step; training continues. See docs/exports.md.
 
         Args:
-            destination: Name of a configured destination, "/", a relative key, such as
+            destination: "NAME/KEY": a configured destination and a relative key, such as
                 "checkpoints/step-100".
-            format: "safetensors" as Hugging Face lays models out, or "dcp".
-            max_shard_size: Most bytes of tensors in one file of safetensors, a number or
-                a text such as "5GB", which is the default.
+            format: "safetensors" in Hugging Face's file layout, or "dcp".
+            max_shard_size: Maximum tensor bytes per safetensors file, a number or a text such
+                as "5GB", the default.
             dtype: Cast floating tensors to it; None keeps each one's own.
-            include: Some of "parameters", "buffers", "optimizer".
+            include: Any of "parameters", "buffers", "optimizer".
             tied: "drop" writes tied tensors once, "keep" under each name.
-            overwrite: Whether what stands at the key may be replaced.
+            overwrite: Replace an existing export at the key.
             name_map: Names in the model to names in the files; each may hold one "*".
-            assets: Directory whose plain files are copied beside, 64 MiB in all.
-            verify: Read everything back before it becomes visible.
-            timeout_s: The export fails after so many seconds; None: the control plane's limit.
+            assets: Directory whose regular files are copied into the export, 64 MiB in total.
+            verify: Read everything back before publishing.
+            timeout_s: Fail after this many seconds; None means the control plane's limit.
 
         Returns:
-            The export under way; its `wait()` returns when it is there.
+            The running export; `wait()` returns when it is published.
 
         Raises:
-            UsageError: an argument is wrong, or the destination's name or key is none.
+            UsageError: an argument is wrong, or the destination's name or key is malformed.
             NotFoundError: no such destination. DeniedError: the role does not suffice.
-            ExhaustedError: too many exports wait.
+            ExhaustedError: too many exports are queued.
         """
         body = export_body(
             destination, format, max_shard_size, dtype, include, tied, name_map, verify
@@ -616,7 +619,7 @@ class AsyncMesh:
         """The newest exports of the job, newest first; without their files.
 
         Raises:
-            UsageError: `state` is no state.
+            UsageError: there is no such state.
         """
         return await self._exports.all(state=state, limit=limit)
 
@@ -625,7 +628,7 @@ class AsyncMesh:
         return await self._exports.get(export_id)
 
     async def cancel_export(self, export_id: str) -> ExportInfo:
-        """Ends an export. Raises ConflictError when it has ended in another way."""
+        """Cancel an export. Raises ConflictError when it is already DONE or FAILED."""
         return await self._exports.cancel(export_id)
 
     async def export_ended(
@@ -646,27 +649,27 @@ class AsyncMesh:
         moved: Callable[[int, int], object] = lambda done_bytes, size_bytes: None,
         said: Callable[[str], object] = lambda text: None,
     ) -> Downloaded:
-        """Full tensors of one step into a local safetensors file; training goes on.
+        """Download full tensors of one step into a local safetensors file.
 
-        After a break (of the network, or of this program) the same call goes on where it
-        was, with the same step, while the snapshot's lease of two minutes lives; else it
-        begins anew and says so. Bytes that are here are checked before they count.
+        After an interruption (of the network, or of this program) the same call resumes at the
+        same step while the snapshot's two-minute lease lasts, and starts over otherwise. Bytes
+        from the earlier attempt are verified before they are used.
 
         Args:
-            path: The file; it appears when it is whole. Its partial file and journal stand
-                beside it, hidden.
-            patterns: Globs over names, as in `summon`; all when none is given.
+            path: The file; it appears once complete. A hidden partial file and a journal stand
+                next to it until then.
+            patterns: Globs over names, as in `summon`; none means all.
             dtype: Dtype of all tensors; None keeps each one's own.
-            buffers: Whether buffers may match.
-            replace: Whether a file of that name may be replaced.
+            buffers: Match buffers too.
+            replace: Replace an existing file.
             name_map: Names in the model to names in the file; each may hold one "*".
-            timeout: Seconds; None waits for as long as it takes.
-            moved: Told bytes that are there, and bytes in all.
-            said: Told in words when it goes on, tries again or begins anew.
+            timeout: Seconds; None means no limit.
+            moved: Called with bytes done and total bytes.
+            said: Called with a message when the download resumes, retries or starts over.
 
         Raises: as `summon`, and
-            ConflictError: the name is taken, or another process downloads to it.
-            ExhaustedError: the disk has not the room.
+            ConflictError: the file exists, or another process downloads to it.
+            ExhaustedError: not enough disk space.
         """
         await self._transfer.load_torch()
         content = Content(
@@ -690,23 +693,23 @@ class AsyncMesh:
         timeout: float | None = None,
         moved: Callable[[int, int], object] = lambda done_bytes, size_bytes: None,
     ) -> Edit:
-        """Writes the parameters of a safetensors export into the running mesh, as one edit.
+        """Restore the parameters of a safetensors export into the running mesh, as one edit.
 
-        On all ranks at one step, or on none. Buffers and the optimizer's state stay as they
-        are. What was renamed gets its name back; what was cast is cast back.
+        Applied on all ranks at one step, or on none. Buffers and optimizer state are left
+        alone. The export's renames and casts are reversed.
 
         Args:
-            destination: Name of a configured destination, "/", key.
+            destination: "NAME/KEY", as in `export`.
             if_step: As in `edit`.
-            reset_moments: Zero the optimizer's state of the parameters, too.
-            note: Why, for the log; None says what was restored.
-            timeout: Seconds; None waits for as long as it takes.
-            moved: Told bytes read of the export, and bytes in all.
+            reset_moments: Also zero the parameters' optimizer state.
+            note: Reason, for the log; None names the export.
+            timeout: Seconds; None means no limit.
+            moved: Called with bytes read and total bytes.
 
         Raises: as `edit`, and
-            NotFoundError: no export stands there, or it has not all parameters.
-            UsageError: it is no export of safetensors, or a shape differs.
-            DataLossError: its files are not what was exported.
+            NotFoundError: there is no export, or it lacks a parameter.
+            UsageError: it is not a safetensors export, or a shape differs.
+            DataLossError: a file does not match the manifest's checksum.
         """
         await self._transfer.load_torch()
         files = ExportFiles(self._rest, self.job, destination)
@@ -736,18 +739,18 @@ class AsyncMesh:
         assets: str | Path | None = None,
         verify: bool = True,
     ) -> dict[str, Any]:
-        """Exports every so many steps or seconds, until it is deleted.
+        """Schedule exports by steps or seconds, until the schedule is deleted.
 
         Args:
             destination: As in `export`. "{step}" in the key becomes the step; without it
                 each export goes to "<key>/step-<step>".
-            every_steps: At, or soon after, each multiple of it.
-            every_s: So many seconds after the last one began.
-            keep_last: The newest so many stay; None removes none.
-            keep_every: Beside them every so many-th stays.
+            every_steps: Export at, or soon after, each multiple of this step.
+            every_s: Seconds between the starts of two exports.
+            keep_last: Number of newest exports to keep; None keeps all.
+            keep_every: Also keep every n-th export.
 
-        An occasion that comes while the previous export runs is skipped. Retention removes
-        only what this schedule itself wrote. Other Args, Raises: as `export`.
+        An export that comes due while the previous one runs is skipped. Retention removes only
+        what this schedule wrote. Other Args, Raises: as `export`.
         """
         body = export_body(
             destination, format, max_shard_size, dtype, include, tied, name_map, verify
@@ -762,15 +765,15 @@ class AsyncMesh:
         return await self._exports.create_schedule(body, assets)
 
     async def export_schedules(self) -> list[dict[str, Any]]:
-        """Schedules in force, oldest first."""
+        """Active schedules, oldest first."""
         return await self._exports.schedules()
 
     async def delete_export_schedule(self, schedule_id: str) -> dict[str, Any]:
-        """Ends a schedule; what it exported stays. Raises NotFoundError."""
+        """Delete a schedule; its exports stay. Raises NotFoundError."""
         return await self._exports.delete_schedule(schedule_id)
 
     async def destinations(self) -> list[dict[str, Any]]:
-        """Names and kinds of the places that exports may go to."""
+        """Names and kinds of the configured export destinations."""
         return await self._exports.destinations()
 
     def _deadline(self, timeout: Timeout) -> float:

@@ -1,4 +1,4 @@
-"""connect(): where a job's control plane is, and a mesh on it."""
+"""connect() and async_connect(): find a job's control plane and open a mesh on it."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ def connect(
     """A mesh on a running job. Close it, or use it as a context manager.
 
     Args:
-        url: The control plane's; without it PARAMD_URL, else what the job wrote into the
-            state dir of this user on this host, read again when the job begins anew.
-        token: Its token; without it PARAMD_TOKEN, else the state dir's.
-        job: Name of the job; without it PARAMD_JOB, else the only one that runs.
-        timeout_s: Default time for one call, in seconds; None means 60.
-        tls_ca: File of CA certificates to trust when the url is https; without it
-            PARAMD_TLS_CA, else those of the system.
+        url: The control plane's. Defaults to PARAMD_URL, then to the endpoint in this user's
+            state dir, which is read again when the job starts a new incarnation.
+        token: Its token. Defaults to PARAMD_TOKEN, then to the endpoint's.
+        job: Name of the job. Defaults to PARAMD_JOB, then to the only running job.
+        timeout_s: Default timeout of a call, in seconds; None means 60.
+        tls_ca: File of CA certificates for https. Defaults to PARAMD_TLS_CA, then to the
+            system's.
 
     Raises:
-        UnreachableError: no such job runs here, or its control plane does not answer.
+        UnreachableError: no such job runs here, or its control plane does not respond.
         DeniedError: the token is missing or wrong.
         UsageError: several jobs run and none was named.
     """
@@ -49,17 +49,17 @@ def async_connect(
     timeout_s: float | None = None,
     tls_ca: str | os.PathLike[str] | None = None,
 ) -> AsyncMesh:
-    """A mesh for asyncio, to be used as `async with`. Arguments and errors as `connect`."""
+    """A mesh for asyncio; use it as `async with`. Args, Raises: as `connect`."""
     at, secret, name = resolve(url, token, job)
     tls, find = ClientTls.from_environment(tls_ca), _finder(url, token, name)
     return AsyncMesh(at, secret, job=name, timeout_s=timeout_s, tls=tls, find=find)
 
 
 def resolve(url: str | None, token: str | None, job: str | None) -> tuple[str, str, str | None]:
-    """Where to connect: arguments, else the environment, else the state dir.
+    """(url, token, job) from the arguments, else the environment, else the state dir.
 
     Raises:
-        UsageError, UnreachableError: nothing, or too much, was found.
+        UnreachableError: no job runs here. UsageError: several do, or no token is known.
     """
     url = url if url is not None else os.environ.get("PARAMD_URL")
     token = token if token is not None else os.environ.get("PARAMD_TOKEN")
@@ -73,7 +73,7 @@ def resolve(url: str | None, token: str | None, job: str | None) -> tuple[str, s
 
 
 def _finder(url: str | None, token: str | None, job: str | None) -> Find | None:
-    """Reads again where a job is; None when the state dir is not what said it."""
+    """A function that reads the endpoint again; None if the url is not from the state dir."""
     if url is not None or os.environ.get("PARAMD_URL") is not None:
         return None
 

@@ -1,7 +1,7 @@
 """The event loop thread that all synchronous meshes of a process share.
 
-One for all: gRPC's asyncio side has one poller a process, and a loop of our own works
-also where a loop already runs, as in a notebook.
+One thread, because grpc.aio has one poller per process; our own loop, because the caller's
+thread may already run one, as in a notebook.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ Result = TypeVar("Result")
 
 
 class Unset(Enum):
-    """Not given, which differs from None."""
+    """Not given, as opposed to None."""
 
     UNSET = "unset"
 
 
 UNSET: Final = Unset.UNSET
 Timeout = float | None | Literal[Unset.UNSET]
-"""Seconds; None waits for as long as it takes; UNSET is the mesh's own default."""
+"""Seconds; None means no limit, UNSET the mesh's default."""
 
 
 def deadline(timeout: Timeout, default_s: float) -> float:
-    """When a call has to end, on the monotonic clock.
+    """Deadline of a call, on the monotonic clock.
 
     Raises:
         UsageError: the timeout is not above 0.
@@ -45,7 +45,7 @@ def deadline(timeout: Timeout, default_s: float) -> float:
 
 
 class LoopThread:
-    """An event loop on a daemon thread, from `start` to `stop`."""
+    """An event loop on a daemon thread, from construction to `stop`."""
 
     def __init__(self) -> None:
         self._loop = asyncio.new_event_loop()
@@ -53,7 +53,7 @@ class LoopThread:
         self._thread.start()
 
     def run(self, work: Coroutine[Any, Any, Result]) -> Result:
-        """Runs a coroutine there and waits for it; an interrupt here cancels it there."""
+        """Run a coroutine on the thread and wait for it; an interrupt here cancels it there."""
         if self.is_current():
             work.close()
             raise RuntimeError("a synchronous mesh was called from its own loop; use paramd.aio")
@@ -61,7 +61,7 @@ class LoopThread:
         try:
             return running.result()
         except BaseException:
-            # Also after its own error: cancelling what has ended does nothing.
+            # Harmless if the coroutine itself raised: it has ended.
             running.cancel()
             raise
 
@@ -70,7 +70,7 @@ class LoopThread:
         return threading.current_thread() is self._thread
 
     def stop(self) -> None:
-        """Ends the thread. Whatever still runs there is cancelled."""
+        """Cancel all tasks and join the thread."""
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
 
@@ -90,7 +90,7 @@ class LoopThread:
 
 
 class _Shared:
-    """Counts who uses the one loop thread."""
+    """The process's one loop thread and the number of its users."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -98,6 +98,7 @@ class _Shared:
         self._thread: LoopThread | None = None
 
     def acquire(self) -> LoopThread:
+        """The shared thread, started for its first user."""
         with self._lock:
             if self._thread is None:
                 self._thread = LoopThread()
@@ -105,6 +106,7 @@ class _Shared:
             return self._thread
 
     def release(self) -> None:
+        """Undo one `acquire`; the last user stops the thread."""
         with self._lock:
             self._users -= 1
             if self._users == 0 and self._thread is not None:
@@ -112,14 +114,4 @@ class _Shared:
                 self._thread = None
 
 
-_shared = _Shared()
-
-
-def acquire() -> LoopThread:
-    """The shared loop thread, started for its first user."""
-    return _shared.acquire()
-
-
-def release() -> None:
-    """Gives it back; the last user ends it."""
-    _shared.release()
+shared: Final = _Shared()

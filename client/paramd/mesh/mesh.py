@@ -1,7 +1,7 @@
-"""Mesh: a running job's parameters, for programs without asyncio, and for notebooks.
+"""Mesh: the synchronous client, for scripts and notebooks.
 
-Every method is its twin of AsyncMesh, run on the shared loop thread: same arguments, same
-answers, same docstring. Methods may be called from several threads.
+Every method runs its namesake of AsyncMesh on the shared loop thread, with the same arguments,
+result and docstring. Thread-safe.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def _iterating(
                     return
                 yield frame
         finally:
-            # Leaving the loop ends the subscription; a closed mesh has ended it already.
+            # Leaving the loop ends the subscription; closing the mesh has already done so.
             if mesh._end.alive and isinstance(frames, AsyncGenerator):
                 mesh._run(_ended(frames))
 
@@ -109,9 +109,9 @@ async def _ended(frames: AsyncGenerator[Any, None]) -> None:
 
 
 class Mesh:
-    """A running job, read from outside. `paramd.connect` makes one; `close` ends it.
+    """A running job, accessed from outside. Made by `paramd.connect`, ended by `close`.
 
-    Everything it answers belongs to one (incarnation, step).
+    Every result is of one (incarnation, step).
     """
 
     def __init__(
@@ -125,16 +125,16 @@ class Mesh:
         find: Find | None = None,
     ) -> None:
         """Connects. Arguments and errors as those of `paramd.connect`."""
-        thread = loop.acquire()
+        thread = loop.shared.acquire()
         try:
             self._mesh = thread.run(
                 AsyncMesh(url, token, job=job, timeout_s=timeout_s, tls=tls, find=find).__aenter__()
             )
         except BaseException:
-            loop.release()
+            loop.shared.release()
             raise
         self._thread = thread
-        # A mesh that is forgotten, not closed, must not keep connections or threads.
+        # A mesh that is dropped without `close` must not leak connections or threads.
         self._end = weakref.finalize(self, _close, thread, self._mesh)
 
     def __enter__(self) -> Mesh:
@@ -153,7 +153,7 @@ class Mesh:
         return f"<paramd.Mesh of job {self._mesh.job!r}, {state}>"
 
     def close(self) -> None:
-        """Releases everything: leases, connections, threads. Idempotent."""
+        """Release leases, connections and threads. Idempotent."""
         self._end()
 
     @property
@@ -163,7 +163,7 @@ class Mesh:
 
     @property
     def incarnation(self) -> int:
-        """Incarnation of the job, as last heard."""
+        """Last known incarnation of the job."""
         return self._mesh.incarnation
 
     @property
@@ -230,9 +230,9 @@ class Mesh:
     def summon(
         self, *patterns: str, writeback: bool = False, **options: Any
     ) -> Summoned | AbstractContextManager[Summoned]:
-        """Full tensors by name, all at one step. Training goes on meanwhile.
+        """Full tensors by name, all at one step, without stopping training.
 
-        With `writeback=True` it is a block, at whose end what was changed is written back:
+        With `writeback=True`, a context manager that writes changes back when its block ends:
 
             with mesh.summon("head.*", writeback=True) as params:
                 params["head.weight"].mul_(0.5)
@@ -247,9 +247,9 @@ class Mesh:
     def view(
         self, *patterns: str, buffers: bool = False, timeout: Timeout = UNSET
     ) -> Iterator[SnapshotView]:
-        """Shards of one step on the sidecars' own memory, without a copy; same host only.
+        """Zero-copy view of the shards of one step in the sidecars' memory; same host only.
 
-        Tensors taken from the view stay right after it has ended. Raises: as `summon`.
+        Tensors taken from the view stay valid after it ends. Raises: as `summon`.
         """
         viewing = self._mesh.view(*patterns, buffers=buffers, timeout=timeout)
         found = self._run(viewing.__aenter__())
@@ -257,7 +257,7 @@ class Mesh:
             yield found
         finally:
             found.drop()
-            # A closed mesh has ended its views already.
+            # Closing the mesh has already ended its views.
             if self._end.alive:
                 self._run(viewing.__aexit__(None, None, None))
 
@@ -270,10 +270,10 @@ class Mesh:
 
 def _close(thread: loop.LoopThread, mesh: AsyncMesh) -> None:
     if thread.is_current():
-        # The garbage collector may run a finalizer on any thread; this one cannot wait for itself.
+        # The garbage collector runs finalizers on any thread; the loop's own cannot join itself.
         threading.Thread(target=_close, args=(thread, mesh), name="paramd-close").start()
         return
     try:
         thread.run(mesh.close())
     finally:
-        loop.release()
+        loop.shared.release()

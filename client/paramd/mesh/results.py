@@ -1,4 +1,4 @@
-"""What a mesh answers: values that print well in a terminal and in a notebook."""
+"""Results of a mesh, with tables for terminals and notebooks."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ if TYPE_CHECKING:
     import torch
 
 SHOWN_ROWS = 40
-"""Rows that a table prints before it says how many more there are."""
+"""Rows that a table prints."""
 
 Item = TypeVar("Item")
 
-UNSETTLED_TEXT = "; not settled: training has not gone on since"
-"""Stands behind the step of values that rest."""
+UNSETTLED_TEXT = "; not settled: training has not continued since"
+"""Printed after the step of unsettled values."""
 
 _TENSOR_COLUMNS = ["name", "shape", "dtype", "device"]
 
 STATE_TIMEOUT_S = 2.0
-"""A sidecar that does not tell its state within this time is shown as unreachable."""
+"""A sidecar that takes longer to report its state is shown as unreachable."""
 
 _REASONS = {
     "waiting": "no trainer has attached yet",
@@ -61,7 +61,7 @@ class ParamInfo:
 
     @classmethod
     def of(cls, tensor: TensorLayout) -> ParamInfo:
-        """What the layout says of one tensor."""
+        """From the layout."""
         return cls(
             fqn=tensor.fqn,
             names=(tensor.fqn, *tensor.aliases),
@@ -81,11 +81,11 @@ class Table(tuple[Item, ...], Generic[Item]):
     """Header and text of each column."""
 
     def cells(self) -> list[list[str]]:
-        """Texts of the rows that are shown."""
+        """Cell texts of the first `SHOWN_ROWS` rows."""
         return [[text(row) for _, text in self.columns] for row in self[:SHOWN_ROWS]]
 
     def summary(self) -> str:
-        """One line about the whole."""
+        """The line below the table."""
         return f"{len(self)} rows"
 
     def __repr__(self) -> str:
@@ -100,7 +100,7 @@ class Table(tuple[Item, ...], Generic[Item]):
 
 
 class Params(Table[ParamInfo]):
-    """Parameters (and buffers, when asked for) that a pattern matched."""
+    """Parameters, and buffers if requested, that match the patterns."""
 
     columns = (
         ("name", lambda row: row.fqn),
@@ -117,10 +117,10 @@ class Params(Table[ParamInfo]):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TensorStats:
-    """Statistics of one tensor over all its ranks, each element counted once."""
+    """Statistics of one full tensor; replicas count once."""
 
     name: str
-    """The name it was asked by, or "total"."""
+    """The matching name, or "total"."""
     dtype: str
     shape: tuple[int, ...]
     summary: Summary
@@ -131,7 +131,7 @@ def _shown(one: Statistic) -> Callable[[TensorStats], str]:
 
 
 class StatsTable(Table[TensorStats]):
-    """Statistics by tensor, all at one (`incarnation`, `step`); `total` is over all of them."""
+    """Statistics per tensor, all at one (`incarnation`, `step`); `total` is over all tensors."""
 
     columns = (
         ("name", lambda row: row.name),
@@ -162,7 +162,7 @@ class StatsTable(Table[TensorStats]):
         return self
 
     def cells(self) -> list[list[str]]:
-        """Texts of the rows that are shown; the last one is the total."""
+        """As `Table.cells`; the last row is the total."""
         return [*super().cells(), [text(self.total) for _, text in self.columns]]
 
     def summary(self) -> str:
@@ -175,27 +175,27 @@ class StatsTable(Table[TensorStats]):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RankStatus:
-    """One rank, as its sidecar or else the control plane knows it."""
+    """State of one rank."""
 
     rank: int
     phase: str
     """For example "constant", "update", "torn", or "unreachable"."""
-    step: int
+    step: int = -1
     """Finished updates; -1 when unknown."""
-    step_time_s: float
+    step_time_s: float = 0.0
     """Smoothed time between two boundaries; 0 when unknown."""
-    stall_total_s: float
-    """Time that updates waited for copies."""
-    stall_count: int
-    snapshot_bytes: int
-    arena_bytes: int
+    stall_total_s: float = 0.0
+    """Total time updates waited for copies."""
+    stall_count: int = 0
+    snapshot_bytes: int = 0
+    arena_bytes: int = 0
     address: str
     reason: str
-    """What is wrong; empty when all is well."""
+    """What is wrong; empty for a healthy rank."""
 
 
 class MeshStatus(Table[RankStatus]):
-    """The job as a whole (`job`, `incarnation`, `world_size`), and its ranks as rows."""
+    """`job`, `incarnation` and `world_size`; one row per rank."""
 
     columns = (
         ("rank", lambda row: str(row.rank)),
@@ -220,13 +220,13 @@ class MeshStatus(Table[RankStatus]):
 
     @property
     def step(self) -> int:
-        """The lowest step that any rank reports; -1 when none does."""
+        """Lowest step reported by a rank; -1 when none reports one."""
         return min((row.step for row in self if row.step >= 0), default=-1)
 
     def summary(self) -> str:
         return (
             f"job {self.job!r}, incarnation {self.incarnation}, step {self.step}, "
-            f"{sum(not row.reason for row in self)} of {self.world_size} ranks well"
+            f"{sum(not row.reason for row in self)} of {self.world_size} ranks healthy"
         )
 
 
@@ -254,14 +254,14 @@ class Summoned(dict[str, "torch.Tensor"]):
         self.incarnation = incarnation
         """Incarnation of the job."""
         self.step = step
-        """Finished updates: the version that every value here belongs to."""
+        """Number of finished updates that every value here is of."""
         self.edits = edits
-        """Edits applied in this incarnation so far; it, `incarnation` and `step` name the state."""
+        """Edits applied in this incarnation; with `incarnation` and `step` it names the state."""
         self.unsettled = unsettled
-        """Training has not gone on since update `step`: the script may still change these values
-        (clamp or average them, say), and nothing but their rest says that it has not."""
+        """Training has not continued since update `step`, so the script may still change these
+        values (clamp or average them, say) before it does."""
         self.seconds = seconds
-        """Time it took."""
+        """Duration of the call."""
         self.bytes = bytes
         """Bytes read from the sidecars."""
 
@@ -299,7 +299,7 @@ def text_table(header: Sequence[str], rows: Sequence[Sequence[str]], below: str)
 
 
 def html_table(header: Sequence[str], rows: Sequence[Sequence[str]], below: str) -> str:
-    """The same for a notebook. Names come from a training script: all text is escaped."""
+    """As `text_table`, in HTML. Names come from the training script, so everything is escaped."""
     head = "".join(f"<th>{html.escape(cell)}</th>" for cell in header)
     body = "".join(
         "<tr>" + "".join(f"<td>{html.escape(cell)}</td>" for cell in row) + "</tr>" for row in rows
@@ -337,7 +337,7 @@ def bytes_text(size_bytes: int) -> str:
 
 
 async def mesh_status(sidecars: Sidecars, deadline_s: float) -> MeshStatus:
-    """Asks all ranks at once; those that do not answer have a row that says so."""
+    """Query all ranks concurrently; unreachable ranks get a row that says why."""
     document = sidecars.document
     timeout_s = min(STATE_TIMEOUT_S, deadline_s - time.monotonic())
     rows = await asyncio.gather(
@@ -360,12 +360,12 @@ async def _rank_status(sidecars: Sidecars, rank: int, timeout_s: float) -> RankS
 
 
 def rank_status(rank: int, address: str, answer: sidecar_pb2.GetStateResponse) -> RankStatus:
-    """A row of what a sidecar answered."""
+    """The row for a sidecar's response."""
     state = answer.state
     try:
         phase = common_pb2.Phase.Name(state.phase).removeprefix("PHASE_").lower()
     except ValueError:
-        phase = "unknown"  # a newer sidecar's word
+        phase = "unknown"  # from a newer sidecar
     reason = _REASONS.get(phase, state.phase_reason)
     if not reason and not state.agreement_works and state.agreement_reason:
         reason = state.agreement_reason
@@ -384,15 +384,4 @@ def rank_status(rank: int, address: str, answer: sidecar_pb2.GetStateResponse) -
 
 
 def _silent(rank: int, address: str, reason: str) -> RankStatus:
-    return RankStatus(
-        rank=rank,
-        phase="unreachable",
-        step=-1,
-        step_time_s=0.0,
-        stall_total_s=0.0,
-        stall_count=0,
-        snapshot_bytes=0,
-        arena_bytes=0,
-        address=address,
-        reason=reason,
-    )
+    return RankStatus(rank=rank, phase="unreachable", address=address, reason=reason)

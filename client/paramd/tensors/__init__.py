@@ -1,1 +1,1 @@
-"""Edit operations applied to torch tensors; shared by the trainer and the sidecar's preview."""
+"""Edit operations on torch tensors, for the trainer and the sidecar's dry runs."""

@@ -1,18 +1,19 @@
-"""What each record of an edit program does, as tensor operations; the same for trial runs."""
+"""Executes records of an edit program on torch tensors, for edits and their dry runs."""
 
 from __future__ import annotations
 
 import torch
 
 from paramd.layout.edits.kinds import KINDS, EditKind
+from paramd.layout.types import row_major
 from paramd.memory.edit_program import NO_DATA, Record
 
 CHUNK_BYTES = 256 << 10
-"""Swapped at once: three chunks stay in a core's cache."""
+"""Bytes swapped at a time, so that three chunks fit in a core's cache."""
 
 
 class Views:
-    """Tensors over one mapped memory, by place; nothing is touched by making them."""
+    """Tensor views of one mapped memory; making them touches no page."""
 
     def __init__(self, memory: memoryview) -> None:
         self._memory = memory
@@ -32,19 +33,10 @@ class Views:
         return whole.as_strided(sizes, strides, begin // whole.itemsize)
 
     def dense(self, record: Record, begin: int) -> torch.Tensor | None:
-        """Shaped like the record's view, row-major; None for NO_DATA."""
+        """A row-major view with the record's shape; None for NO_DATA."""
         if begin == NO_DATA:
             return None
         return self.at(record.dtype, begin, record.sizes, row_major(record.sizes))
-
-
-def row_major(sizes: tuple[int, ...]) -> tuple[int, ...]:
-    """Strides of dense memory in elements."""
-    strides, step = [], 1
-    for size in reversed(sizes):
-        strides.append(step)
-        step *= size
-    return tuple(reversed(strides))
 
 
 def run(
@@ -53,9 +45,9 @@ def run(
     data: torch.Tensor | None,
     preimage: torch.Tensor | None,
 ) -> None:
-    """Does with `target` what the record says, in its own dtype; keeps what it was before.
+    """Apply a record to `target` in its own dtype, saving the old values in `preimage`.
 
-    All tensors have the record's dtype and shape. Call it under `torch.no_grad`.
+    All tensors have the record's dtype and shape. Call under `torch.no_grad`.
     """
     if (
         record.op is EditKind.SET

@@ -117,6 +117,6 @@ def test_a_partial_file_that_was_swapped_does_not_get_the_name(tmp_path: Path) -
         part = tmp_path / f".{NAME}.part"
         part.rename(tmp_path / "taken")
         part.write_bytes(b"evil")
-        with pytest.raises(ConflictError, match="replaced by somebody else"):
+        with pytest.raises(ConflictError, match="replaced by another process"):
             file.publish(replace=True)
     assert not (tmp_path / NAME).exists()

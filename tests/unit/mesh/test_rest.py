@@ -118,7 +118,7 @@ async def test_no_answer_names_the_url_and_the_next_step() -> None:
 async def test_a_request_after_the_client_was_closed_is_an_outage() -> None:
     rest = client(lambda request: httpx2.Response(200, json=document()))
     await rest.close()
-    with pytest.raises(UnreachableError, match="was closed meanwhile; connect again"):
+    with pytest.raises(UnreachableError, match="was closed during the request; connect again"):
         await rest.job("my-run")
 
 

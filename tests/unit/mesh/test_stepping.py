@@ -29,7 +29,7 @@ def test_an_incarnation_that_went_on_ends_it_by_its_number() -> None:
     reach = Heard()
     stream = subscribed(reach)
     reach.document = replace(reach.document, incarnation=2)
-    with pytest.raises(ConflictError, match="incarnation 1 has ended, incarnation 2 goes on"):
+    with pytest.raises(ConflictError, match="incarnation 1 has ended, the job is in incarnation 2"):
         stream._check_identity()
 
 

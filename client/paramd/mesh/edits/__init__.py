@@ -1,6 +1,7 @@
-"""Changing a running training from outside: edits, undo, and holding it.
+"""Edits of a running training, and holds.
 
-calls.py    create, commit, watch, undo; pause, step, resume; what the control plane answers
-editing.py  one edit from its operations to its end; `with mesh.summon(..., writeback=True)`
-upload.py   operands that are tensors, to the sidecars that need them
+calls.py     REST: create, commit, watch, abort, undo; pause, step, resume
+editing.py   one edit from its operations to its end; `with mesh.summon(..., writeback=True)`
+operands.py  tensor operands, cut into each rank's bytes
+upload.py    the upload of those bytes to the sidecars
 """

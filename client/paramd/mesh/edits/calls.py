@@ -1,7 +1,4 @@
-"""Edits and holds over the control plane's REST side.
-
-What the control plane says of edits and of a hold, as values that print well.
-"""
+"""REST calls for edits and holds, and the values they return."""
 
 from __future__ import annotations
 
@@ -25,7 +22,7 @@ from paramd.wire import LEASE_S, MAX_LEASE_S
 
 
 class EditState(StrEnum):
-    """Where an edit stands. The last three are terminal."""
+    """State of an edit. The last three are terminal."""
 
     STAGING = "STAGING"
     STAGED = "STAGED"
@@ -35,7 +32,7 @@ class EditState(StrEnum):
     ABORTED = "ABORTED"
     """On none."""
     LOST = "LOST"
-    """The incarnation ended before every rank had said so; its parameters went with it."""
+    """The incarnation ended, with its parameters, before every rank reported the edit."""
 
 
 TERMINAL = frozenset({EditState.APPLIED, EditState.ABORTED, EditState.LOST})
@@ -43,7 +40,7 @@ TERMINAL = frozenset({EditState.APPLIED, EditState.ABORTED, EditState.LOST})
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ValueRange:
-    """Statistics of all elements that an edit names."""
+    """Statistics of all elements that an edit selects."""
 
     min: float
     max: float
@@ -55,7 +52,7 @@ class ValueRange:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Edit:
-    """One edit, as last heard."""
+    """One edit, as of the last response."""
 
     id: str
     job: str
@@ -64,22 +61,22 @@ class Edit:
     reason: str
     """Why it was not applied; empty otherwise."""
     step: int
-    """Step at whose boundary it was applied; -1 while it was not."""
+    """Step at whose boundary it was applied; -1 if it was not."""
     actor: str
-    """Name of the token of who asked for it."""
+    """Name of the token that created it."""
     committed_by: str
-    """And of who had it applied; empty: nobody yet."""
+    """Name of the token that committed it; empty before that."""
     note: str
     dry_run: bool
-    """It was only to tell `before` and `after`: nothing was changed, and it ends as ABORTED."""
+    """It only computed `before` and `after`: it changes nothing and ends as ABORTED."""
     created_s: float
     """Seconds since the Unix epoch."""
     ops: tuple[Mapping[str, Any], ...]
-    """What was asked for, with the names that matched."""
+    """The operations, with the names that matched."""
     size_bytes: int
-    """Bytes of the elements changed, replicas counted once."""
+    """Bytes of the changed elements; replicas count once."""
     stop_ms: float | None
-    """Longest time that a trainer stood for it."""
+    """Longest pause it caused on any rank."""
     before: ValueRange | None
     after: ValueRange | None
     undoable: bool
@@ -90,12 +87,12 @@ class Edit:
 
     @property
     def ended(self) -> bool:
-        """Whether the state will not change any more."""
+        """Whether the state is terminal."""
         return self.state in TERMINAL
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Names changed, as far as the control plane lists them (100 an operation)."""
+        """Names changed; the control plane lists up to 100 per operation."""
         return tuple(name for op in self.ops for name in op.get("names", ()))
 
     def __repr__(self) -> str:
@@ -106,14 +103,14 @@ class Edit:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Hold:
-    """Whether training waits at a boundary on request."""
+    """State of a job's hold."""
 
     state: str
     """running, pausing, held or stepping."""
     step: int
     """Finished updates."""
     holder: str
-    """Who holds it; empty when nobody does."""
+    """Name of the holder's token; empty without a hold."""
     steps_left: int
     lease_left_s: float
 
@@ -123,7 +120,7 @@ class Hold:
 
 
 def parse_edit(found: Mapping[str, Any]) -> Edit:
-    """An EditDocument of the REST side."""
+    """Parse an EditDocument. Raises KeyError, TypeError or ValueError."""
     undo = found.get("undo") or {}
     return Edit(
         id=str(found["id"]),
@@ -150,7 +147,7 @@ def parse_edit(found: Mapping[str, Any]) -> Edit:
 
 
 def parse_hold(found: Mapping[str, Any]) -> Hold:
-    """A hold's document of the REST side."""
+    """Parse a hold document. Raises KeyError, TypeError or ValueError."""
     return Hold(
         state=str(found["state"]),
         step=_number(found.get("step"), -1),
@@ -161,26 +158,26 @@ def parse_hold(found: Mapping[str, Any]) -> Hold:
 
 
 def check_applied(edit: Edit) -> Edit:
-    """The edit, when it was applied.
+    """Return the edit if it was applied.
 
     Raises:
-        ConflictError: it was refused, so no rank has it; or its incarnation ended.
-        DeadlineError: it is still under way.
+        ConflictError: it was aborted, on all ranks; or its incarnation ended.
+        DeadlineError: it has not ended.
     """
     if edit.state is EditState.APPLIED:
         return edit
     if edit.state is EditState.ABORTED:
-        raise ConflictError(f"edit {edit.id}: not applied, on no rank: {edit.reason}")
+        raise ConflictError(f"edit {edit.id} was applied on no rank: {edit.reason}")
     if edit.state is EditState.LOST:
-        raise ConflictError(f"edit {edit.id}: lost with its incarnation: {edit.reason}")
+        raise ConflictError(f"edit {edit.id} was lost with its incarnation: {edit.reason}")
     raise DeadlineError(
-        f"edit {edit.id} is still {edit.state}; no rank has it, or all will. Ask again with "
+        f"edit {edit.id} is still {edit.state}; it will be applied on all ranks or on none. See "
         f"mesh.get_edit({edit.id!r}), or allow more time (timeout=)"
     )
 
 
 def what_text(edit: Edit) -> str:
-    """The operations in a few words."""
+    """The first operations, as text."""
     if edit.undo_of:
         return f"undo {edit.undo_of[:8]}"
     texts = [op_text(op) for op in edit.ops[:3]]
@@ -214,17 +211,17 @@ class Edits(Table[Edit]):
 
 
 def unreadable(url: str, error: Exception) -> ParamdError:
-    """What to raise when an answer is not what the contract says."""
+    """The error for a response that breaks the API's schema."""
     return ParamdError(
-        f"{url} gave an answer that this client cannot read ({error!r}); client and job may run "
-        "different versions of paramd"
+        f"{url} returned a response that this client cannot read ({error!r}); client and job may "
+        "run different versions of paramd"
     )
 
 
 def _range(found: Mapping[str, Any] | None) -> ValueRange | None:
     if found is None:
         return None
-    # JSON has no infinity and no NaN; null stands for what is none.
+    # JSON has neither infinity nor NaN; both are sent as null.
     floats = {name: _float(found.get(name)) for name in ("min", "max", "mean", "norm")}
     return ValueRange(
         **{name: value if value is not None else float("nan") for name, value in floats.items()},
@@ -242,7 +239,7 @@ def _number(value: Any, default: int) -> int:
 
 
 _WAIT_S: Final = 3.0
-"""How long one request lets the control plane wait; below the deadline of a request."""
+"""Longest server-side wait of one request; below the request's timeout."""
 
 _AGAIN_S: Final = 0.2
 _PAGE: Final = 200
@@ -253,13 +250,13 @@ _LAST_LOOK_S: Final = 0.5
 
 
 def new_edit_id() -> str:
-    """A name for an edit, made before it is sent: sending it twice does it once."""
+    """An id chosen by the client, so that resending a request is idempotent."""
     return secrets.token_hex(16)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EditTerms:
-    """What an edit is asked for beside its operations; as in `AsyncMesh.edit`."""
+    """Options of an edit; see `AsyncMesh.edit`."""
 
     if_step: int | None = None
     reset_moments: bool = False
@@ -269,7 +266,7 @@ class EditTerms:
 
 
 class EditCalls:
-    """Requests about one job. What is idempotent is asked again when nobody answered."""
+    """Edit and hold requests of one job. Idempotent ones are retried while unreachable."""
 
     def __init__(self, rest: RestClient, reach: SidecarFinder) -> None:
         self._rest = rest
@@ -278,7 +275,7 @@ class EditCalls:
     async def create(
         self, edit_id: str, ops: Sequence[OpSpec], terms: EditTerms, deadline_s: float
     ) -> Edit:
-        """Creates an edit; without operands that are tensors it is committed too."""
+        """Create an edit. Without tensor operands it is committed, too."""
         body: dict[str, Any] = {
             "id": edit_id,
             "ops": [op.document() for op in ops],
@@ -289,36 +286,36 @@ class EditCalls:
         return self._edit(await self._idempotent("POST", "/edits", body, deadline_s))
 
     async def commit(self, edit_id: str, deadline_s: float) -> Edit:
-        """Has a staged edit applied."""
+        """Commit a staged edit."""
         body = {"wait_s": _wait_s(deadline_s)}
         return self._edit(
             await self._idempotent("POST", f"/edits/{edit_id}/commit", body, deadline_s)
         )
 
     async def preview(self, edit_id: str, deadline_s: float) -> Edit:
-        """Statistics before and after a staged edit."""
+        """Compute statistics before and after a staged edit."""
         return self._edit(
             await self._idempotent("POST", f"/edits/{edit_id}/preview", {}, deadline_s)
         )
 
     async def undo(self, edit_id: str, *, force: bool, deadline_s: float) -> Edit:
-        """Creates the edit that undoes another."""
+        """Create the edit that undoes another."""
         body = {"id": new_edit_id(), "force": force, "wait_s": _wait_s(deadline_s)}
         return self._edit(
             await self._idempotent("POST", f"/edits/{edit_id}/undo", body, deadline_s)
         )
 
     async def abort(self, edit_id: str) -> Edit:
-        """Calls an edit off, unless the trainers may have agreed on it."""
+        """Abort an edit, unless the trainers may have agreed to it."""
         return self._edit(await self._rest.send("DELETE", f"{self._path}/edits/{edit_id}"))
 
     async def get(self, edit_id: str, wait_s: float = 0.0) -> Edit:
-        """One edit. Waits up to `wait_s` seconds for its end."""
+        """One edit; waits up to `wait_s` seconds for its end."""
         path = f"{self._path}/edits/{quote(edit_id, safe='')}?wait_s={wait_s:g}"
         return self._edit(await self._rest.send("GET", path))
 
     async def ended(self, edit: Edit, deadline_s: float) -> Edit:
-        """The edit when it has ended, or as it is at the deadline."""
+        """Poll an edit until it has ended or the deadline has passed."""
         while not edit.ended and (left_s := deadline_s - time.monotonic()) > 0:
             try:
                 edit = await self.get(edit.id, min(_WAIT_S, left_s))
@@ -329,7 +326,7 @@ class EditCalls:
         return edit
 
     async def all(self, *, state: str | None, limit: int) -> Edits:
-        """Edits of the job, newest first. Raises UsageError: no such state, or a limit below 1."""
+        """Edits of the job, newest first. Raises UsageError for a bad state or limit."""
         if state is not None and state not in EditState.__members__:
             raise UsageError(f"state: {state!r}; expected one of {', '.join(EditState)}")
         if limit < 1:
@@ -350,11 +347,10 @@ class EditCalls:
     async def hold(
         self, method: str, path: str, body: Mapping[str, Any] | None, deadline_s: float
     ) -> Hold:
-        """A request about the job's hold; `path` begins behind "/hold"."""
-        # Agreeing takes as long as a step of the training takes.
-        found = await self._rest.send(
-            method, f"{self._path}/hold{path}", body, timeout_s=_left_s(deadline_s)
-        )
+        """Send a hold request; `path` is appended to "/hold"."""
+        # Not the usual timeout: agreement can take as long as a training step.
+        timeout_s = max(1.0, deadline_s - time.monotonic())
+        found = await self._rest.send(method, f"{self._path}/hold{path}", body, timeout_s=timeout_s)
         try:
             return parse_hold(found)
         except (KeyError, TypeError, ValueError) as error:
@@ -374,7 +370,7 @@ class EditCalls:
                 )
                 return dict(found)
             except UnreachableError:
-                # The id names it: whether it arrived or not, asking again does it once.
+                # The request may have arrived; the id makes a second one a no-op.
                 if time.monotonic() + _AGAIN_S >= deadline_s:
                     raise
                 await asyncio.sleep(_AGAIN_S)
@@ -390,12 +386,8 @@ def _wait_s(deadline_s: float) -> float:
     return round(min(_WAIT_S, max(deadline_s - time.monotonic(), 0.0)), 3)
 
 
-def _left_s(deadline_s: float) -> float:
-    return max(1.0, deadline_s - time.monotonic())
-
-
 class Holder:
-    """The hold of one mesh. Use on one event loop."""
+    """This mesh's hold. Use on one event loop."""
 
     def __init__(self, calls: EditCalls) -> None:
         self._calls = calls
@@ -403,10 +395,11 @@ class Holder:
         self._renewing: asyncio.Task[None] | None = None
 
     async def pause(self, lease_s: float, *, renew: bool, deadline_s: float) -> Hold:
-        """Begins a hold; with `renew` its lease is kept alive until `resume` or `close`."""
+        """Begin a hold; with `renew`, renew its lease until `resume` or `stop_renewing`."""
         if not 0 < lease_s <= MAX_LEASE_S:
             raise UsageError(f"lease_s: {lease_s}; expected above 0 and at most {MAX_LEASE_S:g}")
         found = await self._calls.hold("POST", "", {"lease_s": lease_s}, deadline_s)
+        # After the request: if it fails, a hold we already have must keep its renewals.
         await self.stop_renewing()
         if renew:
             self._lease_s = lease_s
@@ -414,7 +407,7 @@ class Holder:
         return found
 
     async def step(self, steps: int, *, wait: bool, deadline_s: float) -> Hold:
-        """Lets held training finish `steps` updates; with `wait` until all ranks wait again."""
+        """Run `steps` updates; with `wait`, return once all ranks hold again."""
         if steps < 1:
             raise UsageError(f"steps: {steps}; expected at least 1")
         found = await self._calls.hold("POST", "/step", {"steps": steps}, deadline_s)
@@ -423,8 +416,8 @@ class Holder:
             left_s = deadline_s - time.monotonic()
             if left_s <= 0:
                 raise DeadlineError(
-                    f"{found.steps_left} of {steps} updates are left; training goes on with them, "
-                    "then waits again. Allow more time (timeout=), or do not wait (wait=False)"
+                    f"{found.steps_left} of {steps} updates are left; training finishes them, "
+                    "then holds again. Allow more time (timeout=), or do not wait (wait=False)"
                 )
             await asyncio.sleep(min(pause_s, left_s))
             pause_s = min(2 * pause_s, _LAST_LOOK_S)
@@ -432,17 +425,17 @@ class Holder:
         if wait and not found.held:
             raise ConflictError(
                 f"the hold ended before its {steps} updates did, at step {found.step}; training "
-                "goes on: a longer lease, or one that is renewed, covers more"
+                "continues. Use a longer lease, or renew it"
             )
         return found
 
     async def resume(self, *, deadline_s: float) -> Hold:
-        """Ends the hold. Idempotent."""
+        """End the hold. Idempotent."""
         await self.stop_renewing()
         return await self._calls.hold("DELETE", "", None, deadline_s)
 
     async def stop_renewing(self) -> None:
-        """The lease will run out, unless the hold is ended before. Idempotent."""
+        """Stop renewing, so that the lease runs out. Idempotent."""
         task, self._renewing = self._renewing, None
         if task is not None:
             task.cancel()
@@ -451,7 +444,7 @@ class Holder:
     async def _renew(self) -> None:
         while True:
             await asyncio.sleep(self._lease_s / 3)
-            # A lease that cannot be renewed ends, which is what leases are for.
+            # If renewing fails, the hold ends with its lease.
             with suppress(ParamdError):
                 await self._calls.hold(
                     "POST",

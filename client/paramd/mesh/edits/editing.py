@@ -1,10 +1,4 @@
-"""One edit from its operations to its end: created, uploaded, committed, waited for.
-
-Parameters to be changed in place, and written back as one edit.
-
-`with mesh.summon(..., writeback=True)`: what differs when the block ends is written, on all
-ranks at one step, or not at all. An exception inside the block writes nothing.
-"""
+"""One edit from its operations to its end (`make_edit`), and the changes of a writeback block."""
 
 from __future__ import annotations
 
@@ -36,7 +30,7 @@ Mode = Literal["replace", "delta"]
 
 
 def check_mode(mode: str | None, *, hold: bool) -> Mode:
-    """The mode in force: what is written in a hold replaces, else what was changed is added.
+    """`mode`, or its default: "replace" with a hold, "delta" without.
 
     Raises:
         UsageError: there is no such mode.
@@ -62,10 +56,10 @@ class _Known:
 
 
 class Changes:
-    """What a block changes of what it was given."""
+    """Finds what a writeback block changed in the tensors it was given."""
 
     def __init__(self, found: Summoned, selection: Selection, *, mode: Mode) -> None:
-        """Notes what `found` holds now. In delta mode that takes a copy of it."""
+        """Record the current contents of `found`: digests, and in delta mode copies."""
         self._found = found
         self._names = set(found)
         self._known: dict[str, _Known] = {}
@@ -82,10 +76,10 @@ class Changes:
             )
 
     def ops(self) -> list[OpSpec]:
-        """What has to be written, in the order of the layout.
+        """The operations that write the changes, in layout order. Call once.
 
         Raises:
-            UsageError: names were added or taken away, or a tensor has another shape or dtype.
+            UsageError: names were added or removed, or a shape or dtype changed.
         """
         _check_names(self._found, self._names)
         ops: list[OpSpec] = []
@@ -93,7 +87,7 @@ class Changes:
             tensor = self._now(known)
             if (tensor.shape, tensor.dtype) != (known.tensor.shape, known.tensor.dtype):
                 raise UsageError(
-                    f"{name!r} came back with shape {list(tensor.shape)}, {tensor.dtype}; expected "
+                    f"{name!r} now has shape {list(tensor.shape)}, {tensor.dtype}; expected "
                     f"{list(known.tensor.shape)}, {known.tensor.dtype}; nothing was written"
                 )
             if digest(tensor) == known.digest:
@@ -101,13 +95,13 @@ class Changes:
             if known.copy is None:
                 ops.append(OpSpec(pattern=known.pattern, op="set", data=True, operand=tensor))
             else:
-                # In place: the copy is not needed any more, and the model may be large.
+                # In place, as the model may be large; the copy is not needed again.
                 change = known.copy.neg_().add_(tensor)
                 ops.append(OpSpec(pattern=known.pattern, op="add", data=True, operand=change))
         return ops
 
     def _now(self, known: _Known) -> torch.Tensor:
-        """The tensor as it is now: changed in place, or another under any of its names."""
+        """The current tensor: the same object, or one assigned to any of its names."""
         others = (self._found[name] for name in known.names)
         return next((o for o in others if o is not known.tensor), known.tensor).detach()
 
@@ -115,7 +109,7 @@ class Changes:
 async def changes_of(
     reach: SidecarFinder, patterns: Sequence[str], found: Summoned, *, mode: Mode
 ) -> Changes:
-    """Notes what `found`, summoned by these patterns, holds now."""
+    """`Changes` of `found`, which was summoned by `patterns`."""
 
     async def attempt(sidecars: Sidecars) -> Selection:
         return select(await reach.index(sidecars), patterns)
@@ -137,7 +131,7 @@ def _check_names(found: Mapping[str, object], names: set[str]) -> None:
     if set(found) != names:
         strange: Sequence[str] = sorted(names.symmetric_difference(found))
         raise UsageError(
-            f"{strange[0]!r} was added to, or taken from, what was summoned; change tensors in "
+            f"{strange[0]!r} was added to or removed from the summoned tensors; change tensors in "
             "place, or assign others of the same shape to their names. Nothing was written"
         )
 
@@ -149,7 +143,7 @@ def _sliced(name: str, box: Box) -> str:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Sending:
-    """How operands travel."""
+    """Options of the upload of operands."""
 
     transport: Transport = "auto"
     progress: Progress | None = None
@@ -167,7 +161,7 @@ async def make_edit(
     *,
     wait: bool = True,
 ) -> Edit:
-    """Makes an edit of `ops`; without `wait` returns once it is committed.
+    """Create an edit, upload its operands, commit it and, with `wait`, wait for its end.
 
     Raises: as `AsyncMesh.edit`.
     """
@@ -181,7 +175,7 @@ async def make_edit(
         try:
             await _upload(reach, transfer, edit.id, ops, terms, sending)
         except BaseException:
-            # Nobody will commit it; what was staged is let go of now, not when it expires.
+            # Free the staged operands now rather than when the edit expires.
             with suppress(ParamdError):
                 await calls.abort(edit.id)
             raise

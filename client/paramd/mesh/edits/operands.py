@@ -1,4 +1,4 @@
-"""Operands of an edit as each rank's data: the bytes that its sidecar stages, in order."""
+"""Tensor operands of an edit, cut into the bytes that each rank's sidecar stages."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from paramd.wire import CHUNK_BYTES
 
 @dataclass(frozen=True, slots=True)
 class Operands:
-    """A planned edit and the tensors it needs, by number of operation."""
+    """A planned edit and its tensor operands, by index of the operation."""
 
     ops: Sequence[EditOp]
     plan: EditPlan
@@ -28,10 +28,10 @@ class Operands:
 
 
 def prepare(index: NameIndex, ops: Sequence[OpSpec], *, allow_nonfinite: bool) -> Operands:
-    """Plans an edit whose operands are tensors.
+    """Plan an edit with tensor operands.
 
     Raises:
-        UsageError: an operand does not have the shape of the one region that is meant.
+        UsageError: an operand's shape differs from its region's, or several regions match.
         NotFoundError: a pattern matches nothing.
     """
     planned: list[EditOp] = []
@@ -66,7 +66,7 @@ def _converted(tensor: torch.Tensor, dtype: str, sizes: tuple[int, ...], fqn: st
 def parts(operands: Operands, rank: RankEdit, offset_bytes: int = 0) -> Iterator[memoryview]:
     """A rank's data from `offset_bytes` on, in parts of at most `CHUNK_BYTES`.
 
-    A part is good until the next one is asked for.
+    A part is valid until the next one is requested.
     """
     at = 0
     for item in rank.items:
@@ -102,7 +102,7 @@ def _item_parts(item: EditItem, tensor: torch.Tensor, skip_bytes: int) -> Iterat
 
 
 def _blocks(view: torch.Tensor) -> Iterator[torch.Tensor]:
-    """Views of it in row-major order, small enough to be copied unless they are dense."""
+    """Views in row-major order; those that are not dense have about `CHUNK_BYTES` at most."""
     size_bytes = prod(view.shape) * view.element_size()
     if view.is_contiguous() or size_bytes <= CHUNK_BYTES or view.dim() == 0:
         yield view
@@ -118,6 +118,6 @@ def _blocks(view: torch.Tensor) -> Iterator[torch.Tensor]:
 def _bytes_of(tensor: torch.Tensor) -> memoryview:
     size_bytes = tensor.numel() * tensor.element_size()
     memory = (ctypes.c_ubyte * size_bytes).from_address(tensor.data_ptr())
-    # The array keeps the tensor, and with it the memory, alive.
+    # Keeps the tensor's memory alive for as long as the view.
     memory.tensor = tensor  # type: ignore[attr-defined]
     return memoryview(memory).cast("B")

@@ -1,9 +1,8 @@
-"""Operands to the sidecars that need them: each host once, all ranks at the same time.
+"""Uploads an edit's operands to all sidecars concurrently, once per host.
 
-Operands by shared memory: windows of the sidecar's, for clients of its own host.
-
-A window is filled here, checked and copied there, and filled again. The client never has the
-memory that the trainer will read, so what was verified cannot change afterwards.
+Clients on the sidecar's host write into windows of shared memory: the client fills a window, the
+sidecar verifies and copies it, and the client refills it. The client never maps the memory that
+the trainer reads, so verified bytes cannot change afterwards.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ from paramd.layout.edits.plan import RankEdit
 from paramd.memory import handover
 from paramd.mesh.peers.control import PeerAddress
 from paramd.mesh.peers.grpc import RankUnreachableError, call_timeout_s, check_handover, error_of
-from paramd.mesh.reading.transfer import is_same_host
+from paramd.mesh.reading.transfer import all_ended, is_same_host
 from paramd.state_files import kernel_of
 from paramd.v1 import sidecar_pb2
 from paramd.wire import data_chunk
@@ -42,25 +41,25 @@ _ANSWER_S = 30.0
 
 
 class Windows:
-    """One edit's windows at one sidecar. Made by `open`, ended by `close`. Blocks."""
+    """One edit's windows at one sidecar. Made by `open`; call `close`. Methods block."""
 
     def __init__(self, connection: socket.socket, answer: handover.Message, memory: int) -> None:
         self._connection = connection
         self._window_bytes = int(answer["window_bytes"])
         self._count = int(answer["window_count"])
         self.staged_bytes = int(answer["staged_bytes"])
-        """Bytes staged already, from the first on."""
+        """Number of leading bytes that are already staged."""
         self._map = mmap.mmap(memory, self._window_bytes * self._count)
         os.close(memory)
         self._address = ctypes.addressof(ctypes.c_char.from_buffer(self._map))
 
     @classmethod
     def open(cls, peer: PeerAddress, ticket: str, edit_id: str) -> Windows:
-        """Asks for the windows of an edit whose manifest is staged.
+        """Get the windows of an edit whose manifest is staged.
 
         Raises:
-            UnreachableError: no sidecar of ours answers at the socket.
-            DeniedError, NotFoundError: it refuses.
+            UnreachableError: the right sidecar does not respond at the socket.
+            DeniedError: it refused the ticket. NotFoundError: it does not have the edit.
         """
         connection = handover.connect(Path(peer.socket_path), timeout_s=_ANSWER_S)
         try:
@@ -79,16 +78,19 @@ class Windows:
             connection.close()
             if isinstance(error, ParamdError):
                 raise
-            raise UnreachableError(f"rank {peer.rank} did not hand over its windows") from error
+            raise UnreachableError(
+                f"rank {peer.rank}: its sidecar did not share its windows"
+            ) from error
         except BaseException:
             connection.close()
             raise
 
     def send(self, parts: Iterable[memoryview], told: Callable[[int], None]) -> None:
-        """Sends all parts, in order; windows fill while others are being taken.
+        """Send all parts in order, filling windows while the sidecar copies others.
 
         Raises:
-            UnreachableError: the sidecar has gone. UsageError and others: it refused.
+            UnreachableError: the sidecar went away.
+            ParamdError: it refused the data.
         """
         at = self.staged_bytes
         index = filled = pending = 0
@@ -103,7 +105,7 @@ class Windows:
                         pending -= 1
                     room = min(self._window_bytes - filled, len(part) - done)
                     begin = index * self._window_bytes + filled
-                    # Unlike a slice of the map, this lets other ranks' threads run.
+                    # Unlike slice assignment, this releases the GIL for other ranks' threads.
                     ctypes.memmove(self._address + begin, address + done, room)
                     filled, done = filled + room, done + room
                     if filled == self._window_bytes:
@@ -129,7 +131,7 @@ class Windows:
         _answer(self._connection, "taken", None)
 
     def close(self) -> None:
-        """Lets go of the windows. Idempotent."""
+        """Release the windows. Idempotent."""
         with suppress(BufferError):
             self._map.close()
         self._connection.close()
@@ -150,16 +152,16 @@ def _answer(
 
 
 Progress = Callable[[int, int], None]
-"""Called with bytes sent and bytes in all."""
+"""Called with bytes sent and total bytes."""
 
 WINDOWS_FROM_BYTES: Final = 4 << 20
-"""Less than that is faster over gRPC than by asking for windows first."""
+"""Smaller uploads are faster over gRPC than with the extra call for windows."""
 
 _ASK_S: Final = 5.0
 
 
 class Uploads:
-    """Stages one edit on all ranks."""
+    """The upload of one edit to all ranks; `run` may be called once."""
 
     def __init__(
         self,
@@ -184,22 +186,16 @@ class Uploads:
         self._total_bytes = sum(group[0].data_bytes for group in self._groups)
 
     async def run(self) -> None:
-        """Sends what is missing anywhere; what was staged before is not sent again.
+        """Stage the edit on all ranks; bytes that are already staged are not sent again.
 
         Raises:
-            RankUnreachableError: a sidecar does not answer; trying again goes on from there.
+            RankUnreachableError: a sidecar does not respond; a new upload resumes there.
             UsageError, ConflictError, ExhaustedError: a sidecar refused it.
         """
-        tasks = [asyncio.ensure_future(self._group(group)) for group in self._groups]
-        try:
-            await asyncio.gather(*tasks)
-        finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.wait(tasks)
+        await all_ended([self._group(group) for group in self._groups])
 
     async def _group(self, group: Sequence[RankEdit]) -> None:
-        """Ranks of one host that need the same data: the first gets it, the others copy."""
+        """Stage ranks of one host that need the same data: upload to one, the others copy."""
         first, *others = group
         await self._stage(first, copy_from=None)
         await asyncio.gather(*(self._stage(rank, copy_from=first.rank) for rank in others))
@@ -281,7 +277,7 @@ class Uploads:
 def manifest_of(
     edit_id: str, sidecars: Sidecars, operands: Operands, terms: EditTerms
 ) -> sidecar_pb2.EditManifest:
-    """The manifest that all ranks stage; the control plane makes the same."""
+    """The manifest for all ranks; it must equal the control plane's own."""
     return sidecar_pb2.EditManifest(
         edit_id=edit_id,
         incarnation=sidecars.document.incarnation,
@@ -295,7 +291,7 @@ def manifest_of(
 
 
 def _groups(sidecars: Sidecars, ranks: Iterable[RankEdit]) -> list[list[RankEdit]]:
-    """Ranks that can share an upload: same data, same host, a socket to copy through."""
+    """Groups of ranks that share an upload: same data, same host, with a Unix socket."""
     groups: dict[object, list[RankEdit]] = {}
     for rank in ranks:
         peer = sidecars.document.peer(rank.rank)

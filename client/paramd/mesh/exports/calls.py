@@ -1,9 +1,4 @@
-"""Exports over the control plane's REST side.
-
-An export as the control plane tells of it.
-
-An export under way, as its caller holds it.
-"""
+"""REST calls for exports and schedules; `AsyncExport` and `Export`, handles of a running export."""
 
 from __future__ import annotations
 
@@ -24,7 +19,7 @@ from paramd.mesh.peers.discovery import SidecarFinder
 
 
 class ExportState(StrEnum):
-    """Where an export is; the last three are ends."""
+    """State of an export; the last three are terminal."""
 
     PLANNED = "PLANNED"
     RUNNING = "RUNNING"
@@ -45,28 +40,28 @@ class ExportFile:
     size_bytes: int
     written_bytes: int
     rank: int
-    """Whose sidecar writes it; -1 while none does."""
+    """Rank whose sidecar writes it; -1 before one is assigned."""
     checksum: str
-    """XXH3, 128 bit, as hexadecimal digits; empty while the file is not whole."""
+    """XXH3 (128 bit) in hexadecimal; empty until the file is complete."""
     state: str
     """WAITING, WRITING, WRITTEN or VERIFIED."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ExportInfo:
-    """An export at one moment."""
+    """An export, as of one response."""
 
     id: str
     job: str
     incarnation: int
-    """0 while no step is pinned."""
+    """0 until a step is pinned."""
     step: int
-    """-1 while no step is pinned."""
+    """-1 until a step is pinned."""
     state: ExportState
     reason: str
     """Why it failed or was cancelled."""
     destination: str
-    """Name of the destination, "/", key."""
+    """"NAME/KEY"."""
     format: str
     actor: str
     created_s: float
@@ -76,22 +71,22 @@ class ExportInfo:
     size_bytes: int
     written_bytes: int
     schedule: str
-    """Id of the schedule that began it; empty: somebody did."""
+    """Id of the schedule that started it; empty for a manual export."""
     raw: Mapping[str, Any] = field(repr=False, compare=False)
     """As the control plane sent it."""
 
     @property
     def ended(self) -> bool:
-        """Whether it goes on no more."""
+        """Whether the state is terminal."""
         return self.state in ENDS
 
 
 Progress = Callable[["ExportInfo"], object]
-"""Is called with what is known of an export, now and then."""
+"""Called with the export's latest state."""
 
 
 def parse_export(found: Mapping[str, Any]) -> ExportInfo:
-    """An ExportDocument. Raises ParamdError when it cannot be read."""
+    """Parse an ExportDocument. Raises ParamdError."""
     try:
         return ExportInfo(
             id=str(found["id"]),
@@ -113,8 +108,8 @@ def parse_export(found: Mapping[str, Any]) -> ExportInfo:
         )
     except (KeyError, TypeError, ValueError) as error:
         raise ParamdError(
-            f"the control plane told of an export in a way that this client cannot read "
-            f"({error!r}); the two may run different versions of paramd"
+            f"the control plane returned an export that this client cannot read ({error!r}); the "
+            "two may run different versions of paramd"
         ) from error
 
 
@@ -130,7 +125,7 @@ def _file(found: Mapping[str, Any]) -> ExportFile:
 
 
 def check_done(info: ExportInfo) -> None:
-    """Raises ConflictError when an export ended in another way than DONE; the text says why."""
+    """Raise ConflictError with the reason if an export has failed or was cancelled."""
     if info.ended and info.state is not ExportState.DONE:
         what = "was cancelled" if info.state is ExportState.CANCELLED else "failed"
         raise ConflictError(f"the export to {info.destination} {what}: {info.reason}")
@@ -138,7 +133,7 @@ def check_done(info: ExportInfo) -> None:
 
 ASSET_CHUNK_BYTES: Final = 512 << 10
 MAX_ASSETS_BYTES: Final = 64 << 20
-"""Of all files that are copied beside an export, in all."""
+"""Total size limit of an export's assets."""
 MAX_ASSETS: Final = 64
 
 _AGAIN_S: Final = 0.3
@@ -150,14 +145,14 @@ _CREATE_S: Final = 15.0
 
 
 class ExportCalls:
-    """Requests about one job. What is idempotent is asked again when nobody answered."""
+    """Export requests of one job. Idempotent ones are retried while unreachable."""
 
     def __init__(self, rest: RestClient, reach: SidecarFinder) -> None:
         self._rest = rest
         self._reach = reach
 
     async def create(self, body: Mapping[str, Any], assets: str | Path | None) -> ExportInfo:
-        """Begins the export that `body["id"]` names, with the files of the folder `assets`."""
+        """Start the export `body["id"]`, with the files of the directory `assets`."""
         body = {**body, "assets": await self._upload_assets(body["id"], assets)}
         return parse_export(await self._again("POST", "/exports", body))
 
@@ -166,28 +161,28 @@ class ExportCalls:
         return parse_export(await self._rest.send("GET", f"{self._path}/exports/{_q(export_id)}"))
 
     async def cancel(self, export_id: str) -> ExportInfo:
-        """Ends one."""
+        """Cancel an export."""
         return parse_export(await self._again("DELETE", f"/exports/{_q(export_id)}", None))
 
     async def ended(
         self, info: ExportInfo, timeout_s: float | None = None, progress: Progress | None = None
     ) -> ExportInfo:
-        """The export once it has ended. Args, Raises: as `AsyncExport.wait`."""
+        """Poll an export until it has ended. Args, Raises: as `AsyncExport.wait`."""
         began_s = heard_s = time.monotonic()
         pause_s = _FIRST_LOOK_S
         while not info.ended:
             left_s = timeout_s - (time.monotonic() - began_s) if timeout_s is not None else pause_s
             if left_s <= 0:
                 raise DeadlineError(
-                    f"export {info.id} is {info.state} after {timeout_s:g} s and goes on; wait "
-                    f"longer, or end it: paramd exports --cancel {info.id}"
+                    f"export {info.id} is still {info.state} after {timeout_s:g} s and continues; "
+                    f"wait longer, or cancel it: paramd exports --cancel {info.id}"
                 )
             await asyncio.sleep(min(pause_s, left_s))
             pause_s = min(2 * pause_s, _LOOK_S)
             try:
                 info = await self.get(info.id)
             except UnreachableError:
-                # A control plane that was killed goes on with it when it is back.
+                # A restarted control plane resumes the export.
                 if time.monotonic() - heard_s > _AWAY_S:
                     raise
                 continue
@@ -213,27 +208,27 @@ class ExportCalls:
     async def create_schedule(
         self, body: Mapping[str, Any], assets: str | Path | None
     ) -> dict[str, Any]:
-        """Has exports begin by themselves, with the files of the folder `assets`."""
+        """Create a schedule, with the files of the directory `assets`."""
         body = {**body, "assets": await self._upload_assets(body["id"], assets)}
         return dict(await self._rest.send("POST", f"{self._path}/export-schedules", body))
 
     async def schedules(self) -> list[dict[str, Any]]:
-        """Schedules in force, oldest first."""
+        """Active schedules, oldest first."""
         found = await self._rest.send("GET", f"{self._path}/export-schedules")
         return [dict(one) for one in found["schedules"]]
 
     async def delete_schedule(self, schedule_id: str) -> dict[str, Any]:
-        """Ends a schedule; what it exported stays."""
+        """Delete a schedule; its exports stay."""
         path = f"{self._path}/export-schedules/{_q(schedule_id)}"
         return dict(await self._rest.send("DELETE", path))
 
     async def destinations(self) -> list[dict[str, Any]]:
-        """Names and kinds of the places that exports may go to."""
+        """Names and kinds of the configured export destinations."""
         found = await self._rest.send("GET", "/destinations")
         return [dict(one) for one in found["destinations"]]
 
     async def _upload_assets(self, owner_id: str, folder: str | Path | None) -> list[str]:
-        """Gives the control plane the files that are copied beside an export; their names."""
+        """Upload an export's assets to the control plane; return their names."""
         files = await asyncio.to_thread(read_assets, Path(folder)) if folder is not None else []
         for name, data in files:
             for begin in range(0, max(len(data), 1), ASSET_CHUNK_BYTES):
@@ -263,7 +258,7 @@ class ExportCalls:
             try:
                 return await self._rest.send(method, self._path + path, body)
             except UnreachableError:
-                # A control plane that was killed is back within seconds.
+                # A killed control plane is back within seconds.
                 if time.monotonic() + _AGAIN_S > deadline_s:
                     raise
                 await asyncio.sleep(_AGAIN_S)
@@ -279,9 +274,9 @@ def export_body(
     name_map: Mapping[str, str] | None,
     verify: bool,
 ) -> dict[str, Any]:
-    """What requests of an export and of a schedule have in common; see `AsyncMesh.export`."""
+    """The body shared by requests for exports and schedules; see `AsyncMesh.export`."""
     body: dict[str, Any] = {
-        "id": secrets.token_hex(16),  # made before it is sent: sending it twice does it once
+        "id": secrets.token_hex(16),  # chosen here, so that resending is idempotent
         "destination": destination,
         "format": format,
         "include": [include] if isinstance(include, str) else list(include),
@@ -298,19 +293,19 @@ def export_body(
 
 
 def read_assets(folder: Path) -> list[tuple[str, bytes]]:
-    """Plain files of a directory, by name; no links, no directories below.
+    """(name, contents) of a directory's regular files; links and subdirectories are skipped.
 
     Raises:
-        UsageError: no directory, too many files or bytes.
+        UsageError: not a directory, or too many files or bytes.
     """
     if not folder.is_dir():
-        raise UsageError(f"assets: {folder} is no directory")
+        raise UsageError(f"assets: {folder} is not a directory")
     paths = [p for p in sorted(folder.iterdir()) if p.is_file() and not p.is_symlink()]
     size_bytes = sum(path.stat().st_size for path in paths)
     if len(paths) > MAX_ASSETS or size_bytes > MAX_ASSETS_BYTES:
         raise UsageError(
             f"assets: {folder} holds {len(paths)} files of {size_bytes:,} bytes; at most "
-            f"{MAX_ASSETS} of {MAX_ASSETS_BYTES:,} in all are copied beside an export"
+            f"{MAX_ASSETS} of {MAX_ASSETS_BYTES:,} in total can be copied into an export"
         )
     return [(path.name, path.read_bytes()) for path in paths]
 
@@ -319,7 +314,7 @@ def _q(name: str) -> str:
     return quote(name, safe="")
 
 
-# `timeout=` is what users of every other client write; it bounds retries, not one await.
+# `timeout=` as in other clients; it bounds the whole wait, not one await.
 # ruff: noqa: ASYNC109
 
 
@@ -344,32 +339,32 @@ class AsyncExport:
         )
 
     async def refresh(self) -> ExportInfo:
-        """Asks how it stands now. Raises as `AsyncMesh.exports`."""
+        """Fetch its current state. Raises as `AsyncMesh.get_export`."""
         return self._hear(await self._calls.get(self.info.id))
 
     async def wait(
         self, timeout: float | None = None, progress: Progress | None = None
     ) -> ExportInfo:
-        """Waits for its end. The export itself goes on whatever becomes of the waiting.
+        """Wait until the export has ended. Cancelling the wait does not cancel the export.
 
         Args:
-            timeout: Seconds; None waits for as long as it takes.
-            progress: Called with what is known, about twice a second and at the end.
+            timeout: Seconds; None means no limit.
+            progress: Called with the latest state, about twice a second and at the end.
 
         Raises:
-            ConflictError: it failed or was cancelled; the text says why.
-            DeadlineError: it has not ended in time, and goes on.
-            UnreachableError: the control plane has been away for a minute.
+            ConflictError: it failed or was cancelled; the message says why.
+            DeadlineError: it has not ended in time; it continues.
+            UnreachableError: the control plane was unreachable for a minute.
         """
         self._hear(await self._calls.ended(self.info, timeout, progress))
         check_done(self.info)
         return self.info
 
     async def cancel(self) -> ExportInfo:
-        """Has it ended; what it wrote is removed. Idempotent.
+        """Cancel the export and remove what it wrote. Idempotent.
 
         Raises:
-            ConflictError: it has ended in another way already.
+            ConflictError: it is already DONE or FAILED.
         """
         return self._hear(await self._calls.cancel(self.info.id))
 
@@ -396,13 +391,13 @@ class Export:
         return repr(self._begun)
 
     def refresh(self) -> ExportInfo:
-        """Asks how it stands now. Raises as `Mesh.exports`."""
+        """Fetch its current state. Raises as `Mesh.get_export`."""
         return self._run(self._begun.refresh())
 
     def wait(self, timeout: float | None = None, progress: Progress | None = None) -> ExportInfo:
-        """Waits for its end. Args, Raises: as `AsyncExport.wait`."""
+        """Wait until the export has ended. Args, Raises: as `AsyncExport.wait`."""
         return self._run(self._begun.wait(timeout, progress))
 
     def cancel(self) -> ExportInfo:
-        """Has it ended; what it wrote is removed. Raises as `AsyncExport.cancel`."""
+        """Cancel the export and remove what it wrote. Raises as `AsyncExport.cancel`."""
         return self._run(self._begun.cancel())

@@ -1,20 +1,13 @@
-"""Full tensors of one step into a local safetensors file, in an order that can be resumed.
+"""Resumable download of full tensors of one step into a local safetensors file.
 
-Tensors are read batch by batch, written where they belong, and noted with a checksum. After a
-break the same call goes on with the same snapshot while its lease lives; else it begins anew.
+Next to `model.safetensors` stand `.model.safetensors.part`, with its disk space reserved, and
+`.model.safetensors.journal`: a JSON line that names the snapshot, then one with the checksum of
+each range written. After an interruption the same call resumes from the same snapshot while its
+lease lasts, and starts over otherwise. Ranges with a broken line or a wrong checksum are read
+again.
 
-A download's partial file, and what of it is known to be right: it survives a break.
-
-Beside `model.safetensors` stand `.model.safetensors.part`, with all its room reserved, and
-`.model.safetensors.journal`: one line of JSON that says which snapshot it is of, then one for
-every range that was written, with its checksum. What a broken line or a wrong checksum speaks
-of is read again.
-
-The directory may be one that others write too, such as /tmp. So both files are ours alone (mode
-0600) until the whole file gets its name, and what another user put there, or links to elsewhere,
-is refused: never followed, never finished.
-
-What a downloaded file holds and where, and how a journal tells of its snapshot. Pure.
+The directory may be writable by others, such as /tmp. So both files are private (mode 0600)
+until the complete file is renamed, and a file of another user, or a link, is refused.
 """
 
 from __future__ import annotations
@@ -55,14 +48,14 @@ if TYPE_CHECKING:
     import torch
 
 PART_BYTES: Final = 16 << 20
-"""Longest range with a checksum of its own."""
+"""Most bytes per checksummed range."""
 
 Ranges = dict[tuple[int, int], str]
 """Checksums of half-open ranges of the file."""
 
 
 class PartialFile:
-    """A file on its way to `path`. Methods block."""
+    """The partial file of a download to `path`, and its journal. Methods block."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -71,18 +64,18 @@ class PartialFile:
         self._file = self._lines = -1
 
     def check(self, *, replace: bool) -> None:
-        """Refuses early what would be refused at the end.
+        """Fail early on what `publish` would refuse.
 
         Raises:
-            UsageError: no such directory. ConflictError: the name is taken.
+            UsageError: no such directory. ConflictError: the file exists.
         """
         if not self.path.parent.is_dir():
-            raise UsageError(f"{self.path}: there is no directory {self.path.parent}; make it")
+            raise UsageError(f"{self.path}: there is no directory {self.path.parent}; create it")
         if not replace and os.path.lexists(self.path):
             raise ConflictError(f"{self.path} exists; give another name, or --force to replace it")
 
     def found(self) -> tuple[Mapping[str, Any], Ranges] | None:
-        """What an earlier try left: of which snapshot it is, and its ranges; None: nothing."""
+        """An earlier attempt's (description of the snapshot, ranges); None without a journal."""
         try:
             lines = _contents(self._lines).split(b"\n")
             about = json.loads(lines[0])
@@ -96,11 +89,11 @@ class PartialFile:
 
     @contextmanager
     def opened(self) -> Iterator[None]:
-        """Holds the file open; two downloads to one name are kept apart.
+        """Open and lock the files for the block.
 
         Raises:
-            ConflictError: another process downloads to this name, or what stands beside it
-                is not ours.
+            ConflictError: another process downloads to this path, or a partial file is not
+                ours.
         """
         import fcntl
 
@@ -121,30 +114,31 @@ class PartialFile:
             self._file = self._lines = -1
 
     def begin(self, about: Mapping[str, Any], size_bytes: int) -> None:
-        """Begins anew, with room for the whole file.
+        """Start over, with disk space reserved for the whole file.
 
         Raises:
-            ExhaustedError: the disk has not the room.
+            ExhaustedError: not enough disk space.
         """
         try:
+            # Zero it first: a range of the old download must never pass for this one's.
             os.ftruncate(self._file, 0)
             os.posix_fallocate(self._file, 0, max(size_bytes, 1))
             os.ftruncate(self._file, size_bytes)
         except OSError as error:
             raise ExhaustedError(
-                f"{self.path}: {size_bytes:,} bytes cannot be had there ({error.strerror}); free "
-                "some or write elsewhere"
+                f"{self.path}: cannot reserve {size_bytes:,} bytes ({error.strerror}); free some "
+                "space or write elsewhere"
             ) from error
         self._rewrite(about)
 
     def go_on(self, about: Mapping[str, Any], ranges: Ranges) -> None:
-        """Goes on with these ranges; the journal then has them and no others."""
+        """Resume with these ranges; rewrites the journal to hold just them."""
         self._rewrite(about)
         for (begin, end), checksum in ranges.items():
             self._line({"begin": begin, "end": end, "xxh3": checksum})
 
     def checked(self, ranges: Ranges, size_bytes: int) -> Ranges:
-        """Those of `ranges` whose bytes in the file have that checksum."""
+        """Those of `ranges` whose bytes in the file match their checksum."""
         if os.fstat(self._file).st_size != size_bytes:
             return {}
         return {
@@ -155,10 +149,10 @@ class PartialFile:
         }
 
     def write(self, begin: int, data: memoryview) -> None:
-        """Writes a range, and notes it part by part.
+        """Write a range, and journal it part by part.
 
         Raises:
-            ExhaustedError: the disk is full after all.
+            ExhaustedError: the write failed, for example on a full disk.
         """
         for at in range(begin, begin + len(data), PART_BYTES):
             part = data[at - begin : at - begin + PART_BYTES]
@@ -170,19 +164,21 @@ class PartialFile:
             self._line({"begin": at, "end": end, "xxh3": xxh3_128_hexdigest(part)})
 
     def publish(self, *, replace: bool) -> None:
-        """Gives the file its name.
+        """Rename the complete file to `path`, durably.
 
         Raises:
-            ConflictError: the name was taken meanwhile, or the partial file was replaced.
+            ConflictError: the file exists by now, or the partial file was replaced.
         """
         os.fchmod(self._file, 0o666 & ~_umask())
         os.fsync(self._file)
+        # In a directory that others can write, the name may no longer be our open file's.
         if not os.path.samestat(os.lstat(self._part), os.fstat(self._file)):
-            raise ConflictError(f"{self._part} was replaced by somebody else; begin again")
+            raise ConflictError(f"{self._part} was replaced by another process; try again")
         if replace:
             os.replace(self._part, self.path)
         else:
             try:
+                # link, unlike rename, fails if the name was taken since `check`.
                 os.link(self._part, self.path)
             except FileExistsError:
                 raise ConflictError(
@@ -201,7 +197,7 @@ class PartialFile:
             os.close(directory)
 
     def forget(self) -> None:
-        """Removes what is beside. Idempotent."""
+        """Remove the partial file and the journal. Idempotent."""
         for path in (self._part, self._journal):
             with suppress(FileNotFoundError):
                 path.unlink()
@@ -220,12 +216,12 @@ class PartialFile:
 
 
 def _open_ours(path: Path) -> int:
-    """A file of ours, made when it is missing, to be read and written; nobody else's.
+    """Open, or create, a private file of this user for reading and writing.
 
     Raises:
-        ConflictError: a link, no plain file, or one that others own, can open or have linked.
+        ConflictError: a link, not a regular file, hard-linked, or another user's or open to one.
     """
-    # Not blocking: a FIFO would wait for somebody at its other end.
+    # O_NONBLOCK: opening a FIFO would block until its other end is opened.
     flags = os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
     try:
         try:
@@ -249,13 +245,13 @@ def _open_ours(path: Path) -> int:
 
 
 def _contents(file: int) -> bytes:
-    """All of a file. The position moves to its end, where the next write goes."""
+    """The whole file; leaves the position at its end, for appending."""
     os.lseek(file, 0, os.SEEK_SET)
     return b"".join(iter(lambda: os.read(file, 1 << 20), b""))
 
 
 def _umask() -> int:
-    """The mode bits that the user does not want; asking the system for it would change it."""
+    """The process's umask. Not os.umask, which would change it for other threads meanwhile."""
     for line in Path("/proc/self/status").read_text().splitlines():
         if line.startswith("Umask:"):
             return int(line.split()[1], 8)
@@ -269,20 +265,20 @@ def _write_all(file: int, data: memoryview, at: int) -> None:
 
 
 LEASE_S: Final = 120.0
-"""How long the snapshot outlives a break."""
+"""How long the snapshot survives an interruption."""
 BATCH_BYTES: Final = 64 << 20
 
 
 @dataclass(frozen=True, kw_only=True)
 class Wanted:
-    """What shall be in the file."""
+    """The contents of the file, resolved against a layout."""
 
     chosen: Chosen
     dtype: torch.dtype | None
     names: Mapping[str, str]
-    """From the name of a tensor to its name in the file."""
+    """From names in the model to names in the file."""
     metadata: Mapping[str, str]
-    """Of the header; job, incarnation and step are added."""
+    """Of the header; incarnation and step are added."""
     key: str
     """Equal for equal requests."""
 
@@ -293,9 +289,10 @@ class FileLayout:
 
     header: bytes
     begins: dict[int, int] = field(default_factory=dict)
-    """Where a tensor of the plan begins."""
+    """First byte of each tensor, by index in the plan."""
+    ends: dict[int, int] = field(default_factory=dict)
     order: list[int] = field(default_factory=list)
-    """Tensors of the plan in file order."""
+    """Indexes in the plan, in file order."""
     size_bytes: int = 0
 
 
@@ -319,6 +316,7 @@ def file_layout(wanted: Wanted, pinned: Pinned) -> FileLayout:
         found.begins[by_name[spec.name]] = at
         found.order.append(by_name[spec.name])
         at += spec.size_bytes
+        found.ends[by_name[spec.name]] = at
     found.size_bytes = at
     return found
 
@@ -327,15 +325,8 @@ def _dtype(tensor: ResultTensor, wanted: Wanted) -> str:
     return str(wanted.dtype).removeprefix("torch.") if wanted.dtype is not None else tensor.dtype
 
 
-def file_sizes(wanted: Wanted) -> list[int]:
-    return [
-        TensorSpec(name="", dtype=_dtype(tensor, wanted), shape=tensor.shape).size_bytes
-        for tensor in wanted.chosen.plan.tensors
-    ]
-
-
 def covered(ranges: Ranges, begin: int, end: int) -> bool:
-    """Whether [begin, end) is a union of noted ranges, which never cross tensors."""
+    """Whether ranges, which never cross tensors, cover [begin, end)."""
     have = sum(stop - start for start, stop in ranges if begin <= start and stop <= end)
     return have == end - begin
 
@@ -357,7 +348,7 @@ def batches(plan: ReadPlan, missing: Sequence[int]) -> Iterator[list[int]]:
 def request_key(
     job: str, digest: str, plan: ReadPlan, dtype: object, names: Mapping[str, str]
 ) -> str:
-    """Names a request: equal for equal ones of one layout."""
+    """A digest that is equal for equal requests against equal layouts."""
     told = repr((job, digest, str(dtype), sorted(names.items()), plan.tensors, plan.ranks))
     return xxh3_128_hexdigest(told.encode())
 
@@ -401,38 +392,38 @@ def pinned_of(about: Mapping[str, Any]) -> Pinned | None:
 
 
 PATIENCE_S: Final = 60.0
-"""How long a break may last without ending the call."""
+"""How long an outage may last before the call fails."""
 MAX_BEGINNINGS: Final = 3
 
 _AGAIN_S: Final = 0.5
 
 Moved = Callable[[int, int], object]
-"""Is told bytes that are there, and bytes in all."""
+"""Called with bytes done and total bytes."""
 Said = Callable[[str], object]
-"""Is told in words when something goes on, or begins anew."""
+"""Called with a message when a download resumes, retries or starts over."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Downloaded:
-    """A file that is there."""
+    """A finished download."""
 
     path: Path
     job: str
     incarnation: int
     step: int
     name_count: int
-    """Names, those of tied tensors too."""
+    """Number of names, including those of tied tensors."""
     size_bytes: int
     resumed_bytes: int
-    """Bytes that an earlier try had brought."""
+    """Bytes reused from an earlier attempt."""
     seconds: float
     unsettled: bool = False
-    """As in `Summoned`: training has not gone on since that step."""
+    """As in `Summoned`."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Content:
-    """What a download is asked to hold; see `AsyncMesh.download`."""
+    """The requested contents; see `AsyncMesh.download`."""
 
     patterns: Sequence[str]
     dtype: torch.dtype | None
@@ -440,7 +431,7 @@ class Content:
     name_map: NameMap
 
     async def wanted(self, reach: SidecarFinder, sidecars: Sidecars) -> Wanted:
-        """What that is in the layout of now. Raises as `choose`."""
+        """Resolve the request against the current layout. Raises as `choose`."""
         chosen = await choose(reach, sidecars, self.patterns, buffers=self.buffers)
         names = self.name_map.apply(item[0] for item in chosen.names)
         aliases = {alias: names[item[0]] for item in chosen.names for alias in item[1:]}
@@ -468,11 +459,11 @@ class Download:
         self._resumed_bytes = 0
 
     async def run(self, content: Content, deadline_s: float) -> Downloaded:
-        """Downloads `content` of one step.
+        """Download `content` at one step.
 
         Raises:
-            UnreachableError: a sidecar was away for too long; the same call goes on later.
-            ExhaustedError: no room on the disk. ConflictError: the name is taken.
+            UnreachableError: a sidecar was unreachable for too long; call again to resume.
+            ExhaustedError: not enough disk space. ConflictError: the file exists.
             ParamdError: as `AsyncMesh.summon`.
         """
         began_s = time.monotonic()
@@ -483,7 +474,7 @@ class Download:
                 except LeaseEndedError:
                     if beginning + 1 == MAX_BEGINNINGS:
                         raise
-                    self._said("the snapshot is no more; begins anew")
+                    self._said("the snapshot has expired; starting over")
                     continue
                 await asyncio.to_thread(self._file.publish, replace=self._replace)
                 return Downloaded(
@@ -517,7 +508,7 @@ class Download:
         finally:
             keeping.cancel()
             await asyncio.wait({keeping})
-        # Only now: after a break the leases are what the next try goes on with.
+        # Not on an error: the next attempt resumes from these snapshots.
         sidecars = await self._reach.sidecars()
         for pin in pinned.pins.values():
             sidecars.release(pin)
@@ -530,20 +521,20 @@ class Download:
         about, ranges = found
         pinned = pinned_of(about)
         if pinned is None or about.get("key") != wanted.key:
-            self._said("what an earlier download left is of something else; begins anew")
+            self._said("the partial file is of another download; starting over")
             return None, {}
         try:
             await asyncio.gather(*(sidecars.renew(pin, LEASE_S) for pin in pinned.pins.values()))
         except (NotFoundError, ConflictError, UnreachableError):
-            self._said(f"the snapshot of step {pinned.step} is no more; begins anew")
+            self._said(f"the snapshot of step {pinned.step} has expired; starting over")
             return None, {}
         layout = file_layout(wanted, pinned)
         good = await asyncio.to_thread(self._file.checked, ranges, layout.size_bytes)
         await asyncio.to_thread(self._file.go_on, about, good)
         self._resumed_bytes = sum(end - begin for begin, end in good)
         self._said(
-            f"goes on with step {pinned.step}: {self._resumed_bytes:,} of "
-            f"{layout.size_bytes:,} bytes are here already"
+            f"resuming at step {pinned.step}: {self._resumed_bytes:,} of "
+            f"{layout.size_bytes:,} bytes are already here"
         )
         return pinned, good
 
@@ -588,11 +579,10 @@ class Download:
             await asyncio.to_thread(self._file.write, 0, memoryview(layout.header))
             done_bytes += len(layout.header)
         plan = wanted.chosen.plan
-        sizes = file_sizes(wanted)
         missing = [
             index
             for index in layout.order
-            if not covered(ranges, layout.begins[index], layout.begins[index] + sizes[index])
+            if not covered(ranges, layout.begins[index], layout.ends[index])
         ]
         for batch in batches(plan, missing):
             parts = await self._patiently(plan, batch, pinned, deadline_s)
@@ -614,16 +604,14 @@ class Download:
                 return await read_batch(
                     await self._reach.sidecars(), plan, batch, pinned, deadline_s
                 )
-            except LeaseEndedError:
-                raise
             except UnreachableError as error:
                 now_s = time.monotonic()
                 if now_s > min(deadline_s, began_s + PATIENCE_S):
                     raise UnreachableError(
-                        f"{error}; what has come is kept: the same command goes on with it for "
-                        f"{LEASE_S:.0f} s"
+                        f"{error}; the bytes so far are kept: run the same command within "
+                        f"{LEASE_S:.0f} s to resume"
                     ) from error
-                self._said(f"{error}; tries again")
+                self._said(f"{error}; retrying")
                 await asyncio.sleep(_AGAIN_S)
                 try:
                     await self._reach.refresh()

@@ -1,10 +1,8 @@
-"""Pins parameters and the optimizer's state at one boundary.
+"""Pins for exports, and export plans as messages.
 
-The tables of the ranks' optimizers are pinned beside the parameters; the trainers mirror
-their state at the boundary that is agreed for both. Once the tables are read it is known
-which state there is, and that is pinned out of the mirrors, at the same step.
-
-Plans of exports as messages: what is asked for, from which the files follow.
+With the optimizer, the table of each rank's optimizer is pinned with its parameters, at one
+agreed boundary where the trainers mirror their state. The tables tell which state exists; it is
+then pinned from the mirrors, at the same step.
 """
 
 from __future__ import annotations
@@ -40,7 +38,7 @@ def encode_plan(
     pins: Iterable[export_pb2.ExportPin],
     unsettled: bool = False,
 ) -> export_pb2.ExportPlan:
-    """The message of a plan whose sources are pinned."""
+    """The message for a plan whose sources are pinned."""
     settings = plan.settings
     return export_pb2.ExportPlan(
         incarnation=incarnation,
@@ -66,14 +64,14 @@ def encode_plan(
 
 
 def decode_settings(message: export_pb2.ExportPlan) -> ExportSettings:
-    """What a message asks for.
+    """The settings in a message.
 
     Raises:
-        UsageError: it asks for something that there is not.
+        UsageError: an unknown format.
     """
     formats = {one.number: name for name, one in FORMATS.items()}
     if message.format not in formats:
-        raise UsageError(f"format: {message.format} is no format of exports")
+        raise UsageError(f"format: {message.format} is not an export format")
     rules = tuple(NameRule(rule.source, rule.target) for rule in message.names)
     return ExportSettings(
         format=formats[message.format],
@@ -88,11 +86,11 @@ def decode_settings(message: export_pb2.ExportPlan) -> ExportSettings:
 
 
 def decode_plan(message: export_pb2.ExportPlan, layout: Layout) -> ExportPlan:
-    """The plan that a message stands for.
+    """Rebuild the plan of a message from the layout.
 
     Raises:
         UsageError: as `decode_settings`.
-        ConflictError: it was made by a program that plans otherwise.
+        ConflictError: the digests differ: the sender's version plans differently.
     """
     table = OptimizerTable.from_json(message.optimizer) if message.optimizer else None
     plan = plan_export(layout, decode_settings(message), table)
@@ -106,7 +104,7 @@ def decode_plan(message: export_pb2.ExportPlan, layout: Layout) -> ExportPlan:
 
 @dataclass(frozen=True, slots=True)
 class PinnedExport:
-    """A plan, and the snapshots of all that it reads, at one state. The caller releases them."""
+    """A plan and its snapshots, all at one state. The caller releases them."""
 
     plan: ExportPlan
     incarnation: int
@@ -114,11 +112,11 @@ class PinnedExport:
     edits: int
     pins: tuple[export_pb2.ExportPin, ...]
     unsettled: bool = False
-    """Training has not gone on since update `step`."""
+    """Training has not continued since update `step`."""
 
 
 class _Beside:
-    """A PinTransport that has tables too: number -1 - r means the table of rank r."""
+    """A PinTransport that also pins optimizer tables: rank -1 - r means the table of rank r."""
 
     def __init__(self, sidecars: Sidecars, *, with_buffers: bool) -> None:
         self._sidecars = sidecars
@@ -146,15 +144,15 @@ class _Beside:
 async def pin_with_optimizer(
     sidecars: Sidecars, plan: ExportPlan, *, deadline_s: float
 ) -> PinnedExport:
-    """Pins what `plan` reads, and the optimizer's state; the plan with it.
+    """Pin what `plan` reads and the optimizer's state; return the plan extended by it.
 
     Args:
         sidecars: of the mesh that the plan was made for.
         plan: made without the optimizer.
-        deadline_s: on time.monotonic's clock.
+        deadline_s: on the monotonic clock.
 
     Raises:
-        ConflictError: a rank could not give its optimizer's state, or ranks disagree.
+        ConflictError: a rank could not provide its optimizer's state, or ranks disagree.
         ParamdError: as `Pinner.pin`.
     """
     transport = _Beside(sidecars, with_buffers=plan.at_boundary)
@@ -176,6 +174,7 @@ async def pin_with_optimizer(
             sidecars.release(pin)
         raise
     finally:
+        # The tables are read by now; only parameters and state stay pinned for the export.
         for rank, pin in pinned.pins.items():
             if rank < 0:
                 transport.release(pin)
@@ -183,7 +182,7 @@ async def pin_with_optimizer(
 
 
 async def pin_parameters(pinner: Pinner, plan: ExportPlan, *, deadline_s: float) -> PinnedExport:
-    """Pins what `plan` reads, which has no optimizer. Raises as `Pinner.pin`."""
+    """Pin what a plan without the optimizer reads. Raises as `Pinner.pin`."""
     spans = plan.sources[""].spans
     pinned = await pinner.pin(
         spans if spans else {0: ()}, deadline_s=deadline_s, with_buffers=plan.at_boundary
@@ -202,7 +201,7 @@ async def pin_moments(
     *,
     number: int,
 ) -> RankPin:
-    """One pin of a rank's optimizer state, named `number`."""
+    """Pin a rank's optimizer state or table; the pin's `rank` is `number`."""
     request.incarnation = sidecars.document.incarnation
     request.layout_digest = sidecars.document.layout_digest
     request.lease_ms = int(1000 * LEASE_S)
@@ -225,7 +224,7 @@ async def _states(
     held: Mapping[int, RankPin],
     deadline_s: float,
 ) -> list[export_pb2.ExportPin]:
-    """Pins every key of every rank; on none when one fails."""
+    """Pin every key on every rank, or none."""
 
     async def one(key: str, rank: int, spans: Sequence[tuple[int, int]]) -> export_pb2.ExportPin:
         request = pb.PinSnapshotRequest(
@@ -266,7 +265,7 @@ async def _tables(
                     chunk.check()
                     data += chunk.data
         if len(data) != pin.size_bytes:
-            raise DataLossError(f"{source.who}: {len(data)} of {pin.size_bytes} bytes came")
+            raise DataLossError(f"{source.who}: got {len(data)} of {pin.size_bytes} bytes")
         return parse_table(bytes(data))
 
     pins = [pin for rank, pin in pinned.pins.items() if rank < 0]

@@ -1,7 +1,4 @@
-"""A safetensors export back into the running mesh, as one edit.
-
-Bytes of some tensors of a pinned snapshot, read from all ranks and put together.
-"""
+"""Tensors as bytes: read from pinned snapshots for a download, or from an export to restore."""
 
 from __future__ import annotations
 
@@ -20,13 +17,14 @@ from paramd.layout.plan import Landing, RankRead, ReadPlan, ResultTensor
 from paramd.layout.types import Box, Layout, TensorKind
 from paramd.mesh.peers.control import RestClient
 from paramd.mesh.peers.sidecars import Pinned, Sidecars
-from paramd.mesh.reading.stream import Expected, Reader
+from paramd.mesh.reading.stream import read_bytes
+from paramd.mesh.reading.transfer import all_ended
 
 if TYPE_CHECKING:
     import torch
 
 GAP_BYTES: Final = 256 << 10
-"""Bytes of nobody that are read along rather than skipped."""
+"""Longest gap that is read along rather than skipped."""
 
 
 async def read_batch(
@@ -36,7 +34,7 @@ async def read_batch(
     pinned: Pinned,
     deadline_s: float,
 ) -> dict[int, bytearray]:
-    """The row-major bytes of some tensors, read from all ranks at once."""
+    """The row-major bytes of some tensors, read from all ranks concurrently."""
     found = {index: bytearray(plan.tensors[index].size_bytes) for index in batch}
     wanted = set(batch)
 
@@ -44,26 +42,19 @@ async def read_batch(
         landings = [one for one in read.landings if one.tensor in wanted]
         for run in _runs(landings):
             begin, end = run[0].begin_bytes, max(one.end_bytes for one in run)
-            data = await _range(sidecars, pinned, read.rank, begin, end, deadline_s)
+            data = await read_bytes(sidecars, pinned, read.rank, begin, end, deadline_s)
             for one in run:
                 part = memoryview(data)[one.begin_bytes - begin : one.end_bytes - begin]
                 await asyncio.to_thread(
                     _place, part, one, plan.tensors[one.tensor], found[one.tensor]
                 )
 
-    tasks = [asyncio.ensure_future(one_rank(read)) for read in plan.ranks]
-    try:
-        await asyncio.gather(*tasks)
-    finally:
-        for task in tasks:
-            task.cancel()
-        if tasks:
-            await asyncio.wait(tasks)
+    await all_ended([one_rank(read) for read in plan.ranks])
     return found
 
 
 def _runs(landings: Sequence[Landing]) -> Iterator[list[Landing]]:
-    """Landings that lie close together in a snapshot, to be read at once."""
+    """Groups of landings that are close together in the snapshot; each is one read."""
     run: list[Landing] = []
     end = 0
     for one in sorted(landings, key=lambda landing: landing.begin_bytes):
@@ -76,31 +67,8 @@ def _runs(landings: Sequence[Landing]) -> Iterator[list[Landing]]:
         yield run
 
 
-class _Buffer:
-    """A sink for [begin, end) of a snapshot."""
-
-    def __init__(self, begin: int, end: int) -> None:
-        self.data = bytearray(end - begin)
-        self._begin = begin
-        self._address = ctypes.addressof(ctypes.c_char.from_buffer(self.data))
-
-    def write(self, offset_bytes: int, address: int, size_bytes: int) -> None:
-        ctypes.memmove(self._address + offset_bytes - self._begin, address, size_bytes)
-
-
-async def _range(
-    sidecars: Sidecars, pinned: Pinned, rank: int, begin: int, end: int, deadline_s: float
-) -> bytearray:
-    buffer = _Buffer(begin, end)
-    expected = Expected(pinned.incarnation, pinned.step, end)
-    reader = Reader(sidecars.source(pinned.pins[rank], end_bytes=end), buffer, expected)
-    reader.offset_bytes = begin
-    await reader.run(deadline_s)
-    return buffer.data
-
-
 def _place(data: memoryview, landing: Landing, tensor: ResultTensor, result: bytearray) -> None:
-    """Puts a piece where it belongs in its tensor."""
+    """Copy a piece to its place in the tensor."""
     if landing.target_begin_bytes is not None:
         begin = landing.target_begin_bytes
         result[begin : begin + landing.size_bytes] = data
@@ -118,7 +86,7 @@ def _place(data: memoryview, landing: Landing, tensor: ResultTensor, result: byt
 
 
 def in_file(tensor: ResultTensor, data: bytearray, dtype: torch.dtype | None) -> bytearray:
-    """The bytes of a tensor in the file's dtype."""
+    """The bytes of a tensor, cast to `dtype`; None keeps its own."""
     if dtype is None or not data:
         return data
     import torch
@@ -135,11 +103,11 @@ def in_file(tensor: ResultTensor, data: bytearray, dtype: torch.dtype | None) ->
 MANIFEST: Final = "paramd-export.json"
 
 Moved = Callable[[int, int], object]
-"""Is told bytes that are there, and bytes in all."""
+"""Called with bytes done and total bytes."""
 
 
 class ExportFiles:
-    """Files of a finished export, read through the control plane and checked."""
+    """Files of a finished export, read through the control plane and verified."""
 
     def __init__(self, rest: RestClient, job: str, destination: str) -> None:
         self._rest = rest
@@ -147,10 +115,10 @@ class ExportFiles:
         self._destination = destination
 
     async def manifest(self) -> Mapping[str, Any]:
-        """What stands there.
+        """The export's manifest.
 
         Raises:
-            NotFoundError: no export. ParamdError: none that this version can read.
+            NotFoundError: there is no export. ParamdError: its manifest is unreadable.
         """
         try:
             found = json.loads(await self.read(MANIFEST))
@@ -163,7 +131,7 @@ class ExportFiles:
         return found
 
     async def read(self, name: str, moved: Callable[[int], object] = lambda size: None) -> bytes:
-        """The whole of a file. Raises ParamdErrors."""
+        """Read a whole file; `moved` gets the size of each part. Raises ParamdError."""
         data = bytearray()
         while True:
             asked = urlencode(
@@ -181,8 +149,8 @@ class ExportFiles:
         """All parameters and buffers, by their names in the files.
 
         Raises:
-            UsageError: it is no export of safetensors.
-            DataLossError: a file is not what the manifest says.
+            UsageError: it is not a safetensors export.
+            DataLossError: a file does not match the manifest's checksum.
         """
         if manifest["format"] != SAFETENSORS.name:
             raise UsageError(
@@ -211,7 +179,7 @@ class ExportFiles:
         return found
 
     async def values(self, layout: Layout, moved: Moved) -> tuple[dict[str, torch.Tensor], str]:
-        """The value of every parameter of a layout, and what they are in words.
+        """The value of every parameter of a layout, and a note that names their source.
 
         Raises: as `tensors` and `values_of`.
         """
@@ -222,7 +190,7 @@ class ExportFiles:
 
 
 def loaded(data: bytes, name: str) -> dict[str, torch.Tensor]:
-    """The tensors of a whole safetensors file. Raises DataLossError: it is none."""
+    """Parse a safetensors file. Raises DataLossError."""
     from safetensors import SafetensorError
     from safetensors.torch import load
 
@@ -242,7 +210,7 @@ def values_of(
         renamed: from names in the model to names in the files, where they differ.
 
     Raises:
-        NotFoundError: a parameter is not there. UsageError: a shape differs.
+        NotFoundError: a parameter is missing. UsageError: a shape differs.
     """
     found: dict[str, torch.Tensor] = {}
     for one in layout.tensors:
@@ -252,7 +220,7 @@ def values_of(
         value = next((tensors[name] for name in names if name in tensors), None)
         if value is None:
             raise NotFoundError(
-                f"the export has no {names[0]!r}; it is of another model, or holds a part of one"
+                f"the export has no {names[0]!r}; it is of another model, or of part of one"
             )
         if tuple(value.shape) != one.shape:
             raise UsageError(

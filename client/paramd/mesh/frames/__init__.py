@@ -1,1 +1,1 @@
-"""Values step by step: gradient frames, followed parameters, held steps."""
+"""Streams of frames, one per update: gradients, followed parameters."""

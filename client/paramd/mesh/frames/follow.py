@@ -1,7 +1,7 @@
-"""Parameters at agreed later steps, for evaluation jobs and inference engines.
+"""Streams of parameters, for evaluation jobs and inference engines.
 
-The same asking as for gradients. Before anything is read, every rank digests what it
-pinned; tensors whose digests are those of the last frame are not read again.
+Steps are pinned ahead, as for gradients. Before a read, each rank digests what it pinned;
+tensors whose digests are unchanged since the last frame are not read again.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ RANGES_PER_CALL = 20_000
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FollowRequest:
-    """What a follower wants."""
+    """A subscription to parameters; see `AsyncMesh.follow`."""
 
     patterns: tuple[str, ...]
     every: int = 1
-    """Updates between two frames; 1 or more. Frames come at its multiples."""
+    """Frames are of updates whose number is a multiple of this; 1 or more."""
     dtype: torch.dtype | None = None
     """Of the tensors; None keeps each one's own."""
     transport: Transport = "auto"
@@ -47,7 +47,7 @@ class FollowRequest:
 
 
 class FollowSteps:
-    """Asks for parameters at steps, and reads what changed."""
+    """Pins parameters and reads what changed, for a `StepStream` that chooses the steps."""
 
     def __init__(
         self,
@@ -79,12 +79,7 @@ class FollowSteps:
 
     async def hold(self, sidecars: Sidecars, step: int, timeout_s: float) -> PinnedStep:
         """As `Steps.hold`."""
-        requests = {}
-        for rank, template in self._requests.items():
-            requests[rank] = pb.PinSnapshotRequest()
-            requests[rank].CopyFrom(template)
-            requests[rank].at_step = step
-        return await hold_step(sidecars, requests, step, timeout_s)
+        return await hold_step(sidecars, self._requests, step, timeout_s)
 
     def release(self, held: PinnedStep) -> None:
         """As `Steps.release`."""
@@ -93,7 +88,7 @@ class FollowSteps:
     async def read(
         self, sidecars: Sidecars, step: int, dropped: int, held: PinnedStep
     ) -> ParamFrame:
-        """The frame: what changed anew, all else as it was."""
+        """The frame: changed tensors read, the others taken from the last frame."""
         deadline_s = time.monotonic() + READ_S
         pinned = Pinned(held.incarnation, step, held.pins, held.edits)
         digests = await self._digested(sidecars, pinned, deadline_s)
@@ -117,7 +112,7 @@ class FollowSteps:
     async def _digested(
         self, sidecars: Sidecars, pinned: Pinned, deadline_s: float
     ) -> list[tuple[bytes, ...]]:
-        """Digests of all parts of each tensor, in the order of ranks and landings."""
+        """Digests of each tensor's parts, ordered by rank and landing."""
 
         async def of(read: RankRead) -> list[bytes]:
             found: list[bytes] = []
@@ -132,8 +127,8 @@ class FollowSteps:
                 said = (answer.header.step, answer.header.edits)
                 if said != (pinned.step, pinned.edits) or len(answer.digests) != len(ranges):
                     raise ConflictError(
-                        f"{sidecars.who(read.rank)} answered {len(answer.digests)} digests of step "
-                        f"{said[0]} with {said[1]} edits; asked were {len(ranges)} of step "
+                        f"{sidecars.who(read.rank)} returned {len(answer.digests)} digests of step "
+                        f"{said[0]} with {said[1]} edits; expected {len(ranges)} of step "
                         f"{pinned.step} with {pinned.edits}"
                     )
                 found.extend(answer.digests)
@@ -149,35 +144,21 @@ class FollowSteps:
     async def _read_tensors(
         self, sidecars: Sidecars, pinned: Pinned, numbers: Sequence[int], deadline_s: float
     ) -> dict[str, torch.Tensor]:
-        """The tensors of these numbers, by name. Tied names share one."""
+        """The tensors with these indexes, by name; tied names share one object."""
         from paramd.mesh.reading.assemble import Targets
 
         if not numbers:
             return {}
-        plan, names = self._plan, self._names
+        plan, names, read = self._plan, self._names, self._transfer.read
         if len(numbers) < len(plan.tensors):
-            return await self._read_some(sidecars, pinned, numbers, deadline_s)
+            plan, names = self._plan_of(numbers), [names[number] for number in numbers]
+            read = self._transfer.read_parts
         targets = Targets(plan, names, dtype=self._wanted.dtype, device=None, into=None)
-        await self._transfer.read(
-            sidecars, plan, pinned, targets, self._wanted.transport, deadline_s
-        )
-        return targets.results()
-
-    async def _read_some(
-        self, sidecars: Sidecars, pinned: Pinned, numbers: Sequence[int], deadline_s: float
-    ) -> dict[str, torch.Tensor]:
-        from paramd.mesh.reading.assemble import Targets
-
-        part = self._plan_of(numbers)
-        names = [self._names[number] for number in numbers]
-        targets = Targets(part, names, dtype=self._wanted.dtype, device=None, into=None)
-        await self._transfer.read_parts(
-            sidecars, part, pinned, targets, self._wanted.transport, deadline_s
-        )
+        await read(sidecars, plan, pinned, targets, self._wanted.transport, deadline_s)
         return targets.results()
 
     def _plan_of(self, numbers: Sequence[int]) -> ReadPlan:
-        """The plan of these tensors alone, in the same snapshots."""
+        """The plan restricted to these tensors, over the same snapshots."""
         place = {number: at for at, number in enumerate(numbers)}
         reads = []
         for read in self._plan.ranks:
@@ -196,15 +177,15 @@ class FollowSteps:
 async def open_following(
     reach: ReachLike, transfer: Transfer, wanted: FollowRequest
 ) -> StepStream[PinnedStep, ParamFrame]:
-    """A subscription; to be closed. Raises as `open_stream` of gradients."""
+    """Open a subscription; the caller closes it. Raises as `grads.open_stream`."""
     await transfer.load_torch()
 
     async def attempt(sidecars: Sidecars) -> FollowSteps:
         index = await reach.index(sidecars)
         if index.layout.mirrored:
             raise ConflictError(
-                "this job's parameters stay in its trainers' own memory (arena=\"mirror\"), where "
-                "no step can be followed; summon them, which asks for a copy at a boundary"
+                "this job's parameters stay in its trainers' own memory (arena=\"mirror\") and "
+                "cannot be followed; use summon, which copies them at a boundary"
             )
         selection = select(index, wanted.patterns, with_buffers=False)
         plan = plan_read(index.layout, selection, prefer=reach.costs())

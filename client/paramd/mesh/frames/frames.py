@@ -1,11 +1,9 @@
-"""Frames of a stream: what all ranks had at one step.
+"""Frames of a stream, and the plans by which gradients are read. Pure.
 
-What a reader of gradients asks each rank for; pure.
-
-Gradients lie as their parameters do, so the layout's read plans serve them. One thing the
-layout cannot tell: a gradient may be the sum of what several ranks hold (Partial). That is
-learnt from the notes that come with frames: first which tensors are such sums, then which
-ranks belong together; from then on all of them are read, and summed here.
+Gradients are laid out as their parameters, so the layout's read plans apply, except that a
+gradient may be the sum over several ranks (Partial). The notes that come with frames tell: first
+which tensors are such sums, then which ranks form a group; from then on all of them are read, and
+summed by the client.
 """
 
 from __future__ import annotations
@@ -29,57 +27,59 @@ MAX_ROWS = 4096
 
 @dataclass(frozen=True, slots=True)
 class GradSelection:
-    """One gradient that was asked for."""
+    """One requested gradient."""
 
     name: str
     tensor: TensorLayout
     parts: tuple[SelectedTensor, ...]
-    """Boxes that make up the answer, one below the other in the first dim."""
+    """Boxes that are concatenated along the first dim to form the result."""
     shape: tuple[int, ...]
     rows: tuple[int, ...] | None
-    """Rows of the first dim that were sampled; None: all that the slice names."""
+    """Sampled rows of the first dim; None for all rows of the slice."""
 
 
 @dataclass(frozen=True, slots=True)
 class GradNote:
-    """What one rank says of one gradient."""
+    """One rank's note on one gradient."""
 
     rank: int
     asked: int
-    """Index into what was asked for."""
+    """Index into `GradPlan.asked`."""
     none: int
+    """Why there is no gradient, a `NoGradient`; 0 if there is one."""
     group: int
+    """Ranks of equal groups sum to the gradient; 0 if it is not Partial."""
 
 
 @dataclass(frozen=True, slots=True)
 class GradPlan:
-    """How frames are read as long as the notes stay as they are."""
+    """How frames are read, until a frame's notes change."""
 
     asked: tuple[GradSelection, ...]
     plan: ReadPlan
     numbers: tuple[range, ...]
-    """For each of `asked`, its tensors in `plan`: one each part; empty when it is a sum."""
+    """For each of `asked`, its tensors in `plan`, one per part; empty for a sum."""
     sums: ReadPlan
-    """Tensors that are sums, as often as ranks belong together; no rank when there are none."""
+    """Reads of Partial tensors, one per rank of the group; empty without any."""
     layers: tuple[tuple[range, ...], ...]
-    """For each of `asked`, its tensors in `sums`: a range for each of the summed ranks."""
+    """For each of `asked`, its tensors in `sums`: one range per summand."""
     owners: Mapping[tuple[int, int], Sequence[int]]
     """(rank, first arena byte of a piece) -> indexes into `asked`."""
     used: frozenset[tuple[int, int]]
-    """(rank, index into `asked`) of what is read."""
+    """(rank, index into `asked`) of every read."""
 
 
 @dataclass(slots=True)
 class PartialGroups:
-    """What frames have told of sums: by index into what was asked for."""
+    """What is known about Partial gradients, by index into `GradPlan.asked`."""
 
     probing: set[int] = field(default_factory=set)
-    """Known to be sums; who belongs together is being asked."""
+    """Known to be Partial; the next frame reads all holders to find their groups."""
     groups: dict[int, dict[int, int]] = field(default_factory=dict)
-    """Group of each rank that holds a part."""
+    """By rank that holds a part, its group."""
 
     def update(self, found: GradPlan, notes: Sequence[GradNote]) -> bool:
-        """Takes notes in; whether the plan is still right, so that the frame can be read."""
+        """Take in a frame's notes; False if the plan is outdated, and the frame unreadable."""
         said: dict[int, dict[int, int]] = {}
         for note in notes:
             if note.group and (note.rank, note.asked) in found.used:
@@ -107,10 +107,10 @@ class PartialGroups:
 def ask_for(
     index: NameIndex, patterns: Sequence[str], rows: int | None
 ) -> tuple[GradSelection, ...]:
-    """The gradients that patterns name.
+    """The gradients that match.
 
     Raises:
-        NotFoundError, UsageError: as `select`; or `rows` is out of range.
+        NotFoundError: as `select`. UsageError: as `select`, or `rows` is out of range.
     """
     if rows is not None and not 1 <= rows <= MAX_ROWS:
         raise UsageError(f"rows: {rows}; expected 1 to {MAX_ROWS:,}")
@@ -140,7 +140,7 @@ def make_plan(
     *,
     prefer: Preference | None,
 ) -> GradPlan:
-    """Plans to read what was asked for, knowing what was learnt.
+    """Plan the reads of `asked`, given what is known about Partial gradients.
 
     Raises:
         UnreachableError: as `plan_read`.
@@ -190,9 +190,10 @@ def _used(plan: ReadPlan, owners: Sequence[int]) -> Iterator[tuple[int, int]]:
 
 
 def _layers(tensor: TensorLayout, groups: Mapping[int, int] | None) -> Iterator[TensorLayout]:
-    """The tensor as often as its regions have holders that belong together, each time whole.
+    """Split a Partial tensor into its summands, each a tensor with one holder per region.
 
-    Without groups all holders do. A region with fewer of them is missing in later layers.
+    `groups` None means that all holders of a region form one group. A region with fewer holders
+    is missing in later layers.
     """
     holders: dict[Region, list[Piece]] = {}
     for piece in sorted(tensor.pieces, key=lambda piece: piece.rank):
@@ -202,7 +203,7 @@ def _layers(tensor: TensorLayout, groups: Mapping[int, int] | None) -> Iterator[
             continue
         group = groups.get(pieces[0].rank, 0)
         same = [piece for piece in pieces if groups.get(piece.rank, 0) == group]
-        # Without a group every holder has the whole gradient, and one is enough.
+        # Group 0: every holder has the full gradient, so read just one.
         holders[region] = same if group else same[:1]
     for layer in range(max(map(len, holders.values()), default=0)):
         found = [pieces[layer] for pieces in holders.values() if layer < len(pieces)]
@@ -216,7 +217,7 @@ Value = TypeVar("Value", covariant=True)
 
 
 class Frame(Mapping[str, Value], Generic[Value]):
-    """Values by name, all of one step of one incarnation."""
+    """Values by name, all at one step of one incarnation."""
 
     def __init__(self, *, job: str, incarnation: int, step: int, dropped: int) -> None:
         self.job = job
@@ -226,13 +227,13 @@ class Frame(Mapping[str, Value], Generic[Value]):
         self.step = step
         """Gradients: number of the update that consumes them. Parameters: finished updates."""
         self.dropped = dropped
-        """Frames that should have come since the last one and did not."""
+        """Frames skipped since the last one."""
 
 
 class GradFrame(Frame[Value]):
-    """Gradients of all ranks before one update, or what was counted of them.
+    """Gradients of all ranks before one update, or their statistics.
 
-    `frame[name]` is None where there is no gradient; `frame.none` says why.
+    `frame[name]` is None if there is no gradient; `frame.none` says why.
     """
 
     def __init__(
@@ -250,21 +251,21 @@ class GradFrame(Frame[Value]):
         parts: Mapping[str, Sequence[Part]] | None = None,
         bad_ranks: Mapping[str, Sequence[int]] | None = None,
     ) -> None:
-        """Values are made when they are first looked at. `parts` are those of statistics."""
+        """`values` are called on first access. `parts` are given for statistics only."""
         super().__init__(job=job, incarnation=incarnation, step=step, dropped=dropped)
         self._make = values
         self._values: dict[str, Value] = {}
         self._parts = parts
         self.bad_ranks = bad_ranks if bad_ranks is not None else {}
-        """Ranks that hold NaN or an infinity, by name; known of statistics alone."""
+        """Ranks that hold NaN or infinities, by name; for statistics only."""
         self.none = none
-        """Why there is no gradient, by name."""
+        """Reason why there is no gradient, by name."""
         self.scale = scale
-        """Factor (a loss scale) that the gradients are still multiplied with; 1 is none."""
+        """Loss scale that the gradients still contain; 1 for none."""
         self.read_s = read_s
-        """Seconds from when all ranks had captured it until it was here whole."""
+        """Seconds it took to read the frame after all ranks had captured it."""
         self.clip_factor = clip_factor
-        """Factor that clipping multiplied them with; None when the trainer did not say."""
+        """Factor that clipping applied; None if the trainer did not report it."""
 
     def __getitem__(self, name: str) -> Value:
         if name not in self._values:
@@ -279,23 +280,23 @@ class GradFrame(Frame[Value]):
 
     @cached_property
     def total(self) -> Summary:
-        """Statistics of all gradients of the frame together; `total.norm` is the global norm.
+        """Statistics over all gradients of the frame; `total.norm` is the global norm.
 
         Raises:
-            AttributeError: the frame holds whole gradients.
+            AttributeError: the frame is of kind "full".
         """
         if self._parts is None:
-            raise AttributeError('frames of kind "full" have no total; ask for kind="stats"')
+            raise AttributeError('frames of kind "full" have no total; use kind="stats"')
         return summarize(merge_all(one for parts in self._parts.values() for one in parts))
 
     def merged(self, name: str) -> Stats | None:
-        """Statistics that can be merged with others; None where there is no gradient."""
+        """Statistics of one gradient in mergeable form; None without a gradient."""
         if self._parts is None or name not in self._parts:
             return None
         return merge_all(self._parts[name])
 
     def document(self) -> dict[str, Any]:
-        """Numbers as REST and `paramd grads -o jsonl` write them; NaN is None there."""
+        """The JSON document of REST and `paramd grads -o jsonl`; NaN becomes None."""
         rows = []
         for name in self:
             why = self.none.get(name)
@@ -320,13 +321,12 @@ class GradFrame(Frame[Value]):
         return (
             f"<paramd.GradFrame of {self.job!r}: {len(self)} gradients that update {self.step} "
             f"consumes (incarnation {self.incarnation}), {len(self.none)} of them None, "
-            f"{self.dropped} frames "
-            "dropped before>"
+            f"{self.dropped} frames dropped before>"
         )
 
 
 class ParamFrame(Frame["torch.Tensor"]):
-    """Parameters after one update. Unchanged tensors are those of the frame before."""
+    """Parameters after one update. Unchanged tensors are the last frame's own objects."""
 
     def __init__(
         self,
@@ -341,7 +341,7 @@ class ParamFrame(Frame["torch.Tensor"]):
         super().__init__(job=job, incarnation=incarnation, step=step, dropped=dropped)
         self._tensors = dict(tensors)
         self.changed = tuple(changed)
-        """Names whose values differ from the frame before; all, in the first frame."""
+        """Names whose values differ from the last frame; all names in the first one."""
 
     def __getitem__(self, name: str) -> torch.Tensor:
         return self._tensors[name]
@@ -356,8 +356,7 @@ class ParamFrame(Frame["torch.Tensor"]):
         return (
             f"<paramd.ParamFrame of {self.job!r}: {len(self)} tensors after update {self.step} "
             f"(incarnation {self.incarnation}), {len(self.changed)} of them changed, "
-            f"{self.dropped} frames "
-            "dropped before>"
+            f"{self.dropped} frames dropped before>"
         )
 
 
@@ -369,5 +368,5 @@ def _numbers(summary: Summary) -> dict[str, Any]:
 
 
 def lazily_summed(parts: Sequence[Part]) -> Callable[[], Summary]:
-    """The summary of all parts together, made when it is asked for."""
+    """A function that computes the summary of all parts."""
     return lambda: summarize(merge_all(parts))

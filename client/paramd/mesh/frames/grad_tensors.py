@@ -1,4 +1,4 @@
-"""Whole gradients as tensors, in memory that is used again once the reader let go of it."""
+"""Full gradients as tensors, in memory that is reused once the reader has dropped it."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from paramd.mesh.reading.assemble import Targets, allocate, torch_dtype
 from paramd.mesh.reading.transfer import Transfer, Transport
 
 _KEPT = 4
-"""Tensors of one shape that are kept for each that is in use."""
+"""Most tensors kept per shape and dtype."""
 
 EXPONENT_BEGIN = -64
 EXPONENT_BINS = 128
 
 
 class TensorPool:
-    """Warm memory for results: fresh pages cost more than the copies into them.
+    """Reusable memory for results: faulting in fresh pages costs more than the copies.
 
-    What is handed out is an alias of a kept tensor; when nobody else uses that storage any
-    more, it is handed out again.
+    Hands out aliases of kept tensors; a tensor is free again once no other alias of its storage
+    is alive.
     """
 
     def __init__(self) -> None:
@@ -36,7 +36,7 @@ class TensorPool:
         )
 
     def take(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        """A tensor with undefined content."""
+        """A tensor with undefined contents."""
         kept = self._kept[shape, dtype]
         for tensor in kept:
             if _is_alone(tensor):
@@ -49,7 +49,7 @@ class TensorPool:
 
 
 def _is_alone(tensor: torch.Tensor) -> bool:
-    # The tensor itself, and the storage object that is asked for its address.
+    # 2: the tensor's reference, and that of the storage object made here.
     return bool(torch._C._storage_Use_Count(tensor.untyped_storage()._cdata) <= 2)
 
 
@@ -65,7 +65,7 @@ async def read_tensors(
     transport: Transport,
     deadline_s: float,
 ) -> dict[int, torch.Tensor]:
-    """Reads the plan's tensors `numbers[i]` as one tensor each, by index into `asked`.
+    """Read, for each `asked[i]`, the plan's tensors `numbers[i]` into one; by `i`.
 
     Raises: as `Transfer.read`.
     """
@@ -89,7 +89,7 @@ async def read_tensors(
 
 
 def _part_of(plan: ReadPlan, numbers: Sequence[range]) -> ReadPlan:
-    """The plan with landings of these tensors alone; snapshots stay as they are."""
+    """The plan restricted to these tensors' landings, over the same snapshots."""
     wanted = {number for of in numbers for number in of}
     if len(wanted) == len(plan.tensors):
         return plan
@@ -101,7 +101,7 @@ def _part_of(plan: ReadPlan, numbers: Sequence[range]) -> ReadPlan:
 
 
 def tensor_stats(tensor: torch.Tensor, *, with_exponents: bool) -> Stats:
-    """Statistics of a tensor that is here already, as sidecars make them."""
+    """Statistics of a local tensor, as the sidecars compute them."""
     values = tensor.detach().double().flatten()
     finite = values[torch.isfinite(values)]
     count = finite.numel()

@@ -1,4 +1,4 @@
-"""Gradients of a running job, frame by frame: asked for a little ahead, whole or not at all."""
+"""Streams of gradients: requests a little ahead of training, frames complete or dropped."""
 
 from __future__ import annotations
 
@@ -38,34 +38,34 @@ if TYPE_CHECKING:
 REASONS: Final = {
     pb.NO_GRADIENT_NONE: "its grad is None",
     pb.NO_GRADIENT_OTHER_OPTIMIZER: "another optimizer updates it",
-    pb.NO_GRADIENT_PLACEMENT: "it is placed otherwise than its parameter",
-    pb.NO_GRADIENT_UNSUPPORTED: "it is no dense tensor that fits its parameter",
+    pb.NO_GRADIENT_PLACEMENT: "its placement differs from its parameter's",
+    pb.NO_GRADIENT_UNSUPPORTED: "it is not a dense tensor that fits its parameter",
 }
 
 READ_S = 60.0
-"""Longest time to read what was captured of one step."""
+"""Time limit for reading one frame."""
 
 MAX_ITEMS = 20_000
-"""More items than that on one rank are reduced from a snapshot, in several calls."""
+"""With more items on one rank they are reduced from a snapshot, in several calls."""
 
 Items = Mapping[int, Sequence[StatsItem]]
-"""What each rank reduces; of no rank, when whole gradients are wanted."""
+"""What each rank reduces; empty for full gradients."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GradRequest:
-    """What a reader of gradients wants."""
+    """A subscription to gradients; see `AsyncMesh.grads`."""
 
     patterns: tuple[str, ...]
     every: int = 1
-    """Updates between two frames; 1 or more. Frames come at its multiples."""
+    """Frames are of updates whose number is a multiple of this; 1 or more."""
     kind: Kind = "full"
     dtype: torch.dtype | None = None
-    """Of whole gradients; None keeps each parameter's own."""
+    """Of full gradients; None keeps each parameter's own."""
     rows: int | None = None
-    """Rows of the first dim that are sampled, evenly; None: all."""
+    """Evenly spaced rows of the first dim to sample; None takes all."""
     lossless: bool = False
-    """Updates wait for this reader, as far as the trainer's operator allows it."""
+    """Updates wait for this reader, if the trainer's operator allows it."""
     transport: Transport = "auto"
 
     def __post_init__(self) -> None:
@@ -81,7 +81,7 @@ class GradRequest:
 
 @dataclass(frozen=True, slots=True)
 class _Held:
-    """One step of everything that was asked for."""
+    """The pins of one step, and the plan that they follow."""
 
     plan: GradPlan
     main: PinnedStep
@@ -92,7 +92,7 @@ class _Held:
 
 
 class GradSteps:
-    """Asks for gradients and reads them; the stream decides which steps."""
+    """Pins and reads gradients, for a `StepStream` that chooses the steps."""
 
     def __init__(
         self,
@@ -114,7 +114,7 @@ class GradSteps:
         self.ranks: tuple[int, ...] = ()
 
     async def prepare(self, sidecars: Sidecars) -> None:
-        """Makes the first plan."""
+        """Make the first plan."""
         await self._make_plan(sidecars)
 
     async def hold(self, sidecars: Sidecars, step: int, timeout_s: float) -> _Held:
@@ -124,11 +124,8 @@ class GradSteps:
         plan = self._plan
         assert plan is not None
         requests = [r for r in (self._requests, self._sum_requests) if r]
-        # Together: once the update has begun it is too late to ask.
-        tasks = [
-            asyncio.create_task(hold_step(sidecars, at_step(one, step), step, timeout_s))
-            for one in requests
-        ]
+        # Concurrently: once the update has begun it is too late to pin its gradients.
+        tasks = [asyncio.create_task(hold_step(sidecars, one, step, timeout_s)) for one in requests]
         try:
             found = await asyncio.gather(*tasks)
         except BaseException:
@@ -149,14 +146,14 @@ class GradSteps:
     async def read(
         self, sidecars: Sidecars, step: int, dropped: int, held: _Held
     ) -> GradFrame[Any] | None:
-        """The frame; None when the notes make another plan necessary."""
+        """The frame; None if its notes require a new plan."""
         began_s = time.monotonic()
         notes = [note for one in held.steps() for note in _notes(held.plan, one)]
         if not self._learnt.update(held.plan, notes):
             self._plan = None
             return None
         none = {
-            held.plan.asked[note.asked].name: REASONS.get(note.none, "of a reason unknown here")  # type: ignore[call-overload]
+            held.plan.asked[note.asked].name: REASONS.get(note.none, "unknown reason")  # type: ignore[call-overload]
             for note in notes
             if note.none and (note.rank, note.asked) in held.plan.used
         }
@@ -187,7 +184,7 @@ class GradSteps:
             if self._sum_requests:
                 self._requests, self._sum_requests = self._sum_requests, {}
             else:
-                # Nothing to read, but still something to say: at which step.
+                # Nothing to read (empty tensors), but frames still come at the right steps.
                 self._requests = {
                     min(sidecars.document.peers): pin_request(sidecars, self._wanted, ())
                 }
@@ -245,7 +242,7 @@ class GradSteps:
     async def _summed(
         self, sidecars: Sidecars, step: int, held: _Held, deadline_s: float
     ) -> dict[int, torch.Tensor]:
-        """Gradients that are sums over ranks, added up in the order of ranks."""
+        """Partial gradients, summed in rank order so that the result is deterministic."""
         from paramd.mesh.frames.grad_tensors import read_tensors
 
         await self._transfer.load_torch()
@@ -274,10 +271,10 @@ class GradSteps:
 async def open_stream(
     reach: ReachLike, transfer: Transfer, wanted: GradRequest
 ) -> StepStream[_Held, GradFrame[Any]]:
-    """A subscription; to be closed.
+    """Open a subscription; the caller closes it.
 
     Raises:
-        NotFoundError: a pattern matches nothing. UnreachableError: no sidecar answers.
+        NotFoundError: a pattern matches nothing. UnreachableError: no sidecar responds.
     """
     if wanted.kind == "full":
         await transfer.load_torch()
@@ -309,7 +306,7 @@ def _same(value: Any) -> Any:
 def pin_requests(
     sidecars: Sidecars, plan: ReadPlan, wanted: GradRequest, items: Items
 ) -> dict[int, pb.PinSnapshotRequest]:
-    """What each rank of a plan is asked for; `at_step` makes it one of some step."""
+    """Templates of the requests to a plan's ranks; `hold_step` sets the step."""
     found = {read.rank: pin_request(sidecars, wanted, read.spans) for read in plan.ranks}
     if not items or any(len(of_rank) > MAX_ITEMS for of_rank in items.values()):
         return found
@@ -325,7 +322,7 @@ def pin_requests(
 def pin_request(
     sidecars: Sidecars, wanted: GradRequest, spans: Sequence[tuple[int, int]]
 ) -> pb.PinSnapshotRequest:
-    """What one rank is asked for."""
+    """Template of the request to one rank."""
     return pb.PinSnapshotRequest(
         incarnation=sidecars.document.incarnation,
         layout_digest=sidecars.document.layout_digest,
@@ -334,19 +331,6 @@ def pin_request(
         source=pb.SOURCE_GRADIENTS,
         lossless_every=wanted.every if wanted.lossless else 0,
     )
-
-
-def at_step(
-    requests: Mapping[int, pb.PinSnapshotRequest], step: int
-) -> dict[int, pb.PinSnapshotRequest]:
-    """The requests, of one step."""
-    found = {}
-    for rank, template in requests.items():
-        request = pb.PinSnapshotRequest()
-        request.CopyFrom(template)
-        request.at_step = step
-        found[rank] = request
-    return found
 
 
 async def read_parts(
@@ -359,12 +343,12 @@ async def read_parts(
     *,
     with_exponents: bool,
 ) -> list[list[Part]]:
-    """Statistics of what each rank holds, by index into what was asked for.
+    """Statistics of each rank's part, by index into `plan.asked`.
 
-    `bad` gets the ranks whose part is not finite, by name.
+    Adds to `bad`, by name, the ranks whose part is not finite.
 
     Raises:
-        ConflictError: a rank answered other statistics than were asked.
+        ConflictError: a rank's response does not match its request.
     """
     owner = [index for index, of in enumerate(plan.numbers) for _ in of]
     found: list[list[Part]] = [[] for _ in plan.asked]
@@ -378,7 +362,8 @@ async def read_parts(
                 ranks.append(rank)
 
     if held.pins and plan.plan.tensors:
-        pinned = Pinned(held.incarnation, _step_of(held), held.pins)
+        step = next(iter(held.pins.values())).step
+        pinned = Pinned(held.incarnation, step, held.pins)
         parts = await compute_parts(
             sidecars, pinned, items, deadline_s, with_exponents=with_exponents
         )
@@ -390,12 +375,8 @@ async def read_parts(
         asked = items.get(rank, ())
         if [item.numel for item in asked] != [one.count for one in answer.stats]:
             raise ConflictError(
-                f"{sidecars.who(rank)} answered other statistics than were asked; try again"
+                f"{sidecars.who(rank)} returned statistics that do not match the request; try again"
             )
         for item, message in zip(asked, answer.stats, strict=True):
             note(rank, item, message)
     return found
-
-
-def _step_of(held: PinnedStep) -> int:
-    return next(iter(held.pins.values())).step

@@ -1,10 +1,7 @@
-"""Asks all ranks for the same later steps, a little ahead, and hands out what came of it.
+"""Streams of steps: requests upcoming steps from all ranks and yields what they captured.
 
-Two steps are asked for ahead. A step counts when every rank has it; one that any rank
-missed is dropped on all. A reader that is late is given the newest there is: what was
-captured for it while it was busy elsewhere is let go of when training went on since.
-
-Snapshots of one step on several ranks, kept for as long as a reader may come for them.
+Two steps are requested ahead. A step that any rank missed is dropped on all. A slow reader gets
+the newest frame: captures that training has long passed are released unread.
 """
 
 from __future__ import annotations
@@ -33,16 +30,16 @@ from paramd.mesh.peers.sidecars import RankPin, Sidecars, out_of_lockstep
 from paramd.v1 import sidecar_pb2
 
 AHEAD = 2
-"""Steps asked for at once; sidecars have as many slots."""
+"""Steps requested ahead; sidecars have as many slots."""
 
 OUTAGE_S = 20.0
-"""How long a rank that does not answer is waited for before the stream ends with its error."""
+"""How long a rank may be unreachable before the stream raises its error."""
 
 _FRESH_S = 0.25
-"""Younger frames are handed out without asking whether training went on."""
+"""Captures younger than this are read without checking how far training is."""
 
 _ANSWER_S = 0.01
-"""How long asking takes at most, usually: so much later must a step be that is asked for."""
+"""Assumed latency of a request: a requested step must be at least this far ahead."""
 
 _STATE_TIMEOUT_S = 3.0
 _STEP_TIMEOUT_S = 480.0
@@ -50,11 +47,11 @@ _PAUSE_S = 0.05
 
 
 class TrainingEndedError(ParamdError):
-    """The training has detached in order: no step comes any more."""
+    """The training detached cleanly; there are no more steps."""
 
 
 class StreamOverError(Exception):
-    """There are no more frames; whoever iterates ends quietly."""
+    """There are no more frames; iteration ends without an error."""
 
 
 Held = TypeVar("Held")
@@ -63,45 +60,39 @@ Answer = TypeVar("Answer")
 
 
 class ReachLike(Protocol):
-    """What streams need to know of their job; see `reach.Reach`."""
+    """The part of `SidecarFinder` that streams use; see there."""
 
     @property
-    def document(self) -> JobDocument:
-        """The job as last heard."""
+    def document(self) -> JobDocument: ...
 
-    async def refresh(self) -> JobDocument:
-        """The job, asked for again."""
+    async def refresh(self) -> JobDocument: ...
 
-    async def sidecars(self) -> Sidecars:
-        """The sidecars as last heard."""
+    async def sidecars(self) -> Sidecars: ...
 
-    async def index(self, sidecars: Sidecars) -> NameIndex:
-        """Names and layout of the present incarnation."""
+    async def index(self, sidecars: Sidecars) -> NameIndex: ...
 
-    def costs(self) -> dict[int, float]:
-        """Costs that make others stand in for ranks that lately did not answer."""
+    def costs(self) -> dict[int, float]: ...
 
     async def attempts(
         self, attempt: Callable[[Sidecars], Awaitable[Answer]], deadline_s: float
-    ) -> Answer:
-        """Runs `attempt`, and again when what it relied on proved stale."""
+    ) -> Answer: ...
 
 
 class Steps(Protocol[Held]):
-    """What a stream is of."""
+    """What a stream pins at each step."""
 
     ranks: tuple[int, ...]
-    """Whom it asks; the first one is asked how far training is."""
+    """Ranks that are pinned; the first one also reports how far training is."""
 
     async def hold(self, sidecars: Sidecars, step: int, timeout_s: float) -> Held:
-        """What all ranks have of one step, on all of them or on none.
+        """Pin one upcoming step on all ranks, or on none.
 
         Raises:
-            AbortedError: a rank missed it. TrainingEndedError: no step comes any more.
+            AbortedError: a rank missed it. TrainingEndedError: there are no more steps.
         """
 
     def release(self, held: Held) -> None:
-        """Ends what `hold` began; never waits."""
+        """Release what `hold` pinned; never waits."""
 
 
 @dataclass(eq=False, slots=True)
@@ -125,10 +116,9 @@ class StepStream(Generic[Held, Result]):
     ) -> None:
         """
         Args:
-            read: what to make of (sidecars, step, dropped, held); None when it came to nothing,
-                which counts as dropped.
-            every: updates between two frames; steps are its multiples.
-            keep_all: hand out also what is old by now, for readers that want each frame.
+            read: makes a frame of (sidecars, step, dropped, held); None drops the step.
+            every: steps are multiples of this.
+            keep_all: yield outdated captures too, for readers that want every frame.
         """
         self._reach = reach
         self._steps = steps
@@ -138,21 +128,21 @@ class StepStream(Generic[Held, Result]):
         self._identity = (reach.document.incarnation, reach.document.layout_digest)
         self._asks: deque[_Ask[Held]] = deque()
         self._next = 0
-        """Next step to ask for; 0 when that is to be found out."""
+        """Next step to request; 0 to ask a sidecar how far training is."""
         self._asked = 0
-        """Last step that was asked for."""
+        """Last requested step."""
         self._last = 0
-        """Step of the last frame that was handed out."""
+        """Step of the last frame returned."""
         self._down_since_s: float | None = None
         self._over = False
 
     async def next(self) -> Result:
-        """The next frame. A cancelled call loses none.
+        """The next frame.
 
         Raises:
             StreamOverError: the training has detached, or the stream was closed.
-            ConflictError: the job attached anew, a trainer ended, or a rank is torn.
-            UnreachableError: a rank did not answer for `OUTAGE_S`.
+            ConflictError: a new incarnation, a trainer that ended, or a torn rank.
+            UnreachableError: a rank did not respond for `OUTAGE_S`.
         """
         while not self._over:
             await self._ask_ahead()
@@ -179,7 +169,7 @@ class StepStream(Generic[Held, Result]):
         raise StreamOverError
 
     async def frames(self) -> AsyncGenerator[Result, None]:
-        """Frame by frame until the stream is over; closes it at the end. Raises as `next`."""
+        """All frames until the stream is over; closes it at the end. Raises as `next`."""
         try:
             while True:
                 yield await self.next()
@@ -189,7 +179,7 @@ class StepStream(Generic[Held, Result]):
             await self.close()
 
     async def close(self) -> None:
-        """Lets go of everything. Idempotent."""
+        """Cancel requests and release captures. Idempotent."""
         self._over = True
         await self._drop_asks()
 
@@ -208,7 +198,7 @@ class StepStream(Generic[Held, Result]):
             self._asks.append(ask)
 
     async def _first_step(self) -> int:
-        """The next multiple that can still be asked for in time."""
+        """The next multiple of `every` that can still be requested in time."""
         while True:
             try:
                 sidecars = await self._reach.sidecars()
@@ -223,7 +213,7 @@ class StepStream(Generic[Held, Result]):
         return -(-earliest // self._every) * self._every
 
     async def _usable(self, ask: _Ask[Held]) -> bool:
-        """Whether an ask that has ended came to something worth reading; else it is over."""
+        """Whether a finished request should be read; otherwise it is dropped."""
         error = ask.task.exception() if not ask.task.cancelled() else None
         if ask.task.cancelled() or error is not None:
             self._asks.popleft()
@@ -238,13 +228,13 @@ class StepStream(Generic[Held, Result]):
             return True
         if step - ask.step <= 2 * self._every + 1:
             return True
-        # The reader was away: newer ones are to be had, and those that were held are old.
+        # The reader fell behind: drop outdated captures and request current steps.
         await self._drop_asks()
         self._next = step
         return False
 
     async def _after(self, error: BaseException) -> None:
-        """Learns from what failed; raises what ends the stream."""
+        """Recover from a failed request or read; raise if the stream cannot continue."""
         if isinstance(error, TrainingEndedError):
             await self.close()
             raise StreamOverError
@@ -270,7 +260,7 @@ class StepStream(Generic[Held, Result]):
         try:
             await self._reach.refresh()
         except ParamdError:
-            return  # what the sidecar said tells more
+            return  # the sidecar's error says more
         self._check_identity()
 
     def _check_identity(self) -> None:
@@ -278,11 +268,10 @@ class StepStream(Generic[Held, Result]):
         incarnation, digest = self._identity
         if document.incarnation != incarnation:
             raise ConflictError(
-                f"the job attached anew: incarnation {incarnation} has ended, incarnation "
-                f"{document.incarnation} goes on; "
-                "subscribe again"
+                f"incarnation {incarnation} has ended, the job is in incarnation "
+                f"{document.incarnation}; subscribe again"
             )
-        # Empty while a rank is away: then nothing is known of it, and nothing has changed.
+        # Empty while a rank is away; that is not a change.
         if digest and document.layout_digest not in ("", digest):
             raise ConflictError(
                 f"the layout of incarnation {incarnation} is not the one subscribed to; "
@@ -297,6 +286,7 @@ class StepStream(Generic[Held, Result]):
         if asks:
             await asyncio.wait([ask.task for ask in asks])
         for ask in asks:
+            # Cancelled too late: it holds leases that nothing else would release.
             if not ask.task.cancelled() and ask.task.exception() is None:
                 self._steps.release(ask.task.result())
 
@@ -305,7 +295,7 @@ class StepStream(Generic[Held, Result]):
 async def frames_of(
     stream: StepStream[Any, Result], open_streams: set[StepStream[Any, Any]]
 ) -> AsyncIterator[AsyncGenerator[Result, None]]:
-    """The frames of a stream, which stands among `open_streams` until the block ends it."""
+    """The frames of a stream; it is in `open_streams` for the block, then closed."""
     open_streams.add(stream)
     try:
         async with aclosing(stream.frames()) as frames:
@@ -319,14 +309,14 @@ def _note_time(ask: _Ask[Held], _task: asyncio.Task[Held]) -> None:
 
 
 LEASE_S = 0.9
-"""So long at most does a reader that was killed keep memory."""
+"""Longest time that a killed reader keeps memory."""
 
 HOLD_S = 10.0
-"""How long what was asked for waits for its reader."""
+"""How long a capture is kept for its reader."""
 
 
 class PinnedStep:
-    """Answers of all ranks at one step, their leases renewed until `release`."""
+    """Snapshots of all ranks at one step; leases are renewed until `release`, or `HOLD_S`."""
 
     def __init__(
         self,
@@ -335,7 +325,7 @@ class PinnedStep:
         answers: Mapping[int, Any],
         pins: Mapping[int, RankPin],
     ) -> None:
-        """`state` is the incarnation, and the edits that the bytes have in them (-1: gradients)."""
+        """`state` is (incarnation, edits); edits are -1 for gradients."""
         self.incarnation, self.edits = state
         self.answers: Mapping[int, sidecar_pb2.PinSnapshotResponse] = answers
         self.pins = pins
@@ -345,7 +335,7 @@ class PinnedStep:
         )
 
     def release(self) -> None:
-        """Ends the leases; never waits. Idempotent."""
+        """End the leases; never waits. Idempotent."""
         if self._renewing is not None:
             self._renewing.cancel()
             self._renewing = None
@@ -355,7 +345,7 @@ class PinnedStep:
     async def _renew(self) -> None:
         for _ in range(int(HOLD_S / (LEASE_S / 3))):
             await asyncio.sleep(LEASE_S / 3)
-            # A lease that could not be renewed shows as NOT_FOUND at the next read.
+            # A failed renewal surfaces as NOT_FOUND at the next read.
             await asyncio.gather(
                 *(self._sidecars.renew(pin, LEASE_S) for pin in self.pins.values()),
                 return_exceptions=True,
@@ -364,24 +354,26 @@ class PinnedStep:
 
 async def hold_step(
     sidecars: Sidecars,
-    requests: Mapping[int, sidecar_pb2.PinSnapshotRequest],
+    templates: Mapping[int, sidecar_pb2.PinSnapshotRequest],
     step: int,
     timeout_s: float,
 ) -> PinnedStep:
-    """Asks all ranks at once; all answers are of `step`, or nothing is held.
+    """Pin `step` on the ranks of `templates`, requests without a step, or on none.
 
-    An edit between two updates changes parameters but not the step, so answers must agree on
-    their edits, too: one rank may have copied before it, another one after it.
+    An edit between two updates changes parameters but not the step, so the responses must also
+    agree on edits: one rank may have copied before the edit, another after it.
 
     Raises:
         AbortedError: a rank missed the step, or has it with other edits.
-        TrainingEndedError: no step comes any more.
+        TrainingEndedError: there are no more steps.
         ParamdError: as `Sidecars.pin_step`.
     """
-    tasks = {
-        rank: asyncio.create_task(sidecars.pin_step(rank, request, timeout_s))
-        for rank, request in requests.items()
-    }
+    tasks = {}
+    for rank, template in templates.items():
+        request = sidecar_pb2.PinSnapshotRequest()
+        request.CopyFrom(template)
+        request.at_step = step
+        tasks[rank] = asyncio.create_task(sidecars.pin_step(rank, request, timeout_s))
     try:
         await asyncio.gather(*tasks.values())
     except BaseException:
@@ -406,7 +398,7 @@ async def hold_step(
 def _check(
     sidecars: Sidecars, answers: Mapping[int, sidecar_pb2.PinSnapshotResponse], step: int
 ) -> tuple[int, int]:
-    """Incarnation and edits of all answers."""
+    """(incarnation, edits), equal in all responses. Raises as `hold_step`."""
     if any(answer.ended for answer in answers.values()):
         raise TrainingEndedError("the training has detached")
     headers = [answer.header for answer in answers.values()]
@@ -414,9 +406,8 @@ def _check(
     incarnation, edits = sidecars.document.incarnation, headers[0].edits
     if said != {(incarnation, step, edits)}:
         raise AbortedError(
-            f"asked for step {step} of incarnation {incarnation}, the ranks have (incarnation, "
-            "step, edits) "
-            f"{sorted(said)}"
+            f"requested step {step} of incarnation {incarnation}, but the ranks have "
+            f"(incarnation, step, edits) {sorted(said)}"
         )
     if len({header.iteration for header in headers}) > 1:
         raise out_of_lockstep(step, {header.rank: header.iteration for header in headers})

@@ -1,4 +1,4 @@
-"""Discovery and status over the control plane's REST side, `/api/v1`."""
+"""REST client of the control plane, `/api/v1`, and the job document it serves."""
 
 from __future__ import annotations
 
@@ -24,25 +24,25 @@ from paramd.mesh.peers.grpc import Asked, RankUnreachableError, check_way
 from paramd.security.tls import ClientTls, https_context
 
 REST_TIMEOUT_S = 5.0
-"""Deadline of one REST request, in seconds."""
+"""Default timeout of one REST request."""
 
 
 @dataclass(frozen=True, slots=True)
 class PeerAddress:
-    """Where one rank's sidecar is found."""
+    """Addresses of one rank's sidecar."""
 
     rank: int
     address: str
     """gRPC target, "host:port"."""
     socket_path: str
-    """Its Unix socket, for programs of the same host."""
+    """Its Unix socket, for clients on its host."""
     host_id: str
-    """Names the running kernel of its host, and its network."""
+    """As `state_files.host_id` on its host."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class JobDocument:
-    """What the control plane says of a job. Holds a ticket: never log it."""
+    """The control plane's description of a job. Contains a ticket: never log it."""
 
     job: str
     incarnation: int
@@ -57,10 +57,11 @@ class JobDocument:
     """Seconds since the Unix epoch."""
 
     def peer(self, rank: int) -> PeerAddress:
-        """Where the sidecar of `rank` is found.
+        """Addresses of the sidecar of `rank`.
 
         Raises:
-            RankUnreachableError: it has not joined, has left, or cannot be reached from here.
+            RankUnreachableError: it has not joined, has left, or listens on another host's
+                loopback.
         """
         if rank not in self.peers:
             raise RankUnreachableError(
@@ -74,7 +75,7 @@ class JobDocument:
         return peer
 
     def asked(self, rank: int) -> Asked:
-        """The sidecar of `rank`, to be called. Raises as `peer`."""
+        """The call target for `rank`. Raises as `peer`."""
         return Asked(
             job=self.job,
             incarnation=self.incarnation,
@@ -85,11 +86,11 @@ class JobDocument:
 
 
 Find = Callable[[], tuple[str, str]]
-"""Url and token of a job's control plane as they are now; UnreachableError when there is none."""
+"""Returns the current (url, token) of a job's control plane. Raises UnreachableError."""
 
 
 class RestClient:
-    """Asks one control plane, wherever it is by now. No I/O before the first request."""
+    """Client of one control plane; with `find`, follows it to a new address."""
 
     def __init__(
         self,
@@ -101,10 +102,10 @@ class RestClient:
         tls: ClientTls | None = None,
         find: Find | None = None,
     ) -> None:
-        """`transport` replaces the network in tests; `tls` is the environment's when None.
+        """No I/O. `transport` replaces the network in tests; `tls` None means the environment's.
 
-        With `find` a control plane that moved is followed: the job's next incarnation may
-        have another port, and has another token.
+        With `find` the client follows the job to its next incarnation, which has another token
+        and perhaps another port.
         """
         self._timeout_s = timeout_s
         self._transport, self._tls, self._find = transport, tls, find
@@ -124,25 +125,25 @@ class RestClient:
 
     @property
     def url(self) -> str:
-        """Where it is asked now."""
+        """Current base url."""
         return self._at[0]
 
     def look_again(self) -> None:
-        """Follows the control plane if it is known to be elsewhere by now."""
+        """Switch to the control plane's new address, if `find` knows one."""
         if self._find is None:
             return
         try:
             url, token = self._find()
         except ParamdError:
-            return  # what the old address says tells more
+            return  # the old address's error says more
         if (at := (checked_url(url), token)) != self._at:
-            # Requests under way end where they began.
+            # Not closed yet: requests in flight finish on the client they started on.
             self._left.append(self._client)
             self._at, self._client = at, self._client_of(*at)
 
     async def jobs(self) -> list[str]:
-        """Names of the jobs that this control plane knows."""
-        found = await self._get("/jobs")
+        """Names of the jobs that the control plane serves."""
+        found = await self.send("GET", "/jobs")
         listed = found.get("jobs", []) if isinstance(found, Mapping) else found
         return [str(job["job"] if isinstance(job, Mapping) else job) for job in listed]
 
@@ -150,45 +151,39 @@ class RestClient:
         """The job's document, with a fresh ticket.
 
         Raises:
-            UnreachableError, DeniedError, NotFoundError, DeadlineError: as they say.
+            UnreachableError, DeniedError, NotFoundError, DeadlineError.
         """
-        found = await self._get(f"/jobs/{quote(job, safe='')}")
+        found = await self.send("GET", f"/jobs/{quote(job, safe='')}")
         try:
             return parse_job(found)
         except (KeyError, TypeError, ValueError) as error:
             raise ParamdError(
-                f"{self.url} gave a job document that this client cannot read ({error!r}); "
+                f"{self.url} returned a job document that this client cannot read ({error!r}); "
                 "client and job may run different versions of paramd"
             ) from error
 
     async def ranks(self, job: str) -> list[dict[str, Any]]:
-        """State of every rank, ordered by rank, as the control plane last heard it."""
-        found = await self._get(f"/jobs/{quote(job, safe='')}/ranks")
+        """Last state of every rank known to the control plane, ordered by rank."""
+        found = await self.send("GET", f"/jobs/{quote(job, safe='')}/ranks")
         listed = found.get("ranks", []) if isinstance(found, Mapping) else found
         return [dict(rank) for rank in listed]
 
     async def audit(
         self, job: str | None, *, order: str, limit: int, page_token: str = ""
     ) -> dict[str, Any]:
-        """A page of the audit of a job, or with None of the control plane itself.
+        """A page of a job's audit log, or with None of the control plane's own.
 
         Raises:
-            UnreachableError, DeniedError, NotFoundError: as they say.
+            UnreachableError, DeniedError, NotFoundError.
         """
         path = f"/jobs/{quote(job, safe='')}/audit" if job is not None else "/audit"
-        return dict(
-            await self._get(
-                f"{path}?order={order}&limit={limit}&page_token={quote(page_token, safe='')}"
-            )
-        )
+        path += f"?order={order}&limit={limit}&page_token={quote(page_token, safe='')}"
+        return dict(await self.send("GET", path))
 
     async def close(self) -> None:
         """Closes the connections. Idempotent."""
         for client in (*self._left, self._client):
             await client.aclose()
-
-    async def _get(self, path: str) -> Any:
-        return await self.send("GET", path)
 
     async def send(
         self,
@@ -198,23 +193,23 @@ class RestClient:
         *,
         timeout_s: float | None = None,
     ) -> Any:
-        """The JSON answer to one request below /api/v1. Sent once, never again.
+        """Send one request below /api/v1 and return the JSON response. Never retried.
 
-        `timeout_s` is for requests that wait for something; None is the client's own.
+        `timeout_s` overrides the client's timeout, for requests that wait on the server.
 
         Raises:
-            ParamdError: the class that the HTTP status stands for.
+            ParamdError: the class for the HTTP status.
         """
         answer = await self._answer(method, path, body, timeout_s)
         try:
             return answer.json()
         except ValueError as error:
             raise UnreachableError(
-                f"{self.url} answered something that is not JSON; is it a paramd control plane?"
+                f"the response of {self.url} is not JSON; is it a paramd control plane?"
             ) from error
 
     async def read_bytes(self, path: str, *, timeout_s: float = 60.0) -> tuple[int, bytes]:
-        """(size of a whole file, a part of it), as `read_export_file` answers.
+        """Read part of an export's file; return (size of the whole file, part).
 
         Raises: as `send`.
         """
@@ -223,7 +218,7 @@ class RestClient:
             return int(answer.headers["paramd-file-bytes"]), answer.content
         except (KeyError, ValueError) as error:
             raise UnreachableError(
-                f"{self.url} answered something that is no file; is it a paramd control plane?"
+                f"the response of {self.url} is not a file; is it a paramd control plane?"
             ) from error
 
     async def _answer(
@@ -243,22 +238,20 @@ class RestClient:
                 "Run: paramd status --job JOB, or give the right url"
             ) from error
         except RuntimeError as error:
-            # Closed while another thread, or the job's next incarnation, still asks.
+            # httpx raises RuntimeError when the client is closed during the request.
             if not self._client.is_closed:
                 raise
             raise UnreachableError(
-                f"the connection to {self.url} was closed meanwhile; connect again"
+                f"the connection to {self.url} was closed during the request; connect again"
             ) from error
         if answer.status_code >= 400:
-            raise error_of_http(
-                self.url, answer.status_code, problem_text(answer), problem_type(answer)
-            )
+            raise error_of_http(self.url, answer.status_code, *problem_of(answer))
         return answer
 
     async def _sent(
         self, method: str, path: str, body: Mapping[str, Any] | None, timeout_s: float
     ) -> httpx2.Response:
-        """One answer; a second request only where the first one surely did nothing."""
+        """One response; sent again only to another address, and if the first had no effect."""
         client = self._client
         try:
             answer = await client.request(method, path, json=body, timeout=timeout_s)
@@ -276,11 +269,11 @@ class RestClient:
 
 
 _NOT_OURS = (401, 404)
-"""What a stranger answers who listens where the job's control plane was."""
+"""Statuses from an unrelated server that now listens on the job's old port."""
 
 
 def parse_job(found: Mapping[str, Any]) -> JobDocument:
-    """The document in a JSON object. Raises KeyError, TypeError or ValueError."""
+    """Parse a job document. Raises KeyError, TypeError or ValueError."""
     peers = [
         PeerAddress(
             rank=int(peer["rank"]),
@@ -306,48 +299,41 @@ def checked_url(url: str) -> str:
     """`url` without its trailing slash.
 
     Raises:
-        UsageError: it is no http(s) URL.
+        UsageError: not an http(s) URL, or one with credentials.
     """
     parts = urlsplit(url)
     if parts.scheme not in ("http", "https") or not parts.hostname:
         raise UsageError(f"url: {url!r}; expected one like http://127.0.0.1:8470")
     if parts.username or parts.password:
-        raise UsageError("url: it holds a user or password; give the token apart (token=)")
+        raise UsageError("url: contains a user or password; give the token separately (token=)")
     return url.rstrip("/")
 
 
-def problem_text(answer: httpx2.Response) -> str:
-    """The message in an error answer, or its first 200 characters."""
+def problem_of(answer: httpx2.Response) -> tuple[str, str]:
+    """(message, `type` of the RFC 9457 problem document); else (its first 200 characters, "")."""
     try:
         found = answer.json()
     except ValueError:
-        return answer.text[:200]
-    if isinstance(found, Mapping):
-        for key in ("message", "detail", "error"):
-            value = found.get(key)
-            if isinstance(value, Mapping):
-                value = value.get("message")
-            if isinstance(value, str):
-                return value
-    return answer.text[:200]
-
-
-def problem_type(answer: httpx2.Response) -> str:
-    """The `type` of a problem document after RFC 9457; empty when the answer is none."""
-    try:
-        found = answer.json()
-    except ValueError:
-        return ""
-    kind = found.get("type") if isinstance(found, Mapping) else None
-    return kind if isinstance(kind, str) else ""
+        found = None
+    if not isinstance(found, Mapping):
+        return answer.text[:200], ""
+    kind = found.get("type")
+    kind = kind if isinstance(kind, str) else ""
+    for key in ("message", "detail", "error"):
+        value = found.get(key)
+        if isinstance(value, Mapping):
+            value = value.get("message")
+        if isinstance(value, str):
+            return value, kind
+    return answer.text[:200], kind
 
 
 def error_of_http(url: str, status: int, text: str, kind: str = "") -> ParamdError:
-    """The domain error that a problem of type `kind` names; else the one of the HTTP status."""
+    """The domain error named by the problem type `kind`, else the one for the HTTP status."""
     if status in (401, 403):
         return DeniedError(
             f"{url} refused the token ({text}); give the job's token (token=, PARAMD_TOKEN), "
-            "as endpoint.json of its state dir has it"
+            "which is in endpoint.json in its state dir"
         )
     named = _BY_TYPE.get(kind)
     if named is not None and named is not ParamdError:
@@ -359,7 +345,7 @@ def error_of_http(url: str, status: int, text: str, kind: str = "") -> ParamdErr
 
 
 def _type_of(error: type[ParamdError]) -> str:
-    """As the control plane names it, for example "urn:paramd:error:not-found"."""
+    """Its problem type, for example "urn:paramd:error:not-found"."""
     name = error.__name__.removesuffix("Error")
     words = "".join(f"-{c}" if c.isupper() and at else c for at, c in enumerate(name))
     return f"urn:paramd:error:{words.lower()}"
@@ -367,7 +353,7 @@ def _type_of(error: type[ParamdError]) -> str:
 
 _BY_TYPE: dict[str, type[ParamdError]] = {_type_of(error): error for error in CODES}
 
-# For what stands before the control plane, and for its own refusals of what HTTP forbids.
+# For proxies in front of the control plane, and for its HTTP-level errors.
 _BY_STATUS: dict[int, type[ParamdError]] = {
     400: UsageError,
     404: NotFoundError,

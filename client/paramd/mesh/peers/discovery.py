@@ -1,7 +1,7 @@
-"""What a mesh knows of its job: document, ticket, layout, and who answers.
+"""A mesh's view of its job: document, ticket, layout, unreachable ranks.
 
-All of it may be stale at any time: the sidecars check incarnation and layout with every pin, and
-what they refuse is asked for anew.
+Any of it may be stale: sidecars check incarnation and layout with every pin, and a refusal
+triggers a refresh.
 """
 
 from __future__ import annotations
@@ -25,16 +25,15 @@ from paramd.mesh.peers.grpc import Background, Channels, LeaseEndedError, RankUn
 from paramd.mesh.peers.sidecars import FastPathBackoff, Sidecars
 from paramd.security import tickets
 from paramd.security.tls import ClientTls
-from paramd.v1 import layout_pb2
 
 RECOVERY_S = 4.0
-"""How long a sidecar that was killed is waited for: it is back by then, or not soon."""
+"""How long to wait for a killed sidecar: respawned by then, or not soon."""
 
 TICKET_MARGIN_S = 60.0
-"""A ticket is renewed when less validity than this is left (or a third of its life)."""
+"""A ticket is renewed this long before it expires, or a third of its lifetime if shorter."""
 
 _DOWN_S = 10.0
-# Finite: when nobody can stand in, they are asked all the same.
+# Finite, so that a rank without a replica is still read from.
 _DOWN_COST = 1e9
 _RENEW_AGAIN_S = 5.0
 _RETRY_S = 0.2
@@ -43,32 +42,32 @@ Result = TypeVar("Result")
 
 
 class Directory(Protocol):
-    """Who knows which sidecars a job has: a control plane over REST, or one of itself."""
+    """Source of job documents: the control plane over REST, or its own registry."""
 
     @property
     def url(self) -> str:
-        """Where it is, for messages."""
+        """Its url, for messages."""
 
     def look_again(self) -> None:
-        """It may have moved: finds it anew at the next question."""
+        """Check whether it has moved to another address."""
 
     async def jobs(self) -> list[str]:
-        """Names of the jobs that it serves."""
+        """Names of the jobs it serves."""
 
     async def job(self, job: str) -> JobDocument:
-        """A job, with a ticket. Raises ParamdErrors."""
+        """The job's document, with a fresh ticket. Raises ParamdError."""
 
     async def close(self) -> None:
         """Closes connections. Idempotent."""
 
 
 class SidecarFinder:
-    """Finds the sidecars of one job, and finds them again when they moved."""
+    """Finds the sidecars of one job, again after each outage, respawn or new incarnation."""
 
     def __init__(
         self, directory: Directory, job: str | None, *, tls: ClientTls | None = None
     ) -> None:
-        """No I/O. Without `job` it is the only one there. Closes `directory` in the end."""
+        """No I/O. `job` None means the directory's only one. `close` closes `directory` too."""
         self._directory = directory
         self._job = job
         self._document: JobDocument | None = None
@@ -80,14 +79,14 @@ class SidecarFinder:
         self._index: tuple[tuple[int, str], NameIndex] | None = None
         self._indexing = asyncio.Lock()
         self.backoff = FastPathBackoff()
-        """What was learnt of the job's pace, kept between calls; see `Pinner`."""
+        """Shared by all pins of this mesh; see `Pinner`."""
         self._down: dict[int, float] = {}
 
     async def start(self) -> None:
-        """Reads the job's document.
+        """Read the job's document.
 
         Raises:
-            UnreachableError, DeniedError, NotFoundError: as they say.
+            UnreachableError, DeniedError, NotFoundError.
             UsageError: no job was named, and there is not exactly one.
         """
         if self._job is None:
@@ -99,30 +98,31 @@ class SidecarFinder:
         await self.refresh()
 
     async def close(self) -> None:
-        """Waits for releases under way, then closes all connections. Idempotent."""
+        """Wait for pending releases, then close all connections. Idempotent."""
         await self._background.close()
         await self._channels.close()
         await self._directory.close()
 
     @property
     def document(self) -> JobDocument:
-        """The job as last heard."""
+        """The last job document."""
         if self._document is None:
             raise UsageError("the mesh is not connected; use it as a context manager")
         return self._document
 
     async def refresh(self) -> JobDocument:
-        """Asks the control plane again; callers at the same time share one request."""
+        """Read the job's document again; concurrent callers share one request."""
         before = self._document
         async with self._refreshing:
+            # Another caller has refreshed it while we waited for the lock.
             if self._document is not before:
                 return self.document
             assert self._job is not None
-            # The predecessor of an incarnation may answer for a while, with what has ended.
+            # The previous incarnation's control plane may still respond, with a stale document.
             self._directory.look_again()
             document = await self._directory.job(self._job)
             self._document = document
-            # By its own account: this host's clock may be another than the control plane's.
+            # The ticket's own lifetime: this host's clock may differ from the control plane's.
             life_s = tickets.life_s(document.ticket)
             self._ends_at_s = time.monotonic() + life_s
             margin_s = min(TICKET_MARGIN_S, life_s / 3)
@@ -130,13 +130,13 @@ class SidecarFinder:
             return document
 
     def costs(self) -> dict[int, float]:
-        """Costs that make others stand in for ranks that lately did not answer."""
+        """Read costs that steer plans to replicas of recently unreachable ranks."""
         now_s = time.monotonic()
         self._down = {rank: until_s for rank, until_s in self._down.items() if until_s > now_s}
         return dict.fromkeys(self._down, _DOWN_COST)
 
     async def index(self, sidecars: Sidecars) -> NameIndex:
-        """Names and layout of the job's present incarnation, read once."""
+        """Names and layout of the current incarnation; cached."""
         document = sidecars.document
         wanted = (document.incarnation, document.layout_digest)
         async with self._indexing:
@@ -156,16 +156,16 @@ class SidecarFinder:
             except RankUnreachableError as found:
                 error = found
                 continue
-            return await asyncio.to_thread(_index_of, batches)
+            return await asyncio.to_thread(lambda read: NameIndex(join_batches(read)), batches)
         raise error
 
     async def attempts(
         self, attempt: Callable[[Sidecars], Awaitable[Result]], deadline_s: float
     ) -> Result:
-        """Runs `attempt`, and again when what it relied on proved stale.
+        """Run `attempt`; retry it when the document, ticket or pins it used proved stale.
 
-        A restarted sidecar, a new incarnation, an expired ticket and an ended lease are each
-        found anew; what stays wrong is raised within `RECOVERY_S`.
+        Covers a restarted sidecar, a new incarnation, an expired ticket and an ended lease. An
+        error that persists is raised within `RECOVERY_S`.
         """
         give_up_s = deadline_s
         stopped: dict[int, RankUnreachableError] = {}
@@ -177,12 +177,12 @@ class SidecarFinder:
             try:
                 return await attempt(sidecars)
             except (ConflictError, DeniedError) as error:
-                # Right again only when the job has a new incarnation or layout, or we a new ticket.
+                # Retrying helps only with a new incarnation or layout, or, once, a new ticket.
                 was_denied, denied = denied, isinstance(error, DeniedError)
                 try:
                     moved = _identity(await self.refresh()) != _identity(document)
                 except UnreachableError:
-                    raise error from None  # what the sidecar said tells more
+                    raise error from None  # the sidecar's error says more
                 if time.monotonic() > give_up_s or not (moved or (denied and not was_denied)):
                     raise
             except (UnreachableError, LeaseEndedError) as error:
@@ -192,10 +192,10 @@ class SidecarFinder:
                 await self._after_outage(error, document, stopped)
 
     async def sidecars(self) -> Sidecars:
-        """The sidecars as last heard, with a ticket that lasts.
+        """The sidecars of the last document, with a valid ticket.
 
         Raises:
-            UnreachableError: the ticket has expired and nobody gives another.
+            UnreachableError: the ticket has expired and the control plane does not respond.
         """
         await self._renew_ticket()
         return Sidecars(self._channels, self.document, self._background)
@@ -208,7 +208,7 @@ class SidecarFinder:
         except UnreachableError:
             if self._document is None or time.monotonic() > self._ends_at_s:
                 raise
-            # Sidecars serve without the control plane as long as the ticket lasts.
+            # Sidecars verify tickets themselves: reads go on without the control plane.
             self._renew_at_s = time.monotonic() + _RENEW_AGAIN_S
 
     async def _after_outage(
@@ -217,7 +217,11 @@ class SidecarFinder:
         before: JobDocument,
         stopped: dict[int, RankUnreachableError],
     ) -> None:
-        """Learns from an outage what the next attempt shall do otherwise."""
+        """Update `_down` and `stopped` for the next attempt; wait if nothing changed.
+
+        Raises:
+            RankUnreachableError: a stopped sidecar was found stopped again.
+        """
         replan = False
         if isinstance(error, RankUnreachableError):
             if error.stopped and error.rank in stopped:
@@ -237,10 +241,6 @@ class SidecarFinder:
                 replan = True
         if not replan:
             await asyncio.sleep(_RETRY_S)
-
-
-def _index_of(batches: list[layout_pb2.Layout]) -> NameIndex:
-    return NameIndex(join_batches(batches))
 
 
 def _identity(document: JobDocument) -> tuple[int, str]:

@@ -1,12 +1,8 @@
-"""gRPC channels to sidecars and the control plane: options, ticket, deadlines, errors.
+"""gRPC calls to sidecars and the control plane: channels, tickets, deadlines, errors.
 
-Work that outlives the call that began it, such as releases.
-
-Which sidecar is asked, and the proof that it was the one that answered.
-
-An address proves nothing: ports are used again, and loopback is another place on every host. So
-a call names the rank that it is for, a sidecar refuses what is not for it, and the header of
-every answer is compared with what was asked.
+An address does not identify a sidecar: ports are reused, and loopback is local to each host. So
+every call names its rank, a sidecar refuses calls meant for another one, and the header of every
+response is checked against the request.
 """
 
 from __future__ import annotations
@@ -39,19 +35,18 @@ from paramd.wire import Chunk, parse_chunk
 
 
 class RankUnreachableError(UnreachableError):
-    """The sidecar of one rank does not answer."""
+    """The sidecar of one rank does not respond."""
 
     def __init__(self, rank: int, text: str, *, stopped: bool = False) -> None:
         super().__init__(text)
         self.rank = rank
-        """Whose sidecar."""
         self.stopped = stopped
-        """It was given time and did not answer; trying again at once would take as long."""
+        """A probe timed out as well; an immediate retry would only time out again."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Asked:
-    """One rank's sidecar in one incarnation of a job, and where it is said to be."""
+    """Target of a call: one rank's sidecar in one incarnation, and its supposed address."""
 
     job: str
     incarnation: int
@@ -62,25 +57,25 @@ class Asked:
 
     @property
     def who(self) -> str:
-        """Names it in errors."""
+        """For error messages."""
         return f"rank {self.rank} ({self.address})"
 
     def metadata(self) -> tuple[tuple[str, str], ...]:
-        """What a call to it takes along, beside a ticket of its job and incarnation."""
+        """Metadata of a call, without the ticket."""
         return ((errors.RANK_KEY, str(self.rank)), *errors.metadata())
 
     def check(self, header: common_pb2.Header | None) -> None:
-        """Raises unless an answer with this header is its own.
+        """Check that a response with this header came from this target.
 
         Raises:
-            RankUnreachableError: another rank or job answers at its address.
+            RankUnreachableError: another rank or job responds at the address.
             ConflictError: it is in another incarnation, or has another layout.
         """
         if header is None or (header.job, header.rank) != (self.job, self.rank):
-            answerer = f"rank {header.rank} of job {header.job!r}" if header else "a stranger"
+            answerer = f"rank {header.rank} of job {header.job!r}" if header else "another program"
             raise RankUnreachableError(
                 self.rank,
-                f"{self.who} of job {self.job!r} is not there: {answerer} answers at that address",
+                f"{self.who} of job {self.job!r} is not there: {answerer} responds at that address",
             )
         known = self.layout_digest and header.layout_digest
         if header.incarnation != self.incarnation or (
@@ -88,17 +83,17 @@ class Asked:
         ):
             raise ConflictError(
                 f"{self.who} is in incarnation {header.incarnation} with layout "
-                f"{header.layout_digest[:12]!r}; asked was incarnation {self.incarnation}, "
+                f"{header.layout_digest[:12]!r}; expected incarnation {self.incarnation}, "
                 f"{self.layout_digest[:12]!r}; try again in a moment"
             )
 
 
 def no_way(rank: int, address: str, host: str, here: str) -> str:
-    """Why `address` leads nowhere from here: it is loopback of another host. Empty when it is not.
+    """Why `address` cannot be reached: it is another host's loopback. Empty if it is not.
 
     Args:
-        host: `host_id` of the process that listens there; empty when nobody knows.
-        here: our own.
+        host: `host_id` of the listening process; empty if unknown.
+        here: `host_id` of this process.
     """
     name = address.removeprefix(SCHEME).rpartition(":")[0]
     if not host or not is_loopback(name) or same_network(host, here):
@@ -106,58 +101,53 @@ def no_way(rank: int, address: str, host: str, here: str) -> str:
     return (
         f"rank {rank} listens on {address}, which is loopback on its own host and cannot be "
         "reached from this one; start it with PARAMD_SIDECAR_LISTEN=<its address>:0 and TLS "
-        "(PARAMD_TLS_CERT, PARAMD_TLS_KEY), or ask on its host"
+        "(PARAMD_TLS_CERT, PARAMD_TLS_KEY), or connect from its host"
     )
 
 
 def check_way(rank: int, address: str, host: str) -> None:
-    """Raises RankUnreachableError with what `no_way` says of an address, if anything.
+    """Raise RankUnreachableError if `no_way` gives a reason.
 
-    Whoever listens there on this host is somebody else.
+    Without this check the call would reach an unrelated process on this host's loopback.
     """
     if reason := no_way(rank, address, host, host_id()):
         raise RankUnreachableError(rank, reason)
 
 
 def check_handover(answer: Message, ticket: str, rank: int) -> None:
-    """Raises unless a sidecar's answer on its Unix socket is that of `rank`.
+    """Check that a response on a Unix socket came from the sidecar of `rank`.
 
     Raises:
-        RankUnreachableError: somebody else's socket stands at that path.
+        RankUnreachableError: the socket belongs to another sidecar.
     """
     try:
         job, incarnation = claimed(ticket)
     except DeniedError:
         job, incarnation = "", 0
-    if (answer.get("job"), answer.get("incarnation"), answer.get("rank")) != (
-        job,
-        incarnation,
-        rank,
-    ):
+    found = (answer.get("job"), answer.get("incarnation"), answer.get("rank"))
+    if found != (job, incarnation, rank):
         raise RankUnreachableError(
             rank,
-            f"rank {rank} of job {job!r}, incarnation {incarnation}, is not at its Unix "
-            "socket: rank "
-            f"{answer.get('rank')} of job {answer.get('job')!r}, incarnation "
-            f"{answer.get('incarnation')}, "
-            "answers there",
+            f"rank {rank} of job {job!r}, incarnation {incarnation}, is not at its Unix socket: "
+            f"rank {answer.get('rank')} of job {answer.get('job')!r}, incarnation "
+            f"{answer.get('incarnation')}, responds there",
         )
 
 
 class Background:
-    """Tasks that outlive the call that began them; all awaited at `close`."""
+    """Tasks that outlive the call that started them, such as releases; awaited at `close`."""
 
     def __init__(self) -> None:
         self._tasks: set[asyncio.Task[Any]] = set()
 
     def start(self, work: Coroutine[Any, Any, Any]) -> None:
-        """Runs `work`; whatever it raises is its own matter."""
+        """Run `work`; its exceptions are ignored."""
         task = asyncio.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._ended)
 
     async def close(self) -> None:
-        """Waits for all of them: each has its own deadline."""
+        """Wait for all tasks; each has its own deadline."""
         while self._tasks:
             await asyncio.wait(self._tasks)
 
@@ -168,16 +158,16 @@ class Background:
 
 
 LIVENESS_S: Final = 5.0
-"""Within this time a dead or stopped sidecar is noticed."""
+"""A dead or stopped sidecar is detected within this time."""
 
 MAX_CALL_S: Final = 500.0
-"""Longest deadline of one call: sidecars refuse more than 600 s. Longer waits ask again."""
+"""Longest deadline of one call: sidecars refuse more than 600 s. Longer waits call again."""
 
 _PROBE_AFTER_S: Final = 1.5
 _WAITS_TO_RETRY: Final = grpc.ChannelConnectivity.TRANSIENT_FAILURE
 
 _READS: Final = ("GetState", "GetMesh", "GetLayout", "RenewSnapshot", "ReleaseSnapshot")
-# Only what is idempotent, and only UNAVAILABLE: anything else the server may have begun.
+# Only idempotent methods, and only on UNAVAILABLE: otherwise the server may have acted.
 _SERVICE_CONFIG: Final = json.dumps(
     {
         "methodConfig": [
@@ -197,20 +187,20 @@ _SERVICE_CONFIG: Final = json.dumps(
 CHANNEL_OPTIONS: Final[tuple[tuple[str, int | str], ...]] = (
     ("grpc.keepalive_time_ms", 20_000),
     ("grpc.keepalive_timeout_ms", 5_000),
-    # Without it a stopped peer is noticed after 44 to 59 s only.
+    # Without it a stopped peer is detected only after 44 to 59 s.
     ("grpc.http2.ping_timeout_ms", 5_000),
     ("grpc.http2.max_frame_size", (16 << 20) - 1),
-    # A fixed window: left alone it grows with what it could send, to hundreds of MiB of
-    # chunks that wait for a reader. This one fills a link of 1 GB/s at 3 ms.
+    # A fixed window: by default it grows to hundreds of MiB of unread chunks. This one fills
+    # a link of 1 GB/s at 3 ms.
     ("grpc.http2.bdp_probe", 0),
     ("grpc.http2.lookahead_bytes", 3 << 20),
     ("grpc.max_receive_message_length", 16 << 20),
     ("grpc.max_send_message_length", 16 << 20),
-    # A sidecar that was killed is back within seconds; the default waits up to two minutes.
+    # A killed sidecar is back within seconds; the default backoff grows to two minutes.
     ("grpc.initial_reconnect_backoff_ms", 100),
     ("grpc.min_reconnect_backoff_ms", 1_000),
     ("grpc.max_reconnect_backoff_ms", 1_000),
-    # Connections must not outlive their mesh, nor be shared with another one's.
+    # Connections must not outlive their mesh or be shared with another one.
     ("grpc.use_local_subchannel_pool", 1),
     ("grpc.enable_http_proxy", 0),
     ("grpc.service_config", _SERVICE_CONFIG),
@@ -218,7 +208,7 @@ CHANNEL_OPTIONS: Final[tuple[tuple[str, int | str], ...]] = (
 
 
 class LeaseEndedError(NotFoundError):
-    """A snapshot's lease ended before it was read; pinning anew is right."""
+    """A snapshot's lease ended before it was read; pin again."""
 
 
 Response = TypeVar("Response")
@@ -231,11 +221,11 @@ UnaryCall: TypeAlias = Callable[..., Awaitable[Response]]
 class Channels:
     """One channel per address, made on first use, all closed together.
 
-    `ticket` is asked at every call, so a renewed ticket needs no new channel.
+    `ticket` is called for every request, so a renewed ticket needs no new channel.
     """
 
     def __init__(self, ticket: Callable[[], str], *, tls: ClientTls | None = None) -> None:
-        """`tls` is used for addresses that want it; None takes it from the environment."""
+        """`tls` applies to grpcs:// addresses; None reads it from the environment."""
         self._ticket = ticket
         self._tls = tls if tls is not None else ClientTls.from_environment()
         self._stamps: dict[str, tuple[int, ...]] = {}
@@ -247,11 +237,11 @@ class Channels:
 
         Raises:
             DeniedError: another host without TLS.
-            UsageError: a file of TLS cannot be read.
+            UsageError: a TLS file cannot be read.
         """
         stamp = self._tls.stamp() if is_secure(address) else ()
         if address in self._channels and self._stamps[address] != stamp:
-            # gRPC reads certificates once a channel. Calls under way go on with the old ones.
+            # gRPC reads certificates once per channel; calls in flight keep the old ones.
             self._retired.append(self._channels.pop(address))
         if address not in self._channels:
             self._channels[address] = open_channel(address, self._tls, options=CHANNEL_OPTIONS)
@@ -263,10 +253,10 @@ class Channels:
         return control_pb2_grpc.ControlServiceStub(self.channel(address))
 
     async def is_back(self, address: str) -> None:
-        """The peer at `address` is known to answer again: a channel that waits to retry goes.
+        """Drop a channel in reconnect backoff, now that the peer is known to respond again.
 
-        gRPC ends calls with the last failure until its pause is over, although a sidecar that
-        was started anew at its old address could be reached.
+        Until the backoff is over gRPC fails calls with the last error, even though a sidecar
+        restarted at its old address could be reached.
         """
         channel = self._channels.get(address)
         if channel is not None and channel.get_state() is _WAITS_TO_RETRY:
@@ -274,12 +264,12 @@ class Channels:
             await channel.close()
 
     async def keep_only(self, addresses: frozenset[str]) -> None:
-        """Closes channels to addresses that the mesh has left."""
+        """Close the channels to all other addresses."""
         gone = [self._channels.pop(a) for a in list(self._channels) if a not in addresses]
         await asyncio.gather(*(channel.close() for channel in gone))
 
     async def close(self) -> None:
-        """Closes every channel. Idempotent."""
+        """Close every channel. Idempotent."""
         await self.keep_only(frozenset())
         retired, self._retired = self._retired, []
         await asyncio.gather(*(channel.close() for channel in retired))
@@ -287,21 +277,21 @@ class Channels:
     async def control_call(
         self, method: UnaryCall[Response], request: object, *, timeout_s: float
     ) -> Response:
-        """Calls a unary method of the control plane with ticket and deadline.
+        """Call a unary method of the control plane with ticket and deadline.
 
         Raises:
-            ParamdError: the class that the status stands for.
+            ParamdError: the class for the gRPC status.
         """
         metadata = (self._authorization(), *errors.metadata())
         with told_errors("control plane"):
             return await method(request, timeout=call_timeout_s(timeout_s), metadata=metadata)
 
     async def ask(self, asked: Asked, method: str, request: Any, *, timeout_s: float) -> Any:
-        """The one answer of a sidecar's method, which only that rank can have given.
+        """Call a unary method of a sidecar; the response is checked to come from its rank.
 
         Raises:
-            ParamdError: the class that the status stands for, naming the rank.
-            RankUnreachableError, ConflictError: somebody else answered, as `Asked.check`.
+            ParamdError: the class for the gRPC status; the message names the rank.
+            RankUnreachableError, ConflictError: as `Asked.check`.
         """
         with told_errors(asked.who):
             answer = await self.open(asked, method, request, timeout_s=timeout_s)
@@ -309,14 +299,14 @@ class Channels:
         return answer
 
     def open(self, asked: Asked, method: str, request: Any, *, timeout_s: float) -> Any:
-        """A call of a sidecar's method. gRPC's errors come out of it, and answers unchecked."""
+        """Start a call of a sidecar's method. Raises gRPC's errors; responses are unchecked."""
         stub = sidecar_pb2_grpc.SidecarServiceStub(self.channel(asked.address))
         return getattr(stub, method)(request, **self._terms(asked, timeout_s))
 
     async def stage(
         self, asked: Asked, requests: AsyncIterator[bytes], *, timeout_s: float
     ) -> sidecar_pb2.StageEditResponse:
-        """A StageEdit call whose messages were written by hand. gRPC's errors come out of it.
+        """Call StageEdit with already serialized requests. Raises gRPC's errors.
 
         Raises:
             RankUnreachableError, ConflictError: as `ask`.
@@ -336,10 +326,10 @@ class Channels:
     ) -> AsyncIterator[Chunk]:
         """The chunks of a snapshot. Closing the iterator cancels the call.
 
-        gRPC's own errors come out of it: the caller knows whom it reads and what to resume.
+        Raises gRPC's errors: the caller decides whether and where to resume.
 
         Raises:
-            RankUnreachableError, ConflictError: as `ask`, before any byte is handed out.
+            RankUnreachableError, ConflictError: as `ask`, before the first chunk is yielded.
         """
         call = self.channel(asked.address).unary_stream(
             "/paramd.v1.SidecarService/ReadSnapshot",
@@ -358,11 +348,11 @@ class Channels:
 
 @contextmanager
 def told_errors(who: str) -> Iterator[None]:
-    """Raises the ParamdError of what a call within the block ended with.
+    """Translate gRPC errors of the block into ParamdErrors.
 
-    A call whose channel is closed meanwhile, because its peer has left the mesh, ends as if its
-    task had been cancelled; nobody cancelled that, so it is told as an outage. So is one that
-    finds its channel closed already.
+    A call whose channel is closed under it, because the peer has left the mesh, raises
+    CancelledError although its task was not cancelled; that, and a call on a closed channel,
+    becomes an UnreachableError.
     """
     try:
         yield
@@ -382,12 +372,12 @@ def told_errors(who: str) -> Iterator[None]:
 
 
 def call_timeout_s(left_s: float) -> float:
-    """Deadline of one call when `left_s` seconds are left of the whole."""
+    """Timeout of one call when `left_s` seconds remain overall."""
     return min(max(left_s, 0.001), MAX_CALL_S)
 
 
 async def _stream(call: Any, asked: Asked) -> AsyncIterator[Chunk]:
-    # `read` has less to do per message than the call's own iterator.
+    # `read` has less overhead per message than the call's own iterator.
     try:
         first = True
         while (chunk := await call.read()) is not grpc.aio.EOF:
@@ -407,7 +397,7 @@ async def watched(
     *,
     after_s: float = _PROBE_AFTER_S,
 ) -> Result:
-    """Awaits `call`, probing the peer every `after_s` seconds while it takes long."""
+    """Await `call`; probe the peer every `after_s` seconds and raise if a probe fails."""
     task = asyncio.ensure_future(call)
     try:
         while True:
@@ -426,7 +416,7 @@ async def watched(
 
 
 async def cancelled(task: asyncio.Future[Any]) -> None:
-    """Cancels a task and waits for its end, whatever it ends with."""
+    """Cancel a task and wait for it; its result or exception is dropped."""
     if not task.done():
         task.cancel()
         await asyncio.wait({task})
@@ -435,9 +425,9 @@ async def cancelled(task: asyncio.Future[Any]) -> None:
 
 
 def error_of(error: grpc.aio.AioRpcError, who: str) -> ParamdError:
-    """The domain error for a gRPC status; `who` says which peer it came from."""
+    """The domain error for a gRPC status; `who` names the peer."""
     code = error.code()
     details = error.details() or code.name
-    # A server that drains cancels what it still runs: to a client that is an outage.
+    # A draining server cancels running calls: to a client that is an outage.
     name = "UNAVAILABLE" if code is grpc.StatusCode.CANCELLED else code.name
     return error_of_grpc(name)(f"{who}: {details}")

@@ -1,7 +1,4 @@
-"""The sidecars of one incarnation, as pinning and reading need them.
-
-What pinning asks for and what it gets: spans, one rank's pin, pins of one state. Pure.
-"""
+"""Calls to the sidecars of one incarnation, and the types of pinning: spans, pins, states."""
 
 from __future__ import annotations
 
@@ -29,7 +26,7 @@ from paramd.wire import LEASE_S, Chunk
 
 @dataclass(frozen=True, slots=True)
 class RankPin:
-    """One rank's answer to a pin. `step` is -1 while a boundary has not filled it."""
+    """One rank's snapshot. `step` is -1 until a boundary has filled it."""
 
     rank: int
     snapshot_id: str
@@ -42,12 +39,12 @@ class RankPin:
     iteration: int = -1
     """Backward passes before the update that made `step`; equal on ranks in lock-step."""
     unsettled: bool = False
-    """Training has not gone on since update `step`."""
+    """Training has not continued since update `step`."""
 
 
 @dataclass(frozen=True, slots=True)
 class Captured:
-    """The control plane's answer: all snapshots filled at `step`, or why not."""
+    """Result of a scheduled boundary: all snapshots filled at `step`, or why not."""
 
     captured: bool
     incarnation: int
@@ -58,54 +55,54 @@ class Captured:
 
 @dataclass(frozen=True, slots=True)
 class Pinned:
-    """Snapshots of all needed ranks of one state: incarnation, step and edits."""
+    """Snapshots of all needed ranks at one state: incarnation, step and edits."""
 
     incarnation: int
     step: int
     pins: Mapping[int, RankPin]
     edits: int = -1
-    """Edits applied in the incarnation; -1 for what edits do not change (gradients)."""
+    """Edits applied in the incarnation; -1 for gradients, which edits do not change."""
     unsettled: bool = False
-    """On some rank training has not gone on since update `step`."""
+    """On some rank training has not continued since update `step`."""
 
 
 Spans = Mapping[int, Sequence[tuple[int, int]]]
-"""Arena spans wanted, by rank: sorted, half-open, in bytes."""
+"""Requested arena spans, by rank: sorted, half-open, in bytes."""
 
 
 class PinTransport(Protocol):
-    """What pinning needs from the outside; all methods raise ParamdErrors."""
+    """The calls that pinning makes; all raise ParamdError."""
 
     async def pin(
         self, rank: int, spans: Sequence[tuple[int, int]], how: PinKind, timeout_s: float
     ) -> RankPin:
-        """Pins spans of one rank."""
+        """Pin spans of one rank."""
 
     async def schedule(self, pins: Sequence[RankPin], timeout_s: float) -> Captured:
-        """Has prepared snapshots filled at one agreed boundary."""
+        """Fill prepared snapshots at one agreed boundary."""
 
     async def renew(self, pin: RankPin) -> float:
-        """Prolongs a lease; returns the seconds granted."""
+        """Renew a lease; return the seconds granted."""
 
     def release(self, pin: RankPin) -> None:
-        """Ends a lease in the background; never fails and never waits."""
+        """End a lease in the background; never fails, never waits."""
 
 
 @dataclass(frozen=True, slots=True)
 class PinKind:
-    """How a sidecar shall pin."""
+    """Options of a pin."""
 
     at_boundary: bool = False
     with_buffers: bool = False
     unsettled: bool = False
-    """Parameters changed after their update will do, too, while training has not gone on."""
+    """Accept parameters changed after their update while training has not continued."""
 
 
 def one_step(pins: Sequence[RankPin]) -> tuple[int, int, int] | None:
     """The state (incarnation, step, edits) that all pins share, or None.
 
     Raises:
-        ConflictError: the same step was made in different iterations of training.
+        ConflictError: ranks made the same step in different iterations.
     """
     found = {(pin.incarnation, pin.step, pin.edits) for pin in pins}
     if len(found) != 1:
@@ -117,32 +114,32 @@ def one_step(pins: Sequence[RankPin]) -> tuple[int, int, int] | None:
 
 
 def out_of_lockstep(step: int, iterations: Mapping[int, int]) -> ConflictError:
-    """What is raised when ranks made the same step in different iterations of training."""
+    """The error for ranks that made the same step in different iterations."""
     told = ", ".join(f"rank {rank} in iteration {of}" for rank, of in list(iterations.items())[:8])
     return ConflictError(
         f"the ranks are not at the same step of training: update {step} was made by {told}. One of "
-        "them left an update out: its optimizer raised, or its gradient scaler skipped alone. "
-        "Restart the training from a checkpoint"
+        "them skipped an update: its optimizer raised, or its gradient scaler skipped it on that "
+        "rank alone. Restart the training from a checkpoint"
     )
 
 
 def no_step_in_time(spans: Spans, reason: str) -> DeadlineError:
-    """What is raised when no try led to one step."""
+    """The error when no attempt found a common step."""
     return DeadlineError(
-        f"no step that all of ranks {_listed(list(spans))} share was had in time; last "
-        f"reason: {reason}; allow more time (timeout=), or pause training"
+        f"no common step of ranks {_listed(list(spans))} in time; last reason: {reason}; allow "
+        "more time (timeout=), or pause training"
     )
 
 
 def pinned_at(common: tuple[int, int, int], pins: Sequence[RankPin]) -> Pinned:
-    """The pins of all ranks, which share this (incarnation, step, edits)."""
+    """`pins` of all ranks, which share the (incarnation, step, edits) `common`."""
     incarnation, step, edits = common
     unsettled = any(pin.unsettled for pin in pins)
     return Pinned(incarnation, step, {pin.rank: pin for pin in pins}, edits, unsettled)
 
 
 def told_step(pin: RankPin) -> str:
-    """Step of a pin, and its edits when there are any."""
+    """Step of a pin, and its number of edits if any."""
     return f"{pin.step} with {pin.edits} edits" if pin.edits > 0 else str(pin.step)
 
 
@@ -153,10 +150,10 @@ def _listed(ranks: Sequence[int]) -> str:
 
 @dataclass(slots=True)
 class FastPathBackoff:
-    """Whether to try what the ranks have before asking for a boundary.
+    """Whether to pin each rank's latest step before asking for an agreed boundary.
 
-    Each failed try costs a round of copies. So after steps differed, the boundary is
-    asked for at once during a while that doubles as tries keep failing.
+    A failed attempt costs a round of copies on all ranks. So after the steps differed, pins go
+    straight to a boundary for a period that doubles with every further failure.
     """
 
     first_pause_s: float = 0.5
@@ -165,16 +162,16 @@ class FastPathBackoff:
     _until_s: float = field(default=float("-inf"))
 
     def tries(self, now_s: float) -> bool:
-        """Whether to try at `now_s`."""
+        """Whether to try the fast path at `now_s`."""
         return now_s >= self._until_s
 
     def differed(self, now_s: float) -> None:
-        """A try ended with different steps."""
+        """The ranks' steps differed."""
         self._pause_s = min(max(2 * self._pause_s, self.first_pause_s), self.last_pause_s)
         self._until_s = now_s + self._pause_s
 
     def agreed(self) -> None:
-        """A try ended with equal steps."""
+        """The ranks' steps were equal."""
         self._pause_s = 0.0
         self._until_s = float("-inf")
 
@@ -184,7 +181,7 @@ Result = TypeVar("Result")
 LAYOUT_TIMEOUT_S = 30.0
 
 _PROBE_TIMEOUT_S = 3.0
-# Earlier than the control plane's own watch.
+# Before the control plane's own probes.
 _BOUNDARY_PROBE_AFTER_S = 1.0
 _BOUNDARY_PROBES = 64
 _RENEW_TIMEOUT_S = 5.0
@@ -192,7 +189,7 @@ _RELEASE_TIMEOUT_S = 2.0
 
 
 class SnapshotSource:
-    """One rank's pinned snapshot over a stream."""
+    """One rank's pinned snapshot, read over a gRPC stream."""
 
     def __init__(
         self,
@@ -203,7 +200,7 @@ class SnapshotSource:
         probe: Callable[[], Awaitable[None]],
         end_bytes: int = 0,
     ) -> None:
-        """`end_bytes` (0: the end) is where reading ends."""
+        """`end_bytes` is the exclusive end of the read; 0 means the snapshot's end."""
         self._channels = channels
         self._pin = pin
         self._asked = asked
@@ -213,7 +210,7 @@ class SnapshotSource:
         self.who = asked.who
 
     def chunks(self, offset_bytes: int, timeout_s: float) -> AsyncIterator[Chunk]:
-        """The snapshot's bytes from `offset_bytes` on."""
+        """Stream the snapshot from `offset_bytes` on."""
         request = sidecar_pb2.ReadSnapshotRequest(
             snapshot_id=self._pin.snapshot_id,
             offset_bytes=offset_bytes,
@@ -222,12 +219,12 @@ class SnapshotSource:
         return self._channels.read(self._asked, request, timeout_s=timeout_s)
 
     async def probe(self) -> None:
-        """Raises RankUnreachableError when nobody answers there."""
+        """Raise RankUnreachableError if the sidecar does not respond."""
         await self._probe()
 
 
 class Sidecars:
-    """Calls the sidecars that a job document names. Errors name the rank."""
+    """Calls to the sidecars of a job document. Errors name the rank."""
 
     def __init__(
         self,
@@ -242,10 +239,10 @@ class Sidecars:
         self.document = document
 
     def check_not_stopped(self, ranks: Iterable[int]) -> None:
-        """Refuses ranks that were found stopped a moment ago: waiting again takes as long.
+        """Fail fast for ranks just found stopped: another wait would take as long.
 
         Raises:
-            RankUnreachableError: one of the ranks is.
+            RankUnreachableError: one of `ranks` is among them.
         """
         for rank in ranks:
             if rank in self._stopped:
@@ -254,7 +251,7 @@ class Sidecars:
     async def pin(
         self, rank: int, spans: Sequence[tuple[int, int]], how: PinKind, timeout_s: float
     ) -> RankPin:
-        """Pins spans of one rank; as long as it takes, as long as somebody answers there."""
+        """Pin spans of one rank; waits up to `timeout_s` while its sidecar responds to probes."""
         request = sidecar_pb2.PinSnapshotRequest(
             incarnation=self.document.incarnation,
             layout_digest=self.document.layout_digest,
@@ -280,13 +277,13 @@ class Sidecars:
     async def pin_step(
         self, rank: int, request: sidecar_pb2.PinSnapshotRequest, timeout_s: float
     ) -> sidecar_pb2.PinSnapshotResponse:
-        """Pins what a rank has, or will have, of one step; waits for that step."""
+        """Pin one rank at a given step; waits for a step that lies ahead."""
         found = await self._watched(rank, "PinSnapshot", request, timeout_s)
         assert isinstance(found, sidecar_pb2.PinSnapshotResponse)
         return found
 
     async def schedule(self, pins: Sequence[RankPin], timeout_s: float) -> Captured:
-        """Has prepared snapshots filled at one agreed boundary."""
+        """Fill prepared snapshots at one agreed boundary."""
         document = self.document
         request = control_pb2.ScheduleBoundaryRequest(
             job=document.job,
@@ -297,8 +294,8 @@ class Sidecars:
         )
         stub = self._channels.control(document.control_address)
         call = self._channels.control_call(stub.ScheduleBoundary, request, timeout_s=timeout_s)
-        # A boundary needs all ranks, those first that we have pinned. The control plane watches
-        # them too, but names none in a way that keeps the next attempt from waiting as long.
+        # A boundary needs all ranks, pinned ones first. The control plane probes them too, but
+        # its error names no rank, so the next attempt would wait just as long.
         ranks = list(dict.fromkeys([*(pin.rank for pin in pins), *document.peers]))
         found = await watched(
             call,
@@ -308,15 +305,14 @@ class Sidecars:
         header = found.header
         if (header.job, header.incarnation) != (document.job, document.incarnation):
             raise ConflictError(
-                f"the control plane at {document.control_address} answers for job "
-                f"{header.job!r}, incarnation {header.incarnation}; asked was job "
-                f"{document.job!r}, incarnation "
+                f"the control plane at {document.control_address} serves job {header.job!r}, "
+                f"incarnation {header.incarnation}; expected job {document.job!r}, incarnation "
                 f"{document.incarnation}; try again in a moment"
             )
         return Captured(found.captured, header.incarnation, header.step, found.reason, header.edits)
 
     async def renew(self, pin: RankPin, lease_s: float = LEASE_S) -> float:
-        """Prolongs a lease; returns the seconds granted."""
+        """Renew a lease; return the seconds granted."""
         request = sidecar_pb2.RenewSnapshotRequest(
             snapshot_id=pin.snapshot_id, lease_ms=int(1000 * lease_s)
         )
@@ -324,7 +320,7 @@ class Sidecars:
         return float(found.lease_ms / 1000)
 
     def release(self, pin: RankPin) -> None:
-        """Ends a lease in the background; never fails and never waits."""
+        """End a lease in the background; never fails, never waits."""
         request = sidecar_pb2.ReleaseSnapshotRequest(snapshot_id=pin.snapshot_id)
         self._background.start(self._call(pin.rank, "ReleaseSnapshot", request, _RELEASE_TIMEOUT_S))
 
@@ -344,7 +340,7 @@ class Sidecars:
         with_exponents: bool,
         edges: Sequence[float] = (),
     ) -> sidecar_pb2.ComputeStatsResponse:
-        """Reduces parts of a pinned snapshot."""
+        """Compute statistics over parts of a pinned snapshot."""
         request = sidecar_pb2.ComputeStatsRequest(
             snapshot_id=pin.snapshot_id, items=items, with_exponents=with_exponents, edges=edges
         )
@@ -355,7 +351,7 @@ class Sidecars:
     async def digests(
         self, pin: RankPin, ranges: Sequence[tuple[int, int]], timeout_s: float
     ) -> sidecar_pb2.DigestSnapshotResponse:
-        """Digests half-open byte ranges of a pinned snapshot."""
+        """Digests of half-open byte ranges of a pinned snapshot."""
         request = sidecar_pb2.DigestSnapshotRequest(
             snapshot_id=pin.snapshot_id,
             ranges=[sidecar_pb2.Span(begin=begin, end=end) for begin, end in ranges],
@@ -367,13 +363,13 @@ class Sidecars:
     async def pool(
         self, rank: int, request: sidecar_pb2.PoolSnapshotRequest, timeout_s: float
     ) -> sidecar_pb2.PoolSnapshotResponse:
-        """Shrinks parts of a pinned snapshot."""
+        """Pool parts of a pinned snapshot into cells of a heat map."""
         found = await self._watched(rank, "PoolSnapshot", request, timeout_s)
         assert isinstance(found, sidecar_pb2.PoolSnapshotResponse)
         return found
 
     async def layout_batches(self, rank: int) -> list[layout_pb2.Layout]:
-        """The layout in force, as one rank's sidecar holds it."""
+        """The current layout, from one rank's sidecar."""
         asked = self.document.asked(rank)
 
         async def collect() -> list[layout_pb2.Layout]:
@@ -393,20 +389,20 @@ class Sidecars:
     async def stage(
         self, rank: int, requests: AsyncIterator[bytes], *, timeout_s: float
     ) -> sidecar_pb2.StageEditResponse:
-        """Streams StageEditRequests to one rank; gRPC's own errors come out of it."""
+        """Stream serialized StageEditRequests to one rank. Raises gRPC's errors."""
         return await self._channels.stage(self.document.asked(rank), requests, timeout_s=timeout_s)
 
     async def get_edit(
         self, rank: int, edit_id: str, timeout_s: float
     ) -> sidecar_pb2.GetEditResponse:
-        """How far an edit is on one rank. Raises NotFoundError when it knows nothing of it."""
+        """Progress of an edit on one rank. Raises NotFoundError if unknown there."""
         request = sidecar_pb2.GetEditRequest(edit_id=edit_id)
         found = await self._watched(rank, "GetEdit", request, timeout_s)
         assert isinstance(found, sidecar_pb2.GetEditResponse)
         return found
 
     def source(self, pin: RankPin, *, end_bytes: int = 0) -> SnapshotSource:
-        """A pinned snapshot, to be read; up to a byte, or (0) to its end."""
+        """A source that reads a pinned snapshot up to `end_bytes`; 0 means to its end."""
         return SnapshotSource(
             self._channels,
             pin,
@@ -424,10 +420,10 @@ class Sidecars:
             await asyncio.gather(*(cancelled(probe) for probe in probes))
 
     async def probe(self, rank: int) -> None:
-        """Asks for the state, to learn whether anybody answers there.
+        """Check that the sidecar of `rank` responds at all.
 
         Raises:
-            RankUnreachableError: nobody does.
+            RankUnreachableError: it does not.
         """
         try:
             await self.state(rank, _PROBE_TIMEOUT_S)
@@ -435,14 +431,14 @@ class Sidecars:
             raise RankUnreachableError(
                 rank,
                 f"{self.who(rank)} does not answer: its sidecar is stopped, dead or cut off; "
-                "training goes on, try again in a few seconds",
+                "training continues, try again in a few seconds",
                 stopped=True,
             ) from error
         except ParamdError:
-            pass  # it answered
+            pass  # an error response is a response
 
     def who(self, rank: int) -> str:
-        """Names a rank in errors."""
+        """The rank, for error messages."""
         peer = self.document.peers.get(rank)
         return f"rank {rank} ({peer.address})" if peer is not None else f"rank {rank}"
 
@@ -458,7 +454,7 @@ class Sidecars:
         )
 
     async def _told(self, rank: int, call: Awaitable[Result]) -> Result:
-        """What comes of a call; errors tell the rank and what to do."""
+        """Await `call`; give its errors the rank and advice."""
         try:
             return await call
         except UnreachableError as error:
@@ -466,5 +462,5 @@ class Sidecars:
                 rank, f"{error}; its sidecar may be restarting, try again in a few seconds"
             ) from error
         except NotFoundError as error:
-            # Snapshots are the only things that a sidecar looks up.
+            # A snapshot that is gone; `get_edit`'s caller catches the base class.
             raise LeaseEndedError(str(error)) from error

@@ -1,1 +1,1 @@
-"""From a pinned snapshot to assembled tensors and statistics."""
+"""Reading a job: pins, streams, assembled tensors, statistics."""

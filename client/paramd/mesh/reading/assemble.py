@@ -1,7 +1,4 @@
-"""Destination tensors of a read, and the places within them where snapshots land.
-
-Read a snapshot where it lies: shards as tensors on its memory, without a copy.
-"""
+"""Tensors of a read: `Targets`, which snapshots are copied into, and zero-copy `SnapshotView`s."""
 
 from __future__ import annotations
 
@@ -21,16 +18,16 @@ from paramd.mesh.reading.stream import MAX_BLOCK_BYTES, Place
 from paramd.mesh.results import text_table
 
 HUGE_BYTES = 4 << 20
-"""Results at least this long ask the kernel for huge pages."""
+"""Results of at least this size ask the kernel for huge pages."""
 
 _MADV_HUGEPAGE = 14
 
 
 def torch_dtype(name: str) -> torch.dtype:
-    """The dtype of a layout's name for it.
+    """The torch dtype of a layout's dtype name.
 
     Raises:
-        UsageError: this torch does not have it.
+        UsageError: this version of torch lacks it.
     """
     found = getattr(torch, name, None)
     if not isinstance(found, torch.dtype):
@@ -39,17 +36,17 @@ def torch_dtype(name: str) -> torch.dtype:
 
 
 class Targets:
-    """The tensors that a plan fills, one for each of its tensors.
+    """Destination tensors, one for each tensor of a plan.
 
     Args:
         plan: what is read.
-        names: the names that matched, for each tensor of the plan.
-        dtype: dtype of the results; None keeps each tensor's own. Cast on landing.
+        names: the matching names of each tensor of the plan.
+        dtype: dtype of the results, cast while copying; None keeps each tensor's own.
         device: device of the results; None means CPU.
-        into: tensors to fill, by any of the names; those not named are allocated.
+        into: tensors to fill, by any of their names; the others are allocated.
 
     Raises:
-        UsageError: a given tensor has another shape, dtype or device than the result.
+        UsageError: a tensor of `into` does not fit in shape, dtype or device.
     """
 
     def __init__(
@@ -62,7 +59,6 @@ class Targets:
         into: Mapping[str, torch.Tensor] | None,
     ) -> None:
         self.plan = plan
-        """What is read."""
         self._names = names
         self._device = device if device is not None else torch.device("cpu")
         given = _given_tensors(names, into if into is not None else {})
@@ -75,7 +71,7 @@ class Targets:
         ]
 
     def places(self, read: RankRead) -> list[Place]:
-        """Where one rank's snapshot lands, sorted by `begin`."""
+        """Destinations of one rank's snapshot, sorted by `begin`."""
         found = [
             place
             for landing in read.landings
@@ -87,7 +83,7 @@ class Targets:
         return found
 
     def results(self) -> dict[str, torch.Tensor]:
-        """The filled tensors under every name that matched; tied names share one object."""
+        """The filled tensors by every matching name; tied names share one object."""
         found: dict[str, torch.Tensor] = {}
         for number, (tensor, names) in enumerate(zip(self._tensors, self._names, strict=True)):
             result = tensor if number in self._given else tensor.to(self._device)
@@ -96,7 +92,7 @@ class Targets:
 
 
 def allocate(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-    """An uninitialized CPU tensor whose first touch is cheap."""
+    """An uninitialized CPU tensor, in huge pages if it is large."""
     tensor = torch.empty(tuple(shape), dtype=dtype)
     size_bytes = tensor.numel() * tensor.element_size()
     if size_bytes >= HUGE_BYTES:
@@ -105,8 +101,8 @@ def allocate(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
 
 
 def _advise_huge(address: int, size_bytes: int) -> None:
-    # The kernel faults huge pages in at several times the speed of small ones, and reads
-    # into fresh memory are bound by that. It may refuse: then it is only slower.
+    # Page faults bound reads into fresh memory, and huge pages fault in several times faster.
+    # A refusal only costs speed.
     begin = -(-address // mmap.PAGESIZE) * mmap.PAGESIZE
     end = (address + size_bytes) // mmap.PAGESIZE * mmap.PAGESIZE
     madvise = ctypes.CDLL(None).madvise
@@ -218,14 +214,14 @@ def _copy_strided(
 
 
 Shard: TypeAlias = tuple[Region, torch.Tensor]
-"""Which part of the tensor, in coordinates of what was asked for, and its values."""
+"""Region in the coordinates of the requested tensor or slice, and its values."""
 
 
 class SnapshotView(Mapping[str, Sequence[Shard]]):
-    """Shards by name, all at one step, on the sidecars' own snapshot memory.
+    """Shards by name, all at one step, in the sidecars' snapshot memory.
 
-    The values never change: neither when training goes on, nor after the view has ended.
-    Writing to a tensor is harmless: it changes this process's copy of that page alone.
+    The values never change, neither as training continues nor after the view has ended.
+    Writing to a tensor is safe: the mapping is private, so only this process sees it.
     """
 
     def __init__(
@@ -244,9 +240,9 @@ class SnapshotView(Mapping[str, Sequence[Shard]]):
         self.incarnation = incarnation
         """Incarnation of the job."""
         self.step = step
-        """Finished updates: the version that every value here belongs to."""
+        """Number of finished updates that every value here is of."""
         self.unsettled = unsettled
-        """As in `Summoned`: training has not gone on since that step."""
+        """As in `Summoned`."""
         self._shards = _shards(plan, names, memories)
         self._shapes = {
             name: tensor.shape
@@ -264,11 +260,11 @@ class SnapshotView(Mapping[str, Sequence[Shard]]):
         return len(self._shards)
 
     def tensor(self, name: str) -> torch.Tensor:
-        """The whole tensor, when one rank holds it in one piece.
+        """The whole tensor, if one rank holds it in one piece.
 
         Raises:
-            NotFoundError: no such name is in the view.
-            UsageError: several pieces make it up; `summon` puts them together.
+            NotFoundError: no such name in the view.
+            UsageError: it has several shards; `summon` assembles them.
         """
         if name not in self._shards:
             raise NotFoundError(f"{name!r} is not in this view; it has {len(self)} names")
@@ -290,7 +286,7 @@ class SnapshotView(Mapping[str, Sequence[Shard]]):
         return text_table(["name", "shape", "shards"], rows[:40], below)
 
     def drop(self) -> None:
-        """Lets go of all tensors that nobody else holds."""
+        """Drop the view's references to its tensors."""
         self._shards = {}
 
 
@@ -315,5 +311,5 @@ def _shard(memory: mmap.mmap, landing: Landing, dtype: torch.dtype) -> torch.Ten
         memory, dtype=torch.uint8, count=landing.size_bytes, offset=landing.begin_bytes
     )
     if flat.data_ptr() % dtype.itemsize:
-        flat = flat.clone()  # spans of odd lengths came before it; torch wants aligned memory
+        flat = flat.clone()  # after spans of odd lengths; torch needs aligned memory
     return flat.view(dtype).as_strided(landing.sizes, landing.strides)

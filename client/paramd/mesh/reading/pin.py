@@ -1,9 +1,6 @@
-"""One step on all ranks: try what the sidecars have, else an agreed boundary.
+"""Pins what patterns select, at one step on all ranks: the latest if equal, else at a boundary.
 
-Nothing here is trusted for correctness by itself: whichever way the pins came about,
-they count only when every rank's answer carries the same incarnation, step and edits.
-
-What patterns choose in a job, and pinning just that at one step.
+Either way the pins count only if every rank's response has the same incarnation, step and edits.
 """
 
 from __future__ import annotations
@@ -38,9 +35,9 @@ from paramd.mesh.reading.transfer import Chosen
 _FIRST_BACKOFF_S = 0.005
 _LAST_BACKOFF_S = 0.25
 _LAST_PATIENCE_S = 8.0
-# A deadline that one call met is the caller's own when less than this is left of it.
+# With less than this left, a call's DeadlineError counts as the caller's own deadline.
 _ANOTHER_CALL_S = 2.0
-# Others' snapshots end within moments; a request that the budget can never hold does not.
+# Other readers' snapshots end soon; a request larger than the budget never fits.
 _BUDGET_PATIENCE_S = 3.0
 
 
@@ -48,7 +45,7 @@ NOW = PinKind()
 
 
 class Pinner:
-    """Pins one step on all ranks of a plan."""
+    """Pins one step on several ranks."""
 
     def __init__(
         self,
@@ -74,21 +71,23 @@ class Pinner:
         with_buffers: bool = False,
         unsettled: bool = False,
     ) -> AsyncIterator[Pinned]:
-        """Snapshots of `spans` at one step, their leases renewed until the block ends.
+        """Snapshots of `spans` at one step, with leases renewed until the block ends.
 
         Args:
-            deadline_s: On the clock given; when no step was had by then, it is refused.
-            with_buffers: The spans hold what only a boundary can copy: buffers, or parameters
-                of mirrored arenas.
-            unsettled: Parameters that were changed after their update will do, too, while
-                training has not gone on.
+            deadline_s: On the given clock.
+            with_buffers: The spans can only be copied at a boundary: buffers, or parameters of
+                mirrored arenas.
+            unsettled: Accept parameters changed after their update while training has not
+                continued.
 
         Raises:
-            UnreachableError, PartialError: a needed sidecar does not answer.
+            UnreachableError, PartialError: a needed sidecar does not respond.
             ConflictError: torn, no trainer, stale incarnation or layout.
-            DeadlineError: no common step in time; the text says why.
+            DeadlineError: no common step in time; the message says why.
         """
-        found = await self._pin(spans, deadline_s, with_buffers, unsettled)
+        found = await self.pin(
+            spans, deadline_s=deadline_s, with_buffers=with_buffers, unsettled=unsettled
+        )
         renewing = asyncio.create_task(self._renew(found), name="paramd-leases")
         try:
             yield found
@@ -105,22 +104,17 @@ class Pinner:
         with_buffers: bool = False,
         unsettled: bool = False,
     ) -> Pinned:
-        """Snapshots of `spans` at one step, whose leases the caller renews and releases.
+        """Snapshots of `spans` at one step; the caller renews and releases their leases.
 
         Args, Raises: as `pinned`.
         """
-        return await self._pin(spans, deadline_s, with_buffers, unsettled)
-
-    async def _pin(
-        self, spans: Spans, deadline_s: float, with_buffers: bool, unsettled: bool
-    ) -> Pinned:
         reason = ""
         backoff_s = _FIRST_BACKOFF_S
         patience_until_s = self._clock() + _BUDGET_PATIENCE_S
         while True:
             left_s = deadline_s - self._clock()
             if left_s <= 0:
-                raise no_step_in_time(spans, reason if reason else "no try was made")
+                raise no_step_in_time(spans, reason if reason else "no attempt was made")
             try:
                 found, reason = await self._try_once(spans, left_s, with_buffers, unsettled)
             except AbortedError as error:
@@ -129,7 +123,7 @@ class Pinner:
                 if deadline_s - self._clock() < _ANOTHER_CALL_S:
                     if not reason:
                         raise
-                    # The last try's short rest says less than what kept the tries before it.
+                    # The last attempt only ran out of time; an earlier one's reason says more.
                     raise no_step_in_time(spans, reason) from error
                 found, reason = None, str(error)
             except ExhaustedError as error:
@@ -172,7 +166,7 @@ class Pinner:
         )
 
     async def _boundary_or_now(self, spans: Spans, left_s: float) -> tuple[Pinned | None, str]:
-        """Waits for a boundary; should training come to rest meanwhile, that is noticed."""
+        """Pin at a boundary; meanwhile retry the fast path, in case training has stopped."""
         boundary = asyncio.create_task(self._at_boundary(spans, left_s, False))
         patience_s = self._patience_s
         wanted = False
@@ -192,7 +186,7 @@ class Pinner:
                 await self._withdraw(boundary)
 
     async def _withdraw(self, boundary: asyncio.Task[tuple[Pinned | None, str]]) -> None:
-        """Ends a boundary that is not needed any more, or came a moment too late."""
+        """Cancel a boundary that is no longer needed; release its pins if it came anyway."""
         boundary.cancel()
         await asyncio.wait({boundary})
         if not boundary.cancelled() and boundary.exception() is None:
@@ -223,16 +217,16 @@ class Pinner:
         except DeadlineError as error:
             raise DeadlineError(
                 f"the trainers reached no common boundary within {max(left_s, 0.0):.1f} s: "
-                "training stands still, is over, or a rank is slower than that; allow more time "
-                "(timeout=), or read parameters only (buffers=False), which needs no boundary "
-                "while training rests unless they are mirrored"
+                "training has stopped or ended, or a rank is slower than that; allow more time "
+                "(timeout=), or read only parameters (buffers=False), which needs no boundary "
+                "while training has stopped, unless they are mirrored"
             ) from error
         if any(pin.incarnation != answer.incarnation for pin in pins):
-            raise ConflictError("the job attached anew while its boundary was awaited; try again")
+            raise ConflictError("a new incarnation began before the boundary; try again")
         return answer
 
     async def _pin_all(self, spans: Spans, how: PinKind, left_s: float) -> list[RankPin]:
-        """Pins on every rank, or on none: partial success is released."""
+        """Pin on every rank, or on none."""
         tasks = [
             asyncio.create_task(self._transport.pin(rank, rank_spans, how, left_s))
             for rank, rank_spans in spans.items()
@@ -245,7 +239,7 @@ class Pinner:
         return [task.result() for task in tasks]
 
     async def _undo(self, tasks: Sequence[asyncio.Task[RankPin]]) -> None:
-        # A pin that is under way when it is cancelled may still be granted; its lease ends it.
+        # A pin cancelled in flight may still be granted; then its lease runs out.
         for task in tasks:
             task.cancel()
         await asyncio.wait(tasks)
@@ -261,7 +255,7 @@ class Pinner:
         lease_s = min(pin.lease_s for pin in found.pins.values())
         while True:
             await asyncio.sleep(lease_s / 3)
-            # A lease that could not be renewed shows as NOT_FOUND at the next read.
+            # A failed renewal surfaces as NOT_FOUND at the next read.
             await asyncio.gather(
                 *(self._transport.renew(pin) for pin in found.pins.values()),
                 return_exceptions=True,
@@ -271,17 +265,17 @@ class Pinner:
 Result = TypeVar("Result")
 
 Work = Callable[[Sidecars, ReadPlan, Pinned, float], Awaitable[Result]]
-"""What is done with what is pinned, until the deadline that is the last argument."""
+"""Called with (sidecars, plan, pins, deadline) while the plan is pinned."""
 
 
 async def choose(
     reach: SidecarFinder, sidecars: Sidecars, patterns: Sequence[str], *, buffers: bool
 ) -> Chosen:
-    """Names and a read plan that spares ranks which lately did not answer.
+    """The matching names and a read plan that avoids recently unreachable ranks.
 
     Raises:
         NotFoundError: a pattern matches nothing.
-        RankUnreachableError: a needed rank was found stopped a moment ago.
+        RankUnreachableError: a needed rank was just found stopped.
     """
     index = await reach.index(sidecars)
     selection = select(index, patterns, with_buffers=buffers)
@@ -303,12 +297,12 @@ async def pinned(
     *,
     unsettled: bool = False,
 ) -> AsyncIterator[Pinned]:
-    """Snapshots of what was chosen. Args, Raises: as `Pinner.pinned`."""
+    """Snapshots of `chosen`. Args, Raises: as `Pinner.pinned`."""
     spans: dict[int, Sequence[tuple[int, int]]] = {
         read.rank: read.spans for read in chosen.plan.ranks
     }
     if not spans:
-        # Nothing to read, but still something to say: which step it is.
+        # Nothing to read (empty tensors), but the result needs a step.
         spans = {min(sidecars.document.peers, default=0): ()}
     async with Pinner(sidecars, backoff=reach.backoff).pinned(
         spans,
@@ -328,9 +322,9 @@ async def while_pinned(
     buffers: bool = False,
     unsettled: bool = False,
 ) -> Result:
-    """Runs `work` while what the patterns choose is pinned at one step.
+    """Run `work` while the tensors that match are pinned at one step.
 
-    It may run again, with new pins, when a sidecar was lost meanwhile.
+    Runs it again, with new pins, if a sidecar is lost meanwhile.
 
     Raises: as `AsyncMesh.summon`, and what `work` raises.
     """

@@ -1,9 +1,8 @@
-"""Pictures and values of one tensor, over snapshots that are pinned already. No torch."""
+"""Heat maps and values of one pinned tensor. No torch."""
 
 from __future__ import annotations
 
 import asyncio
-import ctypes
 import time
 from dataclasses import dataclass
 
@@ -20,16 +19,16 @@ from paramd.layout.pictures import (
     merge_parts,
     picture_items,
 )
-from paramd.layout.plan import RankRead, ReadPlan
+from paramd.layout.plan import ReadPlan
 from paramd.mesh.peers.sidecars import Pinned, Sidecars
-from paramd.mesh.reading.stream import Expected, Place, PlaceSink, Reader
+from paramd.mesh.reading.stream import read_bytes
 from paramd.v1 import sidecar_pb2
 
 MAX_VALUES = 16_384
-"""Elements in one answer of values."""
+"""Most elements in one response of values."""
 
 MAX_VALUES_BYTES = 64 << 20
-"""Bytes read for them: a slice of columns reads the rows that it lies in."""
+"""Most bytes read for them: a slice of columns reads its whole rows."""
 
 _POOL_MODES = {
     "mean": sidecar_pb2.POOL_MODE_SUM,
@@ -41,7 +40,7 @@ _POOL_MODES = {
 
 @dataclass(frozen=True, slots=True)
 class Shown:
-    """A picture and what it shows."""
+    """A heat map and the matrix it shows."""
 
     picture: Picture
     matrix: Matrix
@@ -58,12 +57,12 @@ async def compute_picture(
     max_columns: int,
     row_dims: int | None = None,
 ) -> Shown:
-    """Has every rank shrink its share of the plan's one tensor, and merges.
+    """Pool each rank's share of the plan's only tensor on its sidecar, and merge.
 
     Args:
         mode: One of `MODES`.
-        max_rows: Most rows of the picture, 1 to `MAX_CELLS`; likewise `max_columns`.
-        row_dims: How many of the first dims count rows; None as `matrix_of`.
+        max_rows, max_columns: Size limit, at least 1; values above `MAX_CELLS` are clamped.
+        row_dims: Number of leading dims that form rows; None as in `matrix_of`.
 
     Raises:
         UsageError: not exactly one tensor, or an argument is out of range.
@@ -71,7 +70,7 @@ async def compute_picture(
     _check_one(plan)
     if mode not in MODES or min(max_rows, max_columns) < 1:
         raise UsageError(
-            f"mode, cells: {mode!r}; expected one of {', '.join(MODES)}; 1 cell or more"
+            f"mode, cells: {mode!r}; expected one of {', '.join(MODES)}; at least 1 cell"
         )
     matrix = matrix_of(plan.tensors[0].shape, row_dims)
     rows = min(max_rows, matrix.rows, MAX_CELLS)
@@ -92,14 +91,14 @@ async def compute_picture(
     picture = await asyncio.to_thread(merge_parts, answers, mode=mode, rows=rows, columns=columns)
     numel = matrix.rows * matrix.columns
     if picture.count != numel:
-        raise ConflictError(f"the ranks counted {picture.count:,} elements of {numel:,}; try again")
+        raise ConflictError(f"the ranks pooled {picture.count:,} of {numel:,} elements; try again")
     return Shown(picture, matrix)
 
 
 async def read_texts(
     sidecars: Sidecars, plan: ReadPlan, pinned: Pinned, deadline_s: float
 ) -> list[str]:
-    """The elements of the plan's one tensor as exact text, row-major.
+    """The elements of the plan's only tensor as exact text, row-major.
 
     Raises:
         UsageError: not exactly one tensor, or too many elements or bytes.
@@ -108,7 +107,10 @@ async def read_texts(
     tensor = plan.tensors[0]
     result = bytearray(tensor.size_bytes)
     snapshots = await asyncio.gather(
-        *(_bytes(sidecars, pinned, read, deadline_s) for read in plan.ranks)
+        *(
+            read_bytes(sidecars, pinned, read.rank, 0, read.size_bytes, deadline_s)
+            for read in plan.ranks
+        )
     )
     for read, snapshot in zip(plan.ranks, snapshots, strict=True):
         for landing in read.landings:
@@ -117,7 +119,7 @@ async def read_texts(
 
 
 def check_values(plan: ReadPlan) -> None:
-    """Raises UsageError when a plan is more than `read_texts` reads."""
+    """Raise UsageError if a plan exceeds the limits of `read_texts`."""
     _check_one(plan)
     numel = sum(tensor.box.numel for tensor in plan.tensors)
     if numel > MAX_VALUES:
@@ -135,19 +137,6 @@ def check_values(plan: ReadPlan) -> None:
 def _check_one(plan: ReadPlan) -> None:
     if len(plan.tensors) != 1:
         raise UsageError(f"name: {len(plan.tensors)} tensors match; name exactly one")
-
-
-async def _bytes(
-    sidecars: Sidecars, pinned: Pinned, read: RankRead, deadline_s: float
-) -> bytearray:
-    data = bytearray(read.size_bytes)
-    if not data:
-        return data
-    memory = (ctypes.c_char * len(data)).from_buffer(data)
-    sink = PlaceSink([Place(0, len(data), ctypes.addressof(memory))])
-    expected = Expected(pinned.incarnation, pinned.step, read.size_bytes, pinned.edits)
-    await Reader(sidecars.source(pinned.pins[read.rank]), sink, expected).run(deadline_s)
-    return data
 
 
 async def _part(
@@ -196,7 +185,7 @@ async def _part(
         pinned.step,
     ) or not fits:
         raise ConflictError(
-            f"{sidecars.who(rank)} sent no part of the picture asked for; try again"
+            f"{sidecars.who(rank)} returned a part that does not fit the heat map; try again"
         )
     return PicturePart(
         row_begin=found.cell_row_begin,

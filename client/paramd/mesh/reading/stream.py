@@ -1,13 +1,11 @@
-"""Streams of pinned snapshots into their landings: checked, resumed, watched.
+"""Reads pinned snapshots into memory: verified, resumed, watched. No torch.
 
-The order of defence: a checksum for every chunk, offsets that must join up, the header's
-(incarnation, step) against the pin's. What does not fit is asked for again from the first
-missing byte, a few times; then the read is refused.
+Every chunk has a checksum, offsets must be contiguous, and the header's (incarnation, step) must
+be the pin's. A bad or broken stream is resumed at the first missing byte, a few times.
 
-Where a snapshot's bytes land: straight at an address, or block by block through `store`.
-
-Two ways fill places: a stream, in order of offsets (`PlaceSink`), and threads that copy
-from memory of the same host, in any order (`fill_from`). No torch here.
+Bytes land in `Place`s, copied to an address or passed to `store` block by block. Places are
+filled by a stream, in order of offsets (`PlaceSink`), or by threads that copy from shared memory,
+in any order (`fill_from`).
 """
 
 from __future__ import annotations
@@ -34,27 +32,28 @@ from paramd.errors import (
     UnreachableError,
 )
 from paramd.mesh.peers.grpc import LIVENESS_S, LeaseEndedError, cancelled, error_of
+from paramd.mesh.peers.sidecars import Pinned, Sidecars
 from paramd.wire import Chunk
 
 MAX_BLOCK_BYTES = 8 << 20
-"""Largest place with a `store`: the size of the memory that it goes through."""
+"""Largest place with a `store`, and so of its scratch memory."""
 
 PART_BYTES = 16 << 20
-"""Bytes copied by one thread before it looks for more work."""
+"""Bytes that a thread copies per work item."""
 
 _ALIGNMENT_BYTES = 16
 
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Bytes [begin, end) of a snapshot, and where they go; exactly one way is set."""
+    """Destination of bytes [begin, end) of a snapshot; `address` or `store` is set."""
 
     begin: int
     end: int
     address: int | None = None
-    """They are copied there as they are."""
+    """Copied there unchanged."""
     store: Callable[[int], None] | None = None
-    """Takes them from an aligned address; at most `MAX_BLOCK_BYTES`, all at once."""
+    """Called once with the aligned address of all the bytes, at most `MAX_BLOCK_BYTES`."""
 
     @property
     def size_bytes(self) -> int:
@@ -62,14 +61,14 @@ class Place:
 
 
 class Scratch:
-    """Memory that blocks go through, made once it is needed, then used again."""
+    """Reusable aligned memory, allocated on first use."""
 
     def __init__(self) -> None:
         self._memory: ctypes.Array[ctypes.c_char] | None = None
         self._address = 0
 
     def address(self, size_bytes: int) -> int:
-        """Aligned memory of at least `size_bytes`; its old content is lost when it grows."""
+        """Address of at least `size_bytes`; growing loses the contents."""
         if self._memory is None or len(self._memory) < size_bytes + _ALIGNMENT_BYTES:
             self._memory = (ctypes.c_char * (size_bytes + _ALIGNMENT_BYTES))()
             base = ctypes.addressof(self._memory)
@@ -78,20 +77,20 @@ class Scratch:
 
 
 class PlaceSink:
-    """Takes a snapshot in order of offsets. `places` are sorted by `begin`.
+    """Writes a snapshot, in order of offsets, to `places` sorted by `begin`.
 
-    They may leave gaps, whose bytes are dropped, and overlap where tensors share memory.
+    Bytes in gaps between places are dropped. Places overlap where tensors share memory.
     """
 
     def __init__(self, places: Sequence[Place]) -> None:
         self._places = places
         self._at = 0
-        """First place that is not full yet."""
+        """Index of the first place that is not full."""
         self._filling: dict[int, Scratch] = {}
         self._spare: list[Scratch] = []
 
     def write(self, offset_bytes: int, address: int, size_bytes: int) -> None:
-        """Copies `size_bytes` from `address` to where snapshot byte `offset_bytes` belongs."""
+        """As `Sink.write`."""
         end_bytes = offset_bytes + size_bytes
         for number in range(self._at, len(self._places)):
             place = self._places[number]
@@ -123,21 +122,21 @@ class PlaceSink:
 
 
 class RandomAccess(Protocol):
-    """A snapshot whose bytes can be had in any order, by several threads."""
+    """A snapshot that several threads can read in any order."""
 
     def read_into(self, address: int, offset_bytes: int, size_bytes: int) -> None:
-        """Copies bytes of the snapshot to `address`."""
+        """Copy bytes of the snapshot to `address`."""
 
 
 def fill_from(
     jobs: Iterable[tuple[RandomAccess, Sequence[Place]]], pool: Executor, thread_count: int
 ) -> None:
-    """Fills the places of every snapshot with threads of the pool. Blocks until done.
+    """Fill the places of every snapshot with threads of the pool. Blocks until done.
 
     Raises:
-        ParamdError: a source's; the places' content is then undefined.
+        ParamdError: from a source; the contents of the places are then undefined.
     """
-    # A list's iterator: the interpreter's lock makes each `next` atomic.
+    # Shared by the threads: `next` on a list iterator is atomic under the GIL.
     parts = iter([(source, part) for source, places in jobs for part in _parts(places)])
     failed = threading.Event()
 
@@ -153,7 +152,7 @@ def fill_from(
             raise
 
     workers = [pool.submit(work) for _ in range(thread_count)]
-    # Nobody may still write when the caller frees what is written to.
+    # No thread may still write when the caller frees the destination.
     wait(workers)
     for worker in workers:
         worker.result()
@@ -183,7 +182,7 @@ MAX_FAILURES = 3
 """Resumes without a single new byte before a read is given up."""
 
 _LOOK_S = 0.5
-# Looked at every half second, so half a second later it is.
+# Effectively up to `_LOOK_S` later.
 _PROBE_AFTER_S = 1.0
 
 # mallopt(3) parameters.
@@ -197,28 +196,28 @@ _ARENAS = 2
 
 
 class Sink(Protocol):
-    """Where a snapshot's bytes go. Called in order of offsets, each byte once."""
+    """Destination of a snapshot. Called in order of offsets, once per byte."""
 
     def write(self, offset_bytes: int, address: int, size_bytes: int) -> None:
-        """Copies `size_bytes` from `address` to where snapshot byte `offset_bytes` belongs."""
+        """Take `size_bytes` at `address`, from snapshot byte `offset_bytes` on."""
 
 
 class Source(Protocol):
-    """One rank's snapshot, to be read from any offset."""
+    """One rank's snapshot, readable from any offset."""
 
     who: str
-    """Names the rank in errors."""
+    """The rank, for error messages."""
 
     def chunks(self, offset_bytes: int, timeout_s: float) -> AsyncIterator[Chunk]:
-        """The snapshot's bytes from `offset_bytes` on; closing it cancels the call."""
+        """Stream the snapshot from `offset_bytes` on; closing the iterator cancels the call."""
 
     async def probe(self) -> None:
-        """Raises UnreachableError when nobody answers there."""
+        """Raise UnreachableError if the sidecar does not respond."""
 
 
 @dataclass(frozen=True, slots=True)
 class Expected:
-    """What the pin promised."""
+    """The pin's state and size, which the stream must match."""
 
     incarnation: int
     step: int
@@ -229,21 +228,48 @@ class Expected:
 
 @functools.cache
 def keep_freed_memory() -> None:
-    """Keeps glibc from giving big blocks back to the kernel; once a process.
+    """Keep glibc from returning big blocks to the kernel; once per process.
 
-    gRPC allocates every received message anew. By default glibc maps and unmaps blocks of
-    that size, and each first touch of a fresh page costs more than copying it: streams
-    then move at half the speed.
+    gRPC allocates every received message. By default glibc maps and unmaps blocks of that size,
+    and faulting a fresh page in costs more than copying it, which halves a stream's speed.
     """
     try:
         mallopt = ctypes.CDLL(None).mallopt
     except (AttributeError, OSError):
         return  # not glibc: slower, not wrong
-    # Setting one of them ends glibc's own adjusting, so both are needed.
+    # Setting either one disables glibc's dynamic adjustment of both.
     mallopt(_M_MMAP_THRESHOLD, _MMAP_THRESHOLD_BYTES)
     mallopt(_M_TRIM_THRESHOLD, _TRIM_THRESHOLD_BYTES)
-    # Each of gRPC's threads would keep freed chunks in an arena of its own.
+    # Otherwise each gRPC thread keeps freed chunks in its own malloc arena.
     mallopt(_M_ARENA_MAX, _ARENAS)
+
+
+async def read_bytes(
+    sidecars: Sidecars, pinned: Pinned, rank: int, begin: int, end: int, deadline_s: float
+) -> bytearray:
+    """Bytes [begin, end) of one rank's snapshot. Raises as `Reader.run`."""
+    data = bytearray(end - begin)
+    if data:
+        memory = (ctypes.c_char * len(data)).from_buffer(data)
+        sink = PlaceSink([Place(begin, end, ctypes.addressof(memory))])
+        await read_range(sidecars, pinned, rank, sink, begin, end, deadline_s)
+    return data
+
+
+async def read_range(
+    sidecars: Sidecars,
+    pinned: Pinned,
+    rank: int,
+    sink: Sink,
+    begin: int,
+    end: int,
+    deadline_s: float,
+) -> None:
+    """Read bytes [begin, end) of one rank's snapshot into `sink`. Raises as `Reader.run`."""
+    expected = Expected(pinned.incarnation, pinned.step, end, pinned.edits)
+    reader = Reader(sidecars.source(pinned.pins[rank], end_bytes=end), sink, expected)
+    reader.offset_bytes = begin
+    await reader.run(deadline_s)
 
 
 class Reader:
@@ -254,17 +280,17 @@ class Reader:
         self._sink = sink
         self._expected = expected
         self.offset_bytes = 0
-        """Bytes landed so far."""
+        """End of the bytes written so far; set it before `run` to start there."""
 
     async def run(self, deadline_s: float) -> None:
-        """Reads to the end, or raises; `deadline_s` is on the monotonic clock.
+        """Read to the end; `deadline_s` is on the monotonic clock.
 
         Raises:
-            UnreachableError: the sidecar died, hangs, or the stream broke too often.
-            DataLossError: bytes did not match their checksum, or came before the header that
-                says what they are, time and again.
-            LeaseEndedError: pin anew. ConflictError: another step's bytes came.
-            DeadlineError: it took too long.
+            UnreachableError: the sidecar died or hangs, or the stream broke too often.
+            DataLossError: bytes did not match their checksum, or preceded the header, after
+                all retries.
+            LeaseEndedError: pin again. ConflictError: the bytes are of another state.
+            DeadlineError: not all bytes came in time.
         """
         failures = 0
         while self.offset_bytes < self._expected.size_bytes:
@@ -278,7 +304,7 @@ class Reader:
             except grpc.aio.AioRpcError as found:
                 error = error_of(found, self._source.who)
                 if isinstance(error, DeadlineError) and time.monotonic() < deadline_s:
-                    continue  # one call's limit, not the caller's
+                    continue  # the limit of one call, not the caller's
                 if isinstance(error, NotFoundError):
                     raise LeaseEndedError(str(error)) from found
             except DataLossError as found:
@@ -293,7 +319,7 @@ class Reader:
             await asyncio.sleep(0.05 * failures)
 
     async def _watched_read(self, deadline_s: float) -> None:
-        """One stream, with somebody watching whether it goes on."""
+        """Read one stream; return if it stalls, so that `run` resumes it."""
         reading = asyncio.ensure_future(self._read(deadline_s))
         moved_s, moved = time.monotonic(), self.offset_bytes
         try:
@@ -307,9 +333,9 @@ class Reader:
                     await self._source.probe()
                 if now_s > deadline_s:
                     raise DeadlineError(
-                        f"{self._source.who}: {self.offset_bytes:,} of "
-                        f"{self._expected.size_bytes:,} bytes came in the time allowed; "
-                        "allow more (timeout=)"
+                        f"{self._source.who}: only {self.offset_bytes:,} of "
+                        f"{self._expected.size_bytes:,} bytes came in time; allow more time "
+                        "(timeout=)"
                     )
             reading.result()
         finally:
@@ -326,8 +352,7 @@ class Reader:
                 if chunk.size_bytes:
                     if not proven:
                         raise DataLossError(
-                            "its stream began without a header, so nothing says of which step "
-                            "its bytes are"
+                            "its stream began without a header, so the step of its bytes is unknown"
                         )
                     self._land(chunk)
 
@@ -339,17 +364,16 @@ class Reader:
         if not same or expected.edits not in (-1, header.edits):
             raise ConflictError(
                 f"{self._source.who} sent step {header.step} (edits {header.edits}) of incarnation "
-                f"{header.incarnation}; pinned was step {expected.step} (edits "
-                f"{expected.edits}) of "
-                f"incarnation {expected.incarnation}; try again"
+                f"{header.incarnation}; the pin is of step {expected.step} (edits "
+                f"{expected.edits}) of incarnation {expected.incarnation}; try again"
             )
 
     def _land(self, chunk: Chunk) -> None:
         end = chunk.offset_bytes + chunk.size_bytes
         if chunk.offset_bytes != self.offset_bytes or end > self._expected.size_bytes:
             raise DataLossError(
-                f"bytes [{chunk.offset_bytes:,}, {end:,}) came where {self.offset_bytes:,} was "
-                f"next of {self._expected.size_bytes:,}"
+                f"got bytes [{chunk.offset_bytes:,}, {end:,}) of {self._expected.size_bytes:,}; "
+                f"expected them from {self.offset_bytes:,} on"
             )
         chunk.check()
         self._sink.write(chunk.offset_bytes, chunk.address, chunk.size_bytes)

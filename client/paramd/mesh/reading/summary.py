@@ -1,4 +1,4 @@
-"""Statistics of full tensors from what each rank reduced."""
+"""Statistics of full tensors, merged from each rank's reduction."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from paramd.mesh.results import StatsTable, TensorStats
 from paramd.v1 import sidecar_pb2
 
 ITEMS_PER_CALL = 2_000
-"""Keeps requests and answers far below gRPC's message limits."""
+"""Keeps messages far below gRPC's size limit."""
 
 
 async def compute_stats(
@@ -35,9 +35,9 @@ async def compute_stats(
     with_exponents: bool,
     edges: Sequence[float] = (),
 ) -> StatsTable:
-    """Has every rank reduce its share of the plan, and merges.
+    """Reduce each rank's share of the plan on its sidecar, and merge.
 
-    `edges` (finite, rising) are counted between, too.
+    `edges` (finite, rising) add counts of the elements between them.
     """
     items = stats_items(plan)
     merged = [EMPTY] * len(plan.tensors)
@@ -79,7 +79,7 @@ async def compute_parts(
     with_exponents: bool,
     edges: Sequence[float] = (),
 ) -> list[tuple[StatsItem, Stats]]:
-    """Has every rank reduce its items."""
+    """Reduce each rank's items on its sidecar."""
     found = await asyncio.gather(
         *(
             _rank_stats(sidecars, pinned, rank, items[rank], deadline_s, with_exponents, edges)
@@ -117,8 +117,8 @@ async def _rank_stats(
         counts = [stats.count for stats in answer.stats]
         if said != (pinned.incarnation, pinned.step) or counts != [item.numel for item in batch]:
             raise ConflictError(
-                f"{sidecars.who(rank)} answered {len(counts)} statistics of {sum(counts):,} "
-                f"elements of step {said[1]}; asked were {len(batch)} of "
+                f"{sidecars.who(rank)} returned {len(counts)} statistics of {sum(counts):,} "
+                f"elements of step {said[1]}; expected {len(batch)} of "
                 f"{sum(item.numel for item in batch):,} of step {pinned.step}; try again"
             )
         found.extend(zip(batch, map(stats_of, answer.stats), strict=True))

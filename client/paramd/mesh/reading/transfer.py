@@ -1,13 +1,10 @@
-"""Moves pinned bytes into tensors: streams, or shared memory of the same host.
+"""Copies pinned snapshots into tensors, over gRPC or from shared memory on the same host.
 
-A snapshot's memory by its descriptor: for programs on the sidecar's own host.
+For shared memory the sidecar sends a descriptor over its Unix socket. It reuses that memory only
+after our `unmap`; if the connection ends without one, it abandons the memory, which the kernel
+keeps for us. So mapped values never change, even after the lease.
 
-The sidecar sends the descriptor over its Unix socket. It uses that memory again only after
-our `unmap`; if the connection ends without it, the sidecar forgets the memory and the
-kernel keeps it for us. So what a program sees never changes, lease or no lease.
-
-Copies are made with pread: the kernel copies as fast as memcpy, and mapping first would
-cost as much again in page faults.
+Copies use pread, as fast as memcpy; mapping first would double the cost with page faults.
 """
 
 from __future__ import annotations
@@ -33,7 +30,7 @@ from paramd.memory import handover
 from paramd.mesh.peers.control import PeerAddress
 from paramd.mesh.peers.grpc import check_handover
 from paramd.mesh.peers.sidecars import Pinned, RankPin, Sidecars
-from paramd.mesh.reading.stream import Expected, PlaceSink, Reader, fill_from
+from paramd.mesh.reading.stream import Expected, PlaceSink, Reader, fill_from, read_range
 from paramd.state_files import host_id, kernel_of
 
 if TYPE_CHECKING:
@@ -41,21 +38,21 @@ if TYPE_CHECKING:
 
     from paramd.mesh.reading.assemble import SnapshotView, Targets
 
-# A sidecar answers within milliseconds; a stopped one must be noticed soon.
+# A sidecar responds within milliseconds; a stopped one must be detected soon.
 _ANSWER_S = 1.5
 
 
 def is_same_host(peer: PeerAddress) -> bool:
-    """Whether the peer's sidecar runs under our kernel and its socket is visible here.
+    """Whether the peer's sidecar runs on our kernel and its socket is visible here.
 
-    A container of the same host shares the kernel but perhaps not the path.
+    Containers of one host share the kernel, but not necessarily the path.
     """
     same_kernel = kernel_of(peer.host_id) == kernel_of(host_id())
     return bool(peer.socket_path) and same_kernel and os.path.exists(peer.socket_path)
 
 
 class SharedSnapshot:
-    """The memory of one pinned snapshot. Made by `open`, ended by `close`."""
+    """The memory of one pinned snapshot. Made by `open`; call `close`."""
 
     def __init__(
         self, connection: socket.socket, descriptor: int, size_bytes: int, snapshot_id: str
@@ -65,15 +62,14 @@ class SharedSnapshot:
         self._snapshot_id = snapshot_id
         self._maps: list[weakref.ref[mmap.mmap]] = []
         self.size_bytes = size_bytes
-        """Length of the snapshot."""
 
     @classmethod
     def open(cls, peer: PeerAddress, ticket: str, snapshot_id: str) -> SharedSnapshot:
-        """Asks the sidecar for the memory. Blocks for a few seconds at most.
+        """Get the memory from the sidecar. Blocks, for a few seconds at most.
 
         Raises:
-            UnreachableError: no sidecar of ours answers at the socket.
-            DeniedError, NotFoundError: it refuses the ticket, or the lease ended.
+            UnreachableError: the right sidecar does not respond at the socket.
+            DeniedError: it refused the ticket. NotFoundError: the lease ended.
         """
         connection = handover.connect(Path(peer.socket_path), timeout_s=_ANSWER_S)
         try:
@@ -83,15 +79,17 @@ class SharedSnapshot:
             connection.close()
             if isinstance(error, ParamdError):
                 raise
-            raise UnreachableError(f"rank {peer.rank} did not hand over its snapshot") from error
+            raise UnreachableError(
+                f"rank {peer.rank}: its sidecar did not share its snapshot"
+            ) from error
         except BaseException:
             connection.close()
             raise
 
     def read_into(self, address: int, offset_bytes: int, size_bytes: int) -> None:
-        """Copies bytes [offset_bytes, offset_bytes + size_bytes) to `address`.
+        """Copy bytes [offset_bytes, offset_bytes + size_bytes) to `address`.
 
-        Several threads may call it at once; the interpreter is free meanwhile.
+        Thread-safe; releases the GIL.
 
         Raises:
             UnreachableError: the memory is shorter than the sidecar said.
@@ -105,15 +103,14 @@ class SharedSnapshot:
             done += moved
 
     def map_private(self) -> mmap.mmap | None:
-        """The memory, readable and writable; None when it is empty.
+        """A private, writable mapping of the memory; None if it is empty.
 
-        Writing to it copies the page for this process: nobody else sees it. Tensors made
-        on the map keep it alive, also after `close`.
+        Writes are copy-on-write. Tensors on the mapping keep it alive, even after `close`.
         """
         if not self.size_bytes:
             return None
         if os.fstat(self._descriptor).st_size < self.size_bytes:
-            # Touching what lies beyond the end would kill this process.
+            # Touching pages beyond the end would raise SIGBUS.
             raise UnreachableError("the snapshot's memory is shorter than its sidecar says")
         memory = mmap.mmap(
             self._descriptor,
@@ -125,10 +122,10 @@ class SharedSnapshot:
         return memory
 
     def close(self) -> None:
-        """Lets go of the memory. Idempotent.
+        """Release the memory. Idempotent.
 
-        Only when nobody here holds a map of it any more may the sidecar use it again, and
-        is told so. Else it stays, for as long as somebody holds it.
+        The sidecar may reuse it only if no mapping is left here; otherwise it is abandoned, and
+        lives as long as the last mapping.
         """
         if self._descriptor < 0:
             return
@@ -139,7 +136,7 @@ class SharedSnapshot:
                 message = {"op": "unmap", "snapshot_id": self._snapshot_id}
                 handover.send(self._connection, message)
         except OSError:
-            pass  # the sidecar has gone, and its part of the memory with it
+            pass  # the sidecar is gone and will not reuse the memory
         finally:
             self._connection.close()
 
@@ -162,18 +159,18 @@ def _receive_memory(
             os.close(descriptor)
     if answer["op"] == "error":
         raise error_of_grpc(str(answer.get("code")))(f"rank {rank}: {answer.get('message')}")
-    raise UnreachableError(f"rank {rank}: its socket answered {answer['op']!r}")
+    raise UnreachableError(f"rank {rank}: unexpected {answer['op']!r} at its Unix socket")
 
 
 Transport = Literal["auto", "grpc", "same-host"]
 
 MAX_COPY_THREADS: Final = 4
-"""Threads that copy from shared memory; two reach a small machine's memory bandwidth."""
+"""Threads that copy from shared memory; two saturate a small machine's memory bandwidth."""
 
 MAX_GAP_BYTES: Final = 1 << 18
-"""Bytes that nobody wants are read along up to here: a call of its own takes as long."""
+"""Gaps up to this size are read along: another call would take as long."""
 
-# One more coordinates each copy, and opening sockets blocks for moments.
+# For work that blocks on the copy threads, and for opening sockets.
 _OTHER_THREADS: Final = 8
 
 Result = TypeVar("Result")
@@ -181,17 +178,17 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True, slots=True)
 class Chosen:
-    """What patterns chose, and how it is read."""
+    """The tensors that patterns selected, and how to read them."""
 
     names: Sequence[tuple[str, ...]]
-    """The names that matched, for each tensor of the plan."""
+    """The matching names of each tensor of the plan."""
     plan: ReadPlan
     at_boundary: bool
-    """Whether only an agreed boundary can copy it."""
+    """Whether they can only be copied at an agreed boundary."""
 
 
 def check_transport(transport: str) -> None:
-    """Raises UsageError for an unknown transport."""
+    """Raise UsageError for an unknown transport."""
     if transport not in get_args(Transport):
         raise UsageError(
             f"transport: {transport!r}; expected one of {', '.join(get_args(Transport))}"
@@ -199,7 +196,7 @@ def check_transport(transport: str) -> None:
 
 
 class Transfer:
-    """Threads that copy; made at first use, joined at `close`."""
+    """Copies snapshots into tensors, on threads started on first use and joined by `close`."""
 
     def __init__(self) -> None:
         self._copy_threads = max(1, min(len(os.sched_getaffinity(0)), MAX_COPY_THREADS))
@@ -207,15 +204,15 @@ class Transfer:
         self._blocking = ThreadPoolExecutor(_OTHER_THREADS, "paramd-blocking")
 
     def close(self) -> None:
-        """Joins the threads. Blocks while a copy is under way."""
+        """Join the threads; blocks while a copy runs."""
         self._blocking.shutdown()
         self._copiers.shutdown()
 
     async def load_torch(self) -> None:
-        """Imports torch off the event loop: the first time takes seconds.
+        """Import torch off the event loop, as the first import takes seconds.
 
         Raises:
-            UsageError: it is not installed.
+            UsageError: torch cannot be imported.
         """
         if "paramd.mesh.reading.assemble" in sys.modules:
             return
@@ -235,7 +232,7 @@ class Transfer:
         device: torch.device | str | None,
         into: Mapping[str, torch.Tensor] | None,
     ) -> Targets:
-        """Destination tensors."""
+        """Destination tensors. Args, Raises: as `Targets`."""
         import torch
 
         from paramd.mesh.reading.assemble import Targets
@@ -252,7 +249,7 @@ class Transfer:
         transport: Transport,
         deadline_s: float,
     ) -> None:
-        """Fills the targets, all ranks at the same time; all has ended when it returns."""
+        """Fill the targets from all ranks concurrently; no copy is left running at the end."""
 
         def stream(read: RankRead) -> Awaitable[None]:
             expected = Expected(pinned.incarnation, pinned.step, read.size_bytes, pinned.edits)
@@ -270,12 +267,12 @@ class Transfer:
         transport: Transport,
         deadline_s: float,
     ) -> None:
-        """As `read`, but of each snapshot only the bytes that land somewhere are moved."""
+        """As `read`, but transfer only the bytes of each snapshot that `plan` lands."""
 
-        def stream(read: RankRead) -> Awaitable[None]:
-            ranges = _ranges([(one.begin_bytes, one.end_bytes) for one in read.landings])
+        async def stream(read: RankRead) -> None:
             sink = PlaceSink(targets.places(read))
-            return _read_ranges(sidecars, pinned, read.rank, sink, ranges, deadline_s)
+            for begin, end in _ranges([(one.begin_bytes, one.end_bytes) for one in read.landings]):
+                await read_range(sidecars, pinned, read.rank, sink, begin, end, deadline_s)
 
         await self._fill(sidecars, plan, pinned, targets, transport, stream)
 
@@ -288,7 +285,7 @@ class Transfer:
         transport: Transport,
         stream: Callable[[RankRead], Awaitable[None]],
     ) -> None:
-        """From memory that is shared with us, and by `stream` from the ranks that share none."""
+        """Copy from shared memory where possible, and with `stream` from the other ranks."""
         async with AsyncExitStack() as stack:
             shared = await self._share(sidecars, pinned, transport, stack)
             works = [stream(read) for read in plan.ranks if read.rank not in shared]
@@ -299,12 +296,12 @@ class Transfer:
             ]
             if jobs:
                 works.append(self.run(lambda: fill_from(jobs, self._copiers, self._copy_threads)))
-            await _all_ended(works)
+            await all_ended(works)
 
     async def view(
         self, sidecars: Sidecars, chosen: Chosen, pinned: Pinned, stack: AsyncExitStack
     ) -> SnapshotView:
-        """Shards on the sidecars' memory, let go of when `stack` ends.
+        """Shards in the sidecars' memory, released when `stack` exits.
 
         Raises:
             UnreachableError: a needed rank is not on this host.
@@ -330,7 +327,7 @@ class Transfer:
     async def _share(
         self, sidecars: Sidecars, pinned: Pinned, transport: Transport, stack: AsyncExitStack
     ) -> dict[int, SharedSnapshot]:
-        """The snapshots whose memory this host may share, by rank."""
+        """Open the snapshots whose memory this process can share, by rank."""
         if transport == "grpc":
             return {}
         pins = [pin for pin in pinned.pins.values() if pin.size_bytes]
@@ -366,14 +363,14 @@ class Transfer:
             if transport != "auto":
                 raise
             await sidecars.probe(pin.rank)
-            return None  # another user's socket, say; the sidecar itself is well
+            return None  # another user's socket, say; the sidecar itself responds
         stack.callback(shared.close)
         return shared
 
     async def run(self, work: Callable[[], Result]) -> Result:
-        """Runs blocking work; also when cancelled, the thread has ended before this does.
+        """Run blocking work on a thread. Even if cancelled, returns only after it has ended.
 
-        Else it would go on writing into memory that the caller frees.
+        Otherwise the thread could write into memory that the caller has freed.
         """
         running = asyncio.get_running_loop().run_in_executor(self._blocking, work)
         try:
@@ -385,23 +382,8 @@ class Transfer:
             raise
 
 
-async def _read_ranges(
-    sidecars: Sidecars,
-    pinned: Pinned,
-    rank: int,
-    sink: PlaceSink,
-    ranges: Sequence[tuple[int, int]],
-    deadline_s: float,
-) -> None:
-    for begin, end in ranges:
-        source = sidecars.source(pinned.pins[rank], end_bytes=end)
-        reader = Reader(source, sink, Expected(pinned.incarnation, pinned.step, end, pinned.edits))
-        reader.offset_bytes = begin
-        await reader.run(deadline_s)
-
-
 def _ranges(landings: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Ranges that cover all landings; a call costs more than the bytes of a short gap."""
+    """Ranges that cover all landings, with short gaps included."""
     found: list[tuple[int, int]] = []
     for begin, end in sorted(landings):
         if found and begin <= found[-1][1] + MAX_GAP_BYTES:
@@ -411,8 +393,8 @@ def _ranges(landings: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
     return found
 
 
-async def _all_ended(work: Sequence[Awaitable[None]]) -> None:
-    """Runs all; when one fails the others are cancelled, and all have ended at the end."""
+async def all_ended(work: Sequence[Awaitable[None]]) -> None:
+    """Run all concurrently; if one fails, cancel the others. Returns once all have ended."""
     tasks = [asyncio.ensure_future(one) for one in work]
     try:
         await asyncio.gather(*tasks)

@@ -55,7 +55,7 @@ class IncarnationEdits:
         self._mesh = mesh
         self._records = records
         self._config = config
-        self._on_change = told
+        self._on_change = on_change
         self._loading: asyncio.Task[None] | None = None
         self._committing: set[str] = set()
         self._ending: set[asyncio.Task[None]] = set()

@@ -20,13 +20,12 @@ from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import dataclass, field
 from http.cookies import CookieError, SimpleCookie
-from typing import Protocol
 
 from paramd.clock import now_s
-from paramd.errors import ConflictError, NotFoundError, UnreachableError, UsageError
+from paramd.errors import UnreachableError, UsageError
 from paramd.security.tickets import MAX_TOKEN_CHARS, holds_token, new_token
 from paramd_service.control.access.roles import Action, UserRole, may, parse_role
-from paramd_service.control.store.tokens import TokenRow
+from paramd_service.control.store.tokens import TokenRow, TokenStore
 
 MAX_OF_TOKEN = 16
 """Sessions per token; past the cap, its least recently used one is dropped."""
@@ -143,52 +142,6 @@ _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._@-]{0,63}")
 def token_id(row: TokenRow) -> str:
     """A token's id in its tickets: 64 bits of its digest, not a secret."""
     return row.digest[:16]
-
-
-class TokenStore(Protocol):
-    """Stores tokens by sha256, never the tokens themselves."""
-
-    async def create(self, row: TokenRow) -> None: ...
-
-    async def find(self, digest: str) -> TokenRow | None: ...
-
-    async def list(self) -> list[TokenRow]: ...
-
-    async def revoke(self, name: str, *, now_s: float) -> TokenRow: ...
-
-
-class MemoryTokens:
-    """An in-memory `TokenStore`."""
-
-    def __init__(self) -> None:
-        self._rows: dict[str, TokenRow] = {}
-
-    async def create(self, row: TokenRow) -> None:
-        if row.name in self._rows:
-            raise ConflictError(f"token {row.name!r}: the name has been used; take another")
-        self._rows[row.name] = row
-
-    async def find(self, digest: str) -> TokenRow | None:
-        return next((row for row in self._rows.values() if row.digest == digest), None)
-
-    async def list(self) -> list[TokenRow]:
-        return [self._rows[name] for name in sorted(self._rows)]
-
-    async def revoke(self, name: str, *, now_s: float) -> TokenRow:
-        row = self._rows.get(name)
-        if row is None:
-            raise NotFoundError(f"token {name[:64]!r} does not exist; see: paramd token list")
-        if row.revoked_s is None:
-            row = TokenRow(
-                name=row.name,
-                digest=row.digest,
-                role=row.role,
-                created_s=row.created_s,
-                expires_s=row.expires_s,
-                revoked_s=now_s,
-            )
-            self._rows[name] = row
-        return row
 
 
 @dataclass(frozen=True, slots=True)

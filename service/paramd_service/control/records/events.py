@@ -110,11 +110,6 @@ class EventBus:
         self._viewers = Shares(max_viewers, "viewers that follow the events")
         self._closed = False
 
-    @property
-    def viewer_count(self) -> int:
-        """Current readers."""
-        return self._viewers.taken
-
     def publish(self, kind: str, data: Mapping[str, Any], *, job: str = "") -> Event:
         """Publish an event to all readers. Never blocks on readers, never fails because of them.
 

@@ -13,12 +13,8 @@ Rate-limited audit of refused calls: some in full, the rest as a count.
 from __future__ import annotations
 
 import asyncio
-import hashlib
-import hmac
 import logging
 import os
-import secrets
-import tempfile
 import time
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager, suppress
@@ -163,57 +159,10 @@ def _make_durable(descriptor: int, directory: Path) -> None:
         os.close(listing)
 
 
-KEY_BYTES = 32
-KEY_FILE = "audit.key"
-
 log = logging.getLogger("paramd.control.audit")
 
 HEAD_EVERY = 100
 """Records of a chain between two log lines with its head."""
-
-
-@dataclass(frozen=True, slots=True)
-class Hidden:
-    """A value that the audit shows only as a keyed digest. Equal values have equal digests."""
-
-    value: bytes | str = field(repr=False)
-
-
-def load_key(directory: Path) -> bytes:
-    """The digest key, created if missing. Raises OSError."""
-    path = directory / KEY_FILE
-    if not path.exists():
-        _offer_key(path)
-    key = path.read_bytes()
-    if len(key) != KEY_BYTES:
-        raise OSError(f"{path} does not hold {KEY_BYTES} bytes; remove it")
-    return key
-
-
-def _offer_key(path: Path) -> None:
-    """Create the key atomically: written in full, then linked; the first of several wins."""
-    descriptor, written = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-    try:
-        with os.fdopen(descriptor, "wb") as file:
-            file.write(secrets.token_bytes(KEY_BYTES))
-            file.flush()
-            os.fsync(descriptor)
-        with suppress(FileExistsError):
-            os.link(written, path)
-    finally:
-        os.unlink(written)
-
-
-def shown(value: Any, key: bytes) -> Any:
-    """`value` with every nested `Hidden` replaced by its HMAC-SHA256."""
-    if isinstance(value, Hidden):
-        data = value.value.encode() if isinstance(value.value, str) else value.value
-        return {"hmac_sha256": hmac.new(key, data, hashlib.sha256).hexdigest()}
-    if isinstance(value, Mapping):
-        return {str(name): shown(found, key) for name, found in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [shown(found, key) for found in value]
-    return value
 
 
 class AuditUnavailableError(UnreachableError):
@@ -236,7 +185,7 @@ class Action:
     step: int = -1
     """-1: unknown or irrelevant."""
     detail: Mapping[str, Any] = field(default_factory=dict)
-    """JSON-serializable arguments; potential secrets as `Hidden`."""
+    """JSON-serializable arguments; never secrets."""
 
 
 class Entry:
@@ -264,7 +213,7 @@ class Audit:
         clock: Callable[[], float] = time.time,
         head_every: int = HEAD_EVERY,
     ) -> None:
-        """`directory` holds the heads and the digest key, apart from the store."""
+        """`directory` holds the heads, apart from the store."""
         self._store = store
         self._directory = directory
         self._clock = clock
@@ -272,7 +221,6 @@ class Audit:
         # Touched only by the store's writer thread.
         self._heads = HeadFiles(directory)
         self._known: dict[str, Head] = {}
-        self._key = b""
         self.failure = ""
         """Why the last record could not be written; empty if it was."""
 
@@ -379,8 +327,6 @@ class Audit:
     def _write(
         self, connection: Connection, *, job: str, body: Callable[[int], Mapping[str, Any]]
     ) -> Link:
-        if not self._key:
-            self._key = load_key(self._directory)
         if job not in self._known:
             self._known[job] = self._heads.read(job) or START
         return append(connection, job, self._known[job], body)
@@ -404,7 +350,7 @@ class Audit:
             "method": action.method,
             "incarnation": action.incarnation,
             "step": action.step,
-            "detail": shown(detail, self._key),
+            "detail": detail,
         }
         if entry is not None:
             body |= {"of": entry.seq, "result": entry.result}

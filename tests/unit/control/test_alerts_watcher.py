@@ -370,7 +370,7 @@ async def test_a_receiver_that_refuses_is_not_asked_again_nor_followed(
     await hooks.close()
     await watcher.close()
     assert seen == ["https://hooks.example.com/secret-path"] * 2
-    warnings = [r for r in caplog.records if "does not take alerts" in r.getMessage()]
+    warnings = [r for r in caplog.records if "rejects alerts" in r.getMessage()]
     assert [r.getMessage().endswith(f"HTTP {status}") for r in warnings] == [True]
     assert "secret-path" not in caplog.text
 

@@ -897,7 +897,7 @@ export interface components {
     schemas: {
         /**
          * AlertDocument
-         * @description One trouble, from its first to its last sight.
+         * @description One problem, from when it was first found until it was last found.
          */
         AlertDocument: {
             /**
@@ -907,7 +907,7 @@ export interface components {
             first_seen_s: number;
             /**
              * Fqn
-             * @description Tensor it is about; empty when about none
+             * @description Tensor it concerns; empty for none
              */
             fqn: string;
             /** Id */
@@ -920,7 +920,7 @@ export interface components {
             last_seen_s: number;
             /**
              * Ranks
-             * @description Ranks it is about
+             * @description Ranks it concerns
              */
             ranks: number[];
             /**
@@ -955,12 +955,12 @@ export interface components {
             state: string;
             /**
              * Step
-             * @description Step it was last found at; -1 when about none
+             * @description Step it was last found at; -1 for none
              */
             step: number;
             /**
              * Subject
-             * @description What it is about: a rank, a tensor, the mesh
+             * @description What it concerns: a rank, a tensor, the mesh
              */
             subject: string;
         };
@@ -2375,12 +2375,12 @@ export interface components {
             status: number;
             /**
              * Title
-             * @description The HTTP status in words
+             * @description Phrase of the HTTP status
              */
             title: string;
             /**
              * Type
-             * @description urn:paramd:error:<reason>, stable; what programs look at
+             * @description urn:paramd:error:<reason>; stable, for programs
              */
             type: string;
         };

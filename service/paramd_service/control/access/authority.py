@@ -1,8 +1,7 @@
-"""Token authority: resolves tokens (our own or the store's); creates, lists, revokes them.
+"""Who a REST caller is: tokens (the process's own or the store's) and browser sessions.
 
-Browser sessions: a cookie plus a key, both required, stand in for a token presented once.
-
-The cookie is HttpOnly and SameSite=Strict, so no script can read it and no other site can use it.
+A session is a cookie plus a key, both required, that stand in for a token presented once. The
+cookie is HttpOnly and SameSite=Strict, so no script can read it and no other site can use it.
 But cookies ignore ports: the browser sends them to every server on the same host. So the page
 also sends a key, kept in storage that only its own origin can read.
 """
@@ -37,6 +36,16 @@ IDLE_S = 12 * 3600.0
 """Idle time after which a session expires."""
 
 KEY_HEADER = "x-paramd-session"
+
+DEFAULT_TTL_S = 30 * 86_400.0
+MAX_TTL_S = 366 * 86_400.0
+MAX_NAME_CHARS = 64
+
+KEPT_S = 2.0
+"""How long a token stays valid here after another control plane of the store has revoked it."""
+
+_KEPT = 1024
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._@-]{0,63}")
 _MAX_CHARS = 4096
 
 
@@ -126,17 +135,6 @@ def cookie_value(header: str, name: str) -> str:
 
 def _secret_digest(text: str) -> bytes:
     return hashlib.sha256(text.encode(errors="surrogatepass")).digest()
-
-
-DEFAULT_TTL_S = 30 * 86_400.0
-MAX_TTL_S = 366 * 86_400.0
-MAX_NAME_CHARS = 64
-
-KEPT_S = 2.0
-"""How long a token stays valid here after another control plane of the store has revoked it."""
-
-_KEPT = 1024
-_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._@-]{0,63}")
 
 
 def token_id(row: TokenRow) -> str:
@@ -295,7 +293,7 @@ class Tokens:
     def _the_store(self) -> TokenStore:
         if self._store is None:
             raise UnreachableError(
-                "this control plane keeps no store, so it has no tokens but its own"
+                "this control plane has no store, so its own token is the only one"
             )
         return self._store
 
@@ -310,7 +308,7 @@ class Tokens:
         if row is None or not hmac.compare_digest(row.digest, digest):
             return None
         if self._revoked_count != before:
-            return row  # it may be what stood there before it was revoked: not kept
+            return row  # possibly read before a concurrent revocation: do not cache it
         if len(self._found) >= _KEPT:
             self._found.clear()
         self._found[digest] = (row, now_s + KEPT_S)

@@ -155,4 +155,4 @@ class _Listener:
         try:
             await self.tell()
         except Exception as error:  # any gRPC error: the stream's reader ends it
-            log.debug("a sidecar is not told of revoked tokens: %r", error)
+            log.debug("revoked tokens could not be sent to a sidecar: %r", error)

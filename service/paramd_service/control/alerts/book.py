@@ -1,11 +1,10 @@
-"""The alerts of one mesh: what is firing, since when, and what is resolved. No I/O, no clock.
+"""The alerts of one mesh and their storage.
 
     nothing --found--> PENDING --found for `hold_s`--> FIRING --not found--> RESOLVED
 
 Findings repeat; one alert is kept per key, so nothing is reported twice. A finding that returns
-after its alert was resolved starts a new one.
-
-Alerts and history stored in the control plane's database.
+after its alert was resolved starts a new one. Book does no I/O and has no clock; KeptAlerts
+stores alerts and history in the control plane's database.
 """
 
 from __future__ import annotations
@@ -27,6 +26,11 @@ MAX_FIRING = 1000
 
 MAX_RESOLVED = 500
 """Resolved alerts kept in memory; the store keeps them longer."""
+
+MAX_NAME_CHARS = 64
+MAX_TEXT_CHARS = 2000
+MAX_OPEN = 1000
+MAX_KNOWN = 10_000
 
 
 class Severity(StrEnum):
@@ -201,7 +205,7 @@ class Point:
 
 
 class AlertDocument(BaseModel):
-    """One trouble, from its first to its last sight."""
+    """One problem, from when it was first found until it was last found."""
 
     id: str
     job: str
@@ -210,13 +214,13 @@ class AlertDocument(BaseModel):
         description="non-finite, norm-jump, replica-drift, stale-rank, stalled-rank, straggler, "
         "stall-budget, layout-mismatch or certificate"
     )
-    subject: str = Field(description="What it is about: a rank, a tensor, the mesh")
+    subject: str = Field(description="What it concerns: a rank, a tensor, the mesh")
     severity: str = Field(description="warning or critical")
     state: str = Field(description="firing or resolved")
     reason: str = Field(description="In words; names ranks and tensors, never values")
-    ranks: list[int] = Field(description="Ranks it is about")
-    fqn: str = Field(description="Tensor it is about; empty when about none")
-    step: int = Field(description="Step it was last found at; -1 when about none")
+    ranks: list[int] = Field(description="Ranks it concerns")
+    fqn: str = Field(description="Tensor it concerns; empty for none")
+    step: int = Field(description="Step it was last found at; -1 for none")
     first_seen_s: float = Field(description="Seconds since the Unix epoch, as the next two")
     last_seen_s: float
     resolved_s: float | None = Field(description="null while it fires")
@@ -243,12 +247,6 @@ def document(alert: Alert) -> AlertDocument:
         resolved_s=alert.resolved_s,
         seen_count=alert.seen_count,
     )
-
-
-MAX_NAME_CHARS = 64
-MAX_TEXT_CHARS = 2000
-MAX_OPEN = 1000
-MAX_KNOWN = 10_000
 
 
 class KeptAlerts:

@@ -192,7 +192,7 @@ class EventBus:
         found = _ID.match(after)
         if found is None:
             raise UsageError(
-                "Last-Event-ID: no id of an event of this server; leave it out to begin now"
+                "Last-Event-ID: not an event id of this server; omit it to start from now"
             )
         number = int(found[2])
         if found[1] != self._name or number > self._last:

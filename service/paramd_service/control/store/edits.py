@@ -67,7 +67,7 @@ class EditStore:
         def work(connection: Connection) -> int:
             used = select(edits.c.number).where(edits.c.id == row.id)
             if connection.execute(used).first() is not None:
-                raise ExistsError(f"edit {row.id}: the id names another edit; take a new one")
+                raise ExistsError(f"edit {row.id}: the id is taken by another edit; use a new one")
             statement = insert(edits).values(_values(row)).returning(edits.c.number)
             return int(connection.execute(statement).scalar_one())
 

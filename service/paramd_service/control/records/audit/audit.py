@@ -1,13 +1,8 @@
-"""Record mutations: the intent before the effect, the outcome after it, both in one chain.
+"""The audit: hash chains of records in the store, one chain per job.
 
-The chain's rows, appended one at a time, each after checking the last one.
-
-The head of each chain, kept in a file apart from the store.
-
-A chain alone cannot reveal that its end was truncated. The file has two one-line slots, written
-alternately, so a torn write loses only the newer line.
-
-Rate-limited audit of refused calls: some in full, the rest as a count.
+Audit records a mutation's intent before its effect and the outcome after it. HeadFiles keeps the
+head of each chain in a file apart from the store, because a chain alone cannot reveal that its
+end was truncated. Denials records refused calls at a bounded rate.
 """
 
 from __future__ import annotations
@@ -33,6 +28,17 @@ from paramd_service.control.store.store import Store
 
 LOCK_KEY = 0x70617261_6D640002
 """PostgreSQL advisory lock held while appending."""
+
+SLOT_BYTES = 128
+
+HEAD_EVERY = 100
+"""Records of a chain between two log lines with its head."""
+
+BURST = 10.0
+PER_S = 0.2
+MAX_TEXT_CHARS = 200
+
+log = logging.getLogger("paramd.control.audit")
 
 
 class ChainBrokenError(Exception):
@@ -99,11 +105,11 @@ def _at(connection: Connection, job: str, seq: int) -> Head | None:
     return Head(seq, found) if found is not None else None
 
 
-SLOT_BYTES = 128
-
-
 class HeadFiles:
-    """The head files of one directory. Single thread."""
+    """The head files of one directory. Single thread.
+
+    A file has two one-line slots, written alternately, so a torn write loses only the newer line.
+    """
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
@@ -157,12 +163,6 @@ def _make_durable(descriptor: int, directory: Path) -> None:
         os.fsync(listing)
     finally:
         os.close(listing)
-
-
-log = logging.getLogger("paramd.control.audit")
-
-HEAD_EVERY = 100
-"""Records of a chain between two log lines with its head."""
 
 
 class AuditUnavailableError(UnreachableError):
@@ -319,7 +319,7 @@ class Audit:
                 log.error("the audit cannot be written, mutations are refused: %s", error)
             self.failure = str(error)
             raise AuditUnavailableError(
-                f"audit: it cannot be written ({error}); nothing was changed, reading goes on"
+                f"audit: it cannot be written ({error}); nothing was changed, reads continue"
             ) from error
         self.failure = ""
         return link.seq
@@ -363,11 +363,6 @@ def _named(error: BaseException) -> str:
 
 def _tell(job: str, head: Head) -> None:
     log.info("audit head of %s: %s", job or "the site", head)
-
-
-BURST = 10.0
-PER_S = 0.2
-MAX_TEXT_CHARS = 200
 
 
 class Denials:

@@ -216,7 +216,7 @@ def test_a_rank_cannot_join_as_another_rank(control: Control) -> None:
         call = channel.stream_stream("/paramd.v1.ControlService/Join")(
             iter([report.SerializeToString()]), timeout=10, metadata=control_ticket(S, rank=0)
         )
-        with pytest.raises(grpc.RpcError, match="may not speak for rank 1"):
+        with pytest.raises(grpc.RpcError, match="is not valid for rank 1"):
             list(call)
         assert call.code() is PERMISSION_DENIED
 

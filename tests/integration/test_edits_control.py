@@ -146,7 +146,7 @@ async def test_data_waits_for_its_upload_or_is_called_off(
             aborted = await make(control, op)
             gone = await call(control, "DELETE", f"/edits/{aborted['id']}")
             assert gone.json()["state"] == "ABORTED"
-            assert "called off by owner" in gone.json()["reason"]
+            assert "aborted by owner" in gone.json()["reason"]
 
 
 async def token_of(control: Control, name: str, role: str = "editor") -> str:
@@ -189,7 +189,7 @@ async def test_an_edit_is_its_authors_or_an_admins_and_the_audit_names_both(
                     body = {} if path else None
                     denied = await call(control, method, f"/edits/{edit_id}{path}", body, bob)
                     assert denied.status_code == 403, denied.text
-                    assert "was made by" in denied.json()["detail"]
+                    assert "was created by" in denied.json()["detail"]
                     state = (await call(control, "GET", f"/edits/{edit_id}")).json()["state"]
                     assert state == theirs["state"] == "STAGING"
             aborted = await call(control, "DELETE", f"/edits/{ID}", token=TOKEN)
@@ -235,7 +235,7 @@ async def test_data_of_another_token_than_its_authors_is_not_committed(
             for ask in ("preview", "commit"):
                 refused = await call(control, "POST", f"/edits/{mine}/{ask}", {})
                 assert refused.status_code == 409, refused.text
-                assert "ranks 1 came with another token" in refused.json()["detail"]
+                assert "ranks 1 was uploaded with another token" in refused.json()["detail"]
             assert (await call(control, "GET", f"/edits/{mine}")).json()["state"] == "STAGED"
             job = (await call(control, "GET", "", token=ann)).json()
             ranks[1].staged[mine].author = token_id_in(job["ticket"])

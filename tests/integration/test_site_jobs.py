@@ -141,7 +141,7 @@ async def test_a_job_that_trains_keeps_its_name_and_one_that_ended_gets_a_new_in
         async with join(control.grpc_address, first, 0) as stream:
             refused = post(control, job="run", world_size=2)
             assert refused.status_code == 409
-            assert "trains already, in incarnation 1" in refused.json()["detail"]
+            assert "is already training, in incarnation 1" in refused.json()["detail"]
             await stream.write(report(first, 0, phase=common_pb2.PHASE_ORPHANED))
             await until(lambda: document(control, "/run/ranks")["ranks"][0]["phase"] == "orphaned")
             # The same job, restarted with another world size.

@@ -146,7 +146,7 @@ async def test_a_store_of_a_newer_paramd_is_refused_and_left_alone(address: Stor
         await execute(store, "UPDATE alembic_version SET version_num = 'zz99'")
     newer = Store(address)
     try:
-        with pytest.raises(ConflictError, match="revision 'zz99', which this paramd does not know"):
+        with pytest.raises(ConflictError, match="revision 'zz99', written by a newer paramd"):
             await newer.start()
         with pytest.raises(StoreError, match="not open"):
             await TokenStore(newer).list()

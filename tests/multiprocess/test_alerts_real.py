@@ -126,7 +126,7 @@ def test_in_hybrid_sharding_both_replicas_of_the_shard_are_named(
         after_rounds(door, "digests", 2)
         (drift,) = door.alerts("replica-drift")
         assert (drift["fqn"], drift["ranks"]) == ("module.weight", [1, 3])
-        assert "which is wrong, two cannot tell" in drift["reason"]
+        assert "two cannot show which is wrong" in drift["reason"]
         assert "is bit 30 of element 2 of its piece" in drift["reason"]
 
 

@@ -145,7 +145,7 @@ class ControlPlane:
         # 7. Announce the address to the job's programs, now that all of it works.
         if self._bootstrap is not None:
             self._endpoint = announce(self._bootstrap, url, grpc_address)
-        log.info("serves %s at %s", self._whose(), url)
+        log.info("serving %s at %s", self._whose(), url)
         return Whereabouts(
             url=url,
             grpc_address=grpc_address,

@@ -1,7 +1,4 @@
-"""The gRPC server of a control plane: ControlService, health, reflection.
-
-ControlService over gRPC: sidecars' Join streams and scheduled boundaries.
-"""
+"""The control plane's gRPC server: ControlService (Join, ScheduleBoundary), health, reflection."""
 
 from __future__ import annotations
 
@@ -48,6 +45,27 @@ FIRST_REPORT_S = 10.0
 LOGGED_RANKS = 64
 """Largest mesh whose joins and leaves are logged at INFO."""
 
+SERVICE = "paramd.v1.ControlService"
+JOIN = f"/{SERVICE}/Join"
+CALLERS = 256
+"""Most concurrent calls other than sidecars' Join."""
+
+STRANGERS = 256
+"""Most concurrent calls that are not yet authenticated or need no ticket."""
+
+OPTIONS: tuple[tuple[str, int], ...] = (
+    *CONNECTION_OPTIONS,
+    # With reuseport, binding a taken port would succeed.
+    ("grpc.so_reuseport", 0),
+    # Detect a stopped sidecar or client within seconds, and let them ping us as often.
+    ("grpc.keepalive_time_ms", 2_500),
+    ("grpc.keepalive_timeout_ms", 2_000),
+    ("grpc.http2.ping_timeout_ms", 2_000),
+    ("grpc.keepalive_permit_without_calls", 1),
+    ("grpc.http2.min_recv_ping_interval_without_data_ms", 1_000),
+    ("grpc.http2.min_ping_interval_without_data_ms", 1_000),
+)
+
 Requests: TypeAlias = AsyncIterator[control_pb2.JoinRequest]
 
 log = logging.getLogger("paramd.control")
@@ -89,7 +107,7 @@ class ControlServicer(control_pb2_grpc.ControlServiceServicer):
             async with asyncio.timeout(FIRST_REPORT_S):
                 first = await anext(request_iterator, None)
         except TimeoutError:
-            raise DeadlineError(f"Join: no report came within {FIRST_REPORT_S:.0f} s") from None
+            raise DeadlineError(f"Join: no report within {FIRST_REPORT_S:.0f} s") from None
         if first is None:
             raise UsageError("Join: the stream ended before its first report")
         header = first.header
@@ -180,28 +198,6 @@ def _header(mesh: Incarnation, step: int = -1, edits: int = -1) -> common_pb2.He
         rank=-1,
         layout_digest=mesh.registry.layout_digest,
     )
-
-
-SERVICE = "paramd.v1.ControlService"
-JOIN = f"/{SERVICE}/Join"
-CALLERS = 256
-"""Most concurrent calls other than sidecars' Join."""
-
-STRANGERS = 256
-"""Most concurrent calls that are not yet authenticated or need no ticket."""
-
-OPTIONS: tuple[tuple[str, int], ...] = (
-    *CONNECTION_OPTIONS,
-    # With reuseport, binding a taken port would succeed.
-    ("grpc.so_reuseport", 0),
-    # Detect a stopped sidecar or client within seconds, and let them ping us as often.
-    ("grpc.keepalive_time_ms", 2_500),
-    ("grpc.keepalive_timeout_ms", 2_000),
-    ("grpc.http2.ping_timeout_ms", 2_000),
-    ("grpc.keepalive_permit_without_calls", 1),
-    ("grpc.http2.min_recv_ping_interval_without_data_ms", 1_000),
-    ("grpc.http2.min_ping_interval_without_data_ms", 1_000),
-)
 
 
 class GrpcServer:

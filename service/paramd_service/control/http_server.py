@@ -207,7 +207,7 @@ class HttpServer:
             ws="none",
             lifespan="off",
             log_config=None,
-            # guard.py has an access log of its own, without the query.
+            # The app logs requests itself, without the query, which may contain secrets.
             access_log=False,
             server_header=False,
             proxy_headers=False,
@@ -219,7 +219,7 @@ class HttpServer:
         while not self._server.started:
             if self._task.done():
                 self._task.result()
-                raise UnreachableError("REST did not start; its log says why")
+                raise UnreachableError("the REST server did not start; see the log for the reason")
             await asyncio.sleep(0.002)
 
     async def stop(self) -> None:

@@ -59,7 +59,7 @@ async def _run(config: ControlConfig, bootstrap: Bootstrap | None) -> None:
         _prepare_for_many()
         print(json.dumps(asdict(where)), flush=True)
         reason = await control.wait_until_done()
-        log.info("ends: %s", reason)
+        log.info("stopping: %s", reason)
     finally:
         await control.stop()
 

@@ -15,7 +15,7 @@ from paramd.errors import UnreachableError
 from paramd.layout.types import Box, Layout, Piece, TensorKind, TensorLayout
 from paramd.v1 import common_pb2
 from paramd_service.control.alerts import watcher as watcher_module
-from paramd_service.control.alerts.book import Alert, MemoryStore, State
+from paramd_service.control.alerts.book import Alert, State
 from paramd_service.control.alerts.config import AlertConfig
 from paramd_service.control.alerts.drift import Difference, ReplicaGroup
 from paramd_service.control.alerts.sampling import DigestRound, StatsRound, TensorInput
@@ -25,6 +25,7 @@ from paramd_service.control.alerts.webhook import Webhooks
 from paramd_service.control.base.config import Bootstrap
 from paramd_service.control.mesh.jobs import ControlIdentity, Jobs
 from paramd_service.control.mesh.registry import MeshView, Report, mesh_view
+from tests.memory_stores import MemoryStore
 
 LAYOUT = Layout(
     world_size=3,
@@ -115,7 +116,7 @@ def watcher_of(
         incarnation=1,
         view=world.view,
         sampler=world,
-        store=store,
+        store=store if store is not None else MemoryStore(),
         tell=told.append,
         clock=world.clock,
     )
@@ -369,7 +370,7 @@ async def test_a_receiver_that_refuses_is_not_asked_again_nor_followed(
     await hooks.close()
     await watcher.close()
     assert seen == ["https://hooks.example.com/secret-path"] * 2
-    warnings = [r for r in caplog.records if "does not take alerts" in r.getMessage()]
+    warnings = [r for r in caplog.records if "rejects alerts" in r.getMessage()]
     assert [r.getMessage().endswith(f"HTTP {status}") for r in warnings] == [True]
     assert "secret-path" not in caplog.text
 
@@ -387,6 +388,7 @@ async def test_a_new_incarnation_has_its_own_watcher_and_ends_the_alerts_of_the_
     watchers = Watchers(
         AlertConfig(watch=False),
         publish=publish,
+        store=MemoryStore(),
         make_sampler=lambda mesh: world,
         expires_s=lambda: world.now_s + 86_400,
     )

@@ -354,7 +354,7 @@ async def test_a_call_speaks_for_its_own_rank_job_and_incarnation_only() -> None
         join.check_rank(2)
         join.check_incarnation("run", 1)
         for rank in (0, 1, 3):
-            with pytest.raises(join.RoleError, match=f"rank 2; it may not speak for rank {rank}"):
+            with pytest.raises(join.RoleError, match=f"rank 2; it is not valid for rank {rank}"):
                 join.check_rank(rank)
         for job, incarnation in (("run", 2), ("run", 0), ("other", 1)):
             with pytest.raises(
@@ -376,7 +376,7 @@ async def test_a_call_speaks_for_its_own_rank_job_and_incarnation_only() -> None
         (ConflictError("x" * MAX_DETAIL_CHARS + "y"), grpc.StatusCode.FAILED_PRECONDITION,
          "CONFLICT", "x" * MAX_DETAIL_CHARS),
         (KeyError("a secret"), grpc.StatusCode.INTERNAL, "PARAMD",
-         "internal error; the control plane's log has the details"),
+         "internal error; see the control plane's log"),
         (OSError(errno.EMFILE, "a secret"), grpc.StatusCode.RESOURCE_EXHAUSTED, "EXHAUSTED",
          "no file descriptor is left; try again, or raise the limit (ulimit -n)"),
     ],

@@ -12,7 +12,7 @@ from fastapi import FastAPI
 from fastapi.routing import iter_route_contexts
 
 from paramd.security.tickets import Role, Verifier, new_token
-from paramd_service.control.access.authority import OWNER, MemoryTokens, Tokens
+from paramd_service.control.access.authority import OWNER, Tokens
 from paramd_service.control.access.doorway import OPEN_PATHS
 from paramd_service.control.access.roles import (
     OPERATIONS,
@@ -22,6 +22,7 @@ from paramd_service.control.access.roles import (
     needed_action,
 )
 from paramd_service.control.api.app import build_app
+from tests.memory_stores import MemoryTokens
 from tests.unit.control.test_control_http import BOOTSTRAP, TOKEN, services
 
 V, R, E, X, T, A = UserRole

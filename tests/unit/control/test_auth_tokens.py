@@ -17,12 +17,12 @@ from paramd_service.control.access.authority import (
     MAX_NAME_CHARS,
     MAX_TTL_S,
     OWNER,
-    MemoryTokens,
     Principal,
     Tokens,
 )
 from paramd_service.control.access.roles import Action, UserRole
 from paramd_service.control.store.tokens import TokenRow
+from tests.memory_stores import MemoryTokens
 
 OWN = "the-owners-own-token"
 

@@ -18,6 +18,7 @@ from paramd.security.tickets import Role, Verifier
 from paramd_service.control.access.authority import Tokens
 from paramd_service.control.access.join import FailureLimit
 from paramd_service.control.access.revocations import Revocations
+from paramd_service.control.alerts.book import KeptAlerts
 from paramd_service.control.alerts.config import AlertConfig
 from paramd_service.control.alerts.service import Watchers
 from paramd_service.control.api.app import build_app
@@ -42,8 +43,12 @@ OPEN = {"/healthz", "/readyz"}
 def services() -> Services:
     jobs = Jobs(ControlIdentity(generation=1, silent_after_s=10.0), site=None)
     jobs.open(BOOTSTRAP)
-    watchers = Watchers(AlertConfig(watch=False), publish=lambda kind, data, *, job: None)
     records = Records("", Path("/nonexistent"), chain="run")
+    watchers = Watchers(
+        AlertConfig(watch=False),
+        publish=lambda kind, data, *, job: None,
+        store=KeptAlerts(records.alerts, records.history),
+    )
     return Services(
         config=ControlConfig(job="run"),
         listen_host="127.0.0.1",

@@ -90,7 +90,7 @@ async def test_a_job_that_went_on_is_awaited_after_our_restart_and_then_unknown(
     notes.note("over", IncarnationRecord(incarnation=1, world_size=1, began_s=1.0, ended_s=2.0))
     await notes.close()
     jobs = Jobs(TERMS, site=SITE)
-    with pytest.raises(UnreachableError, match="come back"):
+    with pytest.raises(UnreachableError, match="has rejoined"):
         jobs.get("run")
     for unknown in ("over", "never", "../run"):
         with pytest.raises(NotFoundError):
@@ -187,7 +187,7 @@ def test_a_sites_secrets_are_made_once_and_are_ours_alone() -> None:
     for path in (places.state_dir() / "_site").iterdir():
         assert stat.S_IMODE(path.stat().st_mode) == 0o600, path
     (places.state_dir() / "_site" / "key").write_text("short")
-    with pytest.raises(ConflictError, match="holds no key"):
+    with pytest.raises(ConflictError, match="does not contain a key"):
         open_site(None)
 
 

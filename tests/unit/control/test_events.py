@@ -89,10 +89,8 @@ async def test_one_viewer_too_many_is_refused_and_a_place_comes_free() -> None:
     async with AsyncExitStack() as stack:
         for _ in range(2):
             await stack.enter_async_context(bus.follow(job="a"))
-        assert bus.viewer_count == 2
         with pytest.raises(ExhaustedError):
             await stack.enter_async_context(bus.follow(job="a"))
-    assert bus.viewer_count == 0
     async with bus.follow(job="a"):
         pass
 

@@ -8,7 +8,9 @@ import pytest
 
 from paramd.errors import ConflictError
 from paramd_service.control.exports import machine
-from paramd_service.control.exports.machine import NEW, Export, File, FileState, State
+from paramd_service.control.exports.machine import Export, File, FileState, State
+
+NEW = Export(files={})
 
 
 def file(name: str, rank: int, size_bytes: int = 10, sources: tuple[int, ...] = ()) -> File:
@@ -48,7 +50,7 @@ def test_what_is_over_stays_over() -> None:
     for end in (
         machine.failed(done, "x"),
         machine.cancelled(done, "x"),
-        machine.lost(done, 0, keeps_snapshot=False, why="x"),
+        machine.lost(done, 0, why="x"),
     ):
         assert end == done
     failed = machine.failed(running(file("a", 0)), "the cause")
@@ -75,7 +77,7 @@ def test_files_of_a_lost_writer_go_to_whoever_has_least_to_do() -> None:
         file("a", 0, 100, (0,)), file("b", 1, 10, (0,)), file("c", 2, 10, (0,)), file("d", 2, 90)
     )
     export = machine.given(export, "d", 2)
-    export = machine.lost(export, 2, keeps_snapshot=False, why="killed")
+    export = machine.lost(export, 2, why="killed")
     assert export.state is State.RUNNING, "nobody needs what rank 2 had pinned"
     assert export.files["d"].state is FileState.WAITING
     assert machine.next_files(export, [0, 1], per_rank=1) == [("a", 0), ("b", 1)]
@@ -87,22 +89,19 @@ def test_files_of_a_lost_writer_go_to_whoever_has_least_to_do() -> None:
 def test_a_lost_snapshot_ends_it_only_while_it_is_needed() -> None:
     export = running(file("a", 0, 10, (0, 1)), file("b", 1, 10, (0, 1)))
     both = machine.given(machine.given(export, "a", 0), "b", 1)
-    ended = machine.lost(both, 1, keeps_snapshot=False, why="its sidecar was killed")
+    ended = machine.lost(both, 1, why="its sidecar was killed")
     assert ended.state is State.FAILED
     assert "rank 1" in ended.reason
     assert "killed" in ended.reason
-    kept = machine.lost(both, 1, keeps_snapshot=True, why="cut off")
-    assert kept.state is State.RUNNING
-    assert machine.next_files(kept, [0], per_rank=2) == [("b", 0)]
     written = machine.written(both, "b", "")
-    assert machine.lost(written, 1, keeps_snapshot=False, why="x").state is State.FAILED
+    assert machine.lost(written, 1, why="x").state is State.FAILED
     whole = machine.written(written, "a", "")
-    assert machine.lost(whole, 1, keeps_snapshot=False, why="x").state is State.VERIFYING
+    assert machine.lost(whole, 1, why="x").state is State.VERIFYING
 
 
 def test_what_a_lost_writer_says_late_changes_nothing() -> None:
     export = machine.given(running(file("a", 0)), "a", 0)
-    export = machine.lost(export, 0, keeps_snapshot=True, why="x")
+    export = machine.lost(export, 0, why="x")
     assert machine.moved(export, "a", 9) == export
     assert machine.returned(export, "a") == export
 
@@ -137,14 +136,13 @@ def test_every_event_changes_what_it_is_about_and_nothing_else() -> None:
     other = begun.files["b"]
     given = machine.given(begun, "a", 4)
     one = given.files["a"]
-    assert (one.rank, one.state, one.written_bytes, one.attempt) == (4, FileState.WRITING, 0, 1)
+    assert (one.rank, one.state, one.written_bytes) == (4, FileState.WRITING, 0)
     moved = machine.moved(given, "a", 6)
     assert moved.files["a"] == replace(one, written_bytes=6)
     assert machine.moved(given, "a", 99).files["a"].written_bytes == 10
     back = machine.returned(moved, "a")
     assert back.files["a"] == replace(one, state=FileState.WAITING)
-    assert machine.given(back, "a", 0).files["a"].attempt == 2
-    lost = machine.lost(moved, 4, keeps_snapshot=False, why="x")
+    lost = machine.lost(moved, 4, why="x")
     assert lost == back, "what a lost rank had written of it counts no more"
     written = machine.written(moved, "a", "aa")
     whole = replace(one, state=FileState.WRITTEN, written_bytes=10, checksum="aa")
@@ -174,16 +172,16 @@ def test_an_export_of_no_files_has_nothing_to_write() -> None:
 def test_what_is_taken_over_says_why() -> None:
     export = machine.moved(machine.given(running(file("a", 0)), "a", 0), "a", 4)
     found, why = machine.after_restart(export, incarnation=3, snapshot_lives=True)
-    assert (found, why) == (machine.returned(export, "a"), "the snapshot lives")
+    assert (found, why) == (machine.returned(export, "a"), "the snapshot is still leased")
     found, why = machine.after_restart(export, incarnation=4, snapshot_lives=True)
     assert (found.reason, why) == (f"{why}; export again", "incarnation 3 of the job has ended")
     found, why = machine.after_restart(export, incarnation=3, snapshot_lives=False)
-    assert why == "the control plane was away for longer than the snapshot's lease"
+    assert why == "the control plane was down for longer than the snapshot's lease"
     assert found == machine.failed(export, f"{why}; export again")
     for ended, told in (
-        (NEW, "nothing had begun"),
+        (NEW, "nothing was pinned yet"),
         (write_all(running(file("a", 0))), "all files are written"),
-        (machine.failed(export, "x"), "it is over"),
+        (machine.failed(export, "x"), "it has ended"),
     ):
         assert machine.after_restart(ended, incarnation=3, snapshot_lives=False) == (ended, told)
 

@@ -96,7 +96,7 @@ def test_small_files_come_in_parts_and_go(tmp_path: Path) -> None:
     assert put(assets, "config.json", b"def", 3) == 6, "the same part may come again"
     assert put(assets, "empty", b"") == 0
     assert assets.read(OWNER, ["config.json", "empty"]) == {"config.json": b"abcdef", "empty": b""}
-    with pytest.raises(ConflictError, match="begins at 9"):
+    with pytest.raises(ConflictError, match="begins at byte 9"):
         put(assets, "config.json", b"x", 9)
     with pytest.raises(NotFoundError):
         assets.read(OWNER, ["other"])

@@ -13,7 +13,6 @@ from paramd_service.control.access.authority import (
     MAX_OF_TOKEN,
     MAX_SESSIONS,
     OWNER,
-    MemoryTokens,
     Sessions,
     Tokens,
     cookie_name,
@@ -23,6 +22,7 @@ from paramd_service.control.access.roles import Action, UserRole, allowed
 from paramd_service.control.api.app import build_app
 from paramd_service.control.api.guard import CSP, Page, page_files
 from paramd_service.control.base.config import ControlConfig
+from tests.memory_stores import MemoryTokens
 from tests.unit.control.test_control_http import RIGHT, TOKEN, client_of, services
 
 SESSION = "/api/v1/session"

@@ -897,7 +897,7 @@ export interface components {
     schemas: {
         /**
          * AlertDocument
-         * @description One trouble, from its first to its last sight.
+         * @description One problem, from when it was first found until it was last found.
          */
         AlertDocument: {
             /**
@@ -907,7 +907,7 @@ export interface components {
             first_seen_s: number;
             /**
              * Fqn
-             * @description Tensor it is about; empty when about none
+             * @description Tensor it concerns; empty for none
              */
             fqn: string;
             /** Id */
@@ -920,7 +920,7 @@ export interface components {
             last_seen_s: number;
             /**
              * Ranks
-             * @description Ranks it is about
+             * @description Ranks it concerns
              */
             ranks: number[];
             /**
@@ -955,12 +955,12 @@ export interface components {
             state: string;
             /**
              * Step
-             * @description Step it was last found at; -1 when about none
+             * @description Step it was last found at; -1 for none
              */
             step: number;
             /**
              * Subject
-             * @description What it is about: a rank, a tensor, the mesh
+             * @description What it concerns: a rank, a tensor, the mesh
              */
             subject: string;
         };
@@ -994,7 +994,7 @@ export interface components {
         };
         /**
          * AssetDocument
-         * @description A small file as far as it has come.
+         * @description An asset as received so far.
          */
         AssetDocument: {
             /** Name */
@@ -1004,12 +1004,12 @@ export interface components {
         };
         /**
          * AssetRequest
-         * @description A part of a small file that is to be copied beside an export.
+         * @description One part of an asset: a small file to copy into an export.
          */
         AssetRequest: {
             /**
              * Data
-             * @description Base64, at most 512 KiB of bytes
+             * @description Base64 of at most 512 KiB
              */
             data: string;
             /**
@@ -1019,12 +1019,12 @@ export interface components {
             name: string;
             /**
              * Offset Bytes
-             * @description Where the part begins
+             * @description Offset of the part in the file
              */
             offset_bytes: number;
             /**
              * Owner
-             * @description Id of the export or schedule that will be created
+             * @description Id of the export or schedule to be created with it
              */
             owner: string;
         };
@@ -1145,7 +1145,7 @@ export interface components {
         };
         /**
          * DestinationDocument
-         * @description A place that exports may go to.
+         * @description A configured destination of exports.
          */
         DestinationDocument: {
             /**
@@ -1158,7 +1158,7 @@ export interface components {
         };
         /**
          * DestinationList
-         * @description Destinations that the operator has configured; never where they lead.
+         * @description Destinations configured by the operator, without their paths or URLs.
          */
         DestinationList: {
             /** Destinations */
@@ -1318,7 +1318,7 @@ export interface components {
         ExportDocument: {
             /**
              * Actor
-             * @description Who asked for it, by the name of the token
+             * @description Name of the token that requested it
              */
             actor: string;
             /**
@@ -1330,12 +1330,12 @@ export interface components {
             destination: string;
             /**
              * Ended S
-             * @description Seconds since the Unix epoch; null: it goes on
+             * @description Seconds since the Unix epoch; null while it runs
              */
             ended_s: number | null;
             /**
              * Files
-             * @description Left out of lists
+             * @description Empty in lists
              */
             files: components["schemas"]["ExportFileDocument"][];
             /** Format */
@@ -1344,7 +1344,7 @@ export interface components {
             id: string;
             /**
              * Incarnation
-             * @description 0 while no step is pinned
+             * @description 0 until a step is pinned
              */
             incarnation: number;
             /** Job */
@@ -1356,12 +1356,12 @@ export interface components {
             reason: string;
             /**
              * Removed
-             * @description The schedule's retention has removed it
+             * @description Removed by the schedule's retention
              */
             removed: boolean;
             /**
              * Schedule
-             * @description Id of the schedule that began it; empty: somebody did
+             * @description Id of the schedule that started it; empty: started by a request
              */
             schedule: string;
             /** Size Bytes */
@@ -1373,7 +1373,7 @@ export interface components {
             state: string;
             /**
              * Step
-             * @description -1 while no step is pinned
+             * @description -1 until a step is pinned
              */
             step: number;
             /** Written Bytes */
@@ -1386,14 +1386,14 @@ export interface components {
         ExportFileDocument: {
             /**
              * Checksum
-             * @description XXH3, 128 bit, hexadecimal; empty while it is not whole
+             * @description XXH3-128 in hexadecimal; empty until the file is written
              */
             checksum: string;
             /** Name */
             name: string;
             /**
              * Rank
-             * @description Whose sidecar writes it, or shall; -1: not known yet
+             * @description Rank whose sidecar writes it; -1: not assigned yet
              */
             rank: number;
             /** Size Bytes */
@@ -1421,12 +1421,12 @@ export interface components {
         };
         /**
          * ExportRequest
-         * @description An export. Sent twice with the same id it is begun once.
+         * @description An export request. Idempotent by id.
          */
         ExportRequest: {
             /**
              * Assets
-             * @description Files sent with store_export_asset, copied beside
+             * @description Files uploaded with store_export_asset, to copy into the export
              * @default []
              */
             assets: string[];
@@ -1437,7 +1437,7 @@ export interface components {
             destination: string;
             /**
              * Dtype
-             * @description Cast floating tensors to it; null keeps each one's own
+             * @description Cast floating-point tensors to this dtype; null keeps theirs
              */
             dtype?: ("float64" | "float32" | "float16" | "bfloat16") | null;
             /**
@@ -1448,7 +1448,7 @@ export interface components {
             format: "safetensors" | "dcp";
             /**
              * Id
-             * @description 32 hexadecimal digits; null: the control plane's
+             * @description 32 hexadecimal digits; null: generated by the control plane
              */
             id?: string | null;
             /**
@@ -1461,13 +1461,13 @@ export interface components {
             include: ("parameters" | "buffers" | "optimizer")[];
             /**
              * Max Shard Size
-             * @description Most bytes of tensors in one file, such as "2GiB"
+             * @description Maximum tensor bytes per file, such as "2GiB"
              * @default 5GB
              */
             max_shard_size: string;
             /**
              * Name Map
-             * @description Names in the model to names in the files; one "*" each
+             * @description Model names to names in the files, each with at most one "*"
              * @default {}
              */
             name_map: {
@@ -1475,26 +1475,26 @@ export interface components {
             };
             /**
              * Overwrite
-             * @description What stands at the key may be replaced
+             * @description Replace an export that exists at the key
              * @default false
              */
             overwrite: boolean;
             /**
              * Tied
-             * @description Tied tensors once, or under each of their names
+             * @description Write tied tensors once, or under each of their names
              * @default drop
              * @enum {string}
              */
             tied: "drop" | "keep";
             /**
              * Timeout S
-             * @description It fails after so many seconds
+             * @description The export fails after this many seconds
              * @default 3600
              */
             timeout_s: number;
             /**
              * Verify
-             * @description Read everything back before it becomes visible
+             * @description Read everything back before committing
              * @default true
              */
             verify: boolean;
@@ -2375,12 +2375,12 @@ export interface components {
             status: number;
             /**
              * Title
-             * @description The HTTP status in words
+             * @description Phrase of the HTTP status
              */
             title: string;
             /**
              * Type
-             * @description urn:paramd:error:<reason>, stable; what programs look at
+             * @description urn:paramd:error:<reason>; stable, for programs
              */
             type: string;
         };
@@ -2596,7 +2596,7 @@ export interface components {
         };
         /**
          * ScheduleDocument
-         * @description A schedule in force.
+         * @description An active schedule.
          */
         ScheduleDocument: {
             /** Actor */
@@ -2625,18 +2625,18 @@ export interface components {
             last_s: number;
             /**
              * Last Step
-             * @description Step of the last occasion, or of the schedule's making
+             * @description Step at which it last fired, or was created
              */
             last_step: number;
             /**
              * Skipped Count
-             * @description Occasions that came while an export ran
+             * @description Exports skipped because the previous one was running
              */
             skipped_count: number;
         };
         /**
          * ScheduleList
-         * @description Schedules in force, oldest first.
+         * @description Active schedules, oldest first.
          */
         ScheduleList: {
             /** Schedules */
@@ -2644,12 +2644,12 @@ export interface components {
         };
         /**
          * ScheduleRequest
-         * @description Exports that begin by themselves; exactly one of every_steps and every_s.
+         * @description A schedule of exports; set exactly one of every_steps and every_s.
          */
         ScheduleRequest: {
             /**
              * Assets
-             * @description Files sent with store_export_asset, copied beside
+             * @description Files uploaded with store_export_asset, to copy into the export
              * @default []
              */
             assets: string[];
@@ -2660,17 +2660,17 @@ export interface components {
             destination: string;
             /**
              * Dtype
-             * @description Cast floating tensors to it; null keeps each one's own
+             * @description Cast floating-point tensors to this dtype; null keeps theirs
              */
             dtype?: ("float64" | "float32" | "float16" | "bfloat16") | null;
             /**
              * Every S
-             * @description Seconds from begin to begin
+             * @description Seconds between the starts of two exports
              */
             every_s?: number | null;
             /**
              * Every Steps
-             * @description At, or soon after, each multiple
+             * @description Export at, or soon after, each multiple of this many steps
              */
             every_steps?: number | null;
             /**
@@ -2681,7 +2681,7 @@ export interface components {
             format: "safetensors" | "dcp";
             /**
              * Id
-             * @description 32 hexadecimal digits; null: the control plane's
+             * @description 32 hexadecimal digits; null: generated by the control plane
              */
             id?: string | null;
             /**
@@ -2694,23 +2694,23 @@ export interface components {
             include: ("parameters" | "buffers" | "optimizer")[];
             /**
              * Keep Every
-             * @description And every so many-th beside them
+             * @description Also keep every n-th
              */
             keep_every?: number | null;
             /**
              * Keep Last
-             * @description The newest so many stay; null: all
+             * @description Keep this many of the newest; null: all
              */
             keep_last?: number | null;
             /**
              * Max Shard Size
-             * @description Most bytes of tensors in one file, such as "2GiB"
+             * @description Maximum tensor bytes per file, such as "2GiB"
              * @default 5GB
              */
             max_shard_size: string;
             /**
              * Name Map
-             * @description Names in the model to names in the files; one "*" each
+             * @description Model names to names in the files, each with at most one "*"
              * @default {}
              */
             name_map: {
@@ -2718,20 +2718,20 @@ export interface components {
             };
             /**
              * Tied
-             * @description Tied tensors once, or under each of their names
+             * @description Write tied tensors once, or under each of their names
              * @default drop
              * @enum {string}
              */
             tied: "drop" | "keep";
             /**
              * Timeout S
-             * @description It fails after so many seconds
+             * @description The export fails after this many seconds
              * @default 3600
              */
             timeout_s: number;
             /**
              * Verify
-             * @description Read everything back before it becomes visible
+             * @description Read everything back before committing
              * @default true
              */
             verify: boolean;

@@ -1,8 +1,7 @@
-"""Token authority: resolves tokens (our own or the store's); creates, lists, revokes them.
+"""Who a REST caller is: tokens (the process's own or the store's) and browser sessions.
 
-Browser sessions: a cookie plus a key, both required, stand in for a token presented once.
-
-The cookie is HttpOnly and SameSite=Strict, so no script can read it and no other site can use it.
+A session is a cookie plus a key, both required, that stand in for a token presented once. The
+cookie is HttpOnly and SameSite=Strict, so no script can read it and no other site can use it.
 But cookies ignore ports: the browser sends them to every server on the same host. So the page
 also sends a key, kept in storage that only its own origin can read.
 """
@@ -20,13 +19,12 @@ from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import dataclass, field
 from http.cookies import CookieError, SimpleCookie
-from typing import Protocol
 
 from paramd.clock import now_s
-from paramd.errors import ConflictError, NotFoundError, UnreachableError, UsageError
+from paramd.errors import UnreachableError, UsageError
 from paramd.security.tickets import MAX_TOKEN_CHARS, holds_token, new_token
 from paramd_service.control.access.roles import Action, UserRole, may, parse_role
-from paramd_service.control.store.tokens import TokenRow
+from paramd_service.control.store.tokens import TokenRow, TokenStore
 
 MAX_OF_TOKEN = 16
 """Sessions per token; past the cap, its least recently used one is dropped."""
@@ -38,6 +36,16 @@ IDLE_S = 12 * 3600.0
 """Idle time after which a session expires."""
 
 KEY_HEADER = "x-paramd-session"
+
+DEFAULT_TTL_S = 30 * 86_400.0
+MAX_TTL_S = 366 * 86_400.0
+MAX_NAME_CHARS = 64
+
+KEPT_S = 2.0
+"""How long a token stays valid here after another control plane of the store has revoked it."""
+
+_KEPT = 1024
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._@-]{0,63}")
 _MAX_CHARS = 4096
 
 
@@ -129,66 +137,9 @@ def _secret_digest(text: str) -> bytes:
     return hashlib.sha256(text.encode(errors="surrogatepass")).digest()
 
 
-DEFAULT_TTL_S = 30 * 86_400.0
-MAX_TTL_S = 366 * 86_400.0
-MAX_NAME_CHARS = 64
-
-KEPT_S = 2.0
-"""How long a token stays valid here after another control plane of the store has revoked it."""
-
-_KEPT = 1024
-_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._@-]{0,63}")
-
-
 def token_id(row: TokenRow) -> str:
     """A token's id in its tickets: 64 bits of its digest, not a secret."""
     return row.digest[:16]
-
-
-class TokenStore(Protocol):
-    """Stores tokens by sha256, never the tokens themselves."""
-
-    async def create(self, row: TokenRow) -> None: ...
-
-    async def find(self, digest: str) -> TokenRow | None: ...
-
-    async def list(self) -> list[TokenRow]: ...
-
-    async def revoke(self, name: str, *, now_s: float) -> TokenRow: ...
-
-
-class MemoryTokens:
-    """An in-memory `TokenStore`."""
-
-    def __init__(self) -> None:
-        self._rows: dict[str, TokenRow] = {}
-
-    async def create(self, row: TokenRow) -> None:
-        if row.name in self._rows:
-            raise ConflictError(f"token {row.name!r}: the name has been used; take another")
-        self._rows[row.name] = row
-
-    async def find(self, digest: str) -> TokenRow | None:
-        return next((row for row in self._rows.values() if row.digest == digest), None)
-
-    async def list(self) -> list[TokenRow]:
-        return [self._rows[name] for name in sorted(self._rows)]
-
-    async def revoke(self, name: str, *, now_s: float) -> TokenRow:
-        row = self._rows.get(name)
-        if row is None:
-            raise NotFoundError(f"token {name[:64]!r} does not exist; see: paramd token list")
-        if row.revoked_s is None:
-            row = TokenRow(
-                name=row.name,
-                digest=row.digest,
-                role=row.role,
-                created_s=row.created_s,
-                expires_s=row.expires_s,
-                revoked_s=now_s,
-            )
-            self._rows[name] = row
-        return row
 
 
 @dataclass(frozen=True, slots=True)
@@ -342,7 +293,7 @@ class Tokens:
     def _the_store(self) -> TokenStore:
         if self._store is None:
             raise UnreachableError(
-                "this control plane keeps no store, so it has no tokens but its own"
+                "this control plane has no store, so its own token is the only one"
             )
         return self._store
 
@@ -357,7 +308,7 @@ class Tokens:
         if row is None or not hmac.compare_digest(row.digest, digest):
             return None
         if self._revoked_count != before:
-            return row  # it may be what stood there before it was revoked: not kept
+            return row  # possibly read before a concurrent revocation: do not cache it
         if len(self._found) >= _KEPT:
             self._found.clear()
         self._found[digest] = (row, now_s + KEPT_S)

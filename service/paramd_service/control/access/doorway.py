@@ -1,11 +1,9 @@
-"""Connection limits of REST: strangers stay briefly, holders of a good token longer.
+"""REST access: connection limits, authentication, and the role each operation needs.
 
 A stranger is a connection that has not shown a good token. Strangers have slots of their own;
 when those are full, the oldest is evicted. So a client that sends its request at once gets
 through however many others stall, and no stranger ever displaces a connection that has shown a
-good token.
-
-HTTP access: authenticate before reading any of the request, then check role and operation.
+good token. A request is authenticated before any of its body is read.
 """
 
 from __future__ import annotations
@@ -44,6 +42,15 @@ MAX_OF_ADDRESS: Final = 64
 
 MAX_OF_TOKEN: Final = 128
 """Connections that have shown the same token."""
+
+MAX_REQUESTS = 256
+"""Most concurrent requests, streams included."""
+
+OPEN_PATHS = frozenset({"/healthz", "/readyz"})
+"""They reveal only whether the process works: probes have no token."""
+
+_GONE: Message = {"type": "http.disconnect"}
+_STATE = "principal"
 
 
 class Door(Protocol):
@@ -142,17 +149,6 @@ class Doorway:
                 del self._known[who]
 
 
-_GONE: Message = {"type": "http.disconnect"}
-
-OPEN_PATHS = frozenset({"/healthz", "/readyz"})
-"""They reveal only whether the process works: probes have no token."""
-
-MAX_REQUESTS = 256
-"""Most concurrent requests, streams included."""
-
-_STATE = "principal"
-
-
 async def run_until(
     ended: asyncio.Future[None], app: ASGIApp, scope: Scope, receive: Receive, send: Send
 ) -> None:
@@ -196,7 +192,7 @@ class TokenGate:
     ) -> None:
         self._app = app
         self._doorway = doorway
-        self._requests = Shares(MAX_REQUESTS, "requests under way")
+        self._requests = Shares(MAX_REQUESTS, "concurrent requests")
         self._revocations = revocations
         self._tokens = tokens
         self._sessions = sessions
@@ -252,13 +248,15 @@ class TokenGate:
     def _refusal(self, scope: Scope) -> ASGIApp:
         client = scope.get("client")
         if not self._failures.allows(client[0] if client else ""):
-            return problem(429, "denied", "too many wrong tokens; wait", {"retry-after": "1"})
+            return problem(
+                429, "denied", "too many invalid tokens; wait a second", {"retry-after": "1"}
+            )
         return problem(
             401,
             "denied",
-            "no token, or one that is not valid here and now; send 'Authorization: Bearer "
-            "<token>' with the token of endpoint.json in the job's directory of the state dir, "
-            "or one that an admin made (paramd token create)",
+            "the token is missing, unknown, expired or revoked; send 'Authorization: Bearer "
+            "<token>' with the token in endpoint.json in the job's directory of the state dir, "
+            "or one created by an admin (paramd token create)",
             {"www-authenticate": 'Bearer realm="paramd"'},
         )
 
@@ -316,8 +314,8 @@ def cookie_of(scope: Scope) -> str:
 
 def _reason(principal: Principal, action: Action) -> str:
     if principal.may(action):
-        return "this control plane runs with --readonly, which lets nobody change anything"
-    return f"the role {principal.role} does not permit to {action.value}"
+        return "this control plane runs with --readonly, so nothing can be changed"
+    return f"the role {principal.role} does not permit the action {action.value!r}"
 
 
 def _values(scope: Scope, name: bytes) -> list[str]:

@@ -77,9 +77,7 @@ async def errors_as_statuses(context: Any, method: str) -> AsyncIterator[None]:
         raise
     except Exception as error:
         log.exception("%s failed", method)
-        hidden = exhausted_of(error) or ParamdError(
-            "internal error; the control plane's log has the details"
-        )
+        hidden = exhausted_of(error) or ParamdError("internal error; see the control plane's log")
         await abort(context, hidden)
 
 
@@ -148,9 +146,8 @@ def check_incarnation(job: str, incarnation: int) -> None:
     claims = _caller.get()
     if (claims.job, claims.incarnation) != (job, incarnation):
         raise ConflictError(
-            f"the ticket is of job {claims.job!r}, incarnation {claims.incarnation}; it may "
-            "not speak for "
-            f"job {job[:64]!r}, incarnation {incarnation}"
+            f"the ticket is for job {claims.job!r}, incarnation {claims.incarnation}; it is not "
+            f"valid for job {job[:64]!r}, incarnation {incarnation}"
         )
 
 
@@ -158,7 +155,7 @@ def check_rank(rank: int) -> None:
     """Raise RoleError unless the current call's ticket is bound to `rank`."""
     claims = _caller.get()
     if claims.rank != rank:
-        raise RoleError(f"the ticket is of rank {claims.rank}; it may not speak for rank {rank}")
+        raise RoleError(f"the ticket is for rank {claims.rank}; it is not valid for rank {rank}")
 
 
 class RoleError(DeniedError):

@@ -10,26 +10,20 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
-from typing import Final, Protocol
+from typing import Final
 
 from paramd.clock import now_s
 from paramd.errors import UnreachableError
 from paramd.security.tickets import CLOCK_SKEW_S, Claims
 from paramd_service.admission import MAX_REVOKED, Notice, RevokedTokens
 from paramd_service.control.access.authority import KEPT_S, Principal, token_id
-from paramd_service.control.store.tokens import TokenRow
+from paramd_service.control.store.tokens import TokenRow, TokenStore
 
 LOOK_S: Final = 1.0
 
 Write = Callable[[Notice], Awaitable[None]]
 
 log = logging.getLogger("paramd.control")
-
-
-class EndedTokens(Protocol):
-    """The part of the store used here."""
-
-    async def ended(self, *, since_s: float, now_s: float, limit: int) -> Sequence[TokenRow]: ...
 
 
 class Revocations:
@@ -45,7 +39,7 @@ class Revocations:
         self._followers: dict[str, set[asyncio.Future[None]]] = {}
         self._task: asyncio.Task[None] | None = None
 
-    async def start(self, store: EndedTokens) -> None:
+    async def start(self, store: TokenStore) -> None:
         """Load the tokens that have already ended, then keep polling the store."""
         await self._look(store)
         self._task = asyncio.create_task(self._watch(store), name="paramd-revocations")
@@ -99,12 +93,12 @@ class Revocations:
             if not mine:
                 self._followers.pop(principal.token_id, None)
 
-    async def _watch(self, store: EndedTokens) -> None:
+    async def _watch(self, store: TokenStore) -> None:
         while True:
             await asyncio.sleep(LOOK_S)
             await self._look(store)
 
-    async def _look(self, store: EndedTokens) -> None:
+    async def _look(self, store: TokenStore) -> None:
         now_s = self._clock()
         # Tokens that ended before the last blanket refusal of tickets need no id.
         since_s = max(now_s - self._keep_s, self._tokens.refused_before_s - KEPT_S)
@@ -161,4 +155,4 @@ class _Listener:
         try:
             await self.tell()
         except Exception as error:  # any gRPC error: the stream's reader ends it
-            log.debug("a sidecar is not told of revoked tokens: %r", error)
+            log.debug("revoked tokens could not be sent to a sidecar: %r", error)

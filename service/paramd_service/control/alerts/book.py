@@ -1,11 +1,10 @@
-"""The alerts of one mesh: what is firing, since when, and what is resolved. No I/O, no clock.
+"""The alerts of one mesh and their storage.
 
     nothing --found--> PENDING --found for `hold_s`--> FIRING --not found--> RESOLVED
 
 Findings repeat; one alert is kept per key, so nothing is reported twice. A finding that returns
-after its alert was resolved starts a new one.
-
-Alerts and history stored in the control plane's database.
+after its alert was resolved starts a new one. Book does no I/O and has no clock; KeptAlerts
+stores alerts and history in the control plane's database.
 """
 
 from __future__ import annotations
@@ -14,14 +13,12 @@ from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
-from typing import Protocol
 
 import xxhash
 from pydantic import BaseModel, Field
 
 from paramd_service.control.alerts.config import Rule
-from paramd_service.control.store.alerts import AlertRow
-from paramd_service.control.store.alerts import AlertStore as AlertTable
+from paramd_service.control.store.alerts import AlertRow, AlertStore
 from paramd_service.control.store.history import MetricHistory, Sample, SeriesKey
 
 MAX_FIRING = 1000
@@ -30,7 +27,10 @@ MAX_FIRING = 1000
 MAX_RESOLVED = 500
 """Resolved alerts kept in memory; the store keeps them longer."""
 
-MAX_KEPT = 2000
+MAX_NAME_CHARS = 64
+MAX_TEXT_CHARS = 2000
+MAX_OPEN = 1000
+MAX_KNOWN = 10_000
 
 
 class Severity(StrEnum):
@@ -204,45 +204,8 @@ class Point:
     value: float
 
 
-class AlertStore(Protocol):
-    """Stores alerts and history. Async methods raise ParamdError; none blocks the event loop."""
-
-    async def save_alerts(self, alerts: Sequence[Alert]) -> None:
-        """Insert or overwrite alerts by id."""
-
-    async def load_firing(self, job: str, incarnation: int) -> Sequence[Alert]:
-        """Alerts of one incarnation that were firing when last written."""
-
-    def offer(self, points: Sequence[Point]) -> None:
-        """Add to the history. Never blocks, never fails; drops what it cannot keep."""
-
-
-class MemoryStore:
-    """An in-memory `AlertStore`."""
-
-    def __init__(self) -> None:
-        self.alerts: dict[str, Alert] = {}
-        self.points: list[Point] = []
-
-    async def save_alerts(self, alerts: Sequence[Alert]) -> None:
-        for alert in alerts:
-            self.alerts[alert.id] = alert
-        while len(self.alerts) > MAX_KEPT:
-            del self.alerts[next(iter(self.alerts))]
-
-    async def load_firing(self, job: str, incarnation: int) -> Sequence[Alert]:
-        return [
-            alert
-            for alert in self.alerts.values()
-            if alert.state is State.FIRING and (alert.job, alert.incarnation) == (job, incarnation)
-        ]
-
-    def offer(self, points: Sequence[Point]) -> None:
-        self.points = [*self.points, *points][-MAX_KEPT:]
-
-
 class AlertDocument(BaseModel):
-    """One trouble, from its first to its last sight."""
+    """One problem, from when it was first found until it was last found."""
 
     id: str
     job: str
@@ -251,13 +214,13 @@ class AlertDocument(BaseModel):
         description="non-finite, norm-jump, replica-drift, stale-rank, stalled-rank, straggler, "
         "stall-budget, layout-mismatch or certificate"
     )
-    subject: str = Field(description="What it is about: a rank, a tensor, the mesh")
+    subject: str = Field(description="What it concerns: a rank, a tensor, the mesh")
     severity: str = Field(description="warning or critical")
     state: str = Field(description="firing or resolved")
     reason: str = Field(description="In words; names ranks and tensors, never values")
-    ranks: list[int] = Field(description="Ranks it is about")
-    fqn: str = Field(description="Tensor it is about; empty when about none")
-    step: int = Field(description="Step it was last found at; -1 when about none")
+    ranks: list[int] = Field(description="Ranks it concerns")
+    fqn: str = Field(description="Tensor it concerns; empty for none")
+    step: int = Field(description="Step it was last found at; -1 for none")
     first_seen_s: float = Field(description="Seconds since the Unix epoch, as the next two")
     last_seen_s: float
     resolved_s: float | None = Field(description="null while it fires")
@@ -286,22 +249,17 @@ def document(alert: Alert) -> AlertDocument:
     )
 
 
-MAX_NAME_CHARS = 64
-MAX_TEXT_CHARS = 2000
-MAX_OPEN = 1000
-MAX_KNOWN = 10_000
-
-
 class KeptAlerts:
-    """Implements `alerts.store.AlertStore` over the tables of `control.store`."""
+    """Stores alerts and history in the database. Async methods raise StoreError."""
 
-    def __init__(self, table: AlertTable, history: MetricHistory) -> None:
+    def __init__(self, table: AlertStore, history: MetricHistory) -> None:
         """No I/O. Both are started and stopped by the caller."""
         self._table = table
         self._history = history
         self._row_ids: OrderedDict[str, int] = OrderedDict()
 
     async def save_alerts(self, alerts: Sequence[Alert]) -> None:
+        """Insert or overwrite alerts by id."""
         for alert in alerts:
             row_id = self._row_ids.get(alert.id)
             row = row_of(alert)
@@ -311,6 +269,7 @@ class KeptAlerts:
                 await self._table.replace(replace(row, id=row_id))
 
     async def load_firing(self, job: str, incarnation: int) -> Sequence[Alert]:
+        """Alerts of one incarnation that were firing when last written."""
         rows = await self._table.page(job, limit=MAX_OPEN, only_open=True)
         found: list[Alert] = []
         for row in rows:
@@ -321,6 +280,7 @@ class KeptAlerts:
         return found
 
     def offer(self, points: Sequence[Point]) -> None:
+        """Add to the history. Never blocks, never fails; drops what it cannot keep."""
         self._history.offer(
             Sample(series=series_of(point), time_s=point.time_s, step=point.step, value=point.value)
             for point in points

@@ -105,7 +105,7 @@ class AlertConfig:
         unknown = set(self.disabled) - set(Rule)
         if unknown:
             raise UsageError(
-                f"disabled: {sorted(unknown)[0]!r} is no rule; expected some of {', '.join(Rule)}"
+                f"disabled: {sorted(unknown)[0]!r} is not a rule; expected {', '.join(Rule)}"
             )
         if len(self.webhooks) > MAX_WEBHOOKS:
             raise UsageError(f"webhooks: {len(self.webhooks)}; expected at most {MAX_WEBHOOKS}")
@@ -157,7 +157,7 @@ def check_webhook(url: str) -> None:
     parts = urlsplit(url)
     host = parts.hostname or ""
     if parts.username or parts.password:
-        raise UsageError("webhooks: a URL holds a user or password; expected none")
+        raise UsageError("webhooks: a URL contains a user or password; expected none")
     if parts.scheme == "https" and host:
         return
     if parts.scheme == "http" and _is_loopback(host):

@@ -201,7 +201,7 @@ def _finding(fqn: str, parts: Sequence[Difference], place: str, step: int) -> Fi
         who = f"rank {ranks[0]} differs" if len(ranks) == 1 else f"ranks {_listed(ranks)} differ"
         who += f" from {first.majority} equal replicas"
     else:
-        who = f"ranks {_listed(ranks)} differ from each other; which is wrong, two cannot tell"
+        who = f"ranks {_listed(ranks)} differ from each other; two cannot show which is wrong"
         if len(ranks) > 2:
             who = f"ranks {_listed(ranks)} differ, and none of them has a majority"
     more = f" (and {len(parts) - 1} more parts of it)" if len(parts) > 1 else ""

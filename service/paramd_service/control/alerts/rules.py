@@ -83,13 +83,14 @@ def certificate(expires_s: float | None, now_s: float, config: AlertConfig) -> I
     left_days = (expires_s - now_s) / DAY_S
     if left_days > config.certificate_days:
         return
-    what = "expires in" if left_days > 0 else "has been over for"
+    days = f"{abs(left_days):.1f} days"
+    what = f"expires in {days}" if left_days > 0 else f"expired {days} ago"
     yield Finding(
         rule=Rule.CERTIFICATE,
         subject="control plane",
         severity=Severity.WARNING if left_days > 1 else Severity.CRITICAL,
-        reason=f"the certificate of the control plane {what} {abs(left_days):.1f} days; replace "
-        "its files, they are taken up with the next connection",
+        reason=f"the certificate of the control plane {what}; replace its files, new connections "
+        "use them at once",
     )
 
 

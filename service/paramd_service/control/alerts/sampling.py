@@ -1,9 +1,7 @@
-"""Fetch statistics and digests of sampled parameters from live sidecars, each at one step.
+"""Sample parameters from live sidecars, and the rules over their statistics.
 
 Sampling takes the same path as users' reads (pin, renew, release), so it disturbs training no
-more than they do.
-
-Rules over parameter statistics: non-finite values and norm jumps. Pure.
+more than they do. The rules (non-finite values, norm jumps) are pure.
 """
 
 from __future__ import annotations
@@ -41,6 +39,14 @@ MAX_TENSORS_TOLD = 50
 """Most tensors a rule reports by name; the rest are counted."""
 
 TENSOR_RULES = frozenset({Rule.NON_FINITE, Rule.NORM_JUMP})
+
+# Unordered, or without arithmetic in torch: sidecars refuse statistics of these.
+NO_STATS = frozenset(name for name, one in DTYPES.items() if not one.reduced)
+
+MAX_PLACES = 8
+"""Most differences per round that are located; each costs a few calls."""
+
+RANGES_PER_CALL = 20_000
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -155,15 +161,6 @@ def _told(
     return found
 
 
-# Unordered, or without arithmetic in torch: sidecars refuse statistics of these.
-NO_STATS = frozenset(name for name, one in DTYPES.items() if not one.reduced)
-
-MAX_PLACES = 8
-"""Most differences per round that are located; each costs a few calls."""
-
-RANGES_PER_CALL = 20_000
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StatsRound:
     """Statistics of sampled tensors."""
@@ -263,7 +260,7 @@ class MeshSampler:
 
 @dataclass(frozen=True, slots=True)
 class _Pinned:
-    """Digests of one set of pinned snapshots; implements `places.Digests`."""
+    """Digests of one set of pinned snapshots; implements `drift.Digests`."""
 
     reach: SidecarFinder
     sidecars: Sidecars
@@ -284,11 +281,9 @@ class _Pinned:
             said = (answer.header.incarnation, answer.header.step, len(answer.digests))
             if said != (self.pinned.incarnation, self.pinned.step, len(batch)):
                 raise ConflictError(
-                    f"{self.sidecars.who(rank)} answered {said[2]} digests of incarnation "
-                    f"{said[0]}, "
-                    f"step {said[1]}; asked were {len(batch)} of incarnation "
-                    f"{self.pinned.incarnation}, "
-                    f"step {self.pinned.step}; try again"
+                    f"{self.sidecars.who(rank)} returned {said[2]} digests of incarnation "
+                    f"{said[0]}, step {said[1]}; expected {len(batch)} of incarnation "
+                    f"{self.pinned.incarnation}, step {self.pinned.step}; try again"
                 )
             found.extend(answer.digests)
         return found

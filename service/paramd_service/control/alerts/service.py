@@ -12,7 +12,7 @@ from typing import Any
 
 from paramd.errors import UsageError
 from paramd.state_files import file_places
-from paramd_service.control.alerts.book import Alert, AlertStore, document
+from paramd_service.control.alerts.book import Alert, KeptAlerts, document
 from paramd_service.control.alerts.config import AlertConfig
 from paramd_service.control.alerts.sampling import MeshSampler, Sampler
 from paramd_service.control.alerts.watcher import Watcher
@@ -44,11 +44,11 @@ class Watchers:
         config: AlertConfig,
         *,
         publish: Publish,
-        store: AlertStore | None = None,
+        store: KeptAlerts,
         make_sampler: MakeSampler = _sampler_of,
         expires_s: Callable[[], float | None] = lambda: None,
     ) -> None:
-        """No I/O. With `store` None alerts stay in memory; `expires_s` as in `Watcher`."""
+        """No I/O. `expires_s` as in `Watcher`."""
         self._expires_s = expires_s
         self.config = config
         self.webhooks = Webhooks(config)
@@ -121,7 +121,7 @@ def open_watchers(
     watch: bool,
     strict: bool,
     publish: Publish,
-    store: AlertStore | None = None,
+    store: KeptAlerts,
     expires_s: Callable[[], float | None] = lambda: None,
 ) -> Watchers:
     """Make a control plane's watchers from the current config.
@@ -130,7 +130,7 @@ def open_watchers(
         watch: False never samples parameters.
         strict: Refuse to start with an invalid config. An embedded control plane is not strict:
             it logs the error and uses the defaults.
-        store: Stores alerts and history; with None, alerts stay in memory.
+        store: Stores alerts and history.
         expires_s: When the control plane's certificate expires; None without TLS.
 
     Raises:
@@ -141,7 +141,7 @@ def open_watchers(
     except UsageError as error:
         if strict:
             raise
-        log.error("alerts go on with their defaults: %s", error)
+        log.error("invalid alert configuration, using the defaults: %s", error)
         config = AlertConfig()
     return Watchers(config, publish=publish, store=store, expires_s=expires_s)
 
@@ -161,10 +161,10 @@ def parse_alerts(table: Mapping[str, Any], *, place: str, trusted: bool = True) 
     found: dict[str, Any] = {}
     for key, value in table.items():
         if key not in kinds:
-            raise UsageError(f"{place}: unknown key {key!r}; expected some of {', '.join(kinds)}")
+            raise UsageError(f"{place}: unknown key {key!r}; expected one of {', '.join(kinds)}")
         if key == "webhooks" and not trusted:
             raise UsageError(
-                f"{place}: webhooks in the working directory are not followed; set them in the "
+                f"{place}: webhooks in the working directory are not trusted; set them in the "
                 f"user's own paramd.toml or in {ENVIRONMENT}"
             )
         found[key] = _value(place, key, value, kinds[key].default)

@@ -16,10 +16,9 @@ from paramd.errors import ParamdError
 from paramd.layout.types import Layout
 from paramd_service.control.alerts.book import (
     Alert,
-    AlertStore,
     Book,
     Finding,
-    MemoryStore,
+    KeptAlerts,
     Point,
     State,
 )
@@ -81,7 +80,7 @@ class Rounds:
         offer: Callable[[Sequence[Point]], None],
         clock: Callable[[], float],
     ) -> None:
-        """No I/O. `told` receives the book's changes, `offer` the points for the history."""
+        """No I/O. `on_change` gets the book's changes, `offer` the points for the history."""
         self._config = config
         self._job = job
         self._incarnation = incarnation
@@ -168,7 +167,7 @@ def _covers(rules: frozenset[Rule], fqns: set[str]) -> Callable[[Finding], bool]
 
 
 class Watcher:
-    """Life cycle: `start`, `look` once a second, `close`; the results are in `book`."""
+    """Life cycle: `start`, `tick` once a second, `close`; the results are in `book`."""
 
     def __init__(
         self,
@@ -179,7 +178,7 @@ class Watcher:
         view: Callable[[], MeshView],
         sampler: Sampler,
         webhooks: Webhooks,
-        store: AlertStore | None = None,
+        store: KeptAlerts,
         tell: Tell = lambda alert: None,
         expires_s: Callable[[], float | None] = lambda: None,
         clock: Callable[[], float] = now_s,
@@ -198,7 +197,7 @@ class Watcher:
         self._job = job
         self._incarnation = incarnation
         self._webhooks = webhooks
-        self._store: AlertStore = store if store is not None else MemoryStore()
+        self._store = store
         self._tell = tell
         self._expires_s = expires_s
         self._clock = clock
@@ -265,7 +264,7 @@ class Watcher:
         try:
             self._look(rank_inputs(view), now_s)
         except Exception:
-            log.exception("job %s: a look at the mesh failed", self._job)
+            log.exception("job %s: checking the mesh failed", self._job)
 
     def _look(self, now: Ranks, now_s: float) -> None:
         while len(self._window) > 1 and self._window[1][0] <= now_s - self.config.stall_window_s:

@@ -92,9 +92,9 @@ class Webhooks:
             if reason != failing:
                 failing = reason
                 if reason:
-                    log.warning("webhook of %s does not take alerts: %s", host, reason)
+                    log.warning("webhook of %s rejects alerts: %s", host, reason)
                 else:
-                    log.info("webhook of %s takes alerts again", host)
+                    log.info("webhook of %s accepts alerts again", host)
 
     async def _deliver(self, url: str, alert: Alert) -> str:
         """Post one alert, retrying when that may help; return why it was abandoned, or ""."""

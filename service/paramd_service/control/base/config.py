@@ -79,7 +79,7 @@ class ControlConfig:
         if not 1 <= self.ticket_ttl_s <= 86_400:
             raise UsageError(f"ticket_ttl_s: {self.ticket_ttl_s}; expected 1 to 86400")
         if self.job and self.token_file:
-            raise UsageError("token_file: is for a site; with --job the token comes on stdin")
+            raise UsageError("token_file: only for a site; with --job the token comes on stdin")
         if not 0 <= self.drain_s <= 600:
             raise UsageError(f"drain_s: {self.drain_s}; expected 0 to 600")
 
@@ -93,8 +93,8 @@ class ControlConfig:
         """
         parser = argparse.ArgumentParser(
             prog="python -m paramd_service.control",
-            description="The control plane of a site, where jobs register; with --job the "
-            "embedded one of that job, whose secrets come on stdin.",
+            description="Run the control plane of a site, where jobs register; with --job, the "
+            "embedded one of that job, whose secrets are read from stdin.",
             allow_abbrev=False,
         )
         for option in fields(cls):
@@ -171,7 +171,7 @@ def read_bootstrap(stdin: BinaryIO, *, job: str) -> Bootstrap:
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise UsageError(f"stdin: cannot be read ({type(error).__name__})") from None
     if bootstrap.job != job:
-        raise UsageError(f"stdin: is about job {bootstrap.job!r}, --job says {job!r}")
+        raise UsageError(f"stdin: the job is {bootstrap.job!r}; expected {job!r} as in --job")
     _check_bounds(bootstrap)
     return bootstrap
 

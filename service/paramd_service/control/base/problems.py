@@ -18,8 +18,8 @@ MAX_DETAIL_CHARS = 2048
 class Problem(BaseModel):
     """An error, after RFC 9457 (application/problem+json)."""
 
-    type: str = Field(description="urn:paramd:error:<reason>, stable; what programs look at")
-    title: str = Field(description="The HTTP status in words")
+    type: str = Field(description="urn:paramd:error:<reason>; stable, for programs")
+    title: str = Field(description="Phrase of the HTTP status")
     status: int = Field(description="HTTP status")
     detail: str = Field(description="What was wrong, what was expected, what to do next")
 
@@ -68,4 +68,4 @@ async def _http(_: Request, error: Exception) -> JSONResponse:
 async def _unexpected(request: Request, error: Exception) -> JSONResponse:
     if (told := exhausted_of(error)) is not None:
         return await _domain(request, told)
-    return problem(500, "paramd", "internal error; the control plane's log has the details")
+    return problem(500, "paramd", "internal error; see the control plane's log")

@@ -1,4 +1,4 @@
-"""The identity of a control plane: its generation and, for a site, its key and token.
+"""A control plane's files: its generation, a site's key and token, the history of incarnations.
 
 A site has one key for all its jobs, from which each incarnation's key pair is derived. So a
 restarted control plane recognizes the sidecars of every job without having recorded any.
@@ -9,10 +9,9 @@ restarted control plane recognizes the sidecars of every job without having reco
         generation              the last generation handed out
         control.clock           its clock, for its successor
 
-History of a job's incarnations: one line per change, in the job's directory of the state dir.
-
-Lines are only appended, each in a single write, so control planes of two incarnations may both
-write. Truncated or unknown lines are skipped.
+The history of a job's incarnations lies in the job's directory, one line per change. Lines are
+only appended, each in a single write, so control planes of two incarnations may both write.
+Truncated or unknown lines are skipped.
 """
 
 from __future__ import annotations
@@ -38,6 +37,10 @@ INCARNATIONS_FILE, OLDER_FILE = "incarnations.jsonl", "epochs.jsonl"
 """The history of a job, and its name in older versions."""
 MAX_READ_BYTES = 256 << 10
 """Only the newest lines are read: about a thousand incarnations."""
+SITE_DIRECTORY = "_site"
+KEY_BYTES = 32
+MAX_FILE_BYTES = 1024
+MIN_TOKEN_CHARS = 16
 
 log = logging.getLogger("paramd.control")
 
@@ -95,7 +98,7 @@ class IncarnationNotes:
                 await asyncio.to_thread(_append, job, line)
             except (OSError, ParamdError) as error:
                 # The history is a convenience: the job goes on without it.
-                log.warning("the list of incarnations was not written: %s", error)
+                log.warning("the history of incarnations was not written: %s", error)
             finally:
                 self._lines.task_done()
 
@@ -160,12 +163,6 @@ def _append(job: str, message: dict[str, Any]) -> None:
         os.close(descriptor)
 
 
-SITE_DIRECTORY = "_site"
-KEY_BYTES = 32
-MAX_FILE_BYTES = 1024
-MIN_TOKEN_CHARS = 16
-
-
 @dataclass(frozen=True, slots=True)
 class Site:
     """The secrets of a site."""
@@ -194,7 +191,7 @@ def site_dir() -> Path:
     except OSError as error:
         raise UsageError(f"{path} cannot be used: {error}; set PARAMD_STATE_DIR") from error
     if found.st_uid != os.geteuid() or found.st_mode & 0o077:
-        raise ConflictError(f"{path} is not ours alone; run: chmod 700 {path}")
+        raise ConflictError(f"{path} belongs to or is open to other users; run: chmod 700 {path}")
     return path
 
 
@@ -210,7 +207,9 @@ def open_site(token: str | None) -> Site:
     directory = site_dir()
     key = _kept(directory / "key", secrets.token_hex(KEY_BYTES))
     if not re.fullmatch(r"[0-9a-f]{64}", key):
-        raise ConflictError(f"{directory / 'key'} holds no key; remove it, and jobs attach again")
+        raise ConflictError(
+            f"{directory / 'key'} does not contain a key; remove it, then attach all jobs again"
+        )
     if token is None:
         token = _kept(directory / "token", new_token())
     return Site(bytes.fromhex(key), token)
@@ -232,7 +231,7 @@ def read_token(path: str) -> str | None:
     if len(token) < MIN_TOKEN_CHARS or not re.fullmatch(r"[!-~]+", token):
         raise UsageError(
             f"token_file: the first line of {path} is not {MIN_TOKEN_CHARS} or more ASCII "
-            "characters without blanks; make one with: openssl rand -hex 32"
+            "characters without spaces; create one with: openssl rand -hex 32"
         )
     return token
 

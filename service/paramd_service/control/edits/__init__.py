@@ -1,10 +1,9 @@
-"""Edits: planned, staged, agreed, applied on all ranks or on none, undone; kept for ever.
+"""Edits: plan, stage, agree, apply on all ranks or none, undo. Rows are never deleted.
 
-machine.py      PURE: what is known of an edit, and what to ask next
-spec.py         what is asked for -> manifest, facts, which digests must be equal; [edits] of
-                paramd.toml
-runner.py       runs one machine: its actions are calls of sidecars, their answers its events
-incarnation.py  the edits of one incarnation of a job: those under way, those in the store
-service.py      what REST asks for: create, commit, preview, undo, abort
-holds.py        training held, stepped, resumed
+machine.py      state machine of one edit; pure
+spec.py         request -> manifest, documents and replica check; [edits] of paramd.toml
+runner.py       runs one machine: its actions become calls to sidecars, their answers its events
+incarnation.py  the open edits of one incarnation: staging, turns, timeouts, recovery
+service.py      the operations behind REST: create, commit, preview, undo, abort
+holds.py        hold, step and resume training
 """

@@ -1,8 +1,8 @@
-"""Holding the training: one holder at a time, under a lease that ends by itself.
+"""Hold training at a boundary: one holder at a time, under a lease.
 
-The trainers wait at a boundary that all have agreed on, and look at the lease in every round: when
-one sidecar's has ended, all go on together. So nothing here can keep a training from going on:
-this part only asks, renews, and tells.
+The trainers wait at a boundary they agreed on and check the lease in every round; once the lease
+of any sidecar expires, all resume together. A control plane that dies therefore cannot keep
+training held.
 """
 
 from __future__ import annotations
@@ -37,19 +37,19 @@ log = logging.getLogger("paramd.control.holds")
 
 
 class HoldState(StrEnum):
-    """What a hold is doing."""
+    """State of a hold."""
 
     RUNNING = "running"
     PAUSING = "pausing"
-    """Asked for, and not agreed yet."""
+    """Requested, not agreed yet."""
     HELD = "held"
     STEPPING = "stepping"
-    """Some boundaries may pass before it waits again."""
+    """A number of boundaries pass before training waits again."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class HoldView:
-    """A hold as it is told."""
+    """A hold as documents and events show it."""
 
     state: HoldState
     holder: str = ""
@@ -86,10 +86,10 @@ class Hold:
         self._pausing = False
         self._step_to = 0
         self.begun_count = 0
-        """Holds begun here."""
+        """Holds begun in this process."""
 
     async def view(self) -> HoldView:
-        """The hold as a rank tells it now; as it was last reported when none answers."""
+        """The hold as a rank reports it now; its last report if it does not answer."""
         view = self._mesh.registry.view()
         state, step = common_pb2.RankState(), -1
         for report in view.joined[:1]:
@@ -98,7 +98,7 @@ class Hold:
                 fresh = await self._calls.state(report.rank, report.address)
                 state, step = fresh.state, fresh.header.step
             except ParamdError as error:
-                log.debug("rank %d does not tell its hold: %s", report.rank, error)
+                log.debug("rank %d did not report its hold: %s", report.rank, error)
         now = hold_of(state, step)
         if now.state is HoldState.HELD and self._step_to:
             now = await self._last_to_step(view, now)
@@ -117,12 +117,12 @@ class Hold:
         )
 
     async def _last_to_step(self, view: MeshView, first: HoldView) -> HoldView:
-        """The hold while any rank has steps to go; `first` has none, or has not begun them."""
+        """STEPPING until every rank has passed the granted steps; then `first`."""
         try:
             found = await on_all(view, self._calls.state)
         except ParamdError as error:
-            # A rank that does not answer has not shown that its steps are done.
-            log.debug("not every rank tells how far it stepped: %s", error)
+            # Until every rank answers, at least one step is assumed to be left.
+            log.debug("not every rank reported its step: %s", error)
             step = min(first.step, self._step_to - 1)
         else:
             step = min((one.header.step for one in found.values()), default=first.step)
@@ -133,12 +133,13 @@ class Hold:
         return replace(first, state=HoldState.STEPPING, step=step, steps_left=left)
 
     async def begin(self, by: Principal, lease_s: float, holder: str) -> HoldView:
-        """Has all ranks wait at one boundary; returns when they do.
+        """Hold all ranks at one boundary; return once they wait there.
 
-        `holder`, when not empty, is what the first answer named: asking twice holds once.
+        Args:
+            holder: The holder returned by an earlier call, which makes a retry idempotent.
 
         Raises:
-            ConflictError: somebody holds already, or the ranks did not agree in time.
+            ConflictError: another holder holds training, or the ranks did not agree in time.
             UnreachableError: not all ranks are joined.
         """
         self._mesh.check()
@@ -147,8 +148,8 @@ class Hold:
             if holder and holder == self._holder:
                 return present if self._pausing else await self.renew(by, lease_s, holder)
             raise ConflictError(
-                f"training is {present.state} by {present.holder or 'somebody'}, for another "
-                f"{present.lease_left_s:.0f} s unless it is renewed; wait, or ask its holder"
+                f"training is {present.state} by {present.holder or 'an unknown holder'} for "
+                f"another {present.lease_left_s:.0f} s unless renewed; wait, or ask the holder"
             )
         self._holder = f"{by.name}/{secrets.token_hex(4)}"
         self._owner = by.name
@@ -170,35 +171,35 @@ class Hold:
         return await self._told_now()
 
     async def renew(self, by: Principal, lease_s: float, holder: str) -> HoldView:
-        """Lets the lease end later, counted from now.
+        """Renew the lease for `lease_s` seconds from now.
 
         Raises:
-            ConflictError: training is not held, or by somebody else.
+            ConflictError: training is not held, or held by another holder.
         """
         await self._check_holder(by, holder)
         await self._renew(round(1000 * lease_s))
         return await self.view()
 
     async def step(self, by: Principal, steps: int, holder: str) -> HoldView:
-        """Lets held training pass some boundaries; returns when all ranks have agreed to.
+        """Let held training pass `steps` boundaries; return once all ranks have agreed.
 
         Raises:
-            ConflictError: training is not held, or by somebody else.
+            ConflictError: training is not held, or held by another holder.
         """
         before = await self._check_holder(by, holder)
         detail = {"holder": self._holder, "steps": steps}
         async with self._records.recorded(by, "hold.step", detail, self._mesh):
             verdict = await self._ask(BoundaryAction.STEP, step_count=steps)
-            # Agreed, and the step of the agreement was lost with a sidecar: the ranks were held at
-            # `before`, and a rank that is still there has not begun.
+            # The verdict has no step (-1) if the answers were lost after agreement: then count
+            # from the step at which training was held.
             self._step_to = max(verdict.step, before.step) + steps
         return await self._told_now()
 
     async def end(self, by: Principal, holder: str) -> HoldView:
-        """Lets training go on. Idempotent.
+        """Resume training. Idempotent.
 
         Raises:
-            ConflictError: somebody else holds it.
+            ConflictError: another holder holds it.
         """
         if (await self.view()).state is HoldState.RUNNING:
             return await self.view()
@@ -206,20 +207,20 @@ class Hold:
         try:
             await self._ask(BoundaryAction.RESUME)
         except ParamdError as error:
-            log.warning("the hold could not be ended by agreement (%s); its lease ends now", error)
+            log.warning("could not end the hold by agreement (%s); ending its lease", error)
             await self._renew(END_NOW_MS)
-        # Afterwards, and whatever the audit can hold: training must not wait for a record.
+        # Recorded afterwards, and best effort: training must not wait for the audit store.
         await self._records.happened(by, "hold.end", {"holder": self._holder}, self._mesh)
         self._forget()
         return await self._told_now()
 
     async def _check_holder(self, by: Principal, holder: str) -> HoldView:
-        """The hold, which is the caller's to change."""
+        """The current hold. Raises ConflictError unless the caller may change it."""
         present = await self.view()
         if present.state is HoldState.RUNNING:
-            raise ConflictError("training is not held: its lease has ended, or nobody paused it")
+            raise ConflictError("training is not held: it was not paused, or the lease has ended")
         mine = holder == self._holder if holder else by.name == self._owner
-        # After a restart nobody here knows who holds; whoever may hold may then end it.
+        # The holder is not persisted: after a restart anyone allowed to hold may end it.
         if self._holder and not mine and not by.may(Action.EDIT_ANY):
             raise ConflictError(f"training is held by {self._holder}; only its holder may do that")
         return present
@@ -248,7 +249,7 @@ class Hold:
             return verdict
 
     async def _was_agreed(self, number: int, view: MeshView) -> bool:
-        """Withdraws a request everywhere; True when it had been agreed on before."""
+        """Withdraw a request from all ranks; True if it had already been agreed on."""
 
         async def withdraw(rank: int, address: str) -> Outcome:
             try:
@@ -277,7 +278,7 @@ class Hold:
 
 
 def hold_of(state: common_pb2.RankState, step: int) -> HoldView:
-    """The hold that a rank tells of, without its holder. Pure."""
+    """The hold in a rank's state; the holder is not part of it."""
     if not state.hold_left_ms and state.phase != common_pb2.PHASE_HELD:
         return HoldView(state=HoldState.RUNNING, step=step)
     return HoldView(

@@ -1,4 +1,4 @@
-"""What goes on with the edits of one incarnation beside the requests: staging, turns, restarts."""
+"""The open edits of one incarnation: staging, commit in turn, timeouts, recovery on restart."""
 
 from __future__ import annotations
 
@@ -55,12 +55,12 @@ class IncarnationEdits:
         self._mesh = mesh
         self._records = records
         self._config = config
-        self._on_change = told
+        self._on_change = on_change
         self._loading: asyncio.Task[None] | None = None
         self._committing: set[str] = set()
         self._ending: set[asyncio.Task[None]] = set()
         self.open: dict[str, EditRun] = {}
-        """Edits that have not ended, by id."""
+        """Drivers of edits that have not ended, by id."""
         self.calls = EditCalls(
             mesh.calls,
             incarnation=mesh.number,
@@ -68,16 +68,16 @@ class IncarnationEdits:
         )
 
     def begin(self) -> None:
-        """Takes up what an earlier control plane left open; until then nobody has a turn."""
+        """Resolve what an earlier control plane left open; no turns are given until then."""
         self._loading = asyncio.create_task(self._load(), name="paramd-edits-load")
 
     def drive(self, row: EditRow, check: SameData) -> EditRun:
-        """Runs an edit from where its row says that it is."""
+        """Start driving an edit from the state in its row."""
         machine = EditMachine(
             world_size=self._mesh.bootstrap.world_size,
             manifest_digest=bytes.fromhex(row.digest),
             same_data=check,
-            # STAGED is told by the ranks, never remembered.
+            # STAGED is never trusted from the store: sidecars may have dropped the staged data.
             state=EditState.COMMITTED if row.state == EditState.COMMITTED else EditState.STAGING,
             boundary=row.boundary,
             token=row.token,
@@ -94,13 +94,13 @@ class IncarnationEdits:
         return driver
 
     def is_committing(self, edit_id: str) -> bool:
-        """Whether it waits for its turn, or has it."""
+        """Whether `commit` is running for it: waiting for its turn, or in it."""
         return edit_id in self._committing
 
     async def stage_and_commit(
         self, driver: EditRun, by: Principal, planned: Planned, index: NameIndex
     ) -> None:
-        """An edit without data, to its end."""
+        """Stage an edit without data on all ranks, then commit it; a dry run stops at preview."""
         try:
             view = self._mesh.coordinator.joined()
             await stage_all(driver, self.calls, view, planned.manifest)
@@ -120,20 +120,20 @@ class IncarnationEdits:
     async def commit(
         self, driver: EditRun, by: Principal, index: NameIndex, ops: tuple[PlannedOp, ...]
     ) -> None:
-        """A staged edit, to its end, recorded in the audit around it. Idempotent."""
+        """Commit a staged edit and wait for its end, inside an audit record. Idempotent."""
         row = driver.row
         if row.id in self._committing or row.state != EditState.STAGED:
             return
         self._committing.add(row.id)
         try:
             method = "edit.undo" if row.undo_of else "edit.commit"
-            async with self._records.recorded(by, method, told(row), self._mesh) as entry:
+            async with self._records.recorded(by, method, audit_detail(row), self._mesh) as entry:
                 driver.describe(committed_by=by.name)
                 await self._ranges(driver, index, ops)
                 await self._in_turn(driver, index, ops)
                 entry.outcome(driver.row.state.lower(), **_outcome(driver.row))
         except Exception as error:
-            # Whatever it was: an edit that nobody looks after must not stay half way.
+            # Abort on any error, or the edit stays open with no driver.
             driver.feed(CallOff(_why(error)))
             if not isinstance(error, ParamdError):
                 raise
@@ -141,23 +141,23 @@ class IncarnationEdits:
             self._committing.discard(row.id)
 
     def tick(self, now_s: float) -> None:
-        """Aborts what nobody commits. `now_s` is on the monotonic clock."""
+        """Abort edits left uncommitted for staged_s. `now_s` is monotonic."""
         for edit_id, driver in list(self.open.items()):
             waits = driver.machine.state in (EditState.STAGING, EditState.STAGED)
             late = now_s - driver.touched_s > self._config.staged_s
             if waits and late and edit_id not in self._committing:
-                reason = f"nobody committed it within {self._config.staged_s:g} s"
+                reason = f"it was not committed within {self._config.staged_s:g} s"
                 driver.feed(CallOff(reason))
                 detail = {"id": edit_id, "staged_by": driver.row.actor, "reason": reason}
                 self._records.note(self._mesh, "edit.abort", detail)
 
     def incarnation_ended(self, reason: str) -> None:
-        """The trainers are gone, and what they had agreed on with them."""
+        """End every open edit: the trainers are gone, and their agreements with them."""
         for driver in self.open.values():
             driver.feed(IncarnationEnded(reason))
 
     async def close(self) -> None:
-        """Stops; what is committed is resolved by the next control plane."""
+        """Stop all drivers; the next control plane resolves what is COMMITTED."""
         if self._loading is not None:
             self._loading.cancel()
             await asyncio.wait({self._loading})
@@ -169,14 +169,14 @@ class IncarnationEdits:
             await driver.close()
 
     def agree_s(self, view: MeshView) -> float:
-        """Time for the trainers to agree, in seconds."""
+        """Seconds the trainers have to agree: agree_s plus four of the slowest rank's steps."""
         slowest_ns = max((report.state.step_time_ns for report in view.joined), default=0)
         return self._config.agree_s + 4 * slowest_ns / _NS
 
     async def changed_since(
         self, index: NameIndex, done: EditRow, ops: Sequence[PlannedOp]
     ) -> EditRow | None:
-        """The newest edit after `done` that changed an element of `ops`, and was not undone."""
+        """The newest edit after `done` that overlaps `ops` and is still in effect."""
         since = await self._records.edits.of_job(
             done.job, (EditState.APPLIED,), incarnation=done.incarnation
         )
@@ -204,9 +204,9 @@ class IncarnationEdits:
     async def _why_not_now(
         self, row: EditRow, view: MeshView, index: NameIndex, ops: tuple[PlannedOp, ...]
     ) -> str:
-        """What edits before it in turn, or the training, have made of its conditions."""
+        """Why the edit can no longer be committed, or empty; checked while holding the turn."""
         wanted = row.detail.get("if_step")
-        # The trainers compare when they agree; who is too late already need not wait for that.
+        # The trainers compare if_step themselves when they agree; this only fails sooner.
         if wanted is not None and (moved := await self._moved(view, wanted)):
             return moved
         if not row.undo_of or row.detail.get("force"):
@@ -215,8 +215,8 @@ class IncarnationEdits:
         if done is None or not (later := await self.changed_since(index, done, ops)):
             return ""
         return (
-            f"edit {later.id} of {later.actor} changed some of the same elements while this undo "
-            "waited for its turn; undo that one first, or give force=true to lose what it did"
+            f"edit {later.id} by {later.actor} changed some of the same elements while this undo "
+            "waited for its turn; undo that one first, or pass force=true to discard its changes"
         )
 
     async def _moved(self, view: MeshView, wanted: int) -> str:
@@ -228,7 +228,7 @@ class IncarnationEdits:
         return f"if_step is {wanted}, and rank {rank} is at step {moved[rank]}"
 
     async def _ranges(self, driver: EditRun, index: NameIndex, ops: tuple[PlannedOp, ...]) -> None:
-        """Numbers before and after, when they are there in time: an edit waits little for them."""
+        """Add statistics before and after for the audit if they arrive within range_s."""
         row, config = driver.row, self._config
         if row.detail.get("before") or not config.range_s or row.size_bytes > config.range_bytes:
             return
@@ -250,7 +250,7 @@ class IncarnationEdits:
             await asyncio.sleep(LOAD_AGAIN_S)
 
     def _take_up(self, row: EditRow) -> EditRun | None:
-        """The driver of an edit whose fate is to be found out."""
+        """Drive an edit left open by an earlier control plane; None if nothing is to resolve."""
         if row.incarnation > self._mesh.number or row.id in self.open:
             return None
         driver = self.drive(row, no_data)
@@ -265,7 +265,7 @@ class IncarnationEdits:
 
     def _changed(self, row: EditRow) -> None:
         if row.ended_s is not None and (driver := self.open.pop(row.id, None)) is not None:
-            # What it still does beside, forgetting, comes to its end.
+            # Its background calls (Forget on the ranks) still run to their end.
             task = asyncio.create_task(driver.finish(), name="paramd-edit-end")
             self._ending.add(task)
             task.add_done_callback(self._ending.discard)
@@ -279,12 +279,12 @@ class IncarnationEdits:
             job=row.job,
             incarnation=row.incarnation,
             step=row.step,
-            detail={**told(row), "state": row.state, **_outcome(row)},
+            detail={**audit_detail(row), "state": row.state, **_outcome(row)},
         )
 
 
-def told(row: EditRow) -> dict[str, Any]:
-    """What the audit says of an edit."""
+def audit_detail(row: EditRow) -> dict[str, Any]:
+    """The detail of an edit's audit record."""
     ops = [
         {key: _exact(value) for key, value in one.items() if key != "names"}
         for one in row.detail.get("ops", [])[:16]
@@ -301,9 +301,11 @@ def _outcome(row: EditRow) -> dict[str, Any]:
 
 
 def _exact(value: Any) -> Any:
-    """What the audit can hold: JSON has no NaN and no infinities."""
+    """Replace NaN and infinities by their repr: JSON has neither."""
     return repr(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _why(error: Exception) -> str:
-    return str(error) if isinstance(error, ParamdError) else "internal error; see the log"
+    if isinstance(error, ParamdError):
+        return str(error)
+    return "internal error; see the control plane's log"

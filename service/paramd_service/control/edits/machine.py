@@ -1,21 +1,21 @@
-"""One edit: events in, actions out. Pure: no I/O, no clock.
+"""State machine of one edit: events in, actions out. No I/O, no clock.
 
     STAGING --all ranks have it, replicas alike--> STAGED --Commit--> COMMITTED --> APPLIED
        |                                             |                  |    |
        +--------------- called off ------------------+----> ABORTED <---+    +----> LOST
 
-STAGING, STAGED    on no rank, and no trainer knows of it. The data is in the sidecars.
-COMMITTED          number and token are in the store, so that whoever comes after us can ask.
-                   Some sidecars may be ready; trainers may have agreed, or may agree any moment.
-APPLIED            every rank has said so: same boundary, token, step, number of edits and
-                   manifest, and replicas took the same data.
-ABORTED            on no rank, now and ever: it was never committed, or one rank's sidecar is
-                   certain that its trainer never takes part.
-LOST               the incarnation ended, or a trainer did, before it was known to be on all ranks.
+STAGING, STAGED    applied on no rank; no trainer knows of it. The data is in the sidecars.
+COMMITTED          boundary number and token are in the store, so a restarted control plane can
+                   ask about them. Trainers may have agreed, or may agree at any moment.
+APPLIED            every rank reported it: same boundary, token, step, edit count and manifest,
+                   and replicas took the same data.
+ABORTED            applied on no rank, and never will be: it was not committed, or one rank's
+                   sidecar has proof that its trainer will not take part.
+LOST               the incarnation or a trainer ended before all ranks were known to have it, or
+                   the ranks disagree.
 
-The last three never change. A rank that cannot be asked, or is in doubt, is asked again for as
-long as the incarnation goes on; that is why every question of a rank is answered by exactly one
-event.
+The last three are final. A rank that is unreachable or in doubt is asked again until the
+incarnation ends, so every action on a rank except Forget is answered by exactly one event.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from enum import Enum, StrEnum
 from typing import TypeAlias
 
 SameData = Callable[[Mapping[int, tuple[bytes, ...]]], str]
-"""Data digests of the ranks -> which replicas differ, in words; empty when none do."""
+"""Data digests by rank -> message saying which replicas differ; empty if none do."""
 
 
 class Outcome(Enum):
-    """What a sidecar says became of a boundary request; as `paramd.v1.BoundaryFate`."""
+    """What became of a boundary request, as a sidecar reports it (`paramd.v1.BoundaryFate`)."""
 
     WITHDRAWN = 1
     IN_DOUBT = 2
@@ -41,7 +41,7 @@ class Outcome(Enum):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Applied:
-    """What one rank says of an edit that it has applied."""
+    """One rank's report of an edit it applied."""
 
     boundary: int
     token: int
@@ -64,14 +64,14 @@ class Staged:
 
 @dataclass(frozen=True, slots=True)
 class CallOff:
-    """It shall not happen: somebody said so, its time is over, or it cannot be staged."""
+    """Abort it if still possible: on request, after a timeout, or because staging failed."""
 
     reason: str
 
 
 @dataclass(frozen=True, slots=True)
 class Commit:
-    """It has its turn."""
+    """It has its turn; ask the ranks to apply it at this boundary."""
 
     boundary: int
     token: int
@@ -79,14 +79,14 @@ class Commit:
 
 @dataclass(frozen=True, slots=True)
 class Reached:
-    """A sidecar answered that the trainers agreed and its own has done it."""
+    """A sidecar answered that the trainers agreed and its own applied the edit."""
 
     rank: int
 
 
 @dataclass(frozen=True, slots=True)
 class NotReached:
-    """A sidecar refused, gave up, or gave no answer; its trainer may have agreed all the same."""
+    """A sidecar refused, timed out or did not answer; its trainer may still have agreed."""
 
     rank: int
     reason: str
@@ -94,7 +94,7 @@ class NotReached:
 
 @dataclass(frozen=True, slots=True)
 class Reported:
-    """The answer of a withdrawal."""
+    """The answer to a Withdraw."""
 
     rank: int
     fate: Outcome
@@ -102,14 +102,14 @@ class Reported:
 
 @dataclass(frozen=True, slots=True)
 class Unreported:
-    """A question found no answer: the sidecar is away, or knows nothing."""
+    """A Withdraw or Show got no answer."""
 
     rank: int
 
 
 @dataclass(frozen=True, slots=True)
 class Shown:
-    """A rank says how it applied the edit; None: it has not, as far as it knows."""
+    """A rank's report of how it applied the edit; None if it does not know that it did."""
 
     rank: int
     applied: Applied | None
@@ -124,7 +124,7 @@ class IncarnationEnded:
 
 @dataclass(frozen=True, slots=True)
 class Restarted:
-    """The control plane began anew and read the edit from the store."""
+    """A new control plane read the COMMITTED edit from the store."""
 
 
 Event: TypeAlias = (
@@ -141,7 +141,7 @@ Event: TypeAlias = (
 )
 
 
-# Actions, to be taken in order; what follows a Persist only once it is durable.
+# Actions, performed in order; those after a Persist only once it is durable.
 @dataclass(frozen=True, slots=True)
 class Persist:
     """Write state, reason, boundary, token and step to the store."""
@@ -171,7 +171,7 @@ class Show:
 
 @dataclass(frozen=True, slots=True)
 class Forget:
-    """Withdraw what is committed at a rank, and drop what is staged. Not answered."""
+    """Withdraw what is committed on a rank and drop what is staged. Not answered."""
 
     rank: int
 
@@ -180,7 +180,7 @@ Action: TypeAlias = Persist | Reach | Withdraw | Show | Forget
 
 
 class EditState(StrEnum):
-    """Where an edit stands; see the module's text."""
+    """State of an edit; see the module docstring."""
 
     STAGING = "STAGING"
     STAGED = "STAGED"
@@ -200,40 +200,40 @@ def no_data(_: Mapping[int, tuple[bytes, ...]]) -> str:
 
 @dataclass(kw_only=True, slots=True)
 class EditMachine:
-    """What is known of one edit. `handle` is its only way on."""
+    """State of one edit; only `handle` changes it."""
 
     world_size: int
     manifest_digest: bytes
     same_data: SameData = no_data
     state: EditState = EditState.STAGING
     reason: str = ""
-    """Why it is ABORTED or LOST; before that, why it is being called off."""
+    """Why it is ABORTED or LOST, or is being called off."""
     boundary: int = 0
     token: int = 0
     step: int = -1
-    """Step at whose boundary it was applied."""
+    """Step at whose boundary it was applied; -1 until then."""
     edits: int = -1
-    """Edits of the incarnation, this one included, when it was applied."""
+    """Edits applied in the incarnation up to and including this one; -1 until then."""
     stop_ns: int = 0
-    """Longest time that it kept a trainer."""
+    """Longest time that it stopped a trainer."""
     agreed: bool = False
-    """The trainers are known to have agreed on it."""
+    """The trainers are known to have agreed on it, so it can no longer be aborted."""
     calling_off: bool = False
     _staged: dict[int, tuple[bytes, ...]] = field(default_factory=dict)
     _applied: dict[int, Applied] = field(default_factory=dict)
 
     @property
     def ended(self) -> bool:
-        """Whether the state will not change any more."""
+        """Whether the state is final."""
         return self.state in TERMINAL
 
     @property
     def data_digests(self) -> list[bytes]:
-        """Of all ranks' data, in order: for the token."""
+        """Digests of all ranks' data in rank order; part of the token."""
         return [digest for rank in sorted(self._staged) for digest in self._staged[rank]]
 
     def handle(self, event: Event) -> list[Action]:
-        """Takes an event in; returns what to do now."""
+        """Process an event; return the actions to perform."""
         if self.ended:
             return []
         match event:
@@ -252,7 +252,7 @@ class EditMachine:
             case Reached(rank):
                 return self._agreed_by(rank)
             case NotReached(rank, reason):
-                # Without its answer we do not know; with others' we know that it was agreed.
+                # If another rank proved agreement, this one only has to be asked until it is done.
                 return [Withdraw(rank)] if self.agreed else self._called_off(reason)
             case Reported(rank, fate):
                 return self._told(rank, fate)

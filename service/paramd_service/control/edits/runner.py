@@ -1,7 +1,4 @@
-"""Runs the machine of one edit: its actions become calls, their answers become its events.
-
-What is asked of sidecars about edits and holds.
-"""
+"""Runs the state machine of one edit: its actions become calls to sidecars, answers its events."""
 
 from __future__ import annotations
 
@@ -50,9 +47,14 @@ from paramd_service.control.store.edits import EditRow
 from paramd_service.control.store.engine import StoreError
 
 ASK_S = 5.0
-"""A sidecar that takes longer for a short answer is asked again."""
+"""Timeout of short calls."""
 STAGE_S = 60.0
 PREVIEW_S = 60.0
+AGAIN_S = 0.1
+"""First pause before a rank in doubt or unreachable is asked again; doubles up to MAX_AGAIN_S."""
+MAX_AGAIN_S = 2.0
+STORE_AGAIN_S = 1.0
+FORGET_TRIES = 3
 
 _FATES = {
     pb.BOUNDARY_FATE_WITHDRAWN: Outcome.WITHDRAWN,
@@ -61,9 +63,16 @@ _FATES = {
     pb.BOUNDARY_FATE_TORN: Outcome.TORN,
 }
 
+log = logging.getLogger("paramd.control.edits")
+
+Result = TypeVar("Result")
+
 
 class EditCalls:
-    """Calls to the sidecars of one incarnation. All raise the ParamdError of the status."""
+    """Calls for edits and holds to the sidecars of one incarnation.
+
+    Every call raises the ParamdError that matches the gRPC status.
+    """
 
     def __init__(self, sidecars: SidecarCalls, *, incarnation: int, generation: int) -> None:
         self._sidecars = sidecars
@@ -71,7 +80,7 @@ class EditCalls:
         self._generation = generation
 
     async def stage(self, rank: int, address: str, manifest: pb.EditManifest) -> pb.EditProgress:
-        """Stages the manifest alone; data, where there is any, comes from elsewhere."""
+        """Stage the manifest without data; clients upload data to the sidecars themselves."""
 
         async def messages() -> AsyncIterator[pb.StageEditRequest]:
             yield pb.StageEditRequest(manifest=manifest)
@@ -82,7 +91,7 @@ class EditCalls:
         return answer.progress
 
     async def get(self, rank: int, address: str, edit_id: str) -> pb.GetEditResponse:
-        """How far it is there. Raises NotFoundError when nothing is known of it."""
+        """Progress of an edit. Raises NotFoundError when the sidecar does not know it."""
         request = pb.GetEditRequest(edit_id=edit_id)
         answer: pb.GetEditResponse = await self._ask(rank, address, "GetEdit", request)
         return answer
@@ -98,23 +107,23 @@ class EditCalls:
         return answer
 
     async def drop(self, rank: int, address: str, edit_id: str) -> None:
-        """Forgets what is staged."""
+        """Drop what is staged."""
         request = pb.DropEditRequest(edit_id=edit_id, generation=self._generation)
         await self._ask(rank, address, "DropEdit", request)
 
     async def withdraw(self, rank: int, address: str, boundary: int) -> Outcome:
-        """Takes a boundary request back, and says what became of it."""
+        """Withdraw a boundary request; return its outcome."""
         request = pb.WithdrawBoundaryRequest(
             incarnation=self._incarnation, boundary=boundary, generation=self._generation
         )
         answer: pb.WithdrawBoundaryResponse = await self._ask(
             rank, address, "WithdrawBoundary", request
         )
-        # What is not known here, a newer sidecar's word, is no certainty.
+        # A fate added by a newer sidecar version proves nothing: ask again.
         return _FATES.get(answer.fate, Outcome.IN_DOUBT)
 
     async def renew_hold(self, rank: int, address: str, lease_ms: int) -> int:
-        """Lease granted, in milliseconds."""
+        """Renew the lease of a hold; return the milliseconds granted."""
         request = pb.RenewHoldRequest(
             incarnation=self._incarnation, generation=self._generation, lease_ms=lease_ms
         )
@@ -122,7 +131,7 @@ class EditCalls:
         return answer.lease_ms
 
     async def state(self, rank: int, address: str) -> pb.GetStateResponse:
-        """What the rank does now."""
+        """The rank's current state and step."""
         request = pb.GetStateRequest()
         answer: pb.GetStateResponse = await self._ask(rank, address, "GetState", request)
         return answer
@@ -134,7 +143,7 @@ class EditCalls:
 
 
 def address_of(view: MeshView, rank: int) -> str:
-    """Where a rank's sidecar is found. Raises UnreachableError when it is not there."""
+    """Address of a rank's sidecar. Raises UnreachableError when it is not connected."""
     found = view.ranks[rank]
     if found.report is None or not found.connected:
         raise UnreachableError(f"rank {rank}: {found.reason}")
@@ -142,7 +151,7 @@ def address_of(view: MeshView, rank: int) -> str:
 
 
 def applied_of(answer: pb.GetEditResponse) -> Applied | None:
-    """How a rank applied an edit; None when it has not."""
+    """How a rank applied an edit; None if it has not."""
     progress = answer.progress
     if progress.phase != pb.EDIT_PHASE_APPLIED:
         return None
@@ -157,19 +166,8 @@ def applied_of(answer: pb.GetEditResponse) -> Applied | None:
     )
 
 
-AGAIN_S = 0.1
-"""Pause before a rank in doubt, or away, is asked again; twice as long each time, up to:"""
-MAX_AGAIN_S = 2.0
-STORE_AGAIN_S = 1.0
-FORGET_TRIES = 3
-
-log = logging.getLogger("paramd.control.edits")
-
-Result = TypeVar("Result")
-
-
 class EditRun:
-    """One edit under way. Use on one event loop; `close` stops asking, whatever is open."""
+    """Drives one edit until it has ended. Use on one event loop; `close` when done."""
 
     def __init__(
         self,
@@ -182,7 +180,7 @@ class EditRun:
         save: Callable[[EditRow], Awaitable[None]],
         on_change: Callable[[EditRow], None],
     ) -> None:
-        """`told` hears of each row that is true for good: once it is saved."""
+        """Start driving. `on_change` is called with each new row, after it is saved."""
         self.machine = machine
         self.row = row
         self.touched_s = time.monotonic()
@@ -201,41 +199,40 @@ class EditRun:
 
     @property
     def is_idle(self) -> bool:
-        """Whether nothing goes on: it waits to be staged or committed."""
+        """Whether nothing runs for it: it waits to be staged or committed."""
         return self.machine.state is not EditState.COMMITTED and not self._tasks
 
     def feed(self, event: Event) -> None:
-        """Tells the machine."""
+        """Queue an event for the machine."""
         self.touched_s = time.monotonic()
         self._events.put_nowait(event)
 
     async def until(self, *states: EditState) -> EditRow:
-        """Waits until it is told to be in one of the states, or has ended."""
+        """Wait until the edit is in one of the states or has ended; return its row."""
         while not (self.row.ended_s is not None or self.row.state in states):
             await self._changed.wait()
         return self.row
 
     def start(self, work: Coroutine[Any, Any, None]) -> None:
-        """Runs something beside, until it ends or `close`."""
+        """Run `work` in the background; `close` cancels it."""
         task = asyncio.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._ended)
 
     def describe(self, **detail: Any) -> None:
-        """Adds to what documents tell; it is saved with the next state."""
+        """Add to the row's detail; saved with the next state."""
         self.row = replace(self.row, detail={**self.row.detail, **detail})
 
     async def finish(self) -> None:
-        """Lets what was begun beside come to its end, then closes. For an edit that has ended."""
+        """Wait for background work, then close. For an edit that has ended."""
         try:
-            # Its own commit waits for the end, too, and is one of them.
-            while tasks := {task for task in self._tasks if task is not asyncio.current_task()}:
-                await asyncio.wait(tasks)
+            while self._tasks:
+                await asyncio.wait(set(self._tasks))
         finally:
             await self.close()
 
     async def close(self) -> None:
-        """Stops. What is COMMITTED stays so in the store, for whoever comes next."""
+        """Stop driving. A COMMITTED edit stays so in the store for the next control plane."""
         tasks = {self._loop, *self._tasks}
         for task in tasks:
             task.cancel()
@@ -252,14 +249,17 @@ class EditRun:
             if isinstance(action, Persist):
                 if not await self._persist():
                     self.feed(
-                        CallOff("the store could not be written; nothing was asked of anyone")
+                        CallOff("the store could not be written; no rank was asked to apply it")
                     )
                     return
             else:
                 self.start(self._do(action))
 
     async def _persist(self) -> bool:
-        """False: a commit is not in the store, so nobody may hear of it."""
+        """Save the machine's state. False: a commit was not saved, so no rank may be asked.
+
+        Any other state is saved until it succeeds.
+        """
         machine = self.machine
         now = replace(
             self.row,
@@ -272,7 +272,7 @@ class EditRun:
             stop_ns=machine.stop_ns,
             ended_s=time.time() if machine.ended else None,
         )
-        # STAGED is no promise to anybody, and what is staged is asked for again anyway.
+        # STAGED is not saved: after a restart the ranks are asked again anyway.
         while machine.state is not EditState.STAGED:
             try:
                 await self._save(now)
@@ -280,7 +280,7 @@ class EditRun:
             except StoreError as error:
                 if machine.state is EditState.COMMITTED:
                     return False
-                log.error("edit %s is %s, which cannot be saved: %s", now.id, now.state, error)
+                log.error("cannot save edit %s as %s: %s", now.id, now.state, error)
                 await asyncio.sleep(STORE_AGAIN_S)
         self.row = replace(now, detail=self.row.detail)
         changed, self._changed = self._changed, asyncio.Event()
@@ -347,7 +347,7 @@ class EditRun:
                 await self._calls.drop(rank, address, self.row.id)
                 return
             except ParamdError as error:
-                # What is left there the sidecar lets go of by itself after some minutes.
+                # If all tries fail, the sidecar drops staged data itself after some minutes.
                 log.debug("edit %s at rank %d: %s", self.row.id, rank, error)
                 await asyncio.sleep(AGAIN_S * 2**attempt)
 
@@ -360,7 +360,10 @@ class EditRun:
 async def on_all(
     view: MeshView, call: Callable[[int, str], Awaitable[Result]]
 ) -> dict[int, Result]:
-    """The answers of all joined ranks. Raises one error for all that failed."""
+    """Call all joined ranks concurrently; return their answers by rank.
+
+    Raises the worst of the ranks' errors.
+    """
     ranks = [(report.rank, report.address) for report in view.joined]
     found = await asyncio.gather(
         *(call(rank, address) for rank, address in ranks), return_exceptions=True
@@ -382,52 +385,44 @@ async def on_all(
 async def stage_all(
     driver: EditRun, calls: EditCalls, view: MeshView, manifest: pb.EditManifest
 ) -> None:
-    """Stages an edit without data on all ranks. Raises what the ranks raise."""
+    """Stage an edit without data on all ranks. Raises as `on_all`."""
     found = await on_all(view, lambda rank, address: calls.stage(rank, address, manifest))
-    _tell(driver, found)
+    _feed_staged(driver, found)
 
 
-async def look_all(
+async def verify_staged(
     driver: EditRun, calls: EditCalls, view: MeshView, manifest: pb.EditManifest
-) -> int:
-    """Looks whether all ranks have it whole; returns their step when it is one, else -1.
+) -> None:
+    """Verify that all ranks have the whole edit; stage it on ranks that need no data.
 
     Raises:
-        ConflictError: data is missing somewhere, or another token than its author's brought it.
+        ConflictError: data is missing on a rank, or was uploaded with another token.
     """
     author = str(driver.row.detail.get("author", ""))
 
-    async def look(rank: int, address: str) -> pb.GetEditResponse:
+    async def progress(rank: int, address: str) -> pb.EditProgress:
         try:
-            return await calls.get(rank, address, manifest.edit_id)
+            return (await calls.get(rank, address, manifest.edit_id)).progress
         except NotFoundError:
-            # A rank that needs no data need not have been told by who uploads.
+            # Uploaders contact only the ranks that take data; the others are staged here.
             asked_by.set(author)
-            progress = await calls.stage(rank, address, manifest)
-            state = await calls.state(rank, address)
-            return pb.GetEditResponse(header=state.header, progress=progress)
+            return await calls.stage(rank, address, manifest)
 
-    found = await on_all(view, look)
-    lacking = [rank for rank, one in found.items() if one.progress.phase == pb.EDIT_PHASE_STAGING]
+    found = await on_all(view, progress)
+    lacking = [rank for rank, one in found.items() if one.phase == pb.EDIT_PHASE_STAGING]
     if lacking:
-        one = found[lacking[0]].progress
+        one = found[lacking[0]]
         raise ConflictError(
-            f"ranks {listed(lacking)} have not all of its data (rank {lacking[0]}: "
+            f"ranks {listed(lacking)} lack part of its data (rank {lacking[0]}: "
             f"{one.staged_bytes:,} of {one.size_bytes:,} bytes); upload the rest first"
         )
-    strange = [
-        rank
-        for rank, one in found.items()
-        if one.progress.size_bytes and one.progress.author != author
-    ]
+    strange = [rank for rank, one in found.items() if one.size_bytes and one.author != author]
     if strange:
         raise ConflictError(
-            f"the data at ranks {listed(strange)} came with another token than the one that made "
-            "the edit; abort it and create a new one"
+            f"the data on ranks {listed(strange)} was uploaded with another token than the one "
+            "that created the edit; abort it and create a new one"
         )
-    _tell(driver, {rank: one.progress for rank, one in found.items()})
-    steps = {one.header.step for one in found.values()}
-    return steps.pop() if len(steps) == 1 else -1
+    _feed_staged(driver, found)
 
 
 async def preview_all(
@@ -439,7 +434,7 @@ async def preview_all(
     *,
     timeout_s: float = PREVIEW_S,
 ) -> dict[str, Any]:
-    """{"before", "after"} of a staged edit over all ranks. Raises what the ranks raise."""
+    """Statistics {"before", "after"} of a staged edit over all ranks. Raises as `on_all`."""
     found = await on_all(
         view, lambda rank, address: calls.preview(rank, address, edit_id, timeout_s=timeout_s)
     )
@@ -448,6 +443,6 @@ async def preview_all(
     return {"before": merged(index, ops, before), "after": merged(index, ops, after)}
 
 
-def _tell(driver: EditRun, found: dict[int, pb.EditProgress]) -> None:
+def _feed_staged(driver: EditRun, found: dict[int, pb.EditProgress]) -> None:
     for rank, progress in found.items():
         driver.feed(Staged(rank, progress.manifest_digest, tuple(progress.data_digests)))

@@ -1,4 +1,4 @@
-"""All edits of a control plane: those under way by job, those in the store for ever; and holds."""
+"""Edits and holds as REST calls them: one EditService per incarnation, EditRegistry over all."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from paramd.v1 import sidecar_pb2 as pb
 from paramd_service.control.access.authority import Principal
 from paramd_service.control.access.roles import Action, UserRole
 from paramd_service.control.edits.holds import Hold, HoldView
-from paramd_service.control.edits.incarnation import IncarnationEdits, told
+from paramd_service.control.edits.incarnation import IncarnationEdits, audit_detail
 from paramd_service.control.edits.machine import CallOff, EditState, no_data
-from paramd_service.control.edits.runner import EditRun, look_all, preview_all
+from paramd_service.control.edits.runner import EditRun, preview_all, verify_staged
 from paramd_service.control.edits.spec import (
     EditConfig,
     EditSpec,
@@ -43,7 +43,7 @@ log = logging.getLogger("paramd.control.edits")
 
 
 class EditService:
-    """Use on one event loop."""
+    """The edits of one incarnation. Use on one event loop."""
 
     def __init__(
         self,
@@ -62,13 +62,14 @@ class EditService:
         self.work = work
 
     async def create(self, by: Principal, spec: EditSpec, edit_id: str | None) -> EditRow:
-        """A new edit; the same id with the same content is the same edit.
+        """Create an edit. Idempotent: the same id and content return the existing row.
 
         Raises:
-            UsageError, NotFoundError: it does not fit the layout, or is beyond a limit.
-            DeniedError: only an admin may have NaN and infinities.
-            ExistsError: the id has another content.
-            ExhaustedError: too many edits a minute.
+            UsageError, NotFoundError: the ops do not fit the layout, or the manifest is too large.
+            ConflictError: the edit changes more of the model than max_share.
+            DeniedError: only an admin may write NaN and infinities.
+            ExistsError: the id is taken by an edit with different content.
+            ExhaustedError: too many edits per minute.
         """
         self._mesh.check()
         if spec.allow_nonfinite and by.role is not UserRole.ADMIN:
@@ -98,7 +99,7 @@ class EditService:
         }
         row, driver = await self._opened(by, planned, index, spec.note, detail)
         if driver is None:
-            # A control plane before us may have got no further than to write it down.
+            # The previous control plane may have stored the row and died before staging it.
             waiting = self.work.open.get(name)
             driver = waiting if waiting is not None and waiting.is_idle else None
         if driver is not None and not spec.with_data:
@@ -107,12 +108,12 @@ class EditService:
         return row
 
     async def undo(self, by: Principal, done: EditRow, *, force: bool, edit_id: str) -> EditRow:
-        """An edit that undoes an applied one.
+        """Create an edit that undoes an applied one.
 
         Raises:
-            DeniedError: it would bring back NaN or infinities that only an admin may write.
-            ConflictError: it was not applied in this incarnation, was undone before, or a later
-                edit changed some of the same elements and not `force`.
+            DeniedError: it would restore NaN or infinities, and the caller is not an admin.
+            ConflictError: `done` was not applied in this incarnation, is already undone, or a
+                later edit changed some of the same elements and `force` is not set.
         """
         self._mesh.check()
         if reason := self.why_no_undo(done):
@@ -120,16 +121,16 @@ class EditService:
         nonfinite = await self._brings_back_nonfinite(done)
         if nonfinite and by.role is not UserRole.ADMIN:
             raise DeniedError(
-                f"edit {done.id} took back NaN or infinities; only an admin may write them again"
+                f"edit {done.id} removed NaN or infinities; only an admin may restore them"
             )
         index, _ = await self._layout()
         manifest = pb.EditManifest.FromString(done.manifest)
         planned = plan_undo(index, manifest, done.detail.get("ops", []), edit_id=edit_id)
-        # Once more in its turn: edits that wait before it are not in the store yet.
+        # Checked again in its turn: edits queued before this one are not applied yet.
         if not force and (other := await self.work.changed_since(index, done, planned.ops)):
             raise ConflictError(
-                f"edit {other.id} of {other.actor} changed some of the same elements later; undo "
-                "that one first, or give force=true to lose what it did to them"
+                f"edit {other.id} by {other.actor} later changed some of the same elements; undo "
+                "that one first, or pass force=true to discard its changes to them"
             )
         detail = {"force": force, "allow_nonfinite": nonfinite}
         zeroed = bool(done.detail.get("reset_moments"))
@@ -140,11 +141,11 @@ class EditService:
         return row
 
     async def commit(self, by: Principal, row: EditRow) -> None:
-        """Has a staged edit applied; returns when that has begun. Idempotent.
+        """Start the commit of a staged edit; return once it has started. Idempotent.
 
         Raises:
-            DeniedError: another token made it, and the role may not commit others' edits.
-            ConflictError: data is missing or another token's, or it is not under way any more.
+            DeniedError: another token created it, and the role may not commit others' edits.
+            ConflictError: data is missing, or was uploaded with another token.
         """
         _check_own(by, row)
         driver = self.work.open.get(row.id)
@@ -155,26 +156,26 @@ class EditService:
         index, _ = await self._layout()
         manifest = pb.EditManifest.FromString(row.manifest)
         view = self._mesh.coordinator.joined()
-        await look_all(driver, self.work.calls, view, manifest)
+        await verify_staged(driver, self.work.calls, view, manifest)
         await driver.until(EditState.STAGED, EditState.COMMITTED)
         driver.start(self.work.commit(driver, by, index, ops_of(index, manifest)))
 
     async def preview(self, row: EditRow) -> EditRow:
-        """Statistics before and after a staged edit, which stays as it is."""
+        """Compute statistics before and after a staged edit without applying it."""
         driver = self._driver_of(row)
         index, _ = await self._layout()
         view = self._mesh.coordinator.joined()
         manifest = pb.EditManifest.FromString(row.manifest)
-        await look_all(driver, self.work.calls, view, manifest)
+        await verify_staged(driver, self.work.calls, view, manifest)
         ops = ops_of(index, manifest)
         driver.describe(**await preview_all(self.work.calls, view, row.id, index, ops))
         return driver.row
 
     async def abort(self, by: Principal, row: EditRow) -> EditRow:
-        """Calls it off, unless the trainers may have agreed on it; the answer's state tells.
+        """Abort the edit unless the trainers have agreed on it; the returned row has its state.
 
         Raises:
-            DeniedError: another token made it, and the role may not abort others' edits.
+            DeniedError: another token created it, and the role may not abort others' edits.
         """
         driver = self.work.open.get(row.id)
         if driver is None:
@@ -182,14 +183,14 @@ class EditService:
         _check_own(by, row)
         detail = {"id": row.id, "staged_by": row.actor}
         async with self._records.recorded(by, "edit.abort", detail, self._mesh) as entry:
-            driver.feed(CallOff(f"called off by {by.name}"))
+            driver.feed(CallOff(f"aborted by {by.name}"))
             with suppress(TimeoutError):
                 await asyncio.wait_for(driver.until(), ABORT_WAIT_S)
             entry.outcome(driver.row.state.lower())
         return driver.row
 
     async def undo_refusal(self, row: EditRow) -> str:
-        """Why the ranks cannot undo an applied edit any more; empty when they can."""
+        """Why an applied edit can no longer be undone, asking a rank; empty if it can."""
         if reason := self.why_no_undo(row):
             return reason
         for report in self._mesh.registry.view().joined[:1]:
@@ -199,13 +200,13 @@ class EditService:
         return str(row.detail.get("undo_refusal", ""))
 
     def why_no_undo(self, row: EditRow) -> str:
-        """Why it cannot be undone, as far as the store knows."""
+        """Why the edit cannot be undone according to the store; empty if it can."""
         if row.state != EditState.APPLIED:
             return f"it is {row.state}"
         if row.undone_by:
-            return f"edit {row.undone_by} has undone it"
+            return f"it was undone by edit {row.undone_by}"
         if row.incarnation != self._mesh.number or self._mesh.over is not None:
-            return f"its incarnation {row.incarnation} is over"
+            return f"its incarnation {row.incarnation} has ended"
         return ""
 
     async def _opened(
@@ -218,14 +219,14 @@ class EditService:
         *,
         undo_of: str = "",
     ) -> tuple[EditRow, EditRun | None]:
-        """A new edit under way, or the row of the same one, that was created before."""
+        """(row, driver) of a new edit, or (row, None) if the same edit already exists."""
         edit_id = planned.manifest.edit_id
         async with self._creating:
             known = self.work.open.get(edit_id)
             row = known.row if known is not None else await self._store.find(edit_id)
             if row is not None:
                 if row.digest != planned.digest.hex() or row.job != self._mesh.job:
-                    raise ExistsError(f"edit {edit_id} has another content; take a new id")
+                    raise ExistsError(f"edit {edit_id} exists with different content; use a new id")
                 return row, None
             self._pace.take(time.monotonic())
             row = EditRow(
@@ -249,18 +250,18 @@ class EditService:
             return row, self.work.drive(row, check)
 
     def _staged(self, by: Principal, row: EditRow) -> AbstractAsyncContextManager[object]:
-        """Who makes an edit is recorded with its commit, unless somebody commits it later."""
+        """Audit record of the creation. Edits without data are recorded by their commit."""
         if not row.detail.get("with_data"):
             return nullcontext()
-        return self._records.recorded(by, "edit.create", told(row), self._mesh)
+        return self._records.recorded(by, "edit.create", audit_detail(row), self._mesh)
 
     async def _brings_back_nonfinite(self, done: EditRow) -> bool:
-        """Whether undoing it does again what only an admin may do: it is an undo of that."""
+        """Whether `done` is itself the undo of an edit that was allowed to write NaN."""
         undone = await self._store.find(done.undo_of) if done.undo_of else None
         return undone is not None and bool(undone.detail.get("allow_nonfinite"))
 
     async def _layout(self) -> tuple[NameIndex, str]:
-        # All ranks: nothing is begun that the ranks which are missing could not take part in.
+        # joined() requires all ranks: an edit that a missing rank cannot take part in never starts.
         digest, index = await self._mesh.layouts.get(self._mesh.coordinator.joined())
         return index, digest
 
@@ -272,16 +273,16 @@ class EditService:
 
 
 def _check_own(by: Principal, row: EditRow) -> None:
-    """Raises DeniedError when another token made the edit, and the role has no right to that."""
+    """Raise DeniedError unless the caller created the edit or may act on others' edits."""
     if by.name != row.actor and not by.may(Action.EDIT_ANY):
         raise DeniedError(
-            f"edit {row.id} was made by {row.actor}; only that token, or an admin's, may commit "
-            "or abort it"
+            f"edit {row.id} was created by {row.actor}; only that token or an admin may commit or "
+            "abort it"
         )
 
 
 class EditRegistry:
-    """Use on one event loop. Told of incarnations by `Jobs`."""
+    """All edits and holds of a control plane. `Jobs` calls it on one event loop."""
 
     def __init__(self, records: Records, config: EditConfig, *, publish: Publish) -> None:
         """No I/O."""
@@ -293,33 +294,33 @@ class EditRegistry:
         self._paces: dict[str, Pace] = {}
         self._older: list[EditService] = []
         self.ended: Counter[tuple[str, str]] = Counter()
-        """Edits that ended here, by job and state."""
+        """Edits that ended in this process, by (job, state)."""
         self.seconds: dict[str, float] = defaultdict(float)
-        """Time from creation to APPLIED of all of them together, by job; in seconds."""
+        """Total seconds from creation to APPLIED, by job."""
 
     def began(self, mesh: Incarnation) -> None:
-        """An incarnation begins."""
+        """Start the edits and the hold of a new incarnation."""
         job = mesh.job
-        work = IncarnationEdits(mesh, self._records, self.config, on_change=self._told)
+        work = IncarnationEdits(mesh, self._records, self.config, on_change=self._edit_changed)
         pace = self._paces.setdefault(job, Pace(self.config.max_per_minute))
         service = EditService(mesh, work, self._records, self.config, pace)
         if job in self._services:
             self._older.append(self._services[job][1])
         self._services[job] = (mesh.number, service)
         self._holds[job] = Hold(
-            mesh, work.calls, self._records, agree_s=work.agree_s, on_change=self._hold_told
+            mesh, work.calls, self._records, agree_s=work.agree_s, on_change=self._hold_changed
         )
         work.begin()
 
     def is_over(self, mesh: Incarnation) -> None:
-        """An incarnation is over: what it had agreed on went with it."""
+        """Resolve the open edits of an incarnation that ended: ABORTED, or LOST if committed."""
         incarnation, service = self._services.get(mesh.job, (0, None))
         if service is None or incarnation != mesh.number:
             return
         service.work.incarnation_ended(f"incarnation {incarnation} ended ({mesh.over})")
 
     def tick(self, mesh: Incarnation, _: MeshView, now_s: float | None = None) -> None:
-        """Once a second."""
+        """Called once a second: time out staged edits, drop older incarnations with none open."""
         found = self._services.get(mesh.job)
         if found is not None and found[0] == mesh.number:
             now_s = now_s if now_s is not None else time.monotonic()
@@ -327,7 +328,7 @@ class EditRegistry:
         self._older = [service for service in self._older if service.work.open]
 
     def service(self, job: str) -> EditService:
-        """Where edits of the job's last incarnation are asked for. Raises NotFoundError."""
+        """The edit service of the job's last incarnation. Raises NotFoundError."""
         found = self._services.get(job)
         if found is None:
             raise NotFoundError(f"job {job[:64]!r} is not served here")
@@ -339,11 +340,11 @@ class EditRegistry:
         return self._holds[job]
 
     def hold_counts(self) -> dict[str, int]:
-        """Holds begun here in the job's last incarnation, by job."""
+        """Holds begun in the job's last incarnation, by job."""
         return {job: hold.begun_count for job, hold in self._holds.items()}
 
     def open_counts(self) -> Counter[tuple[str, str]]:
-        """Edits under way, by job and state."""
+        """Open edits by (job, state)."""
         return Counter(
             (job, driver.row.state)
             for job, (_, service) in self._services.items()
@@ -351,7 +352,7 @@ class EditRegistry:
         )
 
     async def get(self, job: str, edit_id: str) -> EditRow:
-        """An edit as it is told now. Raises NotFoundError."""
+        """The current row of an edit. Raises NotFoundError."""
         found = self._services.get(job)
         driver = found[1].work.open.get(edit_id) if found is not None else None
         row = driver.row if driver is not None else await self._records.edits.find(edit_id)
@@ -360,7 +361,7 @@ class EditRegistry:
         return row
 
     async def wait(self, row: EditRow, wait_s: float) -> EditRow:
-        """The edit once it has ended, or as it is after `wait_s` seconds."""
+        """Wait up to `wait_s` seconds for the edit to end; return its row."""
         found = self._services.get(row.job)
         driver = found[1].work.open.get(row.id) if found is not None else None
         if driver is None:
@@ -380,11 +381,11 @@ class EditRegistry:
         return [live[row.id].row if row.id in live else row for row in rows]
 
     async def close(self) -> None:
-        """Stops what is under way; it is taken up by the next control plane."""
+        """Stop driving open edits; the next control plane resolves them."""
         for service in [*self._older, *(service for _, service in self._services.values())]:
             await service.work.close()
 
-    def _told(self, row: EditRow) -> None:
+    def _edit_changed(self, row: EditRow) -> None:
         if row.ended_s is not None:
             self.ended[row.job, row.state] += 1
             if row.state == EditState.APPLIED:
@@ -401,7 +402,7 @@ class EditRegistry:
         }
         self._publish(Kind.EDIT, data, job=row.job)
 
-    def _hold_told(self, job: str, view: HoldView) -> None:
+    def _hold_changed(self, job: str, view: HoldView) -> None:
         log.info("job %s is %s, held by %s", job, view.state, view.holder or "nobody")
         data = {
             "state": view.state.value,

@@ -1,6 +1,6 @@
-"""From what is asked for to the manifest that all ranks stage, and what documents say. Pure.
+"""Edit requests -> manifest, documents and replica check; limits of edits.
 
-How much may be edited: [edits] of paramd.toml, and PARAMD_EDITS as JSON over it.
+Limits come from [edits] in paramd.toml, overridden by PARAMD_EDITS (JSON).
 """
 
 from __future__ import annotations
@@ -26,6 +26,9 @@ from paramd_service.control.edits.machine import SameData, no_data
 from paramd_service.control.mesh.registry import listed
 
 ENVIRONMENT = "PARAMD_EDITS"
+NAMES_TOLD = 100
+MAX_MANIFEST_BYTES = 15 << 20
+"""Must fit into one gRPC message."""
 _MINUTE_S = 60.0
 
 log = logging.getLogger("paramd.control.edits")
@@ -33,22 +36,21 @@ log = logging.getLogger("paramd.control.edits")
 
 @dataclass(frozen=True, kw_only=True)
 class EditConfig:
-    """Limits of edits, for each job."""
+    """Limits of edits, per job."""
 
     max_share: float = 1.0
-    """Largest part of the model's parameters that one edit may change, above 0, at most 1."""
+    """Largest fraction of the model's parameters that one edit may change, in (0, 1]."""
     max_per_minute: int = 6000
     """Edits that may be created in any minute, 1 or more."""
     agree_s: float = 60.0
-    """Time for the trainers to agree on an edit or a hold, beside four of their steps, in
-    seconds, above 0; then it is withdrawn."""
+    """Seconds, beyond four steps, that the trainers have to agree on an edit or hold before it is
+    withdrawn; above 0."""
     staged_s: float = 600.0
-    """An edit that nobody commits is aborted after this long, in seconds, above 0."""
+    """Seconds after which an uncommitted edit is aborted; above 0."""
     range_s: float = 0.2
-    """How long an edit waits for the statistics before and after it, which the audit shows when
-    they are there in time, in seconds, 0 or more; 0 asks for none."""
+    """Seconds an edit waits for the before and after statistics in the audit; 0 collects none."""
     range_bytes: int = 16 << 20
-    """Edits of more bytes than this are made without them, 0 or more."""
+    """Edits larger than this are not given those statistics; 0 or more."""
 
     def __post_init__(self) -> None:
         if not 0 < self.max_share <= 1:
@@ -64,21 +66,21 @@ class EditConfig:
 
 
 class Pace:
-    """Counts what was begun in the last minute. The clock is the caller's."""
+    """Rate limit over a sliding minute. The caller supplies the clock."""
 
     def __init__(self, max_per_minute: int) -> None:
         self._max = max_per_minute
         self._begun: deque[float] = deque()
 
     def take(self, now_s: float) -> None:
-        """Counts one. Raises ExhaustedError when there were too many in the last minute."""
+        """Count one edit. Raises ExhaustedError when the last minute's limit is reached."""
         while self._begun and self._begun[0] <= now_s - _MINUTE_S:
             self._begun.popleft()
         if len(self._begun) >= self._max:
             wait_s = self._begun[0] + _MINUTE_S - now_s
             raise ExhaustedError(
-                f"{self._max:,} edits a minute is the limit of this control plane "
-                f"([edits] max_per_minute); wait {wait_s:.0f} s, or put more into one edit"
+                f"this control plane accepts at most {self._max:,} edits per minute "
+                f"([edits] max_per_minute); wait {wait_s:.0f} s, or combine several edits"
             )
         self._begun.append(now_s)
 
@@ -86,14 +88,14 @@ class Pace:
 def load_edits(
     files: Sequence[tuple[Path, bool]], environment: Mapping[str, str], *, strict: bool
 ) -> EditConfig:
-    """The config in force. Unless `strict` one that cannot be right is logged and left out.
+    """Load the limits. An invalid config raises if `strict`; else it is logged and ignored.
 
     Args:
-        files: paramd.toml files, the first one wins, and whether each is the user's own; a
-            foreign one is not looked at, for it could lift limits.
+        files: (path, is_own) of paramd.toml files; earlier ones win. Files that are not the
+            user's own are ignored, because they could lift limits.
 
     Raises:
-        UsageError: something cannot be read or is out of range, and `strict`.
+        UsageError: `strict`, and a source is unreadable or a value out of range.
     """
     try:
         merged: dict[str, Any] = {}
@@ -105,7 +107,7 @@ def load_edits(
     except UsageError as error:
         if strict:
             raise
-        log.error("the limits of edits are the default ones: %s", error)
+        log.error("invalid [edits] configuration, using the default limits: %s", error)
         return EditConfig()
 
 
@@ -113,21 +115,16 @@ def _checked(table: Mapping[str, Any], *, place: str) -> Mapping[str, Any]:
     kinds = {field.name: field for field in fields(EditConfig)}
     for key, value in table.items():
         if key not in kinds:
-            raise UsageError(f"{place}: unknown key {key!r}; expected some of {', '.join(kinds)}")
+            raise UsageError(f"{place}: unknown key {key!r}; expected one of {', '.join(kinds)}")
         wanted = int if isinstance(kinds[key].default, int) else int | float
         if isinstance(value, bool) or not isinstance(value, wanted):
             raise UsageError(f"{place}: {key} is {value!r}; expected a number")
     return table
 
 
-NAMES_TOLD = 100
-MAX_MANIFEST_BYTES = 15 << 20
-"""What fits into one message of gRPC."""
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EditSpec:
-    """An edit as it is asked for."""
+    """An edit request."""
 
     ops: tuple[OpSpec, ...]
     if_step: int | None = None
@@ -138,31 +135,31 @@ class EditSpec:
 
     @property
     def with_data(self) -> bool:
-        """Whether operands are to be uploaded."""
+        """Whether any op takes uploaded data."""
         return any(one.data for one in self.ops)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Planned:
-    """An edit that fits the layout."""
+    """An edit checked against the layout."""
 
     manifest: sidecar_pb2.EditManifest
     digest: bytes
     ops: tuple[PlannedOp, ...]
     documents: list[dict[str, Any]]
-    """Operations as documents tell them."""
+    """The ops as REST documents show them."""
     size_bytes: int
     share: float
-    """Part of the model's parameters, 0 to 1."""
+    """Fraction of the model's parameters that it changes, 0 to 1."""
 
 
 def plan_edit(
     index: NameIndex, spec: EditSpec, *, edit_id: str, incarnation: int, layout_digest: str
 ) -> Planned:
-    """The manifest and what documents say of it.
+    """Plan a request against the layout.
 
     Raises:
-        UsageError, NotFoundError: it does not fit the layout.
+        UsageError, NotFoundError: it does not fit the layout, or the manifest is too large.
     """
     parts = [(one, edit_ops(index, [one])) for one in spec.ops]
     ops = [op for _, found in parts for op in found]
@@ -191,13 +188,13 @@ def plan_undo(
     *,
     edit_id: str,
 ) -> Planned:
-    """The edit that undoes an applied one of the same incarnation and layout."""
+    """Plan the undo of an edit applied in the same incarnation and layout."""
     manifest = sidecar_pb2.EditManifest(
         edit_id=edit_id,
         incarnation=done.incarnation,
         layout_digest=done.layout_digest,
         ops=done.ops,
-        # It puts back what was there, whatever that was.
+        # It restores the previous values, which may have been NaN or infinite.
         allow_nonfinite=True,
         undoable=True,
         undo_of=done.edit_id,
@@ -206,12 +203,12 @@ def plan_undo(
 
 
 def ops_of(index: NameIndex, manifest: sidecar_pb2.EditManifest) -> tuple[PlannedOp, ...]:
-    """The operations of a manifest that was planned on this layout."""
+    """The ops of a manifest that was planned on this layout."""
     return check_ops(finder(index.layout), decode_ops(manifest.ops), allow_nonfinite=True)
 
 
 def same_data(index: NameIndex, ops: Sequence[PlannedOp]) -> SameData:
-    """Says which ranks took different data where the layout wants them to take the same."""
+    """Build the check that replicas of a piece staged the same data."""
     if not any(one.op.with_data for one in ops):
         return no_data
     keys = {edit.rank: _keys(edit) for edit in rank_edits(ops, range(index.layout.world_size))}
@@ -221,7 +218,7 @@ def same_data(index: NameIndex, ops: Sequence[PlannedOp]) -> SameData:
         for rank in sorted(digests):
             found = digests[rank]
             if found and len(found) != len(ops):
-                return f"rank {rank} tells {len(found)} digests of {len(ops)} operations"
+                return f"rank {rank} sent {len(found)} digests for {len(ops)} operations"
             for number, digest in enumerate(found):
                 key = keys[rank].get(number)
                 if key is None or not ops[number].op.with_data:
@@ -229,8 +226,8 @@ def same_data(index: NameIndex, ops: Sequence[PlannedOp]) -> SameData:
                 other, expected = first.setdefault((number, key), (rank, digest))
                 if digest != expected:
                     return (
-                        f"ranks {listed([other, rank])} hold the same part of "
-                        f"{ops[number].tensor.fqn!r} and were sent different data"
+                        f"ranks {listed([other, rank])} hold the same region of "
+                        f"{ops[number].tensor.fqn!r} but were sent different data"
                     )
         return ""
 
@@ -240,7 +237,7 @@ def same_data(index: NameIndex, ops: Sequence[PlannedOp]) -> SameData:
 def merged(
     index: NameIndex, ops: Sequence[PlannedOp], stats: Mapping[int, Sequence[Stats]]
 ) -> dict[str, Any] | None:
-    """One document of all ranks' statistics by operation, replicas counted once."""
+    """Merge per-rank, per-op statistics into one document, counting replicas once."""
     keys = {edit.rank: _keys(edit) for edit in rank_edits(ops, sorted(stats))}
     seen: set[object] = set()
     parts: list[Stats] = []
@@ -265,7 +262,7 @@ def _planned(
     if manifest.ByteSize() > MAX_MANIFEST_BYTES:
         raise UsageError(
             f"ops: the manifest is {manifest.ByteSize():,} bytes; expected at most "
-            f"{MAX_MANIFEST_BYTES:,}: make several edits"
+            f"{MAX_MANIFEST_BYTES:,}; split it into several edits"
         )
     parameters = sum(
         tensor.numel for tensor in index.layout.tensors if tensor.kind is TensorKind.PARAMETER
@@ -293,7 +290,7 @@ def _document(spec: OpSpec, ops: Sequence[PlannedOp]) -> dict[str, Any]:
 
 
 def _keys(edit: RankEdit) -> dict[int, object]:
-    """For each operation that a rank takes part in what it has of it: equal for replicas."""
+    """By op number, the part of the op that a rank applies; replicas have equal values."""
     found: dict[int, list[object]] = {}
     for item in edit.items:
         part = (item.sizes, item.source_begin, item.source_strides)

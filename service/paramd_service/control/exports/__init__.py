@@ -1,1 +1,1 @@
-"""Exports as durable jobs: decided, kept, run, scheduled."""
+"""Exports as durable jobs: state machine, runner, schedules, REST documents."""

@@ -1,8 +1,6 @@
-"""Exports, schedules and destinations as REST tells of them.
+"""REST documents of exports and schedules; assets (small files copied into an export) on disk.
 
-Reads the destinations: [destinations] of paramd.toml, and PARAMD_DESTINATIONS over it.
-
-Small files that are copied beside an export: kept on disk until it has ended.
+Also loads the destinations: [destinations] of paramd.toml, overridden by PARAMD_DESTINATIONS.
 """
 
 from __future__ import annotations
@@ -35,39 +33,55 @@ from paramd_service.destinations.destinations import (
 )
 
 MAX_BYTES: Final = 64 << 20
-"""Of all files of one owner."""
+"""Most bytes of all assets of one owner."""
 MAX_FILES: Final = 64
 MAX_OWNERS: Final = 64
 UNOWNED_S: Final = 3600.0
-"""Files that no export or schedule has claimed by then are removed."""
+"""Assets that no export or schedule has claimed after this long are removed."""
+MAX_TIMEOUT_S: Final = 86_400.0
 
 _RESERVED: Final = (".partial", *(end for one in FORMATS.values() for end in one.endings))
 
+Id = Annotated[str, StringConstraints(pattern="^[0-9a-f]{32}$")]
+AssetName = Annotated[str, StringConstraints(min_length=1, max_length=255)]
+if TYPE_CHECKING:
+    FormatName = str
+    CastDtype = str
+else:
+    FormatName, CastDtype = Literal[tuple(FORMATS)], Literal[CAST_DTYPES]
+
+log = logging.getLogger("paramd.control.exports")
+
 
 class Assets:
-    """Files by owner, in a directory of the control plane. Methods do I/O: run them beside."""
+    """Asset files by owner, under the control plane's directory. Blocking: call in a thread.
+
+    An owner is the id of an export or schedule, which need not exist yet.
+    """
 
     def __init__(self, directory: Path) -> None:
         self._root = directory / "export-assets"
         self._whose: dict[str, Who] = {}
 
     def put(self, owner: str, name: str, offset_bytes: int, data: str) -> int:
-        """Writes one part, in order; the file's size. The same part may come again.
+        """Write the next part of a file; return the file's size. A part may be repeated.
 
         Raises:
-            UsageError: no plain name, no base64. ConflictError: a part is missing before it.
-            ExhaustedError: too many files, bytes or owners. UnreachableError: no disk.
+            UsageError: `name` is not a plain file name, or `data` not base64.
+            ConflictError: the part before it is missing.
+            ExhaustedError: too many files, bytes or owners.
+            UnreachableError: the disk failed.
         """
         check_asset_name(name)
         try:
             part = base64.b64decode(data, validate=True)
         except ValueError:  # not ASCII either
-            raise UsageError("data: no base64") from None
+            raise UsageError("data: not valid base64") from None
         try:
             return self._put(self._root / owner, name, offset_bytes, part)
         except OSError as error:
             raise UnreachableError(
-                f"assets: the control plane cannot keep {name!r} ({error.strerror})"
+                f"assets: the control plane cannot write {name!r} ({error.strerror})"
             ) from error
 
     def _put(self, folder: Path, name: str, offset_bytes: int, part: bytes) -> int:
@@ -80,15 +94,15 @@ class Assets:
         size_bytes = sum(other.stat().st_size for other in others) + offset_bytes + len(part)
         if len(others) >= MAX_FILES or size_bytes > MAX_BYTES:
             raise ExhaustedError(
-                f"assets: at most {MAX_FILES} files of {MAX_BYTES:,} bytes in all are copied "
-                "beside an export; put larger ones there by other means"
+                f"assets: an export can have at most {MAX_FILES} files with {MAX_BYTES:,} bytes in "
+                "total; copy larger files to the destination by other means"
             )
         with os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT, 0o600), "r+b") as file:
             found_bytes = file.seek(0, os.SEEK_END)
             if found_bytes < offset_bytes:
                 raise ConflictError(
-                    f"{name}: {found_bytes} bytes are here, the part begins at {offset_bytes}; "
-                    "send it from there"
+                    f"{name}: the part begins at byte {offset_bytes}, but only {found_bytes} bytes "
+                    f"have been received; continue from byte {found_bytes}"
                 )
             file.seek(offset_bytes)
             file.write(part)
@@ -96,7 +110,7 @@ class Assets:
         return offset_bytes + len(part)
 
     def read(self, owner: str, names: Iterable[str]) -> dict[str, bytes]:
-        """The files of an owner. Raises NotFoundError when one was never sent."""
+        """Contents of an owner's files. Raises NotFoundError when one was not uploaded."""
         found = {}
         for name in names:
             path = self._root / owner / check_asset_name(name)
@@ -104,16 +118,16 @@ class Assets:
                 found[name] = path.read_bytes()
             except FileNotFoundError:
                 raise NotFoundError(
-                    f"assets: {name!r} was not sent; send it with store_export_asset first"
+                    f"assets: {name!r} was not uploaded; upload it with store_export_asset first"
                 ) from None
         return found
 
     def forget(self, owner: str) -> None:
-        """Removes the files of an owner. Idempotent."""
+        """Remove the files of an owner. Idempotent."""
         shutil.rmtree(self._root / owner, ignore_errors=True)
 
     def sweep(self, owners: Iterable[str]) -> None:
-        """Removes what belongs to none of `owners` and is old."""
+        """Remove files older than UNOWNED_S that belong to none of `owners`."""
         kept = set(owners)
         if not self._root.exists():
             return
@@ -124,96 +138,88 @@ class Assets:
     def _make_room(self) -> None:
         there = [one.name for one in self._root.iterdir()] if self._root.exists() else []
         self._whose = {name: self._whose.get(name) for name in there}
-        shares = Shares(MAX_OWNERS, "exports that wait with assets")
+        shares = Shares(MAX_OWNERS, "exports with uploaded assets")
         for holder in self._whose.values():
             shares.count(holder)
         shares.check(CALLER.get())
 
 
 def check_asset_name(name: str) -> str:
-    """A plain file name that no file of an export has. Raises UsageError."""
+    """Check for a plain file name that cannot clash with an export's own files.
+
+    Raises:
+        UsageError: it is not.
+    """
     check_file_name(name)
     if name.endswith(_RESERVED):
-        raise UsageError(f"assets: {name!r} could be taken for a file of the export itself")
+        raise UsageError(
+            f"assets: {name!r} has an ending of the export's own files; rename the file"
+        )
     return name
 
 
-log = logging.getLogger("paramd.control.exports")
-
-
 def open_destinations(*, strict: bool) -> dict[str, Destination]:
-    """The destinations in force here and now, by name.
+    """Load the destinations from the current files and environment, by name.
 
     Args:
-        strict: Refuse to begin with a table that cannot be right. A training's embedded
-            control plane is not strict: it says so, and exports nowhere.
+        strict: Raise on an invalid table. A training's embedded control plane is not strict: it
+            logs the error and has no destinations.
 
     Raises:
-        UsageError: the table cannot be right, and `strict`.
+        UsageError: the table is invalid, and `strict`.
     """
     try:
         return load_destinations(file_places(), os.environ)
     except UsageError as error:
         if strict:
             raise
-        log.error("there are no destinations for exports: %s", error)
+        log.error("exports are disabled, the destinations are invalid: %s", error)
         return {}
 
 
 def load_destinations(
     files: Sequence[tuple[Path, bool]], environment: Mapping[str, str]
 ) -> dict[str, Destination]:
-    """What the environment says, over the user's own paramd.toml.
+    """Destinations of the user's own paramd.toml, overridden by the environment.
 
     Args:
-        files: paramd.toml files and whether each is the user's own: one that may have come
-            with somebody else's project names no places where checkpoints go.
+        files: (path, is_own) of paramd.toml files. One that is not the user's own may come with a
+            cloned project and must not decide where checkpoints are sent.
 
     Raises:
-        UsageError: something cannot be read, or is no destination.
+        UsageError: a source is unreadable, invalid or not the user's own.
     """
     found: dict[str, Destination] = {}
     for path, trusted in files:
         table = table_of_file(path, "destinations")
         if table and not trusted:
             raise UsageError(
-                f"{path}: destinations in the working directory are not followed; set them in "
-                f"the user's own paramd.toml or in {ENVIRONMENT}"
+                f"{path}: destinations in the working directory are not trusted; set them in the "
+                f"user's own paramd.toml or in {ENVIRONMENT}"
             )
         found |= parse_destinations(table)
     return found | destinations_of(environment.get(ENVIRONMENT, ""))
 
 
-Id = Annotated[str, StringConstraints(pattern="^[0-9a-f]{32}$")]
-AssetName = Annotated[str, StringConstraints(min_length=1, max_length=255)]
-if TYPE_CHECKING:
-    FormatName = str
-    CastDtype = str
-else:
-    FormatName, CastDtype = Literal[tuple(FORMATS)], Literal[CAST_DTYPES]
-
-MAX_TIMEOUT_S = 86_400.0
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ExportSpec:
-    """One request, read."""
+    """A parsed export request."""
 
     settings: ExportSettings
     optimizer: bool
-    """Whether the optimizer's state is wanted."""
+    """Whether to export the optimizer state."""
     overwrite: bool
     verify: bool
     timeout_s: float
     assets: tuple[str, ...]
-    """Names of files that are copied beside."""
+    """Names of the asset files to copy into the export."""
 
 
 def read_spec(request: Mapping[str, Any]) -> ExportSpec:
-    """What a request (as `ExportRequest` has it) asks for.
+    """Parse a request with the fields of `ExportRequest`.
 
     Raises:
-        UsageError: a size, dtype or name rule that cannot be.
+        UsageError: an invalid size, dtype or name rule.
     """
     include = set(request["include"])
     return ExportSpec(
@@ -235,80 +241,92 @@ def read_spec(request: Mapping[str, Any]) -> ExportSpec:
 
 
 def named_at(destination: str, *, incarnation: int, step: int) -> str:
-    """A destination whose key has "{step}" or "{incarnation}" in it, once they are known."""
+    """Fill in "{step}" and "{incarnation}" in a destination."""
     return destination.replace("{step}", str(step)).replace("{incarnation}", str(incarnation))
 
 
 def scheduled(destination: str) -> str:
-    """The destination of a schedule, whose exports each need a key of their own."""
+    """A schedule's destination with "{step}" appended if missing: each export needs its own key."""
     if "{step}" in destination:
         return destination
     return f"{destination.rstrip('/')}/step-{{step}}"
 
 
 class ExportOptions(BaseModel):
-    """What is exported, and how it is laid out."""
+    """What to export, where to, and in which format."""
 
     destination: str = Field(
         min_length=3, max_length=1100, description='Name of a destination, "/", relative key'
     )
     format: FormatName = "safetensors"
     max_shard_size: str = Field(
-        "5GB", max_length=40, description='Most bytes of tensors in one file, such as "2GiB"'
+        "5GB", max_length=40, description='Maximum tensor bytes per file, such as "2GiB"'
     )
     dtype: CastDtype | None = Field(
-        None, description="Cast floating tensors to it; null keeps each one's own"
+        None, description="Cast floating-point tensors to this dtype; null keeps theirs"
     )
     include: list[Literal["parameters", "buffers", "optimizer"]] = Field(
         ["parameters", "buffers"], min_length=1, max_length=3
     )
     tied: Literal["drop", "keep"] = Field(
-        "drop", description="Tied tensors once, or under each of their names"
+        "drop", description="Write tied tensors once, or under each of their names"
     )
     name_map: dict[str, str] = Field(
-        {}, max_length=20_000, description='Names in the model to names in the files; one "*" each'
+        {},
+        max_length=20_000,
+        description='Model names to names in the files, each with at most one "*"',
     )
-    verify: bool = Field(True, description="Read everything back before it becomes visible")
+    verify: bool = Field(True, description="Read everything back before committing")
     timeout_s: float = Field(
-        3600.0, gt=0, le=MAX_TIMEOUT_S, description="It fails after so many seconds"
+        3600.0, gt=0, le=MAX_TIMEOUT_S, description="The export fails after this many seconds"
     )
     assets: list[AssetName] = Field(
-        [], max_length=64, description="Files sent with store_export_asset, copied beside"
+        [],
+        max_length=64,
+        description="Files uploaded with store_export_asset, to copy into the export",
     )
 
     model_config = ConfigDict(extra="forbid")
 
 
 class ExportRequest(ExportOptions):
-    """An export. Sent twice with the same id it is begun once."""
+    """An export request. Idempotent by id."""
 
-    id: Id | None = Field(None, description="32 hexadecimal digits; null: the control plane's")
-    overwrite: bool = Field(False, description="What stands at the key may be replaced")
+    id: Id | None = Field(
+        None, description="32 hexadecimal digits; null: generated by the control plane"
+    )
+    overwrite: bool = Field(False, description="Replace an export that exists at the key")
 
 
 class ScheduleRequest(ExportOptions):
-    """Exports that begin by themselves; exactly one of every_steps and every_s."""
+    """A schedule of exports; set exactly one of every_steps and every_s."""
 
-    id: Id | None = Field(None, description="32 hexadecimal digits; null: the control plane's")
-    every_steps: int | None = Field(None, ge=1, description="At, or soon after, each multiple")
-    every_s: float | None = Field(None, ge=1, description="Seconds from begin to begin")
-    keep_last: int | None = Field(None, ge=1, description="The newest so many stay; null: all")
-    keep_every: int | None = Field(None, ge=1, description="And every so many-th beside them")
+    id: Id | None = Field(
+        None, description="32 hexadecimal digits; null: generated by the control plane"
+    )
+    every_steps: int | None = Field(
+        None, ge=1, description="Export at, or soon after, each multiple of this many steps"
+    )
+    every_s: float | None = Field(
+        None, ge=1, description="Seconds between the starts of two exports"
+    )
+    keep_last: int | None = Field(None, ge=1, description="Keep this many of the newest; null: all")
+    keep_every: int | None = Field(None, ge=1, description="Also keep every n-th")
 
 
 class AssetRequest(BaseModel):
-    """A part of a small file that is to be copied beside an export."""
+    """One part of an asset: a small file to copy into an export."""
 
-    owner: Id = Field(description="Id of the export or schedule that will be created")
+    owner: Id = Field(description="Id of the export or schedule to be created with it")
     name: AssetName = Field(description="A plain file name")
-    offset_bytes: int = Field(ge=0, le=64 << 20, description="Where the part begins")
-    data: str = Field(max_length=720_000, description="Base64, at most 512 KiB of bytes")
+    offset_bytes: int = Field(ge=0, le=64 << 20, description="Offset of the part in the file")
+    data: str = Field(max_length=720_000, description="Base64 of at most 512 KiB")
 
     model_config = ConfigDict(extra="forbid")
 
 
 class AssetDocument(BaseModel):
-    """A small file as far as it has come."""
+    """An asset as received so far."""
 
     name: str
     size_bytes: int
@@ -320,8 +338,8 @@ class ExportFileDocument(BaseModel):
     name: str
     size_bytes: int
     written_bytes: int
-    rank: int = Field(description="Whose sidecar writes it, or shall; -1: not known yet")
-    checksum: str = Field(description="XXH3, 128 bit, hexadecimal; empty while it is not whole")
+    rank: int = Field(description="Rank whose sidecar writes it; -1: not assigned yet")
+    checksum: str = Field(description="XXH3-128 in hexadecimal; empty until the file is written")
     state: str = Field(description="WAITING, WRITING, WRITTEN or VERIFIED")
 
 
@@ -330,20 +348,22 @@ class ExportDocument(BaseModel):
 
     id: str
     job: str
-    incarnation: int = Field(description="0 while no step is pinned")
-    step: int = Field(description="-1 while no step is pinned")
+    incarnation: int = Field(description="0 until a step is pinned")
+    step: int = Field(description="-1 until a step is pinned")
     state: str = Field(description="PLANNED, RUNNING, VERIFYING, DONE, FAILED or CANCELLED")
     reason: str = Field(description="Why it failed or was cancelled")
     destination: str
     format: str
-    actor: str = Field(description="Who asked for it, by the name of the token")
+    actor: str = Field(description="Name of the token that requested it")
     created_s: float = Field(description="Seconds since the Unix epoch")
-    ended_s: float | None = Field(description="Seconds since the Unix epoch; null: it goes on")
-    files: list[ExportFileDocument] = Field(description="Left out of lists")
+    ended_s: float | None = Field(description="Seconds since the Unix epoch; null while it runs")
+    files: list[ExportFileDocument] = Field(description="Empty in lists")
     size_bytes: int
     written_bytes: int
-    schedule: str = Field(description="Id of the schedule that began it; empty: somebody did")
-    removed: bool = Field(description="The schedule's retention has removed it")
+    schedule: str = Field(
+        description="Id of the schedule that started it; empty: started by a request"
+    )
+    removed: bool = Field(description="Removed by the schedule's retention")
 
 
 class ExportList(BaseModel):
@@ -354,7 +374,7 @@ class ExportList(BaseModel):
 
 
 class ScheduleDocument(BaseModel):
-    """A schedule in force."""
+    """An active schedule."""
 
     id: str
     job: str
@@ -365,28 +385,28 @@ class ScheduleDocument(BaseModel):
     every_s: float | None
     keep_last: int | None
     keep_every: int | None
-    last_step: int = Field(description="Step of the last occasion, or of the schedule's making")
+    last_step: int = Field(description="Step at which it last fired, or was created")
     last_s: float
-    skipped_count: int = Field(description="Occasions that came while an export ran")
+    skipped_count: int = Field(description="Exports skipped because the previous one was running")
     created_s: float
     deleted_s: float | None
 
 
 class ScheduleList(BaseModel):
-    """Schedules in force, oldest first."""
+    """Active schedules, oldest first."""
 
     schedules: list[ScheduleDocument]
 
 
 class DestinationDocument(BaseModel):
-    """A place that exports may go to."""
+    """A configured destination of exports."""
 
     name: str
     kind: str = Field(description='"directory" or "s3"')
 
 
 class DestinationList(BaseModel):
-    """Destinations that the operator has configured; never where they lead."""
+    """Destinations configured by the operator, without their paths or URLs."""
 
     destinations: list[DestinationDocument]
 
@@ -394,10 +414,10 @@ class DestinationList(BaseModel):
 def export_document(
     row: ExportRow, files: list[ExportFileRow], *, size: tuple[int, int] | None = None
 ) -> ExportDocument:
-    """An export as `row` has it.
+    """The document of a stored export.
 
     Args:
-        size: bytes in all and written; None is the sum of the files.
+        size: (total bytes, written bytes); None sums the files.
     """
     size_bytes = sum(file.size_bytes for file in files)
     written_bytes = sum(file.written_bytes for file in files)
@@ -435,7 +455,7 @@ def _file(file: ExportFileRow) -> ExportFileDocument:
 
 
 def schedule_document(row: ScheduleRow) -> ScheduleDocument:
-    """A schedule as it stands in the store."""
+    """The document of a stored schedule."""
     return ScheduleDocument(
         id=row.id,
         job=row.job,

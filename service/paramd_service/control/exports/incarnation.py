@@ -1,4 +1,4 @@
-"""The exports of one incarnation of one job: some run, the others wait their turn."""
+"""The exports of one incarnation: a few run, the others are queued."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from paramd_service.control.store.engine import StoreError
 from paramd_service.control.store.exports import ExportFileRow, ExportRow, ExportStore
 
 MAX_RUNNING: Final = 2
-"""Each holds a snapshot, so more of them would need more memory."""
+"""Each running export holds a snapshot, which costs memory."""
 MAX_WAITING: Final = 64
 
 _AGAIN_S: Final = 5.0
@@ -28,7 +28,7 @@ Ended = Callable[[ExportJob], Awaitable[None]]
 
 
 class IncarnationExports:
-    """`start`, then `add` and `cancel`, then `end` or `close`."""
+    """Life cycle: `start`, any number of `add` and `cancel`, then `end` or `close`."""
 
     def __init__(
         self,
@@ -43,8 +43,8 @@ class IncarnationExports:
         """No I/O.
 
         Args:
-            assets: Reads what is copied beside an export.
-            ended: Is awaited with every export that has come to its end here.
+            assets: Reads the small files copied into an export.
+            ended: Awaited with every export that ended here.
         """
         self.mesh = mesh
         self.group = SidecarGroup(mesh)
@@ -59,38 +59,30 @@ class IncarnationExports:
         self._over = ""
 
     def start(self) -> None:
-        """Takes over what the store has of the job."""
+        """Resume the job's unfinished exports from the store."""
         self._task(self._take_over(), "paramd-exports-found")
 
     def get(self, export_id: str) -> ExportJob | None:
-        """An export that runs or waits here."""
+        """A running or queued export."""
         run = self._runs.get(export_id)
         return run.job if run is not None else None
 
     def all(self) -> list[ExportJob]:
-        """All that run or wait here."""
+        """All running and queued exports."""
         return [run.job for run in self._runs.values()]
 
     def check_room(self) -> None:
-        """Raises ExhaustedError when too many wait."""
+        """Raises ExhaustedError when the queue is full."""
         if len(self._runs) >= MAX_RUNNING + MAX_WAITING:
             raise ExhaustedError(
-                f"{MAX_WAITING} exports of job {self.mesh.job!r} wait already; try again later"
+                f"{MAX_WAITING} exports of job {self.mesh.job!r} are queued already; retry later"
             )
 
     def add(self, row: ExportRow, files: list[ExportFileRow]) -> ExportJob:
-        """Begins, or goes on with, an export as soon as there is a place for it."""
+        """Queue an export, new or resumed. Idempotent by id."""
         if row.id in self._runs:
             return self._runs[row.id].job
-        job = ExportJob(
-            row,
-            files,
-            group=self.group,
-            place=self._place,
-            assets={},
-            store=self._store,
-            on_change=self._on_change,
-        )
+        job = self.job_of(row, files)
         run = self._runs[row.id] = ExportRun(job)
         if self._over:
             run.fail(self._over)
@@ -98,10 +90,10 @@ class IncarnationExports:
         return job
 
     async def cancel(self, export_id: str, reason: str) -> None:
-        """Ends an export that is here, and waits for that.
+        """Cancel an export and wait for its end; nothing to do if it is not here.
 
         Raises:
-            ConflictError: it cannot be cancelled any more.
+            ConflictError: it can no longer be cancelled.
         """
         run = self._runs.get(export_id)
         if run is not None:
@@ -109,7 +101,7 @@ class IncarnationExports:
             await run.over.wait()
 
     async def end(self, reason: str) -> None:
-        """The incarnation is over: all of it fails, for the sidecars leave."""
+        """Fail all exports: the incarnation ended, and its sidecars with it."""
         self._over = reason
         for run in list(self._runs.values()):
             run.fail(reason)
@@ -117,21 +109,23 @@ class IncarnationExports:
         await self.group.close()
 
     async def close(self) -> None:
-        """The control plane stops: what goes on is left to the next one. Idempotent."""
+        """Stop without ending exports; the next control plane resumes them. Idempotent."""
         if not self._over:
             for task in self._tasks:
                 task.cancel()
         await self._wait()
         await self.group.close()
 
-    async def remove(self, job: ExportJob) -> bool:
-        """Removes a finished export from its destination; whether that could be done."""
-        return await drop(job, finished=True)
-
-    def known(self, row: ExportRow, files: list[ExportFileRow]) -> ExportJob:
-        """An export of the past as it is in the store, to be looked at or removed."""
+    def job_of(self, row: ExportRow, files: list[ExportFileRow]) -> ExportJob:
+        """The export of a stored row, not queued."""
         return ExportJob(
-            row, files, group=self.group, place=self._place, assets={}, store=self._store
+            row,
+            files,
+            group=self.group,
+            place=self._place,
+            assets={},
+            store=self._store,
+            on_change=self._on_change,
         )
 
     async def _run(self, run: ExportRun) -> None:
@@ -150,7 +144,7 @@ class IncarnationExports:
 
     @asynccontextmanager
     async def _turn(self, run: ExportRun) -> AsyncIterator[None]:
-        """Waits for a place; what has been asked to end needs none."""
+        """Wait for a free slot, or for the request to end, which needs none."""
         place = asyncio.ensure_future(self._slots.acquire())
         asked = asyncio.ensure_future(run.asked_to_end.wait())
         try:
@@ -158,6 +152,7 @@ class IncarnationExports:
             yield
         finally:
             asked.cancel()
+            # cancel() returns False once the slot was acquired: then it must be given back.
             if not place.cancel() and not place.cancelled():
                 self._slots.release()
 
@@ -169,7 +164,7 @@ class IncarnationExports:
                         await self._take_if_possible(row)
                 return
             except StoreError as error:
-                log.warning("exports of the past are not known yet: %s", error)
+                log.warning("unfinished exports cannot be loaded yet: %s", error)
                 await asyncio.sleep(_AGAIN_S)
 
     async def _take_if_possible(self, row: ExportRow) -> None:
@@ -178,10 +173,11 @@ class IncarnationExports:
         except StoreError:
             raise
         except ParamdError as error:
-            log.warning("export %s cannot be gone on with: %s", row.id, error)
+            log.warning("export %s cannot be resumed: %s", row.id, error)
 
     async def _take(self, row: ExportRow) -> None:
         files = await self._store.files(row.id)
+        # Fences the control plane that had it before: its saves and sidecar calls are refused.
         row = replace(row, generation=self.mesh.terms.generation)
         await self._store.save(row)
         if row.ended_s is None:
@@ -191,7 +187,7 @@ class IncarnationExports:
 
     async def _drop_owed(self, row: ExportRow, files: list[ExportFileRow]) -> None:
         await self.group.wait_for([0])
-        if await drop(self.known(row, files)):
+        if await drop(self.job_of(row, files)):
             await self._store.save(replace(row, drop_owed=False))
 
     def _task(self, work: Awaitable[None], name: str) -> None:

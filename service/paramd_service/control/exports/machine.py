@@ -1,15 +1,15 @@
-"""An export's life. Pure: events in, the next state out.
+"""State machine of one export: pure functions from a state and an event to the next state.
 
     PLANNED --planned--> RUNNING --all files written--> VERIFYING --committed--> DONE
        |                    |                              |
        +--------------------+-------failed, cancelled------+--> FAILED, CANCELLED
 
-PLANNED: kept in the store; nothing is pinned or written.
-RUNNING: one step is pinned on all ranks that are needed; sidecars write files that no reader
-takes for an export, for its commit marker is missing.
-VERIFYING: all files are written; they are read back, then the marker is put beside them.
-DONE: the marker is there.
-FAILED, CANCELLED: no marker is there, and what was written has been removed.
+PLANNED            in the store; nothing is pinned or written.
+RUNNING            one step is pinned on all ranks it needs, and sidecars write its files. Readers
+                   ignore them, because the commit marker is missing.
+VERIFYING          all files are written; they are read back, then the marker is written.
+DONE               the marker is written.
+FAILED, CANCELLED  there is no marker; what was written is removed.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from paramd.errors import ConflictError
 
 
 class State(StrEnum):
-    """Where an export is."""
+    """State of an export."""
 
     PLANNED = "PLANNED"
     RUNNING = "RUNNING"
@@ -36,7 +36,7 @@ TERMINAL = frozenset({State.DONE, State.FAILED, State.CANCELLED})
 
 
 class FileState(StrEnum):
-    """Where one file is."""
+    """State of one file."""
 
     WAITING = "WAITING"
     WRITING = "WRITING"
@@ -51,20 +51,18 @@ class File:
     name: str
     size_bytes: int
     rank: int = -1
-    """Who writes, or wrote, it; planned for while it waits."""
+    """Rank that writes or wrote it; while it waits, the planned one."""
     state: FileState = FileState.WAITING
     written_bytes: int = 0
     checksum: str = ""
-    """Of the whole file, once it is written."""
+    """XXH3-128 of the whole file in hexadecimal, once it is written."""
     sources: frozenset[int] = frozenset()
     """Ranks whose snapshots hold its bytes."""
-    attempt: int = 0
-    """How often it was given away."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Export:
-    """One export now."""
+    """State of one export."""
 
     state: State = State.PLANNED
     reason: str = ""
@@ -87,11 +85,8 @@ class Export:
         return self.state in TERMINAL
 
 
-NEW = Export(files={})
-
-
 def planned(export: Export, *, incarnation: int, step: int, files: Sequence[File]) -> Export:
-    """One step is pinned, and these are the files to write."""
+    """One step is pinned; `files` are to be written."""
     _expect(export, State.PLANNED)
     return replace(
         export,
@@ -103,33 +98,24 @@ def planned(export: Export, *, incarnation: int, step: int, files: Sequence[File
 
 
 def given(export: Export, name: str, rank: int) -> Export:
-    """A file is given to a rank, which begins it anew."""
+    """A waiting file is assigned to a rank, which writes it from the start."""
     _expect(export, State.RUNNING)
     file = export.files[name]
     if file.state is not FileState.WAITING:
-        raise ConflictError(f"file {name!r} is {file.state}; only a waiting one is given away")
-    return _with(
-        export,
-        replace(
-            file,
-            rank=rank,
-            state=FileState.WRITING,
-            written_bytes=0,
-            attempt=file.attempt + 1,
-        ),
-    )
+        raise ConflictError(f"file {name!r} is {file.state}; only a waiting one can be assigned")
+    return _with(export, replace(file, rank=rank, state=FileState.WRITING, written_bytes=0))
 
 
 def moved(export: Export, name: str, written_bytes: int) -> Export:
-    """Bytes of a file that its writer has written so far."""
+    """Progress of a file's writer."""
     file = export.files[name]
     if file.state is not FileState.WRITING:
-        return export  # said before it was lost
+        return export  # a late message of a writer that was lost
     return _with(export, replace(file, written_bytes=min(written_bytes, file.size_bytes)))
 
 
 def written(export: Export, name: str, checksum: str) -> Export:
-    """A file is whole; the last one ends the writing."""
+    """A file is written; after the last one the export is VERIFYING."""
     _expect(export, State.RUNNING)
     file = export.files[name]
     found = _with(
@@ -141,18 +127,17 @@ def written(export: Export, name: str, checksum: str) -> Export:
 
 
 def returned(export: Export, name: str) -> Export:
-    """A file's writer has given it back; it waits for another try."""
+    """A file's writer failed; the file waits for another attempt."""
     file = export.files[name]
     if file.state is not FileState.WRITING:
         return export
     return _with(export, replace(file, state=FileState.WAITING, written_bytes=0))
 
 
-def lost(export: Export, rank: int, *, keeps_snapshot: bool, why: str) -> Export:
-    """A rank writes no more. Its files wait for others, while all bytes still needed are held.
+def lost(export: Export, rank: int, *, why: str) -> Export:
+    """A rank and its snapshot are lost.
 
-    Args:
-        keeps_snapshot: False when its memory is gone, too: a killed sidecar, or its successor.
+    Other ranks write its files; the export fails if an unwritten file needs its snapshot.
     """
     if export.is_over:
         return export
@@ -168,45 +153,47 @@ def lost(export: Export, rank: int, *, keeps_snapshot: bool, why: str) -> Export
         if file.state in (FileState.WAITING, FileState.WRITING) and rank in file.sources
     ]
     found = replace(export, files=files)
-    if needed and not keeps_snapshot:
+    if needed:
         return failed(
             found,
-            f"rank {rank} was lost ({why}) with its part of step {export.step}, which "
+            f"rank {rank} was lost ({why}) with its snapshot of step {export.step}, which "
             f"{len(needed)} of {len(files)} files still need; export again",
         )
     return found
 
 
 def verified(export: Export, name: str) -> Export:
-    """A file was read back and is what was written."""
+    """A file was read back and matches."""
     _expect(export, State.VERIFYING)
     return _with(export, replace(export.files[name], state=FileState.VERIFIED))
 
 
 def committed(export: Export, beside: Sequence[File] = ()) -> Export:
-    """The commit marker is there, and with it files such as the index."""
+    """The commit marker is written, along with files such as the index (`beside`)."""
     _expect(export, State.VERIFYING)
     files = {**export.files, **{file.name: file for file in beside}}
     return replace(export, state=State.DONE, files=files)
 
 
 def failed(export: Export, reason: str) -> Export:
-    """It ends with a cause; an end that was there before stays."""
+    """The export fails; no effect if it has already ended."""
     return export if export.is_over else replace(export, state=State.FAILED, reason=reason)
 
 
 def cancelled(export: Export, reason: str) -> Export:
-    """Somebody ended it; an end that was there before stays."""
+    """The export is cancelled; no effect if it has already ended."""
     return export if export.is_over else replace(export, state=State.CANCELLED, reason=reason)
 
 
 def next_files(export: Export, ranks: Collection[int], *, per_rank: int) -> list[tuple[str, int]]:
-    """(file, rank) to give away now: each to the rank it was planned for, if that one is well,
-    else to the one with the fewest bytes before it.
+    """(file, rank) to assign now.
+
+    Each file goes to its planned rank if that is healthy, else to the rank with the fewest bytes
+    left to write.
 
     Args:
-        ranks: Ranks that write, and are well.
-        per_rank: Files that one rank writes at once.
+        ranks: Healthy ranks.
+        per_rank: Most files that one rank writes at once.
     """
     if export.state is not State.RUNNING or not ranks:
         return []
@@ -231,23 +218,23 @@ def next_files(export: Export, ranks: Collection[int], *, per_rank: int) -> list
 
 
 def after_restart(export: Export, *, incarnation: int, snapshot_lives: bool) -> tuple[Export, str]:
-    """What a new control plane makes of an export that it finds, and why.
+    """How a new control plane resumes an export: (next state, reason).
 
     Args:
-        incarnation: The job's present one.
-        snapshot_lives: All pinned snapshots could be renewed.
+        incarnation: The job's current incarnation.
+        snapshot_lives: Whether the leases of all pinned snapshots could be renewed.
     """
     if export.is_over:
-        return export, "it is over"
+        return export, "it has ended"
     if export.state is State.PLANNED:
-        return export, "nothing had begun"
+        return export, "nothing was pinned yet"
     if export.incarnation != incarnation:
         why = f"incarnation {export.incarnation} of the job has ended"
         return failed(export, f"{why}; export again"), why
     if export.state is State.VERIFYING:
         return export, "all files are written"
     if not snapshot_lives:
-        why = "the control plane was away for longer than the snapshot's lease"
+        why = "the control plane was down for longer than the snapshot's lease"
         return failed(export, f"{why}; export again"), why
     files = {
         name: replace(file, state=FileState.WAITING, written_bytes=0)
@@ -255,7 +242,7 @@ def after_restart(export: Export, *, incarnation: int, snapshot_lives: bool) -> 
         else file
         for name, file in export.files.items()
     }
-    return replace(export, files=files), "the snapshot lives"
+    return replace(export, files=files), "the snapshot is still leased"
 
 
 def _with(export: Export, file: File) -> Export:

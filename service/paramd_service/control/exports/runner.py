@@ -1,8 +1,6 @@
-"""Runs one export to its end, whatever happens meanwhile.
+"""Runs one export: pin a step, have sidecars write the files, verify, commit or clean up.
 
-What is known of one export while it runs here, and how that is kept and told.
-
-The second part of an export: its files are given to sidecars until all are written.
+ExportJob holds the state and saves it, Writing assigns files to sidecars, ExportRun is the task.
 """
 
 from __future__ import annotations
@@ -10,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Final
@@ -42,23 +40,35 @@ from paramd_service.control.store.exports import (
 
 if TYPE_CHECKING:
     from paramd.layout.exports.plan import ExportPlan
-    from paramd.layout.exports.sources import Source
     from paramd.mesh.exports.pins import PinnedExport
 
 SAVE_EVERY_S: Final = 1.0
+PER_RANK: Final = 1
+"""Files that one sidecar writes at once: more would not make its disk faster."""
+MAX_TRIES: Final = 3
+"""Attempts per file for errors that may be transient."""
+NOBODY_S: Final = 10.0
+"""How long to wait for a writer while no rank is joined."""
+PIN_S: Final = 60.0
+DROP_S: Final = 20.0
+
+_LOOK_S: Final = 0.5
+_AGAIN_S: Final = 0.5
+_SAVE_AGAIN_S: Final = 5.0
 
 log = logging.getLogger("paramd.control.exports")
 
 OnChange = Callable[["ExportJob", bool], None]
-"""Is told of a change; True: not only of bytes."""
-
+"""Change callback; the flag is False when only byte counts changed."""
 
 Place = Callable[[ExportRow], export_pb2.ExportTarget]
-"""Where an export goes; raises UsageError or NotFoundError."""
+"""Resolves an export's destination; raises UsageError or NotFoundError."""
+
+_Task = asyncio.Task[export_pb2.ExportedFile]
 
 
 class ExportJob:
-    """One export. Used on the event loop only."""
+    """State of one export. Use on one event loop."""
 
     def __init__(
         self,
@@ -69,14 +79,14 @@ class ExportJob:
         place: Place,
         assets: Mapping[str, bytes],
         store: ExportStore,
-        on_change: OnChange = lambda job, whole: None,
+        on_change: OnChange,
     ) -> None:
         """No I/O.
 
         Args:
-            files: What the store has of its files; empty when nothing has begun.
-            place: Where an export goes.
-            assets: Small files that are copied beside, by name.
+            files: Its files in the store; empty before a step is pinned.
+            place: Resolves its destination.
+            assets: Contents of small files to copy into it, by name.
         """
         self.row = row
         self.spec: ExportSpec = read_spec(row.request)
@@ -85,7 +95,7 @@ class ExportJob:
         self._place = place
         self.assets = assets
         self.message = export_pb2.ExportPlan.FromString(row.plan)
-        """The plan with its pins; empty while nothing is pinned."""
+        """The plan with its pins; empty before a step is pinned."""
         self.plan: ExportPlan | None = None
         self.leases: Leases | None = None
         self._store = store
@@ -94,21 +104,21 @@ class ExportJob:
 
     @property
     def has_begun(self) -> bool:
-        """Whether something is pinned, and may be written."""
+        """Whether a step was pinned, so that files may have been written."""
         return bool(self.row.plan)
 
     @property
     def target(self) -> export_pb2.ExportTarget:
-        """Where it goes. Raises UsageError or NotFoundError when the destination is no more."""
+        """Raises UsageError or NotFoundError when the destination no longer exists."""
         return self._place(self.row)
 
     @property
     def files(self) -> list[ExportFileRow]:
-        """Its files as they stand now."""
+        """Rows of its files in their current state."""
         return [_row(file) for file in self.export.files.values()]
 
     def change(self, export: Export) -> None:
-        """Takes in a new state; whoever follows is told."""
+        """Set a new state and call `on_change`."""
         whole = export.state is not self.export.state
         self.export = export
         self.row = replace(
@@ -121,36 +131,37 @@ class ExportJob:
         self._on_change(self, whole)
 
     def rank_lost(self, rank: int, why: str) -> None:
-        """A rank does not answer, so what it had pinned is gone."""
+        """Treat a rank that does not answer, and the snapshot it held, as lost."""
         log.warning("export %s: rank %d is lost: %s", self.row.id, rank, why)
-        self.change(machine.lost(self.export, rank, keeps_snapshot=False, why=why))
+        self.change(machine.lost(self.export, rank, why=why))
 
     def hold(self, pins: Sequence[export_pb2.ExportPin]) -> Leases:
-        """Takes the leases of these pins over: they are released at the end."""
+        """Take ownership of the pins' leases; they are released at the end."""
         self.leases = Leases(self.group, pins, self.rank_lost)
         return self.leases
 
     async def save(self) -> None:
-        """Makes all of it durable.
+        """Save all state.
 
         Raises:
-            StoreError: the store is away. TakenOverError: another control plane goes on.
+            StoreError: the store is unavailable.
+            TakenOverError: another control plane has taken over the export.
         """
         self._saved_s = time.monotonic()
         await self._store.save(self.row, self.files)
 
     async def save_progress(self) -> None:
-        """Makes it durable now and then; a store that is away costs only that.
+        """Save at most once per SAVE_EVERY_S; store errors are only logged.
 
         Raises:
-            TakenOverError: another control plane goes on with it.
+            TakenOverError: another control plane has taken over the export.
         """
         if time.monotonic() - self._saved_s < SAVE_EVERY_S:
             return
         try:
             await self.save()
         except StoreError as error:
-            log.warning("progress of export %s is not kept: %s", self.row.id, error)
+            log.warning("progress of export %s could not be saved: %s", self.row.id, error)
 
 
 def _restored(row: ExportRow, files: Sequence[ExportFileRow]) -> Export:
@@ -184,22 +195,8 @@ def _row(file: File) -> ExportFileRow:
     )
 
 
-PER_RANK: Final = 1
-"""Files that one sidecar writes at once: more would not make its disk faster."""
-MAX_TRIES: Final = 3
-"""Of one file, when what went wrong may go right the next time."""
-NOBODY_S: Final = 10.0
-"""How long a writer is waited for when none is joined."""
-
-_LOOK_S: Final = 0.5
-_AGAIN_S: Final = 0.5
-
-
-_Task = asyncio.Task[export_pb2.ExportedFile]
-
-
 class Writing:
-    """The writing of one export."""
+    """Has sidecars write the files of one export."""
 
     def __init__(self, job: ExportJob) -> None:
         assert job.plan is not None
@@ -208,28 +205,28 @@ class Writing:
         self._tasks: dict[_Task, tuple[str, int]] = {}
         self._tries: dict[str, int] = {}
         self._gone: set[str] = set()
-        """Addresses that stopped answering; a sidecar that is respawned has another."""
+        """Addresses that stopped answering; a respawned sidecar has a new address."""
 
     async def run(self) -> None:
-        """Returns when all files are written, or the export has failed.
+        """Return when all files are written or the export has failed.
 
         Raises:
-            UnreachableError: no sidecar is left that could write.
+            UnreachableError: no sidecar is left to write.
         """
         try:
-            await self._make_ready()
+            await self._prepare()
             nobody_since_s = time.monotonic()
             while self._job.export.state is State.RUNNING:
                 self._give()
                 if self._tasks:
                     nobody_since_s = time.monotonic()
                 elif time.monotonic() - nobody_since_s > NOBODY_S:
-                    raise UnreachableError("no sidecar is left that could write")
-                await self._look()
+                    raise UnreachableError("no sidecar is left to write the files")
+                await self._wait()
         finally:
             await self._cancel(list(self._tasks))
 
-    async def _make_ready(self) -> None:
+    async def _prepare(self) -> None:
         job = self._job
         await job.group.any(
             lambda rank, address: job.group.calls.begin(
@@ -239,13 +236,13 @@ class Writing:
         )
 
     def _give(self) -> None:
-        job, ranks = self._job, self._well()
+        job, ranks = self._job, self._healthy()
         for name, rank in machine.next_files(job.export, ranks, per_rank=PER_RANK):
             job.change(machine.given(job.export, name, rank))
             task = asyncio.create_task(self._write(name, rank, ranks[rank]))
             self._tasks[task] = (name, rank)
 
-    def _well(self) -> dict[int, str]:
+    def _healthy(self) -> dict[int, str]:
         joined = self._job.group.ranks()
         return {rank: address for rank, address in joined.items() if address not in self._gone}
 
@@ -270,7 +267,7 @@ class Writing:
             timeout_s=job.spec.timeout_s,
         )
 
-    async def _look(self) -> None:
+    async def _wait(self) -> None:
         if self._tasks:
             done, _ = await asyncio.wait(
                 self._tasks, timeout=_LOOK_S, return_when=asyncio.FIRST_COMPLETED
@@ -279,6 +276,7 @@ class Writing:
                 self._ended(task, *self._tasks.pop(task))
         else:
             await asyncio.sleep(_LOOK_S)
+        # A file whose rank was lost is assigned again; the call to that rank may still be open.
         files = self._job.export.files
         stale = [
             task
@@ -306,8 +304,8 @@ class Writing:
         size_bytes = job.export.files[name].size_bytes
         if (found.name, found.size_bytes) != (name, size_bytes):
             raise ConflictError(
-                f"rank {rank} wrote {found.size_bytes:,} bytes as {found.name!r}; planned were "
-                f"{size_bytes:,} as {name!r}"
+                f"rank {rank} wrote {found.size_bytes:,} bytes to {found.name!r}; expected "
+                f"{size_bytes:,} bytes to {name!r}"
             )
         if job.export.files[name].state is FileState.WRITING:
             job.change(machine.written(job.export, name, found.xxh3.hex()))
@@ -329,18 +327,11 @@ class Writing:
             await asyncio.wait(tasks)
 
 
-PIN_S: Final = 60.0
-
-DROP_S: Final = 20.0
-
-_SAVE_AGAIN_S: Final = 5.0
-
-
 async def begin(job: ExportJob) -> None:
-    """Plans, pins one step, and makes that durable before a byte is written.
+    """Plan the export and pin one step; saved before any byte is written.
 
     Raises:
-        ParamdError: no plan, no common step, no store.
+        ParamdError: planning, pinning or saving failed.
     """
     from paramd.layout.exports.plan import plan_export
     from paramd.mesh.exports.pins import encode_plan
@@ -350,7 +341,7 @@ async def begin(job: ExportJob) -> None:
     plan = await asyncio.to_thread(plan_export, layout, job.spec.settings)
     clash = {file.name for file in plan.files} & set(job.assets)
     if clash:
-        raise UsageError(f"assets: {min(clash)!r} is the name of a file of the export")
+        raise UsageError(f"assets: {min(clash)!r} is also the name of a file of the export")
     pinned = await _pinned(job, plan)
     plan, pins = pinned.plan, pinned.pins
     leases = job.hold(pins)
@@ -389,17 +380,17 @@ async def _pinned(job: ExportJob, plan: ExportPlan) -> PinnedExport:
         if plan.layout.mirrored or not (plan.with_buffers or job.spec.optimizer):
             raise
         raise DeadlineError(
-            f"{error}; parameters alone (--include parameters) need no boundary while training "
-            "stands still"
+            f"{error}; while training is stopped, only parameters can be exported "
+            "(--include parameters): they need no boundary"
         ) from error
 
 
 async def adopt(job: ExportJob) -> None:
-    """Goes on where another control plane stopped, if the snapshot still lives.
+    """Resume an export of an earlier control plane if its snapshots are still leased.
 
     Raises:
         ParamdError: as `begin`.
-        ConflictError: it cannot go on.
+        ConflictError: it cannot be resumed.
     """
     pins = list(job.message.pins)
     lives = job.message.incarnation == job.group.incarnation
@@ -415,7 +406,7 @@ async def adopt(job: ExportJob) -> None:
     export, why = machine.after_restart(
         job.export, incarnation=job.group.incarnation, snapshot_lives=lives
     )
-    log.info("export %s is taken over as %s: %s", job.row.id, export.state, why)
+    log.info("export %s resumed as %s: %s", job.row.id, export.state, why)
     job.change(export)
     if export.state is State.RUNNING:
         await _replan(job)
@@ -427,7 +418,7 @@ async def _replan(job: ExportJob) -> None:
 
     digest, layout = await job.group.layout()
     if digest != job.message.layout_digest:
-        raise ConflictError("the job's layout has changed meanwhile; export again")
+        raise ConflictError("the job's layout has changed since the export began; export again")
     plan = job.plan = await asyncio.to_thread(decode_plan, job.message, layout)
     planned = [_file(plan, index) for index in range(len(plan.files))]
     files = {
@@ -441,24 +432,22 @@ def _file(plan: ExportPlan, index: int) -> File:
     ranks: set[int] = set()
     for entry in file.entries:
         if entry.tensor >= 0:
-            ranks.update(_holders(plan.sources[entry.state_key], entry.tensor))
+            tensor = plan.sources[entry.state_key].tensors[entry.tensor]
+            ranks.update(piece.rank for piece in tensor.pieces)
     return File(
         name=file.name, size_bytes=file.size_bytes, rank=file.rank, sources=frozenset(ranks)
     )
 
 
-def _holders(source: Source, tensor: int) -> Iterable[int]:
-    return (piece.rank for piece in source.tensors[tensor].pieces)
-
-
 async def finish(job: ExportJob, *, committing: Callable[[], None]) -> None:
-    """Stores what is copied beside, reads all back, makes the export visible. Idempotent.
+    """Store the assets, verify all files and commit. Idempotent.
 
     Args:
-        committing: Called right before it becomes visible: from then on it cannot be undone.
+        committing: Called right before the commit: from then on the export may be visible.
 
     Raises:
-        DataLossError: a file is not what was written. ParamdError: as the destination says.
+        DataLossError: a file read back differs from what was written.
+        ParamdError: the destination failed.
     """
     files = [_exported(file) for file in job.export.files.values()]
     for name, data in job.assets.items():
@@ -499,8 +488,8 @@ async def _verify_share(
         if (found.size_bytes, found.xxh3) != (file.size_bytes, file.xxh3):
             raise DataLossError(
                 f"{file.name} was read back as {found.size_bytes:,} bytes with checksum "
-                f"{found.xxh3.hex()}; written were {file.size_bytes:,} with {file.xxh3.hex()}: "
-                "the destination does not keep what it is given"
+                f"{found.xxh3.hex()}, but written as {file.size_bytes:,} with "
+                f"{file.xxh3.hex()}: the destination corrupts data"
             )
         if file.name in job.export.files:
             job.change(machine.verified(job.export, file.name))
@@ -525,12 +514,16 @@ def _beside(file: export_pb2.ExportedFile, rank: int) -> File:
 
 
 async def drop(job: ExportJob, *, finished: bool = False) -> bool:
-    """Removes what an export left at its destination; whether that could be done."""
+    """Remove an export's files from its destination; return whether that succeeded.
+
+    Args:
+        finished: Also remove a committed export.
+    """
     names = list(job.export.files)
     try:
         work = partial(job.group.calls.drop, target=job.target, names=names, finished=finished)
         async with asyncio.timeout(DROP_S):
-            # What one rank removes another must not add to afterwards.
+            # First wait for all writers, or one could write a file after it was removed.
             await job.group.all(partial(work, wait_only=True))
             await job.group.any(work, wait=False)
     except (ParamdError, TimeoutError) as error:
@@ -539,40 +532,40 @@ async def drop(job: ExportJob, *, finished: bool = False) -> bool:
     return True
 
 
-def _on_change(error: BaseException) -> str:
+def _reason(error: BaseException) -> str:
     if isinstance(error, ParamdError):
         return str(error)
-    return f"a fault of paramd ({type(error).__name__}); the control plane's log has more"
+    return f"internal error ({type(error).__name__}); see the control plane's log"
 
 
 class ExportRun:
-    """One export under way. `run` is the task; `cancel` may come at any time."""
+    """The task of one export: `run` once; `cancel` and `fail` at any time."""
 
     def __init__(self, job: ExportJob) -> None:
         self.job = job
         self.asked_to_end = asyncio.Event()
         """Set by `cancel` and `fail`."""
         self.over = asyncio.Event()
-        """Set by the queue when it runs no more."""
+        """Set by the queue when it has stopped running."""
         self._work: asyncio.Task[None] | None = None
         self._ending: tuple[State, str] | None = None
         self._committing = False
 
     def fail(self, reason: str) -> None:
-        """Has it end as FAILED, unless it is becoming visible at this moment."""
+        """End it as FAILED, unless it is being committed."""
         if not self._committing:
             self._end(State.FAILED, reason)
 
     def cancel(self, reason: str) -> None:
-        """Has it end as CANCELLED. Idempotent.
+        """End it as CANCELLED. Idempotent.
 
         Raises:
-            ConflictError: it is over, or is becoming visible at this moment.
+            ConflictError: it has ended or is being committed.
         """
         if self.job.export.is_over or self._committing:
             raise ConflictError(
-                f"export {self.job.row.id} is {self.job.export.state}; it cannot be cancelled "
-                "any more"
+                f"export {self.job.row.id} is {self.job.export.state}; it can no longer be "
+                "cancelled"
             )
         self._end(State.CANCELLED, reason)
 
@@ -583,9 +576,10 @@ class ExportRun:
             self._work.cancel()
 
     async def run(self) -> None:
-        """Runs it to its end; what goes wrong ends it as FAILED.
+        """Run it to its end; errors end it as FAILED.
 
-        Cancelling this call leaves it to another control plane, as if this one had died.
+        Cancelling this call stops without ending the export, as if the process had died: leases
+        are kept, and the next control plane resumes it.
         """
         work = self._work = asyncio.create_task(
             self._timed(), name=f"paramd-export-{self.job.row.id[:8]}"
@@ -619,7 +613,7 @@ class ExportRun:
             if not timer.expired():
                 raise
             raise DeadlineError(
-                f"it was not done within {limit_s:g} s (timeout_s); allow more"
+                f"it did not finish within {limit_s:g} s; raise timeout_s"
             ) from None
 
     async def _stages(self) -> None:
@@ -631,7 +625,7 @@ class ExportRun:
             return
         await job.save()
         assert job.leases is not None
-        # All bytes are written: the sidecars' memory is no longer needed.
+        # All bytes are written: the snapshots are no longer needed.
         await job.leases.close(release=True)
         await finish(job, committing=self._commits)
 
@@ -642,8 +636,8 @@ class ExportRun:
         job = self.job
         if error is not None:
             if not isinstance(error, ParamdError):
-                log.error("export %s failed by a fault of paramd", job.row.id, exc_info=error)
-            job.change(machine.failed(job.export, _on_change(error)))
+                log.error("export %s failed with an internal error", job.row.id, exc_info=error)
+            job.change(machine.failed(job.export, _reason(error)))
         elif self._ending is not None:
             state, reason = self._ending
             end = machine.cancelled if state is State.CANCELLED else machine.failed
@@ -665,7 +659,7 @@ class ExportRun:
         if job.export.state is not State.DONE and job.has_begun:
             gone = await drop(job)
             if self._committing:
-                # Whether it became visible is not known: nobody answered in time.
+                # The commit got no answer, so the export may be visible: remove that as well.
                 gone = await drop(job, finished=True) and gone
             job.row = replace(job.row, drop_owed=not gone)
 
@@ -674,7 +668,7 @@ class ExportRun:
             try:
                 await self.job.save()
             except StoreError as error:
-                log.warning("the end of export %s is not kept yet: %s", self.job.row.id, error)
+                log.warning("the end of export %s is not saved yet: %s", self.job.row.id, error)
                 await asyncio.sleep(_SAVE_AGAIN_S)
             except TakenOverError:
                 return

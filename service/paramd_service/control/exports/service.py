@@ -1,4 +1,4 @@
-"""All exports of a control plane: asked for, found again after a restart, told of."""
+"""All exports and schedules of a control plane, as REST calls them."""
 
 from __future__ import annotations
 
@@ -36,15 +36,15 @@ from paramd_service.control.store.exports import ExportRow, ExportStore, Schedul
 from paramd_service.destinations.destinations import Destination, locate
 
 FORGET_S: Final = 90 * 86_400.0
-"""Exports that somebody asked for are listed for so long after their end."""
+"""Unscheduled exports are listed this long after their end."""
 TELL_EVERY_S: Final = 1.0
-"""Between two events that tell only of bytes."""
+"""Least time between two events of an export that change only byte counts."""
 
 log = logging.getLogger("paramd.control.exports")
 
 
 class ExportService:
-    """`start` before jobs open, `close` before the records stop. Used on one event loop."""
+    """`start` before jobs open, `close` before the records stop. Use on one event loop."""
 
     def __init__(
         self, records: Records, destinations: Mapping[str, Destination], *, publish: Publish
@@ -54,9 +54,9 @@ class ExportService:
         self.store = ExportStore(records.store)
         self.assets = Assets(records.directory)
         self.ended_counts: Counter[tuple[str, str]] = Counter()
-        """Exports that came to their end here, by job and state."""
+        """Exports that ended in this process, by (job, state)."""
         self.written_bytes: Counter[str] = Counter()
-        """Bytes that exports which came to their end here had written, by job."""
+        """Bytes written by exports that ended in this process, by job."""
         self._records = records
         self._publish = publish
         self._queues: dict[str, IncarnationExports] = {}
@@ -65,7 +65,7 @@ class ExportService:
         self._told_s: dict[str, float] = {}
 
     def start(self, jobs: Jobs) -> None:
-        """Follows the jobs from now on."""
+        """Serve the open jobs and every later one."""
         jobs.on_begin.append(self._begin)
         jobs.on_end.append(self._end)
         jobs.on_view.append(self._look)
@@ -74,7 +74,7 @@ class ExportService:
                 self._begin(mesh)
 
     async def close(self) -> None:
-        """Leaves what goes on to the next control plane. Idempotent."""
+        """Stop without ending exports; the next control plane resumes them. Idempotent."""
         for schedules in self._schedules.values():
             await schedules.close()
         for queue in self._queues.values():
@@ -83,11 +83,11 @@ class ExportService:
             await asyncio.wait(set(self._tasks))
 
     def running(self) -> list[ExportJob]:
-        """All that run or wait here."""
+        """All running and queued exports."""
         return [job for queue in self._queues.values() for job in queue.all()]
 
     def check(self, request: Mapping[str, Any]) -> None:
-        """Raises UsageError or NotFoundError when a request cannot be right."""
+        """Validate a request. Raises UsageError, NotFoundError."""
         read_spec(request)
         locate(self.destinations, named_at(str(request["destination"]), incarnation=1, step=0))
 
@@ -100,11 +100,12 @@ class ExportService:
         export_id: str | None = None,
         schedule: str = "",
     ) -> ExportDocument:
-        """Begins an export; one id is begun once.
+        """Queue an export. Idempotent by id.
 
         Raises:
-            UsageError, NotFoundError: as `check`. ExhaustedError: too many wait.
-            ConflictError: the incarnation is over; or the id is that of another request.
+            UsageError, NotFoundError: as `check`.
+            ExhaustedError: the queue is full.
+            ConflictError: the incarnation has ended, or the id belongs to another request.
         """
         mesh.check()
         self.check(request)
@@ -131,7 +132,7 @@ class ExportService:
         return export_document(job.row, job.files)
 
     async def get(self, job: str, export_id: str) -> ExportDocument:
-        """One export as it stands now. Raises NotFoundError, StoreError."""
+        """One export. Raises NotFoundError, StoreError."""
         live = self._live(job, export_id)
         if live is not None:
             return export_document(live.row, live.files)
@@ -153,29 +154,29 @@ class ExportService:
         return found
 
     async def cancel(self, job: str, export_id: str, *, actor: str) -> ExportDocument:
-        """Ends an export and waits for that. Raises NotFoundError, ConflictError."""
+        """Cancel an export and wait for its end. Raises NotFoundError, ConflictError."""
         queue = self._queues.get(job)
         if queue is not None and queue.get(export_id) is not None:
             await queue.cancel(export_id, f"cancelled by {actor}")
         found = await self.get(job, export_id)
         if found.state != "CANCELLED":
-            raise ConflictError(f"export {export_id} is {found.state}; it is cancelled no more")
+            raise ConflictError(f"export {export_id} is {found.state}; it cannot be cancelled")
         return found
 
     async def read_file(
         self, mesh: Incarnation, destination: str, name: str, offset_bytes: int
     ) -> tuple[int, bytes]:
-        """(size of a file, up to 8 MiB of it from an offset on) of a finished export, whosoever's.
+        """Read a file of any job's finished export: (its size, up to 8 MiB from the offset).
 
         Raises:
-            UsageError, NotFoundError: no destination, no export there, no such file of it.
+            UsageError, NotFoundError: there is no such destination, export or file.
         """
         mesh.check()
         target = target_of(self.destinations, destination)
         return await read_file(self._queues[mesh.job].group, target, name, offset_bytes)
 
     def schedules(self, job: str) -> Schedules:
-        """The schedules of a job that is served here."""
+        """The schedules of a job."""
         if job not in self._schedules:
             self._schedules[job] = Schedules(job, self.store, begin=self._begin_scheduled)
         return self._schedules[job]
@@ -189,7 +190,7 @@ class ExportService:
         actor: str,
         schedule_id: str | None,
     ) -> ScheduleRow:
-        """Has exports begin by themselves. Raises as `create`."""
+        """Add a schedule. Raises as `create`; ExhaustedError when the job has too many."""
         mesh.check()
         schedules = self.schedules(mesh.job)
         if len(await schedules.all()) >= MAX_SCHEDULES:
@@ -221,7 +222,7 @@ class ExportService:
         rows = [live.row] if live is not None else await self.store.find(export_id)
         for row in rows:
             if row.job != job or dict(row.request) != dict(request):
-                raise ConflictError(f"export {export_id} is another one; take a new id")
+                raise ConflictError(f"export {export_id} is a different request; use a new id")
             return await self.get(job, export_id)
         return None
 
@@ -239,7 +240,7 @@ class ExportService:
         self._task(self._tidy(), "paramd-exports-tidy")
 
     def _end(self, mesh: Incarnation) -> None:
-        # An older incarnation ends before its successor begins, so this is the right one.
+        # `Jobs` ends an incarnation before it begins the next, so this is its queue.
         queue = self._queues.get(mesh.job)
         if queue is not None:
             why = f"incarnation {mesh.number} of the job has ended; export again"
@@ -250,7 +251,7 @@ class ExportService:
             await self.store.forget(clock.now_s() - FORGET_S)
             await asyncio.to_thread(self.assets.sweep, await self.store.owners())
         except (StoreError, OSError) as error:
-            log.warning("old exports are not forgotten: %s", error)
+            log.warning("old exports could not be deleted: %s", error)
 
     def _task(self, work: Coroutine[Any, Any, None], name: str) -> None:
         task = asyncio.create_task(work, name=name)

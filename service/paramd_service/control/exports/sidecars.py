@@ -1,6 +1,6 @@
-"""What an export needs of an incarnation: the layout, a pinned step, healthy sidecars.
+"""Calls of exports to the sidecars of one incarnation, and leases of their snapshots.
 
-What the control plane asks of sidecars for an export. A rank that stops is noticed.
+Long calls probe the ranks involved, so that a stopped rank is noticed within seconds.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from paramd.wire import checksum_of
 from paramd_service.control.base.config import Bootstrap
 from paramd_service.control.mesh.jobs import Incarnation
 from paramd_service.control.mesh.sidecars import ControlTicket
-from paramd_service.destinations.destinations import Destination, DestinationKind, locate
+from paramd_service.destinations.destinations import Destination, locate
 from paramd_service.destinations.place import MANIFEST
 
 if TYPE_CHECKING:
@@ -43,16 +43,24 @@ if TYPE_CHECKING:
 UNARY_TIMEOUT_S: Final = 60.0
 PROBE_TIMEOUT_S: Final = 3.0
 QUIET_S: Final = 1.5
-"""After so long without progress the ranks of a file are asked whether they live."""
+"""Probe the ranks of a call after this long without a message."""
 READ_BYTES: Final = 8 << 20
 STORE_PART_BYTES: Final = 512 << 10
+LEASE_S: Final = 60.0
+"""Lease of an export's snapshots; a control plane restarted within it resumes the export."""
+JOIN_S: Final = 30.0
+"""How long to wait for ranks that have not joined."""
+NO_EXPORT: Final = "0" * 32
+"""Id of no export, for reading: with it nothing can be overwritten or removed."""
 
-Moved = Callable[[int], None]
-"""Is told bytes that are done."""
+_POLL_S: Final = 0.1
+_AGAIN_S: Final = 0.5
+
+Answer = TypeVar("Answer")
 
 
 class RankLostError(UnreachableError):
-    """A rank does not answer: killed, stopped, or cut off."""
+    """A rank does not answer: it was killed, stopped or disconnected."""
 
     def __init__(self, rank: int, text: str) -> None:
         super().__init__(text)
@@ -60,7 +68,10 @@ class RankLostError(UnreachableError):
 
 
 class ExportCalls:
-    """The sidecars of one incarnation, over channels of its own."""
+    """Calls to the sidecars of one incarnation, over its own channels.
+
+    All raise RankLostError when the rank does not answer, else the ParamdError of the status.
+    """
 
     def __init__(self, bootstrap: Bootstrap, *, generation: int) -> None:
         """No I/O."""
@@ -75,7 +86,7 @@ class ExportCalls:
     async def begin(
         self, rank: int, address: str, target: export_pb2.ExportTarget, size_bytes: int
     ) -> None:
-        """Makes the place ready. Raises ParamdErrors, RankLostError when nobody answers."""
+        """Prepare the destination and check that `size_bytes` fit."""
         request = export_pb2.BeginExportRequest(
             target=target, size_bytes=size_bytes, generation=self._generation
         )
@@ -88,19 +99,18 @@ class ExportCalls:
         request: export_pb2.WriteExportFileRequest,
         *,
         sources: Sequence[tuple[int, str]],
-        moved: Moved,
+        moved: Callable[[int], None],
         timeout_s: float,
     ) -> export_pb2.ExportedFile:
-        """Has a rank write one file.
+        """Have a rank write one file.
 
         Args:
-            sources: Ranks (and their addresses) that it reads from.
-            moved: Told the bytes written so far.
+            sources: (rank, address) pairs that it reads from.
+            moved: Called with the bytes written so far.
 
         Raises:
-            RankLostError: the rank, or one of its sources, does not answer.
-            UnreachableError: the call broke though all of them answer.
-            ParamdError: what the writer says.
+            RankLostError: the rank or one of its sources does not answer.
+            UnreachableError: the call broke although all of them answer.
         """
         asked = self._bootstrap.asked(rank, address)
         call = self._channels.open(asked, "WriteExportFile", request, timeout_s=timeout_s)
@@ -120,7 +130,7 @@ class ExportCalls:
         *,
         timeout_s: float,
     ) -> export_pb2.ExportedFile:
-        """Has a rank read a file back. Raises as `write`."""
+        """Have a rank read a file back; return its actual size and checksum."""
         asked = self._bootstrap.asked(rank, address)
         call = self._channels.open(asked, "VerifyExportFile", request, timeout_s=timeout_s)
         probe = self._probes([(rank, address)])
@@ -133,7 +143,7 @@ class ExportCalls:
     async def store(
         self, rank: int, address: str, target: export_pb2.ExportTarget, name: str, data: bytes
     ) -> export_pb2.ExportedFile:
-        """Stores a small file beside the others. Raises as `begin`."""
+        """Store a small file next to the others."""
 
         async def parts() -> AsyncIterator[export_pb2.StoreExportFileRequest]:
             yield export_pb2.StoreExportFileRequest(target=target, name=name)
@@ -152,7 +162,7 @@ class ExportCalls:
         files: Iterable[export_pb2.ExportedFile],
         created_s: float,
     ) -> list[export_pb2.ExportedFile]:
-        """Makes the export visible; all its files. Raises as `begin`."""
+        """Commit the export; return all its files."""
         request = export_pb2.FinishExportRequest(
             target=target,
             plan=plan,
@@ -173,9 +183,11 @@ class ExportCalls:
         finished: bool = False,
         wait_only: bool = False,
     ) -> None:
-        """Removes what an export left, or a finished one, once the rank writes no more of it.
+        """Remove an export's files after the rank has stopped writing them.
 
-        `wait_only` removes nothing. Raises as `begin`.
+        Args:
+            finished: Also remove a committed export.
+            wait_only: Only wait for the rank to stop writing.
         """
         request = export_pb2.DropExportRequest(
             target=target,
@@ -194,9 +206,10 @@ class ExportCalls:
         name: str,
         offset_bytes: int,
     ) -> tuple[int, bytes]:
-        """(size of a finished export's file, up to READ_BYTES of it from an offset on).
+        """Read a finished export's file: (its size, up to READ_BYTES from the offset).
 
-        Raises: as `write`; DataLossError: bytes do not match their checksum.
+        Raises:
+            DataLossError: bytes do not match their checksum.
         """
         request = export_pb2.ReadExportFileRequest(
             target=target,
@@ -213,14 +226,16 @@ class ExportCalls:
                 if message.HasField("header"):
                     whole_bytes = message.size_bytes
                 if message.data and checksum_of(message.data, message.offset_bytes) != message.xxh3:
-                    raise DataLossError(f"rank {rank}: bytes of {name} came damaged; try again")
+                    raise DataLossError(
+                        f"rank {rank}: {name} was corrupted in transfer (checksum mismatch); retry"
+                    )
                 data += message.data
                 if len(data) >= READ_BYTES:
                     break
         return whole_bytes, bytes(data)
 
     async def renew(self, rank: int, address: str, snapshot_id: str, lease_s: float) -> float:
-        """Prolongs a lease; the seconds granted. Raises NotFoundError when it has ended."""
+        """Renew a lease; return the seconds granted. Raises NotFoundError when it has ended."""
         request = sidecar_pb2.RenewSnapshotRequest(
             snapshot_id=snapshot_id, lease_ms=int(1000 * lease_s)
         )
@@ -228,7 +243,7 @@ class ExportCalls:
         return float(answer.lease_ms / 1000)
 
     async def release(self, rank: int, address: str, snapshot_id: str) -> None:
-        """Ends a lease. Raises as `begin`."""
+        """End a lease."""
         request = sidecar_pb2.ReleaseSnapshotRequest(snapshot_id=snapshot_id)
         await self._unary(rank, address, "ReleaseSnapshot", request, timeout_s=2.0)
 
@@ -266,17 +281,17 @@ class ExportCalls:
             await self._channels.ask(asked, "GetState", request, timeout_s=PROBE_TIMEOUT_S)
         except (DeadlineError, UnreachableError) as error:
             raise RankLostError(
-                rank, f"rank {rank} does not answer: its sidecar is stopped, dead or cut off"
+                rank, f"rank {rank} does not answer: its sidecar is stopped, dead or disconnected"
             ) from error
         except ParamdError:
-            pass  # it answered, and that was the question
+            pass  # any answer proves that it is alive
 
 
 @asynccontextmanager
 async def _answers(
     call: Any, asked: Asked, probe: Callable[[], Awaitable[None]]
 ) -> AsyncIterator[AsyncIterator[Any]]:
-    """Messages of a streaming call, with somebody asking whether its ranks live."""
+    """Messages of a streaming call; `probe` runs while it is quiet. Cancels the call on exit."""
     async with aclosing(_messages(call, asked, probe)) as messages:
         try:
             yield messages
@@ -319,22 +334,8 @@ def _file(message: export_pb2.ExportedFile) -> export_pb2.ExportedFile:
     return found
 
 
-LEASE_S: Final = 60.0
-"""Lease of an export's snapshots: a control plane that is back within it goes on."""
-JOIN_S: Final = 30.0
-"""How long ranks are waited for that have not joined (yet)."""
-
-_LOOK_S: Final = 0.1
-_AGAIN_S: Final = 0.5
-
-Answer = TypeVar("Answer")
-
-NOBODYS = "0" * 32
-"""Id of no export: with it nothing can be written over or removed."""
-
-
 class SidecarGroup:
-    """Used on the event loop. Nothing is opened before an export asks for it."""
+    """The sidecars of one incarnation as a group. Connects on first use; one event loop."""
 
     def __init__(self, mesh: Incarnation) -> None:
         """No I/O."""
@@ -346,15 +347,16 @@ class SidecarGroup:
         return self.mesh.number
 
     def ranks(self) -> dict[int, str]:
-        """Addresses of the sidecars that are joined now, by rank."""
+        """Addresses of the joined sidecars, by rank."""
         joined = self.mesh.registry.view().joined
         return {report.rank: report.address for report in joined}
 
     async def wait_for(self, ranks: Iterable[int] | None = None) -> None:
-        """Waits until ranks (None: all of the mesh) have joined.
+        """Wait up to JOIN_S until the ranks (None: all of the mesh) have joined.
 
         Raises:
-            UnreachableError: one has not, in time. ParamdError: the incarnation is over.
+            UnreachableError: a rank has not joined in time.
+            ParamdError: the incarnation has ended.
         """
         wanted = set(range(self.mesh.bootstrap.world_size) if ranks is None else ranks)
         deadline_s = time.monotonic() + JOIN_S
@@ -362,24 +364,26 @@ class SidecarGroup:
             self.mesh.check()
             if time.monotonic() > deadline_s:
                 raise UnreachableError(
-                    f"rank {min(missing)} ({len(missing)} in all) has no sidecar that has joined; "
-                    "see: paramd status"
+                    f"{len(missing)} ranks have no joined sidecar, the first is rank "
+                    f"{min(missing)}; see: paramd status"
                 )
-            await asyncio.sleep(_LOOK_S)
+            await asyncio.sleep(_POLL_S)
 
     async def layout(self) -> tuple[str, Layout]:
-        """Digest and layout in force. Raises UnreachableError."""
+        """(digest, layout) currently in force. Raises UnreachableError."""
         digest, index = await self.mesh.layouts.get(self.mesh.registry.view())
         return digest, index.layout
 
     async def pin(
         self, plan: ExportPlan, *, timeout_s: float, optimizer: bool = False
     ) -> PinnedExport:
-        """Pins all that a plan reads, at one step; the leases are the caller's.
+        """Pin everything the plan reads, at one step; the caller owns the leases.
 
-        With `optimizer` its state too; the plan that is answered then has its files.
+        With `optimizer` also the optimizer state; the returned plan then includes its files.
 
-        Raises: as `AsyncMesh.summon`; ConflictError when a rank cannot give the state.
+        Raises:
+            ConflictError: a rank cannot provide the optimizer state.
+            ParamdError: as `AsyncMesh.summon`.
         """
         from paramd.mesh.exports.pins import pin_parameters, pin_with_optimizer
 
@@ -403,16 +407,17 @@ class SidecarGroup:
         wait: bool = True,
         lost: Callable[[int, str], None] = lambda rank, why: None,
     ) -> tuple[int, Answer]:
-        """Has one rank that is well do `work`; (rank, what it answers).
+        """Run `work` on the first healthy rank; return (rank, result).
 
         Args:
-            first: Is asked before the others.
-            wait: Whether to wait for a rank to join when there is none, or none that answers:
-                a sidecar that was killed comes back.
-            lost: Is told of a rank that does not answer, and why.
+            first: Rank to try before the others.
+            wait: Wait up to JOIN_S while no rank is joined or answers: a killed sidecar is
+                respawned.
+            lost: Called with each rank that does not answer, and the reason.
 
         Raises:
-            UnreachableError: nobody answers. ParamdError: what the first that does says.
+            UnreachableError: no rank answers.
+            ParamdError: `work` failed on the first rank that answers.
         """
         deadline_s = time.monotonic() + JOIN_S
         while True:
@@ -432,9 +437,10 @@ class SidecarGroup:
             await asyncio.sleep(_AGAIN_S)
 
     async def all(self, work: Callable[[int, str], Awaitable[object]]) -> None:
-        """Every rank that is well does `work`; one that is lost meanwhile does nothing any more.
+        """Run `work` on every joined rank concurrently, ignoring ranks that are lost.
 
-        Raises: ParamdError: what one of them says.
+        Raises:
+            ParamdError: the error of the lowest rank that failed.
         """
 
         async def asked(rank: int, address: str) -> None:
@@ -447,12 +453,12 @@ class SidecarGroup:
             raise error
 
     async def close(self) -> None:
-        """Closes what was opened."""
+        """Close the channels."""
         await self.calls.close()
 
 
 class Leases:
-    """The snapshots of one export: renewed until they are released, or lost."""
+    """Leases of one export's snapshots, renewed until released or lost."""
 
     def __init__(
         self,
@@ -460,26 +466,26 @@ class Leases:
         pins: Iterable[export_pb2.ExportPin],
         lost: Callable[[int, str], None],
     ) -> None:
-        """`lost` is told of a rank whose snapshot is no more, and why."""
-        self._crew = group
+        """`lost` is called with a rank whose snapshot is gone, and the reason."""
+        self._group = group
         self._pins = list(pins)
         self._lost = lost
         self._heard_s = dict.fromkeys((pin.rank for pin in self._pins), time.monotonic())
         self._keeping: asyncio.Task[None] | None = None
 
     async def renew(self) -> None:
-        """Renews all. Raises the first ParamdError."""
+        """Renew all once. Raises the first ParamdError."""
         await asyncio.gather(*(self._renew(pin) for pin in self._pins))
 
     def keep(self) -> None:
-        """Renews them from now on."""
+        """Keep renewing in the background until `close`."""
         self._keeping = asyncio.create_task(self._keep(), name="paramd-export-leases")
 
     async def close(self, *, release: bool) -> None:
-        """Renews no more. Idempotent.
+        """Stop renewing. Idempotent.
 
         Args:
-            release: False leaves the snapshots to whoever goes on with the export.
+            release: Release the snapshots; False leaves them leased for the next control plane.
         """
         if self._keeping is not None:
             self._keeping.cancel()
@@ -498,6 +504,7 @@ class Leases:
             ):
                 if isinstance(found, NotFoundError):
                     self._lost(pin.rank, f"its lease has ended: {found}")
+                # Other errors may be transient; the snapshot is gone once its lease ran out.
                 elif (
                     isinstance(found, ParamdError)
                     and time.monotonic() - self._heard_s[pin.rank] > LEASE_S
@@ -506,16 +513,16 @@ class Leases:
 
     async def _renew(self, pin: export_pb2.ExportPin) -> None:
         address = self._address(pin.rank)
-        await self._crew.calls.renew(pin.rank, address, pin.snapshot_id, LEASE_S)
+        await self._group.calls.renew(pin.rank, address, pin.snapshot_id, LEASE_S)
         self._heard_s[pin.rank] = time.monotonic()
 
     async def _release(self, pin: export_pb2.ExportPin) -> None:
-        await self._crew.calls.release(pin.rank, self._address(pin.rank), pin.snapshot_id)
+        await self._group.calls.release(pin.rank, self._address(pin.rank), pin.snapshot_id)
 
     def _address(self, rank: int) -> str:
-        ranks: Mapping[int, str] = self._crew.ranks()
+        ranks = self._group.ranks()
         if rank not in ranks:
-            raise UnreachableError(f"rank {rank} has no sidecar that is joined")
+            raise UnreachableError(f"rank {rank} has no joined sidecar")
         return ranks[rank]
 
 
@@ -523,10 +530,10 @@ def target_of(
     destinations: Mapping[str, Destination],
     text: str,
     *,
-    export_id: str = NOBODYS,
+    export_id: str = NO_EXPORT,
     overwrite: bool = False,
 ) -> export_pb2.ExportTarget:
-    """What sidecars are told of "name/key". Raises UsageError, NotFoundError."""
+    """Resolve "name/key" into the target sent to sidecars. Raises UsageError, NotFoundError."""
     found, key = locate(destinations, text)
     return export_pb2.ExportTarget(
         destination=found.name,
@@ -541,23 +548,18 @@ def target_of(
 async def read_file(
     group: SidecarGroup, target: export_pb2.ExportTarget, name: str, offset_bytes: int
 ) -> tuple[int, bytes]:
-    """(size of a file, up to 8 MiB of it) of what stands at a key; the manifest or a file of it.
+    """Read a finished export's manifest or file: (its size, up to 8 MiB from the offset).
 
     Raises:
-        NotFoundError: no export stands there, or it has no such file.
+        NotFoundError: there is no export, or it has no such file.
     """
     read = partial(group.calls.read, target=target)
     if name != MANIFEST:
         _, (_, text) = await group.any(partial(read, name=MANIFEST, offset_bytes=0))
-        # What lies there beside an export is nobody's business.
+        # Only files listed in the manifest: the directory may hold others.
         if name not in {str(file["name"]) for file in json.loads(text)["files"]}:
             raise NotFoundError(
                 f"{target.destination}/{target.key}: its manifest has no file {name[:80]!r}"
             )
     _, answer = await group.any(partial(read, name=name, offset_bytes=offset_bytes))
     return answer
-
-
-def kind_of(destination: Destination) -> str:
-    """What stands behind a name, in a word."""
-    return "s3" if destination.kind is DestinationKind.S3 else "directory"

@@ -1,12 +1,10 @@
-"""The jobs of a control plane, each with its current incarnation; an embedded one has one job.
+"""Jobs and their current incarnations; an embedded control plane has exactly one job.
 
     register -----------> open --all ranks detached, or empty for too long--> over
     Join of an incarnation  |
     that we handed out -----+--a newer incarnation or control plane---------> over
 
 A job whose incarnation is over stays listed until it registers again or is evicted for newer jobs.
-
-One incarnation of one job at this control plane: its members and the services built on them.
 """
 
 from __future__ import annotations
@@ -41,6 +39,17 @@ from paramd_service.control.mesh.sidecars import LayoutSource, OwnDirectory, Own
 from paramd_service.control.mesh.statistics import StatsSource
 from paramd_service.control.mesh.watch import Publish, RefusalBook, StateWatch
 
+MAX_JOBS = 512
+"""Jobs kept in memory; past the cap, the oldest idle one is evicted."""
+
+RETURN_S = 20.0
+"""Grace period after our start in which a job with an open incarnation is reported as starting
+rather than unknown; longer than a sidecar's longest back-off between attempts to join."""
+
+MAX_VERIFIERS = 1024
+
+log = logging.getLogger("paramd.control")
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ControlIdentity:
@@ -57,7 +66,10 @@ class ControlIdentity:
 
 
 class Incarnation:
-    """Event loop only. Connections are opened on first use."""
+    """One incarnation of one job: its members and the services built on them.
+
+    Event loop only. Connections are opened on first use.
+    """
 
     def __init__(
         self,
@@ -187,17 +199,6 @@ class Incarnation:
         self.layouts.close()
 
 
-MAX_JOBS = 512
-"""Jobs kept in memory; past the cap, the oldest idle one is evicted."""
-
-RETURN_S = 20.0
-"""Grace period after our start in which a job with an open incarnation is reported as starting
-rather than unknown; longer than a sidecar's longest back-off between attempts to join."""
-
-MAX_VERIFIERS = 1024
-
-log = logging.getLogger("paramd.control")
-
 OnChange = Callable[[Incarnation], None]
 
 
@@ -296,12 +297,12 @@ class Jobs:
             starting = self.is_site and time.monotonic() - self._began_s < RETURN_S
             if starting and _went_on(job):
                 raise UnreachableError(
-                    f"the control plane was just started, and no sidecar of job {job!r} has come "
-                    "back to it yet; try again in a moment"
+                    f"the control plane has just started, and no sidecar of job {job!r} has "
+                    "rejoined yet; try again in a moment"
                 )
             names = sorted(self._current)
-            told = f"jobs here: {', '.join(names[:8])}" if names else "no job is here yet"
-            raise NotFoundError(f"job {job[:64]!r} is not served here; {told}")
+            known = f"jobs here: {', '.join(names[:8])}" if names else "no job is here yet"
+            raise NotFoundError(f"job {job[:64]!r} is not served here; {known}")
         return found
 
     def open(self, bootstrap: Bootstrap) -> Incarnation:
@@ -341,8 +342,8 @@ class Jobs:
             },
             job=bootstrap.job,
         )
-        for told in self.on_begin:
-            told(mesh)
+        for callback in self.on_begin:
+            callback(mesh)
         return mesh
 
     async def register(
@@ -432,8 +433,8 @@ class Jobs:
         for mesh in [i for i in self._current.values() if i.ended_s is None]:
             view = mesh.registry.view()
             mesh.watch.tick(view)
-            for told in self.on_view:
-                told(mesh, view)
+            for callback in self.on_view:
+                callback(mesh, view)
             reason = why_end(
                 view,
                 empty_since_s=mesh.registry.empty_since_s,
@@ -478,9 +479,8 @@ class Jobs:
         if trains(view):
             ranks = listed([report.rank for report in view.joined])
             raise ConflictError(
-                f"job {job!r} trains already, in incarnation {present.number} (ranks {ranks}); "
-                "end that "
-                "training, or attach under another job name"
+                f"job {job!r} is already training, in incarnation {present.number} (ranks "
+                f"{ranks}); stop that training, or attach under another job name"
             )
 
     def _bootstrap(self, site: Site, job: str, incarnation: int, world_size: int) -> Bootstrap:
@@ -500,7 +500,7 @@ class Jobs:
         idle = [i for i in known if i.ended_s is not None]
         idle += [i for i in known if i.registry.empty_since_s is not None]
         if idle:
-            self._end(idle[0], ConflictError("forgotten for newer jobs; attach again"))
+            self._end(idle[0], ConflictError("evicted for newer jobs; attach again"))
             del self._current[idle[0].job]
             return
         raise ExhaustedError(f"{MAX_JOBS} jobs are served already; try again later")
@@ -512,12 +512,9 @@ class Jobs:
         log.info("job %s: incarnation %d is over: %s", mesh.job, mesh.number, reason)
         data = {"incarnation": mesh.number, "over": True, "reason": str(reason)}
         self._publish("incarnation", data, job=mesh.job)
-        for told in self.on_end:
-            told(mesh)
-        self._task(mesh.close())
-
-    def _task(self, work: Coroutine[Any, Any, None]) -> None:
-        task = asyncio.create_task(work)
+        for callback in self.on_end:
+            callback(mesh)
+        task = asyncio.create_task(mesh.close())
         self._closing.add(task)
         task.add_done_callback(self._closing.discard)
 

@@ -1,8 +1,7 @@
-"""Membership: each rank's latest report, fenced by incarnation and by stream.
+"""Membership: the ranks' latest reports, and the state of the mesh derived from them.
 
-Storing a report is O(1) in the number of ranks; `view` is O(ranks).
-
-Derive the state of the mesh and of each rank, with reasons, from the reports. Pure.
+Registry keeps the reports, fenced by incarnation and by stream: storing one is O(1), `view` is
+O(ranks). The functions above it are pure.
 """
 
 from __future__ import annotations
@@ -23,6 +22,12 @@ from paramd_service.control.base.config import Bootstrap
 REPORT_RANKS = 1024
 """Larger meshes report `REPORT_STRETCH` times less often."""
 REPORT_STRETCH = 2.5
+
+MAX_TEXT_CHARS = 4096
+"""Longest text field in a report."""
+
+MAX_ALERTS = 64
+MAX_ALERT_CHARS = 256
 
 
 class Membership(Enum):
@@ -150,7 +155,7 @@ class ReportInterval:
 
 
 def rhythm(world_size: int, *, report_s: float, silent_after_s: float) -> ReportInterval:
-    """The rhythm of a mesh: both times grow together on large meshes."""
+    """The report interval of a mesh; both times are stretched on large meshes."""
     stretch = REPORT_STRETCH if world_size > REPORT_RANKS else 1.0
     return ReportInterval(report_s * stretch, silent_after_s * stretch)
 
@@ -267,13 +272,6 @@ def _mesh_reason(ranks: Sequence[RankView], digest_count: int) -> str:
         also = f" (and {len(troubled) - 1} more)" if len(troubled) > 1 else ""
         return f"rank {troubled[0].rank}: {troubled[0].reason}{also}"
     return ""
-
-
-MAX_TEXT_CHARS = 4096
-"""Longest text field in a report."""
-
-MAX_ALERTS = 64
-MAX_ALERT_CHARS = 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -420,9 +418,8 @@ class Registry:
         header, mine = request.header, self._bootstrap
         if header.job != mine.job or header.incarnation != mine.incarnation:
             raise ConflictError(
-                f"the report is of job {header.job[:64]!r}, incarnation {header.incarnation}; "
-                "this is the "
-                f"control plane of job {mine.job!r}, incarnation {mine.incarnation}"
+                f"the report is for job {header.job[:64]!r}, incarnation {header.incarnation}; "
+                f"expected job {mine.job!r}, incarnation {mine.incarnation}"
             )
         if request.world_size != mine.world_size:
             raise UsageError(f"world_size: {request.world_size}; this mesh has {mine.world_size}")
@@ -430,7 +427,7 @@ class Registry:
             raise UsageError(f"rank: {header.rank}; expected 0 to {mine.world_size - 1}")
         if not header.rank == request.peer.rank == request.state.rank:
             raise UsageError(
-                f"header, peer and state speak of different ranks: {header.rank}, "
+                f"header, peer and state name different ranks: {header.rank}, "
                 f"{request.peer.rank}, {request.state.rank}"
             )
         _check_texts(request)

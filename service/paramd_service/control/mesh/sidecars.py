@@ -1,6 +1,6 @@
-"""Calls from the control plane to sidecars: boundaries, and the layout once per digest.
+"""Calls from the control plane to the sidecars of one incarnation, and its layout, cached.
 
-A job's directory inside its own control plane: what others fetch over REST, read directly.
+OwnDirectory and OwnFinder give the control plane the client library's reads without REST.
 """
 
 from __future__ import annotations
@@ -28,11 +28,15 @@ if TYPE_CHECKING:
     from paramd.mesh.peers.discovery import SidecarFinder
 
 TICKET_TTL_S = 600.0
+LAYOUT_TIMEOUT_S = 20.0
+PROBE_TIMEOUT_S = 3.0
 
 
 class OwnDirectory:
-    """A `Directory` of one incarnation for the control plane's own reads: statistics, samples and
-    the pins of exports. Its ticket is a reader's and names no token; each call names the caller."""
+    """A client `Directory` of one incarnation for our own reads: statistics, samples, export pins.
+
+    Its ticket has role reader and names no token; each call names its caller instead.
+    """
 
     url = "this control plane"
 
@@ -57,7 +61,7 @@ class OwnDirectory:
 
         mine = self._mine
         if job != mine.job:
-            raise NotFoundError(f"job {job[:64]!r} is not this one, {mine.job!r}")
+            raise NotFoundError(f"job {job[:64]!r} is not served here; only {mine.job!r} is")
         now_s = clock.now_s()
         ticket = mine.signer.mint(
             job=mine.job,
@@ -114,10 +118,6 @@ class OwnFinder:
                 self._reach = None
 
 
-LAYOUT_TIMEOUT_S = 20.0
-PROBE_TIMEOUT_S = 3.0
-
-
 class ControlTicket:
     """A ticket with role `control`, renewed at half its lifetime."""
 
@@ -142,7 +142,7 @@ class ControlTicket:
 
 
 class SidecarCalls:
-    """The sidecars of one mesh over cached channels; implements `BoundaryCalls`."""
+    """Calls to the sidecars of one mesh over cached channels; implements `BoundaryCalls`."""
 
     def __init__(self, bootstrap: Bootstrap, *, generation: int = 0) -> None:
         """No I/O. `generation` is this control plane's; sidecars obey the highest."""
@@ -199,8 +199,8 @@ class SidecarCalls:
             await self.ask(rank, address, "GetState", request, timeout_s=PROBE_TIMEOUT_S)
         except (DeadlineError, UnreachableError) as error:
             raise UnreachableError(
-                f"rank {rank} does not answer: its sidecar is stopped, dead or cut off; "
-                "training goes on, try again in a few seconds"
+                f"rank {rank} does not answer: its sidecar is stopped, dead or disconnected; "
+                "training continues, try again in a few seconds"
             ) from error
         except ParamdError:
             pass  # any answer, even an error, proves the sidecar alive
@@ -295,7 +295,7 @@ class LayoutSource:
                 continue
             if digest == wanted:
                 return index
-            reasons.append(f"rank {report.rank} sent a layout of another digest")
+            reasons.append(f"rank {report.rank} sent a layout with a different digest")
         raise UnreachableError(f"the layout could not be fetched: {'; '.join(reasons)}")
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""Numbers, pictures and values for the REST side, read as users' clients read."""
+"""Statistics, pictures, values and gradients for REST, read from sidecars as clients read them."""
 
 from __future__ import annotations
 
@@ -22,34 +22,34 @@ if TYPE_CHECKING:
 
 Result = TypeVar("Result")
 FindSidecars = Callable[[], Awaitable["SidecarFinder"]]
-"""Opens the way to the sidecars, or gives the one that is open."""
+"""Returns the connections to the sidecars, opened on first use."""
 
 TIMEOUT_S = 30.0
 MAX_CONCURRENT = 8
-"""Questions at once; each takes a thread and some memory of every rank."""
+"""Most concurrent queries; each takes a thread and some memory on every rank."""
 
 MAX_STREAMS = 32
-"""Readers of gradients at once."""
+"""Most concurrent gradient streams."""
 
 
 class StatsSource:
-    """Asks the sidecars to reduce; keeps its channels to them from the first question on."""
+    """Queries that the sidecars reduce. Single event loop; connects on first use."""
 
     def __init__(self, reaching: FindSidecars) -> None:
         """No I/O."""
         self._reaching = reaching
-        self._questions = Shares(MAX_CONCURRENT, "questions under way")
-        self._streams = Shares(MAX_STREAMS, "streams of gradients")
+        self._queries = Shares(MAX_CONCURRENT, "concurrent queries")
+        self._streams = Shares(MAX_STREAMS, "gradient streams")
         self.held = HeldSnapshots()
-        """Snapshots under lease of REST's callers."""
+        """Snapshots leased by REST callers."""
 
     async def get(
         self, patterns: str | Sequence[str], *, with_buffers: bool, with_histogram: bool = False
     ) -> StatsTable:
-        """Statistics of all tensors that match, at one step.
+        """Statistics of all matching tensors, at one step.
 
         Raises:
-            ExhaustedError: too many questions at once.
+            ExhaustedError: too many concurrent queries.
             ParamdError: as `AsyncMesh.stats`.
         """
         from paramd.mesh.reading.summary import compute_stats
@@ -65,10 +65,10 @@ class StatsSource:
     async def histogram(
         self, pattern: str, *, bins: int, low: float | None, high: float | None
     ) -> tuple[StatsTable, list[float]]:
-        """Counts between `bins` equal bins of one tensor, and their edges.
+        """Histogram of one tensor with `bins` equal bins: (table with the counts, bin edges).
 
-        Where no bound is given, it is the smallest (or largest) element at that very step; the
-        last bin then holds the largest one, too.
+        A bound left out is the smallest or largest finite element at that step; the last bin then
+        includes the largest one.
 
         Raises: as `get`.
         """
@@ -98,7 +98,7 @@ class StatsSource:
     async def picture(
         self, pattern: str, *, mode: str, rows: int, columns: int, row_dims: int | None
     ) -> tuple[int, int, Shown]:
-        """(incarnation, step, picture) of the one tensor that matches.
+        """(incarnation, step, picture) of the one matching tensor.
 
         Raises: as `get`, and as `compute_picture`.
         """
@@ -122,7 +122,7 @@ class StatsSource:
         return await self._reading([pattern], work)
 
     async def values(self, pattern: str) -> tuple[int, int, list[str]]:
-        """(incarnation, step, elements as exact text) of the one tensor that matches.
+        """(incarnation, step, elements as exact text) of the one matching tensor.
 
         Raises: as `get`, and as `read_texts`.
         """
@@ -139,7 +139,7 @@ class StatsSource:
     async def pin(
         self, patterns: Sequence[str], *, with_buffers: bool, filter_text: str, lease_s: float
     ) -> LeasedSnapshot:
-        """Holds a snapshot of all tensors that match; see `held`.
+        """Pin a snapshot of all matching tensors and hold it under a lease; see `HeldSnapshots`.
 
         Raises: as `get`.
         """
@@ -154,6 +154,7 @@ class StatsSource:
             async def work(
                 _sidecars: Sidecars, _plan: ReadPlan, pinned: Pinned, _deadline_s: float
             ) -> None:
+                # `while_pinned` may retry `work`; the snapshot must not be held twice.
                 nonlocal began
                 if not began:
                     began = True
@@ -167,10 +168,11 @@ class StatsSource:
     async def gradients(
         self, patterns: Sequence[str], *, every: int, kind: Kind
     ) -> AsyncGenerator[GradFrame[Any], None]:
-        """Statistics of gradients, frame by frame.
+        """Stream gradient statistics.
 
         Raises:
-            ExhaustedError: too many follow already. ParamdError: as `AsyncMesh.grads`.
+            ExhaustedError: too many concurrent streams.
+            ParamdError: as `AsyncMesh.grads`.
         """
         from paramd.mesh.frames.grads import GradRequest, open_stream
         from paramd.mesh.reading.transfer import Transfer
@@ -186,7 +188,7 @@ class StatsSource:
                         yield frame
 
     async def close(self) -> None:
-        """Releases what is held."""
+        """Release all held snapshots."""
         await self.held.close()
 
     async def _reading(
@@ -196,27 +198,27 @@ class StatsSource:
         *,
         buffers: bool = True,
     ) -> Result:
-        """One tensor that is named may be a buffer: that was the caller's choice."""
+        """Run `work` on a pinned read of the matching tensors; `buffers` includes buffers."""
         from paramd.mesh.reading.pin import while_pinned
 
-        with self._questions.one(CALLER.get()):
+        with self._queries.one(CALLER.get()):
             reach = await self._reaching()
-            # The sidecars share what they have among those who ask, not among their messengers.
+            # Sidecars divide their capacity among callers, so name the user, not this process.
             asked_by.set(CALLER.get() or "")
             deadline_s = time.monotonic() + TIMEOUT_S
             return await while_pinned(reach, patterns, work, deadline_s, buffers=buffers)
 
 
 def bin_edges(low: float, high: float, bins: int) -> list[float]:
-    """`bins + 1` rising edges from `low` to `high`; a range of one number gets one bin.
+    """`bins + 1` increasing edges from `low` to `high`; fewer if the range has too few floats.
 
     Raises:
-        UsageError: a bound is no number, or they are in the wrong order.
+        UsageError: a bound is not finite, or `low` is not below `high`.
     """
     if not (math.isfinite(low) and math.isfinite(high)):
-        raise UsageError("low, high: no finite element sets the range; give both bounds")
+        raise UsageError("low, high: there is no finite element to take the range from; set both")
     if not low < high or not math.isfinite(high - low):
-        raise UsageError(f"low, high: {low} and {high}; expected the first below the second")
+        raise UsageError(f"low, high: {low} and {high}; expected low below high")
     edges = [low + (high - low) * i / bins for i in range(bins)] + [high]
-    # Bins narrower than the numbers there are would have equal edges.
+    # Where bins are narrower than the spacing of floats, edges coincide: drop the duplicates.
     return list(dict.fromkeys(edges))

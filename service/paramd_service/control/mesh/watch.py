@@ -1,4 +1,4 @@
-"""Log and publish each change in a mesh once."""
+"""Changes between two views of a mesh: state changes are published, refused calls recorded."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from paramd.v1 import common_pb2
 from paramd_service.control.mesh.registry import MeshView, RankView, State
 
 EVERY_S = 60.0
+"""Least time between two records of one rank's refusals."""
 
 log = logging.getLogger("paramd.control")
 
@@ -174,4 +175,4 @@ class StateWatch:
 
 
 def _or(reason: str) -> str:
-    return reason or "all is well"
+    return reason or "no problems"

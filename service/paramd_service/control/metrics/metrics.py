@@ -33,21 +33,21 @@ class EditsCollector(Collector):
 
     def collect(self) -> Iterator[Metric]:
         labels = ["job", "state"]
-        under_way = GaugeMetricFamily("paramd_edits_open", "Edits under way", labels=labels)
+        open_now = GaugeMetricFamily("paramd_edits_open", "Edits in progress", labels=labels)
         for (job, state), count in sorted(self._edits.open_counts().items()):
-            under_way.add_metric([job, state], count)
+            open_now.add_metric([job, state], count)
         ended = CounterMetricFamily("paramd_edits", "Edits that ended here", labels=labels)
         for (job, state), count in sorted(self._edits.ended.items()):
             ended.add_metric([job, state], count)
         seconds = CounterMetricFamily(
-            "paramd_edit_seconds", "From creation to APPLIED, all together", labels=["job"]
+            "paramd_edit_seconds", "Total time from creation to APPLIED", labels=["job"]
         )
         for job, taken_s in sorted(self._edits.seconds.items()):
             seconds.add_metric([job], taken_s)
         holds = CounterMetricFamily("paramd_holds", "Holds begun here", labels=["job"])
         for job, count in sorted(self._edits.hold_counts().items()):
             holds.add_metric([job], count)
-        yield from (under_way, ended, seconds, holds)
+        yield from (open_now, ended, seconds, holds)
 
 
 class RecordsCollector(Collector):
@@ -65,12 +65,12 @@ class RecordsCollector(Collector):
         )
         yield GaugeMetricFamily(
             "paramd_store_writes_waiting",
-            "Writes that the store has not begun",
+            "Writes queued for the store",
             value=records.store.waiting_count,
         )
         yield CounterMetricFamily(
             "paramd_history_dropped_samples",
-            "Samples of the metric history that were not kept",
+            "Samples lost from the metric history",
             value=records.history.dropped_count,
         )
 
@@ -81,14 +81,14 @@ _RANK_GAUGES: tuple[tuple[str, str, Callable[[Report], float]], ...] = (
     ("paramd_rank_arena_bytes", "Bytes of the arena", lambda r: r.state.arena_bytes),
     ("paramd_rank_snapshot_bytes", "Bytes of snapshots", lambda r: r.state.snapshot_bytes),
     ("paramd_rank_snapshots", "Snapshots under lease", lambda r: r.state.snapshot_count),
-    ("paramd_rank_stall_max_seconds", "Longest wait", lambda r: r.state.stall_max_ns / _NS),
+    ("paramd_rank_stall_max_seconds", "Longest stall", lambda r: r.state.stall_max_ns / _NS),
     ("paramd_rank_phase", "Phase by its number in paramd.v1", lambda r: r.state.phase),
     ("paramd_rank_agreement_works", "1 while agreeing", lambda r: r.state.agreement_works),
 )
 _RANK_COUNTERS: tuple[tuple[str, str, Callable[[Report], float]], ...] = (
     ("paramd_rank_stalls", "Updates that waited", lambda r: r.state.stall_count),
-    ("paramd_rank_stall_seconds", "Time waited", lambda r: r.state.stall_total_ns / _NS),
-    ("paramd_rank_abandoned_copies", "Given up", lambda r: r.state.abandoned_copy_count),
+    ("paramd_rank_stall_seconds", "Total stall time", lambda r: r.state.stall_total_ns / _NS),
+    ("paramd_rank_abandoned_copies", "Abandoned copies", lambda r: r.state.abandoned_copy_count),
 )
 
 
@@ -126,10 +126,10 @@ class _JobsCollector(Collector):
         yield from _mesh_metrics(views)
         yield from _rank_metrics([(job, rank) for job, view in views for rank in view.ranks])
         rounds = CounterMetricFamily(
-            "paramd_boundary_rounds", "Boundary rounds by their end", labels=["job", "captured"]
+            "paramd_boundary_rounds", "Boundary rounds by outcome", labels=["job", "captured"]
         )
         waiting = GaugeMetricFamily(
-            "paramd_boundary_waiting", "Requests for the next round", labels=["job"]
+            "paramd_boundary_waiting", "Requests waiting for the next round", labels=["job"]
         )
         for mesh in meshes:
             job, coordinator = mesh.job, mesh.coordinator
@@ -182,29 +182,29 @@ def _gauge(name: str, text: str, value: float) -> GaugeMetricFamily:
 
 def _tls_metrics(tls: ServerTls) -> Iterator[Metric]:
     yield _gauge(
-        "paramd_tls_expiry_timestamp_seconds", "End of the certificate in force", tls.expires_s
+        "paramd_tls_expiry_timestamp_seconds", "Expiry of the current certificate", tls.expires_s
     )
-    yield _gauge(
-        "paramd_tls_files_ok", "0 while newer files of TLS cannot be used", not tls.failure
-    )
+    yield _gauge("paramd_tls_files_ok", "0 while newer TLS files cannot be used", not tls.failure)
 
 
 def _mesh_metrics(views: Sequence[tuple[str, MeshView]]) -> Iterator[Metric]:
     world = GaugeMetricFamily("paramd_world_size", "Ranks of the mesh", labels=["job"])
     joined = GaugeMetricFamily("paramd_joined_ranks", "Ranks that are joined", labels=["job"])
-    well = GaugeMetricFamily("paramd_mesh_ok", "1 while all is well", labels=["job"])
+    ok = GaugeMetricFamily("paramd_mesh_ok", "1 while the mesh is OK", labels=["job"])
     for job, view in views:
         world.add_metric([job], len(view.ranks))
         joined.add_metric([job], len(view.joined))
-        well.add_metric([job], view.state is State.OK)
+        ok.add_metric([job], view.state is State.OK)
     yield world
     yield joined
-    yield well
+    yield ok
 
 
 def _export_metrics(exports: ExportService, jobs: Sequence[str]) -> Iterator[Metric]:
-    running = GaugeMetricFamily("paramd_exports_running", "Exports under way", labels=["job"])
-    ended = CounterMetricFamily("paramd_exports", "Exports by their end", labels=["job", "state"])
+    running = GaugeMetricFamily(
+        "paramd_exports_running", "Exports running or queued", labels=["job"]
+    )
+    ended = CounterMetricFamily("paramd_exports", "Exports by outcome", labels=["job", "state"])
     written = CounterMetricFamily("paramd_export_bytes", "Bytes exported", labels=["job"])
     counts = Counter(job.row.job for job in exports.running())
     for job in jobs:
@@ -218,10 +218,10 @@ def _export_metrics(exports: ExportService, jobs: Sequence[str]) -> Iterator[Met
 
 
 def _alert_metrics(watchers: Watchers) -> Iterator[Metric]:
-    firing = GaugeMetricFamily("paramd_alerts_firing", "Alerts now", labels=["job", "rule"])
-    fired = CounterMetricFamily("paramd_alerts_fired", "Alerts that ever began", labels=["job"])
+    firing = GaugeMetricFamily("paramd_alerts_firing", "Firing alerts", labels=["job", "rule"])
+    fired = CounterMetricFamily("paramd_alerts_fired", "Alerts that ever fired", labels=["job"])
     rounds = CounterMetricFamily(
-        "paramd_watch_rounds", "Looks at parameters by their end", labels=["job", "kind", "ok"]
+        "paramd_watch_rounds", "Sampling rounds by outcome", labels=["job", "kind", "ok"]
     )
     for job, watcher in watchers.all():
         counts = Counter(alert.finding.rule for alert in watcher.book.firing)
@@ -231,7 +231,7 @@ def _alert_metrics(watchers: Watchers) -> Iterator[Metric]:
         for ok, found in (("true", watcher.round_counts), ("false", watcher.failed_counts)):
             for kind, count in found.items():
                 rounds.add_metric([job, kind, ok], count)
-    posts = CounterMetricFamily("paramd_webhook_posts", "Posts by their end", labels=["ok"])
+    posts = CounterMetricFamily("paramd_webhook_posts", "Webhook posts by outcome", labels=["ok"])
     posts.add_metric(["true"], watchers.webhooks.posted_count)
     posts.add_metric(["false"], watchers.webhooks.failed_count)
     yield firing
@@ -243,7 +243,9 @@ def _alert_metrics(watchers: Watchers) -> Iterator[Metric]:
 def _rank_metrics(ranks: Sequence[tuple[str, RankView]]) -> Iterator[Metric]:
     labels = ["job", "rank"]
     joined = GaugeMetricFamily("paramd_rank_joined", "1 while joined", labels=labels)
-    age = GaugeMetricFamily("paramd_rank_report_age_seconds", "Last report", labels=labels)
+    age = GaugeMetricFamily(
+        "paramd_rank_report_age_seconds", "Age of the last report", labels=labels
+    )
     for job, rank in ranks:
         joined.add_metric([job, str(rank.rank)], rank.connected)
         if rank.report is not None:

@@ -110,11 +110,6 @@ class EventBus:
         self._viewers = Shares(max_viewers, "viewers that follow the events")
         self._closed = False
 
-    @property
-    def viewer_count(self) -> int:
-        """Current readers."""
-        return self._viewers.taken
-
     def publish(self, kind: str, data: Mapping[str, Any], *, job: str = "") -> Event:
         """Publish an event to all readers. Never blocks on readers, never fails because of them.
 
@@ -197,7 +192,7 @@ class EventBus:
         found = _ID.match(after)
         if found is None:
             raise UsageError(
-                "Last-Event-ID: no id of an event of this server; leave it out to begin now"
+                "Last-Event-ID: not an event id of this server; omit it to start from now"
             )
         number = int(found[2])
         if found[1] != self._name or number > self._last:

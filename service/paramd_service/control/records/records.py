@@ -73,7 +73,7 @@ class Records:
         try:
             await self.store.start()
         except StoreError as error:
-            log.error("%s; until it can be used, nothing is changed and reading goes on", error)
+            log.error("%s; until it is available, changes are refused and reads continue", error)
         self.history.start()
         self._started = True
         detail = {"settings": dict(settings), "store": str(self.store.address)}

@@ -1,5 +1,5 @@
 """A control plane's database: audit, tokens, alerts, metric history. SQLite or PostgreSQL.
 
 `store.py` has the single writer thread and the readers, `schema.py` the current tables,
-`migrations/` the way there; each kind of record has a file of its own.
+`migrations/` the upgrades; each kind of record has its own file.
 """

@@ -67,7 +67,7 @@ class EditStore:
         def work(connection: Connection) -> int:
             used = select(edits.c.number).where(edits.c.id == row.id)
             if connection.execute(used).first() is not None:
-                raise ExistsError(f"edit {row.id}: the id names another edit; take a new one")
+                raise ExistsError(f"edit {row.id}: the id is taken by another edit; use a new one")
             statement = insert(edits).values(_values(row)).returning(edits.c.number)
             return int(connection.execute(statement).scalar_one())
 
@@ -117,12 +117,10 @@ class EditStore:
         return [_edit(row) for row in rows]
 
     async def of_job(
-        self, job: str, states: Collection[str], *, incarnation: int | None = None, after: int = 0
+        self, job: str, states: Collection[str], *, incarnation: int | None = None
     ) -> list[EditRow]:
-        """A job's edits in any of `states` with numbers above `after`, oldest first."""
-        chosen = select(edits).where(
-            edits.c.job == job, edits.c.state.in_(list(states)), edits.c.number > after
-        )
+        """A job's edits in any of `states`, oldest first."""
+        chosen = select(edits).where(edits.c.job == job, edits.c.state.in_(list(states)))
         if incarnation is not None:
             chosen = chosen.where(edits.c.incarnation == incarnation)
         chosen = chosen.order_by(edits.c.number)

@@ -1,8 +1,6 @@
-"""SQLAlchemy engines for SQLite and PostgreSQL.
+"""The store's database: its address, engine and errors. SQLite or PostgreSQL.
 
-The store's database address. No text made here ever contains its password.
-
-Database errors as domain errors.
+No text produced here contains the password.
 """
 
 from __future__ import annotations
@@ -22,6 +20,16 @@ from paramd.errors import UnreachableError, UsageError
 
 FILE_NAME = "control.sqlite"
 EXPECTED = "expected sqlite:////absolute/path or postgresql://user@host:5432/database"
+
+MAX_TOLD_CHARS = 300
+BUSY_TIMEOUT_MS = 5_000
+CONNECT_TIMEOUT_S = 5
+STATEMENT_TIMEOUT_MS = 30_000
+READERS = 4
+"""Reader threads, each with a connection."""
+
+WRITES = "paramd_writes"
+"""Execution option that marks a connection as writing."""
 
 _POSTGRES = ("postgresql", "postgres", "postgresql+psycopg")
 
@@ -82,9 +90,6 @@ def holds_password(text: str) -> bool:
     return url.password is not None or "password" in url.query
 
 
-MAX_TOLD_CHARS = 300
-
-
 class StoreError(UnreachableError):
     """The store is unavailable: down, full, read-only or behind. Nothing was written."""
 
@@ -99,16 +104,6 @@ def store_errors(address: StoreAddress) -> Iterator[None]:
         told = getattr(error, "orig", None) or error
         text = " ".join(str(told).split())[:MAX_TOLD_CHARS]
         raise StoreError(f"the store {address} cannot be used: {text}") from error
-
-
-BUSY_TIMEOUT_MS = 5_000
-CONNECT_TIMEOUT_S = 5
-STATEMENT_TIMEOUT_MS = 30_000
-READERS = 4
-"""Reader threads, each with a connection."""
-
-WRITES = "paramd_writes"
-"""Execution option that marks a connection as writing."""
 
 
 def make_engine(address: StoreAddress) -> Engine:

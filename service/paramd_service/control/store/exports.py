@@ -78,9 +78,9 @@ class ScheduleRow:
     is appended to it."""
     rhythm: Mapping[str, Any] = field(default_factory=dict)
     last_step: int
-    """Step of the last occasion, whether exported or skipped."""
+    """Step at which it last fired, whether exported or skipped."""
     last_s: float
-    """Time of the last occasion."""
+    """Time at which it last fired, in seconds since the Unix epoch."""
     skipped_count: int = 0
     created_s: float
     deleted_s: float | None = None
@@ -120,7 +120,7 @@ class ExportStore:
             mine = exports.c.id == row.id, exports.c.generation <= row.generation
             changed = connection.execute(update(exports).where(*mine).values(_export_values(row)))
             if not changed.rowcount:
-                raise TakenOverError(f"export {row.id}: a newer control plane goes on with it")
+                raise TakenOverError(f"export {row.id}: a newer control plane has taken it over")
             for number, file in enumerate(listed):
                 key = export_files.c.export_id == row.id, export_files.c.name == file.name
                 values = _file_values(file)

@@ -1,7 +1,4 @@
-"""Metric history: buffer samples without blocking, write them once a second, downsample.
-
-Stored metric history: points, roll-ups, and the statements that make and drop them.
-"""
+"""Metric history: buffer samples without blocking, write them once a second, downsample."""
 
 from __future__ import annotations
 
@@ -36,8 +33,18 @@ from paramd_service.control.store.retention import TIERS, Drop, RollUp, Tier, pl
 from paramd_service.control.store.schema import metric_points, metric_series
 from paramd_service.control.store.store import Store
 
+FLUSH_S = 1.0
+SWEEP_S = 60.0
+MAX_BUFFERED = 100_000
+"""Most samples waiting to be written; more are dropped and counted."""
+BATCH = 2_000
+"""Samples per write: small, so that an audit record queued behind it does not wait long."""
+MAX_SERIES_KNOWN = 100_000
+
 _P = metric_points.c
 _MS = 1000
+
+log = logging.getLogger("paramd.control.store")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -264,17 +271,6 @@ def _point(row: Row[Any]) -> Point:
     )
 
 
-FLUSH_S = 1.0
-SWEEP_S = 60.0
-MAX_BUFFERED = 100_000
-"""Most samples waiting to be written; more are dropped and counted."""
-BATCH = 2_000
-"""Samples per write: small, so that an audit record queued behind it does not wait long."""
-MAX_SERIES_KNOWN = 100_000
-
-log = logging.getLogger("paramd.control.store")
-
-
 class MetricHistory:
     """Buffered writer and reader of series. Single event loop; `start` to `stop` must lie within
     the store's."""
@@ -395,7 +391,7 @@ class MetricHistory:
                 try:
                     await self.sweep()
                 except StoreError as error:
-                    log.warning("metric history was not thinned out: %s", error)
+                    log.warning("metric history was not downsampled: %s", error)
 
 
 def _perform(step: RollUp | Drop, connection: Connection) -> None:

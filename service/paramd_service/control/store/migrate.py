@@ -80,9 +80,9 @@ def _upgrade(connection: Connection, found: str, address: StoreAddress) -> None:
     known = {revision.revision for revision in script.walk_revisions()}
     if found and found not in known:
         raise ConflictError(
-            f"the store {address} is of revision {found[:64]!r}, which this paramd does not know "
-            f"(it knows up to {REVISION!r}); a newer one has used it: run that one, or name "
-            "another store with PARAMD_STORE_URL"
+            f"the store {address} has revision {found[:64]!r}, written by a newer paramd (this "
+            f"one supports up to {REVISION!r}): run that version, or set PARAMD_STORE_URL to "
+            "another store"
         )
 
     def steps(revision: object, _context: object) -> list[object]:

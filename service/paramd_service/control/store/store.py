@@ -113,8 +113,8 @@ class Store:
             self._writes.put_nowait(_Write(work, then, done))
         except queue.Full:
             raise StoreError(
-                f"the store {self.address} is behind: {self._writes.maxsize} writes wait; "
-                "try again in a few seconds"
+                f"the store {self.address} is overloaded: {self._writes.maxsize} writes are "
+                "queued; try again in a few seconds"
             ) from None
         return done
 
@@ -131,7 +131,7 @@ class Store:
     def _read(self, work: Callable[[Connection], T]) -> T:
         assert self._engine is not None
         if not self._open:
-            raise StoreError(f"the store {self.address} is not open; the log says why")
+            raise StoreError(f"the store {self.address} is not open; see the log for the reason")
         with store_errors(self.address), self._engine.begin() as connection:
             return work(connection)
 

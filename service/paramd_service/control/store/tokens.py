@@ -53,7 +53,7 @@ class TokenStore:
         def work(connection: Connection) -> None:
             found = select(tokens.c.name).where(tokens.c.name == row.name)
             if connection.execute(found).first() is not None:
-                raise ConflictError(f"token {row.name!r}: the name has been used; take another")
+                raise ConflictError(f"token {row.name!r}: the name has been used; choose another")
             connection.execute(
                 insert(tokens).values(
                     name=row.name,

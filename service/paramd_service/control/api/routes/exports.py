@@ -26,7 +26,6 @@ from paramd_service.control.exports.documents import (
     schedule_document,
 )
 from paramd_service.control.exports.schedules import Cadence
-from paramd_service.control.exports.sidecars import kind_of
 from paramd_service.control.mesh.jobs import Incarnation
 
 MAX_LIMIT = 200
@@ -77,7 +76,7 @@ def router(services: Services) -> APIRouter:
         """Names and kinds of the places that exports may go to; never where they lead."""
         found = sorted(services.exports.destinations.values(), key=lambda one: one.name)
         return DestinationList(
-            destinations=[DestinationDocument(name=one.name, kind=kind_of(one)) for one in found]
+            destinations=[DestinationDocument(name=one.name, kind=one.kind.value) for one in found]
         )
 
     return routes

@@ -1,24 +1,15 @@
-"""Record mutations: the intent before the effect, the outcome after it, both in one chain.
+"""The audit: hash chains of records in the store, one chain per job.
 
-The chain's rows, appended one at a time, each after checking the last one.
-
-The head of each chain, kept in a file apart from the store.
-
-A chain alone cannot reveal that its end was truncated. The file has two one-line slots, written
-alternately, so a torn write loses only the newer line.
-
-Rate-limited audit of refused calls: some in full, the rest as a count.
+Audit records a mutation's intent before its effect and the outcome after it. HeadFiles keeps the
+head of each chain in a file apart from the store, because a chain alone cannot reveal that its
+end was truncated. Denials records refused calls at a bounded rate.
 """
 
 from __future__ import annotations
 
 import asyncio
-import hashlib
-import hmac
 import logging
 import os
-import secrets
-import tempfile
 import time
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager, suppress
@@ -37,6 +28,17 @@ from paramd_service.control.store.store import Store
 
 LOCK_KEY = 0x70617261_6D640002
 """PostgreSQL advisory lock held while appending."""
+
+SLOT_BYTES = 128
+
+HEAD_EVERY = 100
+"""Records of a chain between two log lines with its head."""
+
+BURST = 10.0
+PER_S = 0.2
+MAX_TEXT_CHARS = 200
+
+log = logging.getLogger("paramd.control.audit")
 
 
 class ChainBrokenError(Exception):
@@ -103,11 +105,11 @@ def _at(connection: Connection, job: str, seq: int) -> Head | None:
     return Head(seq, found) if found is not None else None
 
 
-SLOT_BYTES = 128
-
-
 class HeadFiles:
-    """The head files of one directory. Single thread."""
+    """The head files of one directory. Single thread.
+
+    A file has two one-line slots, written alternately, so a torn write loses only the newer line.
+    """
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
@@ -163,59 +165,6 @@ def _make_durable(descriptor: int, directory: Path) -> None:
         os.close(listing)
 
 
-KEY_BYTES = 32
-KEY_FILE = "audit.key"
-
-log = logging.getLogger("paramd.control.audit")
-
-HEAD_EVERY = 100
-"""Records of a chain between two log lines with its head."""
-
-
-@dataclass(frozen=True, slots=True)
-class Hidden:
-    """A value that the audit shows only as a keyed digest. Equal values have equal digests."""
-
-    value: bytes | str = field(repr=False)
-
-
-def load_key(directory: Path) -> bytes:
-    """The digest key, created if missing. Raises OSError."""
-    path = directory / KEY_FILE
-    if not path.exists():
-        _offer_key(path)
-    key = path.read_bytes()
-    if len(key) != KEY_BYTES:
-        raise OSError(f"{path} does not hold {KEY_BYTES} bytes; remove it")
-    return key
-
-
-def _offer_key(path: Path) -> None:
-    """Create the key atomically: written in full, then linked; the first of several wins."""
-    descriptor, written = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-    try:
-        with os.fdopen(descriptor, "wb") as file:
-            file.write(secrets.token_bytes(KEY_BYTES))
-            file.flush()
-            os.fsync(descriptor)
-        with suppress(FileExistsError):
-            os.link(written, path)
-    finally:
-        os.unlink(written)
-
-
-def shown(value: Any, key: bytes) -> Any:
-    """`value` with every nested `Hidden` replaced by its HMAC-SHA256."""
-    if isinstance(value, Hidden):
-        data = value.value.encode() if isinstance(value.value, str) else value.value
-        return {"hmac_sha256": hmac.new(key, data, hashlib.sha256).hexdigest()}
-    if isinstance(value, Mapping):
-        return {str(name): shown(found, key) for name, found in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [shown(found, key) for found in value]
-    return value
-
-
 class AuditUnavailableError(UnreachableError):
     """The audit cannot be written, so mutations are refused; reading still works."""
 
@@ -236,7 +185,7 @@ class Action:
     step: int = -1
     """-1: unknown or irrelevant."""
     detail: Mapping[str, Any] = field(default_factory=dict)
-    """JSON-serializable arguments; potential secrets as `Hidden`."""
+    """JSON-serializable arguments; never secrets."""
 
 
 class Entry:
@@ -264,7 +213,7 @@ class Audit:
         clock: Callable[[], float] = time.time,
         head_every: int = HEAD_EVERY,
     ) -> None:
-        """`directory` holds the heads and the digest key, apart from the store."""
+        """`directory` holds the heads, apart from the store."""
         self._store = store
         self._directory = directory
         self._clock = clock
@@ -272,7 +221,6 @@ class Audit:
         # Touched only by the store's writer thread.
         self._heads = HeadFiles(directory)
         self._known: dict[str, Head] = {}
-        self._key = b""
         self.failure = ""
         """Why the last record could not be written; empty if it was."""
 
@@ -371,7 +319,7 @@ class Audit:
                 log.error("the audit cannot be written, mutations are refused: %s", error)
             self.failure = str(error)
             raise AuditUnavailableError(
-                f"audit: it cannot be written ({error}); nothing was changed, reading goes on"
+                f"audit: it cannot be written ({error}); nothing was changed, reads continue"
             ) from error
         self.failure = ""
         return link.seq
@@ -379,8 +327,6 @@ class Audit:
     def _write(
         self, connection: Connection, *, job: str, body: Callable[[int], Mapping[str, Any]]
     ) -> Link:
-        if not self._key:
-            self._key = load_key(self._directory)
         if job not in self._known:
             self._known[job] = self._heads.read(job) or START
         return append(connection, job, self._known[job], body)
@@ -404,7 +350,7 @@ class Audit:
             "method": action.method,
             "incarnation": action.incarnation,
             "step": action.step,
-            "detail": shown(detail, self._key),
+            "detail": detail,
         }
         if entry is not None:
             body |= {"of": entry.seq, "result": entry.result}
@@ -417,11 +363,6 @@ def _named(error: BaseException) -> str:
 
 def _tell(job: str, head: Head) -> None:
     log.info("audit head of %s: %s", job or "the site", head)
-
-
-BURST = 10.0
-PER_S = 0.2
-MAX_TEXT_CHARS = 200
 
 
 class Denials:

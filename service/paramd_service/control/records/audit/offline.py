@@ -31,7 +31,7 @@ def main(arguments: Sequence[str]) -> int:
     )
     parser.add_argument("--job", default="", help="name of the job")
     parser.add_argument(
-        "--site", action="store_true", help="look where a site keeps it; without --job its own"
+        "--site", action="store_true", help="verify a site's store; without --job its own chain"
     )
     parser.add_argument("--head", action="append", default=[], help="SEQ:HASH, from the log")
     given = parser.parse_args(arguments)
@@ -54,7 +54,7 @@ def check_job(job: str, heads: Sequence[Head], *, site: bool) -> Verdict:
         UsageError, NotFoundError, StoreError: it cannot be checked.
     """
     if not job and not site:
-        raise UsageError("--job: which one? Or --site for a site's own audit")
+        raise UsageError("--job: name the job, or pass --site for a site's own audit")
     name = places.check_job_name(job) if job else ""
     directory = places.state_dir() / (SITE_DIRECTORY if site else name)
     address = parse_store(os.environ.get("PARAMD_STORE_URL", ""), directory=directory)

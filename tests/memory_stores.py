@@ -1,0 +1,69 @@
+"""In-memory stores for unit tests, with the interfaces of the production ones."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from paramd.errors import ConflictError, NotFoundError
+from paramd_service.control.alerts.book import Alert, Point, State
+from paramd_service.control.store.tokens import TokenRow
+
+MAX_KEPT = 2000
+
+
+class MemoryTokens:
+    """`TokenStore` in memory."""
+
+    def __init__(self) -> None:
+        self._rows: dict[str, TokenRow] = {}
+
+    async def create(self, row: TokenRow) -> None:
+        if row.name in self._rows:
+            raise ConflictError(f"token {row.name!r}: the name has been used; take another")
+        self._rows[row.name] = row
+
+    async def find(self, digest: str) -> TokenRow | None:
+        return next((row for row in self._rows.values() if row.digest == digest), None)
+
+    async def list(self) -> list[TokenRow]:
+        return [self._rows[name] for name in sorted(self._rows)]
+
+    async def revoke(self, name: str, *, now_s: float) -> TokenRow:
+        row = self._rows.get(name)
+        if row is None:
+            raise NotFoundError(f"token {name[:64]!r} does not exist; see: paramd token list")
+        if row.revoked_s is None:
+            row = TokenRow(
+                name=row.name,
+                digest=row.digest,
+                role=row.role,
+                created_s=row.created_s,
+                expires_s=row.expires_s,
+                revoked_s=now_s,
+            )
+            self._rows[name] = row
+        return row
+
+
+class MemoryStore:
+    """`KeptAlerts` in memory."""
+
+    def __init__(self) -> None:
+        self.alerts: dict[str, Alert] = {}
+        self.points: list[Point] = []
+
+    async def save_alerts(self, alerts: Sequence[Alert]) -> None:
+        for alert in alerts:
+            self.alerts[alert.id] = alert
+        while len(self.alerts) > MAX_KEPT:
+            del self.alerts[next(iter(self.alerts))]
+
+    async def load_firing(self, job: str, incarnation: int) -> Sequence[Alert]:
+        return [
+            alert
+            for alert in self.alerts.values()
+            if alert.state is State.FIRING and (alert.job, alert.incarnation) == (job, incarnation)
+        ]
+
+    def offer(self, points: Sequence[Point]) -> None:
+        self.points = [*self.points, *points][-MAX_KEPT:]

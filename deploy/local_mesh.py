@@ -1,7 +1,7 @@
 """A mesh on one machine: a site's control plane, and ranks that train the GPT example.
 
-Everything it makes lies in one temporary directory and goes with it: no state of this user,
-no other job and no other control plane is touched. Run by `deploy/local-mesh`.
+Everything it creates is in one temporary directory, removed at the end; the user's own state,
+jobs and control planes are not touched. Run by `deploy/local-mesh`.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ POLL_S = 0.3
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Runs the mesh until Ctrl-C, or until the training ends; returns the exit code."""
+    """Run the mesh until Ctrl-C or the end of the training; return the exit code."""
     chosen = parse(arguments)
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
@@ -44,12 +44,11 @@ def main(arguments: Sequence[str]) -> int:
     except KeyboardInterrupt:
         say("The mesh has ended.")
         return 0
-    say("The training has ended by itself; its last lines stand above.")
+    say("The training ended unexpectedly; see its last lines above.")
     return 1
 
 
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
-    """The options."""
     parser = argparse.ArgumentParser(prog="local-mesh", description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--ranks", type=int, default=4, help="1 to 16 (default 4)")
     parser.add_argument("--job", default="gpt", help="name of the job (default gpt)")
@@ -66,23 +65,23 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
 
 
 def run(chosen: argparse.Namespace, folder: Path) -> None:
-    """Starts the mesh and watches it. Returns when the training has ended by itself."""
+    """Start the mesh and wait; returns only if the training ends."""
     check_job_name(chosen.job)
     token_file = write_token(folder / "token")
-    # The ranks and their sidecars find these in their environment.
+    # Inherited by the ranks and their sidecars.
     os.environ["PARAMD_STATE_DIR"] = str(folder / "state")
     os.environ["PARAMD_TOKEN_FILE"] = str(token_file)
     for name in ("PARAMD_CONTROL", "PARAMD_TOKEN", "PARAMD_URL", "PARAMD_JOB"):
         os.environ.pop(name, None)
     with control_plane(chosen.listen, token_file, folder / "control.log") as url:
-        say(f"The control plane serves at {url}; {chosen.ranks} ranks start ...")
+        say(f"The control plane serves at {url}; starting {chosen.ranks} ranks ...")
         with started(chosen.job, folder, keep=True, ranks=chosen.ranks, control=url) as ranks:
             step = wait_until_well(url, token_file.read_text().strip(), ranks)
             introduce(chosen, url, token_file, step)
             try:
                 ranks.wait()
             except KeyboardInterrupt:
-                say("Ending it after the next step ...")
+                say("Stopping after the next step ...")
                 raise
             print(ranks.last_lines(), file=sys.stderr)
 
@@ -100,7 +99,7 @@ def control_plane(listen: str, token_file: Path, log_path: Path) -> Iterator[str
     """A site's control plane; yields its URL.
 
     Raises:
-        UnreachableError: it did not start; the text has its last words.
+        UnreachableError: it did not start; the message has its log.
     """
     command = [sys.executable, "-m", "paramd_service.control"]
     command += ["--listen", listen, "--token-file", str(token_file)]
@@ -110,7 +109,7 @@ def control_plane(listen: str, token_file: Path, log_path: Path) -> Iterator[str
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=log,
-            # A Ctrl-C in our terminal is ours; it ends after the ranks.
+            # Keeps Ctrl-C from reaching it: it has to outlive the ranks.
             start_new_session=True,
         )
     try:
@@ -132,14 +131,14 @@ def control_plane(listen: str, token_file: Path, log_path: Path) -> Iterator[str
 
 
 def wait_until_well(url: str, token: str, training: Training) -> int:
-    """Until every rank answers and has done an update; returns the step.
+    """Wait until every rank answers and has finished an update; return the step.
 
     Raises:
-        UnreachableError, DeadlineError: the training ended before, or it took too long.
+        UnreachableError, DeadlineError: the training ended first, or it took too long.
     """
     deadline_s = time.monotonic() + OPEN_S
     while True:
-        # Until it has registered there is no such job.
+        # Fails until the job has registered.
         with suppress(ParamdError), connect(url, token, job=training.job) as mesh:
             found = mesh.status()
             if found.step > 0 and not any(row.reason for row in found):
@@ -149,7 +148,7 @@ def wait_until_well(url: str, token: str, training: Training) -> int:
 
 
 def introduce(chosen: argparse.Namespace, url: str, token_file: Path, step: int) -> None:
-    """What to type in another terminal; on stdout."""
+    """Print to stdout what to type in another terminal."""
     print(
         f"All {chosen.ranks} ranks are well, at step {step}. In another terminal:\n\n"
         f"    export PARAMD_URL={url} PARAMD_JOB={chosen.job}\n"
@@ -157,7 +156,7 @@ def introduce(chosen: argparse.Namespace, url: str, token_file: Path, step: int)
         "    paramd status\n"
         "    paramd stats 'layers.0.*'\n"
         "    paramd summon 'head.*' -o head.safetensors\n\n"
-        "Ctrl-C ends it.",
+        "Ctrl-C stops everything.",
         flush=True,
     )
 

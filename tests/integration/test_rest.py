@@ -255,13 +255,13 @@ def test_a_viewer_has_no_statistics_that_are_values(rest: Ready) -> None:
         for path in ("stats", "histogram"):
             query = {"filter": name} if path == "stats" else {"name": name}
             told = viewer.get(f"/params/{path}", 403, **query)
-            assert "tell values" in told["detail"]
+            assert "reveal values" in told["detail"]
             admin.get(f"/params/{path}", 200, **query)
     viewer.get("/params", 403, filter=f"{small[0]} norm>1")
     viewer.get("/grads", 403, filter=small[0])
     # Nor over time.
     for name in small:
-        assert "tell values" in viewer.get("/history", 403, metric="norm", subject=name)["detail"]
+        assert "reveal values" in viewer.get("/history", 403, metric="norm", subject=name)["detail"]
         admin.get("/history", metric="norm", subject=name)
     assert viewer.get("/history", metric="norm", subject=large)["points"] == []
     viewer.get("/history", 404, metric="norm", subject="gone")

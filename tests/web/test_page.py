@@ -94,7 +94,7 @@ def test_numbers_and_values_are_those_of_the_api(tab: Tab, door: Door) -> None:
     wait_for("the values", lambda: tab.page.locator(".values td").count() == 16 * 8)
     told = door.get("params/values", name="still.weight[0:16, 0:8]")["values"]
     assert [cell.inner_text() for cell in tab.page.locator(".values td").all()] == told
-    tab.page.click("text=Where it lies")
+    tab.page.get_by_role("button", name="Placement", exact=True).click()
     pieces = tab.page.get_by_role("table", name="Pieces")
     wait_for("the pieces", lambda: "20:40, 0:48" in pieces.inner_text())
     tab.page.click("text=Heat map")

@@ -33,7 +33,7 @@ def test_an_edit_is_tried_confirmed_applied_and_undone(tab: Tab, door: Door) -> 
     assert norm(door) == before
     page.get_by_role("button", name="Apply").click()
     page.wait_for_selector("dialog[open]")
-    page.click("text=Leave it")
+    page.get_by_role("button", name="Cancel").click()
     assert norm(door) == before
     page.get_by_role("button", name="Apply").click()
     page.click("text=Change 40 elements of 1 tensors")
@@ -49,7 +49,7 @@ def test_an_edit_is_tried_confirmed_applied_and_undone(tab: Tab, door: Door) -> 
     assert "dry run" in page.locator(f"tr[data-edit='{dry['id']}']").inner_text()
     row.get_by_role("button", name="Show").click()
     page.click("text=Undo …")
-    page.click("text=Undo: bring back 40 elements")
+    page.click("text=Undo: restore 40 elements")
     wait_for("the undo", lambda: norm(door) == before)
     undo = wait_for("the log", lambda: door.get(f"edits/{told['id']}")["undone_by"])
     page.locator(f"tr[data-edit='{undo}']").get_by_text(f"undoes {told['id'][:8]}").wait_for()

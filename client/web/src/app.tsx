@@ -1,4 +1,4 @@
-/** The shell: who is signed in, which job, which view. */
+/** The shell: session, job and view. */
 
 import { type ReactNode, Suspense, lazy, useCallback, useEffect, useMemo, useState } from "react";
 
@@ -100,7 +100,7 @@ function SignedIn(props: {
               </Suspense>
             </Boundary>
           ) : (
-            jobs.data && <Empty>No job has registered here. In a training script: paramd.attach(model, optimizer, job="…")</Empty>
+            jobs.data && <Empty>No job has registered yet. In a training script: paramd.attach(model, optimizer, job="…")</Empty>
           )}
         </main>
       </div>
@@ -181,19 +181,19 @@ function Side(props: {
   );
 }
 
-/** On a phone the views lie in a row that scrolls. */
+/** On a phone the views are a scrolling row. */
 function showLink(link: HTMLAnchorElement | null): void {
   link?.scrollIntoView({ block: "nearest", inline: "nearest" });
 }
 
-/** The page says so when what it shows is no longer being told. */
+/** Warns when the data shown is no longer updated. */
 function Offline(props: { problem: string | null }): ReactNode {
   const { live } = useShared();
-  if (props.problem) return <Trouble>{props.problem}; it is asked again, what is below is old</Trouble>;
+  if (props.problem) return <Trouble>{props.problem}; retrying, the data below is old</Trouble>;
   if (live.problem && live.time_s > 0) {
     return (
       <p className="offline" role="status">
-        The event stream is interrupted ({live.problem}); changes show with the next poll.
+        The event stream is interrupted ({live.problem}); changes appear with the next poll.
       </p>
     );
   }

@@ -6,8 +6,8 @@ import { createRoot } from "react-dom/client";
 
 import { App } from "./app";
 
-// The server's policy forbids markup from strings. The canvas library empties an element that
-// way, so the empty string, and nothing else, is let through.
+// The server's policy (trusted types) forbids markup from strings. The canvas library clears an
+// element that way, so the empty string, and nothing else, is allowed.
 (window as { trustedTypes?: { createPolicy: (name: string, rules: object) => unknown } }).trustedTypes?.createPolicy(
   "default",
   { createHTML: (text: string) => (text === "" ? "" : null) },

@@ -1,4 +1,4 @@
-/** Calls of the REST API, typed by its OpenAPI document: a break of contract does not compile. */
+/** REST API calls, typed by its OpenAPI document: a contract violation does not compile. */
 
 import type { paths } from "./schema";
 
@@ -28,7 +28,7 @@ export interface Options<O> {
   signal?: AbortSignal | undefined;
 }
 
-/** An answer that says what is wrong (RFC 9457), or none at all (status 0). */
+/** A problem document (RFC 9457), or no response at all (status 0). */
 export class ApiError extends Error {
   constructor(
     readonly status: number,
@@ -53,7 +53,7 @@ export function keepSessionKey(key: string): void {
   else localStorage.removeItem(KEY);
 }
 
-/** Calls back when the server says that nobody is signed in. */
+/** Subscribe to 401 responses, which mean that the session is over. */
 export function onSignedOut(listener: () => void): () => void {
   listeners.add(listener);
   return () => listeners.delete(listener);
@@ -80,7 +80,7 @@ export function del<P extends With<"delete">>(
   return call("delete", path, options) as Promise<Answer<P, "delete">>;
 }
 
-/** Signs in; the token is sent once, in a header, and kept nowhere in the page. */
+/** Sign in. The token is sent once, in a header, and never stored. */
 export async function signIn(token: string): Promise<Answer<"/api/v1/session", "post">> {
   const answer = await send("post", "/api/v1/session", { authorization: `Bearer ${token}` });
   const session = (await answer.json()) as Answer<"/api/v1/session", "post">;
@@ -88,12 +88,12 @@ export async function signIn(token: string): Promise<Answer<"/api/v1/session", "
   return session;
 }
 
-/** The text of an answer that is not JSON, such as metrics. */
+/** A response that is not JSON, such as metrics. */
 export async function text(path: string, signal?: AbortSignal): Promise<string> {
   return (await send("get", path, {}, undefined, signal)).text();
 }
 
-/** A response whose body is still coming: server-sent events. */
+/** A streaming response of server-sent events. */
 export function stream(
   path: string,
   headers: Record<string, string>,
@@ -160,7 +160,7 @@ async function send(
   }
   if (answer.ok) return answer;
   const problem = await problemOf(answer);
-  if (answer.status === 401 && !headers["authorization"]) for (const told of listeners) told();
+  if (answer.status === 401 && !headers["authorization"]) for (const listener of listeners) listener();
   throw problem;
 }
 

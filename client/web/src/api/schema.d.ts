@@ -13,7 +13,7 @@ export interface paths {
         };
         /**
          * List Own Audit
-         * @description What was done with the control plane itself: tokens, starts, stops, refusals.
+         * @description Audit of the control plane itself: tokens, starts, stops, refusals.
          */
         get: operations["list_own_audit"];
         put?: never;
@@ -33,7 +33,7 @@ export interface paths {
         };
         /**
          * List Destinations
-         * @description Names and kinds of the places that exports may go to; never where they lead.
+         * @description Names and kinds of the configured destinations, without their paths or URLs.
          */
         get: operations["list_destinations"];
         put?: never;
@@ -53,13 +53,13 @@ export interface paths {
         };
         /**
          * List Jobs
-         * @description Jobs that this control plane serves, each in its last incarnation.
+         * @description Jobs of this control plane, each in its last incarnation.
          */
         get: operations["list_jobs"];
         put?: never;
         /**
          * Register Job
-         * @description Begins a new incarnation of a job that attaches, at a site; the older one is over.
+         * @description Begin a new incarnation of a job; the previous one ends.
          */
         post: operations["register_job"];
         delete?: never;
@@ -77,7 +77,7 @@ export interface paths {
         };
         /**
          * Get Job
-         * @description A job, its sidecars, and a fresh ticket that permits what the token does.
+         * @description A job, its sidecars, and a fresh ticket with the rights of the token.
          */
         get: operations["get_job"];
         put?: never;
@@ -97,8 +97,10 @@ export interface paths {
         };
         /**
          * List Alerts
-         * @description Alerts of the job's last incarnation, as they stand now; of a past one as they were kept:
-         *     the newest first, and firing where the control plane ended before they were over.
+         * @description Alerts of the job's last incarnation as they are now, or of a past one as stored.
+         *
+         *     Past alerts come newest first, and are still firing if the control plane ended before
+         *     they were resolved.
          */
         get: operations["list_alerts"];
         put?: never;
@@ -118,7 +120,7 @@ export interface paths {
         };
         /**
          * List Audit
-         * @description What was done with a job; embedded, also with its control plane.
+         * @description Audit of a job; of an embedded control plane, too.
          */
         get: operations["list_audit"];
         put?: never;
@@ -138,14 +140,14 @@ export interface paths {
         };
         /**
          * List Edits
-         * @description Edits of the job, of all its incarnations, newest first.
+         * @description Edits of the job in all its incarnations, newest first.
          */
         get: operations["list_edits"];
         put?: never;
         /**
          * Create Edit
-         * @description Make an edit. Without data it is applied at once; with data it waits for the upload and
-         *     for commit_edit. Idempotent by id.
+         * @description Create an edit. Without data it is applied at once; with data it waits for the upload
+         *     and for commit_edit. Idempotent by id.
          */
         post: operations["create_edit"];
         delete?: never;
@@ -163,16 +165,16 @@ export interface paths {
         };
         /**
          * Get Edit
-         * @description An edit, when it has ended or after `wait_s`; of an applied one also whether the
-         *     sidecars still keep what undoes it.
+         * @description An edit, once it has ended or after `wait_s`. If applied, the sidecars are asked
+         *     whether it can still be undone.
          */
         get: operations["get_edit"];
         put?: never;
         post?: never;
         /**
          * Abort Edit
-         * @description Call an edit off, unless the trainers may have agreed on it: the state tells. Its
-         *     author's token, or an admin's. Idempotent.
+         * @description Abort an edit, unless the trainers may have agreed on it: check the state returned.
+         *     Needs its author's token, or an admin's. Idempotent.
          */
         delete: operations["abort_edit"];
         options?: never;
@@ -191,7 +193,7 @@ export interface paths {
         put?: never;
         /**
          * Commit Edit
-         * @description Have an edit applied whose data has been uploaded. Its author's token, or an admin's.
+         * @description Apply an edit whose data has been uploaded. Needs its author's token, or an admin's.
          *     Idempotent.
          */
         post: operations["commit_edit"];
@@ -212,7 +214,7 @@ export interface paths {
         put?: never;
         /**
          * Preview Edit
-         * @description Numbers before and after a staged edit, which stays as it is.
+         * @description Compute the statistics before and after a staged edit, without applying it.
          */
         post: operations["preview_edit"];
         delete?: never;
@@ -232,8 +234,8 @@ export interface paths {
         put?: never;
         /**
          * Undo Edit
-         * @description Make an edit that undoes an applied one. Optimizer state that it zeroed stays zero; the
-         *     note says so. Idempotent by id.
+         * @description Create an edit that undoes an applied one. Optimizer state that was zeroed stays zero;
+         *     the note says so. Idempotent by id.
          */
         post: operations["undo_edit"];
         delete?: never;
@@ -253,9 +255,9 @@ export interface paths {
          * Follow Events
          * @description Changes of ranks, steps (once a second), incarnations, alerts and snapshots.
          *
-         *     Kinds: hello (first), gap (`missed` events are not kept; -1 when nobody knows how
-         *     many), rank, step, incarnation, alert, snapshot. A comment every 15 s keeps the line alive.
-         *     A reader that does not read is disconnected, and goes on with Last-Event-ID.
+         *     Kinds: hello (first), gap (`missed` events are no longer kept; -1: unknown number),
+         *     rank, step, incarnation, alert, snapshot. A comment every 15 s keeps the connection
+         *     alive. A client that stops reading is disconnected and resumes with Last-Event-ID.
          */
         get: operations["follow_events"];
         put?: never;
@@ -277,7 +279,7 @@ export interface paths {
         put?: never;
         /**
          * Store Export Asset
-         * @description Send a part of a small file that is to be copied beside an export. Idempotent.
+         * @description Upload a part of a small file to be stored next to an export. Idempotent.
          */
         post: operations["store_export_asset"];
         delete?: never;
@@ -295,7 +297,7 @@ export interface paths {
         };
         /**
          * Read Export File
-         * @description Up to 8 MiB of a file of a finished export; its size stands in paramd-file-bytes.
+         * @description Up to 8 MiB of a file of a finished export; header paramd-file-bytes has its size.
          */
         get: operations["read_export_file"];
         put?: never;
@@ -321,7 +323,7 @@ export interface paths {
         put?: never;
         /**
          * Create Schedule
-         * @description Have exports begin by themselves, from now on. Idempotent with an id.
+         * @description Create a schedule that starts exports. Idempotent with an id.
          */
         post: operations["create_schedule"];
         delete?: never;
@@ -342,7 +344,7 @@ export interface paths {
         post?: never;
         /**
          * Delete Schedule
-         * @description End a schedule. What it exported stays; an export under way goes on.
+         * @description Delete a schedule. Its exports stay, and a running one continues.
          */
         delete: operations["delete_schedule"];
         options?: never;
@@ -365,7 +367,7 @@ export interface paths {
         put?: never;
         /**
          * Create Export
-         * @description Begin an export of one step; follow it with get_export. Idempotent with an id.
+         * @description Start an export of one step; poll get_export for progress. Idempotent with an id.
          */
         post: operations["create_export"];
         delete?: never;
@@ -383,14 +385,14 @@ export interface paths {
         };
         /**
          * Get Export
-         * @description One export with its files, as it stands now.
+         * @description One export and its files.
          */
         get: operations["get_export"];
         put?: never;
         post?: never;
         /**
          * Cancel Export
-         * @description End an export; what it wrote is removed. Idempotent; refused once it is over.
+         * @description Cancel an export and remove what it wrote. Idempotent; refused once it has finished.
          */
         delete: operations["cancel_export"];
         options?: never;
@@ -407,13 +409,13 @@ export interface paths {
         };
         /**
          * Follow Grads
-         * @description Statistics of the gradients that each n-th update consumes, over all ranks.
+         * @description Statistics of the gradients consumed by every n-th update, over all ranks.
          *
          *     Events of kind frame:
          *     `{job, incarnation, step, dropped, clip: {factor}, scale, total, params}`.
-         *     What a reader is too slow for is dropped and counted; training never waits. The last
-         *     event is of kind end: the training detached, or a problem document says why not. A
-         *     comment every 15 s keeps the line alive.
+         *     Frames that a slow reader misses are dropped and counted; training never waits. The last
+         *     event is of kind end: the training detached, or a status and detail give the error. A
+         *     comment every 15 s keeps the connection alive.
          */
         get: operations["follow_grads"];
         put?: never;
@@ -433,9 +435,9 @@ export interface paths {
         };
         /**
          * Get History
-         * @description A number over time, as fine as it is still kept: samples of the last hour, then
-         *     minutes for a day, then tens of minutes for a month. Norms are noted of tensors that
-         *     the watch has sampled; those of small tensors are for readers.
+         * @description A metric over time at the finest resolution still kept: samples for an hour, minutes
+         *     for a day, tens of minutes for a month. Norms exist for tensors that the watch sampled;
+         *     those of small tensors need a reader's token.
          */
         get: operations["get_history"];
         put?: never;
@@ -455,7 +457,7 @@ export interface paths {
         };
         /**
          * List Series
-         * @description What was noted in an incarnation, by name; what began in the last seconds may lack.
+         * @description Series of an incarnation, by name; those begun in the last seconds may be missing.
          */
         get: operations["list_series"];
         put?: never;
@@ -475,18 +477,18 @@ export interface paths {
         };
         /**
          * Get Hold
-         * @description Whether training waits at a boundary on request, and who holds it.
+         * @description Whether training is held at a boundary, and by whom.
          */
         get: operations["get_hold"];
         put?: never;
         /**
          * Begin Hold
-         * @description Have all ranks wait at one boundary; answers when they do. The lease ends by itself.
+         * @description Hold all ranks at one boundary; returns once they wait. Ends with its lease.
          */
         post: operations["begin_hold"];
         /**
          * End Hold
-         * @description Let training go on. Idempotent.
+         * @description Resume training. Idempotent.
          */
         delete: operations["end_hold"];
         options?: never;
@@ -505,7 +507,7 @@ export interface paths {
         put?: never;
         /**
          * Renew Hold
-         * @description Let the lease end later, counted from now; trainers cap a hold at 300 s. Idempotent.
+         * @description Extend the lease, counted from now; trainers cap a hold at 300 s. Idempotent.
          */
         post: operations["renew_hold"];
         delete?: never;
@@ -525,7 +527,7 @@ export interface paths {
         put?: never;
         /**
          * Step Hold
-         * @description Let held training finish some updates and wait again, under the same lease.
+         * @description Let held training finish some updates and hold again, under the same lease.
          */
         post: operations["step_hold"];
         delete?: never;
@@ -543,7 +545,7 @@ export interface paths {
         };
         /**
          * List Incarnations
-         * @description Incarnations of the job, the present one last.
+         * @description Incarnations of the job, the current one last.
          */
         get: operations["list_incarnations"];
         put?: never;
@@ -563,10 +565,10 @@ export interface paths {
         };
         /**
          * List Params
-         * @description Names, shapes, dtypes and placements of the parameters and buffers that match.
+         * @description Names, shapes, dtypes and placements of the matching parameters and buffers.
          *
-         *     Terms about statistics are compared at one step; buffers do not match those, nor do
-         *     small tensors for who may not read values.
+         *     Terms about statistics are evaluated at one step. Buffers never match them, nor do
+         *     small tensors if the caller may not read values.
          */
         get: operations["list_params"];
         put?: never;
@@ -586,7 +588,7 @@ export interface paths {
         };
         /**
          * Get Param
-         * @description One tensor, and which rank holds which part of it.
+         * @description One tensor, and which part of it each rank holds.
          */
         get: operations["get_param"];
         put?: never;
@@ -606,7 +608,7 @@ export interface paths {
         };
         /**
          * Get Heatmap
-         * @description One tensor, or the slice at the name's end, as a picture; zoom by a smaller slice.
+         * @description Heat map of one tensor or a slice of it; zoom in with a smaller slice.
          */
         get: operations["get_heatmap"];
         put?: never;
@@ -626,10 +628,10 @@ export interface paths {
         };
         /**
          * Get Histogram
-         * @description Elements of one tensor between equal bins. Binary exponents are with the statistics.
+         * @description Histogram of one tensor with equal bins. Binary exponents come with get_stats.
          *
-         *     Who may not read values has no small tensors, at least 16 elements for each bin (fewer
-         *     bins are given than were asked for), and no bounds of its own choice.
+         *     A caller who may not read values gets no small tensors, no more than one bin per 16
+         *     elements, and no bounds of its own.
          */
         get: operations["get_histogram"];
         put?: never;
@@ -649,11 +651,11 @@ export interface paths {
         };
         /**
          * Get Stats
-         * @description Statistics of every tensor that matches, all at one step.
+         * @description Statistics of every matching tensor, all at one step.
          *
-         *     The total is over what globs and facts chose, whatever terms about statistics left of
-         *     it. Tensors of ranks that are gone are listed as missing, and so are small ones for who
-         *     may not read values.
+         *     The total covers the tensors selected by globs and facts, also those that terms about
+         *     statistics drop. Tensors of unavailable ranks are listed as missing, and so are small
+         *     ones if the caller may not read values.
          */
         get: operations["get_stats"];
         put?: never;
@@ -673,7 +675,7 @@ export interface paths {
         };
         /**
          * Get Values
-         * @description Elements of one tensor, or of the slice at the name's end, as exact text.
+         * @description Elements of one tensor or a slice of it, as exact text.
          */
         get: operations["get_values"];
         put?: never;
@@ -693,7 +695,7 @@ export interface paths {
         };
         /**
          * List Ranks
-         * @description Every rank, with the reason when something is not as it should be.
+         * @description All ranks, with the reason for every state that is not ok.
          */
         get: operations["list_ranks"];
         put?: never;
@@ -713,7 +715,7 @@ export interface paths {
         };
         /**
          * Get Rank Metrics
-         * @description One sidecar's own metrics, asked of it now; Prometheus text format.
+         * @description One sidecar's own metrics, fetched now; Prometheus text format.
          */
         get: operations["get_rank_metrics"];
         put?: never;
@@ -733,13 +735,13 @@ export interface paths {
         };
         /**
          * List Snapshots
-         * @description Snapshots held here, and every sidecar's leases; ranks that do not say are marked.
+         * @description Snapshots held over REST, and the leases at every sidecar; silent ranks are marked.
          */
         get: operations["list_snapshots"];
         put?: never;
         /**
          * Create Snapshot
-         * @description Pins all that matches at one step, on every rank that is needed. Not idempotent.
+         * @description Pin all matching tensors at one step, on every rank needed. Not idempotent.
          */
         post: operations["create_snapshot"];
         delete?: never;
@@ -757,16 +759,16 @@ export interface paths {
         };
         /**
          * Get Snapshot
-         * @description A snapshot that is held.
+         * @description One held snapshot.
          */
         get: operations["get_snapshot"];
         put?: never;
         post?: never;
         /**
          * Release Snapshot
-         * @description Ends the lease. Idempotent: what has ended is no error.
+         * @description End the lease. Idempotent: a lease that has ended is no error.
          *
-         *     Only with the token that pinned it, or by an admin.
+         *     Needs the token that pinned it, or an admin's.
          */
         delete: operations["release_snapshot"];
         options?: never;
@@ -785,9 +787,9 @@ export interface paths {
         put?: never;
         /**
          * Renew Snapshot
-         * @description Lets the lease end later (or sooner), counted from now. Idempotent.
+         * @description Set the lease to end later (or sooner), counted from now. Idempotent.
          *
-         *     Only with the token that pinned it, or by an admin.
+         *     Needs the token that pinned it, or an admin's.
          */
         post: operations["renew_snapshot"];
         delete?: never;
@@ -805,16 +807,16 @@ export interface paths {
         };
         /**
          * Get Session
-         * @description Who the token or the session is, and what it may do here.
+         * @description The identity of the token or session, and what it may do here.
          */
         get: operations["get_session"];
         put?: never;
         /**
          * Create Session
-         * @description Sign in with the Authorization header; the answer sets a cookie and tells its key.
+         * @description Sign in with the Authorization header; the response sets a cookie and has its key.
          *
-         *     The cookie is HttpOnly and SameSite=Strict. Both are needed from then on, and are
-         *     worth what the token is: nothing once it is revoked.
+         *     The cookie is HttpOnly and SameSite=Strict. Later requests need both; they carry the
+         *     token's rights and end when it is revoked.
          */
         post: operations["create_session"];
         /**
@@ -836,13 +838,13 @@ export interface paths {
         };
         /**
          * List Tokens
-         * @description All tokens by name, role and validity.
+         * @description All tokens, with name, role and validity.
          */
         get: operations["list_tokens"];
         put?: never;
         /**
          * Create Token
-         * @description Make a token. It is shown now and never again; only its hash is kept.
+         * @description Create a token. It is shown only in this response; only its hash is stored.
          */
         post: operations["create_token"];
         delete?: never;
@@ -863,7 +865,7 @@ export interface paths {
         post?: never;
         /**
          * Revoke Token
-         * @description Make a token worthless, at once and for ever. Idempotent.
+         * @description Revoke a token, at once and for good. Idempotent.
          */
         delete: operations["revoke_token"];
         options?: never;
@@ -966,24 +968,24 @@ export interface components {
         };
         /**
          * AlertPage
-         * @description A page of alerts: what fires first, then what is over; the newest first in both.
+         * @description A page of alerts: firing ones, then resolved ones, each newest first.
          */
         AlertPage: {
             /** Alerts */
             alerts: components["schemas"]["AlertDocument"][];
             /**
              * Firing Count
-             * @description Alerts that fire now, on all pages; 0 of a past incarnation
+             * @description Alerts firing now, on all pages; 0 for a past incarnation
              */
             firing_count: number;
             /**
              * Incarnation
-             * @description Whose alerts these are
+             * @description The alerts' incarnation
              */
             incarnation: number;
             /**
              * Next Page Token
-             * @description Ask with it for the next page; empty at the end
+             * @description Pass it to get the next page; empty at the end
              */
             next_page_token: string;
             /**
@@ -1035,22 +1037,22 @@ export interface components {
         AuditPage: {
             /**
              * Anchor Hash
-             * @description Its hash; compare with what the log told
+             * @description Its hash; compare it with the one in the log
              */
             anchor_hash: string;
             /**
              * Anchor Seq
-             * @description The last record, as the file apart from the store has it
+             * @description The last record, from the anchor file kept off the store
              */
             anchor_seq: number;
             /**
              * Job
-             * @description Whose chain it is; empty: the site's own
+             * @description Job of the chain; empty: the site's own chain
              */
             job: string;
             /**
              * Next Page Token
-             * @description Ask with it for the next page; empty at the end
+             * @description Pass it to get the next page; empty at the end
              */
             next_page_token: string;
             /** Records */
@@ -1058,7 +1060,7 @@ export interface components {
         };
         /**
          * AuditRecord
-         * @description One record. An intent comes before its effect, its outcome after it.
+         * @description One record. An intent precedes its effect, an outcome follows it.
          * @example {
          *       "actor": "owner",
          *       "body": "{\"actor\":\"owner\", ...}",
@@ -1097,7 +1099,7 @@ export interface components {
             };
             /**
              * Hash
-             * @description sha256(hash of the record before || body), hexadecimal
+             * @description sha256(previous record's hash || body), hexadecimal
              */
             hash: string;
             /**
@@ -1107,7 +1109,7 @@ export interface components {
             incarnation: number;
             /**
              * Kind
-             * @description intent, outcome, or event (no effect of ours)
+             * @description intent, outcome, or event (not an action of the service)
              */
             kind: string;
             /**
@@ -1117,24 +1119,24 @@ export interface components {
             method: string;
             /**
              * Of
-             * @description An outcome's intent
+             * @description Of an outcome: seq of its intent
              */
             of: number | null;
             /**
              * Result
-             * @description An outcome: "done", "failed: <why>" or a word
+             * @description Of an outcome: "done", "failed: <why>" or a word
              */
             result: string | null;
             /** Role */
             role: string;
             /**
              * Seq
-             * @description Position in the chain, 1 and up without gaps
+             * @description Position in the chain, from 1, without gaps
              */
             seq: number;
             /**
              * Step
-             * @description -1: not known, or of no matter
+             * @description -1: unknown or not applicable
              */
             step: number;
             /**
@@ -1166,25 +1168,25 @@ export interface components {
         };
         /**
          * EditDocument
-         * @description An edit as it is told now.
+         * @description An edit and its state.
          */
         EditDocument: {
             /**
              * Actor
-             * @description Name of the token of who asked for it
+             * @description Name of the token that created it
              */
             actor: string;
             after: components["schemas"]["RangeDocument"] | null;
-            /** @description null: not known, or not for your token's role */
+            /** @description null: unknown, or the token's role may not see it */
             before: components["schemas"]["RangeDocument"] | null;
             /**
              * Boundary
-             * @description Number of its request to the trainers; 0: none yet
+             * @description Number of its boundary request; 0: none yet
              */
             boundary: number;
             /**
              * Committed By
-             * @description And of who had it applied; null: nobody yet
+             * @description Name of the token that committed it; or null
              */
             committed_by: string | null;
             /**
@@ -1194,12 +1196,12 @@ export interface components {
             created_s: number;
             /**
              * Dry Run
-             * @description It was only to tell before and after; it ends as ABORTED
+             * @description Only computes the statistics before and after; ends as ABORTED
              */
             dry_run: boolean;
             /**
              * Ended S
-             * @description null while it goes on
+             * @description null until it ends
              */
             ended_s: number | null;
             /** Id */
@@ -1219,23 +1221,23 @@ export interface components {
             reason: string;
             /**
              * Size Bytes
-             * @description Of the elements it names, replicas counted once
+             * @description Size of the elements it names, replicas counted once
              */
             size_bytes: number;
             /**
              * State
-             * @description APPLIED, ABORTED and LOST never change
+             * @description APPLIED, ABORTED and LOST are final
              * @enum {string}
              */
             state: "STAGING" | "STAGED" | "COMMITTED" | "APPLIED" | "ABORTED" | "LOST";
             /**
              * Step
-             * @description Step at whose boundary it was applied; -1: it was not
+             * @description Step at whose boundary it was applied; -1: not applied
              */
             step: number;
             /**
              * Stop Ms
-             * @description Longest time that it kept a trainer
+             * @description Longest time it stopped a trainer
              */
             stop_ms: number | null;
             undo: components["schemas"]["UndoDocument"];
@@ -1246,7 +1248,7 @@ export interface components {
             undo_of: string | null;
             /**
              * Undone By
-             * @description Edit that has undone this one
+             * @description Edit that undid this one
              */
             undone_by: string | null;
         };
@@ -1259,40 +1261,40 @@ export interface components {
             edits: components["schemas"]["EditDocument"][];
             /**
              * Next Page Token
-             * @description Ask with it for older ones; empty at the end
+             * @description Pass it to get older ones; empty at the end
              */
             next_page_token: string;
         };
         /**
          * EditRequest
-         * @description An edit to be made, on all ranks at one step or on none.
+         * @description An edit, applied on all ranks at one step or on none.
          */
         EditRequest: {
             /**
              * Allow Nonfinite
-             * @description NaN and infinities are wanted; admins only
+             * @description Permit NaN and infinities; admins only
              * @default false
              */
             allow_nonfinite: boolean;
             /**
              * Dry Run
-             * @description Only tell the numbers before and after
+             * @description Only compute the statistics before and after
              * @default false
              */
             dry_run: boolean;
             /**
              * Id
-             * @description Names it for ever: asking twice makes it once; made up when absent
+             * @description Idempotency id, never reusable; generated when absent
              */
             id?: string | null;
             /**
              * If Step
-             * @description Apply it at the boundary of this step, or abort: hold training first, or it goes on before all ranks have agreed
+             * @description Apply at the boundary of this step, or abort. Hold training first, or it moves past the step before all ranks have agreed
              */
             if_step?: number | null;
             /**
              * Note
-             * @description Why; for the audit
+             * @description Reason, for the audit
              * @default
              */
             note: string;
@@ -1306,7 +1308,7 @@ export interface components {
             reset_moments: boolean;
             /**
              * Wait S
-             * @description Longest wait for its end, in seconds
+             * @description Seconds to wait for it to end
              * @default 30
              */
             wait_s: number;
@@ -1501,13 +1503,13 @@ export interface components {
         };
         /**
          * GradKind
-         * @description What a frame says of each gradient.
+         * @description What a frame has of each gradient.
          * @enum {string}
          */
         GradKind: "stats" | "histogram";
         /**
          * HeatmapDocument
-         * @description A tensor as a picture: a matrix shrunk to cells, at one step.
+         * @description Heat map of a tensor at one step: a matrix reduced to cells.
          * @example {
          *       "cell_col_count": 2,
          *       "cell_row_count": 1,
@@ -1534,7 +1536,7 @@ export interface components {
             cell_col_count: number;
             /**
              * Cell Row Count
-             * @description Rows of the picture; row r of the matrix is in floor(r * this / row_count)
+             * @description Rows of cells; row r of the matrix is in floor(r * this / row_count)
              */
             cell_row_count: number;
             /**
@@ -1560,19 +1562,19 @@ export interface components {
             row_count: number;
             /**
              * Row Dims
-             * @description How many first dims count rows; the others count columns
+             * @description Leading dims that form the rows; the others form columns
              */
             row_dims: number;
             /**
              * Shape
-             * @description Shape of what is shown: the tensor's, or the slice's
+             * @description Shape of the tensor or slice shown
              */
             shape: number[];
             /** Step */
             step: number;
             /**
              * Values
-             * @description Row-major, 7 digits; over the finite elements, null where there is none
+             * @description Row-major, 7 digits; over the finite elements, null if there are none
              */
             values: (number | null)[];
         };
@@ -1598,7 +1600,7 @@ export interface components {
         };
         /**
          * HistogramDocument
-         * @description How many elements of one tensor lie where, at one step.
+         * @description Histogram of one tensor at one step.
          * @example {
          *       "above_count": 0,
          *       "below_count": 0,
@@ -1631,12 +1633,12 @@ export interface components {
             below_count: number;
             /**
              * Counts
-             * @description One less than edges
+             * @description One per bin: one fewer than edges
              */
             counts: number[];
             /**
              * Edges
-             * @description Rising; bin i is edges[i] <= x < edges[i+1]
+             * @description Ascending; bin i is edges[i] <= x < edges[i+1]
              */
             edges: number[];
             /** Incarnation */
@@ -1665,7 +1667,7 @@ export interface components {
         HistoryDocument: {
             /**
              * Cut
-             * @description There are more: ask again from the last point on
+             * @description There are more points: ask again from the last one on
              */
             cut: boolean;
             /** Incarnation */
@@ -1684,19 +1686,19 @@ export interface components {
         };
         /**
          * HoldDocument
-         * @description Whether training waits at a boundary on request.
+         * @description Whether training is held at a boundary.
          */
         HoldDocument: {
             /**
              * Holder
-             * @description Who holds it: name of the token, and a mark of its own
+             * @description Who holds it: the token's name and a unique suffix
              */
             holder: string;
             /** Lease Left S */
             lease_left_s: number;
             /**
              * Since S
-             * @description Seconds since the Unix epoch; null when not known
+             * @description Seconds since the Unix epoch; null when unknown
              */
             since_s: number | null;
             /**
@@ -1706,29 +1708,29 @@ export interface components {
             state: "running" | "pausing" | "held" | "stepping";
             /**
              * Step
-             * @description Finished updates; -1 when no rank tells
+             * @description Finished updates; -1 when no rank reports it
              */
             step: number;
             /**
              * Steps Left
-             * @description Boundaries that may pass before it waits again
+             * @description Boundaries it may still pass before it is held again
              */
             steps_left: number;
         };
         /**
          * HoldRequest
-         * @description For how long.
+         * @description A hold's lease.
          */
         HoldRequest: {
             /**
              * Holder
-             * @description As the answer to begin_hold named it; empty: the one of this token
+             * @description Holder returned by begin_hold; empty: the hold of this token
              * @default
              */
             holder: string;
             /**
              * Lease S
-             * @description Seconds from now on; then training goes on by itself
+             * @description Seconds from now; training resumes when they are over
              * @default 30
              */
             lease_s: number;
@@ -1745,19 +1747,19 @@ export interface components {
             began_s: number;
             /**
              * Ended S
-             * @description null while it goes on
+             * @description null until it ends
              */
             ended_s: number | null;
             /** Incarnation */
             incarnation: number;
             /**
              * Reason
-             * @description Why it is over; empty while it goes on
+             * @description Why it ended; empty until it ends
              */
             reason: string;
             /**
              * Step
-             * @description Last step known at its end; -1 when none is
+             * @description Last known step when it ended; -1 when unknown
              */
             step: number;
             /** World Size */
@@ -1765,7 +1767,7 @@ export interface components {
         };
         /**
          * IncarnationList
-         * @description Incarnations of a job, the present one last.
+         * @description Incarnations of a job, oldest first.
          */
         IncarnationList: {
             /** Incarnations */
@@ -1773,7 +1775,7 @@ export interface components {
         };
         /**
          * JobDocument
-         * @description A job, how to reach its sidecars, and a ticket that lets a reader in.
+         * @description A job, its sidecars' addresses, and a ticket for them.
          */
         JobDocument: {
             /**
@@ -1788,7 +1790,7 @@ export interface components {
             hold: string;
             /**
              * Incarnation
-             * @description Incarnation of the job
+             * @description Last incarnation of the job
              */
             incarnation: number;
             /**
@@ -1803,7 +1805,7 @@ export interface components {
             joined_count: number;
             /**
              * Layout Digest
-             * @description Layout in force; empty while none is agreed
+             * @description Current layout; empty until one is agreed
              */
             layout_digest: string;
             /**
@@ -1823,12 +1825,12 @@ export interface components {
             state: string;
             /**
              * Step
-             * @description Lowest step that a joined rank reported; -1 when none is
+             * @description Lowest step reported by a joined rank; -1 when none is joined
              */
             step: number;
             /**
              * Ticket
-             * @description Signed; role reader; goes into gRPC metadata, nowhere else
+             * @description Signed, with the token's rights; for gRPC metadata only
              */
             ticket: string;
             /**
@@ -1852,12 +1854,12 @@ export interface components {
         };
         /**
          * JobRegistration
-         * @description What a job that attaches says of itself.
+         * @description A job that attaches.
          */
         JobRegistration: {
             /**
              * Incarnation Floor
-             * @description The incarnation given is above this one
+             * @description The new incarnation is above this one
              * @default 0
              */
             incarnation_floor: number;
@@ -1874,7 +1876,7 @@ export interface components {
         };
         /**
          * JobSummary
-         * @description One job that this control plane serves.
+         * @description One job of this control plane.
          */
         JobSummary: {
             /**
@@ -1884,7 +1886,7 @@ export interface components {
             hold: string;
             /**
              * Incarnation
-             * @description Incarnation of the job
+             * @description Last incarnation of the job
              */
             incarnation: number;
             /**
@@ -1909,7 +1911,7 @@ export interface components {
             state: string;
             /**
              * Step
-             * @description Lowest step that a joined rank reported; -1 when none is
+             * @description Lowest step reported by a joined rank; -1 when none is joined
              */
             step: number;
             /**
@@ -1920,7 +1922,7 @@ export interface components {
         };
         /**
          * LeaseDocument
-         * @description One lease at a sidecar, whoever pinned.
+         * @description One lease at a sidecar, whoever holds it.
          */
         LeaseDocument: {
             /** At Boundary */
@@ -1936,32 +1938,32 @@ export interface components {
             size_bytes: number;
             /**
              * Step
-             * @description -1 while the bytes are not there
+             * @description -1 until the bytes are copied
              */
             step: number;
         };
         /**
          * LeaseRequest
-         * @description How long a lease shall go on.
+         * @description A lease's new length.
          */
         LeaseRequest: {
             /**
              * Lease S
-             * @description Seconds from now on
+             * @description Seconds from now
              * @default 30
              */
             lease_s: number;
         };
         /**
          * MissingDocument
-         * @description A tensor that cannot be had now, and why.
+         * @description A tensor that is not available now, and why.
          */
         MissingDocument: {
             /** Name */
             name: string;
             /**
              * Ranks
-             * @description Ranks that alone hold a part of it and cannot give it
+             * @description Unavailable ranks that alone hold a part of it
              */
             ranks: number[];
             /** Reason */
@@ -1969,13 +1971,13 @@ export interface components {
         };
         /**
          * Mode
-         * @description What a cell tells of its finite elements.
+         * @description How a cell summarizes its finite elements.
          * @enum {string}
          */
         Mode: "mean" | "absmax" | "min" | "max";
         /**
          * NewSession
-         * @description A session: the cookie that comes with it, and its key.
+         * @description A new session: its key; the cookie is set by the response.
          * @example {
          *       "actions": [
          *         "view",
@@ -1995,7 +1997,7 @@ export interface components {
             actions: string[];
             /**
              * Key
-             * @description Send it as 'X-Paramd-Session' beside the cookie; shown once
+             * @description Send it as 'X-Paramd-Session' with the cookie; shown once
              */
             key: string;
             /**
@@ -2005,7 +2007,7 @@ export interface components {
             name: string;
             /**
              * Readonly
-             * @description Whether the control plane lets nobody change anything
+             * @description Whether the control plane refuses all changes
              */
             readonly: boolean;
             /** Role */
@@ -2018,7 +2020,7 @@ export interface components {
         };
         /**
          * NewToken
-         * @description A token, the only time that it is shown.
+         * @description A token with its secret, which is shown only once.
          */
         NewToken: {
             /**
@@ -2035,7 +2037,7 @@ export interface components {
             name: string;
             /**
              * Revoked S
-             * @description When it was revoked; null: it was not
+             * @description When it was revoked; null: not revoked
              */
             revoked_s: number | null;
             /** Role */
@@ -2048,8 +2050,8 @@ export interface components {
         };
         /**
          * OpDocument
-         * @description One operation, and what it met. Its numbers are null where it has none, or when they are
-         *     not for your token's role.
+         * @description One operation and the parameters it matched. Operands are null when absent, or when the
+         *     token's role may not see them.
          */
         OpDocument: {
             /** Data */
@@ -2062,7 +2064,7 @@ export interface components {
             name_count: number;
             /**
              * Names
-             * @description The first 100 parameters
+             * @description The first 100 matched parameters
              */
             names: string[];
             /**
@@ -2081,7 +2083,7 @@ export interface components {
         };
         /**
          * OpRequest
-         * @description What is done to the elements that a pattern names.
+         * @description One operation on the elements that a pattern names.
          * @example {
          *       "op": "mul",
          *       "pattern": "norm.*",
@@ -2112,12 +2114,12 @@ export interface components {
             op: "set" | "add" | "mul" | "lerp" | "fill" | "clamp";
             /**
              * Pattern
-             * @description Glob over names of parameters; may end in a slice: "w[0:4]"
+             * @description Glob over parameter names; may end in a slice: "w[0:4]"
              */
             pattern: string;
             /**
              * Value
-             * @description Operand of fill; of add and mul without data
+             * @description Operand of fill, and of add and mul without data
              */
             value?: number | null;
             /**
@@ -2128,7 +2130,7 @@ export interface components {
         };
         /**
          * ParamDetail
-         * @description A tensor and who holds which part of it.
+         * @description A tensor and which rank holds which part of it.
          */
         ParamDetail: {
             /**
@@ -2143,7 +2145,7 @@ export interface components {
             dtype: string;
             /**
              * Fqn
-             * @description Name, as a user's state_dict has it
+             * @description Name, as in the user's state_dict
              */
             fqn: string;
             /**
@@ -2164,7 +2166,7 @@ export interface components {
             pieces: components["schemas"]["PieceDocument"][];
             /**
              * Placement
-             * @description How it is distributed, in words
+             * @description How it is distributed, for humans
              */
             placement: string;
             /**
@@ -2190,7 +2192,7 @@ export interface components {
             dtype: string;
             /**
              * Fqn
-             * @description Name, as a user's state_dict has it
+             * @description Name, as in the user's state_dict
              */
             fqn: string;
             /**
@@ -2202,7 +2204,7 @@ export interface components {
             numel: number;
             /**
              * Placement
-             * @description How it is distributed, in words
+             * @description How it is distributed, for humans
              */
             placement: string;
             /**
@@ -2213,7 +2215,7 @@ export interface components {
         };
         /**
          * ParamPage
-         * @description A page of parameters, in the order of the module tree.
+         * @description A page of parameters, in module order.
          * @example {
          *       "incarnation": -1,
          *       "layout_digest": "5b1c",
@@ -2241,7 +2243,7 @@ export interface components {
         ParamPage: {
             /**
              * Incarnation
-             * @description Incarnation of the statistics that were compared; -1 for none
+             * @description Incarnation of the statistics the filter used; -1 for none
              */
             incarnation: number;
             /** Layout Digest */
@@ -2250,30 +2252,30 @@ export interface components {
             missing: components["schemas"]["MissingDocument"][];
             /**
              * Next Page Token
-             * @description Ask with it for the next page; empty at the end
+             * @description Pass it to get the next page; empty at the end
              */
             next_page_token: string;
             /** Params */
             params: components["schemas"]["ParamDocument"][];
             /**
              * Partial
-             * @description Tensors are missing because ranks are
+             * @description Whether tensors are missing
              */
             partial: boolean;
             /**
              * Step
-             * @description Step of them, the same on all pages; -1 for none
+             * @description Step of those statistics, equal on all pages; -1 for none
              */
             step: number;
             /**
              * Total Count
-             * @description Tensors that match, on all pages
+             * @description Matching tensors on all pages
              */
             total_count: number;
         };
         /**
          * PeerDocument
-         * @description Where one rank's sidecar is found.
+         * @description Addresses of one rank's sidecar.
          */
         PeerDocument: {
             /**
@@ -2283,14 +2285,14 @@ export interface components {
             address: string;
             /**
              * Host Id
-             * @description Names the running kernel of the host
+             * @description Identifies the host's running kernel
              */
             host_id: string;
             /** Rank */
             rank: number;
             /**
              * Socket Path
-             * @description Unix socket, for programs of the same host
+             * @description Unix socket, for programs on the same host
              */
             socket_path: string;
         };
@@ -2301,12 +2303,12 @@ export interface components {
         PieceDocument: {
             /**
              * Begin
-             * @description First index of every dim, or the first element
+             * @description First index in every dim, or the first element
              */
             begin: number[];
             /**
              * End
-             * @description One past the last
+             * @description One past the last, likewise
              */
             end: number[];
             /** Numel */
@@ -2315,7 +2317,7 @@ export interface components {
             rank: number;
             /**
              * Region
-             * @description box (of the full tensor) or interval (of it flattened)
+             * @description box of the full tensor, or interval of the flattened one
              */
             region: string;
             /** Size Bytes */
@@ -2323,7 +2325,7 @@ export interface components {
         };
         /**
          * PointDocument
-         * @description A stretch of time.
+         * @description One time bucket of a series.
          */
         PointDocument: {
             /**
@@ -2335,7 +2337,7 @@ export interface components {
             max: number | null;
             /**
              * Mean
-             * @description Of the finite samples; null when there was none
+             * @description Of the finite samples; null when there are none
              */
             mean: number | null;
             /** Min */
@@ -2344,17 +2346,17 @@ export interface components {
             nonfinite_count: number;
             /**
              * Resolution S
-             * @description Its length; 0: one sample
+             * @description Its length; 0: a single sample
              */
             resolution_s: number;
             /**
              * Step
-             * @description Highest step in it; -1 when not known
+             * @description Highest step in it; -1 when unknown
              */
             step: number;
             /**
              * Time S
-             * @description Its begin, seconds since the Unix epoch
+             * @description Start of the bucket, seconds since the Unix epoch
              */
             time_s: number;
         };
@@ -2386,7 +2388,7 @@ export interface components {
         };
         /**
          * RangeDocument
-         * @description Statistics of all elements that an edit names. null: there is no finite one.
+         * @description Statistics of all elements that an edit names. null: no finite element.
          */
         RangeDocument: {
             /** Inf Count */
@@ -2404,14 +2406,14 @@ export interface components {
         };
         /**
          * RankDocument
-         * @description One rank as its sidecar last reported it. Counters are -1 or 0 before the first report.
+         * @description One rank as last reported by its sidecar. Counters are -1 or 0 before the first report.
          */
         RankDocument: {
             /** Abandoned Copy Count */
             abandoned_copy_count: number;
             /**
              * Age S
-             * @description Seconds since the report, or since the stream ended
+             * @description Seconds since the last report, or since the stream ended
              */
             age_s: number;
             /** Agreement Reason */
@@ -2420,19 +2422,19 @@ export interface components {
             agreement_works: boolean;
             /**
              * Alerts
-             * @description Ids of what the sidecar itself finds wrong
+             * @description Ids of problems the sidecar itself detects
              */
             alerts: string[];
             /** Arena Bytes */
             arena_bytes: number;
             /**
              * Boundary Age Ns
-             * @description Time since the last boundary when reported; or -1
+             * @description Time from the last boundary to the report; or -1
              */
             boundary_age_ns: number;
             /**
              * Edit Bytes
-             * @description Memory of staged edits and of what undoes applied ones
+             * @description Memory of staged edits and of undo data
              */
             edit_bytes: number;
             /**
@@ -2442,7 +2444,7 @@ export interface components {
             edits: number;
             /**
              * Hold Left Ms
-             * @description Left of the lease of a hold; 0 when it is in none
+             * @description Time left of a hold's lease; 0 when not held
              */
             hold_left_ms: number;
             /**
@@ -2464,14 +2466,14 @@ export interface components {
             rank: number;
             /**
              * Reason
-             * @description What is not as it should be; empty when all is well
+             * @description Why the state is not ok; empty when it is
              */
             reason: string;
             /** Sidecar Pid */
             sidecar_pid: number;
             /**
              * Sidecar Rss Bytes
-             * @description Resident memory of the sidecar's process
+             * @description Resident memory of the sidecar
              */
             sidecar_rss_bytes: number;
             /** Snapshot Bytes */
@@ -2506,7 +2508,7 @@ export interface components {
             trainer_pid: number;
             /**
              * Trainer Rss Bytes
-             * @description Of the trainer's; 0 when it cannot be read
+             * @description Resident memory of the trainer; 0 when unknown
              */
             trainer_rss_bytes: number;
             /**
@@ -2526,7 +2528,7 @@ export interface components {
             ranks: components["schemas"]["RankDocument"][];
             /**
              * Stall Budget S
-             * @description Longest that an update may wait for a copy
+             * @description Longest time an update may wait for a copy
              */
             stall_budget_s: number;
         };
@@ -2558,7 +2560,7 @@ export interface components {
             rank: number;
             /**
              * Reason
-             * @description Why it does not say; empty when it does
+             * @description Why the sidecar did not answer; empty if it did
              */
             reason: string;
             /** Snapshots */
@@ -2568,7 +2570,7 @@ export interface components {
         };
         /**
          * RegisteredJob
-         * @description What the ranks of a new incarnation need. Holds tickets: never log it.
+         * @description What the ranks of a new incarnation need. Contains tickets: never log it.
          */
         RegisteredJob: {
             /**
@@ -2585,12 +2587,12 @@ export interface components {
             job: string;
             /**
              * Public Key
-             * @description Verifies the incarnation's tickets; hexadecimal digits
+             * @description Verifies the incarnation's tickets; hexadecimal
              */
             public_key: string;
             /**
              * Rank Tickets
-             * @description By rank; lets its sidecar join as that rank
+             * @description By rank; lets a sidecar join as that rank
              */
             rank_tickets: string[];
         };
@@ -2738,7 +2740,7 @@ export interface components {
         };
         /**
          * SeriesDocument
-         * @description A series: what `get_history` may be asked for.
+         * @description A series that `get_history` can return.
          */
         SeriesDocument: {
             /**
@@ -2748,7 +2750,7 @@ export interface components {
             metric: string;
             /**
              * Subject
-             * @description A tensor's name, a rank's number, or min, median, max. A long name is cut and ends in a digest; get_history takes it as it stands here
+             * @description A tensor's name, a rank, or min, median, max. A long name is cut and ends in a digest; pass it to get_history as it is
              */
             subject: string;
         };
@@ -2761,7 +2763,7 @@ export interface components {
             incarnation: number;
             /**
              * Next Page Token
-             * @description Ask with it for the next page; empty at the end
+             * @description Pass it to get the next page; empty at the end
              */
             next_page_token: string;
             /** Series */
@@ -2769,7 +2771,7 @@ export interface components {
         };
         /**
          * SessionDocument
-         * @description Who asks, and what this control plane lets them do.
+         * @description The caller, and what this control plane permits it.
          * @example {
          *       "actions": [
          *         "view",
@@ -2794,7 +2796,7 @@ export interface components {
             name: string;
             /**
              * Readonly
-             * @description Whether the control plane lets nobody change anything
+             * @description Whether the control plane refuses all changes
              */
             readonly: boolean;
             /** Role */
@@ -2807,19 +2809,19 @@ export interface components {
         };
         /**
          * SnapshotList
-         * @description Snapshots held through REST, and all leases of all ranks.
+         * @description Snapshots held over REST, and all leases at all ranks.
          */
         SnapshotList: {
             /** Held */
             held: components["schemas"]["HeldDocument"][];
             /**
              * Next Page Token
-             * @description For further ranks; empty at the end
+             * @description Pass it to get further ranks; empty at the end
              */
             next_page_token: string;
             /**
              * Partial
-             * @description A rank does not say
+             * @description Whether a rank did not answer
              */
             partial: boolean;
             /**
@@ -2830,7 +2832,7 @@ export interface components {
         };
         /**
          * SnapshotRequest
-         * @description What to pin, and for how long.
+         * @description Which tensors to pin, and for how long.
          */
         SnapshotRequest: {
             /**
@@ -2853,7 +2855,7 @@ export interface components {
         };
         /**
          * StatsDocument
-         * @description Statistics of one full tensor; replicas count once. null: not a number.
+         * @description Statistics of one full tensor; replicas count once. null: NaN or infinite.
          */
         StatsDocument: {
             /**
@@ -2865,7 +2867,7 @@ export interface components {
             dtype: string;
             /**
              * Exponents
-             * @description [e, count] of elements with 2**e <= |x| < 2**(e+1), rising; empty unless asked for
+             * @description [e, count] of elements with 2**e <= |x| < 2**(e+1), ascending; empty unless requested
              */
             exponents: number[][];
             /** Inf Count */
@@ -2878,7 +2880,7 @@ export interface components {
             min: number | null;
             /**
              * Name
-             * @description Name it was found by, or "total"
+             * @description Name that matched, or "total"
              */
             name: string;
             /** Nan Count */
@@ -2909,27 +2911,27 @@ export interface components {
             missing: components["schemas"]["MissingDocument"][];
             /**
              * Partial
-             * @description Tensors are missing because ranks are
+             * @description Whether tensors are missing
              */
             partial: boolean;
             /** Stats */
             stats: components["schemas"]["StatsDocument"][];
             /**
              * Step
-             * @description The step that all numbers belong to
+             * @description Step of all numbers
              */
             step: number;
-            /** @description Over all tensors that globs and facts chose and that are not missing */
+            /** @description Over all tensors that globs and facts select and that are not missing */
             total: components["schemas"]["StatsDocument"];
         };
         /**
          * StepRequest
-         * @description How far.
+         * @description How many updates to step.
          */
         StepRequest: {
             /**
              * Holder
-             * @description As the answer to begin_hold named it; empty: the one of this token
+             * @description Holder returned by begin_hold; empty: the hold of this token
              * @default
              */
             holder: string;
@@ -2942,7 +2944,7 @@ export interface components {
         };
         /**
          * TokenDocument
-         * @description A token without the token.
+         * @description A token without its secret.
          */
         TokenDocument: {
             /**
@@ -2959,7 +2961,7 @@ export interface components {
             name: string;
             /**
              * Revoked S
-             * @description When it was revoked; null: it was not
+             * @description When it was revoked; null: not revoked
              */
             revoked_s: number | null;
             /** Role */
@@ -2975,7 +2977,7 @@ export interface components {
         };
         /**
          * TokenRequest
-         * @description A token to be made.
+         * @description A token to create.
          * @example {
          *       "name": "notebook",
          *       "role": "reader",
@@ -2985,7 +2987,7 @@ export interface components {
         TokenRequest: {
             /**
              * Name
-             * @description Whose it is, or what for: it stands in the audit. Unique for ever; made up when absent
+             * @description Its owner or purpose; appears in the audit. Never reusable; generated when absent
              */
             name?: string | null;
             /** @description What it may do */
@@ -2999,14 +3001,14 @@ export interface components {
         };
         /**
          * UndoDocument
-         * @description Whether it can be undone.
+         * @description Whether an edit can be undone.
          */
         UndoDocument: {
             /** Possible */
             possible: boolean;
             /**
              * Reason
-             * @description Why not; empty when it can
+             * @description Why not; empty if possible
              */
             reason: string;
         };
@@ -3017,18 +3019,18 @@ export interface components {
         UndoRequest: {
             /**
              * Force
-             * @description Although later edits changed some of the elements
+             * @description Undo even if later edits changed the same elements
              * @default false
              */
             force: boolean;
             /**
              * Id
-             * @description Of the undoing edit; as in create
+             * @description Id of the new edit; as in create
              */
             id?: string | null;
             /**
              * Wait S
-             * @description Longest wait for its end, in seconds
+             * @description Seconds to wait for it to end
              * @default 30
              */
             wait_s: number;
@@ -3062,7 +3064,7 @@ export interface components {
         ValuesDocument: {
             /**
              * Begin
-             * @description First index of every dim of the full tensor
+             * @description First index in every dim of the full tensor
              */
             begin: number[];
             /** Dtype */
@@ -3077,7 +3079,7 @@ export interface components {
             step: number;
             /**
              * Values
-             * @description Row-major; digits that give exactly the element: "0.5", "nan", "-inf", "9007199254740993", "true", "1.0+2.0j"
+             * @description Row-major; each text converts back exactly: "0.5", "nan", "-inf", "9007199254740993", "true", "1.0+2.0j"
              */
             values: string[];
         };
@@ -3088,7 +3090,7 @@ export interface components {
         WaitRequest: {
             /**
              * Wait S
-             * @description Longest wait for its end, in seconds
+             * @description Seconds to wait for it to end
              * @default 30
              */
             wait_s: number;
@@ -3175,9 +3177,9 @@ export interface operations {
             query?: {
                 /** @description Records on a page */
                 limit?: number;
-                /** @description Which come first */
+                /** @description Which records come first */
                 order?: "newest" | "oldest";
-                /** @description From the page before */
+                /** @description From the previous page */
                 page_token?: string;
             };
             header?: never;
@@ -3287,13 +3289,13 @@ export interface operations {
     list_alerts: {
         parameters: {
             query?: {
-                /** @description What lasts, what is over, or both */
+                /** @description Alerts in this state, or all */
                 state?: "firing" | "resolved" | "all";
                 /** @description Alerts on a page */
                 limit?: number;
-                /** @description From the page before */
+                /** @description From the previous page */
                 page_token?: string;
-                /** @description By default the job's last one */
+                /** @description Default: the job's last one */
                 incarnation?: number | null;
             };
             header?: never;
@@ -3321,9 +3323,9 @@ export interface operations {
             query?: {
                 /** @description Records on a page */
                 limit?: number;
-                /** @description Which come first */
+                /** @description Which records come first */
                 order?: "newest" | "oldest";
-                /** @description From the page before */
+                /** @description From the previous page */
                 page_token?: string;
             };
             header?: never;
@@ -3349,11 +3351,11 @@ export interface operations {
     list_edits: {
         parameters: {
             query?: {
-                /** @description Only these */
+                /** @description Only in this state */
                 state?: ("STAGING" | "STAGED" | "COMMITTED" | "APPLIED" | "ABORTED" | "LOST") | null;
                 /** @description Edits on a page */
                 limit?: number;
-                /** @description From the page before */
+                /** @description From the previous page */
                 page_token?: string;
             };
             header?: never;
@@ -3406,7 +3408,7 @@ export interface operations {
     get_edit: {
         parameters: {
             query?: {
-                /** @description Longest wait for its end, in seconds */
+                /** @description Seconds to wait for it to end */
                 wait_s?: number;
             };
             header?: never;
@@ -3543,7 +3545,7 @@ export interface operations {
         parameters: {
             query?: never;
             header?: {
-                /** @description Go on after this event; what is not kept any more is said in a gap event */
+                /** @description Resume after this event; a gap event counts those no longer kept */
                 "Last-Event-ID"?: string | null;
             };
             path: {
@@ -3597,7 +3599,7 @@ export interface operations {
             query: {
                 /** @description Name of a destination, "/", key */
                 destination: string;
-                /** @description A file that its manifest names, or that */
+                /** @description The manifest, or a file it lists */
                 name: string;
                 /** @description First byte wanted */
                 offset_bytes?: number;
@@ -3679,7 +3681,7 @@ export interface operations {
             path: {
                 /** @example my-run */
                 job: string;
-                /** @description As create_schedule named it */
+                /** @description Id returned by create_schedule */
                 schedule: string;
             };
             cookie?: never;
@@ -3700,11 +3702,11 @@ export interface operations {
     list_exports: {
         parameters: {
             query?: {
-                /** @description Only those in this state; empty: all */
+                /** @description Only exports in this state; empty: all */
                 state?: "" | "PLANNED" | "RUNNING" | "VERIFYING" | "DONE" | "FAILED" | "CANCELLED";
                 /** @description Exports on a page */
                 limit?: number;
-                /** @description From the page before */
+                /** @description From the previous page */
                 page_token?: string;
             };
             header?: never;
@@ -3761,7 +3763,7 @@ export interface operations {
             path: {
                 /** @example my-run */
                 job: string;
-                /** @description As create_export named it */
+                /** @description Id returned by create_export */
                 export: string;
             };
             cookie?: never;
@@ -3786,7 +3788,7 @@ export interface operations {
             path: {
                 /** @example my-run */
                 job: string;
-                /** @description As create_export named it */
+                /** @description Id returned by create_export */
                 export: string;
             };
             cookie?: never;
@@ -3807,11 +3809,11 @@ export interface operations {
     follow_grads: {
         parameters: {
             query: {
-                /** @description Globs over names, and terms that tensors must meet: `layers.*.weight numel>1M dtype=bfloat16 norm>10` */
+                /** @description Globs over names, and terms that tensors must satisfy: `layers.*.weight numel>1M dtype=bfloat16 norm>10` */
                 filter: string;
-                /** @description Updates between two frames */
+                /** @description A frame every so many updates */
                 every?: number;
-                /** @description histogram counts binary exponents, too */
+                /** @description histogram adds counts of binary exponents */
                 kind?: components["schemas"]["GradKind"];
             };
             header?: never;
@@ -3837,15 +3839,15 @@ export interface operations {
     get_history: {
         parameters: {
             query: {
-                /** @description What was noted */
+                /** @description Which metric */
                 metric: "norm" | "grad_norm" | "step" | "step_time_s" | "stall_total_s";
-                /** @description A tensor's name for norm; else a rank's number, or min, median, max of all ranks of a mesh of more than 64 */
+                /** @description For norm, a tensor's name; else a rank, or (above 64 ranks) min, median or max over all ranks */
                 subject: string;
                 /** @description Unix time in seconds */
                 begin_s?: number | null;
                 /** @description Unix time in seconds */
                 end_s?: number | null;
-                /** @description By default the job's last one */
+                /** @description Default: the job's last one */
                 incarnation?: number | null;
             };
             header?: never;
@@ -3871,11 +3873,11 @@ export interface operations {
     list_series: {
         parameters: {
             query?: {
-                /** @description By default the job's last one */
+                /** @description Default: the job's last one */
                 incarnation?: number | null;
                 /** @description Series on a page */
                 limit?: number;
-                /** @description From the page before */
+                /** @description From the previous page */
                 page_token?: string;
             };
             header?: never;
@@ -3951,7 +3953,7 @@ export interface operations {
     end_hold: {
         parameters: {
             query?: {
-                /** @description As begin_hold named it */
+                /** @description Holder returned by begin_hold */
                 holder?: string;
             };
             header?: never;
@@ -4054,15 +4056,15 @@ export interface operations {
     list_params: {
         parameters: {
             query?: {
-                /** @description Globs over names, and terms that tensors must meet: `layers.*.weight numel>1M dtype=bfloat16 norm>10` */
+                /** @description Globs over names, and terms that tensors must satisfy: `layers.*.weight numel>1M dtype=bfloat16 norm>10` */
                 filter?: string;
                 /** @description Tensors on a page */
                 limit?: number;
-                /** @description From the page before */
+                /** @description From the previous page */
                 page_token?: string;
             };
             header?: {
-                /** @description An ETag that is held */
+                /** @description ETag of a cached response */
                 "if-none-match"?: string | null;
             };
             path: {
@@ -4091,7 +4093,7 @@ export interface operations {
                 name: string;
             };
             header?: {
-                /** @description An ETag that is held */
+                /** @description ETag of a cached response */
                 "if-none-match"?: string | null;
             };
             path: {
@@ -4119,11 +4121,11 @@ export interface operations {
                 /** @description One tensor; may end in a slice: "w[0:4, 8:16]" */
                 name: string;
                 mode?: components["schemas"]["Mode"];
-                /** @description At most so many cells */
+                /** @description Most cells in this direction */
                 rows?: number;
-                /** @description At most so many cells */
+                /** @description Most cells in this direction */
                 columns?: number;
-                /** @description How many first dims count rows; 1 by default, 0 of a vector */
+                /** @description How many leading dims form the rows; default 1, or 0 for a vector */
                 row_dims?: number | null;
             };
             header?: never;
@@ -4153,9 +4155,9 @@ export interface operations {
                 name: string;
                 /** @description Bins of equal width */
                 bins?: number;
-                /** @description By default the outermost finite element */
+                /** @description Default: the outermost finite element */
                 low?: number | null;
-                /** @description By default the outermost finite element */
+                /** @description Default: the outermost finite element */
                 high?: number | null;
             };
             header?: never;
@@ -4181,9 +4183,9 @@ export interface operations {
     get_stats: {
         parameters: {
             query: {
-                /** @description Globs over names, and terms that tensors must meet: `layers.*.weight numel>1M dtype=bfloat16 norm>10` */
+                /** @description Globs over names, and terms that tensors must satisfy: `layers.*.weight numel>1M dtype=bfloat16 norm>10` */
                 filter: string;
-                /** @description Buffers too; reading them needs training to go on */
+                /** @description Include buffers; reading them needs running training */
                 buffers?: boolean;
                 /** @description Count binary exponents too */
                 histogram?: boolean;
@@ -4286,7 +4288,7 @@ export interface operations {
             query?: {
                 /** @description Ranks on a page */
                 limit?: number;
-                /** @description From the page before */
+                /** @description From the previous page */
                 page_token?: string;
             };
             header?: never;
@@ -4343,7 +4345,7 @@ export interface operations {
             path: {
                 /** @example my-run */
                 job: string;
-                /** @description As create_snapshot named it */
+                /** @description Id returned by create_snapshot */
                 snapshot: string;
             };
             cookie?: never;
@@ -4368,7 +4370,7 @@ export interface operations {
             path: {
                 /** @example my-run */
                 job: string;
-                /** @description As create_snapshot named it */
+                /** @description Id returned by create_snapshot */
                 snapshot: string;
             };
             cookie?: never;
@@ -4391,7 +4393,7 @@ export interface operations {
             path: {
                 /** @example my-run */
                 job: string;
-                /** @description As create_snapshot named it */
+                /** @description Id returned by create_snapshot */
                 snapshot: string;
             };
             cookie?: never;

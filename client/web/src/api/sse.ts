@@ -8,7 +8,7 @@ export interface ServerEvent {
   data: string;
 }
 
-/** Takes text as it comes; gives the events that it completes. */
+/** Incremental parser: `push` returns the events that a chunk completes. */
 export class EventParser {
   private rest = "";
   private fields: { id: string; kind: string; data: string[] } = { id: "", kind: "", data: [] };
@@ -18,7 +18,7 @@ export class EventParser {
     this.rest += chunk;
     for (;;) {
       const at = this.rest.search(/\r\n|\n|\r/);
-      // A lone \r at the very end may be half of a line's end.
+      // A trailing \r may be the first half of \r\n.
       if (at < 0 || (this.rest[at] === "\r" && at === this.rest.length - 1)) break;
       const line = this.rest.slice(0, at);
       this.rest = this.rest.slice(this.rest.startsWith("\r\n", at) ? at + 2 : at + 1);
@@ -47,14 +47,14 @@ export class EventParser {
 
 export interface Following {
   onEvent: (event: ServerEvent) => void;
-  /** null: connected; else why not, and it tries again. */
+  /** null: connected; else why not. */
   onState: (problem: string | null) => void;
 }
 
 const FIRST_PAUSE_MS = 500;
 const LONGEST_PAUSE_MS = 10_000;
 
-/** Follows a stream until the signal aborts; comes back after it broke, where it left off. */
+/** Follow a stream until the signal aborts; reconnect with backoff and resume after the last event. */
 export async function follow(url: string, to: Following, signal: AbortSignal): Promise<void> {
   let lastId = "";
   let pauseMs = FIRST_PAUSE_MS;

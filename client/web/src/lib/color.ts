@@ -24,7 +24,7 @@ const RISING: readonly Rgb[] = [
   [253, 231, 37],
 ];
 
-/** Colour of a place between 0 and 1 on a scale of evenly spaced colours. */
+/** Colour at a position in [0, 1] on a scale of evenly spaced colours. */
 export function between(scale: readonly Rgb[], at: number): Rgb {
   const place = Math.min(1, Math.max(0, at)) * (scale.length - 1);
   const low = Math.min(Math.floor(place), scale.length - 2);
@@ -33,7 +33,7 @@ export function between(scale: readonly Rgb[], at: number): Rgb {
   return [0, 1, 2].map((i) => Math.round(a[i]! + (b[i]! - a[i]!) * part)) as unknown as Rgb;
 }
 
-/** From a value to a colour; signed values lie around the middle of the scale. */
+/** Maps values to colours; for signed values 0 is the middle of the scale. */
 export function colorer(
   low: number,
   high: number,
@@ -48,7 +48,7 @@ export function colorer(
   return (value) => between(RISING, (value - low) / width);
 }
 
-/** A part of `ink` on `ground`, "#rrggbb" or "#rgb": what covers what is behind it, unlike opacity. */
+/** An opaque mix of two "#rrggbb" or "#rgb" colours; `part` is the share of `ink`. */
 export function tint(ground: string, ink: string, part: number): string {
   return `rgb(${between([rgbOf(ground), rgbOf(ink)], part).join(", ")})`;
 }

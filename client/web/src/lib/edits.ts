@@ -1,8 +1,8 @@
-/** Edits and holds as the page works with them. Pure. */
+/** Turns the edit form into requests; texts of edits and leases. Pure. */
 
 import type { EditRequest, OpRequest } from "../api/schema";
 
-/** Those that need no tensor of the user's: what needs one is for `paramd edit --from`. */
+/** Operations without tensor data; the others need `paramd edit --from`. */
 export const OPS = ["mul", "add", "fill", "clamp"] as const;
 export type Op = (typeof OPS)[number];
 
@@ -15,10 +15,10 @@ export const FIELDS: Record<Op, readonly ("value" | "min" | "max")[]> = {
 };
 
 export const MEANING: Record<Op, string> = {
-  mul: "times the value",
-  add: "plus the value",
-  fill: "the value everywhere",
-  clamp: "not below min, not above max",
+  mul: "multiply by the value",
+  add: "add the value",
+  fill: "set every element to the value",
+  clamp: "limit to [min, max]",
 };
 
 export interface Draft {
@@ -45,12 +45,12 @@ export const EMPTY: Draft = {
   resetMoments: false,
 };
 
-/** Longest that an answer is waited for. */
+/** How long the server may wait for the edit to end. */
 const WAIT_S = 30;
 
-/** The request of a draft, or what is missing in it. */
+/** The request for a draft, or what is wrong with the draft. */
 export function bodyOf(draft: Draft, id: string, dryRun: boolean): { body: EditRequest } | { problem: string } {
-  if (!draft.pattern.trim()) return { problem: "say which parameters: a name or a glob" };
+  if (!draft.pattern.trim()) return { problem: "parameters: expected a name or a glob" };
   const op: OpRequest = { pattern: draft.pattern.trim(), op: draft.op, data: false };
   for (const field of FIELDS[draft.op]) {
     const text = draft[field].trim();
@@ -80,7 +80,7 @@ export function bodyOf(draft: Draft, id: string, dryRun: boolean): { body: EditR
   };
 }
 
-/** 32 hexadecimal digits, so that an edit that is sent twice is one. */
+/** 32 hexadecimal digits; makes a repeated request idempotent. */
 export function newId(): string {
   return [...crypto.getRandomValues(new Uint8Array(16))].map((byte) => byte.toString(16).padStart(2, "0")).join("");
 }
@@ -100,7 +100,7 @@ export function opText(op: {
   return [op.op, ...parts, op.data ? "data" : ""].filter(Boolean).join(" ");
 }
 
-/** Seconds of a lease that are left now. */
+/** Seconds left of a lease now. */
 export function leaseLeft(leaseLeftS: number | null | undefined, answeredAtMs: number, nowMs: number): number {
   return Math.max(0, (leaseLeftS ?? 0) - Math.max(0, nowMs - answeredAtMs) / 1000);
 }

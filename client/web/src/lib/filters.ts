@@ -1,20 +1,20 @@
-/** Pieces of the API's filter language that the page writes itself. Pure. */
+/** Builds and parses parts of the API's filter language. Pure. */
 
 export const MAX_FILTER_BYTES = 1024;
 const MAX_WORDS = 64;
 const encoder = new TextEncoder();
 
-/** A word that chooses exactly this name, or null when no filter can say it. */
+/** A word that selects exactly this name, or null when no filter can express it. */
 export function exactly(name: string): string | null {
   return name === "" || name.includes('"') ? null : `"${literal(name)}"`;
 }
 
-/** The glob that matches this name alone: between brackets a character stands for itself. */
+/** The glob that matches only this name: brackets quote special characters. */
 export function literal(name: string): string {
   return name.replace(/[*?[]/g, (mark) => `[${mark}]`);
 }
 
-/** Filters that together choose these names, each short enough for one request. */
+/** Filters that together select these names, each short enough for one request. */
 export function filtersFor(names: readonly string[]): string[][] {
   const groups: string[][] = [];
   let group: string[] = [];
@@ -41,7 +41,7 @@ export interface Range {
   end: number;
 }
 
-/** "w[0:4, 8:16]" into the name and its ranges; the ranges are empty when there are none. */
+/** Splits "w[0:4, 8:16]" into name and ranges; no ranges without a slice. */
 export function parseSlice(text: string): { name: string; ranges: Range[] } {
   const found = /^(.*)\[(\s*\d+\s*:\s*\d+\s*(?:,\s*\d+\s*:\s*\d+\s*)*)\]$/.exec(text);
   if (!found) return { name: text, ranges: [] };
@@ -52,7 +52,7 @@ export function parseSlice(text: string): { name: string; ranges: Range[] } {
   return { name: found[1]!, ranges };
 }
 
-/** What the API takes for a part of a tensor. */
+/** The API's name for a slice of a tensor. */
 export function sliced(name: string, ranges: readonly Range[]): string {
   if (ranges.length === 0) return literal(name);
   return `${literal(name)}[${ranges.map(({ begin, end }) => `${begin}:${end}`).join(", ")}]`;

@@ -1,4 +1,4 @@
-/** Numbers and times as people read them. Pure. */
+/** Formats numbers and times for people. Pure. */
 
 export function number(value: number | null | undefined, digits = 4): string {
   if (value === null || value === undefined) return "–";
@@ -13,7 +13,7 @@ export function count(value: number): string {
   return value.toLocaleString("en-US");
 }
 
-/** 4.2 M; for columns where the digits do not matter. */
+/** Such as "4.2 M", for columns that need no exact count. */
 export function short(value: number): string {
   for (const [scale, unit] of [[1e12, "T"], [1e9, "G"], [1e6, "M"], [1e4, "k"]] as const) {
     if (Math.abs(value) >= scale) {

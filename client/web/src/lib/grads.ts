@@ -1,24 +1,14 @@
-/** Frames of gradient statistics, folded into what is shown of each tensor. Pure. */
+/** Folds frames of gradient statistics into one row per tensor. Pure. */
 
-export interface GradStats {
-  count: number;
-  norm: number | null;
-  mean: number | null;
-  std: number | null;
-  min: number | null;
-  max: number | null;
-  zero_count: number;
-  nan_count: number;
-  inf_count: number;
-}
+import { badCount, type Stats } from "./stats";
 
-/** Without numbers where there is no gradient. */
-export interface GradParam extends Partial<GradStats> {
+/** Has no statistics when there was no gradient. */
+export interface GradParam extends Partial<Stats> {
   fqn: string;
   /** Why the parameter had no gradient. */
   none: string | null;
   exponents?: [number, number][];
-  /** Ranks that hold NaN or an infinity; absent when none is known to. */
+  /** Ranks with NaN or infinities; absent when none is known. */
   bad_ranks?: number[];
 }
 
@@ -28,7 +18,7 @@ export interface Frame {
   dropped: number;
   clip: { factor: number | null };
   scale: number;
-  total: GradStats;
+  total: Stats;
   params: GradParam[];
 }
 
@@ -37,11 +27,11 @@ export type Mark = "" | "none" | "vanishing" | "exploding" | "non-finite";
 export interface GradRow {
   fqn: string;
   last: GradParam;
-  /** Norms of the last frames, oldest first; null where not finite or absent. */
+  /** Norms of the last frames, oldest first; null if non-finite or absent. */
   norms: (number | null)[];
-  /** Step at which NaN or an infinity was first seen by this page; null: never. */
+  /** Step at which this page first saw NaN or an infinity; null: never. */
   firstBad: number | null;
-  /** The ranks that held it then. */
+  /** The ranks that had it then. */
   firstBadRanks: readonly number[];
   mark: Mark;
 }
@@ -53,14 +43,14 @@ export interface Grads {
   dropped: number;
   clip: number | null;
   scale: number;
-  total: GradStats | null;
+  total: Stats | null;
   totals: [number, number | null][];
   rows: ReadonlyMap<string, GradRow>;
 }
 
 export const KEPT_NORMS = 60;
 export const KEPT_TOTALS = 600;
-/** RMS of the elements below which a gradient is called vanishing. */
+/** A gradient vanishes when the RMS of its elements is below this. */
 export const VANISHING_RMS = 1e-9;
 export const EXPLODING_FACTOR = 10;
 const ENOUGH = 5;
@@ -109,11 +99,7 @@ function rowOf(before: GradRow | undefined, param: GradParam, step: number): Gra
   };
 }
 
-export function badCount(param: Partial<GradStats>): number {
-  return (param.nan_count ?? 0) + (param.inf_count ?? 0);
-}
-
-/** What is wrong with a gradient, beside those before it. */
+/** What is wrong with a gradient, compared with its previous norms. */
 export function markOf(param: GradParam, norms: readonly (number | null)[]): Mark {
   if (param.none !== null) return "none";
   if (badCount(param) > 0) return "non-finite";

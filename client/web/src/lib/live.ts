@@ -1,15 +1,15 @@
-/** What the event stream tells, folded into one state. Pure. */
+/** Folds the event stream into one state. Pure. */
 
 import type { ServerEvent } from "../api/sse";
 
 export interface Live {
-  /** Why the stream is not there; null while it is. */
+  /** Why the stream is down; null while connected. */
   problem: string | null;
   /** Unix time in seconds of the last event. */
   time_s: number;
   incarnation: number;
   step: number;
-  /** Each rises when something of the kind happened: views ask anew. */
+  /** Counters by kind; views fetch again when theirs rises. */
   changes: Readonly<Record<string, number>>;
   /** The last events, newest first. */
   recent: readonly { id: string; kind: string; time_s: number; data: Readonly<Record<string, unknown>> }[];
@@ -34,13 +34,13 @@ export function withEvent(live: Live, event: ServerEvent): Live {
     changes[kind] = (changes[kind] ?? 0) + 1;
   };
   if (event.kind === "gap" || event.kind === "hello") {
-    // What was missed is not known: everything may have changed.
+    // Events were missed: anything may have changed.
     for (const kind of ["rank", "incarnation", "alert", "snapshot", "edit", "hold", "export"]) bump(kind);
     return { ...live, time_s, changes };
   }
   bump(event.kind);
   const incarnation = asNumber(data["incarnation"], live.incarnation);
-  // A new incarnation begins at its own steps; within one they only rise.
+  // Steps rise within an incarnation; a new one starts over.
   const step = incarnation !== live.incarnation ? asNumber(data["step"], -1) : asNumber(data["step"], live.step);
   const next = { ...live, time_s, changes, incarnation, step };
   if (event.kind === "step") return next;

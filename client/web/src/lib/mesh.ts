@@ -1,4 +1,4 @@
-/** Ranks on their mesh axes, and which of them are unwell. Pure. */
+/** Mesh axes, inferred from placements; coordinates of ranks; stragglers. Pure. */
 
 export interface Axis {
   name: "data" | "shard" | "tensor" | "rank";
@@ -10,9 +10,9 @@ interface Placed {
 }
 
 /**
- * The axes that the placements of parameters tell, outermost first; their product is the
- * world size. An axis that replicates everything is data; one where parameters are split
- * along different dims, or some not at all, is tensor; one that shards is shard.
+ * The mesh axes implied by parameters' placements, outermost first; their product is the
+ * world size. An axis that replicates everything is data; one that splits parameters along
+ * different dims, or splits only some, is tensor; any other that shards is shard.
  */
 export function axesOf(params: readonly Placed[], worldSize: number): Axis[] {
   const plain: Axis[] = [{ name: "rank", size: worldSize }];
@@ -54,7 +54,7 @@ function product(sizes: readonly number[]): number {
   return sizes.reduce((total, size) => total * size, 1);
 }
 
-/** Place of a rank on each axis, row-major as torch's DeviceMesh has it. */
+/** Coordinates of a rank on each axis, row-major as in torch's DeviceMesh. */
 export function coordinates(rank: number, axes: readonly Axis[]): number[] {
   const found: number[] = [];
   let left = rank;
@@ -76,7 +76,7 @@ export interface RankLike {
 export const STRAGGLER_FACTOR = 1.5;
 const STRAGGLER_MARGIN_NS = 10e6;
 
-/** Joined ranks whose step time is far above the median of all; the rule of the alerts. */
+/** Joined ranks whose step time is far above the median; the same rule as the alert's. */
 export function stragglers(ranks: readonly RankLike[]): Set<number> {
   const timed = ranks.filter((rank) => rank.membership === "joined" && rank.step_time_ns > 0);
   const middle = median(timed.map((rank) => rank.step_time_ns));

@@ -1,4 +1,4 @@
-/** Prometheus' text format, as far as the page needs it. Pure. */
+/** Parses the part of Prometheus' text format that the page needs. Pure. */
 
 export interface Measure {
   name: string;

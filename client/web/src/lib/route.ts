@@ -1,4 +1,4 @@
-/** Where the page is: job, view and the view's own state, all in the URL's fragment. Pure. */
+/** The page's location: job, view and the view's state, all in the URL's fragment. Pure. */
 
 export const VIEWS = ["mesh", "params", "grads", "edits", "exports", "alerts", "system"] as const;
 export type View = (typeof VIEWS)[number];
@@ -6,7 +6,7 @@ export type View = (typeof VIEWS)[number];
 export interface Place {
   job: string;
   view: View;
-  /** State of the view; what is empty is not in the URL. */
+  /** State of the view; empty values are left out of the URL. */
   query: Readonly<Record<string, string>>;
 }
 

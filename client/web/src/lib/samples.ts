@@ -1,4 +1,6 @@
-/** What the page has collected of tensors, to show how they change over steps. Pure. */
+/** Samples of a tensor that the page collected, to show how it changes over steps. Pure. */
+
+import type { Stats } from "./stats";
 
 export interface Histogram {
   incarnation: number;
@@ -9,17 +11,6 @@ export interface Histogram {
   above_count: number;
 }
 
-export interface Stats {
-  count: number;
-  zero_count: number;
-  nan_count: number;
-  inf_count: number;
-  norm: number | null;
-  mean: number | null;
-  std: number | null;
-  min: number | null;
-  max: number | null;
-}
 
 export interface Heat {
   cell_row_count: number;
@@ -31,7 +22,7 @@ export interface Heat {
 export interface Sample {
   incarnation: number;
   step: number;
-  /** Unix time in seconds at which the answer came. */
+  /** Unix time in seconds when the response arrived. */
   time_s: number;
   stats: Stats;
   histogram: Histogram;
@@ -40,7 +31,7 @@ export interface Sample {
 
 export const MAX_SAMPLES = 240;
 
-/** With one more sample; one of the same step is replaced, the oldest make place. */
+/** Add a sample: it replaces one of the same step, and the oldest are dropped. */
 export function withSample(samples: readonly Sample[], sample: Sample): Sample[] {
   const kept = samples.filter((one) => one.incarnation === sample.incarnation && one.step !== sample.step);
   kept.push(sample);
@@ -48,7 +39,7 @@ export function withSample(samples: readonly Sample[], sample: Sample): Sample[]
   return kept.slice(-MAX_SAMPLES);
 }
 
-/** At most `wanted` of them, spread evenly, the first and the last among them. */
+/** At most `wanted` items, evenly spaced, including the first and the last. */
 export function spread<T>(items: readonly T[], wanted: number): T[] {
   if (items.length <= wanted) return [...items];
   if (wanted === 1) return [items[items.length - 1]!];
@@ -58,7 +49,7 @@ export function spread<T>(items: readonly T[], wanted: number): T[] {
   );
 }
 
-/** Exponential smoothing as TensorBoard has it: 0 leaves all as it is, 0.99 is very smooth. */
+/** Debiased exponential smoothing, as in TensorBoard; weight 0 changes nothing. */
 export function smooth(values: readonly (number | null)[], weight: number): (number | null)[] {
   let last = 0;
   let debias = 0;
@@ -70,7 +61,7 @@ export function smooth(values: readonly (number | null)[], weight: number): (num
   });
 }
 
-/** Counts of a histogram as density, so that those of other edges compare. */
+/** A histogram as a density, comparable with one that has other edges. */
 export function density(histogram: Histogram): [number, number][] {
   const total =
     histogram.counts.reduce((sum, n) => sum + n, 0) + histogram.below_count + histogram.above_count;
@@ -82,7 +73,7 @@ export function density(histogram: Histogram): [number, number][] {
   });
 }
 
-/** b - a of two pictures of the same size, cell by cell; null where either has none. */
+/** b - a of two heat maps of the same size, cell by cell; null where either has no value. */
 export function difference(a: Heat, b: Heat): Heat | null {
   if (a.cell_row_count !== b.cell_row_count || a.cell_col_count !== b.cell_col_count) return null;
   const values = b.values.map((value, i) => {

@@ -1,4 +1,4 @@
-/** Names with dots as a tree of modules, opened and closed. Pure. */
+/** Dotted names as a collapsible tree of modules. Pure. */
 
 export interface Leaf {
   fqn: string;
@@ -42,7 +42,7 @@ export function treeOf<T extends Leaf>(items: readonly T[]): Tree<T> {
   return root;
 }
 
-/** The rows to show: branches, and what is below the open ones. */
+/** The visible rows: branches, and the contents of open ones. */
 export function rowsOf<T extends Leaf>(tree: Tree<T>, closed: ReadonlySet<string>): Row<T>[] {
   const rows: Row<T>[] = [];
   const walk = (node: Branch<T>, depth: number): void => {

@@ -1,11 +1,11 @@
-/** Small parts that every view is made of. */
+/** Small components shared by all views. */
 
 import { type ReactNode, useEffect, useRef } from "react";
 
 import { clock, duration } from "../lib/format";
 import { useNow } from "./hooks";
 
-/** Where numbers come from and how old they are. */
+/** The origin of the numbers and their age. */
 export function Source(props: {
   what: string;
   at: number;
@@ -26,15 +26,15 @@ export function Source(props: {
       </span>
       {at > 0 && (
         <span title={clock(at / 1000)}>
-          {old ? "last answer " : ""}
+          {old ? "last updated " : ""}
           {age < 1.5 ? "now" : `${duration(Math.round(age))} ago`}
         </span>
       )}
-      {at === 0 && !error && <span>{busy ? "asking …" : "not asked"}</span>}
+      {at === 0 && !error && <span>{busy ? "loading …" : "not loaded"}</span>}
       {step !== undefined && step >= 0 && <span>step {step.toLocaleString("en-US")}</span>}
       {incarnation !== undefined && incarnation >= 0 && <span>incarnation {incarnation}</span>}
       {refresh && (
-        <button type="button" className="quiet" onClick={refresh} aria-label={`Ask ${what} again`}>
+        <button type="button" className="quiet" onClick={refresh} aria-label={`Reload ${what}`}>
           ↻
         </button>
       )}
@@ -42,7 +42,7 @@ export function Source(props: {
   );
 }
 
-/** What went wrong, in the server's words. */
+/** An error, usually the server's own text. */
 export function Trouble(props: { children: ReactNode }): ReactNode {
   return (
     <p className="trouble" role="alert">
@@ -94,7 +94,7 @@ export function Badge(props: { state: string; tone?: Tone }): ReactNode {
   return <span className={`badge ${tone ?? toneOf(state)}`}>{state}</span>;
 }
 
-/** A name from outside: text, whatever it holds, in its own direction. */
+/** An untrusted name: plain text, isolated from the surrounding text direction. */
 export function Name(props: { children: string; className?: string }): ReactNode {
   return (
     <bdi className={`name ${props.className ?? ""}`} title={props.children}>
@@ -159,7 +159,7 @@ export function Choice<T extends string>(props: {
   );
 }
 
-/** A modal dialog of the browser's own: focus is kept within, Escape closes. */
+/** A native modal dialog: focus stays inside, Escape closes it. */
 export function Dialog(props: {
   title: string;
   onClose: () => void;
@@ -182,7 +182,7 @@ export function Dialog(props: {
   );
 }
 
-/** A small line of numbers; decoration beside a number that is text. */
+/** A sparkline; decorative, next to the number as text. */
 export function Spark(props: { values: readonly (number | null)[]; width?: number }): ReactNode {
   const { values, width = 90 } = props;
   const known = values.filter((v): v is number => v !== null && Number.isFinite(v));

@@ -1,4 +1,4 @@
-/** A view that fails says so; the others still work. */
+/** Error boundary: a failed view shows its error, the others keep working. */
 
 import { Component, type ReactNode } from "react";
 
@@ -13,6 +13,6 @@ export class Boundary extends Component<{ children: ReactNode }, { problem: stri
 
   override render(): ReactNode {
     if (!this.state.problem) return this.props.children;
-    return <Trouble>This view failed: {this.state.problem}. Reload the page; what you see is not current.</Trouble>;
+    return <Trouble>This view failed: {this.state.problem}. Reload the page.</Trouble>;
   }
 }

@@ -1,4 +1,4 @@
-/** Line charts. Tooltips are drawn on the canvas, so that names stay text. */
+/** Line charts. Tooltips are drawn on the canvas, so names are never parsed as HTML. */
 
 import type { LineSeriesOption } from "echarts/charts";
 import type {
@@ -13,7 +13,7 @@ export type ChartOption = ComposeOption<
   LineSeriesOption | GridComponentOption | LegendComponentOption | TooltipComponentOption
 >;
 
-/** Colours of the page's theme, for canvas. */
+/** The theme's colours, for canvases. */
 export interface Ink {
   text: string;
   faint: string;
@@ -37,7 +37,7 @@ export function inkOf(): Ink {
 export interface ChartProps {
   label: string;
   height: number;
-  /** Made anew when one of these changes. */
+  /** The option is rebuilt when one of these changes. */
   deps: readonly unknown[];
   option: (ink: Ink) => ChartOption;
 }
@@ -52,7 +52,7 @@ export function Chart(props: ChartProps): ReactNode {
   );
 }
 
-/** Axes in the page's colours. */
+/** An axis in the theme's colours. */
 export function axis(ink: Ink, name: string, more: Record<string, unknown> = {}): Record<string, unknown> {
   return {
     name,

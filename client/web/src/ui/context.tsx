@@ -1,4 +1,4 @@
-/** Who is signed in, which job is shown, and what its events tell. */
+/** Shared by all views: the session, the job and its live events. */
 
 import { createContext, useContext, useEffect, useMemo, useState, type ReactNode } from "react";
 
@@ -24,7 +24,7 @@ export function useShared(): Shared {
   return found;
 }
 
-/** Whether the server lets this session do it. What it does not is not offered. */
+/** Whether the session may do it; controls for other actions are not rendered. */
 export function useMay(action: Action): boolean {
   return useShared().session.actions.includes(action);
 }

@@ -1,4 +1,4 @@
-/** ECharts, only the parts in use; loaded with the first chart. */
+/** ECharts with only the parts in use; loaded with the first chart. */
 
 import { LineChart } from "echarts/charts";
 import { GridComponent, LegendComponent, TooltipComponent } from "echarts/components";
@@ -29,7 +29,7 @@ export default function EChart(props: ChartProps): ReactNode {
   useEffect(() => {
     const ink = inkOf();
     chart.current?.setOption({ ...common(ink), ...props.option(ink) }, { notMerge: true });
-    // The option is a function of these and of the theme, which is one of them.
+    // The option depends only on `deps`, which include the theme.
   }, props.deps);
   return (
     <div ref={box} className="chart" role="img" aria-label={props.label} style={{ height: props.height }} />

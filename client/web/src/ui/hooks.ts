@@ -1,4 +1,4 @@
-/** What views stand on: the place in the URL, polling with an age, one ticking clock. */
+/** Hooks for all views: the URL's place, polling with an age, one shared clock. */
 
 import { useCallback, useEffect, useRef, useState, useSyncExternalStore } from "react";
 
@@ -17,12 +17,12 @@ function currentPlace(): Place {
   return parsed.place;
 }
 
-/** Where the page is. */
+/** The page's current place. */
 export function usePlace(): Place {
   return useSyncExternalStore(onHash, currentPlace);
 }
 
-/** Goes to a place; `replace` leaves no trace in the history (typing, zooming). */
+/** Navigate to a place; `replace` adds no history entry (typing, zooming). */
 export function go(place: Place, options: { replace?: boolean } = {}): void {
   const hash = placeHash(place);
   if (hash === window.location.hash) return;
@@ -34,7 +34,7 @@ export function go(place: Place, options: { replace?: boolean } = {}): void {
   }
 }
 
-/** One entry of the view's state, and how to change it. */
+/** One entry of the view's state in the URL, and its setter. */
 export function useQuery(name: string, fallback = ""): [string, (value: string) => void] {
   const place = usePlace();
   const value = place.query[name] ?? fallback;
@@ -49,7 +49,7 @@ export function useQuery(name: string, fallback = ""): [string, (value: string) 
   return [value, set];
 }
 
-/** Changes several entries of the view's state at once, as one step of the history. */
+/** Change several entries of the view's state as one history entry. */
 export function patchQuery(patch: Record<string, string>): void {
   const here = currentPlace();
   go({ ...here, query: { ...here.query, ...patch } });
@@ -57,7 +57,7 @@ export function patchQuery(patch: Record<string, string>): void {
 
 export interface Polled<T> {
   data: T | null;
-  /** Unix time in milliseconds of the answer; 0: none yet. */
+  /** Unix time in milliseconds of the last response; 0: none yet. */
   at: number;
   error: string | null;
   busy: boolean;
@@ -65,8 +65,8 @@ export interface Polled<T> {
 }
 
 /**
- * Asks now, every `everyMs` (0: once) while the page is visible, and whenever `key` changes.
- * An answer to an older key is dropped; one that fails leaves the last good one, with its age.
+ * Fetches now, every `everyMs` (0: once) while the page is visible, and whenever `key` changes.
+ * Responses for an older key are dropped; after a failure the last good data stays, with its age.
  */
 export function usePoll<T>(
   key: string | null,
@@ -151,7 +151,7 @@ export function useNow(): number {
   return useSyncExternalStore(onTick, () => now);
 }
 
-/** A value that follows another one once that has been still for `ms`. */
+/** The value, debounced: updated once it has not changed for `ms`. */
 export function useSettled<T>(value: T, ms: number): T {
   const [settled, setSettled] = useState(value);
   useEffect(() => {
@@ -161,7 +161,7 @@ export function useSettled<T>(value: T, ms: number): T {
   return settled;
 }
 
-/** Size of an element in CSS pixels, as it changes. */
+/** Current size of an element in CSS pixels. */
 export function useSize<E extends HTMLElement>(): [React.RefObject<E | null>, number, number] {
   const ref = useRef<E>(null);
   const [size, setSize] = useState<[number, number]>([0, 0]);

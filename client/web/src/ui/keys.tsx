@@ -1,4 +1,4 @@
-/** The keyboard: / filters, ? helps, g and a letter goes to a view. */
+/** Keyboard shortcuts: / for the filter, ? for help, g and a letter for a view. */
 
 import { type ReactNode, useEffect } from "react";
 
@@ -36,7 +36,7 @@ export function useKeys(to: { go: (view: View) => void; help: () => void; theme:
       const typing = /^(INPUT|TEXTAREA|SELECT)$/.test(target.tagName);
       if (typing) {
         if (event.key === "Escape") {
-          // The browser would empty a search field.
+          // Otherwise the browser clears a search field.
           event.preventDefault();
           target.blur();
         }
@@ -82,11 +82,11 @@ export function Help(props: { onClose: () => void }): ReactNode {
             </tr>
           ))}
           {[
-            ["/", "to the filter of this view"],
-            ["↑ ↓", "up and down a table that has the focus"],
-            ["Esc", "out of the filter; closes what is open"],
-            ["t", "light or dark"],
-            ["?", "this page"],
+            ["/", "focus this view's filter"],
+            ["↑ ↓", "move in the focused table"],
+            ["Esc", "leave the filter, close a dialog"],
+            ["t", "light or dark theme"],
+            ["?", "this help"],
           ].map(([key, what]) => (
             <tr key={key}>
               <td>
@@ -99,10 +99,10 @@ export function Help(props: { onClose: () => void }): ReactNode {
       </table>
       <h3>Filters</h3>
       <p className="wrap">
-        Words apart by spaces. Globs unite: <code>layers.*.weight head.*</code>. Terms must all hold:{" "}
+        Separate words by spaces. Any glob may match: <code>layers.*.weight head.*</code>. All terms must hold:{" "}
         <code>numel&gt;1M dtype=bfloat16 shape=4096x* kind=buffer placement~Shard rank=3 tied=true</code>;
-        and on numbers that the ranks compute now: <code>norm&gt;10 std&lt;1e-3 nan&gt;0 zero&gt;100</code>.
-        The same language as <code>paramd params</code>.
+        also on statistics computed on request: <code>norm&gt;10 std&lt;1e-3 nan&gt;0 zero&gt;100</code>.
+        <code>paramd params</code> uses the same language.
       </p>
     </Dialog>
   );

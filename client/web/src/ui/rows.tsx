@@ -1,4 +1,4 @@
-/** A table of any length: only the rows in sight are in the document. */
+/** A virtualized table: only visible rows are in the document. */
 
 import { useVirtualizer } from "@tanstack/react-virtual";
 import { type ReactNode, memo, useEffect, useMemo, useRef, useSyncExternalStore } from "react";
@@ -9,7 +9,7 @@ export interface Column<T> {
   /** A CSS grid track such as "minmax(12rem, 2fr)". */
   width: string;
   numeric?: boolean;
-  /** Left out on narrow screens. */
+  /** Hidden on narrow screens. */
   wide?: boolean;
   render: (item: T, index: number) => ReactNode;
 }
@@ -24,9 +24,9 @@ interface Props<T> {
   sort?: { key: string; down: boolean };
   onSort?: (key: string) => void;
   sortable?: ReadonlySet<string>;
-  /** Told which rows are in sight, [begin, end). */
+  /** Called with the visible rows, [begin, end). */
   onSight?: (begin: number, end: number) => void;
-  /** At most; few rows take less. */
+  /** Maximum; few rows take less. */
   height?: string;
   toneOf?: (item: T) => string;
 }
@@ -49,7 +49,7 @@ function useNarrow(): boolean {
   );
 }
 
-/** The least width of a grid track, so that a table that is too wide scrolls as a whole. */
+/** Minimum width of a grid track, so that a table that is too wide scrolls as a whole. */
 function leastRem(track: string): number {
   return Number(/([\d.]+)rem/.exec(track)?.[1] ?? 6);
 }
@@ -64,7 +64,7 @@ function RowsInner<T>(props: Props<T>): ReactNode {
     getScrollElement: () => box.current,
     estimateSize: () => ROW_PX,
     overscan: OVERSCAN,
-    // Many scroll events come in a frame; each need not be drawn.
+    // Several scroll events arrive per frame; drawing one is enough.
     useFlushSync: false,
   });
   const shown = virtual.getVirtualItems();
@@ -149,7 +149,7 @@ function OneInner<T>(props: OneProps<T>): ReactNode {
   );
 }
 
-/** Rows that stay in sight while others come are not drawn again. */
+/** Memoized: rows that stay visible while scrolling are not rendered again. */
 const One = memo(OneInner) as typeof OneInner;
 
 function Heads<T>(props: Props<T>): ReactNode {

@@ -1,4 +1,4 @@
-/** Sign-in: the token goes into one header of one request, and is kept nowhere. */
+/** Sign-in: the token is sent in one header of one request and never stored. */
 
 import { type FormEvent, type ReactNode, useState } from "react";
 
@@ -47,8 +47,8 @@ export function SignIn(props: {
           Sign in
         </button>
         <p className="faint">
-          The token of the job stands in <code>endpoint.json</code> of its state directory; an admin
-          makes others: <code>paramd token create --role viewer</code>.
+          The job's own token is in <code>endpoint.json</code> in its state directory. An admin can
+          create others: <code>paramd token create --role viewer</code>.
         </p>
       </form>
     </div>

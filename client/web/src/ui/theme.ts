@@ -1,4 +1,4 @@
-/** Light or dark: what the system says, until somebody chooses. */
+/** Light or dark: the system's preference unless the user chose one. */
 
 import { useCallback, useEffect, useState } from "react";
 
@@ -12,7 +12,7 @@ function wanted(): boolean {
 
 export function useTheme(): [boolean, () => void] {
   const [dark, setDark] = useState(wanted);
-  // Before the children draw: canvases read the theme's colours.
+  // Set before children render: canvases read the theme's colours.
   document.documentElement.dataset["theme"] = dark ? "dark" : "light";
   useEffect(() => {
     const follow = (): void => setDark(wanted());

@@ -1,4 +1,4 @@
-/** Alerts that fire and that are over, and the audit: who did what, in a chain of hashes. */
+/** Firing and resolved alerts, and the hash-chained audit. */
 
 import { type ReactNode, useCallback, useEffect, useState } from "react";
 
@@ -46,7 +46,7 @@ function AlertList(): ReactNode {
       title={`Alerts, ${count(alerts.data?.firing_count ?? 0)} firing`}
       actions={
         <>
-          <Choice label="State" value={state as Wanted} options={[["firing", "Firing"], ["resolved", "Over"], ["all", "Both"]] as const} onChange={setState} />
+          <Choice label="State" value={state as Wanted} options={[["firing", "Firing"], ["resolved", "Resolved"], ["all", "All"]] as const} onChange={setState} />
           <input type="search" data-filter aria-label="Filter alerts" placeholder="rule, subject, words   ( / )" value={filter} onChange={(event) => setFilter(event.target.value)} />
         </>
       }
@@ -55,16 +55,16 @@ function AlertList(): ReactNode {
       {alerts.error && <Trouble>{alerts.error}</Trouble>}
       {alerts.data && !alerts.data.watch && (
         <p className="faint">
-          Parameters are not sampled: NaN and jumps of norms are not looked for (<code>watch = true</code> in <code>[alerts]</code> turns it on).
+          Parameters are not sampled, so NaN and jumps of norms raise no alerts. To turn sampling on, set <code>watch = true</code> in <code>[alerts]</code>.
         </p>
       )}
-      {alerts.data && shown.length === 0 && <Empty>{filter ? "None matches the filter." : "Nothing is wrong, and nothing was."}</Empty>}
+      {alerts.data && shown.length === 0 && <Empty>{filter ? "No alert matches the filter." : "No alerts."}</Empty>}
       <ul className="bare">
         {shown.slice(0, 200).map((alert) => (
           <Alert key={alert.id} alert={alert} />
         ))}
       </ul>
-      {shown.length > 200 && <p className="faint">and {count(shown.length - 200)} more; filter</p>}
+      {shown.length > 200 && <p className="faint">and {count(shown.length - 200)} more; narrow the filter</p>}
     </Panel>
   );
 }
@@ -125,7 +125,7 @@ function Audit(): ReactNode {
   const first = usePoll(`${job} ${chain}`, (signal) => ask("", signal), 10_000);
   useEffect(() => setOlder(null), [chain, job]);
   const newest = first.data?.records ?? [];
-  // The first page moves on as records come; what was loaded below it stays.
+  // The first page shifts as records arrive; older records that were loaded stay.
   const below = (older?.records ?? []).filter((record) => record.seq < (newest.at(-1)?.seq ?? 0));
   const token = older ? older.token : (first.data?.next_page_token ?? "");
   const more = (): void => {
@@ -142,7 +142,7 @@ function Audit(): ReactNode {
       {first.error && <Trouble>{first.error}</Trouble>}
       {first.data && (
         <p className="faint wrap">
-          {count(first.data.anchor_seq)} records; the head kept apart from the store: <code>{first.data.anchor_hash.slice(0, 16)}…</code>{" "}
+          {count(first.data.anchor_seq)} records; hash of the last one, kept outside the store: <code>{first.data.anchor_hash.slice(0, 16)}…</code>{" "}
           (<code>paramd audit verify</code> checks the chain)
         </p>
       )}

@@ -1,4 +1,4 @@
-/** An edit is written, tried dry, and confirmed by what it will change. */
+/** The edit form: an edit is applied only after a dry run and a confirmation. */
 
 import { type FormEvent, type ReactNode, useState } from "react";
 
@@ -69,7 +69,7 @@ export function EditForm(): ReactNode {
     >
       <form className="form" onSubmit={dry} aria-label="Edit">
         <label className="field full">
-          Parameters (names, globs, a slice at the end)
+          Parameters (names or globs, optionally with a slice)
           <input type="text" className="mono" name="pattern" spellCheck={false} placeholder="layers.0.up.weight[0:4]" value={pattern} onChange={(event) => { setPattern(event.target.value); setTried(null); }} />
         </label>
         <label className="field">
@@ -98,7 +98,7 @@ export function EditForm(): ReactNode {
         </label>
         <label className="tick">
           <input type="checkbox" checked={draft.resetMoments} onChange={(event) => set({ resetMoments: event.target.checked })} />
-          reset the optimizer's moments there
+          reset the optimizer's moments of these elements
         </label>
         {admin && (
           <label className="tick">
@@ -113,7 +113,7 @@ export function EditForm(): ReactNode {
           <button type="button" className={tried ? "main" : ""} disabled={!tried || busy} onClick={() => setAsking(true)}>
             Apply …
           </button>
-          {!tried && <span className="faint">a dry run first: it changes nothing and shows what would change</span>}
+          {!tried && <span className="faint">do a dry run first: it shows what would change, and changes nothing</span>}
         </div>
       </form>
       {problem && <Trouble>{problem}</Trouble>}
@@ -132,11 +132,11 @@ export function EditForm(): ReactNode {
         <Dialog title="Change these parameters of the running training?" onClose={() => setAsking(false)}>
           <Names edit={tried.edit} />
           <BeforeAfter before={tried.edit.before} after={tried.edit.after} />
-          <p className="faint">Before and after are of the dry run{tried.edit.step >= 0 ? `, at step ${count(tried.edit.step)}` : ""}; the values change as training goes on.</p>
+          <p className="faint">Before and after are from the dry run{tried.edit.step >= 0 ? `, at step ${count(tried.edit.step)}` : ""}; values change while training runs.</p>
           {problem && <Trouble>{problem}</Trouble>}
           <div className="foot">
             <button type="button" onClick={() => setAsking(false)}>
-              Leave it
+              Cancel
             </button>
             <button type="button" className="danger" disabled={busy} onClick={apply}>
               Change {count(tried.edit.ops.reduce((sum, op) => sum + op.numel, 0))} elements of {count(tried.edit.ops.reduce((sum, op) => sum + op.name_count, 0))} tensors

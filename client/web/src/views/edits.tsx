@@ -1,4 +1,4 @@
-/** Edits: what was changed by whom, change something after a dry run, undo; and hold training. */
+/** Edits: the log, a form with dry run, undo; and holding training. */
 
 import { type ReactNode, useState } from "react";
 
@@ -21,7 +21,7 @@ export default function Edits(): ReactNode {
         <h1>Edits</h1>
         {!mayEdit && (
           <span className="faint">
-            {session.readonly ? "This control plane is read-only" : `The role ${session.role} does not edit`}
+            {session.readonly ? "This control plane is read-only" : `The role ${session.role} may not edit`}
           </span>
         )}
       </div>
@@ -54,7 +54,7 @@ function Log(props: { mayEdit: boolean }): ReactNode {
       source={<Source what={`/jobs/${job}/edits`} at={edits.at} error={edits.error} busy={edits.busy} refresh={edits.refresh} />}
     >
       {edits.error && <Trouble>{edits.error}</Trouble>}
-      {edits.data && shown.length === 0 && <Empty>{filter ? "None matches the filter." : "Nothing has been edited."}</Empty>}
+      {edits.data && shown.length === 0 && <Empty>{filter ? "No edit matches the filter." : "No edits yet."}</Empty>}
       {shown.length > 0 && (
         <div className="scroll">
           <table className="plain roomy" aria-label="Edits">
@@ -108,11 +108,11 @@ function Log(props: { mayEdit: boolean }): ReactNode {
   );
 }
 
-/** A dry run that ended well is no edit that failed. */
+/** A successful dry run ends as ABORTED; show it as what it is. */
 function State(props: { edit: EditDocument }): ReactNode {
   const { edit } = props;
-  const well = edit.dry_run && edit.after !== null;
-  return well ? <Badge state="DRY RUN" tone="mute" /> : <Badge state={edit.state} />;
+  const succeeded = edit.dry_run && edit.after !== null;
+  return succeeded ? <Badge state="DRY RUN" tone="mute" /> : <Badge state={edit.state} />;
 }
 
 function One(props: {
@@ -164,7 +164,7 @@ function One(props: {
           )}
           {edit.undo.possible && sure && (
             <button type="button" className="danger" disabled={busy} onClick={undo}>
-              Undo: bring back {count(edit.ops.reduce((sum, op) => sum + op.numel, 0))} elements
+              Undo: restore {count(edit.ops.reduce((sum, op) => sum + op.numel, 0))} elements
             </button>
           )}
         </div>
@@ -173,7 +173,7 @@ function One(props: {
   );
 }
 
-/** All that an edit changes, by name. */
+/** The tensors that an edit changes. */
 export function Names(props: { edit: EditDocument }): ReactNode {
   return (
     <ul className="bare list-small" aria-label="What changes">

@@ -1,4 +1,4 @@
-/** Starts an export, or a schedule of them, to a destination that the operator has named. */
+/** The form that starts an export or a schedule. */
 
 import { type FormEvent, type ReactNode, useState } from "react";
 
@@ -103,7 +103,7 @@ export function ExportForm(props: {
     return (
       <Panel title="Export">
         <Empty>
-          The operator has named no destination: <code>[destinations]</code> in <code>paramd.toml</code>, or PARAMD_DESTINATIONS.
+          No destination is configured: set <code>[destinations]</code> in <code>paramd.toml</code>, or PARAMD_DESTINATIONS.
         </Empty>
       </Panel>
     );
@@ -122,7 +122,7 @@ export function ExportForm(props: {
           </select>
         </label>
         <label className="field">
-          Key within it
+          Key in the destination
           <input type="text" className="mono" name="key" required spellCheck={false} placeholder="run-7/step-1000" value={draft.key} onChange={(event) => set({ key: event.target.value })} />
         </label>
         <label className="field">
@@ -141,7 +141,7 @@ export function ExportForm(props: {
         <label className="field">
           dtype
           <select name="dtype" value={draft.dtype} onChange={(event) => set({ dtype: event.target.value as Draft["dtype"] })}>
-            <option value="">as it is</option>
+            <option value="">unchanged</option>
             {["float32", "bfloat16", "float16"].map((one) => (
               <option key={one}>{one}</option>
             ))}
@@ -151,8 +151,8 @@ export function ExportForm(props: {
           When
           <select name="when" value={draft.when} onChange={(event) => set({ when: event.target.value as When })}>
             <option value="now">now, once</option>
-            <option value="steps">every so many steps</option>
-            <option value="seconds">every so many seconds</option>
+            <option value="steps">every n steps</option>
+            <option value="seconds">every n seconds</option>
           </select>
         </label>
         {later && (
@@ -171,13 +171,13 @@ export function ExportForm(props: {
           {(["buffers", "optimizer", "overwrite", "verify"] as const).map((each) => (
             <label className="tick" key={each}>
               <input type="checkbox" checked={draft[each]} onChange={(event) => set({ [each]: event.target.checked })} />
-              {{ buffers: "buffers", optimizer: "optimizer", overwrite: "replace what is there", verify: "verify" }[each]}
+              {{ buffers: "buffers", optimizer: "optimizer", overwrite: "overwrite", verify: "verify" }[each]}
             </label>
           ))}
           <button type="submit" className="main" disabled={busy || !draft.key.trim()}>
             {later ? "Schedule" : "Export"}
           </button>
-          {!draft.key.trim() && <span className="faint">name a key first: what is written lies under it</span>}
+          {!draft.key.trim() && <span className="faint">enter a key first: files are written under it</span>}
         </div>
       </form>
       {problem && <Trouble>{problem}</Trouble>}

@@ -1,4 +1,4 @@
-/** Exports: start one, see it write and verify, what was written before, and what is scheduled. */
+/** Exports: start one, follow its progress, history, schedules. */
 
 import { type ReactNode, useState } from "react";
 
@@ -40,7 +40,7 @@ export default function Exports(): ReactNode {
       <div className="head">
         <h1>Exports</h1>
         {!mayExport && (
-          <span className="faint">{session.readonly ? "This control plane is read-only" : `The role ${session.role} does not export`}</span>
+          <span className="faint">{session.readonly ? "This control plane is read-only" : `The role ${session.role} may not export`}</span>
         )}
       </div>
       {mayExport && destinations.error && <Trouble>{destinations.error}</Trouble>}
@@ -72,7 +72,7 @@ function List(props: {
       actions={<input type="search" data-filter aria-label="Filter exports" placeholder="destination, state, who   ( / )" value={filter} onChange={(event) => setFilter(event.target.value)} />}
     >
       {error && <Trouble>{error}</Trouble>}
-      {asked && shown.length === 0 && <Empty>{filter ? "None matches the filter." : "Nothing has been exported."}</Empty>}
+      {asked && shown.length === 0 && <Empty>{filter ? "No export matches the filter." : "No exports yet."}</Empty>}
       <ul className="bare">
         {shown.map((one) => (
           <One key={one.id} one={one} mayExport={mayExport} onChanged={onChanged} />
@@ -190,7 +190,7 @@ function Schedules(props: { mayExport: boolean }): ReactNode {
     <Panel title="Schedules" source={<Source what={`/jobs/${job}/export-schedules`} at={found.at} error={found.error} busy={found.busy} refresh={found.refresh} />}>
       {found.error && <Trouble>{found.error}</Trouble>}
       {problem && <Trouble>{problem}</Trouble>}
-      {found.data && rows.length === 0 && <Empty>Nothing is scheduled.</Empty>}
+      {found.data && rows.length === 0 && <Empty>No schedules.</Empty>}
       <ul className="bare">
         {rows.map((one) => (
           <li key={one.id} className="bar-row">
@@ -199,7 +199,7 @@ function Schedules(props: { mayExport: boolean }): ReactNode {
               {one.every_steps ? `every ${count(one.every_steps)} steps` : one.every_s ? `every ${duration(one.every_s)}` : ""}
               {one.keep_last ? `, the last ${count(one.keep_last)} are kept` : ""}
               {one.keep_every ? `, and every ${count(one.keep_every)}th` : ""}
-              {one.skipped_count ? `, ${count(one.skipped_count)} left out while one ran` : ""}
+              {one.skipped_count ? `, ${count(one.skipped_count)} skipped while another ran` : ""}
             </span>
             {props.mayExport && (
               <button type="button" onClick={() => remove(one.id)}>

@@ -1,12 +1,13 @@
-/** Gradients, live: norms of each layer as updates consume them; what vanishes, explodes or breaks. */
+/** Live gradient statistics per update; marks gradients that vanish, explode or are non-finite. */
 
 import { type ReactNode, useEffect, useMemo, useReducer, useState } from "react";
 
 import { urlOf } from "../api/client";
 import { follow, type ServerEvent } from "../api/sse";
-import { count, number, percent } from "../lib/format";
-import { badCount, type Frame, type GradRow, type Grads, type Mark, NO_GRADS, withFrame } from "../lib/grads";
+import { count, number } from "../lib/format";
+import { type Frame, type GradRow, type Grads, type Mark, NO_GRADS, withFrame } from "../lib/grads";
 import { placeHash } from "../lib/route";
+import { badCount, badText, COLUMNS as STATS, facts, text } from "../lib/stats";
 import { Badge, Choice, Empty, Facts, Name, Panel, Source, Spark, type Tone, Trouble } from "../ui/bits";
 import { axis, Chart } from "../ui/chart";
 import { useShared } from "../ui/context";
@@ -20,7 +21,7 @@ const TONES: Record<Mark, Tone> = {
   exploding: "bad",
   "non-finite": "bad",
 };
-/** Frames come as fast as training goes; the page draws at most so often. */
+/** Least time between two draws, however fast frames arrive. */
 const DRAW_MS = 250;
 
 interface Following {
@@ -62,16 +63,15 @@ export default function Gradients(): ReactNode {
       </div>
       {problem && <Trouble>{problem}</Trouble>}
       {wrong.length > 0 && <Broken rows={wrong} />}
-      <Panel title="All together" source={<span className="source">{count(grads.frames)} frames, {count(grads.dropped)} dropped</span>}>
-        {grads.total === null && <Empty>{problem ? "No frame has come: the reason stands above." : "Waiting for the next update that is consumed …"}</Empty>}
+      <Panel title="All gradients" source={<span className="source">{count(grads.frames)} frames, {count(grads.dropped)} dropped</span>}>
+        {grads.total === null && <Empty>{problem ? "No frame received; see the reason above." : "Waiting for the next update …"}</Empty>}
         {grads.total && (
           <Facts
             rows={[
-              ["norm", number(grads.total.norm, 6)],
-              ["NaN, Inf", `${count(grads.total.nan_count)}, ${count(grads.total.inf_count)}`],
-              ["zeros", percent(grads.total.zero_count, grads.total.count)],
+              ...facts(grads.total),
+              ["NaN, Inf", badText(grads.total)],
               ["loss scale", number(grads.scale)],
-              ["clipped by", grads.clip === null ? "not known" : number(grads.clip)],
+              ["clipped by", grads.clip === null ? "unknown" : number(grads.clip)],
             ]}
           />
         )}
@@ -88,7 +88,7 @@ export default function Gradients(): ReactNode {
           />
         )}
       </Panel>
-      {rows.length === 0 && grads.rows.size > 0 && <Empty>None is marked: nothing vanishes, explodes or is not finite.</Empty>}
+      {rows.length === 0 && grads.rows.size > 0 && <Empty>None is marked: no gradient vanishes, explodes or is non-finite.</Empty>}
       {rows.length > 0 && <Rows label="Gradients" columns={COLUMNS} items={rows} keyOf={(row) => row.fqn} selected={name} onPick={(row) => setName(row.fqn)} toneOf={(row) => TONES[row.mark]} height="28rem" />}
       {chosen && <One row={chosen} />}
     </>
@@ -97,13 +97,17 @@ export default function Gradients(): ReactNode {
 
 const COLUMNS: readonly Column<GradRow>[] = [
   { key: "fqn", title: "name", width: "minmax(8.5rem, 2fr)", render: (row) => <Name>{row.fqn}</Name> },
-  { key: "norm", title: "norm", width: "5.2rem", numeric: true, render: (row) => (row.last.none !== null ? <span title={row.last.none}>none</span> : number(row.last.norm)) },
+  ...STATS.map((one): Column<GradRow> => ({
+    key: one.title,
+    title: one.title,
+    width: one.width!,
+    numeric: true,
+    wide: one.wide ?? false,
+    render: (row) => (one.key === "norm" && row.last.none !== null ? <span title={row.last.none}>none</span> : text(one, row.last)),
+  })),
   { key: "spark", title: "last norms", width: "6.5rem", wide: true, render: (row) => <Spark values={row.norms} /> },
-  { key: "mean", title: "mean", width: "6.5rem", numeric: true, wide: true, render: (row) => number(row.last.mean, 3) },
-  { key: "std", title: "std", width: "6rem", numeric: true, wide: true, render: (row) => number(row.last.std, 3) },
-  { key: "zeros", title: "zeros", width: "5rem", numeric: true, wide: true, render: (row) => percent(row.last.zero_count ?? 0, row.last.count ?? 0) },
   { key: "nan", title: "NaN/Inf", width: "5rem", numeric: true, wide: true, render: (row) => count(badCount(row.last)) },
-  { key: "mark", title: "state", width: "minmax(5.6rem, 1fr)", render: (row) => (row.mark ? <Badge state={row.mark} tone={TONES[row.mark]} /> : row.firstBad !== null ? `was not finite at ${count(row.firstBad)}` : <span className="faint">ok</span>) },
+  { key: "mark", title: "state", width: "minmax(5.6rem, 1fr)", render: (row) => (row.mark ? <Badge state={row.mark} tone={TONES[row.mark]} /> : row.firstBad !== null ? `was non-finite at ${count(row.firstBad)}` : <span className="faint">ok</span>) },
 ];
 
 function useGrads(job: string, filter: string, every: string, paused: boolean): Following {
@@ -133,7 +137,7 @@ function useGrads(job: string, filter: string, every: string, paused: boolean): 
       waiting.push(JSON.parse(event.data) as Frame);
       setState({ at: Date.now(), problem: null });
     };
-    // Why the server ended it says more than that it did, until a frame comes again.
+    // The server's reason for ending the stream outranks the connection's state until the next frame.
     const onState = (problem: string | null): void => setState((old) => ({ ...old, problem: ended || problem }));
     const url = urlOf("/api/v1/jobs/{job}/grads", { job }, { filter: filter.trim() || "*", every, kind: "histogram" });
     void follow(url, { onEvent, onState }, controller.signal);
@@ -145,14 +149,14 @@ function useGrads(job: string, filter: string, every: string, paused: boolean): 
   return { grads, ...state };
 }
 
-/** What is not finite, since which step and on which ranks. */
+/** Gradients with non-finite elements, since which step and on which ranks. */
 function Broken(props: { rows: readonly GradRow[] }): ReactNode {
   return (
     <Panel title={`${count(props.rows.length)} not finite`}>
       <ul className="bare list-small" tabIndex={0} aria-label="Not finite">
         {props.rows.slice(0, 50).map((row) => (
           <li key={row.fqn}>
-            <Name>{row.fqn}</Name> first seen by this page at step {count(row.firstBad ?? -1)}
+            <Name>{row.fqn}</Name> first seen at step {count(row.firstBad ?? -1)}
             {row.firstBadRanks.length > 0 ? ` on rank ${row.firstBadRanks.join(", ")}` : ""}
             {row.mark === "non-finite"
               ? `, now ${count(row.last.nan_count ?? 0)} NaN and ${count(row.last.inf_count ?? 0)} Inf`
@@ -171,18 +175,9 @@ function One(props: { row: GradRow }): ReactNode {
   return (
     <Panel
       title={<Name className="wrap">{row.fqn}</Name>}
-      actions={<a href={placeHash({ job, view: "params", query: { name: row.fqn } })}>the parameter</a>}
+      actions={<a href={placeHash({ job, view: "params", query: { name: row.fqn } })}>show parameter</a>}
     >
-      <Facts
-        rows={[
-          ["norm", number(row.last.norm, 6)],
-          ["mean", number(row.last.mean)],
-          ["std", number(row.last.std)],
-          ["min", number(row.last.min)],
-          ["max", number(row.last.max)],
-          ["zeros", percent(row.last.zero_count ?? 0, row.last.count ?? 0)],
-        ]}
-      />
+      <Facts rows={facts(row.last)} />
       {exponents.length > 0 && (
         <Chart
           label="Binary exponents of the gradient's elements"

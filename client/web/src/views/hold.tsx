@@ -1,4 +1,4 @@
-/** Pause, step and resume training; a hold is a lease that ends by itself. */
+/** Pause, step and resume training; a hold ends with its lease. */
 
 import { type ReactNode, useState } from "react";
 
@@ -10,7 +10,7 @@ import { Badge, Panel, Source, Trouble } from "../ui/bits";
 import { useShared } from "../ui/context";
 import { useNow, usePoll, useQuery } from "../ui/hooks";
 
-/** The hold of this very token. */
+/** The hold of this token. */
 const MINE = "";
 const LEASES = ["30", "60", "120", "300"] as const;
 
@@ -53,9 +53,9 @@ export function Hold(props: { mayEdit: boolean }): ReactNode {
           <Badge state={found.state} />
           {held && (
             <span>
-              by {found.holder || "somebody"}
+              by {found.holder || "an unknown holder"}
               {found.since_s ? ` since ${clock(found.since_s)}` : ""}
-              {found.steps_left > 0 ? `, ${count(found.steps_left)} steps to go` : ""}; goes on by itself in{" "}
+              {found.steps_left > 0 ? `, ${count(found.steps_left)} steps to go` : ""}; resumes automatically in{" "}
               <strong data-testid="lease" className={left < 10 ? "source bad" : ""}>
                 {Math.ceil(left)} s
               </strong>

@@ -1,4 +1,4 @@
-/** Mesh: every rank on its mesh axes, what it does, and since when. */
+/** Mesh: every rank on its mesh axes, with phase, step and age of its report. */
 
 import { type ReactNode, useMemo } from "react";
 
@@ -14,10 +14,10 @@ import { FieldMap } from "./mesh_field";
 import { RankTable } from "./mesh_table";
 import { StepTimes } from "./mesh_times";
 
-/** Above so many ranks they are cells of a map, no tiles with text. */
+/** Above this many ranks, cells of a map instead of tiles with text. */
 const MAX_TILES = 128;
 
-/** Ranks of large meshes report every 5 s; their list costs the control plane most. */
+/** Large meshes are polled less often: their list is the control plane's most expensive response. */
 export function pollMs(worldSize: number): number {
   if (worldSize <= 64) return 2000;
   return worldSize <= 1024 ? 5000 : 15_000;
@@ -86,7 +86,7 @@ export default function Mesh(): ReactNode {
         title="Ranks"
         source={<span className="source" title="From the placements of the parameters">axes {axesText}</span>}
       >
-        {all.length === 0 && !ranks.error && <Empty>Asking for the ranks …</Empty>}
+        {all.length === 0 && !ranks.error && <Empty>Loading ranks …</Empty>}
         {all.length > 0 && all.length <= MAX_TILES && (
           <Tiles ranks={tiles} axes={axes} picked={picked} onPick={pick} />
         )}
@@ -118,7 +118,7 @@ function Totals(props: { ranks: readonly TileData[] }): ReactNode {
           ["phases", phases.map(([phase, n]) => `${count(n)} ${phaseText(phase)}`).join(", ") || "–"],
           ["median step time", duration(middle / 1e9)],
           ["stragglers", count(ranks.filter((rank) => rank.late).length)],
-          ["not well", count(ranks.filter((rank) => rank.state !== "ok").length)],
+          ["not ok", count(ranks.filter((rank) => rank.state !== "ok").length)],
           ["parameters in arenas", bytes(sum("arena_bytes"))],
           ["in snapshots", bytes(sum("snapshot_bytes"))],
           ["sidecars' memory", bytes(sum("sidecar_rss_bytes"))],
@@ -159,15 +159,15 @@ function RankPanel(props: {
           ["phase", phaseText(rank.phase)],
           ["step", count(rank.step)],
           ["step time", `${duration(rank.step_time_ns / 1e9)}${rank.late ? " (straggler)" : ""}`],
-          ["report's age", duration(rank.age_s)],
+          ["report age", duration(rank.age_s)],
           ["waited for copies", `${count(rank.stall_count)} times, ${duration(rank.stall_total_ns / 1e9)}`],
           ["longest wait", duration(rank.stall_max_ns / 1e9)],
-          ["copies given up", count(rank.abandoned_copy_count)],
+          ["copies abandoned", count(rank.abandoned_copy_count)],
           ["arena", bytes(rank.arena_bytes)],
           ["snapshots", `${count(rank.snapshot_count)}, ${bytes(rank.snapshot_bytes)}`],
           ["sidecar", `pid ${rank.sidecar_pid}, ${bytes(rank.sidecar_rss_bytes)}`],
           ["trainer", `pid ${rank.trainer_pid}, ${bytes(rank.trainer_rss_bytes)}`],
-          ["agreement", rank.agreement_works ? "works" : "does not work"],
+          ["agreement", rank.agreement_works ? "works" : "failed"],
           ["version", rank.version],
           ["parameters", mayRead ? <a key="p" href={`#/${encodeURIComponent(job)}/params?filter=rank%3D${rank.rank}`}>of this rank</a> : "–"],
         ]}
@@ -199,7 +199,7 @@ function Incarnations(): ReactNode {
               <th>began</th>
               <th>ended</th>
               <th>last step</th>
-              <th>why</th>
+              <th>reason</th>
             </tr>
           </thead>
           <tbody>
@@ -208,7 +208,7 @@ function Incarnations(): ReactNode {
                 <td>{incarnation.incarnation}</td>
                 <td>{count(incarnation.world_size)}</td>
                 <td>{clock(incarnation.began_s)}</td>
-                <td>{incarnation.ended_s === null ? "goes on" : clock(incarnation.ended_s)}</td>
+                <td>{incarnation.ended_s === null ? "running" : clock(incarnation.ended_s)}</td>
                 <td>{incarnation.step >= 0 ? count(incarnation.step) : "–"}</td>
                 <td className="wrap">{incarnation.reason}</td>
               </tr>

@@ -1,4 +1,4 @@
-/** Thousands of ranks as a map of cells on a canvas; the table beside it has the same as text. */
+/** Thousands of ranks as a map of cells on a canvas; the table has the same as text. */
 
 import { type ReactNode, useEffect, useMemo, useState } from "react";
 
@@ -18,11 +18,11 @@ interface Grid {
   at: (index: number) => [number, number];
 }
 
-/** Where each rank's cell lies; the last axis runs across, wrapped at what fits. */
+/** Position of each rank's cell; the last axis runs across and wraps. */
 function gridOf(total: number, axes: readonly Axis[], width: number): Grid {
   const last = axes.at(-1)?.size ?? total;
   const wide = Math.max(1, Math.min(total, Math.ceil(Math.sqrt(total * 3))));
-  // Whole lines of the last axis, as many side by side as keep the map about 3 to 1.
+  // Whole lines of the last axis, placed side by side to keep the map about 3 to 1.
   const columns = axes.length > 1 && last <= wide ? Math.max(1, Math.floor(wide / last)) * last : wide;
   const rows = Math.ceil(total / columns);
   const cell = Math.max(4, Math.min(28, Math.floor(width / columns)));

@@ -12,13 +12,13 @@ export interface TileData extends RankDocument {
   alertCount: number;
 }
 
-/** How a rank is shown: its state, or that it is late. */
+/** Tone of a rank: by its state, or a warning when it is late or has alerts. */
 export function toneOfRank(rank: TileData): Tone {
   if (rank.state === "ok" && (rank.late || rank.alertCount > 0)) return "warn";
   return toneOf(rank.state);
 }
 
-/** A phase in the words of people. */
+/** A phase as shown to users. */
 export function phaseText(phase: string): string {
   return phase === "forward_backward" ? "computing" : phase;
 }
@@ -28,7 +28,7 @@ export interface Group {
   ranks: TileData[];
 }
 
-/** Ranks by their place on all axes but the last two. */
+/** Groups ranks by their coordinates on all axes but the last two. */
 export function groupsOf(ranks: readonly TileData[], axes: readonly Axis[]): Group[] {
   const outer = axes.slice(0, -2);
   const found = new Map<string, Group>();

@@ -1,4 +1,4 @@
-/** Step time over the last hour, as the control plane noted it. */
+/** Step time over the last hour, from the control plane's history. */
 
 import type { ReactNode } from "react";
 
@@ -11,7 +11,7 @@ import { usePoll } from "../ui/hooks";
 
 const MAX_LINES = 6;
 const MIN_SPAN_MS = 60_000;
-/** Above so many ranks the control plane notes the least, the median and the most of all. */
+/** Above this many ranks the history has only min, median and max over all ranks. */
 const MAX_RANKS_NOTED = 64;
 
 export function StepTimes(props: { world: number; incarnation: number }): ReactNode {
@@ -35,7 +35,7 @@ export function StepTimes(props: { world: number; incarnation: number }): ReactN
   const times = series.flatMap((one) => one.points.map((point) => point.time_s * 1000));
   const points = times.length;
   const [begin, end] = [Math.min(...times), Math.max(...times)];
-  // A span of nothing would be drawn as two days.
+  // An empty time span would be drawn as two days.
   const span = end - begin < MIN_SPAN_MS ? { min: begin - MIN_SPAN_MS / 2, max: end + MIN_SPAN_MS / 2 } : {};
   return (
     <Panel
@@ -43,7 +43,7 @@ export function StepTimes(props: { world: number; incarnation: number }): ReactN
       source={<Source what={`/jobs/${job}/history`} at={found.at} error={found.error} busy={found.busy} />}
     >
       {found.error && <Trouble>{found.error}</Trouble>}
-      {found.data && points === 0 && <Empty>Nothing noted yet; a point comes every 10 s.</Empty>}
+      {found.data && points === 0 && <Empty>No data yet; there is a sample every 10 s.</Empty>}
       {points > 0 && (
         <Chart
           label="Step time over the last hour"
@@ -59,7 +59,7 @@ export function StepTimes(props: { world: number; incarnation: number }): ReactN
               showSymbol: one.points.length < 4,
               symbolSize: 5,
               lineStyle: { width: 1.3 },
-              // The first sample of a rank that has made no step is no time.
+              // A rank without a finished step reports 0, which is no step time.
               data: one.points.filter((point) => point.mean).map((point) => [point.time_s * 1000, Number((point.mean! * 1000).toPrecision(4))]),
             })),
           })}

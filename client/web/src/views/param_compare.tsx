@@ -1,10 +1,11 @@
-/** Two steps beside each other: numbers, histograms, and the picture of what changed. */
+/** Two steps side by side: statistics, histograms, and a heat map of the change. */
 
 import { type ReactNode, useEffect, useState } from "react";
 
 import { colorer } from "../lib/color";
 import { clock, count, number } from "../lib/format";
 import { difference, type Heat, type Sample } from "../lib/samples";
+import { STATISTICS, type Stats } from "../lib/stats";
 import { Empty, Panel } from "../ui/bits";
 import { Chart } from "../ui/chart";
 import { useShared } from "../ui/context";
@@ -38,13 +39,13 @@ export function Compare(props: {
             void keep(mayRead).finally(() => setBusy(false));
           }}
         >
-          {mayRead ? "Keep this step with its picture" : "Keep this step"}
+          {mayRead ? "Keep this step with its heat map" : "Keep this step"}
         </button>
       }
-      source={<span className="source">of the steps that this page collected</span>}
+      source={<span className="source">steps collected by this page</span>}
     >
       {samples.length < 2 || !before || !after ? (
-        <Empty>One step so far; keep another one.</Empty>
+        <Empty>Only one step so far. Keep another one to compare.</Empty>
       ) : (
         <>
           <div className="bar-row">
@@ -55,7 +56,7 @@ export function Compare(props: {
           <Chart label="Both histograms" height={220} deps={[before, after, dark]} option={(ink) => overlay(ink, [before, after])} />
           {change && <Change heat={change} dark={dark} />}
           {!change && mayRead && (
-            <p className="faint">Steps kept with their pictures show here, cell by cell, what changed.</p>
+            <p className="faint">Keep both steps with their heat maps to see the change cell by cell.</p>
           )}
         </>
       )}
@@ -84,15 +85,19 @@ function Pick(props: {
   );
 }
 
-const LABELS: Record<string, string> = { zero_count: "zeros", nan_count: "NaN", inf_count: "Inf" };
+const ROWS: readonly { key: keyof Stats; title: string }[] = [
+  ...STATISTICS,
+  { key: "nan_count", title: "NaN" },
+  { key: "inf_count", title: "Inf" },
+];
 
 function Table(props: { before: Sample; after: Sample }): ReactNode {
   const { before, after } = props;
-  const rows = (["norm", "mean", "std", "min", "max", "zero_count", "nan_count", "inf_count"] as const).map((key) => {
+  const rows = ROWS.map(({ key, title }) => {
     const [x, y] = [before.stats[key], after.stats[key]];
     const delta = x === null || y === null ? null : y - x;
     const share = delta === null || !x ? null : (100 * delta) / Math.abs(x);
-    return { key, x, y, delta, share };
+    return { key, title, x, y, delta, share };
   });
   return (
     <div className="scroll">
@@ -109,7 +114,7 @@ function Table(props: { before: Sample; after: Sample }): ReactNode {
         <tbody>
           {rows.map((row) => (
             <tr key={row.key}>
-              <td>{LABELS[row.key] ?? row.key}</td>
+              <td>{row.title}</td>
               <td className="num">{number(row.x, 6)}</td>
               <td className="num">{number(row.y, 6)}</td>
               <td className="num">{number(row.delta, 4)}</td>

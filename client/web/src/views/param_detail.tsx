@@ -1,11 +1,11 @@
-/** One parameter: its numbers now and over steps, its picture, where it lies, its values. */
+/** One parameter: statistics now and over steps, heat map, placement, values. */
 
 import type { ReactNode } from "react";
 
 import { get } from "../api/client";
 import { literal } from "../lib/filters";
-import { count, number, percent, shape } from "../lib/format";
-import type { Sample } from "../lib/samples";
+import { count, shape } from "../lib/format";
+import { badCount, badText, facts as statFacts, type Stats } from "../lib/stats";
 import { Choice, Facts, Name, Panel, Source, Trouble } from "../ui/bits";
 import { useMay, useShared } from "../ui/context";
 import { patchQuery, usePoll, useQuery } from "../ui/hooks";
@@ -20,7 +20,7 @@ import { Values } from "./param_values";
 const PARTS = [
   ["numbers", "Numbers"],
   ["heat", "Heat map"],
-  ["where", "Where it lies"],
+  ["where", "Placement"],
   ["values", "Values"],
   ["compare", "Compare"],
 ] as const;
@@ -63,7 +63,7 @@ export function ParamDetail(props: { name: string }): ReactNode {
               ["placement", facts.placement],
               ["kind", facts.kind],
               ...(facts.aliases.length ? [["tied with", facts.aliases.join(", ")] as [string, string]] : []),
-              ...(last ? statRows(last) : []),
+              ...(last ? statRows(last.stats) : []),
             ]}
           />
         )}
@@ -78,7 +78,7 @@ export function ParamDetail(props: { name: string }): ReactNode {
           />
           collect every 5 s
         </label>
-        <span className="faint">collected by this page: {count(found.samples.length)}</span>
+        <span className="faint">collected so far: {count(found.samples.length)}</span>
       </div>
       {part === "numbers" && (
         <>
@@ -94,16 +94,7 @@ export function ParamDetail(props: { name: string }): ReactNode {
   );
 }
 
-export function statRows(sample: Sample): [string, ReactNode][] {
-  const stats = sample.stats;
-  const bad = stats.nan_count + stats.inf_count;
-  return [
-    ["norm", number(stats.norm, 6)],
-    ["mean", number(stats.mean)],
-    ["std", number(stats.std)],
-    ["min", number(stats.min)],
-    ["max", number(stats.max)],
-    ["zeros", percent(stats.zero_count, stats.count)],
-    ["NaN, Inf", bad ? <strong key="n" className="source bad">{`${count(stats.nan_count)}, ${count(stats.inf_count)}`}</strong> : "0, 0"],
-  ];
+function statRows(stats: Stats): [string, ReactNode][] {
+  const bad = badText(stats);
+  return [...statFacts(stats), ["NaN, Inf", badCount(stats) ? <strong key="n" className="source bad">{bad}</strong> : bad]];
 }

@@ -1,4 +1,4 @@
-/** A tensor as a picture: drag over a part to look closer, as a slice that the ranks shrink. */
+/** Heat map of a tensor; dragging over a part zooms in by requesting that slice. */
 
 import { type ReactNode, useEffect, useMemo, useState } from "react";
 
@@ -45,7 +45,7 @@ export function HeatPanel(props: { name: string; shape: readonly number[] }): Re
       title="Heat map"
       actions={
         <>
-          <Choice label="A cell tells" value={mode as Mode} options={MODES} onChange={setMode} />
+          <Choice label="Cell value" value={mode as Mode} options={MODES} onChange={setMode} />
           <button type="button" disabled={ranges.length === 0} onClick={() => zoom([])}>
             Whole
           </button>
@@ -86,7 +86,7 @@ function Picture(props: {
   };
   const value = over ? heat.values[over.row * cols + over.col] : null;
   const where = over && partOf(heat, over, over);
-  // Flat pictures of vectors and narrow matrices still have a height to point at.
+  // Vectors and narrow matrices still need some height to point at.
   const height = { aspectRatio: `${Math.max(1, cols)} / ${Math.max(1, rows)}`, minHeight: 48, maxHeight: 480 };
   const bad = heat.nonfinite.reduce((sum, one) => sum + (one[2] ?? 0), 0);
   return (
@@ -173,7 +173,7 @@ function paint(
   pen.putImageData(image, 0, 0);
 }
 
-/** Rows and columns of the shown matrix under cells `from` to `to`. */
+/** Rows and columns of the shown matrix covered by cells `from` to `to`. */
 function partOf(heat: HeatmapDocument, from: Cell, to: Cell): { rows: Range; cols: Range } {
   const range = (a: number, b: number, cells: number, n: number): Range => ({
     // Row r is in cell floor(r * cells / n).
@@ -186,7 +186,7 @@ function partOf(heat: HeatmapDocument, from: Cell, to: Cell): { rows: Range; col
   };
 }
 
-/** The slice of the whole tensor: of vectors their one dim, else the first, and of matrices both. */
+/** The selected slice of the whole tensor: both dims of a matrix, otherwise the first dim. */
 function zoomed(heat: HeatmapDocument, shape: readonly number[], ranges: readonly Range[], from: Cell, to: Cell): Range[] {
   const part = partOf(heat, from, to);
   const moved = (dim: number, range: Range): Range => {

@@ -1,4 +1,4 @@
-/** Histograms over steps: one above the other (offset), or over one another (overlay). */
+/** Histograms over steps, stacked (offset) or on top of each other (overlay). */
 
 import { type ReactNode, useMemo } from "react";
 
@@ -29,7 +29,7 @@ export function HistogramPanel(props: { samples: readonly Sample[] }): ReactNode
         </span>
       }
     >
-      {!last && <Empty>No sample yet: one comes every 5 s while this is open and collecting.</Empty>}
+      {!last && <Empty>No sample yet; one is collected every 5 s while this view is open.</Empty>}
       {last && (
         <Chart
           label={`Histograms of ${shown.length} steps`}
@@ -62,7 +62,7 @@ export function overlay(ink: Ink, samples: readonly Sample[]): ChartOption {
   };
 }
 
-/** Each histogram on a line of its own, the newest in front; heights are to one scale. */
+/** Each histogram on its own baseline, the newest in front; all on one scale. */
 function offset(ink: Ink, samples: readonly Sample[]): ChartOption {
   const all = samples.map((sample) => density(sample.histogram));
   const top = Math.max(...all.flat().map(([, y]) => y), Number.MIN_VALUE);
@@ -86,7 +86,7 @@ function offset(ink: Ink, samples: readonly Sample[]): ChartOption {
         },
       },
     }),
-    // From the oldest, at the top and behind, to the newest.
+    // Oldest first: at the top, behind the others.
     series: samples.map((_, i) => {
       const base = (samples.length - 1 - i) * rise;
       return {

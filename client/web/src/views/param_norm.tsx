@@ -1,4 +1,4 @@
-/** Norm over steps: what the control plane noted, and what this page collected. */
+/** Norm over steps: the control plane's history and this page's samples. */
 
 import { type ReactNode, useMemo } from "react";
 
@@ -49,10 +49,10 @@ export function NormPanel(props: { name: string; samples: readonly Sample[] }): 
       source={<Source what="/history" at={history.at} error={history.error} />}
     >
       <p className="faint">
-        {count(noted)} points noted by the control plane
-        {history.data && !history.data.watch ? " (its watch of parameters is off)" : ""}, {count(samples.length)} collected by this page
+        {count(noted)} points from the control plane's history
+        {history.data && !history.data.watch ? " (parameter sampling is off)" : ""}, {count(samples.length)} collected by this page
       </p>
-      {points.length < 2 && <Empty>{points.length === 1 ? "One point so far: a line needs two." : "No point yet."}</Empty>}
+      {points.length < 2 && <Empty>{points.length === 1 ? "Only one point so far." : "No points yet."}</Empty>}
       {points.length >= 2 && (
         <Chart
           label={`Norm at ${points.length} steps`}
@@ -86,7 +86,7 @@ export function NormPanel(props: { name: string; samples: readonly Sample[] }): 
   );
 }
 
-/** A log scale has no place for zero. */
+/** A log scale cannot show zero. */
 function positive(value: number | null, log: string): number | string {
   return value === null || (log === "on" && value <= 0) ? "-" : Number(value.toPrecision(8));
 }

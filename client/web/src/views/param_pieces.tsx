@@ -1,4 +1,4 @@
-/** How a tensor is cut, and which ranks hold which part. */
+/** How a tensor is sharded, and which rank holds which part. */
 
 import type { ReactNode } from "react";
 
@@ -21,9 +21,9 @@ export function Pieces(props: { detail: ParamDetail; at: number }): ReactNode {
   const { detail, at } = props;
   const regions = regionsOf(detail.pieces);
   return (
-    <Panel title="Where it lies" source={<Source what="layout" at={at} />}>
+    <Panel title="Placement" source={<Source what="layout" at={at} />}>
       <p className="faint">
-        {detail.placement}: {count(detail.piece_count)} pieces, {count(regions.length)} different regions
+        {detail.placement}: {count(detail.piece_count)} pieces, {count(regions.length)} distinct regions
         {regions.some((region) => region.ranks.length > 1) ? "; a region with several ranks is replicated" : ""}
       </p>
       <Drawing detail={detail} regions={regions.slice(0, MAX_DRAWN)} />
@@ -51,7 +51,7 @@ function regionsOf(pieces: readonly PieceDocument[]): Region[] {
   return [...found.values()];
 }
 
-/** The first dim down and the second across; of flat parts, the flattened tensor across. */
+/** First dim down, second across; for intervals, the flattened tensor across. */
 function Drawing(props: { detail: ParamDetail; regions: readonly Region[] }): ReactNode {
   const { detail, regions } = props;
   const flat = detail.pieces[0]?.region === "interval";

@@ -29,7 +29,7 @@ export interface Collected {
   samples: readonly Sample[];
   at: number;
   error: string | null;
-  /** Takes one now; with its picture, so that it can be compared cell by cell. */
+  /** Take a sample now; with its heat map it can be compared cell by cell. */
   keep: (withHeat: boolean) => Promise<void>;
 }
 
@@ -70,10 +70,10 @@ export function useSamples(name: string, on: boolean): Collected {
 async function sampleOf(job: string, name: string, withHeat: boolean, signal?: AbortSignal): Promise<Sample> {
   const path = { job };
   const filter = exactly(name);
-  if (filter === null) throw new Error("no filter can name this tensor: its name holds a quote");
+  if (filter === null) throw new Error("no filter can select this tensor: its name contains a quote");
   const stats = await get("/api/v1/jobs/{job}/params/stats", { path, query: { filter, buffers: true }, signal });
   const row = stats.stats[0];
-  if (!row) throw new Error(stats.missing[0]?.reason ?? "there is no such tensor now");
+  if (!row) throw new Error(stats.missing[0]?.reason ?? "the job has no such tensor now");
   const histogram = await get("/api/v1/jobs/{job}/params/histogram", {
     path,
     query: { name: literal(name), bins: BINS },

@@ -1,4 +1,4 @@
-/** A slice of values, digit for digit as the tensor has them. */
+/** The exact values of a slice. */
 
 import { type ReactNode, useMemo } from "react";
 
@@ -10,7 +10,7 @@ import { useShared } from "../ui/context";
 import { usePoll, useQuery, useSettled } from "../ui/hooks";
 
 const FIRST = [16, 8];
-/** More than a page shows is refused here; the API gives more. */
+/** Limit of the page; the API returns more. */
 const MAX_SHOWN = 4096;
 
 export function Values(props: { name: string; shape: readonly number[] }): ReactNode {

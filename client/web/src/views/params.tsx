@@ -1,9 +1,10 @@
-/** Parameters: what there is, what the numbers say, and one of them in detail. */
+/** Parameters: a filtered list with statistics, and one parameter in detail. */
 
 import { type ReactNode, useCallback, useMemo, useState } from "react";
 
 import type { ParamDocument, StatsDocument } from "../api/schema";
-import { count, number, percent, shape, short } from "../lib/format";
+import { count, shape, short } from "../lib/format";
+import { badCount, COLUMNS, text, valueOf } from "../lib/stats";
 import { type Row, rowsOf, treeOf } from "../lib/tree";
 import { Choice, Name, Source, Trouble } from "../ui/bits";
 import { useShared } from "../ui/context";
@@ -99,13 +100,13 @@ export default function Params(): ReactNode {
           {numbers.error && !listed.error && <Trouble>{numbers.error}</Trouble>}
           {listed.missing.length > 0 && (
             <Trouble>
-              {listed.missing.length} cannot be had now, first {listed.missing[0]!.name}: {listed.missing[0]!.reason}
+              {listed.missing.length} not available now, first {listed.missing[0]!.name}: {listed.missing[0]!.reason}
             </Trouble>
           )}
           {steps === undefined && numbers.steps[0] >= 0 && (
             <p className="faint">
-              Numbers of what is in sight, asked as it came: steps {count(numbers.steps[0])} to {count(numbers.steps[1])}.
-              Narrow the filter to {count(MAX_WHOLE)} for all at one step.
+              Statistics of the rows in view, loaded while scrolling: steps {count(numbers.steps[0])} to{" "}
+              {count(numbers.steps[1])}. Narrow the filter to {count(MAX_WHOLE)} tensors to get all at one step.
             </p>
           )}
         </div>
@@ -130,17 +131,17 @@ export default function Params(): ReactNode {
 
 const NONE: ReadonlySet<string> = new Set();
 const noSort = (): void => undefined;
-const SORTABLE = new Set(["fqn", "dtype", "numel", "norm", "mean", "std", "zeros", "nan"]);
+const SORTABLE = new Set(["fqn", "dtype", "numel", "nan", ...COLUMNS.map((one) => one.title)]);
 const keyOf = (row: Item): string => (row.kind === "branch" ? `${row.path}/` : row.item.fqn);
 
-/** Up, down, as the model has it. */
+/** Ascending, descending, model order. */
 function next(sort: string, key: string): string {
   if (sort === key) return `-${key}`;
   return sort === `-${key}` ? "" : key;
 }
 
 function bad(stats: StatsDocument | undefined): boolean {
-  return stats !== undefined && stats.nan_count + stats.inf_count > 0;
+  return stats !== undefined && badCount(stats) > 0;
 }
 
 function columnsOf(stats: ReadonlyMap<string, StatsDocument>, narrow: boolean): Column<Item>[] {
@@ -172,11 +173,15 @@ function columnsOf(stats: ReadonlyMap<string, StatsDocument>, narrow: boolean): 
   };
   const rest: Column<Item>[] = [
     { key: "numel", title: "elements", width: "5.2rem", numeric: true, wide: true, render: (row) => short(row.kind === "leaf" ? row.item.numel : row.numel) },
-    { key: "norm", title: "norm", width: "5.4rem", numeric: true, render: (row) => cell(row, (s) => number(s.norm)) },
-    { key: "mean", title: "mean", width: "6rem", numeric: true, wide: true, render: (row) => cell(row, (s) => number(s.mean, 3)) },
-    { key: "std", title: "std", width: "5.4rem", numeric: true, wide: true, render: (row) => cell(row, (s) => number(s.std, 3)) },
-    { key: "zeros", title: "zeros", width: "4.6rem", numeric: true, wide: true, render: (row) => cell(row, (s) => percent(s.zero_count, s.count)) },
-    { key: "nan", title: "NaN/Inf", width: "4.4rem", numeric: true, render: (row) => cell(row, (s) => count(s.nan_count + s.inf_count)) },
+    ...COLUMNS.map((one): Column<Item> => ({
+      key: one.title,
+      title: one.title,
+      width: one.width!,
+      numeric: true,
+      wide: one.wide ?? false,
+      render: (row) => cell(row, (found) => text(one, found)),
+    })),
+    { key: "nan", title: "NaN/Inf", width: "4.4rem", numeric: true, render: (row) => cell(row, (found) => count(badCount(found))) },
   ];
   const shapes: Column<Item> = { key: "shape", title: "shape", width: "7.5rem", wide: true, render: (row) => (row.kind === "leaf" ? shape(row.item.shape) : "") };
   return narrow ? [name, shapes, ...rest.filter((c) => c.key === "norm" || c.key === "nan")] : [name, shapes, ...facts, ...rest];
@@ -186,18 +191,17 @@ function sorted(rows: Item[], sort: string, stats: ReadonlyMap<string, StatsDocu
   const key = sort.replace(/^-/, "");
   if (!SORTABLE.has(key)) return rows;
   const sign = sort.startsWith("-") ? -1 : 1;
-  const read = (row: Item): string | number => (row.kind === "leaf" ? valueOf(row.item, key, stats.get(row.item.fqn)) : "");
+  const read = (row: Item): string | number => (row.kind === "leaf" ? sortValue(row.item, key, stats.get(row.item.fqn)) : "");
   const keyed = rows.map((row): [string | number, Item] => [read(row), row]);
   keyed.sort(([a], [b]) => (a < b ? -sign : a > b ? sign : 0));
   return keyed.map(([, row]) => row);
 }
 
-function valueOf(item: ParamDocument, key: string, found: StatsDocument | undefined): string | number {
+function sortValue(item: ParamDocument, key: string, found: StatsDocument | undefined): string | number {
   if (key === "fqn") return item.fqn;
   if (key === "dtype") return item.dtype;
   if (key === "numel") return item.numel;
+  const one = COLUMNS.find((each) => each.title === key);
   if (!found) return Number.NEGATIVE_INFINITY;
-  if (key === "zeros") return found.count ? found.zero_count / found.count : 0;
-  if (key === "nan") return found.nan_count + found.inf_count;
-  return found[key as "norm" | "mean" | "std"] ?? Number.NEGATIVE_INFINITY;
+  return one ? (valueOf(one, found) ?? Number.NEGATIVE_INFINITY) : badCount(found);
 }

@@ -1,4 +1,4 @@
-/** The list of parameters, page after page, and statistics of what is in sight. */
+/** Loads the parameter list page by page, and statistics of the visible rows. */
 
 import { useCallback, useEffect, useMemo, useRef, useState } from "react";
 
@@ -7,7 +7,7 @@ import type { MissingDocument, ParamDocument, StatsDocument } from "../api/schem
 import { exactly, filtersFor } from "../lib/filters";
 
 const PAGE = 1000;
-/** So many tensors get their statistics with one question, all at one step. */
+/** Up to this many tensors, all statistics come from one request, at one step. */
 export const MAX_WHOLE = 1000;
 const SETTLE_MS = 250;
 
@@ -20,7 +20,7 @@ export interface Listed {
   error: string | null;
   digest: string;
   missing: readonly MissingDocument[];
-  /** Step of the statistics that the filter compared; -1: none. */
+  /** Step of the statistics the filter used; -1: none. */
   step: number;
 }
 
@@ -36,7 +36,7 @@ const NOTHING: Listed = {
   step: -1,
 };
 
-/** All tensors that the filter chooses. The first page shows at once, the others follow. */
+/** All tensors that the filter selects. The first page is shown at once, others are added. */
 export function useParams(job: string, filter: string, round: number): Listed {
   const [listed, setListed] = useState<Listed>(NOTHING);
   const key = `${job} ${filter} ${round}`;
@@ -107,14 +107,14 @@ interface Kept {
 
 const fresh = (): Kept => ({ of: new Map(), steps: [-1, -1], incarnation: -1, at: 0, error: null });
 
-/** Statistics of the listed tensors: of all when they are few, else of those in sight. */
+/** Statistics of the listed tensors: of all if they are few, else of the visible ones. */
 export function useNumbers(job: string, filter: string, listed: Listed): Numbers {
   const [kept, setKept] = useState<Kept>(fresh);
   const [busy, setBusy] = useState(false);
   const [round, setRound] = useState(0);
   const [settled, setSettled] = useState<readonly string[]>([]);
   const timer = useRef(0);
-  // Not a state that follows every frame: the whole view would be drawn again with each.
+  // Debounced: a state updated on every frame would render the whole view each time.
   const sight = useCallback((names: readonly string[]) => {
     window.clearTimeout(timer.current);
     timer.current = window.setTimeout(() => setSettled(names), SETTLE_MS);

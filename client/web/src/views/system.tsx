@@ -1,4 +1,4 @@
-/** System: versions, what copies cost the training against its budget, leases, the control plane. */
+/** System: stalls caused by copies, versions, leases, control plane metrics, events, tokens. */
 
 import { type ReactNode, useMemo } from "react";
 
@@ -43,8 +43,8 @@ const stallColumns = (budgetS: number): readonly Column<RankDocument>[] => [
   { key: "mean", title: "mean wait", width: "6rem", numeric: true, render: (r) => duration(r.stall_count ? r.stall_total_ns / r.stall_count / 1e9 : 0) },
   { key: "max", title: "longest", width: "6rem", numeric: true, render: (r) => duration(r.stall_max_ns / 1e9) },
   { key: "share", title: "longest of budget", width: "minmax(8rem, 1fr)", render: (r) => <Bar share={r.stall_max_ns / 1e9 / budgetS} tone={r.stall_max_ns / 1e9 > budgetS ? "bad" : "ok"} label={`rank ${r.rank}: longest wait of the budget`} /> },
-  { key: "given", title: "given up", width: "5rem", numeric: true, render: (r) => count(r.abandoned_copy_count) },
-  { key: "agreement", title: "agreement", width: "6rem", wide: true, render: (r) => (r.agreement_works ? "works" : <span title={r.agreement_reason}>does not</span>) },
+  { key: "given", title: "abandoned", width: "5rem", numeric: true, render: (r) => count(r.abandoned_copy_count) },
+  { key: "agreement", title: "agreement", width: "6rem", wide: true, render: (r) => (r.agreement_works ? "works" : <span title={r.agreement_reason}>failed</span>) },
   { key: "version", title: "version", width: "6rem", wide: true, render: (r) => r.version || "–" },
 ];
 
@@ -60,15 +60,15 @@ function Stalls(): ReactNode {
   const versions = [...countBy(all.filter((rank) => rank.version), (rank) => rank.version)];
   return (
     <Panel
-      title="What copies cost the training"
+      title="Stalls caused by copies"
       source={<Source what={`/jobs/${job}/ranks`} at={ranks.at} error={ranks.error} busy={ranks.busy} refresh={ranks.refresh} />}
     >
       {ranks.error && <Trouble>{ranks.error}</Trouble>}
       <Facts
         rows={[
-          ["longest wait of all", <span key="m" className={most > budgetS ? "source bad" : ""}>{duration(most)}</span>],
+          ["longest wait", <span key="m" className={most > budgetS ? "source bad" : ""}>{duration(most)}</span>],
           ["budget", ranks.data ? duration(budgetS) : "–"],
-          ["waits of all ranks", `${count(waits)}, ${duration(total)}`],
+          ["waits on all ranks", `${count(waits)}, ${duration(total)}`],
           ["sidecars' versions", versions.map(([version, n]) => `${version} (${count(n)})`).join(", ") || "–"],
         ]}
       />
@@ -95,13 +95,13 @@ function Leases(): ReactNode {
       {found.error && <Trouble>{found.error}</Trouble>}
       <Facts
         rows={[
-          ["held through REST", count(found.data?.held.length ?? 0)],
-          ["snapshots use", bytes(used)],
-          ["of budget", bytes(budget)],
-          ["ranks asked", count(found.data?.ranks.length ?? 0)],
+          ["held over REST", count(found.data?.held.length ?? 0)],
+          ["snapshot memory", bytes(used)],
+          ["budget", bytes(budget)],
+          ["ranks queried", count(found.data?.ranks.length ?? 0)],
         ]}
       />
-      {found.data && rows.length === 0 && <Empty>No snapshot is held.</Empty>}
+      {found.data && rows.length === 0 && <Empty>No snapshots.</Empty>}
       {rows.length > 0 && (
         <div className="scroll">
           <table className="plain">
@@ -164,10 +164,10 @@ function Happenings(): ReactNode {
   const { job, live } = useShared();
   return (
     <Panel
-      title="What happened"
+      title="Events"
       source={<Source what={`/jobs/${job}/events`} at={live.time_s * 1000} step={live.step} error={live.problem} />}
     >
-      {live.recent.length === 0 && <Empty>Nothing since this page was opened.</Empty>}
+      {live.recent.length === 0 && <Empty>No events since this page was opened.</Empty>}
       <ul className="bare list-small" hidden={live.recent.length === 0}>
         {live.recent.map((event) => (
           <li key={event.id}>
@@ -192,7 +192,7 @@ function Tokens(): ReactNode {
   return (
     <Panel title="Tokens" source={<Source what="/tokens" at={tokens.at} error={tokens.error} refresh={tokens.refresh} />}>
       {tokens.error && <Trouble>{tokens.error}</Trouble>}
-      {tokens.data?.tokens.length === 0 && <Empty>None but the owner's. An admin makes them: paramd token create.</Empty>}
+      {tokens.data?.tokens.length === 0 && <Empty>Only the owner's token. Admins create others with paramd token create.</Empty>}
       {(tokens.data?.tokens.length ?? 0) > 0 && (
         <div className="scroll">
           <table className="plain">
@@ -200,8 +200,8 @@ function Tokens(): ReactNode {
               <tr>
                 <th>name</th>
                 <th>role</th>
-                <th>made</th>
-                <th>until</th>
+                <th>created</th>
+                <th>expires</th>
                 <th />
               </tr>
             </thead>
@@ -213,7 +213,7 @@ function Tokens(): ReactNode {
                   </td>
                   <td>{token.role}</td>
                   <td>{clock(token.created_s)}</td>
-                  <td>{token.expires_s === null ? "for ever" : clock(token.expires_s)}</td>
+                  <td>{token.expires_s === null ? "never" : clock(token.expires_s)}</td>
                   <td>{token.revoked_s !== null && <Badge state="revoked" tone="bad" />}</td>
                 </tr>
               ))}

@@ -1,4 +1,4 @@
-"""The REST side: /api/v1, health, metrics. Every route needs the token unless it is health."""
+"""The HTTP app: /api/v1, /metrics and the dashboard. Only health and the page need no token."""
 
 from __future__ import annotations
 
@@ -33,10 +33,26 @@ from paramd_service.control.api.services import Services
 from paramd_service.control.base import problems
 
 API = "/api/v1"
+_ROUTES = (
+    jobs,
+    params,
+    numbers,
+    snapshots,
+    edits,
+    holds,
+    events,
+    grads,
+    tokens,
+    session,
+    history,
+    audit,
+    alerts,
+    exports,
+)
 
 
 def build_app(services: Services) -> FastAPI:
-    """The whole app. Whatever is added through FastAPI is denied without a token."""
+    """The app with its middleware. Every FastAPI route needs a token and a permitted role."""
     app = FastAPI(
         title="paramd control plane",
         version=__version__,
@@ -45,6 +61,8 @@ def build_app(services: Services) -> FastAPI:
         redoc_url=None,
         redirect_slashes=False,
         dependencies=[Depends(permitted(services.denied, readonly=services.config.readonly))],
+        # openapi.py adds the other statuses; this one brings the schema.
+        responses={422: {"model": problems.Problem}},
         generate_unique_id_function=_operation_id,
     )
     app.add_middleware(
@@ -56,9 +74,9 @@ def build_app(services: Services) -> FastAPI:
         failures=services.failures,
         denied=services.denied,
     )
-    # Before the gate: the page is no secret. Behind the guard: no other site gets it.
+    # The last one added runs first. The page needs no token, so it comes before the gate, but
+    # after the guard: other sites must not load it.
     app.add_middleware(Page)
-    # Added last, so it comes first.
     app.add_middleware(
         Guard,
         listen_host=services.listen_host,
@@ -67,24 +85,12 @@ def build_app(services: Services) -> FastAPI:
     )
     app.add_middleware(RequestIdMiddleware)
     problems.install(app)
-    app.include_router(jobs.router(services), prefix=API)
-    app.include_router(params.router(services), prefix=API)
-    app.include_router(numbers.router(services), prefix=API)
-    app.include_router(snapshots.router(services), prefix=API)
-    app.include_router(edits.router(services), prefix=API)
-    app.include_router(holds.router(services), prefix=API)
-    app.include_router(events.router(services), prefix=API)
-    app.include_router(grads.router(services), prefix=API)
-    app.include_router(tokens.router(services), prefix=API)
-    app.include_router(session.router(services), prefix=API)
-    app.include_router(history.router(services), prefix=API)
-    app.include_router(audit.router(services), prefix=API)
-    app.include_router(alerts.router(services), prefix=API)
-    app.include_router(exports.router(services), prefix=API)
+    for routes in _ROUTES:
+        app.include_router(routes.router(services), prefix=API)
     app.include_router(health.metrics_router(services))
     app.add_api_route(f"{API}/openapi.json", _openapi(app), include_in_schema=False)
     openapi.install(app)
-    # Plain routes of Starlette: the dependency above does not reach them.
+    # Plain Starlette routes: the dependency above does not apply to them.
     app.router.routes.extend(health.open_routes(services))
     return app
 

@@ -1,6 +1,6 @@
-"""What a filter chooses of a layout, and which of it the ranks that are there can give. Pure.
+"""Which tensors a filter selects, which of them are available, and to whom.
 
-Norms of gradients into the metric history, as far as somebody follows them.
+Pure, but for `NormHistory`, which samples gradient norms from streams into the history.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ from paramd_service.control.mesh.registry import MeshView
 from paramd_service.control.store.history import Sample, SeriesKey
 
 PERIOD_S = 1.0
-"""Time between two samples of one job; several readers bring the same frames."""
+"""Least time between two samples of one job; several readers deliver the same frames."""
 
 MAX_SERIES = 200
-"""Gradients of one frame that are noted, beside the total."""
+"""Gradients sampled from one frame, besides the total."""
 
 Offer = Callable[[Iterable[Sample]], None]
 
 
 class NormHistory:
-    """Notes frames that pass by. Used on the event loop only."""
+    """Samples gradient norms from followed streams. Event loop only."""
 
     def __init__(self, offer: Offer, *, clock: Callable[[], float] = now_s) -> None:
         self._offer = offer
@@ -39,10 +39,10 @@ class NormHistory:
         self._noted_s: dict[tuple[str, str], float] = {}
 
     def take(self, document: Mapping[str, Any]) -> None:
-        """Notes the norms of a frame, unless it is too early for the next ones."""
+        """Record the norms of a frame, at most once per `PERIOD_S`."""
         now_s = self._clock()
         names = [row["fqn"] for row in document["params"]]
-        # Readers of other names have series of their own.
+        # Streams of other parameters are sampled separately.
         key = (document["job"], names[0] if names else "")
         if now_s - self._noted_s.get(key, -math.inf) < PERIOD_S:
             return
@@ -66,20 +66,20 @@ class NormHistory:
 
 @dataclass(frozen=True, slots=True)
 class Missing:
-    """A tensor that cannot be had now."""
+    """A tensor that is not available now."""
 
     name: str
     ranks: tuple[int, ...]
-    """Ranks that alone hold a part of it and cannot give it."""
+    """Unavailable ranks that are the only holders of some part of it."""
     reason: str
 
 
 def choose(index: NameIndex, wanted: Filter, *, with_buffers: bool) -> list[SelectedTensor]:
-    """What the globs and the terms about facts choose, in the order of the layout.
+    """Tensors selected by globs and by terms about facts, in layout order.
 
     Raises:
         NotFoundError: a glob matches no name, or no tensor meets the terms.
-        UsageError: a slice does not fit.
+        UsageError: a slice is out of bounds.
     """
     found = list(select(index, wanted.patterns, with_buffers=with_buffers))
     if not wanted.facts:
@@ -88,13 +88,13 @@ def choose(index: NameIndex, wanted: Filter, *, with_buffers: bool) -> list[Sele
     if not chosen:
         terms = " ".join(map(str, wanted.facts))
         raise NotFoundError(
-            f"none of {len(found):,} tensors meets {terms}; leave out a term to see more"
+            f"none of {len(found):,} tensors meets {terms}; drop a term to match more"
         )
     return chosen
 
 
 def choose_one(index: NameIndex, name: str) -> SelectedTensor:
-    """The one tensor of a name or a pattern, with its slice.
+    """The only tensor that a name or pattern matches, with its slice.
 
     Raises:
         NotFoundError: no tensor matches. UsageError: several do.
@@ -106,7 +106,7 @@ def choose_one(index: NameIndex, name: str) -> SelectedTensor:
 
 
 def facts_of(tensor: TensorLayout) -> Facts:
-    """What filters compare."""
+    """The facts of a tensor that filters compare."""
     return Facts(
         tensor=tensor,
         kind=tensor.kind.value,
@@ -116,7 +116,7 @@ def facts_of(tensor: TensorLayout) -> Facts:
 
 
 def pattern_of(item: SelectedTensor) -> str:
-    """A pattern that chooses exactly this part of this tensor."""
+    """A pattern that selects exactly this slice of this tensor."""
     if item.box == full_box(item.tensor.shape):
         return item.name
     bounds = zip(item.box.begin, item.box.end, strict=True)
@@ -126,10 +126,10 @@ def pattern_of(item: SelectedTensor) -> str:
 def split(
     chosen: Sequence[SelectedTensor], view: MeshView
 ) -> tuple[list[SelectedTensor], list[Missing]]:
-    """Which tensors the ranks can give now, and which not, with the reason.
+    """Split tensors into available and missing ones.
 
-    A tensor is missing when some region of it is held only by ranks whose sidecar is not
-    there, or whose trainer ended inside an update.
+    A tensor is missing when some region of it is held only by ranks without a sidecar or
+    with a torn trainer.
     """
     absent = _absent(view)
     if not absent:
@@ -146,18 +146,18 @@ def split(
     return present, missing
 
 
-_SMALL = f"fewer than {SMALL_NUMEL} elements: their statistics tell values, which needs a reader"
+_SMALL = f"fewer than {SMALL_NUMEL} elements: their statistics reveal values, which needs a reader"
 
 
 def without_small(
     chosen: Sequence[SelectedTensor], *, may_read: bool
 ) -> tuple[list[SelectedTensor], list[Missing]]:
-    """What the caller may have statistics of, and what only readers may.
+    """Split off small tensors, whose statistics only readers may see.
 
-    Left out before anything is summed up: a total tells what was added to it.
+    Done before anything is summed: a total would reveal what it includes.
 
     Raises:
-        DeniedError: nothing is left of what was chosen.
+        DeniedError: all selected tensors are small.
     """
     if may_read:
         return list(chosen), []
@@ -169,13 +169,13 @@ def without_small(
 
 
 def check_large(name: str, numel: int) -> None:
-    """Raises DeniedError when statistics of so few elements tell their values."""
+    """Raise DeniedError when there are so few elements that statistics reveal their values."""
     if numel < SMALL_NUMEL:
         raise DeniedError(f"{name}: {_SMALL}'s token")
 
 
 def _absent(view: MeshView) -> dict[int, str]:
-    """Why ranks can give nothing."""
+    """Unavailable ranks, with the reason."""
     found = {rank.rank: rank.reason for rank in view.absent}
     for report in view.joined:
         if report.state.phase == common_pb2.PHASE_TORN:

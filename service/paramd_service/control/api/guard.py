@@ -1,15 +1,11 @@
-"""What every HTTP request passes first: Host, Origin, query and body checks; headers; access log.
+"""ASGI middleware in front of the API: request ids, request checks, the dashboard's files.
 
-Browsers of the same machine reach a loopback server, so a foreign page must get nothing:
-a rebound name shows in Host, a cross-site request in Origin and Sec-Fetch-Site, a form in
-its content type.
+`RequestIdMiddleware` is outermost, then `Guard`, then `Page`. Any web page open on the same
+machine can reach a loopback server, so `Guard` refuses foreign requests: DNS rebinding shows
+in Host, cross-site requests in Origin and Sec-Fetch-Site, forms in the content type.
 
-ASGI middleware: every request has an id, and a client that does not read is let go.
-
-The dashboard: static files that were built into the package, and nothing else.
-
-They hold no secret, so they need no token; what they show, they ask of the API as whoever
-signs in. No file is opened by a name that came from outside.
+`Page` serves the built dashboard without a token: the files hold no secret, and the data they
+show comes from the API under the user's own session. Request paths never become file paths.
 """
 
 from __future__ import annotations
@@ -37,8 +33,8 @@ UNBUILT = b"""<!doctype html>
 <meta name="viewport" content="width=device-width">
 <title>paramd</title>
 <h1>paramd control plane</h1>
-<p>It runs, but its dashboard has not been built: this is a source install without npm.
-Releases from the package index have it inside. In the checkout, with Node 20.19 or newer:
+<p>The control plane is running, but its dashboard has not been built: this is a source install
+without npm. Releases on the package index include it. In a checkout, with Node 20.19 or newer:
 <pre>make web</pre>
 <p>Then restart the control plane. Until then <code>paramd top</code> shows much the same in a
 terminal, and the API is at <code>/api/v1</code>, described by <code>/api/v1/openapi.json</code>.
@@ -47,7 +43,7 @@ terminal, and the API is at <code>/api/v1</code>, described by <code>/api/v1/ope
 
 
 BUILT = Path(__file__).parents[1] / "web"
-"""Where `make web`, and the build of a wheel, leave the page."""
+"""Output of `make web` and of a wheel build."""
 
 CSP = (
     "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; "
@@ -60,7 +56,7 @@ _TYPES = {
     ".css": "text/css; charset=utf-8",
     ".svg": "image/svg+xml",
 }
-# The names of these hold a digest of what they contain.
+# For names that contain a content hash.
 _FOREVER = "public, max-age=31536000, immutable"
 _ALWAYS_ASK = "no-cache"
 
@@ -73,16 +69,16 @@ class PageFile:
     cache_control: str
     etag: str
     path: Path | None
-    """None: `text` is the whole of it."""
+    """None: serve `text` instead."""
     text: bytes = b""
     is_packed: bool = False
-    """A gzipped copy lies beside it."""
+    """A gzipped copy exists next to it."""
 
 
 def page_files(built: Path = BUILT) -> Mapping[str, PageFile]:
-    """What the page consists of, by URL path. Not built: a page that says how to.
+    """The dashboard's files by URL path; if it was not built, one page that says how.
 
-    Reads every file once, to name its content; they are opened again when they are served.
+    Reads every file once for its ETag; contents are read again when served.
     """
     found: dict[str, PageFile] = {}
     if (built / "index.html").is_file():
@@ -102,7 +98,7 @@ def page_files(built: Path = BUILT) -> Mapping[str, PageFile]:
 
 
 class Page:
-    """ASGI middleware: answers for the page's own paths, and passes on all others."""
+    """ASGI middleware: serves the dashboard's paths, passes all others on."""
 
     def __init__(self, app: ASGIApp, *, files: Mapping[str, PageFile] | None = None) -> None:
         self._app = app
@@ -161,7 +157,7 @@ def _header(scope: Scope, name: bytes) -> str:
 
 
 SEND_TIMEOUT_S = 20.0
-"""How long a client may take no byte before its connection is ended."""
+"""A client that reads nothing for this long is disconnected."""
 
 REQUEST_ID = METADATA_KEY.encode()
 
@@ -169,7 +165,7 @@ _RIGHT = re.compile(rb"[A-Za-z0-9._-]{1,64}\Z")
 
 
 class RequestIdMiddleware:
-    """Gives each request its own id, or keeps the caller's, and answers with it."""
+    """Give each request an id, or keep the caller's, and return it in the response."""
 
     def __init__(self, app: ASGIApp, *, send_timeout_s: float = SEND_TIMEOUT_S) -> None:
         self._app = app
@@ -179,20 +175,20 @@ class RequestIdMiddleware:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        mine = _id_of(scope)
-        token = request_id.set(mine.decode())
+        own_id = _id_of(scope)
+        token = request_id.set(own_id.decode())
 
         async def send_in_time(message: Message) -> None:
             if message["type"] == "http.response.start":
-                message["headers"] = [*message.get("headers", ()), (REQUEST_ID, mine)]
-            # A slow reader must not hold a viewer's place, nor what its answer holds.
+                message["headers"] = [*message.get("headers", ()), (REQUEST_ID, own_id)]
+            # A stalled reader must not occupy a viewer slot or pin its response's data.
             async with asyncio.timeout(self._send_timeout_s):
                 await send(message)
 
         try:
             await self._app(scope, receive, send_in_time)
         except TimeoutError:
-            return  # uvicorn closes the connection: the answer is not whole
+            return  # the response is incomplete, so uvicorn closes the connection
         finally:
             request_id.reset(token)
 
@@ -206,7 +202,7 @@ def _id_of(scope: Scope) -> bytes:
 
 
 LOOPBACK_NAMES = frozenset({"localhost", "127.0.0.1", "[::1]"})
-"""Any port goes with them: a forwarded one is not ours."""
+"""Accepted with any port: a forwarded port differs from ours."""
 
 MAX_QUERY_BYTES = 8192
 MAX_BODY_BYTES = 1 << 20
@@ -222,7 +218,7 @@ SECURITY_HEADERS: tuple[tuple[bytes, bytes], ...] = (
     (b"x-content-type-options", b"nosniff"),
     (b"x-frame-options", b"DENY"),
 )
-"""On every answer, unless the route set one of them itself."""
+"""On every response, unless the route set the header itself."""
 
 _HSTS = (b"strict-transport-security", b"max-age=31536000")
 
@@ -240,7 +236,7 @@ class Guard:
         is_token: Callable[[str], bool],
         names: Callable[[], frozenset[str]] = frozenset,
     ) -> None:
-        """`names` is asked for further names of this server: those of its certificate."""
+        """`names` returns further host names of this server: those in its certificate."""
         self._app = app
         self._names = LOOPBACK_NAMES | {_bracketed(listen_host)}
         self._more_names = names
@@ -248,8 +244,7 @@ class Guard:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
-            # No lifespan, no websockets: what does not exist needs no guard.
-            return
+            return  # the app has neither lifespan nor websockets
         began_s = time.monotonic()
         status = 0
         ours = _ours(scope)
@@ -271,7 +266,7 @@ class Guard:
         finally:
             level = logging.DEBUG if status < 400 else logging.INFO
             took_ms = (time.monotonic() - began_s) * 1000
-            # The path without its query; %r keeps control characters out of the log.
+            # No query; %r keeps control characters out of the log.
             path = "(hidden)" if self._is_token(scope["path"]) else scope["path"][:200]
             log.log(level, "%s %r %d %.1f ms", scope["method"], path, status, took_ms)
 
@@ -279,14 +274,12 @@ class Guard:
 def refused(
     scope: Scope, names: frozenset[str], is_token: Callable[[str], bool]
 ) -> tuple[int, str] | None:
-    """HTTP status and reason when a request must not reach the app."""
+    """(HTTP status, reason) when the request must not reach the app, else None."""
     hosts = _values(scope, b"host")
     if len(hosts) != 1 or not _is_ours(_without_port(hosts[0]), names):
-        return 400, "the Host header names another site than this server"
+        return 400, "the Host header does not name this server"
     origins = _values(scope, b"origin")
-    if origins and origins != [f"{scope['scheme']}://{hosts[0]}"]:
-        return 403, "the request comes from a page of another site"
-    if _crosses_sites(scope):
+    if (origins and origins != [f"{scope['scheme']}://{hosts[0]}"]) or _crosses_sites(scope):
         return 403, "the request comes from a page of another site"
     return _refused_url(scope, is_token) or _refused_body(scope)
 
@@ -300,16 +293,16 @@ def _refused_url(scope: Scope, is_token: Callable[[str], bool]) -> tuple[int, st
     parts = [*(text for pair in pairs for text in pair), *scope["path"].split("/")]
     if named or any(map(is_token, parts)) or is_token(unquote(query.decode("latin-1"))):
         return 400, (
-            "credentials do not belong into a URL, where logs keep them; send "
-            "'Authorization: Bearer <token>', and change this token"
+            "credentials must not be in a URL, which ends up in logs; send "
+            "'Authorization: Bearer <token>' instead, and replace this token"
         )
     return None
 
 
 def _refused_body(scope: Scope) -> tuple[int, str] | None:
-    """A page of another site can send forms and text, but JSON only when we allow it."""
+    """Other sites can send forms and text; JSON needs a CORS preflight, which we refuse."""
     if _values(scope, b"transfer-encoding"):
-        return 411, "the body has no length; send Content-Length"
+        return 411, "the body's length is unknown; send Content-Length"
     lengths = [int(value) for value in _values(scope, b"content-length") if value.isdecimal()]
     size_bytes = max(lengths, default=0)
     if size_bytes > MAX_BODY_BYTES:
@@ -321,7 +314,7 @@ def _refused_body(scope: Scope) -> tuple[int, str] | None:
 
 
 def _crosses_sites(scope: Scope) -> bool:
-    """Whether a browser says that another site's page asks, other than by a link to us."""
+    """Whether the browser reports a cross-site request that is not a plain link to us."""
     if not {"cross-site", "same-site"} & set(_values(scope, b"sec-fetch-site")):
         return False
     is_link = scope["method"] == "GET" and _values(scope, b"sec-fetch-mode") == ["navigate"]
@@ -331,14 +324,14 @@ def _crosses_sites(scope: Scope) -> bool:
 def _ours(scope: Scope) -> list[tuple[bytes, bytes]]:
     headers = list(SECURITY_HEADERS)
     hosts = _values(scope, b"host")
-    # Not for loopback names: browsers would want TLS of every local server from then on.
+    # Not on loopback names: browsers would then require TLS of every local server.
     if scope["scheme"] == "https" and hosts and _without_port(hosts[0]) not in LOOPBACK_NAMES:
         headers.append(_HSTS)
     return headers
 
 
 def _is_ours(host: str, names: frozenset[str]) -> bool:
-    """`names` may hold a certificate's wildcard, which stands for one label."""
+    """`names` may contain a certificate's wildcard, which matches exactly one label."""
     return host in names or "*." + host.partition(".")[2] in names
 
 

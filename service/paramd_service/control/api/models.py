@@ -1,10 +1,7 @@
-"""Documents of the REST side, as OpenAPI describes them: jobs, ranks, incarnations.
+"""Request and response bodies of the REST API that several routes share.
 
-Documents of edits and holds, as OpenAPI describes them.
-
-Documents of parameters and their numbers, as OpenAPI describes them.
-
-Documents of snapshots and their leases, as OpenAPI describes them.
+In order: edits and holds, parameters and their statistics, snapshots, jobs and ranks.
+Descriptions appear in the OpenAPI document.
 """
 
 from __future__ import annotations
@@ -35,7 +32,7 @@ OpWord = Annotated[str, AfterValidator(_known), Field(json_schema_extra={"enum":
 
 
 class OpRequest(BaseModel):
-    """What is done to the elements that a pattern names."""
+    """One operation on the elements that a pattern names."""
 
     model_config = ConfigDict(
         extra="forbid",
@@ -45,10 +42,12 @@ class OpRequest(BaseModel):
     pattern: str = Field(
         min_length=1,
         max_length=1024,
-        description='Glob over names of parameters; may end in a slice: "w[0:4]"',
+        description='Glob over parameter names; may end in a slice: "w[0:4]"',
     )
     op: OpWord
-    value: float | None = Field(None, description="Operand of fill; of add and mul without data")
+    value: float | None = Field(
+        None, description="Operand of fill, and of add and mul without data"
+    )
     weight: float | None = Field(None, description="Factor of add (1 when absent) and of lerp")
     min: float | None = Field(None, description="Lower bound of clamp")
     max: float | None = Field(None, description="Upper bound of clamp")
@@ -56,31 +55,31 @@ class OpRequest(BaseModel):
 
 
 class EditRequest(BaseModel):
-    """An edit to be made, on all ranks at one step or on none."""
+    """An edit, applied on all ranks at one step or on none."""
 
     model_config = ConfigDict(extra="forbid")
 
     id: str | None = Field(
         None,
         pattern=EDIT_ID,
-        description="Names it for ever: asking twice makes it once; made up when absent",
+        description="Idempotency id, never reusable; generated when absent",
     )
     ops: list[OpRequest] = Field(min_length=1, max_length=MAX_OPS)
     if_step: int | None = Field(
         None,
         ge=0,
         le=1 << 62,
-        description="Apply it at the boundary of this step, or abort: hold training first, or it "
-        "goes on before all ranks have agreed",
+        description="Apply at the boundary of this step, or abort. Hold training first, or it "
+        "moves past the step before all ranks have agreed",
     )
-    allow_nonfinite: bool = Field(False, description="NaN and infinities are wanted; admins only")
+    allow_nonfinite: bool = Field(False, description="Permit NaN and infinities; admins only")
     reset_moments: bool = Field(
         False, description="Zero the optimizer's state of the changed elements"
     )
-    note: str = Field("", max_length=1000, description="Why; for the audit")
-    dry_run: bool = Field(False, description="Only tell the numbers before and after")
+    note: str = Field("", max_length=1000, description="Reason, for the audit")
+    dry_run: bool = Field(False, description="Only compute the statistics before and after")
     wait_s: float = Field(
-        30.0, ge=0, le=300, allow_inf_nan=False, description="Longest wait for its end, in seconds"
+        30.0, ge=0, le=300, allow_inf_nan=False, description="Seconds to wait for it to end"
     )
 
 
@@ -90,20 +89,20 @@ class WaitRequest(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
     wait_s: float = Field(
-        30.0, ge=0, le=300, allow_inf_nan=False, description="Longest wait for its end, in seconds"
+        30.0, ge=0, le=300, allow_inf_nan=False, description="Seconds to wait for it to end"
     )
 
 
 class UndoRequest(WaitRequest):
     """How to undo."""
 
-    id: str | None = Field(None, pattern=EDIT_ID, description="Of the undoing edit; as in create")
-    force: bool = Field(False, description="Although later edits changed some of the elements")
+    id: str | None = Field(None, pattern=EDIT_ID, description="Id of the new edit; as in create")
+    force: bool = Field(False, description="Undo even if later edits changed the same elements")
 
 
 class OpDocument(BaseModel):
-    """One operation, and what it met. Its numbers are null where it has none, or when they are
-    not for your token's role."""
+    """One operation and the parameters it matched. Operands are null when absent, or when the
+    token's role may not see them."""
 
     pattern: str
     op: str
@@ -112,13 +111,13 @@ class OpDocument(BaseModel):
     min: float | None
     max: float | None
     data: bool
-    names: list[str] = Field(description="The first 100 parameters")
+    names: list[str] = Field(description="The first 100 matched parameters")
     name_count: int
     numel: int = Field(description="Elements, replicas counted once")
 
 
 class RangeDocument(BaseModel):
-    """Statistics of all elements that an edit names. null: there is no finite one."""
+    """Statistics of all elements that an edit names. null: no finite element."""
 
     min: float | None
     max: float | None
@@ -129,56 +128,58 @@ class RangeDocument(BaseModel):
 
 
 class UndoDocument(BaseModel):
-    """Whether it can be undone."""
+    """Whether an edit can be undone."""
 
     possible: bool
-    reason: str = Field(description="Why not; empty when it can")
+    reason: str = Field(description="Why not; empty if possible")
 
 
 class EditDocument(BaseModel):
-    """An edit as it is told now."""
+    """An edit and its state."""
 
     id: str
     job: str
     incarnation: int
-    state: EditStateName = Field(description="APPLIED, ABORTED and LOST never change")
+    state: EditStateName = Field(description="APPLIED, ABORTED and LOST are final")
     reason: str = Field(description="Why it is ABORTED or LOST; else empty")
-    actor: str = Field(description="Name of the token of who asked for it")
-    committed_by: str | None = Field(description="And of who had it applied; null: nobody yet")
+    actor: str = Field(description="Name of the token that created it")
+    committed_by: str | None = Field(description="Name of the token that committed it; or null")
     note: str
-    dry_run: bool = Field(description="It was only to tell before and after; it ends as ABORTED")
+    dry_run: bool = Field(
+        description="Only computes the statistics before and after; ends as ABORTED"
+    )
     created_s: float = Field(description="Seconds since the Unix epoch")
-    ended_s: float | None = Field(description="null while it goes on")
-    step: int = Field(description="Step at whose boundary it was applied; -1: it was not")
-    boundary: int = Field(description="Number of its request to the trainers; 0: none yet")
+    ended_s: float | None = Field(description="null until it ends")
+    step: int = Field(description="Step at whose boundary it was applied; -1: not applied")
+    boundary: int = Field(description="Number of its boundary request; 0: none yet")
     ops: list[OpDocument]
-    size_bytes: int = Field(description="Of the elements it names, replicas counted once")
-    stop_ms: float | None = Field(description="Longest time that it kept a trainer")
+    size_bytes: int = Field(description="Size of the elements it names, replicas counted once")
+    stop_ms: float | None = Field(description="Longest time it stopped a trainer")
     before: RangeDocument | None = Field(
-        description="null: not known, or not for your token's role"
+        description="null: unknown, or the token's role may not see it"
     )
     after: RangeDocument | None
     undo: UndoDocument
     undo_of: str | None = Field(description="Edit that this one undoes")
-    undone_by: str | None = Field(description="Edit that has undone this one")
+    undone_by: str | None = Field(description="Edit that undid this one")
 
 
 class EditList(BaseModel):
     """Edits, newest first."""
 
     edits: list[EditDocument]
-    next_page_token: str = Field(description="Ask with it for older ones; empty at the end")
+    next_page_token: str = Field(description="Pass it to get older ones; empty at the end")
 
 
 class HoldDocument(BaseModel):
-    """Whether training waits at a boundary on request."""
+    """Whether training is held at a boundary."""
 
     state: Literal["running", "pausing", "held", "stepping"]
-    holder: str = Field(description="Who holds it: name of the token, and a mark of its own")
-    step: int = Field(description="Finished updates; -1 when no rank tells")
-    steps_left: int = Field(description="Boundaries that may pass before it waits again")
+    holder: str = Field(description="Who holds it: the token's name and a unique suffix")
+    step: int = Field(description="Finished updates; -1 when no rank reports it")
+    steps_left: int = Field(description="Boundaries it may still pass before it is held again")
     lease_left_s: float
-    since_s: float | None = Field(description="Seconds since the Unix epoch; null when not known")
+    since_s: float | None = Field(description="Seconds since the Unix epoch; null when unknown")
 
 
 class HolderRequest(BaseModel):
@@ -189,24 +190,24 @@ class HolderRequest(BaseModel):
     holder: str = Field(
         "",
         max_length=128,
-        description="As the answer to begin_hold named it; empty: the one of this token",
+        description="Holder returned by begin_hold; empty: the hold of this token",
     )
 
 
 class HoldRequest(HolderRequest):
-    """For how long."""
+    """A hold's lease."""
 
     lease_s: float = Field(
         LEASE_S,
         ge=1,
         le=MAX_LEASE_S,
         allow_inf_nan=False,
-        description="Seconds from now on; then training goes on by itself",
+        description="Seconds from now; training resumes when they are over",
     )
 
 
 class StepRequest(HolderRequest):
-    """How far."""
+    """How many updates to step."""
 
     steps: int = Field(1, ge=1, le=MAX_STEPS, description="Updates to finish")
 
@@ -229,35 +230,35 @@ def _example(**fields: Any) -> ConfigDict:
 class ParamDocument(BaseModel):
     """One full parameter or buffer."""
 
-    fqn: str = Field(description="Name, as a user's state_dict has it")
+    fqn: str = Field(description="Name, as in the user's state_dict")
     aliases: list[str] = Field(description="Further names of the same tensor")
     dtype: str = Field(description="torch dtype without its prefix")
     shape: list[int] = Field(description="Full, unsharded shape")
     numel: int
     kind: str = Field(description="parameter or buffer")
-    placement: str = Field(description="How it is distributed, in words")
+    placement: str = Field(description="How it is distributed, for humans")
 
 
 class MissingDocument(BaseModel):
-    """A tensor that cannot be had now, and why."""
+    """A tensor that is not available now, and why."""
 
     name: str
-    ranks: list[int] = Field(description="Ranks that alone hold a part of it and cannot give it")
+    ranks: list[int] = Field(description="Unavailable ranks that alone hold a part of it")
     reason: str
 
 
 class ParamPage(BaseModel):
-    """A page of parameters, in the order of the module tree."""
+    """A page of parameters, in module order."""
 
     layout_digest: str
-    total_count: int = Field(description="Tensors that match, on all pages")
+    total_count: int = Field(description="Matching tensors on all pages")
     params: list[ParamDocument]
-    next_page_token: str = Field(description="Ask with it for the next page; empty at the end")
+    next_page_token: str = Field(description="Pass it to get the next page; empty at the end")
     incarnation: int = Field(
-        description="Incarnation of the statistics that were compared; -1 for none"
+        description="Incarnation of the statistics the filter used; -1 for none"
     )
-    step: int = Field(description="Step of them, the same on all pages; -1 for none")
-    partial: bool = Field(description="Tensors are missing because ranks are")
+    step: int = Field(description="Step of those statistics, equal on all pages; -1 for none")
+    partial: bool = Field(description="Whether tensors are missing")
     missing: list[MissingDocument]
 
     model_config = _example(
@@ -276,15 +277,15 @@ class PieceDocument(BaseModel):
     """One region of a tensor that one rank holds."""
 
     rank: int
-    region: str = Field(description="box (of the full tensor) or interval (of it flattened)")
-    begin: list[int] = Field(description="First index of every dim, or the first element")
-    end: list[int] = Field(description="One past the last")
+    region: str = Field(description="box of the full tensor, or interval of the flattened one")
+    begin: list[int] = Field(description="First index in every dim, or the first element")
+    end: list[int] = Field(description="One past the last, likewise")
     numel: int
     size_bytes: int
 
 
 class ParamDetail(ParamDocument):
-    """A tensor and who holds which part of it."""
+    """A tensor and which rank holds which part of it."""
 
     layout_digest: str
     piece_count: int
@@ -296,7 +297,7 @@ if TYPE_CHECKING:
 else:
     _Numbers = create_model(
         "_Numbers",
-        name=(str, Field(description='Name it was found by, or "total"')),
+        name=(str, Field(description='Name that matched, or "total"')),
         dtype=(str, ...),
         shape=(list[int], ...),
         count=(int, Field(description="Elements")),
@@ -311,11 +312,11 @@ else:
 
 
 class StatsDocument(_Numbers):
-    """Statistics of one full tensor; replicas count once. null: not a number."""
+    """Statistics of one full tensor; replicas count once. null: NaN or infinite."""
 
     exponents: list[list[int]] = Field(
-        description="[e, count] of elements with 2**e <= |x| < 2**(e+1), rising; "
-        "empty unless asked for"
+        description="[e, count] of elements with 2**e <= |x| < 2**(e+1), ascending; "
+        "empty unless requested"
     )
 
 
@@ -323,23 +324,23 @@ class StatsList(BaseModel):
     """Statistics of tensors, all at one step."""
 
     incarnation: int
-    step: int = Field(description="The step that all numbers belong to")
+    step: int = Field(description="Step of all numbers")
     stats: list[StatsDocument]
     total: StatsDocument = Field(
-        description="Over all tensors that globs and facts chose and that are not missing"
+        description="Over all tensors that globs and facts select and that are not missing"
     )
-    partial: bool = Field(description="Tensors are missing because ranks are")
+    partial: bool = Field(description="Whether tensors are missing")
     missing: list[MissingDocument]
 
 
 class HistogramDocument(BaseModel):
-    """How many elements of one tensor lie where, at one step."""
+    """Histogram of one tensor at one step."""
 
     incarnation: int
     step: int
     name: str
-    edges: list[float] = Field(description="Rising; bin i is edges[i] <= x < edges[i+1]")
-    counts: list[int] = Field(description="One less than edges")
+    edges: list[float] = Field(description="Ascending; bin i is edges[i] <= x < edges[i+1]")
+    counts: list[int] = Field(description="One per bin: one fewer than edges")
     below_count: int = Field(description="Finite elements below the first edge")
     above_count: int = Field(description="Finite elements at or above the last edge")
     nan_count: int
@@ -359,22 +360,22 @@ class HistogramDocument(BaseModel):
 
 
 class HeatmapDocument(BaseModel):
-    """A tensor as a picture: a matrix shrunk to cells, at one step."""
+    """Heat map of a tensor at one step: a matrix reduced to cells."""
 
     incarnation: int
     step: int
     name: str
     mode: str
-    shape: list[int] = Field(description="Shape of what is shown: the tensor's, or the slice's")
-    row_dims: int = Field(description="How many first dims count rows; the others count columns")
+    shape: list[int] = Field(description="Shape of the tensor or slice shown")
+    row_dims: int = Field(description="Leading dims that form the rows; the others form columns")
     row_count: int = Field(description="Rows of the matrix")
     col_count: int = Field(description="Columns of the matrix")
     cell_row_count: int = Field(
-        description="Rows of the picture; row r of the matrix is in floor(r * this / row_count)"
+        description="Rows of cells; row r of the matrix is in floor(r * this / row_count)"
     )
     cell_col_count: int
     values: list[float | None] = Field(
-        description="Row-major, 7 digits; over the finite elements, null where there is none"
+        description="Row-major, 7 digits; over the finite elements, null if there are none"
     )
     nonfinite: list[list[int]] = Field(
         description="[row, column, count] of cells with NaN or infinite elements"
@@ -403,10 +404,10 @@ class ValuesDocument(BaseModel):
     step: int
     name: str
     dtype: str
-    begin: list[int] = Field(description="First index of every dim of the full tensor")
+    begin: list[int] = Field(description="First index in every dim of the full tensor")
     shape: list[int]
     values: list[str] = Field(
-        description='Row-major; digits that give exactly the element: "0.5", "nan", "-inf", '
+        description='Row-major; each text converts back exactly: "0.5", "nan", "-inf", '
         '"9007199254740993", "true", "1.0+2.0j"'
     )
 
@@ -422,7 +423,7 @@ class ValuesDocument(BaseModel):
 
 
 class SnapshotRequest(BaseModel):
-    """What to pin, and for how long."""
+    """Which tensors to pin, and for how long."""
 
     filter: str = Field(
         min_length=1, max_length=1024, description="Globs, and terms about facts", examples=["*"]
@@ -434,9 +435,9 @@ class SnapshotRequest(BaseModel):
 
 
 class LeaseRequest(BaseModel):
-    """How long a lease shall go on."""
+    """A lease's new length."""
 
-    lease_s: float = Field(default=LEASE_S, ge=1, le=MAX_LEASE_S, description="Seconds from now on")
+    lease_s: float = Field(default=LEASE_S, ge=1, le=MAX_LEASE_S, description="Seconds from now")
 
     model_config = ConfigDict(extra="forbid")
 
@@ -462,10 +463,10 @@ class HeldDocument(BaseModel):
 
 
 class LeaseDocument(BaseModel):
-    """One lease at a sidecar, whoever pinned."""
+    """One lease at a sidecar, whoever holds it."""
 
     name: str = Field(description="First 8 characters of the snapshot's id")
-    step: int = Field(description="-1 while the bytes are not there")
+    step: int = Field(description="-1 until the bytes are copied")
     size_bytes: int
     lease_left_ms: int
     at_boundary: bool
@@ -475,7 +476,7 @@ class RankSnapshots(BaseModel):
     """Leases at one rank's sidecar."""
 
     rank: int
-    reason: str = Field(description="Why it does not say; empty when it does")
+    reason: str = Field(description="Why the sidecar did not answer; empty if it did")
     lease_count: int
     used_bytes: int
     budget_bytes: int
@@ -483,22 +484,22 @@ class RankSnapshots(BaseModel):
 
 
 class SnapshotList(BaseModel):
-    """Snapshots held through REST, and all leases of all ranks."""
+    """Snapshots held over REST, and all leases at all ranks."""
 
     held: list[HeldDocument]
     ranks: list[RankSnapshots] = Field(description="Ordered by rank")
-    partial: bool = Field(description="A rank does not say")
-    next_page_token: str = Field(description="For further ranks; empty at the end")
+    partial: bool = Field(description="Whether a rank did not answer")
+    next_page_token: str = Field(description="Pass it to get further ranks; empty at the end")
 
 
 class JobSummary(BaseModel):
-    """One job that this control plane serves."""
+    """One job of this control plane."""
 
     job: str = Field(description="Name of the job")
-    incarnation: int = Field(description="Incarnation of the job")
+    incarnation: int = Field(description="Last incarnation of the job")
     world_size: int = Field(description="Ranks of the mesh")
     joined_count: int = Field(description="Ranks whose sidecar is joined now")
-    step: int = Field(description="Lowest step that a joined rank reported; -1 when none is")
+    step: int = Field(description="Lowest step reported by a joined rank; -1 when none is joined")
     state: str = Field(description="ok, starting, degraded, down or ended")
     reason: str = Field(description="Why the state is not ok; empty when it is")
     hold: str = Field(
@@ -513,23 +514,23 @@ class JobList(BaseModel):
 
 
 class JobRegistration(BaseModel):
-    """What a job that attaches says of itself."""
+    """A job that attaches."""
 
     job: str = Field(description="Name: letters, digits, . _ -", min_length=1, max_length=64)
     world_size: int = Field(description="Ranks of the mesh", ge=1, le=65_536)
     incarnation_floor: int = Field(
-        0, description="The incarnation given is above this one", ge=0, le=1_000_000_000_000
+        0, description="The new incarnation is above this one", ge=0, le=1_000_000_000_000
     )
 
 
 class RegisteredJob(BaseModel):
-    """What the ranks of a new incarnation need. Holds tickets: never log it."""
+    """What the ranks of a new incarnation need. Contains tickets: never log it."""
 
     job: str
     incarnation: int = Field(description="Number of the new incarnation")
     control_address: str = Field(description='gRPC target "host:port" that sidecars join')
-    public_key: str = Field(description="Verifies the incarnation's tickets; hexadecimal digits")
-    rank_tickets: list[str] = Field(description="By rank; lets its sidecar join as that rank")
+    public_key: str = Field(description="Verifies the incarnation's tickets; hexadecimal")
+    rank_tickets: list[str] = Field(description="By rank; lets a sidecar join as that rank")
 
 
 class IncarnationDocument(BaseModel):
@@ -538,44 +539,44 @@ class IncarnationDocument(BaseModel):
     incarnation: int
     world_size: int
     began_s: float = Field(description="Seconds since the Unix epoch")
-    ended_s: float | None = Field(description="null while it goes on")
-    reason: str = Field(description="Why it is over; empty while it goes on")
-    step: int = Field(description="Last step known at its end; -1 when none is")
+    ended_s: float | None = Field(description="null until it ends")
+    reason: str = Field(description="Why it ended; empty until it ends")
+    step: int = Field(description="Last known step when it ended; -1 when unknown")
 
 
 class IncarnationList(BaseModel):
-    """Incarnations of a job, the present one last."""
+    """Incarnations of a job, oldest first."""
 
     incarnations: list[IncarnationDocument]
 
 
 class PeerDocument(BaseModel):
-    """Where one rank's sidecar is found."""
+    """Addresses of one rank's sidecar."""
 
     rank: int
     address: str = Field(description='gRPC target "host:port"')
-    socket_path: str = Field(description="Unix socket, for programs of the same host")
-    host_id: str = Field(description="Names the running kernel of the host")
+    socket_path: str = Field(description="Unix socket, for programs on the same host")
+    host_id: str = Field(description="Identifies the host's running kernel")
 
 
 class JobDocument(JobSummary):
-    """A job, how to reach its sidecars, and a ticket that lets a reader in."""
+    """A job, its sidecars' addresses, and a ticket for them."""
 
-    layout_digest: str = Field(description="Layout in force; empty while none is agreed")
+    layout_digest: str = Field(description="Current layout; empty until one is agreed")
     control_address: str = Field(description='gRPC target "host:port" of the control plane')
     peers: list[PeerDocument] = Field(description="Joined sidecars, ordered by rank")
-    ticket: str = Field(description="Signed; role reader; goes into gRPC metadata, nowhere else")
+    ticket: str = Field(description="Signed, with the token's rights; for gRPC metadata only")
     ticket_expires_s: float = Field(description="Seconds since the Unix epoch")
 
 
 class RankDocument(BaseModel):
-    """One rank as its sidecar last reported it. Counters are -1 or 0 before the first report."""
+    """One rank as last reported by its sidecar. Counters are -1 or 0 before the first report."""
 
     rank: int
     membership: str = Field(description="missing, joined, silent, gone or left")
     state: str = Field(description="ok, starting, degraded, down or ended")
-    reason: str = Field(description="What is not as it should be; empty when all is well")
-    age_s: float = Field(description="Seconds since the report, or since the stream ended")
+    reason: str = Field(description="Why the state is not ok; empty when it is")
+    age_s: float = Field(description="Seconds since the last report, or since the stream ended")
     phase: str = Field(
         description="waiting, idle, forward_backward, update, summon, held, stalled, orphaned, "
         "torn, constant (an older sidecar's word) or unspecified"
@@ -584,7 +585,7 @@ class RankDocument(BaseModel):
     trainer_pid: int
     sidecar_pid: int
     step_time_ns: int = Field(description="Smoothed time between two boundaries")
-    boundary_age_ns: int = Field(description="Time since the last boundary when reported; or -1")
+    boundary_age_ns: int = Field(description="Time from the last boundary to the report; or -1")
     stall_count: int = Field(description="Updates that waited for a copy")
     stall_total_ns: int
     stall_max_ns: int
@@ -592,15 +593,15 @@ class RankDocument(BaseModel):
     arena_bytes: int
     snapshot_bytes: int
     snapshot_count: int
-    sidecar_rss_bytes: int = Field(description="Resident memory of the sidecar's process")
-    trainer_rss_bytes: int = Field(description="Of the trainer's; 0 when it cannot be read")
+    sidecar_rss_bytes: int = Field(description="Resident memory of the sidecar")
+    trainer_rss_bytes: int = Field(description="Resident memory of the trainer; 0 when unknown")
     agreement_works: bool
     agreement_reason: str
-    hold_left_ms: int = Field(description="Left of the lease of a hold; 0 when it is in none")
+    hold_left_ms: int = Field(description="Time left of a hold's lease; 0 when not held")
     hold_steps_left: int = Field(description="Boundaries that held training may still pass")
     edits: int = Field(description="Edits applied in this incarnation")
-    edit_bytes: int = Field(description="Memory of staged edits and of what undoes applied ones")
-    alerts: list[str] = Field(description="Ids of what the sidecar itself finds wrong")
+    edit_bytes: int = Field(description="Memory of staged edits and of undo data")
+    alerts: list[str] = Field(description="Ids of problems the sidecar itself detects")
     version: str = Field(description="Version of the sidecar's paramd")
 
 
@@ -608,5 +609,5 @@ class RankList(BaseModel):
     """All ranks of the incarnation, ordered by rank."""
 
     incarnation: int
-    stall_budget_s: float = Field(description="Longest that an update may wait for a copy")
+    stall_budget_s: float = Field(description="Longest time an update may wait for a copy")
     ranks: list[RankDocument]

@@ -1,4 +1,4 @@
-"""The OpenAPI document: what FastAPI finds in the routes, and what holds for all of them."""
+"""The OpenAPI document: FastAPI's own, plus what all operations share."""
 
 from __future__ import annotations
 
@@ -6,23 +6,24 @@ from typing import Any
 
 from fastapi import FastAPI
 
-PROBLEM_STATUSES = (400, 401, 403, 404, 405, 409, 411, 413, 422, 429, 500, 503, 504)
-"""Any operation may answer with a problem of these."""
+PROBLEM_STATUSES = (400, 401, 403, 404, 405, 409, 411, 413, 415, 422, 429, 500, 503, 504)
+"""Statuses with a problem document that any operation may return."""
 
 _PHRASES = {
-    400: "The request names another site, or holds credentials where logs keep them",
-    401: "No token, or a wrong one",
-    403: "The token's role does not permit it",
+    400: "The Host header does not name this server, or the URL contains credentials",
+    401: "The token is missing or invalid",
+    403: "The token's role does not permit this",
     404: "No such job, name or snapshot",
-    405: "Not a method of this path",
+    405: "The path does not support this method",
     409: "The state does not allow it: another layout, incarnation or boundary",
-    411: "The body comes without its length",
+    411: "The body has no Content-Length",
     413: "The body is too long",
-    422: "An argument is wrong",
-    429: "A budget is used up; try again later",
-    500: "A fault of the control plane; its log says more",
-    503: "A part that is needed does not answer",
-    504: "It did not happen in time",
+    415: "The body is not JSON",
+    422: "An argument is invalid",
+    429: "A budget or rate limit is used up; try again later",
+    500: "Internal error; see the control plane's log",
+    503: "A required component does not answer",
+    504: "The deadline passed",
 }
 _EXAMPLE = {
     "type": "urn:paramd:error:usage",
@@ -34,11 +35,11 @@ _PROBLEM = {"$ref": "#/components/schemas/Problem"}
 
 
 def install(app: FastAPI) -> None:
-    """Makes `app.openapi()` give the whole document, made when first asked for."""
+    """Make `app.openapi()` return the completed document, built on first use."""
     plain = app.openapi
 
     def openapi() -> dict[str, Any]:
-        # Kept by FastAPI: made once, and the very object that it keeps.
+        # FastAPI caches this very object, so it is completed only once.
         document = plain()
         if "security" not in document:
             _complete(document)
@@ -53,7 +54,7 @@ def _complete(document: dict[str, Any]) -> None:
         "token": {
             "type": "http",
             "scheme": "bearer",
-            "description": "A token of `paramd token`, or the one in the job's endpoint.json",
+            "description": "A token from `paramd token`, or the one in the job's endpoint.json",
         }
     }
     document["security"] = [{"token": []}]

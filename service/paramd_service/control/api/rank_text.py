@@ -1,7 +1,7 @@
-"""The ranks of a mesh as JSON, written by hand: models of 4,096 would stop the event loop.
+"""The `RankList` document as hand-written JSON: 4,096 pydantic models would block the event loop.
 
-Nothing is kept between answers: texts of 4,096 reports, and the reports that they belong to,
-took some 8 MB as soon as two looked at the mesh, to save a third of the CPU of some answers.
+Nothing is cached between responses: for 4,096 ranks a cache took some 8 MB as soon as two
+clients watched the mesh, and saved a third of the CPU of some responses.
 """
 
 from __future__ import annotations
@@ -27,20 +27,20 @@ _SAID = (
 
 
 def phase_name(phase: int) -> str:
-    """A phase as documents have it, e.g. "forward_backward"."""
-    return _PHASE_NAMES.get(phase, "unspecified")  # a newer sidecar's word
+    """A phase as documents spell it, e.g. "forward_backward"."""
+    return _PHASE_NAMES.get(phase, "unspecified")  # a newer sidecar may send unknown phases
 
 
 RANKS_OF_A_CHUNK = 128
-"""Some 80 KB of text: a whole answer of 4,096 ranks would take 3 MB, four times over."""
+"""Some 80 KB of text; a response of 4,096 ranks in one piece would take four copies of 3 MB."""
 
 
 def chunks(
     registry: Registry, *, world_size: int, incarnation: int, stall_budget_s: float
 ) -> Iterator[str]:
-    """The `RankList` of one incarnation, a few ranks at a time: each as it is at its turn.
+    """The `RankList` of one incarnation, in chunks; each chunk is current when it is yielded.
 
-    A test holds it against the model.
+    A test compares it with the pydantic model.
     """
     yield f'{{"incarnation":{incarnation},"stall_budget_s":{stall_budget_s!r},"ranks":['
     for begin in range(0, world_size, RANKS_OF_A_CHUNK):

@@ -1,4 +1,4 @@
-"""What the routes work with, bundled."""
+"""The parts of a control plane that its routes use, in one object."""
 
 from __future__ import annotations
 
@@ -22,38 +22,38 @@ from paramd_service.tls import ServerTls
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Services:
-    """Parts of one control plane, made by main and used by the routes."""
+    """Built once at start, shared by all routes."""
 
     config: ControlConfig
     listen_host: str
-    """Host that HTTP listens on."""
+    """Host the HTTP server listens on."""
     grpc_address: str
     """gRPC target of this control plane."""
     jobs: Jobs
     """`jobs.get(job)` is the job's `Incarnation`: registry, layouts, statistics, bootstrap."""
     metrics: Metrics
     watchers: Watchers
-    """`watchers.get(job)` knows the job's alerts."""
+    """`watchers.get(job)` holds the job's alerts."""
     tokens: Tokens
-    """`tokens.principal(offered)`: whose token it is."""
+    """`tokens.principal(offered)` resolves a token to its principal."""
     revocations: Revocations
-    """Whose tokens are good no more; told to sidecars, and to streams of REST."""
+    """Revoked and expired tokens; sidecars and REST streams subscribe."""
     records: Records
     """Store, audit and metric history."""
     exports: ExportService
     """Exports, their schedules and destinations."""
     edits: EditRegistry
-    """`edits.service(job)`: where edits of the job are asked for; `edits.hold(job)`: its hold."""
+    """`edits.service(job)` runs the job's edits, `edits.hold(job)` its hold."""
     failures: FailureLimit
     events: EventBus
-    """`events.publish(kind, data, job=)`: what viewers of the job are told at once."""
+    """`events.publish(kind, data, job=)` pushes to all viewers of the job."""
     stopping: Callable[[], bool]
-    """True once it drains."""
+    """True while draining."""
     tls: ServerTls | None = None
     """None: plain HTTP and gRPC, on loopback."""
     doorway: Doorway = field(default_factory=Doorway)
-    """Connections of REST: who has shown a good token."""
+    """REST connections, and which of them are authenticated."""
     sessions: Sessions = field(default_factory=Sessions)
-    """Those of browsers."""
+    """Browser sessions."""
     denied: Denied = no_audit
-    """Is told of every refused request."""
+    """Called for every refused request."""

@@ -1,4 +1,4 @@
-"""What is, and lately was, wrong with a job."""
+"""A job's alerts, firing and resolved."""
 
 from __future__ import annotations
 
@@ -10,8 +10,7 @@ from pydantic import BaseModel, Field
 
 from paramd.errors import UsageError
 from paramd_service.control.alerts.book import Alert, AlertDocument, alert_of, document
-from paramd_service.control.api.routes.jobs import PROBLEMS
-from paramd_service.control.api.routes.paging import make_token, read_token
+from paramd_service.control.api.routes.paging import INVALID, begin_of, make_token
 from paramd_service.control.api.services import Services
 
 DEFAULT_LIMIT = 100
@@ -21,30 +20,30 @@ MAX_INCARNATION = 2**53
 _PAST = "alerts"
 
 Wanted = Annotated[
-    Literal["firing", "resolved", "all"], Query(description="What lasts, what is over, or both")
+    Literal["firing", "resolved", "all"], Query(description="Alerts in this state, or all")
 ]
 Limit = Annotated[int, Query(ge=1, le=MAX_LIMIT, description="Alerts on a page")]
 Incarnation = Annotated[
-    int | None, Query(ge=1, le=MAX_INCARNATION, description="By default the job's last one")
+    int | None, Query(ge=1, le=MAX_INCARNATION, description="Default: the job's last one")
 ]
-PageToken = Annotated[str, Query(max_length=512, description="From the page before")]
+PageToken = Annotated[str, Query(max_length=512, description="From the previous page")]
 
 
 class AlertPage(BaseModel):
-    """A page of alerts: what fires first, then what is over; the newest first in both."""
+    """A page of alerts: firing ones, then resolved ones, each newest first."""
 
-    incarnation: int = Field(description="Whose alerts these are")
+    incarnation: int = Field(description="The alerts' incarnation")
     watch: bool = Field(description="Whether parameters are sampled: [alerts] watch")
     firing_count: int = Field(
-        description="Alerts that fire now, on all pages; 0 of a past incarnation"
+        description="Alerts firing now, on all pages; 0 for a past incarnation"
     )
     alerts: list[AlertDocument]
-    next_page_token: str = Field(description="Ask with it for the next page; empty at the end")
+    next_page_token: str = Field(description="Pass it to get the next page; empty at the end")
 
 
 def router(services: Services) -> APIRouter:
     """/jobs/{job}/alerts."""
-    routes = APIRouter(tags=["alerts"], responses=PROBLEMS)
+    routes = APIRouter(tags=["alerts"])
 
     @routes.get("/jobs/{job}/alerts")
     async def list_alerts(
@@ -54,8 +53,11 @@ def router(services: Services) -> APIRouter:
         page_token: PageToken = "",
         incarnation: Incarnation = None,
     ) -> AlertPage:
-        """Alerts of the job's last incarnation, as they stand now; of a past one as they were kept:
-        the newest first, and firing where the control plane ended before they were over."""
+        """Alerts of the job's last incarnation as they are now, or of a past one as stored.
+
+        Past alerts come newest first, and are still firing if the control plane ended before
+        they were resolved.
+        """
         mesh = services.jobs.get(job)
         if incarnation is not None and incarnation != mesh.number:
             return await _past(services, job, incarnation, state, limit, page_token)
@@ -83,15 +85,10 @@ def router(services: Services) -> APIRouter:
 async def _past(
     services: Services, job: str, incarnation: int, state: str, limit: int, page_token: str
 ) -> AlertPage:
-    before_id: int | None = None
-    if page_token:
-        before_id, name = read_token(page_token)
-        if name != _PAST:
-            raise UsageError("page_token: not one of ours; leave it out to begin anew")
     rows = await services.records.alerts.page(
         job,
         limit=limit,
-        before_id=before_id,
+        before_id=begin_of(page_token, _PAST),
         only_open=state == "firing",
         only_resolved=state == "resolved",
         incarnation=incarnation,
@@ -114,15 +111,15 @@ def _begin(alerts: list[Alert], page_token: str) -> int:
     """Index after the alert that the token names.
 
     Raises:
-        UsageError: no token of ours, or that alert is not listed any more.
+        UsageError: the token is not ours, or its alert is no longer listed.
     """
     if not page_token:
         return 0
     try:
         last = base64.urlsafe_b64decode(page_token).decode()
     except ValueError:
-        raise UsageError("page_token: not one of ours; leave it out to begin anew") from None
+        raise UsageError(INVALID) from None
     for index, alert in enumerate(alerts):
         if alert.id == last:
             return index + 1
-    raise UsageError("page_token: its alert is not listed any more; leave it out to begin anew")
+    raise UsageError("page_token: its alert is no longer listed; omit it to start over")

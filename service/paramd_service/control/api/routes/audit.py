@@ -1,4 +1,4 @@
-"""The audit, for admins: who changed what. Records come as they were hashed, too."""
+"""The audit: who changed what, with the hashed form of each record. For admins."""
 
 from __future__ import annotations
 
@@ -11,19 +11,18 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from paramd.chain import Link
 from paramd.errors import UsageError
-from paramd_service.control.api.routes.jobs import PROBLEMS
 from paramd_service.control.api.services import Services
 
 DEFAULT_LIMIT = 100
 MAX_LIMIT = 1000
 
 Limit = Annotated[int, Query(ge=1, le=MAX_LIMIT, description="Records on a page")]
-Order = Annotated[Literal["newest", "oldest"], Query(description="Which come first")]
-PageToken = Annotated[str, Query(max_length=64, description="From the page before")]
+Order = Annotated[Literal["newest", "oldest"], Query(description="Which records come first")]
+PageToken = Annotated[str, Query(max_length=64, description="From the previous page")]
 
 
 class AuditRecord(BaseModel):
-    """One record. An intent comes before its effect, its outcome after it."""
+    """One record. An intent precedes its effect, an outcome follows it."""
 
     model_config = ConfigDict(
         json_schema_extra={
@@ -47,40 +46,40 @@ class AuditRecord(BaseModel):
         }
     )
 
-    seq: int = Field(description="Position in the chain, 1 and up without gaps")
-    kind: str = Field(description="intent, outcome, or event (no effect of ours)")
+    seq: int = Field(description="Position in the chain, from 1, without gaps")
+    kind: str = Field(description="intent, outcome, or event (not an action of the service)")
     time_ms: int = Field(description="Milliseconds since the Unix epoch")
     actor: str = Field(description="Name of the token, or of a part of the service; may be empty")
     role: str
     method: str = Field(description='What was called, e.g. "token.create"')
     incarnation: int = Field(description="0: not about one incarnation")
-    step: int = Field(description="-1: not known, or of no matter")
-    detail: dict[str, Any] = Field(description="Arguments; secrets as HMAC-SHA256 only")
-    of: int | None = Field(description="An outcome's intent")
-    result: str | None = Field(description='An outcome: "done", "failed: <why>" or a word')
+    step: int = Field(description="-1: unknown or not applicable")
+    detail: dict[str, Any] = Field(description="Arguments, without secrets")
+    of: int | None = Field(description="Of an outcome: seq of its intent")
+    result: str | None = Field(description='Of an outcome: "done", "failed: <why>" or a word')
     body: str = Field(description="The record as it was hashed: canonical JSON")
-    hash: str = Field(description="sha256(hash of the record before || body), hexadecimal")
+    hash: str = Field(description="sha256(previous record's hash || body), hexadecimal")
 
 
 class AuditPage(BaseModel):
     """A page of one chain."""
 
-    job: str = Field(description="Whose chain it is; empty: the site's own")
-    anchor_seq: int = Field(description="The last record, as the file apart from the store has it")
-    anchor_hash: str = Field(description="Its hash; compare with what the log told")
+    job: str = Field(description="Job of the chain; empty: the site's own chain")
+    anchor_seq: int = Field(description="The last record, from the anchor file kept off the store")
+    anchor_hash: str = Field(description="Its hash; compare it with the one in the log")
     records: list[AuditRecord]
-    next_page_token: str = Field(description="Ask with it for the next page; empty at the end")
+    next_page_token: str = Field(description="Pass it to get the next page; empty at the end")
 
 
 def router(services: Services) -> APIRouter:
     """/audit, /jobs/{job}/audit."""
-    routes = APIRouter(tags=["audit"], responses=PROBLEMS)
+    routes = APIRouter(tags=["audit"])
 
     @routes.get("/audit")
     async def list_own_audit(
         limit: Limit = DEFAULT_LIMIT, order: Order = "newest", page_token: PageToken = ""
     ) -> AuditPage:
-        """What was done with the control plane itself: tokens, starts, stops, refusals."""
+        """Audit of the control plane itself: tokens, starts, stops, refusals."""
         return await _page(services, services.records.chain, limit, order, page_token)
 
     @routes.get("/jobs/{job}/audit")
@@ -90,11 +89,10 @@ def router(services: Services) -> APIRouter:
         order: Order = "newest",
         page_token: PageToken = "",
     ) -> AuditPage:
-        """What was done with a job; embedded, also with its control plane."""
+        """Audit of a job; of an embedded control plane, too."""
         page = await _page(services, job, limit, order, page_token)
         if not page.records:
-            # Nobody has recorded anything about jobs that never were.
-            services.jobs.get(job)
+            services.jobs.get(job)  # raises NotFoundError for a job that never existed
         return page
 
     return routes
@@ -103,7 +101,7 @@ def router(services: Services) -> APIRouter:
 async def _page(services: Services, job: str, limit: int, order: str, page_token: str) -> AuditPage:
     audit = services.records.audit
     seq = _seq(page_token, order)
-    # The head first: records that are added meanwhile lie behind it.
+    # The anchor first, so that records added meanwhile come after it.
     anchor = await audit.anchor(job)
     if order == "oldest":
         links = await audit.oldest(job, after_seq=seq if seq is not None else 0, limit=limit)
@@ -120,17 +118,17 @@ async def _page(services: Services, job: str, limit: int, order: str, page_token
 
 
 def _seq(page_token: str, order: str) -> int | None:
-    """The record that a page ended with; None for the first page. Raises UsageError."""
+    """Last record of the previous page; None for the first page. Raises UsageError."""
     if not page_token:
         return None
     found = re.fullmatch(r"(newest|oldest)-([0-9]{1,15})", page_token)
     if found is None or found[1] != order:
-        raise UsageError(f"page_token: not one of order={order}; leave it out to begin anew")
+        raise UsageError(f"page_token: not of order={order}; omit it to start over")
     return int(found[2])
 
 
 def _record(link: Link) -> AuditRecord:
-    """What can be read of a record, which somebody may have changed."""
+    """A record as far as it can be read: it may have been tampered with."""
     try:
         found = json.loads(link.body)
     except (ValueError, RecursionError):
@@ -144,7 +142,7 @@ def _record(link: Link) -> AuditRecord:
         actor=_text(body, "actor") or "",
         role=_text(body, "role") or "",
         method=_text(body, "method") or "",
-        # Records are never rewritten: those of older versions say "epoch".
+        # Records are never rewritten; older versions wrote "epoch".
         incarnation=_number(body, "incarnation") or _number(body, "epoch") or 0,
         step=number if (number := _number(body, "step")) is not None else -1,
         detail=detail if isinstance(detail, dict) else {},

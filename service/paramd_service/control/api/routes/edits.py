@@ -1,4 +1,4 @@
-"""Edits: create, commit, preview, undo, call off; all of them for ever."""
+"""Edits: create, commit, preview, undo, abort, list."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from typing import Annotated, Any
 
 from fastapi import APIRouter, Path, Query, Request
 
-from paramd.errors import UsageError
 from paramd.layout.edits.ops import OpSpec
 from paramd_service.control.access.doorway import may_read, principal_of
 from paramd_service.control.api.models import (
@@ -22,8 +21,7 @@ from paramd_service.control.api.models import (
     UndoRequest,
     WaitRequest,
 )
-from paramd_service.control.api.routes.jobs import PROBLEMS
-from paramd_service.control.api.routes.paging import make_token, read_token
+from paramd_service.control.api.routes.paging import begin_of, make_token
 from paramd_service.control.api.routes.params import PageToken
 from paramd_service.control.api.services import Services
 from paramd_service.control.edits.machine import EditState
@@ -37,14 +35,14 @@ _NS_A_MS = 1e6
 EditId = Annotated[str, Path(alias="edit", pattern=EDIT_ID, description="32 hexadecimal digits")]
 Wait = Annotated[
     float,
-    Query(ge=0, le=300, allow_inf_nan=False, description="Longest wait for its end, in seconds"),
+    Query(ge=0, le=300, allow_inf_nan=False, description="Seconds to wait for it to end"),
 ]
 Limit = Annotated[int, Query(ge=1, le=1000, description="Edits on a page")]
 
 
 def router(services: Services) -> APIRouter:
     """/jobs/{job}/edits."""
-    routes = APIRouter(tags=["edits"], responses=PROBLEMS)
+    routes = APIRouter(tags=["edits"])
     _add_making(routes, services)
     _add_reading(routes, services)
     return routes
@@ -55,8 +53,8 @@ def _add_making(routes: APIRouter, services: Services) -> None:
 
     @routes.post("/jobs/{job}/edits", status_code=201)
     async def create_edit(job: str, wanted: EditRequest, request: Request) -> EditDocument:
-        """Make an edit. Without data it is applied at once; with data it waits for the upload and
-        for commit_edit. Idempotent by id."""
+        """Create an edit. Without data it is applied at once; with data it waits for the upload
+        and for commit_edit. Idempotent by id."""
         services.jobs.get(job)
         spec = EditSpec(
             ops=tuple(OpSpec(**op.model_dump()) for op in wanted.ops),
@@ -68,44 +66,44 @@ def _add_making(routes: APIRouter, services: Services) -> None:
         )
         row = await edits.service(job).create(principal_of(request), spec, wanted.id)
         wait_s = wanted.wait_s if not spec.with_data else 0.0
-        return _told(edits, await edits.wait(row, wait_s))
+        return _stored(edits, await edits.wait(row, wait_s))
 
     @routes.post("/jobs/{job}/edits/{edit}/commit")
     async def commit_edit(
         job: str, edit: EditId, wanted: WaitRequest, request: Request
     ) -> EditDocument:
-        """Have an edit applied whose data has been uploaded. Its author's token, or an admin's.
+        """Apply an edit whose data has been uploaded. Needs its author's token, or an admin's.
         Idempotent."""
         services.jobs.get(job)
         row = await edits.get(job, edit)
         await edits.service(job).commit(principal_of(request), row)
-        return _told(edits, await edits.wait(row, wanted.wait_s))
+        return _stored(edits, await edits.wait(row, wanted.wait_s))
 
     @routes.post("/jobs/{job}/edits/{edit}/preview")
     async def preview_edit(job: str, edit: EditId) -> EditDocument:
-        """Numbers before and after a staged edit, which stays as it is."""
+        """Compute the statistics before and after a staged edit, without applying it."""
         services.jobs.get(job)
-        return _told(edits, await edits.service(job).preview(await edits.get(job, edit)))
+        return _stored(edits, await edits.service(job).preview(await edits.get(job, edit)))
 
     @routes.post("/jobs/{job}/edits/{edit}/undo", status_code=201)
     async def undo_edit(
         job: str, edit: EditId, wanted: UndoRequest, request: Request
     ) -> EditDocument:
-        """Make an edit that undoes an applied one. Optimizer state that it zeroed stays zero; the
-        note says so. Idempotent by id."""
+        """Create an edit that undoes an applied one. Optimizer state that was zeroed stays zero;
+        the note says so. Idempotent by id."""
         services.jobs.get(job)
         service, row = edits.service(job), await edits.get(job, edit)
         edit_id = wanted.id if wanted.id is not None else secrets.token_hex(16)
         made = await service.undo(principal_of(request), row, force=wanted.force, edit_id=edit_id)
-        return _told(edits, await edits.wait(made, wanted.wait_s))
+        return _stored(edits, await edits.wait(made, wanted.wait_s))
 
     @routes.delete("/jobs/{job}/edits/{edit}")
     async def abort_edit(job: str, edit: EditId, request: Request) -> EditDocument:
-        """Call an edit off, unless the trainers may have agreed on it: the state tells. Its
-        author's token, or an admin's. Idempotent."""
+        """Abort an edit, unless the trainers may have agreed on it: check the state returned.
+        Needs its author's token, or an admin's. Idempotent."""
         services.jobs.get(job)
         row = await edits.get(job, edit)
-        return _told(edits, await edits.service(job).abort(principal_of(request), row))
+        return _stored(edits, await edits.service(job).abort(principal_of(request), row))
 
 
 def _add_reading(routes: APIRouter, services: Services) -> None:
@@ -115,20 +113,16 @@ def _add_reading(routes: APIRouter, services: Services) -> None:
     async def list_edits(
         job: str,
         request: Request,
-        state: Annotated[EditStateName | None, Query(description="Only these")] = None,
+        state: Annotated[EditStateName | None, Query(description="Only in this state")] = None,
         limit: Limit = 100,
         page_token: PageToken = "",
     ) -> EditList:
-        """Edits of the job, of all its incarnations, newest first."""
+        """Edits of the job in all its incarnations, newest first."""
         services.jobs.get(job)
-        before: int | None = None
-        if page_token:
-            before, name = read_token(page_token)
-            if name != _PAGE:
-                raise UsageError("page_token: not one of ours; leave it out to begin anew")
+        before = begin_of(page_token, _PAGE)
         rows = await edits.page(job, limit=limit, before=before, state=state)
         return EditList(
-            edits=[_seen(_told(edits, row), request) for row in rows],
+            edits=[_visible(_stored(edits, row), request) for row in rows],
             next_page_token=make_token(rows[-1].number, _PAGE) if len(rows) == limit else "",
         )
 
@@ -136,27 +130,27 @@ def _add_reading(routes: APIRouter, services: Services) -> None:
     async def get_edit(
         job: str, edit: EditId, request: Request, wait_s: Wait = 0.0
     ) -> EditDocument:
-        """An edit, when it has ended or after `wait_s`; of an applied one also whether the
-        sidecars still keep what undoes it."""
+        """An edit, once it has ended or after `wait_s`. If applied, the sidecars are asked
+        whether it can still be undone."""
         services.jobs.get(job)
         row = await edits.wait(await edits.get(job, edit), wait_s)
         if row.state != EditState.APPLIED:
-            return _seen(_told(edits, row), request)
-        return _seen(document_of(row, await edits.service(job).undo_refusal(row)), request)
+            return _visible(_stored(edits, row), request)
+        return _visible(document_of(row, await edits.service(job).undo_refusal(row)), request)
 
 
-def _seen(document: EditDocument, request: Request) -> EditDocument:
-    """Numbers of what an edit changed, be it one element, and what it wrote there, are for who
-    may read values."""
+def _visible(document: EditDocument, request: Request) -> EditDocument:
+    """Hide statistics and operands from callers who may not read values: an edit may name a
+    single element."""
     if may_read(request):
         return document
-    untold = dict.fromkeys(("value", "weight", "min", "max"))
-    ops = [op.model_copy(update=untold) for op in document.ops]
+    hidden = dict.fromkeys(("value", "weight", "min", "max"))
+    ops = [op.model_copy(update=hidden) for op in document.ops]
     return document.model_copy(update={"before": None, "after": None, "ops": ops})
 
 
-def _told(edits: EditRegistry, row: EditRow) -> EditDocument:
-    """As far as the store knows whether it can be undone."""
+def _stored(edits: EditRegistry, row: EditRow) -> EditDocument:
+    """The edit's document from the store alone, without asking the sidecars about undo."""
     refusal = f"it is {row.state}"
     if row.state == EditState.APPLIED:
         refusal = edits.service(row.job).why_no_undo(row) or str(row.detail.get("undo_refusal", ""))
@@ -164,7 +158,7 @@ def _told(edits: EditRegistry, row: EditRow) -> EditDocument:
 
 
 def document_of(row: EditRow, undo_refusal: str) -> EditDocument:
-    """An edit as answers describe it."""
+    """The document of a stored edit."""
     applied = row.state == EditState.APPLIED
     return EditDocument(
         id=row.id,

@@ -1,4 +1,4 @@
-"""What happens to a job, as server-sent events."""
+"""A job's events, as server-sent events."""
 
 from __future__ import annotations
 
@@ -9,14 +9,13 @@ from fastapi import APIRouter, Depends, Header
 from fastapi.sse import EventSourceResponse
 from starlette.responses import StreamingResponse
 
-from paramd_service.control.api.routes.jobs import PROBLEMS
 from paramd_service.control.api.services import Services
 from paramd_service.control.records.events import Event
 
 QUIET_S = 15.0
-"""Longest silence of a stream: proxies end idle connections after a minute or so."""
+"""Keepalive period: proxies end idle connections after a minute or so."""
 
-# What FastAPI says of streams that it writes itself.
+# The schema FastAPI gives to streams that it encodes itself.
 _ITEM = {
     "type": "object",
     "properties": {
@@ -35,26 +34,26 @@ LastEventId = Annotated[
     Header(
         alias="Last-Event-ID",
         max_length=64,
-        description="Go on after this event; what is not kept any more is said in a gap event",
+        description="Resume after this event; a gap event counts those no longer kept",
     ),
 ]
 
 
 def router(services: Services) -> APIRouter:
     """/jobs/{job}/events."""
-    routes = APIRouter(tags=["events"], responses=PROBLEMS)
+    routes = APIRouter(tags=["events"])
 
     async def followed(
         job: str, last_event_id: LastEventId = None
     ) -> AsyncIterator[AsyncGenerator[Event, None]]:
-        # Before the answer begins: a refusal has a status of its own.
+        # A dependency, so that a refusal gets its own status before the response starts.
         services.jobs.get(job)
         async with services.events.follow(job=job, after=last_event_id, quiet_s=QUIET_S) as events:
             yield events
 
     following = Depends(followed)
 
-    # Not as its response_class: FastAPI would write each event anew for each viewer.
+    # Not as response_class: FastAPI would encode each event again for each viewer.
     @routes.get(
         "/jobs/{job}/events", response_class=StreamingResponse, openapi_extra={"responses": _SAID}
     )
@@ -63,9 +62,9 @@ def router(services: Services) -> APIRouter:
     ) -> EventSourceResponse:
         """Changes of ranks, steps (once a second), incarnations, alerts and snapshots.
 
-        Kinds: hello (first), gap (`missed` events are not kept; -1 when nobody knows how
-        many), rank, step, incarnation, alert, snapshot. A comment every 15 s keeps the line alive.
-        A reader that does not read is disconnected, and goes on with Last-Event-ID.
+        Kinds: hello (first), gap (`missed` events are no longer kept; -1: unknown number),
+        rank, step, incarnation, alert, snapshot. A comment every 15 s keeps the connection
+        alive. A client that stops reading is disconnected and resumes with Last-Event-ID.
         """
         return EventSourceResponse(_frames(events), headers=_HEADERS)
 
@@ -73,6 +72,6 @@ def router(services: Services) -> APIRouter:
 
 
 async def _frames(events: AsyncGenerator[Event, None]) -> AsyncIterator[bytes]:
-    """Bytes that all viewers share."""
+    """Encoded once, shared by all viewers."""
     async for event in events:
         yield event.frame

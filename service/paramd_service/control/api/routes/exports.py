@@ -1,4 +1,4 @@
-"""Checkpoints of a running job, written to places that the operator allows."""
+"""Exports: checkpoints of a running job, written to destinations the operator configured."""
 
 from __future__ import annotations
 
@@ -7,10 +7,8 @@ from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Path, Query, Request, Response
 
-from paramd.errors import UsageError
 from paramd_service.control.access.doorway import principal_of
-from paramd_service.control.api.routes.jobs import PROBLEMS
-from paramd_service.control.api.routes.paging import make_token, read_token
+from paramd_service.control.api.routes.paging import begin_of, make_token
 from paramd_service.control.api.services import Services
 from paramd_service.control.exports.documents import (
     AssetDocument,
@@ -30,23 +28,25 @@ from paramd_service.control.mesh.jobs import Incarnation
 
 MAX_LIMIT = 200
 
-ExportId = Annotated[str, Path(pattern="^[0-9a-f]{32}$", description="As create_export named it")]
+ExportId = Annotated[
+    str, Path(pattern="^[0-9a-f]{32}$", description="Id returned by create_export")
+]
 ScheduleId = Annotated[
-    str, Path(pattern="^[0-9a-f]{32}$", description="As create_schedule named it")
+    str, Path(pattern="^[0-9a-f]{32}$", description="Id returned by create_schedule")
 ]
 Wanted = Annotated[
     Literal["", "PLANNED", "RUNNING", "VERIFYING", "DONE", "FAILED", "CANCELLED"],
-    Query(description="Only those in this state; empty: all"),
+    Query(description="Only exports in this state; empty: all"),
 ]
 Limit = Annotated[int, Query(ge=1, le=MAX_LIMIT, description="Exports on a page")]
 Where = Annotated[
     str, Query(min_length=3, max_length=1100, description='Name of a destination, "/", key')
 ]
 FileName = Annotated[
-    str, Query(min_length=1, max_length=255, description="A file that its manifest names, or that")
+    str, Query(min_length=1, max_length=255, description="The manifest, or a file it lists")
 ]
 Offset = Annotated[int, Query(ge=0, le=1 << 50, description="First byte wanted")]
-PageToken = Annotated[str, Query(max_length=512, description="From the page before")]
+PageToken = Annotated[str, Query(max_length=512, description="From the previous page")]
 
 _PAGE = "exports"
 _BYTES: dict[int | str, dict[str, Any]] = {
@@ -57,7 +57,7 @@ _RHYTHM = ("every_steps", "every_s", "keep_last", "keep_every")
 
 def router(services: Services) -> APIRouter:
     """/jobs/{job}/exports, /jobs/{job}/export-schedules, /destinations."""
-    routes = APIRouter(tags=["exports"], responses=PROBLEMS)
+    routes = APIRouter(tags=["exports"])
     _exports(services, routes)
     _schedules(services, routes)
 
@@ -65,7 +65,7 @@ def router(services: Services) -> APIRouter:
     async def read_export_file(
         job: str, destination: Where, name: FileName, offset_bytes: Offset = 0
     ) -> Response:
-        """Up to 8 MiB of a file of a finished export; its size stands in paramd-file-bytes."""
+        """Up to 8 MiB of a file of a finished export; header paramd-file-bytes has its size."""
         mesh = services.jobs.get(job)
         size_bytes, data = await services.exports.read_file(mesh, destination, name, offset_bytes)
         headers = {"paramd-file-bytes": str(size_bytes)}
@@ -73,7 +73,7 @@ def router(services: Services) -> APIRouter:
 
     @routes.get("/destinations")
     async def list_destinations() -> DestinationList:
-        """Names and kinds of the places that exports may go to; never where they lead."""
+        """Names and kinds of the configured destinations, without their paths or URLs."""
         found = sorted(services.exports.destinations.values(), key=lambda one: one.name)
         return DestinationList(
             destinations=[DestinationDocument(name=one.name, kind=one.kind.value) for one in found]
@@ -85,7 +85,7 @@ def router(services: Services) -> APIRouter:
 def _exports(services: Services, routes: APIRouter) -> None:
     @routes.post("/jobs/{job}/exports", status_code=202)
     async def create_export(job: str, wanted: ExportRequest, request: Request) -> ExportDocument:
-        """Begin an export of one step; follow it with get_export. Idempotent with an id."""
+        """Start an export of one step; poll get_export for progress. Idempotent with an id."""
         mesh = services.jobs.get(job)
         asked = wanted.model_dump(exclude={"id"})
         async with _recorded(services, mesh, request, "export.create", asked) as entry:
@@ -101,7 +101,7 @@ def _exports(services: Services, routes: APIRouter) -> None:
     ) -> ExportList:
         """Exports of the job, newest first, without their files."""
         services.jobs.get(job)
-        offset = _offset(page_token)
+        offset = begin_of(page_token, _PAGE) or 0
         found = await services.exports.page(job, limit=limit + 1, offset=offset, state=state)
         more = len(found) > limit
         return ExportList(
@@ -111,13 +111,13 @@ def _exports(services: Services, routes: APIRouter) -> None:
 
     @routes.get("/jobs/{job}/exports/{export}")
     async def get_export(job: str, export: ExportId) -> ExportDocument:
-        """One export with its files, as it stands now."""
+        """One export and its files."""
         services.jobs.get(job)
         return await services.exports.get(job, export)
 
     @routes.delete("/jobs/{job}/exports/{export}")
     async def cancel_export(job: str, export: ExportId, request: Request) -> ExportDocument:
-        """End an export; what it wrote is removed. Idempotent; refused once it is over."""
+        """Cancel an export and remove what it wrote. Idempotent; refused once it has finished."""
         mesh = services.jobs.get(job)
         async with _recorded(services, mesh, request, "export.cancel", {"id": export}):
             actor = principal_of(request).name
@@ -125,7 +125,7 @@ def _exports(services: Services, routes: APIRouter) -> None:
 
     @routes.post("/jobs/{job}/export-assets")
     async def store_export_asset(job: str, part: AssetRequest, request: Request) -> AssetDocument:
-        """Send a part of a small file that is to be copied beside an export. Idempotent."""
+        """Upload a part of a small file to be stored next to an export. Idempotent."""
         mesh = services.jobs.get(job)
         detail = {"owner": part.owner, "name": part.name, "offset_bytes": part.offset_bytes}
         async with _recorded(services, mesh, request, "export-asset.store", detail) as entry:
@@ -148,7 +148,7 @@ def _schedules(services: Services, routes: APIRouter) -> None:
     async def create_schedule(
         job: str, wanted: ScheduleRequest, request: Request
     ) -> ScheduleDocument:
-        """Have exports begin by themselves, from now on. Idempotent with an id."""
+        """Create a schedule that starts exports. Idempotent with an id."""
         mesh = services.jobs.get(job)
         rhythm = Cadence(**wanted.model_dump(include=set(_RHYTHM)))
         asked = wanted.model_dump(exclude={"id", *_RHYTHM})
@@ -162,7 +162,7 @@ def _schedules(services: Services, routes: APIRouter) -> None:
 
     @routes.delete("/jobs/{job}/export-schedules/{schedule}")
     async def delete_schedule(job: str, schedule: ScheduleId, request: Request) -> ScheduleDocument:
-        """End a schedule. What it exported stays; an export under way goes on."""
+        """Delete a schedule. Its exports stay, and a running one continues."""
         mesh = services.jobs.get(job)
         detail = {"id": schedule}
         async with _recorded(services, mesh, request, "export-schedule.delete", detail):
@@ -173,12 +173,3 @@ def _recorded(
     services: Services, mesh: Incarnation, request: Request, method: str, detail: dict[str, Any]
 ) -> Any:
     return services.records.recorded(principal_of(request), method, detail, mesh)
-
-
-def _offset(page_token: str) -> int:
-    if not page_token:
-        return 0
-    begin, name = read_token(page_token)
-    if name != _PAGE:
-        raise UsageError("page_token: not one of ours; leave it out to begin anew")
-    return begin

@@ -1,4 +1,4 @@
-"""Statistics of gradients, update by update, as server-sent events."""
+"""Gradient statistics per update, as server-sent events."""
 
 from __future__ import annotations
 
@@ -15,7 +15,6 @@ from paramd.errors import ParamdError, UsageError, codes_of
 from paramd.filters import parse_filter
 from paramd_service.control.access.doorway import may_read
 from paramd_service.control.api.choice import NormHistory, choose, pattern_of, without_small
-from paramd_service.control.api.routes.jobs import PROBLEMS
 from paramd_service.control.api.routes.params import Wanted
 from paramd_service.control.api.services import Services
 from paramd_service.control.mesh.jobs import Incarnation
@@ -25,11 +24,11 @@ if TYPE_CHECKING:
     from paramd.mesh.frames.frames import GradFrame
 
 MAX_NAMES = 2000
-"""Gradients in one frame; a page shows far fewer."""
+"""Most gradients in one frame; the dashboard shows far fewer."""
 
 
 class GradKind(StrEnum):
-    """What a frame says of each gradient."""
+    """What a frame has of each gradient."""
 
     STATS = "stats"
     HISTOGRAM = "histogram"
@@ -40,14 +39,14 @@ _KINDS: dict[GradKind, Literal["stats", "histogram"]] = {
     GradKind.HISTOGRAM: "histogram",
 }
 
-Every = Annotated[int, Query(ge=1, le=1_000_000, description="Updates between two frames")]
-Kind = Annotated[GradKind, Query(description="histogram counts binary exponents, too")]
+Every = Annotated[int, Query(ge=1, le=1_000_000, description="A frame every so many updates")]
+Kind = Annotated[GradKind, Query(description="histogram adds counts of binary exponents")]
 Frames = AsyncGenerator["GradFrame[Any]", None]
 
 
 def router(services: Services) -> APIRouter:
     """/jobs/{job}/grads."""
-    routes = APIRouter(tags=["grads"], responses=PROBLEMS)
+    routes = APIRouter(tags=["grads"])
     norms = NormHistory(services.records.history.offer)
 
     async def followed(
@@ -57,7 +56,7 @@ def router(services: Services) -> APIRouter:
         every: Every = 1,
         kind: Kind = GradKind.STATS,
     ) -> AsyncIterator[Frames]:
-        # Before the answer begins: a refusal has a status of its own.
+        # A dependency, so that a refusal gets its own status before the response starts.
         mesh = services.jobs.get(job)
         patterns = await _patterns(mesh, wanted, reads=may_read(request))
         async with aclosing(
@@ -69,13 +68,13 @@ def router(services: Services) -> APIRouter:
 
     @routes.get("/jobs/{job}/grads", response_class=EventSourceResponse)
     async def follow_grads(job: str, frames: Frames = following) -> AsyncIterator[ServerSentEvent]:
-        """Statistics of the gradients that each n-th update consumes, over all ranks.
+        """Statistics of the gradients consumed by every n-th update, over all ranks.
 
         Events of kind frame:
         `{job, incarnation, step, dropped, clip: {factor}, scale, total, params}`.
-        What a reader is too slow for is dropped and counted; training never waits. The last
-        event is of kind end: the training detached, or a problem document says why not. A
-        comment every 15 s keeps the line alive.
+        Frames that a slow reader misses are dropped and counted; training never waits. The last
+        event is of kind end: the training detached, or a status and detail give the error. A
+        comment every 15 s keeps the connection alive.
         """
         try:
             async for frame in frames:
@@ -98,13 +97,13 @@ def router(services: Services) -> APIRouter:
 async def _patterns(mesh: Incarnation, wanted: str, *, reads: bool) -> list[str]:
     found = parse_filter(wanted)
     if found.statistics:
-        raise UsageError("filter: terms about statistics cannot choose gradients; use globs")
+        raise UsageError("filter: terms about statistics cannot select gradients; use globs")
     _, index = await mesh.layouts.get(mesh.registry.view())
     chosen, small = without_small(choose(index, found, with_buffers=False), may_read=reads)
     if len(chosen) > MAX_NAMES:
         raise UsageError(
             f"filter: {len(chosen):,} gradients match; at most {MAX_NAMES:,} in one stream"
         )
-    # The same globs of different pages share one capture; names chosen by facts do not.
+    # Streams with the same globs share one capture; names selected by facts do not.
     by_glob = not found.facts and not small
     return list(found.patterns) if by_glob else [pattern_of(item) for item in chosen]

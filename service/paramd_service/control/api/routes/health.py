@@ -1,4 +1,4 @@
-"""Health (open: the server is on loopback and says nothing but whether it serves); metrics."""
+"""Health endpoints, which need no token and reveal only whether the server runs; metrics."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from paramd_service.control.api.services import Services
 
 
 def open_routes(services: Services) -> Sequence[BaseRoute]:
-    """/healthz: the event loop runs. /readyz: it serves and does not drain."""
+    """/healthz: the event loop runs. /readyz: serving, not draining."""
 
     async def healthz(_: Request) -> Response:
         return PlainTextResponse("ok\n")
@@ -31,8 +31,8 @@ def open_routes(services: Services) -> Sequence[BaseRoute]:
 def metrics_router(services: Services) -> APIRouter:
     """/metrics and, for the sidecar of one rank, /api/v1/jobs/{job}/ranks/{rank}/metrics.
 
-    Both are for Prometheus, with a token. Sidecars listen nowhere for it: they are asked
-    over gRPC, when somebody scrapes.
+    Both are for Prometheus, with a token. Sidecars have no scrape port; each scrape asks
+    them over gRPC.
     """
     router = APIRouter(tags=["metrics"])
 
@@ -43,7 +43,7 @@ def metrics_router(services: Services) -> APIRouter:
 
     @router.get("/api/v1/jobs/{job}/ranks/{rank}/metrics", response_class=PlainTextResponse)
     async def get_rank_metrics(job: str, rank: Annotated[int, Path(ge=0)]) -> Response:
-        """One sidecar's own metrics, asked of it now; Prometheus text format."""
+        """One sidecar's own metrics, fetched now; Prometheus text format."""
         mesh = services.jobs.get(job)
         for report in mesh.registry.view().joined:
             if report.rank == rank:

@@ -1,8 +1,9 @@
-"""Numbers over time: what the control plane noted of ranks and of sampled parameters."""
+"""Metric history: time series of ranks and of sampled parameters."""
 
 from __future__ import annotations
 
 import asyncio
+from dataclasses import asdict
 from typing import Annotated, Literal
 
 from fastapi import APIRouter, Query, Request
@@ -14,8 +15,7 @@ from paramd.layout.types import Layout, TensorLayout
 from paramd_service.control.access.doorway import may_read
 from paramd_service.control.alerts.book import Point, series_name, series_of, subject_of
 from paramd_service.control.api.choice import check_large
-from paramd_service.control.api.routes.jobs import PROBLEMS
-from paramd_service.control.api.routes.paging import make_token, read_token
+from paramd_service.control.api.routes.paging import INVALID, make_token, read_token
 from paramd_service.control.api.services import Services
 from paramd_service.control.base.config import MAX_WORLD_SIZE
 from paramd_service.control.mesh.jobs import Incarnation
@@ -26,36 +26,34 @@ MAX_SERIES = 5000
 
 Metric = Annotated[
     Literal["norm", "grad_norm", "step", "step_time_s", "stall_total_s"],
-    Query(description="What was noted"),
+    Query(description="Which metric"),
 ]
 Subject = Annotated[
     str,
     Query(
         min_length=1,
         max_length=1024,
-        description="A tensor's name for norm; else a rank's number, or min, median, max of all "
-        "ranks of a mesh of more than 64",
+        description="For norm, a tensor's name; else a rank, or (above 64 ranks) min, median or "
+        "max over all ranks",
     ),
 ]
 Time = Annotated[
     float | None, Query(ge=0, le=1e11, allow_inf_nan=False, description="Unix time in seconds")
 ]
 IncarnationNumber = Annotated[
-    int | None, Query(ge=1, le=2**53, description="By default the job's last one")
+    int | None, Query(ge=1, le=2**53, description="Default: the job's last one")
 ]
-
-
 Limit = Annotated[int, Query(ge=1, le=MAX_SERIES, description="Series on a page")]
-PageToken = Annotated[str, Query(max_length=512, description="From the page before")]
+PageToken = Annotated[str, Query(max_length=512, description="From the previous page")]
 
 
 class SeriesDocument(BaseModel):
-    """A series: what `get_history` may be asked for."""
+    """A series that `get_history` can return."""
 
     metric: str = Field(description="norm, grad_norm, step, step_time_s or stall_total_s")
     subject: str = Field(
-        description="A tensor's name, a rank's number, or min, median, max. A long name is cut and "
-        "ends in a digest; get_history takes it as it stands here"
+        description="A tensor's name, a rank, or min, median, max. A long name is cut and ends in "
+        "a digest; pass it to get_history as it is"
     )
 
 
@@ -64,16 +62,16 @@ class SeriesPage(BaseModel):
 
     incarnation: int
     series: list[SeriesDocument]
-    next_page_token: str = Field(description="Ask with it for the next page; empty at the end")
+    next_page_token: str = Field(description="Pass it to get the next page; empty at the end")
 
 
 class PointDocument(BaseModel):
-    """A stretch of time."""
+    """One time bucket of a series."""
 
-    time_s: float = Field(description="Its begin, seconds since the Unix epoch")
-    resolution_s: int = Field(description="Its length; 0: one sample")
-    step: int = Field(description="Highest step in it; -1 when not known")
-    mean: float | None = Field(description="Of the finite samples; null when there was none")
+    time_s: float = Field(description="Start of the bucket, seconds since the Unix epoch")
+    resolution_s: int = Field(description="Its length; 0: a single sample")
+    step: int = Field(description="Highest step in it; -1 when unknown")
+    mean: float | None = Field(description="Of the finite samples; null when there are none")
     min: float | None
     max: float | None
     count: int = Field(description="Finite samples")
@@ -103,12 +101,12 @@ class HistoryDocument(BaseModel):
     subject: str
     watch: bool = Field(description="Whether parameters are sampled: [alerts] watch")
     points: list[PointDocument]
-    cut: bool = Field(description="There are more: ask again from the last point on")
+    cut: bool = Field(description="There are more points: ask again from the last one on")
 
 
 def router(services: Services) -> APIRouter:
     """/jobs/{job}/history, /jobs/{job}/history/series."""
-    routes = APIRouter(tags=["history"], responses=PROBLEMS)
+    routes = APIRouter(tags=["history"])
     _add_points(routes, services)
     _add_series(routes, services)
     return routes
@@ -122,18 +120,16 @@ def _add_series(routes: APIRouter, services: Services) -> None:
         limit: Limit = 1000,
         page_token: PageToken = "",
     ) -> SeriesPage:
-        """What was noted in an incarnation, by name; what began in the last seconds may lack."""
+        """Series of an incarnation, by name; those begun in the last seconds may be missing."""
         last = services.jobs.get(job).number
+        number = incarnation if incarnation is not None else last
         found = await services.records.history.series(
-            job,
-            incarnation if incarnation is not None else last,
-            after=_after(page_token),
-            limit=limit,
+            job, number, after=_after(page_token), limit=limit
         )
-        told = [subject_of(series) for series in found]
+        subjects = [subject_of(series) for series in found]
         return SeriesPage(
-            incarnation=incarnation if incarnation is not None else last,
-            series=[SeriesDocument(metric=metric, subject=subject) for metric, subject in told],
+            incarnation=number,
+            series=[SeriesDocument(metric=metric, subject=subject) for metric, subject in subjects],
             next_page_token=(
                 make_token(found[-1].rank + 1, found[-1].name) if len(found) == limit else ""
             ),
@@ -141,20 +137,20 @@ def _add_series(routes: APIRouter, services: Services) -> None:
 
 
 def _after(page_token: str) -> tuple[str, int] | None:
-    """Name and rank of the last series of the page before."""
+    """(name, rank) of the previous page's last series."""
     if not page_token:
         return None
     rank, name = read_token(page_token)
-    # The databases' numbers are smaller than ours, and PostgreSQL's texts hold no NUL.
+    # Database integers are smaller than ours, and PostgreSQL's text cannot hold NUL.
     if rank > MAX_WORLD_SIZE or "\0" in name:
-        raise UsageError("page_token: not one of ours; leave it out to begin anew")
+        raise UsageError(INVALID)
     return name, rank - 1
 
 
 async def _check_large(mesh: Incarnation, subject: str) -> None:
-    """Raises unless norms of the tensor are for who may not read values.
+    """Check that the tensor is large enough for its norms to reveal no values.
 
-    Its size is that of the job's present layout, also for an incarnation that is over.
+    Uses the tensor's size in the job's current layout, also for a past incarnation.
 
     Raises:
         DeniedError: it is small. NotFoundError: there is no such tensor now.
@@ -164,14 +160,14 @@ async def _check_large(mesh: Incarnation, subject: str) -> None:
     tensor = await asyncio.to_thread(_sampled, index.layout, subject)
     if tensor is None:
         raise NotFoundError(
-            f"subject: the job has no tensor {subject[:100]!r} now, so whether it is small is not "
-            "known; its norms need a reader's token"
+            f"subject: the job has no tensor {subject[:100]!r} now, so its size is unknown; its "
+            "norms need a reader's token"
         )
     check_large(tensor.fqn, tensor.numel)
 
 
 def _sampled(layout: Layout, subject: str) -> TensorLayout | None:
-    """The tensor whose series it is: the subject may be cut, as a series names it."""
+    """The tensor of a series; the subject may be cut, as in a series' name."""
     wanted = series_name("norm", subject)
     return next((one for one in layout.tensors if series_name("norm", one.fqn) == wanted), None)
 
@@ -187,16 +183,16 @@ def _add_points(routes: APIRouter, services: Services) -> None:
         end_s: Time = None,
         incarnation: IncarnationNumber = None,
     ) -> HistoryDocument:
-        """A number over time, as fine as it is still kept: samples of the last hour, then
-        minutes for a day, then tens of minutes for a month. Norms are noted of tensors that
-        the watch has sampled; those of small tensors are for readers.
+        """A metric over time at the finest resolution still kept: samples for an hour, minutes
+        for a day, tens of minutes for a month. Norms exist for tensors that the watch sampled;
+        those of small tensors need a reader's token.
         """
         mesh = services.jobs.get(job)
         if metric == "norm" and not may_read(request):
             await _check_large(mesh, subject)
         found_incarnation = incarnation if incarnation is not None else mesh.number
         end = end_s if end_s is not None else now_s() + 1.0
-        # A little within the hour that samples are kept, or minutes would come.
+        # Stay within the hour for which samples are kept, or minutes would be returned.
         begin = begin_s if begin_s is not None else end - DEFAULT_SPAN_S + 10.0
         if begin > end:
             raise UsageError(f"begin_s: {begin}; expected at most end_s ({end})")
@@ -219,18 +215,6 @@ def _add_points(routes: APIRouter, services: Services) -> None:
             metric=metric,
             subject=subject,
             watch=services.watchers.config.watch,
-            points=[
-                PointDocument(
-                    time_s=point.time_s,
-                    resolution_s=point.resolution_s,
-                    step=point.step,
-                    mean=point.mean,
-                    min=point.min,
-                    max=point.max,
-                    count=point.count,
-                    nonfinite_count=point.nonfinite_count,
-                )
-                for point in points
-            ],
+            points=[PointDocument(**asdict(point)) for point in points],
             cut=len(points) == MAX_POINTS,
         )

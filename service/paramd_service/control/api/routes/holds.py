@@ -1,4 +1,4 @@
-"""Holding the training at a boundary, stepping it, letting it go."""
+"""Hold training at a boundary, step it, resume it."""
 
 from __future__ import annotations
 
@@ -8,14 +8,13 @@ from fastapi import APIRouter, Query, Request
 
 from paramd_service.control.access.doorway import principal_of
 from paramd_service.control.api.models import HoldDocument, HoldRequest, StepRequest
-from paramd_service.control.api.routes.jobs import PROBLEMS
 from paramd_service.control.api.services import Services
 from paramd_service.control.edits.holds import Hold, HoldView
 
 
 def router(services: Services) -> APIRouter:
     """/jobs/{job}/hold."""
-    routes = APIRouter(tags=["holds"], responses=PROBLEMS)
+    routes = APIRouter(tags=["holds"])
 
     def hold_of(job: str) -> Hold:
         services.jobs.get(job)
@@ -23,24 +22,24 @@ def router(services: Services) -> APIRouter:
 
     @routes.get("/jobs/{job}/hold")
     async def get_hold(job: str) -> HoldDocument:
-        """Whether training waits at a boundary on request, and who holds it."""
+        """Whether training is held at a boundary, and by whom."""
         return _document(await hold_of(job).view())
 
     @routes.post("/jobs/{job}/hold")
     async def begin_hold(job: str, wanted: HoldRequest, request: Request) -> HoldDocument:
-        """Have all ranks wait at one boundary; answers when they do. The lease ends by itself."""
+        """Hold all ranks at one boundary; returns once they wait. Ends with its lease."""
         by = principal_of(request)
         return _document(await hold_of(job).begin(by, wanted.lease_s, wanted.holder))
 
     @routes.post("/jobs/{job}/hold/renew")
     async def renew_hold(job: str, wanted: HoldRequest, request: Request) -> HoldDocument:
-        """Let the lease end later, counted from now; trainers cap a hold at 300 s. Idempotent."""
+        """Extend the lease, counted from now; trainers cap a hold at 300 s. Idempotent."""
         by = principal_of(request)
         return _document(await hold_of(job).renew(by, wanted.lease_s, wanted.holder))
 
     @routes.post("/jobs/{job}/hold/step")
     async def step_hold(job: str, wanted: StepRequest, request: Request) -> HoldDocument:
-        """Let held training finish some updates and wait again, under the same lease."""
+        """Let held training finish some updates and hold again, under the same lease."""
         by = principal_of(request)
         return _document(await hold_of(job).step(by, wanted.steps, wanted.holder))
 
@@ -48,9 +47,11 @@ def router(services: Services) -> APIRouter:
     async def end_hold(
         job: str,
         request: Request,
-        holder: Annotated[str, Query(max_length=128, description="As begin_hold named it")] = "",
+        holder: Annotated[
+            str, Query(max_length=128, description="Holder returned by begin_hold")
+        ] = "",
     ) -> HoldDocument:
-        """Let training go on. Idempotent."""
+        """Resume training. Idempotent."""
         return _document(await hold_of(job).end(principal_of(request), holder))
 
     return routes

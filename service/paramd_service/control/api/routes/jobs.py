@@ -1,10 +1,10 @@
-"""Jobs, their incarnations and their ranks; and how a job registers at a site."""
+"""Jobs, their incarnations and ranks; registration of a job with a site."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Iterator
-from typing import Any
+from dataclasses import asdict
 
 from fastapi import APIRouter, Request
 from starlette.responses import Response, StreamingResponse
@@ -28,28 +28,23 @@ from paramd_service.control.api.models import (
 )
 from paramd_service.control.api.services import Services
 from paramd_service.control.base.config import Bootstrap
-from paramd_service.control.base.problems import Problem
 from paramd_service.control.edits.holds import HoldState, hold_of
 from paramd_service.control.mesh.jobs import Incarnation
 from paramd_service.control.mesh.registry import MeshView
 
-PROBLEMS: dict[int | str, dict[str, Any]] = {
-    code: {"model": Problem} for code in (400, 401, 403, 404, 409, 422, 429, 500, 503)
-}
-
 
 def router(services: Services) -> APIRouter:
     """/jobs, /jobs/{job}, /jobs/{job}/ranks, /jobs/{job}/incarnations."""
-    routes = APIRouter(tags=["jobs"], responses=PROBLEMS)
+    routes = APIRouter(tags=["jobs"])
 
     @routes.get("/jobs")
     async def list_jobs() -> JobList:
-        """Jobs that this control plane serves, each in its last incarnation."""
+        """Jobs of this control plane, each in its last incarnation."""
         return JobList(jobs=[_summary(i, i.registry.view()) for i in services.jobs.all()])
 
     @routes.post("/jobs", status_code=201)
     async def register_job(registration: JobRegistration, request: Request) -> RegisteredJob:
-        """Begins a new incarnation of a job that attaches, at a site; the older one is over."""
+        """Begin a new incarnation of a job; the previous one ends."""
         mesh = await services.jobs.register(
             registration.job,
             world_size=registration.world_size,
@@ -64,13 +59,13 @@ def router(services: Services) -> APIRouter:
 
     @routes.get("/jobs/{job}")
     async def get_job(job: str, request: Request) -> JobDocument:
-        """A job, its sidecars, and a fresh ticket that permits what the token does."""
+        """A job, its sidecars, and a fresh ticket with the rights of the token."""
         mesh = services.jobs.get(job)
         return _document(services, mesh, mesh.registry.view(), principal_of(request))
 
     @routes.get("/jobs/{job}/ranks", response_model=RankList)
     async def list_ranks(job: str) -> Response:
-        """Every rank, with the reason when something is not as it should be."""
+        """All ranks, with the reason for every state that is not ok."""
         mesh = services.jobs.get(job)
         chunks = rank_text.chunks(
             mesh.registry,
@@ -82,34 +77,24 @@ def router(services: Services) -> APIRouter:
 
     @routes.get("/jobs/{job}/incarnations")
     async def list_incarnations(job: str) -> IncarnationList:
-        """Incarnations of the job, the present one last."""
+        """Incarnations of the job, the current one last."""
         records = await services.jobs.incarnations(job)
         return IncarnationList(
-            incarnations=[
-                IncarnationDocument(
-                    incarnation=record.incarnation,
-                    world_size=record.world_size,
-                    began_s=record.began_s,
-                    ended_s=record.ended_s,
-                    reason=record.reason,
-                    step=record.step,
-                )
-                for record in records
-            ]
+            incarnations=[IncarnationDocument(**asdict(record)) for record in records]
         )
 
     return routes
 
 
 async def _yielded(chunks: Iterator[str]) -> AsyncIterator[str]:
-    """As it comes: Starlette would run a plain iterator in a thread."""
+    """Keeps the iterator on the event loop: Starlette would run a plain one in a thread."""
     for chunk in chunks:
         yield chunk
 
 
 async def _registered(services: Services, mesh: Incarnation) -> RegisteredJob:
     mine = mesh.bootstrap
-    # A signature takes 50 us, and there may be thousands of ranks.
+    # A signature takes 50 us; thousands of them would block the event loop.
     tickets = await asyncio.to_thread(_rank_tickets, mine)
     return RegisteredJob(
         job=mine.job,
@@ -185,8 +170,8 @@ def _document(
 
 
 def _ticket_ttl_s(ttl_s: float, principal: Principal, now_s: float) -> float:
-    """No ticket is valid for longer than its token."""
+    """No ticket outlives its token."""
     if principal.expires_s is None:
         return ttl_s
-    # Above 0, also for a token that has expired since it was looked at.
+    # Positive even if the token expired after it was checked.
     return max(min(ttl_s, principal.expires_s - now_s), 0.001)

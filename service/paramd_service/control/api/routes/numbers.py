@@ -1,4 +1,4 @@
-"""Statistics, histograms, pictures and values: reduced or read where the tensors lie."""
+"""Statistics, histograms, heat maps and values of tensors, computed by the sidecars."""
 
 from __future__ import annotations
 
@@ -30,7 +30,6 @@ from paramd_service.control.api.models import (
     StatsList,
     ValuesDocument,
 )
-from paramd_service.control.api.routes.jobs import PROBLEMS
 from paramd_service.control.api.routes.params import (
     Buffers,
     Name,
@@ -49,7 +48,7 @@ MAX_CELLS = 512
 
 
 class Mode(StrEnum):
-    """What a cell tells of its finite elements."""
+    """How a cell summarizes its finite elements."""
 
     MEAN = "mean"
     ABSMAX = "absmax"
@@ -61,18 +60,20 @@ Histogram = Annotated[bool, Query(description="Count binary exponents too")]
 Bins = Annotated[int, Query(ge=1, le=MAX_BINS, description="Bins of equal width")]
 Bound = Annotated[
     float | None,
-    Query(allow_inf_nan=False, description="By default the outermost finite element"),
+    Query(allow_inf_nan=False, description="Default: the outermost finite element"),
 ]
-Cells = Annotated[int, Query(ge=1, le=MAX_CELLS, description="At most so many cells")]
+Cells = Annotated[int, Query(ge=1, le=MAX_CELLS, description="Most cells in this direction")]
 RowDims = Annotated[
     int | None,
-    Query(ge=0, le=16, description="How many first dims count rows; 1 by default, 0 of a vector"),
+    Query(
+        ge=0, le=16, description="How many leading dims form the rows; default 1, or 0 for a vector"
+    ),
 ]
 
 
 def router(services: Services) -> APIRouter:
     """/jobs/{job}/params/stats, histogram, heatmap and values."""
-    routes = APIRouter(tags=["params"], responses=PROBLEMS)
+    routes = APIRouter(tags=["params"])
     _add_numbers(routes, services)
     _add_heatmap(routes, services)
     _add_values(routes, services)
@@ -88,11 +89,11 @@ def _add_numbers(routes: APIRouter, services: Services) -> None:
         buffers: Buffers = False,
         histogram: Histogram = False,
     ) -> StatsList:
-        """Statistics of every tensor that matches, all at one step.
+        """Statistics of every matching tensor, all at one step.
 
-        The total is over what globs and facts chose, whatever terms about statistics left of
-        it. Tensors of ranks that are gone are listed as missing, and so are small ones for who
-        may not read values.
+        The total covers the tensors selected by globs and facts, also those that terms about
+        statistics drop. Tensors of unavailable ranks are listed as missing, and so are small
+        ones if the caller may not read values.
         """
         mesh = services.jobs.get(job)
         found_filter = parse_filter(wanted)
@@ -111,10 +112,10 @@ def _add_numbers(routes: APIRouter, services: Services) -> None:
         low: Bound = None,
         high: Bound = None,
     ) -> HistogramDocument:
-        """Elements of one tensor between equal bins. Binary exponents are with the statistics.
+        """Histogram of one tensor with equal bins. Binary exponents come with get_stats.
 
-        Who may not read values has no small tensors, at least 16 elements for each bin (fewer
-        bins are given than were asked for), and no bounds of its own choice.
+        A caller who may not read values gets no small tensors, no more than one bin per 16
+        elements, and no bounds of its own.
         """
         mesh = services.jobs.get(job)
         item = await _one(mesh, name)
@@ -123,8 +124,7 @@ def _add_numbers(routes: APIRouter, services: Services) -> None:
             bins = min(bins, item.box.numel // ELEMENTS_OF_BIN)
             if low is not None or high is not None:
                 raise DeniedError(
-                    "low, high: bounds that one may choose tell values, which needs a reader's "
-                    "token"
+                    "low, high: freely chosen bounds reveal values, which needs a reader's token"
                 )
         table, edges = await mesh.statistics.histogram(
             pattern_of(item), bins=bins, low=low, high=high
@@ -154,7 +154,7 @@ def _add_heatmap(routes: APIRouter, services: Services) -> None:
         columns: Cells = 128,
         row_dims: RowDims = None,
     ) -> Response:
-        """One tensor, or the slice at the name's end, as a picture; zoom by a smaller slice."""
+        """Heat map of one tensor or a slice of it; zoom in with a smaller slice."""
         mesh = services.jobs.get(job)
         item = await _one(mesh, name)
         incarnation, step, shown = await mesh.statistics.picture(
@@ -173,7 +173,7 @@ def _add_heatmap(routes: APIRouter, services: Services) -> None:
             "cell_col_count": shown.picture.columns,
             "nonfinite": shown.picture.nonfinite,
         }
-        # Written by hand: a quarter of a million numbers, checked and copied, take a second.
+        # Hand-written JSON: pydantic would take a second for a quarter of a million numbers.
         cells = ",".join("null" if math.isnan(v) else f"{v:.7g}" for v in shown.picture.values)
         text = json.dumps(document, allow_nan=False)[:-1] + f', "values": [{cells}]}}'
         return Response(text, media_type="application/json")
@@ -182,7 +182,7 @@ def _add_heatmap(routes: APIRouter, services: Services) -> None:
 def _add_values(routes: APIRouter, services: Services) -> None:
     @routes.get("/jobs/{job}/params/values")
     async def get_values(job: str, name: Name) -> ValuesDocument:
-        """Elements of one tensor, or of the slice at the name's end, as exact text."""
+        """Elements of one tensor or a slice of it, as exact text."""
         mesh = services.jobs.get(job)
         item = await _one(mesh, name)
         incarnation, step, texts = await mesh.statistics.values(pattern_of(item))
@@ -212,7 +212,7 @@ async def _stats(
         [pattern_of(item) for item in present], with_buffers=buffers, with_histogram=histogram
     )
     if len(table) != len(present):
-        raise ConflictError("the layout changed meanwhile; try again")
+        raise ConflictError("the layout changed during the request; try again")
     rows = [row for row in table if wanted.matches_numbers(row.summary)]
     return StatsList(
         incarnation=table.incarnation,
@@ -225,7 +225,7 @@ async def _stats(
 
 
 async def _one(mesh: Incarnation, name: str) -> SelectedTensor:
-    """The one tensor of a name, when it can be had."""
+    """The only tensor that matches. Raises UnreachableError if it is not available."""
     view = mesh.registry.view()
     _, index = await mesh.layouts.get(view)
     item = choose_one(index, name)

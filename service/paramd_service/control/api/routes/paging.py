@@ -1,4 +1,4 @@
-"""Pages of long answers: a token says where the next one begins, and of what."""
+"""Paging: a page token encodes where the next page begins, and of which list."""
 
 from __future__ import annotations
 
@@ -14,29 +14,31 @@ from typing import Generic, TypeVar
 from paramd.errors import ConflictError, UsageError
 
 KEPT = 32
-"""Answers kept for their next pages."""
+"""Results kept for their next pages."""
 
 KEPT_S = 120.0
+
+INVALID = "page_token: invalid; omit it to start over"
 
 Item = TypeVar("Item")
 
 
 @dataclass(frozen=True, slots=True)
 class Kept(Generic[Item]):
-    """An answer that cost something to find, kept so that its pages belong together."""
+    """A result that was costly to compute, kept so that its pages are consistent."""
 
     items: Sequence[Item]
     expires_s: float
 
 
 class Pages(Generic[Item]):
-    """Cuts answers into pages. Used on the event loop only."""
+    """Results kept between pages. Event loop only."""
 
     def __init__(self) -> None:
         self._kept: OrderedDict[str, Kept[Item]] = OrderedDict()
 
     def keep(self, items: Sequence[Item]) -> str:
-        """Keeps an answer for its next pages; returns its name for `token`."""
+        """Keep a result for its next pages; return its name for `make_token`."""
         name = secrets.token_hex(8)
         self._kept[name] = Kept(items, time.monotonic() + KEPT_S)
         while len(self._kept) > KEPT:
@@ -44,15 +46,15 @@ class Pages(Generic[Item]):
         return name
 
     def get(self, name: str) -> Sequence[Item]:
-        """Raises ConflictError when it is not kept any more."""
+        """Raises ConflictError when it is no longer kept."""
         kept = self._kept.get(name)
         if kept is None or kept.expires_s < time.monotonic():
-            raise ConflictError("page_token: too old; leave it out to begin anew")
+            raise ConflictError("page_token: expired; omit it to start over")
         return kept.items
 
 
 def make_token(begin: int, name: str) -> str:
-    """The token of a page that begins at item `begin` of what `name` names."""
+    """Token of the page that begins at item `begin` of the list `name`."""
     return base64.urlsafe_b64encode(f"{begin}:{name}".encode()).decode()
 
 
@@ -60,7 +62,7 @@ def read_token(token: str) -> tuple[int, str]:
     """(begin, name) of a token.
 
     Raises:
-        UsageError: it is none of ours.
+        UsageError: the token is not ours.
     """
     try:
         begin, colon, name = base64.urlsafe_b64decode(token.encode()).decode().partition(":")
@@ -68,4 +70,18 @@ def read_token(token: str) -> tuple[int, str]:
             raise ValueError
         return int(begin), name
     except (ValueError, binascii.Error):
-        raise UsageError("page_token: not one of ours; leave it out to begin anew") from None
+        raise UsageError(INVALID) from None
+
+
+def begin_of(token: str, name: str) -> int | None:
+    """Where the page begins in the list `name`; None without a token.
+
+    Raises:
+        UsageError: the token is of another list, or not ours.
+    """
+    if not token:
+        return None
+    begin, found = read_token(token)
+    if found != name:
+        raise UsageError(INVALID)
+    return begin

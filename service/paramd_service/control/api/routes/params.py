@@ -1,4 +1,4 @@
-"""What parameters there are; their facts come from the layout, their numbers from sidecars."""
+"""Parameters and buffers of a job: facts from the layout, statistics from the sidecars."""
 
 from __future__ import annotations
 
@@ -29,7 +29,6 @@ from paramd_service.control.api.models import (
     ParamPage,
     PieceDocument,
 )
-from paramd_service.control.api.routes.jobs import PROBLEMS
 from paramd_service.control.api.routes.paging import Pages, make_token, read_token
 from paramd_service.control.api.services import Services
 from paramd_service.control.mesh.jobs import Incarnation
@@ -39,7 +38,7 @@ MAX_LIMIT = 1000
 MAX_STATS = 1000
 MAX_PIECES = 4096
 
-# Choosing among so many by facts would stop the event loop for too long.
+# Above this many tensors, filtering by facts would block the event loop for too long.
 _MANY = 2000
 
 Wanted = Annotated[
@@ -48,7 +47,7 @@ Wanted = Annotated[
         min_length=1,
         max_length=MAX_FILTER_BYTES,
         alias="filter",
-        description="Globs over names, and terms that tensors must meet: `layers.*.weight "
+        description="Globs over names, and terms that tensors must satisfy: `layers.*.weight "
         "numel>1M dtype=bfloat16 norm>10`",
         examples=["*", "layers.*.weight numel>1000"],
     ),
@@ -63,14 +62,16 @@ Name = Annotated[
     ),
 ]
 Limit = Annotated[int, Query(ge=1, le=MAX_LIMIT, description="Tensors on a page")]
-Buffers = Annotated[bool, Query(description="Buffers too; reading them needs training to go on")]
-PageToken = Annotated[str, Query(max_length=256, description="From the page before")]
-IfNoneMatch = Annotated[str | None, Header(max_length=1024, description="An ETag that is held")]
+Buffers = Annotated[bool, Query(description="Include buffers; reading them needs running training")]
+PageToken = Annotated[str, Query(max_length=256, description="From the previous page")]
+IfNoneMatch = Annotated[
+    str | None, Header(max_length=1024, description="ETag of a cached response")
+]
 
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """What a filter chose, and what its statistics belong to."""
+    """Tensors that a filter selected, and the state its statistics belong to."""
 
     tensors: tuple[TensorLayout, ...]
     missing: tuple[Missing, ...] = ()
@@ -81,7 +82,7 @@ class Found:
 
 def router(services: Services) -> APIRouter:
     """/jobs/{job}/params, /jobs/{job}/params/detail."""
-    routes = APIRouter(tags=["params"], responses=PROBLEMS)
+    routes = APIRouter(tags=["params"])
     pages: Pages[Found] = Pages()
     _add_list(routes, services, pages)
     _add_detail(routes, services)
@@ -92,7 +93,7 @@ def _add_list(routes: APIRouter, services: Services, pages: Pages[Found]) -> Non
     @routes.get(
         "/jobs/{job}/params",
         response_model=ParamPage,
-        responses={304: {"description": "As the ETag says"}},
+        responses={304: {"description": "Unchanged since that ETag"}},
     )
     async def list_params(
         job: str,
@@ -103,10 +104,10 @@ def _add_list(routes: APIRouter, services: Services, pages: Pages[Found]) -> Non
         page_token: PageToken = "",
         if_none_match: IfNoneMatch = None,
     ) -> ParamPage | Response:
-        """Names, shapes, dtypes and placements of the parameters and buffers that match.
+        """Names, shapes, dtypes and placements of the matching parameters and buffers.
 
-        Terms about statistics are compared at one step; buffers do not match those, nor do
-        small tensors for who may not read values.
+        Terms about statistics are evaluated at one step. Buffers never match them, nor do
+        small tensors if the caller may not read values.
         """
         mesh = services.jobs.get(job)
         found_filter = parse_filter(wanted)
@@ -115,11 +116,11 @@ def _add_list(routes: APIRouter, services: Services, pages: Pages[Found]) -> Non
             (found,) = pages.get(name)
             digest = mesh.registry.view().layout_digest
             if found.digest != digest:
-                raise ConflictError("page_token: the layout has changed; leave it out")
+                raise ConflictError("page_token: the layout has changed; omit it to start over")
         else:
             found = await _find(mesh, found_filter, reads=may_read(request))
         if not found_filter.statistics:
-            # Facts belong to the layout, whose digest names them for ever.
+            # Facts depend on the layout alone, so its digest is their ETag.
             if _is_held(if_none_match, found.digest):
                 return Response(status_code=304, headers=_layout_headers(found.digest))
             response.headers.update(_layout_headers(found.digest))
@@ -143,12 +144,12 @@ def _add_detail(routes: APIRouter, services: Services) -> None:
     @routes.get(
         "/jobs/{job}/params/detail",
         response_model=ParamDetail,
-        responses={304: {"description": "As the ETag says"}},
+        responses={304: {"description": "Unchanged since that ETag"}},
     )
     async def get_param(
         job: str, name: Name, response: Response, if_none_match: IfNoneMatch = None
     ) -> ParamDetail | Response:
-        """One tensor, and which rank holds which part of it."""
+        """One tensor, and which part of it each rank holds."""
         mesh = services.jobs.get(job)
         digest, index = await mesh.layouts.get(mesh.registry.view())
         if _is_held(if_none_match, digest):
@@ -188,10 +189,10 @@ async def _find(mesh: Incarnation, wanted: Filter, *, reads: bool) -> Found:
 def available(
     mesh: Incarnation, chosen: list[SelectedTensor]
 ) -> tuple[list[SelectedTensor], list[Missing]]:
-    """What can be asked of the sidecars now, and what cannot.
+    """Split tensors into those available from the sidecars now and missing ones.
 
     Raises:
-        UsageError: too many tensors. UnreachableError: none of them can be had.
+        UsageError: too many tensors. UnreachableError: none is available.
     """
     if len(chosen) > MAX_STATS:
         raise UsageError(
@@ -201,21 +202,21 @@ def available(
     present, missing = split(chosen, mesh.registry.view())
     if not present:
         raise UnreachableError(
-            f"none of {len(missing)} tensors can be had now; {missing[0].name}: "
+            f"none of {len(missing)} tensors is available now; {missing[0].name}: "
             f"{missing[0].reason}; try again in a few seconds"
         )
     return present, missing
 
 
 def missing_documents(missing: tuple[Missing, ...] | list[Missing]) -> list[MissingDocument]:
-    """What is missing, as answers say it."""
+    """Documents of missing tensors."""
     return [
         MissingDocument(name=one.name, ranks=list(one.ranks), reason=one.reason) for one in missing
     ]
 
 
 def document_of(tensor: TensorLayout) -> ParamDocument:
-    """A tensor as answers describe it."""
+    """The document of one tensor."""
     return ParamDocument(
         fqn=tensor.fqn,
         aliases=list(tensor.aliases),

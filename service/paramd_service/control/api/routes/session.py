@@ -1,4 +1,4 @@
-"""Who asks, and what they may do; sessions of browsers."""
+"""The caller's identity and permitted actions; browser sessions."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ from paramd.version import __version__
 from paramd_service.control.access.authority import cookie_name
 from paramd_service.control.access.doorway import bearer_of, cookie_of, principal_of
 from paramd_service.control.access.roles import allowed
-from paramd_service.control.api.routes.jobs import PROBLEMS
 from paramd_service.control.api.services import Services
 
 _EXAMPLE: JsonDict = {
@@ -26,7 +25,7 @@ _EXAMPLE: JsonDict = {
 
 
 class SessionDocument(BaseModel):
-    """Who asks, and what this control plane lets them do."""
+    """The caller, and what this control plane permits it."""
 
     model_config = ConfigDict(json_schema_extra={"examples": [_EXAMPLE]})
 
@@ -35,31 +34,31 @@ class SessionDocument(BaseModel):
     actions: Annotated[
         list[str], Field(description="Of view, read, edit, edit-any, export, attach, administer")
     ]
-    readonly: bool = Field(description="Whether the control plane lets nobody change anything")
+    readonly: bool = Field(description="Whether the control plane refuses all changes")
     version: str = Field(description="Version of the control plane's paramd")
 
 
 class NewSession(SessionDocument):
-    """A session: the cookie that comes with it, and its key."""
+    """A new session: its key; the cookie is set by the response."""
 
-    key: str = Field(description="Send it as 'X-Paramd-Session' beside the cookie; shown once")
+    key: str = Field(description="Send it as 'X-Paramd-Session' with the cookie; shown once")
 
 
 def router(services: Services) -> APIRouter:
     """/session."""
-    routes = APIRouter(tags=["session"], responses=PROBLEMS)
+    routes = APIRouter(tags=["session"])
 
     @routes.get("/session")
     async def get_session(request: Request) -> SessionDocument:
-        """Who the token or the session is, and what it may do here."""
+        """The identity of the token or session, and what it may do here."""
         return _document(services, request)
 
     @routes.post("/session", status_code=201)
     async def create_session(request: Request, response: Response) -> NewSession:
-        """Sign in with the Authorization header; the answer sets a cookie and tells its key.
+        """Sign in with the Authorization header; the response sets a cookie and has its key.
 
-        The cookie is HttpOnly and SameSite=Strict. Both are needed from then on, and are
-        worth what the token is: nothing once it is revoked.
+        The cookie is HttpOnly and SameSite=Strict. Later requests need both; they carry the
+        token's rights and end when it is revoked.
         """
         token = bearer_of(request.scope)
         if not token:

@@ -1,4 +1,4 @@
-"""Snapshots under lease: pinned through here at one step, and those of all sidecars."""
+"""Snapshots under lease: those pinned over REST at one step, and all leases at the sidecars."""
 
 from __future__ import annotations
 
@@ -22,8 +22,7 @@ from paramd_service.control.api.models import (
     SnapshotList,
     SnapshotRequest,
 )
-from paramd_service.control.api.routes.jobs import PROBLEMS
-from paramd_service.control.api.routes.paging import make_token, read_token
+from paramd_service.control.api.routes.paging import begin_of, make_token
 from paramd_service.control.api.routes.params import PageToken, available
 from paramd_service.control.api.services import Services
 from paramd_service.control.mesh.held import LeasedSnapshot
@@ -36,14 +35,14 @@ MAX_RANKS = 1024
 _PAGE = "ranks"
 
 SnapshotId = Annotated[
-    str, Path(pattern="^[0-9a-f]{32}$", description="As create_snapshot named it")
+    str, Path(pattern="^[0-9a-f]{32}$", description="Id returned by create_snapshot")
 ]
 Ranks = Annotated[int, Query(ge=1, le=MAX_RANKS, description="Ranks on a page")]
 
 
 def router(services: Services) -> APIRouter:
     """/jobs/{job}/snapshots."""
-    routes = APIRouter(tags=["snapshots"], responses=PROBLEMS)
+    routes = APIRouter(tags=["snapshots"])
     _add_reading(routes, services)
     _add_pinning(routes, services)
     _add_leases(routes, services)
@@ -55,9 +54,9 @@ def _add_reading(routes: APIRouter, services: Services) -> None:
     async def list_snapshots(
         job: str, limit: Ranks = 256, page_token: PageToken = ""
     ) -> SnapshotList:
-        """Snapshots held here, and every sidecar's leases; ranks that do not say are marked."""
+        """Snapshots held over REST, and the leases at every sidecar; silent ranks are marked."""
         mesh = services.jobs.get(job)
-        begin = _begin(page_token)
+        begin = begin_of(page_token, _PAGE) or 0
         ranks = mesh.registry.view().ranks
         page = ranks[begin : begin + limit]
         end = begin + len(page)
@@ -71,20 +70,20 @@ def _add_reading(routes: APIRouter, services: Services) -> None:
 
     @routes.get("/jobs/{job}/snapshots/{snapshot}")
     async def get_snapshot(job: str, snapshot: SnapshotId) -> HeldDocument:
-        """A snapshot that is held."""
+        """One held snapshot."""
         return _document(services.jobs.get(job).statistics.held.get(snapshot))
 
 
 def _add_pinning(routes: APIRouter, services: Services) -> None:
     @routes.post("/jobs/{job}/snapshots", status_code=201)
     async def create_snapshot(job: str, request: SnapshotRequest) -> HeldDocument:
-        """Pins all that matches at one step, on every rank that is needed. Not idempotent."""
+        """Pin all matching tensors at one step, on every rank needed. Not idempotent."""
         mesh = services.jobs.get(job)
         wanted = parse_filter(request.filter)
         if wanted.statistics:
             raise UsageError(
-                f"filter: {wanted.statistics[0]} is about statistics; a snapshot is chosen by "
-                "globs and facts"
+                f"filter: {wanted.statistics[0]} is about statistics; select a snapshot by globs "
+                "and facts"
             )
         _, index = await mesh.layouts.get(mesh.registry.view())
         chosen = choose(index, wanted, with_buffers=request.buffers)
@@ -107,18 +106,18 @@ def _add_leases(routes: APIRouter, services: Services) -> None:
     async def renew_snapshot(
         job: str, snapshot: SnapshotId, wanted: LeaseRequest, request: Request
     ) -> HeldDocument:
-        """Lets the lease end later (or sooner), counted from now. Idempotent.
+        """Set the lease to end later (or sooner), counted from now. Idempotent.
 
-        Only with the token that pinned it, or by an admin.
+        Needs the token that pinned it, or an admin's.
         """
         held = services.jobs.get(job).statistics.held
         return _document(held.renew(snapshot, wanted.lease_s, by_admin=_is_admin(request)))
 
     @routes.delete("/jobs/{job}/snapshots/{snapshot}", status_code=204)
     async def release_snapshot(job: str, snapshot: SnapshotId, request: Request) -> Response:
-        """Ends the lease. Idempotent: what has ended is no error.
+        """End the lease. Idempotent: a lease that has ended is no error.
 
-        Only with the token that pinned it, or by an admin.
+        Needs the token that pinned it, or an admin's.
         """
         held = services.jobs.get(job).statistics.held.release(snapshot, by_admin=_is_admin(request))
         if held is not None:
@@ -130,15 +129,6 @@ def _is_admin(request: Request) -> bool:
     return principal_of(request).may(Action.ADMINISTER)
 
 
-def _begin(page_token: str) -> int:
-    if not page_token:
-        return 0
-    begin, name = read_token(page_token)
-    if name != _PAGE:
-        raise UsageError("page_token: not one of ours; leave it out to begin anew")
-    return begin
-
-
 async def _rank(mesh: Incarnation, rank: RankView) -> RankSnapshots:
     if rank.report is None or not rank.connected:
         return _silent(rank.rank, rank.reason)
@@ -147,7 +137,7 @@ async def _rank(mesh: Incarnation, rank: RankView) -> RankSnapshots:
     except ParamdError as error:
         return _silent(rank.rank, str(error))
     if (found.header.rank, found.header.incarnation) != (rank.rank, mesh.number):
-        return _silent(rank.rank, "another sidecar answers at its address")
+        return _silent(rank.rank, "a different sidecar answers at its address")
     return RankSnapshots(
         rank=rank.rank,
         reason="",
@@ -191,6 +181,6 @@ def _document(held: LeasedSnapshot) -> HeldDocument:
 
 
 def _publish(services: Services, job: str, held: LeasedSnapshot, what: str) -> None:
-    # Not the id: whoever knows it may release the snapshot.
+    # A prefix of the id: viewers of the stream have no use for the whole one.
     data = {"state": what, "name": held.id[:8], "incarnation": held.incarnation, "step": held.step}
     services.events.publish(Kind.SNAPSHOT, {**data, "filter": held.filter}, job=job)

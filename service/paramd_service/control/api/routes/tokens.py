@@ -1,4 +1,4 @@
-"""Tokens of users, for admins: create, list, revoke."""
+"""User tokens: create, list, revoke. For admins."""
 
 from __future__ import annotations
 
@@ -11,16 +11,11 @@ from paramd_service.control.access.authority import DEFAULT_TTL_S, MAX_NAME_CHAR
 from paramd_service.control.access.doorway import principal_of
 from paramd_service.control.access.roles import UserRole
 from paramd_service.control.api.services import Services
-from paramd_service.control.base.problems import Problem
 from paramd_service.control.store.tokens import TokenRow
-
-PROBLEMS: dict[int | str, dict[str, Any]] = {
-    code: {"model": Problem} for code in (400, 401, 403, 404, 409, 415, 422, 429, 503)
-}
 
 
 class TokenRequest(BaseModel):
-    """A token to be made."""
+    """A token to create."""
 
     model_config = ConfigDict(
         extra="forbid",
@@ -36,23 +31,23 @@ class TokenRequest(BaseModel):
         min_length=1,
         max_length=MAX_NAME_CHARS,
         pattern=r"^[A-Za-z0-9][A-Za-z0-9._@-]*$",
-        description="Whose it is, or what for: it stands in the audit. Unique for ever; made up "
-        "when absent",
+        description="Its owner or purpose; appears in the audit. Never reusable; generated when "
+        "absent",
     )
 
 
 class TokenDocument(BaseModel):
-    """A token without the token."""
+    """A token without its secret."""
 
     name: str
     role: str
     created_s: float = Field(description="Seconds since the Unix epoch")
     expires_s: float | None = Field(description="Seconds since the Unix epoch; null: never")
-    revoked_s: float | None = Field(description="When it was revoked; null: it was not")
+    revoked_s: float | None = Field(description="When it was revoked; null: not revoked")
 
 
 class NewToken(TokenDocument):
-    """A token, the only time that it is shown."""
+    """A token with its secret, which is shown only once."""
 
     token: str = Field(description="Send it as 'Authorization: Bearer <token>'")
 
@@ -65,11 +60,11 @@ class TokenList(BaseModel):
 
 def router(services: Services) -> APIRouter:
     """/tokens, /tokens/{name}."""
-    routes = APIRouter(tags=["tokens"], responses=PROBLEMS)
+    routes = APIRouter(tags=["tokens"])
 
     @routes.post("/tokens", status_code=201)
     async def create_token(wanted: TokenRequest, request: Request) -> NewToken:
-        """Make a token. It is shown now and never again; only its hash is kept."""
+        """Create a token. It is shown only in this response; only its hash is stored."""
         row, token = await services.tokens.create(
             principal_of(request), role=wanted.role, ttl_s=wanted.ttl_s, name=wanted.name
         )
@@ -77,14 +72,14 @@ def router(services: Services) -> APIRouter:
 
     @routes.get("/tokens")
     async def list_tokens() -> TokenList:
-        """All tokens by name, role and validity."""
+        """All tokens, with name, role and validity."""
         return TokenList(tokens=[_document(row) for row in await services.tokens.list()])
 
     @routes.delete("/tokens/{name}")
     async def revoke_token(
         name: Annotated[str, Path(max_length=MAX_NAME_CHARS)], request: Request
     ) -> TokenDocument:
-        """Make a token worthless, at once and for ever. Idempotent."""
+        """Revoke a token, at once and for good. Idempotent."""
         return _document(await services.tokens.revoke(principal_of(request), name))
 
     return routes

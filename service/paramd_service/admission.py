@@ -1,20 +1,14 @@
-"""A shared cap: a part of it is reserved, and no token can take all of the rest.
+"""Admission: shares of a cap, the revocation list, and a place for every gRPC call.
 
 A quarter of every cap is reserved for the control plane and the owner. One token gets at most
-half of the rest, so that its holder can exhaust its own share and nothing else.
+half of the rest, so that its holder can exhaust its own share and nothing else. Calls that need
+no ticket have places of their own, so that strangers who hold streams open cannot lock out
+ticket holders.
 
-A bounded revocation list: tokens whose unexpired tickets are no longer good.
-
-Tickets are verified offline, so verifiers must be told what was revoked. An id is kept only as
-long as tickets of its token can be valid. When the list overflows, every ticket given for a
-token before that moment is refused: holders of good tokens get new ones, and nothing that was
-revoked comes back.
-
-Admission in both gRPC servers: every call takes a place, and its request must be readable.
-
-Calls that need no ticket have places of their own, so that strangers who hold streams open
-cannot lock out ticket holders; the other places are shared by token. Malformed requests are
-refused as such: gRPC itself would log a traceback for each, and answer UNKNOWN.
+Tickets are verified offline, so verifiers must learn which tokens were revoked. An id is kept
+only as long as tickets of its token can be valid. When the list overflows, every ticket issued
+for a token before that moment is refused: holders of good tokens get new ones, and nothing that
+was revoked comes back.
 """
 
 from __future__ import annotations

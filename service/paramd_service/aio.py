@@ -1,4 +1,4 @@
-"""Awaiting work that cannot be stopped, and several works at once."""
+"""Await work that cannot be stopped, and several pieces of work at once."""
 
 from __future__ import annotations
 

@@ -4,7 +4,7 @@
                           "cloud": {"root": "s3://bucket/prefix", "region": "eu-west-1"}}'
 
 A client names "checkpoints/run-7/step-100": a destination and a relative key. Nothing else
-that it sends is used to open anything, and the key is checked here before that.
+it sends is ever opened, and the key is checked here first.
 """
 
 from __future__ import annotations

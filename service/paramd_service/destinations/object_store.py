@@ -1,8 +1,8 @@
-"""Exports into S3 and compatible stores, through obstore: multipart, and a marker at the end.
+"""Exports to S3 and compatible stores, through obstore: multipart uploads, the manifest last.
 
-An object store cannot rename, so each file appears under its final name as soon as it is whole.
+An object store cannot rename, so each file appears under its final name once it is complete.
 What makes them an export is the manifest, which is put last and only if there is none. While an
-export is under way, an object `.paramd-export` reserves the key.
+export is in progress, an object `.paramd-export` reserves the key.
 
 Credentials come from the environment of this process (AWS_ACCESS_KEY_ID and so on).
 """

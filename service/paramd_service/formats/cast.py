@@ -1,6 +1,7 @@
-"""Casts of floating numbers as torch makes them, with numpy alone: a sidecar stays small.
+"""Casts between floating-point dtypes, bitwise as torch does them, but with numpy alone.
 
-torch rounds to the nearest, ties to even, and goes to 16 bits by way of 32.
+A sidecar without torch stays small. torch rounds to nearest, ties to even, and casts to 16 bits
+by way of 32.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
-"""`.metadata` of torch.distributed.checkpoint, written by torch itself in a process of its own.
+"""`.metadata` of torch.distributed.checkpoint, written by torch itself in a separate process.
 
-A sidecar loads no torch for this: importing it would keep the sidecar from serving for
-seconds, and stay in its memory. What the process is told is text; what it gives back are
-the files' bytes.
+Importing torch would keep the sidecar from serving for seconds, and stay in its memory. The
+process reads text and returns the files' bytes.
 """
 
 from __future__ import annotations

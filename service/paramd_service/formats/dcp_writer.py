@@ -1,7 +1,7 @@
-"""A short-lived process in which torch writes what only torch should write.
+"""A short-lived process in which torch writes the metadata of a checkpoint.
 
-Reads a description from standard input (see dcp.py), builds torch's own metadata of it and
-has torch's own `FileSystemWriter.finish` write them. Prints the files it made.
+Reads a description from standard input (see dcp.py), builds torch's own metadata from it, has
+torch's own `FileSystemWriter.finish` write it, and prints the files.
 """
 
 from __future__ import annotations

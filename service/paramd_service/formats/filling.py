@@ -1,11 +1,8 @@
-"""Fills the buffer of a batch: copies, strided copies, casts, frames. Blocks.
+"""From a planned file to its bytes: batches, then one buffer per batch, filled; the manifest.
 
-A planned file as batches: runs of the file, and where their bytes are. Pure.
-
-A batch is at most `BATCH_BYTES` long, so memory stays bounded however large a tensor is. Its
-parts are boxes of tensors, each one run of the file, and say which snapshots have them.
-
-The manifest of an export.
+A batch is a run of the file of at most `BATCH_BYTES`, so memory stays bounded however large a
+tensor is. Its windows are boxes of tensors, each contiguous in the file, and name the snapshots
+that hold them. Filling blocks.
 """
 
 from __future__ import annotations

@@ -1,4 +1,6 @@
-r"""Who owns the sidecar's memory: one trainer at a time, identified by pid and start time.
+r"""Who owns the sidecar's memory, and what its rank is doing.
+
+One trainer at a time owns it, identified by pid and start time:
 
     WAITING --attach--> OWNED --its process ends outside an update--> ORPHANED
                           \--------- inside an update ----------> TORN
@@ -6,12 +8,10 @@ r"""Who owns the sidecar's memory: one trainer at a time, identified by pid and 
     WAITING, ORPHANED, GONE, TORN --linger--> the sidecar leaves
 
 GONE is ORPHANED with a mirrored arena: the arena holds an earlier step, so only snapshots that
-are already held are served.
+are already held are served. The memory is kept unchanged in ORPHANED and TORN, so that the last
+step is still served (or refused, if torn).
 
-The arena, the control page and the wake event live in `AttachedMemory`; in ORPHANED and TORN
-they are kept unchanged, so that the last step is still served (or refused, if torn).
-
-What a rank is doing, judged by its control page, the clock and its trainer's process. Pure.
+The phase of a rank, judged by its control page, the clock and its trainer's process:
 
     PHASE              reported when
     WAITING            no trainer has attached
@@ -20,7 +20,7 @@ What a rank is doing, judged by its control page, the clock and its trainer's pr
     HELD               the trainer waits at a boundary on request
     STALLED            its next boundary is long overdue
     UPDATE             SEQ is odd and nothing rests
-    SUMMON             a copy is under way, or a boundary request waits for the trainers
+    SUMMON             a copy is in progress, or a boundary request waits for the trainers
     IDLE               no boundary yet, or none for longer than a step takes
     FORWARD_BACKWARD   otherwise: between two updates of a running training
 

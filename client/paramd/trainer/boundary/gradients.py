@@ -1,17 +1,15 @@
-"""Gradient capture in the pre-hook: copy what the sidecar armed for this update.
+"""Gradient capture: before an update, copy what the sidecar armed for it into a slot.
 
 Each update reads two words and does nothing more if they name another update. It never waits
 for a slot to be armed, unless the operator lets lossless readers hold up an update for a
-bounded time (`lossless_budget_ms`).
-
-Optimizers that step within the backward free some gradients before others exist: their
-updates have no gradient frame, and readers are told that it was left out.
-
-Where the gradients of pieces are, and how their bytes get into a slot's room.
+bounded time (`lossless_budget_ms`). Nothing here communicates or waits for other ranks.
 
 A gradient has the geometry of its parameter's local memory: an element has the same offset in
 both. So a piece is one memmove, unless the gradient's dtype, strides or placement differ from
-its parameter's. Nothing here communicates or waits for other ranks.
+its parameter's.
+
+Optimizers that step within the backward free some gradients before others exist: their
+updates have no gradient frame, and readers are told that it was left out.
 """
 
 from __future__ import annotations

@@ -1,18 +1,12 @@
-"""Holds: training waits inside a boundary until all ranks agree to continue.
+"""What one rank does at a boundary: act on agreed requests, and wait while training is held.
 
     running --HOLD--> held --STEP k--> stepping --k boundaries later--> held
                        |                  |
                        +--RESUME, or one rank does not want to stay--> running
 
-All ranks change state together: every transition comes from the same round or the same count
-of boundaries. A rank wants to stay while its sidecar renews HOLD_UNTIL_NS and the cap is not
-reached; so whichever process dies, the hold ends everywhere when its lease runs out.
-
-What one rank does at a boundary: agreed requests, and waiting while held.
-
-Rounds are the trainers' own (agreement.py). This file acts on their outcome: writes the words
-that tell the sidecar, applies the edit or makes the copies, and keeps a held rank running
-rounds until one of them releases it.
+All ranks change state together: every transition comes from the same round (agreement.py) or the
+same count of boundaries. A rank wants to stay while its sidecar renews HOLD_UNTIL_NS and the cap
+is not reached; so whichever process dies, the hold ends everywhere when its lease runs out.
 """
 
 from __future__ import annotations

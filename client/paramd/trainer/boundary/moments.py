@@ -1,6 +1,10 @@
-"""Optimizer state, mirrored into the moments memory at an agreed boundary that asks for it.
+"""Optimizer state: finding it for parameters in the arena, and mirroring it at agreed boundaries.
 
-The memory is 8 rooms shaped like the arena (each rounded up to whole pages), then a table
+An optimizer knows whole parameters, flat ones (FSDP1) or views of those; a piece of the arena is
+matched to whichever contains it. State tensors of the local shape (`exp_avg`, momentum buffers,
+also as DTensors) correspond to the parameter element by element.
+
+The moments memory is 8 rooms shaped like the arena (each rounded up to whole pages), then a table
 of 1 MiB. Room i holds the state of one key, such as `exp_avg`: the state of the element at
 arena byte x is at byte x of the room, with the piece's own strides. State whose itemsize
 differs from the parameter's has no such place and is left out.
@@ -19,12 +23,6 @@ differs from the parameter's has no such place and is left out.
 A parameter of the table is the optimizer's: an FSDP1 flat parameter holds several pieces of
 the layout. Numbers JSON lacks (NaN, infinities) become the strings "nan", "inf" and "-inf".
 The word MOMENTS_STEP is -1 while the trainer writes.
-
-Optimizer state of parameters in the arena: which tensors share a parameter's geometry.
-
-An optimizer knows whole parameters, flat ones (FSDP1) or views of those; a piece of the
-arena is matched to whichever contains it. State tensors of the local shape (`exp_avg`,
-momentum buffers, also as DTensors) correspond to the parameter element by element.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""The trainer's end of the handover: find or start the sidecar, and keep one alive.
+"""The trainer's helper processes: its rank's sidecar, and on rank 0 the embedded control plane.
 
-The embedded control plane: a separate process next to rank 0's trainer.
+Each is started, handed what it needs, and restarted on the same address if it dies.
 """
 
 from __future__ import annotations

@@ -1,6 +1,4 @@
-"""Which tensors move together, and how to bring back those that left an arena.
-
-Tensor memory by address: who uses it, and how to point tensors at other memory.
+"""Move tensors between memories: find all users of a range, and repoint them together.
 
 A storage may have users that no module knows: an optimizer's bucket, a `p.data` kept in a
 list, FSDP's own views. All must move together, or one would silently stop following the

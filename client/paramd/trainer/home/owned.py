@@ -1,6 +1,6 @@
 """Move a model's local parameters into an arena, and keep them there.
 
-    home = Home(model)                     # inspects, changes nothing
+    home = ParameterStorage(model)         # inspects, changes nothing
     local = home.local_layout(rank)        # what goes where in an arena of home.arena_bytes
     home.move_in(memory)                   # the parameters now live in the arena
     home.check(); home.take_back()         # when an update settles: detect, bring back what left
@@ -12,8 +12,6 @@ Every storage keeps its size and its tensors' offsets; only its address changes.
 compares storages (FSDP), saves a single tensor (`torch.save`) or views several tensors of one
 storage sees no difference. Storages in the arena cannot be resized; FSDP resizes only unsharded
 and low-precision memory, which stays where it is.
-
-Arena placement: pure arithmetic on the addresses of a model's storages.
 """
 
 from __future__ import annotations

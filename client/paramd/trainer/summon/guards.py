@@ -1,6 +1,6 @@
-"""When a rank may not summon: in compiled code, a forward, a backward, or nested.
+"""Preconditions of a call: its arguments, and that this rank may summon now.
 
-The arguments of one call.
+Refused in compiled code, in a forward or backward, and for places already summoned.
 """
 
 from __future__ import annotations

@@ -1,15 +1,11 @@
-"""A barrier with a timeout that names the missing ranks: all proceed or none does.
+"""Who takes part in a call, what each rank holds, and a barrier that names the missing ranks.
 
-It works over the process group's store, not collectives: a collective that one rank never joins
-hangs until the group's own timeout, and with NCCL kills the process.
+The barrier works over the process group's store, not collectives: a collective that one rank
+never joins hangs until the group's own timeout, and with NCCL kills the process.
 
 Calls are numbered. The first verdict written decides a meeting for all: the last rank to arrive
 writes "go" (or why not), a rank that times out writes "failed". A rank that arrives at a call
 which failed without it moves on to the next number, so ranks meet again after a failure.
-
-What this rank holds of each parameter under a module, and where the tree has it.
-
-Which ranks take part in a call, and over which process group.
 """
 
 from __future__ import annotations

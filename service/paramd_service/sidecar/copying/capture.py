@@ -1,14 +1,15 @@
-"""What to copy, and when: decisions of the copying thread, without the thread.
+"""The copying thread, and its decisions: what to copy, and when.
 
 A copy belongs right after a boundary, where forward and backward hide it. So a request
-that finds the rank inside an update, or too near to the next one, raises WANT; the
+that finds the rank inside an update, or too close to the next one, raises WANT; the
 trainer announces its next boundary, and everything pending is copied there. A request
 that finds the rank between updates with time to spare is copied at once.
 
 A boundary that all trainers agreed on (AGREED) is copied when it is announced. A copy that
 the next update overtakes is reported as missed, with timings, and never repaired.
 
-The one thread that copies. It sleeps until the trainer or a request wakes it.
+`Capture` decides, without a thread of its own; `Copier` runs it on the one thread that copies,
+which sleeps until the trainer or a request wakes it.
 """
 
 from __future__ import annotations

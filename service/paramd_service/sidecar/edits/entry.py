@@ -1,6 +1,4 @@
-"""One edit on one rank: its state, and what a successor must find of it.
-
-The body of an edit: programs, data and pre-images, and how it is undone. Pure.
+"""One edit on one rank: its state and fate, its body in the edits' memory, what a successor needs.
 
     [program][program of its undo][data][pre-images]        all at multiples of 64 bytes
 

@@ -2,9 +2,7 @@
 
 Only the trainer applies; this side never touches the arena. The fate of a ready edit is read
 from the page alone (EDIT_APPLIED, EDIT_TOKEN), so a respawned sidecar reports the same. Runs on
-the event loop; data is copied and checked on threads.
-
-From a manifest to an edit with memory and a program; the slow parts run on threads.
+the event loop; data is copied and checked, and programs are written, on threads.
 """
 
 from __future__ import annotations

@@ -1,15 +1,13 @@
-"""The edits' memory: ranges are reserved for edits, and kept warm for the next one.
+"""The edits' memory: an index that survives the sidecar, and ranges reserved for edits.
 
     [0, HEAD_BYTES)       the index, which a respawned sidecar reads
     [HEAD_BYTES, pool)    populated from the start: small edits touch no fresh pages
     the rest              populated on demand; released after being idle for a while
 
+A slot of the index is 16 words. It is written while its first word, the phase, is 0; a change is
+written in an order in which every single store leaves it true, the phase last.
+
 All methods run on the event loop; pages are populated and released on the executor.
-
-What a respawned sidecar must know about edits: slots in the head of their memory.
-
-A slot is 16 words. It is written while its first word, the phase, is 0; a change is written in
-an order in which every single store leaves it true, the phase last.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Gradient slots of one incarnation: which slot is for which update, and what became of it.
 
-Life of a frame:
+Life of a frame, which is all requests of one update:
 
     QUEUED --a slot is free--> RESERVING --> ARMED --the trainer filled it--> SERVING --> over
       |                            |           |--- left out, or begun without us --> over
@@ -9,10 +9,6 @@ Life of a frame:
 All decisions are made on the event loop. A slot's bytes are taken (copied into snapshots, or
 reduced) on one low-priority thread while the other slot is armed for a later update; a trainer
 that finds no slot armed goes on, and that frame does not exist.
-
-The sidecar's side of the gradient slots' memory: what has pages, what is in a room.
-
-What is requested of one update's gradients, and by whom; see slots.py.
 """
 
 from __future__ import annotations

@@ -1,11 +1,8 @@
-"""The first interceptor: who may call what. Methods that are not in the table are denied.
+"""Who may call what, and what every request must satisfy before anything is done for it.
 
-Checks that a request must pass before anything is done or allocated for it.
-
-What a method of SidecarService is to the servicer: how it is called, and with what.
-
-Each subject's module has `calls(rank)`, a table of its methods by name; the servicer merges
-the tables and treats all methods alike.
+The interceptor runs first; methods that are not in its table are denied. Each subject's module
+has `calls(rank)`, a table of its methods by name; the servicer merges the tables and treats all
+methods alike.
 """
 
 from __future__ import annotations

@@ -1,11 +1,8 @@
 """Edit calls: staging, progress, preview and dropping.
 
-Copies the data of an edit from another rank's sidecar on this host that has it staged.
-
-The peer hands over its edit memory, read-only; the bytes are copied into our own, verified
-there, and must match the digests that the peer reports.
-
-PreviewEdit: statistics of what an edit would change, before and after, from a copy.
+An edit's data may also come from another rank's sidecar on this host that has it staged: it
+hands over its edit memory, read-only; the bytes are copied into our own, verified there, and
+must match the digests that it reports.
 """
 
 from __future__ import annotations

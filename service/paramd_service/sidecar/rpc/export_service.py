@@ -1,7 +1,7 @@
 """What a rank writes to a destination, and reads back.
 
-Plans are made again here from the layout, and the last one is kept. What blocks runs in threads. A
-call that is cancelled waits for its thread, and what it was writing is removed.
+Plans are derived again here from the layout, and the last one is kept. Blocking work runs on
+threads. A cancelled call waits for its thread, and what it was writing is removed.
 """
 
 from __future__ import annotations

@@ -1,11 +1,9 @@
 """One file of an export: batch after batch from snapshots into a sink.
 
-While a thread fills and writes one batch, the bytes of the next one come from peers. What
-is held in memory: a batch, what was fetched for the next one, and the sink's own buffers.
-
-The snapshots that an export's files are made of: our own, our host's, our peers'.
-
-Reads over the network go with the ticket of the control plane that asked for the file.
+The snapshots are our own, those of sidecars on this host, and those of peers elsewhere, read
+with the ticket of the control plane that asked for the file. While a thread fills and writes one
+batch, the peers' bytes of the next one arrive. In memory at once: a batch, what was fetched for
+the next one, and the sink's own buffers.
 """
 
 from __future__ import annotations

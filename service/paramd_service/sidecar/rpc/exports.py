@@ -1,6 +1,6 @@
-"""Exports: what a rank writes to a destination, and reads back. Control plane only.
+"""Export calls, for the control plane only.
 
-What serves them is loaded when the first is asked for: most sidecars never are, and stay small.
+Their code is loaded at the first call: most sidecars never export, and stay small.
 """
 
 from __future__ import annotations

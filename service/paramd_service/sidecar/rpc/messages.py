@@ -1,6 +1,6 @@
-"""Messages about this rank, as the servicer and the stream to the control plane send them.
+"""Messages about this rank, and how a domain error reaches a gRPC client.
 
-How a domain error reaches a gRPC client: one status, one public text, one reason.
+An error is one status, one public text and one reason.
 """
 
 from __future__ import annotations

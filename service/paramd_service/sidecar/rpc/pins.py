@@ -1,7 +1,4 @@
-"""PinSnapshot: parameters at any step, at an exact one or at a boundary; gradients.
-
-Boundary calls of the control plane: what all ranks do together.
-"""
+"""PinSnapshot (parameters now, at a step or at a boundary; gradients), and boundary calls."""
 
 from __future__ import annotations
 

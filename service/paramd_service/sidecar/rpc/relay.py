@@ -1,10 +1,8 @@
-"""Gathers whole tensors from all ranks, one at a time: the gateway's heavy half.
+"""The gateway's heavy half: gathers whole tensors or gradients from all ranks for a thin client.
 
 It is an ordinary client of its peers (`paramd.mesh`), with the ticket of its own caller: a
 sidecar has no right of its own to read its peers. Memory is bounded by the largest tensor and
 one of its pieces.
-
-StreamGradients: this sidecar follows all ranks on behalf of a client that cannot.
 """
 
 from __future__ import annotations

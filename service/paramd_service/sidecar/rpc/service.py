@@ -3,11 +3,9 @@
 Every method takes the same path: a deadline, a slot if its work is heavy, the request parsed
 here (so that malformed bytes get a clear answer), and one mapping of errors.
 
-GetMetrics: this sidecar's numbers as Prometheus text, written by hand.
-
-prometheus-client costs 5 MiB, a sixth of the sidecar, for two dozen numbers. There is no
-separate port either: the text goes out over the gRPC port, which requires tickets, and the
-control plane serves it at /api/v1/jobs/{job}/ranks/{rank}/metrics.
+GetMetrics writes Prometheus text by hand: prometheus-client costs 5 MiB, a sixth of the sidecar,
+for two dozen numbers. It needs no separate port: the gRPC port requires tickets, and the control
+plane serves the text at /api/v1/jobs/{job}/ranks/{rank}/metrics.
 """
 
 from __future__ import annotations

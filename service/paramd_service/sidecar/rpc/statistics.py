@@ -1,11 +1,7 @@
-"""ComputeStats and PoolSnapshot: check the items, then reduce them on a thread.
+"""ComputeStats, PoolSnapshot and DigestSnapshot: check the items, then reduce them on a thread.
 
-Torch is loaded on first use.
-
-DigestSnapshot: hashes ranges of a snapshot on a thread, so that replicas can be compared.
-
-XXH3 detects accidents (a flipped bit, a torn page, a stale shard). It is no protection against
-deliberate forgery; only the trainer writes an arena.
+Torch is loaded on first use. Digests compare replicas: XXH3 detects accidents (a flipped bit, a
+torn page, a stale shard), not deliberate forgery; only the trainer writes an arena.
 """
 
 from __future__ import annotations

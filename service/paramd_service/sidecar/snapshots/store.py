@@ -10,18 +10,13 @@ Kept memory retains its bytes: an equal request at the same step gets them again
 rank can still serve the last ones under their own step. Memory that a client still maps is
 given up instead (the kernel keeps it for that client alone).
 
-All methods run on the event loop's thread; nothing here blocks.
-
-Who is charged for how much of the snapshot budget.
-
 A third of the budget is reserved for the control plane (exports included) and the owner; one
 token gets at most half of the rest. Each holder of a shared snapshot is charged in full, but it
 counts once towards the total of all tokens.
 
-Snapshot memory: memfds that are mapped and prefaulted before they are needed.
-
-A fresh page costs ten times a warm copy, and the trainer may be waiting while a copy
-runs. So blocks are made off the event loop, ahead of the copy, and reused.
+Memory is memfds, mapped and prefaulted off the event loop before they are needed, and reused: a
+fresh page costs ten times a warm copy, and the trainer may be waiting while a copy runs. All
+methods run on the event loop's thread; nothing here blocks, except making blocks.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Shrinks strided views to the cells of a picture, a cache-sized block at a time.
+"""Shrink strided views to the cells of a heat map, a cache-sized block at a time.
 
 Rows and columns rise along a view's dims, so the elements of a cell are runs of rows and
 of columns: each block is first reduced over its rows, then over its columns.

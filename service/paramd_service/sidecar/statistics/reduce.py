@@ -1,12 +1,11 @@
-"""Mergeable statistics of runs of equal elements.
+"""Mergeable statistics of runs of equal elements, one run or many small ones at a time.
 
 Memory is walked once in pieces that fit the cores' cache; each piece is reduced by a few
 vector operations while it is there. Sums are kept in float64 across pieces and rows; within
 a row of 1,024 elements float32 vector lanes are exact enough (relative error below 1e-6).
 Counts, minima and maxima are exact. Minima, maxima and zeros are numpy's, whose loops are
-faster in cache than torch's; rows are torch's for the same reason.
-
-Statistics of many runs of elements at once: small tensors cost calls, not bytes.
+faster in cache than torch's; rows are torch's for the same reason. Small tensors of one length
+are reduced together, since they cost calls, not bytes.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Tries a record of an edit on a copy of its elements: the torch part of PreviewEdit.
+"""Apply a record of an edit to a copy of its elements: the torch part of PreviewEdit.
 
 Works block by block to bound temporary memory, with the same code that the trainer runs on
 the arena.

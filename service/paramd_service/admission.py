@@ -31,17 +31,17 @@ from paramd.errors import DeniedError, ExhaustedError, ParamdError, UsageError, 
 from paramd.security.tickets import Claims
 
 Who: TypeAlias = str | None
-"""A token; None: the control plane or the owner."""
+"""A token id; None: the control plane or the owner."""
 
 CALLER: ContextVar[Who] = ContextVar("paramd_caller_token", default=None)
-"""On whose behalf this task runs, and the tasks that it started."""
+"""Caller that this task works for, inherited by tasks it starts."""
 
 
 class Shares:
-    """Counts how much of a cap is taken, and by whom. Use on one thread."""
+    """How much of a cap is taken, and by which token. Not thread-safe."""
 
     def __init__(self, capacity: int, what: str) -> None:
-        """`what` is counted, as errors name it: "calls", for example."""
+        """`what` names the counted things in errors, for example "calls"."""
         self.capacity = capacity
         self._what = what
         self._for_tokens = capacity - capacity // 4
@@ -51,7 +51,7 @@ class Shares:
 
     @property
     def taken(self) -> int:
-        """Taken by all together."""
+        """Taken by all callers together."""
         return self._taken.total()
 
     def taken_by(self, who: Who) -> int:
@@ -59,7 +59,7 @@ class Shares:
         return self._taken[who]
 
     def check(self, who: Who, amount: int = 1) -> None:
-        """Raise ExhaustedError if `amount` more is not available, saying whose limit was hit."""
+        """Raise ExhaustedError, naming the limit hit, if `amount` more is not available."""
         taken = self.taken
         if taken + amount > self.capacity:
             raise ExhaustedError(
@@ -82,7 +82,7 @@ class Shares:
             )
 
     def count(self, who: Who, amount: int = 1) -> None:
-        """Count what is already taken, regardless of the cap."""
+        """Count what is already taken, even beyond the cap."""
         self._taken[who] += amount
 
     def take(self, who: Who, amount: int = 1) -> None:
@@ -114,24 +114,24 @@ MAX_ID_CHARS: Final = 64
 
 
 class TokenRevokedError(DeniedError):
-    """The ticket is genuine and has not expired, but its token is no longer good."""
+    """The ticket is genuine and unexpired, but its token was revoked or has expired."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Notice:
-    """What a listener has not heard yet."""
+    """Revocations that a listener has not received yet."""
 
     token_ids: tuple[str, ...]
     keep_s: float
     """How long to keep the ids, from now on; 0 if there are none."""
     refused_before_s: float
-    """Tickets given for a token before this are refused; seconds since the Unix epoch, or 0."""
+    """Tickets issued for a token before this are refused; seconds since the Unix epoch, or 0."""
     serial: int
-    """The serial that the listener has reached with it."""
+    """The listener's serial after applying it."""
 
 
 class RevokedTokens:
-    """The revocation list. Use on one thread."""
+    """The revocation list. Not thread-safe."""
 
     def __init__(
         self,
@@ -156,11 +156,11 @@ class RevokedTokens:
 
     @property
     def refused_before_s(self) -> float:
-        """Tickets given for a token before this time are refused; 0 if there is none."""
+        """Tickets issued for a token before this time are refused; 0: none."""
         return self._refused_before_s
 
     def learn(self, keep_s: Mapping[str, float], *, refused_before_s: float = 0.0) -> bool:
-        """Refuse tickets of these tokens for that many seconds each; return whether any was new."""
+        """Refuse tickets of these tokens, each for its seconds; return whether any is new."""
         now_s, before = self._clock(), self.serial
         for token_id in [key for key, (until_s, _) in self._kept.items() if until_s <= now_s]:
             del self._kept[token_id]
@@ -170,7 +170,7 @@ class RevokedTokens:
             until_s, heard = known if known is not None else (now_s, self.serial)
             self._kept[token_id] = (max(until_s, now_s + for_s), heard)
         while len(self._kept) > MAX_REVOKED:
-            # Forgetting an id would readmit its tickets: refuse all that were given until now.
+            # Forgetting an id would readmit its tickets: refuse all issued until now.
             self._kept.popitem(last=False)
             refused_before_s = max(refused_before_s, self._wall_clock())
         if refused_before_s > self._refused_before_s:
@@ -179,7 +179,7 @@ class RevokedTokens:
         return self.serial > before
 
     def since(self, serial: int) -> Notice:
-        """What was learnt after `serial`; with 0, everything that is still kept."""
+        """Revocations after `serial`; 0: all still kept."""
         now_s = self._clock()
         news = [
             (token_id, until_s - now_s)
@@ -194,7 +194,7 @@ class RevokedTokens:
         )
 
     def refuses(self, claims: Claims) -> bool:
-        """Whether the ticket's token is no longer good."""
+        """Whether the ticket's token was revoked."""
         if claims.token_id is None:
             return False
         return claims.token_id in self or claims.issued_s < self._refused_before_s
@@ -215,7 +215,7 @@ CONNECTION_OPTIONS: Final[tuple[tuple[str, int], ...]] = (
     # Drop connections that stay silent: no HTTP/2, or no call.
     ("grpc.server_handshake_timeout_ms", 10_000),
     ("grpc.max_connection_idle_ms", 300_000),
-    # What a stranger may reset and open again without being served is not worth remembering.
+    # Bounds what a stranger can hold by resetting streams and opening new ones.
     ("grpc.max_concurrent_streams", 256),
     ("grpc.max_metadata_size", 16 << 10),
 )
@@ -227,10 +227,10 @@ Continuation: TypeAlias = Callable[
 
 
 def raise_descriptor_limit() -> None:
-    """Allow as many descriptors as the operator permits: gRPC has no cap on connections, and
-    accepts none without a descriptor.
+    """Raise the soft limit on descriptors to the hard one.
 
-    A process started from a shell has 1,024, which idle strangers would use up.
+    gRPC has no cap on connections, and a shell's default of 1,024 descriptors is soon used up by
+    idle strangers.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != hard:
@@ -238,7 +238,7 @@ def raise_descriptor_limit() -> None:
 
 
 class Doors(grpc.aio.ServerInterceptor):
-    """Runs after the interceptor that identifies the caller."""
+    """Admits calls. Must run after the interceptor that identifies the caller."""
 
     def __init__(
         self,
@@ -248,7 +248,7 @@ class Doors(grpc.aio.ServerInterceptor):
         calls: Shares,
         who: Callable[[], Who],
     ) -> None:
-        """`counted`: which other methods take a place of `calls`; `who`: the current caller."""
+        """`counted`: whether another method takes a place of `calls`; `who`: the current caller."""
         self._open_methods = open_methods
         self._counted = counted
         self._calls = calls
@@ -267,12 +267,15 @@ class Doors(grpc.aio.ServerInterceptor):
         if self._counted(method):
             return _Guarded(handler, method, lambda: self._calls.one(self._who())).handler()
         if handler.request_deserializer is None:
-            return handler  # it parses its own bytes
+            return handler  # parses its own bytes
         return _Guarded(handler, method, nullcontext).handler()
 
 
 class _Guarded:
-    """A handler whose requests are parsed here, and whose place is held while it runs."""
+    """Parses a handler's requests, and holds its place while it runs.
+
+    gRPC itself would log a traceback for each malformed request, and answer UNKNOWN.
+    """
 
     def __init__(
         self, inner: Handler, method: str, place: Callable[[], AbstractContextManager[None]]
@@ -309,7 +312,7 @@ class _Guarded:
             with self._place():
                 answers = behavior(self._requests(incoming, context), context)
                 if not hasattr(answers, "__aiter__"):
-                    await answers  # it writes by itself
+                    await answers  # writes by itself
                     return
                 async for answer in answers:
                     await context.write(answer)

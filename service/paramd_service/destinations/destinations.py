@@ -22,13 +22,13 @@ MAX_KEY_BYTES = 512
 MAX_SEGMENTS = 16
 MAX_SEGMENT_BYTES = 128
 OPTIONS = frozenset({"endpoint", "region", "allow_http", "virtual_hosted_style_request"})
-"""Settings of an object store. Credentials come from the environment of the opening process."""
+"""Options of an object store, apart from credentials (see object_store.py)."""
 
 _NAME = re.compile(r"[a-z0-9][a-z0-9_-]{0,63}")
-# ASCII letters, digits and a few signs; so no escapes, schemes, blanks or separators.
+# Leaves no room for escapes, schemes, blanks or separators.
 _SEGMENT = re.compile(r"[A-Za-z0-9_](?:[A-Za-z0-9._=+-]*[A-Za-z0-9_=+-])?")
 _BUCKET = re.compile(r"[a-z0-9][a-z0-9.-]{1,61}[a-z0-9]")
-# Windows device names, with any extension: a share may be served to such a machine.
+# Windows device names, with any extension: the directory may be a share that Windows reads.
 _DEVICE = re.compile(r"(?:CON|PRN|AUX|NUL|COM[0-9]|LPT[0-9]|CONIN|CONOUT|CLOCK)(?:\.|$)", re.I)
 
 
@@ -41,7 +41,7 @@ class DestinationKind(Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Destination:
-    """One configured place."""
+    """One configured destination."""
 
     name: str
     kind: DestinationKind
@@ -101,7 +101,7 @@ def check_key(key: str) -> tuple[str, ...]:
     """Check a relative key; return its segments.
 
     Raises:
-        UsageError: it is anything but plain names joined by single slashes.
+        UsageError: not plain names joined by single slashes.
     """
     segments = tuple(key.split("/"))
     if len(key) > MAX_KEY_BYTES or len(segments) > MAX_SEGMENTS:
@@ -147,7 +147,7 @@ def _destination(name: str, value: object) -> Destination:
 
 
 def parse_root(text: str, name: str) -> tuple[DestinationKind, str]:
-    """The kind of a root, and its canonical form.
+    """Kind and canonical form of a root.
 
     Raises:
         UsageError: neither an absolute path nor "s3://bucket/prefix".

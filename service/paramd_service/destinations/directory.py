@@ -1,4 +1,4 @@
-"""Exports into a directory: written into a hidden sibling, synced, renamed.
+"""Exports to a directory: written to a hidden sibling, synced, renamed.
 
 Every name below the root is opened relative to its parent and never through a symbolic
 link, so nothing outside the root can be reached, whoever else writes there.
@@ -61,7 +61,7 @@ def open_file(parent: int, folder_name: str, name: str) -> int:
 
 
 def export_id_at(parent: int, folder_name: str) -> str | None:
-    """The id of the export that is there; None if it is not one."""
+    """The id of the export in that folder; None if it is not one."""
     try:
         file = open_file(parent, folder_name, MANIFEST)
     except OSError:
@@ -84,7 +84,7 @@ def check_sizes(folder: int, sizes: Mapping[str, int]) -> None:
 
 
 def remove(parent: int, name: str) -> None:
-    """Remove a directory of plain files, and its subdirectories if somebody made any."""
+    """Remove a directory of plain files, and any subdirectories."""
     try:
         folder = os.open(name, DIRECTORY, dir_fd=parent)
     except FileNotFoundError:
@@ -114,7 +114,7 @@ def rename(parent: int, source: str, target: str, flags: int) -> bool:
 
 
 class DirectorySink:
-    """A file under a temporary name until it is whole."""
+    """A file, under a temporary name until it is complete."""
 
     def __init__(self, folder: int, name: str) -> None:
         """Takes ownership of the descriptor `folder`."""
@@ -132,7 +132,7 @@ class DirectorySink:
             self._written += written
             data = data[written:]
         if self._written - self._begun >= _WRITEBACK_BYTES:
-            # Start writeback now, instead of at the end when everyone would wait for it.
+            # Start writeback now, so that the final fsync is short.
             size = self._written - self._begun
             _libc.sync_file_range(self._file, self._begun, size, _SYNC_FILE_RANGE_WRITE)
             self._begun = self._written
@@ -241,7 +241,7 @@ class DirectoryPlace:
         with self._explained(), suppress(FileNotFoundError), self._parent() as parent:
             remove(parent, self._hidden)
             if finished and self._is_ours(parent):
-                # Out of sight at once: nobody finds a half-removed export.
+                # Hidden first, so that no reader finds a half-removed export.
                 os.rename(self._last, self._hidden, src_dir_fd=parent, dst_dir_fd=parent)
                 remove(parent, self._hidden)
             os.fsync(parent)
@@ -251,9 +251,9 @@ class DirectoryPlace:
             return
         self._check_free(parent)
         if rename(parent, self._hidden, self._last, EXCHANGE):
-            remove(parent, self._hidden)  # what stood there before
+            remove(parent, self._hidden)  # the replaced export
             return
-        # No exchange on this file system: for a moment nothing is there.
+        # This file system has no RENAME_EXCHANGE: for a moment the key is empty.
         old = f".{self._last}.{secrets.token_hex(4)}.old"
         with suppress(FileNotFoundError):
             os.rename(self._last, old, src_dir_fd=parent, dst_dir_fd=parent)

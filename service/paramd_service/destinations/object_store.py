@@ -55,7 +55,7 @@ class Bucket(Protocol):
 
 
 class ObjectSink:
-    """A multipart upload under way, fed through a queue of one part."""
+    """A multipart upload in progress, fed through a queue of one part."""
 
     def __init__(self, place: Bucket, path: str, size_bytes: int) -> None:
         self._place = place
@@ -96,7 +96,7 @@ class ObjectSink:
 
     def _put(self, part: bytearray | None) -> None:
         while True:
-            # Polled: once the upload has failed, nobody empties the queue.
+            # Polled: once the upload has failed, the queue is never emptied.
             self._check()
             try:
                 self._parts.put(part, timeout=0.2)
@@ -127,7 +127,7 @@ class ObjectSink:
         while (part := self._parts.get()) is not None:
             yield part
         if self._aborted:
-            # If its source fails, the store drops the parts that it has.
+            # An error from its source makes obstore discard the parts already uploaded.
             raise AbortedError("the upload was given up")
 
 
@@ -156,7 +156,7 @@ class ObjectSource:
 
 
 def explained(error: BaseException, target: Target) -> ParamdError:
-    """What a store's error means for an export."""
+    """Translate a store's error for an export."""
     from obstore.exceptions import PermissionDeniedError, UnauthenticatedError
 
     if isinstance(error, ParamdError):
@@ -212,7 +212,7 @@ class ObjectPlace:
             if manifest is not None and manifest.get("export_id") == self.target.export_id:
                 return
             if manifest is None and self._reserved_by() == self.target.export_id:
-                # Begun before, by a control plane that died: what is there belongs to this export.
+                # Begun before, by a control plane that died: the files belong to this export.
                 return
             self._reserve()
             names = [name for name in self._names() if name != RESERVATION]
@@ -282,7 +282,7 @@ class ObjectPlace:
 
     @contextmanager
     def explained(self) -> Iterator[None]:
-        """Turns a store's errors into ours."""
+        """Translate a store's errors into ours."""
         try:
             yield
         except ParamdError:
@@ -343,13 +343,13 @@ class ObjectPlace:
         from obstore.exceptions import AlreadyExistsError
 
         try:
-            # Atomic: of several writers exactly one creates it.
+            # Atomic: exactly one of several writers succeeds.
             obstore.put(self.store, self._path(name), content, mode="create")
         except AlreadyExistsError:
             raise ConflictError(f"{self._where} was written by somebody else meanwhile") from None
 
     def _delete_export(self, manifest: Mapping[str, Any]) -> None:
-        """Delete the marker first: from then on nobody takes the rest for an export."""
+        """Delete the marker first: without it the rest is no export."""
         self._delete([MANIFEST])
         names = [str(file.get("name", "")) for file in manifest.get("files", ())]
         present = set(self._names())

@@ -38,7 +38,7 @@ def dcp_files(description: Mapping[str, Any]) -> dict[str, bytes]:
 
 
 def _unpacked(output: bytes) -> dict[str, bytes]:
-    """Files in the form: one line of JSON [[name, size], ...], then their bytes."""
+    """Parse one line of JSON [[name, size], ...] and the files' bytes after it."""
     head, _, data = output.partition(b"\n")
     found = {}
     begin = 0

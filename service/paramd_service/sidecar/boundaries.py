@@ -1,4 +1,4 @@
-"""Boundary requests of one incarnation: ready, agreed, done; or why not. Runs on the event loop."""
+"""Boundary requests of one incarnation: made ready, agreed, carried out. Runs on the event loop."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from paramd_service.sidecar.snapshots.moments import Moments, is_table
 from paramd_service.sidecar.snapshots.store import Fill, Snapshot, SnapshotStore, copy_spans
 
 WITHDRAW_S = 0.010
-"""Longer than the trainer, after READY = 0, can still be between its two reads of READY."""
+"""Longer than a trainer can take, after READY = 0, between its two reads of READY."""
 
 _OUTCOMES_KEPT = 64
 _DOUBT_POLL_S = 0.002
@@ -37,7 +37,7 @@ _GAVE_UP = 2
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BoundaryRequest:
-    """What a boundary request asks of this rank; equal values are the same request."""
+    """A boundary request to this rank; equal values are the same request."""
 
     number: int
     token: int
@@ -67,19 +67,19 @@ class Boundaries:
         self._asked: dict[int, _Asked] = {}
         self._ended = ""
         self.edits: ReadyEdits | None = None
-        """The staged edits; None: all are refused."""
+        """Staged edits; None: edit requests are refused."""
         self.moments: Moments | None = None
-        """The mirrored optimizer state; None: it is refused."""
+        """Mirrored optimizer state; None: requests for it are refused."""
 
     def end(self, reason: str) -> None:
         """Record that no further boundary will come; the copier gives up pending requests."""
         self._ended = reason
 
     async def reach(self, reach: BoundaryRequest, *, timeout_s: float) -> Outcome:
-        """Make the rank ready for a request; return once it was agreed and done, or why not.
+        """Make the rank ready for a request; return once it was carried out or has failed.
 
-        Idempotent: a repeated request gets the same answer. One that is not reached in time is
-        taken back; `withdraw` tells whether it was agreed nevertheless.
+        Idempotent: a repeated request gets the same answer. One not reached in time is withdrawn;
+        `withdraw` returns whether it was agreed all the same.
 
         Raises:
             NotFoundError: a snapshot's lease has ended, or the edit is unknown.
@@ -92,11 +92,11 @@ class Boundaries:
         elif asked.reach != reach:
             raise ConflictError(f"boundary {reach.number} was asked for already, for another end")
         try:
-            # Shielded: `_end` sets the result even when nobody waits any more.
+            # Shielded: a repeated request may still wait for this result.
             async with asyncio.timeout(timeout_s):
                 return await asyncio.shield(asked.done)
         except TimeoutError:
-            # Then take the request's own outcome: it may have been agreed in the meantime.
+            # Its own outcome decides: it may have been agreed in the meantime.
             self._copier.withdraw(reach.number, self._why_not_agreed(reach.number, timeout_s))
             return await asyncio.shield(asked.done)
         except asyncio.CancelledError:
@@ -104,14 +104,14 @@ class Boundaries:
             raise
 
     async def withdraw(self, number: int) -> pb.BoundaryFate.ValueType:
-        """Take a request back and return its fate. Idempotent.
+        """Withdraw a request and return its fate. Idempotent.
 
         Waits some milliseconds, and a little longer while the trainer's promise stands.
         """
         self._copier.withdraw(number, f"boundary request {number} was withdrawn")
         taken: asyncio.Future[None] = self._loop.create_future()
         self._copier.take_back(number, lambda: self._post(taken))
-        # Once ended, the copier may have stopped and will never answer.
+        # Once ended, the copier may have stopped and never answers.
         if not self._ended:
             await taken
         # A trainer that read READY before it was cleared shows PROMISED by then.
@@ -168,11 +168,11 @@ class Boundaries:
         for old in [n for n, one in self._asked.items() if one.done.done()][:-_OUTCOMES_KEPT]:
             del self._asked[old]
         for snapshot in snapshots:
-            # Held until `_end`: its lease may end while the copying thread writes into it.
+            # Held until `_end`: its lease may end while the copying thread writes to it.
             self._store.hold(snapshot).fill = Fill.PENDING
 
         def done(outcome: Outcome) -> None:
-            # From the copying thread; the event loop may be closing.
+            # Called on the copying thread, when the event loop may be closing.
             with suppress(RuntimeError):
                 self._loop.call_soon_threadsafe(self._end, asked, snapshots, outcome)
 

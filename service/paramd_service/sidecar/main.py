@@ -41,7 +41,7 @@ _TLS_OPTIONS = {
     "tls_client_ca": "CA whose certificates clients must have [env: PARAMD_TLS_CLIENT_CA]",
 }
 
-# Keeps the copying thread from waiting long for the GIL while messages are being built.
+# Bounds the copying thread's wait for the GIL while messages are being built.
 _SWITCH_INTERVAL_S = 0.0005
 
 
@@ -56,7 +56,7 @@ def keep_memory() -> bool:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one sidecar until it is told to leave; return the exit code."""
+    """Run one sidecar until it is to leave; return the exit code."""
     core_dumps.forbid()
     try:
         config = parse(argv)
@@ -167,7 +167,7 @@ def _leave_on_signals(rank: RankSidecar) -> None:
     def leave(number: signal.Signals) -> None:
         if rank.leaving.is_set():
             rank.log("forced", signal=number.name)
-            # Not sys.exit: whatever hangs in the drain would hang here as well.
+            # Not sys.exit, which would hang on whatever the drain hangs on.
             os._exit(128 + number)
         rank.log("leaving", reason=number.name)
         rank.leaving.set()

@@ -130,7 +130,7 @@ class Ownership(Enum):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AttachRequest:
-    """What a trainer claims about itself; types are checked, nothing else."""
+    """A trainer's claims about itself; only types and ranges are checked."""
 
     job: str
     incarnation: int
@@ -142,7 +142,7 @@ class AttachRequest:
     public_key: bytes
     version: str
     rank_ticket: str = field(repr=False)
-    """Lets this sidecar join the control plane as its rank."""
+    """Ticket with which this sidecar joins the control plane as its rank."""
 
 
 def parse_attach(message: dict[str, Any]) -> AttachRequest:
@@ -177,7 +177,7 @@ def parse_attach(message: dict[str, Any]) -> AttachRequest:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OwnerView:
-    """What `check_attach` needs to know about the current owner."""
+    """The current owner, as `check_attach` needs it."""
 
     job: str
     rank: int
@@ -244,7 +244,7 @@ def ownership_after_end(words: Words) -> Ownership:
     An edit that was agreed but not fully applied tears the rank too, even before its first
     byte: the other ranks have applied it.
     """
-    # A resting state has odd SEQ too, but no update is under way.
+    # A resting state has odd SEQ too, but no update is in progress.
     inside = words[Word.SEQ] & 1 and not words[Word.REST]
     torn = inside or words[Word.EDIT_AGREED] > words[Word.EDIT_APPLIED]
     if torn:
@@ -270,7 +270,7 @@ class AttachedMemory:
         """Prefault the arena for reading, so that the first copy is a warm one. Slow."""
         memory = self.arena.buffer.obj
         if self.request.arena_bytes and isinstance(memory, mmap.mmap):
-            with suppress(OSError):  # on older kernels the first copy pays
+            with suppress(OSError):  # older kernels: the first copy takes the faults
                 memory.madvise(_MADV_POPULATE_READ)
 
     def close(self) -> None:
@@ -327,27 +327,27 @@ def _trainer_pidfd(request: AttachRequest) -> int:
 
 
 def _greet(attached: AttachedMemory) -> None:
-    """Initialize our words; a respawned sidecar settles what its predecessor left open."""
+    """Initialize the sidecar's words; after a respawn, settle what the predecessor left open."""
     page = attached.page
     # 0: a fresh page. The trainer makes the page if no sidecar could be started.
     if page[Word.MAGIC] not in (0, MAGIC):
         raise ConflictError("attach: the control page is of another version of paramd")
     page[Word.MAGIC] = MAGIC
     page[Word.SIDECAR_PID] = os.getpid()
-    # Requests to our predecessor must be repeated under a higher number; what the trainer has
+    # Requests to a predecessor must be repeated under a higher number; what the trainer has
     # already promised stays promised.
     page[Word.READY] = 0
     page[Word.ARM_STEP] = page[Word.ARM_SLOT0] = page[Word.ARM_SLOT1] = 0
-    # The trainer's next update would wait for copies that died with our predecessor.
+    # Or the trainer's next update would wait for copies that died with the predecessor.
     page[Word.COPY_ENDED] = page[Word.COPY_BEGUN]
     page[Word.SERVED] = page[Word.ANNOUNCE]
 
 
 STALL_STEPS = 20
-"""A boundary is long overdue after this many of the trainer's own smoothed step times ..."""
+"""A boundary is long overdue after this many of the trainer's smoothed step times ..."""
 
 STALL_LEAST_S = 30.0
-"""... but never before this time: a validation or a checkpoint takes longer than a step."""
+"""... but not before this time: a validation or a checkpoint takes longer than a step."""
 
 IDLE_STEPS = 4
 IDLE_LEAST_S = 1.0
@@ -379,7 +379,7 @@ _ENDED = {
 
 @dataclass(frozen=True, slots=True)
 class Doing:
-    """A phase, and why it needs attention; the reason is empty if it does not."""
+    """A phase, and why it needs attention (empty if it does not)."""
 
     phase: common_pb2.Phase.ValueType
     reason: str = ""

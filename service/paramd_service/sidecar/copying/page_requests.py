@@ -1,8 +1,8 @@
-"""Boundary requests in the page's words: declared ready, agreed, done; or taken back.
+"""Boundary requests in the page's words: declared ready, agreed, done; or withdrawn.
 
 The page holds one request at a time. It is written READY = 0, then TOKEN, ACTION and ARGUMENT,
 then READY = n; numbers only rise (HIGHEST), so a number identifies a request to the trainer,
-and one that was taken back never returns.
+and a withdrawn one never returns.
 
 All methods but `fate_of` run on the copying thread.
 """
@@ -41,7 +41,7 @@ class ReadyEdits(Protocol):
     def make_ready(self, edit_id: str, *, boundary: int, token: int) -> int:
         """Declare a staged edit ready for a boundary request; idempotent for the same one.
 
-        Its memory is kept until the page shows that nobody can apply it any more.
+        Its memory is kept until the page shows that it can no longer be applied.
 
         Returns:
             Word.ARGUMENT: offset of its program in the edits' memory.
@@ -56,9 +56,9 @@ class ReadyEdits(Protocol):
         """Settle ready edits that, by the page, were applied or can no longer be applied."""
 
     def withdrawn(self, boundary: int) -> None:
-        """It is certain that this rank will never take part in a request.
+        """Free a request's edit at once: this rank will certainly never take part in it.
 
-        Its edit may be dropped or made ready for another request at once.
+        The edit may then be dropped or made ready for another request.
         """
 
 
@@ -69,7 +69,7 @@ class Outcome:
     step: int
     """The boundary's step; -1 if the request was not carried out."""
     reason: str
-    """Why not; empty if it was."""
+    """Why it was not; else empty."""
     edits: int = -1
     """Edits applied when it was done."""
     stop_ns: int = 0
@@ -107,7 +107,7 @@ Capture = Callable[[Boundary, bool], Outcome | None]
 
 
 class PageRequests:
-    """Requests that this rank was asked to be ready for and that have not ended."""
+    """Requests that this rank is ready for and that have not ended."""
 
     def __init__(self, words: Words, capture: Capture, at_point: Callable[[str], None]) -> None:
         """`capture(boundary, announced)` fills snapshots and returns the outcome; None: not yet."""
@@ -140,27 +140,27 @@ class PageRequests:
             words[Word.BUFFERS_WANTED] = number
         if boundary.with_moments:
             words[Word.MOMENTS_WANTED] = number
-        # Before READY: a sidecar respawned in between must not use the number again.
+        # Before READY: a sidecar respawned in between must not reuse the number.
         words[Word.HIGHEST] = number
         words[Word.READY] = number
         self._at_point("capture-ready")
 
     def take_back(self, number: int) -> None:
-        """Keep the trainer from joining this request from now on, for good."""
+        """Keep the trainer from ever joining this request from now on."""
         words = self._words
         if words[Word.READY] == number:
             words[Word.READY] = 0
         words[Word.HIGHEST] = max(words[Word.HIGHEST], number)
 
     def withdraw(self, number: int, reason: str) -> None:
-        """Take a request back and end it; `fate_of` tells its fate."""
+        """Take a request back and end it; see `fate_of`."""
         boundary = self._armed.pop(number, None)
         if boundary is not None:
             self.take_back(number)
             boundary.done(Outcome(-1, reason))
 
     def serve(self, announced: bool) -> None:
-        """End requests that were agreed and done, and those that can no longer be agreed."""
+        """End requests that were carried out or can no longer be agreed."""
         for number in sorted(self._armed):
             boundary = self._armed[number]
             outcome = self._outcome(boundary, announced)
@@ -187,7 +187,7 @@ class PageRequests:
             self.take_back(number)
             return Outcome(-1, apart)
         if agreed > number:
-            # The trainer may have done it and moved on, but a copy of that boundary comes too late.
+            # The trainer may have acted and moved on: too late to copy that boundary.
             return self._passed(boundary)
         if number not in (words[Word.READY], promised):
             return Outcome(-1, "another request took its place")
@@ -216,7 +216,7 @@ class PageRequests:
 
 
 def apart_reason(words: Words) -> str:
-    """Why nothing can be agreed although all ranks answer; empty if they are in lock-step."""
+    """Why the ranks cannot agree although all respond; empty if they are in lock-step."""
     lowest, highest = words[Word.APART_LOW], words[Word.APART_HIGH]
     if lowest == highest:
         return ""
@@ -247,8 +247,8 @@ def fate_of(words: Words, number: int, *, ended: bool) -> pb.BoundaryFate.ValueT
     Returns:
         UNSPECIFIED if so many were agreed since that the page no longer knows this one.
     """
-    # In this order: the trainer writes AGREED before it clears PROMISED. Read the other way
-    # round, a request agreed in between would look withdrawn.
+    # In this order: the trainer writes AGREED before it clears PROMISED. Reading AGREED first, a
+    # request agreed in between would look withdrawn.
     promised = words[Word.PROMISED]
     agreed = words[Word.AGREED]
     if words[Word.EDIT_APPLIED] == number:
@@ -256,7 +256,7 @@ def fate_of(words: Words, number: int, *, ended: bool) -> pb.BoundaryFate.ValueT
     if words[Word.EDIT_FAILED] == number:
         return pb.BOUNDARY_FATE_TORN
     if words[Word.EDIT_AGREED] == number:
-        # Again: the trainer may have finished since the first read.
+        # Read again: the trainer may have finished since.
         if words[Word.EDIT_APPLIED] == number:
             return pb.BOUNDARY_FATE_DONE
         return pb.BOUNDARY_FATE_TORN if ended else pb.BOUNDARY_FATE_AGREED

@@ -103,7 +103,7 @@ class Opener:
         await self._loop.run_in_executor(None, self._threads.shutdown)
 
     async def plan(self, entry: Entry) -> None:
-        """Set `ops` and `edit`. Raises UsageError, NotFoundError: it does not fit the layout."""
+        """Set `ops` and `edit`. Raises UsageError, NotFoundError: does not fit the layout."""
         if entry.edit is not None:
             return
         serialized, manifest = self._layout_bytes(), entry.manifest
@@ -178,7 +178,7 @@ class Opener:
         await self.on_thread(write)
 
     async def reserve(self, size_bytes: int) -> Range:
-        """Reserve memory, if need be at the expense of undo data. Raises ExhaustedError."""
+        """Reserve memory, dropping undo data if needed. Raises ExhaustedError."""
         while True:
             try:
                 return await self._memory.reserve(size_bytes)
@@ -202,19 +202,19 @@ def _data_ranges(edit: RankEdit, ops: Sequence[PlannedOp]) -> list[DataRange]:
 
 
 EXPECTED_NS = 1_000_000_000
-"""How long after an edit's data arrived its boundary request is expected."""
+"""How long a boundary request is expected after an edit's data has arrived."""
 
 _ID = re.compile(r"[0-9a-f]{32}")
 _SWEEP_S = 5.0
 
 
 def expect_request(words: Words) -> None:
-    """Make the trainers look for requests more often: one is about to come."""
+    """Have the trainers run rounds more often: a request is about to come."""
     words[Word.EXPECTED_NS] = time.monotonic_ns() + EXPECTED_NS
 
 
 def count_hole(words: Words) -> None:
-    """Call before pages of edits are released: the trainer loses its page tables for them."""
+    """Call before pages of edits are released: the trainer's page tables for them become stale."""
     words[Word.EDIT_HOLES] += 1
 
 
@@ -235,7 +235,7 @@ class Edits:
         """`layout` returns the serialized layout; raises UnreachableError while there is none."""
         self.memory = memory
         self.applied_count = 0
-        """Edits seen applied by this process."""
+        """Edits that this process saw applied."""
         self._page = page
         self._limits = limits
         self._sweep_s = min(_SWEEP_S, limits.expiry_s)
@@ -300,7 +300,7 @@ class Edits:
         entry.check_author(CALLER.get())
         entry.touched_ns = time.monotonic_ns()
         if entry.phase is Phase.STAGING:
-            # All data may have come while there was no memory for manifest and digests.
+            # All data may have arrived while there was no memory for manifest and digests.
             async with entry.lock:
                 await self._complete(entry)
         self.settle()
@@ -316,7 +316,7 @@ class Edits:
         async with entry.lock:
             expect_request(self._page.words)
             entry.touched_ns = time.monotonic_ns()
-            # It may have been dropped or have expired while we waited for the lock.
+            # It may have been dropped or expired while this waited for the lock.
             if self._book.entries.get(entry.edit_id) is not entry:
                 raise NotFoundError(f"edit {entry.edit_id} was dropped while its data came")
             intake = entry.intake
@@ -361,7 +361,7 @@ class Edits:
                 return
             self.settle()
             if entry.unready_ns:
-                # Its request has left the page: once PROMISED can be trusted, `settle` decides.
+                # Its request has left the page: once PROMISED = 0 is final, `settle` decides.
                 await asyncio.sleep(WITHDRAWN_NS / 1e9)
                 self.settle()
             if entry.phase is Phase.READY:
@@ -393,7 +393,7 @@ class Edits:
             )
         entry.boundary, entry.token, entry.unready_ns = boundary, token, 0
         entry.phase = Phase.READY
-        # Persisted before READY is in the page: a successor must know that it may be applied.
+        # Before READY is in the page: a successor must know that it may be applied.
         self._book.persist(entry)
         self._faults.at("edit-ready")
         return entry.program_begin
@@ -415,12 +415,12 @@ class Edits:
                 self._book.unready(entry)
 
     def trainer_ended(self, ownership: Ownership) -> None:
-        """Nothing will be applied any more; what was applied is still reported."""
+        """No edit will be applied from now on; applied ones are still reported."""
         self._ended = ownership
         self.settle()
 
     async def close(self) -> None:
-        """Release everything here; the memory remains the trainer's."""
+        """Release everything held here; the memory remains the trainer's."""
         if self._timer is not None:
             self._timer.cancel()
         for task in self._tasks:
@@ -454,7 +454,7 @@ class Edits:
         except BaseException as error:
             self._book.forget(entry)
             entry.opened.set_exception(error)
-            entry.opened.exception()  # mark as retrieved, even when nobody waits any more
+            entry.opened.exception()  # retrieved, or asyncio logs it if no caller is left
             if not isinstance(error, Exception):
                 raise
 
@@ -469,7 +469,7 @@ class Edits:
         self.memory.buffer[entry.meta[0] : entry.meta[0] + len(meta)] = meta
         entry.intake = None
         entry.phase = Phase.STAGED
-        # Indexed last: a successor finds only edits whose data, manifest and digests are there.
+        # Last: a successor finds only edits whose data, manifest and digests are complete.
         self._book.in_order(entry)
         self._faults.at("edit-staged")
 

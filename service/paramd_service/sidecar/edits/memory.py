@@ -48,7 +48,7 @@ class Ranges:
 
     @property
     def size(self) -> int:
-        """How many numbers the set has."""
+        """Count of numbers in the set."""
         return sum(end - begin for begin, end in self._ranges)
 
     def add(self, begin: int, end: int) -> None:
@@ -82,7 +82,7 @@ class Ranges:
         return list(rest)
 
     def first_fit(self, size: int) -> int | None:
-        """Where the first range of at least `size` begins; None if there is none."""
+        """Begin of the first range of at least `size`; None if there is none."""
         return next((low for low, high in self._ranges if high - low >= size), None)
 
 
@@ -130,7 +130,7 @@ class EditMemory:
     async def warm_up(self) -> None:
         """Release unused pages that a predecessor left, and populate the pool."""
         self._give_back(Ranges((self._pool_end, self.sparse.size_bytes)))
-        # Without the pool edits are slower, but just as good.
+        # Edits work without the pool, only slower.
         with suppress(ExhaustedError):
             for begin, end in self._resident.missing(0, self._pool_end):
                 await self._populate(begin, end)
@@ -141,7 +141,7 @@ class EditMemory:
         self._resident.add(begin, end)
 
     async def reserve(self, size_bytes: int) -> Range:
-        """Reserve a range of whole pages, all populated. Contents are whatever was there before.
+        """Reserve a range of whole pages, all populated; contents are arbitrary.
 
         Raises:
             ExhaustedError: no room in this memory, or the machine has no pages left.
@@ -183,7 +183,7 @@ class EditMemory:
         work = self._loop.run_in_executor(self._executor, self._make_pages, begin, end)
         self._work.add(work)
         work.add_done_callback(self._work.discard)
-        # Waited for even when cancelled: a range being populated must not be given out again.
+        # Awaited even when cancelled: a range being populated must not be reserved again.
         try:
             await uncancelled(work)
         except asyncio.CancelledError:
@@ -194,7 +194,7 @@ class EditMemory:
 
     def _make_pages(self, begin: int, end: int) -> None:
         self.sparse.reserve(begin, end)
-        # On older kernels the first copy pays.
+        # Older kernels ignore it: the first copy then takes the faults.
         _libc.madvise(self.sparse.address + begin, end - begin, _MADV_POPULATE_WRITE)
 
     def _idle(self) -> None:
@@ -204,7 +204,7 @@ class EditMemory:
     def _give_back(self, resident: Ranges) -> None:
         parts = resident.within(self._pool_end, self.sparse.size_bytes)
         for begin, end in [idle for part in parts for idle in self._free.within(*part)]:
-            # Not free while the hole is punched, or the next owner's bytes would be wiped.
+            # Not free during the hole punch, which would wipe the next owner's bytes.
             self._free.remove(begin, end)
             self._resident.remove(begin, end)
             self.on_hole()

@@ -39,7 +39,7 @@ from paramd.trainer.home.watch import Contents
 log = logging.getLogger("paramd")
 
 PROBATION = 3
-"""Settled spans without a stray change before a new attachment is trusted."""
+"""Settled spans without a stray change before a new attachment leaves strict mode."""
 
 STRICT_SPANS = 1000
 """The same after a stray change."""
@@ -48,8 +48,8 @@ LOOK_S = 0.1
 """Seconds between checks of a resting state."""
 
 SOON_S, SOON_FOR_S = 0.005, 1.0
-"""Poll interval of LOOK_WANTED after it was raised, and for how long, in seconds: readers of a
-resting state come in bursts."""
+"""After LOOK_WANTED was raised, its poll interval and for how long, in seconds: readers of a resting
+state come in bursts."""
 
 LEFT_AT_REST = (
     "parameters were replaced after the last update, and training has not gone on since; they are "
@@ -66,7 +66,7 @@ _SEQ = int(Word.SEQ)
 
 
 def _nothing(_owner: object) -> None:
-    """Default `before_update`, while nobody wants gradients."""
+    """The default `before_update`."""
 
 
 class HomeLike(Protocol):
@@ -370,7 +370,7 @@ class Boundary:
             log.exception("paramd: parameters could not be verified")
 
     def _trust(self) -> None:
-        """Record the settled contents to detect strays; when strict, make SEQ odd again."""
+        """Record the settled contents to detect stray changes; when strict, make SEQ odd again."""
         contents = self._home.contents
         if contents is None:
             return

@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from torch.distributed.tensor._dtensor_spec import DTensorSpec
 
 Pieces = Sequence[tuple[LocalShard, int]]
-"""Shards with elements, and the first byte of each in the arena."""
+"""Shards with elements, each with its first arena byte."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -382,7 +382,7 @@ class GradientCapture:
             self._serve(0, step, owner)
         if words[_ARM_SLOT1] == step:
             self._serve(1, step, owner)
-        # After the DONE words: a reader that sees this knows no more will come for this update.
+        # After the DONE words: whoever reads this step finds that update's frames complete.
         words[_GRADIENTS_STEP] = step
         self._clip_factor = 0.0
 

@@ -140,7 +140,7 @@ class MirrorLike(Protocol):
 
 
 class BoundaryHandler:
-    """One rank's part in what all ranks do together. Training thread only."""
+    """One rank's part in acting at boundaries. Training thread only."""
 
     def __init__(
         self,
@@ -314,7 +314,7 @@ class BoundaryHandler:
             if at_home:
                 self._editor.apply(request, self._gate)
             else:
-                # At home when promised, gone since; the other ranks apply it all the same.
+                # Parameters left the arena after the promise; the other ranks apply it all the same.
                 words[Word.EDIT_FAILED] = request.number
         if self._mirror is None and words[Word.BUFFERS_WANTED] > wanted_above:
             self._copy_buffers()

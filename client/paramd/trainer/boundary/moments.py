@@ -253,7 +253,7 @@ class Moments:
 
 
 def read_table(memory: memoryview, arena_bytes: int) -> dict[str, Any]:
-    """Read the table from moments memory (see the module docstring); for tests and readers."""
+    """Read the table from moments memory (see the module docstring)."""
     begin = MOMENT_ROOMS * pages(arena_bytes)
     (length,) = _LENGTH.unpack_from(memory, begin)
     begin += _LENGTH.size

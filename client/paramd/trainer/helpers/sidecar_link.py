@@ -76,7 +76,7 @@ class SidecarLink:
         return self.descriptors
 
     def serve(self, mesh: dict[str, Any], layout: bytes) -> None:
-        """Tell the sidecar what it holds; from now on one is always kept alive."""
+        """Send the sidecar its mesh and layout; from now on one is always kept alive."""
         self._mesh = (mesh, layout)
         try:
             self._send_mesh()
@@ -172,7 +172,7 @@ class SidecarLink:
         if self.descriptors is None:
             self.descriptors = self._received(received)
         else:
-            # Duplicates of what we handed over; ours stay the ones in use.
+            # Duplicates of those handed over; the originals stay in use.
             for descriptor in received:
                 os.close(descriptor)
         self._connection = connection

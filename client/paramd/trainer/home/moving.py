@@ -112,7 +112,7 @@ def has_unseen_users(tensors: Sequence[torch.Tensor]) -> bool:
 
 
 def close_over(known: Ranges, tensors: Sequence[torch.Tensor]) -> Ranges:
-    """Grow the ranges until no storage of `tensors` lies only partly in them."""
+    """Grow the ranges until every storage of `tensors` lies wholly inside or outside."""
     storages = {storage_range(tensor) for tensor in tensors}
     while True:
         touched = [r for r in storages if known.touches(r)]
@@ -233,7 +233,7 @@ def _said(shard: LocalShard) -> str:
 def bring_back(
     left: Sequence[Escaped], bases: Sequence[torch.Tensor], shards: Sequence[LocalShard]
 ) -> None:
-    """Copy departed shards home and point their tensors there.
+    """Copy departed shards back and point their tensors there.
 
     Unknown tensors move too when their memory lies wholly within a departed shard.
 

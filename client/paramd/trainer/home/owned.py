@@ -235,7 +235,7 @@ class ParameterStorage:
     def move_in(self, arena: memoryview) -> None:
         """Copy every parameter's storage into `arena` and point all its tensors there.
 
-        Only between steps, and once: a model that moved out needs a new Home. All or nothing:
+        Only between steps, and once: a model that moved out needs a new object. All or nothing:
         on error no tensor has moved. Draws no random numbers; preserves gradients,
         `requires_grad` and the identity of parameters.
 

@@ -196,7 +196,7 @@ CHANGES: tuple[Callable[[dict[str, Any]], None], ...] = (
     _swapped,
     _given_other_memory,
 )
-"""The ways in which a table's tensor can move."""
+"""All ways in which a table's tensor can move."""
 
 
 def _notices(places: Places, change: Callable[[dict[str, Any]], None]) -> bool:
@@ -296,7 +296,7 @@ class Watch:
         self._glances = bool(at_a_glance)
         self._glance: Glance | None = None
         self.added = False
-        """A module or parameter has been registered in the tree since this was made."""
+        """Whether a module or parameter was registered in the tree since this was made."""
         self._tree = {id(m) for m in root.modules()} if root is not None else set()
         self._remove = [
             register(self._registered)
@@ -319,9 +319,9 @@ class Watch:
             if self._in_place():
                 return []
         except (KeyError, TypeError, AttributeError, RuntimeError):
-            # Something else is there now, or nothing: the slow path below tells which.
+            # A slot is gone or of another type: the slow path below finds which.
             pass
-        # A glance would keep alive what the script has replaced.
+        # A glance keeps storages alive, also those the script has replaced.
         self._glance = None
         gone = [w.fqn for w in self._items if not _stands(w)]
         if not gone and not self._modules_in_place():

@@ -200,7 +200,7 @@ _stale_keys: dict[str, list[str]] = {}
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Proposal:
-    """What a rank says on arrival."""
+    """A rank's message on arrival."""
 
     question: str
     """Must be the same on all ranks."""
@@ -247,7 +247,7 @@ class Rendezvous:
         while True:
             number = _next_numbers.get(self._series, 0)
             _next_numbers[self._series] = number + 1
-            # One that was decided without us has failed: meet the others at the next.
+            # A call decided without this rank has failed: meet the others at the next.
             if not self._has(number, "enter", "verdict"):
                 break
         message = json.dumps([word.question, word.refusal])

@@ -34,7 +34,7 @@ MAX_SPANS = 100_000
 MAX_STATS_ITEMS = 100_000
 MAX_SNAPSHOT_IDS = 1_024
 
-# Kept back from a caller's deadline, so that the reason arrives before it ends.
+# Reserved from a caller's deadline, so that an error arrives before it.
 _MARGIN_S = 0.25
 _MARGIN_PART = 0.1
 
@@ -47,7 +47,7 @@ class SpanMessage(Protocol):
 
 
 def check_deadline(remaining_s: float | None, max_deadline_s: float) -> float:
-    """Seconds of a call's deadline that may be used.
+    """Seconds that a call may take.
 
     Raises:
         UsageError: the call has none, or one too far away.
@@ -97,7 +97,7 @@ def check_range(offset_bytes: int, size_bytes: int, total_bytes: int) -> tuple[i
 
 
 def granted_lease_s(lease_ms: int, default_s: float, max_s: float) -> float:
-    """Lease that a request gets, in seconds; 0 means the default, and `max_s` is the cap.
+    """Lease granted to a request, in seconds: 0 means the default, `max_s` is the cap.
 
     Raises:
         UsageError: it is negative.
@@ -124,13 +124,13 @@ class Call:
     request: type[Message]
     unary: Unary | None = None
     answers: Answers | None = None
-    """Answers with a stream; always heavy."""
+    """Returns a stream; always heavy."""
     requests: Requests | None = None
     """Takes a stream; always heavy."""
     part: Callable[[bytes], Any] | None = None
-    """Parses one message of such a stream, where a protobuf object would cost a copy."""
+    """Parses one message of that stream, where a protobuf object would cost a copy."""
     heavy: bool | Callable[[Any], bool] = False
-    """Takes one of the slots that bound concurrent work; a function decides by the request."""
+    """Whether it takes one of the slots that bound concurrent work; may depend on the request."""
 
 
 CallTable: TypeAlias = Mapping[str, Call]
@@ -144,7 +144,7 @@ _READERS = _EDITORS | {Role.READER}
 _VIEWERS = _READERS | {Role.VIEWER}
 _CONTROL = frozenset({Role.CONTROL})
 
-# Health says SERVING or not, and nothing else: an operator's probes have no ticket.
+# Health reveals SERVING or not, nothing else, and an operator's probes have no ticket.
 OPEN_METHODS = frozenset(
     {
         "/grpc.health.v1.Health/Check",
@@ -186,14 +186,14 @@ ROLES: dict[str, frozenset[Role]] = {
 }
 
 CALLER_TICKET: ContextVar[str] = ContextVar("paramd_caller_ticket")
-"""Ticket of the call that the current task serves, for forwarding."""
+"""Ticket of the call being served by the current task, for forwarding."""
 
 CALLER: ContextVar[Claims] = ContextVar("paramd_caller")
 """The claims of that ticket."""
 
 
 def _who(claims: Claims, metadata: Iterable[Any]) -> Who:
-    """Whose token a call is for; the control plane names the token that it calls on behalf of."""
+    """The token a call acts for; the control plane names it in metadata."""
     return claims.token_id or errors.asked_by_of(metadata) or None
 
 
@@ -226,7 +226,7 @@ class AuthInterceptor(grpc.aio.ServerInterceptor):
             self._refused(str(details.method), str(error))
             return _refusing(grpc.StatusCode.PERMISSION_DENIED, error)
         if found is not None:
-            # The handler runs in this task, so it sees these variables.
+            # The handler runs in this task, and so sees these variables.
             CALLER_TICKET.set(found[0])
             CALLER.set(found[1])
             who = _who(found[1], details.invocation_metadata or ())
@@ -289,5 +289,5 @@ def _refusing(code: grpc.StatusCode, error: ParamdError) -> Any:
     async def refuse(_requests: Any, context: grpc.aio.ServicerContext[Any, Any]) -> None:
         await context.abort(code, str(error))
 
-    # Stream-stream: the refusal does not wait for the request.
+    # Stream-stream, so that the refusal does not wait for the request.
     return grpc.stream_stream_rpc_method_handler(refuse)

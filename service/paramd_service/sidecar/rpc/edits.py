@@ -47,11 +47,11 @@ _ANSWER_S = 5.0
 
 
 async def copy_from_peer(rank: RankSidecar, entry: Entry, peer_rank: int, ticket: str) -> None:
-    """Stage what is missing of an edit from the sidecar of `peer_rank`.
+    """Copy an edit's missing data from the sidecar of `peer_rank`.
 
     Raises:
         UsageError: that rank is not on this host, or its data has another size.
-        NotFoundError, ConflictError: it does not have the edit staged.
+        NotFoundError, ConflictError: the edit is not staged there.
         DataLossError: its digests do not match the copied bytes.
         UnreachableError: its sidecar does not answer.
     """
@@ -71,7 +71,7 @@ async def copy_from_peer(rank: RankSidecar, entry: Entry, peer_rank: int, ticket
             await rank.edits.take(entry, [(offset, size, _reading(descriptor, begin + offset))])
     finally:
         os.close(descriptor)
-    # The peer may have dropped the edit and reused its memory while we copied.
+    # The peer may have dropped the edit and reused its memory during the copy.
     if [digest.hex() for digest in entry.data_digests] != answer["data_digests"]:
         await rank.edits.drop(entry.edit_id)
         raise DataLossError(
@@ -81,7 +81,7 @@ async def copy_from_peer(rank: RankSidecar, entry: Entry, peer_rank: int, ticket
 
 
 def share_message(entry: Entry) -> handover.Message:
-    """The answer to a peer that wants the data of an edit.
+    """The answer to a peer that asks for an edit's data.
 
     Raises:
         ConflictError: it is not staged, or an undo that has no data.
@@ -145,7 +145,7 @@ def _reading(descriptor: int, position: int) -> Fill:
 
 @dataclass(frozen=True, slots=True)
 class Preview:
-    """One answer per operation, in order, all of one step."""
+    """One pair of statistics per operation, in order, all of one step."""
 
     step: int
     before: list[pb.Stats]
@@ -153,9 +153,9 @@ class Preview:
 
 
 async def preview(rank: RankSidecar, entry: Entry, timeout_s: float) -> Preview:
-    """Statistics of this rank's elements, per operation.
+    """Statistics of this rank's elements before and after an edit, per operation.
 
-    Holds a snapshot of them meanwhile.
+    Computed on a copy; holds a snapshot of the elements meanwhile.
 
     Raises:
         ConflictError: the edit is not STAGED, or was applied meanwhile; the arena is a mirror.
@@ -184,7 +184,7 @@ async def preview(rank: RankSidecar, entry: Entry, timeout_s: float) -> Preview:
         store = rank.pins.store
         snapshot = store.hold(lease.snapshot)
         try:
-            # Our own hold replaces the lease, which could end in the middle.
+            # The hold replaces the lease, which could end in the middle.
             store.release(lease.snapshot_id)
             ops = [(item.op, item.dtype) for item in edit.items]
             view, count = snapshot.view(), entry.op_count
@@ -221,7 +221,7 @@ def _reduce(
     begins = sorted(offsets)
     for record, (op, dtype) in zip(records, ops, strict=True):
         if stop:
-            return [], []  # cancelled: nobody waits for the result
+            return [], []  # cancelled: the result is unused
         shift = offsets[begins[_at(begins, record.arena_begin)]]
         trial.try_record(
             snapshot, record.arena_begin + shift, memory, record, dtype, before[op], after[op]
@@ -311,7 +311,7 @@ class _EditCalls:
 
 
 def _part(message: bytes) -> pb.StageEditRequest | Chunk:
-    """A manifest, or a chunk of data that refers to the message's bytes, to be copied once."""
+    """A manifest, or a chunk of data that refers to the message's bytes, to save a copy."""
     try:
         request = None if message[:1] == _DATA_TAG else pb.StageEditRequest.FromString(message)
         if request is None or not request.HasField("manifest"):

@@ -37,10 +37,10 @@ from paramd_service.sidecar.rpc.export_write import (
 )
 
 MAX_STORED_BYTES = 256 << 20
-"""Largest file that may be stored beside those that are planned."""
+"""Largest file that may be stored besides the planned ones."""
 
 KEPT_S = 60.0
-"""How long a plan is kept after it was last asked for."""
+"""How long a plan is kept after its last use."""
 
 _READ_BYTES = 8 << 20
 
@@ -48,14 +48,14 @@ Result = TypeVar("Result")
 
 
 class Exports:
-    """The methods; one file is made at a time, so that memory stays bounded."""
+    """The methods. One file is made at a time, so that memory stays bounded."""
 
     def __init__(self, rank: RankSidecar) -> None:
         self._rank = rank
         self._plans = Plans(rank)
         self._turn = asyncio.Lock()
         self._writing: dict[str, set[asyncio.Event]] = {}
-        """By export: events that are set when something of it is written no more."""
+        """By export id: an event per write in progress, set when it ends."""
 
     async def begin(self, request: export_pb2.BeginExportRequest, _timeout_s: float) -> Message:
         self._rank.follow_control(request.generation)
@@ -170,7 +170,7 @@ class Exports:
 
     async def drop(self, request: export_pb2.DropExportRequest, _timeout_s: float) -> Message:
         self._rank.follow_control(request.generation)
-        # An upload that was given up may still end well, and its object appear after the removal.
+        # An abandoned upload may still succeed, and its object appear after the removal.
         for written in list(self._writing.get(request.target.export_id, ())):
             await written.wait()
         if request.wait_only:
@@ -221,7 +221,7 @@ class Exports:
 
 
 async def in_thread(work: Callable[[], Result]) -> Result:
-    """Runs what blocks; when cancelled it is waited for, as it cannot be stopped."""
+    """Run blocking work; cancellation waits for it, since a thread cannot be stopped."""
     return await uncancelled(asyncio.to_thread(work))
 
 
@@ -279,7 +279,7 @@ def _check_complete(plan: ExportPlan, request: export_pb2.FinishExportRequest) -
 
 
 class Plans:
-    """The plan that a message stands for."""
+    """Plans derived from messages; keeps the latest."""
 
     def __init__(self, rank: RankSidecar) -> None:
         self._rank = rank
@@ -289,11 +289,11 @@ class Plans:
         self._timer: asyncio.TimerHandle | None = None
 
     async def plan(self, message: export_pb2.ExportPlan) -> ExportPlan:
-        """The plan.
+        """Derive the plan of a message, or return the kept one.
 
         Raises:
             ConflictError: another incarnation or layout, or planned by another version.
-            UsageError: the message asks for something that there is not.
+            UsageError: the message names something that does not exist.
         """
         self._rank.check_plan(message.incarnation, message.layout_digest)
         key = (message.incarnation, message.layout_digest, message.digest)
@@ -306,7 +306,7 @@ class Plans:
             return self._kept
 
     def _forget_later(self) -> None:
-        """A plan of many tensors takes memory; it is made again when it is asked for again."""
+        """A plan of many tensors takes memory, and can be derived again."""
         if self._timer is not None:
             self._timer.cancel()
         self._timer = asyncio.get_running_loop().call_later(KEPT_S, self._forget)
@@ -317,7 +317,7 @@ class Plans:
     async def file(
         self, message: export_pb2.ExportPlan, number: int
     ) -> tuple[ExportPlan, ExportFile]:
-        """The plan, and one of its files. Raises as `plan`."""
+        """A plan and one of its files. Raises as `plan`, and UsageError: no such file."""
         plan = await self.plan(message)
         if not 0 <= number < len(plan.files):
             raise UsageError(f"file: {number}; the plan has {len(plan.files)} files")

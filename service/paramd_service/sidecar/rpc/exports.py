@@ -49,7 +49,7 @@ def calls(rank: RankSidecar) -> CallTable:
 
 
 class _Late:
-    """Methods of `Exports`, which is made at the first call of one."""
+    """Methods of an `Exports` that is created at the first call."""
 
     def __init__(self, rank: RankSidecar) -> None:
         self._rank = rank

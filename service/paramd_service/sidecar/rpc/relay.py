@@ -49,7 +49,7 @@ Answer = TypeVar("Answer")
 
 
 class GatewayReach:
-    """What a stream needs to know about the job, as this sidecar knows it; see `ReachLike`."""
+    """The job as this sidecar knows it, for a stream; see `ReachLike`."""
 
     def __init__(self, gatherer: Gatherer) -> None:
         self._gatherer = gatherer
@@ -91,7 +91,7 @@ async def stream_gradients(
         patterns=(request.pattern,), every=request.every if request.every else 1, kind=kind,
         transport="auto",
     )  # fmt: skip
-    import paramd_service.sidecar.statistics  # noqa: F401 (torch, whole or not at all)
+    import paramd_service.sidecar.statistics  # noqa: F401 (torch, fully or not at all)
 
     transfer = Transfer()
     try:
@@ -315,7 +315,7 @@ def _begin(tensor: ResultTensor) -> bytes:
 
 def _place(data: bytearray, landing: Landing, tensor: ResultTensor, result: bytearray) -> None:
     """One strided copy of a piece into its box of the result."""
-    # Imported on first use: a sidecar that is no gateway stays small.
+    # Imported on first use: a sidecar that never gathers stays small.
     import numpy as np
 
     assert isinstance(landing.target, Box), "an interval is always direct"

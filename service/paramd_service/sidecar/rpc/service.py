@@ -191,7 +191,7 @@ def _escaped(text: str) -> str:
 
 
 MAX_WAITING = 256
-"""Calls that wait for a later step; they cost little but their place."""
+"""Most calls waiting for a later step; each costs little."""
 
 Context: TypeAlias = grpc.aio.ServicerContext[Any, Any]
 
@@ -294,7 +294,7 @@ class SidecarServicer:
     def _place(
         self, heavy: bool | Callable[[Any], bool], request: Message
     ) -> AbstractContextManager[None]:
-        """The slot of a call that is heavy for some requests only; for others, a place to wait."""
+        """For calls whose weight depends on the request: a work slot, or a place to wait."""
         if not callable(heavy):
             return nullcontext()
         return (self._slots if heavy(request) else self._waits).one(admission.CALLER.get())
@@ -356,7 +356,7 @@ class SidecarServicer:
             snapshot = store.filled(request.snapshot_id)
             yield data_chunk(snapshot.view()[offset : min(offset + CHUNK_BYTES, end)], offset)
             self._rank.faults.at("read-chunk")
-        # What was sent is right only if the trainer found nothing wrong with it meanwhile.
+        # The bytes sent are valid only if the trainer has found no stray change meanwhile.
         store.filled(request.snapshot_id)
 
     async def _renew(self, request: pb.RenewSnapshotRequest, _timeout_s: float) -> Message:
@@ -433,7 +433,7 @@ class SidecarServicer:
 
 
 def _meant(context: Context) -> str | None:
-    """The rank that the caller means to call; None if it does not say."""
+    """The rank named in the call's metadata; None if it names none."""
     for key, value in context.invocation_metadata() or ():
         if key == RANK_KEY:
             return str(value)

@@ -22,7 +22,7 @@ from paramd_service.sidecar.snapshots.store import Snapshot
 MAX_RANGES = 100_000
 DIGEST_BYTES = 16
 BLOCK_BYTES = 8 << 20
-"""Hashed at a time; a cancelled call ends between two blocks."""
+"""Bytes hashed at a time; a cancelled call ends between two blocks."""
 
 
 async def digest_snapshot(
@@ -63,7 +63,7 @@ def checked_ranges(ranges: Sequence[SpanMessage], size_bytes: int) -> list[tuple
 def digest_all(
     data: memoryview, parts: Sequence[tuple[int, int]], stop: Sequence[bool] = ()
 ) -> list[bytes]:
-    """Digests of half-open byte ranges of `data`; what is left is skipped once `stop` is set."""
+    """Digests of half-open byte ranges of `data`; ends early once `stop` is not empty."""
     digests: list[bytes] = []
     for begin, end in parts:
         state = xxhash.xxh3_128()
@@ -112,7 +112,7 @@ async def compute_stats(
 async def pool_snapshot(
     rank: RankSidecar, snapshot: Snapshot, request: pb.PoolSnapshotRequest
 ) -> pb.PoolSnapshotResponse:
-    """The picture of the items, with an empty header. The caller must hold the snapshot.
+    """A heat map of the items, with an empty header. The caller must hold the snapshot.
 
     Raises:
         UsageError: an item leaves the snapshot or the matrix, or something is out of range.

@@ -31,7 +31,7 @@ from paramd_service.sidecar.snapshots.store import (
 )
 
 MOVE_BYTES = 16 << 20
-"""Bytes per move: this much is held by both the mirror and the snapshot."""
+"""Bytes per move: what mirror and snapshot hold twice."""
 
 
 class Moments:
@@ -73,7 +73,7 @@ class Moments:
             )
 
     def mirrored(self, snapshot: Snapshot) -> None:
-        """Fill the table's snapshot, now that the trainer has mirrored its state.
+        """Fill the table's snapshot after the trainer has mirrored its state.
 
         Raises:
             UsageError: the memory holds no valid table.
@@ -86,7 +86,7 @@ class Moments:
         self._source, self._taken = snapshot, {}
 
     def sweep(self) -> None:
-        """Release the mirror's memory once nobody holds its table."""
+        """Release the mirror's memory once its table has no holder."""
         if self._source is not None and self._source.holders <= 0 and not self._moving:
             self._source = None
             self._memory.release(0, self._memory.size_bytes)
@@ -149,7 +149,7 @@ class Moments:
                 self._give_back(room + at, room + at + size)
 
     def _give_back(self, begin: int, end: int) -> None:
-        # Only pages that lie wholly inside; neighbouring bytes may still be wanted.
+        # Only pages wholly inside: neighbouring bytes may still be wanted.
         first, last = -(-begin // PAGE) * PAGE, end // PAGE * PAGE
         if last > first:
             self._memory.release(first, last)

@@ -98,15 +98,15 @@ class MemfdBlocks:
 
 @dataclass(frozen=True, slots=True)
 class Key:
-    """What a snapshot holds; equal keys at one step mean equal bytes."""
+    """What a snapshot is of; equal keys at one step mean equal bytes."""
 
     incarnation: int
     spans: tuple[tuple[int, int], ...]
     """Half-open byte spans of the arena, sorted, not overlapping."""
     source: int = 0
-    """A `paramd.v1.Source`: what they are bytes of."""
+    """A `paramd.v1.Source`."""
     state_key: str = ""
-    """Which optimizer state."""
+    """Key of the optimizer state; empty for other sources."""
 
     @property
     def size_bytes(self) -> int:
@@ -132,20 +132,20 @@ class Snapshot:
     fill: Fill = Fill.EMPTY
     step: int = -1
     edits: int = -1
-    """Together with `step`, names the state of the bytes."""
+    """Together with `step`, identifies the state of the bytes."""
     iteration: int = -1
     unsettled: bool = False
     """As in `paramd.v1.Header`."""
     proof: int = 0
-    """What proved the copy, as in `memory.gate.State`; 0 if made at an agreed boundary."""
+    """Proof of the copy, as in `memory.gate.State`; 0 if made at an agreed boundary."""
     holders: int = 0
     """Leases, waiting requests, running copies and reductions."""
     map_count: int = 0
     """Clients that currently map the memory."""
     tainted: bool = False
-    """A client left without reporting its unmap: never reuse the memory."""
+    """A client left without an unmap: never reuse the memory."""
     notes: Notes | None = None
-    """For gradients: what the bytes do not say."""
+    """For gradients: facts that the bytes do not show."""
 
     @property
     def size_bytes(self) -> int:
@@ -184,7 +184,7 @@ def copy_spans(snapshot: Snapshot, arena_address: int) -> list[CopySpan]:
 
 
 class Charges:
-    """Who holds which snapshots, by source. Event loop only."""
+    """Bytes charged to each token, by source. Event loop only."""
 
     def __init__(self, budget_bytes: Callable[[int], int]) -> None:
         """`budget_bytes(source)`: the budget of a source."""
@@ -203,7 +203,7 @@ class Charges:
         return self._taken_bytes[source, who]
 
     def check(self, who: Who, source: int, needed_bytes: int, *, is_new: bool = True) -> None:
-        """Check that `who` may hold that much more; `is_new`: no token holds it yet.
+        """Check that `who` may hold that much more; `is_new`: no token holds the snapshot yet.
 
         Raises:
             ExhaustedError: this token's share, or that of all tokens, is used up.
@@ -266,7 +266,7 @@ def _subtract(counter: Counter[Any], key: object, amount: int) -> None:
 
 
 MAX_LEASES = 4096
-"""Leases beyond this are refused: each is small, but not free."""
+"""Most leases; each is small, but not free."""
 
 # A kept block is reused if it exceeds the wanted size by at most wanted // this.
 _WASTE_DIVISOR = 4
@@ -348,7 +348,7 @@ class SnapshotStore:
     def reserve(
         self, key: Key, *, at_boundary: bool, with_buffers: bool = False, who: Who = None
     ) -> Snapshot:
-        """Reserve room for a snapshot, with one holder; its block may not exist yet.
+        """Reserve room for a snapshot, held once; its block may not exist yet.
 
         Charged to `who` until `uncharge`.
 
@@ -369,7 +369,7 @@ class SnapshotStore:
         self._charges.remove(who, snapshot)
 
     def lease(self, snapshot: Snapshot, lease_s: float, who: Who = None) -> Lease:
-        """Turn one holder of the snapshot into a lease.
+        """Turn one hold on the snapshot into a lease.
 
         Raises:
             ExhaustedError: too many leases or bytes; the caller keeps its hold.
@@ -446,7 +446,7 @@ class SnapshotStore:
             self._release_memory(snapshot)
 
     def expire(self) -> int | None:
-        """End what is overdue; return when to look again (None: nothing will be due)."""
+        """End what is overdue; return when to call again (None: nothing will be due)."""
         now_ns = self._clock_ns()
         for lease in list(self._leases.values()):
             if lease.expires_ns <= now_ns:
@@ -458,7 +458,7 @@ class SnapshotStore:
         return min(due, default=None)
 
     def keep_for_ever(self) -> None:
-        """The trainer has ended: what is kept may be the last copy."""
+        """Never free kept memory: the trainer has ended, and it may be the last copy."""
         self._idle_ns = 1 << 62
 
     def close(self) -> None:
@@ -479,7 +479,7 @@ class SnapshotStore:
         block = snapshot.block
         if block is None:
             return
-        # A client may still have it mapped: its view must never change.
+        # A client may still map it, and its view must never change.
         if self._closed or snapshot.tainted or snapshot.map_count:
             snapshot.block = None
             self._blocks.dispose(block)
@@ -526,13 +526,13 @@ class SnapshotStore:
 
 
 def _check_holder(lease: Lease, who: Who) -> None:
-    """Raise DeniedError if the lease is another's, unless control plane or owner ask."""
+    """Raise DeniedError if the lease is another token's; the control plane and owner may."""
     if who is not None and lease.who != who:
         raise DeniedError("snapshot_id: the snapshot is leased to another token")
 
 
 def _taken_bytes(snapshot: Snapshot) -> int:
-    # A reused block may be larger than what is wanted of it.
+    # A reused block may be larger than the snapshot.
     if snapshot.block is not None:
         return snapshot.block.size_bytes
     return block_bytes(snapshot.size_bytes)

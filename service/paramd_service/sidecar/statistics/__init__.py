@@ -31,7 +31,7 @@ def _load_torch() -> None:
     try:
         import torch  # noqa: F401
     except Exception as error:
-        # No repair within this process; the trainer starts another, which takes the memory over.
+        # Beyond repair in this process: exit, and the trainer starts a successor.
         print(f"paramd sidecar: torch could not be loaded ({error!r})", file=sys.stderr, flush=True)
         os._exit(EXIT_HALF_LOADED)
 

@@ -54,31 +54,26 @@ class Shares:
         """Taken by all callers together."""
         return self._taken.total()
 
-    def taken_by(self, who: Who) -> int:
-        """Taken by `who`."""
-        return self._taken[who]
-
     def check(self, who: Who, amount: int = 1) -> None:
         """Raise ExhaustedError, naming the limit hit, if `amount` more is not available."""
         taken = self.taken
         if taken + amount > self.capacity:
             raise ExhaustedError(
                 f"{taken:,} of {self.capacity:,} {self._what} are taken, and {amount:,} more are "
-                "wanted; try again when others have ended"
+                "requested; try again when others have ended"
             )
         if who is None:
             return
         if self._taken[who] + amount > self.share:
             raise ExhaustedError(
-                f"your token has {self._taken[who]:,} {self._what}, its share of "
-                f"{self.capacity:,} is {self.share:,}, and {amount:,} more are wanted; end some "
-                "of them first"
+                f"your token has {self._taken[who]:,} {self._what} of its share of {self.share:,} "
+                f"(of {self.capacity:,} in all), {amount:,} more requested; end some first"
             )
         if taken - self._taken[None] + amount > self._for_tokens:
             raise ExhaustedError(
                 f"tokens have {taken - self._taken[None]:,} {self._what}, and the rest of "
-                f"{self.capacity:,} is kept for the control plane and the owner; try again in a "
-                "moment"
+                f"{self.capacity:,} is reserved for the control plane and the owner; try again "
+                "shortly"
             )
 
     def count(self, who: Who, amount: int = 1) -> None:
@@ -203,8 +198,8 @@ class RevokedTokens:
         """Raise TokenRevokedError if `refuses` says so."""
         if self.refuses(claims):
             raise TokenRevokedError(
-                "the token that this ticket was given for has been revoked or has expired; ask "
-                "an admin for another one (paramd token create), then connect again"
+                "the token behind this ticket has been revoked or has expired; ask an admin for a "
+                "new one (paramd token create), then connect again"
             )
 
 
@@ -338,7 +333,7 @@ class _Guarded:
         try:
             return self._inner.request_deserializer(data)
         except DecodeError:
-            raise UsageError(f"the request cannot be read as one of {self._method[:128]}") from None
+            raise UsageError(f"the request is not a message of {self._method[:128]}") from None
 
 
 async def _abort(context: Any, error: ParamdError) -> None:

@@ -70,9 +70,9 @@ def destinations_of(text: str) -> dict[str, Destination]:
     try:
         table = json.loads(text)
     except ValueError as error:
-        raise UsageError(f"{ENVIRONMENT}: no JSON ({error})") from None
+        raise UsageError(f"{ENVIRONMENT}: invalid JSON ({error})") from None
     if not isinstance(table, dict):
-        raise UsageError(f"{ENVIRONMENT}: expected an object of names and roots")
+        raise UsageError(f"{ENVIRONMENT}: expected a JSON object of names and roots")
     return parse_destinations(table)
 
 
@@ -93,7 +93,7 @@ def locate(destinations: Mapping[str, Destination], text: str) -> tuple[Destinat
     found = destinations.get(name)
     if found is None:
         known = ", ".join(sorted(destinations)) or "none is configured"
-        raise NotFoundError(f"there is no destination {name!r}; known: {known}")
+        raise NotFoundError(f"no destination {name!r}; known: {known}")
     return found, key
 
 
@@ -106,7 +106,7 @@ def check_key(key: str) -> tuple[str, ...]:
     segments = tuple(key.split("/"))
     if len(key) > MAX_KEY_BYTES or len(segments) > MAX_SEGMENTS:
         raise UsageError(
-            f"the key has {len(key)} characters in {len(segments)} parts; expected at most "
+            f"key: {len(key)} characters in {len(segments)} parts; expected at most "
             f"{MAX_KEY_BYTES} in {MAX_SEGMENTS}"
         )
     for segment in segments:
@@ -123,9 +123,9 @@ def check_file_name(name: str) -> str:
     plain = _SEGMENT.fullmatch(name) is not None and len(name) <= MAX_SEGMENT_BYTES
     if not plain or _DEVICE.match(name):
         raise UsageError(
-            f"{name[:80]!r} cannot be a part of a key: expected 1 to {MAX_SEGMENT_BYTES} of the "
-            "characters A-Z a-z 0-9 _ . = + -, beginning with a letter, a digit or '_', not "
-            "ending with a dot, and no name of a device"
+            f"{name[:80]!r} is not a valid part of a key: expected 1 to {MAX_SEGMENT_BYTES} of the "
+            "characters A-Z a-z 0-9 _ . = + -, starting with a letter, a digit or '_', not "
+            "ending with a dot, and not a Windows device name"
         )
     return name
 
@@ -140,8 +140,8 @@ def _destination(name: str, value: object) -> Destination:
     kind, root = parse_root(table["root"], name)
     if set(options) - OPTIONS or (options and kind is DestinationKind.DIRECTORY):
         raise UsageError(
-            f"destination {name!r}: {', '.join(sorted(options))}; an object store takes "
-            f"{', '.join(sorted(OPTIONS))}, a directory nothing"
+            f"destination {name!r}: options {', '.join(sorted(options))}; an object store takes "
+            f"{', '.join(sorted(OPTIONS))}, a directory none"
         )
     return Destination(name=name, kind=kind, root=root, options=options)
 

@@ -187,8 +187,8 @@ class DirectoryPlace:
             free_bytes = found.f_bavail * found.f_frsize
             if free_bytes < size_bytes:
                 raise ExhaustedError(
-                    f"{self._target.destination}: {size_bytes:,} bytes are needed, {free_bytes:,} "
-                    "are free there; free some or export elsewhere"
+                    f"{self._target.destination}: {size_bytes:,} bytes needed, {free_bytes:,} "
+                    "free; free some space or export elsewhere"
                 )
             with suppress(FileExistsError):
                 os.mkdir(self._hidden, dir_fd=parent)
@@ -235,7 +235,9 @@ class DirectoryPlace:
             os.fsync(parent)
 
     def explain(self, error: BaseException) -> ParamdError:
-        return explained(error, self._target) if isinstance(error, OSError) else _unknown(error)
+        if isinstance(error, OSError):
+            return explained(error, self._target)
+        return UnreachableError(f"the destination failed: {error}")
 
     def drop(self, names: Sequence[str], *, finished: bool) -> None:
         with self._explained(), suppress(FileNotFoundError), self._parent() as parent:
@@ -267,10 +269,10 @@ class DirectoryPlace:
             return
         where = f"{self._target.destination}/{self._target.key}"
         if not self._target.overwrite:
-            raise ConflictError(f"{where} exists; choose another key, or allow to overwrite it")
+            raise ConflictError(f"{where} exists; choose another key, or allow overwriting")
         if export_id_at(parent, self._last) is None:
             raise ConflictError(
-                f"{where} exists and is no export of paramd, so it is not replaced; choose "
+                f"{where} exists and is not a paramd export, so it is not replaced; choose "
                 "another key"
             )
 
@@ -309,18 +311,14 @@ def explained(error: OSError, target: Target) -> ParamdError:
     where = f"{target.destination}/{target.key}"
     text = f"{where}: {os.strerror(error.errno) if error.errno else error}"
     if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-        return ExhaustedError(f"{text}; free some room there or export elsewhere")
+        return ExhaustedError(f"{text}; free some space there or export elsewhere")
     if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
         return DeniedError(f"{text}; the sidecar's user must be able to write there")
     if error.errno in (errno.ELOOP, errno.ENOTDIR):
-        return DeniedError(f"{where}: a part of it is no directory but a file or a symbolic link")
+        return DeniedError(f"{where}: a part of the path is a file or a symbolic link")
     if error.errno == errno.ENOENT:
         return NotFoundError(
-            f"{text}: the destination, or the export, is not there; is the directory shared by "
+            f"{text}: the destination or the export does not exist; is the directory shared by "
             "all hosts of the job?"
         )
     return UnreachableError(text)
-
-
-def _unknown(error: BaseException) -> ParamdError:
-    return UnreachableError(f"the destination failed: {error}")

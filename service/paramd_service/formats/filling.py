@@ -7,7 +7,8 @@ that hold them. Filling blocks.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+import math
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 from zlib import crc32
@@ -100,10 +101,7 @@ class Window:
 
     @property
     def numel(self) -> int:
-        count = 1
-        for size in self.shape:
-            count *= size
-        return count
+        return math.prod(self.shape)
 
     @property
     def source_bytes(self) -> int:
@@ -355,16 +353,3 @@ def _place(window: Window, extent: Extent, source: memoryview, data: memoryview)
     box = extent.target
     inner = tuple(slice(b, e) for b, e in zip(box.begin, box.end, strict=True))
     np.frombuffer(data, element).reshape(window.shape)[inner] = values
-
-
-Wanted = Callable[[Extent], bool]
-
-
-def extents_to_fetch(batch: Batch, is_remote: Wanted) -> list[tuple[tuple[int, int], Extent]]:
-    """Extents of a batch to fetch from peers, with their index of window and extent."""
-    return [
-        ((number, at), extent)
-        for number, window in enumerate(batch)
-        for at, extent in enumerate(window.extents)
-        if is_remote(extent)
-    ]

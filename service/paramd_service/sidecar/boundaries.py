@@ -19,9 +19,9 @@ from paramd_service.sidecar.copying.page_requests import (
     STEP,
     Boundary,
     Outcome,
-    ReadyEdits,
     fate_of,
 )
+from paramd_service.sidecar.edits.manager import Edits
 from paramd_service.sidecar.owner import AttachedMemory
 from paramd_service.sidecar.snapshots.moments import Moments, is_table
 from paramd_service.sidecar.snapshots.store import Fill, Snapshot, SnapshotStore, copy_spans
@@ -32,7 +32,7 @@ WITHDRAW_S = 0.010
 _OUTCOMES_KEPT = 64
 _DOUBT_POLL_S = 0.002
 _DOUBT_S = 0.25
-_GAVE_UP = 2
+GAVE_UP = 2
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -66,7 +66,7 @@ class Boundaries:
         self._loop = asyncio.get_running_loop()
         self._asked: dict[int, _Asked] = {}
         self._ended = ""
-        self.edits: ReadyEdits | None = None
+        self.edits: Edits | None = None
         """Staged edits; None: edit requests are refused."""
         self.moments: Moments | None = None
         """Mirrored optimizer state; None: requests for it are refused."""
@@ -90,7 +90,7 @@ class Boundaries:
         if asked is None:
             asked = self._begin(reach)
         elif asked.reach != reach:
-            raise ConflictError(f"boundary {reach.number} was asked for already, for another end")
+            raise ConflictError(f"boundary {reach.number} was already requested for something else")
         try:
             # Shielded: a repeated request may still wait for this result.
             async with asyncio.timeout(timeout_s):
@@ -100,7 +100,7 @@ class Boundaries:
             self._copier.withdraw(reach.number, self._why_not_agreed(reach.number, timeout_s))
             return await asyncio.shield(asked.done)
         except asyncio.CancelledError:
-            self._copier.withdraw(reach.number, f"who asked for boundary {reach.number} went away")
+            self._copier.withdraw(reach.number, f"the caller of boundary {reach.number} left")
             raise
 
     async def withdraw(self, number: int) -> pb.BoundaryFate.ValueType:
@@ -136,7 +136,7 @@ class Boundaries:
         """
         page = self._possession.page
         if not page[Word.HELD]:
-            raise ConflictError("the training is not held: its lease has ended, or none began")
+            raise ConflictError("training is not held: the hold's lease has ended, or none began")
         page[Word.HOLD_UNTIL_NS] = time.monotonic_ns() + int(lease_s * 1e9)
 
     def _fate(self, number: int) -> pb.BoundaryFate.ValueType:
@@ -153,10 +153,10 @@ class Boundaries:
         highest = self._possession.page[Word.HIGHEST]
         if reach.number <= highest:
             raise ConflictError(
-                f"boundary {reach.number} is past: this rank was asked for {highest} already"
+                f"boundary {reach.number} is past: {highest} was already requested of this rank"
             )
         if len(set(reach.snapshot_ids)) != len(reach.snapshot_ids):
-            raise UsageError("snapshot_ids: a snapshot is named twice")
+            raise UsageError("snapshot_ids: a snapshot is listed twice")
         snapshots = [self._store.get(snapshot_id).snapshot for snapshot_id in reach.snapshot_ids]
         for snapshot in snapshots:
             _check_capturable(snapshot)
@@ -211,13 +211,13 @@ class Boundaries:
             return pack_wanted(span for key in keys for span in key.spans)
         if reach.action == EDIT:
             if self.edits is None:
-                raise ConflictError("this sidecar takes no edits")
+                raise ConflictError("this sidecar does not take edits")
             return self.edits.make_ready(reach.edit_id, boundary=reach.number, token=reach.token)
         return reach.step_count if reach.action == STEP else 0
 
     def _check_moments(self) -> None:
         if self.moments is None:
-            raise ConflictError("this sidecar serves no optimizer state")
+            raise ConflictError("this sidecar does not serve optimizer state")
         self.moments.check_free()
 
     def _mirrored(self, snapshots: Sequence[Snapshot], outcome: Outcome) -> Outcome:
@@ -246,8 +246,8 @@ class Boundaries:
 
     def _why_not_agreed(self, number: int, timeout_s: float) -> str:
         page = self._possession.page
-        if page[Word.AGREEMENT_STATE] == _GAVE_UP:
-            return "the trainers gave up agreeing in this incarnation; attach again to make it work"
+        if page[Word.AGREEMENT_STATE] == GAVE_UP:
+            return "the trainers gave up agreeing in this incarnation; attach again to restore it"
         return (
             f"the trainers did not agree on boundary {number} within {timeout_s:.1f} s (this rank "
             f"is at step {page[Word.STEP]}); training is paused, or a rank is not ready"
@@ -256,6 +256,6 @@ class Boundaries:
 
 def _check_capturable(snapshot: Snapshot) -> None:
     if not snapshot.at_boundary:
-        raise ConflictError("a snapshot was not pinned with at_boundary; pin it so")
+        raise ConflictError("a snapshot was not pinned with at_boundary; pin it that way")
     if snapshot.fill is Fill.PENDING or snapshot.map_count or snapshot.tainted:
         raise ConflictError("a snapshot is in use by another request; pin another one")

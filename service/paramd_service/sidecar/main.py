@@ -25,7 +25,7 @@ from paramd_service.sidecar.rpc.control_link import Joining
 from paramd_service.sidecar.rpc.gateway import Gateway
 from paramd_service.sidecar.rpc.grpc_server import GrpcServer
 from paramd_service.sidecar.rpc.unix_server import UnixServer
-from paramd_service.sidecar.snapshots.store import MemfdBlocks
+from paramd_service.sidecar.snapshots.store import BlockMaker
 
 _M_TRIM_THRESHOLD = -1
 _M_MMAP_THRESHOLD = -3
@@ -120,7 +120,7 @@ async def run(config: SidecarConfig, faults: Faults) -> None:
     stats_thread = ThreadPoolExecutor(1, thread_name_prefix="paramd-stats")
     rank = RankSidecar(
         config,
-        blocks=MemfdBlocks(memory_thread),
+        blocks=BlockMaker(memory_thread),
         executor=memory_thread,
         stats_executor=stats_thread,
         faults=faults,

@@ -547,7 +547,7 @@ def test_budgets_bound_what_is_staged_and_what_is_kept() -> None:
 
 
 def test_what_is_told_of_applied_edits_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(table, "MAX_TOLD_BYTES", 2 * 4096)
+    monkeypatch.setattr(table, "MAX_META_BYTES", 2 * 4096)
 
     async def test() -> None:
         with rank_of() as rank:

@@ -48,7 +48,7 @@ LOOK_S = 0.1
 """Seconds between checks of a resting state."""
 
 SOON_S, SOON_FOR_S = 0.005, 1.0
-"""After LOOK_WANTED was raised, its poll interval and for how long, in seconds: readers of a resting
+"""Poll interval after LOOK_WANTED was raised, and for how long, in seconds: readers of a resting
 state come in bursts."""
 
 LEFT_AT_REST = (

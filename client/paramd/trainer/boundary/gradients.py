@@ -31,7 +31,7 @@ from paramd.memory.handover import GRADIENT_SLOTS
 from paramd.trainer.boundary.signals import backward_id
 from paramd.trainer.home.devices import finish_copies
 from paramd.trainer.home.moving import address
-from paramd.trainer.model.dtensor import is_dtensor, split
+from paramd.trainer.model.dtensor import is_dtensor, leaf_of, split
 from paramd.trainer.model.flatten import wait_for_gradient
 from paramd.trainer.model.local_shard import LocalShard
 from paramd.trainer.model.plain import has_plain_memory
@@ -153,15 +153,6 @@ def _shared_begins(pieces: Pieces) -> set[int]:
         if seen.setdefault(begin, tensor) is not tensor:
             found.add(begin)
     return found
-
-
-def leaf_of(param: torch.Tensor) -> torch.Tensor:
-    """The tensor that holds the gradient: torch's TP+DDP leaves a DTensor derived from it."""
-    if param.is_leaf or param.grad_fn is None:
-        return param
-    (source, *_) = param.grad_fn.next_functions[0]
-    leaf: torch.Tensor = getattr(source, "variable", param)
-    return leaf
 
 
 def _pointer(param: torch.Tensor) -> int:

@@ -314,7 +314,7 @@ class BoundaryHandler:
             if at_home:
                 self._editor.apply(request, self._gate)
             else:
-                # Parameters left the arena after the promise; the other ranks apply it all the same.
+                # Parameters left the arena after the promise; the other ranks still apply it.
                 words[Word.EDIT_FAILED] = request.number
         if self._mirror is None and words[Word.BUFFERS_WANTED] > wanted_above:
             self._copy_buffers()

@@ -252,15 +252,6 @@ class Moments:
         self._memory.buffer[begin + _LENGTH.size : begin + _LENGTH.size + len(data)] = data
 
 
-def read_table(memory: memoryview, arena_bytes: int) -> dict[str, Any]:
-    """Read the table from moments memory (see the module docstring)."""
-    begin = MOMENT_ROOMS * pages(arena_bytes)
-    (length,) = _LENGTH.unpack_from(memory, begin)
-    begin += _LENGTH.size
-    table: dict[str, Any] = json.loads(zlib.decompress(memory[begin : begin + length]))
-    return table
-
-
 def _number(value: Any) -> float | str | None:
     if isinstance(value, torch.Tensor):
         local, _ = split(value)

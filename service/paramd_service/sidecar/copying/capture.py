@@ -347,7 +347,7 @@ class Capture:
         self._at_point("boundary-copied")
         if end is CopyEnd.OVERTAKEN:
             self.given_up_count += 1
-            return Outcome(-1, "a later request overtook the copy of this one")
+            return Outcome(-1, "a later request overtook this one's copy")
         if boundary.with_moments and words[Word.MOMENTS_STEP] != state.step:
             return self._not_there(boundary, announced, "the trainer did not copy its moments")
         self._note_rate(boundary.size_bytes, self._clock_ns() - begin_ns)
@@ -377,8 +377,8 @@ class Capture:
         step_ms = self._words[Word.STEP_TIME_NS] / 1e6
         needs_ms = max(self.copy_ns(size_bytes), longest_ns) / 1e6
         return (
-            f"{self._what_overtook()} before {size_bytes:,} bytes were copied (about "
-            f"{needs_ms:.1f} ms are needed, a whole step takes {step_ms:.1f} ms); ask for fewer "
+            f"{self._what_overtook()} before {size_bytes:,} bytes were copied (needs about "
+            f"{needs_ms:.1f} ms, a whole step takes {step_ms:.1f} ms); ask for fewer "
             "tensors at once or raise the trainer's stall budget (PARAMD_STALL_BUDGET_MS)"
         )
 
@@ -387,11 +387,11 @@ class Capture:
             return "an update began"
         if not self._words[Word.STRAY_COUNT]:
             return (
-                "training went on (this attachment is new, or its model changes parameters in "
+                "training continued (this attachment is new, or its model changes parameters in "
                 "forward: copies are made at boundaries only)"
             )
         return (
-            "training went on (parameters change between forward and the optimizer's step, so "
+            "training continued (parameters change between forward and the optimizer's step, so "
             "copies are made at boundaries only; put those changes into attachment.update())"
         )
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
 
 from paramd.memory.control_page import Past, Word, Words, past_of
 from paramd.memory.gate import CopySpan
@@ -29,37 +28,6 @@ _PAST = {
     Past.NEVER: pb.BOUNDARY_FATE_WITHDRAWN,
     Past.FORGOTTEN: pb.BOUNDARY_FATE_UNSPECIFIED,
 }
-
-
-class ReadyEdits(Protocol):
-    """Edits of one attachment, as `boundaries.py` needs them. On the event loop's thread.
-
-    Life of a request: `make_ready` before READY is written, then the trainers agree or the
-    request is withdrawn, then `settle` as soon as the page may tell its fate.
-    """
-
-    def make_ready(self, edit_id: str, *, boundary: int, token: int) -> int:
-        """Declare a staged edit ready for a boundary request; idempotent for the same one.
-
-        Its memory is kept until the page shows that it can no longer be applied.
-
-        Returns:
-            Word.ARGUMENT: offset of its program in the edits' memory.
-
-        Raises:
-            NotFoundError: the edit is unknown.
-            ConflictError: it is incomplete, was already applied, or is in doubt for
-                another request.
-        """
-
-    def settle(self) -> None:
-        """Settle ready edits that, by the page, were applied or can no longer be applied."""
-
-    def withdrawn(self, boundary: int) -> None:
-        """Free a request's edit at once: this rank will certainly never take part in it.
-
-        The edit may then be dropped or made ready for another request.
-        """
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,7 +92,7 @@ class PageRequests:
         words, number = self._words, boundary.number
         if number <= words[Word.HIGHEST]:
             boundary.done(
-                Outcome(-1, f"boundary {number} is past: {words[Word.HIGHEST]} was asked for")
+                Outcome(-1, f"boundary {number} is past: {words[Word.HIGHEST]} was requested")
             )
             return
         self._armed[number] = boundary
@@ -203,7 +171,7 @@ class PageRequests:
 
     def _passed(self, boundary: Boundary) -> Outcome:
         edited = self._edited(boundary.number) if boundary.action == EDIT else None
-        return edited if edited is not None else Outcome(-1, "a later request was agreed already")
+        return edited if edited is not None else Outcome(-1, "a later request was already agreed")
 
     def _edited(self, number: int) -> Outcome | None:
         words = self._words
@@ -221,10 +189,10 @@ def apart_reason(words: Words) -> str:
     if lowest == highest:
         return ""
     return (
-        f"the ranks are not at the same step of training: this one made an update in iteration "
-        f"{words[Word.ROUND_ITERATION]}, others theirs in {lowest} to {highest}. A rank left an "
-        "update out, because its optimizer raised or its gradient scaler skipped alone; restart "
-        "the training from a checkpoint"
+        f"the ranks are not at the same step of training: this one is in iteration "
+        f"{words[Word.ROUND_ITERATION]}, the ranks in {lowest} to {highest}. One rank skipped an "
+        "update alone (its optimizer raised, or its gradient scaler skipped); restart the "
+        "training from a checkpoint"
     )
 
 
@@ -233,8 +201,8 @@ def _why_refused(words: Words) -> str:
     if step < 0:
         return "the trainer cannot run the edit's program; its log says why"
     return (
-        f"if_step is {words[Word.REFUSED_IF_STEP]}, and the next boundary of all ranks is at step "
-        f"{step} or later; hold training to edit it at a certain step"
+        f"if_step is {words[Word.REFUSED_IF_STEP]}, but the next boundary of all ranks is at step "
+        f"{step} or later; hold training to edit at an exact step"
     )
 
 

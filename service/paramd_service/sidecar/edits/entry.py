@@ -273,10 +273,6 @@ class Entry:
         return str(self.manifest.edit_id)
 
     @property
-    def owns_body(self) -> bool:
-        return self.undoes is None or self.phase is Phase.APPLIED
-
-    @property
     def undo_refusal(self) -> str:
         """Why it cannot be undone; empty if it can."""
         if self.phase is not Phase.APPLIED:

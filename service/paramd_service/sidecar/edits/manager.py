@@ -375,7 +375,18 @@ class Edits:
                 self._book.forget(entry)
 
     def make_ready(self, edit_id: str, *, boundary: int, token: int) -> int:
-        """See ReadyEdits."""
+        """Declare a staged edit ready for a boundary request, before READY is written.
+
+        Idempotent for the same request. The edit's memory is kept until the page shows that it
+        can no longer be applied.
+
+        Returns:
+            Word.ARGUMENT: offset of its program in the edits' memory.
+
+        Raises:
+            NotFoundError: the edit is unknown.
+            ConflictError: it is incomplete, already applied, or in doubt for another request.
+        """
         entry = self.get(edit_id)
         if entry.phase in (Phase.READY, Phase.APPLIED):
             if (entry.boundary, entry.token) == (boundary, token):
@@ -399,7 +410,7 @@ class Edits:
         return entry.program_begin
 
     def settle(self) -> None:
-        """See ReadyEdits."""
+        """Settle ready edits that, by the page, were applied or can no longer be applied."""
         for entry in [one for one in self._book.entries.values() if one.phase is Phase.READY]:
             found = fate(entry, self._page.words, ended=self._ended, now_ns=time.monotonic_ns())
             if found is Outcome.APPLIED:
@@ -408,7 +419,7 @@ class Edits:
                 self._book.unready(entry)
 
     def withdrawn(self, boundary: int) -> None:
-        """See ReadyEdits."""
+        """Free a request's edit at once: this rank will certainly never take part in it."""
         self.settle()
         for entry in self._book.entries.values():
             if entry.phase is Phase.READY and entry.boundary == boundary:

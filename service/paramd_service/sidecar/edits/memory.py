@@ -18,7 +18,7 @@ from bisect import bisect_left
 from collections.abc import Callable, Iterator
 from concurrent.futures import Executor
 from contextlib import suppress
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from functools import partial
 
 from paramd.errors import ExhaustedError
@@ -279,12 +279,16 @@ class EditIndex:
         if not self._free:
             raise ExhaustedError(f"{SLOT_COUNT:,} edits are known here; drop some first")
         number = self._free.pop()
-        self._write(number, slot)
+        self.change(number, slot)
         return number
 
     def change(self, number: int, slot: Slot) -> None:
         """Rewrite a slot; a crash in between leaves one that a successor can trust."""
-        self._write(number, slot)
+        begin = number * _WORDS
+        for at, name in enumerate(_NAMES[1:], begin + 1):
+            self._words[at] = getattr(slot, name)
+        # Last: a new slot counts once its phase is not 0.
+        self._words[begin] = slot.phase
 
     def clear(self, number: int) -> None:
         """Free a slot."""
@@ -294,25 +298,9 @@ class EditIndex:
     def close(self) -> None:
         self._words.release()
 
-    def _write(self, number: int, slot: Slot) -> None:
-        begin = number * _WORDS
-        for at, name in enumerate(_NAMES[1:], begin + 1):
-            self._words[at] = getattr(slot, name)
-        self._words[begin] = slot.phase
-
 
 def id_words(edit_id: str) -> dict[str, int]:
     """`id_high` and `id_low` of 32 hexadecimal digits."""
     raw = bytes.fromhex(edit_id)
     high, low = (int.from_bytes(half, "big", signed=True) for half in (raw[:8], raw[8:]))
     return {"id_high": high, "id_low": low}
-
-
-def id_text(slot: Slot) -> str:
-    """The inverse of `id_words`."""
-    return b"".join(
-        half.to_bytes(8, "big", signed=True) for half in (slot.id_high, slot.id_low)
-    ).hex()
-
-
-__all__ = ["SLOT_COUNT", "EditIndex", "Slot", "id_text", "id_words", "replace"]

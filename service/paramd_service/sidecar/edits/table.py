@@ -24,7 +24,7 @@ from paramd_service.sidecar.edits.entry import (
 )
 from paramd_service.sidecar.edits.memory import EditIndex, EditMemory, Slot
 
-MAX_TOLD_BYTES = 32 << 20
+MAX_META_BYTES = 32 << 20
 """Most bytes of manifests and digests kept of applied edits; the oldest go first."""
 
 
@@ -221,7 +221,7 @@ class EditBook:
         self.in_order(entry)
         entry.ops, entry.edit = (), None
         self.undo.applied(entry)
-        while self._told_bytes() > MAX_TOLD_BYTES and self._forget_oldest(entry):
+        while self._meta_bytes() > MAX_META_BYTES and self._forget_oldest(entry):
             pass
 
     def drop_undo(self, entry: Entry) -> None:
@@ -245,7 +245,7 @@ class EditBook:
             self._memory.free(*entry.meta)
         entry.body, entry.intake, entry.slot, entry.meta = None, None, -1, (0, 0)
 
-    def _told_bytes(self) -> int:
+    def _meta_bytes(self) -> int:
         applied = (one for one in self.entries.values() if one.phase is Phase.APPLIED)
         return sum(one.meta[1] - one.meta[0] for one in applied)
 

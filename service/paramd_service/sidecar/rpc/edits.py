@@ -39,7 +39,7 @@ from paramd_service.sidecar.edits.receive import Fill, copy_of
 from paramd_service.sidecar.rank import RankSidecar
 from paramd_service.sidecar.rpc import messages
 from paramd_service.sidecar.rpc.auth import CALLER_TICKET, Call, CallTable
-from paramd_service.sidecar.rpc.statistics import on_stats_thread, stats_message
+from paramd_service.sidecar.rpc.statistics import on_stats_thread
 from paramd_service.sidecar.snapshots.store import Key
 
 BLOCK_BYTES = 2 << 20
@@ -222,18 +222,12 @@ def _reduce(
     for record, (op, dtype) in zip(records, ops, strict=True):
         if stop:
             return [], []  # cancelled: the result is unused
-        shift = offsets[begins[_at(begins, record.arena_begin)]]
+        shift = offsets[begins[bisect_right(begins, record.arena_begin) - 1]]
         trial.try_record(
             snapshot, record.arena_begin + shift, memory, record, dtype, before[op], after[op]
         )
-    return (
-        [stats_message(one) for one in before],
-        [stats_message(one) for one in after],
-    )
-
-
-def _at(begins: Sequence[int], position: int) -> int:
-    return bisect_right(begins, position) - 1
+    first, last = ([reduce.stats_message(one) for one in part] for part in (before, after))
+    return first, last
 
 
 def _check_staged(entry: Entry) -> None:

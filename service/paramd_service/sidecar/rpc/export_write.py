@@ -38,7 +38,7 @@ from paramd.v1 import sidecar_pb2 as pb
 from paramd.wire import CHUNK_BYTES, Chunk, data_chunk
 from paramd_service.aio import all_of, uncancelled
 from paramd_service.destinations.place import FileSink, Place
-from paramd_service.formats.filling import Batch, Filler, Memory, batches, extents_to_fetch
+from paramd_service.formats.filling import Batch, Filler, Memory, batches
 from paramd_service.sidecar.rank import RankSidecar
 from paramd_service.sidecar.rpc.auth import CALLER_TICKET
 
@@ -374,10 +374,12 @@ def _first_entry(file: ExportFile, offset_bytes: int) -> tuple[int, int]:
 
 async def _fetch(job: Job, batch: Batch) -> dict[tuple[int, int], memoryview]:
     """Fetch the batch's bytes from remote peers; none if they exceed `PREFETCH_BYTES`."""
-    wanted = extents_to_fetch(
-        batch,
-        lambda extent: isinstance(job.memories[extent.rank, extent.state_key], PeerMemory),
-    )
+    wanted = [
+        ((number, at), extent)
+        for number, window in enumerate(batch)
+        for at, extent in enumerate(window.extents)
+        if isinstance(job.memories[extent.rank, extent.state_key], PeerMemory)
+    ]
     if not wanted or sum(extent.size_bytes for _, extent in wanted) > PREFETCH_BYTES:
         return {}
     found: dict[tuple[int, int], memoryview] = {}

@@ -18,6 +18,7 @@ from paramd.errors import MAX_ID_CHARS, METADATA_KEY, ParamdError, codes_of, exh
 from paramd.memory.control_page import Word, read_text
 from paramd.memory.descriptors import reserved_bytes
 from paramd.v1 import common_pb2, layout_pb2, sidecar_pb2
+from paramd_service.sidecar.boundaries import GAVE_UP
 from paramd_service.sidecar.copying.page_requests import apart_reason
 from paramd_service.sidecar.log import Log
 from paramd_service.sidecar.owner import (
@@ -111,7 +112,6 @@ SNAPSHOT_NAME_CHARS = 8
 """Characters shown of a snapshot's id: the whole id would let anyone release it."""
 
 LAYOUT_BATCH_BYTES = 1 << 20
-_GAVE_UP = 2
 
 
 def header(
@@ -181,7 +181,7 @@ def rank_state(rank: RankSidecar) -> common_pb2.RankState:
     state.stall_total_ns = page[Word.STALL_TOTAL_NS]
     state.stall_max_ns = page[Word.STALL_MAX_NS]
     state.arena_bytes = attached.request.arena_bytes
-    if page[Word.AGREEMENT_STATE] == _GAVE_UP:
+    if page[Word.AGREEMENT_STATE] == GAVE_UP:
         state.agreement_works = False
         state.agreement_reason = "the trainers gave up agreeing in this incarnation; see their log"
     elif apart := apart_reason(page.words):

@@ -29,6 +29,7 @@ from paramd.v1 import sidecar_pb2 as pb
 from paramd.wire import CHUNK_BYTES, data_chunk
 from paramd_service import admission
 from paramd_service.admission import Shares, TokenRevokedError
+from paramd_service.sidecar.owner import resident_bytes
 from paramd_service.sidecar.rank import RankSidecar
 from paramd_service.sidecar.rpc import auth, edits, exports, gateway, messages, pins
 from paramd_service.sidecar.rpc.auth import (
@@ -43,6 +44,7 @@ from paramd_service.sidecar.rpc.auth import (
 from paramd_service.sidecar.rpc.gateway import Gateway
 from paramd_service.sidecar.rpc.messages import abort_internal, abort_with
 from paramd_service.sidecar.rpc.statistics import compute_stats, digest_snapshot, pool_snapshot
+from paramd_service.sidecar.snapshots.store import Snapshot
 
 _NS = 1e9
 _STARTED_S = time.time()
@@ -171,15 +173,12 @@ def _process_samples() -> list[Sample]:
             "Processor time of the sidecar",
             usage.ru_utime + usage.ru_stime,
         ),
-        Sample("paramd_sidecar_resident_bytes", "Memory of the sidecar", _resident_bytes()),
+        Sample(
+            "paramd_sidecar_resident_bytes", "Memory of the sidecar", resident_bytes(os.getpid())
+        ),
         Sample("paramd_sidecar_open_descriptors", "Open files", len(os.listdir("/proc/self/fd"))),
         Sample("paramd_sidecar_start_time_seconds", "Start, since the Unix epoch", _STARTED_S),
     ]
-
-
-def _resident_bytes() -> int:
-    with open("/proc/self/statm", encoding="ascii") as file:
-        return int(file.read().split()[1]) * resource.getpagesize()
 
 
 def _number(value: float) -> str:
@@ -321,6 +320,17 @@ class SidecarServicer:
         except Exception as error:
             await abort_internal(context, error, self._rank.log)
 
+    @asynccontextmanager
+    async def _held(self, snapshot_id: str, timeout_s: float) -> AsyncIterator[Snapshot]:
+        """Hold a filled snapshot, for at most `timeout_s`; its lease may end meanwhile."""
+        store = self._rank.pins.store
+        snapshot = store.hold(store.filled(snapshot_id))
+        try:
+            async with asyncio.timeout(timeout_s):
+                yield snapshot
+        finally:
+            store.drop(snapshot)
+
     async def _get_state(self, _request: pb.GetStateRequest, _timeout_s: float) -> Message:
         return pb.GetStateResponse(
             header=messages.header(self._rank), state=messages.rank_state(self._rank)
@@ -376,29 +386,19 @@ class SidecarServicer:
             raise UsageError(
                 f"items: {len(request.items):,}; expected at most {auth.MAX_STATS_ITEMS:,}"
             )
-        store = self._rank.pins.store
-        snapshot = store.hold(store.filled(request.snapshot_id))
-        try:
-            async with asyncio.timeout(timeout_s):
-                found = await compute_stats(
-                    self._rank,
-                    snapshot,
-                    request.items,
-                    with_exponents=request.with_exponents,
-                    edges=request.edges,
-                )
-        finally:
-            store.drop(snapshot)
+        async with self._held(request.snapshot_id, timeout_s) as snapshot:
+            found = await compute_stats(
+                self._rank,
+                snapshot,
+                request.items,
+                with_exponents=request.with_exponents,
+                edges=request.edges,
+            )
         return pb.ComputeStatsResponse(header=messages.header_of(self._rank, snapshot), stats=found)
 
     async def _pool(self, request: pb.PoolSnapshotRequest, timeout_s: float) -> Message:
-        store = self._rank.pins.store
-        snapshot = store.hold(store.filled(request.snapshot_id))
-        try:
-            async with asyncio.timeout(timeout_s):
-                answer = await pool_snapshot(self._rank, snapshot, request)
-        finally:
-            store.drop(snapshot)
+        async with self._held(request.snapshot_id, timeout_s) as snapshot:
+            answer = await pool_snapshot(self._rank, snapshot, request)
         answer.header.CopyFrom(messages.header_of(self._rank, snapshot))
         return answer
 
@@ -406,13 +406,8 @@ class SidecarServicer:
         return messages.snapshot_list(self._rank)
 
     async def _digest(self, request: pb.DigestSnapshotRequest, timeout_s: float) -> Message:
-        store = self._rank.pins.store
-        snapshot = store.hold(store.filled(request.snapshot_id))
-        try:
-            async with asyncio.timeout(timeout_s):
-                digests = await digest_snapshot(self._rank, snapshot, request.ranges)
-        finally:
-            store.drop(snapshot)
+        async with self._held(request.snapshot_id, timeout_s) as snapshot:
+            digests = await digest_snapshot(self._rank, snapshot, request.ranges)
         header = messages.header_of(self._rank, snapshot)
         return pb.DigestSnapshotResponse(header=header, digests=digests)
 

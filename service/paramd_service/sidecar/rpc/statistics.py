@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import xxhash
 
@@ -36,11 +36,8 @@ async def digest_snapshot(
         UsageError: too many ranges, or one that leaves the snapshot.
     """
     parts = checked_ranges(ranges, snapshot.size_bytes)
-    stop: list[bool] = []
-    work = asyncio.get_running_loop().run_in_executor(
-        rank.stats_executor, digest_all, snapshot.view(), parts, stop
-    )
-    return await uncancelled(work, lambda: stop.append(True))
+    data = snapshot.view()
+    return await on_stats_thread(rank, lambda stop: digest_all(data, parts, stop))
 
 
 def checked_ranges(ranges: Sequence[SpanMessage], size_bytes: int) -> list[tuple[int, int]]:
@@ -124,7 +121,7 @@ async def pool_snapshot(
 
 
 async def on_stats_thread(rank: RankSidecar, work: Callable[[Sequence[bool]], Answer]) -> Answer:
-    """Run `work` off the event loop; it ends early once its argument is not empty."""
+    """Run `work` off the event loop; it should end early once its argument is not empty."""
     stop: list[bool] = []
     running = asyncio.get_running_loop().run_in_executor(rank.stats_executor, work, stop)
     return await uncancelled(running, lambda: stop.append(True))
@@ -202,10 +199,3 @@ def _run_of(data: memoryview, item: pb.StatsItem, itemsize: int) -> memoryview:
             f"the snapshot of {len(data)} bytes"
         )
     return data[item.begin_bytes : item.begin_bytes + size_bytes]
-
-
-def stats_message(reduced: Any) -> pb.Stats:
-    """A `stats.Reduced` as it is sent; torch is loaded by then."""
-    from paramd_service.sidecar.statistics import reduce
-
-    return reduce.stats_message(reduced)

@@ -29,7 +29,7 @@ from collections.abc import Callable
 from concurrent.futures import Executor
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Any, Protocol
+from typing import Any
 
 from paramd.errors import ConflictError, DeniedError, ExhaustedError, NotFoundError
 from paramd.memory import descriptors
@@ -67,23 +67,14 @@ class Block:
         os.close(self.descriptor)
 
 
-class BlockMaker(Protocol):
-    """Makes and frees blocks."""
-
-    def make(self, size_bytes: int) -> Block:
-        """Make a prefaulted block. Slow: call off the event loop. Raises ExhaustedError."""
-
-    def dispose(self, block: Block) -> None:
-        """Free a block, later and on another thread: unmapping a gigabyte takes 50 ms."""
-
-
-class MemfdBlocks:
-    """The production maker; frees on the executor that also makes."""
+class BlockMaker:
+    """Makes blocks, and frees them on the executor that also makes them."""
 
     def __init__(self, executor: Executor) -> None:
         self._executor = executor
 
     def make(self, size_bytes: int) -> Block:
+        """Make a prefaulted block. Slow: call off the event loop. Raises ExhaustedError."""
         try:
             return Block(size_bytes)
         except OSError as error:
@@ -93,6 +84,7 @@ class MemfdBlocks:
             ) from error
 
     def dispose(self, block: Block) -> None:
+        """Free a block, later and on another thread: unmapping a gigabyte takes 50 ms."""
         self._executor.submit(block.close)
 
 

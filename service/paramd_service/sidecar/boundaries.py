@@ -83,7 +83,7 @@ class Boundaries:
 
         Raises:
             NotFoundError: a snapshot's lease has ended, or the edit is unknown.
-            ConflictError: no boundary will come, a later number was requested, the number belongs
+            ConflictError: no boundary follows, a later number was requested, the number belongs
                 to another request, or a snapshot or edit is not ready for it.
         """
         asked = self._asked.get(reach.number)
@@ -149,7 +149,7 @@ class Boundaries:
 
     def _begin(self, reach: BoundaryRequest) -> _Asked:
         if self._ended:
-            raise ConflictError(f"no boundary will come: {self._ended}")
+            raise ConflictError(f"no further boundary: {self._ended}")
         highest = self._possession.page[Word.HIGHEST]
         if reach.number <= highest:
             raise ConflictError(

@@ -90,7 +90,7 @@ def parse_mesh(message: dict[str, Any], layout: bytes) -> Mesh:
         )
         control_address, digest = message["control_address"], message["layout_digest"]
     except (KeyError, TypeError, ValueError) as error:
-        raise UsageError(f"mesh: {error!r} is missing or of a wrong type") from None
+        raise UsageError(f"mesh: {error!r} is missing or has the wrong type") from None
     if not isinstance(control_address, str | None) or not isinstance(digest, str):
         raise UsageError("mesh: control_address and layout_digest must be text")
     return Mesh(
@@ -124,7 +124,7 @@ class Ownership(Enum):
     WAITING = "no trainer has attached yet"
     OWNED = "the trainer is attached"
     ORPHANED = "the trainer has ended; its last step is still served"
-    GONE = "the trainer has ended; its parameters were in its own memory and went with it"
+    GONE = "the trainer has ended; its parameters were in its own memory and are lost"
     TORN = "the trainer ended inside an update or an edit; its parameters mix two states"
 
 
@@ -233,8 +233,7 @@ def check_attach(view: OwnerView, request: AttachRequest) -> None:
     ):
         raise ConflictError(
             f"incarnation {request.incarnation} is stale: the sidecar has served incarnation "
-            f"{view.incarnation}; "
-            "all ranks must attach again"
+            f"{view.incarnation}; all ranks must attach again"
         )
 
 
@@ -398,7 +397,7 @@ def doing(ownership: Ownership, words: Sequence[int], *, process_state: str, now
     if process_state in STOPPED_STATES:
         return Doing(common_pb2.PHASE_STALLED, "its trainer's process is stopped (SIGSTOP)")
     if words[Word.HELD] == _HELD:
-        return Doing(common_pb2.PHASE_HELD, "training is held on request; it goes on by itself")
+        return Doing(common_pb2.PHASE_HELD, "training is held on request; it resumes by itself")
     inside = words[Word.SEQ] & 1 == 1 and not words[Word.REST]
     boundary_ns, step_ns = words[Word.BOUNDARY_NS], words[Word.STEP_TIME_NS]
     age_ns = max(now_ns - boundary_ns, 0) if boundary_ns else 0

@@ -157,8 +157,8 @@ class Pins:
         """
         if self._is_stray(snapshot.proof):
             raise AbortedError(
-                f"parameters changed while step {snapshot.step} was read, outside of any update; "
-                "ask again. Put what changes them into attachment.update()"
+                f"parameters changed while step {snapshot.step} was read, outside any update; try "
+                "again, and put what changes them into attachment.update()"
             )
 
     async def prepare(self, key: Key, *, with_buffers: bool, lease_s: float) -> Lease:
@@ -170,7 +170,7 @@ class Pins:
         """
         self.sweep()
         if self.ownership is not Ownership.OWNED:
-            raise ConflictError(f"no boundary will come: {self.ownership.value}")
+            raise ConflictError(f"no further boundary: {self.ownership.value}")
         who = CALLER.get()
         snapshot = self.store.reserve(key, at_boundary=True, with_buffers=with_buffers, who=who)
         try:
@@ -188,7 +188,7 @@ class Pins:
         """No further boundary will come; if torn, no copy either."""
         self.ownership = ownership
         self.boundaries.end(ownership.value)
-        self.gradient_pins.gradients.end(ConflictError(f"no update will come: {ownership.value}"))
+        self.gradient_pins.gradients.end(ConflictError(f"no further update: {ownership.value}"))
         self.store.keep_for_ever()
         # Before `give_up` wakes the copier: a resting state now counts without another look.
         self.copier.capture.trainer_ended = True
@@ -286,7 +286,7 @@ class Pins:
 
     async def _copy(self, filling: _Filling) -> State:
         if filling.abandoned or self._closing:
-            raise AbortedError("the copy was given up before it began; try again")
+            raise AbortedError("the copy was cancelled before it began; try again")
         copied: asyncio.Future[State | None] = self._loop.create_future()
         filling.snapshot.fill = Fill.PENDING
         filling.job = CopyJob(
@@ -304,8 +304,8 @@ class Pins:
                 raise ConflictError(f"the parameters cannot be served: {filling.job.refused}")
             if filling.at_step and self._possession.page[Word.STEP] >= filling.at_step:
                 raise AbortedError(
-                    f"step {filling.at_step} has passed uncopied, the rank has finished "
-                    f"{self._possession.page[Word.STEP]} updates; ask for a later one"
+                    f"step {filling.at_step} passed before it was copied; the rank has finished "
+                    f"{self._possession.page[Word.STEP]} updates, request a later one"
                 )
             raise AbortedError("the copy was given up; try again")
         return state
@@ -341,18 +341,18 @@ class Pins:
     def _why_not_copied(self, filling: _Filling, timeout_s: float) -> str:
         job, page = filling.job, self._possession.page
         if job is None:
-            return f"{timeout_s:.1f} s were not enough to make room for the snapshot; allow more"
+            return f"{timeout_s:.1f} s were not enough to allocate the snapshot; allow more time"
         if job.changed:
             return (
-                f"after update {page[Word.REST_STEP]} parameters were changed, and training has "
-                "not gone on since: weights swapped in, merged or averaged for an evaluation? Ask "
-                "again later, or with unsettled=True (--unsettled) for what lies there now"
+                f"parameters were changed after update {page[Word.REST_STEP]}, and training has "
+                "not continued since: weights swapped in, merged or averaged for an evaluation? "
+                "Try again later, or read them as they are with unsettled=True (--unsettled)"
             )
         if job.unseen is not None:
             return (
-                "the rank rests after an update, and its trainer has not confirmed what was copied "
-                "meanwhile: other tensors stand in the parameters' place, or its Python does not "
-                "run. Ask again later"
+                "the rank rests after an update, and its trainer has not confirmed the copy: other "
+                "tensors stand in for the parameters, or its Python threads do not run. Try again "
+                "later"
             )
         if job.attempts:
             why = self.copier.capture.explain(job.size_bytes, job.longest_ns)
@@ -362,7 +362,7 @@ class Pins:
             doing = "rests after an update" if page[Word.REST] else "is inside an update"
         return (
             f"no copy could begin within {timeout_s:.1f} s: the rank {doing}; allow more time, and "
-            "look at the training when it stays so"
+            "check the training if this persists"
         )
 
     def _start(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:

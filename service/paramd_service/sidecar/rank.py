@@ -223,8 +223,7 @@ class RankSidecar:
             )
             raise ConflictError(
                 f"the request was planned for {what}, the job is in incarnation "
-                f"{self.incarnation}; "
-                "fetch the layout again"
+                f"{self.incarnation}; fetch the layout again"
             )
 
     def identity(self) -> dict[str, Any]:
@@ -236,7 +235,7 @@ class RankSidecar:
         if rank is not None and str(rank) != str(self.config.rank):
             raise UnreachableError(
                 f"this is rank {self.config.rank} of job {self.config.job!r}, not rank "
-                f"{str(rank)[:16]}; somebody else's sidecar is found at this address"
+                f"{str(rank)[:16]}; another sidecar listens at this address"
             )
 
     def follow_control(self, generation: int) -> None:
@@ -244,7 +243,7 @@ class RankSidecar:
         if generation < self.control_generation:
             raise ConflictError(
                 f"a control plane of generation {self.control_generation} has taken over; "
-                f"generation {generation} is obeyed no more"
+                f"generation {generation} is no longer obeyed"
             )
         self.control_generation = generation
 

@@ -220,11 +220,11 @@ class UndoRefusal(IntEnum):
 
 REFUSALS: dict[UndoRefusal, str] = {
     UndoRefusal.NONE: "",
-    UndoRefusal.NOT_ASKED: "the edit was made without keeping what undoes it",
-    UndoRefusal.TOO_LARGE: "what undoes it takes more than the whole undo budget of this rank",
-    UndoRefusal.CROWDED_OUT: "what undoes it was dropped to make room for later edits",
-    UndoRefusal.UNDONE: "it has been undone already",
-    UndoRefusal.DROPPED: "what undoes it was dropped on request",
+    UndoRefusal.NOT_ASKED: "the edit was made without undo data",
+    UndoRefusal.TOO_LARGE: "its undo data exceeds this rank's whole undo budget",
+    UndoRefusal.CROWDED_OUT: "its undo data was dropped to make room for later edits",
+    UndoRefusal.UNDONE: "it is already undone",
+    UndoRefusal.DROPPED: "its undo data was dropped on request",
 }
 
 
@@ -278,7 +278,7 @@ class Entry:
         if self.phase is not Phase.APPLIED:
             return ""
         if self.undone_by is not None:
-            return f"edit {self.undone_by.edit_id} that undoes it is staged already"
+            return f"edit {self.undone_by.edit_id}, which undoes it, is already staged"
         return REFUSALS[self.refusal]
 
     @property
@@ -290,8 +290,8 @@ class Entry:
         """Raise DeniedError if another token stages it."""
         if self.size_bytes and who != self.who:
             raise DeniedError(
-                f"edit {self.edit_id} is staged here with another token, and only that one adds "
-                "data to it; create an edit of your own"
+                f"edit {self.edit_id} is staged here with another token, and only that token may "
+                "add data; create an edit of your own"
             )
 
     def progress(self) -> pb.EditProgress:
@@ -371,8 +371,8 @@ def entry_of(slot: Slot, memory: memoryview, number: int, loop: asyncio.Abstract
 class Outcome(Enum):
     """The fate of an edit that is ready for request n."""
 
-    APPLIED = "the trainer says that it has applied n"
-    OPEN = "n may have been agreed, or may yet be"
+    APPLIED = "the trainer reports n as applied"
+    OPEN = "n may have been agreed, or may still be"
     NEVER = "this rank will never apply n"
 
 

@@ -156,7 +156,9 @@ class Opener:
         manifest = entry.manifest
         body = self._undo.claim(original, entry)
         if list(manifest.ops) != list(original.manifest.ops):
-            raise UsageError(f"ops: an undo names those of the edit it undoes, {manifest.undo_of}")
+            raise UsageError(
+                f"ops: an undo must have the ops of the edit it undoes, {manifest.undo_of}"
+            )
         entry.op_count, entry.body = len(manifest.ops), body
         first, second = body.programs
         entry.program_begin = second if original.program_begin == first else first
@@ -278,7 +280,7 @@ class Edits:
         entry = self._book.entries.get(manifest.edit_id)
         if entry is None:
             if self._ended is not None:
-                raise ConflictError(f"nothing can be edited any more: {self._ended.value}")
+                raise ConflictError(f"no further edits: {self._ended.value}")
             self._book.check_room()
             entry = Entry(
                 manifest=manifest,
@@ -292,8 +294,8 @@ class Edits:
             self._start(self._open(entry))
         elif entry.digest != digest:
             raise ExistsError(
-                f"edit {manifest.edit_id} is known here with another content; an id names one "
-                "edit for ever, so take a new one"
+                f"edit {manifest.edit_id} exists here with another content; ids are never reused, "
+                "choose a new one"
             )
         # Shielded: other callers may wait for the same edit.
         await asyncio.shield(entry.opened)
@@ -318,7 +320,7 @@ class Edits:
             entry.touched_ns = time.monotonic_ns()
             # It may have been dropped or expired while this waited for the lock.
             if self._book.entries.get(entry.edit_id) is not entry:
-                raise NotFoundError(f"edit {entry.edit_id} was dropped while its data came")
+                raise NotFoundError(f"edit {entry.edit_id} was dropped while its data was arriving")
             intake = entry.intake
             if intake is None:
                 return
@@ -336,8 +338,8 @@ class Edits:
         entry = self._book.entries.get(edit_id)
         if entry is None:
             raise NotFoundError(
-                f"nothing is known of edit {edit_id[:64]!r} on this rank; it was never staged "
-                "here, or it expired"
+                f"edit {edit_id[:64]!r} is unknown on this rank; it was never staged here, or it "
+                "expired"
             )
         return entry
 
@@ -366,7 +368,7 @@ class Edits:
                 self.settle()
             if entry.phase is Phase.READY:
                 raise ConflictError(
-                    f"edit {edit_id}: the trainers may have agreed on it; ask for it again when "
+                    f"edit {edit_id}: the trainers may have agreed on it; drop it again when "
                     f"boundary {entry.boundary} has ended"
                 )
             if entry.phase is Phase.APPLIED:
@@ -392,10 +394,10 @@ class Edits:
             if (entry.boundary, entry.token) == (boundary, token):
                 return entry.program_begin
             raise ConflictError(
-                f"edit {edit_id} was applied already, at boundary {entry.boundary}"
+                f"edit {edit_id} was already applied, at boundary {entry.boundary}"
                 if entry.phase is Phase.APPLIED
                 else f"edit {edit_id} is in doubt for boundary {entry.boundary}; withdraw that "
-                "one, and ask again when its round has ended"
+                "boundary, and retry when its round has ended"
             )
         if entry.phase is Phase.STAGING:
             raise ConflictError(

@@ -150,7 +150,7 @@ class EditMemory:
         begin = self._free.first_fit(size_bytes)
         if begin is None:
             raise ExhaustedError(
-                f"{size_bytes:,} bytes for an edit are not free in one piece "
+                f"no {size_bytes:,} contiguous bytes are free for an edit "
                 f"({self._free.size:,} are free in all); make it smaller, or wait until others "
                 "are applied or expire"
             )

@@ -93,7 +93,7 @@ class Intake:
         if offset_bytes != self.staged_bytes or not offset_bytes <= end <= self.size_bytes:
             raise UsageError(
                 f"offset_bytes: {size_bytes} bytes from {offset_bytes} on; {self.staged_bytes} of "
-                f"{self.size_bytes} are staged, so go on there"
+                f"{self.size_bytes} are staged, so continue there"
             )
         for at in range(offset_bytes, end, _BLOCK_BYTES):
             block_end = min(at + _BLOCK_BYTES, end)

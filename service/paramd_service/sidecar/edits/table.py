@@ -186,7 +186,7 @@ class EditBook:
                 staged.count(one.who)
         staged.check(CALLER.get())
         if self._index.free_count <= staged.taken + 1 and not self._forget_oldest():
-            raise ExhaustedError("too many edits are known here; apply or drop what is staged")
+            raise ExhaustedError("too many edits on this rank; apply or drop staged ones")
 
     def check_bytes(self, entry: Entry, size_bytes: int) -> None:
         """Raise ExhaustedError if an edit of that size does not fit the budget."""

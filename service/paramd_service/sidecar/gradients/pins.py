@@ -113,7 +113,7 @@ class GradientPins:
                     found = await asyncio.shield(shared.task)
             except TimeoutError:
                 raise DeadlineError(
-                    f"update {step} did not begin within {timeout_s:.1f} s; ask again"
+                    f"update {step} did not begin within {timeout_s:.1f} s; try again"
                 ) from None
             yield found
         finally:
@@ -227,7 +227,7 @@ def _placed(
         if at is None or item.begin_bytes < 0:
             raise UsageError(
                 f"items: {item.numel} elements of {item.dtype} from byte {item.begin_bytes} on "
-                f"are not within one span of the {places.size_bytes} bytes asked for"
+                f"are not within one span of the {places.size_bytes} requested bytes"
             )
         found.append((at, item))
     return found, wanted.with_exponents

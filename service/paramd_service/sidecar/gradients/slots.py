@@ -322,11 +322,11 @@ class Gradients:
             raise self._passed(step)
         if len(spans) > MAX_SPANS:
             raise ExhaustedError(
-                f"{len(spans):,} separate spans of gradients; at most {MAX_SPANS:,} at once, ask "
-                "for whole tensors or fewer of them"
+                f"{len(spans):,} separate spans of gradients; expected at most {MAX_SPANS:,}, "
+                "request whole tensors or fewer of them"
             )
         if sum(len(frame.wants) for frame in self._frames.values()) >= MAX_ASKS:
-            raise ExhaustedError(f"{MAX_ASKS} requests wait for gradients already; end some")
+            raise ExhaustedError(f"{MAX_ASKS} requests already wait for gradients; end some")
 
     def _begun(self, step: int) -> bool:
         """Whether update `step` has begun, which is too late to capture it."""
@@ -334,8 +334,8 @@ class Gradients:
 
     def _passed(self, step: int) -> AbortedError:
         return AbortedError(
-            f"update {step} has begun, its gradients have passed; the rank has finished "
-            f"{self._words[Word.STEP]} updates, ask for a later one"
+            f"update {step} has begun, so its gradients are gone; the rank has finished "
+            f"{self._words[Word.STEP]} updates, request a later one"
         )
 
     def _look(self) -> None:
@@ -364,7 +364,7 @@ class Gradients:
             frame.state = State.SERVING
             self._start(self._serve(frame, slot))
         elif done == -frame.step:
-            self._miss(frame, AbortedError(f"update {frame.step} left its gradients out"))
+            self._miss(frame, AbortedError(f"update {frame.step} has no gradient frame"))
         elif begun:
             self._miss(frame, self._passed(frame.step))
 
@@ -395,7 +395,9 @@ class Gradients:
                 break
             try:
                 if len(spans) > MAX_SPANS:
-                    raise ExhaustedError(f"more than {MAX_SPANS:,} spans are wanted of one update")
+                    raise ExhaustedError(
+                        f"more than {MAX_SPANS:,} spans are requested of one update"
+                    )
                 if not self._memory.holds(index, spans):
                     await self._loop.run_in_executor(
                         self._executor, self._memory.reserve, index, spans

@@ -74,8 +74,8 @@ def check_spans(spans: Sequence[SpanMessage], arena_bytes: int) -> tuple[tuple[i
         begin, end = span.begin, span.end
         if not last_end <= begin < end <= arena_bytes:
             raise UsageError(
-                f"spans: [{begin}, {end}) after byte {last_end}; expected non-empty spans, sorted, "
-                f"not overlapping, within [0, {arena_bytes})"
+                f"spans: [{begin}, {end}) after byte {last_end}; expected non-empty, sorted, "
+                f"non-overlapping spans within [0, {arena_bytes})"
             )
         checked.append((begin, end))
         last_end = end
@@ -250,7 +250,7 @@ def authorize(method: str, metadata: Iterable[Any], verify: Verify) -> tuple[str
         return None
     allowed = ROLES.get(method)
     if allowed is None:
-        raise DeniedError(f"{method[:128]!r} is not a method that anybody may call here")
+        raise DeniedError(f"{method[:128]!r} is not a method of this server")
     values = [value for key, value in metadata if key == "authorization"]
     value = values[0] if len(values) == 1 and isinstance(values[0], str) else ""
     scheme, _, ticket = value.partition(" ")
@@ -282,7 +282,7 @@ def check_editor(claims: Claims) -> None:
 
 def _wrong_role(found: Role, allowed: frozenset[Role]) -> str:
     roles = ", ".join(sorted(role.value for role in allowed))
-    return f"a ticket of role {found.value} may not do that; needed: {roles}"
+    return f"a ticket of role {found.value} may not call this; needed: {roles}"
 
 
 def _refusing(code: grpc.StatusCode, error: ParamdError) -> Any:

@@ -64,7 +64,7 @@ async def copy_from_peer(rank: RankSidecar, entry: Entry, peer_rank: int, ticket
         if size_bytes != entry.size_bytes:
             raise UsageError(
                 f"copy_from_rank: rank {peer_rank} has {size_bytes:,} bytes of this edit, rank "
-                f"{rank.config.rank} needs {entry.size_bytes:,}; they do not hold the same pieces"
+                f"{rank.config.rank} needs {entry.size_bytes:,}; the ranks hold different pieces"
             )
         while (offset := entry.staged_bytes) < size_bytes:
             size = min(BLOCK_BYTES, size_bytes - offset)
@@ -75,7 +75,7 @@ async def copy_from_peer(rank: RankSidecar, entry: Entry, peer_rank: int, ticket
     if [digest.hex() for digest in entry.data_digests] != answer["data_digests"]:
         await rank.edits.drop(entry.edit_id)
         raise DataLossError(
-            f"copy_from_rank: what rank {peer_rank} has staged changed while it was copied; "
+            f"copy_from_rank: the data staged at rank {peer_rank} changed during the copy; "
             "stage it again"
         )
 
@@ -88,7 +88,7 @@ def share_message(entry: Entry) -> handover.Message:
     """
     if entry.phase not in (Phase.STAGED, Phase.READY) or entry.body is None:
         raise ConflictError(
-            f"edit {entry.edit_id} is {entry.phase.name}; only what is STAGED can be copied"
+            f"edit {entry.edit_id} is {entry.phase.name}; only STAGED edits can be copied"
         )
     return {
         "op": "shared",
@@ -103,7 +103,7 @@ def _socket_of(rank: RankSidecar, peer_rank: int) -> Path:
     peer, own = peers.get(peer_rank), peers.get(rank.config.rank)
     host = own.host_id if own is not None else host_id()
     if peer is None or peer_rank == rank.config.rank or not peer.socket_path:
-        raise UsageError(f"copy_from_rank: {peer_rank} is no other rank of this mesh")
+        raise UsageError(f"copy_from_rank: {peer_rank} is not another rank of this mesh")
     if kernel_of(peer.host_id) != kernel_of(host):
         raise UsageError(f"copy_from_rank: rank {peer_rank} is on another host; send its data")
     return Path(peer.socket_path)
@@ -137,7 +137,7 @@ def _reading(descriptor: int, position: int) -> Fill:
         while done < size_bytes:
             moved = os.preadv(descriptor, [target[done:]], position + begin + done)
             if not moved:
-                raise DataLossError("copy_from_rank: the peer's memory is shorter than it says")
+                raise DataLossError("copy_from_rank: the peer's memory is shorter than it claims")
             done += moved
 
     return fill
@@ -169,8 +169,8 @@ async def preview(rank: RankSidecar, entry: Entry, timeout_s: float) -> Preview:
         assert attached is not None
         if is_mirror(attached.page.words):
             raise ConflictError(
-                "previews need what the parameters are now, and these stay in the trainer's own "
-                "memory; summon them to compute what an edit would do, or apply and undo it"
+                "previews need the current parameters, which stay in the trainer's own memory; "
+                "summon them to compute what an edit would do, or apply and undo it"
             )
         assert edit is not None
         arena_bytes, memory = attached.request.arena_bytes, rank.edits.memory.buffer
@@ -233,12 +233,12 @@ def _reduce(
 def _check_staged(entry: Entry) -> None:
     if entry.phase is not Phase.STAGED:
         raise ConflictError(
-            f"edit {entry.edit_id} is {entry.phase.name}; only a STAGED one can be previewed"
+            f"edit {entry.edit_id} is {entry.phase.name}; only STAGED edits can be previewed"
         )
 
 
 _DATA_TAG = b"\x0a"
-_FIRST = "the first message names the manifest, and only the first"
+_FIRST = "the first message, and only the first, must have the manifest"
 
 
 def calls(rank: RankSidecar) -> CallTable:
@@ -311,7 +311,7 @@ def _part(message: bytes) -> pb.StageEditRequest | Chunk:
         if request is None or not request.HasField("manifest"):
             return parse_chunk(message)
     except DecodeError:
-        raise UsageError("the request is no paramd.v1.StageEditRequest") from None
+        raise UsageError("the request is not a paramd.v1.StageEditRequest") from None
     if request.data:
-        raise UsageError("data: the first message has the manifest alone; data follows it")
+        raise UsageError("data: the first message has only the manifest; data follows it")
     return request

@@ -101,7 +101,9 @@ class Exports:
     ) -> Message:
         first = await anext(requests, None)
         if first is None or not first.HasField("target"):
-            raise UsageError("the first message of a file must have its target and name")
+            raise UsageError(
+                "target: missing; the first message of a file must have target and name"
+            )
         place = self._place(first.target)
         data = bytearray(first.data)
         async for part in requests:
@@ -274,7 +276,7 @@ def _check_complete(plan: ExportPlan, request: export_pb2.FinishExportRequest) -
         if written.get(file.name) != file.size_bytes:
             raise UsageError(
                 f"files: {file.name} was planned with {file.size_bytes:,} bytes; "
-                f"{written.get(file.name)} are said to be written"
+                f"{written.get(file.name)} were reported written"
             )
 
 

@@ -183,16 +183,16 @@ class PeerMemory:
         try:
             chunk = await anext(self._stream)
         except StopAsyncIteration:
-            raise DataLossError(f"{self._who}: its stream ended too early") from None
+            raise DataLossError(f"{self._who}: its stream ended early") from None
         except grpc.aio.AioRpcError as error:
             raise error_of(error, self._who) from error
         if chunk.header is not None:
             if (chunk.header.incarnation, chunk.header.step) != self._state:
-                raise ConflictError(f"{self._who} sent another step than was pinned")
+                raise ConflictError(f"{self._who} sent another step than the pinned one")
             return
         chunk.check()
         if chunk.offset_bytes != self._at + len(self._rest):
-            raise DataLossError(f"{self._who} sent bytes that were not asked for")
+            raise DataLossError(f"{self._who} sent bytes that were not requested")
         self._at = chunk.offset_bytes
         self._rest = chunk.data
 
@@ -227,7 +227,9 @@ class Memories:
             for key, source in self._plan.sources.items():
                 for rank, spans in source.spans.items():
                     if (rank, key) not in pins:
-                        raise UsageError(f"pins: none of rank {rank} for {key or 'parameters'!r}")
+                        raise UsageError(
+                            f"pins: no snapshot of rank {rank} for {key or 'parameters'!r}"
+                        )
                     size_bytes = sum(end - begin for begin, end in spans)
                     found[rank, key] = await self._open(rank, pins[rank, key], size_bytes)
         except BaseException:
@@ -244,7 +246,7 @@ class Memories:
         peers = {peer.rank: peer for peer in self._rank.ready_mesh().peers}
         info = peers.get(number)
         if info is None:
-            raise UsageError(f"pins: rank {number} is not of this mesh")
+            raise UsageError(f"pins: rank {number} is not in this mesh")
         peer = PeerAddress(number, info.address, info.socket_path, info.host_id)
         if is_same_host(peer):
             ticket = CALLER_TICKET.get()
@@ -278,7 +280,7 @@ class Memories:
         if snapshot.size_bytes != size_bytes or snapshot.step != self._message.step:
             raise ConflictError(
                 f"snapshot {snapshot_id[:8]} holds {snapshot.size_bytes:,} bytes of step "
-                f"{snapshot.step}; planned were {size_bytes:,} of step {self._message.step}"
+                f"{snapshot.step}; the plan has {size_bytes:,} of step {self._message.step}"
             )
         store.hold(snapshot)
         self._stack.callback(store.drop, snapshot)
@@ -443,8 +445,8 @@ async def write_file(
                 yield written
         if digesting.size_bytes != job.file.size_bytes:
             raise DataLossError(
-                f"{job.file.name}: {digesting.size_bytes:,} bytes were made, planned were "
-                f"{job.file.size_bytes:,}"
+                f"{job.file.name}: {digesting.size_bytes:,} bytes written, {job.file.size_bytes:,} "
+                "planned"
             )
         rank.faults.at("export-file-written")
         await worker.run(partial(_finish, sink, place))

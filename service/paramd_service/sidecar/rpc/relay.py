@@ -253,7 +253,7 @@ class Gatherer:
                 continue
             chunk.check()
             if chunk.offset_bytes != begin + filled or filled + chunk.size_bytes > size_bytes:
-                raise DataLossError(f"rank {pin.rank} sent bytes that were not asked for")
+                raise DataLossError(f"rank {pin.rank} sent bytes that were not requested")
             data[filled : filled + chunk.size_bytes] = chunk.data
             filled += chunk.size_bytes
         if filled != size_bytes:
@@ -268,14 +268,14 @@ class Gatherer:
         if largest is not None and largest.size_bytes > budget:
             raise ExhaustedError(
                 f"{largest.name} has {largest.size_bytes:,} bytes, more than the sidecar's budget "
-                f"of {budget:,}; ask for a slice of it, or use a client that reads from all ranks"
+                f"of {budget:,}; request a slice of it, or use a client that reads from all ranks"
             )
 
     def document(self) -> JobDocument:
         """The job as this sidecar knows it, without a ticket of its own."""
         attached = self._rank.attached
         if attached is None:
-            raise UsageError("the trainer has gone")
+            raise UsageError("the trainer has ended")
         return JobDocument(
             job=self._rank.config.job,
             incarnation=attached.incarnation,

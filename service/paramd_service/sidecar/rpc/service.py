@@ -316,7 +316,7 @@ class SidecarServicer:
         except ParamdError as error:
             await abort_with(context, error)
         except TimeoutError:
-            await abort_with(context, DeadlineError("the work did not end within the deadline"))
+            await abort_with(context, DeadlineError("the call did not finish within its deadline"))
         except Exception as error:
             await abort_internal(context, error, self._rank.log)
 
@@ -439,4 +439,4 @@ def _parse(request_type: type[Message], data: bytes) -> Message:
     try:
         return request_type.FromString(data)
     except DecodeError:
-        raise UsageError(f"the request is no {request_type.DESCRIPTOR.full_name}") from None
+        raise UsageError(f"the request is not a {request_type.DESCRIPTOR.full_name}") from None

@@ -179,7 +179,7 @@ class _Connection:
         handler = self._handlers.get(message["op"])
         try:
             if handler is None:
-                raise UsageError(f"there is no op {message['op']!r}")
+                raise UsageError(f"unknown op {message['op']!r}")
             await handler(message, descriptors)
         except ParamdError as error:
             self._refuse(error)
@@ -216,7 +216,7 @@ class _Connection:
         # 0: the kernel could not name the peer in our pid namespace.
         if self._peer_pid not in (0, request.pid):
             raise DeniedError(
-                f"attach: process {self._peer_pid} says that it is process {request.pid}"
+                f"attach: process {self._peer_pid} claims to be process {request.pid}"
             )
 
     async def _mesh(self, message: dict[str, Any], descriptors: list[int]) -> None:
@@ -236,7 +236,7 @@ class _Connection:
 
     def _check_owner(self, op: str) -> None:
         if self._possession is None or self._possession is not self._rank.attached:
-            raise ConflictError(f"{op}: only the attached trainer may say that; attach first")
+            raise ConflictError(f"{op}: only the attached trainer may send that; attach first")
 
     def _caller(self, message: dict[str, Any]) -> Claims:
         self._rank.check_meant(message.get("rank"))
@@ -287,7 +287,7 @@ class _Connection:
     async def _window(self, message: dict[str, Any], descriptors: list[int]) -> None:
         windows = self._windows
         if windows is None:
-            raise UsageError("window: there are no windows yet; send stage first")
+            raise UsageError("window: no windows yet; send stage first")
         # Its thread may read the socket, since our reader is off while a message is served.
         await self._rank.edits.take(windows.entry, windows.arriving(self._socket, message))
         handover.send(self._socket, windows.taken())

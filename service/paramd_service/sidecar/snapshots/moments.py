@@ -68,8 +68,8 @@ class Moments:
         self.sweep()
         if self._source is not None or self._moving:
             raise ConflictError(
-                "another reader holds the optimizer's state of an earlier step; try again when it "
-                "is done"
+                "another reader holds the optimizer state of an earlier step; try again when it is "
+                "done"
             )
 
     def mirrored(self, snapshot: Snapshot) -> None:
@@ -102,7 +102,7 @@ class Moments:
         source = self._source
         if source is None or source.holders <= 0 or source.step != step:
             raise AbortedError(
-                f"optimizer state of step {step} is not mirrored here any more (passed); pin its "
+                f"optimizer state of step {step} is no longer mirrored here (passed); pin its "
                 "table again"
             )
         room = self._room(key)
@@ -129,11 +129,11 @@ class Moments:
         keys = self._table.get("keys", [])
         if key.state_key not in keys:
             known = ", ".join(map(str, keys)) or str(self._table.get("failure")) or "none"
-            raise NotFoundError(f"state_key: {key.state_key!r} is not there; known: {known}")
+            raise NotFoundError(f"state_key: no {key.state_key!r}; known: {known}")
         taken = self._taken.setdefault(key.state_key, [])
         for begin, end in key.spans:
             if any(begin < other_end and other < end for other, other_end in taken):
-                raise ConflictError("these bytes of the optimizer's state were pinned already")
+                raise ConflictError("these bytes of the optimizer state were already pinned")
         taken.extend(key.spans)
         return room_begin(keys.index(key.state_key), self._arena_bytes)
 

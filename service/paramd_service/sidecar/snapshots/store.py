@@ -214,7 +214,7 @@ class Charges:
         if is_new and others + needed_bytes > for_tokens:
             raise ExhaustedError(
                 f"a snapshot of {needed_bytes:,} bytes does not fit: tokens hold {others:,} of "
-                f"{for_tokens:,} bytes, and the rest of the snapshot budget is kept for the "
+                f"{for_tokens:,} bytes, and the rest of the snapshot budget is reserved for the "
                 "control plane and the owner; try again when other snapshots are released"
             )
 

@@ -318,7 +318,7 @@ class Stages:
         try:
             self._undo.close()
         except Exception:
-            log.exception("paramd: not all of a failed attach could be undone")
+            log.exception("paramd: a failed attach could not be undone completely")
 
     def _together(self, stage: Callable[[], dict[str, Any]]) -> list[dict[str, Any]]:
         """Run a stage on every rank; a failure on one is raised on all."""
@@ -349,7 +349,7 @@ def _fail_open(start: Callable[[], None]) -> None:
     except ConflictError:
         raise
     except (ParamdError, OSError, EOFError) as error:
-        log.warning("paramd: %s; training goes on, it is tried again", error)
+        log.warning("paramd: %s; training continues, paramd retries", error)
 
 
 def _introduce(page: ControlPage, identity: Identity, first_step: int) -> None:

@@ -304,7 +304,7 @@ class Boundary:
             elif not self._editor.failed and not self._home.check():
                 self._gate.rest(self._done, self._iteration, contents.digest())
         except Exception:
-            log.debug("paramd: the parameters cannot be looked at", exc_info=True)
+            log.debug("paramd: the parameters cannot be checked", exc_info=True)
 
     def _watch_rest(self) -> None:
         words = self._words
@@ -345,7 +345,7 @@ class Boundary:
             elif not self._why and not self._home.gathered():
                 self._say(LEFT_AT_REST)
         except Exception:
-            log.debug("paramd: the parameters cannot be looked at", exc_info=True)
+            log.debug("paramd: the parameters cannot be checked", exc_info=True)
         finally:
             self._lock.release()
 
@@ -426,7 +426,7 @@ class Boundary:
             self._patience -= 1
             return False
         names = self._home.take_back()
-        log.info("paramd: took %d parameters back, first %s", len(names), names[:1])
+        log.info("paramd: brought %d parameters back, first %s", len(names), names[:1])
         return True
 
     def _say(self, why: str) -> None:

@@ -267,7 +267,7 @@ class BoundaryHandler:
         try:
             return promise(self._words, self._agreed, lambda one: self._accept(one, now))
         except Exception:
-            log.exception("paramd: a boundary request could not be looked at")
+            log.exception("paramd: a boundary request could not be examined")
             return NOTHING
 
     def _accept(self, request: Request, now: bool) -> bool:

@@ -220,7 +220,7 @@ class Moments:
                 if number is not None:
                     scalars[key] = number
                 elif value is not None:
-                    left_out[key] = "it has not the parameter's local shape"
+                    left_out[key] = "it does not have the parameter's local shape"
             elif key not in keys:
                 left_out[key] = f"only {MOMENT_ROOMS} kinds of state are mirrored"
             elif moment.itemsize != one.local.itemsize:
@@ -244,7 +244,7 @@ class Moments:
         begin = MOMENT_ROOMS * self._room_bytes
         data = zlib.compress(json.dumps(table, allow_nan=False).encode(), 1)
         if len(data) > ROOM_EXTRA_BYTES - _LENGTH.size:
-            failure = f"its table takes {len(data):,} bytes, more than there is room for"
+            failure = f"its table takes {len(data):,} bytes, more than there is space for"
             table = {**table, "keys": [], "params": [], "groups": [], "failure": failure}
             data = zlib.compress(json.dumps(table, allow_nan=False).encode(), 1)
         self._memory.reserve(begin, begin + pages(_LENGTH.size + len(data)))

@@ -184,7 +184,7 @@ class SidecarLink:
         except UsageError as error:
             for descriptor in fds:
                 os.close(descriptor)
-            raise ConflictError(f"the sidecar handed over what cannot be used: {error}") from error
+            raise ConflictError(f"the sidecar handed over unusable descriptors: {error}") from error
 
     def _send_mesh(self) -> None:
         assert self._mesh is not None

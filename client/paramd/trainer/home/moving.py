@@ -298,7 +298,7 @@ def evict(
     if has_unseen_users([t for t in inside if t.untyped_storage()._cdata in touched]):
         raise ConflictError(
             "parameters were replaced while their old memory is in use by something that Python "
-            "does not show, such as a graph that awaits its backward; it is tried again"
+            "does not show, such as a graph that awaits its backward; retrying"
         )
     copies: dict[int, torch.Tensor] = {}
     moves = []

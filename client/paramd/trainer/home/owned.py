@@ -248,7 +248,7 @@ class ParameterStorage:
             ConflictError: the model has changed since the constructor, or is already inside.
         """
         if self._bases:
-            raise ConflictError("the parameters are in an arena already; detach first")
+            raise ConflictError("the parameters are already in an arena; detach first")
         check_arena(arena, self.arena_bytes)
         shards = find_shards(self._model)
         alive = list(live_tensors())

@@ -164,7 +164,7 @@ def find_places() -> Places | None:
         )
         return places if all(_notices(places, change) for change in CHANGES) else None
     except Exception as error:
-        log.debug("paramd: there are no glances here: %r", error)
+        log.debug("paramd: glances are not available: %r", error)
         return None
 
 

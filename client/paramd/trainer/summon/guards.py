@@ -105,6 +105,6 @@ def check_not_summoned(places: Iterable[tuple[nn.Module, str]]) -> None:
         inside = summoned.get((id(module), name))
         if inside is not None:
             raise ConflictError(
-                f"parameter {inside!r} is summoned already by a surrounding summon_full_params; "
+                f"parameter {inside!r} is already summoned by a surrounding summon_full_params; "
                 "leave that block first"
             )

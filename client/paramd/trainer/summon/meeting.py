@@ -320,7 +320,7 @@ class Rendezvous:
         missing = [rank for rank in self._ranks if not self._has(number, part, str(rank))]
         return _Verdict(
             "failed",
-            f"ranks {missing} of {len(self._ranks)} did not come in {timeout_s:g} s; every rank "
+            f"ranks {missing} of {len(self._ranks)} did not arrive in {timeout_s:g} s; every rank "
             "must call it at the same place",
         )
 

@@ -1,20 +1,14 @@
-"""A shared cap: a part of it is reserved, and no token can take all of the rest.
+"""Admission: shares of a cap, the revocation list, and a place for every gRPC call.
 
 A quarter of every cap is reserved for the control plane and the owner. One token gets at most
-half of the rest, so that its holder can exhaust its own share and nothing else.
+half of the rest, so that its holder can exhaust its own share and nothing else. Calls that need
+no ticket have places of their own, so that strangers who hold streams open cannot lock out
+ticket holders.
 
-A bounded revocation list: tokens whose unexpired tickets are no longer good.
-
-Tickets are verified offline, so verifiers must be told what was revoked. An id is kept only as
-long as tickets of its token can be valid. When the list overflows, every ticket given for a
-token before that moment is refused: holders of good tokens get new ones, and nothing that was
-revoked comes back.
-
-Admission in both gRPC servers: every call takes a place, and its request must be readable.
-
-Calls that need no ticket have places of their own, so that strangers who hold streams open
-cannot lock out ticket holders; the other places are shared by token. Malformed requests are
-refused as such: gRPC itself would log a traceback for each, and answer UNKNOWN.
+Tickets are verified offline, so verifiers must learn which tokens were revoked. An id is kept
+only as long as tickets of its token can be valid. When the list overflows, every ticket issued
+for a token before that moment is refused: holders of good tokens get new ones, and nothing that
+was revoked comes back.
 """
 
 from __future__ import annotations
@@ -37,17 +31,17 @@ from paramd.errors import DeniedError, ExhaustedError, ParamdError, UsageError, 
 from paramd.security.tickets import Claims
 
 Who: TypeAlias = str | None
-"""A token; None: the control plane or the owner."""
+"""A token id; None: the control plane or the owner."""
 
 CALLER: ContextVar[Who] = ContextVar("paramd_caller_token", default=None)
-"""On whose behalf this task runs, and the tasks that it started."""
+"""Caller that this task works for, inherited by tasks it starts."""
 
 
 class Shares:
-    """Counts how much of a cap is taken, and by whom. Use on one thread."""
+    """How much of a cap is taken, and by which token. Not thread-safe."""
 
     def __init__(self, capacity: int, what: str) -> None:
-        """`what` is counted, as errors name it: "calls", for example."""
+        """`what` names the counted things in errors, for example "calls"."""
         self.capacity = capacity
         self._what = what
         self._for_tokens = capacity - capacity // 4
@@ -57,38 +51,33 @@ class Shares:
 
     @property
     def taken(self) -> int:
-        """Taken by all together."""
+        """Taken by all callers together."""
         return self._taken.total()
 
-    def taken_by(self, who: Who) -> int:
-        """Taken by `who`."""
-        return self._taken[who]
-
     def check(self, who: Who, amount: int = 1) -> None:
-        """Raise ExhaustedError if `amount` more is not available, saying whose limit was hit."""
+        """Raise ExhaustedError, naming the limit hit, if `amount` more is not available."""
         taken = self.taken
         if taken + amount > self.capacity:
             raise ExhaustedError(
                 f"{taken:,} of {self.capacity:,} {self._what} are taken, and {amount:,} more are "
-                "wanted; try again when others have ended"
+                "requested; try again when others have ended"
             )
         if who is None:
             return
         if self._taken[who] + amount > self.share:
             raise ExhaustedError(
-                f"your token has {self._taken[who]:,} {self._what}, its share of "
-                f"{self.capacity:,} is {self.share:,}, and {amount:,} more are wanted; end some "
-                "of them first"
+                f"your token has {self._taken[who]:,} {self._what} of its share of {self.share:,} "
+                f"(of {self.capacity:,} in all), {amount:,} more requested; end some first"
             )
         if taken - self._taken[None] + amount > self._for_tokens:
             raise ExhaustedError(
                 f"tokens have {taken - self._taken[None]:,} {self._what}, and the rest of "
-                f"{self.capacity:,} is kept for the control plane and the owner; try again in a "
-                "moment"
+                f"{self.capacity:,} is reserved for the control plane and the owner; try again "
+                "shortly"
             )
 
     def count(self, who: Who, amount: int = 1) -> None:
-        """Count what is already taken, regardless of the cap."""
+        """Count what is already taken, even beyond the cap."""
         self._taken[who] += amount
 
     def take(self, who: Who, amount: int = 1) -> None:
@@ -120,24 +109,24 @@ MAX_ID_CHARS: Final = 64
 
 
 class TokenRevokedError(DeniedError):
-    """The ticket is genuine and has not expired, but its token is no longer good."""
+    """The ticket is genuine and unexpired, but its token was revoked or has expired."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Notice:
-    """What a listener has not heard yet."""
+    """Revocations that a listener has not received yet."""
 
     token_ids: tuple[str, ...]
     keep_s: float
     """How long to keep the ids, from now on; 0 if there are none."""
     refused_before_s: float
-    """Tickets given for a token before this are refused; seconds since the Unix epoch, or 0."""
+    """Tickets issued for a token before this are refused; seconds since the Unix epoch, or 0."""
     serial: int
-    """The serial that the listener has reached with it."""
+    """The listener's serial after applying it."""
 
 
 class RevokedTokens:
-    """The revocation list. Use on one thread."""
+    """The revocation list. Not thread-safe."""
 
     def __init__(
         self,
@@ -162,11 +151,11 @@ class RevokedTokens:
 
     @property
     def refused_before_s(self) -> float:
-        """Tickets given for a token before this time are refused; 0 if there is none."""
+        """Tickets issued for a token before this time are refused; 0: none."""
         return self._refused_before_s
 
     def learn(self, keep_s: Mapping[str, float], *, refused_before_s: float = 0.0) -> bool:
-        """Refuse tickets of these tokens for that many seconds each; return whether any was new."""
+        """Refuse tickets of these tokens, each for its seconds; return whether any is new."""
         now_s, before = self._clock(), self.serial
         for token_id in [key for key, (until_s, _) in self._kept.items() if until_s <= now_s]:
             del self._kept[token_id]
@@ -176,7 +165,7 @@ class RevokedTokens:
             until_s, heard = known if known is not None else (now_s, self.serial)
             self._kept[token_id] = (max(until_s, now_s + for_s), heard)
         while len(self._kept) > MAX_REVOKED:
-            # Forgetting an id would readmit its tickets: refuse all that were given until now.
+            # Forgetting an id would readmit its tickets: refuse all issued until now.
             self._kept.popitem(last=False)
             refused_before_s = max(refused_before_s, self._wall_clock())
         if refused_before_s > self._refused_before_s:
@@ -185,7 +174,7 @@ class RevokedTokens:
         return self.serial > before
 
     def since(self, serial: int) -> Notice:
-        """What was learnt after `serial`; with 0, everything that is still kept."""
+        """Revocations after `serial`; 0: all still kept."""
         now_s = self._clock()
         news = [
             (token_id, until_s - now_s)
@@ -200,7 +189,7 @@ class RevokedTokens:
         )
 
     def refuses(self, claims: Claims) -> bool:
-        """Whether the ticket's token is no longer good."""
+        """Whether the ticket's token was revoked."""
         if claims.token_id is None:
             return False
         return claims.token_id in self or claims.issued_s < self._refused_before_s
@@ -209,8 +198,8 @@ class RevokedTokens:
         """Raise TokenRevokedError if `refuses` says so."""
         if self.refuses(claims):
             raise TokenRevokedError(
-                "the token that this ticket was given for has been revoked or has expired; ask "
-                "an admin for another one (paramd token create), then connect again"
+                "the token behind this ticket has been revoked or has expired; ask an admin for a "
+                "new one (paramd token create), then connect again"
             )
 
 
@@ -221,7 +210,7 @@ CONNECTION_OPTIONS: Final[tuple[tuple[str, int], ...]] = (
     # Drop connections that stay silent: no HTTP/2, or no call.
     ("grpc.server_handshake_timeout_ms", 10_000),
     ("grpc.max_connection_idle_ms", 300_000),
-    # What a stranger may reset and open again without being served is not worth remembering.
+    # Bounds what a stranger can hold by resetting streams and opening new ones.
     ("grpc.max_concurrent_streams", 256),
     ("grpc.max_metadata_size", 16 << 10),
 )
@@ -233,10 +222,10 @@ Continuation: TypeAlias = Callable[
 
 
 def raise_descriptor_limit() -> None:
-    """Allow as many descriptors as the operator permits: gRPC has no cap on connections, and
-    accepts none without a descriptor.
+    """Raise the soft limit on descriptors to the hard one.
 
-    A process started from a shell has 1,024, which idle strangers would use up.
+    gRPC has no cap on connections, and a shell's default of 1,024 descriptors is soon used up by
+    idle strangers.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != hard:
@@ -244,7 +233,7 @@ def raise_descriptor_limit() -> None:
 
 
 class Doors(grpc.aio.ServerInterceptor):
-    """Runs after the interceptor that identifies the caller."""
+    """Admits calls. Must run after the interceptor that identifies the caller."""
 
     def __init__(
         self,
@@ -254,7 +243,7 @@ class Doors(grpc.aio.ServerInterceptor):
         calls: Shares,
         who: Callable[[], Who],
     ) -> None:
-        """`counted`: which other methods take a place of `calls`; `who`: the current caller."""
+        """`counted`: whether another method takes a place of `calls`; `who`: the current caller."""
         self._open_methods = open_methods
         self._counted = counted
         self._calls = calls
@@ -273,12 +262,15 @@ class Doors(grpc.aio.ServerInterceptor):
         if self._counted(method):
             return _Guarded(handler, method, lambda: self._calls.one(self._who())).handler()
         if handler.request_deserializer is None:
-            return handler  # it parses its own bytes
+            return handler  # parses its own bytes
         return _Guarded(handler, method, nullcontext).handler()
 
 
 class _Guarded:
-    """A handler whose requests are parsed here, and whose place is held while it runs."""
+    """Parses a handler's requests, and holds its place while it runs.
+
+    gRPC itself would log a traceback for each malformed request, and answer UNKNOWN.
+    """
 
     def __init__(
         self, inner: Handler, method: str, place: Callable[[], AbstractContextManager[None]]
@@ -315,7 +307,7 @@ class _Guarded:
             with self._place():
                 answers = behavior(self._requests(incoming, context), context)
                 if not hasattr(answers, "__aiter__"):
-                    await answers  # it writes by itself
+                    await answers  # writes by itself
                     return
                 async for answer in answers:
                     await context.write(answer)
@@ -341,7 +333,7 @@ class _Guarded:
         try:
             return self._inner.request_deserializer(data)
         except DecodeError:
-            raise UsageError(f"the request cannot be read as one of {self._method[:128]}") from None
+            raise UsageError(f"the request is not a message of {self._method[:128]}") from None
 
 
 async def _abort(context: Any, error: ParamdError) -> None:

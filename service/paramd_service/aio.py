@@ -1,4 +1,4 @@
-"""Awaiting work that cannot be stopped, and several works at once."""
+"""Await work that cannot be stopped, and several pieces of work at once."""
 
 from __future__ import annotations
 
@@ -11,8 +11,7 @@ Result = TypeVar("Result")
 
 
 async def all_of(works: Iterable[Coroutine[Any, Any, object]]) -> None:
-    """Run them concurrently. The first error cancels the others and is raised as it is, in no
-    group: the caller learns what went wrong, not that some group failed."""
+    """Run them concurrently; the first error cancels the others and is raised bare, in no group."""
     try:
         async with asyncio.TaskGroup() as group:
             for work in works:
@@ -26,15 +25,15 @@ async def uncancelled(
 ) -> Result:
     """Await work on a thread; cancellation, however often, takes effect only once it has ended.
 
-    The thread uses memory or descriptors that the caller releases afterwards. `on_cancel` may
-    ask it to end early. An error after that is dropped: nobody waits for it.
+    For threads that use memory or descriptors which the caller releases afterwards. `on_cancel`
+    may ask the work to end early; its errors after cancellation are dropped.
     """
     running = asyncio.ensure_future(work)
     try:
         return await asyncio.shield(running)
     except asyncio.CancelledError:
         on_cancel()
-        # A call that timed out is cancelled by us, and again by gRPC.
+        # A timed-out call is cancelled twice: by us, then by gRPC.
         while not running.done():
             with suppress(asyncio.CancelledError):
                 await asyncio.wait([running])

@@ -26,7 +26,7 @@ HIDDEN = "(hidden)"
 QUIET = ("httpx2", "httpcore2", "asyncio", "alembic", "sqlalchemy")
 """Loggers silenced below WARNING: some log URLs, and URLs may hold secrets."""
 
-# Users' tokens, whatever follows "Bearer", signed tickets, and credentials in URLs.
+# User tokens, anything after "Bearer", signed tickets, and credentials in URLs.
 _SECRETS = re.compile(
     r"pmd_[A-Za-z0-9_-]{20,}|(?<=[Bb]earer )[^\s'\"]+|eyJ[\w-]{10,}\.[\w-]{10,}\.[\w-]{20,}"
     r"|(?<=://)[^/\s:@]+:[^/\s@]+(?=@)"
@@ -78,7 +78,7 @@ class Changes:
         self._said: dict[str, str] = {}
 
     def changed(self, subject: str, reason: str) -> bool:
-        """Whether `reason` is new; "" means that all is well again."""
+        """Whether `reason` is new; "" means recovered."""
         before = self._said.get(subject, "")
         if reason:
             self._said[subject] = reason
@@ -93,7 +93,7 @@ def configure(
     """Send all log lines of this process to `stream`, standard error by default.
 
     Returns:
-        The formatter, which can be told of secrets to hide.
+        The formatter; its `hide` takes secrets.
 
     Raises:
         ValueError: there is no such level.

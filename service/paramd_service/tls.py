@@ -98,7 +98,7 @@ class _Loaded:
 
 
 class ServerTls:
-    """TLS of one server. Credentials made here follow the files."""
+    """TLS of one server; its credentials follow the files as they are replaced."""
 
     def __init__(self, files: TlsFiles) -> None:
         """Read the files. Raises UsageError if they are unusable."""
@@ -210,7 +210,7 @@ def grpc_address(host: str, port: int, *, tls: bool) -> str:
 
 
 def _load(files: TlsFiles) -> _Loaded:
-    # Imported only with TLS: they are a tenth of a sidecar.
+    # Imported only with TLS: a tenth of a sidecar's memory.
     from cryptography import x509
     from cryptography.hazmat.primitives.serialization import load_pem_private_key
 
@@ -224,7 +224,7 @@ def _load(files: TlsFiles) -> _Loaded:
         if client_ca is not None:
             x509.load_pem_x509_certificates(client_ca)
     except (ValueError, TypeError) as error:
-        # Not the error's own text, which may quote the file.
+        # Not the error's text, which may quote the key.
         raise UsageError(
             f"TLS: {files.cert}, {files.key} or the client CA is no PEM that can be read "
             f"({type(error).__name__}); keys must not be encrypted"

@@ -39,7 +39,7 @@ from paramd_service.sidecar.rpc.control_link import Joining
 from paramd_service.sidecar.rpc.gateway import Gateway
 from paramd_service.sidecar.rpc.grpc_server import GrpcServer
 from paramd_service.sidecar.rpc.unix_server import UnixServer
-from paramd_service.sidecar.snapshots.store import MemfdBlocks
+from paramd_service.sidecar.snapshots.store import BlockMaker
 from tests.fuzz.messages import Choices, fill, pick
 from tests.integration.fake_trainer import SIGNER, FakeTrainer, TrainerSettings, attach, layout_of
 
@@ -92,7 +92,7 @@ class Servers:
         self.generation = jobs.terms.generation
         self.rank = RankSidecar(
             SidecarConfig(job=JOB, rank=0, socket_path=self.folder / "run" / "rank-0.sock"),
-            blocks=MemfdBlocks(ThreadPoolExecutor(1)),
+            blocks=BlockMaker(ThreadPoolExecutor(1)),
             executor=ThreadPoolExecutor(1),
             stats_executor=ThreadPoolExecutor(1),
             faults=Faults(""),

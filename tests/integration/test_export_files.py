@@ -176,7 +176,7 @@ def test_what_stands_there_is_replaced_only_when_asked(mesh: StillMesh, tmp_path
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "notes.txt").write_text("do not lose")
     foreign = mesh.target(tmp_path, "mine", overwrite=True)
-    assert "no export of paramd" in refused(precondition, mesh.begin, foreign)
+    assert "not a paramd export" in refused(precondition, mesh.begin, foreign)
     assert (tmp_path / "mine" / "notes.txt").read_text() == "do not lose"
     mesh.drop(first, finished=True)
     assert (tmp_path / "key").is_dir(), "another export stands there"

@@ -218,7 +218,7 @@ def test_only_one_export_at_a_time_has_a_key(store: Store) -> None:
     one.begin(0)
     one.begin(0)
     other = store.place("key")
-    with pytest.raises(ConflictError, match="under way"):
+    with pytest.raises(ConflictError, match="in progress"):
         other.begin(0)
     other.drop([], finished=False)
     assert store.names() == {"pre/key/.paramd-export"}

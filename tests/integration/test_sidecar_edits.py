@@ -151,7 +151,7 @@ def test_what_is_wrong_with_an_edit_is_said_and_nothing_is_kept(shared: Editing)
     bad[700, 3] = float("nan")
     invalid = grpc.StatusCode.INVALID_ARGUMENT
     refused(invalid, "holds NaN.*element 700003", one.stage, one.manifest(0x30), bytes_of(bad))
-    refused(grpc.StatusCode.NOT_FOUND, "nothing is known", one.progress, 0x30)
+    refused(grpc.StatusCode.NOT_FOUND, "is unknown on this rank", one.progress, 0x30)
     refused(grpc.StatusCode.NOT_FOUND, "no parameter", one.stage,
             one.manifest(0x31, [EditOp(fqn="x", kind=EditKind.FILL)]))  # fmt: skip
     out = [EditOp(fqn="b", box=Box((0,), (1001,)), kind=EditKind.FILL)]
@@ -181,7 +181,7 @@ def test_a_broken_chunk_costs_itself_and_staging_goes_on_behind_the_last_good_on
     progress = one.progress(0x40)
     assert (progress.phase, progress.staged_bytes) == (pb.EDIT_PHASE_STAGING, 2 << 20)
     assert not progress.data_digests
-    refused(grpc.StatusCode.INVALID_ARGUMENT, "go on there", one.stage, manifest, data, 3 << 20)
+    refused(grpc.StatusCode.INVALID_ARGUMENT, "continue there", one.stage, manifest, data, 3 << 20)
     progress = one.stage(manifest, data, progress.staged_bytes)
     assert progress.phase == pb.EDIT_PHASE_STAGED
     assert progress.data_digests == [xxhash.xxh3_128_digest(data)]
@@ -199,7 +199,7 @@ def test_clients_that_stage_at_once_do_not_mix(shared: Editing) -> None:
         staged = [future.result() for future in found[:2] if future.exception() is None]
         again = found[2].exception()
     # The two of one id may overtake each other; who is behind is told where to go on.
-    assert again is None or "go on there" in str(again) or len(staged) < 2
+    assert again is None or "continue there" in str(again) or len(staged) < 2
     for n in (0, 1):
         progress = one.progress(0x50 + n)
         data = bytes_of(matrix(n))
@@ -299,7 +299,7 @@ def test_bytes_that_change_in_a_window_are_verified_as_they_were_taken(shared: E
             assert bool(torch.isfinite(one.w).all())
         else:
             assert "NaN" in answer["message"]
-            refused(grpc.StatusCode.NOT_FOUND, "nothing is known", one.progress, 0x70)
+            refused(grpc.StatusCode.NOT_FOUND, "is unknown on this rank", one.progress, 0x70)
 
 
 def test_a_replica_of_the_same_host_takes_the_data_from_its_peer(tmp_path: Path) -> None:
@@ -315,7 +315,7 @@ def test_a_replica_of_the_same_host_takes_the_data_from_its_peer(tmp_path: Path)
         wanted = matrix(8)
         manifest = zero.manifest(1)
         zero.stage(manifest, bytes_of(wanted)[: 1 << 20])
-        refused(grpc.StatusCode.FAILED_PRECONDITION, "only what is STAGED", one.stage, manifest,
+        refused(grpc.StatusCode.FAILED_PRECONDITION, "only STAGED edits", one.stage, manifest,
                 copy_from_rank=0)  # fmt: skip
         staged = zero.stage(manifest, bytes_of(wanted), 1 << 20)
         copied = one.stage(manifest, copy_from_rank=0)
@@ -323,7 +323,7 @@ def test_a_replica_of_the_same_host_takes_the_data_from_its_peer(tmp_path: Path)
         assert copied.data_digests == staged.data_digests
         assert one.commit(1, 1).captured
         assert torch.equal(one.w, wanted)
-        refused(grpc.StatusCode.INVALID_ARGUMENT, "no other rank", one.stage, one.manifest(2),
+        refused(grpc.StatusCode.INVALID_ARGUMENT, "not another rank", one.stage, one.manifest(2),
                 copy_from_rank=5)  # fmt: skip
 
 
@@ -360,7 +360,7 @@ def finish(
     """What the successor says, and that it can go on from there to the same end."""
     number = 1
     if point == "edit-staging":
-        refused(grpc.StatusCode.NOT_FOUND, "nothing is known", one.progress, 1)
+        refused(grpc.StatusCode.NOT_FOUND, "is unknown on this rank", one.progress, 1)
         assert one.stage(manifest, data).phase == pb.EDIT_PHASE_STAGED
     elif point != "edit-applied":
         # Where it was ready, no trainer has seen the request: READY is written after it.

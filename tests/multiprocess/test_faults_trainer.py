@@ -49,7 +49,7 @@ def test_stopped_and_dead_trainers_are_served_and_their_successors_fence_them(
             wait_until(lambda: phases(mesh) == ["orphaned"] * 2, "the end is noticed")
             assert_served(mesh, step)
             refused = ask(mesh, summon_stamps(buffers=True))
-            assert "no boundary will come" in refused.reason
+            assert "no further boundary" in refused.reason
             assert refused.seconds < allowed_s()
             old = pinned_by_hand(mesh)
             (tmp_path / "rest").unlink()

@@ -82,7 +82,7 @@ def test_all_doors_lead_to_boundaries_and_none_past_them(
         wait_until(lambda: ask(mesh, stats_of_stamps).right, "training goes on")
         rest(ranks, tmp_path)
         ranks[1].process.send_signal(signal.SIGKILL)
-        wait_until(lambda: "its own memory and went with it" in refusal(mesh), "it is told")
+        wait_until(lambda: "its own memory and are lost" in refusal(mesh), "it is told")
         ranks[0].process.send_signal(signal.SIGKILL)
 
 

@@ -23,11 +23,11 @@ LAST_ROUND_S = 1.0
 """How long an exiting process waits for the other ranks to reach its last boundary."""
 
 SETTLE_S = 0.05
-"""How long threads still dropping a finished collective's tensors are given the GIL."""
+"""How long to yield the GIL to threads that still drop a finished collective's tensors."""
 
 
 class Leaver(Protocol):
-    """Something with a step to run at interpreter exit."""
+    """An object with work to do at interpreter exit."""
 
     def leave(self) -> None:
         """Run in the main thread before the interpreter finalizes; must be short."""

@@ -4,7 +4,7 @@
                           "cloud": {"root": "s3://bucket/prefix", "region": "eu-west-1"}}'
 
 A client names "checkpoints/run-7/step-100": a destination and a relative key. Nothing else
-that it sends is used to open anything, and the key is checked here before that.
+it sends is ever opened, and the key is checked here first.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ MAX_KEY_BYTES = 512
 MAX_SEGMENTS = 16
 MAX_SEGMENT_BYTES = 128
 OPTIONS = frozenset({"endpoint", "region", "allow_http", "virtual_hosted_style_request"})
-"""Settings of an object store. Credentials come from the environment of the opening process."""
+"""Options of an object store, apart from credentials (see object_store.py)."""
 
 _NAME = re.compile(r"[a-z0-9][a-z0-9_-]{0,63}")
-# ASCII letters, digits and a few signs; so no escapes, schemes, blanks or separators.
+# Leaves no room for escapes, schemes, blanks or separators.
 _SEGMENT = re.compile(r"[A-Za-z0-9_](?:[A-Za-z0-9._=+-]*[A-Za-z0-9_=+-])?")
 _BUCKET = re.compile(r"[a-z0-9][a-z0-9.-]{1,61}[a-z0-9]")
-# Windows device names, with any extension: a share may be served to such a machine.
+# Windows device names, with any extension: the directory may be a share that Windows reads.
 _DEVICE = re.compile(r"(?:CON|PRN|AUX|NUL|COM[0-9]|LPT[0-9]|CONIN|CONOUT|CLOCK)(?:\.|$)", re.I)
 
 
@@ -41,7 +41,7 @@ class DestinationKind(Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Destination:
-    """One configured place."""
+    """One configured destination."""
 
     name: str
     kind: DestinationKind
@@ -70,9 +70,9 @@ def destinations_of(text: str) -> dict[str, Destination]:
     try:
         table = json.loads(text)
     except ValueError as error:
-        raise UsageError(f"{ENVIRONMENT}: no JSON ({error})") from None
+        raise UsageError(f"{ENVIRONMENT}: invalid JSON ({error})") from None
     if not isinstance(table, dict):
-        raise UsageError(f"{ENVIRONMENT}: expected an object of names and roots")
+        raise UsageError(f"{ENVIRONMENT}: expected a JSON object of names and roots")
     return parse_destinations(table)
 
 
@@ -93,7 +93,7 @@ def locate(destinations: Mapping[str, Destination], text: str) -> tuple[Destinat
     found = destinations.get(name)
     if found is None:
         known = ", ".join(sorted(destinations)) or "none is configured"
-        raise NotFoundError(f"there is no destination {name!r}; known: {known}")
+        raise NotFoundError(f"no destination {name!r}; known: {known}")
     return found, key
 
 
@@ -101,12 +101,12 @@ def check_key(key: str) -> tuple[str, ...]:
     """Check a relative key; return its segments.
 
     Raises:
-        UsageError: it is anything but plain names joined by single slashes.
+        UsageError: not plain names joined by single slashes.
     """
     segments = tuple(key.split("/"))
     if len(key) > MAX_KEY_BYTES or len(segments) > MAX_SEGMENTS:
         raise UsageError(
-            f"the key has {len(key)} characters in {len(segments)} parts; expected at most "
+            f"key: {len(key)} characters in {len(segments)} parts; expected at most "
             f"{MAX_KEY_BYTES} in {MAX_SEGMENTS}"
         )
     for segment in segments:
@@ -123,9 +123,9 @@ def check_file_name(name: str) -> str:
     plain = _SEGMENT.fullmatch(name) is not None and len(name) <= MAX_SEGMENT_BYTES
     if not plain or _DEVICE.match(name):
         raise UsageError(
-            f"{name[:80]!r} cannot be a part of a key: expected 1 to {MAX_SEGMENT_BYTES} of the "
-            "characters A-Z a-z 0-9 _ . = + -, beginning with a letter, a digit or '_', not "
-            "ending with a dot, and no name of a device"
+            f"{name[:80]!r} is not a valid part of a key: expected 1 to {MAX_SEGMENT_BYTES} of the "
+            "characters A-Z a-z 0-9 _ . = + -, starting with a letter, a digit or '_', not "
+            "ending with a dot, and not a Windows device name"
         )
     return name
 
@@ -140,14 +140,14 @@ def _destination(name: str, value: object) -> Destination:
     kind, root = parse_root(table["root"], name)
     if set(options) - OPTIONS or (options and kind is DestinationKind.DIRECTORY):
         raise UsageError(
-            f"destination {name!r}: {', '.join(sorted(options))}; an object store takes "
-            f"{', '.join(sorted(OPTIONS))}, a directory nothing"
+            f"destination {name!r}: options {', '.join(sorted(options))}; an object store takes "
+            f"{', '.join(sorted(OPTIONS))}, a directory none"
         )
     return Destination(name=name, kind=kind, root=root, options=options)
 
 
 def parse_root(text: str, name: str) -> tuple[DestinationKind, str]:
-    """The kind of a root, and its canonical form.
+    """Kind and canonical form of a root.
 
     Raises:
         UsageError: neither an absolute path nor "s3://bucket/prefix".

@@ -1,4 +1,4 @@
-"""Exports into a directory: written into a hidden sibling, synced, renamed.
+"""Exports to a directory: written to a hidden sibling, synced, renamed.
 
 Every name below the root is opened relative to its parent and never through a symbolic
 link, so nothing outside the root can be reached, whoever else writes there.
@@ -61,7 +61,7 @@ def open_file(parent: int, folder_name: str, name: str) -> int:
 
 
 def export_id_at(parent: int, folder_name: str) -> str | None:
-    """The id of the export that is there; None if it is not one."""
+    """The id of the export in that folder; None if it is not one."""
     try:
         file = open_file(parent, folder_name, MANIFEST)
     except OSError:
@@ -84,7 +84,7 @@ def check_sizes(folder: int, sizes: Mapping[str, int]) -> None:
 
 
 def remove(parent: int, name: str) -> None:
-    """Remove a directory of plain files, and its subdirectories if somebody made any."""
+    """Remove a directory of plain files, and any subdirectories."""
     try:
         folder = os.open(name, DIRECTORY, dir_fd=parent)
     except FileNotFoundError:
@@ -114,7 +114,7 @@ def rename(parent: int, source: str, target: str, flags: int) -> bool:
 
 
 class DirectorySink:
-    """A file under a temporary name until it is whole."""
+    """A file, under a temporary name until it is complete."""
 
     def __init__(self, folder: int, name: str) -> None:
         """Takes ownership of the descriptor `folder`."""
@@ -132,7 +132,7 @@ class DirectorySink:
             self._written += written
             data = data[written:]
         if self._written - self._begun >= _WRITEBACK_BYTES:
-            # Start writeback now, instead of at the end when everyone would wait for it.
+            # Start writeback now, so that the final fsync is short.
             size = self._written - self._begun
             _libc.sync_file_range(self._file, self._begun, size, _SYNC_FILE_RANGE_WRITE)
             self._begun = self._written
@@ -187,8 +187,8 @@ class DirectoryPlace:
             free_bytes = found.f_bavail * found.f_frsize
             if free_bytes < size_bytes:
                 raise ExhaustedError(
-                    f"{self._target.destination}: {size_bytes:,} bytes are needed, {free_bytes:,} "
-                    "are free there; free some or export elsewhere"
+                    f"{self._target.destination}: {size_bytes:,} bytes needed, {free_bytes:,} "
+                    "free; free some space or export elsewhere"
                 )
             with suppress(FileExistsError):
                 os.mkdir(self._hidden, dir_fd=parent)
@@ -235,13 +235,15 @@ class DirectoryPlace:
             os.fsync(parent)
 
     def explain(self, error: BaseException) -> ParamdError:
-        return explained(error, self._target) if isinstance(error, OSError) else _unknown(error)
+        if isinstance(error, OSError):
+            return explained(error, self._target)
+        return UnreachableError(f"the destination failed: {error}")
 
     def drop(self, names: Sequence[str], *, finished: bool) -> None:
         with self._explained(), suppress(FileNotFoundError), self._parent() as parent:
             remove(parent, self._hidden)
             if finished and self._is_ours(parent):
-                # Out of sight at once: nobody finds a half-removed export.
+                # Hidden first, so that no reader finds a half-removed export.
                 os.rename(self._last, self._hidden, src_dir_fd=parent, dst_dir_fd=parent)
                 remove(parent, self._hidden)
             os.fsync(parent)
@@ -251,9 +253,9 @@ class DirectoryPlace:
             return
         self._check_free(parent)
         if rename(parent, self._hidden, self._last, EXCHANGE):
-            remove(parent, self._hidden)  # what stood there before
+            remove(parent, self._hidden)  # the replaced export
             return
-        # No exchange on this file system: for a moment nothing is there.
+        # This file system has no RENAME_EXCHANGE: for a moment the key is empty.
         old = f".{self._last}.{secrets.token_hex(4)}.old"
         with suppress(FileNotFoundError):
             os.rename(self._last, old, src_dir_fd=parent, dst_dir_fd=parent)
@@ -267,10 +269,10 @@ class DirectoryPlace:
             return
         where = f"{self._target.destination}/{self._target.key}"
         if not self._target.overwrite:
-            raise ConflictError(f"{where} exists; choose another key, or allow to overwrite it")
+            raise ConflictError(f"{where} exists; choose another key, or allow overwriting")
         if export_id_at(parent, self._last) is None:
             raise ConflictError(
-                f"{where} exists and is no export of paramd, so it is not replaced; choose "
+                f"{where} exists and is not a paramd export, so it is not replaced; choose "
                 "another key"
             )
 
@@ -309,18 +311,14 @@ def explained(error: OSError, target: Target) -> ParamdError:
     where = f"{target.destination}/{target.key}"
     text = f"{where}: {os.strerror(error.errno) if error.errno else error}"
     if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-        return ExhaustedError(f"{text}; free some room there or export elsewhere")
+        return ExhaustedError(f"{text}; free some space there or export elsewhere")
     if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
         return DeniedError(f"{text}; the sidecar's user must be able to write there")
     if error.errno in (errno.ELOOP, errno.ENOTDIR):
-        return DeniedError(f"{where}: a part of it is no directory but a file or a symbolic link")
+        return DeniedError(f"{where}: a part of the path is a file or a symbolic link")
     if error.errno == errno.ENOENT:
         return NotFoundError(
-            f"{text}: the destination, or the export, is not there; is the directory shared by "
+            f"{text}: the destination or the export does not exist; is the directory shared by "
             "all hosts of the job?"
         )
     return UnreachableError(text)
-
-
-def _unknown(error: BaseException) -> ParamdError:
-    return UnreachableError(f"the destination failed: {error}")

@@ -1,8 +1,8 @@
-"""Exports into S3 and compatible stores, through obstore: multipart, and a marker at the end.
+"""Exports to S3 and compatible stores, through obstore: multipart uploads, the manifest last.
 
-An object store cannot rename, so each file appears under its final name as soon as it is whole.
+An object store cannot rename, so each file appears under its final name once it is complete.
 What makes them an export is the manifest, which is put last and only if there is none. While an
-export is under way, an object `.paramd-export` reserves the key.
+export is in progress, an object `.paramd-export` reserves the key.
 
 Credentials come from the environment of this process (AWS_ACCESS_KEY_ID and so on).
 """
@@ -13,8 +13,8 @@ import json
 import queue
 import threading
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, suppress
-from typing import Any, Protocol
+from contextlib import contextmanager, suppress
+from typing import Any
 
 from paramd.errors import (
     AbortedError,
@@ -40,24 +40,10 @@ _RETRIES = 4
 _RETRY_S = 30
 
 
-class Bucket(Protocol):
-    """Where objects are stored, as far as moving bytes needs it."""
-
-    @property
-    def store(self) -> Any:
-        """The obstore client."""
-
-    def explain(self, error: BaseException) -> ParamdError:
-        """What a store's error means for an export."""
-
-    def explained(self) -> AbstractContextManager[None]:
-        """Turns a store's errors into ours."""
-
-
 class ObjectSink:
-    """A multipart upload under way, fed through a queue of one part."""
+    """A multipart upload in progress, fed through a queue of one part."""
 
-    def __init__(self, place: Bucket, path: str, size_bytes: int) -> None:
+    def __init__(self, place: ObjectPlace, path: str, size_bytes: int) -> None:
         self._place = place
         self._path = path
         self._part_bytes = max(PART_BYTES, -(-size_bytes // _MAX_PARTS))
@@ -96,7 +82,7 @@ class ObjectSink:
 
     def _put(self, part: bytearray | None) -> None:
         while True:
-            # Polled: once the upload has failed, nobody empties the queue.
+            # Polled: once the upload has failed, the queue is never emptied.
             self._check()
             try:
                 self._parts.put(part, timeout=0.2)
@@ -127,14 +113,14 @@ class ObjectSink:
         while (part := self._parts.get()) is not None:
             yield part
         if self._aborted:
-            # If its source fails, the store drops the parts that it has.
-            raise AbortedError("the upload was given up")
+            # An error from its source makes obstore discard the parts already uploaded.
+            raise AbortedError("the upload was aborted")
 
 
 class ObjectSource:
     """An object to read."""
 
-    def __init__(self, place: Bucket, path: str, size_bytes: int) -> None:
+    def __init__(self, place: ObjectPlace, path: str, size_bytes: int) -> None:
         self._place = place
         self._path = path
         self.size_bytes = size_bytes
@@ -155,23 +141,6 @@ class ObjectSource:
         pass
 
 
-def explained(error: BaseException, target: Target) -> ParamdError:
-    """What a store's error means for an export."""
-    from obstore.exceptions import PermissionDeniedError, UnauthenticatedError
-
-    if isinstance(error, ParamdError):
-        return error
-    where = f"{target.destination}/{target.key}"
-    if isinstance(error, PermissionDeniedError | UnauthenticatedError):
-        return DeniedError(
-            f"{where}: the object store refuses; the sidecars' environment must hold keys that "
-            "may read, write, list and delete there"
-        )
-    if isinstance(error, FileNotFoundError):
-        return NotFoundError(f"{where}: the bucket, or the object, is not there")
-    return UnreachableError(f"{where}: the object store failed ({_first_line(error)})")
-
-
 def _first_line(error: BaseException) -> str:
     lines = str(error).strip().splitlines()
     return (lines[0] if lines else type(error).__name__)[:300]
@@ -184,7 +153,7 @@ class ObjectPlace:
         bucket, _, prefix = root.removeprefix("s3://").partition("/")
         unknown = set(target.options) - OPTIONS
         if unknown:
-            raise UsageError(f"{target.destination}: no options {', '.join(sorted(unknown))}")
+            raise UsageError(f"{target.destination}: unknown options {', '.join(sorted(unknown))}")
         check_key(target.key)
         self.target = target
         self._bucket = bucket
@@ -212,7 +181,7 @@ class ObjectPlace:
             if manifest is not None and manifest.get("export_id") == self.target.export_id:
                 return
             if manifest is None and self._reserved_by() == self.target.export_id:
-                # Begun before, by a control plane that died: what is there belongs to this export.
+                # Begun before, by a control plane that died: the files belong to this export.
                 return
             self._reserve()
             names = [name for name in self._names() if name != RESERVATION]
@@ -221,12 +190,12 @@ class ObjectPlace:
             if not self.target.overwrite:
                 self._unreserve()
                 raise ConflictError(
-                    f"{self._where} exists; choose another key, or allow to overwrite it"
+                    f"{self._where} exists; choose another key, or allow overwriting"
                 )
             if manifest is None:
                 self._unreserve()
                 raise ConflictError(
-                    f"{self._where} exists and is no export of paramd, so it is not replaced; "
+                    f"{self._where} exists and is not a paramd export, so it is not replaced; "
                     "choose another key"
                 )
             self._delete_export(manifest)
@@ -255,7 +224,7 @@ class ObjectPlace:
             for name, size_bytes in sizes.items():
                 if found.get(name) != size_bytes:
                     raise DataLossError(
-                        f"{name} has {found.get(name)} bytes there; {size_bytes} were written"
+                        f"{name} has {found.get(name)} bytes stored; {size_bytes} were written"
                     )
             *others, (last, marker) = small.items()
             for name, content in others:
@@ -266,7 +235,18 @@ class ObjectPlace:
             self._unreserve()
 
     def explain(self, error: BaseException) -> ParamdError:
-        return explained(error, self.target)
+        from obstore.exceptions import PermissionDeniedError, UnauthenticatedError
+
+        if isinstance(error, ParamdError):
+            return error
+        if isinstance(error, PermissionDeniedError | UnauthenticatedError):
+            return DeniedError(
+                f"{self._where}: the object store denied access; the sidecars' environment must "
+                "have credentials that may read, write, list and delete there"
+            )
+        if isinstance(error, FileNotFoundError):
+            return NotFoundError(f"{self._where}: bucket or object not found")
+        return UnreachableError(f"{self._where}: the object store failed ({_first_line(error)})")
 
     def drop(self, names: Sequence[str], *, finished: bool) -> None:
         with self.explained():
@@ -282,13 +262,13 @@ class ObjectPlace:
 
     @contextmanager
     def explained(self) -> Iterator[None]:
-        """Turns a store's errors into ours."""
+        """Translate a store's errors into ours."""
         try:
             yield
         except ParamdError:
             raise
         except Exception as error:
-            raise explained(error, self.target) from error
+            raise self.explain(error) from error
 
     @property
     def _where(self) -> str:
@@ -326,8 +306,8 @@ class ObjectPlace:
         except ConflictError:
             if not self.target.overwrite:
                 raise ConflictError(
-                    f"another export into {self._where} is under way, or was left behind; "
-                    "choose another key, or allow to overwrite it"
+                    f"another export to {self._where} is in progress, or was abandoned; "
+                    "choose another key, or allow overwriting"
                 ) from None
             import obstore
 
@@ -343,13 +323,13 @@ class ObjectPlace:
         from obstore.exceptions import AlreadyExistsError
 
         try:
-            # Atomic: of several writers exactly one creates it.
+            # Atomic: exactly one of several writers succeeds.
             obstore.put(self.store, self._path(name), content, mode="create")
         except AlreadyExistsError:
-            raise ConflictError(f"{self._where} was written by somebody else meanwhile") from None
+            raise ConflictError(f"{self._where} was written by another process meanwhile") from None
 
     def _delete_export(self, manifest: Mapping[str, Any]) -> None:
-        """Delete the marker first: from then on nobody takes the rest for an export."""
+        """Delete the marker first: without it the rest is no export."""
         self._delete([MANIFEST])
         names = [str(file.get("name", "")) for file in manifest.get("files", ())]
         present = set(self._names())

@@ -1,4 +1,4 @@
-"""From a target to its place."""
+"""Open the place of a target."""
 
 from __future__ import annotations
 

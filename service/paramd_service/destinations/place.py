@@ -1,7 +1,7 @@
 """The interface between exports and where they go. Everything here blocks: use threads.
 
-A place belongs to one export at one key. It keeps nothing in memory that another process
-would need: any sidecar may write, verify, finish or drop, even after another one died.
+A place belongs to one export at one key. It keeps no state in memory that another process would
+need: any sidecar may write, verify, finish or drop, even after another one died.
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ class FileSink(Protocol):
         """Write the next bytes; their memory may be reused once it returns."""
 
     def finish(self) -> None:
-        """Make the file whole and durable under its name."""
+        """Make the file complete and durable under its name."""
 
     def abort(self) -> None:
-        """Leave nothing of it behind."""
+        """Remove what was written."""
 
 
 class FileSource(Protocol):
@@ -61,13 +61,13 @@ class Place(Protocol):
     """Where an export is assembled and then published."""
 
     def begin(self, size_bytes: int) -> None:
-        """Prepare, and refuse early what could not succeed."""
+        """Prepare the place; refuse early what cannot succeed. Idempotent for the same export."""
 
     def create(self, name: str, size_bytes: int) -> FileSink:
-        """Create a file of the export under way."""
+        """Create a file of the export in progress."""
 
     def open(self, name: str, *, finished: bool) -> FileSource:
-        """Open a file to read: of the export under way, or of what is at the key."""
+        """Open a file to read: of the export in progress, or of the finished one at the key."""
 
     def commit(
         self, small: Mapping[str, bytes], sizes: Mapping[str, int], at_point: AtPoint

@@ -1,1 +1,1 @@
-"""Where exports go: destinations by name, and how files get there."""
+"""File formats of exports: batches of bytes, casts, torch.distributed.checkpoint metadata."""

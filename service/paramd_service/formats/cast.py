@@ -1,6 +1,7 @@
-"""Casts of floating numbers as torch makes them, with numpy alone: a sidecar stays small.
+"""Casts between floating-point dtypes, rounded as torch does, but with numpy alone.
 
-torch rounds to the nearest, ties to even, and goes to 16 bits by way of 32.
+A sidecar without torch stays small. torch rounds to nearest, ties to even, and casts to 16 bits
+by way of 32.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ _NAN_BITS = 0x7FC0
 
 
 def cast_into(source: memoryview, dtype: str, target: memoryview, wanted: str) -> None:
-    """Casts dense elements of `dtype` to `wanted`. Both are of `CAST_DTYPES`."""
+    """Cast dense elements of `dtype` to `wanted`, both of `CAST_DTYPES`."""
     if wanted == "bfloat16":
         np.frombuffer(target, np.uint16)[:] = _to_bfloat16(_to_float32(source, dtype))
     elif (dtype == "float64" and wanted == "float16") or dtype == "bfloat16":

@@ -1,8 +1,7 @@
-"""`.metadata` of torch.distributed.checkpoint, written by torch itself in a process of its own.
+"""`.metadata` of torch.distributed.checkpoint, written by torch itself in a separate process.
 
-A sidecar loads no torch for this: importing it would keep the sidecar from serving for
-seconds, and stay in its memory. What the process is told is text; what it gives back are
-the files' bytes.
+Importing torch would keep the sidecar from serving for seconds, and stay in its memory. The
+process reads text and returns the files' bytes.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ def dcp_files(description: Mapping[str, Any]) -> dict[str, bytes]:
 
 
 def _unpacked(output: bytes) -> dict[str, bytes]:
-    """Files in the form: one line of JSON [[name, size], ...], then their bytes."""
+    """Parse one line of JSON [[name, size], ...] and the files' bytes after it."""
     head, _, data = output.partition(b"\n")
     found = {}
     begin = 0

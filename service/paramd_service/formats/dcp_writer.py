@@ -1,7 +1,7 @@
-"""A short-lived process in which torch writes what only torch should write.
+"""A short-lived process in which torch writes the metadata of a checkpoint.
 
-Reads a description from standard input (see dcp.py), builds torch's own metadata of it and
-has torch's own `FileSystemWriter.finish` write them. Prints the files it made.
+Reads a description from standard input (see dcp.py), builds torch's own metadata from it, has
+torch's own `FileSystemWriter.finish` write it, and prints the files.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def _chunks(name: str, facts: dict[str, Any]) -> list[WriteResult]:
 
 
 def _objects(items: list[dict[str, Any]], file: str) -> tuple[int, list[WriteResult], bytes]:
-    """What is no tensor, one behind the other."""
+    """Non-tensor state: how many objects, their records, and their bytes end to end."""
     data = io.BytesIO()
     results = []
     for one in items:
@@ -87,7 +87,7 @@ def _key(one: dict[str, Any]) -> str:
 
 
 def _restored(value: Any) -> Any:
-    """Python's value of what JSON made of it: settings such as `betas` are tuples."""
+    """Undo what JSON did to a value: settings such as `betas` are tuples."""
     if isinstance(value, list) and not all(isinstance(item, str) for item in value):
         return tuple(value)
     return value

@@ -1,16 +1,14 @@
-"""Fills the buffer of a batch: copies, strided copies, casts, frames. Blocks.
+"""From a planned file to its bytes: batches, then one buffer per batch, filled; the manifest.
 
-A planned file as batches: runs of the file, and where their bytes are. Pure.
-
-A batch is at most `BATCH_BYTES` long, so memory stays bounded however large a tensor is. Its
-parts are boxes of tensors, each one run of the file, and say which snapshots have them.
-
-The manifest of an export.
+A batch is a run of the file of at most `BATCH_BYTES`, so memory stays bounded however large a
+tensor is. Its windows are boxes of tensors, each contiguous in the file, and name the snapshots
+that hold them. Filling blocks.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+import math
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 from zlib import crc32
@@ -36,7 +34,7 @@ def manifest(
     job: str,
     created_s: float,
 ) -> bytes:
-    """The manifest: what this is, of which state, and every file with size and checksum."""
+    """The manifest: which state was exported, and every file with size and checksum."""
     settings = plan.settings
     document = {
         "paramd_export": 1,
@@ -63,15 +61,15 @@ def manifest(
 
 
 BATCH_BYTES = 8 << 20
-"""Most bytes of a batch, but for one frame."""
+"""Most bytes of a batch, not counting one frame."""
 
 BLOCK_BYTES = 4 << 20
-"""Most bytes that go through a scratch buffer at once."""
+"""Most bytes in the scratch buffer at once."""
 
 
 @dataclass(frozen=True, slots=True)
 class Extent:
-    """Bytes of one rank's snapshot, and which part of a window they fill."""
+    """Bytes of one rank's snapshot, and the part of a window they fill."""
 
     rank: int
     state_key: str
@@ -80,33 +78,30 @@ class Extent:
     size_bytes: int
     sizes: tuple[int, ...]
     strides: tuple[int, ...]
-    """Elements of the snapshot between neighbours of each dim."""
+    """In elements of the snapshot."""
     target: Box | None
-    """Within the window; None when the bytes are one run of it."""
+    """Within the window; None when the bytes are contiguous there."""
     target_begin_bytes: int = 0
-    """Where that run begins."""
+    """First byte in the window, when contiguous."""
 
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """A run of the file's data, of one entry."""
+    """A contiguous part of one entry's data in the file."""
 
     entry: Entry
     shape: tuple[int, ...]
     dtype: str
-    """Of the snapshots; the entry's own may differ."""
+    """Of the snapshots; the entry's differs when it is cast."""
     extents: tuple[Extent, ...]
     begins: bool
-    """It is the entry's first."""
+    """Whether it is the entry's first window."""
     ends: bool
-    """It is the entry's last."""
+    """Whether it is the entry's last."""
 
     @property
     def numel(self) -> int:
-        count = 1
-        for size in self.shape:
-            count *= size
-        return count
+        return math.prod(self.shape)
 
     @property
     def source_bytes(self) -> int:
@@ -134,7 +129,7 @@ Batch = tuple[Window, ...]
 
 
 def batches(plan: ExportPlan, file: ExportFile, *, first_entry: int = 0) -> Iterator[Batch]:
-    """The file behind its header, from an entry on."""
+    """Batches of the file after its header, from entry `first_entry` on."""
     current: list[Window] = []
     current_bytes = 0
     for entry in file.entries[first_entry:]:
@@ -212,28 +207,28 @@ def _strided(rank: int, state_key: str, begin: int, view: View, size: int) -> It
 
 
 FRAME_BYTES = 64 << 10
-"""Room for frames behind a batch."""
+"""Buffer space beyond a batch, for frames."""
 
 
 class Memory(Protocol):
-    """A snapshot whose bytes can be had in any order, without waiting for a network."""
+    """A snapshot with random access to its bytes. Its methods may block."""
 
     def read_into(self, target: memoryview, offset_bytes: int) -> None:
-        """Copies bytes from `offset_bytes` on until `target` is full."""
+        """Fill `target` with the bytes from `offset_bytes` on."""
 
     def view(self, offset_bytes: int, size_bytes: int) -> memoryview | None:
-        """The bytes without a copy, when they are in this process."""
+        """The bytes without a copy, if they are in this process."""
 
 
 Memories = Mapping[tuple[int, str], Memory]
-"""By rank and state key; what is not there has been fetched."""
+"""By rank and state key."""
 
 Fetched = Mapping[tuple[int, int], memoryview]
-"""Bytes that came over the network, by numbers of window and extent."""
+"""Bytes fetched from peers, by index of window and extent."""
 
 
 class Filler:
-    """Makes the bytes of one file, batch after batch, in memory that is used again."""
+    """Produces the bytes of one file, batch after batch, in reused memory."""
 
     def __init__(self) -> None:
         self._buffer = memoryview(bytearray(BATCH_BYTES + FRAME_BYTES))
@@ -242,7 +237,7 @@ class Filler:
         self._checksum = 0
 
     def pieces(self, batch: Batch, memories: Memories, fetched: Fetched) -> Iterator[memoryview]:
-        """The batch's bytes, in order; each piece is good until the next is asked for."""
+        """Yield the batch's bytes in order; each piece is valid until the next is requested."""
         if len(batch) == 1 and batch[0].entry.frame is None:
             whole = _uncopied(batch[0], memories)
             if whole is not None:
@@ -335,7 +330,7 @@ class Filler:
 
 
 def _uncopied(window: Window, memories: Memories) -> memoryview | None:
-    """The window's bytes as they lie in this process, when they do."""
+    """The window's bytes without a copy, if they are contiguous in this process."""
     if len(window.extents) != 1 or window.entry.dtype != window.dtype:
         return None
     (extent,) = window.extents
@@ -346,8 +341,8 @@ def _uncopied(window: Window, memories: Memories) -> memoryview | None:
 
 
 def _place(window: Window, extent: Extent, source: memoryview, data: memoryview) -> None:
-    """One strided copy of an extent into its box of the window."""
-    # Loaded when first needed: a sidecar that exports nothing stays small.
+    """Copy an extent into its box of the window."""
+    # Imported on first use: a sidecar that never exports stays small.
     import numpy as np
 
     assert extent.target is not None
@@ -358,16 +353,3 @@ def _place(window: Window, extent: Extent, source: memoryview, data: memoryview)
     box = extent.target
     inner = tuple(slice(b, e) for b, e in zip(box.begin, box.end, strict=True))
     np.frombuffer(data, element).reshape(window.shape)[inner] = values
-
-
-Wanted = Callable[[Extent], bool]
-
-
-def extents_to_fetch(batch: Batch, is_remote: Wanted) -> list[tuple[tuple[int, int], Extent]]:
-    """What has to come over the network for a batch, by numbers of window and extent."""
-    return [
-        ((number, at), extent)
-        for number, window in enumerate(batch)
-        for at, extent in enumerate(window.extents)
-        if is_remote(extent)
-    ]

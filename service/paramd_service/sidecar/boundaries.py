@@ -1,4 +1,4 @@
-"""Boundary requests of one incarnation: ready, agreed, done; or why not. Runs on the event loop."""
+"""Boundary requests of one incarnation: made ready, agreed, carried out. Runs on the event loop."""
 
 from __future__ import annotations
 
@@ -19,25 +19,25 @@ from paramd_service.sidecar.copying.page_requests import (
     STEP,
     Boundary,
     Outcome,
-    ReadyEdits,
     fate_of,
 )
+from paramd_service.sidecar.edits.manager import Edits
 from paramd_service.sidecar.owner import AttachedMemory
 from paramd_service.sidecar.snapshots.moments import Moments, is_table
 from paramd_service.sidecar.snapshots.store import Fill, Snapshot, SnapshotStore, copy_spans
 
 WITHDRAW_S = 0.010
-"""Longer than the trainer, after READY = 0, can still be between its two reads of READY."""
+"""Longer than a trainer can take, after READY = 0, between its two reads of READY."""
 
 _OUTCOMES_KEPT = 64
 _DOUBT_POLL_S = 0.002
 _DOUBT_S = 0.25
-_GAVE_UP = 2
+GAVE_UP = 2
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BoundaryRequest:
-    """What a boundary request asks of this rank; equal values are the same request."""
+    """A boundary request to this rank; equal values are the same request."""
 
     number: int
     token: int
@@ -66,52 +66,52 @@ class Boundaries:
         self._loop = asyncio.get_running_loop()
         self._asked: dict[int, _Asked] = {}
         self._ended = ""
-        self.edits: ReadyEdits | None = None
-        """The staged edits; None: all are refused."""
+        self.edits: Edits | None = None
+        """Staged edits; None: edit requests are refused."""
         self.moments: Moments | None = None
-        """The mirrored optimizer state; None: it is refused."""
+        """Mirrored optimizer state; None: requests for it are refused."""
 
     def end(self, reason: str) -> None:
         """Record that no further boundary will come; the copier gives up pending requests."""
         self._ended = reason
 
     async def reach(self, reach: BoundaryRequest, *, timeout_s: float) -> Outcome:
-        """Make the rank ready for a request; return once it was agreed and done, or why not.
+        """Make the rank ready for a request; return once it was carried out or has failed.
 
-        Idempotent: a repeated request gets the same answer. One that is not reached in time is
-        taken back; `withdraw` tells whether it was agreed nevertheless.
+        Idempotent: a repeated request gets the same answer. One not reached in time is withdrawn;
+        `withdraw` returns whether it was agreed all the same.
 
         Raises:
             NotFoundError: a snapshot's lease has ended, or the edit is unknown.
-            ConflictError: no boundary will come, a later number was requested, the number belongs
+            ConflictError: no boundary follows, a later number was requested, the number belongs
                 to another request, or a snapshot or edit is not ready for it.
         """
         asked = self._asked.get(reach.number)
         if asked is None:
             asked = self._begin(reach)
         elif asked.reach != reach:
-            raise ConflictError(f"boundary {reach.number} was asked for already, for another end")
+            raise ConflictError(f"boundary {reach.number} was already requested for something else")
         try:
-            # Shielded: `_end` sets the result even when nobody waits any more.
+            # Shielded: a repeated request may still wait for this result.
             async with asyncio.timeout(timeout_s):
                 return await asyncio.shield(asked.done)
         except TimeoutError:
-            # Then take the request's own outcome: it may have been agreed in the meantime.
+            # Its own outcome decides: it may have been agreed in the meantime.
             self._copier.withdraw(reach.number, self._why_not_agreed(reach.number, timeout_s))
             return await asyncio.shield(asked.done)
         except asyncio.CancelledError:
-            self._copier.withdraw(reach.number, f"who asked for boundary {reach.number} went away")
+            self._copier.withdraw(reach.number, f"the caller of boundary {reach.number} left")
             raise
 
     async def withdraw(self, number: int) -> pb.BoundaryFate.ValueType:
-        """Take a request back and return its fate. Idempotent.
+        """Withdraw a request and return its fate. Idempotent.
 
         Waits some milliseconds, and a little longer while the trainer's promise stands.
         """
         self._copier.withdraw(number, f"boundary request {number} was withdrawn")
         taken: asyncio.Future[None] = self._loop.create_future()
         self._copier.take_back(number, lambda: self._post(taken))
-        # Once ended, the copier may have stopped and will never answer.
+        # Once ended, the copier may have stopped and never answers.
         if not self._ended:
             await taken
         # A trainer that read READY before it was cleared shows PROMISED by then.
@@ -136,7 +136,7 @@ class Boundaries:
         """
         page = self._possession.page
         if not page[Word.HELD]:
-            raise ConflictError("the training is not held: its lease has ended, or none began")
+            raise ConflictError("training is not held: the hold's lease has ended, or none began")
         page[Word.HOLD_UNTIL_NS] = time.monotonic_ns() + int(lease_s * 1e9)
 
     def _fate(self, number: int) -> pb.BoundaryFate.ValueType:
@@ -149,14 +149,14 @@ class Boundaries:
 
     def _begin(self, reach: BoundaryRequest) -> _Asked:
         if self._ended:
-            raise ConflictError(f"no boundary will come: {self._ended}")
+            raise ConflictError(f"no further boundary: {self._ended}")
         highest = self._possession.page[Word.HIGHEST]
         if reach.number <= highest:
             raise ConflictError(
-                f"boundary {reach.number} is past: this rank was asked for {highest} already"
+                f"boundary {reach.number} is past: {highest} was already requested of this rank"
             )
         if len(set(reach.snapshot_ids)) != len(reach.snapshot_ids):
-            raise UsageError("snapshot_ids: a snapshot is named twice")
+            raise UsageError("snapshot_ids: a snapshot is listed twice")
         snapshots = [self._store.get(snapshot_id).snapshot for snapshot_id in reach.snapshot_ids]
         for snapshot in snapshots:
             _check_capturable(snapshot)
@@ -168,11 +168,11 @@ class Boundaries:
         for old in [n for n, one in self._asked.items() if one.done.done()][:-_OUTCOMES_KEPT]:
             del self._asked[old]
         for snapshot in snapshots:
-            # Held until `_end`: its lease may end while the copying thread writes into it.
+            # Held until `_end`: its lease may end while the copying thread writes to it.
             self._store.hold(snapshot).fill = Fill.PENDING
 
         def done(outcome: Outcome) -> None:
-            # From the copying thread; the event loop may be closing.
+            # Called on the copying thread, when the event loop may be closing.
             with suppress(RuntimeError):
                 self._loop.call_soon_threadsafe(self._end, asked, snapshots, outcome)
 
@@ -211,13 +211,13 @@ class Boundaries:
             return pack_wanted(span for key in keys for span in key.spans)
         if reach.action == EDIT:
             if self.edits is None:
-                raise ConflictError("this sidecar takes no edits")
+                raise ConflictError("this sidecar does not take edits")
             return self.edits.make_ready(reach.edit_id, boundary=reach.number, token=reach.token)
         return reach.step_count if reach.action == STEP else 0
 
     def _check_moments(self) -> None:
         if self.moments is None:
-            raise ConflictError("this sidecar serves no optimizer state")
+            raise ConflictError("this sidecar does not serve optimizer state")
         self.moments.check_free()
 
     def _mirrored(self, snapshots: Sequence[Snapshot], outcome: Outcome) -> Outcome:
@@ -246,8 +246,8 @@ class Boundaries:
 
     def _why_not_agreed(self, number: int, timeout_s: float) -> str:
         page = self._possession.page
-        if page[Word.AGREEMENT_STATE] == _GAVE_UP:
-            return "the trainers gave up agreeing in this incarnation; attach again to make it work"
+        if page[Word.AGREEMENT_STATE] == GAVE_UP:
+            return "the trainers gave up agreeing in this incarnation; attach again to restore it"
         return (
             f"the trainers did not agree on boundary {number} within {timeout_s:.1f} s (this rank "
             f"is at step {page[Word.STEP]}); training is paused, or a rank is not ready"
@@ -256,6 +256,6 @@ class Boundaries:
 
 def _check_capturable(snapshot: Snapshot) -> None:
     if not snapshot.at_boundary:
-        raise ConflictError("a snapshot was not pinned with at_boundary; pin it so")
+        raise ConflictError("a snapshot was not pinned with at_boundary; pin it that way")
     if snapshot.fill is Fill.PENDING or snapshot.map_count or snapshot.tainted:
         raise ConflictError("a snapshot is in use by another request; pin another one")

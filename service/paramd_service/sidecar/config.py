@@ -32,7 +32,7 @@ class SidecarConfig:
     tls_client_ca: str = ""
     """CA that must have issued client certificates; empty: PARAMD_TLS_CLIENT_CA."""
     linger_s: float = 600.0
-    """How long to serve on after the trainer's end, or wait for a first trainer; above 0."""
+    """How long to keep serving after the trainer ends, or to wait for the first one; above 0."""
     budget_bytes: int | None = None
     """Snapshot budget, above 0; None: three times the arena plus 1 MiB. A third is reserved for
     the control plane and the owner; one token gets at most a third."""

@@ -77,7 +77,7 @@ class _Rule:
 
 
 class Faults:
-    """The rules, and a count of passes."""
+    """Fault rules, with a count of passes per point."""
 
     def __init__(
         self,
@@ -93,7 +93,7 @@ class Faults:
         self._told: dict[str, _Rule] = {}
 
     def at(self, point: str) -> None:
-        """Pass a named point, and act on a rule that is due."""
+        """Pass a named point; act on a rule that is due."""
         if self._later is not None and (told := _taken(self._later)) is not None:
             self._told = _parse(told)
         for rules in (self._told, self._given):

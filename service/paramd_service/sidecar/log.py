@@ -31,4 +31,4 @@ class Log:
             self.stream.write(json.dumps(line, default=str) + "\n")
             self.stream.flush()
         except (OSError, ValueError):
-            pass  # the log's reader is gone; keep serving
+            pass  # stderr is closed; keep serving

@@ -25,7 +25,7 @@ from paramd_service.sidecar.rpc.control_link import Joining
 from paramd_service.sidecar.rpc.gateway import Gateway
 from paramd_service.sidecar.rpc.grpc_server import GrpcServer
 from paramd_service.sidecar.rpc.unix_server import UnixServer
-from paramd_service.sidecar.snapshots.store import MemfdBlocks
+from paramd_service.sidecar.snapshots.store import BlockMaker
 
 _M_TRIM_THRESHOLD = -1
 _M_MMAP_THRESHOLD = -3
@@ -41,7 +41,7 @@ _TLS_OPTIONS = {
     "tls_client_ca": "CA whose certificates clients must have [env: PARAMD_TLS_CLIENT_CA]",
 }
 
-# Keeps the copying thread from waiting long for the GIL while messages are being built.
+# Bounds the copying thread's wait for the GIL while messages are being built.
 _SWITCH_INTERVAL_S = 0.0005
 
 
@@ -56,7 +56,7 @@ def keep_memory() -> bool:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one sidecar until it is told to leave; return the exit code."""
+    """Run one sidecar until it is to leave; return the exit code."""
     core_dumps.forbid()
     try:
         config = parse(argv)
@@ -120,7 +120,7 @@ async def run(config: SidecarConfig, faults: Faults) -> None:
     stats_thread = ThreadPoolExecutor(1, thread_name_prefix="paramd-stats")
     rank = RankSidecar(
         config,
-        blocks=MemfdBlocks(memory_thread),
+        blocks=BlockMaker(memory_thread),
         executor=memory_thread,
         stats_executor=stats_thread,
         faults=faults,
@@ -167,7 +167,7 @@ def _leave_on_signals(rank: RankSidecar) -> None:
     def leave(number: signal.Signals) -> None:
         if rank.leaving.is_set():
             rank.log("forced", signal=number.name)
-            # Not sys.exit: whatever hangs in the drain would hang here as well.
+            # Not sys.exit, which would hang on whatever the drain hangs on.
             os._exit(128 + number)
         rank.log("leaving", reason=number.name)
         rank.leaving.set()

@@ -1,4 +1,6 @@
-r"""Who owns the sidecar's memory: one trainer at a time, identified by pid and start time.
+r"""Who owns the sidecar's memory, and what its rank is doing.
+
+One trainer at a time owns it, identified by pid and start time:
 
     WAITING --attach--> OWNED --its process ends outside an update--> ORPHANED
                           \--------- inside an update ----------> TORN
@@ -6,12 +8,10 @@ r"""Who owns the sidecar's memory: one trainer at a time, identified by pid and 
     WAITING, ORPHANED, GONE, TORN --linger--> the sidecar leaves
 
 GONE is ORPHANED with a mirrored arena: the arena holds an earlier step, so only snapshots that
-are already held are served.
+are already held are served. The memory is kept unchanged in ORPHANED and TORN, so that the last
+step is still served (or refused, if torn).
 
-The arena, the control page and the wake event live in `AttachedMemory`; in ORPHANED and TORN
-they are kept unchanged, so that the last step is still served (or refused, if torn).
-
-What a rank is doing, judged by its control page, the clock and its trainer's process. Pure.
+The phase of a rank, judged by its control page, the clock and its trainer's process:
 
     PHASE              reported when
     WAITING            no trainer has attached
@@ -20,7 +20,7 @@ What a rank is doing, judged by its control page, the clock and its trainer's pr
     HELD               the trainer waits at a boundary on request
     STALLED            its next boundary is long overdue
     UPDATE             SEQ is odd and nothing rests
-    SUMMON             a copy is under way, or a boundary request waits for the trainers
+    SUMMON             a copy is in progress, or a boundary request waits for the trainers
     IDLE               no boundary yet, or none for longer than a step takes
     FORWARD_BACKWARD   otherwise: between two updates of a running training
 
@@ -90,7 +90,7 @@ def parse_mesh(message: dict[str, Any], layout: bytes) -> Mesh:
         )
         control_address, digest = message["control_address"], message["layout_digest"]
     except (KeyError, TypeError, ValueError) as error:
-        raise UsageError(f"mesh: {error!r} is missing or of a wrong type") from None
+        raise UsageError(f"mesh: {error!r} is missing or has the wrong type") from None
     if not isinstance(control_address, str | None) or not isinstance(digest, str):
         raise UsageError("mesh: control_address and layout_digest must be text")
     return Mesh(
@@ -124,13 +124,13 @@ class Ownership(Enum):
     WAITING = "no trainer has attached yet"
     OWNED = "the trainer is attached"
     ORPHANED = "the trainer has ended; its last step is still served"
-    GONE = "the trainer has ended; its parameters were in its own memory and went with it"
+    GONE = "the trainer has ended; its parameters were in its own memory and are lost"
     TORN = "the trainer ended inside an update or an edit; its parameters mix two states"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AttachRequest:
-    """What a trainer claims about itself; types are checked, nothing else."""
+    """A trainer's claims about itself; only types and ranges are checked."""
 
     job: str
     incarnation: int
@@ -142,7 +142,7 @@ class AttachRequest:
     public_key: bytes
     version: str
     rank_ticket: str = field(repr=False)
-    """Lets this sidecar join the control plane as its rank."""
+    """Ticket with which this sidecar joins the control plane as its rank."""
 
 
 def parse_attach(message: dict[str, Any]) -> AttachRequest:
@@ -177,7 +177,7 @@ def parse_attach(message: dict[str, Any]) -> AttachRequest:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OwnerView:
-    """What `check_attach` needs to know about the current owner."""
+    """The current owner, as `check_attach` needs it."""
 
     job: str
     rank: int
@@ -233,8 +233,7 @@ def check_attach(view: OwnerView, request: AttachRequest) -> None:
     ):
         raise ConflictError(
             f"incarnation {request.incarnation} is stale: the sidecar has served incarnation "
-            f"{view.incarnation}; "
-            "all ranks must attach again"
+            f"{view.incarnation}; all ranks must attach again"
         )
 
 
@@ -244,7 +243,7 @@ def ownership_after_end(words: Words) -> Ownership:
     An edit that was agreed but not fully applied tears the rank too, even before its first
     byte: the other ranks have applied it.
     """
-    # A resting state has odd SEQ too, but no update is under way.
+    # A resting state has odd SEQ too, but no update is in progress.
     inside = words[Word.SEQ] & 1 and not words[Word.REST]
     torn = inside or words[Word.EDIT_AGREED] > words[Word.EDIT_APPLIED]
     if torn:
@@ -270,7 +269,7 @@ class AttachedMemory:
         """Prefault the arena for reading, so that the first copy is a warm one. Slow."""
         memory = self.arena.buffer.obj
         if self.request.arena_bytes and isinstance(memory, mmap.mmap):
-            with suppress(OSError):  # on older kernels the first copy pays
+            with suppress(OSError):  # older kernels: the first copy takes the faults
                 memory.madvise(_MADV_POPULATE_READ)
 
     def close(self) -> None:
@@ -327,27 +326,27 @@ def _trainer_pidfd(request: AttachRequest) -> int:
 
 
 def _greet(attached: AttachedMemory) -> None:
-    """Initialize our words; a respawned sidecar settles what its predecessor left open."""
+    """Initialize the sidecar's words; after a respawn, settle what the predecessor left open."""
     page = attached.page
     # 0: a fresh page. The trainer makes the page if no sidecar could be started.
     if page[Word.MAGIC] not in (0, MAGIC):
         raise ConflictError("attach: the control page is of another version of paramd")
     page[Word.MAGIC] = MAGIC
     page[Word.SIDECAR_PID] = os.getpid()
-    # Requests to our predecessor must be repeated under a higher number; what the trainer has
+    # Requests to a predecessor must be repeated under a higher number; what the trainer has
     # already promised stays promised.
     page[Word.READY] = 0
     page[Word.ARM_STEP] = page[Word.ARM_SLOT0] = page[Word.ARM_SLOT1] = 0
-    # The trainer's next update would wait for copies that died with our predecessor.
+    # Or the trainer's next update would wait for copies that died with the predecessor.
     page[Word.COPY_ENDED] = page[Word.COPY_BEGUN]
     page[Word.SERVED] = page[Word.ANNOUNCE]
 
 
 STALL_STEPS = 20
-"""A boundary is long overdue after this many of the trainer's own smoothed step times ..."""
+"""A boundary is long overdue after this many of the trainer's smoothed step times ..."""
 
 STALL_LEAST_S = 30.0
-"""... but never before this time: a validation or a checkpoint takes longer than a step."""
+"""... but not before this time: a validation or a checkpoint takes longer than a step."""
 
 IDLE_STEPS = 4
 IDLE_LEAST_S = 1.0
@@ -379,7 +378,7 @@ _ENDED = {
 
 @dataclass(frozen=True, slots=True)
 class Doing:
-    """A phase, and why it needs attention; the reason is empty if it does not."""
+    """A phase, and why it needs attention (empty if it does not)."""
 
     phase: common_pb2.Phase.ValueType
     reason: str = ""
@@ -398,7 +397,7 @@ def doing(ownership: Ownership, words: Sequence[int], *, process_state: str, now
     if process_state in STOPPED_STATES:
         return Doing(common_pb2.PHASE_STALLED, "its trainer's process is stopped (SIGSTOP)")
     if words[Word.HELD] == _HELD:
-        return Doing(common_pb2.PHASE_HELD, "training is held on request; it goes on by itself")
+        return Doing(common_pb2.PHASE_HELD, "training is held on request; it resumes by itself")
     inside = words[Word.SEQ] & 1 == 1 and not words[Word.REST]
     boundary_ns, step_ns = words[Word.BOUNDARY_NS], words[Word.STEP_TIME_NS]
     age_ns = max(now_ns - boundary_ns, 0) if boundary_ns else 0

@@ -1,6 +1,6 @@
 """Pins of one incarnation: from requested spans to a lease on their bytes at one step.
 
-    pin      an equal snapshot of the present step, else a copy as soon as one fits
+    pin      an equal snapshot of the current step, else a copy as soon as one fits
     prepare  room for a boundary, which boundaries.py fills
 
 Runs on the event loop. Memory is allocated on an executor, bytes are copied by the copier.
@@ -47,7 +47,7 @@ class _Filling:
     at_step: int
     """Exact step wanted; 0: any."""
     who: Who
-    """Whose request began it; charged for it until it is done."""
+    """Caller that began it; charged for it until it is done."""
     unsettled: bool = False
     waiters: int = 0
     job: CopyJob | None = None
@@ -55,7 +55,7 @@ class _Filling:
 
     @property
     def named(self) -> tuple[Key, int, bool]:
-        """The key it is found by."""
+        """Key under which equal requests find it."""
         return self.snapshot.key, self.at_step, self.unsettled
 
 
@@ -139,26 +139,26 @@ class Pins:
         if not page[Word.SEQ] & 1:
             state: State | None = state_of(page)
         else:
-            # A live trainer must look after a copy to prove a resting state: copy anew.
+            # With a live trainer, a resting state needs a look after the copy: copy anew.
             state = resting_state(page) if self.copier.capture.trainer_ended else None
         if state is None or self._is_stray(state.proof):
             return None
         return self.store.find(key, proof=state.proof)
 
     def _is_stray(self, proof: int) -> bool:
-        """Whether a stray change hit the state that `proof` stands for."""
+        """Whether a stray change hit the state with that proof."""
         return proof > 0 and self._possession.page[Word.STRAY_SEQ] == proof
 
     def check_true(self, snapshot: Snapshot) -> None:
-        """Return unless the trainer has since found that the bytes are not of a single step.
+        """Check that the trainer has not since found the bytes to mix two states.
 
         Raises:
-            AbortedError: it has; ask again.
+            AbortedError: it has; pin again.
         """
         if self._is_stray(snapshot.proof):
             raise AbortedError(
-                f"parameters changed while step {snapshot.step} was read, outside of any update; "
-                "ask again. Put what changes them into attachment.update()"
+                f"parameters changed while step {snapshot.step} was read, outside any update; try "
+                "again, and put what changes them into attachment.update()"
             )
 
     async def prepare(self, key: Key, *, with_buffers: bool, lease_s: float) -> Lease:
@@ -170,12 +170,12 @@ class Pins:
         """
         self.sweep()
         if self.ownership is not Ownership.OWNED:
-            raise ConflictError(f"no boundary will come: {self.ownership.value}")
+            raise ConflictError(f"no further boundary: {self.ownership.value}")
         who = CALLER.get()
         snapshot = self.store.reserve(key, at_boundary=True, with_buffers=with_buffers, who=who)
         try:
             try:
-                # An allocation cannot be cancelled: with a hold of its own its block is not leaked.
+                # An allocation cannot be cancelled: its own hold keeps the block from leaking.
                 await asyncio.shield(self._start(self._make_block(self.store.hold(snapshot))))
             except BaseException:
                 self.store.drop(snapshot)
@@ -188,9 +188,9 @@ class Pins:
         """No further boundary will come; if torn, no copy either."""
         self.ownership = ownership
         self.boundaries.end(ownership.value)
-        self.gradient_pins.gradients.end(ConflictError(f"no update will come: {ownership.value}"))
+        self.gradient_pins.gradients.end(ConflictError(f"no further update: {ownership.value}"))
         self.store.keep_for_ever()
-        # Before `give_up` wakes the copier: what rests now counts without the trainer's look.
+        # Before `give_up` wakes the copier: a resting state now counts without another look.
         self.copier.capture.trainer_ended = True
         self.copier.give_up(ownership.value, jobs_too=ownership is Ownership.TORN)
 
@@ -210,7 +210,7 @@ class Pins:
         self._closing = True
         self.boundaries.end("the incarnation has ended")
         await self.gradient_pins.gradients.close()
-        # Before the store frees memory that the copier may be writing to.
+        # Before the store frees memory that the copier may write to.
         await self._loop.run_in_executor(self._executor, self.copier.stop)
         if self._tasks:
             await asyncio.wait(self._tasks)
@@ -243,7 +243,7 @@ class Pins:
         snapshot = self.store.hold(filling.snapshot)
         try:
             async with asyncio.timeout(timeout_s):
-                # Shielded: others may wait for the same copy; the last to leave abandons it.
+                # Shielded: others may share the copy; the last to leave abandons it.
                 await asyncio.shield(filling.done)
         except BaseException as error:
             self.store.drop(snapshot)
@@ -272,13 +272,13 @@ class Pins:
             state = await self._copy(filling)
             snapshot.step, snapshot.edits = state.step, state.edits
             snapshot.iteration, snapshot.unsettled = state.iteration, state.unsettled
-            # 0: a state that may have been changed at rest is never shared with other requests.
+            # 0: never share a state that may have been changed at rest.
             snapshot.proof = state.proof if not filling.unsettled else 0
             snapshot.fill = Fill.FILLED
             filling.done.set_result(None)
         except Exception as error:
             filling.done.set_exception(error)
-            filling.done.exception()  # mark as retrieved, even when all waiters have left
+            filling.done.exception()  # retrieved, or asyncio logs it if all waiters have left
         finally:
             self._forget(filling)
             self.store.uncharge(snapshot, filling.who)
@@ -286,7 +286,7 @@ class Pins:
 
     async def _copy(self, filling: _Filling) -> State:
         if filling.abandoned or self._closing:
-            raise AbortedError("the copy was given up before it began; try again")
+            raise AbortedError("the copy was cancelled before it began; try again")
         copied: asyncio.Future[State | None] = self._loop.create_future()
         filling.snapshot.fill = Fill.PENDING
         filling.job = CopyJob(
@@ -304,8 +304,8 @@ class Pins:
                 raise ConflictError(f"the parameters cannot be served: {filling.job.refused}")
             if filling.at_step and self._possession.page[Word.STEP] >= filling.at_step:
                 raise AbortedError(
-                    f"step {filling.at_step} has passed uncopied, the rank has finished "
-                    f"{self._possession.page[Word.STEP]} updates; ask for a later one"
+                    f"step {filling.at_step} passed before it was copied; the rank has finished "
+                    f"{self._possession.page[Word.STEP]} updates, request a later one"
                 )
             raise AbortedError("the copy was given up; try again")
         return state
@@ -341,18 +341,18 @@ class Pins:
     def _why_not_copied(self, filling: _Filling, timeout_s: float) -> str:
         job, page = filling.job, self._possession.page
         if job is None:
-            return f"{timeout_s:.1f} s were not enough to make room for the snapshot; allow more"
+            return f"{timeout_s:.1f} s were not enough to allocate the snapshot; allow more time"
         if job.changed:
             return (
-                f"after update {page[Word.REST_STEP]} parameters were changed, and training has "
-                "not gone on since: weights swapped in, merged or averaged for an evaluation? Ask "
-                "again later, or with unsettled=True (--unsettled) for what lies there now"
+                f"parameters were changed after update {page[Word.REST_STEP]}, and training has "
+                "not continued since: weights swapped in, merged or averaged for an evaluation? "
+                "Try again later, or read them as they are with unsettled=True (--unsettled)"
             )
         if job.unseen is not None:
             return (
-                "the rank rests after an update, and its trainer has not confirmed what was copied "
-                "meanwhile: other tensors stand in the parameters' place, or its Python does not "
-                "run. Ask again later"
+                "the rank rests after an update, and its trainer has not confirmed the copy: other "
+                "tensors stand in for the parameters, or its Python threads do not run. Try again "
+                "later"
             )
         if job.attempts:
             why = self.copier.capture.explain(job.size_bytes, job.longest_ns)
@@ -362,7 +362,7 @@ class Pins:
             doing = "rests after an update" if page[Word.REST] else "is inside an update"
         return (
             f"no copy could begin within {timeout_s:.1f} s: the rank {doing}; allow more time, and "
-            "look at the training when it stays so"
+            "check the training if this persists"
         )
 
     def _start(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:

@@ -86,11 +86,11 @@ def make_edits(
     executor: Executor,
     faults: Faults,
 ) -> Edits:
-    """Set up edits of a trainer's memory, not started: `Edits.start` reserves what they need."""
+    """Set up edits of a trainer's memory; `Edits.start` must be called."""
     arena_bytes = attached.request.arena_bytes
     memory = EditMemory(
         attached.shared.edits,
-        # No edit needs more than the whole arena and a little for programs.
+        # No edit needs more than the whole arena plus its programs.
         pool_bytes=min(config.edit_pool_bytes, arena_bytes + _PROGRAM_BYTES),
         idle_s=config.idle_memory_s,
         executor=executor,
@@ -152,7 +152,7 @@ class RankSidecar:
 
     @property
     def attached(self) -> AttachedMemory | None:
-        """What the trainer shares; None before the first attach."""
+        """Memory shared with the trainer; None before the first attach."""
         return self._possession
 
     @property
@@ -175,7 +175,7 @@ class RankSidecar:
 
     @property
     def pins(self) -> Pins:
-        """Snapshots of the present incarnation.
+        """Snapshots of the current incarnation.
 
         Raises:
             UnreachableError: no trainer has attached yet.
@@ -186,7 +186,7 @@ class RankSidecar:
 
     @property
     def edits(self) -> Edits:
-        """Edits of the present incarnation.
+        """Edits of the current incarnation.
 
         Raises:
             UnreachableError: no trainer has attached yet, or edit memory could not be allocated.
@@ -223,28 +223,27 @@ class RankSidecar:
             )
             raise ConflictError(
                 f"the request was planned for {what}, the job is in incarnation "
-                f"{self.incarnation}; "
-                "fetch the layout again"
+                f"{self.incarnation}; fetch the layout again"
             )
 
     def identity(self) -> dict[str, Any]:
-        """Who is answering, for the Unix socket; gRPC answers have a header for it."""
+        """Job, rank and incarnation, for the Unix socket; gRPC answers have a header."""
         return {"job": self.config.job, "incarnation": self.incarnation, "rank": self.config.rank}
 
     def check_meant(self, rank: object) -> None:
-        """Raise UnreachableError if a request is for another rank; None: it names no rank."""
+        """Raise UnreachableError if a request names another rank; None: it names none."""
         if rank is not None and str(rank) != str(self.config.rank):
             raise UnreachableError(
                 f"this is rank {self.config.rank} of job {self.config.job!r}, not rank "
-                f"{str(rank)[:16]}; somebody else's sidecar is found at this address"
+                f"{str(rank)[:16]}; another sidecar listens at this address"
             )
 
     def follow_control(self, generation: int) -> None:
-        """Follow a control plane of this generation. Raises ConflictError if it is fenced."""
+        """Accept a control plane's generation; raise ConflictError if a later one has fenced it."""
         if generation < self.control_generation:
             raise ConflictError(
                 f"a control plane of generation {self.control_generation} has taken over; "
-                f"generation {generation} is obeyed no more"
+                f"generation {generation} is no longer obeyed"
             )
         self.control_generation = generation
 
@@ -296,7 +295,7 @@ class RankSidecar:
                     self.executor, take_possession, request, handed_back
                 )
             except BaseException:
-                # The previous trainer's memory is gone: nobody owns the sidecar now.
+                # The previous trainer's memory is gone, so the sidecar has no owner now.
                 self.wait_for_trainer()
                 raise
             self._own(attached)
@@ -310,7 +309,7 @@ class RankSidecar:
             return attached
 
     def set_mesh(self, mesh: Mesh) -> None:
-        """Take the mesh that the trainers agreed on; from now on everything is served."""
+        """Set the mesh that the trainers agreed on; from now on everything is served."""
         self.mesh = mesh
         self.log("serving", incarnation=self.incarnation, layout_digest=mesh.layout_digest)
         self._changed()
@@ -384,7 +383,7 @@ class RankSidecar:
         assert self._pins is not None
         loop = asyncio.get_running_loop()
         loop.remove_reader(self._possession.pidfd)
-        # The process has ended, so none of its words changes any more.
+        # The process has ended, so its words are final.
         self.ownership = ownership_after_end(self._possession.page.words)
         self._pins.trainer_ended(self.ownership)
         if self._edits is not None:
@@ -404,7 +403,7 @@ class RankSidecar:
 
     async def _drop_possession(self) -> None:
         pins, attached = self._pins, self._possession
-        # Unset before closing: calls that come meanwhile are refused at once.
+        # Unset before closing, so that new calls are refused at once.
         self.mesh = None
         self._pins = None
         if pins is not None:
@@ -414,7 +413,7 @@ class RankSidecar:
             await edits.close()
         if attached is not None:
             asyncio.get_running_loop().remove_reader(attached.pidfd)
-            # Last: the copying thread and the edits used its memory until here.
+            # Last: the copying thread and the edits use its memory until here.
             self._possession = None
             self.ownership = Ownership.WAITING
             attached.close()

@@ -1,8 +1,8 @@
-"""Cancels calls that run with a revoked token's tickets, and refuses later ones.
+"""Cancel calls that run with a revoked token's tickets, and refuse later ones.
 
 The control plane announces revocations on the sidecar's stream to it. While disconnected, the
 sidecar keeps each one until no ticket of that token can still be valid. A sidecar has no audit
-log of its own; its reports carry what it refused.
+log of its own; its reports carry its refusals.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Refusals:
     def saw(self, method: str, reason: str) -> None:
         """Record a refused call. Never fails, whatever the caller sent."""
         self.count += 1
-        # The reason may quote the caller: ASCII only, which any log can show.
+        # The reason may quote the caller: keep it ASCII.
         told = f"{method[:MAX_CHARS]}: {reason}"[:MAX_CHARS]
         self.last = told.encode("ascii", "replace").decode()
 
@@ -42,7 +42,7 @@ class Revocations:
         self._tokens = RevokedTokens()
         self._running: dict[asyncio.Timeout, Claims] = {}
         self.on_news: list[Callable[[], object]] = []
-        """Called when tickets that were good before are now refused."""
+        """Called when previously valid tickets are now refused."""
 
     def update(self, told: control_pb2.Revocations) -> int:
         """Apply revocations from the control plane; return how many running calls were ended."""
@@ -62,7 +62,7 @@ class Revocations:
         return len(doomed)
 
     def refuses(self, claims: Claims) -> bool:
-        """Whether the ticket's token is no longer good."""
+        """Whether the ticket's token was revoked."""
         return self._tokens.refuses(claims)
 
     def check(self, claims: Claims) -> None:
@@ -71,7 +71,7 @@ class Revocations:
 
     @asynccontextmanager
     async def running(self, claims: Claims) -> AsyncIterator[None]:
-        """Wrap a call: cancel it once its token is no longer good.
+        """Wrap a call: cancel it once its token is revoked.
 
         Raises:
             TokenRevokedError: the call was cancelled for that.
@@ -79,16 +79,16 @@ class Revocations:
         if claims.token_id is None:
             yield
             return
-        # A cancel scope: `heard` makes it expire now, which cancels this call and nothing else.
+        # A cancel scope: `update` makes it expire now, which cancels this call and nothing else.
         call = asyncio.timeout(None)
         try:
             async with call:
                 self._running[call] = claims
-                # The ticket was looked at before the request came, which may be long ago.
+                # The ticket was verified before the request arrived, maybe long ago.
                 self.check(claims)
                 yield
         except TimeoutError:
-            # Raises if the expiry was ours; otherwise it is a timeout of the call's own.
+            # Raises if the expiry was ours; otherwise the call itself timed out.
             self.check(claims)
             raise
         finally:

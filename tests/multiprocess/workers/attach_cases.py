@@ -223,7 +223,7 @@ def attached_twice() -> None:
     made, optimizer = built()
     attachment = paramd.attach(made.model, optimizer, job="twice")
     refused_everywhere(
-        "ConflictError", "attached already",
+        "ConflictError", "already attached",
         lambda: paramd.attach(made.model, optimizer, job="twice-other"),
     )  # fmt: skip
     other, other_optimizer = built()

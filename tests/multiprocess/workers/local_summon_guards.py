@@ -205,11 +205,11 @@ def nested_on_the_same_parameters_it_is_refused() -> None:
         for rank0_only in (False, True):
             with summon(model, rank0_only=rank0_only):
                 for again in (model, inner):
-                    with raises(errors.ConflictError, "summoned already"), summon(again):
+                    with raises(errors.ConflictError, "already summoned"), summon(again):
                         pass
             with (
                 summon(inner, rank0_only=rank0_only),
-                raises(errors.ConflictError, "summoned already"),
+                raises(errors.ConflictError, "already summoned"),
                 summon(model),
             ):
                 pass

@@ -221,7 +221,7 @@ async def crowd(rounds: Coordinator, sidecars: Sidecars) -> list[Verdict | BaseE
     [
         NotFoundError("the lease has ended"),
         ConflictError("a snapshot is in use by another request"),
-        UsageError("snapshot_ids: a snapshot is named twice"),
+        UsageError("snapshot_ids: a snapshot is listed twice"),
     ],
     ids=lambda error: type(error).__name__,
 )

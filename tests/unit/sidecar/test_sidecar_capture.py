@@ -272,7 +272,7 @@ def test_a_number_that_was_ever_asked_for_or_taken_back_is_past_for_good(bench: 
     reaching.take_back(12)
     for number in (4, 9, 12):
         bench.arm(number)
-        assert bench.outcomes.pop().reason == f"boundary {number} is past: 12 was asked for"
+        assert bench.outcomes.pop().reason == f"boundary {number} is past: 12 was requested"
         assert bench.page[Word.READY] == 0
     bench.arm(13)
     assert (bench.page[Word.READY], bench.page[Word.HIGHEST]) == (13, 13)
@@ -285,8 +285,8 @@ def test_an_edit_that_the_trainer_refuses_for_its_step_is_told_with_both_steps(
         (
             1,
             12,
-            "if_step is 11, and the next boundary of all ranks is at step 12 or later; "
-            "hold training to edit it at a certain step",
+            "if_step is 11, but the next boundary of all ranks is at step 12 or later; "
+            "hold training to edit at an exact step",
         ),
         (2, -1, "the trainer cannot run the edit's program; its log says why"),
     ):

@@ -264,7 +264,7 @@ def test_spans_in_order_within_the_arena_are_taken(pairs: list[tuple[int, int]])
 def test_other_spans_are_refused_and_named(
     pairs: list[tuple[int, int]], begin: int, end: int, after: int
 ) -> None:
-    text = f"spans: [{begin}, {end}) after byte {after}; expected non-empty spans"
+    text = f"spans: [{begin}, {end}) after byte {after}; expected non-empty, sorted"
     with pytest.raises(UsageError, match=re.escape(text) + r".* within \[0, 10\)"):
         auth.check_spans(spans_of(pairs), 10)
 
@@ -478,17 +478,17 @@ class Call:
         (PIN, [bearer("x reader")], grpc.StatusCode.UNAUTHENTICATED, "not a ticket: x reader"),
         (PIN, [bearer("")], grpc.StatusCode.UNAUTHENTICATED, "not a ticket: "),
         (PIN, [bearer("viewer")], grpc.StatusCode.PERMISSION_DENIED,
-         "a ticket of role viewer may not do that; needed: control, editor, reader"),
+         "a ticket of role viewer may not call this; needed: control, editor, reader"),
         (REACH, [bearer("editor")], grpc.StatusCode.PERMISSION_DENIED,
-         "a ticket of role editor may not do that; needed: control"),
+         "a ticket of role editor may not call this; needed: control"),
         (GET_STATE, [bearer("sidecar")], grpc.StatusCode.PERMISSION_DENIED,
-         "a ticket of role sidecar may not do that; needed: control, editor, reader, viewer"),
+         "a ticket of role sidecar may not call this; needed: control, editor, reader, viewer"),
         (PIN + "s", [bearer("control")], grpc.StatusCode.PERMISSION_DENIED,
-         f"'{PIN}s' is not a method that anybody may call here"),
+         f"'{PIN}s' is not a method of this server"),
         (HEALTH + "Other", [bearer("control")], grpc.StatusCode.PERMISSION_DENIED,
-         f"'{HEALTH}Other' is not a method that anybody may call here"),
+         f"'{HEALTH}Other' is not a method of this server"),
         ("/" + "x" * 300, [bearer("control")], grpc.StatusCode.PERMISSION_DENIED,
-         f"'/{'x' * 127}' is not a method that anybody may call here"),
+         f"'/{'x' * 127}' is not a method of this server"),
     ],
 )  # fmt: skip
 async def test_a_refused_call_has_its_status_and_is_counted(
@@ -550,5 +550,5 @@ def test_the_unix_socket_asks_for_the_same_roles(role: Role) -> None:
             continue
         with pytest.raises(DeniedError) as refused:
             check(claims_of(role))
-        text = f"a ticket of role {role.value} may not do that; needed: {needed}"
+        text = f"a ticket of role {role.value} may not call this; needed: {needed}"
         assert str(refused.value) == text

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import struct
+import zlib
 from typing import Any
 
 import torch
@@ -9,8 +12,8 @@ import torch
 from paramd.memory.arena import HostArena
 from paramd.memory.control_page import ControlPage, Word
 from paramd.memory.descriptors import SparseMemory, pages
-from paramd.memory.handover import Descriptors
-from paramd.trainer.boundary.moments import Moments, read_table
+from paramd.memory.handover import MOMENT_ROOMS, Descriptors
+from paramd.trainer.boundary.moments import Moments
 
 ARENA_BYTES = 1 << 14
 
@@ -32,7 +35,9 @@ def test_rooms_hold_the_state_at_the_places_of_its_elements() -> None:
     adam.state[second]["odd"] = torch.zeros(7)
     page[Word.STEP] = 9
     moments.mirror()
-    table = read_table(reader.buffer, ARENA_BYTES)
+    begin = MOMENT_ROOMS * pages(ARENA_BYTES)
+    (length,) = struct.unpack_from("q", reader.buffer, begin)
+    table = json.loads(zlib.decompress(reader.buffer[begin + 8 : begin + 8 + length]))
     assert (table["step"], table["keys"], table["failure"]) == (9, ["exp_avg", "exp_avg_sq"], "")
     assert [(p["begin"], p["end"], p["group"]) for p in table["params"]] == [
         (64, 112, 0),

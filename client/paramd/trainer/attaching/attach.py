@@ -1,7 +1,4 @@
-"""`paramd.attach`: one line in the training script, on every rank.
-
-The stages of `attach`, in order, and how they are undone after a failure.
-"""
+"""`paramd.attach`: its stages in order, and how they are undone after a failure."""
 
 from __future__ import annotations
 
@@ -66,7 +63,7 @@ class Found:
 
 
 class Stages:
-    """The stages of attaching; each ends with every rank knowing the outcome on all."""
+    """The stages of attaching; after each, every rank knows the outcome on all."""
 
     def __init__(self, exchange: Exchange, settings: AttachSettings, job: str) -> None:
         self._exchange = exchange
@@ -162,7 +159,7 @@ class Stages:
             self._sidecar = SidecarLink(
                 identity, self._settings, socket_path=path, arena_bytes=arena_bytes
             )
-            # Undone before the control plane, which ends by itself after the last sidecar.
+            # Undone before the control plane, which exits after the last sidecar.
             self._undo.callback(self._sidecar.close)
             if self._control is not None:
                 _fail_open(self._control.open)
@@ -234,7 +231,7 @@ class Stages:
         # Two stages, so that no rank serves before all have moved in.
         self._together(move)
         self._together(begin)
-        # Attached on all ranks: nothing is undone any more.
+        # Attached on all ranks: point of no return.
         self._undo.pop_all()
         return made[0]
 
@@ -321,7 +318,7 @@ class Stages:
         try:
             self._undo.close()
         except Exception:
-            log.exception("paramd: not all of a failed attach could be undone")
+            log.exception("paramd: a failed attach could not be undone completely")
 
     def _together(self, stage: Callable[[], dict[str, Any]]) -> list[dict[str, Any]]:
         """Run a stage on every rank; a failure on one is raised on all."""
@@ -352,7 +349,7 @@ def _fail_open(start: Callable[[], None]) -> None:
     except ConflictError:
         raise
     except (ParamdError, OSError, EOFError) as error:
-        log.warning("paramd: %s; training goes on, it is tried again", error)
+        log.warning("paramd: %s; training continues, paramd retries", error)
 
 
 def _introduce(page: ControlPage, identity: Identity, first_step: int) -> None:
@@ -381,7 +378,7 @@ def attach(
 
     Collective: every rank calls it at the same point, after wrapping the model (DDP, FSDP, TP),
     before the first step or between two steps. The training computes exactly what it would
-    without. From then on anyone with the right to can read the running job's parameters, whole
+    without. From then on anyone with a reader token can read the running job's parameters, whole
     and at one step, with `paramd.connect(job=...)`.
 
     Args:

@@ -121,7 +121,7 @@ class Attachment:
             self._boundary.end(self)
         finally:
             self._updating.now = False
-        # The end of the block is the script's word that this update is complete.
+        # The end of the block declares this update complete.
         self._boundary.settle()
 
     def follow(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
@@ -190,7 +190,7 @@ class Attachment:
         self._arena.close()
 
     def _forget_in_child(self) -> None:
-        """Go inert: rounds, words, memory and helper processes belong to the parent."""
+        """Go inert: rounds, page words, memory and helper processes belong to the parent."""
         self._is_childs = True
         self._boundary.forget()
 

@@ -82,7 +82,7 @@ def check_attachable(
             "parameters are trained, wrapped as you train it"
         )
     if id(model) in attached:
-        raise ConflictError(f"this model is attached already ({attached[id(model)]!r}); detach it")
+        raise ConflictError(f"this model is already attached ({attached[id(model)]!r}); detach it")
     if any(other.job == job for other in attached.values()):
         raise ConflictError(
             f"another model is attached as job {job!r} in this process; detach it, or attach "

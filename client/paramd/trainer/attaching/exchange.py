@@ -1,6 +1,7 @@
-"""All-gather of small byte strings between the trainers, without pickle.
+"""What the trainers exchange while attaching: the next incarnation, and small messages over gloo.
 
-Rank 0 obtains the job's next incarnation, from a site's control plane or from this host.
+Rank 0 takes the incarnation, from a site's control plane or from this host. Messages are JSON or
+text, never pickle.
 """
 
 from __future__ import annotations

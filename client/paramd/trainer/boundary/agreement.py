@@ -5,8 +5,8 @@ the next, so all ranks learn the same result at the same boundary. A request is 
 number and token are equal on all ranks, which one MIN all-reduce over n and -n shows. A rank
 that is not ready contributes zeros.
 
-A rank has promised what it contributes (`promise`): from then on only the outcome of the round
-decides, whatever the sidecar does to its words.
+A rank promises what it contributes (`promise`): from then on only the outcome of the round
+decides, whatever the sidecar writes to the page.
 """
 
 from __future__ import annotations
@@ -226,7 +226,7 @@ class Agreement:
     def _collected(self) -> Round:
         work, self._work = self._work, None
         if work is not None:
-            # Keep it until the next round, or gloo's thread might drop the last reference.
+            # Kept until the next round, or gloo's thread might drop the last reference (exit.py).
             self._ended = work
             timeout_s = self._edit_timeout_s if self._request.action == EDIT else self._timeout_s
             try:

@@ -39,7 +39,7 @@ from paramd.trainer.home.watch import Contents
 log = logging.getLogger("paramd")
 
 PROBATION = 3
-"""Settled spans without a stray change before a new attachment is trusted."""
+"""Settled spans without a stray change before a new attachment leaves strict mode."""
 
 STRICT_SPANS = 1000
 """The same after a stray change."""
@@ -48,8 +48,8 @@ LOOK_S = 0.1
 """Seconds between checks of a resting state."""
 
 SOON_S, SOON_FOR_S = 0.005, 1.0
-"""Poll interval of LOOK_WANTED after it was raised, and for how long, in seconds: readers of a
-resting state come in bursts."""
+"""Poll interval after LOOK_WANTED was raised, and for how long, in seconds: readers of a resting
+state come in bursts."""
 
 LEFT_AT_REST = (
     "parameters were replaced after the last update, and training has not gone on since; they are "
@@ -66,7 +66,7 @@ _SEQ = int(Word.SEQ)
 
 
 def _nothing(_owner: object) -> None:
-    """Default `before_update`, while nobody wants gradients."""
+    """The default `before_update`."""
 
 
 class HomeLike(Protocol):
@@ -304,7 +304,7 @@ class Boundary:
             elif not self._editor.failed and not self._home.check():
                 self._gate.rest(self._done, self._iteration, contents.digest())
         except Exception:
-            log.debug("paramd: the parameters cannot be looked at", exc_info=True)
+            log.debug("paramd: the parameters cannot be checked", exc_info=True)
 
     def _watch_rest(self) -> None:
         words = self._words
@@ -345,7 +345,7 @@ class Boundary:
             elif not self._why and not self._home.gathered():
                 self._say(LEFT_AT_REST)
         except Exception:
-            log.debug("paramd: the parameters cannot be looked at", exc_info=True)
+            log.debug("paramd: the parameters cannot be checked", exc_info=True)
         finally:
             self._lock.release()
 
@@ -370,7 +370,7 @@ class Boundary:
             log.exception("paramd: parameters could not be verified")
 
     def _trust(self) -> None:
-        """Record the settled contents to detect strays; when strict, make SEQ odd again."""
+        """Record the settled contents to detect stray changes; when strict, make SEQ odd again."""
         contents = self._home.contents
         if contents is None:
             return
@@ -426,7 +426,7 @@ class Boundary:
             self._patience -= 1
             return False
         names = self._home.take_back()
-        log.info("paramd: took %d parameters back, first %s", len(names), names[:1])
+        log.info("paramd: brought %d parameters back, first %s", len(names), names[:1])
         return True
 
     def _say(self, why: str) -> None:

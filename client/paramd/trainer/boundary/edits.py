@@ -96,7 +96,7 @@ class Editor:
         self._preparation: _Preparation | None = None
         self.optimizers: Collection[torch.optim.Optimizer] = ()
         self.failed = False
-        """An edit failed half way: the arena must not be served any more."""
+        """Whether an edit failed half way: the arena must no longer be served."""
 
     def accept(self, request: Request, *, now: bool) -> bool:
         """Whether an edit's program is ready to apply; starts preparing it if new.
@@ -153,7 +153,7 @@ class Editor:
         """Release the edit memory."""
         preparation, self._preparation = self._preparation, None
         if preparation is not None:
-            # Its thread touches this memory; do not let go of it meanwhile.
+            # Its thread still touches this memory.
             preparation.done.wait()
         self._arena_views = self._edit_views = Views(memoryview(b""))
         self._edits.close()
@@ -197,7 +197,7 @@ class Editor:
         self._present = holes, _joined([*known, *missing])
 
     def _find_owners(self, preparation: _Preparation) -> None:
-        """Only at a boundary: elsewhere FSDP1 may point parameters at gathered memory."""
+        """Call only at a boundary: elsewhere FSDP1 may point parameters at gathered memory."""
         preparation.owners_found = True
         steps = preparation.steps if preparation.steps is not None else []
         if any(step.record.reset_moments for step in steps):

@@ -1,17 +1,15 @@
-"""Gradient capture in the pre-hook: copy what the sidecar armed for this update.
+"""Gradient capture: before an update, copy what the sidecar armed for it into a slot.
 
 Each update reads two words and does nothing more if they name another update. It never waits
 for a slot to be armed, unless the operator lets lossless readers hold up an update for a
-bounded time (`lossless_budget_ms`).
-
-Optimizers that step within the backward free some gradients before others exist: their
-updates have no gradient frame, and readers are told that it was left out.
-
-Where the gradients of pieces are, and how their bytes get into a slot's room.
+bounded time (`lossless_budget_ms`). Nothing here communicates or waits for other ranks.
 
 A gradient has the geometry of its parameter's local memory: an element has the same offset in
 both. So a piece is one memmove, unless the gradient's dtype, strides or placement differ from
-its parameter's. Nothing here communicates or waits for other ranks.
+its parameter's.
+
+Optimizers that step within the backward free some gradients before others exist: their
+updates have no gradient frame, and readers are told that it was left out.
 """
 
 from __future__ import annotations
@@ -33,7 +31,7 @@ from paramd.memory.handover import GRADIENT_SLOTS
 from paramd.trainer.boundary.signals import backward_id
 from paramd.trainer.home.devices import finish_copies
 from paramd.trainer.home.moving import address
-from paramd.trainer.model.dtensor import is_dtensor, split
+from paramd.trainer.model.dtensor import is_dtensor, leaf_of, split
 from paramd.trainer.model.flatten import wait_for_gradient
 from paramd.trainer.model.local_shard import LocalShard
 from paramd.trainer.model.plain import has_plain_memory
@@ -42,7 +40,7 @@ if TYPE_CHECKING:
     from torch.distributed.tensor._dtensor_spec import DTensorSpec
 
 Pieces = Sequence[tuple[LocalShard, int]]
-"""Shards with elements, and the first byte of each in the arena."""
+"""Shards with elements, each with its first arena byte."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,15 +153,6 @@ def _shared_begins(pieces: Pieces) -> set[int]:
         if seen.setdefault(begin, tensor) is not tensor:
             found.add(begin)
     return found
-
-
-def leaf_of(param: torch.Tensor) -> torch.Tensor:
-    """The tensor that holds the gradient: torch's TP+DDP leaves a DTensor derived from it."""
-    if param.is_leaf or param.grad_fn is None:
-        return param
-    (source, *_) = param.grad_fn.next_functions[0]
-    leaf: torch.Tensor = getattr(source, "variable", param)
-    return leaf
 
 
 def _pointer(param: torch.Tensor) -> int:
@@ -384,7 +373,7 @@ class GradientCapture:
             self._serve(0, step, owner)
         if words[_ARM_SLOT1] == step:
             self._serve(1, step, owner)
-        # After the DONE words: a reader that sees this knows no more will come for this update.
+        # After the DONE words: whoever reads this step finds that update's frames complete.
         words[_GRADIENTS_STEP] = step
         self._clip_factor = 0.0
 

@@ -1,18 +1,12 @@
-"""Holds: training waits inside a boundary until all ranks agree to continue.
+"""What one rank does at a boundary: act on agreed requests, and wait while training is held.
 
     running --HOLD--> held --STEP k--> stepping --k boundaries later--> held
                        |                  |
                        +--RESUME, or one rank does not want to stay--> running
 
-All ranks change state together: every transition comes from the same round or the same count
-of boundaries. A rank wants to stay while its sidecar renews HOLD_UNTIL_NS and the cap is not
-reached; so whichever process dies, the hold ends everywhere when its lease runs out.
-
-What one rank does at a boundary: agreed requests, and waiting while held.
-
-Rounds are the trainers' own (agreement.py). This file acts on their outcome: writes the words
-that tell the sidecar, applies the edit or makes the copies, and keeps a held rank running
-rounds until one of them releases it.
+All ranks change state together: every transition comes from the same round (agreement.py) or the
+same count of boundaries. A rank wants to stay while its sidecar renews HOLD_UNTIL_NS and the cap
+is not reached; so whichever process dies, the hold ends everywhere when its lease runs out.
 """
 
 from __future__ import annotations
@@ -146,7 +140,7 @@ class MirrorLike(Protocol):
 
 
 class BoundaryHandler:
-    """One rank's part in what all ranks do together. Training thread only."""
+    """One rank's part in acting at boundaries. Training thread only."""
 
     def __init__(
         self,
@@ -273,7 +267,7 @@ class BoundaryHandler:
         try:
             return promise(self._words, self._agreed, lambda one: self._accept(one, now))
         except Exception:
-            log.exception("paramd: a boundary request could not be looked at")
+            log.exception("paramd: a boundary request could not be examined")
             return NOTHING
 
     def _accept(self, request: Request, now: bool) -> bool:
@@ -320,7 +314,7 @@ class BoundaryHandler:
             if at_home:
                 self._editor.apply(request, self._gate)
             else:
-                # At home when promised, gone since; the other ranks apply it all the same.
+                # Parameters left the arena after the promise; the other ranks still apply it.
                 words[Word.EDIT_FAILED] = request.number
         if self._mirror is None and words[Word.BUFFERS_WANTED] > wanted_above:
             self._copy_buffers()

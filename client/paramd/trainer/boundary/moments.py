@@ -1,6 +1,10 @@
-"""Optimizer state, mirrored into the moments memory at an agreed boundary that asks for it.
+"""Optimizer state: finding it for parameters in the arena, and mirroring it at agreed boundaries.
 
-The memory is 8 rooms shaped like the arena (each rounded up to whole pages), then a table
+An optimizer knows whole parameters, flat ones (FSDP1) or views of those; a piece of the arena is
+matched to whichever contains it. State tensors of the local shape (`exp_avg`, momentum buffers,
+also as DTensors) correspond to the parameter element by element.
+
+The moments memory is 8 rooms shaped like the arena (each rounded up to whole pages), then a table
 of 1 MiB. Room i holds the state of one key, such as `exp_avg`: the state of the element at
 arena byte x is at byte x of the room, with the piece's own strides. State whose itemsize
 differs from the parameter's has no such place and is left out.
@@ -19,12 +23,6 @@ differs from the parameter's has no such place and is left out.
 A parameter of the table is the optimizer's: an FSDP1 flat parameter holds several pieces of
 the layout. Numbers JSON lacks (NaN, infinities) become the strings "nan", "inf" and "-inf".
 The word MOMENTS_STEP is -1 while the trainer writes.
-
-Optimizer state of parameters in the arena: which tensors share a parameter's geometry.
-
-An optimizer knows whole parameters, flat ones (FSDP1) or views of those; a piece of the
-arena is matched to whichever contains it. State tensors of the local shape (`exp_avg`,
-momentum buffers, also as DTensors) correspond to the parameter element by element.
 """
 
 from __future__ import annotations
@@ -222,7 +220,7 @@ class Moments:
                 if number is not None:
                     scalars[key] = number
                 elif value is not None:
-                    left_out[key] = "it has not the parameter's local shape"
+                    left_out[key] = "it does not have the parameter's local shape"
             elif key not in keys:
                 left_out[key] = f"only {MOMENT_ROOMS} kinds of state are mirrored"
             elif moment.itemsize != one.local.itemsize:
@@ -246,21 +244,12 @@ class Moments:
         begin = MOMENT_ROOMS * self._room_bytes
         data = zlib.compress(json.dumps(table, allow_nan=False).encode(), 1)
         if len(data) > ROOM_EXTRA_BYTES - _LENGTH.size:
-            failure = f"its table takes {len(data):,} bytes, more than there is room for"
+            failure = f"its table takes {len(data):,} bytes, more than there is space for"
             table = {**table, "keys": [], "params": [], "groups": [], "failure": failure}
             data = zlib.compress(json.dumps(table, allow_nan=False).encode(), 1)
         self._memory.reserve(begin, begin + pages(_LENGTH.size + len(data)))
         _LENGTH.pack_into(self._memory.buffer, begin, len(data))
         self._memory.buffer[begin + _LENGTH.size : begin + _LENGTH.size + len(data)] = data
-
-
-def read_table(memory: memoryview, arena_bytes: int) -> dict[str, Any]:
-    """Read the table from moments memory (see the module docstring); for tests and readers."""
-    begin = MOMENT_ROOMS * pages(arena_bytes)
-    (length,) = _LENGTH.unpack_from(memory, begin)
-    begin += _LENGTH.size
-    table: dict[str, Any] = json.loads(zlib.decompress(memory[begin : begin + length]))
-    return table
 
 
 def _number(value: Any) -> float | str | None:

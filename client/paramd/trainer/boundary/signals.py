@@ -1,4 +1,4 @@
-"""Hooks that tell when training continues: optimizer steps, forwards, backwards.
+"""Hooks that detect when training continues: optimizer steps, forwards, backwards.
 
     optimizer hooks   global, so they also cover optimizers made after `attach`, and a step
                       inside another class's step
@@ -106,7 +106,7 @@ class Signals:
             register_optimizer_step_post_hook(self._after).remove,
         ]
         for module in callable_roots(model) if model is not None else ():
-            # First in line: FSDP's own pre-hook gathers parameters, and edits must precede it.
+            # Prepended: FSDP's own pre-hook gathers parameters, and edits must precede it.
             before = module.register_forward_pre_hook(_Forward(module, listener), prepend=True)
             after = module.register_forward_hook(_Output(module, self))
             self._remove += [before.remove, after.remove]

@@ -1,6 +1,6 @@
-"""The trainer's end of the handover: find or start the sidecar, and keep one alive.
+"""The trainer's helper processes: its rank's sidecar, and on rank 0 the embedded control plane.
 
-The embedded control plane: a separate process next to rank 0's trainer.
+Each is started, handed what it needs, and restarted on the same address if it dies.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ class SidecarLink:
         return self.descriptors
 
     def serve(self, mesh: dict[str, Any], layout: bytes) -> None:
-        """Tell the sidecar what it holds; from now on one is always kept alive."""
+        """Send the sidecar its mesh and layout; from now on one is always kept alive."""
         self._mesh = (mesh, layout)
         try:
             self._send_mesh()
@@ -172,7 +172,7 @@ class SidecarLink:
         if self.descriptors is None:
             self.descriptors = self._received(received)
         else:
-            # Duplicates of what we handed over; ours stay the ones in use.
+            # Duplicates of those handed over; the originals stay in use.
             for descriptor in received:
                 os.close(descriptor)
         self._connection = connection
@@ -184,7 +184,7 @@ class SidecarLink:
         except UsageError as error:
             for descriptor in fds:
                 os.close(descriptor)
-            raise ConflictError(f"the sidecar handed over what cannot be used: {error}") from error
+            raise ConflictError(f"the sidecar handed over unusable descriptors: {error}") from error
 
     def _send_mesh(self) -> None:
         assert self._mesh is not None

@@ -74,7 +74,7 @@ def register(
         return _registration(url, world_size, answer.json())
     except (ValueError, KeyError, TypeError) as error:
         raise UnreachableError(
-            f"{url} answered what this version of paramd cannot read ({error!r}); the versions of "
+            f"{url} sent an answer that this paramd cannot read ({error!r}); the versions of "
             "the control plane and the training may differ"
         ) from error
 

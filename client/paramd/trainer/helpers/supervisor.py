@@ -114,7 +114,7 @@ class Supervisor:
                 self._pidfd = self._restart()
             except Exception as error:
                 log.warning(
-                    "paramd: the %s did not start (%s); training goes on without it, next try "
+                    "paramd: the %s did not start (%s); training continues without it, next try "
                     "in %.1f s", self._name, error, delay_s,
                 )  # fmt: skip
                 if self._wait(self._stop, delay_s):

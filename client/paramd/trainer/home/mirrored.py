@@ -1,8 +1,8 @@
 """A home whose parameters stay where they are: the arena is a copy, made on request.
 
 For parameters on devices, and wherever nothing may be moved (`arena="mirror"`). Nothing is
-re-homed, so there is nothing to take back. The price: the arena's bytes date from the last
-boundary that asked for them, so only agreed boundaries can serve reads (memory/arena.py).
+re-homed, so there is nothing to take back. But the arena's bytes date from the last boundary
+that asked for them, so only agreed boundaries can serve reads (memory/arena.py).
 
 The arena has the geometry of the live memory: relative to its piece, every byte has the same
 offset in both. So an edit's views, and optimizer state, are found by adding.
@@ -101,7 +101,7 @@ class MirroredHome(ParameterStorage):
         return []
 
     def take_back(self) -> list[str]:
-        """Nothing ever leaves."""
+        """Return nothing: no parameter ever leaves."""
         return []
 
     def move_out(self) -> None:

@@ -1,6 +1,4 @@
-"""Which tensors move together, and how to bring back those that left an arena.
-
-Tensor memory by address: who uses it, and how to point tensors at other memory.
+"""Move tensors between memories: find all users of a range, and repoint them together.
 
 A storage may have users that no module knows: an optimizer's bucket, a `p.data` kept in a
 list, FSDP's own views. All must move together, or one would silently stop following the
@@ -114,7 +112,7 @@ def has_unseen_users(tensors: Sequence[torch.Tensor]) -> bool:
 
 
 def close_over(known: Ranges, tensors: Sequence[torch.Tensor]) -> Ranges:
-    """Grow the ranges until no storage of `tensors` lies only partly in them."""
+    """Grow the ranges until every storage of `tensors` lies wholly inside or outside."""
     storages = {storage_range(tensor) for tensor in tensors}
     while True:
         touched = [r for r in storages if known.touches(r)]
@@ -235,7 +233,7 @@ def _said(shard: LocalShard) -> str:
 def bring_back(
     left: Sequence[Escaped], bases: Sequence[torch.Tensor], shards: Sequence[LocalShard]
 ) -> None:
-    """Copy departed shards home and point their tensors there.
+    """Copy departed shards back and point their tensors there.
 
     Unknown tensors move too when their memory lies wholly within a departed shard.
 
@@ -300,7 +298,7 @@ def evict(
     if has_unseen_users([t for t in inside if t.untyped_storage()._cdata in touched]):
         raise ConflictError(
             "parameters were replaced while their old memory is in use by something that Python "
-            "does not show, such as a graph that awaits its backward; it is tried again"
+            "does not show, such as a graph that awaits its backward; retrying"
         )
     copies: dict[int, torch.Tensor] = {}
     moves = []

@@ -1,6 +1,6 @@
 """Move a model's local parameters into an arena, and keep them there.
 
-    home = Home(model)                     # inspects, changes nothing
+    home = ParameterStorage(model)         # inspects, changes nothing
     local = home.local_layout(rank)        # what goes where in an arena of home.arena_bytes
     home.move_in(memory)                   # the parameters now live in the arena
     home.check(); home.take_back()         # when an update settles: detect, bring back what left
@@ -12,8 +12,6 @@ Every storage keeps its size and its tensors' offsets; only its address changes.
 compares storages (FSDP), saves a single tensor (`torch.save`) or views several tensors of one
 storage sees no difference. Storages in the arena cannot be resized; FSDP resizes only unsharded
 and low-precision memory, which stays where it is.
-
-Arena placement: pure arithmetic on the addresses of a model's storages.
 """
 
 from __future__ import annotations
@@ -237,7 +235,7 @@ class ParameterStorage:
     def move_in(self, arena: memoryview) -> None:
         """Copy every parameter's storage into `arena` and point all its tensors there.
 
-        Only between steps, and once: a model that moved out needs a new Home. All or nothing:
+        Only between steps, and once: a model that moved out needs a new object. All or nothing:
         on error no tensor has moved. Draws no random numbers; preserves gradients,
         `requires_grad` and the identity of parameters.
 
@@ -250,7 +248,7 @@ class ParameterStorage:
             ConflictError: the model has changed since the constructor, or is already inside.
         """
         if self._bases:
-            raise ConflictError("the parameters are in an arena already; detach first")
+            raise ConflictError("the parameters are already in an arena; detach first")
         check_arena(arena, self.arena_bytes)
         shards = find_shards(self._model)
         alive = list(live_tensors())

@@ -1,14 +1,12 @@
 """Detect parameters that left the arena, and contents that changed when none should.
 
-Compares what is in the modules' tables now: the module, the parameter, and the address of its
-memory. So replacing a module, a parameter, its `.data` or its local tensor all show. Additions
-to the tree show through torch's registration hooks. Contents are compared by samples of the
-arena, and by version counters, a few at a time.
+A look compares the module, the parameter and the address of its memory with those expected, so
+replacing a module, a parameter, its `.data` or its local tensor all show. Additions to the tree
+show through torch's registration hooks. Contents are compared by samples of the arena, and by
+version counters, a few at a time.
 
-Detect unchanged tables and tensors from a few words of their own memory.
-
-Asking 300 tensors for their addresses, and 226 tables for their entries, takes Python some
-40 us. Gathering the words behind those answers takes 3:
+Looking at 300 tensors and 226 tables takes Python some 40 us. A glance takes 3: it gathers the
+words of memory behind those answers, and skips the look when none has changed:
 
     dict            its version: a number that rises with every change (CPython up to 3.13)
     tensor object   -> TensorImpl
@@ -18,7 +16,7 @@ Asking 300 tensors for their addresses, and 226 tables for their entries, takes 
 These offsets are undocumented, so none is assumed: each is found by probing objects made for
 it, used only if every kind of change shows there, and checked against what torch reports for
 each watched tensor. If any of this fails (another Python, another torch), or with
-PARAMD_GLANCES=0, there is no glance and every look is a slow one (watch.py).
+PARAMD_GLANCES=0, every look is a full one.
 
 Only memory of live objects is read. Tables, tensors and storages are kept alive here; a
 TensorImpl lives as long as a tensor points to it, so it is read only after its tensor was seen
@@ -166,7 +164,7 @@ def find_places() -> Places | None:
         )
         return places if all(_notices(places, change) for change in CHANGES) else None
     except Exception as error:
-        log.debug("paramd: there are no glances here: %r", error)
+        log.debug("paramd: glances are not available: %r", error)
         return None
 
 
@@ -198,7 +196,7 @@ CHANGES: tuple[Callable[[dict[str, Any]], None], ...] = (
     _swapped,
     _given_other_memory,
 )
-"""The ways in which a table's tensor can move."""
+"""All ways in which a table's tensor can move."""
 
 
 def _notices(places: Places, change: Callable[[dict[str, Any]], None]) -> bool:
@@ -298,7 +296,7 @@ class Watch:
         self._glances = bool(at_a_glance)
         self._glance: Glance | None = None
         self.added = False
-        """A module or parameter has been registered in the tree since this was made."""
+        """Whether a module or parameter was registered in the tree since this was made."""
         self._tree = {id(m) for m in root.modules()} if root is not None else set()
         self._remove = [
             register(self._registered)
@@ -321,9 +319,9 @@ class Watch:
             if self._in_place():
                 return []
         except (KeyError, TypeError, AttributeError, RuntimeError):
-            # Something else is there now, or nothing: the slow path below tells which.
+            # A slot is gone or of another type: the slow path below finds which.
             pass
-        # A glance would keep alive what the script has replaced.
+        # A glance keeps storages alive, also those the script has replaced.
         self._glance = None
         gone = [w.fqn for w in self._items if not _stands(w)]
         if not gone and not self._modules_in_place():

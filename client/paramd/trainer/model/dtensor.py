@@ -42,6 +42,15 @@ def split(tensor: torch.Tensor) -> tuple[torch.Tensor, DTensorSpec | None]:
     return tensor, getattr(tensor, "_st_info", None)
 
 
+def leaf_of(param: torch.Tensor) -> torch.Tensor:
+    """The tensor that holds the gradient: torch's TP+DDP leaves a DTensor derived from it."""
+    if param.is_leaf or param.grad_fn is None:
+        return param
+    (source, *_) = param.grad_fn.next_functions[0]
+    leaf: torch.Tensor = getattr(source, "variable", param)
+    return leaf
+
+
 def describe(spec: DTensorSpec) -> str:
     """Placement in words, for example "Replicate over 2, Shard(0) over 2"."""
     words = []

@@ -1,6 +1,4 @@
-"""The adapters' data types: a local shard, its slot, and the entry it was found by.
-
-Names as in the user's own `state_dict()`, whatever wraps the modules.
+"""The adapters' data types, and the module tree with names as in the user's own `state_dict()`.
 
 A wrapper's prefix (`module.`, `_fsdp_wrapped_module.`, `_orig_mod.`,
 `_checkpoint_wrapped_module.`) is dropped only where a wrapper of that type added it: a user's

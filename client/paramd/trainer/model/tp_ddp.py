@@ -16,6 +16,7 @@ import copy
 import sys
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
+from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -140,7 +141,7 @@ class _Shows:
     def _enter(self, root: nn.Module, _inputs: Any) -> None:
         if self._depth:
             # An interrupt may leave a forward without running its hooks: count again.
-            self._depth = sum(1 for running in _running_forwards() if running is root) - 1
+            self._depth = sum(1 for running in running_forwards() if running is root) - 1
         self._depth += 1
         self._show(self._all)
 
@@ -207,9 +208,12 @@ class _Shows:
                     attributes.pop(name, None)
 
 
-def _running_forwards() -> Iterator[nn.Module]:
-    frame = sys._getframe()
+def running_forwards() -> Iterator[nn.Module]:
+    """Modules whose forward is running on this thread, innermost first."""
+    frame: FrameType | None = sys._getframe()
     while frame is not None:
         if frame.f_code is _FORWARD_CODE:
-            yield frame.f_locals["self"]
-        frame = frame.f_back  # type: ignore[assignment]
+            running = frame.f_locals.get("self")
+            if isinstance(running, nn.Module):
+                yield running
+        frame = frame.f_back

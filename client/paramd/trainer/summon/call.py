@@ -137,7 +137,7 @@ class Call:
 
     @torch.no_grad()
     def finish(self, edits: Edits) -> None:
-        """Write the edits back, on all ranks or none. Collective with writeback."""
+        """Write the edits back, on all ranks or none. Collective if `writeback`."""
         if not self._arguments.writeback:
             return
         problem = edits.problem

@@ -1,7 +1,4 @@
-"""The full tensors of one call: filled from all ranks' shards, and written back to them.
-
-Swap other parameters in for those that modules have registered, and back.
-"""
+"""The full tensors of one call: filled from all ranks' shards, swapped in and out, written back."""
 
 from __future__ import annotations
 

@@ -12,6 +12,7 @@ from torch import nn
 from paramd.errors import ConflictError
 from paramd.layout.types import TensorKind
 from paramd.trainer.model import dtensor, fsdp1, plain
+from paramd.trainer.model.dtensor import leaf_of
 from paramd.trainer.model.flatten import wait_for_gradient
 from paramd.trainer.model.local_shard import LocalShard, dtype_name
 from paramd.trainer.summon.meeting import LocalParam
@@ -81,7 +82,7 @@ def find_gradient(
 
 
 def _dense(holding: LocalParam, param: torch.Tensor, expected: bool) -> GradientHolding:
-    param = _leaf(param)
+    param = leaf_of(param)
     grad = param.grad
     if grad is None:
         return GradientHolding((), expected)
@@ -95,15 +96,6 @@ def _dense(holding: LocalParam, param: torch.Tensor, expected: bool) -> Gradient
             grad._st_info = spec  # type: ignore[attr-defined]
     shards = plain.shards_of(holding.names, grad, TensorKind.PARAMETER, holding.shards[0].slot)
     return GradientHolding(tuple(shards), expected, commit)
-
-
-def _leaf(param: torch.Tensor) -> torch.Tensor:
-    """The tensor that holds the gradient: torch's TP+DDP leaves a DTensor derived from it."""
-    if param.is_leaf or param.grad_fn is None:
-        return param
-    (source, *_) = param.grad_fn.next_functions[0]
-    leaf: torch.Tensor = getattr(source, "variable", param)
-    return leaf
 
 
 def _placed_like(grad: Any, param: Any) -> tuple[torch.Tensor, Callable[[], None] | None]:

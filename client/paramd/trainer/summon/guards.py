@@ -1,20 +1,19 @@
-"""When a rank may not summon: in compiled code, a forward, a backward, or nested.
+"""Preconditions of a call: its arguments, and that this rank may summon now.
 
-The arguments of one call.
+Refused in compiled code, in a forward or backward, and for places already summoned.
 """
 
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
-from types import FrameType
 
 import torch
 from torch import nn
 
 from paramd.errors import ConflictError, UsageError
+from paramd.trainer.model.tp_ddp import running_forwards
 
 TIMEOUT_VARIABLE = "PARAMD_SUMMON_TIMEOUT_S"
 DEFAULT_TIMEOUT_S = 60.0
@@ -54,8 +53,6 @@ def timeout_from(timeout_s: float | None) -> float:
     return value
 
 
-_FORWARD_CODE = nn.Module._call_impl.__code__
-
 summoned: dict[tuple[int, str], str] = {}
 """Names of the parameters summoned now, by place (module id, name in the module)."""
 
@@ -90,21 +87,12 @@ def check_idle(module: nn.Module) -> None:
             "summon_full_params was called inside backward; call it between two steps"
         )
     inside = {id(inner) for inner in module.modules()}
-    for running in _running_forwards(sys._getframe()):
+    for running in running_forwards():
         if id(running) in inside or any(part is module for part in running.modules()):
             raise ConflictError(
                 f"summon_full_params was called inside the forward of {type(running).__name__}; "
                 "call it between two steps"
             )
-
-
-def _running_forwards(frame: FrameType | None) -> Iterable[nn.Module]:
-    while frame is not None:
-        if frame.f_code is _FORWARD_CODE:
-            running = frame.f_locals.get("self")
-            if isinstance(running, nn.Module):
-                yield running
-        frame = frame.f_back
 
 
 def check_not_summoned(places: Iterable[tuple[nn.Module, str]]) -> None:
@@ -117,6 +105,6 @@ def check_not_summoned(places: Iterable[tuple[nn.Module, str]]) -> None:
         inside = summoned.get((id(module), name))
         if inside is not None:
             raise ConflictError(
-                f"parameter {inside!r} is summoned already by a surrounding summon_full_params; "
+                f"parameter {inside!r} is already summoned by a surrounding summon_full_params; "
                 "leave that block first"
             )

@@ -1,15 +1,11 @@
-"""A barrier with a timeout that names the missing ranks: all proceed or none does.
+"""Who takes part in a call, what each rank holds, and a barrier that names the missing ranks.
 
-It works over the process group's store, not collectives: a collective that one rank never joins
-hangs until the group's own timeout, and with NCCL kills the process.
+The barrier works over the process group's store, not collectives: a collective that one rank
+never joins hangs until the group's own timeout, and with NCCL kills the process.
 
 Calls are numbered. The first verdict written decides a meeting for all: the last rank to arrive
 writes "go" (or why not), a rank that times out writes "failed". A rank that arrives at a call
 which failed without it moves on to the next number, so ranks meet again after a failure.
-
-What this rank holds of each parameter under a module, and where the tree has it.
-
-Which ranks take part in a call, and over which process group.
 """
 
 from __future__ import annotations
@@ -204,7 +200,7 @@ _stale_keys: dict[str, list[str]] = {}
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Proposal:
-    """What a rank says on arrival."""
+    """A rank's message on arrival."""
 
     question: str
     """Must be the same on all ranks."""
@@ -251,7 +247,7 @@ class Rendezvous:
         while True:
             number = _next_numbers.get(self._series, 0)
             _next_numbers[self._series] = number + 1
-            # One that was decided without us has failed: meet the others at the next.
+            # A call decided without this rank has failed: meet the others at the next.
             if not self._has(number, "enter", "verdict"):
                 break
         message = json.dumps([word.question, word.refusal])
@@ -324,7 +320,7 @@ class Rendezvous:
         missing = [rank for rank in self._ranks if not self._has(number, part, str(rank))]
         return _Verdict(
             "failed",
-            f"ranks {missing} of {len(self._ranks)} did not come in {timeout_s:g} s; every rank "
+            f"ranks {missing} of {len(self._ranks)} did not arrive in {timeout_s:g} s; every rank "
             "must call it at the same place",
         )
 

@@ -1,14 +1,11 @@
-"""Move parts between ranks with few, equally long collectives and little memory.
-
-Everything travels as bytes, in spans of `streams.span_bytes`. The collectives run on the
-training's process group, on a device its backend supports.
-
-Which rank sends which elements, in which order. Pure: every rank computes the same plan.
+"""Move parts of tensors between ranks with few, equally long collectives and little memory.
 
 A *part* is one region of one tensor. A *stream* is what one rank sends: parts, or runs of their
 elements, laid end to end. Streams are about equally long whatever the sharding, since a part
 held by several ranks is divided among them. All are cut at the same byte offsets, so one
-collective moves the next span of every stream.
+collective moves the next span of every stream. Every rank computes the same plan.
+
+Everything travels as bytes, on the training's process group and a device its backend supports.
 """
 
 from __future__ import annotations

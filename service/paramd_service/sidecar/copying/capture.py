@@ -1,14 +1,15 @@
-"""What to copy, and when: decisions of the copying thread, without the thread.
+"""The copying thread, and its decisions: what to copy, and when.
 
 A copy belongs right after a boundary, where forward and backward hide it. So a request
-that finds the rank inside an update, or too near to the next one, raises WANT; the
+that finds the rank inside an update, or too close to the next one, raises WANT; the
 trainer announces its next boundary, and everything pending is copied there. A request
 that finds the rank between updates with time to spare is copied at once.
 
 A boundary that all trainers agreed on (AGREED) is copied when it is announced. A copy that
 the next update overtakes is reported as missed, with timings, and never repaired.
 
-The one thread that copies. It sleeps until the trainer or a request wakes it.
+`Capture` decides, without a thread of its own; `Copier` runs it on the one thread that copies,
+which sleeps until the trainer or a request wakes it.
 """
 
 from __future__ import annotations
@@ -39,15 +40,15 @@ RETRY_NS = 250_000_000
 """Polling interval while something waits and nothing was announced."""
 
 REST_NS = 500_000_000
-"""How long a state must rest before it is copied although training has not continued: what a
-script does to weights right after an update is over by then, or else changes samples."""
+"""How long a state must rest before it is copied without training having continued. Changes that a
+script makes right after an update are over by then; later ones change the samples."""
 
 UNSERVED_NS = 2_000_000_000
 """How long a request waits while the trainer says it cannot serve its parameters."""
 
 EAGER_ATTEMPTS = 3
-"""Overtaken copies after which a request asks for a boundary only every `RETRY_NS`: each
-such boundary may cost the trainer its whole stall budget."""
+"""Overtaken copies after which a request raises WANT only every `RETRY_NS`: each such boundary may
+cost the trainer its whole stall budget."""
 
 _ASSUMED_BYTES_PER_S = 4e9
 _RATE_WEIGHT = 0.3
@@ -61,23 +62,23 @@ class CopyJob:
 
     spans: Sequence[CopySpan]
     done: Callable[[State | None], None]
-    """Called once, on the copying thread: the state of the bytes, or None when given up."""
+    """Called once, on the copying thread, with the state of the bytes; None: given up."""
     at_step: int = 0
     """Exact step wanted; 0: any."""
     attempts: int = 0
     """Copies that were overtaken."""
     longest_ns: int = 0
-    """How long the longest of those ran before it was overtaken."""
+    """Longest run of a copy before it was overtaken."""
     unsettled: bool = False
     """Accept a resting state even if it was changed after its update."""
     changed: bool = False
-    """Parameters were changed after the last update, and training has not continued."""
+    """Whether parameters changed after the last update while training has not continued."""
     unseen: tuple[State, int] | None = None
-    """State copied at rest, and when the copy ended; valid once the trainer has looked since."""
+    """State copied at rest, and when the copy ended; valid after a later look of the trainer."""
     refused: str = ""
-    """Why the trainer cannot serve the parameters; the job was given up for it."""
+    """Why the trainer cannot serve the parameters, if the job was given up for that."""
     unserved_ns: int = 0
-    """Since when the trainer has said so; 0: it does not."""
+    """Since when the trainer has reported that; 0: it does not."""
 
     @property
     def size_bytes(self) -> int:
@@ -96,10 +97,10 @@ def worth_starting(*, now_ns: int, boundary_ns: int, step_time_ns: int, copy_ns:
 
 
 class Capture:
-    """The sidecar's words in the control page, and the copies that wait.
+    """The sidecar's words in the control page, and pending copies.
 
-    All methods run on one thread. `serve` is called on every wake, on every new request
-    and every `RETRY_NS` while something waits.
+    All methods run on one thread. Call `serve` on every wake, on every new request and every
+    `RETRY_NS` while something waits.
     """
 
     def __init__(
@@ -150,7 +151,7 @@ class Capture:
             self._jobs.append(job)
 
     def cancel(self, job: CopyJob) -> None:
-        """Drop a job that nobody waits for any more; a no-op once it is done."""
+        """Drop an abandoned job; a no-op once it is done."""
         for waiting in (self._jobs, self._stepped):
             if job in waiting:
                 waiting.remove(job)
@@ -158,15 +159,15 @@ class Capture:
         self._arm_step()
 
     def give_up(self, reason: str, *, jobs_too: bool) -> None:
-        """Give up boundary requests, and with `jobs_too` all copies, for the trainer or we end."""
+        """Give up boundary requests, and with `jobs_too` all copies; trainer or sidecar ends."""
         self.reaching.give_up(reason)
         if jobs_too:
             for job in [*self._jobs, *self._stepped]:
                 self.cancel(job)
 
     def serve(self) -> None:
-        """Copy what can be copied now, then tell the trainer which announcement was handled."""
-        # Read once, up front: SERVED must not confirm an announcement that comes while we copy.
+        """Copy what can be copied now, then acknowledge the announcement to the trainer."""
+        # Read first: SERVED must not acknowledge an announcement that arrives during the copy.
         announce = self._words[Word.ANNOUNCE]
         announced = announce != self._words[Word.SERVED]
         try:
@@ -199,7 +200,7 @@ class Capture:
             self._words[Word.ARM_STEP] = wanted
 
     def _refuse_unserved(self) -> None:
-        """Give up jobs that the trainer has been unable to serve for a while, with its reason."""
+        """Give up jobs that the trainer has reported as unservable for a while, with its reason."""
         why = read_text(self._page) if self._words[Word.UNSERVED] else ""
         now_ns = self._clock_ns()
         for job in list(self._jobs):
@@ -219,23 +220,23 @@ class Capture:
             end = self._try_jobs(announced)
             if not self._jobs or not self._ask_for_boundary():
                 return
-            # The update may have ended, unannounced, between our read of SEQ and WANT.
+            # The update may have ended, unannounced, between reading SEQ and raising WANT.
             if end is not CopyEnd.UPDATING or self._words[Word.SEQ] & 1:
                 return
 
     def _try_jobs(self, announced: bool) -> CopyEnd:
-        """Copy what is worth trying; stop when an update is in the way."""
+        """Copy what is worth trying; stop at the first update in the way."""
         quiet = self._is_quiet()
         for job in list(self._jobs):
             if announced or quiet or self._may_start(job):
                 end = self._copy_job(job)
-                # A job that waits for the trainer's look does not hold up the others.
+                # A job that only waits for the trainer's look must not hold up the others.
                 if end is not CopyEnd.DONE and job.unseen is None:
                     return end
         return CopyEnd.DONE
 
     def _may_start(self, job: CopyJob) -> bool:
-        """Whether to copy outside an announced boundary while the rank is training."""
+        """Whether to start a copy outside an announced boundary."""
         return not job.attempts and worth_starting(
             now_ns=self._clock_ns(),
             boundary_ns=self._words[Word.BOUNDARY_NS],
@@ -251,7 +252,7 @@ class Capture:
         return now_ns - self._quiet_since_ns >= RETRY_NS
 
     def rests(self) -> bool:
-        """Whether a state has rested long enough to be copied as a resting one."""
+        """Whether a state has rested long enough to be copied at rest."""
         words = self._words
         if not words[Word.REST] or is_mirror(words):
             return False
@@ -279,11 +280,11 @@ class Capture:
         """Copy a resting state; valid once the trainer has looked since, or at once if it ended."""
         if job.unseen is not None:
             state, copied_ns = job.unseen
-            # Still the REST that was copied: another update may have ended meanwhile.
+            # Another update may have ended meanwhile: REST must still be the one copied.
             if self._words[Word.REST] == -state.proof:
                 seen_ns = self._words[Word.REST_SEEN_NS]
                 seen = self.trainer_ended or seen_ns >= copied_ns
-                # A stopped trainer changes nothing, and it looked every 100 ms until then.
+                # A stopped trainer changes nothing, and looked every 100 ms until it stopped.
                 seen = seen or (seen_ns > self._words[Word.REST_NS] and self._stopped())
                 return CopyEnd.DONE if seen else CopyEnd.UPDATING, state
         job.unseen = None
@@ -328,7 +329,7 @@ class Capture:
         end, state = self._copy(self._page, boundary.spans, at_point=self._at_point)
         took_ns = self._clock_ns() - begin_ns
         self._at_point("boundary-copied")
-        # Read again: SEQ proves the arena, not the memory of the moments.
+        # Read again: SEQ vouches for the arena, not for the moments memory.
         still = not boundary.with_moments or words[Word.MOMENTS_STEP] == agreed_step
         if end is CopyEnd.DONE and state.step == agreed_step and still:
             self._note_rate(boundary.size_bytes, took_ns)
@@ -346,14 +347,14 @@ class Capture:
         self._at_point("boundary-copied")
         if end is CopyEnd.OVERTAKEN:
             self.given_up_count += 1
-            return Outcome(-1, "a later request overtook the copy of this one")
+            return Outcome(-1, "a later request overtook this one's copy")
         if boundary.with_moments and words[Word.MOMENTS_STEP] != state.step:
             return self._not_there(boundary, announced, "the trainer did not copy its moments")
         self._note_rate(boundary.size_bytes, self._clock_ns() - begin_ns)
         return Outcome(state.step, "", edits=state.edits)
 
     def _not_there(self, boundary: Boundary, announced: bool, reason: str) -> Outcome | None:
-        """A miss once the announcement has come; before that the trainer is still writing words."""
+        """A miss once announced; before that the trainer is still writing words."""
         step = self._words[Word.STEP]
         if boundary.deferred_step is None:
             boundary.deferred_step = step
@@ -368,7 +369,7 @@ class Capture:
             self._bytes_per_s += _RATE_WEIGHT * (rate - self._bytes_per_s)
 
     def copy_ns(self, size_bytes: int) -> int:
-        """Expected time for a copy of that size, from earlier copies."""
+        """Expected duration of a copy of that size, from earlier copies."""
         return int(size_bytes * 1e9 / self._bytes_per_s)
 
     def explain(self, size_bytes: int, longest_ns: int) -> str:
@@ -376,8 +377,8 @@ class Capture:
         step_ms = self._words[Word.STEP_TIME_NS] / 1e6
         needs_ms = max(self.copy_ns(size_bytes), longest_ns) / 1e6
         return (
-            f"{self._what_overtook()} before {size_bytes:,} bytes were copied (about "
-            f"{needs_ms:.1f} ms are needed, a whole step takes {step_ms:.1f} ms); ask for fewer "
+            f"{self._what_overtook()} before {size_bytes:,} bytes were copied (needs about "
+            f"{needs_ms:.1f} ms, a whole step takes {step_ms:.1f} ms); ask for fewer "
             "tensors at once or raise the trainer's stall budget (PARAMD_STALL_BUDGET_MS)"
         )
 
@@ -386,11 +387,11 @@ class Capture:
             return "an update began"
         if not self._words[Word.STRAY_COUNT]:
             return (
-                "training went on (this attachment is new, or its model changes parameters in "
+                "training continued (this attachment is new, or its model changes parameters in "
                 "forward: copies are made at boundaries only)"
             )
         return (
-            "training went on (parameters change between forward and the optimizer's step, so "
+            "training continued (parameters change between forward and the optimizer's step, so "
             "copies are made at boundaries only; put those changes into attachment.update())"
         )
 
@@ -415,8 +416,8 @@ class Copier:
         self._thread.start()
 
     def stop(self) -> None:
-        """Stop the thread after the copy under way; pending work is given up."""
-        # Before the post: its wake may be the last that the thread gets.
+        """Stop the thread after the copy in progress; pending work is given up."""
+        # Before the post, whose wake may be the thread's last.
         self._stopping = True
         self._post(lambda: self.capture.give_up("the sidecar is stopping", jobs_too=True))
         self._thread.join()
@@ -450,7 +451,7 @@ class Copier:
 
     def _post(self, action: Callable[[], None]) -> None:
         with self._posting:
-            # Once closed, the descriptor's number may be reused; late posts are dropped.
+            # Once closed, the descriptor's number may be reused: drop late posts.
             if not self._stopped:
                 self._inbox.append(action)
                 descriptors.wake(self._request_wake)
@@ -461,14 +462,14 @@ class Copier:
             poll.register(descriptor, select.POLLIN)
         while True:
             poll.poll(RETRY_NS // 1_000_000 if self.capture.waiting else None)
-            # Drained before serving: a wake that comes meanwhile shows up in the next poll.
+            # Drained before serving, so that a wake in between shows up in the next poll.
             for descriptor in (self._trainer_wake, self._request_wake):
                 with suppress(BlockingIOError):
                     os.eventfd_read(descriptor)
             try:
                 self._serve_once()
                 self.on_wake()
-            except Exception as error:  # one failure must not end serving for good
+            except Exception as error:  # one failure must not end the thread
                 self._log("copier-failed", error=repr(error))
             if self._stopping and not self._inbox:
                 return

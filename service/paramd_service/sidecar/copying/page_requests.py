@@ -1,8 +1,8 @@
-"""Boundary requests in the page's words: declared ready, agreed, done; or taken back.
+"""Boundary requests in the page's words: declared ready, agreed, done; or withdrawn.
 
 The page holds one request at a time. It is written READY = 0, then TOKEN, ACTION and ARGUMENT,
 then READY = n; numbers only rise (HIGHEST), so a number identifies a request to the trainer,
-and one that was taken back never returns.
+and a withdrawn one never returns.
 
 All methods but `fate_of` run on the copying thread.
 """
@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
 
 from paramd.memory.control_page import Past, Word, Words, past_of
 from paramd.memory.gate import CopySpan
@@ -31,37 +30,6 @@ _PAST = {
 }
 
 
-class ReadyEdits(Protocol):
-    """Edits of one attachment, as `boundaries.py` needs them. On the event loop's thread.
-
-    Life of a request: `make_ready` before READY is written, then the trainers agree or the
-    request is withdrawn, then `settle` as soon as the page may tell its fate.
-    """
-
-    def make_ready(self, edit_id: str, *, boundary: int, token: int) -> int:
-        """Declare a staged edit ready for a boundary request; idempotent for the same one.
-
-        Its memory is kept until the page shows that nobody can apply it any more.
-
-        Returns:
-            Word.ARGUMENT: offset of its program in the edits' memory.
-
-        Raises:
-            NotFoundError: the edit is unknown.
-            ConflictError: it is incomplete, was already applied, or is in doubt for
-                another request.
-        """
-
-    def settle(self) -> None:
-        """Settle ready edits that, by the page, were applied or can no longer be applied."""
-
-    def withdrawn(self, boundary: int) -> None:
-        """It is certain that this rank will never take part in a request.
-
-        Its edit may be dropped or made ready for another request at once.
-        """
-
-
 @dataclass(frozen=True, slots=True)
 class Outcome:
     """How a boundary request ended on this rank."""
@@ -69,7 +37,7 @@ class Outcome:
     step: int
     """The boundary's step; -1 if the request was not carried out."""
     reason: str
-    """Why not; empty if it was."""
+    """Why it was not; else empty."""
     edits: int = -1
     """Edits applied when it was done."""
     stop_ns: int = 0
@@ -107,7 +75,7 @@ Capture = Callable[[Boundary, bool], Outcome | None]
 
 
 class PageRequests:
-    """Requests that this rank was asked to be ready for and that have not ended."""
+    """Requests that this rank is ready for and that have not ended."""
 
     def __init__(self, words: Words, capture: Capture, at_point: Callable[[str], None]) -> None:
         """`capture(boundary, announced)` fills snapshots and returns the outcome; None: not yet."""
@@ -124,7 +92,7 @@ class PageRequests:
         words, number = self._words, boundary.number
         if number <= words[Word.HIGHEST]:
             boundary.done(
-                Outcome(-1, f"boundary {number} is past: {words[Word.HIGHEST]} was asked for")
+                Outcome(-1, f"boundary {number} is past: {words[Word.HIGHEST]} was requested")
             )
             return
         self._armed[number] = boundary
@@ -140,27 +108,27 @@ class PageRequests:
             words[Word.BUFFERS_WANTED] = number
         if boundary.with_moments:
             words[Word.MOMENTS_WANTED] = number
-        # Before READY: a sidecar respawned in between must not use the number again.
+        # Before READY: a sidecar respawned in between must not reuse the number.
         words[Word.HIGHEST] = number
         words[Word.READY] = number
         self._at_point("capture-ready")
 
     def take_back(self, number: int) -> None:
-        """Keep the trainer from joining this request from now on, for good."""
+        """Keep the trainer from ever joining this request from now on."""
         words = self._words
         if words[Word.READY] == number:
             words[Word.READY] = 0
         words[Word.HIGHEST] = max(words[Word.HIGHEST], number)
 
     def withdraw(self, number: int, reason: str) -> None:
-        """Take a request back and end it; `fate_of` tells its fate."""
+        """Take a request back and end it; see `fate_of`."""
         boundary = self._armed.pop(number, None)
         if boundary is not None:
             self.take_back(number)
             boundary.done(Outcome(-1, reason))
 
     def serve(self, announced: bool) -> None:
-        """End requests that were agreed and done, and those that can no longer be agreed."""
+        """End requests that were carried out or can no longer be agreed."""
         for number in sorted(self._armed):
             boundary = self._armed[number]
             outcome = self._outcome(boundary, announced)
@@ -187,7 +155,7 @@ class PageRequests:
             self.take_back(number)
             return Outcome(-1, apart)
         if agreed > number:
-            # The trainer may have done it and moved on, but a copy of that boundary comes too late.
+            # The trainer may have acted and moved on: too late to copy that boundary.
             return self._passed(boundary)
         if number not in (words[Word.READY], promised):
             return Outcome(-1, "another request took its place")
@@ -203,7 +171,7 @@ class PageRequests:
 
     def _passed(self, boundary: Boundary) -> Outcome:
         edited = self._edited(boundary.number) if boundary.action == EDIT else None
-        return edited if edited is not None else Outcome(-1, "a later request was agreed already")
+        return edited if edited is not None else Outcome(-1, "a later request was already agreed")
 
     def _edited(self, number: int) -> Outcome | None:
         words = self._words
@@ -216,15 +184,15 @@ class PageRequests:
 
 
 def apart_reason(words: Words) -> str:
-    """Why nothing can be agreed although all ranks answer; empty if they are in lock-step."""
+    """Why the ranks cannot agree although all respond; empty if they are in lock-step."""
     lowest, highest = words[Word.APART_LOW], words[Word.APART_HIGH]
     if lowest == highest:
         return ""
     return (
-        f"the ranks are not at the same step of training: this one made an update in iteration "
-        f"{words[Word.ROUND_ITERATION]}, others theirs in {lowest} to {highest}. A rank left an "
-        "update out, because its optimizer raised or its gradient scaler skipped alone; restart "
-        "the training from a checkpoint"
+        f"the ranks are not at the same step of training: this one is in iteration "
+        f"{words[Word.ROUND_ITERATION]}, the ranks in {lowest} to {highest}. One rank skipped an "
+        "update alone (its optimizer raised, or its gradient scaler skipped); restart the "
+        "training from a checkpoint"
     )
 
 
@@ -233,8 +201,8 @@ def _why_refused(words: Words) -> str:
     if step < 0:
         return "the trainer cannot run the edit's program; its log says why"
     return (
-        f"if_step is {words[Word.REFUSED_IF_STEP]}, and the next boundary of all ranks is at step "
-        f"{step} or later; hold training to edit it at a certain step"
+        f"if_step is {words[Word.REFUSED_IF_STEP]}, but the next boundary of all ranks is at step "
+        f"{step} or later; hold training to edit at an exact step"
     )
 
 
@@ -247,8 +215,8 @@ def fate_of(words: Words, number: int, *, ended: bool) -> pb.BoundaryFate.ValueT
     Returns:
         UNSPECIFIED if so many were agreed since that the page no longer knows this one.
     """
-    # In this order: the trainer writes AGREED before it clears PROMISED. Read the other way
-    # round, a request agreed in between would look withdrawn.
+    # In this order: the trainer writes AGREED before it clears PROMISED. Reading AGREED first, a
+    # request agreed in between would look withdrawn.
     promised = words[Word.PROMISED]
     agreed = words[Word.AGREED]
     if words[Word.EDIT_APPLIED] == number:
@@ -256,7 +224,7 @@ def fate_of(words: Words, number: int, *, ended: bool) -> pb.BoundaryFate.ValueT
     if words[Word.EDIT_FAILED] == number:
         return pb.BOUNDARY_FATE_TORN
     if words[Word.EDIT_AGREED] == number:
-        # Again: the trainer may have finished since the first read.
+        # Read again: the trainer may have finished since.
         if words[Word.EDIT_APPLIED] == number:
             return pb.BOUNDARY_FATE_DONE
         return pb.BOUNDARY_FATE_TORN if ended else pb.BOUNDARY_FATE_AGREED

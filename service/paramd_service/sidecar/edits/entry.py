@@ -1,6 +1,4 @@
-"""One edit on one rank: its state, and what a successor must find of it.
-
-The body of an edit: programs, data and pre-images, and how it is undone. Pure.
+"""One edit on one rank: its state and fate, its body in the edits' memory, what a successor needs.
 
     [program][program of its undo][data][pre-images]        all at multiples of 64 bytes
 
@@ -40,17 +38,17 @@ from paramd_service.sidecar.owner import Ownership
 _ALIGNMENT = 64
 
 _AS_BITS = {1: "uint8", 2: "int16", 4: "int32", 8: "int64"}
-"""Stand-ins, by element size, for dtypes that programs do not know."""
+"""Stand-ins, by element size, for dtypes that programs lack."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Body:
-    """Where things lie, as byte offsets into the edits' memory. Absent: begin == end."""
+    """Byte offsets into the edits' memory. Absent parts: begin == end."""
 
     begin: int
     end: int
     programs: tuple[int, int]
-    """Where the two programs begin; equal if there is no room for an undo."""
+    """First bytes of the two programs; equal if there is no room for an undo."""
     data_begin: int
     preimage_begin: int
 
@@ -60,7 +58,7 @@ class Body:
 
 
 def body_at(begin: int, edit: RankEdit, *, ops: Sequence[PlannedOp], undoable: bool) -> Body:
-    """The body of an edit that begins at `begin`, a multiple of the page size."""
+    """Lay out an edit's body at `begin`, a multiple of the page size."""
     room = _aligned(program_bytes(len(edit.items)))
     data_begin = begin + room * (2 if undoable else 1)
     preimage_begin = data_begin + _aligned(edit.data_bytes)
@@ -75,7 +73,7 @@ def body_at(begin: int, edit: RankEdit, *, ops: Sequence[PlannedOp], undoable: b
 
 
 def body_of(begin: int, end: int, *, record_count: int, undoable: bool) -> Body:
-    """A body laid out by a predecessor, as far as undo and preview need it."""
+    """A body laid out by a predecessor; only what undo and preview need."""
     room = _aligned(program_bytes(record_count))
     data_begin = begin + room * (2 if undoable else 1)
     return Body(
@@ -147,7 +145,7 @@ def _undoing(record: Record, reset_moments: bool) -> Record:
 
 
 def _keeps(item: EditItem, ops: Sequence[PlannedOp]) -> bool:
-    """Whether undoing it needs a pre-image besides its data."""
+    """Whether undoing an item needs a pre-image besides its data."""
     return ops[item.op].op.kind not in (EditKind.SET, EditKind.ADD)
 
 
@@ -177,8 +175,8 @@ def _aligned(size_bytes: int) -> int:
 _LENGTHS = struct.Struct("<2Q")
 
 WITHDRAWN_NS = 20_000_000
-"""How long a request must be gone from the page before PROMISED is trusted: twice the wait of
-a withdrawal."""
+"""How long a request must be gone from the page before PROMISED = 0 is final: twice the wait of a
+withdrawal."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -198,7 +196,7 @@ class EditLimits:
 class Phase(IntEnum):
     """As paramd.v1.EditPhase.
 
-    STAGING --all data there, verified--> STAGED --make_ready--> READY --applied--> APPLIED
+    STAGING --all data verified---------> STAGED --make_ready--> READY --applied--> APPLIED
                                             ^------withdrawn-------/
     STAGING exists in this process only; the others are in the index and survive it.
     """
@@ -222,11 +220,11 @@ class UndoRefusal(IntEnum):
 
 REFUSALS: dict[UndoRefusal, str] = {
     UndoRefusal.NONE: "",
-    UndoRefusal.NOT_ASKED: "the edit was made without keeping what undoes it",
-    UndoRefusal.TOO_LARGE: "what undoes it takes more than the whole undo budget of this rank",
-    UndoRefusal.CROWDED_OUT: "what undoes it was dropped to make room for later edits",
-    UndoRefusal.UNDONE: "it has been undone already",
-    UndoRefusal.DROPPED: "what undoes it was dropped on request",
+    UndoRefusal.NOT_ASKED: "the edit was made without undo data",
+    UndoRefusal.TOO_LARGE: "its undo data exceeds this rank's whole undo budget",
+    UndoRefusal.CROWDED_OUT: "its undo data was dropped to make room for later edits",
+    UndoRefusal.UNDONE: "it is already undone",
+    UndoRefusal.DROPPED: "its undo data was dropped on request",
 }
 
 
@@ -244,7 +242,7 @@ class Entry:
     phase: Phase = Phase.STAGING
     op_count: int = 0
     ops: Sequence[PlannedOp] = ()
-    """Empty until planned here; so is `edit`."""
+    """Empty until planned by this process, as is `edit`."""
     edit: RankEdit | None = None
     size_bytes: int = 0
     body: Body | None = None
@@ -257,7 +255,7 @@ class Entry:
     boundary: int = 0
     token: int = 0
     unready_ns: int = 0
-    """When its request was first seen gone from the page; 0: it is there."""
+    """When its request was first seen gone from the page; 0: still there."""
     step: int = -1
     edits: int = -1
     stop_ns: int = 0
@@ -275,16 +273,12 @@ class Entry:
         return str(self.manifest.edit_id)
 
     @property
-    def owns_body(self) -> bool:
-        return self.undoes is None or self.phase is Phase.APPLIED
-
-    @property
     def undo_refusal(self) -> str:
         """Why it cannot be undone; empty if it can."""
         if self.phase is not Phase.APPLIED:
             return ""
         if self.undone_by is not None:
-            return f"edit {self.undone_by.edit_id} that undoes it is staged already"
+            return f"edit {self.undone_by.edit_id}, which undoes it, is already staged"
         return REFUSALS[self.refusal]
 
     @property
@@ -293,11 +287,11 @@ class Entry:
         return self.size_bytes if self.intake is None else self.intake.staged_bytes
 
     def check_author(self, who: Who) -> None:
-        """Raise DeniedError if its data must come from another token."""
+        """Raise DeniedError if another token stages it."""
         if self.size_bytes and who != self.who:
             raise DeniedError(
-                f"edit {self.edit_id} is staged here with another token, and only that one adds "
-                "data to it; create an edit of your own"
+                f"edit {self.edit_id} is staged here with another token, and only that token may "
+                "add data; create an edit of your own"
             )
 
     def progress(self) -> pb.EditProgress:
@@ -337,7 +331,7 @@ class Entry:
         )
 
     def meta_bytes(self) -> bytes:
-        """What else a successor must know: manifest and digests."""
+        """Manifest and digests, for a successor."""
         manifest = self.manifest.SerializeToString(deterministic=True)
         progress = self.progress().SerializeToString()
         return _LENGTHS.pack(len(manifest), len(progress)) + manifest + progress
@@ -377,8 +371,8 @@ def entry_of(slot: Slot, memory: memoryview, number: int, loop: asyncio.Abstract
 class Outcome(Enum):
     """The fate of an edit that is ready for request n."""
 
-    APPLIED = "the trainer says that it has applied n"
-    OPEN = "n may have been agreed, or may yet be"
+    APPLIED = "the trainer reports n as applied"
+    OPEN = "n may have been agreed, or may still be"
     NEVER = "this rank will never apply n"
 
 

@@ -2,9 +2,7 @@
 
 Only the trainer applies; this side never touches the arena. The fate of a ready edit is read
 from the page alone (EDIT_APPLIED, EDIT_TOKEN), so a respawned sidecar reports the same. Runs on
-the event loop; data is copied and checked on threads.
-
-From a manifest to an edit with memory and a program; the slow parts run on threads.
+the event loop; data is copied and checked, and programs are written, on threads.
 """
 
 from __future__ import annotations
@@ -105,7 +103,7 @@ class Opener:
         await self._loop.run_in_executor(None, self._threads.shutdown)
 
     async def plan(self, entry: Entry) -> None:
-        """Set `ops` and `edit`. Raises UsageError, NotFoundError: it does not fit the layout."""
+        """Set `ops` and `edit`. Raises UsageError, NotFoundError: does not fit the layout."""
         if entry.edit is not None:
             return
         serialized, manifest = self._layout_bytes(), entry.manifest
@@ -158,7 +156,9 @@ class Opener:
         manifest = entry.manifest
         body = self._undo.claim(original, entry)
         if list(manifest.ops) != list(original.manifest.ops):
-            raise UsageError(f"ops: an undo names those of the edit it undoes, {manifest.undo_of}")
+            raise UsageError(
+                f"ops: an undo must have the ops of the edit it undoes, {manifest.undo_of}"
+            )
         entry.op_count, entry.body = len(manifest.ops), body
         first, second = body.programs
         entry.program_begin = second if original.program_begin == first else first
@@ -180,7 +180,7 @@ class Opener:
         await self.on_thread(write)
 
     async def reserve(self, size_bytes: int) -> Range:
-        """Reserve memory, if need be at the expense of undo data. Raises ExhaustedError."""
+        """Reserve memory, dropping undo data if needed. Raises ExhaustedError."""
         while True:
             try:
                 return await self._memory.reserve(size_bytes)
@@ -204,19 +204,19 @@ def _data_ranges(edit: RankEdit, ops: Sequence[PlannedOp]) -> list[DataRange]:
 
 
 EXPECTED_NS = 1_000_000_000
-"""How long after an edit's data arrived its boundary request is expected."""
+"""How long a boundary request is expected after an edit's data has arrived."""
 
 _ID = re.compile(r"[0-9a-f]{32}")
 _SWEEP_S = 5.0
 
 
 def expect_request(words: Words) -> None:
-    """Make the trainers look for requests more often: one is about to come."""
+    """Have the trainers run rounds more often: a request is about to come."""
     words[Word.EXPECTED_NS] = time.monotonic_ns() + EXPECTED_NS
 
 
 def count_hole(words: Words) -> None:
-    """Call before pages of edits are released: the trainer loses its page tables for them."""
+    """Call before pages of edits are released: the trainer's page tables for them become stale."""
     words[Word.EDIT_HOLES] += 1
 
 
@@ -237,7 +237,7 @@ class Edits:
         """`layout` returns the serialized layout; raises UnreachableError while there is none."""
         self.memory = memory
         self.applied_count = 0
-        """Edits seen applied by this process."""
+        """Edits that this process saw applied."""
         self._page = page
         self._limits = limits
         self._sweep_s = min(_SWEEP_S, limits.expiry_s)
@@ -280,7 +280,7 @@ class Edits:
         entry = self._book.entries.get(manifest.edit_id)
         if entry is None:
             if self._ended is not None:
-                raise ConflictError(f"nothing can be edited any more: {self._ended.value}")
+                raise ConflictError(f"no further edits: {self._ended.value}")
             self._book.check_room()
             entry = Entry(
                 manifest=manifest,
@@ -294,15 +294,15 @@ class Edits:
             self._start(self._open(entry))
         elif entry.digest != digest:
             raise ExistsError(
-                f"edit {manifest.edit_id} is known here with another content; an id names one "
-                "edit for ever, so take a new one"
+                f"edit {manifest.edit_id} exists here with another content; ids are never reused, "
+                "choose a new one"
             )
         # Shielded: other callers may wait for the same edit.
         await asyncio.shield(entry.opened)
         entry.check_author(CALLER.get())
         entry.touched_ns = time.monotonic_ns()
         if entry.phase is Phase.STAGING:
-            # All data may have come while there was no memory for manifest and digests.
+            # All data may have arrived while there was no memory for manifest and digests.
             async with entry.lock:
                 await self._complete(entry)
         self.settle()
@@ -318,9 +318,9 @@ class Edits:
         async with entry.lock:
             expect_request(self._page.words)
             entry.touched_ns = time.monotonic_ns()
-            # It may have been dropped or have expired while we waited for the lock.
+            # It may have been dropped or expired while this waited for the lock.
             if self._book.entries.get(entry.edit_id) is not entry:
-                raise NotFoundError(f"edit {entry.edit_id} was dropped while its data came")
+                raise NotFoundError(f"edit {entry.edit_id} was dropped while its data was arriving")
             intake = entry.intake
             if intake is None:
                 return
@@ -338,8 +338,8 @@ class Edits:
         entry = self._book.entries.get(edit_id)
         if entry is None:
             raise NotFoundError(
-                f"nothing is known of edit {edit_id[:64]!r} on this rank; it was never staged "
-                "here, or it expired"
+                f"edit {edit_id[:64]!r} is unknown on this rank; it was never staged here, or it "
+                "expired"
             )
         return entry
 
@@ -363,12 +363,12 @@ class Edits:
                 return
             self.settle()
             if entry.unready_ns:
-                # Its request has left the page: once PROMISED can be trusted, `settle` decides.
+                # Its request has left the page: once PROMISED = 0 is final, `settle` decides.
                 await asyncio.sleep(WITHDRAWN_NS / 1e9)
                 self.settle()
             if entry.phase is Phase.READY:
                 raise ConflictError(
-                    f"edit {edit_id}: the trainers may have agreed on it; ask for it again when "
+                    f"edit {edit_id}: the trainers may have agreed on it; drop it again when "
                     f"boundary {entry.boundary} has ended"
                 )
             if entry.phase is Phase.APPLIED:
@@ -377,16 +377,27 @@ class Edits:
                 self._book.forget(entry)
 
     def make_ready(self, edit_id: str, *, boundary: int, token: int) -> int:
-        """See ReadyEdits."""
+        """Declare a staged edit ready for a boundary request, before READY is written.
+
+        Idempotent for the same request. The edit's memory is kept until the page shows that it
+        can no longer be applied.
+
+        Returns:
+            Word.ARGUMENT: offset of its program in the edits' memory.
+
+        Raises:
+            NotFoundError: the edit is unknown.
+            ConflictError: it is incomplete, already applied, or in doubt for another request.
+        """
         entry = self.get(edit_id)
         if entry.phase in (Phase.READY, Phase.APPLIED):
             if (entry.boundary, entry.token) == (boundary, token):
                 return entry.program_begin
             raise ConflictError(
-                f"edit {edit_id} was applied already, at boundary {entry.boundary}"
+                f"edit {edit_id} was already applied, at boundary {entry.boundary}"
                 if entry.phase is Phase.APPLIED
                 else f"edit {edit_id} is in doubt for boundary {entry.boundary}; withdraw that "
-                "one, and ask again when its round has ended"
+                "boundary, and retry when its round has ended"
             )
         if entry.phase is Phase.STAGING:
             raise ConflictError(
@@ -395,13 +406,13 @@ class Edits:
             )
         entry.boundary, entry.token, entry.unready_ns = boundary, token, 0
         entry.phase = Phase.READY
-        # Persisted before READY is in the page: a successor must know that it may be applied.
+        # Before READY is in the page: a successor must know that it may be applied.
         self._book.persist(entry)
         self._faults.at("edit-ready")
         return entry.program_begin
 
     def settle(self) -> None:
-        """See ReadyEdits."""
+        """Settle ready edits that, by the page, were applied or can no longer be applied."""
         for entry in [one for one in self._book.entries.values() if one.phase is Phase.READY]:
             found = fate(entry, self._page.words, ended=self._ended, now_ns=time.monotonic_ns())
             if found is Outcome.APPLIED:
@@ -410,19 +421,19 @@ class Edits:
                 self._book.unready(entry)
 
     def withdrawn(self, boundary: int) -> None:
-        """See ReadyEdits."""
+        """Free a request's edit at once: this rank will certainly never take part in it."""
         self.settle()
         for entry in self._book.entries.values():
             if entry.phase is Phase.READY and entry.boundary == boundary:
                 self._book.unready(entry)
 
     def trainer_ended(self, ownership: Ownership) -> None:
-        """Nothing will be applied any more; what was applied is still reported."""
+        """No edit will be applied from now on; applied ones are still reported."""
         self._ended = ownership
         self.settle()
 
     async def close(self) -> None:
-        """Release everything here; the memory remains the trainer's."""
+        """Release everything held here; the memory remains the trainer's."""
         if self._timer is not None:
             self._timer.cancel()
         for task in self._tasks:
@@ -456,7 +467,7 @@ class Edits:
         except BaseException as error:
             self._book.forget(entry)
             entry.opened.set_exception(error)
-            entry.opened.exception()  # mark as retrieved, even when nobody waits any more
+            entry.opened.exception()  # retrieved, or asyncio logs it if no caller is left
             if not isinstance(error, Exception):
                 raise
 
@@ -471,7 +482,7 @@ class Edits:
         self.memory.buffer[entry.meta[0] : entry.meta[0] + len(meta)] = meta
         entry.intake = None
         entry.phase = Phase.STAGED
-        # Indexed last: a successor finds only edits whose data, manifest and digests are there.
+        # Last: a successor finds only edits whose data, manifest and digests are complete.
         self._book.in_order(entry)
         self._faults.at("edit-staged")
 

@@ -1,15 +1,13 @@
-"""The edits' memory: ranges are reserved for edits, and kept warm for the next one.
+"""The edits' memory: an index that survives the sidecar, and ranges reserved for edits.
 
     [0, HEAD_BYTES)       the index, which a respawned sidecar reads
     [HEAD_BYTES, pool)    populated from the start: small edits touch no fresh pages
     the rest              populated on demand; released after being idle for a while
 
+A slot of the index is 16 words. It is written while its first word, the phase, is 0; a change is
+written in an order in which every single store leaves it true, the phase last.
+
 All methods run on the event loop; pages are populated and released on the executor.
-
-What a respawned sidecar must know about edits: slots in the head of their memory.
-
-A slot is 16 words. It is written while its first word, the phase, is 0; a change is written in
-an order in which every single store leaves it true, the phase last.
 """
 
 from __future__ import annotations
@@ -20,7 +18,7 @@ from bisect import bisect_left
 from collections.abc import Callable, Iterator
 from concurrent.futures import Executor
 from contextlib import suppress
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from functools import partial
 
 from paramd.errors import ExhaustedError
@@ -50,7 +48,7 @@ class Ranges:
 
     @property
     def size(self) -> int:
-        """How many numbers the set has."""
+        """Count of numbers in the set."""
         return sum(end - begin for begin, end in self._ranges)
 
     def add(self, begin: int, end: int) -> None:
@@ -84,7 +82,7 @@ class Ranges:
         return list(rest)
 
     def first_fit(self, size: int) -> int | None:
-        """Where the first range of at least `size` begins; None if there is none."""
+        """Begin of the first range of at least `size`; None if there is none."""
         return next((low for low, high in self._ranges if high - low >= size), None)
 
 
@@ -132,7 +130,7 @@ class EditMemory:
     async def warm_up(self) -> None:
         """Release unused pages that a predecessor left, and populate the pool."""
         self._give_back(Ranges((self._pool_end, self.sparse.size_bytes)))
-        # Without the pool edits are slower, but just as good.
+        # Edits work without the pool, only slower.
         with suppress(ExhaustedError):
             for begin, end in self._resident.missing(0, self._pool_end):
                 await self._populate(begin, end)
@@ -143,7 +141,7 @@ class EditMemory:
         self._resident.add(begin, end)
 
     async def reserve(self, size_bytes: int) -> Range:
-        """Reserve a range of whole pages, all populated. Contents are whatever was there before.
+        """Reserve a range of whole pages, all populated; contents are arbitrary.
 
         Raises:
             ExhaustedError: no room in this memory, or the machine has no pages left.
@@ -152,7 +150,7 @@ class EditMemory:
         begin = self._free.first_fit(size_bytes)
         if begin is None:
             raise ExhaustedError(
-                f"{size_bytes:,} bytes for an edit are not free in one piece "
+                f"no {size_bytes:,} contiguous bytes are free for an edit "
                 f"({self._free.size:,} are free in all); make it smaller, or wait until others "
                 "are applied or expire"
             )
@@ -185,7 +183,7 @@ class EditMemory:
         work = self._loop.run_in_executor(self._executor, self._make_pages, begin, end)
         self._work.add(work)
         work.add_done_callback(self._work.discard)
-        # Waited for even when cancelled: a range being populated must not be given out again.
+        # Awaited even when cancelled: a range being populated must not be reserved again.
         try:
             await uncancelled(work)
         except asyncio.CancelledError:
@@ -196,7 +194,7 @@ class EditMemory:
 
     def _make_pages(self, begin: int, end: int) -> None:
         self.sparse.reserve(begin, end)
-        # On older kernels the first copy pays.
+        # Older kernels ignore it: the first copy then takes the faults.
         _libc.madvise(self.sparse.address + begin, end - begin, _MADV_POPULATE_WRITE)
 
     def _idle(self) -> None:
@@ -206,7 +204,7 @@ class EditMemory:
     def _give_back(self, resident: Ranges) -> None:
         parts = resident.within(self._pool_end, self.sparse.size_bytes)
         for begin, end in [idle for part in parts for idle in self._free.within(*part)]:
-            # Not free while the hole is punched, or the next owner's bytes would be wiped.
+            # Not free during the hole punch, which would wipe the next owner's bytes.
             self._free.remove(begin, end)
             self._resident.remove(begin, end)
             self.on_hole()
@@ -281,12 +279,16 @@ class EditIndex:
         if not self._free:
             raise ExhaustedError(f"{SLOT_COUNT:,} edits are known here; drop some first")
         number = self._free.pop()
-        self._write(number, slot)
+        self.change(number, slot)
         return number
 
     def change(self, number: int, slot: Slot) -> None:
         """Rewrite a slot; a crash in between leaves one that a successor can trust."""
-        self._write(number, slot)
+        begin = number * _WORDS
+        for at, name in enumerate(_NAMES[1:], begin + 1):
+            self._words[at] = getattr(slot, name)
+        # Last: a new slot counts once its phase is not 0.
+        self._words[begin] = slot.phase
 
     def clear(self, number: int) -> None:
         """Free a slot."""
@@ -296,25 +298,9 @@ class EditIndex:
     def close(self) -> None:
         self._words.release()
 
-    def _write(self, number: int, slot: Slot) -> None:
-        begin = number * _WORDS
-        for at, name in enumerate(_NAMES[1:], begin + 1):
-            self._words[at] = getattr(slot, name)
-        self._words[begin] = slot.phase
-
 
 def id_words(edit_id: str) -> dict[str, int]:
     """`id_high` and `id_low` of 32 hexadecimal digits."""
     raw = bytes.fromhex(edit_id)
     high, low = (int.from_bytes(half, "big", signed=True) for half in (raw[:8], raw[8:]))
     return {"id_high": high, "id_low": low}
-
-
-def id_text(slot: Slot) -> str:
-    """The inverse of `id_words`."""
-    return b"".join(
-        half.to_bytes(8, "big", signed=True) for half in (slot.id_high, slot.id_low)
-    ).hex()
-
-
-__all__ = ["SLOT_COUNT", "EditIndex", "Slot", "id_text", "id_words", "replace"]

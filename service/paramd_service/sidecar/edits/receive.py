@@ -1,7 +1,7 @@
 """An edit's incoming data: copied, digested and checked, in order, block by block.
 
-The checks read the staged copy, which only this process and its trainer have: what a sender
-does to its own memory afterwards changes nothing.
+The checks read the staged copy, shared only with the trainer, so a sender cannot change what was
+checked.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from paramd.layout.dtypes import DTYPES, item_bytes
 from paramd.wire import Chunk
 
 Fill = Callable[[int, int, int], None]
-"""(address, begin, size) -> None: writes bytes [begin, begin + size) of a part there.
+"""(address, begin, size) -> None: writes bytes [begin, begin + size) of a part to an address.
 
-Called for the whole part, in order and in blocks; a first call that raises has written nothing.
+Called for the whole part, in blocks and in order; if the first call raises, nothing was written.
 """
 
 Part: TypeAlias = tuple[int, int, Fill]
-"""Offset and size in bytes, and what writes it there."""
+"""Offset and size in bytes, and the function that writes it."""
 
 _GRAIN = 64
 """Blocks end at multiples of this, so that no element is split."""
@@ -33,7 +33,7 @@ _BLOCK_BYTES = 512 << 10
 """Bytes copied, checked and digested at a time: they stay in a core's cache."""
 
 _EXPONENTS = {name: (one.item_bytes, one.exponent) for name, one in DTYPES.items() if one.exponent}
-"""Element size in bytes, and its exponent bits, which are all set if it is not finite."""
+"""Element size in bytes, and the mask of exponent bits: all set in NaN and infinities."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +76,7 @@ class Intake:
         self._next = 0
 
     def take_all(self, parts: Iterable[Part]) -> None:
-        """Take each part in turn; see `take`."""
+        """Take each part in order; see `take`."""
         for part in parts:
             self.take(*part)
 
@@ -93,7 +93,7 @@ class Intake:
         if offset_bytes != self.staged_bytes or not offset_bytes <= end <= self.size_bytes:
             raise UsageError(
                 f"offset_bytes: {size_bytes} bytes from {offset_bytes} on; {self.staged_bytes} of "
-                f"{self.size_bytes} are staged, so go on there"
+                f"{self.size_bytes} are staged, so continue there"
             )
         for at in range(offset_bytes, end, _BLOCK_BYTES):
             block_end = min(at + _BLOCK_BYTES, end)

@@ -1,4 +1,4 @@
-"""All edits that a rank knows: by id, in the index, with the memory they take."""
+"""All edits known to a rank: by id, in the persistent index, with the memory they take."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ from paramd_service.sidecar.edits.entry import (
 )
 from paramd_service.sidecar.edits.memory import EditIndex, EditMemory, Slot
 
-MAX_TOLD_BYTES = 32 << 20
-"""Manifests and digests of applied edits that are kept for queries; the oldest go first."""
+MAX_META_BYTES = 32 << 20
+"""Most bytes of manifests and digests kept of applied edits; the oldest go first."""
 
 
 def recovered(index: EditIndex, memory: EditMemory) -> dict[str, Entry]:
-    """Recover edits by id and mark their memory as taken. What no slot names is free."""
+    """Recover edits by id and mark their memory as taken; the rest is free."""
     entries: dict[str, Entry] = {}
     slots: dict[str, Slot] = {}
     for number, slot in index.slots():
@@ -48,7 +48,7 @@ def recovered(index: EditIndex, memory: EditMemory) -> dict[str, Entry]:
                 slot.body_begin,
                 slot.body_end,
                 record_count=count,
-                # An undo lies in a body that has room for it.
+                # An undo's body has room for an undo of it.
                 undoable=bool(undo_of) or entry.refusal is UndoRefusal.NONE,
             )
     for entry in entries.values():
@@ -63,7 +63,7 @@ def _entry(slot: Slot, memory: EditMemory, number: int) -> Entry | None:
 
 
 def _join(undo: Entry, original: Entry | None) -> None:
-    """Link an undo to what it undoes, as far as that still holds."""
+    """Link an undo to its original, if that is still known."""
     if original is None or original.body is None or undo.body is None:
         return
     if original.body.begin != undo.body.begin:
@@ -99,7 +99,7 @@ class UndoBook:
         """An edit was applied: keep its body for its own undo, or free it."""
         original = entry.undoes
         if original is not None:
-            # The body is the undo's from now on.
+            # The undo owns the body from now on.
             self._kept.remove(original)
             original.body, original.undone_by = None, None
             original.refusal = UndoRefusal.UNDONE
@@ -129,7 +129,7 @@ class UndoBook:
         assert body is not None
         self._kept.remove(entry)
         entry.body, entry.refusal = None, refusal
-        # Out of the index first: a successor must not claim memory that has been reused.
+        # Out of the index first: a successor must not claim reused memory.
         self._persist(entry)
         self._memory.free(body.begin, body.end)
 
@@ -178,7 +178,7 @@ class EditBook:
         )
 
     def check_room(self) -> None:
-        """Make sure that one more edit can be recorded. Raises ExhaustedError."""
+        """Ensure that one more edit can be recorded. Raises ExhaustedError."""
         assert self._index is not None
         staged = Shares(self._limits.max_edits, "edits staged on this rank")
         for one in self.entries.values():
@@ -186,10 +186,10 @@ class EditBook:
                 staged.count(one.who)
         staged.check(CALLER.get())
         if self._index.free_count <= staged.taken + 1 and not self._forget_oldest():
-            raise ExhaustedError("too many edits are known here; apply or drop what is staged")
+            raise ExhaustedError("too many edits on this rank; apply or drop staged ones")
 
     def check_bytes(self, entry: Entry, size_bytes: int) -> None:
-        """Return if an edit of that size fits beside the others. Raises ExhaustedError."""
+        """Raise ExhaustedError if an edit of that size does not fit the budget."""
         staged = Shares(self._limits.budget_bytes, "bytes of staged edits")
         for one in self.entries.values():
             if _takes(one) and one.body is not None:
@@ -211,7 +211,7 @@ class EditBook:
             self._index.change(entry.slot, entry.as_slot())
 
     def unready(self, entry: Entry) -> None:
-        """Nobody will apply a ready edit at its request: make it STAGED again."""
+        """Make a ready edit STAGED again: its request will never be applied."""
         entry.phase, entry.unready_ns = Phase.STAGED, 0
         entry.touched_ns = time.monotonic_ns()
         self.persist(entry)
@@ -221,7 +221,7 @@ class EditBook:
         self.in_order(entry)
         entry.ops, entry.edit = (), None
         self.undo.applied(entry)
-        while self._told_bytes() > MAX_TOLD_BYTES and self._forget_oldest(entry):
+        while self._meta_bytes() > MAX_META_BYTES and self._forget_oldest(entry):
             pass
 
     def drop_undo(self, entry: Entry) -> None:
@@ -245,7 +245,7 @@ class EditBook:
             self._memory.free(*entry.meta)
         entry.body, entry.intake, entry.slot, entry.meta = None, None, -1, (0, 0)
 
-    def _told_bytes(self) -> int:
+    def _meta_bytes(self) -> int:
         applied = (one for one in self.entries.values() if one.phase is Phase.APPLIED)
         return sum(one.meta[1] - one.meta[0] for one in applied)
 

@@ -1,7 +1,7 @@
 """Windows: a ring of shared memory that clients on this host fill with an edit's data.
 
-Its size is sealed, so that a client cannot truncate it under us. A window's content may change
-at any time; it is copied once, and only the copy is checked.
+Its size is sealed, so that a client cannot truncate it while we read. A window's content may
+change at any time: it is copied once, and only the copy is checked.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from paramd_service.sidecar.edits.receive import Part
 WINDOW_BYTES = 2 << 20
 WINDOW_COUNT = 4
 _TURN_BYTES = 64 << 20
-"""Most bytes taken on a thread before others get their turn."""
+"""Most bytes taken in one go before other requests get the thread."""
 
 _PATIENCE_MS = 2
-"""How long the thread waits for the next window: scheduling it again takes about as long."""
+"""How long the thread waits for the next window: about the cost of scheduling it anew."""
 
 _WINDOW = b'{"op": "window"'
 MAX_RINGS = 16
@@ -70,9 +70,9 @@ class Windows:
         }
 
     def arriving(self, connection: socket.socket, message: dict[str, Any]) -> Iterator[Part]:
-        """Yield the data that a message names, and what follows right behind it; for a thread.
+        """Yield a message's data and that of window messages right behind it. Run on a thread.
 
-        All but the last are answered here, once taken.
+        Answers all but the last once their data has been taken.
 
         Raises:
             UsageError: as `named`. OSError: the client is gone.
@@ -102,7 +102,7 @@ class Windows:
         return {"op": "taken", "staged_bytes": entry.staged_bytes, "size_bytes": entry.size_bytes}
 
     def named(self, message: dict[str, Any]) -> Part:
-        """The data in a window that a message names: offset, size, and what copies it.
+        """The data named by a window message.
 
         Raises:
             UsageError: there is no such window, or a number is missing.

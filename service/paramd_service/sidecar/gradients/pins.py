@@ -30,18 +30,18 @@ Leasing = Callable[[Snapshot, float], Lease]
 
 @dataclass(eq=False, slots=True)
 class _Shared:
-    """Work that several requests wait for; the last one to leave cancels it."""
+    """Work that several requests wait for; the last to leave cancels it."""
 
     named: Hashable
     task: asyncio.Task[Any]
     release: Callable[[Any], None]
-    """Releases the result when the last of them has taken it."""
+    """Releases the result after the last of them."""
     waiters: int = 0
     released: bool = False
 
 
 class GradientPins:
-    """Gradients of one attachment, for PinSnapshot."""
+    """Gradients of one attachment, as PinSnapshot returns them."""
 
     def __init__(
         self,
@@ -53,7 +53,7 @@ class GradientPins:
         lease: Leasing,
         at_point: Callable[[str], None],
     ) -> None:
-        """`lease` turns one holder of a snapshot into a lease."""
+        """`lease` turns one hold on a snapshot into a lease."""
         self.gradients = gradients
         self._store = store
         self._blocks = blocks
@@ -94,7 +94,7 @@ class GradientPins:
         work: Callable[[], Coroutine[Any, Any, Any]],
         release: Callable[[Any], None],
     ) -> _Shared:
-        """The work of that name, started unless it is under way."""
+        """Join the work of that name, started unless it is running."""
         shared = self._shared.get(named)
         if shared is None:
             shared = _Shared(named, self._loop.create_task(work()), release)
@@ -104,7 +104,7 @@ class GradientPins:
 
     @asynccontextmanager
     async def _waiting(self, shared: _Shared, step: int, timeout_s: float) -> AsyncIterator[Any]:
-        """Wait for shared work; its result is held until the block ends."""
+        """Wait for shared work and hold its result until the block ends."""
         shared.waiters += 1
         try:
             try:
@@ -113,7 +113,7 @@ class GradientPins:
                     found = await asyncio.shield(shared.task)
             except TimeoutError:
                 raise DeadlineError(
-                    f"update {step} did not begin within {timeout_s:.1f} s; ask again"
+                    f"update {step} did not begin within {timeout_s:.1f} s; try again"
                 ) from None
             yield found
         finally:
@@ -121,7 +121,7 @@ class GradientPins:
             self._over(shared)
 
     def _over(self, shared: _Shared) -> None:
-        """Cancel work that nobody waits for; release its result exactly once."""
+        """Cancel work without waiters; release its result exactly once."""
         if shared.waiters:
             return
         if self._shared.get(shared.named) is shared:
@@ -135,7 +135,7 @@ class GradientPins:
                 shared.release(task.result())
 
     async def _fill(self, key: Key, step: int) -> Snapshot:
-        # The task runs in the context of the request that began it.
+        # The task inherits the context, and so the caller, of the request that began it.
         who = CALLER.get()
         snapshot = self._store.reserve(key, at_boundary=False, who=who)
         try:
@@ -171,7 +171,7 @@ class GradientPins:
 
     async def _reduce(self, key: Key, step: int, reduction: bytes) -> tuple[list[pb.Stats], Notes]:
         if not self._has_torch:
-            # Before the slot is armed: the first time takes seconds.
+            # Before the slot is armed: loading torch takes seconds.
             await self._loop.run_in_executor(self._executor, _load_torch)
             self._has_torch = True
         placed, with_exponents = _placed(key.spans, reduction)
@@ -191,7 +191,7 @@ class GradientPins:
 
 
 def _close_made(making: asyncio.Future[Any]) -> None:
-    """Lets go of a block that nobody waits for any more."""
+    """Free a block whose request was cancelled."""
     if not making.cancelled() and making.exception() is None:
         making.result().close()
 
@@ -227,7 +227,7 @@ def _placed(
         if at is None or item.begin_bytes < 0:
             raise UsageError(
                 f"items: {item.numel} elements of {item.dtype} from byte {item.begin_bytes} on "
-                f"are not within one span of the {places.size_bytes} bytes asked for"
+                f"are not within one span of the {places.size_bytes} requested bytes"
             )
         found.append((at, item))
     return found, wanted.with_exponents

@@ -1,6 +1,6 @@
 """Gradient slots of one incarnation: which slot is for which update, and what became of it.
 
-Life of a frame:
+Life of a frame, which is all requests of one update:
 
     QUEUED --a slot is free--> RESERVING --> ARMED --the trainer filled it--> SERVING --> over
       |                            |           |--- left out, or begun without us --> over
@@ -9,10 +9,6 @@ Life of a frame:
 All decisions are made on the event loop. A slot's bytes are taken (copied into snapshots, or
 reduced) on one low-priority thread while the other slot is armed for a later update; a trainer
 that finds no slot armed goes on, and that frame does not exist.
-
-The sidecar's side of the gradient slots' memory: what has pages, what is in a room.
-
-What is requested of one update's gradients, and by whom; see slots.py.
 """
 
 from __future__ import annotations
@@ -48,7 +44,7 @@ _madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 
 
 class SlotMemory:
-    """All slots. `reserve`, `release` and `close` are slow: call them off the event loop."""
+    """Memory of all slots. `reserve`, `release` and `close` are slow: call off the event loop."""
 
     def __init__(self, descriptor: int, arena_bytes: int) -> None:
         self._memory = SparseMemory(descriptor)
@@ -118,12 +114,12 @@ class SlotMemory:
 
     def _populate(self, begin: int, end: int) -> None:
         self._memory.reserve(begin, end)
-        # Spares the first copy the page faults; on older kernels it still takes them.
+        # Spares the first copy the page faults; older kernels ignore it.
         _madvise(self._memory.address + begin, end - begin, _MADV_POPULATE_WRITE)
 
 
 class Places:
-    """Where bytes of concatenated spans lie in the arena."""
+    """Maps offsets in concatenated spans to arena bytes."""
 
     def __init__(self, spans: Sequence[tuple[int, int]]) -> None:
         self._spans = spans
@@ -150,24 +146,24 @@ def page_spans(spans: Sequence[tuple[int, int]]) -> Spans:
 
 
 LOSSLESS_S = 0.9
-"""How long a reader that wants every frame counts as present after it was last heard."""
+"""How long a lossless reader counts as present after its last request."""
 
 Work = Callable[[SlotMemory, int], Any]
-"""Takes what it needs from a slot's room, on the gradient thread."""
+"""Reads a slot's room, given its index, on the gradient thread."""
 
 
 class State(Enum):
-    """State of a frame; see slots.py."""
+    """State of a frame; see the module docstring."""
 
-    QUEUED = "waits for a slot"
-    RESERVING = "its memory is made"
-    ARMED = "waits for its update"
-    SERVING = "is taken from its slot"
+    QUEUED = "waiting for a slot"
+    RESERVING = "populating its memory"
+    ARMED = "waiting for its update"
+    SERVING = "being read from its slot"
 
 
 @dataclass(eq=False, slots=True)
 class Want:
-    """One request."""
+    """One request for gradients."""
 
     spans: Spans
     work: Work
@@ -177,7 +173,7 @@ class Want:
         """Fail the request, unless it is done already."""
         if not self.done.done():
             self.done.set_exception(error)
-            self.done.exception()  # mark as retrieved, even when nobody waits any more
+            self.done.exception()  # retrieved, or asyncio logs it if no caller is left
 
 
 @dataclass(eq=False, slots=True)
@@ -189,10 +185,10 @@ class Frame:
     wants: list[Want] = field(default_factory=list)
     slot: int = -1
     programs: dict[int, Spans] = field(default_factory=dict)
-    """Spans by version: the trainer reports which one it served."""
+    """Programs by version: the trainer reports which one it served."""
 
     def spans(self) -> Spans:
-        """All spans that are wanted."""
+        """All wanted spans, united."""
         return united([span for want in self.wants for span in want.spans])
 
     def program(self) -> Spans:
@@ -201,7 +197,7 @@ class Frame:
 
 
 class LosslessReaders:
-    """Tells the trainer which updates the readers that want every frame must not miss."""
+    """Tells the trainer which updates lossless readers must not miss."""
 
     def __init__(self, words: memoryview[int]) -> None:
         """`words`: the control page's."""
@@ -209,19 +205,19 @@ class LosslessReaders:
         self._until_s: dict[int, float] = {}
 
     def update(self, every: int) -> None:
-        """Note a reader of all multiples of `every`; 0: one that may miss some."""
+        """Note a reader of all multiples of `every`; 0: one that may miss frames."""
         if every <= 0:
             return
         now_s = time.monotonic()
         self._until_s[every] = now_s + LOSSLESS_S
         self._until_s = {n: until_s for n, until_s in self._until_s.items() if until_s > now_s}
         self._words[Word.LOSSLESS_UNTIL_NS] = int(max(self._until_s.values()) * 1e9)
-        # Readers of other multiples are not waited for: nobody asks for most of those steps.
+        # The smallest wins; readers of other multiples are not waited for.
         self._words[Word.LOSSLESS_EVERY] = min(self._until_s)
 
 
 MAX_ASKS = 1024
-"""Requests that may wait at once; each is small, but not free."""
+"""Most pending requests; each is small, but not free."""
 
 LOOK_S = 0.1
 """Polling interval while something waits and no wake comes."""
@@ -245,7 +241,7 @@ class Gradients:
         self._loop = asyncio.get_running_loop()
         arena_bytes = attached.request.arena_bytes
         self._memory = SlotMemory(attached.shared.gradients, arena_bytes)
-        # Nobody waits any more for what a predecessor armed.
+        # A predecessor's requests have died with it.
         for word in (Word.ARM_SLOT0, Word.ARM_SLOT1, Word.LOSSLESS_EVERY):
             self._words[word] = 0
         self._thread = ThreadPoolExecutor(
@@ -261,12 +257,12 @@ class Gradients:
         self.captured_count = 0
         """Frames captured in a slot."""
         self.missed_count = 0
-        """Requested frames that were missed: the update began first, or left its gradients out."""
+        """Requested frames missed: the update began first, or left its gradients out."""
 
     async def capture(self, step: int, spans: Spans, work: Work) -> tuple[Any, Notes]:
         """Run `work` on the gradients that update `step` consumes; return its result and notes.
 
-        Cancellation withdraws the request, but waits for a `work` under way.
+        Cancellation withdraws the request, but waits for a `work` in progress.
 
         Raises:
             AbortedError: that update has begun already, or left its gradients out.
@@ -290,11 +286,11 @@ class Gradients:
             raise
 
     def update(self, every: int) -> None:
-        """Note that a reader which wants every such frame is there."""
+        """Note a lossless reader of every such frame."""
         self._lossless.update(every)
 
     def woken(self) -> None:
-        """The trainer woke us. Callable from any thread; cheap if nothing is armed."""
+        """Handle a wake by the trainer. Any thread may call; cheap if nothing is armed."""
         if any(self._in_slot):
             with suppress(RuntimeError):
                 self._loop.call_soon_threadsafe(self._look)
@@ -326,11 +322,11 @@ class Gradients:
             raise self._passed(step)
         if len(spans) > MAX_SPANS:
             raise ExhaustedError(
-                f"{len(spans):,} separate spans of gradients; at most {MAX_SPANS:,} at once, ask "
-                "for whole tensors or fewer of them"
+                f"{len(spans):,} separate spans of gradients; expected at most {MAX_SPANS:,}, "
+                "request whole tensors or fewer of them"
             )
         if sum(len(frame.wants) for frame in self._frames.values()) >= MAX_ASKS:
-            raise ExhaustedError(f"{MAX_ASKS} requests wait for gradients already; end some")
+            raise ExhaustedError(f"{MAX_ASKS} requests already wait for gradients; end some")
 
     def _begun(self, step: int) -> bool:
         """Whether update `step` has begun, which is too late to capture it."""
@@ -338,8 +334,8 @@ class Gradients:
 
     def _passed(self, step: int) -> AbortedError:
         return AbortedError(
-            f"update {step} has begun, its gradients have passed; the rank has finished "
-            f"{self._words[Word.STEP]} updates, ask for a later one"
+            f"update {step} has begun, so its gradients are gone; the rank has finished "
+            f"{self._words[Word.STEP]} updates, request a later one"
         )
 
     def _look(self) -> None:
@@ -358,8 +354,8 @@ class Gradients:
         self._look_again()
 
     def _look_at(self, frame: Frame) -> None:
-        # In this order: the trainer writes the DONE word before the update counts as begun. Read
-        # the other way round, a frame served in between would look missed.
+        # In this order: the trainer writes the DONE word before the update counts as begun. Reading
+        # DONE first, a frame served in between would look missed.
         begun = self._begun(frame.step)
         slot = self._memory.slots[frame.slot]
         done = self._words[slot.done_word]
@@ -368,7 +364,7 @@ class Gradients:
             frame.state = State.SERVING
             self._start(self._serve(frame, slot))
         elif done == -frame.step:
-            self._miss(frame, AbortedError(f"update {frame.step} left its gradients out"))
+            self._miss(frame, AbortedError(f"update {frame.step} has no gradient frame"))
         elif begun:
             self._miss(frame, self._passed(frame.step))
 
@@ -392,14 +388,16 @@ class Gradients:
     async def _arm(self, frame: Frame) -> None:
         """Populate the slot for all that is wanted, write the program, and arm the slot."""
         slot, index = self._memory.slots[frame.slot], frame.slot
-        # Repeated, for more may be asked for while memory is being populated.
+        # Repeated: more may be requested while memory is being populated.
         while frame.wants and frame.state in (State.RESERVING, State.ARMED):
             spans = frame.spans()
             if covers(frame.program(), spans):
                 break
             try:
                 if len(spans) > MAX_SPANS:
-                    raise ExhaustedError(f"more than {MAX_SPANS:,} spans are wanted of one update")
+                    raise ExhaustedError(
+                        f"more than {MAX_SPANS:,} spans are requested of one update"
+                    )
                 if not self._memory.holds(index, spans):
                     await self._loop.run_in_executor(
                         self._executor, self._memory.reserve, index, spans
@@ -408,7 +406,7 @@ class Gradients:
                 if self._in_slot[index] is frame:
                     self._fail(frame, error)
                 return
-            # The frame ended meanwhile, and its slot may be another's.
+            # The frame has ended meanwhile, and its slot may belong to another.
             if self._in_slot[index] is not frame:
                 return
             frame.programs[self._memory.program(index, spans)] = spans
@@ -477,6 +475,6 @@ class Gradients:
 
 
 def _be_nice() -> None:
-    """Training comes first where cores are short."""
+    """Yield to training where cores are scarce."""
     with suppress(OSError):
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)

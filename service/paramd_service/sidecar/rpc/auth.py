@@ -1,11 +1,8 @@
-"""The first interceptor: who may call what. Methods that are not in the table are denied.
+"""Who may call what, and what every request must satisfy before anything is done for it.
 
-Checks that a request must pass before anything is done or allocated for it.
-
-What a method of SidecarService is to the servicer: how it is called, and with what.
-
-Each subject's module has `calls(rank)`, a table of its methods by name; the servicer merges
-the tables and treats all methods alike.
+The interceptor runs first; methods that are not in its table are denied. Each subject's module
+has `calls(rank)`, a table of its methods by name; the servicer merges the tables and treats all
+methods alike.
 """
 
 from __future__ import annotations
@@ -37,7 +34,7 @@ MAX_SPANS = 100_000
 MAX_STATS_ITEMS = 100_000
 MAX_SNAPSHOT_IDS = 1_024
 
-# Kept back from a caller's deadline, so that the reason arrives before it ends.
+# Reserved from a caller's deadline, so that an error arrives before it.
 _MARGIN_S = 0.25
 _MARGIN_PART = 0.1
 
@@ -50,7 +47,7 @@ class SpanMessage(Protocol):
 
 
 def check_deadline(remaining_s: float | None, max_deadline_s: float) -> float:
-    """Seconds of a call's deadline that may be used.
+    """Seconds that a call may take.
 
     Raises:
         UsageError: the call has none, or one too far away.
@@ -77,8 +74,8 @@ def check_spans(spans: Sequence[SpanMessage], arena_bytes: int) -> tuple[tuple[i
         begin, end = span.begin, span.end
         if not last_end <= begin < end <= arena_bytes:
             raise UsageError(
-                f"spans: [{begin}, {end}) after byte {last_end}; expected non-empty spans, sorted, "
-                f"not overlapping, within [0, {arena_bytes})"
+                f"spans: [{begin}, {end}) after byte {last_end}; expected non-empty, sorted, "
+                f"non-overlapping spans within [0, {arena_bytes})"
             )
         checked.append((begin, end))
         last_end = end
@@ -100,7 +97,7 @@ def check_range(offset_bytes: int, size_bytes: int, total_bytes: int) -> tuple[i
 
 
 def granted_lease_s(lease_ms: int, default_s: float, max_s: float) -> float:
-    """Lease that a request gets, in seconds; 0 means the default, and `max_s` is the cap.
+    """Lease granted to a request, in seconds: 0 means the default, `max_s` is the cap.
 
     Raises:
         UsageError: it is negative.
@@ -127,13 +124,13 @@ class Call:
     request: type[Message]
     unary: Unary | None = None
     answers: Answers | None = None
-    """Answers with a stream; always heavy."""
+    """Returns a stream; always heavy."""
     requests: Requests | None = None
     """Takes a stream; always heavy."""
     part: Callable[[bytes], Any] | None = None
-    """Parses one message of such a stream, where a protobuf object would cost a copy."""
+    """Parses one message of that stream, where a protobuf object would cost a copy."""
     heavy: bool | Callable[[Any], bool] = False
-    """Takes one of the slots that bound concurrent work; a function decides by the request."""
+    """Whether it takes one of the slots that bound concurrent work; may depend on the request."""
 
 
 CallTable: TypeAlias = Mapping[str, Call]
@@ -147,7 +144,7 @@ _READERS = _EDITORS | {Role.READER}
 _VIEWERS = _READERS | {Role.VIEWER}
 _CONTROL = frozenset({Role.CONTROL})
 
-# Health says SERVING or not, and nothing else: an operator's probes have no ticket.
+# Health reveals SERVING or not, nothing else, and an operator's probes have no ticket.
 OPEN_METHODS = frozenset(
     {
         "/grpc.health.v1.Health/Check",
@@ -189,14 +186,14 @@ ROLES: dict[str, frozenset[Role]] = {
 }
 
 CALLER_TICKET: ContextVar[str] = ContextVar("paramd_caller_ticket")
-"""Ticket of the call that the current task serves, for forwarding."""
+"""Ticket of the call being served by the current task, for forwarding."""
 
 CALLER: ContextVar[Claims] = ContextVar("paramd_caller")
 """The claims of that ticket."""
 
 
 def _who(claims: Claims, metadata: Iterable[Any]) -> Who:
-    """Whose token a call is for; the control plane names the token that it calls on behalf of."""
+    """The token a call acts for; the control plane names it in metadata."""
     return claims.token_id or errors.asked_by_of(metadata) or None
 
 
@@ -229,7 +226,7 @@ class AuthInterceptor(grpc.aio.ServerInterceptor):
             self._refused(str(details.method), str(error))
             return _refusing(grpc.StatusCode.PERMISSION_DENIED, error)
         if found is not None:
-            # The handler runs in this task, so it sees these variables.
+            # The handler runs in this task, and so sees these variables.
             CALLER_TICKET.set(found[0])
             CALLER.set(found[1])
             who = _who(found[1], details.invocation_metadata or ())
@@ -253,7 +250,7 @@ def authorize(method: str, metadata: Iterable[Any], verify: Verify) -> tuple[str
         return None
     allowed = ROLES.get(method)
     if allowed is None:
-        raise DeniedError(f"{method[:128]!r} is not a method that anybody may call here")
+        raise DeniedError(f"{method[:128]!r} is not a method of this server")
     values = [value for key, value in metadata if key == "authorization"]
     value = values[0] if len(values) == 1 and isinstance(values[0], str) else ""
     scheme, _, ticket = value.partition(" ")
@@ -285,12 +282,12 @@ def check_editor(claims: Claims) -> None:
 
 def _wrong_role(found: Role, allowed: frozenset[Role]) -> str:
     roles = ", ".join(sorted(role.value for role in allowed))
-    return f"a ticket of role {found.value} may not do that; needed: {roles}"
+    return f"a ticket of role {found.value} may not call this; needed: {roles}"
 
 
 def _refusing(code: grpc.StatusCode, error: ParamdError) -> Any:
     async def refuse(_requests: Any, context: grpc.aio.ServicerContext[Any, Any]) -> None:
         await context.abort(code, str(error))
 
-    # Stream-stream: the refusal does not wait for the request.
+    # Stream-stream, so that the refusal does not wait for the request.
     return grpc.stream_stream_rpc_method_handler(refuse)

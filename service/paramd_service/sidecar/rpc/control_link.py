@@ -1,6 +1,6 @@
 """The stream to the control plane: this rank's state, at every lasting change and periodically.
 
-The control plane may be down for any length of time: nothing here depends on it.
+Nothing here depends on the control plane being up, however long it is down.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from paramd_service.sidecar.rpc import messages
 FIRST_BACKOFF_S = 0.2
 LAST_BACKOFF_S = 15.0
 JOINS_PER_S = 400.0
-"""Sidecars that may rejoin a control plane per second, on average."""
+"""Average rate at which sidecars may rejoin a control plane, per second."""
 
 LOOK_S = 1.0
 """Polling interval for lasting changes: a stopped or stalled trainer announces nothing."""
@@ -48,7 +48,7 @@ def backoff_s(attempt: int, jitter: float, *, world_size: int = 1) -> float:
     """Pause before the next attempt.
 
     All ranks lose a control plane at the same moment, so their pauses are spread over the time
-    it needs to take them all back, and grow with every failed attempt.
+    it needs to readmit them, and grow with every failed attempt.
 
     Args:
         attempt: Failed attempts before this one, 0 or more.
@@ -74,7 +74,7 @@ class Joining:
         self._task = asyncio.get_running_loop().create_task(self._run(), name="paramd-joining")
 
     async def stop(self) -> None:
-        """Say goodbye if the trainer detached, then end the stream. Idempotent."""
+        """Send the last report if the trainer detached, then end the stream. Idempotent."""
         if self._task is None:
             return
         if self._rank.detached:
@@ -95,7 +95,7 @@ class Joining:
             try:
                 if await self._join(mesh):
                     attempt = 0
-            except Exception as error:  # whatever it is, the next attempt may succeed
+            except Exception as error:  # the next attempt may succeed
                 if attempt == 0:
                     self._rank.log("control-plane-away", error=_short(error))
             if not self._rank.detached and self._rank.mesh is mesh:
@@ -104,7 +104,7 @@ class Joining:
                 attempt += 1
 
     async def _join(self, mesh: Mesh) -> bool:
-        """Run one stream until it ends; return whether the control plane let us in."""
+        """Run one stream until it ends; return whether the control plane admitted us."""
         joined = False
         self._interval_s = self._rank.config.report_s
         async with open_channel(mesh.control_address, options=_OPTIONS) as channel:
@@ -132,9 +132,8 @@ class Joining:
         job, incarnation = self._rank.config.job, self._rank.incarnation
         if (header.job, header.incarnation) != (job, incarnation):
             raise ConflictError(
-                f"the control plane there is that of job {header.job!r}, incarnation "
-                f"{header.incarnation}; "
-                f"this is a rank of job {job!r}, incarnation {incarnation}"
+                f"the control plane there serves job {header.job!r}, incarnation "
+                f"{header.incarnation}; this is a rank of job {job!r}, incarnation {incarnation}"
             )
 
     def _take_revoked(self, told: control_pb2.Revocations) -> None:
@@ -145,7 +144,7 @@ class Joining:
     async def _reports(self, mesh: Mesh) -> AsyncIterator[control_pb2.JoinRequest]:
         while self._rank.mesh is mesh:
             # Both before the report is built: a later change wakes `_until_due`, and a rank that
-            # detaches while the report is sent still owes the last one.
+            # detaches while the report is being sent still sends the last one.
             self._changed.clear()
             last = self._rank.detached
             report = self._report()
@@ -155,7 +154,7 @@ class Joining:
             await self._until_due(report.state.phase)
 
     async def _until_due(self, reported: common_pb2.Phase.ValueType) -> None:
-        """Return when something has changed, or when the next report is due."""
+        """Wait for a lasting change or until the next report is due."""
         loop = asyncio.get_running_loop()
         begun_s = loop.time()
         while (left_s := begun_s + self._interval_s - loop.time()) > 0:

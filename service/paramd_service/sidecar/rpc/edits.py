@@ -1,11 +1,8 @@
 """Edit calls: staging, progress, preview and dropping.
 
-Copies the data of an edit from another rank's sidecar on this host that has it staged.
-
-The peer hands over its edit memory, read-only; the bytes are copied into our own, verified
-there, and must match the digests that the peer reports.
-
-PreviewEdit: statistics of what an edit would change, before and after, from a copy.
+An edit's data may also come from another rank's sidecar on this host that has it staged: it
+hands over its edit memory, read-only; the bytes are copied into our own, verified there, and
+must match the digests that it reports.
 """
 
 from __future__ import annotations
@@ -42,7 +39,7 @@ from paramd_service.sidecar.edits.receive import Fill, copy_of
 from paramd_service.sidecar.rank import RankSidecar
 from paramd_service.sidecar.rpc import messages
 from paramd_service.sidecar.rpc.auth import CALLER_TICKET, Call, CallTable
-from paramd_service.sidecar.rpc.statistics import on_stats_thread, stats_message
+from paramd_service.sidecar.rpc.statistics import on_stats_thread
 from paramd_service.sidecar.snapshots.store import Key
 
 BLOCK_BYTES = 2 << 20
@@ -50,11 +47,11 @@ _ANSWER_S = 5.0
 
 
 async def copy_from_peer(rank: RankSidecar, entry: Entry, peer_rank: int, ticket: str) -> None:
-    """Stage what is missing of an edit from the sidecar of `peer_rank`.
+    """Copy an edit's missing data from the sidecar of `peer_rank`.
 
     Raises:
         UsageError: that rank is not on this host, or its data has another size.
-        NotFoundError, ConflictError: it does not have the edit staged.
+        NotFoundError, ConflictError: the edit is not staged there.
         DataLossError: its digests do not match the copied bytes.
         UnreachableError: its sidecar does not answer.
     """
@@ -67,31 +64,31 @@ async def copy_from_peer(rank: RankSidecar, entry: Entry, peer_rank: int, ticket
         if size_bytes != entry.size_bytes:
             raise UsageError(
                 f"copy_from_rank: rank {peer_rank} has {size_bytes:,} bytes of this edit, rank "
-                f"{rank.config.rank} needs {entry.size_bytes:,}; they do not hold the same pieces"
+                f"{rank.config.rank} needs {entry.size_bytes:,}; the ranks hold different pieces"
             )
         while (offset := entry.staged_bytes) < size_bytes:
             size = min(BLOCK_BYTES, size_bytes - offset)
             await rank.edits.take(entry, [(offset, size, _reading(descriptor, begin + offset))])
     finally:
         os.close(descriptor)
-    # The peer may have dropped the edit and reused its memory while we copied.
+    # The peer may have dropped the edit and reused its memory during the copy.
     if [digest.hex() for digest in entry.data_digests] != answer["data_digests"]:
         await rank.edits.drop(entry.edit_id)
         raise DataLossError(
-            f"copy_from_rank: what rank {peer_rank} has staged changed while it was copied; "
+            f"copy_from_rank: the data staged at rank {peer_rank} changed during the copy; "
             "stage it again"
         )
 
 
 def share_message(entry: Entry) -> handover.Message:
-    """The answer to a peer that wants the data of an edit.
+    """The answer to a peer that asks for an edit's data.
 
     Raises:
         ConflictError: it is not staged, or an undo that has no data.
     """
     if entry.phase not in (Phase.STAGED, Phase.READY) or entry.body is None:
         raise ConflictError(
-            f"edit {entry.edit_id} is {entry.phase.name}; only what is STAGED can be copied"
+            f"edit {entry.edit_id} is {entry.phase.name}; only STAGED edits can be copied"
         )
     return {
         "op": "shared",
@@ -106,7 +103,7 @@ def _socket_of(rank: RankSidecar, peer_rank: int) -> Path:
     peer, own = peers.get(peer_rank), peers.get(rank.config.rank)
     host = own.host_id if own is not None else host_id()
     if peer is None or peer_rank == rank.config.rank or not peer.socket_path:
-        raise UsageError(f"copy_from_rank: {peer_rank} is no other rank of this mesh")
+        raise UsageError(f"copy_from_rank: {peer_rank} is not another rank of this mesh")
     if kernel_of(peer.host_id) != kernel_of(host):
         raise UsageError(f"copy_from_rank: rank {peer_rank} is on another host; send its data")
     return Path(peer.socket_path)
@@ -140,7 +137,7 @@ def _reading(descriptor: int, position: int) -> Fill:
         while done < size_bytes:
             moved = os.preadv(descriptor, [target[done:]], position + begin + done)
             if not moved:
-                raise DataLossError("copy_from_rank: the peer's memory is shorter than it says")
+                raise DataLossError("copy_from_rank: the peer's memory is shorter than it claims")
             done += moved
 
     return fill
@@ -148,7 +145,7 @@ def _reading(descriptor: int, position: int) -> Fill:
 
 @dataclass(frozen=True, slots=True)
 class Preview:
-    """One answer per operation, in order, all of one step."""
+    """One pair of statistics per operation, in order, all of one step."""
 
     step: int
     before: list[pb.Stats]
@@ -156,9 +153,9 @@ class Preview:
 
 
 async def preview(rank: RankSidecar, entry: Entry, timeout_s: float) -> Preview:
-    """Statistics of this rank's elements, per operation.
+    """Statistics of this rank's elements before and after an edit, per operation.
 
-    Holds a snapshot of them meanwhile.
+    Computed on a copy; holds a snapshot of the elements meanwhile.
 
     Raises:
         ConflictError: the edit is not STAGED, or was applied meanwhile; the arena is a mirror.
@@ -172,8 +169,8 @@ async def preview(rank: RankSidecar, entry: Entry, timeout_s: float) -> Preview:
         assert attached is not None
         if is_mirror(attached.page.words):
             raise ConflictError(
-                "previews need what the parameters are now, and these stay in the trainer's own "
-                "memory; summon them to compute what an edit would do, or apply and undo it"
+                "previews need the current parameters, which stay in the trainer's own memory; "
+                "summon them to compute what an edit would do, or apply and undo it"
             )
         assert edit is not None
         arena_bytes, memory = attached.request.arena_bytes, rank.edits.memory.buffer
@@ -187,7 +184,7 @@ async def preview(rank: RankSidecar, entry: Entry, timeout_s: float) -> Preview:
         store = rank.pins.store
         snapshot = store.hold(lease.snapshot)
         try:
-            # Our own hold replaces the lease, which could end in the middle.
+            # The hold replaces the lease, which could end in the middle.
             store.release(lease.snapshot_id)
             ops = [(item.op, item.dtype) for item in edit.items]
             view, count = snapshot.view(), entry.op_count
@@ -224,30 +221,24 @@ def _reduce(
     begins = sorted(offsets)
     for record, (op, dtype) in zip(records, ops, strict=True):
         if stop:
-            return [], []  # cancelled: nobody waits for the result
-        shift = offsets[begins[_at(begins, record.arena_begin)]]
+            return [], []  # cancelled: the result is unused
+        shift = offsets[begins[bisect_right(begins, record.arena_begin) - 1]]
         trial.try_record(
             snapshot, record.arena_begin + shift, memory, record, dtype, before[op], after[op]
         )
-    return (
-        [stats_message(one) for one in before],
-        [stats_message(one) for one in after],
-    )
-
-
-def _at(begins: Sequence[int], position: int) -> int:
-    return bisect_right(begins, position) - 1
+    first, last = ([reduce.stats_message(one) for one in part] for part in (before, after))
+    return first, last
 
 
 def _check_staged(entry: Entry) -> None:
     if entry.phase is not Phase.STAGED:
         raise ConflictError(
-            f"edit {entry.edit_id} is {entry.phase.name}; only a STAGED one can be previewed"
+            f"edit {entry.edit_id} is {entry.phase.name}; only STAGED edits can be previewed"
         )
 
 
 _DATA_TAG = b"\x0a"
-_FIRST = "the first message names the manifest, and only the first"
+_FIRST = "the first message, and only the first, must have the manifest"
 
 
 def calls(rank: RankSidecar) -> CallTable:
@@ -314,13 +305,13 @@ class _EditCalls:
 
 
 def _part(message: bytes) -> pb.StageEditRequest | Chunk:
-    """A manifest, or a chunk of data that refers to the message's bytes, to be copied once."""
+    """A manifest, or a chunk of data that refers to the message's bytes, to save a copy."""
     try:
         request = None if message[:1] == _DATA_TAG else pb.StageEditRequest.FromString(message)
         if request is None or not request.HasField("manifest"):
             return parse_chunk(message)
     except DecodeError:
-        raise UsageError("the request is no paramd.v1.StageEditRequest") from None
+        raise UsageError("the request is not a paramd.v1.StageEditRequest") from None
     if request.data:
-        raise UsageError("data: the first message has the manifest alone; data follows it")
+        raise UsageError("data: the first message has only the manifest; data follows it")
     return request

@@ -1,7 +1,7 @@
 """What a rank writes to a destination, and reads back.
 
-Plans are made again here from the layout, and the last one is kept. What blocks runs in threads. A
-call that is cancelled waits for its thread, and what it was writing is removed.
+Plans are derived again here from the layout, and the last one is kept. Blocking work runs on
+threads. A cancelled call waits for its thread, and what it was writing is removed.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ from paramd_service.sidecar.rpc.export_write import (
 )
 
 MAX_STORED_BYTES = 256 << 20
-"""Largest file that may be stored beside those that are planned."""
+"""Largest file that may be stored besides the planned ones."""
 
 KEPT_S = 60.0
-"""How long a plan is kept after it was last asked for."""
+"""How long a plan is kept after its last use."""
 
 _READ_BYTES = 8 << 20
 
@@ -48,14 +48,14 @@ Result = TypeVar("Result")
 
 
 class Exports:
-    """The methods; one file is made at a time, so that memory stays bounded."""
+    """The methods. One file is made at a time, so that memory stays bounded."""
 
     def __init__(self, rank: RankSidecar) -> None:
         self._rank = rank
         self._plans = Plans(rank)
         self._turn = asyncio.Lock()
         self._writing: dict[str, set[asyncio.Event]] = {}
-        """By export: events that are set when something of it is written no more."""
+        """By export id: an event per write in progress, set when it ends."""
 
     async def begin(self, request: export_pb2.BeginExportRequest, _timeout_s: float) -> Message:
         self._rank.follow_control(request.generation)
@@ -101,7 +101,9 @@ class Exports:
     ) -> Message:
         first = await anext(requests, None)
         if first is None or not first.HasField("target"):
-            raise UsageError("the first message of a file must have its target and name")
+            raise UsageError(
+                "target: missing; the first message of a file must have target and name"
+            )
         place = self._place(first.target)
         data = bytearray(first.data)
         async for part in requests:
@@ -170,7 +172,7 @@ class Exports:
 
     async def drop(self, request: export_pb2.DropExportRequest, _timeout_s: float) -> Message:
         self._rank.follow_control(request.generation)
-        # An upload that was given up may still end well, and its object appear after the removal.
+        # An abandoned upload may still succeed, and its object appear after the removal.
         for written in list(self._writing.get(request.target.export_id, ())):
             await written.wait()
         if request.wait_only:
@@ -221,7 +223,7 @@ class Exports:
 
 
 async def in_thread(work: Callable[[], Result]) -> Result:
-    """Runs what blocks; when cancelled it is waited for, as it cannot be stopped."""
+    """Run blocking work; cancellation waits for it, since a thread cannot be stopped."""
     return await uncancelled(asyncio.to_thread(work))
 
 
@@ -274,12 +276,12 @@ def _check_complete(plan: ExportPlan, request: export_pb2.FinishExportRequest) -
         if written.get(file.name) != file.size_bytes:
             raise UsageError(
                 f"files: {file.name} was planned with {file.size_bytes:,} bytes; "
-                f"{written.get(file.name)} are said to be written"
+                f"{written.get(file.name)} were reported written"
             )
 
 
 class Plans:
-    """The plan that a message stands for."""
+    """Plans derived from messages; keeps the latest."""
 
     def __init__(self, rank: RankSidecar) -> None:
         self._rank = rank
@@ -289,11 +291,11 @@ class Plans:
         self._timer: asyncio.TimerHandle | None = None
 
     async def plan(self, message: export_pb2.ExportPlan) -> ExportPlan:
-        """The plan.
+        """Derive the plan of a message, or return the kept one.
 
         Raises:
             ConflictError: another incarnation or layout, or planned by another version.
-            UsageError: the message asks for something that there is not.
+            UsageError: the message names something that does not exist.
         """
         self._rank.check_plan(message.incarnation, message.layout_digest)
         key = (message.incarnation, message.layout_digest, message.digest)
@@ -306,7 +308,7 @@ class Plans:
             return self._kept
 
     def _forget_later(self) -> None:
-        """A plan of many tensors takes memory; it is made again when it is asked for again."""
+        """A plan of many tensors takes memory, and can be derived again."""
         if self._timer is not None:
             self._timer.cancel()
         self._timer = asyncio.get_running_loop().call_later(KEPT_S, self._forget)
@@ -317,7 +319,7 @@ class Plans:
     async def file(
         self, message: export_pb2.ExportPlan, number: int
     ) -> tuple[ExportPlan, ExportFile]:
-        """The plan, and one of its files. Raises as `plan`."""
+        """A plan and one of its files. Raises as `plan`, and UsageError: no such file."""
         plan = await self.plan(message)
         if not 0 <= number < len(plan.files):
             raise UsageError(f"file: {number}; the plan has {len(plan.files)} files")

@@ -1,11 +1,9 @@
 """One file of an export: batch after batch from snapshots into a sink.
 
-While a thread fills and writes one batch, the bytes of the next one come from peers. What
-is held in memory: a batch, what was fetched for the next one, and the sink's own buffers.
-
-The snapshots that an export's files are made of: our own, our host's, our peers'.
-
-Reads over the network go with the ticket of the control plane that asked for the file.
+The snapshots are our own, those of sidecars on this host, and those of peers elsewhere, read
+with the ticket of the control plane that asked for the file. While a thread fills and writes one
+batch, the peers' bytes of the next one arrive. In memory at once: a batch, what was fetched for
+the next one, and the sink's own buffers.
 """
 
 from __future__ import annotations
@@ -40,12 +38,12 @@ from paramd.v1 import sidecar_pb2 as pb
 from paramd.wire import CHUNK_BYTES, Chunk, data_chunk
 from paramd_service.aio import all_of, uncancelled
 from paramd_service.destinations.place import FileSink, Place
-from paramd_service.formats.filling import Batch, Filler, Memory, batches, extents_to_fetch
+from paramd_service.formats.filling import Batch, Filler, Memory, batches
 from paramd_service.sidecar.rank import RankSidecar
 from paramd_service.sidecar.rpc.auth import CALLER_TICKET
 
 SEGMENT_BYTES = 32 << 20
-"""Asked of a peer at once; what follows is usually wanted next."""
+"""Requested from a peer at once: reads are mostly sequential."""
 
 _SKIP_BYTES = 1 << 20
 _READ_S = 60.0
@@ -55,7 +53,7 @@ _SMALL_BYTES = 64 << 10
 
 
 def copy_bytes(target: memoryview, source: memoryview) -> None:
-    """Copies, and lets the interpreter go on meanwhile when it takes long."""
+    """Copy; large copies go through numpy, which releases the GIL."""
     if len(target) < _SMALL_BYTES:
         target[:] = source
         return
@@ -65,7 +63,7 @@ def copy_bytes(target: memoryview, source: memoryview) -> None:
 
 
 class OwnMemory:
-    """A snapshot of this sidecar; its holder sees to it that it stays."""
+    """A snapshot of this sidecar; the caller must hold it."""
 
     def __init__(self, memory: memoryview) -> None:
         self._memory = memory
@@ -78,7 +76,7 @@ class OwnMemory:
 
 
 class HostMemory:
-    """A snapshot of a peer on this host, by its descriptor."""
+    """A snapshot of a peer on this host, mapped by its descriptor."""
 
     def __init__(self, shared: SharedSnapshot) -> None:
         self._shared = shared
@@ -95,7 +93,7 @@ class HostMemory:
 
 
 class PeerMemory:
-    """A snapshot of a peer elsewhere, over a stream that is read on as long as it fits."""
+    """A snapshot of a remote peer; sequential reads continue one stream."""
 
     def __init__(
         self,
@@ -105,7 +103,7 @@ class PeerMemory:
         size_bytes: int,
         state: tuple[int, int],
     ) -> None:
-        """`state` is the (incarnation, step) that the bytes must be of."""
+        """`state` is the expected (incarnation, step)."""
         self._channels = channels
         self._asked = asked
         self._who = asked.who
@@ -118,7 +116,7 @@ class PeerMemory:
         self._at = 0
         """Offset of the first byte of `_rest`."""
         self._end = 0
-        """Where the stream ends."""
+        """Offset where the stream ends."""
         self._lock = asyncio.Lock()
 
     def read_into(self, target: memoryview, offset_bytes: int) -> None:
@@ -133,7 +131,7 @@ class PeerMemory:
         """The bytes [offset, offset + size).
 
         Raises:
-            ParamdError: the peer is gone, its lease ended, or what it sends is wrong.
+            ParamdError: the peer is gone, its lease ended, or its bytes are wrong.
         """
         async with self._lock:
             found = memoryview(bytearray(size_bytes))
@@ -151,7 +149,7 @@ class PeerMemory:
             return found
 
     async def close(self) -> None:
-        """Ends the stream."""
+        """End the stream."""
         async with self._lock:
             await self._drop()
 
@@ -185,16 +183,16 @@ class PeerMemory:
         try:
             chunk = await anext(self._stream)
         except StopAsyncIteration:
-            raise DataLossError(f"{self._who}: its stream ended too early") from None
+            raise DataLossError(f"{self._who}: its stream ended early") from None
         except grpc.aio.AioRpcError as error:
             raise error_of(error, self._who) from error
         if chunk.header is not None:
             if (chunk.header.incarnation, chunk.header.step) != self._state:
-                raise ConflictError(f"{self._who} sent another step than was pinned")
+                raise ConflictError(f"{self._who} sent another step than the pinned one")
             return
         chunk.check()
         if chunk.offset_bytes != self._at + len(self._rest):
-            raise DataLossError(f"{self._who} sent bytes that were not asked for")
+            raise DataLossError(f"{self._who} sent bytes that were not requested")
         self._at = chunk.offset_bytes
         self._rest = chunk.data
 
@@ -206,10 +204,9 @@ class PeerMemory:
 
 
 class Memories:
-    """All snapshots of one plan, opened together and let go of together."""
+    """All snapshots of one plan, opened and released together."""
 
     def __init__(self, rank: RankSidecar, plan: ExportPlan, message: export_pb2.ExportPlan) -> None:
-        """No I/O."""
         self._rank = rank
         self._plan = plan
         self._message = message
@@ -217,11 +214,11 @@ class Memories:
         self._stack = AsyncExitStack()
 
     async def __aenter__(self) -> dict[tuple[int, str], Memory]:
-        """By rank and state key.
+        """Open the snapshots; return them by rank and state key.
 
         Raises:
-            UsageError: a snapshot of the plan was not named.
-            NotFoundError: the lease of one of ours, or of our host's, has ended.
+            UsageError: the message lacks a snapshot of the plan.
+            NotFoundError: the lease of a snapshot on this host has ended.
         """
         self._stack.push_async_callback(self._channels.close)
         pins = {(pin.rank, pin.state_key): pin.snapshot_id for pin in self._message.pins}
@@ -230,7 +227,9 @@ class Memories:
             for key, source in self._plan.sources.items():
                 for rank, spans in source.spans.items():
                     if (rank, key) not in pins:
-                        raise UsageError(f"pins: none of rank {rank} for {key or 'parameters'!r}")
+                        raise UsageError(
+                            f"pins: no snapshot of rank {rank} for {key or 'parameters'!r}"
+                        )
                     size_bytes = sum(end - begin for begin, end in spans)
                     found[rank, key] = await self._open(rank, pins[rank, key], size_bytes)
         except BaseException:
@@ -247,14 +246,14 @@ class Memories:
         peers = {peer.rank: peer for peer in self._rank.ready_mesh().peers}
         info = peers.get(number)
         if info is None:
-            raise UsageError(f"pins: rank {number} is not of this mesh")
+            raise UsageError(f"pins: rank {number} is not in this mesh")
         peer = PeerAddress(number, info.address, info.socket_path, info.host_id)
         if is_same_host(peer):
             ticket = CALLER_TICKET.get()
             try:
                 shared = await asyncio.to_thread(SharedSnapshot.open, peer, ticket, snapshot_id)
             except (UnreachableError, DeniedError):
-                pass  # another container perhaps: over the network then
+                pass  # perhaps another container: read over the network
             else:
                 self._stack.callback(shared.close)
                 return HostMemory(shared)
@@ -281,7 +280,7 @@ class Memories:
         if snapshot.size_bytes != size_bytes or snapshot.step != self._message.step:
             raise ConflictError(
                 f"snapshot {snapshot_id[:8]} holds {snapshot.size_bytes:,} bytes of step "
-                f"{snapshot.step}; planned were {size_bytes:,} of step {self._message.step}"
+                f"{snapshot.step}; the plan has {size_bytes:,} of step {self._message.step}"
             )
         store.hold(snapshot)
         self._stack.callback(store.drop, snapshot)
@@ -289,16 +288,16 @@ class Memories:
 
 
 PREFETCH_BYTES = 16 << 20
-"""Most bytes fetched ahead; what is more is fetched when its turn comes."""
+"""Most bytes fetched ahead; a batch that needs more fetches while it is filled."""
 
 Result = TypeVar("Result")
 Emit = Callable[[memoryview], None]
-"""Takes the file's next bytes, in a thread."""
+"""Receives the file's next bytes, on a thread."""
 
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """One file to be made."""
+    """One file to make."""
 
     plan: ExportPlan
     file: ExportFile
@@ -306,13 +305,13 @@ class Job:
 
 
 class Worker:
-    """A thread that fills and writes; its work is awaited, also when cancelled."""
+    """A thread that fills and writes."""
 
     def __init__(self) -> None:
         self._executor = ThreadPoolExecutor(1, "paramd-export")
 
     async def run(self, work: Callable[[], Result]) -> Result:
-        # Else it would go on writing into what its owner lets go of.
+        # Awaited even when cancelled, or it would go on using what its owner releases.
         loop = asyncio.get_running_loop()
         return await uncancelled(loop.run_in_executor(self._executor, work))
 
@@ -323,10 +322,10 @@ class Worker:
 async def make_file(
     rank: RankSidecar, job: Job, worker: Worker, emit: Emit, *, offset_bytes: int = 0
 ) -> AsyncGenerator[int, None]:
-    """Emits the file's bytes from `offset_bytes` on; yields how far it is after each batch.
+    """Emit the file's bytes from `offset_bytes` on; yield the position after each batch.
 
     Raises:
-        ParamdError: a peer is gone, a lease ended; what `emit` raises.
+        ParamdError: a peer is gone, a lease ended, or `emit` raised it.
     """
     header = job.file.header
     head = memoryview(header)[min(offset_bytes, len(header)) :]
@@ -366,7 +365,7 @@ def _emit_batch(
 
 
 def _first_entry(file: ExportFile, offset_bytes: int) -> tuple[int, int]:
-    """Where the entry that holds `offset_bytes` begins, and its number."""
+    """First byte and index of the entry that contains `offset_bytes`."""
     begin = len(file.header)
     for number, entry in enumerate(file.entries):
         if begin + entry.size_bytes > offset_bytes:
@@ -376,11 +375,13 @@ def _first_entry(file: ExportFile, offset_bytes: int) -> tuple[int, int]:
 
 
 async def _fetch(job: Job, batch: Batch) -> dict[tuple[int, int], memoryview]:
-    """What the batch needs of peers elsewhere; nothing when that is too much at once."""
-    wanted = extents_to_fetch(
-        batch,
-        lambda extent: isinstance(job.memories[extent.rank, extent.state_key], PeerMemory),
-    )
+    """Fetch the batch's bytes from remote peers; none if they exceed `PREFETCH_BYTES`."""
+    wanted = [
+        ((number, at), extent)
+        for number, window in enumerate(batch)
+        for at, extent in enumerate(window.extents)
+        if isinstance(job.memories[extent.rank, extent.state_key], PeerMemory)
+    ]
     if not wanted or sum(extent.size_bytes for _, extent in wanted) > PREFETCH_BYTES:
         return {}
     found: dict[tuple[int, int], memoryview] = {}
@@ -406,7 +407,7 @@ async def _ended(task: asyncio.Future[Any]) -> None:
 
 
 class Digesting:
-    """A file's checksum and size, as its bytes pass."""
+    """Running checksum and size of a file."""
 
     def __init__(self) -> None:
         self._hash = xxhash.xxh3_128()
@@ -425,12 +426,12 @@ class Digesting:
 async def write_file(
     rank: RankSidecar, job: Job, place: Place
 ) -> AsyncGenerator[int | export_pb2.ExportedFile, None]:
-    """Writes a file to its place; yields bytes written, and the file at last.
+    """Write a file to its place; yield bytes written so far, finally the file.
 
-    What was written is removed when this ends early, whatever ends it.
+    If it ends early, for any reason, what was written is removed.
 
     Raises:
-        ParamdError: as `make_file`, and what the place says.
+        ParamdError: as `make_file`, or from the place.
     """
     worker, digesting = Worker(), Digesting()
     sink: FileSink | None = None
@@ -444,8 +445,8 @@ async def write_file(
                 yield written
         if digesting.size_bytes != job.file.size_bytes:
             raise DataLossError(
-                f"{job.file.name}: {digesting.size_bytes:,} bytes were made, planned were "
-                f"{job.file.size_bytes:,}"
+                f"{job.file.name}: {digesting.size_bytes:,} bytes written, {job.file.size_bytes:,} "
+                "planned"
             )
         rank.faults.at("export-file-written")
         await worker.run(partial(_finish, sink, place))
@@ -461,7 +462,7 @@ async def write_file(
 async def stream_file(
     rank: RankSidecar, job: Job, offset_bytes: int
 ) -> AsyncGenerator[bytes, None]:
-    """The chunks of a file, as messages, from `offset_bytes` on. Raises as `make_file`."""
+    """Yield a file's chunks as messages, from `offset_bytes` on. Raises as `make_file`."""
     worker, made = Worker(), bytearray()
     at = offset_bytes
     try:

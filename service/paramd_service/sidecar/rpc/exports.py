@@ -1,6 +1,6 @@
-"""Exports: what a rank writes to a destination, and reads back. Control plane only.
+"""Export calls, for the control plane only.
 
-What serves them is loaded when the first is asked for: most sidecars never are, and stay small.
+Their code is loaded at the first call: most sidecars never export, and stay small.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def calls(rank: RankSidecar) -> CallTable:
 
 
 class _Late:
-    """Methods of `Exports`, which is made at the first call of one."""
+    """Methods of an `Exports` that is created at the first call."""
 
     def __init__(self, rank: RankSidecar) -> None:
         self._rank = rank

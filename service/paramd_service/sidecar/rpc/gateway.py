@@ -24,7 +24,7 @@ class Gateway:
     async def summon(
         self, request: pb.SummonRequest, timeout_s: float
     ) -> AsyncGenerator[bytes, None]:
-        """Yield the serialized SummonResponses of an answer.
+        """Yield serialized SummonResponses.
 
         Raises:
             ParamdError: as a client's own summon.

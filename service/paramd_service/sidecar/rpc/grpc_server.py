@@ -39,7 +39,7 @@ _NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
 
 
 class GrpcServer:
-    """Health of "" means that the process works; that of the service, that there is a mesh."""
+    """Health of "" means that the process runs; that of the service, that there is a mesh."""
 
     def __init__(self, rank: RankSidecar, gateway: Gateway) -> None:
         self.address = ""
@@ -56,7 +56,7 @@ class GrpcServer:
         """
         doors = Doors(
             open_methods=OPEN_METHODS,
-            # The servicer counts its own calls, by what they do.
+            # The servicer counts its own calls, depending on their work.
             counted=lambda method: not method.startswith(f"/{SERVICE}/"),
             calls=Shares(MAX_REFLECTIONS, "calls"),
             who=CALLER.get,
@@ -101,7 +101,7 @@ class GrpcServer:
         try:
             return add(listen)
         except RuntimeError:
-            # A successor is given its predecessor's port, which may be taken by now.
+            # A successor gets its predecessor's port, which may be taken by now.
             self._rank.log("port-taken", listen=listen)
         try:
             return add(f"{listen.rpartition(':')[0]}:0")

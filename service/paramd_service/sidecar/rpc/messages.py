@@ -1,6 +1,6 @@
-"""Messages about this rank, as the servicer and the stream to the control plane send them.
+"""Messages about this rank, and how a domain error reaches a gRPC client.
 
-How a domain error reaches a gRPC client: one status, one public text, one reason.
+An error is one status, one public text and one reason.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from paramd.errors import MAX_ID_CHARS, METADATA_KEY, ParamdError, codes_of, exh
 from paramd.memory.control_page import Word, read_text
 from paramd.memory.descriptors import reserved_bytes
 from paramd.v1 import common_pb2, layout_pb2, sidecar_pb2
+from paramd_service.sidecar.boundaries import GAVE_UP
 from paramd_service.sidecar.copying.page_requests import apart_reason
 from paramd_service.sidecar.log import Log
 from paramd_service.sidecar.owner import (
@@ -54,8 +55,7 @@ async def abort_with(
 async def abort_internal(
     context: grpc.aio.ServicerContext[Any, Any], error: Exception, log: Log
 ) -> None:
-    """End the call without revealing what went wrong, unless something has run out; the log has
-    the details, under an id."""
+    """End the call without revealing details, unless a resource ran out; the log has them by id."""
     error_id = secrets.token_hex(4)
     log(
         "internal-error",
@@ -72,7 +72,7 @@ async def abort_internal(
 
 
 def _request_id(context: grpc.aio.ServicerContext[Any, Any]) -> str:
-    """The caller's request id, truncated: anyone may send anything."""
+    """The caller's request id, truncated: it is untrusted."""
     for key, value in context.invocation_metadata() or ():
         if key == METADATA_KEY and isinstance(value, str):
             return value[:MAX_ID_CHARS]
@@ -89,7 +89,7 @@ def _where(error: Exception) -> str:
 
 
 def _details(code: grpc.StatusCode, error: ParamdError, *, retry: bool) -> bytes:
-    # Imported on first use: a sidecar without errors does not pay for them.
+    # Imported on first use: they cost a sidecar without errors nothing.
     from google.protobuf import any_pb2, duration_pb2
     from google.rpc import error_details_pb2, status_pb2  # type: ignore[import-untyped]
 
@@ -106,19 +106,18 @@ def _details(code: grpc.StatusCode, error: ParamdError, *, retry: bool) -> bytes
 
 
 MAX_LISTED = 1024
-"""Leases in one answer."""
+"""Most leases in one answer."""
 
 SNAPSHOT_NAME_CHARS = 8
-"""Characters of a snapshot's id that are shown: with the whole id, one could release it."""
+"""Characters shown of a snapshot's id: the whole id would let anyone release it."""
 
 LAYOUT_BATCH_BYTES = 1 << 20
-_GAVE_UP = 2
 
 
 def header(
     rank: RankSidecar, step: int | None = None, edits: int | None = None
 ) -> common_pb2.Header:
-    """Header of an answer; `step` None: of the current state; else `edits` None: unknown (-1)."""
+    """Header of an answer. Without `step`, of the current state; with it, `edits` None is -1."""
     now = rank.state
     return common_pb2.Header(
         job=rank.config.job,
@@ -140,7 +139,7 @@ def header_of(rank: RankSidecar, snapshot: Snapshot) -> common_pb2.Header:
 
 
 def doing_now(rank: RankSidecar) -> Doing:
-    """What the rank is doing, and why that needs attention."""
+    """Phase of the rank, and why it needs attention."""
     attached = rank.attached
     if attached is None:
         return doing(Ownership.WAITING, (), process_state="", now_ns=0)
@@ -182,7 +181,7 @@ def rank_state(rank: RankSidecar) -> common_pb2.RankState:
     state.stall_total_ns = page[Word.STALL_TOTAL_NS]
     state.stall_max_ns = page[Word.STALL_MAX_NS]
     state.arena_bytes = attached.request.arena_bytes
-    if page[Word.AGREEMENT_STATE] == _GAVE_UP:
+    if page[Word.AGREEMENT_STATE] == GAVE_UP:
         state.agreement_works = False
         state.agreement_reason = "the trainers gave up agreeing in this incarnation; see their log"
     elif apart := apart_reason(page.words):
@@ -239,7 +238,7 @@ def peer(info: PeerInfo) -> common_pb2.Peer:
 def layout_batches(serialized: bytes) -> Iterator[layout_pb2.Layout]:
     """The layout in messages of about `LAYOUT_BATCH_BYTES`; the ranks' facts are in the first.
 
-    Parsed anew for each caller: kept, the objects would take more memory than the sidecar.
+    Parsed anew for each caller: the objects would take more memory than the rest of the sidecar.
     """
     whole = layout_pb2.Layout.FromString(serialized)
     batch = layout_pb2.Layout(

@@ -1,7 +1,4 @@
-"""PinSnapshot: parameters at any step, at an exact one or at a boundary; gradients.
-
-Boundary calls of the control plane: what all ranks do together.
-"""
+"""PinSnapshot (parameters now, at a step or at a boundary; gradients), and boundary calls."""
 
 from __future__ import annotations
 
@@ -126,7 +123,7 @@ def calls(rank: RankSidecar) -> CallTable:
 
 
 def _works_at_once(request: pb.PinSnapshotRequest) -> bool:
-    # Waits for a later step are bounded elsewhere and must not crowd out other calls.
+    # Waits for a later step have their own bound and must not crowd out other calls.
     return request.at_step == 0
 
 
@@ -193,7 +190,7 @@ class _PinCalls:
         except EndedError:
             return pb.PinSnapshotResponse(header=messages.header(self._rank), ended=True)
         finally:
-            # Again: a reader's presence lapses quickly, and the capture may have taken longer.
+            # Again: a reader's presence lapses quickly, and the capture may have outlasted it.
             pins.gradients.update(request.lossless_every)
         self._rank.faults.at("pin-answered")
         answer = self._answer(lease, lease_s)

@@ -1,10 +1,8 @@
-"""Gathers whole tensors from all ranks, one at a time: the gateway's heavy half.
+"""The gateway's heavy half: gathers whole tensors or gradients from all ranks for a thin client.
 
 It is an ordinary client of its peers (`paramd.mesh`), with the ticket of its own caller: a
 sidecar has no right of its own to read its peers. Memory is bounded by the largest tensor and
 one of its pieces.
-
-StreamGradients: this sidecar follows all ranks on behalf of a client that cannot.
 """
 
 from __future__ import annotations
@@ -51,7 +49,7 @@ Answer = TypeVar("Answer")
 
 
 class GatewayReach:
-    """What a stream needs to know about the job, as this sidecar knows it; see `ReachLike`."""
+    """The job as this sidecar knows it, for a stream; see `ReachLike`."""
 
     def __init__(self, gatherer: Gatherer) -> None:
         self._gatherer = gatherer
@@ -93,7 +91,7 @@ async def stream_gradients(
         patterns=(request.pattern,), every=request.every if request.every else 1, kind=kind,
         transport="auto",
     )  # fmt: skip
-    import paramd_service.sidecar.statistics  # noqa: F401 (torch, whole or not at all)
+    import paramd_service.sidecar.statistics  # noqa: F401 (torch, fully or not at all)
 
     transfer = Transfer()
     try:
@@ -255,7 +253,7 @@ class Gatherer:
                 continue
             chunk.check()
             if chunk.offset_bytes != begin + filled or filled + chunk.size_bytes > size_bytes:
-                raise DataLossError(f"rank {pin.rank} sent bytes that were not asked for")
+                raise DataLossError(f"rank {pin.rank} sent bytes that were not requested")
             data[filled : filled + chunk.size_bytes] = chunk.data
             filled += chunk.size_bytes
         if filled != size_bytes:
@@ -270,14 +268,14 @@ class Gatherer:
         if largest is not None and largest.size_bytes > budget:
             raise ExhaustedError(
                 f"{largest.name} has {largest.size_bytes:,} bytes, more than the sidecar's budget "
-                f"of {budget:,}; ask for a slice of it, or use a client that reads from all ranks"
+                f"of {budget:,}; request a slice of it, or use a client that reads from all ranks"
             )
 
     def document(self) -> JobDocument:
         """The job as this sidecar knows it, without a ticket of its own."""
         attached = self._rank.attached
         if attached is None:
-            raise UsageError("the trainer has gone")
+            raise UsageError("the trainer has ended")
         return JobDocument(
             job=self._rank.config.job,
             incarnation=attached.incarnation,
@@ -317,7 +315,7 @@ def _begin(tensor: ResultTensor) -> bytes:
 
 def _place(data: bytearray, landing: Landing, tensor: ResultTensor, result: bytearray) -> None:
     """One strided copy of a piece into its box of the result."""
-    # Imported on first use: a sidecar that is no gateway stays small.
+    # Imported on first use: a sidecar that never gathers stays small.
     import numpy as np
 
     assert isinstance(landing.target, Box), "an interval is always direct"

@@ -3,11 +3,9 @@
 Every method takes the same path: a deadline, a slot if its work is heavy, the request parsed
 here (so that malformed bytes get a clear answer), and one mapping of errors.
 
-GetMetrics: this sidecar's numbers as Prometheus text, written by hand.
-
-prometheus-client costs 5 MiB, a sixth of the sidecar, for two dozen numbers. There is no
-separate port either: the text goes out over the gRPC port, which requires tickets, and the
-control plane serves it at /api/v1/jobs/{job}/ranks/{rank}/metrics.
+GetMetrics writes Prometheus text by hand: prometheus-client costs 5 MiB, a sixth of the sidecar,
+for two dozen numbers. It needs no separate port: the gRPC port requires tickets, and the control
+plane serves the text at /api/v1/jobs/{job}/ranks/{rank}/metrics.
 """
 
 from __future__ import annotations
@@ -31,6 +29,7 @@ from paramd.v1 import sidecar_pb2 as pb
 from paramd.wire import CHUNK_BYTES, data_chunk
 from paramd_service import admission
 from paramd_service.admission import Shares, TokenRevokedError
+from paramd_service.sidecar.owner import resident_bytes
 from paramd_service.sidecar.rank import RankSidecar
 from paramd_service.sidecar.rpc import auth, edits, exports, gateway, messages, pins
 from paramd_service.sidecar.rpc.auth import (
@@ -45,6 +44,7 @@ from paramd_service.sidecar.rpc.auth import (
 from paramd_service.sidecar.rpc.gateway import Gateway
 from paramd_service.sidecar.rpc.messages import abort_internal, abort_with
 from paramd_service.sidecar.rpc.statistics import compute_stats, digest_snapshot, pool_snapshot
+from paramd_service.sidecar.snapshots.store import Snapshot
 
 _NS = 1e9
 _STARTED_S = time.time()
@@ -173,15 +173,12 @@ def _process_samples() -> list[Sample]:
             "Processor time of the sidecar",
             usage.ru_utime + usage.ru_stime,
         ),
-        Sample("paramd_sidecar_resident_bytes", "Memory of the sidecar", _resident_bytes()),
+        Sample(
+            "paramd_sidecar_resident_bytes", "Memory of the sidecar", resident_bytes(os.getpid())
+        ),
         Sample("paramd_sidecar_open_descriptors", "Open files", len(os.listdir("/proc/self/fd"))),
         Sample("paramd_sidecar_start_time_seconds", "Start, since the Unix epoch", _STARTED_S),
     ]
-
-
-def _resident_bytes() -> int:
-    with open("/proc/self/statm", encoding="ascii") as file:
-        return int(file.read().split()[1]) * resource.getpagesize()
 
 
 def _number(value: float) -> str:
@@ -193,7 +190,7 @@ def _escaped(text: str) -> str:
 
 
 MAX_WAITING = 256
-"""Calls that wait for a later step; they cost little but their place."""
+"""Most calls waiting for a later step; each costs little."""
 
 Context: TypeAlias = grpc.aio.ServicerContext[Any, Any]
 
@@ -296,7 +293,7 @@ class SidecarServicer:
     def _place(
         self, heavy: bool | Callable[[Any], bool], request: Message
     ) -> AbstractContextManager[None]:
-        """The slot of a call that is heavy for some requests only; for others, a place to wait."""
+        """For calls whose weight depends on the request: a work slot, or a place to wait."""
         if not callable(heavy):
             return nullcontext()
         return (self._slots if heavy(request) else self._waits).one(admission.CALLER.get())
@@ -319,9 +316,20 @@ class SidecarServicer:
         except ParamdError as error:
             await abort_with(context, error)
         except TimeoutError:
-            await abort_with(context, DeadlineError("the work did not end within the deadline"))
+            await abort_with(context, DeadlineError("the call did not finish within its deadline"))
         except Exception as error:
             await abort_internal(context, error, self._rank.log)
+
+    @asynccontextmanager
+    async def _held(self, snapshot_id: str, timeout_s: float) -> AsyncIterator[Snapshot]:
+        """Hold a filled snapshot, for at most `timeout_s`; its lease may end meanwhile."""
+        store = self._rank.pins.store
+        snapshot = store.hold(store.filled(snapshot_id))
+        try:
+            async with asyncio.timeout(timeout_s):
+                yield snapshot
+        finally:
+            store.drop(snapshot)
 
     async def _get_state(self, _request: pb.GetStateRequest, _timeout_s: float) -> Message:
         return pb.GetStateResponse(
@@ -358,7 +366,7 @@ class SidecarServicer:
             snapshot = store.filled(request.snapshot_id)
             yield data_chunk(snapshot.view()[offset : min(offset + CHUNK_BYTES, end)], offset)
             self._rank.faults.at("read-chunk")
-        # What was sent is right only if the trainer found nothing wrong with it meanwhile.
+        # The bytes sent are valid only if the trainer has found no stray change meanwhile.
         store.filled(request.snapshot_id)
 
     async def _renew(self, request: pb.RenewSnapshotRequest, _timeout_s: float) -> Message:
@@ -378,29 +386,19 @@ class SidecarServicer:
             raise UsageError(
                 f"items: {len(request.items):,}; expected at most {auth.MAX_STATS_ITEMS:,}"
             )
-        store = self._rank.pins.store
-        snapshot = store.hold(store.filled(request.snapshot_id))
-        try:
-            async with asyncio.timeout(timeout_s):
-                found = await compute_stats(
-                    self._rank,
-                    snapshot,
-                    request.items,
-                    with_exponents=request.with_exponents,
-                    edges=request.edges,
-                )
-        finally:
-            store.drop(snapshot)
+        async with self._held(request.snapshot_id, timeout_s) as snapshot:
+            found = await compute_stats(
+                self._rank,
+                snapshot,
+                request.items,
+                with_exponents=request.with_exponents,
+                edges=request.edges,
+            )
         return pb.ComputeStatsResponse(header=messages.header_of(self._rank, snapshot), stats=found)
 
     async def _pool(self, request: pb.PoolSnapshotRequest, timeout_s: float) -> Message:
-        store = self._rank.pins.store
-        snapshot = store.hold(store.filled(request.snapshot_id))
-        try:
-            async with asyncio.timeout(timeout_s):
-                answer = await pool_snapshot(self._rank, snapshot, request)
-        finally:
-            store.drop(snapshot)
+        async with self._held(request.snapshot_id, timeout_s) as snapshot:
+            answer = await pool_snapshot(self._rank, snapshot, request)
         answer.header.CopyFrom(messages.header_of(self._rank, snapshot))
         return answer
 
@@ -408,13 +406,8 @@ class SidecarServicer:
         return messages.snapshot_list(self._rank)
 
     async def _digest(self, request: pb.DigestSnapshotRequest, timeout_s: float) -> Message:
-        store = self._rank.pins.store
-        snapshot = store.hold(store.filled(request.snapshot_id))
-        try:
-            async with asyncio.timeout(timeout_s):
-                digests = await digest_snapshot(self._rank, snapshot, request.ranges)
-        finally:
-            store.drop(snapshot)
+        async with self._held(request.snapshot_id, timeout_s) as snapshot:
+            digests = await digest_snapshot(self._rank, snapshot, request.ranges)
         header = messages.header_of(self._rank, snapshot)
         return pb.DigestSnapshotResponse(header=header, digests=digests)
 
@@ -435,7 +428,7 @@ class SidecarServicer:
 
 
 def _meant(context: Context) -> str | None:
-    """The rank that the caller means to call; None if it does not say."""
+    """The rank named in the call's metadata; None if it names none."""
     for key, value in context.invocation_metadata() or ():
         if key == RANK_KEY:
             return str(value)
@@ -446,4 +439,4 @@ def _parse(request_type: type[Message], data: bytes) -> Message:
     try:
         return request_type.FromString(data)
     except DecodeError:
-        raise UsageError(f"the request is no {request_type.DESCRIPTOR.full_name}") from None
+        raise UsageError(f"the request is not a {request_type.DESCRIPTOR.full_name}") from None

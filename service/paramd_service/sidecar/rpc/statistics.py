@@ -1,18 +1,14 @@
-"""ComputeStats and PoolSnapshot: check the items, then reduce them on a thread.
+"""ComputeStats, PoolSnapshot and DigestSnapshot: check the items, then reduce them on a thread.
 
-Torch is loaded on first use.
-
-DigestSnapshot: hashes ranges of a snapshot on a thread, so that replicas can be compared.
-
-XXH3 detects accidents (a flipped bit, a torn page, a stale shard). It is no protection against
-deliberate forgery; only the trainer writes an arena.
+Torch is loaded on first use. Digests compare replicas: XXH3 detects accidents (a flipped bit, a
+torn page, a stale shard), not deliberate forgery; only the trainer writes an arena.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import xxhash
 
@@ -26,7 +22,7 @@ from paramd_service.sidecar.snapshots.store import Snapshot
 MAX_RANGES = 100_000
 DIGEST_BYTES = 16
 BLOCK_BYTES = 8 << 20
-"""Hashed at a time; a cancelled call ends between two blocks."""
+"""Bytes hashed at a time; a cancelled call ends between two blocks."""
 
 
 async def digest_snapshot(
@@ -40,11 +36,8 @@ async def digest_snapshot(
         UsageError: too many ranges, or one that leaves the snapshot.
     """
     parts = checked_ranges(ranges, snapshot.size_bytes)
-    stop: list[bool] = []
-    work = asyncio.get_running_loop().run_in_executor(
-        rank.stats_executor, digest_all, snapshot.view(), parts, stop
-    )
-    return await uncancelled(work, lambda: stop.append(True))
+    data = snapshot.view()
+    return await on_stats_thread(rank, lambda stop: digest_all(data, parts, stop))
 
 
 def checked_ranges(ranges: Sequence[SpanMessage], size_bytes: int) -> list[tuple[int, int]]:
@@ -67,7 +60,7 @@ def checked_ranges(ranges: Sequence[SpanMessage], size_bytes: int) -> list[tuple
 def digest_all(
     data: memoryview, parts: Sequence[tuple[int, int]], stop: Sequence[bool] = ()
 ) -> list[bytes]:
-    """Digests of half-open byte ranges of `data`; what is left is skipped once `stop` is set."""
+    """Digests of half-open byte ranges of `data`; ends early once `stop` is not empty."""
     digests: list[bytes] = []
     for begin, end in parts:
         state = xxhash.xxh3_128()
@@ -116,7 +109,7 @@ async def compute_stats(
 async def pool_snapshot(
     rank: RankSidecar, snapshot: Snapshot, request: pb.PoolSnapshotRequest
 ) -> pb.PoolSnapshotResponse:
-    """The picture of the items, with an empty header. The caller must hold the snapshot.
+    """A heat map of the items, with an empty header. The caller must hold the snapshot.
 
     Raises:
         UsageError: an item leaves the snapshot or the matrix, or something is out of range.
@@ -128,7 +121,7 @@ async def pool_snapshot(
 
 
 async def on_stats_thread(rank: RankSidecar, work: Callable[[Sequence[bool]], Answer]) -> Answer:
-    """Run `work` off the event loop; it ends early once its argument is not empty."""
+    """Run `work` off the event loop; it should end early once its argument is not empty."""
     stop: list[bool] = []
     running = asyncio.get_running_loop().run_in_executor(rank.stats_executor, work, stop)
     return await uncancelled(running, lambda: stop.append(True))
@@ -206,10 +199,3 @@ def _run_of(data: memoryview, item: pb.StatsItem, itemsize: int) -> memoryview:
             f"the snapshot of {len(data)} bytes"
         )
     return data[item.begin_bytes : item.begin_bytes + size_bytes]
-
-
-def stats_message(reduced: Any) -> pb.Stats:
-    """A `stats.Reduced` as it is sent; torch is loaded by then."""
-    from paramd_service.sidecar.statistics import reduce
-
-    return reduce.stats_message(reduced)

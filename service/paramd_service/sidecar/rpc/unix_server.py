@@ -25,11 +25,11 @@ from paramd_service.sidecar.rpc.edits import share_message
 from paramd_service.sidecar.snapshots.store import Snapshot
 
 MAX_CONNECTIONS = 256
-"""Connections of clients that have shown a valid ticket."""
+"""Most connections of clients that have shown a valid ticket."""
 
 MAX_STRANGERS = 64
-"""Connections that have shown none, and whose peer is not the trainer; beyond this, the oldest
-makes room for a new one."""
+"""Most connections without a ticket whose peer is not the trainer; beyond this, the oldest is
+closed for a new one."""
 
 ACCEPT_PAUSE_S = 0.5
 ACCEPTS_AT_ONCE = 16
@@ -55,7 +55,7 @@ class UnixServer:
         if self._listener.fileno() < 0:
             return
         asyncio.get_running_loop().remove_reader(self._listener.fileno())
-        # Before closing: as long as we listen no successor takes the path, so the file is ours.
+        # Before closing: while we listen no successor takes the path, so the file is ours.
         with suppress(OSError):
             os.unlink(self.rank.config.socket_path)
         self._listener.close()
@@ -84,14 +84,14 @@ class UnixServer:
             self.start()
 
     def _accept(self) -> None:
-        # Several at once, so that a crowd of strangers does not hold up others for long.
+        # Several at once, so that a flood of strangers delays others little.
         for _ in range(ACCEPTS_AT_ONCE):
             try:
                 accepted, _ = self._listener.accept()
             except BlockingIOError:
                 return
             except OSError as error:
-                # Out of descriptors: the backlog keeps it, and retrying at once would spin.
+                # Out of descriptors: it stays in the backlog, and retrying at once would spin.
                 self.rank.log("accept-failed", error=repr(error))
                 loop = asyncio.get_running_loop()
                 loop.remove_reader(self._listener.fileno())
@@ -146,11 +146,11 @@ class _Connection:
 
     @property
     def is_stranger(self) -> bool:
-        """Whether it is neither the trainer nor has shown a ticket, and is not closing."""
+        """Whether it is open, not the trainer's, and has shown no ticket."""
         return self._possession is None and not self._claims and not self._closing
 
     def is_revoked(self) -> bool:
-        """Whether it has shown a ticket whose token is no longer good."""
+        """Whether it has shown a ticket whose token was revoked."""
         return any(map(self._rank.revocations.refuses, self._claims.values()))
 
     async def close(self) -> None:
@@ -170,7 +170,7 @@ class _Connection:
         except (EOFError, OSError):
             self._end()
             return
-        # One message at a time: the next is read once this one has been answered.
+        # One message at a time: the reader is off until this one has been answered.
         loop = asyncio.get_running_loop()
         loop.remove_reader(self._socket.fileno())
         self._task = loop.create_task(self._serve(message, descriptors))
@@ -179,12 +179,12 @@ class _Connection:
         handler = self._handlers.get(message["op"])
         try:
             if handler is None:
-                raise UsageError(f"there is no op {message['op']!r}")
+                raise UsageError(f"unknown op {message['op']!r}")
             await handler(message, descriptors)
         except ParamdError as error:
             self._refuse(error)
         except OSError:
-            self._closing = True  # the peer left while it was being answered
+            self._closing = True  # the peer left before its answer
         except Exception as error:
             self._rank.log("handover-failed", op=message["op"], error=repr(error))
             self._refuse(ParamdError("internal error, see the sidecar's log"))
@@ -216,7 +216,7 @@ class _Connection:
         # 0: the kernel could not name the peer in our pid namespace.
         if self._peer_pid not in (0, request.pid):
             raise DeniedError(
-                f"attach: process {self._peer_pid} says that it is process {request.pid}"
+                f"attach: process {self._peer_pid} claims to be process {request.pid}"
             )
 
     async def _mesh(self, message: dict[str, Any], descriptors: list[int]) -> None:
@@ -236,7 +236,7 @@ class _Connection:
 
     def _check_owner(self, op: str) -> None:
         if self._possession is None or self._possession is not self._rank.attached:
-            raise ConflictError(f"{op}: only the attached trainer may say that; attach first")
+            raise ConflictError(f"{op}: only the attached trainer may send that; attach first")
 
     def _caller(self, message: dict[str, Any]) -> Claims:
         self._rank.check_meant(message.get("rank"))
@@ -255,11 +255,11 @@ class _Connection:
         if snapshot.block is None:
             handover.send(self._socket, answer)
             return
-        # Reopened read-only: a client cannot change by mistake what others read.
+        # Reopened read-only: a client must not change what others read.
         path = f"/proc/self/fd/{snapshot.block.descriptor}"
         readable = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         try:
-            # Counted before the descriptor leaves: from then on the memory must not be reused.
+            # Counted before sending the descriptor: from then on the memory must not be reused.
             snapshot.map_count += 1
             self._maps.setdefault(snapshot_id, []).append(snapshot)
             handover.send(self._socket, answer, [readable])
@@ -287,8 +287,8 @@ class _Connection:
     async def _window(self, message: dict[str, Any], descriptors: list[int]) -> None:
         windows = self._windows
         if windows is None:
-            raise UsageError("window: there are no windows yet; send stage first")
-        # Its thread may read the socket: our reader is off while a message is served.
+            raise UsageError("window: no windows yet; send stage first")
+        # Its thread may read the socket, since our reader is off while a message is served.
         await self._rank.edits.take(windows.entry, windows.arriving(self._socket, message))
         handover.send(self._socket, windows.taken())
 
@@ -326,7 +326,7 @@ class _Connection:
         self._close_windows()
         for snapshots in self._maps.values():
             for snapshot in snapshots:
-                # Without an unmap the peer may still have it mapped: the memory is never reused.
+                # Without an unmap the peer may still map it: never reuse the memory.
                 snapshot.map_count -= 1
                 snapshot.tainted = True
         self._maps.clear()

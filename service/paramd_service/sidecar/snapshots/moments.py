@@ -31,7 +31,7 @@ from paramd_service.sidecar.snapshots.store import (
 )
 
 MOVE_BYTES = 16 << 20
-"""Bytes per move: this much is held by both the mirror and the snapshot."""
+"""Bytes per move: what mirror and snapshot hold twice."""
 
 
 class Moments:
@@ -68,12 +68,12 @@ class Moments:
         self.sweep()
         if self._source is not None or self._moving:
             raise ConflictError(
-                "another reader holds the optimizer's state of an earlier step; try again when it "
-                "is done"
+                "another reader holds the optimizer state of an earlier step; try again when it is "
+                "done"
             )
 
     def mirrored(self, snapshot: Snapshot) -> None:
-        """Fill the table's snapshot, now that the trainer has mirrored its state.
+        """Fill the table's snapshot after the trainer has mirrored its state.
 
         Raises:
             UsageError: the memory holds no valid table.
@@ -86,7 +86,7 @@ class Moments:
         self._source, self._taken = snapshot, {}
 
     def sweep(self) -> None:
-        """Release the mirror's memory once nobody holds its table."""
+        """Release the mirror's memory once its table has no holder."""
         if self._source is not None and self._source.holders <= 0 and not self._moving:
             self._source = None
             self._memory.release(0, self._memory.size_bytes)
@@ -102,7 +102,7 @@ class Moments:
         source = self._source
         if source is None or source.holders <= 0 or source.step != step:
             raise AbortedError(
-                f"optimizer state of step {step} is not mirrored here any more (passed); pin its "
+                f"optimizer state of step {step} is no longer mirrored here (passed); pin its "
                 "table again"
             )
         room = self._room(key)
@@ -129,11 +129,11 @@ class Moments:
         keys = self._table.get("keys", [])
         if key.state_key not in keys:
             known = ", ".join(map(str, keys)) or str(self._table.get("failure")) or "none"
-            raise NotFoundError(f"state_key: {key.state_key!r} is not there; known: {known}")
+            raise NotFoundError(f"state_key: no {key.state_key!r}; known: {known}")
         taken = self._taken.setdefault(key.state_key, [])
         for begin, end in key.spans:
             if any(begin < other_end and other < end for other, other_end in taken):
-                raise ConflictError("these bytes of the optimizer's state were pinned already")
+                raise ConflictError("these bytes of the optimizer state were already pinned")
         taken.extend(key.spans)
         return room_begin(keys.index(key.state_key), self._arena_bytes)
 
@@ -149,7 +149,7 @@ class Moments:
                 self._give_back(room + at, room + at + size)
 
     def _give_back(self, begin: int, end: int) -> None:
-        # Only pages that lie wholly inside; neighbouring bytes may still be wanted.
+        # Only pages wholly inside: neighbouring bytes may still be wanted.
         first, last = -(-begin // PAGE) * PAGE, end // PAGE * PAGE
         if last > first:
             self._memory.release(first, last)

@@ -10,18 +10,13 @@ Kept memory retains its bytes: an equal request at the same step gets them again
 rank can still serve the last ones under their own step. Memory that a client still maps is
 given up instead (the kernel keeps it for that client alone).
 
-All methods run on the event loop's thread; nothing here blocks.
-
-Who is charged for how much of the snapshot budget.
-
 A third of the budget is reserved for the control plane (exports included) and the owner; one
 token gets at most half of the rest. Each holder of a shared snapshot is charged in full, but it
 counts once towards the total of all tokens.
 
-Snapshot memory: memfds that are mapped and prefaulted before they are needed.
-
-A fresh page costs ten times a warm copy, and the trainer may be waiting while a copy
-runs. So blocks are made off the event loop, ahead of the copy, and reused.
+Memory is memfds, mapped and prefaulted off the event loop before they are needed, and reused: a
+fresh page costs ten times a warm copy, and the trainer may be waiting while a copy runs. All
+methods run on the event loop's thread; nothing here blocks, except making blocks.
 """
 
 from __future__ import annotations
@@ -34,7 +29,7 @@ from collections.abc import Callable
 from concurrent.futures import Executor
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Any, Protocol
+from typing import Any
 
 from paramd.errors import ConflictError, DeniedError, ExhaustedError, NotFoundError
 from paramd.memory import descriptors
@@ -72,23 +67,14 @@ class Block:
         os.close(self.descriptor)
 
 
-class BlockMaker(Protocol):
-    """Makes and frees blocks."""
-
-    def make(self, size_bytes: int) -> Block:
-        """Make a prefaulted block. Slow: call off the event loop. Raises ExhaustedError."""
-
-    def dispose(self, block: Block) -> None:
-        """Free a block, later and on another thread: unmapping a gigabyte takes 50 ms."""
-
-
-class MemfdBlocks:
-    """The production maker; frees on the executor that also makes."""
+class BlockMaker:
+    """Makes blocks, and frees them on the executor that also makes them."""
 
     def __init__(self, executor: Executor) -> None:
         self._executor = executor
 
     def make(self, size_bytes: int) -> Block:
+        """Make a prefaulted block. Slow: call off the event loop. Raises ExhaustedError."""
         try:
             return Block(size_bytes)
         except OSError as error:
@@ -98,20 +84,21 @@ class MemfdBlocks:
             ) from error
 
     def dispose(self, block: Block) -> None:
+        """Free a block, later and on another thread: unmapping a gigabyte takes 50 ms."""
         self._executor.submit(block.close)
 
 
 @dataclass(frozen=True, slots=True)
 class Key:
-    """What a snapshot holds; equal keys at one step mean equal bytes."""
+    """What a snapshot is of; equal keys at one step mean equal bytes."""
 
     incarnation: int
     spans: tuple[tuple[int, int], ...]
     """Half-open byte spans of the arena, sorted, not overlapping."""
     source: int = 0
-    """A `paramd.v1.Source`: what they are bytes of."""
+    """A `paramd.v1.Source`."""
     state_key: str = ""
-    """Which optimizer state."""
+    """Key of the optimizer state; empty for other sources."""
 
     @property
     def size_bytes(self) -> int:
@@ -137,20 +124,20 @@ class Snapshot:
     fill: Fill = Fill.EMPTY
     step: int = -1
     edits: int = -1
-    """Together with `step`, names the state of the bytes."""
+    """Together with `step`, identifies the state of the bytes."""
     iteration: int = -1
     unsettled: bool = False
     """As in `paramd.v1.Header`."""
     proof: int = 0
-    """What proved the copy, as in `memory.gate.State`; 0 if made at an agreed boundary."""
+    """Proof of the copy, as in `memory.gate.State`; 0 if made at an agreed boundary."""
     holders: int = 0
     """Leases, waiting requests, running copies and reductions."""
     map_count: int = 0
     """Clients that currently map the memory."""
     tainted: bool = False
-    """A client left without reporting its unmap: never reuse the memory."""
+    """A client left without an unmap: never reuse the memory."""
     notes: Notes | None = None
-    """For gradients: what the bytes do not say."""
+    """For gradients: facts that the bytes do not show."""
 
     @property
     def size_bytes(self) -> int:
@@ -189,7 +176,7 @@ def copy_spans(snapshot: Snapshot, arena_address: int) -> list[CopySpan]:
 
 
 class Charges:
-    """Who holds which snapshots, by source. Event loop only."""
+    """Bytes charged to each token, by source. Event loop only."""
 
     def __init__(self, budget_bytes: Callable[[int], int]) -> None:
         """`budget_bytes(source)`: the budget of a source."""
@@ -208,7 +195,7 @@ class Charges:
         return self._taken_bytes[source, who]
 
     def check(self, who: Who, source: int, needed_bytes: int, *, is_new: bool = True) -> None:
-        """Check that `who` may hold that much more; `is_new`: no token holds it yet.
+        """Check that `who` may hold that much more; `is_new`: no token holds the snapshot yet.
 
         Raises:
             ExhaustedError: this token's share, or that of all tokens, is used up.
@@ -227,7 +214,7 @@ class Charges:
         if is_new and others + needed_bytes > for_tokens:
             raise ExhaustedError(
                 f"a snapshot of {needed_bytes:,} bytes does not fit: tokens hold {others:,} of "
-                f"{for_tokens:,} bytes, and the rest of the snapshot budget is kept for the "
+                f"{for_tokens:,} bytes, and the rest of the snapshot budget is reserved for the "
                 "control plane and the owner; try again when other snapshots are released"
             )
 
@@ -271,7 +258,7 @@ def _subtract(counter: Counter[Any], key: object, amount: int) -> None:
 
 
 MAX_LEASES = 4096
-"""Leases beyond this are refused: each is small, but not free."""
+"""Most leases; each is small, but not free."""
 
 # A kept block is reused if it exceeds the wanted size by at most wanted // this.
 _WASTE_DIVISOR = 4
@@ -353,7 +340,7 @@ class SnapshotStore:
     def reserve(
         self, key: Key, *, at_boundary: bool, with_buffers: bool = False, who: Who = None
     ) -> Snapshot:
-        """Reserve room for a snapshot, with one holder; its block may not exist yet.
+        """Reserve room for a snapshot, held once; its block may not exist yet.
 
         Charged to `who` until `uncharge`.
 
@@ -374,7 +361,7 @@ class SnapshotStore:
         self._charges.remove(who, snapshot)
 
     def lease(self, snapshot: Snapshot, lease_s: float, who: Who = None) -> Lease:
-        """Turn one holder of the snapshot into a lease.
+        """Turn one hold on the snapshot into a lease.
 
         Raises:
             ExhaustedError: too many leases or bytes; the caller keeps its hold.
@@ -451,7 +438,7 @@ class SnapshotStore:
             self._release_memory(snapshot)
 
     def expire(self) -> int | None:
-        """End what is overdue; return when to look again (None: nothing will be due)."""
+        """End what is overdue; return when to call again (None: nothing will be due)."""
         now_ns = self._clock_ns()
         for lease in list(self._leases.values()):
             if lease.expires_ns <= now_ns:
@@ -463,7 +450,7 @@ class SnapshotStore:
         return min(due, default=None)
 
     def keep_for_ever(self) -> None:
-        """The trainer has ended: what is kept may be the last copy."""
+        """Never free kept memory: the trainer has ended, and it may be the last copy."""
         self._idle_ns = 1 << 62
 
     def close(self) -> None:
@@ -484,7 +471,7 @@ class SnapshotStore:
         block = snapshot.block
         if block is None:
             return
-        # A client may still have it mapped: its view must never change.
+        # A client may still map it, and its view must never change.
         if self._closed or snapshot.tainted or snapshot.map_count:
             snapshot.block = None
             self._blocks.dispose(block)
@@ -531,13 +518,13 @@ class SnapshotStore:
 
 
 def _check_holder(lease: Lease, who: Who) -> None:
-    """Raise DeniedError if the lease is another's, unless control plane or owner ask."""
+    """Raise DeniedError if the lease is another token's; the control plane and owner may."""
     if who is not None and lease.who != who:
         raise DeniedError("snapshot_id: the snapshot is leased to another token")
 
 
 def _taken_bytes(snapshot: Snapshot) -> int:
-    # A reused block may be larger than what is wanted of it.
+    # A reused block may be larger than the snapshot.
     if snapshot.block is not None:
         return snapshot.block.size_bytes
     return block_bytes(snapshot.size_bytes)

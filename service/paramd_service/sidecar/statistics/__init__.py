@@ -1,8 +1,8 @@
 """Statistics of tensors, computed by torch.
 
-Importing this package is how a sidecar loads torch, whole or not at all. An import that fails
-halfway leaves registrations in C++ behind that any later one trips over, so that the process
-would answer no question about numbers ever again.
+Importing this package is how a sidecar loads torch, fully or not at all. An import that fails
+halfway leaves registrations in C++ behind that make every later import fail, so the process
+could never compute statistics again.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def _load_torch() -> None:
     try:
         import torch  # noqa: F401
     except Exception as error:
-        # No repair within this process; the trainer starts another, which takes the memory over.
+        # Beyond repair in this process: exit, and the trainer starts a successor.
         print(f"paramd sidecar: torch could not be loaded ({error!r})", file=sys.stderr, flush=True)
         os._exit(EXIT_HALF_LOADED)
 

@@ -1,4 +1,4 @@
-"""Shrinks strided views to the cells of a picture, a cache-sized block at a time.
+"""Shrink strided views to the cells of a heat map, a cache-sized block at a time.
 
 Rows and columns rise along a view's dims, so the elements of a cell are runs of rows and
 of columns: each block is first reduced over its rows, then over its columns.
@@ -31,12 +31,12 @@ Starts: TypeAlias = "np.ndarray[tuple[int, ...], np.dtype[np.int64]]"
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 MAX_CELLS = 512
-"""Cells of a picture in each direction."""
+"""Most cells of a heat map in each direction."""
 
 
 @dataclass(frozen=True, slots=True)
 class Grid:
-    """A matrix, and the picture that it is shrunk to."""
+    """A matrix, and the heat map that it is shrunk to."""
 
     mode: str
     """sum, min, max or absmax."""
@@ -59,7 +59,7 @@ class Grid:
 
 @dataclass(frozen=True, slots=True)
 class Axis:
-    """One side of a view: which rows (or columns) of the matrix its positions are."""
+    """One side of a view: the matrix rows (or columns) of its positions."""
 
     begin: int
     sizes: tuple[int, ...]
@@ -77,7 +77,7 @@ class Axis:
 
     @property
     def rises(self) -> bool:
-        """Whether every position is another row, in rising order."""
+        """Whether positions are distinct rows in rising order."""
         pairs = list(zip(self.sizes, self.steps, strict=True))
         return all(
             step > sum((s - 1) * p for s, p in pairs[dim + 1 :])
@@ -90,7 +90,7 @@ class Axis:
         return self._weighted(self.steps, begin, end) + self.begin
 
     def offset(self, begin: int, end: int) -> torch.Tensor:
-        """Elements of the snapshot from the view's first one to those positions."""
+        """Offsets of those positions from the view's first element, in elements of the snapshot."""
         return self._weighted(self.strides, begin, end)
 
     def _weighted(self, weights: Sequence[int], begin: int, end: int) -> torch.Tensor:
@@ -112,7 +112,7 @@ class View:
 
     @property
     def cover_numel(self) -> int:
-        """Elements of the snapshot from the first to the last one, both included."""
+        """Elements of the snapshot from the view's first to its last, inclusive."""
         return 1 + sum(
             (size - 1) * stride
             for axis in (self.rows, self.columns)
@@ -122,7 +122,7 @@ class View:
 
 @dataclass(slots=True)
 class Picture:
-    """What has been reduced so far, cells by rows and columns."""
+    """The cells reduced so far, [rows, columns]."""
 
     values: torch.Tensor
     counts: torch.Tensor
@@ -143,10 +143,10 @@ def make_view(
     data_bytes: int,
     dtype: str,
 ) -> View:
-    """Checks a view against the snapshot and the matrix.
+    """Make a view, checked against the snapshot and the matrix.
 
     Raises:
-        UsageError: it leaves one of them, or is malformed.
+        UsageError: it is malformed, or leaves one of them.
     """
     if not (len(sizes) == len(strides) == len(steps) <= 16 and 0 <= row_dims <= len(sizes)):
         raise UsageError("items: sizes, strides and steps must be equally many, at most 16")
@@ -169,12 +169,12 @@ def make_view(
 def pool(
     data: memoryview, dtype: str, grid: Grid, views: Sequence[View], stopped: Callable[[], bool]
 ) -> Picture:
-    """Reduces all views to the rectangle of cells that they touch.
+    """Reduce all views to the rectangle of cells that they touch.
 
     Args:
         data: The snapshot's bytes.
         dtype: torch dtype without its prefix.
-        stopped: Asked between blocks; true ends the work, whose result is then useless.
+        stopped: checked between blocks; true ends the work, making the result useless.
     """
     sides = ((grid.cell_rows, grid.rows), (grid.cell_columns, grid.columns))
     picture = _empty(grid, views, sides)
@@ -193,7 +193,7 @@ def pool(
 
 
 def _empty(grid: Grid, views: Sequence[View], sides: Sequence[tuple[int, int]]) -> Picture:
-    """A picture of the rectangle of cells that the views touch."""
+    """An empty picture of the rectangle of cells that the views touch."""
     begins, sizes = [], []
     for axis, (cell_count, count) in enumerate(sides):
         of = [view.columns if axis else view.rows for view in views]
@@ -211,7 +211,7 @@ def _empty(grid: Grid, views: Sequence[View], sides: Sequence[tuple[int, int]]) 
 def _blocks(
     data: memoryview, dtype: str, view: View
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
-    """2-d blocks of at most `BLOCK_NUMEL` elements, and the rows and columns they are."""
+    """2-D blocks of at most `BLOCK_NUMEL` elements, with their rows and columns."""
     kind: torch.dtype = getattr(torch, dtype)
     end = view.begin_bytes + view.cover_numel * kind.itemsize
     raw = torch.frombuffer(data[view.begin_bytes : end], dtype=torch.uint8)
@@ -247,7 +247,7 @@ def _as_matrix(elements: torch.Tensor, view: View) -> torch.Tensor | None:
 def _add(
     picture: Picture, mode: str, block: torch.Tensor, rows: torch.Tensor, columns: torch.Tensor
 ) -> None:
-    """Adds a block, whose rows and columns belong to the given cells."""
+    """Add a block, whose rows and columns belong to the given cells."""
     touched_rows, row_counts = torch.unique_consecutive(rows, return_counts=True)
     touched_columns, column_counts = torch.unique_consecutive(columns, return_counts=True)
     window = (touched_rows[:, None], touched_columns)

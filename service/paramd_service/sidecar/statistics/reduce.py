@@ -1,12 +1,11 @@
-"""Mergeable statistics of runs of equal elements.
+"""Mergeable statistics of runs of equal elements, one run or many small ones at a time.
 
 Memory is walked once in pieces that fit the cores' cache; each piece is reduced by a few
 vector operations while it is there. Sums are kept in float64 across pieces and rows; within
 a row of 1,024 elements float32 vector lanes are exact enough (relative error below 1e-6).
 Counts, minima and maxima are exact. Minima, maxima and zeros are numpy's, whose loops are
-faster in cache than torch's; rows are torch's for the same reason.
-
-Statistics of many runs of elements at once: small tensors cost calls, not bytes.
+faster in cache than torch's; rows are torch's for the same reason. Small tensors of one length
+are reduced together, since they cost calls, not bytes.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ from paramd.v1 import sidecar_pb2 as pb
 
 EXPONENT_BEGIN = -64
 EXPONENT_BINS = 128
-"""Bins [-64, 64): weights and gradients lie far inside; the ends collect what does not."""
+"""Bins [-64, 64): weights and gradients lie far inside; the end bins collect the rest."""
 
 BIASED_BINS = 256
 """Counts are kept by the biased exponent of a float32: e + 127."""
@@ -38,7 +37,7 @@ _BIAS = 127
 
 _PAIR_BINS = 1 << 15
 _PAIRS_NUMEL = 1 << 16
-"""Fewer elements are not worth that many counters."""
+"""Below this many elements, that many counters do not pay."""
 
 PIECE_BYTES = 1 << 20
 """Bytes reduced at a time; bounds temporary memory to a few times that.
@@ -49,7 +48,7 @@ A tenth faster than 512 KiB, where the operations' overhead shows.
 MAX_EDGES = 513
 
 _ROW = 1024
-# With less than this part of the mean square in the mean, subtracting loses no digits.
+# If the mean contributes less than this part of the mean square, subtracting loses no digits.
 _SMALL_MEAN = 0.05
 
 # Below this mean square the squares of float32 numbers lose digits.
@@ -64,8 +63,8 @@ def count_biased(values: torch.Tensor, zero_count: int) -> torch.Tensor:
     """Nonzero elements by biased exponent; int64 [256].
 
     Args:
-        values: 1-D and finite, float32 or float64; what a float32 has no exponent for is
-            counted at the ends.
+        values: 1-D and finite, float32 or float64; exponents beyond float32's are counted in
+            the end bins.
         zero_count: how many of them are zero.
     """
     if values.dtype != torch.float32:
@@ -84,7 +83,7 @@ def _count_bytes(values: torch.Tensor) -> torch.Tensor:
     if values.numel() < _PAIRS_NUMEL:
         return torch.bincount(values, minlength=BIASED_BINS)
     low, high = int(values.numpy().min()), int(values.numpy().max())
-    # Pairs are read as signed numbers: both must be below 128, that is all |x| < 2.
+    # Pairs are read as signed numbers: both bytes must be below 128, so all |x| < 2.
     if high >= BIASED_BINS // 2:
         return torch.bincount(values, minlength=BIASED_BINS)
     even = values.numel() // 2 * 2
@@ -117,7 +116,7 @@ def folded(biased: torch.Tensor) -> list[int]:
 
 @dataclass(slots=True)
 class Reduced:
-    """The numbers of one item; see `paramd.v1.Stats` for what they mean."""
+    """Statistics of one item; fields as in `paramd.v1.Stats`."""
 
     count: int = 0
     zero_count: int = 0
@@ -134,7 +133,7 @@ class Reduced:
     """Counts below, between and above edges; see `paramd.v1.Stats.edge_counts`."""
 
     def add_moments(self, count: int, mean: float, m2: float, sum_squares: float) -> None:
-        """Merges the moments of `count` more finite elements (Chan's rule)."""
+        """Merge the moments of `count` more finite elements (Chan's rule)."""
         if count == 0:
             return
         before = self.finite_count
@@ -153,7 +152,7 @@ _NUMBERS = [one.name for one in fields(Reduced) if one.name in FIELDS]
 
 
 def set_up() -> None:
-    """One thread: the cores belong to training."""
+    """Use one thread: the cores belong to training."""
     torch.set_num_threads(1)
 
 
@@ -172,7 +171,7 @@ def item_bytes(dtype: str) -> int:
 
 
 def widened(dtype: str) -> torch.dtype:
-    """The dtype that elements of `dtype` are reduced in; `item_bytes` has accepted it."""
+    """The dtype in which elements of `dtype` are reduced; `item_bytes` must have accepted it."""
     return _WIDENED[dtype]
 
 
@@ -199,10 +198,10 @@ def reduce_run(
     """Statistics of a run of elements.
 
     Args:
-        data: Their bytes; a whole number of elements, at any alignment.
+        data: their bytes; a whole number of elements, at any alignment.
         dtype: torch dtype without its prefix.
-        with_exponents: Count binary exponents, several times the cost of all the rest.
-        edges: From `make_edges`; count finite elements between them.
+        with_exponents: count binary exponents, at several times the cost of all the rest.
+        edges: from `make_edges`; count finite elements between them.
 
     Raises:
         UsageError: there are no statistics of that dtype.
@@ -224,7 +223,7 @@ def reduce_run(
 
 
 def add_elements(result: Reduced, elements: torch.Tensor, dtype: str) -> None:
-    """Adds the statistics of a tensor of `dtype`, small enough to be widened at once."""
+    """Add the statistics of a tensor of `dtype`, small enough to be widened at once."""
     if elements.numel():
         _add_piece(result, elements.flatten().to(_WIDENED[dtype]))
 
@@ -243,7 +242,7 @@ def _widen(raw: torch.Tensor, dtype: str) -> torch.Tensor:
 
 def _add_piece(result: Reduced, piece: torch.Tensor) -> None:
     array = piece.numpy()
-    # NaN comes out of both.
+    # If there is a NaN, both are NaN.
     low, high = float(array.min()), float(array.max())
     numel = piece.numel()
     finite = piece
@@ -280,7 +279,7 @@ def _moments(values: torch.Tensor) -> tuple[float, float, float]:
     sum_squares = _sum_squares(values)
     if count * mean * mean <= _SMALL_MEAN * sum_squares:
         return mean, sum_squares - count * mean * mean, sum_squares
-    # The mean dominates: distances are taken first, or their digits would cancel.
+    # The mean dominates: take distances first, or digits would cancel.
     distances = values.double() - mean
     correction = float(distances.sum()) / count
     m2 = float(distances.square().sum()) - count * correction * correction
@@ -312,7 +311,7 @@ def _sum_squares(values: torch.Tensor) -> float:
 
 
 def stats_message(reduced: Reduced) -> pb.Stats:
-    """What was reduced, as it is sent."""
+    """The statistics as a message."""
     return pb.Stats(
         **{name: getattr(reduced, name) for name in _NUMBERS},
         exponent_counts=exponent_counts(reduced),
@@ -321,7 +320,7 @@ def stats_message(reduced: Reduced) -> pb.Stats:
 
 
 SMALL_NUMEL = 8192
-"""Runs up to this long are reduced together, those of one length as rows of a matrix."""
+"""Longest runs reduced together, as rows of one matrix per length."""
 
 _LEAST_ROWS = 4
 
@@ -329,11 +328,11 @@ Read = Callable[[int, int], memoryview]
 """Bytes [begin, end) of a room."""
 
 Items = Sequence[tuple[int, pb.StatsItem]]
-"""First byte of each, and what it is."""
+"""First byte and description of each item."""
 
 
 def reduce_items(read: Read, items: Items, *, with_exponents: bool) -> list[pb.Stats]:
-    """One answer for each item, in order."""
+    """Statistics of each item, in order."""
     found: dict[int, pb.Stats] = {}
     for numbers in _alike(items).values():
         found |= _reduce_rows(read, items, numbers, with_exponents=with_exponents)
@@ -346,7 +345,7 @@ def reduce_items(read: Read, items: Items, *, with_exponents: bool) -> list[pb.S
 
 
 def _alike(items: Items) -> Mapping[tuple[str, int], list[int]]:
-    """Small items by dtype and length, where there are enough of them."""
+    """Indices of small items by dtype and length, where there are enough of them."""
     found: dict[tuple[str, int], list[int]] = {}
     for number, (_, item) in enumerate(items):
         if 1 <= item.numel <= SMALL_NUMEL:
@@ -357,7 +356,7 @@ def _alike(items: Items) -> Mapping[tuple[str, int], list[int]]:
 def _reduce_rows(
     read: Read, items: Items, numbers: Sequence[int], *, with_exponents: bool
 ) -> dict[int, pb.Stats]:
-    """Answers of items of one length; nothing of those with an element that is not finite."""
+    """Statistics of items of one length by index, without those that have non-finite elements."""
     first = items[numbers[0]][1]
     kind, size_bytes = getattr(torch, first.dtype), item_bytes(first.dtype)
     runs = [read(items[n][0], items[n][0] + first.numel * size_bytes) for n in numbers]
@@ -399,5 +398,5 @@ def _reduce_rows(
 
 
 def warm_up() -> None:
-    """The first reduction of a process takes tens of milliseconds."""
+    """Reduce once: the first reduction of a process takes tens of milliseconds."""
     reduce_run(memoryview(bytearray(4096)), "float32", with_exponents=True)

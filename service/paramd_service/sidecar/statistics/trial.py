@@ -1,4 +1,4 @@
-"""Tries a record of an edit on a copy of its elements: the torch part of PreviewEdit.
+"""Apply a record of an edit to a copy of its elements: the torch part of PreviewEdit.
 
 Works block by block to bound temporary memory, with the same code that the trainer runs on
 the arena.
@@ -27,7 +27,7 @@ def try_record(
     before: reduce.Reduced,
     after: reduce.Reduced,
 ) -> None:
-    """Add a record's elements, as they are and as they would become, to statistics.
+    """Add a record's elements, before and after, to statistics.
 
     Args:
         snapshot: Bytes of a snapshot; the view's first element lies at `begin_bytes`.
@@ -38,7 +38,7 @@ def try_record(
     kind = getattr(torch, record.dtype)
     view = _strided(snapshot, begin_bytes, kind, record.sizes, record.strides)
     data = None
-    # Keep no pre-image, above all not in place of the data.
+    # Keep no pre-image: it could overwrite the data.
     record = replace(record, preimage_begin=NO_DATA)
     if record.data_begin != NO_DATA:
         end = record.data_begin + record.size_bytes

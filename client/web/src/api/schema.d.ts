@@ -1092,7 +1092,7 @@ export interface components {
             body: string;
             /**
              * Detail
-             * @description Arguments; secrets as HMAC-SHA256 only
+             * @description Arguments, without secrets
              */
             detail: {
                 [key: string]: unknown;

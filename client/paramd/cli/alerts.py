@@ -5,13 +5,12 @@ from __future__ import annotations
 import asyncio
 import sys
 from collections.abc import Mapping, Sequence
-from datetime import datetime
 from typing import Annotated, Any
 
 import typer
 
 from paramd.cli.options import Format, Output, Target, with_target
-from paramd.cli.output import Column, Listing, emit
+from paramd.cli.output import Column, Listing, emit, when
 from paramd.cli.shell import say
 from paramd.cli.status import Door, Outage, open_door
 from paramd.errors import ParamdError, UsageError
@@ -24,16 +23,12 @@ Watch = Annotated[
 ]
 
 
-def _when(time_s: float) -> str:
-    return datetime.fromtimestamp(time_s).astimezone().strftime("%m-%d %H:%M:%S")
-
-
 COLUMNS = (
     Column("severity", "SEVERITY"),
     Column("rule", "RULE"),
     Column("state", "STATE"),
-    Column("first_seen_s", "SINCE", _when),
-    Column("last_seen_s", "LAST SEEN", _when),
+    Column("first_seen_s", "SINCE", when),
+    Column("last_seen_s", "LAST SEEN", when),
     Column("reason", "REASON"),
 )
 
@@ -51,7 +46,7 @@ def alerts(
 
 
 async def _once(target: Target, state: str) -> None:
-    async with open_door(target.settings) as door:
+    async with open_door(target) as door:
         found = await door.alerts(state)
     emit(_listing(door.job, found["incarnation"], found["alerts"]), target.format)
     sampling = "" if found["watch"] else "; parameters are not being sampled"
@@ -67,7 +62,7 @@ async def _follow(target: Target) -> None:
         raise UsageError("--output: json cannot be streamed; use -o jsonl with --watch")
     outage = Outage()
     told: dict[str, str] = {}
-    async with open_door(target.settings) as door:
+    async with open_door(target) as door:
         say(f"watching job {door.job} at {door.url}; Ctrl-C to stop")
         while True:
             try:

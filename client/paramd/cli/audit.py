@@ -171,32 +171,23 @@ def _anchor(page: dict[str, Any]) -> str:
 async def _pages(
     target: Target, site: bool, order: str, limit: int
 ) -> AsyncIterator[dict[str, Any]]:
-    from paramd.mesh.connect import resolve
-    from paramd.mesh.peers.control import RestClient
-    from paramd.security.tls import ClientTls
-
-    chosen = target.settings
-    url, token, job = resolve(chosen.url, chosen.token, chosen.job)
-    client = RestClient(url, token, tls=ClientTls.from_environment(chosen.tls_ca))
-    try:
-        if job is None and not site:
-            job = _only(await client.jobs())
-        page_token = ""
-        while True:
-            page = await client.audit(
-                None if site else job, order=order, limit=limit, page_token=page_token
-            )
-            yield page
-            page_token = str(page["next_page_token"])
-            if not page_token:
-                return
-    except (KeyError, TypeError, ValueError) as error:
-        raise ParamdError(
-            f"{url} returned an audit page that this client cannot parse ({error!r}); client and "
-            "control plane may run different versions of paramd"
-        ) from error
-    finally:
-        await client.close()
+    async with target.rest() as (client, named):
+        try:
+            job = _only(await client.jobs()) if named is None and not site else named
+            page_token = ""
+            while True:
+                page = await client.audit(
+                    None if site else job, order=order, limit=limit, page_token=page_token
+                )
+                yield page
+                page_token = str(page["next_page_token"])
+                if not page_token:
+                    return
+        except (KeyError, TypeError, ValueError) as error:
+            raise ParamdError(
+                f"{client.url} returned an audit page that this client cannot parse ({error!r}); "
+                "client and control plane may run different versions of paramd"
+            ) from error
 
 
 def _only(jobs: list[str]) -> str:

@@ -326,17 +326,8 @@ def jobs(target: Target) -> Iterator[Finding]:
 
 async def _served(target: Target) -> list[str]:
     """Names of the jobs at the control plane of `target`."""
-    from paramd.mesh.connect import resolve
-    from paramd.mesh.peers.control import RestClient
-    from paramd.security.tls import ClientTls
-
-    chosen = target.settings
-    url, token, _ = resolve(chosen.url, chosen.token, None)
-    client = RestClient(url, token, tls=ClientTls.from_environment(chosen.tls_ca))
-    try:
+    async with target.rest() as (client, _):
         return await client.jobs()
-    finally:
-        await client.close()
 
 
 def _silent(name: str, error: Exception) -> Finding:

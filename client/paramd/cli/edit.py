@@ -6,14 +6,13 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
-from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from paramd.cli.options import Format, Output, Target, with_target
-from paramd.cli.output import Column, Listing, count, emit, number, size
+from paramd.cli.options import Format, Globs, Output, Target, with_target
+from paramd.cli.output import Column, Listing, count, emit, number, size, when
 from paramd.cli.shell import say
 from paramd.errors import NotFoundError, UsageError
 
@@ -66,10 +65,6 @@ IfStep = Annotated[
 Note = Annotated[str, typer.Option("--note", metavar="TEXT", help="Reason, kept with the edit.")]
 
 
-def _when(time_s: float) -> str:
-    return datetime.fromtimestamp(time_s).astimezone().strftime("%m-%d %H:%M:%S")
-
-
 COLUMNS = (
     Column("id", "ID", lambda found: found[:8]),
     Column("state", "STATE"),
@@ -77,7 +72,7 @@ COLUMNS = (
     Column("what", "WHAT"),
     Column("size_bytes", "SIZE", size, right=True),
     Column("stop_ms", "STOP MS", number, right=True),
-    Column("created_s", "WHEN", _when),
+    Column("created_s", "WHEN", when),
     Column("actor", "WHO"),
     Column("note", "NOTE"),
     Column("why", "REASON"),
@@ -143,9 +138,9 @@ def emit_edit(edit: Edit, form: Format) -> None:
         row |= {"undoable": edit.undoable, "undo_refusal": edit.undo_refusal}
     emit(_listing([row], {"job": edit.job}), form)
     if form is Format.TABLE and edit.before is not None and edit.after is not None:
-        for when, found in (("before", edit.before), ("after", edit.after)):
+        for moment, found in (("before", edit.before), ("after", edit.after)):
             say(
-                f"{when}: min {found.min:.4g}, max {found.max:.4g}, mean {found.mean:.4g}, "
+                f"{moment}: min {found.min:.4g}, max {found.max:.4g}, mean {found.mean:.4g}, "
                 f"norm {found.norm:.4g}, {found.nan_count:,} NaN, {found.inf_count:,} Inf"
             )
 
@@ -179,10 +174,7 @@ def _numbers(found: Any) -> dict[str, Any] | None:
 @with_target
 def edit(
     target: Target,
-    glob: Annotated[
-        list[str],
-        typer.Argument(metavar="GLOB", help="Name patterns, or slices such as 'w[0:4]'."),
-    ],
+    glob: Globs,
     fill: Fill = None,
     mul: Mul = None,
     add: Add = None,

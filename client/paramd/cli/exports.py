@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -12,7 +11,7 @@ import typer
 
 from paramd.cli.edit import emit_edit
 from paramd.cli.options import Format, Output, Target, examples, with_target
-from paramd.cli.output import Column, Listing, count, emit, seconds, size
+from paramd.cli.output import Column, Listing, count, emit, seconds, size, when
 from paramd.cli.shell import say
 from paramd.cli.summon import bar
 from paramd.errors import NotFoundError, UsageError
@@ -94,11 +93,6 @@ def restore(
             moved=lambda done_bytes, size_bytes: moved(destination, done_bytes, size_bytes),
         )
     emit_edit(found, target.format)
-
-
-def when(time_s: float) -> str:
-    """Local time, as in tables."""
-    return datetime.fromtimestamp(time_s).astimezone().strftime("%m-%d %H:%M:%S")
 
 
 COLUMNS = (

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from paramd.cli.options import Format, Output, Target, with_target
+from paramd.cli.options import Format, Globs, Output, Target, with_target
 from paramd.cli.output import Column, Listing, count, emit, number
 from paramd.cli.shell import one_line, say
 from paramd.cli.stats import NUMBERS
@@ -35,10 +35,7 @@ COLUMNS = (
 @with_target
 def grads(
     target: Target,
-    glob: Annotated[
-        list[str],
-        typer.Argument(metavar="GLOB", help="Name patterns, or slices such as 'w[0:4]'."),
-    ],
+    glob: Globs,
     every: Annotated[int, typer.Option("--every", min=1, help="Updates between frames.")] = 1,
     frames: Annotated[
         int, typer.Option("-n", "--frames", min=0, help="Exit after N frames; 0: with the job.")

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from enum import StrEnum
 from functools import wraps
 from typing import TYPE_CHECKING, Annotated, Any
@@ -17,6 +18,7 @@ from paramd.errors import UsageError
 
 if TYPE_CHECKING:
     from paramd.mesh.mesh import Mesh
+    from paramd.mesh.peers.control import RestClient
 
 PANEL = "Connection"
 
@@ -69,6 +71,9 @@ Output = Annotated[
                  "\\[env: PARAMD_OUTPUT]", show_default=False),
 ]  # fmt: skip
 Buffers = Annotated[bool, typer.Option("--buffers", help="Include buffers.")]
+Globs = Annotated[
+    list[str], typer.Argument(metavar="GLOB", help="Name patterns, or slices such as 'w[0:4]'.")
+]
 
 
 class Target:
@@ -87,6 +92,25 @@ class Target:
 
         chosen = self.settings
         return connect(chosen.url, token=chosen.token, job=chosen.job, tls_ca=chosen.tls_ca)
+
+    @asynccontextmanager
+    async def rest(self) -> AsyncIterator[tuple[RestClient, str | None]]:
+        """A client of the control plane, and the job that is named, if any.
+
+        Raises:
+            UnreachableError, NotFoundError, UsageError: as `paramd.connect`.
+        """
+        from paramd.mesh.connect import resolve
+        from paramd.mesh.peers.control import RestClient
+        from paramd.security.tls import ClientTls
+
+        chosen = self.settings
+        url, token, job = resolve(chosen.url, chosen.token, chosen.job)
+        client = RestClient(url, token, tls=ClientTls.from_environment(chosen.tls_ca))
+        try:
+            yield client, job
+        finally:
+            await client.close()
 
     @property
     def format(self) -> Format:

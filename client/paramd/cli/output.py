@@ -8,6 +8,7 @@ import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from datetime import datetime
 from typing import Any, TextIO
 
 from paramd.cli.options import Format
@@ -137,6 +138,11 @@ def seconds(value_s: float) -> str:
     minutes, left_s = divmod(round(value_s), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours} h {minutes} min" if hours else f"{minutes} min {left_s} s"
+
+
+def when(time_s: float) -> str:
+    """A moment in local time."""
+    return datetime.fromtimestamp(time_s).astimezone().strftime("%m-%d %H:%M:%S")
 
 
 def shape(value: Sequence[int]) -> str:

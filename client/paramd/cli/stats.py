@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from paramd.cli.options import Buffers, Format, Output, Target, with_target
+from paramd.cli.options import Buffers, Format, Globs, Output, Target, with_target
 from paramd.cli.output import Column, Listing, count, emit, number, seconds
 from paramd.cli.shell import one_line, say
 from paramd.layout.stats import STATISTICS
@@ -59,10 +59,7 @@ def bar(value: int, most: int) -> str:
 @with_target
 def stats(
     target: Target,
-    glob: Annotated[
-        list[str],
-        typer.Argument(metavar="GLOB", help="Name patterns, or slices such as 'w[0:4]'."),
-    ],
+    glob: Globs,
     with_histogram: Annotated[
         bool, typer.Option("--histogram", help="Count elements by power of 2.")
     ] = False,

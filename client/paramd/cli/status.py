@@ -16,7 +16,6 @@ import typer
 
 from paramd.cli.options import Format, Output, Target, with_target
 from paramd.cli.output import Column, Listing, count, emit, seconds, size
-from paramd.cli.settings import Settings
 from paramd.cli.shell import say
 from paramd.errors import ParamdError, PartialError, UsageError
 
@@ -84,23 +83,15 @@ class Door:
 
 
 @asynccontextmanager
-async def open_door(chosen: Settings) -> AsyncIterator[Door]:
+async def open_door(target: Target) -> AsyncIterator[Door]:
     """A connection to the job in the settings, or else to the control plane's only job.
 
     Raises:
         UsageError: no job was named, and the control plane does not have exactly one.
         UnreachableError, DeniedError: from the control plane.
     """
-    from paramd.mesh.connect import resolve
-    from paramd.mesh.peers.control import RestClient
-    from paramd.security.tls import ClientTls
-
-    url, token, job = resolve(chosen.url, chosen.token, chosen.job)
-    client = RestClient(url, token, tls=ClientTls.from_environment(chosen.tls_ca))
-    try:
+    async with target.rest() as (client, job):
         yield Door(client, job if job is not None else await _only_job(client))
-    finally:
-        await client.close()
 
 
 async def _only_job(client: RestClient) -> str:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from paramd.cli.options import Buffers, Target, with_target
+from paramd.cli.options import Buffers, Globs, Target, with_target
 from paramd.cli.output import seconds, size
 from paramd.cli.shell import say
 from paramd.errors import ConflictError, UsageError
@@ -128,10 +128,7 @@ def _append(writer: SafetensorsWriter, tensor: torch.Tensor) -> None:
 @with_target
 def summon(
     target: Target,
-    glob: Annotated[
-        list[str],
-        typer.Argument(metavar="GLOB", help="Name patterns, or slices such as 'w[0:4]'."),
-    ],
+    glob: Globs,
     output_file: Annotated[
         Path,
         typer.Option("-o", "--output", metavar="FILE.safetensors", help="File to write."),

@@ -87,20 +87,10 @@ def revoke(
 def _ask(
     target: Target, method: str, path: str, body: Mapping[str, Any] | None = None
 ) -> dict[str, Any]:
-    from paramd.mesh.connect import resolve
-    from paramd.mesh.peers.control import RestClient
-    from paramd.security.tls import ClientTls
-
-    chosen = target.settings
-    url, secret, _ = resolve(chosen.url, chosen.token, chosen.job)
-
     async def ask() -> dict[str, Any]:
-        client = RestClient(url, secret, tls=ClientTls.from_environment(chosen.tls_ca))
-        try:
+        async with target.rest() as (client, _):
             found: dict[str, Any] = await client.send(method, path, body)
             return found
-        finally:
-            await client.close()
 
     return asyncio.run(ask())
 

@@ -32,7 +32,7 @@ def top(target: Target, every: Every = 1.0) -> None:
 async def _show(target: Target, every_s: float) -> None:
     from paramd.cli.top_screen import TopApp
 
-    async with open_door(target.settings) as door:
+    async with open_door(target) as door:
         # The first request runs before the screen opens, so that its error stays on the shell.
         first = await door.look()
         await TopApp(door.look, first=first, source=door.url, every_s=every_s).run_async()

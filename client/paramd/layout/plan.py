@@ -204,8 +204,6 @@ def _box_views(
     return (view,)
 
 
-__all__ = ["Block", "Landing", "RankRead", "ReadPlan", "ResultTensor", "blocks", "plan_read"]
-
 Preference: TypeAlias = Callable[[tuple[int, ...]], int] | Mapping[int, float]
 
 MAX_GAP_BYTES = 512

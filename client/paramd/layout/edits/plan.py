@@ -101,11 +101,6 @@ class PlannedOp:
     box: Box
     """The region, in coordinates of the whole parameter."""
 
-    @property
-    def operand_bytes(self) -> int:
-        """Bytes of its whole operand, row-major; 0 without data."""
-        return self.box.numel * item_bytes(self.tensor.dtype) if self.op.with_data else 0
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EditPlan:
@@ -183,15 +178,6 @@ def overlap(ops: Iterable[PlannedOp], others: Iterable[PlannedOp]) -> str | None
             if intersection(box, other.box) is not None:
                 return other.tensor.fqn
     return None
-
-
-def op_ranges(edit: RankEdit, op_count: int) -> list[list[tuple[int, int]]]:
-    """For each operation the half-open byte ranges of the rank's data that are its elements."""
-    ranges: list[list[tuple[int, int]]] = [[] for _ in range(op_count)]
-    for item in edit.items:
-        if item.data_begin >= 0:
-            ranges[item.op].append((item.data_begin, item.data_begin + item.size_bytes))
-    return ranges
 
 
 def _planned(find: Find, op: EditOp, allow_nonfinite: bool) -> PlannedOp:

@@ -23,8 +23,6 @@ from paramd.layout.exports.settings import ExportSettings
 from paramd.layout.exports.sources import Source, make_source
 from paramd.layout.types import Layout, Piece, TensorKind, TensorLayout
 
-__all__ = ["ExportFile", "ExportPlan", "plan_export"]
-
 
 @dataclass(frozen=True)
 class ExportPlan:

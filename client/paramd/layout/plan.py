@@ -101,7 +101,7 @@ class _Cut:
     max_numel: int
 
     def blocks(self, begin: list[int], end: list[int], level: int) -> Iterator[Block]:
-        """Blocks of the view's part [begin, end); dims of `order` before `level` are already cut."""
+        """Blocks of the view's part [begin, end); dims of `order` before `level` are done."""
         sizes = [e - b for b, e in zip(begin, end, strict=True)]
         strides = self.landing.strides
         if cover_numel(sizes, strides) <= self.max_numel:

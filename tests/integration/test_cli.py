@@ -257,7 +257,7 @@ def test_a_rank_without_its_sidecar_is_shown_and_makes_the_answer_partial(
         job.ranks[1].process.wait()
         out, err = answer(capsys, "status", code=6)
         assert out.splitlines()[2].split()[:2] == ["1", "unreachable"]
-        assert "1 of 2 ranks are well" in err
+        assert "1 of 2 ranks are healthy" in err
         rows = document(capsys, "doctor", code=1)["checks"]
         found = {row["check"]: row for row in rows}
         assert found[f"job {JOB} rank 1"]["verdict"] == "failed"

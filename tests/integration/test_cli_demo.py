@@ -48,7 +48,7 @@ def test_the_demo_shows_a_running_training_and_ends_it_on_ctrl_c(
         )
     try:
         deadline_s = time.monotonic() + DEADLINE_S
-        while "Ctrl-C ends it" not in err_path.read_text():
+        while "Ctrl-C stops it" not in err_path.read_text():
             assert demo.poll() is None, err_path.read_text()
             assert time.monotonic() < deadline_s, err_path.read_text()
             time.sleep(0.1)
@@ -107,7 +107,7 @@ def test_a_training_that_cannot_start_fails_the_demo_with_its_last_lines(
     assert main(["demo"]) == 3
     err = capsys.readouterr().err
     assert "PARAMD_STALL_BUDGET_MS must be a number" in err
-    assert err.splitlines()[-1].startswith("paramd: the training ended with code 1")
+    assert err.splitlines()[-1].startswith("paramd: the training exited with code 1")
 
 
 def test_the_example_trains_the_same_with_and_without_paramd() -> None:

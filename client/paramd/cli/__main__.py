@@ -1,4 +1,4 @@
-"""`python -m paramd.cli`, where the program `paramd` is not on the path."""
+"""`python -m paramd.cli`, for when the `paramd` script is not on PATH."""
 
 import sys
 

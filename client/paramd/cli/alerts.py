@@ -1,39 +1,34 @@
-"""`paramd alerts`: what is wrong with a job, now or as it happens."""
+"""`paramd alerts`: list a job's alerts, or follow them."""
 
 from __future__ import annotations
 
 import asyncio
 import sys
 from collections.abc import Mapping, Sequence
-from datetime import datetime
 from typing import Annotated, Any
 
 import typer
 
 from paramd.cli.options import Format, Output, Target, with_target
-from paramd.cli.output import Column, Listing, emit
+from paramd.cli.output import Column, Listing, emit, when
 from paramd.cli.shell import say
 from paramd.cli.status import Door, Outage, open_door
 from paramd.errors import ParamdError, UsageError
 
 EVERY_S = 2.0
 
-All = Annotated[bool, typer.Option("--all", help="Also what is over.")]
+All = Annotated[bool, typer.Option("--all", help="Include resolved alerts.")]
 Watch = Annotated[
-    bool, typer.Option("-w", "--watch", help="Go on, and write what begins and what is over.")
+    bool, typer.Option("-w", "--watch", help="Keep running; print alerts as they fire and resolve.")
 ]
-
-
-def _when(time_s: float) -> str:
-    return datetime.fromtimestamp(time_s).astimezone().strftime("%m-%d %H:%M:%S")
 
 
 COLUMNS = (
     Column("severity", "SEVERITY"),
     Column("rule", "RULE"),
     Column("state", "STATE"),
-    Column("first_seen_s", "SINCE", _when),
-    Column("last_seen_s", "LAST SEEN", _when),
+    Column("first_seen_s", "SINCE", when),
+    Column("last_seen_s", "LAST SEEN", when),
     Column("reason", "REASON"),
 )
 
@@ -42,19 +37,19 @@ COLUMNS = (
 def alerts(
     target: Target, everything: All = False, watch: Watch = False, output: Output = None
 ) -> None:
-    """Show what is wrong: NaN, norm jumps, differing replicas, stale or slow ranks.
+    """Show alerts: NaN, norm jumps, diverging replicas, stale or slow ranks.
 
-    The control plane finds it; table [alerts] of its paramd.toml says how. With
-    --watch each alert is written when it begins and when it is over.
+    The control plane evaluates the rules, configured in the [alerts] table of
+    its paramd.toml. --watch prints each alert when it fires and when it resolves.
     """
     asyncio.run(_follow(target) if watch else _once(target, "all" if everything else "firing"))
 
 
 async def _once(target: Target, state: str) -> None:
-    async with open_door(target.settings) as door:
+    async with open_door(target) as door:
         found = await door.alerts(state)
     emit(_listing(door.job, found["incarnation"], found["alerts"]), target.format)
-    sampling = "" if found["watch"] else "; parameters are not sampled"
+    sampling = "" if found["watch"] else "; parameters are not being sampled"
     say(
         f"job {door.job}, incarnation {found['incarnation']}: {found['firing_count']} "
         f"firing{sampling}"
@@ -64,11 +59,11 @@ async def _once(target: Target, state: str) -> None:
 async def _follow(target: Target) -> None:
     form = target.format
     if form is Format.JSON:
-        raise UsageError("--output: json has one end, which --watch has not; give -o jsonl")
+        raise UsageError("--output: json cannot be streamed; use -o jsonl with --watch")
     outage = Outage()
     told: dict[str, str] = {}
-    async with open_door(target.settings) as door:
-        say(f"follows job {door.job} at {door.url}; Ctrl-C ends it")
+    async with open_door(target) as door:
+        say(f"watching job {door.job} at {door.url}; Ctrl-C to stop")
         while True:
             try:
                 found = await door.alerts("all")
@@ -81,7 +76,10 @@ async def _follow(target: Target) -> None:
 
 
 def news(found: Sequence[Mapping[str, Any]], told: dict[str, str]) -> list[Mapping[str, Any]]:
-    """Alerts whose state was not told yet, the oldest first; what was over before is old."""
+    """Alerts whose state changed since `told`, oldest first; updates `told`.
+
+    The first call skips those already resolved.
+    """
     first = not told
     changed = [
         alert
@@ -90,7 +88,7 @@ def news(found: Sequence[Mapping[str, Any]], told: dict[str, str]) -> list[Mappi
     ]
     told.clear()
     told.update({alert["id"]: alert["state"] for alert in found})
-    # An empty mesh has been looked at, too.
+    # Without any alert, `told` must still say that the first call is over.
     told.setdefault("", "")
     return changed
 
@@ -98,7 +96,7 @@ def news(found: Sequence[Mapping[str, Any]], told: dict[str, str]) -> list[Mappi
 def _write(door: Door, incarnation: int, rows: Sequence[Mapping[str, Any]], form: Format) -> None:
     if rows:
         emit(_listing(door.job, incarnation, rows), form)
-        # A pipe's reader waits for it.
+        # stdout may be a pipe, which is block-buffered.
         sys.stdout.flush()
 
 

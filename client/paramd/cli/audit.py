@@ -1,4 +1,4 @@
-"""`paramd audit`: who changed what; and whether the record of it is whole."""
+"""`paramd audit`: list the audit trail, and verify its hash chain."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ PAGE = 1000
 OFFLINE = "paramd_service.control.records.audit"
 
 audit = typer.Typer(
-    help="Who changed what, as the control plane recorded it. Needs a token of role admin."
+    help="Who changed what, as recorded by the control plane. Needs an admin token."
 )
 
 
@@ -53,7 +53,7 @@ VERDICT_COLUMNS = (
 )
 
 Own = Annotated[
-    bool, typer.Option("--site", help="The control plane's own audit instead of the job's.")
+    bool, typer.Option("--site", help="The control plane's own audit trail, not a job's.")
 ]
 Limit = Annotated[
     int, typer.Option("-n", "--limit", min=1, max=1_000_000, help="Newest records to show.")
@@ -64,13 +64,13 @@ Limit = Annotated[
 def list_records(
     target: Target, limit: Limit = 100, site: Own = False, output: Output = None
 ) -> None:
-    """Show the newest records: intents before their effect, outcomes after it, events."""
+    """Show the newest records: intents, logged before they take effect, outcomes, and events."""
     form = target.format
     about, records = asyncio.run(_newest(target, site, limit))
     for record in records:
         del record["body"]
     emit(Listing(name="records", rows=records, columns=COLUMNS, about=about, id_key="seq"), form)
-    say(f"{len(records):,} records, the newest first; head {about['anchor']}")
+    say(f"{len(records):,} records, newest first; head {about['anchor']}")
 
 
 @with_target
@@ -78,20 +78,20 @@ def verify(
     target: Target,
     head: Annotated[
         list[str] | None,
-        typer.Option("--head", metavar="SEQ:HASH", help="A head from the control plane's log; "
-                     "the chain must still hold it. May be repeated."),
+        typer.Option("--head", metavar="SEQ:HASH", help="A head from the control plane's log "
+                     "that the chain must still contain. May be repeated."),
     ] = None,
     site: Own = False,
     offline: Annotated[
-        bool, typer.Option("--offline", help="Read the store itself; needs no control plane.")
+        bool, typer.Option("--offline", help="Read the store directly, without a control plane.")
     ] = False,
     output: Output = None,
 ) -> None:  # fmt: skip
-    """Check that no record was changed or removed, and that the end was not cut off.
+    """Check that no record was changed or removed, and that the chain was not truncated.
 
-    The chain is checked here, record by record, against the head that the control
-    plane keeps apart from the store, and against those given. Names the first bad
-    record; exit code 1 when there is one.
+    The client verifies the chain record by record, against the head that the
+    control plane keeps outside the store and against any --head. Reports the
+    first bad record and exits with code 1.
     """
     anchors = [_head(text) for text in head or ()]
     if offline:
@@ -112,7 +112,7 @@ def verify(
     if not verdict.good:
         say(f"{verdict.reason}; first bad record: {verdict.bad_seq}")
         raise typer.Exit(1)
-    say(f"{verdict.count:,} records are whole")
+    say(f"{verdict.count:,} records verified")
 
 
 def _head(text: str) -> Head:
@@ -123,10 +123,10 @@ def _head(text: str) -> Head:
 
 
 def _offline(target: Target, site: bool, heads: list[str]) -> None:
-    """Becomes the service's own check of a store."""
+    """Exec the service's own store check; does not return."""
     job = target.settings.job
     if job is None and not site:
-        raise UsageError("--offline: which job? Give --job NAME, or --site for a site's own audit")
+        raise UsageError("--offline: give --job NAME, or --site for the site's own audit trail")
     if find_spec("paramd_service") is None:
         raise UsageError(f"{OFFLINE} is not installed; run: pip install 'paramd[service]'")
     options = [*(["--job", job] if job is not None else []), *(["--site"] if site else [])]
@@ -171,43 +171,34 @@ def _anchor(page: dict[str, Any]) -> str:
 async def _pages(
     target: Target, site: bool, order: str, limit: int
 ) -> AsyncIterator[dict[str, Any]]:
-    from paramd.mesh.connect import resolve
-    from paramd.mesh.peers.control import RestClient
-    from paramd.security.tls import ClientTls
-
-    chosen = target.settings
-    url, token, job = resolve(chosen.url, chosen.token, chosen.job)
-    client = RestClient(url, token, tls=ClientTls.from_environment(chosen.tls_ca))
-    try:
-        if job is None and not site:
-            job = _only(await client.jobs())
-        page_token = ""
-        while True:
-            page = await client.audit(
-                None if site else job, order=order, limit=limit, page_token=page_token
-            )
-            yield page
-            page_token = str(page["next_page_token"])
-            if not page_token:
-                return
-    except (KeyError, TypeError, ValueError) as error:
-        raise ParamdError(
-            f"{url} gave an audit that this client cannot read ({error!r}); client and control "
-            "plane may run different versions of paramd"
-        ) from error
-    finally:
-        await client.close()
+    async with target.rest() as (client, named):
+        try:
+            job = _only(await client.jobs()) if named is None and not site else named
+            page_token = ""
+            while True:
+                page = await client.audit(
+                    None if site else job, order=order, limit=limit, page_token=page_token
+                )
+                yield page
+                page_token = str(page["next_page_token"])
+                if not page_token:
+                    return
+        except (KeyError, TypeError, ValueError) as error:
+            raise ParamdError(
+                f"{client.url} returned an audit page that this client cannot parse ({error!r}); "
+                "client and control plane may run different versions of paramd"
+            ) from error
 
 
 def _only(jobs: list[str]) -> str:
     if len(jobs) != 1:
-        names = f"jobs there: {', '.join(sorted(jobs)[:8])}" if jobs else "no job is there"
-        raise UsageError(f"name a job (--job), or give --site for the control plane's own; {names}")
+        names = f"its jobs: {', '.join(sorted(jobs)[:8])}" if jobs else "it has no jobs"
+        raise UsageError(f"give --job, or --site for the control plane's own audit trail; {names}")
     return jobs[0]
 
 
 def _bare(context: typer.Context, **given: Any) -> None:
-    """Without a command after it, `paramd audit` lists."""
+    """`paramd audit` without a subcommand lists."""
     if context.invoked_subcommand is None:
         list_records(context, **given)
 

@@ -1,4 +1,4 @@
-"""`paramd certs init`: a CA and certificates to try TLS with."""
+"""`paramd certs init`: a test CA and certificates."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from paramd.cli.options import examples
 from paramd.cli.shell import say
 from paramd.errors import UsageError
 
-certs = typer.Typer(help="Certificates to try TLS with.", no_args_is_help=True)
+certs = typer.Typer(help="Test certificates for TLS.", no_args_is_help=True)
 
 
 @certs.command(
@@ -27,24 +27,26 @@ def init(
     directory: Annotated[Path, typer.Argument(metavar="DIR", help="Where to write the files.")],
     name: Annotated[
         list[str] | None,
-        typer.Option("--name", metavar="NAME", help="DNS name or IP address of the server; "
-                     "may be given again. This host's own are always there."),
+        typer.Option("--name", metavar="NAME", help="DNS name or IP address of the server, in "
+                     "addition to this host's own. May be repeated."),
     ] = None,
     days: Annotated[
-        int, typer.Option("--days", min=1, max=397, help="Validity of server and client.")
+        int, typer.Option("--days", min=1, max=397, help="Validity of both certificates.")
     ] = 30,
 ) -> None:  # fmt: skip
-    """Make a test CA, a server's and a client's certificate.
+    """Create a test CA, a server certificate and a client certificate.
 
-    The CA's key lies beside them: good for a trial and for tests. With the same
-    DIR again, the same CA signs new certificates; servers take them up by
-    themselves. In production, use the certificates of your own CA.
+    The CA's private key is written next to them, so use it for testing only.
+    Run again with the same DIR, the same CA signs new certificates, which
+    servers reload by themselves. In production, use your own CA.
     """
     try:
         from paramd.security import authority
     except ModuleNotFoundError as error:
-        raise UsageError("this needs cryptography; run: pip install 'paramd[service]'") from error
+        raise UsageError(
+            "certs init needs cryptography; run: pip install 'paramd[service]'"
+        ) from error
     names = ["localhost", "127.0.0.1", "::1", socket.gethostname(), *(name or [])]
     for path in authority.write(directory, names=list(dict.fromkeys(names)), days=days):
         print(path)
-    say(f"keys are in {directory}, readable by you alone; ca.key signs for whoever has it")
+    say(f"keys are in {directory}, readable only by you; anyone with ca.key can sign certificates")

@@ -1,4 +1,4 @@
-"""`paramd context list|show`: the named contexts of the user's own paramd.toml."""
+"""`paramd context list|show`: the named contexts in the user's own paramd.toml."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from paramd.cli.settings import Context, choose
 from paramd.cli.shell import say
 from paramd.errors import UsageError
 
-context = typer.Typer(help="Named contexts: control planes by a short name.", no_args_is_help=True)
+context = typer.Typer(help="Named contexts: short names for control planes.", no_args_is_help=True)
 
 
 def _mark(used: bool) -> str:
@@ -24,7 +24,7 @@ def _mark(used: bool) -> str:
 
 
 COLUMNS = (
-    Column("in_force", "IN FORCE", _mark),
+    Column("in_force", "CURRENT", _mark),
     Column("name", "NAME"),
     Column("url", "URL"),
     Column("job", "JOB"),
@@ -37,7 +37,7 @@ DETAILS = (
 )
 
 
-Name = Annotated[str | None, typer.Argument(metavar="NAME", help="By default the one in force.")]
+Name = Annotated[str | None, typer.Argument(metavar="NAME", help="Default: the current context.")]
 
 
 @context.command("list", epilog=examples("paramd context list", "PARAMD_CONTEXT=lab paramd status"))
@@ -47,13 +47,13 @@ def list_all(
     output: Output = None,
     debug: Debug = False,
 ) -> None:
-    """List the contexts of ~/.config/paramd/paramd.toml, and mark the one in force."""
+    """List the contexts in ~/.config/paramd/paramd.toml, and mark the current one."""
     found = settings.own_contexts()
     used = _used(root, context_name)
     rows = [_row(found[name], used) for name in sorted(found)]
     _emit(rows, COLUMNS, output)
     if not found:
-        say(f"no contexts in {settings.own_file()}; add a table [contexts.NAME] with its url")
+        say(f"no contexts in {settings.own_file()}; add a table [contexts.NAME] with a url")
 
 
 @context.command("show", epilog=examples("paramd context show", "paramd context show lab -o json"))
@@ -64,12 +64,12 @@ def show(
     output: Output = None,
     debug: Debug = False,
 ) -> None:
-    """Show what one context says; of its token only whether its file can be read."""
+    """Show one context. Its token is never read, only whether the file is readable."""
     found, used = settings.own_contexts(), _used(root, context_name)
     wanted = name if name is not None else used
     if wanted is None:
         raise UsageError(
-            "no context is in force; name one, or set PARAMD_CONTEXT, or see: paramd context list"
+            "no context is set; name one, set PARAMD_CONTEXT, or see: paramd context list"
         )
     _emit([_row(choose(found, wanted, settings.own_file()), used)], DETAILS, output)
 
@@ -84,7 +84,7 @@ def _used(root: typer.Context, context_name: str | None) -> str | None:
 
 
 def _emit(rows: list[dict[str, Any]], columns: tuple[Column, ...], output: str | None) -> None:
-    """No token is read for it, so that it also shows a context whose token cannot be."""
+    # Not `settings.load`, which reads the token: a context whose token is missing must show, too.
     named = output if output is not None else os.environ.get("PARAMD_OUTPUT") or None
     chosen = settings.Settings(job=None, url=None, token=None, tls_ca=None, output=named)
     listing = Listing(name="contexts", rows=rows, columns=columns, about={}, id_key="name")
@@ -97,7 +97,6 @@ def _row(one: Context, used: str | None) -> dict[str, Any]:
 
 
 def _token_state(one: Context) -> str:
-    """Never the token itself."""
     if one.token_file is None:
         return "from PARAMD_TOKEN"
     readable = os.access(Path(one.token_file).expanduser(), os.R_OK)

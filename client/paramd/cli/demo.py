@@ -1,4 +1,4 @@
-"""`paramd demo`: a real training, looked into from outside, as a user would."""
+"""`paramd demo`: train a small GPT and run the main commands on it, from another process."""
 
 from __future__ import annotations
 
@@ -37,16 +37,16 @@ if TYPE_CHECKING:
 MODULE = "paramd.examples.train_gpt"
 
 DESTINATION = "checkpoints"
-"""Name of the destination that is configured for the training: a directory of its own."""
+"""Name of the export destination configured for the training: a directory of its own."""
 
 RANKS = 2
 MAX_STEPS = 20_000
-"""Where the training would end by itself, should nobody be left to end it."""
+"""Ends the training even if the demo was killed and cannot."""
 
 POLL_S = 0.05
 STOP_S = 30.0
 SHOWN_LINES = 80
-"""Of a training that failed: torchrun says much after the ranks' own last words."""
+"""Shown of a failed training: torchrun prints a lot after the ranks' own last lines."""
 
 _LOSS = re.compile(r"^step (\d+) loss ([0-9.]+)$", re.MULTILINE)
 
@@ -65,14 +65,14 @@ OPEN_TIMEOUT_S = 120.0
 
 
 class Training:
-    """A training that this process has started."""
+    """A training started by this process."""
 
     def __init__(
         self, job: str, process: subprocess.Popen[bytes], log_path: Path, checkpoints: Path
     ) -> None:
         self.job = job
         self.checkpoints = checkpoints
-        """Where the destination of the demo lies."""
+        """Directory of `DESTINATION`."""
         self._process = process
         self._log_path = log_path
 
@@ -81,10 +81,11 @@ class Training:
         return self._process.poll() is None
 
     def wait_until_open(self, *, timeout_s: float) -> None:
-        """Waits until the job can be found.
+        """Wait until the job can be found.
 
         Raises:
-            UnreachableError: the training ended before. DeadlineError: it took too long.
+            UnreachableError: the training exited first.
+            DeadlineError: it took too long.
         """
         deadline_s = time.monotonic() + timeout_s
         while not any(found.job == self.job for found in places.running_jobs()):
@@ -92,25 +93,25 @@ class Training:
             time.sleep(POLL_S)
 
     def check(self, deadline_s: float, what: str) -> None:
-        """Raises when the training has ended or the time is over, and shows its last lines."""
+        """Print the last lines and raise if the training has exited or the deadline has passed."""
         if self.running and time.monotonic() <= deadline_s:
             return
         print(self.last_lines(), file=sys.stderr, flush=True)
         if not self.running:
             raise UnreachableError(
-                f"the training ended with code {self._process.returncode}; its last lines stand "
+                f"the training exited with code {self._process.returncode}; its last lines are "
                 "above. To run it alone: torchrun --standalone --nproc-per-node 2 "
                 f"-m {MODULE} --no-attach"
             )
-        raise DeadlineError(f"the training: {what} in time; its last lines stand above")
+        raise DeadlineError(f"the training: {what} in time; its last lines are above")
 
     def losses(self) -> dict[int, float]:
-        """The loss of every update so far, by its number."""
+        """Loss by step, of all updates so far."""
         text = self._log_path.read_text(errors="replace")
         return {int(step): float(loss) for step, loss in _LOSS.findall(text)}
 
     def loss_around(self, step: int, *, timeout_s: float = 10.0, width: int = 20) -> float:
-        """Mean loss of the updates up to `step`, at most `width` of them.
+        """Mean loss of the last `width` updates up to `step`, fewer at the start.
 
         Raises:
             UnreachableError, DeadlineError: the training never printed that step.
@@ -128,14 +129,15 @@ class Training:
             return "".join(deque(file, SHOWN_LINES)).rstrip()
 
     def wait(self) -> int:
-        """Waits for its end; returns its exit code."""
+        """Wait for it to exit; return its exit code."""
         return self._process.wait()
 
     def stop(self) -> None:
-        """Asks the ranks to end after a step; makes them after `STOP_S`. Idempotent."""
+        """Ask the ranks to end after a step; kill them after `STOP_S`. Idempotent."""
         if not self.running:
             return
-        # torchrun gives each rank a session of its own, so they must be known one by one.
+        # Each rank has a session of its own, so no group signal reaches them once torchrun is
+        # gone. Taken before the signal: a pidfd cannot hit a reused pid.
         ranks = _children(self._process.pid)
         self._process.terminate()
         try:
@@ -150,7 +152,7 @@ class Training:
 
 
 def _children(pid: int) -> list[int]:
-    """A pidfd of each living child of a process."""
+    """A pidfd for each live child of a process."""
     found: list[int] = []
     for path in Path(f"/proc/{pid}/task").glob("*/children"):
         with suppress(OSError):
@@ -164,18 +166,18 @@ def _children(pid: int) -> list[int]:
 def started(
     job: str, folder: Path, *, keep: bool, ranks: int = RANKS, control: str | None = None
 ) -> Iterator[Training]:
-    """Ranks that train until the block ends; their output goes to a file in `folder`.
+    """Ranks that train until the block ends, logging to a file in `folder`.
 
-    `control` is the URL of a site to register at; its token is then read from PARAMD_TOKEN_FILE.
-
-    Without `keep` they also end by themselves, after `MAX_STEPS`.
+    Args:
+        keep: Train on past `MAX_STEPS`.
+        control: URL of a site to register at; its token is then read from PARAMD_TOKEN_FILE.
     """
     log_path, checkpoints = folder / "training.log", folder / "checkpoints"
     checkpoints.mkdir()
     environment = os.environ | {
         "OMP_NUM_THREADS": "1",
         "PYTHONUNBUFFERED": "1",
-        # Should the demo be killed, nothing of it serves on for the usual ten minutes.
+        # If the demo is killed, sidecars and control plane exit sooner than the default 10 min.
         "PARAMD_LINGER_S": "10",
         "PARAMD_DESTINATIONS": json.dumps({DESTINATION: str(checkpoints)}),
     }
@@ -194,7 +196,7 @@ def started(
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=subprocess.STDOUT,
-            # A Ctrl-C in our terminal is ours; the ranks end in good order after it.
+            # Ctrl-C must reach only us: we then stop the ranks in order.
             start_new_session=True,
         )
         training = Training(job, process, log_path, checkpoints)
@@ -207,10 +209,10 @@ def started(
 
 
 class _Interrupts:
-    """Ctrl-C, SIGTERM and SIGHUP as KeyboardInterrupt, but never while they are held.
+    """Ctrl-C, SIGTERM and SIGHUP as KeyboardInterrupt, deferred while held. Held at first.
 
-    So none falls between the start of a process and the knowledge of it, or into its
-    ending. Held at first.
+    So none strikes between the fork of a child and the code that stops it, or while it is
+    being stopped.
     """
 
     _NAMES = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -228,11 +230,11 @@ class _Interrupts:
             signal.signal(name, handler)
 
     def hold(self) -> None:
-        """From now on they are only noted."""
+        """Defer signals from now on."""
         self._held = True
 
     def release(self) -> None:
-        """From now on they raise; one that was noted raises here."""
+        """Raise signals from now on; a deferred one raises here."""
         self._held = False
         if self._came:
             raise KeyboardInterrupt
@@ -244,7 +246,7 @@ class _Interrupts:
 
 
 def free_job_name(wanted: str) -> str:
-    """`wanted`, or with a number behind it when a job of that name runs."""
+    """`wanted`, with a number appended if a job of that name is running."""
     taken = {endpoint.job for endpoint in places.running_jobs()}
     number, name = 1, wanted
     while name in taken:
@@ -254,18 +256,18 @@ def free_job_name(wanted: str) -> str:
 
 
 def show(mesh: Mesh, checkpoints: Path, heading: Heading) -> None:
-    """Runs all of it against a training that goes on.
+    """Gradients, an edit and its undo, a write-back and an export of the running training.
 
     Raises:
-        DataLossError: the running training does not hold what it was told to.
+        DataLossError: the training or the file does not hold what was written.
     """
     heading("Gradients, as updates consume them", f"paramd grads '{GRADIENTS}'")
     _gradients(mesh)
-    heading("Four rows edited on all ranks at one step", f"paramd edit '{ROWS}' --mul 0.5")
+    heading("Edit four rows on all ranks at one step", f"paramd edit '{ROWS}' --mul 0.5")
     _edit_and_undo(mesh)
-    heading("Training held, changed in place, let go", f"mesh.summon('{ROWS}', writeback=True)")
+    heading("Pause, change weights in place, resume", f"mesh.summon('{ROWS}', writeback=True)")
     _write_back(mesh)
-    heading("A checkpoint of the run, taken now", f"paramd export {DESTINATION}/now --wait")
+    heading("Take a checkpoint now", f"paramd export {DESTINATION}/now --wait")
     _export(mesh, checkpoints)
 
 
@@ -286,10 +288,10 @@ def _gradients(mesh: Mesh) -> None:
 
 def _edit_and_undo(mesh: Mesh) -> None:
     edit = mesh.edit(ROWS, mul=0.5, note="demo")
-    print(f"edit {edit.id[:8]}: {edit.state} at step {edit.step}; training stood "
+    print(f"edit {edit.id[:8]}: {edit.state} at step {edit.step}; training stopped for "
           f"{seconds((edit.stop_ms or 0.0) / 1e3)}")  # fmt: skip
     undo = mesh.undo(edit.id)
-    print(f"edit {undo.id[:8]}: {undo.state} at step {undo.step}, which undoes {edit.id[:8]}")
+    print(f"edit {undo.id[:8]}: {undo.state} at step {undo.step}, undoing {edit.id[:8]}")
 
 
 def _write_back(mesh: Mesh) -> None:
@@ -298,8 +300,8 @@ def _write_back(mesh: Mesh) -> None:
         rows.clamp_(-0.05, 0.05)
     edit = mesh.edits(limit=1)[0]
     if edit.step != params.step:
-        raise DataLossError(f"the write-back was applied at {edit.step}, not at {params.step}")
-    print(f"held at step {params.step}; edit {edit.id[:8]}: {edit.state} at step {edit.step}")
+        raise DataLossError(f"the write-back was applied at step {edit.step}, not {params.step}")
+    print(f"paused at step {params.step}; edit {edit.id[:8]}: {edit.state} at step {edit.step}")
 
 
 def _export(mesh: Mesh, checkpoints: Path) -> None:
@@ -311,10 +313,10 @@ def _export(mesh: Mesh, checkpoints: Path) -> None:
         names = set(opened.keys())
     missing = {info.fqn for info in mesh.params()} - names
     if missing:
-        raise DataLossError(f"the checkpoint lacks {sorted(missing)[:3]}")
+        raise DataLossError(f"the checkpoint is missing {sorted(missing)[:3]}")
     print(
-        f"{path.name}: {size(path.stat().st_size)}, step {export.step}, {len(names)} tensors, as "
-        "the safetensors library reads it"
+        f"{path.name}: {size(path.stat().st_size)}, step {export.step}, {len(names)} tensors, "
+        "read back with the safetensors library"
     )
 
 
@@ -325,15 +327,14 @@ def demo(
     ] = False,
     debug: Debug = False,
 ) -> None:
-    """Train a small GPT on two ranks and look into it, from outside.
+    """Train a small GPT on two ranks, and inspect and edit it while it runs.
 
-    FSDP2 on this machine's CPU, real text, nothing downloaded. Lists parameters,
-    prints statistics and a histogram, summons a layer while the loss falls, saves
-    it and reads it back; then gradients, an edit and its undo, a write-back, and
-    a checkpoint of the running training. Ends by itself.
+    FSDP2 on this machine's CPU; nothing is downloaded. Lists parameters, prints
+    statistics and a histogram, summons a layer while the loss falls, saves it
+    and reads it back; then shows gradients, an edit and its undo, a write-back,
+    and a checkpoint of the running training. Exits by itself.
     """
     _check_installed()
-
     name = free_job_name(job)
     with tempfile.TemporaryDirectory(prefix="paramd-demo-") as folder:
         _note(f"Two ranks train a small GPT with FSDP2 on the CPU, as job {name!r} ...")
@@ -342,12 +343,12 @@ def demo(
             try:
                 _tour(training, Path(folder))
             except ParamdError:
-                _note(f"Sidecars and control plane left their logs in {state_dir() / name}")
+                _note(f"The logs of sidecars and control plane are in {state_dir() / name}")
                 raise
             _next_steps(name, running=keep)
             if keep:
                 _keep(training)
-        _note("The training has ended.")
+        _note("Training has stopped.")
 
 
 def _check_installed() -> None:
@@ -360,31 +361,31 @@ def _check_installed() -> None:
 def _tour(training: Training, folder: Path) -> None:
     from paramd.mesh.connect import connect
 
-    # Not what PARAMD_URL and PARAMD_TOKEN may name: the training that we started.
+    # Connect to our own training, whatever PARAMD_URL and PARAMD_TOKEN say.
     endpoint = read_endpoint(training.job)
     with connect(endpoint.url, endpoint.token, job=training.job) as mesh:
         _wait_until_well(mesh, training)
-        _heading("What the ranks do", f"paramd status --job {training.job}")
+        _heading("State of the ranks", f"paramd status --job {training.job}")
         emit(status_command.listing(mesh.status()), Format.TABLE)
-        _heading("What there is to read", f"paramd params --job {training.job}")
+        _heading("Parameters", f"paramd params --job {training.job}")
         _list_params(mesh)
-        _heading("Statistics of a layer, computed where it lies", f"paramd stats '{LAYER}'")
+        _heading("Statistics of a layer, computed in place", f"paramd stats '{LAYER}'")
         emit(
             stats_command.listing(mesh.stats(LAYER), age_s=0.0, with_histogram=False),
             Format.TABLE,
         )
         _heading("A histogram of one weight", f"paramd stats {WEIGHT} --histogram")
         stats_command.print_histograms(mesh.stats(WEIGHT, histogram=True))
-        _heading("The layer, whole, while the loss falls", f"mesh.summon('{LAYER}')")
+        _heading("The full layer, while the loss falls", f"mesh.summon('{LAYER}')")
         found = _watch(mesh, training)
         path = folder / f"layer0-step-{found.step}.safetensors"
-        _heading("Saved, and read back", f"paramd summon '{LAYER}' -o {path.name}")
+        _heading("Save it and read it back", f"paramd summon '{LAYER}' -o {path.name}")
         _save_and_compare(found, path)
         show(mesh, training.checkpoints, _heading)
 
 
 def _wait_until_well(mesh: Mesh, training: Training) -> None:
-    """Until every rank answers and the first updates are done."""
+    """Wait until every rank is healthy and the first updates are done."""
     deadline_s = time.monotonic() + OPEN_TIMEOUT_S
     while True:
         found = mesh.status()
@@ -407,13 +408,13 @@ def _list_params(mesh: Mesh) -> None:
         Format.TABLE,
     )
     hidden = len(found) - len(shown)
-    _note(f"and {hidden} more like them; {sum(info.numel for info in found):,} elements in all")
+    _note(f"and {hidden} more like them; {sum(info.numel for info in found):,} elements in total")
 
 
 def _watch(mesh: Mesh, training: Training) -> Summoned:
-    """Summons the layer a few times; returns the last one."""
+    """Summon the layer a few times; return the last one."""
     print(f"{'STEP':>6}  {'LOSS':>7}  {'NORM OF ' + WEIGHT:>26}  {'MOVED BY':>9}  {'TOOK':>7}")
-    mesh.summon(WEIGHT)  # the first one loads torch, which the last column is not about
+    mesh.summon(WEIGHT)  # loads torch, which column TOOK must not include
     found = mesh.summon(LAYER)
     before = found[WEIGHT]
     for number in range(ROUNDS):
@@ -441,17 +442,17 @@ def _save_and_compare(found: Summoned, path: Path) -> None:
         names = set(opened.keys())
         wrong = [name for name in kept if not kept[name].equal(opened.get_tensor(name))]
     if wrong or names != kept.keys() or metadata["paramd_step"] != str(found.step):
-        raise DataLossError(f"the file does not hold what was summoned: {wrong or names}")
+        raise DataLossError(f"the file differs from the summoned tensors: {wrong or names}")
     print(
         f"{path.name}: {size(size_bytes)}, step {metadata['paramd_step']}; the safetensors "
-        f"library reads {len(names)} tensors, all equal to what was summoned"
+        f"library reads {len(names)} tensors, all equal to the summoned ones"
     )
 
 
 def _next_steps(job: str, *, running: bool) -> None:
-    _heading("What to try next", "")
+    _heading("Next steps", "")
     if not running:
-        _note("paramd demo --keep        leaves the training running; then, in another terminal:")
+        _note("paramd demo --keep        keeps the training running; then, in another terminal:")
     for line in (
         f"paramd status --job {job}",
         f"paramd params 'layers.*.weight' --job {job} -o name",
@@ -466,17 +467,17 @@ def _next_steps(job: str, *, running: bool) -> None:
 
 
 def _keep(training: Training) -> None:
-    _note("The training goes on; Ctrl-C ends it.")
+    _note("Training continues; Ctrl-C stops it.")
     try:
         training.wait()
     except KeyboardInterrupt:
-        _note("Ending it after the next step ...")
+        _note("Stopping after the next step ...")
     else:
         training.check(math.inf, "it ended")
 
 
 def _heading(text: str, command: str) -> None:
-    """A line above what follows, on stderr, in order with what stdout has."""
+    """Print a heading to stderr, in order with stdout."""
     sys.stdout.flush()
     from rich.console import Console
     from rich.text import Text

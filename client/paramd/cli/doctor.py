@@ -1,4 +1,4 @@
-"""`paramd doctor`: whether this machine and its jobs are well, and what to do if not."""
+"""`paramd doctor`: check this machine, its TLS files, control planes and jobs."""
 
 from __future__ import annotations
 
@@ -46,12 +46,12 @@ FLOORS = {
     "starlette": "1.3.1",
     "uvicorn": "0.30",
 }
-"""Oldest versions that work or that have no known hole; the same as in pyproject.toml."""
+"""Oldest versions that work and have no known vulnerability, as in pyproject.toml."""
 
 EXTRAS = {"torch": "torch", "fastapi": "service", "starlette": "service", "uvicorn": "service"}
-"""Packages that a part of the users needs, and the extra that brings them."""
+"""Optional packages, and the extra that installs them."""
 
-_SECCOMP = "the container's seccomp profile or sandbox forbids it; allow sendmsg with descriptors"
+_SECCOMP = "the container's seccomp profile or sandbox blocks it; allow sendmsg with descriptors"
 
 COLUMNS = (
     Column("check", "CHECK"),
@@ -62,17 +62,17 @@ COLUMNS = (
 
 TIMEOUT_S = 5.0
 NOTABLE_SKEW_S = 5.0
-"""The Date header has whole seconds; what is above this is no rounding and no network."""
+"""More than rounding (the Date header has whole seconds) and network delay explain."""
 
 SOON_S = 7 * 86_400.0
-"""A certificate that ends within this time is a warning."""
+"""A certificate that expires within this time is a warning."""
 
 CERTIFICATES = ("PARAMD_TLS_CERT", "PARAMD_TLS_CLIENT_CERT", "PARAMD_TLS_CLIENT_CA")
 KEYS = ("PARAMD_TLS_KEY", "PARAMD_TLS_CLIENT_KEY")
 
 
 class Verdict(StrEnum):
-    """What a check came to."""
+    """Result of a check."""
 
     OK = "ok"
     WARNING = "warning"
@@ -87,11 +87,11 @@ class Finding:
     verdict: Verdict
     detail: str
     advice: str = ""
-    """What to do; empty only when all is well."""
+    """What to do; empty when the verdict is OK."""
 
 
 def machine() -> Iterator[Finding]:
-    """All checks of this machine, in order. A check that breaks is a finding, not an error."""
+    """All checks of this machine, in order. A check that raises becomes a failed finding."""
     for name, check in _CHECKS:
         try:
             yield from check()
@@ -100,7 +100,7 @@ def machine() -> Iterator[Finding]:
                 check=name,
                 verdict=Verdict.FAILED,
                 detail=f"{type(error).__name__}: {error}",
-                advice="the check itself broke; run with --debug and report it",
+                advice="the check itself crashed; run with --debug and report it",
             )
 
 
@@ -118,16 +118,16 @@ def _packages() -> Iterator[Finding]:
             found = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
             verdict = Verdict.WARNING if extra else Verdict.FAILED
-            use = "to summon and to train" if name == "torch" else "to serve"
+            use = "for summon and training" if name == "torch" else "to run the service"
             yield Finding(
                 check=name,
                 verdict=verdict,
                 detail="not installed",
-                advice=f"needed {use if extra else 'always'}: {install}",
+                advice=f"required {use if extra else 'always'}: {install}",
             )
             continue
         good = release(found) >= release(floor)
-        yield _finding(name, good, found, f"{floor} or newer is needed: {install} --upgrade")
+        yield _finding(name, good, found, f"needs {floor} or newer: {install} --upgrade")
 
 
 def release(version: str) -> tuple[int, ...]:
@@ -143,7 +143,7 @@ def _state_dir() -> Iterator[Finding]:
         yield _finding(
             "state dir",
             os.access(parent, os.W_OK | os.X_OK),
-            f"{path} will be made",
+            f"{path} will be created",
             f"{parent} is not writable: set PARAMD_STATE_DIR to a directory of yours",
         )
         return
@@ -153,13 +153,15 @@ def _state_dir() -> Iterator[Finding]:
     elif not os.access(path, os.W_OK | os.X_OK):
         problem = f"is not writable: chmod u+rwx {path}"
     elif stat.S_IMODE(found.st_mode) & 0o022:
-        problem = f"can be changed by others: chmod go-w {path}"
+        problem = f"is writable by other users: chmod go-w {path}"
     else:
         problem = ""
     yield _finding("state dir", not problem, str(path), problem)
     for entry in sorted(path.iterdir()):
         if entry.is_dir() and stat.S_IMODE(entry.stat().st_mode) & 0o077:
-            yield _finding("job dir", False, f"{entry} is open to others", f"chmod 700 {entry}")
+            yield _finding(
+                "job dir", False, f"{entry} is open to other users", f"chmod 700 {entry}"
+            )
 
 
 def _memory() -> Iterator[Finding]:
@@ -169,10 +171,10 @@ def _memory() -> Iterator[Finding]:
     yield Finding(
         check="shared memory",
         verdict=Verdict.OK if available >= LITTLE_MEMORY_BYTES else Verdict.WARNING,
-        detail=f"{available / 1e9:,.1f} GB may be taken",
+        detail=f"{available / 1e9:,.1f} GB available",
         advice=""
         if available >= LITTLE_MEMORY_BYTES
-        else "each rank needs its parameters' bytes twice; raise the container's memory limit",
+        else "each rank needs twice its parameters' size; raise the container's memory limit",
     )
     try:
         descriptor = descriptors.create_memory("paramd-doctor", mmap.PAGESIZE)
@@ -183,13 +185,13 @@ def _memory() -> Iterator[Finding]:
         os.close(descriptors.wake_event())
         os.close(descriptors.pidfd(os.getpid()))
         yield _finding("memfd, eventfd, pidfd", True, "work", "")
-        yield _finding("SCM_RIGHTS", _passes(descriptor), "descriptors change hands", _SECCOMP)
+        yield _finding("SCM_RIGHTS", _passes(descriptor), "descriptors can be passed", _SECCOMP)
     finally:
         os.close(descriptor)
 
 
 def _passes(descriptor: int) -> bool:
-    """Whether a descriptor of shared memory survives the way through a Unix socket."""
+    """Whether a shared memory descriptor works after passing through a Unix socket."""
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     with ours, theirs:
         socket.send_fds(ours, [b"x"], [descriptor])
@@ -231,7 +233,7 @@ def _one_port(port: int, mine: Mapping[str, str]) -> Finding:
         detail=detail,
         advice=""
         if free
-        else "the next free port is used instead; to choose one set PARAMD_LISTEN=127.0.0.1:PORT",
+        else "the next free port will be used; to choose one, set PARAMD_LISTEN=127.0.0.1:PORT",
     )
 
 
@@ -241,7 +243,7 @@ def _clock() -> Iterator[Finding]:
     good = now_s > installed_s - 86_400
     detail = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(now_s))
     yield _finding(
-        "clock", good, detail, "it is before paramd was installed, tickets will not fit: set it"
+        "clock", good, detail, "earlier than paramd's installation, tickets will fail: set it"
     )
     with suppress(OSError):
         source = Path("/sys/devices/system/clocksource/clocksource0/current_clocksource")
@@ -265,15 +267,13 @@ _CHECKS: tuple[tuple[str, Callable[[], Iterator[Finding]]], ...] = (
 
 @with_target
 def doctor(target: Target, output: Output = None) -> None:
-    """Check this machine and its running jobs, and say what to do.
+    """Check this machine and its running jobs, and suggest fixes.
 
-    Looks at versions, the state dir, shared memory, sockets, ports, the clock and
-    files of TLS; compares clocks with the control planes, looks at their
-    certificates, and asks every running job (or the one named) for its ranks.
-    Exit code 1 when anything has failed; a warning alone is 0.
+    Checks versions, the state dir, shared memory, sockets, ports, the clock and
+    TLS files; clocks and certificates of the control planes; and the ranks of
+    every running job, or of the one named. Exits with code 1 if any check
+    failed; warnings alone exit with 0.
     """
-    # Loads gRPC.
-
     chosen = target.settings
     findings = [*machine(), *tls_files(chosen.tls_ca)]
     for url in _urls(target):
@@ -292,7 +292,7 @@ def doctor(target: Target, output: Output = None) -> None:
 
 
 def _urls(target: Target) -> list[str]:
-    """The control planes to look at: the one named, else those of the jobs that run here."""
+    """The control planes to check: the one named, else those of the jobs running here."""
     chosen = target.settings
     if chosen.url is not None:
         return [chosen.url]
@@ -301,7 +301,7 @@ def _urls(target: Target) -> list[str]:
 
 
 def jobs(target: Target) -> Iterator[Finding]:
-    """One finding for each running job, and one for each of its ranks that is not well."""
+    """One finding per running job, and one per unhealthy rank."""
     chosen = target.settings
     if chosen.url is not None and chosen.job is None:
         try:
@@ -310,7 +310,7 @@ def jobs(target: Target) -> Iterator[Finding]:
             yield _silent(chosen.url, error)
             return
         if not targets:
-            yield Finding(check="jobs", verdict=Verdict.OK, detail=f"none is at {chosen.url}")
+            yield Finding(check="jobs", verdict=Verdict.OK, detail=f"none at {chosen.url}")
     elif chosen.url is not None or chosen.job is not None:
         targets = [target]
     else:
@@ -319,24 +319,15 @@ def jobs(target: Target) -> Iterator[Finding]:
             Target(replace(chosen, job=job.job, url=job.url, token=job.token)) for job in running
         ]
         if not running:
-            yield Finding(check="jobs", verdict=Verdict.OK, detail="none runs here")
+            yield Finding(check="jobs", verdict=Verdict.OK, detail="none running here")
     for one in targets:
         yield from _job(one)
 
 
 async def _served(target: Target) -> list[str]:
     """Names of the jobs at the control plane of `target`."""
-    from paramd.mesh.connect import resolve
-    from paramd.mesh.peers.control import RestClient
-    from paramd.security.tls import ClientTls
-
-    chosen = target.settings
-    url, token, _ = resolve(chosen.url, chosen.token, None)
-    client = RestClient(url, token, tls=ClientTls.from_environment(chosen.tls_ca))
-    try:
+    async with target.rest() as (client, _):
         return await client.jobs()
-    finally:
-        await client.close()
 
 
 def _silent(name: str, error: Exception) -> Finding:
@@ -344,7 +335,7 @@ def _silent(name: str, error: Exception) -> Finding:
         check=name,
         verdict=Verdict.FAILED,
         detail=explain(error)[0],
-        advice=f"is it still running? Its logs lie in {places.state_dir()}",
+        advice=f"is it still running? Its logs are in {places.state_dir()}",
     )
 
 
@@ -373,7 +364,7 @@ def _job(target: Target) -> Iterator[Finding]:
 
 
 def control_plane(url: str, tls_ca: str | None) -> Iterator[Finding]:
-    """Its clock against ours and, with https, its certificate. No token is sent."""
+    """Compare its clock with ours and, with https, check its certificate. Sends no token."""
     parts = urlsplit(url)
     host = parts.netloc
     try:
@@ -409,33 +400,37 @@ def _remote_clock(host: str, url: str, tls: ClientTls) -> Finding:
             trust_env=False,
         )
     except httpx2.HTTPError as error:
-        raise OSError(f"{url} does not answer ({error})") from error
+        raise OSError(f"{url} does not respond ({error})") from error
     return clock_finding(host, answer.headers.get("date"), (before_s + time.time()) / 2)
 
 
 def clock_finding(host: str, date: str | None, now_s: float) -> Finding:
-    """What a Date header says about our clock, which showed `now_s` when it was written."""
+    """Compare the Date header `date` with our clock, which read `now_s` at that moment."""
     check = f"clock of {host}"
     try:
-        # Cut to whole seconds, so half a second is missing on average.
+        # Truncated to whole seconds, half a second on average.
         theirs_s = parsedate_to_datetime(date or "").timestamp() + 0.5
     except ValueError:
         return Finding(
             check=check,
             verdict=Verdict.WARNING,
-            detail=f"it says no time (Date: {date!r})",
-            advice="is it a paramd control plane? A proxy may have taken the header away",
+            detail=f"it sent no usable time (Date: {date!r})",
+            advice="is it a paramd control plane? A proxy may have removed the header",
         )
     ahead_s = now_s - theirs_s
     skew_s = abs(ahead_s)
     if skew_s <= NOTABLE_SKEW_S:
-        return Finding(check=check, verdict=Verdict.OK, detail="as ours, to a few seconds")
-    advice = "tickets and tokens would be refused" if skew_s > CLOCK_SKEW_S else "more is too much"
+        return Finding(check=check, verdict=Verdict.OK, detail="within a few seconds of ours")
+    advice = (
+        "tickets and tokens would be refused"
+        if skew_s > CLOCK_SKEW_S
+        else f"at most {CLOCK_SKEW_S:.0f} s is tolerated"
+    )
     return Finding(
         check=check,
         verdict=Verdict.FAILED if skew_s > CLOCK_SKEW_S else Verdict.WARNING,
         detail=f"ours is {seconds(skew_s)} {'ahead' if ahead_s > 0 else 'behind'}",
-        advice=f"set the clocks (NTP); {advice}",
+        advice=f"synchronize the clocks (NTP); {advice}",
     )
 
 
@@ -460,7 +455,7 @@ def _certificate(host: str, name: str, port: int, tls: ClientTls) -> Finding:
             check=check,
             verdict=Verdict.FAILED,
             detail=str(error),
-            advice="does it speak TLS there? It may ask for a client certificate: "
+            advice="does the port speak TLS? It may require a client certificate: "
             "PARAMD_TLS_CLIENT_CERT and PARAMD_TLS_CLIENT_KEY",
         )
     assert found is not None
@@ -473,15 +468,15 @@ def _certificate(host: str, name: str, port: int, tls: ClientTls) -> Finding:
 def _verify_advice(code: int, tls: ClientTls) -> str:
     expired, not_yet, wrong_name, wrong_ip = 10, 9, 62, 64
     if code in (expired, not_yet):
-        return "renew its certificate, or set this machine's clock"
+        return "renew its certificate, or correct this machine's clock"
     if code in (wrong_name, wrong_ip):
-        return "use a name that its certificate has, or issue it for this one"
-    used = f"{tls.ca} is not its CA" if tls.ca is not None else "the system does not know its CA"
+        return "use a name in its certificate, or issue one for this name"
+    used = f"{tls.ca} is not its CA" if tls.ca is not None else "the system does not trust its CA"
     return f"{used}; give the right one with --tls-ca FILE or PARAMD_TLS_CA"
 
 
 def expiry_finding(check: str, what: str, end_s: float, now_s: float) -> Finding:
-    """Whether a certificate that ends at `end_s` is good at `now_s` and for a while."""
+    """Whether a certificate is valid at `now_s` and does not expire within `SOON_S`."""
     left_s = end_s - now_s
     day = time.strftime("%Y-%m-%d", time.gmtime(end_s))
     verdict = Verdict.OK if left_s > SOON_S else Verdict.WARNING
@@ -490,13 +485,13 @@ def expiry_finding(check: str, what: str, end_s: float, now_s: float) -> Finding
     return Finding(
         check=check,
         verdict=verdict,
-        detail=f"{what}, {'valid until' if left_s > 0 else 'ended on'} {day}",
-        advice="" if verdict is Verdict.OK else "renew it; servers take up new files by themselves",
+        detail=f"{what}, {'valid until' if left_s > 0 else 'expired on'} {day}",
+        advice="" if verdict is Verdict.OK else "renew it; servers reload the files by themselves",
     )
 
 
 def tls_files(tls_ca: str | None) -> Iterator[Finding]:
-    """The files that PARAMD_TLS_* and --tls-ca name: their dates, and who can read the keys."""
+    """Check the files in PARAMD_TLS_* and --tls-ca: expiry of certificates, modes of keys."""
     named = {name: os.environ.get(name) for name in (*CERTIFICATES, *KEYS)}
     named["TLS CA"] = tls_ca if tls_ca is not None else os.environ.get("PARAMD_TLS_CA")
     for name, text in named.items():
@@ -506,7 +501,7 @@ def tls_files(tls_ca: str | None) -> Iterator[Finding]:
         try:
             yield _key_file(name, path) if name in KEYS else _certificate_file(name, path)
         except (UsageError, OSError, ValueError) as error:
-            advice = "name a PEM file that this user can read"
+            advice = "give a PEM file that this user can read"
             yield Finding(check=name, verdict=Verdict.FAILED, detail=str(error), advice=advice)
 
 
@@ -518,10 +513,10 @@ def _key_file(name: str, path: Path) -> Finding:
         return Finding(
             check=name,
             verdict=Verdict.FAILED,
-            detail=f"{path} is open to other users",
+            detail=f"{path} is readable by other users",
             advice=f"chmod 600 {path}",
         )
-    return Finding(check=name, verdict=Verdict.OK, detail=f"{path}, for its owner alone")
+    return Finding(check=name, verdict=Verdict.OK, detail=f"{path}, readable only by its owner")
 
 
 def _certificate_file(name: str, path: Path) -> Finding:
@@ -531,7 +526,7 @@ def _certificate_file(name: str, path: Path) -> Finding:
     try:
         from cryptography import x509
     except ModuleNotFoundError:
-        detail = f"{path}; its dates are looked at with paramd[service] installed"
+        detail = f"{path}; install paramd[service] to check its expiry"
         return Finding(check=name, verdict=Verdict.OK, detail=detail)
     found = x509.load_pem_x509_certificates(data)
     end_s = min(certificate.not_valid_after_utc.timestamp() for certificate in found)

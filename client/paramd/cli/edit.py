@@ -1,4 +1,4 @@
-"""`paramd edit`, `edits`, `undo`: change parameters of a running training, on all ranks or none."""
+"""`paramd edit`, `edits`, `undo`: change parameters of a running job, on all ranks or none."""
 
 from __future__ import annotations
 
@@ -6,14 +6,13 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
-from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from paramd.cli.options import Format, Output, Target, with_target
-from paramd.cli.output import Column, Listing, count, emit, number, size
+from paramd.cli.options import Format, Globs, Output, Target, with_target
+from paramd.cli.output import Column, Listing, count, emit, number, size, when
 from paramd.cli.shell import say
 from paramd.errors import NotFoundError, UsageError
 
@@ -24,9 +23,11 @@ if TYPE_CHECKING:
     from paramd.mesh.edits.upload import Progress
     from paramd.mesh.mesh import Mesh
 
-Wait = Annotated[bool, typer.Option("--wait/--no-wait", help="Until it is applied, or refused.")]
+Wait = Annotated[
+    bool, typer.Option("--wait/--no-wait", help="Wait until it is applied or refused.")
+]
 
-PANEL = "What is done (exactly one)"
+PANEL = "Operation (exactly one)"
 
 Fill = Annotated[
     float | None,
@@ -34,7 +35,7 @@ Fill = Annotated[
 ]
 Mul = Annotated[
     float | None,
-    typer.Option("--mul", metavar="X", help="Multiply with a number.", rich_help_panel=PANEL),
+    typer.Option("--mul", metavar="X", help="Multiply by a number.", rich_help_panel=PANEL),
 ]
 Add = Annotated[
     float | None, typer.Option("--add", metavar="X", help="Add a number.", rich_help_panel=PANEL)
@@ -42,7 +43,7 @@ Add = Annotated[
 Clamp = Annotated[
     str | None,
     typer.Option(
-        "--clamp", metavar="MIN:MAX", help="Clamp; either bound may be left out.",
+        "--clamp", metavar="MIN:MAX", help="Clamp; either bound may be omitted.",
         rich_help_panel=PANEL,
     ),
 ]  # fmt: skip
@@ -50,24 +51,18 @@ From = Annotated[
     Path | None,
     typer.Option(
         "--from", metavar="FILE.safetensors", rich_help_panel=PANEL,
-        help="Set to what the file has under the names that match.",
+        help="Set to the file's tensors of the same names.",
     ),
 ]  # fmt: skip
 Lerp = Annotated[
     float | None,
-    typer.Option("--lerp", metavar="W", help="With --from: go only that share of the way."),
+    typer.Option("--lerp", metavar="W", help="With --from: interpolate, x + W * (file - x)."),
 ]
 IfStep = Annotated[
     int | None,
-    typer.Option(
-        "--if-step", metavar="N", help="Apply at that step or not at all; hold training first."
-    ),
+    typer.Option("--if-step", metavar="N", help="Apply only at this step; pause training first."),
 ]
-Note = Annotated[str, typer.Option("--note", metavar="TEXT", help="Why; kept with the edit.")]
-
-
-def _when(time_s: float) -> str:
-    return datetime.fromtimestamp(time_s).astimezone().strftime("%m-%d %H:%M:%S")
+Note = Annotated[str, typer.Option("--note", metavar="TEXT", help="Reason, kept with the edit.")]
 
 
 COLUMNS = (
@@ -77,7 +72,7 @@ COLUMNS = (
     Column("what", "WHAT"),
     Column("size_bytes", "SIZE", size, right=True),
     Column("stop_ms", "STOP MS", number, right=True),
-    Column("created_s", "WHEN", _when),
+    Column("created_s", "WHEN", when),
     Column("actor", "WHO"),
     Column("note", "NOTE"),
     Column("why", "REASON"),
@@ -88,16 +83,16 @@ COLUMNS = (
 def edits(
     target: Target,
     edit_id: Annotated[
-        str | None, typer.Argument(metavar="[ID]", help="One edit, with all that is known of it.")
+        str | None, typer.Argument(metavar="[ID]", help="Show one edit in full.")
     ] = None,
     state: Annotated[
         str | None,
-        typer.Option("--state", metavar="STATE", help="Only those, for example APPLIED."),
+        typer.Option("--state", metavar="STATE", help="Only edits in this state, e.g. APPLIED."),
     ] = None,
-    limit: Annotated[int, typer.Option("--limit", metavar="N", help="At most so many.")] = 50,
+    limit: Annotated[int, typer.Option("--limit", metavar="N", help="List at most N.")] = 50,
     output: Output = None,
 ) -> None:
-    """List the edits of a job, the newest first; with an ID, show one."""
+    """List the edits of a job, newest first; with an ID, show one."""
     with target.connect() as mesh:
         if edit_id is not None:
             emit_edit(mesh.get_edit(edit_id), target.format)
@@ -110,16 +105,18 @@ def edits(
 @with_target
 def undo(
     target: Target,
-    edit_id: Annotated[str, typer.Argument(metavar="ID", help="Which edit; 8 characters suffice.")],
+    edit_id: Annotated[
+        str, typer.Argument(metavar="ID", help="The edit's ID, or its first 8 characters.")
+    ],
     force: Annotated[
-        bool, typer.Option("--force", help="Also when later edits changed some of the same.")
+        bool, typer.Option("--force", help="Undo even if later edits changed the same elements.")
     ] = False,
     wait: Wait = True,
     output: Output = None,
 ) -> None:
-    """Undo an edit: what was added is subtracted, all else is put back as it was.
+    """Undo an edit: an addition is subtracted again, anything else restores the old values.
 
-    Updates of the training since then are lost where values are put back.
+    Restored values lose the training updates made since the edit.
     """
     with target.connect() as mesh:
         found = mesh.undo(edit_id, force=force, wait=wait)
@@ -127,7 +124,7 @@ def undo(
 
 
 def emit_edit(edit: Edit, form: Format) -> None:
-    """One edit to stdout, and before and after to stderr when a person reads."""
+    """Print one edit to stdout; with a table, also before and after to stderr."""
     row = _row(edit)
     if form in (Format.JSON, Format.JSONL):
         row = {**row, "ops": [dict(op) for op in edit.ops], "reason": edit.reason}
@@ -141,9 +138,9 @@ def emit_edit(edit: Edit, form: Format) -> None:
         row |= {"undoable": edit.undoable, "undo_refusal": edit.undo_refusal}
     emit(_listing([row], {"job": edit.job}), form)
     if form is Format.TABLE and edit.before is not None and edit.after is not None:
-        for when, found in (("before", edit.before), ("after", edit.after)):
+        for moment, found in (("before", edit.before), ("after", edit.after)):
             say(
-                f"{when}: min {found.min:.4g}, max {found.max:.4g}, mean {found.mean:.4g}, "
+                f"{moment}: min {found.min:.4g}, max {found.max:.4g}, mean {found.mean:.4g}, "
                 f"norm {found.norm:.4g}, {found.nan_count:,} NaN, {found.inf_count:,} Inf"
             )
 
@@ -177,10 +174,7 @@ def _numbers(found: Any) -> dict[str, Any] | None:
 @with_target
 def edit(
     target: Target,
-    glob: Annotated[
-        list[str],
-        typer.Argument(metavar="GLOB", help="Which names, or slices such as 'w[0:4]'."),
-    ],
+    glob: Globs,
     fill: Fill = None,
     mul: Mul = None,
     add: Add = None,
@@ -188,29 +182,27 @@ def edit(
     from_file: From = None,
     lerp: Lerp = None,
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Change nothing; show before and after.")
+        bool, typer.Option("--dry-run", help="Change nothing; show the effect.")
     ] = False,
     if_step: IfStep = None,
     reset_moments: Annotated[
         bool,
-        typer.Option("--reset-moments", help="Zero the optimizer's state of what is changed."),
+        typer.Option("--reset-moments", help="Zero the optimizer state of the changed elements."),
     ] = False,
     allow_nonfinite: Annotated[
-        bool, typer.Option("--allow-nonfinite", help="NaN and infinities are wanted (admins).")
+        bool, typer.Option("--allow-nonfinite", help="Allow NaN and infinities (admins only).")
     ] = False,
     note: Note = "",
-    wait: Annotated[
-        bool, typer.Option("--wait/--no-wait", help="Until it is applied, or refused.")
-    ] = True,
+    wait: Wait = True,
     timeout: Annotated[
         float, typer.Option("--timeout", metavar="S", help="Seconds to wait.")
     ] = 60.0,
     output: Output = None,
 ) -> None:
-    """Change parameters of the running training, on all ranks at one step or on none.
+    """Change parameters of the running job, on all ranks at one step or on none.
 
-    Training goes on. The next update starts from the changed values. `paramd
-    undo` takes an edit back, as long as the sidecars keep what it needs.
+    Training continues, and its next update starts from the changed values.
+    `paramd undo` reverts the edit while the sidecars still keep its undo data.
     """
     numbers = {"fill": fill, "mul": mul, "add": add, "clamp": _bounds(clamp)}
     form: dict[str, Any] = {name: value for name, value in numbers.items() if value is not None}
@@ -218,7 +210,7 @@ def edit(
         options = ", ".join(f"--{name}" for name in numbers)
         raise UsageError(f"edit: give exactly one of {options}, --from")
     if lerp is not None and from_file is None:
-        raise UsageError("--lerp: needs --from, whose tensors it goes towards")
+        raise UsageError("--lerp: needs --from, the tensors to interpolate towards")
     with target.connect() as mesh, _progress() as progress:
         patterns: Sequence[str] = glob
         if from_file is not None:
@@ -243,18 +235,19 @@ def edit(
 
 
 def tensors_of(path: Path, mesh: Mesh, globs: Sequence[str]) -> Mapping[str, torch.Tensor]:
-    """Tensors of a safetensors file under the names of the mesh that match.
+    """The tensors of a safetensors file whose names match `globs` in the mesh, by fqn.
 
     Raises:
-        UsageError: the file cannot be read. NotFoundError: it has none of the names.
+        UsageError: the file cannot be read.
+        NotFoundError: it has none of the names.
     """
     names = {name: info.fqn for info in mesh.params(*globs) for name in info.names}
     try:
         from safetensors import SafetensorError, safe_open
     except ImportError as error:
-        raise UsageError(f"--from needs safetensors ({error}); pip install 'paramd[torch]'") from (
-            error
-        )
+        raise UsageError(
+            f"--from needs safetensors ({error}); run: pip install 'paramd[torch]'"
+        ) from error
     try:
         with safe_open(path, framework="pt") as file:
             known = set(file.keys())
@@ -263,8 +256,8 @@ def tensors_of(path: Path, mesh: Mesh, globs: Sequence[str]) -> Mapping[str, tor
         raise UsageError(f"--from: {path} cannot be read as safetensors: {error}") from error
     if not found:
         raise NotFoundError(
-            f"{path} has none of the {len(set(names.values()))} names that match; it has "
-            f"{len(known)}, such as {sorted(known)[:3]}"
+            f"{path} has none of the {len(set(names.values()))} matching names; it has "
+            f"{len(known)} tensors, such as {sorted(known)[:3]}"
         )
     return found
 
@@ -283,7 +276,7 @@ def _bounds(text: str | None) -> tuple[float | None, float | None] | None:
 
 @contextmanager
 def _progress() -> Iterator[Progress | None]:
-    """A bar of bytes sent on stderr, when somebody looks at it and there is something to send."""
+    """A progress bar of bytes sent; None unless stderr is a terminal."""
     if not sys.stderr.isatty():
         yield None
         return

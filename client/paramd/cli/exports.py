@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -12,7 +11,7 @@ import typer
 
 from paramd.cli.edit import emit_edit
 from paramd.cli.options import Format, Output, Target, examples, with_target
-from paramd.cli.output import Column, Listing, count, emit, seconds, size
+from paramd.cli.output import Column, Listing, count, emit, seconds, size, when
 from paramd.cli.shell import say
 from paramd.cli.summon import bar
 from paramd.errors import NotFoundError, UsageError
@@ -31,59 +30,59 @@ FormatOption = Annotated[
 ShardSize = Annotated[
     str | None,
     typer.Option(
-        "--max-shard-size", metavar="SIZE", help="Most bytes in one file of safetensors; 5GB."
+        "--max-shard-size", metavar="SIZE", help="Maximum size of a safetensors file; default 5GB."
     ),
 ]
 Dtype = Annotated[
-    str | None, typer.Option("--dtype", metavar="NAME", help="Cast, for example to bfloat16.")
+    str | None, typer.Option("--dtype", metavar="NAME", help="Cast floats, e.g. to bfloat16.")
 ]
 Include = Annotated[
     list[str] | None,
     typer.Option(
         "--include",
         metavar="KIND",
-        help="Beside parameters and buffers: optimizer. Or name all that is wanted.",
+        help="optimizer, in addition to parameters and buffers; or list every kind wanted.",
     ),
 ]
 KeepTied = Annotated[
-    bool, typer.Option("--keep-tied", help="Tied tensors under each of their names.")
+    bool, typer.Option("--keep-tied", help="Write tied tensors under each of their names.")
 ]
 NameMapFile = Annotated[
     Path | None,
-    typer.Option("--name-map", metavar="FILE", help='JSON of names, for example {"model.*": "*"}.'),
+    typer.Option("--name-map", metavar="FILE", help='JSON of renames, e.g. {"model.*": "*"}.'),
 ]
 AssetsDir = Annotated[
     Path | None,
-    typer.Option("--assets", metavar="DIR", help="Copy its files beside, 64 MiB in all."),
+    typer.Option("--assets", metavar="DIR", help="Also copy the files in DIR, up to 64 MiB."),
 ]
 NoVerify = Annotated[
-    bool, typer.Option("--no-verify", help="Do not read back before it becomes visible.")
+    bool, typer.Option("--no-verify", help="Publish without reading the files back first.")
 ]
 
 schedule = typer.Typer(
-    help="Export every so many steps or seconds, and keep some of it.", no_args_is_help=True
+    help="Export periodically, by steps or seconds, with retention.", no_args_is_help=True
 )
 
 
 @with_target
 def restore(
     target: Target,
-    destination: Annotated[
-        str, typer.Argument(metavar="DEST/KEY", help="An export of safetensors.")
-    ],
+    destination: Annotated[str, typer.Argument(metavar="DEST/KEY", help="A safetensors export.")],
     if_step: Annotated[
-        int | None, typer.Option("--if-step", metavar="N", help="Refuse at any other step.")
+        int | None, typer.Option("--if-step", metavar="N", help="Apply only at this step.")
     ] = None,
     reset_moments: Annotated[
-        bool, typer.Option("--reset-moments", help="Zero the optimizer's state, too.")
+        bool, typer.Option("--reset-moments", help="Also zero the optimizer state.")
     ] = False,
-    note: Annotated[str | None, typer.Option("--note", metavar="TEXT", help="Why.")] = None,
+    note: Annotated[
+        str | None, typer.Option("--note", metavar="TEXT", help="Reason, kept with the edit.")
+    ] = None,
     output: Output = None,
 ) -> None:
-    """Write the parameters of an export back into the running training, as one edit.
+    """Load the parameters of an export back into the running job, as one edit.
 
-    On all ranks at one step, or on none. Buffers and the optimizer's state stay as they are.
-    paramd undo takes it back.
+    On all ranks at one step, or on none. Buffers are left alone, and so is the
+    optimizer state without --reset-moments. `paramd undo` reverts it.
     """
     with target.connect() as mesh, bar(destination) as moved:
         found = mesh.restore(
@@ -94,11 +93,6 @@ def restore(
             moved=lambda done_bytes, size_bytes: moved(destination, done_bytes, size_bytes),
         )
     emit_edit(found, target.format)
-
-
-def when(time_s: float) -> str:
-    """A moment as lists show it."""
-    return datetime.fromtimestamp(time_s).astimezone().strftime("%m-%d %H:%M:%S")
 
 
 COLUMNS = (
@@ -129,7 +123,7 @@ def export(
     destination: Annotated[
         str | None,
         typer.Argument(
-            metavar="[DEST/KEY]", help="A configured destination, and where in it. {step} is named."
+            metavar="[DEST/KEY]", help="Destination and key; {step} in it becomes the step."
         ),
     ] = None,
     format: FormatOption = "safetensors",
@@ -140,25 +134,25 @@ def export(
     name_map: NameMapFile = None,
     assets: AssetsDir = None,
     overwrite: Annotated[
-        bool, typer.Option("--overwrite", help="Replace what stands there.")
+        bool, typer.Option("--overwrite", help="Replace an existing export.")
     ] = False,
     no_verify: NoVerify = False,
     timeout_s: Annotated[
-        float | None, typer.Option("--timeout", metavar="S", help="It fails after so long.")
+        float | None, typer.Option("--timeout", metavar="S", help="Fail after S seconds.")
     ] = None,
-    wait: Annotated[bool, typer.Option("--wait", help="Until it is there, or has failed.")] = False,
+    wait: Annotated[bool, typer.Option("--wait", help="Wait until it is done or failed.")] = False,
     to_client: Annotated[
         Path | None,
         typer.Option(
-            "--to-client", metavar="FILE.safetensors", help="Into one file here, not to DEST/KEY."
+            "--to-client", metavar="FILE.safetensors", help="Write a local file, not to DEST/KEY."
         ),
     ] = None,
     output: Output = None,
 ) -> None:
-    """Write a checkpoint of one step to a destination; training goes on.
+    """Write a checkpoint of one step to a destination, while training continues.
 
-    The sidecars write it, straight to where it goes. It appears there when it is whole.
-    Without --wait it goes on by itself: see paramd exports.
+    The sidecars write directly to the destination, where it becomes visible
+    once complete. Without --wait it runs in the background: see paramd exports.
     """
     names = read_name_map(name_map) if name_map is not None else None
     if to_client is not None:
@@ -173,7 +167,7 @@ def export(
         _to_client(target, to_client, given, dtype=dtype, force=overwrite, names=names)
         return
     if destination is None:
-        raise UsageError("say where: DEST/KEY; paramd exports --destinations lists destinations")
+        raise UsageError("give DEST/KEY; paramd exports --destinations lists destinations")
     with target.connect() as mesh:
         begun = mesh.export(
             destination,
@@ -189,7 +183,7 @@ def export(
             timeout_s=timeout_s,
         )
         if not wait:
-            say(f"export {begun.id} goes on by itself; see: paramd exports {begun.id[:8]}")
+            say(f"export {begun.id} runs in the background; see: paramd exports {begun.id[:8]}")
             emit(_listing(mesh, [begun.info]), target.format)
             return
         found = follow(mesh, begun.info)
@@ -210,8 +204,8 @@ def _to_client(
     wrong = [option for option, is_given in given.items() if is_given]
     if wrong:
         raise UsageError(
-            f"{wrong[0]}: not with --to-client, which writes parameters and buffers into one "
-            "file of safetensors"
+            f"{wrong[0]}: not with --to-client, which writes parameters and buffers to one "
+            "safetensors file"
         )
     check_destination(path, force=force)
     with target.connect() as mesh:
@@ -219,10 +213,10 @@ def _to_client(
 
 
 def follow(mesh: Mesh, info: ExportInfo) -> ExportInfo:
-    """Waits for an export with a bar of its bytes. Raises ConflictError when it fails."""
+    """Wait for an export, with a progress bar. Raises ConflictError if it fails."""
     from paramd.mesh.exports.calls import check_done
 
-    with bar("waits") as moved:
+    with bar("waiting") as moved:
         found = mesh.export_ended(
             info,
             progress=lambda now: moved(now.state.lower(), now.written_bytes, now.size_bytes),
@@ -240,22 +234,23 @@ def follow(mesh: Mesh, info: ExportInfo) -> ExportInfo:
 def exports(
     target: Target,
     export_id: Annotated[
-        str | None, typer.Argument(metavar="[ID]", help="One export with its files.")
+        str | None, typer.Argument(metavar="[ID]", help="Show one export and its files.")
     ] = None,
     state: Annotated[
-        str | None, typer.Option("--state", metavar="STATE", help="Only those, such as FAILED.")
+        str | None,
+        typer.Option("--state", metavar="STATE", help="Only exports in this state, e.g. FAILED."),
     ] = None,
-    limit: Annotated[int, typer.Option("--limit", metavar="N", help="At most so many.")] = 50,
-    cancel: Annotated[bool, typer.Option("--cancel", help="End the one that ID names.")] = False,
-    wait: Annotated[bool, typer.Option("--wait", help="Wait for the one that ID names.")] = False,
+    limit: Annotated[int, typer.Option("--limit", metavar="N", help="List at most N.")] = 50,
+    cancel: Annotated[bool, typer.Option("--cancel", help="Cancel the export ID.")] = False,
+    wait: Annotated[bool, typer.Option("--wait", help="Wait for the export ID.")] = False,
     destinations: Annotated[
-        bool, typer.Option("--destinations", help="List where exports may go.")
+        bool, typer.Option("--destinations", help="List the configured destinations.")
     ] = False,
     output: Output = None,
 ) -> None:
-    """List the exports of a job, the newest first; with an ID, show one and its files."""
+    """List the exports of a job, newest first; with an ID, show one and its files."""
     if export_id is None and (cancel or wait):
-        raise UsageError("--cancel, --wait: say which export: its ID")
+        raise UsageError("--cancel, --wait: give the ID of an export")
     with target.connect() as mesh:
         if destinations:
             _destinations(mesh, target.format)
@@ -305,7 +300,7 @@ def whole_id(mesh: Mesh, text: str) -> str:
 
 
 def included(kinds: Sequence[str] | None) -> list[str]:
-    """What `--include` stands for: "optimizer" comes beside parameters and buffers."""
+    """The kinds `--include` means: "optimizer" alone adds to parameters and buffers."""
     if not kinds or set(kinds) == {"optimizer"}:
         return ["parameters", "buffers", *(kinds if kinds else ())]
     return list(dict.fromkeys(kinds))
@@ -320,7 +315,7 @@ def read_name_map(path: Path) -> dict[str, str]:
     except (OSError, ValueError) as error:
         raise UsageError(f"--name-map: {path} cannot be read: {error}") from None
     if not isinstance(found, dict) or not all(isinstance(v, str) for v in found.values()):
-        raise UsageError(f"--name-map: {path}: expected a JSON object of names to names")
+        raise UsageError(f"--name-map: {path}: expected a JSON object that maps names to names")
     return found
 
 
@@ -350,19 +345,24 @@ SCHEDULE_COLUMNS = (
 def create(
     target: Target,
     destination: Annotated[
-        str, typer.Argument(metavar="DEST/KEY", help="{step} in it is named; else /step-N follows.")
+        str,
+        typer.Argument(
+            metavar="DEST/KEY", help="{step} in it becomes the step; else /step-N is appended."
+        ),
     ],
     every_steps: Annotated[
-        int | None, typer.Option("--every-steps", metavar="N", help="At, or soon after, each N-th.")
+        int | None,
+        typer.Option("--every-steps", metavar="N", help="Every N steps, or soon after."),
     ] = None,
     every_s: Annotated[
-        float | None, typer.Option("--every", metavar="S", help="Every so many seconds.")
+        float | None, typer.Option("--every", metavar="S", help="Every S seconds.")
     ] = None,
     keep_last: Annotated[
-        int | None, typer.Option("--keep-last", metavar="N", help="The newest N stay; else all.")
+        int | None,
+        typer.Option("--keep-last", metavar="N", help="Keep the newest N; by default all."),
     ] = None,
     keep_every: Annotated[
-        int | None, typer.Option("--keep-every", metavar="N", help="And each N-th beside them.")
+        int | None, typer.Option("--keep-every", metavar="N", help="Also keep every N-th.")
     ] = None,
     format: FormatOption = "safetensors",
     max_shard_size: ShardSize = None,
@@ -374,10 +374,10 @@ def create(
     no_verify: NoVerify = False,
     output: Output = None,
 ) -> None:
-    """Have exports begin by themselves, from now on.
+    """Export periodically from now on.
 
-    An occasion that comes while the previous export runs is skipped. Only what the schedule
-    itself wrote is ever removed.
+    A run is skipped while the previous one is still in progress. Retention only
+    removes exports that the schedule itself wrote.
     """
     with target.connect() as mesh:
         found = mesh.create_export_schedule(
@@ -401,7 +401,7 @@ def create(
 @schedule.command("list", epilog=examples("paramd export-schedule list -o json"))
 @with_target
 def list_(target: Target, output: Output = None) -> None:
-    """List the schedules in force."""
+    """List the active schedules."""
     with target.connect() as mesh:
         emit(_schedule_listing(mesh, mesh.export_schedules()), target.format)
 
@@ -410,9 +410,11 @@ def list_(target: Target, output: Output = None) -> None:
 @with_target
 def delete(
     target: Target,
-    schedule_id: Annotated[str, typer.Argument(metavar="ID", help="Its first characters suffice.")],
+    schedule_id: Annotated[
+        str, typer.Argument(metavar="ID", help="The schedule's ID, or its first characters.")
+    ],
 ) -> None:
-    """End a schedule. What it exported stays; an export under way goes on."""
+    """Delete a schedule. Its exports stay, and one in progress continues."""
     with target.connect() as mesh:
         ids = [str(one["id"]) for one in mesh.export_schedules()]
         found = [one for one in ids if one.startswith(schedule_id)]
@@ -422,7 +424,7 @@ def delete(
                 "export-schedule list"
             )
         mesh.delete_export_schedule(found[0])
-    say(f"schedule {found[0]} has ended; its exports stay")
+    say(f"schedule {found[0]} is deleted; its exports stay")
 
 
 def _schedule_listing(mesh: Mesh, rows: Sequence[Mapping[str, Any]]) -> Listing:

@@ -1,4 +1,4 @@
-"""`paramd grads`: statistics of gradients, update by update."""
+"""`paramd grads`: gradient statistics, update by update."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from paramd.cli.options import Format, Output, Target, with_target
+from paramd.cli.options import Format, Globs, Output, Target, with_target
 from paramd.cli.output import Column, Listing, count, emit, number
 from paramd.cli.shell import one_line, say
 from paramd.cli.stats import NUMBERS
@@ -35,28 +35,24 @@ COLUMNS = (
 @with_target
 def grads(
     target: Target,
-    glob: Annotated[
-        list[str],
-        typer.Argument(metavar="GLOB", help="Which names, or slices such as 'w[0:4]'."),
-    ],
+    glob: Globs,
     every: Annotated[int, typer.Option("--every", min=1, help="Updates between frames.")] = 1,
     frames: Annotated[
-        int, typer.Option("-n", "--frames", min=0, help="End after so many; 0: with training.")
+        int, typer.Option("-n", "--frames", min=0, help="Exit after N frames; 0: with the job.")
     ] = 0,
     with_histogram: Annotated[
-        bool, typer.Option("--histogram", help="Count elements between powers of 2, too.")
+        bool, typer.Option("--histogram", help="Also count elements by power of 2.")
     ] = False,
     rows: Annotated[
-        int | None, typer.Option("--rows", min=1, help="Sample so many rows of each tensor.")
+        int | None, typer.Option("--rows", min=1, help="Sample this many rows of each tensor.")
     ] = None,
     output: Output = None,
 ) -> None:
-    """Show statistics of gradients as updates consume them, live.
+    """Show live statistics of gradients, as updates consume them.
 
-    Made where the gradients lie, over all ranks, each element once. Training
-    never waits: frames that come too fast are dropped and counted. With -o
-    jsonl one line for each frame; on a terminal a table with the norms'
-    history.
+    Computed in place, over all ranks, each element once. Training never waits:
+    frames that cannot keep up are dropped and counted. A terminal shows a table
+    with the history of norms; -o jsonl prints one line per frame.
     """
     form = target.format
     kind: Kind = "histogram" if with_histogram else "stats"
@@ -77,7 +73,7 @@ def grads(
 
 
 def listing(document: Mapping[str, Any]) -> Listing:
-    """One frame as rows."""
+    """One frame, one row per gradient."""
     about = {key: document[key] for key in ("job", "incarnation", "step", "dropped")}
     total = {**document["total"], "fqn": "total"}
     return Listing(
@@ -86,7 +82,7 @@ def listing(document: Mapping[str, Any]) -> Listing:
 
 
 def headline(document: Mapping[str, Any]) -> str:
-    """One line about a frame."""
+    """A frame's summary line."""
     factor, scale = document["clip"]["factor"], document["scale"]
     clipped = "" if factor is None else f", clipped by {number(factor)}"
     scaled = "" if scale == 1 else f", scaled by {number(scale)}"
@@ -98,7 +94,7 @@ def headline(document: Mapping[str, Any]) -> str:
 
 
 def spark(values: Sequence[float | None]) -> str:
-    """Norms over time as bars between their lowest and highest; a dot where there is none."""
+    """Norms over time as bars, scaled from lowest to highest; a dot where there is none."""
     known = [value for value in values if value is not None]
     low, high = min(known, default=0.0), max(known, default=0.0)
     step = (high - low) / (len(BARS) - 1) if high > low else 1.0
@@ -112,7 +108,7 @@ class History:
         self._norms: dict[str, deque[float | None]] = {}
 
     def add(self, document: Mapping[str, Any]) -> None:
-        """Takes a frame in."""
+        """Append a frame's norms."""
         for row in (*document["params"], {**document["total"], "fqn": "total"}):
             norms = self._norms.setdefault(row["fqn"], deque(maxlen=SPARK_FRAMES))
             norms.append(row.get("norm"))
@@ -123,7 +119,7 @@ class History:
 
 
 def table_of(document: Mapping[str, Any], history: History) -> Table:
-    """One frame for a terminal."""
+    """One frame as a live table."""
     from rich.table import Table
     from rich.text import Text
 

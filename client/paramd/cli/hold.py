@@ -1,4 +1,4 @@
-"""`paramd pause`, `step` and `resume`: training waits at a boundary, on all ranks alike."""
+"""`paramd pause`, `step` and `resume`: hold training at a boundary, the same on all ranks."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ COLUMNS = (
 )
 
 Timeout = Annotated[
-    float, typer.Option("--timeout", metavar="S", help="Seconds until all ranks have agreed.")
+    float, typer.Option("--timeout", metavar="S", help="Seconds to wait for all ranks to agree.")
 ]
 
 
@@ -35,55 +35,55 @@ def pause(
     target: Target,
     lease_s: Annotated[
         float,
-        typer.Option("--lease", metavar="S", help="Training goes on by itself after that."),
+        typer.Option("--lease", metavar="S", help="Seconds until training resumes by itself."),
     ] = 30.0,
     keep: Annotated[
         bool,
-        typer.Option("--keep", help="Renew the lease until Ctrl-C, for 5 minutes at most."),
+        typer.Option("--keep", help="Renew the lease until Ctrl-C, for at most 5 minutes."),
     ] = False,
     timeout: Timeout = 60.0,
     output: Output = None,
 ) -> None:
-    """Have all ranks wait at their next common boundary.
+    """Pause training on all ranks, at the same boundary.
 
-    The hold ends by `paramd resume`, or by itself when its lease ends; with --keep
-    when this program ends.
+    The hold ends with `paramd resume` or when its lease expires; with --keep,
+    when this command exits.
     """
     with target.connect() as mesh:
         found = mesh.pause(lease_s=lease_s, renew=keep, timeout=timeout)
         _emit(mesh.job, found, target.format)
         if not keep:
             return
-        say("training waits; Ctrl-C lets it go on")
+        say("training is paused; Ctrl-C resumes it")
         try:
             while mesh.hold_state().state != "running":
                 time.sleep(LOOK_S)
             say("the hold has ended")
         except KeyboardInterrupt:
             mesh.resume(timeout=timeout)
-            say("training goes on")
+            say("training resumed")
 
 
 @with_target
 def step(
     target: Target,
-    steps: Annotated[int, typer.Argument(metavar="[N]", help="Updates to let pass.")] = 1,
+    steps: Annotated[int, typer.Argument(metavar="[N]", help="Number of updates to run.")] = 1,
     wait: Annotated[
-        bool, typer.Option("--wait/--no-wait", help="Until the updates are finished.")
+        bool, typer.Option("--wait/--no-wait", help="Wait until the updates are finished.")
     ] = True,
     timeout: Annotated[
-        float, typer.Option("--timeout", metavar="S", help="Seconds until they are finished.")
+        float, typer.Option("--timeout", metavar="S", help="Seconds to wait for them.")
     ] = 60.0,
     output: Output = None,
 ) -> None:
-    """Let held training finish some updates, then wait again."""
+    """Run a few updates of a paused training, then pause it again."""
     with target.connect() as mesh:
         _emit(mesh.job, mesh.step(steps, wait=wait, timeout=timeout), target.format)
 
 
 @with_target
 def resume(target: Target, timeout: Timeout = 60.0, output: Output = None) -> None:
-    """Let held training go on."""
+    """Resume a paused training."""
     with target.connect() as mesh:
         _emit(mesh.job, mesh.resume(timeout=timeout), target.format)
 

@@ -1,7 +1,7 @@
-"""The command line `paramd`: which commands there are, and how they run.
+"""The command line `paramd`: all commands, and the entry point.
 
-Each group of commands has a file of its own. Nothing here imports torch or gRPC; a
-command does when it runs.
+Nothing here imports torch or gRPC, so that `--help` and completion stay fast; commands do
+when they run.
 """
 
 from __future__ import annotations
@@ -44,13 +44,13 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 
-LOOK = "Look into a running training"
-CHANGE = "Change a running training"
-RUN = "Run and check"
+LOOK = "Inspect a running job"
+CHANGE = "Change a running job"
+RUN = "Run and administer"
 
 
 def _add(command: Callable[..., None], panel: str, *lines: str) -> None:
-    """One command, where it stands in the help, and its examples."""
+    """Register a command under a help panel, with its examples."""
     app.command(rich_help_panel=panel, epilog=examples(*lines))(command)
 
 
@@ -145,22 +145,22 @@ def root(
     debug: Debug = False,
     version: Annotated[
         bool,
-        typer.Option("--version", callback=_print_version, is_eager=True, help="Show it."),
+        typer.Option("--version", callback=_print_version, is_eager=True, help="Show the version."),
     ] = False,
 ) -> None:
-    """Look into the parameters of a running distributed PyTorch training.
+    """Inspect and edit the weights of a running distributed PyTorch job.
 
-    Data goes to stdout, messages to stderr. A setting is taken from its flag,
-    else from PARAMD_*, else from paramd.toml (here, then in ~/.config/paramd).
+    Data goes to stdout, messages to stderr. Settings come from flags, then
+    PARAMD_* variables, then paramd.toml (here, then in ~/.config/paramd).
 
     Exit codes: 0 ok, 1 general, 2 usage, 3 unreachable, 4 not found,
-    5 conflict, 6 partial answer, 7 denied, 8 timeout.
+    5 conflict, 6 partial result, 7 denied, 8 timeout.
     """
     context.obj = Flags(job=job, url=url, token=token, context_name=context_name)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs one command; returns the exit code. The entry point of the program `paramd`."""
+    """Run one command and return its exit code. Entry point of the `paramd` script."""
     given = list(arguments) if arguments is not None else sys.argv[1:]
     debug = "--debug" in given or os.environ.get("PARAMD_DEBUG", "0") not in ("", "0")
     return shell.run(lambda: app(given, prog_name="paramd", standalone_mode=False), debug=debug)

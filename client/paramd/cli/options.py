@@ -1,10 +1,11 @@
-"""Every option that more than one command has, declared once."""
+"""Options shared by commands, and `with_target`, which adds them."""
 
 from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from enum import StrEnum
 from functools import wraps
 from typing import TYPE_CHECKING, Annotated, Any
@@ -17,12 +18,13 @@ from paramd.errors import UsageError
 
 if TYPE_CHECKING:
     from paramd.mesh.mesh import Mesh
+    from paramd.mesh.peers.control import RestClient
 
-PANEL = "Which job"
+PANEL = "Connection"
 
 
 class Format(StrEnum):
-    """How data is written to stdout."""
+    """Output format of data on stdout."""
 
     TABLE = "table"
     JSON = "json"
@@ -31,54 +33,57 @@ class Format(StrEnum):
 
 
 def _running_jobs() -> list[str]:
-    """What the shell offers after --job."""
+    """Shell completion of --job."""
     return [endpoint.job for endpoint in places.running_jobs()]
 
 
 Job = Annotated[
     str | None,
-    typer.Option("--job", metavar="NAME", help="Job to ask; needed when several run here."
+    typer.Option("--job", metavar="NAME", help="Name of the job; required if several run here."
                  " \\[env: PARAMD_JOB]", rich_help_panel=PANEL, autocompletion=_running_jobs),
 ]  # fmt: skip
 Url = Annotated[
     str | None,
-    typer.Option("--url", metavar="URL", help="Control plane to ask, for example "
+    typer.Option("--url", metavar="URL", help="URL of the control plane, for example "
                  "http://127.0.0.1:8470. \\[env: PARAMD_URL]", rich_help_panel=PANEL),
 ]  # fmt: skip
 Token = Annotated[
     str | None,
-    typer.Option("--token", metavar="-|@FILE", help="Where the token stands: - is stdin. "
-                 "Better: \\[env: PARAMD_TOKEN]", rich_help_panel=PANEL),
+    typer.Option("--token", metavar="-|@FILE", help="Read the token from stdin or from FILE. "
+                 "\\[env: PARAMD_TOKEN]", rich_help_panel=PANEL),
 ]  # fmt: skip
 TlsCa = Annotated[
     str | None,
-    typer.Option("--tls-ca", metavar="FILE", help="CA certificates to trust when the url is "
-                 "https. \\[env: PARAMD_TLS_CA]", rich_help_panel=PANEL),
+    typer.Option("--tls-ca", metavar="FILE", help="CA certificates to trust for https. "
+                 "\\[env: PARAMD_TLS_CA]", rich_help_panel=PANEL),
 ]  # fmt: skip
 ContextName = Annotated[
     str | None,
-    typer.Option("--context", metavar="NAME", help="A named context of ~/.config/paramd/"
+    typer.Option("--context", metavar="NAME", help="A named context in ~/.config/paramd/"
                  "paramd.toml. \\[env: PARAMD_CONTEXT]", rich_help_panel=PANEL),
 ]  # fmt: skip
 Debug = Annotated[
-    bool, typer.Option("--debug", help="Show the traceback of an error. \\[env: PARAMD_DEBUG]")
+    bool, typer.Option("--debug", help="Show tracebacks of errors. \\[env: PARAMD_DEBUG]")
 ]
 Output = Annotated[
     Format | None,
-    typer.Option("-o", "--output", help="How to write the data; a table by default. "
+    typer.Option("-o", "--output", help="Output format; a table by default. "
                  "\\[env: PARAMD_OUTPUT]", show_default=False),
 ]  # fmt: skip
-Buffers = Annotated[bool, typer.Option("--buffers", help="Buffers too, not only parameters.")]
+Buffers = Annotated[bool, typer.Option("--buffers", help="Include buffers.")]
+Globs = Annotated[
+    list[str], typer.Argument(metavar="GLOB", help="Name patterns, or slices such as 'w[0:4]'.")
+]
 
 
 class Target:
-    """What a command asks: the settings in force, and the way to the mesh."""
+    """What a command works on: the effective settings, and a connection to the mesh."""
 
     def __init__(self, chosen: settings.Settings) -> None:
         self.settings = chosen
 
     def connect(self) -> Mesh:
-        """A connected mesh, to be closed by the caller (`with`).
+        """A connected mesh, which the caller closes (`with`).
 
         Raises:
             UnreachableError, DeniedError, NotFoundError, UsageError: as `paramd.connect`.
@@ -88,12 +93,31 @@ class Target:
         chosen = self.settings
         return connect(chosen.url, token=chosen.token, job=chosen.job, tls_ca=chosen.tls_ca)
 
-    @property
-    def format(self) -> Format:
-        """The output format in force.
+    @asynccontextmanager
+    async def rest(self) -> AsyncIterator[tuple[RestClient, str | None]]:
+        """A client of the control plane, and the job that is named, if any.
 
         Raises:
-            UsageError: the environment or a file names another one.
+            UnreachableError, NotFoundError, UsageError: as `paramd.connect`.
+        """
+        from paramd.mesh.connect import resolve
+        from paramd.mesh.peers.control import RestClient
+        from paramd.security.tls import ClientTls
+
+        chosen = self.settings
+        url, token, job = resolve(chosen.url, chosen.token, chosen.job)
+        client = RestClient(url, token, tls=ClientTls.from_environment(chosen.tls_ca))
+        try:
+            yield client, job
+        finally:
+            await client.close()
+
+    @property
+    def format(self) -> Format:
+        """The output format.
+
+        Raises:
+            UsageError: the environment or a file names an unknown one.
         """
         named = self.settings.output
         if named is None:
@@ -108,9 +132,9 @@ class Target:
 
 
 def with_target(command: Callable[..., None]) -> Callable[..., None]:
-    """Gives a command the shared options; its first parameter becomes the `Target`.
+    """Add the shared options to a command and pass it a `Target` as its first argument.
 
-    They may stand before the command's name as well; after it they win.
+    The options may also precede the command's name; those after it take precedence.
     """
     own = inspect.signature(command, eval_str=True)
     _, *parameters = own.parameters.values()
@@ -135,7 +159,7 @@ def with_target(command: Callable[..., None]) -> Callable[..., None]:
 
     @wraps(command)
     def run(context: typer.Context, **given: Any) -> None:
-        # `main` has looked for --debug before anything could fail.
+        # `main` looked for --debug before anything could fail.
         given.pop("debug")
         flags = settings.Flags(**{name: given.pop(name) for name in shared})
         output = given.get("output")
@@ -152,10 +176,10 @@ def with_target(command: Callable[..., None]) -> Callable[..., None]:
 
 
 def escape(text: str) -> str:
-    """`text` as it is, where square brackets would be markup."""
+    """`text` with its square brackets escaped, which rich would take for markup."""
     return text.replace("[", "\\[")
 
 
 def examples(*lines: str) -> str:
-    """The epilog of a help text: one example a line."""
+    """The epilog of a help text: one example per line."""
     return "\n".join(["[bold]Examples[/bold]", *(f"  {escape(line)}" for line in lines)])

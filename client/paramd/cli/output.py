@@ -1,4 +1,4 @@
-"""Data on stdout: as a table for people, as JSON or names for programs."""
+"""Data on stdout: tables for people; JSON, JSON lines or names for programs."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from datetime import datetime
 from typing import Any, TextIO
 
 from paramd.cli.options import Format
@@ -18,7 +19,7 @@ Row = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Column:
-    """One column of a table: the row's key, its heading, how a value reads."""
+    """One column of a table: the row's key, its heading, how to format a value."""
 
     key: str
     heading: str
@@ -28,22 +29,22 @@ class Column:
 
 @dataclass(frozen=True, kw_only=True)
 class Listing:
-    """Data of one kind: rows, and what is true of all of them."""
+    """Rows of one kind, with the facts that all of them share."""
 
     name: str
-    """What the rows are; their key in the JSON document."""
+    """Key of the rows in the JSON document."""
     rows: Sequence[Row]
     columns: Sequence[Column]
     about: Row
-    """Job, incarnation, step and so on: beside the rows in JSON, in every line of JSON lines."""
+    """Job, incarnation, step and so on: top-level keys in JSON, repeated in every JSON line."""
     total: Row | None = None
-    """One more row of the same columns, apart from the others."""
+    """A totals row of the same columns."""
     id_key: str = "fqn"
-    """Key of what `-o name` prints."""
+    """The key that `-o name` prints."""
 
 
 def emit(listing: Listing, form: Format, *, out: TextIO | None = None) -> None:
-    """Writes a listing to stdout. Numbers that JSON does not have (NaN, Inf) become null."""
+    """Write a listing to stdout. NaN and infinities become null in JSON."""
     out = out if out is not None else sys.stdout
     if form is Format.TABLE:
         _table(listing, out)
@@ -61,7 +62,7 @@ def emit(listing: Listing, form: Format, *, out: TextIO | None = None) -> None:
 
 
 def _table(listing: Listing, out: TextIO) -> None:
-    """Never squeezed: a long name stays whole, for `grep` and for the eye."""
+    """Never truncates: long names stay whole, so that `grep` finds them."""
     columns = listing.columns
     rows = [[_cell(column, row) for column in columns] for row in listing.rows]
     head = [column.heading for column in columns]
@@ -108,17 +109,17 @@ def _finite(value: Any) -> Any:
 
 
 def count(value: int) -> str:
-    """An exact number with separators."""
+    """An integer with thousands separators."""
     return f"{value:,}"
 
 
 def number(value: float) -> str:
-    """A measured number, four digits; JSON has them all."""
+    """A float with four significant digits; JSON has all of them."""
     return f"{value:.4g}"
 
 
 def size(value_bytes: float) -> str:
-    """Bytes in decimal units, three digits."""
+    """Bytes in decimal units, three significant digits."""
     for unit in ("B", "kB", "MB", "GB"):
         if value_bytes < 1000:
             return f"{value_bytes:.3g} {unit}"
@@ -127,7 +128,7 @@ def size(value_bytes: float) -> str:
 
 
 def seconds(value_s: float) -> str:
-    """A duration in the unit that fits."""
+    """A duration in a fitting unit."""
     if value_s < 1e-3:
         return f"{value_s * 1e6:.0f} us"
     if value_s < 1:
@@ -139,6 +140,11 @@ def seconds(value_s: float) -> str:
     return f"{hours} h {minutes} min" if hours else f"{minutes} min {left_s} s"
 
 
+def when(time_s: float) -> str:
+    """A moment in local time."""
+    return datetime.fromtimestamp(time_s).astimezone().strftime("%m-%d %H:%M:%S")
+
+
 def shape(value: Sequence[int]) -> str:
-    """A shape as people write it."""
+    """A shape such as "4x8"."""
     return "scalar" if not value else "x".join(str(s) for s in value)

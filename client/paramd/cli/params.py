@@ -1,4 +1,4 @@
-"""`paramd params`: what there is to read."""
+"""`paramd params`: list parameters and buffers."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ def params(
         list[str] | None,
         typer.Argument(
             metavar="FILTER",
-            help="Which names; and terms that all must hold, such as 'numel>1M' "
-            "'dtype=bfloat16' 'shape=4096x*' 'norm>10' 'nan>0'. All by default.",
+            help="Name patterns, and terms that must all hold, such as 'numel>1M' "
+            "'dtype=bfloat16' 'shape=4096x*' 'norm>10' 'nan>0'. Default: everything.",
         ),
     ] = None,
     buffers: Buffers = False,
@@ -41,8 +41,8 @@ def params(
     """List parameters: full shape, dtype and how they are distributed.
 
     Terms compare name, placement, kind, dtype, shape, numel, dims, rank and
-    tied; terms about norm, mean, std, min, max, absmax, nan, inf and zero have
-    statistics computed first, of all tensors that the rest chose.
+    tied. Terms on norm, mean, std, min, max, absmax, nan, inf and zero first
+    compute statistics of all tensors that pass the other terms.
     """
     chosen = parse_filter(" ".join(wanted if wanted is not None else ()))
     with target.connect() as mesh:
@@ -63,12 +63,12 @@ def params(
 
 
 def facts_of(info: ParamInfo) -> Facts:
-    """What filters compare."""
+    """The facts that filters compare."""
     return Facts(tensor=info, kind=info.kind.value, names=info.names, ranks=frozenset(info.ranks))
 
 
 def row(info: ParamInfo) -> dict[str, object]:
-    """What is shown of one tensor."""
+    """One tensor's row."""
     return {
         "fqn": info.fqn,
         "shape": list(info.shape),

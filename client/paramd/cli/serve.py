@@ -1,4 +1,4 @@
-"""`paramd control serve` and `paramd sidecar serve`: the service's own programs."""
+"""`paramd control serve` and `paramd sidecar serve`: exec the service's own programs."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ import typer
 from paramd.cli.options import examples
 from paramd.errors import UsageError
 
-control = typer.Typer(help="The control plane of a job.", no_args_is_help=True)
-sidecar = typer.Typer(help="The sidecar of one rank.", no_args_is_help=True)
+control = typer.Typer(help="Run a control plane.", no_args_is_help=True)
+sidecar = typer.Typer(help="Run the sidecar of one rank.", no_args_is_help=True)
 
-# What follows is the other program's business, --help of it included.
+# Remaining arguments are parsed by the program exec'ed, `-- --help` included.
 _PASS_ON = {"allow_extra_args": True, "ignore_unknown_options": True}
 
 
@@ -28,14 +28,14 @@ _PASS_ON = {"allow_extra_args": True, "ignore_unknown_options": True}
     ),
 )
 def serve_control(context: typer.Context) -> None:
-    """Run a control plane in the foreground: a site's, or one job's.
+    """Run a control plane in the foreground, for a site or for one job.
 
-    Without --job it serves a site: jobs register with paramd.attach(...,
-    control=URL). Its first token lies in the state dir, in _site/token.
-    With --job it is that job's own, which `paramd.attach` starts by itself;
-    the job's secrets come as one JSON line on stdin, never as options:
-    {"job", "incarnation", "world_size", "private_key", "token"}.
-    Options are passed on: see `paramd control serve -- --help`.
+    Without --job it serves a site, where jobs register with
+    paramd.attach(..., control=URL); its first token is in the state dir, in
+    _site/token. With --job it serves that job alone; `paramd.attach` normally
+    starts it. The job's secrets are read as one JSON line from stdin, never
+    from options: {"job", "incarnation", "world_size", "private_key", "token"}.
+    All other options: `paramd control serve -- --help`.
     """
     _become("paramd_service.control", context.args)
 
@@ -52,15 +52,15 @@ def serve_control(context: typer.Context) -> None:
 def serve_sidecar(context: typer.Context) -> None:
     """Run the sidecar of one rank in the foreground, before its trainer starts.
 
-    `paramd.attach` starts one by itself where none listens. Options are passed
-    on: see `paramd sidecar serve -- --help`. The job's public key
-    and the rank's ticket come from the trainer, over the socket.
+    Without it, `paramd.attach` starts one. The trainer sends the job's public
+    key and the rank's ticket over the socket. All options:
+    `paramd sidecar serve -- --help`.
     """
     _become("paramd_service.sidecar", context.args)
 
 
 def _become(module: str, arguments: list[str]) -> None:
-    """Replaces this process, so that signals and exit code are the program's own."""
+    """Exec `module`, so that signals and the exit code are its own."""
     try:
         found = find_spec(module)
     except ModuleNotFoundError:

@@ -1,11 +1,10 @@
-"""Which job to ask, and with which token: flag, then PARAMD_*, then paramd.toml, then default.
+"""Settings of the command line: flags, then PARAMD_*, then paramd.toml, then defaults.
 
-A named context stands where it is named: what the one of `--context` says goes before the
-environment, what the one of PARAMD_CONTEXT or paramd.toml says goes after it. All that one says
-belongs to its url: with `--context lab --url URL` another URL is asked without its token, job
-and CA. Contexts stand in the user's own paramd.toml:
+A context given by `--context` takes precedence over the environment; one given by
+PARAMD_CONTEXT or paramd.toml does not. Its job, token and CA belong to its url: if another
+url takes precedence, none of them are used. Contexts are read from the user's own paramd.toml:
 
-    context = "lab"                       # the one to use when none is named
+    context = "lab"                       # the default context
 
     [contexts.lab]
     url = "https://control.lab.example:8470"
@@ -13,8 +12,8 @@ and CA. Contexts stand in the user's own paramd.toml:
     job = "my-run"
     tls_ca = "~/.config/paramd/lab-ca.pem"
 
-A token never comes from the command line itself (other users read it there, and shells
-keep it): `--token -` reads it from stdin, `--token @FILE` from a file.
+A token is never an argument itself, which other users could read and shells would save:
+`--token -` reads it from stdin, `--token @FILE` from a file.
 """
 
 from __future__ import annotations
@@ -41,7 +40,7 @@ _LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Context:
-    """One of them. None leaves the choice to what comes after it."""
+    """A named context. None defers to settings of lower precedence."""
 
     name: str
     url: str
@@ -50,13 +49,13 @@ class Context:
     tls_ca: str | None = None
 
     def said(self) -> dict[str, str]:
-        """Its keys and values, as a file would have them."""
+        """Its keys and values, as in a file."""
         texts = {key: getattr(self, key) for key in KEYS}
         return {key: text for key, text in texts.items() if text is not None}
 
 
 def parse(path: Path, tables: object) -> dict[str, Context]:
-    """The contexts in the table `[contexts]` of the file `path`, by their names.
+    """The contexts in table `[contexts]` of the file `path`, by name.
 
     Raises:
         UsageError: one is malformed.
@@ -70,7 +69,7 @@ def choose(found: Mapping[str, Context], name: str, path: Path) -> Context:
     """The context called `name`.
 
     Raises:
-        UsageError: there is none; the text names those that are.
+        UsageError: there is none; the message suggests others.
     """
     if name in found:
         return found[name]
@@ -80,7 +79,7 @@ def choose(found: Mapping[str, Context], name: str, path: Path) -> Context:
     elif found:
         hint = f"expected one of {', '.join(sorted(found))}"
     else:
-        hint = f"there are none; add a table [{TABLE}.{name}] with its url"
+        hint = f"it has no contexts; add a table [{TABLE}.{name}] with a url"
     raise UsageError(f"context {name!r} is not in {path}; {hint}")
 
 
@@ -94,7 +93,7 @@ def _context(path: Path, name: str, table: object) -> Context:
         if key not in KEYS:
             raise UsageError(f"{where}: unknown key {key!r}; expected one of {', '.join(KEYS)}")
         if not isinstance(value, str) or not value:
-            raise UsageError(f"{where}: {key} must be a string that is not empty, is {value!r}")
+            raise UsageError(f"{where}: {key} must be a non-empty string, is {value!r}")
     if "url" not in table:
         raise UsageError(f'{where}: url is missing; for example url = "http://127.0.0.1:8470"')
     return Context(name=name, **table)
@@ -102,7 +101,7 @@ def _context(path: Path, name: str, table: object) -> Context:
 
 @dataclass(frozen=True, kw_only=True)
 class Flags:
-    """What stood on the command line; None where nothing did."""
+    """Options of the command line; None where not given."""
 
     job: str | None = None
     url: str | None = None
@@ -113,7 +112,7 @@ class Flags:
     context_name: str | None = None
 
     def over(self, below: Flags) -> Flags:
-        """These flags, and those of `below` where these are None."""
+        """These flags, falling back to `below` where they are None."""
         return Flags(
             job=self.job if self.job is not None else below.job,
             url=self.url if self.url is not None else below.url,
@@ -128,7 +127,7 @@ class Flags:
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """What to use. None leaves the choice to `paramd.connect`."""
+    """The effective settings. None leaves the choice to `paramd.connect`."""
 
     job: str | None
     url: str | None
@@ -136,14 +135,14 @@ class Settings:
     tls_ca: str | None
     output: str | None
     context_name: str | None = None
-    """The context that some of it comes from."""
+    """The context in use."""
 
 
 def load(flags: Flags, *, stdin: TextIO) -> Settings:
-    """The settings in force here and now.
+    """Merge flags, environment, files and context.
 
     Raises:
-        UsageError: a flag, variable or file holds something that cannot be.
+        UsageError: a flag, variable or file is invalid.
     """
     files: list[Mapping[str, str]] = [
         read_file(path, trusted=trusted) for path, trusted in file_places()
@@ -168,7 +167,7 @@ def load(flags: Flags, *, stdin: TextIO) -> Settings:
 
 
 def context_in_force(flags: Flags) -> Context | None:
-    """The context that a flag, PARAMD_CONTEXT or a file names; reads no token.
+    """The context named by a flag, PARAMD_CONTEXT or a file. Does not read its token.
 
     Raises:
         UsageError: there is no such context, or a file is malformed.
@@ -189,15 +188,17 @@ def _context_in_force(flags: Flags, files: Sequence[Mapping[str, str]]) -> Conte
 def _with_context(
     context: Context, flags: Flags, files: Sequence[Mapping[str, str]]
 ) -> tuple[Flags, list[Mapping[str, str]]]:
-    """Flags and files with what `context` says in its place: among the flags when one of them
-    names it, else before the files. Nothing of it when another url goes before its own."""
+    """Insert a context: below the flags if `--context` named it, else above the files.
+
+    Dropped if another url takes precedence over its own.
+    """
     by_flag = flags.context_name is not None
     url = flags.url
     if url is None and not by_flag:
         url = os.environ.get("PARAMD_URL") or None
     if url is not None and url.rstrip("/") != context.url.rstrip("/"):
         return flags, list(files)
-    # Tokens and CAs of other places are not for its url.
+    # A token or CA from another file must not be used with this context's url.
     rest = [{key: found[key] for key in ("job", "output") if key in found} for found in files]
     if by_flag:
         token = f"@{context.token_file}" if context.token_file is not None else None
@@ -207,7 +208,7 @@ def _with_context(
 
 
 def merge(environment: Mapping[str, str], files: Sequence[Mapping[str, str]]) -> dict[str, str]:
-    """Each key's value where it stands first: in the environment, then in each file."""
+    """Each key's value from the environment, else from the first file that has it."""
     named = {
         key: environment.get(f"PARAMD_{key.upper()}") for key in ("job", "url", "tls_ca", "output")
     }
@@ -218,16 +219,16 @@ def merge(environment: Mapping[str, str], files: Sequence[Mapping[str, str]]) ->
 
 
 def read_file(path: Path, *, trusted: bool) -> dict[str, str]:
-    """The keys of one paramd.toml that concern the command line; empty when there is none.
+    """The command line's keys in one paramd.toml; empty if there is no such file.
 
-    A file in the working directory may have come with somebody else's project. It may
-    choose the job, but neither send a token of ours elsewhere nor have a file of ours read.
+    A file in the working directory (not `trusted`) may belong to somebody else's project. It
+    may choose the job, but neither send our token to another host nor have our files read.
 
     Raises:
-        UsageError: not TOML, an unknown key, or something such a file may not say.
+        UsageError: not TOML, an unknown key, or a key not allowed in an untrusted file.
     """
     found = _parsed(path)
-    # Tables belong to other programs of ours (destinations of the control plane).
+    # Tables belong to other programs, such as the control plane's destinations.
     values = {key: value for key, value in found.items() if not isinstance(value, dict)}
     for key, value in values.items():
         _check_key(path, key, value)
@@ -239,12 +240,12 @@ def read_file(path: Path, *, trusted: bool) -> dict[str, str]:
 
 
 def own_file() -> Path:
-    """The user's own paramd.toml, whether it is there or not."""
+    """Path of the user's own paramd.toml, which may not exist."""
     return file_places()[-1][0]
 
 
 def own_contexts() -> dict[str, Context]:
-    """The contexts of the user's own paramd.toml, by their names.
+    """The contexts in the user's own paramd.toml, by name.
 
     Raises:
         UsageError: the file or one of them is malformed.
@@ -284,16 +285,17 @@ def _check_foreign(path: Path, values: Mapping[str, str]) -> None:
             raise UsageError(f"{path}: {key} is read only from {own}; move it there")
     if "url" in values and urlsplit(values["url"]).hostname not in _LOOPBACK:
         raise UsageError(
-            f"{path}: a url in the working directory may only name this machine, is "
-            f"{values['url']!r}; give it with --url, PARAMD_URL or in {own}"
+            f"{path}: url in the working directory must point to this machine, is "
+            f"{values['url']!r}; use --url, PARAMD_URL or {own} instead"
         )
 
 
 def read_token(source: str, *, stdin: TextIO) -> str:
-    """The token that "-" (first line of stdin) or "@FILE" stands for.
+    """The token from "-" (first line of stdin) or "@FILE" (first line of the file).
 
     Raises:
-        UsageError: anything else, or nothing was found there. The text never repeats it.
+        UsageError: anything else, or no token there. The message never contains `source`, which
+            may be a token.
     """
     if source == "-":
         token, place = stdin.readline(MAX_TOKEN_BYTES).strip(), "stdin"
@@ -307,8 +309,8 @@ def read_token(source: str, *, stdin: TextIO) -> str:
     else:
         raise UsageError(
             "--token: a token on the command line is visible to other users of this machine; "
-            "set PARAMD_TOKEN, or give --token @FILE, or --token - and the token on stdin"
+            "set PARAMD_TOKEN, or use --token @FILE, or --token - with the token on stdin"
         )
     if not token:
-        raise UsageError(f"--token: {place} holds no token in its first line")
+        raise UsageError(f"--token: the first line of {place} holds no token")
     return token

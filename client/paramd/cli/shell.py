@@ -1,4 +1,4 @@
-"""How the program ends: one line for an error, its exit code, a traceback when asked."""
+"""How the program exits: one line per error, its exit code, a traceback with --debug."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ BROKEN_PIPE = 141
 
 
 def run(app: Callable[[], object], *, debug: bool) -> int:
-    """Runs a program and returns its exit code.
+    """Run a program and return its exit code.
 
     Codes: 0 ok, 1 general, 2 usage, 3 unreachable, 4 not found, 5 conflict, 6 partial,
-    7 denied, 8 timeout; 130 interrupted, 141 when the reader of stdout went away.
+    7 denied, 8 timeout; 130 interrupted, 141 broken pipe on stdout.
     """
     stdout = sys.stdout
     try:
@@ -28,7 +28,7 @@ def run(app: Callable[[], object], *, debug: bool) -> int:
     except BrokenPipeError:
         return _unread(stdout)
     except SystemExit as end:
-        # The parser ends the process itself for a broken pipe, and after a completion.
+        # click exits by itself on a broken pipe, and after a shell completion.
         if isinstance(end.__context__, BrokenPipeError):
             return _unread(stdout)
         raise
@@ -44,7 +44,7 @@ def run(app: Callable[[], object], *, debug: bool) -> int:
 
 
 def _unread(stdout: TextIO) -> int:
-    """Nobody reads on; Python would complain once more when it flushes stdout at exit."""
+    """Point stdout at /dev/null, or Python reports the broken pipe again in its flush at exit."""
     devnull = os.open(os.devnull, os.O_WRONLY)
     os.dup2(devnull, stdout.fileno())
     os.close(devnull)
@@ -57,18 +57,18 @@ def explain(error: Exception) -> tuple[str, int]:
         return one_line(str(error)), codes_of(error).exit
     message = getattr(error, "format_message", None)
     if message is not None:
-        # Wrong command line, as the parser found it.
+        # A usage error from click.
         return _usage(error, one_line(message())), getattr(error, "exit_code", 2)
     if isinstance(error, ModuleNotFoundError) and error.name in ("torch", "numpy"):
-        return f"this needs {error.name}; run: pip install 'paramd[torch]'", 1
+        return f"this command needs {error.name}; run: pip install 'paramd[torch]'", 1
     if isinstance(error, OSError):
         return one_line(str(error)), 1
     kind = type(error).__name__
-    return one_line(f"{kind}: {error}; this is a fault of paramd, --debug shows where"), 1
+    return one_line(f"{kind}: {error}; this is a bug in paramd, --debug shows the traceback"), 1
 
 
 def _usage(error: Exception, message: str) -> str:
-    # Without any argument the help has been printed, and there is nothing to add.
+    # Without arguments click has printed the help already.
     if not message:
         return ""
     context = getattr(error, "ctx", None)
@@ -77,10 +77,10 @@ def _usage(error: Exception, message: str) -> str:
 
 
 def one_line(text: str) -> str:
-    """`text` on one line and without control characters, which could steer a terminal."""
+    """`text` on one line, without control characters that could drive a terminal."""
     return "".join(c if c.isprintable() else " " for c in text)
 
 
 def say(text: str) -> None:
-    """A message to the user: on stderr, never mixed with data."""
+    """Print a message to stderr, apart from the data on stdout."""
     print(f"paramd: {text}", file=sys.stderr, flush=True)

@@ -1,4 +1,4 @@
-"""`paramd stats`: statistics of full tensors, computed where they lie."""
+"""`paramd stats`: statistics of full tensors, computed in place by the sidecars."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from paramd.cli.options import Buffers, Format, Output, Target, with_target
+from paramd.cli.options import Buffers, Format, Globs, Output, Target, with_target
 from paramd.cli.output import Column, Listing, count, emit, number, seconds
 from paramd.cli.shell import one_line, say
 from paramd.layout.stats import STATISTICS
@@ -34,11 +34,11 @@ COLUMNS = (
 
 
 def histogram(exponents: Sequence[tuple[int, int]], *, zero_count: int = 0) -> list[str]:
-    """One line a bin: its lower bound, a bar as long as its share, its count.
+    """One line per bin: lower bound, bar, count.
 
     Args:
-        exponents: (e, count) of 2**e <= |x| < 2**(e+1), rising.
-        zero_count: elements that are exactly zero; a line of their own when there are any.
+        exponents: (e, count) of 2**e <= |x| < 2**(e+1), ascending.
+        zero_count: elements that are exactly zero; they get a line of their own.
     """
     rows = [(f"2^{exponent}", found) for exponent, found in exponents]
     if zero_count:
@@ -48,7 +48,7 @@ def histogram(exponents: Sequence[tuple[int, int]], *, zero_count: int = 0) -> l
 
 
 def bar(value: int, most: int) -> str:
-    """A bar of `value`, `WIDTH` characters for `most`; never empty for a value above 0."""
+    """A bar for `value`, `WIDTH` characters at `most`; never empty for a value above 0."""
     if value <= 0:
         return ""
     eighths = max(1, round(8 * WIDTH * value / most))
@@ -59,27 +59,24 @@ def bar(value: int, most: int) -> str:
 @with_target
 def stats(
     target: Target,
-    glob: Annotated[
-        list[str],
-        typer.Argument(metavar="GLOB", help="Which names, or slices such as 'w[0:4]'."),
-    ],
+    glob: Globs,
     with_histogram: Annotated[
-        bool, typer.Option("--histogram", help="How many elements lie between powers of 2.")
+        bool, typer.Option("--histogram", help="Count elements by power of 2.")
     ] = False,
     buffers: Buffers = False,
     unsettled: Annotated[
         bool,
         typer.Option(
-            "--unsettled", help="Take weights swapped in since the last update, too, as they are."
+            "--unsettled", help="Accept weights that changed since the last update, as they are."
         ),
     ] = False,
     output: Output = None,
 ) -> None:
     """Show statistics of full tensors, all at one step.
 
-    Computed where the data lies. Each element counts once, however many ranks
-    hold it. Norm, mean, std, min and max are over the finite elements; NAN and
-    INF count the others. The last line is the total.
+    Computed in place by the sidecars. Each element counts once, however many
+    ranks hold it. Norm, mean, std, min and max cover the finite elements; NAN
+    and INF count the others. The last line is the total.
     """
     began_s = time.monotonic()
     with target.connect() as mesh:
@@ -95,12 +92,12 @@ def stats(
     say(
         f"job {found.job}, incarnation {found.incarnation}, step {found.step}"
         f"{UNSETTLED_TEXT if found.unsettled else ''}, at most {seconds(age_s)} old "
-        f"({seconds(time.monotonic() - began_s)} in all)"
+        f"({seconds(time.monotonic() - began_s)} total)"
     )
 
 
 def listing(found: StatsTable, *, age_s: float, with_histogram: bool) -> Listing:
-    """The answer as rows. `age_s` is an upper bound: the time since the question was put."""
+    """One row per tensor. `age_s` is an upper bound: the time since the request."""
     return Listing(
         name="stats",
         rows=[_row(row, with_histogram) for row in found],
@@ -117,10 +114,10 @@ def listing(found: StatsTable, *, age_s: float, with_histogram: bool) -> Listing
 
 
 def print_histograms(found: StatsTable) -> None:
-    """A histogram of binary exponents for each tensor, to stdout."""
+    """Print a histogram of binary exponents for each tensor to stdout."""
     for row in found:
         summary = row.summary
-        print(f"\n{one_line(row.name)}: elements x by the power of 2 below |x|")
+        print(f"\n{one_line(row.name)}: elements x by the power of 2 at or below |x|")
         for line in histogram(summary.exponents, zero_count=summary.zero_count):
             print(line, file=sys.stdout)
 

@@ -1,4 +1,4 @@
-"""`paramd status`: what every rank is doing."""
+"""`paramd status`: the state of every rank; and the REST client that other commands poll with."""
 
 from __future__ import annotations
 
@@ -16,7 +16,6 @@ import typer
 
 from paramd.cli.options import Format, Output, Target, with_target
 from paramd.cli.output import Column, Listing, count, emit, seconds, size
-from paramd.cli.settings import Settings
 from paramd.cli.shell import say
 from paramd.errors import ParamdError, PartialError, UsageError
 
@@ -28,33 +27,33 @@ MAX_ALERTS = 1000
 
 CLEAR = "\033[H\033[2J"
 
-Watch = Annotated[bool, typer.Option("-w", "--watch", help="Go on until Ctrl-C.")]
+Watch = Annotated[bool, typer.Option("-w", "--watch", help="Keep refreshing until Ctrl-C.")]
 Every = Annotated[
-    float, typer.Option("--every", min=0.2, max=3600.0, help="Seconds between two looks.")
+    float, typer.Option("--every", min=0.2, max=3600.0, help="Seconds between refreshes.")
 ]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Look:
-    """What was true of a job at one moment."""
+    """A job's ranks and firing alerts at one moment."""
 
     job: str
     incarnation: int
     ranks: list[dict[str, Any]]
-    """As REST has them, ordered by rank."""
+    """As REST returns them, ordered by rank."""
     alerts: list[dict[str, Any]]
-    """What fires, the newest first."""
+    """Those firing, newest first."""
     at_s: float
-    """On the monotonic clock."""
+    """Monotonic clock."""
 
     @property
     def step(self) -> int:
-        """Lowest step of a rank that is known; -1 when none is."""
+        """The lowest known step of any rank; -1 if none is known."""
         return min((rank["step"] for rank in self.ranks if rank["step"] >= 0), default=-1)
 
 
 class Door:
-    """Asks one control plane about one job."""
+    """Queries one control plane about one job."""
 
     def __init__(self, client: RestClient, job: str) -> None:
         self._client = client
@@ -62,7 +61,7 @@ class Door:
 
     @property
     def url(self) -> str:
-        """Where the numbers come from."""
+        """The control plane's."""
         return self._client.url
 
     async def alerts(self, state: str = "firing") -> dict[str, Any]:
@@ -71,7 +70,7 @@ class Door:
         return dict(await self._client.send("GET", path))
 
     async def look(self) -> Look:
-        """Ranks and what fires. Raises ParamdErrors."""
+        """Ranks and firing alerts. Raises ParamdErrors."""
         alerts = await self.alerts()
         ranks = await self._client.ranks(self.job)
         return Look(
@@ -84,48 +83,38 @@ class Door:
 
 
 @asynccontextmanager
-async def open_door(chosen: Settings) -> AsyncIterator[Door]:
-    """The way to the job that settings name.
+async def open_door(target: Target) -> AsyncIterator[Door]:
+    """A connection to the job in the settings, or else to the control plane's only job.
 
     Raises:
-        UsageError: none was named, and there is not exactly one.
-        UnreachableError, DeniedError: as they say.
+        UsageError: no job was named, and the control plane does not have exactly one.
+        UnreachableError, DeniedError: from the control plane.
     """
-    from paramd.mesh.connect import resolve
-    from paramd.mesh.peers.control import RestClient
-    from paramd.security.tls import ClientTls
-
-    url, token, job = resolve(chosen.url, chosen.token, chosen.job)
-    client = RestClient(url, token, tls=ClientTls.from_environment(chosen.tls_ca))
-    try:
+    async with target.rest() as (client, job):
         yield Door(client, job if job is not None else await _only_job(client))
-    finally:
-        await client.close()
 
 
 async def _only_job(client: RestClient) -> str:
-    from paramd.errors import UsageError
-
     jobs = await client.jobs()
     if len(jobs) != 1:
-        found = ", ".join(sorted(jobs)) or "none"
-        raise UsageError(f"--job: name one; {client.url} serves {found}")
+        found = ", ".join(sorted(jobs)) or "no jobs"
+        raise UsageError(f"give --job; {client.url} serves {found}")
     return jobs[0]
 
 
 class Outage:
-    """What a watching command says of errors: each once, and when they are over."""
+    """What a watching command reports of errors: each one once, then the recovery."""
 
     def __init__(self) -> None:
         self._said = ""
 
     def news(self, error: ParamdError | None) -> str:
-        """A line to say, or "" when there is nothing new."""
+        """The line to print; "" if nothing changed."""
         text = str(error) if error is not None else ""
         before, self._said = self._said, text
         if text == before:
             return ""
-        return text or "it answers again"
+        return text or "connection restored"
 
 
 COLUMNS = (
@@ -143,11 +132,11 @@ COLUMNS = (
 
 @with_target
 def status(target: Target, watch: Watch = False, every: Every = 2.0, output: Output = None) -> None:
-    """Show what every rank of a job is doing.
+    """Show the state of every rank of a job.
 
-    STALLS counts the updates that waited for a copy, STALLED is the time they
-    waited. Exit code 6 when a rank does not answer or cannot be served. With
-    --watch it goes on until Ctrl-C, whatever it finds.
+    STALLS counts updates that waited for a copy, STALLED is the total wait.
+    Exits with code 6 if a rank is unreachable or unhealthy. --watch keeps
+    refreshing until Ctrl-C regardless.
     """
     with target.connect() as mesh:
         if watch:
@@ -155,21 +144,21 @@ def status(target: Target, watch: Watch = False, every: Every = 2.0, output: Out
         found = mesh.status()
     emit(listing(found), target.format)
     say(f"job {found.job}, incarnation {found.incarnation}, step {found.step}")
-    # Held on request is well.
+    # A rank held on request is healthy.
     bad = [row.rank for row in found if row.reason and row.phase != "held"]
     if bad or len(found) < found.world_size:
         raise PartialError(
-            f"{len(found) - len(bad)} of {found.world_size} ranks are well; see NOTE, the "
-            "sidecars' logs in the state dir, and: paramd doctor"
+            f"{len(found) - len(bad)} of {found.world_size} ranks are healthy; see column NOTE, "
+            "the sidecar logs in the state dir, and: paramd doctor"
         )
 
 
 def follow(
     look: Callable[[], MeshStatus], form: Format, *, every_s: float, out: TextIO | None = None
 ) -> NoReturn:
-    """Writes the state again and again; on a terminal at the same place."""
+    """Print the state every `every_s`; a terminal is redrawn in place."""
     if form is Format.JSON:
-        raise UsageError("--output: json has one end, which --watch has not; give -o jsonl")
+        raise UsageError("--output: json cannot be streamed; use -o jsonl with --watch")
     out = out if out is not None else sys.stdout
     clears = out.isatty() and form is Format.TABLE
     outage = Outage()
@@ -199,7 +188,7 @@ def _now() -> str:
 
 
 def listing(found: MeshStatus) -> Listing:
-    """The answer as rows."""
+    """One row per rank."""
     return Listing(
         name="ranks",
         rows=[asdict(row) for row in found],

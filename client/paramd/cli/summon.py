@@ -1,4 +1,4 @@
-"""`paramd summon`: full parameters of one step into a safetensors file."""
+"""`paramd summon`: write full parameters of one step to a safetensors file."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from paramd.cli.options import Buffers, Target, with_target
+from paramd.cli.options import Buffers, Globs, Target, with_target
 from paramd.cli.output import seconds, size
 from paramd.cli.shell import say
 from paramd.errors import ConflictError, UsageError
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from paramd.safetensors_file import SafetensorsWriter
 
 Moved = Callable[[str, int, int], None]
-"""(what is done, bytes done, bytes in all)"""
+"""(activity, bytes done, total bytes)"""
 
 CHUNK_BYTES = 16 << 20
 
@@ -33,7 +33,7 @@ SUFFIX = ".safetensors"
 
 @contextmanager
 def bar(what: str) -> Iterator[Moved]:
-    """Shows what it is told; nothing where stderr is no terminal."""
+    """A progress bar on stderr; nothing if stderr is not a terminal."""
     if not sys.stderr.isatty():
         yield lambda _what, _done_bytes, _size_bytes: None
         return
@@ -69,12 +69,12 @@ def bar(what: str) -> Iterator[Moved]:
 
 
 def save(found: Summoned, path: Path, *, replace: bool) -> int:
-    """Writes what was summoned; returns the size of the file in bytes.
+    """Write summoned tensors to a file; return its size in bytes.
 
-    The metadata have the names that `safetensors.torch.load_model` knows for tied
-    tensors: alias to the name that was written.
+    Tied names go into the metadata as `safetensors.torch.load_model` expects them: alias to
+    the name written.
     """
-    # Not for `--help`: it would take a fifth longer.
+    # Imported here: it would make `--help` a fifth slower.
     from paramd.safetensors_file import SafetensorsWriter, TensorSpec
 
     kept, aliases = untie(found)
@@ -96,7 +96,7 @@ def save(found: Summoned, path: Path, *, replace: bool) -> int:
 
 
 def untie(found: Mapping[str, torch.Tensor]) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
-    """Each tensor under its first name, and the other names with that first one."""
+    """Each tensor under its first name; and its other names, mapped to that one."""
     first: dict[int, str] = {}
     kept: dict[str, torch.Tensor] = {}
     aliases: dict[str, str] = {}
@@ -110,7 +110,7 @@ def untie(found: Mapping[str, torch.Tensor]) -> tuple[dict[str, torch.Tensor], d
 
 
 def dtype_name(tensor: torch.Tensor) -> str:
-    """The dtype without torch's prefix."""
+    """The dtype without its "torch." prefix."""
     return str(tensor.dtype).removeprefix("torch.")
 
 
@@ -119,7 +119,7 @@ def _append(writer: SafetensorsWriter, tensor: torch.Tensor) -> None:
     size_bytes = tensor.numel() * tensor.element_size()
     if not size_bytes:
         return
-    # The bytes of any dtype, numpy's or not. `tensor` keeps them alive.
+    # By address, for numpy lacks some dtypes. `tensor` keeps the memory alive.
     memory = memoryview((ctypes.c_ubyte * size_bytes).from_address(tensor.data_ptr())).cast("B")
     for begin in range(0, size_bytes, CHUNK_BYTES):
         writer.append(memory[begin : begin + CHUNK_BYTES])
@@ -128,25 +128,22 @@ def _append(writer: SafetensorsWriter, tensor: torch.Tensor) -> None:
 @with_target
 def summon(
     target: Target,
-    glob: Annotated[
-        list[str],
-        typer.Argument(metavar="GLOB", help="Which names, or slices such as 'w[0:4]'."),
-    ],
+    glob: Globs,
     output_file: Annotated[
         Path,
-        typer.Option("-o", "--output", metavar="FILE.safetensors", help="Where to write them."),
+        typer.Option("-o", "--output", metavar="FILE.safetensors", help="File to write."),
     ],
     dtype: Annotated[
-        str | None, typer.Option("--dtype", metavar="NAME", help="Cast, for example to bfloat16.")
+        str | None, typer.Option("--dtype", metavar="NAME", help="Cast floats, e.g. to bfloat16.")
     ] = None,
     buffers: Buffers = False,
-    force: Annotated[bool, typer.Option("--force", help="Replace the file.")] = False,
+    force: Annotated[bool, typer.Option("--force", help="Replace an existing file.")] = False,
 ) -> None:
-    """Write full parameters, all of one step, into a safetensors file.
+    """Write full parameters, all of one step, to a safetensors file.
 
-    Training goes on meanwhile. The file appears when it is whole; its metadata
-    say job, incarnation and step. A tied parameter is written once, its other names
-    are metadata. After a break the same command goes on where it was.
+    Training continues meanwhile. The file appears once complete; its metadata
+    name job, incarnation and step. A tied parameter is written once, with its
+    other names in the metadata. If interrupted, the same command resumes.
     """
     check_destination(output_file, force=force)
     with target.connect() as mesh:
@@ -162,7 +159,7 @@ def fetch(
     force: bool,
     name_map: Mapping[str, str] | None = None,
 ) -> None:
-    """Downloads into a file, with a bar of its bytes. Raises as `Mesh.download`."""
+    """Download to a file, with a progress bar. Raises as `Mesh.download`."""
     with bar(path.name) as moved:
         found = mesh.download(
             path,
@@ -178,32 +175,30 @@ def fetch(
 
     say(
         f"{path}: {found.name_count:,} names, {size(found.size_bytes)} of job {found.job}, "
-        "incarnation "
-        f"{found.incarnation}, step {found.step}{UNSETTLED_TEXT if found.unsettled else ''}, "
-        "read in "
-        f"{seconds(found.seconds)}"
+        f"incarnation {found.incarnation}, step {found.step}"
+        f"{UNSETTLED_TEXT if found.unsettled else ''}, read in {seconds(found.seconds)}"
     )
 
 
 def check_destination(path: Path, *, force: bool) -> None:
-    """Refuses early what writing would refuse after all the reading.
+    """Fail before the download, not after it.
 
     Raises:
-        UsageError: not a name for such a file, or no such directory.
-        ConflictError: the file exists and may not be replaced.
+        UsageError: wrong suffix, no such directory, or the path is a directory.
+        ConflictError: the file exists and `force` is not set.
     """
     if path.suffix != SUFFIX:
         raise UsageError(f"--output: {path} does not end in {SUFFIX}")
     if not path.parent.is_dir():
-        raise UsageError(f"--output: there is no directory {path.parent}; make it first")
+        raise UsageError(f"--output: there is no directory {path.parent}; create it first")
     if path.is_dir():
         raise UsageError(f"--output: {path} is a directory")
     if path.exists() and not force:
-        raise ConflictError(f"{path} exists; give another name, or --force to replace it")
+        raise ConflictError(f"{path} exists; choose another name, or replace it with --force")
 
 
 def _load_torch(dtype: str | None) -> torch.dtype | None:
-    """The dtype of that name. Loads torch, which shall not count as time of reading."""
+    """The dtype of that name. Loads torch, so that the time of the download excludes it."""
     from paramd.mesh.reading.assemble import torch_dtype
 
     return torch_dtype(dtype.removeprefix("torch.")) if dtype is not None else None

@@ -1,4 +1,4 @@
-"""`paramd token create|list|revoke`: who may do what at a control plane."""
+"""`paramd token create|list|revoke`: user tokens of a control plane."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from paramd.cli.output import Column, Listing, emit, seconds
 from paramd.cli.shell import say
 from paramd.errors import UsageError
 
-token = typer.Typer(help="Tokens of users, with roles.", no_args_is_help=True)
+token = typer.Typer(help="User tokens and their roles.", no_args_is_help=True)
 
 _UNITS_S = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86_400.0, "w": 604_800.0}
 _TTL = re.compile(r"([0-9]{1,9}(?:\.[0-9]{1,6})?)([smhdw])")
@@ -43,24 +43,24 @@ def create(
     role: Annotated[
         str,
         typer.Option("--role", metavar="ROLE", help="viewer: names, state, statistics; reader: "
-                     "values too; editor: and edits; exporter: values and exports; trainer: "
+                     "also values; editor: also edits; exporter: values and exports; trainer: "
                      "registers jobs; admin: everything."),
     ],
     ttl: Annotated[
         str, typer.Option("--ttl", metavar="TIME", help="Validity: 90s, 15m, 12h, 30d or 4w.")
     ] = "30d",
     name: Annotated[
-        str | None, typer.Option("--name", metavar="NAME", help="For the list and the audit.")
+        str | None, typer.Option("--name", metavar="NAME", help="Name in lists and the audit.")
     ] = None,
     output: Output = None,
 ) -> None:  # fmt: skip
-    """Make a token and print it: this is the only time that it is shown."""
+    """Create a token and print it. It is shown only once."""
     body: dict[str, Any] = {"role": role, "ttl_s": parse_ttl(ttl)}
     if name is not None:
         body["name"] = name
     made = _ask(target, "POST", "/tokens", body)
     if output is None:
-        say(f"token {made['name']}, role {made['role']}; keep it, it is not shown again")
+        say(f"token {made['name']}, role {made['role']}; save it, it is not shown again")
         print(made["token"])
         return
     emit(_listing([made]), target.format)
@@ -69,7 +69,7 @@ def create(
 @token.command("list", epilog=examples("paramd token list", "paramd token list -o json"))
 @with_target
 def list_all(target: Target, output: Output = None) -> None:
-    """List all tokens: names, roles and validity, never the tokens."""
+    """List names, roles and validity of all tokens, never the tokens themselves."""
     emit(_listing(_ask(target, "GET", "/tokens")["tokens"]), target.format)
 
 
@@ -77,9 +77,9 @@ def list_all(target: Target, output: Output = None) -> None:
 @with_target
 def revoke(
     target: Target,
-    name: Annotated[str, typer.Argument(metavar="NAME", help="As paramd token list has it.")],
+    name: Annotated[str, typer.Argument(metavar="NAME", help="As shown by paramd token list.")],
 ) -> None:
-    """Make a token worthless, at once and for ever."""
+    """Revoke a token, immediately and permanently."""
     _ask(target, "DELETE", f"/tokens/{quote(name, safe='')}")
     say(f"token {name} is revoked; joined sidecars refuse its tickets within seconds")
 
@@ -87,20 +87,10 @@ def revoke(
 def _ask(
     target: Target, method: str, path: str, body: Mapping[str, Any] | None = None
 ) -> dict[str, Any]:
-    from paramd.mesh.connect import resolve
-    from paramd.mesh.peers.control import RestClient
-    from paramd.security.tls import ClientTls
-
-    chosen = target.settings
-    url, secret, _ = resolve(chosen.url, chosen.token, chosen.job)
-
     async def ask() -> dict[str, Any]:
-        client = RestClient(url, secret, tls=ClientTls.from_environment(chosen.tls_ca))
-        try:
+        async with target.rest() as (client, _):
             found: dict[str, Any] = await client.send(method, path, body)
             return found
-        finally:
-            await client.close()
 
     return asyncio.run(ask())
 

@@ -1,4 +1,4 @@
-"""The screen of `paramd top`. Everything shown is plain text: names may hold anything."""
+"""The screen of `paramd top`. All text is shown as plain text: names may contain markup."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def cells(rank: dict[str, Any]) -> tuple[str, ...]:
 
 
 def shown(ranks: list[dict[str, Any]], wanted: str) -> list[dict[str, Any]]:
-    """Ranks whose number is `wanted`, or in whose phase or note it stands."""
+    """Ranks whose number is `wanted`, or whose row contains it."""
     text = wanted.strip().lower()
     if not text:
         return ranks
@@ -48,7 +48,7 @@ def shown(ranks: list[dict[str, Any]], wanted: str) -> list[dict[str, Any]]:
 
 
 class TopApp(App[None]):
-    """Looks again every `every_s`; what it shows has an age, also while nobody answers."""
+    """Refreshes every `every_s`; the age shown keeps counting while the control plane is down."""
 
     TITLE = "paramd top"
     ENABLE_COMMAND_PALETTE = False
@@ -73,7 +73,7 @@ class TopApp(App[None]):
         source: str,
         every_s: float,
     ) -> None:
-        """No I/O. `look` raises ParamdErrors; `source` names where the numbers come from."""
+        """No I/O. `look` may raise ParamdErrors; `source` is the control plane's URL."""
         super().__init__()
         self._ask = look
         self._seen = first
@@ -87,7 +87,7 @@ class TopApp(App[None]):
         yield DataTable[Text](id="ranks", cursor_type="row", zebra_stripes=True)
         with VerticalScroll(id="alerts-pane", can_focus=False):
             yield Static(id="alerts", markup=False)
-        yield Input(id="filter", placeholder="rank, phase or note; Enter keeps it, Escape ends it")
+        yield Input(id="filter", placeholder="rank, phase or note; Enter applies, Escape clears")
         yield Footer()
 
     def on_mount(self) -> None:
@@ -111,7 +111,7 @@ class TopApp(App[None]):
         return self.query_one("#ranks", DataTable)
 
     def _draw(self) -> None:
-        # An answer may come while the screen is being taken down.
+        # A reply may arrive while the screen is being torn down.
         if not self.query("#about"):
             return
         self._draw_about()

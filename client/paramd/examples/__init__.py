@@ -1,1 +1,1 @@
-"""Programs that show how paramd is used. They import torch; nothing imports them."""
+"""Example programs. They import torch; nothing imports them."""

@@ -1,12 +1,12 @@
-"""A small GPT, trained for real under torchrun with FSDP2, and open to paramd.
+"""Train a small GPT under torchrun with FSDP2, attached to paramd.
 
     torchrun --standalone --nproc-per-node 2 examples/train_gpt.py --job my-run
 
 and in another terminal, for example: `paramd stats "head.*"` or
 `paramd summon "head.*" -o head.safetensors`.
-With --no-attach it trains without paramd; the losses are the same to the last bit.
+With --no-attach it trains without paramd; the losses are bit-identical.
 
-It reads and predicts bytes of the help topics that come with every Python.
+The training text is Python's own help topics, byte by byte.
 """
 
 from __future__ import annotations
@@ -106,13 +106,13 @@ def batches(seed: int) -> torch.Generator:
 
 
 def draw(text: Tensor, generator: torch.Generator) -> Tensor:
-    """(batch, context + 1) bytes as int64, from random places of the text."""
+    """(batch, context + 1) bytes as int64, from random positions in the text."""
     begins = torch.randint(len(text) - CONTEXT - 1, (BATCH,), generator=generator)
     return torch.stack([text[b : b + CONTEXT + 1] for b in begins.tolist()]).long()
 
 
 class Stop:
-    """Ctrl-C and SIGTERM end the training after a step, on all ranks after the same one."""
+    """Ctrl-C and SIGTERM end the training after a step, the same one on all ranks."""
 
     def __init__(self) -> None:
         self.asked = False
@@ -126,7 +126,7 @@ class Stop:
 
 
 def train(arguments: argparse.Namespace) -> None:
-    """Trains until the steps are done, or until it is asked to stop."""
+    """Train until the steps are done or a signal arrives."""
     model, optimizer = build(arguments.seed)
     if arguments.attach:
         attachment = paramd.attach(model, optimizer, job=arguments.job, control=arguments.control)
@@ -140,7 +140,7 @@ def train(arguments: argparse.Namespace) -> None:
         optimizer.step()
         optimizer.zero_grad()
         step += 1
-        # One message for both: the mean loss, and whether any rank was asked to stop.
+        # One all-reduce for both: the mean loss, and whether any rank got a signal.
         said = torch.tensor([loss.item(), float(stop.asked)], dtype=torch.float64)
         dist.all_reduce(said)
         if dist.get_rank() == 0 and (step % arguments.every == 0 or step == 1):
@@ -153,14 +153,16 @@ def train(arguments: argparse.Namespace) -> None:
 
 def main() -> int:
     """One rank, as torchrun starts it."""
-    parser = argparse.ArgumentParser(description="Train a small GPT that paramd can look into.")
-    parser.add_argument("--steps", type=int, default=1000, help="updates to do (default 1000)")
-    parser.add_argument("--job", default="gpt", help="name of the job for paramd")
-    parser.add_argument("--control", metavar="URL", help="control plane of a site to register at")
-    parser.add_argument("--keep", action="store_true", help="go on until Ctrl-C")
-    parser.add_argument("--no-attach", dest="attach", action="store_false", help="without paramd")
+    parser = argparse.ArgumentParser(description="Train a small GPT attached to paramd.")
+    parser.add_argument("--steps", type=int, default=1000, help="number of updates (default 1000)")
+    parser.add_argument("--job", default="gpt", help="name of the job (default gpt)")
+    parser.add_argument("--control", metavar="URL", help="control plane of the site to join")
+    parser.add_argument("--keep", action="store_true", help="train until Ctrl-C")
+    parser.add_argument(
+        "--no-attach", dest="attach", action="store_false", help="train without paramd"
+    )
     parser.add_argument("--every", type=int, default=10, help="print every n-th loss (default 10)")
-    parser.add_argument("--seed", type=int, default=0, help="of weights and passages (default 0)")
+    parser.add_argument("--seed", type=int, default=0, help="of weights and data (default 0)")
     arguments = parser.parse_args()
     if "RANK" not in os.environ:
         parser.error("start it with: torchrun --standalone --nproc-per-node 2 " + sys.argv[0])

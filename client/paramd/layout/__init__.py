@@ -1,1 +1,1 @@
-"""Where every element lives: pure data and pure plans."""
+"""Where every element lives, and plans to read, edit and export it. Pure: no I/O, no torch."""

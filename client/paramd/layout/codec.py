@@ -1,4 +1,4 @@
-"""Layout <-> paramd.v1 messages, and bytes for the exchange between trainers."""
+"""Layouts as paramd.v1 messages, and one rank's layout as bytes for its peers."""
 
 from __future__ import annotations
 
@@ -34,11 +34,11 @@ def decode_layout(message: layout_pb2.Layout) -> Layout:
     """The layout of a message; `decode_layout(encode_layout(x)) == x`.
 
     Raises:
-        UsageError: the message lacks a region or a kind, or counts do not agree.
+        UsageError: a region or kind is missing, or counts disagree.
     """
     if message.world_size != len(message.arena_bytes):
         raise UsageError(
-            f"a layout of {message.world_size} ranks names {len(message.arena_bytes)} arenas; "
+            f"a layout of {message.world_size} ranks has {len(message.arena_bytes)} arenas; "
             "expected one for each rank"
         )
     return Layout(
@@ -50,7 +50,10 @@ def decode_layout(message: layout_pb2.Layout) -> Layout:
 
 
 def layout_batches(layout: Layout, max_tensors: int = 1000) -> Iterator[layout_pb2.Layout]:
-    """Messages of at most `max_tensors` tensors; the first, always there, has the ranks' facts."""
+    """Messages of at most `max_tensors` tensors; only the first has the fields of the ranks.
+
+    There is always a first one, even without tensors.
+    """
     for begin in range(0, max(len(layout.tensors), 1), max_tensors):
         batch = layout_pb2.Layout(
             tensors=map(_encode_tensor, layout.tensors[begin : begin + max_tensors])
@@ -63,7 +66,7 @@ def layout_batches(layout: Layout, max_tensors: int = 1000) -> Iterator[layout_p
 
 
 def join_batches(batches: Iterable[layout_pb2.Layout]) -> Layout:
-    """What `layout_batches` took apart, in the same order.
+    """The layout of `layout_batches`, taken in order.
 
     Raises:
         UsageError: as `decode_layout`.
@@ -83,10 +86,10 @@ def encode_local(local: LocalLayout) -> bytes:
 
 
 def decode_local(data: bytes) -> LocalLayout:
-    """What `encode_local` wrote.
+    """The inverse of `encode_local`.
 
     Raises:
-        UsageError: the bytes are not such a description.
+        UsageError: malformed bytes.
     """
     try:
         (rank,) = _RANK.unpack_from(data)
@@ -94,7 +97,7 @@ def decode_local(data: bytes) -> LocalLayout:
         (arena_bytes,) = message.arena_bytes
     except (struct.error, DecodeError, ValueError) as error:
         raise UsageError(
-            f"{len(data)} bytes are no layout of one rank ({error}); "
+            f"{len(data)} bytes are not the layout of a rank ({error}); "
             "do all ranks run the same version of paramd?"
         ) from error
     return LocalLayout(

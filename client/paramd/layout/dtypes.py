@@ -1,4 +1,4 @@
-"""What is known of dtypes without torch: one table."""
+"""Facts about dtypes, without torch: one table."""
 
 from __future__ import annotations
 
@@ -9,22 +9,22 @@ from paramd.errors import UsageError
 
 @dataclass(frozen=True, slots=True)
 class Dtype:
-    """A dtype and what it is called elsewhere; empty: it is not there."""
+    """A dtype and its names elsewhere; an empty one means that there is none."""
 
     name: str
-    """torch's, without its prefix."""
+    """torch's name, without its prefix."""
     item_bytes: int
     safetensors: str = ""
-    """In a safetensors header."""
+    """Name in a safetensors header."""
     storage: str = ""
-    """torch's typed storage; newer dtypes have none."""
+    """torch's typed storage class; newer dtypes have none."""
     form: str = ""
-    """Of one element in `struct`."""
+    """`struct` format of one element."""
     reduced: str = ""
-    """The dtype that statistics are made in."""
+    """The dtype in which statistics are computed."""
     exponent: int = 0
-    """Bits that are all set in what is not finite, of the floats that edits compute with and
-    exports cast."""
+    """Exponent mask, all set in NaN and infinities; 0 unless a float that edits and exports
+    compute with."""
 
 
 DTYPES: dict[str, Dtype] = {
@@ -85,6 +85,6 @@ def safetensors_name(dtype: str) -> str:
     if name is None:
         raise UsageError(
             f"safetensors files cannot hold dtype {dtype!r}; expected one of "
-            f"{', '.join(SAFETENSORS_NAMES)}; cast it or leave it out"
+            f"{', '.join(SAFETENSORS_NAMES)}; cast the tensor or omit it"
         )
     return name

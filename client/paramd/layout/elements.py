@@ -1,4 +1,4 @@
-"""Elements as exact text, and from a rank's snapshot to their place in a slice. No torch."""
+"""Single elements without torch: copied from a snapshot into a slice, and as exact text."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _FLOAT8 = {
 def place_elements(
     landing: Landing, snapshot: Sequence[int], result: bytearray, shape: Sequence[int], dtype: str
 ) -> None:
-    """Copies a landing's elements to their place in the row-major `result` of `shape`."""
+    """Copy a landing's elements into the row-major `result` of `shape`."""
     size = item_bytes(dtype)
     assert isinstance(snapshot, bytes | bytearray)
     if landing.direct and landing.target_begin_bytes is not None:
@@ -41,7 +41,7 @@ def place_elements(
 
 
 def element_texts(data: bytes | bytearray, dtype: str) -> list[str]:
-    """Every element in decimal digits that give exactly it again: "nan", "inf", "1+2j", "true".
+    """Every element as text that parses back exactly: decimal, "nan", "inf", "1+2j", "true".
 
     Raises:
         UsageError: the dtype is not supported.

@@ -1,6 +1,6 @@
-"""What each rank holds, merged into the layout of the job.
+"""Merge what each rank holds into the layout of the job.
 
-The way: every rank describes its own pieces (`LocalLayout`), all ranks exchange them
+Every rank describes its own pieces (`LocalLayout`), all ranks exchange them
 (`codec.encode_local`), and each merges the same list into the same `Layout`.
 """
 
@@ -32,25 +32,25 @@ from paramd.layout.types import (
 
 
 def outside(region: Region, shape: Sequence[int]) -> str | None:
-    """Why `region` is not a part of a tensor of `shape`; None when it is."""
+    """Why `region` is not part of a tensor of `shape`; None if it is."""
     if isinstance(region, Interval):
         if 0 <= region.begin <= region.end <= prod(shape):
             return None
-        return f"interval [{region.begin}, {region.end}) lies outside of {prod(shape)} elements"
+        return f"interval [{region.begin}, {region.end}) is outside of {prod(shape)} elements"
     if not len(region.begin) == len(region.end) == len(shape):
-        return f"box {region.begin}..{region.end} has not the {len(shape)} dims of the tensor"
+        return f"box {region.begin}..{region.end} does not have the tensor's {len(shape)} dims"
     for dim, (begin, end, size) in enumerate(zip(region.begin, region.end, shape, strict=True)):
         if not 0 <= begin <= end <= size:
-            return f"box [{begin}, {end}) lies outside of dim {dim} with size {size}"
+            return f"box [{begin}, {end}) is outside of dim {dim} with size {size}"
     return None
 
 
 @lru_cache(maxsize=4096)
 def defect(shape: tuple[int, ...], regions: tuple[Region, ...]) -> str | None:
-    """Why the regions do not cover every element exactly once; None when they do.
+    """Why the regions do not cover every element exactly once; None if they do.
 
-    Equal regions are replicas and count once. Cached, since the layers of a model
-    are alike. The cost is that of sorting for intervals and grids of boxes.
+    Equal regions are replicas and count once. Cached, since the layers of a model are alike.
+    Intervals and grids of boxes cost a sort.
     """
     distinct = [region for region in dict.fromkeys(regions) if region.numel]
     boxes = [region for region in distinct if isinstance(region, Box)]
@@ -95,7 +95,7 @@ def _defect_of_boxes(boxes: list[Box], shape: tuple[int, ...]) -> str | None:
 
 
 def _overlaps(boxes: list[Box], ndim: int) -> Iterable[tuple[Box, Box]]:
-    # A sweep along the dim that is cut most often keeps few boxes to compare with.
+    # Sweeping along the dim with the most cuts keeps the fewest boxes active.
     dim = max(range(ndim), key=lambda d: len({box.begin[d] for box in boxes}), default=0)
     active: list[Box] = []
     for box in sorted(boxes, key=lambda b: b.begin[dim] if ndim else 0):
@@ -112,7 +112,7 @@ def _said(box: Box) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LocalTensor:
-    """One tensor as one rank sees it; `pieces` is empty when the rank's shard is."""
+    """One tensor as seen by one rank; `pieces` is empty if the rank's shard is."""
 
     fqn: str
     dtype: str
@@ -126,7 +126,7 @@ class LocalTensor:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LocalLayout:
-    """All tensors of the module tree, in its order, with what one rank holds of them."""
+    """All tensors of the module tree, in its order, with the pieces that one rank holds."""
 
     rank: int
     arena_bytes: int
@@ -134,19 +134,19 @@ class LocalLayout:
 
 
 def merge_layouts(locals: Sequence[LocalLayout], *, mirrored: bool = False) -> Layout:
-    """Merges the descriptions of all ranks, in any order, into one layout.
+    """Merge the descriptions of all ranks, in any order, into one layout.
+
+    Tensor order and placements are those of rank 0; aliases are united. Empty pieces are
+    dropped; row-major strides become None.
 
     Args:
-        locals: one description of each rank.
-        mirrored: whether the arenas are copies of parameters that stay where they are.
-
-    The order of tensors and their placements are those of rank 0; aliases are united.
-    Pieces without elements are dropped; strides that are row-major become None.
+        locals: one description per rank.
+        mirrored: whether the arenas are copies of parameters that stay elsewhere.
 
     Raises:
-        UsageError: a rank is missing or there twice, ranks disagree on a tensor, a piece
-            lies outside of its arena or tensor, or an element has no holder or holders
-            with different regions.
+        UsageError: a rank is missing or duplicate, ranks disagree on a tensor, a piece is
+            outside of its arena or tensor, or an element has no holder or holders with
+            different regions.
     """
     ordered = sorted(locals, key=lambda local: local.rank)
     ranks = [local.rank for local in ordered]
@@ -169,7 +169,7 @@ def merge_layouts(locals: Sequence[LocalLayout], *, mirrored: bool = False) -> L
 
 
 def layout_digest(layout: Layout) -> str:
-    """64 hex digits that name the layout: equal layouts, and only they, have the same."""
+    """SHA-256 of the layout, as 64 hex digits."""
     digest = hashlib.sha256(b"paramd layout 1\n")
     for part in (layout.world_size, layout.arena_bytes, *map(_canonical, layout.tensors)):
         digest.update(json.dumps(part, separators=(",", ":")).encode())
@@ -208,10 +208,10 @@ def _check_same_names(
 ) -> None:
     missing = next((fqn for fqn in first if fqn not in names), None)
     if missing is not None:
-        raise UsageError(f"rank 0 has tensor {missing!r} but rank {rank} does not name it")
+        raise UsageError(f"rank 0 has tensor {missing!r} but rank {rank} does not")
     extra = next((fqn for fqn in names if fqn not in first), None)
     if extra is not None:
-        raise UsageError(f"rank {rank} has tensor {extra!r} but rank 0 does not name it")
+        raise UsageError(f"rank {rank} has tensor {extra!r} but rank 0 does not")
 
 
 def _merge_tensor(tensors: list[LocalTensor], arena_bytes: tuple[int, ...]) -> TensorLayout:
@@ -224,7 +224,7 @@ def _merge_tensor(tensors: list[LocalTensor], arena_bytes: tuple[int, ...]) -> T
             ours, theirs = getattr(first, field), getattr(tensor, field)
             if ours != theirs:
                 raise UsageError(
-                    f"tensor {first.fqn!r}: rank 0 says {field} {ours}, rank {rank} says {theirs}"
+                    f"tensor {first.fqn!r}: {field} is {ours} on rank 0, {theirs} on rank {rank}"
                 )
         pieces.extend(
             _checked(piece, tensor, rank, arena_bytes[rank])
@@ -268,7 +268,7 @@ def _wrong(piece: Piece, tensor: LocalTensor, rank: int, arena_bytes: int) -> st
         return beyond
     end = piece.arena_begin + piece.region.numel * ITEM_BYTES[tensor.dtype]
     if not 0 <= piece.arena_begin <= end <= arena_bytes:
-        return f"bytes [{piece.arena_begin}, {end}) lie outside of its arena of {arena_bytes} bytes"
+        return f"bytes [{piece.arena_begin}, {end}) are outside of its arena of {arena_bytes} bytes"
     if piece.strides is None:
         return None
     if isinstance(piece.region, Interval):

@@ -1,7 +1,7 @@
-"""Pictures of tensors: a matrix shrunk to cells, each rank reducing what it holds.
+"""Heat maps of tensors: a matrix pooled into cells, each rank reducing what it holds.
 
-A tensor of any number of dims is shown as a matrix: its first dims count rows, the others
-columns. Row r of R belongs to row floor(r * H / R) of a picture of H rows; columns likewise.
+A tensor of any rank is shown as a matrix: its first dims are flattened to rows, the others to
+columns. Row r of R falls into row floor(r * H / R) of a picture with H rows; columns likewise.
 """
 
 from __future__ import annotations
@@ -16,19 +16,19 @@ from paramd.layout.plan import Landing, ReadPlan
 from paramd.layout.types import Interval, boxes_of_interval, row_major
 
 MAX_CELLS = 512
-"""Cells of a picture in each direction."""
+"""Most cells of a picture in each direction."""
 
 MODES = ("mean", "absmax", "min", "max")
-"""What a cell may tell of its finite elements."""
+"""Reductions of a cell's finite elements."""
 
 
 @dataclass(frozen=True, slots=True)
 class Matrix:
-    """How a tensor of `shape` is seen as a matrix."""
+    """A tensor of `shape` viewed as a matrix."""
 
     shape: tuple[int, ...]
     row_dims: int
-    """How many of the first dims count rows."""
+    """How many of the first dims form the rows."""
 
     @property
     def rows(self) -> int:
@@ -46,10 +46,10 @@ class Matrix:
 
 
 def matrix_of(shape: Sequence[int], row_dims: int | None = None) -> Matrix:
-    """The matrix of a tensor; by default the first dim counts rows, of a vector none.
+    """A tensor as a matrix; by default the first dim forms the rows, and a vector is one row.
 
     Raises:
-        UsageError: the tensor has fewer dims.
+        UsageError: `row_dims` is negative or more than the tensor has.
     """
     dims = row_dims if row_dims is not None else int(len(shape) >= 2)
     if not 0 <= dims <= len(shape):
@@ -71,7 +71,7 @@ class PictureItem:
 
 
 def picture_items(plan: ReadPlan, matrix: Matrix) -> dict[int, tuple[PictureItem, ...]]:
-    """What each rank shrinks, so that each element of the plan's one tensor counts once."""
+    """What each rank pools, so that each element of the plan's only tensor counts once."""
     assert len(plan.tensors) == 1, "a picture shows one tensor"
     size_bytes = item_bytes(plan.tensors[0].dtype)
     return {
@@ -112,18 +112,18 @@ def _items(landing: Landing, matrix: Matrix, size_bytes: int) -> Iterator[Pictur
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PicturePart:
-    """A rectangle of cells that one rank reduced; lists are row-major."""
+    """A rectangle of cells reduced by one rank; lists are row-major."""
 
     row_begin: int
     col_begin: int
     rows: int
     columns: int
     values: Sequence[float]
-    """Sums for the mode mean."""
+    """Sums in mode mean."""
     counts: Sequence[int]
-    """Finite elements of each cell."""
+    """Finite elements per cell."""
     nonfinite: Sequence[int]
-    """NaN and infinite elements of each cell; empty when there is none."""
+    """NaN and infinite elements per cell; empty if there are none."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -133,15 +133,15 @@ class Picture:
     rows: int
     columns: int
     values: list[float]
-    """NaN where a cell has no finite element."""
+    """NaN for a cell without finite elements."""
     nonfinite: list[tuple[int, int, int]]
     """(row, column, count) of cells with NaN or infinite elements."""
     count: int
-    """Elements that all cells have together."""
+    """Elements of all cells together."""
 
 
 def merge_parts(parts: Sequence[PicturePart], *, mode: str, rows: int, columns: int) -> Picture:
-    """The picture of all parts: exact also where a cell spans pieces of several ranks."""
+    """Merge all parts into a picture; exact even where a cell spans pieces of several ranks."""
     better = {"min": min, "absmax": max, "max": max}.get(mode)
     values = [{"min": inf, "max": -inf}.get(mode, 0.0)] * (rows * columns)
     counts = [0] * (rows * columns)

@@ -1,11 +1,7 @@
-"""From a selection to what each rank must send: spans of its arena, and where they land.
+"""Plan a read: from a selection to the spans each rank sends, and where their elements land.
 
-Every needed region is read from exactly one of its holders. The snapshot of a rank is
-the concatenation of its spans; landings name offsets within it.
-
-Landings: where parts of a snapshot belong in the tensors that are read.
-
-Views: what one piece holds of a wanted box, wherever the piece lies.
+Every region is read from exactly one of its holders. A rank's snapshot is the concatenation of
+its spans; a `Landing` places part of it in a result, by its offset in the snapshot.
 """
 
 from __future__ import annotations
@@ -34,6 +30,11 @@ from paramd.layout.types import (
     row_major,
 )
 
+Preference: TypeAlias = Callable[[tuple[int, ...]], int] | Mapping[int, float]
+
+MAX_GAP_BYTES = 512
+"""Spans this close are merged: a span costs more than the alignment padding between tensors."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Landing:
@@ -46,15 +47,15 @@ class Landing:
     sizes: tuple[int, ...]
     """Elements in each dim of the view; never 0."""
     strides: tuple[int, ...]
-    """Elements of the snapshot between neighbours of each dim."""
+    """Element strides in the snapshot."""
     target: Region
     """Box of the result, or interval of the row-major flattened result."""
     size_bytes: int
     """Bytes of the snapshot from the view's first to its last element, both included."""
     direct: bool
-    """These bytes, as they are, are one run of the row-major result."""
+    """These bytes are contiguous in the row-major result: a plain copy suffices."""
     target_begin_bytes: int | None = None
-    """Where that run begins in the result; None unless `direct`."""
+    """Their offset in the result; None unless `direct`."""
 
     @property
     def end_bytes(self) -> int:
@@ -64,29 +65,29 @@ class Landing:
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """A part of a landing that is copied at once: the view `sizes` with the landing's strides."""
+    """A part of a landing copied at once: a view with the landing's strides."""
 
     begin_bytes: int
     """Offset within the snapshot of its first element."""
     end_bytes: int
     """Offset within the snapshot after its last element."""
     target: Box
-    """What it fills, in coordinates of the result; its sizes are those of the view."""
+    """The part it fills, in coordinates of the result; it has the sizes of the view."""
 
 
 def blocks(landing: Landing, item_bytes: int, max_bytes: int) -> Iterator[Block]:
-    """Cuts a landing into blocks of at most `max_bytes`, in memory order and not overlapping.
+    """Split a landing into disjoint blocks of at most `max_bytes`, in memory order.
 
-    So a reader of a stream fills a scratch buffer of `max_bytes` block by block and makes
-    one strided copy of each. Bytes between blocks belong to nobody.
+    A stream reader fills a scratch buffer of `max_bytes` block by block and makes one strided
+    copy of each. Bytes between blocks are unused.
 
     Raises:
-        UsageError: `max_bytes` does not hold one element.
+        UsageError: `max_bytes` is smaller than one element.
     """
     if max_bytes < item_bytes:
         raise UsageError(f"max_bytes is {max_bytes}; expected at least one item of {item_bytes}")
     assert isinstance(landing.target, Box), "an interval is always direct"
-    # Slowest dim first: that is memory order, whatever the order of the dims.
+    # Largest stride first is memory order, whatever the order of the dims.
     order = sorted(range(len(landing.sizes)), key=lambda dim: -landing.strides[dim])
     cut = _Cut(landing, order, item_bytes, max_bytes // item_bytes)
     yield from cut.blocks([0] * len(landing.sizes), list(landing.sizes), 0)
@@ -100,7 +101,7 @@ class _Cut:
     max_numel: int
 
     def blocks(self, begin: list[int], end: list[int], level: int) -> Iterator[Block]:
-        """Blocks of the view's part [begin, end), of which dims before `level` are not cut."""
+        """Blocks of the view's part [begin, end); dims of `order` before `level` are done."""
         sizes = [e - b for b, e in zip(begin, end, strict=True)]
         strides = self.landing.strides
         if cover_numel(sizes, strides) <= self.max_numel:
@@ -133,23 +134,23 @@ class _Cut:
 
 @dataclass(frozen=True, slots=True)
 class View:
-    """A landing before it is known where its piece lies. Alike for the layers of a model."""
+    """A landing relative to its piece, so that the layers of a model share cached views."""
 
     offset_bytes: int
-    """From the begin of the piece to the view's first element."""
+    """From the start of the piece to the view's first element."""
     sizes: tuple[int, ...]
     strides: tuple[int, ...]
     target: Region
     size_bytes: int
     target_begin_bytes: int | None
-    """None when the view is not direct."""
+    """None if the view is not direct."""
 
 
 @lru_cache(maxsize=8192)
 def views_of(
     held: Region, strides: tuple[int, ...] | None, shape: tuple[int, ...], wanted: Box, size: int
 ) -> tuple[View, ...]:
-    """What a piece of `held` has of `wanted`; nothing when they share no element."""
+    """The views of `wanted` in a piece of region `held`; none if they share no element."""
     if isinstance(held, Box):
         steps = strides if strides is not None else row_major(held.sizes)
         return _box_views(held, steps, wanted, size, 0)
@@ -204,27 +205,19 @@ def _box_views(
     return (view,)
 
 
-__all__ = ["Block", "Landing", "RankRead", "ReadPlan", "ResultTensor", "blocks", "plan_read"]
-
-Preference: TypeAlias = Callable[[tuple[int, ...]], int] | Mapping[int, float]
-
-MAX_GAP_BYTES = 512
-"""Spans this close become one: arenas align tensors, and a span costs more than its padding."""
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ResultTensor:
-    """One tensor of the answer."""
+    """One tensor of the result."""
 
     name: str
-    """The name it was asked by; an alias perhaps."""
+    """The name it was requested by; possibly an alias."""
     fqn: str
     dtype: str
     shape: tuple[int, ...]
     """Shape of the result: the sizes of `box`."""
     global_shape: tuple[int, ...]
     box: Box
-    """The part that is read, in coordinates of the full tensor."""
+    """The part read, in coordinates of the full tensor."""
 
     @property
     def size_bytes(self) -> int:
@@ -234,7 +227,7 @@ class ResultTensor:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankRead:
-    """What is read from one rank."""
+    """The read from one rank."""
 
     rank: int
     spans: tuple[tuple[int, int], ...]
@@ -242,36 +235,35 @@ class RankRead:
     size_bytes: int
     """Length of the snapshot: the sum of the spans."""
     landings: tuple[Landing, ...]
-    """By `begin_bytes`. Bytes between them belong to nobody; they overlap only where tensors
+    """Ordered by `begin_bytes`. Bytes between them are unused; they overlap only where tensors
     share memory."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReadPlan:
-    """How a selection is read. Tensors without elements need no rank."""
+    """How to read a selection. Empty tensors need no rank."""
 
     tensors: tuple[ResultTensor, ...]
     ranks: tuple[RankRead, ...]
-    """Ordered by rank; only those that are needed."""
+    """Ordered by rank; only those needed."""
 
     @property
     def size_bytes(self) -> int:
-        """Bytes that the ranks send together."""
+        """Bytes sent by all ranks together."""
         return sum(read.size_bytes for read in self.ranks)
 
 
 def plan_read(
     layout: Layout, selection: Iterable[SelectedTensor], *, prefer: Preference | None = None
 ) -> ReadPlan:
-    """Plans to read `selection`, each element once, at the cost of its bytes.
+    """Plan to read each element of `selection` once.
 
     Args:
-        layout: where the tensors lie.
+        layout: where the tensors are.
         selection: tensors of this layout and their wanted boxes.
-        prefer: how to choose among replicas. A mapping gives each rank's cost for a byte
-            (1.0 where it says nothing, infinity where the rank must not be asked), and
-            the rank with the least cost so far is taken. A function chooses one of the
-            ranks it is given. None costs every rank the same.
+        prefer: how to choose among replicas. A mapping gives each rank's cost per byte (default
+            1.0; infinity excludes the rank), and the rank with the least total cost is taken. A
+            function picks one of the ranks it is given. None means equal costs.
 
     Raises:
         UnreachableError: all holders of a needed region cost infinity.
@@ -327,8 +319,8 @@ class _Chooser:
         )
         if math.isinf(cost):
             raise UnreachableError(
-                f"a part of {name!r} is held only by ranks {sorted(by_rank)}, and none of "
-                "them can be asked; `paramd status` shows the ranks that answer"
+                f"a part of {name!r} is held only by ranks {sorted(by_rank)}, none of which is "
+                "available; `paramd status` shows the state of the ranks"
             )
         return by_rank[rank]
 

@@ -1,17 +1,13 @@
-"""Patterns over the names of a layout: globs, with an optional slice at the end.
+"""Select tensors of a layout by patterns: globs over names, with optional slices ("w[0:4, -3:]").
 
-A `NameIndex` is prepared once for a layout; `select` then costs a few milliseconds for
-any pattern on 100,000 names.
+A `NameIndex` is built once per layout; `select` then takes a few milliseconds for any pattern
+over 100,000 names.
 
-Globs over many names at once, at a cost that no pattern can blow up.
-
-Names are stored by column: for every position and character, one integer whose bit i
-says that name i has it there. Matching advances all names together: for every position
-and pattern token, one AND and one OR over all names. So a pattern costs at most
-`longest name * tokens` such pairs, whatever it is: no backtracking exists. Tokens
-beyond the longest name cannot match, which bounds the product for long patterns too.
-
-Slices at the end of a pattern, such as "[0:4, :, -3:]".
+Patterns come from users, so no pattern may be slow. Names are stored by column: for every
+position and character, an integer whose bit i says that name i has it there. A match advances
+all names together, with one AND and one OR for every position and token: at most
+`longest name * tokens` pairs, and no backtracking. A pattern with more tokens than the longest
+name matches nothing, which bounds the product.
 """
 
 from __future__ import annotations
@@ -28,17 +24,21 @@ from paramd.layout.types import Box, Layout, TensorKind, TensorLayout, full_box
 
 _DIGITS = bytes.maketrans(b"01", b"\x00\x01")
 
+MAX_PATTERN_BYTES = 1024
+
 NEAR_COUNT = 40
-"""Candidates that share the longest possible begin, and as many that share the end."""
+"""Suggestions that share the longest prefix, and as many that share the longest suffix."""
 
 KIND_COUNT = 80
 SAMPLE_COUNT = 2000
-"""Names looked at for kinds: from the begin, the end, and spread between."""
+"""Names sampled for kinds: from the start, from the end, and spread between."""
 
 MAX_TEXT = 120
-"""difflib costs the product of both lengths; nothing longer is compared."""
+"""difflib costs the product of both lengths; longer names are not compared."""
 
 _NUMBER = re.compile(r"[0-9]+")
+_SUFFIX = re.compile(r"\[([^\[\]]*:[^\[\]]*)\]\Z")
+_DIM = re.compile(r"\s*([+-]?[0-9]{1,18})?\s*:\s*([+-]?[0-9]{1,18})?\s*(?::\s*(\+?0*1)?\s*)?\Z")
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,9 +59,9 @@ ANY_CHAR = CharClass(negated=True)
 
 @dataclass(frozen=True, slots=True)
 class Glob:
-    """A parsed pattern: one token for each character of the name that is not under a `*`.
+    """A parsed pattern: one token per character of the name, except those that `*` matches.
 
-    `stars[i]` says whether a `*` stands before token i; the last entry is the end's.
+    `stars[i]` tells whether a `*` precedes token i; the last entry is for the end.
     """
 
     tokens: tuple[str | CharClass, ...]
@@ -69,7 +69,7 @@ class Glob:
 
     @property
     def literal(self) -> str | None:
-        """The only name that can match; None when there may be several."""
+        """The only name that can match; None if several can."""
         if any(self.stars):
             return None
         chars = [token for token in self.tokens if isinstance(token, str)]
@@ -77,9 +77,9 @@ class Glob:
 
 
 def parse_glob(pattern: str) -> Glob:
-    """Parses `*` (anything, dots too), `?`, `[abc]`, `[a-z]` and `[!abc]`, as fnmatch does.
+    """Parse `*` (anything, dots too), `?`, `[abc]`, `[a-z]` and `[!abc]`, as fnmatch does.
 
-    A `[` that is never closed stands for itself; so does `*` in `[*]`.
+    An unclosed `[` is literal, and so is `*` in `[*]`.
     """
     tokens: list[str | CharClass] = []
     stars = [False]
@@ -120,7 +120,7 @@ def _parse_class(body: str) -> CharClass:
 
 
 class NameColumns:
-    """Names in a form that globs can be matched against. Bit i of a mask is name i."""
+    """Names by column, for matching globs. Bit i of a mask is name i."""
 
     def __init__(self, names: Sequence[str]) -> None:
         self.count = len(names)
@@ -128,7 +128,7 @@ class NameColumns:
         self.longest = max(map(len, names), default=0)
         self._alphabet = sorted(set().union(*names))
         self._columns: list[dict[str, int]] = []
-        # The highest bit is written first.
+        # Reversed: the first digit of a binary literal is its highest bit.
         padding = _unused(self._alphabet)
         padded = [name.ljust(self.longest, padding) for name in reversed(names)]
         for column in zip(*padded, strict=True):
@@ -144,14 +144,14 @@ class NameColumns:
         if total > longest or not self.count:
             return self._ends[0] if total == 0 and self.count else 0
         matcher = _TokenMasks(self._alphabet, self._columns, self._longer)
-        # reached[i]: names whose characters so far can be what stands before token i.
+        # reached[i]: names whose characters so far can match everything before token i.
         reached = [self.all] + [0] * total
         matched = 0
         for position in range(longest + 1):
             matched |= reached[total] & (self.all if stars[total] else self._ends[position])
             if position == longest or not any(reached):
                 break
-            # A token whose followers outnumber the characters left cannot finish.
+            # Skip tokens with more tokens after them than characters are left.
             lowest = max(0, total - (longest - position))
             for i in range(min(total - 1, position), lowest - 1, -1):
                 kept = reached[i + 1] if stars[i + 1] else 0
@@ -163,21 +163,21 @@ class NameColumns:
         return matched
 
     def positions(self, mask: int) -> list[int]:
-        """The numbers of a mask's names, rising."""
+        """The indices of a mask's names, ascending."""
         return list(compress(range(self.count), self.flags(mask)))
 
     def first(self, mask: int, count: int) -> list[int]:
-        """As `positions`, but at most the first `count` of them."""
+        """The first `count` of `positions`."""
         return list(islice(compress(range(self.count), self.flags(mask)), count))
 
     def flags(self, mask: int) -> bytes:
-        """One byte for each name: 1 when the mask has it, else 0."""
+        """One byte per name: 1 if it is in the mask, else 0."""
         return format(mask, f"0{self.count}b").encode().translate(_DIGITS)[::-1]
 
 
 @dataclass(slots=True)
 class _TokenMasks:
-    """The names that a token fits at a position; remembers classes within one match."""
+    """The names that a token matches at a position; caches character classes for one match."""
 
     alphabet: list[str]
     columns: list[dict[str, int]]
@@ -229,7 +229,7 @@ def _masks(column: str, padding: str) -> dict[str, int]:
 
 
 def did_you_mean(names: Sequence[str], columns: NameColumns, wanted: str) -> str:
-    """The end of an error's sentence: near names, or how to see all of them."""
+    """The tail of an error message: similar names, or how to list all of them."""
     if not names:
         return "; the layout holds no tensor"
     kinds = _kinds(names)
@@ -245,7 +245,7 @@ def did_you_mean(names: Sequence[str], columns: NameColumns, wanted: str) -> str
 
 
 def _kinds(names: Sequence[str]) -> dict[str, str]:
-    """Patterns for names that differ in numbers only, each with one name of its kind."""
+    """Patterns of names that differ only in numbers, each with an example name."""
     stride = max(1, len(names) // SAMPLE_COUNT)
     sample = [*names[:SAMPLE_COUNT], *names[-SAMPLE_COUNT:], *names[::stride]]
     kinds: dict[str, str] = {}
@@ -257,10 +257,10 @@ def _kinds(names: Sequence[str]) -> dict[str, str]:
 
 
 def _neighbours(names: Sequence[str], columns: NameColumns, wanted: str) -> list[str]:
-    """Names that share the longest possible begin with `wanted`, then the longest end."""
+    """Names that share the longest prefix with `wanted`, then those with the longest suffix."""
     found: list[str] = []
     for globs in (_begins_as, _ends_as):
-        # Longer ends match fewer names, so the longest one is found by halving.
+        # Longer parts match fewer names, so bisection finds the longest one.
         low, high = 0, min(len(wanted), columns.longest)
         while low < high:
             middle = (low + high + 1) // 2
@@ -282,21 +282,17 @@ def _ends_as(wanted: str, size: int) -> Glob:
     return Glob(tuple(wanted[len(wanted) - size :]), (True, *[False] * size))
 
 
-_SUFFIX = re.compile(r"\[([^\[\]]*:[^\[\]]*)\]\Z")
-_DIM = re.compile(r"\s*([+-]?[0-9]{1,18})?\s*:\s*([+-]?[0-9]{1,18})?\s*(?::\s*(\+?0*1)?\s*)?\Z")
-
-
 @dataclass(frozen=True, slots=True)
 class Slices:
-    """One slice for each of the first dims; the dims after them are taken whole."""
+    """One slice for each of the first dims; the remaining dims are taken whole."""
 
     dims: tuple[tuple[int | None, int | None], ...]
 
     def box(self, shape: tuple[int, ...], name: str) -> Box:
-        """The part of a tensor of `shape` that is meant; `name` is for errors.
+        """The box they select from a tensor of `shape`; `name` is for errors.
 
         Raises:
-            UsageError: more slices than dims, or a bound beyond a dim's size.
+            UsageError: more slices than dims, a bound beyond a dim's size, or begin after end.
         """
         if len(self.dims) > len(shape):
             raise UsageError(
@@ -317,17 +313,17 @@ class Slices:
 
 
 def split_slices(pattern: str) -> tuple[str, Slices | None]:
-    """Takes the slices off a pattern's end: the glob, and the slices if there are any.
+    """Split a pattern into its glob and its slices, if it has any.
 
     Raises:
-        UsageError: what stands between the last brackets holds a ":" but is no list of slices.
+        UsageError: the text in the last brackets has a ":" but is not a list of slices.
     """
     found = _SUFFIX.search(pattern)
     if found is None:
         return pattern, None
     glob = pattern[: found.start()]
     if _SUFFIX.search(glob):
-        raise UsageError(f"pattern {pattern!r} has two slices; write one, such as [0:4, 2:8]")
+        raise UsageError(f"pattern {pattern!r} has two slices; combine them, as in [0:4, 2:8]")
     return glob, Slices(tuple(_parse_dim(part, pattern) for part in found[1].split(",")))
 
 
@@ -335,7 +331,7 @@ def _parse_dim(text: str, pattern: str) -> tuple[int | None, int | None]:
     found = _DIM.match(text)
     if found is None:
         raise UsageError(
-            f"{text.strip()!r} in pattern {pattern!r} is no slice; expected begin:end with "
+            f"{text.strip()!r} in pattern {pattern!r} is not a slice; expected begin:end with "
             "step 1, such as 0:4 or -3: (one row is written 2:3)"
         )
     return (
@@ -359,24 +355,21 @@ def _said(bound: int | None) -> str:
     return "" if bound is None else str(bound)
 
 
-MAX_PATTERN_BYTES = 1024
-
-
 @dataclass(frozen=True, slots=True)
 class SelectedTensor:
-    """A tensor that was asked for, and which part of it."""
+    """A selected tensor, and which part of it."""
 
     tensor: TensorLayout
     name: str
-    """The name it was found by: the fqn if that matched, else the first alias that did."""
+    """The name that matched: the fqn, else the first alias."""
     box: Box
-    """The part wanted, in the coordinates of the full tensor."""
+    """The selected part, in coordinates of the full tensor."""
     names: tuple[str, ...]
     """All of its names that matched; more than one only for tied tensors."""
 
 
 class NameIndex:
-    """The names of a layout, aliases included, ready for matching. Immutable."""
+    """The names of a layout, aliases included, indexed for matching. Immutable."""
 
     def __init__(self, layout: Layout) -> None:
         self.layout = layout
@@ -387,7 +380,7 @@ class NameIndex:
         ]
         self.names = [name for name, _ in pairs]
         self.owners = [number for _, number in pairs]
-        """Number of the tensor that each name means."""
+        """Index of each name's tensor."""
         self.position = {name: at for at, name in enumerate(self.names)}
         self.columns = NameColumns(self.names)
         self.buffers = self._mask(
@@ -413,16 +406,16 @@ class NameIndex:
 
 
 class Selection(Sequence[SelectedTensor]):
-    """The tensors that patterns chose, each once, in the order of the layout.
+    """The selected tensors, each once, in layout order.
 
-    Items are made when asked for, so that choosing everything stays cheap.
+    Items are created on access, so that selecting everything stays cheap.
     """
 
     def __init__(self, index: NameIndex, mask: int, slices: dict[int, Slices | None]) -> None:
         self._index = index
         self._mask = mask
         self._slices = slices
-        """By tensor number; when it lacks one, entry -1 holds."""
+        """By tensor index; entry -1 is the default."""
         self._groups: list[list[int]] | None = None
 
     @property
@@ -437,7 +430,7 @@ class Selection(Sequence[SelectedTensor]):
 
     @property
     def at_boundary(self) -> bool:
-        """Whether only an agreed boundary can copy it: buffers, and all of mirrored arenas."""
+        """Whether only an agreed boundary can copy it: it has buffers, or arenas are mirrored."""
         return self.with_buffers or self._index.layout.mirrored
 
     def __len__(self) -> int:
@@ -482,16 +475,16 @@ class Selection(Sequence[SelectedTensor]):
 def select(
     index: NameIndex, patterns: str | Sequence[str], with_buffers: bool = False
 ) -> Selection:
-    """Chooses what the patterns match; several patterns unite.
+    """Select the union of what the patterns match.
 
     Args:
-        index: the names to choose from.
+        index: the names to match.
         patterns: globs (`*` matches anything, dots too; `?`; `[abc]`; `[!abc]`), each of
             at most 1 KiB, each with an optional slice at its end ("w[0:4, -3:]").
         with_buffers: whether buffers may match.
 
     Raises:
-        UsageError: a pattern is malformed, a slice is out of range, or two patterns ask for
+        UsageError: a malformed pattern, a slice out of range, or two patterns that select
             different parts of one tensor.
         NotFoundError: a pattern matches nothing.
     """
@@ -544,8 +537,8 @@ def _slices_by_tensor(
             number = index.owners[at]
             if chosen.setdefault(number, slices) != slices:
                 raise UsageError(
-                    f"two patterns ask for different parts of {index.names[at]!r}; "
-                    "ask for one part of a tensor at a time"
+                    f"two patterns select different parts of {index.names[at]!r}; "
+                    "select one part of a tensor at a time"
                 )
     return chosen
 

@@ -1,6 +1,6 @@
-"""Statistics that merge: every rank reduces what it holds, and the parts add up.
+"""Mergeable statistics: every rank reduces what it holds, and the reader merges the parts.
 
-`Stats` carries exactly the fields of `paramd.v1.Stats`. `Summary` is what users see.
+`Stats` has exactly the fields of `paramd.v1.Stats`; `Summary` is what users see.
 """
 
 from __future__ import annotations
@@ -19,34 +19,34 @@ if TYPE_CHECKING:
     from paramd.v1 import sidecar_pb2
 
 MAX_RUNS = 100_000
-"""More runs of memory than this, beside whole pieces, are refused in one plan: naming them
-would cost more than reading them."""
+"""Most runs of memory in one plan, not counting whole pieces: listing more of them would cost
+more than reading the elements."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stats:
-    """Statistics of some elements; those of other elements may be merged in."""
+    """Mergeable statistics of some elements."""
 
     count: int = 0
     zero_count: int = 0
     nan_count: int = 0
     inf_count: int = 0
     mean: float = 0.0
-    """Of the finite elements; 0 when there are none."""
+    """Of the finite elements; 0 if there are none."""
     m2: float = 0.0
-    """Sum of squared distances of the finite elements from their mean."""
+    """Sum of squared deviations of the finite elements from their mean."""
     sum_squares: float = 0.0
     """Of the finite elements."""
     min: float = math.inf
-    """Smallest finite element; +inf when there is none."""
+    """Smallest finite element; +inf if there is none."""
     max: float = -math.inf
-    """Largest finite element; -inf when there is none."""
+    """Largest finite element; -inf if there is none."""
     exponent_counts: tuple[int, ...] = ()
     """Bin i counts finite nonzero x with floor(log2(|x|)) == exponent_begin + i; the first and
-    the last also take what lies beyond."""
+    last bin also count everything beyond."""
     exponent_begin: int = 0
     edge_counts: tuple[int, ...] = ()
-    """Finite elements below the first of some edges, between them, and from the last one on."""
+    """Finite elements below the first edge, between edges, and at or above the last."""
 
     @property
     def finite_count(self) -> int:
@@ -54,18 +54,18 @@ class Stats:
 
 
 FIELDS = tuple(one.name for one in fields(Stats))
-"""As messages name them."""
+"""Field names, the same as in messages."""
 
 EMPTY = Stats()
 """Statistics of no element; merging it changes nothing."""
 
 
 Part: TypeAlias = "Stats | sidecar_pb2.Stats"
-"""What can be merged: the message has the same fields."""
+"""Anything mergeable: the message has the same fields."""
 
 
 def stats_of(message: Part) -> Stats:
-    """Statistics as they were sent."""
+    """Statistics from a message."""
     found = {name: getattr(message, name) for name in FIELDS}
     for name in ("exponent_counts", "edge_counts"):
         found[name] = tuple(found[name])
@@ -73,12 +73,12 @@ def stats_of(message: Part) -> Stats:
 
 
 def merge(a: Part, b: Part) -> Stats:
-    """The statistics of the elements of both."""
+    """The statistics of both sets of elements together."""
     return merge_all((a, b))
 
 
 def merge_all(parts: Iterable[Part]) -> Stats:
-    """The statistics of the elements of all parts; `EMPTY` when there is none.
+    """The statistics of all parts together; `EMPTY` if there are none.
 
     Source: Chan, Golub, LeVeque, "Updating formulae and a pairwise algorithm for computing
     sample variances", 1979, for `mean` and `m2`.
@@ -88,7 +88,7 @@ def merge_all(parts: Iterable[Part]) -> Stats:
     low, high = math.inf, -math.inf
     exponents: list[Part] = []
     edges: list[Sequence[int]] = []
-    # One pass with plain numbers: a frame of gradients has hundreds of parts.
+    # One pass over plain numbers, for speed: a frame of gradients has hundreds of parts.
     for part in parts:
         bad = part.nan_count + part.inf_count
         part_count = part.count
@@ -123,13 +123,13 @@ def merge_all(parts: Iterable[Part]) -> Stats:
         max=high,
         exponent_counts=counts,
         exponent_begin=begin,
-        # Empty ones were not asked for, or are of no element.
+        # A part without them was not asked for them, or has no element.
         edge_counts=_added(edges),
     )
 
 
 def _added(counts: Iterable[Sequence[int]]) -> tuple[int, ...]:
-    """Sums of what stands at the same places."""
+    """Element-wise sums."""
     return tuple(map(sum, zip(*counts, strict=True)))
 
 
@@ -166,7 +166,7 @@ class Summary:
     max: float
     """NaN without finite elements."""
     exponents: tuple[tuple[int, int], ...]
-    """(e, count) of 2**e <= |x| < 2**(e+1), rising, from the first to the last bin in use."""
+    """(e, count) of 2**e <= |x| < 2**(e+1), ascending, from the first to the last used bin."""
     edge_counts: tuple[int, ...] = ()
     """As in `Stats`."""
 
@@ -175,31 +175,31 @@ class Summary:
         return {"count": self.count, **{one.name: getattr(self, one.name) for one in STATISTICS}}
 
     def document(self) -> dict[str, float | None]:
-        """The same for JSON, where what is not finite is None."""
+        """The same for JSON: NaN and infinities become None."""
         numbers = self.numbers().items()
         return {name: value if math.isfinite(value) else None for name, value in numbers}
 
 
 @dataclass(frozen=True, slots=True)
 class Statistic:
-    """A number of a `Summary` that is shown and asked for wherever statistics are."""
+    """A field of `Summary`, as the CLI, REST, filters and tables show it."""
 
     name: str
-    """In `Summary`, REST and JSON."""
+    """Name in `Summary`, REST and JSON."""
     title: str
-    """Of its column."""
+    """Column title."""
     form: str
-    """How results print it; "," for counts."""
+    """Format spec; "," for counts."""
     about: str = ""
 
     @property
     def kind(self) -> type:
-        """int; or float, which is NaN when there are too few finite elements."""
+        """int; or float, NaN if there are too few finite elements."""
         return int if self.form == "," else float
 
     @property
     def key(self) -> str:
-        """In filters."""
+        """Name in filters."""
         return self.name.removesuffix("_count")
 
 
@@ -213,11 +213,11 @@ STATISTICS = (
     Statistic("nan_count", "nan", ","),
     Statistic("inf_count", "inf", ","),
 )
-"""In the order of columns."""
+"""In column order."""
 
 
 def summarize(stats: Stats) -> Summary:
-    """The numbers that users see."""
+    """The numbers shown to users."""
     finite = stats.finite_count
     bins = list(enumerate(stats.exponent_counts, stats.exponent_begin))
     used = [at for at, (_, count) in enumerate(bins) if count]
@@ -238,7 +238,7 @@ def summarize(stats: Stats) -> Summary:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StatsItem:
-    """One run of elements of a rank's snapshot that belongs to one tensor of a plan."""
+    """A run of contiguous elements in a rank's snapshot, of one tensor of a plan."""
 
     tensor: int
     """Index into the plan's tensors."""
@@ -249,13 +249,13 @@ class StatsItem:
 
 
 def stats_items(plan: ReadPlan) -> dict[int, tuple[StatsItem, ...]]:
-    """What each rank reduces, so that every element wanted is counted exactly once.
+    """What each rank reduces, so that every element of the plan counts exactly once.
 
-    The order of elements does not matter here, so a piece whose memory is dense is one
-    item whatever its strides; a slice of it is one item for each run of memory.
+    The order of elements does not matter, so a piece with dense memory is one item whatever its
+    strides; a slice of it is one item per run of memory.
 
     Raises:
-        UsageError: the slices consist of more than `MAX_RUNS` runs.
+        UsageError: the slices have more than `MAX_RUNS` runs.
     """
     items: dict[int, tuple[StatsItem, ...]] = {}
     run_count = 0
@@ -267,7 +267,7 @@ def stats_items(plan: ReadPlan) -> dict[int, tuple[StatsItem, ...]]:
             if run_count > MAX_RUNS:
                 raise UsageError(
                     f"statistics of these slices need more than {MAX_RUNS} runs of memory; "
-                    "slice the first dim only, or summon the slice and reduce it yourself"
+                    "slice only the first dim, or summon the slice and compute them yourself"
                 )
             found.extend(_runs(landing, plan.tensors[landing.tensor].dtype, run, outer))
         items[read.rank] = tuple(found)
@@ -275,12 +275,12 @@ def stats_items(plan: ReadPlan) -> dict[int, tuple[StatsItem, ...]]:
 
 
 def _shape_of_runs(landing: Landing) -> tuple[int, list[tuple[int, int]]]:
-    """Elements in a run, and (stride, size) of the dims that repeat it, fastest first."""
+    """Elements per run, and (stride, size) of the dims that repeat it, fastest first."""
     run = 1
     outer: list[tuple[int, int]] = []
     for stride, size in sorted(zip(landing.strides, landing.sizes, strict=True)):
         if size > 1:
-            # The fastest dims that follow each other without a gap form one run.
+            # The fastest dims merge into one run as long as there is no gap between them.
             if stride == run:
                 run *= size
             else:

@@ -1,9 +1,7 @@
-"""The words of the layout: regions, pieces, tensors. Pure data, no I/O, no torch.
+"""Types of the layout (regions, pieces, tensors) and the geometry of regions. Pure.
 
-Every range is half-open. Offsets named `*_begin` in a `Piece` count bytes of an
-arena; those in a region count elements.
-
-Geometry of regions: strides, intersections, intervals as boxes.
+Every range is half-open. Offsets named `*_begin` in a `Piece` count bytes of an arena; those in
+a region count elements.
 """
 
 from __future__ import annotations
@@ -92,8 +90,8 @@ class Layout:
     arena_bytes: tuple[int, ...]
     tensors: tuple[TensorLayout, ...]
     mirrored: bool = False
-    """The parameters stay in the trainers' own memory; arenas are copies, made at agreed
-    boundaries that ask for them. So nothing is read but at such a boundary."""
+    """Parameters stay in the trainers' own memory; arenas are copies, refreshed only at agreed
+    boundaries that request it. All reads need such a boundary."""
 
 
 def full_box(shape: Sequence[int]) -> Box:
@@ -110,7 +108,7 @@ def row_major(sizes: Sequence[int]) -> tuple[int, ...]:
 
 
 def cover_numel(sizes: Sequence[int], strides: Sequence[int]) -> int:
-    """Elements from a view's first to its last one, both included; 0 when it is empty."""
+    """Elements of memory from a view's first to its last, both included; 0 if it is empty."""
     if 0 in sizes:
         return 0
     return 1 + sum((size - 1) * stride for size, stride in zip(sizes, strides, strict=True))
@@ -138,7 +136,7 @@ def is_row_major(sizes: Sequence[int], strides: Sequence[int]) -> bool:
 
 
 def intersection(one: Box, other: Box) -> Box | None:
-    """What two boxes share; None when that holds no element."""
+    """The intersection of two boxes; None if it has no element."""
     begin = tuple(map(max, one.begin, other.begin))
     end = tuple(map(min, one.end, other.end))
     if any(b >= e for b, e in zip(begin, end, strict=True)):
@@ -147,7 +145,7 @@ def intersection(one: Box, other: Box) -> Box | None:
 
 
 def flat_interval(box: Box, shape: Sequence[int]) -> Interval | None:
-    """The interval of the row-major flattened tensor that `box` is; None when it is not one."""
+    """`box` as an interval of the row-major flattened tensor; None if it is not contiguous."""
     partial = [dim for dim, size in enumerate(box.sizes) if size != shape[dim]]
     if partial and any(size != 1 for size in box.sizes[: partial[-1]]):
         return None
@@ -157,10 +155,10 @@ def flat_interval(box: Box, shape: Sequence[int]) -> Interval | None:
 
 
 def boxes_of_interval(interval: Interval, shape: Sequence[int]) -> Iterator[Box]:
-    """Cuts an interval of the flattened tensor into at most `2 * ndim - 1` boxes.
+    """Split an interval of the flattened tensor into at most `2 * ndim - 1` boxes.
 
-    Each is one run of the flattened tensor, and they come in its order. An empty
-    interval has none.
+    Each is contiguous in the flattened tensor, and they come in its order. An empty interval
+    has none.
     """
     yield from _boxes_within(interval.begin, interval.end, tuple(shape), ())
 

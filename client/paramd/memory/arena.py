@@ -1,17 +1,12 @@
-"""An arena: memory behind a descriptor, mapped into this process.
+"""The arena: memory behind a descriptor, mapped into this process, and its mirrored form.
 
-Mirrored arenas: copies of parameters that stay in the trainer's own memory.
-
-The words: MIRRORED says that the arena is such a copy, MIRRORED_FOR names the boundary request
-it was last refreshed for, MIRRORED_STEP and MIRRORED_EDITS the state. It may serve a snapshot
-of that request only; its other bytes date from earlier steps.
+A mirrored arena (word MIRRORED) is a copy of parameters that stay in the trainer's own memory.
+It may serve a snapshot of boundary request MIRRORED_FOR only, whose state MIRRORED_STEP and
+MIRRORED_EDITS name; all bytes that request did not ask for date from earlier steps.
 
 The trainer writes MIRRORED_FOR = 0 before it writes to the arena and n afterwards; numbers are
 never reused. So a copy throughout which MIRRORED_FOR was n is consistent, whatever the training
 did meanwhile: updates do not touch the arena and wait for no copy.
-
-A request's ARGUMENT is one range of whole pages that holds all spans asked for, so that the
-trainer need not copy everything for a reader of one tensor.
 """
 
 from __future__ import annotations
@@ -29,6 +24,9 @@ _MASK = (1 << _BITS) - 1
 _NOTHING = 1 << _BITS | 1
 """An empty range: asks only which state it is."""
 
+# madvise(2): fault all pages in for writing now (Linux 5.14).
+_MADV_POPULATE_WRITE = 23
+
 
 def is_mirror(words: Words) -> bool:
     """Whether the arena is a copy, refreshed only at boundaries that ask for it."""
@@ -38,8 +36,9 @@ def is_mirror(words: Words) -> bool:
 def pack_wanted(spans: Iterable[tuple[int, int]]) -> int:
     """The ARGUMENT for half-open byte spans of the arena, possibly none.
 
-    Ranges beyond 8 TiB do not fit: they give 0, which no trainer answers, so the request is
-    missed rather than filled with the wrong bytes.
+    One range of whole pages around all spans, so that the trainer need not copy everything
+    for a reader of one tensor. Ranges beyond 8 TiB do not fit: they give 0, which no trainer
+    answers, so the request is missed rather than filled with the wrong bytes.
     """
     found = list(spans)
     if not found:
@@ -52,10 +51,6 @@ def pack_wanted(spans: Iterable[tuple[int, int]]) -> int:
 def unpack_wanted(argument: int) -> tuple[int, int]:
     """The byte range [begin, end) encoded by `pack_wanted`."""
     return (argument >> _BITS) * _PAGE_BYTES, (argument & _MASK) * _PAGE_BYTES
-
-
-# madvise(2): fault all pages in for writing now (Linux 5.14).
-_MADV_POPULATE_WRITE = 23
 
 
 class Arena(Protocol):

@@ -1,7 +1,7 @@
-"""The control page: words shared by a trainer and its sidecar.
+"""The control page: memory shared by a trainer and its sidecar.
 
-One page of shared memory, aligned 8-byte words, **one writer per word**. Readers never wait
-for writers. Times are CLOCK_MONOTONIC nanoseconds, which processes on one host share.
+One page of aligned 8-byte words, **one writer per word**. Readers never wait for writers.
+Times are CLOCK_MONOTONIC nanoseconds, which processes on one host share.
 
 Only `SEQ` validates a copy: it is odd from the start of an update (or edit) until the state is
 settled, so bytes copied between two reads of the same even value belong to the state named by
@@ -9,18 +9,10 @@ settled, so bytes copied between two reads of the same even value belong to the 
 `REST` before and after proves only that no update began, and the answer says so. All other
 words merely make copies likely to succeed (gate.py).
 
-The second half of the page is text and samples.
-
-What the control page holds besides words: the trainer's text, and its samples.
-
-Samples are places in the arena, one aligned 8-byte word each, chosen once by the trainer.
-Their digest costs microseconds and differs when all parameters change, as with averaged, merged
-or perturbed weights. It proves nothing about a few elements.
-
-The last requests the trainers agreed on, kept in the control page by its trainer.
-
-They let even a respawned sidecar tell the fate of a request: numbers only rise, so one below
-the last agreed that is not among these was never agreed.
+Besides `Word`, the trainer writes three areas: the last requests agreed, from which even a
+respawned sidecar can tell the outcome of a request; a text; and samples, positions of arena
+words chosen once. Their digest costs microseconds and differs when all parameters change, as
+with averaged, merged or perturbed weights; it proves nothing about a few elements.
 """
 
 from __future__ import annotations
@@ -30,6 +22,13 @@ import zlib
 from collections.abc import Sequence
 from enum import Enum, IntEnum, unique
 from typing import Protocol
+
+PAGE_BYTES = 4096
+MAGIC = 0x7061_7261_6D64_0001
+
+_FIRST_AGREED_WORD = 128
+KEPT = 64
+"""Agreed requests kept."""
 
 TEXT_WORD, TEXT_WORDS = 192, 128
 TEXT_BYTES = 8 * (TEXT_WORDS - 1)
@@ -99,10 +98,6 @@ def digest_of(samples: bytes) -> int:
     return zlib.crc32(samples)
 
 
-PAGE_BYTES = 4096
-MAGIC = 0x7061_7261_6D64_0001
-
-
 @unique
 class Word(IntEnum):
     """Index of each word; the comments give its writer and meaning."""
@@ -164,7 +159,7 @@ class Word(IntEnum):
     APART_HIGH = 59  # equal when ranks are in lock-step
     REFUSED_STEP = 60  # step of the boundary where REFUSED missed its `if_step`; else -1
     REFUSED_IF_STEP = 61  # the step it was for
-    REST_SEEN_NS = 62  # start of the last look that found the whole resting state in place
+    REST_SEEN_NS = 62  # start of the last check that found the whole resting state in place
 
     # Sidecar's words.
     SIDECAR_PID = 64
@@ -186,7 +181,7 @@ class Word(IntEnum):
     LOSSLESS_EVERY = 83  # updates between frames of lossless readers; 0 no such reader
     LOSSLESS_UNTIL_NS = 84  # until when there is a lossless reader
     EXPECTED_NS = 85  # until when a request is expected soon, such as an edit being uploaded
-    LOOK_WANTED = 87  # counts copies at rest, each waiting for a look by the trainer
+    LOOK_WANTED = 87  # counts copies at rest, each waiting for a check by the trainer
     EDIT_HOLES = 86  # counts ranges of edit memory whose pages were given back
 
     # Words 128 to 191 are the trainer's: the last requests agreed.
@@ -219,10 +214,6 @@ class ControlPage:
         self._map.close()
 
 
-_BEGIN = 128
-KEPT = 64
-
-
 class Past(Enum):
     """What became of a request below the last one agreed."""
 
@@ -234,20 +225,21 @@ class Past(Enum):
 
 def note_agreed(words: Words, nth: int, number: int) -> None:
     """Trainer's side, before it writes AGREED: record `number` as the nth agreed request."""
-    words[_BEGIN + nth % KEPT] = number
+    words[_FIRST_AGREED_WORD + nth % KEPT] = number
 
 
 def note_failed(words: Words, nth: int, number: int) -> None:
     """Trainer's side: record that an edit failed on this rank, wholly or in part."""
-    words[_BEGIN + nth % KEPT] = -number
+    words[_FIRST_AGREED_WORD + nth % KEPT] = -number
 
 
 def past_of(words: Words, number: int) -> Past:
     """The fate of a request above 0 and below AGREED; read AGREED first."""
-    kept = [words[_BEGIN + index] for index in range(KEPT)]
+    kept = [words[_FIRST_AGREED_WORD + index] for index in range(KEPT)]
     if number in kept:
         return Past.DONE
     if -number in kept:
         return Past.FAILED
-    # A 0 is a slot never used, so nothing has been forgotten yet.
+    # Numbers only rise, so one above the oldest kept and not among them was never agreed.
+    # A 0 is a slot never used: nothing has been forgotten yet.
     return Past.NEVER if min(map(abs, kept)) < number else Past.FORGOTTEN

@@ -1,10 +1,4 @@
-"""Kernel objects that outlive either process: memory, wake events, process handles.
-
-Sparse shared memory: sized for the worst case, with pages only where reserved.
-
-The sidecar reserves and releases; the trainer maps the same descriptor once and touches
-reserved ranges only. Touching any other byte could end in SIGBUS.
-"""
+"""Kernel objects that outlive either process: memory, sparse memory, eventfds, pidfds."""
 
 from __future__ import annotations
 
@@ -18,6 +12,12 @@ from paramd.errors import ExhaustedError
 
 HEADROOM_BYTES = 256 << 20
 """Memory left free when an arena or a snapshot is made."""
+
+PAGE = mmap.PAGESIZE
+_FALLOC_FL_KEEP_SIZE, _FALLOC_FL_PUNCH_HOLE = 1, 2
+
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.fallocate.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_long, ctypes.c_long)
 
 
 def create_memory(name: str, size_bytes: int) -> int:
@@ -50,7 +50,7 @@ def create_memory(name: str, size_bytes: int) -> int:
 
 def available_bytes() -> int:
     """Memory this process can still allocate: the machine's, or its cgroup's if less."""
-    # Not by `_read`: without it nothing is known, and what has run out must be told.
+    # Not with `_read`: without /proc/meminfo the limit is unknown, so fail.
     lines = Path("/proc/meminfo").read_text().splitlines()
     fields = dict(line.split(":", 1) for line in lines)
     machine = int(fields["MemAvailable"].split()[0]) << 10
@@ -87,13 +87,6 @@ def _read(path: str) -> str:
         return ""
 
 
-PAGE = mmap.PAGESIZE
-_FALLOC_FL_KEEP_SIZE, _FALLOC_FL_PUNCH_HOLE = 1, 2
-
-_libc = ctypes.CDLL(None, use_errno=True)
-_libc.fallocate.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_long, ctypes.c_long)
-
-
 def create_sparse(name: str, size_bytes: int) -> int:
     """A descriptor of `size_bytes` of shared memory (rounded up to pages), none allocated."""
     descriptor = os.memfd_create(name, os.MFD_CLOEXEC)
@@ -112,7 +105,11 @@ def reserved_bytes(descriptor: int) -> int:
 
 
 class SparseMemory:
-    """Sparse memory mapped into this process. Ranges are half-open bytes in whole pages."""
+    """Memory sized for the worst case, with pages only where reserved. Ranges are whole pages.
+
+    The sidecar reserves and releases. The trainer maps the same descriptor once and touches
+    reserved ranges only; any other byte may raise SIGBUS.
+    """
 
     def __init__(self, descriptor: int) -> None:
         self.descriptor = descriptor

@@ -1,9 +1,7 @@
-"""Messages with descriptors over a Unix socket: how arenas change hands.
+"""Handover between trainer and sidecar: six shared descriptors, sent over a Unix socket.
 
 SOCK_SEQPACKET preserves message boundaries; each message is one JSON object, with descriptors
 alongside (SCM_RIGHTS). docs/design.md gives the order of messages.
-
-What a trainer and its sidecar share: six descriptors, always in this order.
 """
 
 from __future__ import annotations
@@ -33,6 +31,14 @@ EDIT_ARENAS = 4
 GRADIENT_SLOTS = 2
 MOMENT_ROOMS = 8
 
+MAX_MESSAGE_BYTES = 128 << 10
+MAX_DESCRIPTORS = 8
+# sockaddr_un holds 108 bytes including the terminating NUL.
+_MAX_PATH_BYTES = 107
+_FULL_PAUSE_S = 0.01
+
+Message = dict[str, Any]
+
 
 def slot_bytes(arena_bytes: int) -> int:
     """Size of one gradient slot: a room shaped like the arena, then program and notes."""
@@ -56,7 +62,7 @@ def moments_bytes(arena_bytes: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Descriptors:
-    """The kernel objects both processes share; each holds its own descriptors."""
+    """The kernel objects both processes share, in handover order; each holds its own copies."""
 
     page: int
     wake: int
@@ -124,15 +130,6 @@ class Descriptors:
     def close(self) -> None:
         for descriptor in self.as_list():
             os.close(descriptor)
-
-
-MAX_MESSAGE_BYTES = 128 << 10
-MAX_DESCRIPTORS = 8
-# sockaddr_un holds 108 bytes including the terminating NUL.
-_MAX_PATH_BYTES = 107
-_FULL_PAUSE_S = 0.01
-
-Message = dict[str, Any]
 
 
 def listen(path: Path) -> socket.socket:

@@ -46,10 +46,10 @@ KEY_BYTES = 32
 """Size of a private or public key."""
 
 RANK_TICKET_TTL_S = 366 * 86_400.0
-"""Validity of a rank's own ticket. Its incarnation is what ends it, so that sidecars can rejoin a
-control plane after an outage of any length with nobody there to renew tickets."""
+"""Validity of a rank's own ticket. The next incarnation ends it; it has no short expiry, so that
+sidecars can rejoin after a control plane outage of any length, with no one to renew tickets."""
 
-_KEPT = 1024
+_CACHED_TICKETS = 1024
 _HEADER = base64.urlsafe_b64encode(b'{"alg":"EdDSA","typ":"JWT"}').rstrip(b"=")
 _ASK_AGAIN = "ask the control plane for a new one (GET /api/v1/jobs/{job})"
 
@@ -74,7 +74,7 @@ class Role(Enum):
     EDITOR = "editor"
     """As reader, and staging and previewing edits, but not committing them."""
     CONTROL = "control"
-    """As editor, and what all ranks do together (ReachBoundary and the like)."""
+    """As editor, and requests to all ranks together (ReachBoundary and the like)."""
     SIDECAR = "sidecar"
     """Join of the control plane, as the rank named in the ticket; nothing else."""
 
@@ -215,7 +215,7 @@ class Verifier:
                 f"the ticket is not signed by this job's present incarnation; {_ASK_AGAIN}"
             ) from None
         claims = _parse(payload)
-        if len(self._genuine) >= _KEPT:
+        if len(self._genuine) >= _CACHED_TICKETS:
             self._genuine.clear()
         found = claims, time.monotonic() + claims.expires_s - clock.now_s()
         self._genuine[ticket] = found

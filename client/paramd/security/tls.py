@@ -1,4 +1,4 @@
-"""The client's side of TLS: whom to trust, and what an address says about its server.
+"""The client side of TLS: trust settings, and addresses.
 
 An address is "host:port", or "grpcs://host:port" if its server speaks TLS. Settings:
 

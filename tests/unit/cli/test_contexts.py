@@ -101,7 +101,7 @@ def test_tokens_and_cas_of_other_places_are_not_for_a_context() -> None:
     ("table", "complaint"),
     [
         ('[contexts.x]\njob = "a"', "url is missing"),
-        ('[contexts.x]\nurl = ""', "not empty"),
+        ('[contexts.x]\nurl = ""', "non-empty"),
         ('[contexts.x]\nurl = "http://a"\ntoken = "s3cr3t"', "does not belong here"),
         ('[contexts.x]\nurl = "http://a"\nport = 3', "unknown key 'port'"),
         ('[contexts]\nx = "http://a"', "must be a table"),

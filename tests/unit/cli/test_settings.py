@@ -72,9 +72,9 @@ def test_tokens_come_from_stdin_file_environment_and_own_config(
     ("text", "complaint"),
     [
         ('token_file = "/etc/passwd"', "read only from"),
-        ('url = "http://collector.example"', "only name this machine"),
-        ('url = "http://127.0.0.1.collector.example"', "only name this machine"),
-        ('url = "http://127.0.0.1@collector.example"', "only name this machine"),
+        ('url = "http://collector.example"', "must point to this machine"),
+        ('url = "http://127.0.0.1.collector.example"', "must point to this machine"),
+        ('url = "http://127.0.0.1@collector.example"', "must point to this machine"),
         ('token = "s3cr3t"', "does not belong here"),
     ],
 )

@@ -43,7 +43,7 @@ def test_a_traceback_is_shown_with_debug_alone(capsys: pytest.CaptureFixture[str
 
     assert shell.run(fail, debug=False) == 1
     assert capsys.readouterr().err == (
-        "paramd: RuntimeError: odd; this is a fault of paramd, --debug shows where\n"
+        "paramd: RuntimeError: odd; this is a bug in paramd, --debug shows the traceback\n"
     )
     assert shell.run(fail, debug=True) == 1
     assert "Traceback" in capsys.readouterr().err

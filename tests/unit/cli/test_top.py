@@ -183,7 +183,7 @@ def test_what_fires_at_the_first_look_is_news() -> None:
 def test_an_outage_is_said_once_and_so_is_its_end() -> None:
     outage, error = Outage(), UnreachableError("away")
     said = [outage.news(found) for found in (None, error, error, None, None)]
-    assert said == ["", "away", "", "it answers again", ""]
+    assert said == ["", "away", "", "connection restored", ""]
 
 
 class _Enough(Exception):
@@ -217,6 +217,6 @@ def test_status_goes_on_over_an_outage(
     assert status_command.CLEAR not in out.getvalue()
     messages = capsys.readouterr().err
     assert messages.count("away") == 1
-    assert messages.count("answers again") == 1
+    assert messages.count("connection restored") == 1
     with pytest.raises(UsageError, match="jsonl"):
         status_command.follow(look, Format.JSON, every_s=2.0, out=out)

@@ -84,8 +84,8 @@ def test_numbers_that_json_has_not_come_back() -> None:
 @pytest.mark.parametrize(
     ("fields", "text"),
     [
-        ({"dtypes": {}}, "different optimizer state of 'd'"),
-        ({"scalars": {"step": 8.0}}, "different optimizer state of 'd'"),
+        ({"dtypes": {}}, "disagree on the optimizer state of 'd'"),
+        ({"scalars": {"step": 8.0}}, "disagree on the optimizer state of 'd'"),
     ],
 )
 def test_ranks_that_disagree_are_refused(fields: dict[str, Any], text: str) -> None:

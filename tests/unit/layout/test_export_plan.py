@@ -156,7 +156,7 @@ def test_names_that_collide_and_rules_that_fit_nothing_are_refused() -> None:
     two = layout(tensor("a", 4), tensor("b", 4))
     with pytest.raises(ConflictError, match="'a' and 'b'"):
         plan_export(two, ExportSettings(names=NameMap.of({"a": "b"})))
-    with pytest.raises(UsageError, match="fits no tensor"):
+    with pytest.raises(UsageError, match="matches no exported tensor"):
         plan_export(two, ExportSettings(names=NameMap.of({"zz.*": "y.*"})))
 
 

@@ -88,12 +88,12 @@ def test_every_way_of_sharding_covers_its_tensors(kind: str, world_size: int) ->
         ([TOP, Box((1, 0), (4, 6))], r"overlap: \[0:2, 0:6\] and \[1:4, 0:6\]"),
         ([Box((0, 0), (4, 3)), Box((0, 2), (4, 5))], "overlap"),
         ([Box((0, 0), (4, 6)), TOP], "overlap"),
-        ([Box((0, 0), (5, 6))], r"box \[0, 5\) lies outside of dim 0 with size 4"),
-        ([Box((0,), (4,))], "has not the 2 dims"),
+        ([Box((0, 0), (5, 6))], r"box \[0, 5\) is outside of dim 0 with size 4"),
+        ([Box((0,), (4,))], "does not have the tensor's 2 dims"),
         ([Interval(0, 10), Interval(12, 24)], r"no rank holds elements \[10, 12\)"),
         ([Interval(0, 13), Interval(12, 24)], r"different regions hold elements \[12, 13\)"),
         ([Interval(0, 13)], r"no rank holds elements \[13, 24\)"),
-        ([Interval(0, 25)], "lies outside of 24 elements"),
+        ([Interval(0, 25)], "is outside of 24 elements"),
         ([Interval(0, 12), Box((0, 3), (4, 6))], "mix boxes with intervals"),
         ([Interval(0, 12), Box((1, 0), (4, 6))], r"hold elements \[6, 12\)"),
         ([], r"no rank holds elements \[0, 24\)"),
@@ -137,12 +137,12 @@ def test_coverage_agrees_with_counting_elements(cuts: list[int], drop: int, shif
 @pytest.mark.parametrize(
     ("fields", "reason"),
     [
-        ({"dtype": "bfloat16"}, "rank 0 says dtype float32, rank 1 says bfloat16"),
-        ({"shape": (4, 7)}, r"shape \(4, 6\), rank 1 says \(4, 7\)"),
-        ({"kind": TensorKind.BUFFER}, "rank 1 says TensorKind.BUFFER"),
-        ({"fqn": "v"}, "rank 0 has tensor 'w' but rank 1 does not name it"),
-        ({"pieces": (Piece(1, 52, BOTTOM),)}, r"bytes \[52, 100\) lie outside of its arena of 96"),
-        ({"pieces": (Piece(1, -4, BOTTOM),)}, "lie outside of its arena"),
+        ({"dtype": "bfloat16"}, "dtype is float32 on rank 0, bfloat16 on rank 1"),
+        ({"shape": (4, 7)}, r"shape is \(4, 6\) on rank 0, \(4, 7\) on rank 1"),
+        ({"kind": TensorKind.BUFFER}, "TensorKind.BUFFER on rank 1"),
+        ({"fqn": "v"}, "rank 0 has tensor 'w' but rank 1 does not"),
+        ({"pieces": (Piece(1, 52, BOTTOM),)}, r"bytes \[52, 100\) are outside of its arena of 96"),
+        ({"pieces": (Piece(1, -4, BOTTOM),)}, "are outside of its arena"),
         ({"pieces": (Piece(0, 0, BOTTOM),)}, "its piece says rank 0"),
         ({"pieces": (Piece(1, 0, BOTTOM, (8, 1)),)}, r"strides \(8, 1\) are not dense"),
         ({"pieces": (Piece(1, 0, BOTTOM, (1,)),)}, "are not dense"),
@@ -158,7 +158,7 @@ def test_ranks_that_disagree_or_err_are_named(fields: dict[str, object], reason:
 def test_a_tensor_that_only_a_later_rank_has_is_refused_by_its_name() -> None:
     more = local(1, BOTTOM)
     extra = replace(more.tensors[0], fqn="v", pieces=())
-    with pytest.raises(UsageError, match="rank 1 has tensor 'v' but rank 0 does not name it"):
+    with pytest.raises(UsageError, match="rank 1 has tensor 'v' but rank 0 does not"):
         merge_layouts([local(0, TOP), replace(more, tensors=(*more.tensors, extra))])
 
 
@@ -299,12 +299,12 @@ def test_digests_are_the_same_in_every_process() -> None:
 
 @pytest.mark.parametrize("data", [b"", b"short", b"\0" * 8, b"\0" * 8 + b"\xff\xff\xff"])
 def test_bytes_that_are_no_local_layout_are_refused(data: bytes) -> None:
-    with pytest.raises(UsageError, match="no layout of one rank"):
+    with pytest.raises(UsageError, match="not the layout of a rank"):
         decode_local(data)
 
 
 def test_messages_that_lack_something_are_refused() -> None:
-    with pytest.raises(UsageError, match="2 ranks names 0 arenas"):
+    with pytest.raises(UsageError, match="2 ranks has 0 arenas"):
         decode_layout(layout_pb2.Layout(world_size=2))
     with pytest.raises(UsageError, match="'w' has kind 0"):
         decode_layout(layout_pb2.Layout(tensors=[layout_pb2.Tensor(fqn="w")]))

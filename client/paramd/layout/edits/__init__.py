@@ -1,1 +1,1 @@
-"""What an edit does to values, and what of it falls to which rank. Pure."""
+"""Edit operations, and what each rank changes. Pure."""

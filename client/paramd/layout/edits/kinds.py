@@ -1,7 +1,7 @@
-"""The kinds of operations of an edit: one table, which whoever asks, plans or applies reads.
+"""The kinds of edit operations, in one table.
 
-A new kind is an entry here and in `paramd.v1.EditKind`, and a word in `mesh.edit` and `paramd
-edit`; REST, planning, programs and the trainers learn of it from the table.
+A new kind needs an entry here and in `paramd.v1.EditKind`, an argument of `mesh.edit` and an
+option of `paramd edit`; REST, planning, programs and trainers read the table.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ BITS: Final = frozenset(d for d in ITEM_BYTES if "8_" in d) | {
     "uint64",
     "complex64",
 }
-"""Dtypes whose elements are set as they are, and nothing else."""
+"""Dtypes that can only be set, bit by bit."""
 
 NUMBERS: Final = {"value": 0.0, "weight": 1.0, "min": -math.inf, "max": math.inf}
-"""The numbers of all kinds, and what they are when they are not given."""
+"""The numeric operands of all kinds, with their defaults."""
 
 
 class Numbers(Protocol):
-    """What has the numbers of an operation."""
+    """The numeric operands of an operation."""
 
     @property
     def value(self) -> float: ...
@@ -57,35 +57,35 @@ class EditKind(IntEnum):
 
     @property
     def word(self) -> str:
-        """As users write it."""
+        """Its name in Python, the CLI and REST."""
         return self.name.lower()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Kind:
-    """What a kind takes and does."""
+    """The operands and the effect of a kind."""
 
     meaning: str
     apply: Callable[[torch.Tensor, Numbers, torch.Tensor | None], object]
     """Changes x in place; data has its shape and dtype. Run under `torch.no_grad`."""
     with_data: bool = False
-    """The operand may come as data."""
+    """The operand may be data."""
     without_data: bool = True
     """The operand may be numbers."""
     numbers: tuple[str, ...] = ()
-    """Those of `NUMBERS` that it takes; `value` stands for data and is not taken beside it."""
+    """Those of `NUMBERS` that it takes; `value` is the alternative to data."""
     needed: tuple[str, ...] = ()
-    """Those without which it makes no sense."""
+    """Those that are required."""
     others: frozenset[str] = frozenset()
-    """Dtypes that can take it beside the floating ones."""
+    """Dtypes it supports besides the floating ones."""
 
     def taken(self, *, with_data: bool) -> list[str]:
-        """Numbers that it takes."""
+        """Numbers that it takes, with data or without."""
         return [name for name in self.numbers if name != "value" or not with_data]
 
     @property
     def shown(self) -> tuple[str, ...]:
-        """Numbers that a short text names: a factor only when there is nothing else."""
+        """Numbers named in a short text: the weight only if there is no other."""
         return tuple(name for name in self.numbers if name != "weight") or self.numbers
 
 
@@ -149,5 +149,5 @@ BY_WORD: Final = {kind.word: kind for kind in EditKind}
 
 
 def words(chosen: Callable[[Kind], bool], form: str = "{}") -> str:
-    """The words of some kinds as a list for people, each written as `form`."""
+    """The words of the chosen kinds for a message, each formatted with `form`."""
     return ", ".join(form.format(kind.word) for kind, about in KINDS.items() if chosen(about))

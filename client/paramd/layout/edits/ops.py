@@ -1,4 +1,4 @@
-"""The operations of an edit: as users write them, and as they fit parameters and dtypes."""
+"""Edit operations as users write them, and resolved against parameters and dtypes."""
 
 from __future__ import annotations
 
@@ -25,25 +25,25 @@ FLOAT_MAX: dict[str, float] = {
     "float16": 65504.0,
     "bfloat16": 3.3895313892515355e38,
 }
-"""Largest finite number of each dtype that edits compute with."""
+"""Largest finite number of each dtype that edits can compute in."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OpSpec:
-    """One operation as users write it, in the library and over REST; None: not given."""
+    """One operation as given in Python or over REST; None: not given."""
 
     pattern: str
     """Glob over names; may end in a slice such as "[0:4]"."""
     op: str
-    """Word of a kind."""
+    """`EditKind.word`."""
     value: float | None = None
     weight: float | None = None
     min: float | None = None
     max: float | None = None
     data: bool = False
-    """The operand comes as data."""
+    """The operand is data."""
     operand: torch.Tensor | None = field(default=None, repr=False, compare=False)
-    """The data where it is at hand, shaped like the one region that the pattern matches."""
+    """The data, on the client only; shaped like the one region that the pattern matches."""
 
     def numbers(self) -> dict[str, float]:
         """The numbers that were given, by name."""
@@ -51,7 +51,7 @@ class OpSpec:
         return {name: float(number) for name, number in given.items() if number is not None}
 
     def document(self) -> dict[str, Any]:
-        """As the REST side takes it; the operand travels to the sidecars."""
+        """The REST form; the operand itself goes to the sidecars."""
         found: dict[str, Any] = {"pattern": self.pattern, "op": self.op}
         for name, number in self.numbers().items():
             found[name] = number if math.isfinite(number) else str(number)
@@ -61,7 +61,7 @@ class OpSpec:
 
 
 def ops_of(patterns: Sequence[str], *, weight: float | None = None, **forms: Any) -> list[OpSpec]:
-    """The operations that one call of `mesh.edit` means.
+    """The operations of one call of `mesh.edit`.
 
     Args:
         forms: Operands by the words of kinds; None: not given.
@@ -78,13 +78,13 @@ def ops_of(patterns: Sequence[str], *, weight: float | None = None, **forms: Any
     kind = KINDS[BY_WORD[word]]
     if weight is not None and "weight" not in kind.numbers:
         have = words(lambda kind: "weight" in kind.numbers, "{}=")
-        raise UsageError(f"weight: only {have} have one, not {word}=")
+        raise UsageError(f"weight: only {have} take one, not {word}=")
     if weight is None and "weight" in kind.needed:
         raise UsageError(f"{word}: needs weight=; {kind.meaning}")
     if isinstance(operand, Mapping):
         if patterns:
             raise UsageError(
-                f"edit: {word}= is given by name, so no pattern may be given ({patterns[0]!r})"
+                f"edit: {word}= is a mapping by name; give no pattern beside it ({patterns[0]!r})"
             )
         return [_op(name, word, tensor, weight) for name, tensor in operand.items()]
     if not patterns:
@@ -103,7 +103,7 @@ def _op(pattern: str, word: str, operand: Any, weight: float | None) -> OpSpec:
             raise UsageError(f"{word}: {operand!r}; expected a tensor (fill= takes a number)")
         return OpSpec(pattern=pattern, op=word, value=float(operand), weight=weight)
     if not kind.with_data or not hasattr(operand, "data_ptr"):
-        expected = "a tensor, or a number where it suits" if kind.with_data else "a number"
+        expected = " or ".join(["a tensor"] * kind.with_data + ["a number"] * kind.without_data)
         raise UsageError(f"{word}: {type(operand).__name__}; expected {expected}")
     return OpSpec(pattern=pattern, op=word, data=True, operand=operand.detach(), weight=weight)
 
@@ -139,17 +139,17 @@ class EditOp:
 
 
 def check_op(op: EditOp, dtype: str, *, allow_nonfinite: bool = False) -> None:
-    """Returns when a parameter of `dtype` can take the operation.
+    """Check an operation on a parameter of `dtype`.
 
     Raises:
-        UsageError: it cannot, or an operand is missing or out of range.
+        UsageError: the dtype does not support it, or an operand is missing or out of range.
     """
     where = f"{op.kind.word} of {op.fqn!r}"
     kind = KINDS[op.kind]
     if not (kind.with_data if op.with_data else kind.without_data):
         takers = words(lambda kind: kind.with_data)
         raise UsageError(
-            f"{where}: takes numbers, not data; with data there are {takers}"
+            f"{where}: takes numbers, not data; {takers} take data"
             if op.with_data
             else f"{where}: needs data of the region's shape; set with_data and send it"
         )
@@ -158,7 +158,7 @@ def check_op(op: EditOp, dtype: str, *, allow_nonfinite: bool = False) -> None:
         _check_bounds(op, where)
     for name in kind.taken(with_data=op.with_data):
         number = getattr(op, name)
-        # A bound that is not given bounds nothing.
+        # An infinite bound is one not given.
         if name not in ("min", "max") or number != NUMBERS[name]:
             _check_number(name, number, dtype, where, allow_nonfinite=allow_nonfinite)
 
@@ -169,7 +169,7 @@ def _check_dtype(op: EditOp, dtype: str, where: str) -> None:
     if dtype not in WHOLE | BITS:
         raise UsageError(f"{where}: dtype {dtype} cannot be edited")
     instead = words(lambda kind: dtype in kind.others).replace(", ", " or ")
-    raise UsageError(f"{where}: dtype {dtype} is not computed with; use {instead}")
+    raise UsageError(f"{where}: dtype {dtype} does not support arithmetic; use {instead}")
 
 
 def _check_bounds(op: EditOp, where: str) -> None:
@@ -184,21 +184,21 @@ def _check_number(
     name: str, number: float, dtype: str, where: str, *, allow_nonfinite: bool
 ) -> None:
     if name == "weight" and number == 0:
-        raise UsageError(f"{where}: weight 0 changes nothing; 1 adds the operand as it is")
+        raise UsageError(f"{where}: weight 0 changes nothing; 1 applies the operand in full")
     if dtype in FLOAT_MAX:
         if allow_nonfinite and name == "value":
             return
         if not math.isfinite(number) or abs(number) > FLOAT_MAX[dtype]:
             raise UsageError(
-                f"{where}: {name} is {number}, which {dtype} cannot hold as a finite number; "
+                f"{where}: {name} is {number}, which is not finite in {dtype}; "
                 "an admin may allow that with allow_nonfinite"
             )
         return
     low, high = _integer_range(dtype)
     if not math.isfinite(number) or number != int(number) or not low <= int(number) <= high:
         raise UsageError(
-            f"{where}: {name} is {number}; expected a whole number from {low} to {high}, for "
-            f"its dtype is {dtype}"
+            f"{where}: {name} is {number}; expected a whole number from {low} to {high} for "
+            f"dtype {dtype}"
         )
 
 
@@ -210,7 +210,7 @@ def _integer_range(dtype: str) -> tuple[int, int]:
 
 
 def encode_op(op: EditOp) -> pb.EditOp:
-    """The message of an operation."""
+    """An operation as a message."""
     return pb.EditOp(
         fqn=op.fqn,
         begin=op.box.begin if op.box is not None else (),
@@ -228,7 +228,7 @@ def decode_ops(messages: Iterable[pb.EditOp]) -> list[EditOp]:
     """The operations of a manifest.
 
     Raises:
-        UsageError: an operation has no kind that is known here.
+        UsageError: an operation's kind is unknown to this version.
     """
     return [_decode_op(message) for message in messages]
 
@@ -258,10 +258,10 @@ def _decode_op(message: pb.EditOp) -> EditOp:
 
 
 def edit_ops(index: NameIndex, specs: Iterable[OpSpec]) -> list[EditOp]:
-    """An operation for each parameter that each pattern matches, in the order of `specs`.
+    """One operation per parameter that a pattern matches, in the order of `specs`.
 
     Raises:
-        UsageError: a word or a number is wrong, or a pattern matches buffers only.
+        UsageError: an invalid word or number, or a pattern matches buffers only.
         NotFoundError: a pattern matches nothing.
     """
     return [op for one in specs for op in _ops(index, one)]
@@ -289,8 +289,8 @@ def _selected(index: NameIndex, pattern: str) -> Selection:
         glob = pattern if pattern in index.position else split_slices(pattern)[0]
         if index.match(glob):
             raise UsageError(
-                f"{pattern!r} matches buffers only: they lie in the trainers' own memory, where "
-                "no edit reaches; only parameters can be edited"
+                f"{pattern!r} matches buffers only, which are in the trainers' own memory; only "
+                "parameters can be edited"
             ) from None
         raise
 
@@ -301,11 +301,11 @@ def _checked_numbers(spec: OpSpec, kind: EditKind) -> dict[str, float]:
     for name, number in given.items():
         if name not in taken:
             what = f"{kind.word} with data" if spec.data else kind.word
-            raise UsageError(f"{what} takes no {name}; leave it out")
+            raise UsageError(f"{what} takes no {name}; omit it")
         if math.isnan(number) and name != "value":
             raise UsageError(f"{name}: NaN; expected a number")
     for name in about.needed:
         if name in taken and name not in given:
             hint = " or data" if name == "value" and about.with_data else ""
-            raise UsageError(f"{kind.word} of {spec.pattern!r} needs a {name}{hint}; give one")
+            raise UsageError(f"{kind.word} of {spec.pattern!r} needs a {name}{hint}")
     return given

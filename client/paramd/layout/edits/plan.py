@@ -1,8 +1,8 @@
-"""From the operations of an edit to what each rank changes: views of its arena.
+"""Plan an edit: from its operations to the views of each rank's arena that change.
 
-Replicas change all alike, so every holder of a region has its items. The elements of an
-operand that a rank needs are its *data*: item after item, each dense and row-major, each
-beginning at a multiple of `DATA_ALIGNMENT_BYTES`. Bytes in between mean nothing and are zero.
+Every holder of a region changes, replicas included. A rank's *data* are the operand elements it
+needs: item after item, each dense and row-major, starting at a multiple of
+`DATA_ALIGNMENT_BYTES`; the padding is zero.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ from paramd.layout.types import (
 )
 
 MAX_OPS = 100_000
-"""Operations of one edit."""
+"""Most operations in one edit."""
 
 MAX_REGIONS = 1_000
-"""Regions of one parameter in one edit."""
+"""Most regions of one parameter in one edit."""
 
 DATA_ALIGNMENT_BYTES = 64
 
@@ -43,24 +43,24 @@ Find = Callable[[str], TensorLayout | None]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EditItem:
-    """A strided view of a rank's arena, and where the elements of its operand come from."""
+    """A strided view of a rank's arena, and the source of its operand's elements."""
 
     op: int
     """Index of its operation."""
     arena_begin: int
-    """Byte of the arena at which the view's first element lies."""
+    """Offset in bytes of the view's first element in the arena."""
     dtype: str
     """torch dtype without its prefix."""
     sizes: tuple[int, ...]
     """Elements in each dim of the view; never 0."""
     strides: tuple[int, ...]
-    """Elements of the arena between neighbours of each dim."""
+    """Element strides in the arena."""
     data_begin: int
-    """Byte of the rank's data at which its elements begin; -1 when the operation has none."""
+    """Offset in bytes of its elements in the rank's data; -1 if the operation has no data."""
     source_begin: int
     """Its first element in the operation's operand, a row-major tensor of the region's shape."""
     source_strides: tuple[int, ...]
-    """Elements of the operand between neighbours of each dim."""
+    """Element strides in the operand."""
 
     @property
     def size_bytes(self) -> int:
@@ -69,19 +69,19 @@ class EditItem:
 
     @property
     def arena_end(self) -> int:
-        """Byte of the arena after its last element."""
+        """Offset in bytes of the end of its last element in the arena."""
         return self.arena_begin + cover_numel(self.sizes, self.strides) * item_bytes(self.dtype)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankEdit:
-    """What an edit is on one rank."""
+    """One rank's part of an edit."""
 
     rank: int
     items: tuple[EditItem, ...]
     """In the order of the operations. Views of one edit never overlap."""
     data_bytes: int
-    """Length of the rank's data."""
+    """Length of the rank's data, padding included."""
 
     def data_key(self) -> tuple[tuple[object, ...], ...]:
         """Equal for ranks that need the same data, byte for byte."""
@@ -94,30 +94,25 @@ class RankEdit:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlannedOp:
-    """An operation, and the parameter that it changes."""
+    """An operation, and the parameter it changes."""
 
     op: EditOp
     tensor: TensorLayout
     box: Box
     """The region, in coordinates of the whole parameter."""
 
-    @property
-    def operand_bytes(self) -> int:
-        """Bytes of its whole operand, row-major; 0 without data."""
-        return self.box.numel * item_bytes(self.tensor.dtype) if self.op.with_data else 0
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EditPlan:
-    """How an edit is made."""
+    """What an edit changes."""
 
     ops: tuple[PlannedOp, ...]
     ranks: tuple[RankEdit, ...]
-    """Ordered by rank; ranks without items too, for all take part."""
+    """Ordered by rank, ranks without items included: all take part in the boundary."""
 
     @property
     def numel(self) -> int:
-        """Elements of the model that are changed, replicas counted once."""
+        """Elements of the model that change, replicas counted once."""
         return sum(planned.box.numel for planned in self.ops)
 
 
@@ -128,11 +123,11 @@ def plan_edit(
     ranks: Iterable[int] | None = None,
     allow_nonfinite: bool = False,
 ) -> EditPlan:
-    """Plans an edit for all ranks, or for `ranks`.
+    """Plan an edit for all ranks, or for `ranks`.
 
     Raises:
-        UsageError: an operation does not fit its parameter, regions overlap, or one names a
-            buffer or is beyond the limits of this module.
+        UsageError: an operation does not fit its parameter or names a buffer, regions overlap,
+            or a limit of this module is exceeded.
         NotFoundError: no parameter has that name.
     """
     planned = check_ops(finder(layout), ops, allow_nonfinite=allow_nonfinite)
@@ -141,7 +136,7 @@ def plan_edit(
 
 
 def finder(layout: Layout) -> Find:
-    """Finds the tensors of a layout by any of their names."""
+    """A lookup of a layout's tensors by any of their names."""
     found = {name: one for one in layout.tensors for name in (one.fqn, *one.aliases)}
     return found.get
 
@@ -149,7 +144,7 @@ def finder(layout: Layout) -> Find:
 def check_ops(
     find: Find, ops: Sequence[EditOp], *, allow_nonfinite: bool = False
 ) -> tuple[PlannedOp, ...]:
-    """The operations with what they change. Raises as `plan_edit`."""
+    """Check operations, and find the tensor and region of each. Raises as `plan_edit`."""
     if not 0 < len(ops) <= MAX_OPS:
         raise UsageError(f"ops: {len(ops):,} operations; expected 1 to {MAX_OPS:,}")
     planned = tuple(_planned(find, op, allow_nonfinite) for op in ops)
@@ -174,7 +169,7 @@ def rank_edits(planned: Sequence[PlannedOp], ranks: Iterable[int]) -> tuple[Rank
 
 
 def overlap(ops: Iterable[PlannedOp], others: Iterable[PlannedOp]) -> str | None:
-    """Name of a parameter of which both change a common element; None when there is none."""
+    """The fqn of a parameter with an element that both change; None if there is none."""
     boxes: dict[str, list[Box]] = {}
     for one in ops:
         boxes.setdefault(one.tensor.fqn, []).append(one.box)
@@ -185,15 +180,6 @@ def overlap(ops: Iterable[PlannedOp], others: Iterable[PlannedOp]) -> str | None
     return None
 
 
-def op_ranges(edit: RankEdit, op_count: int) -> list[list[tuple[int, int]]]:
-    """For each operation the half-open byte ranges of the rank's data that are its elements."""
-    ranges: list[list[tuple[int, int]]] = [[] for _ in range(op_count)]
-    for item in edit.items:
-        if item.data_begin >= 0:
-            ranges[item.op].append((item.data_begin, item.data_begin + item.size_bytes))
-    return ranges
-
-
 def _planned(find: Find, op: EditOp, allow_nonfinite: bool) -> PlannedOp:
     tensor = find(op.fqn)
     if tensor is None:
@@ -202,8 +188,8 @@ def _planned(find: Find, op: EditOp, allow_nonfinite: bool) -> PlannedOp:
         )
     if tensor.kind is TensorKind.BUFFER:
         raise UsageError(
-            f"{op.fqn!r} is a buffer: it lies in the trainer's own memory, where no edit "
-            "reaches; only parameters can be edited"
+            f"{op.fqn!r} is a buffer, which is in the trainer's own memory; only parameters can "
+            "be edited"
         )
     box = full_box(tensor.shape) if op.box is None else op.box
     _check_box(op.fqn, box, tensor.shape)
@@ -215,7 +201,7 @@ def _check_box(fqn: str, box: Box, shape: tuple[int, ...]) -> None:
     if len(box.begin) != len(shape) or len(box.end) != len(shape):
         raise UsageError(
             f"a region of {fqn!r} has {len(box.begin)} and {len(box.end)} bounds; expected "
-            f"{len(shape)} of each, for its shape is {list(shape)}"
+            f"{len(shape)} of each for shape {list(shape)}"
         )
     for dim, (begin, end, size) in enumerate(zip(box.begin, box.end, shape, strict=True)):
         if not 0 <= begin <= end <= size:
@@ -232,7 +218,7 @@ def _check_disjoint(fqn: str, boxes: list[Box]) -> None:
     if len(boxes) > MAX_REGIONS:
         raise UsageError(
             f"{len(boxes):,} operations change {fqn!r}; expected at most {MAX_REGIONS:,} regions "
-            "of one parameter, so give larger ones"
+            "of one parameter; use larger ones"
         )
     dims = range(len(boxes[0].begin))
     dim = max(dims, key=lambda d: len({box.begin[d] for box in boxes}), default=-1)
@@ -241,14 +227,14 @@ def _check_disjoint(fqn: str, boxes: list[Box]) -> None:
         active = [one for one in active if dim < 0 or one.end[dim] > box.begin[dim]]
         if any(intersection(one, box) is not None for one in active):
             raise UsageError(
-                f"two operations change the same elements of {fqn!r}; one edit changes each "
-                "element once, so make two edits"
+                f"two operations change the same elements of {fqn!r}; an edit may change each "
+                "element only once, so make two edits"
             )
         active.append(box)
 
 
 def _check_memory(tensors: Iterable[TensorLayout]) -> None:
-    """Refuses tensors of different names that share memory without being tied."""
+    """Reject tensors that share memory without being tied."""
     spans: dict[int, list[tuple[int, int, str]]] = {}
     for tensor in tensors:
         size = item_bytes(tensor.dtype)
@@ -297,7 +283,7 @@ class _Builder:
 
 
 def _source(view: View, wanted: Box) -> tuple[int, tuple[int, ...]]:
-    """Where a view's elements stand in a row-major tensor of the wanted shape."""
+    """First element and strides of a view in a row-major tensor of the wanted shape."""
     if isinstance(view.target, Interval):
         return view.target.begin, (1,)
     strides = row_major(wanted.sizes)

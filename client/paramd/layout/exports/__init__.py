@@ -1,1 +1,1 @@
-"""What each file of an export holds, byte by byte. Pure."""
+"""Plan exports: the files and every byte in them. Pure."""

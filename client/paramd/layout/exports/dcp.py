@@ -1,7 +1,7 @@
-"""Files as torch.distributed.checkpoint has them: each rank writes what it holds. Pure.
+"""Exports in the format of torch.distributed.checkpoint: each rank writes what it holds. Pure.
 
 A tensor is cut into chunks, each a box; a flat interval (FSDP1) becomes several boxes. Names
-are those that `dcp.load({"model": ..., "optim": ...})` looks for.
+are those that `dcp.load({"model": ..., "optim": ...})` expects.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ OPTIMIZER_KEY = "optim"
 
 @dataclass(frozen=True, slots=True)
 class _Archived(Entry):
-    """A chunk in an archive of its own, as torch.save makes it."""
+    """A chunk in an archive of its own, like that of torch.save."""
 
     @property
     def frame(self) -> Frame:
@@ -48,7 +48,7 @@ class _Archived(Entry):
 
 
 class _Writing:
-    """Entries by rank, each placed behind the one before."""
+    """Entries by rank, laid out one after the other."""
 
     def __init__(self) -> None:
         self.entries: dict[int, list[Entry]] = {}
@@ -76,7 +76,7 @@ def rank_files(
     writers: Sequence[int],
     optimizer: OptimizerTable | None,
 ) -> Planned:
-    """One file for each rank that holds something."""
+    """One file for each rank that writes something."""
     writing = _Writing()
     pieces: dict[str, Sequence[Piece]] = {}
     choice = HolderChoice()
@@ -134,7 +134,7 @@ def _append_states(
 
 
 def chunk_boxes(piece: Piece, shape: tuple[int, ...], dtype: str) -> Iterator[Box]:
-    """Cuts a piece into boxes of at most `MAX_CHUNK_BYTES` each."""
+    """Split a piece into boxes of at most `MAX_CHUNK_BYTES` each."""
     region = piece.region
     boxes = [region] if isinstance(region, Box) else boxes_of_interval(region, shape)
     for box in boxes:
@@ -142,9 +142,9 @@ def chunk_boxes(piece: Piece, shape: tuple[int, ...], dtype: str) -> Iterator[Bo
 
 
 def cut_box(box: Box, item_bytes: int, max_bytes: int) -> Iterator[Box]:
-    """Cuts a box, in row-major order, into boxes of at most `max_bytes` each.
+    """Split a box, in row-major order, into boxes of at most `max_bytes` each.
 
-    Each is one run of the box's own row-major bytes.
+    Each is contiguous in the box's own row-major bytes.
     """
     strides = row_major(box.sizes)
     whole = Landing(
@@ -165,7 +165,7 @@ def _finish(plan: ExportPlan, torch_files: TorchFiles) -> dict[str, bytes]:
 
 
 def _description(plan: ExportPlan) -> dict[str, Any]:
-    """Chunks by key, paths of keys, and objects, as dcp_writer reads them."""
+    """Chunks by key, key paths, and objects, as dcp_writer reads them."""
     tensors: dict[str, dict[str, Any]] = {}
     for file in plan.files:
         for entry in file.entries:
@@ -201,7 +201,7 @@ def _facts(plan: ExportPlan, entry: Entry) -> dict[str, Any]:
 
 
 def _objects(plan: ExportPlan) -> list[dict[str, Any]]:
-    """Settings of parameter groups, each under its own key, as torch flattens them."""
+    """Settings of parameter groups, flattened to one key each, as torch does."""
     if plan.optimizer is None:
         return []
     return [

@@ -1,4 +1,4 @@
-"""What an export consists of in any format, and what a format says of itself. Pure."""
+"""Files and entries of an export, and the interface of a format. Pure."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ class Frame(Protocol):
 
     @property
     def size_bytes(self) -> int:
-        """With the data."""
+        """Including the data."""
 
     def after(self, checksum: int) -> bytes:
-        """What follows the data; `checksum` is the data's zlib.crc32."""
+        """The bytes after the data; `checksum` is the data's zlib.crc32."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,19 +37,19 @@ class Entry:
     """A tensor, or a box of one, in a file."""
 
     name: str
-    """In the files."""
+    """Name in the files."""
     state_key: str
-    """Which source it is read from."""
+    """Key of the source it is read from."""
     tensor: int
     """Index into that source's tensors; -1 for a constant."""
     box: Box
     """The part of the tensor."""
     dtype: str
-    """In the file."""
+    """Dtype in the file."""
     begin_bytes: int
-    """First byte within the file: of the data, or of the frame around it."""
+    """Offset in the file: of the data, or of the frame around it."""
     constant: bytes | None = None
-    """The data, when they are no tensor's."""
+    """The data, if not read from a tensor."""
 
     @property
     def data_bytes(self) -> int:
@@ -60,12 +60,12 @@ class Entry:
 
     @property
     def size_bytes(self) -> int:
-        """Bytes within the file."""
+        """Bytes in the file, frame included."""
         return self.frame.size_bytes if self.frame is not None else self.data_bytes
 
     @property
     def frame(self) -> Frame | None:
-        """What stands around the data."""
+        """The bytes around the data; None in formats without any."""
         return None
 
 
@@ -75,7 +75,7 @@ class ExportFile:
 
     name: str
     rank: int
-    """Who should write it."""
+    """The rank that should write it."""
     header: bytes
     entries: tuple[Entry, ...]
 
@@ -87,41 +87,40 @@ class ExportFile:
 
 Names = Mapping[str, str]
 Planned = tuple[list[ExportFile], dict[str, Sequence[Piece]]]
-"""Files, and by tensor the pieces that are read."""
-
+"""Files, and the pieces read of each tensor, by fqn."""
 
 PlanFiles = Callable[
     [Sequence[TensorLayout], Names, "ExportSettings", Sequence[int], OptimizerTable | None], Planned
 ]
-"""(tensors, their names in the files, settings, ranks that may write, optimizer)."""
+"""(tensors, their names in the files, settings, ranks that may write, optimizer) -> `Planned`."""
 
 TorchFiles = Callable[[Mapping[str, Any]], dict[str, bytes]]
-"""From a description in JSON's types to the files that torch makes of it; blocks for seconds."""
+"""(description in JSON types) -> files written by torch, by name; blocks for seconds."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Format:
-    """How files are laid out: `plan` gives them and their entries, `Entry.frame` what is filled
-    in around data, `finish` what comes beside once all are written."""
+    """A file format: `plan` lays out files and entries, `Entry.frame` adds bytes around the
+    data, `finish` makes the small files beside them once all are written."""
 
     name: str
-    """In the CLI, REST and manifests."""
+    """Name in the CLI, REST and manifests."""
     number: int
-    """Of paramd.v1.ExportFormat."""
+    """Number in paramd.v1.ExportFormat."""
     endings: tuple[str, ...]
-    """Ends of names that only the format gives."""
+    """File name endings reserved for this format."""
     plan: PlanFiles
-    """Wherever a plan is needed; equal on all sides."""
+    """Runs on every side that needs the plan, so it must be deterministic."""
     finish: Callable[[ExportPlan, TorchFiles], dict[str, bytes]]
-    """On one sidecar, off its event loop; small files by name."""
+    """Small files by name. Runs on one sidecar, off its event loop."""
     keeps_tied: bool = False
-    """Tied tensors always have all their names, which share the bytes."""
+    """Tied tensors always keep all their names, which share the bytes."""
 
 
 def state_positions(
     tensors: Sequence[TensorLayout], optimizer: OptimizerTable
 ) -> dict[tuple[str, str], int]:
-    """Index of each (key, name) among the tensors of that key's source."""
+    """Index of each (state key, fqn) among the tensors of that key's source."""
     known = {tensor.fqn for tensor in tensors}
     return {
         (key, fqn): number
@@ -134,7 +133,7 @@ def scalar_bytes(scalar: StateScalar) -> bytes:
     """The bytes of a 0-dim state.
 
     Raises:
-        UsageError: its dtype has no plain form.
+        UsageError: `struct` has no format for its dtype.
     """
     form = DTYPES[scalar.dtype].form
     if not form:
@@ -143,5 +142,5 @@ def scalar_bytes(scalar: StateScalar) -> bytes:
 
 
 def json_bytes(document: Mapping[str, Any]) -> bytes:
-    """A small file of JSON."""
+    """A small JSON file."""
     return json.dumps(document, indent=2, ensure_ascii=False).encode() + b"\n"

@@ -1,4 +1,4 @@
-"""All formats of exports: what the CLI, REST and the wire take them from."""
+"""The table of export formats, used by the CLI, REST and the wire."""
 
 from __future__ import annotations
 

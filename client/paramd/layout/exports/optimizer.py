@@ -1,4 +1,4 @@
-"""From what each rank's table says of its optimizer to the state by names of parameters. Pure."""
+"""Merge the ranks' optimizer tables into one table of state by parameter name. Pure."""
 
 from __future__ import annotations
 
@@ -29,26 +29,26 @@ class StateScalar:
 
 @dataclass(frozen=True, slots=True)
 class OptimizerTable:
-    """The state of one optimizer at one step, by names of parameters."""
+    """The optimizer state of a job at one step, by parameter name."""
 
     states: Mapping[str, Mapping[str, str]]
-    """State key -> name of the parameter -> dtype of that state, which has its shape."""
+    """State key -> fqn -> dtype of that state, which has the parameter's shape."""
     scalars: Mapping[str, tuple[StateScalar, ...]]
-    """Name of the parameter -> its 0-dim states."""
+    """fqn -> its 0-dim states."""
     groups: tuple[Mapping[str, Any], ...]
-    """Parameter groups: settings, and the names of their parameters under "params"."""
+    """Parameter groups: settings, and the fqns of their parameters under "params"."""
 
     @property
     def keys(self) -> tuple[str, ...]:
-        """Keys of tensors, in order."""
+        """State keys of tensors, in order."""
         return tuple(self.states)
 
     def tensors(self, key: str) -> Iterator[tuple[str, str]]:
-        """(name of the parameter, dtype of its state) for one key."""
+        """(fqn, dtype of its state) for one key."""
         return iter(self.states[key].items())
 
     def to_json(self) -> bytes:
-        """The table as text; equal tables have equal text."""
+        """The table as JSON; equal tables give equal bytes."""
         return json.dumps(
             {
                 "states": {key: dict(names) for key, names in self.states.items()},
@@ -63,13 +63,13 @@ class OptimizerTable:
 
     @classmethod
     def from_json(cls, text: bytes) -> OptimizerTable:
-        """The way back.
+        """The inverse of `to_json`.
 
         Raises:
-            UsageError: it is no such table.
+            UsageError: malformed or too large.
         """
         if len(text) > MAX_TABLE_BYTES:
-            raise UsageError(f"an optimizer's table of {len(text):,} bytes; at most 64 MiB")
+            raise UsageError(f"the optimizer's table has {len(text):,} bytes; at most 64 MiB")
         try:
             found = json.loads(text)
             states = {str(k): _names(v) for k, v in found["states"].items()}
@@ -94,7 +94,7 @@ def _scalars_of_group(items: Iterable[Any]) -> tuple[StateScalar, ...]:
 
 @dataclass(frozen=True, slots=True)
 class _Param:
-    """What one rank's optimizer has of the bytes [begin, end) of its arena."""
+    """One rank's optimizer state of the bytes [begin, end) of its arena."""
 
     begin: int
     end: int
@@ -102,7 +102,7 @@ class _Param:
     scalars: Mapping[str, Any]
     left_out: Mapping[str, str]
     place: tuple[int, int]
-    """Its optimizer and its group there."""
+    """Index of its optimizer, and of its group there."""
 
 
 class _Rank:
@@ -124,15 +124,17 @@ class _Rank:
 
 
 def optimizer_table(layout: Layout, tables: Mapping[int, Mapping[str, Any]]) -> OptimizerTable:
-    """The state of the whole job's optimizers.
+    """The state of all of the job's optimizers.
 
     Args:
-        layout: which parameters lie where.
-        tables: of the ranks that are read, by rank, as trainer/boundary/moments.py writes them.
+        layout: where the parameters are.
+        tables: those of the ranks that are read, by rank, as trainer/boundary/moments.py writes
+            them.
 
     Raises:
-        ConflictError: a rank could not mirror its state, ranks disagree, or state was left out.
-        UsageError: a table is malformed, or nobody's who holds a parameter is there.
+        ConflictError: a rank could not mirror its state, ranks disagree, or a state cannot be
+            exported.
+        UsageError: a table is malformed, or no holder of some parameter has one.
     """
     try:
         ranks = {rank: _Rank(table) for rank, table in tables.items()}
@@ -140,9 +142,7 @@ def optimizer_table(layout: Layout, tables: Mapping[int, Mapping[str, Any]]) -> 
         raise UsageError(f"a table of optimizer state is malformed: {error!r}") from None
     for rank, found in ranks.items():
         if found.failure:
-            raise ConflictError(
-                f"rank {rank} could not give its optimizer's state: {found.failure}"
-            )
+            raise ConflictError(f"rank {rank} could not copy its optimizer state: {found.failure}")
     if len({found.step for found in ranks.values()}) > 1:
         raise ConflictError("the ranks' optimizer states are of different steps; try again")
     params = {
@@ -154,18 +154,18 @@ def optimizer_table(layout: Layout, tables: Mapping[int, Mapping[str, Any]]) -> 
 
 
 def _of_tensor(tensor: TensorLayout, ranks: Mapping[int, _Rank]) -> _Param | None:
-    """What the optimizers have of a tensor; None when they have nothing."""
+    """The optimizer state of a tensor; None if it has none."""
     pieces = [piece for piece in tensor.pieces if piece.region.numel]
     found = [_of_piece(tensor, piece, ranks) for piece in pieces if piece.rank in ranks]
     if not pieces:
         return None
     if not found:
-        raise UsageError(f"no table of optimizer state has come of a holder of {tensor.fqn!r}")
+        raise UsageError(f"no holder of {tensor.fqn!r} sent a table of optimizer state")
     first = found[0]
     for other in found[1:]:
         if _facts(first) != _facts(other):
             raise ConflictError(
-                f"the ranks have different optimizer state of {tensor.fqn!r}; export without it"
+                f"the ranks disagree on the optimizer state of {tensor.fqn!r}; export without it"
             )
     if first is not None and first.left_out:
         key, reason = next(iter(first.left_out.items()))
@@ -204,7 +204,7 @@ def _scalars(values: Mapping[str, Any]) -> tuple[StateScalar, ...]:
 
 
 def _typed(value: Any) -> tuple[str, float]:
-    """As torch's own optimizers hold their counters: floats of 32 bits."""
+    """A scalar's dtype and value; floats are float32, as in torch's own optimizers."""
     if isinstance(value, bool):
         return "bool", value
     if isinstance(value, int):

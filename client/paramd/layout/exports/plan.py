@@ -1,10 +1,10 @@
-"""From a layout and settings to the files of an export. Pure: equal inputs, equal plans.
+"""Plan the files of an export from layout and settings. Pure: equal inputs, equal plans.
 
     plan = plan_export(layout, ExportSettings(max_shard_bytes=parse_size("2GiB")))
-    plan.sources[""].spans         # what to pin of each rank
+    plan.sources[""].spans         # what to pin on each rank
     for file in plan.files:        # file.rank should write it
 
-Each side that needs the plan makes it for itself; `digest` proves that they agree.
+Every side computes the plan itself; equal `digest`s prove that they agree.
 Source: huggingface/huggingface_hub: serialization/_base.py (how shards are cut and named).
 """
 
@@ -23,22 +23,20 @@ from paramd.layout.exports.settings import ExportSettings
 from paramd.layout.exports.sources import Source, make_source
 from paramd.layout.types import Layout, Piece, TensorKind, TensorLayout
 
-__all__ = ["ExportFile", "ExportPlan", "plan_export"]
-
 
 @dataclass(frozen=True)
 class ExportPlan:
-    """All files of an export, and what has to be pinned for them."""
+    """All files of an export, and what to pin for them."""
 
     settings: ExportSettings
     layout: Layout
     files: tuple[ExportFile, ...]
-    """Those that sidecars write from snapshots; index, manifest and the like come beside."""
+    """Those that sidecars write from snapshots; index, manifest and the like are added later."""
     sources: Mapping[str, Source]
-    """By state key; "" are parameters and buffers."""
+    """By state key; "" for parameters and buffers."""
     names: Mapping[str, str]
-    """From a tensor's name in the model, its other names too, to its name in the files. A
-    tied name that is not written stands for the one that is."""
+    """Names in the files by name in the model, aliases included. A tied name that is not
+    written maps to the one that is."""
     optimizer: OptimizerTable | None
 
     @property
@@ -48,18 +46,18 @@ class ExportPlan:
 
     @property
     def with_buffers(self) -> bool:
-        """A buffer is in it, which only an agreed boundary can copy."""
+        """Whether it has a buffer, which only an agreed boundary can copy."""
         names = {tensor.fqn for tensor in self.sources[""].tensors} if "" in self.sources else ()
         return any(t.kind is TensorKind.BUFFER and t.fqn in names for t in self.layout.tensors)
 
     @property
     def at_boundary(self) -> bool:
-        """Only an agreed boundary can copy it: it has buffers, or the arenas are mirrors."""
+        """Whether only an agreed boundary can copy it: it has buffers, or arenas are mirrored."""
         return self.with_buffers or self.layout.mirrored
 
     @property
     def tied(self) -> dict[str, str]:
-        """Names that stand for another one's tensor, and that name; both as in the model."""
+        """Aliases of included tensors, and the fqn of each; both as in the model."""
         included = {tensor.fqn for tensor in self.sources[""].tensors}
         return {
             alias: tensor.fqn
@@ -69,7 +67,7 @@ class ExportPlan:
         }
 
     def finish(self, torch_files: TorchFiles) -> dict[str, bytes]:
-        """The format's small files beside those that sidecars wrote; blocks for seconds.
+        """The format's small files, once the sidecars have written theirs; blocks for seconds.
 
         Raises:
             ParamdError: torch could not write its metadata.
@@ -91,25 +89,25 @@ class ExportPlan:
 def plan_export(
     layout: Layout, settings: ExportSettings, optimizer: OptimizerTable | None = None
 ) -> ExportPlan:
-    """Plans an export of everything that `settings` includes.
+    """Plan an export of everything that `settings` includes.
 
     Args:
-        layout: where the tensors lie.
-        settings: what is asked for.
-        optimizer: what state the optimizer has; None leaves it out.
+        layout: where the tensors are.
+        settings: what to export.
+        optimizer: the optimizer state; None omits it.
 
     Raises:
-        UsageError: a dtype that the format has not, a name rule that fits nothing.
-        ConflictError: two tensors would have one name.
+        UsageError: a dtype that the format lacks, or a name rule that matches nothing.
+        ConflictError: two tensors would have the same name.
         NotFoundError: nothing is included.
     """
     laid_out = FORMATS[settings.format]
     if laid_out.keeps_tied:
-        # Its names share the bytes, and those who load it look for all of them.
+        # Names share the bytes, and loaders expect all of them.
         settings = replace(settings, keep_tied=True)
     tensors = [tensor for tensor in layout.tensors if _included(tensor, settings)]
     if not tensors:
-        raise NotFoundError("the export would be empty: no tensor is of an included kind")
+        raise NotFoundError("the export would be empty: the job has no tensor of these kinds")
     names = settings.names.apply(_written_names(tensors, settings))
     writers = settings.writers or tuple(range(layout.world_size))
     files, pieces = laid_out.plan(tensors, names, settings, writers, optimizer)

@@ -1,4 +1,4 @@
-"""Files of safetensors: how tensors are cut into shards, and which rank writes which. Pure.
+"""Exports as safetensors: how tensors are sharded, and which rank writes which shard. Pure.
 
 Source of the format: huggingface/safetensors, its README and `serialize_to_file`.
 """
@@ -33,13 +33,13 @@ if TYPE_CHECKING:
     from paramd.layout.exports.settings import ExportSettings
 
 MAX_HEADER_BYTES = 100_000_000
-"""Longer headers are refused by the readers."""
+"""Readers refuse longer headers."""
 
 _METADATA = "__metadata__"
 _ALIGNMENT_BYTES = 8
 
 METADATA = {"format": "pt"}
-"""What readers expect in a header."""
+"""Metadata that readers expect in a header."""
 
 MODEL_FILES = "model"
 OPTIMIZER_FILES = "optimizer"
@@ -47,12 +47,12 @@ SUFFIX = ".safetensors"
 INDEX = ".index.json"
 
 OPTIMIZER_GROUPS = "optimizer.json"
-"""Settings of the optimizer's parameter groups, beside its state."""
+"""Settings of the optimizer's parameter groups."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TensorSpec:
-    """What the header says of one tensor; `dtype` as torch names it, without its prefix."""
+    """One tensor in the header; `dtype` is torch's name without its prefix."""
 
     name: str
     dtype: str
@@ -64,19 +64,19 @@ class TensorSpec:
 
 
 def file_order(specs: Iterable[TensorSpec]) -> list[TensorSpec]:
-    """As the reference writer does: wide elements first, so that every tensor is aligned."""
+    """Wide elements first, as the reference writer does, so that every tensor is aligned."""
     return sorted(specs, key=lambda spec: -item_bytes(spec.dtype))
 
 
 def encode_header(specs: Sequence[TensorSpec], metadata: Mapping[str, str]) -> bytes:
-    """The length and the JSON header, padded so that the data begins aligned.
+    """The length and the JSON header, padded so that the data starts aligned.
 
     Raises:
-        UsageError: a name twice or reserved, a dtype that the format has not, too long.
+        UsageError: a duplicate or reserved name, an unsupported dtype, or a header too long.
     """
     twice = [name for name, times in Counter(s.name for s in specs).items() if times > 1]
     if twice or any(spec.name == _METADATA for spec in specs):
-        raise UsageError(f"tensor name {(twice or [_METADATA])[0]!r} can stand there only once")
+        raise UsageError(f"tensor name {(twice or [_METADATA])[0]!r} is a duplicate or reserved")
     header: dict[str, object] = {_METADATA: dict(metadata)}
     begin = 0
     for spec in specs:
@@ -91,15 +91,15 @@ def encode_header(specs: Sequence[TensorSpec], metadata: Mapping[str, str]) -> b
     text += b" " * (-len(text) % _ALIGNMENT_BYTES)
     if len(text) > MAX_HEADER_BYTES:
         raise UsageError(
-            f"the header of {len(specs):,} tensors takes {len(text):,} bytes; readers take "
-            f"{MAX_HEADER_BYTES:,}; write fewer tensors into one file"
+            f"the header of {len(specs):,} tensors takes {len(text):,} bytes; readers accept "
+            f"{MAX_HEADER_BYTES:,}; write fewer tensors to one file"
         )
     return len(text).to_bytes(8, "little") + text
 
 
 @dataclass(frozen=True, slots=True)
 class _Item:
-    """A tensor to be written, before it has a place."""
+    """A tensor to write, before it is placed in a file."""
 
     spec: TensorSpec
     layout: TensorLayout
@@ -119,13 +119,13 @@ def shard_files(
     writers: Sequence[int],
     optimizer: OptimizerTable | None,
 ) -> Planned:
-    """Shards as Hugging Face cuts them, given to writers evenly."""
+    """Shards as Hugging Face cuts them, distributed evenly over the writers."""
     loads = dict.fromkeys(writers, 0)
     model = _cut(_model_items(tensors, names, settings), settings)
     ranks = _assign(model, loads)
     shards = [(MODEL_FILES, cut) for cut in model]
     if optimizer is not None:
-        # After the model: what is pinned of it must not depend on the optimizer.
+        # After the model, whose pins must not depend on the optimizer.
         states = _cut(_state_items(tensors, names, optimizer), settings)
         ranks += _assign(states, loads)
         shards += [(OPTIMIZER_FILES, cut) for cut in states]
@@ -145,7 +145,7 @@ def shard_files(
 
 
 def shard_name(base: str, number: int, count: int) -> str:
-    """Name of shard `number` (from 1 on) of `count`."""
+    """Name of shard `number` (from 1) of `count`."""
     if count == 1:
         return f"{base}{SUFFIX}"
     return f"{base}-{number:05d}-of-{count:05d}{SUFFIX}"
@@ -181,7 +181,7 @@ def _state_items(
 
 
 def _cut(items: Iterator[_Item], settings: ExportSettings) -> list[list[_Item]]:
-    """Fills a shard until the next tensor is too much; one that is too large stands alone."""
+    """Fill each shard until the next tensor does not fit; an oversized one gets its own."""
     shards: list[list[_Item]] = []
     current: list[_Item] = []
     current_bytes = 0
@@ -200,9 +200,9 @@ def _cut(items: Iterator[_Item], settings: ExportSettings) -> list[list[_Item]]:
 
 
 def _assign(shards: Sequence[Sequence[_Item]], loads: dict[int, int]) -> list[int]:
-    """A writer for each shard: bytes evenly, and what a writer holds itself costs half.
+    """A writer for each shard, balancing bytes; bytes that the writer itself holds cost half.
 
-    `loads` are what writers have to do already; what they are given is added.
+    `loads` is each writer's load so far, and is updated.
     """
     ranks = [min(loads)] * len(shards)
     sizes = [sum(item.size_bytes for item in shard) for shard in shards]
@@ -255,7 +255,7 @@ def _finish(plan: ExportPlan, _: TorchFiles) -> dict[str, bytes]:
 
 
 def _indexes(files: Iterable[ExportFile]) -> dict[str, bytes]:
-    """The index of each kind of file that has several."""
+    """The index of each kind of file with several shards."""
     found = {}
     for base in (MODEL_FILES, OPTIMIZER_FILES):
         shards = [file for file in files if file.name.startswith(f"{base}-")]

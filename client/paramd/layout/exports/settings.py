@@ -1,4 +1,4 @@
-"""What an export is asked to be: format, sizes, dtype, names. Pure, checked when made."""
+"""Settings of an export: format, sizes, dtype, names. Pure, validated when constructed."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from paramd.layout.dtypes import DTYPES
 from paramd.layout.exports.formats import FORMATS
 
 CAST_DTYPES = tuple(name for name, one in DTYPES.items() if one.exponent)
-"""What an export can be cast to, and what is cast."""
+"""Dtypes that an export can cast, from and to."""
 
 DEFAULT_SHARD_BYTES = 5_000_000_000
 MAX_NAME_RULES = 100_000
@@ -24,15 +24,15 @@ _SIZE = re.compile(r"(?P<count>[0-9]{1,18}(?:\.[0-9]{1,6})?) ?(?P<unit>[A-Za-z]{
 
 
 def parse_size(text: str) -> int:
-    """Bytes of a size such as "5GB" (decimal, as Hugging Face means it) or "2GiB".
+    """Bytes of a size such as "5GB" (decimal, as in Hugging Face) or "2GiB".
 
     Raises:
-        UsageError: it is none, or less than one byte.
+        UsageError: malformed, or less than one byte.
     """
     found = _SIZE.fullmatch(text.strip())
     unit = _UNITS.get(found["unit"].upper()) if found is not None else None
     if found is None or unit is None:
-        raise UsageError(f"{text[:40]!r} is no size; expected for example '5GB' or '2GiB'")
+        raise UsageError(f"{text[:40]!r} is not a size; expected for example '5GB' or '2GiB'")
     whole, _, part = found["count"].partition(".")
     size_bytes = int(whole) * unit + (int(part) * unit // 10 ** len(part) if part else 0)
     if size_bytes < 1:
@@ -42,7 +42,7 @@ def parse_size(text: str) -> int:
 
 @dataclass(frozen=True, slots=True)
 class NameRule:
-    """One renaming: an exact name, or one `*` (any characters, dots too) on both sides."""
+    """One rename: an exact name, or one `*` (any characters, dots too) on both sides."""
 
     source: str
     target: str
@@ -50,7 +50,9 @@ class NameRule:
     def __post_init__(self) -> None:
         sides = (self.source, self.target)
         if any(not 0 < len(side.encode()) <= MAX_NAME_BYTES for side in sides):
-            raise UsageError(f"a name has 1 to {MAX_NAME_BYTES} bytes; {self.source[:80]!r} not")
+            raise UsageError(
+                f"name rule {self.source[:80]!r}: names have 1 to {MAX_NAME_BYTES} bytes"
+            )
         stars = self.source.count("*")
         if stars > 1 or stars != self.target.count("*"):
             raise UsageError(
@@ -59,7 +61,7 @@ class NameRule:
             )
 
     def rename(self, name: str) -> str | None:
-        """The new name, or None when the rule does not fit."""
+        """The new name; None if the rule does not match."""
         head, star, tail = self.source.partition("*")
         if not star:
             return self.target if name == self.source else None
@@ -72,16 +74,16 @@ class NameRule:
 
 @dataclass(frozen=True, slots=True)
 class NameMap:
-    """Renaming of all names: exact names first, then patterns in their order."""
+    """All renames: exact names first, then patterns in order."""
 
     rules: tuple[NameRule, ...] = ()
 
     @classmethod
     def of(cls, table: Mapping[str, str]) -> NameMap:
-        """The map that a JSON object of the form {"old.*": "new.*"} describes.
+        """The map of a JSON object such as {"old.*": "new.*"}.
 
         Raises:
-            UsageError: not names to names, too many, or a malformed pattern.
+            UsageError: not a mapping of names to names, too many, or a malformed pattern.
         """
         if len(table) > MAX_NAME_RULES:
             raise UsageError(f"{len(table):,} names; expected at most {MAX_NAME_RULES:,}")
@@ -94,8 +96,8 @@ class NameMap:
         """The new name of each name.
 
         Raises:
-            UsageError: a rule fits no name.
-            ConflictError: two names would become one.
+            UsageError: a rule matches no name.
+            ConflictError: two names would become the same.
         """
         exact = {rule.source: rule for rule in self.rules if "*" not in rule.source}
         patterns = [rule for rule in self.rules if "*" in rule.source]
@@ -120,7 +122,7 @@ def _check_used(rules: Iterable[NameRule], used: set[str]) -> None:
     idle = [rule.source for rule in rules if rule.source not in used]
     if idle:
         raise UsageError(
-            f"name rule {idle[0][:80]!r} fits no tensor that is exported; mend it or leave it out"
+            f"name rule {idle[0][:80]!r} matches no exported tensor; correct or remove it"
         )
 
 
@@ -130,32 +132,32 @@ def _check_distinct(renamed: Mapping[str, str]) -> None:
         other = first.setdefault(target, name)
         if other != name:
             raise ConflictError(
-                f"{other!r} and {name!r} would both be named {target!r}; give them names apart"
+                f"{other!r} and {name!r} would both be named {target!r}; use different names"
             )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExportSettings:
-    """What a user asks for."""
+    """What to export, and how."""
 
     format: str = "safetensors"
-    """How files are laid out: one of `FORMATS`."""
+    """One of `FORMATS`."""
     max_shard_bytes: int = DEFAULT_SHARD_BYTES
-    """Most bytes of tensors in one file of safetensors, at least 1; a larger tensor has a file
-    of its own. Files of dcp are one for each rank."""
+    """Most bytes of tensors in one safetensors file, at least 1; a larger tensor gets its own
+    file. dcp has one file per rank."""
     dtype: str | None = None
-    """One of `CAST_DTYPES`, to which tensors of those dtypes are cast; None keeps each one's."""
+    """One of `CAST_DTYPES`, to which tensors of those dtypes are cast; None casts nothing."""
     parameters: bool = True
-    """Parameters are in it."""
+    """Include parameters."""
     buffers: bool = True
-    """Persistent buffers are in it."""
+    """Include persistent buffers."""
     keep_tied: bool = False
-    """Tied tensors are written under each of their names. (In dcp they always have all names,
-    which share the bytes.)"""
+    """Write tied tensors under each of their names. (dcp always has all names, which share the
+    bytes.)"""
     names: NameMap = field(default_factory=NameMap)
-    """Renaming."""
+    """Renames."""
     writers: tuple[int, ...] = ()
-    """Ranks whose sidecars may be given files; empty means all."""
+    """Ranks whose sidecars may write files; empty means all."""
 
     def __post_init__(self) -> None:
         if self.format not in FORMATS:
@@ -170,5 +172,5 @@ class ExportSettings:
             raise UsageError("include: expected parameters, buffers or both")
 
     def dtype_of(self, dtype: str) -> str:
-        """The dtype in the files of a tensor of `dtype`."""
+        """The dtype that a tensor of `dtype` has in the files."""
         return self.dtype if self.dtype is not None and dtype in CAST_DTYPES else dtype

@@ -1,4 +1,4 @@
-"""Which bytes an export is made of: one holder for every region, and spans to pin. Pure."""
+"""Choose the bytes of an export: one holder for every region, and the spans to pin. Pure."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ class SourceTensor:
     dtype: str
     shape: tuple[int, ...]
     pieces: tuple[HeldPiece, ...]
-    """By rank; none when the tensor has no element."""
+    """Ordered by rank; none if the tensor is empty."""
 
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """Snapshots of one kind on all ranks that hold something of it."""
+    """Snapshots of one kind of state, on all ranks that hold some of it."""
 
     state_key: str
     """Optimizer state such as "exp_avg"; empty for parameters and buffers."""
@@ -56,12 +56,12 @@ def piece_bytes(piece: Piece, dtype: str) -> int:
 
 @dataclass(slots=True)
 class HolderChoice:
-    """Chooses one holder of each region: the writer where it can, else the least loaded."""
+    """Chooses one holder of each region: the writer if it is one, else the least loaded."""
 
     _loads: dict[int, int] = field(default_factory=dict)
 
     def pieces(self, tensor: TensorLayout, writer: int | None) -> list[Piece]:
-        """One piece for every region that has an element."""
+        """One piece for every non-empty region."""
         holders: dict[Region, list[Piece]] = {}
         for piece in tensor.pieces:
             if piece.region.numel:
@@ -81,7 +81,7 @@ class HolderChoice:
 def make_source(
     state_key: str, chosen: Iterable[tuple[TensorLayout, str, Sequence[Piece]]]
 ) -> Source:
-    """A source of (tensor, dtype of its bytes, chosen pieces), in their order."""
+    """A source from (tensor, dtype of its bytes, chosen pieces), in this order."""
     items = list(chosen)
     wanted: dict[int, list[tuple[int, int]]] = {}
     for _, dtype, pieces in items:
@@ -116,7 +116,7 @@ def _joined(spans: list[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
 
 
 def _offsets(spans: Sequence[tuple[int, int]]) -> Callable[[int], int]:
-    """From a byte of the arena to its offset within the snapshot of `spans`."""
+    """A function from an arena offset to the offset in the snapshot of `spans`, in bytes."""
     begins = [begin for begin, _ in spans]
     before = [0]
     for begin, end in spans:

@@ -1,8 +1,8 @@
-"""The bytes around a tensor's data in a file that `torch.load(weights_only=True)` reads. Pure.
+"""The bytes around a tensor's data in a file for `torch.load(weights_only=True)`. Pure.
 
-A torch file is a zip archive of stored records: a small description (opcodes that only
-name torch's own rebuild function), the byte order, a version, and the data. We write
-those few opcodes ourselves: nothing here can pickle an object, and no torch is needed.
+A torch file is a zip archive of stored records: a short pickle (opcodes that only call torch's
+own rebuild function), the byte order, a version, and the data. We emit those few opcodes
+ourselves, so nothing here can pickle an object, and torch is not needed.
 
     archive = TorchArchive("float32", (2, 3))
     archive.before + data + archive.after(crc32(data))
@@ -29,7 +29,7 @@ _LOCAL = struct.Struct("<4sHHHHHIIIHH")
 _CENTRAL = struct.Struct("<4sHHHHHHIIIHHHHHII")
 _DESCRIPTOR = struct.Struct("<4sIII")
 _END = struct.Struct("<4sHHHHIIH")
-_DATE = 0x21  # the first of January 1980: equal bytes at any time
+_DATE = 0x21  # 1980-01-01: the bytes must not depend on the time
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +91,7 @@ class TorchArchive:
         return len(self.before) + self.data_bytes + _DESCRIPTOR.size + central + _END.size
 
     def after(self, checksum: int) -> bytes:
-        """What follows the data; `checksum` is the data's zlib.crc32."""
+        """The bytes after the data; `checksum` is the data's zlib.crc32."""
         size = self.data_bytes
         descriptor = _DESCRIPTOR.pack(b"PK\x07\x08", checksum, size, size)
         *small, data = self._records
@@ -110,7 +110,7 @@ class TorchArchive:
 
 @lru_cache(maxsize=1024)
 def torch_archive(dtype: str, shape: tuple[int, ...]) -> TorchArchive:
-    """The archive of such a tensor; alike for the layers of a model."""
+    """The archive of such a tensor, cached: the layers of a model are alike."""
     return TorchArchive(dtype, shape)
 
 
@@ -131,7 +131,7 @@ def _local(name: bytes, flags: int, checksum: int, size_bytes: int, extra_bytes:
 
 
 def _padding(begin_bytes: int) -> bytes:
-    """An extra field that makes what follows it aligned."""
+    """An extra field that aligns what follows it."""
     size = -(begin_bytes + 4) % _ALIGNMENT_BYTES
     return b"FB" + size.to_bytes(2, "little") + b"Z" * size
 

@@ -223,7 +223,7 @@ class Editor:
             for sight in sights.values():
                 oracle.ledger.refused(sight)
         elif edit.state is EditState.APPLIED:
-            where = actor.job.incarnation(edit.incarnation).salt
+            where = actor.job.start_of(edit.incarnation).salt
             oracle.ledger.applied(self._group, sights.pop(new if where == salt else anew), where)
             for sight in sights.values():
                 oracle.ledger.refused(sight)
@@ -231,7 +231,7 @@ class Editor:
                 self._undoable = (edit.id, value if where == salt else 0.0, where)
         else:
             for sight in sights.values():
-                sight.salt = actor.job.incarnation(edit.incarnation).salt
+                sight.salt = actor.job.start_of(edit.incarnation).salt
             return
         self._read_back(actor, mesh)
 

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from tests.soak.stage import Incarnation, Job
+from tests.soak.stage import Job, Start
 from tests.soak.trainer import role_of, stamp
 
 GROUPS = ("blocks.1.up.", "blocks.1.down.", "blocks.1.wide.", "blocks.1.narrow.", "blocks.1.norm.")
@@ -127,7 +127,7 @@ class Question:
     """What was true of a job when somebody began to ask it."""
 
     begin_s: float
-    incarnation: Incarnation
+    start: Start
     finished: int
 
 
@@ -151,11 +151,11 @@ class Oracle:
         values: Mapping[str, torch.Tensor], *, fresh: bool = True,
     ) -> None:  # fmt: skip
         """Tensors of one answer. `fresh`: it was asked for now, not sent some time."""
-        incarnation = self.job.incarnation(incarnation)
+        start = self.job.start_of(incarnation)
         where = f"{lane}: incarnation {incarnation}, step {step}"
-        self._check_age(where, question, incarnation, step, fresh)
+        self._check_age(where, question, start, step, fresh)
         groups: dict[str, set[float]] = {}
-        expected = torch.tensor(stamp(step, incarnation.salt))
+        expected = torch.tensor(stamp(step, start.salt))
         for name, tensor in values.items():
             role = role_of(name)
             if role == "stamped" and not bool((tensor.cpu() == expected).all()):
@@ -163,7 +163,7 @@ class Oracle:
                 raise WrongError(f"{where}: {name} holds {seen}, not {expected.item()}: mixed")
             if role == "edited":
                 groups.setdefault(group_of(name), set()).update(tensor.flatten().tolist())
-        self._check_groups(where, question, incarnation, groups, fresh)
+        self._check_groups(where, question, start, groups, fresh)
         self.tally.count(self.tally.answers, lane)
 
     def judge_ranges(
@@ -176,22 +176,22 @@ class Oracle:
         )
 
     def _check_age(
-        self, where: str, question: Question, incarnation: Incarnation, step: int, fresh: bool
+        self, where: str, question: Question, start: Start, step: int, fresh: bool
     ) -> None:
-        if not fresh or incarnation.ended or question.incarnation is not incarnation:
+        if not fresh or start.ended or question.start is not start:
             return
         if step < question.finished:
             raise WrongError(f"{where}: stale, {question.finished} updates were finished before")
 
     def _check_groups(
-        self, where: str, question: Question, incarnation: Incarnation,
+        self, where: str, question: Question, start: Start,
         groups: Mapping[str, set[float]], fresh: bool,
     ) -> None:  # fmt: skip
         end_s = time.monotonic()
         for group, seen in groups.items():
             if len(seen) > 1:
                 raise WrongError(f"{where}: {group} holds {sorted(seen)[:4]}: an edit is split")
-            allowed = self.ledger.allowed(group, incarnation.salt, question.begin_s, end_s)
+            allowed = self.ledger.allowed(group, start.salt, question.begin_s, end_s)
             if fresh and seen and not seen <= allowed:
                 raise WrongError(
                     f"{where}: {group} holds {seen}, expected one of {sorted(allowed)}: "

@@ -54,7 +54,7 @@ def is_root() -> bool:
 
 
 @dataclass
-class Incarnation:
+class Start:
     """One start of all ranks."""
 
     ranks: Ranks
@@ -81,7 +81,7 @@ class Job:
 
     def __init__(self, stage: Stage, name: str, kind: str, world_size: int) -> None:
         self.stage, self.name, self.kind, self.world_size = stage, name, kind, world_size
-        self.incarnations: list[Incarnation] = []
+        self.starts: list[Start] = []
         self.faults = stage.folder / f"{name}-faults"
         """Where points are armed; sidecars outlive an incarnation, so it is the same for all."""
         self.faults.mkdir()
@@ -91,13 +91,13 @@ class Job:
         self._lock = threading.Lock()
 
     @property
-    def now(self) -> Incarnation:
+    def now(self) -> Start:
         """The one that runs."""
-        return self.incarnations[-1]
+        return self.starts[-1]
 
     def start(self) -> None:
         """Starts all ranks, as a launcher would after the last ones ended."""
-        number = len(self.incarnations)
+        number = len(self.starts)
         folder = self.stage.folder / f"{self.name}-{number}"
         folder.mkdir()
         arguments = ["--kind", self.kind, "--job", self.name, "--folder", str(folder)]
@@ -117,16 +117,16 @@ class Job:
             )
         )
         with self._lock:
-            self.incarnations.append(Incarnation(ranks, number, folder))
+            self.starts.append(Start(ranks, number, folder))
         ranks.wait_for_text("attached", rank=0, timeout_s=START_S)
         self.now.look()
 
-    def incarnation(self, incarnation: int) -> Incarnation:
-        """The one of an incarnation."""
+    def start_of(self, incarnation: int) -> Start:
+        """The start that was the job's incarnation of that number."""
 
-        def found() -> Incarnation | None:
+        def found() -> Start | None:
             with self._lock:
-                for one in reversed(self.incarnations):
+                for one in reversed(self.starts):
                     one.look()
                     if incarnation in one.incarnations:
                         return one
@@ -157,7 +157,7 @@ class Job:
 
     def digests(self) -> int:
         """Compares each incarnation's losses with an undisturbed run's; how many are equal."""
-        for number, one in enumerate(self.incarnations):
+        for number, one in enumerate(self.starts):
             ours = [_lines(one.folder / f"losses-{rank}") for rank in range(self.world_size)]
             rounds = max(map(len, ours))
             plain = self.stage.folder / f"{self.name}-{number}-plain"
@@ -176,12 +176,12 @@ class Job:
                 differ = [i for i, pair in enumerate(zip(losses, truth, strict=True), 1)
                           if pair[0] != pair[1]]  # fmt: skip
                 assert not differ, (
-                    f"{self.name}, incarnation {number}, rank {rank}: {len(differ)} of "
+                    f"{self.name}, start {number}, rank {rank}: {len(differ)} of "
                     f"{len(losses)} losses differ from an undisturbed run's, first that of update "
                     f"{differ[0]}"
                 )
             self.stage.updates += rounds
-        return len(self.incarnations)
+        return len(self.starts)
 
 
 class Stage:
@@ -427,4 +427,4 @@ def _lines(path: Path) -> list[str]:
     return path.read_text().rpartition("\n")[0].splitlines() if path.exists() else []
 
 
-__all__ = ["Incarnation", "Job", "Mode", "Stage", "full", "is_down", "is_root"]
+__all__ = ["Job", "Mode", "Stage", "Start", "full", "is_down", "is_root"]

@@ -24,7 +24,7 @@ from tests.launch import ROOT
 from tests.soak import plan
 from tests.soak.actors import Operator
 from tests.soak.oracle import Oracle, Tally, WrongError
-from tests.soak.stage import MOST_PATIENCE, Incarnation, patience_s
+from tests.soak.stage import MOST_PATIENCE, Start, patience_s
 from tests.soak.trainer import role_of, stamp
 from tests.soak.usage import MIB, Series, Usage
 
@@ -116,8 +116,8 @@ def test_a_swap_at_another_step_than_the_compared_one_is_seen(oracle: Oracle, la
 def oracle(tmp_path: Path) -> Oracle:
     (tmp_path / "progress-0").write_bytes(struct.pack("<q", STEP - 1))
     ranks: Any = [SimpleNamespace(rank=0)]
-    incarnation = Incarnation(ranks, SALT, tmp_path)
-    job: Any = SimpleNamespace(now=incarnation, incarnation=lambda incarnation: incarnation)
+    start = Start(ranks, SALT, tmp_path)
+    job: Any = SimpleNamespace(now=start, start_of=lambda incarnation: start)
     return Oracle(job, Tally())
 
 

@@ -97,6 +97,7 @@ async def test_what_an_older_paramd_called_an_epoch_is_kept(address: StoreAddres
     async with started(address) as store:
         for table in ("alerts", "metric_series", "exports", "edits"):
             await execute(store, f"ALTER TABLE {table} RENAME COLUMN incarnation TO epoch")
+        await execute(store, "ALTER TABLE export_schedules RENAME COLUMN cadence TO rhythm")
         await execute(
             store,
             "INSERT INTO alerts (id, job, epoch, rank, step, rule, severity, text, detail, "

@@ -119,7 +119,7 @@ def reducing(actor: Actor, mesh: Mesh) -> None:
 
 
 def picturing(actor: Actor, mesh: Mesh) -> None:
-    """A picture of a stamped parameter; its numbers have seven digits."""
+    """A heatmap of a stamped parameter; its numbers have seven digits."""
     name = actor.chance.choice(["blocks.0.up.weight", "blocks.1.down.weight"])
     question = actor.oracle.ask()
     found = rest(actor.stage, "GET", f"/jobs/{actor.job.name}/params/heatmap", name=name)
@@ -501,7 +501,7 @@ def cast(stage: Stage, oracles: dict[str, Oracle]) -> list[Actor]:
         "buffers": summoning(transport="grpc", buffers=True),
         "view": viewing,
         "stats": reducing,
-        "picture": picturing,
+        "heatmap": picturing,
         "follow": following,
         "gradients": differentiating("full", "grpc"),
         "gradient statistics": differentiating("stats", "auto"),

@@ -68,7 +68,7 @@ def _all_sidecars(stage: Stage, fault: Fault) -> Iterator[None]:
 @contextmanager
 def _point(stage: Stage, fault: Fault) -> Iterator[None]:
     who, point, how = fault.words
-    # Which rank writes, verifies or finishes an export, and which replica a picture is of, is
+    # Which rank writes, verifies or finishes an export, and which replica a heatmap is of, is
     # not for the plan to choose.
     anybody = point.startswith("export-") or point == "pool"
     ranks = range(stage.main.world_size) if anybody else (fault.rank,)

@@ -98,9 +98,9 @@ def test_numbers_and_values_are_those_of_the_api(tab: Tab, door: Door) -> None:
     pieces = tab.page.get_by_role("table", name="Pieces")
     wait_for("the pieces", lambda: "20:40, 0:48" in pieces.inner_text())
     tab.page.click("text=Heat map")
-    picture = tab.page.locator(".heat canvas")
-    picture.wait_for()
-    box = picture.bounding_box()
+    heatmap = tab.page.locator(".heat canvas")
+    heatmap.wait_for()
+    box = heatmap.bounding_box()
     assert box is not None
     # Cells are elements here: from the middle of one to that of another.
     across, down = box["width"] / 48, box["height"] / 40
@@ -110,7 +110,7 @@ def test_numbers_and_values_are_those_of_the_api(tab: Tab, door: Door) -> None:
     tab.page.mouse.up()
     tab.see("shown 8 \u00d7 8, [4:12, 8:16]")
     part = door.get("params/heatmap", name="still.weight[4:12, 8:16]")["values"]
-    box = picture.bounding_box()
+    box = heatmap.bounding_box()
     assert box is not None
     tab.page.mouse.move(box["x"] + box["width"] / 16, box["y"] + box["height"] / 16)
     tab.see(f"columns 0\u20130 of what is shown: {part[0]:.5g}")

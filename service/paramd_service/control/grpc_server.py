@@ -165,7 +165,7 @@ def _welcome(mesh: Incarnation, notice: Notice) -> control_pb2.JoinResponse:
     return control_pb2.JoinResponse(
         header=_header(mesh),
         generation=mesh.terms.generation,
-        report_interval_ms=round(mesh.rhythm.interval_s * 1000),
+        report_interval_ms=round(mesh.report_interval.interval_s * 1000),
         revoked=control_pb2.Revocations(
             token_ids=notice.token_ids,
             keep_ms=math.ceil(notice.keep_s * 1000),

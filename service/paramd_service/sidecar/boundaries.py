@@ -60,7 +60,7 @@ class Boundaries:
     """Carries out requests at boundaries that all trainers agree on."""
 
     def __init__(self, attached: AttachedMemory, store: SnapshotStore, copier: Copier) -> None:
-        self._possession = attached
+        self._attached = attached
         self._store = store
         self._copier = copier
         self._loop = asyncio.get_running_loop()
@@ -134,13 +134,13 @@ class Boundaries:
         Raises:
             ConflictError: this rank is not held.
         """
-        page = self._possession.page
+        page = self._attached.page
         if not page[Word.HELD]:
             raise ConflictError("training is not held: the hold's lease has ended, or none began")
         page[Word.HOLD_UNTIL_NS] = time.monotonic_ns() + int(lease_s * 1e9)
 
     def _fate(self, number: int) -> pb.BoundaryFate.ValueType:
-        fate = fate_of(self._possession.page.words, number, ended=bool(self._ended))
+        fate = fate_of(self._attached.page.words, number, ended=bool(self._ended))
         if fate == pb.BOUNDARY_FATE_UNSPECIFIED:
             asked = self._asked.get(number)
             if asked is not None and asked.done.done() and asked.done.result().captured:
@@ -150,7 +150,7 @@ class Boundaries:
     def _begin(self, reach: BoundaryRequest) -> _Asked:
         if self._ended:
             raise ConflictError(f"no further boundary: {self._ended}")
-        highest = self._possession.page[Word.HIGHEST]
+        highest = self._attached.page[Word.HIGHEST]
         if reach.number <= highest:
             raise ConflictError(
                 f"boundary {reach.number} is past: {highest} was already requested of this rank"
@@ -186,7 +186,7 @@ class Boundaries:
         argument: int,
         done: Callable[[Outcome], None],
     ) -> Boundary:
-        arena_address = self._possession.arena.address
+        arena_address = self._attached.arena.address
         return Boundary(
             reach.number,
             [
@@ -205,7 +205,7 @@ class Boundaries:
         )
 
     def _argument(self, reach: BoundaryRequest, snapshots: Sequence[Snapshot]) -> int:
-        if reach.action == CAPTURE and is_mirror(self._possession.page.words):
+        if reach.action == CAPTURE and is_mirror(self._attached.page.words):
             # The spans of an optimizer state table are not bytes of the arena.
             keys = [one.key for one in snapshots if not is_table(one.key)]
             return pack_wanted(span for key in keys for span in key.spans)
@@ -245,7 +245,7 @@ class Boundaries:
             self._loop.call_soon_threadsafe(future.set_result, None)
 
     def _why_not_agreed(self, number: int, timeout_s: float) -> str:
-        page = self._possession.page
+        page = self._attached.page
         if page[Word.AGREEMENT_STATE] == GAVE_UP:
             return "the trainers gave up agreeing in this incarnation; attach again to restore it"
         return (

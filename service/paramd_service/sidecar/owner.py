@@ -279,7 +279,7 @@ class AttachedMemory:
         os.close(self.pidfd)
 
 
-def take_possession(
+def attach_memory(
     request: AttachRequest,
     handed_back: Sequence[int],
     *,

@@ -75,7 +75,7 @@ class Pins:
         self.store = store
         self.copier = copier
         self.ownership = Ownership.OWNED
-        self._possession = attached
+        self._attached = attached
         self._blocks = blocks
         self._executor = executor
         self._faults = faults
@@ -123,7 +123,7 @@ class Pins:
                 trainer cannot serve its parameters; the message says why.
         """
         self.sweep()
-        if is_mirror(self._possession.page.words):
+        if is_mirror(self._attached.page.words):
             raise ConflictError(self._why_not_now())
         snapshot = self._found(key, at_step) if not unsettled else None
         if snapshot is None:
@@ -135,7 +135,7 @@ class Pins:
             return self.store.find(key, step=at_step)
         if self.ownership is Ownership.TORN:
             return self.store.find(key)
-        page = self._possession.page
+        page = self._attached.page
         if not page[Word.SEQ] & 1:
             state: State | None = state_of(page)
         else:
@@ -147,7 +147,7 @@ class Pins:
 
     def _is_stray(self, proof: int) -> bool:
         """Whether a stray change hit the state with that proof."""
-        return proof > 0 and self._possession.page[Word.STRAY_SEQ] == proof
+        return proof > 0 and self._attached.page[Word.STRAY_SEQ] == proof
 
     def check_true(self, snapshot: Snapshot) -> None:
         """Check that the trainer has not since found the bytes to mix two states.
@@ -290,7 +290,7 @@ class Pins:
         copied: asyncio.Future[State | None] = self._loop.create_future()
         filling.snapshot.fill = Fill.PENDING
         filling.job = CopyJob(
-            copy_spans(filling.snapshot, self._possession.arena.address),
+            copy_spans(filling.snapshot, self._attached.arena.address),
             lambda state: self._post(copied.set_result, state),
             at_step=filling.at_step,
             unsettled=filling.unsettled,
@@ -302,10 +302,10 @@ class Pins:
                 raise TornError(self.ownership.value)
             if filling.job.refused:
                 raise ConflictError(f"the parameters cannot be served: {filling.job.refused}")
-            if filling.at_step and self._possession.page[Word.STEP] >= filling.at_step:
+            if filling.at_step and self._attached.page[Word.STEP] >= filling.at_step:
                 raise AbortedError(
                     f"step {filling.at_step} passed before it was copied; the rank has finished "
-                    f"{self._possession.page[Word.STEP]} updates, request a later one"
+                    f"{self._attached.page[Word.STEP]} updates, request a later one"
                 )
             raise AbortedError("the copy was given up; try again")
         return state
@@ -339,7 +339,7 @@ class Pins:
             self.store.drop(snapshot)
 
     def _why_not_copied(self, filling: _Filling, timeout_s: float) -> str:
-        job, page = filling.job, self._possession.page
+        job, page = filling.job, self._attached.page
         if job is None:
             return f"{timeout_s:.1f} s were not enough to allocate the snapshot; allow more time"
         if job.changed:

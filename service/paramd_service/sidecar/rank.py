@@ -30,11 +30,11 @@ from paramd_service.sidecar.owner import (
     AttachRequest,
     Mesh,
     Ownership,
+    attach_memory,
     check_attach,
     owner_view,
     ownership_after_end,
     process_state,
-    take_possession,
 )
 from paramd_service.sidecar.pins import Pins
 from paramd_service.sidecar.revocations import Refusals, Revocations
@@ -142,7 +142,7 @@ class RankSidecar:
         self.tls: ServerTls | None = None
         """The gRPC server's, once it listens; None without TLS."""
         self._blocks = blocks
-        self._possession: AttachedMemory | None = None
+        self._attached: AttachedMemory | None = None
         self._verifier: Verifier | None = None
         self._pins: Pins | None = None
         self._edits: Edits | None = None
@@ -153,11 +153,11 @@ class RankSidecar:
     @property
     def attached(self) -> AttachedMemory | None:
         """Memory shared with the trainer; None before the first attach."""
-        return self._possession
+        return self._attached
 
     @property
     def incarnation(self) -> int:
-        return self._possession.incarnation if self._possession is not None else 0
+        return self._attached.incarnation if self._attached is not None else 0
 
     @property
     def step(self) -> int:
@@ -167,9 +167,9 @@ class RankSidecar:
     @property
     def state(self) -> State:
         """The current state; consistent only outside updates."""
-        if self._possession is None:
+        if self._attached is None:
             return State(-1, -1)
-        page = self._possession.page
+        page = self._attached.page
         rests = resting_state(page)
         return rests if rests is not None else state_of(page)
 
@@ -254,9 +254,9 @@ class RankSidecar:
             DeniedError: the ticket is invalid.
             UnreachableError: no trainer has attached yet.
         """
-        if self._possession is None or self._verifier is None:
+        if self._attached is None or self._verifier is None:
             raise UnreachableError(f"{Ownership.WAITING.value}; try again when training runs")
-        request = self._possession.request
+        request = self._attached.request
         claims = self._verifier.verify(ticket, job=request.job, incarnation=request.incarnation)
         self.revocations.check(claims)
         return claims
@@ -280,9 +280,7 @@ class RankSidecar:
         """
         async with self._attaching:
             try:
-                view = owner_view(
-                    self.config.job, self.config.rank, self.ownership, self._possession
-                )
+                view = owner_view(self.config.job, self.config.rank, self.ownership, self._attached)
                 check_attach(view, request)
             except BaseException:
                 for descriptor in handed_back:
@@ -290,9 +288,9 @@ class RankSidecar:
                 raise
             self._stop_waiting()
             try:
-                await self._drop_possession()
+                await self._drop_attached()
                 attached = await asyncio.get_running_loop().run_in_executor(
-                    self.executor, take_possession, request, handed_back
+                    self.executor, attach_memory, request, handed_back
                 )
             except BaseException:
                 # The previous trainer's memory is gone, so the sidecar has no owner now.
@@ -332,7 +330,7 @@ class RankSidecar:
     async def close(self) -> None:
         """End snapshots and the attachment. Call it once the servers have stopped."""
         self._stop_waiting()
-        await self._drop_possession()
+        await self._drop_attached()
         if self._tasks:
             await asyncio.wait(self._tasks)
 
@@ -343,7 +341,7 @@ class RankSidecar:
         return configured if configured is not None else 3 * arena_bytes + (1 << 20)
 
     def _own(self, attached: AttachedMemory) -> None:
-        self._possession = attached
+        self._attached = attached
         self.control_generation = 0
         self._verifier = Verifier(attached.request.public_key)
         self.ownership = Ownership.OWNED
@@ -379,12 +377,12 @@ class RankSidecar:
             self._pins.boundaries.edits = edits
 
     def _trainer_ended(self) -> None:
-        assert self._possession is not None
+        assert self._attached is not None
         assert self._pins is not None
         loop = asyncio.get_running_loop()
-        loop.remove_reader(self._possession.pidfd)
+        loop.remove_reader(self._attached.pidfd)
         # The process has ended, so its words are final.
-        self.ownership = ownership_after_end(self._possession.page.words)
+        self.ownership = ownership_after_end(self._attached.page.words)
         self._pins.trainer_ended(self.ownership)
         if self._edits is not None:
             self._edits.trainer_ended(self.ownership)
@@ -401,8 +399,8 @@ class RankSidecar:
         self.log("leaving", reason=f"{self.ownership.value}, for {self.config.linger_s:.0f} s")
         self.leaving.set()
 
-    async def _drop_possession(self) -> None:
-        pins, attached = self._pins, self._possession
+    async def _drop_attached(self) -> None:
+        pins, attached = self._pins, self._attached
         # Unset before closing, so that new calls are refused at once.
         self.mesh = None
         self._pins = None
@@ -414,7 +412,7 @@ class RankSidecar:
         if attached is not None:
             asyncio.get_running_loop().remove_reader(attached.pidfd)
             # Last: the copying thread and the edits use its memory until here.
-            self._possession = None
+            self._attached = None
             self.ownership = Ownership.WAITING
             attached.close()
 

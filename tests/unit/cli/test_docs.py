@@ -62,3 +62,38 @@ def test_every_make_target_that_the_readme_shows_exists() -> None:
     makefile = (ROOT / "Makefile").read_text()
     for target in re.findall(r"make (\w+)", (ROOT / "README.md").read_text()):
         assert re.search(rf"^{target}:", makefile, re.MULTILINE), target
+
+
+OLD_READERS = {
+    "client/paramd/places.py",
+    "service/paramd_service/control/api/routes/audit.py",
+    "service/paramd_service/control/base/site.py",
+}
+"""Files that read what older versions wrote under the old names."""
+
+
+def words_of_the_code() -> dict[str, set[str]]:
+    """Words in identifiers and comments of our Python, each with the files it stands in."""
+    found: dict[str, set[str]] = {}
+    for folder in ("client/paramd", "service/paramd_service"):
+        for path in (ROOT / folder).rglob("*.py"):
+            name = str(path.relative_to(ROOT))
+            if "/v1/" in name or "/migrations/" in name:
+                continue
+            text = re.sub(r"Unix\s+epoch", "", path.read_text())
+            for word in re.findall(r"[A-Z]?[a-z]+", text):
+                found.setdefault(word.lower(), set()).add(name)
+    return found
+
+
+def test_the_words_are_those_of_the_code_and_the_retired_ones_are_gone() -> None:
+    used = words_of_the_code()
+    page = (ROOT / "docs" / "words.md").read_text()
+    terms = [line.split("|")[1] for line in page.splitlines() if line.startswith("| **")]
+    bold = [word for term in terms for word in re.findall(r"\*\*(.+?)\*\*", term)]
+    stems = {part.removesuffix("ing") for word in bold for part in re.findall(r"[a-z]+", word)}
+    assert len(stems) > 25
+    assert not [stem for stem in stems if not any(word.startswith(stem) for word in used)]
+    (retired,) = re.findall(r"^Retired: (.+?)\.$", page, re.MULTILINE | re.DOTALL)
+    for word in re.findall(r"\w+", retired):
+        assert used.get(word, set()) <= OLD_READERS, word

@@ -32,7 +32,7 @@ from paramd_service.control.base.site import (
 )
 from paramd_service.control.mesh import jobs as jobs_module
 from paramd_service.control.mesh.jobs import ControlIdentity, Jobs
-from paramd_service.control.mesh.registry import REPORT_RANKS, Membership, State, rhythm
+from paramd_service.control.mesh.registry import REPORT_RANKS, Membership, State, report_interval
 from paramd_service.control.mesh.watch import MOST_RANKS
 
 TERMS = ControlIdentity(generation=5)
@@ -241,8 +241,8 @@ async def test_the_ranks_document_is_what_the_model_says() -> None:
 
 
 def test_large_meshes_report_less_often_and_get_as_much_more_time() -> None:
-    small = rhythm(REPORT_RANKS, report_s=2.0, silent_after_s=4.5)
-    large = rhythm(REPORT_RANKS + 1, report_s=2.0, silent_after_s=4.5)
+    small = report_interval(REPORT_RANKS, report_s=2.0, silent_after_s=4.5)
+    large = report_interval(REPORT_RANKS + 1, report_s=2.0, silent_after_s=4.5)
     assert (small.interval_s, small.silent_after_s) == (2.0, 4.5)
     assert (large.interval_s, large.silent_after_s) == (5.0, 11.25)
 

@@ -16,8 +16,8 @@ MODES = ("sum", "min", "max", "absmax")
 
 def picture_of(
     tensor: torch.Tensor, grid: pooling.Grid, *, row_dims: int = 1, origin: tuple[int, int] = (0, 0)
-) -> pooling.Picture:
-    """The picture of `tensor` with the strides that it has."""
+) -> pooling.Heatmap:
+    """The heatmap of `tensor` with the strides that it has."""
     storage = tensor.untyped_storage()
     data = memoryview(bytearray(storage))  # type: ignore[call-overload]
     sizes = tensor.shape
@@ -61,13 +61,13 @@ def test_every_cell_tells_of_exactly_its_elements(
     values = torch.arange(rows * columns).sub(50).mul(3).remainder(101).sub(30).to(dtype)
     matrix = values.reshape(rows, columns)
     grid = pooling.Grid(mode, rows, columns, min(5, rows), min(4, columns))
-    picture = picture_of(matrix, grid)
+    heatmap = picture_of(matrix, grid)
     cells = naive(matrix, grid)
-    assert len(cells) == picture.values.numel()
+    assert len(cells) == heatmap.values.numel()
     for (r, c), found in cells.items():
-        assert float(picture.values[r, c]) == expected(found, mode)
-        assert int(picture.counts[r, c]) == len(found)
-    assert not picture.nonfinite.any()
+        assert float(heatmap.values[r, c]) == expected(found, mode)
+        assert int(heatmap.counts[r, c]) == len(found)
+    assert not heatmap.nonfinite.any()
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -76,12 +76,12 @@ def test_nan_and_infinity_are_counted_and_change_no_value(mode: str) -> None:
     matrix[0, 0], matrix[3, 4], matrix[5, 9] = math.nan, math.inf, -math.inf
     matrix[2:4, 5:] = math.nan  # two whole cells
     grid = pooling.Grid(mode, 6, 10, 3, 2)
-    picture = picture_of(matrix, grid)
+    heatmap = picture_of(matrix, grid)
     for (r, c), found in naive(matrix, grid).items():
         bad = sum(not math.isfinite(v) for v in found)
-        assert (int(picture.nonfinite[r, c]), int(picture.counts[r, c])) == (bad, len(found) - bad)
+        assert (int(heatmap.nonfinite[r, c]), int(heatmap.counts[r, c])) == (bad, len(found) - bad)
         if bad < len(found):
-            assert float(picture.values[r, c]) == expected(found, mode)
+            assert float(heatmap.values[r, c]) == expected(found, mode)
 
 
 @pytest.mark.parametrize("row_dims", [1, 2])
@@ -114,9 +114,9 @@ def test_blocks_join_up_whatever_their_size(monkeypatch: pytest.MonkeyPatch) -> 
 def test_a_part_gives_only_the_cells_that_it_touches() -> None:
     part = torch.ones(4, 5)
     grid = pooling.Grid("sum", 100, 100, 10, 10)
-    picture = picture_of(part, grid, origin=(28, 93))
-    assert picture.begin == (2, 9)
-    assert picture.values.tolist() == [[10.0], [10.0]]
+    heatmap = picture_of(part, grid, origin=(28, 93))
+    assert heatmap.begin == (2, 9)
+    assert heatmap.values.tolist() == [[10.0], [10.0]]
 
 
 def test_a_part_with_gaps_between_its_rows_leaves_the_cells_between_alone() -> None:
@@ -135,13 +135,13 @@ def test_a_part_with_gaps_between_its_rows_leaves_the_cells_between_alone() -> N
         data_bytes=len(data),
         dtype="float32",
     )
-    picture = pooling.pool(data, "float32", grid, [view], lambda: False)
+    heatmap = pooling.pool(data, "float32", grid, [view], lambda: False)
     wanted = torch.zeros_like(full)
     wanted[:, 2:4] = part
     cells = wanted.reshape(80, 2, 3).sum(dim=1).double()
-    top = picture.begin[0]
-    assert torch.equal(picture.values, cells[top : top + len(picture.values)])
-    assert int(picture.counts.sum()) == part.numel()
+    top = heatmap.begin[0]
+    assert torch.equal(heatmap.values, cells[top : top + len(heatmap.values)])
+    assert int(heatmap.counts.sum()) == part.numel()
 
 
 @pytest.mark.parametrize(

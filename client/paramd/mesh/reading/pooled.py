@@ -8,16 +8,16 @@ from dataclasses import dataclass
 
 from paramd.errors import ConflictError, UsageError
 from paramd.layout.elements import element_texts, place_elements
-from paramd.layout.pictures import (
+from paramd.layout.heatmaps import (
     MAX_CELLS,
     MODES,
+    Heatmap,
+    HeatmapItem,
+    HeatmapPart,
     Matrix,
-    Picture,
-    PictureItem,
-    PicturePart,
+    heatmap_items,
     matrix_of,
     merge_parts,
-    picture_items,
 )
 from paramd.layout.plan import ReadPlan
 from paramd.mesh.peers.sidecars import Pinned, Sidecars
@@ -39,14 +39,14 @@ _POOL_MODES = {
 
 
 @dataclass(frozen=True, slots=True)
-class Shown:
+class TensorHeatmap:
     """A heat map and the matrix it shows."""
 
-    picture: Picture
+    heatmap: Heatmap
     matrix: Matrix
 
 
-async def compute_picture(
+async def compute_heatmap(
     sidecars: Sidecars,
     plan: ReadPlan,
     pinned: Pinned,
@@ -56,7 +56,7 @@ async def compute_picture(
     max_rows: int,
     max_columns: int,
     row_dims: int | None = None,
-) -> Shown:
+) -> TensorHeatmap:
     """Pool each rank's share of the plan's only tensor on its sidecar, and merge.
 
     Args:
@@ -76,9 +76,9 @@ async def compute_picture(
     rows = min(max_rows, matrix.rows, MAX_CELLS)
     columns = min(max_columns, matrix.columns, MAX_CELLS)
     if rows == 0 or columns == 0:
-        nothing = Picture(rows=rows, columns=columns, values=[], nonfinite=[], count=0)
-        return Shown(nothing, matrix)
-    items = picture_items(plan, matrix)
+        nothing = Heatmap(rows=rows, columns=columns, values=[], nonfinite=[], count=0)
+        return TensorHeatmap(nothing, matrix)
+    items = heatmap_items(plan, matrix)
     answers = await asyncio.gather(
         *(
             _part(
@@ -88,11 +88,11 @@ async def compute_picture(
             if items[rank]
         )
     )
-    picture = await asyncio.to_thread(merge_parts, answers, mode=mode, rows=rows, columns=columns)
+    heatmap = await asyncio.to_thread(merge_parts, answers, mode=mode, rows=rows, columns=columns)
     numel = matrix.rows * matrix.columns
-    if picture.count != numel:
-        raise ConflictError(f"the ranks pooled {picture.count:,} of {numel:,} elements; try again")
-    return Shown(picture, matrix)
+    if heatmap.count != numel:
+        raise ConflictError(f"the ranks pooled {heatmap.count:,} of {numel:,} elements; try again")
+    return TensorHeatmap(heatmap, matrix)
 
 
 async def read_texts(
@@ -144,13 +144,13 @@ async def _part(
     plan: ReadPlan,
     pinned: Pinned,
     rank: int,
-    items: tuple[PictureItem, ...],
+    items: tuple[HeatmapItem, ...],
     deadline_s: float,
     mode: str,
     matrix: Matrix,
     rows: int,
     columns: int,
-) -> PicturePart:
+) -> HeatmapPart:
     request = sidecar_pb2.PoolSnapshotRequest(
         snapshot_id=pinned.pins[rank].snapshot_id,
         dtype=plan.tensors[0].dtype,
@@ -187,7 +187,7 @@ async def _part(
         raise ConflictError(
             f"{sidecars.who(rank)} returned a part that does not fit the heat map; try again"
         )
-    return PicturePart(
+    return HeatmapPart(
         row_begin=found.cell_row_begin,
         col_begin=found.cell_col_begin,
         rows=found.cell_row_count,

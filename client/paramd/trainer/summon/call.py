@@ -50,7 +50,7 @@ class Call:
         self._flat = FlatParameters(self._modules)
         self._sharded = ShardedParameters(self._modules)
         self._party = find_party(self._flat, self._sharded)
-        self._meetings = Rendezvous(NAME, self._party.ranks)
+        self._rendezvous = Rendezvous(NAME, self._party.ranks)
         self._number = 0
         self._holdings: list[LocalParam] = []
         self._gradients: dict[str, GradientHolding] = {}
@@ -76,11 +76,11 @@ class Call:
             # Still meet: the others learn the reason instead of waiting out their timeout.
             word = Proposal(question="", refusal=str(refusal))
             try:
-                self._meetings.enter(word, timeout_s=min(timeout_s, REFUSAL_TIMEOUT_S))
+                self._rendezvous.enter(word, timeout_s=min(timeout_s, REFUSAL_TIMEOUT_S))
             except ParamdError:
                 raise refusal from None
         question = f"{self._arguments}, parameters {digest(self._holdings)}"
-        self._number = self._meetings.enter(Proposal(question=question), timeout_s=timeout_s)
+        self._number = self._rendezvous.enter(Proposal(question=question), timeout_s=timeout_s)
 
     @torch.no_grad()
     def show(self, inside: ExitStack) -> dict[str, nn.Parameter]:
@@ -133,7 +133,7 @@ class Call:
     def abandon(self, error: BaseException) -> None:
         """Tell the other ranks that the block raised here, so that no rank keeps edits."""
         if self._arguments.writeback:
-            self._meetings.leave(self._number, f"raised {type(error).__name__} in its block")
+            self._rendezvous.leave(self._number, f"raised {type(error).__name__} in its block")
 
     @torch.no_grad()
     def finish(self, edits: Edits) -> None:
@@ -142,7 +142,7 @@ class Call:
             return
         problem = edits.problem
         # No rank writes before all have ended their blocks well: all or none.
-        self._meetings.leave(self._number, "" if problem is None else f"cannot: {problem}")
+        self._rendezvous.leave(self._number, "" if problem is None else f"cannot: {problem}")
         if problem is not None:
             raise problem
         assert self._full is not None

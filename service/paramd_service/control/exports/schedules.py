@@ -76,7 +76,7 @@ class Due(Enum):
     BEGIN = "due"
 
 
-def due(rhythm: Cadence, past: Past, *, step: int, now_s: float) -> Due:
+def due(cadence: Cadence, past: Past, *, step: int, now_s: float) -> Due:
     """Decide whether a schedule fires now.
 
     If it fires while the previous export is running, that export is skipped, not made up for:
@@ -85,12 +85,12 @@ def due(rhythm: Cadence, past: Past, *, step: int, now_s: float) -> Due:
     Args:
         step: The job's last finished update; -1 if unknown.
     """
-    if rhythm.every_steps is not None:
-        came = step >= 0 and step // rhythm.every_steps > past.step // rhythm.every_steps
+    if cadence.every_steps is not None:
+        came = step >= 0 and step // cadence.every_steps > past.step // cadence.every_steps
     else:
-        assert rhythm.every_s is not None
+        assert cadence.every_s is not None
         # A negative age means the clock was set back: fire, rather than wait until it catches up.
-        came = not 0 <= now_s - past.time_s < rhythm.every_s
+        came = not 0 <= now_s - past.time_s < cadence.every_s
     if not came:
         return Due.NOT_YET
     return Due.SKIP if past.running else Due.BEGIN
@@ -105,23 +105,23 @@ class Kept(Generic[Key]):
     """Its index among the schedule's finished exports, from 0."""
 
 
-def to_remove(rhythm: Cadence, finished: Sequence[Kept[Key]]) -> list[Key]:
+def to_remove(cadence: Cadence, finished: Sequence[Kept[Key]]) -> list[Key]:
     """Keys to remove, oldest first: neither among the newest `keep_last` nor a `keep_every`-th.
 
     Args:
         finished: Exports of this schedule that are not removed yet, oldest first.
     """
-    if rhythm.keep_last is None:
+    if cadence.keep_last is None:
         return []
-    old = finished[: max(len(finished) - rhythm.keep_last, 0)]
+    old = finished[: max(len(finished) - cadence.keep_last, 0)]
     return [
-        one.key for one in old if rhythm.keep_every is None or one.number % rhythm.keep_every != 0
+        one.key for one in old if cadence.keep_every is None or one.number % cadence.keep_every != 0
     ]
 
 
 def rhythm_of(row: ScheduleRow) -> Cadence:
     """The cadence in a schedule's row. Raises UsageError."""
-    return Cadence(**row.rhythm)
+    return Cadence(**row.cadence)
 
 
 class Schedules:

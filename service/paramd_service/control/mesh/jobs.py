@@ -34,7 +34,14 @@ from paramd_service.control.base import site
 from paramd_service.control.base.config import MAX_WORLD_SIZE, Bootstrap
 from paramd_service.control.base.site import IncarnationRecord, Site
 from paramd_service.control.mesh.coordinator import Coordinator
-from paramd_service.control.mesh.registry import MeshView, Registry, listed, rhythm, trains, why_end
+from paramd_service.control.mesh.registry import (
+    MeshView,
+    Registry,
+    listed,
+    report_interval,
+    trains,
+    why_end,
+)
 from paramd_service.control.mesh.sidecars import LayoutSource, OwnDirectory, OwnFinder, SidecarCalls
 from paramd_service.control.mesh.statistics import StatsSource
 from paramd_service.control.mesh.watch import Publish, RefusalBook, StateWatch
@@ -80,10 +87,10 @@ class Incarnation:
     ) -> None:
         self.bootstrap = bootstrap
         self.terms = terms
-        self.rhythm = rhythm(
+        self.report_interval = report_interval(
             bootstrap.world_size, report_s=terms.report_s, silent_after_s=terms.silent_after_s
         )
-        self.registry = Registry(bootstrap, silent_after_s=self.rhythm.silent_after_s)
+        self.registry = Registry(bootstrap, silent_after_s=self.report_interval.silent_after_s)
         self.calls = SidecarCalls(bootstrap, generation=terms.generation)
         self.layouts = LayoutSource(self.calls)
         self.coordinator = Coordinator(

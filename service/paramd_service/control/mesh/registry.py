@@ -154,7 +154,7 @@ class ReportInterval:
     silent_after_s: float
 
 
-def rhythm(world_size: int, *, report_s: float, silent_after_s: float) -> ReportInterval:
+def report_interval(world_size: int, *, report_s: float, silent_after_s: float) -> ReportInterval:
     """The report interval of a mesh; both times are stretched on large meshes."""
     stretch = REPORT_STRETCH if world_size > REPORT_RANKS else 1.0
     return ReportInterval(report_s * stretch, silent_after_s * stretch)

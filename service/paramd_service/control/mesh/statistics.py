@@ -1,4 +1,4 @@
-"""Statistics, pictures, values and gradients for REST, read from sidecars as clients read them."""
+"""Statistics, heatmaps, values and gradients for REST, read from sidecars as clients read them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from paramd.mesh.frames.frames import GradFrame, Kind
     from paramd.mesh.peers.discovery import SidecarFinder
     from paramd.mesh.peers.sidecars import Pinned, Sidecars
-    from paramd.mesh.reading.pooled import Shown
+    from paramd.mesh.reading.pooled import TensorHeatmap
     from paramd.mesh.results import StatsTable
 
 Result = TypeVar("Result")
@@ -95,19 +95,19 @@ class StatsSource:
 
         return await self._reading([pattern], work)
 
-    async def picture(
+    async def heatmap(
         self, pattern: str, *, mode: str, rows: int, columns: int, row_dims: int | None
-    ) -> tuple[int, int, Shown]:
-        """(incarnation, step, picture) of the one matching tensor.
+    ) -> tuple[int, int, TensorHeatmap]:
+        """(incarnation, step, heatmap) of the one matching tensor.
 
-        Raises: as `get`, and as `compute_picture`.
+        Raises: as `get`, and as `compute_heatmap`.
         """
-        from paramd.mesh.reading.pooled import compute_picture
+        from paramd.mesh.reading.pooled import compute_heatmap
 
         async def work(
             sidecars: Sidecars, plan: ReadPlan, pinned: Pinned, deadline_s: float
-        ) -> tuple[int, int, Shown]:
-            shown = await compute_picture(
+        ) -> tuple[int, int, TensorHeatmap]:
+            shown = await compute_heatmap(
                 sidecars,
                 plan,
                 pinned,

@@ -76,7 +76,7 @@ class ScheduleRow:
     request: Mapping[str, Any]
     """The request for each export; the key of its `destination` contains "{step}", or "/step-N"
     is appended to it."""
-    rhythm: Mapping[str, Any] = field(default_factory=dict)
+    cadence: Mapping[str, Any] = field(default_factory=dict)
     last_step: int
     """Step at which it last fired, whether exported or skipped."""
     last_s: float
@@ -281,7 +281,7 @@ def _schedule_values(row: ScheduleRow) -> dict[str, object]:
         "job": row.job,
         "actor": row.actor,
         "request": json.dumps(dict(row.request), sort_keys=True),
-        "rhythm": json.dumps(dict(row.rhythm), sort_keys=True),
+        "cadence": json.dumps(dict(row.cadence), sort_keys=True),
         "last_step": row.last_step,
         "last_s": row.last_s,
         "skipped_count": row.skipped_count,
@@ -293,5 +293,5 @@ def _schedule_values(row: ScheduleRow) -> dict[str, object]:
 def _schedule(row: Row[Any]) -> ScheduleRow:
     found = dict(row._mapping)
     return ScheduleRow(
-        **{**found, "request": json.loads(row.request), "rhythm": json.loads(row.rhythm)}
+        **{**found, "request": json.loads(row.request), "cadence": json.loads(row.cadence)}
     )

@@ -160,7 +160,7 @@ export_schedules = Table(
     Column("job", String(MAX_JOB_CHARS), nullable=False),
     Column("actor", String(MAX_NAME_CHARS), nullable=False),
     Column("request", Text, nullable=False, comment="JSON object"),
-    Column("rhythm", Text, nullable=False, comment="JSON object"),
+    Column("cadence", Text, nullable=False, comment="JSON object"),
     Column("last_step", BigInteger, nullable=False, comment="of the last occasion"),
     Column("last_s", Double, nullable=False, comment="of the last occasion"),
     Column("skipped_count", Integer, nullable=False),

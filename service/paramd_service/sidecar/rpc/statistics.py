@@ -178,16 +178,16 @@ def _pool(
         for item in request.items
     ]
     rank.faults.at("pool")
-    picture = pooling.pool(data, request.dtype, grid, views, lambda: bool(stop))
-    height, width = picture.values.shape
+    heatmap = pooling.pool(data, request.dtype, grid, views, lambda: bool(stop))
+    height, width = heatmap.values.shape
     return pb.PoolSnapshotResponse(
-        cell_row_begin=picture.begin[0],
-        cell_col_begin=picture.begin[1],
+        cell_row_begin=heatmap.begin[0],
+        cell_col_begin=heatmap.begin[1],
         cell_row_count=height,
         cell_col_count=width,
-        values=picture.values.flatten().tolist(),
-        counts=picture.counts.flatten().tolist(),
-        nonfinite_counts=picture.nonfinite.flatten().tolist() if picture.nonfinite.any() else (),
+        values=heatmap.values.flatten().tolist(),
+        counts=heatmap.counts.flatten().tolist(),
+        nonfinite_counts=heatmap.nonfinite.flatten().tolist() if heatmap.nonfinite.any() else (),
     )
 
 

@@ -122,7 +122,7 @@ class _Connection:
         self._rank = server.rank
         self._socket = sock
         self._peer_pid = peer_pid
-        self._possession: AttachedMemory | None = None
+        self._attached: AttachedMemory | None = None
         self._maps: dict[str, list[Snapshot]] = {}
         self._windows: Windows | None = None
         self._task: asyncio.Task[None] | None = None
@@ -147,7 +147,7 @@ class _Connection:
     @property
     def is_stranger(self) -> bool:
         """Whether it is open, not the trainer's, and has shown no ticket."""
-        return self._possession is None and not self._claims and not self._closing
+        return self._attached is None and not self._claims and not self._closing
 
     def is_revoked(self) -> bool:
         """Whether it has shown a ticket whose token was revoked."""
@@ -203,7 +203,7 @@ class _Connection:
         handed_back = list(descriptors)
         descriptors.clear()  # attach takes them over
         attached = await self._rank.attach(request, handed_back)
-        self._possession = attached
+        self._attached = attached
         answer = {
             "op": "attached",
             "sidecar_pid": os.getpid(),
@@ -235,7 +235,7 @@ class _Connection:
         self._rank.detach()
 
     def _check_owner(self, op: str) -> None:
-        if self._possession is None or self._possession is not self._rank.attached:
+        if self._attached is None or self._attached is not self._rank.attached:
             raise ConflictError(f"{op}: only the attached trainer may send that; attach first")
 
     def _caller(self, message: dict[str, Any]) -> Claims:

@@ -121,7 +121,7 @@ class View:
 
 
 @dataclass(slots=True)
-class Picture:
+class Heatmap:
     """The cells reduced so far, [rows, columns]."""
 
     values: torch.Tensor
@@ -168,7 +168,7 @@ def make_view(
 
 def pool(
     data: memoryview, dtype: str, grid: Grid, views: Sequence[View], stopped: Callable[[], bool]
-) -> Picture:
+) -> Heatmap:
     """Reduce all views to the rectangle of cells that they touch.
 
     Args:
@@ -177,30 +177,30 @@ def pool(
         stopped: checked between blocks; true ends the work, making the result useless.
     """
     sides = ((grid.cell_rows, grid.rows), (grid.cell_columns, grid.columns))
-    picture = _empty(grid, views, sides)
+    heatmap = _empty(grid, views, sides)
     for view in views:
         for block, rows, columns in _blocks(data, dtype, view):
             if stopped():
-                return picture
+                return heatmap
             cells = [
                 index * cell_count // count - begin
                 for index, (cell_count, count), begin in zip(
-                    (rows, columns), sides, picture.begin, strict=True
+                    (rows, columns), sides, heatmap.begin, strict=True
                 )
             ]
-            _add(picture, grid.mode, block.to(widened(dtype)), *cells)
-    return picture
+            _add(heatmap, grid.mode, block.to(widened(dtype)), *cells)
+    return heatmap
 
 
-def _empty(grid: Grid, views: Sequence[View], sides: Sequence[tuple[int, int]]) -> Picture:
-    """An empty picture of the rectangle of cells that the views touch."""
+def _empty(grid: Grid, views: Sequence[View], sides: Sequence[tuple[int, int]]) -> Heatmap:
+    """An empty heatmap of the rectangle of cells that the views touch."""
     begins, sizes = [], []
     for axis, (cell_count, count) in enumerate(sides):
         of = [view.columns if axis else view.rows for view in views]
         begin = min((one.begin * cell_count // count for one in of), default=0)
         begins.append(begin)
         sizes.append(max((one.last * cell_count // count + 1 for one in of), default=0) - begin)
-    return Picture(
+    return Heatmap(
         torch.full(sizes, _NEUTRAL[grid.mode], dtype=torch.float64),
         torch.zeros(sizes, dtype=torch.int64),
         torch.zeros(sizes, dtype=torch.int64),
@@ -245,7 +245,7 @@ def _as_matrix(elements: torch.Tensor, view: View) -> torch.Tensor | None:
 
 
 def _add(
-    picture: Picture, mode: str, block: torch.Tensor, rows: torch.Tensor, columns: torch.Tensor
+    heatmap: Heatmap, mode: str, block: torch.Tensor, rows: torch.Tensor, columns: torch.Tensor
 ) -> None:
     """Add a block, whose rows and columns belong to the given cells."""
     touched_rows, row_counts = torch.unique_consecutive(rows, return_counts=True)
@@ -256,18 +256,18 @@ def _add(
     finite = torch.isfinite(block)
     if not bool(finite.all()):
         good = _fold(finite.to(torch.int64), starts, np.add)
-        picture.nonfinite[window] += counts - good
+        heatmap.nonfinite[window] += counts - good
         counts = good
         block = block.masked_fill(~finite, _NEUTRAL[mode])
-    picture.counts[window] += counts
+    heatmap.counts[window] += counts
     if mode == "sum":
-        picture.values[window] += _fold(block.double(), starts, np.add)
+        heatmap.values[window] += _fold(block.double(), starts, np.add)
     elif mode == "min":
         found = _fold(block, starts, np.minimum).double()
-        picture.values[window] = torch.minimum(picture.values[window], found)
+        heatmap.values[window] = torch.minimum(heatmap.values[window], found)
     else:
         found = _fold(block.abs() if mode == "absmax" else block, starts, np.maximum).double()
-        picture.values[window] = torch.maximum(picture.values[window], found)
+        heatmap.values[window] = torch.maximum(heatmap.values[window], found)
 
 
 def _fold(block: torch.Tensor, starts: tuple[Starts, Starts], reduce: np.ufunc) -> torch.Tensor:

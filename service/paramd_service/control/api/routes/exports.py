@@ -52,7 +52,7 @@ _PAGE = "exports"
 _BYTES: dict[int | str, dict[str, Any]] = {
     200: {"content": {"application/octet-stream": {"schema": {"type": "string"}}}}
 }
-_RHYTHM = ("every_steps", "every_s", "keep_last", "keep_every")
+_CADENCE = ("every_steps", "every_s", "keep_last", "keep_every")
 
 
 def router(services: Services) -> APIRouter:
@@ -150,12 +150,12 @@ def _schedules(services: Services, routes: APIRouter) -> None:
     ) -> ScheduleDocument:
         """Create a schedule that starts exports. Idempotent with an id."""
         mesh = services.jobs.get(job)
-        rhythm = Cadence(**wanted.model_dump(include=set(_RHYTHM)))
-        asked = wanted.model_dump(exclude={"id", *_RHYTHM})
-        detail = {**asked, **wanted.model_dump(include=set(_RHYTHM))}
+        cadence = Cadence(**wanted.model_dump(include=set(_CADENCE)))
+        asked = wanted.model_dump(exclude={"id", *_CADENCE})
+        detail = {**asked, **wanted.model_dump(include=set(_CADENCE))}
         async with _recorded(services, mesh, request, "export-schedule.create", detail) as entry:
             row = await services.exports.add_schedule(
-                mesh, asked, rhythm, actor=principal_of(request).name, schedule_id=wanted.id
+                mesh, asked, cadence, actor=principal_of(request).name, schedule_id=wanted.id
             )
             entry.outcome(id=row.id)
             return schedule_document(row)

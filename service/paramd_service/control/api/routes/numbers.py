@@ -157,7 +157,7 @@ def _add_heatmap(routes: APIRouter, services: Services) -> None:
         """Heat map of one tensor or a slice of it; zoom in with a smaller slice."""
         mesh = services.jobs.get(job)
         item = await _one(mesh, name)
-        incarnation, step, shown = await mesh.statistics.picture(
+        incarnation, step, shown = await mesh.statistics.heatmap(
             pattern_of(item), mode=mode.value, rows=rows, columns=columns, row_dims=row_dims
         )
         document: dict[str, Any] = {
@@ -169,12 +169,12 @@ def _add_heatmap(routes: APIRouter, services: Services) -> None:
             "row_dims": shown.matrix.row_dims,
             "row_count": shown.matrix.rows,
             "col_count": shown.matrix.columns,
-            "cell_row_count": shown.picture.rows,
-            "cell_col_count": shown.picture.columns,
-            "nonfinite": shown.picture.nonfinite,
+            "cell_row_count": shown.heatmap.rows,
+            "cell_col_count": shown.heatmap.columns,
+            "nonfinite": shown.heatmap.nonfinite,
         }
         # Hand-written JSON: pydantic would take a second for a quarter of a million numbers.
-        cells = ",".join("null" if math.isnan(v) else f"{v:.7g}" for v in shown.picture.values)
+        cells = ",".join("null" if math.isnan(v) else f"{v:.7g}" for v in shown.heatmap.values)
         text = json.dumps(document, allow_nan=False)[:-1] + f', "values": [{cells}]}}'
         return Response(text, media_type="application/json")
 

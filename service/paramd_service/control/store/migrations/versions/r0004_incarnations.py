@@ -15,6 +15,7 @@ def upgrade() -> None:
     for table in ("alerts", "metric_series", "exports", "edits"):
         # SQLite and PostgreSQL agree on this; Alembic would copy a table of SQLite's.
         op.execute(f"ALTER TABLE {table} RENAME COLUMN epoch TO incarnation")
+    op.execute("ALTER TABLE export_schedules RENAME COLUMN rhythm TO cadence")
     if op.get_bind().dialect.name == "postgresql":
         comment = "of the incarnation, when it was applied; or -1"
         op.execute(f"COMMENT ON COLUMN edits.edits IS '{comment}'")

@@ -1,7 +1,7 @@
 """Heat maps of tensors: a matrix pooled into cells, each rank reducing what it holds.
 
 A tensor of any rank is shown as a matrix: its first dims are flattened to rows, the others to
-columns. Row r of R falls into row floor(r * H / R) of a picture with H rows; columns likewise.
+columns. Row r of R falls into row floor(r * H / R) of a heatmap with H rows; columns likewise.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from paramd.layout.plan import Landing, ReadPlan
 from paramd.layout.types import Interval, boxes_of_interval, row_major
 
 MAX_CELLS = 512
-"""Most cells of a picture in each direction."""
+"""Most cells of a heatmap in each direction."""
 
 MODES = ("mean", "absmax", "min", "max")
 """Reductions of a cell's finite elements."""
@@ -58,7 +58,7 @@ def matrix_of(shape: Sequence[int], row_dims: int | None = None) -> Matrix:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PictureItem:
+class HeatmapItem:
     """A view of a rank's snapshot within the matrix; as `paramd.v1.PoolItem`."""
 
     begin_bytes: int
@@ -70,9 +70,9 @@ class PictureItem:
     col_begin: int
 
 
-def picture_items(plan: ReadPlan, matrix: Matrix) -> dict[int, tuple[PictureItem, ...]]:
+def heatmap_items(plan: ReadPlan, matrix: Matrix) -> dict[int, tuple[HeatmapItem, ...]]:
     """What each rank pools, so that each element of the plan's only tensor counts once."""
-    assert len(plan.tensors) == 1, "a picture shows one tensor"
+    assert len(plan.tensors) == 1, "a heatmap shows one tensor"
     size_bytes = item_bytes(plan.tensors[0].dtype)
     return {
         read.rank: tuple(
@@ -82,11 +82,11 @@ def picture_items(plan: ReadPlan, matrix: Matrix) -> dict[int, tuple[PictureItem
     }
 
 
-def _items(landing: Landing, matrix: Matrix, size_bytes: int) -> Iterator[PictureItem]:
+def _items(landing: Landing, matrix: Matrix, size_bytes: int) -> Iterator[HeatmapItem]:
     if isinstance(landing.target, Interval):
         begin_bytes = landing.begin_bytes
         for box in boxes_of_interval(landing.target, (matrix.rows, matrix.columns)):
-            yield PictureItem(
+            yield HeatmapItem(
                 begin_bytes=begin_bytes,
                 sizes=box.sizes,
                 strides=row_major(box.sizes),
@@ -99,7 +99,7 @@ def _items(landing: Landing, matrix: Matrix, size_bytes: int) -> Iterator[Pictur
         return
     k, steps = matrix.row_dims, matrix.steps
     offsets = [b * step for b, step in zip(landing.target.begin, steps, strict=True)]
-    yield PictureItem(
+    yield HeatmapItem(
         begin_bytes=landing.begin_bytes,
         sizes=landing.sizes,
         strides=landing.strides,
@@ -111,7 +111,7 @@ def _items(landing: Landing, matrix: Matrix, size_bytes: int) -> Iterator[Pictur
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PicturePart:
+class HeatmapPart:
     """A rectangle of cells reduced by one rank; lists are row-major."""
 
     row_begin: int
@@ -127,8 +127,8 @@ class PicturePart:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Picture:
-    """A finished picture; lists are row-major."""
+class Heatmap:
+    """A finished heatmap; lists are row-major."""
 
     rows: int
     columns: int
@@ -140,8 +140,8 @@ class Picture:
     """Elements of all cells together."""
 
 
-def merge_parts(parts: Sequence[PicturePart], *, mode: str, rows: int, columns: int) -> Picture:
-    """Merge all parts into a picture; exact even where a cell spans pieces of several ranks."""
+def merge_parts(parts: Sequence[HeatmapPart], *, mode: str, rows: int, columns: int) -> Heatmap:
+    """Merge all parts into a heatmap; exact even where a cell spans pieces of several ranks."""
     better = {"min": min, "absmax": max, "max": max}.get(mode)
     values = [{"min": inf, "max": -inf}.get(mode, 0.0)] * (rows * columns)
     counts = [0] * (rows * columns)
@@ -163,7 +163,7 @@ def merge_parts(parts: Sequence[PicturePart], *, mode: str, rows: int, columns: 
         values = [v / n if n else nan for v, n in zip(values, counts, strict=True)]
     else:
         values = [v if n else nan for v, n in zip(values, counts, strict=True)]
-    return Picture(
+    return Heatmap(
         rows=rows,
         columns=columns,
         values=values,

@@ -26,8 +26,8 @@ def past(step: int = 0, time_s: float = 100.0, *, running: bool = False) -> Past
     ],
 )
 def test_every_so_many_steps(last: int, step: int, running: bool, expected: Due) -> None:
-    rhythm = Cadence(every_steps=10)
-    assert due(rhythm, past(last, running=running), step=step, now_s=100.0) is expected
+    cadence = Cadence(every_steps=10)
+    assert due(cadence, past(last, running=running), step=step, now_s=100.0) is expected
 
 
 @pytest.mark.parametrize(
@@ -48,14 +48,14 @@ def test_every_so_many_seconds(now_s: float, running: bool, expected: Due) -> No
     [(None, None, []), (2, None, [0, 1, 2]), (2, 2, [1]), (9, None, []), (1, 3, [1, 2])],
 )
 def test_retention(keep_last: int | None, keep_every: int | None, gone: list[int]) -> None:
-    rhythm = Cadence(every_steps=1, keep_last=keep_last, keep_every=keep_every)
-    assert to_remove(rhythm, [Kept(number, number) for number in range(5)]) == gone
+    cadence = Cadence(every_steps=1, keep_last=keep_last, keep_every=keep_every)
+    assert to_remove(cadence, [Kept(number, number) for number in range(5)]) == gone
 
 
 def test_what_was_removed_does_not_move_what_stays() -> None:
-    rhythm = Cadence(every_steps=1, keep_last=1, keep_every=2)
+    cadence = Cadence(every_steps=1, keep_last=1, keep_every=2)
     there = [Kept(number, number) for number in (0, 2, 4, 5, 6)]
-    assert to_remove(rhythm, there) == [5]
+    assert to_remove(cadence, there) == [5]
 
 
 @pytest.mark.parametrize(

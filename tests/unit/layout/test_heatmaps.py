@@ -1,4 +1,4 @@
-"""Pictures: every way in which a tensor may be cut gives the picture of the whole."""
+"""Pictures: every way in which a tensor may be cut gives the heatmap of the whole."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from paramd.errors import UsageError
-from paramd.layout.pictures import PicturePart, matrix_of, merge_parts, picture_items
+from paramd.layout.heatmaps import HeatmapPart, heatmap_items, matrix_of, merge_parts
 from paramd.layout.plan import plan_read
 from paramd.layout.select import NameIndex, select
 from paramd.layout.types import Box, Interval, Layout, Piece, TensorKind, TensorLayout
@@ -26,7 +26,7 @@ def positions(layout: Layout, pattern: str, row_dims: int) -> list[tuple[int, in
     plan = plan_read(layout, select(NameIndex(layout), pattern))
     matrix = matrix_of(plan.tensors[0].shape, row_dims)
     found = []
-    for items in picture_items(plan, matrix).values():
+    for items in heatmap_items(plan, matrix).values():
         for item in items:
             for index in product(*map(range, item.sizes)):
                 steps = [i * step for i, step in zip(index, item.steps, strict=True)]
@@ -64,11 +64,11 @@ def test_a_scalar_is_one_cell_and_a_vector_one_row() -> None:
         matrix_of((7,), 2)
 
 
-def part(row: int, column: int, values: list[list[float]]) -> PicturePart:
+def part(row: int, column: int, values: list[list[float]]) -> HeatmapPart:
     """A part of cells with one element each; NaN stands for an element that is not finite."""
     flat = [value for line in values for value in line]
     bad = [int(math.isnan(value)) for value in flat]
-    return PicturePart(
+    return HeatmapPart(
         row_begin=row,
         col_begin=column,
         rows=len(values),
@@ -85,14 +85,14 @@ def part(row: int, column: int, values: list[list[float]]) -> PicturePart:
 )
 def test_a_cell_of_many_parts_tells_of_all_of_them(values: list[float], mode: str) -> None:
     shown = [abs(v) if mode == "absmax" else v for v in values]
-    picture = merge_parts([part(0, 1, [[v]]) for v in shown], mode=mode, rows=1, columns=2)
+    heatmap = merge_parts([part(0, 1, [[v]]) for v in shown], mode=mode, rows=1, columns=2)
     finite = [v for v in shown if not math.isnan(v)]
     reduce = {"mean": lambda v: sum(v) / len(v), "min": min, "max": max, "absmax": max}
-    assert math.isnan(picture.values[0])
+    assert math.isnan(heatmap.values[0])
     if finite:
-        assert picture.values[1] == reduce[mode](finite)
+        assert heatmap.values[1] == reduce[mode](finite)
     else:
-        assert math.isnan(picture.values[1])
+        assert math.isnan(heatmap.values[1])
     bad = len(values) - len(finite)
-    assert picture.nonfinite == ([(0, 1, bad)] if bad else [])
-    assert picture.count == len(values)
+    assert heatmap.nonfinite == ([(0, 1, bad)] if bad else [])
+    assert heatmap.count == len(values)

@@ -65,10 +65,10 @@ function requestOf(draft: Draft, name: string): ExportRequest {
 }
 
 function scheduleOf(draft: Draft, name: string): ScheduleRequest {
-  const rhythm = draft.when === "steps" ? { every_steps: Number(draft.every) } : { every_s: Number(draft.every) };
+  const cadence = draft.when === "steps" ? { every_steps: Number(draft.every) } : { every_s: Number(draft.every) };
   return {
     ...optionsOf(draft, name),
-    ...rhythm,
+    ...cadence,
     keep_last: draft.keep.trim() ? Number(draft.keep) : null,
   };
 }

@@ -119,7 +119,7 @@ def to_remove(cadence: Cadence, finished: Sequence[Kept[Key]]) -> list[Key]:
     ]
 
 
-def rhythm_of(row: ScheduleRow) -> Cadence:
+def cadence_of(row: ScheduleRow) -> Cadence:
     """The cadence in a schedule's row. Raises UsageError."""
     return Cadence(**row.cadence)
 
@@ -186,7 +186,7 @@ class Schedules:
                 return
             done = await self._store.of_schedule(schedule_id)
             there = [Kept(one, number) for number, one in enumerate(done) if not one.removed]
-            for old in to_remove(rhythm_of(row), there):
+            for old in to_remove(cadence_of(row), there):
                 await self._remove(old, queue)
 
     async def _remove(self, row: ExportRow, queue: IncarnationExports) -> None:
@@ -206,7 +206,7 @@ class Schedules:
     async def _look_at(self, row: ScheduleRow, step: int) -> None:
         past = Past(step=row.last_step, time_s=row.last_s, running=row.id in self._running)
         now_s = clock.now_s()
-        what = due(rhythm_of(row), past, step=step, now_s=now_s)
+        what = due(cadence_of(row), past, step=step, now_s=now_s)
         if 0 <= step < row.last_step:
             # Training was restarted from an older checkpoint.
             await self._note(replace(row, last_step=step))

@@ -209,8 +209,8 @@ class ExportStore:
     async def owners(self) -> set[str]:
         """Ids of all open exports and active schedules, of any job."""
         running = select(exports.c.id).where(exports.c.state.in_(OPEN_STATES))
-        rhythms = select(export_schedules.c.id).where(export_schedules.c.deleted_s.is_(None))
-        both = union_all(running, rhythms)
+        in_force = select(export_schedules.c.id).where(export_schedules.c.deleted_s.is_(None))
+        both = union_all(running, in_force)
         rows = await self._store.read(lambda connection: connection.execute(both).all())
         return {str(row[0]) for row in rows}
 

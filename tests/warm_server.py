@@ -70,7 +70,8 @@ def main() -> None:
     for name in MODULES[sys.argv[2]]:
         importlib.import_module(name)
     tasks = len(os.listdir("/proc/self/task"))
-    assert tasks == 1, f"{tasks} threads: what they hold would be held for ever in a fork"
+    if tasks != 1:
+        raise RuntimeError(f"{tasks} threads: what they hold would be held for ever in a fork")
     # Not gc.freeze() as well: attach() looks whether there is something that it cannot see.
     gc.collect()
     connection.send(READY)
@@ -178,7 +179,8 @@ def show(command: Sequence[str], environment: Mapping[str, str]) -> None:
 def _overwrite(span: tuple[int, int], words: Sequence[str]) -> None:
     begin, end = span
     text = b"".join(os.fsencode(word) + b"\0" for word in words)
-    assert len(text) <= end - begin, f"{len(text)} bytes do not fit into {end - begin}"
+    if len(text) > end - begin:
+        raise RuntimeError(f"{len(text)} bytes do not fit into {end - begin}")
     ctypes.memmove(begin, text.ljust(end - begin, b"\0"), end - begin)
 
 

@@ -46,7 +46,7 @@ def test_the_doctor_looks_at_a_site_over_tls_by_the_name_of_a_context(
         assert code == 0, found
         assert "valid until" in found[f"TLS of {host}"]["detail"]
         assert found[f"clock of {host}"]["verdict"] == "ok"
-        assert found["jobs"]["detail"] == f"none is at {site.url}"
+        assert found["jobs"]["detail"] == f"none at {site.url}"
         # A job whose ranks never came is not well.
         answer = httpx2.post(
             f"{site.url}/api/v1/jobs",

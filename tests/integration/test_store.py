@@ -406,7 +406,7 @@ async def test_too_many_writes_are_refused_and_those_accepted_are_done_at_stop(
         waiting = [asyncio.create_task(TokenStore(store).create(row)) for row in rows]
         await asyncio.sleep(0)
         assert store.waiting_count == 3
-        with pytest.raises(StoreError, match="3 writes wait"):
+        with pytest.raises(StoreError, match="3 writes are queued"):
             store.submit(lambda _: None)
         stopping = asyncio.create_task(store.stop())
         await asyncio.sleep(0)

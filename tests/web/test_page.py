@@ -24,7 +24,7 @@ def test_a_token_is_sent_once_and_kept_nowhere_in_the_page(browser: Browser, doo
         tab.page.goto(door.url)
         tab.page.fill("input[name=token]", "wrong-token-of-nobody")
         tab.page.click("button[type=submit]")
-        tab.see("no token, or one that is not valid", within="form")
+        tab.see("the token is missing, unknown, expired or revoked", within="form")
         tab.messages.clear()  # the refusal
         tab.sign_in(door.token)
         (cookie,) = tab.cookies()

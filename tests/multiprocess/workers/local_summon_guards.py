@@ -105,7 +105,7 @@ def one_rank_alone_learns_who_did_not_come() -> None:
         other = 1 - alone
         if dist.get_rank() == alone:
             began = time.monotonic()
-            text = f"ranks [{other}] of 2 did not come"
+            text = f"ranks [{other}] of 2 did not arrive"
             with raises(errors.DeadlineError, text), summon(model, timeout_s=0.5):
                 raise AssertionError("entered alone")
             assert 0.4 < time.monotonic() - began < 5

@@ -48,7 +48,7 @@ def main() -> None:
             for name, param in params.items():
                 assert torch.equal(param, expected[name])
         if rank == 2:
-            alone = pytest.raises(DeadlineError, match=r"ranks \[3\] of 2 did not come")
+            alone = pytest.raises(DeadlineError, match=r"ranks \[3\] of 2 did not arrive")
             with alone, paramd.summon_full_params(model, timeout_s=0.3):
                 raise AssertionError("entered alone")
         dist.barrier()

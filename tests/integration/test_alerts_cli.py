@@ -92,7 +92,7 @@ async def test_alerts_are_listed_and_followed(
                     data, messages = await run(control, "-o", "json")
                     document = json.loads(data)
                     assert [alert["ranks"] for alert in document["alerts"]] == [[1]]
-                    assert b"1 firing; parameters are not sampled" in messages
+                    assert b"1 firing; parameters are not being sampled" in messages
                     table, _ = await run(control, "--all")
                     head = table.decode().splitlines()[0].split()
                     assert head[:3] == ["SEVERITY", "RULE", "STATE"]

@@ -263,7 +263,7 @@ def test_a_store_of_a_newer_version_is_not_started_with() -> None:
     with database() as connection:
         connection.execute("UPDATE alembic_version SET version_num = 'zz99'")
     connection.close()
-    refused = pytest.raises(AssertionError, match="revision 'zz99', which this paramd does not")
+    refused = pytest.raises(AssertionError, match="revision 'zz99', written by a newer paramd")
     with refused, control_plane(incarnation=2):
         pytest.fail("it must not start")
 

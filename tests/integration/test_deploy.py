@@ -65,7 +65,7 @@ def test_the_local_mesh_is_read_as_it_says_and_ends_on_ctrl_c(
         )
     try:
         deadline_s = time.monotonic() + PATIENCE_S
-        while "Ctrl-C stops it." not in out.read_text():
+        while "Ctrl-C stops everything." not in out.read_text():
             assert mesh.poll() is None, err.read_text()
             assert time.monotonic() < deadline_s, err.read_text()
             time.sleep(0.1)

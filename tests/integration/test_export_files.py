@@ -205,7 +205,7 @@ def test_a_file_that_was_changed_is_not_finished(mesh: StillMesh, tmp_path: Path
 def test_causes_are_told_and_leave_nothing(mesh: StillMesh, tmp_path: Path) -> None:
     _, message = mesh.pin(ExportSettings())
     not_found, exhausted = grpc.StatusCode.NOT_FOUND, grpc.StatusCode.RESOURCE_EXHAUSTED
-    assert "not there" in refused(not_found, mesh.begin, mesh.target(tmp_path / "gone", "key"))
+    assert "does not exist" in refused(not_found, mesh.begin, mesh.target(tmp_path / "gone", "key"))
     small = export_pb2.BeginExportRequest(target=mesh.target(tmp_path, "key"), size_bytes=1 << 60)
     assert "free" in refused(exhausted, mesh.call, 0, "BeginExport", small)
     other = message.__class__.FromString(message.SerializeToString())

@@ -112,7 +112,7 @@ async def test_the_asynchronous_twin(site: ExportingJob) -> None:
 def test_what_stands_at_the_key_is_replaced_only_when_asked(site: ExportingJob, mesh: Mesh) -> None:
     mesh.export("checkpoints/taken").wait(30)
     before = site.left()
-    assert "overwrite" in failed(mesh, "checkpoints/taken")
+    assert "allow overwriting" in failed(mesh, "checkpoints/taken")
     assert site.left() == before
     mesh.export("checkpoints/taken", overwrite=True, max_shard_size=200).wait(30)
     site.check_whole("taken")

@@ -39,6 +39,8 @@ def test_stopped_and_dead_trainers_are_served_and_their_successors_fence_them(
     with stamps(tmp_path, state_dir=state_dir) as first:
         step = rest(first, tmp_path)
         with connect_to(state_dir, "stamp") as mesh:
+            # A trainer says itself that it rests, half a second after its update: not once stopped.
+            assert_served(mesh, step)
             for rank in first:
                 rank.process.send_signal(signal.SIGSTOP)
             assert_served(mesh, step)

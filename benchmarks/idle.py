@@ -15,8 +15,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
-from benchmarks.job import WORLD_SIZE, train_for
-from benchmarks.ranks import ObedientRanks
+from benchmarks.ranks import WORLD_SIZE, ObedientRanks, train_for
 from benchmarks.report import Goal, Report, Table
 from paramd.errors import ParamdError
 from paramd.memory import handover

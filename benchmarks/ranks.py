@@ -14,8 +14,9 @@ import socket
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -26,6 +27,9 @@ WARM_HEAP = {
     "MALLOC_ARENA_MAX": "1",
 }
 """One heap from which glibc gives no block back: what was used a few times stays warm."""
+
+WORLD_SIZE = 2
+"""Training ranks that the trainer-side benchmarks share."""
 
 _LEAVE_S = 60.0
 
@@ -142,3 +146,34 @@ def _free_port() -> int:
         probe.bind(("127.0.0.1", 0))
         port: int = probe.getsockname()[1]
         return port
+
+
+@contextmanager
+def reading(
+    client: ObedientRanks, *, transport: str, bytes_per_s: float = 0.0
+) -> Iterator[dict[str, float]]:
+    """A client reads everything again and again while the block runs.
+
+    The dict that is yielded is filled at the end: `count` of reads and `bytes_per_s`.
+    """
+    found: dict[str, float] = {}
+    with tempfile.TemporaryDirectory(prefix="paramd-bench-") as directory:
+        stop = Path(directory) / "stop"
+        client.tell("read_until", str(stop), transport, bytes_per_s)
+        try:
+            yield found
+        finally:
+            stop.touch()
+            found |= client.update()[0]
+
+
+def train_for(
+    ranks: ObedientRanks, order: Sequence[int], *, seconds: float
+) -> list[list[list[float]]]:
+    """Steps in `order`, again and again for about `seconds`; for each rank what `train` says."""
+    found: list[list[list[float]]] = [[] for _ in ranks.pids]
+    end_s = time.perf_counter() + seconds
+    while not found[0] or time.perf_counter() < end_s:
+        for rank, steps in enumerate(ranks.call("train", list(order))):
+            found[rank] += steps
+    return found

@@ -6,8 +6,7 @@ import random
 import statistics
 from contextlib import ExitStack
 
-from benchmarks.job import WORLD_SIZE, reading
-from benchmarks.ranks import ObedientRanks
+from benchmarks.ranks import WORLD_SIZE, ObedientRanks, reading
 from benchmarks.report import Goal, Report, Table
 
 BYTES_PER_S = 200e6

@@ -7,8 +7,7 @@ import tempfile
 from collections.abc import Sequence
 from contextlib import ExitStack
 
-from benchmarks.job import WORLD_SIZE, reading, train_for
-from benchmarks.ranks import ObedientRanks
+from benchmarks.ranks import WORLD_SIZE, ObedientRanks, reading, train_for
 from benchmarks.report import Goal, Report, Table
 from benchmarks.workers.saving import KINDS
 

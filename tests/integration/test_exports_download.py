@@ -131,7 +131,7 @@ def test_a_snapshot_that_is_no_more_or_another_request_begins_anew(
     site: ExportingJob, mesh: Mesh, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(download, "BATCH_BYTES", 100)
-    monkeypatch.setattr(download_module, "LEASE_S", 0.2)
+    monkeypatch.setattr(download_module, "DOWNLOAD_LEASE_S", 0.2)
     path = tmp_path / "all.safetensors"
     with pytest.raises(Break):
         mesh.download(path, moved=breaking(3))

@@ -24,7 +24,7 @@ from hypothesis.stateful import (
 )
 
 from paramd_service.control.edits.machine import (
-    TERMINAL,
+    EDIT_ENDS,
     Action,
     CallOff,
     EditMachine,
@@ -163,7 +163,7 @@ class Histories(RuleBasedStateMachine):
     @invariant()
     def what_is_told_is_true_and_stays(self) -> None:
         kept = self.plane.kept
-        if self.told.state in TERMINAL:
+        if self.told.state in EDIT_ENDS:
             assert kept.state is self.told.state, "a terminal state has changed"
         self.told = kept
         dead = self.mesh.over or not all(trainer.alive for trainer in self.mesh.trainers)

@@ -22,7 +22,7 @@ import psutil
 
 from paramd import places
 from paramd.errors import ParamdError
-from paramd.mesh.edits.calls import TERMINAL, Edit, EditState
+from paramd.mesh.edits.calls import EDIT_ENDS, Edit, EditState
 from paramd.mesh.mesh import Mesh
 from paramd.trainer import faults
 from tests.launch import Ranks
@@ -173,7 +173,7 @@ def settled(mesh: Mesh, old: int, new: int) -> int:
         assert time.monotonic() < deadline_s, "the edit did not come to an end"
         try:
             edit = last_edit(mesh, 5)
-            if edit.state not in TERMINAL:
+            if edit.state not in EDIT_ENDS:
                 continue
             found = mesh.summon("*")
         except ParamdError:

@@ -7,8 +7,9 @@ from dataclasses import replace
 import pytest
 
 from paramd.errors import ConflictError
+from paramd.layout.exports.files import ExportState
 from paramd_service.control.exports import machine
-from paramd_service.control.exports.machine import Export, File, FileState, State
+from paramd_service.control.exports.machine import Export, File, FileState
 
 NEW = Export(files={})
 
@@ -30,18 +31,18 @@ def write_all(export: Export) -> Export:
 
 def test_the_whole_way_to_done() -> None:
     export = running(file("a", 0), file("b", 1))
-    assert (export.state, export.incarnation, export.step) == (State.RUNNING, 3, 7)
+    assert (export.state, export.incarnation, export.step) == (ExportState.RUNNING, 3, 7)
     assert machine.next_files(export, [0, 1], per_rank=1) == [("a", 0), ("b", 1)]
     export = machine.given(export, "a", 0)
     export = machine.moved(export, "a", 4)
     assert (export.written_bytes, export.size_bytes) == (4, 20)
     export = machine.written(export, "a", "aa" * 16)
-    assert export.state is State.RUNNING
+    assert export.state is ExportState.RUNNING
     export = machine.written(machine.given(export, "b", 1), "b", "bb" * 16)
-    assert export.state is State.VERIFYING
+    assert export.state is ExportState.VERIFYING
     export = machine.verified(machine.verified(export, "a"), "b")
     export = machine.committed(export, [file("index", 0, 3)])
-    assert export.state is State.DONE
+    assert export.state is ExportState.DONE
     assert list(export.files) == ["a", "b", "index"]
 
 
@@ -78,7 +79,7 @@ def test_files_of_a_lost_writer_go_to_whoever_has_least_to_do() -> None:
     )
     export = machine.given(export, "d", 2)
     export = machine.lost(export, 2, why="killed")
-    assert export.state is State.RUNNING, "nobody needs what rank 2 had pinned"
+    assert export.state is ExportState.RUNNING, "nobody needs what rank 2 had pinned"
     assert export.files["d"].state is FileState.WAITING
     assert machine.next_files(export, [0, 1], per_rank=1) == [("a", 0), ("b", 1)]
     export = machine.written(machine.given(export, "b", 1), "b", "")
@@ -90,13 +91,13 @@ def test_a_lost_snapshot_ends_it_only_while_it_is_needed() -> None:
     export = running(file("a", 0, 10, (0, 1)), file("b", 1, 10, (0, 1)))
     both = machine.given(machine.given(export, "a", 0), "b", 1)
     ended = machine.lost(both, 1, why="its sidecar was killed")
-    assert ended.state is State.FAILED
+    assert ended.state is ExportState.FAILED
     assert "rank 1" in ended.reason
     assert "killed" in ended.reason
     written = machine.written(both, "b", "")
-    assert machine.lost(written, 1, why="x").state is State.FAILED
+    assert machine.lost(written, 1, why="x").state is ExportState.FAILED
     whole = machine.written(written, "a", "")
-    assert machine.lost(whole, 1, why="x").state is State.VERIFYING
+    assert machine.lost(whole, 1, why="x").state is ExportState.VERIFYING
 
 
 def test_what_a_lost_writer_says_late_changes_nothing() -> None:
@@ -110,14 +111,14 @@ def test_after_a_restart() -> None:
     plan = running(file("a", 0), file("b", 1))
     export = machine.written(machine.given(machine.given(plan, "a", 0), "b", 1), "a", "aa")
     found, _ = machine.after_restart(export, incarnation=3, snapshot_lives=True)
-    assert found.state is State.RUNNING
+    assert found.state is ExportState.RUNNING
     states = {name: one.state for name, one in found.files.items()}
     assert states == {"a": FileState.WRITTEN, "b": FileState.WAITING}, "what was whole stays"
     found, _ = machine.after_restart(export, incarnation=3, snapshot_lives=False)
-    assert found.state is State.FAILED
+    assert found.state is ExportState.FAILED
     assert "lease" in found.reason
     found, _ = machine.after_restart(export, incarnation=4, snapshot_lives=True)
-    assert found.state is State.FAILED
+    assert found.state is ExportState.FAILED
     assert "incarnation 3" in found.reason
     verifying = machine.written(export, "b", "bb")
     found, _ = machine.after_restart(verifying, incarnation=3, snapshot_lives=False)
@@ -154,19 +155,19 @@ def test_every_event_changes_what_it_is_about_and_nothing_else() -> None:
     assert verified.files["b"] == verifying.files["b"]
 
 
-@pytest.mark.parametrize("state", [State.PLANNED, State.RUNNING, State.VERIFYING])
-def test_what_goes_on_can_be_cancelled_and_fail(state: State) -> None:
+@pytest.mark.parametrize("state", [ExportState.PLANNED, ExportState.RUNNING, ExportState.VERIFYING])
+def test_what_goes_on_can_be_cancelled_and_fail(state: ExportState) -> None:
     export = replace(running(file("a", 0)), state=state)
     assert machine.cancelled(export, "by alice") == replace(
-        export, state=State.CANCELLED, reason="by alice"
+        export, state=ExportState.CANCELLED, reason="by alice"
     )
     assert machine.failed(export, "no disk") == replace(
-        export, state=State.FAILED, reason="no disk"
+        export, state=ExportState.FAILED, reason="no disk"
     )
 
 
 def test_an_export_of_no_files_has_nothing_to_write() -> None:
-    assert running().state is State.VERIFYING
+    assert running().state is ExportState.VERIFYING
 
 
 def test_what_is_taken_over_says_why() -> None:

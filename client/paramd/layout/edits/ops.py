@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from enum import StrEnum
 from typing import TYPE_CHECKING, Any
 
 import xxhash
@@ -26,6 +27,23 @@ FLOAT_MAX: dict[str, float] = {
     "bfloat16": 3.3895313892515355e38,
 }
 """Largest finite number of each dtype that edits can compute in."""
+
+
+class EditState(StrEnum):
+    """State of an edit. The last three are terminal."""
+
+    STAGING = "STAGING"
+    STAGED = "STAGED"
+    COMMITTED = "COMMITTED"
+    APPLIED = "APPLIED"
+    """On all ranks, at one step."""
+    ABORTED = "ABORTED"
+    """On none."""
+    LOST = "LOST"
+    """The incarnation ended, with its parameters, before every rank reported the edit."""
+
+
+EDIT_ENDS = frozenset({EditState.APPLIED, EditState.ABORTED, EditState.LOST})
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -6,6 +6,7 @@ import json
 import struct
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from enum import StrEnum
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -17,6 +18,20 @@ from paramd.layout.types import Box, Piece, TensorLayout
 if TYPE_CHECKING:
     from paramd.layout.exports.plan import ExportPlan
     from paramd.layout.exports.settings import ExportSettings
+
+
+class ExportState(StrEnum):
+    """State of an export; the last three are terminal."""
+
+    PLANNED = "PLANNED"
+    RUNNING = "RUNNING"
+    VERIFYING = "VERIFYING"
+    DONE = "DONE"
+    FAILED = "FAILED"
+    CANCELLED = "CANCELLED"
+
+
+EXPORT_ENDS = frozenset({ExportState.DONE, ExportState.FAILED, ExportState.CANCELLED})
 
 
 class Frame(Protocol):

@@ -8,34 +8,16 @@ import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
-from enum import StrEnum
 from typing import Any, Final
 from urllib.parse import quote, urlencode
 
 from paramd.errors import ConflictError, DeadlineError, ParamdError, UnreachableError, UsageError
 from paramd.layout.edits.kinds import BY_WORD, KINDS
-from paramd.layout.edits.ops import OpSpec
+from paramd.layout.edits.ops import EDIT_ENDS, EditState, OpSpec
 from paramd.mesh.peers.control import REST_TIMEOUT_S, RestClient
 from paramd.mesh.peers.discovery import SidecarFinder
 from paramd.mesh.results import Table
 from paramd.wire import LEASE_S, MAX_LEASE_S
-
-
-class EditState(StrEnum):
-    """State of an edit. The last three are terminal."""
-
-    STAGING = "STAGING"
-    STAGED = "STAGED"
-    COMMITTED = "COMMITTED"
-    APPLIED = "APPLIED"
-    """On all ranks, at one step."""
-    ABORTED = "ABORTED"
-    """On none."""
-    LOST = "LOST"
-    """The incarnation ended, with its parameters, before every rank reported the edit."""
-
-
-TERMINAL = frozenset({EditState.APPLIED, EditState.ABORTED, EditState.LOST})
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -88,7 +70,7 @@ class Edit:
     @property
     def ended(self) -> bool:
         """Whether the state is terminal."""
-        return self.state in TERMINAL
+        return self.state in EDIT_ENDS
 
     @property
     def names(self) -> tuple[str, ...]:

@@ -8,28 +8,14 @@ import secrets
 import time
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
-from enum import StrEnum
 from pathlib import Path
 from typing import Any, Final
 from urllib.parse import quote, urlencode
 
 from paramd.errors import ConflictError, DeadlineError, ParamdError, UnreachableError, UsageError
+from paramd.layout.exports.files import EXPORT_ENDS, ExportState
 from paramd.mesh.peers.control import RestClient
 from paramd.mesh.peers.discovery import SidecarFinder
-
-
-class ExportState(StrEnum):
-    """State of an export; the last three are terminal."""
-
-    PLANNED = "PLANNED"
-    RUNNING = "RUNNING"
-    VERIFYING = "VERIFYING"
-    DONE = "DONE"
-    FAILED = "FAILED"
-    CANCELLED = "CANCELLED"
-
-
-ENDS = frozenset({ExportState.DONE, ExportState.FAILED, ExportState.CANCELLED})
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -78,7 +64,7 @@ class ExportInfo:
     @property
     def ended(self) -> bool:
         """Whether the state is terminal."""
-        return self.state in ENDS
+        return self.state in EXPORT_ENDS
 
 
 Progress = Callable[["ExportInfo"], object]

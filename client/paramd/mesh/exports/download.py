@@ -264,7 +264,7 @@ def _write_all(file: int, data: memoryview, at: int) -> None:
         data, at = data[done:], at + done
 
 
-LEASE_S: Final = 120.0
+DOWNLOAD_LEASE_S: Final = 120.0
 """How long the snapshot survives an interruption."""
 BATCH_BYTES: Final = 64 << 20
 
@@ -377,7 +377,7 @@ def pinned_of(about: Mapping[str, Any]) -> Pinned | None:
                 incarnation=incarnation,
                 step=step,
                 size_bytes=int(size_bytes),
-                lease_s=LEASE_S,
+                lease_s=DOWNLOAD_LEASE_S,
                 edits=edits,
                 unsettled=bool(about.get("unsettled", False)),
             )
@@ -443,6 +443,10 @@ class Content:
             metadata={**aliases, "format": "pt", "paramd_job": job},
             key=request_key(job, digest, chosen.plan, self.dtype, names),
         )
+
+
+async def _renewed(sidecars: Sidecars, pinned: Pinned) -> None:
+    await asyncio.gather(*(sidecars.renew(pin, DOWNLOAD_LEASE_S) for pin in pinned.pins.values()))
 
 
 class Download:
@@ -524,7 +528,7 @@ class Download:
             self._said("the partial file is of another download; starting over")
             return None, {}
         try:
-            await asyncio.gather(*(sidecars.renew(pin, LEASE_S) for pin in pinned.pins.values()))
+            await _renewed(sidecars, pinned)
         except (NotFoundError, ConflictError, UnreachableError):
             self._said(f"the snapshot of step {pinned.step} has expired; starting over")
             return None, {}
@@ -548,7 +552,7 @@ class Download:
             deadline_s=deadline_s,
             with_buffers=chosen.at_boundary,
         )
-        await asyncio.gather(*(sidecars.renew(pin, LEASE_S) for pin in pinned.pins.values()))
+        await _renewed(sidecars, pinned)
         about = {"key": wanted.key, **told_of(pinned)}
         layout = file_layout(wanted, pinned)
         await asyncio.to_thread(self._file.begin, about, layout.size_bytes)
@@ -557,11 +561,11 @@ class Download:
 
     async def _keep(self, pinned: Pinned) -> None:
         while True:
-            await asyncio.sleep(LEASE_S / 5)
+            await asyncio.sleep(DOWNLOAD_LEASE_S / 5)
             with suppress(UnreachableError):
                 sidecars = await self._reach.sidecars()
                 await asyncio.gather(
-                    *(sidecars.renew(pin, LEASE_S) for pin in pinned.pins.values()),
+                    *(sidecars.renew(pin, DOWNLOAD_LEASE_S) for pin in pinned.pins.values()),
                     return_exceptions=True,
                 )
 
@@ -609,7 +613,7 @@ class Download:
                 if now_s > min(deadline_s, began_s + PATIENCE_S):
                     raise UnreachableError(
                         f"{error}; the bytes so far are kept: run the same command within "
-                        f"{LEASE_S:.0f} s to resume"
+                        f"{DOWNLOAD_LEASE_S:.0f} s to resume"
                     ) from error
                 self._said(f"{error}; retrying")
                 await asyncio.sleep(_AGAIN_S)

@@ -206,15 +206,7 @@ async def pin_moments(
     request.layout_digest = sidecars.document.layout_digest
     request.lease_ms = int(1000 * LEASE_S)
     found = await sidecars.pin_step(rank, request, timeout_s)
-    return RankPin(
-        rank=number,
-        snapshot_id=found.snapshot_id,
-        incarnation=found.header.incarnation,
-        step=found.header.step,
-        size_bytes=found.size_bytes,
-        lease_s=found.lease_ms / 1000,
-        edits=found.header.edits,
-    )
+    return RankPin.of(number, found)
 
 
 async def _states(

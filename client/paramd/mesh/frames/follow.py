@@ -16,7 +16,13 @@ from paramd.errors import ConflictError, UsageError
 from paramd.layout.plan import RankRead, ReadPlan, plan_read
 from paramd.layout.select import select
 from paramd.mesh.frames.frames import ParamFrame
-from paramd.mesh.frames.stepping import LEASE_S, PinnedStep, ReachLike, StepStream, hold_step
+from paramd.mesh.frames.stepping import (
+    CAPTURE_LEASE_S,
+    PinnedStep,
+    ReachLike,
+    StepStream,
+    hold_step,
+)
 from paramd.mesh.peers.sidecars import Pinned, Sidecars
 from paramd.mesh.reading.transfer import Transfer, Transport
 from paramd.v1 import sidecar_pb2 as pb
@@ -69,7 +75,7 @@ class FollowSteps:
                 incarnation=sidecars.document.incarnation,
                 layout_digest=sidecars.document.layout_digest,
                 spans=[pb.Span(begin=begin, end=end) for begin, end in spans],
-                lease_ms=int(1000 * LEASE_S),
+                lease_ms=int(1000 * CAPTURE_LEASE_S),
             )
             for rank, spans in reads
         }

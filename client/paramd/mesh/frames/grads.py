@@ -24,7 +24,13 @@ from paramd.mesh.frames.frames import (
     lazily_summed,
     make_plan,
 )
-from paramd.mesh.frames.stepping import LEASE_S, PinnedStep, ReachLike, StepStream, hold_step
+from paramd.mesh.frames.stepping import (
+    CAPTURE_LEASE_S,
+    PinnedStep,
+    ReachLike,
+    StepStream,
+    hold_step,
+)
 from paramd.mesh.peers.sidecars import Pinned, Sidecars
 from paramd.mesh.reading.summary import compute_parts
 from paramd.mesh.reading.transfer import Transfer, Transport
@@ -327,7 +333,7 @@ def pin_request(
         incarnation=sidecars.document.incarnation,
         layout_digest=sidecars.document.layout_digest,
         spans=[pb.Span(begin=begin, end=end) for begin, end in spans],
-        lease_ms=int(1000 * LEASE_S),
+        lease_ms=int(1000 * CAPTURE_LEASE_S),
         source=pb.SOURCE_GRADIENTS,
         lossless_every=wanted.every if wanted.lossless else 0,
     )

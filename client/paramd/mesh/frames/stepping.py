@@ -308,7 +308,7 @@ def _note_time(ask: _Ask[Held], _task: asyncio.Task[Held]) -> None:
     ask.done_s = time.monotonic()
 
 
-LEASE_S = 0.9
+CAPTURE_LEASE_S = 0.9
 """Longest time that a killed reader keeps memory."""
 
 HOLD_S = 10.0
@@ -343,11 +343,11 @@ class PinnedStep:
                 self._sidecars.release(pin)
 
     async def _renew(self) -> None:
-        for _ in range(int(HOLD_S / (LEASE_S / 3))):
-            await asyncio.sleep(LEASE_S / 3)
+        for _ in range(int(HOLD_S / (CAPTURE_LEASE_S / 3))):
+            await asyncio.sleep(CAPTURE_LEASE_S / 3)
             # A failed renewal surfaces as NOT_FOUND at the next read.
             await asyncio.gather(
-                *(self._sidecars.renew(pin, LEASE_S) for pin in self.pins.values()),
+                *(self._sidecars.renew(pin, CAPTURE_LEASE_S) for pin in self.pins.values()),
                 return_exceptions=True,
             )
 
@@ -391,7 +391,9 @@ async def hold_step(
         for rank, answer in answers.items():
             _release(sidecars, rank, answer)
         raise
-    pins = {rank: _pin_of(rank, answer) for rank, answer in answers.items() if answer.snapshot_id}
+    pins = {
+        rank: RankPin.of(rank, answer) for rank, answer in answers.items() if answer.snapshot_id
+    }
     return PinnedStep(sidecars, state, answers, pins)
 
 
@@ -416,16 +418,4 @@ def _check(
 
 def _release(sidecars: Sidecars, rank: int, answer: sidecar_pb2.PinSnapshotResponse) -> None:
     if answer.snapshot_id:
-        sidecars.release(_pin_of(rank, answer))
-
-
-def _pin_of(rank: int, answer: sidecar_pb2.PinSnapshotResponse) -> RankPin:
-    return RankPin(
-        rank=rank,
-        snapshot_id=answer.snapshot_id,
-        incarnation=answer.header.incarnation,
-        step=answer.header.step,
-        size_bytes=answer.size_bytes,
-        lease_s=answer.lease_ms / 1000,
-        edits=answer.header.edits,
-    )
+        sidecars.release(RankPin.of(rank, answer))

@@ -41,6 +41,21 @@ class RankPin:
     unsettled: bool = False
     """Training has not continued since update `step`."""
 
+    @classmethod
+    def of(cls, rank: int, answer: sidecar_pb2.PinSnapshotResponse) -> RankPin:
+        """The snapshot that a rank's sidecar pinned."""
+        return cls(
+            rank=rank,
+            snapshot_id=answer.snapshot_id,
+            incarnation=answer.header.incarnation,
+            step=answer.header.step,
+            size_bytes=answer.size_bytes,
+            lease_s=answer.lease_ms / 1000,
+            edits=answer.header.edits,
+            iteration=answer.header.iteration,
+            unsettled=answer.header.unsettled,
+        )
+
 
 @dataclass(frozen=True, slots=True)
 class Captured:
@@ -262,17 +277,7 @@ class Sidecars:
             unsettled=how.unsettled,
         )
         found = await self._watched(rank, "PinSnapshot", request, timeout_s)
-        return RankPin(
-            rank=rank,
-            snapshot_id=found.snapshot_id,
-            incarnation=found.header.incarnation,
-            step=found.header.step,
-            size_bytes=found.size_bytes,
-            lease_s=found.lease_ms / 1000,
-            edits=found.header.edits,
-            iteration=found.header.iteration,
-            unsettled=found.header.unsettled,
-        )
+        return RankPin.of(rank, found)
 
     async def pin_step(
         self, rank: int, request: sidecar_pb2.PinSnapshotRequest, timeout_s: float

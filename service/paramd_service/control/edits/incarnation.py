@@ -10,6 +10,7 @@ from contextlib import suppress
 from typing import Any
 
 from paramd.errors import ParamdError
+from paramd.layout.edits.ops import EditState
 from paramd.layout.edits.plan import PlannedOp, overlap
 from paramd.layout.select import NameIndex
 from paramd.v1 import sidecar_pb2 as pb
@@ -18,7 +19,6 @@ from paramd_service.control.edits.machine import (
     CallOff,
     Commit,
     EditMachine,
-    EditState,
     IncarnationEnded,
     Restarted,
     SameData,

@@ -22,8 +22,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from enum import Enum, StrEnum
+from enum import Enum
 from typing import TypeAlias
+
+from paramd.layout.edits.ops import EDIT_ENDS, EditState
 
 SameData = Callable[[Mapping[int, tuple[bytes, ...]]], str]
 """Data digests by rank -> message saying which replicas differ; empty if none do."""
@@ -179,20 +181,6 @@ class Forget:
 Action: TypeAlias = Persist | Reach | Withdraw | Show | Forget
 
 
-class EditState(StrEnum):
-    """State of an edit; see the module docstring."""
-
-    STAGING = "STAGING"
-    STAGED = "STAGED"
-    COMMITTED = "COMMITTED"
-    APPLIED = "APPLIED"
-    ABORTED = "ABORTED"
-    LOST = "LOST"
-
-
-TERMINAL = frozenset({EditState.APPLIED, EditState.ABORTED, EditState.LOST})
-
-
 def no_data(_: Mapping[int, tuple[bytes, ...]]) -> str:
     """The `SameData` of an edit without replicas."""
     return ""
@@ -225,7 +213,7 @@ class EditMachine:
     @property
     def ended(self) -> bool:
         """Whether the state is final."""
-        return self.state in TERMINAL
+        return self.state in EDIT_ENDS
 
     @property
     def data_digests(self) -> list[bytes]:

@@ -10,6 +10,7 @@ from dataclasses import replace
 from typing import Any, TypeVar
 
 from paramd.errors import ConflictError, NotFoundError, ParamdError, UnreachableError, asked_by
+from paramd.layout.edits.ops import EditState
 from paramd.layout.edits.plan import PlannedOp
 from paramd.layout.select import NameIndex
 from paramd.layout.stats import stats_of
@@ -19,7 +20,6 @@ from paramd_service.control.edits.machine import (
     Applied,
     CallOff,
     EditMachine,
-    EditState,
     Event,
     Forget,
     NotReached,

@@ -12,13 +12,14 @@ from contextlib import AbstractAsyncContextManager, nullcontext, suppress
 from dataclasses import replace
 
 from paramd.errors import ConflictError, DeniedError, ExistsError, NotFoundError, ParamdError
+from paramd.layout.edits.ops import EditState
 from paramd.layout.select import NameIndex
 from paramd.v1 import sidecar_pb2 as pb
 from paramd_service.control.access.authority import Principal
 from paramd_service.control.access.roles import Action, UserRole
 from paramd_service.control.edits.holds import Hold, HoldView
 from paramd_service.control.edits.incarnation import IncarnationEdits, audit_detail
-from paramd_service.control.edits.machine import CallOff, EditState, no_data
+from paramd_service.control.edits.machine import CallOff, no_data
 from paramd_service.control.edits.runner import EditRun, preview_all, verify_staged
 from paramd_service.control.edits.spec import (
     EditConfig,

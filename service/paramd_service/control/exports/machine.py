@@ -19,20 +19,7 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 
 from paramd.errors import ConflictError
-
-
-class State(StrEnum):
-    """State of an export."""
-
-    PLANNED = "PLANNED"
-    RUNNING = "RUNNING"
-    VERIFYING = "VERIFYING"
-    DONE = "DONE"
-    FAILED = "FAILED"
-    CANCELLED = "CANCELLED"
-
-
-TERMINAL = frozenset({State.DONE, State.FAILED, State.CANCELLED})
+from paramd.layout.exports.files import EXPORT_ENDS, ExportState
 
 
 class FileState(StrEnum):
@@ -64,7 +51,7 @@ class File:
 class Export:
     """State of one export."""
 
-    state: State = State.PLANNED
+    state: ExportState = ExportState.PLANNED
     reason: str = ""
     """Why it failed or was cancelled."""
     incarnation: int = 0
@@ -82,15 +69,15 @@ class Export:
 
     @property
     def is_over(self) -> bool:
-        return self.state in TERMINAL
+        return self.state in EXPORT_ENDS
 
 
 def planned(export: Export, *, incarnation: int, step: int, files: Sequence[File]) -> Export:
     """One step is pinned; `files` are to be written."""
-    _expect(export, State.PLANNED)
+    _expect(export, ExportState.PLANNED)
     return replace(
         export,
-        state=State.RUNNING if files else State.VERIFYING,
+        state=ExportState.RUNNING if files else ExportState.VERIFYING,
         incarnation=incarnation,
         step=step,
         files={file.name: file for file in files},
@@ -99,7 +86,7 @@ def planned(export: Export, *, incarnation: int, step: int, files: Sequence[File
 
 def given(export: Export, name: str, rank: int) -> Export:
     """A waiting file is assigned to a rank, which writes it from the start."""
-    _expect(export, State.RUNNING)
+    _expect(export, ExportState.RUNNING)
     file = export.files[name]
     if file.state is not FileState.WAITING:
         raise ConflictError(f"file {name!r} is {file.state}; only a waiting one can be assigned")
@@ -116,14 +103,14 @@ def moved(export: Export, name: str, written_bytes: int) -> Export:
 
 def written(export: Export, name: str, checksum: str) -> Export:
     """A file is written; after the last one the export is VERIFYING."""
-    _expect(export, State.RUNNING)
+    _expect(export, ExportState.RUNNING)
     file = export.files[name]
     found = _with(
         export,
         replace(file, state=FileState.WRITTEN, written_bytes=file.size_bytes, checksum=checksum),
     )
     whole = all(one.state is FileState.WRITTEN for one in found.files.values())
-    return replace(found, state=State.VERIFYING) if whole else found
+    return replace(found, state=ExportState.VERIFYING) if whole else found
 
 
 def returned(export: Export, name: str) -> Export:
@@ -164,25 +151,25 @@ def lost(export: Export, rank: int, *, why: str) -> Export:
 
 def verified(export: Export, name: str) -> Export:
     """A file was read back and matches."""
-    _expect(export, State.VERIFYING)
+    _expect(export, ExportState.VERIFYING)
     return _with(export, replace(export.files[name], state=FileState.VERIFIED))
 
 
 def committed(export: Export, beside: Sequence[File] = ()) -> Export:
     """The commit marker is written, along with files such as the index (`beside`)."""
-    _expect(export, State.VERIFYING)
+    _expect(export, ExportState.VERIFYING)
     files = {**export.files, **{file.name: file for file in beside}}
-    return replace(export, state=State.DONE, files=files)
+    return replace(export, state=ExportState.DONE, files=files)
 
 
 def failed(export: Export, reason: str) -> Export:
     """The export fails; no effect if it has already ended."""
-    return export if export.is_over else replace(export, state=State.FAILED, reason=reason)
+    return export if export.is_over else replace(export, state=ExportState.FAILED, reason=reason)
 
 
 def cancelled(export: Export, reason: str) -> Export:
     """The export is cancelled; no effect if it has already ended."""
-    return export if export.is_over else replace(export, state=State.CANCELLED, reason=reason)
+    return export if export.is_over else replace(export, state=ExportState.CANCELLED, reason=reason)
 
 
 def next_files(export: Export, ranks: Collection[int], *, per_rank: int) -> list[tuple[str, int]]:
@@ -195,7 +182,7 @@ def next_files(export: Export, ranks: Collection[int], *, per_rank: int) -> list
         ranks: Healthy ranks.
         per_rank: Most files that one rank writes at once.
     """
-    if export.state is not State.RUNNING or not ranks:
+    if export.state is not ExportState.RUNNING or not ranks:
         return []
     busy = dict.fromkeys(ranks, 0)
     load = dict.fromkeys(ranks, 0)
@@ -226,12 +213,12 @@ def after_restart(export: Export, *, incarnation: int, snapshot_lives: bool) -> 
     """
     if export.is_over:
         return export, "it has ended"
-    if export.state is State.PLANNED:
+    if export.state is ExportState.PLANNED:
         return export, "nothing was pinned yet"
     if export.incarnation != incarnation:
         why = f"incarnation {export.incarnation} of the job has ended"
         return failed(export, f"{why}; export again"), why
-    if export.state is State.VERIFYING:
+    if export.state is ExportState.VERIFYING:
         return export, "all files are written"
     if not snapshot_lives:
         why = "the control plane was down for longer than the snapshot's lease"
@@ -249,6 +236,6 @@ def _with(export: Export, file: File) -> Export:
     return replace(export, files={**export.files, file.name: file})
 
 
-def _expect(export: Export, state: State) -> None:
+def _expect(export: Export, state: ExportState) -> None:
     if export.state is not state:
         raise ConflictError(f"the export is {export.state}; expected {state}")

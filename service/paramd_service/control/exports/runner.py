@@ -24,11 +24,12 @@ from paramd.errors import (
     UsageError,
     codes_of,
 )
+from paramd.layout.exports.files import ExportState
 from paramd.v1 import export_pb2
 from paramd_service.aio import all_of
 from paramd_service.control.exports import machine
 from paramd_service.control.exports.documents import ExportSpec, named_at, read_spec
-from paramd_service.control.exports.machine import Export, File, FileState, State
+from paramd_service.control.exports.machine import Export, File, FileState
 from paramd_service.control.exports.sidecars import Leases, RankLostError, SidecarGroup
 from paramd_service.control.store.engine import StoreError
 from paramd_service.control.store.exports import (
@@ -166,7 +167,7 @@ class ExportJob:
 
 def _restored(row: ExportRow, files: Sequence[ExportFileRow]) -> Export:
     return Export(
-        state=State(row.state),
+        state=ExportState(row.state),
         reason=row.reason,
         incarnation=row.incarnation,
         step=row.step,
@@ -216,7 +217,7 @@ class Writing:
         try:
             await self._prepare()
             nobody_since_s = time.monotonic()
-            while self._job.export.state is State.RUNNING:
+            while self._job.export.state is ExportState.RUNNING:
                 self._give()
                 if self._tasks:
                     nobody_since_s = time.monotonic()
@@ -397,7 +398,7 @@ async def adopt(job: ExportJob) -> None:
     if lives:
         await job.group.wait_for(pin.rank for pin in pins)
     leases = job.hold(pins)
-    if lives and job.export.state is State.RUNNING:
+    if lives and job.export.state is ExportState.RUNNING:
         try:
             await leases.renew()
             leases.keep()
@@ -408,7 +409,7 @@ async def adopt(job: ExportJob) -> None:
     )
     log.info("export %s resumed as %s: %s", job.row.id, export.state, why)
     job.change(export)
-    if export.state is State.RUNNING:
+    if export.state is ExportState.RUNNING:
         await _replan(job)
     await job.save()
 
@@ -548,13 +549,13 @@ class ExportRun:
         self.over = asyncio.Event()
         """Set by the queue when it has stopped running."""
         self._work: asyncio.Task[None] | None = None
-        self._ending: tuple[State, str] | None = None
+        self._ending: tuple[ExportState, str] | None = None
         self._committing = False
 
     def fail(self, reason: str) -> None:
         """End it as FAILED, unless it is being committed."""
         if not self._committing:
-            self._end(State.FAILED, reason)
+            self._end(ExportState.FAILED, reason)
 
     def cancel(self, reason: str) -> None:
         """End it as CANCELLED. Idempotent.
@@ -567,9 +568,9 @@ class ExportRun:
                 f"export {self.job.row.id} is {self.job.export.state}; it can no longer be "
                 "cancelled"
             )
-        self._end(State.CANCELLED, reason)
+        self._end(ExportState.CANCELLED, reason)
 
-    def _end(self, state: State, reason: str) -> None:
+    def _end(self, state: ExportState, reason: str) -> None:
         self._ending = self._ending if self._ending is not None else (state, reason)
         self.asked_to_end.set()
         if self._work is not None:
@@ -619,7 +620,7 @@ class ExportRun:
     async def _stages(self) -> None:
         job = self.job
         await (adopt(job) if job.has_begun else begin(job))
-        if job.export.state is State.RUNNING:
+        if job.export.state is ExportState.RUNNING:
             await Writing(job).run()
         if job.export.is_over:
             return
@@ -640,7 +641,7 @@ class ExportRun:
             job.change(machine.failed(job.export, _reason(error)))
         elif self._ending is not None:
             state, reason = self._ending
-            end = machine.cancelled if state is State.CANCELLED else machine.failed
+            end = machine.cancelled if state is ExportState.CANCELLED else machine.failed
             job.change(end(job.export, reason))
         job.row = replace(job.row, ended_s=time.time())
         log.info(
@@ -656,7 +657,7 @@ class ExportRun:
         job = self.job
         if job.leases is not None:
             await job.leases.close(release=True)
-        if job.export.state is not State.DONE and job.has_begun:
+        if job.export.state is not ExportState.DONE and job.has_begun:
             gone = await drop(job)
             if self._committing:
                 # The commit got no answer, so the export may be visible: remove that as well.

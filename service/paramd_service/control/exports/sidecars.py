@@ -46,7 +46,7 @@ QUIET_S: Final = 1.5
 """Probe the ranks of a call after this long without a message."""
 READ_BYTES: Final = 8 << 20
 STORE_PART_BYTES: Final = 512 << 10
-LEASE_S: Final = 60.0
+EXPORT_LEASE_S: Final = 60.0
 """Lease of an export's snapshots; a control plane restarted within it resumes the export."""
 JOIN_S: Final = 30.0
 """How long to wait for ranks that have not joined."""
@@ -496,7 +496,7 @@ class Leases:
 
     async def _keep(self) -> None:
         while True:
-            await asyncio.sleep(LEASE_S / 4)
+            await asyncio.sleep(EXPORT_LEASE_S / 4)
             for pin, found in zip(
                 self._pins,
                 await asyncio.gather(*map(self._renew, self._pins), return_exceptions=True),
@@ -507,13 +507,13 @@ class Leases:
                 # Other errors may be transient; the snapshot is gone once its lease ran out.
                 elif (
                     isinstance(found, ParamdError)
-                    and time.monotonic() - self._heard_s[pin.rank] > LEASE_S
+                    and time.monotonic() - self._heard_s[pin.rank] > EXPORT_LEASE_S
                 ):
                     self._lost(pin.rank, f"its lease could not be renewed: {found}")
 
     async def _renew(self, pin: export_pb2.ExportPin) -> None:
         address = self._address(pin.rank)
-        await self._group.calls.renew(pin.rank, address, pin.snapshot_id, LEASE_S)
+        await self._group.calls.renew(pin.rank, address, pin.snapshot_id, EXPORT_LEASE_S)
         self._heard_s[pin.rank] = time.monotonic()
 
     async def _release(self, pin: export_pb2.ExportPin) -> None:

@@ -12,10 +12,10 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from paramd.layout.exports.files import EXPORT_ENDS
 from paramd_service.control.alerts.config import Rule
 from paramd_service.control.alerts.service import Watchers
 from paramd_service.control.edits.service import EditRegistry
-from paramd_service.control.exports.machine import TERMINAL
 from paramd_service.control.exports.service import ExportService
 from paramd_service.control.mesh.jobs import Jobs
 from paramd_service.control.mesh.registry import MeshView, RankView, Report, State
@@ -209,7 +209,7 @@ def _export_metrics(exports: ExportService, jobs: Sequence[str]) -> Iterator[Met
     counts = Counter(job.row.job for job in exports.running())
     for job in jobs:
         running.add_metric([job], counts[job])
-        for state in TERMINAL:
+        for state in EXPORT_ENDS:
             ended.add_metric([job, state.value], exports.ended_counts[job, state.value])
         written.add_metric([job], exports.written_bytes[job])
     yield running

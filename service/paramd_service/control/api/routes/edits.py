@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 from fastapi import APIRouter, Path, Query, Request
 
-from paramd.layout.edits.ops import OpSpec
+from paramd.layout.edits.ops import EditState, OpSpec
 from paramd_service.control.access.doorway import may_read, principal_of
 from paramd_service.control.api.models import (
     EDIT_ID,
@@ -24,7 +24,6 @@ from paramd_service.control.api.models import (
 from paramd_service.control.api.routes.paging import begin_of, make_token
 from paramd_service.control.api.routes.params import PageToken
 from paramd_service.control.api.services import Services
-from paramd_service.control.edits.machine import EditState
 from paramd_service.control.edits.service import EditRegistry
 from paramd_service.control.edits.spec import EditSpec
 from paramd_service.control.store.edits import EditRow

@@ -12,7 +12,8 @@ words merely make copies likely to succeed (gate.py).
 Besides `Word`, the trainer writes three areas: the last requests agreed, from which even a
 respawned sidecar can tell the outcome of a request; a text; and samples, positions of arena
 words chosen once. Their digest costs microseconds and differs when all parameters change, as
-with averaged, merged or perturbed weights; it proves nothing about a few elements.
+with averaged, merged or perturbed weights; it proves nothing about a few elements. It is
+published for resting and for settled states, so that readers can look for themselves.
 """
 
 from __future__ import annotations
@@ -160,6 +161,8 @@ class Word(IntEnum):
     REFUSED_STEP = 60  # step of the boundary where REFUSED missed its `if_step`; else -1
     REFUSED_IF_STEP = 61  # the step it was for
     REST_SEEN_NS = 62  # start of the last check that found the whole resting state in place
+    SETTLED_SEQ = 39  # SEQ of the settled state whose samples were digested
+    SETTLED_DIGEST = 63  # that digest: reveals parameters changed since, before any update
 
     # Sidecar's words.
     SIDECAR_PID = 64

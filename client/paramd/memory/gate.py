@@ -25,7 +25,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Final, NamedTuple
 
-from paramd.memory.control_page import ControlPage, Word
+from paramd.memory.control_page import ControlPage, Page, Word
 
 COPY_CHUNK_BYTES = 4 << 20
 """Bytes copied between checks of SEQ: about half a millisecond of memory bandwidth."""
@@ -43,6 +43,7 @@ _SEQ, _STEP, _EDITS, _ITERATION = (
 )
 _REST, _REST_STEP, _REST_NS = int(Word.REST), int(Word.REST_STEP), int(Word.REST_NS)
 _REST_DIGEST, _REST_ITERATION = int(Word.REST_DIGEST), int(Word.REST_ITERATION)
+_SETTLED_SEQ, _SETTLED_DIGEST = int(Word.SETTLED_SEQ), int(Word.SETTLED_DIGEST)
 _ANNOUNCE, _SERVED = int(Word.ANNOUNCE), int(Word.SERVED)
 _COPY_BEGUN, _COPY_ENDED = int(Word.COPY_BEGUN), int(Word.COPY_ENDED)
 
@@ -164,6 +165,17 @@ class TrainerGate:
         )
 
 
+def worth_starting(*, now_ns: int, boundary_ns: int, step_time_ns: int, copy_ns: int) -> bool:
+    """Whether a copy begun now will probably end before the next update begins.
+
+    If the next boundary is overdue, the rank is held, hung or evaluating: go ahead.
+    """
+    if boundary_ns == 0 or step_time_ns == 0:
+        return True
+    age_ns = now_ns - boundary_ns
+    return age_ns + copy_ns < 0.9 * step_time_ns or age_ns > 2 * step_time_ns
+
+
 class CopyEnd(Enum):
     """How a copy ended."""
 
@@ -182,7 +194,7 @@ class CopySpan:
     size_bytes: int
 
 
-def state_of(page: ControlPage) -> State:
+def state_of(page: Page) -> State:
     """The current state; consistent only if SEQ is the same even value before and after."""
     words = page.words
     return State(words[_STEP], words[_EDITS], words[_ITERATION], proof=words[_SEQ])
@@ -195,6 +207,15 @@ def resting_state(page: ControlPage) -> State | None:
     if not rest:
         return None
     return State(words[_REST_STEP], words[_EDITS], words[_REST_ITERATION], True, -rest)
+
+
+def is_changed(page: Page, state: State, digest: int) -> bool:
+    """Whether `digest`, of the samples now, shows a settled state changed without an update.
+
+    Never before the trainer has published the state's own digest, microseconds after it settled.
+    """
+    words = page.words
+    return words[_SETTLED_SEQ] == state.proof and words[_SETTLED_DIGEST] != digest
 
 
 def copy_at_rest(

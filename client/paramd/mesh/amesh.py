@@ -33,6 +33,7 @@ from paramd.mesh.loop import DEFAULT_TIMEOUT_S, UNSET, Timeout, deadline
 from paramd.mesh.peers.control import Find, RestClient
 from paramd.mesh.peers.discovery import SidecarFinder
 from paramd.mesh.peers.sidecars import Pinned, Sidecars
+from paramd.mesh.reading.live import LiveState
 from paramd.mesh.reading.pin import choose, pinned, while_pinned
 from paramd.mesh.reading.stream import keep_freed_memory
 from paramd.mesh.reading.summary import compute_stats
@@ -244,19 +245,23 @@ class AsyncMesh:
         async def attempt(sidecars: Sidecars) -> Summoned:
             chosen = await choose(self._reach, sidecars, patterns, buffers=buffers)
             targets = self._transfer.targets(chosen, dtype=dtype, device=device, into=into)
-            async with pinned(
-                self._reach, sidecars, chosen, deadline_s, unsettled=unsettled
-            ) as pins:
-                await self._transfer.read(
-                    sidecars, chosen.plan, pins, targets, transport, deadline_s
-                )
+            state: LiveState | Pinned | None = None
+            if not unsettled:
+                state = await self._transfer.read_live(sidecars, chosen, targets, transport)
+            if state is None:
+                async with pinned(
+                    self._reach, sidecars, chosen, deadline_s, unsettled=unsettled
+                ) as state:
+                    await self._transfer.read(
+                        sidecars, chosen.plan, state, targets, transport, deadline_s
+                    )
             return Summoned(
                 targets.results(),
                 job=sidecars.document.job,
-                incarnation=pins.incarnation,
-                step=pins.step,
-                edits=pins.edits,
-                unsettled=pins.unsettled,
+                incarnation=state.incarnation,
+                step=state.step,
+                edits=state.edits,
+                unsettled=state.unsettled,
                 seconds=time.monotonic() - began_s,
                 bytes=chosen.plan.size_bytes,
             )

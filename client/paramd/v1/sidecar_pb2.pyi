@@ -1405,6 +1405,61 @@ class ReadSnapshotResponse(google.protobuf.message.Message):
 global___ReadSnapshotResponse = ReadSnapshotResponse
 
 @typing.final
+class GrantStreamRequest(google.protobuf.message.Message):
+    """Request of GrantStream."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    SNAPSHOT_ID_FIELD_NUMBER: builtins.int
+    snapshot_id: builtins.str
+    """Snapshot to be read."""
+    def __init__(
+        self,
+        *,
+        snapshot_id: builtins.str = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["snapshot_id", b"snapshot_id"]) -> None: ...
+
+global___GrantStreamRequest = GrantStreamRequest
+
+@typing.final
+class GrantStreamResponse(google.protobuf.message.Message):
+    """Answer of GrantStream: good for one opening, within a few seconds."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    HEADER_FIELD_NUMBER: builtins.int
+    PORT_FIELD_NUMBER: builtins.int
+    GRANT_ID_FIELD_NUMBER: builtins.int
+    SECRET_FIELD_NUMBER: builtins.int
+    VALID_MS_FIELD_NUMBER: builtins.int
+    port: builtins.int
+    """TCP port on the host of this sidecar's gRPC address, with the same TLS."""
+    grant_id: builtins.bytes
+    """Names the grant in the opening; 16 bytes."""
+    secret: builtins.bytes
+    """Key of the opening's and the reply's HMAC; 32 bytes."""
+    valid_ms: builtins.int
+    """How long the grant is good, in milliseconds."""
+    @property
+    def header(self) -> paramd.v1.common_pb2.Header:
+        """Who answers, and the state of the snapshot."""
+
+    def __init__(
+        self,
+        *,
+        header: paramd.v1.common_pb2.Header | None = ...,
+        port: builtins.int = ...,
+        grant_id: builtins.bytes = ...,
+        secret: builtins.bytes = ...,
+        valid_ms: builtins.int = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["header", b"header"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["grant_id", b"grant_id", "header", b"header", "port", b"port", "secret", b"secret", "valid_ms", b"valid_ms"]) -> None: ...
+
+global___GrantStreamResponse = GrantStreamResponse
+
+@typing.final
 class RenewSnapshotRequest(google.protobuf.message.Message):
     """Request of RenewSnapshot."""
 

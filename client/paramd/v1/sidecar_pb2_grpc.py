@@ -102,6 +102,11 @@ class SidecarServiceStub(object):
                 request_serializer=paramd_dot_v1_dot_sidecar__pb2.ReadSnapshotRequest.SerializeToString,
                 response_deserializer=paramd_dot_v1_dot_sidecar__pb2.ReadSnapshotResponse.FromString,
                 _registered_method=True)
+        self.GrantStream = channel.unary_unary(
+                '/paramd.v1.SidecarService/GrantStream',
+                request_serializer=paramd_dot_v1_dot_sidecar__pb2.GrantStreamRequest.SerializeToString,
+                response_deserializer=paramd_dot_v1_dot_sidecar__pb2.GrantStreamResponse.FromString,
+                _registered_method=True)
         self.RenewSnapshot = channel.unary_unary(
                 '/paramd.v1.SidecarService/RenewSnapshot',
                 request_serializer=paramd_dot_v1_dot_sidecar__pb2.RenewSnapshotRequest.SerializeToString,
@@ -293,6 +298,15 @@ class SidecarServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def GrantStream(self, request, context):
+        """Permission for one bulk stream over TCP, which carries what ReadSnapshot would
+        (protos/README.md). NOT_FOUND: the lease ended. FAILED_PRECONDITION: this sidecar has no
+        port for streams.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def RenewSnapshot(self, request, context):
         """Prolongs a lease. Idempotent. NOT_FOUND: it ended.
         """
@@ -478,6 +492,11 @@ def add_SidecarServiceServicer_to_server(servicer, server):
                     servicer.ReadSnapshot,
                     request_deserializer=paramd_dot_v1_dot_sidecar__pb2.ReadSnapshotRequest.FromString,
                     response_serializer=paramd_dot_v1_dot_sidecar__pb2.ReadSnapshotResponse.SerializeToString,
+            ),
+            'GrantStream': grpc.unary_unary_rpc_method_handler(
+                    servicer.GrantStream,
+                    request_deserializer=paramd_dot_v1_dot_sidecar__pb2.GrantStreamRequest.FromString,
+                    response_serializer=paramd_dot_v1_dot_sidecar__pb2.GrantStreamResponse.SerializeToString,
             ),
             'RenewSnapshot': grpc.unary_unary_rpc_method_handler(
                     servicer.RenewSnapshot,
@@ -913,6 +932,33 @@ class SidecarService(object):
             '/paramd.v1.SidecarService/ReadSnapshot',
             paramd_dot_v1_dot_sidecar__pb2.ReadSnapshotRequest.SerializeToString,
             paramd_dot_v1_dot_sidecar__pb2.ReadSnapshotResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GrantStream(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/paramd.v1.SidecarService/GrantStream',
+            paramd_dot_v1_dot_sidecar__pb2.GrantStreamRequest.SerializeToString,
+            paramd_dot_v1_dot_sidecar__pb2.GrantStreamResponse.FromString,
             options,
             channel_credentials,
             insecure,

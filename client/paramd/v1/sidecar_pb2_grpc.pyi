@@ -123,6 +123,15 @@ class SidecarServiceStub:
     offset. Idempotent. NOT_FOUND: the lease ended.
     """
 
+    GrantStream: grpc.UnaryUnaryMultiCallable[
+        paramd.v1.sidecar_pb2.GrantStreamRequest,
+        paramd.v1.sidecar_pb2.GrantStreamResponse,
+    ]
+    """Permission for one bulk stream over TCP, which carries what ReadSnapshot would
+    (protos/README.md). NOT_FOUND: the lease ended. FAILED_PRECONDITION: this sidecar has no
+    port for streams.
+    """
+
     RenewSnapshot: grpc.UnaryUnaryMultiCallable[
         paramd.v1.sidecar_pb2.RenewSnapshotRequest,
         paramd.v1.sidecar_pb2.RenewSnapshotResponse,
@@ -332,6 +341,15 @@ class SidecarServiceAsyncStub:
     ]
     """Streams a pinned snapshot's bytes. Resumable: ask again from the first missing
     offset. Idempotent. NOT_FOUND: the lease ended.
+    """
+
+    GrantStream: grpc.aio.UnaryUnaryMultiCallable[
+        paramd.v1.sidecar_pb2.GrantStreamRequest,
+        paramd.v1.sidecar_pb2.GrantStreamResponse,
+    ]
+    """Permission for one bulk stream over TCP, which carries what ReadSnapshot would
+    (protos/README.md). NOT_FOUND: the lease ended. FAILED_PRECONDITION: this sidecar has no
+    port for streams.
     """
 
     RenewSnapshot: grpc.aio.UnaryUnaryMultiCallable[
@@ -569,6 +587,17 @@ class SidecarServiceServicer(metaclass=abc.ABCMeta):
     ) -> typing.Union[collections.abc.Iterator[paramd.v1.sidecar_pb2.ReadSnapshotResponse], collections.abc.AsyncIterator[paramd.v1.sidecar_pb2.ReadSnapshotResponse]]:
         """Streams a pinned snapshot's bytes. Resumable: ask again from the first missing
         offset. Idempotent. NOT_FOUND: the lease ended.
+        """
+
+    @abc.abstractmethod
+    def GrantStream(
+        self,
+        request: paramd.v1.sidecar_pb2.GrantStreamRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[paramd.v1.sidecar_pb2.GrantStreamResponse, collections.abc.Awaitable[paramd.v1.sidecar_pb2.GrantStreamResponse]]:
+        """Permission for one bulk stream over TCP, which carries what ReadSnapshot would
+        (protos/README.md). NOT_FOUND: the lease ended. FAILED_PRECONDITION: this sidecar has no
+        port for streams.
         """
 
     @abc.abstractmethod

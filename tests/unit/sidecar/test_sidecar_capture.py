@@ -9,14 +9,13 @@ from typing import Any
 import pytest
 
 from paramd.memory.control_page import PAGE_BYTES, ControlPage, Word
-from paramd.memory.gate import CopyEnd, CopySpan, State, state_of
+from paramd.memory.gate import CopyEnd, CopySpan, State, state_of, worth_starting
 from paramd_service.sidecar.copying.capture import (
     EAGER_ATTEMPTS,
     REST_NS,
     RETRY_NS,
     Capture,
     CopyJob,
-    worth_starting,
 )
 from paramd_service.sidecar.copying.page_requests import Boundary, Outcome
 

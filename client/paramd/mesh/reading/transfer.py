@@ -1,8 +1,8 @@
-"""Copies pinned snapshots into tensors, over gRPC or from shared memory on the same host.
+"""Copies parameters into tensors: on this host from shared memory, else over streams.
 
-For shared memory the sidecar sends a descriptor over its Unix socket. It reuses that memory only
-after our `unmap`; if the connection ends without one, it abandons the memory, which the kernel
-keeps for us. So mapped values never change, even after the lease.
+For the memory of a snapshot the sidecar sends a descriptor over its Unix socket. It reuses that
+memory only after our `unmap`; if the connection ends without one, it abandons the memory, which
+the kernel keeps for us. So mapped values never change, even after the lease.
 
 Copies use pread, as fast as memcpy; mapping first would double the cost with page faults.
 """
@@ -18,8 +18,9 @@ import sys
 import weakref
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, ExitStack, closing
 from dataclasses import dataclass
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, Literal, TypeVar, get_args
@@ -27,9 +28,10 @@ from typing import TYPE_CHECKING, Final, Literal, TypeVar, get_args
 from paramd.errors import DeniedError, ParamdError, UnreachableError, UsageError, error_of_grpc
 from paramd.layout.plan import RankRead, ReadPlan
 from paramd.memory import handover
-from paramd.mesh.peers.control import PeerAddress
+from paramd.mesh.peers.control import JobDocument, PeerAddress
 from paramd.mesh.peers.grpc import check_handover
 from paramd.mesh.peers.sidecars import Pinned, RankPin, Sidecars
+from paramd.mesh.reading.live import LiveRank, LiveState, read_live
 from paramd.mesh.reading.stream import Expected, PlaceSink, Reader, fill_from, read_range
 from paramd.state_files import host_id, kernel_of
 
@@ -145,15 +147,46 @@ def _receive_memory(
     connection: socket.socket, rank: int, ticket: str, snapshot_id: str
 ) -> tuple[int, int]:
     message = {"op": "map", "ticket": ticket, "rank": rank, "snapshot_id": snapshot_id}
+    answer, (descriptor,) = _asked(connection, message, "mapped", 1)
+    return descriptor, int(answer["size_bytes"])
+
+
+def open_live(peer: PeerAddress, document: JobDocument, read: RankRead) -> LiveRank:
+    """Get page and arena of a rank from its sidecar. Blocks, for a few seconds at most.
+
+    Raises:
+        ParamdError: its sidecar does not respond, or refused.
+    """
+    message = {
+        "op": "live",
+        "ticket": document.ticket,
+        "rank": peer.rank,
+        "incarnation": document.incarnation,
+        "layout_digest": document.layout_digest,
+    }
+    with handover.connect(Path(peer.socket_path), timeout_s=_ANSWER_S) as connection:
+        try:
+            answer, (page, arena) = _asked(connection, message, "live", 2)
+        except TimeoutError as error:
+            raise UnreachableError(f"rank {peer.rank}: its sidecar does not answer") from error
+    return LiveRank(peer.rank, page, arena, int(answer["arena_bytes"]), read.spans)
+
+
+def _asked(
+    connection: socket.socket, message: handover.Message, wanted: str, count: int
+) -> tuple[handover.Message, list[int]]:
+    """Send a request with a ticket; the answer, and its `count` descriptors."""
+    rank = message["rank"]
     handover.send(connection, message)
     try:
         answer, descriptors = handover.receive(connection)
     except EOFError as error:
         raise UnreachableError(f"rank {rank}: its sidecar closed the socket") from error
     try:
-        if answer["op"] == "mapped" and len(descriptors) == 1:
-            check_handover(answer, ticket, rank)
-            return descriptors.pop(), int(answer["size_bytes"])
+        if answer["op"] == wanted and len(descriptors) == count:
+            check_handover(answer, str(message["ticket"]), rank)
+            found, descriptors = descriptors, []
+            return answer, found
     finally:
         for descriptor in descriptors:
             os.close(descriptor)
@@ -257,6 +290,38 @@ class Transfer:
             return Reader(source, PlaceSink(targets.places(read)), expected).run(deadline_s)
 
         await self._fill(sidecars, plan, pinned, targets, transport, stream)
+
+    async def read_live(
+        self, sidecars: Sidecars, chosen: Chosen, targets: Targets, transport: Transport
+    ) -> LiveState | None:
+        """Fill the targets straight from the arenas, if all needed ranks are on this host.
+
+        Returns None if it cannot be done, or training was too quick: read snapshots instead.
+        """
+        reads = chosen.plan.ranks
+        document = sidecars.document
+        if transport not in ("auto", "same-host") or chosen.at_boundary or not reads:
+            return None
+        peers = [document.peer(read.rank) for read in reads]
+        if not all(map(is_same_host, peers)):
+            return None
+        with ExitStack() as stack:
+            ranks: dict[int, LiveRank] = {}
+            for peer, read in zip(peers, reads, strict=True):
+                try:
+                    opening = partial(open_live, peer, document, read)
+                    ranks[peer.rank] = stack.enter_context(closing(await self.run(opening)))
+                except UnreachableError:
+                    await sidecars.probe(peer.rank)
+                    return None
+                except ParamdError:
+                    return None  # pins tell why, and serve what a torn rank still has
+            jobs = [(ranks[read.rank], targets.places(read)) for read in reads]
+
+            def copy() -> None:
+                fill_from(jobs, self._copiers, self._copy_threads)
+
+            return await self.run(lambda: read_live(ranks, document.incarnation, copy))
 
     async def read_parts(
         self,

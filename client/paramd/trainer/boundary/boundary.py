@@ -375,6 +375,10 @@ class Boundary:
         if contents is None:
             return
         contents.remember()
+        # The digest first: a reader that finds the SEQ takes the digest for that state's.
+        words = self._words
+        words[Word.SETTLED_DIGEST] = contents.remembered_digest()
+        words[Word.SETTLED_SEQ] = words[_SEQ]
         if self._strict_left or self._always_strict:
             # Copies got their even SEQ while this waits; later reads find a resting state.
             self._gate.begin_update()

@@ -422,6 +422,10 @@ class Contents:
         tensors = tuple(map(getitem, *next(self._turns)))
         self._seen = (self.samples(), tensors, tuple(map(_version, tensors)))
 
+    def remembered_digest(self) -> int:
+        """As `digest`, of the state that `remember` recorded."""
+        return digest_of(self._seen[0][: 8 * MAX_SAMPLES])
+
     def strayed(self) -> bool:
         """Whether anything changed since `remember`, as far as samples and versions show."""
         samples, tensors, versions = self._seen

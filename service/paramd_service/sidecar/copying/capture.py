@@ -32,6 +32,8 @@ from paramd.memory.gate import (
     copy_at_one_step,
     copy_at_rest,
     copy_of_request,
+    is_changed,
+    worth_starting,
 )
 from paramd_service.sidecar.copying.page_requests import Boundary, Outcome, PageRequests
 from paramd_service.sidecar.log import Log
@@ -83,17 +85,6 @@ class CopyJob:
     @property
     def size_bytes(self) -> int:
         return sum(span.size_bytes for span in self.spans)
-
-
-def worth_starting(*, now_ns: int, boundary_ns: int, step_time_ns: int, copy_ns: int) -> bool:
-    """Whether a copy begun now will probably end before the next update begins.
-
-    If the next boundary is overdue, the rank is held, hung or evaluating: go ahead.
-    """
-    if boundary_ns == 0 or step_time_ns == 0:
-        return True
-    age_ns = now_ns - boundary_ns
-    return age_ns + copy_ns < 0.9 * step_time_ns or age_ns > 2 * step_time_ns
 
 
 class Capture:
@@ -183,7 +174,7 @@ class Capture:
         for job in list(self._stepped):
             step = self._words[Word.STEP]
             if step == job.at_step:
-                end, copied = self._copy(self._page, job.spans, at_point=self._at_point)
+                end, copied = self._copy_settled(job.spans)
                 if end is CopyEnd.DONE and copied.step == job.at_step:
                     self._stepped.remove(job)
                     job.done(copied)
@@ -258,9 +249,19 @@ class Capture:
             return False
         return self.trainer_ended or self._clock_ns() - words[Word.REST_NS] >= REST_NS
 
+    def _copy_settled(self, spans: Sequence[CopySpan]) -> tuple[CopyEnd, State]:
+        """Copy a settled state; CHANGED if its samples were changed without an update."""
+        before = self._digest()
+        end, state = self._copy(self._page, spans, at_point=self._at_point)
+        if end is CopyEnd.DONE and any(
+            is_changed(self._page, state, digest) for digest in (before, self._digest())
+        ):
+            return CopyEnd.CHANGED, state
+        return end, state
+
     def _copy_job(self, job: CopyJob) -> CopyEnd:
         begin_ns = self._clock_ns()
-        end, state = self._copy(self._page, job.spans, at_point=self._at_point)
+        end, state = self._copy_settled(job.spans)
         if end is CopyEnd.UPDATING and self.rests():
             end, state = self._copy_at_rest(job)
         else:
@@ -270,7 +271,7 @@ class Capture:
             self._note_rate(job.size_bytes, took_ns)
             self._jobs.remove(job)
             job.done(state)
-        elif end is CopyEnd.OVERTAKEN:
+        elif end in (CopyEnd.OVERTAKEN, CopyEnd.CHANGED):
             self.given_up_count += 1
             job.attempts += 1
             job.longest_ns = max(job.longest_ns, took_ns)
@@ -326,7 +327,7 @@ class Capture:
         if boundary.with_moments and words[Word.MOMENTS_STEP] != agreed_step:
             return self._not_there(boundary, announced, "the trainer did not copy its moments")
         begin_ns = self._clock_ns()
-        end, state = self._copy(self._page, boundary.spans, at_point=self._at_point)
+        end, state = self._copy_settled(boundary.spans)
         took_ns = self._clock_ns() - begin_ns
         self._at_point("boundary-copied")
         # Read again: SEQ vouches for the arena, not for the moments memory.

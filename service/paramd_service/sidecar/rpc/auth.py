@@ -165,6 +165,7 @@ ROLES: dict[str, frozenset[Role]] = {
     f"/{SERVICE}/PreviewEdit": _EDITORS,
     f"/{SERVICE}/DropEdit": _CONTROL,
     f"/{SERVICE}/ReadSnapshot": _READERS,
+    f"/{SERVICE}/GrantStream": _READERS,
     f"/{SERVICE}/RenewSnapshot": _READERS,
     f"/{SERVICE}/ReleaseSnapshot": _READERS,
     f"/{SERVICE}/ComputeStats": _READERS,

@@ -9,8 +9,8 @@ from __future__ import annotations
 import asyncio
 import os
 import socket
-from collections.abc import Callable, Coroutine
-from contextlib import suppress
+from collections.abc import Callable, Coroutine, Iterator
+from contextlib import contextmanager, suppress
 from typing import Any
 
 from paramd.errors import ConflictError, DeniedError, ParamdError, UsageError, codes_of
@@ -18,7 +18,13 @@ from paramd.memory import handover
 from paramd.security.tickets import Claims
 from paramd_service.admission import Shares, Who
 from paramd_service.sidecar.edits.windows import Windows
-from paramd_service.sidecar.owner import AttachedMemory, AttachRequest, parse_attach, parse_mesh
+from paramd_service.sidecar.owner import (
+    AttachedMemory,
+    AttachRequest,
+    Ownership,
+    parse_attach,
+    parse_mesh,
+)
 from paramd_service.sidecar.rank import RankSidecar
 from paramd_service.sidecar.rpc.auth import check_editor, check_reader
 from paramd_service.sidecar.rpc.edits import share_message
@@ -34,6 +40,23 @@ closed for a new one."""
 ACCEPT_PAUSE_S = 0.5
 ACCEPTS_AT_ONCE = 16
 MAX_LAYOUT_BYTES = 1 << 30
+
+
+@contextmanager
+def _read_only(descriptor: int) -> Iterator[int]:
+    """The memory of a descriptor, opened anew so that its receiver cannot change it."""
+    readable = os.open(f"/proc/self/fd/{descriptor}", os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        yield readable
+    finally:
+        os.close(readable)
+
+
+def _whole(message: dict[str, Any], name: str) -> int:
+    value = message.get(name)
+    if type(value) is not int:
+        raise UsageError(f"{message['op']}: {name} is {value!r}; expected a whole number")
+    return value
 
 
 class UnixServer:
@@ -134,6 +157,7 @@ class _Connection:
             "attach": self._attach,
             "mesh": self._mesh,
             "detach": self._detach,
+            "live": self._live,
             "map": self._map,
             "unmap": self._unmap,
             "stage": self._stage,
@@ -255,17 +279,27 @@ class _Connection:
         if snapshot.block is None:
             handover.send(self._socket, answer)
             return
-        # Reopened read-only: a client must not change what others read.
-        path = f"/proc/self/fd/{snapshot.block.descriptor}"
-        readable = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-        try:
+        with _read_only(snapshot.block.descriptor) as readable:
             # Counted before sending the descriptor: from then on the memory must not be reused.
             snapshot.map_count += 1
             self._maps.setdefault(snapshot_id, []).append(snapshot)
             handover.send(self._socket, answer, [readable])
-        finally:
-            os.close(readable)
         self._rank.faults.at("mapped")
+
+    async def _live(self, message: dict[str, Any], descriptors: list[int]) -> None:
+        """Page and arena, for a reader that proves its copies by the page (memory/gate.py)."""
+        check_reader(self._caller(message))
+        rank = self._rank
+        rank.check_plan(_whole(message, "incarnation"), str(message.get("layout_digest", "")))
+        attached = rank.attached
+        assert attached is not None
+        if rank.ownership not in (Ownership.OWNED, Ownership.ORPHANED):
+            raise ConflictError(rank.ownership.value)
+        size_bytes = attached.request.arena_bytes
+        answer = {"op": "live", "arena_bytes": size_bytes, **rank.identity()}
+        with _read_only(attached.shared.page) as page, _read_only(attached.shared.arena) as arena:
+            handover.send(self._socket, answer, [page, arena])
+        rank.faults.at("live")
 
     async def _unmap(self, message: dict[str, Any], descriptors: list[int]) -> None:
         mapped = self._maps.get(str(message.get("snapshot_id", "")))
@@ -299,12 +333,8 @@ class _Connection:
         entry = edits.get(str(message.get("edit_id", "")))
         entry.check_author(claims.token_id)
         answer = share_message(entry) | self._rank.identity()
-        path = f"/proc/self/fd/{edits.memory.sparse.descriptor}"
-        readable = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-        try:
+        with _read_only(edits.memory.sparse.descriptor) as readable:
             handover.send(self._socket, answer, [readable])
-        finally:
-            os.close(readable)
 
     def _close_windows(self) -> None:
         windows, self._windows = self._windows, None

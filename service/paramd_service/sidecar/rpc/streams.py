@@ -1,0 +1,301 @@
+"""Bulk streams of a sidecar: a TCP listener beside gRPC (paramd/streams.py has the framing).
+
+The event loop accepts, shakes hands and reads the opening, none of which waits for a stranger;
+a thread of its own then sends, from mapped memory and without the interpreter's lock. A stream
+holds its snapshot, so its memory is not reused, and ends with the lease, the token or the
+incarnation. Its last window is sent only if the snapshot proved true throughout.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import socket
+import ssl
+import struct
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+from google.protobuf.message import Message
+
+from paramd import streams
+from paramd.errors import (
+    AbortedError,
+    ConflictError,
+    DataLossError,
+    DeniedError,
+    ExhaustedError,
+    NotFoundError,
+    ParamdError,
+)
+from paramd.security.tickets import Claims
+from paramd.security.tls import is_loopback
+from paramd.v1 import sidecar_pb2 as pb
+from paramd.wire import checksum_of
+from paramd_service import admission
+from paramd_service.admission import Shares, Who
+from paramd_service.sidecar.rank import RankSidecar
+from paramd_service.sidecar.rpc import messages
+from paramd_service.sidecar.rpc.auth import CALLER, Call, CallTable, check_range
+from paramd_service.sidecar.snapshots.store import Snapshot
+
+GRANT_S = 10.0
+"""How long a grant is good."""
+
+MAX_GRANTS = 1024
+"""Most grants not yet used."""
+
+MAX_STRANGERS = 64
+"""Most connections that have not shown a grant; beyond this, the oldest is closed."""
+
+OPENING_S = 3.0
+"""How long a connection may take to show its grant, TLS included."""
+
+STALL_S = 60
+"""A stream whose reader takes nothing for this long is ended."""
+
+LOOK_S = 0.25
+"""Interval at which running streams are compared with their leases."""
+
+ACCEPTS_AT_ONCE = 16
+ACCEPT_PAUSE_S = 0.5
+
+
+@dataclass(frozen=True, slots=True)
+class _Granted:
+    """What a grant is bound to."""
+
+    secret: bytes
+    snapshot_id: str
+    incarnation: int
+    claims: Claims
+    who: Who
+    until_s: float
+
+
+@dataclass(eq=False, slots=True)
+class _Stream:
+    """A stream being sent."""
+
+    granted: _Granted
+    opening: streams.Opening
+    sock: socket.socket
+    snapshot: Snapshot
+    thread: threading.Thread = field(init=False)
+
+
+class StreamServer:
+    """Grants, connections that have not shown one yet, and running streams.
+
+    All methods run on the event loop, except `_send` and what it calls.
+    """
+
+    def __init__(self, rank: RankSidecar) -> None:
+        self.port = 0
+        """0 until `start`, or if there is none."""
+        self._rank = rank
+        self._loop = asyncio.get_running_loop()
+        self._tls: ssl.SSLContext | None = None
+        self._listener: socket.socket | None = None
+        self._grants: dict[bytes, _Granted] = {}
+        self._grant_shares = Shares(MAX_GRANTS, "grants of streams")
+        self._shares = Shares(rank.config.max_calls, "streams of this sidecar")
+        self._strangers: dict[_Stranger, None] = {}
+        self._running: set[_Stream] = set()
+        self._looking: asyncio.TimerHandle | None = None
+        rank.revocations.on_news.append(self._look)
+
+    def calls(self) -> CallTable:
+        """Methods of this subject."""
+        return {"GrantStream": Call(request=pb.GrantStreamRequest, unary=self.grant)}
+
+    def start(self) -> None:
+        """Listen on gRPC's host. Without a port readers keep to gRPC, which is slower."""
+        rank = self._rank
+        host = rank.config.listen.rpartition(":")[0].removeprefix("[").removesuffix("]")
+        try:
+            family = socket.AF_INET6 if ":" in host else socket.AF_INET
+            self._listener = socket.create_server((host, 0), family=family, backlog=64)
+        except OSError as error:
+            rank.log("no-streams", reason=repr(error))
+            return
+        if rank.tls is not None:
+            self._tls = rank.tls.ssl_context(ssl.TLSVersion.TLSv1_3)
+        self._listener.setblocking(False)
+        self.port = self._listener.getsockname()[1]
+        self._loop.add_reader(self._listener.fileno(), self._accept)
+
+    async def close(self) -> None:
+        """Refuse new streams, end the running ones, and wait for their threads."""
+        if self._listener is not None:
+            self._loop.remove_reader(self._listener.fileno())
+            self._listener.close()
+        for stranger in list(self._strangers):
+            stranger.close()
+        for stream in self._running:
+            _hang_up(stream.sock)
+        while self._running:
+            await asyncio.sleep(0.01)
+
+    async def grant(self, request: pb.GrantStreamRequest, _timeout_s: float) -> Message:
+        """Answer GrantStream."""
+        if not self.port:
+            raise ConflictError('this sidecar has no port for streams; use transport="grpc"')
+        rank = self._rank
+        snapshot = rank.pins.store.filled(request.snapshot_id)
+        self._forget_grants()
+        who = admission.CALLER.get()
+        self._grant_shares.take(who)
+        grant_id = secrets.token_bytes(streams.ID_BYTES)
+        granted = _Granted(
+            secret=secrets.token_bytes(streams.SECRET_BYTES),
+            snapshot_id=request.snapshot_id,
+            incarnation=rank.incarnation,
+            claims=CALLER.get(),
+            who=who,
+            until_s=time.monotonic() + GRANT_S,
+        )
+        self._grants[grant_id] = granted
+        rank.faults.at("stream-granted")
+        return pb.GrantStreamResponse(
+            header=messages.header_of(rank, snapshot),
+            port=self.port,
+            grant_id=grant_id,
+            secret=granted.secret,
+            valid_ms=int(1000 * GRANT_S),
+        )
+
+    def open(self, sock: socket.socket, data: bytes) -> None:
+        """Start the stream that an opening asks for. Takes over the socket.
+
+        Raises:
+            ParamdError: it is refused; the caller keeps the socket.
+        """
+        rank = self._rank
+        opening = streams.read_opening(data)
+        granted = self._grants.get(opening.grant_id)
+        if granted is None or granted.until_s < time.monotonic():
+            raise DeniedError("the grant of this stream is unknown, used or too old; get a new one")
+        opening.check(data, granted.secret)
+        # Only now: who does not know the secret must not be able to use up the grant.
+        self._take_grant(opening.grant_id)
+        rank.revocations.check(granted.claims)
+        if granted.incarnation != rank.incarnation:
+            raise NotFoundError("the incarnation of the stream's snapshot has ended")
+        snapshot = rank.pins.store.filled(granted.snapshot_id)
+        check_range(opening.begin, opening.end - opening.begin, snapshot.size_bytes)
+        self._shares.take(granted.who)
+        stream = _Stream(granted, opening, sock, rank.pins.store.hold(snapshot))
+        self._running.add(stream)
+        reply = streams.reply(data, granted.secret)
+        stream.thread = threading.Thread(
+            target=self._send, args=(stream, reply), name="paramd-stream", daemon=True
+        )
+        stream.thread.start()
+        self._look_later()
+
+    def refuse(self, sock: socket.socket, error: ParamdError) -> None:
+        """Tell a connection why, if it takes the words at once, and close it."""
+        if isinstance(error, DeniedError | DataLossError):
+            self._rank.refusals.saw("stream", str(error))
+        with suppress(OSError):
+            sock.send(streams.refusal(error))
+        sock.close()
+
+    def forget(self, stranger: _Stranger) -> None:
+        self._strangers.pop(stranger, None)
+
+    def _take_grant(self, grant_id: bytes) -> None:
+        self._grant_shares.give_back(self._grants.pop(grant_id).who)
+
+    def _forget_grants(self) -> None:
+        now_s = time.monotonic()
+        # In the order of their age.
+        while self._grants and next(iter(self._grants.values())).until_s < now_s:
+            self._take_grant(next(iter(self._grants)))
+
+    def _accept(self) -> None:
+        assert self._listener is not None
+        # Several at once, so that a flood of strangers delays others little.
+        for _ in range(ACCEPTS_AT_ONCE):
+            try:
+                accepted, _ = self._listener.accept()
+            except BlockingIOError:
+                return
+            except OSError as error:
+                # Out of descriptors: it stays in the backlog, and retrying at once would spin.
+                self._rank.log("accept-failed", error=repr(error))
+                self._loop.remove_reader(self._listener.fileno())
+                self._loop.call_later(ACCEPT_PAUSE_S, self._accept_again)
+                return
+            while len(self._strangers) >= MAX_STRANGERS:
+                next(iter(self._strangers)).close()
+            stranger = _Stranger(self, accepted, self._tls)
+            self._strangers[stranger] = None
+            stranger.start()
+
+    def _accept_again(self) -> None:
+        if self._listener is not None and self._listener.fileno() >= 0:
+            self._loop.add_reader(self._listener.fileno(), self._accept)
+
+    def _look_later(self) -> None:
+        if self._looking is None and self._running:
+            self._looking = self._loop.call_later(LOOK_S, self._look)
+
+    def _look(self) -> None:
+        """End streams whose lease, token or incarnation has ended."""
+        if self._looking is not None:
+            self._looking.cancel()
+            self._looking = None
+        for stream in self._running:
+            try:
+                self._check(stream)
+            except ParamdError:
+                # The reader asks for another grant, and is told why there is none.
+                _hang_up(stream.sock)
+        self._look_later()
+
+    def _check(self, stream: _Stream) -> None:
+        """Raise unless what was sent may still be used."""
+        granted = stream.granted
+        self._rank.revocations.check(granted.claims)
+        if self._rank.incarnation != granted.incarnation:
+            raise NotFoundError("the incarnation of the stream's snapshot has ended")
+        self._rank.pins.store.filled(granted.snapshot_id)
+
+    def _ended(self, stream: _Stream) -> None:
+        stream.sock.close()
+        self._running.discard(stream)
+        self._shares.give_back(stream.granted.who)
+        # A store that was closed meanwhile frees the memory now.
+        self._drop(stream.snapshot)
+
+    def _drop(self, snapshot: Snapshot) -> None:
+        raise NotImplementedError
+
+    def _send(self, stream: _Stream, reply: bytes) -> None:
+        """Send reply, windows and proof. On the stream's own thread."""
+        try:
+            self._rank.faults.at("stream-open")
+            _make_blocking(stream.sock)
+            stream.sock.sendall(reply)
+            _send_windows(stream, self._rank.faults.at)
+            stream.sock.sendall(self._proof(stream))
+        except (OSError, ValueError):
+            pass  # the reader has left, or was hung up on: it asks for another grant, or does not
+        except Exception as error:
+            self._rank.log("stream-failed", error=repr(error))
+        finally:
+            with suppress(RuntimeError):  # the loop has ended, and the process with it
+                self._loop.call_soon_threadsafe(self._ended, stream)
+
+    def _proof(self, stream: _Stream) -> bytes:
+        checked: asyncio.Future[None] = asyncio.run_coroutine_threadsafe(
+            self._checked(stream), self._loop
+        )
+        raise NotImplementedError

@@ -18,8 +18,7 @@ from benchmarks.ranks import obey
 from benchmarks.workers.model import JOB
 from paramd.errors import ParamdError
 from paramd.mesh.mesh import Mesh
-from paramd.mesh.reading.stream import keep_freed_memory
-from paramd.mesh.reading.transfer import Transport
+from paramd.mesh.reading.stream import Transport, keep_freed_memory
 from paramd.mesh.results import Summoned
 from tests.ending import end
 

@@ -11,7 +11,7 @@ from benchmarks.ranks import obey
 from benchmarks.workers.gradients import JOB
 from paramd.mesh.frames.frames import Kind
 from paramd.mesh.mesh import Mesh
-from paramd.mesh.reading.transfer import Transport
+from paramd.mesh.reading.stream import Transport
 
 
 class Reader:

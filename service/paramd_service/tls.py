@@ -155,25 +155,25 @@ class ServerTls:
             require_client_authentication=self._files.client_ca is not None,
         )
 
-    def ssl_context(self) -> ssl.SSLContext:
-        """For HTTPS; checks the files in every handshake."""
-        seen, current = [self._loaded], [self._context()]
+    def ssl_context(self, least: ssl.TLSVersion = ssl.TLSVersion.TLSv1_2) -> ssl.SSLContext:
+        """For HTTPS and streams, of `least` or newer; checks the files in every handshake."""
+        seen, current = [self._loaded], [self._context(least)]
 
         def at_handshake(sock: ssl.SSLObject, _name: str | None, _old: ssl.SSLContext) -> None:
             self.refresh()
             if self._loaded is not seen[0]:
                 # The files may have been replaced again: then the next handshake retries.
                 with contextlib.suppress(OSError):
-                    current[0], seen[0] = self._context(), self._loaded
+                    current[0], seen[0] = self._context(least), self._loaded
             sock.context = current[0]
 
-        outer = self._context()
+        outer = self._context(least)
         outer.sni_callback = at_handshake
         return outer
 
-    def _context(self) -> ssl.SSLContext:
+    def _context(self, least: ssl.TLSVersion) -> ssl.SSLContext:
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-        context.minimum_version = ssl.TLSVersion.TLSv1_2
+        context.minimum_version = least
         context.set_alpn_protocols(["http/1.1"])
         context.load_cert_chain(self._files.cert, self._files.key)
         if self._loaded.client_ca is not None:

@@ -11,7 +11,7 @@ import torch
 
 from paramd.mesh.edits.calls import Edit
 from paramd.mesh.mesh import Mesh
-from paramd.mesh.reading.transfer import Transport
+from paramd.mesh.reading.stream import Transport
 from tests.launch import Ranks, start_ranks
 from tests.multiprocess.striking import logs
 

@@ -35,9 +35,9 @@ from paramd.mesh.peers.discovery import SidecarFinder
 from paramd.mesh.peers.sidecars import Pinned, Sidecars
 from paramd.mesh.reading.live import LiveState
 from paramd.mesh.reading.pin import choose, pinned, while_pinned
-from paramd.mesh.reading.stream import keep_freed_memory
+from paramd.mesh.reading.stream import Transport, keep_freed_memory
 from paramd.mesh.reading.summary import compute_stats
-from paramd.mesh.reading.transfer import Transfer, Transport, check_transport
+from paramd.mesh.reading.transfer import Transfer, check_transport
 from paramd.mesh.results import MeshStatus, ParamInfo, Params, StatsTable, Summoned, mesh_status
 from paramd.security.tls import ClientTls
 from paramd.wire import LEASE_S

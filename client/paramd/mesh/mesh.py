@@ -21,7 +21,7 @@ from paramd.mesh.amesh import AsyncMesh
 from paramd.mesh.exports.calls import Export
 from paramd.mesh.loop import UNSET, Timeout
 from paramd.mesh.peers.control import Find
-from paramd.mesh.reading.transfer import Transport
+from paramd.mesh.reading.stream import Transport
 from paramd.mesh.results import Summoned
 from paramd.security.tls import ClientTls
 

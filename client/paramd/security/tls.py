@@ -74,11 +74,11 @@ class ClientTls:
             certificate_chain=read_pem(self.cert) if self.cert is not None else None,
         )
 
-    def ssl_context(self) -> ssl.SSLContext:
-        """For HTTPS. Raises UsageError when a file cannot be used."""
+    def ssl_context(self, least: ssl.TLSVersion = ssl.TLSVersion.TLSv1_2) -> ssl.SSLContext:
+        """For HTTPS and streams. Raises UsageError when a file cannot be used."""
         try:
             context = ssl.create_default_context(cafile=self.ca)
-            context.minimum_version = ssl.TLSVersion.TLSv1_2
+            context.minimum_version = least
             if self.cert is not None:
                 context.load_cert_chain(self.cert, self.key)
         except (OSError, ssl.SSLError) as error:
@@ -97,6 +97,12 @@ def check_address(address: str) -> str:
             f"address: {address[:200]!r}; expected host:port, or grpcs://host:port with TLS"
         )
     return address
+
+
+def host_of(address: str) -> str:
+    """Host of an address, without scheme, port and brackets."""
+    host = address.removeprefix(SCHEME).rpartition(":")[0]
+    return host.removeprefix("[").removesuffix("]")
 
 
 def is_secure(address: str) -> bool:

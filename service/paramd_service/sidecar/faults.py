@@ -11,7 +11,8 @@ respawned sidecar is not struck again. Each file replaces the rules of the one b
 one clears them.
 
 Points: pin-prepared, copy-begun, copy-chunk, copy-moved, pin-answered, capture-ready,
-boundary-copied, read-chunk, stats-item, pool, mapped, gradients-copied, gradients-reduced; of
+boundary-copied, read-chunk, stats-item, pool, mapped, live, stream-granted, stream-open,
+stream-window, gradients-copied, gradients-reduced; of
 edits edit-staging, edit-staged, edit-ready, edit-applied; of
 exports export-begun, export-file-begun, export-chunk, export-file-written, export-file-done,
 export-stored, export-verify, export-finish, export-marker, export-renamed, export-dropped.
@@ -42,6 +43,10 @@ POINTS = frozenset(
         "stats-item",
         "pool",
         "mapped",
+        "live",
+        "stream-granted",
+        "stream-open",
+        "stream-window",
         "export-begun",
         "export-file-begun",
         "export-chunk",

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from paramd.errors import UnreachableError
-from paramd.mesh.reading.stream import PART_BYTES, Place, PlaceSink, fill_from
+from paramd.mesh.reading.places import PART_BYTES, Place, PlaceSink, fill_from
 
 
 class Memory:

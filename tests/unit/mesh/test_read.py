@@ -14,7 +14,8 @@ import pytest
 from paramd.errors import ConflictError, DataLossError, DeadlineError, UnreachableError
 from paramd.mesh.peers.grpc import LeaseEndedError
 from paramd.mesh.reading import stream as reading
-from paramd.mesh.reading.stream import Expected, Place, PlaceSink, Reader
+from paramd.mesh.reading.places import Place, PlaceSink
+from paramd.mesh.reading.stream import Expected, Reader
 from paramd.v1 import common_pb2, sidecar_pb2
 from paramd.wire import Chunk, checksum_of, parse_chunk
 

@@ -19,7 +19,8 @@ from paramd.mesh.edits.calls import Edit, EditCalls, EditTerms, check_applied, n
 from paramd.mesh.edits.upload import Progress, Uploads, manifest_of
 from paramd.mesh.peers.discovery import SidecarFinder
 from paramd.mesh.peers.sidecars import Sidecars
-from paramd.mesh.reading.transfer import Transfer, Transport, check_transport
+from paramd.mesh.reading.stream import Transport
+from paramd.mesh.reading.transfer import Transfer, check_transport
 from paramd.mesh.results import Summoned
 from paramd.wire import LEASE_S
 

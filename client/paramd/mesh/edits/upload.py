@@ -35,7 +35,8 @@ if TYPE_CHECKING:
     from paramd.mesh.edits.calls import EditTerms
     from paramd.mesh.edits.operands import Operands
     from paramd.mesh.peers.sidecars import Sidecars
-    from paramd.mesh.reading.transfer import Transfer, Transport
+    from paramd.mesh.reading.stream import Transport
+from paramd.mesh.reading.transfer import Transfer
 
 _ANSWER_S = 30.0
 

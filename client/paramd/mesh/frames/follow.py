@@ -24,7 +24,8 @@ from paramd.mesh.frames.stepping import (
     hold_step,
 )
 from paramd.mesh.peers.sidecars import Pinned, Sidecars
-from paramd.mesh.reading.transfer import Transfer, Transport
+from paramd.mesh.reading.stream import Transport
+from paramd.mesh.reading.transfer import Transfer
 from paramd.v1 import sidecar_pb2 as pb
 
 if TYPE_CHECKING:

@@ -14,7 +14,8 @@ from paramd.layout.stats import Stats
 from paramd.mesh.frames.frames import GradSelection
 from paramd.mesh.peers.sidecars import Pinned, Sidecars
 from paramd.mesh.reading.assemble import Targets, allocate, torch_dtype
-from paramd.mesh.reading.transfer import Transfer, Transport
+from paramd.mesh.reading.stream import Transport
+from paramd.mesh.reading.transfer import Transfer
 
 _KEPT = 4
 """Most tensors kept per shape and dtype."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import ssl
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -231,6 +232,9 @@ class Channels:
         self._stamps: dict[str, tuple[int, ...]] = {}
         self._channels: dict[str, grpc.aio.Channel] = {}
         self._retired: list[grpc.aio.Channel] = []
+        self._stream_tls: tuple[tuple[int, ...], ssl.SSLContext] | None = None
+        self.without_streams: set[str] = set()
+        """Addresses of sidecars whose port for streams cannot be reached."""
 
     def channel(self, address: str) -> grpc.aio.Channel:
         """The channel to `address` ("host:port", or "grpcs://host:port"). No connection yet.
@@ -247,6 +251,15 @@ class Channels:
             self._channels[address] = open_channel(address, self._tls, options=CHANNEL_OPTIONS)
             self._stamps[address] = stamp
         return self._channels[address]
+
+    def stream_tls(self, address: str) -> ssl.SSLContext | None:
+        """TLS of bulk streams beside `address`; None without. Raises UsageError as `channel`."""
+        if not is_secure(address):
+            return None
+        stamp = self._tls.stamp()
+        if self._stream_tls is None or self._stream_tls[0] != stamp:
+            self._stream_tls = stamp, self._tls.ssl_context(ssl.TLSVersion.TLSv1_3)
+        return self._stream_tls[1]
 
     def control(self, address: str) -> Any:
         """The asyncio stub of `ControlService` at `address`."""

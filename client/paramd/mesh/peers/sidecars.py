@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import ssl
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, Protocol, TypeVar
 
+from paramd import streams
 from paramd.errors import ConflictError, DeadlineError, NotFoundError, ParamdError, UnreachableError
 from paramd.mesh.peers.control import JobDocument
 from paramd.mesh.peers.grpc import (
@@ -20,7 +22,8 @@ from paramd.mesh.peers.grpc import (
     told_errors,
     watched,
 )
-from paramd.v1 import control_pb2, layout_pb2, sidecar_pb2
+from paramd.security.tls import host_of, is_loopback
+from paramd.v1 import common_pb2, control_pb2, layout_pb2, sidecar_pb2
 from paramd.wire import LEASE_S, Chunk
 
 
@@ -200,11 +203,28 @@ _PROBE_TIMEOUT_S = 3.0
 _BOUNDARY_PROBE_AFTER_S = 1.0
 _BOUNDARY_PROBES = 64
 _RENEW_TIMEOUT_S = 5.0
+_GRANT_TIMEOUT_S = 5.0
 _RELEASE_TIMEOUT_S = 2.0
 
 
+@dataclass(frozen=True, slots=True)
+class StreamOffer:
+    """A grant for one bulk stream, and where to show it."""
+
+    grant: streams.Grant = field(repr=False)
+    header: common_pb2.Header
+    """State of the snapshot."""
+    host: str
+    port: int
+    tls: ssl.SSLContext | None
+
+    @property
+    def leaves_host(self) -> bool:
+        return not is_loopback(self.host)
+
+
 class SnapshotSource:
-    """One rank's pinned snapshot, read over a gRPC stream."""
+    """One rank's pinned snapshot, read over a stream."""
 
     def __init__(
         self,
@@ -213,9 +233,11 @@ class SnapshotSource:
         *,
         asked: Asked,
         probe: Callable[[], Awaitable[None]],
+        offer: Callable[[], Awaitable[StreamOffer]],
         end_bytes: int = 0,
     ) -> None:
         """`end_bytes` is the exclusive end of the read; 0 means the snapshot's end."""
+        self._offer = offer
         self._channels = channels
         self._pin = pin
         self._asked = asked
@@ -226,12 +248,20 @@ class SnapshotSource:
 
     def chunks(self, offset_bytes: int, timeout_s: float) -> AsyncIterator[Chunk]:
         """Stream the snapshot from `offset_bytes` on."""
+        size_bytes = max(self._end_bytes - offset_bytes, 0)
+        if self._end_bytes and not size_bytes:
+            # Only the proof is missing; a size of 0 would mean all that follows.
+            offset_bytes = self._pin.size_bytes
         request = sidecar_pb2.ReadSnapshotRequest(
             snapshot_id=self._pin.snapshot_id,
             offset_bytes=offset_bytes,
-            size_bytes=max(self._end_bytes - offset_bytes, 0),
+            size_bytes=size_bytes,
         )
         return self._channels.read(self._asked, request, timeout_s=timeout_s)
+
+    async def offer(self) -> StreamOffer:
+        """A grant for one bulk stream. Raises as `Sidecars.offer`."""
+        return await self._offer()
 
     async def probe(self) -> None:
         """Raise RankUnreachableError if the sidecar does not respond."""
@@ -406,6 +436,31 @@ class Sidecars:
         assert isinstance(found, sidecar_pb2.GetEditResponse)
         return found
 
+    async def offer(self, pin: RankPin) -> StreamOffer:
+        """A grant for a bulk stream of a pinned snapshot.
+
+        Raises:
+            LeaseEndedError: pin again. ConflictError: the sidecar has no port for streams.
+        """
+        request = sidecar_pb2.GrantStreamRequest(snapshot_id=pin.snapshot_id)
+        found = await self._watched(pin.rank, "GrantStream", request, _GRANT_TIMEOUT_S)
+        address = self.document.peer(pin.rank).address
+        return StreamOffer(
+            grant=streams.Grant(found.grant_id, found.secret),
+            header=found.header,
+            host=host_of(address),
+            port=found.port,
+            tls=self._channels.stream_tls(address),
+        )
+
+    def has_streams(self, rank: int) -> bool:
+        """Whether the rank's port for streams may be tried."""
+        return self.document.peer(rank).address not in self._channels.without_streams
+
+    def keep_to_grpc(self, rank: int) -> None:
+        """The rank's port for streams cannot be reached: do not try it again."""
+        self._channels.without_streams.add(self.document.peer(rank).address)
+
     def source(self, pin: RankPin, *, end_bytes: int = 0) -> SnapshotSource:
         """A source that reads a pinned snapshot up to `end_bytes`; 0 means to its end."""
         return SnapshotSource(
@@ -413,6 +468,7 @@ class Sidecars:
             pin,
             asked=self.document.asked(pin.rank),
             probe=lambda: self.probe(pin.rank),
+            offer=lambda: self.offer(pin),
             end_bytes=end_bytes,
         )
 

@@ -14,7 +14,7 @@ from paramd.errors import NotFoundError, UsageError
 from paramd.layout.dtypes import item_bytes
 from paramd.layout.plan import Block, Landing, RankRead, ReadPlan, ResultTensor, blocks
 from paramd.layout.types import Box, Interval, Region, boxes_of_interval, full_box, row_major
-from paramd.mesh.reading.stream import MAX_BLOCK_BYTES, Place
+from paramd.mesh.reading.places import MAX_BLOCK_BYTES, Place
 from paramd.mesh.results import text_table
 
 HUGE_BYTES = 4 << 20

@@ -1,11 +1,9 @@
-"""Reads pinned snapshots into memory: verified, resumed, watched. No torch.
+"""Reads pinned snapshots over streams: verified, resumed, watched. No torch.
 
-Every chunk has a checksum, offsets must be contiguous, and the header's (incarnation, step) must
-be the pin's. A bad or broken stream is resumed at the first missing byte, a few times.
-
-Bytes land in `Place`s, copied to an address or passed to `store` block by block. Places are
-filled by a stream, in order of offsets (`PlaceSink`), or by threads that copy from shared memory,
-in any order (`fill_from`).
+Bytes come over TCP, received into their place by a thread (`StreamReader`), or over gRPC
+(`Reader`). Either way the header's (incarnation, step) must be the pin's, offsets contiguous,
+and the sidecar's last word that the snapshot still held; chunks over gRPC and windows that leave
+the host have checksums. A bad or broken stream is resumed at the first missing byte, a few times.
 """
 
 from __future__ import annotations
@@ -13,16 +11,20 @@ from __future__ import annotations
 import asyncio
 import ctypes
 import functools
+import socket
+import ssl
+import struct
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
-from concurrent.futures import Executor, wait
-from contextlib import aclosing
+from collections.abc import AsyncIterator, Callable
+from contextlib import aclosing, suppress
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Literal, Protocol, TypeVar
 
 import grpc.aio
+from xxhash import xxh3_64
 
+from paramd import streams
 from paramd.errors import (
     ConflictError,
     DataLossError,
@@ -32,154 +34,21 @@ from paramd.errors import (
     UnreachableError,
 )
 from paramd.mesh.peers.grpc import LIVENESS_S, LeaseEndedError, cancelled, error_of
-from paramd.mesh.peers.sidecars import Pinned, Sidecars
+from paramd.mesh.peers.sidecars import Pinned, Sidecars, StreamOffer
+from paramd.mesh.reading.places import Place, PlaceSink, Scratch, Sink
+from paramd.v1 import common_pb2
 from paramd.wire import Chunk
 
-MAX_BLOCK_BYTES = 8 << 20
-"""Largest place with a `store`, and so of its scratch memory."""
+Transport = Literal["auto", "same-host", "stream", "grpc"]
 
-PART_BYTES = 16 << 20
-"""Bytes that a thread copies per work item."""
-
-_ALIGNMENT_BYTES = 16
-
-
-@dataclass(frozen=True, slots=True)
-class Place:
-    """Destination of bytes [begin, end) of a snapshot; `address` or `store` is set."""
-
-    begin: int
-    end: int
-    address: int | None = None
-    """Copied there unchanged."""
-    store: Callable[[int], None] | None = None
-    """Called once with the aligned address of all the bytes, at most `MAX_BLOCK_BYTES`."""
-
-    @property
-    def size_bytes(self) -> int:
-        return self.end - self.begin
-
-
-class Scratch:
-    """Reusable aligned memory, allocated on first use."""
-
-    def __init__(self) -> None:
-        self._memory: ctypes.Array[ctypes.c_char] | None = None
-        self._address = 0
-
-    def address(self, size_bytes: int) -> int:
-        """Address of at least `size_bytes`; growing loses the contents."""
-        if self._memory is None or len(self._memory) < size_bytes + _ALIGNMENT_BYTES:
-            self._memory = (ctypes.c_char * (size_bytes + _ALIGNMENT_BYTES))()
-            base = ctypes.addressof(self._memory)
-            self._address = -(-base // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
-        return self._address
-
-
-class PlaceSink:
-    """Writes a snapshot, in order of offsets, to `places` sorted by `begin`.
-
-    Bytes in gaps between places are dropped. Places overlap where tensors share memory.
-    """
-
-    def __init__(self, places: Sequence[Place]) -> None:
-        self._places = places
-        self._at = 0
-        """Index of the first place that is not full."""
-        self._filling: dict[int, Scratch] = {}
-        self._spare: list[Scratch] = []
-
-    def write(self, offset_bytes: int, address: int, size_bytes: int) -> None:
-        """As `Sink.write`."""
-        end_bytes = offset_bytes + size_bytes
-        for number in range(self._at, len(self._places)):
-            place = self._places[number]
-            if place.begin >= end_bytes:
-                break
-            begin = max(place.begin, offset_bytes)
-            end = min(place.end, end_bytes)
-            if begin < end:
-                self._move(number, begin - place.begin, address + begin - offset_bytes, end - begin)
-        while self._at < len(self._places) and self._places[self._at].end <= end_bytes:
-            self._at += 1
-
-    def _move(self, number: int, within: int, address: int, size_bytes: int) -> None:
-        place = self._places[number]
-        if place.address is not None:
-            ctypes.memmove(place.address + within, address, size_bytes)
-            return
-        assert place.store is not None
-        if size_bytes == place.size_bytes and address % _ALIGNMENT_BYTES == 0:
-            place.store(address)
-            return
-        if number not in self._filling:
-            self._filling[number] = self._spare.pop() if self._spare else Scratch()
-        scratch = self._filling[number].address(place.size_bytes)
-        ctypes.memmove(scratch + within, address, size_bytes)
-        if within + size_bytes == place.size_bytes:
-            place.store(scratch)
-            self._spare.append(self._filling.pop(number))
-
-
-class RandomAccess(Protocol):
-    """A snapshot that several threads can read in any order."""
-
-    def read_into(self, address: int, offset_bytes: int, size_bytes: int) -> None:
-        """Copy bytes of the snapshot to `address`."""
-
-
-def fill_from(
-    jobs: Iterable[tuple[RandomAccess, Sequence[Place]]], pool: Executor, thread_count: int
-) -> None:
-    """Fill the places of every snapshot with threads of the pool. Blocks until done.
-
-    Raises:
-        ParamdError: from a source; the contents of the places are then undefined.
-    """
-    # Shared by the threads: `next` on a list iterator is atomic under the GIL.
-    parts = iter([(source, part) for source, places in jobs for part in _parts(places)])
-    failed = threading.Event()
-
-    def work() -> None:
-        scratch = Scratch()
-        try:
-            for source, part in parts:
-                if failed.is_set():
-                    return
-                _fill(source, part, scratch)
-        except BaseException:
-            failed.set()
-            raise
-
-    workers = [pool.submit(work) for _ in range(thread_count)]
-    # No thread may still write when the caller frees the destination.
-    wait(workers)
-    for worker in workers:
-        worker.result()
-
-
-def _fill(source: RandomAccess, part: Place, scratch: Scratch) -> None:
-    if part.address is not None:
-        source.read_into(part.address, part.begin, part.size_bytes)
-        return
-    assert part.store is not None
-    address = scratch.address(part.size_bytes)
-    source.read_into(address, part.begin, part.size_bytes)
-    part.store(address)
-
-
-def _parts(places: Iterable[Place]) -> Iterator[Place]:
-    for place in places:
-        if place.address is None:
-            yield place
-            continue
-        for begin in range(place.begin, place.end, PART_BYTES):
-            end = min(begin + PART_BYTES, place.end)
-            yield Place(begin, end, place.address + begin - place.begin)
-
+STREAM_FROM_BYTES = 1 << 20
+"""Fewer bytes are faster over gRPC than with the extra call for a grant."""
 
 MAX_FAILURES = 3
 """Resumes without a single new byte before a read is given up."""
+
+CONNECT_S = 2.0
+"""How long a sidecar's port for streams may take to answer before gRPC is used."""
 
 _LOOK_S = 0.5
 # Effectively up to `_LOOK_S` later.
@@ -195,11 +64,8 @@ _TRIM_THRESHOLD_BYTES = 64 << 20
 _ARENAS = 2
 
 
-class Sink(Protocol):
-    """Destination of a snapshot. Called in order of offsets, once per byte."""
-
-    def write(self, offset_bytes: int, address: int, size_bytes: int) -> None:
-        """Take `size_bytes` at `address`, from snapshot byte `offset_bytes` on."""
+class NoStreamError(UnreachableError):
+    """A sidecar's port for streams cannot be reached, though gRPC can."""
 
 
 class Source(Protocol):
@@ -210,6 +76,9 @@ class Source(Protocol):
 
     def chunks(self, offset_bytes: int, timeout_s: float) -> AsyncIterator[Chunk]:
         """Stream the snapshot from `offset_bytes` on; closing the iterator cancels the call."""
+
+    async def offer(self) -> StreamOffer:
+        """A grant for one bulk stream."""
 
     async def probe(self) -> None:
         """Raise UnreachableError if the sidecar does not respond."""
@@ -264,23 +133,38 @@ async def read_range(
     begin: int,
     end: int,
     deadline_s: float,
+    transport: Transport = "auto",
 ) -> None:
     """Read bytes [begin, end) of one rank's snapshot into `sink`. Raises as `Reader.run`."""
     expected = Expected(pinned.incarnation, pinned.step, end, pinned.edits)
-    reader = Reader(sidecars.source(pinned.pins[rank], end_bytes=end), sink, expected)
-    reader.offset_bytes = begin
-    await reader.run(deadline_s)
+    source = sidecars.source(pinned.pins[rank], end_bytes=end)
+    large = end - begin >= STREAM_FROM_BYTES and sidecars.has_streams(rank)
+    if transport == "stream" or (transport == "auto" and large):
+        reader: Reader = StreamReader(source, sink, expected, begin)
+        try:
+            await reader.run(deadline_s)
+            return
+        except NoStreamError:
+            if transport == "stream":
+                raise
+            sidecars.keep_to_grpc(rank)
+            begin = reader.offset_bytes
+    await Reader(source, sink, expected, begin).run(deadline_s)
 
 
 class Reader:
-    """Reads one rank's snapshot into a sink, resuming at the first missing byte."""
+    """Reads one rank's snapshot into a sink, resuming at the first missing byte. Over gRPC."""
 
-    def __init__(self, source: Source, sink: Sink, expected: Expected) -> None:
+    def __init__(
+        self, source: Source, sink: Sink, expected: Expected, offset_bytes: int = 0
+    ) -> None:
         self._source = source
         self._sink = sink
         self._expected = expected
-        self.offset_bytes = 0
-        """End of the bytes written so far; set it before `run` to start there."""
+        self.offset_bytes = offset_bytes
+        """End of the bytes written so far."""
+        # Set by the sidecar's last word, without which even all bytes prove nothing.
+        self._proven = offset_bytes >= expected.size_bytes
 
     async def run(self, deadline_s: float) -> None:
         """Read to the end; `deadline_s` is on the monotonic clock.
@@ -290,10 +174,11 @@ class Reader:
             DataLossError: bytes did not match their checksum, or preceded the header, after
                 all retries.
             LeaseEndedError: pin again. ConflictError: the bytes are of another state.
+            AbortedError: training changed them while they were read.
             DeadlineError: not all bytes came in time.
         """
         failures = 0
-        while self.offset_bytes < self._expected.size_bytes:
+        while not self._proven:
             begin = self.offset_bytes
             try:
                 await self._watched_read(deadline_s)
@@ -309,7 +194,7 @@ class Reader:
                     raise LeaseEndedError(str(error)) from found
             except DataLossError as found:
                 error = DataLossError(f"{self._source.who}: {found}")
-            if self.offset_bytes >= self._expected.size_bytes:
+            if self._proven:
                 return
             if not isinstance(error, UnreachableError | DataLossError):
                 raise error
@@ -343,22 +228,21 @@ class Reader:
 
     async def _read(self, deadline_s: float) -> None:
         left_s = deadline_s - time.monotonic()
-        proven = False
+        told = False
         async with aclosing(self._source.chunks(self.offset_bytes, left_s)) as chunks:  # type: ignore[type-var]
             async for chunk in chunks:
                 if chunk.header is not None:
-                    self._check_header(chunk)
-                    proven = True
+                    self._check_header(chunk.header)
+                    told = True
                 if chunk.size_bytes:
-                    if not proven:
+                    if not told:
                         raise DataLossError(
                             "its stream began without a header, so the step of its bytes is unknown"
                         )
                     self._land(chunk)
+        self._proven = told and self.offset_bytes >= self._expected.size_bytes
 
-    def _check_header(self, chunk: Chunk) -> None:
-        header = chunk.header
-        assert header is not None
+    def _check_header(self, header: common_pb2.Header) -> None:
         expected = self._expected
         same = (header.incarnation, header.step) == (expected.incarnation, expected.step)
         if not same or expected.edits not in (-1, header.edits):
@@ -368,13 +252,207 @@ class Reader:
                 f"{expected.edits}) of incarnation {expected.incarnation}; try again"
             )
 
-    def _land(self, chunk: Chunk) -> None:
-        end = chunk.offset_bytes + chunk.size_bytes
-        if chunk.offset_bytes != self.offset_bytes or end > self._expected.size_bytes:
+    def _check_next(self, offset_bytes: int, size_bytes: int) -> None:
+        end = offset_bytes + size_bytes
+        if offset_bytes != self.offset_bytes or end > self._expected.size_bytes:
             raise DataLossError(
-                f"got bytes [{chunk.offset_bytes:,}, {end:,}) of {self._expected.size_bytes:,}; "
+                f"got bytes [{offset_bytes:,}, {end:,}) of {self._expected.size_bytes:,}; "
                 f"expected them from {self.offset_bytes:,} on"
             )
+
+    def _land(self, chunk: Chunk) -> None:
+        self._check_next(chunk.offset_bytes, chunk.size_bytes)
         chunk.check()
         self._sink.write(chunk.offset_bytes, chunk.address, chunk.size_bytes)
+        self.offset_bytes = chunk.offset_bytes + chunk.size_bytes
+
+
+class StreamReader(Reader):
+    """The same over a bulk stream, received by a thread into its place."""
+
+    async def _read(self, deadline_s: float) -> None:
+        offer = await self._source.offer()
+        self._check_header(offer.header)
+        receiving = _Receiving(offer, self.offset_bytes, self._expected.size_bytes)
+        try:
+            await on_thread(functools.partial(receiving.run, self._take), receiving.stop)
+        except NotFoundError as error:
+            raise LeaseEndedError(f"{self._source.who}: {error}") from error
+        except (NoStreamError, DataLossError):
+            raise
+        except ParamdError as error:
+            raise type(error)(f"{self._source.who}: {error}") from error
+        self._proven = receiving.proven
+
+    def _take(self, window: streams.Window, receiving: _Receiving) -> None:
+        """Receive the bytes of a window; written only once they are known to be right."""
+        self._check_next(window.offset, window.size)
+        end = window.offset + window.size
+        summed = xxh3_64(seed=window.offset) if receiving.checksums else None
+        kept: list[tuple[int, int, int]] = []
+        at = window.offset
+        while at < end:
+            address, until = None, end
+            if isinstance(self._sink, PlaceSink):
+                address, until = self._sink.direct(at, end)
+            if address is None:
+                address = receiving.scratch.address(window.size) + at - window.offset
+                kept.append((at, address, until - at))
+            part = memory_at(address, until - at)
+            receiving.fill(part)
+            if summed is not None:
+                summed.update(part)
+            at = until
+        if summed is not None and summed.intdigest() != window.xxh3:
+            raise DataLossError(
+                f"{window.size:,} bytes at offset {window.offset:,} do not match their checksum"
+            )
+        for offset, address, size_bytes in kept:
+            self._sink.write(offset, address, size_bytes)
         self.offset_bytes = end
+
+
+class _Receiving:
+    """One bulk stream, from its opening to its last window. `run` blocks; `stop` ends it."""
+
+    def __init__(self, offer: StreamOffer, begin: int, end: int) -> None:
+        self._offer = offer
+        self._range = begin, end
+        self.checksums = offer.leaves_host
+        self.scratch = Scratch()
+        self.proven = False
+        self._sock: socket.socket | None = None
+        self._stopped = False
+
+    def run(self, take: Callable[[streams.Window, _Receiving], None]) -> None:
+        """Receive everything.
+
+        Returns early if the stream breaks off; `proven` says whether it was whole.
+
+        Raises:
+            NoStreamError: nobody answers at the port. DataLossError: not what was asked for.
+            ParamdError: as the sidecar said.
+        """
+        begin, end = self._range
+        grant = self._offer.grant
+        opening = streams.Opening(grant.grant_id, begin, end, self.checksums)
+        sealed = opening.sealed(grant.secret)
+        with self._connected() as sock:
+            # Before looking: whoever stops us later finds the socket.
+            self._sock = sock
+            try:
+                if self._stopped:
+                    return
+                sock.sendall(sealed)
+                status, size = streams.read_reply(
+                    self._exactly(streams.REPLY_BYTES), sealed, grant.secret
+                )
+                if status:
+                    raise streams.error_of(status, self._exactly(size))
+                while not self.proven:
+                    window = streams.read_window(self._exactly(streams.WINDOW_HEADER_BYTES))
+                    if window.kind == streams.FAILED:
+                        raise streams.error_of(window.xxh3, self._exactly(window.size))
+                    if window.kind == streams.DATA:
+                        take(window, self)
+                    elif window.offset != end:
+                        raise DataLossError(f"the stream ended at byte {window.offset:,}")
+                    else:
+                        self.proven = True
+            except ParamdError:
+                raise
+            except (OSError, EOFError):
+                return  # resumed at the first missing byte
+
+    def stop(self) -> None:
+        """Let `run` return soon. From any thread."""
+        self._stopped = True
+        if (sock := self._sock) is not None:
+            with suppress(OSError):
+                # Not SSLSocket's own, which would drop its TLS state under the thread.
+                socket.socket.shutdown(sock, socket.SHUT_RDWR)
+
+    def fill(self, part: memoryview) -> None:
+        """Receive exactly the bytes of `part`. Raises EOFError, OSError."""
+        assert self._sock is not None
+        done, size_bytes = 0, len(part)
+        flags = 0 if isinstance(self._sock, ssl.SSLSocket) else socket.MSG_WAITALL
+        while done < size_bytes:
+            try:
+                moved = self._sock.recv_into(part[done:], size_bytes - done, flags)
+            except BlockingIOError:
+                moved = -1  # nothing for a while: whoever watches `run` decides
+            if moved == 0 or self._stopped:
+                raise EOFError("the stream broke off")
+            done += max(moved, 0)
+
+    def _exactly(self, size_bytes: int) -> bytes:
+        data = bytearray(size_bytes)
+        self.fill(memoryview(data))
+        return bytes(data)
+
+    def _connected(self) -> socket.socket:
+        offer = self._offer
+        try:
+            sock = socket.create_connection((offer.host, offer.port), timeout=CONNECT_S)
+            try:
+                sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+                if offer.tls is not None:
+                    sock = offer.tls.wrap_socket(sock, server_hostname=offer.host)
+                # The kernel waits, without the interpreter's lock, and returns now and then.
+                sock.settimeout(None)
+                sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, _timeval(_LOOK_S))
+            except BaseException:
+                sock.close()
+                raise
+        except OSError as error:
+            raise NoStreamError(
+                f"port {offer.port} of {offer.host}, for streams, cannot be reached ({error}); "
+                'let it through, or use transport="grpc"'
+            ) from error
+        return sock
+
+
+def memory_at(address: int, size_bytes: int) -> memoryview:
+    """Writable bytes at an address, which must outlive the view."""
+    return memoryview((ctypes.c_char * size_bytes).from_address(address)).cast("B")
+
+
+def _timeval(seconds: float) -> bytes:
+    return struct.pack("@ll", int(seconds), int(seconds % 1 * 1e6))
+
+
+Result = TypeVar("Result")
+
+
+async def on_thread(work: Callable[[], Result], stop: Callable[[], None]) -> Result:
+    """Run blocking work on a thread of its own. Returns only once it has ended.
+
+    If cancelled, `stop` is called first: otherwise the thread could write into memory that the
+    caller has freed.
+    """
+    loop = asyncio.get_running_loop()
+    done: asyncio.Future[Result] = loop.create_future()
+
+    def settle(result: Result | None, error: BaseException | None) -> None:
+        if error is not None:
+            done.set_exception(error)
+        else:
+            done.set_result(result)  # type: ignore[arg-type]
+
+    def run() -> None:
+        result, error = None, None
+        try:
+            result = work()
+        except BaseException as found:
+            error = found
+        loop.call_soon_threadsafe(settle, result, error)
+
+    threading.Thread(target=run, name="paramd-stream", daemon=True).start()
+    try:
+        return await asyncio.shield(done)
+    except asyncio.CancelledError:
+        stop()
+        await asyncio.wait({done})
+        done.exception()  # retrieved, or asyncio logs it
+        raise

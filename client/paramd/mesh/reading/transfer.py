@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from functools import partial
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Final, Literal, TypeVar, get_args
+from typing import TYPE_CHECKING, Final, TypeVar, get_args
 
 from paramd.errors import DeniedError, ParamdError, UnreachableError, UsageError, error_of_grpc
 from paramd.layout.plan import RankRead, ReadPlan
@@ -32,7 +32,9 @@ from paramd.mesh.peers.control import JobDocument, PeerAddress
 from paramd.mesh.peers.grpc import check_handover
 from paramd.mesh.peers.sidecars import Pinned, RankPin, Sidecars
 from paramd.mesh.reading.live import LiveRank, LiveState, read_live
-from paramd.mesh.reading.stream import Expected, PlaceSink, Reader, fill_from, read_range
+from paramd.mesh.reading.places import Place, PlaceSink, fill_from
+from paramd.mesh.reading.stream import Transport, read_range
+from paramd.security.tls import host_of, is_loopback
 from paramd.state_files import host_id, kernel_of
 
 if TYPE_CHECKING:
@@ -195,13 +197,16 @@ def _asked(
     raise UnreachableError(f"rank {rank}: unexpected {answer['op']!r} at its Unix socket")
 
 
-Transport = Literal["auto", "grpc", "same-host"]
-
 MAX_COPY_THREADS: Final = 4
 """Threads that copy from shared memory; two saturate a small machine's memory bandwidth."""
 
 MAX_GAP_BYTES: Final = 1 << 18
 """Gaps up to this size are read along: another call would take as long."""
+
+STREAMS: Final = 4
+"""Streams per rank from another host: one rarely fills its link."""
+
+STREAM_LEAST_BYTES: Final = 32 << 20
 
 # For work that blocks on the copy threads, and for opening sockets.
 _OTHER_THREADS: Final = 8
@@ -284,10 +289,25 @@ class Transfer:
     ) -> None:
         """Fill the targets from all ranks concurrently; no copy is left running at the end."""
 
-        def stream(read: RankRead) -> Awaitable[None]:
-            expected = Expected(pinned.incarnation, pinned.step, read.size_bytes, pinned.edits)
-            source = sidecars.source(pinned.pins[read.rank])
-            return Reader(source, PlaceSink(targets.places(read)), expected).run(deadline_s)
+        async def stream(read: RankRead) -> None:
+            peer = sidecars.document.peer(read.rank)
+            count = 1 if is_loopback(host_of(peer.address)) else STREAMS
+            parts = _cut(targets.places(read), read.size_bytes, count)
+            await all_ended(
+                [
+                    read_range(
+                        sidecars,
+                        pinned,
+                        read.rank,
+                        PlaceSink(places),
+                        begin,
+                        end,
+                        deadline_s,
+                        transport,
+                    )
+                    for begin, end, places in parts
+                ]
+            )
 
         await self._fill(sidecars, plan, pinned, targets, transport, stream)
 
@@ -337,7 +357,9 @@ class Transfer:
         async def stream(read: RankRead) -> None:
             sink = PlaceSink(targets.places(read))
             for begin, end in _ranges([(one.begin_bytes, one.end_bytes) for one in read.landings]):
-                await read_range(sidecars, pinned, read.rank, sink, begin, end, deadline_s)
+                await read_range(
+                    sidecars, pinned, read.rank, sink, begin, end, deadline_s, transport
+                )
 
         await self._fill(sidecars, plan, pinned, targets, transport, stream)
 
@@ -393,7 +415,7 @@ class Transfer:
         self, sidecars: Sidecars, pinned: Pinned, transport: Transport, stack: AsyncExitStack
     ) -> dict[int, SharedSnapshot]:
         """Open the snapshots whose memory this process can share, by rank."""
-        if transport == "grpc":
+        if transport in ("stream", "grpc"):
             return {}
         pins = [pin for pin in pinned.pins.values() if pin.size_bytes]
         found = await asyncio.gather(
@@ -418,7 +440,7 @@ class Transfer:
                 return None
             raise UnreachableError(
                 f"rank {pin.rank} runs on another host, or its socket is not visible here "
-                '(another container or user); use transport="grpc"'
+                '(another container or user); use transport="auto"'
             )
         try:
             shared = await self.run(
@@ -445,6 +467,24 @@ class Transfer:
             if not running.cancelled() and isinstance(error := running.exception(), ParamdError):
                 raise asyncio.CancelledError from error
             raise
+
+
+def _cut(
+    places: Sequence[Place], size_bytes: int, count: int
+) -> list[tuple[int, int, Sequence[Place]]]:
+    """Parts of a snapshot for at most `count` streams: begin, end, and the places in between.
+
+    Cut only where no place has bytes on both sides.
+    """
+    found: list[tuple[int, int, Sequence[Place]]] = []
+    least = max(size_bytes // count, STREAM_LEAST_BYTES)
+    begin = first = reached = 0
+    for number, place in enumerate(places):
+        if reached <= place.begin and place.begin - begin >= least:
+            found.append((begin, place.begin, places[first:number]))
+            begin, first = place.begin, number
+        reached = max(reached, place.end)
+    return [*found, (begin, size_bytes, places[first:])]
 
 
 def _ranges(landings: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:

@@ -1,4 +1,4 @@
-"""The gRPC server of a sidecar: SidecarService, health and reflection on one address."""
+"""The gRPC server of a sidecar: SidecarService, health and reflection; streams beside it."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from paramd_service.sidecar.rank import RankSidecar
 from paramd_service.sidecar.rpc.auth import OPEN_METHODS, SERVICE, AuthInterceptor
 from paramd_service.sidecar.rpc.gateway import Gateway
 from paramd_service.sidecar.rpc.service import SidecarServicer
+from paramd_service.sidecar.rpc.streams import StreamServer
 from paramd_service.tls import ServerTls, advertised, grpc_address
 
 MAX_REFLECTIONS = 16
@@ -43,6 +44,7 @@ class GrpcServer:
 
     def __init__(self, rank: RankSidecar, gateway: Gateway) -> None:
         self.address = ""
+        self._streams = StreamServer(rank)
         self._rank = rank
         self._gateway = gateway
         self._health = health_aio.HealthServicer()
@@ -65,11 +67,13 @@ class GrpcServer:
             interceptors=[AuthInterceptor(self._rank.verify, self._rank.refusals.saw), doors],
             options=SERVER_OPTIONS,
         )
-        server.add_generic_rpc_handlers((SidecarServicer(self._rank, self._gateway).handler(),))
+        servicer = SidecarServicer(self._rank, self._gateway, self._streams)
+        server.add_generic_rpc_handlers((servicer.handler(),))
         health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
         names = (SERVICE, "grpc.health.v1.Health", reflection.SERVICE_NAME)
         reflection.enable_server_reflection(names, server)
         self.address = self._bind(server)
+        self._streams.start()
         await self._health.set(SERVICE, _NOT_SERVING)
         self._rank.on_change.append(self._report_health)
         await server.start()
@@ -82,6 +86,7 @@ class GrpcServer:
         """Refuse new calls at once; cancel running ones after the grace time."""
         if self._server is not None:
             await self._server.stop(grace_s)
+        await self._streams.close()
         await self._gateway.close()
 
     def _bind(self, server: grpc.aio.Server) -> str:

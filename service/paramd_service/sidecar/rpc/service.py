@@ -44,6 +44,7 @@ from paramd_service.sidecar.rpc.auth import (
 from paramd_service.sidecar.rpc.gateway import Gateway
 from paramd_service.sidecar.rpc.messages import abort_internal, abort_with
 from paramd_service.sidecar.rpc.statistics import compute_stats, digest_snapshot, pool_snapshot
+from paramd_service.sidecar.rpc.streams import StreamServer
 from paramd_service.sidecar.snapshots.store import Snapshot
 
 _NS = 1e9
@@ -198,9 +199,10 @@ Context: TypeAlias = grpc.aio.ServicerContext[Any, Any]
 class SidecarServicer:
     """The methods of SidecarService for one rank."""
 
-    def __init__(self, rank: RankSidecar, gateway: Gateway) -> None:
+    def __init__(self, rank: RankSidecar, gateway: Gateway, streams: StreamServer) -> None:
         self._rank = rank
         self._gateway = gateway
+        self._streams = streams
         self._slots = Shares(rank.config.max_calls, "calls of this sidecar")
         self._waits = Shares(MAX_WAITING, "calls that wait for later steps")
 
@@ -214,6 +216,7 @@ class SidecarServicer:
             **pins.calls(rank),
             **gateway.calls(self._gateway),
             **exports.calls(rank),
+            **self._streams.calls(),
         }
         return grpc.method_handlers_generic_handler(
             SERVICE, {name: self._served(call) for name, call in table.items()}

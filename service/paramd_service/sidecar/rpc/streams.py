@@ -18,23 +18,18 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
-from functools import partial
-from typing import Any
 
 from google.protobuf.message import Message
 
 from paramd import streams
 from paramd.errors import (
-    AbortedError,
     ConflictError,
     DataLossError,
     DeniedError,
-    ExhaustedError,
     NotFoundError,
     ParamdError,
 )
 from paramd.security.tickets import Claims
-from paramd.security.tls import is_loopback
 from paramd.v1 import sidecar_pb2 as pb
 from paramd.wire import checksum_of
 from paramd_service import admission
@@ -42,7 +37,7 @@ from paramd_service.admission import Shares, Who
 from paramd_service.sidecar.rank import RankSidecar
 from paramd_service.sidecar.rpc import messages
 from paramd_service.sidecar.rpc.auth import CALLER, Call, CallTable, check_range
-from paramd_service.sidecar.snapshots.store import Snapshot
+from paramd_service.sidecar.snapshots.store import Snapshot, SnapshotStore
 
 GRANT_S = 10.0
 """How long a grant is good."""
@@ -85,6 +80,7 @@ class _Stream:
     granted: _Granted
     opening: streams.Opening
     sock: socket.socket
+    store: SnapshotStore
     snapshot: Snapshot
     thread: threading.Thread = field(init=False)
 
@@ -107,6 +103,8 @@ class StreamServer:
         self._shares = Shares(rank.config.max_calls, "streams of this sidecar")
         self._strangers: dict[_Stranger, None] = {}
         self._running: set[_Stream] = set()
+        self._idle = asyncio.Event()
+        self._idle.set()
         self._looking: asyncio.TimerHandle | None = None
         rank.revocations.on_news.append(self._look)
 
@@ -139,8 +137,7 @@ class StreamServer:
             stranger.close()
         for stream in self._running:
             _hang_up(stream.sock)
-        while self._running:
-            await asyncio.sleep(0.01)
+        await self._idle.wait()
 
     async def grant(self, request: pb.GrantStreamRequest, _timeout_s: float) -> Message:
         """Answer GrantStream."""
@@ -187,11 +184,13 @@ class StreamServer:
         rank.revocations.check(granted.claims)
         if granted.incarnation != rank.incarnation:
             raise NotFoundError("the incarnation of the stream's snapshot has ended")
-        snapshot = rank.pins.store.filled(granted.snapshot_id)
+        store = rank.pins.store
+        snapshot = store.filled(granted.snapshot_id)
         check_range(opening.begin, opening.end - opening.begin, snapshot.size_bytes)
         self._shares.take(granted.who)
-        stream = _Stream(granted, opening, sock, rank.pins.store.hold(snapshot))
+        stream = _Stream(granted, opening, sock, store, store.hold(snapshot))
         self._running.add(stream)
+        self._idle.clear()
         reply = streams.reply(data, granted.secret)
         stream.thread = threading.Thread(
             target=self._send, args=(stream, reply), name="paramd-stream", daemon=True
@@ -271,12 +270,11 @@ class StreamServer:
     def _ended(self, stream: _Stream) -> None:
         stream.sock.close()
         self._running.discard(stream)
+        if not self._running:
+            self._idle.set()
         self._shares.give_back(stream.granted.who)
         # A store that was closed meanwhile frees the memory now.
-        self._drop(stream.snapshot)
-
-    def _drop(self, snapshot: Snapshot) -> None:
-        raise NotImplementedError
+        stream.store.drop(stream.snapshot)
 
     def _send(self, stream: _Stream, reply: bytes) -> None:
         """Send reply, windows and proof. On the stream's own thread."""
@@ -295,7 +293,98 @@ class StreamServer:
                 self._loop.call_soon_threadsafe(self._ended, stream)
 
     def _proof(self, stream: _Stream) -> bytes:
-        checked: asyncio.Future[None] = asyncio.run_coroutine_threadsafe(
-            self._checked(stream), self._loop
-        )
-        raise NotImplementedError
+        """The last window: whether the bytes sent hold. On the stream's thread."""
+        try:
+            asyncio.run_coroutine_threadsafe(self._checked(stream), self._loop).result()
+        except ParamdError as error:
+            return streams.failure(error)
+        return streams.Window(streams.LAST, stream.opening.end, 0).packed()
+
+    async def _checked(self, stream: _Stream) -> None:
+        self._check(stream)
+
+
+class _Stranger:
+    """A connection that has not shown a grant."""
+
+    def __init__(self, server: StreamServer, sock: socket.socket, tls: ssl.SSLContext | None):
+        self._server = server
+        self._loop = asyncio.get_running_loop()
+        sock.setblocking(False)
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self._sock = sock
+        if tls is not None:
+            self._sock = tls.wrap_socket(sock, server_side=True, do_handshake_on_connect=False)
+        self._is_shaken = tls is None
+        self._data = b""
+        self._timer = self._loop.call_later(OPENING_S, self.close)
+
+    def start(self) -> None:
+        self._loop.add_reader(self._sock.fileno(), self._advance)
+
+    def close(self) -> None:
+        """Leave without a word: to a stranger nothing is owed."""
+        self._let_go()
+        self._sock.close()
+
+    def _let_go(self) -> None:
+        self._timer.cancel()
+        self._server.forget(self)
+        if self._sock.fileno() >= 0:
+            self._loop.remove_reader(self._sock.fileno())
+            self._loop.remove_writer(self._sock.fileno())
+
+    def _advance(self) -> None:
+        try:
+            if isinstance(self._sock, ssl.SSLSocket) and not self._is_shaken:
+                self._loop.remove_writer(self._sock.fileno())
+                self._sock.do_handshake()
+                self._is_shaken = True
+            more = self._sock.recv(streams.OPENING_BYTES - len(self._data))
+        except ssl.SSLWantWriteError:
+            self._loop.add_writer(self._sock.fileno(), self._advance)
+            return
+        except (BlockingIOError, ssl.SSLWantReadError):
+            return
+        except OSError:
+            self.close()
+            return
+        self._data += more
+        if not more:
+            self.close()
+        elif len(self._data) == streams.OPENING_BYTES:
+            self._let_go()
+            try:
+                self._server.open(self._sock, self._data)
+            except ParamdError as error:
+                self._server.refuse(self._sock, error)
+        elif isinstance(self._sock, ssl.SSLSocket) and self._sock.pending():
+            self._advance()  # decrypted already: the socket will not become readable for it
+
+
+def _make_blocking(sock: socket.socket) -> None:
+    """Let the kernel wait, without the interpreter's lock, and give up on a stalled reader."""
+    if isinstance(sock, ssl.SSLSocket):
+        sock.settimeout(STALL_S)
+        return
+    sock.setblocking(True)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("@ll", STALL_S, 0))
+
+
+def _send_windows(stream: _Stream, at_point: Callable[[str], None]) -> None:
+    opening, sock, data = stream.opening, stream.sock, stream.snapshot.view()
+    # Header and bytes in one segment, where the socket knows how.
+    more = 0 if isinstance(sock, ssl.SSLSocket) else socket.MSG_MORE
+    for begin in range(opening.begin, opening.end, streams.WINDOW_BYTES):
+        part = data[begin : min(begin + streams.WINDOW_BYTES, opening.end)]
+        xxh3 = checksum_of(part, begin) if opening.checksums else 0
+        sock.send(streams.Window(streams.DATA, begin, len(part), xxh3).packed(), more)
+        sock.sendall(part)
+        at_point("stream-window")
+
+
+def _hang_up(sock: socket.socket) -> None:
+    """Wake the stream's thread from whatever it waits for; its socket is closed afterwards."""
+    with suppress(OSError):
+        # Not SSLSocket's own, which would drop its TLS state under the sending thread.
+        socket.socket.shutdown(sock, socket.SHUT_RDWR)

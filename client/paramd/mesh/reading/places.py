@@ -1,0 +1,199 @@
+"""Where bytes of a snapshot go: places in tensors, filled by streams or by threads. No torch.
+
+Bytes land in `Place`s, copied to an address or passed to `store` block by block. Places are
+filled in order of offsets (`PlaceSink`), or by threads that copy from shared memory, in any order
+(`fill_from`).
+"""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Executor, wait
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Protocol
+
+MAX_BLOCK_BYTES = 8 << 20
+"""Largest place with a `store`, and so of its scratch memory."""
+
+PART_BYTES = 16 << 20
+"""Bytes that a thread copies per work item."""
+
+DIRECT_BYTES = 64 << 10
+"""Fewer bytes are cheaper to copy than to receive by a call of their own."""
+
+_ALIGNMENT_BYTES = 16
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Destination of bytes [begin, end) of a snapshot; `address` or `store` is set."""
+
+    begin: int
+    end: int
+    address: int | None = None
+    """Copied there unchanged."""
+    store: Callable[[int], None] | None = None
+    """Called once with the aligned address of all the bytes, at most `MAX_BLOCK_BYTES`."""
+
+    @property
+    def size_bytes(self) -> int:
+        return self.end - self.begin
+
+
+class Scratch:
+    """Reusable aligned memory, allocated on first use."""
+
+    def __init__(self) -> None:
+        self._memory: ctypes.Array[ctypes.c_char] | None = None
+        self._address = 0
+
+    def address(self, size_bytes: int) -> int:
+        """Address of at least `size_bytes`; growing loses the contents."""
+        if self._memory is None or len(self._memory) < size_bytes + _ALIGNMENT_BYTES:
+            self._memory = (ctypes.c_char * (size_bytes + _ALIGNMENT_BYTES))()
+            base = ctypes.addressof(self._memory)
+            self._address = -(-base // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
+        return self._address
+
+
+class Sink(Protocol):
+    """Destination of a snapshot. Called in order of offsets, once per byte."""
+
+    def write(self, offset_bytes: int, address: int, size_bytes: int) -> None:
+        """Take `size_bytes` at `address`, from snapshot byte `offset_bytes` on."""
+
+
+class PlaceSink:
+    """Writes a snapshot, in order of offsets, to `places` sorted by `begin`.
+
+    Bytes in gaps between places are dropped. Places overlap where tensors share memory.
+    """
+
+    def __init__(self, places: Sequence[Place]) -> None:
+        self._places = places
+        self._alone = _alone(places)
+        self._at = 0
+        """Index of the first place that is not full."""
+        self._filling: dict[int, Scratch] = {}
+        self._spare: list[Scratch] = []
+
+    def direct(self, begin: int, end: int) -> tuple[int | None, int]:
+        """Where bytes of [begin, end) may be put directly, and up to which offset.
+
+        The address is None for bytes up to that offset that must pass through `write`, among
+        them those that two places share.
+        """
+        while self._at < len(self._places) and self._places[self._at].end <= begin:
+            self._at += 1
+        for number in range(self._at, len(self._places)):
+            place = self._places[number]
+            size_bytes = min(place.end, end) - max(place.begin, begin)
+            if place.begin >= end:
+                break
+            if place.address is None or not self._alone[number] or size_bytes < DIRECT_BYTES:
+                continue
+            if place.begin > begin:
+                return None, place.begin
+            return place.address + begin - place.begin, begin + size_bytes
+        return None, end
+
+    def write(self, offset_bytes: int, address: int, size_bytes: int) -> None:
+        """As `Sink.write`."""
+        end_bytes = offset_bytes + size_bytes
+        for number in range(self._at, len(self._places)):
+            place = self._places[number]
+            if place.begin >= end_bytes:
+                break
+            begin = max(place.begin, offset_bytes)
+            end = min(place.end, end_bytes)
+            if begin < end:
+                self._move(number, begin - place.begin, address + begin - offset_bytes, end - begin)
+        while self._at < len(self._places) and self._places[self._at].end <= end_bytes:
+            self._at += 1
+
+    def _move(self, number: int, within: int, address: int, size_bytes: int) -> None:
+        place = self._places[number]
+        if place.address is not None:
+            ctypes.memmove(place.address + within, address, size_bytes)
+            return
+        assert place.store is not None
+        if size_bytes == place.size_bytes and address % _ALIGNMENT_BYTES == 0:
+            place.store(address)
+            return
+        if number not in self._filling:
+            self._filling[number] = self._spare.pop() if self._spare else Scratch()
+        scratch = self._filling[number].address(place.size_bytes)
+        ctypes.memmove(scratch + within, address, size_bytes)
+        if within + size_bytes == place.size_bytes:
+            place.store(scratch)
+            self._spare.append(self._filling.pop(number))
+
+
+def _alone(places: Sequence[Place]) -> list[bool]:
+    """For each place, whether no other one has bytes in common with it."""
+    ends = [0, *accumulate((place.end for place in places), max)]
+    nexts = [*(place.begin for place in places[1:]), ends[-1]]
+    return [
+        before <= place.begin and place.end <= following
+        for before, place, following in zip(ends, places, nexts, strict=False)
+    ]
+
+
+class RandomAccess(Protocol):
+    """A snapshot that several threads can read in any order."""
+
+    def read_into(self, address: int, offset_bytes: int, size_bytes: int) -> None:
+        """Copy bytes of the snapshot to `address`."""
+
+
+def fill_from(
+    jobs: Iterable[tuple[RandomAccess, Sequence[Place]]], pool: Executor, thread_count: int
+) -> None:
+    """Fill the places of every snapshot with threads of the pool. Blocks until done.
+
+    Raises:
+        ParamdError: from a source; the contents of the places are then undefined.
+    """
+    # Shared by the threads: `next` on a list iterator is atomic under the GIL.
+    parts = iter([(source, part) for source, places in jobs for part in _parts(places)])
+    failed = threading.Event()
+
+    def work() -> None:
+        scratch = Scratch()
+        try:
+            for source, part in parts:
+                if failed.is_set():
+                    return
+                _fill(source, part, scratch)
+        except BaseException:
+            failed.set()
+            raise
+
+    workers = [pool.submit(work) for _ in range(thread_count)]
+    # No thread may still write when the caller frees the destination.
+    wait(workers)
+    for worker in workers:
+        worker.result()
+
+
+def _fill(source: RandomAccess, part: Place, scratch: Scratch) -> None:
+    if part.address is not None:
+        source.read_into(part.address, part.begin, part.size_bytes)
+        return
+    assert part.store is not None
+    address = scratch.address(part.size_bytes)
+    source.read_into(address, part.begin, part.size_bytes)
+    part.store(address)
+
+
+def _parts(places: Iterable[Place]) -> Iterator[Place]:
+    for place in places:
+        if place.address is None:
+            yield place
+            continue
+        for begin in range(place.begin, place.end, PART_BYTES):
+            end = min(begin + PART_BYTES, place.end)
+            yield Place(begin, end, place.address + begin - place.begin)

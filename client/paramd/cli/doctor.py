@@ -339,12 +339,20 @@ def _silent(name: str, error: Exception) -> Finding:
     )
 
 
+LANES = {
+    "same-host": "shared memory",
+    "stream": "streams over TCP",
+    "grpc": "gRPC alone",
+    "auto": "no way",
+}
+
+
 def _job(target: Target) -> Iterator[Finding]:
     chosen = target.settings
     name = f"job {chosen.job}" if chosen.job is not None else str(chosen.url)
     try:
         with target.connect() as mesh:
-            found = mesh.status()
+            found, lanes = mesh.status(), mesh.lanes()
     except (ParamdError, OSError) as error:
         yield _silent(name, error)
         return
@@ -361,6 +369,13 @@ def _job(target: Target) -> Iterator[Finding]:
                 detail=f"{row.phase}: {row.reason}",
                 advice=f"see rank-{row.rank}.log in {places.state_dir() / found.job}",
             )
+    for lane in lanes:
+        yield Finding(
+            check=f"job {found.job} rank {lane.rank} bytes",
+            verdict=Verdict.WARNING if lane.reason else Verdict.OK,
+            detail=f"{LANES[lane.transport]}{': ' * bool(lane.reason)}{lane.reason}",
+            advice="let that port through; reading is slower without it" if lane.reason else "",
+        )
 
 
 def control_plane(url: str, tls_ca: str | None) -> Iterator[Finding]:

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, cast
 
 import typer
 
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     import torch
 
     from paramd.mesh.mesh import Mesh
+    from paramd.mesh.reading.stream import Transport
     from paramd.mesh.results import Summoned
     from paramd.safetensors_file import SafetensorsWriter
 
@@ -138,6 +139,10 @@ def summon(
     ] = None,
     buffers: Buffers = False,
     force: Annotated[bool, typer.Option("--force", help="Replace an existing file.")] = False,
+    transport: Annotated[
+        str,
+        typer.Option("--transport", metavar="auto|stream|grpc", help="How the bytes come here."),
+    ] = "auto",
 ) -> None:
     """Write full parameters, all of one step, to a safetensors file.
 
@@ -147,7 +152,15 @@ def summon(
     """
     check_destination(output_file, force=force)
     with target.connect() as mesh:
-        fetch(mesh, output_file, *glob, dtype=dtype, buffers=buffers, force=force)
+        fetch(
+            mesh,
+            output_file,
+            *glob,
+            dtype=dtype,
+            buffers=buffers,
+            force=force,
+            transport=cast("Transport", transport),
+        )
 
 
 def fetch(
@@ -158,6 +171,7 @@ def fetch(
     buffers: bool,
     force: bool,
     name_map: Mapping[str, str] | None = None,
+    transport: Transport = "auto",
 ) -> None:
     """Download to a file, with a progress bar. Raises as `Mesh.download`."""
     with bar(path.name) as moved:
@@ -168,6 +182,7 @@ def fetch(
             buffers=buffers,
             replace=force,
             name_map=name_map,
+            transport=transport,
             moved=lambda done_bytes, size_bytes: moved(path.name, done_bytes, size_bytes),
             said=say,
         )

@@ -37,7 +37,7 @@ from paramd.mesh.reading.live import LiveState
 from paramd.mesh.reading.pin import choose, pinned, while_pinned
 from paramd.mesh.reading.stream import Transport, keep_freed_memory
 from paramd.mesh.reading.summary import compute_stats
-from paramd.mesh.reading.transfer import Transfer, check_transport
+from paramd.mesh.reading.transfer import Lane, Transfer, check_transport, find_lanes
 from paramd.mesh.results import MeshStatus, ParamInfo, Params, StatsTable, Summoned, mesh_status
 from paramd.security.tls import ClientTls
 from paramd.wire import LEASE_S
@@ -198,6 +198,14 @@ class AsyncMesh:
             unsettled=unsettled,
         )
 
+    async def lanes(self) -> list[Lane]:
+        """How this process would read each rank with `transport="auto"`, and why not faster.
+
+        Raises:
+            UnreachableError: the control plane does not respond.
+        """
+        return await find_lanes(await self._reach.sidecars())
+
     async def summon(
         self,
         *patterns: str,
@@ -222,8 +230,8 @@ class AsyncMesh:
                 has not continued, such as averaged weights swapped in for an evaluation.
                 Otherwise the call waits for a settled state until its deadline.
             timeout: Seconds; None means no limit.
-            transport: "grpc" for streams, "same-host" for shared memory, "auto" to choose per
-                rank.
+            transport: "same-host" for shared memory, "stream" for bulk streams over TCP, "grpc"
+                for gRPC alone, "auto" for the first of these that a rank has. `lanes` tells.
 
         Returns:
             A dict from every matching name to its tensor, with `step` and `incarnation`.
@@ -651,6 +659,7 @@ class AsyncMesh:
         replace: bool = False,
         name_map: Mapping[str, str] | None = None,
         timeout: float | None = None,
+        transport: Transport = "auto",
         moved: Callable[[int, int], object] = lambda done_bytes, size_bytes: None,
         said: Callable[[str], object] = lambda text: None,
     ) -> Downloaded:
@@ -669,6 +678,7 @@ class AsyncMesh:
             replace: Replace an existing file.
             name_map: Names in the model to names in the file; each may hold one "*".
             timeout: Seconds; None means no limit.
+            transport: "stream" or "grpc"; "auto" prefers streams.
             moved: Called with bytes done and total bytes.
             said: Called with a message when the download resumes, retries or starts over.
 
@@ -676,6 +686,9 @@ class AsyncMesh:
             ConflictError: the file exists, or another process downloads to it.
             ExhaustedError: not enough disk space.
         """
+        check_transport(transport)
+        if transport == "same-host":
+            raise UsageError('transport: a download takes "auto", "stream" or "grpc"')
         await self._transfer.load_torch()
         content = Content(
             patterns=patterns or ("*",),
@@ -685,7 +698,9 @@ class AsyncMesh:
         )
         file = PartialFile(Path(path))
         file.check(replace=replace)
-        download = Download(self._reach, file, replace=replace, moved=moved, said=said)
+        download = Download(
+            self._reach, file, replace=replace, transport=transport, moved=moved, said=said
+        )
         return await download.run(content, deadline(timeout, 0.0))
 
     async def restore(

@@ -1434,7 +1434,9 @@ class GrantStreamResponse(google.protobuf.message.Message):
     SECRET_FIELD_NUMBER: builtins.int
     VALID_MS_FIELD_NUMBER: builtins.int
     port: builtins.int
-    """TCP port on the host of this sidecar's gRPC address, with the same TLS."""
+    """TCP port on the host of this sidecar's gRPC address, with the same TLS; 0, without a grant,
+    if it has none.
+    """
     grant_id: builtins.bytes
     """Names the grant in the opening; 16 bytes."""
     secret: builtins.bytes

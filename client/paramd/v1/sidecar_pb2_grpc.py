@@ -300,8 +300,7 @@ class SidecarServiceServicer(object):
 
     def GrantStream(self, request, context):
         """Permission for one bulk stream over TCP, which carries what ReadSnapshot would
-        (protos/README.md). NOT_FOUND: the lease ended. FAILED_PRECONDITION: this sidecar has no
-        port for streams.
+        (protos/README.md). NOT_FOUND: the lease ended.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -128,8 +128,7 @@ class SidecarServiceStub:
         paramd.v1.sidecar_pb2.GrantStreamResponse,
     ]
     """Permission for one bulk stream over TCP, which carries what ReadSnapshot would
-    (protos/README.md). NOT_FOUND: the lease ended. FAILED_PRECONDITION: this sidecar has no
-    port for streams.
+    (protos/README.md). NOT_FOUND: the lease ended.
     """
 
     RenewSnapshot: grpc.UnaryUnaryMultiCallable[
@@ -348,8 +347,7 @@ class SidecarServiceAsyncStub:
         paramd.v1.sidecar_pb2.GrantStreamResponse,
     ]
     """Permission for one bulk stream over TCP, which carries what ReadSnapshot would
-    (protos/README.md). NOT_FOUND: the lease ended. FAILED_PRECONDITION: this sidecar has no
-    port for streams.
+    (protos/README.md). NOT_FOUND: the lease ended.
     """
 
     RenewSnapshot: grpc.aio.UnaryUnaryMultiCallable[
@@ -596,8 +594,7 @@ class SidecarServiceServicer(metaclass=abc.ABCMeta):
         context: _ServicerContext,
     ) -> typing.Union[paramd.v1.sidecar_pb2.GrantStreamResponse, collections.abc.Awaitable[paramd.v1.sidecar_pb2.GrantStreamResponse]]:
         """Permission for one bulk stream over TCP, which carries what ReadSnapshot would
-        (protos/README.md). NOT_FOUND: the lease ended. FAILED_PRECONDITION: this sidecar has no
-        port for streams.
+        (protos/README.md). NOT_FOUND: the lease ended.
         """
 
     @abc.abstractmethod

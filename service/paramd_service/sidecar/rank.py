@@ -130,6 +130,8 @@ class RankSidecar:
         self.executor = executor
         self.stats_executor = stats_executor
         self.ownership = Ownership.WAITING
+        self.stream_port = 0
+        """TCP port for bulk streams; 0 if there is none."""
         self.mesh: Mesh | None = None
         self.leaving = asyncio.Event()
         """Set when the sidecar is to drain: on detach, on a signal, or after the linger time."""

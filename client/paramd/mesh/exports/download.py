@@ -42,6 +42,7 @@ from paramd.mesh.peers.discovery import SidecarFinder
 from paramd.mesh.peers.grpc import LeaseEndedError
 from paramd.mesh.peers.sidecars import Pinned, RankPin, Sidecars
 from paramd.mesh.reading.pin import Pinner, choose
+from paramd.mesh.reading.stream import Transport
 from paramd.mesh.reading.transfer import Chosen
 
 if TYPE_CHECKING:
@@ -453,8 +454,16 @@ class Download:
     """One download; `run` may be called once."""
 
     def __init__(
-        self, reach: SidecarFinder, file: PartialFile, *, replace: bool, moved: Moved, said: Said
+        self,
+        reach: SidecarFinder,
+        file: PartialFile,
+        *,
+        replace: bool,
+        transport: Transport,
+        moved: Moved,
+        said: Said,
     ) -> None:
+        self._transport = transport
         self._reach = reach
         self._file = file
         self._replace = replace
@@ -606,7 +615,7 @@ class Download:
         while True:
             try:
                 return await read_batch(
-                    await self._reach.sidecars(), plan, batch, pinned, deadline_s
+                    await self._reach.sidecars(), plan, batch, pinned, deadline_s, self._transport
                 )
             except UnreachableError as error:
                 now_s = time.monotonic()

@@ -17,7 +17,7 @@ from paramd.layout.plan import Landing, RankRead, ReadPlan, ResultTensor
 from paramd.layout.types import Box, Layout, TensorKind
 from paramd.mesh.peers.control import RestClient
 from paramd.mesh.peers.sidecars import Pinned, Sidecars
-from paramd.mesh.reading.stream import read_bytes
+from paramd.mesh.reading.stream import Transport, read_bytes
 from paramd.mesh.reading.transfer import all_ended
 
 if TYPE_CHECKING:
@@ -33,6 +33,7 @@ async def read_batch(
     batch: Sequence[int],
     pinned: Pinned,
     deadline_s: float,
+    transport: Transport = "auto",
 ) -> dict[int, bytearray]:
     """The row-major bytes of some tensors, read from all ranks concurrently."""
     found = {index: bytearray(plan.tensors[index].size_bytes) for index in batch}
@@ -42,7 +43,7 @@ async def read_batch(
         landings = [one for one in read.landings if one.tensor in wanted]
         for run in _runs(landings):
             begin, end = run[0].begin_bytes, max(one.end_bytes for one in run)
-            data = await read_bytes(sidecars, pinned, read.rank, begin, end, deadline_s)
+            data = await read_bytes(sidecars, pinned, read.rank, begin, end, deadline_s, transport)
             for one in run:
                 part = memoryview(data)[one.begin_bytes - begin : one.end_bytes - begin]
                 await asyncio.to_thread(

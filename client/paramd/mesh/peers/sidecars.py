@@ -216,6 +216,7 @@ class StreamOffer:
     """State of the snapshot."""
     host: str
     port: int
+    """0: its sidecar has none."""
     tls: ssl.SSLContext | None
 
     @property
@@ -440,7 +441,7 @@ class Sidecars:
         """A grant for a bulk stream of a pinned snapshot.
 
         Raises:
-            LeaseEndedError: pin again. ConflictError: the sidecar has no port for streams.
+            LeaseEndedError: pin again.
         """
         request = sidecar_pb2.GrantStreamRequest(snapshot_id=pin.snapshot_id)
         found = await self._watched(pin.rank, "GrantStream", request, _GRANT_TIMEOUT_S)

@@ -114,14 +114,20 @@ def keep_freed_memory() -> None:
 
 
 async def read_bytes(
-    sidecars: Sidecars, pinned: Pinned, rank: int, begin: int, end: int, deadline_s: float
+    sidecars: Sidecars,
+    pinned: Pinned,
+    rank: int,
+    begin: int,
+    end: int,
+    deadline_s: float,
+    transport: Transport = "auto",
 ) -> bytearray:
     """Bytes [begin, end) of one rank's snapshot. Raises as `Reader.run`."""
     data = bytearray(end - begin)
     if data:
         memory = (ctypes.c_char * len(data)).from_buffer(data)
         sink = PlaceSink([Place(begin, end, ctypes.addressof(memory))])
-        await read_range(sidecars, pinned, rank, sink, begin, end, deadline_s)
+        await read_range(sidecars, pinned, rank, sink, begin, end, deadline_s, transport)
     return data
 
 
@@ -393,6 +399,8 @@ class _Receiving:
 
     def _connected(self) -> socket.socket:
         offer = self._offer
+        if not offer.port:
+            raise NoStreamError("its sidecar has no port for streams; its log says why")
         try:
             sock = socket.create_connection((offer.host, offer.port), timeout=CONNECT_S)
             try:

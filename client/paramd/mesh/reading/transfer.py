@@ -33,7 +33,7 @@ from paramd.mesh.peers.grpc import check_handover
 from paramd.mesh.peers.sidecars import Pinned, RankPin, Sidecars
 from paramd.mesh.reading.live import LiveRank, LiveState, read_live
 from paramd.mesh.reading.places import Place, PlaceSink, fill_from
-from paramd.mesh.reading.stream import Transport, read_range
+from paramd.mesh.reading.stream import CONNECT_S, Transport, read_range
 from paramd.security.tls import host_of, is_loopback
 from paramd.state_files import host_id, kernel_of
 
@@ -53,6 +53,47 @@ def is_same_host(peer: PeerAddress) -> bool:
     """
     same_kernel = kernel_of(peer.host_id) == kernel_of(host_id())
     return bool(peer.socket_path) and same_kernel and os.path.exists(peer.socket_path)
+
+
+@dataclass(frozen=True, slots=True)
+class Lane:
+    """How the bytes of one rank come here."""
+
+    rank: int
+    transport: Transport
+    """"same-host", "stream" or "grpc"; "auto" if there is no way."""
+    reason: str = ""
+    """Why no faster one."""
+
+
+async def find_lanes(sidecars: Sidecars) -> list[Lane]:
+    """The lane of each rank, tried now; waits at most a few seconds."""
+
+    async def lane(rank: int) -> Lane:
+        try:
+            peer = sidecars.document.peer(rank)
+            state = (await sidecars.state(rank, CONNECT_S)).state
+        except ParamdError as error:
+            return Lane(rank, "auto", str(error))
+        if is_same_host(peer):
+            return Lane(rank, "same-host")
+        host = host_of(peer.address)
+        if not state.stream_port:
+            return Lane(rank, "grpc", "its sidecar has no port for streams; its log says why")
+        try:
+            opening = asyncio.open_connection(host, state.stream_port)
+            _, writer = await asyncio.wait_for(opening, CONNECT_S)
+            writer.close()
+        except OSError as error:
+            why = str(error) or f"no answer in {CONNECT_S:.0f} s"
+            return Lane(
+                rank,
+                "grpc",
+                f"port {state.stream_port} of {host}, for streams, cannot be reached ({why})",
+            )
+        return Lane(rank, "stream")
+
+    return list(await asyncio.gather(*map(lane, sorted(sidecars.document.peers))))
 
 
 class SharedSnapshot:

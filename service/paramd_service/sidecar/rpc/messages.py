@@ -165,6 +165,7 @@ def rank_state(rank: RankSidecar) -> common_pb2.RankState:
         agreement_works=True,
         refused_call_count=rank.refusals.count,
         last_refusal=rank.refusals.last,
+        stream_port=rank.stream_port,
     )
     attached = rank.attached
     if attached is None:

@@ -23,7 +23,6 @@ from google.protobuf.message import Message
 
 from paramd import streams
 from paramd.errors import (
-    ConflictError,
     DataLossError,
     DeniedError,
     NotFoundError,
@@ -92,8 +91,6 @@ class StreamServer:
     """
 
     def __init__(self, rank: RankSidecar) -> None:
-        self.port = 0
-        """0 until `start`, or if there is none."""
         self._rank = rank
         self._loop = asyncio.get_running_loop()
         self._tls: ssl.SSLContext | None = None
@@ -125,7 +122,7 @@ class StreamServer:
         if rank.tls is not None:
             self._tls = rank.tls.ssl_context(ssl.TLSVersion.TLSv1_3)
         self._listener.setblocking(False)
-        self.port = self._listener.getsockname()[1]
+        rank.stream_port = self._listener.getsockname()[1]
         self._loop.add_reader(self._listener.fileno(), self._accept)
 
     async def close(self) -> None:
@@ -141,10 +138,10 @@ class StreamServer:
 
     async def grant(self, request: pb.GrantStreamRequest, _timeout_s: float) -> Message:
         """Answer GrantStream."""
-        if not self.port:
-            raise ConflictError('this sidecar has no port for streams; use transport="grpc"')
         rank = self._rank
         snapshot = rank.pins.store.filled(request.snapshot_id)
+        if not rank.stream_port:
+            return pb.GrantStreamResponse(header=messages.header_of(rank, snapshot))
         self._forget_grants()
         who = admission.CALLER.get()
         self._grant_shares.take(who)
@@ -161,7 +158,7 @@ class StreamServer:
         rank.faults.at("stream-granted")
         return pb.GrantStreamResponse(
             header=messages.header_of(rank, snapshot),
-            port=self.port,
+            port=rank.stream_port,
             grant_id=grant_id,
             secret=granted.secret,
             valid_ms=int(1000 * GRANT_S),

@@ -233,8 +233,9 @@ class Channels:
         self._channels: dict[str, grpc.aio.Channel] = {}
         self._retired: list[grpc.aio.Channel] = []
         self._stream_tls: tuple[tuple[int, ...], ssl.SSLContext] | None = None
-        self.without_streams: set[str] = set()
-        """Addresses of sidecars whose port for streams cannot be reached."""
+        self.without_streams: dict[str, float] = {}
+        """Addresses of sidecars whose port for streams could not be reached, and until when not
+        to try again, on the monotonic clock."""
 
     def channel(self, address: str) -> grpc.aio.Channel:
         """The channel to `address` ("host:port", or "grpcs://host:port"). No connection yet.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import ssl
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
@@ -204,6 +205,7 @@ _BOUNDARY_PROBE_AFTER_S = 1.0
 _BOUNDARY_PROBES = 64
 _RENEW_TIMEOUT_S = 5.0
 _GRANT_TIMEOUT_S = 5.0
+_WITHOUT_STREAMS_S = 60.0
 _RELEASE_TIMEOUT_S = 2.0
 
 
@@ -456,11 +458,13 @@ class Sidecars:
 
     def has_streams(self, rank: int) -> bool:
         """Whether the rank's port for streams may be tried."""
-        return self.document.peer(rank).address not in self._channels.without_streams
+        until_s = self._channels.without_streams.get(self.document.peer(rank).address, 0.0)
+        return time.monotonic() >= until_s
 
     def keep_to_grpc(self, rank: int) -> None:
-        """The rank's port for streams cannot be reached: do not try it again."""
-        self._channels.without_streams.add(self.document.peer(rank).address)
+        """The rank's port for streams cannot be reached: do not try it for a while."""
+        address = self.document.peer(rank).address
+        self._channels.without_streams[address] = time.monotonic() + _WITHOUT_STREAMS_S
 
     def source(self, pin: RankPin, *, end_bytes: int = 0) -> SnapshotSource:
         """A source that reads a pinned snapshot up to `end_bytes`; 0 means to its end."""

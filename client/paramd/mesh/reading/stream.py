@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import ctypes
 import functools
+import math
 import socket
 import ssl
 import struct
@@ -29,6 +30,7 @@ from paramd.errors import (
     ConflictError,
     DataLossError,
     DeadlineError,
+    DeniedError,
     NotFoundError,
     ParamdError,
     UnreachableError,
@@ -329,6 +331,7 @@ class _Receiving:
         self.proven = False
         self._sock: socket.socket | None = None
         self._stopped = False
+        self._patience_s = math.inf
 
     def run(self, take: Callable[[streams.Window, _Receiving], None]) -> None:
         """Receive everything.
@@ -336,7 +339,8 @@ class _Receiving:
         Returns early if the stream breaks off; `proven` says whether it was whole.
 
         Raises:
-            NoStreamError: nobody answers at the port. DataLossError: not what was asked for.
+            NoStreamError: nobody, or somebody else, answers at the port.
+            DataLossError: not what was asked for.
             ParamdError: as the sidecar said.
         """
         begin, end = self._range
@@ -350,11 +354,7 @@ class _Receiving:
                 if self._stopped:
                     return
                 sock.sendall(sealed)
-                status, size = streams.read_reply(
-                    self._exactly(streams.REPLY_BYTES), sealed, grant.secret
-                )
-                if status:
-                    raise streams.error_of(status, self._exactly(size))
+                self._check_reply(sealed)
                 while not self.proven:
                     window = streams.read_window(self._exactly(streams.WINDOW_HEADER_BYTES))
                     if window.kind == streams.FAILED:
@@ -370,6 +370,34 @@ class _Receiving:
             except (OSError, EOFError):
                 return  # resumed at the first missing byte
 
+    def _check_reply(self, sealed: bytes) -> None:
+        """Check that the sidecar of the grant answers.
+
+        Raises:
+            NoStreamError: another program does, as behind a forwarded port, or none.
+        """
+        grant = self._offer.grant
+        self._patience_s = CONNECT_S
+        try:
+            data = self._exactly(streams.REPLY_BYTES)
+            status, size = streams.read_reply(data, sealed, grant.secret)
+            if status:
+                raise streams.error_of(status, self._exactly(size))
+        except (OSError, EOFError) as error:
+            if self._stopped:
+                raise EOFError from error
+            raise self._unanswered("its answer did not come") from error
+        except (DataLossError, DeniedError) as error:
+            raise self._unanswered(str(error)) from error
+        self._patience_s = math.inf
+
+    def _unanswered(self, why: str) -> NoStreamError:
+        offer = self._offer
+        return NoStreamError(
+            f"port {offer.port} of {offer.host}, for streams, cannot be used ({why}); let it "
+            'through, or use transport="grpc"'
+        )
+
     def stop(self) -> None:
         """Let `run` return soon. From any thread."""
         self._stopped = True
@@ -382,13 +410,14 @@ class _Receiving:
         """Receive exactly the bytes of `part`. Raises EOFError, OSError."""
         assert self._sock is not None
         done, size_bytes = 0, len(part)
+        until_s = time.monotonic() + self._patience_s
         flags = 0 if isinstance(self._sock, ssl.SSLSocket) else socket.MSG_WAITALL
         while done < size_bytes:
             try:
                 moved = self._sock.recv_into(part[done:], size_bytes - done, flags)
             except BlockingIOError:
                 moved = -1  # nothing for a while: whoever watches `run` decides
-            if moved == 0 or self._stopped:
+            if moved == 0 or self._stopped or (moved < 0 and time.monotonic() > until_s):
                 raise EOFError("the stream broke off")
             done += max(moved, 0)
 
@@ -414,10 +443,7 @@ class _Receiving:
                 sock.close()
                 raise
         except OSError as error:
-            raise NoStreamError(
-                f"port {offer.port} of {offer.host}, for streams, cannot be reached ({error}); "
-                'let it through, or use transport="grpc"'
-            ) from error
+            raise self._unanswered(str(error)) from error
         return sock
 
 

@@ -1406,19 +1406,23 @@ global___ReadSnapshotResponse = ReadSnapshotResponse
 
 @typing.final
 class GrantStreamRequest(google.protobuf.message.Message):
-    """Request of GrantStream."""
+    """Request of GrantStream; one of the two is set."""
 
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     SNAPSHOT_ID_FIELD_NUMBER: builtins.int
+    EDIT_ID_FIELD_NUMBER: builtins.int
     snapshot_id: builtins.str
     """Snapshot to be read."""
+    edit_id: builtins.str
+    """Edit whose data is to be sent; its manifest has gone by StageEdit."""
     def __init__(
         self,
         *,
         snapshot_id: builtins.str = ...,
+        edit_id: builtins.str = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["snapshot_id", b"snapshot_id"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["edit_id", b"edit_id", "snapshot_id", b"snapshot_id"]) -> None: ...
 
 global___GrantStreamRequest = GrantStreamRequest
 
@@ -1433,6 +1437,8 @@ class GrantStreamResponse(google.protobuf.message.Message):
     GRANT_ID_FIELD_NUMBER: builtins.int
     SECRET_FIELD_NUMBER: builtins.int
     VALID_MS_FIELD_NUMBER: builtins.int
+    STAGED_BYTES_FIELD_NUMBER: builtins.int
+    SIZE_BYTES_FIELD_NUMBER: builtins.int
     port: builtins.int
     """TCP port on the host of this sidecar's gRPC address, with the same TLS; 0, without a grant,
     if it has none.
@@ -1443,6 +1449,10 @@ class GrantStreamResponse(google.protobuf.message.Message):
     """Key of the opening's and the reply's HMAC; 32 bytes."""
     valid_ms: builtins.int
     """How long the grant is good, in milliseconds."""
+    staged_bytes: builtins.int
+    """For an edit: where its data goes on, in bytes, and their whole number."""
+    size_bytes: builtins.int
+    """As above."""
     @property
     def header(self) -> paramd.v1.common_pb2.Header:
         """Who answers, and the state of the snapshot."""
@@ -1455,9 +1465,11 @@ class GrantStreamResponse(google.protobuf.message.Message):
         grant_id: builtins.bytes = ...,
         secret: builtins.bytes = ...,
         valid_ms: builtins.int = ...,
+        staged_bytes: builtins.int = ...,
+        size_bytes: builtins.int = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["header", b"header"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["grant_id", b"grant_id", "header", b"header", "port", b"port", "secret", b"secret", "valid_ms", b"valid_ms"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["grant_id", b"grant_id", "header", b"header", "port", b"port", "secret", b"secret", "size_bytes", b"size_bytes", "staged_bytes", b"staged_bytes", "valid_ms", b"valid_ms"]) -> None: ...
 
 global___GrantStreamResponse = GrantStreamResponse
 

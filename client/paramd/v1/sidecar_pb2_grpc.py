@@ -299,8 +299,8 @@ class SidecarServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def GrantStream(self, request, context):
-        """Permission for one bulk stream over TCP, which carries what ReadSnapshot would
-        (protos/README.md). NOT_FOUND: the lease ended.
+        """Permission for one bulk stream over TCP, which carries what ReadSnapshot or StageEdit would
+        (protos/README.md). NOT_FOUND: the lease ended, or the edit is unknown.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

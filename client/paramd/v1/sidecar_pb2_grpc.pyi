@@ -127,8 +127,8 @@ class SidecarServiceStub:
         paramd.v1.sidecar_pb2.GrantStreamRequest,
         paramd.v1.sidecar_pb2.GrantStreamResponse,
     ]
-    """Permission for one bulk stream over TCP, which carries what ReadSnapshot would
-    (protos/README.md). NOT_FOUND: the lease ended.
+    """Permission for one bulk stream over TCP, which carries what ReadSnapshot or StageEdit would
+    (protos/README.md). NOT_FOUND: the lease ended, or the edit is unknown.
     """
 
     RenewSnapshot: grpc.UnaryUnaryMultiCallable[
@@ -346,8 +346,8 @@ class SidecarServiceAsyncStub:
         paramd.v1.sidecar_pb2.GrantStreamRequest,
         paramd.v1.sidecar_pb2.GrantStreamResponse,
     ]
-    """Permission for one bulk stream over TCP, which carries what ReadSnapshot would
-    (protos/README.md). NOT_FOUND: the lease ended.
+    """Permission for one bulk stream over TCP, which carries what ReadSnapshot or StageEdit would
+    (protos/README.md). NOT_FOUND: the lease ended, or the edit is unknown.
     """
 
     RenewSnapshot: grpc.aio.UnaryUnaryMultiCallable[
@@ -593,8 +593,8 @@ class SidecarServiceServicer(metaclass=abc.ABCMeta):
         request: paramd.v1.sidecar_pb2.GrantStreamRequest,
         context: _ServicerContext,
     ) -> typing.Union[paramd.v1.sidecar_pb2.GrantStreamResponse, collections.abc.Awaitable[paramd.v1.sidecar_pb2.GrantStreamResponse]]:
-        """Permission for one bulk stream over TCP, which carries what ReadSnapshot would
-        (protos/README.md). NOT_FOUND: the lease ended.
+        """Permission for one bulk stream over TCP, which carries what ReadSnapshot or StageEdit would
+        (protos/README.md). NOT_FOUND: the lease ended, or the edit is unknown.
         """
 
     @abc.abstractmethod

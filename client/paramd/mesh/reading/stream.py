@@ -11,16 +11,11 @@ from __future__ import annotations
 import asyncio
 import ctypes
 import functools
-import math
-import socket
-import ssl
-import struct
-import threading
 import time
-from collections.abc import AsyncIterator, Callable
-from contextlib import aclosing, suppress
+from collections.abc import AsyncIterator
+from contextlib import aclosing, closing
 from dataclasses import dataclass
-from typing import Literal, Protocol, TypeVar
+from typing import Literal, Protocol
 
 import grpc.aio
 from xxhash import xxh3_64
@@ -30,11 +25,11 @@ from paramd.errors import (
     ConflictError,
     DataLossError,
     DeadlineError,
-    DeniedError,
     NotFoundError,
     ParamdError,
     UnreachableError,
 )
+from paramd.mesh.peers.bulk import BulkStream, NoStreamError, on_thread
 from paramd.mesh.peers.grpc import LIVENESS_S, LeaseEndedError, cancelled, error_of
 from paramd.mesh.peers.sidecars import Pinned, Sidecars, StreamOffer
 from paramd.mesh.reading.places import Place, PlaceSink, Scratch, Sink
@@ -49,9 +44,6 @@ STREAM_FROM_BYTES = 1 << 20
 MAX_FAILURES = 3
 """Resumes without a single new byte before a read is given up."""
 
-CONNECT_S = 2.0
-"""How long a sidecar's port for streams may take to answer before gRPC is used."""
-
 _LOOK_S = 0.5
 # Effectively up to `_LOOK_S` later.
 _PROBE_AFTER_S = 1.0
@@ -64,10 +56,6 @@ _M_ARENA_MAX = -8
 _MMAP_THRESHOLD_BYTES = 32 << 20
 _TRIM_THRESHOLD_BYTES = 64 << 20
 _ARENAS = 2
-
-
-class NoStreamError(UnreachableError):
-    """A sidecar's port for streams cannot be reached, though gRPC can."""
 
 
 class Source(Protocol):
@@ -281,22 +269,40 @@ class StreamReader(Reader):
     async def _read(self, deadline_s: float) -> None:
         offer = await self._source.offer()
         self._check_header(offer.header)
-        receiving = _Receiving(offer, self.offset_bytes, self._expected.size_bytes)
+        stream = BulkStream(offer, self.offset_bytes, self._expected.size_bytes)
         try:
-            await on_thread(functools.partial(receiving.run, self._take), receiving.stop)
+            await on_thread(functools.partial(self._receive, stream), stream.stop)
         except NotFoundError as error:
             raise LeaseEndedError(f"{self._source.who}: {error}") from error
         except (NoStreamError, DataLossError):
             raise
         except ParamdError as error:
             raise type(error)(f"{self._source.who}: {error}") from error
-        self._proven = receiving.proven
 
-    def _take(self, window: streams.Window, receiving: _Receiving) -> None:
+    def _receive(self, stream: BulkStream) -> None:
+        """Receive everything, or as much as came before the stream broke off. Blocks."""
+        scratch = Scratch()
+        try:
+            with closing(stream):
+                stream.open()
+                while not self._proven:
+                    window = stream.window()
+                    if window.kind == streams.DATA:
+                        self._take(window, stream, scratch)
+                    elif window.offset != stream.end or self.offset_bytes != stream.end:
+                        raise DataLossError(f"its stream ended at byte {window.offset:,}")
+                    else:
+                        self._proven = True
+        except (OSError, EOFError) as error:
+            if isinstance(error, ParamdError):
+                raise
+            # Resumed at the first missing byte.
+
+    def _take(self, window: streams.Window, stream: BulkStream, scratch: Scratch) -> None:
         """Receive the bytes of a window; written only once they are known to be right."""
         self._check_next(window.offset, window.size)
         end = window.offset + window.size
-        summed = xxh3_64(seed=window.offset) if receiving.checksums else None
+        summed = xxh3_64(seed=window.offset) if stream.checksums else None
         kept: list[tuple[int, int, int]] = []
         at = window.offset
         while at < end:
@@ -304,10 +310,10 @@ class StreamReader(Reader):
             if isinstance(self._sink, PlaceSink):
                 address, until = self._sink.direct(at, end)
             if address is None:
-                address = receiving.scratch.address(window.size) + at - window.offset
+                address = scratch.address(window.size) + at - window.offset
                 kept.append((at, address, until - at))
             part = memory_at(address, until - at)
-            receiving.fill(part)
+            stream.fill(part)
             if summed is not None:
                 summed.update(part)
             at = until
@@ -320,173 +326,6 @@ class StreamReader(Reader):
         self.offset_bytes = end
 
 
-class _Receiving:
-    """One bulk stream, from its opening to its last window. `run` blocks; `stop` ends it."""
-
-    def __init__(self, offer: StreamOffer, begin: int, end: int) -> None:
-        self._offer = offer
-        self._range = begin, end
-        self.checksums = offer.leaves_host
-        self.scratch = Scratch()
-        self.proven = False
-        self._sock: socket.socket | None = None
-        self._stopped = False
-        self._patience_s = math.inf
-
-    def run(self, take: Callable[[streams.Window, _Receiving], None]) -> None:
-        """Receive everything.
-
-        Returns early if the stream breaks off; `proven` says whether it was whole.
-
-        Raises:
-            NoStreamError: nobody, or somebody else, answers at the port.
-            DataLossError: not what was asked for.
-            ParamdError: as the sidecar said.
-        """
-        begin, end = self._range
-        grant = self._offer.grant
-        opening = streams.Opening(grant.grant_id, begin, end, self.checksums)
-        sealed = opening.sealed(grant.secret)
-        with self._connected() as sock:
-            # Before looking: whoever stops us later finds the socket.
-            self._sock = sock
-            try:
-                if self._stopped:
-                    return
-                sock.sendall(sealed)
-                self._check_reply(sealed)
-                while not self.proven:
-                    window = streams.read_window(self._exactly(streams.WINDOW_HEADER_BYTES))
-                    if window.kind == streams.FAILED:
-                        raise streams.error_of(window.xxh3, self._exactly(window.size))
-                    if window.kind == streams.DATA:
-                        take(window, self)
-                    elif window.offset != end:
-                        raise DataLossError(f"the stream ended at byte {window.offset:,}")
-                    else:
-                        self.proven = True
-            except ParamdError:
-                raise
-            except (OSError, EOFError):
-                return  # resumed at the first missing byte
-
-    def _check_reply(self, sealed: bytes) -> None:
-        """Check that the sidecar of the grant answers.
-
-        Raises:
-            NoStreamError: another program does, as behind a forwarded port, or none.
-        """
-        grant = self._offer.grant
-        self._patience_s = CONNECT_S
-        try:
-            data = self._exactly(streams.REPLY_BYTES)
-            status, size = streams.read_reply(data, sealed, grant.secret)
-            if status:
-                raise streams.error_of(status, self._exactly(size))
-        except (OSError, EOFError) as error:
-            if self._stopped:
-                raise EOFError from error
-            raise self._unanswered("its answer did not come") from error
-        except (DataLossError, DeniedError) as error:
-            raise self._unanswered(str(error)) from error
-        self._patience_s = math.inf
-
-    def _unanswered(self, why: str) -> NoStreamError:
-        offer = self._offer
-        return NoStreamError(
-            f"port {offer.port} of {offer.host}, for streams, cannot be used ({why}); let it "
-            'through, or use transport="grpc"'
-        )
-
-    def stop(self) -> None:
-        """Let `run` return soon. From any thread."""
-        self._stopped = True
-        if (sock := self._sock) is not None:
-            with suppress(OSError):
-                # Not SSLSocket's own, which would drop its TLS state under the thread.
-                socket.socket.shutdown(sock, socket.SHUT_RDWR)
-
-    def fill(self, part: memoryview) -> None:
-        """Receive exactly the bytes of `part`. Raises EOFError, OSError."""
-        assert self._sock is not None
-        done, size_bytes = 0, len(part)
-        until_s = time.monotonic() + self._patience_s
-        flags = 0 if isinstance(self._sock, ssl.SSLSocket) else socket.MSG_WAITALL
-        while done < size_bytes:
-            try:
-                moved = self._sock.recv_into(part[done:], size_bytes - done, flags)
-            except BlockingIOError:
-                moved = -1  # nothing for a while: whoever watches `run` decides
-            if moved == 0 or self._stopped or (moved < 0 and time.monotonic() > until_s):
-                raise EOFError("the stream broke off")
-            done += max(moved, 0)
-
-    def _exactly(self, size_bytes: int) -> bytes:
-        data = bytearray(size_bytes)
-        self.fill(memoryview(data))
-        return bytes(data)
-
-    def _connected(self) -> socket.socket:
-        offer = self._offer
-        if not offer.port:
-            raise NoStreamError("its sidecar has no port for streams; its log says why")
-        try:
-            sock = socket.create_connection((offer.host, offer.port), timeout=CONNECT_S)
-            try:
-                sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-                if offer.tls is not None:
-                    sock = offer.tls.wrap_socket(sock, server_hostname=offer.host)
-                # The kernel waits, without the interpreter's lock, and returns now and then.
-                sock.settimeout(None)
-                sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, _timeval(_LOOK_S))
-            except BaseException:
-                sock.close()
-                raise
-        except OSError as error:
-            raise self._unanswered(str(error)) from error
-        return sock
-
-
 def memory_at(address: int, size_bytes: int) -> memoryview:
     """Writable bytes at an address, which must outlive the view."""
     return memoryview((ctypes.c_char * size_bytes).from_address(address)).cast("B")
-
-
-def _timeval(seconds: float) -> bytes:
-    return struct.pack("@ll", int(seconds), int(seconds % 1 * 1e6))
-
-
-Result = TypeVar("Result")
-
-
-async def on_thread(work: Callable[[], Result], stop: Callable[[], None]) -> Result:
-    """Run blocking work on a thread of its own. Returns only once it has ended.
-
-    If cancelled, `stop` is called first: otherwise the thread could write into memory that the
-    caller has freed.
-    """
-    loop = asyncio.get_running_loop()
-    done: asyncio.Future[Result] = loop.create_future()
-
-    def settle(result: Result | None, error: BaseException | None) -> None:
-        if error is not None:
-            done.set_exception(error)
-        else:
-            done.set_result(result)  # type: ignore[arg-type]
-
-    def run() -> None:
-        result, error = None, None
-        try:
-            result = work()
-        except BaseException as found:
-            error = found
-        loop.call_soon_threadsafe(settle, result, error)
-
-    threading.Thread(target=run, name="paramd-stream", daemon=True).start()
-    try:
-        return await asyncio.shield(done)
-    except asyncio.CancelledError:
-        stop()
-        await asyncio.wait({done})
-        done.exception()  # retrieved, or asyncio logs it
-        raise

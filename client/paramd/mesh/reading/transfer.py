@@ -28,12 +28,13 @@ from typing import TYPE_CHECKING, Final, TypeVar, get_args
 from paramd.errors import DeniedError, ParamdError, UnreachableError, UsageError, error_of_grpc
 from paramd.layout.plan import RankRead, ReadPlan
 from paramd.memory import handover
+from paramd.mesh.peers.bulk import CONNECT_S
 from paramd.mesh.peers.control import JobDocument, PeerAddress
 from paramd.mesh.peers.grpc import check_handover
 from paramd.mesh.peers.sidecars import Pinned, RankPin, Sidecars
 from paramd.mesh.reading.live import LiveRank, LiveState, read_live
 from paramd.mesh.reading.places import Place, PlaceSink, fill_from
-from paramd.mesh.reading.stream import CONNECT_S, Transport, read_range
+from paramd.mesh.reading.stream import Transport, read_range
 from paramd.security.tls import host_of, is_loopback
 from paramd.state_files import host_id, kernel_of
 

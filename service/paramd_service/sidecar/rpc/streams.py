@@ -1,14 +1,16 @@
 """Bulk streams of a sidecar: a TCP listener beside gRPC (paramd/streams.py has the framing).
 
-The event loop accepts, shakes hands and reads the opening, none of which waits for a stranger;
-a thread of its own then sends, from mapped memory and without the interpreter's lock. A stream
-holds its snapshot, so its memory is not reused, and ends with the lease, the token or the
-incarnation. Its last window is sent only if the snapshot proved true throughout.
+The event loop accepts, shakes hands and reads the opening, none of which waits for a stranger.
+A thread of the stream's own then sends a snapshot, from mapped memory and without the
+interpreter's lock, or receives an edit's data. A stream holds its snapshot, so its memory is not
+reused, and ends with the lease, the token or the incarnation. Its last window is sent only if the
+snapshot proved true throughout.
 """
 
 from __future__ import annotations
 
 import asyncio
+import ctypes
 import secrets
 import socket
 import ssl
@@ -16,6 +18,7 @@ import struct
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import Future, wait
 from contextlib import suppress
 from dataclasses import dataclass, field
 
@@ -27,15 +30,18 @@ from paramd.errors import (
     DeniedError,
     NotFoundError,
     ParamdError,
+    UsageError,
 )
 from paramd.security.tickets import Claims
 from paramd.v1 import sidecar_pb2 as pb
 from paramd.wire import checksum_of
 from paramd_service import admission
 from paramd_service.admission import Shares, Who
+from paramd_service.sidecar.edits.entry import Entry
+from paramd_service.sidecar.edits.receive import Part
 from paramd_service.sidecar.rank import RankSidecar
 from paramd_service.sidecar.rpc import messages
-from paramd_service.sidecar.rpc.auth import CALLER, Call, CallTable, check_range
+from paramd_service.sidecar.rpc.auth import CALLER, Call, CallTable, check_editor, check_range
 from paramd_service.sidecar.snapshots.store import Snapshot, SnapshotStore
 
 GRANT_S = 10.0
@@ -51,7 +57,13 @@ OPENING_S = 3.0
 """How long a connection may take to show its grant, TLS included."""
 
 STALL_S = 60
-"""A stream whose reader takes nothing for this long is ended."""
+"""A stream whose peer takes or sends nothing for this long is ended."""
+
+DRAIN_S = 2.0
+"""How long to wait for the sender of an edit to read the last word."""
+
+UPLOAD_SHARES = 4
+"""Streams that an upload counts for: it has two windows of memory."""
 
 LOOK_S = 0.25
 """Interval at which running streams are compared with their leases."""
@@ -66,6 +78,8 @@ class _Granted:
 
     secret: bytes
     snapshot_id: str
+    edit_id: str
+    """Of the two one is empty."""
     incarnation: int
     claims: Claims
     who: Who
@@ -74,13 +88,14 @@ class _Granted:
 
 @dataclass(eq=False, slots=True)
 class _Stream:
-    """A stream being sent."""
+    """A running stream: of a snapshot, or of an edit's data."""
 
     granted: _Granted
     opening: streams.Opening
     sock: socket.socket
     store: SnapshotStore
-    snapshot: Snapshot
+    snapshot: Snapshot | None
+    entry: Entry | None
     thread: threading.Thread = field(init=False)
 
 
@@ -139,9 +154,17 @@ class StreamServer:
     async def grant(self, request: pb.GrantStreamRequest, _timeout_s: float) -> Message:
         """Answer GrantStream."""
         rank = self._rank
-        snapshot = rank.pins.store.filled(request.snapshot_id)
-        if not rank.stream_port:
-            return pb.GrantStreamResponse(header=messages.header_of(rank, snapshot))
+        answer = pb.GrantStreamResponse(port=rank.stream_port)
+        if request.edit_id:
+            check_editor(CALLER.get())
+            entry = await self._entry(request.edit_id, CALLER.get())
+            answer.header.CopyFrom(messages.header(rank))
+            answer.staged_bytes, answer.size_bytes = entry.staged_bytes, entry.size_bytes
+        else:
+            snapshot = rank.pins.store.filled(request.snapshot_id)
+            answer.header.CopyFrom(messages.header_of(rank, snapshot))
+        if not answer.port:
+            return answer
         self._forget_grants()
         who = admission.CALLER.get()
         self._grant_shares.take(who)
@@ -149,6 +172,7 @@ class StreamServer:
         granted = _Granted(
             secret=secrets.token_bytes(streams.SECRET_BYTES),
             snapshot_id=request.snapshot_id,
+            edit_id=request.edit_id,
             incarnation=rank.incarnation,
             claims=CALLER.get(),
             who=who,
@@ -156,13 +180,17 @@ class StreamServer:
         )
         self._grants[grant_id] = granted
         rank.faults.at("stream-granted")
-        return pb.GrantStreamResponse(
-            header=messages.header_of(rank, snapshot),
-            port=rank.stream_port,
-            grant_id=grant_id,
-            secret=granted.secret,
-            valid_ms=int(1000 * GRANT_S),
-        )
+        answer.grant_id, answer.secret = grant_id, granted.secret
+        answer.valid_ms = int(1000 * GRANT_S)
+        return answer
+
+    async def _entry(self, edit_id: str, claims: Claims) -> Entry:
+        """The edit that the caller stages. Raises NotFoundError, DeniedError."""
+        entry = self._rank.edits.get(edit_id)
+        # Shielded: other callers may wait for the same edit.
+        await asyncio.shield(entry.opened)
+        entry.check_author(claims.token_id)
+        return entry
 
     def open(self, sock: socket.socket, data: bytes) -> None:
         """Start the stream that an opening asks for. Takes over the socket.
@@ -181,16 +209,23 @@ class StreamServer:
         rank.revocations.check(granted.claims)
         if granted.incarnation != rank.incarnation:
             raise NotFoundError("the incarnation of the stream's snapshot has ended")
-        store = rank.pins.store
-        snapshot = store.filled(granted.snapshot_id)
-        check_range(opening.begin, opening.end - opening.begin, snapshot.size_bytes)
-        self._shares.take(granted.who)
-        stream = _Stream(granted, opening, sock, store, store.hold(snapshot))
+        store, snapshot, entry = rank.pins.store, None, None
+        if granted.edit_id:
+            entry = rank.edits.get(granted.edit_id)
+            size_bytes = entry.size_bytes
+        else:
+            snapshot = store.filled(granted.snapshot_id)
+            size_bytes = snapshot.size_bytes
+        check_range(opening.begin, opening.end - opening.begin, size_bytes)
+        self._shares.take(granted.who, 1 if snapshot is not None else UPLOAD_SHARES)
+        if snapshot is not None:
+            store.hold(snapshot)
+        stream = _Stream(granted, opening, sock, store, snapshot, entry)
         self._running.add(stream)
         self._idle.clear()
         reply = streams.reply(data, granted.secret)
         stream.thread = threading.Thread(
-            target=self._send, args=(stream, reply), name="paramd-stream", daemon=True
+            target=self._serve, args=(stream, reply), name="paramd-stream", daemon=True
         )
         stream.thread.start()
         self._look_later()
@@ -262,25 +297,33 @@ class StreamServer:
         self._rank.revocations.check(granted.claims)
         if self._rank.incarnation != granted.incarnation:
             raise NotFoundError("the incarnation of the stream's snapshot has ended")
-        self._rank.pins.store.filled(granted.snapshot_id)
+        if granted.edit_id:
+            self._rank.edits.get(granted.edit_id)
+        else:
+            self._rank.pins.store.filled(granted.snapshot_id)
 
     def _ended(self, stream: _Stream) -> None:
         stream.sock.close()
         self._running.discard(stream)
         if not self._running:
             self._idle.set()
-        self._shares.give_back(stream.granted.who)
-        # A store that was closed meanwhile frees the memory now.
-        stream.store.drop(stream.snapshot)
+        self._shares.give_back(stream.granted.who, 1 if stream.snapshot else UPLOAD_SHARES)
+        if stream.snapshot is not None:
+            # A store that was closed meanwhile frees the memory now.
+            stream.store.drop(stream.snapshot)
 
-    def _send(self, stream: _Stream, reply: bytes) -> None:
-        """Send reply, windows and proof. On the stream's own thread."""
+    def _serve(self, stream: _Stream, reply: bytes) -> None:
+        """Send reply, windows and proof, or take them. On the stream's own thread."""
         try:
             self._rank.faults.at("stream-open")
             _make_blocking(stream.sock)
             stream.sock.sendall(reply)
-            _send_windows(stream, self._rank.faults.at)
-            stream.sock.sendall(self._proof(stream))
+            if stream.snapshot is not None:
+                _send_windows(stream, stream.snapshot.view(), self._rank.faults.at)
+                stream.sock.sendall(self._proof(stream))
+            else:
+                stream.sock.sendall(self._taken(stream))
+                _drain(stream.sock)
         except (OSError, ValueError):
             pass  # the reader has left, or was hung up on: it asks for another grant, or does not
         except Exception as error:
@@ -296,6 +339,42 @@ class StreamServer:
         except ParamdError as error:
             return streams.failure(error)
         return streams.Window(streams.LAST, stream.opening.end, 0).packed()
+
+    def _taken(self, stream: _Stream) -> bytes:
+        """Take an edit's data window by window; the last word. On the stream's thread."""
+        opening, entry = stream.opening, stream.entry
+        assert entry is not None
+        buffers = [bytearray(streams.WINDOW_BYTES) for _ in range(2)]
+        taking: Future[None] | None = None
+        at = opening.begin
+        try:
+            # While one window is checked and copied on the edits' thread, the next one arrives.
+            while at < opening.end:
+                buffers.reverse()
+                window = streams.read_window(_exactly(stream.sock, streams.WINDOW_HEADER_BYTES))
+                part = memoryview(buffers[0])[: window.size]
+                _fill(stream.sock, part)
+                if window.kind != streams.DATA or window.offset != at:
+                    raise UsageError(f"a window at byte {window.offset}; expected data at {at}")
+                if opening.checksums and checksum_of(part, at) != window.xxh3:
+                    raise DataLossError(
+                        f"{window.size:,} bytes at {at:,} do not match their checksum"
+                    )
+                if taking is not None:
+                    taking.result()
+                work = self._rank.edits.take(entry, [_part_of(at, part)])
+                taking = asyncio.run_coroutine_threadsafe(work, self._loop)
+                at += window.size
+                self._rank.faults.at("stream-window")
+            if taking is not None:
+                taking.result()
+        except ParamdError as error:
+            return streams.failure(error)
+        finally:
+            if taking is not None:
+                # It reads a buffer of ours: nobody else may have that memory before.
+                wait([taking])
+        return streams.Window(streams.LAST, at, 0).packed()
 
     async def _checked(self, stream: _Stream) -> None:
         self._check(stream)
@@ -360,16 +439,51 @@ class _Stranger:
 
 
 def _make_blocking(sock: socket.socket) -> None:
-    """Let the kernel wait, without the interpreter's lock, and give up on a stalled reader."""
+    """Let the kernel wait, without the interpreter's lock, and give up on a stalled peer."""
     if isinstance(sock, ssl.SSLSocket):
         sock.settimeout(STALL_S)
         return
     sock.setblocking(True)
-    sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("@ll", STALL_S, 0))
+    for option in (socket.SO_SNDTIMEO, socket.SO_RCVTIMEO):
+        sock.setsockopt(socket.SOL_SOCKET, option, struct.pack("@ll", STALL_S, 0))
 
 
-def _send_windows(stream: _Stream, at_point: Callable[[str], None]) -> None:
-    opening, sock, data = stream.opening, stream.sock, stream.snapshot.view()
+def _part_of(offset: int, data: memoryview) -> Part:
+    source = ctypes.addressof(ctypes.c_char.from_buffer(data))
+
+    def fill(address: int, begin: int, size: int) -> None:
+        ctypes.memmove(address, source + begin, size)
+
+    return offset, len(data), fill
+
+
+def _exactly(sock: socket.socket, size_bytes: int) -> bytes:
+    data = bytearray(size_bytes)
+    _fill(sock, memoryview(data))
+    return bytes(data)
+
+
+def _fill(sock: socket.socket, part: memoryview) -> None:
+    done = 0
+    flags = 0 if isinstance(sock, ssl.SSLSocket) else socket.MSG_WAITALL
+    while done < len(part):
+        moved = sock.recv_into(part[done:], len(part) - done, flags)
+        if not moved:
+            raise ConnectionError("the sender has left")
+        done += moved
+
+
+def _drain(sock: socket.socket) -> None:
+    """Read what still arrives after the last word, which closing at once could destroy."""
+    socket.socket.shutdown(sock, socket.SHUT_WR)
+    until_s = time.monotonic() + DRAIN_S
+    rest = bytearray(1 << 16)
+    while time.monotonic() < until_s and socket.socket.recv_into(sock, rest):
+        pass
+
+
+def _send_windows(stream: _Stream, data: memoryview, at_point: Callable[[str], None]) -> None:
+    opening, sock = stream.opening, stream.sock
     # Header and bytes in one segment, where the socket knows how.
     more = 0 if isinstance(sock, ssl.SSLSocket) else socket.MSG_MORE
     for begin in range(opening.begin, opening.end, streams.WINDOW_BYTES):

@@ -214,7 +214,7 @@ BUGS = (
     Bug(
         name="a gap in a stream is not seen",
         file=CLIENT + "mesh/reading/stream.py",
-        old="if chunk.offset_bytes != self.offset_bytes or end",
+        old="if offset_bytes != self.offset_bytes or end",
         new="if end",
         tests=("unit/mesh/test_read.py",),
     ),

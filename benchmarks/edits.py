@@ -16,7 +16,8 @@ SMALL = "0.weight[0:64]"
 
 PEER = "set_model_state_dict, full, broadcast from rank 0"
 UNSHARD = "local summon with writeback of one 64 MiB unit, which all ranks take part in"
-HOST = "write-back on the same host"
+HOST = "write-back on the same host, of what was summoned for writing"
+OWN = "write-back on the same host, of other tensors"
 GRPC = "write-back over gRPC"
 RAW = "two raw loopback sockets, warm memory"
 
@@ -33,13 +34,19 @@ def run(*, quick: bool) -> Report:
         first, burst, stops = _small(job, count=5 if quick else 15)
         rounds = 2 if quick else 5
         units = [1e3 * job.ranks.call("edit_unit")[0] for _ in range(3 * rounds)]
-        whole: dict[str, list[float]] = {PEER: [], HOST: [], GRPC: [], RAW: []}
-        stood: dict[str, list[float]] = {HOST: [], GRPC: []}
+        whole: dict[str, list[float]] = {PEER: [], HOST: [], OWN: [], GRPC: [], RAW: []}
+        stood: dict[str, list[float]] = {HOST: [], OWN: [], GRPC: []}
         part_bytes = job.size_bytes // WORLD_SIZE
         for number in range(rounds + 1):
             found = {PEER: float(job.ranks.call("scatter")[0])}
-            for name, transport in ((HOST, "auto"), (GRPC, "grpc")):
-                seconds, stop_s = _whole(job, transport)
+            # Ranks rest meanwhile, so that the summon is not what is measured.
+            job.client.call("begin_writing")
+            for name, command in (
+                (HOST, ("end_writing",)),
+                (OWN, ("write_back", "auto")),
+                (GRPC, ("write_back", "grpc")),
+            ):
+                seconds, stop_s = _whole(job, *command)
                 found[name] = seconds
                 if number:
                     stood[name].append(stop_s)
@@ -67,9 +74,9 @@ def _small(job: Big, *, count: int) -> tuple[list[float], list[float], list[floa
     return first, burst, stops
 
 
-def _whole(job: Big, transport: str) -> tuple[float, float]:
+def _whole(job: Big, *command: str) -> tuple[float, float]:
     job.ranks.tell("pace_until", 0.001, 1)
-    seconds, stop_s = job.client.call("write_back", transport)[0]
+    seconds, stop_s = job.client.call(*command)[0]
     job.ranks.update()
     return float(seconds), float(stop_s)
 

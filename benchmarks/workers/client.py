@@ -38,6 +38,7 @@ class Client:
         self._warm: dict[str, torch.Tensor] = {}
         self._other: dict[str, torch.Tensor] = {}
         self._sockets: list[socket.socket] = []
+        self._writing = ExitStack()
 
     @property
     def mesh(self) -> Mesh:
@@ -180,6 +181,21 @@ class Client:
         assert edit.stop_ms is not None
         return seconds, edit.stop_ms / 1e3
 
+    def begin_writing(self) -> None:
+        """Summons all parameters for writing, and changes each."""
+        block = self.mesh.summon("*", writeback=True, hold=False, mode="replace")
+        for tensor in self._writing.enter_context(block).values():
+            tensor.add_(1.0)
+
+    def end_writing(self) -> tuple[float, float]:
+        """Ends the block. Seconds until all is written, and how long training stood."""
+        begin_s = time.perf_counter()
+        self._writing.close()
+        seconds = time.perf_counter() - begin_s
+        (edit,) = self.mesh.edits(limit=1)
+        assert edit.stop_ms is not None
+        return seconds, edit.stop_ms / 1e3
+
     def export(self, destination: str, max_shard_size: str, format: str) -> float:
         """Exports parameters without reading them back. Seconds, as the control plane has them."""
         begun = self.mesh.export(
@@ -241,7 +257,7 @@ def main() -> None:
         for name in (
             "connect", "read_again", "keep_heap", "warm", "summon", "view", "memcpy", "dial",
             "receive", "stats", "torch_pass", "peak", "read_until", "edit_small", "write_back",
-            "export",
+            "begin_writing", "end_writing", "export",
         )
     }  # fmt: skip
     try:

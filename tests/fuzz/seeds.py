@@ -100,7 +100,8 @@ def _handover() -> list[bytes]:
         {"op": "map", "ticket": "t", "snapshot_id": "s"},
         {"op": "unmap", "snapshot_id": "s"},
         {"op": "stage", "ticket": "t", "edit_id": "0" * 32},
-        {"op": "window", "index": 0, "offset_bytes": 0, "size_bytes": 8},
+        {"op": "lend", "ticket": "t"},
+        {"op": "take", "offset_bytes": 0, "spans": [[0, 0, 8]]},
         {"op": "share", "ticket": "t", "edit_id": "0" * 32},
         {"op": "detach"},
     ]

@@ -317,15 +317,14 @@ class Doors:
         """Bytes, and whether they are answered."""
         if choices.ConsumeIntInRange(0, 7) == 0:
             return choices.ConsumeBytes(200), True
-        ops = ("map", "stage", "window", "share", "unmap", "attach", "mesh", "detach", "no")
+        ops = ("map", "lend", "stage", "take", "share", "unmap", "attach", "mesh", "detach", "no")
         message = {"op": pick(choices, ops)}
         names = (
             "ticket",
             "snapshot_id",
             "edit_id",
-            "index",
             "offset_bytes",
-            "size_bytes",
+            "spans",
             "incarnation",
         )
         for name in (*names, "rank", "pid", "start", "peers"):

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import ctypes
 import fcntl
 import mmap
 import os
+import socket
+import tempfile
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -15,12 +18,15 @@ import pytest
 import torch
 import xxhash
 
+from paramd.errors import NotFoundError
 from paramd.layout.edits.kinds import EditKind
 from paramd.layout.edits.ops import EditOp
 from paramd.layout.types import Box
 from paramd.memory import handover
 from paramd.memory.control_page import Word
-from paramd.mesh.edits.upload import Windows
+from paramd.memory.descriptors import SparseMemory
+from paramd.memory.lent import LentMemory, lent_memory
+from paramd.mesh.edits.lending import Lender, Loan, send
 from paramd.security.tickets import Role
 from paramd.v1 import sidecar_pb2 as pb
 from tests.integration.edit_trainer import (
@@ -98,7 +104,7 @@ def test_only_editors_stage_and_only_the_control_plane_drops(shared: Editing) ->
     refused(denied, "may not", one.stage, one.manifest(0x20, FILL_B), role=Role.READER)
     drop = pb.DropEditRequest(edit_id=f"{0x20:032x}")
     refused(denied, "may not", one.call, "DropEdit", drop, Role.EDITOR)
-    for op in ("stage", "share"):
+    for op in ("lend", "stage", "share"):
         with handover.connect(Path(one.peer.socket_path)) as connection:
             message = {"op": op, "ticket": ticket(Role.READER), "edit_id": f"{0x20:032x}"}
             handover.send(connection, message)
@@ -106,7 +112,7 @@ def test_only_editors_stage_and_only_the_control_plane_drops(shared: Editing) ->
 
 
 def test_only_the_token_that_stages_an_edit_adds_data_to_it(tmp_path: Path) -> None:
-    """Over gRPC, over windows and from a peer; also when the sidecar has been replaced."""
+    """Over gRPC, from lent memory and from a peer; also when the sidecar has been replaced."""
     tmp_path.chmod(0o700)
     denied, data = grpc.StatusCode.PERMISSION_DENIED, bytes_of(matrix(11))
 
@@ -208,33 +214,30 @@ def test_clients_that_stage_at_once_do_not_mix(shared: Editing) -> None:
         one.call("DropEdit", pb.DropEditRequest(edit_id=f"{0x50 + n:032x}"))
 
 
-def test_what_a_client_writes_into_its_windows_later_reaches_nobody(shared: Editing) -> None:
+def test_what_a_client_writes_into_lent_memory_later_reaches_nobody(shared: Editing) -> None:
+    """Half of the data lies in lent memory, the rest goes through the ring."""
     one, wanted = shared, matrix(5)
     data, over = bytes_of(wanted), threading.Event()
     one.stage(one.manifest(0x60))
-    windows = Windows.open(one.peer, ticket(Role.EDITOR), f"{0x60:032x}")
-    names = {int(name): link_of(name) for name in os.listdir("/proc/self/fd")}
-    (descriptor,) = (fd for fd, name in names.items() if name.startswith("/memfd:paramd-windows"))
-    held = os.dup(descriptor)
-    memory = mmap.mmap(held, 0)
+    memory = LentMemory(len(data) // 2)
+    loan = Loan(one.peer)
     try:
         for size in (0, 4096, len(memory) * 2):
             with pytest.raises(PermissionError):
-                os.ftruncate(held, size)
-        assert fcntl.fcntl(held, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SEAL
+                os.ftruncate(memory.descriptor, size)
+        loan.lend(memory, ticket(Role.EDITOR))
+        assert loan.stage(ticket(Role.EDITOR), f"{0x60:032x}") == 0
+        memory[:] = data[: len(memory)]
+        told: list[int] = []
+        send(loan, parts(memory, data), 0, told.append)
+        assert sum(told) == len(data)
+        assert one.progress(0x60).phase == pb.EDIT_PHASE_STAGED
 
         def attack() -> None:
             while not over.is_set():
-                memory[-4096:] = b"\xff" * 4096
+                for lent in (memory, loan.memories[loan.ring()]):
+                    lent[-4096:] = b"\xff" * 4096
 
-        def parts() -> Iterator[memoryview]:
-            for at in range(0, len(data), 100_000):
-                yield memoryview(data)[at : at + 100_000]
-
-        told: list[int] = []
-        windows.send(parts(), told.append)
-        assert sum(told) == len(data)
-        assert one.progress(0x60).phase == pb.EDIT_PHASE_STAGED
         thread = threading.Thread(target=attack)
         thread.start()
         try:
@@ -246,33 +249,150 @@ def test_what_a_client_writes_into_its_windows_later_reaches_nobody(shared: Edit
         assert torch.equal(one.w, wanted)
         assert one.progress(0x60).data_digests == [xxhash.xxh3_128_digest(data)]
     finally:
-        windows.close()
-        memory.close()
-        os.close(held)
+        loan.close()
 
 
-def link_of(descriptor: str) -> str:
+def parts(lent: LentMemory, data: bytes) -> Iterator[memoryview]:
+    """The data in odd parts: first those that lie in lent memory, then copies of our own."""
+    for at in range(0, len(lent), 100_000):
+        yield memoryview(lent)[at : at + 100_000]
+    for at in range(len(lent), len(data), 100_000):
+        yield memoryview(data)[at : at + 100_000]
+
+
+def descriptor_of(kind: str) -> int:
+    """A descriptor that a sidecar must not map."""
+    if kind in ("plain file", "pipe"):
+        reader, writer = os.pipe()
+        os.close(writer)
+        if kind == "pipe":
+            return reader
+        os.close(reader)
+        with tempfile.TemporaryFile() as file:
+            file.write(bytes(4096))
+            file.flush()
+            return os.dup(file.fileno())
+    huge = os.MFD_HUGETLB if kind == "huge pages" else 0
+    descriptor = os.memfd_create("other", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING | huge)
+    if kind != "empty":
+        os.ftruncate(descriptor, 2 << 20)
+    if kind != "not sealed":
+        fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK)
+    return descriptor
+
+
+@pytest.mark.parametrize("kind", ["plain file", "pipe", "not sealed", "empty", "huge pages"])
+def test_memory_that_could_kill_its_reader_is_refused(shared: Editing, kind: str) -> None:
     try:
-        return os.readlink(f"/proc/self/fd/{descriptor}")
-    except OSError:
-        return ""
+        descriptor = descriptor_of(kind)
+    except OSError as error:
+        pytest.skip(f"this kernel makes no such memory: {error}")
+    lend = {"op": "lend", "ticket": ticket(Role.EDITOR)}
+    memory = LentMemory(4096)
+    with handover.connect(Path(shared.peer.socket_path), timeout_s=20) as connection:
+        try:
+            for descriptors in ([descriptor], [], [memory.descriptor, descriptor]):
+                handover.send(connection, lend, descriptors)
+                assert handover.receive(connection)[0]["code"] == "INVALID_ARGUMENT"
+        finally:
+            os.close(descriptor)
+        for number in range(8):
+            handover.send(connection, lend, [memory.descriptor])
+            assert handover.receive(connection)[0]["memory"] == number
+        handover.send(connection, lend, [memory.descriptor])
+        assert handover.receive(connection)[0]["code"] == "RESOURCE_EXHAUSTED"
 
 
-def test_bytes_that_change_in_a_window_are_verified_as_they_were_taken(shared: Editing) -> None:
+def test_a_hole_in_lent_memory_reads_as_zeros(shared: Editing) -> None:
     one = shared
+    one.stage(one.manifest(0x68))
+    memory = LentMemory(W_BYTES)
+    memory[:] = b"\x01" * W_BYTES
+    SparseMemory(memory.descriptor).release(0, mmap.PAGESIZE * (W_BYTES // mmap.PAGESIZE))
+    loan = Loan(one.peer)
+    try:
+        loan.lend(memory, ticket(Role.EDITOR))
+        loan.stage(ticket(Role.EDITOR), f"{0x68:032x}")
+        send(loan, [memoryview(memory)], 0, lambda _: None)
+    finally:
+        loan.close()
+    progress = one.progress(0x68)
+    assert progress.data_digests == [xxhash.xxh3_128_digest(memory[:])]
+    assert not any(memory[: mmap.PAGESIZE])
+    one.call("DropEdit", pb.DropEditRequest(edit_id=f"{0x68:032x}"))
+
+
+def test_a_loan_serves_again_and_one_that_broke_is_replaced(shared: Editing) -> None:
+    one, data, lender = shared, bytes_of(matrix(9)), Lender()
+    memory = lent_memory(ctypes.addressof(buffer := lender.lend(W_BYTES)), W_BYTES)
+    assert memory is not None
+    buffer[:] = data
+    used: list[Loan] = []
+    try:
+        for number in range(3):
+            edit_id = f"{0x78 + number:032x}"
+            one.stage(one.manifest(0x78 + number))
+            with lender.loan(one.peer, ticket(Role.EDITOR), [memory]) as loan:
+                begin = loan.stage(ticket(Role.EDITOR), edit_id)
+                send(loan, [memoryview(memory)], begin, lambda _: None)
+            used.append(loan)
+            progress = one.progress(0x78 + number)
+            assert progress.data_digests == [xxhash.xxh3_128_digest(data)]
+            one.call("DropEdit", pb.DropEditRequest(edit_id=edit_id))
+            if number == 1:
+                loan._connection.shutdown(socket.SHUT_RDWR)
+        assert used[0] is used[1] is not used[2]
+        with pytest.raises(NotFoundError), lender.loan(one.peer, ticket(Role.EDITOR), []) as loan:
+            loan.stage(ticket(Role.EDITOR), f"{0x7F:032x}")
+        assert not lender._loans  # what is open within it is unknown after an error
+    finally:
+        lender.close()
+
+
+BAD_TAKES: list[dict[str, object]] = [
+    {},
+    {"offset_bytes": 0},
+    {"offset_bytes": -1, "spans": []},
+    {"offset_bytes": True, "spans": []},
+    {"offset_bytes": 0, "spans": {}},
+    {"offset_bytes": 0, "spans": [7]},
+    {"offset_bytes": 0, "spans": [[0, 0]]},
+    {"offset_bytes": 0, "spans": [[0, 0, "8"]]},
+    {"offset_bytes": 0, "spans": [[0, 0, 8.0]]},
+    {"offset_bytes": 0, "spans": [[-1, 0, 8]]},
+    {"offset_bytes": 0, "spans": [[1, 0, 8]]},
+    {"offset_bytes": 0, "spans": [[0, -8, 8]]},
+    {"offset_bytes": 0, "spans": [[0, 0, -8]]},
+    {"offset_bytes": 0, "spans": [[0, 1, 2 << 20]]},
+    {"offset_bytes": 0, "spans": [[0, 1 << 70, 8]]},
+    {"offset_bytes": 0, "spans": [[0, 0, 2 << 20]] * 33},
+    {"offset_bytes": 8, "spans": [[0, 0, 8]]},
+    {"offset_bytes": 1 << 70, "spans": [[0, 0, 8]]},
+]
+
+
+def test_bytes_that_change_in_lent_memory_are_verified_as_they_were_taken(
+    shared: Editing,
+) -> None:
+    one, size = shared, 2 << 20
     one.stage(one.manifest(0x70))
+    memory = LentMemory(size)
     with handover.connect(Path(one.peer.socket_path), timeout_s=20) as connection:
-        message = {"op": "stage", "ticket": ticket(Role.EDITOR), "edit_id": f"{0x70:032x}"}
-        handover.send(connection, message)
-        answer, (descriptor,) = handover.receive(connection)
-        size = answer["window_bytes"]
-        for index in (-1, 4, "0", None):
-            handover.send(connection, {"op": "window", "index": index, "offset_bytes": 0,
-                                       "size_bytes": 64})  # fmt: skip
-            assert handover.receive(connection)[0]["code"] == "INVALID_ARGUMENT"
+
+        def ask(op: str, descriptors: Sequence[int] = (), **rest: object) -> handover.Message:
+            handover.send(connection, {"op": op, **rest}, descriptors)
+            return handover.receive(connection)[0]
+
+        take: dict[str, object] = {"offset_bytes": 0, "spans": [[0, 0, size]]}
+        assert "send stage first" in ask("take", **take)["message"]
+        assert ask("lend", [memory.descriptor], ticket=ticket(Role.EDITOR))["memory"] == 0
+        assert "send stage first" in ask("take", **take)["message"]
+        assert ask("stage", ticket=ticket(Role.EDITOR), edit_id=f"{0x70:032x}")["op"] == "staging"
+        for bad in BAD_TAKES:
+            assert ask("take", **bad)["code"] == "INVALID_ARGUMENT", bad
+        assert one.progress(0x70).staged_bytes == 0
         # Numbers race with NaN while they are taken: whichever came, the verdict is of those.
         stop = threading.Event()
-        memory = mmap.mmap(descriptor, 0)
 
         def race() -> None:
             while not stop.is_set():
@@ -282,14 +402,10 @@ def test_bytes_that_change_in_a_window_are_verified_as_they_were_taken(shared: E
         thread = threading.Thread(target=race)
         thread.start()
         try:
-            handover.send(connection, {"op": "window", "index": 0, "offset_bytes": 0,
-                                       "size_bytes": size})  # fmt: skip
-            answer, _ = handover.receive(connection)
+            answer = ask("take", **take)
         finally:
             stop.set()
             thread.join()
-            memory.close()
-            os.close(descriptor)
         if answer["op"] == "taken":
             staged = one.progress(0x70)
             assert staged.staged_bytes == size

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import signal
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,11 +13,13 @@ import pytest
 import torch
 
 from paramd.errors import ConflictError, UsageError
+from paramd.memory.lent import lent_memory
+from paramd.mesh.edits import editing, upload
 from paramd.mesh.edits.calls import EditState
 from paramd.mesh.mesh import Mesh
 from paramd.mesh.results import Summoned
 from tests.multiprocess.frozen import frozen
-from tests.multiprocess.truth import connect_to, wait_until
+from tests.multiprocess.truth import assert_same_bytes, connect_to, wait_until
 
 
 @pytest.fixture(scope="module", params=[("fsdp1-full-orig", 2), ("tp-fsdp2", 4)], ids=str)
@@ -190,6 +195,75 @@ def test_a_hold_steps_as_told_and_ends_with_its_lease(mesh: Mesh) -> None:
     goes_on(mesh)
     mesh.pause(lease_s=1.5, renew=False)
     wait_until(lambda: mesh.hold_state().state == "running", "the lease ends", timeout_s=20)
+    goes_on(mesh)
+
+
+def counted(tensor: torch.Tensor, first: int) -> torch.Tensor:
+    """Whole numbers, each element its own: sums with a few steps are exact."""
+    values = torch.arange(first, first + tensor.numel()) % 60_000
+    return values.to(tensor.dtype).reshape(tensor.shape)
+
+
+@pytest.fixture
+def lends(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Has tensors lent that would be too small for it."""
+    for module in (editing, upload):
+        monkeypatch.setattr(module, "LENT_FROM_BYTES", 0)
+
+
+@pytest.mark.usefixtures("lends")
+@pytest.mark.parametrize("mode", ["replace", "delta"])
+def test_tensors_that_are_lent_are_written_bit_by_bit(mesh: Mesh, mode: str) -> None:
+    """Twice, so that memory and loans serve again; some are assigned, so are not lent."""
+    before = above_step(mesh)
+    wanted: dict[str, torch.Tensor] = {}
+    for round_number in range(2):
+        with mesh.summon("*", writeback=True, mode=mode) as params:
+            lent = [lent_memory(one.data_ptr(), one.nbytes) for one in distinct(params)]
+            assert all(one is not None for one in lent) is (mode == "replace")
+            for number, tensor in enumerate(distinct(params)):
+                tensor.copy_(counted(tensor, 1000 * round_number + number))
+            for name in list(params)[1::3]:
+                params[name] = params[name].clone()
+            wanted = {name: tensor.clone() for name, tensor in params.items()}
+        edit = mesh.edits(limit=1)[0]
+        found = mesh.summon("*")
+        assert_same_bytes(found, {n: one + (found.step - edit.step) for n, one in wanted.items()})
+        # Whatever is written into them afterwards is the client's own.
+        for tensor in params.values():
+            tensor.fill_(float("nan"))
+        assert all(bool(one.isfinite().all()) for one in mesh.summon("*").values())
+    with mesh.summon("*", writeback=True) as params:
+        for tensor in distinct(params):
+            tensor.fill_(before + params.step)
+    assert above_step(mesh) == before
+
+
+KILLED = """
+import os, signal, sys
+from pathlib import Path
+from paramd.mesh.edits import editing, lending, upload
+from tests.multiprocess.truth import connect_to
+
+editing.LENT_FROM_BYTES = upload.LENT_FROM_BYTES = lending._MESSAGE_BYTES = 0
+with connect_to(Path(sys.argv[1]), "frozen") as mesh:
+    told = lambda done, _: done and os.kill(os.getpid(), signal.SIGKILL)
+    with mesh.summon("*", writeback=True, hold=False, mode="replace", progress=told) as params:
+        for tensor in params.values():
+            tensor.fill_(7.0)
+"""
+
+
+def test_a_client_killed_while_its_memory_is_read_changes_nothing(
+    mesh: Mesh, state_dir: Path
+) -> None:
+    before, count = above_step(mesh), len(mesh.edits())
+    done = subprocess.run([sys.executable, "-c", KILLED, str(state_dir)], check=False, timeout=60)
+    assert done.returncode == -signal.SIGKILL
+    (edit,) = mesh.edits(limit=len(mesh.edits()) - count)
+    assert edit.state is EditState.STAGING
+    mesh.abort_edit(edit.id)
+    assert above_step(mesh) == before
     goes_on(mesh)
 
 

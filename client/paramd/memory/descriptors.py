@@ -87,9 +87,10 @@ def _read(path: str) -> str:
         return ""
 
 
-def create_sparse(name: str, size_bytes: int) -> int:
+def create_sparse(name: str, size_bytes: int, *, sealable: bool = False) -> int:
     """A descriptor of `size_bytes` of shared memory (rounded up to pages), none allocated."""
-    descriptor = os.memfd_create(name, os.MFD_CLOEXEC)
+    how = os.MFD_CLOEXEC | (os.MFD_ALLOW_SEALING if sealable else 0)
+    descriptor = os.memfd_create(name, how)
     os.ftruncate(descriptor, pages(size_bytes))
     return descriptor
 

@@ -19,7 +19,15 @@ from paramd.layout.plan import ReadPlan
 from paramd.layout.select import select
 from paramd.layout.types import Layout
 from paramd.mesh.edits.calls import Edit, EditCalls, Edits, EditTerms, Hold, Holder, check_applied
-from paramd.mesh.edits.editing import Sending, changes_of, check_mode, make_edit
+from paramd.mesh.edits.editing import (
+    Changes,
+    Sending,
+    check_mode,
+    lent_room,
+    make_edit,
+    selected,
+)
+from paramd.mesh.edits.lending import Lender
 from paramd.mesh.edits.upload import Progress
 from paramd.mesh.exports.calls import AsyncExport, ExportCalls, ExportInfo, export_body
 from paramd.mesh.exports.calls import Progress as ExportProgress
@@ -82,6 +90,7 @@ class AsyncMesh:
         self._rest = RestClient(url, token, tls=tls, find=find)
         self._reach = SidecarFinder(self._rest, job, tls=tls)
         self._transfer = Transfer()
+        self._lender = Lender()
         self._edits = EditCalls(self._rest, self._reach)
         self._holder = Holder(self._edits)
         self._exports = ExportCalls(self._rest, self._reach)
@@ -115,6 +124,7 @@ class AsyncMesh:
             await self._views.pop().aclose()
         await self._reach.close()
         self._transfer.close()
+        self._lender.close()
 
     @property
     def job(self) -> str:
@@ -378,7 +388,10 @@ class AsyncMesh:
             note=note,
         )
         sending = Sending(
-            transport=transport, progress=progress, deadline_s=self._deadline(timeout)
+            lender=self._lender,
+            transport=transport,
+            progress=progress,
+            deadline_s=self._deadline(timeout),
         )
         return await make_edit(
             self._edits, self._reach, self._transfer, ops, terms, sending, wait=wait
@@ -495,16 +508,24 @@ class AsyncMesh:
         if hold:
             await self.pause(timeout=timeout)
         try:
-            found = await self.summon(*patterns, timeout=timeout)
-            changes = await changes_of(self._reach, patterns, found, mode=chosen_mode)
+            await self._transfer.load_torch()
+            selection = await selected(self._reach, patterns)
+            run = self._transfer.run
+            # Sidecars of this host take what is written from where it lies.
+            room = await run(lambda: lent_room(self._lender, self._reach, selection))
+            into = room if chosen_mode == "replace" else None
+            found = await self.summon(*patterns, into=into, timeout=timeout)
+            changes = await run(lambda: Changes(found, selection, mode=chosen_mode, room=room))
             yield found
-            if ops := changes.ops():
+            if ops := await run(changes.ops):
                 terms = EditTerms(
                     if_step=found.step if hold or if_step else None,
                     reset_moments=reset_moments,
                     note=note,
                 )
-                sending = Sending(progress=progress, deadline_s=self._deadline(timeout))
+                sending = Sending(
+                    lender=self._lender, progress=progress, deadline_s=self._deadline(timeout)
+                )
                 await make_edit(self._edits, self._reach, self._transfer, ops, terms, sending)
         finally:
             if hold:

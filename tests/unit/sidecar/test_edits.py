@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import math
-import mmap
 import random
 import socket
 import time
@@ -32,12 +31,13 @@ from paramd.memory import handover
 from paramd.memory.control_page import Word
 from paramd.memory.descriptors import reserved_bytes
 from paramd.memory.edit_program import ANY_STEP, wanted_step
+from paramd.memory.lent import LentMemory
 from paramd.v1 import sidecar_pb2 as pb
 from paramd_service.sidecar.edits import table
 from paramd_service.sidecar.edits.entry import WITHDRAWN_NS, Entry, Outcome, Phase, fate
+from paramd_service.sidecar.edits.lent import Lent
 from paramd_service.sidecar.edits.memory import HEAD_BYTES, Ranges
 from paramd_service.sidecar.edits.receive import is_finite
-from paramd_service.sidecar.edits.windows import WINDOW_BYTES, Windows
 from paramd_service.sidecar.owner import Ownership
 from tests.unit.layout.simulate import BOXES, Spec, World, build, fsdp1, memory_of
 from tests.unit.layout.test_plan import KINDS
@@ -349,9 +349,11 @@ def test_data_comes_in_order_whole_and_finite_or_not_at_all() -> None:
     run(test)
 
 
-def test_windows_that_are_there_already_are_taken_at_once_and_anything_else_is_left() -> None:
-    def window(index: int) -> dict[str, object]:
-        return {"op": "window", "index": index, "offset_bytes": 64 * index, "size_bytes": 64}
+def test_messages_that_are_there_already_are_taken_at_once_and_anything_else_is_left() -> None:
+    def take(number: int) -> dict[str, object]:
+        begin = 64 * number
+        spans = [[0, begin, 24], [0, begin + 24, 0], [0, begin + 24, 40]]
+        return {"op": "take", "offset_bytes": begin, "spans": spans}
 
     async def test() -> None:
         with rank_of() as rank:
@@ -359,15 +361,15 @@ def test_windows_that_are_there_already_are_taken_at_once_and_anything_else_is_l
                 ops = [EditOp(fqn="h", kind=EditKind.SET, with_data=True), *WHOLE[:1]]
                 data = rank.data_of(ops, [torch.ones(7).bfloat16(), torch.ones(6, 5)])
                 entry = await edits.begin(rank.manifest(1, ops))
-                windows = Windows(entry)
+                lent, memory = Lent(), LentMemory(4096)
+                memory[: len(data)] = data
+                lent.lend([memory.descriptor])
+                lent.stage(entry)
                 ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-                with ours, theirs, mmap.mmap(windows.descriptor, 0) as memory:
-                    for index in range(2):
-                        begin = index * WINDOW_BYTES
-                        memory[begin : begin + 64] = data[64 * index : 64 * index + 64]
-                    handover.send(theirs, window(1))
+                with ours, theirs:
+                    handover.send(theirs, take(1))
                     handover.send(theirs, {"op": "unmap"})
-                    await edits.take(entry, windows.arriving(ours, window(0)))
+                    await edits.take(entry, lent.arriving(ours, take(0)))
                     assert entry.staged_bytes == 128
                     # The last one is answered by whoever serves the connection.
                     theirs.settimeout(0)
@@ -377,9 +379,9 @@ def test_windows_that_are_there_already_are_taken_at_once_and_anything_else_is_l
                     with pytest.raises(BlockingIOError):
                         handover.receive(theirs)
                     assert handover.receive(ours)[0]["op"] == "unmap"
-                    with pytest.raises(UsageError, match="window: index"):
-                        await edits.take(entry, windows.arriving(ours, window(99)))
-                windows.close()
+                    with pytest.raises(UsageError, match="of a memory of 4096 bytes"):
+                        await edits.take(entry, lent.arriving(ours, take(64)))
+                lent.close()
 
     run(test)
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import ctypes
+import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, get_args
@@ -16,16 +18,22 @@ from paramd.layout.edits.ops import OpSpec
 from paramd.layout.select import Selection, select
 from paramd.layout.types import Box, full_box
 from paramd.mesh.edits.calls import Edit, EditCalls, EditTerms, check_applied, new_edit_id
-from paramd.mesh.edits.upload import Progress, Uploads, manifest_of
+from paramd.mesh.edits.lending import Lender
+from paramd.mesh.edits.upload import LENT_FROM_BYTES, Progress, Uploads, manifest_of
 from paramd.mesh.peers.discovery import SidecarFinder
 from paramd.mesh.peers.sidecars import Sidecars
 from paramd.mesh.reading.stream import Transport
-from paramd.mesh.reading.transfer import Transfer, check_transport
+from paramd.mesh.reading.transfer import (
+    MAX_COPY_THREADS,
+    Transfer,
+    check_transport,
+    is_same_host,
+)
 from paramd.mesh.results import Summoned
 from paramd.wire import LEASE_S
 
 if TYPE_CHECKING:
-    import torch
+    from torch import Tensor
 
 Mode = Literal["replace", "delta"]
 
@@ -51,29 +59,40 @@ class _Known:
 
     names: tuple[str, ...]
     pattern: str
-    tensor: torch.Tensor
+    tensor: Tensor
     digest: bytes
-    copy: torch.Tensor | None
+    copy: Tensor | None
 
 
 class Changes:
     """Finds what a writeback block changed in the tensors it was given."""
 
-    def __init__(self, found: Summoned, selection: Selection, *, mode: Mode) -> None:
-        """Record the current contents of `found`: digests, and in delta mode copies."""
+    def __init__(
+        self,
+        found: Summoned,
+        selection: Selection,
+        *,
+        mode: Mode,
+        room: Mapping[str, Tensor],
+    ) -> None:
+        """Record the current contents of `found`: digests, and in delta mode copies.
+
+        Args:
+            room: Where copies go, by name; the others are allocated.
+        """
         self._found = found
         self._names = set(found)
         self._known: dict[str, _Known] = {}
-        for item in selection:
-            tensor = found[item.name]
+        tensors = [found[item.name] for item in selection]
+        for item, tensor, known_digest in zip(selection, tensors, _digests(tensors), strict=True):
             whole = item.box == full_box(item.tensor.shape)
             by_delta = mode == "delta" and item.tensor.dtype != "bool"
             self._known[item.name] = _Known(
                 names=item.names,
                 pattern=item.name if whole else _sliced(item.name, item.box),
                 tensor=tensor,
-                digest=digest(tensor),
-                copy=tensor.clone() if by_delta else None,
+                digest=known_digest,
+                copy=_copied(tensor, room.get(item.name)) if by_delta else None,
             )
 
     def ops(self) -> list[OpSpec]:
@@ -84,14 +103,19 @@ class Changes:
         """
         _check_names(self._found, self._names)
         ops: list[OpSpec] = []
+        now = {name: self._now(known) for name, known in self._known.items()}
         for name, known in self._known.items():
-            tensor = self._now(known)
+            tensor = now[name]
             if (tensor.shape, tensor.dtype) != (known.tensor.shape, known.tensor.dtype):
                 raise UsageError(
                     f"{name!r} now has shape {list(tensor.shape)}, {tensor.dtype}; expected "
                     f"{list(known.tensor.shape)}, {known.tensor.dtype}; nothing was written"
                 )
-            if digest(tensor) == known.digest:
+        for (name, known), new_digest in zip(
+            self._known.items(), _digests(now.values()), strict=True
+        ):
+            tensor = now[name]
+            if new_digest == known.digest:
                 continue
             if known.copy is None:
                 ops.append(OpSpec(pattern=known.pattern, op="set", data=True, operand=tensor))
@@ -101,25 +125,44 @@ class Changes:
                 ops.append(OpSpec(pattern=known.pattern, op="add", data=True, operand=change))
         return ops
 
-    def _now(self, known: _Known) -> torch.Tensor:
+    def _now(self, known: _Known) -> Tensor:
         """The current tensor: the same object, or one assigned to any of its names."""
         others = (self._found[name] for name in known.names)
         return next((o for o in others if o is not known.tensor), known.tensor).detach()
 
 
-async def changes_of(
-    reach: SidecarFinder, patterns: Sequence[str], found: Summoned, *, mode: Mode
-) -> Changes:
-    """`Changes` of `found`, which was summoned by `patterns`."""
+async def selected(reach: SidecarFinder, patterns: Sequence[str]) -> Selection:
+    """What `patterns` select of the current layout."""
 
     async def attempt(sidecars: Sidecars) -> Selection:
         return select(await reach.index(sidecars), patterns)
 
-    selection = await reach.attempts(attempt, time.monotonic() + LEASE_S)
-    return Changes(found, selection, mode=mode)
+    return await reach.attempts(attempt, time.monotonic() + LEASE_S)
 
 
-def digest(tensor: torch.Tensor) -> bytes:
+def lent_room(lender: Lender, reach: SidecarFinder, selection: Selection) -> dict[str, Tensor]:
+    """A tensor in lent memory for each that is selected; none if no sidecar is on this host.
+
+    Blocks.
+    """
+    from paramd.mesh.edits.operands import lent_tensors  # imports torch
+
+    if not any(map(is_same_host, reach.document.peers.values())):
+        return {}
+    return lent_tensors(lender, selection, from_bytes=LENT_FROM_BYTES)
+
+
+def _copied(tensor: Tensor, room: Tensor | None) -> Tensor:
+    return room.copy_(tensor) if room is not None else tensor.clone()
+
+
+def _digests(tensors: Iterable[Tensor]) -> list[bytes]:
+    """As `digest`, of several at once, which is a matter of memory bandwidth."""
+    with ThreadPoolExecutor(min(MAX_COPY_THREADS, len(os.sched_getaffinity(0)))) as threads:
+        return list(threads.map(digest, tensors))
+
+
+def digest(tensor: Tensor) -> bytes:
     """XXH3 (128 bit) of a tensor's elements in row-major order."""
     tensor = tensor.detach().cpu().contiguous()
     size_bytes = tensor.numel() * tensor.element_size()
@@ -146,6 +189,7 @@ def _sliced(name: str, box: Box) -> str:
 class Sending:
     """Options of the upload of operands."""
 
+    lender: Lender
     transport: Transport = "auto"
     progress: Progress | None = None
     deadline_s: float
@@ -208,6 +252,7 @@ async def _upload(
             manifest_of(edit_id, sidecars, operands, terms),
             operands,
             transfer=transfer,
+            lender=sending.lender,
             transport=sending.transport,
             deadline_s=sending.deadline_s,
             progress=sending.progress,

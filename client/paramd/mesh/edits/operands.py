@@ -9,12 +9,17 @@ from math import prod
 
 import torch
 
-from paramd.errors import UsageError
+from paramd.errors import ExhaustedError, UsageError
+from paramd.layout.dtypes import item_bytes
 from paramd.layout.edits.ops import EditOp, OpSpec, edit_ops
 from paramd.layout.edits.plan import EditItem, EditPlan, RankEdit, plan_edit
-from paramd.layout.select import NameIndex
+from paramd.layout.select import NameIndex, SelectedTensor, Selection
+from paramd.memory.lent import LentMemory, lent_memory
+from paramd.mesh.edits.lending import Lender
 from paramd.mesh.reading.assemble import torch_dtype
 from paramd.wire import CHUNK_BYTES
+
+_ALIGNMENT = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +66,42 @@ def _converted(tensor: torch.Tensor, dtype: str, sizes: tuple[int, ...], fqn: st
             f"the operand for {fqn!r} has shape {list(tensor.shape)}; expected {list(sizes)}"
         )
     return tensor.detach().to(device="cpu", dtype=torch_dtype(dtype)).contiguous()
+
+
+def lent_tensors(
+    lender: Lender, selection: Selection, *, from_bytes: int
+) -> dict[str, torch.Tensor]:
+    """An uninitialized tensor in lent memory for each that is selected, by its name.
+
+    None if there are fewer than `from_bytes`, or no memory for them: plain memory may be had, and
+    costs a copy more.
+    """
+    places: dict[str, tuple[int, SelectedTensor]] = {}
+    end = 0
+    for item in selection:
+        places[item.name] = (end, item)
+        size_bytes = item.box.numel * item_bytes(item.tensor.dtype)
+        end += -(-size_bytes // _ALIGNMENT) * _ALIGNMENT
+    if end < max(from_bytes, 1):
+        return {}
+    try:
+        memory = lender.lend(end)
+    except ExhaustedError:
+        return {}
+    found: dict[str, torch.Tensor] = {}
+    for name, (begin, item) in places.items():
+        if numel := item.box.numel:
+            dtype = torch_dtype(item.tensor.dtype)
+            flat = torch.frombuffer(memory, dtype=dtype, count=numel, offset=begin)
+            found[name] = flat.view(item.box.sizes)
+    return found
+
+
+def lent_memories(operands: Operands) -> list[LentMemory]:
+    """The memories lent to sidecars in which operands lie, each once."""
+    places = [(one.data_ptr(), one.nbytes) for one in operands.tensors.values() if one.nbytes]
+    found = (lent_memory(address, size_bytes) for address, size_bytes in places)
+    return list(dict.fromkeys(one for one in found if one is not None))
 
 
 def parts(operands: Operands, rank: RankEdit, offset_bytes: int = 0) -> Iterator[memoryview]:

@@ -1,31 +1,24 @@
 """Uploads an edit's operands to all sidecars concurrently, once per host.
 
-Clients on the sidecar's host write into windows of shared memory: the client fills a window, the
-sidecar verifies and copies it, and the client refills it. The client never maps the memory that
-the trainer reads, so verified bytes cannot change afterwards.
+Clients on the sidecar's host lend it memory, from which it copies and verifies: tensors that were
+summoned for writing where they lie, others by way of a ring. The client never maps the memory
+that the trainer reads, so verified bytes cannot change afterwards.
 """
 
 from __future__ import annotations
 
 import asyncio
-import ctypes
-import mmap
-import os
-import socket
 import time
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
-from contextlib import suppress
-from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 import grpc.aio
 
-from paramd.errors import ConflictError, NotFoundError, ParamdError, UnreachableError, error_of_grpc
+from paramd.errors import NotFoundError, UnreachableError
 from paramd.layout.edits.ops import encode_op
 from paramd.layout.edits.plan import RankEdit
-from paramd.memory import handover
-from paramd.mesh.peers.control import PeerAddress
-from paramd.mesh.peers.grpc import RankUnreachableError, call_timeout_s, check_handover, error_of
+from paramd.mesh.edits.lending import Lender, send
+from paramd.mesh.peers.grpc import RankUnreachableError, call_timeout_s, error_of
 from paramd.mesh.reading.transfer import all_ended, is_same_host
 from paramd.state_files import kernel_of
 from paramd.v1 import sidecar_pb2
@@ -38,125 +31,11 @@ if TYPE_CHECKING:
     from paramd.mesh.reading.stream import Transport
 from paramd.mesh.reading.transfer import Transfer
 
-_ANSWER_S = 30.0
-
-
-class Windows:
-    """One edit's windows at one sidecar. Made by `open`; call `close`. Methods block."""
-
-    def __init__(self, connection: socket.socket, answer: handover.Message, memory: int) -> None:
-        self._connection = connection
-        self._window_bytes = int(answer["window_bytes"])
-        self._count = int(answer["window_count"])
-        self.staged_bytes = int(answer["staged_bytes"])
-        """Number of leading bytes that are already staged."""
-        self._map = mmap.mmap(memory, self._window_bytes * self._count)
-        os.close(memory)
-        self._address = ctypes.addressof(ctypes.c_char.from_buffer(self._map))
-
-    @classmethod
-    def open(cls, peer: PeerAddress, ticket: str, edit_id: str) -> Windows:
-        """Get the windows of an edit whose manifest is staged.
-
-        Raises:
-            UnreachableError: the right sidecar does not respond at the socket.
-            DeniedError: it refused the ticket. NotFoundError: it does not have the edit.
-        """
-        connection = handover.connect(Path(peer.socket_path), timeout_s=_ANSWER_S)
-        try:
-            message = {"op": "stage", "ticket": ticket, "rank": peer.rank, "edit_id": edit_id}
-            handover.send(connection, message)
-            answer, descriptors = _answer(connection, "staging", peer.rank)
-            try:
-                check_handover(answer, ticket, peer.rank)
-                if len(descriptors) != 1:
-                    raise ConflictError(f"rank {peer.rank} handed over {len(descriptors)} windows")
-                return cls(connection, answer, descriptors.pop())
-            finally:
-                for descriptor in descriptors:
-                    os.close(descriptor)
-        except OSError as error:
-            connection.close()
-            if isinstance(error, ParamdError):
-                raise
-            raise UnreachableError(
-                f"rank {peer.rank}: its sidecar did not share its windows"
-            ) from error
-        except BaseException:
-            connection.close()
-            raise
-
-    def send(self, parts: Iterable[memoryview], told: Callable[[int], None]) -> None:
-        """Send all parts in order, filling windows while the sidecar copies others.
-
-        Raises:
-            UnreachableError: the sidecar went away.
-            ParamdError: it refused the data.
-        """
-        at = self.staged_bytes
-        index = filled = pending = 0
-        try:
-            for part in parts:
-                done = 0
-                memory = part if not part.readonly else bytearray(part)
-                address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
-                while done < len(part):
-                    if pending == self._count:
-                        self._taken()
-                        pending -= 1
-                    room = min(self._window_bytes - filled, len(part) - done)
-                    begin = index * self._window_bytes + filled
-                    # Unlike slice assignment, this releases the GIL for other ranks' threads.
-                    ctypes.memmove(self._address + begin, address + done, room)
-                    filled, done = filled + room, done + room
-                    if filled == self._window_bytes:
-                        self._full(index, at, filled, told)
-                        at, filled = at + filled, 0
-                        index, pending = (index + 1) % self._count, pending + 1
-            if filled:
-                self._full(index, at, filled, told)
-                pending += 1
-            for _ in range(pending):
-                self._taken()
-        except (OSError, EOFError) as error:
-            if isinstance(error, ParamdError):
-                raise
-            raise UnreachableError("a sidecar went away while an edit was staged") from error
-
-    def _full(self, index: int, offset: int, size: int, told: Callable[[int], None]) -> None:
-        message = {"op": "window", "index": index, "offset_bytes": offset, "size_bytes": size}
-        handover.send(self._connection, message)
-        told(size)
-
-    def _taken(self) -> None:
-        _answer(self._connection, "taken", None)
-
-    def close(self) -> None:
-        """Release the windows. Idempotent."""
-        with suppress(BufferError):
-            self._map.close()
-        self._connection.close()
-
-
-def _answer(
-    connection: socket.socket, expected: str, rank: int | None
-) -> tuple[handover.Message, list[int]]:
-    message, descriptors = handover.receive(connection)
-    if message["op"] == expected:
-        return message, descriptors
-    for descriptor in descriptors:
-        os.close(descriptor)
-    who = f"rank {rank}: " if rank is not None else ""
-    if message["op"] == "error":
-        raise error_of_grpc(str(message.get("code")))(f"{who}{message.get('message')}")
-    raise ConflictError(f"{who}the sidecar answered {message['op']!r} instead of {expected!r}")
-
-
 Progress = Callable[[int, int], None]
 """Called with bytes sent and total bytes."""
 
-WINDOWS_FROM_BYTES: Final = 4 << 20
-"""Smaller uploads are faster over gRPC than with the extra call for windows."""
+LENT_FROM_BYTES: Final = 4 << 20
+"""Smaller uploads are faster over gRPC than with the extra call that lends memory."""
 
 _ASK_S: Final = 5.0
 
@@ -171,12 +50,14 @@ class Uploads:
         operands: Operands,
         *,
         transfer: Transfer,
+        lender: Lender,
         transport: Transport,
         deadline_s: float,
         progress: Progress | None,
     ) -> None:
         self._sidecars = sidecars
         self._transfer = transfer
+        self._lender = lender
         self._transport = transport
         self._manifest = manifest
         self._operands = operands
@@ -219,26 +100,25 @@ class Uploads:
                 raise RankUnreachableError(rank.rank, str(found)) from error
             raise found from error
         if shared:
-            await self._by_windows(rank)
+            await self._lend(rank)
 
     def _is_here(self, rank: RankEdit) -> bool:
         peer = self._sidecars.document.peer(rank.rank)
-        small = self._transport == "auto" and rank.data_bytes < WINDOWS_FROM_BYTES
+        small = self._transport == "auto" and rank.data_bytes < LENT_FROM_BYTES
         return self._transport != "grpc" and not small and is_same_host(peer)
 
-    async def _by_windows(self, rank: RankEdit) -> None:
+    async def _lend(self, rank: RankEdit) -> None:
         document = self._sidecars.document
         peer = document.peer(rank.rank)
 
         def work() -> None:
-            from paramd.mesh.edits.operands import parts
+            from paramd.mesh.edits.operands import lent_memories, parts
 
-            windows = Windows.open(peer, document.ticket, self._manifest.edit_id)
-            try:
-                self._told(windows.staged_bytes)
-                windows.send(parts(self._operands, rank, windows.staged_bytes), self._told)
-            finally:
-                windows.close()
+            with self._lender.loan(peer, document.ticket, lent_memories(self._operands)) as loan:
+                staged_bytes = loan.stage(document.ticket, self._manifest.edit_id)
+                self._told(staged_bytes)
+                data = parts(self._operands, rank, staged_bytes)
+                send(loan, data, staged_bytes, self._told)
 
         try:
             await self._transfer.run(work)

@@ -17,7 +17,7 @@ from paramd.errors import ConflictError, DeniedError, ParamdError, UsageError, c
 from paramd.memory import handover
 from paramd.security.tickets import Claims
 from paramd_service.admission import Shares, Who
-from paramd_service.sidecar.edits.windows import Windows
+from paramd_service.sidecar.edits.lent import Lent
 from paramd_service.sidecar.owner import (
     AttachedMemory,
     AttachRequest,
@@ -147,7 +147,7 @@ class _Connection:
         self._peer_pid = peer_pid
         self._attached: AttachedMemory | None = None
         self._maps: dict[str, list[Snapshot]] = {}
-        self._windows: Windows | None = None
+        self._lent = Lent()
         self._task: asyncio.Task[None] | None = None
         self._closing = False
         self._claims: dict[str | None, Claims] = {}
@@ -160,8 +160,9 @@ class _Connection:
             "live": self._live,
             "map": self._map,
             "unmap": self._unmap,
+            "lend": self._lend,
             "stage": self._stage,
-            "window": self._window,
+            "take": self._take,
             "share": self._share,
         }
 
@@ -306,6 +307,10 @@ class _Connection:
         if mapped:
             mapped.pop().map_count -= 1
 
+    async def _lend(self, message: dict[str, Any], descriptors: list[int]) -> None:
+        check_editor(self._caller(message))
+        handover.send(self._socket, self._lent.lend(descriptors) | self._rank.identity())
+
     async def _stage(self, message: dict[str, Any], descriptors: list[int]) -> None:
         claims = self._caller(message)
         check_editor(claims)
@@ -313,18 +318,13 @@ class _Connection:
         # Shielded: other callers may wait for the same edit.
         await asyncio.shield(entry.opened)
         entry.check_author(claims.token_id)
-        self._close_windows()
-        self._windows = Windows(entry)
-        answer = self._windows.message() | self._rank.identity()
-        handover.send(self._socket, answer, [self._windows.descriptor])
+        handover.send(self._socket, self._lent.stage(entry) | self._rank.identity())
 
-    async def _window(self, message: dict[str, Any], descriptors: list[int]) -> None:
-        windows = self._windows
-        if windows is None:
-            raise UsageError("window: no windows yet; send stage first")
+    async def _take(self, message: dict[str, Any], descriptors: list[int]) -> None:
+        lent = self._lent
         # Its thread may read the socket, since our reader is off while a message is served.
-        await self._rank.edits.take(windows.entry, windows.arriving(self._socket, message))
-        handover.send(self._socket, windows.taken())
+        await self._rank.edits.take(lent.entry, lent.arriving(self._socket, message))
+        handover.send(self._socket, lent.taken())
 
     async def _share(self, message: dict[str, Any], descriptors: list[int]) -> None:
         claims = self._caller(message)
@@ -335,11 +335,6 @@ class _Connection:
         answer = share_message(entry) | self._rank.identity()
         with _read_only(edits.memory.sparse.descriptor) as readable:
             handover.send(self._socket, answer, [readable])
-
-    def _close_windows(self) -> None:
-        windows, self._windows = self._windows, None
-        if windows is not None:
-            windows.close()
 
     def _refuse(self, error: ParamdError) -> None:
         answer = {"op": "error", "code": codes_of(error).grpc, "message": str(error)}
@@ -353,7 +348,7 @@ class _Connection:
             return
         asyncio.get_running_loop().remove_reader(self._socket.fileno())
         self._socket.close()
-        self._close_windows()
+        self._lent.close()
         for snapshots in self._maps.values():
             for snapshot in snapshots:
                 # Without an unmap the peer may still map it: never reuse the memory.

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hmac
 import struct
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Final
 
 import grpc
@@ -49,7 +49,7 @@ class Grant:
     """Permission for one stream, as GrantStream gave it."""
 
     grant_id: bytes
-    secret: bytes
+    secret: bytes = field(repr=False)
 
 
 @dataclass(frozen=True, slots=True)

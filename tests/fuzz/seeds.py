@@ -7,6 +7,8 @@ import struct
 import zlib
 from collections.abc import Callable
 
+from paramd import streams
+from paramd.errors import DeniedError
 from paramd.layout import codec
 from paramd.layout.edits.kinds import EditKind
 from paramd.layout.edits.ops import EditOp, encode_op
@@ -17,7 +19,7 @@ from paramd.memory.edit_program import NO_DATA, Record, program_bytes, write_pro
 from paramd.security.tickets import Role
 from paramd.v1 import sidecar_pb2 as pb
 from paramd.wire import data_chunk
-from tests.fuzz.parsers import LAYOUT, SIGNER
+from tests.fuzz.parsers import LAYOUT, SECRET, SIGNER
 
 TERMS = (
     "layers.*.weight numel>1M dtype=bfloat16 norm>10",
@@ -99,6 +101,7 @@ def _handover() -> list[bytes]:
     others = [
         {"op": "map", "ticket": "t", "snapshot_id": "s"},
         {"op": "unmap", "snapshot_id": "s"},
+        {"op": "live", "ticket": "t", "rank": 0, "incarnation": 1, "layout_digest": "d"},
         {"op": "stage", "ticket": "t", "edit_id": "0" * 32},
         {"op": "lend", "ticket": "t"},
         {"op": "take", "offset_bytes": 0, "spans": [[0, 0, 8]]},
@@ -115,6 +118,22 @@ def _chunk() -> list[bytes]:
         data_chunk(memoryview(b"some data"), 300),
         data_chunk(memoryview(b""), 0),
         header.SerializeToString(),
+    ]
+
+
+def _stream_framing() -> list[bytes]:
+    windows = [
+        streams.Window(streams.DATA, 7, 100, 5),
+        streams.Window(streams.LAST, 107, 0),
+        streams.Window(streams.DATA, 0, streams.WINDOW_BYTES),
+    ]
+    return [
+        streams.Opening(bytes(16), 1, 300, True).sealed(SECRET),
+        streams.Opening(bytes(16), 0, 0).sealed(SECRET),
+        streams.reply(b"an opening", SECRET),
+        streams.refusal(DeniedError("no")),
+        streams.failure(DeniedError("no")),
+        *(one.packed() for one in windows),
     ]
 
 
@@ -178,6 +197,7 @@ SEEDS: dict[str, Callable[[], list[bytes]]] = {
         bytes([0, 0, 64, 0] * 5),
         bytes([250, 0, 0, 0, 15, 0, 100, 1, 0, 0, 200, 0]),
     ],
+    "stream_framing": _stream_framing,
     "safetensors": _safetensors,
     "ticket": _ticket,
     "program": _program,

@@ -17,6 +17,7 @@ import os
 import socket
 import tempfile
 import threading
+import time
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,7 @@ import grpc
 import httpx2
 from google.protobuf.message_factory import GetMessageClass
 
+from paramd import streams
 from paramd.layout.merge import layout_digest
 from paramd.memory import handover
 from paramd.security.tickets import Role
@@ -38,6 +40,7 @@ from paramd_service.sidecar.rank import RankSidecar
 from paramd_service.sidecar.rpc.control_link import Joining
 from paramd_service.sidecar.rpc.gateway import Gateway
 from paramd_service.sidecar.rpc.grpc_server import GrpcServer
+from paramd_service.sidecar.rpc.streams import GRANT_S
 from paramd_service.sidecar.rpc.unix_server import UnixServer
 from paramd_service.sidecar.snapshots.store import BlockMaker
 from tests.fuzz.messages import Choices, fill, pick
@@ -150,6 +153,7 @@ class Doors:
             timeout=30.0,
         )
         self._count = 0
+        self._granted: tuple[float, Any] | None = None
         self.known: dict[str, list[Any]] = {
             "job": [JOB],
             "incarnation": [1],
@@ -208,6 +212,7 @@ class Doors:
                 30.0,
             )
         self.known["snapshot_id"] = self.known["snapshot_ids"] = [pinned]
+        self._granted = None
         descriptors = len(os.listdir("/proc/self/fd"))
         assert descriptors < 400, f"{descriptors} descriptors are open"
 
@@ -313,11 +318,62 @@ class Doors:
             connection.close()
         self.checked()
 
+    def streams(self, choices: Choices) -> None:
+        """An opening at the port for streams, with or without a grant, whole or not."""
+        granted = self._grant()
+        ends = [pick(choices, (0, 1, ARENA_BYTES // 2, ARENA_BYTES, ARENA_BYTES + 1, 1 << 63))]
+        ends.append(choices.ConsumeIntInRange(0, ARENA_BYTES))
+        opening = streams.Opening(granted.grant_id, *sorted(ends), choices.ConsumeBool())
+        data = bytearray(opening.sealed(granted.secret))
+        if changed := choices.ConsumeIntInRange(0, 3):
+            data[choices.ConsumeIntInRange(0, len(data) - 1)] ^= changed
+        whole = bytes(data)
+        if choices.ConsumeIntInRange(0, 3) == 0:
+            whole = whole[: choices.ConsumeIntInRange(0, len(whole))] + choices.ConsumeBytes(200)
+        with socket.create_connection(("127.0.0.1", granted.port), timeout=10.0) as connection:
+            with contextlib.suppress(OSError):  # it may have left already
+                connection.sendall(whole)
+                connection.shutdown(socket.SHUT_WR)
+            answer = b""
+            with contextlib.suppress(OSError):
+                while part := connection.recv(1 << 20):
+                    answer += part
+        if whole.startswith(opening.sealed(granted.secret)):
+            self._granted = None
+            if opening.end <= ARENA_BYTES:
+                self._whole_stream(answer, opening, granted.secret)
+        self.checked()
+
+    def _grant(self) -> Any:
+        """A grant not used yet: who does not know its secret cannot use it up."""
+        now_s = time.monotonic()
+        if self._granted is None or now_s - self._granted[0] > GRANT_S / 2:
+            request = sidecar_pb2.GrantStreamRequest(snapshot_id=self.known["snapshot_id"][0])
+            path = "/paramd.v1.SidecarService/GrantStream"
+            code, answers = self.call(self._sidecar, path, Role.READER, [request], 30.0)
+            assert code is grpc.StatusCode.OK, code
+            self._granted = now_s, sidecar_pb2.GrantStreamResponse.FromString(answers[0])
+        return self._granted[1]
+
+    def _whole_stream(self, answer: bytes, opening: streams.Opening, secret: bytes) -> None:
+        sealed = opening.sealed(secret)
+        assert streams.read_reply(answer[: streams.REPLY_BYTES], sealed, secret) == (0, 0), answer
+        at, offset = streams.REPLY_BYTES, opening.begin
+        while True:
+            window = streams.read_window(answer[at : at + streams.WINDOW_HEADER_BYTES])
+            at += streams.WINDOW_HEADER_BYTES + window.size
+            if window.kind == streams.LAST:
+                break
+            assert (window.kind, window.offset) == (streams.DATA, offset)
+            offset += window.size
+        assert offset == window.offset == opening.end
+        assert at == len(answer)
+
     def _message(self, choices: Choices) -> tuple[bytes, bool]:
         """Bytes, and whether they are answered."""
         if choices.ConsumeIntInRange(0, 7) == 0:
             return choices.ConsumeBytes(200), True
-        ops = ("map", "lend", "stage", "take", "share", "unmap", "attach", "mesh", "detach", "no")
+        ops = ("map", "live", "lend", "stage", "take", "share", "unmap", "attach", "mesh", "detach")
         message = {"op": pick(choices, ops)}
         names = (
             "ticket",
@@ -326,6 +382,7 @@ class Doors:
             "offset_bytes",
             "spans",
             "incarnation",
+            "layout_digest",
         )
         for name in (*names, "rank", "pid", "start", "peers"):
             if choices.ConsumeIntInRange(0, 2):
@@ -366,4 +423,5 @@ SERVERS = {
     "sidecar": lambda data: doors().sidecar(_choices(data)),
     "control": lambda data: doors().control(_choices(data)),
     "socket": lambda data: doors().socket(_choices(data)),
+    "streams": lambda data: doors().streams(_choices(data)),
 }

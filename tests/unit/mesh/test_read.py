@@ -11,7 +11,13 @@ import grpc
 import grpc.aio
 import pytest
 
-from paramd.errors import ConflictError, DataLossError, DeadlineError, UnreachableError
+from paramd.errors import (
+    AbortedError,
+    ConflictError,
+    DataLossError,
+    DeadlineError,
+    UnreachableError,
+)
 from paramd.mesh.peers.grpc import LeaseEndedError
 from paramd.mesh.reading import stream as reading
 from paramd.mesh.reading.places import Place, PlaceSink
@@ -60,6 +66,7 @@ class Source:
             replaced = self.mishap(len(self.begins), offset)
             data = SNAPSHOT[offset : offset + CHUNK_BYTES]
             yield replaced if replaced is not None else chunk_at(offset, data)
+        self.mishap(len(self.begins), len(SNAPSHOT))
 
     async def probe(self) -> None:
         self.probed += 1
@@ -176,6 +183,38 @@ async def test_an_ended_lease_is_told_apart() -> None:
 
     with pytest.raises(LeaseEndedError, match="told"):
         await run(Source(end))
+
+
+async def test_an_error_after_the_last_byte_is_raised() -> None:
+    """The sidecar's last word: these bytes do not hold."""
+
+    def changed(stream: int, offset: int) -> None:
+        if offset == len(SNAPSHOT):
+            raise status(grpc.StatusCode.ABORTED)
+
+    source = Source(changed)
+    with pytest.raises(AbortedError, match="told"):
+        await run(source)
+    assert source.begins == [0]
+
+
+async def test_a_stream_that_breaks_after_the_last_byte_is_asked_for_its_last_word() -> None:
+    def drop(stream: int, offset: int) -> None:
+        if offset == len(SNAPSHOT) and stream <= 2:
+            raise status(grpc.StatusCode.UNAVAILABLE)
+
+    source = Source(drop)
+    assert await run(source) == SNAPSHOT
+    assert source.begins == [0, 1000, 1000]
+
+
+async def test_all_bytes_without_a_last_word_are_no_answer() -> None:
+    def drop(stream: int, offset: int) -> None:
+        if offset == len(SNAPSHOT):
+            raise status(grpc.StatusCode.UNAVAILABLE)
+
+    with pytest.raises(UnreachableError, match="told"):
+        await run(Source(drop))
 
 
 async def test_a_hanging_stream_is_probed_and_a_dead_peer_ends_it(

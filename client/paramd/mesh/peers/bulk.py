@@ -16,6 +16,7 @@ from typing import Final, TypeVar
 
 from paramd import streams
 from paramd.errors import DataLossError, DeniedError, ParamdError, UnreachableError
+from paramd.mesh.peers.grpc import ended
 from paramd.mesh.peers.sidecars import StreamOffer
 
 CONNECT_S: Final = 2.0
@@ -39,6 +40,8 @@ class BulkStream:
         self.begin, self.end = begin, end
         self.checksums = offer.leaves_host
         self.stopped = False
+        self.moved_bytes = 0
+        """Bytes received; over a slow link a window takes longer than a peer may be silent."""
         self._offer = offer
         self._sock: socket.socket | None = None
         self._patience_s = math.inf
@@ -115,6 +118,7 @@ class BulkStream:
             if moved == 0 or self.stopped or (moved < 0 and time.monotonic() > until_s):
                 raise EOFError("the stream broke off")
             done += max(moved, 0)
+            self.moved_bytes += max(moved, 0)
 
     def send(self, window: streams.Window, part: memoryview) -> None:
         """Send a window. Blocks. Raises OSError: broken off."""
@@ -125,7 +129,8 @@ class BulkStream:
             self._sock.settimeout(STALL_S)
         elif window.size:
             more = socket.MSG_MORE
-        self._sock.send(window.packed(), more)
+        # All of it: a part of a header would make the bytes that follow look like one.
+        self._sock.sendall(window.packed(), more)
         self._sock.sendall(part)
         if isinstance(self._sock, ssl.SSLSocket):
             self._sock.settimeout(LOOK_S)
@@ -204,6 +209,6 @@ async def on_thread(work: Callable[[], Result], stop: Callable[[], None]) -> Res
         return await asyncio.shield(done)
     except asyncio.CancelledError:
         stop()
-        await asyncio.wait({done})
+        await ended({done})
         done.exception()  # retrieved, or asyncio logs it
         raise

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import json
 import ssl
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Final, TypeAlias, TypeVar
@@ -429,11 +429,24 @@ async def watched(
         await cancelled(task)
 
 
+async def ended(futures: Iterable[asyncio.Future[Any]]) -> None:
+    """Wait until all have ended, even while cancelled: they may write into a caller's memory."""
+    waiting, again = set(futures), False
+    while waiting:
+        try:
+            _, waiting = await asyncio.wait(waiting)
+        except asyncio.CancelledError:
+            again = True
+            waiting = {one for one in waiting if not one.done()}
+    if again:
+        raise asyncio.CancelledError
+
+
 async def cancelled(task: asyncio.Future[Any]) -> None:
     """Cancel a task and wait for it; its result or exception is dropped."""
     if not task.done():
         task.cancel()
-        await asyncio.wait({task})
+        await ended({task})
     if not task.cancelled():
         task.exception()
 

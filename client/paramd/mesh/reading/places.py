@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import threading
+from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Executor, wait
 from dataclasses import dataclass
@@ -74,7 +75,8 @@ class PlaceSink:
 
     def __init__(self, places: Sequence[Place]) -> None:
         self._places = places
-        self._alone = _alone(places)
+        self._direct = _direct(places)
+        self._direct_ends = [place.end for place in self._direct]
         self._at = 0
         """Index of the first place that is not full."""
         self._filling: dict[int, Scratch] = {}
@@ -84,20 +86,19 @@ class PlaceSink:
         """Where bytes of [begin, end) may be put directly, and up to which offset.
 
         The address is None for bytes up to that offset that must pass through `write`, among
-        them those that two places share.
+        them those that two places share. Changes nothing: a window may be received again.
         """
-        while self._at < len(self._places) and self._places[self._at].end <= begin:
-            self._at += 1
-        for number in range(self._at, len(self._places)):
-            place = self._places[number]
-            size_bytes = min(place.end, end) - max(place.begin, begin)
+        for number in range(bisect_right(self._direct_ends, begin), len(self._direct)):
+            place = self._direct[number]
             if place.begin >= end:
                 break
-            if place.address is None or not self._alone[number] or size_bytes < DIRECT_BYTES:
+            first, until = max(place.begin, begin), min(place.end, end)
+            if until - first < DIRECT_BYTES:
                 continue
-            if place.begin > begin:
-                return None, place.begin
-            return place.address + begin - place.begin, begin + size_bytes
+            if first > begin:
+                return None, first
+            assert place.address is not None
+            return place.address + begin - place.begin, until
         return None, end
 
     def write(self, offset_bytes: int, address: int, size_bytes: int) -> None:
@@ -132,13 +133,17 @@ class PlaceSink:
             self._spare.append(self._filling.pop(number))
 
 
-def _alone(places: Sequence[Place]) -> list[bool]:
-    """For each place, whether no other one has bytes in common with it."""
+def _direct(places: Sequence[Place]) -> list[Place]:
+    """Places that bytes may be received into: large, and without bytes of another one."""
     ends = [0, *accumulate((place.end for place in places), max)]
     nexts = [*(place.begin for place in places[1:]), ends[-1]]
     return [
-        before <= place.begin and place.end <= following
+        place
         for before, place, following in zip(ends, places, nexts, strict=False)
+        if place.address is not None
+        and place.size_bytes >= DIRECT_BYTES
+        and before <= place.begin
+        and place.end <= following
     ]
 
 

@@ -132,6 +132,8 @@ async def read_range(
     transport: Transport = "auto",
 ) -> None:
     """Read bytes [begin, end) of one rank's snapshot into `sink`. Raises as `Reader.run`."""
+    if begin >= end:
+        return
     expected = Expected(pinned.incarnation, pinned.step, end, pinned.edits)
     source = sidecars.source(pinned.pins[rank], end_bytes=end)
     large = end - begin >= STREAM_FROM_BYTES and sidecars.has_streams(rank)
@@ -160,7 +162,7 @@ class Reader:
         self.offset_bytes = offset_bytes
         """End of the bytes written so far."""
         # Set by the sidecar's last word, without which even all bytes prove nothing.
-        self._proven = offset_bytes >= expected.size_bytes
+        self._proven = False
 
     async def run(self, deadline_s: float) -> None:
         """Read to the end; `deadline_s` is on the monotonic clock.
@@ -202,12 +204,12 @@ class Reader:
     async def _watched_read(self, deadline_s: float) -> None:
         """Read one stream; return if it stalls, so that `run` resumes it."""
         reading = asyncio.ensure_future(self._read(deadline_s))
-        moved_s, moved = time.monotonic(), self.offset_bytes
+        moved_s, moved = time.monotonic(), self._moved()
         try:
             while not (await asyncio.wait({reading}, timeout=_LOOK_S))[0]:
                 now_s = time.monotonic()
-                if self.offset_bytes != moved:
-                    moved_s, moved = now_s, self.offset_bytes
+                if self._moved() != moved:
+                    moved_s, moved = now_s, self._moved()
                 elif now_s - moved_s > LIVENESS_S:
                     return
                 elif now_s - moved_s > _PROBE_AFTER_S:
@@ -221,6 +223,10 @@ class Reader:
             reading.result()
         finally:
             await cancelled(reading)
+
+    def _moved(self) -> int:
+        """Changes as long as bytes come."""
+        return self.offset_bytes
 
     async def _read(self, deadline_s: float) -> None:
         left_s = deadline_s - time.monotonic()
@@ -266,10 +272,16 @@ class Reader:
 class StreamReader(Reader):
     """The same over a bulk stream, received by a thread into its place."""
 
+    _stream: BulkStream | None = None
+
+    def _moved(self) -> int:
+        # Not `offset_bytes`: over a slow link a window takes longer than a peer may be silent.
+        return self._stream.moved_bytes if self._stream is not None else 0
+
     async def _read(self, deadline_s: float) -> None:
         offer = await self._source.offer()
         self._check_header(offer.header)
-        stream = BulkStream(offer, self.offset_bytes, self._expected.size_bytes)
+        self._stream = stream = BulkStream(offer, self.offset_bytes, self._expected.size_bytes)
         try:
             await on_thread(functools.partial(self._receive, stream), stream.stop)
         except NotFoundError as error:

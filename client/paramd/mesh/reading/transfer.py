@@ -18,7 +18,7 @@ import sys
 import weakref
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AsyncExitStack, ExitStack, closing
+from contextlib import AsyncExitStack, ExitStack, closing, suppress
 from dataclasses import dataclass
 from functools import partial
 from importlib import import_module
@@ -30,7 +30,7 @@ from paramd.layout.plan import RankRead, ReadPlan
 from paramd.memory import handover
 from paramd.mesh.peers.bulk import CONNECT_S
 from paramd.mesh.peers.control import JobDocument, PeerAddress
-from paramd.mesh.peers.grpc import check_handover
+from paramd.mesh.peers.grpc import check_handover, ended
 from paramd.mesh.peers.sidecars import Pinned, RankPin, Sidecars
 from paramd.mesh.reading.live import LiveRank, LiveState, read_live
 from paramd.mesh.reading.places import Place, PlaceSink, fill_from
@@ -505,7 +505,8 @@ class Transfer:
         try:
             return await asyncio.shield(running)
         except asyncio.CancelledError:
-            await asyncio.wait({running})
+            with suppress(asyncio.CancelledError):
+                await ended({running})
             if not running.cancelled() and isinstance(error := running.exception(), ParamdError):
                 raise asyncio.CancelledError from error
             raise
@@ -519,7 +520,7 @@ def _cut(
     Cut only where no place has bytes on both sides.
     """
     found: list[tuple[int, int, Sequence[Place]]] = []
-    least = max(size_bytes // count, STREAM_LEAST_BYTES)
+    least = max(-(-size_bytes // count), STREAM_LEAST_BYTES)
     begin = first = reached = 0
     for number, place in enumerate(places):
         if reached <= place.begin and place.begin - begin >= least:
@@ -548,5 +549,4 @@ async def all_ended(work: Sequence[Awaitable[None]]) -> None:
     finally:
         for task in tasks:
             task.cancel()
-        if tasks:
-            await asyncio.wait(tasks)
+        await ended(tasks)

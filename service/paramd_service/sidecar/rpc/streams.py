@@ -266,7 +266,11 @@ class StreamServer:
                 return
             while len(self._strangers) >= MAX_STRANGERS:
                 next(iter(self._strangers)).close()
-            stranger = _Stranger(self, accepted, self._tls)
+            try:
+                stranger = _Stranger(self, accepted, self._tls)
+            except OSError:
+                accepted.close()  # it has left already
+                continue
             self._strangers[stranger] = None
             stranger.start()
 
@@ -489,7 +493,8 @@ def _send_windows(stream: _Stream, data: memoryview, at_point: Callable[[str], N
     for begin in range(opening.begin, opening.end, streams.WINDOW_BYTES):
         part = data[begin : min(begin + streams.WINDOW_BYTES, opening.end)]
         xxh3 = checksum_of(part, begin) if opening.checksums else 0
-        sock.send(streams.Window(streams.DATA, begin, len(part), xxh3).packed(), more)
+        # All of it: a part of a header would make bytes that follow look like one.
+        sock.sendall(streams.Window(streams.DATA, begin, len(part), xxh3).packed(), more)
         sock.sendall(part)
         at_point("stream-window")
 

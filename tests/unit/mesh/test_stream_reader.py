@@ -315,7 +315,7 @@ async def test_another_program_at_the_port_is_refused(reply: Callable[[bytes], b
         yield from windows(streams.read_opening(sealed))
 
     target = Target()
-    with port(other) as at:
+    with port(other) as at:  # noqa: SIM117
         with pytest.raises(DataLossError, match="rank 0: what answers at the sidecar's stream"):
             await run(Source(at.number), target=target)
     assert target.data == bytes(len(SNAPSHOT)), "nothing of what it sent was written"

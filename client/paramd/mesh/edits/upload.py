@@ -10,19 +10,29 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from contextlib import closing
+from functools import partial
 from typing import TYPE_CHECKING, Final
 
 import grpc.aio
 
-from paramd.errors import NotFoundError, UnreachableError
+from paramd import streams
+from paramd.errors import (
+    DataLossError,
+    DeadlineError,
+    NotFoundError,
+    ParamdError,
+    UnreachableError,
+)
 from paramd.layout.edits.ops import encode_op
 from paramd.layout.edits.plan import RankEdit
 from paramd.mesh.edits.lending import Lender, send
-from paramd.mesh.peers.grpc import RankUnreachableError, call_timeout_s, error_of
+from paramd.mesh.peers.bulk import BulkStream, NoStreamError, on_thread
+from paramd.mesh.peers.grpc import RankUnreachableError, call_timeout_s, error_of, watched
 from paramd.mesh.reading.transfer import all_ended, is_same_host
 from paramd.state_files import kernel_of
 from paramd.v1 import sidecar_pb2
-from paramd.wire import data_chunk
+from paramd.wire import checksum_of, data_chunk
 
 if TYPE_CHECKING:
     from paramd.mesh.edits.calls import EditTerms
@@ -83,11 +93,11 @@ class Uploads:
         await asyncio.gather(*(self._stage(rank, copy_from=first.rank) for rank in others))
 
     async def _stage(self, rank: RankEdit, copy_from: int | None) -> None:
-        shared = copy_from is None and rank.data_bytes and self._is_here(rank)
+        lane = self._lane(rank) if copy_from is None and rank.data_bytes else "grpc"
         begin = 0
-        if rank.data_bytes and copy_from is None and not shared:
+        if rank.data_bytes and copy_from is None and lane == "grpc":
             begin = await self._staged_bytes(rank.rank)
-        requests = self._requests(rank, begin, copy_from, with_data=not shared)
+        requests = self._requests(rank, begin, copy_from, with_data=lane == "grpc")
         try:
             await self._sidecars.stage(
                 rank.rank,
@@ -99,13 +109,26 @@ class Uploads:
             if error.code() is grpc.StatusCode.UNAVAILABLE:
                 raise RankUnreachableError(rank.rank, str(found)) from error
             raise found from error
-        if shared:
+        if lane == "same-host":
             await self._lend(rank)
+        elif lane == "stream":
+            try:
+                await self._stream(rank)
+            except NoStreamError as error:
+                if self._transport == "stream":
+                    raise RankUnreachableError(rank.rank, str(error)) from error
+                self._sidecars.keep_to_grpc(rank.rank)
+                await self._stage(rank, copy_from)
 
-    def _is_here(self, rank: RankEdit) -> bool:
-        peer = self._sidecars.document.peer(rank.rank)
-        small = self._transport == "auto" and rank.data_bytes < LENT_FROM_BYTES
-        return self._transport != "grpc" and not small and is_same_host(peer)
+    def _lane(self, rank: RankEdit) -> Transport:
+        """How a rank's data goes there."""
+        if self._transport in ("stream", "grpc"):
+            return self._transport
+        if self._transport == "auto" and rank.data_bytes < LENT_FROM_BYTES:
+            return "grpc"
+        if is_same_host(self._sidecars.document.peer(rank.rank)):
+            return "same-host"
+        return "stream" if self._sidecars.has_streams(rank.rank) else "grpc"
 
     async def _lend(self, rank: RankEdit) -> None:
         document = self._sidecars.document
@@ -124,6 +147,53 @@ class Uploads:
             await self._transfer.run(work)
         except UnreachableError as error:
             raise RankUnreachableError(rank.rank, str(error)) from error
+
+    async def _stream(self, rank: RankEdit) -> None:
+        """Send a rank's data over a bulk stream.
+
+        Raises:
+            NoStreamError: the port for streams cannot be used.
+        """
+        number, sidecars = rank.rank, self._sidecars
+        offer = await sidecars.offer_upload(number, self._manifest.edit_id)
+        stream = BulkStream(offer, offer.staged_bytes, rank.data_bytes)
+        sending = on_thread(partial(self._send, stream, rank), stream.stop)
+        try:
+            async with asyncio.timeout(max(self._deadline_s - time.monotonic(), 0.0)):
+                await watched(sending, lambda: sidecars.probe(number))
+        except TimeoutError as error:
+            raise DeadlineError(
+                f"{sidecars.who(number)}: the data was not sent in time; allow more (timeout=)"
+            ) from error
+        except NoStreamError:
+            raise
+        except UnreachableError as error:
+            raise RankUnreachableError(number, str(error)) from error
+        except ParamdError as error:
+            raise type(error)(f"{sidecars.who(number)}: {error}") from error
+        except (OSError, EOFError) as error:
+            raise RankUnreachableError(
+                number, f"{sidecars.who(number)}: the stream of an edit's data broke off"
+            ) from error
+
+    def _send(self, stream: BulkStream, rank: RankEdit) -> None:
+        """Send everything, and wait until it has been taken. Blocks."""
+        from paramd.mesh.edits.operands import parts
+
+        with closing(stream):
+            stream.open()
+            at = stream.begin
+            self._told(at)
+            for part in parts(self._operands, rank, at):
+                if stream.has_word():
+                    break  # a refusal: what would follow is not wanted
+                xxh3 = checksum_of(part, at) if stream.checksums else 0
+                stream.send(streams.Window(streams.DATA, at, len(part), xxh3), part)
+                at += len(part)
+                self._told(len(part))
+            last = stream.window()
+            if last.kind != streams.LAST or last.offset != stream.end:
+                raise DataLossError(f"the sidecar took {last.offset:,} of {stream.end:,} bytes")
 
     async def _staged_bytes(self, rank: int) -> int:
         try:

@@ -220,6 +220,8 @@ class StreamOffer:
     port: int
     """0: its sidecar has none."""
     tls: ssl.SSLContext | None
+    staged_bytes: int = 0
+    """Where an edit's data goes on."""
 
     @property
     def leaves_host(self) -> bool:
@@ -440,20 +442,24 @@ class Sidecars:
         return found
 
     async def offer(self, pin: RankPin) -> StreamOffer:
-        """A grant for a bulk stream of a pinned snapshot.
-
-        Raises:
-            LeaseEndedError: pin again.
-        """
+        """A grant for a bulk stream of a pinned snapshot. Raises LeaseEndedError: pin again."""
         request = sidecar_pb2.GrantStreamRequest(snapshot_id=pin.snapshot_id)
-        found = await self._watched(pin.rank, "GrantStream", request, _GRANT_TIMEOUT_S)
-        address = self.document.peer(pin.rank).address
+        return await self._offer(pin.rank, request)
+
+    async def offer_upload(self, rank: int, edit_id: str) -> StreamOffer:
+        """A grant for a bulk stream of an edit's data. Raises NotFoundError: it is unknown."""
+        return await self._offer(rank, sidecar_pb2.GrantStreamRequest(edit_id=edit_id))
+
+    async def _offer(self, rank: int, request: sidecar_pb2.GrantStreamRequest) -> StreamOffer:
+        found = await self._watched(rank, "GrantStream", request, _GRANT_TIMEOUT_S)
+        address = self.document.peer(rank).address
         return StreamOffer(
             grant=streams.Grant(found.grant_id, found.secret),
             header=found.header,
             host=host_of(address),
             port=found.port,
             tls=self._channels.stream_tls(address),
+            staged_bytes=found.staged_bytes,
         )
 
     def has_streams(self, rank: int) -> bool:

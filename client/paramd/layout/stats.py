@@ -156,7 +156,7 @@ class Summary:
     nan_count: int
     inf_count: int
     norm: float
-    """Square root of the sum of squares; 0 without finite elements."""
+    """Square root of the sum of squares; NaN if there are elements and none is finite."""
     mean: float
     """NaN without finite elements."""
     std: float
@@ -226,7 +226,7 @@ def summarize(stats: Stats) -> Summary:
         zero_count=stats.zero_count,
         nan_count=stats.nan_count,
         inf_count=stats.inf_count,
-        norm=math.sqrt(stats.sum_squares),
+        norm=math.sqrt(stats.sum_squares) if finite or not stats.count else math.nan,
         mean=stats.mean if finite else math.nan,
         std=math.sqrt(max(stats.m2, 0.0) / (finite - 1)) if finite > 1 else math.nan,
         min=stats.min if finite else math.nan,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import pytest
@@ -136,6 +137,13 @@ def test_a_rule_that_is_disabled_finds_nothing() -> None:
 
 def tensor(norm: float, *, nan: int = 0, inf: int = 0, fqn: str = "w") -> TensorInput:
     return TensorInput(fqn=fqn, count=100, nan_count=nan, inf_count=inf, norm=norm)
+
+
+def test_norms_that_are_no_numbers_are_not_compared_with() -> None:
+    history = NormHistory(CONFIG.norm_window)
+    for norm in (1.0, math.nan, 2.0):
+        history.seen([tensor(norm, nan=100 if math.isnan(norm) else 0)])
+    assert list(history.of("w")) == [1.0, 2.0]
 
 
 def judged(norms: list[float], last: TensorInput, config: AlertConfig = CONFIG) -> list[str]:

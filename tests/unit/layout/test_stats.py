@@ -92,6 +92,13 @@ def test_summaries_leave_out_what_is_not_finite() -> None:
     assert summary.exponents == ((1, 1), (2, 1))
 
 
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_a_norm_without_a_finite_element_is_no_number(value: float) -> None:
+    summary = summarize(merge(stats_of([value]), stats_of([value, value])))
+    assert summary.nan_count + summary.inf_count == summary.count == 3
+    assert math.isnan(summary.norm)
+
+
 def test_summaries_of_nothing_have_no_numbers() -> None:
     summary = summarize(EMPTY)
     assert summary.count == 0

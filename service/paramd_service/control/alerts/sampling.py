@@ -7,6 +7,7 @@ more than they do. The rules (non-finite values, norm jumps) are pure.
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
@@ -58,7 +59,7 @@ class TensorInput:
     nan_count: int
     inf_count: int
     norm: float
-    """Of the finite elements."""
+    """Of the finite elements; NaN if there are elements and none is finite."""
 
 
 class NormHistory:
@@ -73,8 +74,10 @@ class NormHistory:
         return self._norms.get(fqn, ())
 
     def seen(self, tensors: Iterable[TensorInput]) -> None:
-        """Add one round."""
+        """Add one round; tensors without a finite element have no norm to compare with."""
         for tensor in tensors:
+            if math.isnan(tensor.norm):
+                continue
             norms = self._norms.setdefault(tensor.fqn, deque(maxlen=self._window))
             norms.append(tensor.norm)
 

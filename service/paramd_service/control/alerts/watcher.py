@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
 
@@ -125,6 +126,7 @@ class Rounds:
                     value=tensor.norm,
                 )
                 for tensor in found.tensors
+                if math.isfinite(tensor.norm)
             ]
         )
 

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 import paramd
 from benchmarks.ranks import obey
@@ -55,9 +56,10 @@ class GradientRank:
     def attach(self) -> list[int]:
         """Attaches with clocks around paramd's pre-hook; returns the helpers' pids."""
         assert self._optimizer is not None
-        self._optimizer.register_step_pre_hook(self._mark)
+        # Global ones, as paramd's: an optimizer's own run after them.
+        register_optimizer_step_pre_hook(self._mark)
         self._attachment = paramd.attach(self._model, self._optimizer, job=JOB)
-        self._optimizer.register_step_pre_hook(self._mark)
+        register_optimizer_step_pre_hook(self._mark)
         return [child.pid for child in psutil.Process().children()]
 
     def train(self, kind: str, count: int) -> list[list[float]]:

@@ -67,7 +67,7 @@ def _small(job: Big, *, count: int) -> tuple[list[float], list[float], list[floa
     burst: list[float] = []
     stops: list[float] = []
     for _ in range(count):
-        job.ranks.tell("pace", STEP_S, 150)
+        job.ranks.tell("pace_until", STEP_S, 4)
         found = job.client.call("edit_small", SMALL, 4, 1.0)[0]
         job.ranks.update()
         first.append(found[0][0])

@@ -20,7 +20,7 @@ _libc = ctypes.CDLL(None, use_errno=True)
 _libc.fallocate.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_long, ctypes.c_long)
 
 
-def create_memory(name: str, size_bytes: int) -> int:
+def create_memory(name: str, size_bytes: int, *, sealable: bool = False) -> int:
     """A descriptor of `size_bytes` of zeroed shared memory, fully allocated.
 
     With a bare ftruncate, the first store beyond the machine's memory would end in SIGBUS.
@@ -35,7 +35,8 @@ def create_memory(name: str, size_bytes: int) -> int:
             f"available (and {HEADROOM_BYTES:,} are left to others); use a machine or "
             "container limit with more memory"
         )
-    descriptor = os.memfd_create(name, os.MFD_CLOEXEC)
+    how = os.MFD_CLOEXEC | (os.MFD_ALLOW_SEALING if sealable else 0)
+    descriptor = os.memfd_create(name, how)
     try:
         if size_bytes:
             os.posix_fallocate(descriptor, 0, size_bytes)
@@ -87,10 +88,9 @@ def _read(path: str) -> str:
         return ""
 
 
-def create_sparse(name: str, size_bytes: int, *, sealable: bool = False) -> int:
+def create_sparse(name: str, size_bytes: int) -> int:
     """A descriptor of `size_bytes` of shared memory (rounded up to pages), none allocated."""
-    how = os.MFD_CLOEXEC | (os.MFD_ALLOW_SEALING if sealable else 0)
-    descriptor = os.memfd_create(name, how)
+    descriptor = os.memfd_create(name, os.MFD_CLOEXEC)
     os.ftruncate(descriptor, pages(size_bytes))
     return descriptor
 

@@ -14,7 +14,7 @@ import weakref
 from typing import Self
 
 from paramd.errors import ExhaustedError
-from paramd.memory.descriptors import create_sparse
+from paramd.memory.descriptors import create_memory
 
 SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 
@@ -33,15 +33,14 @@ class LentMemory(mmap.mmap):
         Raises:
             ExhaustedError: the machine does not have that much memory.
         """
-        descriptor = create_sparse("paramd-lent", size_bytes, sealable=True)
+        descriptor = create_memory("paramd-lent", size_bytes, sealable=True)
         try:
-            os.posix_fallocate(descriptor, 0, size_bytes)
             fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, SEALS)
             self = super().__new__(cls, descriptor, size_bytes)
         except OSError as error:
             os.close(descriptor)
             raise ExhaustedError(
-                f"the kernel refused {size_bytes:,} bytes of shared memory ({error.strerror})"
+                f"{size_bytes:,} bytes of memory could not be mapped ({error.strerror})"
             ) from error
         weakref.finalize(self, os.close, descriptor).atexit = False
         self.descriptor = descriptor

@@ -17,7 +17,7 @@ from paramd_service.sidecar.rpc.control_link import Joining
 from paramd_service.sidecar.rpc.gateway import Gateway
 from paramd_service.sidecar.rpc.grpc_server import GrpcServer
 from paramd_service.sidecar.rpc.unix_server import UnixServer
-from paramd_service.sidecar.snapshots.store import MemfdBlocks
+from paramd_service.sidecar.snapshots.store import BlockMaker
 
 
 class InsideSidecar:
@@ -48,7 +48,7 @@ class InsideSidecar:
         with ThreadPoolExecutor(1) as memory, ThreadPoolExecutor(1) as stats:
             rank = RankSidecar(
                 config,
-                blocks=MemfdBlocks(memory),
+                blocks=BlockMaker(memory),
                 executor=memory,
                 stats_executor=stats,
                 faults=Faults(""),

@@ -9,6 +9,7 @@ import os
 import socket
 import tempfile
 import threading
+import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -29,6 +30,7 @@ from paramd.memory.lent import LentMemory, lent_memory
 from paramd.mesh.edits.lending import Lender, Loan, send
 from paramd.security.tickets import Role
 from paramd.v1 import sidecar_pb2 as pb
+from paramd_service.sidecar.rank import CLIENT_NS
 from tests.integration.edit_trainer import (
     FILL_B,
     SET_W,
@@ -96,6 +98,26 @@ def test_an_edit_goes_from_staged_to_applied_and_back(shared: Editing) -> None:
     labels = '{job="job",rank="0"}'
     assert f"paramd_sidecar_edits_applied_total{labels} 2" in text
     assert f"paramd_sidecar_edit_staged_bytes{labels} 0" in text
+
+
+def test_whoever_calls_is_a_client_for_a_while_but_not_who_scrapes_metrics(
+    shared: Editing,
+) -> None:
+    one, page = shared, shared.page
+    one.call("GetState", pb.GetStateRequest())
+    until_ns = page[Word.CLIENTS_UNTIL_NS]
+    assert 0 < until_ns - time.monotonic_ns() <= CLIENT_NS
+    one.call("GetMetrics", pb.GetMetricsRequest())
+    assert page[Word.CLIENTS_UNTIL_NS] == until_ns
+    refused(
+        grpc.StatusCode.PERMISSION_DENIED,
+        "may not",
+        one.call,
+        "DropEdit",
+        pb.DropEditRequest(edit_id=f"{0x21:032x}"),
+        Role.READER,
+    )
+    assert page[Word.CLIENTS_UNTIL_NS] == until_ns
 
 
 def test_only_editors_stage_and_only_the_control_plane_drops(shared: Editing) -> None:

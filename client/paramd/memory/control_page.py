@@ -186,6 +186,7 @@ class Word(IntEnum):
     EXPECTED_NS = 85  # until when a request is expected soon, such as an edit being uploaded
     LOOK_WANTED = 87  # counts copies at rest, each waiting for a check by the trainer
     EDIT_HOLES = 86  # counts ranges of edit memory whose pages were given back
+    CLIENTS_UNTIL_NS = 88  # until when the last caller counts as a client that may ask again
 
     # Words 128 to 191 are the trainer's: the last requests agreed.
     # Words 192 to 511 are the trainer's: its text and its sample places.

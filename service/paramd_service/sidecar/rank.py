@@ -14,7 +14,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from paramd.errors import ConflictError, ExhaustedError, UnreachableError
-from paramd.memory.control_page import sample_digest
+from paramd.memory.control_page import Word, sample_digest
 from paramd.memory.gate import State, resting_state, state_of
 from paramd.security.tickets import Claims, Verifier
 from paramd_service.sidecar.config import SidecarConfig
@@ -44,6 +44,9 @@ if TYPE_CHECKING:
     from paramd_service.tls import ServerTls
 
 _PROGRAM_BYTES = 4 << 20
+
+CLIENT_NS = 10_000_000_000
+"""How long a caller counts as a client that may soon ask for a boundary."""
 
 
 def make_pins(
@@ -262,6 +265,12 @@ class RankSidecar:
         claims = self._verifier.verify(ticket, job=request.job, incarnation=request.incarnation)
         self.revocations.check(claims)
         return claims
+
+    def note_client(self, method: str) -> None:
+        """Have the trainers stay attentive: whoever called may ask for a boundary next."""
+        # Metrics are scraped for ever, by nobody who waits for a boundary.
+        if self._attached is not None and not method.endswith("/GetMetrics"):
+            self._attached.page[Word.CLIENTS_UNTIL_NS] = time.monotonic_ns() + CLIENT_NS
 
     def wait_for_trainer(self) -> None:
         """Leave unless a trainer attaches within the linger time."""

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -42,7 +43,12 @@ class Asked:
 
 
 def acting(
-    page: ControlPage, editor: Asked, *, alone: bool, rounds_left: int = 1
+    page: ControlPage,
+    editor: Asked,
+    *,
+    alone: bool,
+    rounds_left: int = 1,
+    launch: Callable[..., None] = lambda request, **_: None,
 ) -> BoundaryHandler:
     """A rank whose rounds agree on nothing; a hold ends after some of them."""
     left = [rounds_left]
@@ -59,7 +65,7 @@ def acting(
         passes=lambda *, wanted: False,
         collect=lambda: None,
         exchange=exchange,
-        launch=lambda request, **_: None,
+        launch=launch,
     )
     nothing: Any = SimpleNamespace(
         stay=lambda: True, update=lambda heard: None, pass_boundary=lambda: None, end=lambda: None
@@ -89,3 +95,17 @@ def test_an_edit_is_promised_for_this_boundary_in_rounds_that_are_exchanged_alon
     editor = Asked()
     acting(page, editor, alone=alone, rounds_left=2).at_boundary(True)
     assert editor.now == now
+
+
+def test_a_rank_is_quiet_until_its_sidecar_has_a_client_and_again_later(page: ControlPage) -> None:
+    quiet: list[bool] = []
+
+    def launch(_request: Request, **sent: Any) -> None:
+        quiet.append(sent["quiet"])
+
+    handler = acting(page, Asked(), alone=False, launch=launch)
+    now_ns = time.monotonic_ns()
+    for until_ns in (0, now_ns + 60_000_000_000, now_ns - 1):
+        page[Word.CLIENTS_UNTIL_NS] = until_ns
+        handler.at_boundary(True)
+    assert quiet == [True, False, True]

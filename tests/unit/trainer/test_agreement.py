@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from functools import partial
+from itertools import pairwise
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,12 +23,14 @@ from paramd.trainer.boundary.agreement import (
     EAGER_BOUNDARIES,
     EDIT,
     NOTHING,
+    QUIET_BOUNDARIES,
     Agreement,
     AgreementLost,
     Request,
     Round,
     idle_interval,
     promise,
+    quiet_interval,
 )
 from paramd.v1 import sidecar_pb2 as pb
 from paramd_service.sidecar.copying.page_requests import Boundary, PageRequests, fate_of
@@ -60,12 +64,13 @@ class Ranks:
         stay: bool = True,
         step_time_ns: int = 200 * MS,
         expecting: int = -1,
+        clients: Sequence[bool] = (True, True, True),
         iterations: tuple[int, ...] = (),
     ) -> list[Round | None]:
         """One boundary of every rank, in which each takes part with its request.
 
-        `expecting` is a rank whose sidecar expects one soon; `iterations` are those of the ranks,
-        all the same when there are none.
+        `expecting` is a rank whose sidecar expects one soon; `clients` are the ranks that have
+        any; `iterations` are those of the ranks, all the same when there are none.
         """
 
         def one(agreement: Agreement, request: Request) -> Round | None:
@@ -78,6 +83,7 @@ class Ranks:
                     step_time_ns=step_time_ns,
                     iteration=iterations[self.agreements.index(agreement)] if iterations else 0,
                     expected=expecting >= 0 and agreement is self.agreements[expecting],
+                    quiet=not clients[self.agreements.index(agreement)],
                 )
             return heard
 
@@ -186,6 +192,34 @@ def test_one_rank_that_expects_a_request_brings_rounds_more_often(
     assert rounds(expecting=-1) == 2
     assert 20 <= rounds(expecting=1) <= 41
     assert rounds(expecting=-1) <= 3
+
+
+def test_without_clients_rounds_are_rare_until_one_rank_has_one(
+    make: Callable[..., Ranks],
+) -> None:
+    ranks = make(2)
+    step_ns = 20 * MS
+    quiet = quiet_interval(step_ns)
+    assert quiet == 5 * idle_interval(step_ns)
+
+    def rounds(clients: tuple[bool, bool]) -> int:
+        heard = [
+            ranks.boundary(NOTHING, NOTHING, step_time_ns=step_ns, clients=clients)
+            for _ in range(4 * quiet)
+        ]
+        return sum(one[0] is not None for one in heard)
+
+    assert rounds((False, False)) == 4
+    # The first of these rounds is still the one that the quiet ranks have agreed on.
+    assert rounds((True, False)) >= 15
+    assert rounds((False, False)) <= 5
+
+
+@pytest.mark.parametrize("step_time_ns", [0, 1, MS, 3 * MS, 47 * MS, 300 * MS, 5000 * MS])
+def test_the_quiet_interval_bounds_what_a_first_request_waits(step_time_ns: int) -> None:
+    quiet, idle = quiet_interval(step_time_ns), idle_interval(step_time_ns)
+    assert idle <= quiet <= max(idle, QUIET_BOUNDARIES)
+    assert quiet * step_time_ns <= max(1000 * MS, step_time_ns)
 
 
 def test_one_rank_that_does_not_want_to_stay_is_heard_by_all(make: Callable[..., Ranks]) -> None:
@@ -506,3 +540,112 @@ def test_the_simulation_agrees_often_enough_to_show_something() -> None:
         world.run(200)
     assert sum(len(world.applied[0]) for world in worlds) >= 20
     assert sum(len(world.certain) for world in worlds) >= 20
+
+
+class OnPaper:
+    """A group whose nth reduction is over the nth message of every rank, wherever it was sent."""
+
+    def __init__(self, sent: list[list[torch.Tensor]], rank: int) -> None:
+        self.sent, self.rank = sent, rank
+
+    def allreduce(self, tensors: list[torch.Tensor], _options: object) -> Any:
+        self.sent[self.rank].append(tensors[0].clone())
+        nth = len(self.sent[self.rank]) - 1
+
+        def wait(_timeout: timedelta) -> None:
+            tensors[0].copy_(torch.stack([messages[nth] for messages in self.sent]).amin(0))
+
+        return SimpleNamespace(wait=wait)
+
+
+class Selfish(Agreement):
+    """A planted bug: a rank plans its next round by its own load, not by what all have sent."""
+
+    def _collected(self) -> Round:
+        interval, heard = self._message[4], super()._collected()
+        self._next_launch = self._launched_at + interval
+        return heard
+
+
+class Schedule:
+    """Ranks of different load and clients, each at its own pace, now and then with a request."""
+
+    def __init__(
+        self, chance: random.Random, world_size: int, make: type[Agreement] = Agreement
+    ) -> None:
+        self.chance, self.world_size = chance, world_size
+        self.sent: list[list[torch.Tensor]] = [[] for _ in range(world_size)]
+        groups: list[Any] = [OnPaper(self.sent, rank) for rank in range(world_size)]
+        self.ranks = [make(group, timeout_s=1) for group in groups]
+        self.at = [0] * world_size
+        self.launched: list[list[int]] = [[] for _ in range(world_size)]
+        self.agreed: list[list[tuple[int, int]]] = [[] for _ in range(world_size)]
+        self.asked: list[list[int]] = []
+        """For each request the boundary of each rank from which on it is ready for it."""
+
+    def run(self, turns: int) -> list[str]:
+        """Violations of what must never be."""
+        for _ in range(turns):
+            if self.chance.random() < 0.01 and len(self.agreed[0]) == len(self.asked):
+                self.asked.append([at + self.chance.randint(1, 9) for at in self.at])
+            self._boundary(self.chance.randrange(self.world_size))
+        common = min(self.at)
+        launched = {tuple(b for b in one if b <= common) for one in self.launched}
+        agreed = {tuple(one for one in found if one[0] <= common) for found in self.agreed}
+        late = [
+            number
+            for number, (boundary, _) in enumerate(self.agreed[0])
+            if boundary > max(self.asked[number]) + QUIET_BOUNDARIES + 1
+        ]
+        unheard = len(self.asked) > len(self.agreed[0]) and (
+            common > max(self.asked[-1]) + QUIET_BOUNDARIES + 1
+        )
+        return (
+            ["rounds do not match"] * (len(launched) > 1)
+            + ["ranks act at different boundaries"] * (len(agreed) > 1)
+            + ["a request waits for longer than a quiet interval"] * (bool(late) or unheard)
+        )
+
+    def _boundary(self, rank: int) -> None:
+        agreement, nth = self.ranks[rank], len(self.sent[rank])
+        if agreement._work is not None and any(len(sent) < nth for sent in self.sent):
+            return  # it would wait for the others
+        self.at[rank] = boundary = self.at[rank] + 1
+        if agreement.passes(wanted=False):
+            return
+        heard = agreement.collect()
+        if heard is not None and heard.agreed is not None:
+            self.agreed[rank].append((boundary, heard.agreed.number))
+        if not agreement.due:
+            return
+        number = len(self.asked)
+        ready = number > len(self.agreed[rank]) and boundary >= self.asked[-1][rank]
+        self.launched[rank].append(boundary)
+        agreement.launch(
+            edit(number) if ready else NOTHING,
+            pending=ready,
+            stay=False,
+            # At least so that 0.2 s are no more boundaries than a quiet interval.
+            step_time_ns=self.chance.choice((0, 4, 10, 47, 300)) * MS,
+            expected=self.chance.random() < 0.02,
+            quiet=self.chance.random() < 0.95,
+        )
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(0, 1 << 40), st.integers(2, 4))
+def test_ranks_of_different_load_have_the_same_rounds_and_none_is_too_late(
+    seed: int, world_size: int
+) -> None:
+    schedule = Schedule(random.Random(seed), world_size)
+    assert schedule.run(1500) == []
+
+
+def test_the_schedules_have_quiet_times_and_requests_and_show_a_rank_that_plans_alone() -> None:
+    schedules = [Schedule(random.Random(seed), 2) for seed in range(10)]
+    assert [schedule.run(1500) for schedule in schedules] == [[]] * 10
+    assert sum(len(schedule.agreed[0]) for schedule in schedules) >= 10
+    gaps = [b - a for one in schedules for a, b in pairwise(one.launched[0])]
+    assert max(gaps) >= idle_interval(10 * MS) + 5
+    selfish = [Schedule(random.Random(seed), 2, Selfish) for seed in range(10)]
+    assert any("rounds do not match" in schedule.run(1500) for schedule in selfish)

@@ -503,3 +503,25 @@ def test_somebody_looks_as_long_as_the_state_rests(make: Make) -> None:
             assert time.monotonic() < until_s
             time.sleep(0.01)
         seen_ns = bench.page[Word.REST_SEEN_NS]
+
+
+@pytest.mark.parametrize("reader", [False, True])
+def test_only_a_clean_training_that_nobody_reads_is_compared_sparingly(
+    make: Make, monkeypatch: pytest.MonkeyPatch, reader: bool
+) -> None:
+    bench = make()
+    contents = bench.home.contents
+    assert contents is not None
+    told: list[bool] = []
+    remember = contents.remember
+
+    def noted(*, sparing: bool = False) -> None:
+        told.append(sparing)
+        remember(sparing=sparing)
+
+    monkeypatch.setattr(contents, "remember", noted)
+    if reader:
+        bench.page[Word.CLIENTS_UNTIL_NS] = time.monotonic_ns() + 60_000_000_000
+    bench.train(_sgd(bench), rounds=PROBATION + 4)
+    assert told[:PROBATION] == [False] * PROBATION, "a new attachment is on probation"
+    assert set(told[PROBATION + 1 :]) == {not reader}

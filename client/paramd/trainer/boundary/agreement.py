@@ -28,8 +28,15 @@ IDLE_ROUND_NS = 200_000_000
 EXPECTED_ROUND_NS = 10_000_000
 """The same while the rank's sidecar expects a request soon."""
 
+QUIET_ROUND_NS = 1_000_000_000
+"""The same while no sidecar has clients: what the first request after a quiet time may wait."""
+
 MAX_INTERVAL = 1000
 """Most boundaries between rounds, so that a sudden slow-down is noticed."""
+
+QUIET_BOUNDARIES = 64
+"""Most boundaries that QUIET_ROUND_NS adds up to: steps that turn slow must not delay the first
+request by more of them."""
 
 EAGER_BOUNDARIES = 64
 """Boundaries after an agreed request with a round at each: requests come in bursts."""
@@ -167,6 +174,7 @@ class Agreement:
         step_time_ns: int,
         iteration: int = 0,
         expected: bool = False,
+        quiet: bool = False,
     ) -> None:
         """Launch a round, to be collected at the next boundary.
 
@@ -177,10 +185,14 @@ class Agreement:
             iteration: backward passes this rank has seen. Ranks that differ are not at the same
                 point of training, whatever their step counts, and agree on nothing.
             expected: this rank expects a request soon.
+            quiet: this rank has no clients. The shortest interval of all ranks counts, so one
+                rank with clients keeps rounds frequent on all.
         """
         assert self._group is not None
-        round_ns = EXPECTED_ROUND_NS if expected else IDLE_ROUND_NS
-        interval = idle_interval(step_time_ns, round_ns)
+        if expected:
+            interval = idle_interval(step_time_ns, EXPECTED_ROUND_NS)
+        else:
+            interval = quiet_interval(step_time_ns) if quiet else idle_interval(step_time_ns)
         self._fill(request, pending=pending, stay=stay, interval=interval, iteration=iteration)
         try:
             # The group's own method: `dist.all_reduce` doubles the cost of a round.
@@ -258,3 +270,9 @@ def idle_interval(step_time_ns: int, round_ns: int = IDLE_ROUND_NS) -> int:
     if step_time_ns <= 0:
         return 1
     return min(MAX_INTERVAL, max(1, round_ns // step_time_ns))
+
+
+def quiet_interval(step_time_ns: int) -> int:
+    """The same when no sidecar has clients; never shorter than `idle_interval`."""
+    longest = min(QUIET_BOUNDARIES, idle_interval(step_time_ns, QUIET_ROUND_NS))
+    return max(longest, idle_interval(step_time_ns))

@@ -62,7 +62,7 @@ MOST_PATIENCE = 256
 # Plain ints cost a fraction of enum lookups, and these are read on every step.
 _WANT, _ARM_STEP, _STEP = int(Word.WANT), int(Word.ARM_STEP), int(Word.STEP)
 _BOUNDARY_NS, _STEP_TIME_NS = int(Word.BOUNDARY_NS), int(Word.STEP_TIME_NS)
-_SEQ = int(Word.SEQ)
+_SEQ, _CLIENTS_UNTIL_NS = int(Word.SEQ), int(Word.CLIENTS_UNTIL_NS)
 
 
 def _nothing(_owner: object) -> None:
@@ -374,10 +374,12 @@ class Boundary:
         contents = self._home.contents
         if contents is None:
             return
-        contents.remember()
-        # The digest first: a reader that finds the SEQ takes the digest for that state's.
         words = self._words
-        words[Word.SETTLED_DIGEST] = contents.remembered_digest()
+        # Nobody reads, and nothing strayed so far: then one tensor that does may wait its turn.
+        quiet = words[_CLIENTS_UNTIL_NS] < words[_BOUNDARY_NS]
+        contents.remember(sparing=quiet and not self._strict_left)
+        # The digest first: a reader that finds the SEQ takes the digest for that state's.
+        words[Word.SETTLED_DIGEST] = contents.digest()
         words[Word.SETTLED_SEQ] = words[_SEQ]
         if self._strict_left or self._always_strict:
             # Copies got their even SEQ while this waits; later reads find a resting state.

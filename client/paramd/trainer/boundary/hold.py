@@ -227,6 +227,7 @@ class BoundaryHandler:
             self._wait(agreement, at_home)
         if agreement.due and not agreement.alone:
             request = self._request(at_home, now=False)
+            now_ns = time.monotonic_ns()
             words[Word.ROUNDS_LAUNCHED] += 1
             agreement.launch(
                 request,
@@ -234,7 +235,8 @@ class BoundaryHandler:
                 stay=self._hold.stay(),
                 step_time_ns=words[Word.STEP_TIME_NS],
                 iteration=self._iteration,
-                expected=words[Word.EXPECTED_NS] > time.monotonic_ns(),
+                expected=words[Word.EXPECTED_NS] > now_ns,
+                quiet=words[Word.CLIENTS_UNTIL_NS] < now_ns,
             )
 
     def _wait(self, agreement: Agreement, at_home: bool) -> None:

@@ -206,11 +206,16 @@ class AuthInterceptor(grpc.aio.ServerInterceptor):
     """Refuses a call before its request is read."""
 
     def __init__(
-        self, verify: Verify, refused: Callable[[str, str], None] = lambda method, reason: None
+        self,
+        verify: Verify,
+        refused: Callable[[str, str], None] = lambda method, reason: None,
+        allowed: Callable[[str], None] = lambda method: None,
     ) -> None:
-        """`refused` is called with the method and the reason of every denied call."""
+        """`refused` is called with the method and the reason of every denied call, `allowed` with
+        the method of every other one that needs a ticket."""
         self._verify = verify
         self._refused = refused
+        self._allowed = allowed
 
     async def intercept_service(
         self, continuation: Continuation, handler_call_details: grpc.HandlerCallDetails
@@ -227,6 +232,7 @@ class AuthInterceptor(grpc.aio.ServerInterceptor):
             self._refused(str(details.method), str(error))
             return _refusing(grpc.StatusCode.PERMISSION_DENIED, error)
         if found is not None:
+            self._allowed(str(details.method))
             # The handler runs in this task, and so sees these variables.
             CALLER_TICKET.set(found[0])
             CALLER.set(found[1])

@@ -63,8 +63,9 @@ class GrpcServer:
             calls=Shares(MAX_REFLECTIONS, "calls"),
             who=CALLER.get,
         )
+        rank = self._rank
         self._server = server = grpc.aio.server(
-            interceptors=[AuthInterceptor(self._rank.verify, self._rank.refusals.saw), doors],
+            interceptors=[AuthInterceptor(rank.verify, rank.refusals.saw, rank.note_client), doors],
             options=SERVER_OPTIONS,
         )
         servicer = SidecarServicer(self._rank, self._gateway, self._streams)

@@ -106,6 +106,20 @@ BUGS = (
         tests=("unit/memory/test_gate.py", "unit/trainer/test_editing.py"),
     ),
     Bug(
+        name="a client does not bring frequent rounds back",
+        file=CLIENT + "trainer/boundary/hold.py",
+        old="quiet=words[Word.CLIENTS_UNTIL_NS] < now_ns,",
+        new="quiet=True,",
+        tests=("unit/trainer/test_acting.py",),
+    ),
+    Bug(
+        name="a quiet training may not hear a request for thousands of steps",
+        file=CLIENT + "trainer/boundary/agreement.py",
+        old="longest = min(QUIET_BOUNDARIES, ",
+        new="longest = max(QUIET_BOUNDARIES, ",
+        tests=("unit/trainer/test_agreement.py",),
+    ),
+    Bug(
         name="equal numbers of two control planes are agreed",
         file=CLIENT + "trainer/boundary/agreement.py",
         old=" and token == -minus_token and",

@@ -266,6 +266,7 @@ class _Connection:
     def _caller(self, message: dict[str, Any]) -> Claims:
         self._rank.check_meant(message.get("rank"))
         claims = self._rank.verify(str(message.get("ticket", "")))
+        self._rank.note_client(message["op"])
         if not self._claims:
             self._server.shares.take(claims.token_id)
             self._counted_for = claims.token_id

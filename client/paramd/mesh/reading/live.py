@@ -187,6 +187,8 @@ def agree(ranks: Mapping[int, LiveRank], incarnation: int, deadline_s: float) ->
         states = [rank.settled() for rank in ranks.values()]
         if any(rank.page[Word.INCARNATION] != incarnation for rank in ranks.values()):
             return None
+        if any(is_mirror(rank.page.words) for rank in ranks.values()):
+            return None
         found = [state for state in states if state is not None]
         alike = {(state.step, state.edits, state.iteration) for state in found}
         # Ranks in lock-step differ for microseconds; others never agree, and pins tell them so.

@@ -211,7 +211,9 @@ def open_live(peer: PeerAddress, document: JobDocument, read: RankRead) -> LiveR
     with handover.connect(Path(peer.socket_path), timeout_s=_ANSWER_S) as connection:
         try:
             answer, (page, arena) = _asked(connection, message, "live", 2)
-        except TimeoutError as error:
+        except OSError as error:
+            if isinstance(error, ParamdError):
+                raise
             raise UnreachableError(f"rank {peer.rank}: its sidecar does not answer") from error
     return LiveRank(peer.rank, page, arena, int(answer["arena_bytes"]), read.spans)
 

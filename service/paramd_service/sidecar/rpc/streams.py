@@ -329,7 +329,8 @@ class StreamServer:
                 stream.sock.sendall(self._taken(stream))
                 _drain(stream.sock)
         except (OSError, ValueError):
-            pass  # the reader has left, or was hung up on: it asks for another grant, or does not
+            # The reader has left or stalled, or was hung up on: it asks for another grant, or not.
+            _hang_up(stream.sock)
         except Exception as error:
             self._rank.log("stream-failed", error=repr(error))
         finally:
@@ -502,5 +503,8 @@ def _send_windows(stream: _Stream, data: memoryview, at_point: Callable[[str], N
 def _hang_up(sock: socket.socket) -> None:
     """Wake the stream's thread from whatever it waits for; its socket is closed afterwards."""
     with suppress(OSError):
+        # What the kernel has not delivered yet is no answer to anybody, and would keep its memory
+        # for as long as a stalled reader likes.
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("@ii", 1, 0))
         # Not SSLSocket's own, which would drop its TLS state under the sending thread.
         socket.socket.shutdown(sock, socket.SHUT_RDWR)

@@ -1,0 +1,287 @@
+"""Live reads of a real sidecar's memory: who may, what they get, and what a mesh makes of it."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import paramd
+from paramd.errors import ParamdError, error_of_grpc
+from paramd.layout.merge import layout_digest
+from paramd.memory import handover
+from paramd.memory.control_page import PAGE_BYTES, Word
+from paramd.security.tickets import Role
+from tests.integration.client_job import Job, running_job
+from tests.integration.fake_trainer import FakeTrainer, TrainerSettings, attach, layout_of
+from tests.integration.sidecar_process import SidecarProcess, sidecar, ticket, wait_until
+from tests.integration.test_client import layout, write_arenas
+
+ARENA_BYTES = 1 << 20
+DIGEST = layout_digest(layout_of(ARENA_BYTES))
+
+
+@pytest.fixture
+def process(tmp_path: Path) -> Iterator[SidecarProcess]:
+    with sidecar(tmp_path / "s") as started:
+        yield started
+
+
+@pytest.fixture
+def trainer(process: SidecarProcess) -> Iterator[FakeTrainer]:
+    attached = attach(process.socket_path, TrainerSettings(arena_bytes=ARENA_BYTES))
+    try:
+        attached.send_mesh()
+        attached.update()
+        yield attached
+    finally:
+        attached.close()
+
+
+def asking(role: Role = Role.READER, **changes: object) -> dict[str, Any]:
+    message = {
+        "op": "live",
+        "ticket": ticket(role),
+        "rank": 0,
+        "incarnation": 1,
+        "layout_digest": DIGEST,
+        **changes,
+    }
+    return {key: value for key, value in message.items() if value is not None}
+
+
+def asked(path: Path, message: dict[str, Any]) -> tuple[dict[str, Any], list[int]]:
+    with closing(handover.connect(path, timeout_s=10)) as connection:
+        handover.send(connection, message)
+        return handover.receive(connection)
+
+
+@contextmanager
+def given(path: Path) -> Iterator[tuple[int, int]]:
+    """Descriptors of page and arena."""
+    answer, descriptors = asked(path, asking())
+    try:
+        assert answer == {
+            "op": "live",
+            "arena_bytes": ARENA_BYTES,
+            "job": "job",
+            "incarnation": 1,
+            "rank": 0,
+        }
+        page, arena = descriptors
+        yield page, arena
+    finally:
+        for descriptor in descriptors:
+            os.close(descriptor)
+
+
+def refused(path: Path, message: dict[str, Any]) -> str:
+    answer, descriptors = asked(path, message)
+    assert descriptors == []
+    assert answer["op"] == "error", answer
+    assert issubclass(error_of_grpc(answer["code"]), ParamdError)
+    return str(answer["code"])
+
+
+def test_page_and_arena_can_be_read_and_not_written(
+    process: SidecarProcess, trainer: FakeTrainer
+) -> None:
+    with given(process.socket_path) as (page, arena):
+        assert os.pread(arena, 8, 0) == (1).to_bytes(8, "little")
+        assert os.fstat(page).st_size >= PAGE_BYTES
+        for descriptor, size_bytes in ((page, PAGE_BYTES), (arena, ARENA_BYTES)):
+            with pytest.raises(PermissionError):
+                mmap.mmap(descriptor, size_bytes, prot=mmap.PROT_READ | mmap.PROT_WRITE)
+            with pytest.raises(OSError, match="Bad file descriptor"):
+                os.pwrite(descriptor, b"x", 0)
+            with pytest.raises(OSError, match=r"Invalid argument|Operation not permitted"):
+                os.ftruncate(descriptor, 0)
+            with mmap.mmap(descriptor, size_bytes, prot=mmap.PROT_READ) as mapped:
+                assert len(mapped) == size_bytes
+        trainer.update()
+        assert os.pread(arena, 8, 0) == (2).to_bytes(8, "little")
+
+
+@pytest.mark.parametrize(
+    ("changes", "code"),
+    [
+        ({"incarnation": None}, "INVALID_ARGUMENT"),
+        ({"incarnation": "1"}, "INVALID_ARGUMENT"),
+        ({"incarnation": True}, "INVALID_ARGUMENT"),
+        ({"incarnation": 1.0}, "INVALID_ARGUMENT"),
+        ({"incarnation": [1]}, "INVALID_ARGUMENT"),
+        ({"incarnation": 2}, "FAILED_PRECONDITION"),
+        ({"incarnation": -(10**400)}, "FAILED_PRECONDITION"),
+        ({"layout_digest": None}, "FAILED_PRECONDITION"),
+        ({"layout_digest": {"a": 1}}, "FAILED_PRECONDITION"),
+        ({"layout_digest": "other"}, "FAILED_PRECONDITION"),
+        ({"rank": 1}, "UNAVAILABLE"),
+        ({"ticket": None}, "PERMISSION_DENIED"),
+        ({"ticket": "nonsense"}, "PERMISSION_DENIED"),
+        ({"ticket": ticket(Role.VIEWER)}, "PERMISSION_DENIED"),
+        ({"ticket": ticket(Role.READER, incarnation=2)}, "PERMISSION_DENIED"),
+        ({"ticket": ticket(Role.READER, job="other")}, "PERMISSION_DENIED"),
+    ],
+)
+def test_any_other_request_is_refused_in_our_words(
+    process: SidecarProcess, trainer: FakeTrainer, changes: dict[str, object], code: str
+) -> None:
+    message = {**asking(), **changes}
+    message = {key: value for key, value in message.items() if value is not None}
+    assert refused(process.socket_path, message) == code
+    with given(process.socket_path):
+        pass  # the next one is served
+    assert "handover-failed" not in process.log
+
+
+def test_without_a_mesh_and_after_a_torn_end_nothing_is_given(process: SidecarProcess) -> None:
+    attached = attach(process.socket_path, TrainerSettings(arena_bytes=ARENA_BYTES))
+    try:
+        assert refused(process.socket_path, asking()) == "UNAVAILABLE"
+    finally:
+        attached.close()
+
+
+def test_many_readers_leave_no_descriptor_behind(
+    process: SidecarProcess, trainer: FakeTrainer
+) -> None:
+    def count() -> int:
+        return len(os.listdir(f"/proc/{process.process.pid}/fd"))
+
+    with given(process.socket_path):
+        pass
+    before = count()
+    for _ in range(200):
+        with given(process.socket_path):
+            pass
+    wait_until(lambda: count() <= before, "descriptors are given back")
+
+
+@pytest.fixture
+def job() -> Iterator[Job]:
+    with running_job(layout()) as found:
+        yield found
+
+
+def words(job: Job) -> list[dict[str, int]]:
+    return [{word.name: rank.page[word] for word in Word} for rank in job.ranks]
+
+
+def changed(job: Job, before: list[dict[str, int]]) -> list[tuple[str, int, int]]:
+    return [
+        (name, then[name], value)
+        for then, now in zip(before, words(job), strict=True)
+        for name, value in now.items()
+        if then[name] != value
+    ]
+
+
+def settle(job: Job) -> None:
+    """An update and its boundary; nothing is sampled, so the digest is 0."""
+    for rank in job.ranks:
+        rank.gate.begin_update()
+        rank.gate.settle(rank.page[Word.STEP] + 1, 0, proven=True)
+        rank.page[Word.SETTLED_SEQ] = rank.page[Word.SEQ]
+
+
+@pytest.mark.parametrize("transport", ["auto", "same-host"])
+def test_a_summon_reads_settled_ranks_without_a_copy_and_without_a_trace(
+    job: Job, transport: Any
+) -> None:
+    whole = write_arenas(job)
+    names = ("rows", "columns", "flat", "both", "turned")
+    with paramd.connect(job.url, job.token) as mesh:
+        settle(job)
+        before = words(job)
+        found = mesh.summon(*names, transport=transport)
+        assert changed(job, before) == [], "neither sidecar nor reader wrote a word"
+        assert found.step == 1
+        for name in names:
+            assert torch.equal(found[name], whole[name]), name
+        converted = mesh.summon("rows[1:3]", "turned", transport=transport, dtype=torch.float64)
+        assert torch.equal(converted["rows"], whole["rows"][1:3].double())
+        assert torch.equal(converted["turned"], whole["turned"].double())
+        assert changed(job, before) == []
+
+
+def test_a_summon_of_what_is_not_settled_or_was_changed_is_of_snapshots(job: Job) -> None:
+    whole = write_arenas(job)
+    with paramd.connect(job.url, job.token) as mesh:
+        found = mesh.summon("rows")
+        assert torch.equal(found["rows"], whole["rows"])
+        copies = job.ranks[0].page[Word.COPY_BEGUN]
+        assert copies, "nobody vouches for it"
+        settle(job)
+        job.ranks[1].page[Word.SETTLED_DIGEST] = 1
+        with pytest.raises(ParamdError):
+            mesh.summon("rows", timeout=1.0)
+        settle(job)
+        job.ranks[1].page[Word.SETTLED_DIGEST] = 0
+        copies = job.ranks[0].page[Word.COPY_BEGUN]
+        assert torch.equal(mesh.summon("rows")["rows"], whole["rows"])
+        assert job.ranks[0].page[Word.COPY_BEGUN] == copies, "live again"
+
+
+def test_over_streams_and_grpc_the_same_values_come(job: Job) -> None:
+    whole = write_arenas(job)
+    settle(job)
+    with paramd.connect(job.url, job.token) as mesh:
+        for transport in ("stream", "grpc", "auto", "same-host"):
+            found = mesh.summon("*", transport=transport)  # type: ignore[arg-type]
+            for name in ("rows", "columns", "flat", "both", "turned"):
+                assert torch.equal(found[name], whole[name]), (transport, name)
+
+
+def test_live_reads_beside_updates_are_of_one_step(job: Job) -> None:
+    """All ranks stamp their step; whatever a reader gets is that step alone."""
+    stop = threading.Event()
+
+    def train() -> None:
+        step = 0
+        while not stop.is_set():
+            step += 1
+            for rank in job.ranks:
+                rank.gate.begin_update()
+            for rank in job.ranks:
+                rank.arena.buffer.cast("f")[:256] = memoryview(
+                    torch.full((256,), float(step)).numpy()
+                )
+            for rank in job.ranks:
+                rank.gate.settle(step, 0, proven=True)
+                rank.page[Word.SETTLED_SEQ] = rank.page[Word.SEQ]
+            time.sleep(0.002)
+
+    training = threading.Thread(target=train)
+    training.start()
+    steps = set()
+    try:
+        with paramd.connect(job.url, job.token) as mesh:
+            for _ in range(150):
+                found = mesh.summon("rows", "columns", "flat")
+                values = {value for one in found.values() for value in one.flatten().tolist()}
+                assert values == {float(found.step)}
+                steps.add(found.step)
+    finally:
+        stop.set()
+        training.join()
+    assert len(steps) > 3
+
+
+def test_a_dead_socket_of_a_living_sidecar_is_no_reason_to_fail(job: Job) -> None:
+    whole = write_arenas(job)
+    settle(job)
+    with paramd.connect(job.url, job.token) as mesh:
+        path = job.ranks[1].socket_path
+        os.unlink(path)
+        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as other:
+            other.bind(str(path))
+            assert torch.equal(mesh.summon("rows")["rows"], whole["rows"])

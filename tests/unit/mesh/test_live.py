@@ -1,0 +1,539 @@
+"""A live read is of one settled state of all ranks, or it is none."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, closing, suppress
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from paramd.errors import ConflictError, DeniedError, ParamdError, UnreachableError
+from paramd.layout.plan import RankRead
+from paramd.memory import handover
+from paramd.memory.control_page import (
+    PAGE_BYTES,
+    ControlPage,
+    Word,
+    digest_of,
+    write_samples,
+)
+from paramd.memory.gate import TrainerGate
+from paramd.mesh.peers.control import PeerAddress
+from paramd.mesh.reading import live
+from paramd.mesh.reading.live import LivePage, LiveRank, LiveState, OvertakenError, read_live
+from paramd.mesh.reading.transfer import open_live
+from paramd.security.tickets import Role, Signer
+
+ARENA_BYTES = 1 << 16
+SAMPLES = (0, 100, ARENA_BYTES // 8 - 1)
+WHOLE = [(0, ARENA_BYTES)]
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(live, "MOMENT_S", 0.02)
+
+
+def memory(size_bytes: int) -> int:
+    descriptor = os.memfd_create("test", os.MFD_CLOEXEC)
+    os.ftruncate(descriptor, size_bytes)
+    return descriptor
+
+
+class Trainer:
+    """The words and the arena of one rank."""
+
+    def __init__(self, incarnation: int = 1) -> None:
+        self.page_fd, self.arena_fd = memory(PAGE_BYTES), memory(ARENA_BYTES)
+        self.page = ControlPage(self.page_fd)
+        self.gate = TrainerGate(self.page, stall_budget_ns=0)
+        self.page[Word.INCARNATION] = incarnation
+        write_samples(self.page, SAMPLES)
+
+    def update(self, *, trusted: bool = True) -> int:
+        step = self.page[Word.STEP] + 1
+        self.gate.begin_update()
+        os.pwrite(self.arena_fd, step.to_bytes(8, "little") * (ARENA_BYTES // 8), 0)
+        self.gate.settle(step, step, proven=True)
+        if trusted:
+            self.trust()
+        return step
+
+    def trust(self) -> None:
+        words = b"".join(os.pread(self.arena_fd, 8, 8 * at) for at in SAMPLES)
+        self.page[Word.SETTLED_DIGEST] = digest_of(words)
+        self.page[Word.SETTLED_SEQ] = self.page[Word.SEQ]
+
+    def stray(self, at: int = SAMPLES[1]) -> None:
+        os.pwrite(self.arena_fd, b"strayed!", 8 * at)
+
+    def words(self) -> bytes:
+        return os.pread(self.page_fd, PAGE_BYTES, 0)
+
+    def close(self) -> None:
+        self.page.close()
+        os.close(self.page_fd)
+        os.close(self.arena_fd)
+
+
+def read_only(descriptor: int) -> int:
+    return os.open(f"/proc/self/fd/{descriptor}", os.O_RDONLY | os.O_CLOEXEC)
+
+
+class Reading:
+    """A reader of some trainers; `during` runs within each copy, with its number."""
+
+    def __init__(
+        self,
+        trainers: Sequence[Trainer],
+        stack: ExitStack,
+        during: Callable[[int], object] = lambda number: None,
+    ) -> None:
+        self.copies = 0
+        self._during = during
+        self.ranks = {}
+        self.found: dict[int, ctypes.Array[ctypes.c_char]] = {}
+        for number, one in enumerate(trainers):
+            rank = LiveRank(
+                number, read_only(one.page_fd), read_only(one.arena_fd), ARENA_BYTES, WHOLE
+            )
+            self.ranks[number] = stack.enter_context(closing(rank))
+            self.found[number] = (ctypes.c_char * ARENA_BYTES)()
+
+    def copy(self) -> None:
+        self.copies += 1
+        half = ARENA_BYTES // 2
+        for rank in self.ranks.values():
+            rank.read_into(ctypes.addressof(self.found[rank.rank]), 0, half)
+        self._during(self.copies)
+        for rank in self.ranks.values():
+            rank.read_into(ctypes.addressof(self.found[rank.rank]) + half, half, half)
+
+    def read(self, incarnation: int = 1) -> LiveState | None:
+        return read_live(self.ranks, incarnation, self.copy)
+
+    def values(self) -> set[int]:
+        return {
+            word for data in self.found.values() for word in memoryview(data).cast("B").cast("q")
+        }
+
+
+@pytest.fixture
+def stack() -> Iterator[ExitStack]:
+    with ExitStack() as found:
+        yield found
+
+
+@pytest.fixture
+def pair(stack: ExitStack) -> list[Trainer]:
+    trainers = [stack.enter_context(closing(Trainer())) for _ in range(2)]
+    for one in trainers:
+        one.update()
+    return trainers
+
+
+def test_a_settled_state_of_all_ranks_is_read(pair: list[Trainer], stack: ExitStack) -> None:
+    reading = Reading(pair, stack)
+    assert reading.read() == LiveState(1, 1, 0)
+    assert reading.values() == {1}
+    for one in pair:
+        one.update()
+    assert reading.read() == LiveState(1, 2, 0)
+    assert reading.values() == {2}
+
+
+def test_no_word_of_the_training_is_written(pair: list[Trainer], stack: ExitStack) -> None:
+    before = [one.words() for one in pair]
+    reading = Reading(pair, stack)
+    assert reading.read()
+    pair[0].stray()
+    assert reading.read() is None
+    assert [one.words() for one in pair] == before
+
+
+def test_a_copy_that_an_update_overtakes_is_made_again(
+    pair: list[Trainer], stack: ExitStack
+) -> None:
+    def update(number: int) -> None:
+        if number < live.ATTEMPTS:
+            for one in pair:
+                one.update()
+
+    reading = Reading(pair, stack, update)
+    assert reading.read() == LiveState(1, live.ATTEMPTS, 0)
+    assert reading.values() == {live.ATTEMPTS}
+    assert reading.copies == live.ATTEMPTS
+
+
+def test_a_copy_that_is_always_overtaken_is_left_to_snapshots(
+    pair: list[Trainer], stack: ExitStack
+) -> None:
+    reading = Reading(pair, stack, lambda number: [one.update() for one in pair])
+    assert reading.read() is None
+    assert reading.copies == live.ATTEMPTS
+
+
+def test_an_update_of_one_rank_after_its_last_byte_makes_the_copy_void(
+    pair: list[Trainer], stack: ExitStack
+) -> None:
+    reading = Reading(pair, stack)
+    whole = reading.copy
+
+    def copy() -> None:
+        whole()
+        pair[0].gate.begin_update()
+
+    assert read_live(reading.ranks, 1, copy) is None
+
+
+def test_a_read_of_a_state_that_is_over_is_refused(pair: list[Trainer], stack: ExitStack) -> None:
+    reading = Reading(pair[:1], stack)
+    assert reading.read()
+    pair[0].gate.begin_update()
+    with pytest.raises(OvertakenError):
+        reading.copy()
+
+
+def test_ranks_at_different_states_are_left_to_snapshots(
+    pair: list[Trainer], stack: ExitStack
+) -> None:
+    reading = Reading(pair, stack)
+    pair[0].update()
+    assert reading.read() is None
+    pair[1].update()
+    assert reading.read()
+    for word in (Word.EDITS, Word.ITERATION):
+        pair[0].page[word] += 1
+        assert reading.read() is None, word
+        pair[1].page[word] += 1
+        assert reading.read(), word
+    assert reading.copies == 3
+
+
+def test_ranks_that_come_to_one_state_are_waited_for(
+    pair: list[Trainer], stack: ExitStack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(live, "MOMENT_S", 10.0)
+    reading = Reading(pair, stack)
+    pair[0].update()
+    catching_up = threading.Timer(0.01, pair[1].update)
+    catching_up.start()
+    assert reading.read() == LiveState(1, 2, 0)
+    catching_up.join()
+    assert reading.values() == {2}
+
+
+@pytest.mark.parametrize("at", SAMPLES)
+def test_contents_changed_without_an_update_are_refused(
+    pair: list[Trainer], stack: ExitStack, at: int
+) -> None:
+    pair[1].stray(at)
+    assert Reading(pair, stack).read() is None
+
+
+def test_contents_changed_during_the_copy_are_refused(
+    pair: list[Trainer], stack: ExitStack
+) -> None:
+    reading = Reading(pair, stack, lambda number: pair[0].stray())
+    assert reading.read() is None
+
+
+def test_a_state_in_which_the_trainer_found_a_stray_change_is_refused(
+    pair: list[Trainer], stack: ExitStack
+) -> None:
+    def found(number: int) -> None:
+        pair[0].page[Word.STRAY_SEQ] = pair[0].page[Word.SEQ]
+
+    assert Reading(pair, stack, found).read() is None
+    assert Reading(pair, stack).read() is None
+    for one in pair:
+        one.update()
+    assert Reading(pair, stack).read()
+
+
+def test_a_state_whose_digest_is_not_published_yet_is_waited_for(
+    pair: list[Trainer], stack: ExitStack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for one in pair:
+        one.update(trusted=False)
+    reading = Reading(pair, stack)
+    assert reading.read() is None
+    monkeypatch.setattr(live, "MOMENT_S", 10.0)
+    publishing = threading.Timer(0.01, lambda: [one.trust() for one in pair])
+    publishing.start()
+    assert reading.read() == LiveState(1, 2, 0)
+    publishing.join()
+
+
+def test_a_held_state_is_read_though_its_digest_comes_later(
+    pair: list[Trainer], stack: ExitStack
+) -> None:
+    for one in pair:
+        one.update(trusted=False)
+        one.page[Word.HELD] = 1
+    reading = Reading(pair, stack)
+    assert reading.read() == LiveState(1, 2, 0)
+    pair[0].page[Word.HELD] = 2
+    assert reading.read() is None, "it steps"
+
+
+@pytest.fixture
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever waits for a moment would be seen to."""
+    monkeypatch.setattr(live, "MOMENT_S", 5.0)
+
+
+def at_once(reading: Reading, incarnation: int = 1) -> LiveState | None:
+    begin_s = time.monotonic()
+    found = reading.read(incarnation)
+    assert time.monotonic() - begin_s < 2.0
+    return found
+
+
+def test_a_rank_that_rests_for_long_is_left_to_snapshots_at_once(
+    pair: list[Trainer], stack: ExitStack, patient: None
+) -> None:
+    one = pair[0]
+    one.gate.begin_update()
+    one.gate.rest(2, 2, 0)
+    one.page[Word.REST_NS] -= 2 * live.REST_NS
+    assert at_once(Reading(pair, stack)) is None
+
+
+def test_another_incarnation_is_left_to_snapshots_at_once(
+    pair: list[Trainer], stack: ExitStack, patient: None
+) -> None:
+    assert at_once(Reading(pair, stack), incarnation=2) is None
+    pair[1].page[Word.INCARNATION] = 2
+    assert at_once(Reading(pair, stack), incarnation=1) is None
+
+
+def test_a_mirrored_arena_is_left_to_snapshots_at_once(
+    pair: list[Trainer], stack: ExitStack, patient: None
+) -> None:
+    pair[1].page[Word.MIRRORED] = 1
+    assert at_once(Reading(pair, stack)) is None
+
+
+def test_an_arena_that_training_does_not_use_is_not_read(
+    pair: list[Trainer], stack: ExitStack
+) -> None:
+    pair[1].page[Word.UNSERVED] = 1
+    assert Reading(pair, stack).read() is None
+
+
+def test_a_copy_that_would_not_fit_before_the_next_update_is_not_begun(
+    pair: list[Trainer], stack: ExitStack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(live, "_BYTES_PER_S", 1.0)
+    for one in pair:
+        one.page[Word.BOUNDARY_NS] = time.monotonic_ns()
+        one.page[Word.STEP_TIME_NS] = 10**9
+    reading = Reading(pair, stack)
+    assert reading.read() is None
+    assert reading.copies == 0
+
+
+class Torn:
+    """Words of a page that change while they are read, as the trainer's do."""
+
+    def __init__(self, words: memoryview, at: Word, then: Callable[[], object]) -> None:
+        self._words, self._at, self._then = words, at, then
+
+    def __getitem__(self, word: int) -> int:
+        value = self._words[word]
+        if word == self._at:
+            self._then()
+        return value
+
+
+@pytest.mark.parametrize("at", [Word.SEQ, Word.STEP, Word.EDITS, Word.ITERATION])
+def test_words_of_two_states_are_never_taken_for_one(stack: ExitStack, at: Word) -> None:
+    """Whenever the next update comes in between, the step belongs to the proof, or it is none."""
+    one = stack.enter_context(closing(Trainer()))
+    one.update()
+    page = LivePage(one.page_fd)
+    stack.callback(page.close)
+    real, left = page.words, [1]
+
+    def update() -> None:
+        if left.pop() if left else 0:
+            one.update()
+
+    torn: Any = Torn(real, at, update)
+    page.words = torn
+    found = page.settled()
+    page.words = real
+    assert found is None or (found.step, found.proof) == (2, one.page[Word.SEQ])
+    again = page.settled()
+    assert again is not None
+    assert (again.step, again.proof) == (2, one.page[Word.SEQ])
+
+
+def test_a_memory_that_is_too_short_is_refused_before_it_is_mapped() -> None:
+    for page_bytes, arena_bytes in ((PAGE_BYTES - 1, ARENA_BYTES), (PAGE_BYTES, ARENA_BYTES - 1)):
+        page, arena = memory(page_bytes), memory(arena_bytes)
+        with pytest.raises(UnreachableError, match="rank 3: its memory is shorter"):
+            LiveRank(3, page, arena, ARENA_BYTES, WHOLE)
+
+
+def test_a_memory_that_becomes_shorter_is_refused(pair: list[Trainer], stack: ExitStack) -> None:
+    reading = Reading(pair[:1], stack, lambda number: os.ftruncate(pair[0].arena_fd, 4096))
+    reading.ranks[0].state = live.State(1, 0, proof=pair[0].page[Word.SEQ])
+    with pytest.raises(UnreachableError, match="rank 0: its memory has become shorter"):
+        reading.copy()
+
+
+@given(
+    ends=st.lists(st.integers(0, ARENA_BYTES), min_size=2, max_size=12, unique=True),
+    reads=st.lists(st.tuples(st.integers(0), st.integers(1)), min_size=1, max_size=5),
+)
+def test_spans_are_read_at_the_offsets_of_their_concatenation(
+    ends: list[int], reads: list[tuple[int, int]]
+) -> None:
+    ends = sorted(ends)[: len(ends) // 2 * 2]
+    spans = list(zip(ends[::2], ends[1::2], strict=True))
+    with ExitStack() as stack:
+        one = stack.enter_context(closing(Trainer()))
+        data = os.urandom(ARENA_BYTES)
+        os.pwrite(one.arena_fd, data, 0)
+        page, arena = read_only(one.page_fd), read_only(one.arena_fd)
+        rank = stack.enter_context(closing(LiveRank(0, page, arena, ARENA_BYTES, spans)))
+        rank.state = live.State(0, 0)
+        expected = b"".join(data[begin:end] for begin, end in spans)
+        one.page[Word.STRAY_SEQ] = -1
+        assert rank.size_bytes == len(expected)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(live, "CHUNK_BYTES", 1000)
+            for at, most in reads:
+                begin = at % len(expected)
+                size = 1 + most % (len(expected) - begin)
+                target = (ctypes.c_char * size)()
+                rank.read_into(ctypes.addressof(target), begin, size)
+                assert target.raw == expected[begin : begin + size]
+
+
+SIGNER = Signer(bytes(range(32)))
+TICKET = SIGNER.mint(job="job", incarnation=1, role=Role.READER, rank=0, ttl_s=1e6)
+READ = RankRead(rank=0, spans=((0, ARENA_BYTES),), landings=(), size_bytes=ARENA_BYTES)
+IDENTITY = {"job": "job", "incarnation": 1, "rank": 0}
+
+
+class Socket:
+    """A sidecar's socket, where `answer` says what comes for each message."""
+
+    def __init__(self, path: Path, answer: Callable[[socket.socket], None]) -> None:
+        path.parent.chmod(0o700)
+        self._listener = handover.listen(path)
+        self._listener.setblocking(True)
+        self._answer = answer
+        self._thread = threading.Thread(target=self._run)
+        self._thread.start()
+
+    def _run(self) -> None:
+        with suppress(OSError):
+            connection, _ = self._listener.accept()
+            with connection:
+                self._answer(connection)
+
+    def close(self) -> None:
+        self._listener.shutdown(socket.SHUT_RDWR)
+        self._thread.join()
+        self._listener.close()
+
+
+def opened(path: Path, answer: Callable[[socket.socket], None]) -> LiveRank:
+    peer = PeerAddress(rank=0, address="127.0.0.1:1", socket_path=str(path), host_id="")
+    document: Any = SimpleNamespace(ticket=TICKET, incarnation=1, layout_digest="d")
+    with closing(Socket(path, answer)):
+        return open_live(peer, document, READ)
+
+
+def answering(message: dict[str, Any], sizes: Sequence[int] = ()) -> Callable[[Any], None]:
+    def answer(connection: socket.socket) -> None:
+        found, _ = handover.receive(connection)
+        assert {**found, "ticket": ""} == {
+            "op": "live",
+            "ticket": "",
+            "rank": 0,
+            "incarnation": 1,
+            "layout_digest": "d",
+        }
+        descriptors = [memory(size) for size in sizes]
+        handover.send(connection, message, descriptors)
+        for descriptor in descriptors:
+            os.close(descriptor)
+
+    return answer
+
+
+LIVE = {"op": "live", "arena_bytes": ARENA_BYTES, **IDENTITY}
+
+
+def test_page_and_arena_are_got_from_the_socket(tmp_path: Path) -> None:
+    rank = opened(tmp_path / "s", answering(LIVE, [PAGE_BYTES, ARENA_BYTES]))
+    assert rank.size_bytes == ARENA_BYTES
+    rank.close()
+
+
+@pytest.mark.parametrize(
+    ("answer", "sizes", "kind"),
+    [
+        ({"op": "error", "code": "PERMISSION_DENIED", "message": "no"}, [], DeniedError),
+        ({"op": "error", "code": "FAILED_PRECONDITION", "message": "no"}, [], ConflictError),
+        ({**LIVE, "rank": 1}, [PAGE_BYTES, ARENA_BYTES], UnreachableError),
+        ({**LIVE, "job": "other"}, [PAGE_BYTES, ARENA_BYTES], UnreachableError),
+        (LIVE, [PAGE_BYTES], UnreachableError),
+        (LIVE, [PAGE_BYTES, ARENA_BYTES, 1], UnreachableError),
+        (LIVE, [], UnreachableError),
+        ({**LIVE, "op": "mapped"}, [PAGE_BYTES, ARENA_BYTES], UnreachableError),
+        (LIVE, [PAGE_BYTES, ARENA_BYTES - 1], UnreachableError),
+    ],
+)
+def test_any_other_answer_is_an_error_and_leaves_no_descriptor(
+    tmp_path: Path, answer: dict[str, Any], sizes: list[int], kind: type[ParamdError]
+) -> None:
+    with pytest.raises(kind, match="rank 0"):
+        opened(tmp_path / "s", answering(answer, sizes))
+
+
+def hangs_up(connection: socket.socket) -> None:
+    handover.receive(connection)
+
+
+def hangs_up_at_once(connection: socket.socket) -> None:
+    """With what was asked unread: the asker sees a reset."""
+    connection.recvmsg(1, 0, socket.MSG_PEEK)
+
+
+@pytest.mark.parametrize("answer", [hangs_up, hangs_up_at_once, lambda connection: None])
+def test_a_sidecar_that_dies_is_unreachable(
+    tmp_path: Path, answer: Callable[[socket.socket], None]
+) -> None:
+    with pytest.raises(UnreachableError, match="rank 0"):
+        opened(tmp_path / "s", answer)
+
+
+def test_a_sidecar_that_is_silent_is_unreachable(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from paramd.mesh.reading import transfer
+
+    monkeypatch.setattr(transfer, "_ANSWER_S", 0.05)
+    ended = threading.Event()
+
+    def silent(connection: socket.socket) -> None:
+        ended.wait(0.5)
+
+    with pytest.raises(UnreachableError, match="rank 0: its sidecar does not answer"):
+        opened(tmp_path / "s", silent)

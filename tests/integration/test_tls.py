@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 import socket
 import ssl
@@ -13,15 +14,20 @@ from typing import Any
 import grpc
 import grpc.aio
 import httpx2
+import psutil
 import pytest
+import torch
 
 import paramd
 from paramd.errors import UnreachableError
 from paramd.layout.types import Box, Layout, Piece, TensorKind, TensorLayout
+from paramd.mesh.peers.sidecars import StreamOffer
+from paramd.mesh.reading.stream import NoStreamError, _Receiving
 from paramd.security import authority
 from paramd.security.tickets import Role
 from paramd.security.tls import SCHEME, ClientTls, open_channel
-from paramd.v1 import control_pb2_grpc
+from paramd.streams import Grant, Opening
+from paramd.v1 import common_pb2, control_pb2_grpc
 from paramd_service.control.base.endpoint import Address, bind_grpc
 from paramd_service.tls import ServerTls, TlsFiles
 from tests.integration.client_job import JOB, Job, running_job
@@ -207,9 +213,9 @@ def own_memory_bytes(pid: int) -> int:
     return (kib["RssAnon"] + kib["RssFile"]) << 10
 
 
-def summoned(job: Job, ca: Path | None) -> list[float]:
+def summoned(job: Job, ca: Path | None, transport: Any = "grpc") -> list[float]:
     with paramd.connect(job.url, job.token, tls_ca=ca) as mesh:
-        values: list[float] = mesh.summon("*", transport="grpc")["weight"].flatten().tolist()
+        values: list[float] = mesh.summon("*", transport=transport)["weight"].flatten().tolist()
         return values
 
 
@@ -244,6 +250,84 @@ def test_a_whole_job_works_over_tls_and_its_clients_trust_the_ca(
     authority.write(tmp_path / "other", names=NAMES, days=30)
     with pytest.raises(UnreachableError, match="CERTIFICATE_VERIFY_FAILED"):
         summoned(job, tmp_path / "other" / "ca.pem")
+
+
+NUMEL = 3 << 20
+
+
+def large_layout() -> Layout:
+    halves = tuple(Piece(rank, 0, Box((rank * NUMEL,), ((rank + 1) * NUMEL,))) for rank in range(2))
+    weight = TensorLayout("weight", "float32", (2 * NUMEL,), TensorKind.PARAMETER, halves)
+    return Layout(world_size=2, arena_bytes=(4 * NUMEL, 4 * NUMEL), tensors=(weight,))
+
+
+@pytest.mark.parametrize("with_checksums", [False, True])
+def test_many_windows_cross_tls_whole(
+    certs: Path, monkeypatch: pytest.MonkeyPatch, with_checksums: bool
+) -> None:
+    monkeypatch.setattr(StreamOffer, "leaves_host", property(lambda _: with_checksums))
+    expected = torch.arange(2 * NUMEL, dtype=torch.float32)
+    with running_job(large_layout()) as job:
+        for rank in job.ranks:
+            arena = torch.frombuffer(rank.arena.buffer, dtype=torch.float32)
+            arena[:NUMEL] = expected[rank.rank * NUMEL : (rank.rank + 1) * NUMEL]
+            del arena
+        with paramd.connect(job.url, job.token) as mesh:
+            deadline_s = time.monotonic() + 20.0
+            while not _summons(mesh):
+                assert time.monotonic() < deadline_s
+                time.sleep(0.05)
+            whole = mesh.summon("*", transport="stream")["weight"]
+            assert torch.equal(whole, expected)
+            part = mesh.summon(f"weight[{NUMEL - 5}:{NUMEL + 7}]", transport="stream")
+            assert torch.equal(part["weight"], expected[NUMEL - 5 : NUMEL + 7])
+
+
+def test_bulk_streams_are_tls_and_strangers_of_another_ca_are_refused(
+    job: Job, certs: Path, tmp_path: Path
+) -> None:
+    with paramd.connect(job.url, job.token) as mesh:
+        deadline_s = time.monotonic() + 20.0
+        while not _summons(mesh):
+            assert time.monotonic() < deadline_s
+            time.sleep(0.05)
+    assert summoned(job, None, "stream") == [float(n) for n in range(16)]
+    authority.write(tmp_path / "other", names=NAMES, days=30)
+    other = tls(tmp_path / "other").ssl_context(ssl.TLSVersion.TLSv1_3)
+    mine = tls(certs).ssl_context()
+    older = tls(certs).ssl_context()
+    older.maximum_version = ssl.TLSVersion.TLSv1_2
+    port = stream_port(job)
+    with tls_connection(port, mine) as connection:
+        assert connection.version() == "TLSv1.3"
+    for context in (other, older):
+        with pytest.raises(ssl.SSLError):
+            tls_connection(port, context)
+    with socket.create_connection(("127.0.0.1", port), timeout=10.0) as plain:
+        plain.sendall(Opening(bytes(16), 0, 1).sealed(bytes(32)))
+        with contextlib.suppress(ConnectionError):
+            assert b"PBS1" not in plain.recv(1 << 10), "nothing is said without TLS"
+    # The certificate is a name's: what a reader of another CA gets is no answer.
+    offer = StreamOffer(Grant(bytes(16), bytes(32)), common_pb2.Header(), "127.0.0.1", port, other)
+    with pytest.raises(NoStreamError, match="CERTIFICATE_VERIFY_FAILED"):
+        _Receiving(offer, 0, 1).run(lambda window, receiving: None)
+
+
+def tls_connection(port: int, context: ssl.SSLContext) -> ssl.SSLSocket:
+    plain = socket.create_connection(("127.0.0.1", port), timeout=10.0)
+    try:
+        return context.wrap_socket(plain, server_hostname="127.0.0.1")
+    except BaseException:
+        plain.close()
+        raise
+
+
+def stream_port(job: Job) -> int:
+    """Where rank 0's sidecar listens beside gRPC."""
+    taken = int(job.ranks[0].address.rpartition(":")[2])
+    found = psutil.Process(job.ranks[0].process.pid).net_connections("tcp")
+    (port,) = {int(one.laddr.port) for one in found if one.status == psutil.CONN_LISTEN} - {taken}
+    return port
 
 
 def test_a_sidecars_certificate_is_replaced_while_a_client_reads_on(job: Job, certs: Path) -> None:

@@ -13,10 +13,21 @@ import torch
 
 import paramd
 from paramd.errors import ParamdError
+from paramd.mesh.reading.stream import Transport
 from tests.launch import Ranks, start_ranks
 
 WORKER = "tests.multiprocess.workers.stamp"
 LONGEST_S = 30.0
+
+Lane = tuple[Transport, str]
+LANES: tuple[Lane, ...] = (
+    ("grpc", "*"),
+    ("same-host", "*weight*"),
+    ("auto", "*"),
+    ("stream", "*"),
+    ("stream", "*weight*"),
+)
+"""Transport and pattern of each reader."""
 
 
 @dataclass(slots=True)
@@ -25,6 +36,7 @@ class Readings:
 
     answers: int = 0
     steps: set[int] = field(default_factory=set)
+    lanes: set[Lane] = field(default_factory=set)
     wrong: list[str] = field(default_factory=list)
     refused: list[str] = field(default_factory=list)
     longest_refusal_s: float = 0.0
@@ -58,6 +70,7 @@ def assert_stamped(
     print(f"{kind} x{world_size} {pace}: {readings.answers} answers, {len(readings.steps)} steps")
     assert readings.wrong == []
     assert readings.refused == []
+    assert readings.lanes == set(LANES)
     assert readings.answers >= at_least[0]
     assert len(readings.steps) >= at_least[1]
 
@@ -67,7 +80,7 @@ def read_stamps(
     *,
     seconds: float,
     at_least: tuple[int, int] = (0, 0),
-    readers: int = 3,
+    readers: int = len(LANES),
     during: Callable[[], None] = lambda: None,
     timeout_s: float = 20.0,
 ) -> Readings:
@@ -84,20 +97,18 @@ def read_stamps(
         now_s = time.monotonic()
         answers, steps = at_least
         few = readings.answers < answers or len(readings.steps) < steps
+        few = few or len(readings.lanes) < min(readers, len(LANES))
         return now_s < end_s or (few and now_s < last_s)
 
-    transports = ("grpc", "same-host", "auto")
-    patterns = (("*",), ("*weight*",), ("*",))
     url, token = _door(state_dir)
 
     def read(index: int) -> None:
+        transport, pattern = LANES[index % len(LANES)]
         with paramd.connect(url, token) as mesh:
             while goes_on():
                 begin_s = time.monotonic()
                 try:
-                    params = mesh.summon(
-                        *patterns[index % 3], transport=transports[index % 3], timeout=timeout_s
-                    )
+                    params = mesh.summon(pattern, transport=transport, timeout=timeout_s)
                 except ParamdError as error:
                     with lock:
                         readings.refused.append(f"{type(error).__name__}: {error}")
@@ -108,6 +119,7 @@ def read_stamps(
                 bad = _differing(params)
                 with lock:
                     readings.answers += 1
+                    readings.lanes.add((transport, pattern))
                     readings.steps.add(params.step)
                     readings.wrong += bad
 

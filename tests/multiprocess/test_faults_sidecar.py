@@ -27,6 +27,7 @@ from tests.multiprocess.striking import (
 from tests.multiprocess.truth import connect_to, wait_until
 
 OVER_GRPC = summon_stamps()
+OVER_STREAMS = summon_stamps("stream")
 AT_A_BOUNDARY = summon_stamps(buffers=True)
 
 KILLED: list[tuple[str, Request]] = [
@@ -40,9 +41,14 @@ KILLED: list[tuple[str, Request]] = [
     ("read-chunk", OVER_GRPC),
     ("stats-item", stats_of_stamps),
     ("mapped", summon_stamps("same-host")),
+    ("live", summon_stamps("auto")),
+    ("stream-granted", OVER_STREAMS),
+    ("stream-open", OVER_STREAMS),
+    ("stream-window", OVER_STREAMS),
 ]
 # Each costs the time it takes to notice; the soak stops them at all points.
 STOPPED = [KILLED[i] for i in (0, 2, 6, 7)]
+STOPPED += [one for one in KILLED if one[0] in ("live", "stream-granted", "stream-window")]
 
 
 @pytest.mark.timeout(300)

@@ -27,7 +27,7 @@ from paramd.security import authority
 from paramd.security.tickets import Role
 from paramd.security.tls import SCHEME, ClientTls, open_channel
 from paramd.streams import Grant, Opening
-from paramd.v1 import common_pb2, control_pb2_grpc
+from paramd.v1 import common_pb2, control_pb2_grpc, sidecar_pb2, sidecar_pb2_grpc
 from paramd_service.control.base.endpoint import Address, bind_grpc
 from paramd_service.tls import ServerTls, TlsFiles
 from tests.integration.client_job import JOB, Job, running_job
@@ -39,6 +39,8 @@ from tests.integration.control_process import (
     first_grpc_use,
     ticket,
 )
+from tests.integration.fake_trainer import TrainerSettings, attach
+from tests.integration.sidecar_process import Client, sidecar, wait_until
 
 NAMES = ["localhost", "127.0.0.1", "control.example"]
 
@@ -311,6 +313,39 @@ def test_bulk_streams_are_tls_and_strangers_of_another_ca_are_refused(
     offer = StreamOffer(Grant(bytes(16), bytes(32)), common_pb2.Header(), "127.0.0.1", port, other)
     with pytest.raises(NoStreamError, match="CERTIFICATE_VERIFY_FAILED"):
         _Receiving(offer, 0, 1).run(lambda window, receiving: None)
+
+
+def test_a_stalled_reader_over_tls_is_hung_up_on_when_its_lease_ends(
+    certs: Path, tmp_path: Path
+) -> None:
+    size = 24 << 20
+    credentials = tls(certs).channel_credentials()
+    with sidecar(tmp_path / "s", "--idle-memory-s", "0.2") as process:
+        trainer = attach(process.socket_path, TrainerSettings(arena_bytes=size))
+        address = trainer.address.removeprefix(SCHEME)
+        with (
+            contextlib.closing(trainer),
+            contextlib.closing(Client(address, arena_bytes=size)) as client,
+            grpc.secure_channel(address, credentials) as channel,
+        ):
+            client.stub = sidecar_pb2_grpc.SidecarServiceStub(channel)
+            trainer.send_mesh()
+            trainer.update()
+            pinned = client.pin(lease_ms=500).snapshot_id
+            grant = client.call("GrantStream", sidecar_pb2.GrantStreamRequest(snapshot_id=pinned))
+            stalled = tls_connection(grant.port, tls(certs).ssl_context())
+            with stalled:
+                stalled.sendall(Opening(grant.grant_id, 0, size).sealed(grant.secret))
+                assert stalled.recv(4) == b"PBS1"
+
+                def is_free() -> bool:
+                    return client.state().state.snapshot_bytes == 0
+
+                assert not is_free()
+                wait_until(is_free, "the memory is given back", 4.0)
+                with contextlib.suppress(OSError):
+                    while stalled.recv(1 << 20):
+                        pass
 
 
 def tls_connection(port: int, context: ssl.SSLContext) -> ssl.SSLSocket:

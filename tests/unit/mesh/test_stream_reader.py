@@ -5,11 +5,13 @@ from __future__ import annotations
 import asyncio
 import ctypes
 import socket
+import ssl
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -32,6 +34,8 @@ from paramd.mesh.reading import places as placing
 from paramd.mesh.reading import stream as reading
 from paramd.mesh.reading.places import Place, PlaceSink, Scratch
 from paramd.mesh.reading.stream import Expected, NoStreamError, StreamReader, read_range
+from paramd.security import authority
+from paramd.security.tls import ClientTls
 from paramd.streams import DATA, FAILED, LAST, Grant, Opening, Window
 from paramd.v1 import common_pb2, sidecar_pb2
 from paramd.wire import Chunk, checksum_of, data_chunk, parse_chunk
@@ -81,8 +85,9 @@ def good(_number: int, sealed: bytes) -> Iterator[bytes]:
 class Port:
     """A port for streams on this host, where a script answers."""
 
-    def __init__(self, answers: Answers = good) -> None:
+    def __init__(self, answers: Answers = good, tls: ssl.SSLContext | None = None) -> None:
         self.answers = answers
+        self._tls = tls
         self.begins: list[int] = []
         self.ended = threading.Event()
         """Set when the test ends: what hangs goes on."""
@@ -112,12 +117,19 @@ class Port:
                 return
             with connection, suppress(OSError):
                 connection.settimeout(HANG_S)
-                self._answer(connection)
+                if self._tls is None:
+                    self._answer(connection)
+                    continue
+                with self._tls.wrap_socket(connection, server_side=True) as wrapped:
+                    self._answer(wrapped)
 
     def _answer(self, connection: socket.socket) -> None:
-        sealed = connection.recv(streams.OPENING_BYTES, socket.MSG_WAITALL)
-        if len(sealed) < streams.OPENING_BYTES:
-            return
+        sealed = b""
+        while len(sealed) < streams.OPENING_BYTES:
+            part = connection.recv(streams.OPENING_BYTES - len(sealed))
+            if not part:
+                return
+            sealed += part
         try:
             opening = streams.read_opening(sealed)
             opening.check(sealed, GRANT.secret)
@@ -130,8 +142,8 @@ class Port:
 
 
 @contextmanager
-def port(answers: Answers = good) -> Iterator[Port]:
-    found = Port(answers)
+def port(answers: Answers = good, tls: ssl.SSLContext | None = None) -> Iterator[Port]:
+    found = Port(answers, tls)
     try:
         yield found
     finally:
@@ -143,8 +155,10 @@ class Source:
 
     who = "rank 0"
 
-    def __init__(self, number: int, *, far: bool = False) -> None:
-        self.port, self.far = number, far
+    def __init__(
+        self, number: int, *, far: bool = False, tls: ssl.SSLContext | None = None
+    ) -> None:
+        self.port, self.far, self.tls = number, far, tls
         self.step, self.edits = 5, 2
         self.offered = self.probed = 0
         self.probe_error: Exception | None = None
@@ -156,7 +170,7 @@ class Source:
     async def offer(self) -> StreamOffer:
         self.offered += 1
         kind = FarOffer if self.far else StreamOffer
-        return kind(GRANT, self.header(), "127.0.0.1", self.port, None)
+        return kind(GRANT, self.header(), "127.0.0.1", self.port, self.tls)
 
     async def probe(self) -> None:
         self.probed += 1
@@ -591,6 +605,51 @@ async def test_a_read_that_is_cancelled_before_it_is_connected_ends() -> None:
         with pytest.raises(asyncio.CancelledError):
             await asyncio.wait_for(running, HANG_S)
         no_stream_thread()
+
+
+@pytest.fixture
+def contexts(tmp_path: Path) -> tuple[ssl.SSLContext, ssl.SSLContext]:
+    """Of a server, and of a client that trusts it."""
+    authority.write(tmp_path, names=["127.0.0.1"], days=2)
+    server = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    server.load_cert_chain(tmp_path / "server.pem", tmp_path / "server.key")
+    return server, ClientTls(ca=tmp_path / "ca.pem").ssl_context(ssl.TLSVersion.TLSv1_3)
+
+
+async def test_a_stream_over_tls_lands_is_resumed_and_can_be_cancelled(
+    contexts: tuple[ssl.SSLContext, ssl.SSLContext],
+) -> None:
+    server, client = contexts
+
+    def cut(number: int, sealed: bytes) -> Iterator[bytes]:
+        yield accepted(sealed)
+        yield from [*windows(streams.read_opening(sealed))][: 4 if number == 1 else None]
+
+    with port(cut, server) as at:
+        assert await run(Source(at.number, far=True, tls=client)) == SNAPSHOT
+        assert at.begins == [0, 400]
+        at.begins.clear()
+        at.answers = lambda number, sealed: stalled(at, number, sealed)
+        target = Target()
+        running = asyncio.ensure_future(run(Source(at.number, tls=client), target=target))
+        while not target.data.startswith(SNAPSHOT[:400]):
+            await asyncio.sleep(0.005)
+        running.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await asyncio.wait_for(running, 5.0)
+        no_stream_thread()
+
+
+async def test_a_stalled_stream_over_tls_is_probed(
+    contexts: tuple[ssl.SSLContext, ssl.SSLContext],
+) -> None:
+    server, client = contexts
+    with port(tls=server) as at:
+        at.answers = lambda number, sealed: stalled(at, number, sealed)
+        source = Source(at.number, tls=client)
+        source.probe_error = UnreachableError("stopped")
+        with pytest.raises(UnreachableError, match="stopped"):
+            await run(source)
 
 
 def stream_threads() -> list[threading.Thread]:

@@ -28,6 +28,7 @@ from paramd import streams
 from paramd.errors import (
     DataLossError,
     DeniedError,
+    ExhaustedError,
     NotFoundError,
     ParamdError,
     UsageError,
@@ -227,7 +228,11 @@ class StreamServer:
         stream.thread = threading.Thread(
             target=self._serve, args=(stream, reply), name="paramd-stream", daemon=True
         )
-        stream.thread.start()
+        try:
+            stream.thread.start()
+        except RuntimeError as error:
+            self._forget(stream)
+            raise ExhaustedError("no thread is left for a stream; try again") from error
         self._look_later()
 
     def refuse(self, sock: socket.socket, error: ParamdError) -> None:
@@ -308,6 +313,9 @@ class StreamServer:
 
     def _ended(self, stream: _Stream) -> None:
         stream.sock.close()
+        self._forget(stream)
+
+    def _forget(self, stream: _Stream) -> None:
         self._running.discard(stream)
         if not self._running:
             self._idle.set()

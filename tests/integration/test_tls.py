@@ -21,8 +21,8 @@ import torch
 import paramd
 from paramd.errors import UnreachableError
 from paramd.layout.types import Box, Layout, Piece, TensorKind, TensorLayout
+from paramd.mesh.peers.bulk import BulkStream, NoStreamError
 from paramd.mesh.peers.sidecars import StreamOffer
-from paramd.mesh.reading.stream import NoStreamError, _Receiving
 from paramd.security import authority
 from paramd.security.tickets import Role
 from paramd.security.tls import SCHEME, ClientTls, open_channel
@@ -312,7 +312,7 @@ def test_bulk_streams_are_tls_and_strangers_of_another_ca_are_refused(
     # The certificate is a name's: what a reader of another CA gets is no answer.
     offer = StreamOffer(Grant(bytes(16), bytes(32)), common_pb2.Header(), "127.0.0.1", port, other)
     with pytest.raises(NoStreamError, match="CERTIFICATE_VERIFY_FAILED"):
-        _Receiving(offer, 0, 1).run(lambda window, receiving: None)
+        BulkStream(offer, 0, 1).open()
 
 
 def test_a_stalled_reader_over_tls_is_hung_up_on_when_its_lease_ends(

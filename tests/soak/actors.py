@@ -498,6 +498,7 @@ def cast(stage: Stage, oracles: dict[str, Oracle]) -> list[Actor]:
     lanes: dict[str, Work] = {
         "grpc": summoning(transport="grpc"),
         "same-host": summoning(transport="same-host"),
+        "stream": summoning(transport="stream"),
         "buffers": summoning(transport="grpc", buffers=True),
         "view": viewing,
         "stats": reducing,

@@ -36,10 +36,13 @@ class Bench:
         self.steps: list[int | None] = []
         self.outcomes: list[Outcome] = []
         self.stopped = False
+        self.digests: list[int] = []
+        """Of the samples, at the next looks; 0 after them."""
         self.capture = Capture(
             self.page,
             clock_ns=lambda: self.now_ns,
             copy=self._copy,
+            digest=lambda: self.digests.pop(0) if self.digests else 0,
             stopped=lambda: self.stopped,
         )
 
@@ -295,6 +298,38 @@ def test_an_edit_that_the_trainer_refuses_for_its_step_is_told_with_both_steps(
         bench.capture.serve()
         assert bench.outcomes.pop() == Outcome(-1, reason)
         assert bench.page[Word.READY] == 0
+
+
+@pytest.mark.parametrize("digests", [[7], [0, 7]], ids=["before the copy", "after it"])
+def test_a_settled_state_that_was_changed_without_an_update_is_copied_at_no_time(
+    bench: Bench, digests: list[int]
+) -> None:
+    bench.boundary()
+    bench.page[Word.SETTLED_SEQ] = bench.page[Word.SEQ]
+    bench.digests = digests
+    bench.job()
+    bench.capture.serve()
+    assert (bench.steps, bench.copies) == ([], 1)
+    bench.boundary()
+    bench.capture.serve()
+    assert bench.steps == [2]
+
+
+def test_a_digest_of_another_state_says_nothing(bench: Bench) -> None:
+    bench.boundary()
+    bench.page[Word.SETTLED_DIGEST], bench.page[Word.SETTLED_SEQ] = 7, 1
+    bench.job()
+    bench.capture.serve()
+    assert bench.steps == [1]
+
+
+def test_an_agreed_boundary_whose_state_was_changed_since_is_missed(bench: Bench) -> None:
+    bench.arm(1)
+    bench.boundary(agreed=1)
+    bench.page[Word.SETTLED_SEQ] = bench.page[Word.SEQ]
+    bench.digests = [0, 7]
+    bench.capture.serve()
+    assert [outcome.captured for outcome in bench.outcomes] == [False]
 
 
 def rested(bench: Bench) -> None:

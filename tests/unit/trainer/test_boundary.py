@@ -235,6 +235,36 @@ def test_a_change_between_forward_and_step_makes_it_strict(
     assert "attachment.update()" in caplog.text
 
 
+def test_a_settled_state_has_its_digest_published_with_its_seq(make: Make) -> None:
+    bench = make()
+    optimizer = _sgd(bench)
+    for _ in range(PROBATION + 3):
+        bench.train(optimizer, 1)
+        bench.forward_backward()
+        if bench.settled:
+            assert bench.page[Word.SETTLED_SEQ] == bench.page[Word.SEQ]
+            digest = sample_digest(bench.page, bench.arena.buffer)
+            assert bench.page[Word.SETTLED_DIGEST] == digest
+    assert bench.settled
+
+
+def test_a_change_after_a_state_was_settled_by_a_backward_is_seen(make: Make) -> None:
+    """Its boundary comes with the next update, and must not take the changed for the settled."""
+    bench = make()
+    optimizer = _sgd(bench)
+    bench.train(optimizer)
+    bench.model.eval()
+    bench.forward_backward()
+    assert bench.settled, "the backward has settled it"
+    seq, digest = bench.page[Word.SEQ], bench.page[Word.SETTLED_DIGEST]
+    for parameter in bench.model.parameters():
+        parameter.data.add_(1.0)
+    assert sample_digest(bench.page, bench.arena.buffer) != digest
+    optimizer.step()
+    assert bench.page[Word.STRAY_COUNT] == 1
+    assert bench.page[Word.STRAY_SEQ] == seq
+
+
 def test_an_embedding_with_a_max_norm_is_strict_for_ever(make: Make) -> None:
     model = nn.Embedding(5, WIDTH, max_norm=1.0)
     bench = make(model, always_strict=changes_in_forward(model))

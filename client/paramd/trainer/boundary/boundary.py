@@ -363,11 +363,18 @@ class Boundary:
         """Settle the state; its boundary comes with the next update."""
         try:
             proven = self._verified()
+            self._end_changed()
             self._gate.settle(self._done, self._iteration, proven=proven)
             if proven:
                 self._trust()
         except Exception:
             log.exception("paramd: parameters could not be verified")
+
+    def _end_changed(self) -> None:
+        """End a settled state that was changed since: settled again, it needs another SEQ."""
+        if self._words[Word.SETTLED_SEQ] == self._words[_SEQ] and self._strayed():
+            self._note_stray()
+            self._gate.begin_update()
 
     def _trust(self) -> None:
         """Record the settled contents to detect stray changes; when strict, make SEQ odd again."""
@@ -391,6 +398,7 @@ class Boundary:
         self._pending = False
         try:
             proven = self._verified()
+            self._end_changed()
             self._gate.settle(self._done, self._iteration, proven=proven)
             self._note_time(time.monotonic_ns())
             self._acting.at_boundary(proven, self._backwards)
@@ -443,19 +451,24 @@ class Boundary:
 
     def _look_for_strays(self) -> None:
         """Compare parameters with the settled ones; go strict if they differ."""
-        contents, words = self._home.contents, self._words
-        if contents is None:
+        if self._home.contents is None:
             return
+        if self._strayed():
+            self._note_stray()
+        elif self._strict_left:
+            self._strict_left -= 1
+            self._tell_strictness()
+
+    def _strayed(self) -> bool:
+        contents = self._home.contents
         try:
-            strayed = contents.strayed()
+            return contents is not None and contents.strayed()
         except Exception:
             log.exception("paramd: parameters could not be compared")
-            strayed = True
-        if not strayed:
-            if self._strict_left:
-                self._strict_left -= 1
-                self._tell_strictness()
-            return
+            return True
+
+    def _note_stray(self) -> None:
+        words = self._words
         if not words[_SEQ] & 1:
             words[Word.STRAY_SEQ] = words[_SEQ]
         words[Word.STRAY_COUNT] += 1

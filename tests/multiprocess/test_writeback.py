@@ -239,6 +239,24 @@ def test_tensors_that_are_lent_are_written_bit_by_bit(mesh: Mesh, mode: str) -> 
     assert above_step(mesh) == before
 
 
+@pytest.mark.parametrize("transport", ["stream", "grpc"])
+def test_tensors_go_bit_by_bit_over_every_lane(mesh: Mesh, transport: str) -> None:
+    before = above_step(mesh)
+    params = mesh.summon("*", transport=transport)
+    for number, tensor in enumerate(distinct(params)):
+        tensor.copy_(counted(tensor, 7000 + number))
+    wanted = {name: tensor.clone() for name, tensor in params.items()}
+    untied = {id(tensor): name for name, tensor in params.items()}
+    operands = {name: params[name] for name in untied.values()}
+    edit = mesh.edit(set=operands, transport=transport)
+    found = mesh.summon("*", transport=transport)
+    assert_same_bytes(found, {n: one + (found.step - edit.step) for n, one in wanted.items()})
+    with mesh.summon("*", writeback=True) as again:
+        for tensor in distinct(again):
+            tensor.fill_(before + again.step)
+    assert above_step(mesh) == before
+
+
 KILLED = """
 import os, signal, sys
 from pathlib import Path

@@ -15,6 +15,7 @@ import mmap
 import os
 import socket
 import sys
+import time
 import weakref
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -31,7 +32,7 @@ from paramd.memory import handover
 from paramd.mesh.peers.bulk import CONNECT_S
 from paramd.mesh.peers.control import JobDocument, PeerAddress
 from paramd.mesh.peers.grpc import check_handover, ended
-from paramd.mesh.peers.sidecars import Pinned, RankPin, Sidecars
+from paramd.mesh.peers.sidecars import FastPathBackoff, Pinned, RankPin, Sidecars
 from paramd.mesh.reading.live import LiveRank, LiveState, read_live
 from paramd.mesh.reading.places import Place, PlaceSink, fill_from
 from paramd.mesh.reading.stream import Transport, read_range
@@ -284,6 +285,7 @@ class Transfer:
         self._copy_threads = max(1, min(len(os.sched_getaffinity(0)), MAX_COPY_THREADS))
         self._copiers = ThreadPoolExecutor(self._copy_threads, "paramd-copy")
         self._blocking = ThreadPoolExecutor(_OTHER_THREADS, "paramd-blocking")
+        self._live_backoff = FastPathBackoff()
 
     def close(self) -> None:
         """Join the threads; blocks while a copy runs."""
@@ -367,7 +369,7 @@ class Transfer:
         if transport not in ("auto", "same-host") or chosen.at_boundary or not reads:
             return None
         peers = [document.peer(read.rank) for read in reads]
-        if not all(map(is_same_host, peers)):
+        if not all(map(is_same_host, peers)) or not self._live_backoff.tries(time.monotonic()):
             return None
         with ExitStack() as stack:
             ranks: dict[int, LiveRank] = {}
@@ -385,7 +387,13 @@ class Transfer:
             def copy() -> None:
                 fill_from(jobs, self._copiers, self._copy_threads)
 
-            return await self.run(lambda: read_live(ranks, document.incarnation, copy))
+            found = await self.run(lambda: read_live(ranks, document.incarnation, copy))
+        if found is not None:
+            self._live_backoff.agreed()
+        else:
+            # Ranks that run free, or steps too short for the copy: the next read would wait too.
+            self._live_backoff.differed(time.monotonic())
+        return found
 
     async def read_parts(
         self,

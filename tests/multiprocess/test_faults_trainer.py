@@ -146,7 +146,8 @@ def test_an_update_that_raised_is_refused_until_it_is_done(tmp_path: Path) -> No
         (tmp_path / "raise-1").touch()
         ranks.wait_for_text("raised", rank=1)
         begin_s = time.monotonic()
-        with pytest.raises(Exception, match=r"inside an update") as refused:
+        # Rank 0 waits at rest meanwhile; on a busy machine its reason may be the first to come.
+        with pytest.raises(Exception, match=r"inside an update|rests after an update") as refused:
             mesh.summon("*", timeout=2)
         assert "Error" in type(refused.value).__name__
         assert time.monotonic() - begin_s < 4.0, "the update was over before the answer"

@@ -85,7 +85,8 @@ class Job:
         self.faults = stage.folder / f"{name}-faults"
         """Where points are armed; sidecars outlive an incarnation, so it is the same for all."""
         self.faults.mkdir()
-        self.ports = [free_port() for _ in range(world_size)] if stage.links else []
+        self.ports = [free_port() for _ in range(2 * world_size)] if stage.links else []
+        """Of gRPC and of bulk streams, for each rank."""
         for port in self.ports:
             stage.links.add(port)
         self._lock = threading.Lock()

@@ -232,7 +232,8 @@ def _disk(stage: Stage, fault: Fault) -> Iterator[None]:
 def _link(stage: Stage, fault: Fault) -> Iterator[None]:
     _, who, how = fault.words
     assert stage.links is not None
-    ports = stage.control_ports if who == "control" else [stage.main.ports[fault.rank]]
+    first = 2 * fault.rank
+    ports = stage.control_ports if who == "control" else stage.main.ports[first : first + 2]
     for port in ports:
         stage.links.set(port, Mode(how))
     try:

@@ -119,8 +119,9 @@ def main() -> None:
     sitecustomize.inject(f"trainer-{os.environ['RANK']}")
     torch.set_num_threads(1)
     if "," in arguments.sidecar_ports:
-        port = arguments.sidecar_ports.split(",")[int(os.environ["RANK"])]
-        os.environ["PARAMD_SIDECAR_LISTEN"] = f"127.0.0.2:{port}"
+        ports = arguments.sidecar_ports.split(",")[2 * int(os.environ["RANK"]) :]
+        os.environ["PARAMD_SIDECAR_LISTEN"] = f"127.0.0.2:{ports[0]}"
+        os.environ["PARAMD_STREAM_PORT"] = ports[1]
     dist.init_process_group("gloo")
     built = kinds.named(arguments.kind).build()
     _prepare(built.model, arguments.salt)
@@ -159,7 +160,7 @@ def _parsed() -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=1_000_000)
     parser.add_argument("--rest-ms", type=float, default=0.3)
     parser.add_argument("--gap-ms", type=float, default=40.0)
-    parser.add_argument("--sidecar-ports", default="", help="one for each rank and a comma")
+    parser.add_argument("--sidecar-ports", default="", help="two for each rank, each with a comma")
     parser.add_argument("--plain", action="store_true", help="without paramd")
     return parser.parse_args()
 

@@ -12,6 +12,7 @@ from paramd.memory.gate import STALL_BUDGET_MS
 ARENAS = ("auto", "host", "mirror")
 
 LIMITS = (
+    "stream_port",
     "budget_bytes",
     "default_lease_s",
     "max_lease_s",
@@ -26,7 +27,9 @@ LIMITS = (
 )
 """Limits passed on to the sidecar."""
 
-_MAY_BE_ZERO = frozenset({"grace_s", "idle_memory_s", "edit_pool_bytes", "undo_budget_bytes"})
+_MAY_BE_ZERO = frozenset(
+    {"stream_port", "grace_s", "idle_memory_s", "edit_pool_bytes", "undo_budget_bytes"}
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,6 +68,9 @@ class AttachSettings:
     linger_s: float = 600.0
     """How long a sidecar serves the last step after its trainer has ended, in seconds."""
 
+    stream_port: float | None = None
+    """TCP port of the sidecar's bulk streams, for hosts behind forwarded ports; 0 and None pick a
+    free one. Each rank of a host needs another one."""
     budget_bytes: float | None = None
     """Most bytes of snapshots on a rank, above 0. None, here and below: the sidecar's default,
     see `paramd sidecar serve --help`."""

@@ -23,6 +23,8 @@ class SidecarConfig:
     """Unix socket for the handover, in a directory that is ours with mode 0700."""
     listen: str = "127.0.0.1:0"
     """gRPC address "host:port"; port 0 picks a free one. Beyond loopback only with TLS."""
+    stream_port: int = 0
+    """TCP port of bulk streams, on the same host; 0 picks a free one, as when it is taken."""
     advertise: str = ""
     """Host that others connect to; empty: the one it listens on."""
     tls_cert: str = ""
@@ -63,6 +65,8 @@ class SidecarConfig:
     def __post_init__(self) -> None:
         check_job_name(self.job)
         check_listen(self.listen, tls=self.tls_files is not None)
+        if not 0 <= self.stream_port <= 65535:
+            raise UsageError(f"stream_port: {self.stream_port}; expected 0 to 65535")
         not_negative = ("rank", "grace_s", "idle_memory_s", "edit_pool_bytes", "undo_budget_bytes")
         for name, least in (*((name, 0) for name in not_negative), ("max_calls", 1)):
             if getattr(self, name) < least:

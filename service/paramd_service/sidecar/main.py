@@ -88,6 +88,9 @@ def parse(argv: Sequence[str] | None) -> SidecarConfig:
     parser.add_argument(
         "--listen", default=defaults.listen, help="gRPC address; beyond loopback with TLS"
     )
+    parser.add_argument(
+        "--stream-port", type=int, default=0, help="TCP port of bulk streams; 0 picks a free one"
+    )
     for name, text in _TLS_OPTIONS.items():
         parser.add_argument("--" + name.replace("_", "-"), default="", help=text)
     for name in (

@@ -129,11 +129,14 @@ class StreamServer:
         """Listen on gRPC's host. Without a port readers keep to gRPC, which is slower."""
         rank = self._rank
         host = rank.config.listen.rpartition(":")[0].removeprefix("[").removesuffix("]")
-        try:
-            family = socket.AF_INET6 if ":" in host else socket.AF_INET
-            self._listener = socket.create_server((host, 0), family=family, backlog=64)
-        except OSError as error:
-            rank.log("no-streams", reason=repr(error))
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        for port in dict.fromkeys((rank.config.stream_port, 0)):
+            try:
+                self._listener = socket.create_server((host, port), family=family, backlog=64)
+                break
+            except OSError as error:
+                rank.log("no-streams", port=port, reason=repr(error))
+        if self._listener is None:
             return
         if rank.tls is not None:
             self._tls = rank.tls.ssl_context(ssl.TLSVersion.TLSv1_3)

@@ -103,7 +103,7 @@ class _Stream:
 class StreamServer:
     """Grants, connections that have not shown one yet, and running streams.
 
-    All methods run on the event loop, except `_send` and what it calls.
+    All methods run on the event loop, except `_serve` and what it calls.
     """
 
     def __init__(self, rank: RankSidecar) -> None:
